@@ -1,0 +1,60 @@
+# One line a contributor can run for each thing CI and README promise. `make setup` runs by itself where it is needed.
+PYTHON ?= python3
+PY := .venv/bin/python
+UV = $(shell uv --version >/dev/null 2>&1 && echo uv || echo .tools/bin/uv)
+
+# SGLang picks its CPU engine by this variable; a machine with an NVIDIA driver keeps its GPU.
+ifeq ($(wildcard /dev/nvidiactl),)
+export SGLANG_USE_CPU_ENGINE ?= 1
+endif
+
+.PHONY: help setup test check contract dist demo show-foundation bench clean
+
+help:
+	@echo "make demo             the real server on a pool too small: lru beside evicpress, under 10 minutes"
+	@echo "make test             every test"
+	@echo "make check            ruff, ruff format, mypy"
+	@echo "make contract         only the tests of what we assume about SGLang"
+	@echo "make dist             sdist and wheel in dist/, tried in a clean environment"
+	@echo "make show-foundation  measure every promise a machine without a GPU can, at most 30 minutes"
+	@echo "make bench            every bench/bench_*.py"
+	@echo "make setup            only .venv, from uv.lock (uv is fetched when it is missing)"
+
+setup: .venv/.ready
+
+.venv/.ready: pyproject.toml uv.lock
+	@$(UV) --version >/dev/null 2>&1 || { rm -rf .tools && $(PYTHON) -m venv .tools && .tools/bin/python -m pip install --quiet uv; } \
+	|| { rm -rf .tools && $(PYTHON) -m pip install --quiet --target .tools uv; } \
+	|| { echo "setup needs uv, and $(PYTHON) has no pip to fetch it with: install python3-venv or uv, then run make again" >&2; exit 1; }
+	$(UV) sync --locked $(if $(filter file,$(origin PYTHON)),,--python $(PYTHON))
+	@touch $@
+
+test: setup
+	$(PY) -m pytest
+
+check: setup
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy
+
+contract: setup
+	$(PY) -m pytest tests/contract
+
+dist: setup
+	rm -rf build dist
+	$(UV) build
+	$(UV) pip install --quiet --no-deps --target build/installed dist/*.whl
+	cd build && ../$(PY) -I -c "import sys; sys.path.insert(0, 'installed'); import sglang_evicpress as p; print(p.__version__, p.__file__)"
+	$(PY) -m zipfile -l dist/*.whl
+
+demo: setup
+	$(PY) bench/demo.py
+
+show-foundation: setup
+	$(PY) bench/show_foundation.py
+
+bench: setup
+	@set -e; for file in bench/bench_*.py; do echo "== $$file"; $(PY) "$$file"; done
+
+clean:
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
