@@ -1,0 +1,100 @@
+"""What a user installs: built from a copy of the tree, offline, by the hooks every front end calls."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "sglang_evicpress"
+PARTS = ("CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "kernels", "patches", "python")
+
+
+def build(kind: str, tree: Path, out: Path) -> Path:
+    """Run the backend's ``build_<kind>`` in ``tree``; the file it wrote under ``out``."""
+    out.mkdir(exist_ok=True)
+    program = f"import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", program, str(out)], cwd=tree, check=True, capture_output=True)
+    (built,) = out.iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tree = tmp_path_factory.mktemp("packaging") / "tree"
+    tree.mkdir()
+    leftovers = shutil.ignore_patterns("*.egg-info", "__pycache__", "build", "dist")
+    for name in PARTS:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=leftovers)
+        else:
+            shutil.copy2(ROOT / name, tree / name)
+    return build("sdist", tree, tree.parent / "sdist")
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path) -> Path:
+    """Built directly from the tree the sdist came from."""
+    return build("wheel", sdist.parent.parent / "tree", sdist.parent.parent / "wheel")
+
+
+def members(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_wheel_holds_every_module_through_the_links(wheel: Path) -> None:
+    source = ROOT / "python" / PACKAGE
+    expected = {
+        f"{PACKAGE}/{path.relative_to(source).as_posix()}"
+        for root in (source, source / "kernels", source / "patches")
+        for path in root.glob("**/*.py")
+    }
+    modules = {name for name in members(wheel) if name.endswith(".py")}
+    assert modules == expected
+    assert {name.split("/")[1] for name in modules} >= {"core.py", "kernels", "patches", "plugin.py"}
+
+
+def test_wheel_is_typed_and_licensed_and_registers_the_plugin(wheel: Path) -> None:
+    held = members(wheel)
+    assert f"{PACKAGE}/py.typed" in held
+    (entry_points,) = (data.decode() for name, data in held.items() if name.endswith("/entry_points.txt"))
+    assert entry_points.strip() == "[sglang.srt.plugins]\nevicpress = sglang_evicpress.plugin:load"
+    assert any(name.endswith("/licenses/LICENSE") for name in held)
+
+
+def test_wheel_holds_nothing_but_the_package(wheel: Path) -> None:
+    tops = {name.split("/")[0] for name in members(wheel)}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {PACKAGE}
+
+
+def test_wheel_from_the_sdist_equals_the_direct_one(sdist: Path, wheel: Path, tmp_path: Path) -> None:
+    subprocess.run(["tar", "-xf", str(sdist), "-C", str(tmp_path)], check=True)
+    (tree,) = tmp_path.iterdir()
+    assert members(build("wheel", tree, tmp_path / "wheel")) == members(wheel)
+
+
+def test_version_is_the_same_in_the_package_and_its_metadata() -> None:
+    import sglang_evicpress
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert sglang_evicpress.__version__ == project["version"]
+
+
+def test_lock_and_pre_commit_name_the_same_ruff() -> None:
+    packages = tomllib.loads((ROOT / "uv.lock").read_text(encoding="utf-8"))["package"]
+    (version,) = (package["version"] for package in packages if package["name"] == "ruff")
+    assert f"rev: v{version}\n" in (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
+
+
+def test_lock_names_only_the_public_index() -> None:
+    lines = (ROOT / "uv.lock").read_text(encoding="utf-8").splitlines()
+    addresses = {part for line in lines for part in line.split('"') if "://" in part}
+    public = ("https://pypi.org/simple", "https://files.pythonhosted.org/packages/")
+    assert [address for address in sorted(addresses) if not address.startswith(public)] == []
