@@ -1,0 +1,89 @@
+"""Compresses one node inside SGLang's KV pool: score, select, compact, and place the survivors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sglang_evicpress.core import Form
+from sglang_evicpress.kernels.compact import compact
+from sglang_evicpress.layout import HostCopy, SurvivorLayout, place
+from sglang_evicpress.press import PressInput, QueryWindow, get_press, select
+
+
+class Compressor:
+    """Holds the pool and what ranks share. ``forward_stream`` is the scheduler's, once it has one (CUDA only)."""
+
+    def __init__(self, pool: Any, page_size: int, sinks: int, group: Any = None) -> None:
+        self.page_size = page_size
+        self.sinks = sinks
+        self.forward_stream: Any = None
+        self._pool = pool
+        self._group = group  # CPU group of the tensor-parallel ranks, None when there is one rank
+        layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
+        # Not get_key_buffer: that one waits for layer transfers, which only attention may do.
+        self._k_buffers = [pool._get_key_buffer(layer) for layer in layers]
+        self._v_buffers = [pool._get_value_buffer(layer) for layer in layers]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._k_buffers)
+
+    @property
+    def num_heads(self) -> int:
+        return int(self._k_buffers[0].shape[1])
+
+    def compress(
+        self,
+        *,
+        form: Form,
+        slots: torch.Tensor,
+        layout: SurvivorLayout | None,
+        start: int,
+        num_tokens: int,
+        num_kept: int,
+        window: QueryWindow | None,
+    ) -> tuple[SurvivorLayout, torch.Tensor]:
+        """Keep ``num_kept`` entries of every (layer, head), moved to the first ``num_kept`` of ``slots`` [n].
+
+        Returns the layout and the node's logical value: int64 [num_tokens], those slots at their logical indices and
+        holes (0) elsewhere. Waits for nothing on the device unless ranks must agree. Starts behind the forward pass in flight: a finished request's last token may still be being written.
+        """
+        if self.forward_stream is not None and slots.is_cuda:
+            torch.cuda.current_stream().wait_stream(self.forward_stream)
+        positions = self._positions(slots, layout, start)
+        node = PressInput(
+            k_buffers=self._k_buffers,
+            v_buffers=self._v_buffers,
+            slots=slots,
+            positions=positions,
+            start=start,
+            num_tokens=num_tokens,
+            window=window,
+            scale=float(self._k_buffers[0].shape[-1]) ** -0.5,
+            page_size=self.page_size,
+        )
+        survivors = select(get_press(form.press or ""), node, num_kept, self.sinks)
+        compact(self._k_buffers, self._v_buffers, slots, survivors)
+        kept = positions.gather(2, survivors.to(torch.int64))
+        logical = place(self._agreed(kept), start, self.page_size)
+        value = torch.zeros(num_tokens, dtype=torch.int64, device=slots.device)
+        value.index_copy_(0, logical, slots[:num_kept])
+        return SurvivorLayout(HostCopy(kept), HostCopy(logical), num_kept), value
+
+    def _positions(self, slots: torch.Tensor, layout: SurvivorLayout | None, start: int) -> torch.Tensor:
+        if layout is not None:
+            return layout.positions.to(slots.device)
+        every = torch.arange(start, start + len(slots), dtype=torch.int32, device=slots.device)
+        return every.expand(self.num_layers, self.num_heads, -1)
+
+    def _agreed(self, positions: torch.Tensor) -> torch.Tensor:
+        """Positions whose maximum over (layer, head) is that of all ranks: each rank holds other heads, and all must
+        split a node at the same slot. One collective per compression, taken by every rank alike."""
+        if self._group is None:
+            return positions
+        last = positions.amax(dim=(0, 1), keepdim=True).cpu()
+        dist.all_reduce(last, op=dist.ReduceOp.MAX, group=self._group)
+        return last.to(positions.device)

@@ -1,0 +1,240 @@
+"""Looking into the cache and checking it: what ``/evicpress/*`` answers, as plain JSON objects."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from sglang_evicpress.core import Form
+from sglang_evicpress.introspect import NodeBusy, UnknownNode
+from sglang_evicpress.patches.node import is_lossy, num_slots, slots_of, start_of, walk
+
+
+class Inspection:
+    """The ``Inspectable`` part of EvicPressCache; reads everything, and changes only through its own operations."""
+
+    def describe_tree(self: Any) -> dict[str, object]:
+        return {
+            "page_size": self.page_size,
+            "num_nodes": len(self.nodes),
+            "nodes": [self._summary(node) for node in walk(self.root_node)],
+        }
+
+    def describe_node(self: Any, node_id: int, *, positions: bool, tokens: bool) -> dict[str, object]:
+        node = self._node(node_id)
+        layout = node.kv.layout
+        described = self._summary(node)
+        described["decisions"] = [
+            {"form": str(entry.option.form or "drop"), "freed_slots": entry.freed_slots, "reason": entry.reason}
+            for entry in self.controller.journal
+            if entry.node_id == node_id
+        ]
+        described["options"] = [
+            {"form": str(option.form or "drop"), "num_slots": option.num_slots}
+            for stats in self.snapshot()
+            if stats.id == node_id
+            for option in stats.options
+        ]
+        if positions:
+            described["positions"] = None if layout is None else layout.positions.tolist()
+            described["logical_indices"] = None if layout is None else layout.logical.tolist()
+        if tokens:
+            described["token_ids"] = list(node.key.raw_token_ids())
+        return described
+
+    def describe_stats(self: Any) -> dict[str, object]:
+        allocator = self.token_to_kv_pool_allocator
+        nodes = list(walk(self.root_node))
+        tokens = sum(len(node.key) for node in nodes)
+        slots = sum(num_slots(node) for node in nodes)
+        by_form: dict[str, dict[str, int]] = {}
+        for node in nodes:
+            entry = by_form.setdefault(str(node.kv.form), {"nodes": 0, "tokens": 0, "slots": 0})
+            entry["nodes"] += 1
+            entry["tokens"] += len(node.key)
+            entry["slots"] += num_slots(node)
+        controller = self.controller
+        return {
+            "policy": self.config.policy,
+            "alpha": self.config.alpha,
+            "forms": [str(form) for form in self.config.forms],
+            "page_size": self.page_size,
+            "total_slots": allocator.size,
+            "free_slots": allocator.available_size(),
+            "evictable_slots": self.evictable_size_,
+            "protected_slots": self.protected_size_,
+            "in_flight_slots": sum(held for _, held in self._in_flight()),
+            "num_nodes": len(nodes),
+            "cached_tokens": tokens,
+            "cached_slots": slots,
+            "resident_forms": by_form,
+            "decisions": {
+                "compressed": dict(controller.num_compressed),
+                "dropped": controller.num_dropped,
+                "dropped_tokens": controller.dropped_tokens,
+                "freed_slots": controller.freed_slots,
+            },
+        }
+
+    def compress_node(self: Any, node_id: int, form: Form) -> dict[str, object]:
+        node = self._node(node_id)
+        if node.lock_ref > 0:
+            raise NodeBusy(node_id)
+        before, after = num_slots(node), self.slots_in(node, form)
+        if after is None:
+            why = "that press needs the queries of a prompt, and none were kept for this node (name the press in --kv-forms)"
+            if form.is_exact or not node.kv.form.is_exact:
+                why = f"it holds {node.kv.form}: expected a smaller form of the same press"
+            raise ValueError(f"node {node_id} cannot be brought to {form}: {why}")
+        if after >= before:
+            raise ValueError(
+                f"node {node_id} cannot be brought to {form}: it holds {before} slots and would keep {after} "
+                f"(whole pages of {self.page_size})"
+            )
+        freed = self.compress(node_id, form)
+        return {**self._summary(node), "freed_slots": freed}
+
+    def evict_slots(self: Any, num_slots: int) -> dict[str, object]:
+        freed = self.controller.relieve(self, num_slots)
+        return {"freed_slots": freed, "free_slots": self.token_to_kv_pool_allocator.available_size()}
+
+    def check_integrity(self: Any) -> dict[str, object]:
+        """Every invariant of DESIGN section 8 that the device tier has; lists each one that is broken."""
+        found = list(self._violations())
+        return {"ok": not found, "violations": found[:100], "num_nodes": len(self.nodes)}
+
+    # ---- parts
+
+    def _node(self: Any, node_id: int) -> Any:
+        node = self.nodes.get(node_id)
+        if node is None:
+            raise UnknownNode(node_id)
+        return node
+
+    def _summary(self: Any, node: Any) -> dict[str, object]:
+        kv = node.kv
+        tokens = node.key.raw_token_ids()
+        return {
+            "id": node.id,
+            "parent_id": None if node.parent is self.root_node else node.parent.id,
+            "children": [child.id for child in node.children.values()],
+            "start": start_of(node),
+            "num_tokens": len(node.key),
+            "num_slots": num_slots(node),
+            "form": str(kv.form),
+            "lineage": "lossy" if is_lossy(node) else "exact",
+            "computed_on": "lossy" if kv.is_lossy_prefix else "exact",
+            "lock_ref": node.lock_ref,
+            "weight": kv.weight,
+            "last_use": kv.last_use,
+            "has_queries": kv.window is not None,
+            "extra_key": node.key.extra_key,
+            "first_tokens": list(tokens[:8]),
+            "tokens_hash": hashlib.sha256(tokens.tobytes()).hexdigest()[:16],
+        }
+
+    def _in_flight(self: Any) -> Iterator[tuple[Any, int]]:
+        """Requests that hold slots of their own, with how many: allocated (whole pages) less what the tree owns."""
+        scheduler = self.scheduler
+        if scheduler is None:
+            return
+        seen: set[int] = set()
+        reqs = []
+        for batch in (scheduler.last_batch, scheduler.running_batch, scheduler.cur_batch):
+            reqs.extend(batch.reqs if batch is not None else [])
+        if scheduler.chunked_req is not None:
+            reqs.append(scheduler.chunked_req)
+        for req in reqs:
+            if id(req) in seen or req.req_pool_idx is None or req.kv_committed_freed:
+                continue
+            seen.add(id(req))
+            allocated = -(-req.kv_allocated_len // self.page_size) * self.page_size
+            yield req, allocated - req.cache_protected_len
+
+    def _violations(self: Any) -> Iterator[str]:
+        allocator = self.token_to_kv_pool_allocator
+        page = self.page_size
+        evictable = protected = 0
+        owners: list[tuple[str, torch.Tensor]] = []
+        for node in walk(self.root_node):
+            name = f"node {node.id}"
+            slots = slots_of(node)
+            owners.append((name, slots))
+            if node.lock_ref > 0:
+                protected += num_slots(node)
+            else:
+                evictable += num_slots(node)
+            if self.nodes.get(node.id) is not node:
+                yield f"{name} is not in the table of nodes"
+            if node.parent is not self.root_node and node.lock_ref > node.parent.lock_ref:
+                yield f"{name} has {node.lock_ref} locks, its parent {node.parent.lock_ref}"
+            if len(node.value) != len(node.key) or len(node.key) % page:
+                yield f"{name} has {len(node.key)} tokens, {len(node.value)} entries, pages of {page}"
+            if len(slots) != num_slots(node) or int((node.value != 0).sum()) != len(slots):
+                yield f"{name} holds {len(slots)} slots but counts {num_slots(node)}"
+            yield from self._layout_violations(node)
+            is_leaf = node.lock_ref == 0 and not node.children
+            if is_leaf != (node in self.evictable_leaves):
+                yield f"{name} is {'missing from' if is_leaf else 'wrongly in'} the evictable leaves"
+        if len(self.nodes) != len(owners):
+            yield f"the table knows {len(self.nodes)} nodes, the tree holds {len(owners)}"
+        if (evictable, protected) != (self.evictable_size_, self.protected_size_):
+            yield (
+                f"evictable {self.evictable_size_} and protected {self.protected_size_} slots are counted, "
+                f"{evictable} and {protected} are held"
+            )
+        in_flight = 0
+        for req, held in self._in_flight():
+            in_flight += held
+            holes = req.evicpress.holes
+            row = self.req_to_token_pool.req_to_token[req.req_pool_idx]
+            own = row[req.cache_protected_len - holes : req.kv_allocated_len - holes].to(torch.int64)
+            owners.append((f"request {req.rid}", torch.unique(own // page) if page > 1 else own))
+        free = allocator.available_size()
+        if free + evictable + protected + in_flight != allocator.size:
+            yield (
+                f"free {free} + evictable {evictable} + protected {protected} + in flight {in_flight} slots "
+                f"are not the total of {allocator.size}"
+            )
+        yield from self._sharing_violations(owners)
+
+    def _layout_violations(self: Any, node: Any) -> Iterator[str]:
+        layout, name = node.kv.layout, f"node {node.id}"
+        if layout is None:
+            if not node.kv.form.is_exact:
+                yield f"{name} is {node.kv.form} but has no survivors' positions"
+            return
+        logical, positions = layout.logical, layout.positions
+        if layout.num_slots == 0:
+            return
+        if not bool((logical[1:] > logical[:-1]).all()) or int(logical[0]) < 0 or int(logical[-1]) >= len(node.key):
+            yield f"{name}: logical indices of its slots are not strictly increasing inside the node"
+        if not torch.equal(node.value[logical.to(node.value.device)], node.kv.slots):
+            yield f"{name}: its slots are not where its layout says"
+        if not bool((positions[..., 1:] > positions[..., :-1]).all()):
+            yield f"{name}: survivors' positions are not ascending"
+        start = start_of(node)
+        page = self.page_size
+        bound = (logical // page + 1) * page + start
+        if bool((positions < start).any()) or not bool((positions < bound).all()):
+            yield f"{name}: a survivor sits before its position"
+
+    def _sharing_violations(self: Any, owners: list[tuple[str, torch.Tensor]]) -> Iterator[str]:
+        allocator, page = self.token_to_kv_pool_allocator, self.page_size
+        pages: dict[int, str] = {}
+        for index in torch.cat([allocator.free_pages, allocator.release_pages]).tolist():
+            if index in pages:
+                yield f"page {index} is free twice"
+            pages[index] = "the free list"
+        for name, slots in owners:
+            is_request = name.startswith("request")
+            units = slots if page == 1 or is_request else torch.unique(slots // page)
+            for index in units.tolist():
+                if index == 0:
+                    yield f"{name} holds the padding slot"
+                elif index in pages:
+                    yield f"page {index} belongs to {name} and to {pages[index]}"
+                pages[index] = name

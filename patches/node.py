@@ -1,0 +1,87 @@
+"""What a radix-tree node of ours carries beside SGLang's own fields: form, survivors, lineage and statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_evicpress.core import EXACT, Form
+from sglang_evicpress.layout import SurvivorLayout
+from sglang_evicpress.press import QueryWindow
+
+
+@dataclass(slots=True)
+class NodeKV:
+    """The record at ``node.kv``.
+
+    ``slots``/``layout`` are None while the node is full: its slots are then ``node.value``. A compressed node shows
+    holes (0) in ``node.value``. ``is_lossy_prefix``: its KV was computed on top of a lossy prefix, so it is lossy itself.
+    ``weight`` counts the requests that used the node; ``last_use`` is a logical tick, equal on every rank.
+    """
+
+    form: Form = EXACT
+    slots: torch.Tensor | None = None
+    layout: SurvivorLayout | None = None
+    is_lossy_prefix: bool = False
+    weight: float = 1.0
+    last_use: int = 0
+    window: QueryWindow | None = None
+
+
+@dataclass(slots=True)
+class PrefixView:
+    """The prefix a request took from the tree: its physical ``slots``, the ``holes`` among its logical tokens, and
+    whether any of it is lossy. ``is_counted``: the hit is in the nodes' statistics already."""
+
+    slots: torch.Tensor
+    holes: int = 0
+    is_lossy: bool = False
+    is_counted: bool = False
+
+
+def slots_of(node: Any) -> torch.Tensor:
+    """The physical slots of a node, in order, without holes."""
+    slots = node.kv.slots
+    return node.value if slots is None else slots
+
+
+def num_slots(node: Any) -> int:
+    layout = node.kv.layout
+    return len(node.key) if layout is None else layout.num_slots
+
+
+def is_lossy(node: Any) -> bool:
+    return node.kv.layout is not None or node.kv.is_lossy_prefix
+
+
+def is_servable(node: Any, num_tokens: int, min_share: float) -> bool:
+    """Whether the node's first ``num_tokens`` tokens still have enough slots to be matched.
+
+    A short partial match of a compressed node may be left with next to none of them (its survivors lie further back);
+    then the request is better off computing them anew. The bar is ``min_share`` of what the form promises to keep.
+    """
+    layout = node.kv.layout
+    if layout is None:
+        return True
+    kept = layout.num_slots if num_tokens == len(node.key) else layout.slots_before(num_tokens)
+    return kept > 0 and kept >= min_share * node.kv.form.kept_fraction * num_tokens
+
+
+def start_of(node: Any) -> int:
+    """Absolute position of the node's first token: the logical length of the path above it."""
+    start = 0
+    while (node := node.parent) is not None:
+        start += len(node.key)
+    return start
+
+
+def walk(root: Any) -> Iterator[Any]:
+    """Every node below ``root``, parents first, in insertion order (the same on every rank)."""
+    stack = list(reversed(root.children.values()))
+    while stack:
+        node = stack.pop()
+        yield node
+        stack.extend(reversed(node.children.values()))

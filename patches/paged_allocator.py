@@ -1,0 +1,78 @@
+"""Pages on the CPU: SGLang's paged allocator launches Triton kernels, which need a GPU (or the slow interpreter).
+
+Same slots in the same order, computed on the host. Touches ``PagedTokenToKVPoolAllocator.alloc_extend``/``alloc_decode``
+only where the pool is on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+TARGET = "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator."
+
+
+def _around_alloc_extend(
+    original: Callable[..., Any],
+    self: Any,
+    prefix_lens: torch.Tensor,
+    prefix_lens_cpu: torch.Tensor,
+    seq_lens: torch.Tensor,
+    seq_lens_cpu: torch.Tensor,
+    last_loc: torch.Tensor,
+    extend_num_tokens: int,
+    num_new_pages: int | None = None,
+) -> torch.Tensor | None:
+    """AROUND ``alloc_extend``: fill each sequence's last partial page, then take free pages in order."""
+    if self.device != "cpu":
+        return original(
+            self, prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens, num_new_pages
+        )
+    page = self.page_size
+    begins, ends, lasts = prefix_lens_cpu.tolist(), seq_lens_cpu.tolist(), last_loc.tolist()
+    needed = sum(-(-end // page) - -(-begin // page) for begin, end in zip(begins, ends, strict=True))
+    if self.need_sort and needed > len(self.free_pages):
+        self.merge_and_sort_free()
+    if needed > len(self.free_pages):
+        return None
+    offsets = torch.arange(page)
+    taken, parts = 0, []
+    for begin, end, last in zip(begins, ends, lasts, strict=True):
+        filled = min(end, -(-begin // page) * page) - begin
+        parts.append(torch.arange(last + 1, last + 1 + filled))
+        pages = -(-end // page) - -(-begin // page)
+        fresh = (self.free_pages[taken : taken + pages, None] * page + offsets).reshape(-1)
+        parts.append(fresh[: end - begin - filled])
+        taken += pages
+    self.free_pages = self.free_pages[taken:]
+    return torch.cat(parts).to(torch.int64)
+
+
+def _around_alloc_decode(
+    original: Callable[..., Any],
+    self: Any,
+    seq_lens: torch.Tensor,
+    seq_lens_cpu: torch.Tensor,
+    last_loc: torch.Tensor,
+) -> torch.Tensor | None:
+    """AROUND ``alloc_decode``: the next slot of the page, or the first of a free page when it is full."""
+    if self.device != "cpu":
+        return original(self, seq_lens, seq_lens_cpu, last_loc)
+    page = self.page_size
+    opens_page = (seq_lens_cpu - 1) % page == 0
+    needed = int(opens_page.sum())
+    if self.need_sort and needed > len(self.free_pages):
+        self.merge_and_sort_free()
+    if needed > len(self.free_pages):
+        return None
+    slots = last_loc.to(torch.int64) + 1
+    slots[opens_page] = self.free_pages[:needed] * page
+    self.free_pages = self.free_pages[needed:]
+    return slots
+
+
+def install(registry: Any, hook_type: Any) -> None:
+    registry.register(TARGET + "alloc_extend", _around_alloc_extend, hook_type.AROUND)
+    registry.register(TARGET + "alloc_decode", _around_alloc_decode, hook_type.AROUND)

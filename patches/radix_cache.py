@@ -1,0 +1,450 @@
+"""EvicPressCache: SGLang's radix cache whose nodes can be compressed where they are. Backend name ``evicpress``.
+
+Logical things stay logical (keys, matches, prefix lengths): a dropped token is a hole, entry 0 of ``node.value``, and
+only there. Sizes, locks and frees count physical slots. A running request never changes its KV view: what it computed
+itself stays its own unless the tree holds the very same exact KV.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import (
+    DecLockRefResult,
+    EvictParams,
+    EvictResult,
+    IncLockRefResult,
+    InsertParams,
+    InsertResult,
+    MatchPrefixParams,
+    MatchResult,
+)
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
+
+from sglang_evicpress.config import EvicPressConfig
+from sglang_evicpress.controller import Controller
+from sglang_evicpress.core import EXACT, Form, NodeStats, Option
+from sglang_evicpress.layout import slots_after
+from sglang_evicpress.patches import inspection
+from sglang_evicpress.patches.capture import QueryCapture
+from sglang_evicpress.patches.compression import Compressor
+from sglang_evicpress.patches.node import (
+    NodeKV,
+    PrefixView,
+    is_lossy,
+    is_servable,
+    num_slots,
+    slots_of,
+    start_of,
+    walk,
+)
+from sglang_evicpress.policy import make_policy
+from sglang_evicpress.press import get_press
+from sglang_evicpress.profile import Curves
+from sglang_evicpress.utility import PrefillCost
+
+logger = logging.getLogger(__name__)
+
+DROP = Option(None, 0)
+
+
+class EvicPressCache(RadixCache, inspection.Inspection):
+    """See the module. Everything here runs on the scheduler thread."""
+
+    def __init__(self, params: Any, config: EvicPressConfig, compressor: Compressor) -> None:
+        self.config = config
+        self.compressor = compressor
+        curves = Curves.prior() if config.curves is None else Curves.from_json(config.curves)
+        cost = PrefillCost(config.prefill_fixed_s, config.prefill_per_token_s, config.prefill_per_token_depth_s)
+        self.controller = Controller(make_policy(config.policy, alpha=config.alpha, curves=curves, prefill=cost))
+        self.scheduler: Any = None
+        self.nodes: dict[int, Any] = {}
+        self._tick = 0
+        super().__init__(params)
+
+    def attach_scheduler(self, scheduler: Any) -> None:
+        """Called once the scheduler is complete; compression then orders itself behind its forward stream."""
+        self.scheduler = scheduler
+        self.compressor.forward_stream = getattr(scheduler, "forward_stream", None)
+
+    def reset(self) -> None:
+        super().reset()
+        self.nodes.clear()
+        self.root_node.kv = NodeKV()
+
+    # ---- match
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """Longest servable prefix of ``params.key``; ``device_indices`` is logical, with holes.
+
+        A partial match splits a node, compressed or not; where a compressed node would be left with too few slots for the
+        part that matches, the match ends at its parent.
+        """
+        key = params.key.page_aligned(self.page_size)
+        path = [] if self.disable or len(key) == 0 else self._match_path(key)
+        if params.req is not None:
+            params.req.evicpress = self._view_of(path)
+        if not path:
+            return self._empty_match_result
+        last = path[-1]
+        return MatchResult(
+            device_indices=torch.cat([node.value for node in path]),
+            last_device_node=last,
+            last_host_node=last,
+            best_match_node=last,
+        )
+
+    def _match_path(self, key: RadixKey) -> list[Any]:
+        self._tick += 1
+        now = time.monotonic()
+        node, path = self.root_node, []
+        node.last_access_time = now
+        while len(key) > 0:
+            child = node.children.get(key.child_key(self.page_size))
+            if child is None:
+                break
+            matched = child.key.match(key, page_size=self.page_size)
+            if not is_servable(child, matched, self.config.min_share):
+                break
+            if matched < len(child.key):
+                child = self._split_node(child.key, child, matched)
+            child.last_access_time = now
+            child.kv.last_use = self._tick
+            path.append(child)
+            node = child
+            key = key[matched:]
+            if len(child.key) != matched:
+                break
+        return path
+
+    def _view_of(self, path: list[Any]) -> PrefixView:
+        if not path:
+            return PrefixView(self._empty_match_result.device_indices)
+        holes = sum(len(node.key) - num_slots(node) for node in path)
+        return PrefixView(torch.cat([slots_of(node) for node in path]), holes, any(is_lossy(node) for node in path))
+
+    def adopt(self, req: Any) -> PrefixView:
+        """The view a request's row is written from, now that it is scheduled; counts the hit once."""
+        num_tokens = len(req.prefix_indices)
+        view: PrefixView | None = getattr(req, "evicpress", None)
+        if view is None or num_tokens == 0:
+            view = req.evicpress = PrefixView(self._empty_match_result.device_indices)
+        if len(view.slots) + view.holes != num_tokens:
+            raise RuntimeError(
+                f"evicpress: request {req.rid} has a prefix of {num_tokens} tokens but a view of "
+                f"{len(view.slots)} slots and {view.holes} holes"
+            )
+        if not view.is_counted:
+            view.is_counted = True
+            node = req.last_node
+            while num_tokens and node is not None and node is not self.root_node:
+                node.kv.weight += 1.0
+                node = node.parent
+        return view
+
+    # ---- accounting in physical slots
+
+    def inc_lock_ref(self, node: Any) -> IncLockRefResult:
+        delta = 0
+        while not self.disable and node is not self.root_node:
+            if node.lock_ref == 0:
+                delta -= num_slots(node)
+            node.lock_ref += 1
+            self._update_leaf_status(node)
+            node = node.parent
+        self.evictable_size_ += delta
+        self.protected_size_ -= delta
+        return IncLockRefResult(delta=delta)
+
+    def dec_lock_ref(self, node: Any, params: Any = None) -> DecLockRefResult:
+        delta = 0
+        while not self.disable and node is not self.root_node:
+            if node is None:
+                raise RuntimeError("evicpress: a request holds a node of a tree that was flushed")
+            if node.lock_ref == 1:
+                delta += num_slots(node)
+            node.lock_ref -= 1
+            self._update_leaf_status(node)
+            node = node.parent
+        self.evictable_size_ += delta
+        self.protected_size_ -= delta
+        return DecLockRefResult(delta=delta)
+
+    def _split_node(self, key: RadixKey, child: Any, split_len: int) -> Any:
+        """SGLang's split, and the record's: slots with M < split_len go to the new upper node."""
+        kv = child.kv
+        upper = super()._split_node(key, child, split_len)
+        upper.kv = NodeKV(kv.form, None, None, kv.is_lossy_prefix, kv.weight, kv.last_use, kv.window)
+        if kv.layout is not None:
+            above, below = kv.layout.split(split_len)
+            upper.kv.layout, upper.kv.slots = above, kv.slots[: above.num_slots].clone()
+            kv.layout, kv.slots = below, kv.slots[above.num_slots :].clone()
+        self.nodes[upper.id] = upper
+        return upper
+
+    # ---- insert
+
+    def insert(self, params: InsertParams) -> InsertResult:
+        """SGLang's insert of exact KV; slots of the part that was there already stay the caller's."""
+        if self.disable:
+            return InsertResult(prefix_len=0)
+        key = params.key.page_aligned(self.page_size)
+        value = params.value
+        if value is None:
+            value = torch.tensor(key.token_ids[: len(key)], dtype=torch.int64)
+        path, num_known = self._known_path(key, params.priority or 0)
+        last = path[-1] if path else self.root_node
+        if num_known < len(key):
+            last = self._add_leaf(last, key[num_known:], value[num_known : len(key)], params.priority or 0, False)
+        return InsertResult(prefix_len=num_known, last_device_node=last)
+
+    def _known_path(self, key: RadixKey, priority: int) -> tuple[list[Any], int]:
+        """The nodes that spell the longest known prefix of ``key`` (split at its end), servable or not, and its length."""
+        self._tick += 1
+        now = time.monotonic()
+        node, path, known = self.root_node, [], 0
+        while len(key) > 0:
+            child = node.children.get(key.child_key(self.page_size))
+            if child is None:
+                break
+            matched = child.key.match(key, page_size=self.page_size)
+            if matched < len(child.key):
+                child = self._split_node(child.key, child, matched)
+            child.last_access_time = now
+            child.kv.last_use = self._tick
+            child.priority = max(child.priority, priority)
+            path.append(child)
+            known += matched
+            node = child
+            key = key[matched:]
+        return path, known
+
+    def _add_leaf(self, parent: Any, key: RadixKey, value: torch.Tensor, priority: int, is_lossy_prefix: bool) -> Any:
+        node = TreeNode(priority=priority)
+        node.parent = parent
+        node.key = key
+        node.value = value.clone()
+        node.kv = NodeKV(is_lossy_prefix=is_lossy_prefix, last_use=self._tick)
+        node.hit_count = 1
+        parent.children[key.child_key(self.page_size)] = node
+        self.nodes[node.id] = node
+        self.evictable_size_ += len(key)
+        self._update_leaf_status(parent)
+        self._update_leaf_status(node)
+        self._record_store_event(node)
+        return node
+
+    def _replace(self, node: Any, value: torch.Tensor, is_lossy_prefix: bool) -> None:
+        """Give an unlocked lossy node the KV a request computed for the same tokens: an upgrade."""
+        self.token_to_kv_pool_allocator.free(slots_of(node))
+        self.evictable_size_ += len(node.key) - num_slots(node)
+        node.value = value.clone()
+        kv = node.kv
+        kv.form, kv.slots, kv.layout, kv.is_lossy_prefix, kv.window = EXACT, None, None, is_lossy_prefix, None
+
+    def _is_upgrade(self, node: Any, view: PrefixView) -> bool:
+        """Whether a request's own KV is worth more than what the node holds, and may take its place now."""
+        if node.lock_ref > 0:
+            return False
+        return (is_lossy(node) and not view.is_lossy) or not is_servable(node, len(node.key), self.config.min_share)
+
+    def _give(self, req: Any, key: RadixKey, own: torch.Tensor, adopted: int) -> list[Any]:
+        """Put a request's own KV ``own`` (of the tokens of ``key`` from ``adopted`` on) into the tree.
+
+        The tree keeps what it has unless the request's is an upgrade; slots nobody keeps are freed. Returns the nodes of
+        ``key`` beyond ``adopted``.
+        """
+        view: PrefixView = req.evicpress
+        priority = getattr(req, "priority", 0) or 0
+        path, known = self._known_path(key, priority)
+        beyond, end = [], 0
+        for node in path:
+            begin, end = end, end + len(node.key)
+            if begin < adopted:
+                continue
+            beyond.append(node)
+            mine = own[begin - adopted : end - adopted]
+            if self._is_upgrade(node, view):
+                self._replace(node, mine, view.is_lossy)
+            else:
+                self.token_to_kv_pool_allocator.free(mine)
+        if known < len(key):
+            parent = path[-1] if path else self.root_node
+            leaf = self._add_leaf(parent, key[known:], own[known - adopted : len(key) - adopted], priority, view.is_lossy)
+            leaf.kv.window = QueryCapture.active.window_of(req.rid) if QueryCapture.active else None
+            beyond.append(leaf)
+        return beyond
+
+    def _own_slots(self, req: Any, num_tokens: int) -> torch.Tensor:
+        """The slots a request computed itself: logical [cache_protected_len, num_tokens) of its compact row."""
+        holes = req.evicpress.holes
+        row = self.req_to_token_pool.req_to_token[req.req_pool_idx]
+        return row[req.cache_protected_len - holes : num_tokens - holes].to(torch.int64, copy=True)
+
+    def cache_finished_req(self, req: Any, is_insert: bool = True) -> None:
+        num_tokens = req.pop_committed_kv_cache()
+        if self.disable:
+            self.token_to_kv_pool_allocator.free(self.req_to_token_pool.req_to_token[req.req_pool_idx, :num_tokens])
+            return
+        adopted = req.cache_protected_len
+        own = self._own_slots(req, num_tokens)
+        key = self._key_of((req.origin_input_ids + req.output_ids)[:num_tokens], req)
+        if is_insert and not self.disable_finished_insert:
+            self._give(req, key, own[: len(key) - adopted], adopted)
+            self.token_to_kv_pool_allocator.free(own[len(key) - adopted :])
+        else:
+            self.token_to_kv_pool_allocator.free(own)
+        if QueryCapture.active is not None:
+            QueryCapture.active.forget(req.rid)
+        if req.last_node is not None:
+            self.dec_lock_ref(req.last_node)
+
+    def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
+        if self.disable:
+            return
+        token_ids = req.get_fill_ids()
+        adopted, view = req.cache_protected_len, req.evicpress
+        key = self._key_of(token_ids, req)
+        own = self._own_slots(req, len(token_ids))
+        prefix = req.prefix_indices[:adopted]
+        shared = view.slots[: adopted - view.holes]
+        if len(key) <= adopted or self._would_change_view(key, adopted, view):
+            req.prefix_indices = torch.cat([prefix, own])
+            req.evicpress = PrefixView(torch.cat([shared, own]), view.holes, view.is_lossy, True)
+            return
+        beyond = self._give(req, key, own[: len(key) - adopted], adopted)
+        tail = torch.cat([node.value for node in beyond])  # all of them full: see _would_change_view
+        holes = view.holes
+        self.req_to_token_pool.write((req.req_pool_idx, slice(adopted - holes, len(key) - holes)), tail)
+        self.dec_lock_ref(req.last_node)
+        self.inc_lock_ref(beyond[-1])
+        tail = torch.cat([tail, own[len(key) - adopted :]])
+        req.cache_protected_len = len(key)
+        req.last_node = beyond[-1]
+        req.prefix_indices = torch.cat([prefix, tail])
+        req.evicpress = PrefixView(torch.cat([shared, tail]), holes, view.is_lossy, True)
+
+    def _would_change_view(self, key: RadixKey, adopted: int, view: PrefixView) -> bool:
+        """Whether handing in ``key`` now would put other KV under a running request than it has computed.
+
+        It would where the tree holds the same tokens beyond ``adopted`` and either copy is lossy, unless the tree's can be
+        replaced whole. Nothing is split or touched.
+        """
+        node, begin = self.root_node, 0
+        while len(key) > 0:
+            child = node.children.get(key.child_key(self.page_size))
+            if child is None:
+                return False
+            matched = child.key.match(key, page_size=self.page_size)
+            if begin >= adopted and (view.is_lossy or (is_lossy(child) and child.lock_ref > 0)):
+                return True
+            if matched < len(child.key):
+                return False
+            begin += matched
+            node = child
+            key = key[matched:]
+        return False
+
+    def _key_of(self, token_ids: Any, req: Any) -> RadixKey:
+        return RadixKey(token_ids, req.extra_key).page_aligned(self.page_size)
+
+    # ---- eviction
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        """Free what is short of ``params.num_tokens`` slots (not that many more), by the policy's plan."""
+        if self.disable:
+            return EvictResult()
+        begin = time.perf_counter()
+        shortfall = params.num_tokens - self.token_to_kv_pool_allocator.available_size()
+        freed = self.controller.relieve(self, shortfall)
+        self.update_eviction_metrics(freed, begin)
+        return EvictResult(num_tokens_evicted=freed)
+
+    def snapshot(self) -> list[NodeStats]:
+        """Every unlocked node as the policy sees it."""
+        stats = []
+        depth = {self.root_node.id: 0}
+        for node in walk(self.root_node):
+            above = depth[node.parent.id]
+            depth[node.id] = above + len(node.key)
+            if node.lock_ref > 0:
+                continue
+            kv = node.kv
+            stats.append(
+                NodeStats(
+                    id=node.id,
+                    parent_id=None if node.parent is self.root_node else node.parent.id,
+                    num_tokens=len(node.key),
+                    num_slots=num_slots(node),
+                    depth_tokens=above,
+                    form=kv.form,
+                    weight=kv.weight,
+                    last_use=kv.last_use,
+                    num_children=len(node.children),
+                    options=(*self._smaller_forms(node), DROP),
+                )
+            )
+        return stats
+
+    def _smaller_forms(self, node: Any) -> list[Option]:
+        if len(node.key) < self.config.min_tokens:
+            return []
+        options = []
+        for form in self.config.forms:
+            after = self.slots_in(node, form)
+            if not form.is_exact and after is not None and after < num_slots(node):
+                options.append(Option(form, after))
+        return options
+
+    def slots_in(self, node: Any, form: Form) -> int | None:
+        """Slots of a node once brought to ``form``; None when it cannot be: other press, or queries it does not have."""
+        current = node.kv.form
+        if form.press is None or (not current.is_exact and current.press != form.press):
+            return None
+        if get_press(form.press).needs_queries and node.kv.window is None:
+            return None
+        sinks = max(0, min(len(node.key), self.config.sinks - start_of(node)))
+        return slots_after(len(node.key), form.kept_fraction, self.page_size, at_least=sinks)
+
+    def compress(self, node_id: int, form: Form) -> int:
+        """Bring a node to ``form`` in place; returns the slots freed. The node must be unlocked and have that option."""
+        node = self.nodes[node_id]
+        before = num_slots(node)
+        after = self.slots_in(node, form)
+        if node.lock_ref > 0 or after is None or after >= before:
+            raise RuntimeError(f"evicpress: node {node_id} cannot be brought to {form}")
+        slots = slots_of(node)
+        kv = node.kv
+        kv.layout, node.value = self.compressor.compress(
+            form=form,
+            slots=slots,
+            layout=kv.layout,
+            start=start_of(node),
+            num_tokens=len(node.key),
+            num_kept=after,
+            window=kv.window,
+        )
+        kv.form = form
+        kv.slots = slots[:after].clone()
+        self.token_to_kv_pool_allocator.free(slots[after:].clone())
+        self.evictable_size_ -= before - after
+        return before - after
+
+    def drop(self, node_id: int) -> int:
+        """Forget a childless, unlocked node; returns the slots freed."""
+        node = self.nodes[node_id]
+        if node.lock_ref > 0 or node.children:
+            raise RuntimeError(f"evicpress: node {node_id} is locked or has children and cannot be dropped")
+        freed = num_slots(node)
+        self.token_to_kv_pool_allocator.free(slots_of(node))
+        self._delete_leaf(node)
+        self._record_remove_event(node)
+        return freed
+
+    def _delete_leaf(self, node: Any) -> None:
+        self.evictable_size_ += len(node.key) - num_slots(node)  # RadixCache takes off the logical length
+        super()._delete_leaf(node)
+        del self.nodes[node.id]

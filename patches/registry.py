@@ -1,0 +1,44 @@
+"""The radix-cache backend ``evicpress``: built by SGLang's own registry once pools and model are there."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sglang.srt.mem_cache.registry import get_radix_cache_factory, register_radix_cache_backend
+from sglang.srt.plugins.hook_registry import HookRegistry
+
+from sglang_evicpress.patches.compression import Compressor
+from sglang_evicpress.patches.install import check_applied
+from sglang_evicpress.patches.radix_cache import EvicPressCache
+from sglang_evicpress.patches.refusals import check_model
+from sglang_evicpress.patches.server_args import config_of
+
+logger = logging.getLogger(__name__)
+
+BACKEND = "evicpress"
+
+
+def build(context: Any) -> EvicPressCache:
+    """Factory for ``create_tree_cache``. Refuses to start on half-applied hooks or a model it cannot serve."""
+    check_applied(HookRegistry)
+    params = context.params
+    pool = params.token_to_kv_pool_allocator.get_kvcache()
+    check_model(context.model_config, pool, context.is_hybrid_swa, context.is_hybrid_ssm)
+    config = config_of(context.server_args)
+    group = context.tp_group.cpu_group if context.tp_size > 1 else None
+    compressor = Compressor(pool, params.page_size, config.sinks, group)
+    cache = EvicPressCache(params, config, compressor)
+    logger.info(
+        "evicpress: policy %s, alpha %g, forms %s, page size %d",
+        config.policy,
+        config.alpha,
+        ",".join(map(str, config.forms)),
+        params.page_size,
+    )
+    return cache
+
+
+def install() -> None:
+    if get_radix_cache_factory(BACKEND) is None:
+        register_radix_cache_backend(BACKEND, build)
