@@ -12,7 +12,7 @@ import pytest
 import torch
 from testbed import train
 from testbed.evaluate import answer, measure
-from testbed.rows import WARM_UP_MIX, make_row
+from testbed.rows import TRAIN_MIX, WARM_UP_MIX, make_row
 from testbed.tasks import FAMILIES, make_context
 from testbed.train import Optimizers, Stage, Step, batch_loss, build_model, draw_batch, schedule
 from testbed.vocabulary import MODEL_DIR, load_vocabulary
@@ -174,6 +174,6 @@ def test_the_committed_model_answers_every_family_with_the_full_cache(family: st
     assert accuracy.f1 >= 0.85
 
 
-def test_warm_up_rows_are_mostly_easy() -> None:
+def test_the_shares_of_each_mix_sum_to_one() -> None:
     assert sum(WARM_UP_MIX.values()) == pytest.approx(1.0)
-    assert sum(train.TRAIN_MIX.values()) == pytest.approx(1.0)
+    assert sum(TRAIN_MIX.values()) == pytest.approx(1.0)
