@@ -28,8 +28,8 @@ SELECTIONS = [
     pytest.param(row, id=f"{row['prompt']}-{row['press']}-{row['kept_fraction']}")
     for row in GOLDEN["selections"]
 ]
-# What rounding may move between two releases of torch, relative to the score. Equal tokens have equal key norms
-# in layer 0, where only the rotation rounds them apart: which of them survives is a toss-up.
+# What rounding may move between two releases of torch, relative to the score. Equal tokens have equal key
+# norms in layer 0, where only the rotation rounds them apart: which of them survives is a toss-up.
 SAME_SCORE = 1e-5
 
 
