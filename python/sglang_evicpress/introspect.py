@@ -1,0 +1,205 @@
+"""What can be asked of a running cache: operations, their arguments, and errors as statuses with a reason.
+
+No transport here: ``patches/`` carries a question from HTTP to the scheduler and its answer back. A status
+is an HTTP status: 200 answered (``check`` too, with ``"ok": false`` when an invariant is broken), 400 bad
+arguments, 404 unknown operation or node, 409 the node does not allow it now, 500 unexpected, 501 this cache
+cannot be inspected.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeAlias, runtime_checkable
+
+import orjson
+
+from sglang_evicpress.core import Form
+
+logger = logging.getLogger(__name__)
+
+Json: TypeAlias = dict[str, object]
+_INTEGER = re.compile(r"[0-9]{1,18}")  # below 2**63: what JSON encoders and tree ids agree on
+_ENCODING = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+
+
+class IntrospectionError(Exception):
+    """A question that is refused, with the status and the one sentence that says why."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.reason = reason
+
+    @property
+    def body(self) -> Json:
+        return {"error": {"reason": self.reason}}
+
+
+class UnknownNode(IntrospectionError):
+    """No resident node has this id; ids are never reused, so it was dropped or never existed."""
+
+    def __init__(self, node_id: int) -> None:
+        super().__init__(404, f"node {node_id} is not in the tree: GET /evicpress/tree lists the ids")
+
+
+class NodeBusy(IntrospectionError):
+    """The node is locked by a running request; asking again later may succeed."""
+
+    def __init__(self, node_id: int, why: str = "it is locked by a running request") -> None:
+        super().__init__(409, f"node {node_id} cannot be compressed now: {why}")
+
+
+@runtime_checkable
+class Inspectable(Protocol):
+    """What a cache offers to be looked into. Called between scheduler steps: it has milliseconds.
+
+    Results are JSON objects (numbers, strings, lists, dicts; numpy scalars and arrays are fine, tensors are
+    not).
+    """
+
+    def describe_tree(self) -> Json:
+        """All nodes, without their tokens and positions."""
+
+    def describe_node(self, node_id: int, *, positions: bool, tokens: bool) -> Json:
+        """One node, with the survivors' positions and the token ids if asked. Raises UnknownNode."""
+
+    def describe_stats(self) -> Json:
+        """Counters and sizes of the whole cache."""
+
+    def compress_node(self, node_id: int, form: Form) -> Json:
+        """Bring a node to ``form`` in place.
+
+        Raises UnknownNode, NodeBusy, or ValueError whose text names the node, the form and why it cannot be.
+        """
+
+    def check_integrity(self) -> Json:
+        """``{"ok": bool, "violations": [str, ...]}``; a broken invariant is a finding, not an exception."""
+
+    def evict_slots(self, num_slots: int) -> Json:
+        """Free at least ``num_slots`` slots if unlocked nodes allow it; the result says how many it were."""
+
+
+Question: TypeAlias = Callable[[Inspectable], Json]
+
+
+def read_question(op: str, arguments: Mapping[str, object]) -> Question:
+    """Check ``arguments`` (values from JSON or, as text, from a URL) without a cache; the result asks one.
+
+    Raises IntrospectionError 400 or 404, naming the value and what is accepted.
+    """
+    match op:
+        case "tree":
+            _accept_only(arguments)
+            return lambda cache: cache.describe_tree()
+        case "stats":
+            _accept_only(arguments)
+            return lambda cache: cache.describe_stats()
+        case "check":
+            _accept_only(arguments)
+            return lambda cache: cache.check_integrity()
+        case "node":
+            _accept_only(arguments, "node_id", "positions", "tokens")
+            node_id = _integer(arguments, "node_id", least=0)
+            positions, tokens = _flag(arguments, "positions"), _flag(arguments, "tokens")
+            return lambda cache: cache.describe_node(node_id, positions=positions, tokens=tokens)
+        case "compress":
+            _accept_only(arguments, "node_id", "form")
+            node_id, form = _integer(arguments, "node_id", least=0), _form(arguments)
+            return lambda cache: _compress(cache, node_id, form)
+        case "evict":
+            _accept_only(arguments, "num_slots")
+            num_slots = _integer(arguments, "num_slots", least=1)
+            return lambda cache: cache.evict_slots(num_slots)
+    known = "tree, node, stats, compress, check or evict"
+    raise IntrospectionError(404, f"operation {op!r} is not known: expected {known}")
+
+
+def answer(cache: object, op: str, arguments: Mapping[str, object]) -> tuple[int, Json]:
+    """Ask ``cache``; every outcome becomes (status, body). Never raises: it runs in the scheduler loop."""
+    try:
+        question = read_question(op, arguments)
+        if not isinstance(cache, Inspectable):
+            raise IntrospectionError(501, f"the cache is a {type(cache).__name__}, which cannot be inspected")
+        return 200, question(cache)
+    except IntrospectionError as error:
+        return error.status, error.body
+    except Exception as error:
+        logger.exception("introspection %s %s failed", op, arguments)
+        return 500, IntrospectionError(500, f"{op} failed with {type(error).__name__}: {error}").body
+
+
+def answer_encoded(cache: object, op: str, payload: bytes) -> tuple[int, bytes]:
+    """``answer`` over JSON: ``payload`` is an object of arguments; gives (status, body). Never raises."""
+    try:
+        status, body = answer(cache, op, read_object(payload))
+        return status, encode(body)
+    except IntrospectionError as error:
+        return error.status, encode(error.body)
+    except orjson.JSONEncodeError as error:
+        logger.exception("the answer to introspection %s is not JSON", op)
+        return 500, encode(IntrospectionError(500, f"the answer to {op} is not JSON: {error}").body)
+
+
+def encode(body: Mapping[str, object]) -> bytes:
+    """``body`` as UTF-8 JSON. Raises ``orjson.JSONEncodeError`` (a TypeError) for what JSON cannot hold."""
+    return orjson.dumps(body, option=_ENCODING)
+
+
+def read_object(payload: bytes) -> Json:
+    """A JSON object; nothing at all counts as an empty one. Raises IntrospectionError 400."""
+    try:
+        value = orjson.loads(payload) if payload.strip() else {}
+    except orjson.JSONDecodeError as error:
+        raise IntrospectionError(400, f"the request body is not JSON ({error}): expected an object") from None
+    if not isinstance(value, dict):
+        raise IntrospectionError(400, f"the request body is {value!r:.40}: expected a JSON object")
+    return value
+
+
+def _compress(cache: Inspectable, node_id: int, form: Form) -> Json:
+    try:
+        return cache.compress_node(node_id, form)
+    except ValueError as error:  # the arguments were fine: it is the node that cannot take this form
+        raise IntrospectionError(409, str(error)) from error
+
+
+def _accept_only(arguments: Mapping[str, object], *names: str) -> None:
+    accepted = ", ".join(names) if names else "none"
+    for name in arguments:
+        if name not in names:
+            raise IntrospectionError(400, f"argument {name!r} is not known here: accepted are {accepted}")
+
+
+def _integer(arguments: Mapping[str, object], name: str, *, least: int) -> int:
+    value = arguments.get(name)
+    if isinstance(value, int | str) and not isinstance(value, bool) and _INTEGER.fullmatch(str(value)):
+        number = int(value)
+        if number >= least:
+            return number
+    given = f"is {value!r}" if name in arguments else "is missing"
+    raise IntrospectionError(400, f"{name} {given}: expected an integer >= {least} of at most 18 digits")
+
+
+def _flag(arguments: Mapping[str, object], name: str) -> bool:
+    value = arguments.get(name, False)
+    if value is True or value in ("true", "1"):
+        return True
+    if value is False or value in ("false", "0"):
+        return False
+    raise IntrospectionError(400, f"{name} is {value!r}: expected true or false")
+
+
+def _form(arguments: Mapping[str, object]) -> Form:
+    text = arguments.get("form")
+    if not isinstance(text, str):
+        given = f"is {text!r}" if "form" in arguments else "is missing"
+        raise IntrospectionError(400, f"form {given}: expected a string such as 'keydiff@0.5'")
+    try:
+        form = Form.parse(text)
+    except ValueError as error:
+        raise IntrospectionError(400, str(error)) from None
+    if form.is_exact:
+        raise IntrospectionError(400, "form 'exact' compresses nothing: expected one such as keydiff@0.5")
+    return form

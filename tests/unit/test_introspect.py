@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+import json
+import logging
+
+import numpy as np
+import pytest
+
+from sglang_evicpress.core import Form
+from sglang_evicpress.introspect import (
+    Inspectable,
+    IntrospectionError,
+    Json,
+    NodeBusy,
+    UnknownNode,
+    answer,
+    answer_encoded,
+    encode,
+    read_object,
+    read_question,
+)
+
+
+class FakeCache:
+    """Three nodes: 1 can be compressed, 2 is locked, 3 is too short."""
+
+    def __init__(self) -> None:
+        self.forms = {1: "exact", 2: "exact", 3: "exact"}
+        self.broken: list[str] = []
+
+    def _known(self, node_id: int) -> int:
+        if node_id not in self.forms:
+            raise UnknownNode(node_id)
+        return node_id
+
+    def describe_tree(self) -> Json:
+        return {"nodes": [{"id": node_id, "form": form} for node_id, form in self.forms.items()]}
+
+    def describe_node(self, node_id: int, *, positions: bool, tokens: bool) -> Json:
+        node: Json = {"id": np.int64(self._known(node_id)), "form": self.forms[node_id]}
+        if positions:
+            node["positions"] = np.arange(3, dtype=np.int32)
+        if tokens:
+            node["tokens"] = [7, 8, 9]
+        return node
+
+    def describe_stats(self) -> Json:
+        raise RuntimeError("the pool is on fire")
+
+    def compress_node(self, node_id: int, form: Form) -> Json:
+        if self._known(node_id) == 2:
+            raise NodeBusy(node_id)
+        if node_id == 3:
+            raise ValueError(f"node 3 cannot be brought to {form}: its 3 tokens are under the 64 needed")
+        self.forms[node_id] = str(form)
+        return {"id": node_id, "form": str(form), "freed_slots": 5}
+
+    def check_integrity(self) -> Json:
+        return {"ok": not self.broken, "violations": self.broken}
+
+    def evict_slots(self, num_slots: int) -> Json:
+        return {"freed_slots": num_slots}
+
+
+def reason_of(body: Json) -> str:
+    assert list(body) == ["error"]
+    error = body["error"]
+    assert isinstance(error, dict)
+    assert list(error) == ["reason"]
+    return str(error["reason"])
+
+
+def test_fake_offers_what_the_protocol_asks() -> None:
+    cache: Inspectable = FakeCache()
+    assert isinstance(cache, Inspectable)
+
+
+def test_tree_lists_the_nodes() -> None:
+    status, body = answer(FakeCache(), "tree", {})
+    assert status == 200
+    assert body["nodes"] == [
+        {"id": 1, "form": "exact"},
+        {"id": 2, "form": "exact"},
+        {"id": 3, "form": "exact"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "keys"),
+    [
+        ({}, {"id", "form"}),
+        ({"positions": "true"}, {"id", "form", "positions"}),
+        ({"positions": "0", "tokens": "1"}, {"id", "form", "tokens"}),
+        ({"positions": True, "tokens": True}, {"id", "form", "positions", "tokens"}),
+    ],
+)
+def test_node_shows_positions_and_tokens_only_when_asked(flags: Json, keys: set[str]) -> None:
+    status, body = answer(FakeCache(), "node", {"node_id": "1", **flags})
+    assert (status, set(body)) == (200, keys)
+
+
+def test_compress_reaches_the_node_with_the_parsed_form() -> None:
+    cache = FakeCache()
+    status, body = answer(cache, "compress", {"node_id": "1", "form": "keydiff@0.50"})
+    assert (status, body["freed_slots"]) == (200, 5)
+    assert cache.forms[1] == "keydiff@0.5"
+
+
+def test_check_that_finds_a_broken_invariant_is_an_answer_not_an_error() -> None:
+    cache = FakeCache()
+    cache.broken = ["slot 7 belongs to nodes 1 and 2"]
+    assert answer(cache, "check", {}) == (200, {"ok": False, "violations": cache.broken})
+
+
+def test_evict_passes_the_number_of_slots() -> None:
+    assert answer(FakeCache(), "evict", {"num_slots": 12}) == (200, {"freed_slots": 12})
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments", "status", "words"),
+    [
+        ("melt", {}, 404, ("'melt'", "tree, node, stats, compress, check or evict")),
+        ("tree", {"depth": "2"}, 400, ("'depth'", "accepted are none")),
+        ("check", {"repair": True}, 400, ("'repair'",)),
+        ("node", {}, 400, ("node_id is missing", ">= 0")),
+        ("node", {"node_id": "abc"}, 400, ("'abc'", "integer")),
+        ("node", {"node_id": "-1"}, 400, ("'-1'", ">= 0")),
+        ("node", {"node_id": "1.0"}, 400, ("'1.0'",)),
+        ("node", {"node_id": "٣"}, 400, ("integer",)),  # a digit, but not one of ours
+        ("node", {"node_id": "9" * 5000}, 400, ("18 digits",)),
+        ("node", {"node_id": True}, 400, ("True",)),
+        ("node", {"node_id": "1", "positions": "maybe"}, 400, ("positions", "'maybe'", "true or false")),
+        ("node", {"node_id": "1", "tokens": 2}, 400, ("tokens is 2",)),
+        ("node", {"node_id": "1", "values": "1"}, 400, ("'values'", "node_id, positions, tokens")),
+        ("node", {"node_id": "99"}, 404, ("node 99", "/evicpress/tree")),
+        ("compress", {"node_id": "99", "form": "knorm@0.5"}, 404, ("node 99",)),
+        ("compress", {"node_id": "1"}, 400, ("form is missing", "keydiff@0.5")),
+        ("compress", {"node_id": "1", "form": 0.5}, 400, ("form is 0.5", "string")),
+        ("compress", {"node_id": "1", "form": "gzip@0.5"}, 400, ("'gzip@0.5'", "keydiff")),
+        ("compress", {"node_id": "1", "form": "keydiff@much"}, 400, ("'keydiff@much'",)),
+        ("compress", {"node_id": "1", "form": "keydiff@nan"}, 400, ("nan",)),
+        ("compress", {"node_id": "1", "form": "keydiff@1.5"}, 400, ("1.5", "0 < KEPT < 1")),
+        ("compress", {"node_id": "1", "form": "exact"}, 400, ("'exact'", "keydiff@0.5")),
+        ("compress", {"node_id": "1", "form": "knorm@0.5", "force": True}, 400, ("'force'", "node_id, form")),
+        ("compress", {"node_id": "2", "form": "knorm@0.5"}, 409, ("node 2", "locked")),
+        (
+            "compress",
+            {"node_id": "3", "form": "knorm@0.5"},
+            409,
+            ("node 3", "knorm@0.5", "under the 64"),
+        ),
+        ("evict", {}, 400, ("num_slots is missing", ">= 1")),
+        ("evict", {"num_slots": 0}, 400, ("num_slots is 0", ">= 1")),
+        ("evict", {"num_slots": 1.5}, 400, ("1.5",)),
+        ("evict", {"num_slots": None}, 400, ("None",)),
+    ],
+)
+def test_refusals_name_the_value_and_what_is_accepted(
+    op: str, arguments: Json, status: int, words: tuple[str, ...]
+) -> None:
+    cache = FakeCache()
+    given, body = answer(cache, op, arguments)
+    reason = reason_of(body)
+    assert given == status
+    assert [word for word in words if word not in reason] == []
+    assert "\n" not in reason
+    assert set(cache.forms.values()) == {"exact"}
+
+
+def test_unexpected_exception_is_500_and_logged_with_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        status, body = answer(FakeCache(), "stats", {})
+    assert (status, reason_of(body)) == (500, "stats failed with RuntimeError: the pool is on fire")
+    assert caplog.records[0].exc_info is not None
+
+
+def test_value_error_outside_compress_is_unexpected() -> None:
+    class Slipping(FakeCache):
+        def describe_tree(self) -> Json:
+            raise ValueError("3 is not in list")
+
+    status, body = answer(Slipping(), "tree", {})
+    assert (status, reason_of(body)) == (500, "tree failed with ValueError: 3 is not in list")
+
+
+def test_a_cache_that_is_not_ours_is_501() -> None:
+    status, body = answer({}, "tree", {})
+    assert (status, reason_of(body)) == (501, "the cache is a dict, which cannot be inspected")
+
+
+def test_encoded_answer_takes_numpy_and_integer_keys() -> None:
+    class Numbered(FakeCache):
+        def describe_tree(self) -> Json:
+            return {"by_id": {1: np.float32(0.5)}}
+
+    assert answer_encoded(Numbered(), "tree", b"") == (200, b'{"by_id":{"1":0.5}}')
+    status, body = answer_encoded(FakeCache(), "node", b'{"node_id": 1, "positions": true}')
+    assert (status, json.loads(body)) == (200, {"id": 1, "form": "exact", "positions": [0, 1, 2]})
+
+
+def test_answer_that_json_cannot_hold_becomes_500() -> None:
+    class Opaque(FakeCache):
+        def describe_tree(self) -> Json:
+            return {"tree": object()}
+
+    status, body = answer_encoded(Opaque(), "tree", b"{}")
+    assert (status, reason_of(json.loads(body))[:31]) == (500, "the answer to tree is not JSON:")
+
+
+@pytest.mark.parametrize("payload", [b"{", b"\xff", b"NaN", b'{"form": keydiff}'])
+def test_invalid_json_is_400(payload: bytes) -> None:
+    status, body = answer_encoded(FakeCache(), "check", payload)
+    assert status == 400
+    assert reason_of(json.loads(body)).startswith("the request body is not JSON")
+
+
+@pytest.mark.parametrize("payload", [b"[]", b"3", b"null", b'"keydiff@0.5"', b"true"])
+def test_json_that_is_no_object_is_400(payload: bytes) -> None:
+    with pytest.raises(IntrospectionError, match="expected a JSON object") as caught:
+        read_object(payload)
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("payload", [b"", b"  \n", b"{}"])
+def test_no_body_is_an_empty_object(payload: bytes) -> None:
+    assert read_object(payload) == {}
+
+
+def test_question_is_checked_without_a_cache() -> None:
+    question = read_question("node", {"node_id": "1"})
+    assert question(FakeCache())["form"] == "exact"
+    with pytest.raises(IntrospectionError, match="num_slots"):
+        read_question("evict", {"num_slots": "few"})
+
+
+def test_error_body_round_trips_as_json() -> None:
+    error = UnknownNode(5)
+    assert json.loads(encode(error.body)) == {"error": {"reason": error.reason}}
+    assert str(error) == error.reason
