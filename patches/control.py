@@ -1,0 +1,97 @@
+"""The way of a question through SGLang: messages, the scheduler's side, and where both sides are hooked in.
+
+HTTP route -> ``SchedulerCalls`` (main process) -> ``EvicPressReqInput`` -> every rank of the scheduler,
+between two steps -> ``EvicPressReqOutput`` from rank 0. SGLang's IPC is a closed msgspec union: both types
+are added to it in both processes; arguments and answers travel as JSON bytes because the union has no room
+for open dicts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.managers.io_struct import BaseReq, hook_custom_types
+from sglang.utils import TypeBasedDispatcher
+
+from sglang_evicpress.introspect import answer_encoded
+
+_HTTP_SERVER = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
+_DISPATCHER = "sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.__init__"
+
+
+class EvicPressReqInput(BaseReq):
+    """The question ``rid``; ``payload`` is a JSON object of arguments."""
+
+    op: str
+    payload: bytes = b"{}"
+
+
+class EvicPressReqOutput(BaseReq):
+    """The answer to the question ``rid``: an HTTP status and a JSON body."""
+
+    status: int
+    payload: bytes
+
+
+def install_frontend(registry: Any, hook_type: Any) -> None:
+    """Serve ``/evicpress/*`` from this process once its HTTP server starts. Idempotent.
+
+    Called from ``ServerArgs.__post_init__``, so after ``apply_hooks()`` ran, which skips every target that
+    another plugin's hook marked as patched: this hook is applied here, alone. It imports the HTTP server
+    module, in processes that build ServerArgs; the scheduler gets them pickled.
+    """
+    hook_custom_types(EvicPressReqInput, EvicPressReqOutput)
+    if _register(registry, _HTTP_SERVER, _before_http_server, hook_type.BEFORE):
+        registry._apply_target(_HTTP_SERVER, registry._hooks[_HTTP_SERVER][-1:])
+        registry._patched.add(_HTTP_SERVER)
+
+
+def install_scheduler(registry: Any, hook_type: Any) -> None:
+    """Answer questions in this scheduler process, and show our cache its scheduler. Idempotent.
+
+    Only registers: call it before ``HookRegistry.apply_hooks()``, which SGLang does after loading plugins.
+    """
+    hook_custom_types(EvicPressReqInput, EvicPressReqOutput)
+    _register(registry, _DISPATCHER, _after_init_request_dispatcher, hook_type.AFTER)
+    _register(registry, _SCHEDULER, _after_init, hook_type.AFTER)
+
+
+def reply(scheduler: Any, question: EvicPressReqInput) -> EvicPressReqOutput:
+    """The answer of this scheduler. Never raises.
+
+    Runs on every tensor-parallel rank, so that all trees change alike; only rank 0 has a socket to send on.
+    """
+    status, payload = answer_encoded(scheduler.tree_cache, question.op, question.payload)
+    return EvicPressReqOutput(rid=question.rid, status=status, payload=payload)
+
+
+def _register(registry: Any, target: str, hook: Any, kind: Any) -> bool:
+    """Whether the hook was not there yet."""
+    if any(known is hook for _, known, _ in registry._hooks.get(target, ())):
+        return False
+    registry.register(target, hook, kind)
+    return True
+
+
+def _before_http_server(server_args: Any, tokenizer_manager: Any, *_: Any, **__: Any) -> None:
+    if server_args.kv_policy is None:  # another server, without a policy, in a process that had one
+        return
+    from sglang.srt.entrypoints.http_server import app
+
+    from sglang_evicpress.patches.http_server import add_routes  # here: schedulers need no web framework
+
+    add_routes(app, tokenizer_manager)
+
+
+def _after_init_request_dispatcher(_: None, scheduler: Any) -> None:
+    # Always, whatever the cache: a message without a receiver would end the scheduler.
+    scheduler._request_dispatcher += TypeBasedDispatcher(
+        [(EvicPressReqInput, lambda question: reply(scheduler, question))]
+    )
+
+
+def _after_init(_: None, scheduler: Any, *__: Any, **___: Any) -> None:
+    attach = getattr(scheduler.tree_cache, "attach_scheduler", None)
+    if attach is not None:
+        attach(scheduler)

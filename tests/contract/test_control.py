@@ -1,0 +1,459 @@
+from __future__ import annotations
+
+import asyncio
+import collections
+import json
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from sglang.srt.entrypoints import http_server as sglang_http_server
+from sglang.srt.managers import io_struct
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.utils.auth import AuthLevel, _get_auth_level_from_app_and_scope, add_api_key_middleware
+from sglang.utils import TypeBasedDispatcher
+
+from sglang_evicpress.core import Form
+from sglang_evicpress.introspect import IntrospectionError, Json, NodeBusy, UnknownNode
+from sglang_evicpress.patches import control
+from sglang_evicpress.patches.control import EvicPressReqInput, EvicPressReqOutput
+from sglang_evicpress.patches.http_server import MAX_BODY_BYTES, ROUTES, SchedulerCalls, add_routes
+
+pytestmark = pytest.mark.sglang
+
+KEYDIFF = {"form": "keydiff@0.5"}
+
+
+class FakeCache:
+    """Node 1 can be compressed, node 2 is locked."""
+
+    def __init__(self) -> None:
+        self.scheduler: object = None
+
+    def attach_scheduler(self, scheduler: object) -> None:
+        self.scheduler = scheduler
+
+    def describe_tree(self) -> Json:
+        return {"nodes": [{"id": 1}, {"id": 2}]}
+
+    def describe_node(self, node_id: int, *, positions: bool, tokens: bool) -> Json:
+        if node_id not in (1, 2):
+            raise UnknownNode(node_id)
+        return {"id": node_id, "positions": positions, "tokens": tokens}
+
+    def describe_stats(self) -> Json:
+        raise RuntimeError("no stats today")
+
+    def compress_node(self, node_id: int, form: Form) -> Json:
+        if node_id == 2:
+            raise NodeBusy(node_id)
+        return {"id": node_id, "form": str(form)}
+
+    def check_integrity(self) -> Json:
+        return {"ok": False, "violations": ["slot 7 is owned twice"]}
+
+    def evict_slots(self, num_slots: int) -> Json:
+        return {"freed_slots": num_slots}
+
+
+class FakeScheduler:
+    def __init__(self, cache: object) -> None:
+        self.tree_cache = cache
+        self._request_dispatcher = TypeBasedDispatcher([])
+        control._after_init_request_dispatcher(None, self)
+
+
+class FakeTokenizerManager:
+    """Passes messages to a scheduler and back through SGLang's own encoder and decoder, in one process."""
+
+    def __init__(self, scheduler: FakeScheduler | None) -> None:
+        self._result_dispatcher = TypeBasedDispatcher([])
+        self._scheduler = scheduler
+        self.sent: list[EvicPressReqInput] = []
+
+    def auto_create_handle_loop(self) -> None:
+        pass
+
+    def _dispatch_to_scheduler(self, obj: object) -> None:
+        question = io_struct.msgpack_decode(io_struct.msgpack_encode(obj))
+        self.sent.append(question)
+        if self._scheduler is not None:
+            given = self._scheduler._request_dispatcher(question)
+            self.deliver(given)
+
+    def deliver(self, given: object) -> None:
+        self._result_dispatcher(io_struct.msgpack_decode(io_struct.msgpack_encode(given)))
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch: pytest.MonkeyPatch) -> type[HookRegistry]:
+    """A clean registry and decoder for one test; SGLang's own come back afterwards."""
+    monkeypatch.setattr(HookRegistry, "_hooks", collections.defaultdict(list))
+    monkeypatch.setattr(HookRegistry, "_patched", set())
+    monkeypatch.setattr(io_struct, "_all_types", io_struct._all_types)
+    monkeypatch.setattr(io_struct, "_msgpack_decoder", io_struct._msgpack_decoder)
+    io_struct.hook_custom_types(EvicPressReqInput, EvicPressReqOutput)
+    return HookRegistry
+
+
+@pytest.fixture
+def manager() -> FakeTokenizerManager:
+    return FakeTokenizerManager(FakeScheduler(FakeCache()))
+
+
+@pytest.fixture
+def client(manager: FakeTokenizerManager) -> TestClient:
+    app = FastAPI()
+    add_routes(app, manager)
+    return TestClient(app)
+
+
+def reason_of(response: Any) -> str:
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert list(body) == ["error"]
+    assert list(body["error"]) == ["reason"]
+    return str(body["error"]["reason"])
+
+
+# ---- messages
+
+
+def test_messages_survive_sglangs_encoder_and_decoder() -> None:
+    question = EvicPressReqInput(rid="evicpress-3", op="node", payload=b'{"node_id":"1"}')
+    given = EvicPressReqOutput(rid="evicpress-3", status=409, payload=b"{}")
+    assert io_struct.msgpack_decode(io_struct.msgpack_encode(question)) == question
+    assert io_struct.msgpack_decode(io_struct.msgpack_encode(given)) == given
+
+
+def test_sglangs_own_messages_still_decode() -> None:
+    message = io_struct.FlushCacheReqInput()
+    assert io_struct.msgpack_decode(io_struct.msgpack_encode(message)) == message
+
+
+def test_fake_tokenizer_manager_has_the_names_of_the_real_one() -> None:
+    for name in ("auto_create_handle_loop", "_dispatch_to_scheduler"):
+        assert callable(getattr(TokenizerManager, name))
+    assert "_result_dispatcher" in TokenizerManager.init_request_dispatcher.__code__.co_names
+
+
+# ---- routes
+
+
+def test_answers_come_back_as_json(client: TestClient) -> None:
+    assert client.get("/evicpress/tree").json() == {"nodes": [{"id": 1}, {"id": 2}]}
+    assert client.get("/evicpress/nodes/2?tokens=true").json() == {
+        "id": 2,
+        "positions": False,
+        "tokens": True,
+    }
+    assert client.post("/evicpress/nodes/1/compress", json=KEYDIFF).json() == {"id": 1, "form": "keydiff@0.5"}
+    assert client.post("/evicpress/evict", json={"num_slots": 4}).json() == {"freed_slots": 4}
+
+
+def test_broken_integrity_is_answered_with_200(client: TestClient) -> None:
+    response = client.post("/evicpress/check")
+    assert response.status_code == 200
+    assert response.json() == {"ok": False, "violations": ["slot 7 is owned twice"]}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "words"),
+    [
+        ("GET", "/evicpress/tree?depth=1", b"", 400, ("'depth'", "accepted are none")),
+        ("GET", "/evicpress/nodes/one", b"", 400, ("'one'", "integer")),
+        ("GET", "/evicpress/nodes/1?positions=yes", b"", 400, ("'yes'", "true or false")),
+        ("GET", "/evicpress/nodes/1?node_id=2", b"", 400, ("'node_id'", "path")),
+        ("GET", "/evicpress/nodes/99", b"", 404, ("node 99", "/evicpress/tree")),
+        ("GET", "/evicpress/stats", b"", 500, ("RuntimeError", "no stats today")),
+        ("POST", "/evicpress/nodes/1/compress", b"", 400, ("form is missing",)),
+        ("POST", "/evicpress/nodes/1/compress", b"{form", 400, ("not JSON",)),
+        ("POST", "/evicpress/nodes/1/compress", b"[1]", 400, ("expected a JSON object",)),
+        ("POST", "/evicpress/nodes/1/compress", b'{"form": "zip@0.5"}', 400, ("'zip@0.5'", "keydiff")),
+        ("POST", "/evicpress/nodes/1/compress", b'{"form": "knorm@0.5", "now": 1}', 400, ("'now'",)),
+        ("POST", "/evicpress/nodes/1/compress", b'{"node_id": 2, "form": "knorm@0.5"}', 400, ("'node_id'",)),
+        ("POST", "/evicpress/nodes/1/compress?form=knorm@0.5", b"", 400, ("'form'", "JSON body")),
+        ("POST", "/evicpress/nodes/2/compress", b'{"form": "knorm@0.5"}', 409, ("node 2", "locked")),
+        ("POST", "/evicpress/check", b'{"repair": true}', 400, ("'repair'",)),
+        ("POST", "/evicpress/check", b" " * (MAX_BODY_BYTES + 1), 413, (str(MAX_BODY_BYTES),)),
+        ("POST", "/evicpress/evict", b'{"num_slots": "many"}', 400, ("'many'",)),
+        ("GET", "/evicpress/forest", b"", 404, ("/evicpress/forest", "GET /evicpress/tree")),
+        ("GET", "/evicpress", b"", 404, ("GET /evicpress/tree",)),
+        ("GET", "/evicpress/check", b"", 404, ("GET /evicpress/check", "POST /evicpress/check")),
+        ("DELETE", "/evicpress/nodes/1", b"", 404, ("DELETE /evicpress/nodes/1",)),
+    ],
+)
+def test_errors_are_json_with_a_reason(
+    client: TestClient, method: str, path: str, body: bytes, status: int, words: tuple[str, ...]
+) -> None:
+    response = client.request(method, path, content=body)
+    reason = reason_of(response)
+    assert response.status_code == status
+    assert [word for word in words if word not in reason] == []
+
+
+def test_bad_input_never_reaches_the_scheduler(client: TestClient, manager: FakeTokenizerManager) -> None:
+    client.get("/evicpress/nodes/one")
+    client.post("/evicpress/nodes/1/compress", json={"form": "zip@0.5"})
+    assert manager.sent == []
+
+
+def test_scheduler_with_another_cache_answers_501() -> None:
+    app = FastAPI()
+    add_routes(app, FakeTokenizerManager(FakeScheduler(SimpleNamespace())))
+    response = TestClient(app).get("/evicpress/tree")
+    assert response.status_code == 501
+    assert "SimpleNamespace" in reason_of(response)
+
+
+def test_failing_transport_is_500_with_a_reason() -> None:
+    class Unplugged(FakeTokenizerManager):
+        def _dispatch_to_scheduler(self, obj: object) -> None:
+            raise OSError("socket closed")
+
+    app = FastAPI()
+    add_routes(app, Unplugged(None))
+    response = TestClient(app).get("/evicpress/tree")
+    assert (response.status_code, reason_of(response)) == (500, "tree failed with OSError: socket closed")
+
+
+def test_adding_routes_again_connects_them_to_the_new_manager(manager: FakeTokenizerManager) -> None:
+    app = FastAPI()
+    add_routes(app, FakeTokenizerManager(None))
+    num_routes = len(app.routes)
+    add_routes(app, manager)
+    assert len(app.routes) == num_routes
+    assert TestClient(app).get("/evicpress/tree").status_code == 200
+
+
+# ---- deadline and order
+
+
+def test_silent_scheduler_is_504_with_a_reason() -> None:
+    app = FastAPI()
+    add_routes(app, FakeTokenizerManager(None), deadline_s=0.01)
+    response = TestClient(app).post("/evicpress/check")
+    assert response.status_code == 504
+    assert reason_of(response).startswith("the scheduler did not answer check within 0.01 s")
+
+
+def test_late_answer_reaches_nobody_and_the_next_question_its_own_answer() -> None:
+    async def scenario() -> None:
+        manager = FakeTokenizerManager(None)
+        calls = SchedulerCalls(manager, deadline_s=0.01)
+        with pytest.raises(IntrospectionError, match="it may still do it"):
+            await calls.call("tree", {})
+        calls._deadline_s = 30.0
+        following = asyncio.create_task(calls.call("stats", {}))
+        while len(manager.sent) < 2:
+            await asyncio.sleep(0)
+        late, current = manager.sent
+        manager.deliver(EvicPressReqOutput(rid=late.rid, status=200, payload=b'{"late":1}'))
+        manager.deliver(EvicPressReqOutput(rid=current.rid, status=200, payload=b'{"current":1}'))
+        assert (await following).payload == b'{"current":1}'
+
+    asyncio.run(scenario())
+
+
+def test_question_that_never_got_its_turn_is_not_sent() -> None:
+    async def scenario() -> None:
+        manager = FakeTokenizerManager(None)
+        calls = SchedulerCalls(manager, deadline_s=30.0)
+        first = asyncio.create_task(calls.call("tree", {}))
+        while not manager.sent:
+            await asyncio.sleep(0)
+        calls._deadline_s = 0.01
+        with pytest.raises(IntrospectionError, match="other questions were before") as caught:
+            await calls.call("compress", {"node_id": 1, **KEYDIFF})
+        assert caught.value.status == 504
+        manager.deliver(EvicPressReqOutput(rid=manager.sent[0].rid, status=200, payload=b"{}"))
+        assert (await first).status == 200
+        assert [question.op for question in manager.sent] == ["tree"]
+
+    asyncio.run(scenario())
+
+
+def test_abandoned_question_frees_the_turn() -> None:
+    async def scenario() -> None:
+        manager = FakeTokenizerManager(None)
+        calls = SchedulerCalls(manager, deadline_s=30.0)
+        first = asyncio.create_task(calls.call("tree", {}))
+        while not manager.sent:
+            await asyncio.sleep(0)
+        first.cancel()
+        second = asyncio.create_task(calls.call("stats", {}))
+        while len(manager.sent) < 2:
+            await asyncio.sleep(0)
+        manager.deliver(EvicPressReqOutput(rid=manager.sent[1].rid, status=200, payload=b"{}"))
+        assert (await second).status == 200
+        assert calls._waiting == {}
+
+    asyncio.run(scenario())
+
+
+# ---- keys
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
+def test_sglang_sees_the_auth_level_of_every_route(client: TestClient, route: Any) -> None:
+    path = route.path.replace("{node_id}", "1")
+    scope = {"type": "http", "method": route.method, "path": path, "root_path": "", "headers": []}
+    expected = AuthLevel.NORMAL if route.method == "GET" else AuthLevel.ADMIN_OPTIONAL
+    assert _get_auth_level_from_app_and_scope(client.app, scope) is expected
+
+
+@pytest.mark.filterwarnings("ignore:ORJSONResponse is deprecated")  # SGLang's own refusal
+@pytest.mark.parametrize(
+    ("api_key", "admin_key", "given", "read", "write"),
+    [
+        (None, "root", None, 200, 401),
+        (None, "root", "root", 200, 200),
+        ("user", None, None, 401, 401),
+        ("user", None, "user", 200, 200),
+        ("user", "root", "user", 200, 401),
+        ("user", "root", "root", 401, 200),
+    ],
+)
+def test_reads_take_the_api_key_and_writes_the_admin_key(
+    manager: FakeTokenizerManager,
+    api_key: str | None,
+    admin_key: str | None,
+    given: str | None,
+    read: int,
+    write: int,
+) -> None:
+    app = FastAPI()
+    add_routes(app, manager)
+    add_api_key_middleware(app, api_key=api_key, admin_api_key=admin_key)
+    headers = {} if given is None else {"Authorization": f"Bearer {given}"}
+    client = TestClient(app, headers=headers)
+    for path in ("/evicpress/tree", "/evicpress/nodes/1"):
+        assert client.get(path).status_code == read
+    assert client.post("/evicpress/nodes/1/compress", json=KEYDIFF).status_code == write
+    assert client.post("/evicpress/check").status_code == write
+    assert client.post("/evicpress/evict", json={"num_slots": 1}).status_code == write
+
+
+# ---- hooks
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """SGLang's real app, whose server start is replaced by a note of its arguments; as it was afterwards."""
+    starts: list[Any] = []
+
+    def start(server_args: Any, tokenizer_manager: Any, *_: Any, **__: Any) -> None:
+        starts.append((server_args, tokenizer_manager))
+
+    monkeypatch.setattr(sglang_http_server, "_setup_and_run_http_server", start)
+    app = sglang_http_server.app
+    routes = list(app.router.routes)
+    yield starts
+    app.router.routes[:] = routes
+    if hasattr(app.state, "evicpress"):
+        del app.state.evicpress
+
+
+def evicpress_paths() -> set[str]:
+    paths = {getattr(route, "path", "") for route in sglang_http_server.app.routes}
+    return {path for path in paths if path.startswith("/evicpress")}
+
+
+def launch(kv_policy: str | None, manager: FakeTokenizerManager) -> None:
+    sglang_http_server._setup_and_run_http_server(SimpleNamespace(kv_policy=kv_policy), manager)
+
+
+def test_real_app_has_no_routes_without_the_flag(started: list[Any], manager: FakeTokenizerManager) -> None:
+    launch(None, manager)
+    assert evicpress_paths() == set()
+    assert len(started) == 1
+
+
+def test_real_app_serves_the_routes_with_the_flag(
+    started: list[Any], manager: FakeTokenizerManager, registry: type[HookRegistry]
+) -> None:
+    control.install_frontend(registry, HookType)
+    control.install_frontend(registry, HookType)
+    assert evicpress_paths() == set()
+    launch("evicpress", manager)
+    assert evicpress_paths() >= {route.path for route in ROUTES}
+    assert [given for _, given in started] == [manager]
+    scope = {"type": "http", "method": "POST", "path": "/evicpress/check", "root_path": "", "headers": []}
+    assert _get_auth_level_from_app_and_scope(sglang_http_server.app, scope) is AuthLevel.ADMIN_OPTIONAL
+    client = TestClient(sglang_http_server.app)  # no lifespan: nothing of SGLang starts
+    assert client.get("/evicpress/tree").json() == {"nodes": [{"id": 1}, {"id": 2}]}
+    assert reason_of(client.get("/evicpress/forest")).startswith("GET /evicpress/forest is not served")
+
+
+def test_server_without_a_policy_stays_stock_after_one_with_it_was_configured(
+    started: list[Any], manager: FakeTokenizerManager, registry: type[HookRegistry]
+) -> None:
+    control.install_frontend(registry, HookType)
+    launch(None, manager)
+    assert evicpress_paths() == set()
+    assert len(started) == 1
+
+
+def test_frontend_hook_is_applied_beside_another_plugins(
+    started: list[Any], manager: FakeTokenizerManager, registry: type[HookRegistry]
+) -> None:
+    seen: list[str] = []
+    target = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
+    registry.register(target, lambda *_, **__: seen.append("other"), HookType.BEFORE)
+    registry.apply_hooks()
+    control.install_frontend(registry, HookType)
+    registry.apply_hooks()
+    launch("evicpress", manager)
+    assert seen == ["other"]
+    assert len(started) == 1
+    assert "/evicpress/tree" in evicpress_paths()
+
+
+def test_scheduler_answers_after_its_dispatcher_is_built(
+    monkeypatch: pytest.MonkeyPatch, registry: type[HookRegistry]
+) -> None:
+    monkeypatch.setattr(Scheduler, "init_request_dispatcher", Scheduler.init_request_dispatcher)
+    monkeypatch.setattr(Scheduler, "__init__", Scheduler.__init__)
+    control.install_scheduler(registry, HookType)
+    control.install_scheduler(registry, HookType)
+    registry.apply_hooks()
+    scheduler = MagicMock()
+    scheduler.tree_cache = FakeCache()
+    Scheduler.init_request_dispatcher(scheduler)
+    given = scheduler._request_dispatcher(
+        EvicPressReqInput(rid="evicpress-0", op="node", payload=b'{"node_id":1}')
+    )
+    assert (given.rid, given.status) == ("evicpress-0", 200)
+    assert json.loads(given.payload) == {"id": 1, "positions": False, "tokens": False}
+    own = scheduler._request_dispatcher._mapping
+    assert io_struct.FlushCacheReqInput in own
+    assert list(own).count(EvicPressReqInput) == 1
+
+
+@pytest.mark.parametrize("cache", [FakeCache(), SimpleNamespace()], ids=["ours", "stock"])
+def test_only_our_cache_is_shown_its_scheduler(
+    monkeypatch: pytest.MonkeyPatch, registry: type[HookRegistry], cache: Any
+) -> None:
+    def build(scheduler: Any, server_args: object, *, gpu_id: int) -> None:
+        scheduler.tree_cache = cache
+
+    monkeypatch.setattr(Scheduler, "init_request_dispatcher", Scheduler.init_request_dispatcher)
+    monkeypatch.setattr(Scheduler, "__init__", build)
+    control.install_scheduler(registry, HookType)
+    registry.apply_hooks()
+    scheduler = Scheduler.__new__(Scheduler)
+    Scheduler.__init__(scheduler, object(), gpu_id=0)
+    assert getattr(cache, "scheduler", scheduler) is scheduler
+
+
+def test_unexpected_exception_leaves_the_scheduler_alive() -> None:
+    scheduler = FakeScheduler(FakeCache())
+    given = scheduler._request_dispatcher(EvicPressReqInput(rid="evicpress-1", op="stats"))
+    assert given.status == 500
+    assert control.reply(scheduler, EvicPressReqInput(rid="evicpress-2", op="tree")).status == 200
