@@ -50,7 +50,7 @@ TABLE = {
         (*PURE, "controller", "cpu_attention", "introspect", "kernels", "layout", "press"),
         ("fastapi", "flashinfer", "numpy", "orjson", "sglang", "starlette", "torch"),
     ),
-    "plugin": Layer(("patches",)),
+    "plugin": Layer(("config", "patches")),
 }
 
 

@@ -22,7 +22,7 @@ BANNED = re.compile(
 PUBLIC = {
     "sglang_evicpress": set(),
     "sglang_evicpress.core": {"EXACT", "PRESSES", "Decision", "Form", "NodeStats", "Option", "Tier"},
-    "sglang_evicpress.plugin": {"ENVIRONMENT_FLAG", "load"},
+    "sglang_evicpress.plugin": {"load"},
 }
 
 
