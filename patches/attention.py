@@ -28,11 +28,14 @@ def physical_view(forward_batch: Any, table: rows.HoleTable) -> Any:
     Positions stay logical. A finished request can still be in the batch in flight, hence the clamps: KV length >= 1,
     prefix >= 0. Nothing here waits for the device: host lengths come from the host mirror of the table.
     """
+    if getattr(forward_batch, "is_physical_view", False):  # SGLang's eager planning calls the one for graphs
+        return forward_batch
     batch_size = forward_batch.batch_size
     holes = (table.batch + [0] * batch_size)[:batch_size]
     if not any(holes):
         return forward_batch
     view = copy.copy(forward_batch)
+    view.is_physical_view = True
     on_device = table.device[forward_batch.req_pool_indices]
     on_host = torch.tensor(holes, dtype=torch.int64)
     view.seq_lens = (forward_batch.seq_lens - on_device.to(forward_batch.seq_lens.dtype)).clamp_(min=1)
