@@ -1,0 +1,35 @@
+"""What a policy is: statistics in, decisions out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from sglang_evicpress.core import Decision, NodeStats
+
+
+class Policy(Protocol):
+    """Chooses what to do with resident nodes when slots are short (EvicPress section 4.4).
+
+    A policy is pure: it reads no clock, file, tensor or metric, keeps nothing between calls and decides ties
+    by values of the nodes. The same nodes, in any order and in any process, give the same plan.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name it is chosen by, a key of ``POLICIES``."""
+        ...
+
+    def plan(self, nodes: Sequence[NodeStats], demand_slots: int) -> list[Decision]:
+        """Decisions in order of execution that free ``demand_slots``, or all they can if that is less.
+
+        ``nodes`` have distinct ids; locked ones may be left out or come without options. Every decision takes
+        one of its node's options; a node is decided at most once. A node is dropped only when none of its
+        ``num_children`` resident children is left, those dropped earlier in the plan being gone. Without the
+        last decision the plan would fall short of the demand. A demand of 0 or less needs nothing: an empty
+        plan.
+
+        A plan changes nothing by itself, and a decision of it may fail when it is carried out: the caller
+        skips that node and, as always, plans anew from what is then there.
+        """
+        ...

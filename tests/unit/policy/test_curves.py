@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_evicpress.core import EXACT, PRESSES, Form
+from sglang_evicpress.profile import Curves
+
+MEASURED = {"keydiff": {"0.8": 0.99, "0.5": 0.9}, "snapkv": {"0.4": 0.6}, "default": {"0.5": 0.7}}
+
+unit = st.floats(0.0, 1.0)
+kept_fractions = st.floats(0.01, 0.99)
+measured_points = st.dictionaries(kept_fractions.map(repr), unit, min_size=1, max_size=6)
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        ("exact", 1.0),
+        ("keydiff@0.8", 0.99),
+        ("keydiff@0.5", 0.9),
+        ("keydiff@0.65", 0.945),  # half way between the two points
+        ("keydiff@0.9", 0.995),  # half way to (1, 1)
+        ("keydiff@0.25", 0.45),  # half of the lowest point
+        ("snapkv@0.4", 0.6),
+        ("snapkv@0.7", 0.8),
+        ("knorm@0.5", 0.7),  # default
+        ("knorm@0.05", 0.07),
+    ],
+)
+def test_quality_is_linear_between_the_points_and_towards_zero_below_them(form: str, expected: float) -> None:
+    assert Curves.from_json(MEASURED).quality(Form.parse(form)) == pytest.approx(expected)
+
+
+def test_a_codec_without_a_curve_counts_nothing() -> None:
+    curves = Curves.from_json(MEASURED)
+    assert curves.quality(Form("keydiff", 0.5, "int8")) == 0.0
+    assert curves.quality(Form(codec="fp8")) == 0.0
+
+
+def test_a_press_that_is_not_given_gets_the_lowest_curve_when_there_is_no_default() -> None:
+    curves = Curves.from_json({"keydiff": {"0.8": 0.99, "0.2": 0.1}, "snapkv": {"0.4": 0.5}})
+    assert curves.quality(Form("knorm", 0.8)) == pytest.approx(0.5 + 0.5 * 0.4 / 0.6)
+    assert curves.quality(Form("knorm", 0.2)) == pytest.approx(0.1)
+
+
+def test_quality_need_not_rise_with_what_is_kept() -> None:
+    curves = Curves.from_json({"keydiff": {"0.8": 0.5, "0.5": 0.75}})
+    assert curves.quality(Form("keydiff", 0.8)) == 0.5
+    assert curves.quality(Form("keydiff", 0.5)) == 0.75
+
+
+def test_keeping_everything_may_be_listed_with_quality_one() -> None:
+    assert Curves.from_json({"knorm": {"1.0": 1, "0.5": 0.5}}) == Curves.from_json({"knorm": {"0.5": 0.5}})
+
+
+@given(st.dictionaries(st.sampled_from(PRESSES), measured_points, min_size=1), kept_fractions)
+def test_quality_stays_within_its_bounds(obj: dict[str, dict[str, float]], kept: float) -> None:
+    curves = Curves.from_json(json.loads(json.dumps(obj)))
+    given_qualities = {press: curves.quality(Form(press, kept)) for press in obj}
+    for press, points in obj.items():
+        assert 0.0 <= given_qualities[press] <= 1.0
+        lowest = min(points, key=float)
+        if kept < float(lowest):
+            assert given_qualities[press] <= points[lowest]
+        for key, quality in points.items():
+            assert curves.quality(Form(press, float(key))) == quality
+    for press in set(PRESSES) - set(obj):
+        assert curves.quality(Form(press, kept)) <= min(given_qualities.values()) + 1e-12
+
+
+@given(kept_fractions)
+def test_the_prior_follows_its_formula_and_is_never_above_it(kept: float) -> None:
+    prior = Curves.prior()
+    for press in PRESSES:
+        quality = prior.quality(Form(press, kept))
+        formula = kept if press == "random" else 1 - (1 - kept) ** 3
+        assert formula - 1e-3 < quality < formula + 1e-12
+    assert prior.quality(EXACT) == 1.0
+
+
+def test_the_prior_has_the_figures_of_its_docstring() -> None:
+    prior = Curves.prior()
+    assert prior.quality(Form("keydiff", 0.8)) == pytest.approx(0.992)
+    assert prior.quality(Form("snapkv", 0.5)) == pytest.approx(0.875)
+    assert prior.quality(Form("knorm", 0.2)) == pytest.approx(0.488)
+
+
+@pytest.mark.parametrize(
+    ("obj", "names"),
+    [
+        (None, ["None", "expected an object"]),
+        ([], ["[]", "expected an object"]),
+        ({}, ["{}", "expected an object"]),
+        ({"h2o": {"0.5": 0.9}}, ["'h2o'", "keydiff", "'default'"]),
+        ({3: {"0.5": 0.9}}, ["3", "keydiff"]),
+        ({"keydiff": 0.9}, ["'keydiff'", "0.9", "expected an object"]),
+        ({"keydiff": {}}, ["'keydiff'", "{}", "expected an object"]),
+        ({"keydiff": {"0": 0.9}}, ["'keydiff'", "'0'", "(0, 1]"]),
+        ({"keydiff": {"1.2": 0.9}}, ["'keydiff'", "'1.2'", "(0, 1]"]),
+        ({"keydiff": {"-0.5": 0.9}}, ["'-0.5'", "(0, 1]"]),
+        ({"keydiff": {"nan": 0.9}}, ["'nan'", "(0, 1]"]),
+        ({"keydiff": {"half": 0.9}}, ["'half'", "(0, 1]"]),
+        ({"keydiff": {0.5: 0.9}}, ["0.5", "as a string"]),
+        ({"keydiff": {"0.5": 0.9, "0.50": 0.8}}, ["'0.50'", "once"]),
+        ({"keydiff": {"0.5": 1.1}}, ["'0.5'", "1.1", "[0, 1]"]),
+        ({"keydiff": {"0.5": -0.1}}, ["-0.1", "[0, 1]"]),
+        ({"keydiff": {"0.5": math.nan}}, ["nan", "[0, 1]"]),
+        ({"keydiff": {"0.5": "0.9"}}, ["'0.9'", "[0, 1]"]),
+        ({"keydiff": {"0.5": True}}, ["True", "[0, 1]"]),
+        ({"keydiff": {"0.5": None}}, ["None", "[0, 1]"]),
+        ({"default": {"1": 0.9}}, ["'default'", "'1'", "0.9", "expected 1"]),
+    ],
+)
+def test_bad_curves_are_refused_by_name(obj: object, names: list[str]) -> None:
+    with pytest.raises(ValueError, match="quality curve") as error:
+        Curves.from_json(obj)
+    for name in names:
+        assert name in str(error.value)
