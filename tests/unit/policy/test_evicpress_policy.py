@@ -137,6 +137,11 @@ def test_a_parent_compressed_before_its_children_went_is_only_dropped() -> None:
     assert _taken(nodes, 2000) == [(2, "drop"), (1, "drop")]
 
 
+def test_losing_the_last_child_does_not_put_a_parent_before_its_turn() -> None:
+    nodes = [_node(1, weight=0.1, children=1), _node(2, 1, weight=0.001), _node(3, weight=0.15)]
+    assert _taken(nodes, 1400) == [(2, "drop"), (1, "keydiff@0.8"), (3, "keydiff@0.8")]
+
+
 def test_a_lossy_node_that_is_cheap_to_recompute_goes_first_and_gains() -> None:
     nodes = [_node(1, tokens=100, form=K50), _node(2, tokens=1000, weight=1e-6)]
     (decision,) = POLICY.plan(nodes, 10)
