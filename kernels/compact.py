@@ -1,0 +1,122 @@
+"""In-place compaction: moves the survivors of a node, per layer and head, to the front of its slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sglang_evicpress.kernels.pool import (
+    Backend,
+    block_dim,
+    check_pool,
+    layer_pointer,
+    pointer_table,
+    runs_triton,
+)
+
+# Rows move as integers of their width, so that no bit of a NaN or a subnormal can change.
+_INTEGERS = {2: tl.int16, 4: tl.int32}
+
+
+@triton.jit(do_not_specialize=["num_kept"])
+def _compact_kernel(
+    table: tl.tensor,
+    slots: tl.tensor,
+    survivors: tl.tensor,
+    num_kept: tl.tensor,
+    NUM_LAYERS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+) -> None:
+    # table holds the layers of K, then those of V; one program moves one head of one of them, front to back.
+    index = tl.program_id(0)
+    head = tl.program_id(1)
+    rows = layer_pointer(table, index, DTYPE)
+    survivors += ((index % NUM_LAYERS) * NUM_HEADS + head).to(tl.int64) * num_kept
+    dims = tl.arange(0, BLOCK_DIM)
+    for start in range(0, num_kept, BLOCK_TOKENS):
+        tokens = start + tl.arange(0, BLOCK_TOKENS)
+        inside = tokens < num_kept
+        origin = tl.load(survivors + tokens, mask=inside, other=0)
+        source = tl.load(slots + origin, mask=inside, other=0).to(tl.int64)
+        target = tl.load(slots + tokens, mask=inside, other=0).to(tl.int64)
+        moves = (inside & (origin != tokens))[:, None] & (dims < HEAD_DIM)[None, :]
+        read = (source[:, None] * NUM_HEADS + head) * HEAD_DIM + dims[None, :]
+        write = (target[:, None] * NUM_HEADS + head) * HEAD_DIM + dims[None, :]
+        tile = tl.load(rows + read, mask=moves, other=0)
+        # A row that one warp writes may be the source of another: all are loaded before the first store.
+        # Later tiles need no barrier, since survivors[j] >= j puts their sources past these targets.
+        tl.debug_barrier()
+        tl.store(rows + write, tile, mask=moves)
+
+
+def compact(
+    k_buffers: Sequence[Tensor],
+    v_buffers: Sequence[Tensor],
+    slots: Tensor,
+    survivors: Tensor,
+    *,
+    backend: Backend = "auto",
+) -> None:
+    """Write the content of slot ``slots[survivors[l, h, j]]`` into slot ``slots[j]`` for every layer l,
+    head h and j < m, in place and bit for bit; slots from ``slots[m]`` on, and all others, keep their bytes.
+
+    ``survivors``: int32 ``[num_layers, num_heads, m]``, strictly ascending in the last dimension (not
+    checked: that would wait for the device); ``slots`` holds no slot twice.
+    Raises ValueError for shapes that do not fit, and as ``check_pool`` and ``runs_triton`` do.
+    """
+    pool = check_pool(k_buffers, slots)
+    if check_pool(v_buffers, slots) != pool:
+        raise ValueError("k_buffers and v_buffers must have the same layers, shape and dtype")
+    if survivors.dtype != torch.int32 or survivors.dim() != 3 or survivors.device != pool.device:
+        raise ValueError(f"survivors must be int32 [layers, heads, m] on {pool.device}")
+    num_kept = survivors.shape[-1]
+    if survivors.shape[:2] != (pool.num_layers, pool.num_heads) or num_kept > slots.numel():
+        raise ValueError(
+            f"survivors {tuple(survivors.shape)} do not fit {pool.num_layers} layers of "
+            f"{pool.num_heads} heads and {slots.numel()} slots"
+        )
+    if not runs_triton(backend, pool.device):
+        compact_torch(k_buffers, v_buffers, slots, survivors)
+    elif num_kept:
+        constants = compact_constants(pool.num_layers, pool.num_heads, pool.head_dim, pool.dtype)
+        table = pointer_table([*k_buffers, *v_buffers])
+        grid = (2 * pool.num_layers, pool.num_heads)
+        _compact_kernel[grid](table, slots.contiguous(), survivors.contiguous(), num_kept, **constants)
+
+
+def compact_constants(
+    num_layers: int, num_heads: int, head_dim: int, dtype: torch.dtype
+) -> dict[str, object]:
+    """Launch constants of ``compact``: tiles of about 16 KiB, what one program keeps in flight."""
+    columns = block_dim(head_dim)
+    return {
+        "NUM_LAYERS": num_layers,
+        "NUM_HEADS": num_heads,
+        "HEAD_DIM": head_dim,
+        "DTYPE": _INTEGERS[dtype.itemsize],
+        "BLOCK_TOKENS": max(16, 16384 // (columns * dtype.itemsize)),
+        "BLOCK_DIM": columns,
+        "num_warps": 4,
+    }
+
+
+def compact_torch(
+    k_buffers: Sequence[Tensor], v_buffers: Sequence[Tensor], slots: Tensor, survivors: Tensor
+) -> None:
+    """Reference of ``compact``, and its CPU path: scratch is the survivors of one layer."""
+    num_heads = survivors.shape[1]
+    heads = torch.arange(num_heads, device=slots.device)
+    targets = slots[: survivors.shape[-1]]
+    for layer, kept in enumerate(survivors):
+        rows = (slots[kept.T.long()] * num_heads + heads).flatten()
+        for buffer in (k_buffers[layer], v_buffers[layer]):
+            moved = buffer.flatten(0, 1).index_select(0, rows)
+            buffer.index_copy_(0, targets, moved.view(-1, *buffer.shape[1:]))

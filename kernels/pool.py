@@ -1,0 +1,128 @@
+"""What every kernel shares: the checked shape of a paged KV pool, its pointer table, the choice of backend.
+
+A pool is one contiguous tensor ``[num_slots, num_heads, head_dim]`` per layer for K and one for V, as the
+``MHATokenToKVPool`` of SGLang holds them. A node is ``slots``, int64 ``[n]``: its tokens' slots, in order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+Backend = Literal["auto", "triton", "torch"]
+
+# The jit decorator decides once, at import, whether kernels are interpreted (TRITON_INTERPRET=1) or compiled.
+IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+_TILE_ELEMENTS = 4096
+_ACCESS_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShape:
+    """Extent of a pool, equal in all its layers."""
+
+    num_layers: int
+    num_slots: int
+    num_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@triton.jit
+def layer_pointer(table: tl.tensor, layer: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    # A pointer read from a table has no known alignment: without the hint every access is one element wide.
+    return tl.multiple_of(tl.load(table + layer).to(tl.pointer_type(DTYPE)), 16)
+
+
+def check_pool(buffers: Sequence[Tensor], slots: Tensor) -> PoolShape:
+    """Return the shape of the pool. Reads no tensor content: a slot outside the pool is the caller's error.
+
+    Raises ValueError when layers differ in shape, dtype or device, when one is not contiguous, or when
+    ``slots`` is not int64 ``[n]`` on the device of the pool.
+    """
+    if not buffers:
+        raise ValueError("a pool needs at least one layer")
+    first = buffers[0]
+    if first.dim() != 3:
+        raise ValueError(f"a layer must be [num_slots, num_heads, head_dim], got {tuple(first.shape)}")
+    if first.dtype not in TRITON_DTYPES:
+        raise ValueError(f"a pool must hold float16, bfloat16 or float32, got {first.dtype}")
+    for buffer in buffers:
+        if buffer.shape != first.shape or buffer.dtype != first.dtype or buffer.device != first.device:
+            raise ValueError("all layers of a pool must agree in shape, dtype and device")
+        if not buffer.is_contiguous():
+            raise ValueError("a layer of a pool must be contiguous")
+    if slots.dim() != 1 or slots.dtype != torch.int64 or slots.device != first.device:
+        raise ValueError(
+            f"slots must be int64 [n] on {first.device}, "
+            f"got {slots.dtype} {tuple(slots.shape)} on {slots.device}"
+        )
+    num_slots, num_heads, head_dim = first.shape
+    return PoolShape(len(buffers), num_slots, num_heads, head_dim, first.dtype, first.device)
+
+
+def runs_triton(backend: Backend, device: torch.device) -> bool:
+    """Whether to launch Triton: ``auto`` does on CUDA only; ``triton`` on the CPU needs the interpreter.
+
+    Raises ValueError for another name, and for ``triton`` where the kernels, as imported, cannot run.
+    """
+    can_run = (device.type == "cuda") != IS_INTERPRETED
+    if backend == "auto":
+        return can_run and not IS_INTERPRETED
+    if backend == "torch":
+        return False
+    if backend != "triton":
+        raise ValueError(f"backend {backend!r} is not known: expected auto, triton or torch")
+    if not can_run:
+        mode = "interpreted (TRITON_INTERPRET=1)" if IS_INTERPRETED else "compiled"
+        raise ValueError(f"backend 'triton' cannot run on {device}: the kernels were imported {mode}")
+    return True
+
+
+def pointer_table(buffers: Sequence[Tensor]) -> Tensor:
+    """Return the uint64 addresses of the layers, on their device; one host copy per distinct pool.
+
+    Raises ValueError for a layer that does not start on a 16-byte boundary.
+    """
+    addresses = tuple(buffer.data_ptr() for buffer in buffers)
+    if any(address % _ACCESS_BYTES for address in addresses):
+        raise ValueError(f"a layer of a pool must start on a {_ACCESS_BYTES}-byte boundary")
+    return _pointer_table(addresses, buffers[0].device)
+
+
+@functools.lru_cache(maxsize=16)
+def _pointer_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(addresses, dtype=torch.uint64, device=device)
+
+
+def block_dim(head_dim: int) -> int:
+    """The power of two that covers a head, at least the 16 a matrix unit needs."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def tile_constants(num_heads: int, head_dim: int, dtype: torch.dtype) -> dict[str, object]:
+    """Launch constants of a kernel that streams tokens of one head: tiles of about 4,096 elements."""
+    columns = block_dim(head_dim)
+    return {
+        "NUM_HEADS": num_heads,
+        "HEAD_DIM": head_dim,
+        "DTYPE": TRITON_DTYPES[dtype],
+        "BLOCK_TOKENS": max(16, _TILE_ELEMENTS // columns),
+        "BLOCK_DIM": columns,
+        "num_warps": 4,
+    }
+
+
+def gather_layer(buffer: Tensor, slots: Tensor) -> Tensor:
+    """Return the float32 ``[n, num_heads, head_dim]`` rows of one layer, always a copy."""
+    return buffer.index_select(0, slots).float()

@@ -1,0 +1,300 @@
+"""Token scores over a paged KV pool: key norm, value to key ratio, key difference, and their mean over pages.
+
+All results are float32 ``[num_layers, num_heads, n]``. Norms are accumulated in float32: a row whose squared
+norm exceeds 3.4e38 has an infinite norm, as in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sglang_evicpress.kernels.pool import (
+    Backend,
+    check_pool,
+    gather_layer,
+    layer_pointer,
+    pointer_table,
+    runs_triton,
+    tile_constants,
+)
+
+CHUNK_TOKENS = 512  # tokens that one program of the anchor's first pass adds up
+PAGE_TILE_ELEMENTS = 2048
+
+
+@triton.jit
+def _load_rows(
+    rows: tl.tensor,
+    slots: tl.tensor,
+    tokens: tl.tensor,
+    num_tokens: tl.tensor,
+    head: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+) -> tl.tensor:
+    inside = tokens < num_tokens
+    dims = tl.arange(0, BLOCK_DIM)
+    slot = tl.load(slots + tokens, mask=inside, other=0).to(tl.int64)
+    offset = (slot[:, None] * NUM_HEADS + head) * HEAD_DIM + dims[None, :]
+    return tl.load(rows + offset, mask=inside[:, None] & (dims < HEAD_DIM)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _key_norm_kernel(
+    k_table: tl.tensor,
+    slots: tl.tensor,
+    out: tl.tensor,
+    num_tokens: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+) -> None:
+    tokens = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    head = tl.program_id(1)
+    layer = tl.program_id(2)
+    keys = layer_pointer(k_table, layer, DTYPE)
+    key = _load_rows(keys, slots, tokens, num_tokens, head, NUM_HEADS, HEAD_DIM, BLOCK_DIM)
+    row = (layer * NUM_HEADS + head).to(tl.int64) * num_tokens
+    tl.store(out + row + tokens, tl.sqrt(tl.sum(key * key, 1)), mask=tokens < num_tokens)
+
+
+def key_norm(k_buffers: Sequence[Tensor], slots: Tensor, *, backend: Backend = "auto") -> Tensor:
+    """L2 norm of every key: float32 ``[num_layers, num_heads, n]`` (Devoto et al. 2024, "A Simple and
+    Effective L2 Norm-Based Strategy for KV Cache Compression").
+
+    ``k_buffers``: one ``[num_slots, num_heads, head_dim]`` per layer; ``slots``: int64 ``[n]``.
+    Raises ValueError as ``check_pool`` and ``runs_triton`` do.
+    """
+    pool = check_pool(k_buffers, slots)
+    if not runs_triton(backend, pool.device):
+        return key_norm_torch(k_buffers, slots)
+    n = slots.numel()
+    out = torch.empty(pool.num_layers, pool.num_heads, n, dtype=torch.float32, device=pool.device)
+    constants = tile_constants(pool.num_heads, pool.head_dim, pool.dtype)
+    if n:
+        grid = (triton.cdiv(n, constants["BLOCK_TOKENS"]), pool.num_heads, pool.num_layers)
+        _key_norm_kernel[grid](pointer_table(k_buffers), slots.contiguous(), out, n, **constants)
+    return out
+
+
+def key_norm_torch(k_buffers: Sequence[Tensor], slots: Tensor) -> Tensor:
+    """Reference of ``key_norm``, and its CPU path: one gathered layer at a time."""
+    return torch.stack([torch.linalg.vector_norm(gather_layer(b, slots), dim=-1).T for b in k_buffers])
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _value_key_ratio_kernel(
+    k_table: tl.tensor,
+    v_table: tl.tensor,
+    slots: tl.tensor,
+    out: tl.tensor,
+    num_tokens: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+) -> None:
+    tokens = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    head = tl.program_id(1)
+    layer = tl.program_id(2)
+    keys = layer_pointer(k_table, layer, DTYPE)
+    values = layer_pointer(v_table, layer, DTYPE)
+    key = _load_rows(keys, slots, tokens, num_tokens, head, NUM_HEADS, HEAD_DIM, BLOCK_DIM)
+    value = _load_rows(values, slots, tokens, num_tokens, head, NUM_HEADS, HEAD_DIM, BLOCK_DIM)
+    ratio = tl.sqrt(tl.sum(value * value, 1)) / tl.maximum(tl.sqrt(tl.sum(key * key, 1)), 1e-6)
+    row = (layer * NUM_HEADS + head).to(tl.int64) * num_tokens
+    tl.store(out + row + tokens, ratio, mask=tokens < num_tokens)
+
+
+def value_key_ratio(
+    k_buffers: Sequence[Tensor], v_buffers: Sequence[Tensor], slots: Tensor, *, backend: Backend = "auto"
+) -> Tensor:
+    """Norm of the value over the norm of the key, at least 1e-6: float32 ``[num_layers, num_heads, n]``
+    (PagedEviction, algorithm 1).
+
+    Raises ValueError as ``check_pool`` and ``runs_triton`` do, and when K and V differ in shape.
+    """
+    pool = check_pool(k_buffers, slots)
+    if check_pool(v_buffers, slots) != pool:
+        raise ValueError("k_buffers and v_buffers must have the same layers, shape and dtype")
+    if not runs_triton(backend, pool.device):
+        return value_key_ratio_torch(k_buffers, v_buffers, slots)
+    n = slots.numel()
+    out = torch.empty(pool.num_layers, pool.num_heads, n, dtype=torch.float32, device=pool.device)
+    constants = tile_constants(pool.num_heads, pool.head_dim, pool.dtype)
+    if n:
+        grid = (triton.cdiv(n, constants["BLOCK_TOKENS"]), pool.num_heads, pool.num_layers)
+        tables = pointer_table(k_buffers), pointer_table(v_buffers)
+        _value_key_ratio_kernel[grid](*tables, slots.contiguous(), out, n, **constants)
+    return out
+
+
+def value_key_ratio_torch(k_buffers: Sequence[Tensor], v_buffers: Sequence[Tensor], slots: Tensor) -> Tensor:
+    """Reference of ``value_key_ratio``, and its CPU path."""
+    return key_norm_torch(v_buffers, slots) / key_norm_torch(k_buffers, slots).clamp_min_(1e-6)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _direction_sum_kernel(
+    k_table: tl.tensor,
+    slots: tl.tensor,
+    out: tl.tensor,
+    num_tokens: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    # out[layer, head, chunk, :] = sum over the chunk's tokens of key / |key|
+    chunk = tl.program_id(0)
+    head = tl.program_id(1)
+    layer = tl.program_id(2)
+    keys = layer_pointer(k_table, layer, DTYPE)
+    dims = tl.arange(0, BLOCK_DIM)
+    total = tl.zeros([BLOCK_DIM], tl.float32)
+    for start in range(0, CHUNK, BLOCK_TOKENS):
+        tokens = chunk * CHUNK + start + tl.arange(0, BLOCK_TOKENS)
+        key = _load_rows(keys, slots, tokens, num_tokens, head, NUM_HEADS, HEAD_DIM, BLOCK_DIM)
+        norm = tl.maximum(tl.sqrt(tl.sum(key * key, 1)), 1e-12)
+        total += tl.sum(key / norm[:, None], 0)
+    row = (layer * NUM_HEADS + head).to(tl.int64) * tl.num_programs(0) + chunk
+    tl.store(out + row * HEAD_DIM + dims, total, mask=dims < HEAD_DIM)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _key_difference_kernel(
+    k_table: tl.tensor,
+    slots: tl.tensor,
+    anchors: tl.tensor,
+    out: tl.tensor,
+    num_tokens: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+) -> None:
+    tokens = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    head = tl.program_id(1)
+    layer = tl.program_id(2)
+    dims = tl.arange(0, BLOCK_DIM)
+    row = (layer * NUM_HEADS + head).to(tl.int64)
+    anchor = tl.load(anchors + row * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
+    anchor_norm = tl.maximum(tl.sqrt(tl.sum(anchor * anchor, 0)), 1e-8)
+    keys = layer_pointer(k_table, layer, DTYPE)
+    key = _load_rows(keys, slots, tokens, num_tokens, head, NUM_HEADS, HEAD_DIM, BLOCK_DIM)
+    key_norm = tl.maximum(tl.sqrt(tl.sum(key * key, 1)), 1e-8)
+    cosine = tl.sum(key * anchor[None, :], 1) / (key_norm * anchor_norm)
+    tl.store(out + row * num_tokens + tokens, -cosine, mask=tokens < num_tokens)
+
+
+def key_difference(k_buffers: Sequence[Tensor], slots: Tensor, *, backend: Backend = "auto") -> Tensor:
+    """Minus the cosine between a key and the anchor, the mean direction of the node's keys: float32
+    ``[num_layers, num_heads, n]`` (KeyDiff, Park et al. 2025, section 3; kvpress 0.5.5 ``KeyDiffPress``).
+
+    The clamps are torch's: 1e-12 on the norm that makes a direction, 1e-8 on each norm of the cosine.
+    Raises ValueError as ``check_pool`` and ``runs_triton`` do.
+    """
+    pool = check_pool(k_buffers, slots)
+    if not runs_triton(backend, pool.device):
+        return key_difference_torch(k_buffers, slots)
+    n, heads, layers = slots.numel(), pool.num_heads, pool.num_layers
+    out = torch.empty(layers, heads, n, dtype=torch.float32, device=pool.device)
+    if not n:
+        return out
+    table, slots = pointer_table(k_buffers), slots.contiguous()
+    constants = tile_constants(heads, pool.head_dim, pool.dtype)
+    chunks = triton.cdiv(n, CHUNK_TOKENS)
+    sums = torch.empty(layers, heads, chunks, pool.head_dim, dtype=torch.float32, device=pool.device)
+    _direction_sum_kernel[(chunks, heads, layers)](table, slots, sums, n, CHUNK=CHUNK_TOKENS, **constants)
+    anchors = sums.sum(2) / n
+    grid = (triton.cdiv(n, constants["BLOCK_TOKENS"]), heads, layers)
+    _key_difference_kernel[grid](table, slots, anchors, out, n, **constants)
+    return out
+
+
+def key_difference_torch(k_buffers: Sequence[Tensor], slots: Tensor) -> Tensor:
+    """Reference of ``key_difference``, and its CPU path: one product with the anchor per layer."""
+    scores = []
+    for buffer in k_buffers:
+        keys = gather_layer(buffer, slots).transpose(0, 1)
+        norms = torch.linalg.vector_norm(keys, dim=-1)
+        weights = norms.clamp_min(1e-12).reciprocal_().unsqueeze(1)
+        anchor = F.normalize(torch.bmm(weights, keys) / max(1, slots.numel()), dim=-1, eps=1e-8)
+        cosine = torch.bmm(keys, anchor.transpose(1, 2)).squeeze(-1) / norms.clamp_min(1e-8)
+        scores.append(cosine.neg_())
+    return torch.stack(scores)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_pages"])
+def _page_mean_kernel(
+    scores: tl.tensor,
+    out: tl.tensor,
+    num_tokens: tl.tensor,
+    num_pages: tl.tensor,
+    PAGE: tl.constexpr,
+    BLOCK_PAGES: tl.constexpr,
+    BLOCK_PAGE: tl.constexpr,
+) -> None:
+    pages = tl.program_id(0) * BLOCK_PAGES + tl.arange(0, BLOCK_PAGES)
+    row = tl.program_id(1).to(tl.int64)
+    within = tl.arange(0, BLOCK_PAGE)
+    tokens = pages[:, None] * PAGE + within[None, :]
+    mask = (within < PAGE)[None, :] & (tokens < num_tokens)
+    total = tl.sum(tl.load(scores + row * num_tokens + tokens, mask=mask, other=0.0), 1)
+    count = tl.maximum(tl.minimum(num_tokens - pages * PAGE, PAGE), 1).to(tl.float32)
+    tl.store(out + row * num_pages + pages, total / count, mask=pages < num_pages)
+
+
+def page_mean(scores: Tensor, page_size: int, *, backend: Backend = "auto") -> Tensor:
+    """Mean score of each page of ``page_size`` tokens, the last one possibly partial:
+    float32 ``[num_layers, num_heads, n]`` -> ``[num_layers, num_heads, ceil(n / page_size)]``.
+
+    Raises ValueError for a page size below 1 and as ``runs_triton`` does.
+    """
+    if page_size < 1:
+        raise ValueError(f"page_size must be at least 1, got {page_size}")
+    if scores.dim() != 3 or scores.dtype != torch.float32:
+        raise ValueError(
+            f"scores must be float32 [layers, heads, n], got {scores.dtype} {tuple(scores.shape)}"
+        )
+    if not runs_triton(backend, scores.device):
+        return page_mean_torch(scores, page_size)
+    layers, heads, n = scores.shape
+    pages = triton.cdiv(n, page_size)
+    out = torch.empty(layers, heads, pages, dtype=torch.float32, device=scores.device)
+    constants = page_constants(page_size)
+    if n:
+        grid = (triton.cdiv(pages, constants["BLOCK_PAGES"]), layers * heads)
+        _page_mean_kernel[grid](scores.contiguous(), out, n, pages, **constants)
+    return out
+
+
+def page_constants(page_size: int) -> dict[str, object]:
+    """Launch constants of ``page_mean``: tiles of about 2,048 scores."""
+    width = triton.next_power_of_2(page_size)
+    rows = max(1, PAGE_TILE_ELEMENTS // width)
+    return {"PAGE": page_size, "BLOCK_PAGES": rows, "BLOCK_PAGE": width, "num_warps": 4}
+
+
+def page_mean_torch(scores: Tensor, page_size: int) -> Tensor:
+    """Reference of ``page_mean``, and its CPU path."""
+    n = scores.shape[-1]
+    whole = n // page_size * page_size
+    means = scores[..., :whole].reshape(*scores.shape[:-1], n // page_size, page_size).mean(-1)
+    if whole == n:
+        return means
+    rest = scores[..., whole:].mean(-1, keepdim=True)
+    return torch.cat([means, rest], dim=-1)

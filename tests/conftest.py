@@ -1,0 +1,41 @@
+"""Fixtures of every suite. Where there is no CUDA, Triton kernels run through the interpreter."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import sys
+
+import pytest
+
+
+def _num_cuda_devices() -> int:
+    """Ask the driver itself: importing torch for it would slow the suites that need none."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+# The jit decorator reads this once, so it is set before any test module imports a kernel.
+if not _num_cuda_devices():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture
+def device() -> str:
+    """Where Triton kernels run in this session: interpreted on the CPU, or compiled on CUDA."""
+    return "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """The same random numbers whichever tests run before; torch only where a test imports it."""
+    random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
