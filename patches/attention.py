@@ -48,7 +48,9 @@ def physical_view(forward_batch: Any, table: rows.HoleTable) -> Any:
         view.extend_prefix_lens = (prefix_lens - on_device.to(prefix_lens.dtype)).clamp_(min=0)
     prefix_lens_cpu = getattr(forward_batch, "extend_prefix_lens_cpu", None)
     if prefix_lens_cpu is not None:
-        view.extend_prefix_lens_cpu = [max(0, length - gap) for length, gap in zip(prefix_lens_cpu, holes, strict=False)]
+        view.extend_prefix_lens_cpu = [
+            max(0, length - gap) for length, gap in zip(prefix_lens_cpu, holes, strict=False)
+        ]
     return view
 
 
@@ -76,7 +78,9 @@ class SdpaBackend(TorchNativeAttnBackend):
     def forward_decode(
         self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
     ) -> torch.Tensor:
-        return self._attend(q.reshape(-1, layer.tp_q_head_num * layer.qk_head_dim), k, v, layer, forward_batch, save_kv_cache)
+        return self._attend(
+            q.reshape(-1, layer.tp_q_head_num * layer.qk_head_dim), k, v, layer, forward_batch, save_kv_cache
+        )
 
     def _attend(
         self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool

@@ -44,7 +44,9 @@ class QueryCapture:
         backend = model_runner.attn_backend
         attend = backend.forward_extend
 
-        def forward_extend(q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        def forward_extend(
+            q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any
+        ) -> Any:
             capture.observe(q, layer, forward_batch)
             return attend(q, k, v, layer, forward_batch, *args, **kwargs)
 

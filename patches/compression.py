@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from sglang_evicpress.core import Form
 from sglang_evicpress.kernels.compact import compact
+from sglang_evicpress.kernels.select import select_survivors
 from sglang_evicpress.layout import HostCopy, SurvivorLayout, place
 from sglang_evicpress.press import PressInput, QueryWindow, get_press, select
 
@@ -51,27 +52,70 @@ class Compressor:
         Returns the layout and the node's logical value: int64 [num_tokens], those slots at their logical indices and
         holes (0) elsewhere. Waits for nothing on the device unless ranks must agree. Starts behind the forward pass in flight: a finished request's last token may still be being written.
         """
-        if self.forward_stream is not None and slots.is_cuda:
-            torch.cuda.current_stream().wait_stream(self.forward_stream)
-        positions = self._positions(slots, layout, start)
-        node = PressInput(
+        self._wait_for_forward(slots)
+        node = self._input(slots, layout, start, num_tokens, window)
+        survivors = select(get_press(form.press or ""), node, num_kept, self.sinks)
+        return self._keep(node, survivors)
+
+    def trim(
+        self,
+        *,
+        form: Form,
+        slots: torch.Tensor,
+        layout: SurvivorLayout,
+        start: int,
+        num_tokens: int,
+        replaced: tuple[int, int],
+        window: QueryWindow | None,
+    ) -> tuple[SurvivorLayout, torch.Tensor] | None:
+        """Rid a compressed node of entries for positions [replaced[0], replaced[1]), which an ancestor now holds itself.
+
+        A node split off below another may hold, in some heads, survivors from before its start. Once the node above is
+        exact again, those would be attended to twice. Every head gives up as many entries as the one with most of them:
+        its strays, then its lowest scores. None when there are none; num_slots 0 when (whole pages of) nothing is left.
+        """
+        strays = (layout.positions >= replaced[0]) & (layout.positions < replaced[1])
+        most = int(self._most(strays.sum(-1).max()))
+        if most == 0:
+            return None
+        self._wait_for_forward(slots)
+        num_kept = (layout.num_slots - most) // self.page_size * self.page_size
+        node = self._input(slots, layout, start, num_tokens, window)
+        scores = get_press(form.press or "").score(node).masked_fill(strays.to(slots.device), float("-inf"))
+        return self._keep(node, select_survivors(scores, num_kept))
+
+    def _keep(self, node: PressInput, survivors: torch.Tensor) -> tuple[SurvivorLayout, torch.Tensor]:
+        num_kept = survivors.shape[-1]
+        compact(self._k_buffers, self._v_buffers, node.slots, survivors)
+        kept = node.positions.gather(2, survivors.to(torch.int64))
+        logical = place(self._agreed(kept), node.start, self.page_size)
+        value = torch.zeros(node.num_tokens, dtype=torch.int64, device=node.slots.device)
+        value.index_copy_(0, logical, node.slots[:num_kept])
+        return SurvivorLayout(HostCopy(kept), HostCopy(logical), num_kept), value
+
+    def _input(
+        self,
+        slots: torch.Tensor,
+        layout: SurvivorLayout | None,
+        start: int,
+        num_tokens: int,
+        window: QueryWindow | None,
+    ) -> PressInput:
+        return PressInput(
             k_buffers=self._k_buffers,
             v_buffers=self._v_buffers,
             slots=slots,
-            positions=positions,
+            positions=self._positions(slots, layout, start),
             start=start,
             num_tokens=num_tokens,
             window=window,
             scale=float(self._k_buffers[0].shape[-1]) ** -0.5,
             page_size=self.page_size,
         )
-        survivors = select(get_press(form.press or ""), node, num_kept, self.sinks)
-        compact(self._k_buffers, self._v_buffers, slots, survivors)
-        kept = positions.gather(2, survivors.to(torch.int64))
-        logical = place(self._agreed(kept), start, self.page_size)
-        value = torch.zeros(num_tokens, dtype=torch.int64, device=slots.device)
-        value.index_copy_(0, logical, slots[:num_kept])
-        return SurvivorLayout(HostCopy(kept), HostCopy(logical), num_kept), value
+
+    def _wait_for_forward(self, slots: torch.Tensor) -> None:
+        if self.forward_stream is not None and slots.is_cuda:
+            torch.cuda.current_stream().wait_stream(self.forward_stream)
 
     def _positions(self, slots: torch.Tensor, layout: SurvivorLayout | None, start: int) -> torch.Tensor:
         if layout is not None:
@@ -84,6 +128,12 @@ class Compressor:
         split a node at the same slot. One collective per compression, taken by every rank alike."""
         if self._group is None:
             return positions
-        last = positions.amax(dim=(0, 1), keepdim=True).cpu()
-        dist.all_reduce(last, op=dist.ReduceOp.MAX, group=self._group)
-        return last.to(positions.device)
+        return self._most(positions.amax(dim=(0, 1), keepdim=True))
+
+    def _most(self, values: torch.Tensor) -> torch.Tensor:
+        """The elementwise maximum over all ranks; ``values`` itself when there is one."""
+        if self._group is None:
+            return values
+        agreed = values.cpu()
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._group)
+        return agreed.to(values.device)

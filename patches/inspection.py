@@ -28,7 +28,11 @@ class Inspection:
         layout = node.kv.layout
         described = self._summary(node)
         described["decisions"] = [
-            {"form": str(entry.option.form or "drop"), "freed_slots": entry.freed_slots, "reason": entry.reason}
+            {
+                "form": str(entry.option.form or "drop"),
+                "freed_slots": entry.freed_slots,
+                "reason": entry.reason,
+            }
             for entry in self.controller.journal
             if entry.node_id == node_id
         ]
@@ -210,7 +214,11 @@ class Inspection:
         logical, positions = layout.logical, layout.positions
         if layout.num_slots == 0:
             return
-        if not bool((logical[1:] > logical[:-1]).all()) or int(logical[0]) < 0 or int(logical[-1]) >= len(node.key):
+        if (
+            not bool((logical[1:] > logical[:-1]).all())
+            or int(logical[0]) < 0
+            or int(logical[-1]) >= len(node.key)
+        ):
             yield f"{name}: logical indices of its slots are not strictly increasing inside the node"
         if not torch.equal(node.value[logical.to(node.value.device)], node.kv.slots):
             yield f"{name}: its slots are not where its layout says"
@@ -219,8 +227,21 @@ class Inspection:
         start = start_of(node)
         page = self.page_size
         bound = (logical // page + 1) * page + start
-        if bool((positions < start).any()) or not bool((positions < bound).all()):
+        if not bool((positions < bound).all()):
             yield f"{name}: a survivor sits before its position"
+        # After a split the lower part may hold, in some heads, survivors from above it; nobody else may hold those too.
+        strays = [(layer, head) for layer, head in ((positions[..., 0] < start).nonzero().tolist())]
+        above, end = node.parent, start
+        while strays and above is not self.root_node:
+            begin = end - len(above.key)
+            for layer, head in strays:
+                held = positions[layer, head]
+                held = held[(held >= begin) & (held < end)]
+                if above.kv.layout is not None:
+                    held = held[torch.isin(held, above.kv.layout.positions[layer, head])]
+                if len(held):
+                    yield f"{name} holds position {int(held[0])} of layer {layer}, head {head}, as does node {above.id}"
+            above, end = above.parent, begin
 
     def _sharing_violations(self: Any, owners: list[tuple[str, torch.Tensor]]) -> Iterator[str]:
         allocator, page = self.token_to_kv_pool_allocator, self.page_size

@@ -28,7 +28,14 @@ def _around_alloc_extend(
     """AROUND ``alloc_extend``: fill each sequence's last partial page, then take free pages in order."""
     if self.device != "cpu":
         return original(
-            self, prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens, num_new_pages
+            self,
+            prefix_lens,
+            prefix_lens_cpu,
+            seq_lens,
+            seq_lens_cpu,
+            last_loc,
+            extend_num_tokens,
+            num_new_pages,
         )
     page = self.page_size
     begins, ends, lasts = prefix_lens_cpu.tolist(), seq_lens_cpu.tolist(), last_loc.tolist()

@@ -58,8 +58,12 @@ class EvicPressCache(RadixCache, inspection.Inspection):
         self.config = config
         self.compressor = compressor
         curves = Curves.prior() if config.curves is None else Curves.from_json(config.curves)
-        cost = PrefillCost(config.prefill_fixed_s, config.prefill_per_token_s, config.prefill_per_token_depth_s)
-        self.controller = Controller(make_policy(config.policy, alpha=config.alpha, curves=curves, prefill=cost))
+        cost = PrefillCost(
+            config.prefill_fixed_s, config.prefill_per_token_s, config.prefill_per_token_depth_s
+        )
+        self.controller = Controller(
+            make_policy(config.policy, alpha=config.alpha, curves=curves, prefill=cost)
+        )
         self.scheduler: Any = None
         self.nodes: dict[int, Any] = {}
         self._tick = 0
@@ -124,7 +128,9 @@ class EvicPressCache(RadixCache, inspection.Inspection):
         if not path:
             return PrefixView(self._empty_match_result.device_indices)
         holes = sum(len(node.key) - num_slots(node) for node in path)
-        return PrefixView(torch.cat([slots_of(node) for node in path]), holes, any(is_lossy(node) for node in path))
+        return PrefixView(
+            torch.cat([slots_of(node) for node in path]), holes, any(is_lossy(node) for node in path)
+        )
 
     def adopt(self, req: Any) -> PrefixView:
         """The view a request's row is written from, now that it is scheduled; counts the hit once."""
@@ -198,7 +204,9 @@ class EvicPressCache(RadixCache, inspection.Inspection):
         path, num_known = self._known_path(key, params.priority or 0)
         last = path[-1] if path else self.root_node
         if num_known < len(key):
-            last = self._add_leaf(last, key[num_known:], value[num_known : len(key)], params.priority or 0, False)
+            last = self._add_leaf(
+                last, key[num_known:], value[num_known : len(key)], params.priority or 0, False
+            )
         return InsertResult(prefix_len=num_known, last_device_node=last)
 
     def _known_path(self, key: RadixKey, priority: int) -> tuple[list[Any], int]:
@@ -222,7 +230,9 @@ class EvicPressCache(RadixCache, inspection.Inspection):
             key = key[matched:]
         return path, known
 
-    def _add_leaf(self, parent: Any, key: RadixKey, value: torch.Tensor, priority: int, is_lossy_prefix: bool) -> Any:
+    def _add_leaf(
+        self, parent: Any, key: RadixKey, value: torch.Tensor, priority: int, is_lossy_prefix: bool
+    ) -> Any:
         node = TreeNode(priority=priority)
         node.parent = parent
         node.key = key
@@ -244,12 +254,37 @@ class EvicPressCache(RadixCache, inspection.Inspection):
         node.value = value.clone()
         kv = node.kv
         kv.form, kv.slots, kv.layout, kv.is_lossy_prefix, kv.window = EXACT, None, None, is_lossy_prefix, None
+        begin = start_of(node)
+        for below in list(walk(node)):
+            if below.kv.layout is not None and below.id in self.nodes:
+                self._trim(below, (begin, begin + len(node.key)))
+
+    def _trim(self, node: Any, replaced: tuple[int, int]) -> None:
+        """Take from a compressed node what an ancestor's new KV holds as well; see ``Compressor.trim``."""
+        kv, slots, before = node.kv, slots_of(node), num_slots(node)
+        trimmed = self.compressor.trim(
+            form=kv.form,
+            slots=slots,
+            layout=kv.layout,
+            start=start_of(node),
+            num_tokens=len(node.key),
+            replaced=replaced,
+            window=kv.window,
+        )
+        if trimmed is None:
+            return
+        kv.layout, node.value = trimmed
+        kv.slots = slots[: kv.layout.num_slots].clone()
+        self.token_to_kv_pool_allocator.free(slots[kv.layout.num_slots :].clone())
+        self.evictable_size_ -= before - kv.layout.num_slots
 
     def _is_upgrade(self, node: Any, view: PrefixView) -> bool:
         """Whether a request's own KV is worth more than what the node holds, and may take its place now."""
         if node.lock_ref > 0:
             return False
-        return (is_lossy(node) and not view.is_lossy) or not is_servable(node, len(node.key), self.config.min_share)
+        return (is_lossy(node) and not view.is_lossy) or not is_servable(
+            node, len(node.key), self.config.min_share
+        )
 
     def _give(self, req: Any, key: RadixKey, own: torch.Tensor, adopted: int) -> list[Any]:
         """Put a request's own KV ``own`` (of the tokens of ``key`` from ``adopted`` on) into the tree.
@@ -273,7 +308,9 @@ class EvicPressCache(RadixCache, inspection.Inspection):
                 self.token_to_kv_pool_allocator.free(mine)
         if known < len(key):
             parent = path[-1] if path else self.root_node
-            leaf = self._add_leaf(parent, key[known:], own[known - adopted : len(key) - adopted], priority, view.is_lossy)
+            leaf = self._add_leaf(
+                parent, key[known:], own[known - adopted : len(key) - adopted], priority, view.is_lossy
+            )
             leaf.kv.window = QueryCapture.active.window_of(req.rid) if QueryCapture.active else None
             beyond.append(leaf)
         return beyond
@@ -287,7 +324,9 @@ class EvicPressCache(RadixCache, inspection.Inspection):
     def cache_finished_req(self, req: Any, is_insert: bool = True) -> None:
         num_tokens = req.pop_committed_kv_cache()
         if self.disable:
-            self.token_to_kv_pool_allocator.free(self.req_to_token_pool.req_to_token[req.req_pool_idx, :num_tokens])
+            self.token_to_kv_pool_allocator.free(
+                self.req_to_token_pool.req_to_token[req.req_pool_idx, :num_tokens]
+            )
             return
         adopted = req.cache_protected_len
         own = self._own_slots(req, num_tokens)

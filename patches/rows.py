@@ -21,7 +21,9 @@ class HoleTable:
 
     def __init__(self, num_rows: int, device: torch.device | str) -> None:
         self.device = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.host = self.device if self.device.device.type == "cpu" else torch.zeros(num_rows, dtype=torch.int64)
+        self.host = (
+            self.device if self.device.device.type == "cpu" else torch.zeros(num_rows, dtype=torch.int64)
+        )
         self.batch: list[int] = []
 
     def write(self, rows_device: torch.Tensor, rows_host: torch.Tensor, holes: Sequence[int]) -> torch.Tensor:
@@ -51,7 +53,9 @@ def attach(table: HoleTable) -> None:
 
 def table() -> HoleTable:
     if _table is None:
-        raise RuntimeError("evicpress: the hole table is not there yet; no attention backend has been initialised")
+        raise RuntimeError(
+            "evicpress: the hole table is not there yet; no attention backend has been initialised"
+        )
     return _table
 
 

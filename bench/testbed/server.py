@@ -74,7 +74,12 @@ class Server:
         }
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                self.command, stdout=log, stderr=subprocess.STDOUT, env=env, cwd=self._folder, start_new_session=True
+                self.command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=env,
+                cwd=self._folder,
+                start_new_session=True,
             )
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
@@ -115,12 +120,20 @@ class Server:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def request(
-        self, method: str, path: str, body: object = None, headers: dict[str, str] | None = None, timeout: float = 120.0
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        headers: dict[str, str] | None = None,
+        timeout: float = 120.0,
     ) -> tuple[int, Any]:
         """Status and body: parsed JSON when it is JSON, text otherwise."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
-            self.url + path, data=data, method=method, headers={"Content-Type": "application/json", **(headers or {})}
+            self.url + path,
+            data=data,
+            method=method,
+            headers={"Content-Type": "application/json", **(headers or {})},
         )
         try:
             with urllib.request.urlopen(request, timeout=timeout) as answer:

@@ -1,0 +1,381 @@
+"""Random walks over EvicPressCache with SGLang's own pools, against an oracle that reads every KV entry back.
+
+Each KV entry is written with the hash of the token path that ends at it and its position. So for every running request,
+in every layer and head, one can see whether each entry it would attend to belongs to its own tokens, lies in its past, and
+is there once; and that what the request computed itself is all there.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from sglang_evicpress.config import EvicPressConfig
+from sglang_evicpress.core import Form
+from sglang_evicpress.patches.compression import Compressor
+from sglang_evicpress.patches.node import PrefixView, is_lossy, num_slots
+from sglang_evicpress.patches.radix_cache import EvicPressCache
+
+pytestmark = pytest.mark.sglang
+
+LAYERS, HEADS, DIM, SLOTS, ROWS, CONTEXT = 2, 2, 4, 512, 12, 400
+FORMS = tuple(Form(press, kept) for press in ("knorm", "streaming", "random") for kept in (0.8, 0.5, 0.2))
+
+
+def path_hashes(tokens: list[int], extra_key: str | None) -> list[int]:
+    """An integer per position that names the whole path up to it; exact in float32."""
+    value, hashes = (hash_of(extra_key)), []
+    for token in tokens:
+        value = (value * 1_000_003 + token * 7919 + 17) % 16_777_213
+        hashes.append(value)
+    return hashes
+
+
+def hash_of(extra_key: str | None) -> int:
+    return 5 if extra_key is None else sum(map(ord, extra_key)) * 31 + 11
+
+
+@dataclass
+class Request:
+    """As much of SGLang's Req as the cache touches."""
+
+    rid: str
+    tokens: list[int]
+    prompt_len: int
+    extra_key: str | None
+    req_pool_idx: int | None = None
+    prefix_indices: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    last_node: object = None
+    cache_protected_len: int = 0
+    kv_allocated_len: int = 0
+    kv_committed_freed: bool = False
+    filled: int = 0
+    frozen_view: list[set[tuple[int, int]]] = field(default_factory=list)
+
+    @property
+    def origin_input_ids(self) -> array[int]:
+        return array("q", self.tokens[: self.prompt_len])
+
+    @property
+    def output_ids(self) -> array[int]:
+        return array("q", self.tokens[self.prompt_len :])
+
+    def get_fill_ids(self) -> array[int]:
+        return array("q", self.tokens[: self.filled])
+
+    def pop_committed_kv_cache(self) -> int:
+        self.kv_committed_freed = True
+        return self.kv_allocated_len
+
+
+class Walk:
+    def __init__(self, seed: int, page_size: int) -> None:
+        self.rng = random.Random(seed)
+        self.page = page_size
+        self.rows = ReqToTokenPool(ROWS, CONTEXT + 8, "cpu", False)
+        self.pool = MHATokenToKVPool(SLOTS, page_size, torch.float32, HEADS, DIM, LAYERS, "cpu", False)
+        if page_size == 1:
+            self.allocator = TokenToKVPoolAllocator(SLOTS, torch.float32, "cpu", self.pool, False)
+        else:
+            self.allocator = PagedTokenToKVPoolAllocator(
+                SLOTS, page_size, torch.float32, "cpu", self.pool, False
+            )
+        params = CacheInitParams(False, self.rows, self.allocator, page_size)
+        config = EvicPressConfig("evicpress", alpha=0.3, forms=FORMS, min_tokens=8)
+        self.cache = EvicPressCache(params, config, Compressor(self.pool, page_size, config.sinks))
+        self.running: list[Request] = []
+        self.documents = [[self.rng.randrange(50) for _ in range(150)] for _ in range(3)]
+        self.count = 0
+        self.cache.attach_scheduler(self.scheduler())
+
+    def scheduler(self) -> SimpleNamespace:
+        batch = SimpleNamespace(reqs=self.running)
+        return SimpleNamespace(last_batch=batch, running_batch=None, cur_batch=None, chunked_req=None)
+
+    # ---- what a scheduler does
+
+    def start(self) -> None:
+        if len(self.running) >= ROWS - 2:
+            return
+        document = self.rng.choice(self.documents)
+        tokens = document[: self.rng.randrange(1, 150)] + [
+            self.rng.randrange(50, 60) for _ in range(self.rng.randrange(1, 30))
+        ]
+        self.count += 1
+        request = Request(f"r{self.count}", tokens, len(tokens), self.rng.choice([None, None, "lora-a"]))
+        key = RadixKey(array("q", tokens), request.extra_key, limit=len(tokens) - 1)
+        match = self.cache.match_prefix(MatchPrefixParams(key=key, req=request))
+        request.prefix_indices, request.last_node = match.device_indices, match.last_device_node
+        request.cache_protected_len = len(match.device_indices)
+        self.cache.inc_lock_ref(request.last_node)
+        if not self.extend(
+            request, self.rng.choice([len(tokens), len(tokens), self.rng.randrange(1, len(tokens) + 1)])
+        ):
+            self.cache.dec_lock_ref(request.last_node)
+
+    def extend(self, request: Request, upto: int) -> bool:
+        """Prefill up to ``upto`` tokens (a chunk, or all); False when memory does not allow it."""
+        begin = len(request.prefix_indices)
+        upto = max(upto, begin + 1)
+        slots = self.alloc(request, begin, upto)
+        if slots is None:
+            return False
+        view = self.cache.adopt(request)
+        if request.req_pool_idx is None:
+            request.req_pool_idx = self.rows.free_slots.pop()
+            self.running.append(request)
+        row = self.rows.req_to_token[request.req_pool_idx]
+        row[: len(view.slots)] = view.slots
+        row[len(view.slots) : len(view.slots) + len(slots)] = slots
+        self.compute(request, begin, upto, slots)
+        request.kv_allocated_len = request.filled = upto
+        request.frozen_view = self.view_of(request)
+        self.verify(request)
+        self.cache.cache_unfinished_req(request)
+        self.verify(request)
+        return True
+
+    def alloc(self, request: Request, begin: int, end: int) -> torch.Tensor | None:
+        own_end = -(-begin // self.page) * self.page
+        tail = []
+        if begin % self.page:  # the request's own partial page goes on
+            last = int(self.rows.req_to_token[request.req_pool_idx, begin - 1 - request.evicpress.holes])
+            tail = list(range(last + 1, last + 1 + min(end, own_end) - begin))
+        needed = -(-max(0, end - own_end) // self.page) * self.page
+        if self.allocator.available_size() < needed:
+            self.cache.evict(EvictParams(num_tokens=needed))
+        if needed == 0:
+            return torch.tensor(tail, dtype=torch.int64)
+        fresh = self.allocator.alloc(needed)
+        if fresh is None:
+            return None
+        return torch.cat([torch.tensor(tail, dtype=torch.int64), fresh[: end - begin - len(tail)]])
+
+    def compute(self, request: Request, begin: int, end: int, slots: torch.Tensor) -> None:
+        hashes = path_hashes(request.tokens[:end], request.extra_key)
+        for position, slot in zip(range(begin, end), slots.tolist(), strict=True):
+            for buffers in (self.pool.k_buffer, self.pool.v_buffer):
+                for layer in range(LAYERS):
+                    for head in range(HEADS):
+                        noise = ((position * 37 + layer * 11 + head * 5) * 2654435761 % 97) / 97
+                        buffers[layer][slot, head] = torch.tensor(
+                            [hashes[position], position, noise, layer * 10 + head]
+                        )
+
+    def decode(self) -> None:
+        ready = [request for request in self.running if request.filled >= request.prompt_len]
+        if not ready:
+            return
+        request = self.rng.choice(ready)
+        if len(request.tokens) >= CONTEXT:
+            return
+        request.tokens.append(self.rng.randrange(60))
+        begin = request.kv_allocated_len
+        slots = self.alloc(request, begin, begin + 1)
+        if slots is None:
+            request.tokens.pop()
+            return
+        self.rows.req_to_token[request.req_pool_idx, begin - request.evicpress.holes] = slots[0]
+        self.compute(request, begin, begin + 1, slots)
+        request.kv_allocated_len = request.filled = begin + 1
+
+    def resume(self) -> None:
+        for request in self.running:
+            if request.filled < request.prompt_len:
+                self.extend(request, self.rng.randrange(request.filled + 1, request.prompt_len + 1))
+                return
+
+    def finish(self) -> None:
+        if self.running:
+            request = self.running.pop(self.rng.randrange(len(self.running)))
+            self.cache.cache_finished_req(request, is_insert=self.rng.random() < 0.85)
+            self.rows.free_slots.append(request.req_pool_idx)
+
+    def press(self) -> None:
+        candidates = [stats for stats in self.cache.snapshot() if len(stats.options) > 1]
+        if candidates:
+            stats = self.rng.choice(candidates)
+            self.cache.compress(stats.id, self.rng.choice(stats.options[:-1]).form)
+
+    def evict(self) -> None:
+        self.cache.controller.relieve(self.cache, self.rng.randrange(1, 120))
+
+    # ---- the oracle
+
+    def view_of(self, request: Request) -> list[set[tuple[int, int]]]:
+        """Per (layer, head) the (hash, position) of every entry the request would attend to."""
+        row = self.rows.req_to_token[
+            request.req_pool_idx, : request.kv_allocated_len - request.evicpress.holes
+        ].long()
+        entries = []
+        for layer in range(LAYERS):
+            keys = self.pool.k_buffer[layer][row]
+            assert torch.equal(keys, self.pool.v_buffer[layer][row])
+            for head in range(HEADS):
+                assert (keys[:, head, 3] == layer * 10 + head).all()
+                pairs = [(int(a), int(b)) for a, b in keys[:, head, :2].tolist()]
+                assert len(set(pairs)) == len(pairs), "an entry twice"
+                entries.append(set(pairs))
+        return entries
+
+    def verify(self, request: Request) -> None:
+        hashes = path_hashes(request.tokens[: request.kv_allocated_len], request.extra_key)
+        for entries in self.view_of(request):
+            assert len(entries) == request.kv_allocated_len - request.evicpress.holes
+            for value, position in entries:
+                assert position < len(hashes) and hashes[position] == value, "KV of another token path"
+            missing = set(range(request.cache_protected_len, len(hashes))) - {
+                position for _, position in entries
+            }
+            assert not missing, "the request's own KV is not all there"
+        for before, now in zip(request.frozen_view, self.view_of(request), strict=True):
+            assert before <= now, "the KV view of a running request changed"
+        if request.evicpress.holes:
+            assert request.evicpress.is_lossy
+
+    def check(self) -> None:
+        result = self.cache.check_integrity()
+        assert result["ok"], result["violations"]
+        for request in self.running:
+            self.verify(request)
+
+    def run(self, steps: int) -> None:
+        moves = [self.start, self.decode, self.resume, self.finish, self.press, self.evict]
+        weights = [5, 6, 3, 3, 3, 1]
+        for _ in range(steps):
+            self.rng.choices(moves, weights)[0]()
+            self.check()
+        while self.running:
+            self.finish()
+        self.check()
+        self.cache.controller.relieve(self.cache, SLOTS)
+        self.check()
+        assert self.allocator.available_size() == SLOTS
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("seed", range(8))
+def test_random_walk_keeps_every_invariant(seed: int, page_size: int) -> None:
+    walk = Walk(seed, page_size)
+    walk.run(150)
+    assert walk.cache.controller.num_dropped > 0
+
+
+def finished(walk: Walk, tokens: list[int], extra_key: str | None = None) -> None:
+    request = Request("x", list(tokens), len(tokens), extra_key)
+    match = walk.cache.match_prefix(
+        MatchPrefixParams(key=RadixKey(array("q", tokens), extra_key, limit=len(tokens) - 1), req=request)
+    )
+    request.prefix_indices, request.last_node = match.device_indices, match.last_device_node
+    request.cache_protected_len = len(match.device_indices)
+    walk.cache.inc_lock_ref(request.last_node)
+    assert walk.extend(request, len(tokens))
+    walk.running.remove(request)
+    walk.cache.cache_finished_req(request)
+    walk.rows.free_slots.append(request.req_pool_idx)
+
+
+def nodes_of(walk: Walk) -> list[object]:
+    return list(walk.cache.nodes.values())
+
+
+def test_short_partial_match_falls_back_to_the_parent_and_its_recomputed_kv_upgrades_the_node() -> None:
+    walk = Walk(0, 1)
+    tokens = [walk.rng.randrange(50) for _ in range(100)]
+    finished(walk, tokens)
+    (node,) = nodes_of(walk)
+    walk.cache.compress(node.id, Form("streaming", 0.2))  # keeps 4 sinks and the last 16
+    match = walk.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", [*tokens[:60], 58]))))
+    assert (
+        len(match.device_indices) == 0 and len(nodes_of(walk)) == 1
+    )  # 4 slots for 60 tokens: nothing is split
+    finished(walk, [*tokens[:60], 58])
+    upper = next(node for node in nodes_of(walk) if node.parent is walk.cache.root_node)
+    assert len(upper.key) == 60 and num_slots(upper) == 60 and not is_lossy(upper)
+    walk.check()
+
+
+def test_what_an_upgraded_node_holds_again_leaves_the_nodes_below_it() -> None:
+    walk = Walk(0, 1)
+    walk.cache.config = replace(walk.cache.config, min_share=1.0)
+    tokens = [walk.rng.randrange(50) for _ in range(100)]
+    finished(walk, tokens)
+    (node,) = nodes_of(walk)
+    walk.cache.compress(node.id, Form("random", 0.5))
+    finished(
+        walk, [*tokens[:20], 58]
+    )  # too few slots for 20 tokens: computed anew, and put in the place of the split's upper part
+    upper = node.parent
+    assert num_slots(upper) == len(upper.key) == 20
+    assert int(node.kv.layout.positions.min()) >= 20
+    walk.check()
+    request = Request("y", [*tokens, 59], 101, None)
+    match = walk.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens)), req=request))
+    held = walk.pool.k_buffer[0][request.evicpress.slots][:, 0, 1].tolist()
+    assert len(match.device_indices) in (20, 100) and len(set(held)) == len(held)
+
+
+def test_kv_computed_on_a_lossy_prefix_is_marked_and_an_exact_copy_replaces_it() -> None:
+    walk = Walk(0, 1)
+    tokens = [walk.rng.randrange(50) for _ in range(80)]
+    finished(walk, tokens)
+    (node,) = nodes_of(walk)
+    walk.cache.compress(node.id, Form("random", 0.5))
+    longer = [*tokens, *range(50, 60)]
+    finished(walk, longer)
+    child = next(each for each in nodes_of(walk) if each.parent is node)
+    assert child.kv.is_lossy_prefix and child.kv.form.is_exact
+    walk.cache.drop(child.id)
+    walk.cache.drop(node.id)
+    finished(walk, longer)
+    assert not any(is_lossy(each) for each in nodes_of(walk))
+
+
+def test_namespaces_never_share() -> None:
+    walk = Walk(0, 1)
+    tokens = [walk.rng.randrange(50) for _ in range(40)]
+    finished(walk, tokens)
+    match = walk.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens), "lora-a")))
+    assert len(match.device_indices) == 0
+
+
+def test_a_locked_node_is_neither_compressed_nor_dropped() -> None:
+    walk = Walk(0, 1)
+    finished(walk, [walk.rng.randrange(50) for _ in range(80)])
+    (node,) = nodes_of(walk)
+    walk.cache.inc_lock_ref(node)
+    assert walk.cache.snapshot() == []
+    with pytest.raises(RuntimeError, match="cannot be brought to"):
+        walk.cache.compress(node.id, FORMS[0])
+    with pytest.raises(RuntimeError, match="locked or has children"):
+        walk.cache.drop(node.id)
+    assert walk.cache.controller.relieve(walk.cache, 10) == 0
+
+
+def test_check_integrity_sees_a_slot_with_two_owners_and_a_lost_one() -> None:
+    walk = Walk(0, 1)
+    finished(walk, [walk.rng.randrange(50) for _ in range(80)])
+    (node,) = nodes_of(walk)
+    node.value[3] = node.value[4]
+    assert not walk.cache.check_integrity()["ok"]
+    node.value[3] = walk.allocator.free_pages[0]
+    assert any("belongs to" in text for text in walk.cache.check_integrity()["violations"])
+
+
+def test_adopt_refuses_a_view_that_does_not_fit_its_prefix() -> None:
+    walk = Walk(0, 1)
+    request = Request("x", [1, 2, 3], 3, None)
+    request.prefix_indices = torch.arange(3)
+    request.evicpress = PrefixView(torch.arange(2))
+    with pytest.raises(RuntimeError, match="prefix of 3 tokens"):
+        walk.cache.adopt(request)
