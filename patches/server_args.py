@@ -1,0 +1,168 @@
+"""The kv flags, as real fields of SGLang's ServerArgs.
+
+ServerArgs derives its command line from its dataclass fields and drops every other attribute, so the fields
+are added to the class itself: class identity, pickling, ``--config``, Engine keywords, ``replace`` and
+``asdict`` keep working. Without ``--kv-policy`` a ServerArgs goes through SGLang's own code only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import logging
+import os
+import sys
+from typing import Annotated, Any
+
+from sglang_evicpress.config import POLICIES, EvicPressConfig
+from sglang_evicpress.patches import install, refusals
+
+logger = logging.getLogger(__name__)
+
+DEPENDENT_FLAGS = ("kv_policy_config", "kv_alpha", "kv_forms", "kv_min_tokens", "kv_sinks")
+
+
+def add_flags() -> None:
+    """Add the kv flags to ServerArgs in this process, once. Without them a server stays as it is."""
+    from sglang.srt.server_args import ServerArgs
+
+    if "kv_policy" not in ServerArgs.__dataclass_fields__:
+        names = _add_fields(ServerArgs)
+        _wrap_init(ServerArgs, names)
+        _wrap_post_init(ServerArgs)
+        _wrap_from_cli_args(ServerArgs)
+
+
+def config_of(server_args: Any) -> EvicPressConfig:
+    """The checked settings of a ServerArgs that has ``kv_policy`` set. Raises ValueError, one sentence."""
+    return EvicPressConfig.from_flags(
+        server_args.kv_policy,
+        server_args.kv_policy_config,
+        server_args.kv_alpha,
+        server_args.kv_forms,
+        server_args.kv_min_tokens,
+        server_args.kv_sinks,
+    )
+
+
+def _add_fields(cls: Any) -> tuple[str, ...]:
+    from sglang.srt.arg_groups.arg_utils import Arg
+
+    def flag(name: str, kind: Any, text: str, choices: list[str] | None = None) -> tuple[str, Any, Any]:
+        return name, Annotated[kind | None, Arg(help=text, choices=choices)], dataclasses.field(default=None)
+
+    extra = dataclasses.make_dataclass(
+        "KvFlags",
+        (
+            flag(
+                "kv_policy",
+                str,
+                "Decide by this policy what to compress or drop when the KV cache is full (default: off, "
+                "SGLang's own cache). evicpress weighs quality against time to first token; lru only drops.",
+                list(POLICIES),
+            ),
+            flag(
+                "kv_policy_config",
+                str,
+                "JSON file with settings of --kv-policy; the other --kv flags win over it.",
+            ),
+            flag("kv_alpha", float, "Weight of answer quality against time to first token (default: 1.0)."),
+            flag(
+                "kv_forms",
+                str,
+                "Forms that --kv-policy may choose, separated by commas: PRESS@KEPT, or exact "
+                "(default: keydiff@0.8,keydiff@0.5,keydiff@0.2).",
+            ),
+            flag("kv_min_tokens", int, "Never compress a cached prefix part shorter than this (default: 64)."),
+            flag("kv_sinks", int, "First tokens of a prefix part that are always kept (default: 4)."),
+        ),
+    )
+    for field in dataclasses.fields(extra):
+        cls.__dataclass_fields__[field.name] = field
+        cls.__annotations__[field.name] = field.type
+        setattr(cls, field.name, field.default)
+    return tuple(field.name for field in dataclasses.fields(extra))
+
+
+def _wrap_init(cls: Any, names: tuple[str, ...]) -> None:
+    original = cls.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in names:
+            setattr(self, name, kwargs.pop(name, None))
+        original(self, *args, **kwargs)
+
+    cls.__init__ = __init__
+
+
+def _wrap_post_init(cls: Any) -> None:
+    original = cls.__post_init__
+
+    @functools.wraps(original)
+    def __post_init__(self: Any) -> None:
+        if self.kv_policy is None:
+            os.environ.pop(install.ENVIRONMENT_FLAG, None)
+            _refuse_without_policy(self)
+            original(self)
+            return
+        config = _prepare(self)
+        original(self)
+        refusals.check(self, config)
+        if hasattr(self, "model_config"):  # absent for the placeholder models 'none' and 'dummy'
+            refusals.check_model_config(self.model_config)
+        install.install_frontend()
+        os.environ[install.ENVIRONMENT_FLAG] = "1"
+        logger.info("%s", config)
+
+    cls.__post_init__ = __post_init__
+
+
+def _refuse_without_policy(server_args: Any) -> None:
+    for name in DEPENDENT_FLAGS:
+        if getattr(server_args, name) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise refusals.RefusedError(f"{flag} does nothing without --kv-policy: add it, or leave out {flag}")
+
+
+def _prepare(server_args: Any) -> EvicPressConfig:
+    """Refuse what was asked for and cannot work, then choose our cache and an attention backend."""
+    problem = install.version_problem()
+    if problem is not None:
+        raise refusals.RefusedError(problem)
+    try:
+        config = config_of(server_args)
+    except ValueError as error:
+        raise refusals.RefusedError(str(error)) from None
+    refusals.check(server_args, config)
+    server_args.radix_cache_backend = refusals.BACKEND_NAME
+    if server_args.attention_backend is None:
+        server_args.attention_backend = _attention_backend(server_args.device)
+        logger.info("kv policy %s: attention backend %s", config.policy, server_args.attention_backend)
+    return config
+
+
+def _attention_backend(device: str | None) -> str | None:
+    """Our default, where SGLang's own may not read compact rows (intel_amx, trtllm_mha)."""
+    from sglang.srt.utils import get_device, is_hip
+
+    kind = (device or get_device()).split(":")[0]
+    if kind == "cuda":
+        return "triton" if is_hip() else "flashinfer"
+    return "torch_native" if kind == "cpu" else None
+
+
+def _wrap_from_cli_args(cls: Any) -> None:
+    """On the command line a refusal is one line and exit status 2, as argparse's own errors are."""
+    original = cls.from_cli_args.__func__
+
+    @functools.wraps(original)
+    def from_cli_args(cls: Any, args: argparse.Namespace) -> Any:
+        try:
+            return original(cls, args)
+        except refusals.RefusedError as error:
+            print(f"sglang: error: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
+
+    cls.from_cli_args = classmethod(from_cli_args)

@@ -1,0 +1,263 @@
+"""Each combination that cannot work is refused by name, with the way out; plain arguments pass."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_evicpress.config import EvicPressConfig
+from sglang_evicpress.core import Form
+from sglang_evicpress.patches import refusals
+from sglang_evicpress.patches.refusals import RefusedError
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+CONFIG = EvicPressConfig("evicpress")
+
+CONFLICTS: dict[str, Any] = {
+    "disable_radix_cache": True,
+    "radix_cache_backend": "flexkv",
+    "radix_eviction_policy": "lfu",
+    "enable_hierarchical_cache": True,
+    "enable_lmcache": True,
+    "enable_streaming_session": True,
+    "enable_session_radix_cache": True,
+    "strip_thinking_cache": True,
+    "enable_return_routed_experts": True,
+    "enable_return_indexer_topk": True,
+    "kv_canary": "log",
+    "speculative_algorithm": "EAGLE",
+    "decoupled_spec_role": "drafter",
+    "dllm_algorithm": "LowConfidence",
+    "enable_hisparse": True,
+    "enable_mis": True,
+    "disaggregation_mode": "prefill",
+    "encoder_only": True,
+    "pp_size": 2,
+    "dp_size": 2,
+    "attn_cp_size": 2,
+    "dcp_size": 2,
+    "enable_prefill_cp": True,
+    "enable_two_batch_overlap": True,
+    "enable_pdmux": True,
+    "tokenizer_worker_num": 2,
+    "grpc_mode": True,
+    "use_ray": True,
+    "enable_unified_memory": True,
+    "enable_page_major_kv_layout": True,
+    "prefill_only_disable_kv_cache": True,
+    "kv_cache_dtype": "fp4_e2m1",
+    "device": "xpu",
+    "attention_backend": "intel_amx",
+    "prefill_attention_backend": "trtllm_mha",
+    "decode_attention_backend": "flashmla",
+}
+ENVIRONMENT_CONFLICTS = {
+    "SGLANG_USE_HND_KVCACHE": "1",
+    "SGLANG_AITER_KV_CACHE_LAYOUT": "vectorized_5d",
+    "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": "1",
+    "SGLANG_ENABLE_UNIFIED_RADIX_TREE": "1",
+}
+
+
+@pytest.fixture
+def server_args() -> Any:
+    """Arguments as the user gave them: for the placeholder model SGLang resolves nothing."""
+    from sglang.srt.server_args import ServerArgs
+
+    return ServerArgs(model_path="dummy")
+
+
+def _refuse(text: str, server_args: Any, config: EvicPressConfig = CONFIG) -> str:
+    with pytest.raises(RefusedError) as raised:
+        refusals.check(server_args, config)
+    sentence = str(raised.value)
+    assert text in sentence
+    assert "\n" not in sentence
+    return sentence
+
+
+def test_plain_arguments_pass(server_args: Any) -> None:
+    refusals.check(server_args, CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"),
+    [
+        ("attention_backend", "fa3"),
+        ("attention_backend", "torch_native"),
+        ("device", "cuda:1"),
+        ("kv_cache_dtype", "fp8_e4m3"),
+        ("radix_cache_backend", "evicpress"),
+        ("tp_size", 2),
+        ("page_size", 16),
+        ("enable_lora", True),
+        ("enable_mixed_chunk", True),
+        ("enable_deterministic_inference", True),
+    ],
+)
+def test_what_works_passes(server_args: Any, attribute: str, value: Any) -> None:
+    assert hasattr(server_args, attribute)
+    setattr(server_args, attribute, value)
+    refusals.check(server_args, CONFIG)
+
+
+@pytest.mark.parametrize("row", refusals.REFUSALS, ids=lambda row: row.attribute)
+def test_each_row_is_refused_by_name_with_the_way_out(server_args: Any, row: refusals.Refusal) -> None:
+    assert hasattr(server_args, row.attribute)
+    value = CONFLICTS[row.attribute]
+    setattr(server_args, row.attribute, value)
+    asked = row.flag if value is True else f"{row.flag} {value}"
+    sentence = _refuse(f"--kv-policy evicpress cannot be combined with {asked}: {row.reason}", server_args)
+    assert any(f", so {verb} " in sentence for verb in ("leave", "choose", "use", "serve", "start"))
+
+
+def test_each_flag_is_one_of_sglangs() -> None:
+    import argparse
+
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    flags = {flag for action in parser._actions for flag in action.option_strings}
+    assert [row.flag for row in refusals.REFUSALS if row.flag not in flags] == []
+
+
+def test_each_row_has_a_conflict_here() -> None:
+    assert [row.attribute for row in refusals.REFUSALS] == list(CONFLICTS)
+    assert [row.attribute for row in refusals.ENVIRONMENT_REFUSALS] == list(ENVIRONMENT_CONFLICTS)
+
+
+@pytest.mark.parametrize("row", refusals.ENVIRONMENT_REFUSALS, ids=lambda row: row.attribute)
+def test_each_environment_row_is_refused(
+    server_args: Any, row: refusals.Refusal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(row.attribute, ENVIRONMENT_CONFLICTS[row.attribute])
+    _refuse(f"cannot be combined with {row.flag}", server_args)
+
+
+def test_snapkv_is_refused_with_a_full_prefill_graph(server_args: Any) -> None:
+    snapkv = EvicPressConfig("evicpress", forms=(Form("keydiff", 0.5), Form("snapkv", 0.5)))
+    refusals.check(server_args, snapkv)
+    server_args.cuda_graph_backend_prefill = "full"
+    refusals.check(server_args, CONFIG)
+    _refuse("--kv-forms snapkv@0.5 cannot be combined with --cuda-graph-backend-prefill full", server_args, snapkv)
+
+
+def test_snapkv_is_refused_with_a_full_prefill_graph_in_the_resolved_config(server_args: Any) -> None:
+    from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig
+
+    server_args.cuda_graph_config = CudaGraphConfig.from_dict({"prefill": {"backend": "full"}})
+    _refuse("snapkv@0.2", server_args, EvicPressConfig("evicpress", forms=(Form("snapkv", 0.2),)))
+
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 1024,
+    "dtype": "float32",
+}
+
+
+def _model_config(folder: Path, **values: Any) -> Any:
+    from sglang.srt.configs.model_config import ModelConfig
+
+    (folder / "config.json").write_text(json.dumps(LLAMA | values), encoding="utf-8")
+    return ModelConfig(str(folder))
+
+
+def test_a_model_with_full_attention_passes(tmp_path: Path) -> None:
+    refusals.check_model_config(_model_config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        ({"attention_chunk_size": 128}, "chunked local attention"),
+        ({"is_hybrid_swa": True, "sliding_window": 128}, "sliding-window layers"),
+        ({"attn_temperature_len": 1024}, "scales attention by position"),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "model_type": "qwen2",
+                "use_sliding_window": True,
+                "sliding_window": 128,
+                "max_window_layers": 1,
+            },
+            "sliding_attention layers",
+        ),
+        (
+            {
+                "architectures": ["DeepseekV2ForCausalLM"],
+                "model_type": "deepseek_v2",
+                "kv_lora_rank": 32,
+                "qk_nope_head_dim": 16,
+                "qk_rope_head_dim": 16,
+                "v_head_dim": 16,
+            },
+            "MLA",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_served_is_refused(tmp_path: Path, values: dict[str, Any], what: str) -> None:
+    model_config = _model_config(tmp_path, **values)
+    with pytest.raises(RefusedError, match=what) as raised:
+        refusals.check_model_config(model_config)
+    assert model_config.hf_config.architectures[0] in str(raised.value)
+    assert "start without --kv-policy" in str(raised.value)
+
+
+def test_an_unused_sliding_window_passes(tmp_path: Path) -> None:
+    values = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 128}
+    refusals.check_model_config(_model_config(tmp_path, **values, use_sliding_window=False))
+
+
+def test_what_only_the_scheduler_knows_is_refused(tmp_path: Path) -> None:
+    import torch
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, PageMajorMHATokenToKVPool
+
+    model_config = _model_config(tmp_path)
+    pool = MHATokenToKVPool(
+        size=8, page_size=1, dtype=torch.float32, head_num=1, head_dim=4, layer_num=1, device="cpu",
+        enable_memory_saver=False,
+    )  # fmt: skip
+    refusals.check_model(model_config, pool, False, False)
+    for swa, ssm, what in ((True, False, "sliding-window layers"), (False, True, "Mamba layers")):
+        with pytest.raises(RefusedError, match=what):
+            refusals.check_model(model_config, pool, swa, ssm)
+    with pytest.raises(RefusedError, match="PageMajorMHATokenToKVPool"):
+        refusals.check_model(model_config, object.__new__(PageMajorMHATokenToKVPool), False, False)
+    pool.kv_cache_layout = "hnd"
+    with pytest.raises(RefusedError, match="layout hnd"):
+        refusals.check_model(model_config, pool, False, False)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"sliding_window_size": 16}, "has a sliding window"),
+        ({"use_irope": True}, "has chunked local attention"),
+        ({"is_cross_attention": True}, "is cross attention"),
+        ({"attn_type": "ENCODER_ONLY"}, "is encoder_only attention"),
+    ],
+)
+def test_an_attention_layer_that_needs_positions_is_refused(options: dict[str, Any], what: str) -> None:
+    import torch
+    from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+
+    if "attn_type" in options:
+        options = {"attn_type": AttentionType[options["attn_type"]]}
+    plain = RadixAttention(2, 8, 1.0, num_kv_heads=1, layer_id=0)
+    refusals.check_layers(torch.nn.ModuleList([plain]))
+    other = RadixAttention(2, 8, 1.0, num_kv_heads=1, layer_id=7, **options)
+    with pytest.raises(RefusedError, match=f"layer 7 {what}"):
+        refusals.check_layers(torch.nn.ModuleList([plain, other]))

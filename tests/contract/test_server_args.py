@@ -1,0 +1,244 @@
+"""The kv flags are real ServerArgs fields: command line, config file, keywords, pickle, replace, asdict."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_evicpress.config import EvicPressConfig
+from sglang_evicpress.core import Form
+from sglang_evicpress.patches import install, server_args
+from sglang_evicpress.patches.refusals import RefusedError
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+FLAGS = ("kv_policy", *server_args.DEPENDENT_FLAGS)
+
+
+@pytest.fixture(autouse=True)
+def frontends(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The fields, without the HTTP hooks; how often those would have been installed."""
+    from sglang.srt import server_args as sglang_server_args
+
+    installed: list[str] = []
+    monkeypatch.setattr(install, "install_frontend", lambda: installed.append("frontend"))
+    monkeypatch.setenv(install.ENVIRONMENT_FLAG, "left over")
+    # SGLang configures the root logger with force=True, which would take pytest's handlers away.
+    monkeypatch.setattr(sglang_server_args.logging, "basicConfig", lambda **_: None)
+    server_args.add_flags()
+    yield installed
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "vocab_size": 256,
+        "max_position_embeddings": 1024,
+        "dtype": "float32",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return str(tmp_path)
+
+
+def _make(model: str, **values: Any) -> Any:
+    from sglang.srt.server_args import ServerArgs
+
+    return ServerArgs(model_path=model, device="cpu", **values)
+
+
+def _from_command_line(*argv: str) -> Any:
+    from sglang.srt.server_args import prepare_server_args
+
+    return prepare_server_args(list(argv))
+
+
+def test_without_the_flag_nothing_changes(model: str, frontends: list[str]) -> None:
+    args = _make(model)
+    assert [getattr(args, name) for name in FLAGS] == [None] * len(FLAGS)
+    assert args.radix_cache_backend is None
+    assert install.ENVIRONMENT_FLAG not in os.environ
+    assert frontends == []
+
+
+def test_the_flag_chooses_our_cache_and_an_attention_backend(model: str, frontends: list[str]) -> None:
+    args = _make(model, kv_policy="evicpress")
+    assert (args.radix_cache_backend, args.attention_backend) == ("evicpress", "torch_native")
+    assert os.environ[install.ENVIRONMENT_FLAG] == "1"
+    assert frontends == ["frontend"]
+    assert server_args.config_of(args) == EvicPressConfig("evicpress")
+
+
+def test_an_attention_backend_that_was_asked_for_is_kept(model: str) -> None:
+    assert _make(model, kv_policy="lru", attention_backend="triton").attention_backend == "triton"
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cuda:0", "flashinfer"), ("cpu", "torch_native"), ("xpu", None)])
+def test_the_default_attention_backend_of_a_device(device: str, backend: str | None) -> None:
+    assert server_args._attention_backend(device) == backend
+
+
+def test_a_second_server_without_the_flag_is_stock_again(model: str) -> None:
+    _make(model, kv_policy="evicpress")
+    assert _make(model).radix_cache_backend is None
+    assert install.ENVIRONMENT_FLAG not in os.environ
+
+
+def test_fields_are_added_once(model: str) -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    init, post_init = ServerArgs.__init__, ServerArgs.__post_init__
+    server_args.add_flags()
+    assert (ServerArgs.__init__, ServerArgs.__post_init__) == (init, post_init)
+    assert [field.name for field in dataclasses.fields(ServerArgs)][-len(FLAGS) :] == list(FLAGS)
+
+
+def test_the_command_line_takes_every_flag(model: str, tmp_path: Path) -> None:
+    (tmp_path / "policy.json").write_text('{"window": 8, "alpha": 3}', encoding="utf-8")
+    given = {
+        "--kv-policy": "evicpress",
+        "--kv-policy-config": str(tmp_path / "policy.json"),
+        "--kv-alpha": "0.5",
+        "--kv-forms": "knorm@0.5,exact",
+        "--kv-min-tokens": "32",
+        "--kv-sinks": "2",
+    }
+    flags = [part for flag in given.items() for part in flag]
+    args = _from_command_line("--model-path", model, "--device", "cpu", *flags)
+    assert server_args.config_of(args) == EvicPressConfig(
+        "evicpress", alpha=0.5, forms=(Form("knorm", 0.5), Form()), min_tokens=32, sinks=2, window=8
+    )
+
+
+def test_help_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        _from_command_line("--help")
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    assert [flag for flag in FLAGS if "--" + flag.replace("_", "-") not in text] == []
+    assert "{evicpress,lru}" in text
+
+
+def test_a_config_file_of_sglang_takes_the_flags(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text(
+        f"model-path: {model}\ndevice: cpu\nkv-policy: lru\nkv-forms: exact\nkv-alpha: 2\n", encoding="utf-8"
+    )
+    args = _from_command_line("--config", str(path), "--kv-alpha", "0.25")
+    assert (args.kv_policy, args.kv_forms, args.kv_alpha) == ("lru", "exact", 0.25)
+
+
+def test_pickle_keeps_class_and_values(model: str) -> None:
+    args = _make(model, kv_policy="evicpress", kv_alpha=2.0)
+    again = pickle.loads(pickle.dumps(args))
+    assert type(again) is type(args)
+    assert [getattr(again, name) for name in FLAGS] == ["evicpress", None, 2.0, None, None, None]
+
+
+def test_replace_and_asdict_know_the_fields(model: str) -> None:
+    args = _make(model, kv_policy="evicpress", kv_sinks=1)
+    again = dataclasses.replace(args, kv_alpha=3.0)
+    assert (again.kv_policy, again.kv_alpha, again.kv_sinks) == ("evicpress", 3.0, 1)
+    assert {name: dataclasses.asdict(again)[name] for name in FLAGS} == {
+        "kv_policy": "evicpress",
+        "kv_policy_config": None,
+        "kv_alpha": 3.0,
+        "kv_forms": None,
+        "kv_min_tokens": None,
+        "kv_sinks": 1,
+    }
+
+
+WRONG = [
+    (
+        ("--kv-policy", "evicpress", "--kv-alpha", "-1"),
+        "alpha is -1.0: expected a finite number of at least 0",
+    ),
+    (("--kv-policy", "evicpress", "--kv-alpha", "nan"), "alpha is nan"),
+    (("--kv-policy", "evicpress", "--kv-forms", "lz4@0.5"), "form 'lz4@0.5' is not known: expected"),
+    (("--kv-policy", "evicpress", "--kv-policy-config", "/none.json"), "'/none.json' does not exist"),
+    (("--kv-alpha", "1"), "--kv-alpha does nothing without --kv-policy"),
+    (
+        ("--kv-policy", "lru", "--disable-radix-cache"),
+        "--kv-policy lru cannot be combined with --disable-radix-cache",
+    ),
+    (
+        ("--kv-policy", "lru", "--speculative-algorithm", "NGRAM"),
+        "combined with --speculative-algorithm NGRAM",
+    ),
+]
+
+
+@pytest.mark.parametrize(("argv", "text"), WRONG, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_refusal_is_one_line_and_status_2(
+    model: str, capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], text: str, frontends: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        _from_command_line("--model-path", model, "--device", "cpu", *argv)
+    assert stopped.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("sglang: error: ")
+    assert text in lines[0]
+    assert frontends == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (("--kv-policy", "fifo"), "evicpress"),
+        (("--kv-alpha", "much"), "much"),
+        (("--kv-sinks", "1.5"), "1.5"),
+    ],
+)
+def test_what_argparse_can_see_it_says(
+    model: str, capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], text: str
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        _from_command_line("--model-path", model, *argv)
+    assert stopped.value.code == 2
+    assert text in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_program_gets_an_exception(model: str) -> None:
+    with pytest.raises(RefusedError, match="kv policy 'fifo' is not known: expected one of evicpress, lru"):
+        _make(model, kv_policy="fifo")
+    with pytest.raises(RefusedError, match="--pp-size 2: pipeline stages"):
+        _make(model, kv_policy="lru", pp_size=2)
+
+
+def test_other_errors_of_the_command_line_stay_as_they_are(model: str) -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    with pytest.raises(ValueError, match="."):
+        ServerArgs.from_cli_args(argparse.Namespace(model_path=model, device="cpu", ssl_keyfile="only the key"))
+
+
+def test_a_model_that_cannot_be_served_is_refused(model: str, frontends: list[str]) -> None:
+    path = Path(model) / "config.json"
+    values = json.loads(path.read_text(encoding="utf-8")) | {"attention_chunk_size": 64}
+    path.write_text(json.dumps(values), encoding="utf-8")
+    with pytest.raises(RefusedError, match="LlamaForCausalLM.*chunked local attention"):
+        _make(model, kv_policy="evicpress")
+    assert frontends == []
+
+
+def test_another_release_of_sglang_is_refused_only_with_the_flag(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install, "sglang_version", lambda: "0.6.0")
+    _make(model)
+    with pytest.raises(RefusedError, match=r"found 0\.6\.0: install sglang=="):
+        _make(model, kv_policy="evicpress")
