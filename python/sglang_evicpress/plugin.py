@@ -1,0 +1,25 @@
+"""The ``sglang.srt.plugins`` entry point. Every SGLang process imports it, flag or no flag."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+
+
+def load() -> None:
+    """Add the kv flags in the main process; in a child of a server that uses them, install its hooks.
+
+    SGLang logs what a plugin raises and goes on, but for SystemExit: what goes wrong in a child becomes one.
+    """
+    from sglang_evicpress.patches import install, server_args
+
+    if multiprocessing.parent_process() is None:
+        server_args.add_flags()
+    elif os.environ.get(install.ENVIRONMENT_FLAG) == "1":
+        try:
+            install.install_scheduler()
+        except Exception as error:
+            raise SystemExit(
+                f"sglang-evicpress could not install its hooks in this process ({error!r}): "
+                "start without --kv-policy and report this"
+            ) from error
