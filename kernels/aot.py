@@ -62,9 +62,7 @@ class Report:
         )
 
 
-HEADER = (
-    f"{'kernel':18} {'arch':8} {'dim':>4} {'dtype':5} {'regs':>5} {'spill':>6} {'shared':>7} load_b store_b"
-)
+HEADER = f"{'kernel':18} {'arch':8} {'dim':>4} {'dtype':5} {'regs':>5} {'spill':>6} {'shared':>7} load_b store_b"
 
 
 def launches(head_dim: int, dtype: torch.dtype) -> Iterator[Launch]:
@@ -163,18 +161,14 @@ def _widest(access: str, ptx: str) -> int:
     found = re.findall(rf"{access}\.global[.\w:]*?(?:\.v(\d))?\.[bfsu](\d+)\b", ptx)
     widths = [int(lanes or 1) * int(bits) for lanes, bits in found]
     if access == "ld":
-        widths += [
-            8 * int(size) for size in re.findall(r"cp\.async\.c\w\.shared\.global[^;]*?, 0x(\w+)", ptx)
-        ]
+        widths += [8 * int(size) for size in re.findall(r"cp\.async\.c\w\.shared\.global[^;]*?, 0x(\w+)", ptx)]
     return max(widths, default=0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; 1 when a kernel spills registers."""
     parser = argparse.ArgumentParser(prog="python -m sglang_evicpress.kernels.aot", description=main.__doc__)
-    parser.add_argument(
-        "--arch", type=int, nargs="+", default=list(ARCHS), help="compute capabilities, such as 90"
-    )
+    parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHS), help="compute capabilities, such as 90")
     parser.add_argument("--head-dim", type=int, nargs="+", default=list(HEAD_DIMS))
     options = parser.parse_args(arguments)
     print(f"triton {triton.__version__}, torch {torch.__version__}: compiled without a GPU, run on none")

@@ -92,9 +92,7 @@ def compact(
         _compact_kernel[grid](table, slots.contiguous(), survivors.contiguous(), num_kept, **constants)
 
 
-def compact_constants(
-    num_layers: int, num_heads: int, head_dim: int, dtype: torch.dtype
-) -> dict[str, object]:
+def compact_constants(num_layers: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> dict[str, object]:
     """Launch constants of ``compact``: tiles of about 16 KiB, what one program keeps in flight."""
     columns = block_dim(head_dim)
     return {
@@ -108,9 +106,7 @@ def compact_constants(
     }
 
 
-def compact_torch(
-    k_buffers: Sequence[Tensor], v_buffers: Sequence[Tensor], slots: Tensor, survivors: Tensor
-) -> None:
+def compact_torch(k_buffers: Sequence[Tensor], v_buffers: Sequence[Tensor], slots: Tensor, survivors: Tensor) -> None:
     """Reference of ``compact``, and its CPU path: scratch is the survivors of one layer."""
     num_heads = survivors.shape[1]
     heads = torch.arange(num_heads, device=slots.device)

@@ -64,8 +64,7 @@ def check_pool(buffers: Sequence[Tensor], slots: Tensor) -> PoolShape:
             raise ValueError("a layer of a pool must be contiguous")
     if slots.dim() != 1 or slots.dtype != torch.int64 or slots.device != first.device:
         raise ValueError(
-            f"slots must be int64 [n] on {first.device}, "
-            f"got {slots.dtype} {tuple(slots.shape)} on {slots.device}"
+            f"slots must be int64 [n] on {first.device}, got {slots.dtype} {tuple(slots.shape)} on {slots.device}"
         )
     num_slots, num_heads, head_dim = first.shape
     return PoolShape(len(buffers), num_slots, num_heads, head_dim, first.dtype, first.device)

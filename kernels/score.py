@@ -267,9 +267,7 @@ def page_mean(scores: Tensor, page_size: int, *, backend: Backend = "auto") -> T
     if page_size < 1:
         raise ValueError(f"page_size must be at least 1, got {page_size}")
     if scores.dim() != 3 or scores.dtype != torch.float32:
-        raise ValueError(
-            f"scores must be float32 [layers, heads, n], got {scores.dtype} {tuple(scores.shape)}"
-        )
+        raise ValueError(f"scores must be float32 [layers, heads, n], got {scores.dtype} {tuple(scores.shape)}")
     if not runs_triton(backend, scores.device):
         return page_mean_torch(scores, page_size)
     layers, heads, n = scores.shape

@@ -71,9 +71,7 @@ def select_survivors(scores: Tensor, num_kept: int, *, backend: Backend = "auto"
     Raises ValueError unless ``0 <= num_kept <= n``, and as ``runs_triton`` does.
     """
     if scores.dim() != 3 or scores.dtype != torch.float32:
-        raise ValueError(
-            f"scores must be float32 [layers, heads, n], got {scores.dtype} {tuple(scores.shape)}"
-        )
+        raise ValueError(f"scores must be float32 [layers, heads, n], got {scores.dtype} {tuple(scores.shape)}")
     layers, heads, n = scores.shape
     if not 0 <= num_kept <= n:
         raise ValueError(f"num_kept must be between 0 and {n}, got {num_kept}")

@@ -1,4 +1,5 @@
-"""Attention over compact rows: backends see a view of the batch whose KV lengths are physical; their kernels stay as they are.
+"""Attention over compact rows: backends see a view of the batch whose KV lengths are physical; their kernels stay as
+they are.
 
 Touches ``ModelRunner.init_attention_backend``. On the CPU, torch_native is replaced by ``SdpaBackend``, which computes
 only the new queries of a sequence.
@@ -23,7 +24,8 @@ logger = logging.getLogger(__name__)
 
 
 def physical_view(forward_batch: Any, table: rows.HoleTable) -> Any:
-    """The batch as attention must see it: every KV length less the holes of its row; the batch itself when there are none.
+    """The batch as attention must see it: every KV length less the holes of its row; the batch itself when there are
+    none.
 
     Positions stay logical. A finished request can still be in the batch in flight, hence the clamps: KV length >= 1,
     prefix >= 0. Nothing here waits for the device: host lengths come from the host mirror of the table.
@@ -131,6 +133,17 @@ def _after_init_attention_backend(result: Any, model_runner: Any, *args: Any, **
     logger.info("evicpress: attention over compact rows on %s", type(model_runner.attn_backend).__name__)
 
 
+TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backend"
+
+
 def install(registry: Any, hook_type: Any) -> None:
-    target = "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backend"
-    registry.register(target, _after_init_attention_backend, hook_type.AFTER)
+    registry.register(TARGET, _after_init_attention_backend, hook_type.AFTER)
+
+
+def _replace_only(result: Any, model_runner: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER ``ModelRunner.init_attention_backend`` of a server without kv policy."""
+    replace_torch_native(model_runner)
+
+
+def install_on_stock(registry: Any, hook_type: Any) -> None:
+    registry.register(TARGET, _replace_only, hook_type.AFTER)

@@ -50,7 +50,8 @@ class Compressor:
         """Keep ``num_kept`` entries of every (layer, head), moved to the first ``num_kept`` of ``slots`` [n].
 
         Returns the layout and the node's logical value: int64 [num_tokens], those slots at their logical indices and
-        holes (0) elsewhere. Waits for nothing on the device unless ranks must agree. Starts behind the forward pass in flight: a finished request's last token may still be being written.
+        holes (0) elsewhere. Waits for nothing on the device unless ranks must agree. Starts behind the forward pass
+        in flight: a finished request's last token may still be being written.
         """
         self._wait_for_forward(slots)
         node = self._input(slots, layout, start, num_tokens, window)
@@ -68,7 +69,8 @@ class Compressor:
         replaced: tuple[int, int],
         window: QueryWindow | None,
     ) -> tuple[SurvivorLayout, torch.Tensor] | None:
-        """Rid a compressed node of entries for positions [replaced[0], replaced[1]), which an ancestor now holds itself.
+        """Rid a compressed node of entries for positions [replaced[0], replaced[1]), which an ancestor now holds
+        itself.
 
         A node split off below another may hold, in some heads, survivors from before its start. Once the node above is
         exact again, those would be attended to twice. Every head gives up as many entries as the one with most of them:

@@ -17,36 +17,33 @@ class Inspection:
     """The ``Inspectable`` part of EvicPressCache; reads everything, and changes only through its own operations."""
 
     def describe_tree(self: Any) -> dict[str, object]:
-        return {
-            "page_size": self.page_size,
-            "num_nodes": len(self.nodes),
-            "nodes": [self._summary(node) for node in walk(self.root_node)],
-        }
+        start = {self.root_node.id: 0}
+        nodes = []
+        for node in walk(self.root_node):
+            begin = start[node.parent.id]
+            start[node.id] = begin + len(node.key)
+            nodes.append(self._summary(node, begin))
+        return {"page_size": self.page_size, "num_nodes": len(nodes), "nodes": nodes}
 
     def describe_node(self: Any, node_id: int, *, positions: bool, tokens: bool) -> dict[str, object]:
         node = self._node(node_id)
         layout = node.kv.layout
-        described = self._summary(node)
+        tokens_of_node = node.key.raw_token_ids()
+        described = self._summary(node, start_of(node))
+        described["tokens_hash"] = hashlib.sha256(tokens_of_node.tobytes()).hexdigest()
+        described["options"] = [
+            {"form": str(option.form or "drop"), "num_slots": option.num_slots} for option in self.options_of(node)
+        ]
         described["decisions"] = [
-            {
-                "form": str(entry.option.form or "drop"),
-                "freed_slots": entry.freed_slots,
-                "reason": entry.reason,
-            }
+            {"form": str(entry.option.form or "drop"), "freed_slots": entry.freed_slots, "reason": entry.reason}
             for entry in self.controller.journal
             if entry.node_id == node_id
-        ]
-        described["options"] = [
-            {"form": str(option.form or "drop"), "num_slots": option.num_slots}
-            for stats in self.snapshot()
-            if stats.id == node_id
-            for option in stats.options
         ]
         if positions:
             described["positions"] = None if layout is None else layout.positions.tolist()
             described["logical_indices"] = None if layout is None else layout.logical.tolist()
         if tokens:
-            described["token_ids"] = list(node.key.raw_token_ids())
+            described["token_ids"] = list(tokens_of_node)
         return described
 
     def describe_stats(self: Any) -> dict[str, object]:
@@ -89,7 +86,7 @@ class Inspection:
             raise NodeBusy(node_id)
         before, after = num_slots(node), self.slots_in(node, form)
         if after is None:
-            why = "that press needs the queries of a prompt, and none were kept for this node (name the press in --kv-forms)"
+            why = "its press needs queries of the prompt, and none were kept (they are when --kv-forms names the press)"
             if form.is_exact or not node.kv.form.is_exact:
                 why = f"it holds {node.kv.form}: expected a smaller form of the same press"
             raise ValueError(f"node {node_id} cannot be brought to {form}: {why}")
@@ -99,7 +96,7 @@ class Inspection:
                 f"(whole pages of {self.page_size})"
             )
         freed = self.compress(node_id, form)
-        return {**self._summary(node), "freed_slots": freed}
+        return {**self._summary(node, start_of(node)), "freed_slots": freed}
 
     def evict_slots(self: Any, num_slots: int) -> dict[str, object]:
         freed = self.controller.relieve(self, num_slots)
@@ -118,14 +115,13 @@ class Inspection:
             raise UnknownNode(node_id)
         return node
 
-    def _summary(self: Any, node: Any) -> dict[str, object]:
+    def _summary(self: Any, node: Any, start: int) -> dict[str, object]:
         kv = node.kv
-        tokens = node.key.raw_token_ids()
         return {
             "id": node.id,
             "parent_id": None if node.parent is self.root_node else node.parent.id,
             "children": [child.id for child in node.children.values()],
-            "start": start_of(node),
+            "start": start,
             "num_tokens": len(node.key),
             "num_slots": num_slots(node),
             "form": str(kv.form),
@@ -136,8 +132,7 @@ class Inspection:
             "last_use": kv.last_use,
             "has_queries": kv.window is not None,
             "extra_key": node.key.extra_key,
-            "first_tokens": list(tokens[:8]),
-            "tokens_hash": hashlib.sha256(tokens.tobytes()).hexdigest()[:16],
+            "first_tokens": list(node.key.token_ids[:8]),
         }
 
     def _in_flight(self: Any) -> Iterator[tuple[Any, int]]:
@@ -146,7 +141,7 @@ class Inspection:
         if scheduler is None:
             return
         seen: set[int] = set()
-        reqs = []
+        reqs: list[Any] = []
         for batch in (scheduler.last_batch, scheduler.running_batch, scheduler.cur_batch):
             reqs.extend(batch.reqs if batch is not None else [])
         if scheduler.chunked_req is not None:
@@ -214,11 +209,7 @@ class Inspection:
         logical, positions = layout.logical, layout.positions
         if layout.num_slots == 0:
             return
-        if (
-            not bool((logical[1:] > logical[:-1]).all())
-            or int(logical[0]) < 0
-            or int(logical[-1]) >= len(node.key)
-        ):
+        if not bool((logical[1:] > logical[:-1]).all()) or int(logical[0]) < 0 or int(logical[-1]) >= len(node.key):
             yield f"{name}: logical indices of its slots are not strictly increasing inside the node"
         if not torch.equal(node.value[logical.to(node.value.device)], node.kv.slots):
             yield f"{name}: its slots are not where its layout says"

@@ -65,6 +65,18 @@ def install_scheduler() -> None:
     control.install_scheduler(HookRegistry, HookType)
 
 
+def install_attention() -> None:
+    """Register our CPU attention alone. Raises SystemExit when SGLang does not fit."""
+    problem = version_problem() or hook_point_problem()
+    if problem is not None:
+        raise SystemExit(problem)
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from sglang_evicpress.patches import attention
+
+    attention.install_on_stock(HookRegistry, HookType)
+
+
 @functools.cache
 def install_frontend() -> None:
     """Install the HTTP side in the main process, once. Raises RefusedError when SGLang does not fit."""

@@ -18,8 +18,8 @@ class NodeKV:
     """The record at ``node.kv``.
 
     ``slots``/``layout`` are None while the node is full: its slots are then ``node.value``. A compressed node shows
-    holes (0) in ``node.value``. ``is_lossy_prefix``: its KV was computed on top of a lossy prefix, so it is lossy itself.
-    ``weight`` counts the requests that used the node; ``last_use`` is a logical tick, equal on every rank.
+    holes (0) in ``node.value``. ``is_lossy_prefix``: its KV was computed on top of a lossy prefix, so it is lossy
+    itself. ``weight`` counts the requests that used the node; ``last_use`` is a logical tick, equal on every rank.
     """
 
     form: Form = EXACT

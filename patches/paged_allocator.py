@@ -1,7 +1,7 @@
 """Pages on the CPU: SGLang's paged allocator launches Triton kernels, which need a GPU (or the slow interpreter).
 
-Same slots in the same order, computed on the host. Touches ``PagedTokenToKVPoolAllocator.alloc_extend``/``alloc_decode``
-only where the pool is on the CPU.
+Same slots in the same order, computed on the host. Touches
+``PagedTokenToKVPoolAllocator.alloc_extend``/``alloc_decode`` only where the pool is on the CPU.
 """
 
 from __future__ import annotations

@@ -58,12 +58,8 @@ class EvicPressCache(RadixCache, inspection.Inspection):
         self.config = config
         self.compressor = compressor
         curves = Curves.prior() if config.curves is None else Curves.from_json(config.curves)
-        cost = PrefillCost(
-            config.prefill_fixed_s, config.prefill_per_token_s, config.prefill_per_token_depth_s
-        )
-        self.controller = Controller(
-            make_policy(config.policy, alpha=config.alpha, curves=curves, prefill=cost)
-        )
+        cost = PrefillCost(config.prefill_fixed_s, config.prefill_per_token_s, config.prefill_per_token_depth_s)
+        self.controller = Controller(make_policy(config.policy, alpha=config.alpha, curves=curves, prefill=cost))
         self.scheduler: Any = None
         self.nodes: dict[int, Any] = {}
         self._tick = 0
@@ -84,8 +80,8 @@ class EvicPressCache(RadixCache, inspection.Inspection):
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """Longest servable prefix of ``params.key``; ``device_indices`` is logical, with holes.
 
-        A partial match splits a node, compressed or not; where a compressed node would be left with too few slots for the
-        part that matches, the match ends at its parent.
+        A partial match splits a node, compressed or not; where a compressed node would be left with too few slots for
+        the part that matches, the match ends at its parent.
         """
         key = params.key.page_aligned(self.page_size)
         path = [] if self.disable or len(key) == 0 else self._match_path(key)
@@ -128,9 +124,7 @@ class EvicPressCache(RadixCache, inspection.Inspection):
         if not path:
             return PrefixView(self._empty_match_result.device_indices)
         holes = sum(len(node.key) - num_slots(node) for node in path)
-        return PrefixView(
-            torch.cat([slots_of(node) for node in path]), holes, any(is_lossy(node) for node in path)
-        )
+        return PrefixView(torch.cat([slots_of(node) for node in path]), holes, any(is_lossy(node) for node in path))
 
     def adopt(self, req: Any) -> PrefixView:
         """The view a request's row is written from, now that it is scheduled; counts the hit once."""
@@ -204,13 +198,11 @@ class EvicPressCache(RadixCache, inspection.Inspection):
         path, num_known = self._known_path(key, params.priority or 0)
         last = path[-1] if path else self.root_node
         if num_known < len(key):
-            last = self._add_leaf(
-                last, key[num_known:], value[num_known : len(key)], params.priority or 0, False
-            )
+            last = self._add_leaf(last, key[num_known:], value[num_known : len(key)], params.priority or 0, False)
         return InsertResult(prefix_len=num_known, last_device_node=last)
 
     def _known_path(self, key: RadixKey, priority: int) -> tuple[list[Any], int]:
-        """The nodes that spell the longest known prefix of ``key`` (split at its end), servable or not, and its length."""
+        """The nodes that spell the longest known prefix of ``key`` (split at its end), servable or not; its length."""
         self._tick += 1
         now = time.monotonic()
         node, path, known = self.root_node, [], 0
@@ -230,9 +222,7 @@ class EvicPressCache(RadixCache, inspection.Inspection):
             key = key[matched:]
         return path, known
 
-    def _add_leaf(
-        self, parent: Any, key: RadixKey, value: torch.Tensor, priority: int, is_lossy_prefix: bool
-    ) -> Any:
+    def _add_leaf(self, parent: Any, key: RadixKey, value: torch.Tensor, priority: int, is_lossy_prefix: bool) -> Any:
         node = TreeNode(priority=priority)
         node.parent = parent
         node.key = key
@@ -282,15 +272,13 @@ class EvicPressCache(RadixCache, inspection.Inspection):
         """Whether a request's own KV is worth more than what the node holds, and may take its place now."""
         if node.lock_ref > 0:
             return False
-        return (is_lossy(node) and not view.is_lossy) or not is_servable(
-            node, len(node.key), self.config.min_share
-        )
+        return (is_lossy(node) and not view.is_lossy) or not is_servable(node, len(node.key), self.config.min_share)
 
     def _give(self, req: Any, key: RadixKey, own: torch.Tensor, adopted: int) -> list[Any]:
         """Put a request's own KV ``own`` (of the tokens of ``key`` from ``adopted`` on) into the tree.
 
-        The tree keeps what it has unless the request's is an upgrade; slots nobody keeps are freed. Returns the nodes of
-        ``key`` beyond ``adopted``.
+        The tree keeps what it has unless the request's is an upgrade; slots nobody keeps are freed. Returns the nodes
+        of ``key`` beyond ``adopted``.
         """
         view: PrefixView = req.evicpress
         priority = getattr(req, "priority", 0) or 0
@@ -324,9 +312,7 @@ class EvicPressCache(RadixCache, inspection.Inspection):
     def cache_finished_req(self, req: Any, is_insert: bool = True) -> None:
         num_tokens = req.pop_committed_kv_cache()
         if self.disable:
-            self.token_to_kv_pool_allocator.free(
-                self.req_to_token_pool.req_to_token[req.req_pool_idx, :num_tokens]
-            )
+            self.token_to_kv_pool_allocator.free(self.req_to_token_pool.req_to_token[req.req_pool_idx, :num_tokens])
             return
         adopted = req.cache_protected_len
         own = self._own_slots(req, num_tokens)
@@ -369,8 +355,8 @@ class EvicPressCache(RadixCache, inspection.Inspection):
     def _would_change_view(self, key: RadixKey, adopted: int, view: PrefixView) -> bool:
         """Whether handing in ``key`` now would put other KV under a running request than it has computed.
 
-        It would where the tree holds the same tokens beyond ``adopted`` and either copy is lossy, unless the tree's can be
-        replaced whole. Nothing is split or touched.
+        It would where the tree holds the same tokens beyond ``adopted`` and either copy is lossy, unless the tree's
+        can be replaced whole. Nothing is split or touched.
         """
         node, begin = self.root_node, 0
         while len(key) > 0:
@@ -393,12 +379,16 @@ class EvicPressCache(RadixCache, inspection.Inspection):
     # ---- eviction
 
     def evict(self, params: EvictParams) -> EvictResult:
-        """Free what is short of ``params.num_tokens`` slots (not that many more), by the policy's plan."""
+        """Free what is short of ``params.num_tokens`` slots by the policy's plan; at least 1/128 of the pool.
+
+        Without that headroom every decode step on a full pool would make a plan to free a single slot.
+        """
         if self.disable:
             return EvictResult()
         begin = time.perf_counter()
-        shortfall = params.num_tokens - self.token_to_kv_pool_allocator.available_size()
-        freed = self.controller.relieve(self, shortfall)
+        allocator = self.token_to_kv_pool_allocator
+        shortfall = params.num_tokens - allocator.available_size()
+        freed = self.controller.relieve(self, max(shortfall, allocator.size // 128)) if shortfall > 0 else 0
         self.update_eviction_metrics(freed, begin)
         return EvictResult(num_tokens_evicted=freed)
 
@@ -423,23 +413,26 @@ class EvicPressCache(RadixCache, inspection.Inspection):
                     weight=kv.weight,
                     last_use=kv.last_use,
                     num_children=len(node.children),
-                    options=(*self._smaller_forms(node), DROP),
+                    options=self.options_of(node),
                 )
             )
         return stats
 
-    def _smaller_forms(self, node: Any) -> list[Option]:
-        if len(node.key) < self.config.min_tokens:
-            return []
+    def options_of(self, node: Any) -> tuple[Option, ...]:
+        """What can be done with a node now; nothing while it is locked. Whether its children allow a drop is the plan's
+        business."""
+        if node.lock_ref > 0:
+            return ()
         options = []
-        for form in self.config.forms:
-            after = self.slots_in(node, form)
-            if not form.is_exact and after is not None and after < num_slots(node):
-                options.append(Option(form, after))
-        return options
+        if len(node.key) >= self.config.min_tokens:
+            for form in self.config.forms:
+                after = self.slots_in(node, form)
+                if after is not None and after < num_slots(node):
+                    options.append(Option(form, after))
+        return (*options, DROP)
 
     def slots_in(self, node: Any, form: Form) -> int | None:
-        """Slots of a node once brought to ``form``; None when it cannot be: other press, or queries it does not have."""
+        """Slots of a node once brought to ``form``; None when it cannot be: other press, or no queries it needs."""
         current = node.kv.form
         if form.press is None or (not current.is_exact and current.press != form.press):
             return None
@@ -449,7 +442,7 @@ class EvicPressCache(RadixCache, inspection.Inspection):
         return slots_after(len(node.key), form.kept_fraction, self.page_size, at_least=sinks)
 
     def compress(self, node_id: int, form: Form) -> int:
-        """Bring a node to ``form`` in place; returns the slots freed. The node must be unlocked and have that option."""
+        """Bring a node to ``form`` in place; returns the slots freed. It must be unlocked and have that option."""
         node = self.nodes[node_id]
         before = num_slots(node)
         after = self.slots_in(node, form)

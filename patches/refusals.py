@@ -105,8 +105,8 @@ REFUSALS = (
     Refusal(
         "--kv-cache-dtype",
         "kv_cache_dtype",
-        lambda value: str(value).startswith("fp4"),
-        "packed 4-bit KV cannot be scored or moved by slot, so use auto, bf16 or fp8",
+        lambda value: str(value).startswith(("fp4", "fp8")),
+        "quantised KV cannot be scored and moved by slot yet, so use auto or bf16",
     ),
     Refusal(
         "--device",

@@ -11,7 +11,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang_evicpress.patches.compression import Compressor
 from sglang_evicpress.patches.install import check_applied
 from sglang_evicpress.patches.radix_cache import EvicPressCache
-from sglang_evicpress.patches.refusals import check_model
+from sglang_evicpress.patches.refusals import check_layers, check_model
 from sglang_evicpress.patches.server_args import config_of
 
 logger = logging.getLogger(__name__)
@@ -25,6 +25,7 @@ def build(context: Any) -> EvicPressCache:
     params = context.params
     pool = params.token_to_kv_pool_allocator.get_kvcache()
     check_model(context.model_config, pool, context.is_hybrid_swa, context.is_hybrid_ssm)
+    check_layers(context.tp_worker.model_runner.model)
     config = config_of(context.server_args)
     group = context.tp_group.cpu_group if context.tp_size > 1 else None
     compressor = Compressor(pool, params.page_size, config.sinks, group)

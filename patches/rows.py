@@ -21,9 +21,7 @@ class HoleTable:
 
     def __init__(self, num_rows: int, device: torch.device | str) -> None:
         self.device = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.host = (
-            self.device if self.device.device.type == "cpu" else torch.zeros(num_rows, dtype=torch.int64)
-        )
+        self.host = self.device if self.device.device.type == "cpu" else torch.zeros(num_rows, dtype=torch.int64)
         self.batch: list[int] = []
 
     def write(self, rows_device: torch.Tensor, rows_host: torch.Tensor, holes: Sequence[int]) -> torch.Tensor:
@@ -53,9 +51,7 @@ def attach(table: HoleTable) -> None:
 
 def table() -> HoleTable:
     if _table is None:
-        raise RuntimeError(
-            "evicpress: the hole table is not there yet; no attention backend has been initialised"
-        )
+        raise RuntimeError("evicpress: the hole table is not there yet; no attention backend has been initialised")
     return _table
 
 
@@ -102,7 +98,8 @@ def _around_write_cache_indices(
         [view.slots for view in views],
         req_to_token_pool,
     )
-    # A stale tail between the physical and the logical length would look like a use after free to SGLang's debug checker.
+    # A stale tail between the physical and the logical length would look like a use after free to SGLang's debug
+    # checker.
     for row, seq_len, num_holes in zip(rows_cpu.tolist(), seq_lens_cpu.tolist(), holes, strict=True):
         if num_holes:
             req_to_token_pool.req_to_token[row, seq_len - num_holes : seq_len] = 0
@@ -124,7 +121,7 @@ def _around_alloc_for_decode(original: Callable[..., Any], batch: Any, token_per
 
 
 def _after_init_new(result: Any, cls: Any, batch: Any, model_runner: Any) -> None:
-    """AFTER ``ForwardBatch.init_new``: a ForwardBatch has no host copy of its rows, and copies of it lose attributes."""
+    """AFTER ``ForwardBatch.init_new``: a ForwardBatch has no host copy of its rows; copies lose attributes."""
     if _table is not None:
         _table.begin_batch(batch.req_pool_indices_cpu)
 

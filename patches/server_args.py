@@ -103,7 +103,8 @@ def _wrap_post_init(cls: Any) -> None:
     @functools.wraps(original)
     def __post_init__(self: Any) -> None:
         if self.kv_policy is None:
-            os.environ.pop(install.ENVIRONMENT_FLAG, None)
+            if os.environ.get(install.ENVIRONMENT_FLAG) == "1":
+                del os.environ[install.ENVIRONMENT_FLAG]
             _refuse_without_policy(self)
             original(self)
             return

@@ -1,4 +1,6 @@
-"""Starts the real SGLang server on the CPU as a child process and leaves no process behind. Shared by tests and benchmarks."""
+"""Starts the real SGLang server on the CPU as a child process and leaves no process behind. Shared by tests and
+benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ class ServerError(RuntimeError):
 class Server:
     """``with Server("--kv-policy", "evicpress") as server: server.get("/evicpress/tree")``.
 
-    Model, device, dtype (float32) and a free port are given; every further argument goes to ``sglang.launch_server`` as it
-    is. ``env`` adds to the environment; ``log`` is where stdout and stderr go.
+    Model, device, dtype (float32) and a free port are given; every further argument goes to ``sglang.launch_server``
+    as it is. ``env`` adds to the environment; ``log`` is where stdout and stderr go.
     """
 
     def __init__(self, *arguments: str, model: Path | str = MODEL, env: dict[str, str] | None = None) -> None:
@@ -65,7 +67,7 @@ class Server:
     def start(self) -> None:
         """Start and wait until requests are answered. Raises ServerError with the end of the log."""
         env = {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},  # tests set it
             "SGLANG_USE_CPU_ENGINE": "1",
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",

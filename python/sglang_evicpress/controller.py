@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from sglang_evicpress.core import Decision, Form, NodeStats
-from sglang_evicpress.policy import Policy
+from sglang_evicpress.policy.base import Policy
 
 JOURNAL_LENGTH = 256
 

@@ -24,7 +24,7 @@ class SequenceRows:
 def batch_rows(
     req_to_token: torch.Tensor, rows: Sequence[int], kv_lens: Sequence[int], num_queries: Sequence[int]
 ) -> list[SequenceRows]:
-    """Read the slots of a batch once per forward pass; ``req_to_token``: [requests, context], row ``rows[i]`` is compact."""
+    """Read the slots of a batch once per forward pass. ``req_to_token``: [requests, context], compact rows."""
     return [
         SequenceRows(req_to_token[row, :kv_len].to(torch.int64), queries)
         for row, kv_len, queries in zip(rows, kv_lens, num_queries, strict=True)

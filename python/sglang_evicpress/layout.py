@@ -1,4 +1,5 @@
-"""Where the survivors of a compressed node sit: the M layout (DESIGN section 2), which makes splits and partial matches free.
+"""Where the survivors of a compressed node sit: the M layout (DESIGN section 2), which makes splits and partial
+matches free.
 
 Survivors differ per (layer, kv head) but their number does not: the j-th survivor of every head lives in the node's
 j-th physical slot. That slot is shown at the logical index M_j = max over (layer, head) of the position of the j-th
@@ -80,8 +81,8 @@ def place(positions: torch.Tensor, start: int, page_size: int) -> torch.Tensor:
     """Logical index of each slot: int64 [m], node-relative, strictly increasing.
 
     ``positions``: [layers, kv_heads, m] absolute and ascending; ``start``: absolute position of the node's first token.
-    With pages (m is a whole number of them), physical page j is shown at logical page floor(M of its last slot / page_size):
-    it holds only positions below that page's end, and pages stay whole.
+    With pages (m is a whole number of them), physical page j is shown at logical page floor(M of its last slot /
+    page_size): it holds only positions below that page's end, and pages stay whole.
     """
     last = positions.amax(dim=(0, 1)).to(torch.int64) - start
     if page_size == 1:

@@ -1,8 +1,8 @@
 """Random walks over EvicPressCache with SGLang's own pools, against an oracle that reads every KV entry back.
 
 Each KV entry is written with the hash of the token path that ends at it and its position. So for every running request,
-in every layer and head, one can see whether each entry it would attend to belongs to its own tokens, lies in its past, and
-is there once; and that what the request computed itself is all there.
+in every layer and head, one can see whether each entry it would attend to belongs to its own tokens, lies in its
+past, and is there once; and that what the request computed itself is all there.
 """
 
 from __future__ import annotations
@@ -87,9 +87,7 @@ class Walk:
         if page_size == 1:
             self.allocator = TokenToKVPoolAllocator(SLOTS, torch.float32, "cpu", self.pool, False)
         else:
-            self.allocator = PagedTokenToKVPoolAllocator(
-                SLOTS, page_size, torch.float32, "cpu", self.pool, False
-            )
+            self.allocator = PagedTokenToKVPoolAllocator(SLOTS, page_size, torch.float32, "cpu", self.pool, False)
         params = CacheInitParams(False, self.rows, self.allocator, page_size)
         config = EvicPressConfig("evicpress", alpha=0.3, forms=FORMS, min_tokens=8)
         self.cache = EvicPressCache(params, config, Compressor(self.pool, page_size, config.sinks))
@@ -214,9 +212,7 @@ class Walk:
 
     def view_of(self, request: Request) -> list[set[tuple[int, int]]]:
         """Per (layer, head) the (hash, position) of every entry the request would attend to."""
-        row = self.rows.req_to_token[
-            request.req_pool_idx, : request.kv_allocated_len - request.evicpress.holes
-        ].long()
+        row = self.rows.req_to_token[request.req_pool_idx, : request.kv_allocated_len - request.evicpress.holes].long()
         entries = []
         for layer in range(LAYERS):
             keys = self.pool.k_buffer[layer][row]
@@ -234,9 +230,7 @@ class Walk:
             assert len(entries) == request.kv_allocated_len - request.evicpress.holes
             for value, position in entries:
                 assert position < len(hashes) and hashes[position] == value, "KV of another token path"
-            missing = set(range(request.cache_protected_len, len(hashes))) - {
-                position for _, position in entries
-            }
+            missing = set(range(request.cache_protected_len, len(hashes))) - {position for _, position in entries}
             assert not missing, "the request's own KV is not all there"
         for before, now in zip(request.frozen_view, self.view_of(request), strict=True):
             assert before <= now, "the KV view of a running request changed"
@@ -296,9 +290,7 @@ def test_short_partial_match_falls_back_to_the_parent_and_its_recomputed_kv_upgr
     (node,) = nodes_of(walk)
     walk.cache.compress(node.id, Form("streaming", 0.2))  # keeps 4 sinks and the last 16
     match = walk.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", [*tokens[:60], 58]))))
-    assert (
-        len(match.device_indices) == 0 and len(nodes_of(walk)) == 1
-    )  # 4 slots for 60 tokens: nothing is split
+    assert len(match.device_indices) == 0 and len(nodes_of(walk)) == 1  # 4 slots for 60 tokens: nothing is split
     finished(walk, [*tokens[:60], 58])
     upper = next(node for node in nodes_of(walk) if node.parent is walk.cache.root_node)
     assert len(upper.key) == 60 and num_slots(upper) == 60 and not is_lossy(upper)

@@ -83,9 +83,7 @@ def select(press: Press, node: PressInput, num_kept: int, sinks: int) -> Tensor:
         raise ValueError(f"cannot keep {num_kept} of {num_slots} slots: want 1 to {num_slots}")
     num_sinks = min(max(0, sinks - node.start), num_slots)
     if num_kept < num_sinks:
-        raise ValueError(
-            f"cannot keep {num_kept} slots of a node with {num_sinks} sinks: keep at least those"
-        )
+        raise ValueError(f"cannot keep {num_kept} slots of a node with {num_sinks} sinks: keep at least those")
     scores = press.score(node)
     if scores.shape != node.positions.shape:
         want = tuple(node.positions.shape)
