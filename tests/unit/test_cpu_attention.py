@@ -115,9 +115,7 @@ def test_chunks_of_a_prompt_add_up_to_the_whole_prompt() -> None:
     case = make_sequences(((24, 0),), 2, 2, 64, 64)
     slots, parts = case.rows[0].slots, []
     for begin, end in ((0, 7), (7, 16), (16, 24)):
-        chunk = Sequences(
-            case.query[begin:end], case.k_buffer, case.v_buffer, [SequenceRows(slots[:end], end - begin)]
-        )
+        chunk = Sequences(case.query[begin:end], case.k_buffer, case.v_buffer, [SequenceRows(slots[:end], end - begin)])
         parts.append(attend(chunk, 0.125))
     torch.testing.assert_close(torch.cat(parts), attend(case, 0.125), atol=1e-6, rtol=1e-5)
 

@@ -28,9 +28,7 @@ def compressed_nodes(draw: Any, page_size: int = 1) -> tuple[torch.Tensor, int, 
 
 
 def layout_of(positions: torch.Tensor, start: int, page_size: int) -> SurvivorLayout:
-    return SurvivorLayout(
-        HostCopy(positions), HostCopy(place(positions, start, page_size)), positions.shape[-1]
-    )
+    return SurvivorLayout(HostCopy(positions), HostCopy(place(positions, start, page_size)), positions.shape[-1])
 
 
 def shown_late(positions: torch.Tensor, logical: torch.Tensor, start: int, num_tokens: int) -> int:
@@ -69,9 +67,7 @@ def test_no_causal_layout_shows_a_slot_earlier(node: tuple[torch.Tensor, int, in
 
 
 @given(compressed_nodes(), st.data())
-def test_split_is_what_was_before_the_cut_and_the_rest(
-    node: tuple[torch.Tensor, int, int], data: Any
-) -> None:
+def test_split_is_what_was_before_the_cut_and_the_rest(node: tuple[torch.Tensor, int, int], data: Any) -> None:
     positions, start, num_tokens = node
     layout = layout_of(positions, start, 1)
     cut = data.draw(st.integers(0, num_tokens))
@@ -132,9 +128,7 @@ def test_left_justified_survivors_would_show_the_future() -> None:
     assert [shown_late(positions, exact, 0, cut) for cut in range(1, 300)] == [0] * 299
 
 
-@given(
-    st.integers(1, 400), st.floats(0.0, 1.0, exclude_min=True), st.sampled_from([1, 16]), st.integers(0, 40)
-)
+@given(st.integers(1, 400), st.floats(0.0, 1.0, exclude_min=True), st.sampled_from([1, 16]), st.integers(0, 40))
 def test_slots_after_keeps_enough_whole_pages_and_never_more_than_there_are(
     num_units: int, kept_fraction: float, page_size: int, sinks: int
 ) -> None:

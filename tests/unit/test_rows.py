@@ -276,9 +276,7 @@ class TestNoWaiting:
         TestDecode().table(META)
         seen: list[Any] = []
         batch = TestDecode().batch("meta")
-        rows._around_alloc_for_decode(
-            lambda given, _: seen.append((given.seq_lens, given.seq_lens_cpu)), batch, 1
-        )
+        rows._around_alloc_for_decode(lambda given, _: seen.append((given.seq_lens, given.seq_lens_cpu)), batch, 1)
         assert seen[0][0].device == META and seen[0][1].tolist() == [8, 4, 1]
 
 
@@ -309,9 +307,7 @@ class TestPagedAllocator:
         begins, ends = torch.tensor(prefix_lens), torch.tensor(seq_lens)
         new = int((ends - begins).sum())
         last_loc = torch.tensor(last)
-        return paged_allocator._around_alloc_extend(
-            refuse, fake, begins, begins, ends, ends, last_loc, new, None
-        )
+        return paged_allocator._around_alloc_extend(refuse, fake, begins, begins, ends, ends, last_loc, new, None)
 
     def decode(self, fake: Any, seq_lens: list[int], last: list[int]) -> Any:
         ends = torch.tensor(seq_lens)
