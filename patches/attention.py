@@ -116,8 +116,12 @@ def _show_views(backend: Any, table: rows.HoleTable) -> None:
 
 
 def replace_torch_native(model_runner: Any) -> None:
-    if type(model_runner.attn_backend) is TorchNativeAttnBackend:
-        model_runner.attn_backend = SdpaBackend(model_runner)
+    """Put our CPU attention in the place of torch_native; other backends stay."""
+    replaced = model_runner.attn_backend
+    if type(replaced) is TorchNativeAttnBackend:
+        backend = model_runner.attn_backend = SdpaBackend(model_runner)
+        backend.prefill_attention_backend_str = replaced.prefill_attention_backend_str
+        backend.decode_attention_backend_str = replaced.decode_attention_backend_str
 
 
 def _after_init_attention_backend(result: Any, model_runner: Any, *args: Any, **kwargs: Any) -> None:

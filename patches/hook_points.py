@@ -93,7 +93,12 @@ HOOK_POINTS = (
         ),
     ),
     HookPoint("sglang.srt.managers.io_struct.hook_custom_types", "seam", "scheduler", ("new_types",)),
-    HookPoint("sglang.srt.managers.tokenizer_control_mixin._COMMUNICATOR_SPECS", "seam", "frontend", None),
+    HookPoint(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._dispatch_to_scheduler", "read", "frontend", None
+    ),
+    HookPoint(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.auto_create_handle_loop", "read", "frontend", ("self",)
+    ),
     HookPoint(
         "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
         "hook",

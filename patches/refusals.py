@@ -149,6 +149,13 @@ def check(server_args: Any, config: EvicPressConfig) -> None:
         _refuse_conflict(config, row, getattr(server_args, row.attribute))
     for row in ENVIRONMENT_REFUSALS:
         _refuse_conflict(config, row, getattr(envs, row.attribute).get())
+    prefill = server_args.prefill_attention_backend or server_args.attention_backend
+    decode = server_args.decode_attention_backend or server_args.attention_backend
+    if prefill and decode and prefill != decode:
+        raise RefusedError(
+            f"--kv-policy {config.policy} cannot be combined with {prefill} for prefill and {decode} for decode: "
+            "compact rows need one backend for both, so give --attention-backend alone"
+        )
     graphs = server_args.cuda_graph_config
     if "full" in (server_args.cuda_graph_backend_prefill, graphs and graphs.prefill.backend):
         for form in config.forms:

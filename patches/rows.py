@@ -102,7 +102,7 @@ def _around_write_cache_indices(
     # checker.
     for row, seq_len, num_holes in zip(rows_cpu.tolist(), seq_lens_cpu.tolist(), holes, strict=True):
         if num_holes:
-            req_to_token_pool.req_to_token[row, seq_len - num_holes : seq_len] = 0
+            req_to_token_pool.req_to_token[row, seq_len - num_holes :] = 0
 
 
 def _around_alloc_for_decode(original: Callable[..., Any], batch: Any, token_per_req: int) -> Any:

@@ -426,9 +426,7 @@ def test_scheduler_answers_after_its_dispatcher_is_built(
     scheduler = MagicMock()
     scheduler.tree_cache = FakeCache()
     Scheduler.init_request_dispatcher(scheduler)
-    given = scheduler._request_dispatcher(
-        EvicPressReqInput(rid="evicpress-0", op="node", payload=b'{"node_id":1}')
-    )
+    given = scheduler._request_dispatcher(EvicPressReqInput(rid="evicpress-0", op="node", payload=b'{"node_id":1}'))
     assert (given.rid, given.status) == ("evicpress-0", 200)
     assert json.loads(given.payload) == {"id": 1, "positions": False, "tokens": False}
     own = scheduler._request_dispatcher._mapping

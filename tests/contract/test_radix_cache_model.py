@@ -106,7 +106,7 @@ class Walk:
         if len(self.running) >= ROWS - 2:
             return
         document = self.rng.choice(self.documents)
-        tokens = document[: self.rng.randrange(1, 150)] + [
+        tokens = document[: self.rng.randrange(1, len(document))] + [
             self.rng.randrange(50, 60) for _ in range(self.rng.randrange(1, 30))
         ]
         self.count += 1

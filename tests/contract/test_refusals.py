@@ -49,7 +49,7 @@ CONFLICTS: dict[str, Any] = {
     "enable_unified_memory": True,
     "enable_page_major_kv_layout": True,
     "prefill_only_disable_kv_cache": True,
-    "kv_cache_dtype": "fp4_e2m1",
+    "kv_cache_dtype": "fp8_e4m3",
     "device": "xpu",
     "attention_backend": "intel_amx",
     "prefill_attention_backend": "trtllm_mha",
@@ -90,7 +90,7 @@ def test_plain_arguments_pass(server_args: Any) -> None:
         ("attention_backend", "fa3"),
         ("attention_backend", "torch_native"),
         ("device", "cuda:1"),
-        ("kv_cache_dtype", "fp8_e4m3"),
+        ("kv_cache_dtype", "bfloat16"),
         ("radix_cache_backend", "evicpress"),
         ("tp_size", 2),
         ("page_size", 16),
@@ -113,6 +113,12 @@ def test_each_row_is_refused_by_name_with_the_way_out(server_args: Any, row: ref
     asked = row.flag if value is True else f"{row.flag} {value}"
     sentence = _refuse(f"--kv-policy evicpress cannot be combined with {asked}: {row.reason}", server_args)
     assert any(f", so {verb} " in sentence for verb in ("leave", "choose", "use", "serve", "start"))
+
+
+def test_unequal_backends_for_prefill_and_decode_are_refused(server_args: Any) -> None:
+    server_args.attention_backend = "flashinfer"
+    server_args.decode_attention_backend = "triton"
+    _refuse("flashinfer for prefill and triton for decode", server_args)
 
 
 def test_each_flag_is_one_of_sglangs() -> None:

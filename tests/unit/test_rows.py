@@ -145,7 +145,7 @@ class TestExtend:
         pool, case = stale_pool(), Extend()
         batch = case.run(put_rows, pool)
         table = pool.req_to_token
-        assert table[2].tolist() == [*range(100, 106), 900, 901, 0, 0, 0, 0, 77, 77, 77, 77]
+        assert table[2].tolist() == [*range(100, 106), 900, 901] + [0] * 8
         assert table[5].tolist() == [200, 201, 202, 902] + [77] * 12
         assert table[1].tolist() == [903, 904, 905, 906] + [77] * 12
         assert rows.table().device.tolist() == [0, 0, 4, 0, 0, 0, 0, 0]
@@ -170,7 +170,7 @@ class TestExtend:
         pool = stale_pool()
         Extend(holes=(10, 3, 0)).run(put_rows, pool)
         assert pool.req_to_token[2, :4].tolist() == [900, 901, 0, 0]
-        assert pool.req_to_token[5, :5].tolist() == [902, 0, 0, 0, 77]
+        assert pool.req_to_token[5, :5].tolist() == [902, 0, 0, 0, 0]
 
     def test_the_batch_is_forgotten_after_an_error(self) -> None:
         def fail(batch: Any) -> None:
