@@ -114,7 +114,7 @@ def main() -> None:
     args = parser.parse_args()
     sample = Sample(args.contexts, args.questions, args.tokens, args.seed)
     forms = [f"{press}@{kept:g}" for press in args.presses for kept in args.kept]
-    begin = time.monotonic()
+    begin, begin_commit = time.monotonic(), commit()
     with Server("--kv-policy", "evicpress", "--kv-forms", ",".join(forms), "--max-total-tokens", "20000") as server:
         qualities = measure(server, sample, forms)
     curves: dict[str, dict[str, float]] = defaultdict(dict)
@@ -126,8 +126,8 @@ def main() -> None:
         by_family[form] = {family: round(statistics.fmean(values), 3) for family, values in families.items()}
     result = {
         "what": "mean token F1 of answers on a compressed context against the answers on the exact one",
-        "command": "PYTHONPATH=bench python -m testbed.curves " + " ".join(sys.argv[1:]),
-        "commit": commit(),
+        "command": " ".join(["PYTHONPATH=bench python -m testbed.curves", *sys.argv[1:]]),
+        "commit": begin_commit,
         "versions": {name: importlib.metadata.version(name) for name in ("sglang", "torch", "sglang-evicpress")},
         "machine": processor(),
         "seconds": round(time.monotonic() - begin),
