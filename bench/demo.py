@@ -32,7 +32,6 @@ from testbed.workload import Turn, make_workload
 
 OUT = Path(__file__).parent / "out" / "demo"
 FORMS = ("keydiff@0.8", "keydiff@0.6", "keydiff@0.4", "keydiff@0.2")  # the best press of the curves at each fraction
-_LAST_PORT = 55_535  # SGLang also wants the port 10000 above it, for gRPC
 _WARM_UP_SEED_OFFSET = 500_000  # warm-up contexts are not those of the workload
 
 
@@ -75,16 +74,14 @@ class Run:
 def serving(*arguments: str) -> Iterator[Server]:
     """A server that is gone afterwards however the block, or its start, ends; its log stays on a failure."""
     server = Server(*arguments)
-    while server.port > _LAST_PORT:
-        shutil.rmtree(server.log.parent, ignore_errors=True)
-        server = Server(*arguments)
     keep_log = False
     try:
         server.start()
         yield server
     except (openai.OpenAIError, OSError, ServerError) as error:
         keep_log = True
-        what = "the server answered" if server.is_alive() else f"the server is gone\n{server.log_tail()}\n"
+        time.sleep(1.0)  # one that dies closes its connections first
+        what = "the server answered" if server.is_alive() else f"the server is gone, last it said:\n{server.log_tail()}\n"
         raise ServerError(f"{what}: {error}\nthe whole log: {server.log}") from error
     finally:
         server.stop()
