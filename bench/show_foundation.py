@@ -1,0 +1,89 @@
+"""`make show-foundation`: measures every promise of the foundation that a machine without a GPU can; one line each.
+
+Ends with status 1 if a line is MISSED. Takes 20 to 30 minutes on 2 cores, 10 of them the storm. `--only WORD` runs the
+parts whose name holds the word; `--storm-seconds N` shortens the storm, and the line then says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from foundation import exactness, frees, inputs, overhead, peer, readme, stock, storm
+from foundation.reference import make_peaky_model
+from foundation.report import Line, print_line
+from testbed.server import MODEL, Server
+
+CONTEXTS_PER_CELL = 3
+STORM_SECONDS = 600.0
+
+
+def measure_exactness() -> Iterator[Line]:
+    with tempfile.TemporaryDirectory() as folder:
+        models = (("testbed model", MODEL, 1), ("testbed model", MODEL, 16))
+        peaky = make_peaky_model(Path(folder) / "peaky")
+        for name, model, page_size in (*models, ("random model", peaky, 1), ("random model", peaky, 16)):
+            with Server(*exactness.server_arguments(page_size), model=model) as server:
+                yield from exactness.measure(server, model, page_size, name=name, contexts_per_cell=CONTEXTS_PER_CELL)
+
+
+def measure_stock() -> Iterator[Line]:
+    yield stock.compare_import()
+    for line, details in (stock.compare_off(), stock.compare_exact()):
+        yield line
+        print(*(f"    {detail}" for detail in details[:10]), sep="\n", end="", flush=True)
+
+
+def measure_frees() -> Iterator[Line]:
+    for page_size in frees.PAGE_SIZES:
+        with Server(*frees.arguments(page_size)) as server:
+            yield frees.measure(server, page_size)
+
+
+def measure_storm(seconds: float) -> Iterator[Line]:
+    seed = int(time.time())
+    for page_size, share in ((1, 0.6), (16, 0.4)):
+        outcome = storm.storm(seconds * share, page_size, seed)
+        yield storm.line(outcome, page_size, seconds * share)
+        print(*(f"    {problem}\n" for problem in outcome.problems[:5]), sep="", end="", flush=True)
+
+
+def measure_overhead() -> Iterator[Line]:
+    yield from overhead.overhead(pairs=80)
+    yield overhead.attention_speedup(rounds=9)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", metavar="WORD")
+    parser.add_argument("--storm-seconds", type=float, default=STORM_SECONDS)
+    options = parser.parse_args()
+    parts: dict[str, Callable[[], Iterator[Line]]] = {
+        "overhead": measure_overhead,
+        "exactness": measure_exactness,
+        "peer": peer.measure,
+        "stock": measure_stock,
+        "frees": measure_frees,
+        "inputs": inputs.measure,
+        "readme": readme.measure,
+        "storm": lambda: measure_storm(options.storm_seconds),
+    }
+    begin = time.monotonic()
+    lines = []
+    for name, measure in parts.items():
+        if options.only in name:
+            for line in measure():
+                print_line(line)
+                lines.append(line)
+    missed = sum(not line.ok for line in lines)
+    minutes = (time.monotonic() - begin) / 60
+    print(f"{len(lines)} lines, {missed} missed, {minutes:.1f} minutes")
+    return 1 if missed or not lines else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
