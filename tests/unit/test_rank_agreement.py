@@ -1,0 +1,76 @@
+"""Tensor-parallel ranks hold other heads and so other survivors, yet must split a node at the same slot."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+from sglang_evicpress.core import Form
+from sglang_evicpress.patches.compression import Compressor
+
+NUM_TOKENS, NUM_KEPT = 96, 48
+
+
+def make_compressor(rank: int, group: object) -> Compressor:
+    buffers = torch.randn(2, 2, 128, 2, 8, generator=torch.Generator().manual_seed(rank))
+    pool = SimpleNamespace(
+        start_layer=0,
+        layer_num=2,
+        _get_key_buffer=lambda layer: buffers[0, layer],
+        _get_value_buffer=lambda layer: buffers[1, layer],
+    )
+    return Compressor(pool, 1, 4, group)
+
+
+def compress(rank: int, group: object) -> tuple[torch.Tensor, torch.Tensor]:
+    compressor = make_compressor(rank, group)
+    slots = torch.arange(1, NUM_TOKENS + 1)
+    layout, value = compressor.compress(
+        form=Form("knorm", 0.5),
+        slots=slots,
+        layout=None,
+        start=0,
+        num_tokens=NUM_TOKENS,
+        num_kept=NUM_KEPT,
+        window=None,
+    )
+    assert int((value != 0).sum()) == NUM_KEPT
+    trimmed = compressor.trim(
+        form=Form("knorm", 0.5),
+        slots=slots[:NUM_KEPT],
+        layout=layout,
+        start=0,
+        num_tokens=NUM_TOKENS,
+        replaced=(10, 20 + rank),  # ranks may have other strays: all give up as many entries as the one with most
+        window=None,
+    )
+    assert trimmed is not None
+    return layout.logical, trimmed[0].logical
+
+
+def run_rank(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    logical, trimmed = compress(rank, dist.group.WORLD)
+    torch.save((logical, trimmed), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_ranks_place_survivors_alike(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=run_rank, args=(rank, str(tmp_path))) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(timeout=120)
+        assert process.exitcode == 0
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    for mine, theirs in zip(first, second, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_alone_they_would_not() -> None:
+    assert not torch.equal(compress(0, None)[0], compress(1, None)[0])
