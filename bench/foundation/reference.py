@@ -1,0 +1,320 @@
+"""What a compressed prefix must answer, worked out without the product: transformers over a cache of the survivors.
+
+Nothing here knows how the server stores, splits or matches anything. It is told which absolute positions survived in
+every (layer, kv head); keys and values are its own, from its own prefill; and the scores that a selection must follow
+are written down anew from the papers' formulas.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.nn.functional import max_pool1d
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+SNAPKV_WINDOW, SNAPKV_KERNEL = 32, 7
+SINKS = 4
+MIN_SHARE = 0.5
+PEAKY_VOCABULARY = 320
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KV:
+    """Keys and values of some tokens, fp32 [layers, kv_heads, tokens, head_dim] each; RoPE is in the keys."""
+
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return self.keys.shape[2]
+
+    def gather(self, positions: Tensor) -> Self:
+        """Other tokens in every head: int64 [layers, kv_heads, m], counted from this KV's first token."""
+        index = positions[..., None].expand(*positions.shape, self.keys.shape[-1])
+        return type(self)(self.keys.gather(2, index), self.values.gather(2, index))
+
+    def first(self, num_tokens: int) -> Self:
+        return type(self)(self.keys[:, :, :num_tokens], self.values[:, :, :num_tokens])
+
+    def then(self, other: Self) -> Self:
+        return type(self)(torch.cat([self.keys, other.keys], 2), torch.cat([self.values, other.values], 2))
+
+    def every_position(self) -> Tensor:
+        """int64 [layers, kv_heads, tokens]: nothing dropped."""
+        return torch.arange(self.num_tokens).expand(*self.keys.shape[:2], -1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Extension:
+    """One forward pass: ``kv`` of its tokens, ``queries`` [layers, q_heads, tokens, head_dim] (RoPE applied), and
+    ``logprobs`` [tokens, vocabulary] of what comes after each."""
+
+    kv: KV
+    queries: Tensor
+    logprobs: Tensor
+
+
+class Reference:
+    """A Llama of transformers: eager attention, fp32, one thread. Calls from several threads take turns."""
+
+    def __init__(self, model: Path | str) -> None:
+        torch.set_num_threads(1)
+        self._model = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
+        self._turn = threading.Lock()
+        self._projected: list[Tensor] = []
+        for layer in self._model.model.layers:
+            layer.self_attn.q_proj.register_forward_hook(lambda _, __, output: self._projected.append(output))
+
+    @property
+    def vocabulary_size(self) -> int:
+        return int(self._model.config.vocab_size)
+
+    def prefill(self, token_ids: Sequence[int]) -> Extension:
+        return self.extend(None, 0, token_ids)
+
+    def extend(self, past: KV | None, start: int, token_ids: Sequence[int]) -> Extension:
+        """Compute ``token_ids`` at positions from ``start`` on, seeing all of ``past`` and, causally, each other."""
+        with self._turn, torch.inference_mode():
+            torch.set_num_threads(1)
+            cache, num_past, num_new = DynamicCache(), 0 if past is None else past.num_tokens, len(token_ids)
+            if past is not None:
+                for layer, (keys, values) in enumerate(zip(past.keys, past.values, strict=True)):
+                    cache.update(keys[None], values[None], layer)
+            hidden = torch.ones(num_new, num_past + num_new, dtype=torch.bool).triu(num_past + 1)
+            mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)
+            position_ids = torch.arange(start, start + num_new)[None]
+            self._projected.clear()
+            output = self._model(
+                input_ids=torch.tensor([list(token_ids)]),
+                past_key_values=cache,
+                position_ids=position_ids,
+                attention_mask=mask[None, None],
+            )
+            kv = KV(
+                torch.stack([layer.keys[0, :, num_past:] for layer in cache.layers]),
+                torch.stack([layer.values[0, :, num_past:] for layer in cache.layers]),
+            )
+            return Extension(kv, self._queries(position_ids), output.logits[0].log_softmax(-1))
+
+    def _queries(self, position_ids: Tensor) -> Tensor:
+        cos, sin = self._model.model.rotary_emb(self._projected[0], position_ids)
+        queries = []
+        for projected in self._projected:
+            q = projected.view(*projected.shape[:2], -1, cos.shape[-1]).transpose(1, 2)
+            queries.append(apply_rotary_pos_emb(q, q, cos, sin)[0][0])
+        return torch.stack(queries)
+
+
+def press_scores(press: str, kv: KV, positions: Tensor, queries: Tensor, query_end: int) -> Tensor | None:
+    """What a press must have scored: fp32 [layers, kv_heads, m], the higher survives; None for random.
+
+    ``kv``: what the node held, at absolute ``positions`` [layers, kv_heads, m]. ``queries``: of the whole prompt that
+    wrote the node, or of more; the last ones before ``query_end`` (an absolute position) are the window.
+    """
+    match press:
+        case "knorm":  # low-norm keys get the most attention (arXiv 2406.11430)
+            return -kv.keys.norm(dim=-1)
+        case "value_key_ratio":  # PagedEviction, algorithm 1
+            return kv.values.norm(dim=-1) / kv.keys.norm(dim=-1)
+        case "keydiff":  # arXiv 2504.15364: least like the mean direction
+            directions = kv.keys / kv.keys.norm(dim=-1, keepdim=True)
+            mean = directions.mean(2, keepdim=True)
+            return -(directions * mean).sum(-1) / mean.norm(dim=-1)
+        case "streaming":  # arXiv 2309.17453: the latest; sinks are kept in any case
+            return positions.to(torch.float32)
+        case "snapkv":
+            return _snapkv_scores(kv.keys, positions, queries, query_end)
+        case "random":
+            return None
+    raise ValueError(f"no formula for press {press!r}")
+
+
+def _snapkv_scores(keys: Tensor, positions: Tensor, queries: Tensor, query_end: int) -> Tensor:
+    """arXiv 2404.14469, settings of EvolKV: window 32 (kept), max over 7 neighbours, softmax over the node's own."""
+    layers, heads, m, dim = keys.shape
+    window = torch.arange(max(0, query_end - SNAPKV_WINDOW), query_end)
+    q = queries[:, :, window].view(layers, heads, -1, len(window), dim)
+    logits = q @ keys[:, :, None].transpose(-1, -2) * dim**-0.5
+    is_later = positions[:, :, None, None] > window[:, None]
+    attention = logits.masked_fill(is_later, -torch.inf).softmax(-1).nan_to_num(0.0).mean(3)
+    in_window = positions >= window[0]
+    attention = attention.masked_fill(in_window[:, :, None], 0.0)
+    pooled = max_pool1d(attention.view(-1, 1, m), SNAPKV_KERNEL, stride=1, padding=SNAPKV_KERNEL // 2)
+    scores = pooled.view(layers, heads, -1, m).mean(2)
+    return torch.where(in_window, 2.0 + (positions - window[0]), scores)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Node:
+    """A node as the server shows it: int64 ``positions`` [layers, kv_heads, m], ``logical`` [m]; None while full."""
+
+    id: int
+    start: int
+    token_ids: tuple[int, ...]
+    form: str
+    lineage: str
+    num_slots: int
+    positions: Tensor | None
+    logical: Tensor | None
+
+    @classmethod
+    def shown(cls, node: Any) -> Self:
+        """From the JSON of ``/evicpress/nodes/{id}?positions=true&tokens=true``."""
+        positions, logical = node["positions"], node["logical_indices"]
+        return cls(
+            node["id"],
+            node["start"],
+            tuple(node["token_ids"]),
+            node["form"],
+            node["lineage"],
+            node["num_slots"],
+            None if positions is None else torch.tensor(positions, dtype=torch.int64),
+            None if logical is None else torch.tensor(logical, dtype=torch.int64),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Text:
+    """A prompt with its answer and the KV that belongs to them on the server: exact, or computed on a lossy prefix.
+
+    ``queries`` [layers, q_heads, tokens, head_dim] are of the
+    passes that computed the KV, ``prompt_end`` is the length of the prompt.
+    """
+
+    token_ids: tuple[int, ...]
+    kv: KV
+    queries: Tensor
+    prompt_end: int
+
+    def first(self, num_tokens: int) -> Text:
+        queries = self.queries[:, :, :num_tokens]
+        return Text(self.token_ids[:num_tokens], self.kv.first(num_tokens), queries, min(self.prompt_end, num_tokens))
+
+
+def expected_match(path: list[Node], token_ids: Sequence[int], page_size: int) -> int:
+    """How many tokens of a prompt the cache must give: whole pages, one token left to compute, and of a compressed node
+    at least half of what its form promises to keep of the part that matches (else the match ends above it)."""
+    matched, limit = 0, (len(token_ids) - 1) // page_size * page_size
+    for node in path:
+        common = common_length(node.token_ids, token_ids[node.start : limit]) // page_size * page_size
+        if common == 0:
+            break
+        if node.logical is not None:
+            kept = int((node.logical < common).sum())
+            if kept == 0 or kept < MIN_SHARE * float(node.form.partition("@")[2]) * common:
+                break
+        matched += common
+        if common < len(node.token_ids):
+            break
+    return matched
+
+
+def survivors(path: list[Node], kv: KV, num_tokens: int) -> Tensor:
+    """Absolute positions, int64 [layers, kv_heads, m], that a match of ``num_tokens`` tokens along ``path`` holds."""
+    every = kv.every_position()
+    parts = [every[..., :0]]
+    for node in path:
+        end = min(num_tokens, node.start + len(node.token_ids))
+        if end <= node.start:
+            break
+        if node.positions is None or node.logical is None:
+            parts.append(every[..., node.start : end])
+        else:
+            parts.append(node.positions[..., node.logical < end - node.start])
+    return torch.cat(parts, -1)
+
+
+def selection_problems(text: Text, before: Node, after: Node, page_size: int, query_end: int) -> Iterator[str]:
+    """What is wrong with the survivors of a node brought to another form, by the reference's own scores."""
+    press, _, kept_fraction = after.form.partition("@")
+    start, end = before.start, before.start + len(before.token_ids)
+    held = text.kv.every_position()[..., start:end] if before.positions is None else before.positions
+    now, logical = after.positions, after.logical
+    if now is None or logical is None:
+        yield "the node is still full"
+        return
+    wanted = -(-len(before.token_ids) * round(float(kept_fraction) * 10) // 10)
+    wanted = min(held.shape[-1], -(-wanted // page_size) * page_size)
+    if now.shape != (*held.shape[:2], wanted) or after.num_slots != wanted:
+        yield f"{tuple(now.shape)} positions and {after.num_slots} slots, expected {wanted}"
+        return
+    if bool((now[..., 1:] <= now[..., :-1]).any()):
+        yield "positions are not ascending"
+    is_kept = torch.zeros((*held.shape[:2], text.kv.num_tokens), dtype=torch.bool).scatter(2, now, True).gather(2, held)
+    if bool((is_kept.sum(-1) != wanted).any()):
+        yield "positions that the node did not hold"
+    is_sink = held < SINKS
+    if bool((is_sink & ~is_kept).any()):
+        yield "a sink was dropped"
+    if bool((now - start >= (logical // page_size + 1) * page_size).any()):
+        yield "a slot is shown before its token"
+    scores = press_scores(press, text.kv.gather(held), held, text.queries, query_end)
+    if scores is None:
+        return
+    worst_kept = scores.masked_fill(~is_kept | is_sink, torch.inf).amin(-1)
+    best_dropped = scores.masked_fill(is_kept, -torch.inf).amax(-1)
+    excess = (best_dropped - worst_kept) / (1e-4 * worst_kept.abs() + 1e-6)
+    if bool((excess > 1.0).any()):
+        yield f"a better token was dropped (score {float(best_dropped.max()):.6g}, kept {float(worst_kept.min()):.6g})"
+
+
+def common_length(left: Sequence[int], right: Sequence[int]) -> int:
+    for count, (one, other) in enumerate(zip(left, right, strict=False)):
+        if one != other:
+            return count
+    return min(len(left), len(right))
+
+
+def largest_difference(logprobs: Tensor, top: Any) -> float:
+    """Largest |difference| to the server's top log probabilities, given per token as [log probability, id, text]."""
+    theirs = torch.tensor([[entry[0] for entry in step] for step in top])
+    ids = torch.tensor([[entry[1] for entry in step] for step in top])
+    return float((logprobs.gather(1, ids) - theirs).abs().max())
+
+
+def make_peaky_model(folder: Path) -> Path:
+    """A tiny random Llama (4 layers, GQA 4/2, head_dim 32) that hangs on every survivor, in a folder SGLang can load.
+
+    Wide query and key weights make attention peaky, wide embeddings and values make its outcome count: one wrong
+    survivor moves the answer by far more than rounding does.
+    """
+    config = LlamaConfig(
+        vocab_size=PEAKY_VOCABULARY,
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=8192,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
+    generator = torch.Generator().manual_seed(20240501)
+    spreads = {
+        "q_proj": 0.15,
+        "k_proj": 0.15,
+        "v_proj": 0.12,
+        "o_proj": 0.12,
+        "embed": 1.0,
+        "lm_head": 0.25,
+        "mlp": 0.05,
+    }
+    model = LlamaForCausalLM(config).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            for part, spread in spreads.items():
+                if part in name:
+                    parameter.normal_(0.0, spread, generator=generator)
+    model.save_pretrained(folder)
+    return folder
