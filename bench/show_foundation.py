@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from foundation import exactness, frees, inputs, overhead, peer, readme, stock, storm
-from foundation.reference import make_peaky_model
 from foundation.report import Line, print_line
-from testbed.server import MODEL, Server
+from testbed.server import Server
 
 CONTEXTS_PER_CELL = 3
 STORM_SECONDS = 600.0
@@ -24,11 +23,7 @@ STORM_SECONDS = 600.0
 
 def measure_exactness() -> Iterator[Line]:
     with tempfile.TemporaryDirectory() as folder:
-        models = (("testbed model", MODEL, 1), ("testbed model", MODEL, 16))
-        peaky = make_peaky_model(Path(folder) / "peaky")
-        for name, model, page_size in (*models, ("random model", peaky, 1), ("random model", peaky, 16)):
-            with Server(*exactness.server_arguments(page_size), model=model) as server:
-                yield from exactness.measure(server, model, page_size, name=name, contexts_per_cell=CONTEXTS_PER_CELL)
+        yield from exactness.measure_all(Path(folder), CONTEXTS_PER_CELL)
 
 
 def measure_stock() -> Iterator[Line]:

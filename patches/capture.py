@@ -7,6 +7,7 @@ The attention backend's ``forward_extend`` gets the queries after RoPE, whatever
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,14 @@ import torch
 from sglang_evicpress.press import QueryWindow
 
 MAX_HELD_REQUESTS = 256  # a window is kept from the prefill of a request until its node is in the tree
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerQueries:
+    """``queries`` [w, q_heads, head_dim] of one layer; ``end``: position after the last of them."""
+
+    queries: torch.Tensor
+    end: int
 
 
 class QueryCapture:
@@ -26,7 +35,7 @@ class QueryCapture:
         self.window = window
         self._num_layers = num_layers
         self._first_layer = first_layer
-        self._held: OrderedDict[str, tuple[list[torch.Tensor | None], int]] = OrderedDict()
+        self._held: OrderedDict[str, list[_LayerQueries | None]] = OrderedDict()
 
     @classmethod
     def install_on(cls, model_runner: Any) -> None:
@@ -61,27 +70,32 @@ class QueryCapture:
         for rid, length, end in zip(forward_batch.rids, forward_batch.extend_seq_lens_cpu, ends, strict=True):
             tail = queries[begin : begin + length][-self.window :]
             begin += length
-            layers, held_end = self._held.get(rid, ([None] * self._num_layers, -1))
+            layers = self._held.setdefault(rid, [None] * self._num_layers)
             earlier = layers[index]
-            if earlier is not None and held_end in (end, end - length) and len(tail) < self.window:
-                tail = torch.cat([earlier, tail])[-self.window :]
+            if earlier is not None and earlier.end == end - length and len(tail) < self.window:
+                tail = torch.cat([earlier.queries, tail])[-self.window :]
             else:
                 tail = tail.clone()
-            layers[index] = tail
-            self._held[rid] = (layers, end)
+            layers[index] = _LayerQueries(tail, end)
         while len(self._held) > MAX_HELD_REQUESTS:
             self._held.popitem(last=False)
 
-    def window_of(self, rid: str) -> QueryWindow | None:
-        """The last queries of a request's prompt so far, or None when they are not (all) there."""
+    def window_of(self, rid: str, start: int) -> QueryWindow | None:
+        """The last queries of a request's prompt so far, for a node that starts at ``start``.
+
+        None when they are not (all) there, or when all of them came before the node and so cannot have looked at it.
+        """
         held = self._held.get(rid)
         if held is None:
             return None
-        layers, end = held
-        tensors = [layer for layer in layers if layer is not None]
-        if len(tensors) < self._num_layers or len({len(tensor) for tensor in tensors}) != 1:
+        layers = [layer for layer in held if layer is not None]
+        seen = {(len(layer.queries), layer.end) for layer in layers}
+        if len(layers) < self._num_layers or len(seen) != 1:
             return None
-        queries = torch.stack(tensors)
+        ((_, end),) = seen
+        if end <= start:
+            return None
+        queries = torch.stack([layer.queries for layer in layers])
         positions = torch.arange(end - queries.shape[1], end, device=queries.device)
         return QueryWindow(queries=queries, positions=positions)
 

@@ -299,7 +299,8 @@ class EvicPressCache(RadixCache, inspection.Inspection):
             leaf = self._add_leaf(
                 parent, key[known:], own[known - adopted : len(key) - adopted], priority, view.is_lossy
             )
-            leaf.kv.window = QueryCapture.active.window_of(req.rid) if QueryCapture.active else None
+            if QueryCapture.active is not None:
+                leaf.kv.window = QueryCapture.active.window_of(req.rid, known)
             beyond.append(leaf)
         return beyond
 
