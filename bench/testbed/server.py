@@ -61,7 +61,7 @@ class Server:
             sys.executable,
             *("-m", "sglang.launch_server", "--model-path", str(self.model), "--device", "cpu"),
             *("--dtype", "float32", "--port", str(self.port), "--mem-fraction-static", "0.2"),
-            *("--skip-server-warmup", "--log-level", "info", *self.arguments),
+            *("--skip-server-warmup", "--sleep-on-idle", "--log-level", "info", *self.arguments),
         ]
 
     def start(self) -> None:
