@@ -81,7 +81,9 @@ def serving(*arguments: str) -> Iterator[Server]:
     except (openai.OpenAIError, OSError, ServerError) as error:
         keep_log = True
         time.sleep(1.0)  # one that dies closes its connections first
-        what = "the server answered" if server.is_alive() else f"the server is gone, last it said:\n{server.log_tail()}\n"
+        what = (
+            "the server answered" if server.is_alive() else f"the server is gone, last it said:\n{server.log_tail()}\n"
+        )
         raise ServerError(f"{what}: {error}\nthe whole log: {server.log}") from error
     finally:
         server.stop()

@@ -107,7 +107,8 @@ def _show_views(backend: Any, table: rows.HoleTable) -> None:
 
     def wrap(plan: Callable[..., None]) -> Callable[..., None]:
         def planned(forward_batch: Any, *args: Any, **kwargs: Any) -> None:
-            plan(physical_view(forward_batch, table), *args, **kwargs)
+            is_capture = bool(args and args[0]) or kwargs.get("in_capture", False)  # a made-up batch: no row, no holes
+            plan(forward_batch if is_capture else physical_view(forward_batch, table), *args, **kwargs)
 
         return planned
 

@@ -14,7 +14,8 @@ import torch
 
 from sglang_evicpress.press import QueryWindow
 
-MAX_HELD_REQUESTS = 256  # a window is kept from the prefill of a request until its node is in the tree
+MAX_HELD_REQUESTS = 64  # a window waits from the prefill of a request until its node is in the tree
+POOL_SHARE = 64  # all windows that nodes keep take at most this part of the pool's bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +27,20 @@ class _LayerQueries:
 
 
 class QueryCapture:
-    """Windows of running requests by request id; the oldest are let go beyond ``MAX_HELD_REQUESTS``."""
+    """Windows of running requests by request id, and those of nodes by key; both bounded, the oldest go first."""
 
     active: QueryCapture | None = None
-    window = 0
 
-    def __init__(self, window: int, num_layers: int, first_layer: int) -> None:
+    def __init__(self, window: int, num_layers: int, first_layer: int, max_bytes: int) -> None:
         self.window = window
         self._num_layers = num_layers
         self._first_layer = first_layer
+        self._max_bytes = max_bytes
         self._held: OrderedDict[str, list[_LayerQueries | None]] = OrderedDict()
+        self._kept: OrderedDict[int, QueryWindow] = OrderedDict()
+        self._kept_bytes = 0
+        self._next_key = 0
+        self._batch: list[tuple[str, int, int]] = []
 
     @classmethod
     def install_on(cls, model_runner: Any) -> None:
@@ -48,7 +53,9 @@ class QueryCapture:
             cls.active = None
             return
         pool = model_runner.token_to_kv_pool
-        capture = cls(config.window, pool.layer_num, pool.start_layer)
+        row_bytes = pool.head_num * pool.head_dim * pool.store_dtype.itemsize
+        pool_bytes = 2 * pool.layer_num * pool.size * row_bytes
+        capture = cls(config.window, pool.layer_num, pool.start_layer, pool_bytes // POOL_SHARE)
         cls.active = capture
         backend = model_runner.attn_backend
         attend = backend.forward_extend
@@ -56,20 +63,35 @@ class QueryCapture:
         def forward_extend(
             q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any
         ) -> Any:
-            capture.observe(q, layer, forward_batch)
+            capture.observe(q, layer)
             return attend(q, k, v, layer, forward_batch, *args, **kwargs)
 
         backend.forward_extend = forward_extend
 
-    def observe(self, q: torch.Tensor, layer: Any, forward_batch: Any) -> None:
+    def begin_batch(self, batch: Any) -> None:
+        """Note whose prompts the coming pass computes; capture and warm-up passes come without.
+
+        A decoding request in a mixed batch is left out: its one query says nothing of its prompt.
+        """
+        self._batch = []
+        if batch.forward_mode.is_extend():
+            decoding = {req.rid for req in batch.decoding_reqs or ()}
+            ends = batch.seq_lens_cpu.tolist()
+            for req, length, end in zip(batch.reqs, batch.extend_lens, ends, strict=True):
+                self._batch.append(("" if req.rid in decoding else req.rid, length, end))
+
+    def observe(self, q: torch.Tensor, layer: Any) -> None:
         """Append this pass's queries of one layer to each request's window (chunks of a prompt add up)."""
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        if len(queries) != sum(length for _, length, _ in self._batch):
+            return  # not the batch that was announced: a graph being captured or warmed up
         index = layer.layer_id - self._first_layer
         begin = 0
-        ends = forward_batch.seq_lens_cpu.tolist()
-        for rid, length, end in zip(forward_batch.rids, forward_batch.extend_seq_lens_cpu, ends, strict=True):
+        for rid, length, end in self._batch:
             tail = queries[begin : begin + length][-self.window :]
             begin += length
+            if not rid:
+                continue
             layers = self._held.setdefault(rid, [None] * self._num_layers)
             earlier = layers[index]
             if earlier is not None and earlier.end == end - length and len(tail) < self.window:
@@ -99,5 +121,23 @@ class QueryCapture:
         positions = torch.arange(end - queries.shape[1], end, device=queries.device)
         return QueryWindow(queries=queries, positions=positions)
 
+    def keep(self, rid: str, start: int) -> int | None:
+        """Keep the window of a request for a node; the key under which ``kept`` finds it, None without a window."""
+        window = self.window_of(rid, start)
+        if window is None:
+            return None
+        self._next_key += 1
+        self._kept[self._next_key] = window
+        self._kept_bytes += window.queries.nbytes
+        while self._kept_bytes > self._max_bytes and self._kept:
+            _, oldest = self._kept.popitem(last=False)
+            self._kept_bytes -= oldest.queries.nbytes
+        return self._next_key
+
+    def kept(self, key: int | None) -> QueryWindow | None:
+        """The window kept under ``key``, None once it had to make room."""
+        return None if key is None else self._kept.get(key)
+
     def forget(self, rid: str) -> None:
+        """Let a request's window go: its prompt is in the tree, or the request is gone."""
         self._held.pop(rid, None)

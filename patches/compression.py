@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,15 +12,19 @@ from sglang_evicpress.core import Form
 from sglang_evicpress.kernels.compact import compact
 from sglang_evicpress.kernels.select import select_survivors
 from sglang_evicpress.layout import HostCopy, SurvivorLayout, place
-from sglang_evicpress.press import PressInput, QueryWindow, get_press, select
+from sglang_evicpress.press import Press, PressInput, QueryWindow, get_press, select
+from sglang_evicpress.press.snapkv import SnapKV
 
 
 class Compressor:
     """Holds the pool and what ranks share. ``forward_stream`` is the scheduler's, once it has one (CUDA only)."""
 
-    def __init__(self, pool: Any, page_size: int, sinks: int, group: Any = None) -> None:
+    def __init__(
+        self, pool: Any, page_size: int, sinks: int, *, window: int = 32, scale: float | None = None, group: Any = None
+    ) -> None:
         self.page_size = page_size
         self.sinks = sinks
+        self.window = window
         self.forward_stream: Any = None
         self._pool = pool
         self._group = group  # CPU group of the tensor-parallel ranks, None when there is one rank
@@ -27,6 +32,8 @@ class Compressor:
         # Not get_key_buffer: that one waits for layer transfers, which only attention may do.
         self._k_buffers = [pool._get_key_buffer(layer) for layer in layers]
         self._v_buffers = [pool._get_value_buffer(layer) for layer in layers]
+
+        self._scale = float(self._k_buffers[0].shape[-1]) ** -0.5 if scale is None else scale
 
     @property
     def num_layers(self) -> int:
@@ -53,9 +60,9 @@ class Compressor:
         holes (0) elsewhere. Waits for nothing on the device unless ranks must agree. Starts behind the forward pass
         in flight: a finished request's last token may still be being written.
         """
-        self._wait_for_forward(slots)
         node = self._input(slots, layout, start, num_tokens, window)
-        survivors = select(get_press(form.press or ""), node, num_kept, self.sinks)
+        self._wait_for_forward(slots)
+        survivors = select(self._press(form), node, num_kept, self.sinks)
         return self._keep(node, survivors)
 
     def trim(
@@ -80,11 +87,19 @@ class Compressor:
         most = int(self._most(strays.sum(-1).max()))
         if most == 0:
             return None
-        self._wait_for_forward(slots)
         num_kept = (layout.num_slots - most) // self.page_size * self.page_size
         node = self._input(slots, layout, start, num_tokens, window)
-        scores = get_press(form.press or "").score(node).masked_fill(strays.to(slots.device), float("-inf"))
+        self._wait_for_forward(slots)
+        press = self._press(form)
+        if press.needs_queries and window is None:
+            press = get_press("keydiff")  # its queries had to make room; every press gives an order
+        scores = press.score(node).nan_to_num()  # finite, so that strays really come last
+        scores = scores.masked_fill(strays.to(slots.device, non_blocking=True), float("-inf"))
         return self._keep(node, select_survivors(scores, num_kept))
+
+    def _press(self, form: Form) -> Press:
+        press = get_press(form.press or "")
+        return replace(press, window=self.window) if isinstance(press, SnapKV) else press
 
     def _keep(self, node: PressInput, survivors: torch.Tensor) -> tuple[SurvivorLayout, torch.Tensor]:
         num_kept = survivors.shape[-1]
@@ -111,7 +126,7 @@ class Compressor:
             start=start,
             num_tokens=num_tokens,
             window=window,
-            scale=float(self._k_buffers[0].shape[-1]) ** -0.5,
+            scale=self._scale,
             page_size=self.page_size,
         )
 
@@ -121,7 +136,7 @@ class Compressor:
 
     def _positions(self, slots: torch.Tensor, layout: SurvivorLayout | None, start: int) -> torch.Tensor:
         if layout is not None:
-            return layout.positions.to(slots.device)
+            return layout.positions.to(slots.device, non_blocking=True)
         every = torch.arange(start, start + len(slots), dtype=torch.int32, device=slots.device)
         return every.expand(self.num_layers, self.num_heads, -1)
 

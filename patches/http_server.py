@@ -32,7 +32,7 @@ class Route:
 
 ROUTES = (
     Route("GET", "/evicpress/tree", "tree"),
-    Route("GET", "/evicpress/nodes/{node_id}", "node"),
+    Route("GET", "/evicpress/nodes/{node_id}", "node", AuthLevel.ADMIN_OPTIONAL),  # shows prompts
     Route("GET", "/evicpress/stats", "stats"),
     Route("POST", "/evicpress/nodes/{node_id}/compress", "compress", AuthLevel.ADMIN_OPTIONAL),
     Route("POST", "/evicpress/check", "check", AuthLevel.ADMIN_OPTIONAL),

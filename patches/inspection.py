@@ -32,7 +32,8 @@ class Inspection:
         described = self._summary(node, start_of(node))
         described["tokens_hash"] = hashlib.sha256(tokens_of_node.tobytes()).hexdigest()
         described["options"] = [
-            {"form": str(option.form or "drop"), "num_slots": option.num_slots} for option in self.options_of(node)
+            {"form": str(option.form or "drop"), "num_slots": option.num_slots}
+            for option in self.options_of(node, start_of(node))
         ]
         described["decisions"] = [
             {"form": str(entry.option.form or "drop"), "freed_slots": entry.freed_slots, "reason": entry.reason}
@@ -84,7 +85,7 @@ class Inspection:
         node = self._node(node_id)
         if node.lock_ref > 0:
             raise NodeBusy(node_id)
-        before, after = num_slots(node), self.slots_in(node, form)
+        before, after = num_slots(node), self.slots_in(node, form, start_of(node))
         if after is None:
             why = "its press needs queries of the prompt, and none were kept (they are when --kv-forms names the press)"
             if form.is_exact or not node.kv.form.is_exact:
@@ -116,7 +117,7 @@ class Inspection:
         return node
 
     def _summary(self: Any, node: Any, start: int) -> dict[str, object]:
-        kv = node.kv
+        kv, extra_key = node.kv, node.key.extra_key  # a cache salt is a secret: only its hash is shown
         return {
             "id": node.id,
             "parent_id": None if node.parent is self.root_node else node.parent.id,
@@ -130,9 +131,8 @@ class Inspection:
             "lock_ref": node.lock_ref,
             "weight": kv.weight,
             "last_use": kv.last_use,
-            "has_queries": kv.window is not None,
-            "extra_key": node.key.extra_key,
-            "first_tokens": list(node.key.token_ids[:8]),
+            "has_queries": self.window_of(node) is not None,
+            "namespace": None if extra_key is None else hashlib.sha256(extra_key.encode()).hexdigest()[:16],
         }
 
     def _in_flight(self: Any) -> Iterator[tuple[Any, int]]:

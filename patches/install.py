@@ -21,7 +21,7 @@ from typing import Any
 from sglang_evicpress.patches.hook_points import HOOK_POINTS, SUPPORTED_SGLANG, HookPoint
 from sglang_evicpress.patches.refusals import RefusedError
 
-ENVIRONMENT_FLAG = "SGLANG_EVICPRESS"  # "1" tells the children of this process to install the hooks
+ENVIRONMENT_FLAG = "SGLANG_EVICPRESS"  # "attention": our CPU attention on a server without kv policy
 
 _SUPPORTED = f"sglang-evicpress supports SGLang {', '.join(SUPPORTED_SGLANG)}"
 _WAY_OUT = f"install sglang=={SUPPORTED_SGLANG[-1]}, or start without --kv-policy"

@@ -10,7 +10,6 @@ import torch
 
 from sglang_evicpress.core import EXACT, Form
 from sglang_evicpress.layout import SurvivorLayout
-from sglang_evicpress.press import QueryWindow
 
 
 @dataclass(slots=True)
@@ -19,7 +18,9 @@ class NodeKV:
 
     ``slots``/``layout`` are None while the node is full: its slots are then ``node.value``. A compressed node shows
     holes (0) in ``node.value``. ``is_lossy_prefix``: its KV was computed on top of a lossy prefix, so it is lossy
-    itself. ``weight`` counts the requests that used the node; ``last_use`` is a logical tick, equal on every rank.
+    itself. ``origin`` is the node whose compression it comes from (the pieces of a split share it), None while it is
+    full. ``window`` is the key of the queries kept for it. ``weight`` counts the requests that used the node;
+    ``last_use`` is a logical tick, equal on every rank.
     """
 
     form: Form = EXACT
@@ -28,7 +29,8 @@ class NodeKV:
     is_lossy_prefix: bool = False
     weight: float = 1.0
     last_use: int = 0
-    window: QueryWindow | None = None
+    window: int | None = None
+    origin: int | None = None
 
 
 @dataclass(slots=True)
@@ -57,17 +59,28 @@ def is_lossy(node: Any) -> bool:
     return node.kv.layout is not None or node.kv.is_lossy_prefix
 
 
-def is_servable(node: Any, num_tokens: int, min_share: float) -> bool:
-    """Whether the node's first ``num_tokens`` tokens still have enough slots to be matched.
+def servable_steps(steps: list[tuple[Any, int]], min_share: float) -> int:
+    """How many steps (node, matched tokens) of a path a request can take from the tree.
 
-    A short partial match of a compressed node may be left with next to none of them (its survivors lie further back);
-    then the request is better off computing them anew. The bar is ``min_share`` of what the form promises to keep.
+    A match that ends inside a compressed node may be left with next to no slots (its survivors lie further back); then
+    the request is better off computing those tokens anew. The bar is ``min_share`` of what the form promises to keep.
+    The pieces of one compression are judged together, so a split loses nothing on the original path.
     """
-    layout = node.kv.layout
-    if layout is None:
-        return True
-    kept = layout.num_slots if num_tokens == len(node.key) else layout.slots_before(num_tokens)
-    return kept > 0 and kept >= min_share * node.kv.form.kept_fraction * num_tokens
+    servable, origin, due, slots = 0, None, 0.0, 0
+    for index, (node, matched) in enumerate(steps):
+        kv = node.kv
+        if kv.origin is None or kv.origin != origin:
+            if servable != index:
+                break
+            origin, due, slots = kv.origin, 0.0, 0
+        if kv.layout is None:
+            servable = index + 1
+            continue
+        due += min_share * kv.form.kept_fraction * matched
+        slots += kv.layout.num_slots if matched == len(node.key) else kv.layout.slots_before(matched)
+        if slots > 0 and slots >= due:
+            servable = index + 1
+    return servable
 
 
 def start_of(node: Any) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,14 +36,14 @@ from sglang_evicpress.patches.node import (
     NodeKV,
     PrefixView,
     is_lossy,
-    is_servable,
     num_slots,
+    servable_steps,
     slots_of,
     start_of,
     walk,
 )
 from sglang_evicpress.policy import make_policy
-from sglang_evicpress.press import get_press
+from sglang_evicpress.press import QueryWindow, get_press
 from sglang_evicpress.profile import Curves
 from sglang_evicpress.utility import PrefillCost
 
@@ -84,7 +85,10 @@ class EvicPressCache(RadixCache, inspection.Inspection):
         the part that matches, the match ends at its parent.
         """
         key = params.key.page_aligned(self.page_size)
-        path = [] if self.disable or len(key) == 0 else self._match_path(key)
+        path = []
+        if not self.disable:
+            steps = self._steps(key)
+            path = self._take(steps[: servable_steps(steps, self.config.min_share)])
         if params.req is not None:
             params.req.evicpress = self._view_of(path)
         if not path:
@@ -97,27 +101,30 @@ class EvicPressCache(RadixCache, inspection.Inspection):
             best_match_node=last,
         )
 
-    def _match_path(self, key: RadixKey) -> list[Any]:
+    def _steps(self, key: RadixKey) -> list[tuple[Any, int]]:
+        """The nodes that spell the longest known prefix of ``key`` with the tokens each matches; changes nothing."""
+        node, steps = self.root_node, []
+        while len(key) > 0:
+            node = node.children.get(key.child_key(self.page_size))
+            if node is None:
+                break
+            matched = node.key.match(key, page_size=self.page_size)
+            steps.append((node, matched))
+            if matched < len(node.key):
+                break
+            key = key[matched:]
+        return steps
+
+    def _take(self, steps: list[tuple[Any, int]]) -> list[Any]:
+        """Make the path that ``steps`` describe end at a node boundary, by a split, and note its use."""
         self._tick += 1
         now = time.monotonic()
-        node, path = self.root_node, []
-        node.last_access_time = now
-        while len(key) > 0:
-            child = node.children.get(key.child_key(self.page_size))
-            if child is None:
-                break
-            matched = child.key.match(key, page_size=self.page_size)
-            if not is_servable(child, matched, self.config.min_share):
-                break
-            if matched < len(child.key):
-                child = self._split_node(child.key, child, matched)
-            child.last_access_time = now
-            child.kv.last_use = self._tick
-            path.append(child)
-            node = child
-            key = key[matched:]
-            if len(child.key) != matched:
-                break
+        path = [node for node, _ in steps]
+        if steps and steps[-1][1] < len(path[-1].key):
+            path[-1] = self._split_node(path[-1].key, path[-1], steps[-1][1])
+        for node in path:
+            node.last_access_time = now
+            node.kv.last_use = self._tick
         return path
 
     def _view_of(self, path: list[Any]) -> PrefixView:
@@ -177,7 +184,7 @@ class EvicPressCache(RadixCache, inspection.Inspection):
         """SGLang's split, and the record's: slots with M < split_len go to the new upper node."""
         kv = child.kv
         upper = super()._split_node(key, child, split_len)
-        upper.kv = NodeKV(kv.form, None, None, kv.is_lossy_prefix, kv.weight, kv.last_use, kv.window)
+        upper.kv = replace(kv, slots=None, layout=None)
         if kv.layout is not None:
             above, below = kv.layout.split(split_len)
             upper.kv.layout, upper.kv.slots = above, kv.slots[: above.num_slots].clone()
@@ -195,32 +202,12 @@ class EvicPressCache(RadixCache, inspection.Inspection):
         value = params.value
         if value is None:
             value = torch.tensor(key.token_ids[: len(key)], dtype=torch.int64)
-        path, num_known = self._known_path(key, params.priority or 0)
+        path = self._take(self._steps(key))
+        num_known = sum(len(node.key) for node in path)
         last = path[-1] if path else self.root_node
         if num_known < len(key):
             last = self._add_leaf(last, key[num_known:], value[num_known : len(key)], params.priority or 0, False)
         return InsertResult(prefix_len=num_known, last_device_node=last)
-
-    def _known_path(self, key: RadixKey, priority: int) -> tuple[list[Any], int]:
-        """The nodes that spell the longest known prefix of ``key`` (split at its end), servable or not; its length."""
-        self._tick += 1
-        now = time.monotonic()
-        node, path, known = self.root_node, [], 0
-        while len(key) > 0:
-            child = node.children.get(key.child_key(self.page_size))
-            if child is None:
-                break
-            matched = child.key.match(key, page_size=self.page_size)
-            if matched < len(child.key):
-                child = self._split_node(child.key, child, matched)
-            child.last_access_time = now
-            child.kv.last_use = self._tick
-            child.priority = max(child.priority, priority)
-            path.append(child)
-            known += matched
-            node = child
-            key = key[matched:]
-        return path, known
 
     def _add_leaf(self, parent: Any, key: RadixKey, value: torch.Tensor, priority: int, is_lossy_prefix: bool) -> Any:
         node = TreeNode(priority=priority)
@@ -243,7 +230,8 @@ class EvicPressCache(RadixCache, inspection.Inspection):
         self.evictable_size_ += len(node.key) - num_slots(node)
         node.value = value.clone()
         kv = node.kv
-        kv.form, kv.slots, kv.layout, kv.is_lossy_prefix, kv.window = EXACT, None, None, is_lossy_prefix, None
+        kv.form, kv.slots, kv.layout, kv.is_lossy_prefix = EXACT, None, None, is_lossy_prefix
+        kv.window = kv.origin = None
         begin = start_of(node)
         for below in list(walk(node)):
             if below.kv.layout is not None and below.id in self.nodes:
@@ -259,7 +247,7 @@ class EvicPressCache(RadixCache, inspection.Inspection):
             start=start_of(node),
             num_tokens=len(node.key),
             replaced=replaced,
-            window=kv.window,
+            window=self.window_of(node),
         )
         if trimmed is None:
             return
@@ -272,7 +260,8 @@ class EvicPressCache(RadixCache, inspection.Inspection):
         """Whether a request's own KV is worth more than what the node holds, and may take its place now."""
         if node.lock_ref > 0:
             return False
-        return (is_lossy(node) and not view.is_lossy) or not is_servable(node, len(node.key), self.config.min_share)
+        is_servable = servable_steps([(node, len(node.key))], self.config.min_share) == 1
+        return not is_servable or (is_lossy(node) and not view.is_lossy)
 
     def _give(self, req: Any, key: RadixKey, own: torch.Tensor, adopted: int) -> list[Any]:
         """Put a request's own KV ``own`` (of the tokens of ``key`` from ``adopted`` on) into the tree.
@@ -282,14 +271,15 @@ class EvicPressCache(RadixCache, inspection.Inspection):
         """
         view: PrefixView = req.evicpress
         priority = getattr(req, "priority", 0) or 0
-        path, known = self._known_path(key, priority)
-        beyond, end = [], 0
+        path = self._take(self._steps(key))
+        beyond, known = [], 0
         for node in path:
-            begin, end = end, end + len(node.key)
+            node.priority = max(node.priority, priority)
+            begin, known = known, known + len(node.key)
             if begin < adopted:
                 continue
             beyond.append(node)
-            mine = own[begin - adopted : end - adopted]
+            mine = own[begin - adopted : known - adopted]
             if self._is_upgrade(node, view):
                 self._replace(node, mine, view.is_lossy)
             else:
@@ -300,7 +290,7 @@ class EvicPressCache(RadixCache, inspection.Inspection):
                 parent, key[known:], own[known - adopted : len(key) - adopted], priority, view.is_lossy
             )
             if QueryCapture.active is not None:
-                leaf.kv.window = QueryCapture.active.window_of(req.rid, known)
+                leaf.kv.window = QueryCapture.active.keep(req.rid, known)
             beyond.append(leaf)
         return beyond
 
@@ -348,6 +338,8 @@ class EvicPressCache(RadixCache, inspection.Inspection):
         self.dec_lock_ref(req.last_node)
         self.inc_lock_ref(beyond[-1])
         tail = torch.cat([tail, own[len(key) - adopted :]])
+        if QueryCapture.active is not None and not chunked:
+            QueryCapture.active.forget(req.rid)
         req.cache_protected_len = len(key)
         req.last_node = beyond[-1]
         req.prefix_indices = torch.cat([prefix, tail])
@@ -359,19 +351,11 @@ class EvicPressCache(RadixCache, inspection.Inspection):
         It would where the tree holds the same tokens beyond ``adopted`` and either copy is lossy, unless the tree's
         can be replaced whole. Nothing is split or touched.
         """
-        node, begin = self.root_node, 0
-        while len(key) > 0:
-            child = node.children.get(key.child_key(self.page_size))
-            if child is None:
-                return False
-            matched = child.key.match(key, page_size=self.page_size)
-            if begin >= adopted and (view.is_lossy or (is_lossy(child) and child.lock_ref > 0)):
+        begin = 0
+        for node, matched in self._steps(key):
+            if begin >= adopted and (view.is_lossy or (is_lossy(node) and node.lock_ref > 0)):
                 return True
-            if matched < len(child.key):
-                return False
             begin += matched
-            node = child
-            key = key[matched:]
         return False
 
     def _key_of(self, token_ids: Any, req: Any) -> RadixKey:
@@ -403,6 +387,11 @@ class EvicPressCache(RadixCache, inspection.Inspection):
             if node.lock_ref > 0:
                 continue
             kv = node.kv
+            form = kv.form
+            if (
+                kv.layout is not None
+            ):  # a piece of a split may hold less than its form promises; it never counts as more
+                form = replace(form, kept_fraction=min(form.kept_fraction, num_slots(node) / len(node.key)))
             stats.append(
                 NodeStats(
                     id=node.id,
@@ -410,43 +399,53 @@ class EvicPressCache(RadixCache, inspection.Inspection):
                     num_tokens=len(node.key),
                     num_slots=num_slots(node),
                     depth_tokens=above,
-                    form=kv.form,
+                    form=form,
                     weight=kv.weight,
                     last_use=kv.last_use,
                     num_children=len(node.children),
-                    options=self.options_of(node),
+                    options=self.options_of(node, above),
                 )
             )
         return stats
 
-    def options_of(self, node: Any) -> tuple[Option, ...]:
-        """What can be done with a node now; nothing while it is locked. Whether its children allow a drop is the plan's
-        business."""
+    def options_of(self, node: Any, start: int) -> tuple[Option, ...]:
+        """What can be done now with a node whose first token is at ``start``; nothing while it is locked.
+
+        Whether its children allow a drop is the plan's business.
+        """
         if node.lock_ref > 0:
             return ()
         options = []
-        if len(node.key) >= self.config.min_tokens:
+        if len(node.key) >= self.config.min_tokens and self.controller.policy.compresses:
             for form in self.config.forms:
-                after = self.slots_in(node, form)
+                after = self.slots_in(node, form, start)
                 if after is not None and after < num_slots(node):
                     options.append(Option(form, after))
         return (*options, DROP)
 
-    def slots_in(self, node: Any, form: Form) -> int | None:
-        """Slots of a node once brought to ``form``; None when it cannot be: other press, or no queries it needs."""
+    def slots_in(self, node: Any, form: Form, start: int) -> int | None:
+        """Slots of a node once brought to ``form``; None when it cannot be: it is lossy by another press or keeps no
+        more than that already, or the queries that the press needs are not there."""
         current = node.kv.form
-        if form.press is None or (not current.is_exact and current.press != form.press):
+        if form.press is None:
             return None
-        if get_press(form.press).needs_queries and node.kv.window is None:
+        if not current.is_exact and (current.press != form.press or current.kept_fraction <= form.kept_fraction):
             return None
-        sinks = max(0, min(len(node.key), self.config.sinks - start_of(node)))
+        if get_press(form.press).needs_queries and self.window_of(node) is None:
+            return None
+        sinks = max(0, min(len(node.key), self.config.sinks - start))
         return slots_after(len(node.key), form.kept_fraction, self.page_size, at_least=sinks)
+
+    def window_of(self, node: Any) -> QueryWindow | None:
+        """The queries kept for a node, if any."""
+        return None if QueryCapture.active is None else QueryCapture.active.kept(node.kv.window)
 
     def compress(self, node_id: int, form: Form) -> int:
         """Bring a node to ``form`` in place; returns the slots freed. It must be unlocked and have that option."""
         node = self.nodes[node_id]
         before = num_slots(node)
-        after = self.slots_in(node, form)
+        start = start_of(node)
+        after = self.slots_in(node, form, start)
         if node.lock_ref > 0 or after is None or after >= before:
             raise RuntimeError(f"evicpress: node {node_id} cannot be brought to {form}")
         slots = slots_of(node)
@@ -455,12 +454,13 @@ class EvicPressCache(RadixCache, inspection.Inspection):
             form=form,
             slots=slots,
             layout=kv.layout,
-            start=start_of(node),
+            start=start,
             num_tokens=len(node.key),
             num_kept=after,
-            window=kv.window,
+            window=self.window_of(node),
         )
         kv.form = form
+        kv.origin = node.id if kv.origin is None else kv.origin
         kv.slots = slots[:after].clone()
         self.token_to_kv_pool_allocator.free(slots[after:].clone())
         self.evictable_size_ -= before - after

@@ -227,6 +227,7 @@ def check_model(model_config: Any, kv_pool: Any, is_hybrid_swa: bool, is_hybrid_
 
     ``kv_pool`` must be exactly MHATokenToKVPool, laid out [slot, head, dim]: subclasses pack or move bytes.
     """
+    import torch
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     check_model_config(model_config)
@@ -239,4 +240,10 @@ def check_model(model_config: Any, kv_pool: Any, is_hybrid_swa: bool, is_hybrid_
         raise RefusedError(
             f"the KV pool is a {type(kv_pool).__name__} with layout {layout}, and a kv policy needs a plain "
             "MHATokenToKVPool with layout nhd: leave out the flag that chose it, or start without --kv-policy"
+        )
+    if kv_pool.head_dim != kv_pool.v_head_dim or kv_pool.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise RefusedError(
+            f"{architecture} keeps its KV as {kv_pool.dtype} with heads of {kv_pool.head_dim} and {kv_pool.v_head_dim},"
+            " and a kv policy needs float16, bfloat16 or float32 and equal heads: give --kv-cache-dtype bf16, or start "
+            "without --kv-policy"
         )

@@ -5,18 +5,23 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.registry import get_radix_cache_factory, register_radix_cache_backend
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_evicpress.patches.compression import Compressor
 from sglang_evicpress.patches.install import check_applied
 from sglang_evicpress.patches.radix_cache import EvicPressCache
-from sglang_evicpress.patches.refusals import check_layers, check_model
+from sglang_evicpress.patches.refusals import BACKEND_NAME, check_layers, check_model
 from sglang_evicpress.patches.server_args import config_of
 
 logger = logging.getLogger(__name__)
 
-BACKEND = "evicpress"
+
+def attention_scale(model: torch.nn.Module) -> float | None:
+    """The factor its attention puts on q.k, None when no layer tells."""
+    return next((float(layer.scaling) for layer in model.modules() if isinstance(layer, RadixAttention)), None)
 
 
 def build(context: Any) -> EvicPressCache:
@@ -28,7 +33,8 @@ def build(context: Any) -> EvicPressCache:
     check_layers(context.tp_worker.model_runner.model)
     config = config_of(context.server_args)
     group = context.tp_group.cpu_group if context.tp_size > 1 else None
-    compressor = Compressor(pool, params.page_size, config.sinks, group)
+    scale = attention_scale(context.tp_worker.model_runner.model)
+    compressor = Compressor(pool, params.page_size, config.sinks, window=config.window, scale=scale, group=group)
     cache = EvicPressCache(params, config, compressor)
     logger.info(
         "evicpress: policy %s, alpha %g, forms %s, page size %d",
@@ -41,5 +47,5 @@ def build(context: Any) -> EvicPressCache:
 
 
 def install() -> None:
-    if get_radix_cache_factory(BACKEND) is None:
-        register_radix_cache_backend(BACKEND, build)
+    if get_radix_cache_factory(BACKEND_NAME) is None:
+        register_radix_cache_backend(BACKEND_NAME, build)

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from sglang_evicpress.patches.capture import QueryCapture
+
 
 class HoleTable:
     """Holes per request row: one tensor for kernels on the pool's device and its mirror for host-side planning.
@@ -124,6 +126,8 @@ def _after_init_new(result: Any, cls: Any, batch: Any, model_runner: Any) -> Non
     """AFTER ``ForwardBatch.init_new``: a ForwardBatch has no host copy of its rows; copies lose attributes."""
     if _table is not None:
         _table.begin_batch(batch.req_pool_indices_cpu)
+    if QueryCapture.active is not None:
+        QueryCapture.active.begin_batch(batch)
 
 
 def install(registry: Any, hook_type: Any) -> None:

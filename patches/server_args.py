@@ -11,10 +11,10 @@ import argparse
 import dataclasses
 import functools
 import logging
-import os
 import sys
 from typing import Annotated, Any
 
+from sglang_evicpress import handover
 from sglang_evicpress.config import POLICIES, EvicPressConfig
 from sglang_evicpress.patches import install, refusals
 
@@ -32,6 +32,7 @@ def add_flags() -> None:
         _wrap_init(ServerArgs, names)
         _wrap_post_init(ServerArgs)
         _wrap_from_cli_args(ServerArgs)
+        _wrap_pickling(ServerArgs)
 
 
 def config_of(server_args: Any) -> EvicPressConfig:
@@ -75,7 +76,7 @@ def _add_fields(cls: Any) -> tuple[str, ...]:
                 "(default: keydiff@0.8,keydiff@0.5,keydiff@0.2).",
             ),
             flag("kv_min_tokens", int, "Never compress a cached prefix part shorter than this (default: 64)."),
-            flag("kv_sinks", int, "First tokens of a prefix part that are always kept (default: 4)."),
+            flag("kv_sinks", int, "First tokens of a prompt that are always kept (default: 4)."),
         ),
     )
     for field in dataclasses.fields(extra):
@@ -103,8 +104,6 @@ def _wrap_post_init(cls: Any) -> None:
     @functools.wraps(original)
     def __post_init__(self: Any) -> None:
         if self.kv_policy is None:
-            if os.environ.get(install.ENVIRONMENT_FLAG) == "1":
-                del os.environ[install.ENVIRONMENT_FLAG]
             _refuse_without_policy(self)
             original(self)
             return
@@ -114,7 +113,6 @@ def _wrap_post_init(cls: Any) -> None:
         if hasattr(self, "model_config"):  # absent for the placeholder models 'none' and 'dummy'
             refusals.check_model_config(self.model_config)
         install.install_frontend()
-        os.environ[install.ENVIRONMENT_FLAG] = "1"
         logger.info("%s", config)
 
     cls.__post_init__ = __post_init__
@@ -152,6 +150,19 @@ def _attention_backend(device: str | None) -> str | None:
     if kind == "cuda":
         return "triton" if is_hip() else "flashinfer"
     return "torch_native" if kind == "cpu" else None
+
+
+def _wrap_pickling(cls: Any) -> None:
+    """Let a ServerArgs with a kv policy mark the processes it is handed to."""
+    original = cls.__reduce_ex__
+
+    @functools.wraps(original)
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        if self.kv_policy is None:
+            return original(self, protocol)
+        return handover.restore, (type(self), dict(self.__dict__))
+
+    cls.__reduce_ex__ = __reduce_ex__
 
 
 def _wrap_from_cli_args(cls: Any) -> None:

@@ -7,6 +7,7 @@ has a namespace of its own (``extra_key``), so cases run side by side on one ser
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -401,15 +402,15 @@ def mixed_batch(case: Case) -> None:
 
 def read_path(server: Server, namespace: str, token_ids: Sequence[int]) -> list[Node]:
     """The nodes of a namespace that spell the longest known prefix of ``token_ids``, the last one perhaps in part."""
-    tree = [node for node in server.get("/evicpress/tree")["nodes"] if node["extra_key"] == namespace]
+    shown = hashlib.sha256(namespace.encode()).hexdigest()[:16]
+    tree = [node for node in server.get("/evicpress/tree")["nodes"] if node["namespace"] == shown]
     path: list[Node] = []
     parent, end = None, 0
     while end < len(token_ids):
-        first = token_ids[end]
         children = [
             Node.shown(server.get(f"/evicpress/nodes/{node['id']}?positions=true&tokens=true"))
             for node in tree
-            if node["parent_id"] == parent and node["first_tokens"][0] == first
+            if node["parent_id"] == parent
         ]
         common = {child.id: common_length(child.token_ids, token_ids[end:]) for child in children}
         best = max(children, key=lambda child: common[child.id], default=None)

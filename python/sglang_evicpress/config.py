@@ -12,6 +12,7 @@ from typing import Self
 from sglang_evicpress.core import Form
 
 POLICIES = ("evicpress", "lru")
+MAX_WINDOW = 256  # what the attention score kernel takes
 DEFAULT_FORMS = (Form("keydiff", 0.8), Form("keydiff", 0.5), Form("keydiff", 0.2))
 
 
@@ -22,10 +23,10 @@ class EvicPressConfig:
     ``alpha`` weighs answer quality against time to first token (paper, section 4; 0 counts time only).
     ``forms`` are the forms the policy may choose. Nodes under ``min_tokens`` tokens are never compressed; the
     first ``sinks`` tokens of a prompt are always kept; ``window`` is the number of last prompt queries a
-    press with queries looks at. A match inside a compressed node that would keep less than ``min_share``
-    of the tokens it claims falls back to the parent node. ``curves`` is the raw JSON of the quality curves,
-    None for the flat prior. The three ``prefill_`` figures, in seconds, are those of the prefill cost model.
-    Raises ValueError, one sentence, for a value out of its range.
+    press with queries looks at. A match that ends inside a compressed node and would keep less than ``min_share``
+    of what the node's form promises for those tokens falls back to the parent node. ``curves`` is the raw JSON of
+    the quality curves, None for the flat prior. The three ``prefill_`` figures, in seconds, are those of the prefill
+    cost model. Raises ValueError, one sentence, for a value out of its range.
     """
 
     policy: str
@@ -49,6 +50,8 @@ class EvicPressConfig:
             value = getattr(self, name)
             if value < at_least:
                 raise ValueError(f"{name} is {value}: expected a whole number of at least {at_least}")
+        if self.window > MAX_WINDOW:
+            raise ValueError(f"window is {self.window}: expected at most {MAX_WINDOW} queries")
         for name in ("alpha", "prefill_fixed_s", "prefill_per_token_s", "prefill_per_token_depth_s"):
             value = getattr(self, name)
             if not math.isfinite(value) or value < 0:

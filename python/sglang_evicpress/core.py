@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
 PRESSES = ("keydiff", "knorm", "snapkv", "value_key_ratio", "streaming", "random")
-
-
-class Tier(enum.Enum):
-    """Where the bytes of a node live; values are SGLang's ``StorageMedium`` names."""
-
-    GPU = "GPU"
-    HOST = "CPU_PINNED"
-    SSD = "DISK"
-    EXTERNAL = "EXTERNAL"
 
 
 @dataclass(frozen=True, slots=True, order=True)

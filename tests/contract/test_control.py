@@ -304,7 +304,7 @@ def test_abandoned_question_frees_the_turn() -> None:
 def test_sglang_sees_the_auth_level_of_every_route(client: TestClient, route: Any) -> None:
     path = route.path.replace("{node_id}", "1")
     scope = {"type": "http", "method": route.method, "path": path, "root_path": "", "headers": []}
-    expected = AuthLevel.NORMAL if route.method == "GET" else AuthLevel.ADMIN_OPTIONAL
+    expected = AuthLevel.NORMAL if route.op in ("tree", "stats") else AuthLevel.ADMIN_OPTIONAL
     assert _get_auth_level_from_app_and_scope(client.app, scope) is expected
 
 
@@ -320,7 +320,7 @@ def test_sglang_sees_the_auth_level_of_every_route(client: TestClient, route: An
         ("user", "root", "root", 401, 200),
     ],
 )
-def test_reads_take_the_api_key_and_writes_the_admin_key(
+def test_reads_take_the_api_key_and_prompts_and_writes_the_admin_key(
     manager: FakeTokenizerManager,
     api_key: str | None,
     admin_key: str | None,
@@ -333,8 +333,9 @@ def test_reads_take_the_api_key_and_writes_the_admin_key(
     add_api_key_middleware(app, api_key=api_key, admin_api_key=admin_key)
     headers = {} if given is None else {"Authorization": f"Bearer {given}"}
     client = TestClient(app, headers=headers)
-    for path in ("/evicpress/tree", "/evicpress/nodes/1"):
+    for path in ("/evicpress/tree", "/evicpress/stats"):
         assert client.get(path).status_code == read
+    assert client.get("/evicpress/nodes/1").status_code == write  # may show a prompt
     assert client.post("/evicpress/nodes/1/compress", json=KEYDIFF).status_code == write
     assert client.post("/evicpress/check").status_code == write
     assert client.post("/evicpress/evict", json={"num_slots": 1}).status_code == write

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sglang_evicpress import plugin
+from sglang_evicpress import handover, plugin
 from sglang_evicpress.patches import install, server_args
 from sglang_evicpress.patches.hook_points import HOOK_POINTS
 
@@ -51,7 +50,7 @@ def report():
 
 load_plugins()
 """
-AS_CHILD = "import multiprocessing\nmultiprocessing.parent_process = multiprocessing.current_process\n"
+AS_CHILD = "from sglang_evicpress import handover\nhandover.requested = True\n"
 MAIN = """
 from sglang.srt.server_args import ServerArgs
 ServerArgs("dummy", device="cpu")
@@ -94,7 +93,7 @@ def test_the_main_process_hooks_nothing_without_the_flag_and_the_http_server_wit
 
 
 def test_a_scheduler_of_a_server_with_the_flag_has_every_hook() -> None:
-    (report,) = _reports(AS_CHILD + LOAD + "report()", SGLANG_EVICPRESS="1")
+    (report,) = _reports(AS_CHILD + LOAD + "report()")
     assert report["problem"] is None
     assert report["ours"] == report["wrapped"] == _hooked_in("scheduler")
     assert report["backends"] == ["evicpress"]
@@ -102,27 +101,28 @@ def test_a_scheduler_of_a_server_with_the_flag_has_every_hook() -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_child", "flag", "called"),
+    ("requested", "flag", "called"),
     [
-        (False, None, "flags"),
-        (False, "1", "flags"),
-        (True, None, None),
-        (True, "0", None),
-        (True, "1", "hooks"),
+        (False, None, ["flags"]),
+        (False, "1", ["flags"]),
+        (False, "attention", ["flags", "attention"]),
+        (True, None, ["flags", "hooks"]),
+        (True, "attention", ["flags", "hooks"]),
     ],
 )
 def test_load_does_what_the_process_needs(
-    monkeypatch: pytest.MonkeyPatch, is_child: bool, flag: str | None, called: str | None
+    monkeypatch: pytest.MonkeyPatch, requested: bool, flag: str | None, called: list[str]
 ) -> None:
     calls: list[str] = []
-    monkeypatch.setattr(multiprocessing, "parent_process", lambda: object() if is_child else None)
+    monkeypatch.setattr(handover, "requested", requested)
     monkeypatch.setattr(server_args, "add_flags", lambda: calls.append("flags"))
     monkeypatch.setattr(install, "install_scheduler", lambda: calls.append("hooks"))
+    monkeypatch.setattr(install, "install_attention", lambda: calls.append("attention"))
     monkeypatch.delenv(install.ENVIRONMENT_FLAG, raising=False)
     if flag is not None:
         monkeypatch.setenv(install.ENVIRONMENT_FLAG, flag)
     plugin.load()
-    assert calls == ([] if called is None else [called])
+    assert calls == called
 
 
 def test_a_mistake_of_ours_ends_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,9 +131,9 @@ def test_a_mistake_of_ours_ends_the_scheduler(monkeypatch: pytest.MonkeyPatch) -
     def fail() -> None:
         raise KeyError("a mistake")
 
-    monkeypatch.setattr(multiprocessing, "parent_process", object)
+    monkeypatch.setattr(handover, "requested", True)
+    monkeypatch.setattr(server_args, "add_flags", lambda: None)
     monkeypatch.setattr(install, "install_scheduler", fail)
-    monkeypatch.setenv(install.ENVIRONMENT_FLAG, "1")
     with pytest.raises(SystemExit, match="could not install its hooks.*a mistake.*start without --kv-policy"):
         plugin.load()
 
@@ -141,7 +141,7 @@ def test_a_mistake_of_ours_ends_the_scheduler(monkeypatch: pytest.MonkeyPatch) -
 def test_a_scheduler_that_cannot_be_hooked_ends_with_one_sentence() -> None:
     """Through SGLang's own ``load_plugins``."""
     other = "from sglang_evicpress.patches import install\ninstall.sglang_version = lambda: '0.6.0'\n"
-    done = _python("-c", other + AS_CHILD + LOAD + "print('served on')", SGLANG_EVICPRESS="1")
+    done = _python("-c", other + AS_CHILD + LOAD + "print('served on')")
     assert done.returncode == 1
     assert "served on" not in done.stdout
     assert "found 0.6.0: install sglang==" in done.stderr.splitlines()[-1]

@@ -297,6 +297,45 @@ def test_short_partial_match_falls_back_to_the_parent_and_its_recomputed_kv_upgr
     walk.check()
 
 
+def skewed(walk: Walk, num_tokens: int) -> list[int]:
+    """A cached context whose first head has its smallest keys, those knorm keeps, all at the end."""
+    tokens = [walk.rng.randrange(50) for _ in range(num_tokens)]
+    finished(walk, tokens)
+    (node,) = nodes_of(walk)
+    for layer in range(LAYERS):
+        walk.pool.k_buffer[layer][node.value, 0] = 1.0 / (1 + torch.arange(num_tokens))[:, None].expand(-1, DIM)
+    return tokens
+
+
+def test_a_split_loses_nothing_on_the_original_path() -> None:
+    walk = Walk(0, 1)
+    tokens = skewed(walk, 200)
+    (node,) = nodes_of(walk)
+    walk.cache.compress(node.id, Form("knorm", 0.2))
+    walk.cache.inc_lock_ref(node)  # a request runs on it, so nothing of it can be replaced
+    assert len(walk.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens)))).device_indices) == 200
+    other = [*tokens[:150], 58, 57]
+    assert len(walk.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", other)))).device_indices) == 0
+    finished(walk, other)  # splits it at 150, where far too few slots lie before
+    assert node.parent is not walk.cache.root_node
+    assert len(walk.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens)))).device_indices) == 200
+    walk.cache.dec_lock_ref(node)
+
+
+def test_a_lossy_node_only_ever_gets_smaller_forms_and_counts_as_what_it_holds() -> None:
+    walk = Walk(0, 1)
+    tokens = skewed(walk, 200)
+    (node,) = nodes_of(walk)
+    walk.cache.compress(node.id, Form("knorm", 0.5))
+    walk.cache._split_node(node.key, node, 100)
+    stats = {each.id: each for each in walk.cache.snapshot()}
+    for each in nodes_of(walk):
+        kept = [option.form.kept_fraction for option in stats[each.id].options if option.form]
+        assert all(fraction < 0.5 for fraction in kept)
+        assert stats[each.id].form.kept_fraction == min(0.5, num_slots(each) / len(each.key))
+    assert len(tokens) == sum(each.num_tokens for each in stats.values())
+
+
 def test_what_an_upgraded_node_holds_again_leaves_the_nodes_below_it() -> None:
     walk = Walk(0, 1)
     walk.cache.config = replace(walk.cache.config, min_share=1.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from sglang_evicpress import handover
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import Form
 from sglang_evicpress.patches import install, server_args
@@ -30,7 +30,7 @@ def frontends(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     installed: list[str] = []
     monkeypatch.setattr(install, "install_frontend", lambda: installed.append("frontend"))
-    monkeypatch.setenv(install.ENVIRONMENT_FLAG, "left over")
+    monkeypatch.setattr(handover, "requested", False)
     # SGLang configures the root logger with force=True, which would take pytest's handlers away.
     monkeypatch.setattr(sglang_server_args.logging, "basicConfig", lambda **_: None)
     server_args.add_flags()
@@ -71,14 +71,14 @@ def test_without_the_flag_nothing_changes(model: str, frontends: list[str]) -> N
     args = _make(model)
     assert [getattr(args, name) for name in FLAGS] == [None] * len(FLAGS)
     assert args.radix_cache_backend is None
-    assert install.ENVIRONMENT_FLAG not in os.environ
     assert frontends == []
+    assert pickle.loads(pickle.dumps(args)) == args
+    assert not handover.requested
 
 
 def test_the_flag_chooses_our_cache_and_an_attention_backend(model: str, frontends: list[str]) -> None:
     args = _make(model, kv_policy="evicpress")
     assert (args.radix_cache_backend, args.attention_backend) == ("evicpress", "torch_native")
-    assert os.environ[install.ENVIRONMENT_FLAG] == "1"
     assert frontends == ["frontend"]
     assert server_args.config_of(args) == EvicPressConfig("evicpress")
 
@@ -92,10 +92,14 @@ def test_the_default_attention_backend_of_a_device(device: str, backend: str | N
     assert server_args._attention_backend(device) == backend
 
 
-def test_a_second_server_without_the_flag_is_stock_again(model: str) -> None:
-    _make(model, kv_policy="evicpress")
-    assert _make(model).radix_cache_backend is None
-    assert install.ENVIRONMENT_FLAG not in os.environ
+def test_each_process_is_told_by_the_arguments_it_is_handed(model: str) -> None:
+    """Whatever the order in which a program builds them: nothing but the pickle decides."""
+    stock, policy = _make(model), _make(model, kv_policy="evicpress")
+    assert stock.radix_cache_backend is None
+    pickle.loads(pickle.dumps(stock))
+    assert not handover.requested
+    assert pickle.loads(pickle.dumps(policy)) == policy
+    assert handover.requested
 
 
 def test_fields_are_added_once(model: str) -> None:

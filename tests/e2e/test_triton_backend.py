@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -59,7 +60,8 @@ def make_prompt(name: str, used: int = CONTEXT) -> Prompt:
 
 def path_of(server: Server, name: str) -> list[Any]:
     """The nodes of a namespace that holds one path, from the root on, with their survivors."""
-    ids = [node["id"] for node in server.get("/evicpress/tree")["nodes"] if node["extra_key"] == name]
+    shown = hashlib.sha256(name.encode()).hexdigest()[:16]
+    ids = [node["id"] for node in server.get("/evicpress/tree")["nodes"] if node["namespace"] == shown]
     nodes = [server.get(f"/evicpress/nodes/{node_id}?positions=true") for node_id in ids]
     return sorted(nodes, key=lambda node: node["start"])
 

@@ -75,9 +75,7 @@ def survivors(model: PreTrainedModel, token_ids: list[int], press: ScorerPress) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="the testbed model's folder")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("kvpress_selections.json"))
     args = parser.parse_args()
@@ -101,9 +99,7 @@ def main() -> None:
             for kept_fraction in KEPT_FRACTIONS
         ],
     }
-    args.out.write_text(
-        json.dumps(golden, separators=(",", ":")).replace('{"prompt":', '\n{"prompt":') + "\n"
-    )
+    args.out.write_text(json.dumps(golden, separators=(",", ":")).replace('{"prompt":', '\n{"prompt":') + "\n")
 
 
 if __name__ == "__main__":

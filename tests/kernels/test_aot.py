@@ -28,9 +28,7 @@ READS_THE_POOL = {
 def reports(tmp_path_factory):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return {report["kernel"]: report for report in json.loads(done.stdout)}
 

@@ -90,9 +90,7 @@ def test_window_attention_sums_over_many_chunks_and_splits_a_large_group(device,
         0.25,
         backend=backend,
     )
-    expected = naive(
-        queries, keys[slots].double().transpose(0, 1)[None], query_positions, key_positions, 0.25
-    )
+    expected = naive(queries, keys[slots].double().transpose(0, 1)[None], query_positions, key_positions, 0.25)
     torch.testing.assert_close(actual.double().cpu(), expected, rtol=1e-4, atol=1e-7)
 
 

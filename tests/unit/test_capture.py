@@ -17,16 +17,20 @@ def queries(count: int, layer: int, first: int) -> torch.Tensor:
     return (positions[:, None, None] * 10 + layer).expand(count, HEADS, DIM).reshape(count, HEADS * DIM)
 
 
-def prefill(capture: QueryCapture, parts: dict[str, tuple[int, int]]) -> None:
+def prefill(capture: QueryCapture, parts: dict[str, tuple[int, int]], decoding: tuple[str, ...] = ()) -> None:
     """One pass over several requests: request id -> (tokens before, new tokens)."""
+    reqs = [SimpleNamespace(rid=rid) for rid in parts]
     batch = SimpleNamespace(
-        rids=list(parts),
-        extend_seq_lens_cpu=[new for _, new in parts.values()],
+        forward_mode=SimpleNamespace(is_extend=lambda: True),
+        reqs=reqs,
+        decoding_reqs=[req for req in reqs if req.rid in decoding],
+        extend_lens=[new for _, new in parts.values()],
         seq_lens_cpu=torch.tensor([before + new for before, new in parts.values()]),
     )
+    capture.begin_batch(batch)
     for layer in range(LAYERS):
         q = torch.cat([queries(new, layer, before) for before, new in parts.values()])
-        capture.observe(q, SimpleNamespace(layer_id=layer, tp_q_head_num=HEADS, qk_head_dim=DIM), batch)
+        capture.observe(q, SimpleNamespace(layer_id=layer, tp_q_head_num=HEADS, qk_head_dim=DIM))
 
 
 def kept(capture: QueryCapture, rid: str, start: int = 0) -> list[int]:
@@ -41,14 +45,14 @@ def kept(capture: QueryCapture, rid: str, start: int = 0) -> list[int]:
 
 
 def test_the_last_queries_of_each_request_are_kept() -> None:
-    capture = QueryCapture(WINDOW, LAYERS, 0)
+    capture = QueryCapture(WINDOW, LAYERS, 0, 1 << 20)
     prefill(capture, {"a": (0, 20), "b": (5, 3)})
     assert kept(capture, "a") == [14, 15, 16, 17, 18, 19]
     assert kept(capture, "b") == [5, 6, 7]
 
 
 def test_chunks_of_a_prompt_add_up() -> None:
-    capture = QueryCapture(WINDOW, LAYERS, 0)
+    capture = QueryCapture(WINDOW, LAYERS, 0, 1 << 20)
     prefill(capture, {"a": (0, 4)})
     prefill(capture, {"a": (4, 4)})
     assert kept(capture, "a") == [2, 3, 4, 5, 6, 7]
@@ -57,23 +61,51 @@ def test_chunks_of_a_prompt_add_up() -> None:
 
 
 def test_a_prompt_that_starts_over_forgets_the_earlier_pass() -> None:
-    capture = QueryCapture(WINDOW, LAYERS, 0)
+    capture = QueryCapture(WINDOW, LAYERS, 0, 1 << 20)
     prefill(capture, {"a": (0, 9)})
     prefill(capture, {"a": (2, 3)})
     assert kept(capture, "a") == [2, 3, 4]
 
 
 def test_queries_from_before_a_node_are_not_its_window() -> None:
-    capture = QueryCapture(WINDOW, LAYERS, 0)
+    capture = QueryCapture(WINDOW, LAYERS, 0, 1 << 20)
     prefill(capture, {"a": (0, 9)})
     assert capture.window_of("a", 9) is None
     assert kept(capture, "a", 8) == [3, 4, 5, 6, 7, 8]
 
 
 def test_forgotten_unknown_and_old_requests_have_no_window() -> None:
-    capture = QueryCapture(WINDOW, LAYERS, 0)
+    capture = QueryCapture(WINDOW, LAYERS, 0, 1 << 20)
     for index in range(MAX_HELD_REQUESTS + 1):
         prefill(capture, {f"r{index}": (0, 2)})
     capture.forget("r5")
     assert [capture.window_of(rid, 0) for rid in ("r0", "r5", "never")] == [None, None, None]
     assert kept(capture, "r6") == [0, 1]
+
+
+def test_a_decoding_request_in_a_mixed_batch_keeps_the_window_of_its_prompt() -> None:
+    capture = QueryCapture(WINDOW, LAYERS, 0, 1 << 20)
+    prefill(capture, {"a": (0, 9)})
+    prefill(capture, {"b": (0, 2), "a": (9, 1)}, decoding=("a",))
+    assert kept(capture, "a") == [3, 4, 5, 6, 7, 8]
+    assert kept(capture, "b") == [0, 1]
+
+
+def test_a_pass_that_was_not_announced_is_not_looked_at() -> None:
+    capture = QueryCapture(WINDOW, LAYERS, 0, 1 << 20)
+    capture.observe(queries(5, 0, 0), SimpleNamespace(layer_id=0, tp_q_head_num=HEADS, qk_head_dim=DIM))
+    prefill(capture, {"a": (0, 3)})
+    capture.observe(queries(8, 0, 0), SimpleNamespace(layer_id=0, tp_q_head_num=HEADS, qk_head_dim=DIM))
+    assert kept(capture, "a") == [0, 1, 2]
+
+
+def test_windows_of_nodes_make_room_when_they_take_too_much() -> None:
+    one = LAYERS * 2 * HEADS * DIM * 4
+    capture = QueryCapture(WINDOW, LAYERS, 0, 2 * one)
+    keys = []
+    for rid in ("a", "b", "c"):
+        prefill(capture, {rid: (0, 2)})
+        keys.append(capture.keep(rid, 0))
+    assert [capture.kept(key) is not None for key in keys] == [False, True, True]
+    assert capture.kept(None) is None
+    assert capture.keep("unknown", 0) is None

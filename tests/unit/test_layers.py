@@ -31,6 +31,7 @@ PURE = ("config", "core", "profile", "utility", "policy")
 TABLE = {
     # The package itself: importing it does nothing.
     "__init__": Layer(),
+    "handover": Layer(),
     # Decisions: standard library only.
     "core": Layer(),
     "profile": Layer(("core",)),
@@ -47,10 +48,10 @@ TABLE = {
     "introspect": Layer(("config", "controller", "core", "profile"), ("orjson",)),
     # The only code that knows SGLang.
     "patches": Layer(
-        (*PURE, "controller", "cpu_attention", "introspect", "kernels", "layout", "press"),
+        (*PURE, "controller", "cpu_attention", "handover", "introspect", "kernels", "layout", "press"),
         ("fastapi", "flashinfer", "numpy", "orjson", "sglang", "starlette", "torch"),
     ),
-    "plugin": Layer(("config", "patches")),
+    "plugin": Layer(("config", "handover", "patches")),
 }
 
 

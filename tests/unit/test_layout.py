@@ -52,8 +52,6 @@ def test_importing_the_decision_side_loads_only_the_stdlib() -> None:
 
 def test_the_kernels_package_of_sglang_is_found_from_the_repository_root() -> None:
     program = "import importlib.util as u; print(u.find_spec('kernels').origin)"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert Path(done.stdout.strip()).name == "__init__.py"
     assert ROOT / "kernels" not in Path(done.stdout.strip()).parents

@@ -15,13 +15,11 @@ PACKAGE = ROOT / "python" / "sglang_evicpress"
 
 # Words with two meanings in the field, or none. `compression_ratio` is 0.25 for 25 % removed in one project,
 # 4.0 in another: here it is always kept_fraction.
-BANNED = re.compile(
-    "compression_ratio|spill|offload|manager|helper|utils|handler|^new_|^process_|^handle_|_?v2$"
-)
+BANNED = re.compile("compression_ratio|spill|offload|manager|helper|utils|handler|^new_|^process_|^handle_|_?v2$")
 
 PUBLIC = {
     "sglang_evicpress": set(),
-    "sglang_evicpress.core": {"EXACT", "PRESSES", "Decision", "Form", "NodeStats", "Option", "Tier"},
+    "sglang_evicpress.core": {"EXACT", "PRESSES", "Decision", "Form", "NodeStats", "Option"},
     "sglang_evicpress.plugin": {"load"},
 }
 

@@ -23,7 +23,7 @@ def make_compressor(rank: int, group: object) -> Compressor:
         _get_key_buffer=lambda layer: buffers[0, layer],
         _get_value_buffer=lambda layer: buffers[1, layer],
     )
-    return Compressor(pool, 1, 4, group)
+    return Compressor(pool, 1, 4, group=group)
 
 
 def compress(rank: int, group: object) -> tuple[torch.Tensor, torch.Tensor]:

@@ -83,9 +83,7 @@ def test_word_classes_are_disjoint_and_of_the_sizes_the_model_was_trained_with()
     ("family", "num_questions"),
     [("needle", 4), ("multikv", 51), ("redundant", 4), ("hop", 8), ("record", 16), ("title", 1), ("note", 1)],
 )
-def test_a_context_of_512_tokens_holds_the_familys_usual_number_of_questions(
-    family: str, num_questions: int
-) -> None:
+def test_a_context_of_512_tokens_holds_the_familys_usual_number_of_questions(family: str, num_questions: int) -> None:
     assert len(context_of(family, 512).questions) == num_questions
 
 

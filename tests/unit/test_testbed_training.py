@@ -39,9 +39,7 @@ def words_of(token_ids: tuple[int, ...]) -> list[str]:
 
 @pytest.mark.parametrize("family", [*FAMILIES, "copy"])
 @pytest.mark.parametrize("length", [64, 128, 512])
-def test_a_row_has_its_length_and_rising_positions_below_the_longest_trained_one(
-    family: str, length: int
-) -> None:
+def test_a_row_has_its_length_and_rising_positions_below_the_longest_trained_one(family: str, length: int) -> None:
     rng = random.Random(0)
     for _ in range(10):
         row = make_row(length, rng, {family: 1.0})
@@ -131,9 +129,7 @@ def test_the_rate_warms_up_and_a_resumed_schedule_is_the_rest_of_the_whole_one()
     assert list(schedule(train.RECIPE, first=1234)) == steps[1234:]
 
 
-def test_an_interrupted_run_continues_to_the_same_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_run_continues_to_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "_CHECKPOINT_EVERY", 1)
     whole = train.train(TINY, tmp_path / "whole", seed=5)
     real_save = train.save_checkpoint

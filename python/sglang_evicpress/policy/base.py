@@ -20,6 +20,11 @@ class Policy(Protocol):
         """The name it is chosen by, a key of ``POLICIES``."""
         ...
 
+    @property
+    def compresses(self) -> bool:
+        """Whether it ever takes an option that compresses; one that does not is spared their making."""
+        ...
+
     def plan(self, nodes: Sequence[NodeStats], demand_slots: int) -> list[Decision]:
         """Decisions in order of execution that free ``demand_slots``, or all they can if that is less.
 
@@ -29,7 +34,6 @@ class Policy(Protocol):
         last decision the plan would fall short of the demand. A demand of 0 or less needs nothing: an empty
         plan.
 
-        A plan changes nothing by itself, and a decision of it may fail when it is carried out: the caller
-        skips that node and, as always, plans anew from what is then there.
+        A plan changes nothing by itself; every decision can be carried out as long as they are taken in order.
         """
         ...

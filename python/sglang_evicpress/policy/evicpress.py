@@ -92,6 +92,7 @@ class EvicPressPolicy:
     curves: Curves
     prefill: PrefillCost
     name: ClassVar[str] = "evicpress"
+    compresses: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.alpha) and self.alpha >= 0.0):

@@ -18,6 +18,7 @@ class LruPolicy:
     """
 
     name: ClassVar[str] = "lru"
+    compresses: ClassVar[bool] = False
 
     def plan(self, nodes: Sequence[NodeStats], demand_slots: int) -> list[Decision]:
         droppable = {node.id: (node, drop) for node in nodes if (drop := _drop_option(node)) is not None}

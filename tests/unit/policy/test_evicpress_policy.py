@@ -73,11 +73,7 @@ def test_of_equal_points_the_first_given_counts() -> None:
 def _upper_hull(start: Point, points: list[Point]) -> list[Point]:
     """Brute force: what no other point dominates and no pair of others has above itself, from the right."""
     states = {start, *(point for point in points if point.num_slots < start.num_slots)}
-    useful = {
-        p
-        for p in states
-        if not any(q.num_slots <= p.num_slots and q.utility >= p.utility for q in states - {p})
-    }
+    useful = {p for p in states if not any(q.num_slots <= p.num_slots and q.utility >= p.utility for q in states - {p})}
     pairs = list(itertools.product(useful, repeat=2))
     return sorted((p for p in useful if not any(_is_above(a, b, p) for a, b in pairs)), reverse=True)
 
@@ -219,9 +215,7 @@ def _states(policy: EvicPressPolicy, node: NodeStats) -> list[tuple[int, float]]
     n, cost = node.num_tokens, policy.prefill
     for option in node.options:
         if option.form is None:
-            wait = (
-                cost.fixed_s + cost.per_token_s * n + cost.per_token_depth_s * n * (node.depth_tokens + n / 2)
-            )
+            wait = cost.fixed_s + cost.per_token_s * n + cost.per_token_depth_s * n * (node.depth_tokens + n / 2)
             states.append((0, node.weight * (policy.alpha - wait)))
         else:
             states.append((option.num_slots, node.weight * policy.alpha * policy.curves.quality(option.form)))
@@ -254,9 +248,7 @@ def test_the_loss_is_within_one_item_of_the_optimum(
     for decision in plan:
         final[decision.node_id] = next(
             state
-            for option, state in zip(
-                nodes[decision.node_id].options, states[decision.node_id][1:], strict=True
-            )
+            for option, state in zip(nodes[decision.node_id].options, states[decision.node_id][1:], strict=True)
             if option == decision.option
         )
     assert loss == pytest.approx(start_utility - sum(utility for _, utility in final.values()), abs=1e-9)

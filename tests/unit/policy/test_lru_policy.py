@@ -9,9 +9,7 @@ from sglang_evicpress.policy.lru import LruPolicy
 OPTIONS = (Option(Form("keydiff", 0.5), 1), Option(None, 0))
 
 
-def _node(
-    node_id: int, parent_id: int | None, *, slots: int = 10, last_use: int, children: int = 0
-) -> NodeStats:
+def _node(node_id: int, parent_id: int | None, *, slots: int = 10, last_use: int, children: int = 0) -> NodeStats:
     return NodeStats(node_id, parent_id, slots, slots, 0, EXACT, 1.0, last_use, children, OPTIONS)
 
 
@@ -50,9 +48,7 @@ def _trees(draw: st.DrawFn) -> list[NodeStats]:
 
 
 @given(_trees(), st.integers(-5, 200))
-def test_the_plan_is_that_of_looking_for_the_oldest_leaf_again_and_again(
-    nodes: list[NodeStats], demand: int
-) -> None:
+def test_the_plan_is_that_of_looking_for_the_oldest_leaf_again_and_again(nodes: list[NodeStats], demand: int) -> None:
     left = {node.id: node for node in nodes}
     children = {node.id: node.num_children for node in nodes}
     expected: list[int] = []

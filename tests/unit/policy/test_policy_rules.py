@@ -107,9 +107,7 @@ def test_no_demand_needs_no_plan(name: str, nodes: list[NodeStats], demand: int)
 
 @each_policy
 @given(nodes=_resident(), demand=st.integers(1, 300), seed=st.integers(0, 2**16))
-def test_the_order_of_the_nodes_does_not_matter(
-    name: str, nodes: list[NodeStats], demand: int, seed: int
-) -> None:
+def test_the_order_of_the_nodes_does_not_matter(name: str, nodes: list[NodeStats], demand: int, seed: int) -> None:
     shuffled = list(nodes)
     random.Random(seed).shuffle(shuffled)
     assert _policy(name).plan(shuffled, demand) == _policy(name).plan(nodes, demand)
@@ -131,9 +129,7 @@ def test_other_processes_make_the_same_plan(name: str) -> None:
     def plan_elsewhere(hash_seed: str) -> str:
         command = [sys.executable, __file__, name]
         environment = os.environ | {"PYTHONHASHSEED": hash_seed}
-        return subprocess.run(
-            command, env=environment, check=True, capture_output=True, text=True
-        ).stdout.strip()
+        return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.strip()
 
     assert plan_elsewhere("1") == plan_elsewhere("2") == repr(_plan_of_many_ties(name))
 

@@ -22,9 +22,7 @@ sizes = st.integers(0, 100_000)
         (0.0, 5.0, 0.9, 2.0, 0.0),  # never used again
     ],
 )
-def test_utility_by_hand(
-    weight: float, alpha: float, quality: float, delay_s: float, expected: float
-) -> None:
+def test_utility_by_hand(weight: float, alpha: float, quality: float, delay_s: float, expected: float) -> None:
     assert utility(weight, alpha, quality, delay_s) == pytest.approx(expected)
 
 
@@ -45,15 +43,11 @@ def test_alpha_turns_the_papers_example_where_the_two_differ_as_much_in_quality_
     ],
 )
 def test_recompute_seconds_by_hand(num_tokens: int, depth_tokens: int, expected: float) -> None:
-    assert recompute_seconds(num_tokens, depth_tokens, PrefillCost(0.01, 1e-3, 1e-6)) == pytest.approx(
-        expected
-    )
+    assert recompute_seconds(num_tokens, depth_tokens, PrefillCost(0.01, 1e-3, 1e-6)) == pytest.approx(expected)
 
 
 @given(sizes, sizes, sizes)
-def test_recomputing_a_path_in_two_parts_costs_one_more_fixed_share(
-    first: int, second: int, depth: int
-) -> None:
+def test_recomputing_a_path_in_two_parts_costs_one_more_fixed_share(first: int, second: int, depth: int) -> None:
     model = PrefillCost(0.01, 1e-4, 1e-8)
     parts = recompute_seconds(first, depth, model) + recompute_seconds(second, depth + first, model)
     assert parts == pytest.approx(recompute_seconds(first + second, depth, model) + model.fixed_s)

@@ -25,8 +25,7 @@ LIKE_KVPRESS = {
     "snapkv": SnapKV(GOLDEN["snapkv"]["window_size"], GOLDEN["snapkv"]["kernel_size"], pooling="avg"),
 }
 SELECTIONS = [
-    pytest.param(row, id=f"{row['prompt']}-{row['press']}-{row['kept_fraction']}")
-    for row in GOLDEN["selections"]
+    pytest.param(row, id=f"{row['prompt']}-{row['press']}-{row['kept_fraction']}") for row in GOLDEN["selections"]
 ]
 # What rounding may move between two releases of torch, relative to the score. Equal tokens have equal key
 # norms in layer 0, where only the rotation rounds them apart: which of them survives is a toss-up.
@@ -96,9 +95,7 @@ def test_survivors_equal_those_of_kvpress(nodes, row):
         swapped = set(ours[layer, head].tolist()) ^ set(theirs[layer, head].tolist())
         last_kept = row_scores[ours[layer, head]].min()
         gap = (row_scores[sorted(swapped)] - last_kept).abs().max()
-        assert gap <= SAME_SCORE * last_kept.abs(), (
-            f"layer {layer} head {head}: {sorted(swapped)} differ by {gap}"
-        )
+        assert gap <= SAME_SCORE * last_kept.abs(), f"layer {layer} head {head}: {sorted(swapped)} differ by {gap}"
 
 
 def difference(node, press, row, sinks):

@@ -165,7 +165,5 @@ def test_registry_names_are_those_a_form_may_carry():
 
 
 def test_unknown_name_lists_those_there_are():
-    with pytest.raises(
-        ValueError, match=r"'h2o'.*keydiff, knorm, snapkv, value_key_ratio, streaming, random"
-    ):
+    with pytest.raises(ValueError, match=r"'h2o'.*keydiff, knorm, snapkv, value_key_ratio, streaming, random"):
         get_press("h2o")

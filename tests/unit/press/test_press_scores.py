@@ -134,9 +134,7 @@ def snapkv_by_hand(node, layer, head, keys, window, kernel_size, pooling):
                 math.exp(float(query @ key) * node.scale) if p <= at else 0.0
                 for key, p in zip(keys, positions, strict=True)
             ]
-            mean = [
-                m + weights[i] / sum(weights) / len(query_positions) for m, i in zip(mean, past, strict=True)
-            ]
+            mean = [m + weights[i] / sum(weights) / len(query_positions) for m, i in zip(mean, past, strict=True)]
         half = kernel_size // 2
         for i in range(len(past)):
             near = mean[max(0, i - half) : i + half + 1]
