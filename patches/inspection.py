@@ -126,6 +126,7 @@ class Inspection:
             "num_tokens": len(node.key),
             "num_slots": num_slots(node),
             "form": str(kv.form),
+            "origin": kv.origin,
             "lineage": "lossy" if is_lossy(node) else "exact",
             "computed_on": "lossy" if kv.is_lossy_prefix else "exact",
             "lock_ref": node.lock_ref,

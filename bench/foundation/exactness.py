@@ -354,7 +354,7 @@ def follow_up(case: Case, form: str, later: str) -> None:
     case.expect("lineage of the turn", {node.lineage for node in turn}, {"lossy"})
     second = case.ask(first, cached=turn[-1].start + len(turn[-1].token_ids))
     for node in turn:
-        if len(node.token_ids) >= 2 * case.page_size:
+        if len(node.token_ids) >= 2 * case.page_size and (node.has_queries or not later.startswith("snapkv")):
             case.compress(first, node, later)
     case.ask(first)
     case.ask(second)

@@ -164,6 +164,8 @@ class Node:
     num_slots: int
     positions: Tensor | None
     logical: Tensor | None
+    origin: int | None
+    has_queries: bool
 
     @classmethod
     def shown(cls, node: Any) -> Self:
@@ -178,6 +180,8 @@ class Node:
             node["num_slots"],
             None if positions is None else torch.tensor(positions, dtype=torch.int64),
             None if logical is None else torch.tensor(logical, dtype=torch.int64),
+            node["origin"],
+            node["has_queries"],
         )
 
 
@@ -201,20 +205,30 @@ class Text:
 
 def expected_match(path: list[Node], token_ids: Sequence[int], page_size: int) -> int:
     """How many tokens of a prompt the cache must give: whole pages, one token left to compute, and of a compressed node
-    at least half of what its form promises to keep of the part that matches (else the match ends above it)."""
-    matched, limit = 0, (len(token_ids) - 1) // page_size * page_size
+    at least half of what its form promises to keep of the part that matches (else the match ends above it). Pieces of
+    one compression (the same origin, one below the other) count together."""
+    limit = (len(token_ids) - 1) // page_size * page_size
+    reached = given = 0  # tokens that match, and those of them that the cache must give
+    promised, kept, origin = 0.0, 0, None
     for node in path:
         common = common_length(node.token_ids, token_ids[node.start : limit]) // page_size * page_size
         if common == 0:
             break
-        if node.logical is not None:
-            kept = int((node.logical < common).sum())
-            if kept == 0 or kept < MIN_SHARE * float(node.form.partition("@")[2]) * common:
+        if node.origin != origin or node.logical is None:
+            if given < reached:
                 break
-        matched += common
+            promised, kept, origin = 0.0, 0, node.origin
+        reached += common
+        if node.logical is None:
+            given = reached
+        else:
+            kept += int((node.logical < common).sum())
+            promised += MIN_SHARE * float(node.form.partition("@")[2]) * common
+            if 0 < kept >= promised:
+                given = reached
         if common < len(node.token_ids):
             break
-    return matched
+    return given
 
 
 def survivors(path: list[Node], kv: KV, num_tokens: int) -> Tensor:

@@ -584,8 +584,10 @@ class TestPhysicalView:
         _show_views(backend, world.table)
         batch = world.batch(requests, ForwardMode.DECODE)
         backend.init_forward_metadata(batch)
-        backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        backend.init_forward_metadata_out_graph(batch)
         assert seen == [[request.physical for request in requests]] * 2
+        backend.init_forward_metadata_out_graph(batch, in_capture=True)  # a made-up batch, whatever ran before
+        assert seen[2] == [request.logical for request in requests]
 
     @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])
     def test_both_backends_of_a_hybrid_see_it(self, mode: ForwardMode, device: str) -> None:

@@ -102,7 +102,7 @@ def text(reference: Reference) -> Text:
 
 
 def _full(text: Text) -> Node:
-    return Node(1, 0, text.token_ids, "exact", "exact", len(text.token_ids), None, None)
+    return Node(1, 0, text.token_ids, "exact", "exact", len(text.token_ids), None, None, None, False)
 
 
 def _compressed(text: Text, press: str) -> Node:
@@ -112,7 +112,7 @@ def _compressed(text: Text, press: str) -> Node:
     if scores is None:
         scores = every.to(torch.float32)
     positions = scores.index_fill(2, torch.arange(4), torch.inf).topk(50).indices.sort(-1).values
-    return Node(1, 0, text.token_ids, f"{press}@0.5", "lossy", 50, positions, positions.amax(dim=(0, 1)))
+    return Node(1, 0, text.token_ids, f"{press}@0.5", "lossy", 50, positions, positions.amax(dim=(0, 1)), 1, False)
 
 
 @pytest.mark.parametrize("press", PRESSES)
