@@ -83,17 +83,26 @@ class Server:
                 cwd=self._folder,
                 start_new_session=True,
             )
+        try:
+            is_up = self._wait_until_up(self._process)
+        except BaseException:  # Ctrl-C while it starts
+            self.stop()
+            raise
+        if not is_up:
+            self.stop()
+            raise ServerError(f"the server did not start: {' '.join(self.command)}\n{self.log_tail()}")
+
+    def _wait_until_up(self, process: subprocess.Popen[bytes]) -> bool:
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
-            if self._process.poll() is not None:
-                break
+            if process.poll() is not None:
+                return False
             try:
                 with urllib.request.urlopen(self.url + "/health", timeout=30):
-                    return
+                    return True
             except (urllib.error.URLError, ConnectionError, TimeoutError):
                 time.sleep(0.5)
-        self.stop()
-        raise ServerError(f"the server did not start: {' '.join(self.command)}\n{self.log_tail()}")
+        return False
 
     def stop(self) -> None:
         """End the server and all its children; returns when none is left."""
