@@ -1,0 +1,133 @@
+"""The moves on the device tier: what can be done with a node, and doing it. The ``DeviceTier`` of the controller."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
+
+from sglang_evicpress.core import Form, NodeStats, Option
+from sglang_evicpress.layout import slots_after
+from sglang_evicpress.patches.capture import QueryCapture
+from sglang_evicpress.patches.node import num_slots, slots_of, start_of, walk
+from sglang_evicpress.press import QueryWindow, get_press
+
+DROP = Option(None, 0)
+
+
+class Moves:
+    """The part of EvicPressCache that frees slots. Everything here runs on the scheduler thread."""
+
+    def evict(self: Any, params: EvictParams) -> EvictResult:
+        """Free what is short of ``params.num_tokens`` slots by the policy's plan; at least 1/128 of the pool.
+
+        Without that headroom every decode step on a full pool would make a plan to free a single slot.
+        """
+        if self.disable:
+            return EvictResult()
+        begin = time.perf_counter()
+        allocator = self.token_to_kv_pool_allocator
+        shortfall = params.num_tokens - allocator.available_size()
+        freed = self.controller.relieve(self, max(shortfall, allocator.size // 128)) if shortfall > 0 else 0
+        self.update_eviction_metrics(freed, begin)
+        return EvictResult(num_tokens_evicted=freed)
+
+    def snapshot(self: Any) -> list[NodeStats]:
+        """Every unlocked node as the policy sees it."""
+        stats = []
+        depth = {self.root_node.id: 0}
+        for node in walk(self.root_node):
+            above = depth[node.parent.id]
+            depth[node.id] = above + len(node.key)
+            if node.lock_ref > 0:
+                continue
+            kv = node.kv
+            form = kv.form
+            if kv.layout is not None:  # a piece of a split may hold less than its form promises
+                form = replace(form, kept_fraction=min(form.kept_fraction, num_slots(node) / len(node.key)))
+            stats.append(
+                NodeStats(
+                    id=node.id,
+                    parent_id=None if node.parent is self.root_node else node.parent.id,
+                    num_tokens=len(node.key),
+                    num_slots=num_slots(node),
+                    depth_tokens=above,
+                    form=form,
+                    weight=kv.weight,
+                    last_use=kv.last_use,
+                    num_children=len(node.children),
+                    options=self.options_of(node, above),
+                )
+            )
+        return stats
+
+    def options_of(self: Any, node: Any, start: int) -> tuple[Option, ...]:
+        """What can be done now with a node whose first token is at ``start``; nothing while it is locked.
+
+        Whether its children allow a drop is the plan's business.
+        """
+        if node.lock_ref > 0:
+            return ()
+        options = []
+        if len(node.key) >= self.config.min_tokens and self.controller.policy.compresses:
+            for form in self.config.forms:
+                after = self.slots_in(node, form, start)
+                if after is not None and after < num_slots(node):
+                    options.append(Option(form, after))
+        return (*options, DROP)
+
+    def slots_in(self: Any, node: Any, form: Form, start: int) -> int | None:
+        """Slots of a node once brought to ``form``; None when it cannot be: it is lossy by another press or keeps no
+        more than that already, or the queries that the press needs are not there."""
+        current = node.kv.form
+        if form.press is None:
+            return None
+        if not current.is_exact and (current.press != form.press or current.kept_fraction <= form.kept_fraction):
+            return None
+        if get_press(form.press).needs_queries and self.window_of(node) is None:
+            return None
+        sinks = max(0, min(len(node.key), self.config.sinks - start))
+        return slots_after(len(node.key), form.kept_fraction, self.page_size, at_least=sinks)
+
+    def window_of(self: Any, node: Any) -> QueryWindow | None:
+        """The queries kept for a node, if any."""
+        return None if QueryCapture.active is None else QueryCapture.active.kept(node.kv.window)
+
+    def compress(self: Any, node_id: int, form: Form) -> int:
+        """Bring a node to ``form`` in place; returns the slots freed. It must be unlocked and have that option."""
+        node = self.nodes[node_id]
+        before = num_slots(node)
+        start = start_of(node)
+        after = self.slots_in(node, form, start)
+        if node.lock_ref > 0 or after is None or after >= before:
+            raise RuntimeError(f"evicpress: node {node_id} cannot be brought to {form}")
+        slots = slots_of(node)
+        kv = node.kv
+        kv.layout, node.value = self.compressor.compress(
+            form=form,
+            slots=slots,
+            layout=kv.layout,
+            start=start,
+            num_tokens=len(node.key),
+            num_kept=after,
+            window=self.window_of(node),
+        )
+        kv.form = form
+        kv.origin = node.id if kv.origin is None else kv.origin
+        kv.slots = slots[:after].clone()
+        self.token_to_kv_pool_allocator.free(slots[after:].clone())
+        self.evictable_size_ -= before - after
+        return before - after
+
+    def drop(self: Any, node_id: int) -> int:
+        """Forget a childless, unlocked node; returns the slots freed."""
+        node = self.nodes[node_id]
+        if node.lock_ref > 0 or node.children:
+            raise RuntimeError(f"evicpress: node {node_id} is locked or has children and cannot be dropped")
+        freed = num_slots(node)
+        self.token_to_kv_pool_allocator.free(slots_of(node))
+        self._delete_leaf(node)
+        self._record_remove_event(node)
+        return freed
