@@ -285,8 +285,8 @@ def _never_alike(
 ) -> list[int]:
     """Which of the differing answers differ in a second run of both servers too.
 
-    SGLang's streamed log probabilities race with themselves: stock now and then gives a token the top_logprobs of the one
-    before. The whole sequence is asked again, so that every request meets the same cache.
+    SGLang's streamed log probabilities race with themselves: stock now and then gives a token the top_logprobs of the
+    one before. The whole sequence is asked again, so that every request meets the same cache.
     """
     stock_again, ours_again = _answers(asks, WITHOUT_PLUGIN), _answers(asks)
     return [index for index in differing if not {stock[index], stock_again[index]} & {ours[index], ours_again[index]}]
