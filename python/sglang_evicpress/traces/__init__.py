@@ -1,0 +1,9 @@
+"""Request traces: what asked for which blocks of tokens, and when. Read from files or made up."""
+
+from __future__ import annotations
+
+from sglang_evicpress.traces.base import Request, Trace
+from sglang_evicpress.traces.jsonl import write_trace
+from sglang_evicpress.traces.reader import read_trace
+
+__all__ = ["Request", "Trace", "read_trace", "write_trace"]
