@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 PRESSES = ("keydiff", "knorm", "snapkv", "value_key_ratio", "streaming", "random")
 
@@ -49,46 +51,86 @@ class Form:
 EXACT = Form()
 
 
+class Tier(IntEnum):
+    """Where a node's bytes are, fastest first. A dropped node is on none."""
+
+    GPU = 0
+    HOST = 1
+    SSD = 2
+    EXTERNAL = 3
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One thing that can be done with a node on the device tier.
+    """One thing that can be done with a node: hold ``form`` on ``tier`` in ``num_bytes`` (whole pages).
 
-    ``form`` None means drop: forget the node and recompute it on its next use. ``num_slots`` is what the node
-    would hold afterwards (whole pages; 0 for drop).
+    ``form`` and ``tier`` None mean drop: forget the node and recompute it on its next use; it holds 0 bytes.
     """
 
     form: Form | None
-    num_slots: int
+    tier: Tier | None
+    num_bytes: int
+
+    @property
+    def is_drop(self) -> bool:
+        return self.tier is None
+
+    def __str__(self) -> str:
+        return "drop" if self.tier is None else f"{self.form}/{self.tier.label}"
+
+
+DROP = Option(None, None, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class NodeStats:
     """A frozen picture of one radix-tree node, all a policy may know of it.
 
-    ``num_tokens`` is logical, ``num_slots`` physical; ``depth_tokens`` is the logical length of the path above.
-    ``weight`` is the expected reuse; ``last_use`` a logical tick (never a clock), equal on every rank.
-    ``num_children`` counts resident children; ``options`` holds what the cache can do with the node now, without
-    staying as it is; it is empty while the node is locked.
+    ``num_tokens`` is logical, ``num_bytes`` what it holds on ``tier`` in ``form``; ``depth_tokens`` is the logical
+    length of the path above. ``quality`` in [0, 1] is that of what it holds, ``curve`` that of every form of the
+    policy's menu, in its order; bit i of ``reachable`` says that form i can be made of what the node holds.
+    ``weight`` is the expected reuse (see reuse.py), ``num_hits`` the plain count; ``last_use`` a logical tick (never
+    a clock), equal on every rank. ``sinks`` of its tokens survive any press. A locked node does not move.
     """
 
     id: int
     parent_id: int | None
-    num_tokens: int
-    num_slots: int
-    depth_tokens: int
+    tier: Tier
     form: Form
+    num_tokens: int
+    num_bytes: int
+    depth_tokens: int
+    quality: float
+    curve: Sequence[float]
+    reachable: int
     weight: float
+    num_hits: int
     last_use: int
-    num_children: int
-    options: tuple[Option, ...]
+    sinks: int = 0
+    is_locked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Bring ``node_id`` to ``option``; ``freed_slots`` and ``utility_loss`` are what the policy expected of it."""
+    """Bring ``node_id`` from what it holds to ``option``, and what the policy expected of it when it chose.
+
+    ``freed_bytes`` counts on the tier the node was on. ``weight``, ``quality``, ``delay_s`` (seconds) and ``loss``
+    (weighted utility given up, negative for a gain) are the inputs of the choice; the delay and quality are those of
+    the option, the ``_before`` ones those of what the node held. Policies that weigh nothing leave them 0.
+    """
 
     node_id: int
+    source: Option
     option: Option
-    freed_slots: int
-    utility_loss: float
+    freed_bytes: int
     reason: str
+    weight: float = 0.0
+    quality_before: float = 1.0
+    quality: float = 1.0
+    delay_before_s: float = 0.0
+    delay_s: float = 0.0
+    loss: float = 0.0

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from sglang_evicpress.costs import Costs
 from sglang_evicpress.policy.base import Policy
-from sglang_evicpress.policy.evicpress import EvicPressPolicy
-from sglang_evicpress.policy.lru import LruPolicy
-from sglang_evicpress.profile import Curves
-from sglang_evicpress.utility import PrefillCost
+from sglang_evicpress.policy.book import Rule
+from sglang_evicpress.policy.evicpress import EvicPressRule
+from sglang_evicpress.policy.lru import LfuRule, LruRule, SlruRule
+from sglang_evicpress.policy.menu import Menu
 
-POLICIES: Mapping[str, Callable[[float, Curves, PrefillCost], Policy]] = {
-    EvicPressPolicy.name: EvicPressPolicy,
-    LruPolicy.name: lambda alpha, curves, prefill: LruPolicy(),
+POLICIES: Mapping[str, Callable[[Menu, float, Costs], Rule]] = {
+    "evicpress": EvicPressRule,
+    "lru": lambda menu, alpha, costs: LruRule(menu),
+    "lfu": lambda menu, alpha, costs: LfuRule(menu),
+    "slru": lambda menu, alpha, costs: SlruRule(menu),
 }
-"""Name of a policy -> what makes it of (alpha, curves, prefill); one that needs none of them ignores them."""
+"""Name of a policy -> what makes its rule of (menu, alpha, costs); one that needs only the menu ignores the rest."""
 
 
-def make_policy(name: str, *, alpha: float, curves: Curves, prefill: PrefillCost) -> Policy:
+def make_policy(name: str, menu: Menu, *, alpha: float, costs: Costs) -> Policy:
     """The policy called ``name``. ValueError for a name not in ``POLICIES``, listing those that are."""
     if name not in POLICIES:
         raise ValueError(f"policy {name!r} is not known: expected one of {', '.join(POLICIES)}")
-    return POLICIES[name](alpha, curves, prefill)
+    return Policy(POLICIES[name](menu, alpha, costs))

@@ -2,38 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Mapping
 
-from sglang_evicpress.core import Decision, NodeStats
+from sglang_evicpress.core import Decision, NodeStats, Tier
+from sglang_evicpress.policy.book import Book, Rule
+from sglang_evicpress.policy.plan import Plan
 
 
-class Policy(Protocol):
-    """Chooses what to do with resident nodes when slots are short (EvicPress section 4.4).
+class Policy:
+    """Keeps a book of the nodes it is told of and, when a tier is short, plans what to do (EvicPress section 4.4).
 
-    A policy is pure: it reads no clock, file, tensor or metric, keeps nothing between calls and decides ties
-    by values of the nodes. The same nodes, in any order and in any process, give the same plan.
+    Pure: it reads no clock, file, tensor or metric. What it plans depends only on the present statistics of the nodes,
+    never on the order or the number of the calls that brought them: the same nodes give the same plan in any process
+    and on any rank. Planning changes nothing; whoever carries a decision out tells the policy by ``put`` or
+    ``forget``, as for every other change.
     """
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+        self.book = Book(rule)
+        self.put = self.book.put
+        self.forget = self.book.forget
+        self.touch = self.book.touch
+        self.lock = self.book.lock
+        self.scale_weights = self.book.scale_weights
 
     @property
     def name(self) -> str:
-        """The name it is chosen by, a key of ``POLICIES``."""
-        ...
+        return self.rule.name
 
-    @property
-    def compresses(self) -> bool:
-        """Whether it ever takes an option that compresses; one that does not is spared their making."""
-        ...
+    def put_all(self, nodes: Iterable[NodeStats]) -> None:
+        for node in nodes:
+            self.put(node)
 
-    def plan(self, nodes: Sequence[NodeStats], demand_slots: int) -> list[Decision]:
-        """Decisions in order of execution that free ``demand_slots``, or all they can if that is less.
+    def plan(self, tier: Tier, num_bytes: int, room: Mapping[Tier, int] | None = None) -> list[Decision]:
+        """Decisions, in order of execution, that free ``num_bytes`` on ``tier``, or all they can if that is less.
 
-        ``nodes`` have distinct ids; locked ones may be left out or come without options. Every decision takes
-        one of its node's options; a node is decided at most once. A node is dropped only when none of its
-        ``num_children`` resident children is left, those dropped earlier in the plan being gone. Without the
-        last decision the plan would fall short of the demand. A demand of 0 or less needs nothing: an empty
-        plan.
-
-        A plan changes nothing by itself; every decision can be carried out as long as they are taken in order.
+        ``room`` gives the free bytes of the tiers below; a tier that is not in it is full. Only unlocked nodes move,
+        each at most once. A node leaves a tier only after all its children have. Without the step that freed the last
+        byte the plan would fall short. 0 bytes or less need nothing: an empty plan.
         """
-        ...
+        plan = Plan(self.book, room or {})
+        try:
+            plan.relieve(int(tier), num_bytes)
+        finally:
+            plan.close()
+        return plan.decisions()

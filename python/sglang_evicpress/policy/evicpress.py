@@ -1,173 +1,186 @@
-"""The joint choice of compressing or dropping by least utility lost per slot freed."""
+"""The joint choice of compressing, demoting or dropping, by least utility lost per byte freed."""
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
 
-from sglang_evicpress.core import Decision, Form, NodeStats, Option
-from sglang_evicpress.profile import Curves
-from sglang_evicpress.utility import PrefillCost, recompute_seconds, utility
+from sglang_evicpress.core import Form, Tier
+from sglang_evicpress.costs import Costs
+from sglang_evicpress.policy.book import DROPPED, Record, Step
+from sglang_evicpress.policy.menu import Menu
+
+Point = tuple[int, float, int]
+"""(bytes, utility per use, index of the form on the menu): a state of a node on its tier."""
 
 
-class Point(NamedTuple):
-    """A state of a node: slots held, utility, and the option that leads there (None: as it is)."""
+def upper_hull(points: Iterable[Point]) -> list[Point]:
+    """The upper convex hull of (bytes, utility), from the first point given to ever fewer bytes.
 
-    num_slots: int
+    Left out are dominated points (no fewer bytes and no more utility than another) and LP-dominated ones (below a line
+    between two others): the linear relaxation of the multiple-choice knapsack uses no other (Kellerer, Pferschy and
+    Pisinger, Knapsack Problems, chapter on the multiple-choice knapsack; AdaptCache section 2). A point with more
+    utility in fewer bytes than the first stays: the step there has a negative slope. Of points on one line all are
+    kept, so that as little as possible is freed at a time; of equal points the first given counts.
+    """
+    given = list(points)
+    hull = [given[0]]
+    while (point := next_on_hull(hull[-1], given)) is not None:
+        hull.append(point)
+    return hull
+
+
+def next_on_hull(current: Point, points: Iterable[Point]) -> Point | None:
+    """The neighbour of ``current`` towards fewer bytes on the upper hull: the one with the least slope."""
+    best, best_slope = None, math.inf
+    for point in points:
+        freed = current[0] - point[0]
+        if freed > 0:
+            per_byte = (current[1] - point[1]) / freed
+            if best is None or per_byte < best_slope or (per_byte == best_slope and point[0] > best[0]):
+                best, best_slope = point, per_byte
+    return best
+
+
+@dataclass(slots=True)
+class Edge:
+    """The next edge of a node's hull, for as long as neither the node nor a cost changes.
+
+    ``utility`` is that of what it holds; ``shrunk`` where the in-place part of the hull goes next. ``leave`` is the
+    best way off the tier when ``floor`` is the lowest rank it may move to.
+    """
+
     utility: float
-    option: Option | None = None
+    shrunk: Point | None
+    floor: int = -1
+    leave: Step | None = None
+    leave_utility: float = -math.inf
 
 
-def next_hull_point(current: Point, points: Iterable[Point]) -> Point | None:
-    """The neighbour of ``current`` towards fewer slots on the upper convex hull of (slots, utility).
+class EvicPressRule:
+    """EvicPress section 4.4 and appendix A: change whatever loses the least utility per byte it frees.
 
-    Walking on from point to point visits exactly the states that the linear relaxation of the knapsack can
-    use: a point dominated by another (no more slots and no less utility) or lying below a line between two
-    others is passed over. A point that loses nothing against ``current`` is taken at once, the best one.
-    Points on one line are all visited, so that as little as possible is freed at a time; of equal points the
-    first given counts. None when nothing holds fewer slots.
-    """
-    smaller = [point for point in points if point.num_slots < current.num_slots]
-    if not smaller:
-        return None
-    best = max(smaller, key=lambda point: (point.utility, -point.num_slots))
-    if best.utility >= current.utility:
-        return best
-    return min(smaller, key=lambda point: (_slope(current, point), -point.num_slots))
-
-
-def _slope(start: Point, end: Point) -> float:
-    return (start.utility - end.utility) / (start.num_slots - end.num_slots)
-
-
-@dataclass(slots=True)
-class _Walk:
-    """How far a plan has come with one node."""
-
-    node: NodeStats
-    start: Point
-    compressed: list[Point]
-    dropped: Point | None
-    num_children: int
-    current: Point
-    step: Point | None = None
-    version: int = 0
-
-    def look_ahead(self) -> tuple[float, int, int, int] | None:
-        """Find the next step; its place in the heap or None. Earlier places of the node are outdated."""
-        self.version += 1
-        if self.num_children == 0 and self.dropped is not None:
-            self.step = next_hull_point(self.current, [*self.compressed, self.dropped])
-            if self.step is None and self.current.num_slots == 0 and self.current is not self.dropped:
-                # A node of holes only frees nothing, but its parent cannot go before it: the last resort.
-                self.step = self.dropped
-                return (math.inf, self.node.last_use, self.node.id, self.version)
-        else:
-            self.step = next_hull_point(self.current, self.compressed)
-        if self.step is None:
-            return None
-        return (_slope(self.current, self.step), self.node.last_use, self.node.id, self.version)
-
-
-@dataclass(frozen=True, slots=True)
-class EvicPressPolicy:
-    """EvicPress section 4.4 and appendix A over the device tier: shrink or drop whatever hurts least.
-
-    The paper: choosing one configuration per context for the most utility is a multiple-choice knapsack,
-    solved by repeating the change of least utility drop until the tier fits (configurations that save nothing
-    are left out). The printed algorithm compares drops as such; we compare them per slot freed and along each
-    node's upper convex hull, the textbook greedy (Kellerer, Pferschy, Pisinger, Knapsack Problems, chapter on
-    the multiple-choice knapsack; AdaptCache section 2), which is the optimum of the linear relaxation up to
-    its last step. (The algorithm as printed assigns S where it must subtract what was freed.)
-
-    ``alpha`` weighs quality against seconds, ``curves`` give the quality of forms, ``prefill`` the delay of
-    drop. Steps of equal loss per slot are taken by ``last_use``, then id. Raises ValueError if alpha is
-    negative or not finite.
+    Utility is section 4.2's, ``weight * (alpha * quality - delay)``. The weight is common to all options of a node, so
+    its hull is that of ``alpha * quality - delay`` and a hit only scales the slopes. On a tier a node can shrink in
+    place or leave: to a lower tier, in the form that has the most utility there, or by a drop, whose quality is 1 and
+    whose delay is that of prefilling its tokens again; of those ways out, which all hold 0 bytes on this tier, the one
+    with the most utility is the hull's last point. Raises ValueError if alpha is negative or not finite, or if the
+    costs lack a tier of the menu.
     """
 
-    alpha: float
-    curves: Curves
-    prefill: PrefillCost
     name: ClassVar[str] = "evicpress"
-    compresses: ClassVar[bool] = True
+    rises_only: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.alpha) and self.alpha >= 0.0):
-            raise ValueError(f"alpha is {self.alpha!r}: expected a finite number, 0 or more")
+    def __init__(self, menu: Menu, alpha: float, costs: Costs) -> None:
+        if not (math.isfinite(alpha) and alpha >= 0.0):
+            raise ValueError(f"alpha is {alpha!r}: expected a finite number, 0 or more")
+        self.menu = menu
+        self.alpha = alpha
+        self.compresses = len(menu.forms) > 1
+        self.read_costs(costs)
 
-    def plan(self, nodes: Sequence[NodeStats], demand_slots: int) -> list[Decision]:
-        if demand_slots <= 0:
-            return []
-        quality = _Memo(self.curves.quality)
-        walks = {node.id: self._walk(node, quality) for node in nodes if node.options}
-        heap = [place for walk in walks.values() if (place := walk.look_ahead()) is not None]
-        heapq.heapify(heap)
-        moved: dict[int, _Walk] = {}  # in order of each node's last step
-        freed_slots = 0
-        while heap and freed_slots < demand_slots:
-            _, _, node_id, version = heapq.heappop(heap)
-            walk = walks[node_id]
-            if walk.step is None or walk.version != version:
-                continue
-            freed_slots += walk.current.num_slots - walk.step.num_slots
-            walk.current = walk.step
-            moved.pop(node_id, None)
-            moved[node_id] = walk
-            changed: _Walk | None = walk
-            if walk.current is walk.dropped:
-                changed = walks.get(walk.node.parent_id) if walk.node.parent_id is not None else None
-                if changed is not None:
-                    changed.num_children -= 1
-            if changed is not None and (place := changed.look_ahead()) is not None:
-                heapq.heappush(heap, place)
-        return _decisions(list(moved.values()))
+    def read_costs(self, costs: Costs) -> None:
+        """Take other costs; the hulls made before are outdated (``Policy.refresh`` drops them)."""
+        self.costs = costs
+        self._load = [(0.0, 0.0)] * DROPPED
+        for tier in self.menu.tiers[1:]:
+            law = costs.load[tier]
+            self._load[tier] = (law.fixed_s, 1.0 / law.bytes_per_s)
+        self._decode = [self._decode_of(form) for form in self.menu.forms]
 
-    def _walk(self, node: NodeStats, quality: _Memo) -> _Walk:
-        start = Point(node.num_slots, utility(node.weight, self.alpha, quality[node.form], 0.0))
-        compressed: list[Point] = []
-        dropped: Point | None = None
-        for option in node.options:
-            if option.form is None:
-                delay_s = recompute_seconds(node.num_tokens, node.depth_tokens, self.prefill)
-                dropped = Point(0, utility(node.weight, self.alpha, 1.0, delay_s), option)
-            elif option.num_slots < node.num_slots:
-                held = utility(node.weight, self.alpha, quality[option.form], 0.0)
-                compressed.append(Point(option.num_slots, held, option))
-        return _Walk(node, start, compressed, dropped, node.num_children, start)
+    def _decode_of(self, form: Form) -> tuple[float, float]:
+        law = self.costs.decode.get(form.codec)
+        return (0.0, 0.0) if law is None else (law.fixed_s, 1.0 / law.bytes_per_s)
 
+    def held_delay_s(self, rank: int, form: Form, num_bytes: int) -> float:
+        """Seconds to get the bytes of a node back into slots of the GPU."""
+        if rank == Tier.GPU:
+            return 0.0
+        fixed, per_byte = self._load[rank]
+        decode_fixed, decode_per_byte = self._decode_of(form)
+        return fixed + decode_fixed + num_bytes * (per_byte + decode_per_byte)
 
-@dataclass(slots=True)
-class _Memo:
-    """Quality by form, read once per plan: there are few forms and many nodes."""
+    def delay_s(self, record: Record) -> float:
+        return self.held_delay_s(record.rank, record.form, record.num_bytes)
 
-    read: Callable[[Form], float]
-    known: dict[Form, float] = field(default_factory=dict)
+    def step(self, record: Record, barred: int = 0) -> Step | None:
+        edge = record.memo
+        if not isinstance(edge, Edge):
+            edge = record.memo = self._edge(record)
+        floor, num_bytes = record.floor, record.num_bytes
+        leave, leave_utility = None, -math.inf
+        if floor > record.rank:
+            if barred:
+                leave, leave_utility = self._leave(record, floor, barred)
+            else:
+                if edge.floor != floor:
+                    edge.leave, edge.leave_utility = self._leave(record, floor, 0)
+                    edge.floor = floor
+                leave, leave_utility = edge.leave, edge.leave_utility
+        if num_bytes == 0:
+            # A node of holes only frees nothing, but its parent cannot go before it: the last resort.
+            return None if leave is None else leave._replace(key=math.inf)
+        per_byte = (edge.utility - leave_utility) / num_bytes
+        shrunk = edge.shrunk
+        if shrunk is not None:
+            lost = edge.utility - shrunk[1]
+            shrunk_per_byte = lost / (num_bytes - shrunk[0])
+            if shrunk_per_byte <= per_byte:
+                return self._shrink(record, shrunk, record.weight * shrunk_per_byte, lost)
+        if leave is None:
+            return None
+        return leave._replace(key=record.weight * per_byte, loss=edge.utility - leave_utility)
 
-    def __getitem__(self, form: Form) -> float:
-        found = self.known.get(form)
-        if found is None:
-            found = self.known[form] = self.read(form)
+    def _shrink(self, record: Record, point: Point, key: float, loss: float) -> Step:
+        num_bytes, _, index = point
+        form = self.menu.forms[index]
+        delay_s = self.held_delay_s(record.rank, form, num_bytes)
+        return Step(key, record.rank, form, num_bytes, record.curve[index], delay_s, loss)
+
+    def _edge(self, record: Record) -> Edge:
+        now = self.alpha * record.quality - self.delay_s(record)
+        if not record.num_bytes:
+            return Edge(now, None)
+        return Edge(now, next_on_hull((record.num_bytes, now, -1), self.points(record)))
+
+    def points(self, record: Record) -> list[Point]:
+        """What the node can be made in place, with fewer bytes than it holds."""
+        fixed, per_byte = self._load[record.rank]
+        found = []
+        for index, size in self._smaller(record):
+            delay_s = 0.0
+            if record.rank:
+                decode_fixed, decode_per_byte = self._decode[index]
+                delay_s = fixed + decode_fixed + size * (per_byte + decode_per_byte)
+            found.append((size, self.alpha * record.curve[index] - delay_s, index))
         return found
 
+    def _smaller(self, record: Record) -> Iterator[tuple[int, int]]:
+        """(index of a form, bytes) for the forms that can be made of the node and are smaller than what it holds."""
+        reachable, num_bytes = record.reachable, record.num_bytes
+        if reachable:
+            for index, size in enumerate(self.menu.sizes(record.num_tokens, record.sinks)):
+                if size < num_bytes and reachable >> index & 1:
+                    yield index, size
 
-def _decisions(moved: list[_Walk]) -> list[Decision]:
-    """One decision per moved node; a drop that frees nothing stays only if its parent is dropped too."""
-    kept: list[Decision] = []
-    dropped_ids: set[int] = set()
-    for walk in reversed(moved):  # parents before children
-        option = walk.current.option
-        freed_slots = walk.start.num_slots - walk.current.num_slots
-        if option is None or (freed_slots == 0 and walk.node.parent_id not in dropped_ids):
-            continue
-        if option.form is None:
-            dropped_ids.add(walk.node.id)
-        loss = walk.start.utility - walk.current.utility
-        what = "drop" if option.form is None else str(option.form)
-        verb = "gains" if loss < 0 else "loses"
-        reason = f"{what}: {verb} {abs(loss):.4g} over {freed_slots} slots"
-        kept.append(Decision(walk.node.id, option, freed_slots, loss, reason))
-    kept.reverse()
-    return kept
+    def _leave(self, record: Record, floor: int, barred: int) -> tuple[Step | None, float]:
+        """The best way off the tier and its utility per use."""
+        best: Step | None = None
+        best_utility = -math.inf
+        if floor >= DROPPED:
+            delay_s = self.costs.prefill.marginal_seconds(record.num_tokens, record.depth_tokens)
+            best, best_utility = Step(0.0, DROPPED, None, 0, 1.0, delay_s), self.alpha - delay_s
+        for tier in self.menu.tiers:
+            if not record.rank < tier <= floor or barred >> tier & 1:
+                continue
+            for form, num_bytes, quality in (
+                (record.form, record.num_bytes, record.quality),
+                *((self.menu.forms[index], size, record.curve[index]) for index, size in self._smaller(record)),
+            ):
+                delay_s = self.held_delay_s(tier, form, num_bytes)
+                worth = self.alpha * quality - delay_s
+                if worth > best_utility:
+                    best, best_utility = Step(0.0, int(tier), form, num_bytes, quality, delay_s), worth
+        return best, best_utility

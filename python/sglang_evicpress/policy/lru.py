@@ -1,44 +1,66 @@
-"""Least recently used first: the baseline that only drops, as the stock radix cache does."""
+"""Policies that only choose the victim: the form stays, the node goes one tier down or is dropped."""
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
-from sglang_evicpress.core import Decision, NodeStats, Option
+from sglang_evicpress.policy.book import DROPPED, Record, Step
+from sglang_evicpress.policy.menu import Menu
 
 
-@dataclass(frozen=True, slots=True)
-class LruPolicy:
-    """Drops childless nodes by ``last_use``, then id; a parent is a candidate once its last child is gone.
+class CascadeRule:
+    """A node goes to the next tier below that can take it, as it is; from the last one it is dropped."""
 
-    It never compresses and weighs nothing, so ``utility_loss`` of its decisions is 0.
-    """
+    rises_only: ClassVar[bool] = True
+
+    def __init__(self, menu: Menu) -> None:
+        self.menu = menu
+
+    def key(self, record: Record) -> float:
+        """The smallest goes first; ties by last use."""
+        raise NotImplementedError
+
+    def step(self, record: Record, barred: int = 0) -> Step | None:
+        floor = record.floor
+        if floor <= record.rank:
+            return None
+        for tier in self.menu.tiers:
+            if tier > record.rank and not barred >> tier & 1:
+                if tier > floor:
+                    return None
+                return Step(self.key(record), int(tier), None, record.num_bytes, record.quality)
+        return Step(self.key(record), DROPPED, None, 0) if floor == DROPPED else None
+
+    def delay_s(self, record: Record) -> float:
+        return 0.0
+
+
+class LruRule(CascadeRule):
+    """Least recently used first, as SGLang's own radix cache."""
 
     name: ClassVar[str] = "lru"
-    compresses: ClassVar[bool] = False
 
-    def plan(self, nodes: Sequence[NodeStats], demand_slots: int) -> list[Decision]:
-        droppable = {node.id: (node, drop) for node in nodes if (drop := _drop_option(node)) is not None}
-        children_left = {node_id: node.num_children for node_id, (node, _) in droppable.items()}
-        heap = [(node.last_use, node.id) for node, _ in droppable.values() if node.num_children == 0]
-        heapq.heapify(heap)
-        decisions: list[Decision] = []
-        freed_slots = 0
-        while heap and freed_slots < demand_slots:
-            _, node_id = heapq.heappop(heap)
-            node, drop = droppable[node_id]
-            reason = f"drop: last used at {node.last_use}"
-            decisions.append(Decision(node_id, drop, node.num_slots, 0.0, reason))
-            freed_slots += node.num_slots
-            if node.parent_id is not None and node.parent_id in droppable:
-                children_left[node.parent_id] -= 1
-                if children_left[node.parent_id] == 0:
-                    heapq.heappush(heap, (droppable[node.parent_id][0].last_use, node.parent_id))
-        return decisions
+    def key(self, record: Record) -> float:
+        return float(record.last_use)
 
 
-def _drop_option(node: NodeStats) -> Option | None:
-    return next((option for option in node.options if option.form is None), None)
+class LfuRule(CascadeRule):
+    """Least frequently used first, then least recently."""
+
+    name: ClassVar[str] = "lfu"
+
+    def key(self, record: Record) -> float:
+        return float(record.num_hits)
+
+
+class SlruRule(CascadeRule):
+    """Nodes used once before those used at least ``threshold`` times, each by last use (SGLang's ``slru``)."""
+
+    name: ClassVar[str] = "slru"
+
+    def __init__(self, menu: Menu, threshold: int = 2) -> None:
+        super().__init__(menu)
+        self.threshold = threshold
+
+    def key(self, record: Record) -> float:
+        return float(record.num_hits >= self.threshold)

@@ -1,0 +1,286 @@
+"""The book of a policy: what it knows of every node, and per tier a heap of the next step of each."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from sglang_evicpress.core import Form, NodeStats, Tier
+from sglang_evicpress.policy.menu import Menu
+
+DROPPED = len(Tier)
+"""The rank of a node that is nowhere: below every tier."""
+
+_SLACK = 64
+
+Entry = tuple[float, int, int]
+"""(key, last_use, id): the order in which steps are taken, total and the same on every rank."""
+
+
+class Step(NamedTuple):
+    """The next step of a node: hold ``form`` in ``num_bytes`` on the tier of rank ``rank`` (DROPPED: forget it).
+
+    The step with the smallest ``key`` is taken first. ``loss`` is the utility it gives up, unweighted.
+    """
+
+    key: float
+    rank: int
+    form: Form | None
+    num_bytes: int
+    quality: float = 1.0
+    delay_s: float = 0.0
+    loss: float = 0.0
+
+
+class Record:
+    """A node in the book: its ``NodeStats`` in a form that can change, and its place in the tree and in a heap.
+
+    ``num_children`` counts children by rank (None: it never had any). ``memo`` is the rule's own, forgotten when
+    anything but weight or use changes. ``queued`` is the record's entry in the heap of its tier.
+    """
+
+    __slots__ = (
+        "curve",
+        "depth_tokens",
+        "form",
+        "id",
+        "is_locked",
+        "last_use",
+        "memo",
+        "num_bytes",
+        "num_children",
+        "num_hits",
+        "num_tokens",
+        "parent_id",
+        "quality",
+        "queued",
+        "rank",
+        "reachable",
+        "sinks",
+        "weight",
+    )
+
+    def __init__(self, node: NodeStats) -> None:
+        self.num_children: list[int] | None = None
+        self.queued: Entry | None = None
+        self.read(node)
+
+    def read(self, node: NodeStats) -> None:
+        self.id = node.id
+        self.parent_id = node.parent_id
+        self.rank: int = int(node.tier)
+        self.form: Form = node.form
+        self.num_tokens = node.num_tokens
+        self.num_bytes = node.num_bytes
+        self.depth_tokens = node.depth_tokens
+        self.quality = node.quality
+        self.curve: Sequence[float] = node.curve
+        self.reachable = node.reachable
+        self.weight = node.weight
+        self.num_hits = node.num_hits
+        self.last_use = node.last_use
+        self.sinks = node.sinks
+        self.is_locked = node.is_locked
+        self.memo: object = None
+
+    def copy(self) -> Record:
+        """A record a plan may change: the same node, in no heap."""
+        twin = Record.__new__(Record)
+        for name in Record.__slots__:
+            setattr(twin, name, getattr(self, name))
+        twin.num_children = None if self.num_children is None else list(self.num_children)
+        twin.queued = None
+        return twin
+
+    @property
+    def floor(self) -> int:
+        """The lowest rank it may move to: a node leaves a tier only once no child is there or above."""
+        if self.num_children is not None:
+            for rank, count in enumerate(self.num_children):
+                if count:
+                    return rank
+        return DROPPED
+
+    def count_child(self, rank: int, change: int) -> None:
+        if self.num_children is None:
+            self.num_children = [0] * DROPPED
+        if rank < DROPPED:
+            self.num_children[rank] += change
+
+
+class Rule(Protocol):
+    """What makes one policy differ from another: the order of nodes and what is done to the first of them."""
+
+    @property
+    def menu(self) -> Menu:
+        """The forms and tiers it chooses from."""
+        ...
+
+    @property
+    def rises_only(self) -> bool:
+        """Whether a hit never makes a key smaller; its entry may then wait in the heap until it is on top."""
+        ...
+
+    def step(self, record: Record, barred: int = 0) -> Step | None:
+        """The next step of a node that frees bytes on its tier, None when there is none.
+
+        Tiers whose bit is set in ``barred`` cannot take it. Nothing below ``record.floor`` may be chosen.
+        """
+        ...
+
+    def delay_s(self, record: Record) -> float:
+        """Seconds to get the node back to the GPU from where it is; 0 for a rule that does not weigh it."""
+        ...
+
+
+class Book:
+    """All nodes and one heap per tier. A heap entry never lies above its record's present key, so the first entry
+    that is up to date is the first step; outdated ones are dropped or put back when they come to the top."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+        self.records: dict[int, Record] = {}
+        self.heaps: list[list[Entry]] = [[] for _ in range(DROPPED)]
+        self.num_bytes = [0] * DROPPED
+        self.num_on = [0] * DROPPED
+        self.locked_bytes = [0] * DROPPED
+
+    def put(self, node: NodeStats) -> None:
+        """Note a new node, or whatever has changed about a known one."""
+        record = self.records.get(node.id)
+        if record is None:
+            record = self.records[node.id] = Record(node)
+            self._join(record)
+        elif record.parent_id == node.parent_id and record.rank == node.tier:
+            self._count(record, -1)
+            record.read(node)
+            self._count(record, 1)
+            self.requeue(record, anew=True)
+            return
+        else:
+            self._leave(record)
+            record.read(node)
+            self._join(record)
+        parent = self._parent(record)
+        if parent is not None:
+            self.requeue(parent, anew=True)
+        self.requeue(record, anew=True)
+
+    def forget(self, node_id: int) -> None:
+        """The node is dropped. It must have no children in the book. KeyError when it is not known."""
+        record = self.records[node_id]
+        if record.floor < DROPPED:
+            raise ValueError(f"node {node_id} has children: expected them to be dropped first")
+        self._leave(record)
+        del self.records[node_id]
+        parent = self._parent(record)
+        if parent is not None:
+            self.requeue(parent, anew=True)
+
+    def touch(self, node_id: int, weight: float, num_hits: int, last_use: int) -> None:
+        """The node was used, or is about to be, or no longer is."""
+        record = self.records[node_id]
+        falls = weight < record.weight
+        record.weight, record.num_hits, record.last_use = weight, num_hits, last_use
+        if falls or not self.rule.rises_only:
+            self.requeue(record)
+
+    def lock(self, node_id: int, is_locked: bool) -> None:
+        """A running request takes or gives back the node."""
+        record = self.records[node_id]
+        if record.is_locked != is_locked:
+            self.locked_bytes[record.rank] += record.num_bytes if is_locked else -record.num_bytes
+            record.is_locked = is_locked
+            if not is_locked:
+                self.requeue(record)
+
+    def scale_weights(self, factor: float) -> None:
+        """Every weight times ``factor``: the epoch of the reuse clock moved."""
+        for record in self.records.values():
+            record.weight *= factor
+        self.rebuild()
+
+    def rebuild(self) -> None:
+        """Heaps from scratch, after anything that changes many keys."""
+        entries: list[list[Entry]] = [[] for _ in range(DROPPED)]
+        step = self.rule.step
+        for record in self.records.values():
+            record.queued = None
+            if not record.is_locked:
+                found = step(record)
+                if found is not None:
+                    record.queued = (found.key, record.last_use, record.id)
+                    entries[record.rank].append(record.queued)
+        for heap in entries:
+            heapq.heapify(heap)
+        self.heaps = entries
+
+    def requeue(self, record: Record, anew: bool = False) -> None:
+        """Bring the record's entry up to date if its step comes earlier than noted; ``anew``: whenever it differs."""
+        if record.is_locked:
+            return
+        found = self.rule.step(record)
+        if found is None:
+            if anew:
+                record.queued = None
+            return
+        entry = (found.key, record.last_use, record.id)
+        if record.queued is None or (entry != record.queued if anew else entry < record.queued):
+            record.queued = entry
+            heap = self.heaps[record.rank]
+            heapq.heappush(heap, entry)
+            if len(heap) > 2 * self.num_on[record.rank] + _SLACK:
+                self._compact(record.rank)
+
+    def first(self, rank: int) -> tuple[Record, Step] | None:
+        """The unlocked node whose step on this tier comes first, and the step; its entry stays on top of the heap."""
+        heap = self.heaps[rank]
+        while heap:
+            entry = heap[0]
+            record = self.records.get(entry[2])
+            if record is None or record.queued is not entry:
+                heapq.heappop(heap)
+                continue
+            found = None if record.is_locked else self.rule.step(record)
+            if found is None:
+                record.queued = None
+                heapq.heappop(heap)
+                continue
+            now = (found.key, record.last_use, record.id)
+            if now == entry:
+                return record, found
+            record.queued = now
+            heapq.heapreplace(heap, now)
+        return None
+
+    def _compact(self, rank: int) -> None:
+        records = self.records
+        heap = self.heaps[rank]
+        heap[:] = [
+            entry for entry in heap if (record := records.get(entry[2])) is not None and record.queued is entry
+        ]
+        heapq.heapify(heap)
+
+    def _parent(self, record: Record) -> Record | None:
+        return None if record.parent_id is None else self.records.get(record.parent_id)
+
+    def _join(self, record: Record) -> None:
+        self._count(record, 1)
+        parent = self._parent(record)
+        if parent is not None:
+            parent.count_child(record.rank, 1)
+
+    def _leave(self, record: Record) -> None:
+        self._count(record, -1)
+        record.queued = None
+        parent = self._parent(record)
+        if parent is not None:
+            parent.count_child(record.rank, -1)
+            self.requeue(parent, anew=True)
+
+    def _count(self, record: Record, sign: int) -> None:
+        self.num_on[record.rank] += sign
+        self.num_bytes[record.rank] += sign * record.num_bytes
+        if record.is_locked:
+            self.locked_bytes[record.rank] += sign * record.num_bytes

@@ -1,0 +1,202 @@
+"""Making room: the greedy over a book, tier by tier downwards, with nothing changed until it is carried out."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sglang_evicpress.core import DROP, Decision, Option, Tier
+from sglang_evicpress.policy.book import DROPPED, Book, Entry, Record, Step
+
+
+@dataclass(slots=True)
+class Move:
+    """What is planned for one node: its copy in the state it will be in, the last step, and the sum of all losses."""
+
+    copy: Record
+    step: Step
+    loss: float
+    order: int
+
+
+class Plan:
+    """One plan over a book: ``relieve`` the tiers that are short, then read the ``decisions``.
+
+    EvicPress section 4.4 and appendix A: when a tier is full, repeat the update of least utility drop until what must
+    fit fits, and do the same on the lower tier if what is pushed down fills that. (The algorithm as printed assigns S
+    where it must subtract what was freed.) ``room`` holds the free bytes of each tier below; a tier that is not in it
+    is full. A node is planned on as a copy, so the book is after the plan what it was before.
+    """
+
+    def __init__(self, book: Book, room: Mapping[Tier, int]) -> None:
+        self.book = book
+        self.room = [room.get(tier, 0) for tier in Tier]
+        self.movable = [total - locked for total, locked in zip(book.num_bytes, book.locked_bytes, strict=True)]
+        self.moves: dict[int, Move] = {}
+        self._copies: dict[int, Record] = {}
+        self._barred: dict[int, int] = {}
+        self._heaps: list[list[Entry]] = [[] for _ in range(DROPPED)]
+        self._taken: list[list[Entry]] = [[] for _ in range(DROPPED)]
+        self._num_steps = 0
+
+    def relieve(self, rank: int, num_bytes: int) -> int:
+        """Plan to free ``num_bytes`` on a tier, no step taken once that is free; returns what is missing when
+        everything that may move has moved."""
+        while num_bytes > 0:
+            found = self._take_first(rank)
+            if found is None and not self._fell(rank):
+                return num_bytes
+            if found is None:
+                continue
+            copy, step = found
+            if rank < step.rank < DROPPED and not self._make_room(step.rank, step.num_bytes):
+                self._barred[copy.id] = self._barred.get(copy.id, 0) | 1 << step.rank
+                self._queue(copy)
+                continue
+            num_bytes -= self._move(copy, step)
+        return 0
+
+    def decisions(self) -> list[Decision]:
+        """The moves in an order that keeps every tier within its bounds and resident nodes prefix-closed: drops first,
+        then lower tiers before higher ones, on each what shrinks in place before what arrives."""
+        made: list[tuple[tuple[int, bool, int], Decision]] = []
+        for move in self.moves.values():
+            before, step = self.book.records[move.copy.id], move.step
+            arrives = step.rank != before.rank
+            freed = before.num_bytes - (0 if arrives else step.num_bytes)
+            if freed == 0 and not self._parent_leaves(before):
+                continue
+            source = Option(before.form, Tier(before.rank), before.num_bytes)
+            option = DROP if step.rank == DROPPED else Option(move.copy.form, Tier(step.rank), step.num_bytes)
+            reason = f"{option}: {'gains' if move.loss < 0 else 'loses'} {abs(move.loss):.4g} over {freed} bytes"
+            decision = Decision(
+                before.id,
+                source,
+                option,
+                freed,
+                reason,
+                before.weight,
+                before.quality,
+                step.quality,
+                self.book.rule.delay_s(before),
+                step.delay_s,
+                move.loss,
+            )
+            made.append(((-step.rank, arrives, move.order), decision))
+        made.sort(key=lambda item: item[0])
+        return [decision for _, decision in made]
+
+    def close(self) -> None:
+        """Give the book's heaps back what was taken from them."""
+        for heap, taken in zip(self.book.heaps, self._taken, strict=True):
+            for entry in taken:
+                heapq.heappush(heap, entry)
+            taken.clear()
+
+    def _make_room(self, rank: int, num_bytes: int) -> bool:
+        """Whether a lower tier has, or can be given, room for ``num_bytes``."""
+        missing = num_bytes - self.room[rank]
+        return missing <= 0 or (missing <= self.movable[rank] and self.relieve(rank, missing) == 0)
+
+    def _move(self, copy: Record, step: Step) -> int:
+        """Take the step; returns the bytes it frees on the tier the node was on."""
+        rank, before = copy.rank, copy.num_bytes
+        past = self.moves.pop(copy.id, None)
+        loss = step.loss * copy.weight + (0.0 if past is None else past.loss)
+        self._num_steps += 1
+        self.moves[copy.id] = Move(copy, step, loss, self._num_steps)
+        if step.form is not None:
+            copy.form = step.form
+            copy.reachable &= self.book.rule.menu.smaller(step.form)
+        copy.num_bytes, copy.quality = step.num_bytes, step.quality
+        freed = before if step.rank != rank else before - step.num_bytes
+        self.room[rank] += freed
+        self.movable[rank] -= freed
+        copy.rank, copy.memo = step.rank, None
+        if step.rank != rank:
+            if step.rank < DROPPED:
+                self.room[step.rank] -= step.num_bytes
+                self.movable[step.rank] += step.num_bytes
+            self._tell_parent(copy, rank)
+        if step.rank < DROPPED:
+            self._queue(copy)
+        return freed
+
+    def _tell_parent(self, copy: Record, old_rank: int) -> None:
+        parent = None if copy.parent_id is None else self.book.records.get(copy.parent_id)
+        if parent is None:
+            return
+        parent = self._copy(parent)
+        parent.count_child(old_rank, -1)
+        parent.count_child(copy.rank, 1)
+        if parent.rank < DROPPED:
+            self._queue(parent)
+
+    def _queue(self, copy: Record) -> None:
+        """Put the copy's next step into the plan's own heap; an earlier entry of it is outdated."""
+        copy.queued = None
+        if copy.is_locked:
+            return
+        step = self.book.rule.step(copy, self._barred.get(copy.id, 0))
+        if step is not None:
+            copy.queued = (step.key, copy.last_use, copy.id)
+            heapq.heappush(self._heaps[copy.rank], copy.queued)
+
+    def _copy(self, record: Record) -> Record:
+        copy = self._copies.get(record.id)
+        if copy is None:
+            copy = self._copies[record.id] = record.copy()
+        return copy
+
+    def _take_first(self, rank: int) -> tuple[Record, Step] | None:
+        """The node whose step on the tier comes first, as a copy taken out of its heap, and the step."""
+        book = self.book
+        shared = book.first(rank)
+        while shared is not None and shared[0].id in self._copies:
+            self._taken[rank].append(heapq.heappop(book.heaps[rank]))
+            shared = book.first(rank)
+        own = self._heaps[rank]
+        while own and (self._copies[own[0][2]].queued is not own[0]):
+            heapq.heappop(own)
+        if own and (shared is None or own[0] < book.heaps[rank][0]):
+            copy = self._copies[heapq.heappop(own)[2]]
+            copy.queued = None
+            step = book.rule.step(copy, self._barred.get(copy.id, 0))
+            if step is None:
+                raise RuntimeError(f"node {copy.id} lost its step while it was queued")
+            return copy, step
+        if shared is None:
+            return None
+        self._taken[rank].append(heapq.heappop(book.heaps[rank]))
+        return self._copy(shared[0]), shared[1]
+
+    def _fell(self, rank: int) -> bool:
+        """The last resort, when nothing on a tier has a step because lower tiers are full and cannot be relieved:
+        drop the least recently used unlocked node of the tier with everything below it. False if there is none."""
+        records = self.book.records
+        standing = [
+            record
+            for record in (self._copies.get(node_id, record) for node_id, record in records.items())
+            if record.rank == rank and not record.is_locked and record.num_bytes > 0
+        ]
+        if not standing:
+            return False
+        root = min(standing, key=lambda record: (record.last_use, record.id))
+        felled, found = {root.id}, True
+        while found:
+            found = False
+            for record in records.values():
+                if record.parent_id in felled and record.id not in felled:
+                    felled.add(record.id)
+                    found = True
+        copies = [self._copy(records[node_id]) for node_id in felled]
+        for copy in sorted(copies, key=lambda copy: (-copy.depth_tokens, -copy.num_tokens, copy.id)):
+            if copy.rank < DROPPED:
+                self._move(copy, Step(0.0, DROPPED, None, 0))
+        return True
+
+    def _parent_leaves(self, record: Record) -> bool:
+        """Whether the move of a node that frees nothing is needed all the same: its parent goes further."""
+        move = None if record.parent_id is None else self.moves.get(record.parent_id)
+        return move is not None and move.step.rank > self.book.records[move.copy.id].rank
