@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from sglang_evicpress.core import Form, NodeStats, Tier
 from sglang_evicpress.policy.menu import Menu
@@ -113,13 +113,18 @@ class Rule(Protocol):
     """What makes one policy differ from another: the order of nodes and what is done to the first of them."""
 
     @property
+    def name(self) -> str:
+        """What it is called, as it was asked for."""
+        ...
+
+    @property
     def menu(self) -> Menu:
         """The forms and tiers it chooses from."""
         ...
 
     @property
     def rises_only(self) -> bool:
-        """Whether a hit never makes a key smaller; its entry may then wait in the heap until it is on top."""
+        """Whether a hit never makes a key of 0 or more smaller; its entry may then wait in the heap until on top."""
         ...
 
     def step(self, record: Record, barred: int = 0) -> Step | None:
@@ -134,12 +139,26 @@ class Rule(Protocol):
         ...
 
 
+@runtime_checkable
+class Watcher(Protocol):
+    """A rule that besides also has to know what happens to nodes; a plan, which only may happen, is not told."""
+
+    def used(self, record: Record) -> None:
+        """The node is new to the book, to its tier or below its parent, or was used; its record says so already."""
+        ...
+
+    def left(self, record: Record, rank: int) -> None:
+        """The node goes to the tier of ``rank`` (DROPPED: is forgotten); its record still says where it was."""
+        ...
+
+
 class Book:
     """All nodes and one heap per tier. A heap entry never lies above its record's present key, so the first entry
     that is up to date is the first step; outdated ones are dropped or put back when they come to the top."""
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
+        self._watcher = rule if isinstance(rule, Watcher) else None
         self.records: dict[int, Record] = {}
         self.heaps: list[list[Entry]] = [[] for _ in range(DROPPED)]
         self.num_bytes = [0] * DROPPED
@@ -153,15 +172,22 @@ class Book:
             record = self.records[node.id] = Record(node)
             self._join(record)
         elif record.parent_id == node.parent_id and record.rank == node.tier:
+            is_used = record.last_use < node.last_use
             self._count(record, -1)
             record.read(node)
             self._count(record, 1)
+            if is_used and self._watcher is not None:
+                self._watcher.used(record)
             self.requeue(record, anew=True)
             return
         else:
+            if record.rank != node.tier and self._watcher is not None:
+                self._watcher.left(record, int(node.tier))
             self._leave(record)
             record.read(node)
             self._join(record)
+        if self._watcher is not None:
+            self._watcher.used(record)
         parent = self._parent(record)
         if parent is not None:
             self.requeue(parent, anew=True)
@@ -172,6 +198,8 @@ class Book:
         record = self.records[node_id]
         if record.floor < DROPPED:
             raise ValueError(f"node {node_id} has children: expected them to be dropped first")
+        if self._watcher is not None:
+            self._watcher.left(record, DROPPED)
         self._leave(record)
         del self.records[node_id]
         parent = self._parent(record)
@@ -182,8 +210,12 @@ class Book:
         """The node was used, or is about to be, or no longer is."""
         record = self.records[node_id]
         falls = weight < record.weight
+        is_used = record.last_use < last_use
         record.weight, record.num_hits, record.last_use = weight, num_hits, last_use
-        if falls or not self.rule.rises_only:
+        if is_used and self._watcher is not None:
+            self._watcher.used(record)
+        gains = record.queued is not None and record.queued[0] < 0.0  # then more weight makes the key smaller
+        if falls or gains or not self.rule.rises_only:
             self.requeue(record)
 
     def lock(self, node_id: int, is_locked: bool) -> None:
@@ -257,9 +289,7 @@ class Book:
     def _compact(self, rank: int) -> None:
         records = self.records
         heap = self.heaps[rank]
-        heap[:] = [
-            entry for entry in heap if (record := records.get(entry[2])) is not None and record.queued is entry
-        ]
+        heap[:] = [entry for entry in heap if (record := records.get(entry[2])) is not None and record.queued is entry]
         heapq.heapify(heap)
 
     def _parent(self, record: Record) -> Record | None:
