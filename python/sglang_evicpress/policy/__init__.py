@@ -2,26 +2,106 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
+from sglang_evicpress.core import PRESSES, Form
 from sglang_evicpress.costs import Costs
+from sglang_evicpress.policy.adaptcache import AdaptCacheRule
 from sglang_evicpress.policy.base import Policy
 from sglang_evicpress.policy.book import Rule
 from sglang_evicpress.policy.evicpress import EvicPressRule
-from sglang_evicpress.policy.lru import LfuRule, LruRule, SlruRule
+from sglang_evicpress.policy.fixed import FixedFormRule, ImpressRule, impress_form
+from sglang_evicpress.policy.gdsf import GdsfRule
+from sglang_evicpress.policy.lru import BeladyRule, HptRule, LfuRule, LruRule, SlruRule
 from sglang_evicpress.policy.menu import Menu
+from sglang_evicpress.policy.tlru import TlruRule
 
-POLICIES: Mapping[str, Callable[[Menu, float, Costs], Rule]] = {
-    "evicpress": EvicPressRule,
-    "lru": lambda menu, alpha, costs: LruRule(menu),
-    "lfu": lambda menu, alpha, costs: LfuRule(menu),
-    "slru": lambda menu, alpha, costs: SlruRule(menu),
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """All that a rule may be made of."""
+
+    menu: Menu
+    alpha: float
+    costs: Costs
+    mean_curve: Sequence[float] | None
+    next_use: Mapping[int, float] | None
+
+
+def _adaptcache(given: Inputs) -> Rule:
+    if given.mean_curve is None:
+        raise ValueError(
+            "policy 'adaptcache' has no mean_curve: expected the offline quality of every form of the menu"
+        )
+    return AdaptCacheRule(given.menu, given.alpha, given.costs, given.mean_curve)
+
+
+def _belady(given: Inputs) -> Rule:
+    if given.next_use is None:
+        raise ValueError("policy 'belady' has no next_use: expected to run in a simulator, which knows the future")
+    return BeladyRule(given.menu, given.next_use)
+
+
+RULES: Mapping[str, Callable[[Inputs], Rule]] = {
+    "evicpress": lambda given: EvicPressRule(given.menu, given.alpha, given.costs),
+    "lru": lambda given: LruRule(given.menu),
+    "lfu": lambda given: LfuRule(given.menu),
+    "slru": lambda given: SlruRule(given.menu),
+    "tlru": lambda given: TlruRule(given.menu),
+    "hpt": lambda given: HptRule(given.menu),
+    "gdsf": lambda given: GdsfRule(given.menu, given.costs),
+    "adaptcache": _adaptcache,
+    "belady": _belady,
 }
-"""Name of a policy -> what makes its rule of (menu, alpha, costs); one that needs only the menu ignores the rest."""
+
+SERVER_POLICY_NAMES = (*(name for name in RULES if name != "belady"), "PRESS@KEPT+lru", "impress@X")
+"""What a server accepts, as help texts show it; the last two are patterns, such as keydiff@0.5+lru, impress@0.1."""
+
+POLICY_NAMES = (*SERVER_POLICY_NAMES, "belady")
+"""What the simulator accepts."""
 
 
-def make_policy(name: str, menu: Menu, *, alpha: float, costs: Costs) -> Policy:
-    """The policy called ``name``. ValueError for a name not in ``POLICIES``, listing those that are."""
-    if name not in POLICIES:
-        raise ValueError(f"policy {name!r} is not known: expected one of {', '.join(POLICIES)}")
-    return Policy(POLICIES[name](menu, alpha, costs))
+def make_policy(
+    name: str,
+    menu: Menu,
+    *,
+    alpha: float,
+    costs: Costs,
+    mean_curve: Sequence[float] | None = None,
+    next_use: Mapping[int, float] | None = None,
+) -> Policy:
+    """The policy called ``name``; the menu must hold ``policy_forms(name)``.
+
+    ``mean_curve``, the offline quality of every form of the menu, is needed by adaptcache, ``next_use`` by belady.
+    Raises ValueError for a name that is not known, listing those that are, and for an input that is missing or wrong.
+    """
+    builder = RULES.get(name)
+    if builder is not None:
+        return Policy(builder(Inputs(menu, alpha, costs, mean_curve, next_use)))
+    form, important = _patterned(name)
+    return Policy(FixedFormRule(menu, form) if important is None else ImpressRule(menu, important))
+
+
+def policy_forms(name: str) -> tuple[Form, ...]:
+    """The forms a policy needs on the menu besides the configured ones. Raises ValueError for an unknown name."""
+    return () if name in RULES else (_patterned(name)[0],)
+
+
+def _patterned(name: str) -> tuple[Form, float | None]:
+    """The form of a name that follows a pattern, and the X of impress@X."""
+    press, at, number = name.partition("@")
+    try:
+        if name.endswith("+lru"):
+            form = Form.parse(name.removesuffix("+lru"))
+            if not form.is_exact:
+                return form, None
+        elif press == "impress" and at:
+            important = float(number)
+            return impress_form(important), important
+    except ValueError:
+        pass  # said below, with everything else that is accepted
+    raise ValueError(
+        f"policy {name!r} is not known: expected one of {', '.join(POLICY_NAMES)}, with PRESS one of "
+        f"{', '.join(PRESSES)}, 0 < KEPT < 1, 0 < X < 1, such as keydiff@0.5+lru or impress@0.1"
+    )

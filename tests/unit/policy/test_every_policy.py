@@ -1,0 +1,179 @@
+"""What holds for every policy by name: locks, prefix closure, determinism, and the names themselves."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_evicpress.core import Decision, Form, NodeStats, Tier
+from sglang_evicpress.costs import Costs, PrefillLaw, TransferLaw
+from sglang_evicpress.policy import POLICY_NAMES, SERVER_POLICY_NAMES, Policy, make_policy, policy_forms
+from sglang_evicpress.policy.book import DROPPED
+from sglang_evicpress.policy.menu import Menu
+
+PATTERNS = {"PRESS@KEPT+lru": "keydiff@0.5+lru", "impress@X": "impress@0.1"}
+NAMES = [PATTERNS.get(name, name) for name in POLICY_NAMES]
+FORMS = {form for name in NAMES for form in policy_forms(name)}
+MENU = Menu((*FORMS, Form("knorm", 0.2)), (Tier.GPU, Tier.HOST, Tier.SSD), page_size=4)
+COSTS = Costs(PrefillLaw(0.01, 1e-3, 1e-6), {Tier.HOST: TransferLaw(1e-3, 1e5), Tier.SSD: TransferLaw(1e-2, 1e4)}, {})
+CURVE = [form.kept_fraction**0.5 for form in MENU.forms]
+ROOM = {Tier.HOST: 150, Tier.SSD: 100}
+
+MakeNode = Callable[..., NodeStats]
+CarryOut = Callable[[Policy, list[Decision]], None]
+
+each_policy = pytest.mark.parametrize("name", NAMES)
+
+
+def _policy(name: str) -> Policy:
+    next_use = {node_id: float(node_id * 7 % 5) for node_id in range(20)}
+    return make_policy(name, MENU, alpha=1.0, costs=COSTS, mean_curve=CURVE, next_use=next_use)
+
+
+@st.composite
+def _trees(draw: st.DrawFn) -> Callable[[MakeNode], list[NodeStats]]:
+    """Parents first; no node on a faster tier than its parent, and what is above a locked node is locked."""
+    seed, size = draw(st.integers(0, 2**32)), draw(st.integers(0, 14))
+
+    def grow(make_node: MakeNode) -> list[NodeStats]:
+        rng = random.Random(seed)
+        nodes: list[NodeStats] = []
+        for node_id in range(size):
+            parent = rng.choice(nodes) if nodes and rng.random() < 0.7 else None
+            node = make_node(
+                node_id,
+                None if parent is None else parent.id,
+                menu=MENU,
+                tokens=rng.randint(1, 60),
+                depth=0 if parent is None else parent.depth_tokens + parent.num_tokens,
+                tier=Tier(max(rng.choice([0, 0, 1, 2]), 0 if parent is None else parent.tier)),
+                form=rng.choice(MENU.forms),
+                curve=[1.0, *(rng.random() for _ in MENU.forms[1:])],
+                weight=rng.choice([0.5, 1.0, 3.0]),
+                hits=rng.randint(1, 4),
+                last_use=rng.randint(0, 3),
+            )
+            nodes.append(node)
+        held: set[int] = set()
+        for node in reversed(nodes):
+            if node.id in held or (node.tier == Tier.GPU and rng.random() < 0.15):
+                held |= {node.id} if node.parent_id is None else {node.id, node.parent_id}
+        return [replace(node, is_locked=node.id in held) for node in nodes]
+
+    return grow
+
+
+Tree = Callable[[MakeNode], list[NodeStats]]
+
+
+def _assert_closed(policy: Policy) -> None:
+    """No node is on a faster tier than its parent, and none is without it."""
+    for record in policy.book.records.values():
+        if record.parent_id is not None:
+            assert policy.book.records[record.parent_id].rank <= record.rank < DROPPED
+
+
+@each_policy
+@given(tree=_trees(), demand=st.integers(1, 400))
+@settings(max_examples=40)
+def test_plans_free_enough_keep_prefixes_and_leave_locked_nodes(
+    name: str, tree: Tree, demand: int, make_node: MakeNode, carry_out: CarryOut
+) -> None:
+    policy = _policy(name)
+    nodes = tree(make_node)
+    policy.put_all(nodes)
+    before = list(policy.book.num_bytes)
+    locked = {node.id for node in nodes if node.is_locked}
+    movable = before[0] - policy.book.locked_bytes[0]
+    plan = policy.plan(Tier.GPU, demand, ROOM)
+    assert len({decision.node_id for decision in plan}) == len(plan)
+    assert not locked & {decision.node_id for decision in plan}
+    for decision in plan:
+        carry_out(policy, [decision])
+        _assert_closed(policy)
+    assert before[0] - policy.book.num_bytes[0] >= min(demand, movable)
+    for tier, room in ROOM.items():
+        assert policy.book.num_bytes[tier] <= before[tier] + room
+
+
+@each_policy
+@given(tree=_trees(), demand=st.integers(1, 400), data=st.data())
+@settings(max_examples=25)
+def test_the_plan_depends_neither_on_the_order_of_nodes_nor_on_planning_before(
+    name: str, tree: Tree, demand: int, data: st.DataObject, make_node: MakeNode
+) -> None:
+    nodes = tree(make_node)
+    policy, other = _policy(name), _policy(name)
+    policy.put_all(nodes)
+    waiting = list(nodes)
+    known: set[int | None] = {None}
+    while waiting:  # any order in which parents come before their children
+        ready = [node for node in waiting if node.parent_id in known]
+        node = data.draw(st.sampled_from(ready))
+        waiting.remove(node)
+        known.add(node.id)
+        other.put(node)
+    plan = policy.plan(Tier.GPU, demand, ROOM)
+    assert other.plan(Tier.GPU, demand, ROOM) == plan
+    assert policy.plan(Tier.GPU, demand, ROOM) == plan
+
+
+@each_policy
+@given(tree=_trees(), rounds=st.lists(st.tuples(st.integers(0, 13), st.integers(1, 80)), max_size=8))
+@settings(max_examples=25)
+def test_a_book_kept_in_step_plans_as_one_whose_heaps_are_new(
+    name: str, tree: Tree, rounds: list[tuple[int, int]], make_node: MakeNode, carry_out: CarryOut
+) -> None:
+    policy = _policy(name)
+    policy.put_all(tree(make_node))
+    for tick, (node_id, demand) in enumerate(rounds, start=10):
+        record = policy.book.records.get(node_id)
+        if record is not None:
+            policy.touch(node_id, record.weight + 1.0, record.num_hits + 1, tick)
+        plan = policy.plan(Tier.GPU, demand, ROOM)
+        policy.book.rebuild()
+        assert policy.plan(Tier.GPU, demand, ROOM) == plan
+        carry_out(policy, plan)
+
+
+@each_policy
+def test_a_policy_has_the_name_it_was_asked_for(name: str) -> None:
+    assert _policy(name).name == name
+
+
+def test_only_the_simulator_knows_the_future() -> None:
+    assert set(POLICY_NAMES) - set(SERVER_POLICY_NAMES) == {"belady"}
+    with pytest.raises(ValueError, match="'belady' has no next_use"):
+        make_policy("belady", MENU, alpha=1.0, costs=COSTS)
+
+
+def test_adaptcache_needs_its_offline_curve() -> None:
+    with pytest.raises(ValueError, match="'adaptcache' has no mean_curve"):
+        make_policy("adaptcache", MENU, alpha=1.0, costs=COSTS)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "LRU", "fifo", "keydiff@0.5", "h2o@0.5+lru", "keydiff@1.5+lru", "exact+lru", "+lru", "impress"]
+    + ["impress@", "impress@0", "impress@1", "impress@nan", "impress@few", "keydiff@0.5+lfu"],
+)
+def test_an_unknown_name_prints_the_list(name: str) -> None:
+    for refuse in (lambda: policy_forms(name), lambda: make_policy(name, MENU, alpha=1.0, costs=COSTS)):
+        with pytest.raises(ValueError, match="is not known: expected one of") as error:
+            refuse()
+        assert repr(name) in str(error.value)
+        for accepted in POLICY_NAMES:
+            assert accepted in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "forms"),
+    [("lru", ()), ("evicpress", ()), ("keydiff@0.5+lru", (Form("keydiff", 0.5),))],
+)
+def test_the_forms_a_name_needs(name: str, forms: tuple[Form, ...]) -> None:
+    assert policy_forms(name) == forms
