@@ -43,6 +43,6 @@ class ReuseClock:
 
     def rebase(self, now_s: float) -> float:
         """Move the epoch to ``now_s``; returns the factor to multiply every stored weight with."""
-        factor = 1.0 / self.value_of_hit(now_s)
+        factor = float(2.0 ** (-(now_s - self.epoch_s) / self.half_life_s))
         self.epoch_s = now_s
         return factor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -84,26 +84,28 @@ class EvicPressRule:
     def read_costs(self, costs: Costs) -> None:
         """Take other costs; the hulls made before are outdated (``Policy.refresh`` drops them)."""
         self.costs = costs
-        self._load = [(0.0, 0.0)] * DROPPED
-        for tier in self.menu.tiers[1:]:
-            law = costs.load[tier]
-            self._load[tier] = (law.fixed_s, 1.0 / law.bytes_per_s)
-        self._decode = [self._decode_of(form) for form in self.menu.forms]
+        self._laws = [self._laws_of(tier) if tier in self.menu.tiers else [] for tier in Tier]
 
-    def _decode_of(self, form: Form) -> tuple[float, float]:
-        law = self.costs.decode.get(form.codec)
-        return (0.0, 0.0) if law is None else (law.fixed_s, 1.0 / law.bytes_per_s)
+    def _laws_of(self, tier: Tier) -> list[tuple[float, float]]:
+        """Per form of the menu the (fixed seconds, seconds per byte) of getting it back from the tier."""
+        if tier == Tier.GPU:
+            return [(0.0, 0.0)] * len(self.menu.forms)
+        return [self._law(tier, form) for form in self.menu.forms]
 
-    def held_delay_s(self, rank: int, form: Form, num_bytes: int) -> float:
-        """Seconds to get the bytes of a node back into slots of the GPU."""
-        if rank == Tier.GPU:
-            return 0.0
-        fixed, per_byte = self._load[rank]
-        decode_fixed, decode_per_byte = self._decode_of(form)
-        return fixed + decode_fixed + num_bytes * (per_byte + decode_per_byte)
+    def _law(self, tier: Tier, form: Form) -> tuple[float, float]:
+        load, decode = self.costs.load.get(tier), self.costs.decode.get(form.codec)
+        if load is None:
+            raise ValueError(f"the costs have no law for tier {tier.label}, which is on the menu")
+        if decode is None:
+            return load.fixed_s, 1.0 / load.bytes_per_s
+        return load.fixed_s + decode.fixed_s, 1.0 / load.bytes_per_s + 1.0 / decode.bytes_per_s
 
     def delay_s(self, record: Record) -> float:
-        return self.held_delay_s(record.rank, record.form, record.num_bytes)
+        return (
+            0.0
+            if record.rank == Tier.GPU
+            else self.costs.load_seconds(Tier(record.rank), record.num_bytes, record.form.codec)
+        )
 
     def step(self, record: Record, barred: int = 0) -> Step | None:
         edge = record.memo
@@ -134,10 +136,9 @@ class EvicPressRule:
         return leave._replace(key=record.weight * per_byte, loss=edge.utility - leave_utility)
 
     def _shrink(self, record: Record, point: Point, key: float, loss: float) -> Step:
-        num_bytes, _, index = point
-        form = self.menu.forms[index]
-        delay_s = self.held_delay_s(record.rank, form, num_bytes)
-        return Step(key, record.rank, form, num_bytes, record.curve[index], delay_s, loss)
+        num_bytes, utility, index = point
+        quality = record.curve[index]
+        return Step(key, record.rank, self.menu.forms[index], num_bytes, quality, self.alpha * quality - utility, loss)
 
     def _edge(self, record: Record) -> Edge:
         now = self.alpha * record.quality - self.delay_s(record)
@@ -147,40 +148,44 @@ class EvicPressRule:
 
     def points(self, record: Record) -> list[Point]:
         """What the node can be made in place, with fewer bytes than it holds."""
-        fixed, per_byte = self._load[record.rank]
+        laws, curve, alpha = self._laws[record.rank], record.curve, self.alpha
         found = []
         for index, size in self._smaller(record):
-            delay_s = 0.0
-            if record.rank:
-                decode_fixed, decode_per_byte = self._decode[index]
-                delay_s = fixed + decode_fixed + size * (per_byte + decode_per_byte)
-            found.append((size, self.alpha * record.curve[index] - delay_s, index))
+            fixed_s, per_byte_s = laws[index]
+            found.append((size, alpha * curve[index] - fixed_s - size * per_byte_s, index))
         return found
 
-    def _smaller(self, record: Record) -> Iterator[tuple[int, int]]:
+    def _smaller(self, record: Record) -> list[tuple[int, int]]:
         """(index of a form, bytes) for the forms that can be made of the node and are smaller than what it holds."""
         reachable, num_bytes = record.reachable, record.num_bytes
-        if reachable:
-            for index, size in enumerate(self.menu.sizes(record.num_tokens, record.sinks)):
-                if size < num_bytes and reachable >> index & 1:
-                    yield index, size
+        if not reachable:
+            return []
+        sizes = self.menu.sizes(record.num_tokens, record.sinks)
+        return [(index, size) for index, size in enumerate(sizes) if size < num_bytes and reachable >> index & 1]
 
     def _leave(self, record: Record, floor: int, barred: int) -> tuple[Step | None, float]:
-        """The best way off the tier and its utility per use."""
+        """The best way off the tier and its utility per use; of equal ones the first."""
         best: Step | None = None
         best_utility = -math.inf
         if floor >= DROPPED:
             delay_s = self.costs.prefill.marginal_seconds(record.num_tokens, record.depth_tokens)
             best, best_utility = Step(0.0, DROPPED, None, 0, 1.0, delay_s), self.alpha - delay_s
+        alpha, curve, forms = self.alpha, record.curve, self.menu.forms
+        smaller = self._smaller(record)
         for tier in self.menu.tiers:
             if not record.rank < tier <= floor or barred >> tier & 1:
                 continue
-            for form, num_bytes, quality in (
-                (record.form, record.num_bytes, record.quality),
-                *((self.menu.forms[index], size, record.curve[index]) for index, size in self._smaller(record)),
-            ):
-                delay_s = self.held_delay_s(tier, form, num_bytes)
-                worth = self.alpha * quality - delay_s
+            delay_s = self.costs.load_seconds(tier, record.num_bytes, record.form.codec)
+            worth = alpha * record.quality - delay_s
+            if worth > best_utility:
+                best, best_utility = Step(0.0, int(tier), record.form, record.num_bytes, record.quality, delay_s), worth
+            laws, found = self._laws[tier], -1
+            for index, size in smaller:
+                fixed_s, per_byte_s = laws[index]
+                worth = alpha * curve[index] - fixed_s - size * per_byte_s
                 if worth > best_utility:
-                    best, best_utility = Step(0.0, int(tier), form, num_bytes, quality, delay_s), worth
+                    best_utility, found, num_bytes = worth, index, size
+            if found >= 0:
+                delay_s = alpha * curve[found] - best_utility
+                best = Step(0.0, int(tier), forms[found], num_bytes, curve[found], delay_s)
         return best, best_utility

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from sglang_evicpress.core import EXACT, Form, Tier
+
+MAX_REMEMBERED = 8192
 
 RAW_ONLY: Mapping[str, float] = {"raw": 1.0}
 
@@ -24,6 +26,7 @@ class Menu:
     slot_bytes: int = 1
     page_size: int = 1
     codec_ratio: Mapping[str, float] = field(default_factory=lambda: RAW_ONLY)
+    _sizes: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("slot_bytes", "page_size"):
@@ -70,6 +73,12 @@ class Menu:
                 mask |= 1 << index
         return mask
 
-    def sizes(self, num_tokens: int, sinks: int = 0) -> Sequence[int]:
-        """``num_bytes`` of every form, in the order of ``forms``."""
-        return [self.num_bytes(form, num_tokens, sinks) for form in self.forms]
+    def sizes(self, num_tokens: int, sinks: int = 0) -> tuple[int, ...]:
+        """``num_bytes`` of every form, in the order of ``forms``. Remembers some thousand answers."""
+        known = self._sizes.get((num_tokens, sinks))
+        if known is None:
+            if len(self._sizes) >= MAX_REMEMBERED:
+                self._sizes.clear()
+            known = tuple(self.num_bytes(form, num_tokens, sinks) for form in self.forms)
+            self._sizes[num_tokens, sinks] = known
+        return known

@@ -113,7 +113,7 @@ class Plan:
         freed = before if step.rank != rank else before - step.num_bytes
         self.room[rank] += freed
         self.movable[rank] -= freed
-        copy.rank, copy.memo = step.rank, None
+        copy.rank, copy.memo, copy.queued = step.rank, None, None
         if step.rank != rank:
             if step.rank < DROPPED:
                 self.room[step.rank] -= step.num_bytes

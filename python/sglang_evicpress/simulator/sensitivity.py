@@ -1,0 +1,58 @@
+"""How much a context suffers from compression, drawn from the ranges the EvicPress paper prints.
+
+Section 3.1 and figure 3: sensitivity is the relative quality drop under keydiff when 10 % of the tokens are kept; medians
+per dataset 0.340 (NarrativeQA), 0.392 (TriviaQA), 0.676 (SamSum), 0.681 (2WikimQA), 0.738 (MultiNews), 0.759 (Qasper),
+coefficients of variation 0.078 to 0.394. Section 4.2 gives 2WikimQA's quality at other fractions: 0.92 at 0.8 kept, 0.82 at
+0.6, 0.65 at 0.4; its losses over that at 0.1 make the common shape. Section 3.2 and figure 4: which press is best differs
+between contexts (40.3, 40.0 and 19.7 % for kvzip, knorm and snapkv), with no press dominating.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from sglang_evicpress.core import Form
+
+MEDIANS = (0.340, 0.392, 0.676, 0.681, 0.738, 0.759)
+VARIATIONS = (0.078, 0.394)
+SHAPE = ((0.1, 1.0), (0.4, 0.35 / 0.681), (0.6, 0.18 / 0.681), (0.8, 0.08 / 0.681), (1.0, 0.0))
+"""(kept fraction, loss over the loss at 0.1); 2WikimQA, section 4.2."""
+
+OTHER_PRESS = (0.75, 1.6)
+"""Range of a press's sensitivity over that of keydiff on the same context: ours, so that none dominates."""
+
+CODEC_LOSS = {"raw": 0.0}
+
+
+class Sensitivities:
+    """A seeded source of quality curves; the same key always gives the same curve, in any process."""
+
+    def __init__(self, forms: Sequence[Form], seed: int = 0) -> None:
+        self.forms = forms
+        self.seed = seed
+
+    def curve(self, key: int) -> tuple[float, ...]:
+        """Quality per form of the context ``key``."""
+        draw = random.Random(f"{self.seed}/{key}")
+        median = draw.choice(MEDIANS)
+        keydiff = median * max(0.0, draw.gauss(1.0, draw.uniform(*VARIATIONS)))
+        by_press: dict[str, float] = {"keydiff": keydiff}
+        for form in self.forms:
+            if form.press is not None and form.press not in by_press:
+                by_press[form.press] = keydiff * draw.uniform(*OTHER_PRESS)
+        return tuple(
+            1.0
+            if form.press is None
+            else max(0.0, 1.0 - min(by_press[form.press], 1.0) * loss_share(form.kept_fraction))
+            for form in self.forms
+        )
+
+
+def loss_share(kept_fraction: float) -> float:
+    """The loss at a kept fraction over that at 0.1: linear between the printed points; below 0.1 to everything lost."""
+    points = ((0.0, 1.5), *SHAPE)
+    for (left, above), (right, below) in zip(points, points[1:], strict=False):
+        if kept_fraction <= right:
+            return above + (below - above) * (kept_fraction - left) / (right - left)
+    return 0.0

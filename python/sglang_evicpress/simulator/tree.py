@@ -1,0 +1,115 @@
+"""The radix tree of the simulator: nodes of whole blocks, each on one tier in one form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from sglang_evicpress.core import EXACT, Form, Tier
+from sglang_evicpress.traces import Request
+
+
+class Node:
+    """Consecutive blocks that are kept together. ``curve`` is the quality per form of the menu of its tokens alone,
+    ``quality`` that of the form it holds."""
+
+    __slots__ = (
+        "blocks",
+        "children",
+        "curve",
+        "depth_tokens",
+        "form",
+        "id",
+        "last_use",
+        "num_bytes",
+        "num_hits",
+        "num_tokens",
+        "parent",
+        "quality",
+        "tier",
+        "weight",
+    )
+
+    def __init__(self, id: int, parent: Node | None, blocks: tuple[int, ...], num_tokens: int) -> None:
+        self.id = id
+        self.parent = parent
+        self.blocks = blocks
+        self.num_tokens = num_tokens
+        self.children: dict[int, Node] = {}
+        self.depth_tokens: int = 0 if parent is None else parent.depth_tokens + parent.num_tokens
+        self.tier = Tier.GPU
+        self.form: Form = EXACT
+        self.num_bytes = 0
+        self.quality = 1.0
+        self.curve: Sequence[float] = ()
+        self.weight = 0.0
+        self.num_hits = 0
+        self.last_use = 0
+
+
+class Tree:
+    """All nodes; the root holds nothing and is in no tier."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self.root = Node(0, None, (), 0)
+        self.nodes: dict[int, Node] = {}
+        self._num_made = 0
+
+    def match(self, request: Request) -> tuple[list[Node], int]:
+        """The nodes that spell the longest known prefix, and how many blocks of the last one match."""
+        blocks, node, path, begin = request.blocks, self.root, list[Node](), 0
+        while begin < len(blocks):
+            child = node.children.get(blocks[begin])
+            if child is None:
+                break
+            path.append(child)
+            size = len(child.blocks)
+            if blocks[begin : begin + size] != child.blocks:
+                return path, _common(blocks, begin, child.blocks)
+            begin += size
+            node = child
+        return path, 0 if not path else len(path[-1].blocks)
+
+    def add(self, parent: Node, blocks: tuple[int, ...]) -> Node:
+        self._num_made += 1
+        node = Node(self._num_made, parent, blocks, len(blocks) * self.block_tokens)
+        parent.children[blocks[0]] = node
+        self.nodes[node.id] = node
+        return node
+
+    def split(self, lower: Node, num_blocks: int) -> Node:
+        """A new upper node takes the first blocks of ``lower``; it holds the same form on the same tier."""
+        parent = lower.parent
+        if parent is None or not 0 < num_blocks < len(lower.blocks):
+            raise ValueError(f"node {lower.id} of {len(lower.blocks)} blocks cannot be split at {num_blocks}")
+        upper = self.add(parent, lower.blocks[:num_blocks])
+        for name in ("tier", "form", "quality", "curve", "weight", "num_hits", "last_use"):
+            setattr(upper, name, getattr(lower, name))
+        lower.blocks = lower.blocks[num_blocks:]
+        lower.num_tokens -= upper.num_tokens
+        lower.depth_tokens += upper.num_tokens
+        lower.parent = upper
+        upper.children[lower.blocks[0]] = lower
+        return upper
+
+    def remove(self, node: Node) -> None:
+        """Forget a node without children."""
+        if node.children or node.parent is None:
+            raise ValueError(f"node {node.id} has children: expected a leaf")
+        del node.parent.children[node.blocks[0]]
+        del self.nodes[node.id]
+
+    def walk(self) -> Iterator[Node]:
+        yield from self.nodes.values()
+
+
+def _common(blocks: tuple[int, ...], begin: int, other: tuple[int, ...]) -> int:
+    """How many blocks of ``other`` agree with ``blocks`` from ``begin`` on, by halving: comparing slices is fast."""
+    low, high = 0, min(len(other), len(blocks) - begin)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if blocks[begin + low : begin + middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
