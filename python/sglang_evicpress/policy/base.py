@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Protocol, runtime_checkable
 
 from sglang_evicpress.core import Decision, NodeStats, Tier
+from sglang_evicpress.costs import Costs
 from sglang_evicpress.policy.book import Book, Rule
+from sglang_evicpress.policy.explain import explain
 from sglang_evicpress.policy.plan import Plan
+
+
+@runtime_checkable
+class CostReader(Protocol):
+    """A rule that weighs delays."""
+
+    def read_costs(self, costs: Costs) -> None:
+        """Take these costs instead of those before; steps worked out before are outdated."""
+        ...
 
 
 class Policy:
@@ -48,3 +60,13 @@ class Policy:
         finally:
             plan.close()
         return plan.decisions()
+
+    def refresh(self, costs: Costs) -> None:
+        """Decide by these costs from now on. Every step is worked out anew: call it when they have really changed."""
+        if isinstance(self.rule, CostReader):
+            self.rule.read_costs(costs)
+            self.book.rebuild()
+
+    def explain(self, node_id: int) -> dict[str, object]:
+        """See ``explain.explain``. KeyError for a node that is not in the book."""
+        return explain(self.rule, self.book.records[node_id])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from sglang_evicpress.core import Form, NodeStats, Tier
@@ -152,6 +152,15 @@ class Watcher(Protocol):
         ...
 
 
+@runtime_checkable
+class Preparer(Protocol):
+    """A rule that can work out the steps of many nodes sooner than one by one."""
+
+    def prepare(self, records: Iterable[Record]) -> None:
+        """Fill the memo of every record."""
+        ...
+
+
 class Book:
     """All nodes and one heap per tier. A heap entry never lies above its record's present key, so the first entry
     that is up to date is the first step; outdated ones are dropped or put back when they come to the top."""
@@ -238,7 +247,10 @@ class Book:
         entries: list[list[Entry]] = [[] for _ in range(DROPPED)]
         step = self.rule.step
         for record in self.records.values():
-            record.queued = None
+            record.queued = record.memo = None
+        if isinstance(self.rule, Preparer):
+            self.rule.prepare(self.records.values())
+        for record in self.records.values():
             if not record.is_locked:
                 found = step(record)
                 if found is not None:

@@ -3,60 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.costs import Costs
 from sglang_evicpress.policy.book import DROPPED, Record, Step
+from sglang_evicpress.policy.edges import Edge, Point, first_points, next_on_hull, sizes_of
 from sglang_evicpress.policy.menu import Menu
-
-Point = tuple[int, float, int]
-"""(bytes, utility per use, index of the form on the menu): a state of a node on its tier."""
-
-
-def upper_hull(points: Iterable[Point]) -> list[Point]:
-    """The upper convex hull of (bytes, utility), from the first point given to ever fewer bytes.
-
-    Left out are dominated points (no fewer bytes and no more utility than another) and LP-dominated ones (below a line
-    between two others): the linear relaxation of the multiple-choice knapsack uses no other (Kellerer, Pferschy and
-    Pisinger, Knapsack Problems, chapter on the multiple-choice knapsack; AdaptCache section 2). A point with more
-    utility in fewer bytes than the first stays: the step there has a negative slope. Of points on one line all are
-    kept, so that as little as possible is freed at a time; of equal points the first given counts.
-    """
-    given = list(points)
-    hull = [given[0]]
-    while (point := next_on_hull(hull[-1], given)) is not None:
-        hull.append(point)
-    return hull
-
-
-def next_on_hull(current: Point, points: Iterable[Point]) -> Point | None:
-    """The neighbour of ``current`` towards fewer bytes on the upper hull: the one with the least slope."""
-    best, best_slope = None, math.inf
-    for point in points:
-        freed = current[0] - point[0]
-        if freed > 0:
-            per_byte = (current[1] - point[1]) / freed
-            if best is None or per_byte < best_slope or (per_byte == best_slope and point[0] > best[0]):
-                best, best_slope = point, per_byte
-    return best
-
-
-@dataclass(slots=True)
-class Edge:
-    """The next edge of a node's hull, for as long as neither the node nor a cost changes.
-
-    ``utility`` is that of what it holds; ``shrunk`` where the in-place part of the hull goes next. ``leave`` is the
-    best way off the tier when ``floor`` is the lowest rank it may move to.
-    """
-
-    utility: float
-    shrunk: Point | None
-    floor: int = -1
-    leave: Step | None = None
-    leave_utility: float = -math.inf
 
 
 class EvicPressRule:
@@ -135,6 +93,70 @@ class EvicPressRule:
             return None
         return leave._replace(key=record.weight * per_byte, loss=edge.utility - leave_utility)
 
+    def prepare(self, records: Iterable[Record]) -> None:
+        """Find the edges of many records at once, as ``step`` would one by one."""
+        by_place: defaultdict[tuple[int, int], list[Record]] = defaultdict(list)
+        for record in records:
+            by_place[record.rank, record.floor].append(record)
+        for (rank, floor), group in by_place.items():
+            self._prepare(rank, floor, group)
+
+    def _prepare(self, rank: int, floor: int, group: list[Record]) -> None:
+        menu, alpha, forms, num = self.menu, self.alpha, self.menu.forms, len(group)
+        tokens = np.fromiter((record.num_tokens for record in group), np.int64, num)
+        held = np.fromiter((record.num_bytes for record in group), np.float64, num)
+        quality = np.fromiter((record.quality for record in group), np.float64, num)
+        sinks = np.fromiter((record.sinks for record in group), np.int64, num)
+        reachable = np.fromiter((record.reachable for record in group), np.int64, num)
+        curves = np.array([record.curve for record in group], np.float64)
+        slot_bytes = [menu.slot_bytes * menu.codec_ratio[form.codec] for form in forms]
+        sizes = sizes_of([form.kept_fraction for form in forms], slot_bytes, menu.page_size, tokens, sinks)
+        is_open = (reachable[:, None] >> np.arange(len(forms)) & 1).astype(bool) & (sizes < held[:, None])
+
+        def worths(tier: int) -> NDArray[np.float64]:
+            fixed, per_byte = np.array(self._laws[tier]).T
+            found: NDArray[np.float64] = alpha * curves - fixed - sizes * per_byte
+            return found
+
+        def delays(tier: int) -> NDArray[np.float64]:
+            costs = self.costs
+            found = (costs.load_seconds(Tier(tier), record.num_bytes, record.form.codec) for record in group)
+            return np.fromiter(found, np.float64, num)
+
+        utility = alpha * quality - (delays(rank) if rank else 0.0)
+        here = worths(rank)
+        first = first_points(held, utility, sizes, here, is_open)
+        first[held == 0] = -1
+        ways: list[
+            tuple[int, NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]
+        ] = []  # tier, delay as it is, best form, its worth
+        for tier in menu.tiers:
+            if rank < tier <= floor:
+                there = np.where(is_open, worths(tier), -math.inf)
+                best = there.argmax(axis=1)
+                ways.append((int(tier), delays(tier), best, there[np.arange(num), best]))
+        for row, record in enumerate(group):
+            index = int(first[row])
+            shrunk = None if index < 0 else (int(sizes[row, index]), float(here[row, index]), index)
+            edge = record.memo = Edge(float(utility[row]), shrunk, floor)
+            if floor >= DROPPED:
+                delay_s = self.costs.prefill.marginal_seconds(record.num_tokens, record.depth_tokens)
+                edge.leave, edge.leave_utility = Step(0.0, DROPPED, None, 0, 1.0, delay_s), alpha - delay_s
+            for tier_rank, as_it_is, best_form, best_worth in ways:
+                delay_s = float(as_it_is[row])
+                worth = alpha * record.quality - delay_s
+                if worth > edge.leave_utility:
+                    edge.leave = Step(0.0, tier_rank, record.form, record.num_bytes, record.quality, delay_s)
+                    edge.leave_utility = worth
+                worth = float(best_worth[row])
+                if worth > edge.leave_utility:
+                    index = int(best_form[row])
+                    value = record.curve[index]
+                    edge.leave = Step(
+                        0.0, tier_rank, forms[index], int(sizes[row, index]), value, alpha * value - worth
+                    )
+                    edge.leave_utility = worth
+
     def _shrink(self, record: Record, point: Point, key: float, loss: float) -> Step:
         num_bytes, utility, index = point
         quality = record.curve[index]
@@ -162,6 +184,19 @@ class EvicPressRule:
             return []
         sizes = self.menu.sizes(record.num_tokens, record.sinks)
         return [(index, size) for index, size in enumerate(sizes) if size < num_bytes and reachable >> index & 1]
+
+    def ways_out(self, record: Record) -> list[tuple[int, Form | None, int, float, float]]:
+        """Every (rank, form, bytes, quality, utility per use) the node could be below its tier, children aside."""
+        delay_s = self.costs.prefill.marginal_seconds(record.num_tokens, record.depth_tokens)
+        found: list[tuple[int, Form | None, int, float, float]] = [(DROPPED, None, 0, 1.0, self.alpha - delay_s)]
+        for tier in self.menu.tiers:
+            if tier > record.rank:
+                as_it_is = (record.form, record.num_bytes, record.quality)
+                smaller = [(self.menu.forms[i], size, record.curve[i]) for i, size in self._smaller(record)]
+                for form, size, quality in (as_it_is, *smaller):
+                    worth = self.alpha * quality - self.costs.load_seconds(tier, size, form.codec)
+                    found.append((int(tier), form, size, quality, worth))
+        return found
 
     def _leave(self, record: Record, floor: int, barred: int) -> tuple[Step | None, float]:
         """The best way off the tier and its utility per use; of equal ones the first."""
