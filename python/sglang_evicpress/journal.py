@@ -1,0 +1,75 @@
+"""What was decided, and on what grounds: a bounded record, put into words only when it is read."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import islice
+from typing import NamedTuple
+
+from sglang_evicpress.core import Decision
+
+JOURNAL_LENGTH = 4096
+
+
+class Entry(NamedTuple):
+    """``number`` counts from 1 without gaps. ``now_s`` is the logical time, equal on every rank; ``value_of_hit``
+    what one hit was worth then (reuse.py), the unit of the decision's weight and loss."""
+
+    number: int
+    now_s: float
+    value_of_hit: float
+    decision: Decision
+
+
+class Journal:
+    """Append-only; the oldest entries go when it is full. Adding one costs the same however many there are."""
+
+    def __init__(self, length: int = JOURNAL_LENGTH) -> None:
+        self._entries: deque[Entry] = deque(maxlen=length)
+        self._num_added = 0
+
+    def add(self, decision: Decision, now_s: float, value_of_hit: float) -> None:
+        self._num_added += 1
+        self._entries.append(Entry(self._num_added, now_s, value_of_hit, decision))
+
+    def read(self, since: int, limit: int) -> dict[str, object]:
+        """Up to ``limit`` entries with numbers above ``since``, oldest first.
+
+        ``last`` is the number to ask for the following ones with; ``num_lost`` says how many entries above ``since``
+        were there once and had to make room.
+        """
+        first = self._num_added - len(self._entries) + 1
+        skipped = max(0, since + 1 - first)
+        found = list(islice(self._entries, skipped, skipped + limit))
+        return {
+            "num_decisions": self._num_added,
+            "num_lost": max(0, first - 1 - since),
+            "last": found[-1].number if found else max(since, self._num_added),
+            "entries": [describe(entry) for entry in found],
+        }
+
+    def about(self, node_id: int) -> list[dict[str, object]]:
+        """The entries that are still there of one node, oldest first."""
+        return [describe(entry) for entry in self._entries if entry.decision.node_id == node_id]
+
+
+def describe(entry: Entry) -> dict[str, object]:
+    """An entry as a JSON object; weight and loss in hits of that time."""
+    decision = entry.decision
+    return {
+        "number": entry.number,
+        "time_s": entry.now_s,
+        "node_id": decision.node_id,
+        "from": str(decision.source),
+        "to": str(decision.option),
+        "bytes_before": decision.source.num_bytes,
+        "bytes": decision.option.num_bytes,
+        "freed_bytes": decision.freed_bytes,
+        "weight": decision.weight / entry.value_of_hit,
+        "quality_before": decision.quality_before,
+        "quality": decision.quality,
+        "delay_before_s": decision.delay_before_s,
+        "delay_s": decision.delay_s,
+        "loss": decision.loss / entry.value_of_hit,
+        "reason": decision.reason,
+    }
