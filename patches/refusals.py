@@ -158,7 +158,7 @@ def check(server_args: Any, config: EvicPressConfig) -> None:
         )
     graphs = server_args.cuda_graph_config
     if "full" in (server_args.cuda_graph_backend_prefill, graphs and graphs.prefill.backend):
-        for form in config.forms:
+        for form in config.menu_forms:
             if form.press == "snapkv":
                 raise RefusedError(
                     f"--kv-forms {form} cannot be combined with --cuda-graph-backend-prefill full: a full "

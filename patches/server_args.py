@@ -15,12 +15,13 @@ import sys
 from typing import Annotated, Any
 
 from sglang_evicpress import handover
-from sglang_evicpress.config import POLICIES, EvicPressConfig
+from sglang_evicpress.config import EvicPressConfig, policy_in
 from sglang_evicpress.patches import install, refusals
+from sglang_evicpress.policy import SERVER_POLICY_NAMES
 
 logger = logging.getLogger(__name__)
 
-DEPENDENT_FLAGS = ("kv_policy_config", "kv_alpha", "kv_forms", "kv_min_tokens", "kv_sinks")
+DEPENDENT_FLAGS = ("kv_policy_config", "kv_alpha", "kv_half_life", "kv_forms", "kv_min_tokens", "kv_sinks")
 
 
 def add_flags() -> None:
@@ -41,6 +42,7 @@ def config_of(server_args: Any) -> EvicPressConfig:
         server_args.kv_policy,
         server_args.kv_policy_config,
         server_args.kv_alpha,
+        server_args.kv_half_life,
         server_args.kv_forms,
         server_args.kv_min_tokens,
         server_args.kv_sinks,
@@ -50,8 +52,8 @@ def config_of(server_args: Any) -> EvicPressConfig:
 def _add_fields(cls: Any) -> tuple[str, ...]:
     from sglang.srt.arg_groups.arg_utils import Arg
 
-    def flag(name: str, kind: Any, text: str, choices: list[str] | None = None) -> tuple[str, Any, Any]:
-        return name, Annotated[kind | None, Arg(help=text, choices=choices)], dataclasses.field(default=None)
+    def flag(name: str, kind: Any, text: str) -> tuple[str, Any, Any]:
+        return name, Annotated[kind | None, Arg(help=text)], dataclasses.field(default=None)
 
     extra = dataclasses.make_dataclass(
         "KvFlags",
@@ -60,15 +62,21 @@ def _add_fields(cls: Any) -> tuple[str, ...]:
                 "kv_policy",
                 str,
                 "Decide by this policy what to compress or drop when the KV cache is full (default: off, "
-                "SGLang's own cache). evicpress weighs quality against time to first token; lru only drops.",
-                list(POLICIES),
+                f"SGLang's own cache): {', '.join(SERVER_POLICY_NAMES)}. evicpress weighs quality against time to "
+                "first token; the others are to compare with.",
             ),
             flag(
                 "kv_policy_config",
                 str,
-                "JSON file with settings of --kv-policy; the other --kv flags win over it.",
+                "JSON file with settings of --kv-policy, or the policy itself; the other --kv flags win over it.",
             ),
             flag("kv_alpha", float, "Weight of answer quality against time to first token (default: 1.0)."),
+            flag(
+                "kv_half_life",
+                float,
+                "Seconds after which the use of a cached prefix counts half (default: learned from how soon "
+                "prefixes are used again).",
+            ),
             flag(
                 "kv_forms",
                 str,
@@ -103,6 +111,8 @@ def _wrap_post_init(cls: Any) -> None:
 
     @functools.wraps(original)
     def __post_init__(self: Any) -> None:
+        if self.kv_policy is None and self.kv_policy_config is not None:
+            self.kv_policy = _policy_of_file(self.kv_policy_config)
         if self.kv_policy is None:
             _refuse_without_policy(self)
             original(self)
@@ -116,6 +126,13 @@ def _wrap_post_init(cls: Any) -> None:
         logger.info("%s", config)
 
     cls.__post_init__ = __post_init__
+
+
+def _policy_of_file(config_file: str) -> str | None:
+    try:
+        return policy_in(config_file)
+    except ValueError as error:
+        raise refusals.RefusedError(str(error)) from None
 
 
 def _refuse_without_policy(server_args: Any) -> None:

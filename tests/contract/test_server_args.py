@@ -117,6 +117,7 @@ def test_the_command_line_takes_every_flag(model: str, tmp_path: Path) -> None:
         "--kv-policy": "evicpress",
         "--kv-policy-config": str(tmp_path / "policy.json"),
         "--kv-alpha": "0.5",
+        "--kv-half-life": "45",
         "--kv-forms": "knorm@0.5,exact",
         "--kv-min-tokens": "32",
         "--kv-sinks": "2",
@@ -124,7 +125,7 @@ def test_the_command_line_takes_every_flag(model: str, tmp_path: Path) -> None:
     flags = [part for flag in given.items() for part in flag]
     args = _from_command_line("--model-path", model, "--device", "cpu", *flags)
     assert server_args.config_of(args) == EvicPressConfig(
-        "evicpress", alpha=0.5, forms=(Form("knorm", 0.5), Form()), min_tokens=32, sinks=2, window=8
+        "evicpress", alpha=0.5, half_life_s=45.0, forms=(Form("knorm", 0.5), Form()), min_tokens=32, sinks=2, window=8
     )
 
 
@@ -134,7 +135,7 @@ def test_help_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert stopped.value.code == 0
     text = capsys.readouterr().out
     assert [flag for flag in FLAGS if "--" + flag.replace("_", "-") not in text] == []
-    assert "{evicpress,lru}" in text
+    assert "evicpress, lru, lfu" in " ".join(text.split())
 
 
 def test_a_config_file_of_sglang_takes_the_flags(model: str, tmp_path: Path) -> None:
@@ -146,11 +147,23 @@ def test_a_config_file_of_sglang_takes_the_flags(model: str, tmp_path: Path) -> 
     assert (args.kv_policy, args.kv_forms, args.kv_alpha) == ("lru", "exact", 0.25)
 
 
+def test_a_config_file_alone_chooses_the_policy(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "policy.json"
+    path.write_text('{"policy": "keydiff@0.5+lru", "alpha": 3}', encoding="utf-8")
+    args = _make(model, kv_policy_config=str(path))
+    assert (args.kv_policy, args.radix_cache_backend) == ("keydiff@0.5+lru", "evicpress")
+    assert server_args.config_of(args) == EvicPressConfig("keydiff@0.5+lru", alpha=3.0)
+    assert server_args.config_of(_make(model, kv_policy="hpt", kv_policy_config=str(path))).policy == "hpt"
+    path.write_text('{"alpha": 3}', encoding="utf-8")
+    with pytest.raises(RefusedError, match="--kv-policy-config does nothing without --kv-policy"):
+        _make(model, kv_policy_config=str(path))
+
+
 def test_pickle_keeps_class_and_values(model: str) -> None:
     args = _make(model, kv_policy="evicpress", kv_alpha=2.0)
     again = pickle.loads(pickle.dumps(args))
     assert type(again) is type(args)
-    assert [getattr(again, name) for name in FLAGS] == ["evicpress", None, 2.0, None, None, None]
+    assert [getattr(again, name) for name in FLAGS] == ["evicpress", None, 2.0, None, None, None, None]
 
 
 def test_replace_and_asdict_know_the_fields(model: str) -> None:
@@ -161,6 +174,7 @@ def test_replace_and_asdict_know_the_fields(model: str) -> None:
         "kv_policy": "evicpress",
         "kv_policy_config": None,
         "kv_alpha": 3.0,
+        "kv_half_life": None,
         "kv_forms": None,
         "kv_min_tokens": None,
         "kv_sinks": 1,
@@ -175,6 +189,8 @@ WRONG = [
     (("--kv-policy", "evicpress", "--kv-alpha", "nan"), "alpha is nan"),
     (("--kv-policy", "evicpress", "--kv-forms", "lz4@0.5"), "form 'lz4@0.5' is not known: expected"),
     (("--kv-policy", "evicpress", "--kv-policy-config", "/none.json"), "'/none.json' does not exist"),
+    (("--kv-policy", "fifo"), "kv policy 'fifo' is not known: expected one of evicpress, lru"),
+    (("--kv-policy", "evicpress", "--kv-half-life", "0"), "half_life is 0.0: expected finite seconds above 0"),
     (("--kv-alpha", "1"), "--kv-alpha does nothing without --kv-policy"),
     (
         ("--kv-policy", "lru", "--disable-radix-cache"),
@@ -204,7 +220,6 @@ def test_a_refusal_is_one_line_and_status_2(
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (("--kv-policy", "fifo"), "evicpress"),
         (("--kv-alpha", "much"), "much"),
         (("--kv-sinks", "1.5"), "1.5"),
     ],
