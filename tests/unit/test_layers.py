@@ -1,7 +1,8 @@
 """Who may import whom, as data; read from the source, so a lazy import inside a function counts as well.
 
-In three sentences: only patches/ imports sglang; only kernels/ imports triton; core, config, profile, utility
-and policy import nothing but the standard library, so every decision can be made and tested anywhere.
+In three sentences: only patches/ imports sglang; only kernels/ imports triton; what decides (core, costs, profile,
+reuse, utility, policy, config, journal) imports nothing but the standard library and numpy, so every decision can be
+made and tested anywhere.
 """
 
 from __future__ import annotations
@@ -27,31 +28,41 @@ class Layer:
     others: tuple[str, ...] = ()
 
 
-PURE = ("config", "core", "profile", "utility", "policy")
+PURE = ("core", "costs", "profile", "reuse", "utility", "policy", "config", "journal")
+NUMPY = ("numpy",)
 TABLE = {
     # The package itself: importing it does nothing.
     "__init__": Layer(),
     "handover": Layer(),
-    # Decisions: standard library only.
+    # Decisions: standard library and numpy.
     "core": Layer(),
-    "profile": Layer(("core",)),
-    "config": Layer(("core", "profile")),
-    "utility": Layer(("core", "profile")),
-    "policy": Layer(("config", "core", "profile", "utility")),
+    "costs": Layer(("core",), NUMPY),
+    "profile": Layer(("core",), NUMPY),
+    "reuse": Layer((), NUMPY),
+    "utility": Layer(("core", "profile"), NUMPY),
+    "policy": Layer(("core", "costs", "profile", "utility"), NUMPY),
+    "config": Layer(("core", "policy", "profile"), NUMPY),
+    "journal": Layer(("core",)),
+    # Traces, and what a policy would do with them.
+    "traces": Layer((), ("numpy", "orjson", "tqdm", "zstandard")),
+    "simulator": Layer(
+        ("core", "costs", "policy", "profile", "reuse", "traces", "utility"), ("numpy", "orjson", "tqdm", "zstandard")
+    ),
     # Tensors.
     "kernels": Layer((), ("torch", "triton")),
     "layout": Layer(("core",), ("torch",)),
     "press": Layer(("core", "kernels", "layout"), ("torch",)),
     "cpu_attention": Layer(("core", "kernels", "layout"), ("torch",)),
     # The only writer of state, and what is shown of it.
-    "controller": Layer((*PURE, "kernels", "layout", "press"), ("torch",)),
-    "introspect": Layer(("config", "controller", "core", "profile"), ("orjson",)),
+    "controller": Layer(PURE),
+    "introspect": Layer(("core",), ("orjson",)),
     # The only code that knows SGLang.
     "patches": Layer(
         (*PURE, "controller", "cpu_attention", "handover", "introspect", "kernels", "layout", "press"),
         ("fastapi", "flashinfer", "numpy", "orjson", "sglang", "starlette", "torch"),
     ),
     "plugin": Layer(("config", "handover", "patches")),
+    "cli": Layer((*PURE, "simulator", "traces"), ("numpy", "orjson", "tqdm")),
 }
 
 
@@ -120,7 +131,7 @@ def test_every_folder_of_modules_is_read() -> None:
 def test_the_table_says_the_three_sentences() -> None:
     assert [name for name, layer in TABLE.items() if "sglang" in layer.others] == ["patches"]
     assert [name for name, layer in TABLE.items() if "triton" in layer.others] == ["kernels"]
-    assert all(not TABLE[name].others and set(TABLE[name].ours) <= set(PURE) for name in PURE)
+    assert all(set(TABLE[name].others) <= set(NUMPY) and set(TABLE[name].ours) <= set(PURE) for name in PURE)
 
 
 def test_the_table_has_no_cycle() -> None:
@@ -135,6 +146,8 @@ def test_the_table_has_no_cycle() -> None:
     ("layer", "source"),
     [
         ("core", "import numpy"),
+        ("costs", "import torch"),
+        ("config", "from sglang_evicpress import costs"),
         ("policy", "import torch"),
         ("policy", "def plan():\n    from sglang_evicpress.kernels.score import score"),
         ("policy", "from sglang_evicpress import controller"),

@@ -19,7 +19,7 @@ BANNED = re.compile("compression_ratio|spill|offload|manager|helper|utils|handle
 
 PUBLIC = {
     "sglang_evicpress": set(),
-    "sglang_evicpress.core": {"EXACT", "PRESSES", "Decision", "Form", "NodeStats", "Option"},
+    "sglang_evicpress.core": {"DROP", "EXACT", "PRESSES", "Decision", "Form", "NodeStats", "Option", "Tier"},
     "sglang_evicpress.plugin": {"load"},
 }
 
