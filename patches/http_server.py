@@ -34,6 +34,8 @@ ROUTES = (
     Route("GET", "/evicpress/tree", "tree"),
     Route("GET", "/evicpress/nodes/{node_id}", "node", AuthLevel.ADMIN_OPTIONAL),  # shows prompts
     Route("GET", "/evicpress/stats", "stats"),
+    Route("GET", "/evicpress/explain/{node_id}", "explain"),
+    Route("GET", "/evicpress/journal", "journal"),
     Route("POST", "/evicpress/nodes/{node_id}/compress", "compress", AuthLevel.ADMIN_OPTIONAL),
     Route("POST", "/evicpress/check", "check", AuthLevel.ADMIN_OPTIONAL),
     Route("POST", "/evicpress/evict", "evict", AuthLevel.ADMIN_OPTIONAL),

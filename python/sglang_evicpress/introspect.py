@@ -68,6 +68,12 @@ class Inspectable(Protocol):
     def describe_stats(self) -> Json:
         """Counters and sizes of the whole cache."""
 
+    def explain_node(self, node_id: int) -> Json:
+        """What the policy could do with a node, what it would do next and why. Raises UnknownNode."""
+
+    def read_journal(self, since: int, limit: int) -> Json:
+        """Up to ``limit`` decisions with numbers above ``since``, oldest first."""
+
     def compress_node(self, node_id: int, form: Form) -> Json:
         """Bring a node to ``form`` in place.
 
@@ -104,6 +110,15 @@ def read_question(op: str, arguments: Mapping[str, object]) -> Question:
             node_id = _integer(arguments, "node_id", least=0)
             positions, tokens = _flag(arguments, "positions"), _flag(arguments, "tokens")
             return lambda cache: cache.describe_node(node_id, positions=positions, tokens=tokens)
+        case "explain":
+            _accept_only(arguments, "node_id")
+            explained = _integer(arguments, "node_id", least=0)
+            return lambda cache: cache.explain_node(explained)
+        case "journal":
+            _accept_only(arguments, "since", "limit")
+            since = _integer({"since": 0, **arguments}, "since", least=0)
+            limit = _integer({"limit": 100, **arguments}, "limit", least=1)
+            return lambda cache: cache.read_journal(since, limit)
         case "compress":
             _accept_only(arguments, "node_id", "form")
             node_id, form = _integer(arguments, "node_id", least=0), _form(arguments)
@@ -112,7 +127,7 @@ def read_question(op: str, arguments: Mapping[str, object]) -> Question:
             _accept_only(arguments, "num_slots")
             num_slots = _integer(arguments, "num_slots", least=1)
             return lambda cache: cache.evict_slots(num_slots)
-    known = "tree, node, stats, compress, check or evict"
+    known = "tree, node, stats, explain, journal, compress, check or evict"
     raise IntrospectionError(404, f"operation {op!r} is not known: expected {known}")
 
 

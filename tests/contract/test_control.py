@@ -50,6 +50,12 @@ class FakeCache:
     def describe_stats(self) -> Json:
         raise RuntimeError("no stats today")
 
+    def explain_node(self, node_id: int) -> Json:
+        return {"id": node_id}
+
+    def read_journal(self, since: int, limit: int) -> Json:
+        return {"since": since, "limit": limit}
+
     def compress_node(self, node_id: int, form: Form) -> Json:
         if node_id == 2:
             raise NodeBusy(node_id)
@@ -153,6 +159,8 @@ def test_answers_come_back_as_json(client: TestClient) -> None:
         "positions": False,
         "tokens": True,
     }
+    assert client.get("/evicpress/explain/2").json() == {"id": 2}
+    assert client.get("/evicpress/journal?since=3&limit=5").json() == {"since": 3, "limit": 5}
     assert client.post("/evicpress/nodes/1/compress", json=KEYDIFF).json() == {"id": 1, "form": "keydiff@0.5"}
     assert client.post("/evicpress/evict", json={"num_slots": 4}).json() == {"freed_slots": 4}
 
@@ -167,6 +175,8 @@ def test_broken_integrity_is_answered_with_200(client: TestClient) -> None:
     ("method", "path", "body", "status", "words"),
     [
         ("GET", "/evicpress/tree?depth=1", b"", 400, ("'depth'", "accepted are none")),
+        ("GET", "/evicpress/explain/one", b"", 400, ("'one'", "integer")),
+        ("GET", "/evicpress/journal?since=x", b"", 400, ("since", "'x'")),
         ("GET", "/evicpress/nodes/one", b"", 400, ("'one'", "integer")),
         ("GET", "/evicpress/nodes/1?positions=yes", b"", 400, ("'yes'", "true or false")),
         ("GET", "/evicpress/nodes/1?node_id=2", b"", 400, ("'node_id'", "path")),
@@ -304,7 +314,7 @@ def test_abandoned_question_frees_the_turn() -> None:
 def test_sglang_sees_the_auth_level_of_every_route(client: TestClient, route: Any) -> None:
     path = route.path.replace("{node_id}", "1")
     scope = {"type": "http", "method": route.method, "path": path, "root_path": "", "headers": []}
-    expected = AuthLevel.NORMAL if route.op in ("tree", "stats") else AuthLevel.ADMIN_OPTIONAL
+    expected = AuthLevel.NORMAL if route.op in ("tree", "stats", "explain", "journal") else AuthLevel.ADMIN_OPTIONAL
     assert _get_auth_level_from_app_and_scope(client.app, scope) is expected
 
 
@@ -334,6 +344,8 @@ def test_reads_take_the_api_key_and_prompts_and_writes_the_admin_key(
     headers = {} if given is None else {"Authorization": f"Bearer {given}"}
     client = TestClient(app, headers=headers)
     assert client.get("/evicpress/tree").status_code == read
+    assert client.get("/evicpress/explain/1").status_code == read
+    assert client.get("/evicpress/journal").status_code == read
     assert client.get("/evicpress/nodes/1").status_code == write  # may show a prompt
     assert client.post("/evicpress/nodes/1/compress", json=KEYDIFF).status_code == write
     assert client.post("/evicpress/check").status_code == write

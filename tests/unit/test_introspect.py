@@ -47,6 +47,12 @@ class FakeCache:
     def describe_stats(self) -> Json:
         raise RuntimeError("the pool is on fire")
 
+    def explain_node(self, node_id: int) -> Json:
+        return {"id": self._known(node_id), "options": []}
+
+    def read_journal(self, since: int, limit: int) -> Json:
+        return {"since": since, "limit": limit}
+
     def compress_node(self, node_id: int, form: Form) -> Json:
         if self._known(node_id) == 2:
             raise NodeBusy(node_id)
@@ -112,6 +118,16 @@ def test_check_that_finds_a_broken_invariant_is_an_answer_not_an_error() -> None
     assert answer(cache, "check", {}) == (200, {"ok": False, "violations": cache.broken})
 
 
+def test_explain_reaches_the_node() -> None:
+    assert answer(FakeCache(), "explain", {"node_id": "2"}) == (200, {"id": 2, "options": []})
+    assert answer(FakeCache(), "explain", {"node_id": "9"})[0] == 404
+
+
+def test_the_journal_is_read_from_where_one_likes() -> None:
+    assert answer(FakeCache(), "journal", {}) == (200, {"since": 0, "limit": 100})
+    assert answer(FakeCache(), "journal", {"since": "7", "limit": "2"}) == (200, {"since": 7, "limit": 2})
+
+
 def test_evict_passes_the_number_of_slots() -> None:
     assert answer(FakeCache(), "evict", {"num_slots": 12}) == (200, {"freed_slots": 12})
 
@@ -119,9 +135,12 @@ def test_evict_passes_the_number_of_slots() -> None:
 @pytest.mark.parametrize(
     ("op", "arguments", "status", "words"),
     [
-        ("melt", {}, 404, ("'melt'", "tree, node, stats, compress, check or evict")),
+        ("melt", {}, 404, ("'melt'", "tree, node, stats, explain, journal, compress, check or evict")),
         ("tree", {"depth": "2"}, 400, ("'depth'", "accepted are none")),
         ("check", {"repair": True}, 400, ("'repair'",)),
+        ("explain", {"node_id": "1", "tokens": "1"}, 400, ("'tokens'", "node_id")),
+        ("journal", {"since": "-1"}, 400, ("since", "'-1'", ">= 0")),
+        ("journal", {"limit": "0"}, 400, ("limit", "'0'", ">= 1")),
         ("node", {}, 400, ("node_id is missing", ">= 0")),
         ("node", {"node_id": "abc"}, 400, ("'abc'", "integer")),
         ("node", {"node_id": "-1"}, 400, ("'-1'", ">= 0")),
