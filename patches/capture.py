@@ -49,7 +49,7 @@ class QueryCapture:
         from sglang_evicpress.press import get_press
 
         config = config_of(model_runner.server_args)
-        if not any(form.press and get_press(form.press).needs_queries for form in config.forms):
+        if not any(form.press and get_press(form.press).needs_queries for form in config.menu_forms):
             cls.active = None
             return
         pool = model_runner.token_to_kv_pool
@@ -121,18 +121,21 @@ class QueryCapture:
         positions = torch.arange(end - queries.shape[1], end, device=queries.device)
         return QueryWindow(queries=queries, positions=positions)
 
-    def keep(self, rid: str, start: int) -> int | None:
-        """Keep the window of a request for a node; the key under which ``kept`` finds it, None without a window."""
+    def keep(self, rid: str, start: int) -> tuple[int | None, list[int]]:
+        """Keep the window of a request for a node: the key under which ``kept`` finds it, None without a window, and
+        the keys of those that had to make room (its own too, if it alone is too large)."""
         window = self.window_of(rid, start)
+        lost: list[int] = []
         if window is None:
-            return None
+            return None, lost
         self._next_key += 1
         self._kept[self._next_key] = window
         self._kept_bytes += window.queries.nbytes
         while self._kept_bytes > self._max_bytes and self._kept:
-            _, oldest = self._kept.popitem(last=False)
+            key, oldest = self._kept.popitem(last=False)
             self._kept_bytes -= oldest.queries.nbytes
-        return self._next_key
+            lost.append(key)
+        return self._next_key, lost
 
     def kept(self, key: int | None) -> QueryWindow | None:
         """The window kept under ``key``, None once it had to make room."""

@@ -43,6 +43,11 @@ class Compressor:
     def num_heads(self) -> int:
         return int(self._k_buffers[0].shape[1])
 
+    @property
+    def slot_bytes(self) -> int:
+        """What one slot takes over all layers, keys and values, on this rank."""
+        return sum(buffer[0].nbytes for buffer in (*self._k_buffers, *self._v_buffers))
+
     def compress(
         self,
         *,

@@ -92,6 +92,17 @@ HOOK_POINTS = (
             "dp_rank",
         ),
     ),
+    # the clock, the queue and the times of batches
+    HookPoint(
+        "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver._pull_raw_reqs",
+        "hook",
+        "scheduler",
+        ("self",),
+    ),
+    HookPoint(f"{_SCHEDULER}._add_request_to_queue", "hook", "scheduler", ("self", "req", "is_retracted")),
+    HookPoint(f"{_SCHEDULER}.get_next_batch_to_run", "hook", "scheduler", ("self",)),
+    HookPoint(f"{_SCHEDULER}.run_batch", "hook", "scheduler", ("self", "batch", "pp_proxy_tensors")),
+    HookPoint(f"{_SCHEDULER}.process_batch_result", "hook", "scheduler", ("self", "batch", "result")),
     HookPoint("sglang.srt.managers.io_struct.hook_custom_types", "seam", "scheduler", ("new_types",)),
     HookPoint(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._dispatch_to_scheduler", "read", "frontend", None

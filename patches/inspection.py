@@ -8,9 +8,15 @@ from typing import Any
 
 import torch
 
-from sglang_evicpress.core import Form
+from sglang_evicpress.core import Form, Tier
+from sglang_evicpress.costs import PrefillLaw
 from sglang_evicpress.introspect import NodeBusy, UnknownNode
 from sglang_evicpress.patches.node import is_lossy, num_slots, slots_of, start_of, walk
+
+_BOOKED = (
+    *("num_tokens", "num_bytes", "depth_tokens", "quality", "reachable", "weight"),
+    *("num_hits", "last_use", "sinks", "is_locked"),
+)
 
 
 class Inspection:
@@ -32,20 +38,32 @@ class Inspection:
         described = self._summary(node, start_of(node))
         described["tokens_hash"] = hashlib.sha256(tokens_of_node.tobytes()).hexdigest()
         described["options"] = [
-            {"form": str(option.form or "drop"), "num_slots": option.num_slots}
-            for option in self.options_of(node, start_of(node))
+            {"form": str(option.form or "drop"), "num_slots": option.num_bytes // self.menu.slot_bytes}
+            for option in self.options_of(node)
         ]
-        described["decisions"] = [
-            {"form": str(entry.option.form or "drop"), "freed_slots": entry.freed_slots, "reason": entry.reason}
-            for entry in self.controller.journal
-            if entry.node_id == node_id
-        ]
+        described["decisions"] = self.controller.journal.about(node_id)
         if positions:
             described["positions"] = None if layout is None else layout.positions.tolist()
             described["logical_indices"] = None if layout is None else layout.logical.tolist()
         if tokens:
             described["token_ids"] = list(tokens_of_node)
         return described
+
+    def explain_node(self: Any, node_id: int) -> dict[str, object]:
+        node = self._node(node_id)
+        return {
+            **self.policy.explain(node_id),
+            "value_of_hit": self.value_of_hit(),
+            "uses": self.clock.faded(node.kv.weight, self.now_s),
+            "num_hits": node.kv.num_hits,
+            "half_life_s": self.clock.half_life_s,
+            "half_life_is_learned": self.clock.is_learned,
+            "costs": _described_law(self.costs.prefill),
+            "decisions": self.controller.journal.about(node_id),
+        }
+
+    def read_journal(self: Any, since: int, limit: int) -> dict[str, object]:
+        return {"now_s": self.now_s, **self.controller.journal.read(since, limit)}
 
     def describe_stats(self: Any) -> dict[str, object]:
         allocator = self.token_to_kv_pool_allocator
@@ -62,7 +80,16 @@ class Inspection:
         return {
             "policy": self.config.policy,
             "alpha": self.config.alpha,
-            "forms": [str(form) for form in self.config.forms],
+            "half_life_s": self.clock.half_life_s,
+            "half_life_is_learned": self.clock.is_learned,
+            "forms": [str(form) for form in self.menu.forms[1:]],
+            "now_s": self.now_s,
+            "costs": {
+                "in_use": _described_law(self.costs.prefill),
+                "learned": _described_law(self.cost_model.costs.prefill),
+                "num_observations": self.prefill_times.num_observed,
+            },
+            "waiting": {"requests": len(self.claims), "claimed_nodes": self.claims.num_nodes},
             "page_size": self.page_size,
             "total_slots": allocator.size,
             "free_slots": allocator.available_size(),
@@ -100,7 +127,7 @@ class Inspection:
         return {**self._summary(node, start_of(node)), "freed_slots": freed}
 
     def evict_slots(self: Any, num_slots: int) -> dict[str, object]:
-        freed = self.controller.relieve(self, num_slots)
+        freed = self.relieve(num_slots)
         return {"freed_slots": freed, "free_slots": self.token_to_kv_pool_allocator.available_size()}
 
     def check_integrity(self: Any) -> dict[str, object]:
@@ -130,7 +157,8 @@ class Inspection:
             "lineage": "lossy" if is_lossy(node) else "exact",
             "computed_on": "lossy" if kv.is_lossy_prefix else "exact",
             "lock_ref": node.lock_ref,
-            "weight": kv.weight,
+            "weight": self.clock.faded(kv.weight, self.now_s),
+            "num_hits": kv.num_hits,
             "last_use": kv.last_use,
             "has_queries": self.window_of(node) is not None,
             "namespace": None if extra_key is None else hashlib.sha256(extra_key.encode()).hexdigest()[:16],
@@ -200,6 +228,35 @@ class Inspection:
                 f"are not the total of {allocator.size}"
             )
         yield from self._sharing_violations(owners)
+        yield from self._book_violations()
+
+    def _book_violations(self: Any) -> Iterator[str]:
+        """The policy's book against the tree."""
+        book = self.policy.book
+        for node in walk(self.root_node):
+            record = book.records.get(node.id)
+            if record is None:
+                yield f"node {node.id} is not in the policy's book"
+                continue
+            now = self.stats_of(node)
+            for name in ("parent_id", "form", *_BOOKED):
+                noted, held = getattr(record, name), getattr(now, name)
+                if noted != held:
+                    yield f"node {node.id}: the policy's book has {name} {noted}, the tree {held}"
+            if record.rank != now.tier:
+                yield f"node {node.id}: the policy's book has it on tier {record.rank}, it is on {int(now.tier)}"
+            for claim in node.kv.claims.values():
+                if claim.nodes.get(node.id) is not node:
+                    yield f"node {node.id} carries a claim that does not know of it"
+        if len(book.records) != len(self.nodes):
+            yield f"the policy's book has {len(book.records)} nodes, the tree {len(self.nodes)}"
+        held_bytes = sum(map(num_slots, self.nodes.values())) * self.menu.slot_bytes
+        locked = self.protected_size_ * self.menu.slot_bytes
+        if (book.num_bytes[Tier.GPU], book.locked_bytes[Tier.GPU]) != (held_bytes, locked):
+            yield (
+                f"the policy's book has {book.num_bytes[Tier.GPU]} bytes, {book.locked_bytes[Tier.GPU]} locked; "
+                f"the tree has {held_bytes}, {locked} locked"
+            )
 
     def _layout_violations(self: Any, node: Any) -> Iterator[str]:
         layout, name = node.kv.layout, f"node {node.id}"
@@ -251,3 +308,11 @@ class Inspection:
                 elif index in pages:
                     yield f"page {index} belongs to {name} and to {pages[index]}"
                 pages[index] = name
+
+
+def _described_law(law: PrefillLaw) -> dict[str, object]:
+    return {
+        "prefill_fixed_s": law.fixed_s,
+        "prefill_per_token_s": law.per_token_s,
+        "prefill_per_pair_s": law.per_pair_s,
+    }

@@ -56,13 +56,14 @@ def install_scheduler() -> None:
         raise SystemExit(problem)
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_evicpress.patches import attention, control, paged_allocator, registry, rows
+    from sglang_evicpress.patches import attention, control, paged_allocator, registry, rows, scheduling
 
     registry.install()
     paged_allocator.install(HookRegistry, HookType)
     rows.install(HookRegistry, HookType)
     attention.install(HookRegistry, HookType)
     control.install_scheduler(HookRegistry, HookType)
+    scheduling.install(HookRegistry, HookType)
 
 
 def install_attention() -> None:

@@ -1,20 +1,17 @@
-"""The moves on the device tier: what can be done with a node, and doing it. The ``DeviceTier`` of the controller."""
+"""The moves on the device tier: what can be done with a node, and doing it. The ``Moves`` of the controller."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any
 
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
 
-from sglang_evicpress.core import Form, NodeStats, Option
+from sglang_evicpress.core import DROP, Form, Option, Tier
 from sglang_evicpress.layout import slots_after
 from sglang_evicpress.patches.capture import QueryCapture
-from sglang_evicpress.patches.node import num_slots, slots_of, start_of, walk
+from sglang_evicpress.patches.node import num_slots, slots_of, start_of
 from sglang_evicpress.press import QueryWindow, get_press
-
-DROP = Option(None, 0)
 
 
 class Moves:
@@ -30,52 +27,28 @@ class Moves:
         begin = time.perf_counter()
         allocator = self.token_to_kv_pool_allocator
         shortfall = params.num_tokens - allocator.available_size()
-        freed = self.controller.relieve(self, max(shortfall, allocator.size // 128)) if shortfall > 0 else 0
+        wanted = max(shortfall, allocator.size // 128) if shortfall > 0 else 0
+        freed = self.relieve(wanted) if wanted else 0
         self.update_eviction_metrics(freed, begin)
         return EvictResult(num_tokens_evicted=freed)
 
-    def snapshot(self: Any) -> list[NodeStats]:
-        """Every unlocked node as the policy sees it."""
-        stats = []
-        depth = {self.root_node.id: 0}
-        for node in walk(self.root_node):
-            above = depth[node.parent.id]
-            depth[node.id] = above + len(node.key)
-            if node.lock_ref > 0:
-                continue
-            kv = node.kv
-            form = kv.form
-            if kv.layout is not None:  # a piece of a split may hold less than its form promises
-                form = replace(form, kept_fraction=min(form.kept_fraction, num_slots(node) / len(node.key)))
-            stats.append(
-                NodeStats(
-                    id=node.id,
-                    parent_id=None if node.parent is self.root_node else node.parent.id,
-                    num_tokens=len(node.key),
-                    num_slots=num_slots(node),
-                    depth_tokens=above,
-                    form=form,
-                    weight=kv.weight,
-                    last_use=kv.last_use,
-                    num_children=len(node.children),
-                    options=self.options_of(node, above),
-                )
-            )
-        return stats
+    def relieve(self: Any, wanted: int) -> int:
+        """Free ``wanted`` slots by the policy's plan, if unlocked nodes hold that many; returns those really freed."""
+        return int(self.controller.relieve(Tier.GPU, wanted * self.menu.slot_bytes))
 
-    def options_of(self: Any, node: Any, start: int) -> tuple[Option, ...]:
-        """What can be done now with a node whose first token is at ``start``; nothing while it is locked.
+    def options_of(self: Any, node: Any) -> tuple[Option, ...]:
+        """What can be done now with a node; nothing while it is locked.
 
         Whether its children allow a drop is the plan's business.
         """
         if node.lock_ref > 0:
             return ()
+        stats, menu = self.stats_of(node), self.menu
         options = []
-        if len(node.key) >= self.config.min_tokens and self.controller.policy.compresses:
-            for form in self.config.forms:
-                after = self.slots_in(node, form, start)
-                if after is not None and after < num_slots(node):
-                    options.append(Option(form, after))
+        for index, form in enumerate(menu.forms):
+            num_bytes = menu.num_bytes(form, stats.num_tokens, stats.sinks)
+            if stats.reachable >> index & 1 and num_bytes < stats.num_bytes:
+                options.append(Option(form, Tier.GPU, num_bytes))
         return (*options, DROP)
 
     def slots_in(self: Any, node: Any, form: Form, start: int) -> int | None:
@@ -88,8 +61,9 @@ class Moves:
             return None
         if get_press(form.press).needs_queries and self.window_of(node) is None:
             return None
-        sinks = max(0, min(len(node.key), self.config.sinks - start))
-        return slots_after(len(node.key), form.kept_fraction, self.page_size, at_least=sinks)
+        num_tokens = len(node.key)
+        sinks = self.sinks_of(num_tokens, start)
+        return slots_after(num_tokens, form.kept_fraction, self.page_size, at_least=sinks)
 
     def window_of(self: Any, node: Any) -> QueryWindow | None:
         """The queries kept for a node, if any."""
@@ -119,6 +93,7 @@ class Moves:
         kv.slots = slots[:after].clone()
         self.token_to_kv_pool_allocator.free(slots[after:].clone())
         self.evictable_size_ -= before - after
+        self.note(node)
         return before - after
 
     def drop(self: Any, node_id: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,8 +19,10 @@ class NodeKV:
     ``slots``/``layout`` are None while the node is full: its slots are then ``node.value``. A compressed node shows
     holes (0) in ``node.value``. ``is_lossy_prefix``: its KV was computed on top of a lossy prefix, so it is lossy
     itself. ``origin`` is the node whose compression it comes from (the pieces of a split share it), None while it is
-    full. ``window`` is the key of the queries kept for it. ``weight`` counts the requests that used the node;
-    ``last_use`` is a logical tick, equal on every rank.
+    full. ``window`` is the key of the queries kept for it. ``weight`` is the expected reuse in the units of the cache's
+    clock, ``num_hits`` counts the requests that used the node or wait to; ``last_use`` is a logical tick and
+    ``last_use_s`` the logical time of the last hit, both equal on every rank. ``claims`` are those of waiting requests,
+    by number (claims.py).
     """
 
     form: Form = EXACT
@@ -28,9 +30,12 @@ class NodeKV:
     layout: SurvivorLayout | None = None
     is_lossy_prefix: bool = False
     weight: float = 1.0
+    num_hits: int = 1
+    last_use_s: float = 0.0
     last_use: int = 0
     window: int | None = None
     origin: int | None = None
+    claims: dict[int, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -26,6 +26,8 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.controller import Controller
 from sglang_evicpress.core import EXACT
+from sglang_evicpress.patches import scheduling
+from sglang_evicpress.patches.bookkeeping import Bookkeeping
 from sglang_evicpress.patches.capture import QueryCapture
 from sglang_evicpress.patches.compression import Compressor
 from sglang_evicpress.patches.inspection import Inspection
@@ -40,22 +42,21 @@ from sglang_evicpress.patches.node import (
     start_of,
     walk,
 )
-from sglang_evicpress.policy import make_policy
-from sglang_evicpress.profile import Curves
-from sglang_evicpress.utility import PrefillCost
+from sglang_evicpress.patches.prefill_times import PrefillTimes
+from sglang_evicpress.reuse import weight_of_new
 
 logger = logging.getLogger(__name__)
 
 
-class EvicPressCache(Moves, Inspection, RadixCache):
+class EvicPressCache(Bookkeeping, Moves, Inspection, RadixCache):
     """See the module. Everything here runs on the scheduler thread."""
 
     def __init__(self, params: Any, config: EvicPressConfig, compressor: Compressor) -> None:
         self.config = config
         self.compressor = compressor
-        curves = Curves.prior() if config.curves is None else Curves.from_json(config.curves)
-        cost = PrefillCost(config.prefill_fixed_s, config.prefill_per_token_s, config.prefill_per_token_depth_s)
-        self.controller = Controller(make_policy(config.policy, alpha=config.alpha, curves=curves, prefill=cost))
+        self.controller = Controller(self)
+        self.open_book(config, compressor.slot_bytes, params.page_size)
+        self.prefill_times = PrefillTimes(self.cost_model)
         self.scheduler: Any = None
         self.nodes: dict[int, Any] = {}
         self._tick = 0
@@ -64,11 +65,13 @@ class EvicPressCache(Moves, Inspection, RadixCache):
     def attach_scheduler(self, scheduler: Any) -> None:
         """Called once the scheduler is complete; compression then orders itself behind its forward stream."""
         self.scheduler = scheduler
+        scheduling.attach(self)
         self.compressor.forward_stream = getattr(scheduler, "forward_stream", None)
 
     def reset(self) -> None:
         super().reset()
         self.nodes.clear()
+        self.clear_book()
         self.root_node.kv = NodeKV()
 
     # ---- match
@@ -120,6 +123,7 @@ class EvicPressCache(Moves, Inspection, RadixCache):
         for node in path:
             node.last_access_time = now
             node.kv.last_use = self._tick
+            self.note_use(node)
         return path
 
     def _view_of(self, path: list[Any]) -> PrefixView:
@@ -129,7 +133,7 @@ class EvicPressCache(Moves, Inspection, RadixCache):
         return PrefixView(torch.cat([slots_of(node) for node in path]), holes, any(is_lossy(node) for node in path))
 
     def adopt(self, req: Any) -> PrefixView:
-        """The view a request's row is written from, now that it is scheduled; counts the hit once."""
+        """The view a request's row is written from, now that it is scheduled; counts its hit, once."""
         num_tokens = len(req.prefix_indices)
         view: PrefixView | None = getattr(req, "evicpress", None)
         if view is None or num_tokens == 0:
@@ -141,10 +145,11 @@ class EvicPressCache(Moves, Inspection, RadixCache):
             )
         if not view.is_counted:
             view.is_counted = True
-            node = req.last_node
+            path, node = [], req.last_node
             while num_tokens and node is not None and node is not self.root_node:
-                node.kv.weight += 1.0
+                path.append(node)
                 node = node.parent
+            self.count_use(req, path[::-1], num_tokens)
         return view
 
     # ---- accounting in physical slots
@@ -154,6 +159,7 @@ class EvicPressCache(Moves, Inspection, RadixCache):
         while not self.disable and node is not self.root_node:
             if node.lock_ref == 0:
                 delta -= num_slots(node)
+                self.policy.lock(node.id, True)
             node.lock_ref += 1
             self._update_leaf_status(node)
             node = node.parent
@@ -168,6 +174,7 @@ class EvicPressCache(Moves, Inspection, RadixCache):
                 raise RuntimeError("evicpress: a request holds a node of a tree that was flushed")
             if node.lock_ref == 1:
                 delta += num_slots(node)
+                self.policy.lock(node.id, False)
             node.lock_ref -= 1
             self._update_leaf_status(node)
             node = node.parent
@@ -185,6 +192,7 @@ class EvicPressCache(Moves, Inspection, RadixCache):
             upper.kv.layout, upper.kv.slots = above, kv.slots[: above.num_slots].clone()
             kv.layout, kv.slots = below, kv.slots[above.num_slots :].clone()
         self.nodes[upper.id] = upper
+        self.note_split(upper, child)
         return upper
 
     # ---- insert
@@ -209,14 +217,17 @@ class EvicPressCache(Moves, Inspection, RadixCache):
         node.parent = parent
         node.key = key
         node.value = value.clone()
-        node.kv = NodeKV(is_lossy_prefix=is_lossy_prefix, last_use=self._tick)
         node.hit_count = 1
         parent.children[key.child_key(self.page_size)] = node
+        node.kv = NodeKV(is_lossy_prefix=is_lossy_prefix, last_use=self._tick, last_use_s=self.now_s)
+        num_siblings = 0 if parent is self.root_node else len(parent.children)
+        node.kv.weight = weight_of_new(self.value_of_hit(), parent.kv.weight, num_siblings)
         self.nodes[node.id] = node
         self.evictable_size_ += len(key)
         self._update_leaf_status(parent)
         self._update_leaf_status(node)
         self._record_store_event(node)
+        self.note(node)
         return node
 
     def _replace(self, node: Any, value: torch.Tensor, is_lossy_prefix: bool) -> None:
@@ -226,7 +237,9 @@ class EvicPressCache(Moves, Inspection, RadixCache):
         node.value = value.clone()
         kv = node.kv
         kv.form, kv.slots, kv.layout, kv.is_lossy_prefix = EXACT, None, None, is_lossy_prefix
-        kv.window = kv.origin = None
+        kv.origin = None
+        self.drop_window(node)
+        self.note(node)
         begin = start_of(node)
         for below in list(walk(node)):
             if below.kv.layout is not None and below.id in self.nodes:
@@ -250,6 +263,7 @@ class EvicPressCache(Moves, Inspection, RadixCache):
         kv.slots = slots[: kv.layout.num_slots].clone()
         self.token_to_kv_pool_allocator.free(slots[kv.layout.num_slots :].clone())
         self.evictable_size_ -= before - kv.layout.num_slots
+        self.note(node)
 
     def _is_upgrade(self, node: Any, view: PrefixView) -> bool:
         """Whether a request's own KV is worth more than what the node holds, and may take its place now."""
@@ -285,7 +299,8 @@ class EvicPressCache(Moves, Inspection, RadixCache):
                 parent, key[known:], own[known - adopted : len(key) - adopted], priority, view.is_lossy
             )
             if QueryCapture.active is not None:
-                leaf.kv.window = QueryCapture.active.keep(req.rid, known)
+                self.keep_window(leaf, *QueryCapture.active.keep(req.rid, known))
+                self.note(leaf)
             beyond.append(leaf)
         return beyond
 
@@ -353,6 +368,11 @@ class EvicPressCache(Moves, Inspection, RadixCache):
             begin += matched
         return False
 
+    def key_of_waiting(self, req: Any) -> RadixKey:
+        """What a request in the queue will be matched with, as far as it can be known."""
+        tokens = req.origin_input_ids + req.output_ids if len(req.output_ids) else req.origin_input_ids
+        return RadixKey(tokens, req.extra_key, limit=max(0, len(tokens) - 1)).page_aligned(self.page_size)
+
     def _key_of(self, token_ids: Any, req: Any) -> RadixKey:
         return RadixKey(token_ids, req.extra_key).page_aligned(self.page_size)
 
@@ -360,3 +380,4 @@ class EvicPressCache(Moves, Inspection, RadixCache):
         self.evictable_size_ += len(node.key) - num_slots(node)  # RadixCache takes off the logical length
         super()._delete_leaf(node)
         del self.nodes[node.id]
+        self.note_deleted(node)

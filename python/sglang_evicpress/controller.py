@@ -1,22 +1,17 @@
-"""Turns the policy's decisions into moves on the device tier and keeps count of what was done."""
+"""Turns the policy's decisions into moves and keeps count of what was done."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import Counter
 from typing import Protocol
 
-from sglang_evicpress.core import Decision, Form, NodeStats
+from sglang_evicpress.core import Form, Tier
+from sglang_evicpress.journal import Journal
 from sglang_evicpress.policy.base import Policy
 
-JOURNAL_LENGTH = 256
 
-
-class DeviceTier(Protocol):
-    """What the radix tree lets the controller do; only the scheduler thread calls it."""
-
-    def snapshot(self) -> Sequence[NodeStats]:
-        """Every unlocked node with the options it has now, in a stable order (equal on every rank)."""
+class Moves(Protocol):
+    """What the radix tree lets the controller do; only the scheduler thread calls it. Each move tells the policy."""
 
     def compress(self, node_id: int, form: Form) -> int:
         """Bring a node to a smaller form in place; returns the slots freed."""
@@ -26,32 +21,37 @@ class DeviceTier(Protocol):
 
 
 class Controller:
-    """The only one that compresses or drops because memory is short."""
+    """The only one that compresses or drops because memory is short.
 
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-        self.journal: deque[Decision] = deque(maxlen=JOURNAL_LENGTH)
+    ``policy`` is replaced when the cache is flushed. ``now_s`` and ``value_of_hit`` are the logical time and what a hit
+    is worth at it, for the journal.
+    """
+
+    def __init__(self, moves: Moves) -> None:
+        self.policy: Policy
+        self.moves = moves
+        self.now_s = 0.0
+        self.value_of_hit = 1.0
+        self.journal = Journal()
         self.num_compressed: Counter[str] = Counter()
         self.num_dropped = 0
         self.freed_slots = 0
         self.dropped_tokens = 0
 
-    def relieve(self, tier: DeviceTier, demand_slots: int) -> int:
-        """Free at least ``demand_slots`` if the unlocked nodes hold that many; returns the slots really freed."""
-        if demand_slots <= 0:
-            return 0
-        nodes = tier.snapshot()
-        tokens = {node.id: node.num_tokens for node in nodes}
+    def relieve(self, tier: Tier, num_bytes: int) -> int:
+        """Free ``num_bytes`` on ``tier`` if the unlocked nodes hold that many; returns the slots really freed."""
         freed = 0
-        for decision in self.policy.plan(nodes, demand_slots):
-            form = decision.option.form
-            if form is None:
-                freed += tier.drop(decision.node_id)
+        for decision in self.policy.plan(tier, num_bytes):
+            option = decision.option
+            self.journal.add(decision, self.now_s, self.value_of_hit)
+            if option.is_drop:
+                self.dropped_tokens += self.policy.book.records[decision.node_id].num_tokens
                 self.num_dropped += 1
-                self.dropped_tokens += tokens[decision.node_id]
+                freed += self.moves.drop(decision.node_id)
+            elif option.tier == decision.source.tier and option.form is not None:
+                self.num_compressed[str(option.form)] += 1
+                freed += self.moves.compress(decision.node_id, option.form)
             else:
-                freed += tier.compress(decision.node_id, form)
-                self.num_compressed[str(form)] += 1
-            self.journal.append(decision)
+                raise RuntimeError(f"evicpress: node {decision.node_id} cannot be moved to {option}: no such tier")
         self.freed_slots += freed
         return freed

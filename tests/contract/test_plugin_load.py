@@ -21,6 +21,13 @@ LOAD = """
 import json, pkgutil
 from sglang.srt.plugins import load_plugins
 
+def is_wrapped(function):
+    while function is not None:  # SGLang decorates some of its own
+        if function.__code__.co_filename.endswith("hook_registry.py") or "evicpress" in function.__module__:
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
+
 def report():
     from sglang.srt.entrypoints.http_server import app
     from sglang.srt.managers import tokenizer_control_mixin as control
@@ -40,7 +47,7 @@ def report():
     methods = [value for value in vars(RadixCache).values() if callable(value)]
     print("REPORT", json.dumps({
         "ours": sorted(ours),
-        "wrapped": sorted(path for path, function in functions.items() if hasattr(function, "__wrapped__")),
+        "wrapped": sorted(path for path, function in functions.items() if is_wrapped(function)),
         "methods": [str(method) for method in methods if "evicpress" in method.__module__],
         "backends": registered_radix_cache_backends(),
         "routes": [route.path for route in app.routes if "evicpress" in getattr(route, "path", "")],

@@ -21,14 +21,17 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_evicpress.config import EvicPressConfig
-from sglang_evicpress.core import Form
+from sglang_evicpress.core import Form, Tier
+from sglang_evicpress.costs import PrefillLaw
 from sglang_evicpress.patches.compression import Compressor
-from sglang_evicpress.patches.node import PrefixView, is_lossy, num_slots
+from sglang_evicpress.patches.node import PrefixView, is_lossy, num_slots, start_of
 from sglang_evicpress.patches.radix_cache import EvicPressCache
+from sglang_evicpress.profile import Curves
 
 pytestmark = pytest.mark.sglang
 
 LAYERS, HEADS, DIM, SLOTS, ROWS, CONTEXT = 2, 2, 4, 512, 12, 400
+SLOT_BYTES = 2 * LAYERS * HEADS * DIM * 4
 FORMS = tuple(Form(press, kept) for press in ("knorm", "streaming", "random") for kept in (0.8, 0.5, 0.2))
 
 
@@ -79,7 +82,7 @@ class Request:
 
 
 class Walk:
-    def __init__(self, seed: int, page_size: int) -> None:
+    def __init__(self, seed: int, page_size: int, policy: str = "evicpress") -> None:
         self.rng = random.Random(seed)
         self.page = page_size
         self.rows = ReqToTokenPool(ROWS, CONTEXT + 8, "cpu", False)
@@ -89,9 +92,10 @@ class Walk:
         else:
             self.allocator = PagedTokenToKVPoolAllocator(SLOTS, page_size, torch.float32, "cpu", self.pool, False)
         params = CacheInitParams(False, self.rows, self.allocator, page_size)
-        config = EvicPressConfig("evicpress", alpha=0.3, forms=FORMS, min_tokens=8)
+        config = EvicPressConfig(policy, alpha=0.3, forms=FORMS, min_tokens=8)
         self.cache = EvicPressCache(params, config, Compressor(self.pool, page_size, config.sinks))
         self.running: list[Request] = []
+        self.waiting: list[Request] = []
         self.documents = [[self.rng.randrange(50) for _ in range(150)] for _ in range(3)]
         self.count = 0
         self.cache.attach_scheduler(self.scheduler())
@@ -102,15 +106,31 @@ class Walk:
 
     # ---- what a scheduler does
 
-    def start(self) -> None:
-        if len(self.running) >= ROWS - 2:
+    def arrive(self) -> None:
+        """A request enters the queue."""
+        if len(self.waiting) > 6:
             return
+        self.cache.advance(self.count * 7.0, PrefillLaw(0.01, self.rng.choice([1e-4, 3e-4]), 0.0))
         document = self.rng.choice(self.documents)
         tokens = document[: self.rng.randrange(1, len(document))] + [
             self.rng.randrange(50, 60) for _ in range(self.rng.randrange(1, 30))
         ]
         self.count += 1
         request = Request(f"r{self.count}", tokens, len(tokens), self.rng.choice([None, None, "lora-a"]))
+        self.waiting.append(request)
+        self.cache.expect(request)
+
+    def leave(self) -> None:
+        """A waiting request is aborted."""
+        if self.waiting:
+            self.waiting.pop(self.rng.randrange(len(self.waiting)))
+            self.cache.claims.keep_only(self.waiting)
+
+    def start(self) -> None:
+        if len(self.running) >= ROWS - 2 or not self.waiting:
+            return
+        request = self.waiting.pop(self.rng.randrange(len(self.waiting)))
+        tokens = request.tokens
         key = RadixKey(array("q", tokens), request.extra_key, limit=len(tokens) - 1)
         match = self.cache.match_prefix(MatchPrefixParams(key=key, req=request))
         request.prefix_indices, request.last_node = match.device_indices, match.last_device_node
@@ -120,6 +140,8 @@ class Walk:
             request, self.rng.choice([len(tokens), len(tokens), self.rng.randrange(1, len(tokens) + 1)])
         ):
             self.cache.dec_lock_ref(request.last_node)
+            self.waiting.append(request)  # its claim, if it was settled, is gone; it counts when it runs
+            self.cache.expect(request)
 
     def extend(self, request: Request, upto: int) -> bool:
         """Prefill up to ``upto`` tokens (a chunk, or all); False when memory does not allow it."""
@@ -200,13 +222,14 @@ class Walk:
             self.rows.free_slots.append(request.req_pool_idx)
 
     def press(self) -> None:
-        candidates = [stats for stats in self.cache.snapshot() if len(stats.options) > 1]
+        options = {node.id: self.cache.options_of(node) for node in self.cache.nodes.values()}
+        candidates = [node_id for node_id, found in options.items() if len(found) > 1]
         if candidates:
-            stats = self.rng.choice(candidates)
-            self.cache.compress(stats.id, self.rng.choice(stats.options[:-1]).form)
+            node_id = self.rng.choice(candidates)
+            self.cache.compress(node_id, self.rng.choice(options[node_id][:-1]).form)
 
     def evict(self) -> None:
-        self.cache.controller.relieve(self.cache, self.rng.randrange(1, 120))
+        self.cache.relieve(self.rng.randrange(1, 120))
 
     # ---- the oracle
 
@@ -242,17 +265,23 @@ class Walk:
         assert result["ok"], result["violations"]
         for request in self.running:
             self.verify(request)
+        for node in self.cache.nodes.values():
+            assert 0 <= len(node.kv.claims) < node.kv.num_hits, "a claim is no hit of its own, or was taken back twice"
+        assert len(self.cache.claims) == len(self.waiting)
 
     def run(self, steps: int) -> None:
-        moves = [self.start, self.decode, self.resume, self.finish, self.press, self.evict]
-        weights = [5, 6, 3, 3, 3, 1]
+        moves = [self.arrive, self.leave, self.start, self.decode, self.resume, self.finish, self.press, self.evict]
+        weights = [6, 1, 5, 6, 3, 3, 3, 1]
         for _ in range(steps):
             self.rng.choices(moves, weights)[0]()
             self.check()
         while self.running:
             self.finish()
+        while self.waiting:
+            self.leave()
         self.check()
-        self.cache.controller.relieve(self.cache, SLOTS)
+        assert len(self.cache.claims) == 0 and not any(node.kv.claims for node in self.cache.nodes.values())
+        self.cache.relieve(SLOTS)
         self.check()
         assert self.allocator.available_size() == SLOTS
 
@@ -328,11 +357,13 @@ def test_a_lossy_node_only_ever_gets_smaller_forms_and_counts_as_what_it_holds()
     (node,) = nodes_of(walk)
     walk.cache.compress(node.id, Form("knorm", 0.5))
     walk.cache._split_node(node.key, node, 100)
-    stats = {each.id: each for each in walk.cache.snapshot()}
+    stats = {each.id: walk.cache.stats_of(each) for each in nodes_of(walk)}
     for each in nodes_of(walk):
-        kept = [option.form.kept_fraction for option in stats[each.id].options if option.form]
+        kept = [option.form.kept_fraction for option in walk.cache.options_of(each) if option.form]
         assert all(fraction < 0.5 for fraction in kept)
-        assert stats[each.id].form.kept_fraction == min(0.5, num_slots(each) / len(each.key))
+        held = Form("knorm", min(0.5, num_slots(each) / len(each.key)))
+        assert stats[each.id].quality == Curves.prior().quality(held)
+        assert stats[each.id].num_bytes == num_slots(each) * SLOT_BYTES
     assert len(tokens) == sum(each.num_tokens for each in stats.values())
 
 
@@ -385,12 +416,12 @@ def test_a_locked_node_is_neither_compressed_nor_dropped() -> None:
     finished(walk, [walk.rng.randrange(50) for _ in range(80)])
     (node,) = nodes_of(walk)
     walk.cache.inc_lock_ref(node)
-    assert walk.cache.snapshot() == []
+    assert walk.cache.options_of(node) == ()
     with pytest.raises(RuntimeError, match="cannot be brought to"):
         walk.cache.compress(node.id, FORMS[0])
     with pytest.raises(RuntimeError, match="locked or has children"):
         walk.cache.drop(node.id)
-    assert walk.cache.controller.relieve(walk.cache, 10) == 0
+    assert walk.cache.relieve(10) == 0
 
 
 def test_check_integrity_sees_a_slot_with_two_owners_and_a_lost_one() -> None:
@@ -410,3 +441,193 @@ def test_adopt_refuses_a_view_that_does_not_fit_its_prefix() -> None:
     request.evicpress = PrefixView(torch.arange(2))
     with pytest.raises(RuntimeError, match="prefix of 3 tokens"):
         walk.cache.adopt(request)
+
+
+def hits_of(walk: Walk) -> dict[int, tuple[float, int]]:
+    """Weight and number of hits of every node, by where it ends."""
+    ends = {node.id: start_of(node) + len(node.key) for node in nodes_of(walk)}
+    return {ends[node.id]: (node.kv.weight, node.kv.num_hits) for node in nodes_of(walk)}
+
+
+def waiting(walk: Walk, tokens: list[int]) -> Request:
+    walk.count += 1
+    request = Request(f"w{walk.count}", list(tokens), len(tokens), None)
+    walk.cache.expect(request)
+    return request
+
+
+def ran(walk: Walk, request: Request) -> None:
+    """The scheduler matches the request, locks its prefix and adopts it; then it ends without giving anything back."""
+    match = walk.cache.match_prefix(
+        MatchPrefixParams(key=RadixKey(array("q", request.tokens), None, limit=len(request.tokens) - 1), req=request)
+    )
+    request.prefix_indices, request.last_node = match.device_indices, match.last_device_node
+    walk.cache.adopt(request)
+    walk.cache.adopt(request)  # as for the next chunk: counted already
+
+
+def test_a_waiting_request_counts_at_once_and_only_once() -> None:
+    walk = Walk(0, 1)
+    tokens = [walk.rng.randrange(50) for _ in range(100)]
+    finished(walk, tokens)
+    assert hits_of(walk) == {100: (1.0, 1)}
+    request = waiting(walk, [*tokens, 59])
+    assert hits_of(walk) == {100: (2.0, 2)} and walk.cache.policy.book.records[nodes_of(walk)[0].id].weight == 2.0
+    ran(walk, request)
+    assert hits_of(walk) == {100: (2.0, 2)} and len(walk.cache.claims) == 0
+    ran(walk, Request("never waited", [*tokens, 58], 101, None))
+    assert hits_of(walk) == {100: (3.0, 3)}
+
+
+def test_a_request_that_leaves_the_queue_takes_its_hit_with_it() -> None:
+    walk = Walk(0, 1)
+    tokens = [walk.rng.randrange(50) for _ in range(100)]
+    finished(walk, tokens)
+    first, second = waiting(walk, [*tokens, 59]), waiting(walk, [*tokens, 58])
+    walk.cache._split_node(nodes_of(walk)[0].key, nodes_of(walk)[0], 40)  # meanwhile another request parts the node
+    assert hits_of(walk) == {40: (3.0, 3), 100: (3.0, 3)}
+    walk.cache.claims.keep_only([second])
+    assert hits_of(walk) == {40: (2.0, 2), 100: (2.0, 2)}
+    walk.cache.claims.keep_only([second])
+    ran(walk, second)
+    assert hits_of(walk) == {40: (2.0, 2), 100: (2.0, 2)}
+    walk.cache.claims.release(first)  # twice is once
+    walk.check()
+
+
+def test_what_a_waiting_request_turns_out_not_to_use_loses_the_hit() -> None:
+    walk = Walk(0, 1)
+    tokens = [walk.rng.randrange(50) for _ in range(100)]
+    finished(walk, tokens)
+    request = waiting(walk, [*tokens[:40], 59])  # only a part of the node, which is not split for it
+    assert hits_of(walk) == {100: (2.0, 2)}
+    ran(walk, request)
+    assert hits_of(walk) == {40: (2.0, 2), 100: (1.0, 1)}
+    walk.check()
+
+
+def test_a_claim_survives_that_its_node_is_dropped_or_all_are_flushed() -> None:
+    walk = Walk(0, 1)
+    tokens = [walk.rng.randrange(50) for _ in range(100)]
+    finished(walk, tokens)
+    first, second = waiting(walk, [*tokens, 59]), waiting(walk, [*tokens, 58])
+    walk.cache.drop(nodes_of(walk)[0].id)
+    finished(walk, tokens)
+    ran(walk, first)
+    assert hits_of(walk) == {100: (2.0, 2)}
+    third = waiting(walk, [*tokens, 57])
+    walk.cache.reset()
+    assert len(walk.cache.claims) == 2 and walk.cache.policy.book.records == {}
+    ran(walk, second)
+    walk.cache.claims.release(third)
+    assert len(walk.cache.claims) == 0
+
+
+def test_a_waiting_request_saves_its_prefix_from_being_the_victim() -> None:
+    for waits, dropped in ((False, "old"), (True, "new")):
+        walk = Walk(0, 1)
+        walk.cache.config = replace(walk.cache.config, min_tokens=1000)  # nothing is compressed
+        old, new = ([walk.rng.randrange(50) for _ in range(60)] for _ in range(2))
+        finished(walk, old)
+        finished(walk, new)
+        if waits:
+            waiting(walk, [*old, 59])
+        walk.cache.relieve(1)
+        (left,) = nodes_of(walk)
+        assert (left.key.token_ids[0] == (new if dropped == "old" else old)[0]) and left.key.token_ids[1:4] == array(
+            "q", (new if dropped == "old" else old)[1:4]
+        )
+
+
+def test_hits_fade_by_the_stamped_clock_which_never_goes_back() -> None:
+    walk = Walk(0, 1)
+    law = walk.cache.costs.prefill
+    half_life = walk.cache.clock.half_life_s
+    walk.cache.advance(1e6, law)
+    first = [walk.rng.randrange(50) for _ in range(60)]
+    finished(walk, first)
+    walk.cache.advance(1e6 + half_life, law)
+    walk.cache.advance(5.0, law)  # a stamp from the past
+    assert walk.cache.now_s == half_life
+    finished(walk, [55, *first])
+    assert sorted(hits_of(walk).values()) == [(1.0, 1), (2.0, 1)]
+    request = waiting(walk, [*first, 59])
+    walk.cache.advance(1e6 + 600 * half_life, law)  # so far that the epoch moves
+    assert walk.cache.clock.epoch_s == 600 * half_life
+    walk.cache.claims.release(request)
+    assert [hits for _, hits in hits_of(walk).values()] == [1, 1]
+    finished(walk, [56, *first])
+    assert max(weight for weight, _ in hits_of(walk).values()) == 1.0
+    walk.check()
+
+
+def test_the_half_life_is_learned_from_reuse_and_weights_follow() -> None:
+    walk = Walk(0, 1)
+    law, clock = walk.cache.costs.prefill, walk.cache.clock
+    tokens = [walk.rng.randrange(50) for _ in range(60)]
+    finished(walk, tokens)
+    before = clock.half_life_s
+    for index in range(70):
+        walk.cache.advance(10.0 * index, law)
+        ran(walk, waiting(walk, [*tokens, 59]))
+        walk.check()
+    assert clock.is_learned and clock.half_life_s == 15.0 != before
+    assert walk.cache.policy.book.records[nodes_of(walk)[0].id].weight == hits_of(walk)[60][0]
+    assert walk.cache.describe_stats()["half_life_s"] == 15.0
+
+
+def test_a_node_below_another_shares_its_expected_reuse_with_its_siblings() -> None:
+    walk = Walk(0, 1)
+    tokens = [walk.rng.randrange(50) for _ in range(60)]
+    finished(walk, tokens)
+    for _ in range(5):
+        ran(walk, waiting(walk, [*tokens, 59]))
+    finished(walk, [*tokens, 57, 57, 57])
+    finished(walk, [*tokens, 58, 58])
+    assert hits_of(walk) == {60: (8.0, 8), 63: (7.0, 1), 62: (4.0, 1)}
+
+
+def test_costs_that_drift_reach_the_policy_and_small_changes_do_not() -> None:
+    walk = Walk(0, 1)
+    walk.cache.advance(0.0, PrefillLaw(0.0, 1.05e-4, 0.0))
+    assert walk.cache.costs.prefill.per_token_s == 1e-4
+    walk.cache.advance(20.0, PrefillLaw(0.0, 5e-4, 0.0))
+    assert walk.cache.costs.prefill.per_token_s == walk.cache.policy.rule.costs.prefill.per_token_s == 5e-4
+    walk.cache.advance(21.0, PrefillLaw(0.0, 9e-4, 0.0))
+    assert walk.cache.costs.prefill.per_token_s == 5e-4  # not so soon again
+    walk.cache.advance(40.0, PrefillLaw(0.0, 9e-4, 0.0))
+    assert walk.cache.costs.prefill.per_token_s == 9e-4
+
+
+def test_check_integrity_sees_a_book_that_is_out_of_step() -> None:
+    walk = Walk(0, 1)
+    finished(walk, [walk.rng.randrange(50) for _ in range(80)])
+    (node,) = nodes_of(walk)
+    record = walk.cache.policy.book.records[node.id]
+    for name, wrong in (("num_bytes", 1), ("is_locked", True), ("weight", 9.0), ("parent_id", 77), ("rank", Tier.HOST)):
+        right = getattr(record, name)
+        setattr(record, name, wrong)
+        assert any("policy's book" in text for text in walk.cache.check_integrity()["violations"]), name
+        setattr(record, name, right)
+    walk.check()
+    del walk.cache.policy.book.records[node.id]
+    assert any("not in the policy's book" in text for text in walk.cache.check_integrity()["violations"])
+
+
+def test_decisions_are_journalled_with_what_they_rest_on() -> None:
+    walk = Walk(0, 1)
+    finished(walk, [walk.rng.randrange(50) for _ in range(100)])
+    walk.cache.relieve(10)
+    walk.cache.relieve(SLOTS)
+    journal = walk.cache.read_journal(0, 100)
+    numbers = [entry["number"] for entry in journal["entries"]]
+    assert numbers == list(range(1, len(numbers) + 1)) and journal["num_lost"] == 0
+    first, last = journal["entries"][0], journal["entries"][-1]
+    assert first["from"] == "exact/gpu" and first["weight"] == 1.0 and last["to"] == "drop"
+    assert first["freed_bytes"] == first["bytes_before"] - first["bytes"]
+    assert walk.cache.read_journal(numbers[-1], 5)["entries"] == []
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "slru", "tlru", "hpt", "gdsf", "adaptcache", "knorm@0.5+lru"])
+def test_every_policy_keeps_every_invariant(policy: str) -> None:
+    Walk(3, 1, policy).run(80)

@@ -105,7 +105,9 @@ def test_windows_of_nodes_make_room_when_they_take_too_much() -> None:
     keys = []
     for rid in ("a", "b", "c"):
         prefill(capture, {rid: (0, 2)})
-        keys.append(capture.keep(rid, 0))
+        key, lost = capture.keep(rid, 0)
+        assert lost == (keys[:1] if rid == "c" else [])
+        keys.append(key)
     assert [capture.kept(key) is not None for key in keys] == [False, True, True]
     assert capture.kept(None) is None
-    assert capture.keep("unknown", 0) is None
+    assert capture.keep("unknown", 0) == (None, [])

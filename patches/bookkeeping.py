@@ -1,0 +1,190 @@
+"""Keeping the policy's book in step with the tree: every change is told when it happens, none costs a walk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from sglang_evicpress.config import EvicPressConfig
+from sglang_evicpress.core import NodeStats, Tier
+from sglang_evicpress.costs import CostModel, Costs, PrefillLaw
+from sglang_evicpress.patches.claims import Claims
+from sglang_evicpress.patches.node import NodeKV, num_slots, servable_steps, start_of
+from sglang_evicpress.policy import make_policy
+from sglang_evicpress.policy.menu import Menu
+from sglang_evicpress.press import get_press
+from sglang_evicpress.profile import Curves
+from sglang_evicpress.reuse import ReuseClock
+
+DRIFT = 0.1  # of a predicted duration: costs that differ less are not worth another look at every node
+REFRESH_S = 10.0  # nor is it more often than this
+
+
+class Bookkeeping:
+    """The part of EvicPressCache that talks to the policy. Everything here runs on the scheduler thread.
+
+    The logical time ``now_s`` is what rank 0 last stamped (scheduling.py), in seconds since its first stamp; it never
+    goes back and is equal on every rank, as are the ``costs`` in use. ``cost_model`` is this rank's own.
+    """
+
+    def open_book(self: Any, config: EvicPressConfig, slot_bytes: int, page_size: int) -> None:
+        self.menu = Menu(config.menu_forms, (Tier.GPU,), slot_bytes, page_size)
+        self.costs = Costs(
+            PrefillLaw(config.prefill_fixed_s, config.prefill_per_token_s, config.prefill_per_pair_s), {}, {}
+        )
+        self.cost_model = CostModel(self.costs)
+        self.clock = ReuseClock(config.half_life_s)
+        self.now_s = 0.0
+        self._first_stamp_s: float | None = None
+        self._refreshed_s = -REFRESH_S
+        self.claims = Claims(self._hit)
+        self._curves = Curves.prior() if config.curves is None else Curves.from_json(config.curves)
+        self._curve = [self._curves.quality(form) for form in self.menu.forms]
+        self._smaller: dict[object, int] = {}
+        self._blind = self.menu.everything  # the forms that can be made without queries
+        for index, form in enumerate(self.menu.forms):
+            if form.press is not None and get_press(form.press).needs_queries:
+                self._blind &= ~(1 << index)
+        self._windowed: dict[int, dict[int, Any]] = {}
+        self.clear_book()
+
+    def clear_book(self: Any) -> None:
+        """A book without nodes."""
+        config = self.config
+        self.policy = make_policy(
+            config.policy, self.menu, alpha=config.alpha, costs=self.costs, mean_curve=self._curve
+        )
+        self.controller.policy = self.policy
+        self._windowed.clear()
+        self.claims.clear()
+
+    # ---- what happens to nodes
+
+    def note(self: Any, node: Any) -> None:
+        """A node is new, or what it holds, covers or can become has changed."""
+        self.policy.put(self.stats_of(node))
+
+    def note_split(self: Any, upper: Any, lower: Any) -> None:
+        self.claims.split(upper, lower)
+        if lower.kv.window is not None:
+            self._windowed[lower.kv.window][upper.id] = upper
+        self.note(upper)
+        self.note(lower)
+
+    def note_deleted(self: Any, node: Any) -> None:
+        self.policy.forget(node.id)
+        self.claims.forget(node)
+        self.drop_window(node)
+
+    def note_use(self: Any, node: Any) -> None:
+        """The node was matched: its tick changed, not its weight."""
+        kv = node.kv
+        self.policy.touch(node.id, kv.weight, kv.num_hits, kv.last_use)
+
+    def keep_window(self: Any, node: Any, key: int | None, lost: list[int]) -> None:
+        """The node's queries are kept under ``key``; those of the ``lost`` keys had to make room."""
+        node.kv.window = key
+        if key is not None:
+            self._windowed[key] = {node.id: node}
+        for other in lost:
+            for owner in list(self._windowed.get(other, {}).values()):
+                self.drop_window(owner)
+                self.note(owner)
+
+    def drop_window(self: Any, node: Any) -> None:
+        key, node.kv.window = node.kv.window, None
+        if key is not None:
+            owners = self._windowed[key]
+            del owners[node.id]
+            if not owners:
+                del self._windowed[key]
+
+    def stats_of(self: Any, node: Any) -> NodeStats:
+        """The node as the policy sees it."""
+        kv: NodeKV = node.kv
+        start, slots, num_tokens = start_of(node), num_slots(node), len(node.key)
+        quality, form = 1.0, kv.form
+        if kv.layout is not None:  # a piece of a split may hold less than its form promises
+            quality = self._curves.quality(replace(form, kept_fraction=min(form.kept_fraction, slots / num_tokens)))
+        reachable = 0
+        if num_tokens >= self.config.min_tokens and self.policy.rule.compresses:
+            reachable = self._smaller.get(form, -1)
+            if reachable < 0:
+                reachable = self._smaller[form] = self.menu.smaller(form)
+            if self.window_of(node) is None:
+                reachable &= self._blind
+        return NodeStats(
+            id=node.id,
+            parent_id=None if node.parent is self.root_node else node.parent.id,
+            tier=Tier.GPU,
+            form=form,
+            num_tokens=num_tokens,
+            num_bytes=slots * self.menu.slot_bytes,
+            depth_tokens=start,
+            quality=quality,
+            curve=self._curve,
+            reachable=reachable,
+            weight=kv.weight,
+            num_hits=kv.num_hits,
+            last_use=kv.last_use,
+            sinks=self.sinks_of(num_tokens, start),
+            is_locked=node.lock_ref > 0,
+        )
+
+    def sinks_of(self: Any, num_tokens: int, start: int) -> int:
+        """How many of a node's tokens are among the first of the prompt, which every press keeps."""
+        return max(0, min(num_tokens, self.config.sinks - start))
+
+    # ---- hits
+
+    def value_of_hit(self: Any) -> float:
+        return self.clock.value_of_hit(self.now_s)
+
+    def _hit(self: Any, node: Any, value: float, num_hits: int) -> None:
+        kv = node.kv
+        kv.weight = max(0.0, kv.weight + value)
+        kv.num_hits += num_hits
+        if num_hits > 0:
+            kv.last_use_s = self.now_s
+        self.policy.touch(node.id, kv.weight, kv.num_hits, kv.last_use)
+
+    def expect(self: Any, req: Any) -> None:
+        """A request has entered the waiting queue: what it would match now gets its hit. Splits and touches nothing."""
+        path: list[Any] = []
+        if not self.disable:
+            key = self.key_of_waiting(req)
+            steps = self._steps(key)
+            steps = steps[: servable_steps(steps, self.config.min_share)]
+            path = [node for node, _ in steps]
+            if path:
+                gap_s = self.now_s - path[-1].kv.last_use_s
+                self.clock.observe_reuse(gap_s, sum(matched for _, matched in steps))
+        self.claims.make(req, path, self.value_of_hit(), self.now_s)
+
+    def count_use(self: Any, req: Any, path: list[Any], num_tokens: int) -> None:
+        """A request runs on ``path``, which holds ``num_tokens``: every node of it has its hit now, once."""
+        gap_s = self.now_s - path[-1].kv.last_use_s if path else 0.0
+        was_claimed = self.claims.settle(req, path, self.value_of_hit())
+        if path and not was_claimed:
+            self.clock.observe_reuse(gap_s, num_tokens)
+
+    # ---- time and costs
+
+    def advance(self: Any, stamp_s: float, law: PrefillLaw) -> None:
+        """Rank 0's clock shows ``stamp_s`` and its batches follow ``law``; called on every rank between two steps."""
+        if self._first_stamp_s is None:
+            self._first_stamp_s = stamp_s
+        self.now_s = max(self.now_s, stamp_s - self._first_stamp_s)
+        if self.clock.is_due(self.now_s):
+            restate = self.clock.rebase(self.now_s)
+            for node in self.nodes.values():
+                node.kv.weight = restate(node.kv.weight, node.kv.last_use_s)
+            self.claims.restate(restate)
+            self.policy.reweigh({node.id: node.kv.weight for node in self.nodes.values()})
+        self.controller.now_s = self.now_s
+        self.controller.value_of_hit = self.value_of_hit()
+        costs = Costs(law, {}, {})
+        if self.now_s - self._refreshed_s >= REFRESH_S and costs.drifted_from(self.costs, DRIFT):
+            self._refreshed_s = self.now_s
+            self.costs = costs
+            self.policy.refresh(costs)

@@ -1,0 +1,87 @@
+"""How long prefilling took, read off the batches that the scheduler runs anyhow, for the cost model.
+
+With the overlap scheduler a batch is launched while the one before still runs, and its result is looked at later: its
+time begins when it was launched or when the result before it was there, whichever is later. On the CPU a batch is over
+when ``run_batch`` returns, whatever the scheduler does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from sglang_evicpress.costs import CostModel, PrefillLaw
+
+NUM_WARM_UP = 2
+"""Batches at the start that are not observed: kernels are compiled and pools touched for the first time."""
+
+NUM_TRUSTED = 8
+"""Observations before the law they show is used."""
+
+
+class PrefillTimes:
+    """Feeds pure prefill batches to ``model``; mixed and decode batches only tell when the device was busy."""
+
+    def __init__(self, model: CostModel, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.num_observed = 0
+        self._model = model
+        self._start = model.costs.prefill
+        self._clock = clock
+        self._num_seen = 0
+        self._last_result_s = 0.0
+
+    @property
+    def law(self) -> PrefillLaw:
+        """What the batches follow; the law the model started with while they are few."""
+        return self._start if self.num_observed < NUM_TRUSTED else self._model.costs.prefill
+
+    def run(self, batch: Any, launch: Callable[[], Any], is_synchronous: bool) -> Any:
+        """Launch the batch by ``launch`` and return its result; ``is_synchronous``: it is computed by then."""
+        chunks = _chunks_of(batch)
+        begin = self._clock()
+        result = launch()
+        if is_synchronous:
+            self._observe(chunks, begin)
+        else:
+            result.evicpress_run = (chunks, begin)
+        return result
+
+    def finish(self, result: Any) -> None:
+        """The scheduler is about to look at the result: wait for it, as it would, and see what time it is."""
+        run = getattr(result, "evicpress_run", None)
+        if run is None:
+            return
+        copy_done = getattr(result, "copy_done", None)
+        ids = getattr(result, "next_token_ids", None)
+        if copy_done is not None:
+            copy_done.synchronize()
+        elif isinstance(ids, torch.Tensor) and ids.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        result.evicpress_run = None
+        self._observe(*run)
+
+    def _observe(self, chunks: list[tuple[int, int]], begin: float) -> None:
+        now = self._clock()
+        seconds = now - max(begin, self._last_result_s)
+        self._last_result_s = now
+        if not chunks:
+            return
+        self._num_seen += 1
+        if self._num_seen > NUM_WARM_UP and seconds > 0.0:
+            self._model.observe_prefill(chunks, seconds)
+            self.num_observed += 1
+
+
+def _chunks_of(batch: Any) -> list[tuple[int, int]]:
+    """(new tokens, physical prefix length) of each request of a pure prefill batch, nothing for another one.
+
+    Attention reads the slots that are there, so holes do not count.
+    """
+    if batch.forward_mode != ForwardMode.EXTEND or batch.decoding_reqs:
+        return []
+    lengths = zip(batch.reqs, batch.extend_lens, batch.prefix_lens, strict=True)
+    return [(new, max(0, before - req.evicpress.holes)) for req, new, before in lengths if new > 0]

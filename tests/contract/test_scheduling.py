@@ -1,0 +1,203 @@
+"""What the scheduler's hooks tell the cache: the stamped time, who waits, and how long batches took."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.utils import TypeBasedDispatcher
+
+from sglang_evicpress.costs import CostModel, Costs, PrefillLaw
+from sglang_evicpress.patches import scheduling
+from sglang_evicpress.patches.prefill_times import NUM_TRUSTED, NUM_WARM_UP, PrefillTimes
+from sglang_evicpress.patches.scheduling import Stamp
+
+pytestmark = pytest.mark.sglang
+
+START = PrefillLaw(0.0, 1.0, 0.0)
+
+
+class FakeCache:
+    def __init__(self) -> None:
+        self.stamps: list[tuple[float, PrefillLaw]] = []
+        self.expected: list[str] = []
+        self.prefill_times = SimpleNamespace(law=START)
+        self.claims = SimpleNamespace(keep_only=lambda waiting: self.expected.append(f"keep {waiting}"))
+
+    def advance(self, stamp_s: float, law: PrefillLaw) -> None:
+        self.stamps.append((stamp_s, law))
+
+    def expect(self, req: str) -> None:
+        self.expected.append(req)
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCache]:
+    monkeypatch.setattr(scheduling, "_cache", None)
+    fake = FakeCache()
+    scheduling.attach(fake)
+    yield fake
+
+
+# ---- time
+
+
+def test_what_the_receiving_rank_got_is_stamped_and_every_rank_takes_the_stamp(cache: FakeCache) -> None:
+    received: list[Any] = ["a request"]
+    scheduling._after_pull_raw_reqs(received, None)
+    stamp, request = pickle.loads(pickle.dumps(received))  # as SGLang sends it to the other ranks
+    assert (type(stamp), stamp.law, request) == (Stamp, START, "a request")
+    scheduler = SimpleNamespace(_request_dispatcher=TypeBasedDispatcher([]))
+    scheduling._after_init_request_dispatcher(None, scheduler)
+    assert scheduler._request_dispatcher(stamp) is None  # nothing is sent back
+    assert cache.stamps == [(stamp.now_s, START)]
+
+
+@pytest.mark.parametrize("received", [None, []])
+def test_nothing_received_is_not_stamped(cache: FakeCache, received: list[Any] | None) -> None:
+    scheduling._after_pull_raw_reqs(received, None)
+    assert not received
+
+
+def test_the_receiver_pulls_before_it_sends_on() -> None:
+    names = SchedulerRequestReceiver.recv_requests.__wrapped__.__code__.co_names  # SGLang decorates it
+    assert names.index("_pull_raw_reqs") < names.index("_broadcast_reqs_across_ranks")
+
+
+# ---- the queue
+
+
+def test_a_request_counts_once_it_is_in_the_queue_and_not_when_it_was_refused(cache: FakeCache) -> None:
+    scheduling._after_add_request_to_queue(None, SimpleNamespace(waiting_queue=["a", "b"]), "b")
+    scheduling._after_add_request_to_queue(None, SimpleNamespace(waiting_queue=["a", "b"]), "refused", True)
+    scheduling._after_add_request_to_queue(None, SimpleNamespace(waiting_queue=[]), "refused")
+    assert cache.expected == ["b"]
+
+
+def test_every_step_looks_who_has_left_the_queue(cache: FakeCache) -> None:
+    scheduling._after_get_next_batch_to_run(None, SimpleNamespace(waiting_queue=["a"]))
+    assert cache.expected == ["keep ['a']"]
+
+
+def test_every_way_into_the_queue_goes_by_the_hook() -> None:
+    """SGLang appends elsewhere only for disaggregation and pipelines, which are refused."""
+    import inspect
+
+    source = inspect.getsource(Scheduler)
+    assert source.count("waiting_queue.append(") == 1
+    assert "waiting_queue.append(" in inspect.getsource(Scheduler._add_request_to_queue)
+    assert "waiting_queue.extend(" not in source and "waiting_queue.insert(" not in source
+
+
+# ---- prefill times
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Model(CostModel):
+    def __init__(self) -> None:
+        super().__init__(Costs(START, {}, {}))
+        self.seen: list[tuple[list[tuple[int, int]], float]] = []
+
+    def observe_prefill(self, chunks: Any, seconds: float) -> None:
+        self.seen.append((list(chunks), round(seconds, 6)))
+        super().observe_prefill(chunks, seconds)
+
+
+def batch(new: int = 10, prefix: int = 0, holes: int = 0, mode: ForwardMode = ForwardMode.EXTEND) -> SimpleNamespace:
+    req = SimpleNamespace(evicpress=SimpleNamespace(holes=holes))
+    return SimpleNamespace(forward_mode=mode, reqs=[req], extend_lens=[new], prefix_lens=[prefix], decoding_reqs=None)
+
+
+class Run:
+    """A device that works off batches one after the other, and a scheduler that looks at results when it does."""
+
+    def __init__(self) -> None:
+        self.clock, self.model = Clock(), Model()
+        self.times = PrefillTimes(self.model, self.clock)
+        self.free_at = 0.0
+        for _ in range(NUM_WARM_UP):
+            self.wait(self.launch(batch(), 50.0))
+        assert self.model.seen == []
+
+    def launch(self, given: Any, seconds: float, is_synchronous: bool = False) -> Any:
+        """The host goes on at once; the device ends ``seconds`` after it could begin."""
+
+        def begin() -> GenerationBatchResult:
+            self.free_at = max(self.free_at, self.clock.now) + seconds
+            if is_synchronous:
+                self.clock.now = self.free_at
+            done = self.free_at
+
+            def synchronize() -> None:
+                self.clock.now = max(self.clock.now, done)
+
+            return GenerationBatchResult(copy_done=SimpleNamespace(synchronize=synchronize))
+
+        return self.times.run(given, begin, is_synchronous)
+
+    def wait(self, result: Any) -> None:
+        self.times.finish(result)
+
+
+def test_without_overlap_a_batch_takes_from_launch_to_result() -> None:
+    run = Run()
+    for seconds in (2.0, 3.0):
+        run.clock.now += 7.0  # idle
+        run.wait(run.launch(batch(new=20, prefix=50, holes=30), seconds))
+    assert run.model.seen == [([(20, 20)], 2.0), ([(20, 20)], 3.0)]
+
+
+def test_with_overlap_the_time_spent_behind_the_batch_before_does_not_count() -> None:
+    run = Run()
+    first = run.launch(batch(new=20), 2.0)
+    run.clock.now += 0.5
+    decode = run.launch(batch(mode=ForwardMode.DECODE), 1.0)
+    run.wait(first)
+    third = run.launch(batch(new=40), 3.0)
+    run.wait(decode)
+    run.wait(third)
+    assert run.model.seen == [([(20, 0)], 2.0), ([(40, 0)], 3.0)]
+
+
+def test_on_the_cpu_a_result_that_is_looked_at_later_was_there_before() -> None:
+    run = Run()
+    first = run.launch(batch(new=20), 2.0, is_synchronous=True)
+    second = run.launch(batch(new=40), 3.0, is_synchronous=True)
+    run.clock.now += 9.0
+    run.wait(first)
+    run.wait(second)
+    assert run.model.seen == [([(20, 0)], 2.0), ([(40, 0)], 3.0)]
+
+
+def test_batches_that_are_not_pure_prefill_are_not_observed() -> None:
+    run = Run()
+    for mode in (ForwardMode.MIXED, ForwardMode.DECODE, ForwardMode.IDLE):
+        run.wait(run.launch(batch(mode=mode), 1.0))
+    mixed = batch()
+    mixed.decoding_reqs = ["someone"]
+    run.wait(run.launch(mixed, 1.0))
+    assert run.model.seen == []
+    run.wait(SimpleNamespace())  # the result of a batch that was not launched by us
+
+
+def test_the_law_is_trusted_after_a_few_observations() -> None:
+    run = Run()
+    for index in range(NUM_TRUSTED):
+        assert run.times.law is START
+        run.wait(run.launch(batch(new=10 * (index + 1)), 0.1 * (index + 1)))
+    assert run.times.law.per_token_s == pytest.approx(0.01, rel=0.2)
+    assert run.times.num_observed == NUM_TRUSTED
