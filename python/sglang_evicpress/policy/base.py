@@ -37,7 +37,7 @@ class Policy:
         self.forget = self.book.forget
         self.touch = self.book.touch
         self.lock = self.book.lock
-        self.scale_weights = self.book.scale_weights
+        self.reweigh = self.book.reweigh
 
     @property
     def name(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from sglang_evicpress.core import Form, NodeStats, Tier
@@ -236,10 +236,10 @@ class Book:
             if not is_locked:
                 self.requeue(record)
 
-    def scale_weights(self, factor: float) -> None:
-        """Every weight times ``factor``: the epoch of the reuse clock moved."""
-        for record in self.records.values():
-            record.weight *= factor
+    def reweigh(self, weights: Mapping[int, float]) -> None:
+        """Other weights for the nodes given, all at once: the reuse clock has another epoch or half-life."""
+        for node_id, weight in weights.items():
+            self.records[node_id].weight = weight
         self.rebuild()
 
     def rebuild(self) -> None:

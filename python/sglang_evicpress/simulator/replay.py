@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from sglang_evicpress.core import EXACT, Decision, NodeStats, Tier
-from sglang_evicpress.costs import Costs
+from sglang_evicpress.costs import CostModel, Costs
 from sglang_evicpress.policy.base import Policy
 from sglang_evicpress.policy.menu import Menu
-from sglang_evicpress.reuse import ReuseClock
+from sglang_evicpress.reuse import ReuseClock, weight_of_new
 from sglang_evicpress.simulator.sensitivity import Sensitivities
 from sglang_evicpress.simulator.tree import Node, Tree
 from sglang_evicpress.traces import Request, Trace
 
-
-INHERIT = True
+NO_QUEUE = math.inf
+OBSERVE_EVERY = 4  # requests; learning from every one would take most of the time of a replay
+DRIFT = 0.25
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What one request met: tokens by where they came from, seconds, and the quality of its prefix."""
+    """What one request met. Seconds are simulated ones; ``hit_tokens`` by the tier they were on.
+
+    ``service_s`` is loading and prefilling without waiting for others, ``ttft_s`` with it; ``recompute_s`` what
+    prefilling the whole prompt would have taken instead. ``quality`` is that of the cached prefix: the mean over its
+    tokens of the quality of the node they are in, 1 without a prefix. The regret is by how much the request was slower
+    than its recomputation, the predicted one by the costs the policy knew.
+    """
 
     arrival_s: float
     num_tokens: int
@@ -30,11 +39,16 @@ class Outcome:
     prefill_s: float
     ttft_s: float
     recompute_s: float
+    predicted_regret_s: float
     quality: float
 
     @property
     def service_s(self) -> float:
         return self.load_s + self.prefill_s
+
+    @property
+    def regret_s(self) -> float:
+        return max(0.0, self.service_s - self.recompute_s)
 
 
 @dataclass(slots=True)
@@ -43,35 +57,59 @@ class Ledger:
 
     moved_bytes: Counter[str] = field(default_factory=Counter)
     decisions: Counter[str] = field(default_factory=Counter)
+    num_refreshed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The simulated machine: bytes per tier, what moving and computing really cost, and how many serve the trace.
+
+    ``noise`` is the standard deviation of the logarithm of the seconds of every load and prefill. ``num_servers``
+    machines share the work; ``NO_QUEUE``: nobody ever waits.
+    """
+
+    capacity: Mapping[Tier, int]
+    costs: Costs
+    noise: float = 0.0
+    num_servers: float = NO_QUEUE
 
 
 class Replay:
-    """One trace under one policy. ``capacity`` gives bytes per tier; requests are served in the order of arrival."""
+    """One trace under one policy; requests are served in the order of arrival, nothing is decided by their future.
+
+    ``may_recompute``: a request loads only what is not predicted to be prefilled sooner; without it everything cached
+    is loaded, as engines do today. ``learns``: the policy starts with ``machine.costs`` too but follows what it sees.
+    """
 
     def __init__(
         self,
         trace: Trace,
         policy: Policy,
         menu: Menu,
-        costs: Costs,
-        capacity: Mapping[Tier, int],
+        machine: Machine,
         clock: ReuseClock,
         sensitivities: Sensitivities,
-        num_servers: float = 1.0,
+        *,
         may_recompute: bool = True,
+        learns: bool = False,
+        seed: int = 0,
     ) -> None:
+        for tier in menu.tiers:
+            if tier not in machine.capacity:
+                raise ValueError(f"the machine has no capacity for tier {tier.label}, which is on the menu")
         self.trace = trace
         self.policy = policy
         self.menu = menu
-        self.costs = costs
-        self.capacity = {tier: capacity[tier] for tier in menu.tiers}
+        self.machine = machine
         self.clock = clock
         self.sensitivities = sensitivities
-        self.num_servers = num_servers
         self.may_recompute = may_recompute
+        self.learner = CostModel(machine.costs) if learns else None
+        self.known = machine.costs
         self.tree = Tree(trace.block_tokens)
         self.used = dict.fromkeys(menu.tiers, 0)
         self.ledger = Ledger()
+        self._random = random.Random(seed)
         self._free_at = dict.fromkeys(menu.tiers, 0.0)
         self._tick = 0
 
@@ -83,6 +121,8 @@ class Replay:
         self._tick += 1
         now = request.arrival_s
         path = self._match(request)
+        if path:
+            self.clock.observe_reuse(now - path[-1].last_use_s, sum(node.num_tokens for node in path))
         hit = self._value_of_hit(now)
         kept = self._worth_loading(path)
         outcome = self._time(request, path[:kept])
@@ -90,7 +130,7 @@ class Replay:
         for index, node in enumerate(path):
             node.weight += hit
             node.num_hits += 1
-            node.last_use = self._tick
+            node.last_use, node.last_use_s = self._tick, now
             if node.tier != Tier.GPU or index >= kept:
                 self._bring(node, exact=index >= kept)
                 promoted.append(node)
@@ -98,10 +138,10 @@ class Replay:
                 self.policy.touch(node.id, node.weight, node.num_hits, self._tick)
         known = sum(len(node.blocks) for node in path)
         if known < len(request.blocks):
-            promoted.append(self._insert(path[-1] if path else self.tree.root, request.blocks[known:], hit))
+            promoted.append(self._insert(path[-1] if path else self.tree.root, request.blocks[known:], hit, now))
         for node in promoted:
             self.policy.put(self._stats(node))
-        over = self.used[Tier.GPU] - self.capacity[Tier.GPU]
+        over = self.used[Tier.GPU] - self.machine.capacity[Tier.GPU]
         if over > 0:
             self._carry_out(self.policy.plan(Tier.GPU, over, self._room()))
         return outcome
@@ -136,46 +176,89 @@ class Replay:
             node = path[index]
             if node.tier == Tier.GPU:
                 break
-            saved = self.costs.prefill.marginal_seconds(node.num_tokens, node.depth_tokens)
-            total_s += self.costs.load_seconds(node.tier, node.num_bytes, node.form.codec) - saved
+            saved = self.known.prefill.marginal_seconds(node.num_tokens, node.depth_tokens)
+            total_s += self.known.load_seconds(node.tier, node.num_bytes, node.form.codec) - saved
             if total_s > best_s:
                 best, best_s = index, total_s
         return best
 
     def _time(self, request: Request, path: list[Node]) -> Outcome:
-        costs, arrival = self.costs, request.arrival_s
+        arrival, law = request.arrival_s, self.machine.costs
         hits: dict[Tier, int] = {}
         bytes_from: dict[Tier, int] = {}
-        loss = 0.0
+        loss = survivors = 0.0
         for node in path:
             hits[node.tier] = hits.get(node.tier, 0) + node.num_tokens
             bytes_from[node.tier] = bytes_from.get(node.tier, 0) + node.num_bytes
             loss += node.num_tokens * (1.0 - node.quality)
+            survivors += node.num_tokens * node.form.kept_fraction
+        bytes_from.pop(Tier.GPU, None)
         cached = sum(hits.values())
-        new = max(request.num_tokens - cached, 1)
-        prefill_s = costs.prefill.seconds(new, request.num_tokens - new)
-        load_s, ready = 0.0, arrival
-        for tier, num_bytes in bytes_from.items():
-            if tier != Tier.GPU:
-                seconds = costs.load_seconds(tier, num_bytes)
-                load_s += seconds
-                begin = max(arrival, self._free_at[tier])
-                self._free_at[tier] = begin + seconds / self.num_servers
-                ready = max(ready, begin + seconds)
-                self.ledger.moved_bytes[f"{tier.label} to gpu"] += num_bytes
+        # New tokens look at the survivors only: a compressed prefix is prefilled upon sooner.
+        chunk = (max(request.num_tokens - cached, 1), int(survivors))
+        whole = (max(request.num_tokens, 1), 0)
+        noise = self._noise()
+        prefill_s, recompute_s = law.prefill.seconds(*chunk) * noise, law.prefill.seconds(*whole) * noise
+        loads = {tier: law.load_seconds(tier, size) * self._noise() for tier, size in bytes_from.items()}
+        predicted_s = self.known.prefill.seconds(*chunk) - self.known.prefill.seconds(*whole)
+        predicted_s += sum(self.known.load_seconds(tier, size) for tier, size in bytes_from.items())
+        if self.learner is not None and self._tick % OBSERVE_EVERY == 0:
+            self._learn(chunk, prefill_s, bytes_from, loads)
+        for tier, size in bytes_from.items():
+            self.ledger.moved_bytes[f"{tier.label} to gpu"] += size
+        return Outcome(
+            arrival,
+            request.num_tokens,
+            hits,
+            sum(loads.values()),
+            prefill_s,
+            self._queue(arrival, loads, prefill_s),
+            recompute_s,
+            max(0.0, predicted_s),
+            1.0 - loss / cached if cached else 1.0,
+        )
+
+    def _noise(self) -> float:
+        return math.exp(self._random.gauss(0.0, self.machine.noise)) if self.machine.noise else 1.0
+
+    def _learn(
+        self, chunk: tuple[int, int], prefill_s: float, bytes_from: Mapping[Tier, int], loads: Mapping[Tier, float]
+    ) -> None:
+        learner = self.learner
+        if learner is None:
+            return
+        learner.observe_prefill([chunk], prefill_s)
+        for tier, size in bytes_from.items():
+            if size:
+                learner.observe_load(tier, size, loads[tier])
+        if learner.costs.drifted_from(self.known, DRIFT):
+            self.known = learner.costs
+            self.policy.refresh(self.known)
+            self.ledger.num_refreshed += 1
+
+    def _queue(self, arrival: float, loads: Mapping[Tier, float], prefill_s: float) -> float:
+        """Seconds to the first token when each tier's link and the GPUs serve one after the other, in order of arrival.
+
+        Loading overlaps with the prefill of others; ``num_servers`` machines drain a queue that many times as fast.
+        """
+        servers = self.machine.num_servers
+        if servers == NO_QUEUE:
+            return sum(loads.values()) + prefill_s
+        ready = arrival
+        for tier, seconds in loads.items():
+            begin = max(arrival, self._free_at[tier])
+            self._free_at[tier] = begin + seconds / servers
+            ready = max(ready, begin + seconds)
         free_at = self._free_at[Tier.GPU]
-        self._free_at[Tier.GPU] = max(free_at, arrival) + prefill_s / self.num_servers
-        ttft = max(ready, free_at) + prefill_s - arrival
-        recompute_s = costs.prefill.seconds(max(request.num_tokens, 1), 0)
-        quality = 1.0 - loss / cached if cached else 1.0
-        return Outcome(arrival, request.num_tokens, hits, load_s, prefill_s, ttft, recompute_s, quality)
+        self._free_at[Tier.GPU] = max(free_at, arrival) + prefill_s / servers
+        return max(ready, free_at) + prefill_s - arrival
 
     def _value_of_hit(self, now: float) -> float:
         if self.clock.is_due(now):
-            factor = self.clock.rebase(now)
+            restate = self.clock.rebase(now)
             for node in self.tree.walk():
-                node.weight *= factor
-            self.policy.scale_weights(factor)
+                node.weight = restate(node.weight, node.last_use_s)
+            self.policy.reweigh({node.id: node.weight for node in self.tree.walk()})
         return self.clock.value_of_hit(now)
 
     # ---- moves
@@ -189,18 +272,18 @@ class Replay:
             node.num_bytes = node.num_tokens * self.menu.slot_bytes
         self.used[Tier.GPU] += node.num_bytes
 
-    def _insert(self, parent: Node, blocks: tuple[int, ...], hit: float) -> Node:
+    def _insert(self, parent: Node, blocks: tuple[int, ...], hit: float, now: float) -> Node:
         node = self.tree.add(parent, blocks)
         node.curve = self.sensitivities.curve(blocks[0])
         node.num_bytes = node.num_tokens * self.menu.slot_bytes
-        node.weight, node.num_hits, node.last_use = hit, 1, self._tick
-        if INHERIT and parent is not self.tree.root:
-            node.weight = max(hit, parent.weight / len(parent.children))
+        siblings = 0 if parent is self.tree.root else len(parent.children)
+        node.weight = weight_of_new(hit, parent.weight, siblings)
+        node.num_hits, node.last_use, node.last_use_s = 1, self._tick, now
         self.used[Tier.GPU] += node.num_bytes
         return node
 
     def _room(self) -> dict[Tier, int]:
-        return {tier: self.capacity[tier] - self.used[tier] for tier in self.menu.tiers if tier != Tier.GPU}
+        return {tier: self.machine.capacity[tier] - self.used[tier] for tier in self.menu.tiers if tier != Tier.GPU}
 
     def _carry_out(self, decisions: list[Decision]) -> None:
         for decision in decisions:

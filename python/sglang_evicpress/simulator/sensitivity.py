@@ -1,10 +1,10 @@
 """How much a context suffers from compression, drawn from the ranges the EvicPress paper prints.
 
-Section 3.1 and figure 3: sensitivity is the relative quality drop under keydiff when 10 % of the tokens are kept; medians
-per dataset 0.340 (NarrativeQA), 0.392 (TriviaQA), 0.676 (SamSum), 0.681 (2WikimQA), 0.738 (MultiNews), 0.759 (Qasper),
-coefficients of variation 0.078 to 0.394. Section 4.2 gives 2WikimQA's quality at other fractions: 0.92 at 0.8 kept, 0.82 at
-0.6, 0.65 at 0.4; its losses over that at 0.1 make the common shape. Section 3.2 and figure 4: which press is best differs
-between contexts (40.3, 40.0 and 19.7 % for kvzip, knorm and snapkv), with no press dominating.
+Section 3.1 and figure 3: sensitivity is the relative quality drop under keydiff when 10 % of the tokens are kept;
+medians per dataset 0.340 (NarrativeQA), 0.392 (TriviaQA), 0.676 (SamSum), 0.681 (2WikimQA), 0.738 (MultiNews), 0.759
+(Qasper), coefficients of variation 0.078 to 0.394. Section 4.2 gives 2WikimQA's quality at other fractions: 0.92 at 0.8
+kept, 0.82 at 0.6, 0.65 at 0.4; its losses over that at 0.1 make the common shape. Section 3.2 and figure 4: which press
+is best differs between contexts (40.3, 40.0 and 19.7 % for kvzip, knorm and snapkv), no press dominates.
 """
 
 from __future__ import annotations

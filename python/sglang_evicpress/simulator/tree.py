@@ -20,6 +20,7 @@ class Node:
         "form",
         "id",
         "last_use",
+        "last_use_s",
         "num_bytes",
         "num_hits",
         "num_tokens",
@@ -44,6 +45,7 @@ class Node:
         self.weight = 0.0
         self.num_hits = 0
         self.last_use = 0
+        self.last_use_s = 0.0
 
 
 class Tree:
@@ -83,7 +85,7 @@ class Tree:
         if parent is None or not 0 < num_blocks < len(lower.blocks):
             raise ValueError(f"node {lower.id} of {len(lower.blocks)} blocks cannot be split at {num_blocks}")
         upper = self.add(parent, lower.blocks[:num_blocks])
-        for name in ("tier", "form", "quality", "curve", "weight", "num_hits", "last_use"):
+        for name in ("tier", "form", "quality", "curve", "weight", "num_hits", "last_use", "last_use_s"):
             setattr(upper, name, getattr(lower, name))
         lower.blocks = lower.blocks[num_blocks:]
         lower.num_tokens -= upper.num_tokens
