@@ -34,7 +34,8 @@ class Moves:
 
     def relieve(self: Any, wanted: int) -> int:
         """Free ``wanted`` slots by the policy's plan, if unlocked nodes hold that many; returns those really freed."""
-        return int(self.controller.relieve(Tier.GPU, wanted * self.menu.slot_bytes))
+        wanted = min(wanted, self.evictable_size_)
+        return int(self.controller.relieve(Tier.GPU, wanted * self.menu.slot_bytes)) if wanted > 0 else 0
 
     def options_of(self: Any, node: Any) -> tuple[Option, ...]:
         """What can be done now with a node; nothing while it is locked.

@@ -8,6 +8,7 @@ past, and is there once; and that what the request computed itself is all there.
 from __future__ import annotations
 
 import random
+import time
 from array import array
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToK
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import Form, Tier
@@ -631,3 +632,19 @@ def test_decisions_are_journalled_with_what_they_rest_on() -> None:
 @pytest.mark.parametrize("policy", ["lru", "lfu", "slru", "tlru", "hpt", "gdsf", "adaptcache", "knorm@0.5+lru"])
 def test_every_policy_keeps_every_invariant(policy: str) -> None:
     Walk(3, 1, policy).run(80)
+
+
+def test_ranks_that_get_the_same_stamps_decide_alike_whatever_they_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank's own clock and batch times must not enter."""
+    seen = []
+    for rank in range(2):
+        monkeypatch.setattr(TreeNode, "counter", 0)  # a process of its own
+        walk = Walk(11, 1)
+        for _ in range(20):
+            walk.cache.cost_model.observe_prefill([(100, 0)], 1.0 + 99.0 * rank)
+        monkeypatch.setattr(time, "monotonic", lambda rank=rank: 1e6 * rank)
+        walk.run(150)
+        assert walk.cache.cost_model.costs.prefill.seconds(100, 0) == pytest.approx(1.0 + 99.0 * rank, rel=0.1)
+        seen.append((walk.cache.read_journal(0, 10_000), walk.cache.costs, walk.cache.clock.half_life_s))
+    assert seen[0] == seen[1]
+    assert seen[0][0]["num_decisions"] > 20
