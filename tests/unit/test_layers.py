@@ -46,7 +46,8 @@ TABLE = {
     # Traces, and what a policy would do with them.
     "traces": Layer((), ("numpy", "orjson", "tqdm", "zstandard")),
     "simulator": Layer(
-        ("core", "costs", "policy", "profile", "reuse", "traces", "utility"), ("numpy", "orjson", "tqdm", "zstandard")
+        ("core", "costs", "policy", "profile", "reuse", "traces", "utility"),
+        ("matplotlib", "numpy", "orjson", "tqdm", "zstandard"),
     ),
     # Tensors.
     "kernels": Layer((), ("torch", "triton")),
