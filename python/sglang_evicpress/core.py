@@ -95,6 +95,7 @@ class NodeStats:
     policy's menu, in its order; bit i of ``reachable`` says that form i can be made of what the node holds.
     ``weight`` is the expected reuse (see reuse.py), ``num_hits`` the plain count; ``last_use`` a logical tick (never
     a clock), equal on every rank. ``sinks`` of its tokens survive any press. A locked node does not move.
+    ``exact_on`` is a lower tier that holds the exact KV of a lossy node as well.
     """
 
     id: int
@@ -112,6 +113,7 @@ class NodeStats:
     last_use: int
     sinks: int = 0
     is_locked: bool = False
+    exact_on: Tier | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,10 @@ from typing import Protocol, runtime_checkable
 from sglang_evicpress.core import Decision, NodeStats, Tier
 from sglang_evicpress.costs import Costs
 from sglang_evicpress.policy.book import Book, Rule
+from sglang_evicpress.policy.evicpress import EvicPressRule
 from sglang_evicpress.policy.explain import explain
 from sglang_evicpress.policy.plan import Plan
+from sglang_evicpress.policy.rearrange import Budget, rearrange
 
 
 @runtime_checkable
@@ -66,6 +68,10 @@ class Policy:
         if isinstance(self.rule, CostReader):
             self.rule.read_costs(costs)
             self.book.rebuild()
+
+    def rearrange(self, room: Mapping[Tier, int], budget: Budget) -> list[Decision]:
+        """Moves that raise the total utility; see ``rearrange.rearrange``. None for a policy that has no utility."""
+        return rearrange(self.book, self.rule, room, budget) if isinstance(self.rule, EvicPressRule) else []
 
     def explain(self, node_id: int) -> dict[str, object]:
         """See ``explain.explain``. KeyError for a node that is not in the book."""

@@ -43,6 +43,7 @@ class Record:
     __slots__ = (
         "curve",
         "depth_tokens",
+        "exact_on",
         "form",
         "id",
         "is_locked",
@@ -82,6 +83,7 @@ class Record:
         self.last_use = node.last_use
         self.sinks = node.sinks
         self.is_locked = node.is_locked
+        self.exact_on = node.exact_on
         self.memo: object = None
 
     def copy(self) -> Record:

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_evicpress.core import EXACT, Decision, Form, NodeStats, Tier
+from sglang_evicpress.costs import Costs, PrefillLaw, TransferLaw
+from sglang_evicpress.policy import make_policy
+from sglang_evicpress.policy.base import Policy
+from sglang_evicpress.policy.book import DROPPED
+from sglang_evicpress.policy.evicpress import EvicPressRule
+from sglang_evicpress.policy.menu import Menu
+from sglang_evicpress.policy.rearrange import Budget
+
+HALF = Form("keydiff", 0.5)
+MENU = Menu((HALF,), tuple(Tier)[:3])
+COSTS = Costs(PrefillLaw(0.0, 0.1, 0.0), {Tier.HOST: TransferLaw(0.0, 1e3), Tier.SSD: TransferLaw(0.0, 1e2)}, {})
+PLENTY = Budget(10**9, 1e9)
+LOSSY = (1.0, 0.6)
+
+MakeNode = Callable[..., NodeStats]
+CarryOut = Callable[[Policy, Iterable[Decision]], None]
+
+
+def policy_of(*nodes: NodeStats, alpha: float = 1.0) -> Policy:
+    policy = make_policy("evicpress", MENU, alpha=alpha, costs=COSTS)
+    policy.put_all(nodes)
+    return policy
+
+
+def total_utility(policy: Policy) -> float:
+    rule = policy.rule
+    assert isinstance(rule, EvicPressRule)
+    return sum(
+        record.weight * (rule.alpha * record.quality - rule.delay_s(record)) for record in policy.book.records.values()
+    )
+
+
+def test_a_node_below_is_promoted_when_there_is_room(make_node: MakeNode) -> None:
+    policy = policy_of(make_node(1, menu=MENU, tier=Tier.HOST))
+    (decision,) = policy.rearrange({Tier.GPU: 100}, PLENTY)
+    assert (decision.option.tier, decision.option.form, decision.loss) == (Tier.GPU, EXACT, pytest.approx(-0.1))
+    assert policy.rearrange({Tier.GPU: 99}, PLENTY) == []
+
+
+def test_an_exact_copy_below_upgrades_a_lossy_node_when_there_is_room(make_node: MakeNode) -> None:
+    lossy = replace(make_node(1, menu=MENU, form=HALF, curve=LOSSY), exact_on=Tier.SSD)
+    (decision,) = policy_of(lossy).rearrange({Tier.GPU: 50}, PLENTY)
+    assert (str(decision.option), decision.option.num_bytes) == ("exact/gpu", 100)
+    assert decision.loss == pytest.approx(-0.4)
+    assert policy_of(lossy).rearrange({Tier.GPU: 49}, PLENTY) == []
+    assert policy_of(replace(lossy, exact_on=None)).rearrange({Tier.GPU: 50}, PLENTY) == []
+
+
+def test_an_exchange_is_made_only_if_more_is_gained_than_lost(make_node: MakeNode, carry_out: CarryOut) -> None:
+    cold = make_node(1, menu=MENU, weight=1.0, curve=(1.0, 0.0))
+    for weight, pays in ((5.0, True), (0.5, False)):
+        hot = make_node(2, menu=MENU, tier=Tier.HOST, weight=weight, curve=(1.0, 0.0))
+        policy = policy_of(cold, hot)
+        before = total_utility(policy)
+        decisions = policy.rearrange({Tier.HOST: 100}, PLENTY)
+        assert [str(decision.option) for decision in decisions] == (["exact/host", "exact/gpu"] if pays else [])
+        carry_out(policy, decisions)
+        assert total_utility(policy) == pytest.approx(before + (0.4 if pays else 0.0))
+
+
+def test_a_curve_that_turned_out_flat_shrinks_a_node_on_a_slow_tier(make_node: MakeNode) -> None:
+    policy = policy_of(make_node(1, menu=MENU, tier=Tier.SSD, curve=(1.0, 0.0)))
+    assert policy.rearrange({}, PLENTY) == []
+    policy.put(make_node(1, menu=MENU, tier=Tier.SSD, curve=(1.0, 0.99)))
+    (decision,) = policy.rearrange({}, PLENTY)
+    assert str(decision.option) == "keydiff@0.5/ssd"
+    assert decision.loss == pytest.approx(-(0.5 - 0.01))
+
+
+@pytest.mark.parametrize("budget", [Budget(99, 1e9), Budget(10**9, 0.09)])
+def test_nothing_is_moved_beyond_the_budget(make_node: MakeNode, budget: Budget) -> None:
+    policy = policy_of(make_node(1, menu=MENU, tier=Tier.HOST))
+    assert policy.rearrange({Tier.GPU: 1000}, budget) == []
+
+
+def test_the_best_per_byte_comes_first_when_the_budget_is_for_one(make_node: MakeNode) -> None:
+    nodes = [make_node(number, menu=MENU, tier=Tier.HOST, weight=float(number)) for number in (1, 3, 2)]
+    (decision,) = policy_of(*nodes).rearrange({Tier.GPU: 1000}, Budget(150, 1e9))
+    assert decision.node_id == 3
+
+
+def test_a_policy_without_utility_rearranges_nothing(make_node: MakeNode) -> None:
+    policy = make_policy("lru", MENU, alpha=1.0, costs=COSTS)
+    policy.put(make_node(1, menu=MENU, tier=Tier.HOST))
+    assert policy.rearrange({Tier.GPU: 1000}, PLENTY) == []
+
+
+@given(st.data())
+def test_utility_rises_capacities_hold_and_tiers_stay_prefix_closed(
+    make_node: MakeNode, carry_out: CarryOut, data: st.DataObject
+) -> None:
+    nodes: list[NodeStats] = []
+    for node_id in range(1, data.draw(st.integers(1, 12)) + 1):
+        parent = data.draw(st.sampled_from([None, *nodes]))
+        rank = data.draw(st.integers(0 if parent is None else int(parent.tier), 2))
+        form = data.draw(st.sampled_from(MENU.forms))
+        curve = (1.0, data.draw(st.floats(0.0, 1.0)))
+        node = make_node(
+            node_id,
+            None if parent is None else parent.id,
+            menu=MENU,
+            tokens=data.draw(st.integers(1, 100)),
+            tier=Tier(rank),
+            form=form,
+            curve=curve,
+            weight=data.draw(st.floats(0.0, 10.0)),
+            is_locked=parent is not None and parent.is_locked and data.draw(st.booleans()),
+        )
+        nodes.append(replace(node, exact_on=Tier.SSD) if not form.is_exact and data.draw(st.booleans()) else node)
+    policy = policy_of(*nodes, alpha=data.draw(st.floats(0.0, 10.0)))
+    room = {tier: data.draw(st.integers(0, 150)) for tier in MENU.tiers}
+    capacity = [policy.book.num_bytes[tier] + room[tier] for tier in MENU.tiers]
+    before = total_utility(policy)
+    decisions = policy.rearrange(room, PLENTY)
+    for decision in decisions:
+        carry_out(policy, [decision])
+        assert all(policy.book.num_bytes[tier] <= capacity[tier] for tier in MENU.tiers)
+        for record in policy.book.records.values():
+            parent_record = policy.book.records.get(record.parent_id or 0)
+            assert parent_record is None or parent_record.rank <= record.rank < DROPPED
+    assert len({decision.node_id for decision in decisions}) == len(decisions)
+    gained = -sum(decision.loss for decision in decisions)
+    assert gained >= -1e-9
+    if not any(decision.option.is_drop for decision in decisions):
+        assert total_utility(policy) == pytest.approx(before + gained, abs=1e-6)
