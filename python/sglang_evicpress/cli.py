@@ -1,0 +1,109 @@
+"""The command ``evicpress``. Nothing but argparse is imported until a command has something to do."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from sglang_evicpress import __version__
+
+DEFAULT_FORMS = ",".join(f"{press}@{kept}" for press in ("keydiff", "snapkv", "knorm") for kept in (0.8, 0.6, 0.4, 0.2))
+
+_EPILOG = """SIZE: 1% of the trace's working set; 30GB or 30GiB; 500000, 500ktok or 5Mtok tokens of exact KV.
+
+TRACE: a file of the Mooncake, WEKA or LMCache-agent kind or of our own, plain or .zst, or synthetic:KIND[:SEED].
+
+Prints one row for each policy and alpha. Ctrl-C prints what is done so far and writes no file.
+
+example:
+  evicpress replay conversation_trace.jsonl --policy evicpress,lru,keydiff@0.5+lru --gpu 1% --host 4% --ssd 20%
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="evicpress", description="EvicPress for SGLang.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"evicpress {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    replay = commands.add_parser(
+        "replay",
+        help="replay a trace under one or more policies on simulated tiers",
+        description="Replay a trace under one or more policies on simulated tiers.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = replay.add_argument
+    add("trace", metavar="TRACE", help="what to replay")
+    add(
+        "--policy",
+        default="evicpress,lru",
+        metavar="NAMES",
+        help="separated by commas; default %(default)s; a wrong one prints all",
+    )
+    add("--gpu", required=True, metavar="SIZE", help="cache on the GPU, above 0")
+    add("--host", default="0", metavar="SIZE", help="cache in host memory; 0, the default: none")
+    add("--ssd", default="0", metavar="SIZE", help="cache on SSD; 0, the default: none")
+    add("--alpha", default="1.0", metavar="NUMBERS", help="seconds full quality is worth; each makes a run of its own")
+    add("--half-life", default="auto", metavar="SECONDS", help="of a use of a node; auto, the default: learned")
+    add("--forms", default=DEFAULT_FORMS, metavar="FORMS", help="on the menu; none: exact only; default %(default)s")
+    add("--slot-bytes", default="131072", metavar="BYTES", help="exact KV of one token; default %(default)s")
+    add("--prefill", default="0.01,1e-4,2.5e-9", metavar="FIXED,PER_TOKEN,PER_PAIR", help="s; default %(default)s")
+    add("--host-bandwidth", default="20GB/s", metavar="RATE", help="default %(default)s, behind 0.5 ms")
+    add("--ssd-bandwidth", default="2GB/s", metavar="RATE", help="default %(default)s, behind 2 ms")
+    add("--noise", default="0", metavar="SIGMA", help="of the logarithm of every cost; above 0, policies learn costs")
+    add(
+        "--servers",
+        metavar="N|load=X",
+        help="requests wait for N servers, or for as many as prefilling every whole prompt would keep busy the share X "
+        "of the time; left out: nothing waits",
+    )
+    add("--seed", default="0", metavar="N", help="of the quality curves drawn for each context; default %(default)s")
+    add("--curves", metavar="FILE", help="JSON quality curves, the same for every context, instead of drawn ones")
+    add("--limit", metavar="N", help="only the first N requests")
+    add("--skip-bad", action="store_true", help="leave bad lines out, and say which")
+    add("--jsonl", metavar="FILE", help="write one object for each run")
+    add("--requests", metavar="FILE", help="write one object for each request of each run")
+    add("--plot", metavar="FILE", help="draw a .png or .svg; needs sglang-evicpress[plot]")
+    add("--no-progress", action="store_true", help="no progress bar; there is none either where stderr is no terminal")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; the exit status: 0, 1 if writing failed, 2 for bad input, 130 for Ctrl-C.
+
+    ``--help`` and ``--version`` exit.
+    """
+    words = sys.argv[1:] if argv is None else list(argv)
+    try:
+        try:
+            args = make_parser().parse_args(words)
+            from sglang_evicpress.simulator.command import prepare, replay
+
+            prepared = prepare(vars(args), shlex.join(["evicpress", *words]))
+        except ValueError as error:
+            return _fail(str(error), 2)
+        return replay(prepared)
+    except KeyboardInterrupt:
+        print("evicpress: interrupted", file=sys.stderr)  # while reading the trace, or while writing
+        return 130
+    except BrokenPipeError:  # such as `| head`: whoever read the table has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        return _fail(str(error), 1)
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"evicpress: error: {message}", file=sys.stderr)
+    return status

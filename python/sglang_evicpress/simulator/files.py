@@ -1,0 +1,52 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+import orjson
+
+
+class WholeFile:
+    """A file written beside ``path`` and renamed over it by ``commit``; until then ``path`` is left alone.
+
+    ``stream`` takes its bytes. Opening it finds out whether the path can be written. Left without ``commit``, it leaves
+    nothing behind. ValueError for a path in a folder that is missing or cannot be written to, or that is a directory.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+        if self.path.is_dir():
+            raise ValueError(f"{path!r} is a directory: expected the path of a file")
+        if not self.path.parent.is_dir():
+            raise ValueError(f"{path!r}: the folder {str(self.path.parent)!r} does not exist")
+        try:
+            handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
+        except OSError as error:
+            raise ValueError(f"{path!r} cannot be written: {error.strerror or error}") from None
+        self._temporary = Path(name)
+        self.stream = os.fdopen(handle, "wb")
+
+    def write(self, record: dict[str, object]) -> None:
+        """Add one object as a line of JSON."""
+        self.stream.write(orjson.dumps(record) + b"\n")
+
+    def commit(self) -> None:
+        """Put the file in its place."""
+        self.stream.close()
+        umask = os.umask(0)
+        os.umask(umask)
+        self._temporary.chmod(0o666 & ~umask)  # mkstemp makes it private; this is a file like any other
+        self._temporary.replace(self.path)
+
+    def __enter__(self) -> WholeFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stream.close()
+        self._temporary.unlink(missing_ok=True)

@@ -1,0 +1,120 @@
+"""What one run of a replay is made of, and how it is put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import fmean
+
+from sglang_evicpress.core import PRESSES, Form
+from sglang_evicpress.costs import Costs
+from sglang_evicpress.policy import make_policy, policy_forms
+from sglang_evicpress.policy.menu import Menu
+from sglang_evicpress.profile import Curves
+from sglang_evicpress.reuse import ReuseClock
+from sglang_evicpress.simulator.future import Future
+from sglang_evicpress.simulator.replay import Machine, Replay
+from sglang_evicpress.simulator.sensitivity import Sensitivities
+from sglang_evicpress.traces import Trace
+
+ALPHA_POLICIES = ("evicpress", "adaptcache")
+"""Those whose decisions depend on alpha."""
+
+NUM_OFFLINE_CONTEXTS = 1000
+"""Contexts, none of them of the trace, whose mean curve adaptcache is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """All that the runs over one trace have in common.
+
+    ``machine`` has the tiers there are, the GPU always; if its costs are noisy, policies learn them. ``half_life_s``
+    None is learned; ``curves`` None draws a curve for each context from ``seed``.
+    """
+
+    machine: Machine
+    slot_bytes: int
+    forms: tuple[Form, ...]
+    half_life_s: float | None = None
+    seed: int = 0
+    curves: Curves | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One policy at one alpha; None where the policy does not weigh quality."""
+
+    policy: str
+    alpha: float | None = None
+
+
+def all_runs(policies: tuple[str, ...], alphas: tuple[float, ...]) -> tuple[Run, ...]:
+    """Each policy once, those that have an alpha once for each."""
+    runs = []
+    for policy in policies:
+        runs += [Run(policy, alpha) for alpha in alphas] if policy in ALPHA_POLICIES else [Run(policy)]
+    return tuple(runs)
+
+
+class DrawnCurves(Sensitivities):
+    """A context's curve under a press does not depend on which other forms are on the menu, so that policies with
+    menus of their own are compared on the same contexts: every press is drawn for, always in one order."""
+
+    def __init__(self, forms: tuple[Form, ...], seed: int) -> None:
+        super().__init__((*(Form(press, 0.5) for press in PRESSES), *forms), seed)
+
+    def curve(self, key: int) -> tuple[float, ...]:
+        return super().curve(key)[len(PRESSES) :]
+
+
+class GivenCurves(Sensitivities):
+    """The same curve for every context."""
+
+    def __init__(self, forms: tuple[Form, ...], curves: Curves) -> None:
+        super().__init__(forms)
+        self._curve = tuple(curves.quality(form) for form in forms)
+
+    def curve(self, key: int) -> tuple[float, ...]:
+        return self._curve
+
+
+def make_replay(trace: Trace, run: Run, setting: Setting, future: Future | None = None) -> Replay:
+    """A replay that has not begun. ``future``, made of the trace, is needed by belady; one serves one run at a time.
+
+    A run's menu holds the forms of the setting and those its own policy asks for. ValueError as ``make_policy``.
+    """
+    machine = setting.machine
+    menu = Menu((*setting.forms, *policy_forms(run.policy)), tuple(machine.capacity), setting.slot_bytes)
+    curves = (
+        DrawnCurves(menu.forms, setting.seed) if setting.curves is None else GivenCurves(menu.forms, setting.curves)
+    )
+    policy = make_policy(
+        run.policy,
+        menu,
+        alpha=1.0 if run.alpha is None else run.alpha,
+        costs=machine.costs,
+        mean_curve=offline_curve(curves) if run.policy == "adaptcache" else None,
+        next_use=future,
+    )
+    clock = ReuseClock(setting.half_life_s)
+    replay = Replay(trace, policy, menu, machine, clock, curves, learns=machine.noise > 0.0, seed=setting.seed)
+    if future is not None:
+        future.follow(replay.tree)
+    return replay
+
+
+def offline_curve(curves: Sensitivities) -> tuple[float, ...]:
+    """Mean quality per form over contexts of the same kind; keys below 0 are in no trace."""
+    drawn = [curves.curve(-1 - index) for index in range(NUM_OFFLINE_CONTEXTS)]
+    return tuple(fmean(column) for column in zip(*drawn, strict=True))
+
+
+def servers_at_load(trace: Trace, costs: Costs, load: float) -> float:
+    """How many servers the prefill of every whole prompt would keep busy the share ``load`` of the time.
+
+    With a cache they are less busy. ValueError if the requests span no time.
+    """
+    span_s = trace.requests[-1].arrival_s - trace.requests[0].arrival_s if trace.requests else 0.0
+    if not span_s > 0.0:
+        raise ValueError("all requests arrive at once: expected a number of servers, not a load")
+    busy_s = sum(costs.prefill.seconds(max(request.num_tokens, 1), 0) for request in trace.requests)
+    return busy_s / span_s / load
