@@ -1,0 +1,71 @@
+"""How runs are put together: which there are, and that they are about the same contexts."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_evicpress.core import EXACT, Form, Tier
+from sglang_evicpress.costs import Costs, PrefillLaw, TransferLaw
+from sglang_evicpress.profile import Curves
+from sglang_evicpress.simulator.replay import Machine
+from sglang_evicpress.simulator.runs import (
+    DrawnCurves,
+    GivenCurves,
+    Run,
+    Setting,
+    all_runs,
+    make_replay,
+    offline_curve,
+    servers_at_load,
+)
+from sglang_evicpress.traces import Request, Trace
+
+KNORM, SNAPKV = Form("knorm", 0.4), Form("snapkv", 0.4)
+COSTS = Costs(PrefillLaw(1.0, 0.5, 0.0), {Tier.SSD: TransferLaw(0.0, 1.0)}, {})
+TRACE = Trace("two", 10, [Request(2.0, (1,), 10), Request(6.0, (2,), 12)])
+
+
+def test_alpha_makes_runs_only_where_it_is_used() -> None:
+    assert all_runs(("lru", "evicpress"), (1.0, 2.0)) == (Run("lru"), Run("evicpress", 1.0), Run("evicpress", 2.0))
+
+
+def test_a_context_is_the_same_whatever_else_is_on_the_menu() -> None:
+    """Otherwise a policy with a form of its own would be compared on other contexts."""
+    small = DrawnCurves((EXACT, KNORM), seed=3)
+    large = DrawnCurves((EXACT, SNAPKV, Form("random", 0.3), KNORM), seed=3)
+    for key in range(50):
+        assert small.curve(key) == (1.0, large.curve(key)[3])
+    assert small.curve(1) != DrawnCurves((EXACT, KNORM), seed=4).curve(1)
+
+
+def test_given_curves_are_those_of_every_context() -> None:
+    curves = GivenCurves((EXACT, KNORM), Curves.from_json({"knorm": {"0.4": 0.7}}))
+    assert curves.curve(1) == curves.curve(2) == (1.0, pytest.approx(0.7))
+    assert offline_curve(curves) == (1.0, pytest.approx(0.7))
+
+
+def test_offline_curve_is_a_mean() -> None:
+    exact, compressed = offline_curve(DrawnCurves((EXACT, KNORM), seed=0))
+    assert exact == 1.0
+    assert 0.3 < compressed < 0.95
+
+
+def test_a_tier_may_be_left_out_and_a_policy_brings_its_form() -> None:
+    setting = Setting(Machine({Tier.GPU: 100, Tier.SSD: 100}, COSTS), 1, (KNORM,))
+    replay = make_replay(TRACE, Run("snapkv@0.4+lru"), setting)
+    assert replay.menu.tiers == (Tier.GPU, Tier.SSD)
+    assert set(replay.menu.forms) == {EXACT, KNORM, SNAPKV}
+    assert set(make_replay(TRACE, Run("lru"), setting).menu.forms) == {EXACT, KNORM}
+    assert replay.learner is None
+
+
+def test_noise_makes_policies_learn() -> None:
+    setting = Setting(Machine({Tier.GPU: 100}, COSTS, noise=0.1), 1, ())
+    assert make_replay(TRACE, Run("lru"), setting).learner is not None
+
+
+def test_servers_at_load() -> None:
+    """1 + 5 and 1 + 6 seconds of work arrive within 4 seconds."""
+    assert servers_at_load(TRACE, COSTS, 0.5) == pytest.approx(13 / 4 / 0.5)
+    with pytest.raises(ValueError, match="at once"):
+        servers_at_load(Trace("one", 10, TRACE.requests[:1]), COSTS, 0.5)
