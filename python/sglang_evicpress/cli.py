@@ -58,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--half-life", default="auto", metavar="SECONDS", help="of a use of a node; auto, the default: learned")
     add("--forms", default=DEFAULT_FORMS, metavar="FORMS", help="on the menu; none: exact only; default %(default)s")
     add("--slot-bytes", default="131072", metavar="BYTES", help="exact KV of one token; default %(default)s")
-    add("--prefill", default="0.01,1e-4,2.5e-9", metavar="FIXED,PER_TOKEN,PER_PAIR", help="s; default %(default)s")
+    add("--prefill", default="0.01,3.5e-5,1.3e-9", metavar="FIXED,PER_TOKEN,PER_PAIR", help="s; default %(default)s")
     add("--host-bandwidth", default="20GB/s", metavar="RATE", help="default %(default)s, behind 0.5 ms")
     add("--ssd-bandwidth", default="2GB/s", metavar="RATE", help="default %(default)s, behind 2 ms")
     add("--noise", default="0", metavar="SIGMA", help="of the logarithm of every cost; above 0, policies learn costs")
@@ -67,6 +67,13 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="N|load=X",
         help="requests wait for N servers, or for as many as prefilling every whole prompt would keep busy the share X "
         "of the time; left out: nothing waits",
+    )
+    add(
+        "--recompute",
+        default="evicpress",
+        metavar="WHO",
+        help="which policies may prefill again what would take longer to load: evicpress, the default, all or none; "
+        "engines today always load",
     )
     add("--seed", default="0", metavar="N", help="of the quality curves drawn for each context; default %(default)s")
     add("--curves", metavar="FILE", help="JSON quality curves, the same for every context, instead of drawn ones")

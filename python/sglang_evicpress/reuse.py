@@ -6,12 +6,15 @@ import math
 from collections import deque
 from collections.abc import Callable
 
-START_HALF_LIFE_S = 60.0
+START_HALF_LIFE_S = 1.0
+"""Before anything is learned: so short that the last use decides, as in LRU."""
+
 HALF_LIFE_PER_GAP = 1.5
 """A learned half-life over the median reuse gap; of 0.5 to 8 the best compromise on three public traces."""
 
 _LEAST_S, _MOST_S = 0.1, 86_400.0
 _NUM_GAPS = 512
+_LOOKS = (8, 16, 32)  # observations after which the half-life is learned anew, and then
 _GAPS_PER_LOOK = 64
 _WORTH_A_CHANGE = 1.5
 _REBASE_EXPONENT = 500.0  # a double ends at 2**1023: sums of weights stay far below
@@ -60,7 +63,7 @@ class ReuseClock:
             return
         self._gaps.append((max(gap_s, 0.0), num_tokens))
         self._num_observed += 1
-        if self._num_observed % _GAPS_PER_LOOK == 0:
+        if self._num_observed in _LOOKS or self._num_observed % _GAPS_PER_LOOK == 0:
             wanted = HALF_LIFE_PER_GAP * _weighted_median(sorted(self._gaps))
             self._wanted_s = min(max(wanted, _LEAST_S), _MOST_S)
 

@@ -14,6 +14,7 @@ from sglang_evicpress.costs import Costs, PrefillLaw, TransferLaw
 from sglang_evicpress.policy import policy_forms
 from sglang_evicpress.profile import Curves
 from sglang_evicpress.simulator.quantities import Size, parse_number, parse_rate
+from sglang_evicpress.simulator.runs import Recompute
 
 FIXED_LOAD_S = {Tier.HOST: 0.0005, Tier.SSD: 0.002}
 """Seconds every load takes besides its bytes."""
@@ -50,6 +51,7 @@ class Plan:
     curves_file: str | None
     limit: int | None
     skip_bad: bool
+    recompute: Recompute
 
 
 def read_plan(words: Words) -> Plan:
@@ -76,6 +78,7 @@ def read_plan(words: Words) -> Plan:
         curves_file=None if words["curves"] is None else str(words["curves"]),
         limit=None if words["limit"] is None else _read(words, "limit", lambda text: _whole(text, 1)),
         skip_bad=bool(words["skip_bad"]),
+        recompute=_read(words, "recompute", _recompute),
     )
 
 
@@ -110,8 +113,15 @@ def _forms(text: str) -> tuple[Form, ...]:
     return tuple(dict.fromkeys(Form.parse(part) for part in text.split(",")))
 
 
+def _recompute(text: str) -> Recompute:
+    known: dict[str, Recompute] = {"evicpress": "evicpress", "all": "all", "none": "none"}
+    if text not in known:
+        raise ValueError(f"{text!r}: expected evicpress, all or none")
+    return known[text]
+
+
 def _prefill(text: str) -> PrefillLaw:
-    expected = "FIXED,PER_TOKEN,PER_PAIR in seconds of 0 or more, such as 0.01,1e-4,2.5e-9"
+    expected = "FIXED,PER_TOKEN,PER_PAIR in seconds of 0 or more, such as 0.01,3.5e-5,1.3e-9"
     parts = text.split(",")
     if len(parts) != 3:
         raise ValueError(f"{text!r}: expected {expected}")

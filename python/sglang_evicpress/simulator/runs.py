@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Literal
 
-from sglang_evicpress.core import PRESSES, Form
+from sglang_evicpress.core import Form
 from sglang_evicpress.costs import Costs
 from sglang_evicpress.policy import make_policy, policy_forms
 from sglang_evicpress.policy.menu import Menu
@@ -19,6 +20,8 @@ from sglang_evicpress.traces import Trace
 ALPHA_POLICIES = ("evicpress", "adaptcache")
 """Those whose decisions depend on alpha."""
 
+Recompute = Literal["evicpress", "all", "none"]
+
 NUM_OFFLINE_CONTEXTS = 1000
 """Contexts, none of them of the trace, whose mean curve adaptcache is given."""
 
@@ -28,7 +31,8 @@ class Setting:
     """All that the runs over one trace have in common.
 
     ``machine`` has the tiers there are, the GPU always; if its costs are noisy, policies learn them. ``half_life_s``
-    None is learned; ``curves`` None draws a curve for each context from ``seed``.
+    None is learned; ``curves`` None draws a curve for each context from ``seed``. ``recompute`` says which policies may
+    prefill again what would take longer to load; engines today always load.
     """
 
     machine: Machine
@@ -37,6 +41,7 @@ class Setting:
     half_life_s: float | None = None
     seed: int = 0
     curves: Curves | None = None
+    recompute: Recompute = "evicpress"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +58,6 @@ def all_runs(policies: tuple[str, ...], alphas: tuple[float, ...]) -> tuple[Run,
     for policy in policies:
         runs += [Run(policy, alpha) for alpha in alphas] if policy in ALPHA_POLICIES else [Run(policy)]
     return tuple(runs)
-
-
-class DrawnCurves(Sensitivities):
-    """A context's curve under a press does not depend on which other forms are on the menu, so that policies with
-    menus of their own are compared on the same contexts: every press is drawn for, always in one order."""
-
-    def __init__(self, forms: tuple[Form, ...], seed: int) -> None:
-        super().__init__((*(Form(press, 0.5) for press in PRESSES), *forms), seed)
-
-    def curve(self, key: int) -> tuple[float, ...]:
-        return super().curve(key)[len(PRESSES) :]
 
 
 class GivenCurves(Sensitivities):
@@ -85,7 +79,7 @@ def make_replay(trace: Trace, run: Run, setting: Setting, future: Future | None 
     machine = setting.machine
     menu = Menu((*setting.forms, *policy_forms(run.policy)), tuple(machine.capacity), setting.slot_bytes)
     curves = (
-        DrawnCurves(menu.forms, setting.seed) if setting.curves is None else GivenCurves(menu.forms, setting.curves)
+        Sensitivities(menu.forms, setting.seed) if setting.curves is None else GivenCurves(menu.forms, setting.curves)
     )
     policy = make_policy(
         run.policy,
@@ -96,7 +90,18 @@ def make_replay(trace: Trace, run: Run, setting: Setting, future: Future | None 
         next_use=future,
     )
     clock = ReuseClock(setting.half_life_s)
-    replay = Replay(trace, policy, menu, machine, clock, curves, learns=machine.noise > 0.0, seed=setting.seed)
+    may_recompute = setting.recompute == "all" or setting.recompute == run.policy
+    replay = Replay(
+        trace,
+        policy,
+        menu,
+        machine,
+        clock,
+        curves,
+        may_recompute=may_recompute,
+        learns=machine.noise > 0.0,
+        seed=setting.seed,
+    )
     if future is not None:
         future.follow(replay.tree)
     return replay

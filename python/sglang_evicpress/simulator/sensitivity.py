@@ -22,11 +22,10 @@ SHAPE = ((0.1, 1.0), (0.4, 0.35 / 0.681), (0.6, 0.18 / 0.681), (0.8, 0.08 / 0.68
 OTHER_PRESS = (0.75, 1.6)
 """Range of a press's sensitivity over that of keydiff on the same context: ours, so that none dominates."""
 
-CODEC_LOSS = {"raw": 0.0}
-
 
 class Sensitivities:
-    """A seeded source of quality curves; the same key always gives the same curve, in any process."""
+    """A seeded source of quality curves. The same key always gives the same curve, in any process, and a press the same
+    sensitivity whatever other forms there are: policies with menus of their own are compared on the same contexts."""
 
     def __init__(self, forms: Sequence[Form], seed: int = 0) -> None:
         self.forms = forms
@@ -35,22 +34,17 @@ class Sensitivities:
     def curve(self, key: int) -> tuple[float, ...]:
         """Quality per form of the context ``key``."""
         draw = random.Random(f"{self.seed}/{key}")
-        median = draw.choice(MEDIANS)
-        keydiff = median * max(0.0, draw.gauss(1.0, draw.uniform(*VARIATIONS)))
-        by_press: dict[str, float] = {"keydiff": keydiff}
+        keydiff = draw.choice(MEDIANS) * max(0.0, draw.gauss(1.0, draw.uniform(*VARIATIONS)))
+        by_press: dict[str | None, float] = {None: 0.0, "keydiff": min(keydiff, 1.0)}
         for form in self.forms:
-            if form.press is not None and form.press not in by_press:
-                by_press[form.press] = keydiff * draw.uniform(*OTHER_PRESS)
-        return tuple(
-            1.0
-            if form.press is None
-            else max(0.0, 1.0 - min(by_press[form.press], 1.0) * loss_share(form.kept_fraction))
-            for form in self.forms
-        )
+            if form.press not in by_press:
+                factor = random.Random(f"{self.seed}/{key}/{form.press}").uniform(*OTHER_PRESS)
+                by_press[form.press] = min(keydiff * factor, 1.0)
+        return tuple(max(0.0, 1.0 - by_press[form.press] * loss_share(form.kept_fraction)) for form in self.forms)
 
 
 def loss_share(kept_fraction: float) -> float:
-    """The loss at a kept fraction over that at 0.1: linear between the printed points; below 0.1 to everything lost."""
+    """The loss at a kept fraction over that at 0.1: linear between the printed points; below 0.1 it grows by half."""
     points = ((0.0, 1.5), *SHAPE)
     for (left, above), (right, below) in zip(points, points[1:], strict=False):
         if kept_fraction <= right:

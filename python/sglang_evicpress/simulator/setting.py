@@ -26,7 +26,7 @@ def make_setting(plan: Plan, trace: Trace, working_set_tokens: int) -> Setting:
         except ValueError as error:
             raise ValueError(f"--servers: {error}") from None
     machine = Machine(capacity, plan.costs, plan.noise, number)
-    return Setting(machine, plan.slot_bytes, plan.forms, plan.half_life_s, plan.seed, plan.curves)
+    return Setting(machine, plan.slot_bytes, plan.forms, plan.half_life_s, plan.seed, plan.curves, plan.recompute)
 
 
 def _capacity(tier: Tier, size: Size, working_set_tokens: int, slot_bytes: int) -> int:
@@ -63,6 +63,7 @@ def header(plan: Plan, setting: Setting, trace: Trace, working_set_tokens: int, 
         "costs": costs,
         "servers": servers,
         "half-life": half_life,
+        "recompute": f"{setting.recompute} may prefill again what takes longer to load",
         "forms": ", ".join(map(str, setting.forms)) or "exact only",
         "quality": f"drawn per context, seed {setting.seed}" if plan.curves_file is None else plan.curves_file,
         "versions": ", ".join(f"{name} {number}" for name, number in versions().items()),

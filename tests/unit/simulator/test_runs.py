@@ -9,7 +9,6 @@ from sglang_evicpress.costs import Costs, PrefillLaw, TransferLaw
 from sglang_evicpress.profile import Curves
 from sglang_evicpress.simulator.replay import Machine
 from sglang_evicpress.simulator.runs import (
-    DrawnCurves,
     GivenCurves,
     Run,
     Setting,
@@ -18,6 +17,7 @@ from sglang_evicpress.simulator.runs import (
     offline_curve,
     servers_at_load,
 )
+from sglang_evicpress.simulator.sensitivity import Sensitivities
 from sglang_evicpress.traces import Request, Trace
 
 KNORM, SNAPKV = Form("knorm", 0.4), Form("snapkv", 0.4)
@@ -31,11 +31,12 @@ def test_alpha_makes_runs_only_where_it_is_used() -> None:
 
 def test_a_context_is_the_same_whatever_else_is_on_the_menu() -> None:
     """Otherwise a policy with a form of its own would be compared on other contexts."""
-    small = DrawnCurves((EXACT, KNORM), seed=3)
-    large = DrawnCurves((EXACT, SNAPKV, Form("random", 0.3), KNORM), seed=3)
+    small = Sensitivities((EXACT, KNORM), seed=3)
+    other = Sensitivities((EXACT, KNORM), seed=4)
+    large = Sensitivities((EXACT, SNAPKV, Form("random", 0.3), KNORM), seed=3)
     for key in range(50):
         assert small.curve(key) == (1.0, large.curve(key)[3])
-    assert small.curve(1) != DrawnCurves((EXACT, KNORM), seed=4).curve(1)
+    assert [small.curve(key) for key in range(9)] != [other.curve(key) for key in range(9)]
 
 
 def test_given_curves_are_those_of_every_context() -> None:
@@ -45,7 +46,7 @@ def test_given_curves_are_those_of_every_context() -> None:
 
 
 def test_offline_curve_is_a_mean() -> None:
-    exact, compressed = offline_curve(DrawnCurves((EXACT, KNORM), seed=0))
+    exact, compressed = offline_curve(Sensitivities((EXACT, KNORM), seed=0))
     assert exact == 1.0
     assert 0.3 < compressed < 0.95
 

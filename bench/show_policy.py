@@ -1,0 +1,47 @@
+"""`make show-policy`: measures every promise of the policy that a machine without a GPU can; one line each.
+
+Ends with status 1 if a line is MISSED. Takes at most 15 minutes on 2 cores. `--only WORD` runs the parts whose name
+holds the word. Traces are read from the folder EVICPRESS_TRACES or a data folder beside the checkout; where one is not
+found, our own generator stands in and the line says which.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from foundation.report import Line, print_line
+from policy import rivals
+
+
+def parts() -> dict[str, Callable[[], Iterator[Line]]]:
+    found: dict[str, Callable[[], Iterator[Line]]] = {"simulator": rivals.speed}
+    for trace in ("mooncake", "miniswe", "weka"):
+        found[f"headline-{trace}"] = partial(rivals.headline, trace)
+        found[f"mixes-{trace}"] = partial(rivals.mixes, trace)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", metavar="WORD")
+    options = parser.parse_args()
+    begin = time.monotonic()
+    lines = []
+    for name, measure in parts().items():
+        if options.only in name:
+            start = time.monotonic()
+            for line in measure():
+                print_line(line)
+                lines.append(line)
+            print(f"    {name}: {time.monotonic() - start:.0f} s", flush=True)
+    missed = sum(not line.ok for line in lines)
+    print(f"{len(lines)} lines, {missed} missed, {(time.monotonic() - begin) / 60:.1f} minutes")
+    return 1 if missed or not lines else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
