@@ -8,7 +8,7 @@ ifeq ($(wildcard /dev/nvidiactl),)
 export SGLANG_USE_CPU_ENGINE ?= 1
 endif
 
-.PHONY: help setup test check contract dist demo show-foundation bench clean
+.PHONY: help setup test check contract dist demo show-foundation show-policy bench clean
 
 help:
 	@echo "make demo             the real server on a pool too small: lru beside evicpress, under 10 minutes"
@@ -17,6 +17,7 @@ help:
 	@echo "make contract         only the tests of what we assume about SGLang"
 	@echo "make dist             sdist and wheel in dist/, tried in a clean environment"
 	@echo "make show-foundation  measure every promise a machine without a GPU can, at most 30 minutes"
+	@echo "make show-policy      measure the policy: near the optimum, fast, better than its rivals; at most 15 minutes"
 	@echo "make bench            every bench/bench_*.py"
 	@echo "make setup            only .venv, from uv.lock (uv is fetched when it is missing)"
 
@@ -52,6 +53,9 @@ demo: setup
 
 show-foundation: setup
 	$(PY) bench/show_foundation.py
+
+show-policy: setup
+	$(PY) bench/show_policy.py
 
 bench: setup
 	@set -e; for file in bench/bench_*.py; do echo "== $$file"; $(PY) "$$file"; done
