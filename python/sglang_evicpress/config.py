@@ -22,13 +22,13 @@ class EvicPressConfig:
 
     ``policy`` is a name that ``policy.SERVER_POLICY_NAMES`` lists, or follows a pattern there. ``alpha`` weighs answer
     quality against time to first token (paper, section 4; 0 counts time only). ``half_life_s``: seconds after which a
-    hit counts half, None to learn them from how soon prefixes are used again. ``forms`` are the forms the policy may choose. Nodes under ``min_tokens`` tokens are never
-    compressed; the first ``sinks`` tokens of a prompt are always kept; ``window`` is the number of last prompt queries
-    a press with queries looks at. A match that ends inside a compressed node and would keep less than ``min_share`` of
-    what the node's form promises for those tokens falls back to the parent node. ``curves`` is the raw JSON of the
-    quality curves, None for the flat prior. The three ``prefill_`` figures, in seconds, are the law of prefill times to
-    start with (``costs.PrefillLaw``), before batches were observed. Raises ValueError, one sentence, for a value out of
-    its range.
+    hit counts half, None to learn them from how soon prefixes are used again. ``forms`` are the forms the policy may
+    choose. Nodes under ``min_tokens`` tokens are never compressed; the first ``sinks`` tokens of a prompt are always
+    kept; ``window`` is the number of last prompt queries a press with queries looks at. A match that ends inside a
+    compressed node and would keep less than ``min_share`` of what the node's form promises for those tokens falls back
+    to the parent node. ``curves`` is the raw JSON of the quality curves, None for the flat prior. The three
+    ``prefill_`` figures, in seconds, are the law of prefill times to start with (``costs.PrefillLaw``), before batches
+    were observed. Raises ValueError, one sentence, for a value out of its range.
     """
 
     policy: str
