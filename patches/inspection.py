@@ -52,9 +52,7 @@ class Inspection:
     def explain_node(self: Any, node_id: int) -> dict[str, object]:
         node = self._node(node_id)
         return {
-            **self.policy.explain(node_id),
-            "value_of_hit": self.value_of_hit(),
-            "uses": self.clock.faded(node.kv.weight, self.now_s),
+            **self.policy.explain(node_id, self.value_of_hit()),
             "num_hits": node.kv.num_hits,
             "half_life_s": self.clock.half_life_s,
             "half_life_is_learned": self.clock.is_learned,

@@ -73,6 +73,6 @@ class Policy:
         """Moves that raise the total utility; see ``rearrange.rearrange``. None for a policy that has no utility."""
         return rearrange(self.book, self.rule, room, budget) if isinstance(self.rule, EvicPressRule) else []
 
-    def explain(self, node_id: int) -> dict[str, object]:
+    def explain(self, node_id: int, value_of_hit: float = 1.0) -> dict[str, object]:
         """See ``explain.explain``. KeyError for a node that is not in the book."""
-        return explain(self.rule, self.book.records[node_id])
+        return explain(self.rule, self.book.records[node_id], value_of_hit)

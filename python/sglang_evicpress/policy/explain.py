@@ -10,13 +10,16 @@ from sglang_evicpress.policy.evicpress import EvicPressRule
 Row = dict[str, object]
 
 
-def explain(rule: Rule, record: Record) -> Row:
+def explain(rule: Rule, record: Record, value_of_hit: float = 1.0) -> Row:
     """The options of a node with quality q, delay d (seconds), bytes, utility U and utility drop per byte freed, what
-    becomes of each on the hull, and the step the policy would take next (EvicPress sections 4.2 and 4.4).
+    becomes of each on the hull, and the step the policy would take next (EvicPress sections 4.2 and 4.4). Where that
+    frees much more than is missing, a plan compares it with changes that lose less in all (``Plan._best_last``).
 
-    ``U`` is weighted; drops are against what the node holds and per byte freed on its tier. A policy that weighs
-    nothing has no table of options, only its key.
+    ``U`` is weighted; drops are against what the node holds and per byte freed on its tier. ``value_of_hit`` is the
+    unit of all weights: what a hit adds to one now. A policy that weighs nothing has no table of options, only its key.
     """
+    record = record.copy()
+    record.weight /= value_of_hit
     step = None if record.is_locked else rule.step(record)
     told: Row = {
         "node_id": record.id,
