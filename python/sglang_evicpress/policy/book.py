@@ -220,7 +220,7 @@ class Book:
     def touch(self, node_id: int, weight: float, num_hits: int, last_use: int) -> None:
         """The node was used, or is about to be, or no longer is."""
         record = self.records[node_id]
-        falls = weight < record.weight
+        falls = weight < record.weight or num_hits < record.num_hits
         is_used = record.last_use < last_use
         record.weight, record.num_hits, record.last_use = weight, num_hits, last_use
         if is_used and self._watcher is not None:
@@ -242,17 +242,22 @@ class Book:
         """Other weights for the nodes given, all at once: the reuse clock has another epoch or half-life."""
         for node_id, weight in weights.items():
             self.records[node_id].weight = weight
-        self.rebuild()
+        self._refill()
 
     def rebuild(self) -> None:
-        """Heaps from scratch, after anything that changes many keys."""
+        """Memos and heaps from scratch, after anything that changes many steps."""
+        for record in self.records.values():
+            record.memo = None
+        if isinstance(self.rule, Preparer):
+            self.rule.prepare(self.records.values())
+        self._refill()
+
+    def _refill(self) -> None:
+        """Heaps from scratch; memos that are there still hold."""
         entries: list[list[Entry]] = [[] for _ in range(DROPPED)]
         step = self.rule.step
         for record in self.records.values():
-            record.queued = record.memo = None
-        if isinstance(self.rule, Preparer):
-            self.rule.prepare(self.records.values())
-        for record in self.records.values():
+            record.queued = None
             if not record.is_locked:
                 found = step(record)
                 if found is not None:
