@@ -82,9 +82,15 @@ class ReuseClock:
         old_epoch_s, old_half_life_s = self.epoch_s, self.half_life_s
         self.epoch_s, self.half_life_s = now_s, self._wanted_s
         new_half_life_s = self.half_life_s
+        if new_half_life_s == old_half_life_s:  # one factor for all: not even rounding reorders them
+            factor = float(2.0 ** ((old_epoch_s - now_s) / old_half_life_s))
+            return lambda weight, last_use_s: weight * factor
 
         def restate(weight: float, last_use_s: float) -> float:
-            exponent = (last_use_s - now_s) / new_half_life_s - (last_use_s - old_epoch_s) / old_half_life_s
+            faded = (last_use_s - now_s) / new_half_life_s
+            if faded == -math.inf:
+                return 0.0  # and not the difference of two infinities, which is no number
+            exponent = faded - (last_use_s - old_epoch_s) / old_half_life_s
             return weight * float(2.0 ** min(exponent, _REBASE_EXPONENT))
 
         return restate
