@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import shlex
 import sys
@@ -92,6 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ``--help`` and ``--version`` exit.
     """
     words = sys.argv[1:] if argv is None else list(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not fit the terminal's encoding
     try:
         try:
             args = make_parser().parse_args(words)

@@ -13,18 +13,23 @@ import orjson
 class WholeFile:
     """A file written beside ``path`` and renamed over it by ``commit``; until then ``path`` is left alone.
 
-    ``stream`` takes its bytes. Opening it finds out whether the path can be written. Left without ``commit``, it leaves
-    nothing behind. ValueError for a path in a folder that is missing or cannot be written to, or that is a directory.
+    ``stream`` takes its bytes. Opening it finds out whether the path can be written; through a link, what it leads to
+    is. Left without ``commit``, it leaves nothing behind. ValueError for a path in a folder that is missing or cannot
+    be written to, and for one that is something else than a file: renaming would put a file in the place of a device.
     """
 
     def __init__(self, path: str) -> None:
-        self.path = Path(path)
-        if self.path.is_dir():
-            raise ValueError(f"{path!r} is a directory: expected the path of a file")
-        if not self.path.parent.is_dir():
-            raise ValueError(f"{path!r}: the folder {str(self.path.parent)!r} does not exist")
         try:
-            handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
+            self.path = Path(path).resolve()
+            if self.path.is_dir():
+                raise ValueError(f"{path!r} is a directory: expected the path of a file")
+            if self.path.exists() and not self.path.is_file():
+                raise ValueError(f"{path!r} is a device, a pipe or a socket: expected the path of a file")
+            if not self.path.parent.is_dir():
+                raise ValueError(f"{path!r}: the folder {str(Path(path).parent)!r} does not exist")
+            handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=".evicpress.")
+        except RuntimeError:  # what Path says of it
+            raise ValueError(f"{path!r} cannot be written: its links lead in a circle") from None
         except OSError as error:
             raise ValueError(f"{path!r} cannot be written: {error.strerror or error}") from None
         self._temporary = Path(name)

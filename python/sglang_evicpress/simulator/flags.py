@@ -19,6 +19,10 @@ from sglang_evicpress.simulator.runs import Recompute
 FIXED_LOAD_S = {Tier.HOST: 0.0005, Tier.SSD: 0.002}
 """Seconds every load takes besides its bytes."""
 
+MOST_NOISE = 10.0
+MOST_ALPHA_S = 1e9
+"""Beyond these sums of seconds and utilities leave the range of a float."""
+
 Words = Mapping[str, object]
 """What argparse found: text, True, False, or None for what was left out."""
 
@@ -71,7 +75,7 @@ def read_plan(words: Words) -> Plan:
         forms=_read(words, "forms", _forms),
         slot_bytes=_read(words, "slot_bytes", lambda text: _whole(text, 1)),
         costs=Costs(_read(words, "prefill", _prefill), load, {}),
-        noise=_read(words, "noise", lambda text: parse_number(text, "a number of 0 or more, such as 0.1")),
+        noise=_read(words, "noise", lambda text: _at_most(MOST_NOISE, text, "a number from 0 to 10, such as 0.1")),
         servers=Servers() if words["servers"] is None else _read(words, "servers", _servers),
         seed=_read(words, "seed", lambda text: _whole(text, 0)),
         curves=None if words["curves"] is None else _read(words, "curves", _curves),
@@ -97,8 +101,15 @@ def _policies(text: str) -> tuple[str, ...]:
 
 
 def _alphas(text: str) -> tuple[float, ...]:
-    expected = "seconds of 0 or more, or several separated by commas"
-    return tuple(dict.fromkeys(parse_number(part, expected) for part in text.split(",")))
+    expected = "seconds of 0 or more, at most 1e9, or several separated by commas"
+    return tuple(dict.fromkeys(_at_most(MOST_ALPHA_S, part, expected) for part in text.split(",")))
+
+
+def _at_most(most: float, text: str, expected: str) -> float:
+    value = parse_number(text, expected)
+    if value > most:
+        raise ValueError(f"{text!r}: expected {expected}")
+    return value
 
 
 def _half_life(text: str) -> float | None:

@@ -81,6 +81,12 @@ def parse_number(text: str, expected: str, is_above: bool = False) -> float:
     return value
 
 
+def plain(text: str) -> str:
+    """``text`` as any terminal and JSON take it: what cannot be printed, such as a byte of a path that is no UTF-8, is
+    escaped."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
 def show_bytes(num_bytes: float) -> str:
     """Three digits and a decimal unit, such as ``1.25 GB``."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -93,6 +99,8 @@ def three_digits(value: float) -> str:
     """Three significant digits without an exponent from 0.001 up: 0.0123, 1.23, 12.3, 123, 1,234."""
     if value == 0.0:
         return "0"
+    if not math.isfinite(value):
+        return f"{value}"
     if abs(value) < 0.001:
         return f"{value:.2e}"
     digits = max(0, 2 - math.floor(math.log10(abs(float(f"{value:.3g}"))) + 1e-9))

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from sglang_evicpress import __version__
 from sglang_evicpress.core import Tier
 from sglang_evicpress.simulator.flags import Plan
-from sglang_evicpress.simulator.quantities import Size, show_bytes, three_digits
+from sglang_evicpress.simulator.quantities import Size, plain, show_bytes, three_digits
 from sglang_evicpress.simulator.replay import NO_QUEUE, Machine
 from sglang_evicpress.simulator.runs import Setting, servers_at_load
 from sglang_evicpress.traces import Trace
@@ -56,7 +56,7 @@ def header(plan: Plan, setting: Setting, trace: Trace, working_set_tokens: int, 
         load = f", busy {plan.servers.number:g} of the time if nothing is cached" if plan.servers.is_load else ""
         servers = f"{three_digits(machine.num_servers)}{load}"
     half_life = "learned" if setting.half_life_s is None else f"{setting.half_life_s:g} s"
-    return {
+    about = {
         "trace": f"{trace.name}: {len(trace.requests):,} requests{skipped}, blocks of {trace.block_tokens:,} tokens",
         "working set": _both(working_set_tokens * slot, slot),
         "sizes": "; ".join(f"{tier.label} {_both(size, slot)}" for tier, size in machine.capacity.items()),
@@ -69,6 +69,7 @@ def header(plan: Plan, setting: Setting, trace: Trace, working_set_tokens: int, 
         "versions": ", ".join(f"{name} {number}" for name, number in versions().items()),
         "command": command,
     }
+    return {name: plain(text) for name, text in about.items()}
 
 
 def setting_record(
@@ -77,7 +78,7 @@ def setting_record(
     """The same as JSON takes it: bytes and seconds. ``num_servers`` is None where nothing waits."""
     machine = setting.machine
     return {
-        "trace": trace.name,
+        "trace": plain(trace.name),
         "num_requests": len(trace.requests),
         "num_skipped": trace.num_skipped,
         "block_tokens": trace.block_tokens,
@@ -91,9 +92,9 @@ def setting_record(
         "half_life_s": "auto" if setting.half_life_s is None else setting.half_life_s,
         "forms": [str(form) for form in setting.forms],
         "seed": setting.seed,
-        "curves": plan.curves_file,
+        "curves": None if plan.curves_file is None else plain(plan.curves_file),
         "versions": dict(versions()),
-        "command": command,
+        "command": plain(command),
     }
 
 

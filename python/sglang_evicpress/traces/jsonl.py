@@ -52,10 +52,13 @@ class Jsonl:
 def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
     """Write ``trace`` so that ``read_trace`` gives it back (``num_skipped`` apart).
 
-    The file appears whole or not at all: it is written beside ``path`` and renamed over it. ValueError when
-    the trace has no request, or has one that could not be read back; then nothing is left behind.
+    The file appears whole or not at all: it is written beside ``path`` (what it leads to, if it is a link) and renamed
+    over it. ValueError when the trace has no request, or has one that could not be read back, or when ``path`` is there
+    and no file; then nothing is left behind.
     """
-    target = Path(path)
+    target = Path(path).resolve()
+    if target.exists() and not target.is_file():
+        raise ValueError(f"{target} is no file: expected the path of a file, or one that is not there yet")
     if not trace.requests:
         raise ValueError(f"trace {trace.name!r} has no requests: nothing to write to {target}")
     header = {"format": FORMAT, "version": VERSION, "block_tokens": trace.block_tokens, "name": trace.name}

@@ -1,0 +1,105 @@
+"""What a replay is given need not be reasonable: it still ends, says what is wrong, and breaks nothing."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_evicpress.cli import main
+from sglang_evicpress.reuse import ReuseClock
+from sglang_evicpress.simulator.files import WholeFile
+from sglang_evicpress.simulator.quantities import plain, three_digits
+from sglang_evicpress.traces import Request, Trace, write_trace
+
+PROMPTS = ((0, [0, 1, 2, 3]), (2000, [0, 1, 2, 3]), (3000, [7, 7, 7]), (9000, [0, 1, 8]), (90_000, [0, 1, 2, 3]))
+
+
+def a_trace(path: Path) -> str:
+    lines = [
+        {"timestamp": at_ms, "input_length": 512 * len(ids), "output_length": 1, "hash_ids": ids}
+        for at_ms, ids in PROMPTS
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return str(path)
+
+
+def test_a_pipe_is_not_replaced_by_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert main(["replay", a_trace(tmp_path / "t.jsonl"), "--gpu", "50%", "--jsonl", str(pipe)]) == 2
+    assert "expected the path of a file" in capsys.readouterr().err
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    with pytest.raises(ValueError, match="expected the path of a file"):
+        write_trace(Trace("x", 1, (Request(0.0, (1,), 1),)), pipe)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    link, target = tmp_path / "link", tmp_path / "target"
+    link.symlink_to(target)
+    with WholeFile(str(link)) as file:
+        file.write({"a": 1})
+        file.commit()
+    assert link.is_symlink() and target.read_text() == '{"a":1}\n'
+    write_trace(Trace("x", 1, (Request(0.0, (1,), 1),)), link)
+    assert link.is_symlink() and "evicpress-trace" in target.read_text()
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "circle/x"])
+def test_a_path_that_cannot_be_is_bad_input(name: str, tmp_path: Path) -> None:
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    with pytest.raises(ValueError, match="cannot be written|does not exist"):
+        WholeFile(str(tmp_path / name))
+
+
+def test_a_path_that_is_no_utf8_is_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, out = a_trace(tmp_path / os.fsdecode(b"n\xff.jsonl")), tmp_path / "out.jsonl"
+    assert main(["replay", trace, "--gpu", "50%", "--policy", "lru", "--jsonl", str(out)]) == 0
+    assert json.loads(out.read_text())["setting"]["trace"] == "n\\udcff.jsonl"
+    assert "n\\udcff.jsonl" in capsys.readouterr().out
+
+
+def test_a_terminal_that_cannot_show_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert main(["replay", a_trace(tmp_path / "né.jsonl"), "--gpu", "50%", "--policy", "lru"]) == 0
+    assert b"n\\xe9.jsonl" in written.getvalue()
+
+
+def test_no_name_reaches_the_terminal_as_a_command() -> None:
+    assert plain("a\x1b[31m\nb\udcffé") == "a\\x1b[31m\\nb\\udcffé"
+
+
+@pytest.mark.parametrize(
+    ("flag", "text"), [("noise", "1000"), ("noise", "inf"), ("alpha", "1e308"), ("alpha", "1,2e9")]
+)
+def test_what_leaves_the_range_of_a_float_is_bad_input(
+    flag: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", a_trace(tmp_path / "t.jsonl"), "--gpu", "50%", f"--{flag}", text]) == 2
+    assert f"--{flag}: " in capsys.readouterr().err
+
+
+def test_endless_seconds_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert three_digits(math.inf) == "inf"
+    assert main(["replay", a_trace(tmp_path / "t.jsonl"), "--gpu", "50%", "--prefill", "1e308,1e308,0"]) == 0
+    assert "inf" in capsys.readouterr().out
+
+
+def test_weights_stay_numbers_however_short_the_half_life() -> None:
+    clock = ReuseClock(1e-310)
+    for now_s in (1.0, 2.0, 3.0):
+        assert clock.is_due(now_s)
+        restate = clock.rebase(now_s)
+        assert [restate(1.0, last_use_s) for last_use_s in (0.0, 0.5, now_s - 0.5)] == [0.0, 0.0, 0.0]
+
+
+def test_the_shortest_half_life_ends(tmp_path: Path) -> None:
+    assert main(["replay", a_trace(tmp_path / "t.jsonl"), "--gpu", "1500tok", "--half-life", "1e-310"]) == 0
