@@ -17,7 +17,8 @@ from sglang_evicpress.profile import Curves
 from sglang_evicpress.reuse import ReuseClock
 
 DRIFT = 0.1  # of a predicted duration: costs that differ less are not worth another look at every node
-REFRESH_S = 10.0  # nor is it more often than this
+REFRESH_S = 10.0  # nor is it more often than this,
+REFRESH_S_PER_NODE = 1e-3  # or than takes a hundredth of the time: each node costs some 10 us
 
 
 class Bookkeeping:
@@ -184,7 +185,8 @@ class Bookkeeping:
         self.controller.now_s = self.now_s
         self.controller.value_of_hit = self.value_of_hit()
         costs = Costs(law, {}, {})
-        if self.now_s - self._refreshed_s >= REFRESH_S and costs.drifted_from(self.costs, DRIFT):
+        pause_s = max(REFRESH_S, REFRESH_S_PER_NODE * len(self.nodes))
+        if self.now_s - self._refreshed_s >= pause_s and costs.drifted_from(self.costs, DRIFT):
             self._refreshed_s = self.now_s
             self.costs = costs
             self.policy.refresh(costs)

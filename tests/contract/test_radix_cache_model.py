@@ -24,6 +24,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.costs import PrefillLaw
+from sglang_evicpress.patches import bookkeeping
 from sglang_evicpress.patches.compression import Compressor
 from sglang_evicpress.patches.node import PrefixView, is_lossy, num_slots, start_of
 from sglang_evicpress.patches.radix_cache import EvicPressCache
@@ -588,7 +589,7 @@ def test_a_node_below_another_shares_its_expected_reuse_with_its_siblings() -> N
     assert hits_of(walk) == {60: (8.0, 8), 63: (7.0, 1), 62: (4.0, 1)}
 
 
-def test_costs_that_drift_reach_the_policy_and_small_changes_do_not() -> None:
+def test_costs_that_drift_reach_the_policy_and_small_changes_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     walk = Walk(0, 1)
     walk.cache.advance(0.0, PrefillLaw(0.0, 1.05e-4, 0.0))
     assert walk.cache.costs.prefill.per_token_s == 1e-4
@@ -598,6 +599,11 @@ def test_costs_that_drift_reach_the_policy_and_small_changes_do_not() -> None:
     assert walk.cache.costs.prefill.per_token_s == 5e-4  # not so soon again
     walk.cache.advance(40.0, PrefillLaw(0.0, 9e-4, 0.0))
     assert walk.cache.costs.prefill.per_token_s == 9e-4
+    monkeypatch.setattr(bookkeeping, "REFRESH_S_PER_NODE", 30.0)  # as if there were thirty thousand times as many
+    finished(walk, [walk.rng.randrange(50) for _ in range(60)])
+    for now_s, expected in ((69.0, 9e-4), (70.0, 2e-4)):
+        walk.cache.advance(now_s, PrefillLaw(0.0, 2e-4, 0.0))
+        assert walk.cache.costs.prefill.per_token_s == expected
 
 
 def test_check_integrity_sees_a_book_that_is_out_of_step() -> None:
