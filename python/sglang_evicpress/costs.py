@@ -155,7 +155,7 @@ class CostModel:
         """
         _check_transfer("decode", num_bytes, seconds)
         if codec not in self._decode:
-            self._decode[codec] = _Fit((0.0, seconds / num_bytes))
+            self._decode[codec] = _Fit((0.0, _possible(seconds) / num_bytes))
         fit = self._decode[codec]
         fit.observe((1.0, float(num_bytes)), seconds)
         decode = {**self._costs.decode, codec: _transfer_law(fit)}
@@ -219,7 +219,7 @@ class _Fit:
     def observe(self, terms: tuple[float, ...], seconds: float) -> None:
         """``terms``: one value above 0 per coefficient; ``seconds``: what the sum came to."""
         self._clock += _HASTY if self._hasty else _STEADY
-        self._rows.append((terms, min(max(seconds, _MIN_SECONDS), _MAX_SECONDS), self._clock))
+        self._rows.append((terms, _possible(seconds), self._clock))
         while self._clock - self._rows[0][2] > _FORGOTTEN:
             self._rows.popleft()
         rows, took, births = zip(*self._rows, strict=True)
@@ -351,6 +351,10 @@ def _pairs(num_tokens: int, depth_tokens: int) -> float:
 def _check_seconds(what: str, seconds: float) -> None:
     if not (math.isfinite(seconds) and seconds > 0.0):
         raise ValueError(f"{what} seconds is {seconds!r}: expected a finite number above 0")
+
+
+def _possible(seconds: float) -> float:
+    return min(max(seconds, _MIN_SECONDS), _MAX_SECONDS)
 
 
 def _check_transfer(what: str, num_bytes: int, seconds: float) -> None:

@@ -310,6 +310,16 @@ def test_a_bad_tolerance_is_named(bad: float) -> None:
         START.drifted_from(START, bad)
 
 
+@pytest.mark.parametrize("seconds", [1e-300, 1e300])
+def test_a_first_duration_that_cannot_be_spoils_no_law(seconds: float) -> None:
+    model = CostModel(START)
+    model.observe_decode("new", 2**20, seconds)
+    model.observe_load(Tier.HOST, 2**20, 1.0, "new")
+    for _ in range(40):
+        model.observe_decode("new", 2**20, 0.01)
+    assert model.costs.decode["new"].seconds(2**20) == pytest.approx(0.01, rel=0.1)
+
+
 # Properties.
 
 SECONDS = st.floats(1e-12, 1e12)
