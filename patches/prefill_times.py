@@ -24,7 +24,7 @@ NUM_TRUSTED = 8
 
 
 class PrefillTimes:
-    """Feeds pure prefill batches to ``model``; mixed and decode batches only tell when the device was busy."""
+    """Feeds batches that prefill to ``model``; decode batches only tell when the device was busy."""
 
     def __init__(self, model: CostModel, clock: Callable[[], float] = time.perf_counter) -> None:
         self.num_observed = 0
@@ -77,11 +77,12 @@ class PrefillTimes:
 
 
 def _chunks_of(batch: Any) -> list[tuple[int, int]]:
-    """(new tokens, physical prefix length) of each request of a pure prefill batch, nothing for another one.
+    """(new tokens, physical prefix length) of each request of a batch that prefills, nothing for another one.
 
-    Attention reads the slots that are there, so holes do not count.
+    Attention reads the slots that are there, so holes do not count. In a mixed batch a decoding request is a prefill
+    of one token, as it is to SGLang; under load a server that mixes runs next to no others.
     """
-    if batch.forward_mode != ForwardMode.EXTEND or batch.decoding_reqs:
+    if batch.forward_mode not in (ForwardMode.EXTEND, ForwardMode.MIXED):
         return []
     lengths = zip(batch.reqs, batch.extend_lens, batch.prefix_lens, strict=True)
     return [(new, max(0, before - req.evicpress.holes)) for req, new, before in lengths if new > 0]

@@ -183,13 +183,19 @@ def test_on_the_cpu_a_result_that_is_looked_at_later_was_there_before() -> None:
     assert run.model.seen == [([(20, 0)], 2.0), ([(40, 0)], 3.0)]
 
 
-def test_batches_that_are_not_pure_prefill_are_not_observed() -> None:
+def test_in_a_mixed_batch_who_decodes_prefills_one_token() -> None:
     run = Run()
-    for mode in (ForwardMode.MIXED, ForwardMode.DECODE, ForwardMode.IDLE):
+    mixed = batch(new=40, mode=ForwardMode.MIXED)
+    mixed.decoding_reqs = [SimpleNamespace(evicpress=SimpleNamespace(holes=30))]
+    mixed.reqs, mixed.extend_lens, mixed.prefix_lens = [*mixed.reqs, *mixed.decoding_reqs], [40, 1], [0, 90]
+    run.wait(run.launch(mixed, 2.0))
+    assert run.model.seen == [([(40, 0), (1, 60)], 2.0)]
+
+
+def test_batches_that_do_not_prefill_are_not_observed() -> None:
+    run = Run()
+    for mode in (ForwardMode.DECODE, ForwardMode.IDLE):
         run.wait(run.launch(batch(mode=mode), 1.0))
-    mixed = batch()
-    mixed.decoding_reqs = ["someone"]
-    run.wait(run.launch(mixed, 1.0))
     assert run.model.seen == []
     run.wait(SimpleNamespace())  # the result of a batch that was not launched by us
 
