@@ -128,7 +128,7 @@ def _read_file(config_file: str) -> dict[str, object]:
         raise ValueError(f"{where} cannot be read ({error}): expected a JSON file") from None
     try:
         values = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also a number of too many digits
         raise ValueError(f"{where} is not JSON ({error}): expected one JSON object") from None
     if not isinstance(values, dict):
         raise ValueError(f"{where} holds a JSON {type(values).__name__}: expected an object")
@@ -147,7 +147,10 @@ def _text(name: str, value: object) -> str:
 def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name} is {value!r}: expected a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} is a whole number over 1e308: expected a smaller one") from None
 
 
 def _whole(name: str, value: object) -> int:
