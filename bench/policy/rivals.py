@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from foundation.report import Line
 from policy.runs import FORMS, Result, Run, load, replay, replay_all, trace_file
@@ -26,37 +27,30 @@ MIXES = (
 )
 """GPU, host and SSD in percent of the working set."""
 
-START_ALPHA = {"mooncake": 1.0, "miniswe": 1.0, "weka": 48.0}
-"""Where the search for the alpha that keeps the quality begins; any other start finds one as well, later."""
+ALPHAS = {"mooncake": (1.4, 2.0), "miniswe": (1.1, 1.6), "weka": (70.0, 90.0)}
+"""Tried first, in seconds; where neither keeps the quality, four times as much, and so on. An agent's context takes a
+minute to prefill where a chat's takes a second: so much more is full quality worth to it."""
 
-FIXED_KEPT = (0.95, 0.9, 0.85, 0.8)
+MAX_TRIES = 4
+
+FIXED = ("keydiff@0.95", "keydiff@0.9", "snapkv@0.95", "snapkv@0.9", "knorm@0.9")
 SHORT = 3000
 """Requests of the WEKA trace that the twelve mixes use: its first 50 sessions or so."""
 
 
-def lightest(trace: str, sizes: tuple[float, ...], limit: int | None, start: float) -> list[Result]:
-    """Runs of EvicPress at ever other alpha until one is found that just keeps the quality; the last is the one.
+def quickest(runs: Sequence[Run]) -> tuple[list[Result], Result]:
+    """All that was tried, and of those that keep the quality the quickest; with none, the one of best quality.
 
     The quality asked for is that of requests with a cached prefix: those without one have quality 1.
     """
-    found: list[Result] = []
-    alpha, step = start, 2.0
-    best: Result | None = None
-    for _ in range(5):
-        result = replay(Run(trace, "evicpress", sizes, alpha, limit=limit))
-        found.append(result)
-        if result.quality_of_hits >= QUALITY:
-            if best is None or result.ttft_s < best.ttft_s:
-                best = result
-            if result.quality_of_hits <= QUALITY + 0.004:
-                break
-            alpha /= step
-        else:
-            alpha *= step
-        step = step**0.6
-    if best is not None:
-        found.append(best)
-    return found
+    tried: list[Result] = []
+    for _ in range(MAX_TRIES):
+        tried += replay_all(runs)
+        good = [result for result in tried if result.quality_of_hits >= QUALITY]
+        if good:
+            return tried, min(good, key=lambda result: result.ttft_s)
+        runs = [replace(run, alpha=4.0 * run.alpha) for run in runs]
+    return tried, max(tried, key=lambda result: result.quality_of_hits)
 
 
 def fixed_at(quality: float, fixed: Sequence[Result]) -> float:
@@ -77,16 +71,11 @@ def headline(trace: str) -> Iterator[Line]:
         Run(trace, "lru", may_recompute=False),
         Run(trace, "lru"),
         Run(trace, "lru", (1e4, 0.0, 0.0)),
-        *(
-            Run(trace, f"{press}@{kept}+lru", may_recompute=False, forms=())
-            for kept in FIXED_KEPT
-            for press in ("keydiff", "snapkv", "knorm")
-            if kept < 0.9 or press == "keydiff"
-        ),
+        *(Run(trace, f"{form}+lru", may_recompute=False, forms=()) for form in FIXED),
     ]
     results = list(replay_all(rivals))
     always, with_choice, ceiling, *fixed = results
-    *tried, ours = _search(trace)
+    tried, ours = quickest([Run(trace, "evicpress", alpha=alpha) for alpha in ALPHAS[trace]])
     for result in (*results, *tried):
         print(f"      {row(result)}")
     at_least = f">= {RATIO}x at quality >= {QUALITY}"
@@ -120,10 +109,6 @@ def headline(trace: str) -> Iterator[Line]:
     )
 
 
-def _search(trace: str) -> list[Result]:
-    return lightest(trace, (1.0, 4.0, 20.0), None, START_ALPHA[trace])
-
-
 def mixes(trace: str) -> Iterator[Line]:
     """Twelve size mixes; rivals with and without the choice to recompute, the better of the two counts."""
     limit = SHORT if trace == "weka" else None
@@ -133,25 +118,27 @@ def mixes(trace: str) -> Iterator[Line]:
         for policy in ("lru", "slru", "hpt")
         for may_recompute in (True, False)
     ]
-    ours = [Run(trace, "evicpress", sizes, START_ALPHA[trace] * 1.5, limit=limit) for sizes in MIXES]
+    ours = [Run(trace, "evicpress", sizes, ALPHAS[trace][1], limit=limit) for sizes in MIXES]
     results = {result.run: result for result in replay_all([*runs, *ours])}
     worst, lost = 0.0, []
     for sizes, mine in zip(MIXES, ours, strict=True):
         best = min((results[run] for run in runs if run.sizes == sizes), key=lambda result: result.ttft_s)
         own = results[mine]
+        if own.quality_of_hits < QUALITY:
+            _, own = quickest([replace(mine, alpha=3.0 * mine.alpha)])
         excess = own.ttft_s / best.ttft_s - 1.0
         worst = max(worst, excess)
-        if excess > 0.02:
+        if excess > 0.02 or own.quality_of_hits < QUALITY:
             lost.append(sizes)
         name = "/".join(f"{size:g}" for size in sizes)
         print(
             f"      {name:12s} % best rival {best.run.policy} {best.ttft_s:.4f} s, evicpress {own.ttft_s:.4f} s "
-            f"({best.ttft_s / own.ttft_s:.2f}x) at quality of hits {own.quality_of_hits:.3f}",
+            f"({best.ttft_s / own.ttft_s:.2f}x), alpha {own.run.alpha:.3g}, quality of hits {own.quality_of_hits:.3f}",
             flush=True,
         )
     yield Line(
         f"{trace}: never worse than the best of lru, slru, hpt on {len(MIXES)} size mixes",
-        "<= 2 % worse",
+        f"<= 2 % worse, at quality >= {QUALITY}",
         f"worst {worst:+.1%}{f', on {lost}' if lost else ''}",
         not lost,
     )
