@@ -92,5 +92,7 @@ class AdaptCacheRule(CascadeRule):
 
     @staticmethod
     def _per_weight(record: Record, lost: float) -> float:
-        """A step's loss is weighted by the plan; this utility has its own frequency in it."""
-        return lost / record.weight if record.weight else 0.0
+        """A step's loss is weighted by the plan; this utility has its own frequency in it. 0 for a node whose weight
+        has faded so far that the quotient is no number."""
+        found = lost / record.weight if record.weight else 0.0
+        return found if math.isfinite(found) else 0.0

@@ -46,8 +46,16 @@ class Policy:
         return self.rule.name
 
     def put_all(self, nodes: Iterable[NodeStats]) -> None:
-        for node in nodes:
-            self.put(node)
+        """Note nodes in any order. With ``put``, a parent has to come before its children: they are counted by it."""
+        waiting: dict[int | None, NodeStats] = {node.id: node for node in nodes}
+        for first in list(waiting):
+            upwards = []
+            node = waiting.pop(first, None)
+            while node is not None:
+                upwards.append(node)
+                node = waiting.pop(node.parent_id, None)
+            for one in reversed(upwards):
+                self.put(one)
 
     def plan(self, tier: Tier, num_bytes: int, room: Mapping[Tier, int] | None = None) -> list[Decision]:
         """Decisions, in order of execution, that free ``num_bytes`` on ``tier``, or all they can if that is less.

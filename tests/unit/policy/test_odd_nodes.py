@@ -1,0 +1,64 @@
+"""Nodes as no well-behaved caller hands them over: children before their parents, weights that have all but faded."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from sglang_evicpress.core import Form, NodeStats, Tier
+from sglang_evicpress.costs import Costs, PrefillLaw, TransferLaw
+from sglang_evicpress.policy import make_policy
+from sglang_evicpress.policy.base import Policy
+from sglang_evicpress.policy.menu import Menu
+
+MENU = Menu((Form("keydiff", 0.5),), (Tier.GPU, Tier.HOST))
+COSTS = Costs(PrefillLaw(0.0, 1.0, 0.0), {Tier.HOST: TransferLaw(0.0, 10.0)}, {})
+
+
+def a_policy(name: str) -> Policy:
+    return make_policy(name, MENU, alpha=1.0, costs=COSTS, mean_curve=(1.0, 0.8))
+
+
+def chain(length: int, weight: float = 1.0) -> list[NodeStats]:
+    """Nodes of 10 tokens, each below the one before, the deeper the more recently used."""
+    return [
+        NodeStats(
+            id=index,
+            parent_id=index - 1 if index else None,
+            tier=Tier.GPU,
+            form=Form(),
+            num_tokens=10,
+            num_bytes=10,
+            depth_tokens=10 * index,
+            quality=1.0,
+            curve=(1.0, 0.8),
+            reachable=MENU.everything,
+            weight=weight,
+            num_hits=1,
+            last_use=index,
+        )
+        for index in range(length)
+    ]
+
+
+@pytest.mark.parametrize("name", ["evicpress", "lru", "tlru", "gdsf", "adaptcache", "keydiff@0.5+lru"])
+def test_all_nodes_at_once_may_come_in_any_order(name: str) -> None:
+    nodes = chain(6)
+    known = a_policy(name)
+    known.put_all(nodes)
+    expected = known.plan(Tier.GPU, 35, {Tier.HOST: 20})
+    assert expected
+    for seed in range(10):
+        policy = a_policy(name)
+        policy.put_all(random.Random(seed).sample(nodes, len(nodes)))
+        assert policy.plan(Tier.GPU, 35, {Tier.HOST: 20}) == expected
+
+
+@pytest.mark.parametrize("weight", [0.0, 5e-324, 1e-300])
+def test_losses_of_adaptcache_are_numbers_however_small_the_weight(weight: float) -> None:
+    policy = a_policy("adaptcache")
+    policy.put_all(chain(3, weight))
+    plan = policy.plan(Tier.GPU, 30, {Tier.HOST: 10})
+    assert plan and all(math.isfinite(decision.loss) for decision in plan)
