@@ -157,7 +157,8 @@ class Bookkeeping:
             steps = self._steps(key)
             steps = steps[: servable_steps(steps, self.config.min_share)]
             path = [node for node, _ in steps]
-            if path:
+            if path and path[-1].lock_ref == 0 and not path[-1].kv.claims:
+                # What runs or waits is held for that: such a gap says nothing of how long to remember the others.
                 gap_s = self.now_s - path[-1].kv.last_use_s
                 self.clock.observe_reuse(gap_s, sum(matched for _, matched in steps))
         self.claims.make(req, path, self.value_of_hit(), self.now_s)

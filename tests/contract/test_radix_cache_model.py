@@ -578,6 +578,25 @@ def test_the_half_life_is_learned_from_reuse_and_weights_follow() -> None:
     assert walk.cache.describe_stats()["half_life_s"] == 15.0
 
 
+def test_the_half_life_is_that_between_bursts_not_within_them() -> None:
+    walk = Walk(0, 1)
+    law, clock = walk.cache.costs.prefill, walk.cache.clock
+    tokens = [walk.rng.randrange(50) for _ in range(60)]
+    finished(walk, tokens)
+    (node,) = nodes_of(walk)
+    for index in range(1, 40):
+        walk.cache.advance(10.0 * index, law)
+        burst = [waiting(walk, [*tokens, 59]) for _ in range(4)]  # while one waits already
+        ran(walk, burst.pop())
+        walk.cache.inc_lock_ref(node)
+        burst += [waiting(walk, [*tokens, 58]) for _ in range(4)]  # and while one runs
+        for request in burst:
+            ran(walk, request)
+        walk.cache.dec_lock_ref(node)
+    walk.cache.advance(400.0, law)
+    assert clock.half_life_s == 15.0
+
+
 def test_a_node_below_another_shares_its_expected_reuse_with_its_siblings() -> None:
     walk = Walk(0, 1)
     tokens = [walk.rng.randrange(50) for _ in range(60)]
