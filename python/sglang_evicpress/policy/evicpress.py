@@ -91,7 +91,24 @@ class EvicPressRule:
                 return self._shrink(record, shrunk, record.weight * shrunk_per_byte, lost)
         if leave is None:
             return None
-        return leave._replace(key=record.weight * per_byte, loss=edge.utility - leave_utility)
+        lost, weight = edge.utility - leave_utility, record.weight
+        return Step(weight * per_byte, leave.rank, leave.form, leave.num_bytes, leave.quality, leave.delay_s, lost)
+
+    def choices(self, record: Record, barred: int = 0) -> list[Step]:
+        """Every change that frees bytes on the node's tier; the key is that of a step."""
+        held, floor = record.num_bytes, record.floor
+        now = self.alpha * record.quality - self.delay_s(record)
+        found = []
+        for point in self.points(record):
+            lost = now - point[1]
+            found.append(self._shrink(record, point, record.weight * lost / (held - point[0]), lost))
+        if held:
+            for rank, form, size, quality, worth in self.ways_out(record):
+                if rank <= floor and not barred >> rank & 1:
+                    lost = now - worth
+                    delay_s = self.alpha * quality - worth
+                    found.append(Step(record.weight * lost / held, rank, form, size, quality, delay_s, lost))
+        return found
 
     def prepare(self, records: Iterable[Record]) -> None:
         """Find the edges of many records at once, as ``step`` would one by one."""

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sglang_evicpress.core import DROP, Decision, Option, Tier
 from sglang_evicpress.policy.book import DROPPED, Book, Entry, Record, Step
+from sglang_evicpress.policy.evicpress import EvicPressRule
+
+MAX_COMPARED = 32
+"""Nodes whose changes are compared for the last step on a tier."""
+
+NOTABLE_SHARE = 1 / 16
+"""What the last step may free too much, of the bytes that stay on the tier, before a better one is looked for. The next
+plan finds free what this one frees too much, so that in a large cache nothing is lost; always to look for the least
+loss would prefer small nodes, over many plans, to those that lose least per byte."""
 
 
 @dataclass(slots=True)
 class Move:
-    """What is planned for one node: its copy in the state it will be in, the last step, and the sum of all losses."""
+    """What is planned for one node: its copy in the state it will be in, the last step, and the sum of all losses;
+    ``order`` is the number of the step that brought it where it will be."""
 
     copy: Record
     step: Step
@@ -37,12 +48,15 @@ class Plan:
         self._copies: dict[int, Record] = {}
         self._barred: dict[int, int] = {}
         self._heaps: list[list[Entry]] = [[] for _ in range(DROPPED)]
+        self._waiting: list[list[Record]] = [[] for _ in range(DROPPED)]
         self._taken: list[list[Entry]] = [[] for _ in range(DROPPED)]
         self._num_steps = 0
+        self._weigher = book.rule if isinstance(book.rule, EvicPressRule) else None
 
     def relieve(self, rank: int, num_bytes: int) -> int:
         """Plan to free ``num_bytes`` on a tier, no step taken once that is free; returns what is missing when
         everything that may move has moved."""
+        notable = NOTABLE_SHARE * max(0, self.book.num_bytes[rank] - num_bytes)
         while num_bytes > 0:
             found = self._take_first(rank)
             if found is None and not self._fell(rank):
@@ -50,6 +64,9 @@ class Plan:
             if found is None:
                 continue
             copy, step = found
+            excess = copy.num_bytes - (step.num_bytes if step.rank == rank else 0) - num_bytes
+            if self._weigher is not None and excess > notable:
+                copy, step = self._best_last(self._weigher, rank, num_bytes, copy, step)
             if rank < step.rank < DROPPED and not self._make_room(step.rank, step.num_bytes):
                 self._barred[copy.id] = self._barred.get(copy.id, 0) | 1 << step.rank
                 self._queue(copy)
@@ -94,6 +111,39 @@ class Plan:
                 heapq.heappush(heap, entry)
             taken.clear()
 
+    def _best_last(
+        self, weigher: EvicPressRule, rank: int, num_bytes: int, copy: Record, step: Step
+    ) -> tuple[Record, Step]:
+        """Of ``step`` and all changes of the first nodes that free ``num_bytes`` at once, that with the least loss.
+
+        The greedy is as good as the linear relaxation but for its last step, and one change alone makes up for it
+        (Kellerer et al., on greedy with the best split item). A byte missing below costs what is lost first there.
+        """
+        others: list[tuple[Record, Step]] = []
+        while len(others) < MAX_COMPARED - 1 and (found := self._take_first(rank)) is not None:
+            others.append(found)
+        best, least = (copy, step), self._cost(copy, step)
+        for node, _ in ((copy, step), *others):
+            for choice in weigher.choices(node, self._barred.get(node.id, 0)):
+                freed = node.num_bytes - (choice.num_bytes if choice.rank == rank else 0)
+                if freed >= num_bytes and (cost := self._cost(node, choice)) < least:
+                    best, least = (node, choice), cost
+        for node, _ in ((copy, step), *others):
+            if node is not best[0]:
+                self._queue(node)
+        return best
+
+    def _cost(self, copy: Record, step: Step) -> float:
+        """The utility a step loses, and what it displaces on a full tier."""
+        loss = step.loss * copy.weight
+        if copy.rank < step.rank < DROPPED and step.num_bytes > self.room[step.rank]:
+            found = self._take_first(step.rank)
+            if found is None:
+                return math.inf
+            self._queue(found[0])
+            loss += max(0.0, found[1].key) * (step.num_bytes - self.room[step.rank])
+        return loss
+
     def _make_room(self, rank: int, num_bytes: int) -> bool:
         """Whether a lower tier has, or can be given, room for ``num_bytes``."""
         missing = num_bytes - self.room[rank]
@@ -105,7 +155,9 @@ class Plan:
         past = self.moves.pop(copy.id, None)
         loss = step.loss * copy.weight + (0.0 if past is None else past.loss)
         self._num_steps += 1
-        self.moves[copy.id] = Move(copy, step, loss, self._num_steps)
+        # What shrinks after it has arrived keeps its turn: its parent may have arrived after it.
+        order = self._num_steps if past is None or step.rank != rank else past.order
+        self.moves[copy.id] = Move(copy, step, loss, order)
         if step.form is not None:
             copy.form = step.form
             copy.reachable &= self.book.rule.menu.smaller(step.form)
@@ -134,14 +186,19 @@ class Plan:
             self._queue(parent)
 
     def _queue(self, copy: Record) -> None:
-        """Put the copy's next step into the plan's own heap; an earlier entry of it is outdated."""
+        """Its next step is worked out when the tier is next looked at, if it is; an earlier entry of it is outdated."""
         copy.queued = None
-        if copy.is_locked:
-            return
-        step = self.book.rule.step(copy, self._barred.get(copy.id, 0))
-        if step is not None:
-            copy.queued = (step.key, copy.last_use, copy.id)
-            heapq.heappush(self._heaps[copy.rank], copy.queued)
+        if not copy.is_locked:
+            self._waiting[copy.rank].append(copy)
+
+    def _queue_waiting(self, rank: int) -> None:
+        for copy in self._waiting[rank]:
+            if copy.rank == rank:
+                step = self.book.rule.step(copy, self._barred.get(copy.id, 0))
+                copy.queued = None if step is None else (step.key, copy.last_use, copy.id)
+                if copy.queued is not None:
+                    heapq.heappush(self._heaps[rank], copy.queued)
+        self._waiting[rank].clear()
 
     def _copy(self, record: Record) -> Record:
         copy = self._copies.get(record.id)
@@ -152,6 +209,8 @@ class Plan:
     def _take_first(self, rank: int) -> tuple[Record, Step] | None:
         """The node whose step on the tier comes first, as a copy taken out of its heap, and the step."""
         book = self.book
+        if self._waiting[rank]:
+            self._queue_waiting(rank)
         shared = book.first(rank)
         while shared is not None and shared[0].id in self._copies:
             self._taken[rank].append(heapq.heappop(book.heaps[rank]))
