@@ -1,0 +1,126 @@
+"""Hulls: against an independent reference, and one by one against many at once."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_evicpress.core import Form, NodeStats, Tier
+from sglang_evicpress.costs import Costs, PrefillLaw, TransferLaw
+from sglang_evicpress.policy.book import Book
+from sglang_evicpress.policy.edges import Point, next_on_hull, upper_hull
+from sglang_evicpress.policy.evicpress import EvicPressRule
+from sglang_evicpress.policy.menu import Menu
+
+MakeNode = Callable[..., NodeStats]
+
+
+@pytest.mark.parametrize(
+    ("points", "expected"),
+    [
+        ([], None),
+        ([(100, 9.0), (120, 9.0)], None),  # nothing has fewer bytes
+        ([(80, 9.0), (50, 7.0), (0, 0.0)], 80),
+        ([(80, 5.0), (50, 8.0), (0, 0.0)], 50),  # 80 is dominated
+        ([(80, 8.0), (50, 7.0), (0, 6.0)], 0),  # 80 and 50 lie below the line from 100 to 0
+        ([(75, 9.0), (50, 8.0), (0, 6.0)], 75),  # on one line: the nearest
+        ([(80, 12.0), (50, 11.0), (0, 0.0)], 80),  # gaining: the best per byte
+    ],
+)
+def test_the_next_point_by_hand(points: list[tuple[int, float]], expected: int | None) -> None:
+    found = next_on_hull((100, 10.0, -1), [(size, worth, 0) for size, worth in points])
+    assert (found[0] if found else None) == expected
+
+
+def test_of_equal_points_the_first_given_counts() -> None:
+    assert next_on_hull((100, 10.0, -1), [(50, 8.0, 1), (50, 8.0, 2)]) == (50, 8.0, 1)
+
+
+def _reference(start: Point, points: list[Point]) -> set[tuple[int, float]]:
+    """What is on or above every line between two of the others, to the left of ``start``, by the definition."""
+    tops: dict[int, float] = {}
+    for size, worth, _ in points:
+        if size < start[0]:
+            tops[size] = max(worth, tops.get(size, worth))
+    states = [*tops.items(), (start[0], start[1])]
+
+    def is_below(state: tuple[int, float]) -> bool:
+        for left, right in itertools.permutations(states, 2):
+            if left[0] < state[0] < right[0]:
+                share = Fraction(state[0] - left[0], right[0] - left[0])
+                if Fraction(state[1]) < (1 - share) * Fraction(left[1]) + share * Fraction(right[1]):
+                    return True
+        return False
+
+    return {state for state in states if not is_below(state)}
+
+
+small = st.tuples(st.integers(0, 24), st.integers(-20, 20).map(float), st.just(0))
+
+
+@settings(max_examples=200, deadline=None)
+@given(start=small, points=st.lists(small, max_size=8))
+def test_the_hull_is_what_no_line_between_others_is_above(start: Point, points: list[Point]) -> None:
+    hull = upper_hull([start, *points])
+    assert {(size, worth) for size, worth, _ in hull} == _reference(start, points)
+    slopes = [(a[1] - b[1]) / (a[0] - b[0]) for a, b in itertools.pairwise(hull)]
+    assert slopes == sorted(slopes) or all(x <= y + 1e-12 for x, y in itertools.pairwise(slopes))
+
+
+def _random_nodes(make_node: MakeNode, menu: Menu, seed: int) -> list[NodeStats]:
+    draw = random.Random(seed)
+    nodes: list[NodeStats] = []
+    for i in range(draw.randint(1, 30)):
+        parent = draw.choice(nodes) if nodes and draw.random() < 0.6 else None
+        nodes.append(
+            make_node(
+                i,
+                None if parent is None else parent.id,
+                menu=menu,
+                tokens=draw.randint(1, 300),
+                depth=draw.randint(0, 500),
+                tier=Tier(max(draw.randrange(3), 0 if parent is None else parent.tier)),
+                form=draw.choice(menu.forms),
+                curve=[1.0, *(draw.choice((0.0, 0.5, 1.0, draw.random())) for _ in menu.forms[1:])],
+                weight=draw.choice((0.0, 1.0, draw.random())),
+            )
+        )
+    return nodes
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    page_size=st.sampled_from((1, 4, 16)),
+    num_forms=st.integers(0, 6),
+    alpha=st.sampled_from((0.0, 0.3, 1.0, 7.0)),
+)
+def test_many_at_once_are_bit_for_bit_what_one_by_one_are(
+    seed: int, page_size: int, num_forms: int, alpha: float, make_node: MakeNode
+) -> None:
+    forms = [Form(press, kept) for press in ("keydiff", "snapkv") for kept in (0.75, 1 / 3, 0.1)]
+    coded = Form(None, 1.0, "int8")
+    menu = Menu((*forms[:num_forms], coded), tuple(Tier)[:3], 3, page_size, {"raw": 1.0, "int8": 0.53})
+    costs = Costs(
+        PrefillLaw(0.01, 1e-3, 1e-6),
+        {Tier.HOST: TransferLaw(1e-3, 1e4), Tier.SSD: TransferLaw(1e-2, 1e3)},
+        {"int8": TransferLaw(1e-4, 3e4)},
+    )
+    rule = EvicPressRule(menu, alpha, costs)
+    book = Book(rule)
+    for node in _random_nodes(make_node, menu, seed):
+        book.put(node)
+    records = list(book.records.values())
+    for record in records:
+        record.memo = None
+    alone = [rule.step(record) for record in records]
+    for record in records:
+        record.memo = None
+    rule.prepare(records)
+    assert [rule.step(record) for record in records] == alone

@@ -1,0 +1,182 @@
+"""What the issue asks of every plan, and how far it is true of a greedy whose last step frees what it frees."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_evicpress.core import EXACT, Decision, Form, NodeStats, Tier
+from sglang_evicpress.costs import Costs, PrefillLaw, TransferLaw
+from sglang_evicpress.policy import Policy, make_policy
+from sglang_evicpress.policy.evicpress import EvicPressRule
+from sglang_evicpress.policy.menu import Menu
+
+FORMS = tuple(Form(press, kept) for press in ("keydiff", "snapkv") for kept in (0.75, 0.5, 0.25))
+MENU = Menu(FORMS)
+THREE = Menu(FORMS, (Tier.GPU, Tier.HOST, Tier.SSD))
+COSTS = Costs(PrefillLaw(0.01, 1e-3, 1e-6), {Tier.HOST: TransferLaw(0.0, 1e4), Tier.SSD: TransferLaw(0.0, 2e3)}, {})
+
+MakeNode = Callable[..., NodeStats]
+CarryOut = Callable[[Policy, Sequence[Decision]], None]
+
+
+def _forest(make_node: MakeNode, menu: Menu, seed: int, most: int = 20, trees: bool = True) -> list[NodeStats]:
+    draw = random.Random(seed)
+    nodes: list[NodeStats] = []
+    for i in range(draw.randint(1, most)):
+        parent = draw.choice(nodes) if trees and nodes and draw.random() < 0.6 else None
+        qualities = sorted((draw.random() for _ in range(3)), reverse=True)
+        curve = [1.0, *(qualities[int(4 - 4 * form.kept_fraction) - 1] for form in menu.forms[1:])]
+        nodes.append(
+            make_node(
+                i,
+                None if parent is None else parent.id,
+                menu=menu,
+                tokens=draw.randint(4, 200),
+                depth=0 if parent is None else parent.depth_tokens + parent.num_tokens,
+                curve=curve,
+                weight=draw.choice((0.0, 1.0, draw.paretovariate(1.2))),
+                last_use=draw.randrange(4),
+                is_locked=False,
+            )
+        )
+    return nodes
+
+
+def _policy(nodes: Sequence[NodeStats], menu: Menu = MENU, alpha: float = 1.0) -> Policy:
+    policy = make_policy("evicpress", menu, alpha=alpha, costs=COSTS)
+    policy.put_all(nodes)
+    return policy
+
+
+def _loss(policy: Policy, demand: int) -> float:
+    return sum(decision.loss for decision in policy.plan(Tier.GPU, demand))
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32), data=st.data())
+def test_more_capacity_never_lowers_total_utility(seed: int, data: st.DataObject, make_node: MakeNode) -> None:
+    """Exact on one tier, trees and last steps included, from nodes that are exact, of which no step gains."""
+    nodes = _forest(make_node, MENU, seed)
+    policy, total = _policy(nodes), sum(node.num_bytes for node in nodes)
+    demands = sorted(data.draw(st.lists(st.integers(0, total), min_size=2, max_size=12)))
+    losses = [_loss(policy, demand) for demand in demands]
+    for less, more in itertools.pairwise(losses):
+        assert less <= more + 1e-9
+
+
+def _mean_quality(nodes: Sequence[NodeStats], plan: Sequence[Decision]) -> float:
+    after = {decision.node_id: decision.quality for decision in plan}
+    return sum(node.weight * after.get(node.id, node.quality) for node in nodes) / sum(node.weight for node in nodes)
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32), share=st.floats(0.05, 0.95), low=st.floats(0.05, 4.0), factor=st.floats(1.0, 20.0))
+def test_more_alpha_lowers_the_weighted_quality_by_no_more_than_the_last_steps(
+    seed: int, share: float, low: float, factor: float, make_node: MakeNode
+) -> None:
+    """Two optima O(a), O(b) of sum w (a q - d) give (b - a) (Q(b) - Q(a)) >= 0: quality rises with alpha.
+
+    Each greedy total is within its last step's loss of the optimum: Q(b) >= Q(a) - (slack(a) + slack(b)) / (b - a).
+    """
+    nodes = [node for node in _forest(make_node, MENU, seed, trees=False) if node.weight > 0.0]
+    demand = int(share * sum(node.num_bytes for node in nodes))
+    high = low * factor
+    if not nodes or high - low < 1e-6:
+        return
+    weighted, slack = [], 0.0
+    for alpha in (low, high):
+        policy = _policy(nodes, alpha=alpha)
+        plan = policy.plan(Tier.GPU, demand)
+        weighted.append(sum(node.weight for node in nodes) * _mean_quality(nodes, plan))
+        slack += _last_step(policy, demand)
+    assert weighted[1] >= weighted[0] - slack / (high - low) - 1e-9
+
+
+def _last_step(policy: Policy, demand: int) -> float:
+    """What the greedy's last step loses at most: the largest of all steps on hulls whose turn can come last."""
+    assert isinstance(policy.rule, EvicPressRule)
+    largest = 0.0
+    for record in policy.book.records.values():
+        steps = policy.rule.choices(record)
+        largest = max([largest, *(step.loss * record.weight for step in steps if step.num_bytes or step.rank)])
+    return largest if demand > 0 else 0.0
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32), low=st.floats(0.05, 4.0), factor=st.floats(1.0, 20.0))
+def test_for_one_node_more_alpha_never_lowers_quality(
+    seed: int, low: float, factor: float, make_node: MakeNode
+) -> None:
+    (node,) = _forest(make_node, THREE, seed, most=1)
+    qualities = []
+    for alpha in (low, low * factor):
+        plan = _policy([node], THREE, alpha).plan(Tier.GPU, node.num_bytes, {Tier.HOST: 10**6, Tier.SSD: 10**6})
+        qualities.append(_mean_quality([node], plan) if node.weight else 1.0)
+    assert qualities[0] <= qualities[1] + 1e-12
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32), share=st.floats(0.05, 1.0), data=st.data())
+def test_the_order_in_which_nodes_are_told_does_not_change_the_plan(
+    seed: int, share: float, data: st.DataObject, make_node: MakeNode
+) -> None:
+    nodes = _forest(make_node, THREE, seed)
+    demand, room = int(share * sum(node.num_bytes for node in nodes)), {Tier.HOST: 50, Tier.SSD: 80}
+    told = sorted(nodes, key=lambda node: (node.depth_tokens, data.draw(st.integers(0, 99))))  # parents first
+    assert _policy(told, THREE).plan(Tier.GPU, demand, room) == _policy(nodes, THREE).plan(Tier.GPU, demand, room)
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32), share=st.floats(0.01, 0.99))
+def test_without_its_largest_step_a_plan_of_one_tier_falls_short(seed: int, share: float, make_node: MakeNode) -> None:
+    """Not more than one step beyond the shortfall: what is freed too much is less than one node's part of it."""
+    nodes = _forest(make_node, MENU, seed)
+    demand = max(1, int(share * sum(node.num_bytes for node in nodes)))
+    plan = _policy(nodes).plan(Tier.GPU, demand)
+    freed = [decision.freed_bytes for decision in plan]
+    assert sum(freed) >= demand
+    assert sum(freed) - max(freed) < demand
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), share=st.floats(0.05, 0.95))
+def test_the_loss_is_within_one_step_of_the_best_of_all_choices(seed: int, share: float, make_node: MakeNode) -> None:
+    """All combinations of four nodes, by brute force; one change of one node is the most that the greedy misses by."""
+    nodes = _forest(make_node, MENU, seed, most=4, trees=False)
+    policy = _policy(nodes)
+    assert isinstance(policy.rule, EvicPressRule)
+    demand = max(1, int(share * sum(node.num_bytes for node in nodes)))
+    loss = _loss(policy, demand)
+    changes: list[list[tuple[int, float]]] = []
+    for node in nodes:
+        states = [(0, 0.0)]
+        for form, quality in zip(MENU.forms[1:], node.curve[1:], strict=True):
+            states.append((node.num_bytes - MENU.num_bytes(form, node.num_tokens), node.weight * (1.0 - quality)))
+        prefill_s = COSTS.prefill.marginal_seconds(node.num_tokens, node.depth_tokens)
+        changes.append([*states, (node.num_bytes, node.weight * prefill_s)])
+    best = min(
+        sum(lost for _, lost in chosen)
+        for chosen in itertools.product(*changes)
+        if sum(freed for freed, _ in chosen) >= demand
+    )
+    largest = max(lost for states in changes for _, lost in states)
+    assert best - 1e-9 <= loss <= best + largest + 1e-9
+
+
+def test_a_plan_of_locked_nodes_moves_none_of_them(make_node: MakeNode) -> None:
+    nodes = [make_node(i, menu=MENU, is_locked=i % 2 == 0, weight=float(i)) for i in range(10)]
+    plan = _policy(nodes).plan(Tier.GPU, 10**6)
+    assert {decision.node_id for decision in plan} == {1, 3, 5, 7, 9}
+    assert sum(decision.freed_bytes for decision in plan) == 500
+    assert all(nodes[decision.node_id].form == EXACT for decision in plan)
+
+
+@pytest.mark.parametrize("demand", [0, -5])
+def test_no_demand_needs_no_plan(demand: int, make_node: MakeNode) -> None:
+    assert _policy([make_node(1, menu=MENU)]).plan(Tier.GPU, demand) == []
