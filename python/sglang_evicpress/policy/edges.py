@@ -67,14 +67,15 @@ def first_points(
 ) -> NDArray[np.int64]:
     """``next_on_hull`` of N nodes at once: per node the index of the form its hull goes to first, -1 where nowhere.
 
-    ``num_bytes`` and ``utility`` [N] of what the nodes hold, ``sizes`` and ``worths`` [N, F] of the forms, larger sizes
-    first, ``is_open`` [N, F] whether a form can be made of the node.
+    ``num_bytes`` and ``utility`` [N] of what the nodes hold, ``sizes`` and ``worths`` [N, F] of the forms,
+    ``is_open`` [N, F] whether a form can be made of the node.
     """
     freed = num_bytes[:, None] - sizes
     is_open = is_open & (freed > 0)
     per_byte = np.full(sizes.shape, math.inf)
     np.divide(utility[:, None] - worths, freed, out=per_byte, where=is_open)
-    first: NDArray[np.int64] = np.where(is_open.any(axis=1), per_byte.argmin(axis=1), -1)
+    is_best = is_open & (per_byte == per_byte.min(axis=1)[:, None])  # of these the largest, and of equal ones the first
+    first: NDArray[np.int64] = np.where(is_best.any(axis=1), np.where(is_best, sizes, -1.0).argmax(axis=1), -1)
     return first
 
 
