@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -54,13 +55,14 @@ def quickest(runs: Sequence[Run]) -> tuple[list[Result], Result]:
 
 
 def fixed_at(quality: float, fixed: Sequence[Result]) -> float:
-    """TTFT of fixed press + lru at a quality, linear between the kept fractions that were run and lru itself."""
+    """The least TTFT of fixed press + lru at this quality or a better one, linear between the kept fractions that were
+    run and lru itself."""
     points = sorted((result.quality_of_hits, result.ttft_s) for result in fixed)
+    found = [ttft_s for point, ttft_s in points if point >= quality]
     for (low_quality, low), (high_quality, high) in zip(points, points[1:], strict=False):
-        if low_quality <= quality <= high_quality:
-            share = (quality - low_quality) / (high_quality - low_quality) if high_quality > low_quality else 0.0
-            return low + share * (high - low)
-    return points[-1][1] if quality > points[-1][0] else points[0][1]
+        if low_quality < quality < high_quality:
+            found.append(low + (quality - low_quality) / (high_quality - low_quality) * (high - low))
+    return min(found, default=math.inf)
 
 
 def headline(trace: str) -> Iterator[Line]:
