@@ -8,7 +8,6 @@ from typing import Any
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
 
 from sglang_evicpress.core import DROP, Form, Option, Tier
-from sglang_evicpress.layout import slots_after
 from sglang_evicpress.patches.capture import QueryCapture
 from sglang_evicpress.patches.node import num_slots, slots_of, start_of
 from sglang_evicpress.press import QueryWindow, get_press
@@ -63,8 +62,8 @@ class Moves:
         if get_press(form.press).needs_queries and self.window_of(node) is None:
             return None
         num_tokens = len(node.key)
-        sinks = self.sinks_of(num_tokens, start)
-        return slots_after(num_tokens, form.kept_fraction, self.page_size, at_least=sinks)
+        slots: int = self.menu.num_slots(form, num_tokens, self.sinks_of(num_tokens, start))
+        return slots
 
     def window_of(self: Any, node: Any) -> QueryWindow | None:
         """The queries kept for a node, if any."""

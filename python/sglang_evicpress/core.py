@@ -129,7 +129,6 @@ class Decision:
     source: Option
     option: Option
     freed_bytes: int
-    reason: str
     weight: float = 0.0
     quality_before: float = 1.0
     quality: float = 1.0

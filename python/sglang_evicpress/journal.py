@@ -44,7 +44,7 @@ class Journal:
         return {
             "num_decisions": self._num_added,
             "num_lost": max(0, first - 1 - since),
-            "last": found[-1].number if found else max(since, self._num_added),
+            "last": found[-1].number if found else self._num_added,
             "entries": [describe(entry) for entry in found],
         }
 
@@ -56,6 +56,8 @@ class Journal:
 def describe(entry: Entry) -> dict[str, object]:
     """An entry as a JSON object; weight and loss in hits of that time."""
     decision = entry.decision
+    loss = decision.loss / entry.value_of_hit
+    verb = "gains" if loss < 0 else "loses"
     return {
         "number": entry.number,
         "time_s": entry.now_s,
@@ -70,6 +72,6 @@ def describe(entry: Entry) -> dict[str, object]:
         "quality": decision.quality,
         "delay_before_s": decision.delay_before_s,
         "delay_s": decision.delay_s,
-        "loss": decision.loss / entry.value_of_hit,
-        "reason": decision.reason,
+        "loss": loss,
+        "reason": f"{decision.option}: {verb} {abs(loss):.4g} over {decision.freed_bytes} bytes",
     }

@@ -9,8 +9,6 @@ and those hold positions < p in every layer and head.
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 
@@ -90,12 +88,3 @@ def place(positions: torch.Tensor, start: int, page_size: int) -> torch.Tensor:
     page = last.view(-1, page_size)[:, -1] // page_size
     offsets = torch.arange(page_size, device=last.device)
     return (page[:, None] * page_size + offsets).reshape(-1)
-
-
-def slots_after(num_tokens: int, kept_fraction: float, page_size: int, *, at_least: int = 0) -> int:
-    """Slots a node of ``num_tokens`` holds once compressed: ceil(kept * tokens), rounded up to whole pages.
-
-    ``at_least``: tokens that survive in any case (sinks).
-    """
-    kept = max(at_least, math.ceil(num_tokens * kept_fraction - 1e-9))
-    return min(num_tokens, -(-kept // page_size) * page_size)

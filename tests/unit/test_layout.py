@@ -44,10 +44,9 @@ def test_importing_the_package_and_its_plugin_loads_only_the_stdlib() -> None:
     assert loaded_by("sglang_evicpress", "sglang_evicpress.plugin") == {"sglang_evicpress"}
 
 
-def test_importing_the_decision_side_loads_only_the_stdlib() -> None:
-    names = ["sglang_evicpress.core"]
-    names += [f"sglang_evicpress.{name}" for name in ("config", "profile", "utility", "policy")]
-    assert loaded_by(*names) == {"sglang_evicpress"}
+def test_importing_the_decision_side_loads_only_the_stdlib_and_numpy() -> None:
+    pure = ("core", "config", "costs", "profile", "reuse", "utility", "policy")
+    assert loaded_by(*(f"sglang_evicpress.{name}" for name in pure)) == {"numpy", "sglang_evicpress"}
 
 
 def test_the_kernels_package_of_sglang_is_found_from_the_repository_root() -> None:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_evicpress.layout import HostCopy, SurvivorLayout, place, slots_after
+from sglang_evicpress.layout import HostCopy, SurvivorLayout, place
 
 
 @st.composite
@@ -126,23 +126,3 @@ def test_left_justified_survivors_would_show_the_future() -> None:
     assert max(late) > 100 and sum(count > 0 for count in late) > 200
     exact = place(positions, 0, 1)
     assert [shown_late(positions, exact, 0, cut) for cut in range(1, 300)] == [0] * 299
-
-
-@given(st.integers(1, 400), st.floats(0.0, 1.0, exclude_min=True), st.sampled_from([1, 16]), st.integers(0, 40))
-def test_slots_after_keeps_enough_whole_pages_and_never_more_than_there_are(
-    num_units: int, kept_fraction: float, page_size: int, sinks: int
-) -> None:
-    num_tokens = num_units * page_size
-    kept = slots_after(num_tokens, kept_fraction, page_size, at_least=min(sinks, num_tokens))
-    assert kept % page_size == 0 and 0 <= kept <= num_tokens
-    assert kept >= min(sinks, num_tokens)
-    assert kept >= num_tokens * kept_fraction - 1e-6
-    assert kept < max(num_tokens * kept_fraction, sinks) + page_size
-
-
-def test_slots_after_is_not_moved_by_the_last_bit_of_a_fraction() -> None:
-    assert slots_after(1000, 0.1, 1) == 100
-    assert slots_after(30, 0.1, 1) == 3
-    assert slots_after(100, 0.29, 1) == 29
-    assert slots_after(160, 0.3, 16) == 48
-    assert slots_after(160, 0.31, 16) == 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -177,7 +178,9 @@ class Book:
         self.locked_bytes = [0] * DROPPED
 
     def put(self, node: NodeStats) -> None:
-        """Note a new node, or whatever has changed about a known one."""
+        """Note a new node, or whatever has changed about a known one. ValueError for a weight that is no number."""
+        if not math.isfinite(node.weight):
+            raise ValueError(f"node {node.id} has the weight {node.weight!r}: expected a finite number")
         record = self.records.get(node.id)
         if record is None:
             record = self.records[node.id] = Record(node)

@@ -49,7 +49,7 @@ class Menu:
 
     def num_slots(self, form: Form, num_tokens: int, sinks: int = 0) -> int:
         """Slots a node of ``num_tokens`` holds in ``form``: ceil(kept * tokens), at least ``sinks``, in whole pages."""
-        kept = max(sinks, math.ceil(num_tokens * form.kept_fraction - 1e-9))
+        kept = max(1, sinks, math.ceil(num_tokens * form.kept_fraction - 1e-9))
         return min(num_tokens, -(-kept // self.page_size) * self.page_size)
 
     def num_bytes(self, form: Form, num_tokens: int, sinks: int = 0) -> int:

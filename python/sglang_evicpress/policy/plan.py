@@ -86,13 +86,11 @@ class Plan:
                 continue
             source = Option(before.form, Tier(before.rank), before.num_bytes)
             option = DROP if step.rank == DROPPED else Option(move.copy.form, Tier(step.rank), step.num_bytes)
-            reason = f"{option}: {'gains' if move.loss < 0 else 'loses'} {abs(move.loss):.4g} over {freed} bytes"
             decision = Decision(
                 before.id,
                 source,
                 option,
                 freed,
-                reason,
                 before.weight,
                 before.quality,
                 step.quality,

@@ -130,7 +130,6 @@ def _candidate(
         source,
         option,
         record.num_bytes - (option.num_bytes if stays else 0),
-        f"{option}: gains {gain:.4g} by moving {moved} bytes",
         record.weight,
         record.quality,
         quality,

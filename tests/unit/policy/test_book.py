@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
+
+import pytest
 
 from sglang_evicpress.core import Form, NodeStats, Tier
 from sglang_evicpress.costs import Costs, PrefillLaw
@@ -47,3 +50,11 @@ def test_other_weights_reorder_the_nodes_and_build_no_hull_anew(make_node: MakeN
     assert all(record.memo is memos[record.id] for record in policy.book.records.values()) and rule.prepared == 0
     policy.refresh(Costs(PrefillLaw(0.0, 2e-4, 0.0), {}, {}))
     assert rule.prepared == 1
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf])
+def test_a_weight_that_is_no_number_is_refused(make_node: MakeNode, weight: float) -> None:
+    """A heap of it would never end."""
+    policy = make_policy("lru", Menu(()), alpha=1.0, costs=Costs(PrefillLaw(0.0, 1.0, 0.0), {}, {}))
+    with pytest.raises(ValueError, match=r"node 1 has the weight (nan|inf): expected a finite number"):
+        policy.put(make_node(1, menu=Menu(()), weight=weight))
