@@ -54,6 +54,15 @@ class AdaptCacheRule(CascadeRule):
         quality = self._quality.get(form, record.quality)
         return record.num_hits * self.alpha * quality - num_bytes * self._seconds_per_byte[rank]
 
+    def lost(self, record: Record, form: Form, rank: int, num_bytes: int) -> float:
+        """The utility given up by going there. Qualities and delays are taken off apart: the difference of two
+        utilities is rounded, so that a hit could make it smaller, and the book counts on that it does not."""
+        if rank == DROPPED:
+            return self.utility(record, record.form, record.rank, record.num_bytes)
+        given_up = self._quality.get(record.form, record.quality) - self._quality.get(form, record.quality)
+        delay_s = num_bytes * self._seconds_per_byte[rank]
+        return record.num_hits * self.alpha * given_up + (delay_s - self.delay_s(record))
+
     def delay_s(self, record: Record) -> float:
         return record.num_bytes * self._seconds_per_byte[record.rank]
 
@@ -62,17 +71,16 @@ class AdaptCacheRule(CascadeRule):
         evicted = self.next_rank(record, barred)
         if held == 0:
             return None if evicted is None else Step(math.inf, evicted, None, 0, record.quality)
-        now = self.utility(record, record.form, rank, held)
         best: Step | None = None
         for index, num_bytes in self._smaller(record):
             form = self.menu.forms[index]
-            lost = now - self.utility(record, form, rank, num_bytes)
+            lost = self.lost(record, form, rank, num_bytes)
             if best is None or lost / (held - num_bytes) < best.key:
                 delay_s = num_bytes * self._seconds_per_byte[rank]
                 key = lost / (held - num_bytes)
                 best = Step(key, rank, form, num_bytes, record.curve[index], delay_s, self._per_weight(record, lost))
         if evicted is not None:
-            lost = now - self.utility(record, record.form, evicted, held)
+            lost = self.lost(record, record.form, evicted, held)
             if best is None or lost / held < best.key:
                 left = 0 if evicted == DROPPED else held
                 quality = 1.0 if evicted == DROPPED else record.quality
