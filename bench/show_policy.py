@@ -24,19 +24,23 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 TESTS = (
-    ("figure 2 of the EvicPress paper", "tests/unit/policy/test_figure2.py", "joint choice: quality 100 %, least TTFT"),
-    ("property tests (hypothesis)", "tests/unit/policy/test_properties.py", "all hold"),
-    ("hidden cost laws are learned", "tests/unit/test_costs.py", "converges, x0.1 followed within 20 observations"),
+    (
+        "figure 2 of the EvicPress paper",
+        ("tests/unit/policy/test_evicpress_policy.py", "-k", "figure_2"),
+        "joint choice: quality 100 % in 0.5 s; eviction alone 2.4 s, compression alone 75 %",
+    ),
+    ("property tests (hypothesis)", ("tests/unit/policy/test_properties.py",), "all hold"),
+    ("hidden cost laws are learned", ("tests/unit/test_costs.py",), "converges, x0.1 followed within 20 observations"),
 )
 
 
 def run_tests() -> Iterator[Line]:
     """What is promised as a test: the tests' own verdict."""
-    for what, path, target in TESTS:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", path]
+    for what, chosen, target in TESTS:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen]
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         verdict = (run.stdout.strip() or run.stderr.strip() or "pytest said nothing").splitlines()[-1]
-        yield Line(f"{what}: {path}", target, verdict, run.returncode == 0)
+        yield Line(f"{what}: {chosen[0]}", target, verdict, run.returncode == 0)
 
 
 def parts() -> dict[str, Callable[[], Iterator[Line]]]:
