@@ -41,7 +41,6 @@ class Bookkeeping:
         self.claims = Claims(self._hit)
         self._curves = Curves.prior() if config.curves is None else Curves.from_json(config.curves)
         self._curve = [self._curves.quality(form) for form in self.menu.forms]
-        self._smaller: dict[object, int] = {}
         self._blind = self.menu.everything  # the forms that can be made without queries
         for index, form in enumerate(self.menu.forms):
             if form.press is not None and get_press(form.press).needs_queries:
@@ -109,9 +108,7 @@ class Bookkeeping:
             quality = self._curves.quality(replace(form, kept_fraction=min(form.kept_fraction, slots / num_tokens)))
         reachable = 0
         if num_tokens >= self.config.min_tokens and self.policy.rule.compresses:
-            reachable = self._smaller.get(form, -1)
-            if reachable < 0:
-                reachable = self._smaller[form] = self.menu.smaller(form)
+            reachable = self.menu.smaller(form)
             if self.window_of(node) is None:
                 reachable &= self._blind
         return NodeStats(

@@ -90,8 +90,11 @@ class Record:
     def copy(self) -> Record:
         """A record a plan may change: the same node, in no heap."""
         twin = Record.__new__(Record)
-        for name in Record.__slots__:
-            setattr(twin, name, getattr(self, name))
+        twin.id, twin.parent_id, twin.rank, twin.form = self.id, self.parent_id, self.rank, self.form
+        twin.num_tokens, twin.num_bytes, twin.depth_tokens = self.num_tokens, self.num_bytes, self.depth_tokens
+        twin.quality, twin.curve, twin.reachable, twin.sinks = self.quality, self.curve, self.reachable, self.sinks
+        twin.weight, twin.num_hits, twin.last_use = self.weight, self.num_hits, self.last_use
+        twin.is_locked, twin.exact_on, twin.memo = self.is_locked, self.exact_on, self.memo
         twin.num_children = None if self.num_children is None else list(self.num_children)
         twin.queued = None
         return twin

@@ -27,6 +27,7 @@ class Menu:
     page_size: int = 1
     codec_ratio: Mapping[str, float] = field(default_factory=lambda: RAW_ONLY)
     _sizes: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _smaller: dict[Form, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("slot_bytes", "page_size"):
@@ -63,6 +64,14 @@ class Menu:
         From the exact form everything; from a lossy one its own press at a smaller fraction, or the same tokens in
         another codec only if it is stored raw.
         """
+        known = self._smaller.get(form)
+        if known is None:
+            if len(self._smaller) >= MAX_REMEMBERED:
+                self._smaller.clear()
+            known = self._smaller[form] = self._smaller_than(form)
+        return known
+
+    def _smaller_than(self, form: Form) -> int:
         if form.is_exact:
             return self.everything
         mask = 0
