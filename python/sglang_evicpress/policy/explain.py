@@ -6,6 +6,7 @@ from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.policy.book import DROPPED, Record, Rule
 from sglang_evicpress.policy.edges import Point, upper_hull
 from sglang_evicpress.policy.evicpress import EvicPressRule
+from sglang_evicpress.utility import utility
 
 Row = dict[str, object]
 
@@ -61,14 +62,14 @@ def _table(rule: EvicPressRule, record: Record, chosen: object) -> list[Row]:
         role = "hull" if point in hull else _why_left_out(point, [held, *points, *leaving])
         rows.append(_row(rule, record, form, record.rank, point[0], quality, point[1], role))
     for way in ways_out:
-        rank, left_as, num_bytes, quality, utility = way
+        rank, left_as, num_bytes, quality, per_use = way
         if rank > record.floor:
             role = "a child is above"
         elif way is not best_out:
             role = "dominated by a better way out"
         else:
             role = "hull" if leaving[0] in hull else "dominated"
-        rows.append(_row(rule, record, left_as, rank, num_bytes, quality, utility, role))
+        rows.append(_row(rule, record, left_as, rank, num_bytes, quality, per_use, role))
     for row in rows:
         if row["option"] == chosen and row["role"] == "hull":
             row["role"] = "next"
@@ -82,17 +83,19 @@ def _row(
     rank: int,
     num_bytes: int,
     quality: float,
-    utility: float,
+    per_use: float,
     role: str,
 ) -> Row:
     freed = record.num_bytes - (num_bytes if rank == record.rank else 0)
-    lost = record.weight * (rule.alpha * record.quality - rule.delay_s(record) - utility)
+    delay_s = rule.alpha * quality - per_use
+    worth = utility(record.weight, rule.alpha, quality, delay_s)
+    lost = utility(record.weight, rule.alpha, record.quality, rule.delay_s(record)) - worth
     return {
         "option": _option(form, rank),
         "num_bytes": num_bytes,
         "q": quality,
-        "d": rule.alpha * quality - utility,
-        "U": record.weight * utility,
+        "d": delay_s,
+        "U": worth,
         "freed_bytes": freed,
         "drop_per_byte": lost / freed if freed > 0 else None,
         "role": role,

@@ -10,6 +10,7 @@ from sglang_evicpress.core import EXACT, Decision, Option, Tier
 from sglang_evicpress.policy.book import DROPPED, Book, Record
 from sglang_evicpress.policy.evicpress import EvicPressRule
 from sglang_evicpress.policy.plan import Plan
+from sglang_evicpress.utility import utility
 
 MAX_CANDIDATES = 64
 
@@ -118,7 +119,8 @@ def _candidate(
     rule: EvicPressRule, record: Record, option: Option, quality: float, delay_s: float, added: int, moved: int
 ) -> Candidate:
     before_s = rule.delay_s(record)
-    gain = record.weight * (rule.alpha * (quality - record.quality) - (delay_s - before_s))
+    held = utility(record.weight, rule.alpha, record.quality, before_s)
+    gain = utility(record.weight, rule.alpha, quality, delay_s) - held
     comes_from = (
         record.rank if record.exact_on is None or not option.form or not option.form.is_exact else record.exact_on
     )
