@@ -94,20 +94,22 @@ class EvicPressRule:
         lost, weight = edge.utility - leave_utility, record.weight
         return Step(weight * per_byte, leave.rank, leave.form, leave.num_bytes, leave.quality, leave.delay_s, lost)
 
-    def choices(self, record: Record, barred: int = 0) -> list[Step]:
-        """Every change that frees bytes on the node's tier; the key is that of a step."""
+    def choices(self, record: Record, barred: int = 0, num_bytes: int = 1) -> list[Step]:
+        """Every change that frees ``num_bytes`` or more on the node's tier; the key is that of a step."""
         held, floor = record.num_bytes, record.floor
+        if held < num_bytes or not held:
+            return []
         now = self.alpha * record.quality - self.delay_s(record)
         found = []
         for point in self.points(record):
-            lost = now - point[1]
-            found.append(self._shrink(record, point, record.weight * lost / (held - point[0]), lost))
-        if held:
-            for rank, form, size, quality, worth in self.ways_out(record):
-                if rank <= floor and not barred >> rank & 1:
-                    lost = now - worth
-                    delay_s = self.alpha * quality - worth
-                    found.append(Step(record.weight * lost / held, rank, form, size, quality, delay_s, lost))
+            if held - point[0] >= num_bytes:
+                lost = now - point[1]
+                found.append(self._shrink(record, point, record.weight * lost / (held - point[0]), lost))
+        for rank, form, size, quality, worth in self.ways_out(record):
+            if rank <= floor and not barred >> rank & 1:
+                lost = now - worth
+                delay_s = self.alpha * quality - worth
+                found.append(Step(record.weight * lost / held, rank, form, size, quality, delay_s, lost))
         return found
 
     def prepare(self, records: Iterable[Record]) -> None:

@@ -11,7 +11,7 @@ from sglang_evicpress.core import DROP, Decision, Option, Tier
 from sglang_evicpress.policy.book import DROPPED, Book, Entry, Record, Step
 from sglang_evicpress.policy.evicpress import EvicPressRule
 
-MAX_COMPARED = 32
+MAX_COMPARED = 16
 """Nodes whose changes are compared for the last step on a tier."""
 
 NOTABLE_SHARE = 1 / 16
@@ -120,27 +120,30 @@ class Plan:
         others: list[tuple[Record, Step]] = []
         while len(others) < MAX_COMPARED - 1 and (found := self._take_first(rank)) is not None:
             others.append(found)
-        best, least = (copy, step), self._cost(copy, step)
+        prices = [self._price(below) if below > rank else 0.0 for below in range(DROPPED)]
+
+        def cost(node: Record, choice: Step) -> float:
+            loss = choice.loss * node.weight
+            missing = choice.num_bytes - self.room[choice.rank] if rank < choice.rank < DROPPED else 0
+            return loss + prices[choice.rank] * missing if missing > 0 else loss
+
+        best, least = (copy, step), cost(copy, step)
         for node, _ in ((copy, step), *others):
-            for choice in weigher.choices(node, self._barred.get(node.id, 0)):
-                freed = node.num_bytes - (choice.num_bytes if choice.rank == rank else 0)
-                if freed >= num_bytes and (cost := self._cost(node, choice)) < least:
-                    best, least = (node, choice), cost
+            for choice in weigher.choices(node, self._barred.get(node.id, 0), num_bytes):
+                if choice.loss * node.weight < least and (loss := cost(node, choice)) < least:
+                    best, least = (node, choice), loss
         for node, _ in ((copy, step), *others):
             if node is not best[0]:
                 self._queue(node)
         return best
 
-    def _cost(self, copy: Record, step: Step) -> float:
-        """The utility a step loses, and what it displaces on a full tier."""
-        loss = step.loss * copy.weight
-        if copy.rank < step.rank < DROPPED and step.num_bytes > self.room[step.rank]:
-            found = self._take_first(step.rank)
-            if found is None:
-                return math.inf
-            self._queue(found[0])
-            loss += max(0.0, found[1].key) * (step.num_bytes - self.room[step.rank])
-        return loss
+    def _price(self, rank: int) -> float:
+        """What is lost first on a tier per byte freed, if anything is lost; infinite where nothing can be freed."""
+        found = self._take_first(rank)
+        if found is None:
+            return math.inf
+        self._queue(found[0])
+        return max(0.0, found[1].key)
 
     def _make_room(self, rank: int, num_bytes: int) -> bool:
         """Whether a lower tier has, or can be given, room for ``num_bytes``."""
