@@ -200,9 +200,12 @@ class Book:
         else:
             if record.rank != node.tier and self._watcher is not None:
                 self._watcher.left(record, int(node.tier))
+            former = self._parent(record)
             self._leave(record)
             record.read(node)
             self._join(record)
+            if former is not None and record.parent_id != former.id:
+                self.requeue(former, anew=True)
         if self._watcher is not None:
             self._watcher.used(record)
         parent = self._parent(record)
@@ -332,7 +335,6 @@ class Book:
         parent = self._parent(record)
         if parent is not None:
             parent.count_child(record.rank, -1)
-            self.requeue(parent, anew=True)
 
     def _count(self, record: Record, sign: int) -> None:
         self.num_on[record.rank] += sign
