@@ -20,8 +20,8 @@ class CascadeRule:
         self.menu = menu
 
     def key(self, record: Record) -> float:
-        """The smallest goes first; ties by last use."""
-        raise NotImplementedError
+        """The smallest goes first, ties by last use; here the last use itself."""
+        return float(record.last_use)
 
     def step(self, record: Record, barred: int = 0) -> Step | None:
         rank = self.next_rank(record, barred)
@@ -49,9 +49,6 @@ class LruRule(CascadeRule):
     """Least recently used first, as SGLang's own radix cache."""
 
     name: ClassVar[str] = "lru"
-
-    def key(self, record: Record) -> float:
-        return float(record.last_use)
 
 
 class LfuRule(CascadeRule):
