@@ -54,16 +54,18 @@ TABLE = {
     "layout": Layer(("core",), ("torch",)),
     "press": Layer(("core", "kernels", "layout"), ("torch",)),
     "cpu_attention": Layer(("core", "kernels", "layout"), ("torch",)),
+    # Where KV is kept below the GPU.
+    "tiers": Layer(("core", "layout"), ("numpy", "torch", "xxhash")),
     # The only writer of state, and what is shown of it.
     "controller": Layer(PURE),
     "introspect": Layer(("core",), ("orjson",)),
     # The only code that knows SGLang.
     "patches": Layer(
-        (*PURE, "controller", "cpu_attention", "handover", "introspect", "kernels", "layout", "press"),
+        (*PURE, "controller", "cpu_attention", "handover", "introspect", "kernels", "layout", "press", "tiers"),
         ("fastapi", "flashinfer", "numpy", "orjson", "sglang", "starlette", "torch"),
     ),
     "plugin": Layer(("config", "handover", "patches")),
-    "cli": Layer((*PURE, "simulator", "traces"), ("numpy", "orjson", "tqdm")),
+    "cli": Layer((*PURE, "simulator", "tiers", "traces"), ("numpy", "orjson", "tqdm")),
 }
 
 
