@@ -29,6 +29,7 @@ class Arena:
     ) -> None:
         self.extents = Extents(num_bytes, granule, max_runs)
         self.is_pinned = False
+        self.is_closed = False
         self._mmap = _take_memory(self.extents.num_bytes)
         # numpy keeps the mapping from being closed under a tensor; torch.frombuffer would not.
         self.data = torch.from_numpy(np.frombuffer(self._mmap, dtype=np.uint8))
@@ -46,17 +47,23 @@ class Arena:
         return self.extents.num_bytes
 
     def buffers(self, runs: Sequence[Run], offset: int, num_bytes: int) -> list[memoryview]:
-        """Writable pieces that spell the payload's bytes [offset, offset + num_bytes); ValueError outside the runs."""
+        """Writable pieces that spell the payload's bytes [offset, offset + num_bytes).
+
+        Raises ValueError outside the runs and when the arena is closed.
+        """
         memory = self._bytes
-        return [memory[begin:end] for begin, end in _pieces(runs, offset, num_bytes)]
+        return [memory[begin:end] for begin, end in self._pieces(runs, offset, num_bytes)]
 
     def tensors(self, runs: Sequence[Run], offset: int, num_bytes: int) -> list[torch.Tensor]:
-        """The same bytes as uint8 views."""
+        """The same bytes as uint8 views, the same errors."""
         data = self.data
-        return [data[begin:end] for begin, end in _pieces(runs, offset, num_bytes)]
+        return [data[begin:end] for begin, end in self._pieces(runs, offset, num_bytes)]
 
     def close(self) -> None:
         """Unpin and give the memory back; what still has views into it keeps it until these are gone."""
+        if self.is_closed:
+            return
+        self.is_closed = True
         if self.is_pinned:
             self.is_pinned = False
             torch.cuda.cudart().cudaHostUnregister(self.data.data_ptr())
@@ -67,24 +74,25 @@ class Arena:
         except BufferError:
             return  # someone still has a view
 
-
-def _pieces(runs: Sequence[Run], offset: int, num_bytes: int) -> Iterator[tuple[int, int]]:
-    """(begin, end) in the arena of the payload's bytes [offset, offset + num_bytes)."""
-    left = num_bytes
-    if offset < 0 or left < 0:
-        raise ValueError(f"{num_bytes} bytes at offset {offset}: neither may be negative")
-    for begin, size in runs:
-        if not left:
-            return
-        if offset < size:
-            taken = min(size - offset, left)
-            yield begin + offset, begin + offset + taken
-            left -= taken
-            offset = 0
-        else:
-            offset -= size
-    if left:
-        raise ValueError(f"{num_bytes} bytes are asked for, the runs end {left} bytes before")
+    def _pieces(self, runs: Sequence[Run], offset: int, num_bytes: int) -> Iterator[tuple[int, int]]:
+        """(begin, end) in the arena of the payload's bytes [offset, offset + num_bytes)."""
+        if self.is_closed:
+            raise ValueError("the arena is closed")
+        if offset < 0 or num_bytes < 0:
+            raise ValueError(f"{num_bytes} bytes at offset {offset}: neither may be negative")
+        left = num_bytes
+        for begin, size in runs:
+            if not left:
+                return
+            if offset < size:
+                taken = min(size - offset, left)
+                yield begin + offset, begin + offset + taken
+                left -= taken
+                offset = 0
+            else:
+                offset -= size
+        if left:
+            raise ValueError(f"{num_bytes} bytes are asked for, the runs end {left} bytes before")
 
 
 def _take_memory(num_bytes: int) -> mmap.mmap:

@@ -1,0 +1,308 @@
+"""The allocator against a map of every granule, and the memory it is about."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import resource
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from sglang_evicpress.tiers import arena as module
+from sglang_evicpress.tiers.arena import GRANULE, Arena, Extents, Run
+
+UNIT = 16
+
+
+class AgainstMap(RuleBasedStateMachine):
+    """``owner``: for each granule the allocation that has it, 0 where it is free."""
+
+    @initialize(granules=st.integers(1, 48), spare=st.integers(0, UNIT - 1), max_runs=st.integers(1, 4))
+    def start(self, granules: int, spare: int, max_runs: int) -> None:
+        self.extents = Extents(granules * UNIT + spare, UNIT, max_runs)
+        self.owner = [0] * granules
+        self.live: dict[int, tuple[Run, ...]] = {}
+        self.freed: list[Run] = []
+        self.next_id = 1
+
+    def free_runs(self) -> list[Run]:
+        runs, position = [], 0
+        for is_free, group in groupby(self.owner, lambda owner: owner == 0):
+            size = len(list(group))
+            if is_free:
+                runs.append(Run(position * UNIT, size * UNIT))
+            position += size
+        return runs
+
+    def mark(self, runs: Sequence[Run], before: int, after: int) -> None:
+        for begin, num_bytes in runs:
+            assert begin % UNIT == 0 and num_bytes % UNIT == 0 and num_bytes > 0
+            for granule in range(begin // UNIT, (begin + num_bytes) // UNIT):
+                assert self.owner[granule] == before, "overlap"
+                self.owner[granule] = after
+
+    @rule(num_bytes=st.integers(1, 50 * UNIT))
+    def alloc(self, num_bytes: int) -> None:
+        need = -(-num_bytes // UNIT) * UNIT
+        sizes = sorted((run.num_bytes for run in self.free_runs()), reverse=True)
+        runs = self.extents.alloc(num_bytes)
+        if runs is None:
+            assert sum(sizes[: self.extents.max_runs]) < need
+            return
+        fitting = [size for size in sizes if size >= need]
+        if fitting:
+            (run,) = runs
+            assert any(
+                free.begin <= run.begin < free.begin + free.num_bytes and free.num_bytes == min(fitting)
+                for free in self.free_runs()
+            ), "not the best fit"
+        assert sum(run.num_bytes for run in runs) == need
+        assert len(runs) <= self.extents.max_runs
+        self.mark(runs, 0, self.next_id)
+        self.live[self.next_id] = runs
+        self.next_id += 1
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.live)))
+        runs = self.live.pop(key)
+        given_back = data.draw(st.permutations(runs))[: data.draw(st.integers(1, len(runs)))]
+        self.extents.free(given_back)
+        self.mark(given_back, key, 0)
+        self.freed += given_back
+        if len(given_back) < len(runs):
+            self.live[key] = tuple(run for run in runs if run not in given_back)
+
+    @rule(data=st.data())
+    def refuse(self, data: st.DataObject) -> None:
+        """A run that is free, cut, shifted or made up, alone or after good ones, changes nothing."""
+        held = [run for runs in self.live.values() for run in runs]
+        bad = [run for run in self.freed if run not in held]
+        bad += [Run(run.begin, run.num_bytes + UNIT) for run in held]
+        bad += [Run(run.begin + UNIT, run.num_bytes - UNIT) for run in held if run.begin + UNIT not in self.begins()]
+        bad += [Run(0, 0), Run(-UNIT, UNIT), Run(1000 * UNIT, UNIT)]
+        chosen = [data.draw(st.sampled_from(bad))]
+        if held:
+            chosen = data.draw(st.sampled_from([chosen, [held[0], *chosen], [held[0], held[0]]]))
+        before = (self.extents.free_runs, self.extents.used_bytes)
+        with pytest.raises(ValueError, match=r"not in use|comes twice"):
+            self.extents.free(chosen)
+        assert (self.extents.free_runs, self.extents.used_bytes) == before
+        for run in held[:1]:  # still in use: the map gets it back only once
+            self.extents.free([run])
+            again = self.extents.alloc(run.num_bytes)
+            assert again is not None
+            key = next(key for key, runs in self.live.items() if run in runs)
+            self.mark([run], key, 0)
+            self.mark(again, 0, key)
+            self.live[key] = (*(other for other in self.live[key] if other != run), *again)
+
+    def begins(self) -> set[int]:
+        return {run.begin for runs in self.live.values() for run in runs}
+
+    @invariant()
+    def agrees(self) -> None:
+        free = self.free_runs()
+        sizes = sorted((run.num_bytes for run in free), reverse=True)
+        extents = self.extents
+        assert extents.free_runs == free
+        assert extents.num_free_runs == len(free)
+        assert extents.largest_free == max(sizes, default=0)
+        assert extents.free_bytes == sum(sizes)
+        assert extents.used_bytes + extents.free_bytes == extents.num_bytes == len(self.owner) * UNIT
+        lost = sum(sizes[extents.max_runs :])
+        assert extents.fragmentation == pytest.approx(lost / sum(sizes) if sizes else 0.0)
+
+
+AgainstMap.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestAgainstMap = AgainstMap.TestCase
+
+
+def test_gathers_the_largest_runs_and_ends_with_the_best_fit() -> None:
+    extents = Extents(20 * UNIT, UNIT)
+    blocks = [extents.alloc(size * UNIT) for size in (5, 1, 3, 1, 2, 1, 7)]
+    for block in blocks[::2]:
+        assert block is not None
+        extents.free(block)
+    assert [run.num_bytes // UNIT for run in extents.free_runs] == [5, 3, 2, 7]
+    assert extents.alloc(9 * UNIT) == (Run(13 * UNIT, 7 * UNIT), Run(10 * UNIT, 2 * UNIT))
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "granule", "max_runs", "message"),
+    [
+        (GRANULE - 1, GRANULE, 1, "4095 bytes are less than one granule of 4096"),
+        (0, GRANULE, 1, "0 bytes"),
+        (-1, GRANULE, 1, "-1 bytes"),
+        (100, 0, 1, "granule 0"),
+        (100, 1, 0, "max_runs 0"),
+    ],
+)
+def test_refuses_sizes(num_bytes: int, granule: int, max_runs: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Extents(num_bytes, granule, max_runs)
+
+
+@pytest.mark.parametrize("num_bytes", [0, -5])
+def test_refuses_to_allocate_nothing(num_bytes: int) -> None:
+    with pytest.raises(ValueError, match=f"allocation of {num_bytes} bytes"):
+        Extents(GRANULE).alloc(num_bytes)
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    made = Arena(8 * GRANULE + 100)
+    yield made
+    made.close()
+
+
+def test_arena_is_page_aligned_and_rounded_down(arena: Arena) -> None:
+    assert arena.num_bytes == arena.extents.num_bytes == arena.data.numel() == 8 * GRANULE
+    assert arena.data.dtype == torch.uint8
+    assert arena.data.data_ptr() % mmap.PAGESIZE == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_pieces_spell_the_payload(seed: int) -> None:
+    draw = random.Random(seed)
+    arena = Arena(16 * GRANULE)
+    taken = [arena.extents.alloc(draw.randrange(1, 3 * GRANULE)) for _ in range(12)]
+    held = [runs for runs in taken if runs is not None]
+    for runs in held[::2]:
+        arena.extents.free(runs)
+    total = arena.extents.free_bytes
+    runs = arena.extents.alloc(total)
+    assert runs is not None and sum(run.num_bytes for run in runs) == total
+    payload = draw.randbytes(total)
+    position = 0
+    while position < total:
+        size = draw.randrange(1, total - position + 1)
+        for piece in arena.buffers(runs, position, size):
+            piece[:] = payload[position : position + len(piece)]
+            position += len(piece)
+    begin = draw.randrange(total + 1)
+    end = draw.randrange(begin, total + 1)
+    assert b"".join(arena.buffers(runs, begin, end - begin)) == payload[begin:end]
+    pieces = arena.tensors(runs, begin, end - begin)
+    assert b"".join(bytes(piece.tolist()) for piece in pieces) == payload[begin:end]
+    assert all(piece.data_ptr() >= arena.data.data_ptr() for piece in pieces)
+    arena.close()
+
+
+@pytest.mark.parametrize(("offset", "num_bytes"), [(0, 2 * GRANULE + 1), (2 * GRANULE, 1), (-1, 1), (0, -1)])
+def test_pieces_outside_the_runs_are_refused(arena: Arena, offset: int, num_bytes: int) -> None:
+    runs = arena.extents.alloc(2 * GRANULE)
+    assert runs is not None
+    with pytest.raises(ValueError, match=f"{num_bytes} bytes"):
+        arena.buffers(runs, offset, num_bytes)
+    with pytest.raises(ValueError, match=f"{num_bytes} bytes"):
+        arena.tensors(runs, offset, num_bytes)
+
+
+@pytest.mark.parametrize("advice", [module._POPULATE_WRITE, 9999])
+def test_memory_is_there_from_the_start(monkeypatch: pytest.MonkeyPatch, advice: int) -> None:
+    """Also on a kernel that does not know how to populate."""
+    monkeypatch.setattr(module, "_POPULATE_WRITE", advice)
+    num_pages = 4096
+    arena = Arena(num_pages * mmap.PAGESIZE)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    arena.data[:: mmap.PAGESIZE] = 1
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < num_pages // 4
+    arena.close()
+
+
+def test_more_memory_than_there_is() -> None:
+    num_bytes = 64 * os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+    with pytest.raises(RuntimeError, match=rf"{num_bytes} bytes cannot be had, \d+ bytes are available"):
+        Arena(num_bytes)
+
+
+@pytest.mark.parametrize("error", [OSError(12, "Cannot allocate memory"), MemoryError()])
+def test_memory_that_the_kernel_refuses(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(module.mmap, "mmap", refuse)
+    with pytest.raises(RuntimeError, match=rf"{GRANULE} bytes cannot be had, \d+ bytes are available"):
+        Arena(GRANULE)
+
+
+class FakeCuda:
+    def __init__(self, status: int) -> None:
+        self.status = status
+        self.calls: list[tuple[object, ...]] = []
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        self.calls.append((address, num_bytes, flags))
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append((address,))
+        return 0
+
+
+def test_pinned_and_unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    arena = Arena(2 * GRANULE, is_pinned=True)
+    address = arena.data.data_ptr()
+    assert arena.is_pinned
+    arena.close()
+    arena.close()
+    assert cuda.calls == [(address, 2 * GRANULE, 0), (address,)]
+    Arena(GRANULE).close()
+    assert len(cuda.calls) == 2
+
+
+def test_pinning_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    with pytest.raises(RuntimeError, match="4096 bytes of host memory cannot be pinned: CUDA error 2"):
+        Arena(GRANULE, is_pinned=True)
+    assert len(cuda.calls) == 1, "what was not pinned is not unpinned"
+
+
+def test_pinning_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="no CUDA device"):
+        Arena(GRANULE, is_pinned=True)
+
+
+def test_closed_under_a_view(arena: Arena) -> None:
+    """A view outlives the arena and keeps its bytes; new ones are refused."""
+    runs = arena.extents.alloc(GRANULE)
+    assert runs is not None
+    (tensor,) = arena.tensors(runs, 0, GRANULE)
+    (buffer,) = arena.buffers(runs, 0, GRANULE)
+    tensor.fill_(7)
+    arena.close()
+    assert tensor.sum() == 7 * GRANULE
+    assert bytes(buffer) == b"\7" * GRANULE
+    with pytest.raises(ValueError, match="closed"):
+        arena.buffers(runs, 0, 1)
+    with pytest.raises(ValueError, match="closed"):
+        arena.tensors(runs, 0, 1)
+
+
+def test_closing_gives_the_memory_back() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    num_bytes = 64 << 20
+    before = resident()
+    arena = Arena(num_bytes)
+    assert resident() - before > num_bytes * 3 // 4
+    arena.close()
+    assert resident() - before < num_bytes // 4
