@@ -28,6 +28,7 @@ class Route:
     path: str
     op: str
     level: AuthLevel = AuthLevel.NORMAL
+    takes_query: bool = False  # a POST may give its arguments in the URL instead of a JSON body
 
 
 ROUTES = (
@@ -39,6 +40,11 @@ ROUTES = (
     Route("POST", "/evicpress/nodes/{node_id}/compress", "compress", AuthLevel.ADMIN_OPTIONAL),
     Route("POST", "/evicpress/check", "check", AuthLevel.ADMIN_OPTIONAL),
     Route("POST", "/evicpress/evict", "evict", AuthLevel.ADMIN_OPTIONAL),
+    Route("GET", "/evicpress/tiers", "tiers"),
+    Route("POST", "/evicpress/flush", "flush", AuthLevel.ADMIN_OPTIONAL, takes_query=True),
+    Route("POST", "/evicpress/nodes/{node_id}/demote", "demote", AuthLevel.ADMIN_OPTIONAL),
+    Route("POST", "/evicpress/tiers/ssd", "attach_ssd", AuthLevel.ADMIN_OPTIONAL),
+    Route("POST", "/evicpress/tiers/ssd/detach", "detach_ssd", AuthLevel.ADMIN_OPTIONAL),
 )
 
 
@@ -122,10 +128,11 @@ async def _ask(request: Request, route: Route) -> Response:
     calls: SchedulerCalls = request.app.state.evicpress
     arguments: Json = dict(request.query_params)
     if route.method == "POST":
-        if arguments:
+        in_body = read_object(await _body(request))
+        if arguments and (in_body or not route.takes_query):
             reason = f"query parameter {min(arguments)!r} is not known here: arguments go into the JSON body"
             raise IntrospectionError(400, reason)
-        arguments = read_object(await _body(request))
+        arguments |= in_body
     if "node_id" in arguments:
         raise IntrospectionError(400, "argument 'node_id' is not known here: the path names the node")
     arguments |= request.path_params

@@ -156,6 +156,11 @@ def check(server_args: Any, config: EvicPressConfig) -> None:
             f"--kv-policy {config.policy} cannot be combined with {prefill} for prefill and {decode} for decode: "
             "compact rows need one backend for both, so give --attention-backend alone"
         )
+    if config.has_tiers and server_args.tp_size > 1:
+        raise RefusedError(
+            f"--kv-host-gb {config.host_gb:g} cannot be combined with --tp-size {server_args.tp_size}: ranks do not "
+            "agree yet on when copies arrive, so leave out --kv-host-gb and --kv-ssd-dir, or use --tp-size 1"
+        )
     graphs = server_args.cuda_graph_config
     if "full" in (server_args.cuda_graph_backend_prefill, graphs and graphs.prefill.backend):
         for form in config.menu_forms:

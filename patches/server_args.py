@@ -21,7 +21,10 @@ from sglang_evicpress.policy import SERVER_POLICY_NAMES
 
 logger = logging.getLogger(__name__)
 
-DEPENDENT_FLAGS = ("kv_policy_config", "kv_alpha", "kv_half_life", "kv_forms", "kv_min_tokens", "kv_sinks")
+DEPENDENT_FLAGS = (
+    *("kv_policy_config", "kv_alpha", "kv_half_life", "kv_forms", "kv_min_tokens", "kv_sinks"),
+    *("kv_host_gb", "kv_ssd_dir", "kv_ssd_gb", "kv_ssd_write_gb_per_day", "kv_ssd_sync"),
+)
 
 
 def add_flags() -> None:
@@ -46,6 +49,11 @@ def config_of(server_args: Any) -> EvicPressConfig:
         server_args.kv_forms,
         server_args.kv_min_tokens,
         server_args.kv_sinks,
+        host_gb=server_args.kv_host_gb,
+        ssd_dir=server_args.kv_ssd_dir,
+        ssd_gb=server_args.kv_ssd_gb,
+        ssd_write_gb_per_day=server_args.kv_ssd_write_gb_per_day,
+        ssd_sync=server_args.kv_ssd_sync,
     )
 
 
@@ -85,6 +93,30 @@ def _add_fields(cls: Any) -> tuple[str, ...]:
             ),
             flag("kv_min_tokens", int, "Never compress a cached prefix part shorter than this (default: 64)."),
             flag("kv_sinks", int, "First tokens of a prompt that are always kept (default: 4)."),
+            flag(
+                "kv_host_gb",
+                float,
+                "Host memory, in GB of 1e9 bytes, for the KV of prefixes that leave the GPU (default: 0, none; 1 with "
+                "--kv-ssd-dir, as all goes through it).",
+            ),
+            flag(
+                "kv_ssd_dir",
+                str,
+                "Folder, on an SSD of this machine, for KV that leaves host memory; a later server with the same model "
+                "finds it again (default: none). Needs --kv-ssd-gb.",
+            ),
+            flag("kv_ssd_gb", float, "GB of 1e9 bytes that may be used in --kv-ssd-dir."),
+            flag(
+                "kv_ssd_write_gb_per_day",
+                float,
+                "GB of 1e9 bytes that may be written to --kv-ssd-dir in a day, to spare the SSD (default: no limit).",
+            ),
+            flag(
+                "kv_ssd_sync",
+                str,
+                "When what was written to --kv-ssd-dir is made durable: none leaves it to the system, batch does it in "
+                "the background, always before it counts as written (default: batch).",
+            ),
         ),
     )
     for field in dataclasses.fields(extra):

@@ -1,9 +1,10 @@
-"""What the server was asked to do: the kv flags and the config file as one checked value. Pure."""
+"""What the server was asked to do: the kv flags and the config file as one checked value."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,10 @@ from sglang_evicpress.policy import SERVER_POLICY_NAMES, policy_forms
 
 MAX_WINDOW = 256  # what the attention score kernel takes
 DEFAULT_FORMS = (Form("keydiff", 0.8), Form("keydiff", 0.5), Form("keydiff", 0.2))
+GB = 10**9  # as SGLang's --hicache-size counts
+SYNC_MODES = ("none", "batch", "always")
+_MIN_GB, _MAX_GB = 0.016, 1e9
+_HOST_GB_OF_SSD = 1.0  # when an SSD folder is given alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +33,15 @@ class EvicPressConfig:
     compressed node and would keep less than ``min_share`` of what the node's form promises for those tokens falls back
     to the parent node. ``curves`` is the raw JSON of the quality curves, None for the flat prior. The three
     ``prefill_`` figures, in seconds, are the law of prefill times to start with (``costs.PrefillLaw``), before batches
-    were observed. Raises ValueError, one sentence, for a value out of its range.
+    were observed.
+
+    ``host_gb`` (1e9 bytes) of host memory hold the KV of nodes that left the GPU, 0 for no such tier. ``ssd_gb`` of the
+    folder ``ssd_dir`` hold what leaves host memory, None for no such tier; at most ``ssd_write_gb_per_day`` are written
+    there, None for no limit. ``ssd_sync`` says when they are made durable: left to the system (none), in the background
+    (batch), or before an entry counts as written (always).
+
+    Raises ValueError, one sentence, for a value out of its range. What depends on this machine (memory, the folder) is
+    checked by ``from_flags``.
     """
 
     policy: str
@@ -43,6 +56,11 @@ class EvicPressConfig:
     prefill_fixed_s: float = 0.0
     prefill_per_token_s: float = 1e-4
     prefill_per_pair_s: float = 0.0
+    host_gb: float = 0.0
+    ssd_dir: str | None = None
+    ssd_gb: float | None = None
+    ssd_write_gb_per_day: float | None = None
+    ssd_sync: str = "batch"
 
     def __post_init__(self) -> None:
         _check_policy(self.policy)
@@ -62,6 +80,41 @@ class EvicPressConfig:
             raise ValueError(f"half_life is {self.half_life_s}: expected finite seconds above 0")
         if not 0.0 <= self.min_share <= 1.0:
             raise ValueError(f"min_share is {self.min_share}: expected a number from 0 to 1")
+        self._check_tiers()
+
+    def _check_tiers(self) -> None:
+        if self.ssd_sync not in SYNC_MODES:
+            raise ValueError(f"ssd_sync is {self.ssd_sync!r}: expected one of {', '.join(SYNC_MODES)}")
+        if self.host_gb != 0:
+            check_size("host_gb", self.host_gb, "0 for no host tier, or ")
+        if self.ssd_dir is None:
+            for name in ("ssd_gb", "ssd_write_gb_per_day"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} is {getattr(self, name)} without ssd_dir: give both, or leave out {name}")
+            return
+        if self.ssd_gb is None:
+            raise ValueError(f"ssd_dir is {self.ssd_dir!r} without ssd_gb: expected the GB that may be used there")
+        check_ssd_sizes(self.ssd_gb, self.ssd_write_gb_per_day)
+        if self.host_gb == 0:
+            raise ValueError(
+                f"host_gb is 0 with ssd_dir {self.ssd_dir!r}: KV reaches the SSD through host memory, so expected at "
+                f"least {_MIN_GB}"
+            )
+
+    @property
+    def host_bytes(self) -> int:
+        """Size of the host tier; 0 without one."""
+        return round(self.host_gb * GB)
+
+    @property
+    def ssd_bytes(self) -> int:
+        """Size of the SSD tier; 0 without one."""
+        return round((self.ssd_gb or 0) * GB)
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether KV that leaves the GPU is kept anywhere."""
+        return self.host_bytes > 0
 
     @property
     def menu_forms(self) -> tuple[Form, ...]:
@@ -78,10 +131,17 @@ class EvicPressConfig:
         forms: str | None = None,
         min_tokens: int | None = None,
         sinks: int | None = None,
+        *,
+        host_gb: float | None = None,
+        ssd_dir: str | None = None,
+        ssd_gb: float | None = None,
+        ssd_write_gb_per_day: float | None = None,
+        ssd_sync: str | None = None,
     ) -> Self:
         """Join the flags with the JSON config file, which may name the policy too; a flag that is given wins.
 
-        Raises ValueError, one sentence naming the value and what is accepted, for anything wrong in either.
+        An SSD tier without ``host_gb`` gets 1 GB of host memory. Raises ValueError, one sentence naming the value and
+        what is accepted, for anything wrong in either.
         """
         values = {} if config_file is None else _read_file(config_file)
         flags = {
@@ -91,18 +151,67 @@ class EvicPressConfig:
             "forms": forms,
             "min_tokens": min_tokens,
             "sinks": sinks,
+            "host_gb": host_gb,
+            "ssd_dir": ssd_dir,
+            "ssd_gb": ssd_gb,
+            "ssd_write_gb_per_day": ssd_write_gb_per_day,
+            "ssd_sync": ssd_sync,
         }
         values |= {name: value for name, value in flags.items() if value is not None}
         if "policy" not in values:
             raise ValueError("no kv policy is given: expected --kv-policy, or a policy config with the key 'policy'")
         settings = {_FIELDS.get(name, name): _READERS[name](name, value) for name, value in values.items()}
-        return cls(**settings)  # type: ignore[arg-type]  # the readers give the types of the fields
+        if "ssd_dir" in settings:
+            settings.setdefault("host_gb", _HOST_GB_OF_SSD)
+        config = cls(**settings)  # type: ignore[arg-type]  # the readers give the types of the fields
+        memory_gb = _memory_bytes() / GB
+        if config.host_gb > memory_gb:
+            raise ValueError(
+                f"host_gb is {config.host_gb:g}, and this machine has {memory_gb:.1f} GB of memory: expected less"
+            )
+        if config.ssd_dir is not None:
+            check_ssd_folder(config.ssd_dir)
+        return config
 
 
 def policy_in(config_file: str) -> str | None:
     """The policy a JSON config file names, if any. Raises ValueError, one sentence, when it cannot be read."""
     value = _read_file(config_file).get("policy")
     return None if value is None else _text("policy", value)
+
+
+def check_size(name: str, size_gb: float, or_else: str = "") -> None:
+    """Raise ValueError, one sentence, for a size no tier can have; ``or_else`` says what else is accepted."""
+    if not _MIN_GB <= size_gb <= _MAX_GB:  # also nan
+        raise ValueError(f"{name} is {size_gb}: expected {or_else}a number of GB (1e9 bytes) from {_MIN_GB} to 1e9")
+
+
+def check_ssd_sizes(ssd_gb: float, write_gb_per_day: float | None) -> None:
+    """Raise ValueError, one sentence, for sizes no SSD tier can have."""
+    check_size("ssd_gb", ssd_gb)
+    if write_gb_per_day is not None and not 0 < write_gb_per_day <= _MAX_GB:
+        raise ValueError(
+            f"ssd_write_gb_per_day is {write_gb_per_day}: expected a number of GB (1e9 bytes) above 0, up to 1e9"
+        )
+
+
+def check_ssd_folder(folder: str) -> None:
+    """Raise ValueError, one sentence, when nothing can be written at ``folder``, or it cannot be made."""
+    where = f"ssd_dir {folder!r}"
+    if not folder.strip() or "\0" in folder:
+        raise ValueError(f"{where} is no path: expected the folder of the SSD tier")
+    path = Path(folder).absolute()
+    there = next(known for known in (path, *path.parents) if os.access(known, os.F_OK) or not known.name)
+    if not there.is_dir():
+        what = "is" if there == path else f"lies below {str(there)!r}, which is"
+        raise ValueError(f"{where} {what} not a folder: expected one, or a path where one can be made")
+    if not os.access(there, os.W_OK | os.X_OK):
+        what = "is" if there == path else f"cannot be made, because {str(there)!r} is"
+        raise ValueError(f"{where} {what} not writable for this user: expected a folder that is")
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _check_policy(name: str) -> None:
@@ -190,5 +299,10 @@ _READERS: Mapping[str, Callable[[str, object], object]] = {
     "prefill_fixed_s": _number,
     "prefill_per_token_s": _number,
     "prefill_per_pair_s": _number,
+    "host_gb": _number,
+    "ssd_dir": _text,
+    "ssd_gb": _number,
+    "ssd_write_gb_per_day": _number,
+    "ssd_sync": _text,
 }
 _FIELDS = {"half_life": "half_life_s"}

@@ -2,8 +2,8 @@
 
 No transport here: ``patches/`` carries a question from HTTP to the scheduler and its answer back. A status
 is an HTTP status: 200 answered (``check`` too, with ``"ok": false`` when an invariant is broken), 400 bad
-arguments, 404 unknown operation or node, 409 the node does not allow it now, 500 unexpected, 501 this cache
-cannot be inspected.
+arguments, 404 unknown operation or node, 409 the cache or the node does not allow it now, 500 unexpected, 501
+this cache cannot be inspected.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 import orjson
 
-from sglang_evicpress.core import Form
+from sglang_evicpress.core import Form, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +47,10 @@ class UnknownNode(IntrospectionError):
 class NodeBusy(IntrospectionError):
     """The node is locked by a running request; asking again later may succeed."""
 
-    def __init__(self, node_id: int, why: str = "it is locked by a running request") -> None:
-        super().__init__(409, f"node {node_id} cannot be compressed now: {why}")
+    def __init__(
+        self, node_id: int, why: str = "it is locked by a running request", *, change: str = "compressed"
+    ) -> None:
+        super().__init__(409, f"node {node_id} cannot be {change} now: {why}")
 
 
 @runtime_checkable
@@ -86,6 +88,21 @@ class Inspectable(Protocol):
     def evict_slots(self, num_slots: int) -> Json:
         """Free at least ``num_slots`` slots if unlocked nodes allow it; the result says how many it were."""
 
+    def describe_tiers(self) -> Json:
+        """Size, use, queues, bandwidth seen and errors by reason of every tier; without tiers, that there are none."""
+
+    def flush_tier(self, tier: Tier) -> Json:
+        """Forget what ``tier`` (GPU, HOST or SSD) holds and nothing uses. Raises ValueError, one sentence."""
+
+    def demote_node(self, node_id: int, tier: Tier) -> Json:
+        """Begin to move a node to ``tier`` (HOST or SSD). Raises UnknownNode, NodeBusy, or ValueError, one sentence."""
+
+    def attach_ssd(self, folder: str, gb: float, write_gb_per_day: float | None) -> Json:
+        """Start to use ``gb`` (1e9 bytes) of a folder as the SSD tier. Raises ValueError, one sentence."""
+
+    def detach_ssd(self) -> Json:
+        """Publish what is in flight to the SSD tier, then let go of its folder. Raises ValueError, one sentence."""
+
 
 Question: TypeAlias = Callable[[Inspectable], Json]
 
@@ -122,12 +139,34 @@ def read_question(op: str, arguments: Mapping[str, object]) -> Question:
         case "compress":
             _accept_only(arguments, "node_id", "form")
             node_id, form = _integer(arguments, "node_id", least=0), _form(arguments)
-            return lambda cache: _compress(cache, node_id, form)
+            return _allowed(lambda cache: cache.compress_node(node_id, form))
         case "evict":
             _accept_only(arguments, "num_slots")
             num_slots = _integer(arguments, "num_slots", least=1)
             return lambda cache: cache.evict_slots(num_slots)
-    known = "tree, node, stats, explain, journal, compress, check or evict"
+        case "tiers":
+            _accept_only(arguments)
+            return lambda cache: cache.describe_tiers()
+        case "flush":
+            _accept_only(arguments, "tier")
+            flushed = _tier(arguments, Tier.GPU, Tier.HOST, Tier.SSD)
+            return _allowed(lambda cache: cache.flush_tier(flushed))
+        case "demote":
+            _accept_only(arguments, "node_id", "tier")
+            demoted, tier = _integer(arguments, "node_id", least=0), _tier(arguments, Tier.HOST, Tier.SSD)
+            return _allowed(lambda cache: cache.demote_node(demoted, tier))
+        case "attach_ssd":
+            _accept_only(arguments, "dir", "gb", "write_gb_per_day")
+            folder, gb = _folder(arguments), _gigabytes(arguments, "gb")
+            is_limited = arguments.get("write_gb_per_day") is not None
+            write_gb = _gigabytes(arguments, "write_gb_per_day") if is_limited else None
+            return _allowed(lambda cache: cache.attach_ssd(folder, gb, write_gb))
+        case "detach_ssd":
+            _accept_only(arguments)
+            return _allowed(lambda cache: cache.detach_ssd())
+    known = (
+        "tree, node, stats, explain, journal, compress, check, evict, tiers, flush, demote, attach_ssd or detach_ssd"
+    )
     raise IntrospectionError(404, f"operation {op!r} is not known: expected {known}")
 
 
@@ -173,11 +212,16 @@ def read_object(payload: bytes) -> Json:
     return value
 
 
-def _compress(cache: Inspectable, node_id: int, form: Form) -> Json:
-    try:
-        return cache.compress_node(node_id, form)
-    except ValueError as error:  # the arguments were fine: it is the node that cannot take this form
-        raise IntrospectionError(409, str(error)) from error
+def _allowed(question: Question) -> Question:
+    """``question`` with a ValueError of the cache as a 409: the arguments were fine, but it cannot be done now."""
+
+    def ask(cache: Inspectable) -> Json:
+        try:
+            return question(cache)
+        except ValueError as error:
+            raise IntrospectionError(409, str(error)) from error
+
+    return ask
 
 
 def _accept_only(arguments: Mapping[str, object], *names: str) -> None:
@@ -218,3 +262,28 @@ def _form(arguments: Mapping[str, object]) -> Form:
     if form.is_exact:
         raise IntrospectionError(400, "form 'exact' compresses nothing: expected one such as keydiff@0.5")
     return form
+
+
+def _tier(arguments: Mapping[str, object], *accepted: Tier) -> Tier:
+    text = arguments.get("tier")
+    for tier in accepted:
+        if text == tier.label:
+            return tier
+    given = f"is {text!r}" if "tier" in arguments else "is missing"
+    raise IntrospectionError(400, f"tier {given}: expected one of {', '.join(tier.label for tier in accepted)}")
+
+
+def _folder(arguments: Mapping[str, object]) -> str:
+    folder = arguments.get("dir")
+    if isinstance(folder, str) and folder.startswith("/") and "\0" not in folder:
+        return folder
+    given = f"is {folder!r}" if "dir" in arguments else "is missing"
+    raise IntrospectionError(400, f"dir {given}: expected the absolute path of a folder on the machine of the server")
+
+
+def _gigabytes(arguments: Mapping[str, object], name: str) -> float:
+    value = arguments.get(name)
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1e9:
+        return float(value)
+    given = f"is {value!r}" if name in arguments else "is missing"
+    raise IntrospectionError(400, f"{name} {given}: expected a number of GB (1e9 bytes) above 0, up to 1e9")

@@ -19,7 +19,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.utils.auth import AuthLevel, _get_auth_level_from_app_and_scope, add_api_key_middleware
 from sglang.utils import TypeBasedDispatcher
 
-from sglang_evicpress.core import Form
+from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.introspect import IntrospectionError, Json, NodeBusy, UnknownNode
 from sglang_evicpress.patches import control
 from sglang_evicpress.patches.control import EvicPressReqInput, EvicPressReqOutput
@@ -28,6 +28,7 @@ from sglang_evicpress.patches.http_server import MAX_BODY_BYTES, ROUTES, Schedul
 pytestmark = pytest.mark.sglang
 
 KEYDIFF = {"form": "keydiff@0.5"}
+OPEN = ("tree", "stats", "explain", "journal", "tiers")  # what shows no prompt and changes nothing
 
 
 class FakeCache:
@@ -66,6 +67,23 @@ class FakeCache:
 
     def evict_slots(self, num_slots: int) -> Json:
         return {"freed_slots": num_slots}
+
+    def describe_tiers(self) -> Json:
+        return {"host": {"used_bytes": 0}}
+
+    def flush_tier(self, tier: Tier) -> Json:
+        return {"tier": tier.label}
+
+    def demote_node(self, node_id: int, tier: Tier) -> Json:
+        if node_id == 2:
+            raise NodeBusy(node_id, change="demoted")
+        return {"id": node_id, "tier": tier.label}
+
+    def attach_ssd(self, folder: str, gb: float, write_gb_per_day: float | None) -> Json:
+        return {"dir": folder, "gb": gb, "write_gb_per_day": write_gb_per_day}
+
+    def detach_ssd(self) -> Json:
+        raise ValueError("there is no SSD tier to detach")
 
 
 class FakeScheduler:
@@ -163,6 +181,12 @@ def test_answers_come_back_as_json(client: TestClient) -> None:
     assert client.get("/evicpress/journal?since=3&limit=5").json() == {"since": 3, "limit": 5}
     assert client.post("/evicpress/nodes/1/compress", json=KEYDIFF).json() == {"id": 1, "form": "keydiff@0.5"}
     assert client.post("/evicpress/evict", json={"num_slots": 4}).json() == {"freed_slots": 4}
+    assert client.get("/evicpress/tiers").json() == {"host": {"used_bytes": 0}}
+    assert client.post("/evicpress/flush?tier=host").json() == {"tier": "host"}
+    assert client.post("/evicpress/flush", json={"tier": "ssd"}).json() == {"tier": "ssd"}
+    assert client.post("/evicpress/nodes/1/demote", json={"tier": "ssd"}).json() == {"id": 1, "tier": "ssd"}
+    attached = client.post("/evicpress/tiers/ssd", json={"dir": "/kv", "gb": 2})
+    assert attached.json() == {"dir": "/kv", "gb": 2.0, "write_gb_per_day": None}
 
 
 def test_broken_integrity_is_answered_with_200(client: TestClient) -> None:
@@ -193,6 +217,18 @@ def test_broken_integrity_is_answered_with_200(client: TestClient) -> None:
         ("POST", "/evicpress/check", b'{"repair": true}', 400, ("'repair'",)),
         ("POST", "/evicpress/check", b" " * (MAX_BODY_BYTES + 1), 413, (str(MAX_BODY_BYTES),)),
         ("POST", "/evicpress/evict", b'{"num_slots": "many"}', 400, ("'many'",)),
+        ("GET", "/evicpress/tiers?tier=ssd", b"", 400, ("'tier'",)),
+        ("POST", "/evicpress/flush", b"", 400, ("tier is missing", "gpu, host, ssd")),
+        ("POST", "/evicpress/flush?tier=external", b"", 400, ("'external'", "gpu, host, ssd")),
+        ("POST", "/evicpress/flush?tier=gpu", b'{"tier": "ssd"}', 400, ("'tier'", "JSON body")),
+        ("POST", "/evicpress/flush?tier=gpu&when=now", b"", 400, ("'when'",)),
+        ("POST", "/evicpress/flush?node_id=1&tier=gpu", b"", 400, ("'node_id'",)),
+        ("POST", "/evicpress/nodes/1/demote?tier=host", b"", 400, ("'tier'", "JSON body")),
+        ("POST", "/evicpress/nodes/1/demote", b'{"tier": "gpu"}', 400, ("'gpu'", "host, ssd")),
+        ("POST", "/evicpress/nodes/2/demote", b'{"tier": "host"}', 409, ("node 2", "demoted", "locked")),
+        ("POST", "/evicpress/tiers/ssd", b'{"dir": "kv", "gb": 1}', 400, ("'kv'", "absolute")),
+        ("POST", "/evicpress/tiers/ssd/detach", b"", 409, ("no SSD tier",)),
+        ("GET", "/evicpress/tiers/ssd", b"", 404, ("POST /evicpress/tiers/ssd",)),
         ("GET", "/evicpress/forest", b"", 404, ("/evicpress/forest", "GET /evicpress/tree")),
         ("GET", "/evicpress", b"", 404, ("GET /evicpress/tree",)),
         ("GET", "/evicpress/check", b"", 404, ("GET /evicpress/check", "POST /evicpress/check")),
@@ -314,7 +350,7 @@ def test_abandoned_question_frees_the_turn() -> None:
 def test_sglang_sees_the_auth_level_of_every_route(client: TestClient, route: Any) -> None:
     path = route.path.replace("{node_id}", "1")
     scope = {"type": "http", "method": route.method, "path": path, "root_path": "", "headers": []}
-    expected = AuthLevel.NORMAL if route.op in ("tree", "stats", "explain", "journal") else AuthLevel.ADMIN_OPTIONAL
+    expected = AuthLevel.NORMAL if route.op in OPEN else AuthLevel.ADMIN_OPTIONAL
     assert _get_auth_level_from_app_and_scope(client.app, scope) is expected
 
 
@@ -346,10 +382,15 @@ def test_reads_take_the_api_key_and_prompts_and_writes_the_admin_key(
     assert client.get("/evicpress/tree").status_code == read
     assert client.get("/evicpress/explain/1").status_code == read
     assert client.get("/evicpress/journal").status_code == read
+    assert client.get("/evicpress/tiers").status_code == read
     assert client.get("/evicpress/nodes/1").status_code == write  # may show a prompt
     assert client.post("/evicpress/nodes/1/compress", json=KEYDIFF).status_code == write
     assert client.post("/evicpress/check").status_code == write
     assert client.post("/evicpress/evict", json={"num_slots": 1}).status_code == write
+    assert client.post("/evicpress/flush?tier=gpu").status_code == write
+    assert client.post("/evicpress/nodes/1/demote", json={"tier": "ssd"}).status_code == write
+    assert client.post("/evicpress/tiers/ssd", json={"dir": "/kv", "gb": 1}).status_code == write
+    assert client.post("/evicpress/tiers/ssd/detach").status_code == (409 if write == 200 else write)
 
 
 # ---- hooks

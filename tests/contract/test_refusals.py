@@ -121,6 +121,15 @@ def test_unequal_backends_for_prefill_and_decode_are_refused(server_args: Any) -
     _refuse("flashinfer for prefill and triton for decode", server_args)
 
 
+def test_tiers_are_refused_with_more_than_one_rank(server_args: Any) -> None:
+    tiers = EvicPressConfig("evicpress", host_gb=2.5)
+    refusals.check(server_args, tiers)
+    server_args.tp_size = 2
+    refusals.check(server_args, CONFIG)
+    sentence = _refuse("--kv-host-gb 2.5 cannot be combined with --tp-size 2", server_args, tiers)
+    assert "leave out --kv-host-gb and --kv-ssd-dir, or use --tp-size 1" in sentence
+
+
 def test_each_flag_is_one_of_sglangs() -> None:
     import argparse
 

@@ -121,11 +121,28 @@ def test_the_command_line_takes_every_flag(model: str, tmp_path: Path) -> None:
         "--kv-forms": "knorm@0.5,exact",
         "--kv-min-tokens": "32",
         "--kv-sinks": "2",
+        "--kv-host-gb": "0.5",
+        "--kv-ssd-dir": str(tmp_path / "kv"),
+        "--kv-ssd-gb": "3",
+        "--kv-ssd-write-gb-per-day": "10",
+        "--kv-ssd-sync": "always",
     }
     flags = [part for flag in given.items() for part in flag]
     args = _from_command_line("--model-path", model, "--device", "cpu", *flags)
+    assert set(given) == {"--" + name.replace("_", "-") for name in FLAGS}
     assert server_args.config_of(args) == EvicPressConfig(
-        "evicpress", alpha=0.5, half_life_s=45.0, forms=(Form("knorm", 0.5), Form()), min_tokens=32, sinks=2, window=8
+        "evicpress",
+        alpha=0.5,
+        half_life_s=45.0,
+        forms=(Form("knorm", 0.5), Form()),
+        min_tokens=32,
+        sinks=2,
+        window=8,
+        host_gb=0.5,
+        ssd_dir=str(tmp_path / "kv"),
+        ssd_gb=3.0,
+        ssd_write_gb_per_day=10.0,
+        ssd_sync="always",
     )
 
 
@@ -163,7 +180,8 @@ def test_pickle_keeps_class_and_values(model: str) -> None:
     args = _make(model, kv_policy="evicpress", kv_alpha=2.0)
     again = pickle.loads(pickle.dumps(args))
     assert type(again) is type(args)
-    assert [getattr(again, name) for name in FLAGS] == ["evicpress", None, 2.0, None, None, None, None]
+    given = {name: getattr(again, name) for name in FLAGS if getattr(again, name) is not None}
+    assert given == {"kv_policy": "evicpress", "kv_alpha": 2.0}
 
 
 def test_replace_and_asdict_know_the_fields(model: str) -> None:
@@ -171,12 +189,9 @@ def test_replace_and_asdict_know_the_fields(model: str) -> None:
     again = dataclasses.replace(args, kv_alpha=3.0)
     assert (again.kv_policy, again.kv_alpha, again.kv_sinks) == ("evicpress", 3.0, 1)
     assert {name: dataclasses.asdict(again)[name] for name in FLAGS} == {
+        **dict.fromkeys(FLAGS),
         "kv_policy": "evicpress",
-        "kv_policy_config": None,
         "kv_alpha": 3.0,
-        "kv_half_life": None,
-        "kv_forms": None,
-        "kv_min_tokens": None,
         "kv_sinks": 1,
     }
 
@@ -192,6 +207,15 @@ WRONG = [
     (("--kv-policy", "fifo"), "kv policy 'fifo' is not known: expected one of evicpress, lru"),
     (("--kv-policy", "evicpress", "--kv-half-life", "0"), "half_life is 0.0: expected finite seconds above 0"),
     (("--kv-alpha", "1"), "--kv-alpha does nothing without --kv-policy"),
+    (("--kv-host-gb", "1"), "--kv-host-gb does nothing without --kv-policy"),
+    (("--kv-policy", "lru", "--kv-host-gb", "-1"), "host_gb is -1.0: expected 0 for no host tier, or a number"),
+    (("--kv-policy", "lru", "--kv-ssd-dir", "/kv"), "ssd_dir is '/kv' without ssd_gb: expected"),
+    (("--kv-policy", "lru", "--kv-ssd-gb", "1"), "ssd_gb is 1.0 without ssd_dir: give both"),
+    (("--kv-policy", "lru", "--kv-ssd-sync", "often"), "ssd_sync is 'often': expected one of none, batch, always"),
+    (
+        ("--kv-policy", "lru", "--kv-host-gb", "0.5", "--tp-size", "2"),
+        "--kv-host-gb 0.5 cannot be combined with --tp-size 2: ranks do not agree yet",
+    ),
     (
         ("--kv-policy", "lru", "--disable-radix-cache"),
         "--kv-policy lru cannot be combined with --disable-radix-cache",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from sglang_evicpress.config import DEFAULT_FORMS, EvicPressConfig, policy_in
+from sglang_evicpress import config as config_module
+from sglang_evicpress.config import DEFAULT_FORMS, EvicPressConfig, check_ssd_folder, policy_in
 from sglang_evicpress.core import EXACT, Form
 
 
@@ -58,6 +60,11 @@ def test_a_file_may_give_every_field(tmp_path: Path) -> None:
         "prefill_fixed_s": 0.01,
         "prefill_per_token_s": 0.002,
         "prefill_per_pair_s": 1e-7,
+        "host_gb": 0.5,
+        "ssd_dir": str(tmp_path / "kv"),
+        "ssd_gb": 20,
+        "ssd_write_gb_per_day": 100,
+        "ssd_sync": "always",
     }
     path = _file(tmp_path, values)
     fields = {"half_life_s" if name == "half_life" else name: value for name, value in values.items()}
@@ -73,6 +80,65 @@ def test_without_a_policy_there_is_nothing_to_configure(tmp_path: Path) -> None:
     assert policy_in(path) is None
     with pytest.raises(ValueError, match="no kv policy is given: expected --kv-policy, or"):
         EvicPressConfig.from_flags(None, path)
+
+
+def test_without_tiers_nothing_is_kept_below_the_gpu() -> None:
+    config = EvicPressConfig.from_flags("evicpress", host_gb=0)
+    assert config == EvicPressConfig("evicpress")
+    assert (config.has_tiers, config.host_bytes, config.ssd_bytes, config.ssd_sync) == (False, 0, 0, "batch")
+
+
+def test_a_gigabyte_is_a_billion_bytes_as_sglang_counts(tmp_path: Path) -> None:
+    config = EvicPressConfig.from_flags("evicpress", host_gb=0.25, ssd_dir=str(tmp_path), ssd_gb=1.5)
+    assert (config.has_tiers, config.host_bytes, config.ssd_bytes) == (True, 250_000_000, 1_500_000_000)
+    assert config.ssd_write_gb_per_day is None
+    assert EvicPressConfig.from_flags("evicpress", host_gb=0.25).ssd_bytes == 0
+
+
+def test_an_ssd_folder_alone_brings_a_gigabyte_of_host_memory(tmp_path: Path) -> None:
+    flags = {"ssd_dir": str(tmp_path), "ssd_gb": 2.0, "ssd_sync": "none", "ssd_write_gb_per_day": 0.5}
+    config = EvicPressConfig.from_flags("evicpress", **flags)  # type: ignore[arg-type]
+    assert config == EvicPressConfig("evicpress", host_gb=1.0, **flags)  # type: ignore[arg-type]
+    from_file = EvicPressConfig.from_flags("evicpress", _file(tmp_path, {"ssd_dir": str(tmp_path)}), ssd_gb=2)
+    assert (from_file.host_gb, from_file.ssd_gb) == (1.0, 2.0)
+
+
+def test_more_host_memory_than_the_machine_has_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_module, "_memory_bytes", lambda: 8_000_000_000)
+    assert EvicPressConfig.from_flags("lru", host_gb=8).host_bytes == 8_000_000_000
+    with pytest.raises(ValueError, match="host_gb") as raised:
+        EvicPressConfig.from_flags("lru", host_gb=8.1)
+    _is_one_sentence(str(raised.value), ("8.1", "8.0 GB of memory", "less"))
+
+
+def test_the_memory_of_this_machine_is_known() -> None:
+    assert 1e8 < config_module._memory_bytes() < 1e15
+
+
+def test_an_ssd_folder_may_be_made_later(tmp_path: Path) -> None:
+    check_ssd_folder(str(tmp_path / "a" / "b"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("folder", "parts"), [("file", ("is not a folder",)), ("file/kv", ("lies below", "file"))])
+def test_an_ssd_folder_that_cannot_be_one_is_one_sentence(tmp_path: Path, folder: str, parts: tuple[str, ...]) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    path = str(tmp_path / folder)
+    with pytest.raises(ValueError, match="ssd_dir") as raised:
+        EvicPressConfig.from_flags("evicpress", ssd_dir=path, ssd_gb=1)
+    _is_one_sentence(str(raised.value), (path, *parts))
+
+
+@pytest.mark.parametrize(("folder", "what"), [("", "is not writable"), ("kv", "cannot be made, because")])
+def test_an_ssd_folder_must_be_writable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, what: str
+) -> None:
+    """Asked of the system, which lets the superuser write anywhere."""
+    real, path = os.access, str(tmp_path / folder) if folder else str(tmp_path)
+    monkeypatch.setattr(os, "access", lambda where, mode: real(where, mode) and not mode & os.W_OK)
+    with pytest.raises(ValueError, match="ssd_dir") as raised:
+        EvicPressConfig.from_flags("evicpress", ssd_dir=path, ssd_gb=1)
+    _is_one_sentence(str(raised.value), (path, what, str(tmp_path)))
 
 
 def test_a_flag_wins_over_the_file(tmp_path: Path) -> None:
@@ -107,6 +173,21 @@ def test_null_curves_are_the_prior(tmp_path: Path) -> None:
         ({"min_tokens": 0}, ("min_tokens", "0", "at least 1")),
         ({"sinks": -1}, ("sinks", "-1", "at least 0")),
         ({"sinks": 1.5}, ("sinks", "1.5", "whole number")),
+        ({"host_gb": -1}, ("host_gb", "-1", "0 for no host tier", "0.016")),
+        ({"host_gb": float("nan")}, ("host_gb", "nan", "0.016")),
+        ({"host_gb": float("inf")}, ("host_gb", "inf", "1e9")),
+        ({"host_gb": 0.0159}, ("host_gb", "0.0159", "from 0.016")),
+        ({"ssd_dir": "/kv"}, ("'/kv'", "without ssd_gb", "GB")),
+        ({"ssd_dir": "", "ssd_gb": 1}, ("''", "no path", "folder")),
+        ({"ssd_dir": "/kv\0", "ssd_gb": 1}, ("no path", "folder")),
+        ({"ssd_dir": "/kv", "ssd_gb": 0}, ("ssd_gb", "0.0", "from 0.016")),
+        ({"ssd_dir": "/kv", "ssd_gb": float("nan")}, ("ssd_gb", "nan", "from 0.016")),
+        ({"ssd_dir": "/kv", "ssd_gb": 1, "host_gb": 0}, ("host_gb is 0", "'/kv'", "0.016")),
+        ({"ssd_gb": 5}, ("ssd_gb", "5.0", "without ssd_dir", "leave out ssd_gb")),
+        ({"ssd_write_gb_per_day": 5}, ("ssd_write_gb_per_day", "5.0", "without ssd_dir")),
+        ({"ssd_dir": "/kv", "ssd_gb": 1, "ssd_write_gb_per_day": 0}, ("ssd_write_gb_per_day", "0.0", "above 0")),
+        ({"ssd_dir": "/kv", "ssd_gb": 1, "ssd_write_gb_per_day": float("nan")}, ("nan", "above 0")),
+        ({"ssd_sync": "often"}, ("ssd_sync", "'often'", "none, batch, always")),
     ],
 )
 def test_a_wrong_flag_is_one_sentence(flags: dict[str, object], parts: tuple[str, ...]) -> None:
@@ -140,6 +221,9 @@ def test_a_wrong_flag_is_one_sentence(flags: dict[str, object], parts: tuple[str
         ({"prefill_fixed_s": -1}, ("prefill_fixed_s", "-1", "at least 0")),
         ({"prefill_per_token_s": None}, ("prefill_per_token_s", "None", "a number")),
         ({"curves": [1]}, ("curves", "list", "object")),
+        ({"host_gb": "8"}, ("host_gb", "'8'", "a number")),
+        ({"ssd_dir": 8}, ("ssd_dir", "8", "a string")),
+        ({"ssd_sync": None}, ("ssd_sync", "None", "a string")),
         ({"curves": {"lz4": {"0.5": 1}}}, ("'lz4'", "keydiff")),
     ],
 )

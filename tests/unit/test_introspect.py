@@ -6,7 +6,7 @@ import logging
 import numpy as np
 import pytest
 
-from sglang_evicpress.core import Form
+from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.introspect import (
     Inspectable,
     IntrospectionError,
@@ -27,6 +27,8 @@ class FakeCache:
     def __init__(self) -> None:
         self.forms = {1: "exact", 2: "exact", 3: "exact"}
         self.broken: list[str] = []
+        self.flushed: list[Tier] = []
+        self.ssd: tuple[str, float, float | None] | None = None
 
     def _known(self, node_id: int) -> int:
         if node_id not in self.forms:
@@ -66,6 +68,34 @@ class FakeCache:
 
     def evict_slots(self, num_slots: int) -> Json:
         return {"freed_slots": num_slots}
+
+    def describe_tiers(self) -> Json:
+        return {"tiers": [tier.label for tier in (Tier.GPU, Tier.HOST)]}
+
+    def flush_tier(self, tier: Tier) -> Json:
+        if tier is Tier.SSD and self.ssd is None:
+            raise ValueError("there is no SSD tier: attach one first")
+        self.flushed.append(tier)
+        return {"tier": tier.label}
+
+    def demote_node(self, node_id: int, tier: Tier) -> Json:
+        if self._known(node_id) == 2:
+            raise NodeBusy(node_id, change="demoted")
+        if node_id == 3:
+            raise ValueError("node 3 cannot be demoted to host: the host tier is full")
+        return {"id": node_id, "tier": tier.label}
+
+    def attach_ssd(self, folder: str, gb: float, write_gb_per_day: float | None) -> Json:
+        if self.ssd is not None:
+            raise ValueError(f"the SSD tier is at {self.ssd[0]!r}: detach it first")
+        self.ssd = (folder, gb, write_gb_per_day)
+        return {"dir": folder}
+
+    def detach_ssd(self) -> Json:
+        if self.ssd is None:
+            raise ValueError("there is no SSD tier to detach")
+        self.ssd = None
+        return {"dir": None}
 
 
 def reason_of(body: Json) -> str:
@@ -132,10 +162,43 @@ def test_evict_passes_the_number_of_slots() -> None:
     assert answer(FakeCache(), "evict", {"num_slots": 12}) == (200, {"freed_slots": 12})
 
 
+def test_tiers_are_described() -> None:
+    assert answer(FakeCache(), "tiers", {}) == (200, {"tiers": ["gpu", "host"]})
+
+
+def test_each_tier_of_ours_can_be_flushed() -> None:
+    cache = FakeCache()
+    cache.ssd = ("/kv", 1.0, None)
+    for tier in ("gpu", "host", "ssd"):
+        assert answer(cache, "flush", {"tier": tier}) == (200, {"tier": tier})
+    assert cache.flushed == [Tier.GPU, Tier.HOST, Tier.SSD]
+
+
+def test_demote_reaches_the_node_with_the_tier() -> None:
+    assert answer(FakeCache(), "demote", {"node_id": "1", "tier": "ssd"}) == (200, {"id": 1, "tier": "ssd"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        ({"dir": "/kv", "gb": 5}, ("/kv", 5.0, None)),
+        ({"dir": "/kv", "gb": 0.5, "write_gb_per_day": 2}, ("/kv", 0.5, 2.0)),
+        ({"dir": "/kv", "gb": 0.5, "write_gb_per_day": None}, ("/kv", 0.5, None)),
+    ],
+)
+def test_an_ssd_is_attached_and_detached(arguments: Json, given: tuple[str, float, float | None]) -> None:
+    cache = FakeCache()
+    assert answer(cache, "attach_ssd", arguments) == (200, {"dir": "/kv"})
+    assert cache.ssd == given
+    assert answer(cache, "attach_ssd", arguments)[0] == 409
+    assert answer(cache, "detach_ssd", {}) == (200, {"dir": None})
+    assert cache.ssd is None
+
+
 @pytest.mark.parametrize(
     ("op", "arguments", "status", "words"),
     [
-        ("melt", {}, 404, ("'melt'", "tree, node, stats, explain, journal, compress, check or evict")),
+        ("melt", {}, 404, ("'melt'", "tree, node, stats", "check, evict, tiers, flush", "detach_ssd")),
         ("tree", {"depth": "2"}, 400, ("'depth'", "accepted are none")),
         ("check", {"repair": True}, 400, ("'repair'",)),
         ("explain", {"node_id": "1", "tokens": "1"}, 400, ("'tokens'", "node_id")),
@@ -172,6 +235,35 @@ def test_evict_passes_the_number_of_slots() -> None:
         ("evict", {"num_slots": 0}, 400, ("num_slots is 0", ">= 1")),
         ("evict", {"num_slots": 1.5}, 400, ("1.5",)),
         ("evict", {"num_slots": None}, 400, ("None",)),
+        ("tiers", {"tier": "gpu"}, 400, ("'tier'", "accepted are none")),
+        ("flush", {}, 400, ("tier is missing", "gpu, host, ssd")),
+        ("flush", {"tier": "tape"}, 400, ("'tape'", "gpu, host, ssd")),
+        ("flush", {"tier": "external"}, 400, ("'external'", "gpu, host, ssd")),
+        ("flush", {"tier": 0}, 400, ("tier is 0",)),
+        ("flush", {"tier": ["gpu"]}, 400, ("['gpu']",)),
+        ("flush", {"tier": "ssd"}, 409, ("no SSD tier",)),
+        ("demote", {"node_id": "1"}, 400, ("tier is missing", "host, ssd")),
+        ("demote", {"node_id": "1", "tier": "gpu"}, 400, ("'gpu'", "host, ssd")),
+        ("demote", {"node_id": "1", "tier": "external"}, 400, ("'external'",)),
+        ("demote", {"tier": "host"}, 400, ("node_id is missing",)),
+        ("demote", {"node_id": "99", "tier": "host"}, 404, ("node 99",)),
+        ("demote", {"node_id": "2", "tier": "host"}, 409, ("node 2 cannot be demoted now", "locked")),
+        ("demote", {"node_id": "3", "tier": "host"}, 409, ("the host tier is full",)),
+        ("attach_ssd", {"gb": 1}, 400, ("dir is missing", "absolute path")),
+        ("attach_ssd", {"dir": "kv", "gb": 1}, 400, ("'kv'", "absolute path")),
+        ("attach_ssd", {"dir": "", "gb": 1}, 400, ("''", "absolute path")),
+        ("attach_ssd", {"dir": "/kv\0", "gb": 1}, 400, ("absolute path",)),
+        ("attach_ssd", {"dir": 1, "gb": 1}, 400, ("dir is 1",)),
+        ("attach_ssd", {"dir": "/kv"}, 400, ("gb is missing", "GB")),
+        ("attach_ssd", {"dir": "/kv", "gb": "5"}, 400, ("gb is '5'", "a number")),
+        ("attach_ssd", {"dir": "/kv", "gb": True}, 400, ("gb is True",)),
+        ("attach_ssd", {"dir": "/kv", "gb": 0}, 400, ("gb is 0", "above 0")),
+        ("attach_ssd", {"dir": "/kv", "gb": float("nan")}, 400, ("gb is nan",)),
+        ("attach_ssd", {"dir": "/kv", "gb": 1e10}, 400, ("gb is 10000000000.0", "1e9")),
+        ("attach_ssd", {"dir": "/kv", "gb": 1, "write_gb_per_day": -1}, 400, ("write_gb_per_day is -1",)),
+        ("attach_ssd", {"dir": "/kv", "gb": 1, "sync": "none"}, 400, ("'sync'", "dir, gb, write_gb_per_day")),
+        ("detach_ssd", {"dir": "/kv"}, 400, ("'dir'",)),
+        ("detach_ssd", {}, 409, ("no SSD tier to detach",)),
     ],
 )
 def test_refusals_name_the_value_and_what_is_accepted(
@@ -184,6 +276,7 @@ def test_refusals_name_the_value_and_what_is_accepted(
     assert [word for word in words if word not in reason] == []
     assert "\n" not in reason
     assert set(cache.forms.values()) == {"exact"}
+    assert (cache.flushed, cache.ssd) == ([], None)
 
 
 def test_unexpected_exception_is_500_and_logged_with_traceback(caplog: pytest.LogCaptureFixture) -> None:
@@ -193,7 +286,7 @@ def test_unexpected_exception_is_500_and_logged_with_traceback(caplog: pytest.Lo
     assert caplog.records[0].exc_info is not None
 
 
-def test_value_error_outside_compress_is_unexpected() -> None:
+def test_value_error_of_a_question_that_changes_nothing_is_unexpected() -> None:
     class Slipping(FakeCache):
         def describe_tree(self) -> Json:
             raise ValueError("3 is not in list")
