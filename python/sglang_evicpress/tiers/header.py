@@ -1,0 +1,211 @@
+"""What an entry says of itself, and the checks that keep a wrong one from being served.
+
+An entry is one radix-tree node in one form. Its payload is, for each layer, K rows [num_slots, num_heads, head_dim]
+then V rows, and, where a press dropped tokens, positions int32 [num_layers, num_heads, num_slots] then logical int32
+[num_slots]; it has no gaps.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from sglang_evicpress.core import Form
+from sglang_evicpress.tiers.identity import KEY_BYTES, edge_of
+
+Buffer = bytes | bytearray | memoryview | mmap.mmap
+
+MAX_OFFSET = 2**63 - 1
+REASONS = (
+    "magic",
+    "version",
+    "header",
+    "fingerprint",
+    "namespace",
+    "identity",
+    "length",
+    "checksum",
+    "io",
+    "missing",
+    "deadline",
+    "full",
+)
+ITEM_BYTES = {
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+
+_MAX_POSITION = 2**31 - 1  # positions are int32
+_CODEC = re.compile(r"[0-9A-Za-z_.-]{1,32}")
+
+
+class BadEntry(Exception):
+    """An entry that must not be served; ``reason`` is one of REASONS, under which the miss is counted."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        if reason not in REASONS:
+            raise ValueError(f"reason {reason!r} is not known: expected one of {', '.join(REASONS)}")
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """``num_bytes`` of the payload from ``offset`` on, and their xxh3-128 digest (16 bytes)."""
+
+    offset: int
+    num_bytes: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The KV of one rank; ``dtype`` is torch's name without ``torch.``, one of ITEM_BYTES."""
+
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    dtype: str
+    page_size: int
+
+    def layer_bytes(self, num_slots: int) -> int:
+        """K and V of one layer, as they are in the pool."""
+        return 2 * num_slots * self.num_heads * self.head_dim * ITEM_BYTES[self.dtype]
+
+    def survivors_bytes(self, num_slots: int) -> int:
+        """Positions and logical indices of the tokens that a press kept."""
+        return 4 * num_slots * (self.num_layers * self.num_heads + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What one entry is. ``start`` is the absolute position of its first token, ``tokens`` are little-endian uint32.
+
+    ``parent_key`` and ``key`` are the path's hash at its start and at its end. ``is_lossy_prefix`` says that its KV
+    was computed behind a lossy prefix. There is one extent per layer, and one more for a press's survivors;
+    ``payload_offset`` is where the payload begins in whatever file holds it.
+    """
+
+    fingerprint: bytes
+    namespace: bytes
+    parent_key: bytes
+    key: bytes
+    start: int
+    tokens: bytes
+    form: Form
+    is_lossy_prefix: bool
+    num_slots: int
+    shape: Shape
+    extents: tuple[Extent, ...]
+    payload_offset: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // 4
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.extents[-1].offset + self.extents[-1].num_bytes if self.extents else 0
+
+    @property
+    def edge(self) -> int:
+        """The number under which it is looked up: see ``edge_of``."""
+        return edge_of(self.parent_key, np.frombuffer(self.tokens[: 4 * self.shape.page_size], "<u4"))
+
+
+def problem_of(header: Header) -> str | None:
+    """Why no entry can be like this, or None."""
+    shape, form, num_slots = header.shape, header.form, header.num_slots
+    digests = (header.fingerprint, header.namespace, header.parent_key, header.key)
+    if any(len(digest) != KEY_BYTES for digest in digests):
+        return f"a key or fingerprint has not {KEY_BYTES} bytes"
+    if shape.dtype not in ITEM_BYTES:
+        return f"dtype {shape.dtype!r} is not known"
+    counts = (shape.num_layers, shape.num_heads, shape.head_dim, shape.page_size, header.num_tokens)
+    if not all(0 < count < 2**32 for count in counts) or len(header.tokens) % 4:
+        return f"layers, heads, head_dim, page_size and tokens are {counts}: expected whole numbers from 1 to 2**32 - 1"
+    if not 0 <= header.start <= _MAX_POSITION - header.num_tokens:
+        return f"{header.num_tokens} tokens from position {header.start} on end above {_MAX_POSITION}"
+    if any(count % shape.page_size for count in (header.start, header.num_tokens, num_slots)):
+        return f"it is not made of whole pages of {shape.page_size} tokens"
+    try:
+        if parse_form(form_text(form)) != form:
+            return f"form {form} cannot be written"
+    except ValueError as error:
+        return str(error)
+    if not (num_slots == header.num_tokens if form.press is None else 0 <= num_slots <= header.num_tokens):
+        return f"{num_slots} slots cannot hold {header.num_tokens} tokens in form {form}"
+    if len(header.extents) != shape.num_layers + (form.press is not None):
+        return f"it has {len(header.extents)} extents for {shape.num_layers} layers"
+    end = 0
+    for number, extent in enumerate(header.extents):
+        if number == shape.num_layers:
+            expected = shape.survivors_bytes(num_slots)
+        else:
+            expected = shape.layer_bytes(num_slots) if form.codec == "raw" else extent.num_bytes
+        if extent.offset != end or not 0 <= extent.num_bytes == expected or len(extent.digest) != KEY_BYTES:
+            return f"extent {number} is {extent.num_bytes} bytes at {extent.offset}: expected {expected} at {end}"
+        end += extent.num_bytes
+    if not 0 <= header.payload_offset <= MAX_OFFSET - end:
+        return f"{end} bytes at {header.payload_offset} end above {MAX_OFFSET}"
+    return None
+
+
+def check_identity(
+    header: Header, *, fingerprint: bytes, namespace: bytes, parent_key: bytes, key: bytes | None = None
+) -> None:
+    """Raise BadEntry unless the entry is this model's, this namespace's and hangs below this path.
+
+    ``key`` is that of the path at the entry's end, where the caller knows all of its tokens.
+    """
+    if header.fingerprint != fingerprint:
+        raise BadEntry("fingerprint", "it is of another model or layout")
+    if header.namespace != namespace:
+        raise BadEntry("namespace", "it is of another namespace")
+    if header.parent_key != parent_key or (key is not None and header.key != key):
+        raise BadEntry("identity", "it is of another path")
+
+
+def extent_of(offset: int, chunks: Iterable[Buffer]) -> Extent:
+    """The extent at ``offset`` of the payload that holds the chunks one after the other."""
+    digest, num_bytes = xxhash.xxh3_128(), 0
+    for chunk in chunks:
+        digest.update(chunk)
+        num_bytes += memoryview(chunk).nbytes
+    return Extent(offset, num_bytes, digest.digest())
+
+
+def check_extent(extent: Extent, chunks: Iterable[Buffer]) -> None:
+    """Raise BadEntry("checksum") unless the chunks, one after the other, are the extent's bytes."""
+    if extent_of(extent.offset, chunks) != extent:
+        raise BadEntry(
+            "checksum", f"the {extent.num_bytes} bytes at {extent.offset} of the payload are not those written"
+        )
+
+
+def form_text(form: Form) -> str:
+    """As ``str(form)``, with every digit of the kept fraction."""
+    text = "exact" if form.press is None else f"{form.press}@{float(form.kept_fraction)!r}"
+    return text if form.codec == "raw" else f"{text}+{form.codec}"
+
+
+def parse_form(text: str) -> Form:
+    """The form with that ``form_text``, and no other. Raises ValueError."""
+    base, _, codec = text.partition("+")
+    form = Form.parse(base)
+    form = Form(form.press, form.kept_fraction, codec or "raw")
+    if form_text(form) != text or not _CODEC.fullmatch(form.codec):
+        raise ValueError(f"form {text!r} is not written the one way it can be")
+    return form
