@@ -1,0 +1,492 @@
+"""Entries on SSD: bounded, found again after a restart, and never served unless every check holds.
+
+A writer reserves space, writes the payload and appends the record that publishes it; only then can it be found. An
+entry that fails a check is a miss: it is counted by reason, forgotten, and its record is marked dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+from sglang_evicpress.tiers.entry import BadEntry, Extent, Header, check_extent, decode, encode, encode_tombstone
+from sglang_evicpress.tiers.files import BLOCK_BYTES, Files, StoreError, is_full, lock_folder, round_up
+from sglang_evicpress.tiers.index import MAX_PAYLOAD_OFFSET, Index, Place, Ref
+from sglang_evicpress.tiers.segments import Head, SegmentFiles, gaps
+from sglang_evicpress.tiers.space import Reservation, Segment, Space
+
+__all__ = ["Ref", "Reservation", "SsdStore", "StoreError"]
+
+logger = logging.getLogger(__name__)
+
+SEGMENT_BYTES = 256 << 20
+SYNC_MODES = ("none", "batch", "always")
+
+_MIN_SEGMENT_BYTES = 4 << 20
+_MAX_BACKOFF_S = 60.0
+_SYNC_PERIOD_S = 2.0
+_CLOSE_S = 10.0  # for writers to end
+_MIN_FREE_BYTES = 64 << 20  # of the file system, left to others: 1 % of it, between these two
+_MAX_FREE_BYTES = 4 << 30
+_TOMBSTONE_BYTES = len(encode_tombstone(0))
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)  # say nothing about the entry
+
+
+class SsdStore:
+    """The entries of one model and rank in ``folder``, in at most ``capacity_bytes`` of disk. Thread-safe.
+
+    ``sync``: "none"; "batch", every two seconds in the background; "always", before an entry is found. A killed server
+    loses nothing that was published in any mode; a power failure what was not synced. Raises StoreError when the
+    folder cannot be used and ValueError for arguments that cannot be. Entries of other fingerprints are never served;
+    they go when their room is needed.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        capacity_bytes: int,
+        fingerprint: bytes,
+        *,
+        sync: str = "batch",
+        segment_bytes: int = SEGMENT_BYTES,
+        backoff_s: float = 2.0,
+        files: Files | None = None,
+    ) -> None:
+        if sync not in SYNC_MODES:
+            raise ValueError(f"sync mode {sync!r} is not known: expected one of {', '.join(SYNC_MODES)}")
+        if capacity_bytes <= 0 or segment_bytes <= 0:
+            raise ValueError(f"capacity {capacity_bytes} and segments of {segment_bytes} bytes: expected more than 0")
+        self.errors: Counter[str] = Counter()
+        self.written_bytes = 0
+        self.read_bytes = 0
+        self._folder = str(folder)
+        self._fingerprint = fingerprint
+        self._sync_mode = sync
+        self._backoff_s = backoff_s
+        self._pause_s = 0.0
+        self._retry_at = 0.0
+        self._files = Files() if files is None else files
+        self._disk = SegmentFiles(self._folder, self._files)
+        self._index = Index()
+        self._space = Space(capacity_bytes, max(_MIN_SEGMENT_BYTES, min(segment_bytes, capacity_bytes // 8)))
+        self._lock = threading.Condition(threading.Lock())  # of the bookkeeping: never held while a file is used
+        self._appending = threading.Lock()
+        self._reclaiming = threading.Lock()
+        self._num_writing = 0
+        self._is_closed = False
+        self._stop = threading.Event()
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise StoreError(f"SSD folder {folder} cannot be made: {error.strerror}") from error
+        self._lock_fd = lock_folder(folder)
+        try:
+            for number in self._disk.numbers():
+                self._load(number)
+        except OSError as error:
+            os.close(self._lock_fd)
+            raise StoreError(f"SSD folder {folder} cannot be read: {error.strerror}") from error
+        self._syncer = threading.Thread(target=self._sync_in_background, name="evicpress-ssd-sync", daemon=True)
+        if sync == "batch":
+            self._syncer.start()
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._space.capacity_bytes
+
+    @property
+    def num_entries(self) -> int:
+        return len(self._index)
+
+    @property
+    def used_bytes(self) -> int:
+        """Of the disk: payloads live, reserved and dead, and records."""
+        return self._space.used
+
+    @property
+    def is_writable(self) -> bool:
+        """Not while it is closed, nor for some seconds after a write has failed."""
+        return not self._is_closed and time.monotonic() >= self._retry_at
+
+    def __contains__(self, ref: Ref) -> bool:
+        with self._lock:
+            return ref in self._index
+
+    def find(self, edge: int) -> list[Ref]:
+        """The entries that leave a path by this edge, newest first; two edges may be the same number."""
+        with self._lock:
+            return self._index.find(edge)
+
+    def reserve(self, num_bytes: int) -> Reservation | None:
+        """Space for a payload; None when the capacity or what is free on the disk forbids it, or nothing is written
+        now. ``reclaim`` may help, and then the removal of others."""
+        try:
+            free, total = self._files.free_bytes(self._folder)
+        except OSError as error:
+            self._back_off(error)
+            return None
+        floor = max(_MIN_FREE_BYTES, min(total // 100, _MAX_FREE_BYTES))
+        with self._lock:
+            if not self.is_writable or free - self._space.reserved - round_up(num_bytes) < floor:
+                return None
+            return self._space.reserve(num_bytes)
+
+    def release(self, reservation: Reservation) -> None:
+        """Give back a reservation that was not written."""
+        with self._lock:
+            if reservation.is_held:
+                self._space.give_back(reservation, is_written=False)
+
+    def remove(self, ref: Ref) -> None:
+        """Forget an entry, on disk as well; ``reclaim`` gives its space back. Nothing happens if it is gone."""
+        with self._lock:
+            place = self._index.remove(ref)
+            if place is None:
+                return
+            self._space.kill(ref.segment, place.payload_offset, place.payload_bytes, place.record_bytes)
+        self._bury(ref.segment, place.record_offset)
+
+    def oldest(self, num_bytes: int, is_used: Callable[[Ref], bool]) -> list[Ref]:
+        """Entries that are not used, oldest first, whose removal gives that many bytes; all there are if too few."""
+        found: list[Ref] = []
+        last = None
+        while num_bytes > 0:
+            with self._lock:
+                batch = self._index.refs_behind(last, 256)
+            if not batch:
+                break
+            for ref in batch:
+                if num_bytes > 0 and not is_used(ref):
+                    found.append(ref)
+                    num_bytes -= round_up(ref.num_bytes)
+            last = batch[-1]
+        return found
+
+    def write(self, reservation: Reservation, header: Header, chunks: Sequence[memoryview]) -> Ref:
+        """Write the payload, whose bytes are those that the header's extents describe, and publish it.
+
+        The reservation ends, whatever happens. Raises OSError, which is counted, and after which nothing is written
+        for a while; ValueError when header, chunks and reservation do not fit together.
+        """
+        with self._lock:
+            if not reservation.is_held:
+                raise ValueError("the reservation is not held any more: expected a new one for every write")
+            reservation.is_held = False
+            self._num_writing += 1
+        ref: Ref | None = None
+        is_written = False
+        try:
+            if not header.payload_bytes == reservation.num_bytes == sum(map(len, chunks)):
+                raise ValueError(
+                    f"payload of {header.payload_bytes} bytes in chunks of {sum(map(len, chunks))}: "
+                    f"expected the {reservation.num_bytes} reserved"
+                )
+            record = encode(replace(header, payload_offset=reservation.offset))
+            self._check_room(len(record) + _TOMBSTONE_BYTES - reservation.record_bytes)
+            is_written = True
+            self._disk.write_payload(reservation.segment, reservation.offset, chunks)
+            ref = self._publish(reservation, header, record)
+            return ref
+        except OSError as error:
+            if is_written:
+                self._back_off(error)
+            else:
+                self._count(error)
+            raise
+        finally:
+            with self._lock:
+                self._num_writing -= 1
+                self._lock.notify_all()
+                if ref is None:
+                    self._space.give_back(reservation, is_written=is_written)
+                else:
+                    self._pause_s = 0.0
+            if ref is None and is_written:
+                self.reclaim()
+
+    def read_header(self, ref: Ref) -> Header:
+        """What the entry is. Raises BadEntry; it is gone then."""
+        place = self._place(ref)
+        try:
+            header, _ = decode(self._disk.read_record(ref.segment, place.record_offset, place.record_bytes))
+            if header.fingerprint != self._fingerprint:
+                raise BadEntry("fingerprint", "it is of another model or layout")
+            if (header.payload_offset, header.payload_bytes) != (place.payload_offset, place.payload_bytes):
+                raise BadEntry("identity", "its record is that of another entry")
+        except (OSError, BadEntry) as error:
+            self._fail(ref, error)
+        return header
+
+    def read(self, ref: Ref, header: Header, chunks: Sequence[memoryview]) -> None:
+        """Fill the chunks with the payload and check every extent. Raises BadEntry; the entry is gone then, and what
+        the chunks hold must not be used."""
+        if not header.payload_bytes == ref.num_bytes == sum(map(len, chunks)):
+            raise ValueError(
+                f"payload of {ref.num_bytes} bytes into chunks of {sum(map(len, chunks))} for a header of "
+                f"{header.payload_bytes}: expected the same size"
+            )
+        place = self._place(ref)
+        try:
+            with contextlib.closing(self._disk.read_payload(ref.segment, place.payload_offset, chunks)) as arriving:
+                _check(header.extents, arriving)
+        except (OSError, BadEntry) as error:
+            self._fail(ref, error)
+        with self._lock:
+            self.read_bytes += ref.num_bytes
+
+    def reclaim(self) -> int:
+        """Give the space of what was removed back to the file system; the bytes."""
+        with self._reclaiming:
+            with self._lock:
+                numbers = sorted(self._space.touched)
+                self._space.touched.clear()
+            return sum(self._reclaim(number) for number in numbers)
+
+    def sync(self) -> None:
+        """Make all that was published durable. Errors are counted."""
+        with self._lock:
+            segments = [segment for segment in self._space.segments.values() if not segment.is_synced]
+            for segment in segments:
+                segment.is_synced = True
+        for segment in segments:
+            try:
+                self._disk.sync(segment.number, is_folder=not segment.is_named)
+                segment.is_named = True
+            except OSError as error:
+                self._count(error)
+
+    def close(self) -> None:
+        """Wait for what is being written, sync, and let others use the folder. Then nothing is found any more."""
+        with self._lock:
+            if self._stop.is_set():
+                return
+            self._stop.set()
+            self._retry_at = float("inf")
+            self._lock.wait_for(lambda: not self._num_writing, _CLOSE_S)
+        with self._appending:
+            self._is_closed = True
+        if self._syncer.is_alive():
+            self._syncer.join()
+        self.sync()
+        self._disk.close()
+        with self._lock:
+            self._index = Index()
+        os.close(self._lock_fd)
+
+    def _load(self, number: int) -> None:
+        """Publish what a segment of an earlier run holds."""
+        kv, head = self._disk.sizes(number)
+        segment = Segment(number, is_named=True)
+        self._space.skip_number(number)
+        if head is None:
+            segment.dead, segment.is_doomed = kv[1] if kv else 0, True
+            self._space.put(segment)
+            return
+        try:
+            found = self._disk.read_head(number)
+        except OSError as error:
+            self._count(error)
+            segment.dead, segment.head, segment.is_foreign = kv[1] if kv else 0, head[0], True
+            self._space.put(segment)
+            return
+        reasons = Counter(reason for offset, reason in found.bad if offset < found.end)
+        if found.end < found.num_bytes:
+            reasons["length"] += 1
+        kv_bytes = kv[0] if kv else 0
+        offsets, peeks, num_foreign = [], [], 0
+        for offset, entry in zip(found.offsets, found.peeks, strict=True):
+            payload_end = entry.payload_offset + entry.payload_bytes
+            if payload_end > kv_bytes:
+                reasons["length" if kv else "missing"] += 1
+            elif entry.payload_offset % BLOCK_BYTES or entry.payload_offset >= MAX_PAYLOAD_OFFSET:
+                reasons["header"] += 1
+            else:
+                segment.live += round_up(entry.payload_bytes)
+                segment.end = max(segment.end, round_up(payload_end))
+                if entry.fingerprint == self._fingerprint:
+                    offsets.append(offset)
+                    peeks.append(entry)
+                else:
+                    num_foreign += 1
+        reasons["fingerprint"] += num_foreign
+        self.errors += reasons
+        segment.num_live = len(peeks)
+        segment.is_foreign = num_foreign > 0
+        segment.is_doomed = not peeks and not num_foreign
+        segment.head = self._cut(number, found, segment, kv_bytes)
+        segment.buried = segment.head - sum([entry.record_bytes for entry in found.peeks])
+        kv, _ = self._disk.sizes(number)
+        segment.dead = max(0, (kv[1] if kv else 0) - segment.live)
+        segment.has_gaps = segment.dead > 0 and not segment.is_foreign
+        self._index.add_all(number, offsets, peeks)
+        self._space.put(segment)
+
+    def _cut(self, number: int, found: Head, segment: Segment, kv_bytes: int) -> int:
+        """Cut off what no record says; the size of the .head file then."""
+        try:
+            if not segment.is_foreign and segment.end < kv_bytes:
+                self._disk.cut(number, kv_bytes=segment.end)
+            if found.is_whole and found.end < found.num_bytes:
+                self._disk.cut(number, head_bytes=found.end)
+                return found.end
+        except OSError as error:
+            self._count(error)
+        return found.num_bytes
+
+    def _publish(self, reservation: Reservation, header: Header, record: bytes) -> Ref:
+        number, edge = reservation.segment, header.edge
+        if self._sync_mode == "always":
+            self._disk.sync(number, is_head=False)
+        with self._appending:
+            if self._is_closed:
+                raise OSError(errno.ESHUTDOWN, "the store is closed")
+            offset, end = self._disk.append(number, record)
+            with self._lock:
+                segment = self._space.segments[number]
+                self._space.set_head(segment, end)
+        if self._sync_mode == "always":
+            try:
+                self._disk.sync(number, is_payload=False, is_folder=not segment.is_named)
+                segment.is_named = True
+            except OSError:
+                self._bury(number, offset)
+                raise
+        place = Place(offset, len(record), reservation.offset, reservation.num_bytes, header.num_tokens)
+        with self._lock:
+            self._space.publish(reservation)
+            self.written_bytes += reservation.num_bytes
+            return self._index.add(number, edge, place)
+
+    def _bury(self, number: int, offset: int) -> None:
+        """Append the tombstone of the record at ``offset``, or have ``reclaim`` try again."""
+        record = encode_tombstone(offset)
+        try:
+            with self._appending:
+                if self._is_closed:
+                    return
+                _, end = self._disk.append(number, record, is_new=False)
+                with self._lock:
+                    if segment := self._space.segments.get(number):
+                        self._space.set_head(segment, end, buried=len(record))
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self._count(error)
+            with self._lock:
+                if segment := self._space.segments.get(number):
+                    segment.unburied.append(offset)
+                    self._space.touched.add(number)
+
+    def _reclaim(self, number: int) -> int:
+        """Give back what is dead of one segment, or all of it; the bytes."""
+        with self._lock:
+            segment = self._space.segments.get(number)
+            if segment is None:
+                return 0
+            if is_spent := self._space.is_spent(segment):
+                segment.is_doomed = True
+                self._index.remove_segment(number)
+            unburied, segment.unburied = segment.unburied, []
+            dead, holes, segment.holes = segment.dead, segment.holes, []
+            if segment.has_gaps:
+                taken = [(place.payload_offset, round_up(place.payload_bytes)) for place in self._index.places(number)]
+                holes = gaps(taken, segment.end)
+        try:
+            if is_spent:
+                self._disk.unlink(number)
+                with self._lock:
+                    return self._space.forget(segment)
+            for offset in unburied:
+                self._bury(number, offset)
+            if not self._space.can_punch or not dead:
+                return 0
+            self._disk.punch(number, holes)
+        except OSError as error:
+            if is_spent or error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+                self._count(error)
+            else:
+                logger.info("SSD folder %s cannot give back parts of files: whole segments are dropped", self._folder)
+                self._space.can_punch = False
+            with self._lock:
+                segment.holes += holes
+                self._space.touched.add(number)
+            return 0
+        with self._lock, self._space.change(segment):
+            segment.dead -= dead
+            segment.has_gaps = False
+        return dead
+
+    def _place(self, ref: Ref) -> Place:
+        with self._lock:
+            place = self._index.place(ref)
+        if place is None:
+            raise BadEntry("missing", "it was removed")
+        return place
+
+    def _fail(self, ref: Ref, error: OSError | BadEntry) -> NoReturn:
+        """Count and forget an entry that cannot be read, unless it was removed while it was read."""
+        if isinstance(error, BadEntry):
+            reason = error.reason
+        else:
+            reason = "missing" if isinstance(error, FileNotFoundError) else "io"
+        with self._lock:
+            if ref not in self._index:
+                raise BadEntry("missing", "it was removed while it was read") from error
+            self.errors[reason] += 1
+        if not isinstance(error, OSError) or error.errno not in _SHORTAGES:
+            logger.warning("an entry on SSD was dropped: %s", error)
+            self.remove(ref)
+        raise BadEntry(reason, str(error)) from error
+
+    def _check_room(self, num_bytes: int) -> None:
+        """Raise OSError where a record is that much longer than was reserved for it, and there is no room."""
+        with self._lock:
+            if num_bytes > 0 and self._space.used + num_bytes > self._space.capacity_bytes:
+                raise OSError(errno.ENOSPC, f"there is no room for a record that is {num_bytes} bytes longer")
+
+    def _count(self, error: OSError) -> None:
+        with self._lock:
+            self.errors["full" if is_full(error) else "io"] += 1
+
+    def _back_off(self, error: OSError) -> None:
+        """Count a failure to write, and write nothing for a while: longer each time until a write succeeds."""
+        self._count(error)
+        with self._lock:
+            now = time.monotonic()
+            if now < self._retry_at:
+                return
+            self._pause_s = min(_MAX_BACKOFF_S, 2 * self._pause_s or self._backoff_s)
+            self._retry_at = now + self._pause_s
+        logger.warning("writing to SSD folder %s pauses for %g s: %s", self._folder, self._pause_s, error)
+
+    def _sync_in_background(self) -> None:
+        while not self._stop.wait(_SYNC_PERIOD_S):
+            self.sync()
+
+
+def _check(extents: Iterable[Extent], arriving: Iterator[Sequence[memoryview]]) -> None:
+    """Compare every extent with its bytes, as they arrive. Raises BadEntry."""
+    stream = (chunk for group in arriving for chunk in group)
+    rest = memoryview(b"")
+
+    def take(num_bytes: int) -> Iterator[memoryview]:
+        nonlocal rest
+        while num_bytes:
+            if not rest:
+                rest = next(stream)
+            part = rest[:num_bytes]
+            rest = rest[len(part) :]
+            num_bytes -= len(part)
+            yield part
+
+    for extent in extents:
+        check_extent(extent, take(extent.num_bytes))
