@@ -276,6 +276,24 @@ def test_a_length_that_was_changed_along_with_the_checksum_is_seen() -> None:
             assert reason_of(decode, sealed(changed)) == ("header" if length >= 32 else "length")
 
 
+@pytest.mark.parametrize("kind", [0, 1, 2, 3])
+def test_a_scan_sees_no_record_that_is_too_short_or_too_long_for_its_kind(kind: int) -> None:
+    tombstone, shortest = len(encode_tombstone(0)), EXTENTS_AT + 16
+    for length in range(32, shortest + 2):
+        record = sealed(bytearray(MAGIC + pack("<HHI", FORMAT_VERSION, kind, length) + bytes(length - 16)))
+        if (kind == 1 and length >= shortest) or (kind == 2 and length == tombstone):
+            assert peek(record).record_bytes == length
+        else:
+            assert reason_of(peek, record) == "header"
+
+
+@pytest.mark.parametrize("read", [decode, peek])
+def test_no_record_begins_outside_the_buffer(read: Callable[..., object]) -> None:
+    record = encode(EXACT_HEADER)
+    for offset in (-1, -len(record), -len(record) - 1, 2 * len(record), 2**70):
+        assert reason_of(lambda data, offset=offset: read(data, offset), record * 2) == "length"
+
+
 @settings(max_examples=400)
 @given(st.sampled_from(SAMPLES), st.data())
 def test_a_sealed_lie_is_refused_or_is_the_one_record_of_its_header(header: Header, data: st.DataObject) -> None:
@@ -441,6 +459,22 @@ def test_what_could_not_be_read_is_not_written(change: dict[str, object]) -> Non
     encode(EXACT_HEADER)
     with pytest.raises(ValueError, match="header cannot be written"):
         encode(replace(EXACT_HEADER, **change))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        make_header(EXACT, num_slots=2),
+        make_header(Form(codec="int8"), num_slots=2),
+        make_header(Form("knorm", 0.5), num_slots=4),
+        make_header(Form("knorm", 0.5), num_slots=-1),
+        make_header(Form(codec="int8"), sizes=iter([5, -5]).__next__),
+        make_header(Form(codec="int8"), Shape(2, 2, 2**32, "bfloat16", 1)),
+    ],
+)
+def test_extents_that_fit_do_not_excuse_the_rest(header: Header) -> None:
+    with pytest.raises(ValueError, match="header cannot be written"):
+        encode(header)
 
 
 def test_pages_are_whole() -> None:
