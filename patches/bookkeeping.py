@@ -7,14 +7,18 @@ from typing import Any
 
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import NodeStats, Tier
-from sglang_evicpress.costs import CostModel, Costs, PrefillLaw
+from sglang_evicpress.costs import CostModel, Costs, PrefillLaw, TransferLaw
 from sglang_evicpress.patches.claims import Claims
-from sglang_evicpress.patches.node import NodeKV, num_slots, servable_steps, start_of
+from sglang_evicpress.patches.node import NodeKV, is_lossy, servable_steps, size_of, start_of
+from sglang_evicpress.patches.tiering import tier_of
 from sglang_evicpress.policy import make_policy
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.press import get_press
 from sglang_evicpress.profile import Curves
 from sglang_evicpress.reuse import ReuseClock
+
+START_LOADS = {Tier.HOST: TransferLaw(1e-3, 4e9), Tier.SSD: TransferLaw(3e-3, 1e9)}
+"""What loading is taken to cost before any was observed."""
 
 DRIFT = 0.1  # of a predicted duration: costs that differ less are not worth another look at every node
 REFRESH_S = 10.0  # nor is it more often than this,
@@ -29,9 +33,9 @@ class Bookkeeping:
     """
 
     def open_book(self: Any, config: EvicPressConfig, slot_bytes: int, page_size: int) -> None:
-        self.menu = Menu(config.menu_forms, (Tier.GPU,), slot_bytes, page_size)
+        self.menu = Menu(config.menu_forms, self.tiers, slot_bytes, page_size)
         self.costs = Costs(
-            PrefillLaw(config.prefill_fixed_s, config.prefill_per_token_s, config.prefill_per_pair_s), {}, {}
+            PrefillLaw(config.prefill_fixed_s, config.prefill_per_token_s, config.prefill_per_pair_s), START_LOADS, {}
         )
         self.cost_model = CostModel(self.costs)
         self.clock = ReuseClock(config.half_life_s)
@@ -50,19 +54,25 @@ class Bookkeeping:
 
     def clear_book(self: Any) -> None:
         """A book without nodes."""
+        self.renew_policy()
+        self._windowed.clear()
+        self.claims.clear()
+
+    def renew_policy(self: Any) -> None:
+        """A policy that knows no node yet, of the present menu."""
         config = self.config
         self.policy = make_policy(
             config.policy, self.menu, alpha=config.alpha, costs=self.costs, mean_curve=self._curve
         )
         self.controller.policy = self.policy
-        self._windowed.clear()
-        self.claims.clear()
 
     # ---- what happens to nodes
 
     def note(self: Any, node: Any) -> None:
         """A node is new, or what it holds, covers or can become has changed."""
+        self.note_copies(node)
         self.policy.put(self.stats_of(node))
+        self.stir()
 
     def note_split(self: Any, upper: Any, lower: Any) -> None:
         self.claims.split(upper, lower)
@@ -73,6 +83,7 @@ class Bookkeeping:
 
     def note_deleted(self: Any, node: Any) -> None:
         self.policy.forget(node.id)
+        self.ready.pop(node.id, None)
         self.claims.forget(node)
         self.drop_window(node)
 
@@ -102,19 +113,19 @@ class Bookkeeping:
     def stats_of(self: Any, node: Any) -> NodeStats:
         """The node as the policy sees it."""
         kv: NodeKV = node.kv
-        start, slots, num_tokens = start_of(node), num_slots(node), len(node.key)
+        start, slots, num_tokens, tier = start_of(node), size_of(node), len(node.key), tier_of(node)
         quality, form = 1.0, kv.form
         if kv.layout is not None:  # a piece of a split may hold less than its form promises
             quality = self._curves.quality(replace(form, kept_fraction=min(form.kept_fraction, slots / num_tokens)))
         reachable = 0
-        if num_tokens >= self.config.min_tokens and self.policy.rule.compresses:
+        if tier == Tier.GPU and num_tokens >= self.config.min_tokens and self.policy.rule.compresses:
             reachable = self.menu.smaller(form)
             if self.window_of(node) is None:
                 reachable &= self._blind
         return NodeStats(
             id=node.id,
             parent_id=None if node.parent is self.root_node else node.parent.id,
-            tier=Tier.GPU,
+            tier=tier,
             form=form,
             num_tokens=num_tokens,
             num_bytes=slots * self.menu.slot_bytes,
@@ -127,7 +138,15 @@ class Bookkeeping:
             last_use=kv.last_use,
             sinks=self.sinks_of(num_tokens, start),
             is_locked=node.lock_ref > 0,
+            exact_on=self.exact_tier_of(node),
         )
+
+    def exact_tier_of(self: Any, node: Any) -> Tier | None:
+        """The fastest tier below that holds the exact KV of a lossy node as well."""
+        if not is_lossy(node):
+            return None
+        here = tier_of(node)
+        return min((tier for tier, copy in node.kv.copies.items() if tier > here and copy.is_exact), default=None)
 
     def sinks_of(self: Any, num_tokens: int, start: int) -> int:
         """How many of a node's tokens are among the first of the prompt, which every press keeps."""
@@ -159,6 +178,7 @@ class Bookkeeping:
                 gap_s = self.now_s - path[-1].kv.last_use_s
                 self.clock.observe_reuse(gap_s, sum(matched for _, matched in steps))
         self.claims.make(req, path, self.value_of_hit(), self.now_s)
+        self.begin_stage(req)
 
     def count_use(self: Any, req: Any, path: list[Any], num_tokens: int) -> None:
         """A request runs on ``path``, which holds ``num_tokens``: every node of it has its hit now, once."""
@@ -169,8 +189,13 @@ class Bookkeeping:
 
     # ---- time and costs
 
-    def advance(self: Any, stamp_s: float, law: PrefillLaw) -> None:
-        """Rank 0's clock shows ``stamp_s`` and its batches follow ``law``; called on every rank between two steps."""
+    def observe_load(self: Any, tier: Tier, num_bytes: int, seconds: float) -> None:
+        """So many bytes were brought back from a tier; ranks learn of it by rank 0's next stamp."""
+        if num_bytes > 0 and seconds > 0.0:
+            self.cost_model.observe_load(tier, num_bytes, seconds)
+
+    def advance(self: Any, stamp_s: float, costs: Costs) -> None:
+        """Rank 0's clock shows ``stamp_s`` and it has seen these costs; called on every rank between two steps."""
         if self._first_stamp_s is None:
             self._first_stamp_s = stamp_s
         self.now_s = max(self.now_s, stamp_s - self._first_stamp_s)
@@ -182,7 +207,6 @@ class Bookkeeping:
             self.policy.reweigh({node.id: node.kv.weight for node in self.nodes.values()})
         self.controller.now_s = self.now_s
         self.controller.value_of_hit = self.value_of_hit()
-        costs = Costs(law, {}, {})
         pause_s = max(REFRESH_S, REFRESH_S_PER_NODE * len(self.nodes))
         if self.now_s - self._refreshed_s >= pause_s and costs.drifted_from(self.costs, DRIFT):
             self._refreshed_s = self.now_s

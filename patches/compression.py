@@ -14,6 +14,7 @@ from sglang_evicpress.kernels.select import select_survivors
 from sglang_evicpress.layout import HostCopy, SurvivorLayout, place
 from sglang_evicpress.press import Press, PressInput, QueryWindow, get_press, select
 from sglang_evicpress.press.snapkv import SnapKV
+from sglang_evicpress.tiers.payload import PayloadCopier
 
 
 class Compressor:
@@ -34,6 +35,24 @@ class Compressor:
         self._v_buffers = [pool._get_value_buffer(layer) for layer in layers]
 
         self._scale = float(self._k_buffers[0].shape[-1]) ** -0.5 if scale is None else scale
+
+    @property
+    def is_cuda(self) -> bool:
+        return bool(self._k_buffers[0].is_cuda)
+
+    def payload_copier(self) -> PayloadCopier:
+        return PayloadCopier(self._k_buffers, self._v_buffers, self.page_size)
+
+    def written_event(self) -> Any:
+        """An event behind all that was launched until now, the forward pass in flight included; None on the CPU."""
+        if not self.is_cuda:
+            return None
+        stream = torch.cuda.current_stream()
+        if self.forward_stream is not None:
+            stream.wait_stream(self.forward_stream)
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event
 
     @property
     def num_layers(self) -> int:

@@ -12,6 +12,7 @@ from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.costs import PrefillLaw
 from sglang_evicpress.introspect import NodeBusy, UnknownNode
 from sglang_evicpress.patches.node import is_lossy, num_slots, slots_of, start_of, walk
+from sglang_evicpress.patches.tiering import tier_of
 
 _BOOKED = (
     *("num_tokens", "num_bytes", "depth_tokens", "quality", "reachable", "weight"),
@@ -101,6 +102,7 @@ class Inspection:
             "decisions": {
                 "compressed": dict(controller.num_compressed),
                 "dropped": controller.num_dropped,
+                "demoted": dict(controller.num_demoted),
                 "dropped_tokens": controller.dropped_tokens,
                 "freed_slots": controller.freed_slots,
             },
@@ -151,6 +153,8 @@ class Inspection:
             "num_tokens": len(node.key),
             "num_slots": num_slots(node),
             "form": str(kv.form),
+            "tier": tier_of(node).label,
+            "copies": {tier.label: str(copy.form) for tier, copy in sorted(kv.copies.items())},
             "origin": kv.origin,
             "lineage": "lossy" if is_lossy(node) else "exact",
             "computed_on": "lossy" if kv.is_lossy_prefix else "exact",
@@ -197,12 +201,14 @@ class Inspection:
                 yield f"{name} is not in the table of nodes"
             if node.parent is not self.root_node and node.lock_ref > node.parent.lock_ref:
                 yield f"{name} has {node.lock_ref} locks, its parent {node.parent.lock_ref}"
+            if node.value is None:
+                continue
             if len(node.value) != len(node.key) or len(node.key) % page:
                 yield f"{name} has {len(node.key)} tokens, {len(node.value)} entries, pages of {page}"
             if len(slots) != num_slots(node) or int((node.value != 0).sum()) != len(slots):
                 yield f"{name} holds {len(slots)} slots but counts {num_slots(node)}"
             yield from self._layout_violations(node)
-            is_leaf = node.lock_ref == 0 and not node.children
+            is_leaf = node.lock_ref == 0 and all(child.value is None for child in node.children.values())
             if is_leaf != (node in self.evictable_leaves):
                 yield f"{name} is {'missing from' if is_leaf else 'wrongly in'} the evictable leaves"
         if len(self.nodes) != len(owners):
@@ -227,6 +233,7 @@ class Inspection:
             )
         yield from self._sharing_violations(owners)
         yield from self._book_violations()
+        yield from self.tier_violations()
 
     def _book_violations(self: Any) -> Iterator[str]:
         """The policy's book against the tree."""

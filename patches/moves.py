@@ -34,14 +34,17 @@ class Moves:
     def relieve(self: Any, wanted: int) -> int:
         """Free ``wanted`` slots by the policy's plan, if unlocked nodes hold that many; returns those really freed."""
         wanted = min(wanted, self.evictable_size_)
-        return int(self.controller.relieve(Tier.GPU, wanted * self.menu.slot_bytes)) if wanted > 0 else 0
+        if wanted <= 0:
+            return 0
+        ready = None if self.host is None else self.ready  # what would have to be copied first is not waited for
+        return int(self.controller.relieve(Tier.GPU, wanted * self.menu.slot_bytes, ready=ready))
 
     def options_of(self: Any, node: Any) -> tuple[Option, ...]:
         """What can be done now with a node; nothing while it is locked.
 
         Whether its children allow a drop is the plan's business.
         """
-        if node.lock_ref > 0:
+        if node.lock_ref > 0 or node.value is None:
             return ()
         stats, menu = self.stats_of(node), self.menu
         options = []
@@ -75,7 +78,7 @@ class Moves:
         before = num_slots(node)
         start = start_of(node)
         after = self.slots_in(node, form, start)
-        if node.lock_ref > 0 or after is None or after >= before:
+        if node.lock_ref > 0 or node.value is None or after is None or after >= before:
             raise RuntimeError(f"evicpress: node {node_id} cannot be brought to {form}")
         slots = slots_of(node)
         kv = node.kv
@@ -89,8 +92,10 @@ class Moves:
             window=self.window_of(node),
         )
         kv.form = form
+        kv.version += 1
         kv.origin = node.id if kv.origin is None else kv.origin
         kv.slots = slots[:after].clone()
+        self.remove_copies(node, lossy_only=True)
         self.token_to_kv_pool_allocator.free(slots[after:].clone())
         self.evictable_size_ -= before - after
         self.note(node)
@@ -102,7 +107,9 @@ class Moves:
         if node.lock_ref > 0 or node.children:
             raise RuntimeError(f"evicpress: node {node_id} is locked or has children and cannot be dropped")
         freed = num_slots(node)
-        self.token_to_kv_pool_allocator.free(slots_of(node))
+        if node.value is not None:
+            self.token_to_kv_pool_allocator.free(slots_of(node))
+            self._record_remove_event(node)
+        self.remove_copies(node)
         self._delete_leaf(node)
-        self._record_remove_event(node)
         return freed

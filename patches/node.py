@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sglang_evicpress.core import EXACT, Form
+from sglang_evicpress.core import EXACT, Form, Tier
 from sglang_evicpress.layout import SurvivorLayout
 
 
@@ -23,6 +23,10 @@ class NodeKV:
     clock, ``num_hits`` counts the requests that used the node or wait to; ``last_use`` is a logical tick and
     ``last_use_s`` the logical time of the last hit, both equal on every rank. ``claims`` are those of waiting requests,
     by number (claims.py).
+
+    ``copies`` are what lower tiers have of it; while it is not on the GPU (``node.value`` is None) the fields above say
+    what its fastest copy is. ``version`` changes whenever its slots do; ``job`` copies them to the host now, and
+    ``is_leaving`` says that they are to be freed then.
     """
 
     form: Form = EXACT
@@ -36,6 +40,10 @@ class NodeKV:
     window: int | None = None
     origin: int | None = None
     claims: dict[int, Any] = field(default_factory=dict)
+    copies: dict[Tier, Any] = field(default_factory=dict)
+    version: int = 0
+    job: Any = None
+    is_leaving: bool = False
 
 
 @dataclass(slots=True)
@@ -56,6 +64,12 @@ def slots_of(node: Any) -> torch.Tensor:
 
 
 def num_slots(node: Any) -> int:
+    """The physical slots of a node: none while it is not on the GPU."""
+    return 0 if node.value is None else size_of(node)
+
+
+def size_of(node: Any) -> int:
+    """The slots that what a node holds takes, wherever it is."""
     layout = node.kv.layout
     return len(node.key) if layout is None else layout.num_slots
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_evicpress.costs import CostModel, PrefillLaw
+from sglang_evicpress.costs import CostModel, Costs, PrefillLaw
 
 NUM_WARM_UP = 2
 """Batches at the start that are not observed: kernels are compiled and pools touched for the first time."""
@@ -33,6 +34,11 @@ class PrefillTimes:
         self._clock = clock
         self._num_seen = 0
         self._last_result_s = 0.0
+
+    @property
+    def costs(self) -> Costs:
+        """All that was seen to cost time, prefilling as ``law`` says."""
+        return replace(self._model.costs, prefill=self.law)
 
     @property
     def law(self) -> PrefillLaw:

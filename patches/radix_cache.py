@@ -25,12 +25,13 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.controller import Controller
-from sglang_evicpress.core import EXACT
+from sglang_evicpress.core import EXACT, Tier
 from sglang_evicpress.patches import scheduling
 from sglang_evicpress.patches.bookkeeping import Bookkeeping
 from sglang_evicpress.patches.capture import QueryCapture
 from sglang_evicpress.patches.compression import Compressor
 from sglang_evicpress.patches.inspection import Inspection
+from sglang_evicpress.patches.load_back import LoadBack
 from sglang_evicpress.patches.moves import Moves
 from sglang_evicpress.patches.node import (
     NodeKV,
@@ -43,18 +44,28 @@ from sglang_evicpress.patches.node import (
     walk,
 )
 from sglang_evicpress.patches.prefill_times import PrefillTimes
+from sglang_evicpress.patches.ssd_moves import SsdMoves
+from sglang_evicpress.patches.staging import Staging
+from sglang_evicpress.patches.tier_inspection import TierInspection
+from sglang_evicpress.patches.tiering import NOWHERE, Tiering
 from sglang_evicpress.reuse import weight_of_new
+from sglang_evicpress.tiers.identity import KEY_BYTES
 
 logger = logging.getLogger(__name__)
 
 
-class EvicPressCache(Bookkeeping, Moves, Inspection, RadixCache):
+class EvicPressCache(Bookkeeping, Tiering, SsdMoves, Staging, LoadBack, Moves, Inspection, TierInspection, RadixCache):
     """See the module. Everything here runs on the scheduler thread."""
 
-    def __init__(self, params: Any, config: EvicPressConfig, compressor: Compressor) -> None:
+    def __init__(
+        self, params: Any, config: EvicPressConfig, compressor: Compressor, identity: bytes = bytes(KEY_BYTES)
+    ) -> None:
         self.config = config
         self.compressor = compressor
         self.controller = Controller(self)
+        self.open_tiers(config, compressor, identity)
+        self.open_stages()
+        self.open_loads(params.token_to_kv_pool_allocator.get_kvcache())
         self.open_book(config, compressor.slot_bytes, params.page_size)
         self.prefill_times = PrefillTimes(self.cost_model)
         self.scheduler: Any = None
@@ -70,6 +81,7 @@ class EvicPressCache(Bookkeeping, Moves, Inspection, RadixCache):
 
     def reset(self) -> None:
         super().reset()
+        self.reset_tiers()
         self.nodes.clear()
         self.clear_book()
         self.root_node.kv = NodeKV()
@@ -77,26 +89,34 @@ class EvicPressCache(Bookkeeping, Moves, Inspection, RadixCache):
     # ---- match
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        """Longest servable prefix of ``params.key``; ``device_indices`` is logical, with holes.
+        """Longest servable prefix of ``params.key``; ``device_indices`` is logical, with holes. So many more tokens as
+        ``host_hit_length`` says, of a request's prefix only, are ready to be loaded.
 
         A partial match splits a node, compressed or not; where a compressed node would be left with too few slots for
         the part that matches, the match ends at its parent.
         """
         key = params.key.page_aligned(self.page_size)
-        path = []
+        path: list[Any] = []
+        num_resident = 0
         if not self.disable:
             steps = self._steps(key)
-            path = self._take(steps[: servable_steps(steps, self.config.min_share)])
+            steps = steps[: servable_steps(steps, self.config.min_share)]
+            num_resident = sum(node.value is not None for node, _ in steps)
+            num_ready = 0 if params.req is None else self.ready_to_load(params.req, steps, num_resident)
+            path = self._take(steps[: num_resident + num_ready])
+        resident = path[:num_resident]
         if params.req is not None:
-            params.req.evicpress = self._view_of(path)
+            params.req.evicpress = self._view_of(resident)
         if not path:
             return self._empty_match_result
-        last = path[-1]
+        device_node = resident[-1] if resident else self.root_node
+        indices = [node.value for node in resident]
         return MatchResult(
-            device_indices=torch.cat([node.value for node in path]),
-            last_device_node=last,
-            last_host_node=last,
-            best_match_node=last,
+            device_indices=torch.cat(indices) if indices else self._empty_match_result.device_indices,
+            last_device_node=device_node,
+            last_host_node=path[-1],
+            best_match_node=path[-1],
+            host_hit_length=sum(len(node.key) for node in path[num_resident:]),
         )
 
     def _steps(self, key: RadixKey) -> list[tuple[Any, int]]:
@@ -184,14 +204,21 @@ class EvicPressCache(Bookkeeping, Moves, Inspection, RadixCache):
 
     def _split_node(self, key: RadixKey, child: Any, split_len: int) -> Any:
         """SGLang's split, and the record's: slots with M < split_len go to the new upper node."""
-        kv = child.kv
+        kv, is_absent = child.kv, child.value is None
+        if is_absent:
+            child.value = NOWHERE.new_zeros(len(child.key))  # SGLang splits what is there
         upper = super()._split_node(key, child, split_len)
-        upper.kv = replace(kv, slots=None, layout=None)
+        kv.version += 1
+        upper.kv = replace(kv, slots=None, layout=None, job=None, is_leaving=False)
         if kv.layout is not None:
             above, below = kv.layout.split(split_len)
             upper.kv.layout, upper.kv.slots = above, kv.slots[: above.num_slots].clone()
             kv.layout, kv.slots = below, kv.slots[above.num_slots :].clone()
+        if is_absent:
+            upper.value = child.value = None
+            upper.kv.slots = kv.slots = NOWHERE
         self.nodes[upper.id] = upper
+        self.split_copies(upper, child)
         self.note_split(upper, child)
         return upper
 
@@ -206,11 +233,17 @@ class EvicPressCache(Bookkeeping, Moves, Inspection, RadixCache):
         if value is None:
             value = torch.tensor(key.token_ids[: len(key)], dtype=torch.int64)
         path = self._take(self._steps(key))
-        num_known = sum(len(node.key) for node in path)
+        num_known = num_resident = 0
+        for node in path:
+            begin, num_known = num_known, num_known + len(node.key)
+            if node.value is None:
+                self._fill(node, value[begin:num_known], False)
+            else:
+                num_resident = num_known
         last = path[-1] if path else self.root_node
         if num_known < len(key):
             last = self._add_leaf(last, key[num_known:], value[num_known : len(key)], params.priority or 0, False)
-        return InsertResult(prefix_len=num_known, last_device_node=last)
+        return InsertResult(prefix_len=num_resident, last_device_node=last)
 
     def _add_leaf(self, parent: Any, key: RadixKey, value: torch.Tensor, priority: int, is_lossy_prefix: bool) -> Any:
         node = TreeNode(priority=priority)
@@ -230,6 +263,37 @@ class EvicPressCache(Bookkeeping, Moves, Inspection, RadixCache):
         self.note(node)
         return node
 
+    def add_absent_leaf(self, parent: Any, key: RadixKey, copy: Any) -> Any:
+        """A node that is not on the GPU: ``copy`` is all there is of it."""
+        node = TreeNode()
+        node.parent, node.key, node.value, node.hit_count = parent, key, None, 1
+        parent.children[key.child_key(self.page_size)] = node
+        node.kv = NodeKV(last_use=self._tick, last_use_s=self.now_s, slots=NOWHERE)
+        num_siblings = 0 if parent is self.root_node else len(parent.children)
+        node.kv.weight = weight_of_new(self.value_of_hit(), parent.kv.weight, num_siblings)
+        if copy.layout is not None:
+            copy.origin = node.id
+        self.nodes[node.id] = node
+        self.add_copy(node, copy)
+        return node
+
+    def _fill(self, node: Any, value: torch.Tensor, is_lossy_prefix: bool) -> None:
+        """Give a node that is not on the GPU the KV a request computed for its tokens."""
+        kv = node.kv
+        if is_lossy_prefix or is_lossy(node):
+            self.remove_copies(node, lossy_only=True)
+        node.value = value.clone()
+        kv.form, kv.slots, kv.layout, kv.is_lossy_prefix, kv.origin = EXACT, None, None, is_lossy_prefix, None
+        kv.version += 1
+        if Tier.HOST in kv.copies:
+            self._spare[node.id] = None
+        self.evictable_size_ += len(node.key)
+        self._update_leaf_status(node)
+        self._update_leaf_status(node.parent)
+        self._record_store_event(node)
+        self.note(node)
+        self.drop_strays(node)
+
     def _replace(self, node: Any, value: torch.Tensor, is_lossy_prefix: bool) -> None:
         """Give an unlocked lossy node the KV a request computed for the same tokens: an upgrade."""
         self.token_to_kv_pool_allocator.free(slots_of(node))
@@ -238,12 +302,15 @@ class EvicPressCache(Bookkeeping, Moves, Inspection, RadixCache):
         kv = node.kv
         kv.form, kv.slots, kv.layout, kv.is_lossy_prefix = EXACT, None, None, is_lossy_prefix
         kv.origin = None
+        kv.version += 1
         self.drop_window(node)
+        self.remove_copies(node, lossy_only=True)
         self.note(node)
         begin = start_of(node)
         for below in list(walk(node)):
-            if below.kv.layout is not None and below.id in self.nodes:
+            if below.value is not None and below.kv.layout is not None and below.id in self.nodes:
                 self._trim(below, (begin, begin + len(node.key)))
+        self.drop_strays(node)
 
     def _trim(self, node: Any, replaced: tuple[int, int]) -> None:
         """Take from a compressed node what an ancestor's new KV holds as well; see ``Compressor.trim``."""
@@ -261,8 +328,10 @@ class EvicPressCache(Bookkeeping, Moves, Inspection, RadixCache):
             return
         kv.layout, node.value = trimmed
         kv.slots = slots[: kv.layout.num_slots].clone()
+        kv.version += 1
         self.token_to_kv_pool_allocator.free(slots[kv.layout.num_slots :].clone())
         self.evictable_size_ -= before - kv.layout.num_slots
+        self.remove_copies(node, lossy_only=True)
         self.note(node)
 
     def _is_upgrade(self, node: Any, view: PrefixView) -> bool:
@@ -289,7 +358,9 @@ class EvicPressCache(Bookkeeping, Moves, Inspection, RadixCache):
                 continue
             beyond.append(node)
             mine = own[begin - adopted : known - adopted]
-            if self._is_upgrade(node, view):
+            if node.value is None:
+                self._fill(node, mine, view.is_lossy)
+            elif self._is_upgrade(node, view):
                 self._replace(node, mine, view.is_lossy)
             else:
                 self.token_to_kv_pool_allocator.free(mine)

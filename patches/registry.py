@@ -9,12 +9,15 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.registry import get_radix_cache_factory, register_radix_cache_backend
 from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang_evicpress.tiers.ssd import StoreError
 
 from sglang_evicpress.patches.compression import Compressor
 from sglang_evicpress.patches.install import check_applied
+from sglang_evicpress.patches.model_identity import model_identity
 from sglang_evicpress.patches.radix_cache import EvicPressCache
 from sglang_evicpress.patches.refusals import BACKEND_NAME, check_layers, check_model
 from sglang_evicpress.patches.server_args import config_of
+from sglang_evicpress.tiers.identity import KEY_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +38,16 @@ def build(context: Any) -> EvicPressCache:
     group = context.tp_group.cpu_group if context.tp_size > 1 else None
     scale = attention_scale(context.tp_worker.model_runner.model)
     compressor = Compressor(pool, params.page_size, config.sinks, window=config.window, scale=scale, group=group)
-    cache = EvicPressCache(params, config, compressor)
+    runner = context.tp_worker.model_runner
+    identity = bytes(KEY_BYTES)
+    if config.has_tiers:
+        identity = model_identity(
+            runner.model, context.model_config, pool, params.page_size, runner.tp_rank, context.tp_size
+        )
+    try:
+        cache = EvicPressCache(params, config, compressor, identity)
+    except (StoreError, RuntimeError) as error:
+        raise SystemExit(f"evicpress: {error}") from error
     logger.info(
         "evicpress: policy %s, alpha %g, forms %s, page size %d",
         config.policy,

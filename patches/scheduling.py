@@ -12,20 +12,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.utils import TypeBasedDispatcher
 
-from sglang_evicpress.costs import PrefillLaw
+from sglang_evicpress.costs import Costs
 
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
+ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder."
+STAGING_POLL_S = 0.002
+IDLE_POLL_S = 0.02
 RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver."
 
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """Rank 0's monotonic clock when it received something, and the law that its batches followed until then."""
+    """Rank 0's monotonic clock when it received something, and the costs that it had seen until then."""
 
     now_s: float
-    law: PrefillLaw
+    costs: Costs
 
 
 _cache: Any = None
@@ -40,7 +44,7 @@ def attach(cache: Any) -> None:
 def _after_pull_raw_reqs(received: list[Any] | None, receiver: Any) -> None:
     """AFTER ``_pull_raw_reqs``: a list only on the rank that receives."""
     if received and _cache is not None:
-        received.insert(0, Stamp(time.monotonic(), _cache.prefill_times.law))
+        received.insert(0, Stamp(time.monotonic(), _cache.prefill_times.costs))
 
 
 def _after_init_request_dispatcher(_: None, scheduler: Any) -> None:
@@ -49,7 +53,7 @@ def _after_init_request_dispatcher(_: None, scheduler: Any) -> None:
 
 def _take_stamp(stamp: Stamp) -> None:
     if _cache is not None:
-        _cache.advance(stamp.now_s, stamp.law)
+        _cache.advance(stamp.now_s, stamp.costs)
 
 
 def _after_add_request_to_queue(_: None, scheduler: Any, req: Any, *__: Any, **___: Any) -> None:
@@ -59,10 +63,40 @@ def _after_add_request_to_queue(_: None, scheduler: Any, req: Any, *__: Any, **_
         _cache.expect(req)
 
 
-def _after_get_next_batch_to_run(_: Any, scheduler: Any) -> None:
+def _before_get_next_batch_to_run(scheduler: Any) -> None:
+    """BEFORE ``get_next_batch_to_run``."""
+    if _cache is None:
+        return
+    _cache.tick()
+    if _cache.host is not None and scheduler.running_batch.is_empty():
+        # SGLang takes a pool without room for one more request as full until one ends. Nodes that are being loaded
+        # are locked with no request running, and they are done without one.
+        scheduler.running_batch.batch_is_full = False
+
+
+def _after_get_next_batch_to_run(batch: Any, scheduler: Any) -> None:
     """AFTER ``get_next_batch_to_run``: whoever left the queue since without running was aborted."""
-    if _cache is not None:
-        _cache.claims.keep_only(scheduler.waiting_queue)
+    if _cache is None:
+        return
+    _cache.claims.keep_only(scheduler.waiting_queue)
+    _cache.keep_stages(scheduler.waiting_queue)
+    if batch is None and _cache.num_staging:
+        _cache.arrival.wait(STAGING_POLL_S)  # a busy loop would hold up the threads that it waits for
+
+
+def _around_add_one_req(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND ``PrefillAdder.add_one_req``: a request whose prefix is on its way waits for another round."""
+    if _cache is not None and _cache.is_staging(req):
+        return AddReqResult.CONTINUE
+    return original(adder, req, *args, **kwargs)
+
+
+def _around_on_idle(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND ``on_idle``, which may sleep for a second: not while threads still work for the cache."""
+    if _cache is not None and _cache.num_pending_jobs:
+        _cache.arrival.wait(IDLE_POLL_S)
+        return None
+    return original(scheduler, *args, **kwargs)
 
 
 def _around_run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -86,6 +120,9 @@ def install(registry: Any, hook_type: Any) -> None:
     registry.register(RECEIVER + "_pull_raw_reqs", _after_pull_raw_reqs, hook_type.AFTER)
     registry.register(SCHEDULER + "init_request_dispatcher", _after_init_request_dispatcher, hook_type.AFTER)
     registry.register(SCHEDULER + "_add_request_to_queue", _after_add_request_to_queue, hook_type.AFTER)
+    registry.register(SCHEDULER + "get_next_batch_to_run", _before_get_next_batch_to_run, hook_type.BEFORE)
     registry.register(SCHEDULER + "get_next_batch_to_run", _after_get_next_batch_to_run, hook_type.AFTER)
+    registry.register(SCHEDULER + "on_idle", _around_on_idle, hook_type.AROUND)
+    registry.register(ADDER + "add_one_req", _around_add_one_req, hook_type.AROUND)
     registry.register(SCHEDULER + "run_batch", _around_run_batch, hook_type.AROUND)
     registry.register(SCHEDULER + "process_batch_result", _before_process_batch_result, hook_type.BEFORE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Protocol
 
 from sglang_evicpress.core import Form, Tier
@@ -19,6 +20,9 @@ class Moves(Protocol):
     def drop(self, node_id: int) -> int:
         """Forget a childless node; returns the slots freed."""
 
+    def send(self, node_id: int, tier: Tier, form: Form) -> int:
+        """Bring a node to a lower tier, at once or in the background; returns the slots freed now."""
+
 
 class Controller:
     """The only one that compresses or drops because memory is short.
@@ -34,14 +38,25 @@ class Controller:
         self.value_of_hit = 1.0
         self.journal = Journal()
         self.num_compressed: Counter[str] = Counter()
+        self.num_demoted: Counter[str] = Counter()
         self.num_dropped = 0
         self.freed_slots = 0
         self.dropped_tokens = 0
 
-    def relieve(self, tier: Tier, num_bytes: int) -> int:
-        """Free ``num_bytes`` on ``tier`` if the unlocked nodes hold that many; returns the slots really freed."""
+    def relieve(
+        self,
+        tier: Tier,
+        num_bytes: int,
+        *,
+        room: Mapping[Tier, int] | None = None,
+        ready: Mapping[int, int] | None = None,
+    ) -> int:
+        """Free ``num_bytes`` on ``tier`` if the unlocked nodes hold that many; returns the slots freed at once.
+
+        See ``Policy.plan`` for ``room`` and ``ready``: with ``ready`` nothing is left to be freed later.
+        """
         freed = 0
-        for decision in self.policy.plan(tier, num_bytes):
+        for decision in self.policy.plan(tier, num_bytes, room, ready=ready):
             option = decision.option
             self.journal.add(decision, self.now_s, self.value_of_hit)
             if option.is_drop:
@@ -51,7 +66,8 @@ class Controller:
             elif option.tier == decision.source.tier and option.form is not None:
                 self.num_compressed[str(option.form)] += 1
                 freed += self.moves.compress(decision.node_id, option.form)
-            else:
-                raise RuntimeError(f"evicpress: node {decision.node_id} cannot be moved to {option}: no such tier")
+            elif option.tier is not None and option.form is not None:
+                self.num_demoted[option.tier.label] += 1
+                freed += self.moves.send(decision.node_id, option.tier, option.form)
         self.freed_slots += freed
         return freed

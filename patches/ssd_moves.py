@@ -1,0 +1,217 @@
+"""Entries on SSD: writing them from the host, reading them back, and finding those of an earlier server."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from sglang_evicpress.core import Tier
+from sglang_evicpress.patches.tiering import tier_of
+from sglang_evicpress.tiers.copies import HostEntry, SsdEntry
+from sglang_evicpress.tiers.entry import BadEntry, Header, check_identity
+from sglang_evicpress.tiers.worker import Job
+
+MAX_CANDIDATES = 4
+"""Entries on one edge that a lookup reads the header of."""
+
+
+class SsdMoves:
+    """The part of EvicPressCache that writes and reads SSD entries. Runs on the scheduler thread but for ``run``."""
+
+    def start_write(self: Any, entry: HostEntry) -> bool:
+        """Begin to write a host entry to the SSD, for all nodes that hold a piece of it."""
+        if self.ssd is None or entry.write is not None:
+            return self.ssd is not None
+        if entry.ssd is not None and entry.ssd.owners:
+            self._share(entry, entry.ssd)
+            return True
+        reservation = self.ssd_room(entry.header.payload_bytes)
+        if reservation is None:
+            self.tier_counts["writes_refused"] += 1
+            return False
+        Write(self, entry, reservation).start()
+        return True
+
+    def ssd_room(self: Any, num_bytes: int) -> Any:
+        """A reservation, if the wear budget and the tier's bound allow it: unused entries make room, then nodes that
+        lose least by it."""
+        ssd = self.ssd
+        if not ssd.store.is_writable or num_bytes > ssd.store.capacity_bytes:
+            return None
+        if not ssd.wear.allows(ssd.now_s):
+            ssd.wear.refuse(num_bytes)
+            return None
+        reservation = ssd.store.reserve(num_bytes)
+        if reservation is None:
+            ssd.drop_unused(num_bytes, self.workers["write"])
+            reservation = ssd.store.reserve(num_bytes)
+        if reservation is None:
+            self._drop_spares(num_bytes)
+            reservation = ssd.store.reserve(num_bytes)
+        if reservation is None:
+            self.controller.relieve(Tier.SSD, num_bytes)
+            reservation = ssd.store.reserve(num_bytes)
+        if reservation is not None:
+            ssd.wear.take(num_bytes)
+        return reservation
+
+    def _drop_spares(self: Any, num_bytes: int) -> None:
+        """Give up SSD entries whose nodes are all on a faster tier, for at least a 64th of the tier at once."""
+        wanted = max(num_bytes, self.ssd.store.capacity_bytes // 64)
+        for entry in self.ssd.entries():
+            nodes = [self.nodes[node_id] for node_id in sorted(entry.owners)]
+            if wanted > 0 and all(tier_of(node) < Tier.SSD for node in nodes):
+                wanted -= entry.header.payload_bytes
+                for node in nodes:
+                    self.remove_copy(node, Tier.SSD)
+                    self.note(node)
+
+    def start_read(self: Any, entry: SsdEntry) -> Any:
+        """Begin to read an SSD entry into the host, for all nodes that hold a piece of it; the job, None without
+        room."""
+        if entry.read is None:
+            runs = self.host_room(entry.header.payload_bytes)
+            if runs is None:
+                self.tier_counts["reads_without_room"] += 1
+                return None
+            entry.read = Read(self, entry, runs)
+            entry.read.start()
+        return entry.read
+
+    def _share(self: Any, entry: HostEntry, ssd: SsdEntry) -> None:
+        """Give every node with a piece of the host entry the same piece on SSD."""
+        for node in [self.nodes[node_id] for node_id in sorted(entry.owners)]:
+            copy = node.kv.copies[Tier.HOST]
+            self.add_copy(node, replace(copy, tier=Tier.SSD, entry=ssd))
+            is_leaving, node.kv.is_leaving = node.kv.is_leaving, False
+            if is_leaving and node.lock_ref == 0 and node.value is None:
+                self.release(node.id)
+
+    def arrived(self: Any, entry: SsdEntry, host: HostEntry) -> None:
+        """An SSD entry is on the host as well."""
+        for node in [self.nodes[node_id] for node_id in sorted(entry.owners)]:
+            if Tier.HOST not in node.kv.copies:
+                copy = node.kv.copies[Tier.SSD]
+                self.add_copy(node, replace(copy, tier=Tier.HOST, entry=host))
+
+
+class Write(Job):
+    """Host to SSD."""
+
+    def __init__(self, cache: Any, entry: HostEntry, reservation: Any) -> None:
+        super().__init__()
+        self.cache, self.entry, self.reservation = cache, entry, reservation
+        self.ssd = cache.ssd
+        self.ref: Any = None
+
+    def start(self) -> None:
+        self.entry.write = self
+        self.cache.host.pin(self.entry)
+        self.cache.workers["write"].submit(self)
+
+    def run(self) -> None:
+        header = self.entry.header
+        chunks = self.cache.host.arena.buffers(self.entry.runs, 0, header.payload_bytes)
+        self.ref = self.ssd.store.write(self.reservation, header, chunks)
+
+    def finish(self) -> None:
+        cache, entry = self.cache, self.entry
+        entry.write = None
+        if self.error is not None:
+            cache.tier_errors[f"ssd_write_{self.error}"] += 1
+            for node_id in entry.owners:
+                cache.nodes[node_id].kv.is_leaving = False
+        elif self.ssd is cache.ssd and entry.owners:
+            cache.tier_counts["written"] += 1
+            entry.ssd = self.ssd.hold(self.ref, entry.header)
+            cache._share(entry, entry.ssd)
+        else:
+            self.ssd.forget(self.ref, cache.workers["write"])
+        cache.host.unpin(entry)
+
+
+class Read(Job):
+    """SSD to host, verified."""
+
+    rank = 0
+
+    def __init__(self, cache: Any, entry: SsdEntry, runs: Any) -> None:
+        super().__init__()
+        self.cache, self.entry = cache, entry
+        self.ssd = cache.ssd
+        self.host = HostEntry(entry.header, runs, ssd=entry)
+
+    def start(self) -> None:
+        self.cache.host.pin(self.host)
+        self.cache.workers["read"].submit(self)
+
+    def run(self) -> None:
+        header = self.entry.header
+        chunks = self.cache.host.arena.buffers(self.host.runs, 0, header.payload_bytes)
+        self.ssd.store.read(self.entry.ref, header, chunks)
+        self.host.checked_s = time.perf_counter()
+
+    def finish(self) -> None:
+        cache, entry = self.cache, self.entry
+        entry.read = None
+        if self.error is None:
+            cache.tier_counts["read"] += 1
+            cache.arrived(entry, self.host)
+            num_bytes = entry.header.payload_bytes
+            cache.observe_load(Tier.SSD, num_bytes, self.seconds + cache.costs.load_seconds(Tier.HOST, num_bytes))
+        else:
+            for node in [cache.nodes[node_id] for node_id in sorted(entry.owners)]:
+                if node.id in cache.nodes:
+                    cache.lose_copy(node, Tier.SSD, self.error)
+        cache.host.unpin(self.host)
+
+
+class Lookup(Job):
+    """Reads the headers of entries that may continue a path, and keeps the one that shares most with ``tokens``."""
+
+    rank = 0
+
+    def __init__(self, cache: Any, refs: list[Any], tokens: bytes, parent_key: bytes, namespace: bytes) -> None:
+        super().__init__()
+        self.cache, self.refs, self.tokens = cache, refs[:MAX_CANDIDATES], tokens
+        self.parent_key, self.namespace = parent_key, namespace
+        self.ssd = cache.ssd
+        self.found: tuple[Any, Header] | None = None
+        self.survivors: bytes | None = None
+        self.num_shared = 0
+
+    def run(self) -> None:
+        for ref in self.refs:
+            try:
+                header = self.ssd.store.read_header(ref)
+                check_identity(
+                    header,
+                    fingerprint=self.cache.identity,
+                    namespace=self.namespace,
+                    parent_key=self.parent_key,
+                )
+            except BadEntry:
+                continue  # counted by the store, or the edge of another path
+            num_shared = shared_tokens(header.tokens, self.tokens)
+            if header.shape == self.cache.copier.shape and num_shared > self.num_shared:
+                self.found, self.num_shared = (ref, header), num_shared
+        if self.found is not None and len(self.found[1].extents) > self.found[1].shape.num_layers:
+            try:
+                self.survivors = self.ssd.store.read_extent(*self.found, -1)
+            except BadEntry:
+                self.found = None
+
+    def finish(self) -> None:
+        """Whoever asked looks at what was found when all its jobs are over."""
+
+
+def shared_tokens(left: bytes, right: bytes) -> int:
+    """How many leading tokens (4 bytes each) two rows share."""
+    if left == right[: len(left)]:
+        return len(left) // 4
+    size = min(len(left), len(right))
+    differs = np.frombuffer(left[:size], "<u4") != np.frombuffer(right[:size], "<u4")
+    return int(differs.argmax()) if differs.any() else size // 4

@@ -1,0 +1,113 @@
+"""The SSD tier of one rank: its store, the entries that nodes hold, and its wear budget."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from sglang_evicpress.tiers.faults import Faults, FaultyFiles
+from sglang_evicpress.tiers.ssd import SsdStore
+
+from sglang_evicpress.tiers.copies import SsdEntry
+from sglang_evicpress.tiers.entry import Header
+from sglang_evicpress.tiers.wear import WearBudget
+from sglang_evicpress.tiers.worker import Job, Workers
+
+ENDLESS = 1 << 62
+
+
+class SsdTier:
+    """Everything here is for the scheduler thread."""
+
+    def __init__(self, store: SsdStore, bytes_per_day: float | None, folder: str) -> None:
+        self.store = store
+        self.folder = folder
+        self.wear = WearBudget(bytes_per_day, self.now_s)
+        self._held: dict[Any, SsdEntry] = {}
+        self._held_bytes = 0
+        self._reclaim: Job | None = None
+
+    @classmethod
+    def open(
+        cls,
+        folder: str,
+        num_bytes: int,
+        bytes_per_day: float | None,
+        sync: str,
+        identity: bytes,
+        faults: Faults | None,
+        rank: int = 0,
+    ) -> SsdTier:
+        """Raises StoreError, one sentence, when the folder cannot be used."""
+        files = None if faults is None else FaultyFiles(faults)
+        store = SsdStore(Path(folder) / f"rank-{rank}", num_bytes, identity, sync=sync, files=files)
+        return cls(store, bytes_per_day, folder)
+
+    @property
+    def now_s(self) -> float:
+        return time.monotonic()
+
+    @property
+    def room(self) -> int:
+        """Free bytes, and those of entries no node holds; endless while nothing may be written, so that no plan makes
+        room for what will not come."""
+        store = self.store
+        if not store.is_writable or not self.wear.allows(self.now_s):
+            return ENDLESS
+        return max(0, store.capacity_bytes - self._held_bytes)
+
+    def hold(self, ref: Any, header: Header) -> SsdEntry:
+        """The entry called ``ref``, which a node is about to hold."""
+        entry = self._held.get(ref)
+        if entry is None:
+            entry = self._held[ref] = SsdEntry(header, ref)
+            self._held_bytes += header.payload_bytes
+        return entry
+
+    def entries(self) -> list[SsdEntry]:
+        """Those that nodes hold, in the order they came."""
+        return list(self._held.values())
+
+    def is_held(self, ref: Any) -> bool:
+        return ref in self._held
+
+    def remove(self, entry: SsdEntry, workers: Workers) -> None:
+        """No node holds the entry any more: it goes."""
+        if self._held.pop(entry.ref, None) is not None:
+            self._held_bytes -= entry.header.payload_bytes
+        self.forget(entry.ref, workers)
+
+    def forget(self, ref: Any, workers: Workers) -> None:
+        self.store.remove(ref)
+        if self._reclaim is None or self._reclaim.is_finished:
+            self._reclaim = Reclaim(self.store)
+            workers.submit(self._reclaim)
+
+    def drop_unused(self, num_bytes: int, workers: Workers) -> None:
+        """Make room of entries that no node holds, the oldest first."""
+        for ref in self.store.oldest(num_bytes, self.is_held):
+            self.forget(ref, workers)
+
+    def clear(self, workers: Workers) -> None:
+        """Forget every entry, also those of earlier servers."""
+        for ref in self.store.oldest(ENDLESS, lambda _: False):
+            self.forget(ref, workers)
+        self._held.clear()
+        self._held_bytes = 0
+
+
+class Reclaim(Job):
+    """Gives the bytes of removed entries back to the file system."""
+
+    rank = 2
+
+    def __init__(self, store: SsdStore) -> None:
+        super().__init__()
+        self.store = store
+
+    def run(self) -> None:
+        self.store.reclaim()
+
+    def finish(self) -> None:
+        """Nothing follows."""

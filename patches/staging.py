@@ -1,0 +1,230 @@
+"""Getting what a waiting request will use ready for loading: SSD entries are read, host entries are verified.
+
+The scheduler passes a request over while that goes on, until it is done, or late: then the request takes what is ready
+and computes the rest. Whether it is begun at all is the cost model's choice: nothing is loaded that is predicted to be
+computed sooner.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from sglang_evicpress.core import Tier
+from sglang_evicpress.patches.node import servable_steps, start_of
+from sglang_evicpress.patches.ssd_moves import Lookup
+from sglang_evicpress.policy.loading import Piece, deadline_s, num_worth_loading
+from sglang_evicpress.tiers.copies import Copy, HostEntry
+from sglang_evicpress.tiers.identity import PathHash, edge_of, namespace_digest, token_bytes
+from sglang_evicpress.tiers.payload import layout_of
+from sglang_evicpress.tiers.worker import Job
+
+RECENT_S = 1.0
+"""A host entry that was verified so shortly before is not verified again."""
+
+
+class Stage:
+    """What is got ready for one waiting request. ``from_ssd``: the nodes that came from the SSD for it."""
+
+    __slots__ = ("begin_s", "deadline_s", "from_ssd", "is_over", "jobs", "looked_at", "req")
+
+    def __init__(self, req: Any) -> None:
+        self.req = req
+        self.begin_s = time.perf_counter()
+        self.deadline_s: float | None = None
+        self.is_over = False
+        self.jobs: list[Job] = []
+        self.from_ssd: set[int] = set()
+        self.looked_at: set[int] = set()
+
+
+class Staging:
+    """The part of EvicPressCache that stages. Everything here runs on the scheduler thread."""
+
+    def open_stages(self: Any) -> None:
+        self.stages: dict[int, Stage] = {}
+
+    def begin_stage(self: Any, req: Any) -> None:
+        """A request has entered the waiting queue."""
+        if self.host is None or self.disable:
+            return
+        stage = self.stages[id(req)] = Stage(req)
+        self._advance(stage)
+
+    def is_staging(self: Any, req: Any) -> bool:
+        """Whether a waiting request is to be passed over for now."""
+        stage = self.stages.get(id(req))
+        if stage is None or stage.is_over:
+            return False
+        self._advance(stage)
+        return not stage.is_over
+
+    def advance_stages(self: Any) -> None:
+        for stage in list(self.stages.values()):
+            if not stage.is_over:
+                self._advance(stage)
+
+    def keep_stages(self: Any, waiting: Collection[Any]) -> None:
+        """Forget the stages of requests that do not wait any more."""
+        if len(self.stages) > len(waiting):
+            ids = {id(req) for req in waiting}
+            self.stages = {key: stage for key, stage in self.stages.items() if key in ids}
+
+    @property
+    def num_staging(self: Any) -> int:
+        return sum(not stage.is_over for stage in self.stages.values())
+
+    def ready_to_load(self: Any, req: Any, steps: list[tuple[Any, int]], num_resident: int) -> int:
+        """How many of ``steps``, from the first that is not on the GPU, are verified on the host and worth loading."""
+        stage = self.stages.get(id(req))
+        if stage is None:
+            return 0
+        count = num_resident
+        while count < len(steps) and self._is_ready(stage, steps[count][0]):
+            count += 1
+        return num_worth_loading(self._pieces(steps[num_resident:count]), self.costs)
+
+    def _is_ready(self: Any, stage: Stage, node: Any) -> bool:
+        copy = node.kv.copies.get(Tier.HOST)
+        return copy is not None and copy.entry.checked_s >= stage.begin_s - RECENT_S
+
+    def _pieces(self: Any, steps: list[tuple[Any, int]]) -> list[Piece]:
+        found = []
+        depth = 0 if not steps else start_of(steps[0][0])
+        for node, matched in steps:
+            tier = Tier.HOST if Tier.HOST in node.kv.copies else Tier.SSD
+            found.append(Piece(matched, depth, tier, node.kv.copies[tier].num_slots * self.menu.slot_bytes))
+            depth += matched
+        return found
+
+    def _advance(self: Any, stage: Stage) -> None:
+        """Begin whatever the request still needs and is worth it; over when there is nothing more, or at its
+        deadline."""
+        if stage.deadline_s is not None and time.perf_counter() > stage.deadline_s:
+            stage.is_over = True
+            self.tier_counts["stages_late"] += 1
+            return
+        lookups = [job for job in stage.jobs if isinstance(job, Lookup)]
+        if any(not job.is_finished for job in stage.jobs):
+            return
+        stage.jobs = []
+        for job in lookups:
+            self._graft(stage, job)
+        key = self.key_of_waiting(stage.req)
+        known = self._steps(key)
+        steps = known[: servable_steps(known, self.config.min_share)]
+        num_resident = sum(node.value is not None for node, _ in steps)
+        pieces = self._pieces(steps[num_resident:])
+        num_wanted = num_worth_loading(pieces, self.costs)
+        for node, _ in steps[num_resident : num_resident + num_wanted]:
+            self._fetch(stage, node)
+        if num_wanted:
+            self._set_deadline(stage, pieces[:num_wanted])
+        if not stage.jobs and num_wanted == len(pieces) and len(steps) == len(known):
+            self._look_up(stage, key, steps)
+        stage.is_over = not stage.jobs
+
+    def _fetch(self: Any, stage: Stage, node: Any) -> None:
+        copy = node.kv.copies.get(Tier.HOST)
+        job: Job | None = None
+        if copy is None:
+            job = self.start_read(node.kv.copies[Tier.SSD].entry)
+            stage.from_ssd.add(node.id)
+        elif not self._is_ready(stage, node):
+            if copy.entry.check is None:
+                copy.entry.check = Check(self, copy.entry)
+                copy.entry.check.start()
+            job = copy.entry.check
+        if job is not None:
+            stage.jobs.append(job)
+
+    def _set_deadline(self: Any, stage: Stage, pieces: list[Piece]) -> None:
+        load_s = sum(self.costs.load_seconds(piece.tier, piece.num_bytes) for piece in pieces)
+        recompute_s = sum(self.costs.prefill.marginal_seconds(piece.num_tokens, piece.depth_tokens) for piece in pieces)
+        if stage.deadline_s is None:
+            stage.deadline_s = stage.begin_s
+        stage.deadline_s = max(stage.deadline_s, stage.begin_s + deadline_s(load_s, recompute_s))
+
+    # ---- entries of an earlier server
+
+    def _look_up(self: Any, stage: Stage, key: RadixKey, steps: list[tuple[Any, int]]) -> None:
+        """Ask the SSD for entries that continue the path where the tree ends."""
+        begin = sum(matched for _, matched in steps)
+        if self.ssd is None or begin in stage.looked_at or len(key) - begin < self.page_size:
+            return
+        stage.looked_at.add(begin)
+        if not self.ssd.store.num_entries:
+            return
+        tokens = key.token_ids[: len(key)]
+        hashed = PathHash(self.identity, key.extra_key)
+        hashed.update(tokens[:begin])
+        refs = self.ssd.store.find(edge_of(hashed.key, tokens[begin : begin + self.page_size]))
+        refs = [ref for ref in refs if not self.ssd.is_held(ref)]
+        if not refs:
+            return
+        num_tokens = min(max(ref.num_tokens for ref in refs), len(key) - begin)
+        pieces = [Piece(num_tokens, begin, Tier.SSD, num_tokens * self.menu.slot_bytes)]
+        if num_worth_loading(pieces, self.costs) == 0:
+            return
+        self._set_deadline(stage, pieces)
+        job = Lookup(self, refs, token_bytes(tokens[begin:]), hashed.key, namespace_digest(key.extra_key))
+        self.workers["read"].submit(job)
+        stage.jobs.append(job)
+
+    def _graft(self: Any, stage: Stage, job: Lookup) -> None:
+        """Put what a lookup has found into the tree, if it still continues a path there."""
+        if job.found is None or job.error is not None or job.ssd is not self.ssd:
+            return
+        ref, header = job.found
+        if self.ssd.is_held(ref) or ref not in self.ssd.store:
+            return
+        key = self.key_of_waiting(stage.req)
+        if token_bytes(key.token_ids[: len(key)][header.start :])[: len(job.tokens)] != job.tokens:
+            return
+        steps = self._steps(key)
+        if sum(matched for _, matched in steps) != header.start:
+            return
+        path = self._take(steps)
+        parent = path[-1] if path else self.root_node
+        tokens = key.token_ids[:0]
+        tokens.extend(int.from_bytes(header.tokens[i : i + 4], "little") for i in range(0, len(header.tokens), 4))
+        layout = None
+        if job.survivors is not None:
+            numbers = torch.frombuffer(bytearray(job.survivors), dtype=torch.uint8)
+            layout = layout_of(numbers, header.shape, header.num_slots)
+        copy = Copy(
+            Tier.SSD, header.form, self.ssd.hold(ref, header), 0, header.num_slots, layout, header.is_lossy_prefix, None
+        )
+        self.add_absent_leaf(parent, RadixKey(tokens, key.extra_key), copy)
+        self.tier_counts["found_again"] += 1
+
+
+class Check(Job):
+    """Verifies a host entry."""
+
+    rank = 0
+
+    def __init__(self, cache: Any, entry: HostEntry) -> None:
+        super().__init__()
+        self.cache, self.entry = cache, entry
+
+    def start(self) -> None:
+        self.cache.host.pin(self.entry)
+        self.cache.workers["read"].submit(self)
+
+    def run(self) -> None:
+        self.cache.host.check(self.entry)
+
+    def finish(self) -> None:
+        cache, entry = self.cache, self.entry
+        entry.check = None
+        entry.check_seconds = self.seconds
+        if self.error is not None:
+            for node in [cache.nodes.get(node_id) for node_id in sorted(entry.owners)]:
+                if node is not None and node.id in cache.nodes:
+                    cache.lose_copy(node, Tier.HOST, self.error)
+        cache.host.unpin(entry)

@@ -1,0 +1,229 @@
+"""Looking into the tiers, and changing them from outside: what ``/evicpress/tiers`` and its admin routes answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from sglang_evicpress.tiers.ssd import StoreError
+
+from sglang_evicpress.config import GB
+from sglang_evicpress.core import Tier
+from sglang_evicpress.introspect import NodeBusy
+from sglang_evicpress.patches.node import num_slots, size_of, walk
+from sglang_evicpress.patches.ssd_tier import SsdTier
+from sglang_evicpress.patches.tiering import tier_of
+from sglang_evicpress.policy.menu import Menu
+
+MOVE_WAIT_S = 0.5
+"""How long a question waits for the move that it asked for; the move goes on after that."""
+
+
+class TierInspection:
+    """The part of EvicPressCache that answers for its tiers. Everything here runs on the scheduler thread."""
+
+    def describe_tiers(self: Any) -> dict[str, object]:
+        allocator, book = self.token_to_kv_pool_allocator, self.policy.book
+        free = allocator.available_size()
+        tiers: dict[str, object] = {
+            "gpu": {
+                "capacity_bytes": allocator.size * self.menu.slot_bytes,
+                "used_bytes": (allocator.size - free) * self.menu.slot_bytes,
+                "num_nodes": book.num_on[Tier.GPU],
+            }
+        }
+        if self.host is not None:
+            tiers["host"] = self._described_host()
+        if self.ssd is not None:
+            tiers["ssd"] = self._described_ssd()
+        return {
+            "tiers": tiers,
+            "queue": {name: workers.num_pending for name, workers in self.workers.items()},
+            "requests_waiting_for_a_copy": self.num_staging,
+            "counts": dict(self.tier_counts),
+            "errors": self._errors(),
+        }
+
+    def _errors(self: Any) -> dict[str, int]:
+        found = dict(self.tier_errors)
+        if self.ssd is not None:
+            found |= {f"ssd_store_{reason}": count for reason, count in self.ssd.store.errors.items()}
+        return found
+
+    def _described_host(self: Any) -> dict[str, object]:
+        extents = self.host.arena.extents
+        return {
+            "capacity_bytes": extents.num_bytes,
+            "used_bytes": extents.used_bytes,
+            "num_nodes": self.policy.book.num_on[Tier.HOST],
+            "num_entries": self.host.num_entries,
+            "spare_copies": len(self._spare),
+            "copying_bytes": self._copying_bytes,
+            "fragmentation": extents.fragmentation,
+            "largest_free_bytes": extents.largest_free,
+            "is_pinned": self.host.arena.is_pinned,
+            "load": self._described_load(Tier.HOST),
+        }
+
+    def _described_ssd(self: Any) -> dict[str, object]:
+        store = self.ssd.store
+        return {
+            "dir": self.ssd.folder,
+            "capacity_bytes": store.capacity_bytes,
+            "used_bytes": store.used_bytes,
+            "num_nodes": self.policy.book.num_on[Tier.SSD],
+            "num_entries": store.num_entries,
+            "is_writable": store.is_writable,
+            "read_bytes": store.read_bytes,
+            "written_bytes": store.written_bytes,
+            "wear": self.ssd.wear.describe(self.ssd.now_s),
+            "load": self._described_load(Tier.SSD),
+        }
+
+    def _described_load(self: Any, tier: Tier) -> dict[str, object]:
+        """What bringing bytes back from a tier was seen to cost."""
+        law = self.cost_model.costs.load[tier]
+        return {"fixed_s": law.fixed_s, "bytes_per_s": law.bytes_per_s}
+
+    # ---- changes
+
+    def flush_tier(self: Any, tier: Tier) -> dict[str, object]:
+        if tier not in self.tiers:
+            raise ValueError(f"there is no {tier.label} tier: expected one of {_labels(self.tiers)}")
+        self.flush_tier_copies(tier)
+        self._settle(lambda: False)
+        return {"tier": tier.label, **self.describe_tiers()}
+
+    def demote_node(self: Any, node_id: int, tier: Tier) -> dict[str, object]:
+        node = self._node(node_id)
+        if tier not in self.tiers:
+            raise ValueError(f"there is no {tier.label} tier: expected one of {_labels(self.tiers[1:])}")
+        if node.lock_ref > 0:
+            raise NodeBusy(node_id)
+        if tier_of(node) >= tier:
+            raise ValueError(f"node {node_id} is on tier {tier_of(node).label}: expected a tier below that")
+        above = [child.id for child in node.children.values() if tier_of(child) < tier]
+        if above:
+            raise ValueError(
+                f"node {node_id} has children above tier {tier.label}, such as {above[0]}: move it first"
+            )
+
+        def is_there() -> bool:
+            found = self.nodes.get(node_id)
+            return found is None or tier_of(found) >= tier
+
+        deadline = time.monotonic() + MOVE_WAIT_S
+        while not is_there() and time.monotonic() < deadline:
+            if node.kv.job is None and not node.kv.is_leaving:
+                self.send(node_id, tier if node.value is None else Tier.HOST, node.kv.form)
+            self._settle(is_there)
+        found = self.nodes.get(node_id)
+        if found is None:
+            raise ValueError(f"node {node_id} was dropped on its way: see GET /evicpress/tiers for errors")
+        return {"id": node_id, "tier": tier_of(found).label, "is_there": is_there()}
+
+    def attach_ssd(self: Any, folder: str, gb: float, write_gb_per_day: float | None) -> dict[str, object]:
+        if self.host is None:
+            raise ValueError("the SSD tier goes through host RAM, and there is none: start with --kv-host-gb")
+        if self.ssd is not None:
+            raise ValueError(f"the SSD tier is {self.ssd.folder} already: detach it first")
+        per_day = None if write_gb_per_day is None else write_gb_per_day * GB
+        try:
+            self.ssd = SsdTier.open(
+                folder, int(gb * GB), per_day, self.config.ssd_sync, self.identity, self.host.faults
+            )
+        except StoreError as error:
+            raise ValueError(str(error)) from None
+        self._change_menu()
+        return self.describe_tiers()
+
+    def detach_ssd(self: Any) -> dict[str, object]:
+        if self.ssd is None:
+            raise ValueError("there is no SSD tier: expected one to be attached")
+        self._settle(lambda: self.workers["write"].num_pending == 0)
+        ssd: SsdTier = self.ssd
+        self.ssd = None
+        for node in list(walk(self.root_node))[::-1]:
+            if node.id in self.nodes and Tier.SSD in node.kv.copies:
+                self.remove_copy(node, Tier.SSD)
+                if node.lock_ref == 0 or node.value is not None:
+                    self.after_loss(node)
+        for entry in self.host.entries():
+            entry.ssd = None
+        self._change_menu()
+        ssd.store.close()
+        return self.describe_tiers()
+
+    def _change_menu(self: Any) -> None:
+        self.menu = Menu(self.menu.forms, self.tiers, self.menu.slot_bytes, self.menu.page_size)
+        self.renew_policy()
+        self.policy.put_all(self.stats_of(node) for node in walk(self.root_node))
+
+    def _settle(self: Any, is_settled: Any) -> None:
+        """Let the threads work, for a moment at most, until it is or they have nothing to do."""
+        deadline = time.monotonic() + MOVE_WAIT_S
+        while self.num_pending_jobs and not is_settled() and time.monotonic() < deadline:
+            self.arrival.wait(0.01)
+            self.tick()
+
+    # ---- invariants
+
+    def tier_violations(self: Any) -> Iterator[str]:
+        """What must hold of copies and entries, as far as it can be seen between two steps."""
+        if self.host is None:
+            return
+        owners: dict[int, tuple[Any, set[int]]] = {}
+        for node in walk(self.root_node):
+            name, parent = f"node {node.id}", node.parent
+            if node.value is None and not node.kv.copies:
+                yield f"{name} is on no tier"
+            if node.value is not None and parent is not self.root_node and parent.value is None:
+                yield f"{name} is on the GPU, its parent {parent.id} is not"
+            for tier, copy in node.kv.copies.items():
+                owners.setdefault(id(copy.entry), (copy.entry, set()))[1].add(node.id)
+                if copy.tier != tier or node.id not in copy.entry.owners:
+                    yield f"{name} has a copy on tier {tier.label} that does not know of it"
+                if copy.begin + copy.num_slots > copy.entry.header.num_slots:
+                    yield f"{name}: its copy on tier {tier.label} ends beyond the entry"
+                if copy.layout is None and copy.num_slots != len(node.key):
+                    yield f"{name} has {len(node.key)} tokens, its full copy on tier {tier.label} {copy.num_slots}"
+            shown = node.kv.copies.get(tier_of(node))
+            if (
+                node.value is None
+                and shown is not None
+                and (shown.form, shown.num_slots) != (node.kv.form, size_of(node))
+            ):
+                yield f"{name} does not show its fastest copy"
+            if node.value is None and num_slots(node):
+                yield f"{name} is not on the GPU and holds slots"
+        for entry, held_by in owners.values():
+            if entry.owners != held_by:
+                yield f"an entry is held by the nodes {sorted(held_by)} and lists {sorted(entry.owners)}"
+        runs = sorted(run for entry in self.host.entries() for run in entry.runs)
+        for (begin, size), (after, _) in zip(runs, runs[1:], strict=False):
+            if begin + size > after:
+                yield f"two host entries share byte {after}"
+        held = sum(size for _, size in runs)
+        if held != self.host.arena.extents.used_bytes:
+            yield f"host entries hold {held} bytes, {self.host.arena.extents.used_bytes} are taken"
+
+    def close(self: Any) -> None:
+        """The server ends: publish what is on its way to the SSD, within a few seconds, and let go of everything."""
+        if self.host is None:
+            return
+        deadline = time.monotonic() + CLOSE_S
+        while time.monotonic() < deadline and (self.workers["write"].num_pending or self.workers["copy"].num_pending):
+            self.arrival.wait(0.01)
+            self.tick()
+        for workers in self.workers.values():
+            workers.close(deadline + 1.0)
+        if self.ssd is not None:
+            self.ssd.store.close()
+
+
+CLOSE_S = 6.0
+
+
+def _labels(tiers: tuple[Tier, ...]) -> str:
+    return ", ".join(tier.label for tier in tiers)

@@ -1,0 +1,476 @@
+"""Copies of nodes below the GPU: making them, showing the fastest, and moving a node down by freeing what is above.
+
+A node is on the fastest tier that has it; its record (``node.kv``) describes what it is there. Further copies below are
+spare: they make a later move down free, or hold the exact KV of a node that is lossy above.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from sglang_evicpress.tiers.faults import Faults
+
+from sglang_evicpress.config import GB, EvicPressConfig
+from sglang_evicpress.core import Form, Tier
+from sglang_evicpress.layout import SurvivorLayout
+from sglang_evicpress.patches.compression import Compressor
+from sglang_evicpress.patches.node import num_slots, size_of, slots_of, start_of, walk
+from sglang_evicpress.patches.ssd_tier import SsdTier
+from sglang_evicpress.tiers.copies import Copy, HostEntry
+from sglang_evicpress.tiers.entry import Header
+from sglang_evicpress.tiers.host import HostTier
+from sglang_evicpress.tiers.identity import PathHash, namespace_digest, token_bytes
+from sglang_evicpress.tiers.worker import Job, Workers
+
+logger = logging.getLogger(__name__)
+
+NOWHERE = torch.empty(0, dtype=torch.int64)
+AHEAD_SHARE = 1 / 2  # of the pool that the next evictions take: copied before they are due
+LOW_SHARE, HIGH_SHARE = 1 / 32, 1 / 16  # of the pool: below the first, nodes are released until the second is free
+HOST_LOW_SHARE, HOST_HIGH_SHARE = 1 / 16, 1 / 8  # the same of the host tier
+MOST_RELIEFS = 4
+MOST_PLANNED = 512  # nodes that one plan in the background may be about, on average: some milliseconds
+PLAN_SHARE = 1 / 20  # of the time, for plans in the background
+MOST_COPIED_SHARE = 1 / 4  # of the host tier: bytes on their way at once
+
+
+class Tiering:
+    """The part of EvicPressCache that knows where copies are. Everything here runs on the scheduler thread."""
+
+    def open_tiers(self: Any, config: EvicPressConfig, compressor: Compressor, identity: bytes) -> None:
+        """Take the memory and start the threads. Raises ValueError or RuntimeError, one sentence, if it cannot be."""
+        self.identity = identity
+        self.host: HostTier | None = None
+        self.ssd: SsdTier | None = None
+        self.ready: dict[int, int] = {}
+        self.tier_counts: Counter[str] = Counter()
+        self.tier_errors: Counter[str] = Counter()
+        self._spare: OrderedDict[int, None] = OrderedDict()  # resident nodes with a host copy, hottest last
+        self._copying_bytes = 0
+        self._is_stirred = False
+        self._next_plan_s = 0.0
+        self.arrival = threading.Event()
+        self.workers: dict[str, Workers] = {}
+        if not config.has_tiers:
+            return
+        self.copier = compressor.payload_copier()
+        faults = Faults.from_environment()
+        pool_is_cuda = compressor.is_cuda
+        self.host = HostTier(config.host_bytes, is_pinned=pool_is_cuda, faults=faults)
+        for name, num_threads in (("load", 1), ("read", 2), ("copy", 1), ("write", 1)):
+            self.workers[name] = Workers(name, num_threads, self.arrival)
+        if config.ssd_dir is not None:
+            per_day = None if config.ssd_write_gb_per_day is None else config.ssd_write_gb_per_day * GB
+            self.ssd = SsdTier.open(config.ssd_dir, config.ssd_bytes, per_day, config.ssd_sync, identity, faults)
+
+    @property
+    def tiers(self: Any) -> tuple[Tier, ...]:
+        """Those in use, the GPU first."""
+        found = [Tier.GPU]
+        if self.host is not None:
+            found.append(Tier.HOST)
+        if self.ssd is not None:
+            found.append(Tier.SSD)
+        return tuple(found)
+
+    # ---- what a node has
+
+    def note_copies(self: Any, node: Any) -> None:
+        """Work out anew which lower tiers hold just what the node holds now."""
+        kv, mask = node.kv, 0
+        here = tier_of(node)
+        for tier, copy in kv.copies.items():
+            if tier > here and _same(kv, copy, size_of(node)):
+                mask |= 1 << tier
+        if mask:
+            self.ready[node.id] = mask
+        else:
+            self.ready.pop(node.id, None)
+
+    def add_copy(self: Any, node: Any, copy: Copy) -> None:
+        """The node has ``copy`` from now on, instead of one that it had on that tier."""
+        self.remove_copy(node, copy.tier)
+        kv = node.kv
+        kv.copies[copy.tier] = copy
+        if copy.tier == Tier.HOST:
+            self.host.hold(copy.entry, node.id)
+            if node.value is not None:
+                self._spare[node.id] = None
+                self._spare.move_to_end(node.id, last=False)
+        else:
+            copy.entry.owners.add(node.id)
+        if node.value is None and tier_of(node) == copy.tier:
+            self.show(node)
+        self.note(node)
+
+    def remove_copy(self: Any, node: Any, tier: Tier) -> None:
+        """Give a copy up, if there is one. Whoever calls sees to the node when that was all it had."""
+        copy = node.kv.copies.pop(tier, None)
+        if copy is None:
+            return
+        if tier == Tier.HOST:
+            self._spare.pop(node.id, None)
+            self.host.let_go(copy.entry, node.id)
+        else:
+            copy.entry.owners.discard(node.id)
+            if not copy.entry.owners and self.ssd is not None:
+                self.ssd.remove(copy.entry, self.workers["write"])
+
+    def remove_copies(self: Any, node: Any, *, lossy_only: bool = False) -> None:
+        for tier, copy in list(node.kv.copies.items()):
+            if not (lossy_only and copy.is_exact):
+                self.remove_copy(node, tier)
+
+    def show(self: Any, node: Any) -> None:
+        """Let the record of a node that is not on the GPU say what its fastest copy is."""
+        copy, kv = node.kv.copies[tier_of(node)], node.kv
+        kv.form, kv.layout, kv.is_lossy_prefix, kv.origin = copy.form, copy.layout, copy.is_lossy_prefix, copy.origin
+        kv.slots = NOWHERE
+
+    def split_copies(self: Any, upper: Any, lower: Any) -> None:
+        """``upper`` was split off ``lower``: both have their pieces of every copy."""
+        upper.kv.copies = {}
+        for tier, copy in list(lower.kv.copies.items()):
+            left, right = copy.split(len(upper.key))
+            upper.kv.copies[tier], lower.kv.copies[tier] = left, right
+            if tier == Tier.HOST:
+                self.host.hold(copy.entry, upper.id)
+                if upper.value is not None:
+                    self._spare[upper.id] = None
+            else:
+                copy.entry.owners.add(upper.id)
+
+    # ---- moving down
+
+    def release(self: Any, node_id: int) -> int:
+        """Free what a node holds on its tier, as the same is below; returns the slots freed."""
+        node = self.nodes[node_id]
+        if node.lock_ref > 0 or not self.ready.get(node_id):
+            raise RuntimeError(f"evicpress: node {node_id} is locked or has no copy below, and cannot be released")
+        freed = num_slots(node)
+        if node.value is None:
+            self.remove_copy(node, tier_of(node))
+            self.show(node)
+            self.note(node)
+        else:
+            self._leave_gpu(node)
+        self.tier_counts["released"] += 1
+        return freed
+
+    def _leave_gpu(self: Any, node: Any) -> None:
+        slots, freed = slots_of(node), num_slots(node)
+        node.kv.version += 1
+        node.value = None
+        self._spare.pop(node.id, None)
+        self.show(node)
+        self.token_to_kv_pool_allocator.free(slots.clone())
+        self.evictable_size_ -= freed
+        self._update_leaf_status(node)
+        self._update_leaf_status(node.parent)
+        self._record_remove_event(node)
+        self.note(node)
+
+    def send(self: Any, node_id: int, tier: Tier, form: Form) -> int:
+        """Bring a node to ``form`` on a lower tier: at once where that is there already, else once it was copied.
+        Returns the slots freed now."""
+        node, freed = self.nodes[node_id], 0
+        if form != node.kv.form:
+            freed = self.compress(node_id, form)
+        if self.ready.get(node_id):
+            return freed + int(self.release(node_id))
+        node.kv.is_leaving = self.start_copy(node, tier)
+        return freed
+
+    def start_copy(self: Any, node: Any, tier: Tier) -> bool:
+        """Begin to copy what a node holds to a lower tier. False when there is no room or no budget for it."""
+        if node.value is None:
+            copy = node.kv.copies.get(Tier.HOST)
+            return copy is not None and tier == Tier.SSD and self.start_write(copy.entry)
+        if node.kv.job is not None or self._copying_bytes > MOST_COPIED_SHARE * self.host.num_bytes:
+            return False
+        sizes = self.copier.sizes(size_of(node), node.kv.layout is not None)
+        runs = self.host_room(sum(sizes))
+        if runs is None:
+            self.tier_counts["copies_without_room"] += 1
+            return False
+        BackUp(self, node, runs, goes_on=tier == Tier.SSD).start()
+        return True
+
+    def host_room(self: Any, num_bytes: int) -> Any:
+        """Runs of host memory: free ones, else those of spare copies, else of what can leave the tier at once."""
+        extents = self.host.arena.extents
+        runs = extents.alloc(num_bytes)
+        if runs is not None or num_bytes > extents.num_bytes:
+            return runs
+        while runs is None and self._spare:
+            node_id, _ = self._spare.popitem()  # the hottest: it is the last to need its copy
+            node = self.nodes[node_id]
+            self.remove_copy(node, Tier.HOST)
+            self.note(node)
+            if extents.free_bytes >= num_bytes:
+                runs = extents.alloc(num_bytes)
+        for _ in range(MOST_RELIEFS):
+            if runs is not None:
+                break
+            # Pieces of one entry free it only together, so what is planned may not be all that is needed.
+            self.controller.relieve(Tier.HOST, max(num_bytes - extents.free_bytes, num_bytes // 4), ready=self.ready)
+            runs = extents.alloc(num_bytes)
+        return runs
+
+    def room(self: Any) -> dict[Tier, int]:
+        """Free bytes below the GPU, spare copies counted as free."""
+        found = {}
+        if self.host is not None:
+            held = self.policy.book.num_bytes[Tier.HOST]
+            found[Tier.HOST] = max(0, self.host.num_bytes - held - self._copying_bytes)
+        if self.ssd is not None:
+            found[Tier.SSD] = self.ssd.room
+        return found
+
+    # ---- in the background
+
+    def tick(self: Any) -> None:
+        """Between two steps of the scheduler: take in what the threads have done, and keep room free."""
+        if self.host is None:
+            return
+        self.arrival.clear()
+        for workers in self.workers.values():
+            for job in workers.finished():
+                job.finish()
+                self._is_stirred = True
+        now = time.monotonic()
+        if self._is_stirred and now >= self._next_plan_s:
+            self._is_stirred = False
+            self.keep_host_room()
+            self._keep_gpu_room()
+            took = time.monotonic() - now
+            self._next_plan_s = now + took / PLAN_SHARE
+        self.advance_stages()
+
+    def stir(self: Any) -> None:
+        """Something has changed that may call for room."""
+        self._is_stirred = True
+
+    @property
+    def num_pending_jobs(self: Any) -> int:
+        return sum(workers.num_pending for workers in self.workers.values())
+
+    def _keep_gpu_room(self: Any) -> None:
+        allocator = self.token_to_kv_pool_allocator
+        slot_bytes, free = self.menu.slot_bytes, allocator.available_size()
+        if free < LOW_SHARE * allocator.size:
+            wanted = min(int(HIGH_SHARE * allocator.size) - free, self.evictable_size_)
+            self.controller.relieve(Tier.GPU, self._bounded(Tier.GPU, wanted * slot_bytes), room=self.room())
+        ahead = min(int(AHEAD_SHARE * allocator.size) - allocator.available_size(), self.evictable_size_)
+        if ahead <= 0:
+            return
+        for decision in self.policy.plan(Tier.GPU, self._bounded(Tier.GPU, ahead * slot_bytes), self.room()):
+            option, node_id = decision.option, decision.node_id
+            is_move = option.tier is not None and option.tier > Tier.GPU and decision.source.tier == Tier.GPU
+            node = self.nodes[node_id] if is_move else None
+            if node is None or option.form != node.kv.form or self.ready.get(node_id) or node.kv.job is not None:
+                continue
+            if not self.start_copy(node, option.tier):
+                break
+
+    def keep_host_room(self: Any) -> None:
+        """Above the high watermark of the host tier nodes go on to the SSD, or are dropped."""
+        host = self.host
+        free = host.num_bytes - self.policy.book.num_bytes[Tier.HOST] - self._copying_bytes
+        if free < HOST_LOW_SHARE * host.num_bytes:
+            wanted = int(HOST_HIGH_SHARE * host.num_bytes) - free
+            self.controller.relieve(Tier.HOST, self._bounded(Tier.HOST, wanted), room=self.room())
+
+    def _bounded(self: Any, tier: Tier, num_bytes: int) -> int:
+        """So many of the bytes as a plan about ``MOST_PLANNED`` nodes of common size frees."""
+        book = self.policy.book
+        return min(num_bytes, MOST_PLANNED * book.num_bytes[tier] // max(1, book.num_on[tier]))
+
+    # ---- losing and emptying
+
+    def lose_copy(self: Any, node: Any, tier: Tier, reason: str) -> None:
+        """A copy cannot be read: a miss. What is below it is shown instead; a node that has nothing left goes, and all
+        below it in the tree."""
+        self.tier_errors[f"{tier.label}_{reason}"] += 1
+        self.remove_copy(node, tier)
+        self.after_loss(node)
+
+    def after_loss(self: Any, node: Any) -> None:
+        if node.value is None and not node.kv.copies:
+            self.drop_tree(node)
+            return
+        if node.value is None:
+            self.show(node)
+            self.drop_strays(node)
+        self.note(node)
+
+    def drop_strays(self: Any, node: Any) -> None:
+        """A node holds other KV than before: give up compressed copies below it that hold some of its positions too.
+
+        The lower part of a node that was split after it was compressed holds, in some heads, survivors from above the
+        split; behind the exact KV of these tokens they would be attended to twice.
+        """
+        begin = start_of(node)
+        end = begin + len(node.key)
+        for below in list(walk(node)):
+            if below.id not in self.nodes:
+                continue
+            for tier, copy in list(below.kv.copies.items()):
+                if copy.layout is not None and bool(
+                    ((copy.layout.positions >= begin) & (copy.layout.positions < end)).any()
+                ):
+                    self.remove_copy(below, tier)
+                    self.after_loss(below)
+
+    def drop_tree(self: Any, node: Any) -> None:
+        """Forget a node and all below it in the tree; none of them may be locked."""
+        for below in reversed([node, *walk(node)]):
+            self.drop(below.id)
+
+    def flush_tier_copies(self: Any, tier: Tier) -> None:
+        """Forget every copy on a tier that nobody uses now; nodes that have one below stay."""
+        for node in list(walk(self.root_node))[::-1]:
+            if node.id not in self.nodes or node.lock_ref > 0:
+                continue
+            if tier == Tier.GPU:
+                if node.value is None or any(child.value is not None for child in node.children.values()):
+                    continue
+                if not node.kv.copies:
+                    self.drop_tree(node)
+                else:
+                    self._leave_gpu(node)
+                    self.drop_strays(node)
+            elif tier in node.kv.copies:
+                self.remove_copy(node, tier)
+                self.after_loss(node)
+        if tier == Tier.SSD and self.ssd is not None:
+            self.ssd.clear(self.workers["write"])
+
+    def reset_tiers(self: Any) -> None:
+        """The tree is gone, and with it every copy: an SSD entry too, as the weights may be others now."""
+        for load in list(self.loads):
+            load.join()
+            load.finish()
+        for node in self.nodes.values():
+            node.kv.version += 1
+            self.remove_copies(node)
+        self.stages.clear()
+        self.ready.clear()
+        self._spare.clear()
+        if self.ssd is not None and self.nodes:
+            self.ssd.clear(self.workers["write"])
+
+    # ---- names
+
+    def header_of(self: Any, node: Any, extents: Any) -> Header:
+        """What identifies an entry that holds what the node holds now."""
+        kv, path = node.kv, path_to(node)
+        hashed = PathHash(self.identity, node.key.extra_key)
+        for above in path[:-1]:
+            hashed.update(above.key.raw_token_ids())
+        parent_key = hashed.key
+        tokens = token_bytes(node.key.raw_token_ids())
+        hashed.update(node.key.raw_token_ids())
+        return Header(
+            fingerprint=self.identity,
+            namespace=namespace_digest(node.key.extra_key),
+            parent_key=parent_key,
+            key=hashed.key,
+            start=start_of(node),
+            tokens=tokens,
+            form=kv.form,
+            is_lossy_prefix=kv.is_lossy_prefix,
+            num_slots=size_of(node),
+            shape=self.copier.shape,
+            extents=extents,
+        )
+
+
+class BackUp(Job):
+    """Copies what a resident node holds to the host. What the node holds when it is done must be what it held."""
+
+    def __init__(self, cache: Any, node: Any, runs: Any, *, goes_on: bool) -> None:
+        super().__init__()
+        kv = node.kv
+        self.cache, self.node_id, self.version, self.goes_on = cache, node.id, kv.version, goes_on
+        self.form, self.layout, self.origin = kv.form, kv.layout, kv.origin
+        self.slots = slots_of(node).clone()
+        self.num_bytes = sum(run.num_bytes for run in runs)
+        self.after = cache.compressor.written_event()
+        self.entry = HostEntry(cache.header_of(node, ()), runs)
+
+    def start(self) -> None:
+        self.cache.nodes[self.node_id].kv.job = self
+        self.cache._copying_bytes += self.num_bytes
+        self.cache.host.pin(self.entry)
+        self.cache.workers["copy"].submit(self)
+
+    def run(self) -> None:
+        host = self.cache.host
+        if host.faults is not None:
+            host.faults.maybe_delay()
+        extents = self.cache.copier.save(self.slots, self.layout, host.arena, self.entry.runs, self.after)
+        header = self.entry.header
+        self.entry.header = replace(header, extents=extents)
+        self.entry.checked_s = time.perf_counter()
+
+    def finish(self) -> None:
+        cache = self.cache
+        cache._copying_bytes -= self.num_bytes
+        node = cache.nodes.get(self.node_id)
+        if node is not None and node.kv.job is self:
+            node.kv.job = None
+        if self.error is not None:
+            cache.tier_errors[f"host_{self.error}"] += 1
+        elif node is not None and node.kv.version == self.version:
+            copy = Copy(
+                Tier.HOST, self.form, self.entry, 0, len(self.slots), self.layout, node.kv.is_lossy_prefix, self.origin
+            )
+            cache.add_copy(node, copy)
+            cache.tier_counts["backed_up"] += 1
+            if self.goes_on:
+                cache.start_write(self.entry)
+            is_leaving, node.kv.is_leaving = node.kv.is_leaving, False
+            if is_leaving and node.lock_ref == 0 and not any(c.value is not None for c in node.children.values()):
+                cache.release(node.id)
+        else:
+            cache.tier_counts["copies_outdated"] += 1
+        cache.host.unpin(self.entry)
+
+
+def tier_of(node: Any) -> Tier:
+    """The fastest tier that has the node; a node that is nowhere is about to go."""
+    if node.value is not None:
+        return Tier.GPU
+    return Tier(min(node.kv.copies, default=Tier.GPU))
+
+
+def path_to(node: Any) -> list[Any]:
+    """The nodes from below the root to ``node``."""
+    path = []
+    while node.parent is not None:
+        path.append(node)
+        node = node.parent
+    return path[::-1]
+
+
+def off_gpu(path: list[Any]) -> Iterator[Any]:
+    """The nodes of a path that are not on the GPU."""
+    return (node for node in path if node.value is None)
+
+
+def _same(kv: Any, copy: Copy, num_held: int) -> bool:
+    layouts: tuple[SurvivorLayout | None, SurvivorLayout | None] = (kv.layout, copy.layout)
+    return (
+        kv.form == copy.form
+        and kv.is_lossy_prefix == copy.is_lossy_prefix
+        and num_held == copy.num_slots
+        and (layouts[0] is None) == (layouts[1] is None)
+    )

@@ -1,0 +1,180 @@
+"""KV between SGLang's pool and an entry's payload: gather, check and scatter, one layer at a time.
+
+A payload holds, for each layer in order, the K rows then the V rows of the entry's slots, contiguous; for a lossy form
+one more extent: the survivors' positions, int32 [layers, heads, slots], then their logical indices, int32 [slots].
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import xxhash
+
+from sglang_evicpress.layout import HostCopy, SurvivorLayout
+from sglang_evicpress.tiers.arena import Arena, Run
+from sglang_evicpress.tiers.entry import Extent, Shape
+
+_PIECE_BYTES = 1 << 18
+"""Hashed right after it was copied, while it is in the cache."""
+
+Check = Callable[[Extent, Iterable[memoryview]], None]
+
+
+class PayloadCopier:
+    """Moves payloads between the buffers of a KV pool, [slots, heads, head_dim] per layer, and an arena.
+
+    Every call may run on a worker thread. On CUDA each thread has a stream of its own and what is copied has arrived
+    when the call returns; ``after`` is then an event that the copy has to wait for.
+    """
+
+    def __init__(self, k_buffers: Sequence[torch.Tensor], v_buffers: Sequence[torch.Tensor], page_size: int) -> None:
+        self._buffers = [tuple(pair) for pair in zip(k_buffers, v_buffers, strict=True)]
+        self._streams = threading.local()
+        first = k_buffers[0]
+        dtype = str(first.dtype).removeprefix("torch.")
+        self.shape = Shape(len(self._buffers), int(first.shape[1]), int(first.shape[2]), dtype, page_size)
+        self._is_cuda = first.is_cuda
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._buffers)
+
+    def sizes(self, num_slots: int, is_lossy: bool) -> list[int]:
+        """Bytes of every extent."""
+        found = [num_slots * sum(_row_bytes(buffer) for buffer in pair) for pair in self._buffers]
+        return [*found, 4 * num_slots * (self.num_layers * self.shape.num_heads + 1)] if is_lossy else found
+
+    def save(
+        self,
+        slots: torch.Tensor,
+        layout: SurvivorLayout | None,
+        arena: Arena,
+        runs: Sequence[Run],
+        after: Any = None,
+    ) -> tuple[Extent, ...]:
+        """Copy the KV of ``slots`` [n] into ``runs``; the extents carry the checksums of what is there now."""
+        extents, offset = [], 0
+        sizes = self.sizes(len(slots), layout is not None)
+        with self._stream(after) as stream:
+            for pair, num_bytes in zip(self._buffers, sizes, strict=False):
+                begin = offset
+                for buffer in pair:
+                    self._gather(buffer, slots, arena, runs, begin, stream)
+                    begin += len(slots) * _row_bytes(buffer)
+                extents.append(_extent(arena, runs, offset, num_bytes))
+                offset += num_bytes
+        if layout is not None:
+            numbers = torch.cat([layout.positions.reshape(-1), layout.logical.to(torch.int32)])
+            _write(arena.tensors(runs, offset, sizes[-1]), numbers.view(torch.uint8))
+            extents.append(_extent(arena, runs, offset, sizes[-1]))
+        return tuple(extents)
+
+    def load_layer(
+        self,
+        layer: int,
+        slots: torch.Tensor,
+        arena: Arena,
+        runs: Sequence[Run],
+        extent: Extent,
+        begin: int,
+        num_slots: int,
+    ) -> None:
+        """Put rows [begin, begin + len(slots)) of a layer of an entry of ``num_slots`` into ``slots``."""
+        offset = extent.offset
+        for buffer in self._buffers[layer]:
+            row = _row_bytes(buffer)
+            pieces = arena.tensors(runs, offset + begin * row, len(slots) * row)
+            flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            rows = flat.view(buffer.dtype).view(-1, *buffer.shape[1:])
+            buffer.index_copy_(0, slots, rows.to(buffer.device, non_blocking=True))
+            offset += num_slots * row
+
+    def finish_layer(self) -> Any:
+        """What a waiter on the device has to wait for so that the layers loaded by this thread are there: an event on
+        CUDA, nothing on the CPU."""
+        if not self._is_cuda:
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream())
+        return event
+
+    def stream(self, after: Any) -> Any:
+        """A context in which this thread's copies run, behind ``after``."""
+        return self._stream(after)
+
+    def _gather(
+        self, buffer: torch.Tensor, slots: torch.Tensor, arena: Arena, runs: Sequence[Run], offset: int, stream: Any
+    ) -> None:
+        num_bytes = len(slots) * _row_bytes(buffer)
+        pieces = arena.tensors(runs, offset, num_bytes)
+        if len(pieces) == 1 and not self._is_cuda:
+            torch.index_select(buffer, 0, slots, out=pieces[0].view(buffer.dtype).view(-1, *buffer.shape[1:]))
+            return
+        _write(pieces, buffer.index_select(0, slots).view(-1).view(torch.uint8))
+        if stream is not None:
+            stream.synchronize()
+
+    def _stream(self, after: Any) -> Any:
+        return _CudaStream(self._streams, after) if self._is_cuda else _NoStream()
+
+
+class _NoStream:
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+class _CudaStream:
+    """This thread's stream, made current; starts behind ``after``."""
+
+    def __init__(self, local: threading.local, after: Any) -> None:
+        if not hasattr(local, "stream"):
+            local.stream = torch.cuda.Stream()
+        self._stream = local.stream
+        self._after = after
+        self._context = torch.cuda.stream(self._stream)
+
+    def __enter__(self) -> Any:
+        self._context.__enter__()
+        if self._after is not None:
+            self._stream.wait_event(self._after)
+        return self._stream
+
+    def __exit__(self, *error: object) -> None:
+        self._context.__exit__(*error)
+
+
+def read_layout(arena: Arena, runs: Sequence[Run], extent: Extent, shape: Shape, num_slots: int) -> SurvivorLayout:
+    """The survivors of a lossy entry from its last extent."""
+    return layout_of(torch.cat(arena.tensors(runs, extent.offset, extent.num_bytes)), shape, num_slots)
+
+
+def layout_of(numbers: torch.Tensor, shape: Shape, num_slots: int) -> SurvivorLayout:
+    """The survivors that the bytes ``numbers`` (uint8) of a lossy entry's last extent describe."""
+    values = numbers.contiguous().view(torch.int32)
+    count = shape.num_layers * shape.num_heads * num_slots
+    positions = values[:count].view(shape.num_layers, shape.num_heads, num_slots).clone()
+    return SurvivorLayout(HostCopy(positions), HostCopy(values[count:].to(torch.int64)), num_slots)
+
+
+def _row_bytes(buffer: torch.Tensor) -> int:
+    return int(buffer.shape[1] * buffer.shape[2] * buffer.element_size())
+
+
+def _write(pieces: Sequence[torch.Tensor], source: torch.Tensor) -> None:
+    done = 0
+    for piece in pieces:
+        piece.copy_(source[done : done + len(piece)], non_blocking=True)
+        done += len(piece)
+
+
+def _extent(arena: Arena, runs: Sequence[Run], offset: int, num_bytes: int) -> Extent:
+    digest = xxhash.xxh3_128()
+    for chunk in arena.buffers(runs, offset, num_bytes):
+        digest.update(chunk)
+    return Extent(offset, num_bytes, digest.digest())

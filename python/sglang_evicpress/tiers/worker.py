@@ -1,0 +1,106 @@
+"""Threads that carry out jobs off the scheduler thread: first by rank, then in order of arrival."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+
+import torch
+
+from sglang_evicpress.tiers.entry import BadEntry
+
+logger = logging.getLogger(__name__)
+
+
+class Job(ABC):
+    """Work in two parts: ``run`` on a worker thread, then ``finish`` on the scheduler thread, always, also after a
+    failure, which ``error`` then names by reason. ``rank``: lower ones are taken first. ``seconds``: from submission to
+    the end of ``run``. ``is_finished``: ``finish`` is due or over."""
+
+    rank = 1
+
+    def __init__(self) -> None:
+        self.error: str | None = None
+        self.is_finished = False
+        self.submitted_s = 0.0
+        self.seconds = 0.0
+
+    @abstractmethod
+    def run(self) -> None:
+        """The work; may raise BadEntry or OSError."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """What follows from it."""
+
+
+class Workers:
+    """``num_threads`` threads and what they have finished. ``submit``, ``finished`` and ``wait`` are for one thread,
+    the scheduler's; ``arrival`` is an event that several groups may share."""
+
+    def __init__(self, name: str, num_threads: int, arrival: threading.Event) -> None:
+        self._arrival = arrival
+        self._numbers = itertools.count()
+        self._queue: list[tuple[int, int, Job]] = []
+        self._wake = threading.Condition()
+        self._done: deque[Job] = deque()
+        self._is_closed = False
+        self.num_pending = 0
+        self._threads = [
+            threading.Thread(target=self._work, name=f"evicpress-{name}-{index}", daemon=True)
+            for index in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Job) -> None:
+        job.submitted_s = time.perf_counter()
+        self.num_pending += 1
+        with self._wake:
+            heapq.heappush(self._queue, (job.rank, next(self._numbers), job))
+            self._wake.notify()
+
+    def finished(self) -> list[Job]:
+        """The jobs whose ``run`` is over and whose ``finish`` is due."""
+        found = []
+        while self._done:
+            found.append(self._done.popleft())
+            found[-1].is_finished = True
+        self.num_pending -= len(found)
+        return found
+
+    def close(self, deadline_s: float) -> None:
+        """Take no job more; wait until ``deadline_s`` (``time.monotonic``) for those that run."""
+        with self._wake:
+            self._is_closed = True
+            self._wake.notify_all()
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+
+    def _work(self) -> None:
+        torch.set_num_threads(1)  # of this thread: the barriers of a parallel copy cost more than they gain
+        while True:
+            with self._wake:
+                while not self._queue and not self._is_closed:
+                    self._wake.wait()
+                if self._is_closed:
+                    return
+                job = heapq.heappop(self._queue)[2]
+            try:
+                job.run()
+            except BadEntry as error:
+                job.error = error.reason
+            except OSError as error:
+                job.error = "io"
+                logger.warning("evicpress: %s failed: %s", type(job).__name__, error)
+            except Exception:  # a job that failed is a miss; what it was for is counted and recomputed
+                job.error = "internal"
+                logger.exception("evicpress: %s failed", type(job).__name__)
+            job.seconds = time.perf_counter() - job.submitted_s
+            self._done.append(job)
+            self._arrival.set()
