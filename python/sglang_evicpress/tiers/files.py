@@ -185,9 +185,11 @@ def pieces(buffers: Sequence[memoryview], num_bytes: int) -> list[list[memoryvie
     return found
 
 
-def is_full(error: OSError) -> bool:
-    """Whether there is no space, of the disk or of the user's share."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+def reason_of(error: OSError) -> str:
+    """Under which it is counted: "full" is the disk or the user's share of it."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "full"
+    return "missing" if isinstance(error, FileNotFoundError) else "io"
 
 
 def _address(buffer: memoryview) -> int:

@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sglang_evicpress.tiers.entry import Peek
+import numpy as np
+
 from sglang_evicpress.tiers.files import BLOCK_BYTES
+from sglang_evicpress.tiers.records import Records
 
 MAX_PAYLOAD_OFFSET = BLOCK_BYTES << 32
 """A payload begins before this byte of its segment."""
@@ -89,16 +91,16 @@ class Index:
         self._link(segment, rows, row, [edge])
         return Ref(segment, row, place.payload_bytes, place.num_tokens)
 
-    def add_all(self, segment: int, offsets: Sequence[int], peeks: Sequence[Peek]) -> None:
-        """Publish the entries of a segment that was read; their records are at ``offsets``."""
+    def add_all(self, segment: int, records: Records) -> None:
+        """Publish the entries of a segment that was read."""
         rows = self._segments.setdefault(segment, _Rows())
         row = len(rows.edges)
-        rows.record_offsets.extend(offsets)
-        rows.record_bytes.extend([peek.record_bytes for peek in peeks])
-        rows.blocks.extend([peek.payload_offset // BLOCK_BYTES for peek in peeks])
-        rows.sizes.extend([peek.payload_bytes for peek in peeks])
-        rows.tokens.extend([peek.num_tokens for peek in peeks])
-        self._link(segment, rows, row, [peek.edge for peek in peeks])
+        _extend(rows.record_offsets, records.offsets)
+        _extend(rows.record_bytes, records.record_bytes)
+        _extend(rows.blocks, records.payload_offsets // BLOCK_BYTES)
+        _extend(rows.sizes, records.payload_bytes)
+        _extend(rows.tokens, records.num_tokens)
+        self._link(segment, rows, row, records.edges.tolist())
 
     def find(self, edge: int) -> list[Ref]:
         """The entries of an edge, newest first."""
@@ -194,6 +196,10 @@ class Index:
         rows.edges[row] = _DEAD
         rows.num_live -= 1
         self._num_live -= 1
+
+
+def _extend(column: array[int], values: np.ndarray) -> None:
+    column.frombytes(values.astype(column.typecode).tobytes())
 
 
 def _split(handle: int) -> tuple[int, int]:

@@ -14,10 +14,11 @@ import re
 import threading
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import replace
 
-from sglang_evicpress.tiers.entry import MAGIC, BadEntry, Peek, Tombstone, peek
+from sglang_evicpress.tiers.entry import BadEntry
 from sglang_evicpress.tiers.files import Aligned, Files, pieces, transfer
+from sglang_evicpress.tiers.records import Head, scan
 
 PIECE_BYTES = 8 << 20
 """Of a payload that is read: one piece is checked while the next ones arrive."""
@@ -25,20 +26,6 @@ PIECE_BYTES = 8 << 20
 _READ_AHEAD = 2  # pieces
 _HEAD_PIECE_BYTES = 1 << 20
 _NAME = re.compile(r"segment-(\d{6,9})\.(kv|head)")
-_LENGTH_AT = 12  # of a record, in every version of the format: its length in bytes, 4 bytes
-
-
-@dataclass(slots=True)
-class Head:
-    """What a .head file says. ``peeks`` are the entries without a tombstone, at ``offsets``; ``bad`` are offset and
-    reason of what is no record; behind ``end`` there is none. ``num_bytes`` is the file's size."""
-
-    num_bytes: int = 0
-    offsets: list[int] = field(default_factory=list)
-    peeks: list[Peek] = field(default_factory=list)
-    bad: list[tuple[int, str]] = field(default_factory=list)
-    end: int = 0
-    is_whole: bool = True
 
 
 class SegmentFiles:
@@ -130,7 +117,8 @@ class SegmentFiles:
         """The bytes there, fewer at the end of the file. Raises OSError."""
         fd = self._files.open(self._head(number), os.O_RDONLY)
         try:
-            return bytes(self._read(fd, offset, num_bytes))
+            data = bytearray(num_bytes)
+            return bytes(data[: self._read(fd, offset, memoryview(data))])
         finally:
             self._files.close(fd)
 
@@ -142,18 +130,14 @@ class SegmentFiles:
             data, is_whole = bytearray(num_bytes), True
             view = memoryview(data)
             for begin in range(0, num_bytes, _HEAD_PIECE_BYTES):
-                wanted = min(_HEAD_PIECE_BYTES, num_bytes - begin)
+                piece = view[begin : begin + _HEAD_PIECE_BYTES]
                 try:
-                    part = self._read(fd, begin, wanted)
+                    is_whole &= self._read(fd, begin, piece) == len(piece)
                 except OSError:
-                    part = bytearray()
-                view[begin : begin + len(part)] = part
-                is_whole &= len(part) == wanted
+                    is_whole = False
         finally:
             self._files.close(fd)
-        head = scan(data)
-        head.is_whole = is_whole
-        return head
+        return replace(scan(data), is_whole=is_whole)
 
     def cut(self, number: int, *, kv_bytes: int | None = None, head_bytes: int | None = None) -> None:
         """Shorten one of the files, or both, to these sizes. Raises OSError."""
@@ -213,15 +197,15 @@ class SegmentFiles:
     def _payload(self, number: int, flags: int, is_direct: bool) -> _Payload:
         return _Payload(self, self._files, self._kv(number), flags, is_direct and self._has_direct)
 
-    def _read(self, fd: int, offset: int, num_bytes: int) -> bytearray:
-        data = bytearray(num_bytes)
-        view, done = memoryview(data), 0
-        while done < num_bytes:
-            moved = self._files.preadv(fd, [view[done:]], offset + done)
+    def _read(self, fd: int, offset: int, buffer: memoryview) -> int:
+        """Fill the buffer; the bytes read, fewer at the end of the file."""
+        done = 0
+        while done < len(buffer):
+            moved = self._files.preadv(fd, [buffer[done:]], offset + done)
             if not moved:
-                return data[:done]
+                break
             done += moved
-        return data
+        return done
 
     def _kv(self, number: int) -> str:
         return f"{self._folder}/segment-{number:06}.kv"
@@ -271,34 +255,6 @@ class _Payload:
                 self._files.close(fd)
 
 
-def scan(data: bytearray) -> Head:
-    """The records in ``data``, and what is no record; goes on at the next one behind damage."""
-    head = Head(num_bytes=len(data))
-    offsets, peeks, dead = head.offsets, head.peeks, set()
-    offset, size = 0, len(data)
-    while offset < size:
-        try:
-            record = peek(data, offset)
-        except BadEntry as error:
-            behind = _behind(data, offset, error.reason)
-            head.bad.append((offset, error.reason))
-            if error.reason == "version":
-                head.end = behind
-            offset = behind
-            continue
-        if isinstance(record, Tombstone):
-            dead.add(record.number)
-        else:
-            offsets.append(offset)
-            peeks.append(record)
-        offset += record.record_bytes
-        head.end = offset
-    if dead:
-        alive = [index for index, offset in enumerate(offsets) if offset not in dead]
-        head.offsets, head.peeks = [offsets[index] for index in alive], [peeks[index] for index in alive]
-    return head
-
-
 def merged(holes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """The same (offset, bytes) in order, those that touch or overlap as one."""
     found: list[tuple[int, int]] = []
@@ -321,13 +277,3 @@ def gaps(taken: Sequence[tuple[int, int]], end: int) -> list[tuple[int, int]]:
     if at < end:
         found.append((at, end - at))
     return found
-
-
-def _behind(data: bytearray, offset: int, reason: str) -> int:
-    """Where to go on behind bytes that are no record we can read."""
-    if reason == "version":  # another format, whose records say their length in the same place
-        behind = offset + int.from_bytes(data[offset + _LENGTH_AT : offset + _LENGTH_AT + 4], "little")
-        if offset + _LENGTH_AT < behind <= len(data) and data[behind : behind + len(MAGIC)] in (MAGIC, b""):
-            return behind
-    found = data.find(MAGIC, offset + 1)
-    return len(data) if found < 0 else found

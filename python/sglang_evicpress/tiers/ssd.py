@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from sglang_evicpress.tiers.entry import BadEntry, Extent, Header, check_extent, decode, encode, encode_tombstone
-from sglang_evicpress.tiers.files import BLOCK_BYTES, Files, StoreError, is_full, lock_folder, round_up
-from sglang_evicpress.tiers.index import MAX_PAYLOAD_OFFSET, Index, Place, Ref
-from sglang_evicpress.tiers.segments import Head, SegmentFiles, gaps
-from sglang_evicpress.tiers.space import Reservation, Segment, Space
+from sglang_evicpress.tiers.files import Files, StoreError, lock_folder, reason_of, round_up
+from sglang_evicpress.tiers.index import Index, Place, Ref
+from sglang_evicpress.tiers.recovery import recover
+from sglang_evicpress.tiers.segments import SegmentFiles, gaps
+from sglang_evicpress.tiers.space import Reservation, Space
 
 __all__ = ["Ref", "Reservation", "SsdStore", "StoreError"]
 
@@ -91,7 +92,9 @@ class SsdStore:
         self._lock_fd = lock_folder(folder)
         try:
             for number in self._disk.numbers():
-                self._load(number)
+                segment, records = recover(self._disk, number, fingerprint, self.errors)
+                self._space.put(segment)
+                self._index.add_all(number, records)
         except OSError as error:
             os.close(self._lock_fd)
             raise StoreError(f"SSD folder {folder} cannot be read: {error.strerror}") from error
@@ -282,66 +285,6 @@ class SsdStore:
             self._index = Index()
         os.close(self._lock_fd)
 
-    def _load(self, number: int) -> None:
-        """Publish what a segment of an earlier run holds."""
-        kv, head = self._disk.sizes(number)
-        segment = Segment(number, is_named=True)
-        self._space.skip_number(number)
-        if head is None:
-            segment.dead, segment.is_doomed = kv[1] if kv else 0, True
-            self._space.put(segment)
-            return
-        try:
-            found = self._disk.read_head(number)
-        except OSError as error:
-            self._count(error)
-            segment.dead, segment.head, segment.is_foreign = kv[1] if kv else 0, head[0], True
-            self._space.put(segment)
-            return
-        reasons = Counter(reason for offset, reason in found.bad if offset < found.end)
-        if found.end < found.num_bytes:
-            reasons["length"] += 1
-        kv_bytes = kv[0] if kv else 0
-        offsets, peeks, num_foreign = [], [], 0
-        for offset, entry in zip(found.offsets, found.peeks, strict=True):
-            payload_end = entry.payload_offset + entry.payload_bytes
-            if payload_end > kv_bytes:
-                reasons["length" if kv else "missing"] += 1
-            elif entry.payload_offset % BLOCK_BYTES or entry.payload_offset >= MAX_PAYLOAD_OFFSET:
-                reasons["header"] += 1
-            else:
-                segment.live += round_up(entry.payload_bytes)
-                segment.end = max(segment.end, round_up(payload_end))
-                if entry.fingerprint == self._fingerprint:
-                    offsets.append(offset)
-                    peeks.append(entry)
-                else:
-                    num_foreign += 1
-        reasons["fingerprint"] += num_foreign
-        self.errors += reasons
-        segment.num_live = len(peeks)
-        segment.is_foreign = num_foreign > 0
-        segment.is_doomed = not peeks and not num_foreign
-        segment.head = self._cut(number, found, segment, kv_bytes)
-        segment.buried = segment.head - sum([entry.record_bytes for entry in found.peeks])
-        kv, _ = self._disk.sizes(number)
-        segment.dead = max(0, (kv[1] if kv else 0) - segment.live)
-        segment.has_gaps = segment.dead > 0 and not segment.is_foreign
-        self._index.add_all(number, offsets, peeks)
-        self._space.put(segment)
-
-    def _cut(self, number: int, found: Head, segment: Segment, kv_bytes: int) -> int:
-        """Cut off what no record says; the size of the .head file then."""
-        try:
-            if not segment.is_foreign and segment.end < kv_bytes:
-                self._disk.cut(number, kv_bytes=segment.end)
-            if found.is_whole and found.end < found.num_bytes:
-                self._disk.cut(number, head_bytes=found.end)
-                return found.end
-        except OSError as error:
-            self._count(error)
-        return found.num_bytes
-
     def _publish(self, reservation: Reservation, header: Header, record: bytes) -> Ref:
         number, edge = reservation.segment, header.edge
         if self._sync_mode == "always":
@@ -434,10 +377,7 @@ class SsdStore:
 
     def _fail(self, ref: Ref, error: OSError | BadEntry) -> NoReturn:
         """Count and forget an entry that cannot be read, unless it was removed while it was read."""
-        if isinstance(error, BadEntry):
-            reason = error.reason
-        else:
-            reason = "missing" if isinstance(error, FileNotFoundError) else "io"
+        reason = error.reason if isinstance(error, BadEntry) else reason_of(error)
         with self._lock:
             if ref not in self._index:
                 raise BadEntry("missing", "it was removed while it was read") from error
@@ -455,7 +395,7 @@ class SsdStore:
 
     def _count(self, error: OSError) -> None:
         with self._lock:
-            self.errors["full" if is_full(error) else "io"] += 1
+            self.errors[reason_of(error)] += 1
 
     def _back_off(self, error: OSError) -> None:
         """Count a failure to write, and write nothing for a while: longer each time until a write succeeds."""
