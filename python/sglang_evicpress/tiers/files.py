@@ -70,6 +70,24 @@ class Files:
     def unlink(self, path: str) -> None:
         Path(path).unlink(missing_ok=True)
 
+    def rename(self, old: str, new: str) -> None:
+        """Replace ``new``, if it is there."""
+        Path(old).replace(new)
+
+    def data_bytes(self, fd: int, offset: int, num_bytes: int) -> int:
+        """How much of this range is not a hole, in whole blocks of the file system."""
+        found, end = 0, offset + num_bytes
+        while offset < end:
+            try:
+                begin = os.lseek(fd, offset, os.SEEK_DATA)
+            except OSError as error:
+                if error.errno == errno.ENXIO:  # no more data
+                    break
+                raise
+            offset = os.lseek(fd, begin, os.SEEK_HOLE)
+            found += max(0, min(offset, end) - begin)
+        return found
+
     def stat(self, path: str) -> tuple[int, int] | None:
         """Size and allocated bytes; None where there is no such file."""
         try:

@@ -12,11 +12,11 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
-from sglang_evicpress.tiers.entry import BadEntry
+from sglang_evicpress.tiers.entry import BadEntry, Extent, check_extent
 from sglang_evicpress.tiers.files import Aligned, Files, pieces, transfer
 from sglang_evicpress.tiers.records import Head, scan
 
@@ -25,6 +25,7 @@ PIECE_BYTES = 8 << 20
 
 _READ_AHEAD = 2  # pieces
 _HEAD_PIECE_BYTES = 1 << 20
+_LEFTOVER = ".new"
 _NAME = re.compile(r"segment-(\d{6,9})\.(kv|head)")
 
 
@@ -148,6 +149,33 @@ class SegmentFiles:
                     self._files.truncate(fd, size)
                 finally:
                     self._files.close(fd)
+
+    def rewrite_head(self, number: int, records: Sequence[bytes]) -> None:
+        """Replace the .head file, all at once, by one with these records. Raises OSError."""
+        path = self._head(number)
+        fd = self._files.open(path + _LEFTOVER, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC)
+        try:
+            for record in records:
+                if self._files.append(fd, record) != len(record):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._files.fdatasync(fd)
+        finally:
+            self._files.close(fd)
+        self._files.rename(path + _LEFTOVER, path)
+
+    def remove_leftovers(self) -> None:
+        """Of a ``rewrite_head`` that did not end. Raises OSError."""
+        for name in self._files.names(self._folder):
+            if name.startswith("segment-") and name.endswith(_LEFTOVER):
+                self._files.unlink(f"{self._folder}/{name}")
+
+    def data_bytes(self, number: int, holes: Sequence[tuple[int, int]]) -> int:
+        """How much of these (offset, bytes) of a .kv file takes space. Raises OSError."""
+        fd = self._files.open(self._kv(number), os.O_RDONLY)
+        try:
+            return sum(self._files.data_bytes(fd, offset, num_bytes) for offset, num_bytes in holes)
+        finally:
+            self._files.close(fd)
 
     def punch(self, number: int, holes: Sequence[tuple[int, int]]) -> None:
         """Give back (offset, bytes) of a .kv file; one that is not there has none. Raises OSError."""
@@ -277,3 +305,22 @@ def gaps(taken: Sequence[tuple[int, int]], end: int) -> list[tuple[int, int]]:
     if at < end:
         found.append((at, end - at))
     return found
+
+
+def check_arriving(extents: Iterable[Extent], arriving: Iterator[Sequence[memoryview]]) -> None:
+    """Compare every extent with its bytes, as they arrive. Raises BadEntry."""
+    stream = (chunk for group in arriving for chunk in group)
+    rest = memoryview(b"")
+
+    def take(num_bytes: int) -> Iterator[memoryview]:
+        nonlocal rest
+        while num_bytes:
+            if not rest:
+                rest = next(stream)
+            part = rest[:num_bytes]
+            rest = rest[len(part) :]
+            num_bytes -= len(part)
+            yield part
+
+    for extent in extents:
+        check_extent(extent, take(extent.num_bytes))

@@ -13,16 +13,16 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from sglang_evicpress.tiers.entry import BadEntry, Extent, Header, check_extent, decode, encode, encode_tombstone
+from sglang_evicpress.tiers.entry import BadEntry, Header, decode, encode, encode_tombstone
 from sglang_evicpress.tiers.files import Files, StoreError, lock_folder, reason_of, round_up
 from sglang_evicpress.tiers.index import Index, Place, Ref
 from sglang_evicpress.tiers.recovery import recover
-from sglang_evicpress.tiers.segments import SegmentFiles, gaps
+from sglang_evicpress.tiers.segments import SegmentFiles, check_arriving, gaps
 from sglang_evicpress.tiers.space import Reservation, Space
 
 __all__ = ["Ref", "Reservation", "SsdStore", "StoreError"]
@@ -91,6 +91,7 @@ class SsdStore:
             raise StoreError(f"SSD folder {folder} cannot be made: {error.strerror}") from error
         self._lock_fd = lock_folder(folder)
         try:
+            self._disk.remove_leftovers()
             for number in self._disk.numbers():
                 segment, records = recover(self._disk, number, fingerprint, self.errors)
                 self._space.put(segment)
@@ -240,7 +241,7 @@ class SsdStore:
         place = self._place(ref)
         try:
             with contextlib.closing(self._disk.read_payload(ref.segment, place.payload_offset, chunks)) as arriving:
-                _check(header.extents, arriving)
+                check_arriving(header.extents, arriving)
         except (OSError, BadEntry) as error:
             self._fail(ref, error)
         with self._lock:
@@ -249,6 +250,8 @@ class SsdStore:
     def reclaim(self) -> int:
         """Give the space of what was removed back to the file system; the bytes."""
         with self._reclaiming:
+            if self._is_closed:
+                return 0
             with self._lock:
                 numbers = sorted(self._space.touched)
                 self._space.touched.clear()
@@ -275,7 +278,8 @@ class SsdStore:
             self._stop.set()
             self._retry_at = float("inf")
             self._lock.wait_for(lambda: not self._num_writing, _CLOSE_S)
-        with self._appending:
+        self.reclaim()
+        with self._reclaiming, self._appending:
             self._is_closed = True
         if self._syncer.is_alive():
             self._syncer.join()
@@ -411,22 +415,3 @@ class SsdStore:
     def _sync_in_background(self) -> None:
         while not self._stop.wait(_SYNC_PERIOD_S):
             self.sync()
-
-
-def _check(extents: Iterable[Extent], arriving: Iterator[Sequence[memoryview]]) -> None:
-    """Compare every extent with its bytes, as they arrive. Raises BadEntry."""
-    stream = (chunk for group in arriving for chunk in group)
-    rest = memoryview(b"")
-
-    def take(num_bytes: int) -> Iterator[memoryview]:
-        nonlocal rest
-        while num_bytes:
-            if not rest:
-                rest = next(stream)
-            part = rest[:num_bytes]
-            rest = rest[len(part) :]
-            num_bytes -= len(part)
-            yield part
-
-    for extent in extents:
-        check_extent(extent, take(extent.num_bytes))

@@ -1,0 +1,176 @@
+"""Faults of storage on purpose: seeded, counted, for tests and for trying a server out."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from sglang_evicpress.tiers.files import BLOCK_BYTES, Files
+
+KINDS = ("delay", "eio", "enospc", "short", "flip", "lost")
+
+_ACCEPTED = (
+    f"expected NAME=RATE with NAME one of {', '.join(KINDS)} and 0 <= RATE <= 1, delay=RATE:SECONDS, "
+    "and seed=NUMBER, such as seed=7,delay=0.02:0.05,eio=0.01"
+)
+
+
+@dataclass(slots=True, eq=False)
+class Faults:
+    """How often each kind of fault happens, and what has happened (``counts``).
+
+    The same seed and the same sequence of calls give the same faults. Thread-safe.
+    """
+
+    seed: int = 0
+    rates: dict[str, float] = field(default_factory=dict)
+    delay_s: float = 0.01
+    counts: Counter[str] = field(default_factory=Counter)
+    is_on: bool = True
+    _random: random.Random = field(init=False, repr=False)
+    _lock: threading.Lock = field(init=False, repr=False, default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+
+    @classmethod
+    def parse(cls, text: str) -> Faults:
+        """Read ``seed=7,delay=0.02:0.05,eio=0.01``. Raises ValueError naming the part and what is accepted."""
+        faults = cls()
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            name, equals, value = part.partition("=")
+            rate, colon, seconds = value.partition(":")
+            try:
+                if name == "seed" and equals:
+                    faults.seed = int(value)
+                    continue
+                number = float(rate)
+                delay_s = float(seconds) if colon else faults.delay_s
+            except ValueError:
+                raise ValueError(f"fault {part!r} has no number: {_ACCEPTED}") from None
+            if name not in KINDS or not 0.0 <= number <= 1.0 or (colon and (name != "delay" or not 0 <= delay_s < 60)):
+                raise ValueError(f"fault {part!r} is not known: {_ACCEPTED}")
+            faults.rates[name], faults.delay_s = number, delay_s
+        faults.__post_init__()
+        return faults
+
+    def happens(self, kind: str) -> bool:
+        """Whether it does this time; counted if so."""
+        rate = self.rates.get(kind, 0.0)
+        if not rate or not self.is_on:
+            return False
+        with self._lock:
+            if self._random.random() >= rate:
+                return False
+            self.counts[kind] += 1
+            return True
+
+    def below(self, limit: int) -> int:
+        """A random number from 0 to ``limit`` - 1."""
+        with self._lock:
+            return self._random.randrange(limit)
+
+    def maybe_delay(self) -> None:
+        if self.happens("delay"):
+            time.sleep(self.delay_s)
+
+    def maybe_fail(self, kind: str) -> None:
+        """Raise the OSError of "eio" or "enospc" if it happens."""
+        if self.happens(kind):
+            code = errno.ENOSPC if kind == "enospc" else errno.EIO
+            raise OSError(code, f"{os.strerror(code)} (on purpose)")
+
+    def maybe_flip(self, memory: memoryview) -> bool:
+        """Flip one bit of it, if it happens."""
+        if not len(memory) or not self.happens("flip"):
+            return False
+        memory[self.below(len(memory))] ^= 1 << self.below(8)
+        return True
+
+
+class FaultyFiles(Files):
+    """Files on a disk that fails."""
+
+    def __init__(self, faults: Faults) -> None:
+        self.faults = faults
+
+    def open(self, path: str, flags: int) -> int:
+        """A file that is lost is really gone."""
+        if not flags & os.O_CREAT and self.faults.happens("lost"):
+            super().unlink(path)
+        return super().open(path, flags)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._before("eio")
+        done = super().preadv(fd, buffers, offset)
+        if done and self.faults.happens("short"):
+            done = self.faults.below(done)
+            _spoil(buffers, done)
+        if done:
+            self.faults.maybe_flip(buffers[self.faults.below(len(buffers))])
+        return done
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._before("eio")
+        total = sum(map(len, buffers))
+        for kind in ("short", "enospc"):
+            if self.faults.happens(kind):
+                # Part of it is there, as after a real one.
+                part = self.faults.below(total // BLOCK_BYTES + 1) * BLOCK_BYTES
+                done = super().pwritev(fd, _first(buffers, part), offset) if part else 0
+                if kind == "short":
+                    return done
+                raise OSError(errno.ENOSPC, "No space left on device (on purpose)")
+        return super().pwritev(fd, buffers, offset)
+
+    def append(self, fd: int, data: bytes) -> int:
+        self._before("eio", "enospc")
+        if self.faults.happens("short"):
+            return super().append(fd, data[: self.faults.below(len(data))])
+        changed = bytearray(data)
+        self.faults.maybe_flip(memoryview(changed))
+        return super().append(fd, bytes(changed))
+
+    def truncate(self, fd: int, num_bytes: int) -> None:
+        self._before("eio")
+        super().truncate(fd, num_bytes)
+
+    def fdatasync(self, fd: int) -> None:
+        self._before("eio")
+        super().fdatasync(fd)
+
+    def punch_hole(self, fd: int, offset: int, num_bytes: int) -> None:
+        self._before("eio")
+        super().punch_hole(fd, offset, num_bytes)
+
+    def unlink(self, path: str) -> None:
+        self._before("eio")
+        super().unlink(path)
+
+    def _before(self, *kinds: str) -> None:
+        self.faults.maybe_delay()
+        for kind in kinds:
+            self.faults.maybe_fail(kind)
+
+
+def _first(buffers: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
+    found = []
+    for buffer in buffers:
+        if num_bytes:
+            found.append(buffer[:num_bytes])
+            num_bytes -= len(found[-1])
+    return found
+
+
+def _spoil(buffers: Sequence[memoryview], begin: int) -> None:
+    """Overwrite what is behind the first ``begin`` bytes: a short read left it as it was."""
+    for buffer in buffers:
+        rest = buffer[begin:]
+        rest[:] = b"\xa5" * len(rest)
+        begin = max(0, begin - len(buffer))
