@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 GRANULE = 4096
 """Runs begin and end at multiples of this, as unbuffered file IO wants it."""
-MAX_RUNS = 64
+MAX_RUNS = 128
+"""Runs an entry may be in: with 64, an arena that is always full loses up to a tenth of itself to large entries."""
 
 
 class Run(NamedTuple):
