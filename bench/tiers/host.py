@@ -30,7 +30,7 @@ SPAN_BYTES = 512 * MB
 PIECE_BYTES = 512 << 10
 SHARE = 0.85
 SHARE_HASHED = 0.75
-"""Hashing reads every byte once more: this is a floor of our own, seen were 0.82 to 0.94. SHARE is of the copy alone."""
+"""A floor of our own, as hashing reads every byte once more; seen were 0.81 to 0.94. SHARE is of the copy alone."""
 
 NUM_ENTRIES = 100_000
 NUM_LOOKUPS = 100_000
