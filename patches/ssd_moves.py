@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import time
 from dataclasses import replace
 from typing import Any
@@ -73,7 +74,7 @@ class SsdMoves:
         """Begin to read an SSD entry into the host, for all nodes that hold a piece of it; the job, None without
         room."""
         if entry.read is None:
-            runs = self.host_room(entry.header.payload_bytes)
+            runs = self.host_room(entry.header.payload_bytes, is_urgent=True)
             if runs is None:
                 self.tier_counts["reads_without_room"] += 1
                 return None
@@ -199,10 +200,17 @@ class Lookup(Job):
             if header.shape == self.cache.copier.shape and num_shared > self.num_shared:
                 self.found, self.num_shared = (ref, header), num_shared
         if self.found is not None and len(self.found[1].extents) > self.found[1].shape.num_layers:
-            try:
-                self.survivors = self.ssd.store.read_extent(*self.found, -1)
-            except BadEntry:
-                self.found = None
+            self._read_survivors(*self.found)
+
+    def _read_survivors(self, ref: Any, header: Header) -> None:
+        """A lossy entry can only be matched in part by its survivors, which are the last of its payload."""
+        payload = memoryview(mmap.mmap(-1, header.payload_bytes))
+        try:
+            self.ssd.store.read(ref, header, [payload])
+        except BadEntry:
+            self.found = None
+            return
+        self.survivors = bytes(payload[header.extents[-1].offset :][: header.extents[-1].num_bytes])
 
     def finish(self) -> None:
         """Whoever asked looks at what was found when all its jobs are over."""

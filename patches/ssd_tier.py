@@ -6,11 +6,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sglang_evicpress.tiers.faults import Faults, FaultyFiles
-from sglang_evicpress.tiers.ssd import SsdStore
-
 from sglang_evicpress.tiers.copies import SsdEntry
 from sglang_evicpress.tiers.entry import Header
+from sglang_evicpress.tiers.faults import Faults, FaultyFiles
+from sglang_evicpress.tiers.ssd import SsdStore
 from sglang_evicpress.tiers.wear import WearBudget
 from sglang_evicpress.tiers.worker import Job, Workers
 

