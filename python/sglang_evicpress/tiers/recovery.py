@@ -60,10 +60,10 @@ def recover(disk: SegmentFiles, number: int, fingerprint: bytes, errors: Counter
 
 
 def _count(errors: Counter[str], found: Head) -> None:
-    """Damage between records by its reason, and a torn tail as one that is too short."""
+    """Damage between records by its reason, and what is behind the last one once: as a torn record, if it may be one."""
     errors.update(reason for offset, reason in found.bad if offset < found.end)
     if found.end < found.num_bytes:
-        errors["length"] += 1
+        errors["header" if found.bad[-1] == (found.end, "header") else "length"] += 1
 
 
 def _cut(disk: SegmentFiles, segment: Segment, found: Head, kv_bytes: int, errors: Counter[str]) -> int:

@@ -160,14 +160,18 @@ class Space:
         return segment.held
 
     def is_spent(self, segment: Segment) -> bool:
-        """Whether the whole segment may go: nothing in it is live, or less than what it wastes."""
+        """Whether the whole segment may go: nothing in it is live, or less than what it wastes and cannot give back.
+
+        Without holes that are its dead payloads, and with them its dead records once they are many."""
         if not self.can_punch and segment is self._open and 2 * segment.dead > self.segment_bytes:
             self._seal()
         if not segment.is_sealed or segment.num_reserved:
             return False
         if segment.is_doomed or not (segment.num_live or segment.is_foreign):
             return True
-        wasted = segment.buried + (0 if self.can_punch else segment.dead)
+        wasted = segment.buried if segment.buried > self.segment_bytes // 16 else 0
+        if not self.can_punch:
+            wasted += segment.dead
         return wasted > segment.live
 
     def _end(self, reservation: Reservation) -> Segment:
