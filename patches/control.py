@@ -1,4 +1,5 @@
-"""The way of a question through SGLang: messages, the scheduler's side, and where both sides are hooked in.
+"""The way of a question through SGLang, and of the wish to stop: messages, the scheduler's side, and where both sides
+are hooked in.
 
 HTTP route -> ``SchedulerCalls`` (main process) -> ``EvicPressReqInput`` -> every rank of the scheduler,
 between two steps -> ``EvicPressReqOutput`` from rank 0. SGLang's IPC is a closed msgspec union: both types
@@ -14,10 +15,14 @@ from sglang.srt.managers.io_struct import BaseReq, hook_custom_types
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_evicpress.introspect import answer_encoded
+from sglang_evicpress.patches import shutdown
 
 _HTTP_SERVER = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
 _DISPATCHER = "sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.__init__"
+_EVENT_LOOP = "sglang.srt.managers.scheduler.Scheduler.run_event_loop"
+_SIGQUIT = "sglang.srt.managers.tokenizer_manager.SignalHandler.running_phase_sigquit_handler"
+_ENGINE = "sglang.srt.entrypoints.engine.Engine.shutdown"
 
 
 class EvicPressReqInput(BaseReq):
@@ -35,26 +40,32 @@ class EvicPressReqOutput(BaseReq):
 
 
 def install_frontend(registry: Any, hook_type: Any) -> None:
-    """Serve ``/evicpress/*`` from this process once its HTTP server starts. Idempotent.
+    """Serve ``/evicpress/*`` from this process once its HTTP server starts, and stop cleanly after it. Idempotent.
 
     Called from ``ServerArgs.__post_init__``, so after ``apply_hooks()`` ran, which skips every target that
-    another plugin's hook marked as patched: this hook is applied here, alone. It imports the HTTP server
+    another plugin's hook marked as patched: these hooks are applied here, alone. It imports the HTTP server
     module, in processes that build ServerArgs; the scheduler gets them pickled.
     """
     hook_custom_types(EvicPressReqInput, EvicPressReqOutput)
-    if _register(registry, _HTTP_SERVER, _before_http_server, hook_type.BEFORE):
-        registry._apply_target(_HTTP_SERVER, registry._hooks[_HTTP_SERVER][-1:])
-        registry._patched.add(_HTTP_SERVER)
+    for target, hook, kind in (
+        (_HTTP_SERVER, _around_http_server, hook_type.AROUND),
+        (_SIGQUIT, _before_sigquit, hook_type.BEFORE),
+        (_ENGINE, _before_engine_ends, hook_type.BEFORE),
+    ):
+        if _register(registry, target, hook, kind):
+            registry._apply_target(target, registry._hooks[target][-1:])
+            registry._patched.add(target)
 
 
 def install_scheduler(registry: Any, hook_type: Any) -> None:
-    """Answer questions in this scheduler process, and show our cache its scheduler. Idempotent.
+    """Answer questions in this scheduler process, show our cache its scheduler and close it at the end. Idempotent.
 
     Only registers: call it before ``HookRegistry.apply_hooks()``, which SGLang does after loading plugins.
     """
     hook_custom_types(EvicPressReqInput, EvicPressReqOutput)
     _register(registry, _DISPATCHER, _after_init_request_dispatcher, hook_type.AFTER)
     _register(registry, _SCHEDULER, _after_init, hook_type.AFTER)
+    _register(registry, _EVENT_LOOP, shutdown.around_event_loop, hook_type.AROUND)
 
 
 def reply(scheduler: Any, question: EvicPressReqInput) -> EvicPressReqOutput:
@@ -74,14 +85,29 @@ def _register(registry: Any, target: str, hook: Any, kind: Any) -> bool:
     return True
 
 
-def _before_http_server(server_args: Any, tokenizer_manager: Any, *_: Any, **__: Any) -> None:
+def _around_http_server(original: Any, server_args: Any, tokenizer_manager: Any, *args: Any, **kwargs: Any) -> Any:
     if server_args.kv_policy is None:  # another server, without a policy, in a process that had one
-        return
+        return original(server_args, tokenizer_manager, *args, **kwargs)
     from sglang.srt.entrypoints.http_server import app
 
     from sglang_evicpress.patches.http_server import add_routes  # here: schedulers need no web framework
 
     add_routes(app, tokenizer_manager)
+    if shutdown.has_tiers(server_args):
+        shutdown.exit_on_sigterm()
+    try:
+        return original(server_args, tokenizer_manager, *args, **kwargs)
+    finally:
+        shutdown.stop_schedulers(tokenizer_manager)
+
+
+def _before_sigquit(signals: Any, *_: Any, **__: Any) -> None:
+    """A child died, as the detokenizer does on Ctrl-C: SGLang is about to kill the others."""
+    shutdown.stop_schedulers(signals.tokenizer_manager)
+
+
+def _before_engine_ends(engine: Any) -> None:
+    shutdown.stop_schedulers(engine.tokenizer_manager)
 
 
 def _after_init_request_dispatcher(_: None, scheduler: Any) -> None:

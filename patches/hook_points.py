@@ -92,6 +92,25 @@ HOOK_POINTS = (
             "dp_rank",
         ),
     ),
+    # a clean stop
+    HookPoint(f"{_SCHEDULER}.run_event_loop", "hook", "scheduler", ("self",)),
+    HookPoint(f"{_SCHEDULER}.handle_shutdown", "read", "scheduler", ("self", "recv_req")),
+    HookPoint(
+        "sglang.srt.managers.tokenizer_manager.SignalHandler.running_phase_sigquit_handler",
+        "hook",
+        "frontend",
+        ("self", "signum", "frame"),
+    ),
+    HookPoint("sglang.srt.entrypoints.engine.Engine.shutdown", "hook", "frontend", ("self",)),
+    HookPoint("sglang.srt.managers.io_struct.ShutdownReq", "read", "frontend", None),
+    HookPoint("sglang.srt.utils.watchdog.SubprocessWatchdog.stop", "read", "frontend", ("self",)),
+    HookPoint("sglang.srt.utils.cudacore_pyspy_dump_utils.collect_scheduler_processes", "read", "frontend", ()),
+    HookPoint(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._async_dispatch_to_scheduler",
+        "read",
+        "frontend",
+        ("self", "obj"),
+    ),
     # the clock, the queue and the times of batches
     HookPoint(
         "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver._pull_raw_reqs",

@@ -12,16 +12,17 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from sglang.srt.entrypoints import http_server as sglang_http_server
+from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.managers import io_struct
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.tokenizer_manager import SignalHandler, TokenizerManager
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.utils.auth import AuthLevel, _get_auth_level_from_app_and_scope, add_api_key_middleware
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.introspect import IntrospectionError, Json, NodeBusy, UnknownNode
-from sglang_evicpress.patches import control
+from sglang_evicpress.patches import control, shutdown
 from sglang_evicpress.patches.control import EvicPressReqInput, EvicPressReqOutput
 from sglang_evicpress.patches.http_server import MAX_BODY_BYTES, ROUTES, SchedulerCalls, add_routes
 
@@ -397,9 +398,23 @@ def test_reads_take_the_api_key_and_prompts_and_writes_the_admin_key(
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def stops(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Whose schedulers were asked to stop, instead of asking them; tiers where the server arguments say so."""
+    stopped: list[Any] = []
+    monkeypatch.setattr(shutdown, "stop_schedulers", stopped.append)
+    monkeypatch.setattr(shutdown, "has_tiers", lambda server_args: server_args.has_tiers)
+    monkeypatch.setattr(shutdown, "exit_on_sigterm", lambda: stopped.append("on SIGTERM too"))
+    return stopped
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, stops: list[Any]) -> Iterator[list[Any]]:
     """SGLang's real app, whose server start is replaced by a note of its arguments; as it was afterwards."""
     starts: list[Any] = []
+    monkeypatch.setattr(Engine, "shutdown", lambda self: starts.append((self, "engine ended")))
+    monkeypatch.setattr(
+        SignalHandler, "running_phase_sigquit_handler", lambda self, *_: starts.append((self, "killed"))
+    )
 
     def start(server_args: Any, tokenizer_manager: Any, *_: Any, **__: Any) -> None:
         starts.append((server_args, tokenizer_manager))
@@ -418,8 +433,9 @@ def evicpress_paths() -> set[str]:
     return {path for path in paths if path.startswith("/evicpress")}
 
 
-def launch(kv_policy: str | None, manager: FakeTokenizerManager) -> None:
-    sglang_http_server._setup_and_run_http_server(SimpleNamespace(kv_policy=kv_policy), manager)
+def launch(kv_policy: str | None, manager: FakeTokenizerManager, *, has_tiers: bool = False) -> None:
+    arguments = SimpleNamespace(kv_policy=kv_policy, has_tiers=has_tiers)
+    sglang_http_server._setup_and_run_http_server(arguments, manager)
 
 
 def test_real_app_has_no_routes_without_the_flag(started: list[Any], manager: FakeTokenizerManager) -> None:
@@ -468,11 +484,57 @@ def test_frontend_hook_is_applied_beside_another_plugins(
     assert "/evicpress/tree" in evicpress_paths()
 
 
+def test_schedulers_are_asked_to_stop_when_the_server_is_done(
+    started: list[Any], stops: list[Any], manager: FakeTokenizerManager, registry: type[HookRegistry]
+) -> None:
+    control.install_frontend(registry, HookType)
+    launch(None, manager)
+    assert stops == []
+    launch("evicpress", manager)
+    assert stops == [manager]
+    launch("evicpress", manager, has_tiers=True)
+    assert stops == [manager, "on SIGTERM too", manager]
+    assert len(started) == 3
+
+
+def test_schedulers_are_asked_to_stop_when_the_server_fails(
+    monkeypatch: pytest.MonkeyPatch,
+    started: list[Any],
+    stops: list[Any],
+    manager: FakeTokenizerManager,
+    registry: type[HookRegistry],
+) -> None:
+    def interrupted(*_: Any) -> None:
+        assert stops == []
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sglang_http_server, "_setup_and_run_http_server", interrupted)
+    control.install_frontend(registry, HookType)
+    with pytest.raises(KeyboardInterrupt):
+        launch("evicpress", manager)
+    assert stops == [manager]
+
+
+def test_schedulers_are_asked_to_stop_before_sglang_kills_them(
+    started: list[Any], stops: list[Any], registry: type[HookRegistry]
+) -> None:
+    """Ctrl-C ends the detokenizer, which looks like a crash to the main process."""
+    control.install_frontend(registry, HookType)
+    signals = SignalHandler("its tokenizer manager")
+    signals.running_phase_sigquit_handler()
+    assert (stops, started) == (["its tokenizer manager"], [(signals, "killed")])
+    engine = Engine.__new__(Engine)
+    engine.tokenizer_manager = "the engine's"
+    engine.shutdown()
+    assert (stops[1:], started[1:]) == (["the engine's"], [(engine, "engine ended")])
+
+
 def test_scheduler_answers_after_its_dispatcher_is_built(
     monkeypatch: pytest.MonkeyPatch, registry: type[HookRegistry]
 ) -> None:
     monkeypatch.setattr(Scheduler, "init_request_dispatcher", Scheduler.init_request_dispatcher)
     monkeypatch.setattr(Scheduler, "__init__", Scheduler.__init__)
+    monkeypatch.setattr(Scheduler, "run_event_loop", Scheduler.run_event_loop)
     control.install_scheduler(registry, HookType)
     control.install_scheduler(registry, HookType)
     registry.apply_hooks()
@@ -496,11 +558,27 @@ def test_only_our_cache_is_shown_its_scheduler(
 
     monkeypatch.setattr(Scheduler, "init_request_dispatcher", Scheduler.init_request_dispatcher)
     monkeypatch.setattr(Scheduler, "__init__", build)
+    monkeypatch.setattr(Scheduler, "run_event_loop", Scheduler.run_event_loop)
     control.install_scheduler(registry, HookType)
     registry.apply_hooks()
     scheduler = Scheduler.__new__(Scheduler)
     Scheduler.__init__(scheduler, object(), gpu_id=0)
     assert getattr(cache, "scheduler", scheduler) is scheduler
+
+
+def test_the_cache_is_closed_when_its_scheduler_ends(
+    monkeypatch: pytest.MonkeyPatch, registry: type[HookRegistry]
+) -> None:
+    done: list[str] = []
+    for name in ("init_request_dispatcher", "__init__"):
+        monkeypatch.setattr(Scheduler, name, getattr(Scheduler, name))
+    monkeypatch.setattr(Scheduler, "run_event_loop", lambda scheduler: done.append("loop"))
+    control.install_scheduler(registry, HookType)
+    registry.apply_hooks()
+    scheduler = Scheduler.__new__(Scheduler)
+    scheduler.tree_cache = SimpleNamespace(close=lambda: done.append("close"))
+    scheduler.run_event_loop()
+    assert done == ["loop", "close"]
 
 
 def test_unexpected_exception_leaves_the_scheduler_alive() -> None:
