@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from sglang_evicpress import __version__
@@ -84,12 +85,23 @@ def make_parser() -> argparse.ArgumentParser:
     add("--requests", metavar="FILE", help="write one object for each request of each run")
     add("--plot", metavar="FILE", help="draw a .png or .svg; needs sglang-evicpress[plot]")
     add("--no-progress", action="store_true", help="no progress bar; there is none either where stderr is no terminal")
+    fsck = commands.add_parser(
+        "fsck",
+        help="check the entries in the folder of an SSD tier",
+        description="Read every entry in the folder of an SSD tier and compare it with its checksums.",
+        epilog="Exit status: 0 all good, 1 something was found (also when it is repaired now), 2 it could not be "
+        "checked, as while a server uses the folder.",
+        allow_abbrev=False,
+    )
+    fsck.add_argument("folder", metavar="DIR", type=Path, help="what --kv-ssd-dir was")
+    fsck.add_argument("--repair", action="store_true", help="remove bad entries, and bytes that belong to none")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status: 0, 1 if writing failed, 2 for bad input, 130 for Ctrl-C.
+    """Run the command and give its exit status.
 
+    0 is good, 1 that writing failed or fsck found something, 2 bad input, 130 Ctrl-C.
     ``--help`` and ``--version`` exit.
     """
     words = sys.argv[1:] if argv is None else list(argv)
@@ -98,6 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             args = make_parser().parse_args(words)
+            if args.command == "fsck":
+                return _fsck(args.folder, is_repair=args.repair)
             from sglang_evicpress.simulator.command import prepare, replay
 
             prepared = prepare(vars(args), shlex.join(["evicpress", *words]))
@@ -112,6 +126,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except OSError as error:
         return _fail(str(error), 1)
+
+
+def _fsck(folder: Path, *, is_repair: bool) -> int:
+    from sglang_evicpress.tiers.fsck import StoreError, fsck
+
+    try:
+        report = fsck(folder, repair=is_repair)
+    except StoreError as error:
+        return _fail(str(error), 2)
+    print("\n".join(report.lines()))
+    return 0 if report.is_clean else 1
 
 
 def _fail(message: str, status: int) -> int:
