@@ -66,7 +66,7 @@ class AdaptCacheRule(CascadeRule):
     def delay_s(self, record: Record) -> float:
         return record.num_bytes * self._seconds_per_byte[record.rank]
 
-    def step(self, record: Record, barred: int = 0) -> Step | None:
+    def step(self, record: Record, barred: int = 0, as_is: Record | None = None) -> Step | None:
         rank, held = record.rank, record.num_bytes
         evicted = self.next_rank(record, barred)
         if held == 0:
@@ -80,12 +80,17 @@ class AdaptCacheRule(CascadeRule):
                 key = lost / (held - num_bytes)
                 best = Step(key, rank, form, num_bytes, record.curve[index], delay_s, self._per_weight(record, lost))
         if evicted is not None:
-            lost = self.lost(record, record.form, evicted, held)
-            if best is None or lost / held < best.key:
-                left = 0 if evicted == DROPPED else held
-                quality = 1.0 if evicted == DROPPED else record.quality
-                delay_s = 0.0 if evicted == DROPPED else held * self._seconds_per_byte[evicted]
-                best = Step(lost / held, evicted, None, left, quality, delay_s, self._per_weight(record, lost))
+            left = record if as_is is None else as_is
+            lost = self.lost(record, left.form, evicted, left.num_bytes)
+            key, per_weight = lost / held, self._per_weight(record, lost)
+            if best is not None and key >= best.key:
+                return best
+            if evicted == DROPPED:
+                return Step(key, DROPPED, None, 0, 1.0, 0.0, per_weight)
+            delay_s = left.num_bytes * self._seconds_per_byte[evicted]
+            best = Step(
+                key, evicted, None if as_is is None else as_is.form, left.num_bytes, left.quality, delay_s, per_weight
+            )
         return best
 
     def _smaller(self, record: Record) -> list[tuple[int, int]]:

@@ -57,14 +57,26 @@ class Policy:
             for one in reversed(upwards):
                 self.put(one)
 
-    def plan(self, tier: Tier, num_bytes: int, room: Mapping[Tier, int] | None = None) -> list[Decision]:
+    def plan(
+        self,
+        tier: Tier,
+        num_bytes: int,
+        room: Mapping[Tier, int] | None = None,
+        *,
+        ready: Mapping[int, int] | None = None,
+    ) -> list[Decision]:
         """Decisions, in order of execution, that free ``num_bytes`` on ``tier``, or all they can if that is less.
 
         ``room`` gives the free bytes of the tiers below; a tier that is not in it is full. Only unlocked nodes move,
         each at most once. A node leaves a tier only after all its children have. Without the step that freed the last
         byte the plan would fall short. 0 bytes or less need nothing: an empty plan.
+
+        ``ready`` makes the plan urgent, so that carrying it out waits for no byte to be written: a node leaves the tier
+        only by a drop or to a tier that holds a copy of it in its present form, which takes no room there: bit t of
+        ``ready[node_id]`` is set if tier t does. ``room`` then does not count, and what is below does not move, unless
+        it has to go because the node above it, without a copy, cannot go otherwise.
         """
-        plan = Plan(self.book, room or {})
+        plan = Plan(self.book, room or {}, ready)
         try:
             plan.relieve(int(tier), num_bytes)
         finally:

@@ -133,10 +133,11 @@ class Rule(Protocol):
         """Whether a hit never makes a key of 0 or more smaller; its entry may then wait in the heap until on top."""
         ...
 
-    def step(self, record: Record, barred: int = 0) -> Step | None:
+    def step(self, record: Record, barred: int = 0, as_is: Record | None = None) -> Step | None:
         """The next step of a node that frees bytes on its tier, None when there is none.
 
-        Tiers whose bit is set in ``barred`` cannot take it. Nothing below ``record.floor`` may be chosen.
+        Tiers whose bit is set in ``barred`` cannot take it. Nothing below ``record.floor`` may be chosen. With
+        ``as_is`` (the node as it was before the plan shrank it) it may go to a lower tier only as that is.
         """
         ...
 

@@ -35,12 +35,12 @@ class FixedFormRule(CascadeRule):
     def key(self, record: Record) -> float:
         return 1.0
 
-    def step(self, record: Record, barred: int = 0) -> Step | None:
+    def step(self, record: Record, barred: int = 0, as_is: Record | None = None) -> Step | None:
         if record.form.is_exact and record.reachable >> self._index & 1:
             num_bytes = self.menu.num_bytes(self.form, record.num_tokens, record.sinks)
             if num_bytes < record.num_bytes:
                 return Step(0.0, record.rank, self.form, num_bytes, record.curve[self._index])
-        return super().step(record, barred)
+        return super().step(record, barred, as_is)
 
 
 def grown_fraction(important: float, chunk_tokens: int = CHUNK_TOKENS, run_tokens: float = RUN_TOKENS) -> float:

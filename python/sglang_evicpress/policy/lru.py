@@ -23,12 +23,14 @@ class CascadeRule:
         """The smallest goes first, ties by last use; here the last use itself."""
         return float(record.last_use)
 
-    def step(self, record: Record, barred: int = 0) -> Step | None:
+    def step(self, record: Record, barred: int = 0, as_is: Record | None = None) -> Step | None:
         rank = self.next_rank(record, barred)
         if rank is None:
             return None
         if rank == DROPPED:
             return Step(self.key(record), DROPPED, None, 0)
+        if as_is is not None:
+            return Step(self.key(record), rank, as_is.form, as_is.num_bytes, as_is.quality)
         return Step(self.key(record), rank, None, record.num_bytes, record.quality)
 
     def next_rank(self, record: Record, barred: int) -> int | None:

@@ -10,6 +10,11 @@ from dataclasses import dataclass
 from sglang_evicpress.core import DROP, Decision, Option, Tier
 from sglang_evicpress.policy.book import DROPPED, Book, Entry, Record, Step
 from sglang_evicpress.policy.evicpress import EvicPressRule
+from sglang_evicpress.policy.felling import Felling
+
+AHEAD, AHEAD_PER_STEP = 256, 4
+"""Nodes that may not do what the book has them queued for, of which an urgent plan looks at so many, and so many more
+per step, for what they may do instead. That can lose far more: to be sure of the least it would have to look at all."""
 
 MAX_COMPARED = 16
 """Nodes whose changes are compared for the last step on a tier."""
@@ -38,10 +43,15 @@ class Plan:
     fit fits, and do the same on the lower tier if what is pushed down fills that. (The algorithm as printed assigns S
     where it must subtract what was freed.) ``room`` holds the free bytes of each tier below; a tier that is not in it
     is full. A node is planned on as a copy, so the book is after the plan what it was before.
+
+    With ``ready`` the plan is urgent: nothing may wait for bytes to be written below. Bit t of ``ready[node_id]`` says
+    that tier t holds a copy of the node as it is in the book; to such a tier it may go, as it is and taking no room
+    there, to no other. What has shrunk in the plan may still go there: it then does not shrink.
     """
 
-    def __init__(self, book: Book, room: Mapping[Tier, int]) -> None:
+    def __init__(self, book: Book, room: Mapping[Tier, int], ready: Mapping[int, int] | None = None) -> None:
         self.book = book
+        self.ready = ready
         self.room = [room.get(tier, 0) for tier in Tier]
         self.movable = [total - locked for total, locked in zip(book.num_bytes, book.locked_bytes, strict=True)]
         self.moves: dict[int, Move] = {}
@@ -50,7 +60,8 @@ class Plan:
         self._heaps: list[list[Entry]] = [[] for _ in range(DROPPED)]
         self._waiting: list[list[Record]] = [[] for _ in range(DROPPED)]
         self._taken: list[list[Entry]] = [[] for _ in range(DROPPED)]
-        self._num_steps = 0
+        self._num_steps = self._num_ahead = 0
+        self._felling: Felling | None = None
         self._weigher = book.rule if isinstance(book.rule, EvicPressRule) else None
 
     def relieve(self, rank: int, num_bytes: int) -> int:
@@ -67,7 +78,7 @@ class Plan:
             excess = copy.num_bytes - (step.num_bytes if step.rank == rank else 0) - num_bytes
             if self._weigher is not None and excess > notable:
                 copy, step = self._best_last(self._weigher, rank, num_bytes, copy, step)
-            if rank < step.rank < DROPPED and not self._make_room(step.rank, step.num_bytes):
+            if self.ready is None and rank < step.rank < DROPPED and not self._make_room(step.rank, step.num_bytes):
                 self._barred[copy.id] = self._barred.get(copy.id, 0) | 1 << step.rank
                 self._queue(copy)
                 continue
@@ -82,7 +93,7 @@ class Plan:
             before, step = self.book.records[move.copy.id], move.step
             arrives = step.rank != before.rank
             freed = before.num_bytes - (0 if arrives else step.num_bytes)
-            if freed == 0 and not self._parent_leaves(before):
+            if freed == 0 and not self._is_needed(move):
                 continue
             source = Option(before.form, Tier(before.rank), before.num_bytes)
             option = DROP if step.rank == DROPPED else Option(move.copy.form, Tier(step.rank), step.num_bytes)
@@ -120,7 +131,7 @@ class Plan:
         others: list[tuple[Record, Step]] = []
         while len(others) < MAX_COMPARED - 1 and (found := self._take_first(rank)) is not None:
             others.append(found)
-        prices = [self._price(below) if below > rank else 0.0 for below in range(DROPPED)]
+        prices = [self._price(below) if below > rank and self.ready is None else 0.0 for below in range(DROPPED)]
 
         def cost(node: Record, choice: Step) -> float:
             loss = choice.loss * node.weight
@@ -129,7 +140,8 @@ class Plan:
 
         best, least = (copy, step), cost(copy, step)
         for node, _ in ((copy, step), *others):
-            for choice in weigher.choices(node, self._barred.get(node.id, 0), num_bytes):
+            barred, as_is = self._terms(node)
+            for choice in weigher.choices(node, barred, num_bytes, as_is):
                 if choice.loss * node.weight < least and (loss := cost(node, choice)) < least:
                     best, least = (node, choice), loss
         for node, _ in ((copy, step), *others):
@@ -174,6 +186,8 @@ class Plan:
             self._tell_parent(copy, rank)
         if step.rank < DROPPED:
             self._queue(copy)
+            if self._felling is not None and step.rank != rank:
+                self._felling.arrive(copy)
         return freed
 
     def _tell_parent(self, copy: Record, old_rank: int) -> None:
@@ -195,11 +209,14 @@ class Plan:
     def _queue_waiting(self, rank: int) -> None:
         for copy in self._waiting[rank]:
             if copy.rank == rank:
-                step = self.book.rule.step(copy, self._barred.get(copy.id, 0))
-                copy.queued = None if step is None else (step.key, copy.last_use, copy.id)
-                if copy.queued is not None:
-                    heapq.heappush(self._heaps[rank], copy.queued)
+                self._push(copy)
         self._waiting[rank].clear()
+
+    def _push(self, copy: Record) -> None:
+        step = self.book.rule.step(copy, *self._terms(copy))
+        copy.queued = None if step is None else (step.key, copy.last_use, copy.id)
+        if copy.queued is not None:
+            heapq.heappush(self._heaps[copy.rank], copy.queued)
 
     def _copy(self, record: Record) -> Record:
         copy = self._copies.get(record.id)
@@ -209,20 +226,23 @@ class Plan:
 
     def _take_first(self, rank: int) -> tuple[Record, Step] | None:
         """The node whose step on the tier comes first, as a copy taken out of its heap, and the step."""
-        book = self.book
-        if self._waiting[rank]:
-            self._queue_waiting(rank)
-        shared = book.first(rank)
-        while shared is not None and shared[0].id in self._copies:
-            self._taken[rank].append(heapq.heappop(book.heaps[rank]))
-            shared = book.first(rank)
-        own = self._heaps[rank]
+        book, own = self.book, self._heaps[rank]
+        self._queue_waiting(rank)
+        shared = self._first_shared(rank)
         while own and (self._copies[own[0][2]].queued is not own[0]):
             heapq.heappop(own)
+        while self.ready is not None and shared is not None and not self._is_open(*shared, self.ready):
+            if own and (own[0] < book.heaps[rank][0] or self._num_ahead >= self._num_steps * AHEAD_PER_STEP + AHEAD):
+                shared = None  # the first of its own comes first
+                break
+            self._taken[rank].append(heapq.heappop(book.heaps[rank]))
+            self._push(self._copy(shared[0]))
+            self._num_ahead += 1
+            shared = self._first_shared(rank)
         if own and (shared is None or own[0] < book.heaps[rank][0]):
             copy = self._copies[heapq.heappop(own)[2]]
             copy.queued = None
-            step = book.rule.step(copy, self._barred.get(copy.id, 0))
+            step = book.rule.step(copy, *self._terms(copy))
             if step is None:
                 raise RuntimeError(f"node {copy.id} lost its step while it was queued")
             return copy, step
@@ -231,32 +251,50 @@ class Plan:
         self._taken[rank].append(heapq.heappop(book.heaps[rank]))
         return self._copy(shared[0]), shared[1]
 
-    def _fell(self, rank: int) -> bool:
-        """The last resort, when nothing on a tier has a step because lower tiers are full and cannot be relieved:
-        drop the least recently used unlocked node of the tier with everything below it. False if there is none."""
-        records = self.book.records
-        standing = [
-            record
-            for record in (self._copies.get(node_id, record) for node_id, record in records.items())
-            if record.rank == rank and not record.is_locked and record.num_bytes > 0
-        ]
-        if not standing:
-            return False
-        root = min(standing, key=lambda record: (record.last_use, record.id))
-        felled, found = {root.id}, True
-        while found:
-            found = False
-            for record in records.values():
-                if record.parent_id in felled and record.id not in felled:
-                    felled.add(record.id)
-                    found = True
-        copies = [self._copy(records[node_id]) for node_id in felled]
-        for copy in sorted(copies, key=lambda copy: (-copy.depth_tokens, -copy.num_tokens, copy.id)):
-            if copy.rank < DROPPED:
-                self._move(copy, Step(0.0, DROPPED, None, 0))
-        return True
+    def _first_shared(self, rank: int) -> tuple[Record, Step] | None:
+        """The first of the book's nodes that is not planned on yet, with the step it would take in a normal plan."""
+        while (found := self.book.first(rank)) is not None and found[0].id in self._copies:
+            self._taken[rank].append(heapq.heappop(self.book.heaps[rank]))
+        return found
 
-    def _parent_leaves(self, record: Record) -> bool:
-        """Whether the move of a node that frees nothing is needed all the same: its parent goes further."""
-        move = None if record.parent_id is None else self.moves.get(record.parent_id)
-        return move is not None and move.step.rank > self.book.records[move.copy.id].rank
+    @staticmethod
+    def _is_open(record: Record, step: Step, ready: Mapping[int, int]) -> bool:
+        """Whether an urgent plan may take the step; being the best of all, it is then the best of those it may take."""
+        if step.rank in (record.rank, DROPPED):
+            return True
+        return step.form in (None, record.form) and bool(ready.get(record.id, 0) >> step.rank & 1)
+
+    def _terms(self, copy: Record) -> tuple[int, Record | None]:
+        """The tiers that are barred to the node, and, in an urgent plan, as what alone it may leave."""
+        if self.ready is None:
+            return self._barred.get(copy.id, 0), None
+        return (1 << DROPPED) - 1 & ~self.ready.get(copy.id, 0), self.book.records[copy.id]
+
+    def _fell(self, rank: int) -> bool:
+        """The last resort, when nothing on a tier has a step: drop what ``Felling`` says. False if it says nothing."""
+        records, copies = self.book.records, self._copies
+        if self._felling is None:
+            standing = (copies.get(node_id, record) for node_id, record in records.items())
+            self._felling = Felling(standing, self.book.rule.menu.tiers, self.ready or {})
+        felled = self._felling.next(rank, lambda node_id: copies.get(node_id) or records[node_id])
+        for record in felled:
+            self._move(self._copy(record), self._drop(record))
+        return bool(felled)
+
+    def _drop(self, record: Record) -> Step:
+        if self._weigher is None:
+            return Step(0.0, DROPPED, None, 0)
+        worth = self._weigher.ways_out(record)[0][4]
+        now = self._weigher.alpha * record.quality - self._weigher.delay_s(record)
+        return Step(0.0, DROPPED, None, 0, 1.0, self._weigher.alpha - worth, now - worth)
+
+    def _is_needed(self, move: Move) -> bool:
+        """Whether a move frees bytes or, holding none, makes way for one above it that does."""
+        while True:
+            before, step = self.book.records[move.copy.id], move.step
+            if before.num_bytes > (step.num_bytes if step.rank == before.rank else 0):
+                return True
+            above = None if before.parent_id is None else self.moves.get(before.parent_id)
+            if above is None or above.step.rank <= before.rank:
+                return False
+            move = above

@@ -95,6 +95,62 @@ def test_a_policy_without_utility_rearranges_nothing(make_node: MakeNode) -> Non
     assert policy.rearrange({Tier.GPU: 1000}, PLENTY) == []
 
 
+def test_what_would_be_the_next_to_leave_stays_where_it_is(make_node: MakeNode) -> None:
+    # 900 bytes are free. Per byte, at a second per 1000 bytes from the host, what is lost is the weight.
+    large = make_node(1, menu=MENU, tier=Tier.HOST, tokens=1000, weight=1.0, curve=(1.0, 0.0))
+    small = make_node(2, menu=MENU, tokens=100, weight=2.0, curve=(1.0, 0.0))
+    assert policy_of(large, small).rearrange({Tier.GPU: 1000}, PLENTY) == []
+    assert policy_of(large, replace(small, weight=1.0)).rearrange({Tier.GPU: 1000}, PLENTY) == []
+    (decision,) = policy_of(large, replace(small, weight=0.9)).rearrange({Tier.GPU: 1000}, PLENTY)
+    assert (decision.node_id, str(decision.option)) == (1, "exact/gpu")
+    # Nor is a node made exact that would be the first to shrink again: it gains 0.6 per 1000 bytes.
+    lossy = replace(make_node(3, menu=MENU, form=HALF, curve=(1.0, 0.97)), exact_on=Tier.SSD)
+    for weight, options in ((0.7, []), (0.5, ["exact/gpu"])):
+        policy = policy_of(lossy, make_node(4, menu=MENU, weight=weight, curve=(1.0, 0.0)))
+        assert [str(decision.option) for decision in policy.rearrange({Tier.GPU: 1000}, PLENTY)] == options
+
+
+def test_what_a_plan_has_taken_is_not_brought_back(make_node: MakeNode, carry_out: CarryOut) -> None:
+    nodes = [make_node(i, menu=MENU, tokens=100 * i, weight=float(10 - i), curve=(1.0, 0.0)) for i in range(1, 9)]
+    policy = policy_of(*nodes)
+    plan = policy.plan(Tier.GPU, 1500, {Tier.HOST: 10_000})
+    carry_out(policy, plan)
+    assert [(decision.node_id, str(decision.option)) for decision in plan] == [(8, "exact/host"), (7, "exact/host")]
+    room = {Tier.GPU: 10_000, Tier.HOST: 10_000}
+    assert policy.rearrange(room, PLENTY) == []
+    back = plan[-1].node_id
+    policy.touch(back, 50.0, 9, 9)
+    assert [decision.node_id for decision in policy.rearrange(room, PLENTY)] == [back]
+
+
+def test_room_that_fells_what_is_worth_more_is_not_made(make_node: MakeNode) -> None:
+    # The node on the GPU is larger than the host, and its child keeps it from the SSD: it could only be felled.
+    parent = make_node(1, menu=MENU, tokens=500, curve=(1.0, 0.0))
+    child = make_node(2, 1, menu=MENU, tokens=50, depth=500, tier=Tier.HOST, curve=(1.0, 0.0))
+    hot = make_node(3, menu=MENU, tier=Tier.HOST, weight=2.0, curve=(1.0, 0.0))
+    policy = policy_of(*(replace(node, reachable=0) for node in (parent, child, hot)))
+    assert [decision.node_id for decision in policy.plan(Tier.GPU, 100)] == [2, 1]
+    assert sum(decision.loss for decision in policy.plan(Tier.GPU, 100)) == pytest.approx(50.0 + 5.0 - 0.05)
+    assert policy.rearrange({}, PLENTY) == []
+
+
+def test_only_so_many_candidates_are_looked_at(make_node: MakeNode) -> None:
+    nodes = [make_node(number, menu=MENU, tier=Tier.HOST, weight=float(number)) for number in range(1, 9)]
+    decisions = policy_of(*nodes).rearrange({Tier.GPU: 1000}, replace(PLENTY, num_candidates=3))
+    assert [decision.node_id for decision in decisions] == [8, 7, 6]
+
+
+def test_an_upgrade_takes_the_time_of_the_tier_of_the_exact_copy(make_node: MakeNode) -> None:
+    for tier in (Tier.GPU, Tier.HOST):
+        lossy = replace(make_node(1, menu=MENU, tier=tier, form=HALF, curve=LOSSY, weight=9.0), exact_on=Tier.SSD)
+        policy, upgrade_s = policy_of(lossy), COSTS.load_seconds(Tier.SSD, 100)
+        (decision,) = policy.rearrange({tier: 50}, Budget(10**9, upgrade_s))
+        assert str(decision.option) == f"exact/{tier.label}"
+        assert policy.rearrange({tier: 50}, Budget(10**9, upgrade_s * 0.99)) == []
+    same = replace(make_node(1, menu=MENU, tier=Tier.SSD, form=HALF, curve=LOSSY), exact_on=Tier.SSD)
+    assert [str(one.option) for one in policy_of(same).rearrange({Tier.SSD: 50}, PLENTY)] == []
+
+
 @given(st.data())
 def test_utility_rises_capacities_hold_and_tiers_stay_prefix_closed(
     make_node: MakeNode, carry_out: CarryOut, data: st.DataObject
@@ -117,7 +173,8 @@ def test_utility_rises_capacities_hold_and_tiers_stay_prefix_closed(
             is_locked=parent is not None and parent.is_locked and data.draw(st.booleans()),
         )
         nodes.append(replace(node, exact_on=Tier.SSD) if not form.is_exact and data.draw(st.booleans()) else node)
-    policy = policy_of(*nodes, alpha=data.draw(st.floats(0.0, 10.0)))
+    alpha = data.draw(st.floats(0.0, 10.0))
+    policy = policy_of(*nodes, alpha=alpha)
     room = {tier: data.draw(st.integers(0, 150)) for tier in MENU.tiers}
     capacity = [policy.book.num_bytes[tier] + room[tier] for tier in MENU.tiers]
     before = total_utility(policy)
@@ -131,5 +188,9 @@ def test_utility_rises_capacities_hold_and_tiers_stay_prefix_closed(
     assert len({decision.node_id for decision in decisions}) == len(decisions)
     gained = -sum(decision.loss for decision in decisions)
     assert gained >= -1e-9
-    if not any(decision.option.is_drop for decision in decisions):
-        assert total_utility(policy) == pytest.approx(before + gained, abs=1e-6)
+    dropped = sum(
+        decision.weight * (decision.quality * alpha - decision.delay_s)
+        for decision in decisions
+        if decision.option.is_drop
+    )
+    assert total_utility(policy) + dropped == pytest.approx(before + gained, abs=1e-6)

@@ -1,0 +1,158 @@
+"""How much of a path is loaded, and how long a load is waited for."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_evicpress.core import Tier
+from sglang_evicpress.costs import Costs, PrefillLaw, TransferLaw
+from sglang_evicpress.policy.loading import Piece, deadline_s, num_worth_loading
+
+COSTS = Costs(
+    PrefillLaw(5.0, 1.0, 0.0),  # a second per token; the fixed cost is paid anyhow
+    {Tier.HOST: TransferLaw(0.0, 10.0), Tier.SSD: TransferLaw(4.0, 1.0)},
+    {"int8": TransferLaw(1.0, 10.0)},
+)
+
+TERMS = st.integers(0, 64).map(lambda number: number / 16)  # sums of few of them are exact, so that ties are ties
+
+
+def _path(*parts: tuple[int, Tier, int], codec: str = "raw") -> list[Piece]:
+    pieces, depth = [], 0
+    for tokens, tier, num_bytes in parts:
+        pieces.append(Piece(tokens, depth, tier, num_bytes, codec))
+        depth += tokens
+    return pieces
+
+
+def _predicted_s(pieces: list[Piece], costs: Costs, number: int, overlap: float) -> float:
+    load_s = sum(costs.load_seconds(one.tier, one.num_bytes, one.codec) for one in pieces[:number])
+    recompute_s = sum(costs.prefill.marginal_seconds(one.num_tokens, one.depth_tokens) for one in pieces[number:])
+    return load_s + recompute_s - overlap * min(load_s, recompute_s)
+
+
+def test_what_loads_sooner_than_it_is_recomputed_is_loaded() -> None:
+    assert num_worth_loading([], COSTS) == 0
+    assert num_worth_loading(_path((10, Tier.HOST, 50)), COSTS) == 1  # 5 s against 10 s
+    assert num_worth_loading(_path((10, Tier.HOST, 100)), COSTS) == 0  # as long: the fewest
+    assert num_worth_loading(_path((10, Tier.HOST, 150)), COSTS) == 0
+
+
+def test_a_beginning_on_the_host_is_loaded_and_a_rest_on_the_ssd_recomputed() -> None:
+    assert num_worth_loading(_path((10, Tier.HOST, 50), (10, Tier.SSD, 50)), COSTS) == 1
+
+
+def test_a_slow_piece_is_loaded_for_what_lies_behind_it() -> None:
+    assert num_worth_loading(_path((10, Tier.SSD, 10), (10, Tier.HOST, 10)), COSTS) == 2  # 14 + 1 s against 20 s
+    assert num_worth_loading(_path((10, Tier.SSD, 20), (10, Tier.HOST, 10)), COSTS) == 0  # 24 + 1 s
+
+
+def test_every_piece_pays_the_fixed_cost_of_its_transfer_and_of_decoding() -> None:
+    assert num_worth_loading(_path((4, Tier.SSD, 2)), COSTS) == 0  # 4 + 2 s against 4 s
+    assert num_worth_loading(_path((8, Tier.SSD, 2)), COSTS) == 1
+    assert num_worth_loading(_path(*[(4, Tier.SSD, 1)] * 2), COSTS) == 0  # 2 x 5 s against 8 s
+    assert num_worth_loading(_path((7, Tier.SSD, 2), codec="int8"), COSTS) == 0  # 6 + 1.2 s against 7 s
+    assert num_worth_loading(_path((8, Tier.SSD, 2), codec="int8"), COSTS) == 1
+
+
+def test_what_overlaps_is_split_even_on_one_tier() -> None:
+    path = _path(*[(10, Tier.HOST, 120)] * 5)  # 12 s to load each, 10 s to recompute
+    assert num_worth_loading(path, COSTS) == 0
+    assert num_worth_loading(path, COSTS, overlap=1.0) == 2  # 24 s beside 30 s
+
+
+@pytest.mark.parametrize("overlap", [-0.1, 1.1, math.nan])
+def test_an_overlap_that_is_no_share_is_refused(overlap: float) -> None:
+    with pytest.raises(ValueError, match="expected a share between 0 and 1"):
+        num_worth_loading([], COSTS, overlap=overlap)
+
+
+def test_a_tier_without_a_law_is_refused() -> None:
+    with pytest.raises(ValueError, match="no load law for tier EXTERNAL"):
+        num_worth_loading(_path((1, Tier.EXTERNAL, 1)), COSTS)
+
+
+@given(
+    parts=st.lists(st.tuples(st.integers(0, 64), st.sampled_from(tuple(Tier)[:3]), st.integers(0, 64)), max_size=8),
+    prefill=st.tuples(TERMS, TERMS, TERMS),
+    fixed=st.tuples(TERMS, TERMS),
+    speeds=st.tuples(*[st.sampled_from((0.25, 1.0, 8.0))] * 2),
+    overlap=st.sampled_from((0.0, 0.25, 1.0)),
+    codec=st.sampled_from(("raw", "int8")),
+    depth=st.integers(0, 1000),
+)
+def test_it_is_the_best_of_all_splits_with_the_fewest_pieces(
+    parts: list[tuple[int, Tier, int]],
+    prefill: tuple[float, float, float],
+    fixed: tuple[float, float],
+    speeds: tuple[float, float],
+    overlap: float,
+    codec: str,
+    depth: int,
+) -> None:
+    laws = [TransferLaw(fixed_s, speed) for fixed_s, speed in zip(fixed, speeds, strict=True)]
+    load = dict(zip((Tier.HOST, Tier.SSD), laws, strict=True))
+    costs = Costs(PrefillLaw(*prefill), load, {"int8": TransferLaw(0.5, 4.0)})
+    pieces = [
+        Piece(one.num_tokens, depth + one.depth_tokens, one.tier, one.num_bytes, one.codec)
+        for one in _path(*parts, codec=codec)
+    ]
+    totals = [_predicted_s(pieces, costs, number, overlap) for number in range(len(pieces) + 1)]
+    chosen = num_worth_loading(pieces, costs, overlap=overlap)
+    assert chosen == totals.index(min(totals))
+    assert totals[chosen] <= totals[0]
+
+
+@given(
+    count=st.integers(1, 20),
+    tokens=st.integers(1, 64),
+    num_bytes=st.integers(0, 640),
+    per_pair_s=TERMS,
+    tier=st.sampled_from((Tier.HOST, Tier.SSD)),
+)
+def test_like_pieces_on_one_tier_are_loaded_all_or_not_at_all(
+    count: int, tokens: int, num_bytes: int, per_pair_s: float, tier: Tier
+) -> None:
+    costs = Costs(PrefillLaw(0.0, 1.0, per_pair_s), COSTS.load, {})
+    assert num_worth_loading(_path(*[(tokens, tier, num_bytes)] * count), costs) in (0, count)
+
+
+@pytest.mark.parametrize(
+    ("load_s", "recompute_s", "expected"),
+    [
+        (0.01, 10.0, 1.0),  # three times fits into a tenth
+        (0.3, 10.0, 1.0),
+        (2.0, 10.0, 3.0),
+        (9.0, 10.0, 10.0),
+        (50.0, 10.0, 10.0),
+        (1.0, 0.0, 0.0),
+    ],
+)
+def test_deadlines_by_hand(load_s: float, recompute_s: float, expected: float) -> None:
+    assert deadline_s(load_s, recompute_s) == pytest.approx(expected)
+
+
+SECONDS = st.floats(0.0, 1e6)
+
+
+@given(load_s=SECONDS, recompute_s=SECONDS, more=SECONDS)
+def test_a_load_that_stalls_costs_little(load_s: float, recompute_s: float, more: float) -> None:
+    waited_s = deadline_s(load_s, recompute_s)
+    assert waited_s + recompute_s <= 2.0 * recompute_s
+    if load_s <= recompute_s / 15:
+        assert waited_s + recompute_s <= 1.1 * recompute_s * (1 + 1e-12)
+    assert waited_s >= min(1.5 * load_s, recompute_s)
+    assert deadline_s(load_s + more, recompute_s) >= waited_s
+    assert deadline_s(load_s, recompute_s + more) >= waited_s
+
+
+@pytest.mark.parametrize("seconds", [-1.0, math.nan])
+def test_seconds_below_0_are_refused(seconds: float) -> None:
+    with pytest.raises(ValueError, match="load_s is .*: expected seconds, 0 or more"):
+        deadline_s(seconds, 1.0)
+    with pytest.raises(ValueError, match="recompute_s is .*: expected seconds, 0 or more"):
+        deadline_s(1.0, seconds)

@@ -1,0 +1,237 @@
+"""Urgent plans: a node leaves only by a drop or to a tier that has a copy of it as it is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_evicpress.core import EXACT, Decision, Form, NodeStats, Tier
+from sglang_evicpress.costs import Costs, PrefillLaw, TransferLaw
+from sglang_evicpress.policy import POLICY_NAMES, Policy, make_policy, policy_forms
+from sglang_evicpress.policy.menu import Menu
+from sglang_evicpress.policy.plan import AHEAD
+
+HALF = Form("keydiff", 0.5)
+TIERS = (Tier.GPU, Tier.HOST, Tier.SSD)
+NAMES = [{"PRESS@KEPT+lru": "keydiff@0.5+lru", "impress@X": "impress@0.1"}.get(name, name) for name in POLICY_NAMES]
+MENU = Menu((HALF, Form("knorm", 0.25), *policy_forms("impress@0.1")), TIERS)
+PLAIN = Menu((), TIERS)
+COSTS = Costs(PrefillLaw(0.0, 0.01, 1e-6), {Tier.HOST: TransferLaw(0.0, 1e4), Tier.SSD: TransferLaw(0.0, 1e3)}, {})
+ON_HOST, ON_SSD = 1 << Tier.HOST, 1 << Tier.SSD
+ENDLESS = {Tier.HOST: 10**9, Tier.SSD: 10**9}
+
+MakeNode = Callable[..., NodeStats]
+CarryOut = Callable[[Policy, Sequence[Decision]], None]
+
+each_policy = pytest.mark.parametrize("name", NAMES)
+
+
+def _policy(*nodes: NodeStats, menu: Menu = PLAIN, name: str = "evicpress") -> Policy:
+    next_use = {node_id: float(node_id * 7 % 5) for node_id in range(30)}
+    mean_curve = [form.kept_fraction for form in menu.forms]
+    policy = make_policy(name, menu, alpha=1.0, costs=COSTS, mean_curve=mean_curve, next_use=next_use)
+    policy.put_all(nodes)
+    return policy
+
+
+def _taken(policy: Policy, num_bytes: int, ready: Mapping[int, int]) -> list[tuple[int, str]]:
+    plan = policy.plan(Tier.GPU, num_bytes, ENDLESS, ready=ready)
+    return [(decision.node_id, str(decision.option)) for decision in plan]
+
+
+@pytest.mark.parametrize(
+    ("ready", "taken"), [({}, "drop"), ({1: ON_HOST}, "exact/host"), ({1: ON_SSD}, "exact/ssd"), ({1: 6}, "exact/host")]
+)
+@pytest.mark.parametrize("name", ["evicpress", "lru", "gdsf"])
+def test_a_node_goes_only_where_a_copy_lies(name: str, ready: dict[int, int], taken: str, make_node: MakeNode) -> None:
+    policy = _policy(make_node(1, menu=PLAIN), name=name)
+    assert _taken(policy, 100, ready) == [(1, taken)]
+    plan = policy.plan(Tier.GPU, 100, ready=ready)  # and it needs no room there
+    assert [str(decision.option) for decision in plan] == [taken]
+
+
+def test_what_has_no_copy_shrinks_rather_than_going_below(make_node: MakeNode) -> None:
+    node = make_node(1, menu=MENU, curve=(1.0, 0.99, 0.0, 0.0), weight=5.0)
+    assert _taken(_policy(node, menu=MENU), 40, {}) == [(1, "keydiff@0.5/gpu")]
+    assert _taken(_policy(node, menu=MENU), 60, {}) == [(1, "drop")]
+
+
+def test_a_smaller_form_below_is_passed_over_for_the_copy_that_is_there(make_node: MakeNode) -> None:
+    node = make_node(1, menu=MENU, curve=(1.0, 1.0, 0.0, 0.0))
+    policy = _policy(replace(node, num_tokens=1000, num_bytes=1000), menu=MENU)
+    (normal,) = policy.plan(Tier.GPU, 1000, ENDLESS)
+    assert str(normal.option) == "keydiff@0.5/host"
+    assert _taken(policy, 1000, {1: ON_HOST}) == [(1, "exact/host")]
+
+
+@pytest.mark.parametrize("name", ["keydiff@0.5+lru", "adaptcache", "evicpress"])
+def test_what_the_plan_shrank_first_may_still_leave_as_the_copy_is(name: str, make_node: MakeNode) -> None:
+    node = make_node(1, menu=MENU, curve=(1.0, 0.999, 0.0, 0.0), tokens=1000, hits=9)
+    policy = make_policy(name, MENU, alpha=1.0, costs=COSTS, mean_curve=node.curve)
+    policy.put(node)
+    assert _taken(policy, 300, {1: ON_HOST}) == [(1, "keydiff@0.5/gpu")]
+    (decision,) = policy.plan(Tier.GPU, 1000, ready={1: ON_HOST})
+    assert (str(decision.option), decision.option.num_bytes, decision.quality) == ("exact/host", 1000, 1.0)
+    if name == "evicpress":
+        assert decision.loss == pytest.approx(0.1)
+
+
+def test_a_node_is_dropped_where_loading_takes_longer_than_recomputing(make_node: MakeNode) -> None:
+    node = make_node(1, menu=PLAIN)
+    fast = Costs(PrefillLaw(0.0, 5e-4, 0.0), COSTS.load, {})  # 0.05 s, against 0.1 s from the SSD, 0.01 from the host
+    policy = make_policy("evicpress", PLAIN, alpha=1.0, costs=fast)
+    policy.put(node)
+    assert _taken(policy, 1, {1: ON_SSD}) == [(1, "drop")]
+    assert _taken(policy, 1, {1: ON_HOST}) == [(1, "exact/host")]
+
+
+@pytest.mark.parametrize("name", ["evicpress", "lru"])
+def test_of_a_branch_that_keeps_a_node_from_its_copy_only_what_must_goes(name: str, make_node: MakeNode) -> None:
+    nodes = [
+        make_node(1, menu=PLAIN, tokens=500),
+        make_node(2, 1, menu=PLAIN, depth=500, tier=Tier.HOST),
+        make_node(3, 2, menu=PLAIN, depth=600, tier=Tier.SSD),
+        make_node(4, 1, menu=PLAIN, depth=500, tier=Tier.SSD),
+    ]
+    assert _taken(_policy(*nodes, name=name), 500, {1: ON_HOST}) == [(1, "exact/host")]
+    assert _taken(_policy(*nodes, name=name), 500, {1: ON_SSD}) == [(3, "drop"), (2, "drop"), (1, "exact/ssd")]
+    everything = [(3, "drop"), (2, "drop"), (4, "drop"), (1, "drop")]
+    assert sorted(_taken(_policy(*nodes, name=name), 500, {})) == sorted(everything)
+
+
+def test_nothing_above_a_locked_node_is_felled(make_node: MakeNode) -> None:
+    nodes = [
+        make_node(1, menu=PLAIN),
+        make_node(2, 1, menu=PLAIN, depth=100, tier=Tier.HOST, is_locked=True),  # such as one that is being written
+        make_node(3, menu=PLAIN, last_use=9),
+        make_node(4, 3, menu=PLAIN, depth=100, tier=Tier.HOST),
+    ]
+    assert _taken(_policy(*nodes), 200, {}) == [(4, "drop"), (3, "drop")]
+
+
+def test_a_ready_node_is_found_behind_many_that_are_not(make_node: MakeNode) -> None:
+    cold = [make_node(i, menu=PLAIN, weight=1.0) for i in range(1, AHEAD)]
+    policy = _policy(*cold, make_node(0, menu=PLAIN, weight=5.0))
+    assert _taken(policy, 100, {0: ON_HOST}) == [(0, "exact/host")]  # 5 * 0.01 s lost, against 1 s of prefill
+
+
+def test_a_drop_may_be_the_last_step_that_loses_least(make_node: MakeNode) -> None:
+    large = make_node(1, menu=PLAIN, tokens=1000, weight=1.0)
+    small = make_node(2, menu=PLAIN, tokens=20, weight=1.5)
+    assert _taken(_policy(large, small), 10, {}) == [(2, "drop")]
+
+
+# --- random caches
+
+
+def _cache(make_node: MakeNode, seed: int, menu: Menu = MENU) -> tuple[list[NodeStats], dict[int, int], int]:
+    """A forest over three tiers, some of it locked; what is ready; and how much is short on the GPU. Nothing can be
+    made of a node below the GPU, and nodes may hold no bytes."""
+    draw = random.Random(seed)
+    nodes: list[NodeStats] = []
+    for i in range(draw.randint(1, 25)):
+        parent = draw.choice(nodes) if nodes and draw.random() < 0.7 else None
+        node = make_node(
+            i,
+            None if parent is None else parent.id,
+            menu=menu,
+            tokens=draw.choice((0, draw.randint(1, 80), draw.randint(1, 80))),
+            depth=0 if parent is None else parent.depth_tokens + parent.num_tokens,
+            tier=Tier(max(draw.choice((0, 0, 1, 2)), 0 if parent is None else parent.tier)),
+            form=draw.choice((EXACT, *menu.forms)),
+            curve=[1.0, *(draw.random() for _ in menu.forms[1:])],
+            weight=draw.choice((0.0, 1.0, draw.random() * 5)),
+            hits=draw.randint(1, 4),
+            last_use=draw.randrange(4),
+            is_locked=parent is None and draw.random() < 0.2,
+        )
+        if draw.random() < 0.1:
+            node = replace(node, num_bytes=0, reachable=0)  # holes only
+        nodes.append(node if node.tier == Tier.GPU else replace(node, reachable=0))
+    ready = {node.id: draw.choice((ON_HOST, ON_SSD, ON_HOST | ON_SSD)) for node in nodes if draw.random() < 0.5}
+    return nodes, ready, draw.randint(1, 1 + sum(node.num_bytes for node in nodes if node.tier == Tier.GPU))
+
+
+@each_policy
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_an_urgent_plan_frees_enough_waits_for_nothing_and_keeps_prefixes(
+    name: str, seed: int, make_node: MakeNode, carry_out: CarryOut
+) -> None:
+    nodes, ready, demand = _cache(make_node, seed)
+    policy = _policy(*nodes, menu=MENU, name=name)
+    before, movable = policy.book.num_bytes[0], policy.book.num_bytes[0] - policy.book.locked_bytes[0]
+    plan = policy.plan(Tier.GPU, demand, ready=ready)
+    assert policy.plan(Tier.GPU, demand, ENDLESS, ready=ready) == plan
+    assert len({decision.node_id for decision in plan}) == len(plan)
+    for decision in plan:
+        source, option = decision.source, decision.option
+        if option.tier is not None and option.tier != source.tier:
+            assert ready[decision.node_id] >> option.tier & 1
+            assert (option.form, option.num_bytes) == (source.form, source.num_bytes)
+            assert decision.quality == policy.book.records[decision.node_id].quality
+        assert option.is_drop or source.tier == Tier.GPU
+        assert not policy.book.records[decision.node_id].is_locked
+    for decision in plan:
+        carry_out(policy, [decision])
+        for record in policy.book.records.values():
+            parent = None if record.parent_id is None else policy.book.records[record.parent_id]
+            assert parent is None or parent.rank <= record.rank
+    assert before - policy.book.num_bytes[0] >= min(demand, movable)
+
+
+@each_policy
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32), data=st.data())
+def test_an_urgent_plan_depends_on_nodes_and_ready_alone(
+    name: str, seed: int, data: st.DataObject, make_node: MakeNode
+) -> None:
+    nodes, ready, demand = _cache(make_node, seed)
+    told = sorted(nodes, key=lambda node: (node.depth_tokens, node.id, data.draw(st.integers(0, 9))))
+    policy, other = _policy(*nodes, menu=MENU, name=name), _policy(menu=MENU, name=name)
+    other.put_all(reversed(told))
+    shuffled = dict(data.draw(st.permutations(list(ready.items()))))
+    plan = policy.plan(Tier.GPU, demand, ready=ready)
+    other.plan(Tier.GPU, demand // 2, {Tier.HOST: 100})
+    assert other.plan(Tier.GPU, demand, ready=shuffled) == plan
+
+
+@each_policy
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_with_all_ready_it_is_the_plan_with_endless_room_where_forms_stay(
+    name: str, seed: int, make_node: MakeNode
+) -> None:
+    nodes, _, demand = _cache(make_node, seed)
+    fixed = [replace(node, reachable=0) for node in nodes]
+    policy = _policy(*fixed, menu=MENU, name=name)
+    plan = policy.plan(Tier.GPU, demand, ready={node.id: ON_HOST | ON_SSD for node in nodes})
+    assert plan == policy.plan(Tier.GPU, demand, ENDLESS)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_more_copies_never_lose_more_when_everything_must_go(seed: int, make_node: MakeNode) -> None:
+    nodes, ready, _ = _cache(make_node, seed)
+    leaves = [replace(node, parent_id=None, tier=Tier.GPU) for node in nodes if node.num_bytes]
+    policy = _policy(*leaves, menu=MENU)
+    everything = sum(node.num_bytes for node in leaves)
+    losses = []
+    for copies in ({}, ready, {node.id: ON_HOST | ON_SSD for node in leaves}):
+        losses.append(sum(decision.loss for decision in policy.plan(Tier.GPU, everything, ready=copies)))
+    assert losses[0] + 1e-9 >= losses[1] and losses[1] + 1e-9 >= losses[2]
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_an_urgent_plan_changes_no_plan_after_it(seed: int, make_node: MakeNode) -> None:
+    nodes, ready, demand = _cache(make_node, seed)
+    policy, room = _policy(*nodes, menu=MENU), {Tier.HOST: 100, Tier.SSD: 50}
+    before = policy.plan(Tier.GPU, demand, room)
+    policy.plan(Tier.GPU, demand, ready=ready)
+    assert policy.plan(Tier.GPU, demand, room) == before
