@@ -213,6 +213,7 @@ class Inspection:
                 yield f"{name} is {'missing from' if is_leaf else 'wrongly in'} the evictable leaves"
         if len(self.nodes) != len(owners):
             yield f"the table knows {len(self.nodes)} nodes, the tree holds {len(owners)}"
+        protected += self.num_private_slots
         if (evictable, protected) != (self.evictable_size_, self.protected_size_):
             yield (
                 f"evictable {self.evictable_size_} and protected {self.protected_size_} slots are counted, "
@@ -256,7 +257,7 @@ class Inspection:
         if len(book.records) != len(self.nodes):
             yield f"the policy's book has {len(book.records)} nodes, the tree {len(self.nodes)}"
         held_bytes = sum(map(num_slots, self.nodes.values())) * self.menu.slot_bytes
-        locked = self.protected_size_ * self.menu.slot_bytes
+        locked = (self.protected_size_ - self.num_private_slots) * self.menu.slot_bytes
         if (book.num_bytes[Tier.GPU], book.locked_bytes[Tier.GPU]) != (held_bytes, locked):
             yield (
                 f"the policy's book has {book.num_bytes[Tier.GPU]} bytes, {book.locked_bytes[Tier.GPU]} locked; "

@@ -67,7 +67,7 @@ class Load(Job):
                 stream.synchronize()
 
     def join(self) -> None:
-        """Wait for all of it; its worker may still be about to say that it is over."""
+        """Wait for all of it."""
         for layer in range(len(self._here)):
             self.wait_for(layer)
 
@@ -95,7 +95,7 @@ class Load(Job):
     def finish(self) -> None:
         cache = self.cache
         if self not in cache.loads:
-            return  # the cache was flushed meanwhile
+            return  # finished when the cache was flushed
         cache.loads.remove(self)
         if self.error is not None:
             cache.tier_errors[f"host_load_{self.error}"] += 1
@@ -160,7 +160,7 @@ class LoadBack:
         parts, begin = [], 0
         for node, copy in zip(wanted, copies, strict=True):
             parts.append(Part(copy, slots[begin : begin + copy.num_slots].to(torch.int64)))
-            self._place(node, copy, parts[-1].slots)
+            self.place(node, copy, parts[-1].slots)
             begin += copy.num_slots
         load = Load(self, parts)
         load.last_node = last
@@ -175,8 +175,8 @@ class LoadBack:
         req.evicpress = self._view_of(path)
         return torch.cat([node.value for node in wanted]), last
 
-    def _place(self: Any, node: Any, copy: Copy, slots: torch.Tensor) -> None:
-        """Give a node, which is locked, its slots; what they hold is on its way."""
+    def place(self: Any, node: Any, copy: Copy, slots: torch.Tensor) -> None:
+        """Give a node its slots; what they hold is there, or on its way and the node locked."""
         kv = node.kv
         kv.form, kv.layout, kv.is_lossy_prefix, kv.origin = copy.form, copy.layout, copy.is_lossy_prefix, copy.origin
         kv.version += 1
@@ -186,7 +186,10 @@ class LoadBack:
             kv.slots = slots.clone()
             node.value = torch.zeros(len(node.key), dtype=torch.int64, device=slots.device)
             node.value[copy.layout.logical.to(slots.device)] = slots
-        self.protected_size_ += len(slots)
+        if node.lock_ref > 0:
+            self.protected_size_ += len(slots)
+        else:
+            self.evictable_size_ += len(slots)
         self._spare[node.id] = None
         self._update_leaf_status(node)
         self._update_leaf_status(node.parent)

@@ -9,7 +9,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
 
 from sglang_evicpress.core import DROP, Form, Option, Tier
 from sglang_evicpress.patches.capture import QueryCapture
-from sglang_evicpress.patches.node import num_slots, slots_of, start_of
+from sglang_evicpress.patches.node import is_lossy, num_slots, slots_of, start_of
 from sglang_evicpress.press import QueryWindow, get_press
 
 
@@ -100,6 +100,16 @@ class Moves:
         self.evictable_size_ -= before - after
         self.note(node)
         return before - after
+
+    def keep_exact(self: Any, node: Any) -> None:
+        """A node is about to become lossy: see that the SSD has its exact KV, where that is had sooner than by
+        computing it and an upgrade through it would be of worth."""
+        if self.ssd is None or is_lossy(node) or Tier.SSD in node.kv.copies or self.config.policy != "evicpress":
+            return
+        num_tokens = len(node.key)
+        load_s = self.costs.load_seconds(Tier.SSD, num_tokens * self.menu.slot_bytes)
+        if load_s < self.costs.prefill.marginal_seconds(num_tokens, start_of(node)):
+            self.start_copy(node, Tier.SSD)
 
     def drop(self: Any, node_id: int) -> int:
         """Forget a childless, unlocked node; returns the slots freed."""

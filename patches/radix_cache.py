@@ -48,13 +48,27 @@ from sglang_evicpress.patches.ssd_moves import SsdMoves
 from sglang_evicpress.patches.staging import Staging
 from sglang_evicpress.patches.tier_inspection import TierInspection
 from sglang_evicpress.patches.tiering import NOWHERE, Tiering
+from sglang_evicpress.patches.upgrade import Upgrades
+from sglang_evicpress.patches.watermarks import Watermarks
 from sglang_evicpress.reuse import weight_of_new
 from sglang_evicpress.tiers.identity import KEY_BYTES
 
 logger = logging.getLogger(__name__)
 
 
-class EvicPressCache(Bookkeeping, Tiering, SsdMoves, Staging, LoadBack, Moves, Inspection, TierInspection, RadixCache):
+class EvicPressCache(
+    Bookkeeping,
+    Tiering,
+    Watermarks,
+    SsdMoves,
+    Staging,
+    LoadBack,
+    Upgrades,
+    Moves,
+    Inspection,
+    TierInspection,
+    RadixCache,
+):
     """See the module. Everything here runs on the scheduler thread."""
 
     def __init__(
@@ -65,6 +79,7 @@ class EvicPressCache(Bookkeeping, Tiering, SsdMoves, Staging, LoadBack, Moves, I
         self.controller = Controller(self)
         self.open_tiers(config, compressor, identity)
         self.open_stages()
+        self.open_upgrades()
         self.open_loads(params.token_to_kv_pool_allocator.get_kvcache())
         self.open_book(config, compressor.slot_bytes, params.page_size)
         self.prefill_times = PrefillTimes(self.cost_model)
@@ -80,6 +95,7 @@ class EvicPressCache(Bookkeeping, Tiering, SsdMoves, Staging, LoadBack, Moves, I
         self.compressor.forward_stream = getattr(scheduler, "forward_stream", None)
 
     def reset(self) -> None:
+        self.end_transfers()
         super().reset()
         self.reset_tiers()
         self.nodes.clear()

@@ -9,7 +9,6 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.registry import get_radix_cache_factory, register_radix_cache_backend
 from sglang.srt.plugins.hook_registry import HookRegistry
-from sglang_evicpress.tiers.ssd import StoreError
 
 from sglang_evicpress.patches.compression import Compressor
 from sglang_evicpress.patches.install import check_applied
@@ -18,6 +17,7 @@ from sglang_evicpress.patches.radix_cache import EvicPressCache
 from sglang_evicpress.patches.refusals import BACKEND_NAME, check_layers, check_model
 from sglang_evicpress.patches.server_args import config_of
 from sglang_evicpress.tiers.identity import KEY_BYTES
+from sglang_evicpress.tiers.ssd import StoreError
 
 logger = logging.getLogger(__name__)
 

@@ -67,7 +67,7 @@ def _before_get_next_batch_to_run(scheduler: Any) -> None:
     """BEFORE ``get_next_batch_to_run``."""
     if _cache is None:
         return
-    _cache.tick()
+    _cache.tick(is_idle=scheduler.running_batch.is_empty() and not scheduler.waiting_queue)
     if _cache.host is not None and scheduler.running_batch.is_empty():
         # SGLang takes a pool without room for one more request as full until one ends. Nodes that are being loaded
         # are locked with no request running, and they are done without one.
@@ -93,7 +93,7 @@ def _around_add_one_req(original: Callable[..., Any], adder: Any, req: Any, *arg
 
 def _around_on_idle(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """AROUND ``on_idle``, which may sleep for a second: not while threads still work for the cache."""
-    if _cache is not None and _cache.num_pending_jobs:
+    if _cache is not None and _cache.host is not None and _cache.is_restless:
         _cache.arrival.wait(IDLE_POLL_S)
         return None
     return original(scheduler, *args, **kwargs)

@@ -92,10 +92,10 @@ class SsdMoves:
                 self.release(node.id)
 
     def arrived(self: Any, entry: SsdEntry, host: HostEntry) -> None:
-        """An SSD entry is on the host as well."""
+        """An SSD entry is on the host as well, unless there is better."""
         for node in [self.nodes[node_id] for node_id in sorted(entry.owners)]:
-            if Tier.HOST not in node.kv.copies:
-                copy = node.kv.copies[Tier.SSD]
+            copy, present = node.kv.copies[Tier.SSD], node.kv.copies.get(Tier.HOST)
+            if present is None or (node.value is not None and copy.is_exact and not present.is_exact):
                 self.add_copy(node, replace(copy, tier=Tier.HOST, entry=host))
 
 

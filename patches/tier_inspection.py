@@ -6,15 +6,14 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from sglang_evicpress.tiers.ssd import StoreError
-
 from sglang_evicpress.config import GB
 from sglang_evicpress.core import Tier
 from sglang_evicpress.introspect import NodeBusy
-from sglang_evicpress.patches.node import num_slots, size_of, walk
+from sglang_evicpress.patches.node import num_slots, size_of, start_of, walk
 from sglang_evicpress.patches.ssd_tier import SsdTier
 from sglang_evicpress.patches.tiering import tier_of
 from sglang_evicpress.policy.menu import Menu
+from sglang_evicpress.tiers.ssd import StoreError
 
 MOVE_WAIT_S = 0.5
 """How long a question waits for the move that it asked for; the move goes on after that."""
@@ -105,9 +104,7 @@ class TierInspection:
             raise ValueError(f"node {node_id} is on tier {tier_of(node).label}: expected a tier below that")
         above = [child.id for child in node.children.values() if tier_of(child) < tier]
         if above:
-            raise ValueError(
-                f"node {node_id} has children above tier {tier.label}, such as {above[0]}: move it first"
-            )
+            raise ValueError(f"node {node_id} has children above tier {tier.label}, such as {above[0]}: move it first")
 
         def is_there() -> bool:
             found = self.nodes.get(node_id)
@@ -130,8 +127,8 @@ class TierInspection:
             raise ValueError(f"the SSD tier is {self.ssd.folder} already: detach it first")
         per_day = None if write_gb_per_day is None else write_gb_per_day * GB
         try:
-            self.ssd = SsdTier.open(
-                folder, int(gb * GB), per_day, self.config.ssd_sync, self.identity, self.host.faults
+            self.use_ssd(
+                SsdTier.open(folder, int(gb * GB), per_day, self.config.ssd_sync, self.identity, self.host.faults)
             )
         except StoreError as error:
             raise ValueError(str(error)) from None
@@ -142,8 +139,8 @@ class TierInspection:
         if self.ssd is None:
             raise ValueError("there is no SSD tier: expected one to be attached")
         self._settle(lambda: self.workers["write"].num_pending == 0)
-        ssd: SsdTier = self.ssd
-        self.ssd = None
+        ssd = self.ssd
+        self.use_ssd(None)
         for node in list(walk(self.root_node))[::-1]:
             if node.id in self.nodes and Tier.SSD in node.kv.copies:
                 self.remove_copy(node, Tier.SSD)
@@ -213,6 +210,7 @@ class TierInspection:
         if self.host is None:
             return
         deadline = time.monotonic() + CLOSE_S
+        self._spill(deadline - 1.0)
         while time.monotonic() < deadline and (self.workers["write"].num_pending or self.workers["copy"].num_pending):
             self.arrival.wait(0.01)
             self.tick()
@@ -220,6 +218,23 @@ class TierInspection:
             workers.close(deadline + 1.0)
         if self.ssd is not None:
             self.ssd.store.close()
+
+    def _spill(self: Any, deadline_s: float) -> None:
+        """Write to the SSD what the next server would sooner read than compute, the most used first."""
+        if self.ssd is None:
+            return
+        for node in sorted(walk(self.root_node), key=lambda node: -node.kv.weight):
+            if node.id not in self.nodes:
+                continue
+            copies, size = node.kv.copies, size_of(node) * self.menu.slot_bytes
+            load_s = self.costs.load_seconds(Tier.SSD, size)
+            if Tier.SSD in copies or load_s >= self.costs.prefill.marginal_seconds(len(node.key), start_of(node)):
+                continue
+            while time.monotonic() < deadline_s and not self.start_copy(node, Tier.SSD) and self.num_pending_jobs:
+                self.arrival.wait(0.01)
+                self.tick()
+            if time.monotonic() >= deadline_s:
+                return
 
 
 CLOSE_S = 6.0

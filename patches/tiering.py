@@ -34,12 +34,7 @@ logger = logging.getLogger(__name__)
 
 FAULTS_FLAG = "SGLANG_EVICPRESS_FAULTS"  # what the tiers do wrong on purpose, in tests: see tiers/faults.py
 NOWHERE = torch.empty(0, dtype=torch.int64)
-AHEAD_SHARE = 1 / 2  # of the pool, and of the host tier, that is taken next: copied before it is due
-LOW_SHARE, HIGH_SHARE = 1 / 32, 1 / 16  # of the pool: below the first, nodes are released until the second is free
-HOST_LOW_SHARE, HOST_HIGH_SHARE = 1 / 16, 1 / 8  # the same of the host tier
 MOST_RELIEFS = 4
-MOST_PLANNED = 512  # nodes that one plan in the background may be about, on average: some milliseconds
-PLAN_SHARE = 1 / 20  # of the time, for plans in the background
 MOST_COPIED_SHARE = 1 / 4  # of the host tier: bytes on their way at once
 
 
@@ -73,6 +68,10 @@ class Tiering:
         if config.ssd_dir is not None:
             per_day = None if config.ssd_write_gb_per_day is None else config.ssd_write_gb_per_day * GB
             self.ssd = SsdTier.open(config.ssd_dir, config.ssd_bytes, per_day, config.ssd_sync, identity, faults)
+
+    def use_ssd(self: Any, ssd: SsdTier | None) -> None:
+        """The SSD tier is this one from now on; whoever calls sees to the nodes."""
+        self.ssd = ssd
 
     @property
     def tiers(self: Any) -> tuple[Tier, ...]:
@@ -197,6 +196,9 @@ class Tiering:
         if node.value is None:
             copy = node.kv.copies.get(Tier.HOST)
             return copy is not None and tier == Tier.SSD and self.start_write(copy.entry)
+        if Tier.HOST in node.kv.copies and self.ready.get(node.id):
+            copy = node.kv.copies[Tier.HOST]
+            return tier == Tier.SSD and self.start_write(copy.entry)
         if node.kv.job is not None or self._copying_bytes > MOST_COPIED_SHARE * self.host.num_bytes:
             return False
         sizes = self.copier.sizes(size_of(node), node.kv.layout is not None)
@@ -239,75 +241,6 @@ class Tiering:
         if self.ssd is not None:
             found[Tier.SSD] = self.ssd.room
         return found
-
-    # ---- in the background
-
-    def tick(self: Any) -> None:
-        """Between two steps of the scheduler: take in what the threads have done, and keep room free."""
-        if self.host is None:
-            return
-        self.arrival.clear()
-        for workers in self.workers.values():
-            for job in workers.finished():
-                job.finish()
-                self._is_stirred = True
-        now = time.monotonic()
-        if self._is_stirred and now >= self._next_plan_s:
-            self._is_stirred = False
-            self.keep_host_room()
-            self._keep_gpu_room()
-            took = time.monotonic() - now
-            self._next_plan_s = now + took / PLAN_SHARE
-        self.advance_stages()
-
-    def stir(self: Any) -> None:
-        """Something has changed that may call for room."""
-        self._is_stirred = True
-
-    @property
-    def num_pending_jobs(self: Any) -> int:
-        return sum(workers.num_pending for workers in self.workers.values())
-
-    def _keep_gpu_room(self: Any) -> None:
-        allocator = self.token_to_kv_pool_allocator
-        slot_bytes, free = self.menu.slot_bytes, allocator.available_size()
-        if free < LOW_SHARE * allocator.size:
-            wanted = min(int(HIGH_SHARE * allocator.size) - free, self.evictable_size_)
-            self.controller.relieve(Tier.GPU, self._bounded(Tier.GPU, wanted * slot_bytes), room=self.room())
-        ahead = min(int(AHEAD_SHARE * allocator.size) - allocator.available_size(), self.evictable_size_)
-        if ahead <= 0:
-            return
-        for decision in self.policy.plan(Tier.GPU, self._bounded(Tier.GPU, ahead * slot_bytes), self.room()):
-            option, node_id = decision.option, decision.node_id
-            is_move = option.tier is not None and option.tier > Tier.GPU and decision.source.tier == Tier.GPU
-            node = self.nodes[node_id] if is_move else None
-            if node is None or option.form != node.kv.form or self.ready.get(node_id) or node.kv.job is not None:
-                continue
-            if not self.start_copy(node, option.tier):
-                break
-
-    def keep_host_room(self: Any) -> None:
-        """Below the low watermark of free host memory nodes go on to the SSD, or are dropped, up to the high one, or to
-        what was missing last; what is next is written to the SSD ahead."""
-        host = self.host
-        free = host.num_bytes - self.policy.book.num_bytes[Tier.HOST] - self._copying_bytes
-        if free < max(HOST_LOW_SHARE * host.num_bytes, self._host_wanted):
-            wanted = max(int(HOST_HIGH_SHARE * host.num_bytes), self._host_wanted) - free
-            self.controller.relieve(Tier.HOST, self._bounded(Tier.HOST, wanted), room=self.room())
-        self._host_wanted = 0
-        ahead = int(AHEAD_SHARE * host.num_bytes) - free
-        if self.ssd is None or ahead <= 0:
-            return
-        for decision in self.policy.plan(Tier.HOST, self._bounded(Tier.HOST, ahead), self.room()):
-            node = self.nodes[decision.node_id]
-            is_move = decision.option.tier == Tier.SSD and node.value is None
-            if is_move and not self.ready.get(node.id) and not self.start_copy(node, Tier.SSD):
-                break
-
-    def _bounded(self: Any, tier: Tier, num_bytes: int) -> int:
-        """So many of the bytes as a plan about ``MOST_PLANNED`` nodes of common size frees."""
-        book = self.policy.book
-        return min(num_bytes, MOST_PLANNED * book.num_bytes[tier] // max(1, book.num_on[tier]))
 
     # ---- losing and emptying
 
@@ -369,11 +302,15 @@ class Tiering:
         if tier == Tier.SSD and self.ssd is not None:
             self.ssd.clear(self.workers["write"])
 
+    def end_transfers(self: Any) -> None:
+        """Before the tree goes: nothing writes into slots any more."""
+        for load in list(self.loads):
+            load.has_run.wait()  # it writes into slots that will be others'; it cannot fail to end
+            load.finish()
+        self.end_raises()
+
     def reset_tiers(self: Any) -> None:
         """The tree is gone, and with it every copy: an SSD entry too, as the weights may be others now."""
-        for load in list(self.loads):
-            load.join()
-            load.finish()
         for node in self.nodes.values():
             node.kv.version += 1
             self.remove_copies(node)

@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import Form, Tier
-from sglang_evicpress.costs import PrefillLaw
+from sglang_evicpress.costs import Costs, PrefillLaw
 from sglang_evicpress.patches import bookkeeping
 from sglang_evicpress.patches.compression import Compressor
 from sglang_evicpress.patches.node import PrefixView, is_lossy, num_slots, start_of
@@ -83,6 +83,10 @@ class Request:
         return self.kv_allocated_len
 
 
+def costs_of(law: PrefillLaw) -> Costs:
+    return Costs(law, bookkeeping.START_LOADS, {})
+
+
 class Walk:
     def __init__(self, seed: int, page_size: int, policy: str = "evicpress") -> None:
         self.rng = random.Random(seed)
@@ -112,7 +116,7 @@ class Walk:
         """A request enters the queue."""
         if len(self.waiting) > 6:
             return
-        self.cache.advance(self.count * 7.0, PrefillLaw(0.01, self.rng.choice([1e-4, 3e-4]), 0.0))
+        self.cache.advance(self.count * 7.0, costs_of(PrefillLaw(0.01, self.rng.choice([1e-4, 3e-4]), 0.0)))
         document = self.rng.choice(self.documents)
         tokens = document[: self.rng.randrange(1, len(document))] + [
             self.rng.randrange(50, 60) for _ in range(self.rng.randrange(1, 30))
@@ -545,16 +549,16 @@ def test_hits_fade_by_the_stamped_clock_which_never_goes_back() -> None:
     walk = Walk(0, 1)
     law = walk.cache.costs.prefill
     half_life = walk.cache.clock.half_life_s
-    walk.cache.advance(1e6, law)
+    walk.cache.advance(1e6, costs_of(law))
     first = [walk.rng.randrange(50) for _ in range(60)]
     finished(walk, first)
-    walk.cache.advance(1e6 + half_life, law)
-    walk.cache.advance(5.0, law)  # a stamp from the past
+    walk.cache.advance(1e6 + half_life, costs_of(law))
+    walk.cache.advance(5.0, costs_of(law))  # a stamp from the past
     assert walk.cache.now_s == half_life
     finished(walk, [55, *first])
     assert sorted(hits_of(walk).values()) == [(1.0, 1), (2.0, 1)]
     request = waiting(walk, [*first, 59])
-    walk.cache.advance(1e6 + 600 * half_life, law)  # so far that the epoch moves
+    walk.cache.advance(1e6 + 600 * half_life, costs_of(law))  # so far that the epoch moves
     assert walk.cache.clock.epoch_s == 600 * half_life
     walk.cache.claims.release(request)
     assert [hits for _, hits in hits_of(walk).values()] == [1, 1]
@@ -570,7 +574,7 @@ def test_the_half_life_is_learned_from_reuse_and_weights_follow() -> None:
     finished(walk, tokens)
     before = clock.half_life_s
     for index in range(70):
-        walk.cache.advance(10.0 * index, law)
+        walk.cache.advance(10.0 * index, costs_of(law))
         ran(walk, waiting(walk, [*tokens, 59]))
         walk.check()
     assert clock.is_learned and clock.half_life_s == 15.0 != before
@@ -585,7 +589,7 @@ def test_the_half_life_is_that_between_bursts_not_within_them() -> None:
     finished(walk, tokens)
     (node,) = nodes_of(walk)
     for index in range(1, 40):
-        walk.cache.advance(10.0 * index, law)
+        walk.cache.advance(10.0 * index, costs_of(law))
         burst = [waiting(walk, [*tokens, 59]) for _ in range(4)]  # while one waits already
         ran(walk, burst.pop())
         walk.cache.inc_lock_ref(node)
@@ -593,7 +597,7 @@ def test_the_half_life_is_that_between_bursts_not_within_them() -> None:
         for request in burst:
             ran(walk, request)
         walk.cache.dec_lock_ref(node)
-    walk.cache.advance(400.0, law)
+    walk.cache.advance(400.0, costs_of(law))
     assert clock.half_life_s == 15.0
 
 
@@ -610,18 +614,18 @@ def test_a_node_below_another_shares_its_expected_reuse_with_its_siblings() -> N
 
 def test_costs_that_drift_reach_the_policy_and_small_changes_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     walk = Walk(0, 1)
-    walk.cache.advance(0.0, PrefillLaw(0.0, 1.05e-4, 0.0))
+    walk.cache.advance(0.0, costs_of(PrefillLaw(0.0, 1.05e-4, 0.0)))
     assert walk.cache.costs.prefill.per_token_s == 1e-4
-    walk.cache.advance(20.0, PrefillLaw(0.0, 5e-4, 0.0))
+    walk.cache.advance(20.0, costs_of(PrefillLaw(0.0, 5e-4, 0.0)))
     assert walk.cache.costs.prefill.per_token_s == walk.cache.policy.rule.costs.prefill.per_token_s == 5e-4
-    walk.cache.advance(21.0, PrefillLaw(0.0, 9e-4, 0.0))
+    walk.cache.advance(21.0, costs_of(PrefillLaw(0.0, 9e-4, 0.0)))
     assert walk.cache.costs.prefill.per_token_s == 5e-4  # not so soon again
-    walk.cache.advance(40.0, PrefillLaw(0.0, 9e-4, 0.0))
+    walk.cache.advance(40.0, costs_of(PrefillLaw(0.0, 9e-4, 0.0)))
     assert walk.cache.costs.prefill.per_token_s == 9e-4
     monkeypatch.setattr(bookkeeping, "REFRESH_S_PER_NODE", 30.0)  # as if there were thirty thousand times as many
     finished(walk, [walk.rng.randrange(50) for _ in range(60)])
     for now_s, expected in ((69.0, 9e-4), (70.0, 2e-4)):
-        walk.cache.advance(now_s, PrefillLaw(0.0, 2e-4, 0.0))
+        walk.cache.advance(now_s, costs_of(PrefillLaw(0.0, 2e-4, 0.0)))
         assert walk.cache.costs.prefill.per_token_s == expected
 
 

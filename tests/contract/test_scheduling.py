@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
 from sglang.srt.managers.utils import GenerationBatchResult
@@ -22,17 +24,33 @@ from sglang_evicpress.patches.scheduling import Stamp
 pytestmark = pytest.mark.sglang
 
 START = PrefillLaw(0.0, 1.0, 0.0)
+SEEN = Costs(START, {}, {})
 
 
 class FakeCache:
     def __init__(self) -> None:
-        self.stamps: list[tuple[float, PrefillLaw]] = []
+        self.stamps: list[tuple[float, Costs]] = []
         self.expected: list[str] = []
-        self.prefill_times = SimpleNamespace(law=START)
+        self.prefill_times = SimpleNamespace(costs=SEEN)
         self.claims = SimpleNamespace(keep_only=lambda waiting: self.expected.append(f"keep {waiting}"))
+        self.arrival = Event()
+        self.host: object = None
+        self.num_staging = 0
+        self.staging: set[str] = set()
+        self.is_restless = False
+        self.ticks: list[bool] = []
 
-    def advance(self, stamp_s: float, law: PrefillLaw) -> None:
-        self.stamps.append((stamp_s, law))
+    def advance(self, stamp_s: float, costs: Costs) -> None:
+        self.stamps.append((stamp_s, costs))
+
+    def keep_stages(self, waiting: list[str]) -> None:
+        self.expected.append(f"keep stages {waiting}")
+
+    def is_staging(self, req: str) -> bool:
+        return req in self.staging
+
+    def tick(self, *, is_idle: bool) -> None:
+        self.ticks.append(is_idle)
 
     def expect(self, req: str) -> None:
         self.expected.append(req)
@@ -53,11 +71,11 @@ def test_what_the_receiving_rank_got_is_stamped_and_every_rank_takes_the_stamp(c
     received: list[Any] = ["a request"]
     scheduling._after_pull_raw_reqs(received, None)
     stamp, request = pickle.loads(pickle.dumps(received))  # as SGLang sends it to the other ranks
-    assert (type(stamp), stamp.law, request) == (Stamp, START, "a request")
+    assert (type(stamp), stamp.costs, request) == (Stamp, SEEN, "a request")
     scheduler = SimpleNamespace(_request_dispatcher=TypeBasedDispatcher([]))
     scheduling._after_init_request_dispatcher(None, scheduler)
     assert scheduler._request_dispatcher(stamp) is None  # nothing is sent back
-    assert cache.stamps == [(stamp.now_s, START)]
+    assert cache.stamps == [(stamp.now_s, SEEN)]
 
 
 @pytest.mark.parametrize("received", [None, []])
@@ -83,7 +101,53 @@ def test_a_request_counts_once_it_is_in_the_queue_and_not_when_it_was_refused(ca
 
 def test_every_step_looks_who_has_left_the_queue(cache: FakeCache) -> None:
     scheduling._after_get_next_batch_to_run(None, SimpleNamespace(waiting_queue=["a"]))
-    assert cache.expected == ["keep ['a']"]
+    assert cache.expected == ["keep ['a']", "keep stages ['a']"]
+
+
+class Batch:
+    def __init__(self, *, is_empty: bool) -> None:
+        self._is_empty = is_empty
+        self.batch_is_full = True
+
+    def is_empty(self) -> bool:
+        return self._is_empty
+
+
+def test_a_pool_is_not_taken_as_full_for_ever_while_nothing_runs(cache: FakeCache) -> None:
+    scheduler = SimpleNamespace(waiting_queue=[], running_batch=Batch(is_empty=True))
+    scheduling._before_get_next_batch_to_run(scheduler)
+    assert scheduler.running_batch.batch_is_full, "without tiers SGLang's own accounting stands"
+    cache.host = object()
+    scheduling._before_get_next_batch_to_run(scheduler)
+    assert not scheduler.running_batch.batch_is_full
+    scheduler.running_batch = Batch(is_empty=False)
+    scheduling._before_get_next_batch_to_run(scheduler)
+    assert scheduler.running_batch.batch_is_full
+    assert cache.ticks == [True, True, False]
+
+
+def test_a_request_that_is_staged_is_passed_over_and_others_are_not(cache: FakeCache) -> None:
+    cache.staging = {"a"}
+    added: list[str] = []
+
+    def add(adder: None, req: str, *rest: object) -> str:
+        added.append(req)
+        return "added"
+
+    assert scheduling._around_add_one_req(add, None, "a") is AddReqResult.CONTINUE
+    assert scheduling._around_add_one_req(add, None, "b", False, None) == "added"
+    assert added == ["b"]
+
+
+def test_an_idle_scheduler_does_not_sleep_while_threads_work_for_the_cache(cache: FakeCache) -> None:
+    slept: list[object] = []
+    cache.arrival.set()
+    scheduling._around_on_idle(slept.append, "scheduler")
+    cache.host, cache.is_restless = object(), True
+    scheduling._around_on_idle(slept.append, "scheduler")
+    cache.is_restless = False
+    scheduling._around_on_idle(slept.append, "scheduler")
+    assert slept == ["scheduler", "scheduler"]
 
 
 def test_every_way_into_the_queue_goes_by_the_hook() -> None:

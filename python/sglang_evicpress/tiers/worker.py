@@ -20,12 +20,13 @@ logger = logging.getLogger(__name__)
 class Job(ABC):
     """Work in two parts: ``run`` on a worker thread, then ``finish`` on the scheduler thread, always, also after a
     failure, which ``error`` then names by reason. ``rank``: lower ones are taken first. ``seconds``: from submission to
-    the end of ``run``. ``is_finished``: ``finish`` is due or over."""
+    the end of ``run``, after which ``has_run`` is set. ``is_finished``: ``finish`` is due or over."""
 
     rank = 1
 
     def __init__(self) -> None:
         self.error: str | None = None
+        self.has_run = threading.Event()
         self.is_finished = False
         self.submitted_s = 0.0
         self.seconds = 0.0
@@ -103,4 +104,5 @@ class Workers:
                 logger.exception("evicpress: %s failed", type(job).__name__)
             job.seconds = time.perf_counter() - job.submitted_s
             self._done.append(job)
+            job.has_run.set()
             self._arrival.set()

@@ -1,0 +1,137 @@
+"""Bettering what the GPU holds while the server is idle: lossy nodes get their exact KV back from a copy below, nodes
+that are below come up, as far as there is free room. The policy chooses (``Policy.rearrange``)."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from sglang_evicpress.core import Tier
+from sglang_evicpress.patches.load_back import Load, Part
+from sglang_evicpress.patches.staging import RECENT_S, Check
+from sglang_evicpress.policy.rearrange import Budget
+
+PAUSE_S = 0.5
+"""Between two looks at all nodes."""
+
+SPARED_SHARE = 1 / 8
+"""Of the pool: stays free, so that nothing that comes up is pushed down by the next request."""
+
+
+class Upgrades:
+    """The part of EvicPressCache that raises nodes. Everything here runs on the scheduler thread."""
+
+    def open_upgrades(self: Any) -> None:
+        self.raising: dict[int, Tier] = {}  # node ids, with the tier they are to be loaded from
+        self.raises: list[Raise] = []
+        self.num_private_slots = 0
+        self._next_look_s = 0.0
+
+    def end_raises(self: Any) -> None:
+        """The tree goes: nothing is raised any more."""
+        self.raising.clear()
+        for job in list(self.raises):
+            job.has_run.wait()  # it writes into slots that will be others'
+            job.finish()
+
+    def improve(self: Any) -> None:
+        """Go on with what is being raised; when that is done, look for more."""
+        now = time.monotonic()
+        if not self.raising and now >= self._next_look_s and self.num_pending_jobs == 0:
+            self.raising = self._worth_raising()
+            took = time.monotonic() - now
+            self._next_look_s = now + max(PAUSE_S, 20 * took)
+        for node_id, tier in list(self.raising.items()):
+            if not self._raise_on(node_id, tier):
+                del self.raising[node_id]
+
+    def _worth_raising(self: Any) -> dict[int, Tier]:
+        allocator = self.token_to_kv_pool_allocator
+        free = (allocator.available_size() - int(SPARED_SHARE * allocator.size)) * self.menu.slot_bytes
+        if free <= 0:
+            return {}
+        found: dict[int, Tier] = {}
+        for decision in self.policy.rearrange({**self.room(), Tier.GPU: free}, Budget(free, 1.0)):
+            option, node = decision.option, self.nodes[decision.node_id]
+            if option.tier != Tier.GPU:
+                continue
+            if node.value is None:
+                found[node.id] = min(node.kv.copies)
+            elif option.form is not None and option.form.is_exact:
+                tier = self.exact_tier_of(node)
+                if tier is not None:
+                    found[node.id] = tier
+        return found
+
+    def _raise_on(self: Any, node_id: int, tier: Tier) -> bool:
+        """The next step of raising a node; False when it is done, or cannot be any more."""
+        node = self.nodes.get(node_id)
+        if node is None or node.lock_ref > 0:
+            return False
+        if node.kv.job is not None:
+            return True
+        copy = node.kv.copies.get(Tier.HOST)
+        if copy is None or (node.value is not None and not copy.is_exact):
+            below = node.kv.copies.get(Tier.SSD)
+            if tier != Tier.SSD or below is None or below.entry.tried:
+                return False
+            read = self.start_read(below.entry)
+            below.entry.tried = read is None
+            return read is not None
+        if copy.entry.checked_s < time.perf_counter() - RECENT_S:
+            if copy.entry.check is None:
+                copy.entry.check = Check(self, copy.entry)
+                copy.entry.check.start()
+            return True
+        self._start_raise(node, copy)
+        return node.kv.job is not None
+
+    def _start_raise(self: Any, node: Any, copy: Any) -> None:
+        allocator = self.token_to_kv_pool_allocator
+        parent = node.parent
+        is_reachable = parent is self.root_node or parent.value is not None
+        if not is_reachable or allocator.available_size() - copy.num_slots < SPARED_SHARE * allocator.size / 2:
+            return
+        slots = allocator.alloc(copy.num_slots)
+        if slots is None:
+            return
+        self.num_private_slots += len(slots)
+        self.protected_size_ += len(slots)
+        node.kv.job = Raise(self, node, copy, slots)
+        self.raises.append(node.kv.job)
+        node.kv.job.start()
+
+
+class Raise(Load):
+    """A load into slots that nobody sees before it is over."""
+
+    def __init__(self, cache: Any, node: Any, copy: Any, slots: Any) -> None:
+        super().__init__(cache, [Part(copy, slots)])
+        self.node_id, self.version = node.id, node.kv.version
+
+    def finish(self) -> None:
+        cache, part = self.cache, self.parts[0]
+        if self not in cache.raises:
+            return  # finished when the cache was flushed
+        cache.raises.remove(self)
+        slots, copy = part.slots, part.copy
+        cache.num_private_slots -= len(slots)
+        cache.protected_size_ -= len(slots)
+        node = cache.nodes.get(self.node_id)
+        if node is not None and node.kv.job is self:
+            node.kv.job = None
+        cache.host.unpin(copy.entry)
+        if self.error is not None or node is None or not self._fits(node):
+            cache.token_to_kv_pool_allocator.free(slots)
+        elif node.value is None:
+            cache.place(node, copy, slots)
+            cache.tier_counts["promoted"] += 1
+        else:
+            cache._replace(node, slots, is_lossy_prefix=False)
+            cache.tier_counts["upgraded"] += 1
+
+    def _fits(self, node: Any) -> bool:
+        """Whether the node is still what it was when the load began."""
+        is_same = node.kv.version == self.version and node.kv.copies.get(Tier.HOST) is self.parts[0].copy
+        is_reachable = node.parent is self.cache.root_node or node.parent.value is not None
+        return is_same and is_reachable and node.lock_ref == 0

@@ -1,0 +1,98 @@
+"""Keeping room free ahead of need: what is taken next is copied below before it is due, and released between two
+watermarks, so that evicting normally only frees."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from sglang_evicpress.core import Tier
+
+AHEAD_SHARE = 1 / 2  # of the pool, and of the host tier, that is taken next: copied before it is due
+LOW_SHARE, HIGH_SHARE = 1 / 32, 1 / 16  # of the pool: below the first, nodes are released until the second is free
+HOST_LOW_SHARE, HOST_HIGH_SHARE = 1 / 16, 1 / 8  # the same of the host tier
+MOST_PLANNED = 512  # nodes that one plan in the background may be about, on average: some milliseconds
+PLAN_SHARE = 1 / 20  # of the time, for plans in the background
+
+
+class Watermarks:
+    """The part of EvicPressCache that works in the background. Everything here runs on the scheduler thread."""
+
+    def tick(self: Any, *, is_idle: bool = False) -> None:
+        """Between two steps of the scheduler: take in what the threads have done, and keep room free; ``is_idle``: no
+        request runs or waits."""
+        if self.host is None:
+            return
+        self.arrival.clear()
+        for workers in self.workers.values():
+            for job in workers.finished():
+                job.finish()
+                self._is_stirred = True
+        now = time.monotonic()
+        if self._is_stirred and (is_idle or now >= self._next_plan_s):
+            self._is_stirred = False
+            self.keep_host_room()
+            self._keep_gpu_room()
+            took = time.monotonic() - now
+            self._next_plan_s = now + took / PLAN_SHARE
+        elif is_idle:
+            self.improve()
+        self.advance_stages()
+
+    def stir(self: Any) -> None:
+        """Something has changed that may call for room."""
+        self._is_stirred = True
+
+    @property
+    def is_restless(self: Any) -> bool:
+        """Whether there is more to be done than to wait for requests."""
+        return self._is_stirred or self.num_pending_jobs > 0 or bool(self.raising)
+
+    @property
+    def num_pending_jobs(self: Any) -> int:
+        return sum(workers.num_pending for workers in self.workers.values())
+
+    def _keep_gpu_room(self: Any) -> None:
+        allocator = self.token_to_kv_pool_allocator
+        slot_bytes, free = self.menu.slot_bytes, allocator.available_size()
+        if free < LOW_SHARE * allocator.size:
+            wanted = min(int(HIGH_SHARE * allocator.size) - free, self.evictable_size_)
+            self.controller.relieve(Tier.GPU, self._bounded(Tier.GPU, wanted * slot_bytes), room=self.room())
+        ahead = min(int(AHEAD_SHARE * allocator.size) - allocator.available_size(), self.evictable_size_)
+        if ahead <= 0:
+            return
+        for decision in self.policy.plan(Tier.GPU, self._bounded(Tier.GPU, ahead * slot_bytes), self.room()):
+            option, node_id = decision.option, decision.node_id
+            node = self.nodes[node_id]
+            if node.value is None or option.tier is None or node.kv.job is not None:
+                continue
+            if option.form != node.kv.form:
+                self.keep_exact(node)
+                continue
+            if option.tier == Tier.GPU or self.ready.get(node_id):
+                continue
+            if not self.start_copy(node, option.tier):
+                break
+
+    def keep_host_room(self: Any) -> None:
+        """Below the low watermark of free host memory nodes go on to the SSD, or are dropped, up to the high one, or to
+        what was missing last; what is next is written to the SSD ahead."""
+        host = self.host
+        free = host.num_bytes - self.policy.book.num_bytes[Tier.HOST] - self._copying_bytes
+        if free < max(HOST_LOW_SHARE * host.num_bytes, self._host_wanted):
+            wanted = max(int(HOST_HIGH_SHARE * host.num_bytes), self._host_wanted) - free
+            self.controller.relieve(Tier.HOST, self._bounded(Tier.HOST, wanted), room=self.room())
+        self._host_wanted = 0
+        ahead = int(AHEAD_SHARE * host.num_bytes) - free
+        if self.ssd is None or ahead <= 0:
+            return
+        for decision in self.policy.plan(Tier.HOST, self._bounded(Tier.HOST, ahead), self.room()):
+            node = self.nodes[decision.node_id]
+            is_move = decision.option.tier == Tier.SSD and node.value is None
+            if is_move and not self.ready.get(node.id) and not self.start_copy(node, Tier.SSD):
+                break
+
+    def _bounded(self: Any, tier: Tier, num_bytes: int) -> int:
+        """So many of the bytes as a plan about ``MOST_PLANNED`` nodes of common size frees."""
+        book = self.policy.book
+        return min(num_bytes, MOST_PLANNED * book.num_bytes[tier] // max(1, book.num_on[tier]))
