@@ -20,7 +20,7 @@ __all__ = ["Report", "StoreError", "fsck"]
 @dataclass(slots=True)
 class Report:
     """What was found: entries ``ok`` and their payload bytes, ``bad`` records and entries by reason, bytes of payload
-    that no entry owns, and .head files that end within a record."""
+    that no good entry owns, and .head files that end within a record."""
 
     folders: list[Path] = field(default_factory=list)
     num_segments: int = 0
@@ -45,7 +45,7 @@ class Report:
         if self.torn_tails:
             found.append(f"torn tails: {self.torn_tails}")
         if self.orphan_bytes:
-            found.append(f"bytes without an entry: {self.orphan_bytes}")
+            found.append(f"bytes without a good entry: {self.orphan_bytes}")
         if self.is_clean:
             found.append("clean")
         else:
@@ -54,7 +54,7 @@ class Report:
 
 
 def fsck(folder: Path, *, repair: bool) -> Report:
-    """Check ``folder`` and the rank folders in it. With ``repair`` bad entries and bytes without one are removed.
+    """Check ``folder`` and the rank folders in it; with ``repair`` remove bad entries and bytes without a good one.
 
     Raises StoreError when it is no folder, or while a server uses it.
     """

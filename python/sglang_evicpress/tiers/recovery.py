@@ -55,12 +55,13 @@ def recover(disk: SegmentFiles, number: int, fingerprint: bytes, errors: Counter
     segment.buried = found.end - int(records.record_bytes.sum())
     kv, _ = disk.sizes(number)
     segment.dead = max(0, (kv[1] if kv else 0) - segment.live)
-    segment.has_gaps = segment.dead > 0 and not segment.is_foreign
+    # A damaged tombstone counts holes as live, and can hide as many dead bytes.
+    segment.has_gaps = bool(segment.dead or found.bad) and not segment.is_foreign
     return segment, records.select(is_own)
 
 
 def _count(errors: Counter[str], found: Head) -> None:
-    """Damage between records by its reason, and what is behind the last one once: as a torn record, if it may be one."""
+    """Damage between records by its reason, and what is behind the last one once, as torn if it may be."""
     errors.update(reason for offset, reason in found.bad if offset < found.end)
     if found.end < found.num_bytes:
         errors["header" if found.bad[-1] == (found.end, "header") else "length"] += 1
