@@ -128,3 +128,11 @@ def test_nodes_of_holes_below_go_only_for_what_is_above_them(name: str, make_nod
         assert [decision.node_id for decision in policy.plan(Tier.HOST, 1)] == [4]
     everything = [decision.node_id for decision in policy.plan(Tier.HOST, 201)]
     assert sorted(everything) == [1, 2, 3, 4] and everything.index(3) < everything.index(2) < everything.index(1)
+
+
+def test_a_node_of_holes_stays_where_what_is_above_it_only_shrinks(make_node: MakeNode) -> None:
+    top = make_node(1, menu=MENU, last_use=9)
+    hollow = replace(make_node(2, 1, menu=MENU, depth=100), num_bytes=0, reachable=0)
+    other = replace(make_node(3, menu=MENU, last_use=1), reachable=0)
+    plan = _policy("keydiff@0.5+lru", top, hollow, other).plan(Tier.GPU, 60)
+    assert [(decision.node_id, str(decision.option)) for decision in plan] == [(3, "drop"), (1, "keydiff@0.5/gpu")]
