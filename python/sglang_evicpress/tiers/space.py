@@ -159,6 +159,17 @@ class Space:
         self.used -= segment.held
         return segment.held
 
+    def doom_excess(self) -> list[int]:
+        """Doom the segments found that are more than the capacity, foreign and then oldest ones first."""
+        excess = self.used - self.capacity_bytes
+        doomed = []
+        for number in sorted(self.segments, key=lambda number: (number not in self._foreign, number)):
+            if excess > 0:
+                excess -= self._doom(number)
+                doomed.append(number)
+        self._foreign = [number for number in self._foreign if number not in doomed]
+        return doomed
+
     def is_spent(self, segment: Segment) -> bool:
         """Whether the whole segment may go: nothing in it is live, or less than what it wastes and cannot give back.
 
@@ -205,7 +216,10 @@ class Space:
             segment = self.segments[number]
             num_bytes -= segment.held if segment.is_doomed else segment.dead if self.can_punch else 0
         while self._foreign and num_bytes > 0:
-            segment = self.segments[self._foreign.pop(0)]
-            segment.is_doomed = True
-            self.touched.add(segment.number)
-            num_bytes -= segment.held
+            num_bytes -= self._doom(self._foreign.pop(0))
+
+    def _doom(self, number: int) -> int:
+        segment = self.segments[number]
+        segment.is_doomed = True
+        self.touched.add(number)
+        return segment.held

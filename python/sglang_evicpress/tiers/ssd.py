@@ -96,6 +96,8 @@ class SsdStore:
                 segment, records = recover(self._disk, number, fingerprint, self.errors)
                 self._space.put(segment)
                 self._index.add_all(number, records)
+            for number in self._space.doom_excess():
+                self._index.remove_segment(number)
         except OSError as error:
             os.close(self._lock_fd)
             raise StoreError(f"SSD folder {folder} cannot be read: {error.strerror}") from error

@@ -250,6 +250,19 @@ def test_capacity_is_kept_and_room_is_made(open_store: Callable[..., SsdStore], 
     assert all(ref in store for ref in refs[:2])
 
 
+def test_smaller_capacity_drops_the_oldest_segments(open_store: Callable[..., SsdStore], tmp_path: Path) -> None:
+    store = open_store(segment_bytes=4 * MiB)
+    entries = [make_entry(seed, 1000) for seed in range(30)]
+    refs = [put(store, *entry) for entry in entries]
+    assert refs[-1].segment == 3
+    store = open_store(9 * MiB)
+    store.reclaim()
+    assert store.num_entries == 20 and store.used_bytes <= 9 * MiB and not store.errors
+    assert [bool(store.find(header.edge)) for header, _ in entries] == [False] * 10 + [True] * 20
+    assert disk_bytes(tmp_path / "rank-0") <= 9 * MiB
+    assert open_store(MiB).num_entries == 0
+
+
 def test_entry_larger_than_a_segment_has_one_of_its_own(open_store: Callable[..., SsdStore]) -> None:
     store = open_store(segment_bytes=1)
     entries = [make_entry(seed, num_pages) for seed, num_pages in enumerate((1, 14_000, 1))]
