@@ -125,12 +125,13 @@ class Write(Job):
             cache.tier_errors[f"ssd_write_{self.error}"] += 1
             for node_id in entry.owners:
                 cache.nodes[node_id].kv.is_leaving = False
-        elif self.ssd is cache.ssd and entry.owners:
-            cache.tier_counts["written"] += 1
-            entry.ssd = self.ssd.hold(self.ref, entry.header)
-            cache._share(entry, entry.ssd)
-        else:
-            self.ssd.forget(self.ref, cache.workers["write"])
+        elif self.ssd is cache.ssd:  # else it was detached meanwhile, and keeps what was published
+            if entry.owners:
+                cache.tier_counts["written"] += 1
+                entry.ssd = self.ssd.hold(self.ref, entry.header)
+                cache._share(entry, entry.ssd)
+            else:
+                self.ssd.forget(self.ref, cache.workers["write"])
         cache.host.unpin(entry)
 
 

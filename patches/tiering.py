@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -191,8 +191,9 @@ class Tiering:
         node.kv.is_leaving = self.start_copy(node, tier)
         return freed
 
-    def start_copy(self: Any, node: Any, tier: Tier) -> bool:
-        """Begin to copy what a node holds to a lower tier. False when there is no room or no budget for it."""
+    def start_copy(self: Any, node: Any, tier: Tier, keep: Collection[int] = ()) -> bool:
+        """Begin to copy what a node holds to a lower tier. False when there is no room or no budget for it; the spare
+        copies of the nodes ``keep`` do not make room."""
         if node.value is None:
             copy = node.kv.copies.get(Tier.HOST)
             return copy is not None and tier == Tier.SSD and self.start_write(copy.entry)
@@ -202,7 +203,7 @@ class Tiering:
         if node.kv.job is not None or self._copying_bytes > MOST_COPIED_SHARE * self.host.num_bytes:
             return False
         sizes = self.copier.sizes(size_of(node), node.kv.layout is not None)
-        runs = self.host_room(sum(sizes), is_urgent=False)
+        runs = self.host_room(sum(sizes), keep=keep)
         if runs is None:
             self._host_wanted = max(self._host_wanted, sum(sizes))
             self.tier_counts["copies_without_room"] += 1
@@ -210,15 +211,17 @@ class Tiering:
         BackUp(self, node, runs, goes_on=tier == Tier.SSD).start()
         return True
 
-    def host_room(self: Any, num_bytes: int, *, is_urgent: bool) -> Any:
-        """Runs of host memory: free ones, else those of spare copies, else, if it is urgent, of what can leave the tier
-        at once."""
+    def host_room(self: Any, num_bytes: int, *, is_urgent: bool = False, keep: Collection[int] = ()) -> Any:
+        """Runs of host memory: free ones, else those of spare copies but of the nodes ``keep``, else, if it is urgent,
+        of what can leave the tier at once."""
         extents = self.host.arena.extents
         runs = extents.alloc(num_bytes)
         if runs is not None or num_bytes > extents.num_bytes:
             return runs
-        while runs is None and self._spare:
-            node_id, _ = self._spare.popitem()  # the hottest: it is the last to need its copy
+        # The hottest first: they are the last to need their copy.
+        for node_id in [node_id for node_id in reversed(self._spare) if node_id not in keep]:
+            if runs is not None:
+                break
             node = self.nodes[node_id]
             self.remove_copy(node, Tier.HOST)
             self.note(node)

@@ -9,6 +9,7 @@ from typing import Any
 from sglang_evicpress.core import Tier
 
 AHEAD_SHARE = 1 / 2  # of the pool, and of the host tier, that is taken next: copied before it is due
+SPARE_SHARE = {False: 1 / 4, True: 1 / 2}  # of the host tier, without and with an SSD below: for such copies at most
 LOW_SHARE, HIGH_SHARE = 1 / 32, 1 / 16  # of the pool: below the first, nodes are released until the second is free
 HOST_LOW_SHARE, HOST_HIGH_SHARE = 1 / 16, 1 / 8  # the same of the host tier
 MOST_PLANNED = 512  # nodes that one plan in the background may be about, on average: some milliseconds
@@ -58,12 +59,20 @@ class Watermarks:
         if free < LOW_SHARE * allocator.size:
             wanted = min(int(HIGH_SHARE * allocator.size) - free, self.evictable_size_)
             self.controller.relieve(Tier.GPU, self._bounded(Tier.GPU, wanted * slot_bytes), room=self.room())
-        ahead = min(int(AHEAD_SHARE * allocator.size) - allocator.available_size(), self.evictable_size_)
+        ahead = min(
+            int(AHEAD_SHARE * allocator.size),
+            int(SPARE_SHARE[self.ssd is not None] * self.host.num_bytes) // slot_bytes,
+        )
+        ahead = min(ahead - allocator.available_size(), self.evictable_size_)
         if ahead <= 0:
             return
-        for decision in self.policy.plan(Tier.GPU, self._bounded(Tier.GPU, ahead * slot_bytes), self.room()):
+        decisions = self.policy.plan(Tier.GPU, self._bounded(Tier.GPU, ahead * slot_bytes), self.room())
+        planned = {decision.node_id for decision in decisions}
+        for decision in decisions:
             option, node_id = decision.option, decision.node_id
-            node = self.nodes[node_id]
+            node = self.nodes.get(node_id)
+            if node is None:
+                continue  # it had to make room on the host
             if node.value is None or option.tier is None or node.kv.job is not None:
                 continue
             if option.form != node.kv.form:
@@ -71,7 +80,7 @@ class Watermarks:
                 continue
             if option.tier == Tier.GPU or self.ready.get(node_id):
                 continue
-            if not self.start_copy(node, option.tier):
+            if not self.start_copy(node, option.tier, planned):
                 break
 
     def keep_host_room(self: Any) -> None:
