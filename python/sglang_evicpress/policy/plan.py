@@ -70,9 +70,10 @@ class Plan:
         notable = NOTABLE_SHARE * max(0, self.book.num_bytes[rank] - num_bytes)
         while num_bytes > 0:
             found = self._take_first(rank)
-            if found is None and not self._fell(rank):
-                return num_bytes
             if found is None:
+                if (freed := self._fell(rank)) is None:
+                    return num_bytes
+                num_bytes -= freed
                 continue
             copy, step = found
             excess = copy.num_bytes - (step.num_bytes if step.rank == rank else 0) - num_bytes
@@ -233,7 +234,7 @@ class Plan:
             heapq.heappop(own)
         while self.ready is not None and shared is not None and not self._is_open(*shared, self.ready):
             if own and (own[0] < book.heaps[rank][0] or self._num_ahead >= self._num_steps * AHEAD_PER_STEP + AHEAD):
-                shared = None  # the first of its own comes first
+                shared = None
                 break
             self._taken[rank].append(heapq.heappop(book.heaps[rank]))
             self._push(self._copy(shared[0]))
@@ -270,16 +271,17 @@ class Plan:
             return self._barred.get(copy.id, 0), None
         return (1 << DROPPED) - 1 & ~self.ready.get(copy.id, 0), self.book.records[copy.id]
 
-    def _fell(self, rank: int) -> bool:
-        """The last resort, when nothing on a tier has a step: drop what ``Felling`` says. False if it says nothing."""
+    def _fell(self, rank: int) -> int | None:
+        """The last resort, when no node has a step: drop what ``Felling`` says; the bytes freed here, or None."""
         records, copies = self.book.records, self._copies
         if self._felling is None:
             standing = (copies.get(node_id, record) for node_id, record in records.items())
             self._felling = Felling(standing, self.book.rule.menu.tiers, self.ready or {})
-        felled = self._felling.next(rank, lambda node_id: copies.get(node_id) or records[node_id])
-        for record in felled:
-            self._move(self._copy(record), self._drop(record))
-        return bool(felled)
+        felled = [self._copy(one) for one in self._felling.next(rank, lambda one: copies.get(one) or records[one])]
+        freed = sum(copy.num_bytes for copy in felled if copy.rank == rank)
+        for copy in felled:
+            self._move(copy, self._drop(copy))
+        return freed if felled else None
 
     def _drop(self, record: Record) -> Step:
         if self._weigher is None:

@@ -104,6 +104,18 @@ def test_of_a_branch_that_keeps_a_node_from_its_copy_only_what_must_goes(name: s
     assert sorted(_taken(_policy(*nodes, name=name), 500, {})) == sorted(everything)
 
 
+def test_no_more_is_felled_than_has_to_be(make_node: MakeNode) -> None:
+    nodes = [make_node(i, menu=PLAIN, last_use=i) for i in range(1, 6)]
+    below = [make_node(10 + i, i, menu=PLAIN, depth=100, tier=Tier.HOST) for i in range(1, 6)]
+    for name in ("evicpress", "lru"):
+        assert _taken(_policy(*nodes, *below, name=name), 150, {}) == [
+            (11, "drop"),
+            (1, "drop"),
+            (12, "drop"),
+            (2, "drop"),
+        ]
+
+
 def test_nothing_above_a_locked_node_is_felled(make_node: MakeNode) -> None:
     nodes = [
         make_node(1, menu=PLAIN),
