@@ -39,15 +39,17 @@ def build(context: Any) -> EvicPressCache:
     scale = attention_scale(context.tp_worker.model_runner.model)
     compressor = Compressor(pool, params.page_size, config.sinks, window=config.window, scale=scale, group=group)
     runner = context.tp_worker.model_runner
-    identity = bytes(KEY_BYTES)
-    if config.has_tiers:
-        identity = model_identity(
+
+    def identify() -> bytes:
+        return model_identity(
             runner.model, context.model_config, pool, params.page_size, runner.tp_rank, context.tp_size
         )
+
     try:
-        cache = EvicPressCache(params, config, compressor, identity)
+        cache = EvicPressCache(params, config, compressor, identify() if config.has_tiers else bytes(KEY_BYTES))
     except (StoreError, RuntimeError) as error:
         raise SystemExit(f"evicpress: {error}") from error
+    cache.identify = identify
     logger.info(
         "evicpress: policy %s, alpha %g, forms %s, page size %d",
         config.policy,

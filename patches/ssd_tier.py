@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ class SsdTier:
         self.folder = folder
         self.wear = WearBudget(bytes_per_day, self.now_s)
         self._held: dict[Any, SsdEntry] = {}
+        self._open: Callable[[bytes], SsdTier]
         self._held_bytes = 0
         self._reclaim: Job | None = None
 
@@ -39,9 +41,19 @@ class SsdTier:
         rank: int = 0,
     ) -> SsdTier:
         """Raises StoreError, one sentence, when the folder cannot be used."""
-        files = None if faults is None else FaultyFiles(faults)
-        store = SsdStore(Path(folder) / f"rank-{rank}", num_bytes, identity, sync=sync, files=files)
-        return cls(store, bytes_per_day, folder)
+
+        def open_for(identity: bytes) -> SsdTier:
+            files = None if faults is None else FaultyFiles(faults)
+            store = SsdStore(Path(folder) / f"rank-{rank}", num_bytes, identity, sync=sync, files=files)
+            tier = cls(store, bytes_per_day, folder)
+            tier._open = open_for
+            return tier
+
+        return open_for(identity)
+
+    def reopened(self, identity: bytes) -> SsdTier:
+        """The same folder for another model, once the store is closed. Raises StoreError."""
+        return self._open(identity)
 
     @property
     def now_s(self) -> float:

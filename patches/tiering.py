@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from sglang_evicpress.tiers.entry import Header
 from sglang_evicpress.tiers.faults import Faults
 from sglang_evicpress.tiers.host import HostTier
 from sglang_evicpress.tiers.identity import PathHash, namespace_digest, token_bytes
+from sglang_evicpress.tiers.ssd import StoreError
 from sglang_evicpress.tiers.worker import Job, Workers
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class Tiering:
     def open_tiers(self: Any, config: EvicPressConfig, compressor: Compressor, identity: bytes) -> None:
         """Take the memory and start the threads. Raises ValueError or RuntimeError, one sentence, if it cannot be."""
         self.identity = identity
+        self.identify: Callable[[], bytes] | None = None
         self.host: HostTier | None = None
         self.ssd: SsdTier | None = None
         self.ready: dict[int, int] = {}
@@ -322,6 +324,23 @@ class Tiering:
         self._spare.clear()
         if self.ssd is not None and self.nodes:
             self.ssd.clear(self.workers["write"])
+        identity = self.identity if self.host is None or self.identify is None else self.identify()
+        if identity != self.identity:
+            self._change_identity(identity)
+
+    def _change_identity(self: Any, identity: bytes) -> None:
+        """The model has other weights now: what is on the SSD is none of its business, and must not look like it."""
+        self.identity = identity
+        if self.ssd is None:
+            return
+        former: SsdTier = self.ssd
+        former.store.close()
+        try:
+            self.use_ssd(former.reopened(identity))
+        except StoreError as error:
+            logger.error("evicpress: the SSD tier is lost: %s", error)
+            self.use_ssd(None)
+            self.menu = replace(self.menu, tiers=self.tiers)
 
     # ---- names
 
