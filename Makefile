@@ -8,7 +8,7 @@ ifeq ($(wildcard /dev/nvidiactl),)
 export SGLANG_USE_CPU_ENGINE ?= 1
 endif
 
-.PHONY: help setup test check contract dist demo show-foundation show-policy bench clean
+.PHONY: help setup test check contract dist demo show-foundation show-policy show-tiers bench clean
 
 help:
 	@echo "make demo             the real server on a pool too small: lru beside evicpress, under 10 minutes"
@@ -18,6 +18,7 @@ help:
 	@echo "make dist             sdist and wheel in dist/, tried in a clean environment"
 	@echo "make show-foundation  measure every promise a machine without a GPU can, at most 30 minutes"
 	@echo "make show-policy      measure the policy: near the optimum, fast, better than its rivals; at most 15 minutes"
+	@echo "make show-tiers       measure host memory and SSD: bandwidth, kill -9, chaos, restart; at most 30 minutes"
 	@echo "make bench            every bench/bench_*.py"
 	@echo "make setup            only .venv, from uv.lock (uv is fetched when it is missing)"
 
@@ -56,6 +57,9 @@ show-foundation: setup
 
 show-policy: setup
 	$(PY) bench/show_policy.py
+
+show-tiers: setup
+	$(PY) bench/show_tiers.py
 
 bench: setup
 	@set -e; for file in bench/bench_*.py; do echo "== $$file"; $(PY) "$$file"; done

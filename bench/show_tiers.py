@@ -1,0 +1,55 @@
+"""`make show-tiers`: measures every promise of the tiers that a machine without a GPU can; one line each.
+
+Ends with status 1 if a line is MISSED. Takes at most 30 minutes on 2 cores. `--only WORD` runs the parts whose name
+holds the word. Files are written to the folder EVICPRESS_SSD or, where that is not set, to bench/out: name a folder on
+the disk that is meant; it needs 4 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+from foundation.report import Line, print_line
+from tiers.bandwidth import measure_bandwidth
+from tiers.fragmentation import measure_fragmentation
+from tiers.host import measure_host
+from tiers.index import measure_index
+from tiers.kills import measure_kills
+from tiers.roundtrip import measure_roundtrip
+
+
+def parts() -> dict[str, Callable[[], Iterator[Line]]]:
+    """Quick ones first; those that start a server last."""
+    return {
+        "roundtrip": measure_roundtrip,
+        "bandwidth": measure_bandwidth,
+        "host": measure_host,
+        "fragmentation": measure_fragmentation,
+        "index": measure_index,
+        "kills": measure_kills,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", metavar="WORD")
+    options = parser.parse_args()
+    begin = time.monotonic()
+    lines = []
+    for name, measure in parts().items():
+        if options.only in name:
+            start = time.monotonic()
+            for line in measure():
+                print_line(line)
+                lines.append(line)
+            print(f"    {name}: {time.monotonic() - start:.0f} s", flush=True)
+    missed = sum(not line.ok for line in lines)
+    print(f"{len(lines)} lines, {missed} missed, {(time.monotonic() - begin) / 60:.1f} minutes")
+    return 1 if missed or not lines else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
