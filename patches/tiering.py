@@ -184,12 +184,13 @@ class Tiering:
 
     def send(self: Any, node_id: int, tier: Tier, form: Form) -> int:
         """Bring a node to ``form`` on a lower tier: at once where that is there already, else once it was copied.
-        Returns the slots freed now."""
+        Returns the slots freed now. A node whose children are still on their way off the GPU stays until another plan
+        sends it."""
         node, freed = self.nodes[node_id], 0
         if form != node.kv.form:
             freed = self.compress(node_id, form)
         if self.ready.get(node_id):
-            return freed + int(self.release(node_id))
+            return freed if has_child_on_gpu(node) else freed + int(self.release(node_id))
         node.kv.is_leaving = self.start_copy(node, tier)
         return freed
 
@@ -214,8 +215,8 @@ class Tiering:
         return True
 
     def host_room(self: Any, num_bytes: int, *, is_urgent: bool = False, keep: Collection[int] = ()) -> Any:
-        """Runs of host memory: free ones, else those of spare copies but of the nodes ``keep``, else, if it is urgent,
-        of what can leave the tier at once."""
+        """Runs of host memory: free ones, else those of spare copies but of the nodes ``keep``, else of what is on the
+        SSD as well; if it is urgent, of what must be dropped for that."""
         extents = self.host.arena.extents
         runs = extents.alloc(num_bytes)
         if runs is not None or num_bytes > extents.num_bytes:
@@ -229,6 +230,11 @@ class Tiering:
             self.note(node)
             if extents.free_bytes >= num_bytes:
                 runs = extents.alloc(num_bytes)
+        if runs is None and self.ssd is not None:
+            for decision in self.policy.plan(Tier.HOST, num_bytes - extents.free_bytes, ready=self.ready):
+                if decision.option.tier == Tier.SSD and decision.source.tier == Tier.HOST:
+                    self.release(decision.node_id)
+            runs = extents.alloc(num_bytes)
         for _ in range(MOST_RELIEFS if is_urgent else 0):
             if runs is not None:
                 break
@@ -294,7 +300,7 @@ class Tiering:
             if node.id not in self.nodes or node.lock_ref > 0:
                 continue
             if tier == Tier.GPU:
-                if node.value is None or any(child.value is not None for child in node.children.values()):
+                if node.value is None or has_child_on_gpu(node):
                     continue
                 if not node.kv.copies:
                     self.drop_tree(node)
@@ -413,7 +419,7 @@ class BackUp(Job):
             if self.goes_on:
                 cache.start_write(self.entry)
             is_leaving, node.kv.is_leaving = node.kv.is_leaving, False
-            if is_leaving and node.lock_ref == 0 and not any(c.value is not None for c in node.children.values()):
+            if is_leaving and node.lock_ref == 0 and not has_child_on_gpu(node):
                 cache.release(node.id)
         else:
             cache.tier_counts["copies_outdated"] += 1
@@ -425,6 +431,10 @@ def tier_of(node: Any) -> Tier:
     if node.value is not None:
         return Tier.GPU
     return Tier(min(node.kv.copies, default=Tier.GPU))
+
+
+def has_child_on_gpu(node: Any) -> bool:
+    return any(child.value is not None for child in node.children.values())
 
 
 def path_to(node: Any) -> list[Any]:
