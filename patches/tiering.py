@@ -218,6 +218,7 @@ class Tiering:
         """Runs of host memory: free ones, else those of spare copies but of the nodes ``keep``, else of what is on the
         SSD as well; if it is urgent, of what must be dropped for that."""
         extents = self.host.arena.extents
+        num_bytes = max(1, num_bytes)  # a node may be all holes
         runs = extents.alloc(num_bytes)
         if runs is not None or num_bytes > extents.num_bytes:
             return runs
