@@ -84,6 +84,8 @@ class PayloadCopier:
         num_slots: int,
     ) -> None:
         """Put rows [begin, begin + len(slots)) of a layer of an entry of ``num_slots`` into ``slots``."""
+        if not len(slots):
+            return
         offset = extent.offset
         for buffer in self._buffers[layer]:
             row = _row_bytes(buffer)
@@ -93,7 +95,7 @@ class PayloadCopier:
             if self._is_cuda:
                 buffer.index_copy_(0, slots, rows.to(buffer.device, non_blocking=True))
             else:
-                _words(buffer)[slots.numpy()] = _words(rows)  # three times as fast as index_copy_
+                _words(buffer)[_selector(slots)] = _words(rows)  # three times as fast as index_copy_
             offset += num_slots * row
 
     def finish_layer(self) -> Any:
@@ -115,7 +117,12 @@ class PayloadCopier:
         num_bytes = len(slots) * _row_bytes(buffer)
         pieces = arena.tensors(runs, offset, num_bytes)
         if len(pieces) == 1 and not self._is_cuda:
-            torch.index_select(buffer, 0, slots, out=pieces[0].view(buffer.dtype).view(-1, *buffer.shape[1:]))
+            rows = pieces[0].view(buffer.dtype).view(-1, *buffer.shape[1:])
+            selector = _selector(slots)
+            if isinstance(selector, slice):
+                np.copyto(_words(rows), _words(buffer)[selector])
+            else:
+                torch.index_select(buffer, 0, slots, out=rows)
             return
         _write(pieces, buffer.index_select(0, slots).view(-1).view(torch.uint8))
         if stream is not None:
@@ -171,6 +178,14 @@ def _words(rows: torch.Tensor) -> np.ndarray[Any, Any]:
     num_bytes = rows.shape[1] * rows.shape[2] * rows.element_size()
     flat = rows.view(torch.uint8).view(len(rows), num_bytes).numpy()
     return flat.view(np.uint64) if num_bytes % 8 == 0 else flat
+
+
+def _selector(slots: torch.Tensor) -> slice | np.ndarray[Any, Any]:
+    """The slots, on the CPU, as a slice where they follow each other: then a copy is one block."""
+    numbers: np.ndarray[Any, Any] = slots.numpy()
+    if len(numbers) and numbers[-1] - numbers[0] == len(numbers) - 1 and bool((np.diff(numbers) == 1).all()):
+        return slice(int(numbers[0]), int(numbers[-1]) + 1)
+    return numbers
 
 
 def _row_bytes(buffer: torch.Tensor) -> int:
