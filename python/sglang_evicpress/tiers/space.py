@@ -160,12 +160,15 @@ class Space:
         return segment.held
 
     def doom_excess(self) -> list[int]:
-        """Doom the segments found that are more than the capacity, foreign and then oldest ones first."""
-        excess = self.used - self.capacity_bytes
+        """Doom segments until what was found fits the capacity, foreign and then oldest ones first.
+
+        What is dead does not count: it can be given back, and a killed server may have left any amount of it.
+        """
+        excess = self.used - self.capacity_bytes - sum(segment.dead for segment in self.segments.values())
         doomed = []
         for number in sorted(self.segments, key=lambda number: (number not in self._foreign, number)):
             if excess > 0:
-                excess -= self._doom(number)
+                excess -= self._doom(number) - self.segments[number].dead
                 doomed.append(number)
         self._foreign = [number for number in self._foreign if number not in doomed]
         return doomed

@@ -356,7 +356,7 @@ class SsdStore:
                     return self._space.forget(segment)
             for offset in unburied:
                 self._bury(number, offset)
-            if not self._space.can_punch or not holes:
+            if not self._space.can_punch or not (dead or holes):
                 return 0
             self._disk.punch(number, holes)
         except OSError as error:

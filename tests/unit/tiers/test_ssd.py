@@ -214,6 +214,24 @@ def test_space_is_counted_as_the_disk_does(open_store: Callable[..., SsdStore], 
     assert store.used_bytes == disk_bytes(tmp_path / "rank-0") == 0
 
 
+class _WithLists(Files):
+    """A file system that counts a block of its own with each file."""
+
+    def stat(self, path: str) -> tuple[int, int] | None:
+        found = super().stat(path)
+        return found and (found[0], found[1] + BLOCK_BYTES)
+
+
+def test_blocks_of_the_file_system_are_no_dead_payload(open_store: Callable[..., SsdStore]) -> None:
+    store = open_store()
+    for seed in range(3):
+        put(store, *make_entry(seed))
+    used = store.used_bytes
+    store = open_store(files=_WithLists())
+    store.reclaim()
+    assert store.used_bytes == used
+
+
 def test_payload_that_was_never_published_is_given_back(open_store: Callable[..., SsdStore], tmp_path: Path) -> None:
     store = open_store()
     put(store, *make_entry(1, 100))
@@ -261,6 +279,21 @@ def test_smaller_capacity_drops_the_oldest_segments(open_store: Callable[..., Ss
     assert [bool(store.find(header.edge)) for header, _ in entries] == [False] * 10 + [True] * 20
     assert disk_bytes(tmp_path / "rank-0") <= 9 * MiB
     assert open_store(MiB).num_entries == 0
+
+
+def test_dead_bytes_cost_no_entry_at_the_start(open_store: Callable[..., SsdStore], tmp_path: Path) -> None:
+    store = open_store(8 * MiB)
+    while (reservation := store.reserve(384_000)) is not None:
+        header, payload = make_entry(reservation.offset, 1000)
+        store.write(reservation, header, [payload])
+    number = store.num_entries
+    store.close()
+    with (tmp_path / "rank-0" / "segment-000001.kv").open("ab") as file:
+        file.write(bytes([1]) * MiB)
+    (tmp_path / "rank-0" / "segment-000009.kv").write_bytes(bytes([1]) * MiB)
+    store = open_store(8 * MiB, files=_WithLists())
+    store.reclaim()
+    assert store.num_entries == number == 20 and store.used_bytes <= 8 * MiB
 
 
 def test_entry_larger_than_a_segment_has_one_of_its_own(open_store: Callable[..., SsdStore]) -> None:
