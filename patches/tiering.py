@@ -21,7 +21,7 @@ from sglang_evicpress.config import GB, EvicPressConfig
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.layout import SurvivorLayout
 from sglang_evicpress.patches.compression import Compressor
-from sglang_evicpress.patches.node import num_slots, size_of, slots_of, start_of, walk
+from sglang_evicpress.patches.node import is_lossy, num_slots, size_of, slots_of, start_of, walk
 from sglang_evicpress.patches.ssd_tier import SsdTier
 from sglang_evicpress.tiers.copies import Copy, HostEntry
 from sglang_evicpress.tiers.entry import Header
@@ -88,11 +88,11 @@ class Tiering:
     # ---- what a node has
 
     def note_copies(self: Any, node: Any) -> None:
-        """Work out anew which lower tiers hold just what the node holds now."""
+        """Work out anew which lower tiers hold just what the node holds now, or better."""
         kv, mask = node.kv, 0
         here = tier_of(node)
         for tier, copy in kv.copies.items():
-            if tier > here and _same(kv, copy, size_of(node)):
+            if tier > here and ((copy.is_exact and is_lossy(node)) or _same(kv, copy, size_of(node))):
                 mask |= 1 << tier
         if mask:
             self.ready[node.id] = mask
@@ -159,13 +159,15 @@ class Tiering:
         node = self.nodes[node_id]
         if node.lock_ref > 0 or not self.ready.get(node_id):
             raise RuntimeError(f"evicpress: node {node_id} is locked or has no copy below, and cannot be released")
-        freed = num_slots(node)
+        freed, was_compressed = num_slots(node), node.kv.layout is not None
         if node.value is None:
             self.remove_copy(node, tier_of(node))
             self.show(node)
             self.note(node)
         else:
             self._leave_gpu(node)
+        if was_compressed and node.kv.layout is None:
+            self.drop_strays(node)
         self.tier_counts["released"] += 1
         return freed
 
