@@ -249,13 +249,14 @@ class EvicPressCache(
         if value is None:
             value = torch.tensor(key.token_ids[: len(key)], dtype=torch.int64)
         path = self._take(self._steps(key))
-        num_known = num_resident = 0
-        for node in path:
-            begin, num_known = num_known, num_known + len(node.key)
+        num_known = sum(len(node.key) for node in path)
+        num_resident = sum(len(node.key) for node in path if node.value is not None)
+        end = num_known
+        for node in reversed(path):  # see _give
+            begin = end - len(node.key)
             if node.value is None:
-                self._fill(node, value[begin:num_known], False)
-            else:
-                num_resident = num_known
+                self._fill(node, value[begin:end], False)
+            end = begin
         last = path[-1] if path else self.root_node
         if num_known < len(key):
             last = self._add_leaf(last, key[num_known:], value[num_known : len(key)], params.priority or 0, False)
@@ -366,14 +367,15 @@ class EvicPressCache(
         view: PrefixView = req.evicpress
         priority = getattr(req, "priority", 0) or 0
         path = self._take(self._steps(key))
-        beyond, known = [], 0
+        beyond, parts, known = [], [], 0
         for node in path:
             node.priority = max(node.priority, priority)
             begin, known = known, known + len(node.key)
-            if begin < adopted:
-                continue
-            beyond.append(node)
-            mine = own[begin - adopted : known - adopted]
+            if begin >= adopted:
+                beyond.append(node)
+                parts.append(own[begin - adopted : known - adopted])
+        # From the end: what a node holds anew may take from those below it their copies, and with these all they are.
+        for node, mine in zip(beyond[::-1], parts[::-1], strict=True):
             if node.value is None:
                 self._fill(node, mine, view.is_lossy)
             elif self._is_upgrade(node, view):
