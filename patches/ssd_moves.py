@@ -197,6 +197,8 @@ class Lookup(Job):
                 )
             except BadEntry:
                 continue  # counted by the store, or the edge of another path
+            if header.num_slots == 0:
+                continue  # holes only: nothing is gained
             num_shared = shared_tokens(header.tokens, self.tokens)
             if header.shape == self.cache.copier.shape and num_shared > self.num_shared:
                 self.found, self.num_shared = (ref, header), num_shared
