@@ -1,0 +1,292 @@
+"""A storm on a server whose host memory and SSD fail on purpose: every answer is right, and nothing hangs or leaks."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import shutil
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from foundation.reference import make_peaky_model
+from foundation.report import Line
+from foundation.storm import BAD_WORDS, CHECKS
+from testbed.server import Server
+from tiers.inputs import scratch
+from tiers.prompts import Question, Texts, answered, nodes_of, reference, sources
+
+NUM_CLIENTS = 8
+NUM_QUESTIONS = 240
+NUM_ANSWER_TOKENS = 12
+POOL_SLOTS = 6144
+SSD_GB = 0.064
+CHECK_S = 5.0
+CLIENT_TIMEOUT_S = 60.0
+SETTLE_S = 60.0
+RATES = "delay=0.1:0.02,eio=0.01,enospc=0.01,short=0.02,flip=0.03,lost=0.01"
+"""Of every read, write, append, sync, ... and, for delays and flips, of every check and copy on the host."""
+
+LEAST_REASONS = 3
+
+
+def arguments(folder: Path, page_size: int) -> tuple[str, ...]:
+    """Far less than is asked for on every tier, so that all of them overflow."""
+    return (
+        *("--kv-policy", "evicpress", "--kv-forms", "exact", "--page-size", str(page_size)),
+        *("--max-total-tokens", str(POOL_SLOTS), "--max-running-requests", str(NUM_CLIENTS)),
+        *("--chunked-prefill-size", "512", "--skip-tokenizer-init"),
+        *("--kv-host-gb", "0.016", "--kv-ssd-dir", str(folder), "--kv-ssd-gb", str(SSD_GB)),
+    )
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a storm left. ``errors``: of the tiers, by reason, as the server counts them."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    num_wrong: int = 0
+    num_hung: int = 0
+    num_cut: int = 0
+    num_checks: int = 0
+    sources: Counter[str] = field(default_factory=Counter)
+    moves: Counter[str] = field(default_factory=Counter)
+    counts: dict[str, int] = field(default_factory=dict)
+    errors: dict[str, int] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+class Chaos:
+    """Clients and one who moves nodes about, against a running server. All randomness but time comes from ``seed``."""
+
+    def __init__(self, server: Server, questions: Sequence[Question], folder: Path, seconds: float, seed: int) -> None:
+        self.server = server
+        self._folder = folder
+        self.questions = questions
+        self.seed = seed
+        self.outcome = Outcome()
+        self._deadline = time.monotonic() + seconds
+        self._lock = threading.Lock()
+
+    def run(self) -> Outcome:
+        """Until the deadline; then let every request end, look at what is left, flush, and look again."""
+        threads = [threading.Thread(target=self._ask, args=(client,)) for client in range(NUM_CLIENTS)]
+        threads.append(threading.Thread(target=self._move))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self.server.is_alive():
+            self._settle()
+        if not self.server.is_alive():
+            self._report("the server died")
+        log = self.server.log.read_text(errors="replace").splitlines()
+        self.outcome.problems += [f"log: {line}" for line in log if any(word in line for word in BAD_WORDS)]
+        return self.outcome
+
+    # ---- clients
+
+    def _ask(self, client: int) -> None:
+        rng = random.Random(f"chaos-{self.seed}-{client}")
+        while self._goes_on():
+            question = rng.choice(self.questions)
+            num_tokens = rng.randint(1, len(question.answer))
+            try:
+                if rng.random() < 0.04:
+                    self._hang_up(question, rng)
+                else:
+                    self._compare(question, num_tokens)
+            except TimeoutError:
+                with self._lock:
+                    self.outcome.num_hung += 1
+                self._report(f"no answer within {CLIENT_TIMEOUT_S:g} s: prompt of {len(question.prompt)} tokens")
+            except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
+                if isinstance(getattr(error, "reason", None), TimeoutError):
+                    with self._lock:
+                        self.outcome.num_hung += 1
+                self._report(f"a request failed: {type(error).__name__}: {error}")
+                time.sleep(0.2)
+
+    def _compare(self, question: Question, num_tokens: int) -> None:
+        sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
+        body = {"input_ids": question.prompt, "sampling_params": sampling}
+        status, given = self.server.request("POST", "/generate", body, timeout=CLIENT_TIMEOUT_S)
+        if status != 200:
+            self._report(f"a request was answered {status}: {str(given)[:200]}")
+            return
+        ids, expected = tuple(given["output_ids"]), question.answer[:num_tokens]
+        with self._lock:
+            self.outcome.num_requests += 1
+            self.outcome.num_tokens += num_tokens
+            self.outcome.num_wrong += ids != expected
+            self.outcome.sources.update(sources(given))
+        if ids != expected:
+            self._report(f"wrong: {ids}, expected {expected}; {len(question.prompt)} tokens, {sources(given)}")
+
+    def _hang_up(self, question: Question, rng: random.Random) -> None:
+        """Ask for a stream and leave before it ends."""
+        sampling = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
+        body = json.dumps({"input_ids": question.prompt, "sampling_params": sampling, "stream": True})
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=CLIENT_TIMEOUT_S)
+        try:
+            connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
+            if rng.random() < 0.5:
+                connection.getresponse().readline()
+            else:
+                time.sleep(rng.uniform(0.0, 0.2))
+        finally:
+            connection.close()
+        with self._lock:
+            self.outcome.num_cut += 1
+
+    # ---- the one who moves nodes, and looks
+
+    def _move(self) -> None:
+        """Now and then push nodes down, empty a tier, or take the SSD away and bring it back; check the cache every few
+        seconds."""
+        rng = random.Random(f"chaos-{self.seed}-moves")
+        ways = (*("demote",) * 12, *("gpu",) * 3, *("host",) * 3, "ssd", "detach")
+        next_check = time.monotonic() + CHECK_S
+        while self._goes_on():
+            time.sleep(rng.uniform(0.1, 1.5))
+            try:
+                if time.monotonic() > next_check:
+                    next_check = time.monotonic() + CHECK_S
+                    self._check()
+                elif (way := rng.choice(ways)) == "demote":
+                    self._demote(rng)
+                elif way == "detach":
+                    self._detach_and_attach()
+                else:
+                    self._post(f"flush {way}", f"/evicpress/flush?tier={way}", None, {200})
+            except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
+                self._report(f"a move failed: {type(error).__name__}: {error}")
+
+    def _demote(self, rng: random.Random) -> None:
+        tier = rng.choice(("host", "ssd"))
+        for node in reversed(nodes_of(self.server)[-10:]):
+            self._post(f"demote {tier}", f"/evicpress/nodes/{node['id']}/demote", {"tier": tier}, {200, 404, 409})
+
+    def _detach_and_attach(self) -> None:
+        """The folder is opened with faults too: what is refused is tried again."""
+        self._post("detach", "/evicpress/tiers/ssd/detach", {}, {200})
+        body = {"dir": str(self._folder), "gb": SSD_GB}
+        deadline = time.monotonic() + SETTLE_S
+        while not self._post("attach", "/evicpress/tiers/ssd", body, {200, 409}):
+            if time.monotonic() > deadline or not self.server.is_alive():
+                self._report("the SSD could not be attached again")
+                return
+            time.sleep(0.2)
+
+    def _post(self, what: str, path: str, body: object, accepted: set[int]) -> bool:
+        status, answer = self.server.request("POST", path, body)
+        with self._lock:
+            self.outcome.moves[what] += status == 200
+        if status not in accepted:
+            self._report(f"{what} answered {status}: {answer}")
+        return status == 200
+
+    def _check(self) -> None:
+        status, answer = self.server.request("POST", "/evicpress/check", {})
+        with self._lock:
+            self.outcome.num_checks += 1
+        if status != 200 or not answer["ok"]:
+            self._report(f"check after {self.outcome.num_requests} requests: {status} {answer}")
+
+    # ---- when it is over
+
+    def _settle(self) -> None:
+        described = self.server.get("/evicpress/tiers")
+        self.outcome.counts, self.outcome.errors = described["counts"], described["errors"]
+        self._check()
+        self.server.flush()
+        deadline = time.monotonic() + SETTLE_S
+        while (left := self._left()) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        if left:
+            self._report(f"after the flush: {left}")
+        self._check()
+
+    def _left(self) -> str:
+        """What should not be there once nothing runs and all was flushed; nothing is fine."""
+        stats, described = self.server.get("/evicpress/stats"), self.server.get("/evicpress/tiers")
+        host, ssd = described["tiers"]["host"], described["tiers"]["ssd"]
+        found = {
+            "slots": stats["total_slots"] - stats["free_slots"],
+            "host bytes": host["used_bytes"],
+            "host entries": host["num_entries"],
+            "bytes being copied": host["copying_bytes"],
+            "SSD entries": ssd["num_entries"],
+            "requests waiting": described["requests_waiting_for_a_copy"],
+            "jobs": sum(described["queue"].values()),
+        }
+        return ", ".join(f"{count} {what}" for what, count in found.items() if count)
+
+    def _goes_on(self) -> bool:
+        return time.monotonic() < self._deadline and self.server.is_alive()
+
+    def _report(self, problem: str) -> None:
+        with self._lock:
+            self.outcome.problems.append(problem)
+
+
+def draw_questions(model: Path, seed: int) -> list[Question]:
+    """Prompts of 64 to 1500 tokens with the answers of a server without a cache."""
+    rng = random.Random(f"chaos-{seed}")
+    texts = Texts(rng, num_roots=NUM_QUESTIONS // 12)
+    prompts = [texts.prompt() for _ in range(NUM_QUESTIONS)]
+    with reference(model) as server:
+        return answered(server, prompts, [NUM_ANSWER_TOKENS] * len(prompts))
+
+
+def storm(
+    seconds: float, seed: int = 0, page_size: int = 1, rates: str = RATES, keep_log: Path | None = None
+) -> Outcome:
+    """Record the right answers, start a server with faults, and ask it for so long.
+
+    ``keep_log``: where its log goes if something was wrong.
+    """
+    with scratch(1 << 29) as folder, tempfile.TemporaryDirectory() as models:
+        model = make_peaky_model(Path(models) / "peaky")
+        questions = draw_questions(model, seed)
+        env = {**CHECKS, "SGLANG_EVICPRESS_FAULTS": f"seed={seed},{rates}"}
+        with Server(*arguments(folder / "ssd", page_size), model=model, env=env) as server:
+            outcome = Chaos(server, questions, folder / "ssd", seconds, seed).run()
+            if outcome.problems and keep_log is not None:
+                shutil.copy(server.log, keep_log)
+            return outcome
+
+
+def lines(outcome: Outcome, seconds: float, rates: str = RATES) -> list[Line]:
+    errors = {reason: count for reason, count in sorted(outcome.errors.items()) if count}
+    on_ssd = [reason for reason in errors if reason.startswith("ssd")]
+    on_host = [reason for reason in errors if reason.startswith("host")]
+    loaded = {place: outcome.sources[place] for place in ("device", "host", "storage")}
+    others = [problem for problem in outcome.problems if not problem.startswith(("wrong", "no answer"))]
+    return [
+        Line(
+            f"chaos for {seconds:g} s, {NUM_CLIENTS} clients, faults {rates}",
+            "no wrong output, no hung request, the cache whole at every check, no leaked slot or byte, server alive",
+            f"{outcome.num_requests} requests ({outcome.num_tokens} tokens), {outcome.num_wrong} wrong, "
+            f"{outcome.num_hung} hung, {outcome.num_cut} cut off, {outcome.num_checks} checks, "
+            f"{len(others)} other problems" + (f"; first: {outcome.problems[0][:300]}" if outcome.problems else ""),
+            not outcome.problems and outcome.num_requests > 0 and outcome.num_checks > 1,
+        ),
+        Line(
+            "the faults happened, and what failed was a counted miss",
+            f"at least {LEAST_REASONS} reasons on SSD and one on the host; KV loaded from both",
+            f"errors {errors}; tokens from GPU, host, SSD: {'/'.join(map(str, loaded.values()))}; "
+            f"moves {dict(sorted(outcome.moves.items()))}; {outcome.counts}",
+            len(on_ssd) >= LEAST_REASONS and len(on_host) >= 1 and min(loaded.values()) > 0,
+        ),
+    ]
+
+
+def measure_chaos(seconds: float = 300.0, seed: int = 0, keep_log: Path | None = None) -> Iterator[Line]:
+    yield from lines(storm(seconds, seed, keep_log=keep_log), seconds)
