@@ -37,8 +37,8 @@ class SsdMoves:
         return True
 
     def ssd_room(self: Any, num_bytes: int) -> Any:
-        """A reservation, if the wear budget and the tier's bound allow it: unused entries make room, then nodes that
-        lose least by it."""
+        """A reservation, if the wear budget and the tier's bound allow it now. If it is full, room is made for later:
+        giving bytes back takes the file system a while."""
         ssd = self.ssd
         if not ssd.store.is_writable or num_bytes > ssd.store.capacity_bytes:
             return None
@@ -47,22 +47,24 @@ class SsdMoves:
             return None
         reservation = ssd.store.reserve(num_bytes)
         if reservation is None:
-            ssd.drop_unused(num_bytes, self.workers["write"])
-            reservation = ssd.store.reserve(num_bytes)
-        if reservation is None:
-            self._drop_spares(num_bytes)
-            reservation = ssd.store.reserve(num_bytes)
-        if reservation is None:
-            self.controller.relieve(Tier.SSD, num_bytes)
-            reservation = ssd.store.reserve(num_bytes)
-        if reservation is not None:
+            self.make_ssd_room(max(num_bytes, ssd.store.capacity_bytes // 64))
+        else:
             ssd.wear.take(num_bytes)
         return reservation
 
-    def _drop_spares(self: Any, num_bytes: int) -> None:
-        """Give up SSD entries whose nodes are all on a faster tier, for at least a 64th of the tier at once."""
-        wanted = max(num_bytes, self.ssd.store.capacity_bytes // 64)
-        for entry in self.ssd.entries():
+    def make_ssd_room(self: Any, num_bytes: int) -> None:
+        """Remove what so many bytes more need: first entries that no node holds, then those whose nodes are all on a
+        faster tier, then nodes that lose least by it."""
+        ssd, writers = self.ssd, self.workers["write"]
+        ssd.drop_unused(ssd.lacking(num_bytes), writers)
+        self._drop_spares(ssd.lacking(num_bytes))
+        lacking = ssd.lacking(num_bytes)
+        if lacking:
+            self.controller.relieve(Tier.SSD, lacking)
+        ssd.reclaim(writers)
+
+    def _drop_spares(self: Any, wanted: int) -> None:
+        for entry in self.ssd.entries() if wanted > 0 else ():
             nodes = [self.nodes[node_id] for node_id in sorted(entry.owners)]
             if wanted > 0 and all(tier_of(node) < Tier.SSD for node in nodes):
                 wanted -= entry.header.payload_bytes

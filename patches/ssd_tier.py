@@ -15,6 +15,8 @@ from sglang_evicpress.tiers.wear import WearBudget
 from sglang_evicpress.tiers.worker import Job, Workers
 
 ENDLESS = 1 << 62
+SLACK_BYTES = 1 << 20
+"""For records, beside the payloads."""
 
 
 class SsdTier:
@@ -27,7 +29,7 @@ class SsdTier:
         self._held: dict[Any, SsdEntry] = {}
         self._open: Callable[[bytes], SsdTier]
         self._held_bytes = 0
-        self._reclaim: Job | None = None
+        self._reclaim: Reclaim | None = None
 
     @classmethod
     def open(
@@ -90,14 +92,27 @@ class SsdTier:
         self.forget(entry.ref, workers)
 
     def forget(self, ref: Any, workers: Workers) -> None:
-        self.store.remove(ref)
-        if self._reclaim is None or self._reclaim.is_finished:
-            self._reclaim = Reclaim(self.store)
-            workers.submit(self._reclaim)
+        """The entry goes; a thread gives its bytes back."""
+        self.store.remove(ref, is_lazy=True)
+        self.reclaim(workers)
+
+    def reclaim(self, workers: Workers) -> None:
+        """Have the bytes of removed entries given back; of those that come while that goes on, right after it."""
+        if self._reclaim is not None and not self._reclaim.is_finished:
+            self._reclaim.is_due_again = True
+            return
+        self._reclaim = Reclaim(self, workers)
+        workers.submit(self._reclaim)
+
+    def lacking(self, num_bytes: int) -> int:
+        """How much more has to be removed before so many bytes fit; 0 when what is removed has only to be given
+        back."""
+        store = self.store
+        return max(0, store.used_bytes - store.dead_bytes + num_bytes + SLACK_BYTES - store.capacity_bytes)
 
     def drop_unused(self, num_bytes: int, workers: Workers) -> None:
         """Make room of entries that no node holds, the oldest first."""
-        for ref in self.store.oldest(num_bytes, self.is_held):
+        for ref in self.store.oldest(num_bytes, self.is_held) if num_bytes > 0 else ():
             self.forget(ref, workers)
 
     def clear(self, workers: Workers) -> None:
@@ -113,12 +128,14 @@ class Reclaim(Job):
 
     rank = 2
 
-    def __init__(self, store: SsdStore) -> None:
+    def __init__(self, tier: SsdTier, workers: Workers) -> None:
         super().__init__()
-        self.store = store
+        self.tier, self.workers = tier, workers
+        self.is_due_again = False
 
     def run(self) -> None:
-        self.store.reclaim()
+        self.tier.store.reclaim()
 
     def finish(self) -> None:
-        """Nothing follows."""
+        if self.is_due_again:
+            self.tier.reclaim(self.workers)

@@ -8,6 +8,7 @@ from typing import Any
 
 from sglang_evicpress.core import Tier
 from sglang_evicpress.patches.load_back import Load, Part
+from sglang_evicpress.patches.node import is_lossy
 from sglang_evicpress.patches.staging import RECENT_S, Check
 from sglang_evicpress.policy.rearrange import Budget
 
@@ -66,7 +67,7 @@ class Upgrades:
     def _raise_on(self: Any, node_id: int, tier: Tier) -> bool:
         """The next step of raising a node; False when it is done, or cannot be any more."""
         node = self.nodes.get(node_id)
-        if node is None or node.lock_ref > 0:
+        if node is None or node.lock_ref > 0 or (node.value is not None and not is_lossy(node)):
             return False
         if node.kv.job is not None:
             return True
@@ -75,6 +76,8 @@ class Upgrades:
             below = node.kv.copies.get(Tier.SSD)
             if tier != Tier.SSD or below is None or below.entry.tried:
                 return False
+            if node.value is not None and not below.is_exact:
+                return False  # it was promoted as it is
             read = self.start_read(below.entry)
             below.entry.tried = read is None
             return read is not None

@@ -12,6 +12,7 @@ AHEAD_SHARE = 1 / 2  # of the pool, and of the host tier, that is taken next: co
 SPARE_SHARE = {False: 1 / 4, True: 1 / 2}  # of the host tier, without and with an SSD below: for such copies at most
 LOW_SHARE, HIGH_SHARE = 1 / 32, 1 / 16  # of the pool: below the first, nodes are released until the second is free
 HOST_LOW_SHARE, HOST_HIGH_SHARE = 1 / 16, 1 / 8  # the same of the host tier
+SSD_LOW_SHARE, SSD_HIGH_SHARE = 1 / 32, 1 / 16  # the same of the SSD tier
 MOST_PLANNED = 512  # nodes that one plan in the background may be about, on average: some milliseconds
 PLAN_SHARE = 1 / 20  # of the time, for plans in the background
 
@@ -32,6 +33,7 @@ class Watermarks:
         now = time.monotonic()
         if self._is_stirred and (is_idle or now >= self._next_plan_s):
             self._is_stirred = False
+            self._keep_ssd_room()
             self.keep_host_room()
             self._keep_gpu_room()
             took = time.monotonic() - now
@@ -82,6 +84,11 @@ class Watermarks:
                 continue
             if not self.start_copy(node, option.tier, planned):
                 break
+
+    def _keep_ssd_room(self: Any) -> None:
+        store = None if self.ssd is None else self.ssd.store
+        if store is not None and store.used_bytes > (1 - SSD_LOW_SHARE) * store.capacity_bytes:
+            self.make_ssd_room(int(SSD_HIGH_SHARE * store.capacity_bytes))
 
     def keep_host_room(self: Any) -> None:
         """Below the low watermark of free host memory nodes go on to the SSD, or are dropped, up to the high one, or to

@@ -131,6 +131,12 @@ def lock_folder(folder: Path) -> int:
     return fd
 
 
+def unlock_folder(fd: int) -> None:
+    """Give the lock back, also when a forked child still has the descriptor."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
+
+
 class Aligned:
     """A payload's chunks as buffers that add up to whole blocks.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
 import threading
 import time
 from collections import Counter
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from sglang_evicpress.tiers.entry import BadEntry, Header, decode, encode, encode_tombstone
-from sglang_evicpress.tiers.files import Files, StoreError, lock_folder, reason_of, round_up
+from sglang_evicpress.tiers.files import Files, StoreError, lock_folder, reason_of, round_up, unlock_folder
 from sglang_evicpress.tiers.index import Index, Place, Ref
 from sglang_evicpress.tiers.recovery import recover
 from sglang_evicpress.tiers.segments import SegmentFiles, check_arriving, gaps
@@ -99,7 +98,7 @@ class SsdStore:
             for number in self._space.doom_excess():
                 self._index.remove_segment(number)
         except OSError as error:
-            os.close(self._lock_fd)
+            unlock_folder(self._lock_fd)
             raise StoreError(f"SSD folder {folder} cannot be read: {error.strerror}") from error
         self._syncer = threading.Thread(target=self._sync_in_background, name="evicpress-ssd-sync", daemon=True)
         if sync == "batch":
@@ -152,14 +151,24 @@ class SsdStore:
             if reservation.is_held:
                 self._space.give_back(reservation, is_written=False)
 
-    def remove(self, ref: Ref) -> None:
-        """Forget an entry, on disk as well; ``reclaim`` gives its space back. Nothing happens if it is gone."""
+    @property
+    def dead_bytes(self) -> int:
+        """Of the bytes used: payloads that are not found any more and that ``reclaim`` gives back."""
+        with self._lock:
+            return sum(self._space.segments[number].dead for number in self._space.touched)
+
+    def remove(self, ref: Ref, *, is_lazy: bool = False) -> None:
+        """Forget an entry, on disk as well; ``reclaim`` gives its space back. Nothing happens if it is gone. A lazy
+        removal touches no file: ``reclaim`` marks the record too, and a server killed before that finds it again."""
         with self._lock:
             place = self._index.remove(ref)
             if place is None:
                 return
             self._space.kill(ref.segment, place.payload_offset, place.payload_bytes, place.record_bytes)
-        self._bury(ref.segment, place.record_offset)
+            if is_lazy:
+                self._space.segments[ref.segment].unburied.append(place.record_offset)
+        if not is_lazy:
+            self._bury(ref.segment, place.record_offset)
 
     def oldest(self, num_bytes: int, is_used: Callable[[Ref], bool]) -> list[Ref]:
         """Entries that are not used, oldest first, whose removal gives that many bytes; all there are if too few."""
@@ -289,7 +298,7 @@ class SsdStore:
         self._disk.close()
         with self._lock:
             self._index = Index()
-        os.close(self._lock_fd)
+        unlock_folder(self._lock_fd)
 
     def _publish(self, reservation: Reservation, header: Header, record: bytes) -> Ref:
         number, edge = reservation.segment, header.edge
