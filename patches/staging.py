@@ -24,22 +24,36 @@ from sglang_evicpress.tiers.payload import layout_of
 from sglang_evicpress.tiers.worker import Job
 
 RECENT_S = 1.0
-"""A host entry that was verified so shortly before is not verified again."""
+"""A host entry that was verified so shortly before is not verified again, nor is a stage opened again."""
+
+MOST_ROUNDS = 3
+"""How often the stage of one request is opened."""
 
 
 class Stage:
-    """What is got ready for one waiting request. ``from_ssd``: the nodes that came from the SSD for it."""
+    """What is got ready for one waiting request. ``from_ssd``: the nodes that came from the SSD for it. It may be
+    opened again: what was ready may have gone while the request still waited."""
 
-    __slots__ = ("begin_s", "deadline_s", "from_ssd", "is_over", "jobs", "looked_at", "req")
+    __slots__ = ("begin_s", "deadline_s", "from_ssd", "is_over", "jobs", "looked_at", "num_rounds", "over_s", "req")
 
     def __init__(self, req: Any) -> None:
         self.req = req
-        self.begin_s = time.perf_counter()
-        self.deadline_s: float | None = None
-        self.is_over = False
+        self.num_rounds = 0
+        self.open()
         self.jobs: list[Job] = []
         self.from_ssd: set[int] = set()
         self.looked_at: set[int] = set()
+
+    def open(self) -> None:
+        self.begin_s = time.perf_counter()
+        self.deadline_s: float | None = None
+        self.is_over = False
+        self.over_s = 0.0
+        self.num_rounds += 1
+
+    def end(self) -> None:
+        self.is_over = True
+        self.over_s = time.perf_counter()
 
 
 class Staging:
@@ -58,8 +72,12 @@ class Staging:
     def is_staging(self: Any, req: Any) -> bool:
         """Whether a waiting request is to be passed over for now."""
         stage = self.stages.get(id(req))
-        if stage is None or stage.is_over:
+        if stage is None:
             return False
+        if stage.is_over:
+            if stage.num_rounds >= MOST_ROUNDS or time.perf_counter() - stage.over_s < RECENT_S:
+                return False
+            stage.open()
         self._advance(stage)
         return not stage.is_over
 
@@ -105,7 +123,8 @@ class Staging:
         """Begin whatever the request still needs and is worth it; over when there is nothing more, or at its
         deadline."""
         if stage.deadline_s is not None and time.perf_counter() > stage.deadline_s:
-            stage.is_over = True
+            stage.end()
+            stage.num_rounds = MOST_ROUNDS
             self.tier_counts["stages_late"] += 1
             return
         lookups = [job for job in stage.jobs if isinstance(job, Lookup)]
@@ -126,7 +145,8 @@ class Staging:
             self._set_deadline(stage, pieces[:num_wanted])
         if not stage.jobs and num_wanted == len(pieces) and len(steps) == len(known):
             self._look_up(stage, key, steps)
-        stage.is_over = not stage.jobs
+        if not stage.jobs:
+            stage.end()
 
     def _fetch(self: Any, stage: Stage, node: Any) -> None:
         copy = node.kv.copies.get(Tier.HOST)
