@@ -15,6 +15,7 @@ import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_evicpress.core import Tier
+from sglang_evicpress.layout import SurvivorLayout
 from sglang_evicpress.patches.node import servable_steps, start_of
 from sglang_evicpress.patches.ssd_moves import Lookup
 from sglang_evicpress.policy.loading import Piece, deadline_s, num_worth_loading
@@ -140,7 +141,8 @@ class Staging:
         pieces = self._pieces(steps[num_resident:])
         num_wanted = num_worth_loading(pieces, self.costs)
         for node, _ in steps[num_resident : num_resident + num_wanted]:
-            self._fetch(stage, node)
+            if node.id in self.nodes:  # the room for those before it may have been its own
+                self._fetch(stage, node)
         if num_wanted:
             self._set_deadline(stage, pieces[:num_wanted])
         if not stage.jobs and num_wanted == len(pieces) and len(steps) == len(known):
@@ -216,11 +218,29 @@ class Staging:
         if job.survivors is not None:
             numbers = torch.frombuffer(bytearray(job.survivors), dtype=torch.uint8)
             layout = layout_of(numbers, header.shape, header.num_slots)
+            if _repeats(path, layout):
+                return
         copy = Copy(
             Tier.SSD, header.form, self.ssd.hold(ref, header), 0, header.num_slots, layout, header.is_lossy_prefix, None
         )
         self.add_absent_leaf(parent, RadixKey(tokens, key.extra_key), copy)
         self.tier_counts["found_again"] += 1
+
+
+def _repeats(path: list[Any], layout: SurvivorLayout) -> bool:
+    """Whether survivors behind a path are of positions that the path holds itself in the same head: the entry is the
+    lower part of a node that was split after it was compressed, and the path holds other KV now (see drop_strays)."""
+    positions = layout.positions
+    for node in path:
+        begin = start_of(node)
+        if node.kv.layout is None:
+            if bool(((positions >= begin) & (positions < begin + len(node.key))).any()):
+                return True
+            continue
+        for held, survivors in zip(node.kv.layout.positions.flatten(0, 1), positions.flatten(0, 1), strict=True):
+            if bool(torch.isin(survivors, held).any()):
+                return True
+    return False
 
 
 class Check(Job):
