@@ -235,7 +235,8 @@ class Tiering:
                 runs = extents.alloc(num_bytes)
         if runs is None and self.ssd is not None:
             for decision in self.policy.plan(Tier.HOST, num_bytes - extents.free_bytes, ready=self.ready):
-                if decision.option.tier == Tier.SSD and decision.source.tier == Tier.HOST:
+                is_move = decision.option.tier == Tier.SSD and decision.source.tier == Tier.HOST
+                if is_move and self.ready.get(decision.node_id):  # else a release before it took its copy
                     self.release(decision.node_id)
             runs = extents.alloc(num_bytes)
         for _ in range(MOST_RELIEFS if is_urgent else 0):

@@ -103,7 +103,9 @@ class Watermarks:
         if self.ssd is None or ahead <= 0:
             return
         for decision in self.policy.plan(Tier.HOST, self._bounded(Tier.HOST, ahead), self.room()):
-            node = self.nodes[decision.node_id]
+            node = self.nodes.get(decision.node_id)
+            if node is None:
+                continue  # it had to make room on the SSD
             is_move = decision.option.tier == Tier.SSD and node.value is None
             if is_move and not self.ready.get(node.id) and not self.start_copy(node, Tier.SSD):
                 break

@@ -58,6 +58,8 @@ class Controller:
         freed = 0
         for decision in self.policy.plan(tier, num_bytes, room, ready=ready):
             option = decision.option
+            if decision.node_id not in self.policy.book.records:
+                continue  # a move before it made room below, which cost it
             self.journal.add(decision, self.now_s, self.value_of_hit)
             if option.is_drop:
                 self.dropped_tokens += self.policy.book.records[decision.node_id].num_tokens
