@@ -32,8 +32,9 @@ class HostCopy:
             self._tensor = tensor
 
     def read(self) -> torch.Tensor:
-        if self._event is not None:
-            self._event.synchronize()
+        event = self._event  # another thread may be here as well
+        if event is not None:
+            event.synchronize()
             self._event = None
         return self._tensor
 
