@@ -37,6 +37,7 @@ class PayloadCopier:
         first = k_buffers[0]
         dtype = str(first.dtype).removeprefix("torch.")
         self.shape = Shape(len(self._buffers), int(first.shape[1]), int(first.shape[2]), dtype, page_size)
+        self._device = first.device
         self._is_cuda = first.is_cuda
 
     @property
@@ -129,7 +130,7 @@ class PayloadCopier:
             stream.synchronize()
 
     def _stream(self, after: Any) -> Any:
-        return _CudaStream(self._streams, after) if self._is_cuda else _NoStream()
+        return _CudaStream(self._streams, self._device, after) if self._is_cuda else _NoStream()
 
 
 class _NoStream:
@@ -141,11 +142,11 @@ class _NoStream:
 
 
 class _CudaStream:
-    """This thread's stream, made current; starts behind ``after``."""
+    """This thread's stream on the pool's device, made current; starts behind ``after``."""
 
-    def __init__(self, local: threading.local, after: Any) -> None:
+    def __init__(self, local: threading.local, device: torch.device, after: Any) -> None:
         if not hasattr(local, "stream"):
-            local.stream = torch.cuda.Stream()
+            local.stream = torch.cuda.Stream(device)  # a thread's own device is the first one
         self._stream = local.stream
         self._after = after
         self._context = torch.cuda.stream(self._stream)
