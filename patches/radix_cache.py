@@ -119,7 +119,10 @@ class EvicPressCache(
             steps = steps[: servable_steps(steps, self.config.min_share)]
             num_resident = sum(node.value is not None for node, _ in steps)
             num_ready = 0 if params.req is None else self.ready_to_load(params.req, steps, num_resident)
-            path = self._take(steps[: num_resident + num_ready])
+            steps = steps[: num_resident + num_ready]  # the last pieces of a compression may be left out by that
+            steps = steps[: servable_steps(steps, self.config.min_share)]
+            num_resident = min(num_resident, len(steps))
+            path = self._take(steps)
         resident = path[:num_resident]
         if params.req is not None:
             params.req.evicpress = self._view_of(resident)
