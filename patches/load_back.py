@@ -20,7 +20,7 @@ from sglang_evicpress.tiers.copies import Copy
 from sglang_evicpress.tiers.worker import Job
 
 LAYER_DEADLINE_S = 0.5
-"""What attention waits for a layer before it is copied by the waiting thread itself."""
+"""What attention waits for a layer; then the waiting thread copies it itself, and those after it that are not there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,8 @@ class Load(Job):
 
     def wait_for(self, layer: int) -> None:
         """Return when the layer is there, or ordered before what this thread's device stream does next."""
-        if not self._here[layer].wait(LAYER_DEADLINE_S):
+        is_given_up = self.num_late > 0 or self.has_run.is_set()
+        if not self._here[layer].wait(0.0 if is_given_up else LAYER_DEADLINE_S):
             self.num_late += 1
             self._copy(layer)
         event = self._events[layer]
@@ -169,7 +170,9 @@ class LoadBack:
         for copy in copies:
             self.host.unpin(copy.entry)
         stage = self.stages.get(id(req))
-        req.storage_hit_length = 0 if stage is None else sum(len(n.key) for n in wanted if n.id in stage.from_ssd)
+        from_ssd = set() if stage is None else stage.from_ssd  # the nodes may have been split since
+        taken = zip(wanted, copies, strict=True)
+        req.storage_hit_length = sum(len(node.key) for node, copy in taken if copy.entry in from_ssd)
         self.tier_counts["loaded_tokens"] += sum(len(node.key) for node in wanted)
         self.tier_counts["loads"] += 1
         req.evicpress = self._view_of(path)
