@@ -32,7 +32,7 @@ MOST_ROUNDS = 3
 
 
 class Stage:
-    """What is got ready for one waiting request. ``from_ssd``: the nodes that came from the SSD for it. It may be
+    """What is got ready for one waiting request. ``from_ssd``: the entries that came from the SSD for it. It may be
     opened again: what was ready may have gone while the request still waited."""
 
     __slots__ = ("begin_s", "deadline_s", "from_ssd", "is_over", "jobs", "looked_at", "num_rounds", "over_s", "req")
@@ -42,7 +42,7 @@ class Stage:
         self.num_rounds = 0
         self.open()
         self.jobs: list[Job] = []
-        self.from_ssd: set[int] = set()
+        self.from_ssd: set[HostEntry] = set()
         self.looked_at: set[int] = set()
 
     def open(self) -> None:
@@ -154,8 +154,10 @@ class Staging:
         copy = node.kv.copies.get(Tier.HOST)
         job: Job | None = None
         if copy is None:
-            job = self.start_read(node.kv.copies[Tier.SSD].entry)
-            stage.from_ssd.add(node.id)
+            read = self.start_read(node.kv.copies[Tier.SSD].entry)
+            if read is not None:
+                job = read
+                stage.from_ssd.add(read.host)
         elif not self._is_ready(stage, node):
             if copy.entry.check is None:
                 copy.entry.check = Check(self, copy.entry)
