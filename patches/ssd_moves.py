@@ -88,7 +88,8 @@ class SsdMoves:
         """Give every node with a piece of the host entry the same piece on SSD."""
         for node in [self.nodes[node_id] for node_id in sorted(entry.owners)]:
             copy = node.kv.copies[Tier.HOST]
-            self.add_copy(node, replace(copy, tier=Tier.SSD, entry=ssd))
+            if node.id not in ssd.owners:  # else giving it up first could be the end of the entry
+                self.add_copy(node, replace(copy, tier=Tier.SSD, entry=ssd))
             is_leaving, node.kv.is_leaving = node.kv.is_leaving, False
             if is_leaving and node.lock_ref == 0 and node.value is None:
                 self.release(node.id)
