@@ -195,6 +195,8 @@ class SsdStore:
         with self._lock:
             if not reservation.is_held:
                 raise ValueError("the reservation is not held any more: expected a new one for every write")
+            if self._stop.is_set():
+                raise OSError(errno.ESHUTDOWN, "the store is closed")  # and the folder may be another's by now
             reservation.is_held = False
             self._num_writing += 1
         ref: Ref | None = None
