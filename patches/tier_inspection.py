@@ -210,6 +210,8 @@ class TierInspection:
         if self.host is None:
             return
         deadline = time.monotonic() + CLOSE_S
+        for load in self.loads:
+            load.join()  # what is still arriving cannot be copied yet
         self._spill(deadline - 1.0)
         while time.monotonic() < deadline and (self.workers["write"].num_pending or self.workers["copy"].num_pending):
             self.arrival.wait(0.01)
@@ -233,6 +235,8 @@ class TierInspection:
             while time.monotonic() < deadline_s and not self.start_copy(node, Tier.SSD) and self.num_pending_jobs:
                 self.arrival.wait(0.01)
                 self.tick()
+                if node.id not in self.nodes:
+                    break  # it had to make room
             if time.monotonic() >= deadline_s:
                 return
 
