@@ -409,9 +409,10 @@ class BackUp(Job):
     def finish(self) -> None:
         cache = self.cache
         cache._copying_bytes -= self.num_bytes
-        node = cache.nodes.get(self.node_id)
+        node, is_leaving = cache.nodes.get(self.node_id), False
         if node is not None and node.kv.job is self:
             node.kv.job = None
+            is_leaving, node.kv.is_leaving = node.kv.is_leaving, False
         if self.error is not None:
             cache.tier_errors[f"host_{self.error}"] += 1
         elif node is not None and node.kv.version == self.version:
@@ -422,7 +423,6 @@ class BackUp(Job):
             cache.tier_counts["backed_up"] += 1
             if self.goes_on:
                 cache.start_write(self.entry)
-            is_leaving, node.kv.is_leaving = node.kv.is_leaving, False
             if is_leaving and node.lock_ref == 0 and not has_child_on_gpu(node):
                 cache.release(node.id)
         else:
