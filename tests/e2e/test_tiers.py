@@ -1,0 +1,52 @@
+"""The real server's KV on host memory and SSD: same answers after every move, and after every kind of end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from foundation.reference import make_peaky_model
+from testbed.server import Server
+from tiers.identical import arguments, ask_all, draw_questions, exact_line, lossy_line
+from tiers.prompts import Question
+from tiers.restart import measure_restart
+
+pytestmark = [pytest.mark.e2e, pytest.mark.sglang, pytest.mark.slow]
+
+NUM_REQUESTS = 40
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_peaky_model(tmp_path_factory.mktemp("models") / "peaky")
+
+
+@pytest.fixture(scope="module")
+def asked(model: Path) -> Iterator[tuple[list[Question], int, int]]:
+    yield draw_questions(model, NUM_REQUESTS, seed=1)
+
+
+def test_answers_are_those_of_a_server_without_cache_after_moves_through_every_tier(
+    tmp_path: Path, model: Path, asked: tuple[list[Question], int, int]
+) -> None:
+    questions, num_seen, num_controls = asked
+    with Server(*arguments(tmp_path / "ssd", 16, "--kv-forms", "exact"), model=model) as server:
+        line = exact_line(ask_all(server, questions, seed=1), num_seen, num_controls)
+    assert line.ok, f"{line.target}, measured {line.figure}"
+
+
+def test_compressed_nodes_move_through_every_tier_and_leave_the_cache_whole(
+    tmp_path: Path, model: Path, asked: tuple[list[Question], int, int]
+) -> None:
+    with Server(*arguments(tmp_path / "ssd", 1), model=model) as server:
+        line = lossy_line(ask_all(server, asked[0], seed=2, is_exact=False))
+    assert line.ok, f"{line.target}, measured {line.figure}"
+
+
+def test_the_next_server_hits_what_the_last_one_left_and_serves_nothing_that_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVICPRESS_SSD", str(tmp_path))
+    missed = [line for line in measure_restart(seed=1, with_others=False) if not line.ok]
+    assert not missed, "\n".join(f"{line.what}: {line.target}, measured {line.figure}" for line in missed)
