@@ -14,11 +14,15 @@ from collections.abc import Callable, Iterator
 
 from foundation.report import Line, print_line
 from tiers.bandwidth import measure_bandwidth
+from tiers.chaos import measure_chaos
 from tiers.fragmentation import measure_fragmentation
 from tiers.host import measure_host
+from tiers.identical import measure_identical
 from tiers.index import measure_index
 from tiers.kills import measure_kills
+from tiers.restart import measure_restart
 from tiers.roundtrip import measure_roundtrip
+from tiers.ttft import measure_ttft
 
 
 def parts() -> dict[str, Callable[[], Iterator[Line]]]:
@@ -30,6 +34,10 @@ def parts() -> dict[str, Callable[[], Iterator[Line]]]:
         "fragmentation": measure_fragmentation,
         "index": measure_index,
         "kills": measure_kills,
+        "ttft": measure_ttft,
+        "restart": measure_restart,
+        "identical": measure_identical,
+        "chaos": measure_chaos,
     }
 
 
