@@ -208,9 +208,6 @@ class Inspection:
             if len(slots) != num_slots(node) or int((node.value != 0).sum()) != len(slots):
                 yield f"{name} holds {len(slots)} slots but counts {num_slots(node)}"
             yield from self._layout_violations(node)
-            is_leaf = node.lock_ref == 0 and all(child.value is None for child in node.children.values())
-            if is_leaf != (node in self.evictable_leaves):
-                yield f"{name} is {'missing from' if is_leaf else 'wrongly in'} the evictable leaves"
         if len(self.nodes) != len(owners):
             yield f"the table knows {len(self.nodes)} nodes, the tree holds {len(owners)}"
         protected += self.num_private_slots

@@ -194,7 +194,5 @@ class LoadBack:
         else:
             self.evictable_size_ += len(slots)
         self._spare[node.id] = None
-        self._update_leaf_status(node)
-        self._update_leaf_status(node.parent)
         self._record_store_event(node)
         self.note(node)

@@ -200,7 +200,6 @@ class EvicPressCache(
                 delta -= num_slots(node)
                 self.policy.lock(node.id, True)
             node.lock_ref += 1
-            self._update_leaf_status(node)
             node = node.parent
         self.evictable_size_ += delta
         self.protected_size_ -= delta
@@ -215,7 +214,6 @@ class EvicPressCache(
                 delta += num_slots(node)
                 self.policy.lock(node.id, False)
             node.lock_ref -= 1
-            self._update_leaf_status(node)
             node = node.parent
         self.evictable_size_ += delta
         self.protected_size_ -= delta
@@ -277,8 +275,6 @@ class EvicPressCache(
         node.kv.weight = weight_of_new(self.value_of_hit(), parent.kv.weight, num_siblings)
         self.nodes[node.id] = node
         self.evictable_size_ += len(key)
-        self._update_leaf_status(parent)
-        self._update_leaf_status(node)
         self._record_store_event(node)
         self.note(node)
         return node
@@ -308,8 +304,6 @@ class EvicPressCache(
         if Tier.HOST in kv.copies:
             self._spare[node.id] = None
         self.evictable_size_ += len(node.key)
-        self._update_leaf_status(node)
-        self._update_leaf_status(node.parent)
         self._record_store_event(node)
         self.note(node)
         self.drop_strays(node)
@@ -467,6 +461,10 @@ class EvicPressCache(
 
     def _key_of(self, token_ids: Any, req: Any) -> RadixKey:
         return RadixKey(token_ids, req.extra_key).page_aligned(self.page_size)
+
+    def _update_leaf_status(self, node: Any) -> None:
+        """SGLang's set of leaves to evict stays empty: the policy's book knows, and to look at all children for every
+        lock and release is slow below a prefix that many contexts share."""
 
     def _delete_leaf(self, node: Any) -> None:
         self.evictable_size_ += len(node.key) - num_slots(node)  # RadixCache takes off the logical length

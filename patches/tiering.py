@@ -179,8 +179,6 @@ class Tiering:
         self.show(node)
         self.token_to_kv_pool_allocator.free(slots.clone())
         self.evictable_size_ -= freed
-        self._update_leaf_status(node)
-        self._update_leaf_status(node.parent)
         self._record_remove_event(node)
         self.note(node)
 
