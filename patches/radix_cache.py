@@ -307,6 +307,10 @@ class EvicPressCache(
         self._record_store_event(node)
         self.note(node)
         self.drop_strays(node)
+        for child in node.children.values():
+            if child.value is None:
+                self.back_up_parent(child)
+                break
 
     def _replace(self, node: Any, value: torch.Tensor, is_lossy_prefix: bool) -> None:
         """Give an unlocked lossy node the KV a request computed for the same tokens: an upgrade."""

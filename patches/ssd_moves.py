@@ -164,6 +164,7 @@ class Read(Job):
         entry.read = None
         if self.error is None:
             cache.tier_counts["read"] += 1
+            cache.ssd_seen_s = time.perf_counter()
             cache.arrived(entry, self.host)
             num_bytes = entry.header.payload_bytes
             cache.observe_load(Tier.SSD, num_bytes, self.seconds + cache.costs.load_seconds(Tier.HOST, num_bytes))

@@ -27,6 +27,9 @@ from sglang_evicpress.tiers.worker import Job
 RECENT_S = 1.0
 """A host entry that was verified so shortly before is not verified again, nor is a stage opened again."""
 
+EXPLORE_S = 10.0
+"""After so long without a read from the SSD one is made to see what it costs."""
+
 MOST_ROUNDS = 3
 """How often the stage of one request is opened."""
 
@@ -62,6 +65,7 @@ class Staging:
 
     def open_stages(self: Any) -> None:
         self.stages: dict[int, Stage] = {}
+        self.ssd_seen_s = time.perf_counter()
 
     def begin_stage(self: Any, req: Any) -> None:
         """A request has entered the waiting queue."""
@@ -145,6 +149,7 @@ class Staging:
                 self._fetch(stage, node)
         if num_wanted:
             self._set_deadline(stage, pieces[:num_wanted])
+        self._explore([node for node, _ in steps[num_resident + num_wanted :]])
         if not stage.jobs and num_wanted == len(pieces) and len(steps) == len(known):
             self._look_up(stage, key, steps)
         if not stage.jobs:
@@ -165,6 +170,17 @@ class Staging:
             job = copy.entry.check
         if job is not None:
             stage.jobs.append(job)
+
+    def _explore(self: Any, unwanted: list[Any]) -> None:
+        """Now and then read an SSD entry that is taken to come too late, with nobody waiting for it: a disk that was
+        slow once would otherwise never be seen to be fast again."""
+        now = time.perf_counter()
+        for node in unwanted:
+            copy = node.kv.copies.get(Tier.SSD)
+            if now - self.ssd_seen_s < EXPLORE_S or node.id not in self.nodes:
+                return
+            if copy is not None and Tier.HOST not in node.kv.copies and self.start_read(copy.entry) is not None:
+                self.ssd_seen_s = now
 
     def _set_deadline(self: Any, stage: Stage, pieces: list[Piece]) -> None:
         load_s = sum(self.costs.load_seconds(piece.tier, piece.num_bytes) for piece in pieces)

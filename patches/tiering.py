@@ -181,6 +181,14 @@ class Tiering:
         self.evictable_size_ -= freed
         self._record_remove_event(node)
         self.note(node)
+        self.back_up_parent(node)
+
+    def back_up_parent(self: Any, node: Any) -> None:
+        """A node that is not on the GPU holds its parent there until that has a copy: see that it gets one."""
+        parent = node.parent
+        is_held = parent is not self.root_node and parent.value is not None
+        if is_held and not self.ready.get(parent.id) and parent.kv.job is None:
+            self.start_copy(parent, Tier.HOST, is_modest=True)
 
     def send(self: Any, node_id: int, tier: Tier, form: Form) -> int:
         """Bring a node to ``form`` on a lower tier: at once where that is there already, else once it was copied.
@@ -194,9 +202,9 @@ class Tiering:
         node.kv.is_leaving = self.start_copy(node, tier)
         return freed
 
-    def start_copy(self: Any, node: Any, tier: Tier, keep: Collection[int] = ()) -> bool:
+    def start_copy(self: Any, node: Any, tier: Tier, keep: Collection[int] = (), *, is_modest: bool = False) -> bool:
         """Begin to copy what a node holds to a lower tier. False when there is no room or no budget for it; the spare
-        copies of the nodes ``keep`` do not make room."""
+        copies of the nodes ``keep`` do not make room, and nothing does for a modest copy."""
         if node.value is None:
             copy = node.kv.copies.get(Tier.HOST)
             return copy is not None and tier == Tier.SSD and self.start_write(copy.entry)
@@ -205,10 +213,10 @@ class Tiering:
             return tier == Tier.SSD and self.start_write(copy.entry)
         if node.kv.job is not None or self._copying_bytes > MOST_COPIED_SHARE * self.host.num_bytes:
             return False
-        sizes = self.copier.sizes(size_of(node), node.kv.layout is not None)
-        runs = self.host_room(sum(sizes), keep=keep)
+        num_bytes = max(1, sum(self.copier.sizes(size_of(node), node.kv.layout is not None)))  # or all are holes
+        runs = self.host.arena.extents.alloc(num_bytes) if is_modest else self.host_room(num_bytes, keep=keep)
         if runs is None:
-            self._host_wanted = max(self._host_wanted, sum(sizes))
+            self._host_wanted = max(self._host_wanted, num_bytes)
             self.tier_counts["copies_without_room"] += 1
             return False
         BackUp(self, node, runs, goes_on=tier == Tier.SSD).start()

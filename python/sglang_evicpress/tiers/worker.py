@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 class Job(ABC):
     """Work in two parts: ``run`` on a worker thread, then ``finish`` on the scheduler thread, always, also after a
-    failure, which ``error`` then names by reason. ``rank``: lower ones are taken first. ``seconds``: from submission to
-    the end of ``run``, after which ``has_run`` is set. ``is_finished``: ``finish`` is due or over."""
+    failure, which ``error`` then names by reason. ``rank``: lower ones are taken first. ``seconds``: what
+    ``run`` took, after which ``has_run`` is set. ``is_finished``: ``finish`` is due or over."""
 
     rank = 1
 
@@ -28,7 +28,6 @@ class Job(ABC):
         self.error: str | None = None
         self.has_run = threading.Event()
         self.is_finished = False
-        self.submitted_s = 0.0
         self.seconds = 0.0
 
     @abstractmethod
@@ -60,7 +59,6 @@ class Workers:
             thread.start()
 
     def submit(self, job: Job) -> None:
-        job.submitted_s = time.perf_counter()
         self.num_pending += 1
         with self._wake:
             heapq.heappush(self._queue, (job.rank, next(self._numbers), job))
@@ -92,6 +90,7 @@ class Workers:
                 if self._is_closed:
                     return
                 job = heapq.heappop(self._queue)[2]
+            begin = time.perf_counter()
             try:
                 job.run()
             except BadEntry as error:
@@ -102,7 +101,7 @@ class Workers:
             except Exception:  # a job that failed is a miss; what it was for is counted and recomputed
                 job.error = "internal"
                 logger.exception("evicpress: %s failed", type(job).__name__)
-            job.seconds = time.perf_counter() - job.submitted_s
+            job.seconds = time.perf_counter() - begin
             self._done.append(job)
             job.has_run.set()
             self._arrival.set()
