@@ -220,6 +220,21 @@ class TierWalk(Walk):
     def settle(self) -> None:
         self.until(lambda: self.cache.num_pending_jobs == 0)
 
+    def end_all(self) -> None:
+        while self.running:
+            self.finish()
+        while self.waiting:
+            self.leave()
+        self.cache.keep_stages([])
+
+    def rest(self) -> None:
+        """An idle server betters what it holds."""
+        self.end_all()
+        self.cache._next_look_s = 0.0
+        for _ in range(self.rng.randrange(1, 20)):
+            self.cache.arrival.wait(0.002)
+            self.tick()
+
     # ---- what an operator, the policy and bad luck do
 
     def demote(self) -> None:
@@ -352,7 +367,15 @@ class TierWalk(Walk):
 
     def step(self, steps: int) -> None:
         scheduling = {self.arrive: 6, self.leave: 1, self.start: 6, self.decode: 4, self.resume: 3, self.finish: 6}
-        memory = {self.press: 3, self.evict: 2, self.demote: 12, self.tick: 6, self.settle: 3, self.flush: 0.3}
+        memory = {
+            self.press: 3,
+            self.evict: 2,
+            self.demote: 12,
+            self.tick: 6,
+            self.settle: 3,
+            self.flush: 0.3,
+            self.rest: 0.7,
+        }
         luck = {self.flip_host: 1, self.spoil_ssd: 0.5, self.change_ssd: 0.4, self.reset: 0.1}
         moves = scheduling | memory | luck
         for _ in range(steps):
@@ -361,11 +384,7 @@ class TierWalk(Walk):
 
     def run(self, steps: int) -> None:
         self.step(steps)
-        while self.running:
-            self.finish()
-        while self.waiting:
-            self.leave()
-        self.cache.keep_stages([])
+        self.end_all()
         self.settle()
         self.check()
         self.check_rows()
@@ -699,17 +718,24 @@ def test_kv_computed_anew_for_a_path_of_absent_nodes_all_finds_its_place(opened:
     walk.check()
 
 
-def test_survivors_from_above_a_split_are_not_served_behind_exact_kv(opened: Callable[..., TierWalk]) -> None:
+@pytest.mark.parametrize("is_restarted", [False, True])
+@pytest.mark.parametrize("is_upper_gone", [False, True])
+def test_survivors_from_above_a_split_are_only_served_behind_what_they_were_split_from(
+    opened: Callable[..., TierWalk], is_restarted: bool, is_upper_gone: bool
+) -> None:
     walk = opened()
     tokens, upper, lower = parted(walk)
     for node in (lower, upper):
         sent(walk, node, Tier.SSD)
-    walk.close()
-    walk = opened(law=CHEAP)
-    assert walk.cache.ssd.store.num_entries == 2
-    walk.serve([*tokens[:60], 59])
-    walk.stamp(DEAR)
-    walk.serve([*tokens, 59])
+    if is_restarted:
+        walk.close()
+        walk = opened()
+        assert walk.cache.ssd.store.num_entries == 2
+    if is_upper_gone:
+        walk.stamp(CHEAP)
+        walk.serve([*tokens[:60], 59])  # computes the upper part anew
+        walk.stamp(DEAR)
+    assert walk.serve([*tokens, 59]) == (0 if is_upper_gone else 120)
     walk.check()
     walk.check_rows()
 
