@@ -100,8 +100,8 @@ class TierInspection:
             raise ValueError(f"there is no {tier.label} tier: expected one of {_labels(self.tiers[1:])}")
         if node.lock_ref > 0:
             raise NodeBusy(node_id)
-        if tier_of(node) >= tier:
-            raise ValueError(f"node {node_id} is on tier {tier_of(node).label}: expected a tier below that")
+        if tier_of(node) > tier:
+            raise ValueError(f"node {node_id} is on tier {tier_of(node).label} already: expected a tier below that")
         above = [child.id for child in node.children.values() if tier_of(child) < tier]
         if above:
             raise ValueError(f"node {node_id} has children above tier {tier.label}, such as {above[0]}: move it first")
