@@ -22,7 +22,7 @@ NUM_LOSSY = 120
 NUM_CONTROLS = 30
 CHECK_EVERY = 20
 POOL_SLOTS = 4096
-LEAST_SHARE = 0.2
+LEAST_SHARE = 0.1
 """Of all requests: at least so many must have got KV from the host, and so many from the SSD."""
 
 
@@ -85,11 +85,11 @@ def ask_all(server: Server, questions: Sequence[Question], seed: int, *, is_exac
 
 
 def _move_down(server: Server, rng: random.Random, outcome: Outcome) -> None:
-    way = rng.choice(("nothing", "nothing", "flush gpu", "flush host", "host", "ssd", "all to ssd"))
+    way = rng.choice(("nothing", "flush gpu", "flush host", "host", "ssd", "all to host", "all to ssd"))
     if way.startswith("flush"):
         server.post(f"/evicpress/flush?tier={way[6:]}")
-    elif way == "all to ssd":
-        outcome.problems += push_down(server, "ssd", lambda node: node["start"] + node["num_tokens"] >= 64)
+    elif way.startswith("all to"):
+        outcome.problems += push_down(server, way[7:])
     elif way != "nothing":
         nodes = [node["id"] for node in nodes_of(server)]
         chosen = set(rng.sample(nodes, len(nodes) // 3))
