@@ -212,7 +212,7 @@ class TierInspection:
         deadline = time.monotonic() + CLOSE_S
         for load in self.loads:
             load.join()  # what is still arriving cannot be copied yet
-        self._spill(deadline - 1.0)
+        self._save_for_the_next(deadline - 1.0)
         while time.monotonic() < deadline and (self.workers["write"].num_pending or self.workers["copy"].num_pending):
             self.arrival.wait(0.01)
             self.tick()
@@ -221,7 +221,7 @@ class TierInspection:
         if self.ssd is not None:
             self.ssd.store.close()
 
-    def _spill(self: Any, deadline_s: float) -> None:
+    def _save_for_the_next(self: Any, deadline_s: float) -> None:
         """Write to the SSD what the next server would sooner read than compute, the most used first."""
         if self.ssd is None:
             return
