@@ -29,10 +29,11 @@ SSD_GB = 0.064
 CHECK_S = 5.0
 CLIENT_TIMEOUT_S = 60.0
 SETTLE_S = 60.0
-RATES = "delay=0.1:0.02,eio=0.01,enospc=0.01,short=0.02,flip=0.03,lost=0.01"
+RATES = "delay=0.1:0.02,eio=0.01,enospc=0.01,short=0.02,flip=0.06,lost=0.01"
 """Of every read, write, append, sync, ... and, for delays and flips, of every check and copy on the host."""
 
 LEAST_REASONS = 3
+MOST_UNCOUNTED_BYTES = 1 << 20  # what the file system needs for itself
 
 
 def arguments(folder: Path, page_size: int) -> tuple[str, ...]:
@@ -47,7 +48,8 @@ def arguments(folder: Path, page_size: int) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a storm left. ``errors``: of the tiers, by reason, as the server counts them."""
+    """What a storm left. ``errors``: of the tiers, by reason, as the server counts them. ``ssd_left_bytes``: of the
+    disk after the flush, for what could not be given back because of a fault."""
 
     num_requests: int = 0
     num_tokens: int = 0
@@ -55,6 +57,7 @@ class Outcome:
     num_hung: int = 0
     num_cut: int = 0
     num_checks: int = 0
+    ssd_left_bytes: int = 0
     sources: Counter[str] = field(default_factory=Counter)
     moves: Counter[str] = field(default_factory=Counter)
     counts: dict[str, int] = field(default_factory=dict)
@@ -212,6 +215,11 @@ class Chaos:
         if left:
             self._report(f"after the flush: {left}")
         self._check()
+        counted = self.server.get("/evicpress/tiers")["tiers"]["ssd"]["used_bytes"]
+        blocks = sum(path.stat().st_blocks for path in self._folder.glob("rank-*/*"))
+        self.outcome.ssd_left_bytes = 512 * blocks
+        if 512 * blocks > counted + MOST_UNCOUNTED_BYTES:
+            self._report(f"after the flush: {512 * blocks} bytes on the disk, {counted} of them counted")
 
     def _left(self) -> str:
         """What should not be there once nothing runs and all was flushed; nothing is fine."""
@@ -275,7 +283,8 @@ def lines(outcome: Outcome, seconds: float, rates: str = RATES) -> list[Line]:
             "no wrong output, no hung request, the cache whole at every check, no leaked slot or byte, server alive",
             f"{outcome.num_requests} requests ({outcome.num_tokens} tokens), {outcome.num_wrong} wrong, "
             f"{outcome.num_hung} hung, {outcome.num_cut} cut off, {outcome.num_checks} checks, "
-            f"{len(others)} other problems" + (f"; first: {outcome.problems[0][:300]}" if outcome.problems else ""),
+            f"{len(others)} other problems, {outcome.ssd_left_bytes} bytes left on the disk"
+            + (f"; first: {outcome.problems[0][:300]}" if outcome.problems else ""),
             not outcome.problems and outcome.num_requests > 0 and outcome.num_checks > 1,
         ),
         Line(
