@@ -114,6 +114,8 @@ class TierInspection:
         while not is_there() and time.monotonic() < deadline:
             if node.kv.job is None and not node.kv.is_leaving:
                 self.send(node_id, tier if node.value is None else Tier.HOST, node.kv.form)
+            if not is_there() and not self.num_pending_jobs:
+                break  # there is no room, or nothing may be written now
             self._settle(is_there)
         found = self.nodes.get(node_id)
         if found is None:
