@@ -30,8 +30,10 @@ class HookPoint:
 _COMMON = "sglang.srt.mem_cache.common"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 _RADIX = "sglang.srt.mem_cache.radix_cache.RadixCache"
 _POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
+_KV_CACHE = "sglang.srt.mem_cache.memory_pool.KVCache"
 _ALLOCATOR = "sglang.srt.mem_cache.allocator"
 _ATTENTION = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend"
 
@@ -120,6 +122,11 @@ HOOK_POINTS = (
     ),
     HookPoint(f"{_SCHEDULER}._add_request_to_queue", "hook", "scheduler", ("self", "req", "is_retracted")),
     HookPoint(f"{_SCHEDULER}.get_next_batch_to_run", "hook", "scheduler", ("self",)),
+    HookPoint(f"{_SCHEDULER}.on_idle", "hook", "scheduler", ("self",)),
+    HookPoint(
+        f"{_ADDER}.add_one_req", "hook", "scheduler", ("self", "req", "has_chunked_req", "truncation_align_size")
+    ),
+    HookPoint("sglang.srt.managers.schedule_policy.AddReqResult.CONTINUE", "read", "scheduler", None),
     HookPoint(f"{_SCHEDULER}.run_batch", "hook", "scheduler", ("self", "batch", "pp_proxy_tensors")),
     HookPoint(f"{_SCHEDULER}.process_batch_result", "hook", "scheduler", ("self", "batch", "result")),
     HookPoint("sglang.srt.managers.io_struct.hook_custom_types", "seam", "scheduler", ("new_types",)),
@@ -162,6 +169,11 @@ HOOK_POINTS = (
     HookPoint(f"{_RADIX}._delete_leaf", "read", "scheduler", ("self", "node")),
     HookPoint(f"{_RADIX}._update_leaf_status", "read", "scheduler", ("self", "node")),
     HookPoint("sglang.srt.mem_cache.radix_cache.TreeNode.__init__", "read", "scheduler", ("self", "id", "priority")),
+    # loads, as the hierarchical cache has them
+    HookPoint(
+        "sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache.init_load_back", "read", "scheduler", ("self", "params")
+    ),
+    HookPoint(f"{_KV_CACHE}.register_layer_transfer_counter", "read", "scheduler", ("self", "layer_transfer_counter")),
     # the pool and its allocators
     HookPoint(f"{_ALLOCATOR}.token.TokenToKVPoolAllocator.free", "read", "scheduler", ("self", "free_index")),
     HookPoint(f"{_ALLOCATOR}.paged.PagedTokenToKVPoolAllocator.free", "read", "scheduler", ("self", "free_index")),
