@@ -1,0 +1,143 @@
+"""The profile of one context: what was measured of its quality in every form that was tried."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+
+from sglang_evicpress.core import Form
+from sglang_evicpress.profiler.evidence import Evidence
+from sglang_evicpress.tiers.identity import PathHash, Tokens, token_bytes
+
+BLOCK_TOKENS = 64
+"""Contexts are told apart by whole blocks of tokens, so that it does not matter where exactly a question begins."""
+
+FORMS_VERSION = 1
+"""Raised whenever a press keeps other tokens than before: what was measured of it holds no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """``key`` (16 bytes) is the hash of the context's first ``num_tokens`` tokens, whole blocks, in its namespace.
+
+    ``forms`` has the evidence of each measured form: qualities in [0, 1], one per query, by the scorer called
+    ``scorer``. ``query_set`` (16 hex digits) tells which ``num_queries`` queries were asked, ``measured_s`` when, in
+    Unix seconds.
+    """
+
+    key: bytes
+    num_tokens: int
+    forms: Mapping[Form, Evidence]
+    scorer: str
+    query_set: str
+    num_queries: int
+    measured_s: float
+
+    def merged(self, earlier: Profile | None) -> Profile:
+        """This profile together with an ``earlier`` one of the same context by the same scorer, whose evidence counts
+        for at most as much as this one's; of another scorer nothing is taken over.
+        """
+        if earlier is None or earlier.scorer != self.scorer:
+            return self
+        forms = dict(earlier.forms)
+        for form, evidence in self.forms.items():
+            known = forms.get(form)
+            forms[form] = evidence if known is None else evidence.plus(known.aged(evidence.count))
+        return replace(self, forms=forms)
+
+    def to_json(self) -> dict[str, object]:
+        """What ``from_json`` reads; evidence is [count, mean, squares]."""
+        return {
+            "key": self.key.hex(),
+            "num_tokens": self.num_tokens,
+            "forms": {str(form): [seen.count, seen.mean, seen.squares] for form, seen in self.forms.items()},
+            "scorer": self.scorer,
+            "query_set": self.query_set,
+            "num_queries": self.num_queries,
+            "measured_s": self.measured_s,
+        }
+
+    @classmethod
+    def from_json(cls, obj: object) -> Profile:
+        """Raises ValueError, one sentence naming the field and what is accepted."""
+        if not isinstance(obj, Mapping) or set(obj) != _FIELDS:
+            given = sorted(obj) if isinstance(obj, Mapping) else obj
+            raise ValueError(f"profile has {given!r:.200}: expected an object with {', '.join(sorted(_FIELDS))}")
+        key, forms = obj["key"], obj["forms"]
+        if not isinstance(key, str) or not _KEY.fullmatch(key):
+            raise ValueError(f"profile has key {key!r:.100}: expected 32 hex digits")
+        if not isinstance(forms, Mapping) or not forms:
+            raise ValueError(f"profile {key} has forms {forms!r:.100}: expected an object of at least one form")
+        if not isinstance(obj["query_set"], str) or not _QUERY_SET.fullmatch(obj["query_set"]):
+            raise ValueError(f"profile {key} has query_set {obj['query_set']!r:.100}: expected 16 hex digits")
+        if not isinstance(obj["scorer"], str) or not _SCORER.fullmatch(obj["scorer"]):
+            raise ValueError(f"profile {key} has scorer {obj['scorer']!r:.100}: expected a name such as logprob")
+        num_tokens, num_queries = (_whole(key, name, obj[name]) for name in ("num_tokens", "num_queries"))
+        if num_tokens % BLOCK_TOKENS:
+            raise ValueError(f"profile {key} has num_tokens {num_tokens}: expected whole blocks of {BLOCK_TOKENS}")
+        measured_s = obj["measured_s"]
+        if isinstance(measured_s, bool) or not isinstance(measured_s, int | float) or not 0 <= measured_s < 1e11:
+            raise ValueError(f"profile {key} has measured_s {measured_s!r:.100}: expected Unix seconds")
+        evidence = {_form(key, text): _evidence(key, text, figures) for text, figures in forms.items()}
+        return cls(
+            bytes.fromhex(key), num_tokens, evidence, obj["scorer"], obj["query_set"], num_queries, float(measured_s)
+        )
+
+
+_FIELDS = {"key", "num_tokens", "forms", "scorer", "query_set", "num_queries", "measured_s"}
+_KEY = re.compile(r"[0-9a-f]{32}")
+_QUERY_SET = re.compile(r"[0-9a-f]{16}")
+_SCORER = re.compile(r"[a-z0-9-]{1,32}")
+
+
+def _whole(key: str, name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**53:
+        raise ValueError(f"profile {key} has {name} {value!r:.100}: expected a whole number of at least 1")
+    return value
+
+
+def _form(key: str, text: object) -> Form:
+    try:
+        form = Form.parse(str(text))
+    except ValueError as error:
+        raise ValueError(f"profile {key}: {error}") from None
+    if form.is_exact:
+        raise ValueError(f"profile {key} has form 'exact', whose quality is 1 by definition: expected lossy forms")
+    return form
+
+
+def _evidence(key: str, text: object, figures: object) -> Evidence:
+    accepted = "expected [count, mean, squares] with count at least 1 and a mean from 0 to 1"
+    where = f"profile {key} has {figures!r:.100} for form {text}"
+    if not isinstance(figures, Sequence) or isinstance(figures, str) or len(figures) != 3:
+        raise ValueError(f"{where}: {accepted}")
+    if any(isinstance(figure, bool) or not isinstance(figure, int | float) for figure in figures):
+        raise ValueError(f"{where}: {accepted}")
+    try:
+        evidence = Evidence(*(float(figure) for figure in figures))
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"{where} ({error}): {accepted}") from None
+    if evidence.count < 1.0 or not 0.0 <= evidence.mean <= 1.0:
+        raise ValueError(f"{where}: {accepted}")
+    return evidence
+
+
+def context_keys(identity: bytes, namespace: str | None, tokens: Tokens) -> list[bytes]:
+    """The keys of the contexts that end after one, two, ... whole blocks of ``tokens``.
+
+    ``identity`` (16 bytes) is that of the model, the tokenizer and the version of the forms.
+    """
+    path = PathHash(identity, namespace)
+    keys = []
+    for end in range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS):
+        path.update(tokens[end - BLOCK_TOKENS : end])
+        keys.append(path.key)
+    return keys
+
+
+def query_set(queries: Sequence[Tokens]) -> str:
+    """16 hex digits for these queries, whatever their order."""
+    digests = sorted(sha256(token_bytes(query)).digest() for query in queries)
+    return sha256(b"".join(digests)).hexdigest()[:16]
