@@ -1,0 +1,154 @@
+"""How requests reach a server and what its refusals mean; ``HttpTransport`` sends them over the network."""
+
+from __future__ import annotations
+
+import time
+import urllib.request
+from collections.abc import Mapping
+from http.client import HTTPException
+from typing import Any, Protocol
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
+
+import orjson
+
+from sglang_evicpress.profiler.engine import EngineError, ShadowLost, ShadowRefused
+
+Json = dict[str, Any]
+
+
+class BadRequest(EngineError):
+    """The server accepts no such value (status 400)."""
+
+
+class NotThere(EngineError):
+    """The server knows no such route, shadow or profile (status 404)."""
+
+
+def refusal(status: int, reason: str, where: str) -> EngineError:
+    """What to raise for an answer of ``status`` to the request ``where``, such as ``POST http://...``.
+
+    Of 409, the first words of the server's ``reason`` tell what it means: "no room" that later there may be some,
+    "the shadow is gone" that it is.
+    """
+    kinds: dict[int, type[EngineError]] = {400: BadRequest, 404: NotThere}
+    kind = kinds.get(status, EngineError)
+    if status == 409 and reason.startswith("no room"):
+        kind = ShadowRefused
+    elif status == 409 and reason.startswith("the shadow is gone"):
+        kind = ShadowLost
+    return kind(f"{where}: status {status}: {reason}")
+
+
+class Transport(Protocol):
+    """Carries requests to a server. Both raise EngineError: for a refused one, what ``refusal`` makes."""
+
+    def ask(self, method: str, path: str, body: Mapping[str, object] | None = None) -> Json:
+        """The JSON object that ``method path`` answers."""
+
+    def generate(self, body: Mapping[str, object]) -> list[Json]:
+        """What ``POST /generate`` answers to a batch: one object per prompt, in their order."""
+
+
+class HttpTransport:
+    """Sends requests to ``url``, such as ``http://127.0.0.1:30000``, with ``api_key`` as the bearer token.
+
+    A shadow for which there is no room is asked for ``num_retries`` times more, after ``wait_s`` seconds and then
+    twice as long each time. Raises ValueError for a URL of another kind.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 600.0,
+        num_retries: int = 0,
+        wait_s: float = 2.0,
+    ) -> None:
+        try:
+            parts = urlsplit(url)
+            is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port)
+        except ValueError:
+            is_good = False
+        if not is_good or parts.query or parts.fragment or parts.username is not None:
+            raise ValueError(f"URL {url!r}: expected one of a server, such as http://127.0.0.1:30000")
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise ValueError("the API key has characters that no header can carry: expected printable ASCII")
+        self.url = url.rstrip("/")
+        self._api_key = api_key
+        self._timeout_s = timeout_s
+        self._num_retries = num_retries
+        self._wait_s = wait_s
+        self._opener = urllib.request.build_opener(_StayHere)
+
+    def ask(self, method: str, path: str, body: Mapping[str, object] | None = None) -> Json:
+        wait_s = self._wait_s
+        for _ in range(self._num_retries):
+            try:
+                return self._object(method, path, body)
+            except ShadowRefused:
+                time.sleep(wait_s)
+                wait_s *= 2.0
+        return self._object(method, path, body)
+
+    def generate(self, body: Mapping[str, object]) -> list[Json]:
+        answer = self._send("POST", "/generate", body)
+        if not isinstance(answer, list) or not all(isinstance(result, dict) for result in answer):
+            raise EngineError(f"POST {self.url}/generate answered {answer!r:.100}: expected a list of objects")
+        return answer
+
+    def _object(self, method: str, path: str, body: Mapping[str, object] | None) -> Json:
+        answer = self._send(method, path, body)
+        if not isinstance(answer, dict):
+            raise EngineError(f"{method} {self.url}{path} answered {answer!r:.100}: expected an object")
+        return answer
+
+    def _send(self, method: str, path: str, body: Mapping[str, object] | None) -> Any:
+        where = f"{method} {self.url}{path}"
+        headers = {"Accept": "application/json"}
+        if self._api_key is not None:
+            headers["Authorization"] = f"Bearer {self._api_key}"
+        data = None
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+            try:
+                data = orjson.dumps(body)
+            except orjson.JSONEncodeError as error:  # such as half a surrogate pair
+                raise EngineError(f"{where}: the request cannot be written as JSON: {error}") from None
+        request = urllib.request.Request(f"{self.url}{path}", data, headers, method=method)
+        try:
+            with self._opener.open(request, timeout=self._timeout_s) as response:
+                text = response.read()
+        except HTTPError as error:
+            with error:
+                raise refusal(error.code, _reason(error), where) from None
+        except TimeoutError:
+            raise EngineError(f"{where}: no answer within {self._timeout_s:g} s") from None
+        except URLError as error:
+            raise EngineError(f"{where}: cannot be reached: {error.reason}") from None
+        except (HTTPException, OSError, UnicodeError) as error:
+            raise EngineError(f"{where}: the connection broke: {error or type(error).__name__}") from None
+        try:
+            return orjson.loads(text)
+        except orjson.JSONDecodeError:
+            raise EngineError(f"{where} answered {text!r:.100}: expected JSON") from None
+
+
+class _StayHere(urllib.request.HTTPRedirectHandler):
+    """A redirected request is refused: it would take the key and users' texts to another server."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+def _reason(error: HTTPError) -> str:
+    """Why, in the server's words: ours, SGLang's, OpenAI's or FastAPI's way to say it, else the status in words."""
+    try:
+        said: Any = orjson.loads(error.read())
+    except (orjson.JSONDecodeError, HTTPException, OSError):
+        return error.reason or "no reason given"
+    for name in ("error", "reason", "message", "detail"):
+        if isinstance(said, dict) and name in said:
+            said = said[name]
+    return " ".join(said.split())[:500] if isinstance(said, str) else f"{said!r:.300}"
