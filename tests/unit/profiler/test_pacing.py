@@ -1,0 +1,104 @@
+"""Profiling touches few of users' steps, whatever they do."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_evicpress.profiler.pacing import Pacer
+
+FULL = 32
+
+
+def test_a_user_who_waits_goes_first() -> None:
+    assert Pacer().allowance(0, 1, 8) == 0
+
+
+def test_nothing_is_added_to_a_full_batch() -> None:
+    pacer = Pacer()
+    for _ in range(40):
+        pacer.user_step()
+    assert (pacer.allowance(8, 0, 8), pacer.allowance(9, 0, 8), pacer.allowance(7, 0, 8)) == (0, 0, 256)
+
+
+def test_without_users_credit_does_not_count() -> None:
+    pacer = Pacer(max_step_tokens=100)
+    for _ in range(5):
+        pacer.took_part()
+    assert pacer.allowance(0, 0, FULL) == 100
+
+
+def test_with_users_one_step_in_32_is_given() -> None:
+    pacer, given_at = Pacer(), []
+    for step in range(1, 200):
+        pacer.user_step()
+        if pacer.allowance(1, 0, FULL):
+            given_at.append(step)
+            pacer.took_part()
+    assert given_at == [32, 64, 96, 128, 160, 192]
+
+
+def test_a_long_time_without_profiling_saves_up_one_step_only() -> None:
+    pacer = Pacer()
+    for _ in range(10_000):
+        pacer.user_step()
+    assert pacer.credit == 1.0
+
+
+def test_a_generation_that_decodes_along_is_paid_for_afterwards() -> None:
+    pacer = Pacer(per_step=0.25)
+    for _ in range(4):
+        pacer.user_step()
+    for _ in range(10):
+        pacer.user_step()
+        pacer.took_part()
+    num_steps = 0
+    while not pacer.allowance(1, 0, FULL):
+        pacer.user_step()
+        num_steps += 1
+    assert num_steps == 4 * 10 - 9  # the first of the ten found credit full, the others earned while they cost
+
+
+def test_one_generation_of_as_many_tokens_as_may_be_owed_always_ends() -> None:
+    pacer = Pacer(max_debt=256)
+    for _ in range(256):  # begun in a gap, on no credit at all
+        assert not pacer.is_overdrawn
+        pacer.took_part()
+    assert pacer.is_overdrawn
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [{"per_step": 0.0}, {"per_step": 1.1}, {"per_step": float("nan")}, {"max_step_tokens": 0}, {"max_debt": -1}],
+)
+def test_figures_out_of_range_are_refused(figures: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        Pacer(**figures)  # type: ignore[arg-type]
+
+
+@given(
+    per_step=st.sampled_from([1 / 32, 0.1, 0.25, 1.0]),
+    longest=st.integers(1, 40),
+    minutes=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2), st.integers(1, 80)), max_size=60),
+)
+def test_few_steps_of_users_are_touched(per_step: float, longest: int, minutes: list[tuple[int, int, int]]) -> None:
+    """A scheduler that begins a generation whenever it may, gaps between users included."""
+    pacer = Pacer(per_step=per_step, max_debt=longest)
+    num_steps = num_touched = num_left = 0
+    for num_running, num_waiting, num_times in minutes:
+        for _ in range(num_times):
+            if not num_left and pacer.allowance(num_running, num_waiting, 5):
+                assert num_waiting == 0
+                assert num_running < 5
+                num_left = longest
+            if num_running:
+                num_steps += 1
+                pacer.user_step()
+                if num_left and pacer.is_overdrawn:
+                    num_left = 0
+                if num_left:
+                    num_touched += 1
+                    pacer.took_part()
+            num_left = max(0, num_left - 1)
+            assert num_touched <= per_step * num_steps + longest + 1
