@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from sglang_evicpress.config import EvicPressConfig
@@ -10,11 +9,12 @@ from sglang_evicpress.core import NodeStats, Tier
 from sglang_evicpress.costs import CostModel, Costs, PrefillLaw, TransferLaw
 from sglang_evicpress.patches.claims import Claims
 from sglang_evicpress.patches.node import NodeKV, is_lossy, servable_steps, size_of, start_of
+from sglang_evicpress.patches.profiling import Expectation
+from sglang_evicpress.patches.shadows import is_shadow_name
 from sglang_evicpress.patches.tiering import tier_of
 from sglang_evicpress.policy import make_policy
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.press import get_press
-from sglang_evicpress.profile import Curves
 from sglang_evicpress.reuse import ReuseClock
 
 START_LOADS = {Tier.HOST: TransferLaw(1e-3, 4e9), Tier.SSD: TransferLaw(3e-3, 1e9)}
@@ -43,8 +43,8 @@ class Bookkeeping:
         self._first_stamp_s: float | None = None
         self._refreshed_s = -REFRESH_S
         self.claims = Claims(self._hit)
-        self._curves = Curves.prior() if config.curves is None else Curves.from_json(config.curves)
-        self._curve = [self._curves.quality(form) for form in self.menu.forms]
+        self.open_profiling(config)
+        self.default_expectation = Expectation.of((self.catalog.default,), self.menu.forms)
         self._blind = self.menu.everything  # the forms that can be made without queries
         for index, form in enumerate(self.menu.forms):
             if form.press is not None and get_press(form.press).needs_queries:
@@ -62,7 +62,7 @@ class Bookkeeping:
         """A policy that knows no node yet, of the present menu."""
         config = self.config
         self.policy = make_policy(
-            config.policy, self.menu, alpha=config.alpha, costs=self.costs, mean_curve=self._curve
+            config.policy, self.menu, alpha=config.alpha, costs=self.costs, mean_curve=self.default_expectation.vector
         )
         self.controller.policy = self.policy
 
@@ -76,6 +76,7 @@ class Bookkeeping:
 
     def note_split(self: Any, upper: Any, lower: Any) -> None:
         self.claims.split(upper, lower)
+        self.split_profiles(upper, lower)
         if lower.kv.window is not None:
             self._windowed[lower.kv.window][upper.id] = upper
         self.note(upper)
@@ -114,14 +115,14 @@ class Bookkeeping:
         """The node as the policy sees it."""
         kv: NodeKV = node.kv
         start, slots, num_tokens, tier = start_of(node), size_of(node), len(node.key), tier_of(node)
-        quality, form = 1.0, kv.form
-        if kv.layout is not None:  # a piece of a split may hold less than its form promises
-            quality = self._curves.quality(replace(form, kept_fraction=min(form.kept_fraction, slots / num_tokens)))
+        form, expectation = kv.form, self.expectation_of(node)
         reachable = 0
         if tier == Tier.GPU and num_tokens >= self.config.min_tokens and self.policy.rule.compresses:
             reachable = self.menu.smaller(form)
             if self.window_of(node) is None:
                 reachable &= self._blind
+            if self.policy.rule.weighs_quality:
+                reachable &= expectation.known  # what nobody measured is not chosen
         return NodeStats(
             id=node.id,
             parent_id=None if node.parent is self.root_node else node.parent.id,
@@ -130,14 +131,14 @@ class Bookkeeping:
             num_tokens=num_tokens,
             num_bytes=slots * self.menu.slot_bytes,
             depth_tokens=start,
-            quality=quality,
-            curve=self._curve,
+            quality=self.quality_of(node),
+            curve=expectation.vector,
             reachable=reachable,
             weight=kv.weight,
             num_hits=kv.num_hits,
             last_use=kv.last_use,
             sinks=self.sinks_of(num_tokens, start),
-            is_locked=node.lock_ref > 0,
+            is_locked=node.lock_ref > 0 or kv.is_shadow,
             exact_on=self.exact_tier_of(node),
         )
 
@@ -167,6 +168,9 @@ class Bookkeeping:
 
     def expect(self: Any, req: Any) -> None:
         """A request has entered the waiting queue: what it would match now gets its hit. Splits and touches nothing."""
+        if is_shadow_name(req.extra_key):
+            self.receive_guest(req)
+            return
         path: list[Any] = []
         if not self.disable:
             key = self.key_of_waiting(req)
@@ -182,7 +186,10 @@ class Bookkeeping:
 
     def count_use(self: Any, req: Any, path: list[Any], num_tokens: int) -> None:
         """A request runs on ``path``, which holds ``num_tokens``: every node of it has its hit now, once."""
+        if is_shadow_name(req.extra_key):
+            return
         gap_s = self.now_s - path[-1].kv.last_use_s if path else 0.0
+        self.note_question(req, path, num_tokens)
         was_claimed = self.claims.settle(req, path, self.value_of_hit())
         if path and not was_claimed:
             self.clock.observe_reuse(gap_s, num_tokens)
@@ -205,6 +212,7 @@ class Bookkeeping:
                 node.kv.weight = restate(node.kv.weight, node.kv.last_use_s)
             self.claims.restate(restate)
             self.policy.reweigh({node.id: node.kv.weight for node in self.nodes.values()})
+        self.refresh_default()
         self.controller.now_s = self.now_s
         self.controller.value_of_hit = self.value_of_hit()
         pause_s = max(REFRESH_S, REFRESH_S_PER_NODE * len(self.nodes))

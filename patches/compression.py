@@ -89,6 +89,26 @@ class Compressor:
         survivors = select(self._press(form), node, num_kept, self.sinks)
         return self._keep(node, survivors)
 
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Bring what the slots ``source`` [n] hold, exact KV, into the slots ``target`` [n] as well."""
+        self._wait_for_forward(source)
+        for buffer in (*self._k_buffers, *self._v_buffers):
+            buffer[target] = buffer[source]
+
+    def copy_compressed(
+        self, *, form: Form, slots: torch.Tensor, num_tokens: int, into: torch.Tensor, window: QueryWindow | None
+    ) -> tuple[SurvivorLayout, torch.Tensor]:
+        """What ``compress`` makes of an exact prefix in ``slots`` [num_tokens], written to the slots ``into`` [m]
+        instead; ``slots`` keep what they hold."""
+        node = self._input(slots, None, 0, num_tokens, window)
+        self._wait_for_forward(slots)
+        survivors = select(self._press(form), node, len(into), self.sinks).to(torch.int64)
+        heads = torch.arange(self.num_heads, device=slots.device)[:, None]
+        for buffers in (self._k_buffers, self._v_buffers):
+            for buffer, kept in zip(buffers, survivors, strict=True):
+                buffer[into[None, :], heads] = buffer[slots[kept], heads]
+        return self._placed(node, survivors, into)
+
     def trim(
         self,
         *,
@@ -126,13 +146,18 @@ class Compressor:
         return replace(press, window=self.window) if isinstance(press, SnapKV) else press
 
     def _keep(self, node: PressInput, survivors: torch.Tensor) -> tuple[SurvivorLayout, torch.Tensor]:
-        num_kept = survivors.shape[-1]
         compact(self._k_buffers, self._v_buffers, node.slots, survivors)
+        return self._placed(node, survivors, node.slots[: survivors.shape[-1]])
+
+    def _placed(
+        self, node: PressInput, survivors: torch.Tensor, held: torch.Tensor
+    ) -> tuple[SurvivorLayout, torch.Tensor]:
+        """The layout and logical value of a node whose survivors are in the slots ``held``."""
         kept = node.positions.gather(2, survivors.to(torch.int64))
         logical = place(self._agreed(kept), node.start, self.page_size)
         value = torch.zeros(node.num_tokens, dtype=torch.int64, device=node.slots.device)
-        value.index_copy_(0, logical, node.slots[:num_kept])
-        return SurvivorLayout(HostCopy(kept), HostCopy(logical), num_kept), value
+        value.index_copy_(0, logical, held)
+        return SurvivorLayout(HostCopy(kept), HostCopy(logical), len(held)), value
 
     def _input(
         self,

@@ -90,14 +90,25 @@ def _around_http_server(original: Any, server_args: Any, tokenizer_manager: Any,
         return original(server_args, tokenizer_manager, *args, **kwargs)
     from sglang.srt.entrypoints.http_server import app
 
-    from sglang_evicpress.patches.http_server import add_routes  # here: schedulers need no web framework
+    # Here: schedulers need no web framework.
+    from sglang_evicpress.patches.http_server import add_routes
+    from sglang_evicpress.patches.online_profiler import OnlineProfiler
+    from sglang_evicpress.patches.profile_file import ProfileFile
+    from sglang_evicpress.patches.server_args import config_of
 
-    add_routes(app, tokenizer_manager)
+    config = config_of(server_args)
+    profile_file = ProfileFile(config.profiles)
+    calls = add_routes(app, tokenizer_manager, profile_file)
+    profiler = OnlineProfiler(tokenizer_manager, calls, profile_file) if config.profiles_online else None
+    if profiler is not None:
+        profiler.start()
     if shutdown.has_tiers(server_args):
         shutdown.exit_on_sigterm()
     try:
         return original(server_args, tokenizer_manager, *args, **kwargs)
     finally:
+        if profiler is not None:
+            profiler.stop()
         shutdown.stop_schedulers(tokenizer_manager)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +14,16 @@ from fastapi import FastAPI, Request, Response
 from sglang.srt.utils.auth import AuthLevel, auth_level
 from sglang.utils import TypeBasedDispatcher
 
-from sglang_evicpress.introspect import IntrospectionError, Json, encode, read_object, read_question
+from sglang_evicpress.arguments import IntrospectionError, Json
+from sglang_evicpress.introspect import encode, read_object, read_question
 from sglang_evicpress.patches.control import EvicPressReqInput, EvicPressReqOutput
+from sglang_evicpress.patches.profile_file import ProfileFile
 
 logger = logging.getLogger(__name__)
 
 DEADLINE_S = 30.0
 MAX_BODY_BYTES = 65_536
+MAX_CONTEXT_BYTES = 64 << 20  # of token ids, as JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,7 @@ class Route:
     op: str
     level: AuthLevel = AuthLevel.NORMAL
     takes_query: bool = False  # a POST may give its arguments in the URL instead of a JSON body
+    max_body_bytes: int = MAX_BODY_BYTES
 
 
 ROUTES = (
@@ -45,6 +50,13 @@ ROUTES = (
     Route("POST", "/evicpress/nodes/{node_id}/demote", "demote", AuthLevel.ADMIN_OPTIONAL),
     Route("POST", "/evicpress/tiers/ssd", "attach_ssd", AuthLevel.ADMIN_OPTIONAL),
     Route("POST", "/evicpress/tiers/ssd/detach", "detach_ssd", AuthLevel.ADMIN_OPTIONAL),
+    Route("GET", "/evicpress/profiles", "profiles"),
+    Route("GET", "/evicpress/profiles/{key}", "profile"),
+    Route("POST", "/evicpress/profiles", "put_profile", AuthLevel.ADMIN_OPTIONAL, max_body_bytes=MAX_CONTEXT_BYTES),
+    Route("POST", "/evicpress/shadows", "open_shadow", AuthLevel.ADMIN_OPTIONAL, max_body_bytes=MAX_CONTEXT_BYTES),
+    Route("POST", "/evicpress/shadows/{shadow_id}/forms", "make_shadow_form", AuthLevel.ADMIN_OPTIONAL),
+    Route("POST", "/evicpress/shadows/{shadow_id}/drop", "drop_shadow_form", AuthLevel.ADMIN_OPTIONAL),
+    Route("POST", "/evicpress/shadows/{shadow_id}/close", "close_shadow", AuthLevel.ADMIN_OPTIONAL),
 )
 
 
@@ -92,21 +104,36 @@ class SchedulerCalls:
             waiting.set_result(given)
 
 
-def add_routes(app: FastAPI, tokenizer_manager: Any, *, deadline_s: float = DEADLINE_S) -> None:
-    """Serve ``ROUTES`` on ``app``; a second call only connects them to the new tokenizer manager.
+def find_route(method: str, path: str) -> tuple[Route, Json]:
+    """The route that serves a path, and what the path gives. Raises KeyError for one that none serves."""
+    for route in ROUTES:
+        names = re.findall(r"{(\w+)}", route.path)
+        found = re.fullmatch(re.sub(r"{\w+}", "([^/]+)", route.path), path)
+        if route.method == method and found is not None:
+            return route, dict(zip(names, found.groups(), strict=True))
+    raise KeyError(f"{method} {path}")
+
+
+def add_routes(
+    app: FastAPI, tokenizer_manager: Any, profile_file: ProfileFile | None = None, *, deadline_s: float = DEADLINE_S
+) -> SchedulerCalls:
+    """Serve ``ROUTES`` on ``app``; a second call only connects them to the new tokenizer manager. Profiles that are
+    put go into ``profile_file``, None for nowhere.
 
     By ``add_api_route``: behind ``include_router`` of recent FastAPI, SGLang no longer sees ``auth_level``,
     and its metrics middleware answers 500.
     """
     is_new = not hasattr(app.state, "evicpress")
-    app.state.evicpress = SchedulerCalls(tokenizer_manager, deadline_s=deadline_s)
+    calls = app.state.evicpress = SchedulerCalls(tokenizer_manager, deadline_s=deadline_s)
+    app.state.evicpress_profiles = ProfileFile(None) if profile_file is None else profile_file
     if not is_new:
-        return
+        return calls
     for route in ROUTES:
         app.add_api_route(route.path, auth_level(route.level)(_endpoint(route)), methods=[route.method])
     methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
     for path in ("/evicpress", "/evicpress/{rest:path}"):  # last: a wrong path or method gets a reason too
         app.add_api_route(path, _unknown_path, methods=methods, include_in_schema=False)
+    return calls
 
 
 def _endpoint(route: Route) -> Callable[[Request], Awaitable[Response]]:
@@ -128,25 +155,28 @@ async def _ask(request: Request, route: Route) -> Response:
     calls: SchedulerCalls = request.app.state.evicpress
     arguments: Json = dict(request.query_params)
     if route.method == "POST":
-        in_body = read_object(await _body(request))
+        in_body = read_object(await _body(request, route.max_body_bytes))
         if arguments and (in_body or not route.takes_query):
             reason = f"query parameter {min(arguments)!r} is not known here: arguments go into the JSON body"
             raise IntrospectionError(400, reason)
         arguments |= in_body
-    if "node_id" in arguments:
-        raise IntrospectionError(400, "argument 'node_id' is not known here: the path names the node")
+    for name in request.path_params:
+        if name in arguments:
+            raise IntrospectionError(400, f"argument {name!r} is not known here: the path gives it")
     arguments |= request.path_params
     read_question(route.op, arguments)  # what is wrong in itself never costs the scheduler a thought
     given = await calls.call(route.op, arguments)
+    if route.op == "put_profile" and given.status == 200:
+        await request.app.state.evicpress_profiles.keep(read_object(given.payload))
     return _response(given.status, given.payload)
 
 
-async def _body(request: Request) -> bytes:
+async def _body(request: Request, max_bytes: int) -> bytes:
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise IntrospectionError(413, f"the request body is over the accepted {MAX_BODY_BYTES} bytes")
+        if len(body) > max_bytes:
+            raise IntrospectionError(413, f"the request body is over the accepted {max_bytes} bytes")
     return bytes(body)
 
 

@@ -95,6 +95,7 @@ class Inspection:
             "evictable_slots": self.evictable_size_,
             "protected_slots": self.protected_size_,
             "in_flight_slots": sum(held for _, held in self._in_flight()),
+            "shadow_slots": self.num_shadow_slots,
             "num_nodes": len(nodes),
             "cached_tokens": tokens,
             "cached_slots": slots,
@@ -153,6 +154,8 @@ class Inspection:
             "num_tokens": len(node.key),
             "num_slots": num_slots(node),
             "form": str(kv.form),
+            "is_shadow": kv.is_shadow,
+            "num_profiles": len(kv.profiles),
             "tier": tier_of(node).label,
             "copies": {tier.label: str(copy.form) for tier, copy in sorted(kv.copies.items())},
             "origin": kv.origin,
@@ -254,7 +257,8 @@ class Inspection:
         if len(book.records) != len(self.nodes):
             yield f"the policy's book has {len(book.records)} nodes, the tree {len(self.nodes)}"
         held_bytes = sum(map(num_slots, self.nodes.values())) * self.menu.slot_bytes
-        locked = (self.protected_size_ - self.num_private_slots) * self.menu.slot_bytes
+        idle_shadows = sum(num_slots(node) for node in self.shadow_nodes() if node.lock_ref == 0)  # as if locked
+        locked = (self.protected_size_ - self.num_private_slots + idle_shadows) * self.menu.slot_bytes
         if (book.num_bytes[Tier.GPU], book.locked_bytes[Tier.GPU]) != (held_bytes, locked):
             yield (
                 f"the policy's book has {book.num_bytes[Tier.GPU]} bytes, {book.locked_bytes[Tier.GPU]} locked; "

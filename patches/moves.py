@@ -28,6 +28,8 @@ class Moves:
         shortfall = params.num_tokens - allocator.available_size()
         wanted = max(shortfall, allocator.size // 128) if shortfall > 0 else 0
         freed = self.relieve(wanted) if wanted else 0
+        if freed < shortfall and self.spaces:
+            freed += self.release_shadows()
         self.update_eviction_metrics(freed, begin)
         return EvictResult(num_tokens_evicted=freed)
 

@@ -26,7 +26,10 @@ class NodeKV:
 
     ``copies`` are what lower tiers have of it; while it is not on the GPU (``node.value`` is None) the fields above say
     what its fastest copy is. ``version`` changes whenever its slots do; ``job`` copies them to the host now, and
-    ``is_leaving`` says that they are to be freed then.
+    ``is_leaving`` says that they are to be freed then. ``is_shadow``: it belongs to a shadow (shadows.py).
+
+    ``profiles`` are the profiled contexts that end in the node or below it, newest last, by key; ``curve`` is the
+    quality of every form of the menu that they show, None while that is what an unprofiled node is taken for.
     """
 
     form: Form = EXACT
@@ -44,6 +47,9 @@ class NodeKV:
     version: int = 0
     job: Any = None
     is_leaving: bool = False
+    is_shadow: bool = False
+    profiles: dict[bytes, Any] = field(default_factory=dict)
+    curve: Any = None
 
 
 @dataclass(slots=True)

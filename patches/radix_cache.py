@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -25,11 +26,11 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.controller import Controller
-from sglang_evicpress.core import EXACT, Tier
 from sglang_evicpress.patches import scheduling
 from sglang_evicpress.patches.bookkeeping import Bookkeeping
 from sglang_evicpress.patches.capture import QueryCapture
 from sglang_evicpress.patches.compression import Compressor
+from sglang_evicpress.patches.holding import Holding
 from sglang_evicpress.patches.inspection import Inspection
 from sglang_evicpress.patches.load_back import LoadBack
 from sglang_evicpress.patches.moves import Moves
@@ -40,16 +41,17 @@ from sglang_evicpress.patches.node import (
     num_slots,
     servable_steps,
     slots_of,
-    start_of,
-    walk,
 )
 from sglang_evicpress.patches.prefill_times import PrefillTimes
+from sglang_evicpress.patches.profiling import Profiling
+from sglang_evicpress.patches.shadows import Shadows, is_shadow_name
 from sglang_evicpress.patches.ssd_moves import SsdMoves
 from sglang_evicpress.patches.staging import Staging
 from sglang_evicpress.patches.tier_inspection import TierInspection
 from sglang_evicpress.patches.tiering import NOWHERE, Tiering
 from sglang_evicpress.patches.upgrade import Upgrades
 from sglang_evicpress.patches.watermarks import Watermarks
+from sglang_evicpress.patches.yielding import Yielding
 from sglang_evicpress.reuse import weight_of_new
 from sglang_evicpress.tiers.identity import KEY_BYTES
 
@@ -58,6 +60,7 @@ logger = logging.getLogger(__name__)
 
 class EvicPressCache(
     Bookkeeping,
+    Holding,
     Tiering,
     Watermarks,
     SsdMoves,
@@ -67,12 +70,20 @@ class EvicPressCache(
     Moves,
     Inspection,
     TierInspection,
+    Shadows,
+    Yielding,
+    Profiling,
     RadixCache,
 ):
     """See the module. Everything here runs on the scheduler thread."""
 
     def __init__(
-        self, params: Any, config: EvicPressConfig, compressor: Compressor, identity: bytes = bytes(KEY_BYTES)
+        self,
+        params: Any,
+        config: EvicPressConfig,
+        compressor: Compressor,
+        identity: bytes = bytes(KEY_BYTES),
+        seed: bytes = b"",
     ) -> None:
         self.config = config
         self.compressor = compressor
@@ -80,10 +91,13 @@ class EvicPressCache(
         self.open_tiers(config, compressor, identity)
         self.open_stages()
         self.open_upgrades()
+        self.open_shadows(seed)
+        self.open_yielding()
         self.open_loads(params.token_to_kv_pool_allocator.get_kvcache())
         self.open_book(config, compressor.slot_bytes, params.page_size)
         self.prefill_times = PrefillTimes(self.cost_model)
         self.scheduler: Any = None
+        self.name_profiles: Callable[[Any], bytes] = lambda tokenizer: bytes(KEY_BYTES)
         self.nodes: dict[int, Any] = {}
         self._tick = 0
         super().__init__(params)
@@ -93,12 +107,14 @@ class EvicPressCache(
         self.scheduler = scheduler
         scheduling.attach(self)
         self.compressor.forward_stream = getattr(scheduler, "forward_stream", None)
+        self.identify_profiles(self.name_profiles(getattr(scheduler, "tokenizer", None)))
 
     def reset(self) -> None:
         self.end_transfers()
         super().reset()
         self.reset_tiers()
         self.nodes.clear()
+        self.clear_shadows()
         self.clear_book()
         self.root_node.kv = NodeKV()
 
@@ -212,7 +228,7 @@ class EvicPressCache(
                 raise RuntimeError("evicpress: a request holds a node of a tree that was flushed")
             if node.lock_ref == 1:
                 delta += num_slots(node)
-                self.policy.lock(node.id, False)
+                self.policy.lock(node.id, node.kv.is_shadow)
             node.lock_ref -= 1
             node = node.parent
         self.evictable_size_ += delta
@@ -273,84 +289,14 @@ class EvicPressCache(
         node.kv = NodeKV(is_lossy_prefix=is_lossy_prefix, last_use=self._tick, last_use_s=self.now_s)
         num_siblings = 0 if parent is self.root_node else len(parent.children)
         node.kv.weight = weight_of_new(self.value_of_hit(), parent.kv.weight, num_siblings)
+        node.kv.is_shadow = is_shadow_name(key.extra_key)
         self.nodes[node.id] = node
         self.evictable_size_ += len(key)
-        self._record_store_event(node)
+        if not node.kv.is_shadow:
+            self._record_store_event(node)
+        self.find_profiles(node)
         self.note(node)
         return node
-
-    def add_absent_leaf(self, parent: Any, key: RadixKey, copy: Any) -> Any:
-        """A node that is not on the GPU: ``copy`` is all there is of it."""
-        node = TreeNode()
-        node.parent, node.key, node.value, node.hit_count = parent, key, None, 1
-        parent.children[key.child_key(self.page_size)] = node
-        node.kv = NodeKV(last_use=self._tick, last_use_s=self.now_s, slots=NOWHERE)
-        num_siblings = 0 if parent is self.root_node else len(parent.children)
-        node.kv.weight = weight_of_new(self.value_of_hit(), parent.kv.weight, num_siblings)
-        if copy.layout is not None:
-            copy.origin = node.id
-        self.nodes[node.id] = node
-        self.add_copy(node, copy)
-        return node
-
-    def _fill(self, node: Any, value: torch.Tensor, is_lossy_prefix: bool) -> None:
-        """Give a node that is not on the GPU the KV a request computed for its tokens."""
-        kv = node.kv
-        if is_lossy_prefix or is_lossy(node):
-            self.remove_copies(node, lossy_only=True)
-        node.value = value.clone()
-        kv.form, kv.slots, kv.layout, kv.is_lossy_prefix, kv.origin = EXACT, None, None, is_lossy_prefix, None
-        kv.version += 1
-        if Tier.HOST in kv.copies:
-            self._spare[node.id] = None
-        self.evictable_size_ += len(node.key)
-        self._record_store_event(node)
-        self.note(node)
-        self.drop_strays(node)
-        for child in node.children.values():
-            if child.value is None:
-                self.back_up_parent(child)
-                break
-
-    def _replace(self, node: Any, value: torch.Tensor, is_lossy_prefix: bool) -> None:
-        """Give an unlocked lossy node the KV a request computed for the same tokens: an upgrade."""
-        self.token_to_kv_pool_allocator.free(slots_of(node))
-        self.evictable_size_ += len(node.key) - num_slots(node)
-        node.value = value.clone()
-        kv = node.kv
-        kv.form, kv.slots, kv.layout, kv.is_lossy_prefix = EXACT, None, None, is_lossy_prefix
-        kv.origin = None
-        kv.version += 1
-        self.drop_window(node)
-        self.remove_copies(node, lossy_only=True)
-        self.note(node)
-        begin = start_of(node)
-        for below in list(walk(node)):
-            if below.value is not None and below.kv.layout is not None and below.id in self.nodes:
-                self._trim(below, (begin, begin + len(node.key)))
-        self.drop_strays(node)
-
-    def _trim(self, node: Any, replaced: tuple[int, int]) -> None:
-        """Take from a compressed node what an ancestor's new KV holds as well; see ``Compressor.trim``."""
-        kv, slots, before = node.kv, slots_of(node), num_slots(node)
-        trimmed = self.compressor.trim(
-            form=kv.form,
-            slots=slots,
-            layout=kv.layout,
-            start=start_of(node),
-            num_tokens=len(node.key),
-            replaced=replaced,
-            window=self.window_of(node),
-        )
-        if trimmed is None:
-            return
-        kv.layout, node.value = trimmed
-        kv.slots = slots[: kv.layout.num_slots].clone()
-        kv.version += 1
-        self.token_to_kv_pool_allocator.free(slots[kv.layout.num_slots :].clone())
-        self.evictable_size_ -= before - kv.layout.num_slots
-        self.remove_copies(node, lossy_only=True)
-        self.note(node)
 
     def _is_upgrade(self, node: Any, view: PrefixView) -> bool:
         """Whether a request's own KV is worth more than what the node holds, and may take its place now."""
@@ -408,7 +354,9 @@ class EvicPressCache(
         adopted = req.cache_protected_len
         own = self._own_slots(req, num_tokens)
         key = self._key_of((req.origin_input_ids + req.output_ids)[:num_tokens], req)
-        if is_insert and not self.disable_finished_insert:
+        if is_insert:
+            self.record_answer(req)
+        if is_insert and not self.disable_finished_insert and len(key) >= adopted:
             self._give(req, key, own[: len(key) - adopted], adopted)
             self.token_to_kv_pool_allocator.free(own[len(key) - adopted :])
         else:
@@ -464,6 +412,9 @@ class EvicPressCache(
         return RadixKey(tokens, req.extra_key, limit=max(0, len(tokens) - 1)).page_aligned(self.page_size)
 
     def _key_of(self, token_ids: Any, req: Any) -> RadixKey:
+        """What of a request may be put into the tree: of one in a shadow only the shadow."""
+        if is_shadow_name(req.extra_key):
+            token_ids = token_ids[: self.num_shadow_tokens(req)]
         return RadixKey(token_ids, req.extra_key).page_aligned(self.page_size)
 
     def _update_leaf_status(self, node: Any) -> None:

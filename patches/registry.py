@@ -12,7 +12,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_evicpress.patches.compression import Compressor
 from sglang_evicpress.patches.install import check_applied
-from sglang_evicpress.patches.model_identity import model_identity
+from sglang_evicpress.patches.model_identity import model_identity, profile_identity
 from sglang_evicpress.patches.radix_cache import EvicPressCache
 from sglang_evicpress.patches.refusals import BACKEND_NAME, check_layers, check_model
 from sglang_evicpress.patches.server_args import config_of
@@ -45,11 +45,17 @@ def build(context: Any) -> EvicPressCache:
             runner.model, context.model_config, pool, params.page_size, runner.tp_rank, context.tp_size
         )
 
+    def name_profiles(tokenizer: Any) -> bytes:
+        return profile_identity(runner.model, context.model_config, pool, tokenizer, group)
+
     try:
-        cache = EvicPressCache(params, config, compressor, identify() if config.has_tiers else bytes(KEY_BYTES))
+        identity = identify() if config.has_tiers else bytes(KEY_BYTES)
+        seed = str(context.server_args.random_seed).encode()  # the same on every rank
+        cache = EvicPressCache(params, config, compressor, identity, seed)
     except (StoreError, RuntimeError) as error:
         raise SystemExit(f"evicpress: {error}") from error
     cache.identify = identify
+    cache.name_profiles = name_profiles
     logger.info(
         "evicpress: policy %s, alpha %g, forms %s, page size %d",
         config.policy,

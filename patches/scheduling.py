@@ -68,6 +68,7 @@ def _before_get_next_batch_to_run(scheduler: Any) -> None:
     if _cache is None:
         return
     _cache.tick(is_idle=scheduler.running_batch.is_empty() and not scheduler.waiting_queue)
+    _cache.begin_round(scheduler)
     if _cache.host is not None and scheduler.running_batch.is_empty():
         # SGLang takes a pool without room for one more request as full until one ends. Nodes that are being loaded
         # are locked with no request running, and they are done without one.
@@ -80,13 +81,15 @@ def _after_get_next_batch_to_run(batch: Any, scheduler: Any) -> None:
         return
     _cache.claims.keep_only(scheduler.waiting_queue)
     _cache.keep_stages(scheduler.waiting_queue)
+    _cache.end_round(batch)
     if batch is None and _cache.num_staging:
         _cache.arrival.wait(STAGING_POLL_S)  # a busy loop would hold up the threads that it waits for
 
 
 def _around_add_one_req(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND ``PrefillAdder.add_one_req``: a request whose prefix is on its way waits for another round."""
-    if _cache is not None and _cache.is_staging(req):
+    """AROUND ``PrefillAdder.add_one_req``: a request whose prefix is on its way waits for another round, and one in a
+    shadow for users' requests."""
+    if _cache is not None and (_cache.is_staging(req) or _cache.holds_back(req)):
         return AddReqResult.CONTINUE
     return original(adder, req, *args, **kwargs)
 

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 DEPENDENT_FLAGS = (
     *("kv_policy_config", "kv_alpha", "kv_half_life", "kv_forms", "kv_min_tokens", "kv_sinks"),
     *("kv_host_gb", "kv_ssd_dir", "kv_ssd_gb", "kv_ssd_write_gb_per_day", "kv_ssd_sync"),
+    *("kv_prior", "kv_profiles", "kv_drift", "kv_no_recording"),
 )
 
 
@@ -54,6 +55,10 @@ def config_of(server_args: Any) -> EvicPressConfig:
         ssd_gb=server_args.kv_ssd_gb,
         ssd_write_gb_per_day=server_args.kv_ssd_write_gb_per_day,
         ssd_sync=server_args.kv_ssd_sync,
+        prior=server_args.kv_prior,
+        profiles=server_args.kv_profiles,
+        drift=server_args.kv_drift,
+        recording=False if server_args.kv_no_recording else None,
     )
 
 
@@ -116,6 +121,29 @@ def _add_fields(cls: Any) -> tuple[str, ...]:
                 str,
                 "When what was written to --kv-ssd-dir is made durable: none leaves it to the system, batch does it in "
                 "the background, always before it counts as written (default: batch).",
+            ),
+            flag(
+                "kv_prior",
+                str,
+                "JSON file with quality curves to go by while no context is profiled, such as "
+                '{"keydiff": {"0.8": 0.99, "0.5": 0.9}} (default: none, and nothing is compressed until then).',
+            ),
+            flag(
+                "kv_profiles",
+                str,
+                "File that keeps the measured quality curves of contexts for later servers; made where it is missing "
+                "(default: none, they are forgotten with the server).",
+            ),
+            flag(
+                "kv_drift",
+                float,
+                "Measure a context anew when the predicted quality of its answers exceeds the observed one by this "
+                "much (default: 0.3).",
+            ),
+            flag(
+                "kv_no_recording",
+                bool,
+                "Do not keep the last questions about each context in memory; nothing is measured online then.",
             ),
         ),
     )

@@ -31,7 +31,8 @@ class EvicPressConfig:
     choose. Nodes under ``min_tokens`` tokens are never compressed; the first ``sinks`` tokens of a prompt are always
     kept; ``window`` is the number of last prompt queries a press with queries looks at. A match that ends inside a
     compressed node and would keep less than ``min_share`` of what the node's form promises for those tokens falls back
-    to the parent node. ``curves`` is the raw JSON of the quality curves, None for the flat prior. The three
+    to the parent node. ``curves`` is the raw JSON of the quality curves to go by while no context is profiled, None to
+    compress nothing until then. The three
     ``prefill_`` figures, in seconds, are the law of prefill times to start with (``costs.PrefillLaw``), before batches
     were observed.
 
@@ -39,6 +40,10 @@ class EvicPressConfig:
     folder ``ssd_dir`` hold what leaves host memory, None for no such tier; at most ``ssd_write_gb_per_day`` are written
     there, None for no limit. ``ssd_sync`` says when they are made durable: left to the system (none), in the background
     (batch), or before an entry counts as written (always).
+
+    ``profiles`` is the file that keeps what was measured of contexts, None to forget it with the server. A context is
+    measured again when the quality predicted of its answers exceeds the observed one by ``drift``. ``recording`` keeps
+    the last questions about each context in memory, which measuring online needs.
 
     Raises ValueError, one sentence, for a value out of its range. What depends on this machine (memory, the folder) is
     checked by ``from_flags``.
@@ -61,6 +66,9 @@ class EvicPressConfig:
     ssd_gb: float | None = None
     ssd_write_gb_per_day: float | None = None
     ssd_sync: str = "batch"
+    profiles: str | None = None
+    drift: float = 0.3
+    recording: bool = True
 
     def __post_init__(self) -> None:
         _check_policy(self.policy)
@@ -80,6 +88,10 @@ class EvicPressConfig:
             raise ValueError(f"half_life is {self.half_life_s}: expected finite seconds above 0")
         if not 0.0 <= self.min_share <= 1.0:
             raise ValueError(f"min_share is {self.min_share}: expected a number from 0 to 1")
+        if not 0.0 < self.drift <= 1.0:
+            raise ValueError(f"drift is {self.drift}: expected a number above 0, up to 1")
+        if self.profiles is not None and (not self.profiles.strip() or "\0" in self.profiles):
+            raise ValueError(f"profiles is {self.profiles!r}: expected the path of a file")
         self._check_tiers()
 
     def _check_tiers(self) -> None:
@@ -117,6 +129,11 @@ class EvicPressConfig:
         return self.host_bytes > 0
 
     @property
+    def profiles_online(self) -> bool:
+        """Whether contexts are profiled while the server runs: where it would change what the policy does."""
+        return self.recording and self.policy in ("evicpress", "adaptcache") and len(self.menu_forms) > 0
+
+    @property
     def menu_forms(self) -> tuple[Form, ...]:
         """``forms`` and what the policy brings along."""
         return tuple(dict.fromkeys((*self.forms, *policy_forms(self.policy))))
@@ -137,6 +154,10 @@ class EvicPressConfig:
         ssd_gb: float | None = None,
         ssd_write_gb_per_day: float | None = None,
         ssd_sync: str | None = None,
+        prior: str | None = None,
+        profiles: str | None = None,
+        drift: float | None = None,
+        recording: bool | None = None,
     ) -> Self:
         """Join the flags with the JSON config file, which may name the policy too; a flag that is given wins.
 
@@ -156,10 +177,16 @@ class EvicPressConfig:
             "ssd_gb": ssd_gb,
             "ssd_write_gb_per_day": ssd_write_gb_per_day,
             "ssd_sync": ssd_sync,
+            "prior": prior,
+            "profiles": profiles,
+            "drift": drift,
+            "recording": recording,
         }
         values |= {name: value for name, value in flags.items() if value is not None}
         if "policy" not in values:
             raise ValueError("no kv policy is given: expected --kv-policy, or a policy config with the key 'policy'")
+        if values.get("prior") is not None and values.get("curves") is not None:
+            raise ValueError("prior and curves are both given: expected one of them, they say the same")
         settings = {_FIELDS.get(name, name): _READERS[name](name, value) for name, value in values.items()}
         if "ssd_dir" in settings:
             settings.setdefault("host_gb", _HOST_GB_OF_SSD)
@@ -286,6 +313,29 @@ def _curves(name: str, value: object) -> Mapping[str, object] | None:
     return value
 
 
+def _prior(name: str, value: object) -> Mapping[str, object] | None:
+    path = _text(name, value)
+    where = f"{name} {path!r}"
+    try:
+        return _curves(name, json.loads(Path(path).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise ValueError(f"{where} does not exist: expected a JSON file of quality curves") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{where} cannot be read ({error}): expected a JSON file of quality curves") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is not JSON ({error}): expected quality curves") from None
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deep: expected quality curves") from None
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _truth(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}: expected true or false")
+    return value
+
+
 _READERS: Mapping[str, Callable[[str, object], object]] = {
     "policy": _text,
     "alpha": _number,
@@ -304,5 +354,9 @@ _READERS: Mapping[str, Callable[[str, object], object]] = {
     "ssd_gb": _number,
     "ssd_write_gb_per_day": _number,
     "ssd_sync": _text,
+    "prior": _prior,
+    "profiles": _text,
+    "drift": _number,
+    "recording": _truth,
 }
-_FIELDS = {"half_life": "half_life_s"}
+_FIELDS = {"half_life": "half_life_s", "prior": "curves"}

@@ -9,32 +9,19 @@ this cache cannot be inspected.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Mapping
 from typing import Protocol, TypeAlias, runtime_checkable
 
 import orjson
 
+from sglang_evicpress import arguments as checked
+from sglang_evicpress.arguments import IntrospectionError, Json
 from sglang_evicpress.core import Form, Tier
+from sglang_evicpress.profile_questions import PROFILE_OPS, read_profile_question
 
 logger = logging.getLogger(__name__)
 
-Json: TypeAlias = dict[str, object]
-_INTEGER = re.compile(r"[0-9]{1,18}")  # below 2**63: what JSON encoders and tree ids agree on
 _ENCODING = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
-
-
-class IntrospectionError(Exception):
-    """A question that is refused, with the status and the one sentence that says why."""
-
-    def __init__(self, status: int, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status
-        self.reason = reason
-
-    @property
-    def body(self) -> Json:
-        return {"error": {"reason": self.reason}}
 
 
 class UnknownNode(IntrospectionError):
@@ -114,58 +101,62 @@ def read_question(op: str, arguments: Mapping[str, object]) -> Question:
     """
     match op:
         case "tree":
-            _accept_only(arguments)
+            checked.accept_only(arguments)
             return lambda cache: cache.describe_tree()
         case "stats":
-            _accept_only(arguments)
+            checked.accept_only(arguments)
             return lambda cache: cache.describe_stats()
         case "check":
-            _accept_only(arguments)
+            checked.accept_only(arguments)
             return lambda cache: cache.check_integrity()
         case "node":
-            _accept_only(arguments, "node_id", "positions", "tokens")
-            node_id = _integer(arguments, "node_id", least=0)
-            positions, tokens = _flag(arguments, "positions"), _flag(arguments, "tokens")
+            checked.accept_only(arguments, "node_id", "positions", "tokens")
+            node_id = checked.integer(arguments, "node_id", least=0)
+            positions, tokens = checked.flag(arguments, "positions"), checked.flag(arguments, "tokens")
             return lambda cache: cache.describe_node(node_id, positions=positions, tokens=tokens)
         case "explain":
-            _accept_only(arguments, "node_id")
-            explained = _integer(arguments, "node_id", least=0)
+            checked.accept_only(arguments, "node_id")
+            explained = checked.integer(arguments, "node_id", least=0)
             return lambda cache: cache.explain_node(explained)
         case "journal":
-            _accept_only(arguments, "since", "limit")
-            since = _integer({"since": 0, **arguments}, "since", least=0)
-            limit = _integer({"limit": 100, **arguments}, "limit", least=1)
+            checked.accept_only(arguments, "since", "limit")
+            since = checked.integer({"since": 0, **arguments}, "since", least=0)
+            limit = checked.integer({"limit": 100, **arguments}, "limit", least=1)
             return lambda cache: cache.read_journal(since, limit)
         case "compress":
-            _accept_only(arguments, "node_id", "form")
-            node_id, form = _integer(arguments, "node_id", least=0), _form(arguments)
+            checked.accept_only(arguments, "node_id", "form")
+            node_id, form = checked.integer(arguments, "node_id", least=0), checked.form(arguments)
             return _allowed(lambda cache: cache.compress_node(node_id, form))
         case "evict":
-            _accept_only(arguments, "num_slots")
-            num_slots = _integer(arguments, "num_slots", least=1)
+            checked.accept_only(arguments, "num_slots")
+            num_slots = checked.integer(arguments, "num_slots", least=1)
             return lambda cache: cache.evict_slots(num_slots)
         case "tiers":
-            _accept_only(arguments)
+            checked.accept_only(arguments)
             return lambda cache: cache.describe_tiers()
         case "flush":
-            _accept_only(arguments, "tier")
-            flushed = _tier(arguments, Tier.GPU, Tier.HOST, Tier.SSD)
+            checked.accept_only(arguments, "tier")
+            flushed = checked.tier(arguments, Tier.GPU, Tier.HOST, Tier.SSD)
             return _allowed(lambda cache: cache.flush_tier(flushed))
         case "demote":
-            _accept_only(arguments, "node_id", "tier")
-            demoted, tier = _integer(arguments, "node_id", least=0), _tier(arguments, Tier.HOST, Tier.SSD)
+            checked.accept_only(arguments, "node_id", "tier")
+            demoted, tier = checked.integer(arguments, "node_id", least=0), checked.tier(arguments, Tier.HOST, Tier.SSD)
             return _allowed(lambda cache: cache.demote_node(demoted, tier))
         case "attach_ssd":
-            _accept_only(arguments, "dir", "gb", "write_gb_per_day")
-            folder, gb = _folder(arguments), _gigabytes(arguments, "gb")
+            checked.accept_only(arguments, "dir", "gb", "write_gb_per_day")
+            folder, gb = checked.folder(arguments), checked.gigabytes(arguments, "gb")
             is_limited = arguments.get("write_gb_per_day") is not None
-            write_gb = _gigabytes(arguments, "write_gb_per_day") if is_limited else None
+            write_gb = checked.gigabytes(arguments, "write_gb_per_day") if is_limited else None
             return _allowed(lambda cache: cache.attach_ssd(folder, gb, write_gb))
         case "detach_ssd":
-            _accept_only(arguments)
+            checked.accept_only(arguments)
             return _allowed(lambda cache: cache.detach_ssd())
+    question = read_profile_question(op, arguments)
+    if question is not None:
+        return _allowed(question)
     known = (
-        "tree, node, stats, explain, journal, compress, check, evict, tiers, flush, demote, attach_ssd or detach_ssd"
+        "tree, node, stats, explain, journal, compress, check, evict, tiers, flush, demote, attach_ssd, detach_ssd, "
+        f"{', '.join(PROFILE_OPS)}"
     )
     raise IntrospectionError(404, f"operation {op!r} is not known: expected {known}")
 
@@ -222,68 +213,3 @@ def _allowed(question: Question) -> Question:
             raise IntrospectionError(409, str(error)) from error
 
     return ask
-
-
-def _accept_only(arguments: Mapping[str, object], *names: str) -> None:
-    accepted = ", ".join(names) if names else "none"
-    for name in arguments:
-        if name not in names:
-            raise IntrospectionError(400, f"argument {name!r} is not known here: accepted are {accepted}")
-
-
-def _integer(arguments: Mapping[str, object], name: str, *, least: int) -> int:
-    value = arguments.get(name)
-    if isinstance(value, int | str) and not isinstance(value, bool) and _INTEGER.fullmatch(str(value)):
-        number = int(value)
-        if number >= least:
-            return number
-    given = f"is {value!r}" if name in arguments else "is missing"
-    raise IntrospectionError(400, f"{name} {given}: expected an integer >= {least} of at most 18 digits")
-
-
-def _flag(arguments: Mapping[str, object], name: str) -> bool:
-    value = arguments.get(name, False)
-    if value is True or value in ("true", "1"):
-        return True
-    if value is False or value in ("false", "0"):
-        return False
-    raise IntrospectionError(400, f"{name} is {value!r}: expected true or false")
-
-
-def _form(arguments: Mapping[str, object]) -> Form:
-    text = arguments.get("form")
-    if not isinstance(text, str):
-        given = f"is {text!r}" if "form" in arguments else "is missing"
-        raise IntrospectionError(400, f"form {given}: expected a string such as 'keydiff@0.5'")
-    try:
-        form = Form.parse(text)
-    except ValueError as error:
-        raise IntrospectionError(400, str(error)) from None
-    if form.is_exact:
-        raise IntrospectionError(400, "form 'exact' compresses nothing: expected one such as keydiff@0.5")
-    return form
-
-
-def _tier(arguments: Mapping[str, object], *accepted: Tier) -> Tier:
-    text = arguments.get("tier")
-    for tier in accepted:
-        if text == tier.label:
-            return tier
-    given = f"is {text!r}" if "tier" in arguments else "is missing"
-    raise IntrospectionError(400, f"tier {given}: expected one of {', '.join(tier.label for tier in accepted)}")
-
-
-def _folder(arguments: Mapping[str, object]) -> str:
-    folder = arguments.get("dir")
-    if isinstance(folder, str) and folder.startswith("/") and "\0" not in folder:
-        return folder
-    given = f"is {folder!r}" if "dir" in arguments else "is missing"
-    raise IntrospectionError(400, f"dir {given}: expected the absolute path of a folder on the machine of the server")
-
-
-def _gigabytes(arguments: Mapping[str, object], name: str) -> float:
-    value = arguments.get(name)
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1e9:
-        return float(value)
-    given = f"is {value!r}" if name in arguments else "is missing"
-    raise IntrospectionError(400, f"{name} {given}: expected a number of GB (1e9 bytes) above 0, up to 1e9")

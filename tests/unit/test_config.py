@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,9 @@ def test_a_file_may_give_every_field(tmp_path: Path) -> None:
         "ssd_gb": 20,
         "ssd_write_gb_per_day": 100,
         "ssd_sync": "always",
+        "profiles": str(tmp_path / "profiles.sqlite"),
+        "drift": 0.2,
+        "recording": False,
     }
     path = _file(tmp_path, values)
     fields = {"half_life_s" if name == "half_life" else name: value for name, value in values.items()}
@@ -73,6 +78,55 @@ def test_a_file_may_give_every_field(tmp_path: Path) -> None:
     assert EvicPressConfig.from_flags("hpt", path) == dataclasses.replace(config, policy="hpt")
     assert policy_in(path) == "lru"
     assert set(fields) == {field.name for field in dataclasses.fields(EvicPressConfig)}
+
+
+def test_a_prior_is_read_from_its_file(tmp_path: Path) -> None:
+    prior = tmp_path / "prior.json"
+    prior.write_text('{"keydiff": {"0.5": 0.9}}')
+    assert EvicPressConfig.from_flags("evicpress", prior=str(prior)).curves == {"keydiff": {"0.5": 0.9}}
+    assert EvicPressConfig.from_flags("evicpress").curves is None
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, ("does not exist", "expected a JSON file")),
+        ("{", ("not JSON", "expected quality curves")),
+        ('{"zip": {"0.5": 0.9}}', ("'zip'", "expected one of")),
+        ('{"keydiff": {"0.5": 2}}', ("is 2", "expected a number in [0, 1]")),
+    ],
+)
+def test_a_wrong_prior_is_one_sentence_that_names_the_file(
+    tmp_path: Path, content: str | None, words: tuple[str, ...]
+) -> None:
+    prior = tmp_path / "prior.json"
+    if content is not None:
+        prior.write_text(content)
+    with pytest.raises(ValueError, match=re.escape(str(prior))) as caught:
+        EvicPressConfig.from_flags("evicpress", prior=str(prior))
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_a_prior_and_curves_are_one_too_many(tmp_path: Path) -> None:
+    prior = tmp_path / "prior.json"
+    prior.write_text('{"keydiff": {"0.5": 0.9}}')
+    path = _file(tmp_path, {"policy": "evicpress", "curves": {"knorm": {"0.3": 0.9}}})
+    with pytest.raises(ValueError, match="prior and curves are both given"):
+        EvicPressConfig.from_flags(None, path, prior=str(prior))
+
+
+@pytest.mark.parametrize(("flag", "value"), [("drift", 0.0), ("drift", 1.5), ("drift", math.nan), ("profiles", " ")])
+def test_profiling_flags_out_of_range_are_refused(flag: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{flag} is .*expected"):
+        EvicPressConfig.from_flags("evicpress", **{flag: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("policy", "recording", "is_online"),
+    [("evicpress", None, True), ("adaptcache", None, True), ("evicpress", False, False), ("lru", None, False)],
+)
+def test_only_policies_that_weigh_quality_profile_online(policy: str, recording: bool | None, is_online: bool) -> None:
+    assert EvicPressConfig.from_flags(policy, recording=recording).profiles_online is is_online
 
 
 def test_without_a_policy_there_is_nothing_to_configure(tmp_path: Path) -> None:

@@ -56,16 +56,27 @@ TABLE = {
     "cpu_attention": Layer(("core", "kernels", "layout"), ("torch",)),
     # Where KV is kept below the GPU.
     "tiers": Layer(("core", "layout"), ("numpy", "torch", "xxhash")),
-    # The only writer of state, and what is shown of it.
+    # What is measured of contexts.
+    "profiler": Layer(
+        ("core", "profile", "tiers"),
+        ("matplotlib", "numpy", "orjson", "safetensors", "tokenizers", "torch", "tqdm", "transformers", "xxhash"),
+    ),
+    # The only writer of state, and what is asked and shown of it.
     "controller": Layer(PURE),
-    "introspect": Layer(("core",), ("orjson",)),
+    "arguments": Layer(("core",)),
+    "profile_questions": Layer(("arguments", "core", "profiler", "tiers")),
+    "introspect": Layer(("arguments", "core", "profile_questions"), ("orjson",)),
     # The only code that knows SGLang.
     "patches": Layer(
-        (*PURE, "controller", "cpu_attention", "handover", "introspect", "kernels", "layout", "press", "tiers"),
+        (
+            *PURE,
+            *("arguments", "controller", "cpu_attention", "handover", "introspect", "kernels", "layout", "press"),
+            *("profile_questions", "profiler", "tiers"),
+        ),
         ("fastapi", "flashinfer", "numpy", "orjson", "sglang", "starlette", "torch"),
     ),
     "plugin": Layer(("config", "handover", "patches")),
-    "cli": Layer((*PURE, "simulator", "tiers", "traces"), ("numpy", "orjson", "tqdm")),
+    "cli": Layer((*PURE, "profiler", "simulator", "tiers", "traces"), ("numpy", "orjson", "tqdm")),
 }
 
 

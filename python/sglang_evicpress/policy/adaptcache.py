@@ -28,6 +28,7 @@ class AdaptCacheRule(CascadeRule):
     """
 
     name: ClassVar[str] = "adaptcache"
+    weighs_quality: ClassVar[bool] = True
 
     def __init__(self, menu: Menu, alpha: float, costs: Costs, curve: Sequence[float]) -> None:
         super().__init__(menu)

@@ -133,6 +133,11 @@ class Rule(Protocol):
         """Whether a hit never makes a key of 0 or more smaller; its entry may then wait in the heap until on top."""
         ...
 
+    @property
+    def weighs_quality(self) -> bool:
+        """Whether it chooses forms by their quality; then it is only offered those whose quality is known."""
+        ...
+
     def step(self, record: Record, barred: int = 0, as_is: Record | None = None) -> Step | None:
         """The next step of a node that frees bytes on its tier, None when there is none.
 

@@ -29,6 +29,7 @@ class EvicPressRule:
     """
 
     name: ClassVar[str] = "evicpress"
+    weighs_quality: ClassVar[bool] = True
     rises_only: ClassVar[bool] = True
 
     def __init__(self, menu: Menu, alpha: float, costs: Costs) -> None:

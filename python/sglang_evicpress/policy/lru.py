@@ -15,6 +15,7 @@ class CascadeRule:
 
     rises_only: ClassVar[bool] = True
     compresses: bool = False
+    weighs_quality: ClassVar[bool] = False
 
     def __init__(self, menu: Menu) -> None:
         self.menu = menu

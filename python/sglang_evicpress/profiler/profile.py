@@ -52,7 +52,7 @@ class Profile:
         return {
             "key": self.key.hex(),
             "num_tokens": self.num_tokens,
-            "forms": {str(form): [seen.count, seen.mean, seen.squares] for form, seen in self.forms.items()},
+            "forms": {_text(form): _figures(seen) for form, seen in self.forms.items()},
             "scorer": self.scorer,
             "query_set": self.query_set,
             "num_queries": self.num_queries,
@@ -63,7 +63,7 @@ class Profile:
     def from_json(cls, obj: object) -> Profile:
         """Raises ValueError, one sentence naming the field and what is accepted."""
         if not isinstance(obj, Mapping) or set(obj) != _FIELDS:
-            given = sorted(obj) if isinstance(obj, Mapping) else obj
+            given = sorted(map(str, obj)) if isinstance(obj, Mapping) else obj
             raise ValueError(f"profile has {given!r:.200}: expected an object with {', '.join(sorted(_FIELDS))}")
         key, forms = obj["key"], obj["forms"]
         if not isinstance(key, str) or not _KEY.fullmatch(key):
@@ -80,7 +80,12 @@ class Profile:
         measured_s = obj["measured_s"]
         if isinstance(measured_s, bool) or not isinstance(measured_s, int | float) or not 0 <= measured_s < 1e11:
             raise ValueError(f"profile {key} has measured_s {measured_s!r:.100}: expected Unix seconds")
-        evidence = {_form(key, text): _evidence(key, text, figures) for text, figures in forms.items()}
+        evidence: dict[Form, Evidence] = {}
+        for text, figures in forms.items():
+            form = _form(key, text)
+            if form in evidence:
+                raise ValueError(f"profile {key} has form {text!r:.100} again: expected each form once")
+            evidence[form] = _evidence(key, text, figures)
         return cls(
             bytes.fromhex(key), num_tokens, evidence, obj["scorer"], obj["query_set"], num_queries, float(measured_s)
         )
@@ -90,6 +95,17 @@ _FIELDS = {"key", "num_tokens", "forms", "scorer", "query_set", "num_queries", "
 _KEY = re.compile(r"[0-9a-f]{32}")
 _QUERY_SET = re.compile(r"[0-9a-f]{16}")
 _SCORER = re.compile(r"[a-z0-9-]{1,32}")
+_MAX_COUNT = 2.0**53
+
+
+def _text(form: Form) -> str:
+    """Reads back as the very same form; ``str`` rounds the kept fraction to six digits."""
+    return str(form) if form.press is None or form.codec != "raw" else f"{form.press}@{float(form.kept_fraction)!r}"
+
+
+def _figures(seen: Evidence) -> list[float]:
+    """Plain floats, whatever numpy made of them."""
+    return [float(seen.count), float(seen.mean), float(seen.squares)]
 
 
 def _whole(key: str, name: str, value: object) -> int:
@@ -109,7 +125,7 @@ def _form(key: str, text: object) -> Form:
 
 
 def _evidence(key: str, text: object, figures: object) -> Evidence:
-    accepted = "expected [count, mean, squares] with count at least 1 and a mean from 0 to 1"
+    accepted = "expected [count, mean, squares] of at least 1 quality from 0 to 1"
     where = f"profile {key} has {figures!r:.100} for form {text}"
     if not isinstance(figures, Sequence) or isinstance(figures, str) or len(figures) != 3:
         raise ValueError(f"{where}: {accepted}")
@@ -119,9 +135,18 @@ def _evidence(key: str, text: object, figures: object) -> Evidence:
         evidence = Evidence(*(float(figure) for figure in figures))
     except (ValueError, OverflowError) as error:
         raise ValueError(f"{where} ({error}): {accepted}") from None
-    if evidence.count < 1.0 or not 0.0 <= evidence.mean <= 1.0:
+    if not 1.0 <= evidence.count <= _MAX_COUNT or not 0.0 <= evidence.mean <= 1.0:
         raise ValueError(f"{where}: {accepted}")
+    if evidence.squares > evidence.count * 0.2500001:  # half of them 0, half of them 1
+        raise ValueError(f"{where}, which no qualities from 0 to 1 give: {accepted}")
     return evidence
+
+
+def context_key(identity: bytes, namespace: str | None, tokens: Tokens) -> bytes:
+    """The key of the context that ``tokens``, whole blocks, make up: the last of ``context_keys``."""
+    path = PathHash(identity, namespace)
+    path.update(tokens)
+    return path.key
 
 
 def context_keys(identity: bytes, namespace: str | None, tokens: Tokens) -> list[bytes]:

@@ -1,0 +1,91 @@
+"""What a node holds is exchanged: absent nodes come into the tree, or get KV; lossy ones get it exact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
+
+from sglang_evicpress.core import EXACT, Tier
+from sglang_evicpress.patches.node import NodeKV, is_lossy, num_slots, slots_of, start_of, walk
+from sglang_evicpress.patches.tiering import NOWHERE
+from sglang_evicpress.reuse import weight_of_new
+
+
+class Holding:
+    """The part of EvicPressCache that does it. Everything here runs on the scheduler thread."""
+
+    def add_absent_leaf(self: Any, parent: Any, key: RadixKey, copy: Any) -> Any:
+        """A node that is not on the GPU: ``copy`` is all there is of it."""
+        node = TreeNode()
+        node.parent, node.key, node.value, node.hit_count = parent, key, None, 1
+        parent.children[key.child_key(self.page_size)] = node
+        node.kv = NodeKV(last_use=self._tick, last_use_s=self.now_s, slots=NOWHERE)
+        num_siblings = 0 if parent is self.root_node else len(parent.children)
+        node.kv.weight = weight_of_new(self.value_of_hit(), parent.kv.weight, num_siblings)
+        if copy.layout is not None:
+            copy.origin = node.id
+        self.nodes[node.id] = node
+        self.add_copy(node, copy)
+        self.find_profiles(node)
+        return node
+
+    def _fill(self: Any, node: Any, value: torch.Tensor, is_lossy_prefix: bool) -> None:
+        """Give a node that is not on the GPU the KV a request computed for its tokens."""
+        kv = node.kv
+        if is_lossy_prefix or is_lossy(node):
+            self.remove_copies(node, lossy_only=True)
+        node.value = value.clone()
+        kv.form, kv.slots, kv.layout, kv.is_lossy_prefix, kv.origin = EXACT, None, None, is_lossy_prefix, None
+        kv.version += 1
+        if Tier.HOST in kv.copies:
+            self._spare[node.id] = None
+        self.evictable_size_ += len(node.key)
+        self._record_store_event(node)
+        self.note(node)
+        self.drop_strays(node)
+        for child in node.children.values():
+            if child.value is None:
+                self.back_up_parent(child)
+                break
+
+    def _replace(self: Any, node: Any, value: torch.Tensor, is_lossy_prefix: bool) -> None:
+        """Give an unlocked lossy node the KV a request computed for the same tokens: an upgrade."""
+        self.token_to_kv_pool_allocator.free(slots_of(node))
+        self.evictable_size_ += len(node.key) - num_slots(node)
+        node.value = value.clone()
+        kv = node.kv
+        kv.form, kv.slots, kv.layout, kv.is_lossy_prefix = EXACT, None, None, is_lossy_prefix
+        kv.origin = None
+        kv.version += 1
+        self.drop_window(node)
+        self.remove_copies(node, lossy_only=True)
+        self.note(node)
+        begin = start_of(node)
+        for below in list(walk(node)):
+            if below.value is not None and below.kv.layout is not None and below.id in self.nodes:
+                self._trim(below, (begin, begin + len(node.key)))
+        self.drop_strays(node)
+
+    def _trim(self: Any, node: Any, replaced: tuple[int, int]) -> None:
+        """Take from a compressed node what an ancestor's new KV holds as well; see ``Compressor.trim``."""
+        kv, slots, before = node.kv, slots_of(node), num_slots(node)
+        trimmed = self.compressor.trim(
+            form=kv.form,
+            slots=slots,
+            layout=kv.layout,
+            start=start_of(node),
+            num_tokens=len(node.key),
+            replaced=replaced,
+            window=self.window_of(node),
+        )
+        if trimmed is None:
+            return
+        kv.layout, node.value = trimmed
+        kv.slots = slots[: kv.layout.num_slots].clone()
+        kv.version += 1
+        self.token_to_kv_pool_allocator.free(slots[kv.layout.num_slots :].clone())
+        self.evictable_size_ -= before - kv.layout.num_slots
+        self.remove_copies(node, lossy_only=True)
+        self.note(node)

@@ -1,0 +1,317 @@
+"""Shadows: copies of a context's exact KV in namespaces of their own, to be compressed and asked questions, unseen by
+users' requests (DESIGN section 6).
+
+A shadow is a space: one namespace with the exact copy, and one for each form made of it. Their nodes stand in the tree
+like others, but the policy takes them for locked; they go with their space, or when users need room that nothing else
+gives.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from itertools import accumulate
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from sglang_evicpress.arguments import IntrospectionError
+from sglang_evicpress.core import Form
+from sglang_evicpress.layout import SurvivorLayout
+from sglang_evicpress.patches.capture import QueryCapture
+from sglang_evicpress.patches.node import is_lossy, num_slots, walk
+from sglang_evicpress.press import get_press
+from sglang_evicpress.profiler.profile import BLOCK_TOKENS, context_keys
+
+PREFIX = "evicpress/shadow/"
+POOL_SHARE = {False: 1 / 4, True: 3 / 4}  # of the pool that shadows hold at most; True: users' nodes may all go for it
+MAX_SPACES = 8
+
+
+def is_shadow_name(extra_key: str | None) -> bool:
+    return extra_key is not None and extra_key.startswith(PREFIX)
+
+
+@dataclass(slots=True)
+class Space:
+    """``tokens`` of the context whose users' namespace is ``namespace``; ``exact`` and ``forms`` are extra keys."""
+
+    id: int
+    key: bytes
+    tokens: array[int]
+    namespace: str | None
+    exact: str
+    may_evict: bool
+    forms: dict[Form, str] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.exact, *self.forms.values())
+
+
+class Shadows:
+    """The part of EvicPressCache that keeps shadows. Everything here runs on the scheduler thread."""
+
+    def open_shadows(self: Any, seed: bytes) -> None:
+        self.spaces: dict[int, Space] = {}
+        self.space_of: dict[str, Space] = {}  # by extra key
+        self._retired: set[str] = set()
+        self.shadow_counts = dict.fromkeys(("opened", "refused", "forms", "released", "adopted_nodes"), 0)
+        self._shadow_seed = seed
+        self._next_space = 1
+
+    def clear_shadows(self: Any) -> None:
+        """The tree goes."""
+        self.spaces.clear()
+        self.space_of.clear()
+        self._retired.clear()
+
+    @property
+    def num_shadow_slots(self: Any) -> int:
+        return sum(num_slots(node) for node in self.shadow_nodes())
+
+    def shadow_nodes(self: Any) -> Iterator[Any]:
+        """Every node of a shadow, also of one that was closed while a request ran on it."""
+        for child in self.root_node.children.values():
+            if child.kv.is_shadow:
+                yield child
+                yield from walk(child)
+
+    def num_shadow_tokens(self: Any, req: Any) -> int:
+        """The tokens that a request may put under a shadow's name: its prompt's, into the exact copy, while it is
+        there. What it generates is no part of the context."""
+        space = self.space_of.get(req.extra_key)
+        is_copy = space is not None and req.extra_key == space.exact
+        return min(len(space.tokens), len(req.origin_input_ids)) if is_copy else 0
+
+    # ---- what can be asked
+
+    def open_shadow(self: Any, tokens: Sequence[int], namespace: str | None, may_evict: bool) -> dict[str, object]:
+        """Copy what the GPU holds exactly of the context; requests in the answered namespace compute the rest."""
+        row = array("q", tokens)
+        if not row or len(row) % BLOCK_TOKENS or len(row) % self.page_size:
+            raise ValueError(
+                f"the context has {len(row)} tokens: expected whole blocks of {BLOCK_TOKENS} and pages of "
+                f"{self.page_size}"
+            )
+        if len(self.spaces) >= MAX_SPACES:
+            raise ValueError(f"no room for a shadow: {MAX_SPACES} are open already")
+        path, num_present = self._exact_part(RadixKey(row, namespace))
+        if QueryCapture.active is not None:  # computing the last block shows the queries that some presses look at
+            num_present = min(num_present, len(row) - BLOCK_TOKENS)
+        last = path[-1] if path else self.root_node
+        self.inc_lock_ref(last)
+        try:
+            self._find_room(len(row), may_evict)
+            slots = None if num_present == 0 else self._take_slots(num_present)
+        finally:
+            self.dec_lock_ref(last)
+        space = Space(
+            self._next_space,
+            context_keys(self.profile_identity, namespace, row)[-1],
+            row,
+            namespace,
+            self._name("exact"),
+            may_evict,
+        )
+        self._next_space += 1
+        self.know_context(space.key, row, namespace)
+        self.spaces[space.id] = self.space_of[space.exact] = space
+        if slots is not None:
+            held = torch.cat([node.value for node in path])[:num_present]
+            self.compressor.copy(held, slots)
+            self._add_shadow_node(space.exact, row[:num_present], slots)
+        self.shadow_counts["opened"] += 1
+        return {
+            "shadow": space.id,
+            "key": space.key.hex(),
+            "extra_key": space.exact,
+            "num_tokens": len(row),
+            "num_present": num_present,
+        }
+
+    def make_shadow_form(self: Any, space_id: int, form: Form) -> dict[str, object]:
+        """Keep of the exact copy what ``form`` keeps, in a namespace of its own."""
+        space = self._space(space_id)
+        if form in space.forms:
+            raise ValueError(f"shadow {space_id} has {form} already: drop it first")
+        path, num_present = self._exact_part(RadixKey(space.tokens, space.exact))
+        num_tokens = len(space.tokens)
+        if num_present < num_tokens:
+            raise ValueError(
+                f"shadow {space_id} holds {num_present} of {num_tokens} tokens: expected requests in its namespace to "
+                "compute the rest first"
+            )
+        window = self.window_of(path[-1])
+        if get_press(form.press or "").needs_queries and window is None:
+            raise ValueError(
+                f"shadow {space_id} cannot be brought to {form}: its press needs queries of the prompt, and none were "
+                "kept (they are when --kv-forms names the press)"
+            )
+        num_kept = self.menu.num_slots(form, num_tokens, self.sinks_of(num_tokens, 0))
+        last = path[-1]
+        self.inc_lock_ref(last)
+        try:
+            self._find_room(num_kept, space.may_evict)
+            slots = self._take_slots(num_kept)
+        finally:
+            self.dec_lock_ref(last)
+        layout, value = self.compressor.copy_compressed(
+            form=form,
+            slots=torch.cat([node.value for node in path]),
+            num_tokens=num_tokens,
+            into=slots,
+            window=window,
+        )
+        name = space.forms[form] = self._name(str(form))
+        self.space_of[name] = space
+        self._add_shadow_node(name, space.tokens, slots, form=form, layout=layout, value=value)
+        self.shadow_counts["forms"] += 1
+        return {"shadow": space_id, "form": str(form), "extra_key": name, "num_slots": num_kept}
+
+    def drop_shadow_form(self: Any, space_id: int, form: Form) -> dict[str, object]:
+        space = self._space(space_id)
+        name = space.forms.pop(form, None)
+        if name is None:
+            raise ValueError(f"shadow {space_id} has no {form}: it has {', '.join(map(str, space.forms)) or 'no form'}")
+        self._retire(name)
+        return {"shadow": space_id, "form": str(form)}
+
+    def close_shadow(self: Any, space_id: int, adopt: bool) -> dict[str, object]:
+        """The space ends. ``adopt``: users' lossy nodes of the context are given its exact KV first."""
+        space = self._space(space_id)
+        num_adopted = self._adopt_exact(space) if adopt else 0
+        self._close(space)
+        return {"shadow": space_id, "adopted_nodes": num_adopted}
+
+    # ---- room
+
+    def release_shadows(self: Any) -> int:
+        """Give up every shadow that no request runs on; returns the slots freed. Whoever asks in them finds nothing."""
+        before = self.token_to_kv_pool_allocator.available_size()
+        for space in list(self.spaces.values()):
+            self._close(space)
+            self.shadow_counts["released"] += 1
+        return int(self.token_to_kv_pool_allocator.available_size() - before)
+
+    def release_retired(self: Any) -> None:
+        """Delete the nodes of ended namespaces that no request runs on any more."""
+        if not self._retired:
+            return
+        left = set()
+        for node in list(self.shadow_nodes())[::-1]:
+            name = node.key.extra_key
+            if name not in self._retired:
+                continue
+            if node.lock_ref == 0 and not node.children:
+                self.drop(node.id)
+            else:
+                left.add(name)
+        self._retired = left
+
+    def _find_room(self: Any, num_slots: int, may_evict: bool) -> None:
+        allocator = self.token_to_kv_pool_allocator
+        held, most = self.num_shadow_slots, int(POOL_SHARE[may_evict] * allocator.size)
+        unlocked = allocator.available_size() + self.evictable_size_ - held
+        if held + num_slots > most or unlocked - num_slots < allocator.size // 8:
+            self.shadow_counts["refused"] += 1
+            raise ValueError(
+                f"no room for a shadow of {num_slots} slots: shadows hold {held} and may hold {most}, "
+                f"{unlocked} are free or users' that could make room"
+            )
+        missing = num_slots - allocator.available_size()
+        if missing > 0:
+            self.relieve(missing)
+
+    def _take_slots(self: Any, num_slots: int) -> torch.Tensor:
+        pages = -(-num_slots // self.page_size) * self.page_size
+        slots = self.token_to_kv_pool_allocator.alloc(pages)
+        if slots is None:
+            self.shadow_counts["refused"] += 1
+            raise ValueError(f"no room for a shadow of {num_slots} slots: making room for it did not free as many")
+        return slots.to(torch.int64)
+
+    # ---- parts
+
+    def _name(self: Any, what: str) -> str:
+        """A namespace that nobody guesses, the same on every rank."""
+        secret = sha256(self._shadow_seed + f"{self._next_space}/{self.shadow_counts['forms']}".encode()).hexdigest()
+        return f"{PREFIX}{secret[:32]}/{what}"
+
+    def _space(self: Any, space_id: int) -> Space:
+        space = self.spaces.get(space_id)
+        if space is None:
+            raise IntrospectionError(409, f"the shadow is gone: {space_id} was closed, or had to make room")
+        return space
+
+    def _exact_part(self: Any, key: RadixKey) -> tuple[list[Any], int]:
+        """The nodes on the GPU that spell the longest exact prefix of ``key``, and how many tokens of it."""
+        path, num_tokens = [], 0
+        for node, matched in self._steps(key.page_aligned(self.page_size)):
+            if node.value is None or is_lossy(node):
+                break
+            path.append(node)
+            num_tokens += matched
+        return path, num_tokens
+
+    def _add_shadow_node(
+        self: Any,
+        name: str,
+        tokens: array[int],
+        slots: torch.Tensor,
+        *,
+        form: Form | None = None,
+        layout: SurvivorLayout | None = None,
+        value: torch.Tensor | None = None,
+    ) -> None:
+        node = self._add_leaf(self.root_node, RadixKey(tokens, name), slots if value is None else value, 0, False)
+        if form is not None and layout is not None:
+            kv = node.kv
+            kv.form, kv.layout, kv.slots, kv.origin = form, layout, slots.clone(), node.id
+            self.evictable_size_ -= len(tokens) - len(slots)
+            self.note(node)
+
+    def _close(self: Any, space: Space) -> None:
+        del self.spaces[space.id]
+        for name in space.names:
+            self._retire(name)
+
+    def _retire(self: Any, name: str) -> None:
+        del self.space_of[name]
+        self._retired.add(name)
+        self.release_retired()
+
+    def _adopt_exact(self: Any, space: Space) -> int:
+        """Users' unlocked lossy nodes of the context take the exact copy's slots in place of theirs."""
+        copy_path, num_present = self._exact_part(RadixKey(space.tokens, space.exact))
+        if num_present < len(space.tokens) or any(node.lock_ref for node in copy_path):
+            return 0
+        if any(len(node.children) > 1 for node in copy_path) or copy_path[-1].children:
+            return 0
+        key = RadixKey(space.tokens, space.namespace).page_aligned(self.page_size)
+        steps = self._steps(key)
+        if not any(node.value is not None and is_lossy(node) and not node.lock_ref for node, _ in steps):
+            return 0
+        exact = torch.cat([node.value for node in copy_path])
+        is_left = torch.ones(len(exact), dtype=torch.bool)
+        ends = list(accumulate(len(node.key) for node in self._take(steps)))
+        num_adopted = 0
+        for (node, _), end in zip(self._steps(key)[::-1], ends[::-1], strict=True):  # from the end: see _give
+            if node.value is None or not is_lossy(node) or node.lock_ref:
+                continue
+            begin = end - len(node.key)
+            self._replace(node, exact[begin:end].clone(), False)
+            is_left[begin:end] = False
+            num_adopted += 1
+        end = len(exact)
+        for node in copy_path[::-1]:
+            rest = node.value[is_left[end - len(node.key) : end].to(node.value.device)]
+            end -= len(node.key)
+            if len(rest):
+                self.token_to_kv_pool_allocator.free(rest)
+            self._delete_leaf(node)
+        self.shadow_counts["adopted_nodes"] += num_adopted
+        return num_adopted

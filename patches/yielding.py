@@ -1,0 +1,101 @@
+"""Requests in shadows give way: they run when no user waits, and touch few of the steps that users' requests run in."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sglang.srt.managers.io_struct import AbortReq
+
+from sglang_evicpress.patches.shadows import is_shadow_name
+from sglang_evicpress.profiler.pacing import Pacer
+
+logger = logging.getLogger(__name__)
+
+
+class Yielding:
+    """The part of EvicPressCache that holds such requests, called guests, back. On the scheduler thread."""
+
+    def open_yielding(self: Any) -> None:
+        self.pacer = Pacer()
+        self.guests: list[Any] = []  # that wait or run
+        self.guest_counts = dict.fromkeys(("requests", "aborted", "batches", "tokens", "user_steps_touched"), 0)
+        self._allowance = 0
+        self._num_users_running = 0
+
+    def receive_guest(self: Any, req: Any) -> None:
+        """A request in a shadow has entered the queue."""
+        self.guests.append(req)
+        self.guest_counts["requests"] += 1
+
+    def begin_round(self: Any, scheduler: Any) -> None:
+        """Before the next batch is made: how much guests may compute in it."""
+        if not self.guests:
+            return
+        for req in [req for req in scheduler.waiting_queue if self._is_stray(req)]:
+            self.guest_counts["aborted"] += 1
+            scheduler.abort_request(AbortReq(rid=req.rid))
+        queue = scheduler.waiting_queue
+        waiting = {id(req) for req in queue}
+        self.guests = [
+            req for req in self.guests if id(req) in waiting or (req.req_pool_idx is not None and not req.finished())
+        ]
+        if not self.guests:
+            self.release_retired()
+            return
+        self._num_users_running = sum(not is_shadow_name(req.extra_key) for req in scheduler.running_batch.reqs)
+        num_waiting = sum(not is_shadow_name(req.extra_key) for req in queue)
+        if scheduler.chunked_req is not None and not is_shadow_name(scheduler.chunked_req.extra_key):
+            num_waiting += 1
+        self._allowance = self.pacer.allowance(self._num_users_running, num_waiting, scheduler.max_running_requests)
+        if self._num_users_running > 0 and self.pacer.is_overdrawn:
+            for req in [req for req in self.guests if req.req_pool_idx is not None]:
+                self.guest_counts["aborted"] += 1
+                scheduler.abort_request(AbortReq(rid=req.rid))
+
+    def holds_back(self: Any, req: Any) -> bool:
+        """Whether a waiting request is to be passed over in this round; one that is not takes of the allowance."""
+        if not is_shadow_name(req.extra_key):
+            return False
+        if self._allowance <= 0:
+            return True
+        self._allowance -= len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
+        return False
+
+    def end_round(self: Any, batch: Any) -> None:
+        """The batch that runs next is made."""
+        if batch is None:
+            return
+        is_decode = batch.forward_mode.is_decode()
+        if not self.guests:
+            if is_decode:
+                self.pacer.user_step()
+            return
+        num_guests = sum(is_shadow_name(req.extra_key) for req in batch.reqs)
+        if is_decode and num_guests < len(batch.reqs):
+            self.pacer.user_step()
+        if num_guests == 0:
+            return
+        self.guest_counts["batches"] += 1
+        if is_decode:
+            self.guest_counts["tokens"] += num_guests
+            has_users = num_guests < len(batch.reqs)
+        else:
+            lengths = zip(batch.reqs, batch.extend_lens, strict=True)
+            self.guest_counts["tokens"] += sum(num for req, num in lengths if is_shadow_name(req.extra_key))
+            has_users = self._num_users_running > 0
+        if has_users:
+            self.pacer.took_part()
+            self.guest_counts["user_steps_touched"] += 1
+
+    def _is_stray(self: Any, req: Any) -> bool:
+        """Whether a request is in a shadow that is not there, or not any more: it would compute the whole context."""
+        if not is_shadow_name(req.extra_key):
+            return False
+        space = self.space_of.get(req.extra_key)
+        return space is None or len(req.origin_input_ids) > len(space.tokens) + 1 and not self._is_whole(space, req)
+
+    def _is_whole(self: Any, space: Any, req: Any) -> bool:
+        """Whether the namespace that a question is asked in holds all of the context."""
+        num_tokens = sum(matched for _, matched in self._steps(self.key_of_waiting(req)))
+        return num_tokens >= len(space.tokens)

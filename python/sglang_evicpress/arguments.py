@@ -1,0 +1,90 @@
+"""The arguments of questions to a running cache, checked one by one; errors name the value and what is accepted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from sglang_evicpress.core import Form, Tier
+
+Json: TypeAlias = dict[str, object]
+_INTEGER = re.compile(r"[0-9]{1,18}")  # below 2**63: what JSON encoders and tree ids agree on
+
+
+class IntrospectionError(Exception):
+    """A question that is refused, with the status and the one sentence that says why."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.reason = reason
+
+    @property
+    def body(self) -> Json:
+        return {"error": {"reason": self.reason}}
+
+
+def accept_only(arguments: Mapping[str, object], *names: str) -> None:
+    accepted = ", ".join(names) if names else "none"
+    for name in arguments:
+        if name not in names:
+            raise IntrospectionError(400, f"argument {name!r} is not known here: accepted are {accepted}")
+
+
+def integer(arguments: Mapping[str, object], name: str, *, least: int) -> int:
+    value = arguments.get(name)
+    if isinstance(value, int | str) and not isinstance(value, bool) and _INTEGER.fullmatch(str(value)):
+        number = int(value)
+        if number >= least:
+            return number
+    given = f"is {value!r}" if name in arguments else "is missing"
+    raise IntrospectionError(400, f"{name} {given}: expected an integer >= {least} of at most 18 digits")
+
+
+def flag(arguments: Mapping[str, object], name: str) -> bool:
+    value = arguments.get(name, False)
+    if value is True or value in ("true", "1"):
+        return True
+    if value is False or value in ("false", "0"):
+        return False
+    raise IntrospectionError(400, f"{name} is {value!r}: expected true or false")
+
+
+def form(arguments: Mapping[str, object]) -> Form:
+    text = arguments.get("form")
+    if not isinstance(text, str):
+        given = f"is {text!r}" if "form" in arguments else "is missing"
+        raise IntrospectionError(400, f"form {given}: expected a string such as 'keydiff@0.5'")
+    try:
+        form = Form.parse(text)
+    except ValueError as error:
+        raise IntrospectionError(400, str(error)) from None
+    if form.is_exact:
+        raise IntrospectionError(400, "form 'exact' compresses nothing: expected one such as keydiff@0.5")
+    return form
+
+
+def tier(arguments: Mapping[str, object], *accepted: Tier) -> Tier:
+    text = arguments.get("tier")
+    for tier in accepted:
+        if text == tier.label:
+            return tier
+    given = f"is {text!r}" if "tier" in arguments else "is missing"
+    raise IntrospectionError(400, f"tier {given}: expected one of {', '.join(tier.label for tier in accepted)}")
+
+
+def folder(arguments: Mapping[str, object]) -> str:
+    folder = arguments.get("dir")
+    if isinstance(folder, str) and folder.startswith("/") and "\0" not in folder:
+        return folder
+    given = f"is {folder!r}" if "dir" in arguments else "is missing"
+    raise IntrospectionError(400, f"dir {given}: expected the absolute path of a folder on the machine of the server")
+
+
+def gigabytes(arguments: Mapping[str, object], name: str) -> float:
+    value = arguments.get(name)
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1e9:
+        return float(value)
+    given = f"is {value!r}" if name in arguments else "is missing"
+    raise IntrospectionError(400, f"{name} {given}: expected a number of GB (1e9 bytes) above 0, up to 1e9")
