@@ -48,7 +48,15 @@ CHUNK_TOKENS = 1024
 def server_arguments(page_size: int) -> tuple[str, ...]:
     """What the server must be started with: all forms (snapkv's queries are kept only when it is named), and room."""
     return (
-        *("--kv-policy", "evicpress", "--kv-forms", ",".join(FORMS), "--page-size", str(page_size)),
+        *(
+            "--kv-policy",
+            "evicpress",
+            "--kv-no-recording",
+            "--kv-forms",
+            ",".join(FORMS),
+            "--page-size",
+            str(page_size),
+        ),
         *("--max-total-tokens", "131072", "--chunked-prefill-size", str(CHUNK_TOKENS), "--skip-tokenizer-init"),
     )
 

@@ -6,7 +6,7 @@ import random
 import sys
 
 from foundation.report import Line, print_line
-from testbed.server import Server
+from testbed.server import GUESSED, Server
 from testbed.tasks import make_context
 from testbed.vocabulary import load_vocabulary
 
@@ -25,7 +25,7 @@ def expected_slots(num_tokens: int, kept_fraction: float, page_size: int) -> int
 def arguments(page_size: int) -> list[str]:
     """Room for the node; no chunks, which would each become a node."""
     pool = ["--max-total-tokens", "4096", "--chunked-prefill-size", "-1"]
-    return ["--kv-policy", "evicpress", "--page-size", str(page_size), *pool]
+    return ["--kv-policy", "evicpress", *GUESSED, "--page-size", str(page_size), *pool]
 
 
 def measure(server: Server, page_size: int, num_tokens: int = NUM_TOKENS) -> Line:

@@ -115,7 +115,9 @@ def main() -> None:
     sample = Sample(args.contexts, args.questions, args.tokens, args.seed)
     forms = [f"{press}@{kept:g}" for press in args.presses for kept in args.kept]
     begin, begin_commit = time.monotonic(), commit()
-    with Server("--kv-policy", "evicpress", "--kv-forms", ",".join(forms), "--max-total-tokens", "20000") as server:
+    with Server(
+        "--kv-policy", "evicpress", "--kv-no-recording", "--kv-forms", ",".join(forms), "--max-total-tokens", "20000"
+    ) as server:
         qualities = measure(server, sample, forms)
     curves: dict[str, dict[str, float]] = defaultdict(dict)
     by_family: dict[str, dict[str, float]] = {}

@@ -22,6 +22,10 @@ from typing import Any, Self
 MODEL = Path(__file__).parent / "model"
 START_SECONDS = 300.0
 
+GUESSED = ("--kv-prior", str(Path(__file__).with_name("guess.json")), "--kv-no-recording")
+"""Flags for whoever wants the policy to compress without anything measured, and nothing to be measured meanwhile: every
+press is taken to keep a quality of 1 - (1 - kept)^3, the control ``random`` one of what it keeps."""
+
 
 class ServerError(RuntimeError):
     """The server did not come up, or died; the message holds the end of its log."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from foundation.reference import make_peaky_model
 from foundation.report import Line
-from testbed.server import Server
+from testbed.server import GUESSED, Server
 from tiers.inputs import scratch
 from tiers.prompts import Question, Texts, answered, nodes_of, num_changed, push_down, reference, sources
 
@@ -29,7 +29,7 @@ LEAST_SHARE = 0.1
 def arguments(folder: Path, page_size: int, *more: str) -> tuple[str, ...]:
     """A pool of two or three prompts, host memory for twice as many tokens, and an SSD for the rest."""
     return (
-        *("--kv-policy", "evicpress", "--page-size", str(page_size), "--max-total-tokens", str(POOL_SLOTS)),
+        *("--kv-policy", "evicpress", *GUESSED, "--page-size", str(page_size), "--max-total-tokens", str(POOL_SLOTS)),
         *("--max-running-requests", "4", "--chunked-prefill-size", "512", "--skip-tokenizer-init"),
         *("--kv-host-gb", "0.016", "--kv-ssd-dir", str(folder), "--kv-ssd-gb", "0.3", *more),
     )

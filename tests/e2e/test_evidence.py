@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from testbed.server import Server
+from testbed.server import GUESSED, Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.sglang, pytest.mark.slow]
 
@@ -19,7 +19,7 @@ DEADLINE_S = 60.0
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     flags = ("--max-total-tokens", "6000", "--max-running-requests", "2", "--kv-half-life", "900")
-    with Server("--kv-policy", "evicpress", *flags) as running:
+    with Server("--kv-policy", "evicpress", *GUESSED, *flags) as running:
         yield running
 
 

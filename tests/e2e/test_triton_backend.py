@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from foundation.reference import KV, Reference
-from testbed.server import MODEL, Server
+from testbed.server import GUESSED, MODEL, Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.sglang]
 
@@ -23,7 +23,7 @@ TOLERANCE = 1e-4
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     arguments = (
         *("--attention-backend", "triton", "--page-size", str(request.param), "--chunked-prefill-size", "64"),
-        *("--kv-policy", "evicpress", "--kv-min-tokens", "16", "--max-total-tokens", "4096"),
+        *("--kv-policy", "evicpress", *GUESSED, "--kv-min-tokens", "16", "--max-total-tokens", "4096"),
         *("--max-running-requests", "8"),
     )
     with Server(*arguments, env={"TRITON_INTERPRET": "1"}) as server:
