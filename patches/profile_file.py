@@ -22,6 +22,7 @@ class ProfileFile:
     def __init__(self, path: str | None) -> None:
         self._path = None if path is None else Path(path)
         self._store: ProfileStore | None = None
+        self._identity = b""
         self._thread = ThreadPoolExecutor(1, "evicpress-profiles")
 
     async def keep(self, answered: Json) -> None:
@@ -36,8 +37,12 @@ class ProfileFile:
 
     def _keep(self, answered: Json) -> None:
         try:
+            identity = bytes.fromhex(str(answered["identity"]))
+            if self._store is not None and identity != self._identity:  # the model was given other weights
+                self._store.close()
+                self._store = None
             if self._store is None and self._path is not None:
-                self._store = ProfileStore(self._path, bytes.fromhex(str(answered["identity"])))
+                self._store, self._identity = ProfileStore(self._path, identity), identity
             assert self._store is not None
             self._store.put(Profile.from_json(answered["profile"]))
         except (OSError, sqlite3.Error, StoreError) as error:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import sqlite3
 from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -20,10 +22,12 @@ from sglang_evicpress.patches.shadows import is_shadow_name
 from sglang_evicpress.profile import Curves
 from sglang_evicpress.profiler.catalog import Catalog
 from sglang_evicpress.profiler.drift import Observe, Watch
-from sglang_evicpress.profiler.profile import BLOCK_TOKENS, Profile, context_key, context_keys
+from sglang_evicpress.profiler.profile import BLOCK_TOKENS, Profile, context_keys
 from sglang_evicpress.profiler.recorder import Query, Recorder
-from sglang_evicpress.profiler.store import ProfileStore
+from sglang_evicpress.profiler.store import ProfileStore, StoreError
 from sglang_evicpress.tiers.identity import KEY_BYTES
+
+logger = logging.getLogger(__name__)
 
 MIN_CONTEXT_TOKENS = 256  # a shorter shared prefix is not worth a profile
 MAX_NODE_PROFILES = 16  # a node that many contexts share goes by its newest
@@ -61,24 +65,38 @@ class Profiling:
         """``identify_profiles`` is to be called before the first request."""
         self.profile_identity = bytes(KEY_BYTES)
         self.prior = None if config.curves is None else Curves.from_json(config.curves)
-        self.catalog = Catalog(self.prior)
-        self.recorder = Recorder() if config.profiles_online else None
-        self.watch = Watch(config.drift)
         self.profiling_counts = dict.fromkeys(("recorded", "observed", "drifted", "profiled", "failed"), 0)
         self._contexts: OrderedDict[bytes, tuple[array[int], str | None]] = OrderedDict()
         self._node_of_context: dict[bytes, int] = {}
         self._is_default_stale = False
         self._default_s = -DEFAULT_PAUSE_S
+        self.forget_profiles()
 
-    def identify_profiles(self: Any, identity: bytes) -> None:
-        """Begin to use the profiles of this model, tokenizer and version of the forms. The file is only read here:
-        the process that answers HTTP writes it, so that the scheduler never waits for a disk."""
+    def forget_profiles(self: Any) -> None:
+        """Nothing is known of any context, nor was any question asked."""
+        self.catalog = Catalog(self.prior)
+        self.recorder = Recorder() if self.config.profiles_online else None
+        self.watch = Watch(self.config.drift)
+        self._contexts.clear()
+        self._node_of_context.clear()
+
+    def identify_profiles(self: Any) -> None:
+        """Begin to use the profiles of this model, tokenizer and version of the forms; what is known of another goes.
+        The file is only read here: the process that answers HTTP writes it, so that the scheduler never waits for a
+        disk once it serves."""
+        identity = self.name_profiles(getattr(self.scheduler, "tokenizer", None))
+        if identity == self.profile_identity:
+            return
         self.profile_identity = identity
+        self.forget_profiles()
         if self.config.profiles is not None:
-            store = ProfileStore(Path(self.config.profiles), identity)
-            for profile in store.load():
-                self.catalog.put(profile)
-            store.close()
+            try:
+                store = ProfileStore(Path(self.config.profiles), identity)
+                for profile in store.load():
+                    self.catalog.put(profile)
+                store.close()
+            except (StoreError, OSError, sqlite3.Error) as error:  # at start it was whole: see server_args.py
+                logger.error("evicpress: no profile is read: %s", error)
         self.renew_default()
 
     # ---- curves
@@ -122,10 +140,8 @@ class Profiling:
         tokens = array("q")
         for node in reversed(path):
             tokens.extend(node.key.raw_token_ids())
-        keys = context_keys(self.profile_identity, leaf.key.extra_key, tokens)
-        found = {key: (index + 1) * BLOCK_TOKENS for index, key in enumerate(keys)}
-        for key, end in found.items():
-            if end > start and key in self.catalog:
+        for key in context_keys(self.profile_identity, leaf.key.extra_key, tokens, start):
+            if key in self.catalog:
                 self._attach(key, path)
 
     def split_profiles(self: Any, upper: Any, lower: Any) -> None:
@@ -180,7 +196,7 @@ class Profiling:
         if len(question) > self.recorder.max_query_tokens or is_shadow_name(req.extra_key):
             return
         tokens = req.origin_input_ids[:end]
-        key = context_key(self.profile_identity, req.extra_key, tokens)
+        (key,) = context_keys(self.profile_identity, req.extra_key, tokens, end - BLOCK_TOKENS)
         is_greedy = req.sampling_params.top_k == 1
         self.recorder.record(key, tokens, req.extra_key, Query(question, req.output_ids, is_greedy, predicted))
         node = req.last_node

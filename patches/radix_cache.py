@@ -107,7 +107,7 @@ class EvicPressCache(
         self.scheduler = scheduler
         scheduling.attach(self)
         self.compressor.forward_stream = getattr(scheduler, "forward_stream", None)
-        self.identify_profiles(self.name_profiles(getattr(scheduler, "tokenizer", None)))
+        self.identify_profiles()
 
     def reset(self) -> None:
         self.end_transfers()
@@ -115,6 +115,8 @@ class EvicPressCache(
         self.reset_tiers()
         self.nodes.clear()
         self.clear_shadows()
+        if self.scheduler is not None:  # the weights may be others
+            self.identify_profiles()
         self.clear_book()
         self.root_node.kv = NodeKV()
 

@@ -131,7 +131,8 @@ class EvicPressConfig:
     @property
     def profiles_online(self) -> bool:
         """Whether contexts are profiled while the server runs: where it would change what the policy does."""
-        return self.recording and self.policy in ("evicpress", "adaptcache") and any(not form.is_exact for form in self.menu_forms)
+        has_lossy = any(not form.is_exact for form in self.menu_forms)
+        return self.recording and has_lossy and self.policy in ("evicpress", "adaptcache")
 
     @property
     def menu_forms(self) -> tuple[Form, ...]:
