@@ -70,7 +70,7 @@ def _context(where: str, number: int, line: bytes) -> GivenContext:
         value = orjson.loads(line)
     except orjson.JSONDecodeError as error:
         shown = line[:60].decode("utf-8", "replace")
-        raise ValueError(f"{where} is {shown!r}, which is no JSON ({error}): expected one object") from None
+        raise ValueError(f"{where} is {shown!r}, which is no JSON ({error.msg}): expected one object") from None
     if not isinstance(value, Mapping):
         raise ValueError(f"{where} is {value!r:.100}: expected an object with context and questions")
     if unknown := sorted(set(value) - _ACCEPTED):

@@ -52,7 +52,7 @@ def extract_questions(text: str, num_questions: int, *, style: str = "natural") 
     questions = []
     for start, middle, end in chosen.tolist():
         cue = _one_line(text[words.starts[start] : words.ends[middle - 1]])
-        answer = _one_line(text[words.starts[middle] : words.ends[end - 1]])
+        answer = _one_line(text[words.ends[middle - 1] : words.ends[end - 1]])
         questions.append(GivenQuestion(STYLES[style].format(cue=cue), answer))
     return questions
 
@@ -159,7 +159,10 @@ def _string(value: object) -> str:
 _UNSPACED = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
 _PUNCTUATION = re.compile(r"[\W_]+")
-_SENTENCE_END = re.compile(r"[.…]+[\"'”’)\]]*(?=\s+[^a-z\s])|[!?]+[\"'”’)\]]*(?=\s)|[。！？]+|\n+")
+# Looks back, so that a long run of marks is read once and not again from each of them.
+_SENTENCE_END = re.compile(
+    r"(?<![.…])[.…]++[\"'”’)\]]*+(?=\s+[^a-z\s])|(?<![!?])[!?]++[\"'”’)\]]*+(?=\s)|[。！？]+|\n+"
+)
 _WRAPPED_COLUMNS = 50  # a line shorter than this was not broken to fit a page
 
 

@@ -101,9 +101,8 @@ class _Encoder:
         pieces = self._tokenizer(texts, padding=True, truncation=True, max_length=MAX_PIECES, return_tensors="pt")
         with torch.inference_mode():
             hidden = self._model(**pieces).last_hidden_state
-            mask = pieces["attention_mask"].unsqueeze(-1).to(hidden.dtype)
-            mean = (hidden * mask).sum(dim=1) / mask.sum(dim=1)
-            result: NDArray[np.float32] = torch.nn.functional.normalize(mean, dim=1).numpy()
+            total = (hidden * pieces["attention_mask"].unsqueeze(-1)).sum(dim=1)
+            result: NDArray[np.float32] = torch.nn.functional.normalize(total, dim=1).numpy()
         return result
 
 
