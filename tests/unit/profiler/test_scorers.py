@@ -115,12 +115,17 @@ def test_observed_quality_refuses_a_likelihood_that_lacks_what_it_compares(is_gr
 # f1, exact, rouge-l
 
 
-def test_word_scorers_compare_with_the_reference_where_there_is_one() -> None:
-    exact, served = answer("It is blue."), answer("red")
+def test_word_scorers_say_what_is_left_of_the_exact_answers_measure() -> None:
+    exact, half, other = answer("red and blue"), answer("red"), answer("green")
+    f1 = get_scorer("f1")
+    assert f1.score(exact, half, None, "red and blue") == pytest.approx(0.5)
+    assert f1.score(half, half, None, "red and blue") == 1.0  # exact KV knows no better
+    assert f1.score(half, exact, None, "red and blue") == 1.0
+    assert f1.score(exact, other, None, "red and blue") == 0.0
     for name in ("f1", "exact", "rouge-l"):
-        assert get_scorer(name).score(exact, served, None, "red") == 1.0
-        assert get_scorer(name).score(exact, served, None, None) == 0.0
-        assert get_scorer(name).score(served, served, None, "") == 0.0
+        assert get_scorer(name).score(exact, exact, None, "something else") == 1.0  # nothing to lose: as exact is
+        assert get_scorer(name).score(exact, other, None, "something else") == 0.0
+        assert get_scorer(name).score(exact, other, None, None) == 0.0
 
 
 def test_f1_counts_words_and_rouge_l_their_order() -> None:

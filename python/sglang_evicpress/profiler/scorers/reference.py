@@ -1,4 +1,4 @@
-"""Overlap of an answer's words with those of the reference answer; where there is none, of the exact answer."""
+"""Overlap of an answer's words with those of a reference answer, against what the exact answer has of it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from sglang_evicpress.profiler.engine import Answer, Likelihood
 
 @dataclass(frozen=True, slots=True)
 class WordOverlap:
-    """``name`` is a key of ``MEASURES``. With a reference the score is that of the answer, not of what compression took
-    from it: where exact KV gives a wrong answer, so may a form that changes nothing.
+    """``name`` is a key of ``MEASURES``. With a reference the score is what is left of the exact answer's measure, 1 at
+    most: quality is relative to exact KV, whatever that is worth. Without one, or where the exact answer has nothing of
+    it, the answer is compared with the exact one.
     """
 
     name: str
@@ -27,7 +28,11 @@ class WordOverlap:
     def score(self, exact: Answer, given: Answer | None, likelihood: Likelihood | None, reference: str | None) -> float:
         if given is None:
             raise ValueError(f"scorer {self.name} has given None: expected the answer generated on the form")
-        return MEASURES[self.name](given.text, exact.text if reference is None else reference)
+        measure = MEASURES[self.name]
+        best = 0.0 if reference is None else measure(exact.text, reference)
+        if reference is None or best == 0.0:
+            return measure(given.text, exact.text)
+        return min(1.0, measure(given.text, reference) / best)
 
 
 def token_f1(answer: str, reference: str) -> float:
