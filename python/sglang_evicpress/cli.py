@@ -85,6 +85,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--requests", metavar="FILE", help="write one object for each request of each run")
     add("--plot", metavar="FILE", help="draw a .png or .svg; needs sglang-evicpress[plot]")
     add("--no-progress", action="store_true", help="no progress bar; there is none either where stderr is no terminal")
+    commands.add_parser(
+        "profile",
+        help="measure how good answers stay on compressed KV, at a running server; show what was measured",
+        add_help=False,
+    )
     fsck = commands.add_parser(
         "fsck",
         help="check the entries in the folder of an SSD tier",
@@ -101,7 +106,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and give its exit status.
 
-    0 is good, 1 that writing failed or fsck found something, 2 bad input, 130 Ctrl-C.
+    0 is good, 1 that writing failed, fsck found something or contexts could not be profiled, 2 bad input, 130 Ctrl-C.
     ``--help`` and ``--version`` exit.
     """
     words = sys.argv[1:] if argv is None else list(argv)
@@ -109,6 +114,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not fit the terminal's encoding
     try:
         try:
+            if words[:1] == ["profile"]:  # its own words depend on the next one
+                from sglang_evicpress.profiler.command import profile
+
+                return profile(words[1:], _Parser)
             args = make_parser().parse_args(words)
             if args.command == "fsck":
                 return _fsck(args.folder, is_repair=args.repair)

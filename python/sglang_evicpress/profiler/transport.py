@@ -25,6 +25,10 @@ class NotThere(EngineError):
     """The server knows no such route, shadow or profile (status 404)."""
 
 
+class Unreachable(EngineError):
+    """No server answered."""
+
+
 def refusal(status: int, reason: str, where: str) -> EngineError:
     """What to raise for an answer of ``status`` to the request ``where``, such as ``POST http://...``.
 
@@ -51,7 +55,8 @@ class Transport(Protocol):
 
 
 class HttpTransport:
-    """Sends requests to ``url``, such as ``http://127.0.0.1:30000``, with ``api_key`` as the bearer token.
+    """Sends requests to ``url``, such as ``http://127.0.0.1:30000``, with ``api_key`` as the bearer token; with
+    ``admin_api_key``, where there is one, those that change what the server keeps: SGLang wants it for them then.
 
     A shadow for which there is no room is asked for ``num_retries`` times more, after ``wait_s`` seconds and then
     twice as long each time. Raises ValueError for a URL of another kind.
@@ -62,6 +67,7 @@ class HttpTransport:
         url: str,
         *,
         api_key: str | None = None,
+        admin_api_key: str | None = None,
         timeout_s: float = 600.0,
         num_retries: int = 0,
         wait_s: float = 2.0,
@@ -73,10 +79,11 @@ class HttpTransport:
             is_good = False
         if not is_good or parts.query or parts.fragment or parts.username is not None:
             raise ValueError(f"URL {url!r}: expected one of a server, such as http://127.0.0.1:30000")
-        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+        if not all(key.isascii() and key.isprintable() for key in (api_key, admin_api_key) if key is not None):
             raise ValueError("the API key has characters that no header can carry: expected printable ASCII")
         self.url = url.rstrip("/")
         self._api_key = api_key
+        self._admin_api_key = admin_api_key or api_key
         self._timeout_s = timeout_s
         self._num_retries = num_retries
         self._wait_s = wait_s
@@ -107,8 +114,9 @@ class HttpTransport:
     def _send(self, method: str, path: str, body: Mapping[str, object] | None) -> Any:
         where = f"{method} {self.url}{path}"
         headers = {"Accept": "application/json"}
-        if self._api_key is not None:
-            headers["Authorization"] = f"Bearer {self._api_key}"
+        is_change = method == "POST" and path.startswith("/evicpress/")
+        if key := self._admin_api_key if is_change else self._api_key:
+            headers["Authorization"] = f"Bearer {key}"
         data = None
         if body is not None:
             headers["Content-Type"] = "application/json"
@@ -124,11 +132,11 @@ class HttpTransport:
             with error:
                 raise refusal(error.code, _reason(error), where) from None
         except TimeoutError:
-            raise EngineError(f"{where}: no answer within {self._timeout_s:g} s") from None
+            raise Unreachable(f"{where}: no answer within {self._timeout_s:g} s") from None
         except URLError as error:
-            raise EngineError(f"{where}: cannot be reached: {error.reason}") from None
+            raise Unreachable(f"{where}: cannot be reached: {error.reason}") from None
         except (HTTPException, OSError, UnicodeError) as error:
-            raise EngineError(f"{where}: the connection broke: {error or type(error).__name__}") from None
+            raise Unreachable(f"{where}: the connection broke: {error or type(error).__name__}") from None
         try:
             return orjson.loads(text)
         except orjson.JSONDecodeError:

@@ -47,7 +47,7 @@ class FakeServer:
         self.profiles: dict[str, dict[str, Any]] = {}
 
     def posted(self, ending: str) -> list[Any]:
-        return [body for _, path, body in self.log if path.endswith(ending)]
+        return [body for method, path, body in self.log if method == "POST" and path.endswith(ending)]
 
     def answer(self, method: str, path: str, body: Any) -> Any:
         self.log.append((method, path, body))
@@ -64,10 +64,19 @@ class FakeServer:
                     raise no(404, f"shadow {number} is not open")
                 return self._change(int(number), what, body)
             case ["GET", "evicpress", "profiles"]:
-                profiles = [{**profile, "key": key} for key, profile in self.profiles.items()]
-                return {"identity": IDENTITY.hex(), "profiles": profiles}
-            case ["GET", "evicpress", "profiles", key] if key in self.profiles:
-                return {**self.profiles[key], "curve": {}}
+                profiles = [
+                    {name: value for name, value in profile.items() if name != "forms"}
+                    | {"num_forms": len(profile["forms"])}
+                    for profile in self.profiles.values()
+                ]
+                return {"identity": IDENTITY.hex(), "profiles": profiles, "default": {}}
+            case ["GET", "evicpress", "profiles", key] if key not in self.profiles:
+                raise no(404, f"context {key} has no profile")
+            case ["GET", "evicpress", "profiles", key]:
+                curve = {
+                    form: {"lower_bound": mean - 0.01} for form, (_, mean, _) in self.profiles[key]["forms"].items()
+                }
+                return {**self.profiles[key], "curve": curve, "nodes": [1, 2]}
             case ["POST", "evicpress", "profiles"]:
                 self.profiles[body["profile"]["key"]] = body["profile"]
                 return {"key": body["profile"]["key"]}

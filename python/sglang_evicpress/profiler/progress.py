@@ -1,0 +1,50 @@
+"""How far a profiling run is, with the time it will still take; tqdm is imported only when it is shown."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Any
+
+
+class Progress:
+    """A bar on stderr over ``num_steps`` steps; without ``is_shown`` only what is said appears there."""
+
+    def __init__(self, num_steps: int, *, is_shown: bool) -> None:
+        self._bar: Any = None
+        if is_shown:
+            from tqdm import tqdm  # type: ignore[import-untyped]
+
+            self._bar = tqdm(total=num_steps, leave=False, unit=" forms", file=sys.stderr)
+
+    def name(self, text: str) -> None:
+        """What is being done from now on."""
+        if self._bar is not None:
+            self._bar.set_description(text)
+
+    def step(self, num_steps: int) -> None:
+        if self._bar is not None:
+            self._bar.update(num_steps)
+
+    def leave_out(self, num_steps: int) -> None:
+        """So many steps will not be done: they took no time, and say nothing of how long the others take."""
+        if self._bar is not None:
+            self._bar.total -= num_steps
+            self._bar.refresh()
+
+    def say(self, text: str) -> None:
+        """A line above the bar."""
+        if self._bar is not None:
+            self._bar.clear()
+        print(f"evicpress: {text}", file=sys.stderr, flush=True)
+        if self._bar is not None:
+            self._bar.refresh()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
