@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from sglang_evicpress.core import PRESSES, Form
@@ -24,9 +24,10 @@ _SHAPE = 'expected an object such as {"keydiff": {"0.8": 0.99, "0.5": 0.9}, "def
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """One curve per press; ``default`` serves the presses that have none.
+    """One curve per press; ``default`` serves the presses that have none. Without it nothing is known of those.
 
-    Build it with ``from_json`` or ``prior``: they check the points and fill in ``default``.
+    Build it with ``from_json`` or ``prior``, which fill in ``default``, or with ``measured``, which does not. They
+    check the points.
     """
 
     by_press: Mapping[str, Curve]
@@ -35,14 +36,22 @@ class Curves:
         """Quality of ``form`` in [0, 1]; 1 is as good as the exact KV.
 
         Linear between the points around ``form.kept_fraction``; below the lowest measured one, on the line
-        from it down to 0 at nothing kept, so that what was never measured is not taken for good. A codec
-        other than ``raw`` has no curve here and counts 0.
+        from it down to 0 at nothing kept, so that what was never measured is not taken for good. A form of
+        which nothing is known counts 0.
         """
-        if form.codec != "raw":
-            return 0.0
-        if form.press is None:
+        if form.is_exact:
             return 1.0
-        return _interpolate(self.by_press.get(form.press, self.by_press[DEFAULT]), form.kept_fraction)
+        curve = self._curve_of(form)
+        return 0.0 if curve is None else _interpolate(curve, form.kept_fraction)
+
+    def knows(self, form: Form) -> bool:
+        """Whether there is a curve for ``form``. The exact form needs none, a codec other than ``raw`` has none."""
+        return form.is_exact or self._curve_of(form) is not None
+
+    def _curve_of(self, form: Form) -> Curve | None:
+        if form.codec != "raw" or form.press is None:
+            return None
+        return self.by_press.get(form.press, self.by_press.get(DEFAULT))
 
     @classmethod
     def from_json(cls, obj: object) -> Curves:
@@ -63,9 +72,19 @@ class Curves:
                 raise ValueError(
                     f"quality curve of press {press!r}: expected one of {', '.join(PRESSES)} or {DEFAULT!r}"
                 )
-            by_press[press] = _curve(press, points)
+            by_press[press] = _curve(press, points, _number_in_text, " as a string, such as '0.5'")
         by_press.setdefault(DEFAULT, _lowest(by_press.values()))
         return cls(by_press)
+
+    @classmethod
+    def measured(cls, points: Mapping[str, Mapping[float, float]]) -> Curves:
+        """Curves of only the presses that ``points`` has: quality by kept fraction. Without any, only the exact form
+        is known. Raises ValueError as ``from_json`` does.
+        """
+        for press in points:
+            if press not in PRESSES:
+                raise ValueError(f"quality curve of press {press!r}: expected one of {', '.join(PRESSES)}")
+        return cls({press: _curve(press, curve, _number, "") for press, curve in points.items()})
 
     @classmethod
     def prior(cls) -> Curves:
@@ -78,19 +97,28 @@ class Curves:
         return cls({DEFAULT: guess, "random": ((0.0, 0.0), (1.0, 1.0))})
 
 
-def _curve(press: str, points: object) -> Curve:
+def _number_in_text(key: object) -> float:
+    try:
+        return float(key) if isinstance(key, str) else math.nan
+    except ValueError:
+        return math.nan
+
+
+def _number(key: object) -> float:
+    return float(key) if isinstance(key, int | float) and not isinstance(key, bool) and 0 < key <= 1 else math.nan
+
+
+def _curve(press: str, points: object, number_of: Callable[[object], float], how: str) -> Curve:
+    """``number_of`` reads a kept fraction, nan when it is none; ``how`` says how one is written."""
     if not isinstance(points, Mapping) or not points:
         raise ValueError(f"quality curve of press {press!r} is {points!r}: {_SHAPE}")
     curve = {0.0: 0.0, 1.0: 1.0}
     seen: set[float] = set()
     for key, value in points.items():
         where = f"quality curve of press {press!r} at kept fraction {key!r}"
-        try:
-            kept = float(key) if isinstance(key, str) else math.nan
-        except ValueError:
-            kept = math.nan
+        kept = number_of(key)
         if not 0.0 < kept <= 1.0:
-            raise ValueError(f"{where}: expected a number in (0, 1] as a string, such as '0.5'")
+            raise ValueError(f"{where}: expected a number in (0, 1]{how}")
         if kept in seen:
             raise ValueError(f"{where}: expected each kept fraction once")
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 <= value <= 1.0:

@@ -121,3 +121,57 @@ def test_bad_curves_are_refused_by_name(obj: object, names: list[str]) -> None:
         Curves.from_json(obj)
     for name in names:
         assert name in str(error.value)
+
+
+def test_measured_curves_know_only_the_presses_they_were_given() -> None:
+    curves = Curves.measured({"keydiff": {0.8: 0.99, 0.5: 0.9}, "snapkv": {0.4: 0.6}})
+    assert curves.quality(Form("keydiff", 0.65)) == pytest.approx(0.945)
+    assert curves.quality(Form("snapkv", 0.2)) == pytest.approx(0.3)
+    for form in (EXACT, Form("keydiff", 0.3), Form("snapkv", 0.9)):
+        assert curves.knows(form)
+    for form in (Form("knorm", 0.5), Form("keydiff", 0.5, "int8"), Form(codec="fp8")):
+        assert not curves.knows(form)
+        assert curves.quality(form) == 0.0
+    assert curves.quality(EXACT) == 1.0
+
+
+def test_nothing_measured_knows_only_the_exact_form() -> None:
+    curves = Curves.measured({})
+    assert curves.knows(EXACT) and curves.quality(EXACT) == 1.0
+    assert not any(curves.knows(Form(press, 0.5)) for press in PRESSES)
+
+
+def test_default_serves_every_press_and_no_codec() -> None:
+    for curves in (Curves.prior(), Curves.from_json({"keydiff": {"0.5": 0.9}})):
+        assert all(curves.knows(Form(press, 0.5)) for press in PRESSES)
+        assert curves.knows(EXACT) and not curves.knows(Form("keydiff", 0.5, "int8"))
+
+
+@given(st.dictionaries(st.sampled_from(PRESSES), st.dictionaries(kept_fractions, unit, min_size=1), min_size=1))
+def test_measured_curves_read_as_the_same_points_from_json(points: dict[str, dict[float, float]]) -> None:
+    curves = Curves.measured(points)
+    written = {press: {repr(kept): quality for kept, quality in curve.items()} for press, curve in points.items()}
+    read = Curves.from_json(written)
+    assert curves.by_press == {press: curve for press, curve in read.by_press.items() if press != "default"}
+
+
+@pytest.mark.parametrize(
+    ("points", "names"),
+    [
+        ({"h2o": {0.5: 0.9}}, ["'h2o'", "keydiff"]),
+        ({"default": {0.5: 0.9}}, ["'default'", "keydiff"]),
+        ({"keydiff": {}}, ["'keydiff'", "{}"]),
+        ({"keydiff": {0.0: 0.9}}, ["0.0", "(0, 1]"]),
+        ({"keydiff": {10**400: 0.9}}, ["(0, 1]"]),
+        ({"keydiff": {math.nan: 0.9}}, ["nan", "(0, 1]"]),
+        ({"keydiff": {"0.5": 0.9}}, ["'0.5'", "(0, 1]"]),
+        ({"keydiff": {0.5: 1.1}}, ["1.1", "[0, 1]"]),
+        ({"keydiff": {0.5: math.nan}}, ["nan", "[0, 1]"]),
+        ({"keydiff": {1.0: 0.9}}, ["0.9", "expected 1"]),
+    ],
+)
+def test_bad_measured_curves_are_refused_by_name(points: dict[str, dict[float, float]], names: list[str]) -> None:
+    with pytest.raises(ValueError, match="quality curve") as error:
+        Curves.measured(points)
+    for name in names:
+        assert name in str(error.value)
