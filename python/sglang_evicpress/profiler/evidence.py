@@ -66,5 +66,5 @@ class Evidence:
         """
         if self.count == 0.0:
             raise ValueError("nothing was observed: expected evidence of at least one observation")
-        spread = (self.squares + PRIOR_COUNT * variance) / max(self.count - 1.0 + PRIOR_COUNT, 1e-9)
+        spread = (self.squares + PRIOR_COUNT * variance) / (self.count - 1.0 + PRIOR_COUNT)
         return self.mean - CONFIDENCE * math.sqrt(spread / self.count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from hashlib import sha256
 
 from sglang_evicpress.core import Form
@@ -96,6 +97,7 @@ _KEY = re.compile(r"[0-9a-f]{32}")
 _QUERY_SET = re.compile(r"[0-9a-f]{16}")
 _SCORER = re.compile(r"[a-z0-9-]{1,32}")
 _MAX_COUNT = 2.0**53
+_NUMBERS = [[first, second, third] for first in (float, int) for second in (float, int) for third in (float, int)]
 
 
 def _text(form: Form) -> str:
@@ -114,9 +116,15 @@ def _whole(key: str, name: str, value: object) -> int:
     return value
 
 
+@lru_cache(4096)
+def _parse(text: str) -> Form:
+    """The same few forms come again in every profile."""
+    return Form.parse(text)
+
+
 def _form(key: str, text: object) -> Form:
     try:
-        form = Form.parse(str(text))
+        form = _parse(str(text))
     except ValueError as error:
         raise ValueError(f"profile {key}: {error}") from None
     if form.is_exact:
@@ -125,38 +133,34 @@ def _form(key: str, text: object) -> Form:
 
 
 def _evidence(key: str, text: object, figures: object) -> Evidence:
-    accepted = "expected [count, mean, squares] of at least 1 quality from 0 to 1"
-    where = f"profile {key} has {figures!r:.100} for form {text}"
-    if not isinstance(figures, Sequence) or isinstance(figures, str) or len(figures) != 3:
-        raise ValueError(f"{where}: {accepted}")
-    if any(isinstance(figure, bool) or not isinstance(figure, int | float) for figure in figures):
-        raise ValueError(f"{where}: {accepted}")
-    try:
-        evidence = Evidence(*(float(figure) for figure in figures))
-    except (ValueError, OverflowError) as error:
-        raise ValueError(f"{where} ({error}): {accepted}") from None
-    if not 1.0 <= evidence.count <= _MAX_COUNT or not 0.0 <= evidence.mean <= 1.0:
-        raise ValueError(f"{where}: {accepted}")
-    if evidence.squares > evidence.count * 0.2500001:  # half of them 0, half of them 1
-        raise ValueError(f"{where}, which no qualities from 0 to 1 give: {accepted}")
-    return evidence
+    problem = ""
+    if isinstance(figures, Sequence) and not isinstance(figures, str) and [*map(type, figures)] in _NUMBERS:
+        try:
+            evidence = Evidence(*map(float, figures))
+        except (ValueError, OverflowError) as error:
+            problem = f" ({error})"
+        else:
+            if 1.0 <= evidence.count <= _MAX_COUNT and 0.0 <= evidence.mean <= 1.0:
+                if evidence.squares <= evidence.count * 0.2500001:  # half of them 0, half of them 1
+                    return evidence
+                problem = ", which no qualities from 0 to 1 give"
+    raise ValueError(
+        f"profile {key} has {figures!r:.100} for form {text!r:.100}{problem}: "
+        "expected [count, mean, squares] of at least 1 quality from 0 to 1"
+    )
 
 
-def context_key(identity: bytes, namespace: str | None, tokens: Tokens) -> bytes:
-    """The key of the context that ``tokens``, whole blocks, make up: the last of ``context_keys``."""
-    path = PathHash(identity, namespace)
-    path.update(tokens)
-    return path.key
-
-
-def context_keys(identity: bytes, namespace: str | None, tokens: Tokens) -> list[bytes]:
-    """The keys of the contexts that end after one, two, ... whole blocks of ``tokens``.
+def context_keys(identity: bytes, namespace: str | None, tokens: Tokens, start: int = 0) -> list[bytes]:
+    """The keys of the contexts that end after one, two, ... whole blocks of ``tokens``; only of those that are longer
+    than ``start`` tokens.
 
     ``identity`` (16 bytes) is that of the model, the tokenizer and the version of the forms.
     """
     path = PathHash(identity, namespace)
+    begin = start // BLOCK_TOKENS * BLOCK_TOKENS
+    path.update(tokens[:begin])
     keys = []
-    for end in range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS):
+    for end in range(begin + BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS):
         path.update(tokens[end - BLOCK_TOKENS : end])
         keys.append(path.key)
     return keys
