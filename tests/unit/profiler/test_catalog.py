@@ -1,0 +1,184 @@
+"""The catalog against a plain dictionary of all that was put, in which everything is computed anew."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from sglang_evicpress.core import EXACT, Form
+from sglang_evicpress.profile import Curves
+from sglang_evicpress.profiler.catalog import LOW_QUANTILE, UNPOOLED_VARIANCE, Catalog
+from sglang_evicpress.profiler.evidence import Evidence
+from sglang_evicpress.profiler.profile import Profile
+
+HALF, MOST, KNORM = Form("keydiff", 0.5), Form("keydiff", 0.8), Form("knorm", 0.5)
+FORMS = (HALF, MOST, KNORM)
+
+
+def make_profile(key: int, forms: Mapping[Form, list[float]]) -> Profile:
+    evidence = {form: Evidence.of(values) for form, values in forms.items()}
+    return Profile(b"%016d" % key, 64, evidence, "logprob", "0" * 16, 4, 1.0)
+
+
+def filled(*profiles: Profile, prior: Curves | None = None) -> Catalog:
+    catalog = Catalog(prior)
+    for profile in profiles:
+        catalog.put(profile)
+    return catalog
+
+
+def test_empty_catalog_believes_the_prior() -> None:
+    catalog = Catalog(Curves.prior())
+    assert catalog.default == catalog.mean == catalog.curves_of(bytes(16)) == Curves.prior()
+    assert len(catalog) == 0 and list(catalog) == [] and catalog.get(bytes(16)) is None
+
+
+def test_empty_catalog_without_a_prior_knows_only_the_exact_form() -> None:
+    catalog = Catalog(None)
+    for curves in (catalog.default, catalog.mean, catalog.curves_of(bytes(16))):
+        assert curves.knows(EXACT) and curves.quality(EXACT) == 1.0
+        assert not curves.knows(HALF) and curves.quality(HALF) == 0.0
+
+
+def test_prior_is_not_believed_once_there_is_a_profile() -> None:
+    catalog = filled(make_profile(1, {HALF: [0.4]}), prior=Curves.prior())
+    for curves in (catalog.default, catalog.mean, catalog.curves_of(b"%016d" % 1)):
+        assert curves.knows(HALF) and not curves.knows(KNORM)
+
+
+def test_own_curve_is_the_lower_bound_by_the_spread_within_all_contexts() -> None:
+    catalog = filled(
+        make_profile(1, {HALF: [0.9], KNORM: [0.3, 0.5]}),
+        make_profile(2, {HALF: [0.2, 0.4]}),
+        make_profile(3, {HALF: [0.5, 0.7, 0.9]}),
+    )
+    variance = (0.02 + 0.08) / 3  # and not that between 0.9, 0.3 and 0.7
+    curves = catalog.curves_of(b"%016d" % 1)
+    assert curves.quality(HALF) == pytest.approx(0.9 - variance**0.5)
+    assert curves.quality(KNORM) == pytest.approx(0.4 - (3 * 0.02 / 3 / 2) ** 0.5)
+    assert not curves.knows(Form("snapkv", 0.5))
+
+
+def test_one_measurement_alone_has_the_spread_that_is_taken_for_granted() -> None:
+    curves = filled(make_profile(1, {HALF: [0.9]})).curves_of(b"%016d" % 1)
+    assert curves.quality(HALF) == pytest.approx(0.9 - UNPOOLED_VARIANCE**0.5)
+
+
+def test_lower_bound_is_cut_off_at_nothing() -> None:
+    curves = filled(make_profile(1, {HALF: [0.1]})).curves_of(b"%016d" % 1)
+    assert curves.quality(HALF) == 0.0 and curves.knows(HALF)
+
+
+def test_unprofiled_context_is_taken_for_the_lowest_of_few_and_the_second_of_eleven() -> None:
+    means = [0.9, 0.3, 0.8, 0.5, 0.7, 0.6, 0.95, 0.4, 0.2, 0.85]
+    catalog = filled(*(make_profile(key, {HALF: [mean]}) for key, mean in enumerate(means)))
+    assert catalog.default.quality(HALF) == catalog.curves_of(bytes(16)).quality(HALF) == 0.2
+    catalog.put(make_profile(10, {HALF: [1.0], MOST: [0.99]}))
+    assert catalog.default.quality(HALF) == 0.3
+    assert catalog.default.quality(MOST) == 0.99  # of the one profile that has it
+    assert catalog.mean.quality(HALF) == pytest.approx(statistics.fmean([*means, 1.0]))
+
+
+def test_codec_has_no_curve() -> None:
+    profile = make_profile(1, {HALF: [0.5], Form("keydiff", 0.5, "int8"): [0.9], Form(codec="int8"): [0.9]})
+    catalog = filled(profile)
+    for curves in (catalog.default, catalog.mean, catalog.curves_of(profile.key)):
+        assert set(curves.by_press) == {"keydiff"}
+        assert curves.quality(HALF) <= 0.5
+
+
+def test_looking_is_no_use_and_touching_is() -> None:
+    profiles = [make_profile(key, {HALF: [0.5]}) for key in range(5)]
+    catalog = Catalog(None, max_profiles=3)
+    assert [catalog.put(profile) for profile in profiles[:3]] == [None] * 3
+    assert catalog.get(profiles[0].key) == profiles[0]
+    catalog.curves_of(profiles[0].key)
+    catalog.touch(profiles[1].key)
+    catalog.touch(b"not there.......")
+    assert list(catalog) == [profiles[0], profiles[2], profiles[1]]
+    assert catalog.put(profiles[3]) == profiles[0]
+    assert catalog.put(profiles[1]) is None  # there already
+    assert catalog.put(profiles[4]) == profiles[2]
+    assert list(catalog) == [profiles[3], profiles[1], profiles[4]]
+    assert profiles[1].key in catalog and profiles[2].key not in catalog
+
+
+def test_catalog_may_be_put_into_while_it_is_walked() -> None:
+    catalog = filled(*(make_profile(key, {HALF: [0.5]}) for key in range(3)))
+    for profile in catalog:
+        catalog.put(profile)
+    assert len(catalog) == 3
+
+
+def test_catalog_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_profiles is 0: expected at least 1"):
+        Catalog(None, max_profiles=0)
+
+
+class AgainstDictionary(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.catalog = Catalog(None, max_profiles=4)
+        self.profiles: dict[int, dict[Form, list[float]]] = {}  # least recently used first
+
+    @rule(
+        key=st.integers(0, 6),
+        forms=st.dictionaries(
+            st.sampled_from(FORMS), st.lists(st.floats(0.0, 1.0), min_size=1, max_size=4), min_size=1
+        ),
+    )
+    def put(self, key: int, forms: dict[Form, list[float]]) -> None:
+        removed = self.catalog.put(make_profile(key, forms))
+        self.profiles.pop(key, None)
+        self.profiles[key] = forms
+        if len(self.profiles) > 4:
+            oldest = next(iter(self.profiles))
+            assert removed == make_profile(oldest, self.profiles.pop(oldest))
+        else:
+            assert removed is None
+
+    @rule(key=st.integers(0, 6))
+    def touch(self, key: int) -> None:
+        self.catalog.touch(b"%016d" % key)
+        if key in self.profiles:
+            self.profiles[key] = self.profiles.pop(key)
+
+    @invariant()
+    def holds_what_was_put(self) -> None:
+        assert list(self.catalog) == [make_profile(key, forms) for key, forms in self.profiles.items()]
+        assert len(self.catalog) == len(self.profiles)
+
+    @invariant()
+    def curves_are_those_of_what_it_holds(self) -> None:
+        for form in FORMS:
+            means = sorted(statistics.fmean(forms[form]) for forms in self.profiles.values() if form in forms)
+            default, mean = self.catalog.default, self.catalog.mean
+            if means:
+                low = means[int(LOW_QUANTILE * (len(means) - 1))]
+                assert default.quality(form) == pytest.approx(low, abs=1e-12)
+                assert mean.quality(form) == pytest.approx(statistics.fmean(means), abs=1e-12)
+            spread = [forms[form] for forms in self.profiles.values() if len(forms.get(form, ())) > 1]
+            freedom = sum(len(values) - 1 for values in spread)
+            squares = sum(statistics.variance(values) * (len(values) - 1) for values in spread)
+            variance = squares / freedom if spread else UNPOOLED_VARIANCE
+            for key, forms in self.profiles.items():
+                if form in forms:
+                    bound = max(0.0, Evidence.of(forms[form]).lower_bound(variance))
+                    # Of a variance that is 0, what is left of sums that came and went is not, and has a root.
+                    assert self.catalog.curves_of(b"%016d" % key).quality(form) == pytest.approx(bound, abs=1e-6)
+
+
+TestAgainstDictionary = AgainstDictionary.TestCase
+
+
+@given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=40))
+def test_default_is_below_nine_of_ten(means: list[float]) -> None:
+    catalog = filled(*(make_profile(key, {HALF: [mean]}) for key, mean in enumerate(means)))
+    low = catalog.default.quality(HALF)
+    assert sum(mean < low for mean in means) <= len(means) / 10
+    assert low in means
