@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import json
+import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -25,11 +26,12 @@ from sglang_evicpress.introspect import IntrospectionError, Json, NodeBusy, Unkn
 from sglang_evicpress.patches import control, shutdown
 from sglang_evicpress.patches.control import EvicPressReqInput, EvicPressReqOutput
 from sglang_evicpress.patches.http_server import MAX_BODY_BYTES, ROUTES, SchedulerCalls, add_routes
+from sglang_evicpress.patches.server_args import DEPENDENT_FLAGS
 
 pytestmark = pytest.mark.sglang
 
 KEYDIFF = {"form": "keydiff@0.5"}
-OPEN = ("tree", "stats", "explain", "journal", "tiers")  # what shows no prompt and changes nothing
+OPEN = ("tree", "stats", "explain", "journal", "tiers", "profiles", "profile")  # what shows no prompt, changes nothing
 
 
 class FakeCache:
@@ -349,7 +351,7 @@ def test_abandoned_question_frees_the_turn() -> None:
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
 def test_sglang_sees_the_auth_level_of_every_route(client: TestClient, route: Any) -> None:
-    path = route.path.replace("{node_id}", "1")
+    path = re.sub(r"{\w+}", "1", route.path)
     scope = {"type": "http", "method": route.method, "path": path, "root_path": "", "headers": []}
     expected = AuthLevel.NORMAL if route.op in OPEN else AuthLevel.ADMIN_OPTIONAL
     assert _get_auth_level_from_app_and_scope(client.app, scope) is expected
@@ -433,8 +435,11 @@ def evicpress_paths() -> set[str]:
     return {path for path in paths if path.startswith("/evicpress")}
 
 
-def launch(kv_policy: str | None, manager: FakeTokenizerManager, *, has_tiers: bool = False) -> None:
-    arguments = SimpleNamespace(kv_policy=kv_policy, has_tiers=has_tiers)
+def launch(
+    kv_policy: str | None, manager: FakeTokenizerManager, *, has_tiers: bool = False, recording: bool = False
+) -> None:
+    flags = {**dict.fromkeys(DEPENDENT_FLAGS), "kv_no_recording": None if recording else True}
+    arguments = SimpleNamespace(kv_policy=kv_policy, has_tiers=has_tiers, **flags)
     sglang_http_server._setup_and_run_http_server(arguments, manager)
 
 

@@ -35,6 +35,7 @@ pytestmark = pytest.mark.sglang
 LAYERS, HEADS, DIM, SLOTS, ROWS, CONTEXT = 2, 2, 4, 512, 12, 400
 SLOT_BYTES = 2 * LAYERS * HEADS * DIM * 4
 FORMS = tuple(Form(press, kept) for press in ("knorm", "streaming", "random") for kept in (0.8, 0.5, 0.2))
+CURVES = {"default": {"0.8": 0.99, "0.5": 0.875, "0.2": 0.49}, "random": {"0.5": 0.5}}  # without, nothing is compressed
 
 
 def path_hashes(tokens: list[int], extra_key: str | None) -> list[int]:
@@ -98,12 +99,12 @@ class Walk:
         else:
             self.allocator = PagedTokenToKVPoolAllocator(SLOTS, page_size, torch.float32, "cpu", self.pool, False)
         params = CacheInitParams(False, self.rows, self.allocator, page_size)
-        config = EvicPressConfig(policy, alpha=0.3, forms=FORMS, min_tokens=8)
+        config = EvicPressConfig(policy, alpha=0.3, forms=FORMS, min_tokens=8, curves=CURVES)
         self.cache = EvicPressCache(params, config, Compressor(self.pool, page_size, config.sinks))
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.documents = [[self.rng.randrange(50) for _ in range(150)] for _ in range(3)]
-        self.count = 0
+        self.count = self.num_pressed = 0
         self.cache.attach_scheduler(self.scheduler())
 
     def scheduler(self) -> SimpleNamespace:
@@ -233,6 +234,7 @@ class Walk:
         if candidates:
             node_id = self.rng.choice(candidates)
             self.cache.compress(node_id, self.rng.choice(options[node_id][:-1]).form)
+            self.num_pressed += 1
 
     def evict(self) -> None:
         self.cache.relieve(self.rng.randrange(1, 120))
@@ -297,7 +299,7 @@ class Walk:
 def test_random_walk_keeps_every_invariant(seed: int, page_size: int) -> None:
     walk = Walk(seed, page_size)
     walk.run(150)
-    assert walk.cache.controller.num_dropped > 0
+    assert walk.cache.controller.num_dropped > 0 and walk.num_pressed > 0
 
 
 def finished(walk: Walk, tokens: list[int], extra_key: str | None = None) -> None:
@@ -368,7 +370,7 @@ def test_a_lossy_node_only_ever_gets_smaller_forms_and_counts_as_what_it_holds()
         kept = [option.form.kept_fraction for option in walk.cache.options_of(each) if option.form]
         assert all(fraction < 0.5 for fraction in kept)
         held = Form("knorm", min(0.5, num_slots(each) / len(each.key)))
-        assert stats[each.id].quality == Curves.prior().quality(held)
+        assert stats[each.id].quality == Curves.from_json(CURVES).quality(held)
         assert stats[each.id].num_bytes == num_slots(each) * SLOT_BYTES
     assert len(tokens) == sum(each.num_tokens for each in stats.values())
 

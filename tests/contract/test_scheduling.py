@@ -39,6 +39,7 @@ class FakeCache:
         self.staging: set[str] = set()
         self.is_restless = False
         self.ticks: list[bool] = []
+        self.held_back: set[str] = set()
 
     def advance(self, stamp_s: float, costs: Costs) -> None:
         self.stamps.append((stamp_s, costs))
@@ -51,6 +52,15 @@ class FakeCache:
 
     def tick(self, *, is_idle: bool) -> None:
         self.ticks.append(is_idle)
+
+    def begin_round(self, scheduler: Any) -> None:
+        self.expected.append("a round begins")
+
+    def end_round(self, batch: Any) -> None:
+        self.expected.append(f"a round ends with {batch}")
+
+    def holds_back(self, req: str) -> bool:
+        return req in self.held_back
 
     def expect(self, req: str) -> None:
         self.expected.append(req)
@@ -101,7 +111,14 @@ def test_a_request_counts_once_it_is_in_the_queue_and_not_when_it_was_refused(ca
 
 def test_every_step_looks_who_has_left_the_queue(cache: FakeCache) -> None:
     scheduling._after_get_next_batch_to_run(None, SimpleNamespace(waiting_queue=["a"]))
-    assert cache.expected == ["keep ['a']", "keep stages ['a']"]
+    assert cache.expected == ["keep ['a']", "keep stages ['a']", "a round ends with None"]
+
+
+def test_what_guests_may_do_is_worked_out_before_a_batch_is_made_and_booked_after(cache: FakeCache) -> None:
+    scheduler = SimpleNamespace(waiting_queue=[], running_batch=Batch(is_empty=False))
+    scheduling._before_get_next_batch_to_run(scheduler)
+    scheduling._after_get_next_batch_to_run("a batch", scheduler)
+    assert [text for text in cache.expected if "round" in text] == ["a round begins", "a round ends with a batch"]
 
 
 class Batch:
@@ -126,8 +143,8 @@ def test_a_pool_is_not_taken_as_full_for_ever_while_nothing_runs(cache: FakeCach
     assert cache.ticks == [True, True, False]
 
 
-def test_a_request_that_is_staged_is_passed_over_and_others_are_not(cache: FakeCache) -> None:
-    cache.staging = {"a"}
+def test_a_request_that_is_staged_or_held_back_is_passed_over_and_others_are_not(cache: FakeCache) -> None:
+    cache.staging, cache.held_back = {"a"}, {"c"}
     added: list[str] = []
 
     def add(adder: None, req: str, *rest: object) -> str:
@@ -135,6 +152,7 @@ def test_a_request_that_is_staged_is_passed_over_and_others_are_not(cache: FakeC
         return "added"
 
     assert scheduling._around_add_one_req(add, None, "a") is AddReqResult.CONTINUE
+    assert scheduling._around_add_one_req(add, None, "c") is AddReqResult.CONTINUE
     assert scheduling._around_add_one_req(add, None, "b", False, None) == "added"
     assert added == ["b"]
 

@@ -113,6 +113,7 @@ def test_fields_are_added_once(model: str) -> None:
 
 def test_the_command_line_takes_every_flag(model: str, tmp_path: Path) -> None:
     (tmp_path / "policy.json").write_text('{"window": 8, "alpha": 3}', encoding="utf-8")
+    (tmp_path / "prior.json").write_text('{"knorm": {"0.5": 0.75}}', encoding="utf-8")
     given = {
         "--kv-policy": "evicpress",
         "--kv-policy-config": str(tmp_path / "policy.json"),
@@ -126,10 +127,13 @@ def test_the_command_line_takes_every_flag(model: str, tmp_path: Path) -> None:
         "--kv-ssd-gb": "3",
         "--kv-ssd-write-gb-per-day": "10",
         "--kv-ssd-sync": "always",
+        "--kv-prior": str(tmp_path / "prior.json"),
+        "--kv-profiles": str(tmp_path / "profiles.db"),
+        "--kv-drift": "0.2",
     }
     flags = [part for flag in given.items() for part in flag]
-    args = _from_command_line("--model-path", model, "--device", "cpu", *flags)
-    assert set(given) == {"--" + name.replace("_", "-") for name in FLAGS}
+    args = _from_command_line("--model-path", model, "--device", "cpu", *flags, "--kv-no-recording")
+    assert {*given, "--kv-no-recording"} == {"--" + name.replace("_", "-") for name in FLAGS}
     assert server_args.config_of(args) == EvicPressConfig(
         "evicpress",
         alpha=0.5,
@@ -143,6 +147,10 @@ def test_the_command_line_takes_every_flag(model: str, tmp_path: Path) -> None:
         ssd_gb=3.0,
         ssd_write_gb_per_day=10.0,
         ssd_sync="always",
+        curves={"knorm": {"0.5": 0.75}},
+        profiles=str(tmp_path / "profiles.db"),
+        drift=0.2,
+        recording=False,
     )
 
 

@@ -17,6 +17,7 @@ from sglang.srt.managers.io_struct import ShutdownReq
 from sglang.srt.utils import cudacore_pyspy_dump_utils
 
 from sglang_evicpress.patches import shutdown
+from sglang_evicpress.patches.server_args import DEPENDENT_FLAGS
 
 pytestmark = pytest.mark.sglang
 
@@ -170,8 +171,7 @@ class TokenizerManager:
 
 
 def server_args(**flags: object) -> Any:
-    names = "policy policy_config alpha half_life forms min_tokens sinks host_gb ssd_dir ssd_gb ssd_write_gb_per_day"
-    given: dict[str, object] = {f"kv_{name}": None for name in [*names.split(), "ssd_sync"]}
+    given: dict[str, object] = dict.fromkeys(DEPENDENT_FLAGS)
     return SimpleNamespace(**given | {"kv_policy": "lru", "kv_host_gb": 0.1} | flags)
 
 

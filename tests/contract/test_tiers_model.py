@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPref
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from tests.contract.test_radix_cache_model import CONTEXT, FORMS, ROWS, Request, Walk, path_hashes
+from tests.contract.test_radix_cache_model import CONTEXT, CURVES, FORMS, ROWS, Request, Walk, path_hashes
 
 from sglang_evicpress.config import GB, EvicPressConfig
 from sglang_evicpress.core import EXACT, Form, Tier
@@ -100,6 +100,7 @@ class TierWalk(Walk):
             alpha=0.3,
             forms=(EXACT,) if is_exact else FORMS,
             min_tokens=8,
+            curves=CURVES,
             host_gb=1.0,
             ssd_dir=None if folder is None else str(folder),
             ssd_gb=None if folder is None else 1.0,
@@ -114,7 +115,7 @@ class TierWalk(Walk):
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.documents = [[self.rng.randrange(50) for _ in range(150)] for _ in range(3)]
-        self.count = 0
+        self.count = self.num_pressed = 0
         self.cache.attach_scheduler(self.scheduler())
         self.stamp(law)
         self.be_patient()
