@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from sglang_evicpress.arguments import IntrospectionError, Json
+from sglang_evicpress.profiler.lines import StoreError
 from sglang_evicpress.profiler.profile import Profile
-from sglang_evicpress.profiler.store import ProfileStore, StoreError
+from sglang_evicpress.profiler.store import ProfileStore
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,6 @@ class ProfileFile:
                 self._store, self._identity = ProfileStore(self._path, identity), identity
             assert self._store is not None
             self._store.put(Profile.from_json(answered["profile"]))
-        except (OSError, sqlite3.Error, StoreError) as error:
+        except (StoreError, ValueError) as error:
             logger.warning("evicpress: the profile was not saved: %s", error)
             raise IntrospectionError(507, f"the profile is used, but was not saved: {error}") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sqlite3
 from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -22,9 +21,10 @@ from sglang_evicpress.patches.shadows import is_shadow_name
 from sglang_evicpress.profile import Curves
 from sglang_evicpress.profiler.catalog import Catalog
 from sglang_evicpress.profiler.drift import Observe, Watch
+from sglang_evicpress.profiler.lines import StoreError
 from sglang_evicpress.profiler.profile import BLOCK_TOKENS, Profile, context_keys
 from sglang_evicpress.profiler.recorder import Query, Recorder
-from sglang_evicpress.profiler.store import ProfileStore, StoreError
+from sglang_evicpress.profiler.store import ProfileStore
 from sglang_evicpress.tiers.identity import KEY_BYTES
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class Profiling:
                 for profile in store.load():
                     self.catalog.put(profile)
                 store.close()
-            except (StoreError, OSError, sqlite3.Error) as error:  # at start it was whole: see server_args.py
+            except (StoreError, ValueError) as error:  # at start it was whole: see server_args.py
                 logger.error("evicpress: no profile is read: %s", error)
         self.renew_default()
 
@@ -255,7 +255,7 @@ class Profiling:
     def put_profile(self: Any, profile: Profile, is_fresh: bool) -> dict[str, object]:
         """A context was profiled. ``is_fresh``: by queries that replace what was measured before."""
         earlier = self.catalog.get(profile.key)
-        profile = profile if is_fresh else profile.merged(earlier)
+        profile = profile.completed(earlier) if is_fresh else profile.merged(earlier)
         self.catalog.put(profile)
         self._is_default_stale = True
         if earlier is None and len(self.catalog) == 1:

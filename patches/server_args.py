@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import logging
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 from sglang_evicpress import handover
@@ -212,11 +213,28 @@ def _prepare(server_args: Any) -> EvicPressConfig:
     except ValueError as error:
         raise refusals.RefusedError(str(error)) from None
     refusals.check(server_args, config)
+    _check_profiles(config)
     server_args.radix_cache_backend = refusals.BACKEND_NAME
     if server_args.attention_backend is None:
         server_args.attention_backend = _attention_backend(server_args.device)
         logger.info("kv policy %s: attention backend %s", config.policy, server_args.attention_backend)
     return config
+
+
+def _check_profiles(config: EvicPressConfig) -> None:
+    """A damaged file of profiles stops the start, before a model is loaded; a new one is made now."""
+    if config.profiles is None:
+        return
+    from sglang_evicpress.profiler.lines import StoreError
+    from sglang_evicpress.profiler.repair import check
+    from sglang_evicpress.profiler.store import ProfileStore
+    from sglang_evicpress.tiers.identity import KEY_BYTES
+
+    try:
+        ProfileStore(Path(config.profiles), bytes(KEY_BYTES)).close()
+        check(Path(config.profiles))
+    except (StoreError, ValueError) as error:
+        raise refusals.RefusedError(str(error)) from None
 
 
 def _attention_backend(device: str | None) -> str | None:

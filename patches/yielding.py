@@ -12,6 +12,8 @@ from sglang_evicpress.profiler.pacing import Pacer
 
 logger = logging.getLogger(__name__)
 
+GUEST_COUNTS = ("requests", "aborted", "batches", "tokens", "user_steps", "user_steps_touched")
+
 
 class Yielding:
     """The part of EvicPressCache that holds such requests, called guests, back. On the scheduler thread."""
@@ -19,7 +21,7 @@ class Yielding:
     def open_yielding(self: Any) -> None:
         self.pacer = Pacer()
         self.guests: list[Any] = []  # that wait or run
-        self.guest_counts = dict.fromkeys(("requests", "aborted", "batches", "tokens", "user_steps_touched"), 0)
+        self.guest_counts = dict.fromkeys(GUEST_COUNTS, 0)
         self._allowance = 0
         self._num_users_running = 0
 
@@ -67,13 +69,10 @@ class Yielding:
         if batch is None:
             return
         is_decode = batch.forward_mode.is_decode()
-        if not self.guests:
-            if is_decode:
-                self.pacer.user_step()
-            return
-        num_guests = sum(is_shadow_name(req.extra_key) for req in batch.reqs)
+        num_guests = sum(is_shadow_name(req.extra_key) for req in batch.reqs) if self.guests else 0
         if is_decode and num_guests < len(batch.reqs):
             self.pacer.user_step()
+            self.guest_counts["user_steps"] += 1
         if num_guests == 0:
             return
         self.guest_counts["batches"] += 1

@@ -174,7 +174,8 @@ def _endpoint(args: argparse.Namespace, num_questions: int) -> Callable[[str], l
 
 
 def _repair(words: Sequence[str], make_parser: Parser) -> int:
-    from sglang_evicpress.profiler.store import StoreError, repair
+    from sglang_evicpress.profiler.lines import StoreError
+    from sglang_evicpress.profiler.repair import repair
 
     parser = make_parser(
         prog="evicpress profile repair",

@@ -36,6 +36,12 @@ class Profile:
     num_queries: int
     measured_s: float
 
+    def completed(self, earlier: Profile | None) -> Profile:
+        """This profile with what an ``earlier`` one of the same context, queries and scorer has of other forms."""
+        if earlier is None or (earlier.scorer, earlier.query_set) != (self.scorer, self.query_set):
+            return self
+        return replace(self, forms={**earlier.forms, **self.forms})
+
     def merged(self, earlier: Profile | None) -> Profile:
         """This profile together with an ``earlier`` one of the same context by the same scorer, whose evidence counts
         for at most as much as this one's; of another scorer nothing is taken over.

@@ -6,7 +6,6 @@ import argparse
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,16 +13,14 @@ from typing import Any, Protocol
 from sglang_evicpress.core import Form
 from sglang_evicpress.profiler.catalog import Catalog
 from sglang_evicpress.profiler.command import KEY_VARIABLE, connect
-from sglang_evicpress.profiler.database import connect as connect_file
-from sglang_evicpress.profiler.database import read_profile, worded
 from sglang_evicpress.profiler.engine import EngineError
+from sglang_evicpress.profiler.lines import StoreError
 from sglang_evicpress.profiler.offline import PROFILES, profile_of
 from sglang_evicpress.profiler.output import check_output, write_whole
 from sglang_evicpress.profiler.plot import about, plot, png, when
 from sglang_evicpress.profiler.profile import Profile
+from sglang_evicpress.profiler.repair import read_all
 from sglang_evicpress.profiler.report import aligned
-from sglang_evicpress.profiler.salvage import Row
-from sglang_evicpress.profiler.store import StoreError, check
 from sglang_evicpress.profiler.transport import Transport
 
 _NUM_NAMED = 5
@@ -80,11 +77,7 @@ class Stored:
     """Those in a file of a ``ProfileStore``, of every model. Changes nothing; raises ValueError and StoreError."""
 
     def __init__(self, path: Path) -> None:
-        check(path)
-        path = path.resolve()
-        with closing(connect_file(path, may_write=False)) as connection, worded(path, "read"):
-            rows = [Row(*row) for row in connection.execute("SELECT * FROM profiles ORDER BY sequence")]
-        self._profiles = [(row.identity.hex(), read_profile(path, row)) for row in rows]
+        self._profiles = read_all(path)
 
     def listed(self) -> list[Listed]:
         return [

@@ -1,36 +1,40 @@
-"""The profiles on disk: every put that returned survives a kill at any moment."""
+"""The profiles on disk: a log of lines, each with a checksum of its own. Every put that returned survives a kill.
+
+The first line names the format. A last line without its end is one that a kill cut off, and counts as never put; any
+other line that is not what was written is damage. Every open store locks ``NAME.lock`` shared, a repair alone.
+"""
 
 from __future__ import annotations
 
-import sqlite3
+import fcntl
+import os
+import tempfile
 import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import orjson
 
-from sglang_evicpress.profiler.database import (
-    INSERT,
-    StoreDamaged,
+from sglang_evicpress.profiler.lines import (
+    HEADER,
+    Live,
+    Name,
     StoreError,
-    lock,
-    number,
-    open_to_write,
-    read_profile,
-    real_path,
-    transaction,
-    unlock,
-    unusable,
-    worded,
+    line_of,
+    live_of,
+    profile_of,
+    text_of,
+    whole_lines,
 )
 from sglang_evicpress.profiler.profile import Profile
-from sglang_evicpress.profiler.repair import RepairReport, check, repair
-from sglang_evicpress.profiler.salvage import Row, checksum
 from sglang_evicpress.tiers.identity import KEY_BYTES
-
-__all__ = ["MAX_MODELS", "ProfileStore", "RepairReport", "StoreDamaged", "StoreError", "check", "repair"]
 
 MAX_MODELS = 4
 """A file keeps as many profiles as so many full models have."""
+
+SPARE_LINES = 256
+"""Outdated lines, besides as many as there are valid ones, before the file is written anew without them."""
 
 
 class ProfileStore:
@@ -44,66 +48,172 @@ class ProfileStore:
     def __init__(self, path: Path, identity: bytes, max_profiles: int = 10_000) -> None:
         """Open the file, or make it and its folder, and check it through.
 
-        Raises ValueError when ``path`` cannot be such a file, StoreDamaged, and StoreError while another process keeps
-        it for itself.
+        Raises ValueError when ``path`` cannot be such a file, StoreDamaged, and StoreError while a repair is at it.
         """
         if len(identity) != KEY_BYTES:
             raise ValueError(f"identity has {len(identity)} bytes: expected {KEY_BYTES}")
         if max_profiles < 1:
             raise ValueError(f"max_profiles is {max_profiles}: expected at least 1")
-        self._identity = identity
+        self._identity = identity.hex()
         self._max_profiles = max_profiles
         self._turn = threading.Lock()
+        self._path = real_path(path)
+        self._lock_fd = self._fd = -1
         try:
-            self._path = real_path(path)
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock_fd: int | None = lock(self._path, alone=False)
+            self._lock_fd = lock(self._path, alone=False)
+            self._fd = self._open()
+            with self._alone():
+                live, num_lines = self._read()
+                if num_lines == 0:
+                    self._cut_tail()
         except OSError as error:
-            raise unusable(path, error.strerror) from error
-        try:
-            self._connection = open_to_write(self._path)
+            self.close()
+            raise ValueError(f"profile store {path} cannot be used ({error.strerror}): expected a file") from error
         except BaseException:
-            unlock(self._lock_fd)
+            self.close()
             raise
+        self._names = dict.fromkeys(live)
+        self._num_lines = num_lines
 
     def load(self) -> list[Profile]:
         """All profiles of this model, the oldest put first. Raises StoreError."""
-        query = "SELECT * FROM profiles NOT INDEXED WHERE identity = ? ORDER BY sequence DESC LIMIT ?"
-        with self._turn, worded(self._path, "read"):
-            rows = self._connection.execute(query, (self._identity, self._max_profiles)).fetchall()
-        return [read_profile(self._path, Row(*row)) for row in reversed(rows)]
+        with self._turn, self._worded("read"), self._alone():
+            live, _ = self._read()
+        own = [line for name, line in live.items() if name.identity == self._identity]
+        return [profile_of(self._path, line) for line in own[-self._max_profiles :]]
 
     def put(self, profile: Profile) -> None:
         """Keep ``profile`` in place of any of the same context; it is on the disk when this returns.
 
         Raises StoreError when it could not be kept, and ValueError for a profile that would not read back as it is.
         """
-        payload = orjson.dumps(profile.to_json())
-        if Profile.from_json(orjson.loads(payload)) != profile:
+        line = line_of({"identity": self._identity, "profile": profile.to_json()})
+        if Profile.from_json(orjson.loads(text_of(line))["profile"]) != profile:
             raise ValueError(f"profile {profile.key.hex()} would not read back as it is: expected finite figures")
-        name = (self._identity, profile.key)
-        with self._turn, worded(self._path, "written"), transaction(self._connection):
-            connection = self._connection
-            sequence = number(connection, "SELECT coalesce(max(sequence), 0) + 1 FROM profiles")
-            connection.execute("DELETE FROM profiles WHERE identity = ? AND key = ?", name)
-            connection.execute(INSERT, Row(sequence, *name, payload, checksum(sequence, *name, payload)))
-            self._make_room(connection)
+        with self._turn, self._worded("written"), self._alone():
+            end = self._cut_tail()
+            try:
+                if os.write(self._fd, line) != len(line):
+                    raise OSError(0, "the disk took a part of it")
+                os.fsync(self._fd)
+            except OSError:
+                with suppress(OSError):
+                    os.ftruncate(self._fd, end)
+                raise
+            name = Name(self._identity, profile.key.hex())
+            self._names.pop(name, None)
+            self._names[name] = None
+            self._num_lines += 1
+            if self._num_lines > 2 * len(self._names) + SPARE_LINES or len(self._names) > self._max_lines:
+                self._rewrite()
 
     def close(self) -> None:
         """Nothing can be put or loaded any more. Closing again does nothing."""
         with self._turn:
-            self._connection.close()
-            if self._lock_fd is not None:
-                unlock(self._lock_fd)
-            self._lock_fd = None
+            for fd in (self._fd, self._lock_fd):
+                if fd >= 0:
+                    os.close(fd)
+            self._fd = self._lock_fd = -1
 
-    def _make_room(self, connection: sqlite3.Connection) -> None:
-        own = "FROM profiles WHERE identity = ?"
-        surplus = number(connection, f"SELECT count(*) {own}", self._identity) - self._max_profiles
-        if surplus > 0:
-            oldest = f"SELECT sequence {own} ORDER BY sequence LIMIT ?"
-            connection.execute(f"DELETE FROM profiles WHERE sequence IN ({oldest})", (self._identity, surplus))
-        surplus = number(connection, "SELECT count(*) FROM profiles") - MAX_MODELS * self._max_profiles
-        if surplus > 0:
-            oldest = "SELECT sequence FROM profiles ORDER BY sequence LIMIT ?"
-            connection.execute(f"DELETE FROM profiles WHERE sequence IN ({oldest})", (surplus,))
+    @property
+    def _max_lines(self) -> int:
+        """Contexts that the file may hold before the oldest make room: some more than are returned."""
+        return max(self._max_profiles + SPARE_LINES, MAX_MODELS * self._max_profiles)
+
+    def _open(self) -> int:
+        return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """While no other process changes the file; whoever rewrote it put another in its place."""
+        if self._fd < 0:
+            raise StoreError(f"profile store {self._path} is closed")
+        while True:
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            if self._path.exists() and os.path.samestat(self._path.stat(), os.fstat(self._fd)):
+                break
+            os.close(self._fd)
+            self._fd = -1
+            self._fd = self._open()
+        try:
+            yield
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    @contextmanager
+    def _worded(self, done: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StoreError(f"profile store {self._path} cannot be {done} ({error.strerror})") from error
+
+    def _read(self) -> tuple[Live, int]:
+        data = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
+        return live_of(self._path, whole_lines(data))
+
+    def _cut_tail(self) -> int:
+        """Take off what a kill left of a line, and see that there is a first one; the file's size then."""
+        size = os.fstat(self._fd).st_size
+        if size and os.pread(self._fd, 1, size - 1) != b"\n":
+            size = os.pread(self._fd, size, 0).rfind(b"\n") + 1
+            os.ftruncate(self._fd, size)
+        if size == 0:
+            size = os.write(self._fd, line_of(HEADER))
+            os.fsync(self._fd)
+        return size
+
+    def _rewrite(self) -> None:
+        """Leave out what was replaced, and the oldest where there are too many."""
+        live, _ = self._read()
+        own = [name for name in live if name.identity == self._identity]
+        gone = set(own[: -self._max_profiles])
+        left = [name for name in live if name not in gone]
+        left = left[-MAX_MODELS * self._max_profiles :]
+        replace(self._path, (live[name] for name in left))
+        self._names = dict.fromkeys(left)
+        self._num_lines = len(left) + 1
+        os.close(self._fd)
+        self._fd = -1
+        self._fd = self._open()
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+
+
+def real_path(path: Path) -> Path:
+    """Without links. Raises ValueError for what is no file."""
+    real = Path(os.path.realpath(path))
+    if real.exists() and not real.is_file():
+        raise ValueError(f"profile store {path} is a {'folder' if real.is_dir() else 'device'}: expected a file")
+    return real
+
+
+def lock(path: Path, *, alone: bool) -> int:
+    """A descriptor that holds the lock beside the file until it is closed. Raises StoreError when it is taken."""
+    fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        why = "a server has it open: stop it first" if alone else "it is being repaired"
+        raise StoreError(f"profile store {path} cannot be used now: {why}") from None
+    return fd
+
+
+def replace(path: Path, lines: Iterable[bytes]) -> None:
+    """Put a file of the header and ``lines`` in the place of ``path``, at once and for good. Raises OSError."""
+    with tempfile.NamedTemporaryFile(prefix=f".{path.name}.", dir=path.parent, delete=False) as file:
+        written = Path(file.name)
+        try:
+            file.write(line_of(HEADER))
+            file.writelines(lines)
+            file.flush()
+            os.fsync(file.fileno())
+            written.replace(path)
+        except BaseException:
+            written.unlink(missing_ok=True)
+            raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

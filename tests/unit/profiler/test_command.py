@@ -451,4 +451,4 @@ def test_what_cannot_be_repaired_is_status_2(
     assert main(["profile", "repair"]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 3
-    assert "is open in a server" in errors[1]
+    assert "a server has it open" in errors[1]
