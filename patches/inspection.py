@@ -113,6 +113,8 @@ class Inspection:
         node = self._node(node_id)
         if node.lock_ref > 0:
             raise NodeBusy(node_id)
+        if node.kv.is_shadow:
+            raise NodeBusy(node_id, "it belongs to a shadow")
         before, after = num_slots(node), self.slots_in(node, form, start_of(node))
         if after is None:
             why = "its press needs queries of the prompt, and none were kept (they are when --kv-forms names the press)"

@@ -100,6 +100,8 @@ class TierInspection:
             raise ValueError(f"there is no {tier.label} tier: expected one of {_labels(self.tiers[1:])}")
         if node.lock_ref > 0:
             raise NodeBusy(node_id)
+        if node.kv.is_shadow:
+            raise NodeBusy(node_id, "it belongs to a shadow", change="moved")
         if tier_of(node) > tier:
             raise ValueError(f"node {node_id} is on tier {tier_of(node).label} already: expected a tier below that")
         above = [child.id for child in node.children.values() if tier_of(child) < tier]
@@ -227,6 +229,7 @@ class TierInspection:
         """Write to the SSD what the next server would sooner read than compute, the most used first."""
         if self.ssd is None:
             return
+        self.release_shadows()
         for node in sorted(walk(self.root_node), key=lambda node: -node.kv.weight):
             if node.id not in self.nodes:
                 continue
