@@ -28,7 +28,7 @@ class Moves:
         shortfall = params.num_tokens - allocator.available_size()
         wanted = max(shortfall, allocator.size // 128) if shortfall > 0 else 0
         freed = self.relieve(wanted) if wanted else 0
-        if freed < shortfall and self.spaces:
+        if freed < shortfall:
             freed += self.release_shadows()
         self.update_eviction_metrics(freed, begin)
         return EvictResult(num_tokens_evicted=freed)

@@ -195,6 +195,7 @@ class Shadows:
         for space in list(self.spaces.values()):
             self._close(space)
             self.shadow_counts["released"] += 1
+        self.release_retired()
         return int(self.token_to_kv_pool_allocator.available_size() - before)
 
     def release_retired(self: Any) -> None:
