@@ -121,7 +121,8 @@ class Moves:
         freed = num_slots(node)
         if node.value is not None:
             self.token_to_kv_pool_allocator.free(slots_of(node))
-            self._record_remove_event(node)
+            if not node.kv.is_shadow:  # users' nodes of the same tokens would be taken for gone
+                self._record_remove_event(node)
         self.remove_copies(node)
         self._delete_leaf(node)
         return freed
