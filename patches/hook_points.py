@@ -127,12 +127,13 @@ HOOK_POINTS = (
         f"{_ADDER}.add_one_req", "hook", "scheduler", ("self", "req", "has_chunked_req", "truncation_align_size")
     ),
     HookPoint("sglang.srt.managers.schedule_policy.AddReqResult.CONTINUE", "read", "scheduler", None),
+    HookPoint("sglang.srt.managers.schedule_policy.AddReqResult.NO_TOKEN", "read", "scheduler", None),
     HookPoint(f"{_SCHEDULER}.run_batch", "hook", "scheduler", ("self", "batch", "pp_proxy_tensors")),
     HookPoint(f"{_SCHEDULER}.process_batch_result", "hook", "scheduler", ("self", "batch", "result")),
     HookPoint("sglang.srt.managers.io_struct.hook_custom_types", "seam", "scheduler", ("new_types",)),
     # profiling: requests of our own, and giving them up
     HookPoint("sglang.srt.managers.io_struct.AbortReq", "read", "scheduler", None),
-    HookPoint(f"{_SCHEDULER}.abort_request", "read", "scheduler", ("self", "recv_req")),
+    HookPoint("sglang.srt.managers.schedule_batch.FINISH_ABORT", "read", "scheduler", None),
     HookPoint("sglang.srt.managers.io_struct.GenerateReqInput", "read", "frontend", None),
     HookPoint(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",

@@ -79,8 +79,9 @@ def _after_get_next_batch_to_run(batch: Any, scheduler: Any) -> None:
     """AFTER ``get_next_batch_to_run``: whoever left the queue since without running was aborted."""
     if _cache is None:
         return
-    _cache.claims.keep_only(scheduler.waiting_queue)
-    _cache.keep_stages(scheduler.waiting_queue)
+    waiting = _cache.without_guests(scheduler.waiting_queue)
+    _cache.claims.keep_only(waiting)
+    _cache.keep_stages(waiting)
     _cache.end_round(batch)
     if batch is None and _cache.num_staging:
         _cache.arrival.wait(STAGING_POLL_S)  # a busy loop would hold up the threads that it waits for
@@ -89,9 +90,14 @@ def _after_get_next_batch_to_run(batch: Any, scheduler: Any) -> None:
 def _around_add_one_req(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
     """AROUND ``PrefillAdder.add_one_req``: a request whose prefix is on its way waits for another round, and one in a
     shadow for users' requests."""
-    if _cache is not None and (_cache.is_staging(req) or _cache.holds_back(req)):
+    if _cache is None:
+        return original(adder, req, *args, **kwargs)
+    if _cache.is_staging(req) or _cache.holds_back(req):
         return AddReqResult.CONTINUE
-    return original(adder, req, *args, **kwargs)
+    result = original(adder, req, *args, **kwargs)
+    if result is AddReqResult.NO_TOKEN and _cache.is_guest(req):
+        return AddReqResult.CONTINUE  # SGLang would admit nobody any more until some request ends
+    return result
 
 
 def _around_on_idle(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:

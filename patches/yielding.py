@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_evicpress.patches.shadows import is_shadow_name
 from sglang_evicpress.profiler.pacing import Pacer
@@ -27,33 +28,38 @@ class Yielding:
 
     def receive_guest(self: Any, req: Any) -> None:
         """A request in a shadow has entered the queue."""
-        self.guests.append(req)
-        self.guest_counts["requests"] += 1
+        if all(req is not guest for guest in self.guests):  # else it was retracted
+            self.guests.append(req)
+            self.guest_counts["requests"] += 1
 
     def begin_round(self: Any, scheduler: Any) -> None:
         """Before the next batch is made: how much guests may compute in it."""
         if not self.guests:
             return
         for req in [req for req in scheduler.waiting_queue if self._is_stray(req)]:
-            self.guest_counts["aborted"] += 1
-            scheduler.abort_request(AbortReq(rid=req.rid))
+            self._give_up(scheduler, req, "the shadow is gone: it was closed, or had to make room")
         queue = scheduler.waiting_queue
         waiting = {id(req) for req in queue}
         self.guests = [
             req for req in self.guests if id(req) in waiting or (req.req_pool_idx is not None and not req.finished())
         ]
+        self.release_retired()
         if not self.guests:
-            self.release_retired()
             return
-        self._num_users_running = sum(not is_shadow_name(req.extra_key) for req in scheduler.running_batch.reqs)
-        num_waiting = sum(not is_shadow_name(req.extra_key) for req in queue)
+        self._num_users_running = num_users_running(scheduler)
+        num_waiting = len(self.without_guests(queue))
         if scheduler.chunked_req is not None and not is_shadow_name(scheduler.chunked_req.extra_key):
             num_waiting += 1
         self._allowance = self.pacer.allowance(self._num_users_running, num_waiting, scheduler.max_running_requests)
         if self._num_users_running > 0 and self.pacer.is_overdrawn:
-            for req in [req for req in self.guests if req.req_pool_idx is not None]:
-                self.guest_counts["aborted"] += 1
-                scheduler.abort_request(AbortReq(rid=req.rid))
+            self._give_up_running(scheduler, "users' steps may not be touched any more")
+
+    def without_guests(self: Any, waiting: list[Any]) -> list[Any]:
+        """Users' requests of the queue."""
+        return [req for req in waiting if not is_shadow_name(req.extra_key)] if self.guests else waiting
+
+    def is_guest(self: Any, req: Any) -> bool:
+        return is_shadow_name(req.extra_key)
 
     def holds_back(self: Any, req: Any) -> bool:
         """Whether a waiting request is to be passed over in this round; one that is not takes of the allowance."""
@@ -66,6 +72,8 @@ class Yielding:
 
     def end_round(self: Any, batch: Any) -> None:
         """The batch that runs next is made."""
+        if self.guests and self._holds_users_up(batch):
+            self._give_up_running(self.scheduler, "users wait for the room")
         if batch is None:
             return
         is_decode = batch.forward_mode.is_decode()
@@ -87,6 +95,29 @@ class Yielding:
             self.pacer.took_part()
             self.guest_counts["user_steps_touched"] += 1
 
+    def _give_up(self: Any, scheduler: Any, req: Any, why: str) -> None:
+        """Abort this request alone: ``abort_request`` takes all whose ids begin with its id, users' too."""
+        self.guest_counts["aborted"] += 1
+        if req in scheduler.waiting_queue:
+            scheduler.waiting_queue.remove(req)
+            scheduler.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=req.rid, abort_message=why), req)
+        elif req is scheduler.chunked_req:
+            scheduler._pending_chunked_abort_req = req
+        else:
+            req.to_finish = FINISH_ABORT(why)
+
+    def _give_up_running(self: Any, scheduler: Any, why: str) -> None:
+        for req in self.guests:
+            if req.req_pool_idx is not None and req.to_finish is None and not req.finished():
+                self._give_up(scheduler, req, why)
+
+    def _holds_users_up(self: Any, batch: Any) -> bool:
+        """Whether users' requests wait of which the batch has none: guests may have the room that they need."""
+        if batch is not None and not batch.forward_mode.is_decode():
+            return False
+        waiting = self.without_guests(self.scheduler.waiting_queue)
+        return any(id(req) not in self.stages or self.stages[id(req)].is_over for req in waiting)
+
     def _is_stray(self: Any, req: Any) -> bool:
         """Whether a request is in a shadow that is not there, or not any more: it would compute the whole context."""
         if not is_shadow_name(req.extra_key):
@@ -98,3 +129,10 @@ class Yielding:
         """Whether the namespace that a question is asked in holds all of the context."""
         num_tokens = sum(matched for _, matched in self._steps(self.key_of_waiting(req)))
         return num_tokens >= len(space.tokens)
+
+
+def num_users_running(scheduler: Any) -> int:
+    """Users' requests that run, also those that SGLang has prefilled last and counts among them only later."""
+    batches = [batch for batch in (scheduler.running_batch, scheduler.last_batch) if batch is not None]
+    found = {id(req): req for batch in batches for req in batch.reqs}
+    return sum(not is_shadow_name(req.extra_key) and not req.finished() for req in found.values())
