@@ -62,6 +62,12 @@ class FakeCache:
     def holds_back(self, req: str) -> bool:
         return req in self.held_back
 
+    def is_guest(self, req: str) -> bool:
+        return req.startswith("guest")
+
+    def without_guests(self, waiting: list[str]) -> list[str]:
+        return [req for req in waiting if not self.is_guest(req)]
+
     def expect(self, req: str) -> None:
         self.expected.append(req)
 
@@ -110,7 +116,7 @@ def test_a_request_counts_once_it_is_in_the_queue_and_not_when_it_was_refused(ca
 
 
 def test_every_step_looks_who_has_left_the_queue(cache: FakeCache) -> None:
-    scheduling._after_get_next_batch_to_run(None, SimpleNamespace(waiting_queue=["a"]))
+    scheduling._after_get_next_batch_to_run(None, SimpleNamespace(waiting_queue=["a", "guest"]))
     assert cache.expected == ["keep ['a']", "keep stages ['a']", "a round ends with None"]
 
 
@@ -155,6 +161,21 @@ def test_a_request_that_is_staged_or_held_back_is_passed_over_and_others_are_not
     assert scheduling._around_add_one_req(add, None, "c") is AddReqResult.CONTINUE
     assert scheduling._around_add_one_req(add, None, "b", False, None) == "added"
     assert added == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("req", "found", "told"),
+    [
+        ("guest", AddReqResult.NO_TOKEN, AddReqResult.CONTINUE),
+        ("a", AddReqResult.NO_TOKEN, AddReqResult.NO_TOKEN),
+        ("guest", AddReqResult.OTHER, AddReqResult.OTHER),
+    ],
+)
+def test_a_guest_that_does_not_fit_does_not_close_the_door(
+    cache: FakeCache, req: str, found: AddReqResult, told: AddReqResult
+) -> None:
+    """After NO_TOKEN SGLang admits nobody before a running request has ended."""
+    assert scheduling._around_add_one_req(lambda *_: found, None, req) is told
 
 
 def test_an_idle_scheduler_does_not_sleep_while_threads_work_for_the_cache(cache: FakeCache) -> None:
