@@ -189,7 +189,7 @@ class Profiling:
         """A request has its answer; nothing of it ever leaves this process but to the profiler beside it."""
         shared, predicted = getattr(req, "evicpress_use", (0, None))
         unit = math.lcm(BLOCK_TOKENS, self.page_size)
-        end = shared // unit * unit
+        end = min(shared, len(req.origin_input_ids) - 1) // unit * unit  # a retracted one may find its own answer
         if self.recorder is None or end < MIN_CONTEXT_TOKENS or req.lora_id is not None or not req.output_ids:
             return
         question = req.origin_input_ids[end:]
