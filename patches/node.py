@@ -28,8 +28,9 @@ class NodeKV:
     what its fastest copy is. ``version`` changes whenever its slots do; ``job`` copies them to the host now, and
     ``is_leaving`` says that they are to be freed then. ``is_shadow``: it belongs to a shadow (shadows.py).
 
-    ``profiles`` are the profiled contexts that end in the node or below it, newest last, by key; ``curve`` is the
-    quality of every form of the menu that they show, None while that is what an unprofiled node is taken for.
+    ``profiles`` are the profiled contexts that end in the node or below it, newest last, by key, with their length;
+    ``curve`` is the quality of every form of the menu that those show which make up most of the node, None while that
+    is what an unprofiled node is taken for.
     """
 
     form: Form = EXACT

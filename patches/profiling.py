@@ -6,7 +6,7 @@ import logging
 import math
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -105,9 +105,9 @@ class Profiling:
         """Unprofiled nodes are taken for what the catalog says now."""
         self._is_default_stale = False
         self._default_s = self.now_s
-        before = getattr(self, "default_expectation", None)
-        self.default_expectation = Expectation.of((self.catalog.default,), self.menu.forms)
-        if before is not None and before.vector == self.default_expectation.vector:
+        before: Expectation | None = getattr(self, "default_expectation", None)
+        now = self.default_expectation = Expectation.of((self.catalog.default,), self.menu.forms)
+        if before is not None and (before.vector, before.known) == (now.vector, now.known):
             return
         for node in self.nodes.values():
             if node.kv.curve is None:
@@ -146,16 +146,16 @@ class Profiling:
 
     def split_profiles(self: Any, upper: Any, lower: Any) -> None:
         """Those that end in the upper part are not the lower one's."""
+        upper.kv.profiles = dict(lower.kv.profiles)
         if not lower.kv.profiles:
             return
         end = start_of(lower)
-        upper.kv.profiles = dict(lower.kv.profiles)
         lower.kv.profiles = {key: length for key, length in lower.kv.profiles.items() if length > end}
         self._expect_of(upper)
         self._expect_of(lower)
 
-    def _attach(self: Any, key: bytes, path: Sequence[Any]) -> None:
-        """The context is spelled by ``path``, from any order of its nodes."""
+    def _attach(self: Any, key: bytes, path: Iterable[Any]) -> None:
+        """The context is spelled by ``path``, its nodes in any order; it may end within the last."""
         profile = self.catalog.get(key)
         for node in path:
             known = node.kv.profiles
@@ -167,7 +167,10 @@ class Profiling:
             self.note(node)
 
     def _expect_of(self: Any, node: Any) -> None:
-        curves = [self.catalog.curves_of(key) for key in node.kv.profiles if key in self.catalog]
+        """By the contexts that make up most of the node."""
+        least = start_of(node) + len(node.key) / 2
+        found = [key for key, length in node.kv.profiles.items() if length > least and key in self.catalog]
+        curves = [self.catalog.curves_of(key) for key in found]
         node.kv.curve = Expectation.of(curves, self.menu.forms) if curves else None
 
     def know_context(self: Any, key: bytes, tokens: array[int], namespace: str | None) -> None:
@@ -263,17 +266,16 @@ class Profiling:
         context = self.recorder.context_of(profile.key) if self.recorder is not None else None
         if context is not None:
             self.watch.profiled(profile.key, num_lossy_hits=context.num_lossy_hits, asked=profile.query_set)
+        nodes = {node.id: node for node in self.nodes.values() if profile.key in node.kv.profiles}
         known = self._contexts.get(profile.key)
-        num_nodes = 0
         if known is not None:
             steps = self._steps(RadixKey(*known).page_aligned(self.page_size))
-            path = [node for node, matched in steps if 2 * matched > len(node.key)]
             if sum(matched for _, matched in steps) == len(known[0]):
-                self._attach(profile.key, path)
-                num_nodes = len(path)
+                nodes |= {node.id: node for node, _ in steps}
+        self._attach(profile.key, nodes.values())
         self.profiling_counts["profiled"] += 1
         self.stir()
-        return {"identity": self.profile_identity.hex(), "profile": profile.to_json(), "num_nodes": num_nodes}
+        return {"identity": self.profile_identity.hex(), "profile": profile.to_json(), "num_nodes": len(nodes)}
 
     def list_profiles(self: Any) -> dict[str, object]:
         forms = self.menu.forms[1:]
