@@ -118,7 +118,7 @@ class OnlineProfiler:
                 job = self._transport.call("profiling_job", {})
                 if job:
                     self._do(job)
-            except (EngineError, RuntimeError) as error:  # RuntimeError: the event loop is closed
+            except (EngineError, RuntimeError, OSError) as error:  # the event loop is closed, or the socket
                 logger.info("evicpress: looking for something to profile failed: %s", error)
                 job = {}
             if self._is_over.wait(0.0 if job else PAUSE_S):
@@ -130,15 +130,17 @@ class OnlineProfiler:
         should_adopt = job["why"] == "drift"
         try:
             shadow = self._engine.open_shadow(tokens, job["extra_key"])
-            if job["kind"] == "observe" and self._observe(shadow, job):
-                job = self._transport.call("profiling_job", {})
+            if job["kind"] == "observe":
+                # The next job need not be this context's: users may have come, or nothing new was asked about it.
+                job = self._transport.call("profiling_job", {}) if self._observe(shadow, job) else {}
                 should_adopt = job.get("kind") == "profile" and job["key"] == key
-            if should_adopt or job["kind"] == "profile":
-                self._profile(shadow, job)
+                if not should_adopt:
+                    return
+            self._profile(shadow, job)
         except (ShadowRefused, ShadowLost) as error:
             logger.debug("evicpress: context %s is not profiled now: %s", key, error)
             self._transport.call("note_failed", {"key": key})
-        except EngineError as error:
+        except (EngineError, ValueError) as error:
             logger.warning("evicpress: context %s could not be profiled: %s", key, error)
             self._transport.call("note_failed", {"key": key})
         finally:
