@@ -122,6 +122,8 @@ class Shadows:
         self.spaces[space.id] = self.space_of[space.exact] = space
         if slots is not None:
             held = torch.cat([node.value for node in path])[:num_present]
+            for load in self.loads:
+                load.join()  # some of it may still be on its way, with no batch that waited for it
             self.compressor.copy(held, slots)
             self._add_shadow_node(space.exact, row[:num_present], slots)
         self.shadow_counts["opened"] += 1
