@@ -92,6 +92,8 @@ class Shadows:
     def open_shadow(self: Any, tokens: Sequence[int], namespace: str | None, may_evict: bool) -> dict[str, object]:
         """Copy what the GPU holds exactly of the context; requests in the answered namespace compute the rest."""
         row = array("q", tokens)
+        if is_shadow_name(namespace):
+            raise ValueError("the context is a shadow's: expected the extra_key of users' requests")
         if not row or len(row) % BLOCK_TOKENS or len(row) % self.page_size:
             raise ValueError(
                 f"the context has {len(row)} tokens: expected whole blocks of {BLOCK_TOKENS} and pages of "
@@ -217,7 +219,7 @@ class Shadows:
 
     def _find_room(self: Any, num_slots: int, may_evict: bool) -> None:
         allocator = self.token_to_kv_pool_allocator
-        held, most = self.num_shadow_slots, int(POOL_SHARE[may_evict] * allocator.size)
+        held, most = self.num_shadow_slots + self._num_unfilled(), int(POOL_SHARE[may_evict] * allocator.size)
         unlocked = allocator.available_size() + self.evictable_size_ - held
         if held + num_slots > most or unlocked - num_slots < allocator.size // 8:
             self.shadow_counts["refused"] += 1
@@ -228,6 +230,11 @@ class Shadows:
         missing = num_slots - allocator.available_size()
         if missing > 0:
             self.relieve(missing)
+
+    def _num_unfilled(self: Any) -> int:
+        """Slots that open shadows are still to be given by requests."""
+        keys = (RadixKey(space.tokens, space.exact) for space in self.spaces.values())
+        return sum(len(key) - sum(matched for _, matched in self._steps(key)) for key in keys)
 
     def _take_slots(self: Any, num_slots: int) -> torch.Tensor:
         pages = -(-num_slots // self.page_size) * self.page_size
