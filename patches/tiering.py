@@ -305,7 +305,9 @@ class Tiering:
             self.drop(below.id)
 
     def flush_tier_copies(self: Any, tier: Tier) -> None:
-        """Forget every copy on a tier that nobody uses now; nodes that have one below stay."""
+        """Forget every copy on a tier that nobody uses now; nodes that have one below stay. Shadows go with the GPU."""
+        if tier == Tier.GPU:
+            self.release_shadows()
         for node in list(walk(self.root_node))[::-1]:
             if node.id not in self.nodes or node.lock_ref > 0:
                 continue
