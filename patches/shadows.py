@@ -103,7 +103,7 @@ class Shadows:
             raise ValueError(f"no room for a shadow: {MAX_SPACES} are open already")
         path, num_present = self._exact_part(RadixKey(row, namespace))
         if QueryCapture.active is not None:  # computing the last block shows the queries that some presses look at
-            num_present = min(num_present, len(row) - BLOCK_TOKENS)
+            num_present = min(num_present, (len(row) - BLOCK_TOKENS) // self.page_size * self.page_size)
         last = path[-1] if path else self.root_node
         self.inc_lock_ref(last)
         try:
