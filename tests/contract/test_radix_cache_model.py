@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import time
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
@@ -65,6 +66,8 @@ class Request:
     cache_protected_len: int = 0
     kv_allocated_len: int = 0
     kv_committed_freed: bool = False
+    lora_id: str | None = None
+    to_finish: object = None
     filled: int = 0
     frozen_view: list[set[tuple[int, int]]] = field(default_factory=list)
 
@@ -75,6 +78,17 @@ class Request:
     @property
     def output_ids(self) -> array[int]:
         return array("q", self.tokens[self.prompt_len :])
+
+    @property
+    def full_untruncated_fill_ids(self) -> list[int]:
+        return self.tokens
+
+    @property
+    def sampling_params(self) -> SimpleNamespace:
+        return SimpleNamespace(top_k=1)
+
+    def finished(self) -> bool:
+        return self.kv_committed_freed
 
     def get_fill_ids(self) -> array[int]:
         return array("q", self.tokens[: self.filled])
@@ -89,23 +103,33 @@ def costs_of(law: PrefillLaw) -> Costs:
 
 
 class Walk:
-    def __init__(self, seed: int, page_size: int, policy: str = "evicpress") -> None:
+    """``settings`` are those of EvicPressConfig."""
+
+    def __init__(
+        self, seed: int, page_size: int, policy: str = "evicpress", *, num_slots: int = SLOTS, **settings: object
+    ) -> None:
         self.rng = random.Random(seed)
         self.page = page_size
         self.rows = ReqToTokenPool(ROWS, CONTEXT + 8, "cpu", False)
-        self.pool = MHATokenToKVPool(SLOTS, page_size, torch.float32, HEADS, DIM, LAYERS, "cpu", False)
+        self.pool = MHATokenToKVPool(num_slots, page_size, torch.float32, HEADS, DIM, LAYERS, "cpu", False)
         if page_size == 1:
-            self.allocator = TokenToKVPoolAllocator(SLOTS, torch.float32, "cpu", self.pool, False)
+            self.allocator = TokenToKVPoolAllocator(num_slots, torch.float32, "cpu", self.pool, False)
         else:
-            self.allocator = PagedTokenToKVPoolAllocator(SLOTS, page_size, torch.float32, "cpu", self.pool, False)
+            self.allocator = PagedTokenToKVPoolAllocator(num_slots, page_size, torch.float32, "cpu", self.pool, False)
         params = CacheInitParams(False, self.rows, self.allocator, page_size)
-        config = EvicPressConfig(policy, alpha=0.3, forms=FORMS, min_tokens=8, curves=CURVES)
+        config = EvicPressConfig(
+            policy, **{"alpha": 0.3, "forms": FORMS, "min_tokens": 8, "curves": CURVES, **settings}
+        )
         self.cache = EvicPressCache(params, config, Compressor(self.pool, page_size, config.sinks))
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.documents = [[self.rng.randrange(50) for _ in range(150)] for _ in range(3)]
         self.count = self.num_pressed = 0
         self.cache.attach_scheduler(self.scheduler())
+
+    def adapter_of(self, extra_key: str | None) -> str | None:
+        """What the model computes with: here every namespace is another adapter's."""
+        return extra_key
 
     def scheduler(self) -> SimpleNamespace:
         batch = SimpleNamespace(reqs=self.running)
@@ -189,7 +213,7 @@ class Walk:
         return torch.cat([torch.tensor(tail, dtype=torch.int64), fresh[: end - begin - len(tail)]])
 
     def compute(self, request: Request, begin: int, end: int, slots: torch.Tensor) -> None:
-        hashes = path_hashes(request.tokens[:end], request.extra_key)
+        hashes = path_hashes(request.tokens[:end], self.adapter_of(request.extra_key))
         for position, slot in zip(range(begin, end), slots.tolist(), strict=True):
             for buffers in (self.pool.k_buffer, self.pool.v_buffer):
                 for layer in range(LAYERS):
@@ -256,7 +280,7 @@ class Walk:
         return entries
 
     def verify(self, request: Request) -> None:
-        hashes = path_hashes(request.tokens[: request.kv_allocated_len], request.extra_key)
+        hashes = path_hashes(request.tokens[: request.kv_allocated_len], self.adapter_of(request.extra_key))
         for entries in self.view_of(request):
             assert len(entries) == request.kv_allocated_len - request.evicpress.holes
             for value, position in entries:
@@ -277,21 +301,31 @@ class Walk:
             assert 0 <= len(node.kv.claims) < node.kv.num_hits, "a claim is no hit of its own, or was taken back twice"
         assert len(self.cache.claims) == len(self.waiting)
 
-    def run(self, steps: int) -> None:
-        moves = [self.arrive, self.leave, self.start, self.decode, self.resume, self.finish, self.press, self.evict]
-        weights = [6, 1, 5, 6, 3, 3, 3, 1]
+    def moves(self) -> dict[Callable[[], None], float]:
+        """What may happen next, with weights."""
+        scheduling = {self.arrive: 6, self.leave: 1, self.start: 5, self.decode: 6, self.resume: 3, self.finish: 3}
+        return scheduling | {self.press: 3, self.evict: 1}
+
+    def step(self, steps: int) -> None:
+        moves = self.moves()
         for _ in range(steps):
-            self.rng.choices(moves, weights)[0]()
+            self.rng.choices(list(moves), list(moves.values()))[0]()
             self.check()
+
+    def end_all(self) -> None:
         while self.running:
             self.finish()
         while self.waiting:
             self.leave()
+
+    def run(self, steps: int) -> None:
+        self.step(steps)
+        self.end_all()
         self.check()
         assert len(self.cache.claims) == 0 and not any(node.kv.claims for node in self.cache.nodes.values())
-        self.cache.relieve(SLOTS)
+        self.cache.relieve(self.allocator.size)
         self.check()
-        assert self.allocator.available_size() == SLOTS
+        assert self.allocator.available_size() == self.allocator.size
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -222,10 +222,7 @@ class TierWalk(Walk):
         self.until(lambda: self.cache.num_pending_jobs == 0)
 
     def end_all(self) -> None:
-        while self.running:
-            self.finish()
-        while self.waiting:
-            self.leave()
+        super().end_all()
         self.cache.keep_stages([])
 
     def rest(self) -> None:
@@ -305,7 +302,7 @@ class TierWalk(Walk):
     # ---- the oracle
 
     def compute(self, request: Request, begin: int, end: int, slots: torch.Tensor) -> None:
-        hashes = np.array(path_hashes(request.tokens[:end], request.extra_key)[begin:])
+        hashes = np.array(path_hashes(request.tokens[:end], self.adapter_of(request.extra_key))[begin:])
         rows = torch.from_numpy(rows_of(hashes, np.arange(begin, end))).to(self.dtype)
         for side, buffers in enumerate((self.pool.k_buffer, self.pool.v_buffer)):
             for layer in range(LAYERS):
@@ -341,7 +338,7 @@ class TierWalk(Walk):
             if node.value is None:
                 continue
             tokens = [token for above in path_to(node) for token in above.key.raw_token_ids()]
-            hashes = np.array(path_hashes(tokens, node.key.extra_key))
+            hashes = np.array(path_hashes(tokens, self.adapter_of(node.key.extra_key)))
             layout, start = node.kv.layout, start_of(node)
             positions = np.arange(start, len(tokens)) if layout is None else layout.positions.numpy().astype(np.int64)
             found = self.read(slots_of(node))
@@ -366,7 +363,7 @@ class TierWalk(Walk):
             assert cache.ssd.store._space.reserved == 0
         assert cache.protected_size_ == 0 and not any(node.lock_ref or node.kv.job for node in cache.nodes.values())
 
-    def step(self, steps: int) -> None:
+    def moves(self) -> dict[Callable[[], None], float]:
         scheduling = {self.arrive: 6, self.leave: 1, self.start: 6, self.decode: 4, self.resume: 3, self.finish: 6}
         memory = {
             self.press: 3,
@@ -378,10 +375,7 @@ class TierWalk(Walk):
             self.rest: 0.7,
         }
         luck = {self.flip_host: 1, self.spoil_ssd: 0.5, self.change_ssd: 0.4, self.reset: 0.1}
-        moves = scheduling | memory | luck
-        for _ in range(steps):
-            self.rng.choices(list(moves), list(moves.values()))[0]()
-            self.check()
+        return scheduling | memory | luck
 
     def run(self, steps: int) -> None:
         self.step(steps)
