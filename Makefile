@@ -8,7 +8,7 @@ ifeq ($(wildcard /dev/nvidiactl),)
 export SGLANG_USE_CPU_ENGINE ?= 1
 endif
 
-.PHONY: help setup test check contract dist demo show-foundation show-policy show-tiers chaos bench clean
+.PHONY: help setup test check contract dist demo show-foundation show-policy show-tiers show-profiler chaos bench clean
 
 help:
 	@echo "make demo             the real server on a pool too small: lru beside evicpress, under 10 minutes"
@@ -19,6 +19,7 @@ help:
 	@echo "make show-foundation  measure every promise a machine without a GPU can, at most 30 minutes"
 	@echo "make show-policy      measure the policy: near the optimum, fast, better than its rivals; at most 15 minutes"
 	@echo "make show-tiers       measure host memory and SSD: bandwidth, kill -9, chaos, restart; at most 30 minutes"
+	@echo "make show-profiler    measure the profiler: both insights, held-out questions, scorers, cost; at most 30 minutes"
 	@echo "make chaos            the real server on host memory and an SSD that fail on purpose, 5 minutes and two starts"
 	@echo "make bench            every bench/bench_*.py"
 	@echo "make setup            only .venv, from uv.lock (uv is fetched when it is missing)"
@@ -61,6 +62,9 @@ show-policy: setup
 
 show-tiers: setup
 	$(PY) bench/show_tiers.py
+
+show-profiler: setup
+	$(PY) bench/show_profiler.py
 
 chaos: setup
 	$(PY) bench/chaos.py

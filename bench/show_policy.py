@@ -7,15 +7,14 @@ found, our own generator stands in and the line says which.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from foundation.report import Line, print_line
+from foundation.report import Line
+from lines import run_parts
 from policy import rivals
 from policy.optimality import measure_optimality
 from policy.speed import measure_speed
@@ -56,23 +55,5 @@ def parts() -> dict[str, Callable[[], Iterator[Line]]]:
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="", metavar="WORD")
-    options = parser.parse_args()
-    begin = time.monotonic()
-    lines = []
-    for name, measure in parts().items():
-        if options.only in name:
-            start = time.monotonic()
-            for line in measure():
-                print_line(line)
-                lines.append(line)
-            print(f"    {name}: {time.monotonic() - start:.0f} s", flush=True)
-    missed = sum(not line.ok for line in lines)
-    print(f"{len(lines)} lines, {missed} missed, {(time.monotonic() - begin) / 60:.1f} minutes")
-    return 1 if missed or not lines else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_parts(__doc__, parts()))

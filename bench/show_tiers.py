@@ -7,12 +7,11 @@ the disk that is meant; it needs 4 GB.
 
 from __future__ import annotations
 
-import argparse
 import sys
-import time
 from collections.abc import Callable, Iterator
 
-from foundation.report import Line, print_line
+from foundation.report import Line
+from lines import run_parts
 from tiers.bandwidth import measure_bandwidth
 from tiers.chaos import measure_chaos
 from tiers.fragmentation import measure_fragmentation
@@ -41,23 +40,5 @@ def parts() -> dict[str, Callable[[], Iterator[Line]]]:
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="", metavar="WORD")
-    options = parser.parse_args()
-    begin = time.monotonic()
-    lines = []
-    for name, measure in parts().items():
-        if options.only in name:
-            start = time.monotonic()
-            for line in measure():
-                print_line(line)
-                lines.append(line)
-            print(f"    {name}: {time.monotonic() - start:.0f} s", flush=True)
-    missed = sum(not line.ok for line in lines)
-    print(f"{len(lines)} lines, {missed} missed, {(time.monotonic() - begin) / 60:.1f} minutes")
-    return 1 if missed or not lines else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_parts(__doc__, parts()))
