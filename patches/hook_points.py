@@ -131,7 +131,19 @@ HOOK_POINTS = (
     HookPoint(f"{_SCHEDULER}.run_batch", "hook", "scheduler", ("self", "batch", "pp_proxy_tensors")),
     HookPoint(f"{_SCHEDULER}.process_batch_result", "hook", "scheduler", ("self", "batch", "result")),
     HookPoint("sglang.srt.managers.io_struct.hook_custom_types", "seam", "scheduler", ("new_types",)),
-    # profiling: requests of our own, and giving them up
+    # profiling: requests of our own, sending them back, and giving them up
+    HookPoint(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch.release_req",
+        "read",
+        "scheduler",
+        ("self", "idx", "remaing_req_count", "server_args"),
+    ),
+    HookPoint(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch.filter_batch",
+        "read",
+        "scheduler",
+        ("self", "chunked_req_to_exclude", "keep_indices"),
+    ),
     HookPoint("sglang.srt.managers.io_struct.AbortReq", "read", "scheduler", None),
     HookPoint("sglang.srt.managers.schedule_batch.FINISH_ABORT", "read", "scheduler", None),
     HookPoint("sglang.srt.managers.io_struct.GenerateReqInput", "read", "frontend", None),

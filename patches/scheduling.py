@@ -73,12 +73,14 @@ def _before_get_next_batch_to_run(scheduler: Any) -> None:
         # SGLang takes a pool without room for one more request as full until one ends. Nodes that are being loaded
         # are locked with no request running, and they are done without one.
         scheduler.running_batch.batch_is_full = False
+    _cache.hide_guests(scheduler)
 
 
 def _after_get_next_batch_to_run(batch: Any, scheduler: Any) -> None:
     """AFTER ``get_next_batch_to_run``: whoever left the queue since without running was aborted."""
     if _cache is None:
         return
+    _cache.show_guests(scheduler)
     waiting = _cache.without_guests(scheduler.waiting_queue)
     _cache.claims.keep_only(waiting)
     _cache.keep_stages(waiting)

@@ -13,7 +13,7 @@ from sglang_evicpress.profiler.pacing import Pacer
 
 logger = logging.getLogger(__name__)
 
-GUEST_COUNTS = ("requests", "aborted", "batches", "tokens", "user_steps", "user_steps_touched")
+GUEST_COUNTS = ("requests", "aborted", "sent_back", "batches", "tokens", "user_steps", "user_steps_touched")
 
 
 class Yielding:
@@ -24,7 +24,9 @@ class Yielding:
         self.guests: list[Any] = []  # that wait or run
         self.guest_counts = dict.fromkeys(GUEST_COUNTS, 0)
         self._allowance = 0
+        self._budget_s = 0.0
         self._num_users_running = 0
+        self._hidden: list[Any] = []
 
     def receive_guest(self: Any, req: Any) -> None:
         """A request in a shadow has entered the queue."""
@@ -51,8 +53,20 @@ class Yielding:
         if scheduler.chunked_req is not None and not is_shadow_name(scheduler.chunked_req.extra_key):
             num_waiting += 1
         self._allowance = self.pacer.allowance(self._num_users_running, num_waiting, scheduler.max_running_requests)
+        self._budget_s = self.costs.prefill.fixed_s
         if self._num_users_running > 0 and self.pacer.is_overdrawn:
-            self._give_up_running(scheduler, "users' steps may not be touched any more")
+            self._send_back(scheduler)
+
+    def hide_guests(self: Any, scheduler: Any) -> None:
+        """Take those that may not begin now out of the queue until ``show_guests``: SGLang looks every request that
+        waits up in the tree, step by step."""
+        if self.guests and self._allowance <= 0:
+            self._hidden = [req for req in scheduler.waiting_queue if is_shadow_name(req.extra_key)]
+            scheduler.waiting_queue = self.without_guests(scheduler.waiting_queue)
+
+    def show_guests(self: Any, scheduler: Any) -> None:
+        scheduler.waiting_queue.extend(self._hidden)
+        self._hidden = []
 
     def without_guests(self: Any, waiting: list[Any]) -> list[Any]:
         """Users' requests of the queue."""
@@ -62,12 +76,21 @@ class Yielding:
         return is_shadow_name(req.extra_key)
 
     def holds_back(self: Any, req: Any) -> bool:
-        """Whether a waiting request is to be passed over in this round; one that is not takes of the allowance."""
+        """Whether a waiting request is to be passed over in this round; one that is not takes of the allowance.
+
+        A user who comes waits for the batch: guests join it while they add no more than a decode step takes, which is
+        about what any batch costs.
+        """
         if not is_shadow_name(req.extra_key):
             return False
         if self._allowance <= 0:
             return True
-        self._allowance -= len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
+        depth = len(req.prefix_indices)
+        num_new = len(req.full_untruncated_fill_ids) - depth
+        self._allowance -= num_new
+        self._budget_s -= self.costs.prefill.marginal_seconds(num_new, depth)
+        if self._budget_s <= 0.0:
+            self._allowance = 0
         return False
 
     def end_round(self: Any, batch: Any) -> None:
@@ -92,7 +115,7 @@ class Yielding:
             self.guest_counts["tokens"] += sum(num for req, num in lengths if is_shadow_name(req.extra_key))
             has_users = self._num_users_running > 0
         if has_users:
-            self.pacer.took_part()
+            self.pacer.took_part(in_own_batch=not is_decode)
             self.guest_counts["user_steps_touched"] += 1
 
     def _give_up(self: Any, scheduler: Any, req: Any, why: str) -> None:
@@ -111,6 +134,23 @@ class Yielding:
             if req.req_pool_idx is not None and req.to_finish is None and not req.finished():
                 self._give_up(scheduler, req, why)
 
+    def _send_back(self: Any, scheduler: Any) -> None:
+        """Guests that decode wait again, and go on with what they have generated; as SGLang does when room ends."""
+        batch, keep, gone = scheduler.running_batch, [], []
+        for index, req in enumerate(batch.reqs):
+            if is_shadow_name(req.extra_key) and req.to_finish is None and not req.finished():
+                batch.release_req(index, 0, scheduler.server_args)
+                gone.append(req)
+            else:
+                keep.append(index)
+        if not gone:
+            return
+        batch.filter_batch(keep_indices=keep)
+        batch.batch_is_full = False
+        self.guest_counts["sent_back"] += len(gone)
+        for req in gone:
+            scheduler._add_request_to_queue(req, is_retracted=True)
+
     def _holds_users_up(self: Any, batch: Any) -> bool:
         """Whether users' requests wait of which the batch has none: guests may have the room that they need."""
         if batch is not None and not batch.forward_mode.is_decode():
@@ -119,11 +159,17 @@ class Yielding:
         return any(id(req) not in self.stages or self.stages[id(req)].is_over for req in waiting)
 
     def _is_stray(self: Any, req: Any) -> bool:
-        """Whether a request is in a shadow that is not there, or not any more: it would compute the whole context."""
+        """Whether a request is in a shadow that is not there, or not any more: it would compute the whole context.
+
+        A namespace that was whole once stays so until its space is closed.
+        """
         if not is_shadow_name(req.extra_key):
             return False
         space = self.space_of.get(req.extra_key)
-        return space is None or len(req.origin_input_ids) > len(space.tokens) + 1 and not self._is_whole(space, req)
+        if space is not None and not getattr(req, "evicpress_is_whole", False):
+            req.evicpress_is_whole = len(req.origin_input_ids) <= len(space.tokens) + 1 or self._is_whole(space, req)
+            return not req.evicpress_is_whole
+        return space is None
 
     def _is_whole(self: Any, space: Any, req: Any) -> bool:
         """Whether the namespace that a question is asked in holds all of the context."""

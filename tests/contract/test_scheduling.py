@@ -56,6 +56,12 @@ class FakeCache:
     def begin_round(self, scheduler: Any) -> None:
         self.expected.append("a round begins")
 
+    def hide_guests(self, scheduler: Any) -> None:
+        self.expected.append("guests are hidden in the round")
+
+    def show_guests(self, scheduler: Any) -> None:
+        scheduler.waiting_queue.append("guest")
+
     def end_round(self, batch: Any) -> None:
         self.expected.append(f"a round ends with {batch}")
 
@@ -116,7 +122,9 @@ def test_a_request_counts_once_it_is_in_the_queue_and_not_when_it_was_refused(ca
 
 
 def test_every_step_looks_who_has_left_the_queue(cache: FakeCache) -> None:
-    scheduling._after_get_next_batch_to_run(None, SimpleNamespace(waiting_queue=["a", "guest"]))
+    scheduler = SimpleNamespace(waiting_queue=["a"])
+    scheduling._after_get_next_batch_to_run(None, scheduler)
+    assert scheduler.waiting_queue == ["a", "guest"], "a guest that was hidden is there again"
     assert cache.expected == ["keep ['a']", "keep stages ['a']", "a round ends with None"]
 
 
@@ -124,7 +132,11 @@ def test_what_guests_may_do_is_worked_out_before_a_batch_is_made_and_booked_afte
     scheduler = SimpleNamespace(waiting_queue=[], running_batch=Batch(is_empty=False))
     scheduling._before_get_next_batch_to_run(scheduler)
     scheduling._after_get_next_batch_to_run("a batch", scheduler)
-    assert [text for text in cache.expected if "round" in text] == ["a round begins", "a round ends with a batch"]
+    assert [text for text in cache.expected if "round" in text] == [
+        "a round begins",
+        "guests are hidden in the round",
+        "a round ends with a batch",
+    ]
 
 
 class Batch:

@@ -8,12 +8,13 @@ class Pacer:
 
     Every such step earns ``per_step``, up to a credit of 1; one that profiling took part in costs 1. With users running
     profiling begins something only on a full credit, at most ``max_step_tokens`` tokens of it in one batch. What it
-    generates then decodes along with users and may owe up to ``max_debt`` steps, so that one generation of that many
-    tokens always ends; beyond, ``is_overdrawn`` asks the caller to stop it. Whatever happens, of n steps of users at
-    most ``per_step * n + max_debt + 1`` are touched. Raises ValueError for figures out of range.
+    generates then decodes along with users, and more of it may join from step to step, until ``max_debt`` steps are
+    owed; beyond, ``is_overdrawn`` asks the caller to interrupt it. Users always decode between two batches of
+    profiling's own. Whatever happens, of n steps of users at most ``per_step * n + max_debt + 1`` are touched. Raises
+    ValueError for figures out of range.
     """
 
-    def __init__(self, per_step: float = 1 / 32, max_step_tokens: int = 256, max_debt: int = 256) -> None:
+    def __init__(self, per_step: float = 1 / 32, max_step_tokens: int = 256, max_debt: int = 80) -> None:
         if not 0.0 < per_step <= 1.0:
             raise ValueError(f"per_step is {per_step!r}: expected above 0 and at most 1")
         if max_step_tokens < 1 or max_debt < 0:
@@ -23,14 +24,20 @@ class Pacer:
         self.per_step, self.max_step_tokens, self.max_debt = per_step, max_step_tokens, max_debt
         self.credit = 0.0
         """Steps that profiling may touch now; below 0, those it owes."""
+        self._num_clean = 2  # steps of users since profiling last took part, as far as it matters
+        self._is_users_turn = False
 
     def user_step(self) -> None:
         """A step begins in which a user's request decodes, profiling in it or not."""
         self.credit = min(1.0, self.credit + self.per_step)
+        self._num_clean = min(2, self._num_clean + 1)
+        self._is_users_turn = False
 
-    def took_part(self) -> None:
-        """Profiling computed something in a step of users."""
+    def took_part(self, *, in_own_batch: bool = False) -> None:
+        """Profiling computed something in a step of users; ``in_own_batch``: they had to wait for it."""
         self.credit -= 1.0
+        self._num_clean = 0
+        self._is_users_turn = in_own_batch
 
     def allowance(self, num_user_running: int, num_user_waiting: int, max_running: int) -> int:
         """How many tokens of profiling requests the coming batch may compute; at most ``max_running`` requests run.
@@ -39,10 +46,15 @@ class Pacer:
         """
         if num_user_waiting > 0 or num_user_running >= max_running:
             return 0
-        return self.max_step_tokens if num_user_running <= 0 or self.credit >= 1.0 else 0
+        return self.max_step_tokens if num_user_running <= 0 or self._may_begin else 0
+
+    @property
+    def _may_begin(self) -> bool:
+        """On a full credit, or while what began on it goes on."""
+        goes_on = self._num_clean <= 1 and not self.is_overdrawn
+        return not self._is_users_turn and (self.credit >= 1.0 or goes_on)
 
     @property
     def is_overdrawn(self) -> bool:
-        """Whether profiling may touch no further step of users: what it decodes in the coming one is to be retracted
-        or aborted. Comes about when it began generations in gaps between users, time and again."""
+        """Whether profiling may touch no further step of users: what it would decode in the coming one is to wait."""
         return self.credit - 1.0 < -self.max_debt

@@ -30,13 +30,56 @@ def test_without_users_credit_does_not_count() -> None:
 
 
 def test_with_users_one_step_in_32_is_given() -> None:
+    """To what ends in the step that it begins in, and comes one at a time."""
     pacer, given_at = Pacer(), []
     for step in range(1, 200):
         pacer.user_step()
-        if pacer.allowance(1, 0, FULL):
+        if pacer.credit >= 1.0:
+            assert pacer.allowance(1, 0, FULL)
             given_at.append(step)
             pacer.took_part()
     assert given_at == [32, 64, 96, 128, 160, 192]
+
+
+def rich() -> Pacer:
+    """A pacer on a full credit."""
+    pacer = Pacer()
+    for _ in range(32):
+        pacer.user_step()
+    return pacer
+
+
+def test_more_may_join_from_step_to_step_until_the_debt_is_full() -> None:
+    pacer, num_joined = rich(), 0
+    while pacer.allowance(1, 0, FULL):
+        pacer.took_part(in_own_batch=True)
+        num_joined += 1
+        pacer.user_step()
+        assert num_joined < 1000
+    assert pacer.is_overdrawn and num_joined == pytest.approx(pacer.max_debt * 32 / 31, abs=2)
+
+
+def test_users_decode_between_two_batches_of_profiling() -> None:
+    pacer = rich()
+    pacer.took_part(in_own_batch=True)
+    assert pacer.allowance(1, 0, FULL) == 0
+    pacer.user_step()
+    assert pacer.allowance(1, 0, FULL) > 0
+
+
+def test_who_does_not_join_at_once_waits_for_credit() -> None:
+    pacer = rich()
+    pacer.took_part(in_own_batch=True)
+    pacer.user_step()
+    pacer.user_step()
+    assert pacer.allowance(1, 0, FULL) == 0
+
+
+def test_what_runs_in_a_gap_opens_no_door_when_users_come() -> None:
+    pacer = Pacer()
+    pacer.user_step()
+    assert pacer.allowance(0, 0, FULL) > 0
+    assert pacer.allowance(1, 0, FULL) == 0
 
 
 def test_a_long_time_without_profiling_saves_up_one_step_only() -> None:
@@ -53,7 +96,9 @@ def test_a_generation_that_decodes_along_is_paid_for_afterwards() -> None:
     for _ in range(10):
         pacer.user_step()
         pacer.took_part()
-    num_steps = 0
+    for _ in range(2):  # without it: what begins next needs credit again
+        pacer.user_step()
+    num_steps = 2
     while not pacer.allowance(1, 0, FULL):
         pacer.user_step()
         num_steps += 1
@@ -79,26 +124,32 @@ def test_figures_out_of_range_are_refused(figures: dict[str, float]) -> None:
 
 @given(
     per_step=st.sampled_from([1 / 32, 0.1, 0.25, 1.0]),
-    longest=st.integers(1, 40),
+    max_debt=st.integers(0, 40),
+    longest=st.integers(1, 60),
     minutes=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2), st.integers(1, 80)), max_size=60),
 )
-def test_few_steps_of_users_are_touched(per_step: float, longest: int, minutes: list[tuple[int, int, int]]) -> None:
-    """A scheduler that begins a generation whenever it may, gaps between users included."""
-    pacer = Pacer(per_step=per_step, max_debt=longest)
+def test_few_steps_of_users_are_touched(
+    per_step: float, max_debt: int, longest: int, minutes: list[tuple[int, int, int]]
+) -> None:
+    """A scheduler that begins a generation whenever it may, gaps between users included, in batches of its own."""
+    pacer = Pacer(per_step=per_step, max_debt=max_debt)
     num_steps = num_touched = num_left = 0
     for num_running, num_waiting, num_times in minutes:
         for _ in range(num_times):
-            if not num_left and pacer.allowance(num_running, num_waiting, 5):
-                assert num_waiting == 0
-                assert num_running < 5
+            if num_running and pacer.is_overdrawn:
+                num_left = 0
+            if pacer.allowance(num_running, num_waiting, 5):
+                assert num_waiting == 0 and num_running < 5
                 num_left = longest
-            if num_running:
+                if num_running:
+                    num_touched += 1
+                    pacer.took_part(in_own_batch=True)
+                    assert not pacer.allowance(num_running, num_waiting, 5)
+            elif num_running:
                 num_steps += 1
                 pacer.user_step()
-                if num_left and pacer.is_overdrawn:
-                    num_left = 0
                 if num_left:
                     num_touched += 1
                     pacer.took_part()
             num_left = max(0, num_left - 1)
-            assert num_touched <= per_step * num_steps + longest + 1
+            assert num_touched <= per_step * num_steps + max_debt + 1

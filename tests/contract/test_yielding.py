@@ -1,0 +1,158 @@
+"""Guests give way: what becomes of the queue and of the running batch while users run."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_evicpress.costs import Costs, PrefillLaw
+from sglang_evicpress.patches.shadows import PREFIX
+from sglang_evicpress.patches.yielding import Yielding
+
+pytestmark = pytest.mark.sglang
+
+GUEST = PREFIX + "secret/exact"
+NUM_CONTEXT = 128
+
+
+class Batch:
+    def __init__(self, reqs: list[Any], *, is_decode: bool = True, num_new: int = 1) -> None:
+        self.reqs, self.batch_is_full, self.released = reqs, True, []
+        self.extend_lens = [num_new] * len(reqs)
+        self.forward_mode = SimpleNamespace(is_decode=lambda: is_decode)
+
+    def release_req(self, idx: int, remaing_req_count: int, server_args: Any) -> None:
+        self.released.append(self.reqs[idx])
+        self.reqs[idx].req_pool_idx = None
+
+    def filter_batch(self, *, keep_indices: list[int]) -> None:
+        self.reqs = [self.reqs[index] for index in keep_indices]
+
+
+class Cache(Yielding):
+    """A cache with one whole shadow, and as much of a scheduler as it meets."""
+
+    def __init__(self, law: PrefillLaw) -> None:
+        self.costs = Costs(law, {}, {})
+        self.space_of = {GUEST: SimpleNamespace(tokens=range(NUM_CONTEXT))}
+        self.stages: dict[int, Any] = {}
+        self.scheduler = SimpleNamespace(
+            waiting_queue=[],
+            running_batch=Batch([]),
+            last_batch=None,
+            chunked_req=None,
+            max_running_requests=8,
+            server_args=None,
+            _add_request_to_queue=self.queue,
+        )
+        self.num_lookups = 0
+        self.open_yielding()
+
+    def queue(self, req: Any, is_retracted: bool = False) -> None:
+        self.scheduler.waiting_queue.append(req)
+        if req.extra_key == GUEST:
+            self.receive_guest(req)
+
+    def release_retired(self) -> None:
+        """Nothing was closed."""
+
+    def key_of_waiting(self, req: Any) -> Any:
+        return req
+
+    def _steps(self, req: Any) -> list[tuple[None, int]]:
+        self.num_lookups += 1
+        return [(None, NUM_CONTEXT)]
+
+    def round(self, batch: Batch | None) -> list[Any]:
+        """One round in which SGLang makes ``batch``; returns whom it found waiting."""
+        self.begin_round(self.scheduler)
+        self.hide_guests(self.scheduler)
+        found = list(self.scheduler.waiting_queue)
+        self.show_guests(self.scheduler)
+        self.end_round(batch)
+        return found
+
+
+def request(extra_key: str | None = None, *, num_new: int = 20, is_running: bool = False) -> Any:
+    return SimpleNamespace(
+        extra_key=extra_key,
+        origin_input_ids=range(NUM_CONTEXT + num_new),
+        full_untruncated_fill_ids=range(NUM_CONTEXT + num_new),
+        prefix_indices=range(NUM_CONTEXT),
+        req_pool_idx=0 if is_running else None,
+        to_finish=None,
+        finished=lambda: False,
+    )
+
+
+@pytest.fixture
+def cache() -> Cache:
+    return Cache(PrefillLaw(fixed_s=0.01, per_token_s=0.0004, per_pair_s=0.0))
+
+
+def test_a_guest_that_may_not_begin_is_not_looked_at_and_keeps_waiting(cache: Cache) -> None:
+    user, guest = request(is_running=True), request(GUEST)
+    cache.scheduler.running_batch = Batch([user])
+    cache.queue(guest)
+    assert cache.round(Batch([user])) == []
+    assert cache.scheduler.waiting_queue == [guest]
+    cache.scheduler.running_batch = Batch([])
+    assert cache.round(None) == [guest], "with no user it may begin"
+    assert cache.num_lookups == 1, "whether its shadow is whole was looked up again"
+
+
+def test_a_user_who_waits_is_looked_at(cache: Cache) -> None:
+    user, guest = request(), request(GUEST)
+    cache.queue(user)
+    cache.queue(guest)
+    assert cache.round(Batch([user], is_decode=False)) == [user]
+    assert cache.scheduler.waiting_queue == [user, guest]
+
+
+def test_guests_join_a_batch_while_they_add_no_more_than_it_costs_anyhow(cache: Cache) -> None:
+    guests = [request(GUEST, num_new=20) for _ in range(4)]
+    for guest in guests:
+        cache.queue(guest)
+    cache.begin_round(cache.scheduler)
+    assert [cache.holds_back(guest) for guest in guests] == [False, False, True, True]
+    cache.begin_round(cache.scheduler)
+    assert not cache.holds_back(request(GUEST, num_new=500)), "one always may, however long it is"
+    assert cache.holds_back(guests[0])
+
+
+def test_guests_that_decode_along_for_too_long_wait_again_and_users_go_on(cache: Cache) -> None:
+    user, guest = request(is_running=True), request(GUEST)
+    cache.queue(guest)
+    cache.scheduler.waiting_queue.clear()  # it began in a gap between users
+    guest.req_pool_idx = 1
+    batch = cache.scheduler.running_batch = Batch([user, guest])
+    num_touched = 0
+    while guest in batch.reqs:
+        cache.round(batch)
+        num_touched += guest in batch.reqs
+        assert num_touched < 1000
+    assert batch.reqs == [user] and batch.released == [guest] and not batch.batch_is_full
+    assert cache.scheduler.waiting_queue == [guest] and cache.guests == [guest]
+    counts = cache.guest_counts
+    assert (counts["requests"], counts["sent_back"], counts["aborted"]) == (1, 1, 0)
+    assert counts["user_steps_touched"] == num_touched <= cache.pacer.max_debt * 1.1 + 2
+
+
+def test_a_guest_that_is_about_to_end_is_left_to_end(cache: Cache) -> None:
+    user, guest = request(is_running=True), request(GUEST, is_running=True)
+    guest.to_finish = "given up"
+    cache.guests.append(guest)
+    cache.pacer.credit = -1000.0
+    batch = cache.scheduler.running_batch = Batch([user, guest])
+    cache.round(batch)
+    assert batch.reqs == [user, guest] and not batch.released
+
+
+def test_steps_of_users_are_counted_with_and_without_guests(cache: Cache) -> None:
+    user = request(is_running=True)
+    for _ in range(3):
+        cache.round(Batch([user]))
+    cache.round(Batch([user], is_decode=False))
+    assert (cache.guest_counts["user_steps"], cache.guest_counts["user_steps_touched"]) == (3, 0)
