@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -10,6 +11,8 @@ from sglang_evicpress.arguments import IntrospectionError, Json, accept_only, fl
 from sglang_evicpress.core import Form
 from sglang_evicpress.profiler.profile import Profile
 from sglang_evicpress.tiers.identity import MAX_TOKEN
+
+_KEY = re.compile(r"[0-9a-fA-F]{32}")
 
 PROFILE_OPS = (
     *("open_shadow", "make_shadow_form", "drop_shadow_form", "close_shadow"),
@@ -126,11 +129,8 @@ def _namespace(arguments: Mapping[str, object]) -> str | None:
 
 def _key(arguments: Mapping[str, object]) -> bytes:
     value = arguments.get("key")
-    try:
-        if isinstance(value, str) and len(value) == 32:
-            return bytes.fromhex(value)
-    except ValueError:
-        pass  # said below
+    if isinstance(value, str) and _KEY.fullmatch(value):
+        return bytes.fromhex(value)
     raise IntrospectionError(400, f"context {value!r:.100} is no hash: expected 32 hex digits")
 
 
