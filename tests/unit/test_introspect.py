@@ -198,7 +198,9 @@ def test_an_ssd_is_attached_and_detached(arguments: Json, given: tuple[str, floa
 @pytest.mark.parametrize(
     ("op", "arguments", "status", "words"),
     [
-        ("melt", {}, 404, ("'melt'", "tree, node, stats", "check, evict, tiers, flush", "detach_ssd")),
+        ("melt", {}, 404, ("'melt'", "tree, node, stats", "check, evict, tiers, flush", "detach_ssd, open_shadow")),
+        ("open_shadow", {}, 400, ("token_ids is missing",)),
+        ("profiles", {}, 501, ("FakeCache", "cannot be profiled")),
         ("tree", {"depth": "2"}, 400, ("'depth'", "accepted are none")),
         ("check", {"repair": True}, 400, ("'repair'",)),
         ("explain", {"node_id": "1", "tokens": "1"}, 400, ("'tokens'", "node_id")),
