@@ -13,7 +13,7 @@ from functools import reduce
 
 from foundation.report import Line
 from profiler.study import FORMS, LONGEST_ANSWER, one_thread, served
-from profiler.subjects import NUM_TOKENS, NUM_TRAINING, Subject, make_subject
+from profiler.subjects import NUM_TOKENS, Subject, make_subject
 from testbed.server import Server
 from testbed.tasks import FAMILIES
 
@@ -23,6 +23,8 @@ from sglang_evicpress.profiler.scorers import get_scorer
 from sglang_evicpress.profiler.transport import HttpTransport, Json, Transport
 
 TARGET = 0.25
+
+NUM_ASKED = 10  # questions; the shares do not depend on how many
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +67,10 @@ def cost_of(meta: Mapping[str, int]) -> Cost:
 
 
 def measure_context(server: Server, subject: Subject, scorer: str) -> Cost:
-    """Profile it in all 15 forms with its training questions. Its exact KV is there already: it is a context in use."""
+    """Profile it in all 15 forms with its first questions. Its exact KV is there already: it is a context in use."""
     counting = Counting(HttpTransport(server.url))
     engine = ServerEngine(counting, fill_tokens=NUM_TOKENS, may_evict=True)
-    queries = [Asked(tokens) for tokens in subject.questions[:NUM_TRAINING]]
+    queries = [Asked(tokens) for tokens in subject.questions[:NUM_ASKED]]
     server.flush()
     server.generate(list(subject.tokens + subject.questions[0]), 1)
     before = guests(server)
@@ -99,7 +101,7 @@ def measure_cost() -> Iterator[Line]:
         key=lambda each: -each[1],
     )
     yield Line(
-        f"{len(costs)} contexts profiled in {len(FORMS)} forms with {NUM_TRAINING} questions: forward passes of "
+        f"{len(costs)} contexts profiled in {len(FORMS)} forms with {NUM_ASKED} questions: forward passes of "
         "requests, logprob over minilm",
         f"<= {TARGET:.0%}",
         f"{share(ours.passes, theirs.passes)}: {', '.join(f'{family} {part:.0%}' for family, part in by_family)}; "

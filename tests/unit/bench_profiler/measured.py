@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from profiler.study import ALL_FORMS, JUDGES, NUM_JUDGED, Measured
+from profiler.subjects import NUM_HELD_OUT, NUM_TRAINING
 
 from sglang_evicpress.core import Form
 
-NUM_TRAINING, NUM_HELD_OUT = 10, 20
+__all__ = ["NUM_HELD_OUT", "NUM_TRAINING", "context"]
 
 
 def context(
