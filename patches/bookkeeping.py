@@ -61,9 +61,8 @@ class Bookkeeping:
     def renew_policy(self: Any) -> None:
         """A policy that knows no node yet, of the present menu."""
         config = self.config
-        self.policy = make_policy(
-            config.policy, self.menu, alpha=config.alpha, costs=self.costs, mean_curve=self.default_expectation.vector
-        )
+        mean_curve = Expectation.of((self.catalog.mean,), self.menu.forms).vector
+        self.policy = make_policy(config.policy, self.menu, alpha=config.alpha, costs=self.costs, mean_curve=mean_curve)
         self.controller.policy = self.policy
 
     # ---- what happens to nodes

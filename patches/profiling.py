@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_evicpress.arguments import IntrospectionError
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import Form
-from sglang_evicpress.patches.node import NodeKV, size_of, start_of
+from sglang_evicpress.patches.node import NodeKV, size_of, start_of, walk
 from sglang_evicpress.patches.shadows import is_shadow_name
 from sglang_evicpress.profile import Curves
 from sglang_evicpress.profiler.catalog import Catalog
@@ -107,6 +107,11 @@ class Profiling:
         self._default_s = self.now_s
         before: Expectation | None = getattr(self, "default_expectation", None)
         now = self.default_expectation = Expectation.of((self.catalog.default,), self.menu.forms)
+        if self.config.policy == "adaptcache":  # its rule goes by one curve for all nodes
+            self.renew_policy()
+            self.policy.put_all(self.stats_of(node) for node in walk(self.root_node))
+            self.stir()
+            return
         if before is not None and (before.vector, before.known) == (now.vector, now.known):
             return
         for node in self.nodes.values():
