@@ -5,6 +5,7 @@ import collections
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -23,10 +24,14 @@ from sglang.utils import TypeBasedDispatcher
 
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.introspect import IntrospectionError, Json, NodeBusy, UnknownNode
-from sglang_evicpress.patches import control, shutdown
+from sglang_evicpress.patches import control, online_profiler, shutdown
 from sglang_evicpress.patches.control import EvicPressReqInput, EvicPressReqOutput
 from sglang_evicpress.patches.http_server import MAX_BODY_BYTES, ROUTES, SchedulerCalls, add_routes
+from sglang_evicpress.patches.profile_file import ProfileFile
 from sglang_evicpress.patches.server_args import DEPENDENT_FLAGS
+from sglang_evicpress.profiler.evidence import Evidence
+from sglang_evicpress.profiler.profile import Profile
+from sglang_evicpress.profiler.store import ProfileStore
 
 pytestmark = pytest.mark.sglang
 
@@ -190,6 +195,102 @@ def test_answers_come_back_as_json(client: TestClient) -> None:
     assert client.post("/evicpress/nodes/1/demote", json={"tier": "ssd"}).json() == {"id": 1, "tier": "ssd"}
     attached = client.post("/evicpress/tiers/ssd", json={"dir": "/kv", "gb": 2})
     assert attached.json() == {"dir": "/kv", "gb": 2.0, "write_gb_per_day": None}
+
+
+class ProfiledCache(FakeCache):
+    """Has one shadow, 7, and room for no other."""
+
+    def open_shadow(self, tokens: Any, namespace: str | None, may_evict: bool) -> Json:
+        if namespace is not None:
+            raise ValueError(f"no room for a shadow of {len(tokens)} slots")
+        return {"tokens": list(tokens), "may_evict": may_evict}
+
+    def make_shadow_form(self, space_id: int, form: Form) -> Json:
+        if space_id != 7:
+            raise IntrospectionError(409, f"the shadow is gone: {space_id} was closed")
+        return {"shadow": space_id, "form": str(form)}
+
+    drop_shadow_form = make_shadow_form
+
+    def close_shadow(self, space_id: int, adopt: bool) -> Json:
+        return {"shadow": space_id, "adopt": adopt}
+
+    def list_profiles(self) -> Json:
+        return {"profiles": []}
+
+    def show_profile(self, key: bytes) -> Json:
+        raise IntrospectionError(404, f"context {key.hex()} has no profile")
+
+    def put_profile(self, profile: Profile, is_fresh: bool) -> Json:
+        return {"identity": bytes(16).hex(), "profile": profile.to_json(), "is_fresh": is_fresh}
+
+    def next_profiling_job(self) -> Json:
+        return {}
+
+    def note_observed(self, key: bytes, pairs: Any) -> Json:
+        return {}
+
+    def note_failed(self, key: bytes) -> Json:
+        return {}
+
+
+PROFILE = Profile(bytes(16), 64, {Form("knorm", 0.5): Evidence(2.0, 0.5, 0.1)}, "logprob", "0" * 16, 2, 1e9)
+
+
+def profiled_client(path: Path) -> TestClient:
+    app = FastAPI()
+    add_routes(app, FakeTokenizerManager(FakeScheduler(ProfiledCache())), ProfileFile(str(path)))
+    return TestClient(app)
+
+
+def test_shadows_and_profiles_are_reached_by_their_paths(tmp_path: Path) -> None:
+    client = profiled_client(tmp_path / "profiles")
+    opened = client.post("/evicpress/shadows", json={"token_ids": [1, 2], "extra_key": None, "may_evict": True})
+    assert opened.json() == {"tokens": [1, 2], "may_evict": True}
+    for what in ("forms", "drop"):
+        made = client.post(f"/evicpress/shadows/7/{what}", json={"form": "knorm@0.5"})
+        assert made.json() == {"shadow": 7, "form": "knorm@0.5"}
+    assert client.post("/evicpress/shadows/7/close", json={"adopt": True}).json() == {"shadow": 7, "adopt": True}
+    assert client.get("/evicpress/profiles").json() == {"profiles": []}
+    for response, status, words in (
+        (client.post("/evicpress/shadows", json={"token_ids": [1], "extra_key": "a"}), 409, "no room for a shadow"),
+        (client.post("/evicpress/shadows/8/forms", json={"form": "knorm@0.5"}), 409, "the shadow is gone: 8"),
+        (client.post("/evicpress/shadows/x/close"), 400, "shadow_id is 'x'"),
+        (client.post("/evicpress/shadows/7/forms", json={"shadow_id": 8, "form": "knorm@0.5"}), 400, "'shadow_id'"),
+        (client.post("/evicpress/shadows/7/open"), 404, "is not served"),
+        (client.get("/evicpress/profiles/" + "0" * 32), 404, "has no profile"),
+        (client.get("/evicpress/profiles/0"), 400, "32 hex digits"),
+        (client.post("/evicpress/shadows/7/close", content=b" " * (MAX_BODY_BYTES + 1)), 413, str(MAX_BODY_BYTES)),
+    ):
+        assert (response.status_code, words in reason_of(response)) == (status, True), reason_of(response)
+
+
+def test_a_context_may_be_longer_than_other_bodies(tmp_path: Path) -> None:
+    tokens = [100_000] * 20_000
+    assert len(json.dumps(tokens)) > 2 * MAX_BODY_BYTES
+    response = profiled_client(tmp_path / "profiles").post("/evicpress/shadows", json={"token_ids": tokens})
+    assert response.json()["tokens"] == tokens
+
+
+@pytest.mark.parametrize("op", ["profiling_job", "note_observed", "note_failed"])
+def test_what_users_asked_is_served_on_no_route(op: str) -> None:
+    assert op not in {route.op for route in ROUTES}
+
+
+def test_a_profile_is_on_the_disk_before_it_is_answered(tmp_path: Path) -> None:
+    client = profiled_client(tmp_path / "profiles")
+    response = client.post("/evicpress/profiles", json={"profile": PROFILE.to_json(), "is_fresh": True})
+    assert response.status_code == 200 and response.json()["is_fresh"] is True
+    store = ProfileStore(tmp_path / "profiles", bytes(16))
+    assert store.load() == [PROFILE]
+    store.close()
+
+
+def test_a_profile_that_cannot_be_saved_is_507(tmp_path: Path) -> None:
+    (tmp_path / "profiles").mkdir()
+    response = profiled_client(tmp_path / "profiles").post("/evicpress/profiles", json={"profile": PROFILE.to_json()})
+    assert response.status_code == 507
+    assert reason_of(response).startswith("the profile is used, but was not saved: ")
 
 
 def test_broken_integrity_is_answered_with_200(client: TestClient) -> None:
@@ -487,6 +588,31 @@ def test_frontend_hook_is_applied_beside_another_plugins(
     assert seen == ["other"]
     assert len(started) == 1
     assert "/evicpress/tree" in evicpress_paths()
+
+
+def test_the_profiler_runs_beside_a_server_that_records(
+    monkeypatch: pytest.MonkeyPatch, started: list[Any], manager: FakeTokenizerManager, registry: type[HookRegistry]
+) -> None:
+    class Profiler:
+        def __init__(self, tokenizer_manager: object, calls: object, file: object) -> None:
+            assert (tokenizer_manager, type(calls), type(file)) == (manager, SchedulerCalls, ProfileFile)
+
+        def start(self) -> None:
+            started.append("profiler started")
+
+        def stop(self) -> None:
+            started.append("profiler stopped")
+
+    monkeypatch.setattr(online_profiler, "OnlineProfiler", Profiler)
+    control.install_frontend(registry, HookType)
+    launch("evicpress", manager)
+    assert [given for _, given in started] == [manager]
+    started.clear()
+    launch("evicpress", manager, recording=True)
+    assert (started[0], started[2], len(started)) == ("profiler started", "profiler stopped", 3)
+    started.clear()
+    launch("lru", manager, recording=True)
+    assert [given for _, given in started] == [manager]
 
 
 def test_schedulers_are_asked_to_stop_when_the_server_is_done(

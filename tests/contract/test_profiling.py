@@ -301,6 +301,18 @@ def test_profiles_are_read_at_the_start_and_those_of_another_model_are_not(tmp_p
     assert walk.expected(walk.parts(tokens)[0], "knorm@0.5") == [None]
 
 
+def test_adaptcache_goes_by_the_mean_of_all_profiles() -> None:
+    """Its one curve is measured offline, over contexts."""
+    walk = ProfiledWalk(policy="adaptcache")
+    walk.wait_s(0.0)
+    for mean in (0.9, 0.5):
+        walk.put(walk.random_tokens(64), {"knorm@0.5": mean})
+    finished(walk, walk.random_tokens(128))
+    walk.wait_s(100.0)
+    assert walk.cache.policy.rule._quality[HALF] == pytest.approx(0.7)
+    walk.check()
+
+
 def test_an_unknown_context_has_no_profile_to_show() -> None:
     with pytest.raises(IntrospectionError, match=f"context {bytes(16).hex()} has no profile") as caught:
         ProfiledWalk().cache.show_profile(bytes(16))
