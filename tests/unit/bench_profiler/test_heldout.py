@@ -39,7 +39,7 @@ def test_tables_have_a_row_for_each_context_and_a_column_for_each_form() -> None
 def test_bounds_are_below_means_where_scores_spread() -> None:
     spread = same(1)
     form = Form("snapkv", 0.5)
-    scores = {**spread.training, form: [0.8, 1.0] * 5}
+    scores = {**spread.training, form: [0.8, 1.0] * (NUM_TRAINING // 2)}
     tables = Tables.of([Measured("needle", spread.key, spread.num_tokens, scores, spread.held_out)])
     column = COLUMNS.index(form)
     assert tables.bounds[0, column] < tables.means[0, column] == pytest.approx(0.9)

@@ -82,7 +82,7 @@ def test_a_profile_has_the_training_questions_only() -> None:
 
 def test_quality_is_over_all_questions_of_the_scorer() -> None:
     measured = context(1, lambda form: 0.8, held_out=lambda form: 0.2)
-    assert measured.quality(Form("knorm", 0.5)) == pytest.approx(0.4)  # 10 training, 20 held-out
+    assert measured.quality(Form("knorm", 0.5)) == pytest.approx(0.5)  # 20 training, 20 held-out
     assert measured.quality(Form("knorm", 0.5), "f1") == pytest.approx(0.2)
 
 
