@@ -41,9 +41,14 @@ def profile_identity(model: torch.nn.Module, model_config: Any, pool: Any, token
             "forms": FORMS_VERSION,
         }
     )
+    return agreed(identity, group)
+
+
+def agreed(value: bytes, group: Any) -> bytes:
+    """What rank 0 of ``group`` has; ``value`` itself when there is one rank (None)."""
     if group is None:
-        return identity
-    given = [identity]
+        return value
+    given = [value]
     dist.broadcast_object_list(given, src=dist.get_global_rank(group, 0), group=group)
     return given[0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_evicpress.patches.compression import Compressor
 from sglang_evicpress.patches.install import check_applied
-from sglang_evicpress.patches.model_identity import model_identity, profile_identity
+from sglang_evicpress.patches.model_identity import agreed, model_identity, profile_identity
 from sglang_evicpress.patches.radix_cache import EvicPressCache
 from sglang_evicpress.patches.refusals import BACKEND_NAME, check_layers, check_model
 from sglang_evicpress.patches.server_args import config_of
@@ -50,8 +51,7 @@ def build(context: Any) -> EvicPressCache:
 
     try:
         identity = identify() if config.has_tiers else bytes(KEY_BYTES)
-        seed = str(context.server_args.random_seed).encode()  # the same on every rank
-        cache = EvicPressCache(params, config, compressor, identity, seed)
+        cache = EvicPressCache(params, config, compressor, identity, agreed(secrets.token_bytes(16), group))
     except (StoreError, RuntimeError) as error:
         raise SystemExit(f"evicpress: {error}") from error
     cache.identify = identify

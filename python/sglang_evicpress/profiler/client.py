@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from sglang_evicpress.core import Form
-from sglang_evicpress.profiler.engine import Answer, EngineError, Likelihood, Shadow, ShadowLost
+from sglang_evicpress.profiler.engine import Answer, EngineError, Likelihood, Shadow, ShadowLost, ShadowRefused
 from sglang_evicpress.profiler.profile import BLOCK_TOKENS
 from sglang_evicpress.profiler.transport import BadRequest, Json, NotThere, Transport
 
@@ -144,8 +144,14 @@ class ServerEngine:
             for result in results:
                 reason = _meta(result).get("finish_reason")
                 if isinstance(reason, Mapping) and reason.get("type") == "abort":
-                    raise EngineError(f"the server gave up a request: {reason.get('message', 'it says not why')}")
+                    raise _given_up(str(reason.get("message", "it says not why")))
             return results
+
+
+def _given_up(why: str) -> EngineError:
+    """A request of ours that the server aborted: its shadow is gone, or users needed what it had."""
+    kind = ShadowLost if why.startswith("the shadow is gone") else ShadowRefused if "users" in why else EngineError
+    return kind(f"the server gave up a request: {why}")
 
 
 def _meta(result: Mapping[str, Any]) -> Json:
