@@ -13,7 +13,10 @@ from sglang_evicpress.profiler.pacing import Pacer
 
 logger = logging.getLogger(__name__)
 
-GUEST_COUNTS = ("requests", "aborted", "sent_back", "batches", "tokens", "user_steps", "user_steps_touched")
+GUEST_COUNTS = (
+    *("requests", "aborted", "sent_back", "batches", "tokens"),
+    *("user_steps", "user_steps_touched", "users_held_up"),  # the last: steps of guests while users could have begun
+)
 
 
 class Yielding:
@@ -54,7 +57,7 @@ class Yielding:
             num_waiting += 1
         self._allowance = self.pacer.allowance(self._num_users_running, num_waiting, scheduler.max_running_requests)
         self._budget_s = self.costs.prefill.fixed_s
-        if self._num_users_running > 0 and self.pacer.is_overdrawn:
+        if self._num_users_running > 0 and not self.pacer.may_go_on:
             self._send_back(scheduler)
 
     def hide_guests(self: Any, scheduler: Any) -> None:
@@ -95,7 +98,8 @@ class Yielding:
 
     def end_round(self: Any, batch: Any) -> None:
         """The batch that runs next is made."""
-        if self.guests and self._holds_users_up(batch):
+        holds_users_up = bool(self.guests) and self._holds_users_up(batch)
+        if holds_users_up:
             self._give_up_running(self.scheduler, "users wait for the room")
         if batch is None:
             return
@@ -107,6 +111,7 @@ class Yielding:
         if num_guests == 0:
             return
         self.guest_counts["batches"] += 1
+        self.guest_counts["users_held_up"] += holds_users_up
         if is_decode:
             self.guest_counts["tokens"] += num_guests
             has_users = num_guests < len(batch.reqs)

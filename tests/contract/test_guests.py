@@ -68,6 +68,7 @@ class Server(ShadowWalk):
 
     def scheduler(self) -> object:
         stub = super().scheduler()
+        del self.cache._send_back  # here guests do make way
         stub.running_batch = Batch(self, [], ForwardMode.DECODE)
         stub.max_running_requests, stub.server_args = self.max_running, None
         stub._add_request_to_queue = self.put_back
@@ -255,11 +256,11 @@ def test_guests_wait_for_credit_while_users_decode(server: Server) -> None:
     user = server.user(num_new=200)
     server.round()
     guest = server.guest(name)
-    assert server.until(guest, at_most=50) >= 1 / server.cache.pacer.per_step and user.req_pool_idx is not None
+    assert server.until(guest, at_most=100) >= 1 / server.cache.pacer.per_step and user.req_pool_idx is not None
     for _ in range(5):  # else it would go on with what has begun
         server.round()
     second = server.guest(name)
-    assert server.until(second, at_most=50) >= 1 / server.cache.pacer.per_step - 7
+    assert server.until(second, at_most=100) >= 1 / server.cache.pacer.per_step - 7
     assert server.num_touched == 2 == server.cache.guest_counts["user_steps_touched"]
 
 
@@ -362,17 +363,28 @@ def test_a_guest_that_is_retracted_is_counted_once(server: Server) -> None:
 def test_guests_that_owe_too_much_make_way_and_come_back(server: Server) -> None:
     server.cache.pacer.max_debt = 3
     name = server.open_whole()
-    guest = server.guest(name, 40)
-    server.until(guest, at_most=5)  # begins in a gap between users
-    user = server.user(num_new=60)
-    server.until(user, at_most=5)
-    for _ in range(30):
+    guest, user = server.guest(name, 40), server.user(num_new=100)
+    for _ in range(90):
         server.round()
-    assert guest.rid not in server.done and server.num_touched <= server.bound()
+    assert guest.rid not in server.done and 0 < server.num_touched <= server.bound()
     for _ in range(100):
         server.round()
     assert {guest.rid, user.rid} <= {*server.done}
     assert server.left[guest.rid] == 0, "it was cut short"
+
+
+def test_guests_that_run_when_a_user_comes_make_way_at_once(server: Server) -> None:
+    name = server.open_whole()
+    guest = server.guest(name, 40)
+    for _ in range(10):
+        server.round()
+    user = server.user(num_new=50)
+    while user.rid not in server.done:
+        server.round()
+    assert (server.num_touched, guest.rid in server.done) == (0, False)
+    for _ in range(40):
+        server.round()
+    assert guest.rid in server.done and server.left[guest.rid] == 0, "it was cut short"
 
 
 def test_claims_are_those_of_users(server: Server) -> None:

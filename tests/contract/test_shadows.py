@@ -53,6 +53,7 @@ class ShadowMoves:
         self.open: dict[int, SimpleNamespace] = {}
         self.aborted: list[str] = []
         sender = SimpleNamespace(send_output=lambda message, req: self.aborted.append(req.rid))
+        self.cache._send_back = lambda scheduler: None  # here guests run until they end
         self.stub = SimpleNamespace(
             last_batch=None,
             running_batch=SimpleNamespace(reqs=self.running),

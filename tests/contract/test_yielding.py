@@ -122,22 +122,36 @@ def test_guests_join_a_batch_while_they_add_no_more_than_it_costs_anyhow(cache: 
     assert cache.holds_back(guests[0])
 
 
-def test_guests_that_decode_along_for_too_long_wait_again_and_users_go_on(cache: Cache) -> None:
-    user, guest = request(is_running=True), request(GUEST)
+def run_beside(cache: Cache, user: Any, guest: Any) -> Batch:
     cache.queue(guest)
-    cache.scheduler.waiting_queue.clear()  # it began in a gap between users
+    cache.scheduler.waiting_queue.clear()
     guest.req_pool_idx = 1
-    batch = cache.scheduler.running_batch = Batch([user, guest])
-    num_touched = 0
-    while guest in batch.reqs:
-        cache.round(batch)
-        num_touched += guest in batch.reqs
-        assert num_touched < 1000
+    cache.scheduler.running_batch = Batch([user, guest])
+    return cache.scheduler.running_batch
+
+
+def test_a_guest_that_runs_when_a_user_comes_waits_again(cache: Cache) -> None:
+    user, guest = request(is_running=True), request(GUEST)
+    batch = run_beside(cache, user, guest)
+    cache.round(batch)
     assert batch.reqs == [user] and batch.released == [guest] and not batch.batch_is_full
     assert cache.scheduler.waiting_queue == [guest] and cache.guests == [guest]
     counts = cache.guest_counts
     assert (counts["requests"], counts["sent_back"], counts["aborted"]) == (1, 1, 0)
-    assert counts["user_steps_touched"] == num_touched <= cache.pacer.max_debt * 1.1 + 2
+    assert (counts["user_steps"], counts["user_steps_touched"]) == (1, 0)
+
+
+def test_a_guest_that_began_on_credit_decodes_along_until_too_much_is_owed(cache: Cache) -> None:
+    user, guest = request(is_running=True), request(GUEST)
+    for _ in range(64):
+        cache.round(Batch([user]))
+    batch, num_touched = run_beside(cache, user, guest), 0
+    while guest in batch.reqs:
+        cache.round(batch)
+        num_touched += guest in batch.reqs
+        assert num_touched < 1000
+    assert cache.guest_counts["user_steps_touched"] == num_touched
+    assert cache.pacer.max_debt <= num_touched <= cache.pacer.max_debt * 1.1 + 2
 
 
 def test_a_guest_that_is_about_to_end_is_left_to_end(cache: Cache) -> None:
@@ -156,3 +170,15 @@ def test_steps_of_users_are_counted_with_and_without_guests(cache: Cache) -> Non
         cache.round(Batch([user]))
     cache.round(Batch([user], is_decode=False))
     assert (cache.guest_counts["user_steps"], cache.guest_counts["user_steps_touched"]) == (3, 0)
+
+
+def test_a_step_of_guests_while_a_user_could_have_begun_is_counted(cache: Cache) -> None:
+    guest = request(GUEST)
+    cache.queue(guest)
+    cache.scheduler.waiting_queue.clear()
+    guest.req_pool_idx = 1
+    cache.round(Batch([guest]))
+    assert cache.guest_counts["users_held_up"] == 0
+    cache.queue(request())
+    cache.round(Batch([guest]))
+    assert (cache.guest_counts["users_held_up"], guest.to_finish is None) == (1, False)

@@ -9,12 +9,12 @@ class Pacer:
     Every such step earns ``per_step``, up to a credit of 1; one that profiling took part in costs 1. With users running
     profiling begins something only on a full credit, at most ``max_step_tokens`` tokens of it in one batch. What it
     generates then decodes along with users, and more of it may join from step to step, until ``max_debt`` steps are
-    owed; beyond, ``is_overdrawn`` asks the caller to interrupt it. Users always decode between two batches of
-    profiling's own. Whatever happens, of n steps of users at most ``per_step * n + max_debt + 1`` are touched. Raises
+    owed. Users always decode between two batches of profiling's own. What began when no user ran is to be interrupted
+    when one comes: see ``may_go_on``. Of n steps of users at most ``per_step * n + max_debt + 1`` are touched. Raises
     ValueError for figures out of range.
     """
 
-    def __init__(self, per_step: float = 1 / 32, max_step_tokens: int = 256, max_debt: int = 80) -> None:
+    def __init__(self, per_step: float = 1 / 64, max_step_tokens: int = 256, max_debt: int = 80) -> None:
         if not 0.0 < per_step <= 1.0:
             raise ValueError(f"per_step is {per_step!r}: expected above 0 and at most 1")
         if max_step_tokens < 1 or max_debt < 0:
@@ -50,11 +50,11 @@ class Pacer:
 
     @property
     def _may_begin(self) -> bool:
-        """On a full credit, or while what began on it goes on."""
-        goes_on = self._num_clean <= 1 and not self.is_overdrawn
-        return not self._is_users_turn and (self.credit >= 1.0 or goes_on)
+        return self.may_go_on and not self._is_users_turn
 
     @property
-    def is_overdrawn(self) -> bool:
-        """Whether profiling may touch no further step of users: what it would decode in the coming one is to wait."""
-        return self.credit - 1.0 < -self.max_debt
+    def may_go_on(self) -> bool:
+        """Whether what profiling generates may decode in the coming step of users; if not, it is to wait. On a full
+        credit, or while what began on one goes on."""
+        is_overdrawn = self.credit - 1.0 < -self.max_debt
+        return self.credit >= 1.0 or (self._num_clean <= 1 and not is_overdrawn)
