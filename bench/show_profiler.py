@@ -18,6 +18,7 @@ PARTS = (
     ("profiler.heldout", "heldout", "measure_heldout"),
     ("profiler.agreement", "agreement", "measure_agreement"),
     ("profiler.cost", "cost", "measure_cost"),
+    ("profiler.durability", "durability", "measure_durability"),
 )
 """(module, name of the part, function that measures it); the first three look at the same contexts, measured once."""
 
