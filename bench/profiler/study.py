@@ -40,13 +40,17 @@ FIGURE_4 = 0.4
 
 SENSITIVITY = (Form("keydiff", 0.9), Form("keydiff", 0.1))
 JUDGED_FORMS = (*FORMS, *SENSITIVITY)
-ALL_FORMS = (*JUDGED_FORMS, *(Form(press, FIGURE_4) for press in PRESSES))
+COMPARED_FORMS = (*SENSITIVITY, *(Form(press, FIGURE_4) for press in PRESSES))
+ALL_FORMS = (*FORMS, *COMPARED_FORMS)
 
 JUDGES = ("minilm", "f1")
 """Scorers that read generated answers: asked about fewer forms and questions, as they take most of the time."""
 
 NUM_JUDGED = 8
 """The first ones of the held-out questions."""
+
+NUM_COMPARED = 10
+"""The first training and the first held-out questions: what the forms that are only compared are asked."""
 
 NUM_CONTEXTS = 6  # of each family
 LONGEST_ANSWER = 16  # tokens; the longest right one has 12 words, then <eos>
@@ -136,13 +140,17 @@ def measure_subject(engine: Engine, subject: Subject, judges: Sequence[Scorer]) 
     """All forms by logprob, and by ``judges`` as far as they are asked."""
     asked = [Asked(tokens) for tokens in subject.questions]
     num_training = 0 if subject.family in ONE_QUESTION else NUM_TRAINING
-    judged = slice(num_training, num_training + NUM_JUDGED)
+    held_out_ones = range(num_training, len(asked))
+    judged = held_out_ones[:NUM_JUDGED]
+    compared = [*range(num_training)[:NUM_COMPARED], *held_out_ones[:NUM_COMPARED]]
+    num_compared = min(num_training, NUM_COMPARED)
     shadow = engine.open_shadow(subject.tokens, None)
     try:
         exact = answer(engine, shadow.namespace, subject.tokens, asked, LONGEST_ANSWER)
         scores: dict[str, dict[Form, list[float]]] = {}
         for scorers, forms, which in (
-            ([get_scorer("logprob")], ALL_FORMS, slice(None)),
+            ([get_scorer("logprob")], FORMS, range(len(asked))),
+            ([get_scorer("logprob")], COMPARED_FORMS, compared),
             (judges, JUDGED_FORMS, judged),
         ):
             noting = Noting(scorers)
@@ -150,26 +158,27 @@ def measure_subject(engine: Engine, subject: Subject, judges: Sequence[Scorer]) 
                 engine,
                 shadow,
                 subject.tokens,
-                asked[which],
+                [asked[index] for index in which],
                 forms,
                 noting,
-                exact[which],
+                [exact[index] for index in which],
                 max_new_tokens=LONGEST_ANSWER,
             )
             measured = 0
             for form, _ in measuring:
                 measured += 1
                 for name, values in noting.take().items():
-                    if len(values) != len(asked[which]):
-                        raise RuntimeError(f"{len(asked[which])} questions were asked, {len(values)} of them scored")
+                    if len(values) != len(which):
+                        raise RuntimeError(f"{len(which)} questions were asked, {len(values)} of them scored")
                     scores.setdefault(name, {})[form] = values
             if measured != len(forms):
                 raise RuntimeError(f"{measured} of {len(forms)} forms could be made of a context of {subject.family}")
     finally:
         engine.close_shadow(shadow)
     logprob = scores.pop("logprob")
-    training = {form: values[:num_training] for form, values in logprob.items()} if num_training else {}
-    held_out = {"logprob": {form: values[num_training:] for form, values in logprob.items()}, **scores}
+    ends = {form: num_training if form in FORMS else num_compared for form in logprob}
+    training = {form: values[: ends[form]] for form, values in logprob.items()} if num_training else {}
+    held_out = {"logprob": {form: values[ends[form] :] for form, values in logprob.items()}, **scores}
     return Measured(subject.family, shadow.key, shadow.num_tokens, training, held_out)
 
 

@@ -11,7 +11,7 @@ from testbed.vocabulary import BOS, load_vocabulary
 NUM_TOKENS = 31 * 64
 """Whole blocks: all that is asked about lies in the part that is compressed."""
 
-NUM_TRAINING = 20
+NUM_TRAINING = 30
 """As many as `evicpress profile` makes by default."""
 
 NUM_HELD_OUT = 20
@@ -19,7 +19,7 @@ NUM_QUESTIONS = NUM_TRAINING + NUM_HELD_OUT
 ONE_QUESTION = ("title", "note")
 """Families whose contexts can be asked one thing only: they have no held-out questions."""
 
-_COUNTS = {"multikv": 180, "hop": 42, "record": 62, "mapping": 20, "mixed": 12}
+_COUNTS = {"multikv": 180, "hop": 52, "record": 62, "mapping": 25, "mixed": 12}
 """Facts (labels, chains, logs, rounds) in a context; in the others as many as questions. `needle`, `redundant` and
 `mapping` have more of them than in the testbed, where 4 make too few questions."""
 

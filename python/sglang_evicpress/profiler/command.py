@@ -116,7 +116,7 @@ def _parser(make_parser: Parser) -> argparse.ArgumentParser:
     add("--contexts", required=True, metavar="FILE", help="what to profile, see below")
     add("--questions-from", metavar="URL", help="OpenAI-compatible endpoint that makes questions where there are none")
     add("--questions-model", default="default", metavar="NAME", help="the model there; default %(default)s")
-    add("--num-questions", default="20", metavar="N", help="made for a context; default %(default)s")
+    add("--num-questions", default="30", metavar="N", help="made for a context; default %(default)s")
     add("--forms", default=DEFAULT_FORMS, metavar="FORMS", help="to measure, separated by commas; default %(default)s")
     add("--scorer", default="logprob", metavar="NAME", help=f"one of {', '.join(SCORERS)}; default %(default)s")
     add("--prompt", default="chat", metavar="KIND", help="chat, the default: a user's message; text: a bare prompt")

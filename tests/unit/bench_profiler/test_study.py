@@ -6,7 +6,17 @@ import json
 from dataclasses import dataclass
 
 import pytest
-from profiler.study import ALL_FORMS, FORMS, JUDGED_FORMS, NUM_JUDGED, Measured, measure_subject, to_json
+from profiler.study import (
+    ALL_FORMS,
+    COMPARED_FORMS,
+    FORMS,
+    JUDGED_FORMS,
+    NUM_COMPARED,
+    NUM_JUDGED,
+    Measured,
+    measure_subject,
+    to_json,
+)
 from profiler.subjects import NUM_HELD_OUT, NUM_QUESTIONS, NUM_TOKENS, NUM_TRAINING, ONE_QUESTION, make_subject
 from testbed.tasks import FAMILIES
 from tests.unit.bench_profiler.measured import context
@@ -50,9 +60,13 @@ def test_every_form_is_scored_on_every_question() -> None:
     assert engine.num_opened == 1
     assert not engine.open
     assert not engine.made
-    for form in ALL_FORMS:
-        assert measured.training[form] == pytest.approx([QUALITIES[form]] * NUM_TRAINING)
-        assert measured.held_out["logprob"][form] == pytest.approx([QUALITIES[form]] * NUM_HELD_OUT)
+    for forms, num_training, num_held_out in (
+        (FORMS, NUM_TRAINING, NUM_HELD_OUT),
+        (COMPARED_FORMS, NUM_COMPARED, NUM_COMPARED),
+    ):
+        for form in forms:
+            assert measured.training[form] == pytest.approx([QUALITIES[form]] * num_training)
+            assert measured.held_out["logprob"][form] == pytest.approx([QUALITIES[form]] * num_held_out)
     for name in ("minilm", "f1"):
         assert set(measured.held_out[name]) == set(JUDGED_FORMS)
         assert {len(scores) for scores in measured.held_out[name].values()} == {NUM_JUDGED}
@@ -68,7 +82,7 @@ def test_the_only_question_is_held_out() -> None:
 
 def test_a_form_that_cannot_be_made_stops_the_study() -> None:
     engine = FakeEngine(QUALITIES, impossible=[FORMS[3]])
-    with pytest.raises(RuntimeError, match="21 of 22 forms"):
+    with pytest.raises(RuntimeError, match="14 of 15 forms"):
         measure_subject(engine, make_subject("hop", 0), JUDGES)
     assert not engine.open
 
@@ -82,7 +96,7 @@ def test_a_profile_has_the_training_questions_only() -> None:
 
 def test_quality_is_over_all_questions_of_the_scorer() -> None:
     measured = context(1, lambda form: 0.8, held_out=lambda form: 0.2)
-    assert measured.quality(Form("knorm", 0.5)) == pytest.approx(0.5)  # 20 training, 20 held-out
+    assert measured.quality(Form("knorm", 0.5)) == pytest.approx(0.56)  # 30 training, 20 held-out
     assert measured.quality(Form("knorm", 0.5), "f1") == pytest.approx(0.2)
 
 
