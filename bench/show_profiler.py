@@ -19,6 +19,8 @@ PARTS = (
     ("profiler.agreement", "agreement", "measure_agreement"),
     ("profiler.cost", "cost", "measure_cost"),
     ("profiler.durability", "durability", "measure_durability"),
+    ("profiler.figure10", "figure10", "measure_figure10"),
+    ("profiler.interference", "interference", "measure_interference"),
 )
 """(module, name of the part, function that measures it); the first three look at the same contexts, measured once."""
 
