@@ -1,0 +1,244 @@
+"""Sends chat requests to a server at their times and measures, as a user does, when the answers come."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import orjson
+
+if TYPE_CHECKING:
+    from aiohttp import ClientResponse, ClientSession
+
+TIMEOUT_S = 600.0
+"""What one request may take before it counts as failed."""
+
+_PATH = "/v1/chat/completions"
+
+
+class Asked(Protocol):
+    """What ``drive`` needs of an item."""
+
+    @property
+    def messages(self) -> Sequence[Mapping[str, str]]: ...
+
+
+class Arrival(Protocol):
+    """What ``drive`` needs of a planned request; ``arrival_s`` counts from the start of the level."""
+
+    @property
+    def arrival_s(self) -> float: ...
+    @property
+    def item(self) -> Asked: ...
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one request. ``arrival_s``, ``sent_s`` and ``end_s`` are seconds from the start of the level.
+
+    ``ttft_s`` is the time from ``arrival_s`` to the first text of the answer; for an answer without text, to its end;
+    None when nothing came. ``itl_s`` are the times between the pieces of text. ``cached_by_tier`` is where SGLang says
+    the cached tokens were. With an ``error``, the rest is what was known by then.
+    """
+
+    arrival_s: float
+    sent_s: float
+    ttft_s: float | None = None
+    itl_s: list[float] = field(default_factory=list)
+    end_s: float = 0.0
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    cached_by_tier: dict[str, int] | None = None
+    output_tokens: int | None = None
+    answer: str = ""
+    error: str | None = None
+
+
+class EventLines:
+    """Cuts a stream of server-sent events, which comes in pieces of any size, into the data of the events."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+
+    def feed(self, piece: bytes) -> Iterator[bytes]:
+        """The data of every event that ends in this piece; comments and other fields are skipped."""
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        for line in lines:
+            stripped = line.removesuffix(b"\r")
+            if stripped.startswith(b"data:"):
+                self._data.append(stripped[5:].removeprefix(b" "))
+            elif not stripped and self._data:
+                data, self._data = b"\n".join(self._data), []
+                yield data
+
+
+class _Failed(Exception):
+    """The answer says, or is, an error."""
+
+
+class _Answer:
+    """Reads the events of one answer into its ``Outcome``."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self.is_complete = False
+        self._outcome = outcome
+        self._pieces: list[str] = []
+        self._last_s: float | None = None
+
+    def read(self, data: bytes, now_s: float) -> None:
+        """Raises _Failed for an event that is an error or no event of a chat."""
+        if data.strip() == b"[DONE]":
+            self.is_complete = True
+            return
+        try:
+            event = orjson.loads(data)
+        except orjson.JSONDecodeError:
+            raise _Failed(f"an event is no JSON: {data[:200]!r}") from None
+        if not isinstance(event, dict):
+            raise _Failed(f"an event is no object: {data[:200]!r}")
+        if "error" in event or event.get("object") == "error":
+            raise _Failed(_said(event))
+        self._read_usage(event)
+        for choice in event.get("choices") or ():
+            delta = choice.get("delta") or {}
+            self._pieces.append(delta.get("content") or "")
+            if delta.get("content") or delta.get("reasoning_content"):
+                self._mark(now_s)
+            reason = choice.get("finish_reason")
+            if reason == "abort":
+                raise _Failed("the server aborted the request")
+            if reason and self._last_s is None:
+                self._mark(now_s)
+
+    def close(self) -> None:
+        self._outcome.answer = "".join(self._pieces)
+
+    def _mark(self, now_s: float) -> None:
+        outcome = self._outcome
+        if self._last_s is None:
+            outcome.ttft_s = now_s - outcome.arrival_s
+        else:
+            outcome.itl_s.append(now_s - self._last_s)
+        self._last_s = now_s
+
+    def _read_usage(self, event: Mapping[str, object]) -> None:
+        usage, more, outcome = event.get("usage"), event.get("sglext"), self._outcome
+        if isinstance(usage, dict):
+            outcome.prompt_tokens = usage.get("prompt_tokens")
+            outcome.output_tokens = usage.get("completion_tokens")
+            outcome.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0  # none: left out
+        if isinstance(more, dict) and (tiers := more.get("cached_tokens_details")):
+            outcome.cached_by_tier = {name: count for name, count in tiers.items() if isinstance(count, int)}
+
+
+async def drive(
+    url: str,
+    model: str,
+    planned: Sequence[Arrival],
+    *,
+    max_new_tokens: int,
+    is_closed: bool = False,
+    timeout_s: float = TIMEOUT_S,
+    on_outcome: Callable[[Outcome], None] | None = None,
+) -> list[Outcome]:
+    """The outcomes in the order of ``planned``; nothing is sent twice.
+
+    In an open loop every request is sent at its time, whatever became of those before it. ``is_closed``: one client,
+    whose next request follows the last answer; ``arrival_s`` is then when it was sent. What ``on_outcome`` raises ends
+    all requests and is raised.
+    """
+    from aiohttp import ClientSession, ClientTimeout, TCPConnector
+
+    bodies = [_body(model, entry, max_new_tokens) for entry in planned]
+    # A connection each: a server may close an idle one just when a request is put on it, which would count as failed.
+    connector = TCPConnector(limit=0, force_close=True)
+    async with ClientSession(connector=connector, timeout=ClientTimeout(total=None)) as session:
+        begin = time.perf_counter()
+
+        async def ask(arrival_s: float | None, body: bytes) -> Outcome:
+            if arrival_s is not None:
+                await asyncio.sleep(begin + arrival_s - time.perf_counter())
+            outcome = await _ask(session, url + _PATH, body, begin, arrival_s, timeout_s)
+            if on_outcome is not None:
+                on_outcome(outcome)
+            return outcome
+
+        if is_closed:
+            return [await ask(None, body) for body in bodies]
+        tasks: list[asyncio.Task[Outcome]] = []
+        try:
+            async with asyncio.TaskGroup() as group:
+                for entry, body in zip(planned, bodies, strict=True):
+                    tasks.append(group.create_task(ask(entry.arrival_s, body)))
+        except BaseExceptionGroup as several:
+            raise several.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+
+def _body(model: str, entry: Arrival, max_new_tokens: int) -> bytes:
+    return orjson.dumps(
+        {
+            "model": model,
+            "messages": [dict(message) for message in entry.item.messages],
+            "max_tokens": max_new_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_cached_tokens_details": True,
+        }
+    )
+
+
+async def _ask(
+    session: ClientSession, url: str, body: bytes, begin: float, arrival_s: float | None, timeout_s: float
+) -> Outcome:
+    from aiohttp import ClientError
+
+    sent_s = time.perf_counter() - begin
+    outcome = Outcome(sent_s if arrival_s is None else arrival_s, sent_s)
+    answer = _Answer(outcome)
+    try:
+        async with (
+            asyncio.timeout(timeout_s),
+            session.post(url, data=body, headers={"Content-Type": "application/json"}) as response,
+        ):
+            await _read(response, answer, begin)
+    except TimeoutError:
+        outcome.error = f"no complete answer within {timeout_s:g} s"
+    except (_Failed, ClientError, OSError) as error:
+        outcome.error = str(error) or type(error).__name__
+    outcome.end_s = time.perf_counter() - begin
+    answer.close()
+    return outcome
+
+
+async def _read(response: ClientResponse, answer: _Answer, begin: float) -> None:
+    """Raises _Failed, and what aiohttp raises when the connection breaks."""
+    if response.status != 200:
+        raw = await response.read()
+        try:
+            why = _said(orjson.loads(raw))
+        except orjson.JSONDecodeError:
+            why = raw[:300].decode("utf-8", "replace")
+        raise _Failed(f"status {response.status}: {why}")
+    lines = EventLines()
+    async for piece in response.content.iter_any():
+        now_s = time.perf_counter() - begin
+        for data in lines.feed(piece):
+            answer.read(data, now_s)
+            if answer.is_complete:
+                return
+    raise _Failed("the connection ended before the answer did")
+
+
+def _said(event: object) -> str:
+    """The reason in what a server answers instead of a piece of text."""
+    said = event
+    for name in ("error", "message"):
+        if isinstance(said, dict) and name in said:
+            said = said[name]
+    return said if isinstance(said, str) else f"{said!r:.300}"
