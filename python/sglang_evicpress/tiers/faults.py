@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import random
 import threading
@@ -17,7 +18,7 @@ KINDS = ("delay", "eio", "enospc", "short", "flip", "lost")
 
 _ACCEPTED = (
     f"expected NAME=RATE with NAME one of {', '.join(KINDS)} and 0 <= RATE <= 1, delay=RATE:SECONDS, "
-    "and seed=NUMBER, such as seed=7,delay=0.02:0.05,eio=0.01"
+    "read=BYTES a second, and seed=NUMBER, such as seed=7,delay=0.02:0.05,eio=0.01"
 )
 
 
@@ -25,16 +26,19 @@ _ACCEPTED = (
 class Faults:
     """How often each kind of fault happens, and what has happened (``counts``).
 
-    The same seed and the same sequence of calls give the same faults. Thread-safe.
+    The same seed and the same sequence of calls give the same faults. ``read_rate``: bytes a second that all reads of
+    files together get at most; None: as many as the disk gives. Thread-safe.
     """
 
     seed: int = 0
     rates: dict[str, float] = field(default_factory=dict)
     delay_s: float = 0.01
+    read_rate: float | None = None
     counts: Counter[str] = field(default_factory=Counter)
     is_on: bool = True
     _random: random.Random = field(init=False, repr=False)
     _lock: threading.Lock = field(init=False, repr=False, default_factory=threading.Lock)
+    _read_until_s: float = field(init=False, repr=False, default=0.0)
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
@@ -54,6 +58,9 @@ class Faults:
                 delay_s = float(seconds) if colon else faults.delay_s
             except ValueError:
                 raise ValueError(f"fault {part!r} has no number: {_ACCEPTED}") from None
+            if name == "read" and not colon and 0.0 < number < math.inf:
+                faults.read_rate = number
+                continue
             if name not in KINDS or not 0.0 <= number <= 1.0 or (colon and (name != "delay" or not 0 <= delay_s < 60)):
                 raise ValueError(f"fault {part!r} is not known: {_ACCEPTED}")
             faults.rates[name], faults.delay_s = number, delay_s
@@ -79,6 +86,16 @@ class Faults:
     def maybe_delay(self) -> None:
         if self.happens("delay"):
             time.sleep(self.delay_s)
+
+    def pace(self, num_bytes: int) -> None:
+        """Sleep until a disk of ``read_rate`` that does one read after the other would have read so much more."""
+        if self.read_rate is None or not self.is_on:
+            return
+        with self._lock:
+            now_s = time.monotonic()
+            self._read_until_s = max(now_s, self._read_until_s) + num_bytes / self.read_rate
+            wait_s = self._read_until_s - now_s
+        time.sleep(wait_s)
 
     def maybe_fail(self, kind: str) -> None:
         """Raise the OSError of "eio" or "enospc" if it happens."""
@@ -109,6 +126,7 @@ class FaultyFiles(Files):
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         self._before("eio")
         done = super().preadv(fd, buffers, offset)
+        self.faults.pace(done)
         if done and self.faults.happens("short"):
             done = self.faults.below(done)
             _spoil(buffers, done)

@@ -20,7 +20,14 @@ MiB = 1 << 20
 
 
 @pytest.mark.parametrize(
-    "text", ["", "seed=7", "seed=7,delay=0.02:0.05,eio=0.01,enospc=0.01,short=0.01,flip=0.01,lost=0.005", " eio=1 , "]
+    "text",
+    [
+        "",
+        "seed=7",
+        "seed=7,delay=0.02:0.05,eio=0.01,enospc=0.01,short=0.01,flip=0.01,lost=0.005",
+        " eio=1 , ",
+        "read=5e6",
+    ],
 )
 def test_texts_that_are_accepted(text: str) -> None:
     faults = Faults.parse(text)
@@ -30,7 +37,9 @@ def test_texts_that_are_accepted(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["eio", "eio=", "eio=2", "eio=-0.1", "eio=nan", "eio=0.1:3", "fire=0.1", "seed=x", "seed", "delay=0.1:x"]
+    "text",
+    ["eio", "eio=", "eio=2", "eio=-0.1", "eio=nan", "eio=0.1:3", "fire=0.1", "seed=x", "seed", "delay=0.1:x"]
+    + ["read=0", "read=-1", "read=inf", "read=nan", "read=1:2", "read"],
 )
 def test_texts_that_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="expected NAME=RATE with NAME one of delay, eio") as caught:
@@ -55,6 +64,17 @@ def test_faults_are_as_often_as_wanted_and_counted() -> None:
     assert faults.counts == {"eio": happened}
     faults.is_on = False
     assert not any(faults.happens("eio") for _ in range(100))
+
+
+def test_reads_of_a_slow_disk_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("sglang_evicpress.tiers.faults.time.sleep", slept.append)
+    monkeypatch.setattr("sglang_evicpress.tiers.faults.time.monotonic", lambda: 100.0)
+    faults = Faults.parse("read=1000")
+    faults.pace(500)
+    faults.pace(2000)
+    Faults().pace(1 << 40)
+    assert slept == pytest.approx([0.5, 2.5])
 
 
 def test_flip_changes_one_bit() -> None:
