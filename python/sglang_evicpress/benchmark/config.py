@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from sglang_evicpress.benchmark.fields import Fields, each, number, one_of, text, texts_by_name, whole, words
+from sglang_evicpress.core import PRESSES, Form
 
 KINDS = ("bound", "prefill-only", "lru", "hicache", "tiers-lru", "fixed", "adaptcache", "impress", "evicpress")
 """What ``systems`` may name; ``fixed`` stands for every press with every kept fraction, ``evicpress`` for every alpha.
 """
+
+DEFAULT_TEMPLATE = "{context}\n\n{question}"
+DEFAULT_PRESSES: tuple[str, ...] = ("keydiff", "knorm", "snapkv")
+DEFAULT_KEPT: tuple[float, ...] = (0.8, 0.6, 0.5, 0.4, 0.2)
+
+_OWN_FLAGS = (
+    *("--model", "--model-path", "--host", "--port", "--max-total-tokens", "--enable-cache-report"),
+    *("--disable-radix-cache", "--enable-hierarchical-cache", "--kv-policy", "--kv-policy-config"),
+    *("--kv-alpha", "--kv-forms", "--kv-profiles", "--kv-host-gb", "--kv-ssd-dir", "--kv-ssd-gb"),
+)
+"""Given by the benchmark to each system, so not to be given for all."""
+
+_WHICH_RUNS = ("path", "name", "systems", "repetitions", "once", "alphas", "presses", "kept")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +59,12 @@ class Config:
     """A benchmark. ``load_config`` makes and checks it.
 
     ``model`` is a folder or a name on the hub; ``server`` are flags and ``env`` variables of every server, stock ones
-    included. ``template`` holds ``{context}`` and ``{question}``. Contexts of more than ``tokens`` tokens are left out.
-    ``requests`` are sent at each of ``levels``, in requests/s; level 0 is one client that waits for each answer.
-    ``warm_up``: whether each context is asked about once, unmeasured, before the first level. Contexts are asked about
-    by rank ** -``popularity``. ``trace`` is the file whose gaps arrivals have, None for a Poisson process.
-    ``ssd_bandwidth`` is what reads of the SSD tier are slowed to, in bytes/s. Systems in ``once`` run in the first
-    repetition only.
+    included; ``policy_flags`` are flags of every server with a kv policy. ``template`` holds ``{context}`` and
+    ``{question}``. Contexts of more than ``tokens`` tokens are left out. ``requests`` are sent at each of ``levels``,
+    in requests/s; level 0 is one client that waits for each answer. ``warm_up``: whether each context is asked about
+    once, unmeasured, before the first level. Contexts are asked about by rank ** -``popularity``. ``trace`` is the file
+    whose gaps arrivals have, None for a Poisson process. ``ssd_bandwidth`` is what reads of the SSD tier are slowed to,
+    in bytes/s. Systems in ``once`` run in the first repetition only.
     """
 
     path: Path
@@ -55,6 +72,7 @@ class Config:
     model: str
     server: tuple[str, ...]
     env: Mapping[str, str]
+    policy_flags: tuple[str, ...]
     template: str
     contexts: Source
     tokens: int | None
@@ -79,18 +97,177 @@ class Config:
     @property
     def forms(self) -> str:
         """What evicpress and adaptcache choose among."""
-        raise NotImplementedError
+        return self.profiles.forms if self.profiles is not None else _grid(self.presses, self.kept)
 
     def record(self) -> dict[str, object]:
         """All of it as JSON takes it, for ``plan.json``."""
-        raise NotImplementedError
+        return {name: _plain(value) for name, value in asdict(self).items()}
 
     def identity(self) -> dict[str, object]:
         """The part of ``record`` that two benchmarks share whose runs may lie in one folder: all but which systems run
         and how often."""
-        raise NotImplementedError
+        kept = {name: value for name, value in self.record().items() if name not in _WHICH_RUNS}
+        return {**kept, "forms": self.forms}
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each_) for name, each_ in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(each_) for each_ in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def load_config(path: Path) -> Config:
     """Raises ValueError naming the file, the key, the value and what is accepted."""
-    raise NotImplementedError
+    fields = Fields.of(str(path), _read_yaml(path))
+    need, get = fields.need, fields.get
+    presses = get("presses", each(one_of(PRESSES)), f"a list of {', '.join(PRESSES)}", DEFAULT_PRESSES)
+    kept = get("kept", each(number(above=0.0, below=1.0)), "a list of numbers above 0, below 1", DEFAULT_KEPT)
+    kinds = f"a list of {', '.join(KINDS)}"
+    config = Config(
+        path=path,
+        name=get("name", _file_name, "a name that can be that of a folder", path.stem),
+        model=need("model", lambda value: _model(text(value), path.parent), "a folder beside this file, or a hub name"),
+        server=get("server", words, "flags of sglang.launch_server", ()),
+        env=get("env", texts_by_name, "a mapping of variables to texts", {}),
+        policy_flags=get("policy_flags", words, "kv flags of sglang.launch_server", ()),
+        template=get("template", _template, "a text with {context} and, behind it, {question}", DEFAULT_TEMPLATE),
+        contexts=_source(Fields.of(f"{path}: contexts", need("contexts", _any, "file or command")), path.parent),
+        tokens=get("tokens", whole(1), "a whole number of at least 1", None),
+        requests=need("requests", whole(1), "a whole number of at least 1"),
+        warm_up=get("warm_up", one_of(("once", "none")), "once or none", "once") == "once",
+        popularity=get("popularity", number(), "an exponent of at least 0", 1.0),
+        seed=get("seed", whole(0), "a whole number of at least 0", 0),
+        max_new_tokens=get("max_new_tokens", whole(1), "a whole number of at least 1", 32),
+        trace=get("arrivals", lambda value: _trace(text(value), path.parent), "poisson, or trace FILE.csv", None),
+        levels=get("levels", each(number()), "a list of requests/s, 0 for one client at a time", (0.0,)),
+        repetitions=get("repetitions", whole(1, 1000), "a whole number from 1 to 1000", 1),
+        memory=_memory(Fields.of(f"{path}: memory", need("memory", _any, "gpu, host and ssd"))),
+        kv_bytes_per_token=get("kv_bytes_per_token", whole(1), "a whole number of at least 1", None),
+        ssd_bandwidth=get("ssd_bandwidth", number(above=0.0), "bytes/s above 0", None),
+        alphas=get("alphas", each(number()), "a list of numbers of at least 0", (1.0,)),
+        presses=presses,
+        kept=kept,
+        systems=get("systems", each(one_of(KINDS)), kinds, KINDS),
+        profiles=_profiling(path, get("profiles", _any, "questions and forms", None), _grid(presses, kept)),
+        once=get("once", each(one_of(KINDS), may_be_empty=True), kinds, ()),
+    )
+    fields.finish()
+    for flag in config.server:
+        if flag.partition("=")[0] in _OWN_FLAGS:
+            raise ValueError(f"{path}: server has {flag!r}, which the benchmark gives to each system: leave it out")
+    return config
+
+
+def _read_yaml(path: Path) -> object:
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist: expected the path of a YAML file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): expected a YAML file") from None
+    except yaml.YAMLError as error:
+        what = " ".join(str(error).split())
+        raise ValueError(f"{path} is not YAML ({what:.200}): expected a mapping of names to values") from None
+
+
+def _source(fields: Fields, folder: Path) -> Source:
+    file = fields.get("file", lambda value: _beside(text(value), folder), "a JSONL file beside this one", None)
+    command: tuple[str, ...] = fields.get("command", words, "a program and its arguments", ())
+    cwd = fields.get("folder", lambda value: _folder(text(value), folder), "a folder to run the command in", folder)
+    fields.finish()
+    if (file is None) == (not command):
+        raise ValueError(f"{fields.where} is {dict(fields.values)!r:.100}: expected either file or command")
+    if command[:1] == ("python",):
+        command = (sys.executable, *command[1:])
+    return Source(file, command, cwd.resolve())
+
+
+def _memory(fields: Fields) -> Memory:
+    memory = Memory(
+        gpu=fields.need("gpu", number(above=0.0), "a share of the working set, above 0"),
+        host=fields.get("host", number(), "a share of the working set, of at least 0", 0.0),
+        ssd=fields.get("ssd", number(), "a share of the working set, of at least 0", 0.0),
+    )
+    fields.finish()
+    if memory.ssd and not memory.host:
+        raise ValueError(f"{fields.where}: host is 0 with ssd {memory.ssd:g}: expected some, all goes through it")
+    return memory
+
+
+def _profiling(path: Path, value: object, forms: str) -> Profiling | None:
+    if value is None:
+        return None
+    fields = Fields.of(f"{path}: profiles", value)
+    profiling = Profiling(
+        questions=fields.need("questions", whole(1, 1000), "a whole number from 1 to 1000"),
+        forms=fields.get("forms", _forms, "compressed forms such as keydiff@0.5, separated by commas", forms),
+    )
+    fields.finish()
+    return profiling
+
+
+def _any(value: object) -> object:
+    return value
+
+
+def _file_name(value: object) -> str:
+    name = text(value)
+    if name != Path(name).name or name.startswith("."):
+        raise ValueError
+    return name
+
+
+def _model(name: str, folder: Path) -> str:
+    """Absolute where it is a folder; a name on the hub stays as it is."""
+    if (folder / name).is_dir():
+        return str((folder / name).resolve())
+    if name.startswith((".", "/")) or name.count("/") > 1:
+        raise ValueError
+    return name
+
+
+def _template(value: object) -> str:
+    from sglang_evicpress.profiler.prompts import Template
+
+    Template.parse(text(value))
+    return str(value).replace(r"\n", "\n")
+
+
+def _trace(arrivals: str, folder: Path) -> Path | None:
+    kind, _, file = arrivals.strip().partition(" ")
+    if kind == "poisson" and not file:
+        return None
+    if kind != "trace":
+        raise ValueError
+    return _beside(file.strip(), folder)
+
+
+def _beside(name: str, folder: Path) -> Path:
+    """A file that is there. Raises ValueError."""
+    path = (folder / name).resolve()
+    if not path.is_file():
+        raise ValueError
+    return path
+
+
+def _folder(name: str, folder: Path) -> Path:
+    path = folder / name
+    if not path.is_dir():
+        raise ValueError
+    return path
+
+
+def _forms(value: object) -> str:
+    names = value.split(",") if isinstance(value, str) else words(value)
+    forms = dict.fromkeys(Form.parse(name) for name in names)
+    if not forms or any(form.is_exact for form in forms):
+        raise ValueError
+    return ",".join(map(str, forms))
+
+
+def _grid(presses: tuple[str, ...], kept: tuple[float, ...]) -> str:
+    return ",".join(str(Form(press, fraction)) for press in presses for fraction in kept)

@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import entry_points
+from itertools import pairwise
 from pathlib import Path
 
 from sglang_evicpress.benchmark.config import Config
+from sglang_evicpress.config import GB, check_size
+
+BOUND_FACTOR = 1.25
+"""The pool of the bound, over the working set: questions and answers are cached too."""
+
+NUM_RUNNING = 16
+"""Requests that the pool of the bound has room for, besides."""
+
+IMPRESS = 0.5
+"""The fraction of important tokens that impress keeps."""
+
+FAULTS_VARIABLE = "SGLANG_EVICPRESS_FAULTS"
+"""Slows the reads of our SSD tier (tiers/faults.py)."""
+
+_PLUGIN = "evicpress"
+_DEFAULT_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +54,17 @@ class System:
 
     def record(self) -> dict[str, object]:
         """As ``plan.json`` lists it."""
-        raise NotImplementedError
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "is_stock": self.is_stock,
+            "alpha": self.alpha,
+            "press": self.press,
+            "kept": self.kept,
+            "flags": list(self.flags),
+            "env": dict(self.env),
+            "pool_tokens": self.pool_tokens,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +87,167 @@ class Sizes:
 
 
 def sizes_of(config: Config, working_set_tokens: int, kv_bytes_per_token: int) -> Sizes:
-    """The shares of ``config.memory`` in tokens and bytes."""
-    raise NotImplementedError
+    """The shares of ``config.memory`` in tokens and bytes. Raises ValueError for a tier that is too small."""
+    working_set_bytes = working_set_tokens * kv_bytes_per_token
+    sizes = Sizes(
+        working_set_tokens,
+        kv_bytes_per_token,
+        pool_tokens=round(config.memory.gpu * working_set_tokens),
+        host_bytes=round(config.memory.host * working_set_bytes),
+        ssd_bytes=round(config.memory.ssd * working_set_bytes),
+    )
+    for name, num_bytes in (("host", sizes.host_bytes), ("ssd", sizes.ssd_bytes)):
+        if num_bytes:
+            check_size(f"{config.path}: memory {name} of {working_set_tokens} tokens, in GB,", num_bytes / GB)
+    return sizes
 
 
 def expand(config: Config, working_set_tokens: int, kv_bytes_per_token: int, folder: Path) -> list[System]:
-    """Every system of the config that runs on this machine; their files go below ``folder``."""
-    raise NotImplementedError
+    """Every system of the config that runs on this machine, in its order; their files go below ``folder``."""
+    shelf = _Shelf(config, sizes_of(config, working_set_tokens, kv_bytes_per_token), folder)
+    out = {each.name for each in left_out(config)}
+    return [system for kind in config.systems if kind not in out for system in shelf.systems(kind)]
+
+
+def profiling_system(config: Config, working_set_tokens: int, kv_bytes_per_token: int, folder: Path) -> System:
+    """What contexts are profiled on before the runs: the pool of the bound, and nothing else writes its profiles."""
+    shelf = _Shelf(config, sizes_of(config, working_set_tokens, kv_bytes_per_token), folder)
+    return shelf.ours("profiling", "profiling", "evicpress", *shelf.learned, has_tiers=False, is_whole=True)
 
 
 def left_out(config: Config) -> list[LeftOut]:
     """The systems of the config that do not."""
-    raise NotImplementedError
+    if "hicache" not in config.systems:
+        return []
+    if not _has_cuda(config):
+        return [LeftOut("hicache", "SGLang's hierarchical cache needs CUDA")]
+    if config.memory.host <= config.memory.gpu:
+        return [LeftOut("hicache", "SGLang's hierarchical cache needs more host memory than GPU memory")]
+    return []
+
+
+def stock_environment() -> dict[str, str]:
+    """Lets SGLang load every plugin but ours, which is then never imported."""
+    others = sorted({point.name for point in entry_points(group="sglang.srt.plugins")} - {_PLUGIN})
+    return {"SGLANG_PLUGINS": ",".join(others) or "none"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Shelf:
+    """Makes systems."""
+
+    config: Config
+    sizes: Sizes
+    folder: Path
+
+    def systems(self, kind: str) -> Iterator[System]:
+        match kind:
+            case "bound":
+                yield self.stock(kind, is_whole=True)
+            case "prefill-only":
+                yield self.stock(kind, "--disable-radix-cache")
+            case "lru":
+                yield self.stock(kind)
+            case "hicache":
+                yield self.hicache()
+            case "tiers-lru":
+                yield self.ours(kind, kind, "lru", "--kv-forms", "exact")
+            case "fixed":
+                for press in self.config.presses:
+                    for kept in self.config.kept:
+                        name = f"{press}@{kept:g}+lru"
+                        yield self.ours(name, kind, name, "--kv-forms", "exact", press=press, kept=kept)
+            case "impress":
+                name = f"impress@{IMPRESS:g}"
+                yield self.ours(name, kind, name, "--kv-forms", "exact")
+            case "adaptcache":
+                yield self.ours(kind, kind, kind, *self.learned)
+            case "evicpress":
+                for alpha in self.config.alphas:
+                    flags = ("--kv-alpha", f"{alpha:g}", *self.learned)
+                    yield self.ours(f"evicpress a={alpha:g}", kind, kind, *flags, alpha=alpha)
+
+    def stock(self, name: str, *flags: str, is_whole: bool = False, env: Mapping[str, str] | None = None) -> System:
+        pool = self.pool(is_whole)
+        return System(name, name, (*_common(pool), *flags), {**stock_environment(), **(env or {})}, True, pool)
+
+    def hicache(self) -> System:
+        """Its size of host memory is in whole GB; the ratio to the pool is not."""
+        memory, store = self.config.memory, self.folder / "ssd" / "hicache"
+        flags = ("--enable-hierarchical-cache", "--hicache-ratio", f"{memory.host / memory.gpu:g}")
+        if not memory.ssd:
+            return self.stock("hicache", *flags)
+        env = {
+            "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(store),
+            "SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE": str(self.sizes.ssd_bytes),
+        }
+        system = self.stock("hicache", *flags, "--hicache-storage-backend", "file", env=env)
+        return System("hicache", "hicache", system.flags, system.env, True, system.pool_tokens, ssd_dir=store)
+
+    def ours(
+        self,
+        name: str,
+        kind: str,
+        policy: str,
+        *flags: str,
+        alpha: float | None = None,
+        press: str | None = None,
+        kept: float | None = None,
+        has_tiers: bool = True,
+        is_whole: bool = False,
+    ) -> System:
+        pool, tiers, env = self.pool(is_whole), tuple[str, ...](), dict[str, str]()
+        ssd_dir = None
+        if has_tiers and self.sizes.host_bytes:
+            tiers = ("--kv-host-gb", _gb(self.sizes.host_bytes))
+            if self.sizes.ssd_bytes:
+                ssd_dir = self.folder / "ssd" / name.replace(" ", "-")
+                tiers += ("--kv-ssd-dir", str(ssd_dir), "--kv-ssd-gb", _gb(self.sizes.ssd_bytes))
+                if self.config.ssd_bandwidth is not None:
+                    env[FAULTS_VARIABLE] = f"read={self.config.ssd_bandwidth:g}"
+        return System(
+            name,
+            kind,
+            (*_common(pool), "--kv-policy", policy, *flags, *tiers, *self.config.policy_flags),
+            env,
+            False,
+            pool,
+            alpha,
+            press,
+            kept,
+            ssd_dir,
+            self.profiles if "--kv-profiles" in flags else None,
+        )
+
+    @property
+    def profiles(self) -> Path:
+        return self.folder / "profiles.log"
+
+    @property
+    def learned(self) -> tuple[str, ...]:
+        """Flags of a policy that goes by profiles: those made before, or, without any, those it makes while it runs."""
+        forms = ("--kv-forms", self.config.forms)
+        if self.config.profiles is None:
+            return forms
+        return (*forms, "--kv-profiles", str(self.profiles), "--kv-no-recording")
+
+    def pool(self, is_whole: bool) -> int:
+        if not is_whole:
+            return self.sizes.pool_tokens
+        longest = (self.config.tokens or _DEFAULT_TOKENS) + self.config.max_new_tokens
+        return round(BOUND_FACTOR * self.sizes.working_set_tokens) + NUM_RUNNING * longest
+
+
+def _common(pool_tokens: int) -> tuple[str, ...]:
+    return ("--max-total-tokens", str(pool_tokens), "--enable-cache-report")
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / GB:.6f}"
+
+
+def _has_cuda(config: Config) -> bool:
+    """As far as the flags and this machine show: where no device is asked for, SGLang takes the GPU."""
+    words = [word for flag in config.server for word in flag.split("=", 1)]
+    devices = [value for flag, value in pairwise(words) if flag == "--device"]
+    return devices[-1].startswith("cuda") if devices else Path("/dev/nvidiactl").exists()

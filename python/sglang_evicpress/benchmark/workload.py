@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import orjson
+
+from sglang_evicpress.benchmark.arrivals import closed, poisson, read_trace, stretched
 from sglang_evicpress.benchmark.config import Config
 from sglang_evicpress.benchmark.contexts import Context, Question
+from sglang_evicpress.profiler.output import write_whole
+from sglang_evicpress.profiler.prompts import Template
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +46,77 @@ class Planned:
 
 
 def plan(config: Config, contexts: Sequence[Context], repetition: int, level: float) -> list[Planned]:
-    """The requests of one level of one repetition (counted from 0), in order of arrival."""
-    raise NotImplementedError
+    """The requests of one level of one repetition (counted from 0), in order of arrival.
+
+    Which contexts are popular is the same in all of them, and says nothing about their families. About a context no
+    question is asked again before all others were. Raises ValueError for a trace of arrivals that cannot be read.
+    """
+    draw = random.Random(f"requests {config.seed} {repetition} {level:g}")
+    times = _times(config, draw, repetition, level)
+    numbers = draw.choices(range(len(contexts)), popularity(config, len(contexts)), k=config.requests)
+    template = Template.parse(config.template)
+    left: dict[int, list[Question]] = {}
+    planned = []
+    for index, (arrival_s, number) in enumerate(zip(times, numbers, strict=True)):
+        if not left.get(number):
+            left[number] = list(_asked(config, contexts[number]))
+            draw.shuffle(left[number])
+        item = _item(template, number, contexts[number], left[number].pop())
+        planned.append(Planned(index, arrival_s, item, repetition, level))
+    return planned
+
+
+def popularity(config: Config, num_contexts: int) -> list[float]:
+    """How often each context is asked about, in proportion."""
+    shares = [float(rank**-config.popularity) for rank in range(1, num_contexts + 1)]
+    random.Random(f"popularity {config.seed}").shuffle(shares)
+    return shares
 
 
 def warm_up(config: Config, contexts: Sequence[Context]) -> list[Item]:
-    """One question about each context, none where the config wants no warm-up."""
-    raise NotImplementedError
+    """One question about each context, in an order of its own; none where the config wants no warm-up.
+
+    It is one of training, where there are any.
+    """
+    if not config.warm_up:
+        return []
+    template = Template.parse(config.template)
+    items = [_item(template, number, context, context.questions[0]) for number, context in enumerate(contexts)]
+    random.Random(f"warm-up {config.seed}").shuffle(items)
+    return items
 
 
 def training_questions(config: Config, contexts: Sequence[Context]) -> list[tuple[Question, ...]]:
     """For each context those it is profiled by, which no run asks."""
-    raise NotImplementedError
+    count = 0 if config.profiles is None else config.profiles.questions
+    return [context.questions[:count] for context in contexts]
 
 
 def write_training(config: Config, contexts: Sequence[Context], path: Path) -> None:
-    """Write what ``evicpress profile --contexts`` takes: each context with its training questions."""
-    raise NotImplementedError
+    """Write what ``evicpress profile --contexts`` takes: each context with its training questions.
+
+    Without the true answers: what an answer is compared with is that of exact KV.
+    """
+    training = training_questions(config, contexts)
+    lines = [
+        orjson.dumps({"context": context.text, "questions": [question.text for question in questions]})
+        for context, questions in zip(contexts, training, strict=True)
+    ]
+    write_whole(str(path), b"\n".join(lines) + b"\n")
+
+
+def _asked(config: Config, context: Context) -> tuple[Question, ...]:
+    return context.questions[0 if config.profiles is None else config.profiles.questions :]
+
+
+def _item(template: Template, number: int, context: Context, question: Question) -> Item:
+    content = template.fill(context.text, question.text)
+    return Item(number, context.family, context.text, question.text, question.answer, content)
+
+
+def _times(config: Config, draw: random.Random, repetition: int, level: float) -> list[float]:
+    if level == 0:
+        return closed(config.requests)
+    if config.trace is None:
+        return poisson(config.requests, level, draw)
+    return stretched(read_trace(config.trace), config.requests, level, repetition)

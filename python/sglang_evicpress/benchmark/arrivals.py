@@ -1,0 +1,69 @@
+"""When requests come, in seconds from the start of a level."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+
+def closed(count: int) -> list[float]:
+    """All there from the start: one client sends each when it has the answer to the one before."""
+    return [0.0] * count
+
+
+def poisson(count: int, per_s: float, draw: random.Random) -> list[float]:
+    times, now_s = [], 0.0
+    for _ in range(count):
+        now_s += draw.expovariate(per_s)
+        times.append(now_s)
+    return times
+
+
+def stretched(trace_s: Sequence[float], count: int, per_s: float, window: int) -> list[float]:
+    """``count`` arrivals of a trace one after the other, ``per_s`` a second on average: with every window further on.
+
+    Behind the end of the trace comes its beginning. Raises ValueError when that stretch of the trace takes no time.
+    """
+    num_gaps = len(trace_s) - 1
+    gaps = [trace_s[1 + i % num_gaps] - trace_s[i % num_gaps] for i in range(window * count, (window + 1) * count)]
+    took_s = sum(gaps)
+    if took_s <= 0.0:
+        raise ValueError(f"arrivals {window * count} to {(window + 1) * count} of the trace all come at one time")
+    times, now_s = [], 0.0
+    for gap_s in gaps:
+        now_s += gap_s * (count / per_s) / took_s
+        times.append(now_s)
+    return times
+
+
+def read_trace(path: Path) -> list[float]:
+    """The times in the first column of a CSV file, in order: seconds, or dates. A first line of names is left out.
+
+    Raises ValueError for fewer than two times, or a line that begins with something else.
+    """
+    times: list[float] = []
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): expected a CSV file") from None
+    for number, line in enumerate(lines, start=1):
+        cell = line.partition(",")[0].strip().strip('"')
+        if not line.strip():
+            continue
+        try:
+            times.append(_seconds(cell))
+        except ValueError:
+            if number > 1:
+                raise ValueError(f"{path} line {number} begins with {cell!r:.60}: expected a time") from None
+    if len(times) < 2:
+        raise ValueError(f"{path} has {len(times)} times in its first column: expected at least two")
+    return sorted(times)
+
+
+def _seconds(cell: str) -> float:
+    try:
+        return float(cell)
+    except ValueError:
+        return datetime.fromisoformat(cell[:26]).timestamp()  # a date of more than microseconds is not read
