@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from datetime import datetime
@@ -64,6 +65,9 @@ def read_trace(path: Path) -> list[float]:
 
 def _seconds(cell: str) -> float:
     try:
-        return float(cell)
+        seconds = float(cell)
     except ValueError:
         return datetime.fromisoformat(cell[:26]).timestamp()  # a date of more than microseconds is not read
+    if not math.isfinite(seconds):
+        raise ValueError
+    return seconds

@@ -1,0 +1,154 @@
+"""Configs of benchmarks: what a file may say, and what is said of one that is wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sglang_evicpress.benchmark.config import DEFAULT_KEPT, DEFAULT_PRESSES, KINDS, Config, Memory, load_config
+
+ROOT = Path(__file__).parents[3]
+LEAST = {"model": "org/name", "contexts": {"command": ["python", "-c", "0"]}, "requests": 5, "memory": {"gpu": 0.1}}
+
+
+def load(folder: Path, **values: object) -> Config:
+    """``LEAST`` with ``values`` over it; a value of None takes the key away."""
+    path = folder / "this.yaml"
+    given = {key: value for key, value in {**LEAST, **values}.items() if value is not None}
+    path.write_text(yaml.safe_dump(given))
+    return load_config(path)
+
+
+def test_what_is_left_out_has_a_default(tmp_path: Path) -> None:
+    config = load(tmp_path)
+    assert (config.name, config.model, config.server, config.template) == (
+        "this",
+        "org/name",
+        (),
+        "{context}\n\n{question}",
+    )
+    assert (config.levels, config.repetitions, config.warm_up, config.trace) == ((0.0,), 1, True, None)
+    assert (config.presses, config.kept, config.systems) == (DEFAULT_PRESSES, DEFAULT_KEPT, KINDS)
+    assert config.memory == Memory(0.1, 0.0, 0.0)
+    assert config.contexts.command == (sys.executable, "-c", "0") and config.contexts.folder == tmp_path.resolve()
+
+
+def test_paths_are_beside_the_file(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "in").mkdir()
+    for name in ("c.jsonl", "t.csv"):
+        (tmp_path / "in" / name).touch()
+    config = load(tmp_path, model="model", contexts={"file": "in/c.jsonl"}, arrivals="trace in/t.csv")
+    assert config.model == str(tmp_path / "model")
+    assert config.contexts.file == tmp_path / "in" / "c.jsonl" and config.trace == tmp_path / "in" / "t.csv"
+    config = load(tmp_path, contexts={"command": "python -m x --tokens '1 2'", "folder": "in"})
+    assert config.contexts.folder == tmp_path / "in"
+    assert config.contexts.command[1:] == ("-m", "x", "--tokens", "1 2")
+
+
+def test_flags_are_a_list_or_a_line_and_variables_are_texts(tmp_path: Path) -> None:
+    listed = load(tmp_path, server=["--context-length", 4096, "--x=a b"], env={"N": 1, "S": "no"})
+    assert listed.server == ("--context-length", "4096", "--x=a b") and listed.env == {"N": "1", "S": "no"}
+    assert load(tmp_path, server="--context-length 4096 '--x=a b'").server == listed.server
+
+
+def test_forms_are_those_of_profiling_else_every_press_with_every_fraction(tmp_path: Path) -> None:
+    grid = {"presses": ["knorm", "snapkv"], "kept": [0.5, 0.25]}
+    every = "knorm@0.5,knorm@0.25,snapkv@0.5,snapkv@0.25"
+    assert load(tmp_path, **grid).forms == every
+    assert load(tmp_path, **grid, profiles={"questions": 3}).forms == every
+    assert load(tmp_path, **grid, profiles={"questions": 3, "forms": "keydiff@0.1, knorm@0.2"}).forms == (
+        "keydiff@0.1,knorm@0.2"
+    )
+
+
+def test_the_record_is_json_and_the_identity_leaves_out_which_systems_run(tmp_path: Path) -> None:
+    config = load(tmp_path, profiles={"questions": 2, "forms": "keydiff@0.5"})
+    assert json.loads(json.dumps(config.record())) == config.record()
+    same = load(
+        tmp_path,
+        profiles={"questions": 2, "forms": "keydiff@0.5"},
+        **{"repetitions": 3, "systems": ["lru"], "once": ["lru"], "alphas": [7], "presses": ["knorm"], "name": "b"},
+    )
+    assert same.identity() == config.identity() and same.record() != config.record()
+    for changed in ({"seed": 1}, {"levels": [1]}, {"requests": 6}, {"memory": {"gpu": 0.2}}):
+        other = load(tmp_path, profiles={"questions": 2, "forms": "keydiff@0.5"}, **changed)
+        assert other.identity() != config.identity()
+    assert load(tmp_path, kept=[0.5]).identity() != load(tmp_path, kept=[0.4]).identity()  # without profiles: its forms
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"model": None}, "has no model: expected a folder"),
+        ({"requests": None}, "has no requests: expected a whole number"),
+        ({"memory": None}, "has no memory: expected gpu, host and ssd"),
+        ({"contexts": None}, "has no contexts: expected file or command"),
+        ({"model": "./gone"}, "model is './gone': expected a folder"),
+        ({"nme": "x"}, "has the unknown key 'nme': expected .*name"),
+        ({"name": "a/b"}, "name is 'a/b': expected a name"),
+        ({"requests": 0}, "requests is 0: expected a whole number of at least 1"),
+        ({"requests": True}, "requests is True: expected"),
+        ({"requests": 1.5}, "requests is 1.5: expected"),
+        ({"seed": -1}, "seed is -1: expected"),
+        ({"popularity": -0.1}, "popularity is -0.1: expected an exponent"),
+        ({"popularity": float("nan")}, "popularity is nan: expected"),
+        ({"levels": []}, r"levels is \[\]: expected a list of requests/s"),
+        ({"levels": [1, 1]}, r"levels is \[1, 1\]: expected"),
+        ({"levels": 2}, "levels is 2: expected"),
+        ({"kept": [1.0]}, r"kept is \[1.0\]: expected a list of numbers above 0, below 1"),
+        ({"presses": ["zip"]}, r"presses is \['zip'\]: expected a list of keydiff"),
+        ({"systems": ["lru", "evict"]}, r"systems is \['lru', 'evict'\]: expected a list of bound"),
+        ({"once": ["none"]}, r"once is \['none'\]: expected"),
+        ({"alphas": [-1]}, r"alphas is \[-1\]: expected"),
+        ({"warm_up": "twice"}, "warm_up is 'twice': expected once or none"),
+        ({"arrivals": "uniform"}, "arrivals is 'uniform': expected poisson, or trace FILE.csv"),
+        ({"arrivals": "trace gone.csv"}, "arrivals is 'trace gone.csv': expected"),
+        ({"template": "{question} {context}"}, "template is .*: expected a text with {context}"),
+        ({"contexts": {}}, "contexts is {}: expected either file or command"),
+        ({"contexts": {"file": "gone.jsonl"}}, "contexts: file is 'gone.jsonl': expected a JSONL file"),
+        ({"contexts": {"command": ["x"], "folder": "gone"}}, "contexts: folder is 'gone': expected a folder"),
+        ({"contexts": "x.jsonl"}, "contexts is 'x.jsonl': expected a mapping"),
+        ({"memory": {"gpu": 0}}, "memory: gpu is 0: expected a share"),
+        ({"memory": {"host": 1}}, "memory has no gpu: expected a share"),
+        ({"memory": {"gpu": 1, "ssd": 1}}, "memory: host is 0 with ssd 1"),
+        ({"memory": {"gpu": 1, "disk": 1}}, "memory has the unknown key 'disk': expected gpu, host, ssd"),
+        ({"profiles": {"questions": 0}}, "profiles: questions is 0"),
+        ({"profiles": {"questions": 2, "forms": "exact"}}, "profiles: forms is 'exact': expected compressed forms"),
+        ({"env": {"A": True}}, "env is {'A': True}: expected a mapping"),
+        ({"server": [["--a"]]}, "server is .*: expected flags"),
+        ({"server": "--a 'b"}, "server is .*: expected flags"),
+        ({"server": ["--port", 1]}, "server has '--port', which the benchmark gives"),
+        ({"server": ["--kv-policy=lru"]}, "server has '--kv-policy=lru', which the benchmark gives"),
+        ({"ssd_bandwidth": 0}, "ssd_bandwidth is 0: expected bytes/s"),
+    ],
+)
+def test_an_error_names_the_file_the_key_the_value_and_what_is_accepted(
+    tmp_path: Path, values: dict[str, object], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said) as caught:
+        load(tmp_path, **values)
+    assert str(tmp_path / "this.yaml") in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_number_of_yaml_that_is_a_text_is_a_number(tmp_path: Path) -> None:
+    assert load(tmp_path, ssd_bandwidth="2e8").ssd_bandwidth == 2e8
+
+
+@pytest.mark.parametrize(("text", "said"), [("a: [", "is not YAML"), ("- 1", "expected a mapping"), ("", "expected a")])
+def test_a_file_that_is_none_says_so(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=said):
+        load_config(path)
+    with pytest.raises(ValueError, match="gone.yaml does not exist"):
+        load_config(tmp_path / "gone.yaml")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "bench" / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_config_of_the_repository_can_be_loaded(path: Path) -> None:
+    assert load_config(path).name == path.stem
