@@ -19,7 +19,7 @@ help:
 	@echo "make show-foundation  measure every promise a machine without a GPU can, at most 30 minutes"
 	@echo "make show-policy      measure the policy: near the optimum, fast, better than its rivals; at most 15 minutes"
 	@echo "make show-tiers       measure host memory and SSD: bandwidth, kill -9, chaos, restart; at most 30 minutes"
-	@echo "make show-profiler    measure the profiler: both insights, held-out questions, scorers, cost; at most 30 minutes"
+	@echo "make show-profiler    measure the profiler: insights, held-out questions, scorers, figure 10, what users notice; at most 30 minutes"
 	@echo "make chaos            the real server on host memory and an SSD that fail on purpose, 5 minutes and two starts"
 	@echo "make bench            every bench/bench_*.py"
 	@echo "make setup            only .venv, from uv.lock (uv is fetched when it is missing)"
