@@ -61,6 +61,11 @@ TABLE = {
         ("core", "profile", "tiers"),
         ("matplotlib", "numpy", "orjson", "safetensors", "tokenizers", "torch", "tqdm", "transformers", "xxhash"),
     ),
+    # Systems side by side, as users meet them: real servers, which it only talks to.
+    "benchmark": Layer(
+        ("config", "core", "profiler"),
+        ("aiohttp", "matplotlib", "numpy", "orjson", "tqdm", "transformers", "yaml"),
+    ),
     # The only writer of state, and what is asked and shown of it.
     "controller": Layer(PURE),
     "arguments": Layer(("core",)),
@@ -76,7 +81,7 @@ TABLE = {
         ("fastapi", "flashinfer", "numpy", "orjson", "sglang", "starlette", "torch"),
     ),
     "plugin": Layer(("config", "handover", "patches")),
-    "cli": Layer((*PURE, "profiler", "simulator", "tiers", "traces"), ("numpy", "orjson", "tqdm")),
+    "cli": Layer((*PURE, "benchmark", "profiler", "simulator", "tiers", "traces"), ("numpy", "orjson", "tqdm")),
 }
 
 
