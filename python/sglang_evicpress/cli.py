@@ -25,6 +25,14 @@ example:
   evicpress replay conversation_trace.jsonl --policy evicpress,lru,keydiff@0.5+lru --gpu 1% --host 4% --ssd 20%
 """
 
+_SERVE_EPILOG = """The same command goes on where an earlier one was stopped; it runs only what is missing.
+
+Exit status: 0 all is there, 1 a server failed, 2 bad input, 130 Ctrl-C.
+
+example:
+  evicpress bench serve --config bench/configs/cpu-testbed.yaml --systems bound,lru,evicpress
+"""
+
 
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
@@ -90,6 +98,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="measure how good answers stay on compressed KV, at a running server; show what was measured",
         add_help=False,
     )
+    _add_bench(commands)
     fsck = commands.add_parser(
         "fsck",
         help="check the entries in the folder of an SSD tier",
@@ -103,11 +112,35 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_bench(commands: argparse._SubParsersAction[_Parser]) -> None:
+    bench = commands.add_parser("bench", help="measure systems side by side", allow_abbrev=False)
+    kinds = bench.add_subparsers(dest="bench", metavar="WHAT", required=True)
+    serve = kinds.add_parser(
+        "serve",
+        help="every system of a config as a real server in turn, under the same requests",
+        description="Start every system of a config as a real server in turn, send all of them the same requests, and "
+        "keep what users would notice.",
+        epilog=_SERVE_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = serve.add_argument
+    add("--config", required=True, type=Path, metavar="FILE", help="YAML, such as bench/configs/cpu-testbed.yaml")
+    add("--out", type=Path, metavar="FOLDER", help="for all that is written; default bench/out/serve/NAME")
+    add(
+        "--systems",
+        metavar="NAMES",
+        help="of the config's, separated by commas: lru, 'evicpress a=1', or all evicpress",
+    )
+    add("--repetitions", type=int, metavar="N", help="instead of the config's")
+    add("--fresh", action="store_true", help="put earlier runs in the folder aside, and begin anew")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and give its exit status.
 
-    0 is good, 1 that writing failed, fsck found something or contexts could not be profiled, 2 bad input, 130 Ctrl-C.
-    ``--help`` and ``--version`` exit.
+    0 is good, 1 that writing failed, fsck found something, contexts could not be profiled or a server of bench failed,
+    2 bad input, 130 Ctrl-C. ``--help`` and ``--version`` exit.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -121,6 +154,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             args = make_parser().parse_args(words)
             if args.command == "fsck":
                 return _fsck(args.folder, is_repair=args.repair)
+            if args.command == "bench":
+                from sglang_evicpress.benchmark.command import serve
+
+                return serve(args, shlex.join(["evicpress", *words]))
             from sglang_evicpress.simulator.command import prepare, replay
 
             prepared = prepare(vars(args), shlex.join(["evicpress", *words]))

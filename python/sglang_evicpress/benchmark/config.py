@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from sglang_evicpress.benchmark.fields import Fields, each, number, one_of, text, texts_by_name, whole, words
@@ -71,7 +71,7 @@ class Config:
     name: str
     model: str
     server: tuple[str, ...]
-    env: Mapping[str, str]
+    env: Mapping[str, str] = field(hash=False)
     policy_flags: tuple[str, ...]
     template: str
     contexts: Source

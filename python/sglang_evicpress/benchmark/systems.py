@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from itertools import pairwise
 from pathlib import Path
@@ -38,7 +38,7 @@ class System:
     name: str
     kind: str
     flags: tuple[str, ...]
-    env: Mapping[str, str]
+    env: Mapping[str, str] = field(hash=False)
     is_stock: bool
     pool_tokens: int
     alpha: float | None = None

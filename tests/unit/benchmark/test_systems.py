@@ -88,7 +88,7 @@ def test_systems_of_ours_have_the_same_tiers_in_folders_of_their_own(tmp_path: P
         assert float(value(system.flags, "--kv-ssd-gb")) == 0.4
         assert system.ssd_dir is not None and value(system.flags, "--kv-ssd-dir") == str(system.ssd_dir)
     assert len({system.ssd_dir for system in ours}) == len(ours)
-    assert len({system.slug for system in ours}) == len(ours)
+    assert len({system.slug for system in ours}) == len(ours) == len(set(ours))
     assert all(system.slug == Path(system.slug).name and " " not in system.slug for system in ours)
 
 

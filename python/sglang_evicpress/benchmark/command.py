@@ -1,0 +1,75 @@
+"""``evicpress bench serve``: from the words of the command line to the runs, and where they are."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from sglang_evicpress.benchmark.config import Config, load_config
+from sglang_evicpress.benchmark.contexts import Context, load_contexts
+from sglang_evicpress.benchmark.model import kv_bytes_per_token
+from sglang_evicpress.benchmark.runs import run_all
+from sglang_evicpress.benchmark.server import ServerError
+from sglang_evicpress.benchmark.systems import Sizes, System, expand, left_out, sizes_of
+
+FOLDER = Path("bench/out/serve")
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as a shell reports a process that SIGINT ended."""
+
+_ROOM_TOKENS = 256
+"""Around a context in the pool: the question, and what the server keeps for itself."""
+
+
+def serve(args: argparse.Namespace, command: str) -> int:
+    """Run what is missing and print where it is; the exit status. Raises ValueError for bad input."""
+    config = load_config(args.config)
+    if args.repetitions is not None:
+        if args.repetitions < 1:
+            raise ValueError(f"--repetitions {args.repetitions}: expected at least 1")
+        config = replace(config, repetitions=args.repetitions)
+    folder = (args.out or FOLDER / config.name).resolve()
+    try:
+        contexts = load_contexts(config, folder)
+        sizes = sizes_of(config, sum(context.tokens for context in contexts), kv_bytes_per_token(config))
+        check_pool(config, sizes, contexts)
+        systems = expand(config, sizes.working_set_tokens, sizes.kv_bytes_per_token, folder)
+        chosen = systems if args.systems is None else choose(systems, args.systems)
+        for each in left_out(config):
+            _say(f"{each.name} is left out: {each.why}")
+        done = run_all(config, systems, chosen, contexts, sizes, folder, command=command, is_fresh=args.fresh)
+    except KeyboardInterrupt:
+        _say(f"interrupted; every run that was complete is in {folder}, and the same command goes on")
+        return INTERRUPTED
+    except ServerError as error:
+        _say(f"error: {error}")
+        return 1
+    before = f"; {done.num_before} were there before" if done.num_before else ""
+    failed = f"; {done.num_failed} requests failed" if done.num_failed else ""
+    print(f"{done.num_runs} runs made{before}{failed}: {folder / 'runs'}, and the setting in {folder / 'plan.json'}")
+    return 0
+
+
+def choose(systems: Sequence[System], names: str) -> list[System]:
+    """Those of one of the names, or kinds, separated by commas. Raises ValueError for one that there is not."""
+    wanted = [name.strip() for name in names.split(",")]
+    known = dict.fromkeys(name for system in systems for name in (system.kind, system.name))
+    if unknown := [name for name in wanted if name not in known]:
+        raise ValueError(f"--systems {unknown[0]!r}: expected some of {', '.join(known)}")
+    return [system for system in systems if system.name in wanted or system.kind in wanted]
+
+
+def check_pool(config: Config, sizes: Sizes, contexts: Sequence[Context]) -> None:
+    """Raises ValueError where the longest context does not fit in the pool with its question and answer."""
+    need = max(context.tokens for context in contexts) + config.max_new_tokens + _ROOM_TOKENS
+    if sizes.pool_tokens < need:
+        raise ValueError(
+            f"{config.path}: memory gpu {config.memory.gpu:g} of {sizes.working_set_tokens} tokens is a pool of "
+            f"{sizes.pool_tokens}: expected at least {need}, for the longest context with a question and an answer"
+        )
+
+
+def _say(message: str) -> None:
+    print(f"evicpress: {message}", file=sys.stderr, flush=True)
