@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 
@@ -92,30 +92,37 @@ class _Answer:
     def read(self, data: bytes, now_s: float) -> None:
         """Raises _Failed for an event that is an error or no event of a chat."""
         if data.strip() == b"[DONE]":
+            if self._last_s is None:
+                raise _Failed("the answer ended before it began")
             self.is_complete = True
+            self._outcome.end_s = now_s
             return
         try:
             event = orjson.loads(data)
         except orjson.JSONDecodeError:
             raise _Failed(f"an event is no JSON: {data[:200]!r}") from None
-        if not isinstance(event, dict):
-            raise _Failed(f"an event is no object: {data[:200]!r}")
-        if "error" in event or event.get("object") == "error":
+        if isinstance(event, dict) and ("error" in event or event.get("object") == "error"):
             raise _Failed(_said(event))
-        self._read_usage(event)
-        for choice in event.get("choices") or ():
-            delta = choice.get("delta") or {}
-            self._pieces.append(delta.get("content") or "")
-            if delta.get("content") or delta.get("reasoning_content"):
-                self._mark(now_s)
-            reason = choice.get("finish_reason")
-            if reason == "abort":
-                raise _Failed("the server aborted the request")
-            if reason and self._last_s is None:
-                self._mark(now_s)
+        try:
+            self._read_usage(event)
+            for choice in event.get("choices") or ():
+                self._read_choice(choice, now_s)
+        except (AttributeError, TypeError):
+            raise _Failed(f"an event is none of a chat: {data[:200]!r}") from None
 
     def close(self) -> None:
         self._outcome.answer = "".join(self._pieces)
+
+    def _read_choice(self, choice: Mapping[str, Any], now_s: float) -> None:
+        delta = choice.get("delta") or {}
+        self._pieces.append(delta.get("content") or "")
+        if delta.get("content") or delta.get("reasoning_content"):
+            self._mark(now_s)
+        reason = choice.get("finish_reason")
+        if reason == "abort":
+            raise _Failed("the server aborted the request")
+        if reason and self._last_s is None:
+            self._mark(now_s)
 
     def _mark(self, now_s: float) -> None:
         outcome = self._outcome
@@ -125,12 +132,14 @@ class _Answer:
             outcome.itl_s.append(now_s - self._last_s)
         self._last_s = now_s
 
-    def _read_usage(self, event: Mapping[str, object]) -> None:
+    def _read_usage(self, event: Mapping[str, Any]) -> None:
         usage, more, outcome = event.get("usage"), event.get("sglext"), self._outcome
         if isinstance(usage, dict):
             outcome.prompt_tokens = usage.get("prompt_tokens")
             outcome.output_tokens = usage.get("completion_tokens")
-            outcome.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0  # none: left out
+            outcome.cached_tokens = (usage.get("prompt_tokens_details") or {}).get(
+                "cached_tokens"
+            ) or 0  # none: left out
         if isinstance(more, dict) and (tiers := more.get("cached_tokens_details")):
             outcome.cached_by_tier = {name: count for name, count in tiers.items() if isinstance(count, int)}
 
@@ -211,7 +220,8 @@ async def _ask(
         outcome.error = f"no complete answer within {timeout_s:g} s"
     except (_Failed, ClientError, OSError) as error:
         outcome.error = str(error) or type(error).__name__
-    outcome.end_s = time.perf_counter() - begin
+    if not answer.is_complete:
+        outcome.end_s = time.perf_counter() - begin
     answer.close()
     return outcome
 

@@ -1,0 +1,64 @@
+"""Where and with what numbers were measured."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+_PACKAGES = ("sglang", "torch", "sglang-evicpress")
+_QUESTION_S = 30.0
+
+
+def environment(command: str) -> dict[str, object]:
+    """``started`` is now, in UTC."""
+    return {
+        "command": command,
+        "versions": {**{name: _version(name) for name in _PACKAGES}, "python": platform.python_version()},
+        "commit": commit(),
+        "machine": machine(),
+        "num_cpus": len(os.sched_getaffinity(0)),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def commit() -> str:
+    """The commit of this package's checkout, marked when files differ from it; ``unknown`` outside one."""
+    words = ("git", "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*")
+    return _said(words, Path(__file__).parent) or "unknown"
+
+
+def machine() -> str:
+    """The processor, the memory and, where there are any, the GPUs with their driver."""
+    processors = (line for line in _lines("/proc/cpuinfo") if line.startswith("model name"))
+    processor = next(processors, "").partition(":")[2].strip() or platform.machine()
+    sizes = (line.split()[1] for line in _lines("/proc/meminfo") if line.startswith("MemTotal:"))
+    gib = int(next(sizes, "0")) / 2**20
+    gpus = _said(("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"), Path("/"))
+    return "; ".join((processor, f"{gib:.0f} GiB", *gpus.splitlines()))
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _said(command: tuple[str, ...], folder: Path) -> str:
+    """What a program prints; nothing when it is not there or fails."""
+    try:
+        done = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True, timeout=_QUESTION_S)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()

@@ -1,0 +1,141 @@
+"""The out folder of a benchmark: its plan, one file for each run that is complete, logs, and what servers leave there.
+
+``plan.json``, ``runs/SYSTEM/REPETITION-LEVEL.jsonl``, ``logs/``, and while a server runs ``ssd/``.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+
+from sglang_evicpress.benchmark.raw import PLAN, RUNS, SCORES
+from sglang_evicpress.benchmark.systems import System
+from sglang_evicpress.profiler.output import write_whole
+
+_FAILED = ".failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """``path`` is absolute."""
+
+    path: Path
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """The folder is made. Raises ValueError when another benchmark runs in it."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / "lock").open("wb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"{self.path} is in use by another benchmark: expected a folder of its own") from None
+            yield
+
+    # ---- the plan
+
+    def open_plan(self, plan: Mapping[str, object], *, is_fresh: bool) -> None:
+        """Write the plan; where runs of it are there already, ``environment`` stays that of the first time and
+        ``resumed`` lists the later ones.
+
+        ``is_fresh``: older runs are moved away, with their plan and scores. Without it, raises ValueError where the
+        plan has another ``identity`` than the one they were made by.
+        """
+        older = self._older_plan()
+        if is_fresh and older is not None:
+            self._move_away()
+            older = None
+        if older is not None:
+            if older.get("identity") != plan["identity"]:
+                raise ValueError(
+                    f"{self.path} has runs of another benchmark, which differs in "
+                    f"{', '.join(_differing(older.get('identity'), plan['identity']))}: expected another --out, or "
+                    f"--fresh to move them away"
+                )
+            earlier = older.get("resumed")
+            resumed = [*(earlier if isinstance(earlier, list) else ()), plan["environment"]]
+            plan = {**plan, "environment": older.get("environment"), "resumed": resumed}
+        write_whole(str(self.path / PLAN), orjson.dumps(plan, option=orjson.OPT_INDENT_2) + b"\n")
+
+    def _older_plan(self) -> dict[str, object] | None:
+        path = self.path / PLAN
+        try:
+            older = orjson.loads(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except orjson.JSONDecodeError:
+            older = None
+        if not isinstance(older, dict):
+            raise ValueError(f"{path} is not what a benchmark writes: expected another --out")
+        return older
+
+    def _move_away(self) -> None:
+        number = 1
+        while (target := self.path / f"{RUNS}.old-{number}").exists():
+            number += 1
+        (self.path / RUNS).mkdir(exist_ok=True)
+        (self.path / RUNS).rename(target)
+        for name in (SCORES, PLAN):  # the plan last: while it is there, this can be done again
+            if (self.path / name).exists():
+                (self.path / name).rename(target / name)
+
+    # ---- runs
+
+    def run_file(self, system: System, repetition: int, level: float) -> Path:
+        return self.path / RUNS / system.slug / f"{repetition}-{level:g}.jsonl"
+
+    def write_run(self, path: Path, header: Mapping[str, object], lines: Iterable[Mapping[str, object]]) -> None:
+        """The file appears whole or not at all."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(str(path), _jsonl(header, lines))
+        failed_file(path).unlink(missing_ok=True)
+
+    def write_failed(self, path: Path, header: Mapping[str, object], lines: Iterable[Mapping[str, object]]) -> Path:
+        """What there is of a run that does not count, beside where it would be; gives the file."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(str(failed_file(path)), _jsonl(header, lines))
+        return failed_file(path)
+
+    def log_file(self, system: str, repetition: int | None = None) -> Path:
+        return self.path / "logs" / f"{system}{'' if repetition is None else f'-{repetition}'}.log"
+
+    # ---- the SSD tier
+
+    @contextmanager
+    def empty_ssd(self, system: System) -> Iterator[None]:
+        """The folder of the system's SSD tier is empty before, and gone after."""
+        if system.ssd_dir is None:
+            yield
+            return
+        above = self.path / "ssd"
+        if above not in system.ssd_dir.parents:
+            raise ValueError(f"{system.name} keeps its KV in {system.ssd_dir}: expected a folder in {above}")
+        shutil.rmtree(system.ssd_dir, ignore_errors=True)
+        system.ssd_dir.mkdir(parents=True)
+        try:
+            yield
+        finally:
+            shutil.rmtree(system.ssd_dir, ignore_errors=True)
+            if not any(above.iterdir()):
+                above.rmdir()
+
+
+def failed_file(path: Path) -> Path:
+    return path.with_name(path.name + _FAILED)
+
+
+def _jsonl(header: Mapping[str, object], lines: Iterable[Mapping[str, object]]) -> bytes:
+    return b"".join(orjson.dumps(line) + b"\n" for line in ({"run": header}, *lines))
+
+
+def _differing(older: object, newer: object) -> list[str]:
+    if not isinstance(older, Mapping) or not isinstance(newer, Mapping):
+        return ["its plan"]
+    missing = object()
+    return sorted(name for name in {*older, *newer} if older.get(name, missing) != newer.get(name, missing))

@@ -1,0 +1,48 @@
+"""How far a benchmark is, with the time it will still take; tqdm is imported only when it is shown."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Any, Self
+
+
+class Progress:
+    """A bar on stderr over ``num_requests``; without ``is_shown`` only what is said appears there."""
+
+    def __init__(self, num_requests: int, *, is_shown: bool) -> None:
+        self._bar: Any = None
+        if is_shown:
+            from tqdm import tqdm  # type: ignore[import-untyped]
+
+            # By the mean rate so far: systems differ, and starting servers takes time too. Drawn seldom, as a measured
+            # server may share the processor.
+            self._bar = tqdm(
+                total=num_requests, leave=False, unit=" requests", file=sys.stderr, smoothing=0, mininterval=1.0
+            )
+
+    def name(self, text: str) -> None:
+        """What is being done from now on."""
+        if self._bar is not None:
+            self._bar.set_description(text)
+
+    def step(self) -> None:
+        if self._bar is not None:
+            self._bar.update(1)
+
+    def say(self, text: str) -> None:
+        """A line above the bar."""
+        if self._bar is not None:
+            self._bar.clear()
+        print(f"evicpress: {text}", file=sys.stderr, flush=True)
+        if self._bar is not None:
+            self._bar.refresh()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()

@@ -1,0 +1,284 @@
+"""Runs every system as a real server in turn, A B C A B C, and writes each run down as soon as it is complete."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from sglang_evicpress.benchmark.client import TIMEOUT_S, Outcome, drive
+from sglang_evicpress.benchmark.config import Config
+from sglang_evicpress.benchmark.contexts import Context
+from sglang_evicpress.benchmark.environment import commit, environment
+from sglang_evicpress.benchmark.folder import Folder
+from sglang_evicpress.benchmark.interrupts import raising_interrupts
+from sglang_evicpress.benchmark.profiling import Profiles
+from sglang_evicpress.benchmark.progress import Progress
+from sglang_evicpress.benchmark.server import Server, free_port
+from sglang_evicpress.benchmark.systems import Sizes, System, left_out, profiling_system
+from sglang_evicpress.benchmark.workload import Planned, plan, warm_up
+
+MOST_FAILED = 0.01
+"""A run of which a larger share of the requests fails does not count, and ends the benchmark."""
+
+MODEL = "default"
+"""What requests call the model: a server has one, and takes any name."""
+
+Launch = Callable[[Config, System, int], Sequence[str]]
+
+
+def launch_command(config: Config, system: System, port: int) -> Sequence[str]:
+    """The command that starts a server of a system. ``-P``: no file of the folder it starts in is ever imported."""
+    return [
+        *(sys.executable, "-P", "-m", "sglang.launch_server", "--model-path", config.model),
+        *("--host", "127.0.0.1", "--port", str(port), *config.server, *system.flags),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """How many runs were made, how many were there before, and how many requests of the former failed."""
+
+    num_runs: int
+    num_before: int
+    num_failed: int
+
+
+def run_all(
+    config: Config,
+    systems: Sequence[System],
+    chosen: Sequence[System],
+    contexts: Sequence[Context],
+    sizes: Sizes,
+    out: Path,
+    *,
+    command: str,
+    is_fresh: bool = False,
+    timeout_s: float = TIMEOUT_S,
+    launch: Launch = launch_command,
+) -> Done:
+    """Make the runs of ``chosen``, which are some of ``systems``, that are not in ``out`` yet.
+
+    All levels of one repetition of a system run on one start of its server. ``is_fresh`` moves older runs away.
+    ``timeout_s`` is for one request. Raises ValueError when ``out`` has runs of another benchmark or is in use,
+    ServerError when a server fails, a cache is not in order or too many requests fail, and KeyboardInterrupt, also for
+    SIGTERM and SIGHUP; no server is left then, and what was complete is kept.
+    """
+    folder = Folder(out.resolve())
+    with raising_interrupts(), folder.locked():
+        folder.open_plan(_plan(config, systems, contexts, sizes, command), is_fresh=is_fresh)
+        bench = _Bench(config, contexts, folder, timeout_s, launch)
+        wanted = [(system, repetition) for repetition, system in product(range(config.repetitions), chosen)]
+        wanted = [
+            (system, repetition) for system, repetition in wanted if not (repetition and _is_once(config, system))
+        ]
+        missing = {pair: levels for pair in wanted if (levels := bench.missing(*pair))}
+        num_missing = sum(map(len, missing.values()))
+        with Progress(num_missing * config.requests, is_shown=sys.stderr.isatty()) as progress:
+            if any(system.profiles for system, _ in missing):
+                bench.profile(
+                    profiling_system(config, sizes.working_set_tokens, sizes.kv_bytes_per_token, out), progress
+                )
+            for (system, repetition), levels in missing.items():
+                bench.run(system, repetition, levels, progress)
+        return Done(num_missing, len(wanted) * len(config.levels) - num_missing, bench.num_failed)
+
+
+class _Bench:
+    def __init__(
+        self, config: Config, contexts: Sequence[Context], folder: Folder, timeout_s: float, launch: Launch
+    ) -> None:
+        self.num_failed = 0
+        self._config = config
+        self._contexts = contexts
+        self._folder = folder
+        self._timeout_s = timeout_s
+        self._launch = launch
+        self._commit = commit()
+
+    def missing(self, system: System, repetition: int) -> list[float]:
+        """The levels that were not run yet."""
+        folder = self._folder
+        return [level for level in self._config.levels if not folder.run_file(system, repetition, level).exists()]
+
+    def profile(self, system: System, progress: Progress) -> None:
+        """Measure the profiles, unless that is done."""
+        profiles = Profiles(self._config, self._contexts, self._folder)
+        if not profiles.open():
+            return
+        progress.say(f"profiling {len(self._contexts)} contexts first")
+        with self._server(system, None) as server:
+            profiles.measure(server)
+        profiles.close()
+
+    def run(self, system: System, repetition: int, levels: Sequence[float], progress: Progress) -> None:
+        """Those levels, on one start of the server."""
+        where = f"{system.name}, repetition {repetition + 1} of {self._config.repetitions}"
+        progress.name(f"{where}: starts")
+        with self._folder.empty_ssd(system), self._server(system, repetition) as server:
+            _check_is_stock(server, system)
+            self._warm_up(server, where, progress)
+            for level in levels:
+                shown = f"{where}, {'one client' if level == 0 else f'{level:g}/s'}"
+                progress.name(shown)
+                self._level(server, system, repetition, level, shown, progress)
+
+    def _server(self, system: System, repetition: int | None) -> Server:
+        port = free_port()
+        return Server(
+            self._launch(self._config, system, port),
+            port=port,
+            log=self._folder.log_file(system.slug, repetition),
+            env=_environment(self._config, system),
+            folder=self._config.path.resolve().parent,
+        )
+
+    def _warm_up(self, server: Server, where: str, progress: Progress) -> None:
+        items = warm_up(self._config, self._contexts)
+        progress.name(f"{where}: warms up")
+        planned = [Planned(index, 0.0, item, 0, 0.0) for index, item in enumerate(items)]
+
+        def check(outcome: Outcome) -> None:
+            if outcome.error is not None:
+                raise server.error(f"{where}: a request of the warm-up failed: {outcome.error}")
+
+        self._drive(server, planned, is_closed=True, on_outcome=check)
+
+    def _level(
+        self, server: Server, system: System, repetition: int, level: float, where: str, progress: Progress
+    ) -> None:
+        planned = plan(self._config, self._contexts, repetition, level)
+        before = _looked_into(server, system)
+        load_average, begin_unix_s, begin = os.getloadavg(), time.time(), time.perf_counter()
+
+        def note(outcome: Outcome) -> None:
+            progress.step()
+            if outcome.error is not None and not server.is_alive():
+                raise server.error(f"{where}: the server ended")
+
+        outcomes = self._drive(server, planned, is_closed=level == 0, on_outcome=note)
+        took_s = time.perf_counter() - begin
+        after = _looked_into(server, system)
+        check = None if system.is_stock else server.post("/evicpress/check")
+        header = {
+            "system": system.name,
+            "repetition": repetition,
+            "level": level,
+            "begin_unix_s": begin_unix_s,
+            "took_s": took_s,
+            "offered_rps": level,
+            "start_s": server.start_s,
+            "load_average": load_average,
+            "commit": self._commit,
+            "is_stock_checked": system.is_stock,
+            "stats": after.get("stats"),
+            "stats_before": before.get("stats"),
+            "tiers": after.get("tiers"),
+            "tiers_before": before.get("tiers"),
+            "resident": after.get("resident"),
+            "check": check,
+        }
+        lines = [_line(entry, outcome) for entry, outcome in zip(planned, outcomes, strict=True)]
+        path = self._folder.run_file(system, repetition, level)
+        failed = [outcome for outcome in outcomes if outcome.error is not None]
+        violations = [] if check is None or check.get("ok") else check.get("violations") or [repr(check)]
+        if violations or len(failed) > MOST_FAILED * len(outcomes):
+            written = self._folder.write_failed(path, header, lines)
+            what = f"{len(failed)} of {len(outcomes)} requests failed"
+            if violations:
+                what = f"the cache is not in order: {'; '.join(map(str, violations))}"
+            elif failed:
+                what += f", such as by: {failed[0].error}"
+            raise server.error(f"{where}: {what}; see {written}")
+        self._folder.write_run(path, header, lines)
+        self.num_failed += len(failed)
+        times = [outcome.ttft_s for outcome in outcomes if outcome.error is None and outcome.ttft_s is not None]
+        progress.say(
+            f"{where}: {len(outcomes)} requests in {took_s:.1f} s, "
+            f"mean TTFT {statistics.fmean(times):.3f} s{f', {len(failed)} failed' if failed else ''}"
+        )
+
+    def _drive(
+        self, server: Server, planned: Sequence[Planned], *, is_closed: bool, on_outcome: Callable[[Outcome], None]
+    ) -> list[Outcome]:
+        return asyncio.run(
+            drive(
+                server.url,
+                MODEL,
+                planned,
+                max_new_tokens=self._config.max_new_tokens,
+                is_closed=is_closed,
+                timeout_s=self._timeout_s,
+                on_outcome=on_outcome,
+            )
+        )
+
+
+def _is_once(config: Config, system: System) -> bool:
+    return system.kind in config.once or system.name in config.once
+
+
+def _environment(config: Config, system: System) -> dict[str, str]:
+    """Ours, without what would change a server of EvicPress unseen."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_EVICPRESS")}
+    return {**inherited, **config.env, **system.env}
+
+
+def _check_is_stock(server: Server, system: System) -> None:
+    """Raises ServerError for a stock system that has routes of ours, and for one of ours that has none."""
+    status, _ = server.request("GET", "/evicpress/stats")
+    if system.is_stock and status != 404:
+        raise server.error(f"{system.name} is to be stock SGLang, but GET /evicpress/stats answered {status}, not 404")
+    if not system.is_stock and status != 200:
+        raise server.error(f"GET /evicpress/stats of {system.name} answered {status}: expected 200")
+
+
+def _looked_into(server: Server, system: System) -> dict[str, Any]:
+    """``stats``, ``tiers`` and ``resident`` of a system of ours: by tier and form, how many nodes there are, of how
+    many tokens, of which how many are kept."""
+    if system.is_stock:
+        return {}
+    resident: dict[str, dict[str, dict[str, int]]] = {}
+    for node in server.get("/evicpress/tree")["nodes"]:
+        forms = resident.setdefault(node["tier"], {})
+        held = forms.setdefault(node["form"], {"nodes": 0, "tokens": 0, "slots": 0})
+        held["nodes"] += 1
+        held["tokens"] += node["num_tokens"]
+        held["slots"] += node["num_slots"]
+    return {"stats": server.get("/evicpress/stats"), "tiers": server.get("/evicpress/tiers"), "resident": resident}
+
+
+def _line(entry: Planned, outcome: Outcome) -> dict[str, object]:
+    item = entry.item
+    return {
+        "index": entry.index,
+        "context": item.context,
+        "family": item.family,
+        "question": item.question,
+        **asdict(outcome),
+        "reference": item.reference,
+    }
+
+
+def _plan(
+    config: Config, systems: Sequence[System], contexts: Sequence[Context], sizes: Sizes, command: str
+) -> Mapping[str, object]:
+    arrivals = "poisson" if config.trace is None else f"trace {config.trace}"
+    settings = {**asdict(sizes), "num_contexts": len(contexts), "arrivals": arrivals}
+    digest = sha256(repr(list(contexts)).encode("utf-8", "surrogatepass")).hexdigest()
+    return {
+        "config": config.record(),
+        "settings": settings,
+        "identity": {**config.identity(), **asdict(sizes), "contexts_sha256": digest},
+        "environment": environment(command),
+        "systems": [system.record() for system in systems],
+        "left_out": [{"name": each.name, "why": each.why} for each in left_out(config)],
+    }

@@ -1,0 +1,211 @@
+"""Starts a server as a child in a session of its own, asks it things, and leaves no process of it behind."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from http.client import HTTPException
+from os import kill
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from sglang_evicpress.benchmark.interrupts import uninterrupted
+
+START_S = 900.0
+"""What a server may take until it answers: loading weights, capturing CUDA graphs."""
+
+STOP_S = 15.0
+"""What a server may take to stop by itself; ours gives what is on its way to the tiers 10 s."""
+
+_HIGHEST_PORT = 55_535  # SGLang takes the one 10000 above it too
+
+
+class ServerError(RuntimeError):
+    """The server did not start, died, or refused; the message names its log and, where that helps, has its end."""
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on at the moment."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+        if port <= _HIGHEST_PORT:
+            return port
+
+
+class Server:
+    """``with Server(command, port=port, log=file) as server: server.get("/health")``.
+
+    The command must listen on the port. ``env`` is the whole environment, None for ours. Output goes to ``log``, whose
+    folder is made; an older log is replaced. ``start_s`` is how long the start took, once it is up.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        port: int,
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+        timeout_s: float = START_S,
+    ) -> None:
+        self.command = tuple(command)
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
+        self.start_s = 0.0
+        self._env = env
+        self._folder = folder
+        self._timeout_s = timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never by way of a proxy
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start and wait until ``/health`` answers. Raises ServerError when it ends or takes longer than allowed."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        begin = time.monotonic()
+        atexit.register(self.stop)
+        try:
+            with uninterrupted(), self.log.open("wb") as log:
+                self._process = subprocess.Popen(
+                    self.command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=self._env,
+                    cwd=self._folder,
+                    start_new_session=True,
+                )
+            self._wait_until_up(begin + self._timeout_s)
+        except BaseException:  # Ctrl-C while it starts
+            self.stop()
+            raise
+        self.start_s = time.monotonic() - begin
+
+    def _wait_until_up(self, deadline: float) -> None:
+        while self.is_alive():
+            try:
+                if self.request("GET", "/health", timeout_s=30.0)[0] == 200:
+                    return
+            except ServerError:
+                pass  # nobody listens yet
+            if time.monotonic() > deadline:
+                raise self.error(f"the server did not answer within {self._timeout_s:g} s of its start")
+            time.sleep(0.2)
+        raise self.error("the server ended while it started")
+
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def stop(self) -> None:
+        """End every process of its session: by SIGINT, and what is left after ``STOP_S`` by SIGKILL. Ctrl-C meanwhile
+        waits until that is done."""
+        process = self._process
+        if process is None:
+            return
+        with uninterrupted():
+            for sign, patience_s in ((signal.SIGINT, STOP_S), (signal.SIGKILL, 10.0)):
+                deadline = time.monotonic() + patience_s
+                _signal_all(process.pid, sign)
+                while (members := _session(process.pid)) and time.monotonic() < deadline:
+                    process.poll()  # else it stays as a zombie
+                    if sign == signal.SIGKILL:
+                        _signal_all(process.pid, sign)  # one may have been born meanwhile
+                    time.sleep(0.05)
+                if not members:
+                    break
+            process.wait()
+            self._process = None
+        atexit.unregister(self.stop)
+
+    # ---- asking
+
+    def request(self, method: str, path: str, body: object = None, *, timeout_s: float = 120.0) -> tuple[int, Any]:
+        """Status and body: parsed when it is JSON, else text. Raises ServerError when no answer comes."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self.url + path, data=data, method=method, headers={"Content-Type": "application/json"}
+        )
+        try:
+            with self._opener.open(request, timeout=timeout_s) as response:
+                status, raw = response.status, response.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                status, raw = error.code, error.read()
+        except (OSError, HTTPException) as error:
+            reason = getattr(error, "reason", None) or error or type(error).__name__
+            raise self.error(f"{method} {path} got no answer: {reason}") from None
+        try:
+            return status, json.loads(raw)
+        except ValueError:
+            return status, raw.decode("utf-8", "replace")
+
+    def get(self, path: str) -> Any:
+        """Raises ServerError for any status but 200."""
+        return self._expect_ok("GET", path, None)
+
+    def post(self, path: str, body: object = None) -> Any:
+        """An empty object where there is no body. Raises ServerError for any status but 200."""
+        return self._expect_ok("POST", path, {} if body is None else body)
+
+    def _expect_ok(self, method: str, path: str, body: object) -> Any:
+        status, answer = self.request(method, path, body)
+        if status != 200:
+            raise self.error(f"{method} {path} answered {status}: {answer!r:.500}")
+        return answer
+
+    # ---- saying what went wrong
+
+    def error(self, what: str, *, num_lines: int = 25) -> ServerError:
+        """``what``, the name of the log and its last lines."""
+        tail = self.log_tail(num_lines)
+        end = f", which ends with:\n{tail}" if tail else ", which is empty"
+        return ServerError(f"{what}; its log is {self.log}{end}")
+
+    def log_tail(self, num_lines: int) -> str:
+        try:
+            return "\n".join(self.log.read_text(errors="replace").splitlines()[-num_lines:])
+        except OSError:
+            return ""
+
+
+def _signal_all(session: int, sign: signal.Signals) -> None:
+    for pid in _session(session):
+        try:
+            kill(pid, sign)
+        except ProcessLookupError:
+            continue
+
+
+def _session(session: int) -> list[int]:
+    """The processes of a session that still run, from /proc. A whole session: a child may make a group of its own."""
+    members = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            text = (entry / "stat").read_text()
+        except OSError:
+            continue  # it ended meanwhile
+        state, _, _, sid = text.rpartition(")")[2].split()[:4]
+        if int(sid) == session and state not in "ZX":
+            members.append(int(entry.name))
+    return members
