@@ -1,0 +1,126 @@
+"""How good every answer of a benchmark is: against the bound's answer to the same request, and against the true one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Protocol
+
+import orjson
+
+from sglang_evicpress.benchmark.raw import SCORES, Raw, Request, Run, Score, read_raw
+from sglang_evicpress.profiler.engine import Answer, Likelihood
+from sglang_evicpress.profiler.output import write_whole
+from sglang_evicpress.profiler.scorers import get_scorer
+from sglang_evicpress.profiler.scorers.reference import token_f1
+
+_PAIRS_AT_ONCE = 1024
+
+
+class Similarity(Protocol):
+    """What compares two answers; the profiler's scorer ``minilm`` is one."""
+
+    def prepare(self, texts: Sequence[str]) -> None: ...
+
+    def score(self, exact: Answer, given: Answer | None, likelihood: Likelihood | None, reference: str | None) -> float:
+        """In [0, 1]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """``num_compared`` pairs of texts were embedded now; ``why_no_minilm`` says why none could be."""
+
+    num_requests: int
+    num_compared: int
+    why_no_minilm: str | None = None
+
+
+def score_runs(folder: Path, *, minilm: Similarity | None = None, is_shown: bool = False) -> Scored:
+    """Write ``scores.jsonl`` of an out folder; what an earlier one says of the same two texts is not measured again.
+
+    A request that failed has no score; one whose counterpart in the bound failed, or is missing, only ``f1_truth``.
+    ``minilm`` is None for the profiler's own, where it is installed. Raises ValueError as
+    ``read_raw`` does.
+    """
+    raw, why = read_raw(folder), None
+    if minilm is None:
+        try:
+            minilm = get_scorer("minilm")
+        except ValueError as error:
+            why = str(error)
+    known = {
+        score.pair: score.minilm_bound
+        for score in raw.scores.values()
+        if score.pair is not None and score.minilm_bound is not None
+    }
+    wanted = {}
+    for _, request, bound in _answered(raw):
+        if bound is not None and request.answer != bound.answer:
+            pair = _pair(request.answer, bound.answer)
+            if pair not in known:
+                wanted[pair] = (bound.answer, request.answer)
+    compared = {} if minilm is None else dict(_compare(wanted, minilm, is_shown))
+    scores = list(_scores(raw, {**known, **compared}, None if minilm is None else 1.0))
+    write_whole(str(folder / SCORES), b"".join(_line(*each) for each in scores))
+    return Scored(len(scores), len(compared), why)
+
+
+def _answered(raw: Raw) -> Iterator[tuple[Run, Request, Request | None]]:
+    """Every complete request of every run, with that of the bound."""
+    bounds = {(run.repetition, run.level): run for run in raw.runs if run.system == raw.bound}
+    for run in raw.runs:
+        bound = bounds.get((run.repetition, run.level))
+        for request in run.requests.values():
+            if request.is_complete:
+                other = None if bound is None else bound.requests.get(request.index)
+                yield run, request, other if other is not None and other.is_complete else None
+
+
+def _compare(wanted: dict[str, tuple[str, str]], minilm: Similarity, is_shown: bool) -> Iterator[tuple[str, float]]:
+    pairs = list(wanted.items())
+    for start in _steps(range(0, len(pairs), _PAIRS_AT_ONCE), is_shown):
+        batch = pairs[start : start + _PAIRS_AT_ONCE]
+        minilm.prepare(sorted({text for _, texts in batch for text in texts}))
+        for pair, (exact, given) in batch:
+            yield pair, minilm.score(Answer((), (), exact), Answer((), (), given), None, None)
+
+
+def _steps(steps: range, is_shown: bool) -> Iterable[int]:
+    if not is_shown:
+        return steps
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    shown: Iterable[int] = tqdm(steps, desc="comparing answers", unit=f" x {_PAIRS_AT_ONCE} pairs", leave=False)
+    return shown
+
+
+def _scores(raw: Raw, minilm: Mapping[str, float], of_equals: float | None) -> Iterator[tuple[Run, Request, Score]]:
+    """``of_equals`` is what two identical answers get from ``minilm``."""
+    for run, request, bound in _answered(raw):
+        truth = None if request.reference is None else _f1(request.answer, request.reference)
+        if bound is None:
+            yield run, request, Score(None, None, truth)
+            continue
+        pair = _pair(request.answer, bound.answer)
+        near = minilm.get(pair, of_equals if request.answer == bound.answer else None)
+        yield run, request, Score(_f1(request.answer, bound.answer), near, truth, pair)
+
+
+def _f1(answer: str, reference: str) -> float:
+    return 1.0 if answer == reference else token_f1(answer, reference)
+
+
+def _pair(answer: str, bound: str) -> str:
+    digests = (sha256(text.encode("utf-8", "replace")).digest() for text in (answer, bound))
+    return sha256(b"".join(digests)).hexdigest()[:16]
+
+
+def _line(run: Run, request: Request, score: Score) -> bytes:
+    line = {
+        **{"system": run.system, "repetition": run.repetition, "level": run.level, "index": request.index},
+        **{"f1_bound": score.f1_bound, "minilm_bound": score.minilm_bound, "f1_truth": score.f1_truth},
+        "pair": score.pair,
+    }
+    return orjson.dumps(line) + b"\n"

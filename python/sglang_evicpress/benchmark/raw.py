@@ -1,0 +1,172 @@
+"""What a benchmark left in its out folder, read back: the plan, the runs with their requests, and the scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+PLAN, RUNS, SCORES = "plan.json", "runs", "scores.jsonl"
+TIERS = ("gpu", "host", "ssd")
+
+_SGLANG_TIERS = {"device": "gpu", "storage": "ssd"}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One line of a run. ``latency_s`` ends with the answer and begins as ``ttft_s`` does; both are None for one that
+    failed. ``late_s`` is how long after its planned arrival it was sent; ``hits`` are its cached tokens by tier, None
+    when the server did not say where they were."""
+
+    index: int
+    family: str
+    late_s: float
+    ttft_s: float | None
+    itl_s: tuple[float, ...]
+    latency_s: float | None
+    prompt_tokens: int
+    cached_tokens: int
+    hits: Mapping[str, int] | None
+    answer: str
+    reference: str | None
+    error: str | None
+
+    @property
+    def is_complete(self) -> bool:
+        return self.error is None and self.ttft_s is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One level of one repetition of a system. ``header`` is the file's first line."""
+
+    system: str
+    repetition: int
+    level: float
+    header: Mapping[str, Any]
+    requests: Mapping[int, Request]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How near an answer is to the bound's, and to the true one; None where there is nothing to compare with.
+
+    ``pair`` names the two texts that ``minilm_bound`` compares.
+    """
+
+    f1_bound: float | None
+    minilm_bound: float | None
+    f1_truth: float | None
+    pair: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """An out folder. ``scores`` are by (system, repetition, level, index)."""
+
+    folder: Path
+    plan: Mapping[str, Any]
+    runs: tuple[Run, ...]
+    scores: Mapping[tuple[str, int, float, int], Score]
+
+    @property
+    def systems(self) -> list[Mapping[str, Any]]:
+        """As the plan lists them, those without a run left out."""
+        ran = {run.system for run in self.runs}
+        return [system for system in self.plan["systems"] if system["name"] in ran]
+
+    @property
+    def levels(self) -> list[float]:
+        return sorted({run.level for run in self.runs})
+
+    @property
+    def families(self) -> list[str]:
+        return sorted({request.family for run in self.runs for request in run.requests.values()})
+
+    @property
+    def bound(self) -> str | None:
+        """The name of the system whose answers and times the others are compared with."""
+        return next((system["name"] for system in self.systems if system["kind"] == "bound"), None)
+
+    def runs_of(self, system: str, level: float) -> list[Run]:
+        """By repetition."""
+        found = [run for run in self.runs if run.system == system and run.level == level]
+        return sorted(found, key=lambda run: run.repetition)
+
+
+def read_raw(folder: Path) -> Raw:
+    """Raises ValueError when the folder has no plan, or a file of it is not what a benchmark writes."""
+    return Raw(folder, read_plan(folder), tuple(read_runs(folder)), read_scores(folder))
+
+
+def read_plan(folder: Path) -> Mapping[str, Any]:
+    path = folder / PLAN
+    try:
+        plan = orjson.loads(path.read_bytes())
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be read ({error.strerror}): expected the out folder of `evicpress bench serve`"
+        ) from None
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON ({error})") from None
+    if not isinstance(plan, dict) or not isinstance(plan.get("systems"), list):
+        raise ValueError(f"{path} lists no systems: expected a plan of `evicpress bench serve`")
+    return plan
+
+
+def read_runs(folder: Path) -> Iterator[Run]:
+    """Every run that is complete, in the order of systems' folders, repetitions and levels."""
+    found = [read_run(path) for path in (folder / RUNS).glob("*/*.jsonl")]
+    yield from sorted(found, key=lambda run: (run.system, run.repetition, run.level))
+
+
+def read_run(path: Path) -> Run:
+    try:
+        first, *rest = (orjson.loads(line) for line in path.read_bytes().splitlines())
+        header = first["run"]
+        level = float(header["level"])
+        requests = {request.index: request for request in (_request(line, level) for line in rest)}
+        return Run(header["system"], int(header["repetition"]), level, header, requests)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is not a run of `evicpress bench serve` ({error!r:.200}): move it away, and run it again"
+        ) from None
+
+
+def _request(line: Mapping[str, Any], level: float) -> Request:
+    error = line.get("error")
+    begin_s = line["sent_s"] if level == 0 else line["arrival_s"]  # one client sends once it has the last answer
+    has_failed = error is not None or line.get("ttft_s") is None
+    by_tier = line.get("cached_by_tier")
+    return Request(
+        index=line["index"],
+        family=line.get("family") or "",
+        late_s=line["sent_s"] - begin_s,
+        ttft_s=None if has_failed else line["ttft_s"],
+        itl_s=tuple(line.get("itl_s") or ()),
+        latency_s=None if has_failed else line["end_s"] - begin_s,
+        prompt_tokens=line.get("prompt_tokens") or 0,
+        cached_tokens=line.get("cached_tokens") or 0,
+        hits=None if by_tier is None else {_SGLANG_TIERS.get(tier, tier): count for tier, count in by_tier.items()},
+        answer=line.get("answer") or "",
+        reference=line.get("reference"),
+        error=error,
+    )
+
+
+def read_scores(folder: Path) -> dict[tuple[str, int, float, int], Score]:
+    """Nothing where nothing was scored yet."""
+    path = folder / SCORES
+    if not path.exists():
+        return {}
+    scores = {}
+    try:
+        for line in map(orjson.loads, path.read_bytes().splitlines()):
+            key = (line["system"], int(line["repetition"]), float(line["level"]), int(line["index"]))
+            scores[key] = Score(line["f1_bound"], line["minilm_bound"], line["f1_truth"], line.get("pair"))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not what scoring writes ({error!r:.200}): remove it, and score again") from None
+    return scores
