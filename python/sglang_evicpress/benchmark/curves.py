@@ -1,0 +1,171 @@
+"""Quality against TTFT: the settings of a kind of system as a curve, compared with the curve of another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sglang_evicpress.benchmark.summary import Cell, Summary
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One setting at one level."""
+
+    system: str
+    quality: float
+    ttft_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """The settings of one or more kinds. ``envelope`` are those that no other one beats in both, by quality; between
+    two of them it is a straight line, and nowhere does it reach beyond what was measured."""
+
+    points: tuple[Point, ...]
+
+    @property
+    def envelope(self) -> list[Point]:
+        best: list[Point] = []
+        for point in sorted(self.points, key=lambda point: (-point.quality, point.ttft_s)):
+            if not best or point.ttft_s < best[-1].ttft_s:
+                best.append(point)
+        return best[::-1]
+
+    def ttft_at(self, quality: float) -> float | None:
+        """Seconds to reach at least this quality; None below the worst and above the best quality measured."""
+        if not self.points or not self._worst <= quality <= self._best:
+            return None
+        envelope = self.envelope
+        for low, high in zip(envelope, envelope[1:], strict=False):
+            if low.quality <= quality <= high.quality:
+                return _between(quality, low.quality, high.quality, low.ttft_s, high.ttft_s)
+        return envelope[0].ttft_s if quality <= envelope[0].quality else envelope[-1].ttft_s
+
+    def quality_at(self, ttft_s: float) -> float | None:
+        """The best that is reached within so many seconds; None below the least and above the largest TTFT measured."""
+        times = [point.ttft_s for point in self.points]
+        if not times or not min(times) <= ttft_s <= max(times):
+            return None
+        envelope = self.envelope
+        for low, high in zip(envelope, envelope[1:], strict=False):
+            if low.ttft_s <= ttft_s <= high.ttft_s:
+                return _between(ttft_s, low.ttft_s, high.ttft_s, low.quality, high.quality)
+        return envelope[-1].quality
+
+    @property
+    def _worst(self) -> float:
+        return min(point.quality for point in self.points)
+
+    @property
+    def _best(self) -> float:
+        return max(point.quality for point in self.points)
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Two curves at one quality: ``ratio`` is how many times as long the other one takes."""
+
+    quality: float
+    ttft_s: float
+    other_ttft_s: float
+
+    @property
+    def ratio(self) -> float:
+        return self.net_ratio(0.0) or float("inf")
+
+    def net_ratio(self, overhead_s: float) -> float | None:
+        """The same without a fixed overhead; None where nothing is left of the first one's time."""
+        left = self.ttft_s - overhead_s
+        return (self.other_ttft_s - overhead_s) / left if left > 0.0 else None
+
+
+def curve(summary: Summary, kinds: Iterable[str], level: float, measure: str = "f1_bound") -> Curve:
+    """Of the systems of these kinds that answered, in the summary's order."""
+    points = []
+    for cell in comparable(summary, kinds, level):
+        quality = cell.quality(measure)
+        if quality is not None and cell.ttft_mean_s is not None:
+            points.append(Point(cell.system, quality, cell.ttft_mean_s))
+    return Curve(tuple(points))
+
+
+def gaps(one: Curve, other: Curve) -> list[Gap]:
+    """At every quality that a setting of either has and both reach: between two of these the ratio lies between theirs,
+    so that the first one's largest gain and largest loss are among them."""
+    found = []
+    for quality in sorted({point.quality for point in (*one.points, *other.points)}):
+        left, right = one.ttft_at(quality), other.ttft_at(quality)
+        if left is not None and right is not None:
+            found.append(Gap(quality, left, right))
+    return found
+
+
+def comparable(summary: Summary, kinds: Iterable[str], level: float) -> list[Cell]:
+    """Those of these kinds that failed next to nothing."""
+    wanted = set(kinds)
+    return [cell for cell in summary.at(level) if cell.kind in wanted and cell.is_comparable]
+
+
+def best_at_quality(
+    summary: Summary, kinds: Iterable[str], level: float, least: float, measure: str = "f1_bound"
+) -> Cell | None:
+    """The system of these kinds with the lowest mean TTFT among those whose quality is ``least`` at least."""
+    good = [cell for cell in comparable(summary, kinds, level) if _is_good(cell, least, measure)]
+    return min(good, key=lambda cell: cell.ttft_mean_s or 0.0, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Requests/s that a system bears. ``is_at_least``: it bears the highest level measured, and maybe more."""
+
+    system: str
+    rps: float
+    is_at_least: bool
+
+
+def capacity(
+    summary: Summary, system: str, limit_s: float, *, least: float = 0.8, measure: str = "f1_bound"
+) -> Capacity | None:
+    """Up to where the 95th percentile of TTFT stays within ``limit_s`` and quality at ``least``, on straight lines
+    between levels; failed requests count as endless. It ends at the first level that fails, whatever is above it.
+    None without a level at which quality is known.
+    """
+    last: Cell | None = None
+    for cell in summary.of(system):
+        if cell.quality(measure) is None or cell.ttft_p95_of_all_s is None:
+            continue
+        if cell.ttft_p95_of_all_s > limit_s or not _is_good(cell, least, measure):
+            return Capacity(system, 0.0 if last is None else _crossing(last, cell, limit_s, least, measure), False)
+        last = cell
+    return None if last is None else Capacity(system, last.level, True)
+
+
+def unloaded_p95(summary: Summary, system: str) -> float | None:
+    """Seconds: the 95th percentile of TTFT at level 0."""
+    cell = summary.cell(system, 0.0)
+    return None if cell is None else cell.ttft_p95_of_all_s
+
+
+def _crossing(below: Cell, above: Cell, limit_s: float, least: float, measure: str) -> float:
+    """The level between the two at which the first of the limits is met."""
+    levels = [above.level]
+    p95 = (below.ttft_p95_of_all_s or 0.0, above.ttft_p95_of_all_s or 0.0)
+    if p95[1] == float("inf"):
+        return below.level
+    if p95[1] > limit_s:
+        levels.append(_between(limit_s, *p95, below.level, above.level))
+    quality = (below.quality(measure) or 0.0, above.quality(measure) or 0.0)
+    if quality[1] < least:
+        levels.append(_between(least, *quality, below.level, above.level))
+    return min(levels)
+
+
+def _is_good(cell: Cell, least: float, measure: str) -> bool:
+    quality = cell.quality(measure)
+    return quality is not None and quality >= least
+
+
+def _between(x: float, low: float, high: float, at_low: float, at_high: float) -> float:
+    """On the straight line through two points."""
+    return at_low if low == high else at_low + (at_high - at_low) * (x - low) / (high - low)

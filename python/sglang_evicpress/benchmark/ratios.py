@@ -1,0 +1,122 @@
+"""Two systems compared by the requests that both answered: the same question, asked at the same time of a run."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_evicpress.benchmark.raw import Raw, Request
+
+DRAWS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Paired:
+    """How many times as long one system takes as the other.
+
+    ``ratio`` is that of the means, with its 95 % interval from ``low`` to ``high``; ``median_of_repetitions`` that of
+    the ratios of the repetitions' means; ``median_of_pairs`` that of the ratios of single requests.
+    """
+
+    ratio: float
+    low: float
+    high: float
+    median_of_repetitions: float
+    median_of_pairs: float
+    num_pairs: int
+    num_repetitions: int
+
+
+def paired(
+    raw: Raw,
+    system: str,
+    over: str,
+    level: float,
+    *,
+    measure: str = "ttft_s",
+    overhead_s: float = 0.0,
+    family: str | None = None,
+) -> Paired | None:
+    """``system`` over ``over`` at one level; ``overhead_s`` is taken off every time before.
+
+    ``measure`` is ``ttft_s``, ``latency_s`` or ``itl_s`` (a request's mean). None where they share no request, or
+    ``over`` takes no longer than ``overhead_s``.
+    """
+    repetitions = list(_shared(raw, system, over, level, measure, overhead_s, family))
+    if not repetitions:
+        return None
+    ones, others = (np.concatenate(each) for each in zip(*repetitions, strict=True))
+    if others.mean() <= 0.0:
+        return None
+    low, high = np.quantile(_resampled(repetitions), (0.025, 0.975), method="nearest")
+    means = [_over(float(one.mean()), float(other.mean())) for one, other in repetitions]
+    return Paired(
+        ratio=float(ones.mean() / others.mean()),
+        low=float(low),
+        high=float(high),
+        median_of_repetitions=statistics.median(means),
+        median_of_pairs=float(np.median(_divided(ones, others))),
+        num_pairs=len(ones),
+        num_repetitions=len(repetitions),
+    )
+
+
+def _shared(
+    raw: Raw, system: str, over: str, level: float, measure: str, overhead_s: float, family: str | None
+) -> Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]]:
+    """Of each repetition that both ran, the times of the requests that both answered, in the order of arrival."""
+    value = _MEASURES[measure]
+    others = {run.repetition: run for run in raw.runs_of(over, level)}
+    found = []
+    for run in raw.runs_of(system, level):
+        other = others.get(run.repetition)
+        if other is None:
+            continue
+        pairs = []
+        for index in sorted(run.requests.keys() & other.requests.keys()):
+            one = run.requests[index]
+            left, right = value(one), value(other.requests[index])
+            if left is not None and right is not None and family in (None, one.family):
+                pairs.append((left - overhead_s, right - overhead_s))
+        if pairs:
+            columns = np.array(pairs, np.float64)
+            found.append((columns[:, 0], columns[:, 1]))
+    return found
+
+
+def _resampled(repetitions: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]]) -> NDArray[np.float64]:
+    """Ratios of the means of samples drawn with replacement, each as large as what was measured.
+
+    Drawn are blocks of requests that follow each other, about sqrt(n) long, in each repetition: they wait for each
+    other, so that single ones would make the interval too narrow.
+    """
+    rng = np.random.default_rng(0)
+    sums = np.zeros((2, DRAWS))
+    for pair in repetitions:
+        count = len(pair[0])
+        length = max(1, round(count**0.5))
+        starts = rng.integers(0, count, (DRAWS, -(-count // length)))
+        drawn = (starts[:, :, None] + np.arange(length)).reshape(DRAWS, -1)[:, :count] % count
+        sums += [values[drawn].sum(axis=1) for values in pair]
+    return _divided(sums[0], sums[1])
+
+
+def _divided(ones: NDArray[np.float64], others: NDArray[np.float64]) -> NDArray[np.float64]:
+    result = np.full(ones.shape, np.inf)
+    np.divide(ones, others, out=result, where=others > 0.0)
+    return result
+
+
+def _over(one: float, other: float) -> float:
+    return one / other if other > 0.0 else float("inf")
+
+
+_MEASURES: dict[str, Callable[[Request], float | None]] = {
+    "ttft_s": lambda request: request.ttft_s,
+    "latency_s": lambda request: request.latency_s,
+    "itl_s": lambda request: statistics.fmean(request.itl_s) if request.is_complete and request.itl_s else None,
+}

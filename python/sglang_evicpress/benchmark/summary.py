@@ -1,0 +1,279 @@
+"""What every system did at every level, over all repetitions."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_evicpress.benchmark.ratios import Paired, paired
+from sglang_evicpress.benchmark.raw import TIERS, Raw, Request, Run
+
+QUALITIES = ("f1_bound", "minilm_bound", "f1_truth")
+"""Measures of quality: token F1 and cosine with the bound's answer, token F1 with the true one."""
+
+MOST_FAILED = 0.01
+"""A system that fails more of its requests than this share is not compared: those left may be the easy ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One system at one level. Times are those of complete requests, except ``ttft_p95_of_all_s``, for which a failed
+    one lasts for ever; None is what could not be measured.
+
+    ``hit_share`` is of the prompts' tokens, and ``hits`` the same by tier. ``tier_bytes`` (by tier) and ``forms``
+    (tier -> form -> tokens) are the means of what was there after the runs; ``decisions`` are sums of those taken in
+    them. ``over_bound`` compares TTFT with the bound's, ``over_bound_net`` without the fixed overhead of both.
+    """
+
+    system: str
+    kind: str
+    level: float
+    num_repetitions: int
+    num_requests: int
+    num_failed: int
+    completed_rps: float | None = None
+    late_p95_s: float | None = None
+    ttft_mean_s: float | None = None
+    ttft_p50_s: float | None = None
+    ttft_p95_s: float | None = None
+    ttft_p95_of_all_s: float | None = None
+    itl_mean_s: float | None = None
+    itl_p95_s: float | None = None
+    latency_mean_s: float | None = None
+    latency_p95_s: float | None = None
+    f1_bound: float | None = None
+    minilm_bound: float | None = None
+    f1_truth: float | None = None
+    hit_share: float | None = None
+    hits: Mapping[str, float] | None = None
+    tier_bytes: Mapping[str, float] | None = None
+    forms: Mapping[str, Mapping[str, float]] | None = None
+    decisions: Mapping[str, float] | None = None
+    over_bound: Paired | None = None
+    over_bound_net: Paired | None = None
+
+    def quality(self, measure: str) -> float | None:
+        """``measure`` is one of ``QUALITIES``. Raises ValueError for another."""
+        if measure not in QUALITIES:
+            raise ValueError(f"quality {measure!r:.60} is not measured: expected one of {', '.join(QUALITIES)}")
+        value: float | None = getattr(self, measure)
+        return value
+
+    @property
+    def is_comparable(self) -> bool:
+        return self.ttft_mean_s is not None and self.num_failed <= MOST_FAILED * self.num_requests
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """All cells, in the plan's order of systems. ``overhead_s`` is the bound's median TTFT at level 0, where everything
+    is cached and nothing else runs: what no cache can take away."""
+
+    raw: Raw
+    family: str | None
+    overhead_s: float | None
+    cells: tuple[Cell, ...]
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def levels(self) -> list[float]:
+        return self.raw.levels
+
+    def at(self, level: float) -> list[Cell]:
+        return [cell for cell in self.cells if cell.level == level]
+
+    def of(self, system: str) -> list[Cell]:
+        """By level."""
+        return sorted((cell for cell in self.cells if cell.system == system), key=lambda cell: cell.level)
+
+    def cell(self, system: str, level: float) -> Cell | None:
+        return next((cell for cell in self.cells if (cell.system, cell.level) == (system, level)), None)
+
+
+def summarise(raw: Raw, family: str | None = None) -> Summary:
+    """Of all requests, or of those about contexts of one ``family``."""
+    overhead_s = _overhead(raw)
+    cells = [
+        _cell(raw, system, level, runs, family, overhead_s)
+        for system in raw.systems
+        for level in raw.levels
+        if (runs := raw.runs_of(system["name"], level))
+    ]
+    return Summary(raw, family, overhead_s, tuple(cells), tuple(_notes(raw, cells)))
+
+
+def _overhead(raw: Raw) -> float | None:
+    if raw.bound is None:
+        return None
+    times = [
+        request.ttft_s
+        for run in raw.runs_of(raw.bound, 0.0)
+        for request in run.requests.values()
+        if request.ttft_s is not None
+    ]
+    return statistics.median(times) if times else None
+
+
+def _cell(
+    raw: Raw, system: Mapping[str, Any], level: float, runs: Sequence[Run], family: str | None, overhead_s: float | None
+) -> Cell:
+    name = system["name"]
+    asked = [(run, request) for run in runs for request in run.requests.values() if family in (None, request.family)]
+    complete = [request for _, request in asked if request.is_complete]
+    scores = [
+        score
+        for run, request in asked
+        if (score := raw.scores.get((name, run.repetition, level, request.index))) is not None
+    ]
+    ttft = [request.ttft_s for request in complete if request.ttft_s is not None]
+    latency = [request.latency_s for request in complete if request.latency_s is not None]
+    itl = [gap for request in complete for gap in request.itl_s]
+    num_failed = len(asked) - len(complete)
+    took_s = sum(run.header.get("took_s") or 0.0 for run in runs)
+    num_prompt_tokens = sum(request.prompt_tokens for request in complete)
+    num_cached_tokens = sum(request.cached_tokens for request in complete)
+    compared = {"raw": raw, "system": name, "over": raw.bound, "level": level, "family": family}
+    return Cell(
+        system=name,
+        kind=system["kind"],
+        level=level,
+        num_repetitions=len(runs),
+        num_requests=len(asked),
+        num_failed=num_failed,
+        completed_rps=len(complete) / took_s if took_s > 0 else None,
+        late_p95_s=_quantile([request.late_s for _, request in asked], 0.95),
+        ttft_mean_s=_mean(ttft),
+        ttft_p50_s=_quantile(ttft, 0.5),
+        ttft_p95_s=_quantile(ttft, 0.95),
+        ttft_p95_of_all_s=_quantile([*ttft, *[float("inf")] * num_failed], 0.95),
+        itl_mean_s=_mean(itl),
+        itl_p95_s=_quantile(itl, 0.95),
+        latency_mean_s=_mean(latency),
+        latency_p95_s=_quantile(latency, 0.95),
+        f1_bound=_mean([score.f1_bound for score in scores]),
+        minilm_bound=_mean([score.minilm_bound for score in scores]),
+        f1_truth=_mean([score.f1_truth for score in scores]),
+        hit_share=num_cached_tokens / num_prompt_tokens if num_prompt_tokens else None,
+        hits=_hits(complete, num_prompt_tokens),
+        tier_bytes=_mean_of_maps([_tier_bytes(run, raw) for run in runs]),
+        forms=_forms(runs),
+        decisions=_decisions(runs),
+        over_bound=None if raw.bound is None else paired(**compared),
+        over_bound_net=None if raw.bound is None or overhead_s is None else paired(**compared, overhead_s=overhead_s),
+    )
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def _quantile(values: Sequence[float], share: float) -> float | None:
+    """Between the two values around it; infinity where the upper one is."""
+    if not values:
+        return None
+    ordered, place = sorted(values), share * (len(values) - 1)
+    low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
+    return low if low == high else low + (high - low) * (place - math.floor(place))
+
+
+def _hits(requests: Sequence[Request], num_prompt_tokens: int) -> dict[str, float] | None:
+    """Shares of the prompts' tokens; None unless the server said of every cached token where it was."""
+    if not num_prompt_tokens or any(request.hits is None and request.cached_tokens for request in requests):
+        return None
+    return {tier: sum((request.hits or {}).get(tier, 0) for request in requests) / num_prompt_tokens for tier in TIERS}
+
+
+def _tier_bytes(run: Run, raw: Raw) -> dict[str, float] | None:
+    """What each tier held after a run; of the GPU alone where the server has no other, or did not say."""
+    tiers = (run.header.get("tiers") or {}).get("tiers")
+    if tiers:
+        return {tier: float(told["used_bytes"]) for tier, told in tiers.items()}
+    stats, per_token = run.header.get("stats"), raw.plan.get("settings", {}).get("kv_bytes_per_token")
+    if not stats or not per_token:
+        return None
+    return {"gpu": float(stats["cached_slots"] * per_token)}
+
+
+def _forms(runs: Sequence[Run]) -> dict[str, dict[str, float]] | None:
+    told = [run.header["resident"] for run in runs if run.header.get("resident")]
+    tiers = {tier for resident in told for tier in resident}
+    means = {
+        tier: _mean_of_maps(
+            [{form: float(held["tokens"]) for form, held in resident.get(tier, {}).items()} for resident in told]
+        )
+        for tier in sorted(tiers)
+    }
+    return {tier: forms for tier, forms in means.items() if forms} or None
+
+
+def _mean_of_maps(maps: Sequence[Mapping[str, float] | None]) -> dict[str, float] | None:
+    """What one lacks counts as 0 there; those that are None do not count."""
+    known = [each for each in maps if each is not None]
+    names = dict.fromkeys(name for each in known for name in each)
+    return {name: sum(each.get(name, 0.0) for each in known) / len(known) for name in names} or None
+
+
+def _decisions(runs: Sequence[Run]) -> dict[str, float] | None:
+    total: dict[str, float] = {}
+    for run in runs:
+        before, after = ((run.header.get(name) or {}).get("decisions") for name in ("stats_before", "stats"))
+        if before is not None and after is not None:
+            started = dict(_numbers(before))
+            for name, count in _numbers(after):
+                total[name] = total.get(name, 0.0) + count - started.get(name, 0.0)
+    return total or None
+
+
+def _numbers(counters: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, float]]:
+    for name, value in counters.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{above}{name} ")
+        else:
+            yield f"{above}{name}", float(value)
+
+
+def _notes(raw: Raw, cells: Sequence[Cell]) -> Iterator[str]:
+    """What a reader must know before believing the figures."""
+    config = raw.plan.get("config", {})
+    once, wanted, missing = config.get("once") or (), int(config.get("repetitions") or 1), 0
+    for system in raw.plan["systems"]:
+        repetitions = 1 if {system["name"], system["kind"]} & set(once) else wanted
+        for level in config.get("levels") or ():
+            missing += max(0, repetitions - len(raw.runs_of(system["name"], level)))
+    if missing:
+        yield f"{missing} runs of the plan are missing"
+    for left in raw.plan.get("left_out") or ():
+        yield f"{left['name']} was left out: {left['why']}"
+    if raw.bound is None:
+        yield "there is no run of the bound: nothing is compared with it, and no quality is known but that of the truth"
+    stock = {system["name"] for system in raw.systems if system.get("is_stock")}
+    unchecked = sorted(
+        {run.system for run in raw.runs if run.system in stock and not run.header.get("is_stock_checked")}
+    )
+    if unchecked:
+        yield f"it was not checked that these were stock: {', '.join(unchecked)}"
+    broken = sorted({run.system for run in raw.runs if _is_broken(run.header.get("check"))})
+    if broken:
+        yield f"the cache was not in order after a run of: {', '.join(broken)}"
+    commits = sorted({run.header["commit"] for run in raw.runs if run.header.get("commit")})
+    if len(commits) > 1:
+        yield f"the runs are of several commits: {', '.join(commits)}"
+    if not raw.scores:
+        yield "the answers were not scored"
+    elif all(score.minilm_bound is None for score in raw.scores.values()):
+        yield "minilm was not measured: it needs sglang-evicpress[quality]"
+    failed = [cell for cell in cells if not cell.is_comparable]
+    for cell in failed:
+        yield f"{cell.system} failed {cell.num_failed} of {cell.num_requests} requests at level {cell.level:g}"
+    late = max((cell.late_p95_s or 0.0 for cell in cells), default=0.0)
+    if late > 0.05:
+        yield f"the client was late: its 95th percentile reaches {1e3 * late:.0f} ms after the planned arrivals"
+
+
+def _is_broken(check: object) -> bool:
+    ok = check.get("ok") if isinstance(check, Mapping) else check
+    return ok is False

@@ -1,0 +1,249 @@
+"""The report of a benchmark: its settings, a table for each level, and everything as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from sglang_evicpress.benchmark.curves import best_at_quality, capacity, curve, gaps, unloaded_p95
+from sglang_evicpress.benchmark.ratios import Paired
+from sglang_evicpress.benchmark.raw import TIERS, Raw, read_raw
+from sglang_evicpress.benchmark.summary import QUALITIES, Cell, Summary, summarise
+
+TABLES, SUMMARY = "tables.md", "summary.json"
+LEAST_QUALITY = 0.8
+"""Below this, an answer is not worth its speed: the paper's figure 8 leaves out what is below."""
+
+BASELINES = ("prefill-only", "lru", "hicache", "tiers-lru", "fixed", "adaptcache", "impress")
+OURS = ("evicpress",)
+
+
+def write_report(folder: Path) -> Summary:
+    """Write ``tables.md`` and ``summary.json`` of an out folder. Raises ValueError as ``read_raw`` does."""
+    raw = read_raw(folder)
+    summary = summarise(raw)
+    families = [summarise(raw, family) for family in raw.families] if len(raw.families) > 1 else []
+    (folder / TABLES).write_text("\n".join(report_lines(summary)) + "\n", encoding="utf-8")
+    (folder / SUMMARY).write_bytes(orjson.dumps(_everything(summary, families), option=orjson.OPT_INDENT_2) + b"\n")
+    return summary
+
+
+def report_lines(summary: Summary) -> Iterator[str]:
+    """Markdown."""
+    raw = summary.raw
+    yield f"# {raw.plan.get('config', {}).get('name') or raw.folder.name}"
+    yield ""
+    yield from (f"- {line}" for line in setting_lines(raw))
+    if summary.overhead_s is not None:
+        yield f"- fixed overhead: {ms(summary.overhead_s)} ms, the bound's median TTFT with one client"
+    yield from (f"- **note:** {note}" for note in summary.notes)
+    for level in summary.levels:
+        yield from ("", f"## {level_name(level)}", "")
+        yield from markdown(_LATENCY_HEAD, [_latency_row(cell, summary) for cell in summary.at(level)])
+        yield ""
+        yield from markdown(_CACHE_HEAD, [_cache_row(cell) for cell in summary.at(level)])
+        if rows := list(_equal_quality_rows(summary, level)):
+            yield ""
+            yield from markdown(_EQUAL_HEAD, rows)
+    if rows := list(_capacity_rows(summary)):
+        yield from ("", f"## Requests/s that are borne at F1 with the bound of {LEAST_QUALITY:g} and more", "")
+        yield from markdown(_CAPACITY_HEAD, rows)
+
+
+def setting_lines(raw: Raw) -> Iterator[str]:
+    """Under every table and figure: contexts, memory, bandwidths, versions and commit."""
+    config, settings, environment = (raw.plan.get(name) or {} for name in ("config", "settings", "environment"))
+    memory = config.get("memory") or {}
+    longest = config.get("tokens")
+    yield (
+        f"{_told(settings.get('num_contexts'))} contexts, {_told(settings.get('working_set_tokens'))} tokens in all"
+        f"{'' if longest is None else f', at most {longest} each'}; {_told(config.get('requests'))} requests a level, "
+        f"{_told(config.get('repetitions'))} repetitions, arrivals {_told(settings.get('arrivals'))}, at most "
+        f"{_told(config.get('max_new_tokens'))} new tokens, model {_told(config.get('model'))}"
+    )
+    yield (
+        f"GPU pool {_told(settings.get('pool_tokens'))} tokens{_percent(memory.get('gpu'))}, host "
+        f"{_bytes(settings.get('host_bytes'))}{_percent(memory.get('host'))}, SSD {_bytes(settings.get('ssd_bytes'))}"
+        f"{_percent(memory.get('ssd'))} of the working set; {_told(settings.get('kv_bytes_per_token'))} bytes a token; "
+        f"{_bandwidths(raw)}"
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in (environment.get("versions") or {}).items())
+    yield (
+        f"{versions or 'versions unknown'}; commit {_told(environment.get('commit'))}; "
+        f"{_told(environment.get('machine'))}, {_told(environment.get('num_cpus'))} CPUs; started "
+        f"{_told(environment.get('started'))}"
+    )
+    command = environment.get("command")
+    yield f"`{command if isinstance(command, str) else ' '.join(command or ['command unknown'])}`"
+
+
+def level_name(level: float) -> str:
+    return f"{level:g} requests/s" if level else "One client, the next request after each answer"
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """A table whose first column is text and whose others are numbers."""
+    yield "| " + " | ".join(head) + " |"
+    yield "|---|" + "---:|" * (len(head) - 1)
+    for row in rows:
+        yield "| " + " | ".join(row) + " |"
+
+
+def ms(seconds: float | None) -> str:
+    """Milliseconds to three digits; a dash for what is not known."""
+    if seconds is None:
+        return "-"
+    value = 1e3 * seconds
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def share(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def times(found: Paired | None) -> str:
+    """A ratio with its interval."""
+    return "-" if found is None else f"{found.ratio:.2f} ({found.low:.2f} to {found.high:.2f})"
+
+
+_LATENCY_HEAD = (
+    *("system", "TTFT mean, ms", "p50", "p95", "of the bound's (95 %)", "without overhead", "overhead in TTFT"),
+    *("ITL mean, ms", "p95", "end-to-end mean, ms", "p95", "requests/s", "failed"),
+    *("F1 with the bound", "minilm", "F1 with the truth"),
+)
+
+
+def _latency_row(cell: Cell, summary: Summary) -> list[str]:
+    overhead = summary.overhead_s
+    part = None if overhead is None or not cell.ttft_mean_s else min(1.0, overhead / cell.ttft_mean_s)
+    return [
+        cell.system,
+        *(ms(value) for value in (cell.ttft_mean_s, cell.ttft_p50_s, cell.ttft_p95_s)),
+        times(cell.over_bound),
+        number(None if cell.over_bound_net is None else cell.over_bound_net.ratio, 2),
+        share(part),
+        *(ms(value) for value in (cell.itl_mean_s, cell.itl_p95_s, cell.latency_mean_s, cell.latency_p95_s)),
+        number(cell.completed_rps, 2),
+        f"{cell.num_failed} of {cell.num_requests}",
+        *(number(cell.quality(measure)) for measure in QUALITIES),
+    ]
+
+
+_CACHE_HEAD = (
+    *("system", "prompt tokens cached", *(f"by {tier}" for tier in TIERS)),
+    *(f"{tier}, MB" for tier in TIERS),
+    *("tokens by form, where resident", "decisions in the runs"),
+)
+
+
+def _cache_row(cell: Cell) -> list[str]:
+    hits, held = cell.hits or {}, cell.tier_bytes or {}
+    forms: dict[str, float] = {}
+    for kept in (cell.forms or {}).values():
+        for form, tokens in kept.items():
+            forms[form] = forms.get(form, 0.0) + tokens
+    total = sum(forms.values())
+    largest = sorted(forms.items(), key=lambda item: -item[1])
+    return [
+        cell.system,
+        share(cell.hit_share),
+        *(share(hits.get(tier)) for tier in TIERS),
+        *(number(held[tier] / 1e6, 1) if tier in held else "-" for tier in TIERS),
+        ", ".join(f"{form} {100 * tokens / total:.0f} %" for form, tokens in largest if tokens) or "-",
+        ", ".join(f"{name} {count:.0f}" for name, count in (cell.decisions or {}).items() if count) or "-",
+    ]
+
+
+_EQUAL_HEAD = (
+    *("EvicPress against", "at the same F1 with the bound", "TTFT lower by, at best", "at worst"),
+    *("without overhead, at best", "at worst", "within 3 % of its best quality: TTFT lower by"),
+)
+
+
+def _equal_quality_rows(summary: Summary, level: float) -> Iterator[list[str]]:
+    ours = curve(summary, OURS, level)
+    for kind in BASELINES:
+        theirs = curve(summary, (kind,), level)
+        if not ours.points or not theirs.points:
+            continue
+        found = gaps(ours, theirs)
+        net = [gap.net_ratio(summary.overhead_s) for gap in found] if summary.overhead_s is not None else []
+        known = [ratio for ratio in net if ratio is not None]
+        yield [
+            kind,
+            f"{found[0].quality:.3f} to {found[-1].quality:.3f}" if found else "no quality in common",
+            f"{max(gap.ratio for gap in found):.2f}x" if found else "-",
+            f"{min(gap.ratio for gap in found):.2f}x" if found else "-",
+            f"{max(known):.2f}x" if known else "-",
+            f"{min(known):.2f}x" if known else "-",
+            _within_3_percent(summary, kind, level),
+        ]
+
+
+def _within_3_percent(summary: Summary, kind: str, level: float) -> str:
+    """The fastest setting of ours that is as good but for 3 %, against the fastest of theirs that is as good."""
+    best = max((point.quality for point in curve(summary, (kind,), level).points), default=None)
+    if best is None:
+        return "-"
+    one = best_at_quality(summary, OURS, level, 0.97 * best)
+    other = best_at_quality(summary, (kind,), level, 0.97 * best)
+    if one is None or other is None or not one.ttft_mean_s or other.ttft_mean_s is None:
+        return "-"
+    return f"{other.ttft_mean_s / one.ttft_mean_s:.2f}x ({one.system} against {other.system})"
+
+
+_CAPACITY_HEAD = ("system", "TTFT p95 within 2x the bound's with one client", "within 2x its own")
+
+
+def _capacity_rows(summary: Summary) -> Iterator[list[str]]:
+    bound = None if summary.raw.bound is None else unloaded_p95(summary, summary.raw.bound)
+    for system in summary.raw.systems:
+        row = []
+        for limit in (bound, unloaded_p95(summary, system["name"])):
+            found = None if limit is None else capacity(summary, system["name"], 2 * limit, least=LEAST_QUALITY)
+            row.append("-" if found is None else f"{'>= ' if found.is_at_least else ''}{found.rps:.2f}")
+        if row != ["-", "-"]:
+            yield [system["name"], *row]
+
+
+def _everything(summary: Summary, families: Sequence[Summary]) -> Mapping[str, Any]:
+    plan = summary.raw.plan
+    return {
+        **{name: plan.get(name) for name in ("config", "settings", "environment", "systems", "left_out")},
+        "notes": summary.notes,
+        "overhead_s": summary.overhead_s,
+        "cells": [asdict(cell) for cell in summary.cells],
+        "families": {each.family: [asdict(cell) for cell in each.cells] for each in families},
+    }
+
+
+def _told(value: object) -> str:
+    return "?" if value is None else str(value)
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f" ({100 * value:g} %)"
+
+
+def _bytes(value: float | None) -> str:
+    return "?" if value is None else f"{value / 1e6:.0f} MB" if value < 1e9 else f"{value / 1e9:.1f} GB"
+
+
+def _bandwidths(raw: Raw) -> str:
+    limit = raw.plan.get("config", {}).get("ssd_bandwidth")
+    seen: dict[str, list[float]] = {}
+    for run in raw.runs:
+        for tier, told in ((run.header.get("tiers") or {}).get("tiers") or {}).items():
+            if told.get("load"):
+                seen.setdefault(tier, []).append(told["load"]["bytes_per_s"])
+    parts = [f"{tier} {_bytes(sorted(found)[len(found) // 2])}/s" for tier, found in seen.items()]
+    first = "SSD reads not slowed" if limit is None else f"SSD reads slowed to {_bytes(limit)}/s"
+    return f"{first}{'; loads seen: ' + ', '.join(parts) if parts else ''}"
