@@ -248,19 +248,19 @@ def test_guests_do_not_begin_while_a_user_waits(server: Server) -> None:
     guest, users = server.guest(name), [server.user(), server.user()]  # the guest was first
     batch = server.round()
     assert batch is not None and batch.reqs == users and guest in server.waiting
-    server.until(guest, at_most=100)
+    server.until(guest, at_most=200)
 
 
 def test_guests_wait_for_credit_while_users_decode(server: Server) -> None:
     name = server.open_whole()
-    user = server.user(num_new=200)
+    user = server.user(num_new=400)
     server.round()
     guest = server.guest(name)
-    assert server.until(guest, at_most=100) >= 1 / server.cache.pacer.per_step and user.req_pool_idx is not None
+    assert server.until(guest, at_most=200) >= 1 / server.cache.pacer.per_step and user.req_pool_idx is not None
     for _ in range(5):  # else it would go on with what has begun
         server.round()
     second = server.guest(name)
-    assert server.until(second, at_most=100) >= 1 / server.cache.pacer.per_step - 7
+    assert server.until(second, at_most=200) >= 1 / server.cache.pacer.per_step - 7
     assert server.num_touched == 2 == server.cache.guest_counts["user_steps_touched"]
 
 
@@ -328,7 +328,7 @@ def test_only_the_stray_itself_is_aborted(server: Server) -> None:
     user, guest = server.user(), server.guest(name)
     server.round()
     assert server.aborted == [""] and stray not in server.waiting
-    server.until(user, guest, at_most=100)
+    server.until(user, guest, at_most=200)
     assert server.cache.guest_counts["aborted"] == 1
 
 
@@ -363,11 +363,11 @@ def test_a_guest_that_is_retracted_is_counted_once(server: Server) -> None:
 def test_guests_that_owe_too_much_make_way_and_come_back(server: Server) -> None:
     server.cache.pacer.max_debt = 3
     name = server.open_whole()
-    guest, user = server.guest(name, 40), server.user(num_new=100)
-    for _ in range(90):
+    guest, user = server.guest(name, 40), server.user(num_new=200)
+    for _ in range(170):
         server.round()
     assert guest.rid not in server.done and 0 < server.num_touched <= server.bound()
-    for _ in range(100):
+    for _ in range(200):
         server.round()
     assert {guest.rid, user.rid} <= {*server.done}
     assert server.left[guest.rid] == 0, "it was cut short"

@@ -143,7 +143,7 @@ def test_a_guest_that_runs_when_a_user_comes_waits_again(cache: Cache) -> None:
 
 def test_a_guest_that_began_on_credit_decodes_along_until_too_much_is_owed(cache: Cache) -> None:
     user, guest = request(is_running=True), request(GUEST)
-    for _ in range(64):
+    for _ in range(128):
         cache.round(Batch([user]))
     batch, num_touched = run_beside(cache, user, guest), 0
     while guest in batch.reqs:

@@ -14,7 +14,7 @@ class Pacer:
     ValueError for figures out of range.
     """
 
-    def __init__(self, per_step: float = 1 / 64, max_step_tokens: int = 256, max_debt: int = 80) -> None:
+    def __init__(self, per_step: float = 1 / 128, max_step_tokens: int = 256, max_debt: int = 80) -> None:
         if not 0.0 < per_step <= 1.0:
             raise ValueError(f"per_step is {per_step!r}: expected above 0 and at most 1")
         if max_step_tokens < 1 or max_debt < 0:

@@ -17,7 +17,7 @@ def test_a_user_who_waits_goes_first() -> None:
 
 def test_nothing_is_added_to_a_full_batch() -> None:
     pacer = Pacer()
-    for _ in range(80):
+    for _ in range(130):
         pacer.user_step()
     assert (pacer.allowance(8, 0, 8), pacer.allowance(9, 0, 8), pacer.allowance(7, 0, 8)) == (0, 0, 256)
 
@@ -29,7 +29,7 @@ def test_without_users_credit_does_not_count() -> None:
     assert pacer.allowance(0, 0, FULL) == 100
 
 
-def test_with_users_one_step_in_64_is_given() -> None:
+def test_with_users_one_step_in_128_is_given() -> None:
     """To what ends in the step that it begins in, and comes one at a time."""
     pacer, given_at = Pacer(), []
     for step in range(1, 400):
@@ -38,13 +38,13 @@ def test_with_users_one_step_in_64_is_given() -> None:
             assert pacer.allowance(1, 0, FULL)
             given_at.append(step)
             pacer.took_part()
-    assert given_at == [64, 128, 192, 256, 320, 384]
+    assert given_at == [128, 256, 384]
 
 
 def rich() -> Pacer:
     """A pacer on a full credit."""
     pacer = Pacer()
-    for _ in range(64):
+    for _ in range(128):
         pacer.user_step()
     return pacer
 
@@ -56,7 +56,7 @@ def test_more_may_join_from_step_to_step_until_the_debt_is_full() -> None:
         num_joined += 1
         pacer.user_step()
         assert num_joined < 1000
-    assert not pacer.may_go_on and num_joined == pytest.approx(pacer.max_debt * 64 / 63, abs=2)
+    assert not pacer.may_go_on and num_joined == pytest.approx(pacer.max_debt * 128 / 127, abs=2)
 
 
 def test_users_decode_between_two_batches_of_profiling() -> None:
@@ -127,7 +127,7 @@ def test_figures_out_of_range_are_refused(figures: dict[str, float]) -> None:
 
 
 @given(
-    per_step=st.sampled_from([1 / 64, 0.1, 0.25, 1.0]),
+    per_step=st.sampled_from([1 / 128, 0.1, 0.25, 1.0]),
     max_debt=st.integers(0, 40),
     longest=st.integers(1, 60),
     minutes=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2), st.integers(1, 80)), max_size=60),
