@@ -10,7 +10,13 @@ from pathlib import Path
 from sglang_evicpress.benchmark.fields import Fields, each, number, one_of, text, texts_by_name, whole, words
 from sglang_evicpress.core import PRESSES, Form
 
-KINDS = ("bound", "prefill-only", "lru", "hicache", "tiers-lru", "fixed", "adaptcache", "impress", "evicpress")
+CONTROLS = ("bound+attention", "prefill-only+attention", "lru+attention")
+"""Stock SGLang but for our CPU attention, so that what our cache gains is told from what our attention does."""
+
+KINDS = (
+    *("bound", "prefill-only", "lru", "hicache", "tiers-lru", "fixed", "adaptcache", "impress", "evicpress"),
+    *CONTROLS,
+)
 """What ``systems`` may name; ``fixed`` stands for every press with every kept fraction, ``evicpress`` for every alpha.
 """
 

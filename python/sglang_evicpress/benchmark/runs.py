@@ -124,7 +124,7 @@ class _Bench:
         where = f"{system.name}, repetition {repetition + 1} of {self._config.repetitions}"
         progress.name(f"{where}: starts")
         with self._folder.empty_ssd(system), self._server(system, repetition) as server:
-            _check_is_stock(server, system)
+            _check_routes(server, system)
             self._warm_up(server, where, progress)
             for level in levels:
                 shown = f"{where}, {'one client' if level == 0 else f'{level:g}/s'}"
@@ -167,7 +167,7 @@ class _Bench:
         outcomes = self._drive(server, planned, is_closed=level == 0, on_outcome=note)
         took_s = time.perf_counter() - begin
         after = _looked_into(server, system)
-        check = None if system.is_stock else server.post("/evicpress/check")
+        check = server.post("/evicpress/check") if system.has_policy else None
         header = {
             "system": system.name,
             "repetition": repetition,
@@ -232,19 +232,19 @@ def _environment(config: Config, system: System) -> dict[str, str]:
     return {**inherited, **config.env, **system.env}
 
 
-def _check_is_stock(server: Server, system: System) -> None:
-    """Raises ServerError for a stock system that has routes of ours, and for one of ours that has none."""
+def _check_routes(server: Server, system: System) -> None:
+    """Raises ServerError for a system without our cache that has routes of ours, and for one with it that has none."""
     status, _ = server.request("GET", "/evicpress/stats")
-    if system.is_stock and status != 404:
+    if not system.has_policy and status != 404:
         raise server.error(f"{system.name} is to be stock SGLang, but GET /evicpress/stats answered {status}, not 404")
-    if not system.is_stock and status != 200:
+    if system.has_policy and status != 200:
         raise server.error(f"GET /evicpress/stats of {system.name} answered {status}: expected 200")
 
 
 def _looked_into(server: Server, system: System) -> dict[str, Any]:
     """``stats``, ``tiers`` and ``resident`` of a system of ours: by tier and form, how many nodes there are, of how
     many tokens, of which how many are kept."""
-    if system.is_stock:
+    if not system.has_policy:
         return {}
     resident: dict[str, dict[str, dict[str, int]]] = {}
     for node in server.get("/evicpress/tree")["nodes"]:

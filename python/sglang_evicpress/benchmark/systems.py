@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from itertools import pairwise
 from pathlib import Path
 
-from sglang_evicpress.benchmark.config import Config
+from sglang_evicpress.benchmark.config import CONTROLS, Config
 from sglang_evicpress.config import GB, check_size
 
 BOUND_FACTOR = 1.25
@@ -19,6 +19,9 @@ NUM_RUNNING = 16
 
 IMPRESS = 0.5
 """The fraction of important tokens that impress keeps."""
+
+ATTENTION = {"SGLANG_EVICPRESS": "attention"}
+"""Our CPU attention on a server that has nothing else of ours (patches/install.py)."""
 
 FAULTS_VARIABLE = "SGLANG_EVICPRESS_FAULTS"
 """Slows the reads of our SSD tier (tiers/faults.py)."""
@@ -31,7 +34,7 @@ _DEFAULT_TOKENS = 4096
 class System:
     """One way to serve. ``flags`` and ``env`` add to those of the config.
 
-    ``is_stock``: no code of ours may be active in its server. ``ssd_dir`` is what its SSD tier fills, to be emptied
+    ``is_stock``: no code of ours may be active in its server; ``has_policy``: it has our cache. ``ssd_dir`` is what its SSD tier fills, to be emptied
     before every start; ``profiles`` the file of profiles that it reads.
     """
 
@@ -46,6 +49,10 @@ class System:
     kept: float | None = None
     ssd_dir: Path | None = None
     profiles: Path | None = None
+
+    @property
+    def has_policy(self) -> bool:
+        return "--kv-policy" in self.flags
 
     @property
     def slug(self) -> str:
@@ -117,13 +124,14 @@ def profiling_system(config: Config, working_set_tokens: int, kv_bytes_per_token
 
 def left_out(config: Config) -> list[LeftOut]:
     """The systems of the config that do not."""
-    if "hicache" not in config.systems:
-        return []
-    if not _has_cuda(config):
-        return [LeftOut("hicache", "SGLang's hierarchical cache needs CUDA")]
-    if config.memory.host <= config.memory.gpu:
-        return [LeftOut("hicache", "SGLang's hierarchical cache needs more host memory than GPU memory")]
-    return []
+    out = []
+    if _has_cuda(config):
+        out += [LeftOut(name, "on a GPU the attention is SGLang's own") for name in CONTROLS]
+        if config.memory.host <= config.memory.gpu:
+            out.append(LeftOut("hicache", "SGLang's hierarchical cache needs more host memory than GPU memory"))
+    else:
+        out.append(LeftOut("hicache", "SGLang's hierarchical cache needs CUDA"))
+    return [each for each in out if each.name in config.systems]
 
 
 def stock_environment() -> dict[str, str]:
@@ -148,6 +156,9 @@ class _Shelf:
                 yield self.stock(kind, "--disable-radix-cache")
             case "lru":
                 yield self.stock(kind)
+            case "bound+attention" | "prefill-only+attention" | "lru+attention":
+                (same,) = self.systems(kind.partition("+")[0])
+                yield replace(same, name=kind, kind=kind, env=ATTENTION, is_stock=False)
             case "hicache":
                 yield self.hicache()
             case "tiers-lru":

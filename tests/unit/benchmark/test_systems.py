@@ -55,6 +55,7 @@ def test_every_kind_expands_in_the_order_of_the_config(tmp_path: Path) -> None:
         *("bound", "prefill-only", "lru", "tiers-lru"),
         *("keydiff@0.5+lru", "keydiff@0.2+lru", "snapkv@0.5+lru", "snapkv@0.2+lru"),
         *("adaptcache", "impress@0.5", "evicpress a=0.1", "evicpress a=3"),
+        *("bound+attention", "prefill-only+attention", "lru+attention"),
     ]
     assert list(systems(make(tmp_path, systems=["evicpress", "lru"]))) == ["evicpress a=0.1", "evicpress a=3", "lru"]
 
@@ -74,15 +75,23 @@ def test_stock_systems_have_no_flag_of_ours_and_every_plugin_but_ours(tmp_path: 
 def test_all_have_the_same_pool_but_the_bound_that_holds_everything(tmp_path: Path) -> None:
     found = systems(make(tmp_path, tokens=3000, max_new_tokens=10))
     for name, system in found.items():
-        assert system.pool_tokens == (125_000 + 16 * 3010 if name == "bound" else 10_000)
+        assert system.pool_tokens == (125_000 + 16 * 3010 if system.kind.startswith("bound") else 10_000)
         assert value(system.flags, "--max-total-tokens") == str(system.pool_tokens)
         assert "--enable-cache-report" in system.flags
     assert "--disable-radix-cache" in found["prefill-only"].flags
     assert "--disable-radix-cache" not in found["lru"].flags
 
 
+def test_controls_are_stock_but_for_our_attention(tmp_path: Path) -> None:
+    found = systems(make(tmp_path, ssd_bandwidth=2e8))
+    for name in ("bound", "prefill-only", "lru"):
+        stock, control = found[name], found[f"{name}+attention"]
+        assert control.flags == stock.flags and control.env == {"SGLANG_EVICPRESS": "attention"}
+        assert not control.is_stock and not control.has_policy
+
+
 def test_systems_of_ours_have_the_same_tiers_in_folders_of_their_own(tmp_path: Path) -> None:
-    ours = [system for system in systems(make(tmp_path)).values() if not system.is_stock]
+    ours = [system for system in systems(make(tmp_path)).values() if system.has_policy]
     for system in ours:
         assert float(value(system.flags, "--kv-host-gb")) == 0.1
         assert float(value(system.flags, "--kv-ssd-gb")) == 0.4
@@ -94,11 +103,11 @@ def test_systems_of_ours_have_the_same_tiers_in_folders_of_their_own(tmp_path: P
 
 def test_policies_are_told_apart_and_only_those_that_weigh_choose_forms(tmp_path: Path) -> None:
     found = systems(make(tmp_path, policy_flags=["--kv-sinks", "8"]))
-    policies = {name: value(system.flags, "--kv-policy") for name, system in found.items() if not system.is_stock}
+    policies = {name: value(system.flags, "--kv-policy") for name, system in found.items() if system.has_policy}
     assert policies["tiers-lru"] == "lru" and policies["snapkv@0.2+lru"] == "snapkv@0.2+lru"
     assert policies["evicpress a=3"] == "evicpress" and policies["adaptcache"] == "adaptcache"
     for name, system in found.items():
-        if system.is_stock:
+        if not system.has_policy:
             continue
         learns = system.kind in ("adaptcache", "evicpress")
         assert value(system.flags, "--kv-forms") == ("keydiff@0.5,knorm@0.2" if learns else "exact"), name
@@ -144,14 +153,14 @@ def test_hicache_runs_where_cuda_is_with_the_same_shares_of_memory(tmp_path: Pat
     assert out.name == "hicache" and "CUDA" in out.why
     assert left_out(make(tmp_path, systems=["lru"])) == []
     config = make(tmp_path, server="--device=cuda:1")
-    assert left_out(config) == []
+    assert [each.name for each in left_out(config)] == ["bound+attention", "prefill-only+attention", "lru+attention"]
     system = systems(config)["hicache"]
     assert system.is_stock and float(value(system.flags, "--hicache-ratio")) == 2.5
     assert system.env["SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE"] == str(round(WORKING_SET * KV_BYTES))
     assert system.env["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] == str(system.ssd_dir)
     assert stock_environment().items() <= system.env.items()
     small = make(tmp_path, server="--device cuda", memory={"gpu": 0.3, "host": 0.25})
-    assert "more host memory" in left_out(small)[0].why and "hicache" not in systems(small)
+    assert "more host memory" in left_out(small)[-1].why and "hicache" not in systems(small)
 
 
 def test_sizes_are_shares_of_the_working_set(tmp_path: Path) -> None:
