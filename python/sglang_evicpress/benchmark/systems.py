@@ -34,8 +34,8 @@ _DEFAULT_TOKENS = 4096
 class System:
     """One way to serve. ``flags`` and ``env`` add to those of the config.
 
-    ``is_stock``: no code of ours may be active in its server; ``has_policy``: it has our cache. ``ssd_dir`` is what its SSD tier fills, to be emptied
-    before every start; ``profiles`` the file of profiles that it reads.
+    ``is_stock``: no code of ours may be active in its server; ``has_policy``: it has our cache. ``ssd_dir`` is what its
+    SSD tier fills, to be emptied before every start; ``profiles`` the file of profiles that it reads.
     """
 
     name: str

@@ -74,7 +74,7 @@ def test_stock_systems_have_no_flag_of_ours_and_every_plugin_but_ours(tmp_path: 
 
 def test_all_have_the_same_pool_but_the_bound_that_holds_everything(tmp_path: Path) -> None:
     found = systems(make(tmp_path, tokens=3000, max_new_tokens=10))
-    for name, system in found.items():
+    for system in found.values():
         assert system.pool_tokens == (125_000 + 16 * 3010 if system.kind.startswith("bound") else 10_000)
         assert value(system.flags, "--max-total-tokens") == str(system.pool_tokens)
         assert "--enable-cache-report" in system.flags
