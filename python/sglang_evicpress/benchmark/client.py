@@ -86,7 +86,6 @@ class _Answer:
     def __init__(self, outcome: Outcome) -> None:
         self.is_complete = False
         self._outcome = outcome
-        self._pieces: list[str] = []
         self._last_s: float | None = None
 
     def read(self, data: bytes, now_s: float) -> None:
@@ -110,12 +109,9 @@ class _Answer:
         except (AttributeError, TypeError):
             raise _Failed(f"an event is none of a chat: {data[:200]!r}") from None
 
-    def close(self) -> None:
-        self._outcome.answer = "".join(self._pieces)
-
     def _read_choice(self, choice: Mapping[str, Any], now_s: float) -> None:
         delta = choice.get("delta") or {}
-        self._pieces.append(delta.get("content") or "")
+        self._outcome.answer += delta.get("content") or ""
         if delta.get("content") or delta.get("reasoning_content"):
             self._mark(now_s)
         reason = choice.get("finish_reason")
@@ -222,7 +218,6 @@ async def _ask(
         outcome.error = str(error) or type(error).__name__
     if not answer.is_complete:
         outcome.end_s = time.perf_counter() - begin
-    answer.close()
     return outcome
 
 

@@ -11,9 +11,11 @@ from pathlib import Path
 from sglang_evicpress.benchmark.config import Config, load_config
 from sglang_evicpress.benchmark.contexts import Context, load_contexts
 from sglang_evicpress.benchmark.model import kv_bytes_per_token
+from sglang_evicpress.benchmark.quality import score_runs
 from sglang_evicpress.benchmark.runs import run_all
 from sglang_evicpress.benchmark.server import ServerError
 from sglang_evicpress.benchmark.systems import Sizes, System, expand, left_out, sizes_of
+from sglang_evicpress.benchmark.tables import TABLES, write_report
 
 FOLDER = Path("bench/out/serve")
 INTERRUPTED = 130
@@ -40,6 +42,8 @@ def serve(args: argparse.Namespace, command: str) -> int:
         for each in left_out(config):
             _say(f"{each.name} is left out: {each.why}")
         done = run_all(config, systems, chosen, contexts, sizes, folder, command=command, is_fresh=args.fresh)
+        score_runs(folder, is_shown=sys.stderr.isatty())
+        write_report(folder)
     except KeyboardInterrupt:
         _say(f"interrupted; every run that was complete is in {folder}, and the same command goes on")
         return INTERRUPTED
@@ -48,7 +52,7 @@ def serve(args: argparse.Namespace, command: str) -> int:
         return 1
     before = f"; {done.num_before} were there before" if done.num_before else ""
     failed = f"; {done.num_failed} requests failed" if done.num_failed else ""
-    print(f"{done.num_runs} runs made{before}{failed}: {folder / 'runs'}, and the setting in {folder / 'plan.json'}")
+    print(f"{done.num_runs} runs made{before}{failed}; tables: {folder / TABLES}; every request: {folder / 'runs'}")
     return 0
 
 
