@@ -31,7 +31,7 @@ _OWN_FLAGS = (
 )
 """Given by the benchmark to each system, so not to be given for all."""
 
-_WHICH_RUNS = ("path", "name", "systems", "repetitions", "once", "alphas", "presses", "kept")
+_WHICH_RUNS = ("path", "name", "systems", "repetitions", "once", "alphas", "presses", "kept", "rates")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,14 @@ class Memory:
     gpu: float
     host: float
     ssd: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """More ``levels``, in the first repetition, for the systems of these names or kinds only."""
+
+    levels: tuple[float, ...]
+    systems: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +107,15 @@ class Config:
     systems: tuple[str, ...]
     profiles: Profiling | None
     once: tuple[str, ...]
+    rates: Rates | None
+
+    def levels_of(self, kind: str, name: str, repetition: int) -> tuple[float, ...]:
+        """Of one repetition, counted from 0, of a system of that kind and name; none where it does not run."""
+        if repetition >= self.repetitions or (repetition and {kind, name} & {*self.once}):
+            return ()
+        if repetition or self.rates is None or not {kind, name} & {*self.rates.systems}:
+            return self.levels
+        return tuple(dict.fromkeys((*self.levels, *self.rates.levels)))
 
     @property
     def forms(self) -> str:
@@ -158,6 +175,7 @@ def load_config(path: Path) -> Config:
         systems=get("systems", each(one_of(KINDS)), kinds, KINDS),
         profiles=_profiling(path, get("profiles", _any, "questions and forms", None), _grid(presses, kept)),
         once=get("once", each(one_of(KINDS), may_be_empty=True), kinds, ()),
+        rates=_rates(path, get("rates", _any, "levels and systems", None)),
     )
     fields.finish()
     for flag in config.server:
@@ -214,6 +232,18 @@ def _profiling(path: Path, value: object, forms: str) -> Profiling | None:
     )
     fields.finish()
     return profiling
+
+
+def _rates(path: Path, value: object) -> Rates | None:
+    if value is None:
+        return None
+    fields = Fields.of(f"{path}: rates", value)
+    rates = Rates(
+        levels=fields.need("levels", each(number(above=0.0)), "a list of requests/s above 0"),
+        systems=fields.need("systems", each(text), "a list of systems or kinds of systems"),
+    )
+    fields.finish()
+    return rates
 
 
 def _any(value: object) -> object:

@@ -77,9 +77,6 @@ def run_all(
         folder.open_plan(_plan(config, systems, contexts, sizes, command), is_fresh=is_fresh)
         bench = _Bench(config, contexts, folder, timeout_s, launch)
         wanted = [(system, repetition) for repetition, system in product(range(config.repetitions), chosen)]
-        wanted = [
-            (system, repetition) for system, repetition in wanted if not (repetition and _is_once(config, system))
-        ]
         missing = {pair: levels for pair in wanted if (levels := bench.missing(*pair))}
         num_missing = sum(map(len, missing.values()))
         with Progress(num_missing * config.requests, is_shown=sys.stderr.isatty()) as progress:
@@ -89,7 +86,8 @@ def run_all(
                 )
             for (system, repetition), levels in missing.items():
                 bench.run(system, repetition, levels, progress)
-        return Done(num_missing, len(wanted) * len(config.levels) - num_missing, bench.num_failed)
+        num_wanted = sum(len(levels_of(config, *pair)) for pair in wanted)
+        return Done(num_missing, num_wanted - num_missing, bench.num_failed)
 
 
 class _Bench:
@@ -106,8 +104,8 @@ class _Bench:
 
     def missing(self, system: System, repetition: int) -> list[float]:
         """The levels that were not run yet."""
-        folder = self._folder
-        return [level for level in self._config.levels if not folder.run_file(system, repetition, level).exists()]
+        levels, folder = levels_of(self._config, system, repetition), self._folder
+        return [level for level in levels if not folder.run_file(system, repetition, level).exists()]
 
     def profile(self, system: System, progress: Progress) -> None:
         """Measure the profiles, unless that is done."""
@@ -222,8 +220,8 @@ class _Bench:
         )
 
 
-def _is_once(config: Config, system: System) -> bool:
-    return system.kind in config.once or system.name in config.once
+def levels_of(config: Config, system: System, repetition: int) -> tuple[float, ...]:
+    return config.levels_of(system.kind, system.name, repetition)
 
 
 def _environment(config: Config, system: System) -> dict[str, str]:

@@ -152,3 +152,14 @@ def test_a_file_that_is_none_says_so(tmp_path: Path, text: str, said: str) -> No
 @pytest.mark.parametrize("path", sorted((ROOT / "bench" / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_every_config_of_the_repository_can_be_loaded(path: Path) -> None:
     assert load_config(path).name == path.stem
+
+
+def test_rates_are_more_levels_for_some_systems_in_the_first_repetition(tmp_path: Path) -> None:
+    config = load(tmp_path, levels=[0, 2], repetitions=2, once=["fixed"], rates={"levels": [2, 8], "systems": ["lru"]})
+    assert config.levels_of("lru", "lru", 0) == (0.0, 2.0, 8.0)
+    assert config.levels_of("lru", "lru", 1) == config.levels_of("bound", "bound", 0) == (0.0, 2.0)
+    assert config.levels_of("fixed", "knorm@0.5+lru", 1) == config.levels_of("lru", "lru", 2) == ()
+    with pytest.raises(ValueError, match="rates: levels is .0.: expected a list of requests/s above 0"):
+        load(tmp_path, rates={"levels": [0], "systems": ["lru"]})
+    with pytest.raises(ValueError, match="rates has no systems: expected a list of systems"):
+        load(tmp_path, rates={"levels": [1]})
