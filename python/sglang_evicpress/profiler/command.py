@@ -190,7 +190,10 @@ def _repair(words: Sequence[str], make_parser: Parser) -> int:
     except StoreError as error:
         raise ValueError(str(error)) from None
     print(f"kept {report.num_kept} profiles, lost {report.num_lost}")
-    print("nothing was wrong" if report.bad_copy is None else f"the damaged file is kept as {report.bad_copy}")
+    if report.bad_copy is None:
+        print("nothing was wrong")
+    else:
+        print(f"what was wrong: {report.problem}\nthe damaged file is kept as {report.bad_copy}")
     return 1 if report.num_lost else 0
 
 

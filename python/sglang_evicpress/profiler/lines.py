@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -15,6 +17,7 @@ HEADER = {"format": "evicpress profiles", "version": 1}
 """The first line."""
 
 _DIGEST = 32
+_HEX, _PRINTABLE = re.compile(rb"[0-9a-f]*"), re.compile(rb"[ -~]*")
 
 
 class StoreError(Exception):
@@ -23,6 +26,10 @@ class StoreError(Exception):
 
 class StoreDamaged(StoreError):
     """What the file holds is not what was put there, or it is no profile store; a repair saves what it can."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(f"profile store {path} is damaged ({why}): run `evicpress profile repair {path}`")
+        self.why = why
 
 
 class Name(NamedTuple):
@@ -45,6 +52,34 @@ def line_of(obj: Mapping[str, object]) -> bytes:
 def whole_lines(data: bytes) -> list[bytes]:
     """With their ends; without what has none."""
     return [line + b"\n" for line in data.split(b"\n")[:-1]]
+
+
+def size_of_lines(path: Path, data: bytes) -> int:
+    """Bytes of ``data`` up to the last end of a line. Raises StoreDamaged when it does not begin as a file of ours, or
+    ends in what a kill does not leave of a line.
+    """
+    header = line_of(HEADER)
+    begin = data[: len(header)]
+    if not header.startswith(begin):
+        raise StoreDamaged(path, f"it begins with {begin!r}, expected {header!r}")
+    size = data.rfind(b"\n") + 1
+    if size and foreign_end(data) is not None:
+        raise StoreDamaged(path, f"it ends in {data[size:][-40:]!r}, which is no beginning of a line")
+    return size
+
+
+def foreign_end(data: bytes) -> bytes | None:
+    """What is behind the last end of a line, when it is no beginning of a line that a kill cut off: with its end, where
+    it is a line whose last byte alone is wrong."""
+    begin = b'{"identity":"'
+    tail = data[data.rfind(b"\n") + 1 :]
+    digest, text = tail[:_DIGEST], tail[_DIGEST:]
+    with suppress(ValueError):
+        read_line(tail)
+        return tail[:-1] + b"\n"
+    has_begin = text[: len(begin)] == begin[: len(text)]
+    is_ours = bool(_HEX.fullmatch(digest)) and has_begin and bool(_PRINTABLE.fullmatch(text))
+    return None if is_ours else tail
 
 
 def text_of(line: bytes) -> bytes:
@@ -72,19 +107,16 @@ def name_of(found: Mapping[str, object]) -> Name:
     return Name(identity, key)
 
 
-def live_of(path: Path, lines: list[bytes]) -> tuple[Live, int]:
+def live_of(path: Path, data: bytes) -> tuple[Live, int]:
     """The valid line of every context, and how many lines there are. Raises StoreDamaged."""
+    lines = whole_lines(data[: size_of_lines(path, data)])
     live: Live = {}
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(lines[1:], start=2):
         try:
             found = read_line(line)
-            if number == 1:
-                if found != HEADER:
-                    raise ValueError(f"its first line is {found!r:.100}, expected {HEADER!r}")
-                continue
             name = name_of(found)
         except ValueError as error:
-            raise damaged(path, f"line {number}: {error}") from None
+            raise StoreDamaged(path, f"line {number}: {error}") from None
         live.pop(name, None)
         live[name] = line
     return live, len(lines)
@@ -95,8 +127,4 @@ def profile_of(path: Path, line: bytes) -> Profile:
     try:
         return Profile.from_json(read_line(line)["profile"])
     except ValueError as error:
-        raise damaged(path, str(error)) from None
-
-
-def damaged(path: Path, why: str) -> StoreDamaged:
-    return StoreDamaged(f"profile store {path} is damaged ({why}): run `evicpress profile repair {path}`")
+        raise StoreDamaged(path, str(error)) from None

@@ -12,6 +12,7 @@ from sglang_evicpress.profiler.lines import (
     Live,
     StoreDamaged,
     StoreError,
+    foreign_end,
     live_of,
     name_of,
     profile_of,
@@ -24,12 +25,13 @@ from sglang_evicpress.profiler.store import lock, real_path, replace
 
 @dataclass(frozen=True, slots=True)
 class RepairReport:
-    """Profiles in the file now, lines that could not be read, and where the damaged file is kept: None when nothing was
-    wrong, and nothing was changed."""
+    """Profiles in the file now, lines that could not be read, where the damaged file is kept, and what was wrong with
+    it: None and nothing when nothing was changed."""
 
     num_kept: int
     num_lost: int
     bad_copy: Path | None
+    problem: str = ""
 
 
 def read_all(path: Path) -> list[tuple[str, Profile]]:
@@ -38,7 +40,7 @@ def read_all(path: Path) -> list[tuple[str, Profile]]:
     Raises StoreDamaged, StoreError, and ValueError when there is no such file.
     """
     path = _existing(path)
-    live, _ = live_of(path, whole_lines(_data(path)))
+    live, _ = live_of(path, _data(path))
     return [(name.identity, profile_of(path, line)) for name, line in live.items()]
 
 
@@ -61,13 +63,14 @@ def repair(path: Path) -> RepairReport:
     try:
         try:
             return RepairReport(check(path), 0, None)
-        except StoreDamaged:
-            pass
-        live, num_lost = _salvage(_data(path))
+        except StoreDamaged as error:
+            problem = error.why
+        data = _data(path)
+        live, num_lost = _salvage(data)
         bad_copy = _free_name(path)
         shutil.copyfile(path, bad_copy)
         replace(path, live.values())
-        return RepairReport(len(live), num_lost, bad_copy)
+        return RepairReport(len(live), num_lost, bad_copy, problem)
     except OSError as error:
         raise StoreError(f"profile store {path} cannot be repaired ({error.strerror})") from error
     finally:
@@ -78,7 +81,10 @@ def _salvage(data: bytes) -> tuple[Live, int]:
     """Every line that is whole, and how many are not; what a damaged line replaced is taken for valid again."""
     live: Live = {}
     num_lost = 0
-    for line in whole_lines(data):
+    lines = whole_lines(data)
+    if (end := foreign_end(data)) is not None:
+        lines.append(end)
+    for line in lines:
         try:
             found = read_line(line)
             if found == HEADER:

@@ -1,7 +1,7 @@
 """The profiles on disk: a log of lines, each with a checksum of its own. Every put that returned survives a kill.
 
-The first line names the format. A last line without its end is one that a kill cut off, and counts as never put; any
-other line that is not what was written is damage. Every open store locks ``NAME.lock`` shared, a repair alone.
+The first line names the format. A beginning of a line at the end is one that a kill cut off, and counts as never put;
+anything else that is not what was written is damage. Every open store locks ``NAME.lock`` shared, a repair alone.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from sglang_evicpress.profiler.lines import (
     line_of,
     live_of,
     profile_of,
+    size_of_lines,
     text_of,
-    whole_lines,
 )
 from sglang_evicpress.profiler.profile import Profile
 from sglang_evicpress.tiers.identity import KEY_BYTES
@@ -150,16 +150,18 @@ class ProfileStore:
 
     def _read(self) -> tuple[Live, int]:
         data = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
-        return live_of(self._path, whole_lines(data))
+        return live_of(self._path, data)
 
     def _cut_tail(self) -> int:
-        """Take off what a kill left of a line, and see that there is a first one; the file's size then."""
+        """Take off what a kill left of a line, and see that there is a first one; the file's size then. Raises
+        StoreDamaged, and leaves the file alone, when that is nothing of ours."""
+        header = line_of(HEADER)
         size = os.fstat(self._fd).st_size
-        if size and os.pread(self._fd, 1, size - 1) != b"\n":
-            size = os.pread(self._fd, size, 0).rfind(b"\n") + 1
+        if os.pread(self._fd, len(header), 0) != header or os.pread(self._fd, 1, size - 1) != b"\n":
+            size = size_of_lines(self._path, os.pread(self._fd, size, 0))
             os.ftruncate(self._fd, size)
         if size == 0:
-            size = os.write(self._fd, line_of(HEADER))
+            size = os.write(self._fd, header)
             os.fsync(self._fd)
         return size
 

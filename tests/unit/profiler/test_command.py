@@ -435,8 +435,20 @@ def test_repair_says_what_was_lost(tmp_path: Path, capsys: pytest.CaptureFixture
     data = path.read_bytes()
     path.write_bytes(data.replace(b'"key":"' + b"01" * 16, b'"key":"' + b"03" * 16))
     assert main(["profile", "repair", str(path)]) == 1
-    assert capsys.readouterr().out == f"kept 1 profiles, lost 1\nthe damaged file is kept as {path}.bad\n"
+    assert capsys.readouterr().out == (
+        "kept 1 profiles, lost 1\nwhat was wrong: line 2: a line does not match its checksum\n"
+        f"the damaged file is kept as {path}.bad\n"
+    )
     assert main(["profile", "repair", str(path)]) == 0
+
+
+def test_repair_says_what_a_foreign_file_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "guess.json"
+    path.write_text('{"keydiff": {"0.5": 0.9}}')
+    assert main(["profile", "repair", str(path)]) == 1
+    said = capsys.readouterr().out
+    assert 'what was wrong: it begins with b\'{"keydiff": {"0.5": 0.9}}\', expected b\'' in said
+    assert "nothing was wrong" not in said
 
 
 def test_what_cannot_be_repaired_is_status_2(

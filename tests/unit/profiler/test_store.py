@@ -280,6 +280,12 @@ DAMAGES = {
     "no profile": lambda data: data + line_of({"identity": OURS.hex()}),
     "bad profile": lambda data: data + line_of({"identity": OURS.hex(), "profile": {"key": "00"}}),
     "zeros": lambda data: data + bytes(4096) + b"\n",
+    "no end at all": lambda data: b'{"keydiff": {"0.5": 0.9}}',
+    "header with another end": lambda data: data[: data.index(b"\n")] + b"x",
+    "another end": lambda data: data[:-1] + b"x",
+    "foreign end": lambda data: data + b"abc, and so on",
+    "foreign end behind a checksum": lambda data: data + b"0" * 32 + b"hello",
+    "zeros at the end": lambda data: data + bytes(512),
 }
 
 
@@ -303,22 +309,38 @@ def test_repair_keeps_every_other_profile_and_the_damaged_file(path: Path, forty
     report = repair(path)
     assert report.bad_copy is not None
     assert report.bad_copy.read_bytes() == damaged
-    left = {"text": 0, "flip": 39, "checksum": 39, "lost end": 38}.get(name, 40)
+    of_other = {"text": 0, "flip": 39, "checksum": 39, "lost end": 38, "no end at all": 0, "header with another end": 0}
+    left = of_other.get(name, 40)
     kept = load(path)
     assert report.num_kept == check(path) == len(kept) == left
     assert all(profile in [make_profile(key) for key in range(40)] for profile in kept)
-    assert report.num_lost == {"text": 50, "no header": 0}.get(name, 1)
+    assert report.num_lost == {"text": 50, "no header": 0, "header with another end": 0, "another end": 0}.get(name, 1)
+    assert report.problem
     fill(path, [make_profile(77)])
     assert load(path)[-1] == make_profile(77)
 
 
 def test_line_that_a_kill_cut_off_counts_as_never_put(path: Path, forty: bytes) -> None:
-    for end in (len(forty) - 1, len(forty) - 300, forty.index(b"\n") - 4):
+    header = forty.index(b"\n")
+    last = forty.rindex(b"\n", 0, -1) + 1
+    ends = (len(forty) - 1, len(forty) - 300, *range(last, last + 60), header, header - 4, 31, 1, 0)
+    for end in ends:
         path.write_bytes(forty[:end])
         whole = [make_profile(key) for key in range(forty[:end].count(b"\n") - 1)] if end > 100 else []
         assert load(path) == whole
         fill(path, [make_profile(50)])
         assert load(path) == [*whole, make_profile(50)]
+
+
+def test_foreign_file_that_took_the_place_is_not_written_to(path: Path) -> None:
+    with closing(ProfileStore(path, OURS)) as store:
+        store.put(make_profile(1))
+        for foreign in (b"dear diary", b"dear diary\n"):
+            path.unlink()
+            path.write_bytes(foreign)
+            with pytest.raises(StoreDamaged, match=f"{path} is damaged"):
+                store.put(make_profile(2))
+            assert path.read_bytes() == foreign
 
 
 def test_repair_of_a_whole_file_changes_nothing(path: Path, forty: bytes) -> None:
