@@ -29,6 +29,8 @@ from sglang_evicpress.profiler.profile import BLOCK_TOKENS, context_keys
 PREFIX = "evicpress/shadow/"
 POOL_SHARE = {False: 1 / 4, True: 3 / 4}  # of the pool that shadows hold at most; True: users' nodes may all go for it
 MAX_SPACES = 8
+IDLE_S = 120.0
+"""Nobody asked for a shadow for so long, nor in it: who opened it is gone. Longer than a profiler waits for room."""
 
 
 def is_shadow_name(extra_key: str | None) -> bool:
@@ -45,6 +47,7 @@ class Space:
     namespace: str | None
     exact: str
     may_evict: bool
+    used_s: float
     forms: dict[Form, str] = field(default_factory=dict)
 
     @property
@@ -59,7 +62,7 @@ class Shadows:
         self.spaces: dict[int, Space] = {}
         self.space_of: dict[str, Space] = {}  # by extra key
         self._retired: set[str] = set()
-        self.shadow_counts = dict.fromkeys(("opened", "refused", "forms", "released", "adopted_nodes"), 0)
+        self.shadow_counts = dict.fromkeys(("opened", "refused", "forms", "released", "expired", "adopted_nodes"), 0)
         self._shadow_seed = seed
         self._next_space = 1
 
@@ -99,6 +102,7 @@ class Shadows:
                 f"the context has {len(row)} tokens: expected whole blocks of {BLOCK_TOKENS} and pages of "
                 f"{self.page_size}"
             )
+        self.expire_shadows()
         if len(self.spaces) >= MAX_SPACES:
             raise ValueError(f"no room for a shadow: {MAX_SPACES} are open already")
         path, num_present = self._exact_part(RadixKey(row, namespace))
@@ -118,6 +122,7 @@ class Shadows:
             namespace,
             self._name("exact"),
             may_evict,
+            self.now_s,
         )
         self._next_space += 1
         self.know_context(space.key, row, namespace)
@@ -202,6 +207,15 @@ class Shadows:
         self.release_retired()
         return int(self.token_to_kv_pool_allocator.available_size() - before)
 
+    def expire_shadows(self: Any) -> None:
+        """Close those that nobody uses any more."""
+        for req in self.guests:
+            if (space := self.space_of.get(req.extra_key)) is not None:
+                space.used_s = self.now_s
+        for space in [space for space in self.spaces.values() if self.now_s - space.used_s > IDLE_S]:
+            self._close(space)
+            self.shadow_counts["expired"] += 1
+
     def release_retired(self: Any) -> None:
         """Delete the nodes of ended namespaces that no request runs on any more."""
         if not self._retired:
@@ -221,6 +235,8 @@ class Shadows:
         allocator = self.token_to_kv_pool_allocator
         held, most = self.num_shadow_slots + self._num_unfilled(), int(POOL_SHARE[may_evict] * allocator.size)
         unlocked = allocator.available_size() + self.evictable_size_ - held
+        if num_slots > most:
+            raise ValueError(f"a shadow of {num_slots} slots never fits: shadows may hold {most}")
         if held + num_slots > most or unlocked - num_slots < allocator.size // 8:
             self.shadow_counts["refused"] += 1
             raise ValueError(
@@ -255,6 +271,7 @@ class Shadows:
         space = self.spaces.get(space_id)
         if space is None:
             raise IntrospectionError(409, f"the shadow is gone: {space_id} was closed, or had to make room")
+        space.used_s = self.now_s
         return space
 
     def _exact_part(self: Any, key: RadixKey) -> tuple[list[Any], int]:

@@ -35,6 +35,8 @@ class Yielding:
         """A request in a shadow has entered the queue."""
         if all(req is not guest for guest in self.guests):  # else it was retracted
             self.guests.append(req)
+            if (space := self.space_of.get(req.extra_key)) is not None:
+                space.used_s = self.now_s
             self.guest_counts["requests"] += 1
 
     def begin_round(self: Any, scheduler: Any) -> None:

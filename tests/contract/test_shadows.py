@@ -34,9 +34,8 @@ from sglang_evicpress.arguments import IntrospectionError
 from sglang_evicpress.core import PRESSES, Form, Tier
 from sglang_evicpress.patches import shadows, tier_inspection
 from sglang_evicpress.patches.capture import QueryCapture
-from sglang_evicpress.patches.node import is_lossy, num_slots, slots_of, start_of, walk
+from sglang_evicpress.patches.node import is_lossy, num_slots, path_to, slots_of, start_of, walk
 from sglang_evicpress.patches.shadows import is_shadow_name
-from sglang_evicpress.patches.tiering import path_to
 from sglang_evicpress.tiers.worker import Job
 
 pytestmark = pytest.mark.sglang
@@ -516,6 +515,36 @@ def test_so_many_are_open_at_once_and_no_more() -> None:
     refused(walk, "no room for a shadow: 8 are open already", walk.copy, walk.random_tokens(64))
     walk.put_away(opened[3])
     walk.copy(walk.random_tokens(64))
+
+
+def test_a_shadow_that_nobody_uses_any_more_is_closed_for_the_next() -> None:
+    walk = ShadowWalk(0, 1, num_slots=1024)
+    left, asked, held = (walk.copy(walk.random_tokens(64)) for _ in range(3))
+    guest = walk.begin(held.exact, held.tokens)
+    half = shadows.IDLE_S / 2 + 1
+    walk.cache.now_s += half
+    assert walk.ask(asked.exact, asked.tokens) is not None
+    walk.cache.now_s += half
+    walk.copy(walk.random_tokens(64))
+    assert left.id not in walk.cache.spaces and walk.cache.shadow_counts["expired"] == 1
+    refused(walk, f"the shadow is gone: {left.id} was closed", walk.form, walk.open.pop(left.id))
+    walk.end(guest)
+    walk.cache.begin_round(walk.stub)
+    walk.cache.now_s += half
+    walk.form(asked)
+    walk.cache.expire_shadows()
+    assert {held.id, asked.id} <= {*walk.cache.spaces}
+    walk.cache.now_s += half
+    walk.cache.expire_shadows()
+    assert held.id not in walk.cache.spaces and asked.id in walk.cache.spaces
+    walk.open.pop(held.id)
+    walk.check()
+
+
+def test_a_shadow_that_never_fits_is_not_waited_for() -> None:
+    walk = ShadowWalk(0, 1)
+    refused(walk, "a shadow of 192 slots never fits: shadows may hold 128", walk.copy, walk.random_tokens(192),
+            may_evict=False)  # fmt: skip
 
 
 def test_shadows_that_are_to_be_filled_yet_count_as_full() -> None:
