@@ -83,37 +83,38 @@ class Catalog:
 
     @property
     def default(self) -> Curves:
-        """What an unprofiled context is taken for: per form a low quantile of the profiles' mean qualities."""
+        """What an unprofiled context is taken for: per form a low quantile of what the profiled ones' qualities are
+        hardly below, so that less is believed of it than of nine in ten of them."""
         if self._default is None:
-            self._default = self._over_profiles(_low)
+            self._default = self._over_profiles(lambda pool: _low(pool.lower_bounds()))
         return self._default
 
     @property
     def mean(self) -> Curves:
         """Per form the mean of the profiles' mean qualities."""
         if self._mean is None:
-            self._mean = self._over_profiles(lambda means: float(means.mean()))
+            self._mean = self._over_profiles(lambda pool: float(pool.means().mean()))
         return self._mean
 
-    def _over_profiles(self, figure: Callable[[NDArray[np.float64]], float]) -> Curves:
+    def _over_profiles(self, figure: Callable[[_Pool], float]) -> Curves:
         """Forms differ in which profiles have them."""
         if not self._profiles:
             return self._prior
-        return _curves({form: figure(pool.values()) for form, pool in self._pools.items()})
+        return _curves({form: figure(pool) for form, pool in self._pools.items()})
 
     def _leave(self, profile: Profile) -> None:
         for form, seen in profile.forms.items():
             pool = self._pools[form]
             pool.remove(profile.key, seen)
-            if not pool.means:
+            if not pool.seen:
                 del self._pools[form]
 
 
 @dataclass(slots=True)
 class _Pool:
-    """One form over all profiles that have it: the means by context, and what their variances are pooled of."""
+    """One form over all profiles that have it, by context, and what their variances are pooled of."""
 
-    means: dict[bytes, float] = field(default_factory=dict)
+    seen: dict[bytes, Evidence] = field(default_factory=dict)
     num_spread: int = 0
     squares: float = 0.0
     freedom: float = 0.0
@@ -123,15 +124,19 @@ class _Pool:
         """Within contexts, not between them."""
         return max(0.0, self.squares / self.freedom) if self.num_spread else UNPOOLED_VARIANCE
 
-    def values(self) -> NDArray[np.float64]:
-        return np.fromiter(self.means.values(), np.float64, len(self.means))
+    def means(self) -> NDArray[np.float64]:
+        return np.array([seen.mean for seen in self.seen.values()])
+
+    def lower_bounds(self) -> NDArray[np.float64]:
+        variance = self.variance
+        return np.array([seen.lower_bound(variance) for seen in self.seen.values()])
 
     def add(self, key: bytes, seen: Evidence) -> None:
-        self.means[key] = seen.mean
+        self.seen[key] = seen
         self._spread(seen, 1)
 
     def remove(self, key: bytes, seen: Evidence) -> None:
-        del self.means[key]
+        del self.seen[key]
         self._spread(seen, -1)
 
     def _spread(self, seen: Evidence, sign: int) -> None:
@@ -144,8 +149,8 @@ class _Pool:
             self.squares = self.freedom = 0.0
 
 
-def _low(means: NDArray[np.float64]) -> float:
-    return float(np.quantile(means, LOW_QUANTILE, method="lower"))
+def _low(qualities: NDArray[np.float64]) -> float:
+    return float(np.quantile(qualities, LOW_QUANTILE, method="lower"))
 
 
 def _curves(qualities: dict[Form, float]) -> Curves:

@@ -74,13 +74,17 @@ def test_lower_bound_is_cut_off_at_nothing() -> None:
     assert curves.quality(HALF) == 0.0 and curves.knows(HALF)
 
 
-def test_unprofiled_context_is_taken_for_the_lowest_of_few_and_the_second_of_eleven() -> None:
-    means = [0.9, 0.3, 0.8, 0.5, 0.7, 0.6, 0.95, 0.4, 0.2, 0.85]
+def test_unprofiled_context_is_trusted_as_the_least_of_few_and_the_second_of_eleven() -> None:
+    means = [0.9, 0.3, 0.8, 0.5, 0.7, 0.6, 0.95, 0.4, 0.25, 0.85]
     catalog = filled(*(make_profile(key, {HALF: [mean]}) for key, mean in enumerate(means)))
-    assert catalog.default.quality(HALF) == catalog.curves_of(bytes(16)).quality(HALF) == 0.2
+
+    def trusted(key: int) -> float:
+        return catalog.curves_of(b"%016d" % key).quality(HALF)
+
+    assert catalog.default.quality(HALF) == catalog.curves_of(bytes(16)).quality(HALF) == trusted(8) < 0.25
     catalog.put(make_profile(10, {HALF: [1.0], MOST: [0.99]}))
-    assert catalog.default.quality(HALF) == 0.3
-    assert catalog.default.quality(MOST) == 0.99  # of the one profile that has it
+    assert catalog.default.quality(HALF) == trusted(1) < 0.3
+    assert catalog.default.quality(MOST) == catalog.curves_of(b"%016d" % 10).quality(MOST)  # the one that has it
     assert catalog.mean.quality(HALF) == pytest.approx(statistics.fmean([*means, 1.0]))
 
 
@@ -159,18 +163,21 @@ class AgainstDictionary(RuleBasedStateMachine):
             means = sorted(statistics.fmean(forms[form]) for forms in self.profiles.values() if form in forms)
             default, mean = self.catalog.default, self.catalog.mean
             if means:
-                low = means[int(LOW_QUANTILE * (len(means) - 1))]
-                assert default.quality(form) == pytest.approx(low, abs=1e-12)
                 assert mean.quality(form) == pytest.approx(statistics.fmean(means), abs=1e-12)
             spread = [forms[form] for forms in self.profiles.values() if len(forms.get(form, ())) > 1]
             freedom = sum(len(values) - 1 for values in spread)
             squares = sum(statistics.variance(values) * (len(values) - 1) for values in spread)
             variance = squares / freedom if spread else UNPOOLED_VARIANCE
+            bounds = []
             for key, forms in self.profiles.items():
                 if form in forms:
                     bound = max(0.0, Evidence.of(forms[form]).lower_bound(variance))
+                    bounds.append(bound)
                     # Of a variance that is 0, what is left of sums that came and went is not, and has a root.
                     assert self.catalog.curves_of(b"%016d" % key).quality(form) == pytest.approx(bound, abs=1e-6)
+            if bounds:
+                low = sorted(bounds)[int(LOW_QUANTILE * (len(bounds) - 1))]
+                assert default.quality(form) == pytest.approx(low, abs=1e-6)
 
 
 TestAgainstDictionary = AgainstDictionary.TestCase
@@ -180,5 +187,6 @@ TestAgainstDictionary = AgainstDictionary.TestCase
 def test_default_is_below_nine_of_ten(means: list[float]) -> None:
     catalog = filled(*(make_profile(key, {HALF: [mean]}) for key, mean in enumerate(means)))
     low = catalog.default.quality(HALF)
-    assert sum(mean < low for mean in means) <= len(means) / 10
-    assert low in means
+    trusted = [catalog.curves_of(b"%016d" % key).quality(HALF) for key in range(len(means))]
+    assert sum(quality < low for quality in trusted) <= len(means) / 10
+    assert low in trusted
