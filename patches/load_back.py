@@ -15,7 +15,7 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_evicpress.core import Tier
-from sglang_evicpress.patches.tiering import path_to
+from sglang_evicpress.patches.node import path_to
 from sglang_evicpress.tiers.copies import Copy
 from sglang_evicpress.tiers.worker import Job
 

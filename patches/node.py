@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -115,6 +116,23 @@ def start_of(node: Any) -> int:
     while (node := node.parent) is not None:
         start += len(node.key)
     return start
+
+
+def path_to(node: Any) -> list[Any]:
+    """The nodes from below the root to ``node``."""
+    path = []
+    while node.parent is not None:
+        path.append(node)
+        node = node.parent
+    return path[::-1]
+
+
+def tokens_to(node: Any) -> array[int]:
+    """Those of the path down to the node and of itself."""
+    tokens = array("q")
+    for each in path_to(node):
+        tokens.extend(each.key.raw_token_ids())
+    return tokens
 
 
 def walk(root: Any) -> Iterator[Any]:

@@ -15,14 +15,19 @@ from sglang_evicpress.profiler.store import ProfileStore
 
 logger = logging.getLogger(__name__)
 
+MAX_UNSAVED = 10_000
+"""Profiles that wait for the file to be usable again; the oldest go first."""
+
 
 class ProfileFile:
-    """``path`` None keeps nothing. One thread owns the store, which is opened at the first profile."""
+    """``path`` None keeps nothing. One thread owns the store, which is opened at the first profile; one that could not
+    be saved is saved with the next."""
 
     def __init__(self, path: str | None) -> None:
         self._path = None if path is None else Path(path)
         self._store: ProfileStore | None = None
         self._identity = b""
+        self._unsaved: dict[bytes, Profile] = {}
         self._thread = ThreadPoolExecutor(1, "evicpress-profiles")
 
     async def keep(self, answered: Json) -> None:
@@ -38,13 +43,26 @@ class ProfileFile:
     def _keep(self, answered: Json) -> None:
         try:
             identity = bytes.fromhex(str(answered["identity"]))
-            if self._store is not None and identity != self._identity:  # the model was given other weights
-                self._store.close()
-                self._store = None
-            if self._store is None and self._path is not None:
-                self._store, self._identity = ProfileStore(self._path, identity), identity
-            assert self._store is not None
-            self._store.put(Profile.from_json(answered["profile"]))
+            profile = Profile.from_json(answered["profile"])
+            if identity != self._identity:  # the model was given other weights
+                if self._store is not None:
+                    self._store.close()
+                self._store, self._identity = None, identity
+                self._unsaved.clear()
+            self._unsaved.pop(profile.key, None)
+            self._unsaved[profile.key] = profile
+            while len(self._unsaved) > MAX_UNSAVED:
+                del self._unsaved[next(iter(self._unsaved))]
+            self._save()
         except (StoreError, ValueError) as error:
             logger.warning("evicpress: the profile was not saved: %s", error)
             raise IntrospectionError(507, f"the profile is used, but was not saved: {error}") from error
+
+    def _save(self) -> None:
+        """Raises StoreError, and ValueError, when the file cannot be used now; what is not saved waits."""
+        if self._store is None:
+            assert self._path is not None
+            self._store = ProfileStore(self._path, self._identity)
+        for key, profile in list(self._unsaved.items()):
+            self._store.put(profile)
+            del self._unsaved[key]

@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_evicpress.arguments import IntrospectionError
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import Form
-from sglang_evicpress.patches.node import NodeKV, size_of, start_of, walk
+from sglang_evicpress.patches.node import NodeKV, path_to, size_of, start_of, tokens_to, walk
 from sglang_evicpress.patches.shadows import is_shadow_name
 from sglang_evicpress.profile import Curves
 from sglang_evicpress.profiler.catalog import Catalog
@@ -80,13 +80,15 @@ class Profiling:
         self._contexts.clear()
         self._node_of_context.clear()
 
-    def identify_profiles(self: Any) -> None:
+    def identify_profiles(self: Any) -> bool:
         """Begin to use the profiles of this model, tokenizer and version of the forms; what is known of another goes.
+        False: they are as before.
+
         The file is only read here: the process that answers HTTP writes it, so that the scheduler never waits for a
         disk once it serves."""
         identity = self.name_profiles(getattr(self.scheduler, "tokenizer", None))
         if identity == self.profile_identity:
-            return
+            return False
         self.profile_identity = identity
         self.forget_profiles()
         if self.config.profiles is not None:
@@ -98,6 +100,7 @@ class Profiling:
             except (StoreError, ValueError) as error:  # at start it was whole: see server_args.py
                 logger.error("evicpress: no profile is read: %s", error)
         self.renew_default()
+        return True
 
     # ---- curves
 
@@ -139,15 +142,9 @@ class Profiling:
         """A new leaf may complete contexts that were profiled before."""
         if not len(self.catalog) or leaf.kv.is_shadow:
             return
-        start, path = start_of(leaf), [leaf]
-        while path[-1].parent is not self.root_node:
-            path.append(path[-1].parent)
-        tokens = array("q")
-        for node in reversed(path):
-            tokens.extend(node.key.raw_token_ids())
-        for key in context_keys(self.profile_identity, leaf.key.extra_key, tokens, start):
+        for key in context_keys(self.profile_identity, leaf.key.extra_key, tokens_to(leaf), start_of(leaf)):
             if key in self.catalog:
-                self._attach(key, path)
+                self._attach(key, path_to(leaf))
 
     def split_profiles(self: Any, upper: Any, lower: Any) -> None:
         """Those that end in the upper part are not the lower one's."""
@@ -218,6 +215,7 @@ class Profiling:
 
     def next_profiling_job(self: Any) -> dict[str, object]:
         """What the profiler should do now: an object with ``kind`` observe or profile, or an empty one."""
+        self.expire_shadows()
         if self.recorder is None or not self._has_free_cycles():
             return {}
         for key in [key for key in self._node_of_context if self.recorder.context_of(key) is None]:
@@ -226,7 +224,7 @@ class Profiling:
         for key, node_id in self._node_of_context.items():
             node = self.nodes.get(node_id)
             weights[key] = 0.0 if node is None else max(node.kv.weight, 1e-300)
-        job = self.watch.next_job(self.recorder, self.catalog, weights)
+        job = self.watch.next_job(self.recorder, [key for key in weights if self._is_profiled(key)], weights)
         if job is None:
             return {}
         context = self.recorder.context_of(job.key)
@@ -244,6 +242,13 @@ class Profiling:
             ],
             "forms": [str(form) for form in self.menu.forms[1:]],
         }  # fmt: skip
+
+    def _is_profiled(self: Any, key: bytes) -> bool:
+        """Whether every form of the menu was measured, as far as it can be: a profile may be of other presses."""
+        if key not in self.catalog:
+            return False
+        curves = self.catalog.curves_of(key)
+        return self.watch.was_profiled(key) or all(curves.knows(form) for form in self.menu.forms[1:])
 
     def note_observed(self: Any, key: bytes, pairs: Sequence[tuple[float, float]]) -> dict[str, object]:
         """Answers about a context were scored under its exact KV: (predicted, observed) qualities."""
@@ -272,7 +277,7 @@ class Profiling:
         if context is not None:
             self.watch.profiled(profile.key, num_lossy_hits=context.num_lossy_hits, asked=profile.query_set)
         nodes = {node.id: node for node in self.nodes.values() if profile.key in node.kv.profiles}
-        known = self._contexts.get(profile.key)
+        known = self._contexts.get(profile.key) or self._find_context(profile)
         if known is not None:
             steps = self._steps(RadixKey(*known).page_aligned(self.page_size))
             if sum(matched for _, matched in steps) == len(known[0]):
@@ -281,6 +286,20 @@ class Profiling:
         self.profiling_counts["profiled"] += 1
         self.stir()
         return {"identity": self.profile_identity.hex(), "profile": profile.to_json(), "num_nodes": len(nodes)}
+
+    def _find_context(self: Any, profile: Profile) -> tuple[array[int], str | None] | None:
+        """Its tokens and namespace, where users' nodes spell it."""
+        end = profile.num_tokens
+        for node in self.nodes.values():
+            start = start_of(node)
+            if node.kv.is_shadow or not start < end <= start + len(node.key):
+                continue
+            tokens = tokens_to(node)[:end]
+            if context_keys(self.profile_identity, node.key.extra_key, tokens, end - BLOCK_TOKENS)[-1:] == [
+                profile.key
+            ]:
+                return tokens, node.key.extra_key
+        return None
 
     def list_profiles(self: Any) -> dict[str, object]:
         forms = self.menu.forms[1:]

@@ -120,6 +120,15 @@ class EvicPressCache(
         self.clear_book()
         self.root_node.kv = NodeKV()
 
+    def weights_changed(self) -> None:
+        """The model has other weights, and the tree was kept, as was asked for."""
+        self.release_shadows()
+        if self.identify_profiles():
+            for node in self.nodes.values():
+                node.kv.profiles, node.kv.curve = {}, None
+                self.note(node)
+        self.part_from_ssd()
+
     # ---- match
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:

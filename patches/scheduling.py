@@ -21,6 +21,7 @@ SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder."
 STAGING_POLL_S = 0.002
 IDLE_POLL_S = 0.02
+UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver."
 
 
@@ -127,6 +128,12 @@ def _before_process_batch_result(scheduler: Any, batch: Any, result: Any) -> Non
         _cache.prefill_times.finish(result)
 
 
+def _after_weight_update(_: None, __: Any, recv_req: Any) -> None:
+    """AFTER ``flush_cache_after_weight_update``, which flushes only where the request says so."""
+    if _cache is not None and not recv_req.flush_cache:
+        _cache.weights_changed()
+
+
 def install(registry: Any, hook_type: Any) -> None:
     registry.register(RECEIVER + "_pull_raw_reqs", _after_pull_raw_reqs, hook_type.AFTER)
     registry.register(SCHEDULER + "init_request_dispatcher", _after_init_request_dispatcher, hook_type.AFTER)
@@ -137,3 +144,4 @@ def install(registry: Any, hook_type: Any) -> None:
     registry.register(ADDER + "add_one_req", _around_add_one_req, hook_type.AROUND)
     registry.register(SCHEDULER + "run_batch", _around_run_batch, hook_type.AROUND)
     registry.register(SCHEDULER + "process_batch_result", _before_process_batch_result, hook_type.BEFORE)
+    registry.register(UPDATER + "flush_cache_after_weight_update", _after_weight_update, hook_type.AFTER)

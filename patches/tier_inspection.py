@@ -127,6 +127,8 @@ class TierInspection:
     def attach_ssd(self: Any, folder: str, gb: float, write_gb_per_day: float | None) -> dict[str, object]:
         if self.host is None:
             raise ValueError("the SSD tier goes through host RAM, and there is none: start with --kv-host-gb")
+        if self.is_mixed:
+            raise ValueError("the weights changed and the cache holds KV of the old ones: flush it first")
         if self.ssd is not None:
             raise ValueError(f"the SSD tier is {self.ssd.folder} already: detach it first")
         per_day = None if write_gb_per_day is None else write_gb_per_day * GB

@@ -21,7 +21,7 @@ from sglang_evicpress.config import GB, EvicPressConfig
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.layout import SurvivorLayout
 from sglang_evicpress.patches.compression import Compressor
-from sglang_evicpress.patches.node import is_lossy, num_slots, size_of, slots_of, start_of, walk
+from sglang_evicpress.patches.node import is_lossy, num_slots, path_to, size_of, slots_of, start_of, walk
 from sglang_evicpress.patches.ssd_tier import SsdTier
 from sglang_evicpress.tiers.copies import Copy, HostEntry
 from sglang_evicpress.tiers.entry import Header
@@ -48,6 +48,8 @@ class Tiering:
         self.identify: Callable[[], bytes] | None = None
         self.host: HostTier | None = None
         self.ssd: SsdTier | None = None
+        self._parted_ssd: SsdTier | None = None  # until the tree is flushed
+        self.is_mixed = False  # the tree holds KV of several models
         self.ready: dict[int, int] = {}
         self.tier_counts: Counter[str] = Counter()
         self.tier_errors: Counter[str] = Counter()
@@ -342,23 +344,36 @@ class Tiering:
         self._spare.clear()
         if self.ssd is not None and self.nodes:
             self.ssd.clear(self.workers["write"])
+        self.is_mixed = False
         identity = self.identity if self.host is None or self.identify is None else self.identify()
-        if identity != self.identity:
+        if identity != self.identity or self._parted_ssd is not None:
             self._change_identity(identity)
+
+    def part_from_ssd(self: Any) -> None:
+        """The model has other weights now and the tree was kept, as was asked for: it holds KV of both, so that nothing
+        goes to the SSD, or comes from it, until the tree is flushed."""
+        self.is_mixed = self.is_mixed or (self.identify is not None and self.identify() != self.identity)
+        if self.is_mixed and self.ssd is not None:
+            logger.warning("evicpress: the weights changed without a flush: the SSD tier is off until /flush_cache")
+            former = self.ssd
+            self.detach_ssd()
+            self._parted_ssd = former
 
     def _change_identity(self: Any, identity: bytes) -> None:
         """The model has other weights now: what is on the SSD is none of its business, and must not look like it."""
         self.identity = identity
-        if self.ssd is None:
+        former: SsdTier | None = self.ssd or self._parted_ssd
+        is_parted, self._parted_ssd = self.ssd is None, None
+        if former is None:
             return
-        former: SsdTier = self.ssd
-        former.store.close()
+        if not is_parted:
+            former.store.close()
         try:
             self.use_ssd(former.reopened(identity))
         except StoreError as error:
             logger.error("evicpress: the SSD tier is lost: %s", error)
             self.use_ssd(None)
-            self.menu = replace(self.menu, tiers=self.tiers)
+        self.menu = replace(self.menu, tiers=self.tiers)
 
     # ---- names
 
@@ -447,15 +462,6 @@ def tier_of(node: Any) -> Tier:
 
 def has_child_on_gpu(node: Any) -> bool:
     return any(child.value is not None for child in node.children.values())
-
-
-def path_to(node: Any) -> list[Any]:
-    """The nodes from below the root to ``node``."""
-    path = []
-    while node.parent is not None:
-        path.append(node)
-        node = node.parent
-    return path[::-1]
 
 
 def off_gpu(path: list[Any]) -> Iterator[Any]:

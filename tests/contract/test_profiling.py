@@ -127,7 +127,10 @@ def test_a_prior_is_gone_by_until_something_is_profiled() -> None:
     walk.put_away(shadow)
     bounds = walk.cache.catalog.curves_of(walk.key_of(tokens))
     assert walk.expected(node, "knorm@0.2", "random@0.5") == [bounds.quality(Form("knorm", 0.2)), None]
-    assert walk.expected(unprofiled, "knorm@0.5", "knorm@0.2", "random@0.5") == [0.9, 0.8, None]
+    curves = walk.cache.catalog.default
+    believed = [curves.quality(form) for form in (HALF, Form("knorm", 0.2))]
+    assert walk.expected(unprofiled, "knorm@0.5", "knorm@0.2", "random@0.5") == [*believed, None]
+    assert 0.8 < believed[0] < 0.9 and 0.7 < believed[1] < 0.8
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -147,6 +150,21 @@ def test_a_profile_finds_the_nodes_of_its_context_when_it_is_put(page_size: int)
     assert shown["curve"]["knorm@0.5"]["mean"] == 0.9 and shown["curve"]["knorm@0.5"]["count"] == 9
     bound = shown["curve"]["knorm@0.5"]["lower_bound"]
     assert 0.8 < bound < 0.9 and all(walk.expected(node, "knorm@0.5") == [bound] for node in walk.parts(tokens))
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_profile_from_elsewhere_finds_the_nodes_of_its_context(page_size: int) -> None:
+    walk = ProfiledWalk(page_size)
+    tokens = walk.random_tokens(256)
+    finished(walk, tokens[:80])
+    finished(walk, tokens)
+    finished(walk, tokens, "lora-a")
+    assert walk.put(tokens[:192], GOOD) == 2
+    assert walk.put(tokens, POOR, "lora-a") == 1
+    assert walk.put(walk.random_tokens(192), GOOD) == 0
+    (alone,) = walk.parts(tokens, "lora-a")
+    assert alone.kv.profiles == {walk.key_of(tokens, "lora-a"): 256}
+    assert [node.kv.profiles for node in walk.parts(tokens)] == [{walk.key_of(tokens[:192]): 192}] * 2
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -204,7 +222,8 @@ def test_the_parts_of_a_split_carry_profiles_of_their_own() -> None:
     walk.cache._split_node(node.key, node, 128)
     walk.put_away(walk.copy(tokens[:128]))
     assert walk.put(tokens[:128], GOOD) == 1
-    assert node.kv.profiles == {} and walk.expected(node, "knorm@0.5") == [0.9]  # as any unprofiled node
+    default = walk.cache.catalog.default.quality(HALF)
+    assert node.kv.profiles == {} and walk.expected(node, "knorm@0.5") == [default]  # as any unprofiled node
     walk.cache._split_node(node.key, node, 32)
     assert [len(part.kv.profiles) for part in walk.parts(tokens)] == [1, 0, 0]
     walk.check()
@@ -233,19 +252,28 @@ def test_a_node_that_is_mostly_something_else_is_not_taken_for_the_context() -> 
 
 
 def test_an_unprofiled_context_is_taken_for_a_low_quantile() -> None:
+    """Of what the others' qualities are hardly below: no context is trusted more for not having been profiled."""
     walk = ProfiledWalk()
     unprofiled = walk.random_tokens(128)
     finished(walk, unprofiled)
     (node,) = walk.parts(unprofiled)
-    for index in range(20):
-        walk.put(walk.random_tokens(64), {"knorm@0.5": 0.5 + index / 100})
+    profiled = [walk.random_tokens(64) for _ in range(21)]
+
+    def bounds() -> list[float]:
+        found = [walk.cache.catalog.curves_of(walk.key_of(tokens)).quality(HALF) for tokens in profiled]
+        return sorted(found)
+
+    walk.put(profiled[0], {"knorm@0.5": 0.5})
+    first = walk.cache.catalog.curves_of(walk.key_of(profiled[0])).quality(HALF)
+    assert first < 0.5 and walk.expected(node, "knorm@0.5") == [first]  # the first profile is gone by at once
+    for index, tokens in enumerate(profiled[1:20], 1):
+        walk.put(tokens, {"knorm@0.5": 0.5 + index / 100})
     walk.wait_s(0.0)
-    assert walk.expected(node, "knorm@0.5") == [0.5]  # the first profile is gone by at once
-    walk.put(walk.random_tokens(64), {"knorm@0.5": 0.1})
+    walk.put(profiled[20], {"knorm@0.5": 0.1})
     walk.wait_s(1.0)
-    assert walk.expected(node, "knorm@0.5") == [0.5]  # the others when some time has passed
+    assert walk.expected(node, "knorm@0.5") == [first]  # the others when some time has passed
     walk.wait_s(profiling.DEFAULT_PAUSE_S)
-    assert walk.expected(node, "knorm@0.5") == [0.51]
+    assert walk.expected(node, "knorm@0.5") == [pytest.approx(bounds()[2])]
     walk.check()
 
 
@@ -293,12 +321,27 @@ def test_profiles_are_read_at_the_start_and_those_of_another_model_are_not(tmp_p
     finished(walk, tokens)
     (node,) = walk.parts(tokens)
     assert walk.expected(node, "knorm@0.5") == [walk.cache.catalog.curves_of(walk.key_of(tokens)).quality(HALF)]
-    assert walk.cache.list_profiles()["default"]["knorm@0.5"] == 0.9
+    assert walk.cache.list_profiles()["default"]["knorm@0.5"] == walk.cache.catalog.default.quality(HALF)
     walk.identity = bytes(reversed(IDENTITY))  # other weights
     walk.flush_all()
     assert len(walk.cache.catalog) == 0 and walk.cache.list_profiles()["default"] == {}
     finished(walk, tokens)
     assert walk.expected(walk.parts(tokens)[0], "knorm@0.5") == [None]
+
+
+def test_profiles_of_another_model_are_not_gone_by_when_the_tree_was_kept(tmp_path: Path) -> None:
+    walk = ProfiledWalk()
+    tokens = walk.random_tokens(128)
+    finished(walk, tokens)
+    walk.put(tokens, GOOD)
+    walk.copy(tokens)
+    walk.identity = bytes(reversed(IDENTITY))  # other weights, without a flush
+    walk.cache.weights_changed()
+    walk.open.clear()
+    assert not walk.cache.spaces and len(walk.cache.catalog) == 0
+    (node,) = walk.parts(tokens)
+    assert walk.expected(node, "knorm@0.5") == [None]
+    walk.check()
 
 
 def test_adaptcache_goes_by_the_mean_of_all_profiles() -> None:
@@ -455,6 +498,19 @@ def test_a_context_that_was_asked_about_twice_is_to_be_profiled() -> None:
     assert walk.job() == {} and walk.cache.profiling_counts["failed"] == 1
 
 
+def test_a_context_that_was_profiled_in_other_presses_only_is_to_be_profiled_once() -> None:
+    walk = ProfiledWalk()
+    tokens = walk.random_tokens(256)
+    walk.put(tokens, {"random@0.5": 0.9})
+    for question in (51, 52, 53):
+        walk.answer([*tokens, question], 7)
+    assert walk.job()["why"] == "unprofiled"
+    walk.put(tokens, {"random@0.5": 0.9, "random@0.2": 0.5})  # the other presses could not be measured
+    assert walk.job() == {}
+    walk.answer([*tokens, 54], 7)
+    assert walk.job() == {}
+
+
 def test_the_context_that_is_used_more_comes_first() -> None:
     walk = ProfiledWalk()
     often, seldom = walk.random_tokens(256), walk.random_tokens(256)
@@ -487,7 +543,7 @@ def test_a_context_that_is_worse_than_predicted_is_observed_then_profiled_anew()
     tokens = walk.random_tokens(256)
     walk.answer(tokens)
     walk.put_away(walk.copy(tokens))
-    walk.put(tokens, {"knorm@0.5": 0.95})
+    walk.put(tokens, {"knorm@0.5": 0.95, "random@0.5": 0.5, "streaming@0.5": 0.5})
     (node,) = walk.parts(tokens)
     walk.answer([*tokens, 50], 7)
     assert walk.job() == {}

@@ -31,9 +31,9 @@ from sglang_evicpress.costs import Costs, PrefillLaw
 from sglang_evicpress.introspect import IntrospectionError
 from sglang_evicpress.patches import bookkeeping, load_back, tier_inspection
 from sglang_evicpress.patches.compression import Compressor
-from sglang_evicpress.patches.node import num_slots, slots_of, start_of, walk
+from sglang_evicpress.patches.node import num_slots, path_to, slots_of, start_of, walk
 from sglang_evicpress.patches.radix_cache import EvicPressCache
-from sglang_evicpress.patches.tiering import FAULTS_FLAG, path_to, tier_of
+from sglang_evicpress.patches.tiering import FAULTS_FLAG, tier_of
 from sglang_evicpress.tiers.worker import Job
 
 pytestmark = pytest.mark.sglang
@@ -577,6 +577,32 @@ def test_a_detached_ssd_keeps_its_entries_and_gives_them_back(opened: Callable[.
     assert not nodes_of(walk) and walk.cache.tiers == (Tier.GPU, Tier.HOST)
     walk.check()
     walk.change_ssd()
+    assert walk.serve([*tokens, 59]) == 100 and walk.cache.tier_counts["found_again"] == 1
+    walk.check_rows()
+
+
+def test_the_ssd_is_left_alone_while_the_tree_holds_kv_of_two_models(opened: Callable[..., TierWalk]) -> None:
+    walk = opened()
+    tokens, node = cached(walk, 100)
+    sent(walk, node, Tier.SSD)
+    walk.cache.identify = lambda: IDENTITY
+    walk.cache.weights_changed()
+    assert walk.cache.ssd is not None, "the weights are the same"
+    other = bytes(reversed(IDENTITY))
+    walk.cache.identify = lambda: other
+    walk.cache.weights_changed()
+    walk.cache.weights_changed()
+    assert walk.cache.tiers == (Tier.GPU, Tier.HOST) and not nodes_of(walk)
+    with pytest.raises(ValueError, match="flush it first"):
+        walk.change_ssd()
+    walk.check()
+    walk.cache.reset()
+    assert walk.cache.tiers == (Tier.GPU, Tier.HOST, Tier.SSD) and walk.cache.identity == other
+    _, node = cached(walk, 100)
+    sent(walk, node, Tier.SSD)
+    walk.check()
+    walk.close()
+    walk = opened()  # the first model again
     assert walk.serve([*tokens, 59]) == 100 and walk.cache.tier_counts["found_again"] == 1
     walk.check_rows()
 

@@ -114,6 +114,11 @@ class Watch:
         state.is_new, state.retry_at = True, 0
         state.asked = state.chosen if asked is None else asked
 
+    def was_profiled(self, key: bytes) -> bool:
+        """Since it was first asked about here: what could not be measured then cannot be now."""
+        state = self._states.get(key)
+        return state is not None and state.asked is not None
+
     def failed(self, key: bytes) -> None:
         """The job could not be done: the context is left alone until ``every`` more hits than when it was chosen."""
         state = self._state(key)
