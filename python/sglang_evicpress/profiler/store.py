@@ -42,7 +42,8 @@ class ProfileStore:
 
     ``identity`` (16 bytes) is that of the model, the tokenizer and the version of the forms: profiles of others may
     be in the file, are never returned, and go only when they are the oldest of very many. Several processes may have
-    one file open. Thread-safe.
+    one file open; when it is taken away, or with its folder, and a file can be made there again, it gets what it had.
+    Thread-safe.
     """
 
     def __init__(self, path: Path, identity: bytes, max_profiles: int = 10_000) -> None:
@@ -59,13 +60,13 @@ class ProfileStore:
         self._turn = threading.Lock()
         self._path = real_path(path)
         self._lock_fd = self._fd = -1
+        self._is_closed = False
+        self._live: Live = {}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock_fd = lock(self._path, alone=False)
-            self._fd = self._open()
             with self._alone():
-                live, num_lines = self._read()
-                if num_lines == 0:
+                self._live, self._num_lines = self._read()
+                if self._num_lines == 0:
                     self._cut_tail()
         except OSError as error:
             self.close()
@@ -73,14 +74,12 @@ class ProfileStore:
         except BaseException:
             self.close()
             raise
-        self._names = dict.fromkeys(live)
-        self._num_lines = num_lines
 
     def load(self) -> list[Profile]:
         """All profiles of this model, the oldest put first. Raises StoreError."""
         with self._turn, self._worded("read"), self._alone():
-            live, _ = self._read()
-        own = [line for name, line in live.items() if name.identity == self._identity]
+            self._live, self._num_lines = self._read()
+            own = [line for name, line in self._live.items() if name.identity == self._identity]
         return [profile_of(self._path, line) for line in own[-self._max_profiles :]]
 
     def put(self, profile: Profile) -> None:
@@ -102,44 +101,62 @@ class ProfileStore:
                     os.ftruncate(self._fd, end)
                 raise
             name = Name(self._identity, profile.key.hex())
-            self._names.pop(name, None)
-            self._names[name] = None
+            self._live.pop(name, None)
+            self._live[name] = line
             self._num_lines += 1
-            if self._num_lines > 2 * len(self._names) + SPARE_LINES or len(self._names) > self._max_lines:
+            if self._num_lines > 2 * len(self._live) + SPARE_LINES or len(self._live) > self._max_lines:
                 self._rewrite()
 
     def close(self) -> None:
         """Nothing can be put or loaded any more. Closing again does nothing."""
         with self._turn:
-            for fd in (self._fd, self._lock_fd):
-                if fd >= 0:
-                    os.close(fd)
-            self._fd = self._lock_fd = -1
+            self._is_closed = True
+            self._leave()
 
     @property
     def _max_lines(self) -> int:
         """Contexts that the file may hold before the oldest make room: some more than are returned."""
         return max(self._max_profiles + SPARE_LINES, MAX_MODELS * self._max_profiles)
 
-    def _open(self) -> int:
-        return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+    def _enter(self) -> None:
+        """Open the file that is there now, and lock it. One that was emptied or taken away gets back what it had."""
+        while True:
+            if self._lock_fd < 0:
+                self._lock_fd = lock(self._path, alone=False)
+            if self._fd < 0:
+                self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            is_locked = _is_at(_lock_path(self._path), self._lock_fd)
+            if is_locked and _is_at(self._path, self._fd):
+                if os.fstat(self._fd).st_size or not self._live:
+                    return
+                replace(self._path, self._live.values())
+                self._num_lines = len(self._live) + 1
+            self._leave(with_lock=not is_locked)
+
+    def _leave(self, *, with_lock: bool = True) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        if with_lock and self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """While no other process changes the file; whoever rewrote it put another in its place."""
-        if self._fd < 0:
+        if self._is_closed:
             raise StoreError(f"profile store {self._path} is closed")
-        while True:
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
-            if self._path.exists() and os.path.samestat(self._path.stat(), os.fstat(self._fd)):
-                break
-            os.close(self._fd)
-            self._fd = -1
-            self._fd = self._open()
+        try:
+            self._enter()
+        except BaseException:
+            self._leave()  # to be opened again the next time
+            raise
         try:
             yield
         finally:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
+            if self._fd >= 0:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     @contextmanager
     def _worded(self, done: str) -> Iterator[None]:
@@ -173,12 +190,9 @@ class ProfileStore:
         left = [name for name in live if name not in gone]
         left = left[-MAX_MODELS * self._max_profiles :]
         replace(self._path, (live[name] for name in left))
-        self._names = dict.fromkeys(left)
+        self._live = {name: live[name] for name in left}
         self._num_lines = len(left) + 1
-        os.close(self._fd)
-        self._fd = -1
-        self._fd = self._open()
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        self._leave(with_lock=False)  # another file is there now
 
 
 def real_path(path: Path) -> Path:
@@ -191,7 +205,7 @@ def real_path(path: Path) -> Path:
 
 def lock(path: Path, *, alone: bool) -> int:
     """A descriptor that holds the lock beside the file until it is closed. Raises StoreError when it is taken."""
-    fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    fd = os.open(_lock_path(path), os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(fd, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -199,6 +213,15 @@ def lock(path: Path, *, alone: bool) -> int:
         why = "a server has it open: stop it first" if alone else "it is being repaired"
         raise StoreError(f"profile store {path} cannot be used now: {why}") from None
     return fd
+
+
+def _lock_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.lock")
+
+
+def _is_at(path: Path, fd: int) -> bool:
+    """Whether ``fd`` is still the file that is there."""
+    return path.exists() and os.path.samestat(path.stat(), os.fstat(fd))
 
 
 def replace(path: Path, lines: Iterable[bytes]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -232,13 +233,39 @@ def test_closed_store_says_so(path: Path) -> None:
         store.load()
 
 
-def test_file_that_is_taken_away_is_made_again(path: Path) -> None:
+def test_file_that_is_taken_away_or_emptied_gets_back_what_it_had(path: Path) -> None:
+    fill(path, [make_profile(1)])
+    fill(path, [make_profile(1, 5)], THEIRS)
+    with closing(ProfileStore(path, OURS)) as store:
+        store.put(make_profile(2))
+        path.unlink()
+        store.put(make_profile(3))
+        path.write_bytes(b"")
+        store.put(make_profile(4))
+        assert store.load() == [make_profile(key) for key in (1, 2, 3, 4)]
+    assert load(path) == [make_profile(key) for key in (1, 2, 3, 4)]
+    assert load(path, THEIRS) == [make_profile(1, 5)]
+
+
+def test_folder_that_was_away_is_used_again(tmp_path: Path) -> None:
+    path = tmp_path / "disk" / "profiles.log"
     with closing(ProfileStore(path, OURS)) as store:
         store.put(make_profile(1))
-        path.unlink()
+        path.parent.rename(tmp_path / "away")
+        for _ in range(2):
+            with pytest.raises(StoreError, match="cannot be written .*No such file"):
+                store.put(make_profile(2))
+        (tmp_path / "away").rename(path.parent)
         store.put(make_profile(2))
-        assert store.load() == [make_profile(2)]
-    assert load(path) == [make_profile(2)]
+        assert store.load() == [make_profile(1), make_profile(2)]
+        shutil.rmtree(path.parent)
+        with pytest.raises(StoreError, match="cannot be read .*No such file"):
+            store.load()
+        path.parent.mkdir()
+        store.put(make_profile(3))
+        with pytest.raises(StoreError, match="stop it first"):
+            repair(path)
+    assert load(path) == [make_profile(key) for key in (1, 2, 3)]
 
 
 def test_two_stores_share_a_file(path: Path) -> None:
