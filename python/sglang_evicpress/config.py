@@ -304,21 +304,24 @@ def _forms(name: str, value: object) -> tuple[Form, ...]:
 
 
 def _curves(name: str, value: object) -> Mapping[str, object] | None:
-    if value is None:
-        return None
+    return None if value is None else _known_curves(name, value)
+
+
+def _known_curves(name: str, value: object) -> Mapping[str, object]:
     if not isinstance(value, dict):
-        raise ValueError(f"{name} is a {type(value).__name__}: expected a JSON object")
+        given = "null" if value is None else f"a {type(value).__name__}"
+        raise ValueError(f"{name} is {given}: expected a JSON object")
     from sglang_evicpress.profile import Curves
 
     Curves.from_json(value)
     return value
 
 
-def _prior(name: str, value: object) -> Mapping[str, object] | None:
+def _prior(name: str, value: object) -> Mapping[str, object]:
     path = _text(name, value)
     where = f"{name} {path!r}"
     try:
-        return _curves(name, json.loads(Path(path).read_text(encoding="utf-8")))
+        return _known_curves(name, json.loads(Path(path).read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise ValueError(f"{where} does not exist: expected a JSON file of quality curves") from None
     except (OSError, UnicodeDecodeError) as error:

@@ -92,6 +92,8 @@ def test_a_prior_is_read_from_its_file(tmp_path: Path) -> None:
     [
         (None, ("does not exist", "expected a JSON file")),
         ("{", ("not JSON", "expected quality curves")),
+        ("null", ("is null", "expected a JSON object")),
+        ("[]", ("is a list", "expected a JSON object")),
         ('{"zip": {"0.5": 0.9}}', ("'zip'", "expected one of")),
         ('{"keydiff": {"0.5": 2}}', ("is 2", "expected a number in [0, 1]")),
     ],
