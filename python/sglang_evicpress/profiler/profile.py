@@ -15,6 +15,9 @@ from sglang_evicpress.tiers.identity import PathHash, Tokens, token_bytes
 BLOCK_TOKENS = 64
 """Contexts are told apart by whole blocks of tokens, so that it does not matter where exactly a question begins."""
 
+MAX_CONTEXT_TOKENS = 2**24
+"""Of a profile: more than any model reads."""
+
 FORMS_VERSION = 1
 """Raised whenever a press keeps other tokens than before: what was measured of it holds no more."""
 
@@ -81,7 +84,8 @@ class Profile:
             raise ValueError(f"profile {key} has query_set {obj['query_set']!r:.100}: expected 16 hex digits")
         if not isinstance(obj["scorer"], str) or not _SCORER.fullmatch(obj["scorer"]):
             raise ValueError(f"profile {key} has scorer {obj['scorer']!r:.100}: expected a name such as logprob")
-        num_tokens, num_queries = (_whole(key, name, obj[name]) for name in ("num_tokens", "num_queries"))
+        num_tokens = _whole(key, "num_tokens", obj["num_tokens"], MAX_CONTEXT_TOKENS)
+        num_queries = _whole(key, "num_queries", obj["num_queries"], 2**53 - 1)
         if num_tokens % BLOCK_TOKENS:
             raise ValueError(f"profile {key} has num_tokens {num_tokens}: expected whole blocks of {BLOCK_TOKENS}")
         measured_s = obj["measured_s"]
@@ -116,9 +120,9 @@ def _figures(seen: Evidence) -> list[float]:
     return [float(seen.count), float(seen.mean), float(seen.squares)]
 
 
-def _whole(key: str, name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**53:
-        raise ValueError(f"profile {key} has {name} {value!r:.100}: expected a whole number of at least 1")
+def _whole(key: str, name: str, value: object, most: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise ValueError(f"profile {key} has {name} {value!r:.100}: expected a whole number from 1 to {most}")
     return value
 
 
