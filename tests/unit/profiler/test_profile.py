@@ -26,7 +26,7 @@ evidences = st.lists(st.floats(0.0, 1.0), min_size=1, max_size=8).map(Evidence.o
 profiles = st.builds(
     Profile,
     key=st.binary(min_size=16, max_size=16),
-    num_tokens=st.integers(1, 2**40).map(lambda blocks: blocks * BLOCK_TOKENS),
+    num_tokens=st.integers(1, 2**18).map(lambda blocks: blocks * BLOCK_TOKENS),
     forms=st.dictionaries(forms, evidences, min_size=1, max_size=6),
     scorer=st.sampled_from(["logprob", "minilm", "rouge-l", "f1"]),
     query_set=st.binary(min_size=8, max_size=8).map(bytes.hex),
