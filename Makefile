@@ -8,7 +8,7 @@ ifeq ($(wildcard /dev/nvidiactl),)
 export SGLANG_USE_CPU_ENGINE ?= 1
 endif
 
-.PHONY: help setup test check contract dist demo show-foundation show-policy show-tiers show-profiler chaos bench clean
+.PHONY: help setup test check contract dist demo show-foundation show-policy show-tiers show-profiler show-bench chaos bench clean
 
 help:
 	@echo "make demo             the real server on a pool too small: lru beside evicpress, under 10 minutes"
@@ -20,6 +20,7 @@ help:
 	@echo "make show-policy      measure the policy: near the optimum, fast, better than its rivals; at most 15 minutes"
 	@echo "make show-tiers       measure host memory and SSD: bandwidth, kill -9, chaos, restart; at most 30 minutes"
 	@echo "make show-profiler    measure the profiler: insights, held-out questions, scorers, figure 10, what users notice; at most 30 minutes"
+	@echo "make show-bench       every system side by side on real servers, and the papers' figures; at most 60 minutes"
 	@echo "make chaos            the real server on host memory and an SSD that fail on purpose, 5 minutes and two starts"
 	@echo "make bench            every bench/bench_*.py"
 	@echo "make setup            only .venv, from uv.lock (uv is fetched when it is missing)"
@@ -65,6 +66,9 @@ show-tiers: setup
 
 show-profiler: setup
 	$(PY) bench/show_profiler.py
+
+show-bench: setup
+	$(PY) bench/show_bench.py
 
 chaos: setup
 	$(PY) bench/chaos.py

@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 FOLDER = "figures"
 STYLES = {
     "bound": ("k", "*"),
+    "bound+attention": ("k", "+"),
     "prefill-only": ("tab:gray", "s"),
+    "prefill-only+attention": ("tab:gray", "+"),
     "lru": ("tab:brown", "D"),
+    "lru+attention": ("tab:brown", "+"),
     "hicache": ("tab:pink", "v"),
     "tiers-lru": ("tab:orange", "^"),
     "fixed": ("tab:green", "x"),

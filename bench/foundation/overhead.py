@@ -65,7 +65,7 @@ def paired(servers: Sequence[Server], prompts: Sequence[list[int]], num_tokens: 
     return first, between
 
 
-def overhead(pairs: int, seed: int = 0) -> list[Line]:
+def overhead(pairs: int, seed: int = 0, most: float = OVERHEAD_BOUND) -> list[Line]:
     """Everything fits, nothing is compressed: half the prompts are new, half extend one that is cached."""
     rng = random.Random(seed)
     contexts = [[rng.randrange(6, 480) for _ in range(1000)] for _ in range(8)]
@@ -88,9 +88,9 @@ def overhead(pairs: int, seed: int = 0) -> list[Line]:
         lines.append(
             Line(
                 f"overhead, nothing compressed: {what}, evicpress / stock, same CPU attention, {pairs} pairs",
-                f"median <= {OVERHEAD_BOUND}",
+                f"median <= {most}",
                 f"{median:.3f}",
-                median <= OVERHEAD_BOUND and not dropped["compressed"] and not dropped["dropped"],
+                median <= most and not dropped["compressed"] and not dropped["dropped"],
             )
         )
     return lines
