@@ -15,7 +15,7 @@ from sglang_evicpress.core import Form
 from sglang_evicpress.profiler.chat import ChatEndpoint
 from sglang_evicpress.profiler.contexts import GivenQuestion, read_contexts
 from sglang_evicpress.profiler.engine import EngineError
-from sglang_evicpress.profiler.offline import Plan, Run, read_identity
+from sglang_evicpress.profiler.offline import Plan, Run, read_server
 from sglang_evicpress.profiler.output import check_output, write_whole
 from sglang_evicpress.profiler.progress import Progress
 from sglang_evicpress.profiler.prompts import PromptKind, Prompts, Template
@@ -48,7 +48,8 @@ variable {QUESTIONS_KEY_VARIABLE}; without an endpoint they are cut out of the c
 Presses that look at queries (snapkv) can only be measured where --kv-forms of the server names them.
 
 The server keeps every context as soon as it is measured. After an interruption the same command with --resume does
-the rest. It asks for room several times before a context fails.
+the rest, and where only forms are missing, those; a form that cannot be made of a context does not make it count as
+unmeasured. It asks for room several times before a context fails.
 
 Exit status: 0 all measured, 1 some contexts failed, 2 bad input or no server, 130 Ctrl-C.
 
@@ -127,7 +128,7 @@ def _parser(make_parser: Parser) -> argparse.ArgumentParser:
         help=r"what users send; \n is a line break; default %(default)s",
     )
     add("--max-new-tokens", default="64", metavar="N", help="of an answer; default %(default)s")
-    add("--resume", action="store_true", help="leave out contexts of which the server has just such a profile")
+    add("--resume", action="store_true", help="leave out what the server has in just such profiles")
     add("--jsonl", metavar="FILE", help="write one object for each context")
     add("--api-key", metavar="KEY", help=f"of the server; default: the environment variable {KEY_VARIABLE}")
     add("--admin-api-key", metavar="KEY", help=f"where it has one too; default: the variable {ADMIN_KEY_VARIABLE}")
@@ -154,7 +155,8 @@ def _prepare(args: argparse.Namespace) -> Run:
         _read("--jsonl", partial(check_output, inputs=[args.contexts]), args.jsonl)
     scorer = _read("--scorer", get_scorer, args.scorer)
     plan = Plan(contexts, forms, scorer, max_new_tokens, args.resume, make_questions)
-    return Run(plan, transport, Prompts(transport, kind, template), read_identity(transport), [])
+    identity, makeable = read_server(transport, forms)
+    return Run(plan, transport, Prompts(transport, kind, template), identity, makeable, [])
 
 
 def connect(url: str, api_key: str | None, admin_api_key: str | None = None, *, num_retries: int = 0) -> HttpTransport:

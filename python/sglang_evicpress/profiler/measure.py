@@ -19,6 +19,11 @@ from sglang_evicpress.profiler.scorers.logprob import observed_quality
 NUM_LIKELIEST = 20
 """Tokens that ``observe`` asks for at each place: what a served answer could have been instead."""
 
+
+class NothingMade(EngineError):
+    """Not one of the forms can be made of the context."""
+
+
 Progress: TypeAlias = Callable[[Form, int, int], None]
 """(form just done or left out, number of forms done or left out, number of forms)"""
 
@@ -49,7 +54,7 @@ def profile_context(
 
     ``exact`` are the answers on exact KV where they are known already; ``adopt`` is that of ``close_shadow``. Forms
     that cannot be made of this context are left out. When the room ends midway, the profile has those that were
-    complete by then; with none, ShadowRefused or ShadowLost is raised, and EngineError when not one form can be made.
+    complete by then; with none, ShadowRefused or ShadowLost is raised, and NothingMade when not one form can be made.
     Raises ValueError without queries or lossy forms.
     """
     wanted = [form for form in dict.fromkeys(forms) if not form.is_exact]
@@ -83,7 +88,7 @@ def profile_context(
     with suppress(ShadowLost):  # there is nothing left to free
         engine.close_shadow(shadow, adopt=adopt)
     if not measured:
-        raise EngineError(f"none of {', '.join(map(str, wanted))} can be made of context {shadow.key.hex()}")
+        raise NothingMade(f"none of {', '.join(map(str, wanted))} can be made of context {shadow.key.hex()}")
     asked = query_set([query.tokens for query in queries])
     return Profile(shadow.key, shadow.num_tokens, measured, scorer.name, asked, len(queries), clock())
 

@@ -10,7 +10,7 @@ from sglang_evicpress.profiler.chat import EndpointError
 from sglang_evicpress.profiler.client import ServerEngine
 from sglang_evicpress.profiler.contexts import GivenContext, GivenQuestion
 from sglang_evicpress.profiler.engine import EngineError
-from sglang_evicpress.profiler.measure import Asked, profile_context
+from sglang_evicpress.profiler.measure import Asked, NothingMade, profile_context
 from sglang_evicpress.profiler.profile import Profile, context_keys, query_set
 from sglang_evicpress.profiler.progress import Progress
 from sglang_evicpress.profiler.prompts import ContextTooShort, Prompts
@@ -21,6 +21,9 @@ FILL_TOKENS = 2048
 """Tokens that one request computes of a context the server does not hold: an offline run delays no one."""
 
 PROFILES = "/evicpress/profiles"
+
+QUERY_PRESSES = frozenset({"snapkv"})
+"""They need queries of the prompt, which a server keeps when its own forms name one of them."""
 
 _FIELDS = {field.name for field in fields(Profile)}
 
@@ -51,12 +54,14 @@ class Outcome:
 
 @dataclass(slots=True)
 class Run:
-    """``outcomes`` has those of the contexts done so far, also after Ctrl-C. ``identity`` is that of the server."""
+    """``outcomes`` has those of the contexts done so far, also after Ctrl-C. ``identity`` is that of the server, which
+    can make ``forms`` of those that are planned."""
 
     plan: Plan
     transport: Transport
     prompts: Prompts
     identity: bytes
+    forms: Sequence[Form]
     outcomes: list[Outcome]
 
     def run(self, progress: Progress) -> None:
@@ -93,46 +98,62 @@ class Run:
         questions = context.questions or self.plan.make_questions(context.text)
         tokens, queries = self.prompts.split(context.text, questions)
         known = self._known(tokens, context.namespace, queries) if plan.is_resumed else None
-        if known is not None:
+        missing = [form for form in self.forms if known is None or form not in known.forms]
+        if known is not None and not missing:
             return Outcome(context.id, known, was_there=True)
-        profile = profile_context(
-            engine,
-            tokens,
-            context.namespace,
-            queries,
-            plan.forms,
-            plan.scorer,
-            max_new_tokens=plan.max_new_tokens,
-            on_progress=on_progress,
-        )
+        try:
+            profile = profile_context(
+                engine,
+                tokens,
+                context.namespace,
+                queries,
+                missing,
+                plan.scorer,
+                max_new_tokens=plan.max_new_tokens,
+                on_progress=on_progress,
+            )
+        except NothingMade:
+            if known is None:
+                raise
+            return Outcome(context.id, known, was_there=True)
         self.transport.ask("POST", PROFILES, {"profile": profile.to_json(), "is_fresh": True})
-        return Outcome(context.id, profile)
+        return Outcome(context.id, profile.completed(known))  # as the server does
 
     def _known(self, tokens: Sequence[int], namespace: str | None, queries: Sequence[Asked]) -> Profile | None:
-        """The server's profile if it says of the same queries by the same scorer what is to be measured."""
+        """The server's profile if it is of the same queries by the same scorer."""
         key = context_keys(self.identity, namespace, tokens)[-1]
         try:
             profile = profile_of(self.transport.ask("GET", f"{PROFILES}/{key.hex()}"), key.hex())
         except NotThere:
             return None
         asked = query_set([query.tokens for query in queries])
-        is_same = (profile.scorer, profile.query_set) == (self.plan.scorer.name, asked)
-        return profile if is_same and set(self.plan.forms) <= set(profile.forms) else None
+        return profile if (profile.scorer, profile.query_set) == (self.plan.scorer.name, asked) else None
 
 
-def read_identity(transport: Transport) -> bytes:
-    """That of the model, tokenizer and version of forms of the server. Raises EngineError."""
+def read_server(transport: Transport, forms: Sequence[Form]) -> tuple[bytes, list[Form]]:
+    """The identity of the model, tokenizer and version of forms of the server, and which of ``forms`` it can make of
+    some context. Raises EngineError, also when that is none.
+    """
     try:
-        identity = transport.ask("GET", PROFILES).get("identity")
+        answer = transport.ask("GET", PROFILES)
     except NotThere as error:
         raise EngineError(f"{error}: expected a server with EvicPress that keeps profiles") from None
+    identity = answer.get("identity")
     try:
         read = bytes.fromhex(identity) if isinstance(identity, str) else b""
     except ValueError:
         read = b""
     if len(read) != 16:
         raise EngineError(f"GET {PROFILES} answered {identity!r:.100} as identity: expected 32 hex digits")
-    return read
+    kept = answer.get("forms")  # the server's own
+    if isinstance(kept, list) and not any(str(form).partition("@")[0] in QUERY_PRESSES for form in kept):
+        makeable = [form for form in forms if form.press not in QUERY_PRESSES]
+        if not makeable:
+            raise EngineError(
+                f"none of {', '.join(map(str, forms))} can be made: --kv-forms of the server names no such"
+            )
+        return read, makeable
+    return read, list(forms)
 
 
 def profile_of(answer: Mapping[str, object], key: str) -> Profile:

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from sglang_evicpress.core import EXACT, Form
-from sglang_evicpress.profiler.profile import context_keys
+from sglang_evicpress.profiler.profile import Profile, context_keys
 
 IDENTITY = bytes(range(16))
 HEAD, TAIL = 1, 2  # around the user's message of a chat
@@ -45,6 +45,7 @@ class FakeServer:
         self.cached: dict[str, list[int]] = {}  # by extra_key, one path each
         self.forms: dict[str, Form] = {}
         self.profiles: dict[str, dict[str, Any]] = {}
+        self.menu = ["keydiff@0.5", "snapkv@0.5"]  # its --kv-forms
 
     def posted(self, ending: str) -> list[Any]:
         return [body for method, path, body in self.log if method == "POST" and path.endswith(ending)]
@@ -69,7 +70,7 @@ class FakeServer:
                     | {"num_forms": len(profile["forms"])}
                     for profile in self.profiles.values()
                 ]
-                return {"identity": IDENTITY.hex(), "profiles": profiles, "default": {}}
+                return {"identity": IDENTITY.hex(), "profiles": profiles, "default": {}, "forms": self.menu}
             case ["GET", "evicpress", "profiles", key] if key not in self.profiles:
                 raise no(404, f"context {key} has no profile")
             case ["GET", "evicpress", "profiles", key]:
@@ -78,7 +79,10 @@ class FakeServer:
                 }
                 return {**self.profiles[key], "curve": curve, "nodes": [1, 2]}
             case ["POST", "evicpress", "profiles"]:
-                self.profiles[body["profile"]["key"]] = body["profile"]
+                profile = Profile.from_json(body["profile"])
+                earlier = self.profiles.get(profile.key.hex())
+                profile = profile.completed(None if earlier is None else Profile.from_json(earlier))
+                self.profiles[profile.key.hex()] = profile.to_json()
                 return {"key": body["profile"]["key"]}
         raise Refused(404, {"detail": "Not Found"})
 
@@ -111,6 +115,8 @@ class FakeServer:
             del self.shadows[number]
             return {}
         form = Form.parse(body["form"])
+        if what == "forms" and form.press == "snapkv" and "snapkv@0.5" not in self.menu:
+            raise no(409, f"shadow {number} cannot be brought to {form}: its press needs queries of the prompt")
         extra_key = f"{shadow['extra_key']}/{form}"
         if what == "drop":
             self.cached.pop(extra_key, None)

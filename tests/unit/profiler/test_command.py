@@ -14,9 +14,11 @@ from tests.unit.profiler.fake_server import HEAD, IDENTITY, LOSS, FakeServer, no
 
 from sglang_evicpress.cli import main
 from sglang_evicpress.core import Form
+from sglang_evicpress.press import PRESSES
 from sglang_evicpress.profiler import command
 from sglang_evicpress.profiler.contexts import GivenQuestion
 from sglang_evicpress.profiler.evidence import Evidence
+from sglang_evicpress.profiler.offline import QUERY_PRESSES
 from sglang_evicpress.profiler.profile import Profile, context_keys
 from sglang_evicpress.profiler.progress import Progress
 from sglang_evicpress.profiler.prompts import Template
@@ -140,6 +142,62 @@ def test_resume_leaves_out_just_such_profiles(
     assert measured_again("--resume", "--forms", "keydiff@0.9", "--scorer", "f1") == 2
     write(contexts, {"context": FIRST, "questions": ["Why?"]})
     assert measured_again("--resume", "--forms", "keydiff@0.9", "--scorer", "f1") == 1
+
+
+def test_resume_does_not_wait_for_presses_that_the_server_has_no_queries_for(
+    server: FakeServer, contexts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.menu = ["keydiff@0.5"]
+    every = ("--forms", command.DEFAULT_FORMS)
+    assert run(server, contexts, *every) == 0
+    assert "'one' could not be measured in snapkv@0.8, snapkv@0.5, snapkv@0.2" in capsys.readouterr().out
+    assert not any(body["form"].startswith("snapkv") for body in server.posted("/forms"))
+    server.log.clear()
+    assert run(server, contexts, *every, "--resume") == 0
+    assert server.posted("/shadows") == []
+    assert "2 of 2 contexts were measured before" in capsys.readouterr().out
+    assert run(server, contexts, "--forms", "snapkv@0.5,snapkv@0.2", "--resume") == 2
+    assert "none of snapkv@0.5, snapkv@0.2 can be made: --kv-forms of the server" in capsys.readouterr().err
+    server.menu.append("snapkv@0.5")  # the server was started anew with more forms
+    server.log.clear()
+    assert run(server, contexts, *every, "--resume") == 0
+    assert {body["form"].partition("@")[0] for body in server.posted("/forms")} == {"snapkv"}
+    assert len(profile_of(server, FIRST).forms) == 15
+
+
+def test_presses_that_need_queries_are_known() -> None:
+    assert {name for name, press in PRESSES.items() if press.needs_queries} == QUERY_PRESSES
+
+
+def test_resume_measures_the_forms_that_are_missing(
+    server: FakeServer, contexts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(server, contexts, "--forms", "keydiff@0.5") == 0
+    server.log.clear()
+    assert run(server, contexts, "--forms", "keydiff@0.5,keydiff@0.2", "--resume", "--jsonl", str(tmp_path / "o")) == 0
+    assert [body["form"] for body in server.posted("/forms")] == ["keydiff@0.2"] * 2
+    first = Profile.from_json(orjson.loads((tmp_path / "o").read_bytes().splitlines()[0])["profile"])
+    assert first == profile_of(server, FIRST)
+    assert set(map(str, first.forms)) == {"keydiff@0.5", "keydiff@0.2"}
+
+
+def test_resume_keeps_what_is_known_where_no_other_form_can_be_made(
+    server: FakeServer, contexts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(method: str, path: str, body: Any) -> None:
+        if path.endswith("/forms") and body["form"].startswith("knorm"):
+            raise no(409, "it cannot be made")
+
+    server.before = refuse
+    assert run(server, contexts) == 0
+    before = dict(server.profiles)
+    capsys.readouterr()
+    assert run(server, contexts, "--resume") == 0
+    assert server.profiles == before
+    assert server.shadows == {}
+    output = capsys.readouterr().out
+    assert "2 of 2 contexts were measured before" in output
+    assert "'one' could not be measured in knorm@0.5, knorm@0.2" in output
 
 
 def interrupt_generate(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
