@@ -49,7 +49,8 @@ Presses that look at queries (snapkv) can only be measured where --kv-forms of t
 
 The server keeps every context as soon as it is measured. After an interruption the same command with --resume does
 the rest, and where only forms are missing, those; a form that cannot be made of a context does not make it count as
-unmeasured. It asks for room several times before a context fails.
+unmeasured. What was measured of other questions, with another scorer, --max-new-tokens or, where the scorer compares
+with them, other answers in FILE is measured anew. It asks for room several times before a context fails.
 
 Exit status: 0 all measured, 1 some contexts failed, 2 bad input or no server, 130 Ctrl-C.
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from hashlib import sha256
 
 from sglang_evicpress.core import Form
 from sglang_evicpress.profiler.chat import EndpointError
@@ -116,18 +117,28 @@ class Run:
             if known is None:
                 raise
             return Outcome(context.id, known, was_there=True)
+        profile = replace(profile, query_set=asked_set(queries, plan.scorer, plan.max_new_tokens))
         self.transport.ask("POST", PROFILES, {"profile": profile.to_json(), "is_fresh": True})
         return Outcome(context.id, profile.completed(known))  # as the server does
 
     def _known(self, tokens: Sequence[int], namespace: str | None, queries: Sequence[Asked]) -> Profile | None:
-        """The server's profile if it is of the same queries by the same scorer."""
+        """The server's profile if it is of the same queries, asked in the same way, by the same scorer."""
         key = context_keys(self.identity, namespace, tokens)[-1]
         try:
             profile = profile_of(self.transport.ask("GET", f"{PROFILES}/{key.hex()}"), key.hex())
         except NotThere:
             return None
-        asked = query_set([query.tokens for query in queries])
+        asked = asked_set(queries, self.plan.scorer, self.plan.max_new_tokens)
         return profile if (profile.scorer, profile.query_set) == (self.plan.scorer.name, asked) else None
+
+
+def asked_set(queries: Sequence[Asked], scorer: Scorer, max_new_tokens: int) -> str:
+    """A ``query_set`` that also tells apart whatever else changes what is measured: the length of the answers and, for
+    a scorer that looks at them, the reference answers."""
+    asked = sorted(
+        (query_set([query.tokens]), (query.reference or "") if scorer.needs_reference else "") for query in queries
+    )
+    return sha256(repr((max_new_tokens, asked)).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def read_server(transport: Transport, forms: Sequence[Form]) -> tuple[bytes, list[Form]]:

@@ -27,8 +27,8 @@ class Profile:
     """``key`` (16 bytes) is the hash of the context's first ``num_tokens`` tokens, whole blocks, in its namespace.
 
     ``forms`` has the evidence of each measured form: qualities in [0, 1], one per query, by the scorer called
-    ``scorer``. ``query_set`` (16 hex digits) tells which ``num_queries`` queries were asked, ``measured_s`` when, in
-    Unix seconds.
+    ``scorer``. ``query_set`` (16 hex digits) tells which ``num_queries`` queries were asked and how, ``measured_s``
+    when, in Unix seconds.
     """
 
     key: bytes

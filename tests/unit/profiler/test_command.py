@@ -144,6 +144,32 @@ def test_resume_leaves_out_just_such_profiles(
     assert measured_again("--resume", "--forms", "keydiff@0.9", "--scorer", "f1") == 1
 
 
+def test_resume_tells_apart_what_was_measured_with_other_settings(server: FakeServer, contexts: Path) -> None:
+    def measured_again(*words: str) -> int:
+        server.log.clear()
+        assert run(server, contexts, "--resume", *words) == 0
+        return len(server.posted("/shadows"))
+
+    def answered(answer: str | None) -> None:
+        questions = [{"question": "What?", "answer": answer}, {"question": "Where?"}]
+        write(contexts, {"context": FIRST, "questions": questions})
+
+    answered("this")
+    assert measured_again("--max-new-tokens", "8") == 1
+    assert measured_again("--max-new-tokens", "1") == 1
+    assert measured_again("--max-new-tokens", "1") == 0
+    answered("that")
+    assert measured_again("--max-new-tokens", "1") == 0  # the scorer logprob does not look at it
+    assert measured_again("--scorer", "f1") == 1
+    assert measured_again("--scorer", "f1") == 0
+    answered("these")
+    assert measured_again("--scorer", "f1") == 1
+    answered(None)
+    assert measured_again("--scorer", "f1") == 1
+    write(contexts, {"context": FIRST, "questions": ["Where?", "What?"]})
+    assert measured_again("--scorer", "f1") == 0  # the order is all the same
+
+
 def test_resume_does_not_wait_for_presses_that_the_server_has_no_queries_for(
     server: FakeServer, contexts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
