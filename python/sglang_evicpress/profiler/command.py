@@ -15,11 +15,12 @@ from sglang_evicpress.core import Form
 from sglang_evicpress.profiler.chat import ChatEndpoint
 from sglang_evicpress.profiler.contexts import GivenQuestion, read_contexts
 from sglang_evicpress.profiler.engine import EngineError
+from sglang_evicpress.profiler.made_questions import MadeQuestions
 from sglang_evicpress.profiler.offline import Plan, Run, read_server
 from sglang_evicpress.profiler.output import check_output, write_whole
 from sglang_evicpress.profiler.progress import Progress
 from sglang_evicpress.profiler.prompts import PromptKind, Prompts, Template
-from sglang_evicpress.profiler.questions import ask_questions, extract_questions
+from sglang_evicpress.profiler.questions import PART_CHARS, ask_questions, extract_questions, question_prompt
 from sglang_evicpress.profiler.report import records, table
 from sglang_evicpress.profiler.scorers import SCORERS, get_scorer
 from sglang_evicpress.profiler.transport import HttpTransport, Unreachable
@@ -43,7 +44,8 @@ MAX_NEW_TOKENS = 100_000
 _EPILOG = f"""FILE has one JSON object a line; all but the context may be left out:
   {{"context": TEXT, "questions": [TEXT or {{"question": TEXT, "answer": TEXT}}, ...], "extra_key": TEXT, "id": TEXT}}
 Questions that are missing are made by the endpoint of --questions-from, whose key is read from the environment
-variable {QUESTIONS_KEY_VARIABLE}; without an endpoint they are cut out of the context.
+variable {QUESTIONS_KEY_VARIABLE}; without an endpoint they are cut out of the context. What the endpoint
+made is kept in the folder FILE.questions, by the text, URL, model and number of questions; --resume asks for no more.
 
 Presses that look at queries (snapkv) can only be measured where --kv-forms of the server names them.
 
@@ -146,7 +148,7 @@ def _prepare(args: argparse.Namespace) -> Run:
     max_new_tokens = _read("--max-new-tokens", partial(_whole, most=MAX_NEW_TOKENS), args.max_new_tokens)
     transport = connect(args.url, args.api_key, args.admin_api_key, num_retries=NUM_RETRIES)
     style = "natural" if kind == "chat" else "continue"
-    make_questions = (
+    make_questions: Callable[[str], list[GivenQuestion]] = (
         partial(extract_questions, num_questions=num_questions, style=style)
         if args.questions_from is None
         else _endpoint(args, num_questions)
@@ -155,6 +157,9 @@ def _prepare(args: argparse.Namespace) -> Run:
     if args.jsonl is not None:
         _read("--jsonl", partial(check_output, inputs=[args.contexts]), args.jsonl)
     scorer = _read("--scorer", get_scorer, args.scorer)
+    is_made = args.questions_from is not None and not all(context.questions for context in contexts)
+    if is_made and Path(args.contexts).is_file():
+        make_questions = _kept(args, num_questions, make_questions)
     plan = Plan(contexts, forms, scorer, max_new_tokens, args.resume, make_questions)
     identity, makeable = read_server(transport, forms)
     return Run(plan, transport, Prompts(transport, kind, template), identity, makeable, [])
@@ -174,6 +179,17 @@ def _endpoint(args: argparse.Namespace, num_questions: int) -> Callable[[str], l
         key = args.api_key or os.environ.get(KEY_VARIABLE)
     _read("--questions-from", lambda text: ChatEndpoint(text, args.questions_model, key or None), url)
     return lambda text: ask_questions(url, args.questions_model, text, num_questions, key or None)
+
+
+def _kept(
+    args: argparse.Namespace, num_questions: int, make: Callable[[str], list[GivenQuestion]]
+) -> Callable[[str], list[GivenQuestion]]:
+    """``make``, which asks the endpoint; with --resume only for what it did not make before."""
+    settings = (args.questions_from, args.questions_model, num_questions, question_prompt(), PART_CHARS)
+    folder = f"{args.contexts}.questions"
+    return _read(
+        "--questions-from", lambda path: MadeQuestions(Path(path), settings, make, is_read=args.resume), folder
+    ).of
 
 
 def _repair(words: Sequence[str], make_parser: Parser) -> int:

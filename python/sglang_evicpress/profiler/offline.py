@@ -160,9 +160,8 @@ def read_server(transport: Transport, forms: Sequence[Form]) -> tuple[bytes, lis
     if isinstance(kept, list) and not any(str(form).partition("@")[0] in QUERY_PRESSES for form in kept):
         makeable = [form for form in forms if form.press not in QUERY_PRESSES]
         if not makeable:
-            raise EngineError(
-                f"none of {', '.join(map(str, forms))} can be made: --kv-forms of the server names no such"
-            )
+            named = ", ".join(map(str, forms))
+            raise EngineError(f"none of {named} can be made: --kv-forms of the server names none of their presses")
         return read, makeable
     return read, list(forms)
 

@@ -85,7 +85,7 @@ def ask_questions(
     if not text.strip():
         raise ValueError("the text is empty: expected something to ask about")
     endpoint = ChatEndpoint(url, model, api_key, sleep=sleep)
-    prompt = Template(files("sglang_evicpress.profiler").joinpath("question_prompt.txt").read_text("utf-8"))
+    prompt = Template(question_prompt())
     found: dict[str, GivenQuestion] = {}
     wanted = 0
     for part, num_wanted in _parts(text, num_questions, part_chars):
@@ -106,6 +106,11 @@ def ask_questions(
                 f'such as {{"question": "...", "answer": "..."}}'
             )
     return list(found.values())
+
+
+def question_prompt() -> str:
+    """What an endpoint is told, with places for the text and the number of questions."""
+    return files("sglang_evicpress.profiler").joinpath("question_prompt.txt").read_text("utf-8")
 
 
 def _parts(text: str, num_questions: int, part_chars: int) -> Iterator[tuple[str, int]]:

@@ -387,6 +387,57 @@ def test_an_endpoint_makes_questions_and_gets_its_own_key(
     assert calls == [(url, "m", FIRST, 7, key)]
 
 
+def test_resume_asks_the_endpoint_for_no_questions_twice(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[str] = []
+    interruptions = [KeyboardInterrupt()]
+
+    def ask(url: str, model: str, text: str, num_questions: int, key: str | None) -> list[GivenQuestion]:
+        calls.append(text)
+        if text == SECOND and interruptions:
+            raise interruptions.pop()
+        return [GivenQuestion(f"What {len(calls)}?", "that")]  # never the same twice
+
+    monkeypatch.setattr(command, "ask_questions", ask)
+    contexts = tmp_path / "c"
+    write(contexts, {"context": FIRST}, {"context": SECOND})
+
+    def asked(*words: str, status: int = 0) -> list[str]:
+        calls.clear()
+        assert run(server, contexts, "--questions-from", "http://endpoint/v1", *words) == status
+        return calls
+
+    assert asked(status=130) == [FIRST, SECOND]
+    server.log.clear()
+    assert asked("--resume") == [SECOND]
+    assert len(server.posted("/shadows")) == 1
+    assert asked("--resume") == []
+    assert "2 of 2 contexts were measured before" in capsys.readouterr().out
+    assert asked("--resume", "--forms", "keydiff@0.9", "--scorer", "f1") == []  # of the questions there are
+    (kept,) = [path for path in (tmp_path / "c.questions").iterdir() if b"What 1?" in path.read_bytes()][:1]
+    kept.write_bytes(b"[{")
+    assert len(asked("--resume")) == 1
+    assert asked("--resume", "--questions-model", "other") == [FIRST, SECOND]
+    assert asked("--resume", "--num-questions", "3") == [FIRST, SECOND]
+    assert asked() == [FIRST, SECOND]
+
+
+def test_questions_that_cannot_be_kept_are_not_made(
+    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "c", {"context": FIRST})
+    (tmp_path / "c.questions").touch()
+    assert run(server, tmp_path / "c", "--questions-from", "http://endpoint/v1") == 2
+    error = capsys.readouterr().err
+    assert "--questions-from: the questions made cannot be kept in" in error
+    assert error.count("\n") == 1
+    assert server.log == []
+    write(tmp_path / "given", {"context": FIRST, "questions": ["What?"]})
+    assert run(server, tmp_path / "given", "--questions-from", "http://endpoint/v1") == 0
+    assert not (tmp_path / "given.questions").exists()
+
+
 def test_keys_come_from_the_environment(
     server: FakeServer, contexts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
