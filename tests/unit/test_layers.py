@@ -53,6 +53,8 @@ TABLE = {
     "kernels": Layer((), ("torch", "triton")),
     "layout": Layer(("core",), ("torch",)),
     "press": Layer(("core", "kernels", "layout"), ("torch",)),
+    # Budgets of running requests: when, how much and which, for the patches to carry out.
+    "decode": Layer(("kernels", "press"), ("torch",)),
     "cpu_attention": Layer(("core", "kernels", "layout"), ("torch",)),
     # Where KV is kept below the GPU.
     "tiers": Layer(("core", "layout"), ("numpy", "torch", "xxhash")),
@@ -75,8 +77,8 @@ TABLE = {
     "patches": Layer(
         (
             *PURE,
-            *("arguments", "controller", "cpu_attention", "handover", "introspect", "kernels", "layout", "press"),
-            *("profile_questions", "profiler", "tiers"),
+            *("arguments", "controller", "cpu_attention", "decode", "handover", "introspect", "kernels", "layout"),
+            *("press", "profile_questions", "profiler", "tiers"),
         ),
         ("fastapi", "flashinfer", "numpy", "orjson", "sglang", "starlette", "torch"),
     ),
