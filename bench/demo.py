@@ -170,7 +170,7 @@ def demo(setting: Setting) -> None:
     lru = run("lru", setting, turns)
     config = OUT / "config.json"
     write_config(config, setting, lru.prefill_per_token_s)
-    evicpress = run("evicpress", setting, turns, "--kv-policy-config", str(config))
+    evicpress = run("evicpress", setting, turns, "--kv-policy-config", str(config), "--kv-no-recording")
     size = setting.context_tokens
     summary = {
         name: figures(turns, done.answers, lru.answers, context_tokens=size, total_s=done.total_s)
