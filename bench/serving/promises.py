@@ -3,6 +3,9 @@
 TTFT is compared at level 0, one client that waits for each answer, so that no queue is in it; requests/s by the levels
 above. Quality is that of an answer beside the bound's on the same request: by MiniLM, as in the paper, and, stricter,
 by token F1. A setting of EvicPress is chosen by what it is compared for, as a user would choose alpha.
+
+Stock SGLang's attention on the CPU is slow on cached prefixes, and ours replaces it. What that alone gains is no merit
+of the cache: where a stock system is compared with, the promise must hold beside it with our attention too.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ FIGURES = ("ttft_quality", "rates", "hits", "forms", "adaptcache")
 CLI = "import sys; from sglang_evicpress.cli import main; sys.exit(main())"
 OURS = ("evicpress",)
 MEASURES = {"minilm_bound": "MiniLM", "f1_bound": "token F1"}
+STOCK = ("lru", "prefill-only")
 FAST = ("gpu", "host")
 LEAST = 0.97
 """Of the bound's quality: what "within 3 %" means, as exact answers have 1."""
@@ -74,7 +78,7 @@ def against_fixed(summary: Summary, measure: str) -> Line:
     if best is None or worst is None:
         figure = "no quality that both reach"
     else:
-        net = best.net_ratio(summary.overhead_s or 0.0)
+        net = best.net_ratio(_overhead(summary))
         figure = (
             f"{best.ratio:.2f}x lower at {best.quality:.3f} ({_ms(best.ttft_s)} against {_ms(best.other_ttft_s)}"
             f"{'' if net is None else f'; without fixed overhead {net:.2f}x'}), at worst {1 / worst.ratio - 1:+.0%} at "
@@ -99,17 +103,20 @@ def against_exact(summary: Summary, kind: str, least: float) -> Line:
     if one is None or found is None:
         return Line(what, f">= {least:g}x lower", f"no setting of EvicPress reaches {LEAST}", False)
     figure = f"{_times(found)} ({_told(one)}, {kind} {_ms(_ttft(summary, kind))}"
-    if summary.overhead_s is not None:
-        net = _over(summary, kind, one, summary.overhead_s)
-        figure += f"; without fixed overhead {_times(net)}"
-    if (control := _over(summary, f"{kind}+attention", one)) is not None:
-        figure += f"; beside {kind} with our CPU attention {_times(control)}"
-    return Line(what, f">= {least:g}x lower", figure + ")", found.ratio >= least)
+    if kind not in STOCK:
+        figure += f"; without fixed overhead {_times(_over(summary, kind, one, _overhead(summary)))}"
+    control = _over(summary, f"{kind}+attention", one)
+    if control is not None:
+        net = _over(summary, f"{kind}+attention", one, _overhead(summary))
+        figure += f"; beside {kind} with our CPU attention {_times(control)}, without fixed overhead {_times(net)}"
+    ok = found.ratio >= least and (control is None or control.ratio >= least)
+    return Line(what, f">= {least:g}x lower", figure + ")", ok)
 
 
 def requests_per_second(summary: Summary) -> Line:
-    """At one limit for all: twice the 95th percentile of TTFT that exact answers without a cache have unloaded."""
-    limit_s = 2 * (unloaded_p95(summary, "prefill-only") or 0.0)
+    """At one limit for all: twice the 95th percentile of TTFT that exact answers without a cache have unloaded. The
+    stock systems have our attention."""
+    limit_s = 2 * (unloaded_p95(summary, "prefill-only+attention") or 0.0)
     rates = {}
     for system in summary.raw.systems:
         levels = [cell.level for cell in summary.of(system["name"]) if cell.level > 0]
@@ -160,22 +167,28 @@ def against_bound(summary: Summary) -> Line:
     figure = f"{found.ratio:.2f}x ({found.low:.2f} to {found.high:.2f}; {_told(one)})"
     if control is not None:
         figure += f"; beside a bound with our CPU attention {control.ratio:.2f}x"
-    return Line(what, "<= 2x", figure + more, found.ratio <= 2.0)
+    return Line(what, "<= 2x", figure + more, found.ratio <= 2.0 and (control is None or control.ratio <= 2.0))
 
 
 def overhead_share(summary: Summary) -> Line:
     """What no cache can take away, so what the ratios above are diluted by."""
+    overhead_s = _overhead(summary)
     shares = [
-        f"{cell.system} {summary.overhead_s / cell.ttft_mean_s:.0%}"
+        f"{cell.system} {overhead_s / cell.ttft_mean_s:.0%}"
         for cell in summary.at(0.0)
-        if cell.kind in ("bound", "lru", "tiers-lru", "evicpress") and cell.ttft_mean_s and summary.overhead_s
+        if cell.kind in ("lru+attention", "tiers-lru", "evicpress") and cell.ttft_mean_s
     ]
     return Line(
-        "share of mean TTFT that is fixed overhead, the bound's median TTFT with one client",
+        "share of mean TTFT that is fixed overhead, the median TTFT of the bound with our attention, one client",
         "reported",
-        f"{_ms(summary.overhead_s)}: {', '.join(shares)}",
-        bool(shares),
+        f"{_ms(overhead_s)}: {', '.join(shares)}",
+        bool(shares) and overhead_s > 0,
     )
+
+
+def _overhead(summary: Summary) -> float:
+    cell = summary.cell("bound+attention", 0.0)
+    return 0.0 if cell is None else cell.ttft_p50_s or 0.0
 
 
 _NAMES = {
