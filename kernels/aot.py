@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sglang_evicpress.kernels import compact, score, select, window_attention
+from sglang_evicpress.kernels import compact, fill_holes, redundancy, score, select, window_attention
 from sglang_evicpress.kernels.pool import IS_INTERPRETED, tile_constants
 
 ARCHS = (80, 90, 100)
@@ -75,6 +75,9 @@ def launches(head_dim: int, dtype: torch.dtype) -> Iterator[Launch]:
     chunk: dict[str, object] = {"CHUNK": score.CHUNK_TOKENS}
     yield Launch("direction_sum", score._direction_sum_kernel, pool | tokens, tile | chunk)
     yield Launch("key_difference", score._key_difference_kernel, pool | {"anchors": "*fp32"} | tokens, tile)
+    recent = {"k_table": "*u64", "slots": "*i64", "recent": "*i32", "out": "*fp32", "num_recent": "i32"}
+    yield Launch("recent_direction", redundancy._recent_direction_kernel, recent, tile)
+    yield Launch("redundancy", redundancy._redundancy_kernel, pool | {"anchors": "*fp32"} | tokens, tile)
     page = {"scores": "*fp32", "num_pages": "i32"}
     yield Launch("page_mean", score._page_mean_kernel, page | tokens, score.page_constants(_PAGE))
     window = {"queries": f"*{_TYPES[dtype]}", "query_positions": "*i64", "key_positions": "*i32"}
@@ -89,6 +92,9 @@ def launches(head_dim: int, dtype: torch.dtype) -> Iterator[Launch]:
     moves = {"table": "*u64", "slots": "*i64", "survivors": "*i32", "num_kept": "i32"}
     constants = compact.compact_constants(_NUM_LAYERS, _NUM_HEADS, head_dim, dtype)
     yield Launch("compact", compact._compact_kernel, moves, constants)
+    moves = {"table": "*u64", "slots": "*i64", "targets": "*i32", "sources": "*i32", "num_moves": "i32"}
+    constants = fill_holes.fill_holes_constants(_NUM_LAYERS, _NUM_HEADS, head_dim, dtype)
+    yield Launch("fill_holes", fill_holes._fill_holes_kernel, moves, constants)
 
 
 def compile_launch(launch: Launch, arch: int, head_dim: int, dtype: torch.dtype) -> Report:
