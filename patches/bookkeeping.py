@@ -20,6 +20,7 @@ from sglang_evicpress.reuse import ReuseClock
 START_LOADS = {Tier.HOST: TransferLaw(1e-3, 4e9), Tier.SSD: TransferLaw(3e-3, 1e9)}
 """What loading is taken to cost before any was observed."""
 
+FAR = 1.0  # twice or half of it: looked at ten times as soon
 DRIFT = 0.1  # of a predicted duration: costs that differ less are not worth another look at every node
 REFRESH_S = 10.0  # nor is it more often than this,
 REFRESH_S_PER_NODE = 1e-3  # or than takes a hundredth of the time: each node costs some 10 us
@@ -215,7 +216,14 @@ class Bookkeeping:
         self.controller.now_s = self.now_s
         self.controller.value_of_hit = self.value_of_hit()
         pause_s = max(REFRESH_S, REFRESH_S_PER_NODE * len(self.nodes))
-        if self.now_s - self._refreshed_s >= pause_s and costs.drifted_from(self.costs, DRIFT):
+        since_s = self.now_s - self._refreshed_s
+        if since_s >= pause_s:
+            is_due = costs.drifted_from(self.costs, DRIFT)
+        else:  # what is off by half is worth a tenth of the time: loads that take twice as long as predicted come late
+            is_due = since_s >= pause_s / 10 and (
+                costs.drifted_from(self.costs, FAR) or self.costs.drifted_from(costs, FAR)
+            )
+        if is_due:
             self._refreshed_s = self.now_s
             self.costs = costs
             self.policy.refresh(costs)

@@ -658,9 +658,12 @@ def test_costs_that_drift_reach_the_policy_and_small_changes_do_not(monkeypatch:
     assert walk.cache.costs.prefill.per_token_s == 5e-4  # not so soon again
     walk.cache.advance(40.0, costs_of(PrefillLaw(0.0, 9e-4, 0.0)))
     assert walk.cache.costs.prefill.per_token_s == 9e-4
+    for now_s, given, expected in ((40.9, 4e-4, 9e-4), (41.1, 5e-4, 9e-4), (41.1, 4e-4, 4e-4), (42.2, 9e-4, 9e-4)):
+        walk.cache.advance(now_s, costs_of(PrefillLaw(0.0, given, 0.0)))  # soon where it doubled or halved
+        assert walk.cache.costs.prefill.per_token_s == expected
     monkeypatch.setattr(bookkeeping, "REFRESH_S_PER_NODE", 30.0)  # as if there were thirty thousand times as many
     finished(walk, [walk.rng.randrange(50) for _ in range(60)])
-    for now_s, expected in ((69.0, 9e-4), (70.0, 2e-4)):
+    for now_s, expected in ((44.0, 9e-4), (46.0, 2e-4)):
         walk.cache.advance(now_s, costs_of(PrefillLaw(0.0, 2e-4, 0.0)))
         assert walk.cache.costs.prefill.per_token_s == expected
 
