@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from http.client import HTTPException
 from os import kill
 from pathlib import Path
@@ -116,22 +117,22 @@ class Server:
         return self._process is not None and self._process.poll() is None
 
     def stop(self) -> None:
-        """End every process of its session: by SIGINT, and what is left after ``STOP_S`` by SIGKILL. Ctrl-C meanwhile
-        waits until that is done."""
+        """End every process of its session. The first one is asked by SIGINT and has ``STOP_S`` to end, and to end the
+        others; SIGKILL ends what is left then. Ctrl-C meanwhile waits until that is done."""
         process = self._process
         if process is None:
             return
         with uninterrupted():
-            for sign, patience_s in ((signal.SIGINT, STOP_S), (signal.SIGKILL, 10.0)):
-                deadline = time.monotonic() + patience_s
-                _signal_all(process.pid, sign)
-                while (members := _session(process.pid)) and time.monotonic() < deadline:
-                    process.poll()  # else it stays as a zombie
-                    if sign == signal.SIGKILL:
-                        _signal_all(process.pid, sign)  # one may have been born meanwhile
-                    time.sleep(0.05)
-                if not members:
-                    break
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)  # only to it: SGLang takes a child that ends first for a crash
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(STOP_S)
+            while members := _session(process.pid):  # one may be born meanwhile
+                for pid in members:
+                    with suppress(ProcessLookupError):
+                        kill(pid, signal.SIGKILL)
+                process.poll()  # else it stays as a zombie
+                time.sleep(0.02)
             process.wait()
             self._process = None
         atexit.unregister(self.stop)
@@ -185,14 +186,6 @@ class Server:
             return "\n".join(self.log.read_text(errors="replace").splitlines()[-num_lines:])
         except OSError:
             return ""
-
-
-def _signal_all(session: int, sign: signal.Signals) -> None:
-    for pid in _session(session):
-        try:
-            kill(pid, sign)
-        except ProcessLookupError:
-            continue
 
 
 def _session(session: int) -> list[int]:
