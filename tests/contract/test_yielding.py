@@ -36,7 +36,8 @@ class Cache(Yielding):
 
     def __init__(self, law: PrefillLaw) -> None:
         self.costs = Costs(law, {}, {})
-        self.space_of = {GUEST: SimpleNamespace(tokens=range(NUM_CONTEXT))}
+        self.space_of = {GUEST: SimpleNamespace(tokens=range(NUM_CONTEXT), used_s=0.0)}
+        self.now_s = 0.0
         self.stages: dict[int, Any] = {}
         self.scheduler = SimpleNamespace(
             waiting_queue=[],

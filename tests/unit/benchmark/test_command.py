@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -91,7 +92,11 @@ def test_ctrl_c_is_one_line_that_says_that_the_same_command_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write(tmp_path, contexts={"command": ["python", "-c", INTERRUPTING]})
-    assert serve(tmp_path, config) == 130
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
+    try:
+        assert serve(tmp_path, config) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     err = capsys.readouterr().err
     assert "interrupted" in err and "the same command goes on" in err and err.count("\n") == 1
 
