@@ -165,8 +165,9 @@ async def drive(
         begin = time.perf_counter()
 
         async def ask(arrival_s: float | None, body: bytes) -> Outcome:
-            if arrival_s is not None:
-                await asyncio.sleep(begin + arrival_s - time.perf_counter())
+            # A timer may ring a little early, and a request sent before it arrived would have a negative wait.
+            while arrival_s is not None and (left := arrival_s - (time.perf_counter() - begin)) > 0:
+                await asyncio.sleep(left)
             outcome = await _ask(session, url + _PATH, body, begin, arrival_s, timeout_s)
             if on_outcome is not None:
                 on_outcome(outcome)
