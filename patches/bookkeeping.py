@@ -117,11 +117,13 @@ class Bookkeeping:
         start, slots, num_tokens, tier = start_of(node), size_of(node), len(node.key), tier_of(node)
         form, expectation = kv.form, self.expectation_of(node)
         reachable = 0
-        if tier == Tier.GPU and num_tokens >= self.config.min_tokens and self.policy.rule.compresses:
+        rule = self.policy.rule  # those that do not weigh quality compress on the GPU only, before anything goes down
+        is_open = tier == Tier.GPU or (tier == Tier.HOST and rule.weighs_quality)
+        if is_open and num_tokens >= self.config.min_tokens and rule.compresses:
             reachable = self.menu.smaller(form)
             if self.window_of(node) is None:
                 reachable &= self._blind
-            if self.policy.rule.weighs_quality:
+            if rule.weighs_quality:
                 reachable &= expectation.known  # what nobody measured is not chosen
         return NodeStats(
             id=node.id,

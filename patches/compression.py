@@ -109,6 +109,48 @@ class Compressor:
                 buffer[into[None, :], heads] = buffer[slots[kept], heads]
         return self._placed(node, survivors, into)
 
+    def kept_of_layer(
+        self,
+        *,
+        form: Form,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        layout: SurvivorLayout | None,
+        start: int,
+        num_tokens: int,
+        num_kept: int,
+        window: QueryWindow | None,
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """What ``compress`` keeps of one layer of a node whose KV ``keys`` and ``values`` [n, heads, head_dim] are not
+        in the pool: both [num_kept, heads, head_dim], and their positions, int32 [heads, num_kept]. On any thread."""
+        every = torch.arange(len(keys), device=keys.device)
+        if layout is None:
+            positions = (every.to(torch.int32) + start).expand(1, self.num_heads, -1)
+        else:
+            positions = layout.positions[layer : layer + 1].to(keys.device, non_blocking=True)
+        if window is not None:
+            window = replace(window, queries=window.queries[layer : layer + 1])
+        node = PressInput(
+            k_buffers=[keys],
+            v_buffers=[values],
+            slots=every,
+            positions=positions,
+            start=start,
+            num_tokens=num_tokens,
+            window=window,
+            scale=self._scale,
+            page_size=self.page_size,
+        )
+        survivors = select(self._press(form), node, num_kept, self.sinks)[0].to(torch.int64)
+        heads = torch.arange(self.num_heads, device=keys.device)[None, :]
+        return (keys[survivors.T, heads], values[survivors.T, heads]), positions[0].gather(1, survivors)
+
+    def layout_of(self, positions: torch.Tensor, start: int) -> SurvivorLayout:
+        """The layout of survivors of ``positions``, int32 [layers, heads, m]; for one rank."""
+        logical = place(positions, start, self.page_size)
+        return SurvivorLayout(HostCopy(positions), HostCopy(logical), positions.shape[-1])
+
     def trim(
         self,
         *,

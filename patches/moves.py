@@ -75,8 +75,12 @@ class Moves:
         return None if QueryCapture.active is None else QueryCapture.active.kept(node.kv.window)
 
     def compress(self: Any, node_id: int, form: Form) -> int:
-        """Bring a node to ``form`` in place; returns the slots freed. It must be unlocked and have that option."""
+        """Bring a node to ``form`` in place; returns the slots freed. It must be unlocked and have that option. What is
+        on the host is brought there in the background."""
         node = self.nodes[node_id]
+        if node.value is None:
+            self.compress_on_host(node, form)
+            return 0
         before = num_slots(node)
         start = start_of(node)
         after = self.slots_in(node, form, start)

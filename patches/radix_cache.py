@@ -31,6 +31,7 @@ from sglang_evicpress.patches.bookkeeping import Bookkeeping
 from sglang_evicpress.patches.capture import QueryCapture
 from sglang_evicpress.patches.compression import Compressor
 from sglang_evicpress.patches.holding import Holding
+from sglang_evicpress.patches.host_compression import HostCompression
 from sglang_evicpress.patches.inspection import Inspection
 from sglang_evicpress.patches.load_back import LoadBack
 from sglang_evicpress.patches.moves import Moves
@@ -62,6 +63,7 @@ class EvicPressCache(
     Bookkeeping,
     Holding,
     Tiering,
+    HostCompression,
     Watermarks,
     SsdMoves,
     Staging,

@@ -94,12 +94,17 @@ class Tiering:
         kv, mask = node.kv, 0
         here = tier_of(node)
         for tier, copy in kv.copies.items():
-            if tier > here and ((copy.is_exact and is_lossy(node)) or _same(kv, copy, size_of(node))):
+            if tier > here and ((copy.is_exact and is_lossy(node)) or self.has_same(node, tier)):
                 mask |= 1 << tier
         if mask:
             self.ready[node.id] = mask
         else:
             self.ready.pop(node.id, None)
+
+    def has_same(self: Any, node: Any, tier: Tier) -> bool:
+        """Whether a lower tier has just what the node holds now."""
+        copy = node.kv.copies.get(tier)
+        return copy is not None and _same(node.kv, copy, size_of(node))
 
     def add_copy(self: Any, node: Any, copy: Copy) -> None:
         """The node has ``copy`` from now on, instead of one that it had on that tier."""
@@ -197,12 +202,33 @@ class Tiering:
         Returns the slots freed now. A node whose children are still on their way off the GPU stays until another plan
         sends it."""
         node, freed = self.nodes[node_id], 0
+        if node.value is None:
+            self._send_on(node, form)
+            return 0
         if form != node.kv.form:
             freed = self.compress(node_id, form)
         if self.ready.get(node_id):
             return freed if has_child_on_gpu(node) else freed + int(self.release(node_id))
-        node.kv.is_leaving = self.start_copy(node, tier)
+        self._leave_by_copy(node, tier)
         return freed
+
+    def _send_on(self: Any, node: Any, form: Form) -> None:
+        """Bring a node that is on the host to ``form`` on the SSD. What was chosen to be there in a lossy form is, even
+        where its exact KV is already: it comes back sooner."""
+        if form != node.kv.form:
+            self.compress_on_host(node, form, goes_on=True)
+            return
+        goes = not self.has_same(node, Tier.SSD) and self._leave_by_copy(node, Tier.SSD)
+        if not goes and self.ready.get(node.id):
+            self.release(node.id)
+
+    def _leave_by_copy(self: Any, node: Any, tier: Tier) -> bool:
+        """Begin to copy a node to a lower tier; it leaves its own when it is there. Whether it was begun."""
+        node.kv.is_leaving = True  # before: the copy may be there at once
+        if not self.start_copy(node, tier):
+            node.kv.is_leaving = False
+            return False
+        return True
 
     def start_copy(self: Any, node: Any, tier: Tier, keep: Collection[int] = (), *, is_modest: bool = False) -> bool:
         """Begin to copy what a node holds to a lower tier. False when there is no room or no budget for it; the spare

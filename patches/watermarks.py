@@ -107,7 +107,10 @@ class Watermarks:
             if node is None:
                 continue  # it had to make room on the SSD
             is_move = decision.option.tier == Tier.SSD and node.value is None
-            if is_move and not self.ready.get(node.id) and not self.start_copy(node, Tier.SSD):
+            is_there = self.has_same(node, Tier.SSD)
+            if decision.option.form != node.kv.form:  # it is written as it is only to be there if need be
+                is_there = bool(self.ready.get(node.id))
+            if is_move and not is_there and not self.start_copy(node, Tier.SSD):
                 break
 
     def _bounded(self: Any, tier: Tier, num_bytes: int) -> int:

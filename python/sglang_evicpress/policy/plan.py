@@ -46,7 +46,8 @@ class Plan:
 
     With ``ready`` the plan is urgent: nothing may wait for bytes to be written below. Bit t of ``ready[node_id]`` says
     that tier t holds a copy of the node as it is in the book; to such a tier it may go, as it is and taking no room
-    there, to no other. What has shrunk in the plan may still go there: it then does not shrink.
+    there, to no other. What has shrunk in the plan may still go there: it then does not shrink. Nor does anything that
+    is below the GPU, where it is written anew for that.
     """
 
     def __init__(self, book: Book, room: Mapping[Tier, int], ready: Mapping[int, int] | None = None) -> None:
@@ -223,6 +224,8 @@ class Plan:
         copy = self._copies.get(record.id)
         if copy is None:
             copy = self._copies[record.id] = record.copy()
+            if self.ready is not None and copy.rank > Tier.GPU:
+                copy.reachable, copy.memo = 0, None
         return copy
 
     def _take_first(self, rank: int) -> tuple[Record, Step] | None:
@@ -261,7 +264,7 @@ class Plan:
     @staticmethod
     def _is_open(record: Record, step: Step, ready: Mapping[int, int]) -> bool:
         """Whether an urgent plan may take the step; being the best of all, it is then the best of those it may take."""
-        if step.rank in (record.rank, DROPPED):
+        if step.rank == DROPPED or step.rank == record.rank == Tier.GPU:
             return True
         return step.form in (None, record.form) and bool(ready.get(record.id, 0) >> step.rank & 1)
 

@@ -69,10 +69,39 @@ class PayloadCopier:
                 extents.append(_extent(arena, runs, offset, num_bytes))
                 offset += num_bytes
         if layout is not None:
-            numbers = torch.cat([layout.positions.reshape(-1), layout.logical.to(torch.int32)])
-            _write(arena.tensors(runs, offset, sizes[-1]), numbers.view(torch.uint8))
-            extents.append(_extent(arena, runs, offset, sizes[-1]))
+            extents.append(self.write_layout(layout, arena, runs, offset))
         return tuple(extents)
+
+    def read_layer(
+        self, layer: int, arena: Arena, runs: Sequence[Run], extent: Extent, begin: int, count: int, num_slots: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V, [count, heads, head_dim] each, of rows [begin, begin + count) of a layer of an entry of
+        ``num_slots``: on the pool's device, and on the CPU perhaps the arena's own memory."""
+        found, offset = [], extent.offset
+        for buffer in self._buffers[layer]:
+            rows = _rows(buffer, arena, runs, offset + begin * _row_bytes(buffer), count)
+            found.append(rows.to(buffer.device, non_blocking=True))
+            offset += num_slots * _row_bytes(buffer)
+        return found[0], found[1]
+
+    def write_layer(
+        self, pair: tuple[torch.Tensor, torch.Tensor], arena: Arena, runs: Sequence[Run], offset: int, stream: Any
+    ) -> Extent:
+        """Put K and V rows, [slots, heads, head_dim] each, where a payload has one layer; within ``stream``."""
+        begin = offset
+        for rows in pair:
+            flat = rows.contiguous().view(-1).view(torch.uint8)
+            _write(arena.tensors(runs, begin, len(flat)), flat)
+            begin += len(flat)
+        if stream is not None:
+            stream.synchronize()
+        return _extent(arena, runs, offset, begin - offset)
+
+    def write_layout(self, layout: SurvivorLayout, arena: Arena, runs: Sequence[Run], offset: int) -> Extent:
+        """Put the last extent of a lossy payload where it is to be."""
+        numbers = torch.cat([layout.positions.reshape(-1), layout.logical.to(torch.int32)]).view(torch.uint8)
+        _write(arena.tensors(runs, offset, len(numbers)), numbers)
+        return _extent(arena, runs, offset, len(numbers))
 
     def load_layer(
         self,
@@ -90,9 +119,7 @@ class PayloadCopier:
         offset = extent.offset
         for buffer in self._buffers[layer]:
             row = _row_bytes(buffer)
-            pieces = arena.tensors(runs, offset + begin * row, len(slots) * row)
-            flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-            rows = flat.view(buffer.dtype).view(-1, *buffer.shape[1:])
+            rows = _rows(buffer, arena, runs, offset + begin * row, len(slots))
             if self._is_cuda:
                 buffer.index_copy_(0, slots, rows.to(buffer.device, non_blocking=True))
             else:
@@ -172,6 +199,13 @@ def layout_of(numbers: torch.Tensor, shape: Shape, num_slots: int) -> SurvivorLa
     count = shape.num_layers * shape.num_heads * num_slots
     positions = values[:count].view(shape.num_layers, shape.num_heads, num_slots).clone()
     return SurvivorLayout(HostCopy(positions), HostCopy(values[count:].to(torch.int64)), num_slots)
+
+
+def _rows(buffer: torch.Tensor, arena: Arena, runs: Sequence[Run], offset: int, count: int) -> torch.Tensor:
+    """The rows of an arena from ``offset`` on, as ``buffer`` has them: [count, heads, head_dim]."""
+    pieces = arena.tensors(runs, offset, count * _row_bytes(buffer))
+    flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return flat.view(buffer.dtype).view(-1, *buffer.shape[1:])
 
 
 def _words(rows: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -1,0 +1,132 @@
+"""Compressing what lies in host memory: a node below the GPU is brought to a smaller form off the scheduler thread,
+layer by layer, and written to the host anew; it has its old copy until the smaller one is complete."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from sglang_evicpress.core import Form, Tier
+from sglang_evicpress.patches.node import size_of, start_of
+from sglang_evicpress.patches.staging import RECENT_S
+from sglang_evicpress.patches.tiering import MOST_COPIED_SHARE
+from sglang_evicpress.tiers.copies import Copy, HostEntry
+from sglang_evicpress.tiers.worker import Job
+
+
+class HostCompression:
+    """The part of EvicPressCache that compresses below the GPU. Everything here runs on the scheduler thread."""
+
+    def compress_on_host(self: Any, node: Any, form: Form, *, goes_on: bool = False) -> bool:
+        """Begin to bring a node that is on the host to ``form``; ``goes_on``: it leaves for the SSD then. False when it
+        cannot be now: something is done with it already, another move of the same plan has taken it away, or there is
+        no room for both copies."""
+        copy = node.kv.copies.get(Tier.HOST)
+        num_kept = self.slots_in(node, form, start_of(node))
+        if node.value is not None or copy is None or num_kept is None or num_kept >= size_of(node):
+            return False
+        is_busy = node.kv.job is not None or node.kv.is_leaving or node.lock_ref > 0
+        if is_busy or self._copying_bytes > MOST_COPIED_SHARE * self.host.num_bytes:
+            return False
+        num_bytes = sum(self.copier.sizes(num_kept, True))
+        runs = self.host_room(num_bytes)
+        if runs is None:
+            self._host_wanted = max(self._host_wanted, num_bytes)
+            self.tier_counts["compressions_without_room"] += 1
+            return False
+        if node.kv.copies.get(Tier.HOST) is not copy:  # it had to make room itself
+            self.host.arena.extents.free(runs)
+            return False
+        Compression(self, node, copy, form, num_kept, runs, goes_on=goes_on).start()
+        return True
+
+
+class Compression(Job):
+    """Makes a smaller copy of what a node has on the host. The node must be there, with the same copy, when it is
+    done."""
+
+    rank = 2  # what is copied off the GPU first
+
+    def __init__(self, cache: Any, node: Any, copy: Copy, form: Form, num_kept: int, runs: Any, *, goes_on: bool):
+        super().__init__()
+        self.cache, self.node_id, self.copy, self.form, self.goes_on = cache, node.id, copy, form, goes_on
+        self.start_token, self.num_tokens, self.num_kept = start_of(node), len(node.key), num_kept
+        self.window = cache.window_of(node)
+        self.after = cache.compressor.written_event()
+        self.num_bytes = sum(run.num_bytes for run in runs)
+        self.entry = HostEntry(replace(cache.header_of(node, ()), form=form, num_slots=num_kept), runs)
+        self.layout: Any = None
+
+    def start(self) -> None:
+        cache = self.cache
+        cache.nodes[self.node_id].kv.job = self
+        cache._copying_bytes += self.num_bytes
+        cache.host.pin(self.entry)
+        cache.host.pin(self.copy.entry)
+        cache.workers["copy"].submit(self)
+
+    def run(self) -> None:
+        cache, copy, offset = self.cache, self.copy, 0
+        host, copier, source = cache.host, cache.copier, copy.entry
+        if source.checked_s < time.perf_counter() - RECENT_S:
+            host.check(source)  # the new checksums must not bless damaged bytes
+        extents, positions = [], []
+        with copier.stream(self.after) as stream:
+            for layer in range(copier.num_layers):
+                header = source.header
+                keys, values = copier.read_layer(
+                    layer, host.arena, source.runs, header.extents[layer], copy.begin, copy.num_slots, header.num_slots
+                )
+                pair, kept = cache.compressor.kept_of_layer(
+                    form=self.form,
+                    layer=layer,
+                    keys=keys,
+                    values=values,
+                    layout=copy.layout,
+                    start=self.start_token,
+                    num_tokens=self.num_tokens,
+                    num_kept=self.num_kept,
+                    window=self.window,
+                )
+                extents.append(copier.write_layer(pair, host.arena, self.entry.runs, offset, stream))
+                offset += extents[-1].num_bytes
+                positions.append(kept.cpu())
+        self.layout = cache.compressor.layout_of(torch.stack(positions), self.start_token)
+        extents.append(copier.write_layout(self.layout, host.arena, self.entry.runs, offset))
+        self.entry.header = replace(self.entry.header, extents=tuple(extents))
+        self.entry.checked_s = time.perf_counter()
+
+    def finish(self) -> None:
+        cache, copy = self.cache, self.copy
+        cache._copying_bytes -= self.num_bytes
+        node = cache.nodes.get(self.node_id)
+        if node is not None and node.kv.job is self:
+            node.kv.job = None
+        if self.error is not None:
+            for owner in [cache.nodes.get(owner) for owner in sorted(copy.entry.owners)]:
+                if owner is not None and owner.id in cache.nodes:
+                    cache.lose_copy(owner, Tier.HOST, self.error)
+        elif node is not None and node.value is None and node.kv.copies.get(Tier.HOST) is copy:
+            self._replace(node)
+        else:
+            cache.tier_counts["copies_outdated"] += 1
+        cache.host.unpin(copy.entry)
+        cache.host.unpin(self.entry)
+
+    def _replace(self, node: Any) -> None:
+        """The node has the smaller copy from now on, and of those below only one that is exact."""
+        cache, copy, kv = self.cache, self.copy, node.kv
+        origin = node.id if copy.origin is None else copy.origin
+        for tier, below in list(kv.copies.items()):
+            if tier > Tier.HOST and not below.is_exact:
+                cache.remove_copy(node, tier)
+        cache.add_copy(
+            node,
+            Copy(Tier.HOST, self.form, self.entry, 0, self.num_kept, self.layout, copy.is_lossy_prefix, origin),
+        )
+        cache.tier_counts["compressed_on_host"] += 1
+        if self.goes_on:
+            kv.is_leaving = cache.start_write(self.entry)

@@ -1,0 +1,197 @@
+"""Compressing what lies in host memory, on EvicPressCache with real threads, against the rows that only the oracle of
+the tiers' walk knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tests.contract.test_radix_cache_model import FORMS
+from tests.contract.test_tiers_model import TierWalk, blocked, cached, opened, sent
+
+from sglang_evicpress.core import EXACT, Form, Tier
+from sglang_evicpress.patches.compression import Compressor
+from sglang_evicpress.patches.node import num_slots
+from sglang_evicpress.patches.tiering import tier_of
+from sglang_evicpress.press import QueryWindow
+
+pytestmark = pytest.mark.sglang
+
+__all__ = ["opened"]  # the fixture
+
+KNORM = Form("knorm", 0.5)
+
+
+def start(walk: TierWalk, node: object, form: Form, *, goes_on: bool = False) -> None:
+    assert walk.cache.compress_on_host(node, form, goes_on=goes_on)
+
+
+def compressed(walk: TierWalk, node: object, form: Form) -> None:
+    start(walk, node, form)
+    walk.settle()
+    assert walk.cache.tier_counts["compressed_on_host"] > 0 and node.kv.form == form
+
+
+class HostWalk(TierWalk):
+    """A walk that compresses what is on the host also when there is no need."""
+
+    def shrink(self) -> None:
+        """A node, a form it can have, and perhaps on to the SSD."""
+        nodes = [node for node in self.cache.nodes.values() if tier_of(node) == Tier.HOST and node.kv.copies]
+        if nodes:
+            self.cache.compress_on_host(self.rng.choice(nodes), self.rng.choice(FORMS), goes_on=self.rng.random() < 0.3)
+
+    def moves(self) -> dict[Callable[[], None], float]:
+        return {**super().moves(), self.shrink: 10.0}
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("has_ssd", [False, True])
+@pytest.mark.parametrize("host_bytes", [64 << 10, 192 << 10])
+def test_random_walks_keep_every_row(tmp_path: Path, page_size: int, has_ssd: bool, host_bytes: int) -> None:
+    walk = HostWalk(20 + page_size, page_size, tmp_path if has_ssd else None, host_bytes=host_bytes)
+    walk.law = None
+    try:
+        walk.run(400)
+    finally:
+        walk.close()
+    assert walk.cache.tier_counts["compressed_on_host"] > 0
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("first", [None, Form("knorm", 0.8)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_what_compressing_on_the_gpu_makes(
+    opened: Callable[..., TierWalk], page_size: int, first: Form | None, dtype: torch.dtype
+) -> None:
+    rows, layouts, served = [], [], []
+    for is_on_host in (True, False):
+        walk = opened(0, page_size, has_ssd=False, dtype=dtype)
+        tokens, node = cached(walk, 128)
+        if first is not None:
+            walk.cache.compress(node.id, first)
+        if is_on_host:
+            sent(walk, node, Tier.HOST)
+            compressed(walk, node, KNORM)
+        else:
+            walk.cache.compress(node.id, KNORM)
+        served.append(walk.serve([*tokens, 59]))
+        assert node.value is not None and num_slots(node) == node.kv.layout.num_slots
+        rows.append(walk.read(node.kv.slots))
+        layouts.append(node.kv.layout)
+        walk.check()
+        walk.check_rows()
+        walk.close()
+    assert served == [128, 0]  # tokens that were loaded
+    assert torch.equal(*rows)
+    assert torch.equal(*(layout.positions for layout in layouts))
+    assert torch.equal(*(layout.logical for layout in layouts))
+
+
+def test_one_layer_at_a_time_keeps_what_all_at_once_do(opened: Callable[..., TierWalk]) -> None:
+    """With the queries of a window, which the walks do not capture."""
+    pool = opened().pool
+    compressor = Compressor(pool, 1, 4, window=8)
+    slots = torch.randperm(200)[:100]
+    for buffer in (*pool.k_buffer, *pool.v_buffer):
+        buffer.normal_()
+    window = QueryWindow(torch.randn(len(pool.k_buffer), 8, 4, 16), torch.arange(96, 104))
+    keys, values = ([buffer[slots].clone() for buffer in side] for side in (pool.k_buffer, pool.v_buffer))
+    for form in (Form("snapkv", 0.3), Form("keydiff", 0.3)):
+        pieces = [
+            compressor.kept_of_layer(
+                form=form,
+                layer=layer,
+                keys=keys[layer],
+                values=values[layer],
+                layout=None,
+                start=0,
+                num_tokens=100,
+                num_kept=30,
+                window=window,
+            )
+            for layer in range(len(keys))
+        ]
+        layout = compressor.layout_of(torch.stack([positions for _, positions in pieces]), 0)
+        into = torch.arange(300, 330)
+        whole, _ = compressor.copy_compressed(form=form, slots=slots, num_tokens=100, into=into, window=window)
+        assert torch.equal(layout.positions, whole.positions) and torch.equal(layout.logical, whole.logical)
+        for layer, ((kept_keys, kept_values), _) in enumerate(pieces):
+            assert torch.equal(kept_keys, pool.k_buffer[layer][into])
+            assert torch.equal(kept_values, pool.v_buffer[layer][into])
+
+
+def test_damaged_bytes_are_not_given_new_checksums(opened: Callable[..., TierWalk]) -> None:
+    walk = opened(has_ssd=False)
+    tokens, node = cached(walk, 100)
+    sent(walk, node, Tier.HOST)
+    walk.damage(node.kv.copies[Tier.HOST].entry)
+    start(walk, node, KNORM)
+    walk.settle()
+    assert walk.cache.tier_errors == {"host_checksum": 1} and node.id not in walk.cache.nodes
+    assert walk.serve([*tokens, 59]) == 0
+    walk.check_rows()
+    walk.check_nothing_leaks()
+
+
+def test_a_node_that_was_wanted_meanwhile_stays_as_it_was(opened: Callable[..., TierWalk]) -> None:
+    walk = opened()
+    tokens, node = cached(walk, 100)
+    sent(walk, node, Tier.HOST)
+    (block,) = blocked(walk, "copy")
+    start(walk, node, KNORM)
+    assert not walk.cache.compress_on_host(node, KNORM)  # once is enough
+    assert walk.serve([*tokens, 59]) == 100
+    block.may_end.set()
+    walk.settle()
+    assert node.value is not None and node.kv.form == EXACT and node.kv.job is None
+    assert walk.cache.tier_counts["copies_outdated"] == 1
+    walk.check()
+    walk.check_rows()
+    walk.check_nothing_leaks()
+
+
+def test_what_goes_on_is_on_the_ssd_in_its_smaller_form_and_its_exact_copy_is_not(
+    opened: Callable[..., TierWalk],
+) -> None:
+    walk = opened()
+    tokens, node = cached(walk, 100)
+    walk.cache.start_copy(node, Tier.SSD)
+    walk.settle()
+    sent(walk, node, Tier.HOST)
+    assert node.kv.copies[Tier.SSD].is_exact
+    walk.cache.send(node.id, Tier.SSD, KNORM)
+    walk.settle()
+    assert tier_of(node) == Tier.SSD and node.kv.form == KNORM and not node.kv.is_leaving
+    assert walk.cache.host.num_entries == 0 and walk.cache.ssd.store.num_entries == 1
+    assert walk.serve([*tokens, 59]) == 100 and node.kv.form == KNORM
+    walk.check()
+    walk.check_rows()
+
+
+def test_a_lossy_node_is_sent_as_it_is_even_where_the_ssd_has_it_exact(opened: Callable[..., TierWalk]) -> None:
+    walk = opened()
+    tokens, node = cached(walk, 100)
+    walk.cache.start_copy(node, Tier.SSD)
+    walk.settle()
+    sent(walk, node, Tier.HOST)
+    compressed(walk, node, KNORM)
+    assert node.kv.copies[Tier.SSD].is_exact
+    walk.cache.send(node.id, Tier.SSD, KNORM)
+    walk.settle()
+    assert tier_of(node) == Tier.SSD and node.kv.form == KNORM
+    assert walk.serve([*tokens, 59]) == 100
+    walk.check_rows()
+
+
+def test_without_room_for_both_copies_a_node_stays_as_it_is(opened: Callable[..., TierWalk]) -> None:
+    walk = opened(has_ssd=False, host_bytes=64 << 10)
+    _, node = cached(walk, 120)  # 60 KiB
+    sent(walk, node, Tier.HOST)
+    assert not walk.cache.compress_on_host(node, KNORM)
+    assert walk.cache.tier_counts["compressions_without_room"] == 1
+    assert node.kv.job is None and node.kv.form == EXACT
+    walk.settle()
+    walk.check()
