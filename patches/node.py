@@ -82,6 +82,10 @@ def size_of(node: Any) -> int:
     return len(node.key) if layout is None else layout.num_slots
 
 
+def has_child_on_gpu(node: Any) -> bool:
+    return any(child.value is not None for child in node.children.values())
+
+
 def is_lossy(node: Any) -> bool:
     return node.kv.layout is not None or node.kv.is_lossy_prefix
 

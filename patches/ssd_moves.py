@@ -148,15 +148,21 @@ class Read(Job):
         self.cache, self.entry = cache, entry
         self.ssd = cache.ssd
         self.host = HostEntry(entry.header, runs, ssd=entry)
+        self.measured: tuple[int, float] | None = None
 
     def start(self) -> None:
         self.cache.host.pin(self.host)
         self.cache.workers["read"].submit(self)
 
     def run(self) -> None:
-        header = self.entry.header
+        header, meter, num_bytes = self.entry.header, self.cache.read_meter, 0
         chunks = self.cache.host.arena.buffers(self.host.runs, 0, header.payload_bytes)
-        self.ssd.store.read(self.entry.ref, header, chunks)
+        meter.begin(time.perf_counter())
+        try:
+            self.ssd.store.read(self.entry.ref, header, chunks)
+            num_bytes = header.payload_bytes
+        finally:
+            self.measured = meter.end(time.perf_counter(), num_bytes)
         self.host.checked_s = time.perf_counter()
 
     def finish(self) -> None:
@@ -166,12 +172,13 @@ class Read(Job):
             cache.tier_counts["read"] += 1
             cache.ssd_seen_s = time.perf_counter()
             cache.arrived(entry, self.host)
-            num_bytes = entry.header.payload_bytes
-            cache.observe_load(Tier.SSD, num_bytes, self.seconds + cache.costs.load_seconds(Tier.HOST, num_bytes))
         else:
             for node in [cache.nodes[node_id] for node_id in sorted(entry.owners)]:
                 if node.id in cache.nodes:
                     cache.lose_copy(node, Tier.SSD, self.error)
+        if self.measured is not None:
+            num_bytes, seconds = self.measured
+            cache.observe_load(Tier.SSD, num_bytes, seconds + cache.costs.load_seconds(Tier.HOST, num_bytes))
         cache.host.unpin(self.host)
 
 

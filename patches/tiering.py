@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
@@ -20,16 +19,27 @@ import torch
 from sglang_evicpress.config import GB, EvicPressConfig
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.layout import SurvivorLayout
+from sglang_evicpress.patches.back_up import BackUp
 from sglang_evicpress.patches.compression import Compressor
-from sglang_evicpress.patches.node import is_lossy, num_slots, path_to, size_of, slots_of, start_of, walk
+from sglang_evicpress.patches.node import (
+    has_child_on_gpu,
+    is_lossy,
+    num_slots,
+    path_to,
+    size_of,
+    slots_of,
+    start_of,
+    walk,
+)
 from sglang_evicpress.patches.ssd_tier import SsdTier
-from sglang_evicpress.tiers.copies import Copy, HostEntry
+from sglang_evicpress.tiers.copies import Copy
 from sglang_evicpress.tiers.entry import Header
 from sglang_evicpress.tiers.faults import Faults
 from sglang_evicpress.tiers.host import HostTier
 from sglang_evicpress.tiers.identity import PathHash, namespace_digest, token_bytes
+from sglang_evicpress.tiers.meter import ReadMeter
 from sglang_evicpress.tiers.ssd import StoreError
-from sglang_evicpress.tiers.worker import Job, Workers
+from sglang_evicpress.tiers.worker import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +68,7 @@ class Tiering:
         self._host_wanted = 0
         self._is_stirred = False
         self._next_plan_s = 0.0
-        self.arrival = threading.Event()
+        self.arrival, self.read_meter = threading.Event(), ReadMeter()
         self.workers: dict[str, Workers] = {}
         if not config.has_tiers:
             return
@@ -427,67 +437,11 @@ class Tiering:
         )
 
 
-class BackUp(Job):
-    """Copies what a resident node holds to the host. What the node holds when it is done must be what it held."""
-
-    def __init__(self, cache: Any, node: Any, runs: Any, *, goes_on: bool) -> None:
-        super().__init__()
-        kv = node.kv
-        self.cache, self.node_id, self.version, self.goes_on = cache, node.id, kv.version, goes_on
-        self.form, self.layout, self.origin = kv.form, kv.layout, kv.origin
-        self.slots = slots_of(node).clone()
-        self.num_bytes = sum(run.num_bytes for run in runs)
-        self.after = cache.compressor.written_event()
-        self.entry = HostEntry(cache.header_of(node, ()), runs)
-
-    def start(self) -> None:
-        self.cache.nodes[self.node_id].kv.job = self
-        self.cache._copying_bytes += self.num_bytes
-        self.cache.host.pin(self.entry)
-        self.cache.workers["copy"].submit(self)
-
-    def run(self) -> None:
-        host = self.cache.host
-        if host.faults is not None:
-            host.faults.maybe_delay()
-        extents = self.cache.copier.save(self.slots, self.layout, host.arena, self.entry.runs, self.after)
-        header = self.entry.header
-        self.entry.header = replace(header, extents=extents)
-        self.entry.checked_s = time.perf_counter()
-
-    def finish(self) -> None:
-        cache = self.cache
-        cache._copying_bytes -= self.num_bytes
-        node, is_leaving = cache.nodes.get(self.node_id), False
-        if node is not None and node.kv.job is self:
-            node.kv.job = None
-            is_leaving, node.kv.is_leaving = node.kv.is_leaving, False
-        if self.error is not None:
-            cache.tier_errors[f"host_{self.error}"] += 1
-        elif node is not None and node.kv.version == self.version:
-            copy = Copy(
-                Tier.HOST, self.form, self.entry, 0, len(self.slots), self.layout, node.kv.is_lossy_prefix, self.origin
-            )
-            cache.add_copy(node, copy)
-            cache.tier_counts["backed_up"] += 1
-            if self.goes_on:
-                cache.start_write(self.entry)
-            if is_leaving and node.lock_ref == 0 and not has_child_on_gpu(node):
-                cache.release(node.id)
-        else:
-            cache.tier_counts["copies_outdated"] += 1
-        cache.host.unpin(self.entry)
-
-
 def tier_of(node: Any) -> Tier:
     """The fastest tier that has the node; a node that is nowhere is about to go."""
     if node.value is not None:
         return Tier.GPU
     return Tier(min(node.kv.copies, default=Tier.GPU))
-
-
-def has_child_on_gpu(node: Any) -> bool:
-    return any(child.value is not None for child in node.children.values())
 
 
 def off_gpu(path: list[Any]) -> Iterator[Any]:
