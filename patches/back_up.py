@@ -58,7 +58,7 @@ class BackUp(Job):
             if self.goes_on:
                 cache.start_write(self.entry)
             if is_leaving and node.lock_ref == 0 and not has_child_on_gpu(node):
-                cache.release(node.id)
+                cache.release(node.id, Tier.HOST)
         else:
             cache.tier_counts["copies_outdated"] += 1
         cache.host.unpin(self.entry)

@@ -4,13 +4,14 @@ layer by layer, and written to the host anew; it has its old copy until the smal
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from sglang_evicpress.core import Form, Tier
-from sglang_evicpress.patches.node import size_of, start_of
+from sglang_evicpress.patches.node import has_child_on_gpu, start_of
 from sglang_evicpress.patches.staging import RECENT_S
 from sglang_evicpress.patches.tiering import MOST_COPIED_SHARE
 from sglang_evicpress.tiers.copies import Copy, HostEntry
@@ -20,19 +21,21 @@ from sglang_evicpress.tiers.worker import Job
 class HostCompression:
     """The part of EvicPressCache that compresses below the GPU. Everything here runs on the scheduler thread."""
 
-    def compress_on_host(self: Any, node: Any, form: Form, *, goes_on: bool = False) -> bool:
-        """Begin to bring a node that is on the host to ``form``; ``goes_on``: it leaves for the SSD then. False when it
-        cannot be now: something is done with it already, another move of the same plan has taken it away, or there is
-        no room for both copies."""
+    def compress_on_host(
+        self: Any, node: Any, form: Form, *, leaves_for: Tier | None = None, keep: Collection[int] = ()
+    ) -> bool:
+        """Begin to bring what the host has of a node to ``form``; the node goes to the tier ``leaves_for`` then. False
+        when it cannot be now: there is nothing, or only something too small, something is done with it already, or
+        there is no room for both copies, for which spare copies but of the nodes ``keep`` are given up."""
         copy = node.kv.copies.get(Tier.HOST)
-        num_kept = self.slots_in(node, form, start_of(node))
-        if node.value is not None or copy is None or num_kept is None or num_kept >= size_of(node):
+        num_kept = None if copy is None else self.slots_in(node, form, start_of(node), copy.form)
+        if copy is None or num_kept is None or num_kept >= copy.num_slots:
             return False
         is_busy = node.kv.job is not None or node.kv.is_leaving or node.lock_ref > 0
         if is_busy or self._copying_bytes > MOST_COPIED_SHARE * self.host.num_bytes:
             return False
         num_bytes = sum(self.copier.sizes(num_kept, True))
-        runs = self.host_room(num_bytes)
+        runs = self.host_room(num_bytes, keep=(node.id, *keep))
         if runs is None:
             self._host_wanted = max(self._host_wanted, num_bytes)
             self.tier_counts["compressions_without_room"] += 1
@@ -40,24 +43,27 @@ class HostCompression:
         if node.kv.copies.get(Tier.HOST) is not copy:  # it had to make room itself
             self.host.arena.extents.free(runs)
             return False
-        Compression(self, node, copy, form, num_kept, runs, goes_on=goes_on).start()
+        Compression(self, node, copy, form, num_kept, runs, leaves_for=leaves_for).start()
         return True
 
 
 class Compression(Job):
-    """Makes a smaller copy of what a node has on the host. The node must be there, with the same copy, when it is
+    """Makes a smaller copy of what a node has on the host, instead of that. It must have the same still when it is
     done."""
 
     rank = 2  # what is copied off the GPU first
 
-    def __init__(self, cache: Any, node: Any, copy: Copy, form: Form, num_kept: int, runs: Any, *, goes_on: bool):
+    def __init__(
+        self, cache: Any, node: Any, copy: Copy, form: Form, num_kept: int, runs: Any, *, leaves_for: Tier | None
+    ):
         super().__init__()
-        self.cache, self.node_id, self.copy, self.form, self.goes_on = cache, node.id, copy, form, goes_on
+        self.cache, self.node_id, self.copy, self.form, self.leaves_for = cache, node.id, copy, form, leaves_for
         self.start_token, self.num_tokens, self.num_kept = start_of(node), len(node.key), num_kept
         self.window = cache.window_of(node)
         self.after = cache.compressor.written_event()
         self.num_bytes = sum(run.num_bytes for run in runs)
-        self.entry = HostEntry(replace(cache.header_of(node, ()), form=form, num_slots=num_kept), runs)
+        header = replace(cache.header_of(node, ()), form=form, num_slots=num_kept, is_lossy_prefix=copy.is_lossy_prefix)
+        self.entry = HostEntry(header, runs)
         self.layout: Any = None
 
     def start(self) -> None:
@@ -109,7 +115,7 @@ class Compression(Job):
             for owner in [cache.nodes.get(owner) for owner in sorted(copy.entry.owners)]:
                 if owner is not None and owner.id in cache.nodes:
                     cache.lose_copy(owner, Tier.HOST, self.error)
-        elif node is not None and node.value is None and node.kv.copies.get(Tier.HOST) is copy:
+        elif node is not None and node.kv.copies.get(Tier.HOST) is copy:
             self._replace(node)
         else:
             cache.tier_counts["copies_outdated"] += 1
@@ -117,16 +123,19 @@ class Compression(Job):
         cache.host.unpin(self.entry)
 
     def _replace(self, node: Any) -> None:
-        """The node has the smaller copy from now on, and of those below only one that is exact."""
+        """The node has the smaller copy from now on."""
         cache, copy, kv = self.cache, self.copy, node.kv
         origin = node.id if copy.origin is None else copy.origin
-        for tier, below in list(kv.copies.items()):
-            if tier > Tier.HOST and not below.is_exact:
-                cache.remove_copy(node, tier)
         cache.add_copy(
             node,
             Copy(Tier.HOST, self.form, self.entry, 0, self.num_kept, self.layout, copy.is_lossy_prefix, origin),
         )
         cache.tier_counts["compressed_on_host"] += 1
-        if self.goes_on:
-            kv.is_leaving = cache.start_write(self.entry)
+        if self.leaves_for is None or node.lock_ref > 0 or has_child_on_gpu(node):
+            return
+        if self.leaves_for == Tier.SSD:
+            kv.is_leaving = node.value is None
+            if not cache.start_write(self.entry):
+                kv.is_leaving = False
+        if node.value is not None:
+            cache.release(node.id, Tier.HOST)

@@ -56,10 +56,11 @@ class Moves:
                 options.append(Option(form, Tier.GPU, num_bytes))
         return (*options, DROP)
 
-    def slots_in(self: Any, node: Any, form: Form, start: int) -> int | None:
-        """Slots of a node once brought to ``form``; None when it cannot be: it is lossy by another press or keeps no
-        more than that already, or the queries that the press needs are not there."""
-        current = node.kv.form
+    def slots_in(self: Any, node: Any, form: Form, start: int, current: Form | None = None) -> int | None:
+        """Slots of a node once brought from the form ``current``, its own if None, to ``form``; None when it cannot be:
+        it is lossy by another press or keeps no more than that already, or the queries that the press needs are not
+        there."""
+        current = current or node.kv.form
         if form.press is None:
             return None
         if not current.is_exact and (current.press != form.press or current.kept_fraction <= form.kept_fraction):
@@ -101,21 +102,20 @@ class Moves:
         kv.version += 1
         kv.origin = node.id if kv.origin is None else kv.origin
         kv.slots = slots[:after].clone()
-        self.remove_copies(node, lossy_only=True)
         self.token_to_kv_pool_allocator.free(slots[after:].clone())
         self.evictable_size_ -= before - after
         self.note(node)
         return before - after
 
-    def keep_exact(self: Any, node: Any) -> None:
-        """A node is about to become lossy: see that the SSD has its exact KV, where that is had sooner than by
-        computing it and an upgrade through it would be of worth."""
+    def lacks_exact(self: Any, node: Any) -> bool:
+        """Whether a node that is about to become lossy should have its exact KV on the SSD first: it is had sooner from
+        there than by computing it, and an upgrade through it would be of worth."""
         if self.ssd is None or is_lossy(node) or Tier.SSD in node.kv.copies or self.config.policy != "evicpress":
-            return
+            return False
         num_tokens = len(node.key)
         load_s = self.costs.load_seconds(Tier.SSD, num_tokens * self.menu.slot_bytes)
-        if load_s < self.costs.prefill.marginal_seconds(num_tokens, start_of(node)):
-            self.start_copy(node, Tier.SSD)
+        is_sooner: bool = load_s < self.costs.prefill.marginal_seconds(num_tokens, start_of(node))
+        return is_sooner
 
     def drop(self: Any, node_id: int) -> int:
         """Forget a childless, unlocked node; returns the slots freed."""

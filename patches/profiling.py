@@ -25,6 +25,7 @@ from sglang_evicpress.profiler.lines import StoreError
 from sglang_evicpress.profiler.profile import BLOCK_TOKENS, Profile, context_keys
 from sglang_evicpress.profiler.recorder import Query, Recorder
 from sglang_evicpress.profiler.store import ProfileStore
+from sglang_evicpress.tiers.copies import Copy
 from sglang_evicpress.tiers.identity import KEY_BYTES
 
 logger = logging.getLogger(__name__)
@@ -133,10 +134,15 @@ class Profiling:
     def quality_of(self: Any, node: Any) -> float:
         """Of what a node holds."""
         kv: NodeKV = node.kv
-        if kv.layout is None:
-            return 1.0
-        kept = min(kv.form.kept_fraction, size_of(node) / len(node.key))  # a piece of a split may hold less
-        return self.expectation_of(node).quality(replace(kv.form, kept_fraction=kept)) if kept > 0.0 else 0.0
+        return 1.0 if kv.layout is None else self._quality_as(node, kv.form, size_of(node))
+
+    def quality_of_copy(self: Any, node: Any, copy: Copy) -> float:
+        """Of what a lower tier has of a node."""
+        return 1.0 if copy.layout is None else self._quality_as(node, copy.form, copy.num_slots)
+
+    def _quality_as(self: Any, node: Any, form: Form, num_slots: int) -> float:
+        kept = min(form.kept_fraction, num_slots / len(node.key))  # a piece of a split may hold less
+        return self.expectation_of(node).quality(replace(form, kept_fraction=kept)) if kept > 0.0 else 0.0
 
     def find_profiles(self: Any, leaf: Any) -> None:
         """A new leaf may complete contexts that were profiled before."""

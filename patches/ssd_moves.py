@@ -92,7 +92,7 @@ class SsdMoves:
                 self.add_copy(node, replace(copy, tier=Tier.SSD, entry=ssd))
             is_leaving, node.kv.is_leaving = node.kv.is_leaving, False
             if is_leaving and node.lock_ref == 0 and node.value is None:
-                self.release(node.id)
+                self.release(node.id, Tier.SSD)
 
     def arrived(self: Any, entry: SsdEntry, host: HostEntry) -> None:
         """An SSD entry is on the host as well, unless there is better."""

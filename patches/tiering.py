@@ -23,7 +23,6 @@ from sglang_evicpress.patches.back_up import BackUp
 from sglang_evicpress.patches.compression import Compressor
 from sglang_evicpress.patches.node import (
     has_child_on_gpu,
-    is_lossy,
     num_slots,
     path_to,
     size_of,
@@ -32,6 +31,7 @@ from sglang_evicpress.patches.node import (
     walk,
 )
 from sglang_evicpress.patches.ssd_tier import SsdTier
+from sglang_evicpress.policy.book import Way
 from sglang_evicpress.tiers.copies import Copy
 from sglang_evicpress.tiers.entry import Header
 from sglang_evicpress.tiers.faults import Faults
@@ -60,7 +60,8 @@ class Tiering:
         self.ssd: SsdTier | None = None
         self._parted_ssd: SsdTier | None = None  # until the tree is flushed
         self.is_mixed = False  # the tree holds KV of several models
-        self.ready: dict[int, int] = {}
+        self.ready: dict[int, tuple[Way, ...]] = {}  # by node id, what lower tiers have of it
+        self.planned: frozenset[int] = frozenset()  # nodes that the last look ahead would have leave the GPU
         self.tier_counts: Counter[str] = Counter()
         self.tier_errors: Counter[str] = Counter()
         self._spare: OrderedDict[int, None] = OrderedDict()  # resident nodes with a host copy, hottest last
@@ -100,14 +101,15 @@ class Tiering:
     # ---- what a node has
 
     def note_copies(self: Any, node: Any) -> None:
-        """Work out anew which lower tiers hold just what the node holds now, or better."""
-        kv, mask = node.kv, 0
-        here = tier_of(node)
-        for tier, copy in kv.copies.items():
-            if tier > here and ((copy.is_exact and is_lossy(node)) or self.has_same(node, tier)):
-                mask |= 1 << tier
-        if mask:
-            self.ready[node.id] = mask
+        """Work out anew as what the node can be on lower tiers at once."""
+        here, slot_bytes = tier_of(node), self.menu.slot_bytes
+        ways = tuple(
+            Way(int(tier), copy.form, copy.num_slots * slot_bytes, self.quality_of_copy(node, copy))
+            for tier, copy in sorted(node.kv.copies.items())
+            if tier > here
+        )
+        if ways:
+            self.ready[node.id] = ways
         else:
             self.ready.pop(node.id, None)
 
@@ -171,19 +173,20 @@ class Tiering:
 
     # ---- moving down
 
-    def release(self: Any, node_id: int) -> int:
-        """Free what a node holds on its tier, as the same is below; returns the slots freed."""
+    def release(self: Any, node_id: int, tier: Tier) -> int:
+        """Free what a node holds above ``tier``, where it has a copy, and is as that is. Returns the slots freed."""
         node = self.nodes[node_id]
-        if node.lock_ref > 0 or not self.ready.get(node_id):
-            raise RuntimeError(f"evicpress: node {node_id} is locked or has no copy below, and cannot be released")
-        freed, was_compressed = num_slots(node), node.kv.layout is not None
+        if node.lock_ref > 0 or tier not in node.kv.copies or tier <= tier_of(node):
+            raise RuntimeError(f"evicpress: node {node_id} is locked or has no copy on tier {tier.label} below its own")
+        freed, former = num_slots(node), node.kv.layout
+        for above in [above for above in node.kv.copies if above < tier]:
+            self.remove_copy(node, above)
         if node.value is None:
-            self.remove_copy(node, tier_of(node))
             self.show(node)
             self.note(node)
         else:
             self._leave_gpu(node)
-        if was_compressed and node.kv.layout is None:
+        if former is not None and not _is_same_layout(former, node.kv.layout):
             self.drop_strays(node)
         self.tier_counts["released"] += 1
         return freed
@@ -212,25 +215,20 @@ class Tiering:
         Returns the slots freed now. A node whose children are still on their way off the GPU stays until another plan
         sends it."""
         node, freed = self.nodes[node_id], 0
-        if node.value is None:
-            self._send_on(node, form)
-            return 0
+        copy, is_resident = node.kv.copies.get(tier), node.value is not None
+        if tier_of(node) >= tier:
+            return 0  # another move of the same plan has sent it down
+        if copy is not None and copy.form == form:
+            return 0 if is_resident and has_child_on_gpu(node) else int(self.release(node_id, tier))
         if form != node.kv.form:
+            if self.compress_on_host(node, form, leaves_for=tier) or not is_resident:
+                return 0
             freed = self.compress(node_id, form)
-        if self.ready.get(node_id):
-            return freed if has_child_on_gpu(node) else freed + int(self.release(node_id))
-        self._leave_by_copy(node, tier)
+        # What was chosen to be on the SSD in a lossy form is, even where its exact KV is already: it comes back sooner.
+        is_free = not (is_resident and has_child_on_gpu(node))
+        if not self._leave_by_copy(node, tier) and copy is not None and copy.is_exact and is_free:
+            freed += int(self.release(node_id, tier))
         return freed
-
-    def _send_on(self: Any, node: Any, form: Form) -> None:
-        """Bring a node that is on the host to ``form`` on the SSD. What was chosen to be there in a lossy form is, even
-        where its exact KV is already: it comes back sooner."""
-        if form != node.kv.form:
-            self.compress_on_host(node, form, goes_on=True)
-            return
-        goes = not self.has_same(node, Tier.SSD) and self._leave_by_copy(node, Tier.SSD)
-        if not goes and self.ready.get(node.id):
-            self.release(node.id)
 
     def _leave_by_copy(self: Any, node: Any, tier: Tier) -> bool:
         """Begin to copy a node to a lower tier; it leaves its own when it is there. Whether it was begun."""
@@ -246,9 +244,8 @@ class Tiering:
         if node.value is None:
             copy = node.kv.copies.get(Tier.HOST)
             return copy is not None and tier == Tier.SSD and self.start_write(copy.entry)
-        if Tier.HOST in node.kv.copies and self.ready.get(node.id):
-            copy = node.kv.copies[Tier.HOST]
-            return tier == Tier.SSD and self.start_write(copy.entry)
+        if self.has_same(node, Tier.HOST):
+            return tier == Tier.SSD and self.start_write(node.kv.copies[Tier.HOST].entry)
         if node.kv.job is not None or self._copying_bytes > MOST_COPIED_SHARE * self.host.num_bytes:
             return False
         num_bytes = max(1, sum(self.copier.sizes(size_of(node), node.kv.layout is not None)))  # or all are holes
@@ -261,15 +258,16 @@ class Tiering:
         return True
 
     def host_room(self: Any, num_bytes: int, *, is_urgent: bool = False, keep: Collection[int] = ()) -> Any:
-        """Runs of host memory: free ones, else those of spare copies but of the nodes ``keep``, else of what is on the
-        SSD as well; if it is urgent, of what must be dropped for that."""
+        """Runs of host memory: free ones, else those of spare copies but of the nodes ``keep``, last of nodes that are
+        to leave the GPU soon, else of what is on the SSD as well; if it is urgent, of what must be dropped for that."""
         extents = self.host.arena.extents
         num_bytes = max(1, num_bytes)  # a node may be all holes
         runs = extents.alloc(num_bytes)
         if runs is not None or num_bytes > extents.num_bytes:
             return runs
         # The hottest first: they are the last to need their copy.
-        for node_id in [node_id for node_id in reversed(self._spare) if node_id not in keep]:
+        hottest_first = [node_id for node_id in reversed(self._spare) if node_id not in keep]
+        for node_id in sorted(hottest_first, key=self.planned.__contains__):
             if runs is not None:
                 break
             node = self.nodes[node_id]
@@ -280,8 +278,9 @@ class Tiering:
         if runs is None and self.ssd is not None:
             for decision in self.policy.plan(Tier.HOST, num_bytes - extents.free_bytes, ready=self.ready):
                 is_move = decision.option.tier == Tier.SSD and decision.source.tier == Tier.HOST
-                if is_move and self.ready.get(decision.node_id):  # else a release before it took its copy
-                    self.release(decision.node_id)
+                node = self.nodes.get(decision.node_id)
+                if is_move and node is not None and node.value is None and Tier.SSD in node.kv.copies:
+                    self.release(node.id, Tier.SSD)  # else a release before it took its copy
             runs = extents.alloc(num_bytes)
         for _ in range(MOST_RELIEFS if is_urgent else 0):
             if runs is not None:
@@ -447,6 +446,12 @@ def tier_of(node: Any) -> Tier:
 def off_gpu(path: list[Any]) -> Iterator[Any]:
     """The nodes of a path that are not on the GPU."""
     return (node for node in path if node.value is None)
+
+
+def _is_same_layout(left: SurvivorLayout, right: SurvivorLayout | None) -> bool:
+    if right is None or left.num_slots != right.num_slots:
+        return False
+    return left is right or torch.equal(left.positions, right.positions)
 
 
 def _same(kv: Any, copy: Copy, num_held: int) -> bool:

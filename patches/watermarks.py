@@ -6,13 +6,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from sglang_evicpress.core import Tier
+from sglang_evicpress.core import Option, Tier
 
 AHEAD_SHARE = 1 / 2  # of the pool, and of the host tier, that is taken next: copied before it is due
 SPARE_SHARE = {False: 1 / 4, True: 1 / 2}  # of the host tier, without and with an SSD below: for such copies at most
 LOW_SHARE, HIGH_SHARE = 1 / 32, 1 / 16  # of the pool: below the first, nodes are released until the second is free
 HOST_LOW_SHARE, HOST_HIGH_SHARE = 1 / 16, 1 / 8  # the same of the host tier
 SSD_LOW_SHARE, SSD_HIGH_SHARE = 1 / 32, 1 / 16  # the same of the SSD tier
+NOTHING: frozenset[int] = frozenset()
 MOST_PLANNED = 512  # nodes that one plan in the background may be about, on average: some milliseconds
 PLAN_SHARE = 1 / 20  # of the time, for plans in the background
 
@@ -67,23 +68,33 @@ class Watermarks:
         )
         ahead = min(ahead - allocator.available_size(), self.evictable_size_)
         if ahead <= 0:
+            self.planned = NOTHING
             return
         decisions = self.policy.plan(Tier.GPU, self._bounded(Tier.GPU, ahead * slot_bytes), self.room())
-        planned = {decision.node_id for decision in decisions}
+        self.planned = frozenset(one.node_id for one in decisions if one.option.tier in (Tier.HOST, Tier.SSD))
         for decision in decisions:
-            option, node_id = decision.option, decision.node_id
-            node = self.nodes.get(node_id)
-            if node is None:
-                continue  # it had to make room on the host
-            if node.value is None or option.tier is None or node.kv.job is not None:
-                continue
-            if option.form != node.kv.form:
-                self.keep_exact(node)
-                continue
-            if option.tier == Tier.GPU or self.ready.get(node_id):
-                continue
-            if not self.start_copy(node, option.tier, planned):
+            node = self.nodes.get(decision.node_id)  # None: it had to make room on the host
+            is_here = node is not None and node.value is not None and node.kv.job is None
+            if is_here and not self._prepare(node, decision.option):
                 break
+
+    def _prepare(self: Any, node: Any, option: Option) -> bool:
+        """See that a node can become, without waiting, what it is to be soon. False when there is no room for it.
+
+        What is to go to the host in a smaller form is copied as it is first and compressed there; until it leaves, the
+        GPU has all of it.
+        """
+        tier, form, kv = option.tier, option.form, node.kv
+        if form != kv.form and self.lacks_exact(node):
+            return bool(self.start_copy(node, Tier.SSD, self.planned))
+        copy = kv.copies.get(tier)
+        if tier is None or tier == Tier.GPU or (copy is not None and (tier == Tier.SSD or not copy.form.is_exact)):
+            return True
+        if copy is None or (form == kv.form and copy.form != form):
+            return bool(self.start_copy(node, tier, self.planned))
+        if form is not None and form != copy.form:
+            self.compress_on_host(node, form, keep=self.planned)
+        return True
 
     def _keep_ssd_room(self: Any) -> None:
         store = None if self.ssd is None else self.ssd.store
@@ -94,7 +105,7 @@ class Watermarks:
         """Below the low watermark of free host memory nodes go on to the SSD, or are dropped, up to the high one, or to
         what was missing last; what is next is written to the SSD ahead."""
         host = self.host
-        free = host.num_bytes - self.policy.book.num_bytes[Tier.HOST] - self._copying_bytes
+        free = host.num_bytes - self.policy.book.num_bytes[Tier.HOST] - self._copying_bytes - self._prepared_bytes()
         if free < max(HOST_LOW_SHARE * host.num_bytes, self._host_wanted):
             wanted = max(int(HOST_HIGH_SHARE * host.num_bytes), self._host_wanted) - free
             self.controller.relieve(Tier.HOST, self._bounded(Tier.HOST, wanted), room=self.room())
@@ -109,9 +120,14 @@ class Watermarks:
             is_move = decision.option.tier == Tier.SSD and node.value is None
             is_there = self.has_same(node, Tier.SSD)
             if decision.option.form != node.kv.form:  # it is written as it is only to be there if need be
-                is_there = bool(self.ready.get(node.id))
+                is_there = Tier.SSD in node.kv.copies
             if is_move and not is_there and not self.start_copy(node, Tier.SSD):
                 break
+
+    def _prepared_bytes(self: Any) -> int:
+        """Of the host: copies for which nodes are to leave the GPU soon."""
+        copies = (node.kv.copies.get(Tier.HOST) for node_id in self.planned if (node := self.nodes.get(node_id)))
+        return sum(copy.num_slots for copy in copies if copy is not None) * int(self.menu.slot_bytes)
 
     def _bounded(self: Any, tier: Tier, num_bytes: int) -> int:
         """So many of the bytes as a plan about ``MOST_PLANNED`` nodes of common size frees."""

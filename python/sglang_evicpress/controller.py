@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.journal import Journal
 from sglang_evicpress.policy.base import Policy
+from sglang_evicpress.policy.book import Way
 
 
 class Moves(Protocol):
@@ -49,7 +50,7 @@ class Controller:
         num_bytes: int,
         *,
         room: Mapping[Tier, int] | None = None,
-        ready: Mapping[int, int] | None = None,
+        ready: Mapping[int, Sequence[Way]] | None = None,
     ) -> int:
         """Free ``num_bytes`` on ``tier`` if the unlocked nodes hold that many; returns the slots freed at once.
 

@@ -24,8 +24,8 @@ __all__ = ["opened"]  # the fixture
 KNORM = Form("knorm", 0.5)
 
 
-def start(walk: TierWalk, node: object, form: Form, *, goes_on: bool = False) -> None:
-    assert walk.cache.compress_on_host(node, form, goes_on=goes_on)
+def start(walk: TierWalk, node: object, form: Form) -> None:
+    assert walk.cache.compress_on_host(node, form)
 
 
 def compressed(walk: TierWalk, node: object, form: Form) -> None:
@@ -39,9 +39,10 @@ class HostWalk(TierWalk):
 
     def shrink(self) -> None:
         """A node, a form it can have, and perhaps on to the SSD."""
-        nodes = [node for node in self.cache.nodes.values() if tier_of(node) == Tier.HOST and node.kv.copies]
+        nodes = [node for node in self.cache.nodes.values() if Tier.HOST in node.kv.copies]
         if nodes:
-            self.cache.compress_on_host(self.rng.choice(nodes), self.rng.choice(FORMS), goes_on=self.rng.random() < 0.3)
+            tier = self.rng.choice([None, None, *self.cache.tiers[1:]])
+            self.cache.compress_on_host(self.rng.choice(nodes), self.rng.choice(FORMS), leaves_for=tier)
 
     def moves(self) -> dict[Callable[[], None], float]:
         return {**super().moves(), self.shrink: 10.0}
@@ -136,7 +137,7 @@ def test_damaged_bytes_are_not_given_new_checksums(opened: Callable[..., TierWal
     walk.check_nothing_leaks()
 
 
-def test_a_node_that_was_wanted_meanwhile_stays_as_it_was(opened: Callable[..., TierWalk]) -> None:
+def test_a_node_that_was_wanted_meanwhile_stays_as_it_was_on_the_gpu(opened: Callable[..., TierWalk]) -> None:
     walk = opened()
     tokens, node = cached(walk, 100)
     sent(walk, node, Tier.HOST)
@@ -147,7 +148,8 @@ def test_a_node_that_was_wanted_meanwhile_stays_as_it_was(opened: Callable[..., 
     block.may_end.set()
     walk.settle()
     assert node.value is not None and node.kv.form == EXACT and node.kv.job is None
-    assert walk.cache.tier_counts["copies_outdated"] == 1
+    assert walk.cache.compress(node.id, Form("knorm", 0.8)) == 20  # and what it becomes there is its own affair
+    assert [way.form for way in walk.cache.ready[node.id]] == [KNORM]
     walk.check()
     walk.check_rows()
     walk.check_nothing_leaks()

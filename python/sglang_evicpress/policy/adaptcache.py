@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.costs import Costs
-from sglang_evicpress.policy.book import DROPPED, Record, Step
+from sglang_evicpress.policy.book import DROPPED, Record, Step, Way
 from sglang_evicpress.policy.lru import CascadeRule
 from sglang_evicpress.policy.menu import Menu
 
@@ -67,11 +67,13 @@ class AdaptCacheRule(CascadeRule):
     def delay_s(self, record: Record) -> float:
         return record.num_bytes * self._seconds_per_byte[record.rank]
 
-    def step(self, record: Record, barred: int = 0, as_is: Record | None = None) -> Step | None:
+    def step(self, record: Record, barred: int = 0, ways: Sequence[Way] | None = None) -> Step | None:
         rank, held = record.rank, record.num_bytes
         evicted = self.next_rank(record, barred)
         if held == 0:
-            return None if evicted is None else Step(math.inf, evicted, None, 0, record.quality)
+            if evicted is None or evicted == DROPPED or ways is None:
+                return None if evicted is None else Step(math.inf, evicted, None, 0, record.quality)
+            return Step(math.inf, *next(way for way in ways if way.rank == evicted))
         best: Step | None = None
         for index, num_bytes in self._smaller(record):
             form = self.menu.forms[index]
@@ -81,7 +83,9 @@ class AdaptCacheRule(CascadeRule):
                 key = lost / (held - num_bytes)
                 best = Step(key, rank, form, num_bytes, record.curve[index], delay_s, self._per_weight(record, lost))
         if evicted is not None:
-            left = record if as_is is None else as_is
+            left = Way(evicted, record.form, record.num_bytes, record.quality)
+            if ways is not None and evicted < DROPPED:
+                left = next(way for way in ways if way.rank == evicted)
             lost = self.lost(record, left.form, evicted, left.num_bytes)
             key, per_weight = lost / held, self._per_weight(record, lost)
             if best is not None and key >= best.key:
@@ -89,9 +93,8 @@ class AdaptCacheRule(CascadeRule):
             if evicted == DROPPED:
                 return Step(key, DROPPED, None, 0, 1.0, 0.0, per_weight)
             delay_s = left.num_bytes * self._seconds_per_byte[evicted]
-            best = Step(
-                key, evicted, None if as_is is None else as_is.form, left.num_bytes, left.quality, delay_s, per_weight
-            )
+            kept_form = None if ways is None else left.form
+            best = Step(key, evicted, kept_form, left.num_bytes, left.quality, delay_s, per_weight)
         return best
 
     def _smaller(self, record: Record) -> list[tuple[int, int]]:

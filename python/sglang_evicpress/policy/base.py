@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from sglang_evicpress.core import Decision, NodeStats, Tier
 from sglang_evicpress.costs import Costs
-from sglang_evicpress.policy.book import Book, Rule
+from sglang_evicpress.policy.book import Book, Rule, Way
 from sglang_evicpress.policy.evicpress import EvicPressRule
 from sglang_evicpress.policy.explain import explain
 from sglang_evicpress.policy.plan import Plan
@@ -63,7 +63,7 @@ class Policy:
         num_bytes: int,
         room: Mapping[Tier, int] | None = None,
         *,
-        ready: Mapping[int, int] | None = None,
+        ready: Mapping[int, Sequence[Way]] | None = None,
     ) -> list[Decision]:
         """Decisions, in order of execution, that free ``num_bytes`` on ``tier``, or all they can if that is less.
 
@@ -72,9 +72,9 @@ class Policy:
         byte the plan would fall short. 0 bytes or less need nothing: an empty plan.
 
         ``ready`` makes the plan urgent, so that carrying it out waits for no byte to be written: a node leaves the tier
-        only by a drop or to a tier that holds a copy of it in its present form, which takes no room there: bit t of
-        ``ready[node_id]`` is set if tier t does. ``room`` then does not count, and what is below does not move, unless
-        it has to go because the node above it, without a copy, cannot go otherwise.
+        only by a drop or to a tier that holds a copy of it, as which it goes on and which takes no room there:
+        ``ready[node_id]`` are those. ``room`` then does not count, and what is below does not move, unless it has to go
+        because the node above it, without a copy, cannot go otherwise.
         """
         plan = Plan(self.book, room or {}, ready)
         try:

@@ -34,6 +34,15 @@ class Step(NamedTuple):
     loss: float = 0.0
 
 
+class Way(NamedTuple):
+    """A copy that lies on the lower tier of ``rank``: the node can be as that is there at once."""
+
+    rank: int
+    form: Form
+    num_bytes: int
+    quality: float
+
+
 class Record:
     """A node in the book: its ``NodeStats`` in a form that can change, and its place in the tree and in a heap.
 
@@ -138,11 +147,11 @@ class Rule(Protocol):
         """Whether it chooses forms by their quality; then it is only offered those whose quality is known."""
         ...
 
-    def step(self, record: Record, barred: int = 0, as_is: Record | None = None) -> Step | None:
+    def step(self, record: Record, barred: int = 0, ways: Sequence[Way] | None = None) -> Step | None:
         """The next step of a node that frees bytes on its tier, None when there is none.
 
         Tiers whose bit is set in ``barred`` cannot take it. Nothing below ``record.floor`` may be chosen. With
-        ``as_is`` (the node as it was before the plan shrank it) it may go to a lower tier only as that is.
+        ``ways`` it may go to a lower tier only as one of those.
         """
         ...
 

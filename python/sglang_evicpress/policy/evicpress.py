@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.costs import Costs
-from sglang_evicpress.policy.book import DROPPED, Record, Step
+from sglang_evicpress.policy.book import DROPPED, Record, Step, Way
 from sglang_evicpress.policy.edges import Edge, Point, first_points, next_on_hull, sizes_of
 from sglang_evicpress.policy.menu import Menu
 
@@ -66,15 +66,15 @@ class EvicPressRule:
             else self.costs.load_seconds(Tier(record.rank), record.num_bytes, record.form.codec)
         )
 
-    def step(self, record: Record, barred: int = 0, as_is: Record | None = None) -> Step | None:
+    def step(self, record: Record, barred: int = 0, ways: Sequence[Way] | None = None) -> Step | None:
         edge = record.memo
         if not isinstance(edge, Edge):
             edge = record.memo = self._edge(record)
         floor, num_bytes = record.floor, record.num_bytes
         leave, leave_utility = None, -math.inf
         if floor > record.rank:
-            if barred or as_is is not None:
-                leave, leave_utility = self._leave(record, floor, barred, as_is)
+            if barred or ways is not None:
+                leave, leave_utility = self._leave(record, floor, barred, ways)
             else:
                 if edge.floor != floor:
                     edge.leave, edge.leave_utility = self._leave(record, floor, 0)
@@ -95,7 +95,9 @@ class EvicPressRule:
         lost, weight = edge.utility - leave_utility, record.weight
         return Step(weight * per_byte, leave.rank, leave.form, leave.num_bytes, leave.quality, leave.delay_s, lost)
 
-    def choices(self, record: Record, barred: int = 0, num_bytes: int = 1, as_is: Record | None = None) -> list[Step]:
+    def choices(
+        self, record: Record, barred: int = 0, num_bytes: int = 1, ways: Sequence[Way] | None = None
+    ) -> list[Step]:
         """Every change that frees ``num_bytes`` or more on the node's tier; the key is that of a step."""
         held, floor = record.num_bytes, record.floor
         if held < num_bytes or not held:
@@ -106,7 +108,7 @@ class EvicPressRule:
             if held - point[0] >= num_bytes:
                 lost = now - point[1]
                 found.append(self._shrink(record, point, record.weight * lost / (held - point[0]), lost))
-        for rank, form, size, quality, worth in self.ways_out(record, as_is):
+        for rank, form, size, quality, worth in self.ways_out(record, ways):
             if rank <= floor and not barred >> rank & 1:
                 lost = now - worth
                 delay_s = self.alpha * quality - worth
@@ -205,22 +207,24 @@ class EvicPressRule:
         sizes = self.menu.sizes(record.num_tokens, record.sinks)
         return [(index, size) for index, size in enumerate(sizes) if size < num_bytes and reachable >> index & 1]
 
-    def ways_out(self, record: Record, as_is: Record | None = None) -> list[tuple[int, Form | None, int, float, float]]:
+    def ways_out(
+        self, record: Record, ways: Sequence[Way] | None = None
+    ) -> list[tuple[int, Form | None, int, float, float]]:
         """Every (rank, form, bytes, quality, utility per use) the node could be below its tier, children aside."""
         delay_s = self.costs.prefill.marginal_seconds(record.num_tokens, record.depth_tokens)
         found: list[tuple[int, Form | None, int, float, float]] = [(DROPPED, None, 0, 1.0, self.alpha - delay_s)]
-        left = record if as_is is None else as_is
-        smaller = self._smaller(record) if as_is is None else []
-        states = [(left.form, left.num_bytes, left.quality)]
-        states += [(self.menu.forms[index], size, record.curve[index]) for index, size in smaller]
-        for tier in self.menu.tiers:
-            if tier > record.rank:
-                for form, size, quality in states:
-                    worth = self.alpha * quality - self.costs.load_seconds(tier, size, form.codec)
-                    found.append((int(tier), form, size, quality, worth))
+        if ways is None:
+            states = [(record.form, record.num_bytes, record.quality)]
+            states += [(self.menu.forms[index], size, record.curve[index]) for index, size in self._smaller(record)]
+            ways = [Way(int(tier), *state) for tier in self.menu.tiers if tier > record.rank for state in states]
+        for rank, form, size, quality in ways:
+            worth = self.alpha * quality - self.costs.load_seconds(Tier(rank), size, form.codec)
+            found.append((rank, form, size, quality, worth))
         return found
 
-    def _leave(self, record: Record, floor: int, barred: int, as_is: Record | None = None) -> tuple[Step | None, float]:
+    def _leave(
+        self, record: Record, floor: int, barred: int, ways: Sequence[Way] | None = None
+    ) -> tuple[Step | None, float]:
         """The best way off the tier and its utility per use; of equal ones the first."""
         best: Step | None = None
         best_utility = -math.inf
@@ -228,15 +232,22 @@ class EvicPressRule:
             delay_s = self.costs.prefill.marginal_seconds(record.num_tokens, record.depth_tokens)
             best, best_utility = Step(0.0, DROPPED, None, 0, 1.0, delay_s), self.alpha - delay_s
         alpha, curve, forms = self.alpha, record.curve, self.menu.forms
-        left = record if as_is is None else as_is
-        smaller = self._smaller(record) if as_is is None else []
+        for rank, form, num_bytes, quality in ways or ():
+            if rank <= floor and not barred >> rank & 1:
+                delay_s = self.costs.load_seconds(Tier(rank), num_bytes, form.codec)
+                worth = alpha * quality - delay_s
+                if worth > best_utility:
+                    best, best_utility = Step(0.0, rank, form, num_bytes, quality, delay_s), worth
+        if ways is not None:
+            return best, best_utility
+        smaller = self._smaller(record)
         for tier in self.menu.tiers:
             if not record.rank < tier <= floor or barred >> tier & 1:
                 continue
-            delay_s = self.costs.load_seconds(tier, left.num_bytes, left.form.codec)
-            worth = alpha * left.quality - delay_s
+            delay_s = self.costs.load_seconds(tier, record.num_bytes, record.form.codec)
+            worth = alpha * record.quality - delay_s
             if worth > best_utility:
-                best, best_utility = Step(0.0, int(tier), left.form, left.num_bytes, left.quality, delay_s), worth
+                best, best_utility = Step(0.0, int(tier), record.form, record.num_bytes, record.quality, delay_s), worth
             laws, found = self._laws[tier], -1
             for index, size in smaller:
                 fixed_s, per_byte_s = laws[index]

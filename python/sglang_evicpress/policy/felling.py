@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sglang_evicpress.core import Tier
-from sglang_evicpress.policy.book import DROPPED, Record
+from sglang_evicpress.policy.book import DROPPED, Record, Way
 
 
 class Felling:
@@ -18,7 +18,7 @@ class Felling:
     O(n); after that a call costs what it fells.
     """
 
-    def __init__(self, records: Iterable[Record], tiers: Sequence[Tier], ready: Mapping[int, int]) -> None:
+    def __init__(self, records: Iterable[Record], tiers: Sequence[Tier], ready: Mapping[int, Sequence[Way]]) -> None:
         self._tiers = tiers
         self._ready = ready
         self._children: defaultdict[int, list[int]] = defaultdict(list)
@@ -56,8 +56,7 @@ class Felling:
         return []
 
     def _lowest_ready(self, record: Record) -> int:
-        bits = self._ready.get(record.id, 0)
-        return max((tier for tier in self._tiers if tier > record.rank and bits >> tier & 1), default=DROPPED)
+        return max((way.rank for way in self._ready.get(record.id, ()) if way.rank > record.rank), default=DROPPED)
 
     def _below(self, roots: list[int]) -> list[int]:
         """The nodes given and all below them, children first, in the same order in every process."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from sglang_evicpress.core import Form
-from sglang_evicpress.policy.book import Record, Step
+from sglang_evicpress.policy.book import Record, Step, Way
 from sglang_evicpress.policy.lru import CascadeRule
 from sglang_evicpress.policy.menu import Menu
 
@@ -35,12 +36,12 @@ class FixedFormRule(CascadeRule):
     def key(self, record: Record) -> float:
         return 1.0
 
-    def step(self, record: Record, barred: int = 0, as_is: Record | None = None) -> Step | None:
+    def step(self, record: Record, barred: int = 0, ways: Sequence[Way] | None = None) -> Step | None:
         if record.form.is_exact and record.reachable >> self._index & 1:
             num_bytes = self.menu.num_bytes(self.form, record.num_tokens, record.sinks)
             if num_bytes < record.num_bytes:
                 return Step(0.0, record.rank, self.form, num_bytes, record.curve[self._index])
-        return super().step(record, barred, as_is)
+        return super().step(record, barred, ways)
 
 
 def grown_fraction(important: float, chunk_tokens: int = CHUNK_TOKENS, run_tokens: float = RUN_TOKENS) -> float:

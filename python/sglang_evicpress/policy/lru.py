@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from sglang_evicpress.policy.book import DROPPED, Record, Step
+from sglang_evicpress.policy.book import DROPPED, Record, Step, Way
 from sglang_evicpress.policy.menu import Menu
 
 
@@ -24,14 +24,15 @@ class CascadeRule:
         """The smallest goes first, ties by last use; here the last use itself."""
         return float(record.last_use)
 
-    def step(self, record: Record, barred: int = 0, as_is: Record | None = None) -> Step | None:
+    def step(self, record: Record, barred: int = 0, ways: Sequence[Way] | None = None) -> Step | None:
         rank = self.next_rank(record, barred)
         if rank is None:
             return None
         if rank == DROPPED:
             return Step(self.key(record), DROPPED, None, 0)
-        if as_is is not None:
-            return Step(self.key(record), rank, as_is.form, as_is.num_bytes, as_is.quality)
+        if ways is not None:
+            way = next(way for way in ways if way.rank == rank)
+            return Step(self.key(record), rank, way.form, way.num_bytes, way.quality)
         return Step(self.key(record), rank, None, record.num_bytes, record.quality)
 
     def next_rank(self, record: Record, barred: int) -> int | None:

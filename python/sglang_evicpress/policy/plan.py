@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sglang_evicpress.core import DROP, Decision, Option, Tier
-from sglang_evicpress.policy.book import DROPPED, Book, Entry, Record, Step
+from sglang_evicpress.policy.book import DROPPED, Book, Entry, Record, Step, Way
 from sglang_evicpress.policy.evicpress import EvicPressRule
 from sglang_evicpress.policy.felling import Felling
 
@@ -44,13 +44,12 @@ class Plan:
     where it must subtract what was freed.) ``room`` holds the free bytes of each tier below; a tier that is not in it
     is full. A node is planned on as a copy, so the book is after the plan what it was before.
 
-    With ``ready`` the plan is urgent: nothing may wait for bytes to be written below. Bit t of ``ready[node_id]`` says
-    that tier t holds a copy of the node as it is in the book; to such a tier it may go, as it is and taking no room
-    there, to no other. What has shrunk in the plan may still go there: it then does not shrink. Nor does anything that
-    is below the GPU, where it is written anew for that.
+    With ``ready`` the plan is urgent: nothing may wait for bytes to be written below. ``ready[node_id]`` are the copies
+    that lie there; the node may become one of these, taking no room, and go to no other tier. What has shrunk in the
+    plan may still become one. Nothing shrinks that is below the GPU, where it is written anew for that.
     """
 
-    def __init__(self, book: Book, room: Mapping[Tier, int], ready: Mapping[int, int] | None = None) -> None:
+    def __init__(self, book: Book, room: Mapping[Tier, int], ready: Mapping[int, Sequence[Way]] | None = None) -> None:
         self.book = book
         self.ready = ready
         self.room = [room.get(tier, 0) for tier in Tier]
@@ -142,8 +141,8 @@ class Plan:
 
         best, least = (copy, step), cost(copy, step)
         for node, _ in ((copy, step), *others):
-            barred, as_is = self._terms(node)
-            for choice in weigher.choices(node, barred, num_bytes, as_is):
+            barred, ways = self._terms(node)
+            for choice in weigher.choices(node, barred, num_bytes, ways):
                 if choice.loss * node.weight < least and (loss := cost(node, choice)) < least:
                     best, least = (node, choice), loss
         for node, _ in ((copy, step), *others):
@@ -262,17 +261,24 @@ class Plan:
         return found
 
     @staticmethod
-    def _is_open(record: Record, step: Step, ready: Mapping[int, int]) -> bool:
-        """Whether an urgent plan may take the step; being the best of all, it is then the best of those it may take."""
+    def _is_open(record: Record, step: Step, ready: Mapping[int, Sequence[Way]]) -> bool:
+        """Whether an urgent plan may take the step; being the best of all, it is then the best of those it may take.
+        Not where a copy is something else than the node: that could be better still."""
+        ways = ready.get(record.id, ())
+        if any(way.num_bytes != record.num_bytes or way.form != record.form for way in ways):
+            return False
         if step.rank == DROPPED or step.rank == record.rank == Tier.GPU:
             return True
-        return step.form in (None, record.form) and bool(ready.get(record.id, 0) >> step.rank & 1)
+        return step.form in (None, record.form) and any(way.rank == step.rank for way in ways)
 
-    def _terms(self, copy: Record) -> tuple[int, Record | None]:
+    def _terms(self, copy: Record) -> tuple[int, Sequence[Way] | None]:
         """The tiers that are barred to the node, and, in an urgent plan, as what alone it may leave."""
         if self.ready is None:
             return self._barred.get(copy.id, 0), None
-        return (1 << DROPPED) - 1 & ~self.ready.get(copy.id, 0), self.book.records[copy.id]
+        ways, barred = self.ready.get(copy.id, ()), (1 << DROPPED) - 1
+        for way in ways:
+            barred &= ~(1 << way.rank)
+        return barred, ways
 
     def _fell(self, rank: int) -> int | None:
         """The last resort, when no node has a step: drop what ``Felling`` says; the bytes freed here, or None."""

@@ -1,4 +1,4 @@
-"""Urgent plans: a node leaves only by a drop or to a tier that has a copy of it as it is."""
+"""Urgent plans: a node leaves only by a drop or to a tier that has a copy of it, and is as that is."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from sglang_evicpress.core import EXACT, Decision, Form, NodeStats, Tier
 from sglang_evicpress.costs import Costs, PrefillLaw, TransferLaw
 from sglang_evicpress.policy import POLICY_NAMES, Policy, make_policy, policy_forms
+from sglang_evicpress.policy.book import Way
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.plan import AHEAD
 
@@ -39,8 +40,20 @@ def _policy(*nodes: NodeStats, menu: Menu = PLAIN, name: str = "evicpress") -> P
     return policy
 
 
+def _ways(policy: Policy, on: Mapping[int, int]) -> dict[int, tuple[Way, ...]]:
+    """Copies of nodes as they are, on the tiers below theirs whose bits are set."""
+    found = {}
+    for node_id, bits in on.items():
+        if node_id not in policy.book.records:
+            continue
+        record = policy.book.records[node_id]
+        tiers = [tier for tier in TIERS if tier > record.rank and bits >> tier & 1]
+        found[node_id] = tuple(Way(tier, record.form, record.num_bytes, record.quality) for tier in tiers)
+    return found
+
+
 def _taken(policy: Policy, num_bytes: int, ready: Mapping[int, int]) -> list[tuple[int, str]]:
-    plan = policy.plan(Tier.GPU, num_bytes, ENDLESS, ready=ready)
+    plan = policy.plan(Tier.GPU, num_bytes, ENDLESS, ready=_ways(policy, ready))
     return [(decision.node_id, str(decision.option)) for decision in plan]
 
 
@@ -51,7 +64,7 @@ def _taken(policy: Policy, num_bytes: int, ready: Mapping[int, int]) -> list[tup
 def test_a_node_goes_only_where_a_copy_lies(name: str, ready: dict[int, int], taken: str, make_node: MakeNode) -> None:
     policy = _policy(make_node(1, menu=PLAIN), name=name)
     assert _taken(policy, 100, ready) == [(1, taken)]
-    plan = policy.plan(Tier.GPU, 100, ready=ready)  # and it needs no room there
+    plan = policy.plan(Tier.GPU, 100, ready=_ways(policy, ready))  # and it needs no room there
     assert [str(decision.option) for decision in plan] == [taken]
 
 
@@ -75,7 +88,7 @@ def test_what_the_plan_shrank_first_may_still_leave_as_the_copy_is(name: str, ma
     policy = make_policy(name, MENU, alpha=1.0, costs=COSTS, mean_curve=node.curve)
     policy.put(node)
     assert _taken(policy, 300, {1: ON_HOST}) == [(1, "keydiff@0.5/gpu")]
-    (decision,) = policy.plan(Tier.GPU, 1000, ready={1: ON_HOST})
+    (decision,) = policy.plan(Tier.GPU, 1000, ready=_ways(policy, {1: ON_HOST}))
     assert (str(decision.option), decision.option.num_bytes, decision.quality) == ("exact/host", 1000, 1.0)
     if name == "evicpress":
         assert decision.loss == pytest.approx(0.1)
@@ -138,6 +151,36 @@ def test_a_drop_may_be_the_last_step_that_loses_least(make_node: MakeNode) -> No
     assert _taken(_policy(large, small), 10, {}) == [(2, "drop")]
 
 
+def test_a_node_becomes_what_its_copy_is(make_node: MakeNode) -> None:
+    node = make_node(1, menu=MENU, curve=(1.0, 0.9, 0.5, 0.1), tokens=1000, weight=2.0)
+    smaller, exact = Way(Tier.HOST, HALF, 500, 0.9), Way(Tier.SSD, EXACT, 1000, 1.0)
+    (decision,) = _policy(node, menu=MENU).plan(Tier.GPU, 1000, ready={1: (smaller, exact)})
+    assert (str(decision.option), decision.option.num_bytes, decision.quality) == ("keydiff@0.5/host", 500, 0.9)
+    assert decision.loss == pytest.approx(2.0 * (0.1 + 0.05))  # alpha is 1, the host gives 1e4 bytes a second
+    (decision,) = _policy(node, menu=MENU).plan(Tier.GPU, 1000, ready={1: (smaller._replace(quality=0.0), exact)})
+    assert str(decision.option) == "exact/ssd"
+
+
+def test_a_better_copy_than_the_node_is_a_way_out_too(make_node: MakeNode) -> None:
+    node = make_node(1, menu=MENU, form=HALF, curve=(1.0, 0.5, 0.5, 0.1), tokens=1000)
+    as_it_is, exact = Way(Tier.HOST, HALF, 500, 0.5), Way(Tier.SSD, EXACT, 1000, 1.0)
+    slow = _policy(node, menu=MENU).plan(Tier.GPU, 500, ready={1: (as_it_is, exact)})
+    assert [str(one.option) for one in slow] == ["keydiff@0.5/host"]  # 0.45 against 1 - 1 s
+    near = exact._replace(rank=Tier.HOST)
+    (decision,) = _policy(node, menu=MENU).plan(Tier.GPU, 500, ready={1: (near,)})
+    assert (str(decision.option), decision.option.num_bytes) == ("exact/host", 1000)
+    assert decision.loss == pytest.approx(-(0.5 - 0.1))
+
+
+def test_nothing_shrinks_below_the_gpu_while_someone_waits(make_node: MakeNode) -> None:
+    node = make_node(1, menu=MENU, curve=(1.0, 1.0, 0.0, 0.0), tier=Tier.HOST, tokens=1000)
+    policy = _policy(node, menu=MENU)
+    assert [str(one.option) for one in policy.plan(Tier.HOST, 500)] == ["keydiff@0.5/host"]
+    assert [str(one.option) for one in policy.plan(Tier.HOST, 500, ready={})] == ["drop"]
+    (decision,) = policy.plan(Tier.HOST, 500, ready=_ways(policy, {1: ON_SSD}))
+    assert str(decision.option) == "exact/ssd"
+
+
 # --- random caches
 
 
@@ -178,8 +221,8 @@ def test_an_urgent_plan_frees_enough_waits_for_nothing_and_keeps_prefixes(
     nodes, ready, demand = _cache(make_node, seed)
     policy = _policy(*nodes, menu=MENU, name=name)
     before, movable = policy.book.num_bytes[0], policy.book.num_bytes[0] - policy.book.locked_bytes[0]
-    plan = policy.plan(Tier.GPU, demand, ready=ready)
-    assert policy.plan(Tier.GPU, demand, ENDLESS, ready=ready) == plan
+    plan = policy.plan(Tier.GPU, demand, ready=_ways(policy, ready))
+    assert policy.plan(Tier.GPU, demand, ENDLESS, ready=_ways(policy, ready)) == plan
     assert len({decision.node_id for decision in plan}) == len(plan)
     for decision in plan:
         source, option = decision.source, decision.option
@@ -198,6 +241,34 @@ def test_an_urgent_plan_frees_enough_waits_for_nothing_and_keeps_prefixes(
 
 
 @each_policy
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_whatever_the_copies_are_a_node_goes_only_as_one_of_them(
+    name: str, seed: int, make_node: MakeNode, carry_out: CarryOut
+) -> None:
+    nodes, on, demand = _cache(make_node, seed)
+    policy, draw = _policy(*nodes, menu=MENU, name=name), random.Random(seed)
+    movable = policy.book.num_bytes[0] - policy.book.locked_bytes[0]
+    forms = (EXACT, *MENU.forms[1:])
+    ready = {
+        node_id: tuple(
+            way if draw.random() < 0.3 else Way(way.rank, draw.choice(forms), draw.randint(0, 90), draw.random())
+            for way in ways
+        )
+        for node_id, ways in _ways(policy, on).items()
+    }
+    before = policy.book.num_bytes[0]
+    plan = policy.plan(Tier.GPU, demand, ready=ready)
+    for decision in plan:
+        option = decision.option
+        if option.tier is not None and option.tier != decision.source.tier:
+            ways = [way[:3] for way in ready[decision.node_id]]
+            assert (option.tier, option.form, option.num_bytes) in ways
+        carry_out(policy, [decision])
+    assert before - policy.book.num_bytes[0] >= min(demand, movable)
+
+
+@each_policy
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32), data=st.data())
 def test_an_urgent_plan_depends_on_nodes_and_ready_alone(
@@ -208,9 +279,9 @@ def test_an_urgent_plan_depends_on_nodes_and_ready_alone(
     policy, other = _policy(*nodes, menu=MENU, name=name), _policy(menu=MENU, name=name)
     other.put_all(reversed(told))
     shuffled = dict(data.draw(st.permutations(list(ready.items()))))
-    plan = policy.plan(Tier.GPU, demand, ready=ready)
+    plan = policy.plan(Tier.GPU, demand, ready=_ways(policy, ready))
     other.plan(Tier.GPU, demand // 2, {Tier.HOST: 100})
-    assert other.plan(Tier.GPU, demand, ready=shuffled) == plan
+    assert other.plan(Tier.GPU, demand, ready=_ways(other, shuffled)) == plan
 
 
 @each_policy
@@ -222,7 +293,7 @@ def test_with_all_ready_it_is_the_plan_with_endless_room_where_forms_stay(
     nodes, _, demand = _cache(make_node, seed)
     fixed = [replace(node, reachable=0) for node in nodes]
     policy = _policy(*fixed, menu=MENU, name=name)
-    plan = policy.plan(Tier.GPU, demand, ready={node.id: ON_HOST | ON_SSD for node in nodes})
+    plan = policy.plan(Tier.GPU, demand, ready=_ways(policy, {node.id: ON_HOST | ON_SSD for node in nodes}))
     assert plan == policy.plan(Tier.GPU, demand, ENDLESS)
 
 
@@ -235,7 +306,7 @@ def test_more_copies_never_lose_more_when_everything_must_go(seed: int, make_nod
     everything = sum(node.num_bytes for node in leaves)
     losses = []
     for copies in ({}, ready, {node.id: ON_HOST | ON_SSD for node in leaves}):
-        losses.append(sum(decision.loss for decision in policy.plan(Tier.GPU, everything, ready=copies)))
+        losses.append(sum(decision.loss for decision in policy.plan(Tier.GPU, everything, ready=_ways(policy, copies))))
     assert losses[0] + 1e-9 >= losses[1] and losses[1] + 1e-9 >= losses[2]
 
 
@@ -245,5 +316,5 @@ def test_an_urgent_plan_changes_no_plan_after_it(seed: int, make_node: MakeNode)
     nodes, ready, demand = _cache(make_node, seed)
     policy, room = _policy(*nodes, menu=MENU), {Tier.HOST: 100, Tier.SSD: 50}
     before = policy.plan(Tier.GPU, demand, room)
-    policy.plan(Tier.GPU, demand, ready=ready)
+    policy.plan(Tier.GPU, demand, ready=_ways(policy, ready))
     assert policy.plan(Tier.GPU, demand, room) == before
