@@ -17,6 +17,9 @@ from sglang_evicpress.patches.tiering import MOST_COPIED_SHARE
 from sglang_evicpress.tiers.copies import Copy, HostEntry
 from sglang_evicpress.tiers.worker import Job
 
+LEAST_HELD_SHARE = 1 / 2
+"""Of a host entry: where nodes hold less of it, their pieces get entries of their own."""
+
 
 class HostCompression:
     """The part of EvicPressCache that compresses below the GPU. Everything here runs on the scheduler thread."""
@@ -31,8 +34,7 @@ class HostCompression:
         num_kept = None if copy is None else self.slots_in(node, form, start_of(node), copy.form)
         if copy is None or num_kept is None or num_kept >= copy.num_slots:
             return False
-        is_busy = node.kv.job is not None or node.kv.is_leaving or node.lock_ref > 0
-        if is_busy or self._copying_bytes > MOST_COPIED_SHARE * self.host.num_bytes:
+        if node.lock_ref > 0 or self._is_copied(node):
             return False
         num_bytes = sum(self.copier.sizes(num_kept, True))
         runs = self.host_room(num_bytes, keep=(node.id, *keep))
@@ -46,10 +48,33 @@ class HostCompression:
         Compression(self, node, copy, form, num_kept, runs, leaves_for=leaves_for).start()
         return True
 
+    def repack(self: Any) -> None:
+        """Give pieces of host entries of which most is nobody's any more entries of their own: until then all of such
+        an entry is taken."""
+        for entry in list(self._leftovers):
+            del self._leftovers[entry]
+            nodes = [self.nodes[node_id] for node_id in sorted(entry.owners)]
+            held = sum(node.kv.copies[Tier.HOST].num_slots for node in nodes) * self.menu.slot_bytes
+            for node in nodes if held < LEAST_HELD_SHARE * entry.num_bytes else ():
+                self._repack_piece(node, node.kv.copies[Tier.HOST])
+
+    def _repack_piece(self: Any, node: Any, copy: Copy) -> None:
+        num_bytes = max(1, sum(self.copier.sizes(copy.num_slots, copy.layout is not None)))
+        runs = None if self._is_copied(node) else self.host.arena.extents.alloc(num_bytes)
+        if runs is None:
+            self._leftovers[copy.entry] = None  # later
+            return
+        Compression(self, node, copy, copy.form, copy.num_slots, runs, leaves_for=None).start()
+
+    def _is_copied(self: Any, node: Any) -> bool:
+        """Whether something is done with it already, or too much with others."""
+        is_busy = node.kv.job is not None or node.kv.is_leaving
+        return is_busy or self._copying_bytes > MOST_COPIED_SHARE * self.host.num_bytes
+
 
 class Compression(Job):
-    """Makes a smaller copy of what a node has on the host, instead of that. It must have the same still when it is
-    done."""
+    """Makes a smaller copy of what a node has on the host, instead of that, or, with the form it has already, one that
+    is no piece of a larger entry. The node must have the same still when it is done."""
 
     rank = 2  # what is copied off the GPU first
 
@@ -79,29 +104,34 @@ class Compression(Job):
         host, copier, source = cache.host, cache.copier, copy.entry
         if source.checked_s < time.perf_counter() - RECENT_S:
             host.check(source)  # the new checksums must not bless damaged bytes
-        extents, positions = [], []
+        extents, positions, is_kept = [], [], self.form == copy.form
         with copier.stream(self.after) as stream:
             for layer in range(copier.num_layers):
                 header = source.header
                 keys, values = copier.read_layer(
                     layer, host.arena, source.runs, header.extents[layer], copy.begin, copy.num_slots, header.num_slots
                 )
-                pair, kept = cache.compressor.kept_of_layer(
-                    form=self.form,
-                    layer=layer,
-                    keys=keys,
-                    values=values,
-                    layout=copy.layout,
-                    start=self.start_token,
-                    num_tokens=self.num_tokens,
-                    num_kept=self.num_kept,
-                    window=self.window,
-                )
+                pair = keys, values
+                if not is_kept:
+                    pair, kept = cache.compressor.kept_of_layer(
+                        form=self.form,
+                        layer=layer,
+                        keys=keys,
+                        values=values,
+                        layout=copy.layout,
+                        start=self.start_token,
+                        num_tokens=self.num_tokens,
+                        num_kept=self.num_kept,
+                        window=self.window,
+                    )
+                    positions.append(kept.cpu())
                 extents.append(copier.write_layer(pair, host.arena, self.entry.runs, offset, stream))
                 offset += extents[-1].num_bytes
-                positions.append(kept.cpu())
-        self.layout = cache.compressor.layout_of(torch.stack(positions), self.start_token)
-        extents.append(copier.write_layout(self.layout, host.arena, self.entry.runs, offset))
+        self.layout = copy.layout
+        if not is_kept:
+            self.layout = cache.compressor.layout_of(torch.stack(positions), self.start_token)
+        if self.layout is not None:
+            extents.append(copier.write_layout(self.layout, host.arena, self.entry.runs, offset))
         self.entry.header = replace(self.entry.header, extents=tuple(extents))
         self.entry.checked_s = time.perf_counter()
 
@@ -125,12 +155,13 @@ class Compression(Job):
     def _replace(self, node: Any) -> None:
         """The node has the smaller copy from now on."""
         cache, copy, kv = self.cache, self.copy, node.kv
-        origin = node.id if copy.origin is None else copy.origin
+        is_kept = self.form == copy.form
+        origin = node.id if copy.origin is None and not is_kept else copy.origin
         cache.add_copy(
             node,
             Copy(Tier.HOST, self.form, self.entry, 0, self.num_kept, self.layout, copy.is_lossy_prefix, origin),
         )
-        cache.tier_counts["compressed_on_host"] += 1
+        cache.tier_counts["repacked" if is_kept else "compressed_on_host"] += 1
         if self.leaves_for is None or node.lock_ref > 0 or has_child_on_gpu(node):
             return
         if self.leaves_for == Tier.SSD:

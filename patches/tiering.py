@@ -32,7 +32,7 @@ from sglang_evicpress.patches.node import (
 )
 from sglang_evicpress.patches.ssd_tier import SsdTier
 from sglang_evicpress.policy.book import Way
-from sglang_evicpress.tiers.copies import Copy
+from sglang_evicpress.tiers.copies import Copy, HostEntry
 from sglang_evicpress.tiers.entry import Header
 from sglang_evicpress.tiers.faults import Faults
 from sglang_evicpress.tiers.host import HostTier
@@ -65,6 +65,7 @@ class Tiering:
         self.tier_counts: Counter[str] = Counter()
         self.tier_errors: Counter[str] = Counter()
         self._spare: OrderedDict[int, None] = OrderedDict()  # resident nodes with a host copy, hottest last
+        self._leftovers: dict[HostEntry, None] = {}  # those of which a node has given up its piece
         self._copying_bytes = 0
         self._host_wanted = 0
         self._is_stirred = False
@@ -142,6 +143,8 @@ class Tiering:
         if tier == Tier.HOST:
             self._spare.pop(node.id, None)
             self.host.let_go(copy.entry, node.id)
+            if copy.entry.owners:
+                self._leftovers[copy.entry] = None
         else:
             copy.entry.owners.discard(node.id)
             if not copy.entry.owners and self.ssd is not None:
@@ -377,6 +380,7 @@ class Tiering:
         self.stages.clear()
         self.ready.clear()
         self._spare.clear()
+        self._leftovers.clear()
         if self.ssd is not None and self.nodes:
             self.ssd.clear(self.workers["write"])
         self.is_mixed = False

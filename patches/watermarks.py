@@ -105,6 +105,7 @@ class Watermarks:
         """Below the low watermark of free host memory nodes go on to the SSD, or are dropped, up to the high one, or to
         what was missing last; what is next is written to the SSD ahead."""
         host = self.host
+        self.repack()
         free = host.num_bytes - self.policy.book.num_bytes[Tier.HOST] - self._copying_bytes - self._prepared_bytes()
         if free < max(HOST_LOW_SHARE * host.num_bytes, self._host_wanted):
             wanted = max(int(HOST_HIGH_SHARE * host.num_bytes), self._host_wanted) - free

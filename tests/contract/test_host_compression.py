@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.contract.test_radix_cache_model import FORMS
-from tests.contract.test_tiers_model import TierWalk, blocked, cached, opened, sent
+from tests.contract.test_tiers_model import TierWalk, blocked, cached, opened, sent, some_tokens
 
 from sglang_evicpress.core import EXACT, Form, Tier
 from sglang_evicpress.patches.compression import Compressor
@@ -197,3 +197,28 @@ def test_without_room_for_both_copies_a_node_stays_as_it_is(opened: Callable[...
     assert node.kv.job is None and node.kv.form == EXACT
     walk.settle()
     walk.check()
+
+
+def test_a_piece_of_an_entry_that_is_nobodys_any_more_gets_one_of_its_own(opened: Callable[..., TierWalk]) -> None:
+    walk = opened(has_ssd=False)
+    tokens = some_tokens(walk, 120)
+    walk.serve(tokens)
+    (node,) = walk.cache.nodes.values()
+    sent(walk, node, Tier.HOST)
+    walk.serve([*tokens[:110], 57, 58, 59])  # splits it: both parts are pieces of one entry
+    walk.settle()
+    upper = node.parent
+    assert (len(upper.key), len(node.key)) == (110, 10)
+    entry = node.kv.copies[Tier.HOST].entry
+    assert entry is upper.kv.copies[Tier.HOST].entry
+    start(walk, upper, KNORM)
+    walk.settle()
+    assert upper.kv.copies[Tier.HOST].form == KNORM
+    walk.cache.repack()
+    walk.settle()
+    assert walk.cache.tier_counts["repacked"] == 1 and not entry.runs
+    held = sum(sum(walk.cache.copier.sizes(count, is_lossy)) for count, is_lossy in ((55, True), (10, False)))
+    assert walk.cache.host.arena.extents.used_bytes <= held + 3 * 4096
+    assert walk.serve([*tokens, 59]) == 120 - 110 * (upper.value is not None)
+    walk.check()
+    walk.check_rows()

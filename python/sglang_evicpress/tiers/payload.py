@@ -204,6 +204,8 @@ def layout_of(numbers: torch.Tensor, shape: Shape, num_slots: int) -> SurvivorLa
 def _rows(buffer: torch.Tensor, arena: Arena, runs: Sequence[Run], offset: int, count: int) -> torch.Tensor:
     """The rows of an arena from ``offset`` on, as ``buffer`` has them: [count, heads, head_dim]."""
     pieces = arena.tensors(runs, offset, count * _row_bytes(buffer))
+    if not pieces:
+        return torch.empty((0, *buffer.shape[1:]), dtype=buffer.dtype)
     flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     return flat.view(buffer.dtype).view(-1, *buffer.shape[1:])
 
