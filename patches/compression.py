@@ -31,17 +31,16 @@ class Compressor:
         self._group = group  # CPU group of the tensor-parallel ranks, None when there is one rank
         layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
         # Not get_key_buffer: that one waits for layer transfers, which only attention may do.
-        self._k_buffers = [pool._get_key_buffer(layer) for layer in layers]
-        self._v_buffers = [pool._get_value_buffer(layer) for layer in layers]
-
-        self._scale = float(self._k_buffers[0].shape[-1]) ** -0.5 if scale is None else scale
+        self.k_buffers = [pool._get_key_buffer(layer) for layer in layers]
+        self.v_buffers = [pool._get_value_buffer(layer) for layer in layers]
+        self.scale = float(self.k_buffers[0].shape[-1]) ** -0.5 if scale is None else scale
 
     @property
     def is_cuda(self) -> bool:
-        return bool(self._k_buffers[0].is_cuda)
+        return bool(self.k_buffers[0].is_cuda)
 
     def payload_copier(self) -> PayloadCopier:
-        return PayloadCopier(self._k_buffers, self._v_buffers, self.page_size)
+        return PayloadCopier(self.k_buffers, self.v_buffers, self.page_size)
 
     def written_event(self) -> Any:
         """An event behind all that was launched until now, the forward pass in flight included; None on the CPU."""
@@ -56,16 +55,16 @@ class Compressor:
 
     @property
     def num_layers(self) -> int:
-        return len(self._k_buffers)
+        return len(self.k_buffers)
 
     @property
     def num_heads(self) -> int:
-        return int(self._k_buffers[0].shape[1])
+        return int(self.k_buffers[0].shape[1])
 
     @property
     def slot_bytes(self) -> int:
         """What one slot takes over all layers, keys and values, on this rank."""
-        return sum(buffer[0].nbytes for buffer in (*self._k_buffers, *self._v_buffers))
+        return sum(buffer[0].nbytes for buffer in (*self.k_buffers, *self.v_buffers))
 
     def compress(
         self,
@@ -85,14 +84,14 @@ class Compressor:
         in flight: a finished request's last token may still be being written.
         """
         node = self._input(slots, layout, start, num_tokens, window)
-        self._wait_for_forward(slots)
+        self.wait_for_forward(slots)
         survivors = select(self._press(form), node, num_kept, self.sinks)
         return self._keep(node, survivors)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Bring what the slots ``source`` [n] hold, exact KV, into the slots ``target`` [n] as well."""
-        self._wait_for_forward(source)
-        for buffer in (*self._k_buffers, *self._v_buffers):
+        self.wait_for_forward(source)
+        for buffer in (*self.k_buffers, *self.v_buffers):
             buffer[target] = buffer[source]
 
     def copy_compressed(
@@ -101,12 +100,9 @@ class Compressor:
         """What ``compress`` makes of an exact prefix in ``slots`` [num_tokens], written to the slots ``into`` [m]
         instead; ``slots`` keep what they hold."""
         node = self._input(slots, None, 0, num_tokens, window)
-        self._wait_for_forward(slots)
-        survivors = select(self._press(form), node, len(into), self.sinks).to(torch.int64)
-        heads = torch.arange(self.num_heads, device=slots.device)[:, None]
-        for buffers in (self._k_buffers, self._v_buffers):
-            for buffer, kept in zip(buffers, survivors, strict=True):
-                buffer[into[None, :], heads] = buffer[slots[kept], heads]
+        self.wait_for_forward(slots)
+        survivors = select(self._press(form), node, len(into), self.sinks)
+        self.copy_survivors(slots, survivors, into)
         return self._placed(node, survivors, into)
 
     def kept_of_layer(
@@ -151,6 +147,14 @@ class Compressor:
         logical = place(positions, start, self.page_size)
         return SurvivorLayout(HostCopy(positions), HostCopy(logical), positions.shape[-1])
 
+    def copy_survivors(self, slots: torch.Tensor, survivors: torch.Tensor, into: torch.Tensor) -> None:
+        """Bring what survives of every (layer, head) in ``slots`` (int [L, H, m], indices into them) into the slots
+        ``into`` [m]; ``slots`` keep what they hold."""
+        heads = torch.arange(self.num_heads, device=slots.device)[:, None]
+        for buffers in (self.k_buffers, self.v_buffers):
+            for buffer, kept in zip(buffers, survivors.to(torch.int64), strict=True):
+                buffer[into[None, :], heads] = buffer[slots[kept], heads]
+
     def trim(
         self,
         *,
@@ -175,7 +179,7 @@ class Compressor:
             return None
         num_kept = (layout.num_slots - most) // self.page_size * self.page_size
         node = self._input(slots, layout, start, num_tokens, window)
-        self._wait_for_forward(slots)
+        self.wait_for_forward(slots)
         press = self._press(form)
         if press.needs_queries and window is None:
             press = get_press("keydiff")  # its queries had to make room; every press gives an order
@@ -188,7 +192,7 @@ class Compressor:
         return replace(press, window=self.window) if isinstance(press, SnapKV) else press
 
     def _keep(self, node: PressInput, survivors: torch.Tensor) -> tuple[SurvivorLayout, torch.Tensor]:
-        compact(self._k_buffers, self._v_buffers, node.slots, survivors)
+        compact(self.k_buffers, self.v_buffers, node.slots, survivors)
         return self._placed(node, survivors, node.slots[: survivors.shape[-1]])
 
     def _placed(
@@ -210,18 +214,19 @@ class Compressor:
         window: QueryWindow | None,
     ) -> PressInput:
         return PressInput(
-            k_buffers=self._k_buffers,
-            v_buffers=self._v_buffers,
+            k_buffers=self.k_buffers,
+            v_buffers=self.v_buffers,
             slots=slots,
             positions=self._positions(slots, layout, start),
             start=start,
             num_tokens=num_tokens,
             window=window,
-            scale=self._scale,
+            scale=self.scale,
             page_size=self.page_size,
         )
 
-    def _wait_for_forward(self, slots: torch.Tensor) -> None:
+    def wait_for_forward(self, slots: torch.Tensor) -> None:
+        """Whatever is launched from here on starts behind the forward pass in flight; the host waits for nothing."""
         if self.forward_stream is not None and slots.is_cuda:
             torch.cuda.current_stream().wait_stream(self.forward_stream)
 
@@ -240,8 +245,15 @@ class Compressor:
 
     def _most(self, values: torch.Tensor) -> torch.Tensor:
         """The elementwise maximum over all ranks; ``values`` itself when there is one."""
+        return self._reduced(values, dist.ReduceOp.MAX)
+
+    def summed(self, values: torch.Tensor) -> torch.Tensor:
+        """The elementwise sum over all ranks; ``values`` itself when there is one. Every rank must take part."""
+        return self._reduced(values, dist.ReduceOp.SUM)
+
+    def _reduced(self, values: torch.Tensor, op: Any) -> torch.Tensor:
         if self._group is None:
             return values
         agreed = values.cpu()
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(agreed, op=op, group=self._group)
         return agreed.to(values.device)

@@ -80,6 +80,24 @@ def _around_alloc_decode(
     return slots
 
 
+def free_whole_pages(allocator: Any, slots: torch.Tensor) -> None:
+    """Free the pages of ``slots`` [n], which lie page by page from the first slot of one on; the last may be partial.
+
+    What ``allocator.free`` does without its ``torch.unique``, which waits for the device.
+    """
+    if slots.numel() == 0:
+        return
+    page = allocator.page_size
+    if page == 1 or not allocator.is_not_in_free_group:
+        allocator.free(slots)
+        return
+    pages = slots[::page] // page
+    if allocator.need_sort:
+        allocator.release_pages = torch.cat((pages, allocator.release_pages))
+    else:
+        allocator.free_pages = torch.cat((pages, allocator.free_pages))
+
+
 def install(registry: Any, hook_type: Any) -> None:
     registry.register(TARGET + "alloc_extend", _around_alloc_extend, hook_type.AROUND)
     registry.register(TARGET + "alloc_decode", _around_alloc_decode, hook_type.AROUND)

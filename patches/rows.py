@@ -36,6 +36,12 @@ class HoleTable:
         self.device[rows_device] = moved
         return moved
 
+    def add(self, row: int, num_holes: int) -> None:
+        """So many more tokens of one row have no slot."""
+        self.host[row] += num_holes
+        if self.device is not self.host:
+            self.device[row] += num_holes
+
     def begin_batch(self, rows_host: torch.Tensor | None) -> None:
         """Remember the holes of the batch that is about to run, in batch order."""
         self.batch = [] if rows_host is None else self.host[rows_host].tolist()
