@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang_evicpress.cpu_attention import SequenceRows, batch_rows, paged_attention
 from sglang_evicpress.patches import rows
 from sglang_evicpress.patches.capture import QueryCapture
+from sglang_evicpress.patches.decode_queries import QueryRing
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +135,7 @@ def _after_init_attention_backend(result: Any, model_runner: Any, *args: Any, **
     rows.attach(table)
     replace_torch_native(model_runner)
     QueryCapture.install_on(model_runner)
+    QueryRing.install_on(model_runner)
     _show_views(model_runner.attn_backend, table)
     logger.info("evicpress: attention over compact rows on %s", type(model_runner.attn_backend).__name__)
 

@@ -126,6 +126,16 @@ HOOK_POINTS = (
     HookPoint(
         f"{_ADDER}.add_one_req", "hook", "scheduler", ("self", "req", "has_chunked_req", "truncation_align_size")
     ),
+    # budgets of running requests
+    HookPoint(f"{_SCHEDULER}.init_req_max_new_tokens", "hook", "scheduler", ("self", "req")),
+    HookPoint(f"{_ADDER}.add_chunked_req", "hook", "scheduler", ("self", "req")),
+    HookPoint(f"{_ADDER}._get_running_request_total_token_offset", "hook", "scheduler", ("self", "req")),
+    HookPoint("sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend", "hook", "scheduler", ("self",)),
+    HookPoint("sglang.srt.managers.schedule_policy.CLIP_MAX_NEW_TOKENS", "read", "scheduler", None),
+    HookPoint(
+        "sglang.srt.managers.schedule_batch.Req.set_finish_with_abort", "read", "scheduler", ("self", "error_msg")
+    ),
+    HookPoint(f"{_COMMON}.evict_from_tree_cache", "read", "scheduler", ("tree_cache", "num_tokens")),
     HookPoint("sglang.srt.managers.schedule_policy.AddReqResult.CONTINUE", "read", "scheduler", None),
     HookPoint("sglang.srt.managers.schedule_policy.AddReqResult.NO_TOKEN", "read", "scheduler", None),
     HookPoint(f"{_SCHEDULER}.run_batch", "hook", "scheduler", ("self", "batch", "pp_proxy_tensors")),

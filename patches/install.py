@@ -56,7 +56,15 @@ def install_scheduler() -> None:
         raise SystemExit(problem)
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_evicpress.patches import attention, control, paged_allocator, registry, rows, scheduling
+    from sglang_evicpress.patches import (
+        attention,
+        control,
+        decode_intake,
+        paged_allocator,
+        registry,
+        rows,
+        scheduling,
+    )
 
     registry.install()
     paged_allocator.install(HookRegistry, HookType)
@@ -64,6 +72,7 @@ def install_scheduler() -> None:
     attention.install(HookRegistry, HookType)
     control.install_scheduler(HookRegistry, HookType)
     scheduling.install(HookRegistry, HookType)
+    decode_intake.install(HookRegistry, HookType)
 
 
 def install_attention() -> None:

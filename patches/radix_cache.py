@@ -30,6 +30,9 @@ from sglang_evicpress.patches import scheduling
 from sglang_evicpress.patches.bookkeeping import Bookkeeping
 from sglang_evicpress.patches.capture import QueryCapture
 from sglang_evicpress.patches.compression import Compressor
+from sglang_evicpress.patches.decode_budgets import DecodeBudgets
+from sglang_evicpress.patches.decode_pieces import stash_piece, view_between
+from sglang_evicpress.patches.decode_state import budget_of
 from sglang_evicpress.patches.holding import Holding
 from sglang_evicpress.patches.host_compression import HostCompression
 from sglang_evicpress.patches.inspection import Inspection
@@ -45,6 +48,7 @@ from sglang_evicpress.patches.node import (
 )
 from sglang_evicpress.patches.prefill_times import PrefillTimes
 from sglang_evicpress.patches.profiling import Profiling
+from sglang_evicpress.patches.requests_inspection import RequestsInspection
 from sglang_evicpress.patches.shadows import Shadows, is_shadow_name
 from sglang_evicpress.patches.ssd_moves import SsdMoves
 from sglang_evicpress.patches.staging import Staging
@@ -75,6 +79,8 @@ class EvicPressCache(
     Shadows,
     Yielding,
     Profiling,
+    DecodeBudgets,
+    RequestsInspection,
     RadixCache,
 ):
     """See the module. Everything here runs on the scheduler thread."""
@@ -98,6 +104,7 @@ class EvicPressCache(
         self.open_loads(params.token_to_kv_pool_allocator.get_kvcache())
         self.open_book(config, compressor.slot_bytes, params.page_size)
         self.prefill_times = PrefillTimes(self.cost_model)
+        self.open_budgets()
         self.scheduler: Any = None
         self.name_profiles: Callable[[Any], bytes] = lambda tokenizer: bytes(KEY_BYTES)
         self.nodes: dict[int, Any] = {}
@@ -202,7 +209,9 @@ class EvicPressCache(
 
     def adopt(self, req: Any) -> PrefixView:
         """The view a request's row is written from, now that it is scheduled; counts its hit, once."""
-        num_tokens = len(req.prefix_indices)
+        num_tokens, state = len(req.prefix_indices), budget_of(req)
+        if state is not None and state.has_left_tree:
+            return view_between(req, state)
         view: PrefixView | None = getattr(req, "evicpress", None)
         if view is None or num_tokens == 0:
             view = req.evicpress = PrefixView(self._empty_match_result.device_indices)
@@ -213,6 +222,8 @@ class EvicPressCache(
             )
         if not view.is_counted:
             view.is_counted = True
+            if state is not None:
+                state.num_cached = num_tokens
             path, node = [], req.last_node
             while num_tokens and node is not None and node is not self.root_node:
                 path.append(node)
@@ -360,6 +371,10 @@ class EvicPressCache(
         return row[req.cache_protected_len - holes : num_tokens - holes].to(torch.int64, copy=True)
 
     def cache_finished_req(self, req: Any, is_insert: bool = True) -> None:
+        state = budget_of(req)
+        if state is not None:
+            self.note_end(req, state)
+            is_insert = is_insert and not state.has_left_tree  # what was computed on survivors is nobody else's
         num_tokens = req.pop_committed_kv_cache()
         if self.disable:
             self.token_to_kv_pool_allocator.free(self.req_to_token_pool.req_to_token[req.req_pool_idx, :num_tokens])
@@ -378,10 +393,20 @@ class EvicPressCache(
             QueryCapture.active.forget(req.rid)
         if req.last_node is not None:
             self.dec_lock_ref(req.last_node)
+        if state is not None:
+            state.reset()
 
     def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
         if self.disable:
             return
+        state = budget_of(req)
+        if state is not None and chunked and state.in_pieces:
+            stash_piece(self, req, state)
+            return
+        if state is not None and not chunked:
+            if state.in_tree:  # handed in before its first pass, see _visit
+                return
+            state.in_tree = True
         token_ids = req.get_fill_ids()
         adopted, view = req.cache_protected_len, req.evicpress
         key = self._key_of(token_ids, req)

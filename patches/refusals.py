@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_evicpress.config import EvicPressConfig
+from sglang_evicpress.decode import rhythm
+from sglang_evicpress.decode.settings import QUERY_SCORES, DecodeSettings, parse_protect
 
 ATTENTION_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")
 BACKEND_NAME = "evicpress"
@@ -161,6 +163,7 @@ def check(server_args: Any, config: EvicPressConfig) -> None:
             f"--kv-host-gb {config.host_gb:g} cannot be combined with --tp-size {server_args.tp_size}: ranks do not "
             "agree yet on when copies arrive, so leave out --kv-host-gb and --kv-ssd-dir, or use --tp-size 1"
         )
+    _check_decode(config, server_args.page_size)
     graphs = server_args.cuda_graph_config
     if "full" in (server_args.cuda_graph_backend_prefill, graphs and graphs.prefill.backend):
         for form in config.menu_forms:
@@ -169,6 +172,41 @@ def check(server_args: Any, config: EvicPressConfig) -> None:
                     f"--kv-forms {form} cannot be combined with --cuda-graph-backend-prefill full: a full "
                     "graph hides the queries that snapkv looks at, so choose another press or graph backend"
                 )
+        if config.decode_score in QUERY_SCORES:
+            raise RefusedError(
+                f"--kv-decode-score {config.decode_score} cannot be combined with --cuda-graph-backend-prefill full: a "
+                "full graph hides the queries that it goes by, so choose another score or graph backend"
+            )
+
+
+def decode_settings(config: EvicPressConfig) -> DecodeSettings:
+    """The budget of requests that ask for none themselves. Raises ValueError, one sentence."""
+    return DecodeSettings(
+        config.decode_budget,
+        config.decode_method,
+        config.decode_score,
+        config.decode_every,
+        parse_protect(config.decode_protect),
+    )
+
+
+def check_decode(settings: DecodeSettings, page_size: int, sinks: int, *, keeps_queries: bool) -> None:
+    """Raise ValueError, one sentence, for a budget that this server cannot keep."""
+    if settings.reads_queries and not keeps_queries:
+        raise ValueError(
+            f"kv_decode_score {settings.score!r} goes by queries of decode steps, which this server does not keep: "
+            f"start it with --kv-decode-score {settings.score}, or choose another"
+        )
+    rhythm.check(settings, page_size, sinks)
+
+
+def _check_decode(config: EvicPressConfig, page_size: int | None) -> None:
+    try:
+        settings = decode_settings(config)
+        if settings.tokens > 0 and page_size is not None:  # else SGLang is yet to choose one: then it comes again
+            check_decode(settings, page_size, config.sinks, keeps_queries=True)
+    except ValueError as error:
+        raise RefusedError(str(error)) from None
 
 
 def _refuse_conflict(config: EvicPressConfig, row: Refusal, value: Any) -> None:

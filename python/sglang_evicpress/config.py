@@ -45,6 +45,9 @@ class EvicPressConfig:
     measured again when the quality predicted of its answers exceeds the observed one by ``drift``. ``recording`` keeps
     the last questions about each context in memory, which measuring online needs.
 
+    The five ``decode_`` settings are the budget of running requests that ask for none themselves, in tokens (0: no
+    budget), and how it is kept; ``decode.settings`` says what they may be, and checks them.
+
     Raises ValueError, one sentence, for a value out of its range. What depends on this machine (memory, the folder) is
     checked by ``from_flags``.
     """
@@ -69,6 +72,11 @@ class EvicPressConfig:
     profiles: str | None = None
     drift: float = 0.3
     recording: bool = True
+    decode_budget: int = 0
+    decode_method: str = "paged"
+    decode_score: str = "value_key_ratio"
+    decode_every: int = 128
+    decode_protect: str = "first,newest"
 
     def __post_init__(self) -> None:
         _check_policy(self.policy)
@@ -159,6 +167,11 @@ class EvicPressConfig:
         profiles: str | None = None,
         drift: float | None = None,
         recording: bool | None = None,
+        decode_budget: int | None = None,
+        decode_method: str | None = None,
+        decode_score: str | None = None,
+        decode_every: int | None = None,
+        decode_protect: str | None = None,
     ) -> Self:
         """Join the flags with the JSON config file, which may name the policy too; a flag that is given wins.
 
@@ -182,6 +195,11 @@ class EvicPressConfig:
             "profiles": profiles,
             "drift": drift,
             "recording": recording,
+            "decode_budget": decode_budget,
+            "decode_method": decode_method,
+            "decode_score": decode_score,
+            "decode_every": decode_every,
+            "decode_protect": decode_protect,
         }
         values |= {name: value for name, value in flags.items() if value is not None}
         if "policy" not in values:
@@ -362,5 +380,10 @@ _READERS: Mapping[str, Callable[[str, object], object]] = {
     "profiles": _text,
     "drift": _number,
     "recording": _truth,
+    "decode_budget": _whole,
+    "decode_method": _text,
+    "decode_score": _text,
+    "decode_every": _whole,
+    "decode_protect": _text,
 }
 _FIELDS = {"half_life": "half_life_s", "prior": "curves"}

@@ -40,6 +40,7 @@ class FakeCache:
         self.is_restless = False
         self.ticks: list[bool] = []
         self.held_back: set[str] = set()
+        self.visited: object = None
 
     def advance(self, stamp_s: float, costs: Costs) -> None:
         self.stamps.append((stamp_s, costs))
@@ -49,6 +50,9 @@ class FakeCache:
 
     def is_staging(self, req: str) -> bool:
         return req in self.staging
+
+    def visit_budgets(self, scheduler: object) -> None:
+        self.visited = scheduler
 
     def tick(self, *, is_idle: bool) -> None:
         self.ticks.append(is_idle)
@@ -132,6 +136,7 @@ def test_what_guests_may_do_is_worked_out_before_a_batch_is_made_and_booked_afte
     scheduler = SimpleNamespace(waiting_queue=[], running_batch=Batch(is_empty=False))
     scheduling._before_get_next_batch_to_run(scheduler)
     scheduling._after_get_next_batch_to_run("a batch", scheduler)
+    assert cache.visited is scheduler
     assert [text for text in cache.expected if "round" in text] == [
         "a round begins",
         "guests are hidden in the round",

@@ -70,6 +70,11 @@ def test_a_file_may_give_every_field(tmp_path: Path) -> None:
         "profiles": str(tmp_path / "profiles.sqlite"),
         "drift": 0.2,
         "recording": False,
+        "decode_budget": 512,
+        "decode_method": "compact",
+        "decode_score": "keydiff",
+        "decode_every": 64,
+        "decode_protect": "first",
     }
     path = _file(tmp_path, values)
     fields = {"half_life_s" if name == "half_life" else name: value for name, value in values.items()}

@@ -80,7 +80,7 @@ TABLE = {
             *("arguments", "controller", "cpu_attention", "decode", "handover", "introspect", "kernels", "layout"),
             *("press", "profile_questions", "profiler", "tiers"),
         ),
-        ("fastapi", "flashinfer", "numpy", "orjson", "sglang", "starlette", "torch"),
+        ("fastapi", "flashinfer", "numpy", "orjson", "prometheus_client", "sglang", "starlette", "torch"),
     ),
     "plugin": Layer(("config", "handover", "patches")),
     "cli": Layer((*PURE, "benchmark", "profiler", "simulator", "tiers", "traces"), ("numpy", "orjson", "tqdm")),

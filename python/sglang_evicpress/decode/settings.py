@@ -72,7 +72,7 @@ def from_request(params: Mapping[str, object] | None, default: DecodeSettings) -
     Keys that do not start with ``kv_decode_`` are others' and are not looked at. Raises ValueError for an
     unknown ``kv_decode_`` key, a value that is not accepted, and for a choice without a budget to apply it to.
     """
-    asked = {key: value for key, value in (params or {}).items() if key.startswith(_PREFIX)}
+    asked = {key: value for key, value in (params or {}).items() if str(key).startswith(_PREFIX)}
     for key in asked:
         if key not in _FIELDS:
             raise ValueError(f"{key} is not known: want {_either(tuple(_FIELDS))}")

@@ -1,0 +1,96 @@
+"""What running requests with a decode-time budget hold and have dropped: the answer to ``/evicpress/requests``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from sglang_evicpress.arguments import IntrospectionError
+from sglang_evicpress.patches.budget_metrics import BudgetMetrics
+from sglang_evicpress.patches.decode_state import (
+    DecodeState,
+    budget_of,
+    holds_kv,
+    num_logical,
+    num_physical,
+    positions_of,
+)
+
+
+class RequestsInspection:
+    """The part of EvicPressCache that tells of requests; reads only."""
+
+    def describe_requests(self: Any, rid: str | None, *, positions: bool) -> dict[str, object]:
+        """Requests with a budget, the waiting and running ones first, then those that ended lately, oldest first.
+
+        Raises IntrospectionError 404 for a ``rid`` that is not among them.
+        """
+        live = [self.describe_request(req, state, positions=positions) for req, state in self._budgeted()]
+        shown = [*live, *self.ended_budgets]
+        if rid is not None:
+            shown = [each for each in shown if each["rid"] == rid]
+            if not shown:
+                raise IntrospectionError(404, f"request {rid!r} has no budget here, or ended long ago")
+        if not positions:
+            shown = [{**each, "positions": None, "trace": None} for each in shown]
+        return {"requests": shown, "totals": self.budget_totals.to_json()}
+
+    def describe_request(self: Any, req: Any, state: DecodeState, *, positions: bool) -> dict[str, object]:
+        settings = state.settings
+        is_held = req.req_pool_idx is not None and not req.kv_committed_freed
+        num_slots = num_physical(req) if is_held else 0
+        num_tokens = len(req.origin_input_ids) + len(req.output_ids)
+        self.settle_copies(state)
+        has_ended = req.finished() or req.to_finish is not None
+        described: dict[str, object] = {
+            "rid": req.rid,
+            "state": "ended" if has_ended else "running" if is_held else "waiting",
+            "every": settings.every,
+            "protect": list(settings.protect),
+            "shares_prefix": is_held and not state.has_left_tree and req.cache_protected_len > 0,
+            "sent_back_at": list(state.sent_back),
+            **state.tally.to_json(settings, num_tokens, num_slots),
+            "positions": None,
+            "trace": None,
+        }
+        if positions:
+            if state.trace is not None:
+                described["trace"] = [
+                    {**record.to_json(), "positions": held.read().tolist()} for record, held in state.trace
+                ]
+            if is_held and state.has_left_tree:
+                held = positions_of(state.positions, num_logical(req), num_slots, self.device)
+                described["positions"] = held.tolist()
+        return described
+
+    def publish_budgets(self: Any, running: Any) -> None:
+        """Bring the metrics up to date, on a server that has any."""
+        reporter = getattr(self.scheduler, "metrics_reporter", None)
+        if reporter is None or not reporter.current_scheduler_metrics_enabled:
+            return
+        if self._budget_metrics is None:
+            self._budget_metrics = BudgetMetrics(self.scheduler.server_args.served_model_name)
+        held = granted = 0
+        for req in running.reqs:
+            state = budget_of(req)
+            if state is not None and holds_kv(req):
+                self.settle_copies(state, but_last=True)  # that of a pass just made would be waited for
+                held += num_physical(req)
+                granted += state.settings.tokens
+        self._budget_metrics.publish(self.budget_totals, held, granted)
+
+    def _budgeted(self: Any) -> Iterator[tuple[Any, DecodeState]]:
+        scheduler = self.scheduler
+        if scheduler is None or not self.has_budgets:
+            return
+        seen: set[int] = set()
+        reqs = list(scheduler.waiting_queue)
+        for batch in (scheduler.running_batch, scheduler.last_batch):
+            reqs.extend(batch.reqs if batch is not None else [])
+        if scheduler.chunked_req is not None:
+            reqs.append(scheduler.chunked_req)
+        for req in reqs:
+            state = budget_of(req)
+            if state is not None and id(req) not in seen and not req.finished():
+                seen.add(id(req))
+                yield req, state

@@ -1,0 +1,302 @@
+"""How much room is kept for a request with a budget, and what it may ask for."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+
+from sglang_evicpress.decode.settings import DecodeSettings
+from sglang_evicpress.decode.tally import RequestTally
+from sglang_evicpress.patches import decode_intake, shadows
+from sglang_evicpress.patches.decode_state import DecodeState
+from sglang_evicpress.patches.node import PrefixView
+
+pytestmark = pytest.mark.sglang
+
+PAGE, SLOTS = 16, 512
+
+
+def request(num_tokens: int, max_new: int, budget: DecodeSettings | None = None, *, num_out: int = 0) -> Any:
+    return SimpleNamespace(
+        rid="r",
+        full_untruncated_fill_ids=list(range(num_tokens)),
+        origin_input_ids=list(range(num_tokens - num_out)),
+        output_ids=[0] * num_out,
+        prefix_indices=torch.empty(0, dtype=torch.int64),
+        sampling_params=SimpleNamespace(max_new_tokens=max_new, ignore_eos=False, custom_params=None),
+        kv_budget=None if budget is None else DecodeState(budget, RequestTally()),
+        extra_key=None,
+        retraction_count=0,
+        kv_allocated_len=0,
+        cache_protected_len=0,
+        evicpress=PrefixView(torch.empty(0, dtype=torch.int64)),
+        to_finish=None,
+    )
+
+
+class Adder:
+    """Of PrefillAdder what is touched; ``add`` does as ``add_one_req`` in the simple case."""
+
+    def __init__(self, *, num_free: int = SLOTS, chunk: int | None = 128) -> None:
+        self.page_size = PAGE
+        self.token_to_kv_pool_allocator = SimpleNamespace(size=SLOTS)
+        self.num_free = num_free
+        self.rem_total_token_offset = self.cur_rem_token_offset = 0
+        self.rem_chunk_tokens = chunk
+        self.new_chunked_req: Any = None
+        self.given_up: list[str] = []
+        self.tree_cache = SimpleNamespace(give_up=lambda req, why: self.given_up.append(why))
+        self.asked: list[tuple[int, int]] = []
+
+    @property
+    def rem_total_tokens(self) -> int:
+        return self.num_free - self.rem_total_token_offset
+
+    @property
+    def cur_rem_tokens(self) -> int:
+        return self.num_free - self.cur_rem_token_offset
+
+    def add(self, _: Any, req: Any, has_chunked_req: bool, truncation_align_size: int | None) -> AddReqResult:
+        num_tokens = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
+        total = num_tokens + decode_intake.num_remaining(req) + PAGE
+        self.asked.append((total, self.rem_total_tokens))
+        if total >= self.rem_total_tokens:
+            return AddReqResult.NO_TOKEN
+        paged = -(-num_tokens // PAGE) * PAGE
+        if self.rem_chunk_tokens is not None and paged > self.rem_chunk_tokens:
+            paged = self.rem_chunk_tokens
+            self.new_chunked_req = req
+            self.rem_total_token_offset += paged + PAGE
+        else:
+            self.rem_total_token_offset += paged + req.sampling_params.max_new_tokens + PAGE
+        if self.rem_chunk_tokens is not None:
+            self.rem_chunk_tokens -= paged
+        return AddReqResult.CONTINUE
+
+    def add_one_req(self, req: Any, has_chunked_req: bool = False) -> Any:
+        return decode_intake._around_add_one_req(self.add, self, req, has_chunked_req, None)
+
+
+def test_a_request_without_a_budget_is_charged_as_ever() -> None:
+    adder = Adder()
+    assert adder.add_one_req(request(100, 300)) is AddReqResult.CONTINUE
+    assert adder.rem_total_token_offset == 112 + 300 + PAGE
+
+
+def test_room_is_kept_for_the_budget_and_not_for_the_answer() -> None:
+    adder = Adder()
+    for _ in range(3):
+        assert adder.add_one_req(request(60, 4000, DecodeSettings(128))) is AddReqResult.CONTINUE
+    assert adder.rem_total_token_offset == 3 * 128
+    assert adder.add_one_req(request(60, 4000, DecodeSettings(128))) is AddReqResult.NO_TOKEN
+    assert adder.rem_total_token_offset == 3 * 128, "who was not added is not charged"
+
+
+def test_a_short_answer_is_charged_by_its_length() -> None:
+    adder = Adder()
+    adder.add_one_req(request(20, 10, DecodeSettings(256)))
+    assert adder.rem_total_token_offset == 20 + 10 + PAGE
+
+
+def test_a_prompt_over_the_budget_needs_room_for_what_survives_as_well() -> None:
+    adder = Adder()
+    adder.add_one_req(request(120, 4000, DecodeSettings(64, "repack", every=32)))
+    assert adder.rem_total_token_offset == 128 + PAGE + 64
+
+
+def test_a_prompt_that_leaves_no_room_for_a_copy_is_served_all_the_same() -> None:
+    req = request(400, 50, DecodeSettings(128))
+    assert Adder(chunk=None).add_one_req(req) is AddReqResult.CONTINUE
+
+
+@pytest.mark.parametrize("budget", [DecodeSettings(384), DecodeSettings(256, "compact"), DecodeSettings(4096)])
+@pytest.mark.parametrize(("num_tokens", "num_cached"), [(20, 0), (300, 0), (300, 288), (470, 0), (470, 464)])
+def test_nobody_waits_for_more_than_an_empty_pool_has(budget: DecodeSettings, num_tokens: int, num_cached: int) -> None:
+    """SGLang lets nobody pass who waits in front."""
+    req = request(num_tokens, 4000, budget)
+    take(req, {"kv_decode_budget": budget.tokens, "kv_decode_method": budget.method})
+    req.prefix_indices = torch.zeros(num_cached, dtype=torch.int64)
+    assert Adder(num_free=SLOTS - num_cached, chunk=None).add_one_req(req) is AddReqResult.CONTINUE
+
+
+def test_a_running_request_is_charged_to_its_peak_and_never_beyond() -> None:
+    adder = SimpleNamespace(page_size=PAGE)
+    req = request(60, 4000, DecodeSettings(128), num_out=1)
+    req.kv_allocated_len = 61
+    req.kv_budget.has_left_tree = True
+
+    def offset() -> Any:
+        return decode_intake._around_running_offset(lambda *_: 4096, adder, req)
+
+    assert offset() == 128 - 64
+    req.kv_allocated_len = 128
+    assert offset() == 0
+    req.sampling_params.max_new_tokens, req.kv_allocated_len = 3, 61
+    assert offset() == 2
+
+
+def test_what_a_running_request_shares_is_to_be_copied_before_it_drops() -> None:
+    req = request(60, 4000, DecodeSettings(128), num_out=1)
+    req.kv_allocated_len, req.cache_protected_len = 61, 48
+    offset = decode_intake._around_running_offset(lambda *_: 4096, SimpleNamespace(page_size=PAGE), req)
+    assert offset == 128 - 16
+
+
+# ---- in pieces
+
+
+def sent_back(num_tokens: int) -> Any:
+    req = request(num_tokens, 4000, DecodeSettings(64), num_out=num_tokens - 60)
+    req.retraction_count = 1
+    return req
+
+
+def test_a_request_that_outgrew_the_pool_is_computed_anew_in_pieces() -> None:
+    adder, req = Adder(), sent_back(600)
+    assert adder.add_one_req(req) is AddReqResult.CONTINUE
+    assert adder.new_chunked_req is req and req.kv_budget.in_pieces
+    assert adder.rem_chunk_tokens == 0, "no other request joins the batch of a piece"
+    assert adder.rem_total_token_offset == 64 + 2 * PAGE
+
+
+@pytest.mark.parametrize("num_tokens", [400, 470])
+def test_a_request_that_fits_is_computed_anew_at_once(num_tokens: int) -> None:
+    adder, req = Adder(chunk=None), sent_back(num_tokens)
+    assert adder.add_one_req(req) is AddReqResult.CONTINUE
+    assert not req.kv_budget.in_pieces
+
+
+def test_pieces_wait_for_room_and_for_the_chunks_of_others() -> None:
+    req = sent_back(600)
+    assert Adder(num_free=100).add_one_req(req) is AddReqResult.NO_TOKEN
+    assert Adder().add_one_req(req, has_chunked_req=True) is AddReqResult.OTHER
+    assert not req.kv_budget.in_pieces
+
+
+def test_without_chunks_there_are_no_pieces_and_the_request_is_given_up() -> None:
+    adder = Adder(chunk=None)
+    assert adder.add_one_req(sent_back(600)) is AddReqResult.CONTINUE
+    assert len(adder.given_up) == 1
+    assert "600 tokens" in adder.given_up[0] and "--chunked-prefill-size" in adder.given_up[0]
+
+
+def test_a_next_piece_without_room_stays_open() -> None:
+    adder, req = Adder(num_free=40), sent_back(600)
+    req.kv_budget.in_pieces = req.kv_budget.has_left_tree = True
+
+    def never(*_: Any) -> Any:
+        raise AssertionError("a piece was added")
+
+    assert decode_intake._around_add_chunked_req(never, adder, req) is req
+    assert adder.rem_chunk_tokens == 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["rem_total_token_offset", "rem_chunk_tokens", "new_chunked_req", "tree_cache", "token_to_kv_pool_allocator"],
+)
+def test_adders_of_sglang_keep_their_books_under_the_names_that_are_touched(name: str) -> None:
+    assert f"self.{name} = " in inspect.getsource(PrefillAdder.__init__)
+
+
+# ---- what may be asked for
+
+
+def scheduler(default: DecodeSettings | None = None) -> Any:
+    """With a pool of 512 slots under a model of 4,096 tokens."""
+    cache = SimpleNamespace(
+        default_budget=default or DecodeSettings(),
+        compressor=SimpleNamespace(sinks=4),
+        has_budgets=False,
+        budget_totals=SimpleNamespace(num_requests=0),
+    )
+    return SimpleNamespace(
+        tree_cache=cache,
+        page_size=PAGE,
+        model_config=SimpleNamespace(context_len=4096),
+        max_total_num_tokens=SLOTS,
+    )
+
+
+def take(req: Any, params: Any, default: DecodeSettings | None = None) -> Any:
+    """As SGLang: the answer is cut to what the pool has room for. Returns the scheduler."""
+    made = scheduler(default)
+    req.sampling_params.custom_params = params
+
+    def original(_: Any, each: Any) -> None:
+        params = each.sampling_params
+        num_prompt = -(-len(each.origin_input_ids) // PAGE) * PAGE
+        params.max_new_tokens = max(0, min(params.max_new_tokens, SLOTS - num_prompt - PAGE - 1))
+
+    def abort(why: str) -> None:
+        req.to_finish = why
+
+    req.set_finish_with_abort = abort
+    decode_intake._around_init_req_max_new_tokens(original, made, req)
+    return made
+
+
+def test_an_answer_may_outgrow_the_pool_but_not_the_context() -> None:
+    req = request(100, 100_000)
+    made = take(req, {"kv_decode_budget": 128, "__req__": req})
+    assert req.kv_budget.settings == DecodeSettings(128)
+    assert req.sampling_params.max_new_tokens == 4096 - 100 - 2
+    assert made.tree_cache.has_budgets and made.tree_cache.budget_totals.num_requests == 1
+
+
+@pytest.mark.parametrize(("num_tokens", "budget"), [(100, 512), (300, 256), (16, 4096)])
+def test_an_answer_is_cut_to_the_pool_where_the_budget_does_not_fit_in_it(num_tokens: int, budget: int) -> None:
+    req = request(num_tokens, 100_000)
+    take(req, {"kv_decode_budget": budget})
+    assert req.kv_budget is not None
+    assert req.sampling_params.max_new_tokens == SLOTS - -(-num_tokens // PAGE) * PAGE - PAGE - 1
+
+
+def test_without_a_budget_a_request_is_left_as_it_is() -> None:
+    for params in (None, {}, {"other": 1}, {7: 1}, {"kv_decode_budget": 0}, 5, "kv_decode_budget", [1]):
+        req = request(100, 100_000)
+        made = take(req, params)
+        assert req.kv_budget is None and req.sampling_params.max_new_tokens == SLOTS - 112 - PAGE - 1
+        assert not made.tree_cache.has_budgets
+
+
+def test_the_budget_of_the_server_is_for_all_that_ask_for_none() -> None:
+    req = request(100, 1000)
+    take(req, None, DecodeSettings(256, "compact"))
+    assert req.kv_budget.settings == DecodeSettings(256, "compact")
+    req = request(100, 1000)
+    take(req, {"kv_decode_budget": 0}, DecodeSettings(256))
+    assert req.kv_budget is None
+
+
+def test_an_answer_of_one_token_needs_no_budget() -> None:
+    req = request(100, 1)
+    take(req, {"kv_decode_budget": 64})
+    assert req.kv_budget is None and req.to_finish is None
+
+
+def test_requests_that_measure_prefixes_have_no_budget() -> None:
+    req = request(100, 1000)
+    req.extra_key = shadows.PREFIX + "1"
+    take(req, None, DecodeSettings(256))
+    assert req.kv_budget is None
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"kv_decode_budget": 40}, "at least 48"),
+        ({"kv_decode_budget": "64"}, "kv_decode_budget is '64'"),
+        ({"kv_decode_budget": 64, "kv_decode_score": "h2o"}, "does not keep: start it with --kv-decode-score h2o"),
+        ({"kv_decode_trace": "yes"}, "kv_decode_trace is 'yes'"),
+    ],
+)
+def test_what_cannot_be_ends_the_request_with_a_sentence(params: dict[str, Any], words: str) -> None:
+    req = request(100, 1000)
+    take(req, params)
+    assert words in req.to_finish and req.kv_budget is None

@@ -1,0 +1,92 @@
+"""The ring of last queries: what prompts, chunks, mixed batches and decode steps leave in it."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_evicpress.patches.decode_queries import QueryRing
+
+pytestmark = pytest.mark.sglang
+
+LAYERS, ROWS, WINDOW, HEADS, DIM = 2, 5, 4, 3, 2
+
+
+@pytest.fixture
+def ring() -> QueryRing:
+    return QueryRing(torch.zeros(LAYERS, ROWS, WINDOW, HEADS, DIM), first_layer=10)
+
+
+def query(row: int, position: int, layer: int) -> torch.Tensor:
+    """One that says whose it is."""
+    return (torch.arange(HEADS * DIM) + 100.0 * position + 10_000.0 * row + 100_000.0 * layer).view(HEADS, DIM)
+
+
+def extend(ring: QueryRing, *parts: tuple[int, int, int]) -> None:
+    """A batch of (row, first position, length)."""
+    batch = SimpleNamespace(
+        req_pool_indices=torch.tensor([row for row, _, _ in parts]),
+        extend_prefix_lens_cpu=[begin for _, begin, _ in parts],
+        extend_seq_lens_cpu=[length for _, _, length in parts],
+    )
+    for layer in range(LAYERS):
+        queries = [query(row, at, layer) for row, begin, length in parts for at in range(begin, begin + length)]
+        ring.observe_extend(torch.stack(queries).flatten(1), SimpleNamespace(layer_id=10 + layer), batch)
+
+
+def decode(ring: QueryRing, *rows: tuple[int, int]) -> None:
+    """A step of (row, position of its token)."""
+    batch = SimpleNamespace(
+        req_pool_indices=torch.tensor([row for row, _ in rows]), seq_lens=torch.tensor([at + 1 for _, at in rows])
+    )
+    for layer in range(LAYERS):
+        queries = torch.stack([query(row, at, layer) for row, at in rows])
+        ring.observe_decode(queries.flatten(1), SimpleNamespace(layer_id=10 + layer), batch)
+
+
+def check(ring: QueryRing, row: int, num_computed: int, num_tokens: int) -> None:
+    window = ring.window_of(row, num_computed, num_tokens)
+    assert window is not None
+    expected = list(range(num_tokens - min(WINDOW, num_computed), num_tokens))
+    assert window.positions.tolist() == expected
+    for layer in range(LAYERS):
+        assert torch.equal(window.queries[layer], torch.stack([query(row, at, layer) for at in expected]))
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 11])
+def test_a_prompt_leaves_its_last_queries(ring: QueryRing, length: int) -> None:
+    extend(ring, (1, 0, length), (3, 6, 2))
+    check(ring, 1, length, length)
+    check(ring, 3, 2, 8)
+
+
+def test_what_another_request_left_in_the_row_is_not_shown(ring: QueryRing) -> None:
+    extend(ring, (2, 0, 9))
+    extend(ring, (2, 20, 1))  # all but its last token were cached
+    check(ring, 2, 1, 21)
+
+
+def test_nothing_computed_is_no_window(ring: QueryRing) -> None:
+    assert ring.window_of(1, 0, 20) is None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_chunks_mixed_batches_and_steps_leave_the_last_queries_of_every_row(ring: QueryRing, seed: int) -> None:
+    numbers = random.Random(seed)
+    first = {row: numbers.randrange(0, 12) for row in range(1, ROWS)}
+    length = dict(first)
+    for _ in range(30):
+        some = numbers.sample(sorted(length), numbers.randrange(1, ROWS))
+        if numbers.random() < 0.5:
+            decode(ring, *((row, length[row]) for row in some))
+            grown: dict[int, Any] = dict.fromkeys(some, 1)
+        else:
+            grown = {row: numbers.choice([1, 1, 2, 7]) for row in some}
+            extend(ring, *((row, length[row], grown[row]) for row in some))
+        for row in some:
+            length[row] += grown[row]
+            check(ring, row, length[row] - first[row], length[row])
