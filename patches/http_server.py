@@ -50,6 +50,7 @@ ROUTES = (
     Route("POST", "/evicpress/nodes/{node_id}/demote", "demote", AuthLevel.ADMIN_OPTIONAL),
     Route("POST", "/evicpress/tiers/ssd", "attach_ssd", AuthLevel.ADMIN_OPTIONAL),
     Route("POST", "/evicpress/tiers/ssd/detach", "detach_ssd", AuthLevel.ADMIN_OPTIONAL),
+    Route("GET", "/evicpress/requests", "requests"),
     Route("GET", "/evicpress/profiles", "profiles"),
     Route("GET", "/evicpress/profiles/{key}", "profile"),
     Route("POST", "/evicpress/profiles", "put_profile", AuthLevel.ADMIN_OPTIONAL, max_body_bytes=MAX_CONTEXT_BYTES),

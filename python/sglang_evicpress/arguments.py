@@ -42,6 +42,14 @@ def integer(arguments: Mapping[str, object], name: str, *, least: int) -> int:
     raise IntrospectionError(400, f"{name} {given}: expected an integer >= {least} of at most 18 digits")
 
 
+def name(arguments: Mapping[str, object], name: str) -> str | None:
+    """A text, None where it is left out."""
+    value = arguments.get(name)
+    if value is None or (isinstance(value, str) and value):
+        return value
+    raise IntrospectionError(400, f"{name} is {value!r}: expected a text, or nothing")
+
+
 def flag(arguments: Mapping[str, object], name: str) -> bool:
     value = arguments.get(name, False)
     if value is True or value in ("true", "1"):

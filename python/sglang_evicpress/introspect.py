@@ -90,6 +90,10 @@ class Inspectable(Protocol):
     def detach_ssd(self) -> Json:
         """Publish what is in flight to the SSD tier, then let go of its folder. Raises ValueError, one sentence."""
 
+    def describe_requests(self, rid: str | None, *, positions: bool) -> Json:
+        """Requests with a decode-time budget: all, or the one named; with what their slots hold if asked. Raises
+        IntrospectionError 404."""
+
 
 Question: TypeAlias = Callable[[Inspectable], Json]
 
@@ -151,11 +155,16 @@ def read_question(op: str, arguments: Mapping[str, object]) -> Question:
         case "detach_ssd":
             checked.accept_only(arguments)
             return _allowed(lambda cache: cache.detach_ssd())
+        case "requests":
+            checked.accept_only(arguments, "rid", "positions")
+            rid, shows_positions = checked.name(arguments, "rid"), checked.flag(arguments, "positions")
+            return lambda cache: cache.describe_requests(rid, positions=shows_positions)
     question = read_profile_question(op, arguments)
     if question is not None:
         return _allowed(question)
     known = (
         "tree, node, stats, explain, journal, compress, check, evict, tiers, flush, demote, attach_ssd, detach_ssd, "
+        "requests, "
         f"{', '.join(PROFILE_OPS)}"
     )
     raise IntrospectionError(404, f"operation {op!r} is not known: expected {known}")

@@ -36,7 +36,16 @@ from sglang_evicpress.profiler.store import ProfileStore
 pytestmark = pytest.mark.sglang
 
 KEYDIFF = {"form": "keydiff@0.5"}
-OPEN = ("tree", "stats", "explain", "journal", "tiers", "profiles", "profile")  # what shows no prompt, changes nothing
+OPEN = (
+    "tree",
+    "stats",
+    "explain",
+    "journal",
+    "tiers",
+    "requests",
+    "profiles",
+    "profile",
+)  # what shows no prompt, changes nothing
 
 
 class FakeCache:
@@ -92,6 +101,9 @@ class FakeCache:
 
     def detach_ssd(self) -> Json:
         raise ValueError("there is no SSD tier to detach")
+
+    def describe_requests(self, rid: str | None, *, positions: bool) -> Json:
+        return {"requests": [], "rid": rid, "positions": positions}
 
 
 class FakeScheduler:
@@ -190,6 +202,8 @@ def test_answers_come_back_as_json(client: TestClient) -> None:
     assert client.post("/evicpress/nodes/1/compress", json=KEYDIFF).json() == {"id": 1, "form": "keydiff@0.5"}
     assert client.post("/evicpress/evict", json={"num_slots": 4}).json() == {"freed_slots": 4}
     assert client.get("/evicpress/tiers").json() == {"host": {"used_bytes": 0}}
+    shown = client.get("/evicpress/requests?rid=a&positions=true").json()
+    assert shown == {"requests": [], "rid": "a", "positions": True}
     assert client.post("/evicpress/flush?tier=host").json() == {"tier": "host"}
     assert client.post("/evicpress/flush", json={"tier": "ssd"}).json() == {"tier": "ssd"}
     assert client.post("/evicpress/nodes/1/demote", json={"tier": "ssd"}).json() == {"id": 1, "tier": "ssd"}

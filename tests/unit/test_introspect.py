@@ -97,6 +97,9 @@ class FakeCache:
         self.ssd = None
         return {"dir": None}
 
+    def describe_requests(self, rid: str | None, *, positions: bool) -> Json:
+        return {"rid": rid, "positions": positions}
+
 
 def reason_of(body: Json) -> str:
     assert list(body) == ["error"]
@@ -162,6 +165,15 @@ def test_evict_passes_the_number_of_slots() -> None:
     assert answer(FakeCache(), "evict", {"num_slots": 12}) == (200, {"freed_slots": 12})
 
 
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [({}, (None, False)), ({"rid": "a"}, ("a", False)), ({"positions": "true"}, (None, True))],
+)
+def test_requests_are_described(arguments: dict[str, object], shown: tuple[str | None, bool]) -> None:
+    rid, positions = shown
+    assert answer(FakeCache(), "requests", arguments) == (200, {"rid": rid, "positions": positions})
+
+
 def test_tiers_are_described() -> None:
     assert answer(FakeCache(), "tiers", {}) == (200, {"tiers": ["gpu", "host"]})
 
@@ -198,7 +210,7 @@ def test_an_ssd_is_attached_and_detached(arguments: Json, given: tuple[str, floa
 @pytest.mark.parametrize(
     ("op", "arguments", "status", "words"),
     [
-        ("melt", {}, 404, ("'melt'", "tree, node, stats", "check, evict, tiers, flush", "detach_ssd, open_shadow")),
+        ("melt", {}, 404, ("'melt'", "tree, node, stats", "check, evict, tiers, flush", "requests, open_shadow")),
         ("open_shadow", {}, 400, ("token_ids is missing",)),
         ("profiles", {}, 501, ("FakeCache", "cannot be profiled")),
         ("tree", {"depth": "2"}, 400, ("'depth'", "accepted are none")),
