@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 from sglang_evicpress import handover
 from sglang_evicpress.config import EvicPressConfig, policy_in
+from sglang_evicpress.decode.settings import METHODS, SCORES
 from sglang_evicpress.patches import install, refusals
 from sglang_evicpress.policy import SERVER_POLICY_NAMES
 
@@ -26,6 +27,7 @@ DEPENDENT_FLAGS = (
     *("kv_policy_config", "kv_alpha", "kv_half_life", "kv_forms", "kv_min_tokens", "kv_sinks"),
     *("kv_host_gb", "kv_ssd_dir", "kv_ssd_gb", "kv_ssd_write_gb_per_day", "kv_ssd_sync"),
     *("kv_prior", "kv_profiles", "kv_drift", "kv_no_recording"),
+    *("kv_decode_budget", "kv_decode_method", "kv_decode_score", "kv_decode_every", "kv_decode_protect"),
 )
 
 
@@ -60,6 +62,11 @@ def config_of(server_args: Any) -> EvicPressConfig:
         profiles=server_args.kv_profiles,
         drift=server_args.kv_drift,
         recording=False if server_args.kv_no_recording else None,
+        decode_budget=server_args.kv_decode_budget,
+        decode_method=server_args.kv_decode_method,
+        decode_score=server_args.kv_decode_score,
+        decode_every=server_args.kv_decode_every,
+        decode_protect=server_args.kv_decode_protect,
     )
 
 
@@ -145,6 +152,34 @@ def _add_fields(cls: Any) -> tuple[str, ...]:
                 "kv_no_recording",
                 bool,
                 "Do not keep the last questions about each context in memory; nothing is measured online then.",
+            ),
+            flag(
+                "kv_decode_budget",
+                int,
+                "Tokens of KV that a running request keeps at most (default: all). A request may ask for another "
+                'budget, or 0 for none: "custom_params": {"kv_decode_budget": 1024}.',
+            ),
+            flag(
+                "kv_decode_method",
+                str,
+                f"How --kv-decode-budget is kept: {', '.join(METHODS)} (default: paged). paged frees whole pages, the "
+                "others drop single tokens and move the rest together.",
+            ),
+            flag(
+                "kv_decode_score",
+                str,
+                f"What survives under --kv-decode-budget: {', '.join(SCORES)} (default: value_key_ratio).",
+            ),
+            flag(
+                "kv_decode_every",
+                int,
+                "Tokens that may come on top of --kv-decode-budget before repack, holefill and compact drop again "
+                "(default: 128).",
+            ),
+            flag(
+                "kv_decode_protect",
+                str,
+                "Pages that paged never frees: first, newest, first,newest or none (default: first,newest).",
             ),
         ),
     )

@@ -130,6 +130,11 @@ def test_the_command_line_takes_every_flag(model: str, tmp_path: Path) -> None:
         "--kv-prior": str(tmp_path / "prior.json"),
         "--kv-profiles": str(tmp_path / "profiles.db"),
         "--kv-drift": "0.2",
+        "--kv-decode-budget": "2048",
+        "--kv-decode-method": "repack",
+        "--kv-decode-score": "knorm",
+        "--kv-decode-every": "64",
+        "--kv-decode-protect": "newest",
     }
     flags = [part for flag in given.items() for part in flag]
     args = _from_command_line("--model-path", model, "--device", "cpu", *flags, "--kv-no-recording")
@@ -151,7 +156,30 @@ def test_the_command_line_takes_every_flag(model: str, tmp_path: Path) -> None:
         profiles=str(tmp_path / "profiles.db"),
         drift=0.2,
         recording=False,
+        decode_budget=2048,
+        decode_method="repack",
+        decode_score="knorm",
+        decode_every=64,
+        decode_protect="newest",
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"kv_decode_budget": 20, "page_size": 16}, ("kv_decode_budget is 20", "at least 48")),
+        ({"kv_decode_score": "snapkv"}, ("'snapkv'", "value_key_ratio")),
+        ({"kv_decode_method": "quest"}, ("frees no memory",)),
+        ({"kv_decode_budget": -1}, ("kv_decode_budget is -1",)),
+        ({"kv_decode_protect": "last"}, ("'last'",)),
+    ],
+)
+def test_a_budget_that_cannot_be_kept_stops_the_start(
+    model: str, given: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(RefusedError) as refused:
+        _make(model, kv_policy="lru", **given)
+    assert [word for word in words if word not in str(refused.value)] == []
 
 
 def test_help_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
