@@ -135,7 +135,7 @@ class Compressor:
             start=start,
             num_tokens=num_tokens,
             window=window,
-            scale=self._scale,
+            scale=self.scale,
             page_size=self.page_size,
         )
         survivors = select(self._press(form), node, num_kept, self.sinks)[0].to(torch.int64)
