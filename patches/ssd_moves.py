@@ -150,7 +150,12 @@ class Read(Job):
         self.host = HostEntry(entry.header, runs, ssd=entry)
         self.measured: tuple[int, float] | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        return self.entry.header.payload_bytes
+
     def start(self) -> None:
+        self.cache.reads[self] = None
         self.cache.host.pin(self.host)
         self.cache.workers["read"].submit(self)
 
@@ -168,6 +173,7 @@ class Read(Job):
     def finish(self) -> None:
         cache, entry = self.cache, self.entry
         entry.read = None
+        cache.reads.pop(self, None)
         if self.error is None:
             cache.tier_counts["read"] += 1
             cache.ssd_seen_s = time.perf_counter()

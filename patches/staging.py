@@ -65,6 +65,7 @@ class Staging:
 
     def open_stages(self: Any) -> None:
         self.stages: dict[int, Stage] = {}
+        self.reads: dict[Any, None] = {}  # from the SSD, now
         self.ssd_seen_s = time.perf_counter()
 
     def begin_stage(self: Any, req: Any) -> None:
@@ -143,7 +144,7 @@ class Staging:
         steps = known[: servable_steps(known, self.config.min_share)]
         num_resident = sum(node.value is not None for node, _ in steps)
         pieces = self._pieces(steps[num_resident:])
-        num_wanted = num_worth_loading(pieces, self.costs)
+        num_wanted = num_worth_loading(pieces, self.costs, waits={Tier.SSD: self._reads_s(stage)})
         for node, _ in steps[num_resident : num_resident + num_wanted]:
             if node.id in self.nodes:  # the room for those before it may have been its own
                 self._fetch(stage, node)
@@ -156,6 +157,9 @@ class Staging:
             stage.end()
 
     def _fetch(self: Any, stage: Stage, node: Any) -> None:
+        self._tick += 1
+        node.kv.last_use = self._tick  # else what was just read were the least recently used, and the first to go
+        self.note_use(node)
         copy = node.kv.copies.get(Tier.HOST)
         job: Job | None = None
         if copy is None:
@@ -182,8 +186,14 @@ class Staging:
             if copy is not None and Tier.HOST not in node.kv.copies and self.start_read(copy.entry) is not None:
                 self.ssd_seen_s = now
 
+    def _reads_s(self: Any, stage: Stage) -> float:
+        """Seconds that the reads begun for others are predicted to take: the disk does those first."""
+        others = sum(read.num_bytes for read in self.reads if read not in stage.jobs)
+        return self.costs.load_seconds(Tier.SSD, others) if others else 0.0
+
     def _set_deadline(self: Any, stage: Stage, pieces: list[Piece]) -> None:
-        load_s = sum(self.costs.load_seconds(piece.tier, piece.num_bytes) for piece in pieces)
+        load_s = self._reads_s(stage)
+        load_s += sum(self.costs.load_seconds(piece.tier, piece.num_bytes) for piece in pieces)
         recompute_s = sum(self.costs.prefill.marginal_seconds(piece.num_tokens, piece.depth_tokens) for piece in pieces)
         if stage.deadline_s is None:
             stage.deadline_s = stage.begin_s

@@ -539,6 +539,19 @@ def test_a_lost_file_is_a_miss(opened: Callable[..., TierWalk], suffix: str) -> 
     walk.check_rows()
 
 
+def test_what_is_read_for_a_waiting_request_counts_as_used(opened: Callable[..., TierWalk]) -> None:
+    """Else what was just read would be the first that makes room for what is read after it."""
+    walk = opened()
+    tokens, node = cached(walk, 60)
+    _, other = cached(walk, 60)
+    sent(walk, node, Tier.SSD)
+    assert node.kv.last_use < other.kv.last_use
+    walk.wait([*tokens, 59])
+    assert node.kv.last_use > other.kv.last_use
+    assert walk.cache.policy.book.records[node.id].last_use == node.kv.last_use
+    walk.end_all()
+
+
 def test_an_urgent_evict_frees_at_once_and_leaves_nothing_to_wait_for(opened: Callable[..., TierWalk]) -> None:
     walk = opened()
     for _ in range(3):

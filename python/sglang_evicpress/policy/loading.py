@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -28,14 +28,17 @@ class Piece:
     codec: str = "raw"
 
 
-def num_worth_loading(pieces: Sequence[Piece], costs: Costs, *, overlap: float = 0.0) -> int:
+def num_worth_loading(
+    pieces: Sequence[Piece], costs: Costs, *, overlap: float = 0.0, waits: Mapping[Tier, float] | None = None
+) -> int:
     """How many of the first ``pieces`` to load, so that this and recomputing the others are done soonest.
 
     ``pieces`` follow each other on one path, all behind what is on the GPU. Each pays its transfer's fixed cost;
     recomputing adds to a prefill that is needed anyhow and pays none. ``overlap`` is the share of the shorter of the
     two, loading and recomputing, that is hidden behind the longer: 0 when one begins after the other, 1 when layers are
-    computed as fast as they arrive. Of equals the fewest; 0 when recomputing all is soonest, so that what is chosen is
-    never predicted to be slower than that. Raises ValueError for an overlap outside [0, 1] or a tier without a law.
+    computed as fast as they arrive. ``waits`` are the seconds before a tier has done what it was asked for already.
+    Of equals the fewest; 0 when recomputing all is soonest, so that what is chosen is never predicted to be slower than
+    that. Raises ValueError for an overlap outside [0, 1] or a tier without a law.
 
     One after the other, pieces alike on one tier are loaded all or not at all. Loading costs the same per token
     everywhere on the path and recomputing more the deeper the token is, so the total is concave in the number loaded:
@@ -47,8 +50,9 @@ def num_worth_loading(pieces: Sequence[Piece], costs: Costs, *, overlap: float =
     prefills = (costs.prefill.marginal_seconds(piece.num_tokens, piece.depth_tokens) for piece in reversed(pieces))
     rest_s = [0.0, *accumulate(prefills)]  # of the last pieces, by their number
     best, best_s, load_s = 0, rest_s.pop(), 0.0
+    left = dict(waits or {})
     for number, piece in enumerate(pieces, start=1):
-        load_s += costs.load_seconds(piece.tier, piece.num_bytes, piece.codec)
+        load_s += costs.load_seconds(piece.tier, piece.num_bytes, piece.codec) + left.pop(piece.tier, 0.0)
         recompute_s = rest_s.pop()
         total_s = load_s + recompute_s - overlap * min(load_s, recompute_s)
         if total_s < best_s:

@@ -51,6 +51,15 @@ def test_a_slow_piece_is_loaded_for_what_lies_behind_it() -> None:
     assert num_worth_loading(_path((10, Tier.SSD, 20), (10, Tier.HOST, 10)), COSTS) == 0  # 24 + 1 s
 
 
+def test_what_a_tier_was_asked_for_before_comes_first() -> None:
+    near, far = _path((10, Tier.HOST, 50)), _path((10, Tier.SSD, 2))  # 5 s and 6 s against 10 s
+    assert num_worth_loading(far, COSTS, waits={Tier.SSD: 3.75}) == 1
+    assert num_worth_loading(far, COSTS, waits={Tier.SSD: 4.0}) == 0
+    assert num_worth_loading(near, COSTS, waits={Tier.SSD: 99.0}) == 1
+    both = _path((10, Tier.SSD, 2), (10, Tier.SSD, 2))  # 12 s against 20 s: one wait for both
+    assert num_worth_loading(both, COSTS, waits={Tier.SSD: 7.5}) == 2
+
+
 def test_every_piece_pays_the_fixed_cost_of_its_transfer_and_of_decoding() -> None:
     assert num_worth_loading(_path((4, Tier.SSD, 2)), COSTS) == 0  # 4 + 2 s against 4 s
     assert num_worth_loading(_path((8, Tier.SSD, 2)), COSTS) == 1
