@@ -12,13 +12,11 @@ import torch
 
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.patches.node import has_child_on_gpu, start_of
+from sglang_evicpress.patches.ssd_moves import LEAST_HELD_SHARE
 from sglang_evicpress.patches.staging import RECENT_S
 from sglang_evicpress.patches.tiering import MOST_COPIED_SHARE
 from sglang_evicpress.tiers.copies import Copy, HostEntry
 from sglang_evicpress.tiers.worker import Job
-
-LEAST_HELD_SHARE = 1 / 2
-"""Of a host entry: where nodes hold less of it, their pieces get entries of their own."""
 
 
 class HostCompression:

@@ -10,10 +10,14 @@ from typing import Any
 import numpy as np
 
 from sglang_evicpress.core import Tier
+from sglang_evicpress.patches.node import start_of
 from sglang_evicpress.patches.tiering import tier_of
 from sglang_evicpress.tiers.copies import HostEntry, SsdEntry
 from sglang_evicpress.tiers.entry import BadEntry, Header, check_identity
 from sglang_evicpress.tiers.worker import Job
+
+LEAST_HELD_SHARE = 1 / 2
+"""Of an entry: where nodes hold less of it, it is given up."""
 
 MAX_CANDIDATES = 4
 """Entries on one edge that a lookup reads the header of."""
@@ -62,6 +66,23 @@ class SsdMoves:
         if lacking:
             self.controller.relieve(Tier.SSD, lacking)
         ssd.reclaim(writers)
+
+    def shed_pieces(self: Any) -> None:
+        """Give up pieces of SSD entries of which most is nobody's any more: until then all of such an entry is taken,
+        and to get a piece all of it is read. Those of nodes on a faster tier, and those that are computed sooner."""
+        for entry in list(self.ssd_leftovers):
+            del self.ssd_leftovers[entry]
+            nodes, whole = [self.nodes[node_id] for node_id in sorted(entry.owners)], entry.header.payload_bytes
+            held = sum(node.kv.copies[Tier.SSD].num_slots for node in nodes) * self.menu.slot_bytes
+            if held >= LEAST_HELD_SHARE * whole:
+                continue
+            for node in nodes:
+                recompute_s = self.costs.prefill.marginal_seconds(len(node.key), start_of(node))
+                if tier_of(node) < Tier.SSD:
+                    self.remove_copy(node, Tier.SSD)
+                    self.note(node)
+                elif not node.children and not node.lock_ref and recompute_s < self.costs.load_seconds(Tier.SSD, whole):
+                    self.drop(node.id)
 
     def _drop_spares(self: Any, wanted: int) -> None:
         for entry in self.ssd.entries() if wanted > 0 else ():

@@ -32,7 +32,7 @@ from sglang_evicpress.patches.node import (
 )
 from sglang_evicpress.patches.ssd_tier import SsdTier
 from sglang_evicpress.policy.book import Way
-from sglang_evicpress.tiers.copies import Copy, HostEntry
+from sglang_evicpress.tiers.copies import Copy, HostEntry, SsdEntry
 from sglang_evicpress.tiers.entry import Header
 from sglang_evicpress.tiers.faults import Faults
 from sglang_evicpress.tiers.host import HostTier
@@ -66,6 +66,7 @@ class Tiering:
         self.tier_errors: Counter[str] = Counter()
         self._spare: OrderedDict[int, None] = OrderedDict()  # resident nodes with a host copy, hottest last
         self._leftovers: dict[HostEntry, None] = {}  # those of which a node has given up its piece
+        self.ssd_leftovers: dict[SsdEntry, None] = {}
         self._copying_bytes = 0
         self._host_wanted = 0
         self._is_stirred = False
@@ -147,7 +148,9 @@ class Tiering:
                 self._leftovers[copy.entry] = None
         else:
             copy.entry.owners.discard(node.id)
-            if not copy.entry.owners and self.ssd is not None:
+            if copy.entry.owners:
+                self.ssd_leftovers[copy.entry] = None
+            elif self.ssd is not None:
                 self.ssd.remove(copy.entry, self.workers["write"])
 
     def remove_copies(self: Any, node: Any, *, lossy_only: bool = False) -> None:
@@ -381,6 +384,7 @@ class Tiering:
         self.ready.clear()
         self._spare.clear()
         self._leftovers.clear()
+        self.ssd_leftovers.clear()
         if self.ssd is not None and self.nodes:
             self.ssd.clear(self.workers["write"])
         self.is_mixed = False

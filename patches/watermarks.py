@@ -97,6 +97,7 @@ class Watermarks:
         return True
 
     def _keep_ssd_room(self: Any) -> None:
+        self.shed_pieces()
         store = None if self.ssd is None else self.ssd.store
         if store is not None and store.used_bytes > (1 - SSD_LOW_SHARE) * store.capacity_bytes:
             self.make_ssd_room(int(SSD_HIGH_SHARE * store.capacity_bytes))

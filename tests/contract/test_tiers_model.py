@@ -552,6 +552,29 @@ def test_what_is_read_for_a_waiting_request_counts_as_used(opened: Callable[...,
     walk.end_all()
 
 
+@pytest.mark.parametrize("is_cheap", [False, True])
+def test_what_is_left_of_an_ssd_entry_does_not_keep_all_of_it(opened: Callable[..., TierWalk], is_cheap: bool) -> None:
+    walk = opened()
+    tokens = some_tokens(walk, 120)
+    walk.serve(tokens)
+    (node,) = nodes_of(walk)
+    sent(walk, node, Tier.SSD)
+    walk.serve([*tokens[:110], 57, 58, 59])  # splits it: both parts are pieces of one entry
+    walk.settle()
+    entry = node.kv.copies[Tier.SSD].entry
+    assert len(entry.owners) == 2 and tier_of(node) == Tier.HOST
+    walk.cache.remove_copy(node, Tier.HOST)
+    walk.cache.after_loss(node)
+    walk.stamp(CHEAP if is_cheap else DEAR)
+    walk.cache.remove_copy(node.parent, Tier.SSD)
+    walk.cache.note(node.parent)
+    walk.tick()
+    assert (node.id in walk.cache.nodes) != is_cheap  # else it is computed anew: sooner than reading all of the entry
+    walk.settle()
+    assert walk.cache.ssd.store.num_entries == (0 if is_cheap else 1)
+    walk.check()
+
+
 def test_an_urgent_evict_frees_at_once_and_leaves_nothing_to_wait_for(opened: Callable[..., TierWalk]) -> None:
     walk = opened()
     for _ in range(3):
