@@ -142,6 +142,7 @@ class Bookkeeping:
             sinks=self.sinks_of(num_tokens, start),
             is_locked=node.lock_ref > 0 or kv.is_shadow,
             exact_on=self.exact_tier_of(node),
+            ways=self.ready.get(node.id, ()),
         )
 
     def exact_tier_of(self: Any, node: Any) -> Tier | None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from sglang_evicpress.config import GB, EvicPressConfig
-from sglang_evicpress.core import Form, Tier
+from sglang_evicpress.core import Form, Tier, Way
 from sglang_evicpress.layout import SurvivorLayout
 from sglang_evicpress.patches.back_up import BackUp
 from sglang_evicpress.patches.compression import Compressor
@@ -31,7 +31,6 @@ from sglang_evicpress.patches.node import (
     walk,
 )
 from sglang_evicpress.patches.ssd_tier import SsdTier
-from sglang_evicpress.policy.book import Way
 from sglang_evicpress.tiers.copies import Copy, HostEntry, SsdEntry
 from sglang_evicpress.tiers.entry import Header
 from sglang_evicpress.tiers.faults import Faults

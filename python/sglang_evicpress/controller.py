@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from sglang_evicpress.core import Form, Tier
+from sglang_evicpress.core import Form, Tier, Way
 from sglang_evicpress.journal import Journal
 from sglang_evicpress.policy.base import Policy
-from sglang_evicpress.policy.book import Way
 
 
 class Moves(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 PRESSES = ("keydiff", "knorm", "snapkv", "value_key_ratio", "streaming", "random")
 
@@ -86,6 +87,15 @@ class Option:
 DROP = Option(None, None, 0)
 
 
+class Way(NamedTuple):
+    """A copy of a node that lies on the lower tier of ``rank``: the node can be as that is there at once."""
+
+    rank: int
+    form: Form
+    num_bytes: int
+    quality: float
+
+
 @dataclass(frozen=True, slots=True)
 class NodeStats:
     """A frozen picture of one radix-tree node, all a policy may know of it.
@@ -95,7 +105,8 @@ class NodeStats:
     policy's menu, in its order; bit i of ``reachable`` says that form i can be made of what the node holds.
     ``weight`` is the expected reuse (see reuse.py), ``num_hits`` the plain count; ``last_use`` a logical tick (never
     a clock), equal on every rank. ``sinks`` of its tokens survive any press. A locked node does not move.
-    ``exact_on`` is a lower tier that holds the exact KV of a lossy node as well.
+    ``exact_on`` is a lower tier that holds the exact KV of a lossy node as well. ``ways`` are all its copies on lower
+    tiers.
     """
 
     id: int
@@ -114,6 +125,7 @@ class NodeStats:
     sinks: int = 0
     is_locked: bool = False
     exact_on: Tier | None = None
+    ways: Sequence[Way] = ()
 
 
 @dataclass(frozen=True, slots=True)

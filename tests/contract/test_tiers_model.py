@@ -948,7 +948,7 @@ def test_a_damaged_entry_is_not_found_again(opened: Callable[..., TierWalk], kin
 
 
 def test_the_next_server_after_a_walk_serves_nothing_wrong(opened: Callable[..., TierWalk]) -> None:
-    walk = opened(20)
+    walk, num_found = opened(20), 0
     for num_spoilt in (2, 1, 0):
         walk.law = None
         walk.step(150)
@@ -965,4 +965,5 @@ def test_the_next_server_after_a_walk_serves_nothing_wrong(opened: Callable[...,
             walk.serve(tokens, extra_key)
             walk.check()
             walk.check_rows()
-    assert walk.cache.tier_counts["found_again"] > 0
+        num_found += walk.cache.tier_counts["found_again"]
+    assert num_found > 0

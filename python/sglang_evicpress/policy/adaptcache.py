@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import ClassVar
 
-from sglang_evicpress.core import Form, Tier
+from sglang_evicpress.core import Form, Tier, Way
 from sglang_evicpress.costs import Costs
-from sglang_evicpress.policy.book import DROPPED, Record, Step, Way
+from sglang_evicpress.policy.book import DROPPED, Record, Step
 from sglang_evicpress.policy.lru import CascadeRule
 from sglang_evicpress.policy.menu import Menu
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
-from sglang_evicpress.core import Decision, NodeStats, Tier
+from sglang_evicpress.core import Decision, NodeStats, Tier, Way
 from sglang_evicpress.costs import Costs
-from sglang_evicpress.policy.book import Book, Rule, Way
+from sglang_evicpress.policy.book import Book, Rule
 from sglang_evicpress.policy.evicpress import EvicPressRule
 from sglang_evicpress.policy.explain import explain
 from sglang_evicpress.policy.plan import Plan

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from sglang_evicpress.core import Form, NodeStats, Tier
+from sglang_evicpress.core import Form, NodeStats, Tier, Way
 from sglang_evicpress.policy.menu import Menu
 
 DROPPED = len(Tier)
@@ -32,15 +32,6 @@ class Step(NamedTuple):
     quality: float = 1.0
     delay_s: float = 0.0
     loss: float = 0.0
-
-
-class Way(NamedTuple):
-    """A copy that lies on the lower tier of ``rank``: the node can be as that is there at once."""
-
-    rank: int
-    form: Form
-    num_bytes: int
-    quality: float
 
 
 class Record:
@@ -69,6 +60,7 @@ class Record:
         "rank",
         "reachable",
         "sinks",
+        "ways",
         "weight",
     )
 
@@ -94,6 +86,7 @@ class Record:
         self.sinks = node.sinks
         self.is_locked = node.is_locked
         self.exact_on = node.exact_on
+        self.ways = node.ways
         self.memo: object = None
 
     def copy(self) -> Record:
@@ -104,6 +97,7 @@ class Record:
         twin.quality, twin.curve, twin.reachable, twin.sinks = self.quality, self.curve, self.reachable, self.sinks
         twin.weight, twin.num_hits, twin.last_use = self.weight, self.num_hits, self.last_use
         twin.is_locked, twin.exact_on, twin.memo = self.is_locked, self.exact_on, self.memo
+        twin.ways = self.ways
         twin.num_children = None if self.num_children is None else list(self.num_children)
         twin.queued = None
         return twin

@@ -10,9 +10,9 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_evicpress.core import Form, Tier
+from sglang_evicpress.core import Form, Tier, Way
 from sglang_evicpress.costs import Costs
-from sglang_evicpress.policy.book import DROPPED, Record, Step, Way
+from sglang_evicpress.policy.book import DROPPED, Record, Step
 from sglang_evicpress.policy.edges import Edge, Point, first_points, next_on_hull, sizes_of
 from sglang_evicpress.policy.menu import Menu
 
@@ -22,9 +22,10 @@ class EvicPressRule:
 
     Utility is section 4.2's, ``weight * (alpha * quality - delay)``. The weight is common to all options of a node, so
     its hull is that of ``alpha * quality - delay`` and a hit only scales the slopes. On a tier a node can shrink in
-    place or leave: to a lower tier, in the form that has the most utility there, or by a drop, whose quality is 1 and
-    whose delay is that of prefilling its tokens again; of those ways out, which all hold 0 bytes on this tier, the one
-    with the most utility is the hull's last point. Raises ValueError if alpha is negative or not finite, or if the
+    place or leave: to a lower tier, in the form that has the most utility there, or as the copy that lies there, which
+    may be better than the node, or by a drop, whose quality is 1 and whose delay is that of prefilling its tokens
+    again; of those ways out, which all hold 0 bytes on this tier, the one with the most utility is the hull's last
+    point. Raises ValueError if alpha is negative or not finite, or if the
     costs lack a tier of the menu.
     """
 
@@ -164,6 +165,13 @@ class EvicPressRule:
             if floor >= DROPPED:
                 delay_s = self.costs.prefill.marginal_seconds(record.num_tokens, record.depth_tokens)
                 edge.leave, edge.leave_utility = Step(0.0, DROPPED, None, 0, 1.0, delay_s), alpha - delay_s
+            for way in record.ways:
+                if rank < way.rank <= floor:
+                    delay_s = self.costs.load_seconds(Tier(way.rank), way.num_bytes, way.form.codec)
+                    worth = alpha * way.quality - delay_s
+                    if worth > edge.leave_utility:
+                        edge.leave = Step(0.0, way.rank, way.form, way.num_bytes, way.quality, delay_s)
+                        edge.leave_utility = worth
             for tier_rank, as_it_is, best_form, best_worth in ways:
                 delay_s = float(as_it_is[row])
                 worth = alpha * record.quality - delay_s
@@ -216,7 +224,8 @@ class EvicPressRule:
         if ways is None:
             states = [(record.form, record.num_bytes, record.quality)]
             states += [(self.menu.forms[index], size, record.curve[index]) for index, size in self._smaller(record)]
-            ways = [Way(int(tier), *state) for tier in self.menu.tiers if tier > record.rank for state in states]
+            ways = [way for way in record.ways if way.rank > record.rank]
+            ways += [Way(int(tier), *state) for tier in self.menu.tiers if tier > record.rank for state in states]
         for rank, form, size, quality in ways:
             worth = self.alpha * quality - self.costs.load_seconds(Tier(rank), size, form.codec)
             found.append((rank, form, size, quality, worth))
@@ -232,8 +241,8 @@ class EvicPressRule:
             delay_s = self.costs.prefill.marginal_seconds(record.num_tokens, record.depth_tokens)
             best, best_utility = Step(0.0, DROPPED, None, 0, 1.0, delay_s), self.alpha - delay_s
         alpha, curve, forms = self.alpha, record.curve, self.menu.forms
-        for rank, form, num_bytes, quality in ways or ():
-            if rank <= floor and not barred >> rank & 1:
+        for rank, form, num_bytes, quality in record.ways if ways is None else ways:
+            if record.rank < rank <= floor and not barred >> rank & 1:
                 delay_s = self.costs.load_seconds(Tier(rank), num_bytes, form.codec)
                 worth = alpha * quality - delay_s
                 if worth > best_utility:

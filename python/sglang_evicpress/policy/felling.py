@@ -6,8 +6,8 @@ import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from sglang_evicpress.core import Tier
-from sglang_evicpress.policy.book import DROPPED, Record, Way
+from sglang_evicpress.core import Tier, Way
+from sglang_evicpress.policy.book import DROPPED, Record
 
 
 class Felling:

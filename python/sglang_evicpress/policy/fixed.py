@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from sglang_evicpress.core import Form
-from sglang_evicpress.policy.book import Record, Step, Way
+from sglang_evicpress.core import Form, Way
+from sglang_evicpress.policy.book import Record, Step
 from sglang_evicpress.policy.lru import CascadeRule
 from sglang_evicpress.policy.menu import Menu
 

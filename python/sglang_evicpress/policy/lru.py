@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from sglang_evicpress.policy.book import DROPPED, Record, Step, Way
+from sglang_evicpress.core import Way
+from sglang_evicpress.policy.book import DROPPED, Record, Step
 from sglang_evicpress.policy.menu import Menu
 
 

@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sglang_evicpress.core import DROP, Decision, Option, Tier
-from sglang_evicpress.policy.book import DROPPED, Book, Entry, Record, Step, Way
+from sglang_evicpress.core import DROP, Decision, Option, Tier, Way
+from sglang_evicpress.policy.book import DROPPED, Book, Entry, Record, Step
 from sglang_evicpress.policy.evicpress import EvicPressRule
 from sglang_evicpress.policy.felling import Felling
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sglang_evicpress.core import Form, NodeStats, Tier
+from sglang_evicpress.core import Form, NodeStats, Tier, Way
 from sglang_evicpress.costs import Costs, PrefillLaw, TransferLaw
 from sglang_evicpress.policy.book import Book
 from sglang_evicpress.policy.edges import Point, next_on_hull, upper_hull
@@ -115,8 +116,11 @@ def test_many_at_once_are_bit_for_bit_what_one_by_one_are(
     )
     rule = EvicPressRule(menu, alpha, costs)
     book = Book(rule)
+    draw = random.Random(seed)
     for node in _random_nodes(make_node, menu, seed):
-        book.put(node)
+        tiers = [tier for tier in (Tier.HOST, Tier.SSD) if draw.random() < 0.4]  # also where it is, or above that
+        ways = [Way(tier, draw.choice(menu.forms), draw.randint(0, 900), draw.random()) for tier in tiers]
+        book.put(replace(node, ways=ways))
     records = list(book.records.values())
     for record in records:
         record.memo = None

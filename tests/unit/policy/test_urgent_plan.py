@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_evicpress.core import EXACT, Decision, Form, NodeStats, Tier
+from sglang_evicpress.core import EXACT, Decision, Form, NodeStats, Tier, Way
 from sglang_evicpress.costs import Costs, PrefillLaw, TransferLaw
 from sglang_evicpress.policy import POLICY_NAMES, Policy, make_policy, policy_forms
-from sglang_evicpress.policy.book import Way
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.plan import AHEAD
 
@@ -170,6 +169,16 @@ def test_a_better_copy_than_the_node_is_a_way_out_too(make_node: MakeNode) -> No
     (decision,) = _policy(node, menu=MENU).plan(Tier.GPU, 500, ready={1: (near,)})
     assert (str(decision.option), decision.option.num_bytes) == ("exact/host", 1000)
     assert decision.loss == pytest.approx(-(0.5 - 0.1))
+
+
+def test_also_without_haste_a_copy_that_is_better_than_the_node_is_a_way_out(make_node: MakeNode) -> None:
+    node = make_node(1, menu=MENU, form=HALF, curve=(1.0, 0.5, 0.5, 0.1), tokens=20, tier=Tier.HOST)
+    room = {Tier.SSD: 10**6}
+    (dropped,) = _policy(node, menu=MENU).plan(Tier.HOST, 10, room)
+    assert dropped.option.is_drop  # 0.2 s of prefill for all of the quality, against half of it in 0.01 s
+    node = replace(node, ways=(Way(Tier.SSD, EXACT, 20, 1.0),))
+    (sent,) = _policy(node, menu=MENU).plan(Tier.HOST, 10, room)
+    assert (str(sent.option), sent.quality) == ("exact/ssd", 1.0)
 
 
 def test_nothing_shrinks_below_the_gpu_while_someone_waits(make_node: MakeNode) -> None:
