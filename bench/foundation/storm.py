@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from foundation.report import Line, print_line
-from testbed.server import GUESSED, Server
+from testbed.server import GUESSED, Server, ServerError
 from testbed.tasks import make_context
 from testbed.vocabulary import load_vocabulary
 
@@ -112,7 +112,7 @@ class Storm:
             kind = job.__name__.strip("_")
             try:
                 ending = job(rng)
-            except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
+            except (ServerError, OSError, http.client.HTTPException, ValueError, KeyError) as error:
                 self._report(f"{kind}: {type(error).__name__}: {error}")
                 ending = "failed"
             with self._lock:

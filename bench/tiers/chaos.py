@@ -17,7 +17,7 @@ from pathlib import Path
 from foundation.reference import make_peaky_model
 from foundation.report import Line
 from foundation.storm import BAD_WORDS, CHECKS
-from testbed.server import Server
+from testbed.server import NoAnswerInTime, Server, ServerError
 from tiers.inputs import scratch
 from tiers.prompts import Question, Texts, answered, nodes_of, reference, sources
 
@@ -105,21 +105,18 @@ class Chaos:
                     self._hang_up(question, rng)
                 else:
                     self._compare(question, num_tokens)
-            except TimeoutError:
+            except (TimeoutError, NoAnswerInTime):
                 with self._lock:
                     self.outcome.num_hung += 1
                 self._report(f"no answer within {CLIENT_TIMEOUT_S:g} s: prompt of {len(question.prompt)} tokens")
-            except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
-                if isinstance(getattr(error, "reason", None), TimeoutError):
-                    with self._lock:
-                        self.outcome.num_hung += 1
+            except (ServerError, OSError, http.client.HTTPException, ValueError, KeyError) as error:
                 self._report(f"a request failed: {type(error).__name__}: {error}")
                 time.sleep(0.2)
 
     def _compare(self, question: Question, num_tokens: int) -> None:
         sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
         body = {"input_ids": question.prompt, "sampling_params": sampling}
-        status, given = self.server.request("POST", "/generate", body, timeout=CLIENT_TIMEOUT_S)
+        status, given = self.server.request("POST", "/generate", body, timeout_s=CLIENT_TIMEOUT_S)
         if status != 200:
             self._report(f"a request was answered {status}: {str(given)[:200]}")
             return
@@ -168,7 +165,7 @@ class Chaos:
                     self._detach_and_attach()
                 else:
                     self._post(f"flush {way}", f"/evicpress/flush?tier={way}", None, {200})
-            except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
+            except (ServerError, OSError, http.client.HTTPException, ValueError, KeyError) as error:
                 self._report(f"a move failed: {type(error).__name__}: {error}")
 
     def _demote(self, rng: random.Random) -> None:

@@ -33,6 +33,10 @@ class ServerError(RuntimeError):
     """The server did not start, died, or refused; the message names its log and, where that helps, has its end."""
 
 
+class NoAnswerInTime(ServerError):
+    """The server took longer for a request than it was given."""
+
+
 def free_port() -> int:
     """A port of this machine that nobody listens on at the moment."""
     while True:
@@ -61,6 +65,7 @@ class Server:
         timeout_s: float = START_S,
     ) -> None:
         self.command = tuple(command)
+        self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         self.start_s = 0.0
@@ -140,7 +145,8 @@ class Server:
     # ---- asking
 
     def request(self, method: str, path: str, body: object = None, *, timeout_s: float = 120.0) -> tuple[int, Any]:
-        """Status and body: parsed when it is JSON, else text. Raises ServerError when no answer comes."""
+        """Status and body: parsed when it is JSON, else text. Raises ServerError when no answer comes, NoAnswerInTime
+        when none has come after ``timeout_s``."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
             self.url + path, data=data, method=method, headers={"Content-Type": "application/json"}
@@ -152,8 +158,10 @@ class Server:
             with error:
                 status, raw = error.code, error.read()
         except (OSError, HTTPException) as error:
-            reason = getattr(error, "reason", None) or error or type(error).__name__
-            raise self.error(f"{method} {path} got no answer: {reason}") from None
+            reason = getattr(error, "reason", None) or error
+            if isinstance(reason, TimeoutError):
+                raise self.error(f"{method} {path} got no answer within {timeout_s:g} s", kind=NoAnswerInTime) from None
+            raise self.error(f"{method} {path} got no answer: {str(reason) or type(error).__name__}") from None
         try:
             return status, json.loads(raw)
         except ValueError:
@@ -175,13 +183,13 @@ class Server:
 
     # ---- saying what went wrong
 
-    def error(self, what: str, *, num_lines: int = 25) -> ServerError:
+    def error(self, what: str, *, kind: type[ServerError] = ServerError) -> ServerError:
         """``what``, the name of the log and its last lines."""
-        tail = self.log_tail(num_lines)
+        tail = self.log_tail()
         end = f", which ends with:\n{tail}" if tail else ", which is empty"
-        return ServerError(f"{what}; its log is {self.log}{end}")
+        return kind(f"{what}; its log is {self.log}{end}")
 
-    def log_tail(self, num_lines: int) -> str:
+    def log_tail(self, num_lines: int = 25) -> str:
         try:
             return "\n".join(self.log.read_text(errors="replace").splitlines()[-num_lines:])
         except OSError:

@@ -13,11 +13,11 @@ import pytest
 
 from sglang_evicpress.benchmark import server as server_module
 from sglang_evicpress.benchmark.interrupts import raising_interrupts, uninterrupted
-from sglang_evicpress.benchmark.server import Server, ServerError, free_port
+from sglang_evicpress.benchmark.server import NoAnswerInTime, Server, ServerError, free_port
 
 # Listens, and has a child in a process group of its own that only SIGKILL ends.
 SERVER = """
-import json, os, signal, subprocess, sys
+import json, os, signal, subprocess, sys, time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 ignore = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN)"
@@ -26,6 +26,8 @@ subprocess.Popen([sys.executable, "-c", stubborn], process_group=0)
 
 class Answer(BaseHTTPRequestHandler):
     def do_GET(self):
+        if self.path == "/slow":
+            time.sleep(2)
         found = {"/health": b"", "/json": b'{"a": 1}', "/env": os.environ.get("SAID", "").encode(),
                  "/folder": os.getcwd().encode()}
         self.send_response(200 if self.path in found else 404)
@@ -88,6 +90,14 @@ def test_a_server_is_asked(tmp_path: Path) -> None:
         assert server.request("GET", "/nothing") == (404, {"why": "no such path"})
         with pytest.raises(ServerError, match="GET /nothing answered 404: {'why': 'no such path'}; its log is"):
             server.get("/nothing")
+
+
+def test_an_answer_that_takes_too_long_is_told_apart(tmp_path: Path) -> None:
+    with (
+        make(tmp_path) as server,
+        pytest.raises(NoAnswerInTime, match=r"GET /slow got no answer within 0\.1 s; its log is"),
+    ):
+        server.request("GET", "/slow", timeout_s=0.1)
 
 
 def test_a_server_that_dies_says_why(tmp_path: Path) -> None:
