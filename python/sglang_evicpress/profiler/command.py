@@ -84,7 +84,7 @@ def profile(words: Sequence[str], make_parser: Parser) -> int:
         raise ValueError(str(error)) from None
     is_shown = sys.stderr.isatty() and not args.no_progress
     why = ""
-    with Progress(len(run.plan.contexts) * len(run.plan.forms), is_shown=is_shown) as progress:
+    with Progress(len(run.plan.contexts) * len(run.plan.forms), "forms", is_shown=is_shown) as progress:
         try:
             run.run(progress)
         except KeyboardInterrupt:

@@ -1,28 +1,32 @@
-"""How far a profiling run is, with the time it will still take; tqdm is imported only when it is shown."""
+"""How far a long run is, with the time it will still take; tqdm is imported only when it is shown."""
 
 from __future__ import annotations
 
 import sys
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 
 class Progress:
-    """A bar on stderr over ``num_steps`` steps; without ``is_shown`` only what is said appears there."""
+    """A bar on stderr over ``num_steps`` of ``unit``; without ``is_shown`` only what is said appears there."""
 
-    def __init__(self, num_steps: int, *, is_shown: bool) -> None:
+    def __init__(self, num_steps: int, unit: str, *, is_shown: bool) -> None:
         self._bar: Any = None
         if is_shown:
             from tqdm import tqdm  # type: ignore[import-untyped]
 
-            self._bar = tqdm(total=num_steps, leave=False, unit=" forms", file=sys.stderr)
+            # By the mean rate so far: one kind of step takes longer than another, and starting servers takes time too.
+            # Drawn seldom, as a measured server may share the processor.
+            self._bar = tqdm(
+                total=num_steps, leave=False, unit=f" {unit}", file=sys.stderr, smoothing=0, mininterval=1.0
+            )
 
     def name(self, text: str) -> None:
         """What is being done from now on."""
         if self._bar is not None:
             self._bar.set_description(text)
 
-    def step(self, num_steps: int) -> None:
+    def step(self, num_steps: int = 1) -> None:
         if self._bar is not None:
             self._bar.update(num_steps)
 
@@ -40,7 +44,7 @@ class Progress:
         if self._bar is not None:
             self._bar.refresh()
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

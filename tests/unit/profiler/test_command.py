@@ -534,7 +534,7 @@ def test_a_template_is_filled_whatever_the_texts_are(text: str) -> None:
 
 
 def test_the_bar_counts_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress(10, is_shown=True) as progress:
+    with Progress(10, "forms", is_shown=True) as progress:
         progress.name("one")
         progress.step(4)
         progress.leave_out(2)
