@@ -8,7 +8,7 @@ ifeq ($(wildcard /dev/nvidiactl),)
 export SGLANG_USE_CPU_ENGINE ?= 1
 endif
 
-.PHONY: help setup test check contract dist demo show-foundation show-policy show-tiers show-profiler show-bench chaos bench clean
+.PHONY: help setup test check contract dist demo show-foundation show-policy show-tiers show-profiler show-bench chaos bench bench-micro clean
 
 help:
 	@echo "make demo             the real server on a pool too small: lru beside evicpress, under 10 minutes"
@@ -22,7 +22,8 @@ help:
 	@echo "make show-profiler    measure the profiler: insights, held-out questions, scorers, figure 10, what users notice; at most 30 minutes"
 	@echo "make show-bench       every system side by side on real servers, and the papers' figures; at most 60 minutes"
 	@echo "make chaos            the real server on host memory and an SSD that fail on purpose, 5 minutes and two starts"
-	@echo "make bench            every bench/bench_*.py"
+	@echo "make bench            the serving benchmark: every system side by side on the CPU testbed; goes on where it was stopped"
+	@echo "make bench-micro      every bench/bench_*.py: the policy and the tiers by themselves"
 	@echo "make setup            only .venv, from uv.lock (uv is fetched when it is missing)"
 
 setup: .venv/.ready
@@ -74,6 +75,9 @@ chaos: setup
 	$(PY) bench/chaos.py
 
 bench: setup
+	.venv/bin/evicpress bench serve --config bench/configs/cpu-testbed.yaml
+
+bench-micro: setup
 	@set -e; for file in bench/bench_*.py; do echo "== $$file"; $(PY) "$$file"; done
 
 clean:
