@@ -107,6 +107,7 @@ class Inspection:
                 "dropped_tokens": controller.dropped_tokens,
                 "freed_slots": controller.freed_slots,
             },
+            "utility_lost_s": controller.journal.lost if self.policy.has_utility else None,
         }
 
     def compress_node(self: Any, node_id: int, form: Form) -> dict[str, object]:

@@ -22,14 +22,19 @@ class Entry(NamedTuple):
 
 
 class Journal:
-    """Append-only; the oldest entries go when it is full. Adding one costs the same however many there are."""
+    """Append-only; the oldest entries go when it is full. Adding one costs the same however many there are.
+
+    ``lost`` sums the losses of all that was ever added, each in hits of its time; gains count against it.
+    """
 
     def __init__(self, length: int = JOURNAL_LENGTH) -> None:
         self._entries: deque[Entry] = deque(maxlen=length)
         self._num_added = 0
+        self.lost = 0.0
 
     def add(self, decision: Decision, now_s: float, value_of_hit: float) -> None:
         self._num_added += 1
+        self.lost += decision.loss / value_of_hit
         self._entries.append(Entry(self._num_added, now_s, value_of_hit, decision))
 
     def read(self, since: int, limit: int) -> dict[str, object]:

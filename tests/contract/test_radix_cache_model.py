@@ -336,6 +336,20 @@ def test_random_walk_keeps_every_invariant(seed: int, page_size: int) -> None:
     assert walk.cache.controller.num_dropped > 0 and walk.num_pressed > 0
 
 
+def test_stats_tell_the_utility_lost_as_the_journal_does_where_the_policy_weighs_it() -> None:
+    for policy in ("evicpress", "lru", "adaptcache"):
+        walk = Walk(0, 1, policy)
+        walk.run(60)
+        entries = walk.cache.read_journal(0, 4096)["entries"]
+        assert entries
+        lost = walk.cache.describe_stats()["utility_lost_s"]
+        if policy == "evicpress":
+            assert lost == pytest.approx(sum(entry["loss"] for entry in entries))
+            assert lost > 0.0
+        else:
+            assert lost is None
+
+
 def finished(walk: Walk, tokens: list[int], extra_key: str | None = None) -> None:
     request = Request("x", list(tokens), len(tokens), extra_key)
     match = walk.cache.match_prefix(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from sglang_evicpress.core import DROP, EXACT, Decision, Form, Option, Tier
 from sglang_evicpress.journal import Journal
 
@@ -39,6 +43,16 @@ def test_the_oldest_make_room_and_are_counted() -> None:
     assert (journal.read(0, 9)["num_lost"], journal.read(7, 9)["num_lost"], journal.read(5, 9)["num_lost"]) == (7, 0, 2)
     assert journal.read(0, 9)["num_decisions"] == 10
     assert numbers(journal, 8) == [9, 10]
+
+
+def test_losses_are_summed_in_hits_of_their_times_and_stay_when_entries_go() -> None:
+    journal = Journal(length=2)
+    assert journal.lost == 0.0
+    for value_of_hit in (1.0, 2.0, 4.0):
+        journal.add(decision(1), 0.0, value_of_hit)
+    assert journal.lost == pytest.approx(0.8 + 0.4 + 0.2)
+    journal.add(replace(decision(1), loss=-0.3), 0.0, 1.0)
+    assert journal.lost == pytest.approx(1.1)
 
 
 def test_an_empty_journal_says_so() -> None:

@@ -25,7 +25,9 @@ class Cell:
 
     ``hit_share`` is of the prompts' tokens, and ``hits`` the same by tier. ``tier_bytes`` (by tier) and ``forms``
     (tier -> form -> tokens) are the means of what was there after the runs; ``decisions`` are sums of those taken in
-    them. ``over_bound`` compares TTFT with the bound's, ``over_bound_net`` without the fixed overhead of both.
+    them. ``utility_lost_s`` is what these gave up by EvicPress's own estimate, per request: alpha times quality less
+    delay, in seconds, times the uses expected; None for a policy that does not weigh that. ``over_bound`` compares TTFT
+    with the bound's, ``over_bound_net`` without the fixed overhead of both.
     """
 
     system: str
@@ -52,6 +54,7 @@ class Cell:
     tier_bytes: Mapping[str, float] | None = None
     forms: Mapping[str, Mapping[str, float]] | None = None
     decisions: Mapping[str, float] | None = None
+    utility_lost_s: float | None = None
     over_bound: Paired | None = None
     over_bound_net: Paired | None = None
 
@@ -161,6 +164,7 @@ def _cell(
         tier_bytes=_mean_of_maps([_tier_bytes(run, raw) for run in runs]),
         forms=_forms(runs),
         decisions=_decisions(runs),
+        utility_lost_s=_utility_lost(runs),
         over_bound=None if raw.bound is None else paired(**compared),
         over_bound_net=None if raw.bound is None or overhead_s is None else paired(**compared, overhead_s=overhead_s),
     )
@@ -226,6 +230,17 @@ def _decisions(runs: Sequence[Run]) -> dict[str, float] | None:
             for name, count in _numbers(after):
                 total[name] = total.get(name, 0.0) + count - started.get(name, 0.0)
     return total or None
+
+
+def _utility_lost(runs: Sequence[Run]) -> float | None:
+    """Of all requests, whatever family they are of: what a decision takes is missed by others than who needed room."""
+    lost_s, num_requests = 0.0, 0
+    for run in runs:
+        before, after = ((run.header.get(name) or {}).get("utility_lost_s") for name in ("stats_before", "stats"))
+        if before is not None and after is not None:
+            lost_s += after - before
+            num_requests += len(run.requests)
+    return lost_s / num_requests if num_requests else None
 
 
 def _numbers(counters: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, float]]:

@@ -40,6 +40,11 @@ def report_lines(summary: Summary) -> Iterator[str]:
     yield from (f"- {line}" for line in setting_lines(raw))
     if summary.overhead_s is not None:
         yield f"- fixed overhead: {ms(summary.overhead_s)} ms, the bound's median TTFT with one client"
+    if any(cell.utility_lost_s is not None for cell in summary.cells):
+        yield (
+            "- utility lost: what EvicPress's decisions gave up by its own estimate: alpha * quality - delay, in "
+            "seconds, times the uses expected; with another alpha it has another scale"
+        )
     yield from (f"- **note:** {note}" for note in summary.notes)
     for level in summary.levels:
         yield from ("", f"## {level_name(level)}", "")
@@ -140,7 +145,7 @@ def _latency_row(cell: Cell, summary: Summary) -> list[str]:
 _CACHE_HEAD = (
     *("system", "prompt tokens cached", *(f"by {tier}" for tier in TIERS)),
     *(f"{tier}, MB" for tier in TIERS),
-    *("tokens by form, where resident", "decisions in the runs"),
+    *("utility lost per request", "tokens by form, where resident", "decisions in the runs"),
 )
 
 
@@ -157,6 +162,7 @@ def _cache_row(cell: Cell) -> list[str]:
         share(cell.hit_share),
         *(share(hits.get(tier)) for tier in TIERS),
         *(number(held[tier] / 1e6, 1) if tier in held else "-" for tier in TIERS),
+        number(cell.utility_lost_s, 4),
         ", ".join(f"{form} {100 * tokens / total:.0f} %" for form, tokens in largest if tokens) or "-",
         ", ".join(f"{name} {count:.0f}" for name, count in (cell.decisions or {}).items() if count) or "-",
     ]

@@ -45,6 +45,11 @@ class Policy:
     def name(self) -> str:
         return self.rule.name
 
+    @property
+    def has_utility(self) -> bool:
+        """Whether a decision's loss is the utility it gives up, ``utility.utility``. Others weigh something else."""
+        return isinstance(self.rule, EvicPressRule)
+
     def put_all(self, nodes: Iterable[NodeStats]) -> None:
         """Note nodes in any order. With ``put``, a parent has to come before its children: they are counted by it."""
         waiting: dict[int | None, NodeStats] = {node.id: node for node in nodes}

@@ -182,6 +182,31 @@ def test_bytes_forms_and_decisions_are_those_of_the_servers(tmp_path: Path) -> N
     assert cell_of(tmp_path, "one tier").decisions is None
 
 
+def test_utility_lost_is_what_was_lost_in_the_runs_over_their_requests(tmp_path: Path) -> None:
+    write_plan(tmp_path, {"ours": "evicpress", "other": "lru"})
+    for repetition, (before, after) in enumerate(((1.0, 4.0), (2.0, 7.0))):
+        write_run(
+            *(tmp_path, "ours", 2, [request(0, family="a"), request(1, None, family="b")], repetition),
+            stats_before={"utility_lost_s": before},
+            stats={"utility_lost_s": after, "cached_slots": 1},
+        )
+    write_run(tmp_path, "ours", 2, [request(0)], 2, stats={"cached_slots": 1})  # of a server that did not say
+    none = {"utility_lost_s": None, "cached_slots": 1}
+    write_run(tmp_path, "other", 2, [request(0)], stats_before=none, stats=none)
+    assert cell_of(tmp_path).utility_lost_s == pytest.approx(8.0 / 4)
+    found = summary_of(tmp_path, "a").cell("ours", 2.0)
+    assert found is not None
+    assert found.utility_lost_s == pytest.approx(8.0 / 4)
+    assert cell_of(tmp_path, "other").utility_lost_s is None
+    write_report(tmp_path)
+    lines = (tmp_path / "tables.md").read_text().splitlines()
+    (at,) = [number for number, line in enumerate(lines) if "| utility lost per request |" in line]
+    column = lines[at].split(" | ").index("utility lost per request")
+    rows = [line.split(" | ") for line in lines[at + 2 : at + 4]]
+    assert [(row[0], row[column]) for row in rows] == [("| ours", "2.0000"), ("| other", "-")]
+    assert any(line.startswith("- utility lost: ") for line in lines)
+
+
 def test_notes_say_what_casts_doubt(folder: Path) -> None:
     write_run(folder, "bound", 2, requests([0.1]), 1, is_stock_checked=False, commit="aaa")
     write_run(folder, "ours", 0, requests([0.1]), 1, check={"ok": False}, commit="bbb")
