@@ -54,10 +54,11 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """More ``levels``, in the first repetition, for the systems of these names or kinds only."""
+    """More ``levels``, in the first repetition, for the systems of these names or kinds only; ``requests`` at each."""
 
     levels: tuple[float, ...]
     systems: tuple[str, ...]
+    requests: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +76,8 @@ class Config:
     ``model`` is a folder or a name on the hub; ``server`` are flags and ``env`` variables of every server, stock ones
     included; ``policy_flags`` are flags of every server with a kv policy. ``template`` holds ``{context}`` and
     ``{question}``. Contexts of more than ``tokens`` tokens are left out. ``requests`` are sent at each of ``levels``,
-    in requests/s; level 0 is one client that waits for each answer. ``warm_up``: whether each context is asked about
-    once, unmeasured, before the first level. Contexts are asked about by rank ** -``popularity``. ``trace`` is the file
+    in requests/s; level 0 is one client that waits for each answer. ``warm_up``: how often each context is asked about
+    unmeasured before the first level. Contexts are asked about by rank ** -``popularity``. ``trace`` is the file
     whose gaps arrivals have, None for a Poisson process. ``ssd_bandwidth`` is what reads of the SSD tier are slowed to,
     in bytes/s. Systems in ``once`` run in the first repetition only.
     """
@@ -91,7 +92,7 @@ class Config:
     contexts: Source
     tokens: int | None
     requests: int
-    warm_up: bool
+    warm_up: int
     popularity: float
     seed: int
     max_new_tokens: int
@@ -159,7 +160,7 @@ def load_config(path: Path) -> Config:
         contexts=_source(Fields.of(f"{path}: contexts", need("contexts", _any, "file or command")), path.parent),
         tokens=get("tokens", whole(1), "a whole number of at least 1", None),
         requests=need("requests", whole(1), "a whole number of at least 1"),
-        warm_up=get("warm_up", one_of(("once", "none")), "once or none", "once") == "once",
+        warm_up=get("warm_up", whole(0), "how often each context is asked about, a whole number of 0 or more", 1),
         popularity=get("popularity", number(), "an exponent of at least 0", 1.0),
         seed=get("seed", whole(0), "a whole number of at least 0", 0),
         max_new_tokens=get("max_new_tokens", whole(1), "a whole number of at least 1", 32),
@@ -241,6 +242,7 @@ def _rates(path: Path, value: object) -> Rates | None:
     rates = Rates(
         levels=fields.need("levels", each(number(above=0.0)), "a list of requests/s above 0"),
         systems=fields.need("systems", each(text), "a list of systems or kinds of systems"),
+        requests=fields.get("requests", whole(1), "a whole number of 1 or more", None),
     )
     fields.finish()
     return rates

@@ -23,7 +23,7 @@ from sglang_evicpress.benchmark.interrupts import raising_interrupts
 from sglang_evicpress.benchmark.profiling import Profiles
 from sglang_evicpress.benchmark.server import Server, free_port
 from sglang_evicpress.benchmark.systems import Sizes, System, left_out, profiling_system
-from sglang_evicpress.benchmark.workload import Planned, plan, warm_up
+from sglang_evicpress.benchmark.workload import Planned, num_requests, plan, warm_up
 from sglang_evicpress.profiler.progress import Progress
 
 MOST_FAILED = 0.01
@@ -79,7 +79,8 @@ def run_all(
         wanted = [(system, repetition) for repetition, system in product(range(config.repetitions), chosen)]
         missing = {pair: levels for pair in wanted if (levels := bench.missing(*pair))}
         num_missing = sum(map(len, missing.values()))
-        with Progress(num_missing * config.requests, "requests", is_shown=sys.stderr.isatty()) as progress:
+        num_requests_missing = sum(num_requests(config, level) for levels in missing.values() for level in levels)
+        with Progress(num_requests_missing, "requests", is_shown=sys.stderr.isatty()) as progress:
             if any(system.profiles for system, _ in missing):
                 bench.profile(
                     profiling_system(config, sizes.working_set_tokens, sizes.kv_bytes_per_token, out), progress

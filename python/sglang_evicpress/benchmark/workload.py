@@ -53,7 +53,7 @@ def plan(config: Config, contexts: Sequence[Context], repetition: int, level: fl
     """
     draw = random.Random(f"requests {config.seed} {repetition} {level:g}")
     times = _times(config, draw, repetition, level)
-    numbers = draw.choices(range(len(contexts)), popularity(config, len(contexts)), k=config.requests)
+    numbers = draw.choices(range(len(contexts)), popularity(config, len(contexts)), k=len(times))
     template = Template.parse(config.template)
     left: dict[int, list[Question]] = {}
     planned = []
@@ -66,6 +66,13 @@ def plan(config: Config, contexts: Sequence[Context], repetition: int, level: fl
     return planned
 
 
+def num_requests(config: Config, level: float) -> int:
+    """How many requests a level has."""
+    rates = config.rates
+    is_extra = rates is not None and level not in config.levels
+    return rates.requests if rates is not None and is_extra and rates.requests is not None else config.requests
+
+
 def popularity(config: Config, num_contexts: int) -> list[float]:
     """How often each context is asked about, in proportion."""
     shares = [float(rank**-config.popularity) for rank in range(1, num_contexts + 1)]
@@ -74,15 +81,18 @@ def popularity(config: Config, num_contexts: int) -> list[float]:
 
 
 def warm_up(config: Config, contexts: Sequence[Context]) -> list[Item]:
-    """One question about each context, in an order of its own; none where the config wants no warm-up.
+    """A question about each context, as often as the config wants, each time in another order.
 
-    It is one of training, where there are any.
+    They are those of training, where there are any.
     """
-    if not config.warm_up:
-        return []
-    template = Template.parse(config.template)
-    items = [_item(template, number, context, context.questions[0]) for number, context in enumerate(contexts)]
-    random.Random(f"warm-up {config.seed}").shuffle(items)
+    template, draw, items = Template.parse(config.template), random.Random(f"warm-up {config.seed}"), []
+    for turn in range(config.warm_up):
+        asked = []
+        for number, context in enumerate(contexts):
+            count = len(context.questions) if config.profiles is None else config.profiles.questions
+            asked.append(_item(template, number, context, context.questions[turn % count]))
+        draw.shuffle(asked)
+        items += asked
     return items
 
 
@@ -117,6 +127,7 @@ def _item(template: Template, number: int, context: Context, question: Question)
 def _times(config: Config, draw: random.Random, repetition: int, level: float) -> list[float]:
     if level == 0:
         return closed(config.requests)
+    count = num_requests(config, level)
     if config.trace is None:
-        return poisson(config.requests, level, draw)
-    return stretched(read_trace(config.trace), config.requests, level, repetition)
+        return poisson(count, level, draw)
+    return stretched(read_trace(config.trace), count, level, repetition)

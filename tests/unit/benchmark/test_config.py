@@ -31,7 +31,7 @@ def test_what_is_left_out_has_a_default(tmp_path: Path) -> None:
         (),
         "{context}\n\n{question}",
     )
-    assert (config.levels, config.repetitions, config.warm_up, config.trace) == ((0.0,), 1, True, None)
+    assert (config.levels, config.repetitions, config.warm_up, config.trace) == ((0.0,), 1, 1, None)
     assert (config.presses, config.kept, config.systems) == (DEFAULT_PRESSES, DEFAULT_KEPT, KINDS)
     assert config.memory == Memory(0.1, 0.0, 0.0)
     assert config.contexts.command == (sys.executable, "-c", "0") and config.contexts.folder == tmp_path.resolve()
@@ -105,7 +105,7 @@ def test_the_record_is_json_and_the_identity_leaves_out_which_systems_run(tmp_pa
         ({"systems": ["lru", "evict"]}, r"systems is \['lru', 'evict'\]: expected a list of bound"),
         ({"once": ["none"]}, r"once is \['none'\]: expected"),
         ({"alphas": [-1]}, r"alphas is \[-1\]: expected"),
-        ({"warm_up": "twice"}, "warm_up is 'twice': expected once or none"),
+        ({"warm_up": "twice"}, "warm_up is 'twice': expected how often each context is asked about, a whole"),
         ({"arrivals": "uniform"}, "arrivals is 'uniform': expected poisson, or trace FILE.csv"),
         ({"arrivals": "trace gone.csv"}, "arrivals is 'trace gone.csv': expected"),
         ({"template": "{question} {context}"}, "template is .*: expected a text with {context}"),

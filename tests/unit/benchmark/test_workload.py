@@ -106,7 +106,15 @@ def test_warm_up_asks_about_every_context_once(tmp_path: Path) -> None:
     assert sorted(item.context for item in items) == list(range(20)) and warm_up(config, CONTEXTS) == items
     assert [item.context for item in items] != list(range(20))
     assert {item.question for item in items} == {f"q{i}.0" for i in range(20)}  # those of training
-    assert warm_up(make(tmp_path, warm_up="none"), CONTEXTS) == []
+    assert warm_up(make(tmp_path, warm_up=0), CONTEXTS) == []
+    twice = warm_up(make(tmp_path, warm_up=2, profiles={"questions": 2}), CONTEXTS)
+    assert {item.question for item in twice[20:]} == {f"q{i}.1" for i in range(20)}
+    assert twice[:20] == items and [item.context for item in twice[20:]] != [item.context for item in items]
+
+
+def test_rates_may_have_fewer_requests(tmp_path: Path) -> None:
+    config = make(tmp_path, levels=[0, 3], requests=7, rates={"levels": [2, 3], "systems": ["lru"], "requests": 4})
+    assert [len(plan(config, CONTEXTS, 0, level)) for level in (0.0, 2.0, 3.0)] == [7, 4, 7]
 
 
 def write_trace(folder: Path, text: str) -> Path:
