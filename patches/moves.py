@@ -28,6 +28,8 @@ class Moves:
         shortfall = params.num_tokens - allocator.available_size()
         wanted = max(shortfall, allocator.size // 128) if shortfall > 0 else 0
         freed = self.relieve(wanted) if wanted else 0
+        while freed < shortfall and (more := self.relieve(shortfall - freed)):
+            freed += more  # a move of the first plan had cost another the copy as which it was to leave
         if freed < shortfall:
             freed += self.release_shadows()
         self.update_eviction_metrics(freed, begin)

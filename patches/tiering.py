@@ -226,8 +226,10 @@ class Tiering:
         if copy is not None and copy.form == form:
             return 0 if is_resident and has_child_on_gpu(node) else int(self.release(node_id, tier))
         if form != node.kv.form:
-            if self.compress_on_host(node, form, leaves_for=tier) or not is_resident:
-                return 0
+            is_begun = self.compress_on_host(node, form, leaves_for=tier)
+            num_kept = self.slots_in(node, form, start_of(node))
+            if is_begun or not is_resident or num_kept is None or num_kept >= size_of(node):
+                return 0  # it may have been to become what a copy is that another move of the same plan has cost it
             freed = self.compress(node_id, form)
         # What was chosen to be on the SSD in a lossy form is, even where its exact KV is already: it comes back sooner.
         is_free = not (is_resident and has_child_on_gpu(node))
