@@ -70,6 +70,7 @@ class Tiering:
         self._host_wanted = 0
         self._is_stirred = False
         self._next_plan_s = 0.0
+        self.busy_s = 0.0  # when a request last ran or waited, time.monotonic
         self.arrival, self.read_meter = threading.Event(), ReadMeter()
         self.workers: dict[str, Workers] = {}
         if not config.has_tiers:

@@ -78,6 +78,9 @@ class Upgrades:
                 return False
             if node.value is not None and not below.is_exact:
                 return False  # it was promoted as it is
+            num_bytes = below.entry.header.payload_bytes
+            if self.reads or time.monotonic() - self.busy_s < self.costs.load_seconds(Tier.SSD, num_bytes):
+                return True  # a request that comes now would have to wait for it: none came for as long as it takes
             read = self.start_read(below.entry)
             below.entry.tried = read is None
             return read is not None

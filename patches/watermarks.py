@@ -32,6 +32,8 @@ class Watermarks:
                 job.finish()
                 self._is_stirred = True
         now = time.monotonic()
+        if not is_idle:
+            self.busy_s = now
         if self._is_stirred and (is_idle or now >= self._next_plan_s):
             self._is_stirred = False
             self._keep_ssd_room()
