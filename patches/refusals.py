@@ -164,6 +164,12 @@ def check(server_args: Any, config: EvicPressConfig) -> None:
             "agree yet on when copies arrive, so leave out --kv-host-gb and --kv-ssd-dir, or use --tp-size 1"
         )
     _check_decode(config, server_args.page_size)
+    if config.decode_score in QUERY_SCORES and server_args.tp_size > 1:
+        raise RefusedError(
+            f"--kv-decode-score {config.decode_score} cannot be combined with --tp-size {server_args.tp_size}: that "
+            "ranks agree on what goes by queries of decode steps has not been shown yet, so choose another score, "
+            "or use --tp-size 1"
+        )
     graphs = server_args.cuda_graph_config
     if "full" in (server_args.cuda_graph_backend_prefill, graphs and graphs.prefill.backend):
         for form in config.menu_forms:

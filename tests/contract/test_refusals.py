@@ -130,6 +130,16 @@ def test_tiers_are_refused_with_more_than_one_rank(server_args: Any) -> None:
     assert "leave out --kv-host-gb and --kv-ssd-dir, or use --tp-size 1" in sentence
 
 
+@pytest.mark.parametrize("score", ["tova", "h2o"])
+def test_scores_by_attention_are_refused_with_more_than_one_rank(server_args: Any, score: str) -> None:
+    by_attention = EvicPressConfig("evicpress", decode_score=score)
+    refusals.check(server_args, by_attention)
+    server_args.tp_size = 2
+    refusals.check(server_args, EvicPressConfig("evicpress", decode_budget=256, decode_score="r_kv"))
+    sentence = _refuse(f"--kv-decode-score {score} cannot be combined with --tp-size 2", server_args, by_attention)
+    assert "choose another score, or use --tp-size 1" in sentence
+
+
 def test_each_flag_is_one_of_sglangs() -> None:
     import argparse
 
