@@ -40,13 +40,13 @@ from sglang_evicpress.patches.decode_state import (
     num_shared,
     positions_of,
 )
+from sglang_evicpress.patches.decode_trace import DecodeTrace, TraceRoom
 from sglang_evicpress.patches.paged_allocator import free_whole_pages
 from sglang_evicpress.patches.refusals import decode_settings
 from sglang_evicpress.press import PressInput, QueryWindow
 
-MAX_FINISHED = 256
+MAX_ENDED = 256
 """Requests that ended, of which the last so many can still be asked about."""
-MAX_TRACE = 1024
 
 
 class DecodeBudgets:
@@ -58,7 +58,8 @@ class DecodeBudgets:
         self.budget_totals = Totals()
         self._budget_metrics: Any = None
         self._given_up: list[tuple[Any, str]] = []
-        self.ended_budgets: deque[dict[str, object]] = deque(maxlen=MAX_FINISHED)
+        self.ended_budgets: deque[tuple[dict[str, object], DecodeTrace | None]] = deque(maxlen=MAX_ENDED)
+        self._trace_room = TraceRoom()
 
     def visit_budgets(self: Any, scheduler: Any) -> None:
         """Drop what is due. Free room is seen by the admission and by the next step's check of memory."""
@@ -231,8 +232,8 @@ class DecodeBudgets:
         self.budget_totals.add(state.tally, record)
         if copies is not None:
             state.unsettled.append((record, HostCopy(copies.mean(dtype=torch.float32))))
-        if state.trace is not None and len(state.trace) < MAX_TRACE and state.positions is not None:
-            state.trace.append((record, HostCopy(state.positions)))
+        if state.trace is not None and state.positions is not None:
+            self._trace_room.add(state.trace, record, state.positions, self._ended_traces())
 
     def settle_copies(self: Any, state: DecodeState, *, but_last: bool = False) -> None:
         """Fill in what the device has counted; may wait for it."""
@@ -247,6 +248,11 @@ class DecodeBudgets:
             num_tokens = len(req.origin_input_ids) + len(req.output_ids)
             state.sent_back.append(num_tokens)
             if state.trace is not None:  # a pass that no token has seen
-                state.trace = [entry for entry in state.trace if entry[0].logical < num_tokens]
+                state.trace.forget_from(num_tokens)
         else:
-            self.ended_budgets.append(self.describe_request(req, state, positions=state.trace is not None))
+            if state.trace is not None:
+                self._trace_room.end(state.trace, self.positions_of_row(req, state), self._ended_traces())
+            self.ended_budgets.append((self.describe_request(req, state), state.trace))
+
+    def _ended_traces(self: Any) -> list[DecodeTrace]:
+        return [trace for _, trace in self.ended_budgets if trace is not None]

@@ -16,6 +16,7 @@ from sglang_evicpress.decode.settings import DecodeSettings, from_request
 from sglang_evicpress.decode.tally import RequestTally
 from sglang_evicpress.patches import decode_pieces
 from sglang_evicpress.patches.decode_state import DecodeState, budget_of, num_physical
+from sglang_evicpress.patches.decode_trace import DecodeTrace
 from sglang_evicpress.patches.refusals import check_decode
 from sglang_evicpress.patches.shadows import is_shadow_name
 
@@ -62,7 +63,7 @@ def _around_init_req_max_new_tokens(original: Callable[..., Any], scheduler: Any
         room = scheduler.model_config.context_len - num_prompt - 2
         req.sampling_params.max_new_tokens = max(0, room if asked is None else min(asked, room))
     if req.sampling_params.max_new_tokens > 1:  # one token needs no decode step
-        req.kv_budget = DecodeState(settings, RequestTally(), trace=[] if wants_trace else None)
+        req.kv_budget = DecodeState(settings, RequestTally(), trace=DecodeTrace() if wants_trace else None)
         cache.has_budgets = True
         cache.budget_totals.num_requests += 1
     return result

@@ -15,6 +15,7 @@ import torch
 from sglang_evicpress.decode.settings import DecodeSettings
 from sglang_evicpress.decode.tally import PassRecord, RequestTally
 from sglang_evicpress.layout import HostCopy
+from sglang_evicpress.patches.decode_trace import DecodeTrace
 
 
 @dataclass(slots=True)
@@ -22,9 +23,9 @@ class DecodeState:
     """``positions`` (int32 [k] or [L, H, k]) is what the first k slots of the row hold, None for their order in the
     text; whatever comes behind was appended in order. ``is_in_order``: they ascend. ``num_cached`` tokens were found in
     the tree, and not computed. ``in_tree``: its prompt was offered to the tree. ``has_left_tree``: it holds no lock
-    there any more, and its whole row is its own. ``trace``, where the request asked for one, has every pass, oldest
-    first, with the positions that it left; ``sent_back`` are its lengths in tokens whenever it was to be computed anew;
-    ``unsettled`` are the passes whose copies the device has counted.
+    there any more, and its whole row is its own. ``trace`` is there where the request asked for one; ``sent_back`` are
+    its lengths in tokens whenever it was to be computed anew; ``unsettled`` are the passes whose copies the device has
+    counted.
     """
 
     settings: DecodeSettings
@@ -37,7 +38,7 @@ class DecodeState:
     is_first_visit: bool = True
     is_in_order: bool = True
     in_pieces: bool = False
-    trace: list[tuple[PassRecord, HostCopy]] | None = None
+    trace: DecodeTrace | None = None
     sent_back: list[int] = field(default_factory=list)
     unsettled: list[tuple[PassRecord, HostCopy]] = field(default_factory=list)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from sglang_evicpress.arguments import IntrospectionError
 from sglang_evicpress.patches.budget_metrics import BudgetMetrics
 from sglang_evicpress.patches.decode_state import (
@@ -15,6 +17,7 @@ from sglang_evicpress.patches.decode_state import (
     num_physical,
     positions_of,
 )
+from sglang_evicpress.patches.decode_trace import DecodeTrace
 
 
 class RequestsInspection:
@@ -25,24 +28,30 @@ class RequestsInspection:
 
         Raises IntrospectionError 404 for a ``rid`` that is not among them.
         """
-        live = [self.describe_request(req, state, positions=positions) for req, state in self._budgeted()]
-        shown = [*live, *self.ended_budgets]
-        if rid is not None:
-            shown = [each for each in shown if each["rid"] == rid]
-            if not shown:
-                raise IntrospectionError(404, f"request {rid!r} has no budget here, or ended long ago")
-        if not positions:
-            shown = [{**each, "positions": None, "trace": None} for each in shown]
+        shown = []
+        for req, state in self._budgeted():
+            if rid is None or req.rid == rid:
+                held = self.positions_of_row(req, state) if positions else None
+                kept = {"positions": None if held is None else held.tolist(), **_shown(state.trace, positions)}
+                shown.append({**self.describe_request(req, state), **kept})
+        for described, trace in self.ended_budgets:
+            if rid is None or described["rid"] == rid:
+                held = trace.final if positions and trace is not None else None
+                kept = {"positions": None if held is None else held.read().tolist(), **_shown(trace, positions)}
+                shown.append({**described, **kept})
+        if rid is not None and not shown:
+            raise IntrospectionError(404, f"request {rid!r} has no budget here, or ended long ago")
         return {"requests": shown, "totals": self.budget_totals.to_json()}
 
-    def describe_request(self: Any, req: Any, state: DecodeState, *, positions: bool) -> dict[str, object]:
+    def describe_request(self: Any, req: Any, state: DecodeState) -> dict[str, object]:
+        """All but its positions and its trace."""
         settings = state.settings
         is_held = req.req_pool_idx is not None and not req.kv_committed_freed
         num_slots = num_physical(req) if is_held else 0
         num_tokens = len(req.origin_input_ids) + len(req.output_ids)
         self.settle_copies(state)
         has_ended = req.finished() or req.to_finish is not None
-        described: dict[str, object] = {
+        return {
             "rid": req.rid,
             "state": "ended" if has_ended else "running" if is_held else "waiting",
             "every": settings.every,
@@ -50,18 +59,13 @@ class RequestsInspection:
             "shares_prefix": is_held and not state.has_left_tree and req.cache_protected_len > 0,
             "sent_back_at": list(state.sent_back),
             **state.tally.to_json(settings, num_tokens, num_slots),
-            "positions": None,
-            "trace": None,
         }
-        if positions:
-            if state.trace is not None:
-                described["trace"] = [
-                    {**record.to_json(), "positions": held.read().tolist()} for record, held in state.trace
-                ]
-            if is_held and state.has_left_tree:
-                held = positions_of(state.positions, num_logical(req), num_slots, self.device)
-                described["positions"] = held.tolist()
-        return described
+
+    def positions_of_row(self: Any, req: Any, state: DecodeState) -> torch.Tensor | None:
+        """What the slots of its row hold; None unless they are all its own."""
+        if req.req_pool_idx is None or req.kv_committed_freed or not state.has_left_tree:
+            return None
+        return positions_of(state.positions, num_logical(req), num_physical(req), self.device)
 
     def publish_budgets(self: Any, running: Any) -> None:
         """Bring the metrics up to date, on a server that has any."""
@@ -94,3 +98,9 @@ class RequestsInspection:
             if state is not None and id(req) not in seen and not req.finished():
                 seen.add(id(req))
                 yield req, state
+
+
+def _shown(trace: DecodeTrace | None, positions: bool) -> dict[str, object]:
+    if trace is None or not positions:
+        return {"trace": None, "is_trace_cut": None}
+    return {"trace": trace.to_json(), "is_trace_cut": trace.is_cut}

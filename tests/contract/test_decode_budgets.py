@@ -19,6 +19,7 @@ from sglang_evicpress.decode.settings import METHODS, DecodeSettings
 from sglang_evicpress.decode.tally import RequestTally
 from sglang_evicpress.patches import rows
 from sglang_evicpress.patches.decode_state import DecodeState, num_logical, num_physical, positions_of
+from sglang_evicpress.patches.decode_trace import DecodeTrace
 from sglang_evicpress.patches.node import is_lossy, slots_of, tokens_to
 from sglang_evicpress.patches.paged_allocator import free_whole_pages
 from sglang_evicpress.patches.rows import HoleTable
@@ -85,7 +86,7 @@ class BudgetWalk(Walk):
                 protect=self.rng.choice([(), ("first",), ("newest",), ("first", "newest")]),
             )
             if settings.tokens >= rhythm.least_tokens(settings, self.page, SINKS):
-                request.kv_budget = DecodeState(settings, RequestTally(), trace=[])
+                request.kv_budget = DecodeState(settings, RequestTally(), trace=DecodeTrace())
                 self.cache.has_budgets = True
         self.waiting.append(request)
         self.cache.expect(request)
