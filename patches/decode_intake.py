@@ -1,7 +1,8 @@
 """What a request with a decode-time budget asks for, and how much room the scheduler keeps for it.
 
-Touches ``Scheduler.init_req_max_new_tokens`` and what ``PrefillAdder`` charges. SGLang keeps room for a prompt and all
-that may be generated; a request with a budget needs its prompt once, and from then on what its budget allows.
+Touches ``Scheduler.init_req_max_new_tokens``, ``_add_request_to_queue`` and what ``PrefillAdder`` charges. SGLang keeps
+room for a prompt and all that may be generated; a request with a budget needs its prompt once, and from then on what
+its budget allows.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def _around_init_req_max_new_tokens(original: Callable[..., Any], scheduler: Any
     try:
         settings, wants_trace = settings_of(req, cache.default_budget, scheduler.page_size, cache.compressor.sinks)
     except ValueError as error:
-        req.set_finish_with_abort(str(error))
+        req.kv_refusal = str(error)
+        req.set_finish_with_abort(req.kv_refusal)
         return original(scheduler, req)
     if settings is None:
         return result
@@ -67,6 +69,14 @@ def _around_init_req_max_new_tokens(original: Callable[..., Any], scheduler: Any
         cache.has_budgets = True
         cache.budget_totals.num_requests += 1
     return result
+
+
+def _before_add_request_to_queue(_: Any, req: Any, *__: Any, **___: Any) -> None:
+    """BEFORE ``_add_request_to_queue``: in between SGLang checks an aborted request by the one token that is left of
+    its prompt, and may have put another reason in the place of ours."""
+    why = getattr(req, "kv_refusal", None)
+    if why is not None and req.to_finish.message != why:
+        req.set_finish_with_abort(why)
 
 
 def num_remaining(req: Any) -> int:
@@ -148,6 +158,7 @@ def _around_running_offset(original: Callable[..., Any], adder: Any, req: Any) -
 
 def install(registry: Any, hook_type: Any) -> None:
     registry.register(SCHEDULER + "init_req_max_new_tokens", _around_init_req_max_new_tokens, hook_type.AROUND)
+    registry.register(SCHEDULER + "_add_request_to_queue", _before_add_request_to_queue, hook_type.BEFORE)
     decode_pieces.install(registry, hook_type)
     registry.register(ADDER + "add_one_req", _around_add_one_req, hook_type.AROUND)
     registry.register(ADDER + "add_chunked_req", _around_add_chunked_req, hook_type.AROUND)

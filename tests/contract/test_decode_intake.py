@@ -300,3 +300,20 @@ def test_what_cannot_be_ends_the_request_with_a_sentence(params: dict[str, Any],
     req = request(100, 1000)
     take(req, params)
     assert words in req.to_finish and req.kv_budget is None
+
+
+def test_another_reason_does_not_take_the_place_of_ours() -> None:
+    """SGLang goes on to check what is left of an aborted request."""
+    req = request(100, 1000)
+    take(req, {"kv_decode_budget": 40})
+    for later in (req.to_finish, "logprob_start_len is higher than the number of input tokens"):
+        req.to_finish = SimpleNamespace(message=later)
+        decode_intake._before_add_request_to_queue(None, req)
+        assert "at least 48" in getattr(req.to_finish, "message", req.to_finish)
+
+
+def test_what_was_not_refused_goes_into_the_queue_as_it_is() -> None:
+    req = request(100, 1000)
+    req.to_finish = SimpleNamespace(message="too long")
+    decode_intake._before_add_request_to_queue(None, req)
+    assert req.to_finish.message == "too long"

@@ -264,9 +264,11 @@ def test_nobody_else_is_given_what_was_computed_on_survivors(server: Server, ref
 )
 def test_what_cannot_be_is_refused_with_a_sentence(server: Server, params: dict[str, Any], words: str) -> None:
     sampling = {"temperature": 0, "max_new_tokens": 8, "custom_params": params}
-    status, body = server.request("POST", "/generate", {"input_ids": prompt(13, 20), "sampling_params": sampling})
-    assert status == 400
-    assert words in str(body)
+    asked = {"input_ids": prompt(13, 20), "sampling_params": sampling}
+    for fields in ({}, {"return_logprob": True, "logprob_start_len": 5}):
+        status, body = server.request("POST", "/generate", {**asked, **fields})
+        assert status == 400
+        assert words in str(body)
 
 
 def test_many_long_answers_run_at_once_in_little_room(model: Path) -> None:
