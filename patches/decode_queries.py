@@ -28,6 +28,8 @@ class QueryRing:
         self.queries = queries
         self.window = queries.shape[2]
         self._first_layer = first_layer
+        self._flat = [layer.view(queries.shape[1] * self.window, -1) for layer in queries]
+        self._step: torch.Tensor | None = None
         self._batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
@@ -66,10 +68,14 @@ class QueryRing:
         return observed
 
     def observe_decode(self, q: torch.Tensor, layer: Any, forward_batch: Any) -> None:
-        """Row 0 belongs to nobody: what pads a batch writes there."""
-        queries = q.view(-1, *self.queries.shape[3:])
-        ring = self.queries[layer.layer_id - self._first_layer]
-        ring[forward_batch.req_pool_indices, (forward_batch.seq_lens - 1) % self.window] = queries.to(ring.dtype)
+        """Row 0 belongs to nobody: what pads a batch writes there. Where the queries of a step go is worked out at its
+        first layer, on the device."""
+        index = layer.layer_id - self._first_layer
+        if index == 0 or self._step is None:
+            places = (forward_batch.seq_lens - 1) % self.window
+            self._step = (forward_batch.req_pool_indices * self.window + places).to(torch.int64)
+        ring = self._flat[index]
+        ring.index_copy_(0, self._step, q.view(-1, ring.shape[1]).to(ring.dtype))
 
     def observe_extend(self, q: torch.Tensor, layer: Any, forward_batch: Any) -> None:
         """The last ``window`` queries of every request; those that decode in a mixed batch have one."""
