@@ -71,7 +71,7 @@ class Watch:
         return {line["backend"] for line in self._lines()}
 
     def rounds(self, since: int = 0) -> list[Round]:
-        """Those with a running batch, from line ``since`` on."""
+        """Those with a running batch or a pass, from line ``since`` on."""
         return [Round.read(line) for line in self._lines()[since:]]
 
 
@@ -149,7 +149,7 @@ def _attach(scheduler: Any, ring_s: list[float]) -> None:
         begin = time.perf_counter()
         visit(given)
         seconds = time.perf_counter() - begin
-        if running:
+        if running or made:
             passes = [(each.kind, each.pages_freed, _taken(each, page), each.seconds) for each in made]
             rise = allocator.available_size() - free
             tell(began=begin, running=running, visit=seconds, rise=rise, ring=ring_s[0], passes=passes)
