@@ -75,7 +75,9 @@ class QueryRing:
             places = (forward_batch.seq_lens - 1) % self.window
             self._step = (forward_batch.req_pool_indices * self.window + places).to(torch.int64)
         ring = self._flat[index]
-        ring.index_copy_(0, self._step, q.view(-1, ring.shape[1]).to(ring.dtype))
+        if q.dim() != 2 or q.dtype != ring.dtype:  # asked first: even what changes nothing takes its microseconds
+            q = q.view(-1, ring.shape[1]).to(ring.dtype)
+        ring.index_copy_(0, self._step, q)
 
     def observe_extend(self, q: torch.Tensor, layer: Any, forward_batch: Any) -> None:
         """The last ``window`` queries of every request; those that decode in a mixed batch have one."""
