@@ -8,7 +8,7 @@ ifeq ($(wildcard /dev/nvidiactl),)
 export SGLANG_USE_CPU_ENGINE ?= 1
 endif
 
-.PHONY: help setup test check contract dist demo show-foundation show-policy show-tiers show-profiler show-bench chaos bench bench-micro clean
+.PHONY: help setup test check contract dist demo show-foundation show-policy show-tiers show-profiler show-bench show-decode chaos bench bench-micro clean
 
 help:
 	@echo "make demo             the real server on a pool too small: lru beside evicpress, under 10 minutes"
@@ -21,6 +21,7 @@ help:
 	@echo "make show-tiers       measure host memory and SSD: bandwidth, kill -9, chaos, restart; at most 30 minutes"
 	@echo "make show-profiler    measure the profiler: insights, held-out questions, scorers, figure 10, what users notice; at most 30 minutes"
 	@echo "make show-bench       every system side by side on real servers, and the papers' figures; at most 60 minutes"
+	@echo "make show-decode      measure budgets of running requests: exact, gauge, room, cost, accuracy; at most 20 minutes"
 	@echo "make chaos            the real server on host memory and an SSD that fail on purpose, 5 minutes and two starts"
 	@echo "make bench            the serving benchmark: every system side by side on the CPU testbed; goes on where it was stopped"
 	@echo "make bench-micro      every bench/bench_*.py: the policy and the tiers by themselves"
@@ -70,6 +71,9 @@ show-profiler: setup
 
 show-bench: setup
 	$(PY) bench/show_bench.py
+
+show-decode: setup
+	$(PY) bench/show_decode.py
 
 chaos: setup
 	$(PY) bench/chaos.py

@@ -1,0 +1,141 @@
+"""Accuracy against budget on testbed tasks: every method and score at five budgets, pages of 16 and 32, real servers.
+
+An answer has 4 to 12 tokens, so what is dropped before its second token decides nearly all; the methods part where a
+page fills, or every ``EVERY`` tokens, within it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from decode.asks import FAMILIES, Ask
+from foundation.report import Line
+from testbed.server import Server
+from testbed.tasks import make_context
+from testbed.vocabulary import EOS, load_vocabulary
+from testbed.workload import token_f1
+
+from sglang_evicpress.decode.settings import QUERY_SCORES, SCORES
+
+METHODS = ("paged", "repack", "holefill")
+BUDGETS = (96, 128, 192, 256, 384)
+PAGES = (16, 32)
+CONTEXT, WHOLE = 512, 640
+CONTEXTS_PER_FAMILY, QUESTIONS = 2, 3
+EVERY, MAX_NEW = 4, 14
+NUM_CLIENTS = 8
+TABLE = Path(__file__).parents[1] / "out" / "decode" / "accuracy.md"
+
+Cell = tuple[int, str, str, int]
+"""Page size, method, score and budget."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    prompt: tuple[int, ...]
+    answer: str
+
+
+def draw_questions() -> list[Question]:
+    """The same ones for every cell."""
+    draw, vocabulary, questions = random.Random("accuracy"), load_vocabulary(), []
+    for family in FAMILIES:
+        for _ in range(CONTEXTS_PER_FAMILY):
+            context = make_context(family, CONTEXT, draw)
+            for question in context.questions[:QUESTIONS]:
+                questions.append(Question(tuple(vocabulary.encode(context.prompt(question.text))), question.answer))
+    return questions
+
+
+def arguments(page_size: int, score: str) -> tuple[str, ...]:
+    return (
+        *("--kv-policy", "lru", "--kv-no-recording", "--skip-tokenizer-init", "--page-size", str(page_size)),
+        *("--max-total-tokens", "32768", "--max-running-requests", str(NUM_CLIENTS), "--kv-decode-score", score),
+    )
+
+
+def answers(server: Server, questions: Sequence[Question], ask: Ask | None) -> list[str]:
+    """What it says, in words. tova and h2o go by queries of the request's own, so its prompt is not found cached."""
+    words = {token: word for word, token in load_vocabulary().ids.items()}
+    params = {"custom_params": ask.params} if ask is not None else {}
+
+    def say(numbered: tuple[int, Question]) -> str:
+        number, question = numbered
+        sampling = {"temperature": 0, "max_new_tokens": MAX_NEW, **params}
+        fields = {"extra_key": f"{ask} {number}"} if ask is not None and ask.score in QUERY_SCORES else {}
+        body = {"input_ids": list(question.prompt), "sampling_params": sampling, **fields}
+        spoken = [words[token] for token in server.post("/generate", body)["output_ids"]]
+        return " ".join(word for word in spoken if word != EOS)
+
+    with ThreadPoolExecutor(NUM_CLIENTS) as clients:
+        return list(clients.map(say, enumerate(questions)))
+
+
+def mean_f1(given: Sequence[str], questions: Sequence[Question]) -> float:
+    return sum(token_f1(text, each.answer) for text, each in zip(given, questions, strict=True)) / len(questions)
+
+
+def table(full: Mapping[int, float], cells: Mapping[Cell, float]) -> str:
+    """Token F1 in percent."""
+    rows = [
+        "| page | method | score | " + " | ".join(map(str, BUDGETS)) + " |",
+        "|---|---|---|" + "---|" * len(BUDGETS),
+    ]
+    for page, method, score in itertools.product(PAGES, METHODS, SCORES):
+        figures = [f"{100 * cells[page, method, score, budget]:.0f}" for budget in BUDGETS]
+        rows.append(f"| {page} | {method} | {score} | " + " | ".join(figures) + " |")
+    head = [
+        f"Token F1 in percent, {len(draw_questions())} questions on contexts of {CONTEXT} tokens of the families "
+        f"{', '.join(FAMILIES)}, --kv-decode-every {EVERY};",
+        "full cache: " + ", ".join(f"{100 * full[page]:.0f} with pages of {page}" for page in PAGES) + ".",
+    ]
+    return "\n".join([*head, "", *rows, ""])
+
+
+def line(full: Mapping[int, float], cells: Mapping[Cell, float], num_same: int, num_questions: int) -> Line:
+    def mean(budget: int) -> float:
+        return sum(figure for cell, figure in cells.items() if cell[3] == budget) / max(1, len(cells) // len(BUDGETS))
+
+    wanted = len(PAGES) * len(METHODS) * len(SCORES) * len(BUDGETS)
+    small, large = BUDGETS[0], BUDGETS[-1]
+    best = {page: max((figure, cell) for cell, figure in cells.items() if cell[0] == page) for page in PAGES}
+    return Line(
+        f"accuracy: {num_questions} testbed questions, {len(METHODS)} methods x {len(SCORES)} scores x {len(BUDGETS)} "
+        f"budgets x pages of {', '.join(map(str, PAGES))}, real servers; table in bench/out/decode/accuracy.md",
+        f"{wanted} cells; the full cache's answers at a budget of {WHOLE}, which is all; a budget costs something",
+        f"{len(cells)} cells, {num_same} of {num_questions * len(PAGES)} answers the same; mean token F1 "
+        + ", ".join(f"{budget}: {mean(budget):.2f}" for budget in BUDGETS)
+        + f", full {full[PAGES[0]]:.2f}; best "
+        + ", ".join(
+            f"{figure:.2f} ({cell[1]} {cell[2]} {cell[3]}, pages of {page})" for page, (figure, cell) in best.items()
+        ),
+        len(cells) == wanted
+        and num_same == num_questions * len(PAGES)
+        and mean(small) < mean(large)
+        and mean(small) < min(full.values()),
+    )
+
+
+def measure() -> Iterator[Line]:
+    questions = draw_questions()
+    full: dict[int, float] = {}
+    cells: dict[Cell, float] = {}
+    num_same = 0
+    for page in PAGES:
+        with Server(*arguments(page, "tova")) as server:
+            exact = answers(server, questions, None)
+            full[page] = mean_f1(exact, questions)
+            whole = answers(server, questions, Ask((), MAX_NEW, WHOLE, "paged"))
+            num_same += sum(one == other for one, other in zip(exact, whole, strict=True))
+            for method, score, budget in itertools.product(METHODS, SCORES, BUDGETS):
+                given = answers(server, questions, Ask((), MAX_NEW, budget, method, score, EVERY))
+                cells[page, method, score, budget] = mean_f1(given, questions)
+    TABLE.parent.mkdir(parents=True, exist_ok=True)
+    TABLE.write_text(table(full, cells), encoding="utf-8")
+    print(table(full, cells), flush=True)
+    yield line(full, cells, num_same, len(questions))
