@@ -20,6 +20,10 @@ from sglang_evicpress.costs import CostModel, Costs, PrefillLaw
 NUM_WARM_UP = 2
 """Batches at the start that are not observed: kernels are compiled and pools touched for the first time."""
 
+LEAST_TOKENS = 64
+"""New tokens of a batch that is observed. A smaller one waits for launches and for KV to be read, whatever it computes:
+a law fitted to the few tokens behind each cached prefix says that a whole prompt takes ten times as long as it does."""
+
 NUM_TRUSTED = 8
 """Observations before the law they show is used."""
 
@@ -74,7 +78,7 @@ class PrefillTimes:
         now = self._clock()
         seconds = now - max(begin, self._last_result_s)
         self._last_result_s = now
-        if not chunks:
+        if sum(num_tokens for num_tokens, _ in chunks) < LEAST_TOKENS:
             return
         self._num_seen += 1
         if self._num_seen > NUM_WARM_UP and seconds > 0.0:

@@ -18,7 +18,7 @@ from sglang.utils import TypeBasedDispatcher
 
 from sglang_evicpress.costs import CostModel, Costs, PrefillLaw
 from sglang_evicpress.patches import scheduling
-from sglang_evicpress.patches.prefill_times import NUM_TRUSTED, NUM_WARM_UP, PrefillTimes
+from sglang_evicpress.patches.prefill_times import LEAST_TOKENS, NUM_TRUSTED, NUM_WARM_UP, PrefillTimes
 from sglang_evicpress.patches.scheduling import Stamp
 
 pytestmark = pytest.mark.sglang
@@ -237,7 +237,7 @@ class Model(CostModel):
         super().observe_prefill(chunks, seconds)
 
 
-def batch(new: int = 10, prefix: int = 0, holes: int = 0, mode: ForwardMode = ForwardMode.EXTEND) -> SimpleNamespace:
+def batch(new: int = 100, prefix: int = 0, holes: int = 0, mode: ForwardMode = ForwardMode.EXTEND) -> SimpleNamespace:
     req = SimpleNamespace(evicpress=SimpleNamespace(holes=holes))
     return SimpleNamespace(forward_mode=mode, reqs=[req], extend_lens=[new], prefix_lens=[prefix], decoding_reqs=None)
 
@@ -277,39 +277,39 @@ def test_without_overlap_a_batch_takes_from_launch_to_result() -> None:
     run = Run()
     for seconds in (2.0, 3.0):
         run.clock.now += 7.0  # idle
-        run.wait(run.launch(batch(new=20, prefix=50, holes=30), seconds))
-    assert run.model.seen == [([(20, 20)], 2.0), ([(20, 20)], 3.0)]
+        run.wait(run.launch(batch(new=200, prefix=500, holes=300), seconds))
+    assert run.model.seen == [([(200, 200)], 2.0), ([(200, 200)], 3.0)]
 
 
 def test_with_overlap_the_time_spent_behind_the_batch_before_does_not_count() -> None:
     run = Run()
-    first = run.launch(batch(new=20), 2.0)
+    first = run.launch(batch(new=200), 2.0)
     run.clock.now += 0.5
     decode = run.launch(batch(mode=ForwardMode.DECODE), 1.0)
     run.wait(first)
-    third = run.launch(batch(new=40), 3.0)
+    third = run.launch(batch(new=400), 3.0)
     run.wait(decode)
     run.wait(third)
-    assert run.model.seen == [([(20, 0)], 2.0), ([(40, 0)], 3.0)]
+    assert run.model.seen == [([(200, 0)], 2.0), ([(400, 0)], 3.0)]
 
 
 def test_on_the_cpu_a_result_that_is_looked_at_later_was_there_before() -> None:
     run = Run()
-    first = run.launch(batch(new=20), 2.0, is_synchronous=True)
-    second = run.launch(batch(new=40), 3.0, is_synchronous=True)
+    first = run.launch(batch(new=200), 2.0, is_synchronous=True)
+    second = run.launch(batch(new=400), 3.0, is_synchronous=True)
     run.clock.now += 9.0
     run.wait(first)
     run.wait(second)
-    assert run.model.seen == [([(20, 0)], 2.0), ([(40, 0)], 3.0)]
+    assert run.model.seen == [([(200, 0)], 2.0), ([(400, 0)], 3.0)]
 
 
 def test_in_a_mixed_batch_who_decodes_prefills_one_token() -> None:
     run = Run()
-    mixed = batch(new=40, mode=ForwardMode.MIXED)
+    mixed = batch(new=400, mode=ForwardMode.MIXED)
     mixed.decoding_reqs = [SimpleNamespace(evicpress=SimpleNamespace(holes=30))]
-    mixed.reqs, mixed.extend_lens, mixed.prefix_lens = [*mixed.reqs, *mixed.decoding_reqs], [40, 1], [0, 90]
+    mixed.reqs, mixed.extend_lens, mixed.prefix_lens = [*mixed.reqs, *mixed.decoding_reqs], [400, 1], [0, 90]
     run.wait(run.launch(mixed, 2.0))
-    assert run.model.seen == [([(40, 0), (1, 60)], 2.0)]
+    assert run.model.seen == [([(400, 0), (1, 60)], 2.0)]
 
 
 def test_batches_that_do_not_prefill_are_not_observed() -> None:
@@ -320,10 +320,19 @@ def test_batches_that_do_not_prefill_are_not_observed() -> None:
     run.wait(SimpleNamespace())  # the result of a batch that was not launched by us
 
 
+def test_a_few_tokens_behind_a_cached_prefix_say_nothing_of_whole_prompts() -> None:
+    run = Run()
+    for _ in range(2 * NUM_TRUSTED):
+        run.wait(run.launch(batch(new=LEAST_TOKENS - 1, prefix=4000), 5.0))
+    assert run.model.seen == [] and run.times.law is START
+    run.wait(run.launch(batch(new=LEAST_TOKENS, prefix=4000), 5.0))
+    assert run.model.seen == [([(LEAST_TOKENS, 4000)], 5.0)]
+
+
 def test_the_law_is_trusted_after_a_few_observations() -> None:
     run = Run()
     for index in range(NUM_TRUSTED):
         assert run.times.law is START
-        run.wait(run.launch(batch(new=10 * (index + 1)), 0.1 * (index + 1)))
-    assert run.times.law.per_token_s == pytest.approx(0.01, rel=0.2)
+        run.wait(run.launch(batch(new=100 * (index + 1)), 0.1 * (index + 1)))
+    assert run.times.law.per_token_s == pytest.approx(0.001, rel=0.2)
     assert run.times.num_observed == NUM_TRUSTED
