@@ -58,7 +58,7 @@ def paired(servers: Sequence[Server], prompts: Sequence[list[int]], num_tokens: 
     """Ratios (second server / first) of time to first token and of time between tokens, one pair a prompt."""
     first, between = [], []
     for index, prompt in enumerate(prompts):
-        order = (0, 1) if index % 2 == 0 else (1, 0)
+        order = (0, 1) if index // 2 % 2 == 0 else (1, 0)  # by twos: every other prompt is of another kind
         seen = {which: timed(servers[which], prompt, num_tokens) for which in order}
         first.append(seen[1].first / seen[0].first)
         between.append(seen[1].between / seen[0].between)
