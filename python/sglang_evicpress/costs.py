@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from operator import mul
 
@@ -95,6 +95,15 @@ class Costs:
             raise ValueError(f"no load law for tier {_name(tier)}: expected {_names(self.load)}")
         decode = self.decode.get(codec)
         return law.seconds(num_bytes) + (decode.seconds(num_bytes) if decode is not None else 0.0)
+
+    def of_a_part(self) -> Costs:
+        """What a node among others of a path costs. Whatever is on the host comes in one load, so that its fixed cost
+        is nobody's, as that of a prefill is not (``PrefillLaw.marginal_seconds``); from an SSD each is read by itself.
+        """
+        load = {
+            tier: TransferLaw(0.0, law.bytes_per_s) if tier == Tier.HOST else law for tier, law in self.load.items()
+        }
+        return replace(self, load=load)
 
     def drifted_from(self, other: Costs, tolerance: float) -> bool:
         """Whether a predicted duration differs from that of ``other`` by more than ``tolerance`` of the latter.
