@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
-
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
 
 from sglang_evicpress.core import DROP, Form, Option, Tier
 from sglang_evicpress.patches.capture import QueryCapture
@@ -14,34 +11,7 @@ from sglang_evicpress.press import QueryWindow, get_press
 
 
 class Moves:
-    """The part of EvicPressCache that frees slots. Everything here runs on the scheduler thread."""
-
-    def evict(self: Any, params: EvictParams) -> EvictResult:
-        """Free what is short of ``params.num_tokens`` slots by the policy's plan; at least 1/128 of the pool.
-
-        Without that headroom every decode step on a full pool would make a plan to free a single slot.
-        """
-        if self.disable:
-            return EvictResult()
-        begin = time.perf_counter()
-        allocator = self.token_to_kv_pool_allocator
-        shortfall = params.num_tokens - allocator.available_size()
-        wanted = max(shortfall, allocator.size // 128) if shortfall > 0 else 0
-        freed = self.relieve(wanted) if wanted else 0
-        while freed < shortfall and (more := self.relieve(shortfall - freed)):
-            freed += more  # a move of the first plan had cost another the copy as which it was to leave
-        if freed < shortfall:
-            freed += self.release_shadows()
-        self.update_eviction_metrics(freed, begin)
-        return EvictResult(num_tokens_evicted=freed)
-
-    def relieve(self: Any, wanted: int) -> int:
-        """Free ``wanted`` slots by the policy's plan, if unlocked nodes hold that many; returns those really freed."""
-        wanted = min(wanted, self.evictable_size_)
-        if wanted <= 0:
-            return 0
-        ready = None if self.host is None else self.ready  # what would have to be copied first is not waited for
-        return int(self.controller.relieve(Tier.GPU, wanted * self.menu.slot_bytes, ready=ready))
+    """The part of EvicPressCache that changes nodes on the GPU. Everything here runs on the scheduler thread."""
 
     def options_of(self: Any, node: Any) -> tuple[Option, ...]:
         """What can be done now with a node; nothing while it is locked.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-from sglang_evicpress.core import Form, Tier, Way
+from sglang_evicpress.core import Decision, Form, Tier, Way
 from sglang_evicpress.journal import Journal
 from sglang_evicpress.policy.base import Policy
 
@@ -55,8 +55,12 @@ class Controller:
 
         See ``Policy.plan`` for ``room`` and ``ready``: with ``ready`` nothing is left to be freed later.
         """
+        return self.carry_out(self.policy.plan(tier, num_bytes, room, ready=ready))
+
+    def carry_out(self, decisions: Iterable[Decision]) -> int:
+        """Make the moves of a plan, which must be of the tree as it is; returns the slots freed at once."""
         freed = 0
-        for decision in self.policy.plan(tier, num_bytes, room, ready=ready):
+        for decision in decisions:
             option = decision.option
             if decision.node_id not in self.policy.book.records:
                 continue  # a move before it made room below, which cost it

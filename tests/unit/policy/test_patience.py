@@ -1,0 +1,58 @@
+"""What plans give up, in seconds that can be compared, and what they would have copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from sglang_evicpress.core import DROP, EXACT, Decision, Form, NodeStats, Option, Tier, Way
+from sglang_evicpress.costs import Costs, PrefillLaw, TransferLaw
+from sglang_evicpress.policy import make_policy
+from sglang_evicpress.policy.menu import Menu
+from sglang_evicpress.policy.patience import bytes_to_copy, seconds_lost
+
+HALF = Form("keydiff", 0.5)
+COSTS = Costs(PrefillLaw(1.0, 0.01, 0.0), {Tier.HOST: TransferLaw(0.5, 1e4), Tier.SSD: TransferLaw(0.5, 1e3)}, {})
+ON_GPU = Option(EXACT, Tier.GPU, 100)
+
+MakeNode = Callable[..., NodeStats]
+
+
+def decision(node_id: int, option: Option, loss: float = 0.0, source: Option = ON_GPU) -> Decision:
+    return Decision(node_id, source, option, source.num_bytes, loss=loss)
+
+
+def test_the_utility_lost_is_in_units_of_one_certain_use() -> None:
+    policy = make_policy("evicpress", Menu((), (Tier.GPU,)), alpha=1.0, costs=COSTS)
+    plan = [decision(1, DROP, 6.0), decision(2, Option(HALF, Tier.GPU, 50), -2.0)]
+    assert seconds_lost(plan, policy, COSTS, 8.0) == pytest.approx(0.5)
+    assert seconds_lost([], policy, COSTS, 8.0) == 0.0
+
+
+def test_of_a_policy_without_utility_what_is_dropped_counts_without_the_fixed_cost(make_node: MakeNode) -> None:
+    menu = Menu((), (Tier.GPU, Tier.HOST))
+    policy = make_policy("lru", menu, alpha=1.0, costs=COSTS)
+    policy.put_all([make_node(1, menu=menu, tokens=30), make_node(2, menu=menu, tokens=50)])
+    plan = [decision(1, DROP, 1e9), decision(2, Option(EXACT, Tier.HOST, 100))]
+    assert seconds_lost(plan, policy, COSTS, 8.0) == pytest.approx(0.3)
+
+
+def test_only_what_leaves_the_gpu_for_a_copy_that_is_not_there_is_copied() -> None:
+    plan = [
+        decision(1, DROP),
+        decision(2, Option(HALF, Tier.GPU, 50)),
+        decision(3, Option(EXACT, Tier.HOST, 100)),
+        decision(4, Option(EXACT, Tier.HOST, 70)),
+        decision(5, Option(HALF, Tier.SSD, 50)),
+        decision(6, Option(EXACT, Tier.SSD, 100), source=Option(EXACT, Tier.HOST, 100)),
+    ]
+    ready = {4: (Way(Tier.HOST, EXACT, 70, 1.0),), 5: (Way(Tier.SSD, EXACT, 100, 1.0), Way(Tier.HOST, HALF, 50, 0.9))}
+    assert bytes_to_copy(plan, ready) == 100 + 50
+
+
+def test_a_part_of_a_path_pays_what_is_its_own() -> None:
+    part = COSTS.of_a_part()
+    assert part.load_seconds(Tier.HOST, 1e4) == pytest.approx(1.0)
+    assert part.load_seconds(Tier.SSD, 1e3) == COSTS.load_seconds(Tier.SSD, 1e3) == pytest.approx(1.5)
+    assert part.prefill is COSTS.prefill
