@@ -63,7 +63,8 @@ class Bookkeeping:
         """A policy that knows no node yet, of the present menu."""
         config = self.config
         mean_curve = Expectation.of((self.catalog.mean,), self.menu.forms).vector
-        self.policy = make_policy(config.policy, self.menu, alpha=config.alpha, costs=self.costs, mean_curve=mean_curve)
+        costs = self.costs.of_a_part()
+        self.policy = make_policy(config.policy, self.menu, alpha=config.alpha, costs=costs, mean_curve=mean_curve)
         self.controller.policy = self.policy
 
     # ---- what happens to nodes
@@ -140,7 +141,7 @@ class Bookkeeping:
             num_hits=kv.num_hits,
             last_use=kv.last_use,
             sinks=self.sinks_of(num_tokens, start),
-            is_locked=node.lock_ref > 0 or kv.is_shadow,
+            is_locked=node.lock_ref > 0 or kv.is_shadow or (node.value is None and kv.num_stages > 0),
             exact_on=self.exact_tier_of(node),
             ways=self.ready.get(node.id, ()),
         )
@@ -229,4 +230,4 @@ class Bookkeeping:
         if is_due:
             self._refreshed_s = self.now_s
             self.costs = costs
-            self.policy.refresh(costs)
+            self.policy.refresh(costs.of_a_part())

@@ -27,7 +27,8 @@ class NodeKV:
 
     ``copies`` are what lower tiers have of it; while it is not on the GPU (``node.value`` is None) the fields above say
     what its fastest copy is. ``version`` changes whenever its slots do; ``job`` copies them to the host now, and
-    ``is_leaving`` says that they are to be freed then. ``is_shadow``: it belongs to a shadow (shadows.py).
+    ``is_leaving`` says that they are to be freed then. ``num_stages`` waiting requests will load it (staging.py).
+    ``is_shadow``: it belongs to a shadow (shadows.py).
 
     ``profiles`` are the profiled contexts that end in the node or below it, newest last, by key, with their length;
     ``curve`` is the quality of every form of the menu that those show which make up most of the node, None while that
@@ -49,6 +50,7 @@ class NodeKV:
     version: int = 0
     job: Any = None
     is_leaving: bool = False
+    num_stages: int = 0
     is_shadow: bool = False
     profiles: dict[bytes, Any] = field(default_factory=dict)
     curve: Any = None

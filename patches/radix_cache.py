@@ -33,6 +33,7 @@ from sglang_evicpress.patches.compression import Compressor
 from sglang_evicpress.patches.decode_budgets import DecodeBudgets
 from sglang_evicpress.patches.decode_pieces import stash_piece, view_between
 from sglang_evicpress.patches.decode_state import budget_of
+from sglang_evicpress.patches.eviction import Eviction
 from sglang_evicpress.patches.holding import Holding
 from sglang_evicpress.patches.host_compression import HostCompression
 from sglang_evicpress.patches.inspection import Inspection
@@ -73,6 +74,7 @@ class EvicPressCache(
     Staging,
     LoadBack,
     Upgrades,
+    Eviction,
     Moves,
     Inspection,
     TierInspection,
@@ -266,7 +268,7 @@ class EvicPressCache(
             child.value = NOWHERE.new_zeros(len(child.key))  # SGLang splits what is there
         upper = super()._split_node(key, child, split_len)
         kv.version += 1
-        upper.kv = replace(kv, slots=None, layout=None, job=None, is_leaving=False)
+        upper.kv = replace(kv, slots=None, layout=None, job=None, is_leaving=False, num_stages=0)
         if kv.layout is not None:
             above, below = kv.layout.split(split_len)
             upper.kv.layout, upper.kv.slots = above, kv.slots[: above.num_slots].clone()

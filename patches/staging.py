@@ -30,15 +30,30 @@ RECENT_S = 1.0
 EXPLORE_S = 10.0
 """After so long without a read from the SSD one is made to see what it costs."""
 
+MOST_STAGED_SHARE = 1 / 2
+"""Of the host tier: what waiting requests may hold there."""
+
 MOST_ROUNDS = 3
 """How often the stage of one request is opened."""
 
 
 class Stage:
-    """What is got ready for one waiting request. ``from_ssd``: the entries that came from the SSD for it. It may be
-    opened again: what was ready may have gone while the request still waited."""
+    """What is got ready for one waiting request. ``from_ssd``: the entries that came from the SSD for it; ``held``: the
+    nodes that stay where they are for it, by id, with their bytes. It may be opened again: what was ready may have gone
+    while the request still waited."""
 
-    __slots__ = ("begin_s", "deadline_s", "from_ssd", "is_over", "jobs", "looked_at", "num_rounds", "over_s", "req")
+    __slots__ = (
+        "begin_s",
+        "deadline_s",
+        "from_ssd",
+        "held",
+        "is_over",
+        "jobs",
+        "looked_at",
+        "num_rounds",
+        "over_s",
+        "req",
+    )
 
     def __init__(self, req: Any) -> None:
         self.req = req
@@ -46,6 +61,7 @@ class Stage:
         self.open()
         self.jobs: list[Job] = []
         self.from_ssd: set[HostEntry] = set()
+        self.held: dict[int, tuple[Any, int]] = {}
         self.looked_at: set[int] = set()
 
     def open(self) -> None:
@@ -66,6 +82,7 @@ class Staging:
     def open_stages(self: Any) -> None:
         self.stages: dict[int, Stage] = {}
         self.reads: dict[Any, None] = {}  # from the SSD, now
+        self.staged_bytes = 0
         self.ssd_seen_s = time.perf_counter()
 
     def begin_stage(self: Any, req: Any) -> None:
@@ -96,7 +113,8 @@ class Staging:
         """Forget the stages of requests that do not wait any more."""
         if len(self.stages) > len(waiting):
             ids = {id(req) for req in waiting}
-            self.stages = {key: stage for key, stage in self.stages.items() if key in ids}
+            for key in [key for key in self.stages if key not in ids]:
+                self._let_go(self.stages.pop(key))
 
     @property
     def num_staging(self: Any) -> int:
@@ -117,11 +135,16 @@ class Staging:
         return copy is not None and copy.entry.checked_s >= stage.begin_s - RECENT_S
 
     def _pieces(self: Any, steps: list[tuple[Any, int]]) -> list[Piece]:
-        found = []
+        found, read = [], set()
         depth = 0 if not steps else start_of(steps[0][0])
         for node, matched in steps:
             tier = Tier.HOST if Tier.HOST in node.kv.copies else Tier.SSD
-            found.append(Piece(matched, depth, tier, node.kv.copies[tier].num_slots * self.menu.slot_bytes))
+            copy = node.kv.copies[tier]
+            num_bytes = copy.num_slots * self.menu.slot_bytes
+            if tier == Tier.SSD:  # all of an entry is read for any piece of it, once
+                num_bytes = 0 if copy.entry in read else copy.entry.header.payload_bytes
+                read.add(copy.entry)
+            found.append(Piece(matched, depth, tier, num_bytes))
             depth += matched
         return found
 
@@ -156,10 +179,29 @@ class Staging:
         if not stage.jobs:
             stage.end()
 
+    def _hold(self: Any, stage: Stage, node: Any) -> None:
+        """Keep what a request will load from being pushed down again before: the policy thinks of more distant uses.
+        Not when so much is held already that reads could find no room."""
+        num_bytes = node.kv.copies[max(node.kv.copies)].num_slots * self.menu.slot_bytes
+        if node.id in stage.held or self.staged_bytes + num_bytes > MOST_STAGED_SHARE * self.host.num_bytes:
+            return
+        stage.held[node.id] = node, num_bytes
+        self.staged_bytes += num_bytes
+        node.kv.num_stages += 1
+        self.note(node)
+
+    def _let_go(self: Any, stage: Stage) -> None:
+        for node, num_bytes in stage.held.values():
+            self.staged_bytes -= num_bytes
+            node.kv.num_stages -= 1
+            if node.id in self.nodes:
+                self.note(node)
+
     def _fetch(self: Any, stage: Stage, node: Any) -> None:
         self._tick += 1
         node.kv.last_use = self._tick  # else what was just read were the least recently used, and the first to go
         self.note_use(node)
+        self._hold(stage, node)
         copy = node.kv.copies.get(Tier.HOST)
         job: Job | None = None
         if copy is None:

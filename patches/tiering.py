@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 FAULTS_FLAG = "SGLANG_EVICPRESS_FAULTS"  # what the tiers do wrong on purpose, in tests: see tiers/faults.py
 NOWHERE = torch.empty(0, dtype=torch.int64)
+SMALL_SHARE = 1 / 4  # of an SSD entry
 MOST_RELIEFS = 4
 MOST_COPIED_SHARE = 1 / 4  # of the host tier: bytes on their way at once
 
@@ -165,7 +166,8 @@ class Tiering:
         kv.slots = NOWHERE
 
     def split_copies(self: Any, upper: Any, lower: Any) -> None:
-        """``upper`` was split off ``lower``: both have their pieces of every copy."""
+        """``upper`` was split off ``lower``: both have their pieces of every copy. While the GPU has it, a small piece
+        of an SSD entry is given up: to get it back all of that would be read, and by itself it is soon written."""
         upper.kv.copies = {}
         for tier, copy in list(lower.kv.copies.items()):
             left, right = copy.split(len(upper.key))
@@ -174,8 +176,12 @@ class Tiering:
                 self.host.hold(copy.entry, upper.id)
                 if upper.value is not None:
                     self._spare[upper.id] = None
-            else:
-                copy.entry.owners.add(upper.id)
+                continue
+            copy.entry.owners.add(upper.id)
+            least = SMALL_SHARE * copy.entry.header.payload_bytes
+            for node, piece in ((upper, left), (lower, right)) if upper.value is not None else ():
+                if piece.num_slots * self.menu.slot_bytes < least:
+                    self.remove_copy(node, tier)
 
     # ---- moving down
 
@@ -240,6 +246,11 @@ class Tiering:
 
     def _leave_by_copy(self: Any, node: Any, tier: Tier) -> bool:
         """Begin to copy a node to a lower tier; it leaves its own when it is there. Whether it was begun."""
+        job = node.kv.job
+        if isinstance(job, BackUp) and job.version == node.kv.version:  # it is copied ahead right now
+            job.goes_on = job.goes_on or tier == Tier.SSD
+            node.kv.is_leaving = True
+            return True
         node.kv.is_leaving = True  # before: the copy may be there at once
         if not self.start_copy(node, tier):
             node.kv.is_leaving = False
@@ -383,6 +394,7 @@ class Tiering:
             node.kv.version += 1
             self.remove_copies(node)
         self.stages.clear()
+        self.staged_bytes = 0
         self.ready.clear()
         self._spare.clear()
         self._leftovers.clear()

@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang_evicpress.core import Option, Tier
 
-AHEAD_SHARE = 1 / 2  # of the pool, and of the host tier, that is taken next: copied before it is due
+AHEAD_SHARE = 1 / 4  # of the pool, and of the host tier, that is taken next: copied before it is due
 SPARE_SHARE = {False: 1 / 4, True: 1 / 2}  # of the host tier, without and with an SSD below: for such copies at most
 LOW_SHARE, HIGH_SHARE = 1 / 32, 1 / 16  # of the pool: below the first, nodes are released until the second is free
 HOST_LOW_SHARE, HOST_HIGH_SHARE = 1 / 16, 1 / 8  # the same of the host tier

@@ -1,0 +1,189 @@
+"""Making room on EvicPressCache while somebody waits: copies worth waiting for, and what waiting requests hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from tests.contract.test_tiers_model import CHEAP, DEAR, TierWalk, blocked, cached, nodes_of, opened, sent
+
+from sglang_evicpress.core import EXACT, Form, Tier
+from sglang_evicpress.patches.node import path_to
+from sglang_evicpress.patches.tiering import tier_of
+
+pytestmark = pytest.mark.sglang
+
+__all__ = ["opened"]  # the fixture
+
+
+def full(walk: TierWalk) -> list[object]:
+    """Three contexts on the GPU, with no copy below."""
+    nodes = [cached(walk, 100)[1] for _ in range(3)]
+    walk.settle()
+    for node in nodes:
+        walk.cache.remove_copies(node)
+        walk.cache.note(node)
+    return nodes
+
+
+def test_a_copy_is_waited_for_where_computing_anew_would_take_longer(opened: Callable[..., TierWalk]) -> None:
+    walk = opened(is_exact=True, law=DEAR)
+    nodes = full(walk)
+    assert walk.cache.relieve(150) >= 150
+    assert walk.cache.tier_counts["waits_for_copies"] > 0 and walk.cache.controller.num_dropped == 0
+    assert sorted(tier_of(node) for node in nodes) == [Tier.GPU, Tier.HOST, Tier.HOST]
+    walk.check()
+    walk.check_rows()
+
+
+def test_no_copy_is_waited_for_where_computing_anew_takes_less(opened: Callable[..., TierWalk]) -> None:
+    walk = opened(is_exact=True, law=CHEAP)
+    full(walk)
+    assert walk.cache.relieve(150) >= 150
+    assert walk.cache.tier_counts["waits_for_copies"] == 0 and walk.cache.controller.num_dropped == 2
+    walk.check()
+
+
+def test_a_copy_that_never_ends_is_given_up(opened: Callable[..., TierWalk]) -> None:
+    walk = opened(is_exact=True, law=DEAR)
+    full(walk)
+    (block,) = blocked(walk, "copy")
+    assert walk.cache.relieve(150) >= 150  # by losing them after all
+    assert walk.cache.tier_counts["waits_for_copies"] == 1 and walk.cache.controller.num_dropped == 2
+    block.may_end.set()
+    walk.settle()
+    walk.check()
+    walk.check_rows()
+
+
+def test_no_quality_is_lost_for_want_of_a_copy(opened: Callable[..., TierWalk]) -> None:
+    """What can be done at once is to compress as far as it goes."""
+    walk = opened(law=DEAR)
+    nodes = full(walk)
+    assert walk.cache.relieve(60) >= 60
+    assert walk.cache.tier_counts["waits_for_copies"] == 1
+    assert all(node.kv.form.is_exact for node in nodes)
+
+
+def test_a_node_that_is_copied_ahead_leaves_by_that_copy(opened: Callable[..., TierWalk]) -> None:
+    walk = opened(is_exact=True)
+    node = full(walk)[0]
+    made = walk.cache.tier_counts["backed_up"]
+    (block,) = blocked(walk, "copy")
+    assert walk.cache.start_copy(node, Tier.HOST)
+    assert walk.cache.send(node.id, Tier.SSD, EXACT) == 0 and node.value is not None
+    block.may_end.set()
+    walk.settle()
+    assert walk.cache.tier_counts["backed_up"] == made + 1 and Tier.SSD in node.kv.copies and node.value is None
+    walk.check()
+
+
+# ---- what waiting requests hold
+
+
+def test_what_is_read_for_a_waiting_request_stays_until_it_is_loaded(opened: Callable[..., TierWalk]) -> None:
+    """The policy thinks of uses to come: it would push down again at once what was just read."""
+    walk = opened(is_exact=True)
+    tokens, node = cached(walk, 60)
+    sent(walk, node, Tier.SSD)
+    request = walk.wait([*tokens, 59])
+    walk.until(lambda: not walk.cache.is_staging(request))
+    assert tier_of(node) == Tier.HOST and walk.cache.policy.book.records[node.id].is_locked
+    assert walk.cache.controller.relieve(Tier.HOST, 1 << 20, room=walk.cache.room()) == 0
+    assert tier_of(node) == Tier.HOST
+    assert walk.admit(request) == 60
+    walk.end_all()
+    assert node.kv.num_stages == 0 and walk.cache.staged_bytes == 0
+    walk.check()
+
+
+def test_a_request_that_goes_holds_nothing_any_more(opened: Callable[..., TierWalk]) -> None:
+    walk = opened(is_exact=True)
+    tokens, node = cached(walk, 60)
+    sent(walk, node, Tier.SSD)
+    first, second = walk.wait([*tokens, 59]), walk.wait([*tokens, 58])
+    walk.until(lambda: not walk.cache.is_staging(second))
+    assert node.kv.num_stages == 2
+    walk.cache.keep_stages([second])
+    assert walk.cache.policy.book.records[node.id].is_locked and first not in walk.cache.stages.values()
+    walk.cache.keep_stages([])
+    assert not walk.cache.policy.book.records[node.id].is_locked and walk.cache.staged_bytes == 0
+    walk.waiting.clear()
+
+
+def test_a_split_of_what_is_held_leaves_nothing_held_for_ever(opened: Callable[..., TierWalk]) -> None:
+    walk = opened(is_exact=True)
+    tokens, node = cached(walk, 60)
+    sent(walk, node, Tier.SSD)
+    request = walk.wait([*tokens, 59])
+    walk.until(lambda: not walk.cache.is_staging(request))
+    walk.serve([*tokens[:30], 58])
+    assert len(path_to(node)) == 2
+    walk.until(lambda: not walk.cache.is_staging(request))
+    walk.admit(request)
+    walk.end_all()
+    assert not any(each.kv.num_stages for each in nodes_of(walk)) and walk.cache.staged_bytes == 0
+    walk.check()
+    walk.check_rows()
+
+
+def test_waiting_requests_hold_no_more_than_a_share_of_the_host(opened: Callable[..., TierWalk]) -> None:
+    walk = opened(is_exact=True, host_bytes=100 << 10)  # 512 bytes a token
+    contexts = [cached(walk, 60) for _ in range(4)]
+    for _, node in contexts:
+        sent(walk, node, Tier.SSD)
+    for tokens, _ in contexts:
+        walk.wait([*tokens, 59])
+    assert walk.cache.staged_bytes <= walk.cache.host.num_bytes / 2
+    assert 1 <= sum(node.kv.num_stages for _, node in contexts) < 4
+    walk.end_all()
+    walk.waiting.clear()
+    walk.cache.keep_stages([])
+    assert walk.cache.staged_bytes == 0
+
+
+# ---- pieces of an SSD entry
+
+
+def on_ssd_too(walk: TierWalk) -> tuple[list[int], object]:
+    tokens, node = cached(walk, 100)
+    walk.cache.start_copy(node, Tier.SSD)
+    walk.settle()
+    assert Tier.SSD in node.kv.copies and node.value is not None
+    return tokens, node
+
+
+@pytest.mark.parametrize(
+    ("num_upper", "has_upper", "has_lower"), [(10, False, True), (50, True, True), (90, True, False)]
+)
+def test_a_small_piece_of_an_ssd_entry_is_given_up(
+    opened: Callable[..., TierWalk], num_upper: int, has_upper: bool, has_lower: bool
+) -> None:
+    walk = opened(is_exact=True)
+    _, node = on_ssd_too(walk)
+    upper = walk.cache._split_node(node.key, node, num_upper)
+    assert (Tier.SSD in upper.kv.copies, Tier.SSD in node.kv.copies) == (has_upper, has_lower)
+    walk.cache.note(upper)
+    walk.cache.note(node)
+    walk.check()
+
+
+def test_a_small_piece_that_is_nowhere_else_is_kept(opened: Callable[..., TierWalk]) -> None:
+    walk = opened(is_exact=True)
+    tokens, node = cached(walk, 100)
+    sent(walk, node, Tier.SSD)
+    upper = walk.cache._split_node(node.key, node, 10)
+    assert tier_of(upper) == tier_of(node) == Tier.SSD
+    assert walk.serve([*tokens, 59]) == 100
+    walk.check_rows()
+
+
+def test_an_entry_is_taken_to_be_read_whole_and_once(opened: Callable[..., TierWalk]) -> None:
+    walk = opened()
+    _, node = cached(walk, 100)
+    walk.cache.compress(node.id, Form("random", 0.5))
+    sent(walk, node, Tier.SSD)
+    upper = walk.cache._split_node(node.key, node, 40)
+    whole = node.kv.copies[Tier.SSD].entry.header.payload_bytes
+    assert [piece.num_bytes for piece in walk.cache._pieces([(upper, 40), (node, 60)])] == [whole, 0]
+    assert [piece.num_bytes for piece in walk.cache._pieces([(node, 60)])] == [whole]
