@@ -78,6 +78,12 @@ def num_slots(node: Any) -> int:
     return 0 if node.value is None else size_of(node)
 
 
+def is_kept(node: Any) -> bool:
+    """Whether a node stays where it is with no request running on it: a shadow's, or one below the GPU that a request
+    waits for."""
+    return bool(node.kv.is_shadow) or (node.value is None and node.kv.num_stages > 0)
+
+
 def size_of(node: Any) -> int:
     """The slots that what a node holds takes, wherever it is."""
     layout = node.kv.layout

@@ -42,6 +42,7 @@ from sglang_evicpress.patches.moves import Moves
 from sglang_evicpress.patches.node import (
     NodeKV,
     PrefixView,
+    is_kept,
     is_lossy,
     num_slots,
     servable_steps,
@@ -254,7 +255,7 @@ class EvicPressCache(
                 raise RuntimeError("evicpress: a request holds a node of a tree that was flushed")
             if node.lock_ref == 1:
                 delta += num_slots(node)
-                self.policy.lock(node.id, node.kv.is_shadow)
+                self.policy.lock(node.id, is_kept(node))
             node.lock_ref -= 1
             node = node.parent
         self.evictable_size_ += delta

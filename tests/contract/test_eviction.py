@@ -97,6 +97,25 @@ def test_what_is_read_for_a_waiting_request_stays_until_it_is_loaded(opened: Cal
     walk.check()
 
 
+def test_what_is_written_to_the_ssd_does_not_leave_a_waiting_request(opened: Callable[..., TierWalk]) -> None:
+    walk = opened(is_exact=True)
+    tokens, node = cached(walk, 60)
+    sent(walk, node, Tier.HOST)
+    (block,) = blocked(walk, "write")
+    walk.cache.send(node.id, Tier.SSD, EXACT)
+    request = walk.wait([*tokens, 59])
+    block.may_end.set()
+    walk.settle()
+    assert Tier.SSD in node.kv.copies and tier_of(node) == Tier.HOST
+    walk.cache.inc_lock_ref(node)
+    walk.cache.dec_lock_ref(node)  # as when there was no room to load it
+    assert walk.cache.policy.book.records[node.id].is_locked
+    walk.until(lambda: not walk.cache.is_staging(request))
+    assert walk.admit(request) == 60
+    walk.end_all()
+    walk.check()
+
+
 def test_a_request_that_goes_holds_nothing_any_more(opened: Callable[..., TierWalk]) -> None:
     walk = opened(is_exact=True)
     tokens, node = cached(walk, 60)
