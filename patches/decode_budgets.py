@@ -23,13 +23,13 @@ from sglang_evicpress.decode.compaction import (
     repack_copies,
     repack_positions,
 )
-from sglang_evicpress.decode.rhythm import is_due, is_over, target
+from sglang_evicpress.decode.rhythm import is_due, is_near, is_over, target
 from sglang_evicpress.decode.scores import page_means, score, survivors, worst_pages
 from sglang_evicpress.decode.tally import PassKind, PassRecord, Totals
 from sglang_evicpress.kernels.compact import compact
 from sglang_evicpress.kernels.fill_holes import fill_holes
 from sglang_evicpress.layout import HostCopy
-from sglang_evicpress.patches.decode_queries import QueryRing
+from sglang_evicpress.patches.decode_queries import STEPS_AHEAD, QueryRing
 from sglang_evicpress.patches.decode_rows import leave_tree, path_positions, put_row, row_of, take_slots, unshare
 from sglang_evicpress.patches.decode_state import (
     DecodeState,
@@ -63,6 +63,8 @@ class DecodeBudgets:
 
     def visit_budgets(self: Any, scheduler: Any) -> None:
         """Drop what is due. Free room is seen by the admission and by the next step's check of memory."""
+        if QueryRing.active is not None:
+            QueryRing.active.is_needed = False
         if not self.has_budgets:
             return
         self._abort_given_up(scheduler)
@@ -76,11 +78,20 @@ class DecodeBudgets:
                 if state is None or id(req) in seen or not holds_kv(req):
                     continue
                 seen.add(id(req))
+                if QueryRing.active is not None:
+                    QueryRing.active.is_needed |= self._reads_soon(req, state, QueryRing.active)
                 if req is not scheduler.chunked_req and req.inflight_middle_chunks <= 0:
                     has_freed |= self._visit(req, state)
         if has_freed:
             running.batch_is_full = False
             self.publish_budgets(running)
+
+    def _reads_soon(self: Any, req: Any, state: DecodeState, ring: QueryRing) -> bool:
+        """Whether a pass may read the query of the next step: it is at most so many steps away."""
+        if not state.settings.reads_queries:
+            return False
+        within = ring.window + STEPS_AHEAD
+        return state.is_first_visit or is_near(state.settings, num_physical(req), self.page_size, within)
 
     def _visit(self: Any, req: Any, state: DecodeState) -> bool:
         """Whether anything was dropped."""

@@ -2,8 +2,9 @@
 
 ``forward_extend`` and ``forward_decode`` of the attention backend get the queries after RoPE; those of the last
 ``window`` tokens of a row are copied to a ring on the device, at their position modulo ``window``. In a decode step
-that is one indexed write per layer with device tensors only, which CUDA graphs record. Nothing is kept, and nothing
-wrapped, unless the server is started with such a score.
+that is one indexed write per layer with device tensors only, which CUDA graphs record; without a graph it is left out
+while no pass is near that would read it. Nothing is kept, and nothing wrapped, unless the server is started with such a
+score.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from sglang_evicpress.decode.settings import QUERY_SCORES
 from sglang_evicpress.press import QueryWindow
 
 POOL_SHARE = 32  # the ring takes at most this part of the pool's bytes
+STEPS_AHEAD = 2  # of the host: launched before it looks at lengths again
 
 
 class QueryRing:
@@ -27,6 +29,7 @@ class QueryRing:
     def __init__(self, queries: torch.Tensor, first_layer: int) -> None:
         self.queries = queries
         self.window = queries.shape[2]
+        self.is_needed = True
         self._first_layer = first_layer
         self._flat = [layer.view(queries.shape[1] * self.window, -1) for layer in queries]
         self._step: torch.Tensor | None = None
@@ -70,6 +73,8 @@ class QueryRing:
     def observe_decode(self, q: torch.Tensor, layer: Any, forward_batch: Any) -> None:
         """Row 0 belongs to nobody: what pads a batch writes there. Where the queries of a step go is worked out at its
         first layer, on the device."""
+        if not self.is_needed:
+            return
         index = layer.layer_id - self._first_layer
         if index == 0 or self._step is None:
             places = (forward_batch.seq_lens - 1) % self.window

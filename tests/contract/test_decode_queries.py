@@ -90,3 +90,14 @@ def test_chunks_mixed_batches_and_steps_leave_the_last_queries_of_every_row(ring
         for row in some:
             length[row] += grown[row]
             check(ring, row, length[row] - first[row], length[row])
+
+
+def test_while_no_pass_is_near_steps_leave_nothing(ring: QueryRing) -> None:
+    extend(ring, (1, 0, 5))
+    ring.is_needed = False
+    decode(ring, (1, 5))
+    check(ring, 1, 5, 5)
+    ring.is_needed = True
+    for at in range(5, 5 + WINDOW):
+        decode(ring, (1, at))
+    check(ring, 1, 5 + WINDOW, 5 + WINDOW)

@@ -29,6 +29,14 @@ def is_due(settings: DecodeSettings, num_slots: int, page_size: int) -> bool:
     return num_slots >= settings.tokens + settings.every
 
 
+def is_near(settings: DecodeSettings, num_slots: int, page_size: int, within: int) -> bool:
+    """Whether it is due now or after at most ``within`` more tokens."""
+    latest = num_slots + within
+    if settings.method == "paged":  # the last page that is full by then: if it is not due, none before it is
+        latest -= latest % page_size
+    return latest >= num_slots and is_due(settings, latest, page_size)
+
+
 def target(settings: DecodeSettings, num_slots: int, page_size: int) -> int:
     """How many slots stay: the most that are within the budget, congruent to ``num_slots`` and not due.
 

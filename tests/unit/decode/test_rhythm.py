@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_evicpress.decode.rhythm import check, is_due, is_over, least_tokens, peak, target
+from sglang_evicpress.decode.rhythm import check, is_due, is_near, is_over, least_tokens, peak, target
 from sglang_evicpress.decode.settings import METHODS, PROTECTIONS, DecodeSettings
 
 PAGE_SIZES = (1, 2, 16, 32, 64)
@@ -148,3 +148,18 @@ def test_a_budget_that_is_too_small_is_refused_in_one_sentence():
         "kv_decode_budget is 47: want at least 48 for paged with pages of 16, 4 sinks and protected pages first,newest"
     )
     check(DecodeSettings(48), 16, 4)
+
+
+@given(
+    st.sampled_from(METHODS),
+    st.sampled_from(PAGE_SIZES),
+    st.integers(0, 700),
+    st.integers(64, 300),
+    st.integers(0, 140),
+)
+def test_a_pass_is_near_when_one_of_the_next_tokens_makes_it_due(
+    method: str, page_size: int, num_slots: int, tokens: int, within: int
+) -> None:
+    settings = DecodeSettings(tokens=tokens, method=method, every=50)
+    expected = any(is_due(settings, num_slots + more, page_size) for more in range(within + 1))
+    assert is_near(settings, num_slots, page_size, within) == expected
