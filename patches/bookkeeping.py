@@ -8,7 +8,7 @@ from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import NodeStats, Tier
 from sglang_evicpress.costs import CostModel, Costs, PrefillLaw, TransferLaw
 from sglang_evicpress.patches.claims import Claims
-from sglang_evicpress.patches.node import NodeKV, is_kept, is_lossy, servable_steps, size_of, start_of
+from sglang_evicpress.patches.node import NodeKV, is_lossy, is_reserved, servable_steps, size_of, start_of
 from sglang_evicpress.patches.profiling import Expectation
 from sglang_evicpress.patches.shadows import is_shadow_name
 from sglang_evicpress.patches.tiering import tier_of
@@ -141,7 +141,7 @@ class Bookkeeping:
             num_hits=kv.num_hits,
             last_use=kv.last_use,
             sinks=self.sinks_of(num_tokens, start),
-            is_locked=node.lock_ref > 0 or is_kept(node),
+            is_locked=node.lock_ref > 0 or is_reserved(node),
             exact_on=self.exact_tier_of(node),
             ways=self.ready.get(node.id, ()),
         )

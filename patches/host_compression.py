@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sglang_evicpress.core import Form, Tier
-from sglang_evicpress.patches.node import has_child_on_gpu, is_kept, start_of
+from sglang_evicpress.patches.node import has_child_on_gpu, is_reserved, start_of
 from sglang_evicpress.patches.ssd_moves import LEAST_HELD_SHARE
 from sglang_evicpress.patches.staging import RECENT_S
 from sglang_evicpress.patches.tiering import MOST_COPIED_SHARE
@@ -32,7 +32,7 @@ class HostCompression:
         num_kept = None if copy is None else self.slots_in(node, form, start_of(node), copy.form)
         if copy is None or num_kept is None or num_kept >= copy.num_slots:
             return False
-        if node.lock_ref > 0 or is_kept(node) or self._is_copied(node):
+        if node.lock_ref > 0 or is_reserved(node) or self._is_copied(node):
             return False
         num_bytes = sum(self.copier.sizes(num_kept, True))
         runs = self.host_room(num_bytes, keep=(node.id, *keep))
@@ -160,7 +160,7 @@ class Compression(Job):
             Copy(Tier.HOST, self.form, self.entry, 0, self.num_kept, self.layout, copy.is_lossy_prefix, origin),
         )
         cache.tier_counts["repacked" if is_kept else "compressed_on_host"] += 1
-        if self.leaves_for is None or node.lock_ref > 0 or is_kept(node) or has_child_on_gpu(node):
+        if self.leaves_for is None or node.lock_ref > 0 or is_reserved(node) or has_child_on_gpu(node):
             return
         if self.leaves_for == Tier.SSD:
             kv.is_leaving = node.value is None

@@ -78,7 +78,7 @@ def num_slots(node: Any) -> int:
     return 0 if node.value is None else size_of(node)
 
 
-def is_kept(node: Any) -> bool:
+def is_reserved(node: Any) -> bool:
     """Whether a node stays where it is with no request running on it: a shadow's, or one below the GPU that a request
     waits for."""
     return bool(node.kv.is_shadow) or (node.value is None and node.kv.num_stages > 0)

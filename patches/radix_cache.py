@@ -42,8 +42,8 @@ from sglang_evicpress.patches.moves import Moves
 from sglang_evicpress.patches.node import (
     NodeKV,
     PrefixView,
-    is_kept,
     is_lossy,
+    is_reserved,
     num_slots,
     servable_steps,
     slots_of,
@@ -255,7 +255,7 @@ class EvicPressCache(
                 raise RuntimeError("evicpress: a request holds a node of a tree that was flushed")
             if node.lock_ref == 1:
                 delta += num_slots(node)
-                self.policy.lock(node.id, is_kept(node))
+                self.policy.lock(node.id, is_reserved(node))
             node.lock_ref -= 1
             node = node.parent
         self.evictable_size_ += delta

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from sglang_evicpress.core import Tier
-from sglang_evicpress.patches.node import is_kept, start_of
+from sglang_evicpress.patches.node import is_reserved, start_of
 from sglang_evicpress.patches.tiering import tier_of
 from sglang_evicpress.tiers.copies import HostEntry, SsdEntry
 from sglang_evicpress.tiers.entry import BadEntry, Header, check_identity
@@ -82,7 +82,7 @@ class SsdMoves:
                 if tier_of(node) < Tier.SSD:
                     self.remove_copy(node, Tier.SSD)
                     self.note(node)
-                elif not (node.children or node.lock_ref or is_kept(node)) and recompute_s < load_s:
+                elif not (node.children or node.lock_ref or is_reserved(node)) and recompute_s < load_s:
                     self.drop(node.id)
 
     def _drop_spares(self: Any, wanted: int) -> None:
@@ -113,7 +113,7 @@ class SsdMoves:
             if node.id not in ssd.owners:  # else giving it up first could be the end of the entry
                 self.add_copy(node, replace(copy, tier=Tier.SSD, entry=ssd))
             is_leaving, node.kv.is_leaving = node.kv.is_leaving, False
-            if is_leaving and node.lock_ref == 0 and node.value is None and not is_kept(node):
+            if is_leaving and node.lock_ref == 0 and node.value is None and not is_reserved(node):
                 self.release(node.id, Tier.SSD)
 
     def arrived(self: Any, entry: SsdEntry, host: HostEntry) -> None:
