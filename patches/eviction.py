@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
 
 from sglang_evicpress.core import Decision, Tier
+from sglang_evicpress.patches.back_up import BackUp
 from sglang_evicpress.policy.patience import bytes_to_copy, seconds_lost
 
 PATIENCE = 2.0
 """How many times its predicted duration copying may take ..."""
 
-LEAST_S = 0.02
-"""... and so many seconds more, for what is copied already."""
+LEAST_S = 0.01
+"""... and so many seconds more, for threads to wake up."""
 
 MOST_ROUNDS = 4
 
@@ -34,64 +36,92 @@ class Eviction:
         allocator = self.token_to_kv_pool_allocator
         shortfall = params.num_tokens - allocator.available_size()
         wanted = max(shortfall, allocator.size // 128) if shortfall > 0 else 0
-        freed = self.relieve(wanted) if wanted else 0
+        freed = self.relieve(wanted, shortfall) if wanted else 0
         while freed < shortfall and (more := self.relieve(shortfall - freed)):
             freed += more  # a move of the first plan had cost another the copy as which it was to leave
+        if freed < shortfall and self.staged_bytes:  # what waiting requests hold keeps the nodes above it as well
+            self.let_go_all()
+            freed += self.relieve(shortfall - freed)
         if freed < shortfall:
             freed += self.release_shadows()
         self.update_eviction_metrics(freed, begin)
         return EvictResult(num_tokens_evicted=freed)
 
-    def relieve(self: Any, wanted: int) -> int:
+    def relieve(self: Any, wanted: int, needed: int | None = None) -> int:
         """Free ``wanted`` slots by the policy's plan, if unlocked nodes hold that many; returns those really freed.
 
-        What would have to be copied first is only waited for where that loses less than what can be done at once.
+        What would have to be copied first is only waited for where that loses less than what can be done at once, and
+        only until ``needed`` slots, all if None, are free; the others are soon after.
         """
         wanted = min(wanted, self.evictable_size_)
         if wanted <= 0:
             return 0
         if self.host is None:
             return int(self.controller.relieve(Tier.GPU, wanted * self.menu.slot_bytes))
-        freed = 0
+        freed, needed = 0, wanted if needed is None else min(needed, wanted)
         for _ in range(MOST_ROUNDS):  # so many bytes are not on their way at once
             urgent = self.policy.plan(Tier.GPU, (wanted - freed) * self.menu.slot_bytes, ready=self.ready)
-            copied = self._relieve_by_copies(wanted - freed, urgent)
+            copied = self._relieve_by_copies(wanted - freed, needed - freed, urgent)
             if copied is None:
                 return freed + int(self.controller.carry_out(urgent))
             freed += copied
-            if copied <= 0 or freed >= wanted:
+            if copied <= 0 or freed >= needed:
                 break
-        if freed < wanted:
-            freed += self.controller.relieve(Tier.GPU, (wanted - freed) * self.menu.slot_bytes, ready=self.ready)
+        if freed < needed:
+            freed += self.controller.relieve(Tier.GPU, (needed - freed) * self.menu.slot_bytes, ready=self.ready)
         return freed
 
-    def _relieve_by_copies(self: Any, wanted: int, urgent: Sequence[Decision]) -> int | None:
-        """Carry out the plan that may copy, and wait for its copies, if it is better than the ``urgent`` one; returns
-        the slots freed, None if it is not."""
+    def _relieve_by_copies(self: Any, wanted: int, needed: int, urgent: Sequence[Decision]) -> int | None:
+        """Carry out the plan that may copy, and wait until its copies have freed ``needed``, if it is better than the
+        ``urgent`` one; returns the slots freed, None if it is not."""
         patient = self.policy.plan(Tier.GPU, wanted * self.menu.slot_bytes, self.room())
         num_bytes = bytes_to_copy(patient, self.ready)
         if not num_bytes:
             return None
-        copy_s = self.costs.load_seconds(Tier.HOST, num_bytes)
+        # What is being copied already comes first, and whoever runs waits too.
+        copy_s = self.costs.load_seconds(Tier.HOST, num_bytes + self._copying_bytes)
         terms = self.policy, self.costs, self.value_of_hit()
-        gain_s = seconds_lost(urgent, *terms) - seconds_lost(patient, *terms) - copy_s
-        if gain_s <= 0.0:
-            return None
-        allocator, copying = self.token_to_kv_pool_allocator, self.workers["copy"]
+        gain_s = -seconds_lost(patient, *terms) - copy_s * self._num_waiting_for_room
+        if sum(decision.freed_bytes for decision in urgent) >= needed * self.menu.slot_bytes:
+            gain_s += seconds_lost(urgent, *terms)
+            if gain_s <= 0.0:
+                return None
+        else:
+            gain_s = math.inf  # it is not enough
+        allocator = self.token_to_kv_pool_allocator
         before = allocator.available_size()
         self.controller.carry_out(patient)
-        begin = time.perf_counter()
-        due = begin + min(gain_s, LEAST_S + PATIENCE * copy_s)
-        while allocator.available_size() - before < wanted and copying.num_pending:
+        leaving = [decision.node_id for decision in patient]
+        due = time.perf_counter() + min(gain_s, LEAST_S + PATIENCE * copy_s)
+        while allocator.available_size() - before < needed and any(map(self._is_leaving, leaving)):
             self.arrival.clear()
-            jobs = copying.finished()
-            for job in jobs:
-                job.finish()
+            if self._finish_copies():
+                continue
             left_s = due - time.perf_counter()
             if left_s <= 0.0:
                 break
-            if not jobs:
-                self.arrival.wait(left_s)
+            self.arrival.wait(left_s)
         self.stir()
         self.tier_counts["waits_for_copies"] += 1
         return int(allocator.available_size() - before)
+
+    @property
+    def _num_waiting_for_room(self: Any) -> int:
+        """Requests that a wait holds up: whoever runs, and the one that room is made for."""
+        batch = getattr(self.scheduler, "running_batch", None)
+        return 1 + (0 if batch is None else len(batch.reqs))
+
+    def _is_leaving(self: Any, node_id: int) -> bool:
+        node = self.nodes.get(node_id)
+        return node is not None and node.value is not None and bool(node.kv.is_leaving)
+
+    def _finish_copies(self: Any) -> bool:
+        """Take in the copies that were made; whether there were any. Other jobs wait for the next tick: what follows
+        from them may concern nodes that a request is about to load."""
+        jobs = self.workers["copy"].finished()
+        for job in jobs:
+            if isinstance(job, BackUp):
+                job.finish()
+            else:
+                self.postponed.append(job)
+        return bool(jobs)

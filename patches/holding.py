@@ -36,7 +36,7 @@ class Holding:
         kv = node.kv
         if is_lossy_prefix or is_lossy(node):
             self.remove_copies(node, lossy_only=True)
-        node.value = value.clone()
+        node.value, kv.is_leaving = value.clone(), False
         kv.form, kv.slots, kv.layout, kv.is_lossy_prefix, kv.origin = EXACT, None, None, is_lossy_prefix, None
         kv.version += 1
         if Tier.HOST in kv.copies:

@@ -143,7 +143,11 @@ class Compression(Job):
             for owner in [cache.nodes.get(owner) for owner in sorted(copy.entry.owners)]:
                 if owner is not None and owner.id in cache.nodes:
                     cache.lose_copy(owner, Tier.HOST, self.error)
-        elif node is not None and node.kv.copies.get(Tier.HOST) is copy:
+        elif (
+            node is not None
+            and node.kv.copies.get(Tier.HOST) is copy
+            and (self.form == copy.form or not is_reserved(node))  # who waits for it counts on what it was
+        ):
             self._replace(node)
         else:
             cache.tier_counts["copies_outdated"] += 1

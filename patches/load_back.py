@@ -193,6 +193,7 @@ class LoadBack:
             self.protected_size_ += len(slots)
         else:
             self.evictable_size_ += len(slots)
-        self._spare[node.id] = None
+        if Tier.HOST in kv.copies:
+            self._spare[node.id] = None
         self._record_store_event(node)
         self.note(node)

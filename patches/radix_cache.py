@@ -279,6 +279,7 @@ class EvicPressCache(
             upper.kv.slots = kv.slots = NOWHERE
         self.nodes[upper.id] = upper
         self.split_copies(upper, child)
+        self.split_held(upper, child)
         self.note_split(upper, child)
         return upper
 

@@ -157,6 +157,9 @@ class Write(Job):
                 cache._share(entry, entry.ssd)
             else:
                 self.ssd.forget(self.ref, cache.workers["write"])
+        else:
+            for node_id in entry.owners:
+                cache.nodes[node_id].kv.is_leaving = False
         cache.host.unpin(entry)
 
 

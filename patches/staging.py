@@ -39,7 +39,7 @@ MOST_ROUNDS = 3
 
 class Stage:
     """What is got ready for one waiting request. ``from_ssd``: the entries that came from the SSD for it; ``held``: the
-    nodes that stay where they are for it, by id, with their bytes. It may be opened again: what was ready may have gone
+    nodes that stay where they are for it, by id. It may be opened again: what was ready may have gone
     while the request still waited."""
 
     __slots__ = (
@@ -61,7 +61,7 @@ class Stage:
         self.open()
         self.jobs: list[Job] = []
         self.from_ssd: set[HostEntry] = set()
-        self.held: dict[int, tuple[Any, int]] = {}
+        self.held: dict[int, Any] = {}
         self.looked_at: set[int] = set()
 
     def open(self) -> None:
@@ -82,7 +82,7 @@ class Staging:
     def open_stages(self: Any) -> None:
         self.stages: dict[int, Stage] = {}
         self.reads: dict[Any, None] = {}  # from the SSD, now
-        self.staged_bytes = 0
+        self.staged: dict[int, int] = {}  # bytes of the nodes that are held, by id
         self.ssd_seen_s = time.perf_counter()
 
     def begin_stage(self: Any, req: Any) -> None:
@@ -182,26 +182,48 @@ class Staging:
     def _hold(self: Any, stage: Stage, node: Any) -> None:
         """Keep what a request will load from being pushed down again before: the policy thinks of more distant uses.
         Not when so much is held already that reads could find no room."""
-        num_bytes = node.kv.copies[max(node.kv.copies)].num_slots * self.menu.slot_bytes
-        if node.id in stage.held or self.staged_bytes + num_bytes > MOST_STAGED_SHARE * self.host.num_bytes:
+        if node.id in stage.held:
             return
-        stage.held[node.id] = node, num_bytes
-        self.staged_bytes += num_bytes
+        if node.kv.num_stages == 0:
+            num_bytes = node.kv.copies[max(node.kv.copies)].num_slots * self.menu.slot_bytes
+            if self.staged_bytes + num_bytes > MOST_STAGED_SHARE * self.host.num_bytes:
+                return
+            self.staged[node.id] = num_bytes
+        stage.held[node.id] = node
         node.kv.num_stages += 1
         self.note(node)
 
     def _let_go(self: Any, stage: Stage) -> None:
-        for node, num_bytes in stage.held.values():
-            self.staged_bytes -= num_bytes
+        for node in stage.held.values():
             node.kv.num_stages -= 1
-            if node.id in self.nodes:
-                self.note(node)
+            if node.kv.num_stages == 0:
+                del self.staged[node.id]
+                if node.id in self.nodes:
+                    self.note(node)
+        stage.held.clear()
+
+    def let_go_all(self: Any) -> None:
+        """Whoever runs needs the room more than those who wait."""
+        for stage in self.stages.values():
+            self._let_go(stage)
+
+    @property
+    def staged_bytes(self: Any) -> int:
+        """What waiting requests hold below the GPU."""
+        return sum(self.staged.values())
+
+    def split_held(self: Any, upper: Any, lower: Any) -> None:
+        """``upper`` was split off ``lower``: both are held by whoever held that."""
+        if lower.kv.num_stages:
+            upper.kv.num_stages, self.staged[upper.id] = lower.kv.num_stages, 0
+            for stage in self.stages.values():
+                if lower.id in stage.held:
+                    stage.held[upper.id] = upper
 
     def _fetch(self: Any, stage: Stage, node: Any) -> None:
         self._tick += 1
         node.kv.last_use = self._tick  # else what was just read were the least recently used, and the first to go
         self.note_use(node)
-        self._hold(stage, node)
         copy = node.kv.copies.get(Tier.HOST)
         job: Job | None = None
         if copy is None:
@@ -216,6 +238,8 @@ class Staging:
             job = copy.entry.check
         if job is not None:
             stage.jobs.append(job)
+        if node.id in self.nodes and (copy is not None or job is not None):
+            self._hold(stage, node)
 
     def _explore(self: Any, unwanted: list[Any]) -> None:
         """Now and then read an SSD entry that is taken to come too late, with nobody waiting for it: a disk that was

@@ -23,6 +23,7 @@ from sglang_evicpress.patches.back_up import BackUp
 from sglang_evicpress.patches.compression import Compressor
 from sglang_evicpress.patches.node import (
     has_child_on_gpu,
+    is_lossy,
     num_slots,
     path_to,
     size_of,
@@ -38,7 +39,7 @@ from sglang_evicpress.tiers.host import HostTier
 from sglang_evicpress.tiers.identity import PathHash, namespace_digest, token_bytes
 from sglang_evicpress.tiers.meter import ReadMeter
 from sglang_evicpress.tiers.ssd import StoreError
-from sglang_evicpress.tiers.worker import Workers
+from sglang_evicpress.tiers.worker import Job, Workers
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class Tiering:
         self.busy_s = 0.0  # when a request last ran or waited, time.monotonic
         self.arrival, self.read_meter = threading.Event(), ReadMeter()
         self.workers: dict[str, Workers] = {}
+        self.postponed: list[Job] = []  # those that have run, and are finished by the next tick
         if not config.has_tiers:
             return
         self.copier = compressor.payload_copier()
@@ -180,7 +182,8 @@ class Tiering:
             copy.entry.owners.add(upper.id)
             least = SMALL_SHARE * copy.entry.header.payload_bytes
             for node, piece in ((upper, left), (lower, right)) if upper.value is not None else ():
-                if piece.num_slots * self.menu.slot_bytes < least:
+                # but the exact KV of what is lossy now, which only the SSD has
+                if piece.num_slots * self.menu.slot_bytes < least and not (piece.is_exact and is_lossy(node)):
                     self.remove_copy(node, tier)
 
     # ---- moving down
@@ -394,7 +397,7 @@ class Tiering:
             node.kv.version += 1
             self.remove_copies(node)
         self.stages.clear()
-        self.staged_bytes = 0
+        self.staged.clear()
         self.ready.clear()
         self._spare.clear()
         self._leftovers.clear()

@@ -27,10 +27,13 @@ class Watermarks:
         if self.host is None:
             return
         self.arrival.clear()
+        jobs = list(self.postponed)
+        self.postponed.clear()
         for workers in self.workers.values():
-            for job in workers.finished():
-                job.finish()
-                self._is_stirred = True
+            jobs += workers.finished()
+        for job in jobs:
+            job.finish()
+            self._is_stirred = True
         now = time.monotonic()
         if not is_idle:
             self.busy_s = now
@@ -56,7 +59,7 @@ class Watermarks:
 
     @property
     def num_pending_jobs(self: Any) -> int:
-        return sum(workers.num_pending for workers in self.workers.values())
+        return sum(workers.num_pending for workers in self.workers.values()) + len(self.postponed)
 
     def _keep_gpu_room(self: Any) -> None:
         allocator = self.token_to_kv_pool_allocator

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from tests.contract.test_tiers_model import CHEAP, DEAR, TierWalk, blocked, cached, nodes_of, opened, sent
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from tests.contract.test_tiers_model import CHEAP, DEAR, SLOTS, TierWalk, blocked, cached, nodes_of, opened, sent
 
 from sglang_evicpress.core import EXACT, Form, Tier
 from sglang_evicpress.patches.node import path_to
@@ -78,6 +79,83 @@ def test_a_node_that_is_copied_ahead_leaves_by_that_copy(opened: Callable[..., T
     walk.check()
 
 
+@pytest.mark.parametrize("has_ssd_parent", [False, True])
+@pytest.mark.parametrize("is_waited_for", [False, True])
+def test_all_that_counts_as_evictable_can_be_evicted(
+    opened: Callable[..., TierWalk], is_waited_for: bool, has_ssd_parent: bool
+) -> None:
+    """SGLang admits on that: also the parent of what a waiting request holds on the host."""
+    walk = opened(is_exact=True, law=DEAR)
+    tokens, node = cached(walk, 200)
+    upper = walk.cache._split_node(node.key, node, 100)
+    sent(walk, node, Tier.HOST)
+    walk.settle()
+    walk.cache.remove_copies(upper)
+    if has_ssd_parent:
+        assert walk.cache.start_copy(upper, Tier.SSD)
+        walk.settle()
+    if is_waited_for:
+        request = walk.wait([*tokens, 59])
+        walk.until(lambda: not walk.cache.is_staging(request))
+        walk.settle()
+        assert node.kv.num_stages == 1
+    walk.cache.remove_copy(upper, Tier.HOST)
+    walk.cache.note(upper)
+    assert walk.allocator.available_size() == SLOTS - 100 and walk.cache.evictable_size_ == 100
+    walk.cache.evict(EvictParams(num_tokens=SLOTS))
+    assert walk.allocator.available_size() == SLOTS
+    walk.waiting.clear()
+    walk.cache.claims.keep_only([])
+    walk.cache.keep_stages([])
+    assert not walk.cache.staged
+    walk.check()
+
+
+def test_what_failed_is_taken_in_when_nothing_is_about_to_be_loaded(opened: Callable[..., TierWalk]) -> None:
+    """Else making room for a load would drop the very node, which is locked by then."""
+    walk = opened(is_exact=True, law=DEAR)
+    tokens, node = cached(walk, 60)
+    sent(walk, node, Tier.HOST)
+    request = walk.wait([*tokens, 59])
+    walk.until(lambda: not walk.cache.is_staging(request))
+    others = [cached(walk, 120)[1] for _ in range(3)]
+    walk.settle()
+    for other in others:
+        walk.cache.remove_copies(other)
+        walk.cache.note(other)
+    (block,) = blocked(walk, "copy")
+    walk.cache._repack_piece(node, node.kv.copies[Tier.HOST])
+    job = node.kv.job
+
+    def fail() -> None:
+        raise OSError("on purpose")
+
+    job.run = fail
+    block.may_end.set()
+    assert job.has_run.wait(60.0)
+    assert walk.admit(request) == 60 and walk.cache.tier_counts["waits_for_copies"] > 0
+    assert walk.cache.postponed == [block, job] or walk.cache.postponed == [job]
+    walk.settle()
+    assert not walk.cache.postponed and walk.cache.tier_errors == {"host_io": 1}
+    walk.end_all()
+    walk.check()
+    walk.cache.host_room(walk.cache.host.num_bytes)  # finds no node that is gone among the spare copies
+
+
+def test_nobody_waits_where_nothing_is_on_its_way(opened: Callable[..., TierWalk]) -> None:
+    walk = opened(is_exact=True, law=DEAR)
+    full(walk)
+    (block,) = blocked(walk, "copy")
+    walk.cache._copying_bytes += walk.cache.host.num_bytes  # no copy is begun
+    waited = []
+    walk.cache.arrival.wait = waited.append
+    assert walk.cache.relieve(150) >= 150
+    del walk.cache.arrival.wait
+    assert not waited
+    walk.cache._copying_bytes -= walk.cache.host.num_bytes
+    block.may_end.set()
+
+
 # ---- what waiting requests hold
 
 
@@ -122,7 +200,7 @@ def test_a_request_that_goes_holds_nothing_any_more(opened: Callable[..., TierWa
     sent(walk, node, Tier.SSD)
     first, second = walk.wait([*tokens, 59]), walk.wait([*tokens, 58])
     walk.until(lambda: not walk.cache.is_staging(second))
-    assert node.kv.num_stages == 2
+    assert node.kv.num_stages == 2 and walk.cache.staged_bytes == 60 * 512  # once
     walk.cache.keep_stages([second])
     assert walk.cache.policy.book.records[node.id].is_locked and first not in walk.cache.stages.values()
     walk.cache.keep_stages([])
@@ -141,7 +219,7 @@ def test_a_split_of_what_is_held_leaves_nothing_held_for_ever(opened: Callable[.
     walk.until(lambda: not walk.cache.is_staging(request))
     walk.admit(request)
     walk.end_all()
-    assert not any(each.kv.num_stages for each in nodes_of(walk)) and walk.cache.staged_bytes == 0
+    assert not any(each.kv.num_stages for each in nodes_of(walk)) and not walk.cache.staged
     walk.check()
     walk.check_rows()
 
@@ -184,6 +262,32 @@ def test_a_small_piece_of_an_ssd_entry_is_given_up(
     assert (Tier.SSD in upper.kv.copies, Tier.SSD in node.kv.copies) == (has_upper, has_lower)
     walk.cache.note(upper)
     walk.cache.note(node)
+    walk.check()
+
+
+def test_the_exact_kv_of_a_lossy_node_is_kept_however_small(opened: Callable[..., TierWalk]) -> None:
+    walk = opened()
+    _, node = on_ssd_too(walk)
+    walk.cache.compress(node.id, Form("random", 0.5))
+    upper = walk.cache._split_node(node.key, node, 10)
+    assert upper.kv.copies[Tier.SSD].is_exact and node.kv.copies[Tier.SSD].is_exact
+
+
+def test_a_compression_that_was_begun_before_does_not_change_what_a_request_waits_for(
+    opened: Callable[..., TierWalk],
+) -> None:
+    walk = opened()
+    tokens, node = cached(walk, 100)
+    sent(walk, node, Tier.HOST)
+    (block,) = blocked(walk, "copy")
+    assert walk.cache.compress_on_host(node, Form("random", 0.5))
+    request = walk.wait([*tokens, 59])
+    walk.until(lambda: not walk.cache.is_staging(request))
+    block.may_end.set()
+    walk.settle()
+    assert node.kv.copies[Tier.HOST].is_exact and walk.cache.tier_counts["copies_outdated"] == 1
+    assert walk.admit(request) == 100
+    walk.end_all()
     walk.check()
 
 
