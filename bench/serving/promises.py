@@ -78,7 +78,7 @@ def against_fixed(summary: Summary, measure: str) -> Line:
     if best is None or worst is None:
         figure = "no quality that both reach"
     else:
-        net = best.net_ratio(_overhead(summary))
+        net = best.net_ratio(summary.overhead_s or 0.0)
         figure = (
             f"{best.ratio:.2f}x lower at {best.quality:.3f} ({_ms(best.ttft_s)} against {_ms(best.other_ttft_s)}"
             f"{'' if net is None else f'; without fixed overhead {net:.2f}x'}), at worst {1 / worst.ratio - 1:+.0%} at "
@@ -104,10 +104,10 @@ def against_exact(summary: Summary, kind: str, least: float) -> Line:
         return Line(what, f">= {least:g}x lower", f"no setting of EvicPress reaches {LEAST}", False)
     figure = f"{_times(found)} ({_told(one)}, {kind} {_ms(_ttft(summary, kind))}"
     if kind not in STOCK:
-        figure += f"; without fixed overhead {_times(_over(summary, kind, one, _overhead(summary)))}"
+        figure += f"; without fixed overhead {_times(_over(summary, kind, one, summary.overhead_s or 0.0))}"
     control = _over(summary, f"{kind}+attention", one)
     if control is not None:
-        net = _over(summary, f"{kind}+attention", one, _overhead(summary))
+        net = _over(summary, f"{kind}+attention", one, summary.overhead_s or 0.0)
         figure += f"; beside {kind} with our CPU attention {_times(control)}, without fixed overhead {_times(net)}"
     ok = found.ratio >= least and (control is None or control.ratio >= least)
     return Line(what, f">= {least:g}x lower", figure + ")", ok)
@@ -172,23 +172,18 @@ def against_bound(summary: Summary) -> Line:
 
 def overhead_share(summary: Summary) -> Line:
     """What no cache can take away, so what the ratios above are diluted by."""
-    overhead_s = _overhead(summary)
+    overhead_s = summary.overhead_s or 0.0
     shares = [
         f"{cell.system} {overhead_s / cell.ttft_mean_s:.0%}"
         for cell in summary.at(0.0)
         if cell.kind in ("lru+attention", "tiers-lru", "evicpress") and cell.ttft_mean_s
     ]
     return Line(
-        "share of mean TTFT that is fixed overhead, the median TTFT of the bound with our attention, one client",
+        "share of mean TTFT that is fixed overhead, the median TTFT of the faster bound, one client",
         "reported",
         f"{_ms(overhead_s)}: {', '.join(shares)}",
         bool(shares) and overhead_s > 0,
     )
-
-
-def _overhead(summary: Summary) -> float:
-    cell = summary.cell("bound+attention", 0.0)
-    return 0.0 if cell is None else cell.ttft_p50_s or 0.0
 
 
 _NAMES = {

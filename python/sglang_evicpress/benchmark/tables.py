@@ -39,7 +39,7 @@ def report_lines(summary: Summary) -> Iterator[str]:
     yield ""
     yield from (f"- {line}" for line in setting_lines(raw))
     if summary.overhead_s is not None:
-        yield f"- fixed overhead: {ms(summary.overhead_s)} ms, the bound's median TTFT with one client"
+        yield f"- fixed overhead: {ms(summary.overhead_s)} ms, the median TTFT of the faster bound with one client"
     if any(cell.utility_lost_s is not None for cell in summary.cells):
         yield (
             "- utility lost: what EvicPress's decisions gave up by its own estimate: alpha * quality - delay, in "

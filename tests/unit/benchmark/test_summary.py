@@ -71,6 +71,13 @@ def test_overhead_is_the_bounds_median_with_one_client(folder: Path) -> None:
     assert summary_of(folder).overhead_s == pytest.approx(0.15)
 
 
+def test_overhead_is_that_of_the_faster_of_two_bounds(tmp_path: Path) -> None:
+    write_plan(tmp_path, {"bound": "bound", "bound+attention": "bound+attention", "ours": "evicpress"})
+    for system, ttft_s in (("bound", 0.3), ("bound+attention", 0.1), ("ours", 0.05)):
+        write_run(tmp_path, system, 0, requests([ttft_s, ttft_s, 2 * ttft_s]))
+    assert summary_of(tmp_path).overhead_s == pytest.approx(0.1)
+
+
 def test_the_bound_is_compared_by_pairs_with_and_without_overhead(folder: Path) -> None:
     cell = cell_of(folder)
     assert cell.over_bound is not None
