@@ -52,7 +52,7 @@ class HostWalk(TierWalk):
 @pytest.mark.parametrize("has_ssd", [False, True])
 @pytest.mark.parametrize("host_bytes", [64 << 10, 192 << 10])
 def test_random_walks_keep_every_row(tmp_path: Path, page_size: int, has_ssd: bool, host_bytes: int) -> None:
-    walk = HostWalk(20 + page_size, page_size, tmp_path if has_ssd else None, host_bytes=host_bytes)
+    walk = HostWalk(24 + page_size, page_size, tmp_path if has_ssd else None, host_bytes=host_bytes)
     walk.law = None
     try:
         walk.run(400)
