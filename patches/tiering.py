@@ -244,7 +244,7 @@ class Tiering:
         # What was chosen to be on the SSD in a lossy form is, even where its exact KV is already: it comes back sooner.
         is_free = not (is_resident and has_child_on_gpu(node))
         if not self._leave_by_copy(node, tier) and copy is not None and copy.is_exact and is_free:
-            freed += int(self.release(node_id, tier))
+            freed += int(self.release(node_id, tier))  # `_leave_by_copy` makes no room of it
         return freed
 
     def _leave_by_copy(self: Any, node: Any, tier: Tier) -> bool:
@@ -255,7 +255,7 @@ class Tiering:
             node.kv.is_leaving = True
             return True
         node.kv.is_leaving = True  # before: the copy may be there at once
-        if not self.start_copy(node, tier):
+        if not self.start_copy(node, tier, keep=(node.id,)):
             node.kv.is_leaving = False
             return False
         return True

@@ -199,6 +199,25 @@ def test_without_room_for_both_copies_a_node_stays_as_it_is(opened: Callable[...
     walk.check()
 
 
+def test_a_copy_to_fall_back_on_is_not_given_up_to_make_room(opened: Callable[..., TierWalk]) -> None:
+    """What the GPU has compressed has its exact copy in a host memory that has no room for both."""
+    walk = opened(has_ssd=False, host_bytes=64 << 10)
+    tokens, node = cached(walk, 120)
+    sent(walk, node, Tier.HOST)
+    assert walk.serve([*tokens, 59]) == 120
+    walk.end_all()
+    walk.settle()
+    (tail,) = node.children.values()
+    walk.cache.drop(tail.id)
+    walk.cache.compress(node.id, KNORM)
+    assert walk.cache.send(node.id, Tier.HOST, node.kv.form) == 60
+    walk.settle()
+    assert tier_of(node) == Tier.HOST and node.kv.form == EXACT
+    assert walk.serve([*tokens, 59]) == 120
+    walk.check()
+    walk.check_rows()
+
+
 def test_a_piece_of_an_entry_that_is_nobodys_any_more_gets_one_of_its_own(opened: Callable[..., TierWalk]) -> None:
     walk = opened(has_ssd=False)
     tokens = some_tokens(walk, 120)
@@ -227,6 +246,10 @@ def test_a_piece_of_an_entry_that_is_nobodys_any_more_gets_one_of_its_own(opened
 def test_a_way_out_that_is_gone_is_not_taken(opened: Callable[..., TierWalk]) -> None:
     walk = opened(has_ssd=False)
     _, node = cached(walk, 100)
+    walk.end_all()
+    walk.settle()
+    (tail,) = node.children.values()
+    walk.cache.drop(tail.id)
     walk.cache.compress(node.id, KNORM)
     assert walk.cache.send(node.id, Tier.HOST, EXACT) == 0  # as which it lay there when the plan was made
     assert node.value is not None and node.kv.form == KNORM and not node.kv.is_leaving
