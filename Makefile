@@ -8,7 +8,7 @@ ifeq ($(wildcard /dev/nvidiactl),)
 export SGLANG_USE_CPU_ENGINE ?= 1
 endif
 
-.PHONY: help setup test check contract dist demo show-foundation show-policy show-tiers show-profiler show-bench show-decode chaos bench bench-micro clean
+.PHONY: help setup test check contract dist demo show-foundation show-policy show-tiers show-profiler show-bench show-decode show-kernels chaos bench bench-micro clean
 
 help:
 	@echo "make demo             the real server on a pool too small: lru beside evicpress, under 10 minutes"
@@ -22,6 +22,7 @@ help:
 	@echo "make show-profiler    measure the profiler: insights, held-out questions, scorers, figure 10, what users notice; at most 30 minutes"
 	@echo "make show-bench       every system side by side on real servers, and the papers' figures; at most 60 minutes"
 	@echo "make show-decode      measure budgets of running requests: exact, gauge, room, cost, accuracy; at most 20 minutes"
+	@echo "make show-kernels     compile and interpret every kernel, attention over compact rows, the GPU script's packing; at most 20 minutes"
 	@echo "make chaos            the real server on host memory and an SSD that fail on purpose, 5 minutes and two starts"
 	@echo "make bench            the serving benchmark: every system side by side on the CPU testbed; goes on where it was stopped"
 	@echo "make bench-micro      every bench/bench_*.py: the policy and the tiers by themselves"
@@ -74,6 +75,9 @@ show-bench: setup
 
 show-decode: setup
 	$(PY) bench/show_decode.py
+
+show-kernels: setup
+	$(PY) bench/show_kernels.py
 
 chaos: setup
 	$(PY) bench/chaos.py

@@ -1,0 +1,82 @@
+"""Every kernel compiled for sm_80, sm_90 and sm_100 with no GPU present: registers, spills, widths of its accesses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+import triton
+from foundation.report import Line
+
+from sglang_evicpress.kernels import aot
+from sglang_evicpress.kernels.aot import ARCHS, DTYPES, HEAD_DIMS, HEADER, Report
+
+TABLE = Path(__file__).parents[1] / "out" / "kernels" / "compiled.txt"
+WHOLE_ROWS = 128  # bits of the widest access of what reads or writes rows of the pool
+SCORES_ONLY = {"page_mean", "select_survivors"}  # these read float32 scores, not rows
+MOVES_ROWS = {"compact", "fill_holes", "gather", "scatter"}
+
+
+def compile_for(arch: int) -> list[Report]:
+    """Without their PTX but for what stands between loads and stores of ``compact``."""
+    return [replace(report, ptx=_steps(report.ptx)) for report in aot.compile_all(archs=(arch,))]
+
+
+def _steps(ptx: str) -> str:
+    """The order of wide loads, barriers and wide stores, repeats left out: such as ``ld bar st``."""
+    found = [match[1] or match[2] for match in re.finditer(r"(ld|st)\.global[.\w:]*\.v4\.|(bar)\.sync", ptx)]
+    return " ".join(step for index, step in enumerate(found) if index == 0 or step != found[index - 1])
+
+
+def write_table(reports: Sequence[Report], table: Path = TABLE) -> None:
+    table.parent.mkdir(parents=True, exist_ok=True)
+    head = f"triton {triton.__version__}, torch {torch.__version__}: compiled without a GPU, run on none"
+    table.write_text("\n".join([head, HEADER, *map(str, reports)]) + "\n", encoding="utf-8")
+
+
+def measure() -> Iterator[Line]:
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as workers:
+        reports = [report for found in workers.map(compile_for, ARCHS) for report in found]
+    write_table(reports)
+    yield from lines(reports)
+    print(f"    the table of all {len(reports)}: {TABLE}", flush=True)
+
+
+def lines(reports: Sequence[Report]) -> Iterator[Line]:
+    kernels = sorted({report.kernel for report in reports})
+    for arch in ARCHS:
+        here = [report for report in reports if report.arch.startswith(f"sm_{arch}")]
+        spilling = [f"{report.kernel} {report.head_dim} {report.dtype}" for report in here if report.spill_bytes]
+        most = max(here, key=lambda report: report.registers)
+        yield Line(
+            f"compiled for sm_{arch}: {len(kernels)} kernels, head_dim {HEAD_DIMS}, bf16 and fp16",
+            f"{len(kernels) * len(HEAD_DIMS) * len(DTYPES)} compiled, 0 spill",
+            f"{len(here)} compiled, {len(spilling)} spill {spilling or ''}; most registers {most.registers} "
+            f"({most.kernel} {most.head_dim}), most shared memory {max(report.shared_bytes for report in here)} B",
+            len(here) == len(kernels) * len(HEAD_DIMS) * len(DTYPES) and not spilling,
+        )
+    rows = [report for report in reports if report.kernel not in SCORES_ONLY]
+    narrow = [
+        f"{report.kernel} {report.arch} {report.head_dim} {report.dtype}"
+        for report in rows
+        if report.load_bits < WHOLE_ROWS or (report.kernel in MOVES_ROWS and report.store_bits < WHOLE_ROWS)
+    ]
+    yield Line(
+        "rows of the pool move in wide accesses",
+        f"every kernel that reads them loads {WHOLE_ROWS} bits at once, every one that moves them stores as many",
+        f"{len(rows)} compiled kernels, narrower: {narrow or 'none'}",
+        bool(rows) and not narrow,
+    )
+    orders = [report.ptx for report in reports if report.kernel == "compact"]
+    wrong = [order for order in orders if not order.startswith("ld bar st")]
+    yield Line(
+        "compact waits for all warps between its loads and its stores (in place, so survivors overlap)",
+        "load, barrier, store in that order, on every target",
+        f"{len(orders) - len(wrong)} of {len(orders)} targets" + (f"; first other: {wrong[0]}" if wrong else ""),
+        bool(orders) and not wrong,
+    )
