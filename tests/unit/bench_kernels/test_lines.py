@@ -81,6 +81,8 @@ def every(**fields: Any) -> list[Report]:
     ("change", "missed"),
     [
         ({}, []),
+        ({"ptx": "bar ld bar st bar"}, []),
+        ({"ptx": "ld bar st ld st"}, [4]),
         ({"spill_bytes": 8}, [0, 1, 2]),
         ({"store_bits": 32}, [3]),
         ({"load_bits": 16}, [3]),
