@@ -28,11 +28,11 @@ def interpreted_server(page_size: int) -> Server:
 
 def check(case: Case, form: str) -> None:
     """One compressed node, matched whole and left in the middle."""
-    text = case.context(80, 120)
+    text = case.context(96, 128)
     (node,) = case.path(text.token_ids)
     case.compress(text, node, form)
+    case.ask(text, cached=len(node.token_ids), with_controls=True)
     case.leave(text, len(text.token_ids) // 2)
-    case.ask(text, with_controls=True)
 
 
 def answers() -> Iterator[Line]:

@@ -117,19 +117,23 @@ def cells(figure: float = 0.5) -> dict[accuracy.Cell, float]:
 
 
 def test_the_table_has_a_row_for_every_method_score_and_page() -> None:
-    rows = accuracy.table({16: 1.0, 32: 1.0}, cells()).splitlines()
+    rows = accuracy.table(cells()).splitlines()
     assert "| 32 | holefill | h2o | 50 | 90 | 90 | 90 | 90 |" in rows
     assert sum(row.startswith(("| 16 ", "| 32 ")) for row in rows) == 2 * len(accuracy.METHODS) * len(SCORES)
+    both = accuracy.tables({16: 1.0, 32: 1.0}, cells(), cells(0.25)).splitlines()
+    assert "| 32 | holefill | h2o | 25 | 90 | 90 | 90 | 90 |" in both[len(both) // 2 :]
 
 
 def test_accuracy_is_missed_without_a_cell_or_where_a_whole_budget_changes_an_answer() -> None:
     full = {16: 1.0, 32: 1.0}
-    assert accuracy.line(full, cells(), 48, 24).ok
-    assert not accuracy.line(full, cells(), 47, 24).ok
-    assert not accuracy.line(full, cells(0.95), 48, 24).ok
+    assert accuracy.line(full, cells(), cells(), 48, 24).ok
+    assert not accuracy.line(full, cells(), cells(), 47, 24).ok
+    assert not accuracy.line(full, cells(0.95), cells(), 48, 24).ok
+    assert not accuracy.line(full, cells(), cells(0.95), 48, 24).ok
     fewer = cells()
     fewer.popitem()
-    assert not accuracy.line(full, fewer, 48, 24).ok
+    assert not accuracy.line(full, fewer, cells(), 48, 24).ok
+    assert not accuracy.line(full, cells(), fewer, 48, 24).ok
 
 
 def test_questions_are_the_same_each_time_and_of_every_family() -> None:
