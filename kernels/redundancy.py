@@ -80,9 +80,9 @@ def _redundancy_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ) -> None:
-    tokens = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    tokens = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     inside = tokens < num_tokens
-    head = tl.program_id(1)
+    head = tl.program_id(0)
     layer = tl.program_id(2)
     keys = layer_pointer(k_table, layer, DTYPE)
     row = (layer * NUM_HEADS + head).to(tl.int64)
@@ -119,7 +119,7 @@ def redundancy(k_buffers: Sequence[Tensor], slots: Tensor, recent: Tensor, *, ba
     constants = tile_constants(heads, pool.head_dim, pool.dtype)
     anchors = torch.empty(layers, heads, pool.head_dim, dtype=torch.float32, device=pool.device)
     _recent_direction_kernel[(heads, layers)](table, slots, recent.contiguous(), anchors, num_recent, **constants)
-    grid = (triton.cdiv(n, constants["BLOCK_TOKENS"]), heads, layers)
+    grid = (heads, triton.cdiv(n, constants["BLOCK_TOKENS"]), layers)
     _redundancy_kernel[grid](table, slots, anchors, out, n, **constants)
     return out
 

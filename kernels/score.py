@@ -1,5 +1,6 @@
 """Token scores over a paged KV pool: key norm, value to key ratio, key difference, and their mean over pages.
 
+Heads come first in a grid: programs that run side by side read the heads of the same rows, which lie side by side.
 All results are float32 ``[num_layers, num_heads, n]``. Norms are accumulated in float32: a row whose squared
 norm exceeds 3.4e38 has an infinite norm, as in torch.
 """
@@ -58,8 +59,8 @@ def _key_norm_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ) -> None:
-    tokens = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    head = tl.program_id(1)
+    head = tl.program_id(0)
+    tokens = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     layer = tl.program_id(2)
     keys = layer_pointer(k_table, layer, DTYPE)
     key = _load_rows(keys, slots, tokens, num_tokens, head, NUM_HEADS, HEAD_DIM, BLOCK_DIM)
@@ -81,7 +82,7 @@ def key_norm(k_buffers: Sequence[Tensor], slots: Tensor, *, backend: Backend = "
     out = torch.empty(pool.num_layers, pool.num_heads, n, dtype=torch.float32, device=pool.device)
     constants = tile_constants(pool.num_heads, pool.head_dim, pool.dtype)
     if n:
-        grid = (triton.cdiv(n, constants["BLOCK_TOKENS"]), pool.num_heads, pool.num_layers)
+        grid = (pool.num_heads, triton.cdiv(n, constants["BLOCK_TOKENS"]), pool.num_layers)
         _key_norm_kernel[grid](pointer_table(k_buffers), slots.contiguous(), out, n, **constants)
     return out
 
@@ -104,8 +105,8 @@ def _value_key_ratio_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ) -> None:
-    tokens = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    head = tl.program_id(1)
+    head = tl.program_id(0)
+    tokens = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     layer = tl.program_id(2)
     keys = layer_pointer(k_table, layer, DTYPE)
     values = layer_pointer(v_table, layer, DTYPE)
@@ -133,7 +134,7 @@ def value_key_ratio(
     out = torch.empty(pool.num_layers, pool.num_heads, n, dtype=torch.float32, device=pool.device)
     constants = tile_constants(pool.num_heads, pool.head_dim, pool.dtype)
     if n:
-        grid = (triton.cdiv(n, constants["BLOCK_TOKENS"]), pool.num_heads, pool.num_layers)
+        grid = (pool.num_heads, triton.cdiv(n, constants["BLOCK_TOKENS"]), pool.num_layers)
         tables = pointer_table(k_buffers), pointer_table(v_buffers)
         _value_key_ratio_kernel[grid](*tables, slots.contiguous(), out, n, **constants)
     return out
@@ -158,8 +159,8 @@ def _direction_sum_kernel(
     CHUNK: tl.constexpr,
 ) -> None:
     # out[layer, head, chunk, :] = sum over the chunk's tokens of key / |key|
-    chunk = tl.program_id(0)
-    head = tl.program_id(1)
+    head = tl.program_id(0)
+    chunk = tl.program_id(1)
     layer = tl.program_id(2)
     keys = layer_pointer(k_table, layer, DTYPE)
     dims = tl.arange(0, BLOCK_DIM)
@@ -169,7 +170,7 @@ def _direction_sum_kernel(
         key = _load_rows(keys, slots, tokens, num_tokens, head, NUM_HEADS, HEAD_DIM, BLOCK_DIM)
         norm = tl.maximum(tl.sqrt(tl.sum(key * key, 1)), 1e-12)
         total += tl.sum(key / norm[:, None], 0)
-    row = (layer * NUM_HEADS + head).to(tl.int64) * tl.num_programs(0) + chunk
+    row = (layer * NUM_HEADS + head).to(tl.int64) * tl.num_programs(1) + chunk
     tl.store(out + row * HEAD_DIM + dims, total, mask=dims < HEAD_DIM)
 
 
@@ -186,8 +187,8 @@ def _key_difference_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ) -> None:
-    tokens = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    head = tl.program_id(1)
+    head = tl.program_id(0)
+    tokens = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     layer = tl.program_id(2)
     dims = tl.arange(0, BLOCK_DIM)
     row = (layer * NUM_HEADS + head).to(tl.int64)
@@ -218,9 +219,9 @@ def key_difference(k_buffers: Sequence[Tensor], slots: Tensor, *, backend: Backe
     constants = tile_constants(heads, pool.head_dim, pool.dtype)
     chunks = triton.cdiv(n, CHUNK_TOKENS)
     sums = torch.empty(layers, heads, chunks, pool.head_dim, dtype=torch.float32, device=pool.device)
-    _direction_sum_kernel[(chunks, heads, layers)](table, slots, sums, n, CHUNK=CHUNK_TOKENS, **constants)
+    _direction_sum_kernel[(heads, chunks, layers)](table, slots, sums, n, CHUNK=CHUNK_TOKENS, **constants)
     anchors = sums.sum(2) / n
-    grid = (triton.cdiv(n, constants["BLOCK_TOKENS"]), heads, layers)
+    grid = (heads, triton.cdiv(n, constants["BLOCK_TOKENS"]), layers)
     _key_difference_kernel[grid](table, slots, anchors, out, n, **constants)
     return out
 
