@@ -68,7 +68,8 @@ def run_tests(paths: list[str], *, interpreted: bool) -> dict[str, Counter[str]]
         for case in ET.parse(report).getroot().iter("testcase"):
             kinds = {child.tag for child in case}
             result = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
-            name = next((part for part in case.get("classname", "").split(".") if part.startswith("test_")), "?")
+            files = [part for part in case.get("classname", "").split(".") if part.startswith("test_")]
+            name = files[-1] if files else "?"
             found.setdefault(name, Counter())[result] += 1
     return found
 
