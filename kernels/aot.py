@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sglang_evicpress.kernels import compact, fill_holes, redundancy, score, select, window_attention
+from sglang_evicpress.kernels import compact, fill_holes, redundancy, score, select, stage, window_attention
 from sglang_evicpress.kernels.pool import IS_INTERPRETED, tile_constants
 
 ARCHS = (80, 90, 100)
@@ -95,15 +95,24 @@ def launches(head_dim: int, dtype: torch.dtype) -> Iterator[Launch]:
     moves = {"table": "*u64", "slots": "*i64", "targets": "*i32", "sources": "*i32", "num_moves": "i32"}
     constants = fill_holes.fill_holes_constants(_NUM_LAYERS, _NUM_HEADS, head_dim, dtype)
     yield Launch("fill_holes", fill_holes._fill_holes_kernel, moves, constants)
+    rows = stage.stage_constants(_NUM_HEADS * head_dim * dtype.itemsize)
+    copies = {"table": "*u64", "slots": "*i64", "out": "*i32", "num_slots": "i32"}
+    yield Launch("gather", stage._gather_kernel, copies, rows)
+    copies = {"table": "*u64", "slots": "*i64", "staged": "*i32", "num_slots": "i32"}
+    yield Launch("scatter", stage._scatter_kernel, copies | {"begin": "i32", "num_staged": "i32"}, rows)
 
 
 def compile_launch(launch: Launch, arch: int, head_dim: int, dtype: torch.dtype) -> Report:
     """Compile one kernel for ``sm_<arch>`` and read the assembler's log of the same PTX."""
     constants = dict(launch.constants)
     options = {"num_warps": constants.pop("num_warps")}
-    names = launch.kernel.arg_names
-    signature = {name: launch.signature.get(name, "constexpr") for name in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] == "*"}
+    parameters = launch.kernel.params
+    signature = {parameter.name: launch.signature.get(parameter.name, "constexpr") for parameter in parameters}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, parameter in enumerate(parameters)
+        if signature[parameter.name][0] == "*" and not parameter.do_not_specialize_on_alignment
+    }
     source = ASTSource(launch.kernel, signature, constexprs=constants, attrs=aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     ptx = compiled.asm["ptx"]

@@ -7,7 +7,7 @@ A pool is one contiguous tensor ``[num_slots, num_heads, head_dim]`` per layer f
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,7 +23,7 @@ IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 _TILE_ELEMENTS = 4096
-_ACCESS_BYTES = 16
+ACCESS_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +44,21 @@ def layer_pointer(table: tl.tensor, layer: tl.tensor, DTYPE: tl.constexpr) -> tl
     return tl.multiple_of(tl.load(table + layer).to(tl.pointer_type(DTYPE)), 16)
 
 
-def check_pool(buffers: Sequence[Tensor], slots: Tensor) -> PoolShape:
+def check_pool(
+    buffers: Sequence[Tensor], slots: Tensor, dtypes: Collection[torch.dtype] | None = tuple(TRITON_DTYPES)
+) -> PoolShape:
     """Return the shape of the pool. Reads no tensor content: a slot outside the pool is the caller's error.
 
-    Raises ValueError when layers differ in shape, dtype or device, when one is not contiguous, or when
-    ``slots`` is not int64 ``[n]`` on the device of the pool.
+    Raises ValueError when layers differ in shape, dtype or device, when one is not contiguous, when the dtype is not
+    among ``dtypes`` (None: whoever only moves bits takes any), or when ``slots`` is not int64 ``[n]`` on the device of
+    the pool.
     """
     if not buffers:
         raise ValueError("a pool needs at least one layer")
     first = buffers[0]
     if first.dim() != 3:
         raise ValueError(f"a layer must be [num_slots, num_heads, head_dim], got {tuple(first.shape)}")
-    if first.dtype not in TRITON_DTYPES:
+    if dtypes is not None and first.dtype not in dtypes:
         raise ValueError(f"a pool must hold float16, bfloat16 or float32, got {first.dtype}")
     for buffer in buffers:
         if buffer.shape != first.shape or buffer.dtype != first.dtype or buffer.device != first.device:
@@ -94,8 +97,8 @@ def pointer_table(buffers: Sequence[Tensor]) -> Tensor:
     Raises ValueError for a layer that does not start on a 16-byte boundary.
     """
     addresses = tuple(buffer.data_ptr() for buffer in buffers)
-    if any(address % _ACCESS_BYTES for address in addresses):
-        raise ValueError(f"a layer of a pool must start on a {_ACCESS_BYTES}-byte boundary")
+    if any(address % ACCESS_BYTES for address in addresses):
+        raise ValueError(f"a layer of a pool must start on a {ACCESS_BYTES}-byte boundary")
     return _pointer_table(addresses, buffers[0].device)
 
 

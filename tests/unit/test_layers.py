@@ -57,7 +57,7 @@ TABLE = {
     "decode": Layer(("kernels", "press"), ("torch",)),
     "cpu_attention": Layer(("core", "kernels", "layout"), ("torch",)),
     # Where KV is kept below the GPU.
-    "tiers": Layer(("core", "layout"), ("numpy", "torch", "xxhash")),
+    "tiers": Layer(("core", "kernels", "layout"), ("numpy", "torch", "xxhash")),
     # What is measured of contexts.
     "profiler": Layer(
         ("core", "profile", "tiers"),

@@ -12,7 +12,7 @@ import torch
 
 from sglang_evicpress.tiers.extents import GRANULE, MAX_RUNS, Extents, Run
 
-__all__ = ["GRANULE", "MAX_RUNS", "Arena", "Extents", "Run"]
+__all__ = ["GRANULE", "MAX_RUNS", "Arena", "Extents", "Run", "read_pieces", "write_pieces"]
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14, which the mmap module does not name yet
 
@@ -93,6 +93,22 @@ class Arena:
                 offset -= size
         if left:
             raise ValueError(f"{num_bytes} bytes are asked for, the runs end {left} bytes before")
+
+
+def write_pieces(pieces: Sequence[torch.Tensor], source: torch.Tensor) -> None:
+    """Copy uint8 [n] into pieces of n bytes in all. From a device to a pinned arena nobody waits for it."""
+    begin = 0
+    for piece in pieces:
+        piece.copy_(source[begin : begin + len(piece)], non_blocking=True)
+        begin += len(piece)
+
+
+def read_pieces(pieces: Sequence[torch.Tensor], target: torch.Tensor) -> None:
+    """The other way."""
+    begin = 0
+    for piece in pieces:
+        target[begin : begin + len(piece)].copy_(piece, non_blocking=True)
+        begin += len(piece)
 
 
 def _take_memory(num_bytes: int) -> mmap.mmap:

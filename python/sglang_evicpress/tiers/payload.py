@@ -1,4 +1,4 @@
-"""KV between SGLang's pool and an entry's payload: gather, check and scatter, one layer at a time.
+"""KV between SGLang's pool and an entry's payload: gather, check and scatter.
 
 A payload holds, for each layer in order, the K rows then the V rows of the entry's slots, contiguous; for a lossy form
 one more extent: the survivors' positions, int32 [layers, heads, slots], then their logical indices, int32 [slots].
@@ -15,8 +15,9 @@ import torch
 import xxhash
 
 from sglang_evicpress.layout import HostCopy, SurvivorLayout
-from sglang_evicpress.tiers.arena import Arena, Run
+from sglang_evicpress.tiers.arena import Arena, Run, read_pieces, write_pieces
 from sglang_evicpress.tiers.entry import Extent, Shape
+from sglang_evicpress.tiers.transfers import CudaLanes, Transfers
 
 _PIECE_BYTES = 1 << 18
 """Hashed right after it was copied, while it is in the cache."""
@@ -27,11 +28,20 @@ Check = Callable[[Extent, Iterable[memoryview]], None]
 class PayloadCopier:
     """Moves payloads between the buffers of a KV pool, [slots, heads, head_dim] per layer, and an arena.
 
-    Every call may run on a worker thread. On CUDA each thread has a stream of its own and what is copied has arrived
-    when the call returns; ``after`` is then an event that the copy has to wait for.
+    Every call may run on a worker thread. On CUDA each thread has a stream of its own; ``after`` is then an event that
+    the copy has to wait for. What is saved or written has arrived when the call returns, what is loaded or read has
+    when the stream has done it, and until then its runs must stay. ``transfers``: how it goes between the pool's
+    device and the arena; without it over CUDA's streams, and where the pool is on the CPU in place.
     """
 
-    def __init__(self, k_buffers: Sequence[torch.Tensor], v_buffers: Sequence[torch.Tensor], page_size: int) -> None:
+    def __init__(
+        self,
+        k_buffers: Sequence[torch.Tensor],
+        v_buffers: Sequence[torch.Tensor],
+        page_size: int,
+        *,
+        transfers: Transfers | None = None,
+    ) -> None:
         self._buffers = [tuple(pair) for pair in zip(k_buffers, v_buffers, strict=True)]
         self._streams = threading.local()
         first = k_buffers[0]
@@ -39,6 +49,10 @@ class PayloadCopier:
         self.shape = Shape(len(self._buffers), int(first.shape[1]), int(first.shape[2]), dtype, page_size)
         self._device = first.device
         self._is_cuda = first.is_cuda
+        self._transfers = transfers
+        if self._is_cuda and transfers is None:
+            self._transfers = Transfers(k_buffers, v_buffers, CudaLanes(self._device))
+            self._transfers.compile()
 
     @property
     def num_layers(self) -> int:
@@ -58,18 +72,13 @@ class PayloadCopier:
         after: Any = None,
     ) -> tuple[Extent, ...]:
         """Copy the KV of ``slots`` [n] into ``runs``; the extents carry the checksums of what is there now."""
-        extents, offset = [], 0
-        sizes = self.sizes(len(slots), layout is not None)
-        with self._stream(after) as stream:
-            for pair, num_bytes in zip(self._buffers, sizes, strict=False):
-                begin = offset
-                for buffer in pair:
-                    self._gather(buffer, slots, arena, runs, begin, stream)
-                    begin += len(slots) * _row_bytes(buffer)
-                extents.append(_extent(arena, runs, offset, num_bytes))
-                offset += num_bytes
+        with self._stream(after):
+            if self._transfers is not None:
+                extents = self._transfers.save(slots, arena, runs)
+            else:
+                extents = self._save(slots, arena, runs)
         if layout is not None:
-            extents.append(self.write_layout(layout, arena, runs, offset))
+            extents.append(self.write_layout(layout, arena, runs, extents[-1].offset + extents[-1].num_bytes))
         return tuple(extents)
 
     def read_layer(
@@ -79,8 +88,14 @@ class PayloadCopier:
         ``num_slots``: on the pool's device, and on the CPU perhaps the arena's own memory."""
         found, offset = [], extent.offset
         for buffer in self._buffers[layer]:
-            rows = _rows(buffer, arena, runs, offset + begin * _row_bytes(buffer), count)
-            found.append(rows.to(buffer.device, non_blocking=True))
+            at = offset + begin * _row_bytes(buffer)
+            if self._is_cuda:
+                rows = torch.empty((count, *buffer.shape[1:]), dtype=buffer.dtype, device=buffer.device)
+                pieces = arena.tensors(runs, at, count * _row_bytes(buffer))
+                read_pieces(pieces, rows.view(-1).view(torch.uint8))
+            else:
+                rows = _rows(buffer, arena, runs, at, count)
+            found.append(rows)
             offset += num_slots * _row_bytes(buffer)
         return found[0], found[1]
 
@@ -91,7 +106,7 @@ class PayloadCopier:
         begin = offset
         for rows in pair:
             flat = rows.contiguous().view(-1).view(torch.uint8)
-            _write(arena.tensors(runs, begin, len(flat)), flat)
+            write_pieces(arena.tensors(runs, begin, len(flat)), flat)
             begin += len(flat)
         if stream is not None:
             stream.synchronize()
@@ -100,7 +115,7 @@ class PayloadCopier:
     def write_layout(self, layout: SurvivorLayout, arena: Arena, runs: Sequence[Run], offset: int) -> Extent:
         """Put the last extent of a lossy payload where it is to be."""
         numbers = torch.cat([layout.positions.reshape(-1), layout.logical.to(torch.int32)]).view(torch.uint8)
-        _write(arena.tensors(runs, offset, len(numbers)), numbers)
+        write_pieces(arena.tensors(runs, offset, len(numbers)), numbers)
         return _extent(arena, runs, offset, len(numbers))
 
     def load_layer(
@@ -117,13 +132,13 @@ class PayloadCopier:
         if not len(slots):
             return
         offset = extent.offset
+        if self._transfers is not None:
+            self._transfers.load(layer, slots, arena, runs, offset, begin, num_slots)
+            return
         for buffer in self._buffers[layer]:
             row = _row_bytes(buffer)
             rows = _rows(buffer, arena, runs, offset + begin * row, len(slots))
-            if self._is_cuda:
-                buffer.index_copy_(0, slots, rows.to(buffer.device, non_blocking=True))
-            else:
-                _words(buffer)[_selector(slots)] = _words(rows)  # three times as fast as index_copy_
+            _words(buffer)[_selector(slots)] = _words(rows)  # three times as fast as index_copy_
             offset += num_slots * row
 
     def finish_layer(self) -> Any:
@@ -136,25 +151,20 @@ class PayloadCopier:
         return event
 
     def stream(self, after: Any) -> Any:
-        """A context in which this thread's copies run, behind ``after``."""
+        """A context in which this thread's copies run, behind ``after``; they are done when it ends, however."""
         return self._stream(after)
 
-    def _gather(
-        self, buffer: torch.Tensor, slots: torch.Tensor, arena: Arena, runs: Sequence[Run], offset: int, stream: Any
-    ) -> None:
-        num_bytes = len(slots) * _row_bytes(buffer)
-        pieces = arena.tensors(runs, offset, num_bytes)
-        if len(pieces) == 1 and not self._is_cuda:
-            rows = pieces[0].view(buffer.dtype).view(-1, *buffer.shape[1:])
-            selector = _selector(slots)
-            if isinstance(selector, slice):
-                np.copyto(_words(rows), _words(buffer)[selector])
-            else:
-                torch.index_select(buffer, 0, slots, out=rows)
-            return
-        _write(pieces, buffer.index_select(0, slots).view(-1).view(torch.uint8))
-        if stream is not None:
-            stream.synchronize()
+    def _save(self, slots: torch.Tensor, arena: Arena, runs: Sequence[Run]) -> list[Extent]:
+        """One buffer after the other, in place where the arena has it in one run; for the CPU."""
+        extents, offset = [], 0
+        for pair in self._buffers:
+            begin = offset
+            for buffer in pair:
+                num_bytes = len(slots) * _row_bytes(buffer)
+                _gather(buffer, slots, arena.tensors(runs, offset, num_bytes))
+                offset += num_bytes
+            extents.append(_extent(arena, runs, begin, offset - begin))
+        return extents
 
     def _stream(self, after: Any) -> Any:
         return _CudaStream(self._streams, self._device, after) if self._is_cuda else _NoStream()
@@ -185,7 +195,10 @@ class _CudaStream:
         return self._stream
 
     def __exit__(self, *error: object) -> None:
-        self._context.__exit__(*error)
+        try:
+            self._stream.synchronize()  # whoever gives away what is copied, after a failure too, does so later
+        finally:
+            self._context.__exit__(*error)
 
 
 def read_layout(arena: Arena, runs: Sequence[Run], extent: Extent, shape: Shape, num_slots: int) -> SurvivorLayout:
@@ -229,11 +242,17 @@ def _row_bytes(buffer: torch.Tensor) -> int:
     return int(buffer.shape[1] * buffer.shape[2] * buffer.element_size())
 
 
-def _write(pieces: Sequence[torch.Tensor], source: torch.Tensor) -> None:
-    done = 0
-    for piece in pieces:
-        piece.copy_(source[done : done + len(piece)], non_blocking=True)
-        done += len(piece)
+def _gather(buffer: torch.Tensor, slots: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
+    """The rows of ``slots`` into pieces of an arena, on the CPU."""
+    if len(pieces) != 1:
+        write_pieces(pieces, buffer.index_select(0, slots).view(-1).view(torch.uint8))
+        return
+    rows = pieces[0].view(buffer.dtype).view(-1, *buffer.shape[1:])
+    selector = _selector(slots)
+    if isinstance(selector, slice):
+        np.copyto(_words(rows), _words(buffer)[selector])
+    else:
+        torch.index_select(buffer, 0, slots, out=rows)
 
 
 def _extent(arena: Arena, runs: Sequence[Run], offset: int, num_bytes: int) -> Extent:

@@ -1,0 +1,318 @@
+"""KV through a scratch, in any order that its lanes allow: the bytes and checksums of the copy in place."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_evicpress.layout import HostCopy, SurvivorLayout
+from sglang_evicpress.tiers.arena import Arena, Run
+from sglang_evicpress.tiers.payload import PayloadCopier
+from sglang_evicpress.tiers.transfers import Transfers
+
+SLOTS = 40
+GRANULE = 64
+
+
+class Point:
+    def __init__(self, device: Device) -> None:
+        self.device, self.is_reached = device, False
+
+    def reach(self) -> None:
+        self.is_reached = True
+
+    def synchronize(self) -> None:
+        self.device.num_waits += 1
+        while not self.is_reached:
+            self.device.step()
+
+
+class Queue:
+    """A lane: what is queued is done later, one after the other."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.queued: deque[tuple[Point | None, Callable[[], None]]] = deque()
+        self.num_launches = 0
+
+    def run(self, work: Callable[[], None]) -> None:
+        self.num_launches += 1
+        self.queued.append((None, work))
+        self.device.go_on()
+
+    def mark(self) -> Point:
+        point = Point(self.device)
+        self.queued.append((None, point.reach))
+        return point
+
+    def wait(self, mark: Point) -> None:
+        self.queued.append((mark, lambda: None))
+
+    def is_ready(self) -> bool:
+        return bool(self.queued) and (self.queued[0][0] is None or self.queued[0][0].is_reached)
+
+
+class Device:
+    """Does what lanes have queued in any order that their waits allow, some of it while more is queued."""
+
+    def __init__(self, seed: int, eagerness: float = 0.5) -> None:
+        self.draw, self.eagerness = random.Random(seed), eagerness
+        self.lanes: list[Queue] = []
+        self.kernels = [Queue(self), Queue(self)]
+        self.lanes += self.kernels
+        self.here = 0
+        self.num_waits = 0
+
+    def current(self) -> Queue:
+        return self.kernels[self.here]
+
+    def another(self) -> Queue:
+        self.lanes.append(Queue(self))
+        return self.lanes[-1]
+
+    def step(self) -> None:
+        self.draw.choice([lane for lane in self.lanes if lane.is_ready()]).queued.popleft()[1]()
+
+    def go_on(self) -> None:
+        while self.draw.random() < self.eagerness and any(lane.is_ready() for lane in self.lanes):
+            self.step()
+
+    def finish(self) -> None:
+        while any(lane.queued for lane in self.lanes):
+            self.step()
+
+
+def pool_of(dtype: torch.dtype, num_layers: int, num_heads: int, head_dim: int) -> list[list[torch.Tensor]]:
+    size = (SLOTS, num_heads, head_dim * dtype.itemsize)
+    return [[torch.randint(0, 256, size, dtype=torch.uint8).view(dtype) for _ in range(num_layers)] for _ in range(2)]
+
+
+def bits(buffers: list[list[torch.Tensor]]) -> np.ndarray:
+    """uint8 [2, layers, slots, heads, bytes]."""
+    return np.stack([[buffer.view(torch.uint8).numpy() for buffer in layers] for layers in buffers])
+
+
+def arena_of(num_bytes: int, draw: random.Random, *, is_torn: bool) -> tuple[Arena, tuple[Run, ...]]:
+    """An arena full of garbage, and room in it."""
+    arena = Arena(4 * (num_bytes + GRANULE), granule=GRANULE, max_runs=10_000)
+    arena.data.random_(0, 256)
+    taken = [arena.extents.alloc(GRANULE) for _ in range(arena.num_bytes // GRANULE)]
+    for index, runs in enumerate(taken):
+        if not is_torn or index % draw.choice([2, 3]):
+            arena.extents.free(runs)
+    found = arena.extents.alloc(max(1, num_bytes))
+    assert found is not None
+    return arena, found
+
+
+def payload(arena: Arena, runs: tuple[Run, ...], num_bytes: int) -> bytes:
+    return b"".join(bytes(chunk) for chunk in arena.buffers(runs, 0, num_bytes))
+
+
+def any_slots(draw: random.Random, count: int) -> torch.Tensor:
+    return torch.tensor(draw.sample(range(SLOTS), count), dtype=torch.int64)
+
+
+@settings(max_examples=150)
+@given(
+    seed=st.integers(0, 1 << 30),
+    dtype=st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.float8_e4m3fn]),
+    num_layers=st.integers(1, 5),
+    num_heads=st.integers(1, 3),
+    head_dim=st.sampled_from([3, 8, 16]),
+    rows_at_once=st.sampled_from([1, 2, 7, 20, 64, 1000]),
+    eagerness=st.sampled_from([0.0, 0.3, 0.6, 0.9]),
+    is_torn=st.booleans(),
+)
+def test_entries_saved_and_loaded_are_those_of_the_copy_in_place(
+    seed: int,
+    dtype: torch.dtype,
+    num_layers: int,
+    num_heads: int,
+    head_dim: int,
+    rows_at_once: int,
+    eagerness: float,
+    is_torn: bool,
+) -> None:
+    torch.manual_seed(seed)
+    draw = random.Random(seed)
+    k_buffers, v_buffers = buffers = pool_of(dtype, num_layers, num_heads, head_dim)
+    in_place = PayloadCopier(k_buffers, v_buffers, 1)
+    device = Device(seed, eagerness)
+    scratch_bytes = 4 * rows_at_once * k_buffers[0][0].nbytes
+    transfers = Transfers(k_buffers, v_buffers, device, scratch_bytes=scratch_bytes)
+    copier = PayloadCopier(k_buffers, v_buffers, 1, transfers=transfers)
+    expected = bits(buffers)
+    for _ in range(3):
+        num_slots = draw.choice([0, 1, draw.randint(1, SLOTS), SLOTS])
+        slots = any_slots(draw, num_slots)
+        num_bytes = sum(copier.sizes(num_slots, False))
+        arena, runs = arena_of(num_bytes, draw, is_torn=is_torn)
+        same, same_runs = arena_of(num_bytes, draw, is_torn=False)
+        others = arena.data.clone()
+        saved = expected[:, :, slots.numpy()]
+        extents = copier.save(slots, None, arena, runs)
+        assert extents == in_place.save(slots, None, same, same_runs)
+        assert payload(arena, runs, num_bytes) == payload(same, same_runs, num_bytes)
+        assert np.array_equal(bits(buffers), expected)
+        if not num_slots:
+            continue
+        # Parts of it to slots that nothing else is loaded to: several loads are on their way at once.
+        targets = any_slots(draw, draw.randint(1, SLOTS))
+        cut = draw.randint(0, len(targets))
+        for target in (targets[:cut], targets[cut:]):
+            begin = draw.randrange(num_slots)
+            target = target[: num_slots - begin]
+            expected[:, :, target.numpy()] = saved[:, :, begin : begin + len(target)]
+            device.here = draw.randrange(2)  # whoever waits for a late layer copies it in the lane it computes in
+            for layer in range(num_layers):
+                copier.load_layer(layer, target, arena, runs, extents[layer], begin, num_slots)
+        device.finish()
+        assert np.array_equal(bits(buffers), expected)
+        for begin, size in runs:
+            others[begin : begin + size] = arena.data[begin : begin + size]
+        assert torch.equal(arena.data, others)
+
+
+@pytest.mark.parametrize(
+    ("rows_at_once", "num_launches"), [(1000, 1), (60, 1), (59, 2), (30, 3), (12, 5), (11, 10), (4, 15)]
+)
+def test_as_many_layers_go_at_once_as_half_a_scratch_holds(rows_at_once: int, num_launches: int) -> None:
+    k_buffers, v_buffers = pool_of(torch.float16, 5, 2, 8)
+    device = Device(0)
+    transfers = Transfers(k_buffers, v_buffers, device, scratch_bytes=4 * rows_at_once * 32)
+    arena, runs = arena_of(5 * 2 * 12 * 32, random.Random(0), is_torn=False)
+    transfers.save(torch.arange(12), arena, runs)
+    gathers, copies = (lane.num_launches for lane in (device.kernels[0], device.lanes[-1]))
+    assert gathers == copies == num_launches
+
+
+def test_all_is_queued_before_the_host_waits_and_a_part_is_gathered_while_the_one_before_is_copied() -> None:
+    k_buffers, v_buffers = pool_of(torch.float16, 5, 2, 8)
+    device = Device(0, eagerness=0.0)
+    transfers = Transfers(k_buffers, v_buffers, device, scratch_bytes=4 * 12 * 32)
+    arena, runs = arena_of(5 * 2 * 12 * 32, random.Random(0), is_torn=False)
+    found: list[tuple[int, int, int]] = []
+    step, gathers = device.step, device.kernels[0]
+
+    def first_step() -> None:
+        while not found and gathers.is_ready():  # no copy goes on meanwhile
+            gathers.queued.popleft()[1]()
+        num_left = sum(isinstance(work, partial) for _, work in gathers.queued)
+        found.append((gathers.num_launches, device.num_waits, num_left))
+        step()
+
+    device.step = first_step  # type: ignore[method-assign]
+    transfers.save(torch.arange(12), arena, runs)
+    assert found[0] == (5, 1, 3)
+
+
+def test_no_copy_is_on_its_way_any_more_when_a_save_fails() -> None:
+    k_buffers, v_buffers = pool_of(torch.float16, 5, 2, 8)
+    device = Device(0, eagerness=0.0)
+    transfers = Transfers(k_buffers, v_buffers, device, scratch_bytes=4 * 12 * 32)
+    arena, runs = arena_of(3 * 2 * 12 * 32, random.Random(0), is_torn=False)
+    with pytest.raises(ValueError, match="the runs end"):
+        transfers.save(torch.arange(12), arena, runs)
+    assert device.lanes[-1].num_launches == 3 and not device.lanes[-1].queued
+
+
+def test_survivors_follow_the_layers() -> None:
+    k_buffers, v_buffers = pool_of(torch.bfloat16, 3, 2, 8)
+    positions = torch.arange(18, dtype=torch.int32).view(3, 2, 3)
+    layout = SurvivorLayout(HostCopy(positions), HostCopy(torch.tensor([1, 4, 9])), 3)
+    found = []
+    for transfers in (None, Transfers(k_buffers, v_buffers, Device(0), scratch_bytes=200)):
+        copier = PayloadCopier(k_buffers, v_buffers, 1, transfers=transfers)
+        num_bytes = sum(copier.sizes(3, True))
+        arena, runs = arena_of(num_bytes, random.Random(0), is_torn=True)
+        found.append((copier.save(torch.tensor([5, 1, 7]), layout, arena, runs), payload(arena, runs, num_bytes)))
+    assert found[0] == found[1] and len(found[0][0]) == 4
+
+
+def test_the_kernels_are_compiled_without_a_change_to_the_pool() -> None:
+    buffers = pool_of(torch.float16, 2, 2, 16)
+    before = bits(buffers)
+    Transfers(*buffers, Device(0)).compile()
+    assert np.array_equal(bits(buffers), before)
+
+
+def test_interpreted_kernels_save_and_load_the_same(device: str) -> None:
+    if device != "cpu":
+        pytest.skip("kernels are compiled here, and the pool is on the CPU")
+    k_buffers, v_buffers = buffers = pool_of(torch.bfloat16, 3, 2, 16)
+    lanes = Device(3)
+    transfers = Transfers(k_buffers, v_buffers, lanes, scratch_bytes=4 * 7 * 64, backend="triton")
+    slots = any_slots(random.Random(1), 17)
+    arena, runs = arena_of(3 * 2 * 17 * 64, random.Random(0), is_torn=True)
+    extents = transfers.save(slots, arena, runs)
+    rows = [buffer[slots] for pair in zip(k_buffers, v_buffers, strict=True) for buffer in pair]
+    assert payload(arena, runs, 3 * 2 * 17 * 64) == b"".join(row.view(torch.uint8).numpy().tobytes() for row in rows)
+    expected = bits(buffers)
+    target = any_slots(random.Random(2), 9)
+    expected[:, :, target.numpy()] = expected[:, :, slots[4:13].numpy()]
+    for layer, extent in enumerate(extents):
+        transfers.load(layer, target, arena, runs, extent.offset, 4, 17)
+    lanes.finish()
+    assert np.array_equal(bits(buffers), expected)
+
+
+class Now:
+    """Lanes in which everything is done at once."""
+
+    def current(self) -> Now:
+        return self
+
+    def another(self) -> Now:
+        return self
+
+    def mark(self) -> Now:
+        return self
+
+    def run(self, work: Callable[[], None]) -> None:
+        work()
+
+    def wait(self, mark: Now) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+def test_threads_do_not_share_a_scratch() -> None:
+    k_buffers, v_buffers = pool_of(torch.float16, 4, 2, 8)
+    paused, go_on = threading.Event(), threading.Event()
+
+    class Pausing(Now):
+        """The first copy of the thread that is named so waits for the other one."""
+
+        def run(self, work: Callable[[], None]) -> None:
+            is_copy = work.func.__name__ == "write_pieces"  # type: ignore[attr-defined]
+            if is_copy and threading.current_thread().name == "first" and not paused.is_set():
+                paused.set()
+                assert go_on.wait(30)
+            work()
+
+    transfers = Transfers(k_buffers, v_buffers, Pausing(), scratch_bytes=4 * 12 * 32)
+    in_place = PayloadCopier(k_buffers, v_buffers, 1)
+    entries = [(torch.arange(12), arena_of(4 * 2 * 12 * 32, random.Random(0), is_torn=False)) for _ in range(2)]
+    entries[1][0].add_(20)
+    first = threading.Thread(target=partial(transfers.save, entries[0][0], *entries[0][1]), name="first")
+    first.start()
+    assert paused.wait(30)
+    transfers.save(entries[1][0], *entries[1][1])
+    go_on.set()
+    first.join(30)
+    for slots, (arena, runs) in entries:
+        same, same_runs = arena_of(4 * 2 * 12 * 32, random.Random(0), is_torn=False)
+        in_place.save(slots, None, same, same_runs)
+        assert payload(arena, runs, 4 * 2 * 12 * 32) == payload(same, same_runs, 4 * 2 * 12 * 32)
