@@ -44,6 +44,7 @@ class Load(Job):
         num_layers = cache.copier.num_layers
         self._here = [threading.Event() for _ in range(num_layers)]
         self._events: list[Any] = [None] * num_layers
+        self._late_events: list[Any] = []
         self.num_late = 0
 
     @property
@@ -76,13 +77,13 @@ class Load(Job):
         is_given_up = self.num_late > 0 or self.has_run.is_set()
         if not self._here[layer].wait(0.0 if is_given_up else LAYER_DEADLINE_S):
             self.num_late += 1
-            self._copy(layer)
+            self._late_events.append(self._copy(layer))
         event = self._events[layer]
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
 
-    def _copy(self, layer: int) -> None:
-        """Twice is harmless: the bytes are the same."""
+    def _copy(self, layer: int) -> Any:
+        """Twice is harmless: the bytes are the same. Returns an event behind it on CUDA."""
         arena, copier = self.cache.host.arena, self.cache.copier
         for part in self.parts:
             entry = part.copy.entry
@@ -90,8 +91,9 @@ class Load(Job):
             copier.load_layer(
                 layer, part.slots, arena, entry.runs, header.extents[layer], part.copy.begin, header.num_slots
             )
-        self._events[layer] = copier.finish_layer()
+        self._events[layer] = event = copier.finish_layer()
         self._here[layer].set()
+        return event
 
     def finish(self) -> None:
         cache = self.cache
@@ -105,6 +107,9 @@ class Load(Job):
         check_s = sum(entry.take_check_seconds() for entry in entries)
         cache.observe_load(Tier.HOST, self.num_bytes, self.seconds + check_s)
         cache.tier_counts["late_layers"] += self.num_late
+        for event in self._late_events:
+            if event is not None:  # what the waiting thread copied, nobody else has waited for
+                event.synchronize()
         for part in self.parts:
             cache.host.unpin(part.copy.entry)
         cache.dec_lock_ref(self.last_node)

@@ -1,0 +1,86 @@
+"""What a load holds until it has ended, on a device that lags behind the host."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_evicpress.patches import load_back
+from sglang_evicpress.patches.load_back import Load, Part
+
+NUM_LAYERS = 3
+
+
+class Event:
+    """One of the device: reached only when it is waited for."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def synchronize(self) -> None:
+        self._log.append("reached")
+
+
+class Copier:
+    num_layers = NUM_LAYERS
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def load_layer(self, layer: int, *_: object) -> None:
+        self._log.append(f"copy {layer}")
+
+    def finish_layer(self) -> Event:
+        return Event(self._log)
+
+
+def load_of(log: list[str]) -> Any:
+    """A load of one entry whose thread never begins."""
+    entry = SimpleNamespace(
+        runs=(), header=SimpleNamespace(extents=[None] * NUM_LAYERS, num_slots=4), take_check_seconds=lambda: 0.0
+    )
+    cache = SimpleNamespace(
+        compressor=SimpleNamespace(written_event=lambda: None),
+        copier=Copier(log),
+        host=SimpleNamespace(arena=None, faults=None, unpin=lambda _: log.append("unpin")),
+        menu=SimpleNamespace(slot_bytes=8),
+        tier_errors=Counter(),
+        tier_counts=Counter(),
+        observe_load=lambda *_: None,
+        dec_lock_ref=lambda _: log.append("unlock"),
+        loads=[],
+    )
+    load = Load(cache, [Part(SimpleNamespace(entry=entry, begin=0), torch.arange(4))])
+    cache.loads.append(load)
+    return load
+
+
+@pytest.fixture(autouse=True)
+def waiting_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_back, "LAYER_DEADLINE_S", 0.001)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_event=lambda _: None))
+
+
+@pytest.mark.parametrize("num_late", [1, NUM_LAYERS])
+def test_an_entry_stays_until_the_device_has_copied_the_late_layers(num_late: int) -> None:
+    log: list[str] = []
+    load = load_of(log)
+    for layer in range(num_late):
+        load.wait_for(layer)
+    assert log == [f"copy {layer}" for layer in range(num_late)]
+    load.finish()
+    assert log[num_late:] == ["reached"] * num_late + ["unpin", "unlock"]
+
+
+def test_an_entry_stays_until_what_a_failed_load_left_is_copied() -> None:
+    log: list[str] = []
+    load = load_of(log)
+    load.error = "internal"
+    load.has_run.set()
+    load.finish()
+    copies = [f"copy {layer}" for layer in range(NUM_LAYERS)]
+    assert log == [*copies, *["reached"] * NUM_LAYERS, "unpin", "unlock"]
