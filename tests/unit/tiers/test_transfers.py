@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from sglang_evicpress.layout import HostCopy, SurvivorLayout
 from sglang_evicpress.tiers.arena import Arena, Run
 from sglang_evicpress.tiers.payload import PayloadCopier
-from sglang_evicpress.tiers.transfers import Transfers
+from sglang_evicpress.tiers.transfers import CudaLanes, Transfers
 
 SLOTS = 40
 GRANULE = 64
@@ -316,3 +316,38 @@ def test_threads_do_not_share_a_scratch() -> None:
         same, same_runs = arena_of(4 * 2 * 12 * 32, random.Random(0), is_torn=False)
         in_place.save(slots, None, same, same_runs)
         assert payload(arena, runs, 4 * 2 * 12 * 32) == payload(same, same_runs, 4 * 2 * 12 * 32)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("rows_at_once", [100, 1000, 6000])
+def test_the_lanes_of_a_cuda_device_lose_nothing(rows_at_once: int) -> None:
+    size = (4096, 8, 128)
+    pool = [[torch.randint(-(2**15), 2**15, size, dtype=torch.int16).cuda() for _ in range(4)] for _ in range(2)]
+    rows = [[buffer.view(torch.bfloat16) for buffer in buffers] for buffers in pool]
+    device = pool[0][0].device
+    transfers = Transfers(*rows, CudaLanes(device), scratch_bytes=4 * rows_at_once * 2048)
+    copier = PayloadCopier(*rows, 1, transfers=transfers)
+    num_bytes = sum(copier.sizes(3000, False))
+    arena = Arena(3 * num_bytes, is_pinned=True)
+    for _ in range(3):
+        slots, target = torch.randperm(4096, device=device)[:3000], torch.randperm(4096, device=device)[:2500]
+        written = torch.cuda.Event()
+        written.record()
+        runs = arena.extents.alloc(num_bytes)
+        assert runs is not None
+        expected = [[buffer.clone() for buffer in buffers] for buffers in pool]
+        extents = copier.save(slots, None, arena, runs, written)
+        sections = [buffer[slots] for pair in zip(*expected, strict=True) for buffer in pair]
+        found = torch.cat(arena.tensors(runs, 0, num_bytes)).view(torch.int16)
+        assert torch.equal(found, torch.cat(sections).cpu().view(-1))
+        with copier.stream(written):
+            for layer, extent in enumerate(extents):
+                copier.load_layer(layer, target, arena, runs, extent, 300, 3000)
+            loaded = copier.finish_layer()
+        torch.cuda.current_stream().wait_event(loaded)
+        for before, after in zip(expected, pool, strict=True):
+            for section, buffer in zip(before, after, strict=True):
+                section[target] = section[slots[300:2800]]
+                assert torch.equal(buffer, section)
+    arena.close()
