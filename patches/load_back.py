@@ -15,6 +15,7 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_evicpress.core import Tier
+from sglang_evicpress.layout import to_device
 from sglang_evicpress.patches.node import path_to
 from sglang_evicpress.tiers.copies import Copy
 from sglang_evicpress.tiers.worker import Job
@@ -118,10 +119,13 @@ class Load(Job):
 class LayerGate:
     """What SGLang's pool asks before attention reads a layer: every load that was started before must have it there."""
 
-    def __init__(self, loads: list[Load]) -> None:
+    def __init__(self, loads: list[Load], *, is_cuda: bool) -> None:
         self._loads = loads
+        self._is_cuda = is_cuda
 
     def wait_until(self, layer: int) -> None:
+        if self._loads and self._is_cuda and torch.cuda.is_current_stream_capturing():
+            return  # a graph is made anew from a made-up batch, and must hold no wait for what is loaded now
         for load in self._loads:
             load.wait_for(layer)
 
@@ -136,7 +140,7 @@ class LoadBack:
         """From now on attention waits for what is loaded."""
         self.loads: list[Load] = []
         if self.host is not None:
-            pool.register_layer_transfer_counter(LayerGate(self.loads))
+            pool.register_layer_transfer_counter(LayerGate(self.loads, is_cuda=self.compressor.is_cuda))
 
     def init_load_back(self: Any, params: Any) -> tuple[torch.Tensor, Any]:
         """Bring what ``match_prefix`` promised onto the GPU: slots now, bytes while the batch computes.
@@ -193,7 +197,7 @@ class LoadBack:
         else:
             kv.slots = slots.clone()
             node.value = torch.zeros(len(node.key), dtype=torch.int64, device=slots.device)
-            node.value[copy.layout.logical.to(slots.device)] = slots
+            node.value[to_device(copy.layout.logical, slots.device)] = slots
         if node.lock_ref > 0:
             self.protected_size_ += len(slots)
         else:
