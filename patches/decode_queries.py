@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from sglang_evicpress.decode.settings import QUERY_SCORES
+from sglang_evicpress.layout import to_device
 from sglang_evicpress.press import QueryWindow
 
 POOL_SHARE = 32  # the ring takes at most this part of the pool's bytes
@@ -30,6 +31,7 @@ class QueryRing:
         self.queries = queries
         self.window = queries.shape[2]
         self.is_needed = True
+        self._is_cuda = queries.is_cuda
         self._first_layer = first_layer
         self._flat = [layer.view(queries.shape[1] * self.window, -1) for layer in queries]
         self._step: torch.Tensor | None = None
@@ -73,8 +75,8 @@ class QueryRing:
     def observe_decode(self, q: torch.Tensor, layer: Any, forward_batch: Any) -> None:
         """Row 0 belongs to nobody: what pads a batch writes there. Where the queries of a step go is worked out at its
         first layer, on the device."""
-        if not self.is_needed:
-            return
+        if not self.is_needed and not (self._is_cuda and torch.cuda.is_current_stream_capturing()):
+            return  # a graph that is made now is replayed when they are needed again
         index = layer.layer_id - self._first_layer
         if index == 0 or self._step is None:
             places = (forward_batch.seq_lens - 1) % self.window
@@ -107,8 +109,7 @@ class QueryRing:
             places += [(prefix + each) % self.window for each in kept]
             requests += [index] * len(kept)
             begin += length
-        device = self.queries.device
-        moved = torch.tensor([tokens, requests, places]).to(device, non_blocking=True)
+        moved = to_device(torch.tensor([tokens, requests, places]), self.queries.device)
         return moved[0], forward_batch.req_pool_indices[moved[1]], moved[2]
 
     def window_of(self, row: int, num_computed: int, num_tokens: int) -> QueryWindow | None:

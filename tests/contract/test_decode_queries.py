@@ -101,3 +101,15 @@ def test_while_no_pass_is_near_steps_leave_nothing(ring: QueryRing) -> None:
     for at in range(5, 5 + WINDOW):
         decode(ring, (1, at))
     check(ring, 1, 5 + WINDOW, 5 + WINDOW)
+
+
+def test_a_graph_that_is_made_meanwhile_keeps_queries_all_the_same(
+    ring: QueryRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is replayed when they are needed again, and would leave out what was left out as it was recorded."""
+    monkeypatch.setattr(ring, "_is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    extend(ring, (1, 0, 5))
+    ring.is_needed = False
+    decode(ring, (1, 5))
+    check(ring, 1, 6, 6)
