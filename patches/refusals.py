@@ -172,6 +172,12 @@ def check(server_args: Any, config: EvicPressConfig) -> None:
         )
     graphs = server_args.cuda_graph_config
     if "full" in (server_args.cuda_graph_backend_prefill, graphs and graphs.prefill.backend):
+        if config.has_tiers:
+            raise RefusedError(
+                f"--kv-host-gb {config.host_gb:g} cannot be combined with --cuda-graph-backend-prefill full: a full "
+                "graph does not wait for the layers that are loaded back, so choose another graph backend, or leave "
+                "out --kv-host-gb and --kv-ssd-dir"
+            )
         for form in config.menu_forms:
             if form.press == "snapkv":
                 raise RefusedError(

@@ -179,6 +179,15 @@ def test_snapkv_is_refused_with_a_full_prefill_graph_in_the_resolved_config(serv
     _refuse("snapkv@0.2", server_args, EvicPressConfig("evicpress", forms=(Form("snapkv", 0.2),)))
 
 
+def test_tiers_are_refused_with_a_full_prefill_graph(server_args: Any) -> None:
+    tiers = EvicPressConfig("evicpress", host_gb=2.0)
+    refusals.check(server_args, tiers)
+    server_args.cuda_graph_backend_prefill = "full"
+    _refuse("--kv-host-gb 2 cannot be combined with --cuda-graph-backend-prefill full", server_args, tiers)
+    server_args.cuda_graph_backend_prefill = "breakable"
+    refusals.check(server_args, tiers)
+
+
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
