@@ -41,10 +41,11 @@ def physical_view(forward_batch: Any, table: rows.HoleTable) -> Any:
     view.is_physical_view = True
     on_device = table.device[forward_batch.req_pool_indices]
     on_host = torch.tensor(holes, dtype=torch.int64)
-    view.seq_lens = (forward_batch.seq_lens - on_device.to(forward_batch.seq_lens.dtype)).clamp_(min=1)
+    extend = forward_batch.forward_mode.is_extend()
+    view.seq_lens = _less(forward_batch.seq_lens, on_device, extend)
     if forward_batch.seq_lens_cpu is not None:
         lens = forward_batch.seq_lens_cpu
-        view.seq_lens_cpu = (lens - on_host[: len(lens)].to(lens.dtype)).clamp_(min=1)
+        view.seq_lens_cpu = _less(lens, on_host[: len(lens)], extend)
         view.seq_lens_sum = int(view.seq_lens_cpu.sum())
     prefix_lens = getattr(forward_batch, "extend_prefix_lens", None)
     if prefix_lens is not None:
@@ -55,6 +56,11 @@ def physical_view(forward_batch: Any, table: rows.HoleTable) -> Any:
             max(0, length - gap) for length, gap in zip(prefix_lens_cpu, holes, strict=False)
         ]
     return view
+
+
+def _less(lens: torch.Tensor, holes: torch.Tensor, extend: bool) -> torch.Tensor:
+    """Physical KV lengths. Full prefill graphs pad with sequences of no length, which keep it."""
+    return (lens - holes.to(lens.dtype)).clamp_(min=lens.clamp(max=1) if extend else 1)
 
 
 class SdpaBackend(TorchNativeAttnBackend):

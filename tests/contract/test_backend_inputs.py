@@ -613,6 +613,13 @@ class TestPhysicalView:
         assert view.seq_lens_sum == 34
         assert view.extend_prefix_lens.tolist() == view.extend_prefix_lens_cpu == [0, 32]
 
+    def test_sequences_of_no_length_that_pad_a_full_prefill_graph_keep_it(self, device: str) -> None:
+        requests = (*EXTENDS["with and without holes"], Request(0, 0, 0, 0))
+        world = World.of(requests[:-1], device)
+        view = world.see(requests, ForwardMode.EXTEND)
+        assert view.seq_lens.tolist() == view.seq_lens_cpu.tolist() == [request.physical for request in requests]
+        assert view.extend_prefix_lens.tolist() == view.extend_prefix_lens_cpu
+
     @pytest.mark.parametrize("fill", [0, 1])
     def test_padding_counts_the_same_on_host_and_device(self, fill: int, device: str) -> None:
         requests = DECODES["with and without holes"]
