@@ -11,7 +11,7 @@ import torch.distributed as dist
 from sglang_evicpress.core import Form
 from sglang_evicpress.kernels.compact import compact
 from sglang_evicpress.kernels.select import select_survivors
-from sglang_evicpress.layout import HostCopy, SurvivorLayout, place
+from sglang_evicpress.layout import HostCopy, SurvivorLayout, place, to_device
 from sglang_evicpress.press import Press, PressInput, QueryWindow, get_press, select
 from sglang_evicpress.press.snapkv import SnapKV
 from sglang_evicpress.tiers.payload import PayloadCopier
@@ -124,7 +124,7 @@ class Compressor:
         if layout is None:
             positions = (every.to(torch.int32) + start).expand(1, self.num_heads, -1)
         else:
-            positions = layout.positions[layer : layer + 1].to(keys.device, non_blocking=True)
+            positions = to_device(layout.positions[layer : layer + 1], keys.device)
         if window is not None:
             window = replace(window, queries=window.queries[layer : layer + 1])
         node = PressInput(
@@ -184,7 +184,7 @@ class Compressor:
         if press.needs_queries and window is None:
             press = get_press("keydiff")  # its queries had to make room; every press gives an order
         scores = press.score(node).nan_to_num()  # finite, so that strays really come last
-        scores = scores.masked_fill(strays.to(slots.device, non_blocking=True), float("-inf"))
+        scores = scores.masked_fill(to_device(strays, slots.device), float("-inf"))
         return self._keep(node, select_survivors(scores, num_kept))
 
     def _press(self, form: Form) -> Press:
@@ -232,7 +232,7 @@ class Compressor:
 
     def _positions(self, slots: torch.Tensor, layout: SurvivorLayout | None, start: int) -> torch.Tensor:
         if layout is not None:
-            return layout.positions.to(slots.device, non_blocking=True)
+            return to_device(layout.positions, slots.device)
         every = torch.arange(start, start + len(slots), dtype=torch.int32, device=slots.device)
         return every.expand(self.num_layers, self.num_heads, -1)
 

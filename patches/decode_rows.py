@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 
+from sglang_evicpress.layout import to_device
 from sglang_evicpress.patches import rows
 from sglang_evicpress.patches.decode_state import num_shared
 from sglang_evicpress.patches.node import PrefixView, path_to
@@ -83,6 +84,6 @@ def path_positions(cache: Any, req: Any) -> torch.Tensor | None:
             whole = torch.arange(begin, end, dtype=torch.int32, device=device)
             parts.append(whole.expand(compressor.num_layers, compressor.num_heads, -1))
         else:
-            parts.append(layout.positions.to(device, torch.int32))
+            parts.append(to_device(layout.positions, device, torch.int32))
         begin = end
     return torch.cat(parts, -1)

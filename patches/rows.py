@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from sglang_evicpress.layout import to_device
 from sglang_evicpress.patches.capture import QueryCapture
 
 
@@ -32,7 +33,7 @@ class HoleTable:
         self.host[rows_host] = host
         if self.device is self.host:
             return host
-        moved = host.pin_memory().to(self.device.device, non_blocking=True)
+        moved = to_device(host, self.device.device)
         self.device[rows_device] = moved
         return moved
 

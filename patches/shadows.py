@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_evicpress.arguments import IntrospectionError
 from sglang_evicpress.core import Form
-from sglang_evicpress.layout import SurvivorLayout
+from sglang_evicpress.layout import SurvivorLayout, to_device
 from sglang_evicpress.patches.capture import QueryCapture
 from sglang_evicpress.patches.node import is_lossy, num_slots, walk
 from sglang_evicpress.press import get_press
@@ -335,7 +335,8 @@ class Shadows:
             num_adopted += 1
         end = len(exact)
         for node in copy_path[::-1]:
-            rest = node.value[is_left[end - len(node.key) : end].to(node.value.device)]
+            left = is_left[end - len(node.key) : end].nonzero().flatten()  # a mask on the device would wait for it
+            rest = node.value[to_device(left, node.value.device)]
             end -= len(node.key)
             if len(rest):
                 self.token_to_kv_pool_allocator.free(rest)
