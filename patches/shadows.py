@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import accumulate
@@ -115,6 +116,12 @@ class Shadows:
             slots = None if num_present == 0 else self._take_slots(num_present)
         finally:
             self.dec_lock_ref(last)
+        if slots is not None:
+            held = torch.cat([node.value for node in path])[:num_present]
+            with self._given_back_after_an_error(slots):
+                for load in self.loads:
+                    load.join()  # some of it may still be on its way, with no batch that waited for it
+                self.compressor.copy(held, slots)
         space = Space(
             self._next_space,
             context_keys(self.profile_identity, namespace, row)[-1],
@@ -128,10 +135,6 @@ class Shadows:
         self.know_context(space.key, row, namespace)
         self.spaces[space.id] = self.space_of[space.exact] = space
         if slots is not None:
-            held = torch.cat([node.value for node in path])[:num_present]
-            for load in self.loads:
-                load.join()  # some of it may still be on its way, with no batch that waited for it
-            self.compressor.copy(held, slots)
             self._add_shadow_node(space.exact, row[:num_present], slots)
         self.shadow_counts["opened"] += 1
         return {
@@ -168,13 +171,14 @@ class Shadows:
             slots = self._take_slots(num_kept)
         finally:
             self.dec_lock_ref(last)
-        layout, value = self.compressor.copy_compressed(
-            form=form,
-            slots=torch.cat([node.value for node in path]),
-            num_tokens=num_tokens,
-            into=slots,
-            window=window,
-        )
+        with self._given_back_after_an_error(slots):
+            layout, value = self.compressor.copy_compressed(
+                form=form,
+                slots=torch.cat([node.value for node in path]),
+                num_tokens=num_tokens,
+                into=slots,
+                window=window,
+            )
         name = space.forms[form] = self._name(str(form))
         self.space_of[name] = space
         self._add_shadow_node(name, space.tokens, slots, form=form, layout=layout, value=value)
@@ -259,6 +263,15 @@ class Shadows:
             self.shadow_counts["refused"] += 1
             raise ValueError(f"no room for a shadow of {num_slots} slots: making room for it did not free as many")
         return slots.to(torch.int64)
+
+    @contextmanager
+    def _given_back_after_an_error(self: Any, slots: torch.Tensor) -> Iterator[None]:
+        """What fills slots may find no device memory for its scratch."""
+        try:
+            yield
+        except Exception:
+            self.token_to_kv_pool_allocator.free(slots)
+            raise
 
     # ---- parts
 

@@ -493,6 +493,26 @@ def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
     refused(walk, f"the shadow is gone: {shadow.id} was closed", walk.cache.close_shadow, shadow.id, True)
 
 
+@pytest.mark.parametrize("name", ["copy", "copy_compressed"])
+def test_without_device_memory_for_the_copy_its_slots_are_given_back(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walk = ShadowWalk(0, 1)
+    tokens = walk.random_tokens(128)
+    finished(walk, tokens)
+    shadow = walk.copy(tokens) if name == "copy_compressed" else None
+    before = walk.allocator.available_size()
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(walk.cache.compressor, name, fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        walk.copy(tokens) if shadow is None else walk.form(shadow)
+    assert walk.allocator.available_size() == before and len(walk.cache.spaces) == (shadow is not None)
+    walk.check()
+
+
 def test_shadows_take_no_more_than_their_share() -> None:
     walk = ShadowWalk(0, 1)
     tokens = walk.random_tokens(128)
