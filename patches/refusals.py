@@ -147,16 +147,26 @@ def check(server_args: Any, config: EvicPressConfig) -> None:
     """
     from sglang.srt.environ import envs
 
+    prefill = server_args.prefill_attention_backend or server_args.attention_backend
+    decode = server_args.decode_attention_backend or server_args.attention_backend
+    if "flashinfer" in (prefill, decode) and is_deterministic(server_args):
+        raise RefusedError(
+            f"--kv-policy {config.policy} cannot be combined with --enable-deterministic-inference on flashinfer: "
+            "SGLang keeps no prefixes then, so give --attention-backend triton or fa3"
+        )
     for row in REFUSALS:
         _refuse_conflict(config, row, getattr(server_args, row.attribute))
     for row in ENVIRONMENT_REFUSALS:
         _refuse_conflict(config, row, getattr(envs, row.attribute).get())
-    prefill = server_args.prefill_attention_backend or server_args.attention_backend
-    decode = server_args.decode_attention_backend or server_args.attention_backend
     if prefill and decode and prefill != decode:
         raise RefusedError(
             f"--kv-policy {config.policy} cannot be combined with {prefill} for prefill and {decode} for decode: "
             "compact rows need one backend for both, so give --attention-backend alone"
+        )
+    if "torch_native" in (prefill, decode) and (server_args.device or "cpu").startswith("cuda"):
+        raise RefusedError(
+            f"--kv-policy {config.policy} cannot be combined with --attention-backend torch_native on cuda: it would "
+            "wait for the device in every step, so choose flashinfer, triton or fa3"
         )
     if config.has_tiers and server_args.tp_size > 1:
         raise RefusedError(
@@ -189,6 +199,11 @@ def check(server_args: Any, config: EvicPressConfig) -> None:
                 f"--kv-decode-score {config.decode_score} cannot be combined with --cuda-graph-backend-prefill full: a "
                 "full graph hides the queries that it goes by, so choose another score or graph backend"
             )
+
+
+def is_deterministic(server_args: Any) -> bool:
+    """Whether SGLang is asked for the same answer whatever runs beside it; for flashinfer it then keeps no prefixes."""
+    return bool(server_args.enable_deterministic_inference or server_args.rl_on_policy_target is not None)
 
 
 def decode_settings(config: EvicPressConfig) -> DecodeSettings:

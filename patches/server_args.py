@@ -251,7 +251,8 @@ def _prepare(server_args: Any) -> EvicPressConfig:
     _check_profiles(config)
     server_args.radix_cache_backend = refusals.BACKEND_NAME
     if server_args.attention_backend is None:
-        server_args.attention_backend = _attention_backend(server_args.device)
+        is_deterministic = refusals.is_deterministic(server_args)
+        server_args.attention_backend = _attention_backend(server_args.device, is_deterministic=is_deterministic)
         logger.info("kv policy %s: attention backend %s", config.policy, server_args.attention_backend)
     return config
 
@@ -272,13 +273,13 @@ def _check_profiles(config: EvicPressConfig) -> None:
         raise refusals.RefusedError(str(error)) from None
 
 
-def _attention_backend(device: str | None) -> str | None:
+def _attention_backend(device: str | None, *, is_deterministic: bool = False) -> str | None:
     """Our default, where SGLang's own may not read compact rows (intel_amx, trtllm_mha)."""
-    from sglang.srt.utils import get_device, is_hip
+    from sglang.srt.utils import get_device, is_flashinfer_available, is_hip
 
     kind = (device or get_device()).split(":")[0]
     if kind == "cuda":
-        return "triton" if is_hip() else "flashinfer"
+        return "triton" if is_deterministic or is_hip() or not is_flashinfer_available() else "flashinfer"
     return "torch_native" if kind == "cpu" else None
 
 

@@ -179,6 +179,24 @@ def test_snapkv_is_refused_with_a_full_prefill_graph_in_the_resolved_config(serv
     _refuse("snapkv@0.2", server_args, EvicPressConfig("evicpress", forms=(Form("snapkv", 0.2),)))
 
 
+@pytest.mark.parametrize(("name", "value"), [("enable_deterministic_inference", True), ("rl_on_policy_target", "fsdp")])
+def test_flashinfer_is_refused_where_it_keeps_no_prefixes(server_args: Any, name: str, value: Any) -> None:
+    setattr(server_args, name, value)
+    server_args.attention_backend = "triton"
+    refusals.check(server_args, CONFIG)
+    server_args.attention_backend = "flashinfer"
+    _refuse("so give --attention-backend triton or fa3", server_args)
+    server_args.disable_radix_cache = True  # as SGLang does then: not what was asked for
+    _refuse("so give --attention-backend triton or fa3", server_args)
+
+
+def test_torch_native_is_refused_on_cuda(server_args: Any) -> None:
+    server_args.attention_backend, server_args.device = "torch_native", "cpu"
+    refusals.check(server_args, CONFIG)
+    server_args.device = "cuda:1"
+    _refuse("so choose flashinfer, triton or fa3", server_args)
+
+
 def test_tiers_are_refused_with_a_full_prefill_graph(server_args: Any) -> None:
     tiers = EvicPressConfig("evicpress", host_gb=2.0)
     refusals.check(server_args, tiers)
