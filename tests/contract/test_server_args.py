@@ -88,18 +88,14 @@ def test_an_attention_backend_that_was_asked_for_is_kept(model: str) -> None:
 
 
 @pytest.mark.parametrize(("device", "backend"), [("cuda:0", "flashinfer"), ("cpu", "torch_native"), ("xpu", None)])
-def test_the_default_attention_backend_of_a_device(
-    device: str, backend: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sglang.srt.utils.is_flashinfer_available", lambda: True)
+def test_the_default_attention_backend_of_a_device(device: str, backend: str | None) -> None:
     assert server_args._attention_backend(device) == backend
 
 
 def test_without_flashinfer_it_is_triton_and_with_deterministic_inference_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang turns its prefix cache off for flashinfer with deterministic inference."""
-    monkeypatch.setattr("sglang.srt.utils.is_flashinfer_available", lambda: True)
     assert server_args._attention_backend("cuda", is_deterministic=True) == "triton"
-    monkeypatch.setattr("sglang.srt.utils.is_flashinfer_available", lambda: False)
+    monkeypatch.setenv("SGLANG_IS_FLASHINFER_AVAILABLE", "false")
     assert server_args._attention_backend("cuda") == "triton"
 
 
