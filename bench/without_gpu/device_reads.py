@@ -16,9 +16,12 @@ BATCH_SIZES = (1, 7, 32)
 
 def batch_of(size: int, device: str, *, extend: bool) -> SimpleNamespace:
     """As SGLang hands it to a backend: what the device has, and the host's copy of lengths."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
     lens = torch.arange(100, 100 + size)
     prefix_lens = [90 + index for index in range(size)]
     return SimpleNamespace(
+        forward_mode=ForwardMode.EXTEND if extend else ForwardMode.DECODE,
         batch_size=size,
         req_pool_indices=torch.arange(1, size + 1).to(device),
         seq_lens=lens.to(device),
