@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from foundation.reference import (
     KV,
+    SCORE_TOLERANCE,
     Extension,
     Node,
     Reference,
@@ -63,6 +64,9 @@ def server_arguments(page_size: int) -> tuple[str, ...]:
 
 class Case:
     """One conversation in a namespace of its own: says things to the server and checks what it answers."""
+
+    tie = TIE
+    score_tolerance = SCORE_TOLERANCE
 
     def __init__(self, name: str, server: Server, reference: Reference, page_size: int) -> None:
         self.name = name
@@ -115,7 +119,8 @@ class Case:
         """
         self._server.post(f"/evicpress/nodes/{node.id}/compress", {"form": form})
         after = Node.shown(self._server.get(f"/evicpress/nodes/{node.id}?positions=true&tokens=true"))
-        for problem in selection_problems(text, node, after, self.page_size, query_end or text.prompt_end):
+        given = text, node, after, self.page_size, query_end or text.prompt_end
+        for problem in selection_problems(*given, tolerance=self.score_tolerance):
             self.findings.append(Finding(self.name, (f"{form}: {problem}",)))
         return after
 
@@ -160,7 +165,7 @@ class Case:
         difference = largest_difference(logprobs, meta["output_top_logprobs"])
         best = logprobs.topk(2).values
         differs = logprobs.argmax(-1) != torch.tensor(output)
-        is_tie = differs & (best[:, 0] - logprobs[torch.arange(len(output)), list(output)] < TIE)
+        is_tie = differs & (best[:, 0] - logprobs[torch.arange(len(output)), list(output)] < self.tie)
         controls = self._controls(text.kv, held, cached, new, meta["output_top_logprobs"]) if with_controls else None
         self.findings.append(
             Finding(
@@ -193,7 +198,7 @@ class Case:
 
     def member(self, name: str) -> Case:
         """A case of a batch; its findings are this case's."""
-        member = Case(f"{self.name}/{name}", self._server, self._reference, self.page_size)
+        member = type(self)(f"{self.name}/{name}", self._server, self._reference, self.page_size)
         member.findings = self.findings
         return member
 
@@ -465,12 +470,14 @@ def matches(num_points: int) -> Jobs:
         yield f"falls back {press}", partial(early_leave_falls_back, form=f"{press}@0.2")
 
 
-def run_jobs(server: Server, reference: Reference, page_size: int, jobs: Jobs) -> list[Finding]:
+def run_jobs(
+    server: Server, reference: Reference, page_size: int, jobs: Jobs, kind: type[Case] = Case
+) -> list[Finding]:
     """Run cases side by side, each in its own namespace; what one raises is a finding too."""
 
     def run(job: tuple[str, Callable[[Case], None]]) -> list[Finding]:
         name, play = job
-        case = Case(name, server, reference, page_size)
+        case = kind(name, server, reference, page_size)
         try:
             play(case)
         except (ServerError, OSError, ValueError, RuntimeError, IndexError) as error:

@@ -22,6 +22,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 SNAPKV_WINDOW, SNAPKV_KERNEL = 32, 7
 SINKS = 4
 MIN_SHARE = 0.5
+SCORE_TOLERANCE = 1e-4  # relative, of a press's score in fp32; a hundredth of it absolute
 PEAKY_VOCABULARY = 320
 
 
@@ -246,7 +247,9 @@ def survivors(path: list[Node], kv: KV, num_tokens: int) -> Tensor:
     return torch.cat(parts, -1)
 
 
-def selection_problems(text: Text, before: Node, after: Node, page_size: int, query_end: int) -> Iterator[str]:
+def selection_problems(
+    text: Text, before: Node, after: Node, page_size: int, query_end: int, *, tolerance: float = SCORE_TOLERANCE
+) -> Iterator[str]:
     """What is wrong with the survivors of a node brought to another form, by the reference's own scores."""
     press, _, kept_fraction = after.form.partition("@")
     start, end = before.start, before.start + len(before.token_ids)
@@ -275,7 +278,7 @@ def selection_problems(text: Text, before: Node, after: Node, page_size: int, qu
         return
     worst_kept = scores.masked_fill(~is_kept | is_sink, torch.inf).amin(-1)
     best_dropped = scores.masked_fill(is_kept, -torch.inf).amax(-1)
-    excess = (best_dropped - worst_kept) / (1e-4 * worst_kept.abs() + 1e-6)
+    excess = (best_dropped - worst_kept) / (tolerance * worst_kept.abs() + 1e-2 * tolerance)
     if bool((excess > 1.0).any()):
         yield f"a better token was dropped (score {float(best_dropped.max()):.6g}, kept {float(worst_kept.min()):.6g})"
 
@@ -294,8 +297,8 @@ def largest_difference(logprobs: Tensor, top: Any) -> float:
     return float((logprobs.gather(1, ids) - theirs).abs().max())
 
 
-def make_peaky_model(folder: Path) -> Path:
-    """A tiny random Llama (4 layers, GQA 4/2, head_dim 32) that hangs on every survivor, in a folder SGLang can load.
+def make_peaky_model(folder: Path, head_dim: int = 32) -> Path:
+    """A tiny random Llama (4 layers, GQA 4/2) that hangs on every survivor, in a folder SGLang can load.
 
     Wide query and key weights make attention peaky, wide embeddings and values make its outcome count: one wrong
     survivor moves the answer by far more than rounding does.
@@ -307,7 +310,7 @@ def make_peaky_model(folder: Path) -> Path:
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
+        head_dim=head_dim,
         max_position_embeddings=8192,
         bos_token_id=1,
         eos_token_id=2,

@@ -1,0 +1,177 @@
+"""What every GPU phase does with what it measures: lines with a verdict, as JSON lines and as a table with versions.
+
+Nothing is invented: a promise that was not measured is a line that says so and why, and figures that do not come from a
+whole run on a GPU are printed with a warning and never written.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+LIMIT_S = 560.0
+"""A phase starts no further part after this: with its boot it ends within 10 minutes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One line. ``value`` in ``unit``, None when it was not measured; ``detail`` says the rest in words; ``ok`` is None
+    where nothing was promised. ``spread``: the quartiles of what ``value`` is the median of."""
+
+    what: str
+    value: float | None
+    unit: str = ""
+    target: str = ""
+    ok: bool | None = None
+    detail: str = ""
+    spread: tuple[float, float] | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> str:
+        if self.value is None:
+            return "not measured"
+        return "" if self.ok is None else ("ok" if self.ok else "MISSED")
+
+    @property
+    def measured(self) -> str:
+        """The figure as words."""
+        parts = []
+        if self.value is not None and (self.unit or not self.detail):
+            parts.append(f"{_shown(self.value)} {self.unit}".strip())
+        if self.spread is not None:
+            parts[-1] += f" ({_shown(self.spread[0])} to {_shown(self.spread[1])})"
+        return "; ".join([*parts, *filter(None, [self.detail])])
+
+
+def missing(what: str, why: str, target: str = "") -> Figure:
+    """A promise that was not measured."""
+    return Figure(what, None, target=target, detail=why)
+
+
+def check(what: str, ok: bool, detail: str, target: str) -> Figure:
+    """A promise that holds or does not; the value is 1 or 0."""
+    return Figure(what, float(ok), target=target, ok=ok, detail=detail)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Repeated measurements of one thing."""
+
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        if len(self.values) < 2:
+            return self.values[0], self.values[0]
+        low, _, high = statistics.quantiles(self.values, n=4, method="inclusive")
+        return low, high
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a phase; ``promises`` are the lines that stand for it where it does not get to measure."""
+
+    name: str
+    promises: tuple[str, ...]
+    measure: Callable[[], Iterator[Figure]]
+
+
+def run_parts(
+    parts: Sequence[Part], *, only: str = "", limit_s: float = LIMIT_S, say: Callable[[Figure], None]
+) -> tuple[list[Figure], bool]:
+    """Measure the parts whose name holds ``only``; returns every figure and whether no part failed.
+
+    A part that raises is one failed line and its promises that have none; so is one for which there is no time left.
+    """
+    begin, figures, is_whole = time.monotonic(), [], True
+    for part in parts:
+        found: list[Figure] = []
+        why = f"not asked for (--only {only})"
+        if only in part.name:
+            why = f"no time left: the phase stops after {limit_s:g} s"
+            if time.monotonic() - begin < limit_s:
+                start = time.monotonic()
+                print(f"-- {part.name}", flush=True)
+                try:
+                    for figure in part.measure():
+                        say(figure)
+                        found.append(figure)
+                    why = "the part ended without it"
+                except Exception as error:  # noqa: BLE001  the parts after it are still worth their time
+                    traceback.print_exc()
+                    is_whole = False
+                    why = f"the part failed: {type(error).__name__}: {error}".partition("\n")[0]
+                print(f"   {part.name}: {time.monotonic() - start:.0f} s", flush=True)
+        for promise in part.promises:
+            if not any(figure.what.startswith(promise) for figure in found):
+                found.append(missing(promise, why))
+                say(found[-1])
+        figures += found
+    return figures, is_whole
+
+
+def print_figure(figure: Figure) -> None:
+    target = f" | target: {figure.target}" if figure.target else ""
+    print(f"{figure.verdict:12} {figure.what}{target} | {figure.measured}", flush=True)
+
+
+def status_of(figures: Sequence[Figure], is_whole: bool) -> int:
+    """0 where something was measured, nothing failed and nothing is missed; else 1."""
+    measured = any(figure.value is not None for figure in figures)
+    return 0 if is_whole and measured and not any(figure.ok is False for figure in figures) else 1
+
+
+def write_results(out: Path, phase: str, machine: Mapping[str, Any], figures: Sequence[Figure]) -> Path:
+    """``PHASE.jsonl``, the machine first, and ``PHASE.md``; a run with ``--only`` adds to what is there of the same
+    commit and machine. Returns the table."""
+    out.mkdir(parents=True, exist_ok=True)
+    lines = out / f"{phase}.jsonl"
+    kept = _earlier(lines, machine, {figure.what for figure in figures if figure.value is not None})
+    known = {entry["what"] for entry in kept}
+    entries = kept + [
+        asdict(figure) | {"verdict": figure.verdict, "measured": figure.measured, "when": machine.get("when")}
+        for figure in figures
+        if figure.value is not None or figure.what not in known
+    ]
+    text = [json.dumps({"machine": dict(machine), "phase": phase})]
+    lines.write_text("\n".join(text + [json.dumps(entry) for entry in entries]) + "\n", encoding="utf-8")
+    table = out / f"{phase}.md"
+    table.write_text(markdown(phase, machine, entries), encoding="utf-8")
+    return table
+
+
+def markdown(phase: str, machine: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> str:
+    rows = [f"# GPU: {phase}", "", ", ".join(f"{name} {value}" for name, value in machine.items()), ""]
+    rows += ["| what | target | measured | |", "|---|---|---|---|"]
+    for entry in entries:
+        if entry["value"] is not None:
+            rows.append(f"| {entry['what']} | {entry['target']} | {entry['measured']} | {entry['verdict']} |")
+    left = [entry for entry in entries if entry["value"] is None]
+    if left:
+        rows += ["", "Not measured:", ""]
+        rows += [f"- {entry['what']}: {entry['detail']}" for entry in left]
+    return "\n".join(rows) + "\n"
+
+
+def _earlier(lines: Path, machine: Mapping[str, Any], replaced: set[str]) -> list[dict[str, Any]]:
+    try:
+        head, *rest = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError):
+        return []
+    same = all(head["machine"].get(name) == machine.get(name) for name in ("commit", "gpu", "driver"))
+    return [entry for entry in rest if entry["value"] is not None and entry["what"] not in replaced] if same else []
+
+
+def _shown(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"

@@ -1,0 +1,157 @@
+"""Greedy answers over holes on the GPU against transformers on the CPU, which gathers the same survivors.
+
+The cases are those of ``make show-foundation``. Triton runs the model in float32 (with IEEE products); FlashInfer has
+16-bit attention only, so there the weights are rounded to float16 for both, and rounding in between is allowed for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from foundation import exactness
+from foundation.reference import Reference, make_peaky_model
+from foundation.report import TOLERANCE, Finding
+from gpu.figures import Figure, Part, check
+from gpu.machine import Settings
+from gpu.serving import Launch, Server
+from safetensors.torch import load_file, save_file
+from testbed.server import MODEL
+
+HALF_TOLERANCE = 0.05  # of a log probability where keys, values and activations are float16
+MIN_CONTRAST = 5.0  # by so much a wrong cache must be further off than a right one, in float16
+HEAD_DIM = 64  # the smallest that FlashInfer has
+
+
+class HalfCase(exactness.Case):
+    """A case of a server that computes in float16."""
+
+    tie = HALF_TOLERANCE
+    score_tolerance = 2e-2
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """One server of the matrix."""
+
+    model: str
+    backend: str
+    graphs: bool
+    page_size: int
+
+    @property
+    def dtype(self) -> str:
+        return "float32" if self.backend in ("triton", "torch_native") else "float16"
+
+    def __str__(self) -> str:
+        graphs = "with CUDA graphs" if self.graphs else "without CUDA graphs"
+        return f"{self.model} {self.dtype}, {self.backend}, {graphs}, page size {self.page_size}"
+
+
+def configs(device: str) -> list[Config]:
+    """Every backend with and without graphs and at both page sizes on the testbed's model, then the peaky one, which
+    hangs on every survivor, once per backend."""
+    if device == "cpu":
+        return [Config("testbed", "torch_native", False, 16)]
+    backends = ["triton", "flashinfer"]
+    if importlib.util.find_spec("sgl_kernel.flash_ops") is not None:
+        backends.append("fa3")
+    every = [Config("testbed", b, graphs, page) for b in backends for graphs in (True, False) for page in (1, 16)]
+    return every + [Config("peaky", backend, True, 16) for backend in backends]
+
+
+def jobs(tiny: bool) -> exactness.Jobs:
+    """One context per form, then splits, turns, compression again, chunks and batches; every press is in both."""
+    yield from list(exactness.grid(1))[:: 9 if tiny else 1]
+    if not tiny:
+        yield from exactness.shapes()
+
+
+def rounded_model(source: Path, folder: Path, dtype: str) -> Path:
+    """The model with weights that float16 holds, kept in float32: server and reference begin with equal weights."""
+    if dtype == "float32":
+        return source
+    shutil.copytree(source, folder)
+    weights = load_file(source / "model.safetensors")
+    save_file({name: tensor.half().float() for name, tensor in weights.items()}, folder / "model.safetensors",
+              metadata={"format": "pt"})  # fmt: skip
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+    return folder
+
+
+def measure_config(chosen: Settings, config: Config) -> Iterator[Figure]:
+    with tempfile.TemporaryDirectory(prefix="evicpress-greedy-") as made:
+        folder = Path(made)
+        source = MODEL if config.model == "testbed" else make_peaky_model(folder / "peaky", HEAD_DIM)
+        model = rounded_model(source, folder / "rounded", config.dtype)
+        launch = Launch(
+            model,
+            chosen.device,
+            backend=config.backend,
+            dtype=config.dtype,
+            graphs=16 if config.graphs else 0,
+            page_size=config.page_size,
+            memory=0.3,
+            context=4096,
+        )
+        log = chosen.out / f"greedy-{config.model}-{config.backend}-{int(config.graphs)}-{config.page_size}.log"
+        arguments = (
+            *("--kv-policy", "evicpress", "--kv-no-recording", "--kv-forms", ",".join(exactness.FORMS)),
+            *("--max-total-tokens", "131072", "--chunked-prefill-size", str(exactness.CHUNK_TOKENS)),
+        )
+        torch.manual_seed(chosen.seed)
+        with Server(launch, *arguments, log=log) as server:
+            reference = Reference(model)
+            kind = exactness.Case if config.dtype == "float32" else HalfCase
+            findings = exactness.run_jobs(server, reference, config.page_size, jobs(chosen.tiny), kind)
+            violations = server.post("/evicpress/check")["violations"]
+        yield from verdicts(config, findings, violations)
+
+
+def verdicts(config: Config, findings: list[Finding], violations: list[str]) -> Iterator[Figure]:
+    """The lines of one server: tokens, how far off wrong caches are, and the integrity of the cache."""
+    tolerance = TOLERANCE if config.dtype == "float32" else HALF_TOLERANCE
+    answers = [finding for finding in findings if finding.num_tokens]
+    bad = [each for each in findings if each.problems or each.wrong or not each.difference <= tolerance]
+    worst = max((each.difference for each in answers), default=float("nan"))
+    tokens, wrong = sum(each.num_tokens for each in answers), sum(each.wrong for each in answers)
+    detail = f"{len(answers)} answers, {wrong} of {tokens} tokens wrong, {sum(each.ties for each in answers)} ties"
+    if bad:
+        detail += f"; {len(bad)} bad, first {bad[0].case}: {'; '.join(bad[0].problems) or f'{bad[0].difference:.1e}'}"
+    yield Figure(
+        f"greedy: {config}",
+        worst,
+        "largest difference of a log probability",
+        f"no token wrong but ties, within {tolerance:g}",
+        bool(answers) and not bad,
+        detail,
+    )
+    controls = [finding.controls for finding in answers if finding.controls]
+    if controls:
+        least = min(min(kind) for kind in controls)
+        needed = 10 * tolerance if config.dtype == "float32" else MIN_CONTRAST * worst
+        yield Figure(
+            f"greedy controls: {config}",
+            least,
+            "least difference that a wrong cache makes",
+            f"> {needed:.2g}",
+            # float16 hides what a model hardly hangs on: judged only of the model that hangs on everything
+            least > needed if config.dtype == "float32" or config.model == "peaky" else None,
+            f"{len(controls)} answers, each over the full cache, shifted survivors, closed-up positions",
+        )
+    what = f"greedy integrity: {config}"
+    yield check(what, not violations, str(violations[:1] or "no violation"), "no violation")
+
+
+def parts(chosen: Settings) -> list[Part]:
+    def part(config: Config) -> Part:
+        return Part(f"greedy {config}", (f"greedy: {config}",), lambda: measure_config(chosen, config))
+
+    return [part(config) for config in configs(chosen.device)]
