@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu.figures import LIMIT_S, Figure, Part, Sample, print_figure, run_parts, status_of, write_results
+from gpu.figures import LIMIT_S, Figure, Part, Sample, print_figure, run_parts, status_of, untimed, write_results
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_GPU = 2
@@ -54,12 +54,15 @@ def settings(doc: str | None, arguments: Sequence[str] | None = None) -> Setting
     parser.add_argument("--tiny", action="store_true", help="small sizes, only to try the script")
     given = parser.parse_args(arguments)
     seed = int.from_bytes(os.urandom(4)) if given.seed is None else given.seed
-    out = os.environ.get("OUT") or ROOT / "bench" / "results" / time.strftime("gpu-%Y-%m-%d", time.gmtime())
-    return Settings(given.device, given.tiny, given.only, given.seconds, seed, Path(out))
+    is_trial = given.device == "cpu" or given.tiny
+    default = "out/gpu" if is_trial else time.strftime("results/gpu-%Y-%m-%d", time.gmtime())
+    out = Path(os.environ.get("OUT") or ROOT / "bench" / default)
+    return Settings(given.device, given.tiny, given.only, given.seconds, seed, out)
 
 
 def run_phase(phase: str, chosen: Settings, parts: Callable[[], Sequence[Part]]) -> int:
-    """Measure, print, and write results where they may be published; the exit status."""
+    """Measure, print, and write results where they may be published; the exit status. In a trial only what is right or
+    wrong is judged, no time."""
     try:
         machine = describe(chosen.device)
     except CannotMeasure as error:
@@ -68,8 +71,14 @@ def run_phase(phase: str, chosen: Settings, parts: Callable[[], Sequence[Part]])
     print(f"{phase} on {machine['gpu']}, seed {chosen.seed}", flush=True)
     if not chosen.is_published:
         print("a trial of the script: NO FIGURE BELOW IS A RESULT, none is written", flush=True)
-    figures, is_whole = run_parts(parts(), only=chosen.only, limit_s=chosen.seconds, say=print_figure)
-    if chosen.is_published:
+
+    def say(figure: Figure) -> None:
+        print_figure(figure if chosen.is_published else untimed(figure))
+
+    figures, is_whole = run_parts(parts(), only=chosen.only, limit_s=chosen.seconds, say=say)
+    if not chosen.is_published:
+        figures = [untimed(figure) for figure in figures]
+    else:
         print(f"table: {write_results(chosen.out, phase, {**machine, 'seed': chosen.seed}, figures)}")
     counts = [sum(figure.ok is False for figure in figures), sum(figure.value is None for figure in figures)]
     print(f"{phase}: {len(figures)} lines, {counts[0]} missed, {counts[1]} not measured")

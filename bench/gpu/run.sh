@@ -56,8 +56,7 @@ measure() {  # PHASE OPTIONS...
   local phase=$1
   shift
   echo "== $phase"
-  OUT=${OUT:-$EVICPRESS_SOURCE/bench/results/gpu-$(date -u +%Y-%m-%d)} \
-    "$EVICPRESS_PYTHON" -m "gpu.$phase" "$@"
+  "$EVICPRESS_PYTHON" -m "gpu.$phase" "$@"
 }
 
 phase=${1:-help}

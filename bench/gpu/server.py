@@ -62,7 +62,7 @@ def subject_of(model: Model, chosen: Settings, made: Path) -> Subject:
     """Whole sizes on the GPU; on the CPU the testbed's model, at sizes that only show that the script works."""
     if chosen.device == "cpu":
         launch = Launch(MODEL, "cpu", dtype="float32", context=4096)
-        return Subject(model.name, MODEL, 512, launch, 1200, 8, 24, 4, 1024, 0.2, 1.0, True)
+        return Subject(f"testbed for {model.name}", MODEL, 512, launch, 1200, 8, 24, 4, 1024, 0.2, 1.0, True)
     folder = write_model(model, made / model.name)
     launch = Launch(folder, "cuda", graphs=32, is_dummy=True, memory=0.85)
     is_small = model is LLAMA_8B
@@ -84,7 +84,7 @@ def measure_tiers(chosen: Settings, subject: Subject) -> Iterator[Figure]:
                 subject.launch,
                 *("--kv-policy", "evicpress", "--kv-no-recording", "--kv-forms", subject.forms),
                 *("--kv-host-gb", str(subject.host_gb), "--kv-ssd-dir", ssd, "--kv-ssd-gb", str(subject.ssd_gb)),
-                log=chosen.out / f"{subject.name}-tiers.log",
+                log=chosen.out / f"{subject.folder.name}-tiers.log",
                 env=watch.env,
             )
         )
@@ -176,6 +176,7 @@ def _load_figure(
         f"{rates.median / 1e9:.1f} of {copy_rate / 1e9:.1f} GB/s, {largest / 1e9:.2f} GB a load of {num_slots} slots, "
         f"layer by layer while the batch computes; the client waits {1e3 * extra_s:.1f} ms longer than for a hit on "
         f"the GPU ({largest / extra_s / 1e9:.1f} GB/s, checksums and staging included)",
+        is_timed=True,
     )
 
 
@@ -223,7 +224,7 @@ def measure_steps(chosen: Settings, subject: Subject) -> Iterator[Figure]:
         return Stepper(label, server, *contexts)
 
     prompts = Prompts(chosen.seed, subject.vocabulary)
-    logs = chosen.out / f"{subject.name}-stock.log", chosen.out / f"{subject.name}-steps.log"
+    logs = chosen.out / f"{subject.folder.name}-stock.log", chosen.out / f"{subject.folder.name}-steps.log"
     plan_counts: dict[str, list[float]] = {}
     with ExitStack() as every:
         stock_stack = every.enter_context(ExitStack())
@@ -281,6 +282,7 @@ def _step_figures(
             f"<= {MOST_STEP_RATIO}",
             ratio <= MOST_STEP_RATIO,
             f"{ours.median:.3f} ms ({ours.quartiles[0]:.3f} to {ours.quartiles[1]:.3f})",
+            is_timed=True,
         )
 
 
@@ -303,6 +305,7 @@ def _plan_figures(subject: Subject, plans: dict[str, list[float]]) -> Iterator[F
                 ratio <= MOST_PLAN_RATIO,
                 f"{1e6 * statistics.median(ours):.0f} us of {len(ours)} steps against "
                 f"{1e6 * statistics.median(stock):.0f} of {len(stock)}; {subject.batch_rows} tokens in all rows",
+                is_timed=True,
             )
 
 
@@ -321,7 +324,7 @@ def measure_storm(chosen: Settings, subject: Subject, seconds: float = 60.0) -> 
                 subject.launch,
                 *("--kv-policy", "evicpress", *GUESSED, "--kv-forms", subject.forms, "--max-total-tokens", str(pool)),
                 *("--kv-host-gb", str(host_gb), "--kv-ssd-dir", ssd, "--kv-ssd-gb", str(ssd_gb)),
-                log=chosen.out / f"{subject.name}-storm.log",
+                log=chosen.out / f"{subject.folder.name}-storm.log",
             )
         )
         prompts = Prompts(chosen.seed, subject.vocabulary)

@@ -26,6 +26,7 @@ COMMON = (
     *("--skip-server-warmup", "--skip-tokenizer-init", "--log-level", "info", "--stream-interval", "1"),
     # xgrammar is not carried; compiling a kernel in the first forward may outrun the default watchdog
     *("--grammar-backend", "none", "--watchdog-timeout", "900"),
+    *("--sampling-backend", "pytorch"),  # all is greedy: FlashInfer's sampling need not be compiled
 )
 
 
@@ -51,8 +52,6 @@ class Launch:
         if self.device == "cpu":
             return [*given, "--mem-fraction-static", "0.2", "--sleep-on-idle"]
         given += ["--attention-backend", self.backend, "--mem-fraction-static", str(self.memory)]
-        # FlashInfer samples in 16 bits or more and is compiled for it; greedy in float32 is torch's
-        given += ["--sampling-backend", "pytorch" if self.dtype == "float32" else "flashinfer"]
         if self.graphs:
             return [*given, "--cuda-graph-max-bs-decode", str(self.graphs)]
         return [*given, "--disable-decode-cuda-graph", "--disable-prefill-cuda-graph"]

@@ -89,6 +89,7 @@ class Bench:
             share >= MIN_SHARE if is_judged else None,
             f"{1e3 * sample.median:.3f} ms ({1e3 * low:.3f} to {1e3 * high:.3f}) for {timed.num_bytes / 1e9:.3f} GB",
             extra={"seconds": sample.median, "bytes": timed.num_bytes},
+            is_timed=True,
         )
 
     def measure_together(self) -> Iterator[Figure]:
@@ -121,6 +122,7 @@ class Bench:
                 f"{1e3 * sample.median:.3f} ms; reading {self.shape.kv_bytes / 1e9:.2f} GB at the copy rate takes "
                 f"{1e3 * read_s:.3f} ms",
                 extra={"seconds": sample.median, "quartiles": sample.quartiles},
+                is_timed=True,
             )
 
     def calls(self, pool: Pool) -> Iterator[Timed]:
