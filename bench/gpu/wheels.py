@@ -6,7 +6,9 @@ FA3 of sgl_kernel (1.7 GB) is left out, so a server there must always be told it
 
 from __future__ import annotations
 
+import functools
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -103,8 +105,26 @@ def _cached(cache: Path, wheel: str) -> Path | None:
     return next((file for file in sorted(cache.glob("*.whl")) if pattern.fullmatch(file.name)), None)
 
 
+@functools.cache
+def _pip(cache: Path) -> tuple[str, ...]:
+    """A pip that runs: this Python's, which an environment made by uv has not, or the first other one.
+
+    Raises RuntimeError where there is none.
+    """
+    for command in ((sys.executable, "-m", "pip"), ("python3", "-m", "pip"), ("pip",), ("uvx", "pip")):
+        if shutil.which(command[0]) is None:
+            continue
+        if subprocess.run([*command, "--version"], capture_output=True, check=False).returncode == 0:
+            return command
+    folder = cache / "pip"
+    made = subprocess.run([sys.executable, "-m", "venv", str(folder)], capture_output=True, text=True, check=False)
+    if made.returncode:
+        raise RuntimeError("packing fetches wheels by pip, and there is none: install python3-pip or python3-venv")
+    return str(folder / "bin" / "python"), "-m", "pip"
+
+
 def _download(cache: Path, wheel: str) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    command = [*_pip(cache), "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     command += ["--python-version", PYTHON_VERSION, "--implementation", "cp", "--dest", str(cache)]
     for platform in PLATFORMS:
         command += ["--platform", platform]

@@ -125,8 +125,4 @@ def measure() -> Iterator[Line]:
         print("    there is a GPU here: run bench/gpu/run.sh all", flush=True)
     else:
         yield phases()
-        print(
-            "    not measured without a GPU, see bench/gpu/run.sh: bandwidth of kernels, score + select + compact,",
-            end=" ",
-        )
-        print("metadata per step, decode ITL with holes, load back, TTFT by tier, greedy answers on CUDA", flush=True)
+        print(f"    not measured without a GPU, for bench/gpu/run.sh: {', '.join(NEEDS_A_GPU)}", flush=True)
