@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = tuple(f"kernel {each.name}" for each in (*CHECKS, *STAGE_CHECKS))
         return [
             Part("kernels", names, lambda: measure_kernels(chosen)),
-            Part("race", ("compact under dense keeps",), lambda: measure_race(chosen)),
+            Part("kernels race", ("compact under dense keeps",), lambda: measure_race(chosen)),
             *greedy_parts(chosen),
         ]
 

@@ -21,6 +21,7 @@ from sglang_evicpress.benchmark import server as plain_server
 from sglang_evicpress.benchmark.server import free_port
 
 START_S = 400.0
+PREFILL_GRAPHS = 512  # tokens: questions run in graphs; long prefills compute long enough, and need not be captured
 IDLE_S = 60.0
 COMMON = (
     *("--skip-server-warmup", "--skip-tokenizer-init", "--log-level", "info", "--stream-interval", "1"),
@@ -53,7 +54,8 @@ class Launch:
             return [*given, "--mem-fraction-static", "0.2", "--sleep-on-idle"]
         given += ["--attention-backend", self.backend, "--mem-fraction-static", str(self.memory)]
         if self.graphs:
-            return [*given, "--cuda-graph-max-bs-decode", str(self.graphs)]
+            given += ["--cuda-graph-max-bs-decode", str(self.graphs)]
+            return [*given, "--cuda-graph-max-bs-prefill", str(PREFILL_GRAPHS)]
         return [*given, "--disable-decode-cuda-graph", "--disable-prefill-cuda-graph"]
 
     def environment(self) -> dict[str, str]:

@@ -7,8 +7,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import shutil
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gpu.plugins import path_with, plugin_folder
+
 LOG = "EVICPRESS_GPU_WATCH"
 NAME = "evicpress_gpu_watch"
-BENCH = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +43,7 @@ class Watch:
 
     def __init__(self, folder: Path, is_stock: bool) -> None:
         self._log = folder / "watch.jsonl"
-        path = os.pathsep.join(filter(None, (str(folder), str(BENCH), os.environ.get("PYTHONPATH", ""))))
-        self.env = {LOG: str(self._log), "PYTHONPATH": path}
+        self.env = {LOG: str(self._log), "PYTHONPATH": path_with(folder)}
         if is_stock:
             self.env["SGLANG_PLUGINS"] = NAME  # and no other
 
@@ -68,15 +66,8 @@ class Watch:
 
 @contextmanager
 def watched(is_stock: bool = False) -> Iterator[Watch]:
-    folder = Path(tempfile.mkdtemp(prefix="evicpress-watch-"))
-    try:
-        info = folder / f"{NAME}-0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {NAME}\nVersion: 0\n")
-        (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{NAME} = gpu.watch:load\n")
+    with plugin_folder(NAME, "gpu.watch:load") as folder:
         yield Watch(folder, is_stock)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 # ---- in the server

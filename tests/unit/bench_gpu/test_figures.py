@@ -147,6 +147,7 @@ def test_a_greedy_answer_is_judged_by_the_precision_of_its_server() -> None:
     assert [figure.ok for figure in verdicts(exact, [answer(1e-4)], [])] == [True, True, True]
     assert [figure.ok for figure in verdicts(exact, [answer(1e-3)], [])] == [False, True, True]
     assert [figure.ok for figure in verdicts(half, [answer(1e-2)], [])] == [True, True, True]
+    assert [figure.ok for figure in verdicts(half, [answer(0.5)], [])] == [False, False, True]
     assert [figure.ok for figure in verdicts(half, [answer(1e-2, control=0.02)], [])] == [True, False, True]
     assert [figure.ok for figure in verdicts(half, [answer(1e-3, wrong=1)], ["x"])] == [False, True, False]
     assert not next(verdicts(half, [], [])).ok
