@@ -69,6 +69,7 @@ case $phase in
     PYTHONPATH=$root/bench exec "${EVICPRESS_PYTHON:-python3}" -m gpu.pack "$@"
     ;;
   boot)
+    need_gpu boot
     boot || exit 1
     "$EVICPRESS_PYTHON" -m gpu.machine "$@"
     ;;
