@@ -42,7 +42,8 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one kernel takes on one architecture; widths are those of its widest global access in bits."""
+    """What one kernel takes on one architecture; widths are those of its widest global access in bits, ``order`` that
+    of its wide loads (ld), barriers (bar) and wide stores (st), repeats left out."""
 
     kernel: str
     arch: str
@@ -53,7 +54,7 @@ class Report:
     shared_bytes: int
     load_bits: int
     store_bits: int
-    ptx: str
+    order: str
 
     def __str__(self) -> str:
         return (
@@ -130,7 +131,7 @@ def compile_launch(launch: Launch, arch: int, head_dim: int, dtype: torch.dtype)
         shared_bytes=compiled.metadata.shared,
         load_bits=_widest("ld", ptx),
         store_bits=_widest("st", ptx),
-        ptx=ptx,
+        order=_order(ptx),
     )
 
 
@@ -178,6 +179,11 @@ def _widest(access: str, ptx: str) -> int:
     if access == "ld":
         widths += [8 * int(size) for size in re.findall(r"cp\.async\.c\w\.shared\.global[^;]*?, 0x(\w+)", ptx)]
     return max(widths, default=0)
+
+
+def _order(ptx: str) -> str:
+    found = [match[1] or match[2] for match in re.finditer(r"(ld|st)\.global[.\w:]*\.v4\.|(bar)\.sync", ptx)]
+    return " ".join(step for index, step in enumerate(found) if index == 0 or step != found[index - 1])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

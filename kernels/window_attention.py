@@ -109,10 +109,10 @@ def _window_normalizer_kernel(
     # out[layer, query head, query, chunk] = log of the sum of exp(logit) over the chunk
     group: tl.constexpr = QUERY_HEADS // NUM_HEADS
     blocks: tl.constexpr = (group + BLOCK_GROUP - 1) // BLOCK_GROUP
-    chunk = tl.program_id(1)
+    chunk = tl.program_id(0)
     layer = tl.program_id(2)
-    kv_head = tl.program_id(0) // blocks
-    group_start = tl.program_id(0) % blocks * BLOCK_GROUP
+    kv_head = tl.program_id(1) // blocks
+    group_start = tl.program_id(1) % blocks * BLOCK_GROUP
     first_head = kv_head * group + group_start
     query, position, valid = _load_queries(
         queries, query_positions, layer, first_head, group - group_start, num_queries,
@@ -137,7 +137,7 @@ def _window_normalizer_kernel(
     entry = ((layer * QUERY_HEADS + head) * num_queries + row % BLOCK_QUERIES).to(tl.int64)
     # A row that saw no key has peak -inf and total 0: its logarithm is -inf, without taking that of 0.
     logarithm = peak + tl.log(tl.where(total == 0.0, 1.0, total))
-    tl.store(out + entry * tl.num_programs(1) + chunk, logarithm, mask=valid)
+    tl.store(out + entry * tl.num_programs(0) + chunk, logarithm, mask=valid)
 
 
 @triton.jit(do_not_specialize=["num_queries", "num_tokens"])
@@ -165,8 +165,8 @@ def _window_attention_kernel(
     group: tl.constexpr = QUERY_HEADS // NUM_HEADS
     blocks: tl.constexpr = (group + BLOCK_GROUP - 1) // BLOCK_GROUP
     layer = tl.program_id(2)
-    kv_head = tl.program_id(0) // blocks
-    group_start = tl.program_id(0) % blocks * BLOCK_GROUP
+    kv_head = tl.program_id(1) // blocks
+    group_start = tl.program_id(1) % blocks * BLOCK_GROUP
     first_head = kv_head * group + group_start
     query, position, valid = _load_queries(
         queries, query_positions, layer, first_head, group - group_start, num_queries,
@@ -179,7 +179,7 @@ def _window_attention_kernel(
     normalizer = tl.where(normalizer == float("-inf"), 0.0, normalizer)
     keys = layer_pointer(k_table, layer, DTYPE)
     key_positions += (layer * NUM_HEADS + kv_head).to(tl.int64) * num_tokens
-    tokens = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    tokens = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     logits, visible = _window_logits(
         query, position, keys, slots, key_positions, tokens, num_tokens, kv_head, scale,
         NUM_HEADS, HEAD_DIM, DOT_DTYPE, BLOCK_DIM,
@@ -227,11 +227,11 @@ def window_attention(
     inputs = (queries.contiguous(), pointer_table(k_buffers), slots.contiguous(), *positions)
     chunks = triton.cdiv(n, CHUNK_TOKENS)
     partial = torch.empty(layers, query_heads, window, chunks, dtype=torch.float32, device=pool.device)
-    _window_normalizer_kernel[(groups, chunks, layers)](
+    _window_normalizer_kernel[(chunks, groups, layers)](
         *inputs, partial, window, n, float(scale), CHUNK=CHUNK_TOKENS, **constants
     )
     normalizers = torch.logsumexp(partial, dim=-1)
-    grid = (groups, triton.cdiv(n, constants["BLOCK_TOKENS"]), layers)
+    grid = (triton.cdiv(n, constants["BLOCK_TOKENS"]), groups, layers)
     _window_attention_kernel[grid](*inputs, normalizers, out, window, n, float(scale), **constants)
     return out
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -23,14 +21,7 @@ MOVES_ROWS = {"compact", "fill_holes", "gather", "scatter"}
 
 
 def compile_for(arch: int) -> list[Report]:
-    """Without their PTX but for what stands between loads and stores of ``compact``."""
-    return [replace(report, ptx=_steps(report.ptx)) for report in aot.compile_all(archs=(arch,))]
-
-
-def _steps(ptx: str) -> str:
-    """The order of wide loads, barriers and wide stores, repeats left out: such as ``ld bar st``."""
-    found = [match[1] or match[2] for match in re.finditer(r"(ld|st)\.global[.\w:]*\.v4\.|(bar)\.sync", ptx)]
-    return " ".join(step for index, step in enumerate(found) if index == 0 or step != found[index - 1])
+    return aot.compile_all(archs=(arch,))
 
 
 def write_table(reports: Sequence[Report], table: Path = TABLE) -> None:
@@ -72,7 +63,7 @@ def lines(reports: Sequence[Report]) -> Iterator[Line]:
         f"{len(rows)} compiled kernels, narrower: {narrow or 'none'}",
         bool(rows) and not narrow,
     )
-    orders = [report.ptx for report in reports if report.kernel == "compact"]
+    orders = [report.order for report in reports if report.kernel == "compact"]
     wrong = [order for order in orders if "ld bar st" not in order or "ld st" in order]
     yield Line(
         "compact waits for all warps between its loads and its stores (in place, so survivors overlap)",
