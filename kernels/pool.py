@@ -24,6 +24,7 @@ IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
 TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 _TILE_ELEMENTS = 4096
 ACCESS_BYTES = 16
+_FEW_BUFFERS = 2  # K and V of one layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +100,17 @@ def pointer_table(buffers: Sequence[Tensor]) -> Tensor:
     addresses = tuple(buffer.data_ptr() for buffer in buffers)
     if any(address % ACCESS_BYTES for address in addresses):
         raise ValueError(f"a layer of a pool must start on a {ACCESS_BYTES}-byte boundary")
-    return _pointer_table(addresses, buffers[0].device)
+    return (_table_of_pool if len(addresses) > _FEW_BUFFERS else _table_of_few)(addresses, buffers[0].device)
 
 
-@functools.lru_cache(maxsize=16)
 def _pointer_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(addresses, dtype=torch.uint64, device=device)
+
+
+# Rows that only one call sees come by themselves, with new addresses each time, and must not push out those of a pool,
+# whose next copy would wait for what is queued on the device.
+_table_of_pool = functools.lru_cache(maxsize=16)(_pointer_table)
+_table_of_few = functools.lru_cache(maxsize=16)(_pointer_table)
 
 
 def block_dim(head_dim: int) -> int:

@@ -84,6 +84,6 @@ def path_positions(cache: Any, req: Any) -> torch.Tensor | None:
             whole = torch.arange(begin, end, dtype=torch.int32, device=device)
             parts.append(whole.expand(compressor.num_layers, compressor.num_heads, -1))
         else:
-            parts.append(to_device(layout.positions, device, torch.int32))
+            parts.append(to_device(layout.positions.int(), device))
         begin = end
     return torch.cat(parts, -1)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 import triton
 from foundation.report import Line
+from without_gpu.interpreter import kernel_files, parts
 
 from sglang_evicpress.kernels import aot
 from sglang_evicpress.kernels.aot import ARCHS, DTYPES, HEAD_DIMS, HEADER, Report
@@ -18,6 +20,12 @@ TABLE = Path(__file__).parents[1] / "out" / "kernels" / "compiled.txt"
 WHOLE_ROWS = 128  # bits of the widest access of what reads or writes rows of the pool
 SCORES_ONLY = {"page_mean", "select_survivors"}  # these read float32 scores, not rows
 MOVES_ROWS = {"compact", "fill_holes", "gather", "scatter"}
+
+
+def device_kernels() -> list[str]:
+    """The names of all device kernels in the folder, whether they are compiled or not."""
+    modules = [import_module(f"sglang_evicpress.kernels.{name}") for name in kernel_files()]
+    return sorted({name.removeprefix("_").removesuffix("_kernel") for module in modules for name in parts(module)[0]})
 
 
 def compile_for(arch: int) -> list[Report]:
@@ -34,12 +42,11 @@ def measure() -> Iterator[Line]:
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as workers:
         reports = [report for found in workers.map(compile_for, ARCHS) for report in found]
     write_table(reports)
-    yield from lines(reports)
+    yield from lines(reports, device_kernels())
     print(f"    the table of all {len(reports)}: {TABLE}", flush=True)
 
 
-def lines(reports: Sequence[Report]) -> Iterator[Line]:
-    kernels = sorted({report.kernel for report in reports})
+def lines(reports: Sequence[Report], kernels: Sequence[str]) -> Iterator[Line]:
     for arch in ARCHS:
         here = [report for report in reports if report.arch.startswith(f"sm_{arch}")]
         spilling = [f"{report.kernel} {report.head_dim} {report.dtype}" for report in here if report.spill_bytes]
@@ -49,7 +56,9 @@ def lines(reports: Sequence[Report]) -> Iterator[Line]:
             f"{len(kernels) * len(HEAD_DIMS) * len(DTYPES)} compiled, 0 spill",
             f"{len(here)} compiled, {len(spilling)} spill {spilling or ''}; most registers {most.registers} "
             f"({most.kernel} {most.head_dim}), most shared memory {max(report.shared_bytes for report in here)} B",
-            len(here) == len(kernels) * len(HEAD_DIMS) * len(DTYPES) and not spilling,
+            len(here) == len(kernels) * len(HEAD_DIMS) * len(DTYPES)
+            and {report.kernel for report in here} == set(kernels)
+            and not spilling,
         )
     rows = [report for report in reports if report.kernel not in SCORES_ONLY]
     narrow = [

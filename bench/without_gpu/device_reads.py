@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from foundation.report import Line
+from without_gpu.interpreter import run_tests, verdict
 
 NUM_ROWS = 64
 BATCH_SIZES = (1, 7, 32)
@@ -56,6 +57,16 @@ def reads_data(act: Callable[[], Any]) -> str | None:
 
 
 def measure() -> Iterator[Line]:
+    yield views()
+    found = run_tests(["tests/contract/test_no_device_reads.py"], interpreted=True)
+    yield verdict(
+        "the hooks that run in every step, on tensors without data: rows, holes, queries, budgets, loads",
+        "every case reads nothing of the device",
+        found["test_no_device_reads"],
+    )
+
+
+def views() -> Line:
     cases = [(size, extend) for size in BATCH_SIZES for extend in (False, True)]
     problems = []
     for size, extend in cases:
@@ -68,8 +79,8 @@ def measure() -> Iterator[Line]:
             problems.append(f"batch {size}: lengths {on_cpu.seq_lens.tolist()}, expected {held}")
     control = reads_data(lambda: bool((batch_of(2, "meta", extend=False).seq_lens > 0).any()))
     seen = "seen" if control else "NOT seen"
-    yield Line(
-        "planning a step with holes: reads of device data by the host (decode and extend, batch 1, 7, 32)",
+    return Line(
+        "the view of a step with holes: reads of device data by the host (decode and extend, batch 1, 7, 32)",
         "0, with the right lengths on both sides, and the control, a read on purpose, is seen",
         f"{len(problems)} in {len(cases)} plans; {'; '.join([*problems[:1], f'control {seen}'])}",
         not problems and control is not None,

@@ -77,6 +77,33 @@ def absent(folder: Path) -> list[str]:
     return missing
 
 
+def booted(folder: Path) -> tuple[bool, str]:
+    """What boot.sh does with the folder in an empty environment, under run.sh's strict settings. This Python stands for
+    the one on the GPU machine, so its check of versions is passed over and nothing is compiled."""
+    stub = folder.parent / "python-there"
+    stub.write_text(
+        f"""#!/bin/bash
+if [ "$*" = - ]; then cat > /dev/null; exit 0; fi
+if [ "$1 $2" = "-m compileall" ]; then exit 0; fi
+exec {sys.executable} "$@"
+"""
+    )
+    stub.chmod(0o755)
+    script = f'. "{folder}/boot.sh" && test -e "$EVICPRESS_SOURCE/python/sglang_evicpress/kernels/compact.py"'
+    done = subprocess.run(
+        ["bash", "-u", "-o", "pipefail", "-c", script],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={
+            **{"PATH": os.environ["PATH"], "HOME": str(folder.parent), "EVICPRESS_PYTHON": str(stub)},
+            "EVICPRESS_PLACE": str(folder.parent / "there"),
+        },
+    )
+    said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
+    return done.returncode == 0, said
+
+
 def packed() -> Iterator[Line]:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made, "carry")
@@ -89,6 +116,7 @@ def packed() -> Iterator[Line]:
         manifest = json.loads((folder / "manifest.json").read_text())
         count, different = differing(folder)
         lacking = absent(folder)
+        is_up, said = booted(folder)
     yield Line(
         f"run.sh pack: {len(manifest['wheels'])} pinned wheels, this repository, model shapes, scripts",
         f"at most {LIMIT_MIB} MiB in all",
@@ -100,6 +128,12 @@ def packed() -> Iterator[Line]:
         "every file of the package, kernels, patches and GPU scripts, byte for byte; SGLang, its kernels, the plugin",
         f"{count} files of this repository, not as here: {different[:3] or 'none'}; lacking: {lacking or 'nothing'}",
         count > 0 and not different and not lacking,
+    )
+    yield Line(
+        "boot.sh on the packed folder, in an empty environment, with this Python in the place of the GPU machine's",
+        "unpacks all, links intact, status 0",
+        said.replace(str(folder.parent), "..."),
+        is_up,
     )
 
 

@@ -39,11 +39,11 @@ class HostCopy:
         return self._tensor
 
 
-def to_device(values: torch.Tensor, device: torch.device | str, dtype: torch.dtype | None = None) -> torch.Tensor:
+def to_device(values: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """``values``, which are on the host, as a tensor there; the host does not wait for what is queued on the device."""
     if torch.device(device).type != "cpu":
         values = values.pin_memory()  # a copy from pageable memory would wait
-    return values.to(device, dtype, non_blocking=True)
+    return values.to(device, non_blocking=True)
 
 
 class SurvivorLayout:

@@ -98,7 +98,9 @@ class Transfers:
         self._threads = threading.local()
 
     def compile(self) -> None:
-        """Compile the kernels, by rewriting slot 0 with what it holds, so that no load has to wait for that."""
+        """Compile the kernels, by rewriting slot 0 with what it holds, and take this thread's scratch, so that no load
+        has to wait for the one or may find no memory for the other."""
+        self._scratch_of_thread(self._lanes.current())
         slots = torch.zeros(1, dtype=torch.int64, device=self._table.device)
         first = self._k_buffers[0]
         staged = torch.empty((1, 2, 1, *first.shape[1:]), dtype=first.dtype, device=first.device)

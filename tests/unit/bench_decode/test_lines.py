@@ -134,6 +134,8 @@ def test_accuracy_is_missed_without_a_cell_or_where_a_whole_budget_changes_an_an
     fewer.popitem()
     assert not accuracy.line(full, fewer, cells(), 48, 24).ok
     assert not accuracy.line(full, cells(), fewer, 48, 24).ok
+    other = {cell: figure - 0.01 * (cell[1] == "holefill") for cell, figure in cells().items()}
+    assert not accuracy.line(full, cells(), other, 48, 24).ok
 
 
 def test_questions_are_the_same_each_time_and_of_every_family() -> None:
