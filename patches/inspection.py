@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from sglang_evicpress.arguments import IntrospectionError
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.costs import PrefillLaw
 from sglang_evicpress.introspect import NodeBusy, UnknownNode
@@ -128,6 +129,8 @@ class Inspection:
                 f"(whole pages of {self.page_size})"
             )
         freed = self.compress(node_id, form)
+        if node_id not in self.nodes:
+            raise IntrospectionError(507, f"node {node_id} was dropped: the device has no memory to compress it")
         return {**self._summary(node, start_of(node)), "freed_slots": freed}
 
     def evict_slots(self: Any, num_slots: int) -> dict[str, object]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
+
+import torch
 
 from sglang_evicpress.core import DROP, Form, Option, Tier
 from sglang_evicpress.patches.capture import QueryCapture
 from sglang_evicpress.patches.node import is_lossy, num_slots, slots_of, start_of
 from sglang_evicpress.press import QueryWindow, get_press
+
+logger = logging.getLogger(__name__)
 
 
 class Moves:
@@ -49,7 +54,8 @@ class Moves:
 
     def compress(self: Any, node_id: int, form: Form) -> int:
         """Bring a node to ``form`` in place; returns the slots freed. It must be unlocked and have that option. What is
-        on the host is brought there in the background."""
+        on the host is brought there in the background. Where the device has no memory for the scores, the node goes,
+        and all below it in the tree: room is needed now."""
         node = self.nodes[node_id]
         if node.value is None:
             self.compress_on_host(node, form)
@@ -61,15 +67,22 @@ class Moves:
             raise RuntimeError(f"evicpress: node {node_id} cannot be brought to {form}")
         slots = slots_of(node)
         kv = node.kv
-        kv.layout, node.value = self.compressor.compress(
-            form=form,
-            slots=slots,
-            layout=kv.layout,
-            start=start,
-            num_tokens=len(node.key),
-            num_kept=after,
-            window=self.window_of(node),
-        )
+        try:
+            layout, value = self.compressor.compress(
+                form=form,
+                slots=slots,
+                layout=kv.layout,
+                start=start,
+                num_tokens=len(node.key),
+                num_kept=after,
+                window=self.window_of(node),
+            )
+        except torch.OutOfMemoryError as error:  # perhaps between moving its KV and knowing where that is
+            logger.warning("evicpress: node %d was dropped: no device memory to compress it: %s", node_id, error)
+            free = self.token_to_kv_pool_allocator.available_size()
+            self.drop_tree(node)
+            return int(self.token_to_kv_pool_allocator.available_size() - free)
+        kv.layout, node.value = layout, value
         kv.form = form
         kv.version += 1
         kv.origin = node.id if kv.origin is None else kv.origin

@@ -241,6 +241,8 @@ class Tiering:
             if is_begun or not is_resident or num_kept is None or num_kept >= size_of(node):
                 return 0  # it may have been to become what a copy is that another move of the same plan has cost it
             freed = self.compress(node_id, form)
+            if node_id not in self.nodes:
+                return freed  # there was no memory to compress it
         # What was chosen to be on the SSD in a lossy form is, even where its exact KV is already: it comes back sooner.
         is_free = not (is_resident and has_child_on_gpu(node))
         if not self._leave_by_copy(node, tier) and copy is not None and copy.is_exact and is_free:

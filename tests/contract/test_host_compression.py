@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from tests.contract.test_radix_cache_model import FORMS
-from tests.contract.test_tiers_model import TierWalk, blocked, cached, opened, sent, some_tokens
+from tests.contract.test_tiers_model import SLOTS, TierWalk, blocked, cached, opened, sent, some_tokens
 
+from sglang_evicpress.arguments import IntrospectionError
 from sglang_evicpress.core import EXACT, Form, Tier
 from sglang_evicpress.patches.compression import Compressor
 from sglang_evicpress.patches.node import num_slots
@@ -250,3 +251,54 @@ def test_a_way_out_that_is_gone_is_not_taken(opened: Callable[..., TierWalk]) ->
     assert walk.cache.send(node.id, Tier.HOST, EXACT) == 0  # as which it lay there when the plan was made
     assert node.value is not None and node.kv.form == KNORM and not node.kv.is_leaving
     walk.check()
+
+
+# ---- without device memory
+
+
+@pytest.mark.parametrize("has_tiers", [False, True])
+def test_without_device_memory_to_compress_it_a_node_is_dropped(
+    opened: Callable[..., TierWalk], monkeypatch: pytest.MonkeyPatch, has_tiers: bool
+) -> None:
+    walk = opened()
+    tokens, node = cached(walk, 100)
+    walk.serve([*tokens, 57, 58, 59])
+    walk.end_all()
+    walk.settle()
+    if has_tiers:
+        walk.until(lambda: walk.cache.demote_node(next(iter(node.children.values())).id, Tier.HOST)["is_there"])
+
+    def fail(**_: object) -> None:
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(walk.cache.compressor, "compress", fail)
+    with pytest.raises(IntrospectionError, match="no memory"):
+        walk.cache.compress_node(node.id, KNORM)
+    assert not walk.cache.nodes
+    assert walk.allocator.available_size() == SLOTS
+    walk.settle()
+    walk.check_nothing_leaks()
+
+
+@pytest.mark.parametrize("seed", range(7, 9))
+@pytest.mark.parametrize("has_ssd", [False, True])
+def test_random_walks_go_on_where_device_memory_runs_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_ssd: bool, seed: int
+) -> None:
+    walk = HostWalk(seed, 1, tmp_path if has_ssd else None, host_bytes=192 << 10)
+    walk.law = None
+    compressor, failures = walk.cache.compressor, []
+    compress = compressor.compress
+
+    def perhaps(**arguments: object) -> object:
+        if walk.rng.random() < 0.7:
+            failures.append(arguments)
+            raise torch.OutOfMemoryError("none left")
+        return compress(**arguments)
+
+    monkeypatch.setattr(compressor, "compress", perhaps)
+    try:
+        walk.run(400)
+    finally:
+        walk.close()
+    assert failures
