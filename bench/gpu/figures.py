@@ -16,7 +16,11 @@ from pathlib import Path
 from typing import Any
 
 LIMIT_S = 560.0
-"""A phase starts no further part after this: with its boot it ends within 10 minutes."""
+"""A phase starts no further part after this. Nothing cuts a running part short: a phase ends within 10 minutes only
+where its boot and what its last part still takes fit the other 40 s. Of a run that is killed then, every part that had
+ended is written, and the one that was running is lost."""
+
+CUT_OFF = "the run ended before it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,20 +94,26 @@ class Part:
 
 
 def run_parts(
-    parts: Sequence[Part], *, only: str = "", limit_s: float = LIMIT_S, say: Callable[[Figure], None]
+    parts: Sequence[Part],
+    *,
+    only: str = "",
+    limit_s: float = LIMIT_S,
+    say: Callable[[Figure], None],
+    keep: Callable[[Sequence[Figure]], None] = lambda figures: None,
 ) -> tuple[list[Figure], bool]:
     """Measure the parts whose name holds ``only``; returns every figure and whether no part failed.
 
     A part that raises is one failed line and its promises that have none; so is one for which there is no time left.
+    ``keep`` gets the figures after every part that was measured, with the promises of those after it as not measured.
     """
     begin, figures, is_whole = time.monotonic(), [], True
-    for part in parts:
+    for index, part in enumerate(parts):
         found: list[Figure] = []
-        why = f"not asked for (--only {only})"
+        why, is_measured = f"not asked for (--only {only})", False
         if only in part.name:
             why = f"no time left: the phase stops after {limit_s:g} s"
             if time.monotonic() - begin < limit_s:
-                start = time.monotonic()
+                start, is_measured = time.monotonic(), True
                 print(f"-- {part.name}", flush=True)
                 try:
                     for figure in part.measure():
@@ -120,6 +130,9 @@ def run_parts(
                 found.append(missing(promise, why))
                 say(found[-1])
         figures += found
+        later = [missing(promise, CUT_OFF) for other in parts[index + 1 :] for promise in other.promises]
+        if is_measured or not later:
+            keep([*figures, *later])
     return figures, is_whole
 
 
@@ -140,8 +153,8 @@ def status_of(figures: Sequence[Figure], is_whole: bool) -> int:
 
 
 def write_results(out: Path, phase: str, machine: Mapping[str, Any], figures: Sequence[Figure]) -> Path:
-    """``PHASE.jsonl``, the machine first, and ``PHASE.md``; a run with ``--only`` adds to what is there of the same
-    commit and machine. Returns the table."""
+    """``PHASE.jsonl``, the machine first, and ``PHASE.md``; a run with ``--only``, or its next part, adds to what
+    is there of the same commit and machine. Returns the table."""
     out.mkdir(parents=True, exist_ok=True)
     lines = out / f"{phase}.jsonl"
     kept = _earlier(lines, machine, {figure.what for figure in figures if figure.value is not None})
@@ -152,9 +165,9 @@ def write_results(out: Path, phase: str, machine: Mapping[str, Any], figures: Se
         if figure.value is not None or figure.what not in known
     ]
     text = [json.dumps({"machine": dict(machine), "phase": phase})]
-    lines.write_text("\n".join(text + [json.dumps(entry) for entry in entries]) + "\n", encoding="utf-8")
+    _write_whole(lines, "\n".join(text + [json.dumps(entry) for entry in entries]) + "\n")
     table = out / f"{phase}.md"
-    table.write_text(markdown(phase, machine, entries), encoding="utf-8")
+    _write_whole(table, markdown(phase, machine, entries))
     return table
 
 
@@ -169,6 +182,13 @@ def markdown(phase: str, machine: Mapping[str, Any], entries: Sequence[Mapping[s
         rows += ["", "Not measured:", ""]
         rows += [f"- {entry['what']}: {entry['detail']}" for entry in left]
     return "\n".join(rows) + "\n"
+
+
+def _write_whole(file: Path, text: str) -> None:
+    """Whole or not at all: a run that is killed while it writes keeps what it wrote before."""
+    beside = file.with_name(f".{file.name}.part")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(file)
 
 
 def _earlier(lines: Path, machine: Mapping[str, Any], replaced: set[str]) -> list[dict[str, Any]]:

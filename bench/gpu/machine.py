@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
-import json
 import os
 import platform
 import subprocess
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 from gpu.figures import LIMIT_S, Figure, Part, Sample, print_figure, run_parts, status_of, untimed, write_results
+from gpu.provenance import running_commit
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_GPU = 2
@@ -61,8 +61,8 @@ def settings(doc: str | None, arguments: Sequence[str] | None = None) -> Setting
 
 
 def run_phase(phase: str, chosen: Settings, parts: Callable[[], Sequence[Part]]) -> int:
-    """Measure, print, and write results where they may be published; the exit status. In a trial only what is right or
-    wrong is judged, no time."""
+    """Measure, print, and write results after every part where they may be published; the exit status. In a trial only
+    what is right or wrong is judged, no time."""
     try:
         machine = describe(chosen.device)
     except CannotMeasure as error:
@@ -75,11 +75,15 @@ def run_phase(phase: str, chosen: Settings, parts: Callable[[], Sequence[Part]])
     def say(figure: Figure) -> None:
         print_figure(figure if chosen.is_published else untimed(figure))
 
-    figures, is_whole = run_parts(parts(), only=chosen.only, limit_s=chosen.seconds, say=say)
+    def keep(figures: Sequence[Figure]) -> None:
+        if chosen.is_published:
+            write_results(chosen.out, phase, {**machine, "seed": chosen.seed}, figures)
+
+    figures, is_whole = run_parts(parts(), only=chosen.only, limit_s=chosen.seconds, say=say, keep=keep)
     if not chosen.is_published:
         figures = [untimed(figure) for figure in figures]
     else:
-        print(f"table: {write_results(chosen.out, phase, {**machine, 'seed': chosen.seed}, figures)}")
+        print(f"table: {chosen.out / f'{phase}.md'}")
     counts = [sum(figure.ok is False for figure in figures), sum(figure.value is None for figure in figures)]
     print(f"{phase}: {len(figures)} lines, {counts[0]} missed, {counts[1]} not measured")
     return status_of(figures, is_whole)
@@ -95,7 +99,8 @@ def describe(device: str) -> dict[str, Any]:
             f"{properties.name} ({properties.multi_processor_count} SMs, {properties.total_memory >> 30} GiB)"
         )
         found["driver"] = _driver()
-    found |= {"commit": _commit(), "python": platform.python_version(), "torch": torch.__version__}
+    carry = os.environ.get("EVICPRESS_CARRY")
+    found |= {"commit": running_commit(ROOT, carry), "python": platform.python_version(), "torch": torch.__version__}
     found |= {name: _version(name) for name in PACKAGES}
     found |= {"cpus": os.cpu_count(), "kernel": platform.release()}
     return found | {"when": time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime())}
@@ -117,15 +122,6 @@ def _driver() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-
-
-def _commit() -> str:
-    if (ROOT / ".git").exists():
-        from gpu.pack import commit_of
-
-        return commit_of()
-    manifest = Path(os.environ.get("EVICPRESS_CARRY", ROOT)) / "manifest.json"
-    return str(json.loads(manifest.read_text())["commit"]) if manifest.exists() else "unknown"
 
 
 def _version(name: str) -> str:

@@ -8,6 +8,7 @@ Runs where pip reaches PyPI; downloads about 660 MB once. The folder holds ``sit
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import lzma
 import os
@@ -31,6 +32,7 @@ MIB = 1 << 20
 DEFAULT_LIMIT_MIB = 64.0
 SOURCE = ("python", "kernels", "patches", "bench", "tests/kernels", "pyproject.toml", "LICENSE")
 NOT_SOURCE = ("bench/results/", "bench/out/")
+ARCHIVES = ("site.tar.xz", "source.tar.xz", "compiled.tar.xz")
 _MTIME = 1_700_000_000  # equal inputs make equal archives
 
 
@@ -55,7 +57,7 @@ def contents(folder: Path) -> list[Entry]:
         "source.tar.xz": "this repository: package, kernels, patches, bench, testbed model",
         "compiled.tar.xz": "compiled kernels of FlashInfer, SGLang and Triton",
         "models": "config.json and tokenizer of each model shape, no weights",
-        "manifest.json": "commit, versions, sizes",
+        "manifest.json": "commit, digest, versions, sizes",
     }
     entries = []
     for path in sorted(folder.iterdir()):
@@ -92,13 +94,27 @@ def tracked_files(root: Path = ROOT) -> list[str]:
 
 
 def commit_of(root: Path = ROOT) -> str:
-    """The commit, with ``+`` where the tree has changes."""
+    """The commit, with ``+`` where the tree has changes but for results; ``unknown`` where git cannot say."""
 
     def git(*arguments: str) -> str:
-        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
+        except FileNotFoundError:  # no git here
+            return ""
         return done.stdout.strip()
 
-    return (git("rev-parse", "--short=12", "HEAD") or "unknown") + ("+" if git("status", "--porcelain") else "")
+    left_out = [f":(exclude){folder}" for folder in NOT_SOURCE]
+    is_changed = git("status", "--porcelain", "--", ".", *left_out) != ""
+    return (git("rev-parse", "--short=12", "HEAD") or "unknown") + ("+" if is_changed else "")
+
+
+def digest_of(folder: Path) -> str:
+    """What the archives of a packed folder hold, as one SHA-256; ``boot.sh`` names what it unpacks by it."""
+    digest = hashlib.sha256()
+    for name in ARCHIVES:
+        if (folder / name).exists():
+            digest.update(hashlib.sha256((folder / name).read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def write_archive(archive: Path, root: Path, names: Iterable[str]) -> None:
@@ -179,6 +195,7 @@ def pack(options: argparse.Namespace) -> list[Entry]:
         json.dumps(
             {
                 "commit": commit_of(),
+                "digest": digest_of(out),
                 "packed": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
                 "wheels": list(WHEELS),
                 "compile_sources": options.compile_sources,

@@ -18,8 +18,8 @@ the packed folder: bash .carry/run.sh):
   server       real servers with the shapes of Llama-3.1-8B and Qwen2.5-14B: TTFT by tier, ITL, metadata, load back, storm
   all          boot, correctness, speed, server
 
-Each GPU phase stops measuring after 560 s, so that it fits 10 minutes with its boot; what it did not get to is listed as
-not measured. `--only WORD` measures the parts whose name holds the word, `--seconds N` changes the limit; so a server
+Each GPU phase starts no part after 560 s, and writes after every part: killed at 10 minutes it loses the part that was
+running. What it did not get to is listed as not measured. `--only WORD` measures the parts whose name holds the word, `--seconds N` changes the limit; so a server
 phase is split as `server --only llama` and `server --only qwen`. Results go to $OUT, or bench/results/gpu-DATE: PHASE.jsonl,
 PHASE.md and the logs of servers. Status: 0 measured and nothing missed, 1 something missed or failed, 2 cannot run here.
 TEXT

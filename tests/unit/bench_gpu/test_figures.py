@@ -12,8 +12,8 @@ import torch
 from foundation.report import Finding
 from gpu import machine
 from gpu.checks import relative_error
-from gpu.figures import Figure, Part, Sample, missing, run_parts, status_of, write_results
-from gpu.greedy import Config, verdicts
+from gpu.figures import CUT_OFF, Figure, Part, Sample, missing, run_parts, status_of, write_results
+from gpu.greedy import Config, configs, parts, verdicts
 from gpu.pools import BYTES, LLAMA_32K, Shape, random_pool, window_bytes
 
 MACHINE = {"gpu": "H100", "driver": "1", "commit": "abc"}
@@ -85,6 +85,52 @@ def test_results_of_one_commit_and_machine_are_put_together(tmp_path: Path) -> N
     assert "| a |" not in text and "- a: not asked for" in text
 
 
+def test_every_part_is_kept_when_it_ends(tmp_path: Path) -> None:
+    def written() -> dict[str, tuple[float | None, str]]:
+        _, *lines = [json.loads(line) for line in (tmp_path / "speed.jsonl").read_text().splitlines()]
+        return {line["what"]: (line["value"], line["detail"]) for line in lines}
+
+    seen: list[dict[str, tuple[float | None, str]]] = []
+
+    def one() -> Iterator[Figure]:
+        yield Figure("first", 1.0)
+
+    def two() -> Iterator[Figure]:
+        seen.append(written())
+        yield Figure("second", 2.0)
+        raise KeyboardInterrupt
+
+    parts = [Part("one", ("first",), one), Part("two", ("second",), two), Part("three", ("third",), one)]
+    with pytest.raises(KeyboardInterrupt):
+        run_parts(
+            parts,
+            say=lambda figure: None,
+            keep=lambda figures: write_results(tmp_path, "speed", MACHINE, figures) and None,
+        )
+    cut_off = {"first": (1.0, ""), "second": (None, CUT_OFF), "third": (None, CUT_OFF)}
+    assert seen == [cut_off] and written() == cut_off
+    assert {file.name for file in tmp_path.iterdir()} == {"speed.jsonl", "speed.md"}
+    run_parts(
+        parts[2:],
+        say=lambda figure: None,
+        keep=lambda figures: write_results(tmp_path, "speed", MACHINE, figures) and None,
+    )
+    assert written()["first"] == (1.0, "") and written()["third"][0] is None
+
+
+def test_a_phase_writes_after_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "describe", lambda device: {**MACHINE, "when": "now"})
+    chosen = machine.Settings("cuda", False, "", 60.0, 1, tmp_path)
+    there: list[bool] = []
+
+    def one() -> Iterator[Figure]:
+        there.append((tmp_path / "speed.md").exists())
+        yield Figure("a", 1.0)
+
+    assert machine.run_phase("speed", chosen, lambda: [Part(str(index), (), one) for index in range(2)]) == 0
+    assert there == [False, True]
+
+
 def test_a_trial_is_never_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
     for arguments in (["--device", "cpu"], ["--tiny"]):
@@ -151,3 +197,32 @@ def test_a_greedy_answer_is_judged_by_the_precision_of_its_server() -> None:
     assert [figure.ok for figure in verdicts(half, [answer(1e-2, control=0.02)], [])] == [True, False, True]
     assert [figure.ok for figure in verdicts(half, [answer(1e-3, wrong=1)], ["x"])] == [False, True, False]
     assert not next(verdicts(half, [], [])).ok
+
+
+@pytest.mark.parametrize(("graphs", "page_size"), [(True, 1), (True, 16), (False, 1), (False, 16)])
+def test_controls_are_judged_in_every_pair_where_tolerances_are_wide(
+    graphs: bool, page_size: int, tmp_path: Path
+) -> None:
+    peaky, testbed = (Config(model, "flashinfer", graphs, page_size) for model in ("peaky", "testbed"))
+    assert {peaky, testbed} <= set(configs("cuda"))
+    blind = Finding("case", (), 0.01, 32, 0, 0, (1.0, 0.02, 1.0))
+    assert [figure.ok for figure in verdicts(peaky, [blind], [])] == [True, False, True]
+    assert [figure.ok for figure in verdicts(testbed, [blind], [])] == [True, None, True]
+    uncompared = Finding("case", (), 0.01, 32)
+    assert [figure.ok for figure in verdicts(peaky, [uncompared], [])] == [True, False, True]
+    assert [figure.ok for figure in verdicts(testbed, [uncompared], [])] == [True, True]
+    (promises,) = [
+        part.promises
+        for part in parts(machine.Settings("cuda", False, "", 60.0, 1, tmp_path))
+        if part.name == f"greedy {peaky}"
+    ]
+    assert promises == (f"greedy: {peaky}", f"greedy controls: {peaky}")
+
+
+def test_greedy_serves_every_configuration_once() -> None:
+    every = configs("cuda")
+    assert len(set(every)) == len(every)
+    assert [each for each in every if (each.model, each.backend) == ("peaky", "triton")] == [
+        Config("peaky", "triton", True, 16)
+    ]
+    assert sum(each.model == "testbed" and each.backend == "triton" for each in every) == 4
