@@ -4,7 +4,7 @@
 _carry=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 _begin=$SECONDS
 export EVICPRESS_CARRY=$_carry
-export EVICPRESS_PLACE=${EVICPRESS_PLACE:-/tmp/evicpress-gpu}
+export EVICPRESS_PLACE=${EVICPRESS_PLACE:-${TMPDIR:-/tmp}/evicpress-gpu}
 export EVICPRESS_PYTHON=${EVICPRESS_PYTHON:-python3}
 
 _found=$("$EVICPRESS_PYTHON" - <<'PYTHON' 2>&1

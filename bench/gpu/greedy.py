@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from foundation import exactness
+from foundation.case import Case
 from foundation.reference import Reference, make_peaky_model
 from foundation.report import TOLERANCE, Finding
 from gpu import native
@@ -34,7 +35,7 @@ MIN_CONTRAST = 5.0  # by so much a wrong cache must be further off than a right 
 HEAD_DIM = 64  # the smallest that FlashInfer has
 
 
-class HalfCase(exactness.Case):
+class HalfCase(Case):
     """A case of a server that computes in float16."""
 
     tie = HALF_TIE
@@ -137,7 +138,7 @@ def measure_config(chosen: Settings, config: Config) -> Iterator[Figure]:
         env = {} if config.is_half else {native.SWITCH: "1", "PYTHONPATH": path_with(plugin)}
         with Server(launch, *arguments, log=log, env=env) as server:
             reference = Reference(model)
-            kind = HalfCase if config.is_half else exactness.Case
+            kind = HalfCase if config.is_half else Case
             findings = exactness.run_jobs(server, reference, config.page_size, jobs(chosen.tiny), kind)
             violations = server.post("/evicpress/check")["violations"]
         yield from verdicts(config, findings, violations)

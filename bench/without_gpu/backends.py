@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from foundation.exactness import Case, server_arguments
+from foundation.case import Case
+from foundation.exactness import server_arguments
 from foundation.reference import Reference
 from foundation.report import Line, sensitivity, summary
 from testbed.server import MODEL, Server
@@ -62,6 +63,15 @@ def plans() -> Iterator[Line]:
     )
 
 
+class Listener(logging.Handler):
+    def __init__(self, messages: list[str]) -> None:
+        super().__init__()
+        self._messages = messages
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._messages.append(record.getMessage())
+
+
 def choice() -> Iterator[Line]:
     """By the hook that every start goes through, with the device set to cuda; nothing is loaded."""
     from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, ServerArgs
@@ -70,9 +80,7 @@ def choice() -> Iterator[Line]:
 
     server_args.add_flags()
     logged: list[str] = []
-    listener = logging.Handler()
-    listener.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    server_args.logger.addHandler(listener)
+    server_args.logger.addHandler(Listener(logged))
     server_args.logger.setLevel(logging.INFO)
 
     def started(backend: str | None) -> tuple[Any, str]:

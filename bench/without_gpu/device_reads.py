@@ -48,7 +48,7 @@ def plan(size: int, device: str, *, extend: bool) -> Any:
 
 
 def reads_data(act: Callable[[], Any]) -> str | None:
-    """What was said when data was read, None when none was."""
+    """What was said when data was read, which raises one or the other by the operator; None when none was."""
     try:
         act()
     except (NotImplementedError, RuntimeError) as error:
