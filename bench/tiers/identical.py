@@ -22,6 +22,7 @@ NUM_LOSSY = 120
 NUM_CONTROLS = 30
 CHECK_EVERY = 20
 POOL_SLOTS = 4096
+WAYS = ("nothing", "flush gpu", "flush host", "host", "all to host", "ssd", "all to ssd", "ssd", "all to ssd")
 LEAST_SHARE = 0.1
 """Of all requests: at least so many must have got KV from the host, and so many from the SSD."""
 
@@ -68,12 +69,15 @@ def draw_questions(model: Path, num_requests: int, seed: int) -> tuple[list[Ques
 
 
 def ask_all(server: Server, questions: Sequence[Question], seed: int, *, is_exact: bool = True) -> Outcome:
-    """Ask in groups of one to three at a time; before every group some nodes are moved down, by every way there is."""
+    """Ask in groups of one to three at a time; before every group some nodes are moved down, by every way there is:
+    all of ``WAYS`` in a random order, then again."""
     rng, outcome, left = random.Random(f"moves-{seed}"), Outcome(), list(questions)
+    ways: list[str] = []
     with ThreadPoolExecutor(3) as clients:
         while left:
             group, left = left[: (size := rng.randint(1, 3))], left[size:]
-            _move_down(server, rng, outcome)
+            ways = ways or rng.sample(WAYS, len(WAYS))
+            _move_down(server, ways.pop(), rng, outcome)
             given = clients.map(lambda one: server.generate(list(one.prompt), len(one.answer)), group)
             for question, answer in zip(group, given, strict=True):
                 _take(outcome, question, answer, is_exact)
@@ -84,8 +88,7 @@ def ask_all(server: Server, questions: Sequence[Question], seed: int, *, is_exac
     return outcome
 
 
-def _move_down(server: Server, rng: random.Random, outcome: Outcome) -> None:
-    way = rng.choice(("nothing", "flush gpu", "flush host", "host", "ssd", "all to host", "all to ssd"))
+def _move_down(server: Server, way: str, rng: random.Random, outcome: Outcome) -> None:
     if way.startswith("flush"):
         server.post(f"/evicpress/flush?tier={way[6:]}")
     elif way.startswith("all to"):

@@ -15,6 +15,7 @@ from tiers.restart import measure_restart
 pytestmark = [pytest.mark.e2e, pytest.mark.sglang, pytest.mark.slow]
 
 NUM_REQUESTS = 40
+MOVE_SEEDS = range(1, 6)
 
 
 @pytest.fixture(scope="module")
@@ -30,19 +31,24 @@ def asked(model: Path) -> Iterator[tuple[list[Question], int, int]]:
 def test_answers_are_those_of_a_server_without_cache_after_moves_through_every_tier(
     tmp_path: Path, model: Path, asked: tuple[list[Question], int, int]
 ) -> None:
+    """How long copies take decides which nodes lie where, so now and then too little is asked for that the SSD has:
+    then other moves follow. No token may be wrong in any of them."""
     questions, num_seen, num_controls = asked
     with Server(*arguments(tmp_path / "ssd", 16, "--kv-forms", "exact"), model=model) as server:
-        line = exact_line(ask_all(server, questions, seed=1), num_seen, num_controls)
+        for seed in MOVE_SEEDS:
+            outcome = ask_all(server, questions, seed=seed)
+            line = exact_line(outcome, num_seen, num_controls)
+            if line.ok or outcome.problems:
+                break
     assert line.ok, f"{line.target}, measured {line.figure}"
 
 
 def test_compressed_nodes_move_through_every_tier_and_leave_the_cache_whole(
     tmp_path: Path, model: Path, asked: tuple[list[Question], int, int]
 ) -> None:
-    """How long copies take decides which nodes lie where, so now and then nothing is asked for that the SSD has: then
-    other moves follow. Nothing may be wrong in any of them."""
+    """As above; nothing may be wrong in any of the walks."""
     with Server(*arguments(tmp_path / "ssd", 1), model=model) as server:
-        for seed in (2, 3, 4):
+        for seed in MOVE_SEEDS:
             outcome = ask_all(server, asked[0], seed=seed, is_exact=False)
             line = lossy_line(outcome)
             if line.ok or outcome.problems:
