@@ -236,6 +236,11 @@ class Compressor:
         every = torch.arange(start, start + len(slots), dtype=torch.int32, device=slots.device)
         return every.expand(self.num_layers, self.num_heads, -1)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank must do as this one does."""
+        return self._group is None
+
     def _agreed(self, positions: torch.Tensor) -> torch.Tensor:
         """Positions whose maximum over (layer, head) is that of all ranks: each rank holds other heads, and all must
         split a node at the same slot. One collective per compression, taken by every rank alike."""

@@ -7,8 +7,10 @@ with overlap drops at the same tokens as one without.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Literal
 
@@ -45,8 +47,22 @@ from sglang_evicpress.patches.paged_allocator import free_whole_pages
 from sglang_evicpress.patches.refusals import decode_settings
 from sglang_evicpress.press import PressInput, QueryWindow
 
+logger = logging.getLogger(__name__)
+
 MAX_ENDED = 256
 """Requests that ended, of which the last so many can still be asked about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What a pass is going to do: the survivors, int [L, H, m] among the slots of the row, and the int32 [L, H, m]
+    positions held afterwards. ``moves`` are (targets, sources) where holes are filled; ``copies`` [L, H] counts, None
+    where that is known."""
+
+    chosen: torch.Tensor
+    positions: torch.Tensor
+    moves: tuple[torch.Tensor, torch.Tensor] | None
+    copies: torch.Tensor | None
 
 
 class DecodeBudgets:
@@ -137,44 +153,68 @@ class DecodeBudgets:
             fresh = take_slots(self, -(-num_kept // page) * page)
             if fresh is None:
                 return False
-        slots = row_of(self, req, num_slots)
-        self.compressor.wait_for_forward(slots)
-        node = self._press_input(req, state, slots)
-        scores = score(state.settings.score, node, state.settings.window)
-        chosen = survivors(scores, node.positions, num_kept, self.compressor.sinks, in_order=state.is_in_order)
+        try:
+            slots = row_of(self, req, num_slots)
+            self.compressor.wait_for_forward(slots)
+            survey = self._survey(req, state, slots, num_kept, fresh)
+        except torch.OutOfMemoryError as error:
+            if fresh is not None:
+                self.token_to_kv_pool_allocator.free(fresh)
+            return self._put_off(req, error)
         if not state.has_left_tree:
             leave_tree(self, req)
         kind: PassKind = "prefill" if state.is_first_visit else self._way(state)
         if fresh is not None:
             kind, kept, freed = "copy_out", fresh[:num_kept], slots[shared:]
-            self.compressor.copy_survivors(slots, chosen, kept)
-            state.positions = repack_positions(node.positions, chosen)
-            copies = None
         else:
             kept, freed = slots[:num_kept], slots[-(-num_kept // page) * page :]
-            copies = self._compact(state, node, chosen)
+            self._compact(slots, survey)
+            state.is_in_order = state.is_in_order and survey.moves is None
+        state.positions = survey.positions
         free_whole_pages(self.token_to_kv_pool_allocator, freed)
         put_row(self, req, kept, num_slots - num_kept)
-        self._note_pass(req, state, kind, num_slots, -(-len(freed) // page), began, num_kept, copies)
+        self._note_pass(req, state, kind, num_slots, -(-len(freed) // page), began, num_kept, survey.copies)
         return True
+
+    def _survey(
+        self: Any, req: Any, state: DecodeState, slots: torch.Tensor, num_kept: int, fresh: torch.Tensor | None
+    ) -> Survey:
+        """All of a pass that takes device memory; nothing that anybody uses is changed."""
+        node = self._press_input(req, state, slots)
+        scores = score(state.settings.score, node, state.settings.window)
+        chosen = survivors(scores, node.positions, num_kept, self.compressor.sinks, in_order=state.is_in_order)
+        if fresh is not None:
+            self.compressor.copy_survivors(slots, chosen, fresh[:num_kept])
+            return Survey(chosen, repack_positions(node.positions, chosen), None, None)
+        if self._way(state) == "repack":
+            return Survey(chosen, repack_positions(node.positions, chosen), None, repack_copies(chosen))
+        targets, sources = moves = hole_moves(chosen, slots.numel())
+        positions = holefill_positions(node.positions, targets, sources, num_kept)
+        return Survey(chosen, positions, moves, holefill_copies(chosen))
+
+    def _put_off(self: Any, req: Any, error: torch.OutOfMemoryError) -> bool:
+        """The device has no memory for a pass now: the request stays as it is, and the next round tries again. With
+        other ranks it stays an error, for they would no longer hold the same."""
+        if not self.compressor.is_alone:
+            raise error
+        self.budget_totals.num_put_off = count = self.budget_totals.num_put_off + 1
+        if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th: every round may try
+            text = "evicpress: a pass over request %s was put off, the device has no memory for it (time %d): %s"
+            logger.warning(text, req.rid, count, error)
+        return False
 
     def _way(self: Any, state: DecodeState) -> Literal["repack", "holefill"]:
         """``compact`` fills holes: where that copies as much as a repack it is one, and never does it copy more.
         ``paged`` keeps the order, as its pages are of neighbours."""
         return "repack" if state.settings.method in ("paged", "repack") else "holefill"
 
-    def _compact(self: Any, state: DecodeState, node: PressInput, chosen: torch.Tensor) -> torch.Tensor:
-        """Bring the survivors to the first slots of the row, in place; slot copies per (layer, head)."""
+    def _compact(self: Any, slots: torch.Tensor, survey: Survey) -> None:
+        """Bring the survivors to the first slots of the row, in place."""
         buffers = self.compressor.k_buffers, self.compressor.v_buffers
-        if self._way(state) == "repack":
-            compact(*buffers, node.slots, chosen)
-            state.positions = repack_positions(node.positions, chosen)
-            return repack_copies(chosen)
-        targets, sources = hole_moves(chosen, node.slots.numel())
-        fill_holes(*buffers, node.slots, targets, sources)
-        state.positions = holefill_positions(node.positions, targets, sources, chosen.shape[-1])
-        state.is_in_order = False
-        return holefill_copies(chosen)
+        if survey.moves is None:
+            compact(*buffers, slots, survey.chosen)
+        else:
+            fill_holes(*buffers, slots, *survey.moves)
 
     def _drop_page(self: Any, req: Any, state: DecodeState) -> bool:
         """Free the page with the lowest mean score; what comes behind it moves up in the row, and nothing is copied.
@@ -182,23 +222,28 @@ class DecodeBudgets:
         Which one it is the host does not learn: nothing waits for the device, unless ranks must agree.
         """
         began, copies = time.perf_counter(), 0
-        if not state.has_left_tree:
-            copies = num_shared(req)
-            if not unshare(self, req):
-                return False
-        num_slots, page = num_physical(req), self.page_size
-        slots = row_of(self, req, num_slots)
-        self.compressor.wait_for_forward(slots)
-        node = self._press_input(req, state, slots)
-        means = self.compressor.summed(page_means(score(state.settings.score, node, state.settings.window), page))
-        dropped = worst_pages(means, state.settings.protect)
-        order = torch.arange(num_slots // page - 1, device=slots.device)
-        order += order >= dropped
-        free_whole_pages(self.token_to_kv_pool_allocator, slots.view(-1, page).index_select(0, dropped)[0])
-        known = positions_of(state.positions, num_logical(req), num_slots, slots.device)
-        pages = known.view(*known.shape[:-1], -1, page)
-        state.positions = pages.index_select(-2, order).flatten(-2)
-        put_row(self, req, slots.view(-1, page).index_select(0, order).flatten(), page)
+        try:
+            if not state.has_left_tree:
+                copies = num_shared(req)
+                if not unshare(self, req):
+                    return False
+            num_slots, page = num_physical(req), self.page_size
+            slots = row_of(self, req, num_slots)
+            self.compressor.wait_for_forward(slots)
+            node = self._press_input(req, state, slots)
+            means = self.compressor.summed(page_means(score(state.settings.score, node, state.settings.window), page))
+            dropped = worst_pages(means, state.settings.protect)
+            order = torch.arange(num_slots // page - 1, device=slots.device)
+            order += order >= dropped
+            known = positions_of(state.positions, num_logical(req), num_slots, slots.device)
+            positions = known.view(*known.shape[:-1], -1, page).index_select(-2, order).flatten(-2)
+            pages = slots.view(-1, page)
+            freed, kept = pages.index_select(0, dropped)[0], pages.index_select(0, order).flatten()
+        except torch.OutOfMemoryError as error:
+            return self._put_off(req, error)
+        free_whole_pages(self.token_to_kv_pool_allocator, freed)
+        state.positions = positions
+        put_row(self, req, kept, page)
         self._note_pass(req, state, "page", num_slots, 1, began, copies)
         return True
 

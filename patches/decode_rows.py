@@ -64,8 +64,12 @@ def unshare(cache: Any, req: Any) -> bool:
         mine = take_slots(cache, shared)
         if mine is None:
             return False
-        theirs = row_of(cache, req, shared)
-        cache.compressor.copy(theirs, mine)
+        try:
+            theirs = row_of(cache, req, shared)
+            cache.compressor.copy(theirs, mine)
+        except torch.OutOfMemoryError:
+            cache.token_to_kv_pool_allocator.free(mine)
+            raise
         row = cache.req_to_token_pool.req_to_token[req.req_pool_idx]
         row[:shared] = mine.to(row.dtype)
     leave_tree(cache, req)

@@ -5,6 +5,7 @@ The oracle of test_radix_cache_model.py reads every KV entry back; here it also 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from tests.contract.test_radix_cache_model import CONTEXT, HEADS, LAYERS, ROWS, 
 from sglang_evicpress.decode import rhythm
 from sglang_evicpress.decode.settings import METHODS, DecodeSettings
 from sglang_evicpress.decode.tally import RequestTally
-from sglang_evicpress.patches import rows
+from sglang_evicpress.patches import decode_budgets, rows
 from sglang_evicpress.patches.decode_state import DecodeState, num_logical, num_physical, positions_of
 from sglang_evicpress.patches.decode_trace import DecodeTrace
 from sglang_evicpress.patches.node import is_lossy, slots_of, tokens_to
@@ -28,6 +29,10 @@ pytestmark = pytest.mark.sglang
 
 SCORES = ("value_key_ratio", "knorm", "keydiff", "streaming", "r_kv")
 SINKS = 4
+STEPS_OF_A_PASS = (
+    *("row_of", "score", "survivors", "hole_moves", "repack_positions", "holefill_positions", "holefill_copies"),
+    *("page_means", "worst_pages", "positions_of"),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +66,7 @@ class BudgetWalk(Walk):
         self.score = score
         super().__init__(seed, page_size, **settings)
         self.kinds: dict[str, int] = {}
+        self.puts_off = False
 
     def scheduler(self) -> SimpleNamespace:
         batch = SimpleNamespace(reqs=self.running, batch_is_full=False)
@@ -159,9 +165,11 @@ class BudgetWalk(Walk):
         for record in records:
             self.kinds[record.kind] = self.kinds.get(record.kind, 0) + 1
         has_copied = any(record.kind == "copy_out" or (record.kind == "page" and record.copies) for record in records)
-        if records and not has_copied:
+        if records and not has_copied and not self.puts_off:
             freed = self.allocator.available_size() - free
             assert freed == sum(record.pages_freed for record in records) * self.page
+        if self.puts_off:
+            return  # what was put off would be due
         free = self.allocator.available_size()
         self.cache.visit_budgets(self.cache.scheduler)
         if not any(self.is_stuck(each) for each in budgeted):
@@ -204,7 +212,7 @@ class BudgetWalk(Walk):
         assert request.evicpress.holes == request.cache_protected_len == 0
         num_slots = num_physical(request)
         assert num_logical(request) == len(request.tokens)
-        assert num_slots <= rhythm.peak(state.settings, self.page)
+        assert self.puts_off or num_slots <= rhythm.peak(state.settings, self.page)
         held = positions_of(state.positions, num_logical(request), num_slots, "cpu").expand(LAYERS, HEADS, -1)
         hashes = torch.tensor(path_hashes(request.tokens, self.adapter_of(request.extra_key)))
         row = self.rows.req_to_token[request.req_pool_idx, :num_slots].long()
@@ -239,6 +247,52 @@ def test_random_walk_with_budgets_keeps_every_invariant(seed: int, page_size: in
     walk = BudgetWalk(seed, page_size, num_slots=1024)
     walk.run(250)
     assert walk.kinds.get("copy_out", 0) > 0 and len(walk.kinds) > 1
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_pass_for_which_the_device_has_no_memory_changes_nothing_and_is_made_up_for(
+    monkeypatch: pytest.MonkeyPatch, seed: int, page_size: int
+) -> None:
+    walk = BudgetWalk(seed, page_size, num_slots=1024)
+    walk.puts_off = True
+    chance = random.Random(seed)
+
+    def scarce(function: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            if chance.random() < 0.1:
+                raise torch.OutOfMemoryError("none left")
+            result = function(*arguments, **named)
+            if chance.random() < 0.1:
+                raise torch.OutOfMemoryError("none left")
+            return result
+
+        return call
+
+    for name in STEPS_OF_A_PASS:
+        monkeypatch.setattr(decode_budgets, name, scarce(getattr(decode_budgets, name)))
+    for name in ("copy", "copy_survivors"):
+        monkeypatch.setattr(walk.cache.compressor, name, scarce(getattr(walk.cache.compressor, name)))
+    walk.run(250)
+    assert walk.cache.budget_totals.num_put_off > 10 and len(walk.kinds) > 1
+    monkeypatch.undo()
+    walk.visit()
+    for request in walk.running:  # those that can copy what they share are within their budgets again
+        state = request.kv_budget
+        assert (
+            state is None or not state.has_left_tree or num_physical(request) <= rhythm.peak(state.settings, page_size)
+        )
+
+
+def test_a_pass_without_memory_stays_an_error_where_other_ranks_make_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("none left")
+
+    walk = BudgetWalk(0, 1, num_slots=1024)
+    monkeypatch.setattr(decode_budgets, "score", none_left)
+    monkeypatch.setattr(type(walk.cache.compressor), "is_alone", False)
+    with pytest.raises(torch.OutOfMemoryError):
+        walk.run(250)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

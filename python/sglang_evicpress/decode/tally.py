@@ -108,9 +108,11 @@ class RequestTally:
 
 @dataclass(slots=True)
 class Totals:
-    """What budgets did on this server since it started; every pass goes through ``add``."""
+    """What budgets did on this server since it started; every pass goes through ``add``. ``num_put_off``: passes for
+    which the device had no memory when they were due."""
 
     num_requests: int = 0
+    num_put_off: int = 0
     counts: Counts = field(default_factory=Counts)
     kinds: dict[PassKind, int] = field(default_factory=dict)
 
@@ -131,4 +133,5 @@ class Totals:
 
     def to_json(self) -> dict[str, object]:
         """The server's counts as the endpoints show them."""
-        return {"requests": self.num_requests, **self.counts.to_json(), "passes_by_kind": dict(self.kinds)}
+        counts = {"requests": self.num_requests, **self.counts.to_json(), "passes_put_off": self.num_put_off}
+        return {**counts, "passes_by_kind": dict(self.kinds)}

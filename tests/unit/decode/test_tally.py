@@ -33,6 +33,7 @@ def test_a_pass_counts_for_its_request_and_for_the_server():
         "slot_copies": 114.0,
         "seconds": 0.875,
         "longest_pass_seconds": 0.5,
+        "passes_put_off": 0,
         "passes_by_kind": {"repack": 1, "page": 1, "unshare": 1},
     }
 
