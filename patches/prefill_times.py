@@ -78,7 +78,7 @@ class PrefillTimes:
         now = self._clock()
         seconds = now - max(begin, self._last_result_s)
         self._last_result_s = now
-        if sum(num_tokens for num_tokens, _ in chunks) < LEAST_TOKENS:
+        if not chunks or sum(num_tokens for num_tokens, _ in chunks) < LEAST_TOKENS:
             return
         self._num_seen += 1
         if self._num_seen > NUM_WARM_UP and seconds > 0.0:

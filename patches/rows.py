@@ -25,27 +25,43 @@ class HoleTable:
     def __init__(self, num_rows: int, device: torch.device | str) -> None:
         self.device = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.host = self.device if self.device.device.type == "cpu" else torch.zeros(num_rows, dtype=torch.int64)
+        self._with_holes: set[int] = set()
         self.batch: list[int] = []
 
     def write(self, rows_device: torch.Tensor, rows_host: torch.Tensor, holes: Sequence[int]) -> torch.Tensor:
         """Set the holes of these rows; returns them as a device tensor (copied without waiting for the device)."""
-        host = torch.tensor(holes, dtype=torch.int64)
-        self.host[rows_host] = host
+        host = self.note(rows_host, holes)
         if self.device is self.host:
             return host
         moved = to_device(host, self.device.device)
         self.device[rows_device] = moved
         return moved
 
+    def note(self, rows_host: torch.Tensor, holes: Sequence[int]) -> torch.Tensor:
+        """Set what the host knows of these rows; returns ``holes`` as a tensor."""
+        for row, count in zip(rows_host.tolist(), holes, strict=True):
+            if count:
+                self._with_holes.add(row)
+            else:
+                self._with_holes.discard(row)
+        values = torch.tensor(holes, dtype=torch.int64)
+        self.host[rows_host] = values
+        return values
+
     def add(self, row: int, num_holes: int) -> None:
         """So many more tokens of one row have no slot."""
+        self._with_holes.add(row)
         self.host[row] += num_holes
         if self.device is not self.host:
             self.device[row] += num_holes
 
     def begin_batch(self, rows_host: torch.Tensor | None) -> None:
         """Remember the holes of the batch that is about to run, in batch order."""
-        self.batch = [] if rows_host is None else self.host[rows_host].tolist()
+        self.batch = [] if rows_host is None or not self._with_holes else self.host[rows_host].tolist()
+
+    def has_holes(self, rows_host: torch.Tensor) -> bool:
+        """Whether any of these rows has. Asked in every step, where an operation on tensors takes 20 microseconds."""
+        return bool(self._with_holes) and not self._with_holes.isdisjoint(rows_host.tolist())
 
 
 _table: HoleTable | None = None
@@ -116,11 +132,11 @@ def _around_write_cache_indices(
 
 def _around_alloc_for_decode(original: Callable[..., Any], batch: Any, token_per_req: int) -> Any:
     """AROUND ``alloc_for_decode``: the last slot of a row, and the place of the next, are physical."""
-    seq_lens, seq_lens_cpu = batch.seq_lens, batch.seq_lens_cpu
     rows = table()
-    holes_cpu = rows.host[batch.req_pool_indices_cpu]
-    if not holes_cpu.any():
+    if not rows.has_holes(batch.req_pool_indices_cpu):
         return original(batch, token_per_req)
+    seq_lens, seq_lens_cpu = batch.seq_lens, batch.seq_lens_cpu
+    holes_cpu = rows.host[batch.req_pool_indices_cpu]
     batch.seq_lens = seq_lens - rows.device[batch.req_pool_indices].to(seq_lens.dtype)
     batch.seq_lens_cpu = seq_lens_cpu - holes_cpu.to(seq_lens_cpu.dtype)
     try:

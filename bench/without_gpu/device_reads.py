@@ -39,7 +39,7 @@ def plan(size: int, device: str, *, extend: bool) -> Any:
 
     table = HoleTable(NUM_ROWS, device)
     where = torch.arange(1, size + 1)
-    table.host[where] = torch.arange(10, 10 + size)  # what write() does to both; pinning needs CUDA
+    table.note(where, list(range(10, 10 + size)))  # what write() does to both; pinning needs CUDA
     if table.device is not table.host:
         table.device[where.to(device)] = torch.arange(10, 10 + size).to(device)
     table.add(1, 16)  # a budget of a running request frees a page

@@ -111,7 +111,7 @@ class BudgetWalk(Walk):
         row = self.rows.req_to_token[request.req_pool_idx]
         row[: len(view.slots)] = view.slots
         row[len(view.slots) : len(view.slots) + len(slots)] = slots
-        rows.table().host[request.req_pool_idx] = view.holes
+        rows.table().note(torch.tensor([request.req_pool_idx]), [view.holes])
         self.compute(request, begin, upto, slots)
         request.kv_allocated_len = request.kv_committed_len = request.filled = upto
         request.frozen_view = self.view_of(request)

@@ -126,6 +126,22 @@ class TestHoleTable:
         table.begin_batch(None)
         assert table.batch == []
 
+    def test_rows_with_holes_are_known_until_they_are_written_anew(self) -> None:
+        table = HoleTable(6, "cpu")
+        where = torch.tensor([4, 1, 2])
+        assert not table.has_holes(where)
+        table.write(where, where, [7, 0, 5])
+        table.add(3, 16)
+        assert [table.has_holes(torch.tensor([row])) for row in range(6)] == [False, False, True, True, True, False]
+        assert table.has_holes(torch.tensor([1, 2])) and not table.has_holes(torch.tensor([0, 1, 5]))
+        table.write(where, where, [0, 3, 0])
+        assert [table.has_holes(torch.tensor([row])) for row in range(6)] == [False, True, False, True, False, False]
+        table.begin_batch(torch.tensor([1, 3, 4]))
+        assert table.batch == [3, 16, 0]
+        table.write(torch.tensor([1, 3]), torch.tensor([1, 3]), [0, 0])
+        table.begin_batch(torch.tensor([1, 3, 4]))
+        assert not any(table.batch)
+
     def test_no_table_before_the_attention_backend_is_an_error(self) -> None:
         with pytest.raises(RuntimeError, match="hole table"):
             rows.table()
@@ -203,7 +219,7 @@ class TestDecode:
 
     def table(self, device: torch.device | str = "cpu") -> HoleTable:
         table = HoleTable(8, device)
-        table.host[torch.tensor([2, 1])] = torch.tensor([4, 3])
+        table.note(torch.tensor([2, 1]), [4, 3])
         rows.attach(table)
         return table
 
