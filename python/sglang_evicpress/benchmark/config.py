@@ -54,11 +54,13 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """More ``levels``, in the first repetition, for the systems of these names or kinds only; ``requests`` at each."""
+    """More ``levels``, in the first repetition, for the systems of these names or kinds only. Each has ``requests``,
+    and at least as many as come in ``seconds``: in a burst shorter than a queue takes to build any server keeps up."""
 
     levels: tuple[float, ...]
     systems: tuple[str, ...]
     requests: int | None = None
+    seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +110,16 @@ class Config:
     systems: tuple[str, ...]
     profiles: Profiling | None
     once: tuple[str, ...]
-    rates: Rates | None
+    rates: tuple[Rates, ...]
 
     def levels_of(self, kind: str, name: str, repetition: int) -> tuple[float, ...]:
         """Of one repetition, counted from 0, of a system of that kind and name; none where it does not run."""
         if repetition >= self.repetitions or (repetition and {kind, name} & {*self.once}):
             return ()
-        if repetition or self.rates is None or not {kind, name} & {*self.rates.systems}:
+        if repetition:
             return self.levels
-        return tuple(dict.fromkeys((*self.levels, *self.rates.levels)))
+        more = [level for rates in self.rates if {kind, name} & {*rates.systems} for level in rates.levels]
+        return tuple(dict.fromkeys((*self.levels, *sorted(more))))
 
     @property
     def forms(self) -> str:
@@ -235,17 +238,22 @@ def _profiling(path: Path, value: object, forms: str) -> Profiling | None:
     return profiling
 
 
-def _rates(path: Path, value: object) -> Rates | None:
+def _rates(path: Path, value: object) -> tuple[Rates, ...]:
+    """One mapping or a list of them."""
     if value is None:
-        return None
-    fields = Fields.of(f"{path}: rates", value)
-    rates = Rates(
-        levels=fields.need("levels", each(number(above=0.0)), "a list of requests/s above 0"),
-        systems=fields.need("systems", each(text), "a list of systems or kinds of systems"),
-        requests=fields.get("requests", whole(1), "a whole number of 1 or more", None),
-    )
-    fields.finish()
-    return rates
+        return ()
+    found = []
+    for part in value if isinstance(value, list | tuple) else [value]:
+        fields = Fields.of(f"{path}: rates", part)
+        rates = Rates(
+            levels=fields.need("levels", each(number(above=0.0)), "a list of requests/s above 0"),
+            systems=fields.need("systems", each(text), "a list of systems or kinds of systems"),
+            requests=fields.get("requests", whole(1), "a whole number of 1 or more", None),
+            seconds=fields.get("seconds", number(above=0.0), "seconds above 0", None),
+        )
+        fields.finish()
+        found.append(rates)
+    return tuple(found)
 
 
 def _any(value: object) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,10 +68,11 @@ def plan(config: Config, contexts: Sequence[Context], repetition: int, level: fl
 
 
 def num_requests(config: Config, level: float) -> int:
-    """How many requests a level has."""
-    rates = config.rates
-    is_extra = rates is not None and level not in config.levels
-    return rates.requests if rates is not None and is_extra and rates.requests is not None else config.requests
+    """How many requests a level has: as many for all systems that run it."""
+    extra = [rates for rates in config.rates if level in rates.levels and level not in config.levels]
+    wanted = [config.requests if rates.requests is None else rates.requests for rates in extra]
+    wanted += [math.ceil(level * rates.seconds) for rates in extra if rates.seconds is not None]
+    return max(wanted, default=config.requests)
 
 
 def popularity(config: Config, num_contexts: int) -> list[float]:

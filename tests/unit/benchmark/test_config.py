@@ -163,3 +163,15 @@ def test_rates_are_more_levels_for_some_systems_in_the_first_repetition(tmp_path
         load(tmp_path, rates={"levels": [0], "systems": ["lru"]})
     with pytest.raises(ValueError, match="rates has no systems: expected a list of systems"):
         load(tmp_path, rates={"levels": [1]})
+    with pytest.raises(ValueError, match="rates: seconds is 0: expected seconds above 0"):
+        load(tmp_path, rates=[{"levels": [1], "systems": ["lru"], "seconds": 0}])
+    with pytest.raises(ValueError, match="rates"):
+        load(tmp_path, rates=[4])
+
+
+def test_rates_may_be_several_groups(tmp_path: Path) -> None:
+    groups = [{"levels": [8, 2], "systems": ["lru"]}, {"levels": [8, 4], "systems": ["lru", "bound"]}]
+    config = load(tmp_path, levels=[0], rates=groups)
+    assert config.levels_of("lru", "lru", 0) == (0.0, 2.0, 4.0, 8.0)
+    assert config.levels_of("bound", "bound", 0) == (0.0, 4.0, 8.0)
+    assert config.levels_of("fixed", "knorm@0.5+lru", 0) == (0.0,)

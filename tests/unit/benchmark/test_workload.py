@@ -117,6 +117,12 @@ def test_rates_may_have_fewer_requests(tmp_path: Path) -> None:
     assert [len(plan(config, CONTEXTS, 0, level)) for level in (0.0, 2.0, 3.0)] == [7, 4, 7]
 
 
+def test_a_high_rate_lasts_as_long_as_a_low_one(tmp_path: Path) -> None:
+    rates = {"levels": [1, 2.5], "systems": ["lru"], "seconds": 3, "requests": 4}
+    config = make(tmp_path, levels=[0], requests=7, rates=[rates, {"levels": [1], "systems": ["bound"]}])
+    assert [len(plan(config, CONTEXTS, 0, level)) for level in (0.0, 1.0, 2.5)] == [7, 7, 8]
+
+
 def write_trace(folder: Path, text: str) -> Path:
     (folder / "t.csv").write_text(text)
     return folder / "t.csv"
