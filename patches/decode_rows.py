@@ -64,14 +64,13 @@ def unshare(cache: Any, req: Any) -> bool:
         mine = take_slots(cache, shared)
         if mine is None:
             return False
+        row = cache.req_to_token_pool.req_to_token[req.req_pool_idx]
         try:
-            theirs = row_of(cache, req, shared)
-            cache.compressor.copy(theirs, mine)
+            cache.compressor.copy(row_of(cache, req, shared), mine)
+            row[:shared] = mine.to(row.dtype)
         except torch.OutOfMemoryError:
             cache.token_to_kv_pool_allocator.free(mine)
             raise
-        row = cache.req_to_token_pool.req_to_token[req.req_pool_idx]
-        row[:shared] = mine.to(row.dtype)
     leave_tree(cache, req)
     return True
 
