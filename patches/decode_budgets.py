@@ -179,8 +179,8 @@ class DecodeBudgets:
     def _survey(
         self: Any, req: Any, state: DecodeState, slots: torch.Tensor, num_kept: int, fresh: torch.Tensor | None
     ) -> Survey:
-        """All of a pass that takes device memory for every layer and head; nothing that anybody uses is changed. What is
-        left takes some for the slots of one row."""
+        """All of a pass that takes device memory for every layer and head; nothing that anybody uses is changed. What
+        is left takes some for the slots of one row."""
         node = self._press_input(req, state, slots)
         scores = score(state.settings.score, node, state.settings.window)
         chosen = survivors(scores, node.positions, num_kept, self.compressor.sinks, in_order=state.is_in_order)
