@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang_evicpress.census import Census
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import NodeStats, Tier
 from sglang_evicpress.costs import CostModel, Costs, PrefillLaw, TransferLaw
 from sglang_evicpress.patches.claims import Claims
-from sglang_evicpress.patches.node import NodeKV, is_lossy, is_reserved, servable_steps, size_of, start_of
+from sglang_evicpress.patches.node import NodeKV, census_of, is_lossy, is_reserved, servable_steps, size_of, start_of
 from sglang_evicpress.patches.profiling import Expectation
 from sglang_evicpress.patches.shadows import is_shadow_name
 from sglang_evicpress.patches.tiering import tier_of
@@ -56,6 +57,7 @@ class Bookkeeping:
     def clear_book(self: Any) -> None:
         """A book without nodes."""
         self.renew_policy()
+        self.census = Census()
         self._windowed.clear()
         self.claims.clear()
 
@@ -72,6 +74,7 @@ class Bookkeeping:
     def note(self: Any, node: Any) -> None:
         """A node is new, or what it holds, covers or can become has changed."""
         self.note_copies(node)
+        self.census.put(node.id, census_of(node))
         self.policy.put(self.stats_of(node))
         self.stir()
 
@@ -85,6 +88,7 @@ class Bookkeeping:
 
     def note_deleted(self: Any, node: Any) -> None:
         self.policy.forget(node.id)
+        self.census.remove(node.id)
         self.ready.pop(node.id, None)
         self.claims.forget(node)
         self.drop_window(node)

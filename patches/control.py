@@ -14,7 +14,9 @@ from typing import Any
 from sglang.srt.managers.io_struct import BaseReq, hook_custom_types
 from sglang.utils import TypeBasedDispatcher
 
-from sglang_evicpress.introspect import answer_encoded
+from sglang_evicpress.arguments import Json
+from sglang_evicpress.call_times import CallTimes
+from sglang_evicpress.introspect import OPERATIONS, answer_encoded
 from sglang_evicpress.patches import shutdown
 
 _HTTP_SERVER = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
@@ -68,12 +70,15 @@ def install_scheduler(registry: Any, hook_type: Any) -> None:
     _register(registry, _EVENT_LOOP, shutdown.around_event_loop, hook_type.AROUND)
 
 
-def reply(scheduler: Any, question: EvicPressReqInput) -> EvicPressReqOutput:
+def reply(scheduler: Any, question: EvicPressReqInput, times: CallTimes) -> EvicPressReqOutput:
     """The answer of this scheduler. Never raises.
 
     Runs on every tensor-parallel rank, so that all trees change alike; only rank 0 has a socket to send on.
     """
-    status, payload = answer_encoded(scheduler.tree_cache, question.op, question.payload)
+    op = question.op if question.op in OPERATIONS else "unknown"
+    with times.measure(op):
+        more: Json = {"calls": times.to_json()} if op == "stats" else {}
+        status, payload = answer_encoded(scheduler.tree_cache, question.op, question.payload, more)
     return EvicPressReqOutput(rid=question.rid, status=status, payload=payload)
 
 
@@ -91,17 +96,25 @@ def _around_http_server(original: Any, server_args: Any, tokenizer_manager: Any,
     from sglang.srt.entrypoints.http_server import app
 
     # Here: schedulers need no web framework.
-    from sglang_evicpress.patches.http_server import add_routes
+    from sglang_evicpress.patches.access import AccessRules
+    from sglang_evicpress.patches.http_server import MAX_BODY_BYTES, TOKEN_BYTES, add_routes, watch_threads
     from sglang_evicpress.patches.online_profiler import OnlineProfiler
     from sglang_evicpress.patches.profile_file import ProfileFile
     from sglang_evicpress.patches.server_args import config_of
 
     config = config_of(server_args)
     profile_file = ProfileFile(config.profiles)
-    calls = add_routes(app, tokenizer_manager, profile_file)
+    calls = add_routes(
+        app,
+        tokenizer_manager,
+        profile_file,
+        rules=AccessRules(bool(server_args.admin_api_key), server_args.host),
+        max_context_bytes=TOKEN_BYTES * tokenizer_manager.context_len + MAX_BODY_BYTES,
+    )
     profiler = OnlineProfiler(tokenizer_manager, calls, profile_file) if config.profiles_online else None
     if profiler is not None:
         profiler.start()
+        watch_threads(app, (profiler.thread,))
     if shutdown.has_tiers(server_args):
         shutdown.exit_on_sigterm()
     try:
@@ -123,8 +136,9 @@ def _before_engine_ends(engine: Any) -> None:
 
 def _after_init_request_dispatcher(_: None, scheduler: Any) -> None:
     # Always, whatever the cache: a message without a receiver would end the scheduler.
+    times = CallTimes()
     scheduler._request_dispatcher += TypeBasedDispatcher(
-        [(EvicPressReqInput, lambda question: reply(scheduler, question))]
+        [(EvicPressReqInput, lambda question: reply(scheduler, question, times))]
     )
 
 

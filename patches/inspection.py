@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 
-from sglang_evicpress.arguments import IntrospectionError
+from sglang_evicpress.arguments import PAGE_DECISIONS, PAGE_NODES, PAGE_NUMBERS, IntrospectionError
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.costs import PrefillLaw
 from sglang_evicpress.introspect import NodeBusy, UnknownNode
-from sglang_evicpress.patches.node import is_lossy, num_slots, slots_of, start_of, walk
+from sglang_evicpress.patches.node import census_of, is_lossy, num_slots, slots_of, start_of, walk
 from sglang_evicpress.patches.tiering import tier_of
+from sglang_evicpress.threads import WatchedThread
 
 _BOOKED = (
     *("num_tokens", "num_bytes", "depth_tokens", "quality", "reachable", "weight"),
@@ -21,34 +25,54 @@ _BOOKED = (
 )
 
 
+MAX_CHILDREN = 256  # named in a node's description
+
+
+def key_of(admin_api_key: str) -> bytes:
+    """The key of ``keyed_hash`` on a server with an admin API key: operators, and nobody else, can work out what a
+    namespace or a prompt is shown as. Without one the key is random and of one process."""
+    return hashlib.sha256(admin_api_key.encode()).digest()
+
+
+def keyed_hash(value: bytes, key: bytes, num_bytes: int) -> str:
+    """BLAKE2b in hex: salts and prompts cannot be found by hashing guesses."""
+    return hashlib.blake2b(value, digest_size=num_bytes, key=key).hexdigest()
+
+
 class Inspection:
     """The ``Inspectable`` part of EvicPressCache; reads everything, and changes only through its own operations."""
 
-    def describe_tree(self: Any) -> dict[str, object]:
-        start = {self.root_node.id: 0}
-        nodes = []
-        for node in walk(self.root_node):
-            begin = start[node.parent.id]
-            start[node.id] = begin + len(node.key)
-            nodes.append(self._summary(node, begin))
-        return {"page_size": self.page_size, "num_nodes": len(nodes), "nodes": nodes}
+    def describe_tree(self: Any, after: int = 0, limit: int = PAGE_NODES) -> dict[str, object]:
+        ids = list(self.nodes)  # in ascending order: ids are never reused
+        begin = bisect_right(ids, after)
+        shown = ids[begin : begin + min(limit, PAGE_NODES)]
+        found = sorted((start_of(self.nodes[node_id]), node_id) for node_id in shown)
+        nodes = [self._summary(self.nodes[node_id], start) for start, node_id in found]  # parents first
+        return {
+            "page_size": self.page_size,
+            "num_nodes": len(ids),
+            "nodes": nodes,
+            "next": shown[-1] if shown and shown[-1] != ids[-1] else None,
+        }
 
-    def describe_node(self: Any, node_id: int, *, positions: bool, tokens: bool) -> dict[str, object]:
+    def describe_node(
+        self: Any, node_id: int, *, positions: bool, tokens: bool, layer: int | None = None
+    ) -> dict[str, object]:
         node = self._node(node_id)
         layout = node.kv.layout
         tokens_of_node = node.key.raw_token_ids()
         described = self._summary(node, start_of(node))
-        described["tokens_hash"] = hashlib.sha256(tokens_of_node.tobytes()).hexdigest()
+        described["tokens_hash"] = self._keyed_hash(tokens_of_node.tobytes(), 32)
         described["options"] = [
             {"form": str(option.form or "drop"), "num_slots": option.num_bytes // self.menu.slot_bytes}
             for option in self.options_of(node)
         ]
         described["decisions"] = self.controller.journal.about(node_id)
         if positions:
-            described["positions"] = None if layout is None else layout.positions.tolist()
-            described["logical_indices"] = None if layout is None else layout.logical.tolist()
+            described["positions"] = None if layout is None else _numbers_of(layout.positions, node_id, layer)
+            described["logical_indices"] = None if layout is None else layout.logical.numpy()
         if tokens:
-            described["token_ids"] = list(tokens_of_node)
+            described["token_ids"] = np.frombuffer(tokens_of_node, dtype=np.int64)
         return described
 
     def explain_node(self: Any, node_id: int) -> dict[str, object]:
@@ -63,20 +87,11 @@ class Inspection:
         }
 
     def read_journal(self: Any, since: int, limit: int) -> dict[str, object]:
-        return {"now_s": self.now_s, **self.controller.journal.read(since, limit)}
+        return {"now_s": self.now_s, **self.controller.journal.read(since, min(limit, PAGE_DECISIONS))}
 
     def describe_stats(self: Any) -> dict[str, object]:
         allocator = self.token_to_kv_pool_allocator
-        nodes = list(walk(self.root_node))
-        tokens = sum(len(node.key) for node in nodes)
-        slots = sum(num_slots(node) for node in nodes)
-        by_form: dict[str, dict[str, int]] = {}
-        for node in nodes:
-            entry = by_form.setdefault(str(node.kv.form), {"nodes": 0, "tokens": 0, "slots": 0})
-            entry["nodes"] += 1
-            entry["tokens"] += len(node.key)
-            entry["slots"] += num_slots(node)
-        controller = self.controller
+        census, controller = self.census, self.controller
         return {
             "policy": self.config.policy,
             "alpha": self.config.alpha,
@@ -97,10 +112,10 @@ class Inspection:
             "protected_slots": self.protected_size_,
             "in_flight_slots": sum(held for _, held in self._in_flight()),
             "shadow_slots": self.num_shadow_slots,
-            "num_nodes": len(nodes),
-            "cached_tokens": tokens,
-            "cached_slots": slots,
-            "resident_forms": by_form,
+            "num_nodes": census.num_nodes,
+            "cached_tokens": census.num_tokens,
+            "cached_slots": census.num_slots,
+            "resident_forms": census.by_form(),
             "decisions": {
                 "compressed": dict(controller.num_compressed),
                 "dropped": controller.num_dropped,
@@ -109,6 +124,7 @@ class Inspection:
                 "freed_slots": controller.freed_slots,
             },
             "utility_lost_s": controller.journal.lost if self.policy.has_utility else None,
+            "threads": [thread.describe() for thread in self.threads()],
         }
 
     def compress_node(self: Any, node_id: int, form: Form) -> dict[str, object]:
@@ -133,6 +149,13 @@ class Inspection:
             raise IntrospectionError(507, f"node {node_id} was dropped: the device has no memory to compress it")
         return {**self._summary(node, start_of(node)), "freed_slots": freed}
 
+    def threads(self: Any) -> Iterator[WatchedThread]:
+        """Every thread that works for the cache in this process."""
+        for workers in self.workers.values():
+            yield from workers.threads
+        if self.ssd is not None:
+            yield self.ssd.store.syncer
+
     def evict_slots(self: Any, num_slots: int) -> dict[str, object]:
         freed = self.relieve(num_slots)
         return {"freed_slots": freed, "free_slots": self.token_to_kv_pool_allocator.available_size()}
@@ -155,7 +178,8 @@ class Inspection:
         return {
             "id": node.id,
             "parent_id": None if node.parent is self.root_node else node.parent.id,
-            "children": [child.id for child in node.children.values()],
+            "children": [child.id for child in islice(node.children.values(), MAX_CHILDREN)],
+            "num_children": len(node.children),
             "start": start,
             "num_tokens": len(node.key),
             "num_slots": num_slots(node),
@@ -172,8 +196,11 @@ class Inspection:
             "num_hits": kv.num_hits,
             "last_use": kv.last_use,
             "has_queries": self.window_of(node) is not None,
-            "namespace": None if extra_key is None else hashlib.sha256(extra_key.encode()).hexdigest()[:16],
+            "namespace": None if extra_key is None else self._keyed_hash(extra_key.encode(), 8),
         }
+
+    def _keyed_hash(self: Any, value: bytes, num_bytes: int) -> str:
+        return keyed_hash(value, self.inspection_key, num_bytes)
 
     def _in_flight(self: Any) -> Iterator[tuple[Any, int]]:
         """Requests that hold slots of their own, with how many: allocated (whole pages) less what the tree owns."""
@@ -217,6 +244,9 @@ class Inspection:
             if len(slots) != num_slots(node) or int((node.value != 0).sum()) != len(slots):
                 yield f"{name} holds {len(slots)} slots but counts {num_slots(node)}"
             yield from self._layout_violations(node)
+            yield from self.census.differences(node.id, census_of(node))
+        if self.census.num_nodes != len(owners):
+            yield f"the census has {self.census.num_nodes} nodes, the tree {len(owners)}"
         if len(self.nodes) != len(owners):
             yield f"the table knows {len(self.nodes)} nodes, the tree holds {len(owners)}"
         protected += self.num_private_slots
@@ -321,6 +351,22 @@ class Inspection:
                 elif index in pages:
                     yield f"page {index} belongs to {name} and to {pages[index]}"
                 pages[index] = name
+
+
+def _numbers_of(positions: torch.Tensor, node_id: int, layer: int | None) -> object:
+    """Positions as nested arrays [layers, heads, slots], or [heads, slots] of one layer. Raises IntrospectionError 400
+    for a layer that is not there, or more numbers than one call may ask for."""
+    num_layers = len(positions)
+    if layer is not None:
+        if layer >= num_layers:
+            raise IntrospectionError(400, f"layer is {layer}: expected 0 to {num_layers - 1}")
+        positions = positions[layer]
+    if positions.numel() > PAGE_NUMBERS:
+        way_out = "ask without them" if layer is not None else f"ask for one layer, 0 to {num_layers - 1}, at a time"
+        raise IntrospectionError(
+            400, f"node {node_id} has {positions.numel()} positions, and {PAGE_NUMBERS} are shown at once: {way_out}"
+        )
+    return np.ascontiguousarray(positions.numpy())
 
 
 def _described_law(law: PrefillLaw) -> dict[str, object]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sglang_evicpress.census import Counted
 from sglang_evicpress.core import EXACT, Form, Tier
 from sglang_evicpress.layout import SurvivorLayout
 
@@ -76,6 +77,11 @@ def slots_of(node: Any) -> torch.Tensor:
 def num_slots(node: Any) -> int:
     """The physical slots of a node: none while it is not on the GPU."""
     return 0 if node.value is None else size_of(node)
+
+
+def census_of(node: Any) -> Counted:
+    """The node as it is counted in the totals of ``/evicpress/stats``."""
+    return Counted(node.kv.form, len(node.key), num_slots(node), bool(node.kv.is_shadow))
 
 
 def is_reserved(node: Any) -> bool:

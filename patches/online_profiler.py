@@ -30,6 +30,7 @@ from sglang_evicpress.profiler.profile import Profile, query_set
 from sglang_evicpress.profiler.recorder import Query
 from sglang_evicpress.profiler.scorers import get_scorer
 from sglang_evicpress.profiler.transport import Json, refusal
+from sglang_evicpress.threads import WatchedThread
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +85,8 @@ class InProcess:
         try:
             async for results in self._tokenizer_manager.generate_request(request, None):
                 return list(results)
-        except ValueError as error:  # SGLang's word for a request that it refuses or gives up
-            raise EngineError(str(error)) from error
+        except Exception as error:  # SGLang refuses and aborts requests by ValueError and by web errors
+            raise EngineError(f"{type(error).__name__}: {error}") from error
         raise EngineError("the server answered nothing")
 
 
@@ -97,14 +98,15 @@ class OnlineProfiler:
         self._calls = calls
         self._file = file
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="evicpress-profiler", daemon=True)
+        self.thread = WatchedThread("evicpress-profiler", self._run)
 
     def start(self) -> None:
-        self._thread.start()
+        self.thread.start()
 
     def stop(self) -> None:
         """It takes no further job; what it waits for is not waited for here."""
         self._is_over.set()
+        self.thread.stop()
 
     def _run(self) -> None:
         while (loop := self._tokenizer_manager.event_loop) is None:  # until the first request

@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_evicpress.arguments import IntrospectionError
+from sglang_evicpress.arguments import PAGE_PROFILES, IntrospectionError
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import Form
 from sglang_evicpress.patches.node import NodeKV, path_to, size_of, start_of, tokens_to, walk
@@ -307,8 +307,9 @@ class Profiling:
                 return tokens, node.key.extra_key
         return None
 
-    def list_profiles(self: Any) -> dict[str, object]:
+    def list_profiles(self: Any, after: bytes = b"", limit: int = PAGE_PROFILES) -> dict[str, object]:
         forms = self.menu.forms[1:]
+        page = self.catalog.page(after, min(limit, PAGE_PROFILES))
         default = self.default_expectation
         return {
             "identity": self.profile_identity.hex(),
@@ -333,8 +334,10 @@ class Profiling:
                     "num_queries": profile.num_queries,
                     "measured_s": profile.measured_s,
                 }
-                for profile in self.catalog
+                for profile in page
             ],
+            "num_profiles": len(self.catalog),
+            "next": page[-1].key.hex() if len(page) == min(limit, PAGE_PROFILES) else None,
         }
 
     def show_profile(self: Any, key: bytes) -> dict[str, object]:

@@ -8,6 +8,7 @@ itself stays its own unless the tree holds the very same exact KV.
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -111,6 +112,7 @@ class EvicPressCache(
         self.scheduler: Any = None
         self.name_profiles: Callable[[Any], bytes] = lambda tokenizer: bytes(KEY_BYTES)
         self.nodes: dict[int, Any] = {}
+        self.inspection_key = secrets.token_bytes(32)
         self._tick = 0
         super().__init__(params)
 

@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.registry import get_radix_cache_factory, register_radi
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_evicpress.patches.compression import Compressor
+from sglang_evicpress.patches.inspection import key_of
 from sglang_evicpress.patches.install import check_applied
 from sglang_evicpress.patches.model_identity import agreed, model_identity, profile_identity
 from sglang_evicpress.patches.radix_cache import EvicPressCache
@@ -56,6 +57,8 @@ def build(context: Any) -> EvicPressCache:
         raise SystemExit(f"evicpress: {error}") from error
     cache.identify = identify
     cache.name_profiles = name_profiles
+    if admin_key := context.server_args.admin_api_key:
+        cache.inspection_key = key_of(admin_key)
     logger.info(
         "evicpress: policy %s, alpha %g, forms %s, page size %d",
         config.policy,

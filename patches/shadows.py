@@ -23,7 +23,7 @@ from sglang_evicpress.arguments import IntrospectionError
 from sglang_evicpress.core import Form
 from sglang_evicpress.layout import SurvivorLayout, to_device
 from sglang_evicpress.patches.capture import QueryCapture
-from sglang_evicpress.patches.node import is_lossy, num_slots, walk
+from sglang_evicpress.patches.node import is_lossy, walk
 from sglang_evicpress.press import get_press
 from sglang_evicpress.profiler.profile import BLOCK_TOKENS, context_keys
 
@@ -75,7 +75,7 @@ class Shadows:
 
     @property
     def num_shadow_slots(self: Any) -> int:
-        return sum(num_slots(node) for node in self.shadow_nodes())
+        return int(self.census.num_shadow_slots)
 
     def shadow_nodes(self: Any) -> Iterator[Any]:
         """Every node of a shadow, also of one that was closed while a request ran on it."""

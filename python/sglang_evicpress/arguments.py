@@ -8,6 +8,12 @@ from typing import TypeAlias
 
 from sglang_evicpress.core import Form, Tier
 
+PAGE_NODES = 100
+PAGE_DECISIONS = 200
+PAGE_PROFILES = 200
+PAGE_NUMBERS = 65_536
+"""Most of each that one call describes; a page costs the scheduler at most a few milliseconds."""
+
 Json: TypeAlias = dict[str, object]
 _INTEGER = re.compile(r"[0-9]{1,18}")  # below 2**63: what JSON encoders and tree ids agree on
 

@@ -15,11 +15,17 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import orjson
 
 from sglang_evicpress import arguments as checked
-from sglang_evicpress.arguments import IntrospectionError, Json
+from sglang_evicpress.arguments import PAGE_NODES, IntrospectionError, Json
 from sglang_evicpress.core import Form, Tier
+from sglang_evicpress.error_text import code_path
 from sglang_evicpress.profile_questions import PROFILE_OPS, read_profile_question
 
 logger = logging.getLogger(__name__)
+
+OPERATIONS = (
+    *("tree", "node", "stats", "explain", "journal", "compress", "check", "evict", "tiers", "flush", "demote"),
+    *("attach_ssd", "detach_ssd", "requests", *PROFILE_OPS),
+)
 
 _ENCODING = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
@@ -48,11 +54,13 @@ class Inspectable(Protocol):
     not).
     """
 
-    def describe_tree(self) -> Json:
-        """All nodes, without their tokens and positions."""
+    def describe_tree(self, after: int = 0, limit: int = PAGE_NODES) -> Json:
+        """Up to ``limit`` nodes, and never more than PAGE_NODES, with ids above ``after``, without their tokens and
+        positions. ``next``: ``after`` of the following page, None at the end."""
 
-    def describe_node(self, node_id: int, *, positions: bool, tokens: bool) -> Json:
-        """One node, with the survivors' positions and the token ids if asked. Raises UnknownNode."""
+    def describe_node(self, node_id: int, *, positions: bool, tokens: bool, layer: int | None = None) -> Json:
+        """One node, with the survivors' positions (of one layer, or all) and the token ids if asked. Raises
+        UnknownNode, or IntrospectionError 400 for too many positions at once."""
 
     def describe_stats(self) -> Json:
         """Counters and sizes of the whole cache."""
@@ -61,7 +69,8 @@ class Inspectable(Protocol):
         """What the policy could do with a node, what it would do next and why. Raises UnknownNode."""
 
     def read_journal(self, since: int, limit: int) -> Json:
-        """Up to ``limit`` decisions with numbers above ``since``, oldest first."""
+        """Up to ``limit`` decisions, and never more than PAGE_DECISIONS, with numbers above ``since``, oldest first.
+        ``next``: ``since`` of the following page, None at the end."""
 
     def compress_node(self, node_id: int, form: Form) -> Json:
         """Bring a node to ``form`` in place.
@@ -105,8 +114,9 @@ def read_question(op: str, arguments: Mapping[str, object]) -> Question:
     """
     match op:
         case "tree":
-            checked.accept_only(arguments)
-            return lambda cache: cache.describe_tree()
+            checked.accept_only(arguments, "after", "limit")
+            page = {name: checked.integer(arguments, name, least=name == "limit") for name in arguments}
+            return lambda cache: cache.describe_tree(**page)
         case "stats":
             checked.accept_only(arguments)
             return lambda cache: cache.describe_stats()
@@ -114,10 +124,13 @@ def read_question(op: str, arguments: Mapping[str, object]) -> Question:
             checked.accept_only(arguments)
             return lambda cache: cache.check_integrity()
         case "node":
-            checked.accept_only(arguments, "node_id", "positions", "tokens")
+            checked.accept_only(arguments, "node_id", "positions", "tokens", "layer")
             node_id = checked.integer(arguments, "node_id", least=0)
             positions, tokens = checked.flag(arguments, "positions"), checked.flag(arguments, "tokens")
-            return lambda cache: cache.describe_node(node_id, positions=positions, tokens=tokens)
+            wanted: dict[str, int] = {}
+            if "layer" in arguments:
+                wanted["layer"] = checked.integer(arguments, "layer", least=0)
+            return lambda cache: cache.describe_node(node_id, positions=positions, tokens=tokens, **wanted)
         case "explain":
             checked.accept_only(arguments, "node_id")
             explained = checked.integer(arguments, "node_id", least=0)
@@ -162,12 +175,7 @@ def read_question(op: str, arguments: Mapping[str, object]) -> Question:
     question = read_profile_question(op, arguments)
     if question is not None:
         return _allowed(question)
-    known = (
-        "tree, node, stats, explain, journal, compress, check, evict, tiers, flush, demote, attach_ssd, detach_ssd, "
-        "requests, "
-        f"{', '.join(PROFILE_OPS)}"
-    )
-    raise IntrospectionError(404, f"operation {op!r} is not known: expected {known}")
+    raise IntrospectionError(404, f"operation {op!r} is not known: expected {', '.join(OPERATIONS)}")
 
 
 def answer(cache: object, op: str, arguments: Mapping[str, object]) -> tuple[int, Json]:
@@ -179,21 +187,38 @@ def answer(cache: object, op: str, arguments: Mapping[str, object]) -> tuple[int
         return 200, question(cache)
     except IntrospectionError as error:
         return error.status, error.body
-    except Exception as error:
-        logger.exception("introspection %s %s failed", op, arguments)
+    except Exception as error:  # noqa: BLE001 - logged without its words, which may be a prompt
+        logger.error("introspection %s with %s failed: %s", op, _sizes(arguments), code_path(error))
         return 500, IntrospectionError(500, f"{op} failed with {type(error).__name__}: {error}").body
 
 
-def answer_encoded(cache: object, op: str, payload: bytes) -> tuple[int, bytes]:
-    """``answer`` over JSON: ``payload`` is an object of arguments; gives (status, body). Never raises."""
+def answer_encoded(
+    cache: object, op: str, payload: bytes, more: Mapping[str, object] | None = None
+) -> tuple[int, bytes]:
+    """``answer`` over JSON: ``payload`` is an object of arguments; gives (status, body). Never raises. ``more`` is
+    added to the body of a question that was answered."""
     try:
         status, body = answer(cache, op, read_object(payload))
-        return status, encode(body)
+        return status, encode({**body, **(more or {})} if status == 200 else body)
     except IntrospectionError as error:
         return error.status, encode(error.body)
     except orjson.JSONEncodeError as error:
-        logger.exception("the answer to introspection %s is not JSON", op)
+        logger.error("the answer to introspection %s is not JSON: %s", op, code_path(error))
         return 500, encode(IntrospectionError(500, f"the answer to {op} is not JSON: {error}").body)
+
+
+def shows_prompt(op: str, arguments: Mapping[str, object]) -> bool:
+    """Whether the answer has token ids of users' prompts in it."""
+    return op == "node" and checked.flag(arguments, "tokens")
+
+
+def _sizes(arguments: Mapping[str, object]) -> str:
+    """Names and sizes of arguments: the values may be a prompt."""
+    sizes = (
+        f"{name} ({len(value) if isinstance(value, str | list | dict) else type(value).__name__})"
+        for name, value in arguments.items()
+    )
+    return ", ".join(sizes) or "no arguments"
 
 
 def encode(body: Mapping[str, object]) -> bytes:

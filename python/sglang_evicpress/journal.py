@@ -40,8 +40,8 @@ class Journal:
     def read(self, since: int, limit: int) -> dict[str, object]:
         """Up to ``limit`` entries with numbers above ``since``, oldest first.
 
-        ``last`` is the number to ask for the following ones with; ``num_lost`` says how many entries above ``since``
-        were there once and had to make room.
+        ``last`` is the number to ask for the following ones with, ``next`` the same, None where there are none yet;
+        ``num_lost`` says how many entries above ``since`` were there once and had to make room.
         """
         first = self._num_added - len(self._entries) + 1
         skipped = max(0, since + 1 - first)
@@ -50,6 +50,7 @@ class Journal:
             "num_decisions": self._num_added,
             "num_lost": max(0, first - 1 - since),
             "last": found[-1].number if found else self._num_added,
+            "next": found[-1].number if found and found[-1].number < self._num_added else None,
             "entries": [describe(entry) for entry in found],
         }
 

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-from sglang_evicpress.arguments import IntrospectionError, Json, accept_only, flag, form, integer
+from sglang_evicpress.arguments import PAGE_PROFILES, IntrospectionError, Json, accept_only, flag, form, integer
 from sglang_evicpress.core import Form
 from sglang_evicpress.profiler.profile import Profile
 from sglang_evicpress.tiers.identity import MAX_TOKEN
@@ -37,8 +37,10 @@ class Profiled(Protocol):
     def close_shadow(self, space_id: int, adopt: bool) -> Json:
         """Free all of it; ``adopt``: users' lossy nodes take the exact copy."""
 
-    def list_profiles(self) -> Json:
-        """All profiles in short, and what unprofiled nodes are taken for."""
+    def list_profiles(self, after: bytes = b"", limit: int = PAGE_PROFILES) -> Json:
+        """Up to ``limit`` profiles in short, and never more than PAGE_PROFILES, of contexts whose keys are above
+        ``after``, in order of keys, and what unprofiled nodes are taken for. ``next``: ``after`` of the following
+        page in hex, None at the end."""
 
     def show_profile(self, key: bytes) -> Json:
         """One profile with its curve."""
@@ -79,8 +81,10 @@ def read_profile_question(op: str, arguments: Mapping[str, object]) -> Question 
             space_id, adopt = integer(arguments, "shadow_id", least=0), flag(arguments, "adopt")
             return lambda cache: _of(cache).close_shadow(space_id, adopt)
         case "profiles":
-            accept_only(arguments)
-            return lambda cache: _of(cache).list_profiles()
+            accept_only(arguments, "after", "limit")
+            after = _key({"key": arguments["after"]}) if "after" in arguments else b""
+            limit = integer({"limit": PAGE_PROFILES, **arguments}, "limit", least=1)
+            return lambda cache: _of(cache).list_profiles(after, limit)
         case "profile":
             accept_only(arguments, "key")
             key = _key(arguments)

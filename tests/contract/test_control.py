@@ -22,30 +22,25 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.utils.auth import AuthLevel, _get_auth_level_from_app_and_scope, add_api_key_middleware
 from sglang.utils import TypeBasedDispatcher
 
+from sglang_evicpress.call_times import CallTimes
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.introspect import IntrospectionError, Json, NodeBusy, UnknownNode
-from sglang_evicpress.patches import control, online_profiler, shutdown
+from sglang_evicpress.patches import control, http_server, online_profiler, shutdown
+from sglang_evicpress.patches.access import AccessRules
 from sglang_evicpress.patches.control import EvicPressReqInput, EvicPressReqOutput
-from sglang_evicpress.patches.http_server import MAX_BODY_BYTES, ROUTES, SchedulerCalls, add_routes
+from sglang_evicpress.patches.http_server import MAX_BODY_BYTES, MAX_QUEUED_CALLS, ROUTES, SchedulerCalls, add_routes
 from sglang_evicpress.patches.profile_file import ProfileFile
 from sglang_evicpress.patches.server_args import DEPENDENT_FLAGS
 from sglang_evicpress.profiler.evidence import Evidence
 from sglang_evicpress.profiler.profile import Profile
 from sglang_evicpress.profiler.store import ProfileStore
+from sglang_evicpress.threads import WatchedThread
 
 pytestmark = pytest.mark.sglang
 
 KEYDIFF = {"form": "keydiff@0.5"}
-OPEN = (
-    "tree",
-    "stats",
-    "explain",
-    "journal",
-    "tiers",
-    "requests",
-    "profiles",
-    "profile",
-)  # what shows no prompt, changes nothing
+OPEN = ("stats", "tiers")  # totals only
+ADMIN_RULES = AccessRules(has_admin_key=True)
 
 
 class FakeCache:
@@ -57,10 +52,10 @@ class FakeCache:
     def attach_scheduler(self, scheduler: object) -> None:
         self.scheduler = scheduler
 
-    def describe_tree(self) -> Json:
+    def describe_tree(self, after: int = 0, limit: int = 100) -> Json:
         return {"nodes": [{"id": 1}, {"id": 2}]}
 
-    def describe_node(self, node_id: int, *, positions: bool, tokens: bool) -> Json:
+    def describe_node(self, node_id: int, *, positions: bool, tokens: bool, layer: int | None = None) -> Json:
         if node_id not in (1, 2):
             raise UnknownNode(node_id)
         return {"id": node_id, "positions": positions, "tokens": tokens}
@@ -117,6 +112,7 @@ class FakeTokenizerManager:
     """Passes messages to a scheduler and back through SGLang's own encoder and decoder, in one process."""
 
     def __init__(self, scheduler: FakeScheduler | None) -> None:
+        self.context_len = 4096
         self._result_dispatcher = TypeBasedDispatcher([])
         self._scheduler = scheduler
         self.sent: list[EvicPressReqInput] = []
@@ -154,7 +150,7 @@ def manager() -> FakeTokenizerManager:
 @pytest.fixture
 def client(manager: FakeTokenizerManager) -> TestClient:
     app = FastAPI()
-    add_routes(app, manager)
+    add_routes(app, manager, rules=ADMIN_RULES)
     return TestClient(app)
 
 
@@ -229,7 +225,7 @@ class ProfiledCache(FakeCache):
     def close_shadow(self, space_id: int, adopt: bool) -> Json:
         return {"shadow": space_id, "adopt": adopt}
 
-    def list_profiles(self) -> Json:
+    def list_profiles(self, after: bytes = b"", limit: int = 200) -> Json:
         return {"profiles": []}
 
     def show_profile(self, key: bytes) -> Json:
@@ -316,7 +312,7 @@ def test_broken_integrity_is_answered_with_200(client: TestClient) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "body", "status", "words"),
     [
-        ("GET", "/evicpress/tree?depth=1", b"", 400, ("'depth'", "accepted are none")),
+        ("GET", "/evicpress/tree?depth=1", b"", 400, ("'depth'", "accepted are after, limit")),
         ("GET", "/evicpress/explain/one", b"", 400, ("'one'", "integer")),
         ("GET", "/evicpress/journal?since=x", b"", 400, ("since", "'x'")),
         ("GET", "/evicpress/nodes/one", b"", 400, ("'one'", "integer")),
@@ -476,15 +472,15 @@ def test_sglang_sees_the_auth_level_of_every_route(client: TestClient, route: An
 @pytest.mark.parametrize(
     ("api_key", "admin_key", "given", "read", "write"),
     [
-        (None, "root", None, 200, 401),
+        (None, "root", None, 401, 401),
         (None, "root", "root", 200, 200),
         ("user", None, None, 401, 401),
         ("user", None, "user", 200, 200),
-        ("user", "root", "user", 200, 401),
-        ("user", "root", "root", 401, 200),
+        ("user", "root", "user", 401, 401),
+        ("user", "root", "root", 200, 200),
     ],
 )
-def test_reads_take_the_api_key_and_prompts_and_writes_the_admin_key(
+def test_reads_and_writes_take_the_admin_key_where_there_is_one_and_else_the_api_key(
     manager: FakeTokenizerManager,
     api_key: str | None,
     admin_key: str | None,
@@ -493,22 +489,183 @@ def test_reads_take_the_api_key_and_prompts_and_writes_the_admin_key(
     write: int,
 ) -> None:
     app = FastAPI()
-    add_routes(app, manager)
+    add_routes(app, manager, rules=AccessRules(has_admin_key=admin_key is not None))
     add_api_key_middleware(app, api_key=api_key, admin_api_key=admin_key)
     headers = {} if given is None else {"Authorization": f"Bearer {given}"}
     client = TestClient(app, headers=headers)
     assert client.get("/evicpress/tree").status_code == read
     assert client.get("/evicpress/explain/1").status_code == read
     assert client.get("/evicpress/journal").status_code == read
-    assert client.get("/evicpress/tiers").status_code == read
-    assert client.get("/evicpress/nodes/1").status_code == write  # may show a prompt
+    is_user = api_key is None or given == api_key
+    assert client.get("/evicpress/tiers").status_code == (200 if is_user else 401)
+    assert client.get("/evicpress/nodes/1").status_code == read
+    shows_prompts = write if admin_key is not None or write == 401 else 403
+    assert client.get("/evicpress/nodes/1?tokens=true").status_code == shows_prompts
     assert client.post("/evicpress/nodes/1/compress", json=KEYDIFF).status_code == write
     assert client.post("/evicpress/check").status_code == write
     assert client.post("/evicpress/evict", json={"num_slots": 1}).status_code == write
     assert client.post("/evicpress/flush?tier=gpu").status_code == write
     assert client.post("/evicpress/nodes/1/demote", json={"tier": "ssd"}).status_code == write
-    assert client.post("/evicpress/tiers/ssd", json={"dir": "/kv", "gb": 1}).status_code == write
+    assert client.post("/evicpress/tiers/ssd", json={"dir": "/kv", "gb": 1}).status_code == shows_prompts
     assert client.post("/evicpress/tiers/ssd/detach").status_code == (409 if write == 200 else write)
+
+
+@pytest.mark.parametrize(
+    ("rules", "peer", "headers", "is_operator"),
+    [
+        (AccessRules(), "127.0.0.1", {}, True),
+        (AccessRules(), "::1", {}, True),
+        (AccessRules(host="::1"), "::ffff:127.0.0.9", {}, True),
+        (AccessRules(host="localhost"), "127.0.0.1", {}, True),
+        (AccessRules(), "10.0.0.7", {}, False),
+        (AccessRules(), "127.0.0.1", {"X-Forwarded-For": "10.0.0.7"}, False),
+        (AccessRules(), "127.0.0.1", {"Via": "1.1 proxy"}, False),
+        (AccessRules(host="0.0.0.0"), "127.0.0.1", {}, False),
+        (AccessRules(host="::"), "::1", {}, False),
+        (AccessRules(host="10.0.0.1"), "127.0.0.1", {}, False),
+        (AccessRules(has_admin_key=True, host="0.0.0.0"), "10.0.0.7", {}, True),  # the middleware has asked for the key
+    ],
+)
+def test_without_an_admin_key_operators_are_users_of_this_machine(
+    manager: FakeTokenizerManager, rules: AccessRules, peer: str, headers: dict[str, str], is_operator: bool
+) -> None:
+    app = FastAPI()
+    add_routes(app, manager, rules=rules)
+    client = TestClient(app, client=(peer, 50_000), headers=headers)
+    response = client.post("/evicpress/nodes/1/compress", json=KEYDIFF)
+    assert response.status_code == (200 if is_operator else 403)
+    if not is_operator:
+        assert "--admin-api-key" in reason_of(response)
+    assert client.get("/evicpress/tree").status_code == client.get("/evicpress/stats").status_code - 300 == 200
+    shown = client.get("/evicpress/nodes/1?tokens=true")
+    assert shown.status_code == (200 if rules.has_admin_key else 403)
+    if not rules.has_admin_key:
+        assert "--admin-api-key" in reason_of(shown)
+
+
+def test_a_prompt_is_asked_for_whatever_the_flag_is_written_as(manager: FakeTokenizerManager) -> None:
+    app = FastAPI()
+    add_routes(app, manager)
+    client = TestClient(app)
+    for written in ("true", "1"):
+        assert client.get(f"/evicpress/nodes/1?tokens={written}").status_code == 403
+    assert client.get("/evicpress/nodes/1?tokens=false").status_code == 200
+    assert [question.op for question in manager.sent] == ["node"]
+
+
+# ---- long answers
+
+
+class LongCache(FakeCache):
+    """500 nodes in a row, 1000 decisions and 450 profiles, described a page at a time."""
+
+    def describe_tree(self, after: int = 0, limit: int = 100) -> Json:
+        ids = [node_id for node_id in range(1, 501) if node_id > after][: min(limit, 100)]
+        nodes = sorted(({"id": node_id, "start": 500 - node_id} for node_id in ids), key=lambda node: node["start"])
+        return {"num_nodes": 500, "nodes": nodes, "next": ids[-1] if ids and ids[-1] < 500 else None}
+
+    def read_journal(self, since: int, limit: int) -> Json:
+        numbers = range(since + 1, min(1000, since + min(limit, 200)) + 1)
+        last = numbers[-1] if numbers else 1000
+        entries = [{"number": number} for number in numbers]
+        return {"entries": entries, "last": last, "next": None if last == 1000 else last}
+
+
+def test_a_long_tree_is_read_page_by_page_and_parents_come_first() -> None:
+    manager = FakeTokenizerManager(FakeScheduler(LongCache()))
+    app = FastAPI()
+    add_routes(app, manager)
+    client = TestClient(app)
+    tree = client.get("/evicpress/tree").json()
+    assert [node["id"] for node in tree["nodes"]] == list(range(500, 0, -1))
+    assert tree["next"] is None and len(manager.sent) == 5
+    some = client.get("/evicpress/tree?limit=150").json()
+    assert {node["id"] for node in some["nodes"]} == set(range(1, 151)) and some["next"] == 150
+    rest = client.get(f"/evicpress/tree?after={some['next']}").json()
+    assert {node["id"] for node in rest["nodes"]} == set(range(151, 501)) and rest["next"] is None
+
+
+def test_a_long_journal_is_read_up_to_the_limit() -> None:
+    app = FastAPI()
+    add_routes(app, FakeTokenizerManager(FakeScheduler(LongCache())))
+    client = TestClient(app)
+    assert len(client.get("/evicpress/journal").json()["entries"]) == 100
+    found = client.get("/evicpress/journal?limit=450").json()
+    assert [entry["number"] for entry in found["entries"]] == list(range(1, 451)) and found["last"] == 450
+    found = client.get("/evicpress/journal?since=900&limit=450").json()
+    assert (len(found["entries"]), found["last"]) == (100, 1000)
+
+
+def test_too_many_callers_are_told_when_to_come_back() -> None:
+    async def scenario() -> None:
+        calls = SchedulerCalls(FakeTokenizerManager(None), deadline_s=30.0)
+        waiting = [asyncio.create_task(calls.call("stats", {})) for _ in range(MAX_QUEUED_CALLS)]
+        await asyncio.sleep(0)
+        with pytest.raises(IntrospectionError, match="ask again in 1 s") as caught:
+            await calls.call("stats", {})
+        assert caught.value.status == 503
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        with pytest.raises(TimeoutError):  # there is room again
+            await asyncio.wait_for(calls.call("stats", {}), 0.01)
+
+    asyncio.run(scenario())
+    response = http_server._response(503, b"{}")
+    assert response.headers["retry-after"] == "1"
+
+
+def test_a_body_that_trickles_in_is_given_up(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "BODY_DEADLINE_S", 0.05)
+
+    async def scenario() -> None:
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            await asyncio.sleep(0.02)
+            return {"type": "http.request", "body": b" ", "more_body": True}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {
+            "type": "http", "method": "POST", "path": "/evicpress/check", "raw_path": b"/evicpress/check",
+            "query_string": b"", "headers": [], "client": ("127.0.0.1", 1), "server": ("s", 1), "scheme": "http",
+            "root_path": "", "http_version": "1.1",
+        }  # fmt: skip
+        await client.app(scope, receive, send)
+        assert sent[0]["status"] == 408
+
+    asyncio.run(scenario())
+
+
+def test_a_context_longer_than_the_model_takes_is_413(tmp_path: Path) -> None:
+    app = FastAPI()
+    add_routes(app, FakeTokenizerManager(FakeScheduler(ProfiledCache())), max_context_bytes=1000)
+    response = TestClient(app).post("/evicpress/shadows", json={"token_ids": [100_000] * 200})
+    assert (response.status_code, "1000 bytes" in reason_of(response)) == (413, True)
+
+
+# ---- threads and times
+
+
+def test_stats_show_the_threads_of_both_processes_and_what_calls_cost() -> None:
+    class CountingCache(FakeCache):
+        def describe_stats(self) -> Json:
+            return {"threads": [{"name": "evicpress-copy-0"}]}
+
+    app = FastAPI()
+    add_routes(app, FakeTokenizerManager(FakeScheduler(CountingCache())))
+    http_server.watch_threads(app, (WatchedThread("evicpress-profiler", lambda: None),))
+    client = TestClient(app)
+    client.get("/evicpress/nodes/1")
+    client.get("/evicpress/nodes/99")
+    stats = client.get("/evicpress/stats").json()
+    assert [thread["name"] for thread in stats["threads"]] == ["evicpress-copy-0", "evicpress-profiler"]
+    assert stats["threads"][1]["state"] == "new"
+    spent = stats["calls"]["node"]
+    assert spent["count"] == 2 and 0.0 < spent["max_cpu_ms"] <= spent["cpu_ms"]
+    assert client.get("/evicpress/stats").json()["calls"]["stats"]["count"] == 1  # but for itself
 
 
 # ---- hooks
@@ -554,7 +711,7 @@ def launch(
     kv_policy: str | None, manager: FakeTokenizerManager, *, has_tiers: bool = False, recording: bool = False
 ) -> None:
     flags = {**dict.fromkeys(DEPENDENT_FLAGS), "kv_no_recording": None if recording else True}
-    arguments = SimpleNamespace(kv_policy=kv_policy, has_tiers=has_tiers, **flags)
+    arguments = SimpleNamespace(kv_policy=kv_policy, has_tiers=has_tiers, admin_api_key=None, host="127.0.0.1", **flags)
     sglang_http_server._setup_and_run_http_server(arguments, manager)
 
 
@@ -610,6 +767,8 @@ def test_the_profiler_runs_beside_a_server_that_records(
     class Profiler:
         def __init__(self, tokenizer_manager: object, calls: object, file: object) -> None:
             assert (tokenizer_manager, type(calls), type(file)) == (manager, SchedulerCalls, ProfileFile)
+
+        thread = WatchedThread("evicpress-profiler", lambda: None)
 
         def start(self) -> None:
             started.append("profiler started")
@@ -730,4 +889,4 @@ def test_unexpected_exception_leaves_the_scheduler_alive() -> None:
     scheduler = FakeScheduler(FakeCache())
     given = scheduler._request_dispatcher(EvicPressReqInput(rid="evicpress-1", op="stats"))
     assert given.status == 500
-    assert control.reply(scheduler, EvicPressReqInput(rid="evicpress-2", op="tree")).status == 200
+    assert control.reply(scheduler, EvicPressReqInput(rid="evicpress-2", op="tree"), CallTimes()).status == 200

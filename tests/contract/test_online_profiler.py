@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import HTTPException
 from sglang.srt.managers.io_struct import GenerateReqInput
 from tests.unit.profiler.fake_server import FakeServer, Refused
 
@@ -91,13 +92,13 @@ class TokenizerManager:
     def __init__(self, server: FakeServer) -> None:
         self.event_loop: asyncio.AbstractEventLoop | None = None
         self.server = server
-        self.refusal: str | None = None
+        self.refusal: Exception | None = None
 
     async def generate_request(self, obj: GenerateReqInput, request: None) -> AsyncIterator[list[dict[str, Any]]]:
         obj.normalize_batch_and_arguments()
         assert len(set(obj.rid)) == len(obj.input_ids) == len(obj.extra_key)
         if self.refusal is not None:
-            raise ValueError(self.refusal)
+            raise self.refusal
         body = {
             "input_ids": obj.input_ids,
             "extra_key": obj.extra_key[0],
@@ -128,7 +129,7 @@ class Running:
         self.manager.event_loop = self.loop
         self.profiler.start()
         assert idle.wait(30.0), "the profiler does not look for jobs any more"
-        self.profiler._thread.join(30.0)
+        self.profiler.thread.join(30.0)
 
     def end(self) -> None:
         self.profiler.stop()
@@ -240,11 +241,34 @@ def test_what_was_measured_before_the_room_ended_is_kept(running: Running) -> No
     assert list(put["profile"]["forms"]) == FORMS[:1] and running.calls.named("note_failed") == []
 
 
-def test_a_request_that_sglang_refuses_is_a_profile_less(running: Running) -> None:
-    running.manager.refusal = "The input is longer than the model's context length"
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        ValueError("The input is longer than the model's context length"),
+        HTTPException(503, "The request queue is full"),  # what SGLang raises for an aborted request
+        KeyError("rid"),
+    ],
+)
+def test_a_request_that_sglang_refuses_is_a_profile_less(running: Running, refusal: Exception) -> None:
+    running.manager.refusal = refusal
     running.work(job("profile", "unprofiled"), job("observe", "observe"))
     assert [noted["key"] for noted in running.calls.named("note_failed")] == [KEY, KEY]
     assert running.server.shadows == {}
+
+
+def test_a_profiler_that_fails_for_any_other_reason_begins_anew(running: Running) -> None:
+    answer, failures = running.calls.answer, [AssertionError("never thought of"), KeyError("key")]
+
+    def fail_first(op: str, arguments: dict[str, Any]) -> Any:
+        if failures:
+            raise failures.pop()
+        return answer(op, arguments)
+
+    running.calls.answer = fail_first  # type: ignore[method-assign]
+    running.profiler.thread._pause_s = 0.01
+    running.work(job("profile", "unprofiled"))
+    assert len(running.calls.named("put_profile")) == 1
+    assert running.profiler.thread.describe()["num_failures"] == 2
 
 
 def test_an_answer_that_was_never_given_is_no_reason_to_stop(running: Running) -> None:
@@ -266,8 +290,8 @@ def test_the_profiler_waits_for_the_servers_event_loop_and_stops_without_one(run
     time.sleep(0.05)
     assert running.calls.log == []
     running.profiler.stop()
-    running.profiler._thread.join(30.0)
-    assert not running.profiler._thread.is_alive()
+    running.profiler.thread.join(30.0)
+    assert not running.profiler.thread.is_alive()
 
 
 def test_a_scheduler_that_does_not_answer_once_is_asked_again(running: Running) -> None:

@@ -213,7 +213,7 @@ def test_an_ssd_is_attached_and_detached(arguments: Json, given: tuple[str, floa
         ("melt", {}, 404, ("'melt'", "tree, node, stats", "check, evict, tiers, flush", "requests, open_shadow")),
         ("open_shadow", {}, 400, ("token_ids is missing",)),
         ("profiles", {}, 501, ("FakeCache", "cannot be profiled")),
-        ("tree", {"depth": "2"}, 400, ("'depth'", "accepted are none")),
+        ("tree", {"depth": "2"}, 400, ("'depth'", "accepted are after, limit")),
         ("check", {"repair": True}, 400, ("'repair'",)),
         ("explain", {"node_id": "1", "tokens": "1"}, 400, ("'tokens'", "node_id")),
         ("journal", {"since": "-1"}, 400, ("since", "'-1'", ">= 0")),
@@ -293,11 +293,23 @@ def test_refusals_name_the_value_and_what_is_accepted(
     assert (cache.flushed, cache.ssd) == ([], None)
 
 
-def test_unexpected_exception_is_500_and_logged_with_traceback(caplog: pytest.LogCaptureFixture) -> None:
+def test_unexpected_exception_is_500_and_logged_with_where_it_came_from(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):
         status, body = answer(FakeCache(), "stats", {})
     assert (status, reason_of(body)) == (500, "stats failed with RuntimeError: the pool is on fire")
-    assert caplog.records[0].exc_info is not None
+    assert "RuntimeError at test_introspect.py:" in caplog.text and "in describe_stats" in caplog.text
+
+
+def test_no_prompt_is_logged_with_a_failure(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(FakeCache):
+        def describe_requests(self, rid: str | None, *, positions: bool) -> Json:
+            raise MemoryError(f"no room for {rid}")
+
+    with caplog.at_level(logging.DEBUG):
+        status, _ = answer(Failing(), "requests", {"rid": "31415 926 535"})
+    assert status == 500
+    assert "MemoryError at" in caplog.text and "rid (13)" in caplog.text
+    assert "31415" not in caplog.text and "no room" not in caplog.text
 
 
 def test_value_error_of_a_question_that_changes_nothing_is_unexpected() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from heapq import nsmallest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +47,11 @@ class Catalog:
     def __iter__(self) -> Iterator[Profile]:
         """Least recently used first; puts during the walk do not disturb it."""
         return iter(tuple(self._profiles.values()))
+
+    def page(self, after: bytes, limit: int) -> list[Profile]:
+        """The first ``limit`` profiles of keys above ``after``, in order of their keys."""
+        keys = nsmallest(limit, (key for key in self._profiles if key > after))
+        return [self._profiles[key] for key in keys]
 
     def get(self, key: bytes) -> Profile | None:
         """The profile of that context. Looking is no use: see ``touch``."""

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+from sglang_evicpress.threads import WatchedThread
 from sglang_evicpress.tiers.entry import BadEntry, Header, decode, encode, encode_tombstone
 from sglang_evicpress.tiers.files import Files, StoreError, lock_folder, reason_of, round_up, unlock_folder
 from sglang_evicpress.tiers.index import Index, Place, Ref
@@ -100,9 +101,9 @@ class SsdStore:
         except OSError as error:
             unlock_folder(self._lock_fd)
             raise StoreError(f"SSD folder {folder} cannot be read: {error.strerror}") from error
-        self._syncer = threading.Thread(target=self._sync_in_background, name="evicpress-ssd-sync", daemon=True)
+        self.syncer = WatchedThread("evicpress-ssd-sync", self._sync_in_background)
         if sync == "batch":
-            self._syncer.start()
+            self.syncer.start()
 
     @property
     def capacity_bytes(self) -> int:
@@ -294,8 +295,8 @@ class SsdStore:
         self.reclaim()
         with self._reclaiming, self._appending:
             self._is_closed = True
-        if self._syncer.is_alive():
-            self._syncer.join()
+        self.syncer.stop()
+        self.syncer.join()
         self.sync()
         self._disk.close()
         with self._lock:

@@ -12,6 +12,8 @@ from collections import deque
 
 import torch
 
+from sglang_evicpress.error_text import code_path
+from sglang_evicpress.threads import WatchedThread
 from sglang_evicpress.tiers.entry import BadEntry
 
 logger = logging.getLogger(__name__)
@@ -51,11 +53,8 @@ class Workers:
         self._done: deque[Job] = deque()
         self._is_closed = False
         self.num_pending = 0
-        self._threads = [
-            threading.Thread(target=self._work, name=f"evicpress-{name}-{index}", daemon=True)
-            for index in range(num_threads)
-        ]
-        for thread in self._threads:
+        self.threads = tuple(WatchedThread(f"evicpress-{name}-{index}", self._work) for index in range(num_threads))
+        for thread in self.threads:
             thread.start()
 
     def submit(self, job: Job) -> None:
@@ -78,7 +77,9 @@ class Workers:
         with self._wake:
             self._is_closed = True
             self._wake.notify_all()
-        for thread in self._threads:
+        for thread in self.threads:
+            thread.stop()
+        for thread in self.threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
 
     def _work(self) -> None:
@@ -90,17 +91,23 @@ class Workers:
                 if self._is_closed:
                     return
                 job = heapq.heappop(self._queue)[2]
-            begin = time.perf_counter()
-            try:
-                job.run()
-            except BadEntry as error:
-                job.error = error.reason
-            except OSError as error:
-                job.error = "io"
-                logger.warning("evicpress: %s failed: %s", type(job).__name__, error)
-            except Exception:  # a job that failed is a miss; what it was for is counted and recomputed
-                job.error = "internal"
-                logger.exception("evicpress: %s failed", type(job).__name__)
+            self._run(job)
+
+    def _run(self, job: Job) -> None:
+        """Whatever becomes of the job, it is handed back: a request may wait for it."""
+        begin = time.perf_counter()
+        job.error = "internal"
+        try:
+            job.run()
+            job.error = None
+        except BadEntry as error:
+            job.error = error.reason
+        except OSError as error:
+            job.error = "io"
+            logger.warning("evicpress: %s failed: %s", type(job).__name__, error)
+        except Exception as error:  # noqa: BLE001 - a failed job is a miss: counted, logged and recomputed
+            logger.error("evicpress: %s failed: %s", type(job).__name__, code_path(error))
+        finally:  # also when the thread itself is to end: it is started anew
             job.seconds = time.perf_counter() - begin
             self._done.append(job)
             job.has_run.set()

@@ -143,7 +143,7 @@ def test_close_lets_the_running_job_end_and_begins_no_other(make_workers: Callab
     threading.Timer(0.02, may_end.set).start()
     workers.close(time.monotonic() + PATIENCE_S)
     assert [job.name for job in workers.finished()] == ["first"]
-    assert left.ran_on is None and not any(thread.is_alive() for thread in workers._threads)
+    assert left.ran_on is None and not any(thread.is_alive() for thread in workers.threads)
 
 
 def test_close_waits_no_longer_than_its_deadline(make_workers: Callable[..., Workers]) -> None:
@@ -151,5 +151,5 @@ def test_close_waits_no_longer_than_its_deadline(make_workers: Callable[..., Wor
     may_end = hold_up(workers)
     workers.close(time.monotonic() + 0.05)
     workers.close(time.monotonic() - 1.0)  # one that has passed
-    assert workers._threads[0].is_alive()
+    assert workers.threads[0].is_alive()
     may_end.set()

@@ -1,0 +1,65 @@
+"""Long answers, read page by page: the scheduler describes a bounded number of things per call."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from sglang_evicpress.arguments import Json
+from sglang_evicpress.introspect import encode, read_object
+from sglang_evicpress.patches.control import EvicPressReqOutput
+
+Call = Callable[[str, Json], Awaitable[EvicPressReqOutput]]
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """``items``: the list in the answer. ``cursor``: the argument that continues behind ``next`` of the page before.
+    ``limit``: how many items a caller gets who does not say."""
+
+    items: str
+    cursor: str
+    limit: int
+
+
+LISTINGS = {
+    "tree": Listing("nodes", "after", 100_000),
+    "journal": Listing("entries", "since", 100),
+    "profiles": Listing("profiles", "after", 10_000),
+}
+
+
+def _start_of(node: Mapping[str, int]) -> int:
+    return node["start"]
+
+
+async def read_listing(call: Call, op: str, arguments: Json) -> tuple[int, bytes]:
+    """Status and JSON of the first page, with the items of those that follow up to the limit.
+
+    Later pages are of a later moment: while requests run, a node may be missing or be there twice in part. ``next`` is
+    where to go on, None at the end.
+    """
+    listing = LISTINGS[op]
+    wanted = int(str(arguments.get("limit", listing.limit)))
+    given = await call(op, arguments)
+    if given.status != 200:
+        return given.status, given.payload
+    page = read_object(given.payload)
+    items = page.get(listing.items)
+    if not isinstance(items, list):
+        return given.status, given.payload
+    following = page.get("next")
+    while following is not None and len(items) < wanted:
+        given = await call(op, {listing.cursor: following, "limit": wanted - len(items)})
+        if given.status != 200:
+            return given.status, given.payload
+        more = read_object(given.payload)
+        found = more[listing.items]
+        if not isinstance(found, list):
+            raise TypeError(f"{listing.items} of {op} is a {type(found).__name__}: expected a list")
+        items += found
+        page |= {name: more[name] for name in ("next", "last") if name in more}
+        following = more.get("next")
+        if op == "tree":
+            items.sort(key=_start_of)  # parents first, as on every page
+    return given.status, encode(page)
