@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import islice
@@ -15,6 +14,7 @@ from sglang_evicpress.arguments import PAGE_DECISIONS, PAGE_NODES, PAGE_NUMBERS,
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.costs import PrefillLaw
 from sglang_evicpress.introspect import NodeBusy, UnknownNode
+from sglang_evicpress.keyed_hash import keyed_hash
 from sglang_evicpress.patches.node import census_of, is_lossy, num_slots, slots_of, start_of, walk
 from sglang_evicpress.patches.tiering import tier_of
 from sglang_evicpress.threads import WatchedThread
@@ -26,17 +26,6 @@ _BOOKED = (
 
 
 MAX_CHILDREN = 256  # named in a node's description
-
-
-def key_of(admin_api_key: str) -> bytes:
-    """The key of ``keyed_hash`` on a server with an admin API key: operators, and nobody else, can work out what a
-    namespace or a prompt is shown as. Without one the key is random and of one process."""
-    return hashlib.sha256(admin_api_key.encode()).digest()
-
-
-def keyed_hash(value: bytes, key: bytes, num_bytes: int) -> str:
-    """BLAKE2b in hex: salts and prompts cannot be found by hashing guesses."""
-    return hashlib.blake2b(value, digest_size=num_bytes, key=key).hexdigest()
 
 
 class Inspection:

@@ -11,8 +11,8 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.registry import get_radix_cache_factory, register_radix_cache_backend
 from sglang.srt.plugins.hook_registry import HookRegistry
 
+from sglang_evicpress.keyed_hash import key_of
 from sglang_evicpress.patches.compression import Compressor
-from sglang_evicpress.patches.inspection import key_of
 from sglang_evicpress.patches.install import check_applied
 from sglang_evicpress.patches.model_identity import agreed, model_identity, profile_identity
 from sglang_evicpress.patches.radix_cache import EvicPressCache

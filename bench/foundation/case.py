@@ -6,7 +6,6 @@ there, and runs the rest of the prompt and the server's answer.
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Sequence
 from itertools import product
@@ -27,8 +26,10 @@ from foundation.reference import (
     survivors,
 )
 from foundation.report import Finding
-from testbed.server import Server
+from testbed.server import ADMIN_KEY, Server
 from torch import Tensor
+
+from sglang_evicpress.keyed_hash import key_of, keyed_hash
 
 TIE = 1e-4  # two candidates closer than this are one to fp32
 NUM_ANSWER_TOKENS = 32
@@ -249,7 +250,7 @@ class Case:
 
 def read_path(server: Server, namespace: str, token_ids: Sequence[int]) -> list[Node]:
     """The nodes of a namespace that spell the longest known prefix of ``token_ids``, the last one perhaps in part."""
-    shown = hashlib.sha256(namespace.encode()).hexdigest()[:16]
+    shown = keyed_hash(namespace.encode(), key_of(ADMIN_KEY), 8)
     tree = [node for node in server.get("/evicpress/tree")["nodes"] if node["namespace"] == shown]
     path: list[Node] = []
     parent, end = None, 0

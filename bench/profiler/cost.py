@@ -14,7 +14,7 @@ from functools import reduce
 from foundation.report import Line
 from profiler.study import FORMS, LONGEST_ANSWER, one_thread, served
 from profiler.subjects import NUM_TOKENS, Subject, make_subject
-from testbed.server import Server
+from testbed.server import ADMIN_KEY, Server
 from testbed.tasks import FAMILIES
 
 from sglang_evicpress.profiler.client import ServerEngine
@@ -68,7 +68,7 @@ def cost_of(meta: Mapping[str, int]) -> Cost:
 
 def measure_context(server: Server, subject: Subject, scorer: str) -> Cost:
     """Profile it in all 15 forms with its first questions. Its exact KV is there already: it is a context in use."""
-    counting = Counting(HttpTransport(server.url))
+    counting = Counting(HttpTransport(server.url, admin_api_key=ADMIN_KEY))
     engine = ServerEngine(counting, fill_tokens=NUM_TOKENS, may_evict=True)
     queries = [Asked(tokens) for tokens in subject.questions[:NUM_ASKED]]
     server.flush()

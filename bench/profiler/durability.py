@@ -16,7 +16,7 @@ from http.client import HTTPException
 from pathlib import Path
 
 from foundation.report import Line
-from testbed.server import MODEL, Server, ServerError
+from testbed.server import ADMIN_KEY, MODEL, Server, ServerError
 from testbed.tasks import make_context
 from testbed.vocabulary import load_vocabulary
 from tiers.restart import Stoppable, make_other_model
@@ -84,7 +84,7 @@ def measure_one(server: Server) -> tuple[str, list[int]]:
     """Profile a real context; its key and the tokens of a prompt of it."""
     context = make_context("needle", NUM_TOKENS + 10, random.Random("durability"))
     prompts = [load_vocabulary().encode(context.prompt(question.text)) for question in context.questions[:2]]
-    engine = ServerEngine(HttpTransport(server.url), fill_tokens=NUM_TOKENS, may_evict=True)
+    engine = ServerEngine(HttpTransport(server.url, admin_api_key=ADMIN_KEY), fill_tokens=NUM_TOKENS, may_evict=True)
     queries = [Asked(prompt[NUM_TOKENS:]) for prompt in prompts]
     profile = profile_context(engine, prompts[0][:NUM_TOKENS], None, queries, FORMS, get_scorer("logprob"))
     server.post("/evicpress/profiles", {"profile": profile.to_json(), "is_fresh": True})

@@ -27,7 +27,7 @@ from foundation.report import Line
 from profiler.arrivals import arrivals
 from profiler.output import save_figure, save_text
 from profiler.subjects import ONE_QUESTION
-from testbed.server import Server
+from testbed.server import ADMIN_KEY, Server
 from testbed.tasks import FAMILIES, Context, make_context
 from testbed.vocabulary import ASK
 from testbed.workload import token_f1
@@ -134,7 +134,7 @@ def prepare(folder: Path, contexts: Sequence[Context], requests: Sequence[Reques
             raise RuntimeError(f"exact answers were asked of a cache that was not: {decisions}")
         command = [sys.executable, "-c", CLI, "profile", "--url", server.url]
         command += ["--contexts", str(given), "--forms", FORMS, "--prompt", "text"]
-        command += ["--template", f"{{context}} {ASK} {{question}}", "--no-progress"]
+        command += ["--template", f"{{context}} {ASK} {{question}}", "--no-progress", "--admin-api-key", ADMIN_KEY]
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
         if done.returncode or len(server.get("/evicpress/profiles")["profiles"]) < len(contexts):
             raise RuntimeError(f"evicpress profile ended with {done.returncode}: {done.stdout}{done.stderr}")

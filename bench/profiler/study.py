@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 from profiler.output import save_text
 from profiler.subjects import NUM_TOKENS, NUM_TRAINING, ONE_QUESTION, Subject, make_subject
-from testbed.server import Server
+from testbed.server import ADMIN_KEY, Server
 from testbed.tasks import FAMILIES
 
 from sglang_evicpress.core import Form
@@ -188,7 +188,9 @@ def study() -> tuple[Measured, ...]:
     judges = [get_scorer(name) for name in JUDGES]
     begin = time.monotonic()
     with served() as server, one_thread():
-        engine = ServerEngine(HttpTransport(server.url), fill_tokens=NUM_TOKENS, may_evict=True)
+        engine = ServerEngine(
+            HttpTransport(server.url, admin_api_key=ADMIN_KEY), fill_tokens=NUM_TOKENS, may_evict=True
+        )
         found = tuple(
             measure_subject(engine, make_subject(family, number), judges)
             for number in range(NUM_CONTEXTS)

@@ -14,10 +14,13 @@ from typing import Any
 from sglang_evicpress.benchmark import server
 from sglang_evicpress.benchmark.server import NoAnswerInTime, ServerError, free_port
 
-__all__ = ["GUESSED", "MODEL", "NoAnswerInTime", "Server", "ServerError"]
+__all__ = ["ADMIN_KEY", "GUESSED", "MODEL", "NoAnswerInTime", "Server", "ServerError"]
 
 MODEL = Path(__file__).parent / "model"
 START_S = 300.0
+
+ADMIN_KEY = "the-testbeds-operator"
+"""Of every server here that is not started without one: benchmarks look at prompts, and attach folders."""
 
 GUESSED = ("--kv-prior", str(Path(__file__).with_name("guess.json")), "--kv-no-recording")
 """Flags for whoever wants the policy to compress without anything measured, and nothing to be measured meanwhile: every
@@ -27,12 +30,18 @@ press is taken to keep a quality of 1 - (1 - kept)^3, the control ``random`` one
 class Server(server.Server):
     """``with Server("--kv-policy", "evicpress") as server: server.get("/evicpress/tree")``.
 
-    Model, device, dtype (float32) and a free port are given; every further argument goes to ``sglang.launch_server``
+    Model, device, dtype (float32), an admin key and a free port are given; every further argument goes to ``sglang.launch_server``
     as it is. ``env`` adds to the environment. It runs in a folder of its own with its log in it, which is removed at
     the end of a block that ends well.
     """
 
-    def __init__(self, *arguments: str, model: Path | str = MODEL, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        model: Path | str = MODEL,
+        env: dict[str, str] | None = None,
+        admin_api_key: str | None = ADMIN_KEY,
+    ) -> None:
         port = free_port()
         self._own_folder = Path(tempfile.mkdtemp(prefix="evicpress-server-"))
         super().__init__(
@@ -40,6 +49,7 @@ class Server(server.Server):
                 *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu"),
                 *("--dtype", "float32", "--port", str(port), "--mem-fraction-static", "0.2"),
                 *("--skip-server-warmup", "--sleep-on-idle", "--log-level", "info", *arguments),
+                *(() if admin_api_key is None else ("--admin-api-key", admin_api_key)),
             ],
             port=port,
             log=self._own_folder / "server.log",
@@ -53,6 +63,7 @@ class Server(server.Server):
             },
             folder=self._own_folder,
             timeout_s=START_S,
+            admin_api_key=admin_api_key,
         )
 
     def __exit__(

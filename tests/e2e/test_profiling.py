@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from testbed.server import Server
+from testbed.server import ADMIN_KEY, Server
 from testbed.tasks import Context, make_context
 from testbed.vocabulary import load_vocabulary
 
@@ -102,11 +102,12 @@ def offline(server: Server, folder: Path, capsys: pytest.CaptureFixture[str]) ->
     (folder / "contexts.jsonl").write_text(json.dumps(line) + "\n")
     words = ["profile", "--url", server.url, "--contexts", str(folder / "contexts.jsonl"), "--forms", FORMS]
     words += ["--prompt", "text", "--template", "<bos> {context} <q> {question}", "--no-progress", "--resume"]
+    words += ["--admin-api-key", ADMIN_KEY]
     assert main(words) == 0
     assert "1152" in capsys.readouterr().out
     assert main(words) == 0
     assert "1 of 1 contexts were measured before" in capsys.readouterr().out
-    assert main(["profile", "show", "--url", server.url]) == 0
+    assert main(["profile", "show", "--url", server.url, "--admin-api-key", ADMIN_KEY]) == 0
     assert "logprob" in capsys.readouterr().out
 
 

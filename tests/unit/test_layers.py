@@ -43,6 +43,12 @@ TABLE = {
     "policy": Layer(("core", "costs", "profile", "utility"), NUMPY),
     "config": Layer(("core", "policy", "profile"), NUMPY),
     "journal": Layer(("core",)),
+    # Small things of the standard library that many parts use.
+    "call_times": Layer(),
+    "error_text": Layer(),
+    "keyed_hash": Layer(),
+    "threads": Layer(("error_text",)),
+    "census": Layer(("core",)),
     # Traces, and what a policy would do with them.
     "traces": Layer((), ("numpy", "orjson", "tqdm", "zstandard")),
     "simulator": Layer(
@@ -57,7 +63,7 @@ TABLE = {
     "decode": Layer(("kernels", "press"), ("torch",)),
     "cpu_attention": Layer(("core", "kernels", "layout"), ("torch",)),
     # Where KV is kept below the GPU.
-    "tiers": Layer(("core", "kernels", "layout"), ("numpy", "torch", "xxhash")),
+    "tiers": Layer(("core", "error_text", "kernels", "layout", "threads"), ("numpy", "torch", "xxhash")),
     # What is measured of contexts.
     "profiler": Layer(
         ("core", "profile", "tiers"),
@@ -72,13 +78,14 @@ TABLE = {
     "controller": Layer(PURE),
     "arguments": Layer(("core",)),
     "profile_questions": Layer(("arguments", "core", "profiler", "tiers")),
-    "introspect": Layer(("arguments", "core", "profile_questions"), ("orjson",)),
+    "introspect": Layer(("arguments", "core", "error_text", "profile_questions"), ("orjson",)),
     # The only code that knows SGLang.
     "patches": Layer(
         (
             *PURE,
             *("arguments", "controller", "cpu_attention", "decode", "handover", "introspect", "kernels", "layout"),
             *("press", "profile_questions", "profiler", "tiers"),
+            *("call_times", "census", "error_text", "keyed_hash", "threads"),
         ),
         ("fastapi", "flashinfer", "numpy", "orjson", "prometheus_client", "sglang", "starlette", "torch"),
     ),

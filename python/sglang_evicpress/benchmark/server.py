@@ -50,7 +50,7 @@ def free_port() -> int:
 class Server:
     """``with Server(command, port=port, log=file) as server: server.get("/health")``.
 
-    The command must listen on the port. ``env`` is the whole environment, None for ours. Output goes to ``log``, whose
+    The command must listen on the port. ``admin_api_key`` goes with every request. ``env`` is the whole environment, None for ours. Output goes to ``log``, whose
     folder is made; an older log is replaced. ``start_s`` is how long the start took, once it is up.
     """
 
@@ -63,6 +63,7 @@ class Server:
         env: Mapping[str, str] | None = None,
         folder: Path | None = None,
         timeout_s: float = START_S,
+        admin_api_key: str | None = None,
     ) -> None:
         self.command = tuple(command)
         self.port = port
@@ -72,6 +73,9 @@ class Server:
         self._env = env
         self._folder = folder
         self._timeout_s = timeout_s
+        self._headers = {"Content-Type": "application/json"}
+        if admin_api_key is not None:
+            self._headers["Authorization"] = f"Bearer {admin_api_key}"
         self._process: subprocess.Popen[bytes] | None = None
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never by way of a proxy
 
@@ -148,9 +152,7 @@ class Server:
         """Status and body: parsed when it is JSON, else text. Raises ServerError when no answer comes, NoAnswerInTime
         when none has come after ``timeout_s``."""
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            self.url + path, data=data, method=method, headers={"Content-Type": "application/json"}
-        )
+        request = urllib.request.Request(self.url + path, data=data, method=method, headers=self._headers)
         try:
             with self._opener.open(request, timeout=timeout_s) as response:
                 status, raw = response.status, response.read()

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from sglang_evicpress.core import Form
 from sglang_evicpress.profiler.catalog import Catalog
-from sglang_evicpress.profiler.command import KEY_VARIABLE, connect
+from sglang_evicpress.profiler.command import ADMIN_KEY_VARIABLE, KEY_VARIABLE, connect
 from sglang_evicpress.profiler.engine import EngineError
 from sglang_evicpress.profiler.lines import StoreError
 from sglang_evicpress.profiler.offline import PROFILES, profile_of
@@ -110,11 +110,14 @@ def show(words: Sequence[str], make_parser: Callable[..., argparse.ArgumentParse
     sources.add_argument("--store", metavar="FILE", type=Path, help="what --kv-profiles was; it is not changed")
     parser.add_argument("--png", metavar="FILE", help="draw there; needs sglang-evicpress[plot]")
     parser.add_argument("--api-key", metavar="KEY", help=f"of the server; default: the variable {KEY_VARIABLE}")
+    parser.add_argument("--admin-api-key", metavar="KEY", help=f"if it has one; default: {ADMIN_KEY_VARIABLE}")
     args = parser.parse_args(words)
     if args.png is not None:
         _check_png(args.png, has_key=args.key is not None)
     try:
-        source: Source = Server(connect(args.url, args.api_key)) if args.store is None else Stored(args.store)
+        source: Source = (
+            Server(connect(args.url, args.api_key, args.admin_api_key)) if args.store is None else Stored(args.store)
+        )
         listed = source.listed()
         if args.key is None:
             print("\n".join(_table(listed)))

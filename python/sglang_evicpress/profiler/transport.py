@@ -44,6 +44,9 @@ def refusal(status: int, reason: str, where: str) -> EngineError:
     return kind(f"{where}: status {status}: {reason}")
 
 
+_TOTALS = ("/evicpress/stats", "/evicpress/tiers")  # for every user of the server
+
+
 class Transport(Protocol):
     """Carries requests to a server. Both raise EngineError: for a refused one, what ``refusal`` makes."""
 
@@ -56,7 +59,7 @@ class Transport(Protocol):
 
 class HttpTransport:
     """Sends requests to ``url``, such as ``http://127.0.0.1:30000``, with ``api_key`` as the bearer token; with
-    ``admin_api_key``, where there is one, those that change what the server keeps: SGLang wants it for them then.
+    ``admin_api_key``, where there is one, those to look into the cache or change it: SGLang wants it for them then.
 
     A shadow for which there is no room is asked for ``num_retries`` times more, after ``wait_s`` seconds and then
     twice as long each time. Raises ValueError for a URL of another kind.
@@ -114,8 +117,8 @@ class HttpTransport:
     def _send(self, method: str, path: str, body: Mapping[str, object] | None) -> Any:
         where = f"{method} {self.url}{path}"
         headers = {"Accept": "application/json"}
-        is_change = method == "POST" and path.startswith("/evicpress/")
-        if key := self._admin_api_key if is_change else self._api_key:
+        is_admins = path.startswith("/evicpress/") and path not in _TOTALS
+        if key := self._admin_api_key if is_admins else self._api_key:
             headers["Authorization"] = f"Bearer {key}"
         data = None
         if body is not None:
