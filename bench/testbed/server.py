@@ -30,9 +30,9 @@ press is taken to keep a quality of 1 - (1 - kept)^3, the control ``random`` one
 class Server(server.Server):
     """``with Server("--kv-policy", "evicpress") as server: server.get("/evicpress/tree")``.
 
-    Model, device, dtype (float32), an admin key and a free port are given; every further argument goes to ``sglang.launch_server``
-    as it is. ``env`` adds to the environment. It runs in a folder of its own with its log in it, which is removed at
-    the end of a block that ends well.
+    Model, device, dtype (float32), an admin key and a free port are given; every further argument goes to
+    ``sglang.launch_server`` as it is. ``env`` adds to the environment. It runs in a folder of its own with its log in
+    it, which is removed at the end of a block that ends well.
     """
 
     def __init__(

@@ -50,7 +50,8 @@ def free_port() -> int:
 class Server:
     """``with Server(command, port=port, log=file) as server: server.get("/health")``.
 
-    The command must listen on the port. ``admin_api_key`` goes with every request. ``env`` is the whole environment, None for ours. Output goes to ``log``, whose
+    The command must listen on the port. ``admin_api_key`` goes with every request.
+    ``env`` is the whole environment, None for ours. Output goes to ``log``, whose
     folder is made; an older log is replaced. ``start_s`` is how long the start took, once it is up.
     """
 
