@@ -123,6 +123,13 @@ class Server:
             time.sleep(0.2)
         raise self.error("the server ended while it started")
 
+    @property
+    def pid(self) -> int:
+        """Of the first process. Raises ServerError when none was started."""
+        if self._process is None:
+            raise self.error("the server was not started")
+        return self._process.pid
+
     def is_alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
