@@ -176,6 +176,7 @@ class Bookkeeping:
 
     def expect(self: Any, req: Any) -> None:
         """A request has entered the waiting queue: what it would match now gets its hit. Splits and touches nothing."""
+        self.note_adapter_of(req)
         if is_shadow_name(req.extra_key):
             self.receive_guest(req)
             return

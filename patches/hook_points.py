@@ -35,6 +35,7 @@ _RADIX = "sglang.srt.mem_cache.radix_cache.RadixCache"
 _POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
 _KV_CACHE = "sglang.srt.mem_cache.memory_pool.KVCache"
 _ALLOCATOR = "sglang.srt.mem_cache.allocator"
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _ATTENTION = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend"
 
 HOOK_POINTS = (
@@ -140,13 +141,26 @@ HOOK_POINTS = (
     HookPoint("sglang.srt.managers.schedule_policy.AddReqResult.NO_TOKEN", "read", "scheduler", None),
     HookPoint(f"{_SCHEDULER}.run_batch", "hook", "scheduler", ("self", "batch", "pp_proxy_tensors")),
     HookPoint(f"{_SCHEDULER}.process_batch_result", "hook", "scheduler", ("self", "batch", "result")),
-    HookPoint(
-        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-        ".flush_cache_after_weight_update",
-        "hook",
-        "scheduler",
-        ("self", "recv_req"),
+    # the weights, and the adapters
+    *(
+        HookPoint(f"{_UPDATER}.{name}", "hook", "scheduler", ("self", "recv_req"))
+        for name in (
+            "update_weights_from_disk",
+            "update_weights_from_distributed",
+            "update_weights_from_tensor",
+            "update_weights_from_ipc",
+            "release_memory_occupation",
+            "resume_memory_occupation",
+            "check_weights",
+        )
     ),
+    HookPoint("sglang.srt.constants.GPU_MEMORY_ALL_TYPES", "read", "scheduler", None),
+    HookPoint("sglang.srt.constants.GPU_MEMORY_TYPE_KV_CACHE", "read", "scheduler", None),
+    HookPoint("sglang.srt.constants.GPU_MEMORY_TYPE_WEIGHTS", "read", "scheduler", None),
+    HookPoint(f"{_UPDATER}.offload_tags", "read", "scheduler", None),
+    HookPoint(f"{_SCHEDULER}.load_lora_adapter", "hook", "scheduler", ("self", "recv_req")),
+    HookPoint(f"{_SCHEDULER}.load_lora_adapter_from_tensors", "hook", "scheduler", ("self", "recv_req")),
+    HookPoint("sglang.srt.lora.lora_manager.LoRAManager", "read", "scheduler", None),
     HookPoint("sglang.srt.managers.io_struct.hook_custom_types", "seam", "scheduler", ("new_types",)),
     # profiling: requests of our own, sending them back, and giving them up
     HookPoint(

@@ -28,6 +28,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.controller import Controller
 from sglang_evicpress.patches import scheduling
+from sglang_evicpress.patches.adapters import Adapters
 from sglang_evicpress.patches.bookkeeping import Bookkeeping
 from sglang_evicpress.patches.capture import QueryCapture
 from sglang_evicpress.patches.compression import Compressor
@@ -59,6 +60,7 @@ from sglang_evicpress.patches.tier_inspection import TierInspection
 from sglang_evicpress.patches.tiering import NOWHERE, Tiering
 from sglang_evicpress.patches.upgrade import Upgrades
 from sglang_evicpress.patches.watermarks import Watermarks
+from sglang_evicpress.patches.weights import Weights
 from sglang_evicpress.patches.yielding import Yielding
 from sglang_evicpress.reuse import weight_of_new
 from sglang_evicpress.tiers.identity import KEY_BYTES
@@ -68,8 +70,10 @@ logger = logging.getLogger(__name__)
 
 class EvicPressCache(
     Bookkeeping,
+    Adapters,
     Holding,
     Tiering,
+    Weights,
     HostCompression,
     Watermarks,
     SsdMoves,
@@ -101,6 +105,7 @@ class EvicPressCache(
         self.compressor = compressor
         self.controller = Controller(self)
         self.open_tiers(config, compressor, identity)
+        self.open_adapters()
         self.open_stages()
         self.open_upgrades()
         self.open_shadows(seed)
@@ -133,15 +138,6 @@ class EvicPressCache(
             self.identify_profiles()
         self.clear_book()
         self.root_node.kv = NodeKV()
-
-    def weights_changed(self) -> None:
-        """The model has other weights, and the tree was kept, as was asked for."""
-        self.release_shadows()
-        if self.identify_profiles():
-            for node in self.nodes.values():
-                node.kv.profiles, node.kv.curve = {}, None
-                self.note(node)
-        self.part_from_ssd()
 
     # ---- match
 

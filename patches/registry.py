@@ -14,7 +14,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang_evicpress.keyed_hash import key_of
 from sglang_evicpress.patches.compression import Compressor
 from sglang_evicpress.patches.install import check_applied
-from sglang_evicpress.patches.model_identity import agreed, model_identity, profile_identity
+from sglang_evicpress.patches.model_identity import ModelIdentity, adapter_digest, agreed
 from sglang_evicpress.patches.radix_cache import EvicPressCache
 from sglang_evicpress.patches.refusals import BACKEND_NAME, check_layers, check_model
 from sglang_evicpress.patches.server_args import config_of
@@ -41,24 +41,21 @@ def build(context: Any) -> EvicPressCache:
     scale = attention_scale(context.tp_worker.model_runner.model)
     compressor = Compressor(pool, params.page_size, config.sinks, window=config.window, scale=scale, group=group)
     runner = context.tp_worker.model_runner
-
-    def identify() -> bytes:
-        return model_identity(
-            runner.model, context.model_config, pool, params.page_size, runner.tp_rank, context.tp_size
-        )
-
-    def name_profiles(tokenizer: Any) -> bytes:
-        return profile_identity(runner.model, context.model_config, pool, tokenizer, group)
-
+    model = ModelIdentity(runner, context.model_config, pool, params.page_size, context.tp_size, group)
     try:
-        identity = identify() if config.has_tiers else bytes(KEY_BYTES)
+        identity = model.of_model() if config.has_tiers else bytes(KEY_BYTES)
         cache = EvicPressCache(params, config, compressor, identity, agreed(secrets.token_bytes(16), group))
     except (StoreError, RuntimeError) as error:
         raise SystemExit(f"evicpress: {error}") from error
-    cache.identify = identify
-    cache.name_profiles = name_profiles
     if admin_key := context.server_args.admin_api_key:
         cache.inspection_key = key_of(admin_key)
+    model.is_released = lambda: cache.are_weights_released
+    cache.identify, cache.name_profiles, cache.forget_weights = model.of_model, model.of_profiles, model.forget_weights
+    manager = getattr(runner, "lora_manager", None)  # only there with --enable-lora
+    if manager is not None:
+        cache.digest_adapter = lambda lora_id: adapter_digest(manager, lora_id)
+        cache.loaded_adapters = lambda: set(manager.loras)
+        cache.know_adapters()
     logger.info(
         "evicpress: policy %s, alpha %g, forms %s, page size %d",
         config.policy,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS
 from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.utils import TypeBasedDispatcher
 
@@ -129,10 +130,51 @@ def _before_process_batch_result(scheduler: Any, batch: Any, result: Any) -> Non
         _cache.prefill_times.finish(result)
 
 
-def _after_weight_update(_: None, __: Any, recv_req: Any) -> None:
-    """AFTER ``flush_cache_after_weight_update``, which flushes only where the request says so."""
-    if _cache is not None and not recv_req.flush_cache:
+def _before_weights_change(updater: Any, *_: Any, **__: Any) -> None:
+    """BEFORE any update of the weights, which may fail halfway, and flushes the cache only where it is asked to."""
+    if _cache is not None:
+        _cache.forget_weights()
+
+
+def _after_weights_change(_: Any, updater: Any, *__: Any, **___: Any) -> None:
+    """AFTER it: nothing more is to be done where the cache was flushed."""
+    if _cache is not None:
         _cache.weights_changed()
+
+
+def _before_release_memory(updater: Any, recv_req: Any) -> None:
+    """BEFORE ``release_memory_occupation``, which gives the pool's memory back before it flushes the cache."""
+    if _cache is None:
+        return
+    tags = recv_req.tags or GPU_MEMORY_ALL_TYPES
+    if GPU_MEMORY_TYPE_KV_CACHE in tags:
+        _cache.end_copies()
+    if GPU_MEMORY_TYPE_WEIGHTS in tags:
+        _cache.forget_weights()  # what will be there again is not known
+
+
+def _after_resume_memory(_: Any, updater: Any, recv_req: Any) -> None:
+    """AFTER ``resume_memory_occupation``."""
+    if _cache is not None and GPU_MEMORY_TYPE_WEIGHTS in (recv_req.tags or GPU_MEMORY_ALL_TYPES):
+        _cache.weights_changed()
+
+
+def _before_check_weights(updater: Any, recv_req: Any) -> None:
+    """BEFORE ``check_weights``, which can also overwrite them."""
+    if _cache is not None and recv_req.action == "reset_tensors":
+        _cache.forget_weights()
+
+
+def _after_check_weights(_: Any, updater: Any, recv_req: Any) -> None:
+    """AFTER ``check_weights``."""
+    if _cache is not None and recv_req.action == "reset_tensors":
+        _cache.weights_changed()
+
+
+def _after_load_adapter(_: Any, scheduler: Any, *__: Any) -> None:
+    """AFTER a LoRA adapter was loaded, or could not be."""
+    if _cache is not None:
+        _cache.know_adapters()
 
 
 def install(registry: Any, hook_type: Any) -> None:
@@ -145,4 +187,12 @@ def install(registry: Any, hook_type: Any) -> None:
     registry.register(ADDER + "add_one_req", _around_add_one_req, hook_type.AROUND)
     registry.register(SCHEDULER + "run_batch", _around_run_batch, hook_type.AROUND)
     registry.register(SCHEDULER + "process_batch_result", _before_process_batch_result, hook_type.BEFORE)
-    registry.register(UPDATER + "flush_cache_after_weight_update", _after_weight_update, hook_type.AFTER)
+    for source in ("disk", "distributed", "tensor", "ipc"):
+        registry.register(f"{UPDATER}update_weights_from_{source}", _before_weights_change, hook_type.BEFORE)
+        registry.register(f"{UPDATER}update_weights_from_{source}", _after_weights_change, hook_type.AFTER)
+    registry.register(UPDATER + "release_memory_occupation", _before_release_memory, hook_type.BEFORE)
+    registry.register(UPDATER + "resume_memory_occupation", _after_resume_memory, hook_type.AFTER)
+    registry.register(UPDATER + "check_weights", _before_check_weights, hook_type.BEFORE)
+    registry.register(UPDATER + "check_weights", _after_check_weights, hook_type.AFTER)
+    for name in ("load_lora_adapter", "load_lora_adapter_from_tensors"):
+        registry.register(SCHEDULER + name, _after_load_adapter, hook_type.AFTER)

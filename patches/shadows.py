@@ -194,8 +194,13 @@ class Shadows:
         return {"shadow": space_id, "form": str(form)}
 
     def close_shadow(self: Any, space_id: int, adopt: bool) -> dict[str, object]:
-        """The space ends. ``adopt``: users' lossy nodes of the context are given its exact KV first."""
+        """The space ends. ``adopt``: users' lossy nodes of the context are given its exact KV first; ValueError where
+        that is a LoRA adapter's, which no request in the shadow ran with."""
         space = self._space(space_id)
+        if adopt and self.adapter_of(space.namespace) is not None:
+            raise ValueError(
+                f"shadow {space_id} holds KV of the base model in the namespace of a LoRA adapter: expected adopt false"
+            )
         num_adopted = self._adopt_exact(space) if adopt else 0
         self._close(space)
         return {"shadow": space_id, "adopted_nodes": num_adopted}

@@ -3,7 +3,7 @@
 SGLang ends a server in two ways. On SIGTERM the main process lets running requests finish, asks the schedulers to stop
 and gives them 15 s. Otherwise, as on Ctrl-C, it kills them at once: here they are asked and waited for then too. In a
 scheduler, whatever ends the event loop closes the cache. A signal, as a whole process group gets it, ends the loop
-between two steps, and a second one at once.
+between two steps, and a second one at once. After an exception nothing is published, and nobody waits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def around_event_loop(original: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """Run the event loop of a scheduler, then close its cache if that can be closed."""
+    """Run the event loop of a scheduler, then close its cache if that can be closed; after an exception at once, with
+    nothing published."""
     if not hasattr(scheduler.tree_cache, "close"):
         original(scheduler, *args, **kwargs)
         return
@@ -43,9 +44,11 @@ def around_event_loop(original: Callable[..., None], scheduler: Any, *args: Any,
     with _on_stop_signals(stop):
         try:
             original(scheduler, *args, **kwargs)
-        finally:
-            with _on_stop_signals(signal.SIG_IGN):
-                scheduler.tree_cache.close()
+        except BaseException:  # what the cache holds may be wrong: nothing of it may outlive this process
+            scheduler.tree_cache.close(save=False)
+            raise
+        with _on_stop_signals(signal.SIG_IGN):
+            scheduler.tree_cache.close()
     status = 128 + received[0] if received else 0  # other than 0: the main process shall not wait for answers for ever
     if multiprocessing.parent_process() is not None:
         # Taking down the interpreter with all its modules costs seconds, in which nothing is left to be saved.

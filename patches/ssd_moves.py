@@ -33,6 +33,10 @@ class SsdMoves:
         if entry.ssd is not None and entry.ssd.owners:
             self._share(entry, entry.ssd)
             return True
+        owners = (self.nodes[node_id] for node_id in entry.owners)
+        if any(self.ssd_scope(node.key.extra_key) is None for node in owners):
+            self.tier_counts["writes_refused"] += 1
+            return False
         reservation = self.ssd_room(entry.header.payload_bytes)
         if reservation is None:
             self.tier_counts["writes_refused"] += 1

@@ -275,8 +275,11 @@ class Staging:
         stage.looked_at.add(begin)
         if not self.ssd.store.num_entries:
             return
+        scope = self.ssd_scope(key.extra_key)
+        if scope is None:
+            return
         tokens = key.token_ids[: len(key)]
-        hashed = PathHash(self.identity, key.extra_key)
+        hashed = PathHash(*scope)
         hashed.update(tokens[:begin])
         refs = self.ssd.store.find(edge_of(hashed.key, tokens[begin : begin + self.page_size]))
         refs = [ref for ref in refs if not self.ssd.is_held(ref)]
@@ -287,7 +290,7 @@ class Staging:
         if num_worth_loading(pieces, self.costs) == 0:
             return
         self._set_deadline(stage, pieces)
-        job = Lookup(self, refs, token_bytes(tokens[begin:]), hashed.key, namespace_digest(key.extra_key))
+        job = Lookup(self, refs, token_bytes(tokens[begin:]), hashed.key, namespace_digest(scope.namespace))
         self.workers["read"].submit(job)
         stage.jobs.append(job)
 

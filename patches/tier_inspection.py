@@ -211,9 +211,16 @@ class TierInspection:
         if held != self.host.arena.extents.used_bytes:
             yield f"host entries hold {held} bytes, {self.host.arena.extents.used_bytes} are taken"
 
-    def close(self: Any) -> None:
-        """The server ends: publish what is on its way to the SSD, within a few seconds, and let go of everything."""
+    def close(self: Any, *, save: bool = True) -> None:
+        """The server ends: publish what is on its way to the SSD, within a few seconds, and let go of everything.
+        Without ``save``, after an exception, publish nothing and wait for nothing."""
         if self.host is None:
+            return
+        if not save:
+            if self.ssd is not None:
+                self.ssd.store.abandon()
+            for workers in self.workers.values():
+                workers.close(time.monotonic())
             return
         deadline = time.monotonic() + CLOSE_S
         for load in self.loads:

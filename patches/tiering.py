@@ -10,8 +10,7 @@ import logging
 import os
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ import torch
 from sglang_evicpress.config import GB, EvicPressConfig
 from sglang_evicpress.core import Form, Tier, Way
 from sglang_evicpress.layout import SurvivorLayout
+from sglang_evicpress.patches.adapters import SsdScope
 from sglang_evicpress.patches.back_up import BackUp
 from sglang_evicpress.patches.compression import Compressor
 from sglang_evicpress.patches.node import (
@@ -38,7 +38,6 @@ from sglang_evicpress.tiers.faults import Faults
 from sglang_evicpress.tiers.host import HostTier
 from sglang_evicpress.tiers.identity import PathHash, namespace_digest, token_bytes
 from sglang_evicpress.tiers.meter import ReadMeter
-from sglang_evicpress.tiers.ssd import StoreError
 from sglang_evicpress.tiers.worker import Job, Workers
 
 logger = logging.getLogger(__name__)
@@ -55,12 +54,9 @@ class Tiering:
 
     def open_tiers(self: Any, config: EvicPressConfig, compressor: Compressor, identity: bytes) -> None:
         """Take the memory and start the threads. Raises ValueError or RuntimeError, one sentence, if it cannot be."""
-        self.identity = identity
-        self.identify: Callable[[], bytes] | None = None
+        self.open_weights(identity)
         self.host: HostTier | None = None
         self.ssd: SsdTier | None = None
-        self._parted_ssd: SsdTier | None = None  # until the tree is flushed
-        self.is_mixed = False  # the tree holds KV of several models
         self.ready: dict[int, tuple[Way, ...]] = {}  # by node id, what lower tiers have of it
         self.planned: frozenset[int] = frozenset()  # nodes that the last look ahead would have leave the GPU
         self.tier_counts: Counter[str] = Counter()
@@ -233,6 +229,8 @@ class Tiering:
         copy, is_resident = node.kv.copies.get(tier), node.value is not None
         if tier_of(node) >= tier:
             return 0  # another move of the same plan has sent it down
+        if tier == Tier.SSD and self.ssd_scope(node.key.extra_key) is None:
+            return 0 if node.children or node.lock_ref else int(self.drop(node_id))
         if copy is not None and copy.form == form:
             return 0 if is_resident and has_child_on_gpu(node) else int(self.release(node_id, tier))
         if form != node.kv.form:
@@ -407,42 +405,17 @@ class Tiering:
         if self.ssd is not None and self.nodes:
             self.ssd.clear(self.workers["write"])
         self.is_mixed = False
-        identity = self.identity if self.host is None or self.identify is None else self.identify()
+        identity = self.identity_now()
         if identity != self.identity or self._parted_ssd is not None:
-            self._change_identity(identity)
-
-    def part_from_ssd(self: Any) -> None:
-        """The model has other weights now and the tree was kept, as was asked for: it holds KV of both, so that nothing
-        goes to the SSD, or comes from it, until the tree is flushed."""
-        self.is_mixed = self.is_mixed or (self.identify is not None and self.identify() != self.identity)
-        if self.is_mixed and self.ssd is not None:
-            logger.warning("evicpress: the weights changed without a flush: the SSD tier is off until /flush_cache")
-            former = self.ssd
-            self.detach_ssd()
-            self._parted_ssd = former
-
-    def _change_identity(self: Any, identity: bytes) -> None:
-        """The model has other weights now: what is on the SSD is none of its business, and must not look like it."""
-        self.identity = identity
-        former: SsdTier | None = self.ssd or self._parted_ssd
-        is_parted, self._parted_ssd = self.ssd is None, None
-        if former is None:
-            return
-        if not is_parted:
-            former.store.close()
-        try:
-            self.use_ssd(former.reopened(identity))
-        except StoreError as error:
-            logger.error("evicpress: the SSD tier is lost: %s", error)
-            self.use_ssd(None)
-        self.menu = replace(self.menu, tiers=self.tiers)
+            self.change_identity(identity)
 
     # ---- names
 
     def header_of(self: Any, node: Any, extents: Any) -> Header:
         """What identifies an entry that holds what the node holds now."""
         kv, path = node.kv, path_to(node)
-        hashed = PathHash(self.identity, node.key.extra_key)
+        scope = self.ssd_scope(node.key.extra_key) or SsdScope(self.identity, node.key.extra_key)  # else never written
+        hashed = PathHash(*scope)
         for above in path[:-1]:
             hashed.update(above.key.raw_token_ids())
         parent_key = hashed.key
@@ -450,7 +423,7 @@ class Tiering:
         hashed.update(node.key.raw_token_ids())
         return Header(
             fingerprint=self.identity,
-            namespace=namespace_digest(node.key.extra_key),
+            namespace=namespace_digest(scope.namespace),
             parent_key=parent_key,
             key=hashed.key,
             start=start_of(node),

@@ -1,4 +1,4 @@
-"""Hostile clients of a real server: every route and every field of ours, for minutes, beside users who notice nothing."""
+"""Hostile clients of a real server: every route and field of ours, for minutes, beside users who notice nothing."""
 
 from __future__ import annotations
 
@@ -115,12 +115,13 @@ def _lines(outcome: Outcome, when: str, seconds: float) -> Iterator[Line]:
     open_calls = {op: spent for op, spent in outcome.calls.items() if op not in OPERATORS}
     dearest = max(open_calls, key=lambda op: open_calls[op]["max_cpu_ms"])
     cpu_ms, wall_ms = open_calls[dearest]["max_cpu_ms"], open_calls[dearest]["max_wall_ms"]
+    num_calls = sum(int(spent["count"]) for spent in open_calls.values())
     num_operators = sum(int(spent["count"]) for op, spent in outcome.calls.items() if op in OPERATORS)
     yield Line(
         f"{who}: scheduler CPU of the dearest call",
         f"<= {MOST_CPU_MS:g} ms of the thread's time, operators' calls 0",
-        f"{cpu_ms:.2f} ms ({dearest}; {wall_ms:.1f} ms by the clock; {sum(int(s['count']) for s in open_calls.values())} "
-        f"calls), {num_operators} operators' calls",
+        f"{cpu_ms:.2f} ms ({dearest}; {wall_ms:.1f} ms by the clock; {num_calls} calls), "
+        f"{num_operators} operators' calls",
         cpu_ms <= MOST_CPU_MS and num_operators == 0,
     )
     grown = (outcome.end_bytes - outcome.settled_bytes) / 1e6

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from contextlib import nullcontext
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_evicpress.costs import CostModel, Costs, PrefillLaw
@@ -41,9 +45,22 @@ class FakeCache:
         self.ticks: list[bool] = []
         self.held_back: set[str] = set()
         self.visited: object = None
+        self.told: list[str] = []
 
     def advance(self, stamp_s: float, costs: Costs) -> None:
         self.stamps.append((stamp_s, costs))
+
+    def forget_weights(self) -> None:
+        self.told.append("forget")
+
+    def weights_changed(self) -> None:
+        self.told.append("changed")
+
+    def end_copies(self) -> None:
+        self.told.append("copies end")
+
+    def know_adapters(self) -> None:
+        self.told.append("adapters")
 
     def keep_stages(self, waiting: list[str]) -> None:
         self.expected.append(f"keep stages {waiting}")
@@ -113,6 +130,87 @@ def test_nothing_received_is_not_stamped(cache: FakeCache, received: list[Any] |
 def test_the_receiver_pulls_before_it_sends_on() -> None:
     names = SchedulerRequestReceiver.recv_requests.__wrapped__.__code__.co_names  # SGLang decorates it
     assert names.index("_pull_raw_reqs") < names.index("_broadcast_reqs_across_ranks")
+
+
+# ---- the weights
+
+
+class Hooks:
+    """What is registered, by target."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, list[tuple[Any, HookType]]] = {}
+        scheduling.install(self, HookType)
+
+    def register(self, target: str, hook: Any, kind: HookType) -> None:
+        self.of.setdefault(target, []).append((hook, kind))
+
+    def wrapped(self, name: str) -> Any:
+        """A method of SGLang's weight updater with our hooks, as SGLang applies them."""
+        method = getattr(SchedulerWeightUpdaterManager, name)
+        for hook, kind in self.of[scheduling.UPDATER + name]:
+            method = _wrap_fn(method, hook, kind)
+        return method
+
+
+class Updater(SimpleNamespace):
+    """As much of SGLang's as its own methods need on an idle server; it writes into ``told``."""
+
+    def __init__(self, told: list[str]) -> None:
+        super().__init__(offload_tags=set(), scheduler=None, draft_worker=None, metrics_collector=None)
+        self.told = told
+        self.is_fully_idle = lambda: True
+        self.memory_saver_adapter = SimpleNamespace(pause=lambda tag: told.append(f"pause {tag}"))
+        self.flush_cache = lambda **_: told.append("flush") or True
+        self._observe_weight_load = lambda source: nullcontext()
+
+    def flush_cache_after_weight_update(self, request: Any) -> None:
+        SchedulerWeightUpdaterManager.flush_cache_after_weight_update(self, request)
+
+
+UPDATES = [name for name in dir(SchedulerWeightUpdaterManager) if name.startswith("update_weights")]
+
+
+@pytest.mark.parametrize("success", [True, False])
+@pytest.mark.parametrize("flush", [True, False])
+@pytest.mark.parametrize("name", UPDATES)
+def test_the_cache_is_told_of_every_update_even_of_one_that_failed(
+    cache: FakeCache, monkeypatch: pytest.MonkeyPatch, name: str, flush: bool, success: bool
+) -> None:
+    assert len(UPDATES) == 4
+    monkeypatch.setattr(torch.distributed, "barrier", lambda group: None)
+    updater = Updater(cache.told)
+    updater.tp_cpu_group = None
+    updater.tp_worker = SimpleNamespace(**{name: lambda request: cache.told.append("update") or (success, "message")})
+    request = SimpleNamespace(flush_cache=flush, torch_empty_cache=False, disable_draft_model=True)
+    Hooks().wrapped(name)(updater, request)
+    assert cache.told == ["forget", "update", *(["flush"] if flush and success else []), "changed"]
+
+
+def test_copies_end_before_the_memory_of_the_pool_goes(cache: FakeCache) -> None:
+    updater = Updater(cache.told)
+    Hooks().wrapped("release_memory_occupation")(updater, SimpleNamespace(tags=["kv_cache"]))
+    assert cache.told == ["copies end", "pause kv_cache", "flush"]
+
+
+def test_weights_that_come_back_are_read_anew(cache: FakeCache) -> None:
+    scheduling._before_release_memory(None, SimpleNamespace(tags=None))
+    scheduling._after_resume_memory(None, None, SimpleNamespace(tags=["kv_cache"]))
+    assert cache.told == ["copies end", "forget"]
+    scheduling._after_resume_memory(None, None, SimpleNamespace(tags=["weights"]))
+    assert cache.told == ["copies end", "forget", "changed"]
+
+
+@pytest.mark.parametrize(("action", "told"), [("checksum", []), ("reset_tensors", ["forget", "changed"])])
+def test_a_check_of_the_weights_that_overwrites_them_is_an_update(
+    cache: FakeCache, action: str, told: list[str]
+) -> None:
+    updater, request = Updater(cache.told), SimpleNamespace(action=action, allow_quant_error=False)
+    updater.tp_cpu_group = None
+    updater.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(check_weights=lambda **_: None))
+    scheduling._before_check_weights(updater, request)
+    scheduling._after_check_weights(None, updater, request)
+    assert cache.told == told
 
 
 # ---- the queue

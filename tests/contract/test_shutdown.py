@@ -33,6 +33,7 @@ class Scheduler:
         self.num_closed = 0
         self._step = step
         self._close = close
+        self.saved: list[bool] = []
         self.tree_cache = SimpleNamespace() if close is None else SimpleNamespace(close=self._count_close)
 
     def handle_shutdown(self, request: object) -> None:
@@ -43,8 +44,9 @@ class Scheduler:
             self.num_steps += 1
             self._step()
 
-    def _count_close(self) -> None:
+    def _count_close(self, *, save: bool = True) -> None:
         self.num_closed += 1
+        self.saved.append(save)
         if self._close is not None:
             self._close()
 
@@ -79,17 +81,17 @@ def at_exit(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 def test_the_cache_is_closed_when_the_event_loop_ends(at_exit: list[Any]) -> None:
     scheduler = Scheduler(nothing, nothing)
     scheduler.run()
-    assert (scheduler.num_steps, scheduler.num_closed) == (5, 1)
+    assert (scheduler.num_steps, scheduler.saved) == (5, [True])
     assert at_exit == []  # not a child: whoever runs it may have more to do
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of slots"), KeyboardInterrupt(), SystemExit(3)])
-def test_the_cache_is_closed_when_the_event_loop_fails(error: BaseException) -> None:
+def test_the_cache_is_closed_and_nothing_of_it_saved_when_the_event_loop_fails(error: BaseException) -> None:
     scheduler = Scheduler(raiser(error), nothing)
     with pytest.raises(type(error)) as raised:
         scheduler.run()
     assert raised.value is error
-    assert scheduler.num_closed == 1
+    assert scheduler.num_closed == 1 and scheduler.saved == [False]
 
 
 @pytest.mark.parametrize("signum", SIGNALS)
@@ -104,7 +106,7 @@ def test_a_signal_ends_the_loop_between_two_steps(signum: signal.Signals) -> Non
     with pytest.raises(SystemExit) as stopped:
         scheduler.run()
     assert stopped.value.code == 128 + signum
-    assert (finished, scheduler.num_closed) == (["step"], 1)
+    assert (finished, scheduler.saved) == (["step"], [True])
 
 
 def test_a_second_signal_ends_a_step_that_hangs() -> None:
@@ -116,7 +118,7 @@ def test_a_second_signal_ends_a_step_that_hangs() -> None:
     scheduler = Scheduler(step, nothing)
     with pytest.raises(KeyboardInterrupt):
         scheduler.run()
-    assert scheduler.num_closed == 1
+    assert scheduler.saved == [False]
 
 
 @pytest.mark.parametrize("signum", SIGNALS)

@@ -284,6 +284,12 @@ class SsdStore:
             except OSError as error:
                 self._count(error)
 
+    def abandon(self) -> None:
+        """Publish nothing any more, without waiting for what is being written. The folder stays locked until ``close``
+        or the end of the process."""
+        self._retry_at = float("inf")
+        self._is_closed = True
+
     def close(self) -> None:
         """Wait for what is being written, sync, and let others use the folder. Then nothing is found any more."""
         with self._lock:
