@@ -12,16 +12,23 @@ from sglang_evicpress.patches.node import NodeKV, is_lossy, num_slots, slots_of,
 from sglang_evicpress.patches.tiering import NOWHERE
 from sglang_evicpress.reuse import weight_of_new
 
+logger = logging.getLogger(__name__)
+
 
 class Holding:
     """The part of EvicPressCache that does it. Everything here runs on the scheduler thread."""
 
     def add_absent_leaf(self: Any, parent: Any, key: RadixKey, copy: Any) -> Any:
-        """A node that is not on the GPU: ``copy`` is all there is of it."""
+        """A node that is not on the GPU: ``copy`` is all there is of it. Raises RuntimeError where the tree goes on
+        that way already."""
+        way = key.child_key(self.page_size)
+        if way in parent.children:
+            raise RuntimeError(f"evicpress: node {parent.id} has a child that begins with the same page")
         node = TreeNode()
         node.parent, node.key, node.value, node.hit_count = parent, key, None, 1
-        parent.children[key.child_key(self.page_size)] = node
+        parent.children[way] = node
         node.kv = NodeKV(last_use=self._tick, last_use_s=self.now_s, slots=NOWHERE)
+        self._note_text(node)
         num_siblings = 0 if parent is self.root_node else len(parent.children)
         node.kv.weight = weight_of_new(self.value_of_hit(), parent.kv.weight, num_siblings)
         if copy.layout is not None:

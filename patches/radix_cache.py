@@ -42,6 +42,7 @@ from sglang_evicpress.patches.moves import Moves
 from sglang_evicpress.patches.node import (
     NodeKV,
     PrefixView,
+    first_outside,
     is_lossy,
     is_reserved,
     num_slots,
@@ -60,7 +61,7 @@ from sglang_evicpress.patches.upgrade import Upgrades
 from sglang_evicpress.patches.watermarks import Watermarks
 from sglang_evicpress.patches.yielding import Yielding
 from sglang_evicpress.reuse import weight_of_new
-from sglang_evicpress.tiers.identity import KEY_BYTES
+from sglang_evicpress.tiers.identity import KEY_BYTES, MAX_TOKEN
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +112,7 @@ class EvicPressCache(
         self.scheduler: Any = None
         self.name_profiles: Callable[[Any], bytes] = lambda tokenizer: bytes(KEY_BYTES)
         self.nodes: dict[int, Any] = {}
+        self.vocab_size = MAX_TOKEN + 1  # the model's, where it is known
         self._tick = 0
         super().__init__(params)
 
@@ -278,6 +280,8 @@ class EvicPressCache(
             upper.value = child.value = None
             upper.kv.slots = kv.slots = NOWHERE
         self.nodes[upper.id] = upper
+        if not kv.is_text:
+            self._note_text(upper)
         self.split_copies(upper, child)
         self.split_held(upper, child)
         self.note_split(upper, child)
@@ -318,6 +322,7 @@ class EvicPressCache(
         num_siblings = 0 if parent is self.root_node else len(parent.children)
         node.kv.weight = weight_of_new(self.value_of_hit(), parent.kv.weight, num_siblings)
         node.kv.is_shadow = is_shadow_name(key.extra_key)
+        self._note_text(node)
         self.nodes[node.id] = node
         self.evictable_size_ += len(key)
         if not node.kv.is_shadow:
@@ -325,6 +330,10 @@ class EvicPressCache(
         self.find_profiles(node)
         self.note(node)
         return node
+
+    def _note_text(self, node: Any) -> None:
+        tokens = node.key.raw_token_ids()
+        node.kv.is_text = node.parent.kv.is_text and first_outside(tokens, self.vocab_size) is None
 
     def _is_upgrade(self, node: Any, view: PrefixView) -> bool:
         """Whether a request's own KV is worth more than what the node holds, and may take its place now."""

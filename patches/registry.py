@@ -54,6 +54,7 @@ def build(context: Any) -> EvicPressCache:
         cache = EvicPressCache(params, config, compressor, identity, agreed(secrets.token_bytes(16), group))
     except (StoreError, RuntimeError) as error:
         raise SystemExit(f"evicpress: {error}") from error
+    cache.vocab_size = context.model_config.vocab_size
     cache.identify = identify
     cache.name_profiles = name_profiles
     logger.info(

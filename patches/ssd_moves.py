@@ -242,6 +242,8 @@ class Lookup(Job):
             if header.num_slots == 0:
                 continue  # holes only: nothing is gained
             num_shared = shared_tokens(header.tokens, self.tokens)
+            if num_shared < self.cache.page_size:
+                continue  # another way out of the path, on an edge of the same number
             if header.shape == self.cache.copier.shape and num_shared > self.num_shared:
                 self.found, self.num_shared = (ref, header), num_shared
         if self.found is not None and len(self.found[1].extents) > self.found[1].shape.num_layers:

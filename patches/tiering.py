@@ -265,6 +265,8 @@ class Tiering:
     def start_copy(self: Any, node: Any, tier: Tier, keep: Collection[int] = (), *, is_modest: bool = False) -> bool:
         """Begin to copy what a node holds to a lower tier. False when there is no room or no budget for it; the spare
         copies of the nodes ``keep`` do not make room, and nothing does for a modest copy."""
+        if not node.kv.is_text:
+            return False  # no entry can say what it is of
         if node.value is None:
             copy = node.kv.copies.get(Tier.HOST)
             return copy is not None and tier == Tier.SSD and self.start_write(copy.entry)

@@ -90,6 +90,8 @@ class Watermarks:
         GPU has all of it.
         """
         tier, form, kv = option.tier, option.form, node.kv
+        if not kv.is_text:
+            return True  # it is dropped when it has to go
         if form != kv.form and self.lacks_exact(node):
             return bool(self.start_copy(node, Tier.SSD, self.planned))
         copy = kv.copies.get(tier)
