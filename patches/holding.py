@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -78,15 +79,20 @@ class Holding:
     def _trim(self: Any, node: Any, replaced: tuple[int, int]) -> None:
         """Take from a compressed node what an ancestor's new KV holds as well; see ``Compressor.trim``."""
         kv, slots, before = node.kv, slots_of(node), num_slots(node)
-        trimmed = self.compressor.trim(
-            form=kv.form,
-            slots=slots,
-            layout=kv.layout,
-            start=start_of(node),
-            num_tokens=len(node.key),
-            replaced=replaced,
-            window=self.window_of(node),
-        )
+        try:
+            trimmed = self.compressor.trim(
+                form=kv.form,
+                slots=slots,
+                layout=kv.layout,
+                start=start_of(node),
+                num_tokens=len(node.key),
+                replaced=replaced,
+                window=self.window_of(node),
+            )
+        except torch.OutOfMemoryError as error:  # on every rank; its KV may be in part moved
+            logger.warning("evicpress: node %d was dropped: no device memory to trim it: %s", node.id, error)
+            self.drop_tree(node)
+            return
         if trimmed is None:
             return
         kv.layout, node.value = trimmed
