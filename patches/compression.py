@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar
@@ -17,6 +18,8 @@ from sglang_evicpress.patches.model_identity import agreed
 from sglang_evicpress.press import Press, PressInput, QueryWindow, get_press, select
 from sglang_evicpress.press.snapkv import SnapKV
 from sglang_evicpress.tiers.payload import PayloadCopier
+
+logger = logging.getLogger(__name__)
 
 Chosen: TypeAlias = tuple[PressInput, torch.Tensor, torch.Tensor]
 """A node, the survivors chosen of it, int32 [layers, heads, m], and the slots that hold them now [m]."""
@@ -279,6 +282,7 @@ class Compressor:
         except torch.OutOfMemoryError as found:
             error, outcome = found, _NO_MEMORY
         except Exception as found:
+            logger.exception("evicpress: this rank failed at what all must do")
             error, outcome = found, _FAILED
         told = torch.cat([values, torch.tensor([outcome])])
         dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group)

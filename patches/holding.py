@@ -48,7 +48,7 @@ class Holding:
         kv.form, kv.slots, kv.layout, kv.is_lossy_prefix, kv.origin = EXACT, None, None, is_lossy_prefix, None
         kv.version += 1
         if Tier.HOST in kv.copies:
-            self._spare[node.id] = None
+            self._spare.add(node.id)
         self.evictable_size_ += len(node.key)
         self._record_store_event(node)
         self.note(node)

@@ -36,6 +36,7 @@ from sglang_evicpress.patches.decode_state import budget_of
 from sglang_evicpress.patches.eviction import Eviction
 from sglang_evicpress.patches.holding import Holding
 from sglang_evicpress.patches.host_compression import HostCompression
+from sglang_evicpress.patches.host_room import HostRoom
 from sglang_evicpress.patches.inspection import Inspection
 from sglang_evicpress.patches.load_back import LoadBack
 from sglang_evicpress.patches.moves import Moves
@@ -70,6 +71,7 @@ class EvicPressCache(
     Bookkeeping,
     Holding,
     Tiering,
+    HostRoom,
     HostCompression,
     Watermarks,
     SsdMoves,
@@ -114,6 +116,8 @@ class EvicPressCache(
         self.nodes: dict[int, Any] = {}
         self.vocab_size = MAX_TOKEN + 1  # the model's, where it is known
         self._tick = 0
+        self.aside: dict[int, float] = {}  # nodes of which a move has failed, with when they are planned with again
+        self.unfreed: list[torch.Tensor] = []
         super().__init__(params)
 
     def attach_scheduler(self, scheduler: Any) -> None:
@@ -128,6 +132,8 @@ class EvicPressCache(
         super().reset()
         self.reset_tiers()
         self.nodes.clear()
+        self.aside.clear()
+        self.unfreed.clear()
         self.clear_shadows()
         if self.scheduler is not None:  # the weights may be others
             self.identify_profiles()
@@ -221,10 +227,17 @@ class EvicPressCache(
         if view is None or num_tokens == 0:
             view = req.evicpress = PrefixView(self._empty_match_result.device_indices)
         if len(view.slots) + view.holes != num_tokens:
-            raise RuntimeError(
-                f"evicpress: request {req.rid} has a prefix of {num_tokens} tokens but a view of "
-                f"{len(view.slots)} slots and {view.holes} holes"
+            logger.error(
+                "evicpress: request %s has a prefix of %d tokens but a view of %d slots and %d holes: it is served the "
+                "prefix",
+                req.rid,
+                num_tokens,
+                len(view.slots),
+                view.holes,
             )
+            self.controller.num_failed["adopt view"] += 1
+            slots = req.prefix_indices[req.prefix_indices != 0].to(torch.int64)  # a hole is slot 0
+            view = req.evicpress = PrefixView(slots, num_tokens - len(slots), is_lossy=True)
         if not view.is_counted:
             view.is_counted = True
             if state is not None:
@@ -271,7 +284,7 @@ class EvicPressCache(
             child.value = NOWHERE.new_zeros(len(child.key))  # SGLang splits what is there
         upper = super()._split_node(key, child, split_len)
         kv.version += 1
-        upper.kv = replace(kv, slots=None, layout=None, job=None, is_leaving=False, num_stages=0)
+        upper.kv = replace(kv, slots=None, layout=None, job=None, is_leaving=False, num_stages=0, is_aside=False)
         if kv.layout is not None:
             above, below = kv.layout.split(split_len)
             upper.kv.layout, upper.kv.slots = above, kv.slots[: above.num_slots].clone()
