@@ -89,9 +89,9 @@ def test_what_a_vocabulary_does_not_have_stays_off_the_lower_tiers(opened: Calla
     walk.settle()
     assert not leaf.kv.copies and leaf.kv.job is None and not leaf.kv.is_leaving
     assert walk.cache.ssd.store.num_entries <= number
-    walk.serve([*tokens[:50], odd, *tokens[51:80], 3])  # and so is what continues it
-    assert all(not each.kv.copies for each in nodes_of(walk) if each.parent is leaf or each.parent is leaf.parent
-               and each.id > leaf.id) or leaf.parent.kv.copies  # fmt: skip
+    walk.serve([*tokens[:50], odd, *tokens[51:], 3])  # and so is what continues it
+    (below,) = leaf.children.values()
+    assert not walk.cache.start_copy(below, Tier.HOST) and not below.kv.copies
     walk.check()
     assert walk.cache.relieve(num_slots(leaf)) > 0
     walk.cache.close()
