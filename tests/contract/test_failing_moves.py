@@ -200,3 +200,22 @@ def test_a_request_whose_view_is_not_that_of_its_prefix_is_served_the_prefix(pag
     walk.check()
     walk.end_all()
     walk.check()
+
+
+def test_slots_that_cannot_be_freed_are_nobodys_until_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    walk = Walk(0, 1, "knorm@0.5+lru")
+    full(walk)
+
+    def fail(slots: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(walk.allocator, "free", fail)
+    walk.cache.relieve(20)
+    walk.check()
+    walk.cache.advance(1.0, walk.cache.costs)
+    walk.check()
+    assert walk.cache.unfreed and walk.cache.controller.num_failed["free OutOfMemoryError"] == 1
+    monkeypatch.undo()
+    walk.cache.advance(30.0, walk.cache.costs)
+    assert not walk.cache.unfreed and walk.cache.num_private_slots == 0
+    walk.check()
