@@ -26,10 +26,10 @@ class BackUp(Job):
         self.entry = HostEntry(cache.header_of(node, ()), runs)
 
     def start(self) -> None:
+        self.cache.workers["copy"].submit(self)  # first: where it fails nothing has changed
         self.cache.nodes[self.node_id].kv.job = self
         self.cache._copying_bytes += self.num_bytes
         self.cache.host.pin(self.entry)
-        self.cache.workers["copy"].submit(self)
 
     def run(self) -> None:
         host = self.cache.host

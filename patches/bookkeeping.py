@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from sglang_evicpress.census import Census
@@ -75,6 +76,9 @@ class Bookkeeping:
         """A node is new, or what it holds, covers or can become has changed."""
         self.note_copies(node)
         self.census.put(node.id, census_of(node))
+        if not math.isfinite(node.kv.weight):  # no plan can be made with it
+            self.controller.num_failed["note weight"] += 1
+            node.kv.weight = 0.0
         self.policy.put(self.stats_of(node))
         self.stir()
 
@@ -87,8 +91,10 @@ class Bookkeeping:
         self.note(lower)
 
     def note_deleted(self: Any, node: Any) -> None:
-        self.policy.forget(node.id)
+        if node.id in self.policy.book.records:
+            self.policy.forget(node.id)
         self.census.remove(node.id)
+        self.aside.pop(node.id, None)
         self.ready.pop(node.id, None)
         self.claims.forget(node)
         self.drop_window(node)
@@ -221,6 +227,7 @@ class Bookkeeping:
                 node.kv.weight = restate(node.kv.weight, node.kv.last_use_s)
             self.claims.restate(restate)
             self.policy.reweigh({node.id: node.kv.weight for node in self.nodes.values()})
+        self.take_back()
         self.refresh_default()
         self.controller.now_s = self.now_s
         self.controller.value_of_hit = self.value_of_hit()

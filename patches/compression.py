@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,9 +14,19 @@ from sglang_evicpress.core import Form
 from sglang_evicpress.kernels.compact import compact
 from sglang_evicpress.kernels.select import select_survivors
 from sglang_evicpress.layout import HostCopy, SurvivorLayout, place, to_device
+from sglang_evicpress.patches.model_identity import agreed
 from sglang_evicpress.press import Press, PressInput, QueryWindow, get_press, select
 from sglang_evicpress.press.snapkv import SnapKV
 from sglang_evicpress.tiers.payload import PayloadCopier
+
+logger = logging.getLogger(__name__)
+
+Chosen: TypeAlias = tuple[PressInput, torch.Tensor, torch.Tensor]
+"""A node, the survivors chosen of it, int32 [layers, heads, m], and the slots that hold them now [m]."""
+
+Made = TypeVar("Made")
+
+_FINE, _NO_MEMORY, _FAILED = range(3)  # how it went on a rank; the worst counts
 
 
 class Compressor:
@@ -82,28 +94,53 @@ class Compressor:
         Returns the layout and the node's logical value: int64 [num_tokens], those slots at their logical indices and
         holes (0) elsewhere. Waits for nothing on the device unless ranks must agree. Starts behind the forward pass
         in flight: a finished request's last token may still be being written.
-        """
-        node = self._input(slots, layout, start, num_tokens, window)
-        self.wait_for_forward(slots)
-        survivors = select(self._press(form), node, num_kept, self.sinks)
-        return self._keep(node, survivors)
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Bring what the slots ``source`` [n] hold, exact KV, into the slots ``target`` [n] as well."""
-        self.wait_for_forward(source)
-        for buffer in (*self.k_buffers, *self.v_buffers):
-            buffer[target] = buffer[source]
+        Raises torch.OutOfMemoryError on every rank where one has no device memory left. The node's KV may be in part
+        moved by then.
+        """
+
+        def choose() -> Chosen:
+            node = self._input(slots, layout, start, num_tokens, window)
+            self.wait_for_forward(slots)
+            return self._compacted(node, select(self._press(form), node, num_kept, self.sinks))
+
+        return self._placed(choose, num_kept)
+
+    def copy(self, parts: Sequence[torch.Tensor], target: torch.Tensor) -> None:
+        """Bring what the first slots of ``parts`` (each [n]) hold, exact KV, into the slots ``target`` [m] as well.
+
+        Raises torch.OutOfMemoryError on every rank where one has no device memory left.
+        """
+
+        def run() -> None:
+            source = torch.cat(list(parts))[: len(target)]
+            self.wait_for_forward(source)
+            for buffer in (*self.k_buffers, *self.v_buffers):
+                buffer[target] = buffer[source]
+
+        self._by_all(run, torch.empty(0, dtype=torch.int64))
 
     def copy_compressed(
-        self, *, form: Form, slots: torch.Tensor, num_tokens: int, into: torch.Tensor, window: QueryWindow | None
+        self,
+        *,
+        form: Form,
+        parts: Sequence[torch.Tensor],
+        num_tokens: int,
+        into: torch.Tensor,
+        window: QueryWindow | None,
     ) -> tuple[SurvivorLayout, torch.Tensor]:
-        """What ``compress`` makes of an exact prefix in ``slots`` [num_tokens], written to the slots ``into`` [m]
-        instead; ``slots`` keep what they hold."""
-        node = self._input(slots, None, 0, num_tokens, window)
-        self.wait_for_forward(slots)
-        survivors = select(self._press(form), node, len(into), self.sinks)
-        self.copy_survivors(slots, survivors, into)
-        return self._placed(node, survivors, into)
+        """What ``compress`` makes of an exact prefix in the slots of ``parts`` [num_tokens in all], written to the
+        slots ``into`` [m] instead; ``parts`` keep what they hold. Raises as ``compress`` does."""
+
+        def choose() -> Chosen:
+            slots = torch.cat(list(parts))
+            node = self._input(slots, None, 0, num_tokens, window)
+            self.wait_for_forward(slots)
+            survivors = select(self._press(form), node, len(into), self.sinks)
+            self.copy_survivors(slots, survivors, into)
+            return node, survivors, into
+
+        return self._placed(choose, len(into))
 
     def kept_of_layer(
         self,
@@ -172,38 +209,90 @@ class Compressor:
         A node split off below another may hold, in some heads, survivors from before its start. Once the node above is
         exact again, those would be attended to twice. Every head gives up as many entries as the one with most of them:
         its strays, then its lowest scores. None when there are none; num_slots 0 when (whole pages of) nothing is left.
+        Raises as ``compress`` does.
         """
         strays = (layout.positions >= replaced[0]) & (layout.positions < replaced[1])
         most = int(self._most(strays.sum(-1).max()))
         if most == 0:
             return None
         num_kept = (layout.num_slots - most) // self.page_size * self.page_size
-        node = self._input(slots, layout, start, num_tokens, window)
-        self.wait_for_forward(slots)
-        press = self._press(form)
-        if press.needs_queries and window is None:
-            press = get_press("keydiff")  # its queries had to make room; every press gives an order
-        scores = press.score(node).nan_to_num()  # finite, so that strays really come last
-        scores = scores.masked_fill(to_device(strays, slots.device), float("-inf"))
-        return self._keep(node, select_survivors(scores, num_kept))
+
+        def choose() -> Chosen:
+            node = self._input(slots, layout, start, num_tokens, window)
+            self.wait_for_forward(slots)
+            press = self._press(form)
+            if press.needs_queries and window is None:
+                press = get_press("keydiff")  # its queries had to make room; every press gives an order
+            scores = press.score(node).nan_to_num()  # finite, so that strays really come last
+            scores = scores.masked_fill(to_device(strays, slots.device), float("-inf"))
+            return self._compacted(node, select_survivors(scores, num_kept))
+
+        return self._placed(choose, num_kept)
 
     def _press(self, form: Form) -> Press:
         press = get_press(form.press or "")
         return replace(press, window=self.window) if isinstance(press, SnapKV) else press
 
-    def _keep(self, node: PressInput, survivors: torch.Tensor) -> tuple[SurvivorLayout, torch.Tensor]:
+    def _compacted(self, node: PressInput, survivors: torch.Tensor) -> Chosen:
         compact(self.k_buffers, self.v_buffers, node.slots, survivors)
-        return self._placed(node, survivors, node.slots[: survivors.shape[-1]])
+        return node, survivors, node.slots[: survivors.shape[-1]]
 
-    def _placed(
-        self, node: PressInput, survivors: torch.Tensor, held: torch.Tensor
-    ) -> tuple[SurvivorLayout, torch.Tensor]:
-        """The layout and logical value of a node whose survivors are in the slots ``held``."""
-        kept = node.positions.gather(2, survivors.to(torch.int64))
-        logical = place(self._agreed(kept), node.start, self.page_size)
-        value = torch.zeros(node.num_tokens, dtype=torch.int64, device=node.slots.device)
-        value.index_copy_(0, logical, held)
-        return SurvivorLayout(HostCopy(kept), HostCopy(logical), len(held)), value
+    def _placed(self, choose: Callable[[], Chosen], num_kept: int) -> tuple[SurvivorLayout, torch.Tensor]:
+        """The layout and logical value of the node of which ``choose`` keeps ``num_kept`` entries in every head.
+
+        Each rank holds other heads, and all must split a node at the same slot: they go by the greatest position of
+        every survivor on any rank. One collective per compression, taken by every rank alike, also by one whose
+        ``choose`` fails. Once ranks have agreed none allocates on its device any more.
+        """
+        if self._group is None:
+            node, survivors, held = choose()
+            kept = node.positions.gather(2, survivors.to(torch.int64))
+            logical = place(kept, node.start, self.page_size)
+            value = torch.zeros(node.num_tokens, dtype=torch.int64, device=node.slots.device)
+            value.index_copy_(0, logical, held)
+            return SurvivorLayout(HostCopy(kept), HostCopy(logical), len(held)), value
+        last = torch.zeros(num_kept, dtype=torch.int64)
+
+        def prepare() -> tuple[PressInput, HostCopy, torch.Tensor, torch.Tensor]:
+            node, survivors, held = choose()
+            kept = node.positions.gather(2, survivors.to(torch.int64))
+            value = torch.zeros(node.num_tokens, dtype=torch.int64, device=node.slots.device)
+            positions, slots = HostCopy(kept), held.cpu()
+            last.copy_(kept.amax(dim=(0, 1)))
+            return node, positions, slots, value
+
+        node, positions, held, value = self._by_all(prepare, last)
+        logical = place(last[None, None], node.start, self.page_size)
+        value.copy_(torch.zeros(node.num_tokens, dtype=torch.int64).index_copy_(0, logical, held))
+        return SurvivorLayout(positions, HostCopy(logical), num_kept), value
+
+    def _by_all(self, run: Callable[[], Made], values: torch.Tensor) -> Made:
+        """What ``run`` gives, if it does on every rank; ``values`` (on the host) are then their maximum over ranks.
+
+        One collective, whatever happens. Where one rank has no device memory left, each raises
+        torch.OutOfMemoryError; after any other exception each raises, and none goes on as if nothing were.
+        """
+        if self._group is None:
+            return run()
+        made: list[Made] = []
+        error: Exception | None = None
+        outcome = _FINE
+        try:
+            made.append(run())
+        except torch.OutOfMemoryError as found:
+            error, outcome = found, _NO_MEMORY
+        except Exception as found:
+            logger.exception("evicpress: this rank failed at what all must do")
+            error, outcome = found, _FAILED
+        told = torch.cat([values, torch.tensor([outcome])])
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group)
+        worst = int(told[-1])
+        if worst == _NO_MEMORY:
+            raise error or torch.OutOfMemoryError("another rank has no device memory for it")
+        if worst == _FAILED:
+            raise RuntimeError("evicpress: a rank failed at what all must do: see its log") from error
+        values.copy_(told[:-1])
+        return made[0]
 
     def _input(
         self,
@@ -241,12 +330,14 @@ class Compressor:
         """Whether no other rank must do as this one does."""
         return self._group is None
 
-    def _agreed(self, positions: torch.Tensor) -> torch.Tensor:
-        """Positions whose maximum over (layer, head) is that of all ranks: each rank holds other heads, and all must
-        split a node at the same slot. One collective per compression, taken by every rank alike."""
-        if self._group is None:
-            return positions
-        return self._most(positions.amax(dim=(0, 1), keepdim=True))
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether the others do as this one says."""
+        return self._group is None or dist.get_rank(self._group) == 0
+
+    def as_first_rank(self, value: bytes) -> bytes:
+        """What rank 0 has here; ``value`` itself when there is one rank. Every rank must take part."""
+        return agreed(value, self._group)
 
     def _most(self, values: torch.Tensor) -> torch.Tensor:
         """The elementwise maximum over all ranks; ``values`` itself when there is one."""

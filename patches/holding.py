@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -12,16 +13,23 @@ from sglang_evicpress.patches.node import NodeKV, is_lossy, num_slots, slots_of,
 from sglang_evicpress.patches.tiering import NOWHERE
 from sglang_evicpress.reuse import weight_of_new
 
+logger = logging.getLogger(__name__)
+
 
 class Holding:
     """The part of EvicPressCache that does it. Everything here runs on the scheduler thread."""
 
     def add_absent_leaf(self: Any, parent: Any, key: RadixKey, copy: Any) -> Any:
-        """A node that is not on the GPU: ``copy`` is all there is of it."""
+        """A node that is not on the GPU: ``copy`` is all there is of it. Raises RuntimeError where the tree goes on
+        that way already."""
+        way = key.child_key(self.page_size)
+        if way in parent.children:
+            raise RuntimeError(f"evicpress: node {parent.id} has a child that begins with the same page")
         node = TreeNode()
         node.parent, node.key, node.value, node.hit_count = parent, key, None, 1
-        parent.children[key.child_key(self.page_size)] = node
+        parent.children[way] = node
         node.kv = NodeKV(last_use=self._tick, last_use_s=self.now_s, slots=NOWHERE)
+        self._note_text(node)
         num_siblings = 0 if parent is self.root_node else len(parent.children)
         node.kv.weight = weight_of_new(self.value_of_hit(), parent.kv.weight, num_siblings)
         if copy.layout is not None:
@@ -40,7 +48,7 @@ class Holding:
         kv.form, kv.slots, kv.layout, kv.is_lossy_prefix, kv.origin = EXACT, None, None, is_lossy_prefix, None
         kv.version += 1
         if Tier.HOST in kv.copies:
-            self._spare[node.id] = None
+            self._spare.add(node.id)
         self.evictable_size_ += len(node.key)
         self._record_store_event(node)
         self.note(node)
@@ -71,15 +79,20 @@ class Holding:
     def _trim(self: Any, node: Any, replaced: tuple[int, int]) -> None:
         """Take from a compressed node what an ancestor's new KV holds as well; see ``Compressor.trim``."""
         kv, slots, before = node.kv, slots_of(node), num_slots(node)
-        trimmed = self.compressor.trim(
-            form=kv.form,
-            slots=slots,
-            layout=kv.layout,
-            start=start_of(node),
-            num_tokens=len(node.key),
-            replaced=replaced,
-            window=self.window_of(node),
-        )
+        try:
+            trimmed = self.compressor.trim(
+                form=kv.form,
+                slots=slots,
+                layout=kv.layout,
+                start=start_of(node),
+                num_tokens=len(node.key),
+                replaced=replaced,
+                window=self.window_of(node),
+            )
+        except torch.OutOfMemoryError as error:  # on every rank; its KV may be in part moved
+            logger.warning("evicpress: node %d was dropped: no device memory to trim it: %s", node.id, error)
+            self.drop_tree(node)
+            return
         if trimmed is None:
             return
         kv.layout, node.value = trimmed

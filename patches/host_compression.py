@@ -4,7 +4,6 @@ layer by layer, and written to the host anew; it has its old copy until the smal
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -23,11 +22,12 @@ class HostCompression:
     """The part of EvicPressCache that compresses below the GPU. Everything here runs on the scheduler thread."""
 
     def compress_on_host(
-        self: Any, node: Any, form: Form, *, leaves_for: Tier | None = None, keep: Collection[int] = ()
+        self: Any, node: Any, form: Form, *, leaves_for: Tier | None = None, keeps_planned: bool = False
     ) -> bool:
         """Begin to bring what the host has of a node to ``form``; the node goes to the tier ``leaves_for`` then. False
         when it cannot be now: there is nothing, or only something too small, something is done with it already, or
-        there is no room for both copies, for which spare copies but of the nodes ``keep`` are given up."""
+        there is no room for both copies, for which spare copies are given up; with ``keeps_planned`` not those of nodes
+        that are to leave the GPU soon."""
         copy = node.kv.copies.get(Tier.HOST)
         num_kept = None if copy is None else self.slots_in(node, form, start_of(node), copy.form)
         if copy is None or num_kept is None or num_kept >= copy.num_slots:
@@ -35,7 +35,7 @@ class HostCompression:
         if node.lock_ref > 0 or is_reserved(node) or self._is_copied(node):
             return False
         num_bytes = sum(self.copier.sizes(num_kept, True))
-        runs = self.host_room(num_bytes, keep=(node.id, *keep))
+        runs = self.host_room(num_bytes, keep=(node.id,), keeps_planned=keeps_planned)
         if runs is None:
             self._host_wanted = max(self._host_wanted, num_bytes)
             self.tier_counts["compressions_without_room"] += 1
@@ -43,7 +43,8 @@ class HostCompression:
         if node.kv.copies.get(Tier.HOST) is not copy:  # it had to make room itself
             self.host.arena.extents.free(runs)
             return False
-        Compression(self, node, copy, form, num_kept, runs, leaves_for=leaves_for).start()
+        with self.given_back_after_an_error(runs):
+            Compression(self, node, copy, form, num_kept, runs, leaves_for=leaves_for).start()
         return True
 
     def repack(self: Any) -> None:
@@ -62,7 +63,8 @@ class HostCompression:
         if runs is None:
             self._leftovers[copy.entry] = None  # later
             return
-        Compression(self, node, copy, copy.form, copy.num_slots, runs, leaves_for=None).start()
+        with self.given_back_after_an_error(runs):
+            Compression(self, node, copy, copy.form, copy.num_slots, runs, leaves_for=None).start()
 
     def _is_copied(self: Any, node: Any) -> bool:
         """Whether something is done with it already, or too much with others."""
@@ -91,11 +93,15 @@ class Compression(Job):
 
     def start(self) -> None:
         cache = self.cache
+        cache.host.pin(self.copy.entry)
+        try:
+            cache.workers["copy"].submit(self)
+        except Exception:
+            cache.host.unpin(self.copy.entry)
+            raise
         cache.nodes[self.node_id].kv.job = self
         cache._copying_bytes += self.num_bytes
         cache.host.pin(self.entry)
-        cache.host.pin(self.copy.entry)
-        cache.workers["copy"].submit(self)
 
     def run(self) -> None:
         cache, copy, offset = self.cache, self.copy, 0

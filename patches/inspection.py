@@ -111,6 +111,7 @@ class Inspection:
                 "demoted": dict(controller.num_demoted),
                 "dropped_tokens": controller.dropped_tokens,
                 "freed_slots": controller.freed_slots,
+                "failed": dict(controller.num_failed),
             },
             "utility_lost_s": controller.journal.lost if self.policy.has_utility else None,
             "threads": [thread.describe() for thread in self.threads()],
@@ -283,7 +284,8 @@ class Inspection:
             yield f"the policy's book has {len(book.records)} nodes, the tree {len(self.nodes)}"
         held_bytes = sum(map(num_slots, self.nodes.values())) * self.menu.slot_bytes
         idle_shadows = sum(num_slots(node) for node in self.shadow_nodes() if node.lock_ref == 0)  # as if locked
-        locked = (self.protected_size_ - self.num_private_slots + idle_shadows) * self.menu.slot_bytes
+        aside = sum(num_slots(self.nodes[node_id]) for node_id in self.aside if self.nodes[node_id].lock_ref == 0)
+        locked = (self.protected_size_ - self.num_private_slots + idle_shadows + aside) * self.menu.slot_bytes
         if (book.num_bytes[Tier.GPU], book.locked_bytes[Tier.GPU]) != (held_bytes, locked):
             yield (
                 f"the policy's book has {book.num_bytes[Tier.GPU]} bytes, {book.locked_bytes[Tier.GPU]} locked; "

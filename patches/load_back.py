@@ -203,6 +203,6 @@ class LoadBack:
         else:
             self.evictable_size_ += len(slots)
         if Tier.HOST in kv.copies:
-            self._spare[node.id] = None
+            self._spare.add(node.id)
         self._record_store_event(node)
         self.note(node)

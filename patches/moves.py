@@ -14,6 +14,9 @@ from sglang_evicpress.press import QueryWindow, get_press
 
 logger = logging.getLogger(__name__)
 
+ASIDE_S = 10.0
+"""So long no plan is about a node of which a move has failed."""
+
 
 class Moves:
     """The part of EvicPressCache that changes nodes on the GPU. Everything here runs on the scheduler thread."""
@@ -82,15 +85,58 @@ class Moves:
             free = self.token_to_kv_pool_allocator.available_size()
             self.drop_tree(node)
             return int(self.token_to_kv_pool_allocator.available_size() - free)
+        except Exception:
+            if self.is_alone:
+                self.drop_tree(node)  # its KV may be in part moved
+            raise
         kv.layout, node.value = layout, value
         kv.form = form
         kv.version += 1
         kv.origin = node.id if kv.origin is None else kv.origin
         kv.slots = slots[:after].clone()
-        self.token_to_kv_pool_allocator.free(slots[after:].clone())
         self.evictable_size_ -= before - after
         self.note(node)
+        self._free(slots[after:].clone())
         return before - after
+
+    def _free(self: Any, slots: torch.Tensor) -> None:
+        """Free slots that no node holds any more. Where that fails they are kept as nobody's, to be freed later."""
+        try:
+            self.token_to_kv_pool_allocator.free(slots)
+        except Exception:
+            self.unfreed.append(slots)
+            self.num_private_slots += len(slots)
+            self.protected_size_ += len(slots)
+            raise
+
+    def set_aside(self: Any, node_id: int) -> None:
+        """A move of the node failed: plans make room of others for a while."""
+        node = self.nodes.get(node_id)
+        if node is not None:
+            self.aside[node_id] = self.now_s + ASIDE_S
+            node.kv.is_aside = True
+            self.note(node)
+
+    def take_back(self: Any) -> None:
+        """Plan again with nodes that were set aside for long enough, and free what could not be freed."""
+        for node_id, until_s in list(self.aside.items()):
+            if self.now_s >= until_s:
+                del self.aside[node_id]
+                self.nodes[node_id].kv.is_aside = False
+                self.note(self.nodes[node_id])
+        for slots in [self.unfreed.pop() for _ in range(len(self.unfreed))]:
+            self.num_private_slots -= len(slots)
+            self.protected_size_ -= len(slots)
+            try:
+                self._free(slots)
+            except Exception as error:
+                if not self.is_alone:
+                    raise
+                self.controller.num_failed[f"free {type(error).__name__}"] += 1
+
+    @property
+    def is_alone(self: Any) -> bool:
+        return bool(self.compressor.is_alone)
 
     def lacks_exact(self: Any, node: Any) -> bool:
         """Whether a node that is about to become lossy should have its exact KV on the SSD first: it is had sooner from
@@ -108,10 +154,16 @@ class Moves:
         if node.lock_ref > 0 or node.children:
             raise RuntimeError(f"evicpress: node {node_id} is locked or has children and cannot be dropped")
         freed = num_slots(node)
-        if node.value is not None:
-            self.token_to_kv_pool_allocator.free(slots_of(node))
-            if not node.kv.is_shadow:  # users' nodes of the same tokens would be taken for gone
-                self._record_remove_event(node)
-        self.remove_copies(node)
+        self.policy.forget(node_id)  # what can fail comes first
+        try:
+            self.remove_copies(node)
+            if node.value is not None:
+                if not node.kv.is_shadow:  # users' nodes of the same tokens would be taken for gone
+                    self._record_remove_event(node)
+                self.token_to_kv_pool_allocator.free(slots_of(node))
+        except Exception:
+            if node.value is not None or node.kv.copies:
+                self.note(node)
+                raise
         self._delete_leaf(node)
         return freed

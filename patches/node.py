@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from sglang_evicpress.census import Counted
@@ -33,7 +34,9 @@ class NodeKV:
 
     ``profiles`` are the profiled contexts that end in the node or below it, newest last, by key, with their length;
     ``curve`` is the quality of every form of the menu that those show which make up most of the node, None while that
-    is what an unprofiled node is taken for.
+    is what an unprofiled node is taken for. ``is_text``: every token of it and of the path above it is in the
+    model's vocabulary; what is not has no profile, and goes to no lower tier. ``is_aside``: a move of it has failed,
+    and no plan is about it for a while.
     """
 
     form: Form = EXACT
@@ -55,6 +58,8 @@ class NodeKV:
     is_shadow: bool = False
     profiles: dict[bytes, Any] = field(default_factory=dict)
     curve: Any = None
+    is_text: bool = True
+    is_aside: bool = False
 
 
 @dataclass(slots=True)
@@ -85,9 +90,9 @@ def census_of(node: Any) -> Counted:
 
 
 def is_reserved(node: Any) -> bool:
-    """Whether a node stays where it is with no request running on it: a shadow's, or one below the GPU that a request
-    waits for."""
-    return bool(node.kv.is_shadow) or (node.value is None and node.kv.num_stages > 0)
+    """Whether a node stays where it is with no request running on it: a shadow's, one of which a move has failed, or
+    one below the GPU that a request waits for."""
+    return bool(node.kv.is_shadow or node.kv.is_aside) or (node.value is None and node.kv.num_stages > 0)
 
 
 def size_of(node: Any) -> int:
@@ -151,6 +156,14 @@ def tokens_to(node: Any) -> array[int]:
     for each in path_to(node):
         tokens.extend(each.key.raw_token_ids())
     return tokens
+
+
+def first_outside(tokens: Sequence[int], vocab_size: int) -> int | None:
+    """The index of the first token that is not in [0, vocab_size); None where there is none."""
+    row = np.asarray(tokens)
+    if not row.size or (int(row.min()) >= 0 and int(row.max()) < vocab_size):
+        return None
+    return int(((row < 0) | (row >= vocab_size)).argmax())
 
 
 def walk(root: Any) -> Iterator[Any]:

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import orjson
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_evicpress.arguments import PAGE_PROFILES, IntrospectionError
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import Form
-from sglang_evicpress.patches.node import NodeKV, path_to, size_of, start_of, tokens_to, walk
+from sglang_evicpress.patches.node import NodeKV, first_outside, path_to, size_of, start_of, tokens_to, walk
 from sglang_evicpress.patches.shadows import is_shadow_name
 from sglang_evicpress.profile import Curves
 from sglang_evicpress.profiler.catalog import Catalog
@@ -54,6 +55,20 @@ class Expectation:
         return _mean(self.curves, form)
 
 
+def _read_profiles(path: Path, identity: bytes) -> bytes:
+    """The profiles of the store at ``path``, in its order, as a JSON list; an empty one where it cannot be read."""
+    try:
+        store = ProfileStore(path, identity)
+        try:
+            profiles = store.load()
+        finally:
+            store.close()
+        return orjson.dumps([profile.to_json() for profile in profiles])
+    except (StoreError, OSError, ValueError) as error:  # at start it was whole: see server_args.py
+        logger.error("evicpress: no profile is read: %s", error)
+        return b"[]"
+
+
 def _mean(curves: Sequence[Curves], form: Form) -> float:
     found = [each.quality(form) for each in curves if each.knows(form)]
     return math.fsum(found) / len(found) if found else 0.0
@@ -85,21 +100,18 @@ class Profiling:
         """Begin to use the profiles of this model, tokenizer and version of the forms; what is known of another goes.
         False: they are as before.
 
-        The file is only read here: the process that answers HTTP writes it, so that the scheduler never waits for a
-        disk once it serves."""
+        The file is only read here, by rank 0, which tells the others: each could find other profiles in it, or none.
+        The process that answers HTTP writes it, so that the scheduler never waits for a disk once it serves."""
         identity = self.name_profiles(getattr(self.scheduler, "tokenizer", None))
         if identity == self.profile_identity:
             return False
         self.profile_identity = identity
         self.forget_profiles()
         if self.config.profiles is not None:
-            try:
-                store = ProfileStore(Path(self.config.profiles), identity)
-                for profile in store.load():
-                    self.catalog.put(profile)
-                store.close()
-            except (StoreError, ValueError) as error:  # at start it was whole: see server_args.py
-                logger.error("evicpress: no profile is read: %s", error)
+            is_reader = self.compressor.is_first_rank
+            text = _read_profiles(Path(self.config.profiles), identity) if is_reader else b""
+            for profile in orjson.loads(self.compressor.as_first_rank(text)):
+                self.catalog.put(Profile.from_json(profile))
         self.renew_default()
         return True
 
@@ -146,7 +158,7 @@ class Profiling:
 
     def find_profiles(self: Any, leaf: Any) -> None:
         """A new leaf may complete contexts that were profiled before."""
-        if not len(self.catalog) or leaf.kv.is_shadow:
+        if not len(self.catalog) or leaf.kv.is_shadow or not leaf.kv.is_text:
             return
         for key in context_keys(self.profile_identity, leaf.key.extra_key, tokens_to(leaf), start_of(leaf)):
             if key in self.catalog:
@@ -197,11 +209,16 @@ class Profiling:
             req.evicpress_use = (num_tokens, min(lossy) if lossy else None)
 
     def record_answer(self: Any, req: Any) -> None:
-        """A request has its answer; nothing of it ever leaves this process but to the profiler beside it."""
+        """A request has its answer; nothing of it ever leaves this process but to the profiler beside it. What is more
+        than text is not recorded: it could not be asked again."""
         shared, predicted = getattr(req, "evicpress_use", (0, None))
         unit = math.lcm(BLOCK_TOKENS, self.page_size)
         end = min(shared, len(req.origin_input_ids) - 1) // unit * unit  # a retracted one may find its own answer
         if self.recorder is None or end < MIN_CONTEXT_TOKENS or req.lora_id is not None or not req.output_ids:
+            return
+        if getattr(req, "multimodal_inputs", None) is not None or getattr(req, "input_embeds", None) is not None:
+            return
+        if any(first_outside(row, self.vocab_size) is not None for row in (req.origin_input_ids, req.output_ids)):
             return
         question = req.origin_input_ids[end:]
         if len(question) > self.recorder.max_query_tokens or is_shadow_name(req.extra_key):
@@ -215,17 +232,25 @@ class Profiling:
             node = node.parent
         if node is not None and node is not self.root_node:
             self._node_of_context[key] = node.id
+        if len(self._node_of_context) > 2 * len(self.recorder):
+            self._forget_contexts()
         self.profiling_counts["recorded"] += 1
+
+    def _forget_contexts(self: Any) -> None:
+        """Of those that the recorder has forgotten nothing is kept."""
+        for key in [key for key in self._node_of_context if self.recorder.context_of(key) is None]:
+            del self._node_of_context[key]
 
     # ---- what can be asked
 
     def next_profiling_job(self: Any) -> dict[str, object]:
         """What the profiler should do now: an object with ``kind`` observe or profile, or an empty one."""
         self.expire_shadows()
-        if self.recorder is None or not self._has_free_cycles():
+        if self.recorder is None:
             return {}
-        for key in [key for key in self._node_of_context if self.recorder.context_of(key) is None]:
-            del self._node_of_context[key]
+        self._forget_contexts()
+        if not self._has_free_cycles():
+            return {}
         weights = {}
         for key, node_id in self._node_of_context.items():
             node = self.nodes.get(node_id)
@@ -298,7 +323,7 @@ class Profiling:
         end = profile.num_tokens
         for node in self.nodes.values():
             start = start_of(node)
-            if node.kv.is_shadow or not start < end <= start + len(node.key):
+            if node.kv.is_shadow or not node.kv.is_text or not start < end <= start + len(node.key):
                 continue
             tokens = tokens_to(node)[:end]
             if context_keys(self.profile_identity, node.key.extra_key, tokens, end - BLOCK_TOKENS)[-1:] == [

@@ -38,12 +38,14 @@ from sglang_evicpress.patches.decode_state import budget_of
 from sglang_evicpress.patches.eviction import Eviction
 from sglang_evicpress.patches.holding import Holding
 from sglang_evicpress.patches.host_compression import HostCompression
+from sglang_evicpress.patches.host_room import HostRoom
 from sglang_evicpress.patches.inspection import Inspection
 from sglang_evicpress.patches.load_back import LoadBack
 from sglang_evicpress.patches.moves import Moves
 from sglang_evicpress.patches.node import (
     NodeKV,
     PrefixView,
+    first_outside,
     is_lossy,
     is_reserved,
     num_slots,
@@ -63,7 +65,7 @@ from sglang_evicpress.patches.watermarks import Watermarks
 from sglang_evicpress.patches.weights import Weights
 from sglang_evicpress.patches.yielding import Yielding
 from sglang_evicpress.reuse import weight_of_new
-from sglang_evicpress.tiers.identity import KEY_BYTES
+from sglang_evicpress.tiers.identity import KEY_BYTES, MAX_TOKEN
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +76,7 @@ class EvicPressCache(
     Holding,
     Tiering,
     Weights,
+    HostRoom,
     HostCompression,
     Watermarks,
     SsdMoves,
@@ -118,7 +121,10 @@ class EvicPressCache(
         self.name_profiles: Callable[[Any], bytes] = lambda tokenizer: bytes(KEY_BYTES)
         self.nodes: dict[int, Any] = {}
         self.inspection_key = secrets.token_bytes(32)
+        self.vocab_size = MAX_TOKEN + 1  # the model's, where it is known
         self._tick = 0
+        self.aside: dict[int, float] = {}  # nodes of which a move has failed, with when they are planned with again
+        self.unfreed: list[torch.Tensor] = []
         super().__init__(params)
 
     def attach_scheduler(self, scheduler: Any) -> None:
@@ -133,6 +139,8 @@ class EvicPressCache(
         super().reset()
         self.reset_tiers()
         self.nodes.clear()
+        self.aside.clear()
+        self.unfreed.clear()
         self.clear_shadows()
         if self.scheduler is not None:  # the weights may be others
             self.identify_profiles()
@@ -217,10 +225,17 @@ class EvicPressCache(
         if view is None or num_tokens == 0:
             view = req.evicpress = PrefixView(self._empty_match_result.device_indices)
         if len(view.slots) + view.holes != num_tokens:
-            raise RuntimeError(
-                f"evicpress: request {req.rid} has a prefix of {num_tokens} tokens but a view of "
-                f"{len(view.slots)} slots and {view.holes} holes"
+            logger.error(
+                "evicpress: request %s has a prefix of %d tokens but a view of %d slots and %d holes: it is served the "
+                "prefix",
+                req.rid,
+                num_tokens,
+                len(view.slots),
+                view.holes,
             )
+            self.controller.num_failed["adopt view"] += 1
+            slots = req.prefix_indices[req.prefix_indices != 0].to(torch.int64)  # a hole is slot 0
+            view = req.evicpress = PrefixView(slots, num_tokens - len(slots), is_lossy=True)
         if not view.is_counted:
             view.is_counted = True
             if state is not None:
@@ -267,7 +282,7 @@ class EvicPressCache(
             child.value = NOWHERE.new_zeros(len(child.key))  # SGLang splits what is there
         upper = super()._split_node(key, child, split_len)
         kv.version += 1
-        upper.kv = replace(kv, slots=None, layout=None, job=None, is_leaving=False, num_stages=0)
+        upper.kv = replace(kv, slots=None, layout=None, job=None, is_leaving=False, num_stages=0, is_aside=False)
         if kv.layout is not None:
             above, below = kv.layout.split(split_len)
             upper.kv.layout, upper.kv.slots = above, kv.slots[: above.num_slots].clone()
@@ -276,6 +291,8 @@ class EvicPressCache(
             upper.value = child.value = None
             upper.kv.slots = kv.slots = NOWHERE
         self.nodes[upper.id] = upper
+        if not kv.is_text:
+            self._note_text(upper)
         self.split_copies(upper, child)
         self.split_held(upper, child)
         self.note_split(upper, child)
@@ -316,6 +333,7 @@ class EvicPressCache(
         num_siblings = 0 if parent is self.root_node else len(parent.children)
         node.kv.weight = weight_of_new(self.value_of_hit(), parent.kv.weight, num_siblings)
         node.kv.is_shadow = is_shadow_name(key.extra_key)
+        self._note_text(node)
         self.nodes[node.id] = node
         self.evictable_size_ += len(key)
         if not node.kv.is_shadow:
@@ -323,6 +341,10 @@ class EvicPressCache(
         self.find_profiles(node)
         self.note(node)
         return node
+
+    def _note_text(self, node: Any) -> None:
+        tokens = node.key.raw_token_ids()
+        node.kv.is_text = node.parent.kv.is_text and first_outside(tokens, self.vocab_size) is None
 
     def _is_upgrade(self, node: Any, view: PrefixView) -> bool:
         """Whether a request's own KV is worth more than what the node holds, and may take its place now."""

@@ -242,7 +242,7 @@ def _refuse_conflict(config: EvicPressConfig, row: Refusal, value: Any) -> None:
         raise RefusedError(f"--kv-policy {config.policy} cannot be combined with {asked}: {row.reason}")
 
 
-_WAY_OUT = "start without --kv-policy, or serve a model whose layers all use full causal attention"
+_WAY_OUT = "start without --kv-policy, or serve a text model whose layers all use full causal attention"
 _FULL_ATTENTION_TYPES = ("full_attention", "attention")
 
 
@@ -264,6 +264,10 @@ def check_model_config(model_config: Any) -> None:
         (get_linear_attn_config(model_config.hf_config), "has linear-attention layers"),
         (getattr(text, "attn_temperature_len", 0) > 0, "scales attention by position"),
         (others, f"has {', '.join(others)} layers"),
+        (
+            model_config.is_multimodal or model_config.is_audio_model,
+            "reads images, video or audio, which its tokens do not tell apart for good",
+        ),
     )
     for found, what in reasons:
         if found:

@@ -56,6 +56,7 @@ def build(context: Any) -> EvicPressCache:
         cache.digest_adapter = lambda lora_id: adapter_digest(manager, lora_id)
         cache.loaded_adapters = lambda: set(manager.loras)
         cache.know_adapters()
+    cache.vocab_size = context.model_config.vocab_size
     logger.info(
         "evicpress: policy %s, alpha %g, forms %s, page size %d",
         config.policy,

@@ -23,7 +23,7 @@ from sglang_evicpress.arguments import IntrospectionError
 from sglang_evicpress.core import Form
 from sglang_evicpress.layout import SurvivorLayout, to_device
 from sglang_evicpress.patches.capture import QueryCapture
-from sglang_evicpress.patches.node import is_lossy, walk
+from sglang_evicpress.patches.node import first_outside, is_lossy, walk
 from sglang_evicpress.press import get_press
 from sglang_evicpress.profiler.profile import BLOCK_TOKENS, context_keys
 
@@ -95,7 +95,7 @@ class Shadows:
 
     def open_shadow(self: Any, tokens: Sequence[int], namespace: str | None, may_evict: bool) -> dict[str, object]:
         """Copy what the GPU holds exactly of the context; requests in the answered namespace compute the rest."""
-        row = array("q", tokens)
+        row = array("q", tokens)  # what it cannot hold no request can be asked with: see arguments.py
         if is_shadow_name(namespace):
             raise ValueError("the context is a shadow's: expected the extra_key of users' requests")
         if not row or len(row) % BLOCK_TOKENS or len(row) % self.page_size:
@@ -103,6 +103,9 @@ class Shadows:
                 f"the context has {len(row)} tokens: expected whole blocks of {BLOCK_TOKENS} and pages of "
                 f"{self.page_size}"
             )
+        odd = first_outside(row, self.vocab_size)
+        if odd is not None:
+            raise ValueError(f"the context has token {row[odd]} at {odd}: expected 0 to {self.vocab_size - 1}")
         self.expire_shadows()
         if len(self.spaces) >= MAX_SPACES:
             raise ValueError(f"no room for a shadow: {MAX_SPACES} are open already")
@@ -117,11 +120,10 @@ class Shadows:
         finally:
             self.dec_lock_ref(last)
         if slots is not None:
-            held = torch.cat([node.value for node in path])[:num_present]
             with self._given_back_after_an_error(slots):
                 for load in self.loads:
                     load.join()  # some of it may still be on its way, with no batch that waited for it
-                self.compressor.copy(held, slots)
+                self.compressor.copy([node.value for node in path], slots[:num_present])
         space = Space(
             self._next_space,
             context_keys(self.profile_identity, namespace, row)[-1],
@@ -174,7 +176,7 @@ class Shadows:
         with self._given_back_after_an_error(slots):
             layout, value = self.compressor.copy_compressed(
                 form=form,
-                slots=torch.cat([node.value for node in path]),
+                parts=[node.value for node in path],
                 num_tokens=num_tokens,
                 into=slots,
                 window=window,

@@ -62,13 +62,15 @@ class SsdMoves:
 
     def make_ssd_room(self: Any, num_bytes: int) -> None:
         """Remove what so many bytes more need: first entries that no node holds, then those whose nodes are all on a
-        faster tier, then nodes that lose least by it."""
+        faster tier, then nodes that lose least by it. Between two ticks no more than ``MOST_GIVEN_UP`` of them."""
         ssd, writers = self.ssd, self.workers["write"]
-        ssd.drop_unused(ssd.lacking(num_bytes), writers)
+        self.num_to_give_up -= ssd.drop_unused(ssd.lacking(num_bytes), self.num_to_give_up, writers)
         self._drop_spares(ssd.lacking(num_bytes))
         lacking = ssd.lacking(num_bytes)
-        if lacking:
-            self.controller.relieve(Tier.SSD, lacking)
+        if lacking and self.num_to_give_up > 0:
+            former = self.policy.book.num_on[Tier.SSD]
+            self.controller.relieve(Tier.SSD, self._bounded(Tier.SSD, lacking))
+            self.num_to_give_up -= max(1, former - self.policy.book.num_on[Tier.SSD])
         ssd.reclaim(writers)
 
     def shed_pieces(self: Any) -> None:
@@ -90,13 +92,14 @@ class SsdMoves:
                     self.drop(node.id)
 
     def _drop_spares(self: Any, wanted: int) -> None:
-        for entry in self.ssd.entries() if wanted > 0 else ():
-            nodes = [self.nodes[node_id] for node_id in sorted(entry.owners)]
-            if wanted > 0 and all(tier_of(node) < Tier.SSD for node in nodes):
-                wanted -= entry.header.payload_bytes
-                for node in nodes:
-                    self.remove_copy(node, Tier.SSD)
-                    self.note(node)
+        for entry in self.ssd_spares.first(max(0, self.num_to_give_up)) if wanted > 0 else ():
+            if wanted <= 0:
+                return
+            wanted -= entry.header.payload_bytes
+            self.num_to_give_up -= 1
+            for node in [self.nodes[node_id] for node_id in sorted(entry.owners)]:
+                self.remove_copy(node, Tier.SSD)
+                self.note(node)
 
     def start_read(self: Any, entry: SsdEntry) -> Any:
         """Begin to read an SSD entry into the host, for all nodes that hold a piece of it; the job, None without
@@ -246,6 +249,8 @@ class Lookup(Job):
             if header.num_slots == 0:
                 continue  # holes only: nothing is gained
             num_shared = shared_tokens(header.tokens, self.tokens)
+            if num_shared < self.cache.page_size:
+                continue  # another way out of the path, on an edge of the same number
             if header.shape == self.cache.copier.shape and num_shared > self.num_shared:
                 self.found, self.num_shared = (ref, header), num_shared
         if self.found is not None and len(self.found[1].extents) > self.found[1].shape.num_layers:

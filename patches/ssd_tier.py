@@ -15,6 +15,7 @@ from sglang_evicpress.tiers.wear import WearBudget
 from sglang_evicpress.tiers.worker import Job, Workers
 
 ENDLESS = 1 << 62
+MOST_LOOKED_AT = 1024
 SLACK_BYTES = 1 << 20
 """For records, beside the payloads."""
 
@@ -29,6 +30,8 @@ class SsdTier:
         self._held: dict[Any, SsdEntry] = {}
         self._open: Callable[[bytes], SsdTier]
         self._held_bytes = 0
+        self._looked_at: Any = None  # of the entries that were found, by ``drop_unused``
+        self._last_found = store.newest_segment
         self._reclaim: Reclaim | None = None
 
     @classmethod
@@ -110,10 +113,24 @@ class SsdTier:
         store = self.store
         return max(0, store.used_bytes - store.dead_bytes + num_bytes + SLACK_BYTES - store.capacity_bytes)
 
-    def drop_unused(self, num_bytes: int, workers: Workers) -> None:
-        """Make room of entries that no node holds, the oldest first."""
-        for ref in self.store.oldest(num_bytes, self.is_held) if num_bytes > 0 else ():
-            self.forget(ref, workers)
+    def drop_unused(self, num_bytes: int, limit: int, workers: Workers) -> int:
+        """Make room of entries that no node holds, the oldest first, at most ``limit`` of them; returns how many went.
+
+        They are those of earlier servers: one that a node has held goes with it. So none is looked at twice, and no
+        call looks at more than ``MOST_LOOKED_AT``.
+        """
+        num_dropped = 0
+        for ref in self.store.entries_behind(self._looked_at, MOST_LOOKED_AT) if num_bytes > 0 else ():
+            if num_bytes <= 0 or num_dropped >= limit:
+                break
+            if ref.segment > self._last_found:
+                break
+            self._looked_at = ref
+            if not self.is_held(ref):
+                self.forget(ref, workers)
+                num_bytes -= ref.num_bytes
+                num_dropped += 1
+        return num_dropped
 
     def clear(self, workers: Workers) -> None:
         """Forget every entry, also those of earlier servers."""

@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_evicpress.core import Tier
 from sglang_evicpress.layout import SurvivorLayout
-from sglang_evicpress.patches.node import servable_steps, start_of
+from sglang_evicpress.patches.node import first_outside, servable_steps, start_of
 from sglang_evicpress.patches.ssd_moves import Lookup
 from sglang_evicpress.policy.loading import Piece, deadline_s, num_worth_loading
 from sglang_evicpress.tiers.copies import Copy, HostEntry
@@ -279,6 +279,8 @@ class Staging:
         if scope is None:
             return
         tokens = key.token_ids[: len(key)]
+        if first_outside(tokens, self.vocab_size) is not None:
+            return  # nothing of it was ever written
         hashed = PathHash(*scope)
         hashed.update(tokens[:begin])
         refs = self.ssd.store.find(edge_of(hashed.key, tokens[begin : begin + self.page_size]))
@@ -302,7 +304,8 @@ class Staging:
         if self.ssd.is_held(ref) or ref not in self.ssd.store:
             return
         key = self.key_of_waiting(stage.req)
-        if token_bytes(key.token_ids[: len(key)][header.start :])[: len(job.tokens)] != job.tokens:
+        ahead = key.token_ids[: len(key)][header.start :][: len(job.tokens) // 4]
+        if first_outside(ahead, self.vocab_size) is not None or token_bytes(ahead) != job.tokens:
             return
         steps = self._steps(key)
         if sum(matched for _, matched in steps) != header.start:
@@ -311,6 +314,10 @@ class Staging:
         parent = path[-1] if path else self.root_node
         tokens = key.token_ids[:0]
         tokens.extend(int.from_bytes(header.tokens[i : i + 4], "little") for i in range(0, len(header.tokens), 4))
+        found = RadixKey(tokens, key.extra_key)
+        is_new = found.child_key(self.page_size) not in parent.children
+        if not is_new or not parent.kv.is_text or first_outside(tokens, self.vocab_size) is not None:
+            return
         layout = None
         if job.survivors is not None:
             numbers = torch.frombuffer(bytearray(job.survivors), dtype=torch.uint8)
@@ -320,7 +327,7 @@ class Staging:
         copy = Copy(
             Tier.SSD, header.form, self.ssd.hold(ref, header), 0, header.num_slots, layout, header.is_lossy_prefix, None
         )
-        self.add_absent_leaf(parent, RadixKey(tokens, key.extra_key), copy)
+        self.add_absent_leaf(parent, found, copy)
         self.tier_counts["found_again"] += 1
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -21,6 +21,7 @@ from sglang_evicpress.layout import SurvivorLayout
 from sglang_evicpress.patches.adapters import SsdScope
 from sglang_evicpress.patches.back_up import BackUp
 from sglang_evicpress.patches.compression import Compressor
+from sglang_evicpress.patches.host_room import MOST_GIVEN_UP
 from sglang_evicpress.patches.node import (
     has_child_on_gpu,
     is_lossy,
@@ -31,6 +32,7 @@ from sglang_evicpress.patches.node import (
     start_of,
     walk,
 )
+from sglang_evicpress.patches.spares import HostSpares, SsdSpares
 from sglang_evicpress.patches.ssd_tier import SsdTier
 from sglang_evicpress.tiers.copies import Copy, HostEntry, SsdEntry
 from sglang_evicpress.tiers.entry import Header
@@ -45,7 +47,6 @@ logger = logging.getLogger(__name__)
 FAULTS_FLAG = "SGLANG_EVICPRESS_FAULTS"  # what the tiers do wrong on purpose, in tests: see tiers/faults.py
 NOWHERE = torch.empty(0, dtype=torch.int64)
 SMALL_SHARE = 1 / 4  # of an SSD entry
-MOST_RELIEFS = 4
 MOST_COPIED_SHARE = 1 / 4  # of the host tier: bytes on their way at once
 
 
@@ -61,7 +62,8 @@ class Tiering:
         self.planned: frozenset[int] = frozenset()  # nodes that the last look ahead would have leave the GPU
         self.tier_counts: Counter[str] = Counter()
         self.tier_errors: Counter[str] = Counter()
-        self._spare: OrderedDict[int, None] = OrderedDict()  # resident nodes with a host copy, hottest last
+        self._spare, self.ssd_spares = HostSpares(), SsdSpares()
+        self.num_to_give_up = MOST_GIVEN_UP
         self._leftovers: dict[HostEntry, None] = {}  # those of which a node has given up its piece
         self.ssd_leftovers: dict[SsdEntry, None] = {}
         self._copying_bytes = 0
@@ -88,6 +90,7 @@ class Tiering:
     def use_ssd(self: Any, ssd: SsdTier | None) -> None:
         """The SSD tier is this one from now on; whoever calls sees to the nodes."""
         self.ssd = ssd
+        self.ssd_spares = SsdSpares()
 
     @property
     def tiers(self: Any) -> tuple[Tier, ...]:
@@ -113,6 +116,9 @@ class Tiering:
             self.ready[node.id] = ways
         else:
             self.ready.pop(node.id, None)
+        copy = node.kv.copies.get(Tier.SSD)
+        if copy is not None:
+            self.ssd_spares.note(copy.entry, node.id, is_lowest=here == Tier.SSD)
 
     def has_same(self: Any, node: Any, tier: Tier) -> bool:
         """Whether a lower tier has just what the node holds now."""
@@ -127,8 +133,7 @@ class Tiering:
         if copy.tier == Tier.HOST:
             self.host.hold(copy.entry, node.id)
             if node.value is not None:
-                self._spare[node.id] = None
-                self._spare.move_to_end(node.id, last=False)
+                self._spare.add(node.id, is_coldest=True)
         else:
             copy.entry.owners.add(node.id)
         if node.value is None and tier_of(node) == copy.tier:
@@ -141,12 +146,13 @@ class Tiering:
         if copy is None:
             return
         if tier == Tier.HOST:
-            self._spare.pop(node.id, None)
+            self._spare.discard(node.id)
             self.host.let_go(copy.entry, node.id)
             if copy.entry.owners:
                 self._leftovers[copy.entry] = None
         else:
             copy.entry.owners.discard(node.id)
+            self.ssd_spares.leave(copy.entry, node.id)
             if copy.entry.owners:
                 self.ssd_leftovers[copy.entry] = None
             elif self.ssd is not None:
@@ -173,7 +179,7 @@ class Tiering:
             if tier == Tier.HOST:
                 self.host.hold(copy.entry, upper.id)
                 if upper.value is not None:
-                    self._spare[upper.id] = None
+                    self._spare.add(upper.id)
                 continue
             copy.entry.owners.add(upper.id)
             least = SMALL_SHARE * copy.entry.header.payload_bytes
@@ -189,26 +195,32 @@ class Tiering:
         node = self.nodes[node_id]
         if node.lock_ref > 0 or tier not in node.kv.copies or tier <= tier_of(node):
             raise RuntimeError(f"evicpress: node {node_id} is locked or has no copy on tier {tier.label} below its own")
-        freed, former = num_slots(node), node.kv.layout
-        for above in [above for above in node.kv.copies if above < tier]:
-            self.remove_copy(node, above)
-        if node.value is None:
+        freed, former, is_resident = num_slots(node), node.kv.layout, node.value is not None
+        try:  # what can fail comes first
+            for above in [above for above in node.kv.copies if above < tier]:
+                self.remove_copy(node, above)
+            if is_resident:
+                self._leave_gpu(node)
+        except Exception:
+            if node.value is None:
+                self.show(node)
+            self.note(node)
+            raise
+        if not is_resident:
             self.show(node)
             self.note(node)
-        else:
-            self._leave_gpu(node)
         if former is not None and not _is_same_layout(former, node.kv.layout):
             self.drop_strays(node)
         self.tier_counts["released"] += 1
         return freed
 
     def _leave_gpu(self: Any, node: Any) -> None:
-        slots, freed = slots_of(node), num_slots(node)
+        freed = num_slots(node)
+        self.token_to_kv_pool_allocator.free(slots_of(node).clone())  # first: where it fails nothing has changed
         node.kv.version += 1
         node.value = None
-        self._spare.pop(node.id, None)
+        self._spare.discard(node.id)
         self.show(node)
-        self.token_to_kv_pool_allocator.free(slots.clone())
         self.evictable_size_ -= freed
         self._record_remove_event(node)
         self.note(node)
@@ -254,15 +266,27 @@ class Tiering:
             job.goes_on = job.goes_on or tier == Tier.SSD
             node.kv.is_leaving = True
             return True
-        node.kv.is_leaving = True  # before: the copy may be there at once
-        if not self.start_copy(node, tier, keep=(node.id,)):
-            node.kv.is_leaving = False
-            return False
-        return True
+        node.kv.is_leaving, is_begun = True, False  # before: the copy may be there at once
+        try:
+            is_begun = self.start_copy(node, tier, keep=(node.id,))
+        finally:
+            node.kv.is_leaving = node.kv.is_leaving and is_begun
+        return is_begun
 
-    def start_copy(self: Any, node: Any, tier: Tier, keep: Collection[int] = (), *, is_modest: bool = False) -> bool:
+    def start_copy(
+        self: Any,
+        node: Any,
+        tier: Tier,
+        keep: Collection[int] = (),
+        *,
+        keeps_planned: bool = False,
+        is_modest: bool = False,
+    ) -> bool:
         """Begin to copy what a node holds to a lower tier. False when there is no room or no budget for it; the spare
-        copies of the nodes ``keep`` do not make room, and nothing does for a modest copy."""
+        copies of the nodes ``keep`` (few), and with ``keeps_planned`` of those that are to leave the GPU soon, do not
+        make room, and nothing does for a modest copy."""
+        if not node.kv.is_text:
+            return False  # no entry can say what it is of
         if node.value is None:
             copy = node.kv.copies.get(Tier.HOST)
             return copy is not None and tier == Tier.SSD and self.start_write(copy.entry)
@@ -271,56 +295,17 @@ class Tiering:
         if node.kv.job is not None or self._copying_bytes > MOST_COPIED_SHARE * self.host.num_bytes:
             return False
         num_bytes = max(1, sum(self.copier.sizes(size_of(node), node.kv.layout is not None)))  # or all are holes
-        runs = self.host.arena.extents.alloc(num_bytes) if is_modest else self.host_room(num_bytes, keep=keep)
+        if is_modest:
+            runs = self.host.arena.extents.alloc(num_bytes)
+        else:
+            runs = self.host_room(num_bytes, keep=keep, keeps_planned=keeps_planned)
         if runs is None:
             self._host_wanted = max(self._host_wanted, num_bytes)
             self.tier_counts["copies_without_room"] += 1
             return False
-        BackUp(self, node, runs, goes_on=tier == Tier.SSD).start()
+        with self.given_back_after_an_error(runs):
+            BackUp(self, node, runs, goes_on=tier == Tier.SSD).start()
         return True
-
-    def host_room(self: Any, num_bytes: int, *, is_urgent: bool = False, keep: Collection[int] = ()) -> Any:
-        """Runs of host memory: free ones, else those of spare copies but of the nodes ``keep``, last of nodes that are
-        to leave the GPU soon, else of what is on the SSD as well; if it is urgent, of what must be dropped for that."""
-        extents = self.host.arena.extents
-        num_bytes = max(1, num_bytes)  # a node may be all holes
-        runs = extents.alloc(num_bytes)
-        if runs is not None or num_bytes > extents.num_bytes:
-            return runs
-        # The hottest first: they are the last to need their copy.
-        hottest_first = [node_id for node_id in reversed(self._spare) if node_id not in keep]
-        for node_id in sorted(hottest_first, key=self.planned.__contains__):
-            if runs is not None:
-                break
-            node = self.nodes[node_id]
-            self.remove_copy(node, Tier.HOST)
-            self.note(node)
-            if extents.free_bytes >= num_bytes:
-                runs = extents.alloc(num_bytes)
-        if runs is None and self.ssd is not None:
-            for decision in self.policy.plan(Tier.HOST, num_bytes - extents.free_bytes, ready=self.ready):
-                is_move = decision.option.tier == Tier.SSD and decision.source.tier == Tier.HOST
-                node = self.nodes.get(decision.node_id)
-                if is_move and node is not None and node.value is None and Tier.SSD in node.kv.copies:
-                    self.release(node.id, Tier.SSD)  # else a release before it took its copy
-            runs = extents.alloc(num_bytes)
-        for _ in range(MOST_RELIEFS if is_urgent else 0):
-            if runs is not None:
-                break
-            # Pieces of one entry free it only together, so what is planned may not be all that is needed.
-            self.controller.relieve(Tier.HOST, max(num_bytes - extents.free_bytes, num_bytes // 4), ready=self.ready)
-            runs = extents.alloc(num_bytes)
-        return runs
-
-    def room(self: Any) -> dict[Tier, int]:
-        """Free bytes below the GPU, spare copies counted as free."""
-        found = {}
-        if self.host is not None:
-            held = self.policy.book.num_bytes[Tier.HOST]
-            found[Tier.HOST] = max(0, self.host.num_bytes - held - self._copying_bytes)
-        if self.ssd is not None:
-            found[Tier.SSD] = self.ssd.room
-        return found
 
     # ---- losing and emptying
 

@@ -7,13 +7,13 @@ import time
 from typing import Any
 
 from sglang_evicpress.core import Option, Tier
+from sglang_evicpress.patches.host_room import MOST_GIVEN_UP
 
 AHEAD_SHARE = 1 / 4  # of the pool, and of the host tier, that is taken next: copied before it is due
 SPARE_SHARE = {False: 1 / 4, True: 1 / 2}  # of the host tier, without and with an SSD below: for such copies at most
 LOW_SHARE, HIGH_SHARE = 1 / 32, 1 / 16  # of the pool: below the first, nodes are released until the second is free
 HOST_LOW_SHARE, HOST_HIGH_SHARE = 1 / 16, 1 / 8  # the same of the host tier
 SSD_LOW_SHARE, SSD_HIGH_SHARE = 1 / 32, 1 / 16  # the same of the SSD tier
-NOTHING: frozenset[int] = frozenset()
 MOST_PLANNED = 512  # nodes that one plan in the background may be about, on average: some milliseconds
 PLAN_SHARE = 1 / 20  # of the time, for plans in the background
 
@@ -27,6 +27,7 @@ class Watermarks:
         if self.host is None:
             return
         self.arrival.clear()
+        self.num_to_give_up = MOST_GIVEN_UP
         jobs = list(self.postponed)
         self.postponed.clear()
         for workers in self.workers.values():
@@ -73,15 +74,20 @@ class Watermarks:
         )
         ahead = min(ahead - allocator.available_size(), self.evictable_size_)
         if ahead <= 0:
-            self.planned = NOTHING
+            self._plan_to_leave([])
             return
         decisions = self.policy.plan(Tier.GPU, self._bounded(Tier.GPU, ahead * slot_bytes), self.room())
-        self.planned = frozenset(one.node_id for one in decisions if one.option.tier in (Tier.HOST, Tier.SSD))
+        self._plan_to_leave([one.node_id for one in decisions if one.option.tier in (Tier.HOST, Tier.SSD)])
         for decision in decisions:
             node = self.nodes.get(decision.node_id)  # None: it had to make room on the host
             is_here = node is not None and node.value is not None and node.kv.job is None
             if is_here and not self._prepare(node, decision.option):
                 break
+
+    def _plan_to_leave(self: Any, node_ids: list[int]) -> None:
+        """These are to leave the GPU soon, the first first; what they have on the host is given up last."""
+        self.planned = frozenset(node_ids)
+        self._spare.plan(node_ids)
 
     def _prepare(self: Any, node: Any, option: Option) -> bool:
         """See that a node can become, without waiting, what it is to be soon. False when there is no room for it.
@@ -90,15 +96,17 @@ class Watermarks:
         GPU has all of it.
         """
         tier, form, kv = option.tier, option.form, node.kv
+        if not kv.is_text:
+            return True  # it is dropped when it has to go
         if form != kv.form and self.lacks_exact(node):
-            return bool(self.start_copy(node, Tier.SSD, self.planned))
+            return bool(self.start_copy(node, Tier.SSD, keeps_planned=True))
         copy = kv.copies.get(tier)
         if tier is None or tier == Tier.GPU or (copy is not None and (tier == Tier.SSD or not copy.form.is_exact)):
             return True
         if copy is None or (form == kv.form and copy.form != form):
-            return bool(self.start_copy(node, tier, self.planned))
+            return bool(self.start_copy(node, tier, keeps_planned=True))
         if form is not None and form != copy.form:
-            self.compress_on_host(node, form, keep=self.planned)
+            self.compress_on_host(node, form, keeps_planned=True)
         return True
 
     def _keep_ssd_room(self: Any) -> None:

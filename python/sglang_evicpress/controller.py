@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
@@ -9,6 +10,11 @@ from typing import Protocol
 from sglang_evicpress.core import Decision, Form, Tier, Way
 from sglang_evicpress.journal import Journal
 from sglang_evicpress.policy.base import Policy
+
+logger = logging.getLogger(__name__)
+
+LOG_PAUSE_S = 10.0
+"""Between two lines in the log about moves that failed."""
 
 
 class Moves(Protocol):
@@ -22,6 +28,13 @@ class Moves(Protocol):
 
     def send(self, node_id: int, tier: Tier, form: Form) -> int:
         """Bring a node to a lower tier, at once or in the background; returns the slots freed now."""
+
+    def set_aside(self, node_id: int) -> None:
+        """Keep a node, if it is still there, out of the plans of the next seconds."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank must do as this one does."""
 
 
 class Controller:
@@ -39,9 +52,11 @@ class Controller:
         self.journal = Journal()
         self.num_compressed: Counter[str] = Counter()
         self.num_demoted: Counter[str] = Counter()
+        self.num_failed: Counter[str] = Counter()
         self.num_dropped = 0
         self.freed_slots = 0
         self.dropped_tokens = 0
+        self._next_log_s = 0.0
 
     def relieve(
         self,
@@ -58,22 +73,46 @@ class Controller:
         return self.carry_out(self.policy.plan(tier, num_bytes, room, ready=ready))
 
     def carry_out(self, decisions: Iterable[Decision]) -> int:
-        """Make the moves of a plan, which must be of the tree as it is; returns the slots freed at once."""
+        """Make the moves of a plan, which must be of the tree as it is; returns the slots freed at once.
+
+        A move that fails is skipped and counted, and its node is set aside, so that the next plan makes room of
+        others. Not where there are other ranks: they have made the move, and to go on would be to go on with other
+        trees, so the exception ends the server.
+        """
         freed = 0
         for decision in decisions:
-            option = decision.option
             if decision.node_id not in self.policy.book.records:
                 continue  # a move before it made room below, which cost it
-            self.journal.add(decision, self.now_s, self.value_of_hit)
-            if option.is_drop:
-                self.dropped_tokens += self.policy.book.records[decision.node_id].num_tokens
-                self.num_dropped += 1
-                freed += self.moves.drop(decision.node_id)
-            elif option.tier == decision.source.tier and option.form is not None:
-                self.num_compressed[str(option.form)] += 1
-                freed += self.moves.compress(decision.node_id, option.form)
-            elif option.tier is not None and option.form is not None:
-                self.num_demoted[option.tier.label] += 1
-                freed += self.moves.send(decision.node_id, option.tier, option.form)
+            try:
+                freed += self._carry_out(decision)
+            except Exception as error:
+                if not self.moves.is_alone:
+                    raise
+                self._skip(decision, error)
         self.freed_slots += freed
         return freed
+
+    def _carry_out(self, decision: Decision) -> int:
+        option, node_id = decision.option, decision.node_id
+        num_tokens, freed = self.policy.book.records[node_id].num_tokens, 0
+        if option.is_drop:
+            freed = self.moves.drop(node_id)
+            self.num_dropped += 1
+            self.dropped_tokens += num_tokens
+        elif option.tier == decision.source.tier and option.form is not None:
+            freed = self.moves.compress(node_id, option.form)
+            self.num_compressed[str(option.form)] += 1
+        elif option.tier is not None and option.form is not None:
+            freed = self.moves.send(node_id, option.tier, option.form)
+            self.num_demoted[option.tier.label] += 1
+        self.journal.add(decision, self.now_s, self.value_of_hit)
+        return freed
+
+    def _skip(self, decision: Decision, error: Exception) -> None:
+        option = decision.option
+        move = "drop" if option.is_drop else "compress" if option.tier == decision.source.tier else "demote"
+        self.num_failed[f"{move} {type(error).__name__}"] += 1
+        self.moves.set_aside(decision.node_id)
+        if self.now_s >= self._next_log_s:
+            self._next_log_s = self.now_s + LOG_PAUSE_S
+            logger.error("evicpress: node %d could not become %s", decision.node_id, option, exc_info=error)

@@ -118,7 +118,7 @@ def test_one_layer_at_a_time_keeps_what_all_at_once_do(opened: Callable[..., Tie
         ]
         layout = compressor.layout_of(torch.stack([positions for _, positions in pieces]), 0)
         into = torch.arange(300, 330)
-        whole, _ = compressor.copy_compressed(form=form, slots=slots, num_tokens=100, into=into, window=window)
+        whole, _ = compressor.copy_compressed(form=form, parts=[slots], num_tokens=100, into=into, window=window)
         assert torch.equal(layout.positions, whole.positions) and torch.equal(layout.logical, whole.logical)
         for layer, ((kept_keys, kept_values), _) in enumerate(pieces):
             assert torch.equal(kept_keys, pool.k_buffer[layer][into])

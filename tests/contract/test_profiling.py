@@ -20,6 +20,7 @@ from sglang_evicpress.costs import PrefillLaw
 from sglang_evicpress.patches import profiling
 from sglang_evicpress.profiler.evidence import Evidence
 from sglang_evicpress.profiler.profile import Profile, context_keys
+from sglang_evicpress.profiler.recorder import Recorder
 from sglang_evicpress.profiler.store import ProfileStore
 from sglang_evicpress.tiers.identity import KEY_BYTES
 
@@ -567,3 +568,20 @@ def test_a_context_that_is_worse_than_predicted_is_observed_then_profiled_anew()
     assert walk.cache.quality_of(walk.parts(tokens)[0]) < 0.3
     counts = walk.cache.profiling_counts
     assert (counts["observed"], counts["drifted"], counts["profiled"]) == (5, 1, 2)
+
+
+def test_contexts_that_are_forgotten_are_not_kept_while_no_cycle_is_ever_free() -> None:
+    walk = ProfiledWalk()
+    walk.cache.recorder = Recorder(max_contexts=4)
+    walk.stub.max_running_requests = 0  # a server that always has a queue
+    for _ in range(24):
+        tokens = walk.random_tokens(256)
+        walk.answer(tokens)
+        walk.answer([*tokens, 51], 7)
+        assert walk.job() == {}
+        assert len(walk.cache._node_of_context) <= 4
+    for _ in range(24):  # nor while nobody asks for a job
+        tokens = walk.random_tokens(256)
+        walk.answer(tokens)
+        walk.answer([*tokens, 51], 7)
+        assert len(walk.cache._node_of_context) <= 8

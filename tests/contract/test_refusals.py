@@ -258,6 +258,22 @@ def test_a_model_with_full_attention_passes(tmp_path: Path) -> None:
             },
             "MLA",
         ),
+        (
+            {
+                "architectures": ["Qwen2VLForConditionalGeneration"],
+                "model_type": "qwen2_vl",
+                "vision_config": {"embed_dim": 32, "hidden_size": 64, "depth": 1, "num_heads": 2},
+            },
+            "images, video or audio",
+        ),
+        (
+            {
+                "architectures": ["Qwen2AudioForConditionalGeneration"],
+                "model_type": "qwen2_audio",
+                "text_config": {key: LLAMA[key] for key in LLAMA if key != "architectures"} | {"model_type": "qwen2"},
+            },
+            "images, video or audio",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_served_is_refused(tmp_path: Path, values: dict[str, Any], what: str) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from sglang_evicpress.core import Form
+from sglang_evicpress.patches import compression
 from sglang_evicpress.patches.compression import Compressor
 
 NUM_TOKENS, NUM_KEPT = 96, 48
@@ -52,14 +53,40 @@ def compress(rank: int, group: object) -> tuple[torch.Tensor, torch.Tensor]:
     return layout.logical, trimmed[0].logical
 
 
+def compress_without_memory(rank: int, group: object) -> list[str]:
+    """What each of three compressions comes to where rank 1 has no memory left: before ranks agree, for what they
+    agree on, and, the third time, not at all."""
+    select, host_copy = compression.select, compression.HostCopy
+    outcomes = []
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("none left")
+
+    for name in ("select", "HostCopy", None):
+        if rank == 1 and name is not None:
+            setattr(compression, name, fail)
+        try:
+            compress(rank, group)
+            outcomes.append("compressed")
+        except torch.OutOfMemoryError:
+            outcomes.append("no memory")
+        compression.select, compression.HostCopy = select, host_copy
+    return outcomes
+
+
 def run_rank(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     logical, trimmed = compress(rank, dist.group.WORLD)
     torch.save((logical, trimmed), f"{folder}/{rank}.pt")
+    outcomes = compress_without_memory(rank, dist.group.WORLD)
+    assert outcomes == ["no memory", "no memory", "compressed"], outcomes
+    told = make_compressor(rank, dist.group.WORLD).as_first_rank(f"rank {rank}".encode())
+    assert told == b"rank 0", told
+    dist.barrier()  # else the sockets of one end under the other, which aborts it at exit
     dist.destroy_process_group()
 
 
-def test_ranks_place_survivors_alike(tmp_path: Path) -> None:
+def test_ranks_place_survivors_alike_and_give_up_together(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     ranks = [context.Process(target=run_rank, args=(rank, str(tmp_path))) for rank in range(2)]
     for process in ranks:

@@ -187,6 +187,17 @@ class SsdStore:
             last = batch[-1]
         return found
 
+    def entries_behind(self, last: Ref | None, limit: int) -> list[Ref]:
+        """At most ``limit`` entries, oldest first, published after ``last`` (which may be gone), or the first ones."""
+        with self._lock:
+            return self._index.refs_behind(last, limit)
+
+    @property
+    def newest_segment(self) -> int:
+        """The number of the newest segment; what is written after a start is in newer ones than that found."""
+        with self._lock:
+            return max(self._space.segments, default=0)
+
     def write(self, reservation: Reservation, header: Header, chunks: Sequence[memoryview]) -> Ref:
         """Write the payload, whose bytes are those that the header's extents describe, and publish it.
 

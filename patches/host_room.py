@@ -1,0 +1,75 @@
+"""Room in host memory, of what lies there only to be sooner elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sglang_evicpress.core import Tier
+
+MOST_RELIEFS = 4
+MOST_GIVEN_UP = 512  # copies, for one allocation, and SSD entries between two ticks: some milliseconds
+
+
+class HostRoom:
+    """The part of EvicPressCache that finds host memory. Everything here runs on the scheduler thread."""
+
+    @contextmanager
+    def given_back_after_an_error(self: Any, runs: Any) -> Iterator[None]:
+        """Whoever has taken host memory for a copy may fail to begin it."""
+        try:
+            yield
+        except Exception:
+            self.host.arena.extents.free(runs)
+            raise
+
+    def host_room(
+        self: Any,
+        num_bytes: int,
+        *,
+        is_urgent: bool = False,
+        keep: Collection[int] = (),
+        keeps_planned: bool = False,
+    ) -> Any:
+        """Runs of host memory: free ones, else those of spare copies but of the nodes ``keep`` (few), last, and not
+        with ``keeps_planned``, of nodes that are to leave the GPU soon, else of what is on the SSD as well; if it is
+        urgent, of what must be dropped for that."""
+        extents = self.host.arena.extents
+        num_bytes = max(1, num_bytes)  # a node may be all holes
+        runs = extents.alloc(num_bytes)
+        if runs is not None or num_bytes > extents.num_bytes:
+            return runs
+        for _ in range(MOST_GIVEN_UP):
+            node_id = self._spare.next(keep, keeps_planned=keeps_planned)
+            if runs is not None or node_id is None:
+                break
+            node = self.nodes[node_id]
+            self.remove_copy(node, Tier.HOST)
+            self.note(node)
+            if extents.free_bytes >= num_bytes:
+                runs = extents.alloc(num_bytes)
+        if runs is None and self.ssd is not None:
+            for decision in self.policy.plan(Tier.HOST, num_bytes - extents.free_bytes, ready=self.ready):
+                is_move = decision.option.tier == Tier.SSD and decision.source.tier == Tier.HOST
+                node = self.nodes.get(decision.node_id)
+                if is_move and node is not None and node.value is None and Tier.SSD in node.kv.copies:
+                    self.release(node.id, Tier.SSD)  # else a release before it took its copy
+            runs = extents.alloc(num_bytes)
+        for _ in range(MOST_RELIEFS if is_urgent else 0):
+            if runs is not None:
+                break
+            # Pieces of one entry free it only together, so what is planned may not be all that is needed.
+            self.controller.relieve(Tier.HOST, max(num_bytes - extents.free_bytes, num_bytes // 4), ready=self.ready)
+            runs = extents.alloc(num_bytes)
+        return runs
+
+    def room(self: Any) -> dict[Tier, int]:
+        """Free bytes below the GPU, spare copies counted as free."""
+        found = {}
+        if self.host is not None:
+            held = self.policy.book.num_bytes[Tier.HOST]
+            found[Tier.HOST] = max(0, self.host.num_bytes - held - self._copying_bytes)
+        if self.ssd is not None:
+            found[Tier.SSD] = self.ssd.room
+        return found
