@@ -15,16 +15,11 @@ from torch import Tensor
 
 from sglang_evicpress.decode.settings import SCORES
 from sglang_evicpress.kernels.redundancy import redundancy
-from sglang_evicpress.kernels.score import key_difference, page_mean, value_key_ratio
+from sglang_evicpress.kernels.score import key_difference, key_norm, page_mean, value_key_ratio
 from sglang_evicpress.kernels.select import select_survivors
 from sglang_evicpress.kernels.window_attention import window_attention
 from sglang_evicpress.press.base import PressInput
-from sglang_evicpress.press.keydiff import KeyDiff
-from sglang_evicpress.press.knorm import Knorm
-from sglang_evicpress.press.streaming import Streaming
-from sglang_evicpress.press.value_key_ratio import ValueKeyRatio
 
-_PRESSES = {press.name: press for press in (ValueKeyRatio(), Knorm(), KeyDiff(), Streaming())}
 _IMPORTANCE_SHARE = 0.5  # of r_kv's score; importance is a rank and redundancy a cosine, so they weigh alike
 _RECENT = 2.0**20  # above every score of a slot that is not recent
 
@@ -79,13 +74,16 @@ def score_rows(name: str, rows: Rows, window: int) -> Tensor:
     """
     if name not in SCORES:
         raise ValueError(f"score {name!r} is not known: want one of {', '.join(SCORES)}")
-    if name == "keydiff":  # goes by the mean of a row
-        return key_difference(rows.k_buffers, rows.slots)
-    if name in _PRESSES:  # go by each slot alone
-        positions, slots = rows.positions.flatten(2), rows.slots.flatten()
-        buffers = rows.k_buffers, rows.v_buffers
-        node = PressInput(*buffers, slots, positions, 0, len(slots), None, rows.scale, page_size=1)
-        return _PRESSES[name].score(node).view(rows.positions.shape)
+    shape = rows.positions.shape
+    match name:  # the first three go by each slot alone, keydiff by the mean of its row
+        case "value_key_ratio":
+            return value_key_ratio(rows.k_buffers, rows.v_buffers, rows.slots.flatten()).view(shape)
+        case "knorm":
+            return key_norm(rows.k_buffers, rows.slots.flatten()).view(shape).neg()
+        case "streaming":
+            return rows.positions.to(torch.float32)
+        case "keydiff":
+            return key_difference(rows.k_buffers, rows.slots)
     if window < 1:
         raise ValueError(f"the window of {name} is {window}: want at least 1")
     match name:
