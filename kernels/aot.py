@@ -70,19 +70,20 @@ def launches(head_dim: int, dtype: torch.dtype) -> Iterator[Launch]:
     """Every kernel with the default constants of its launcher, for a pool of this head and dtype."""
     pool = {"k_table": "*u64", "slots": "*i64"}
     tile = tile_constants(_NUM_HEADS, head_dim, dtype)
-    tokens = {"out": "*fp32", "num_tokens": "i32"}
+    tokens, nodes = {"out": "*fp32", "num_tokens": "i32"}, {"num_nodes": "i32"}
     yield Launch("key_norm", score._key_norm_kernel, pool | tokens, tile)
     yield Launch("value_key_ratio", score._value_key_ratio_kernel, pool | {"v_table": "*u64"} | tokens, tile)
     chunk: dict[str, object] = {"CHUNK": score.CHUNK_TOKENS}
-    yield Launch("direction_sum", score._direction_sum_kernel, pool | tokens, tile | chunk)
-    yield Launch("key_difference", score._key_difference_kernel, pool | {"anchors": "*fp32"} | tokens, tile)
-    recent = {"k_table": "*u64", "slots": "*i64", "recent": "*i32", "out": "*fp32", "num_recent": "i32"}
+    yield Launch("direction_sum", score._direction_sum_kernel, pool | nodes | tokens, tile | chunk)
+    anchored = pool | nodes | {"anchors": "*fp32"} | tokens
+    yield Launch("key_difference", score._key_difference_kernel, anchored, tile)
+    recent = pool | nodes | {"recent": "*i32", "out": "*fp32", "num_tokens": "i32", "num_recent": "i32"}
     yield Launch("recent_direction", redundancy._recent_direction_kernel, recent, tile)
-    yield Launch("redundancy", redundancy._redundancy_kernel, pool | {"anchors": "*fp32"} | tokens, tile)
+    yield Launch("redundancy", redundancy._redundancy_kernel, anchored, tile)
     page = {"scores": "*fp32", "num_pages": "i32"}
     yield Launch("page_mean", score._page_mean_kernel, page | tokens, score.page_constants(_PAGE))
     window = {"queries": f"*{_TYPES[dtype]}", "query_positions": "*i64", "key_positions": "*i32"}
-    window |= {"num_queries": "i32", "scale": "fp32"} | pool | tokens
+    window |= {"num_queries": "i32", "scale": "fp32"} | pool | nodes | tokens
     rows = window_attention.window_constants(_WINDOW, _QUERY_HEADS, _NUM_HEADS, head_dim, dtype)
     chunk = {"CHUNK": window_attention.CHUNK_TOKENS}
     yield Launch("window_normalizer", window_attention._window_normalizer_kernel, window, rows | chunk)
@@ -90,7 +91,7 @@ def launches(head_dim: int, dtype: torch.dtype) -> Iterator[Launch]:
     yield Launch("window_attention", window_attention._window_attention_kernel, window, rows)
     kept = {"scores": "*fp32", "out": "*i32", "num_tokens": "i32", "num_kept": "i32"}
     yield Launch("select_survivors", select._select_survivors_kernel, kept, select.SELECT_CONSTANTS)
-    moves = {"table": "*u64", "slots": "*i64", "survivors": "*i32", "num_kept": "i32"}
+    moves = {"table": "*u64", "slots": "*i64", "survivors": "*i32", "num_slots": "i32", "num_kept": "i32"}
     constants = compact.compact_constants(_NUM_LAYERS, _NUM_HEADS, head_dim, dtype)
     yield Launch("compact", compact._compact_kernel, moves, constants)
     moves = {"table": "*u64", "slots": "*i64", "targets": "*i32", "sources": "*i32", "num_moves": "i32"}

@@ -22,11 +22,12 @@ from sglang_evicpress.kernels.pool import (
 _INTEGERS = {2: tl.int16, 4: tl.int32}
 
 
-@triton.jit(do_not_specialize=["num_kept"])
+@triton.jit(do_not_specialize=["num_slots", "num_kept"])
 def _compact_kernel(
     table: tl.tensor,
     slots: tl.tensor,
     survivors: tl.tensor,
+    num_slots: tl.tensor,
     num_kept: tl.tensor,
     NUM_LAYERS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
@@ -35,11 +36,15 @@ def _compact_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ) -> None:
-    # table holds the layers of K, then those of V; one program moves one head of one of them, front to back.
+    # table holds the layers of K, then those of V; one program moves one head of one of them in one node, front to
+    # back.
     index = tl.program_id(0)
     head = tl.program_id(1)
+    node = tl.program_id(2)
     rows = layer_pointer(table, index, DTYPE)
-    survivors += ((index % NUM_LAYERS) * NUM_HEADS + head).to(tl.int64) * num_kept
+    first = ((index % NUM_LAYERS) * NUM_HEADS + head) * tl.num_programs(2) + node
+    survivors += first.to(tl.int64) * num_kept
+    slots += node.to(tl.int64) * num_slots
     dims = tl.arange(0, BLOCK_DIM)
     for start in range(0, num_kept, BLOCK_TOKENS):
         tokens = start + tl.arange(0, BLOCK_TOKENS)
@@ -69,27 +74,36 @@ def compact(
     head h and j < m, in place and bit for bit; slots from ``slots[m]`` on, and all others, keep their bytes.
 
     ``survivors``: int32 ``[num_layers, num_heads, m]``, strictly ascending in the last dimension (not
-    checked: that would wait for the device); ``slots`` holds no slot twice.
+    checked: that would wait for the device); ``slots`` holds no slot twice. R nodes of n slots at once: ``slots``
+    ``[R, n]`` and ``survivors`` ``[num_layers, num_heads, R, m]``, indices within each node.
     Raises ValueError for shapes that do not fit, and as ``check_pool`` and ``runs_triton`` do.
     """
-    pool = check_pool(k_buffers, slots)
-    if check_pool(v_buffers, slots) != pool:
+    slots, survivors = _as_nodes(slots, survivors)
+    pool = check_pool(k_buffers, slots.flatten())
+    if check_pool(v_buffers, slots.flatten()) != pool:
         raise ValueError("k_buffers and v_buffers must have the same layers, shape and dtype")
-    if survivors.dtype != torch.int32 or survivors.dim() != 3 or survivors.device != pool.device:
-        raise ValueError(f"survivors must be int32 [layers, heads, m] on {pool.device}")
-    num_kept = survivors.shape[-1]
-    if survivors.shape[:2] != (pool.num_layers, pool.num_heads) or num_kept > slots.numel():
+    if survivors.dtype != torch.int32 or survivors.dim() != 4 or slots.dim() != 2 or survivors.device != pool.device:
+        raise ValueError(f"survivors must be int32 [layers, heads, m], or [layers, heads, nodes, m], on {pool.device}")
+    num_nodes, num_kept = survivors.shape[2:]
+    if (*survivors.shape[:2], num_nodes) != (pool.num_layers, pool.num_heads, len(slots)) or num_kept > slots.shape[1]:
+        of_nodes = f" in {len(slots)} nodes" if len(slots) > 1 else ""
         raise ValueError(
             f"survivors {tuple(survivors.shape)} do not fit {pool.num_layers} layers of "
-            f"{pool.num_heads} heads and {slots.numel()} slots"
+            f"{pool.num_heads} heads and {slots.shape[1]} slots{of_nodes}"
         )
     if not runs_triton(backend, pool.device):
         compact_torch(k_buffers, v_buffers, slots, survivors)
-    elif num_kept:
+    elif num_kept and num_nodes:
         constants = compact_constants(pool.num_layers, pool.num_heads, pool.head_dim, pool.dtype)
         table = pointer_table([*k_buffers, *v_buffers])
-        grid = (2 * pool.num_layers, pool.num_heads)
-        _compact_kernel[grid](table, slots.contiguous(), survivors.contiguous(), num_kept, **constants)
+        grid = (2 * pool.num_layers, pool.num_heads, num_nodes)
+        indices = slots.contiguous(), survivors.contiguous()
+        _compact_kernel[grid](table, *indices, slots.shape[1], num_kept, **constants)
+
+
+def _as_nodes(slots: Tensor, survivors: Tensor) -> tuple[Tensor, Tensor]:
+    one = slots.dim() == 1 and survivors.dim() == 3
+    return (slots.unsqueeze(0), survivors.unsqueeze(2)) if one else (slots, survivors)
 
 
 def compact_constants(num_layers: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> dict[str, object]:
@@ -108,11 +122,14 @@ def compact_constants(num_layers: int, num_heads: int, head_dim: int, dtype: tor
 
 def compact_torch(k_buffers: Sequence[Tensor], v_buffers: Sequence[Tensor], slots: Tensor, survivors: Tensor) -> None:
     """Reference of ``compact``, and its CPU path: scratch is the survivors of one layer."""
-    num_heads = survivors.shape[1]
-    heads = torch.arange(num_heads, device=slots.device)
-    targets = slots[: survivors.shape[-1]]
+    slots, survivors = _as_nodes(slots, survivors)
+    num_nodes, num_slots = slots.shape
+    num_heads, num_kept = survivors.shape[1], survivors.shape[-1]
+    heads = torch.arange(num_heads, device=slots.device)[:, None, None]
+    begins = torch.arange(num_nodes, device=slots.device)[:, None] * num_slots
+    targets, every = slots[:, :num_kept].flatten(), slots.flatten()
     for layer, kept in enumerate(survivors):
-        rows = (slots[kept.T.long()] * num_heads + heads).flatten()
+        rows = (every[kept + begins] * num_heads + heads).permute(1, 2, 0).flatten()
         for buffer in (k_buffers[layer], v_buffers[layer]):
             moved = buffer.flatten(0, 1).index_select(0, rows)
             buffer.index_copy_(0, targets, moved.view(-1, *buffer.shape[1:]))

@@ -38,24 +38,28 @@ def _load_directions(
     return key / tl.maximum(tl.sqrt(tl.sum(key * key, 1)), 1e-12)[:, None]
 
 
-@triton.jit(do_not_specialize=["num_recent"])
+@triton.jit(do_not_specialize=["num_tokens", "num_recent", "num_nodes"])
 def _recent_direction_kernel(
     k_table: tl.tensor,
     slots: tl.tensor,
     recent: tl.tensor,
     out: tl.tensor,
+    num_tokens: tl.tensor,
     num_recent: tl.tensor,
+    num_nodes: tl.tensor,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ) -> None:
-    # out[layer, head, :] = mean of key / |key| over the head's recent tokens
+    # out[layer, head, node, :] = mean of key / |key| over the head's recent tokens
     head = tl.program_id(0)
-    layer = tl.program_id(1)
+    layer = tl.program_id(1) // num_nodes
+    node = tl.program_id(1) % num_nodes
+    slots += node.to(tl.int64) * num_tokens
     keys = layer_pointer(k_table, layer, DTYPE)
-    row = (layer * NUM_HEADS + head).to(tl.int64)
+    row = ((layer * NUM_HEADS + head) * num_nodes + node).to(tl.int64)
     dims = tl.arange(0, BLOCK_DIM)
     total = tl.zeros([BLOCK_DIM], tl.float32)
     for start in range(0, num_recent, BLOCK_TOKENS):
@@ -67,13 +71,14 @@ def _recent_direction_kernel(
     tl.store(out + row * HEAD_DIM + dims, total / num_recent, mask=dims < HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "num_nodes"])
 def _redundancy_kernel(
     k_table: tl.tensor,
     slots: tl.tensor,
     anchors: tl.tensor,
     out: tl.tensor,
     num_tokens: tl.tensor,
+    num_nodes: tl.tensor,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -83,9 +88,11 @@ def _redundancy_kernel(
     tokens = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     inside = tokens < num_tokens
     head = tl.program_id(0)
-    layer = tl.program_id(2)
+    layer = tl.program_id(2) // num_nodes
+    node = tl.program_id(2) % num_nodes
+    slots += node.to(tl.int64) * num_tokens
     keys = layer_pointer(k_table, layer, DTYPE)
-    row = (layer * NUM_HEADS + head).to(tl.int64)
+    row = ((layer * NUM_HEADS + head) * num_nodes + node).to(tl.int64)
     dims = tl.arange(0, BLOCK_DIM)
     anchor = tl.load(anchors + row * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
     slot = tl.load(slots + tokens, mask=inside, other=0).to(tl.int64)
@@ -100,27 +107,36 @@ def redundancy(k_buffers: Sequence[Tensor], slots: Tensor, recent: Tensor, *, ba
 
     ``k_buffers``: one ``[num_slots, num_heads, head_dim]`` per layer; ``slots``: int64 ``[n]``; ``recent``: int32
     ``[num_layers, num_heads, W]``, indices into ``slots``, W at least 1 unless n is 0. The mean of the cosines is
-    the product with the mean direction: scratch is one direction per head. A key of norm 0 has cosine 0.
+    the product with the mean direction: scratch is one direction per head. A key of norm 0 has cosine 0. R nodes of n
+    slots at once: ``slots`` ``[R, n]``, ``recent`` ``[num_layers, num_heads, R, W]``, indices within each node, and the
+    result ``[num_layers, num_heads, R, n]``.
     Raises ValueError for shapes that do not fit, and as ``check_pool`` and ``runs_triton`` do.
     """
-    pool = check_pool(k_buffers, slots)
-    layers, heads, n = pool.num_layers, pool.num_heads, slots.numel()
-    if recent.dtype != torch.int32 or recent.dim() != 3 or recent.device != pool.device:
-        raise ValueError(f"recent must be int32 [layers, heads, W] on {pool.device}")
-    num_recent = recent.shape[-1]
-    if recent.shape[:2] != (layers, heads) or num_recent > n or (n and not num_recent):
+    if slots.dim() == 1 and recent.dim() == 3:
+        return redundancy(k_buffers, slots.unsqueeze(0), recent.unsqueeze(2), backend=backend).squeeze(2)
+    pool = check_pool(k_buffers, slots.flatten())
+    layers, heads, n = pool.num_layers, pool.num_heads, slots.shape[-1]
+    if recent.dtype != torch.int32 or recent.dim() != 4 or slots.dim() != 2 or recent.device != pool.device:
+        raise ValueError(f"recent must be int32 [layers, heads, W], or [layers, heads, nodes, W], on {pool.device}")
+    num_nodes, num_recent = recent.shape[2:]
+    fits = (*recent.shape[:2], num_nodes) == (layers, heads, len(slots))
+    if not fits or num_recent > n or (n and not num_recent):
         raise ValueError(f"recent {tuple(recent.shape)} does not fit {layers} layers of {heads} heads and {n} slots")
     if not runs_triton(backend, pool.device):
-        return redundancy_torch(k_buffers, slots, recent)
-    out = torch.empty(layers, heads, n, dtype=torch.float32, device=pool.device)
-    if not n:
+        pairs = zip(slots, recent.unbind(2), strict=True)
+        return torch.stack([redundancy_torch(k_buffers, each, chosen) for each, chosen in pairs], 2)
+    out = torch.empty(layers, heads, num_nodes, n, dtype=torch.float32, device=pool.device)
+    if not n or not num_nodes:
         return out
     table, slots = pointer_table(k_buffers), slots.contiguous()
     constants = tile_constants(heads, pool.head_dim, pool.dtype)
-    anchors = torch.empty(layers, heads, pool.head_dim, dtype=torch.float32, device=pool.device)
-    _recent_direction_kernel[(heads, layers)](table, slots, recent.contiguous(), anchors, num_recent, **constants)
-    grid = (heads, triton.cdiv(n, constants["BLOCK_TOKENS"]), layers)
-    _redundancy_kernel[grid](table, slots, anchors, out, n, **constants)
+    anchors = torch.empty(layers, heads, num_nodes, pool.head_dim, dtype=torch.float32, device=pool.device)
+    chosen = recent.contiguous()
+    _recent_direction_kernel[(heads, layers * num_nodes)](
+        table, slots, chosen, anchors, n, num_recent, num_nodes, **constants
+    )
+    grid = (heads, triton.cdiv(n, constants["BLOCK_TOKENS"]), layers * num_nodes)
+    _redundancy_kernel[grid](table, slots, anchors, out, n, num_nodes, **constants)
     return out
 
 

@@ -145,12 +145,13 @@ def value_key_ratio_torch(k_buffers: Sequence[Tensor], v_buffers: Sequence[Tenso
     return key_norm_torch(v_buffers, slots) / key_norm_torch(k_buffers, slots).clamp_min_(1e-6)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "num_nodes"])
 def _direction_sum_kernel(
     k_table: tl.tensor,
     slots: tl.tensor,
     out: tl.tensor,
     num_tokens: tl.tensor,
+    num_nodes: tl.tensor,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -158,10 +159,12 @@ def _direction_sum_kernel(
     BLOCK_DIM: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    # out[layer, head, chunk, :] = sum over the chunk's tokens of key / |key|
+    # out[layer, head, node, chunk, :] = sum over the chunk's tokens of key / |key|
     head = tl.program_id(0)
     chunk = tl.program_id(1)
-    layer = tl.program_id(2)
+    layer = tl.program_id(2) // num_nodes
+    node = tl.program_id(2) % num_nodes
+    slots += node.to(tl.int64) * num_tokens
     keys = layer_pointer(k_table, layer, DTYPE)
     dims = tl.arange(0, BLOCK_DIM)
     total = tl.zeros([BLOCK_DIM], tl.float32)
@@ -170,17 +173,18 @@ def _direction_sum_kernel(
         key = _load_rows(keys, slots, tokens, num_tokens, head, NUM_HEADS, HEAD_DIM, BLOCK_DIM)
         norm = tl.maximum(tl.sqrt(tl.sum(key * key, 1)), 1e-12)
         total += tl.sum(key / norm[:, None], 0)
-    row = (layer * NUM_HEADS + head).to(tl.int64) * tl.num_programs(1) + chunk
+    row = ((layer * NUM_HEADS + head) * num_nodes + node).to(tl.int64) * tl.num_programs(1) + chunk
     tl.store(out + row * HEAD_DIM + dims, total, mask=dims < HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "num_nodes"])
 def _key_difference_kernel(
     k_table: tl.tensor,
     slots: tl.tensor,
     anchors: tl.tensor,
     out: tl.tensor,
     num_tokens: tl.tensor,
+    num_nodes: tl.tensor,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -189,9 +193,11 @@ def _key_difference_kernel(
 ) -> None:
     head = tl.program_id(0)
     tokens = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    layer = tl.program_id(2)
+    layer = tl.program_id(2) // num_nodes
+    node = tl.program_id(2) % num_nodes
+    slots += node.to(tl.int64) * num_tokens
     dims = tl.arange(0, BLOCK_DIM)
-    row = (layer * NUM_HEADS + head).to(tl.int64)
+    row = ((layer * NUM_HEADS + head) * num_nodes + node).to(tl.int64)
     anchor = tl.load(anchors + row * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
     anchor_norm = tl.maximum(tl.sqrt(tl.sum(anchor * anchor, 0)), 1e-8)
     keys = layer_pointer(k_table, layer, DTYPE)
@@ -205,24 +211,29 @@ def key_difference(k_buffers: Sequence[Tensor], slots: Tensor, *, backend: Backe
     """Minus the cosine between a key and the anchor, the mean direction of the node's keys: float32
     ``[num_layers, num_heads, n]`` (KeyDiff, Park et al. 2025, section 3; kvpress 0.5.5 ``KeyDiffPress``).
 
-    The clamps are torch's: 1e-12 on the norm that makes a direction, 1e-8 on each norm of the cosine.
+    The clamps are torch's: 1e-12 on the norm that makes a direction, 1e-8 on each norm of the cosine. R nodes of n
+    slots at once: ``slots`` ``[R, n]``, result ``[num_layers, num_heads, R, n]``, each with the anchor of its node.
     Raises ValueError as ``check_pool`` and ``runs_triton`` do.
     """
-    pool = check_pool(k_buffers, slots)
+    if slots.dim() == 1:
+        return key_difference(k_buffers, slots.unsqueeze(0), backend=backend).squeeze(2)
+    pool = check_pool(k_buffers, slots.flatten())
     if not runs_triton(backend, pool.device):
-        return key_difference_torch(k_buffers, slots)
-    n, heads, layers = slots.numel(), pool.num_heads, pool.num_layers
-    out = torch.empty(layers, heads, n, dtype=torch.float32, device=pool.device)
-    if not n:
+        return torch.stack([key_difference_torch(k_buffers, each) for each in slots], 2)
+    num_nodes, n = slots.shape
+    heads, layers = pool.num_heads, pool.num_layers
+    out = torch.empty(layers, heads, num_nodes, n, dtype=torch.float32, device=pool.device)
+    if not n or not num_nodes:
         return out
     table, slots = pointer_table(k_buffers), slots.contiguous()
     constants = tile_constants(heads, pool.head_dim, pool.dtype)
     chunks = triton.cdiv(n, CHUNK_TOKENS)
-    sums = torch.empty(layers, heads, chunks, pool.head_dim, dtype=torch.float32, device=pool.device)
-    _direction_sum_kernel[(heads, chunks, layers)](table, slots, sums, n, CHUNK=CHUNK_TOKENS, **constants)
-    anchors = sums.sum(2) / n
-    grid = (heads, triton.cdiv(n, constants["BLOCK_TOKENS"]), layers)
-    _key_difference_kernel[grid](table, slots, anchors, out, n, **constants)
+    sums = torch.empty(layers, heads, num_nodes, chunks, pool.head_dim, dtype=torch.float32, device=pool.device)
+    grid = (heads, chunks, layers * num_nodes)
+    _direction_sum_kernel[grid](table, slots, sums, n, num_nodes, CHUNK=CHUNK_TOKENS, **constants)
+    anchors = sums.sum(3) / n
+    grid = (heads, triton.cdiv(n, constants["BLOCK_TOKENS"]), layers * num_nodes)
+    _key_difference_kernel[grid](table, slots, anchors, out, n, num_nodes, **constants)
     return out
 
 

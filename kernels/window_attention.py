@@ -32,7 +32,7 @@ _TILE_ROWS = 128  # queries x heads of a group that share one load of the keys
 def _load_queries(
     queries: tl.tensor,
     query_positions: tl.tensor,
-    layer: tl.tensor,
+    plane: tl.tensor,
     first_head: tl.tensor,
     num_heads_here: tl.tensor,
     num_queries: tl.tensor,
@@ -45,13 +45,14 @@ def _load_queries(
     BLOCK_DIM: tl.constexpr,
 ) -> tl.tensor:
     # Row r is query r % BLOCK_QUERIES of head first_head + r // BLOCK_QUERIES. Padding, at -1, sees no key.
+    # A plane is one layer of one node.
     row = tl.arange(0, BLOCK_GROUP * BLOCK_QUERIES)
     dims = tl.arange(0, BLOCK_DIM)
     head = row // BLOCK_QUERIES
     query = row % BLOCK_QUERIES
     valid = (head < num_heads_here) & (query < num_queries)
     position = tl.load(query_positions + query, mask=valid, other=-1)
-    offset = ((layer * num_queries + query) * QUERY_HEADS + first_head + head).to(tl.int64) * HEAD_DIM
+    offset = ((plane * num_queries + query) * QUERY_HEADS + first_head + head).to(tl.int64) * HEAD_DIM
     mask = valid[:, None] & (dims < HEAD_DIM)[None, :]
     rows = tl.load(queries + offset[:, None] + dims[None, :], mask=mask, other=0.0)
     return rows.to(DTYPE).to(DOT_DTYPE), position, valid
@@ -84,7 +85,7 @@ def _window_logits(
     return tl.where(visible, logits, float("-inf")), visible
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_tokens"])
+@triton.jit(do_not_specialize=["num_queries", "num_tokens", "num_nodes"])
 def _window_normalizer_kernel(
     queries: tl.tensor,
     k_table: tl.tensor,
@@ -94,6 +95,7 @@ def _window_normalizer_kernel(
     out: tl.tensor,
     num_queries: tl.tensor,
     num_tokens: tl.tensor,
+    num_nodes: tl.tensor,
     scale: tl.tensor,
     NUM_HEADS: tl.constexpr,
     QUERY_HEADS: tl.constexpr,
@@ -106,20 +108,23 @@ def _window_normalizer_kernel(
     BLOCK_DIM: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    # out[layer, query head, query, chunk] = log of the sum of exp(logit) over the chunk
+    # out[layer, query head, node, query, chunk] = log of the sum of exp(logit) over the chunk
     group: tl.constexpr = QUERY_HEADS // NUM_HEADS
     blocks: tl.constexpr = (group + BLOCK_GROUP - 1) // BLOCK_GROUP
     chunk = tl.program_id(0)
-    layer = tl.program_id(2)
+    layer = tl.program_id(2) // num_nodes
+    node = tl.program_id(2) % num_nodes
+    slots += node.to(tl.int64) * num_tokens
+    query_positions += node * num_queries
     kv_head = tl.program_id(1) // blocks
     group_start = tl.program_id(1) % blocks * BLOCK_GROUP
     first_head = kv_head * group + group_start
     query, position, valid = _load_queries(
-        queries, query_positions, layer, first_head, group - group_start, num_queries,
+        queries, query_positions, tl.program_id(2), first_head, group - group_start, num_queries,
         QUERY_HEADS, HEAD_DIM, DTYPE, DOT_DTYPE, BLOCK_GROUP, BLOCK_QUERIES, BLOCK_DIM,
     )  # fmt: skip
     keys = layer_pointer(k_table, layer, DTYPE)
-    key_positions += (layer * NUM_HEADS + kv_head).to(tl.int64) * num_tokens
+    key_positions += ((layer * NUM_HEADS + kv_head) * num_nodes + node).to(tl.int64) * num_tokens
     peak = tl.full([BLOCK_GROUP * BLOCK_QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_GROUP * BLOCK_QUERIES], tl.float32)
     for start in range(0, CHUNK, BLOCK_TOKENS):
@@ -134,13 +139,13 @@ def _window_normalizer_kernel(
         peak = new_peak
     row = tl.arange(0, BLOCK_GROUP * BLOCK_QUERIES)
     head = first_head + row // BLOCK_QUERIES
-    entry = ((layer * QUERY_HEADS + head) * num_queries + row % BLOCK_QUERIES).to(tl.int64)
+    entry = (((layer * QUERY_HEADS + head) * num_nodes + node) * num_queries + row % BLOCK_QUERIES).to(tl.int64)
     # A row that saw no key has peak -inf and total 0: its logarithm is -inf, without taking that of 0.
     logarithm = peak + tl.log(tl.where(total == 0.0, 1.0, total))
     tl.store(out + entry * tl.num_programs(0) + chunk, logarithm, mask=valid)
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_tokens"])
+@triton.jit(do_not_specialize=["num_queries", "num_tokens", "num_nodes"])
 def _window_attention_kernel(
     queries: tl.tensor,
     k_table: tl.tensor,
@@ -151,6 +156,7 @@ def _window_attention_kernel(
     out: tl.tensor,
     num_queries: tl.tensor,
     num_tokens: tl.tensor,
+    num_nodes: tl.tensor,
     scale: tl.tensor,
     NUM_HEADS: tl.constexpr,
     QUERY_HEADS: tl.constexpr,
@@ -164,21 +170,24 @@ def _window_attention_kernel(
 ) -> None:
     group: tl.constexpr = QUERY_HEADS // NUM_HEADS
     blocks: tl.constexpr = (group + BLOCK_GROUP - 1) // BLOCK_GROUP
-    layer = tl.program_id(2)
+    layer = tl.program_id(2) // num_nodes
+    node = tl.program_id(2) % num_nodes
+    slots += node.to(tl.int64) * num_tokens
+    query_positions += node * num_queries
     kv_head = tl.program_id(1) // blocks
     group_start = tl.program_id(1) % blocks * BLOCK_GROUP
     first_head = kv_head * group + group_start
     query, position, valid = _load_queries(
-        queries, query_positions, layer, first_head, group - group_start, num_queries,
+        queries, query_positions, tl.program_id(2), first_head, group - group_start, num_queries,
         QUERY_HEADS, HEAD_DIM, DTYPE, DOT_DTYPE, BLOCK_GROUP, BLOCK_QUERIES, BLOCK_DIM,
     )  # fmt: skip
     row = tl.arange(0, BLOCK_GROUP * BLOCK_QUERIES)
     head = first_head + row // BLOCK_QUERIES
-    offset = (layer * QUERY_HEADS + head) * num_queries + row % BLOCK_QUERIES
+    offset = ((layer * QUERY_HEADS + head) * num_nodes + node) * num_queries + row % BLOCK_QUERIES
     normalizer = tl.load(normalizers + offset, mask=valid, other=0.0)
     normalizer = tl.where(normalizer == float("-inf"), 0.0, normalizer)
     keys = layer_pointer(k_table, layer, DTYPE)
-    key_positions += (layer * NUM_HEADS + kv_head).to(tl.int64) * num_tokens
+    key_positions += ((layer * NUM_HEADS + kv_head) * num_nodes + node).to(tl.int64) * num_tokens
     tokens = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     logits, visible = _window_logits(
         query, position, keys, slots, key_positions, tokens, num_tokens, kv_head, scale,
@@ -187,7 +196,8 @@ def _window_attention_kernel(
     attention = tl.where(visible, tl.exp(logits - normalizer[:, None]), 0.0)
     mean = tl.sum(tl.reshape(attention, [BLOCK_GROUP, BLOCK_QUERIES, BLOCK_TOKENS]), 1) / num_queries
     heads = tl.arange(0, BLOCK_GROUP)
-    target = (layer * QUERY_HEADS + first_head + heads).to(tl.int64)[:, None] * num_tokens + tokens[None, :]
+    target = ((layer * QUERY_HEADS + first_head + heads) * num_nodes + node).to(tl.int64)
+    target = target[:, None] * num_tokens + tokens[None, :]
     mask = (heads < group - group_start)[:, None] & (tokens < num_tokens)[None, :]
     tl.store(out + target, mean, mask=mask)
 
@@ -209,16 +219,33 @@ def window_attention(
     pool; ``slots``: int64 ``[n]``; ``query_positions``: int64 ``[W]``; ``key_positions``: int32 or int64
     ``[num_layers, num_heads, n]``, none negative; ``scale``: factor on the logits, ``head_dim ** -0.5`` as a
     rule. A query sees the keys at positions up to its own; one that sees none adds 0 and counts in the mean.
-    Query head q reads kv head ``q // (num_query_heads // num_heads)``.
+    Query head q reads kv head ``q // (num_query_heads // num_heads)``. R nodes of n slots at once: ``queries``
+    ``[num_layers, R, W, num_query_heads, head_dim]``, ``slots`` ``[R, n]``, ``query_positions`` ``[R, W]``,
+    ``key_positions`` ``[num_layers, num_heads, R, n]``, and the result ``[num_layers, num_query_heads, R, n]``.
     Raises ValueError for shapes that do not fit, and as ``check_pool`` and ``runs_triton`` do.
     """
-    pool = check_pool(k_buffers, slots)
-    _check_window(pool, queries, slots, query_positions, key_positions)
+    if slots.dim() == 1:
+        if queries.dim() != 4:
+            raise ValueError(f"queries must be [layers, W, query heads, head_dim], got {tuple(queries.shape)}")
+        _check_window(check_pool(k_buffers, slots), queries, slots, query_positions, key_positions)
+        one = slots.unsqueeze(0), query_positions.unsqueeze(0), key_positions.unsqueeze(2)
+        return window_attention(queries.unsqueeze(1), k_buffers, *one, scale, backend=backend).squeeze(2)
+    pool = check_pool(k_buffers, slots.flatten())
+    num_nodes = len(slots)
+    nodes = queries.shape[1], len(query_positions), key_positions.shape[2]
+    if queries.dim() != 5 or num_nodes == 0 or set(nodes) != {num_nodes}:
+        raise ValueError(
+            f"queries {tuple(queries.shape)}, query_positions {tuple(query_positions.shape)} and key_positions "
+            f"{tuple(key_positions.shape)} do not fit {len(slots)} nodes"
+        )
+    _check_window(pool, queries[:, 0], slots[0], query_positions[0], key_positions[:, :, 0])
     if not runs_triton(backend, pool.device):
-        return window_attention_torch(queries, k_buffers, slots, query_positions, key_positions, scale)
-    layers, window, query_heads, _ = queries.shape
-    n = slots.numel()
-    out = torch.empty(layers, query_heads, n, dtype=torch.float32, device=pool.device)
+        parts = zip(queries.unbind(1), slots, query_positions, key_positions.unbind(2), strict=True)
+        made = [window_attention_torch(query, k_buffers, each, at, keys, scale) for query, each, at, keys in parts]
+        return torch.stack(made, 2)
+    layers, _, window, query_heads, _ = queries.shape
+    n = slots.shape[-1]
+    out = torch.empty(layers, query_heads, num_nodes, n, dtype=torch.float32, device=pool.device)
     if not n:
         return out
     constants = window_constants(window, query_heads, pool.num_heads, pool.head_dim, pool.dtype)
@@ -226,13 +253,14 @@ def window_attention(
     positions = query_positions.contiguous(), key_positions.contiguous()
     inputs = (queries.contiguous(), pointer_table(k_buffers), slots.contiguous(), *positions)
     chunks = triton.cdiv(n, CHUNK_TOKENS)
-    partial = torch.empty(layers, query_heads, window, chunks, dtype=torch.float32, device=pool.device)
-    _window_normalizer_kernel[(chunks, groups, layers)](
-        *inputs, partial, window, n, float(scale), CHUNK=CHUNK_TOKENS, **constants
+    partial = torch.empty(layers, query_heads, num_nodes, window, chunks, dtype=torch.float32, device=pool.device)
+    sizes = window, n, num_nodes, float(scale)
+    _window_normalizer_kernel[(chunks, groups, layers * num_nodes)](
+        *inputs, partial, *sizes, CHUNK=CHUNK_TOKENS, **constants
     )
     normalizers = torch.logsumexp(partial, dim=-1)
-    grid = (triton.cdiv(n, constants["BLOCK_TOKENS"]), groups, layers)
-    _window_attention_kernel[grid](*inputs, normalizers, out, window, n, float(scale), **constants)
+    grid = (triton.cdiv(n, constants["BLOCK_TOKENS"]), groups, layers * num_nodes)
+    _window_attention_kernel[grid](*inputs, normalizers, out, *sizes, **constants)
     return out
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
 from sglang_evicpress.decode import rhythm
-from sglang_evicpress.decode.settings import DecodeSettings, from_request
+from sglang_evicpress.decode.settings import DecodeSettings, client_settings
 from sglang_evicpress.decode.tally import RequestTally
 from sglang_evicpress.patches import decode_pieces
 from sglang_evicpress.patches.decode_state import DecodeState, budget_of, num_physical
@@ -23,22 +23,19 @@ from sglang_evicpress.patches.shadows import is_shadow_name
 
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder."
-TRACE = "kv_decode_trace"
 
 
-def settings_of(req: Any, default: DecodeSettings, page_size: int, sinks: int) -> tuple[DecodeSettings | None, bool]:
-    """The budget a request comes with, None for none, and whether it wants the trace of its passes.
+def settings_of(
+    req: Any, default: DecodeSettings, clients: str, page_size: int, sinks: int
+) -> tuple[DecodeSettings | None, bool]:
+    """The budget a request comes with, None for none, and whether it wants the trace of its passes. ``clients`` is what
+    ``--kv-decode-client-budgets`` lets it choose.
 
     Raises ValueError, one sentence, for what it asked for and cannot have.
     """
     if is_shadow_name(req.extra_key):  # measures the KV of prefixes, as they are
         return None, False
-    params = req.sampling_params.custom_params
-    asked = dict(params) if isinstance(params, dict) else {}  # SGLang lets anything pass that it does not look at
-    wants_trace = asked.pop(TRACE, False)
-    if not isinstance(wants_trace, bool):
-        raise ValueError(f"{TRACE} is {wants_trace!r}: want true or false")
-    settings = from_request(asked, default)
+    settings, wants_trace = client_settings(req.sampling_params.custom_params, default, clients)
     if settings is not None:
         check_decode(settings, page_size, sinks, keeps_queries=default.reads_queries)
     return settings, wants_trace
@@ -53,7 +50,9 @@ def _around_init_req_max_new_tokens(original: Callable[..., Any], scheduler: Any
     if req.to_finish is not None:
         return result
     try:
-        settings, wants_trace = settings_of(req, cache.default_budget, scheduler.page_size, cache.compressor.sinks)
+        settings, wants_trace = settings_of(
+            req, cache.default_budget, cache.client_budgets, scheduler.page_size, cache.compressor.sinks
+        )
     except ValueError as error:
         req.kv_refusal = str(error)
         req.set_finish_with_abort(req.kv_refusal)
@@ -65,9 +64,10 @@ def _around_init_req_max_new_tokens(original: Callable[..., Any], scheduler: Any
         room = scheduler.model_config.context_len - num_prompt - 2
         req.sampling_params.max_new_tokens = max(0, room if asked is None else min(asked, room))
     if req.sampling_params.max_new_tokens > 1:  # one token needs no decode step
-        req.kv_budget = DecodeState(settings, RequestTally(), trace=DecodeTrace() if wants_trace else None)
         cache.has_budgets = True
         cache.budget_totals.num_requests += 1
+        trace, number = DecodeTrace() if wants_trace else None, cache.budget_totals.num_requests
+        req.kv_budget = DecodeState(settings, RequestTally(), trace=trace, number=number)
     return result
 
 

@@ -92,9 +92,9 @@ def stash_piece(cache: Any, req: Any, state: DecodeState) -> None:
     state.in_tree = True
     num_slots, page = num_physical(req), cache.page_size
     if rhythm.is_over(state.settings, num_slots, page):
-        cache.drop_tokens(req, state)
+        cache.make_passes([req])
     elif not state.has_left_tree:
-        unshare(cache, req)
+        unshare(cache, [req])
     slots = row_of(cache, req, num_physical(req))
     if not state.has_left_tree:  # there was no room to copy what it shares: another try after the next piece
         req.prefix_indices = torch.cat([req.prefix_indices[: req.cache_protected_len], slots[num_shared(req) :]])

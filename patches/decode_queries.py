@@ -9,7 +9,7 @@ score.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -112,11 +112,20 @@ class QueryRing:
         moved = to_device(torch.tensor([tokens, requests, places]), self.queries.device)
         return moved[0], forward_batch.req_pool_indices[moved[1]], moved[2]
 
+    def windows_of(
+        self, rows: Sequence[int], size: int, nums_tokens: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The queries of the last ``size`` tokens (at most ``window``) of rows that have ``nums_tokens`` tokens:
+        [L, R, size, Hq, D], and their positions, int64 [R, size]."""
+        ends, index = to_device(torch.tensor([nums_tokens, rows]), self.queries.device)
+        positions = ends[:, None] + torch.arange(-size, 0, device=self.queries.device)
+        return self.queries[:, index[:, None], positions % self.window], positions
+
     def window_of(self, row: int, num_computed: int, num_tokens: int) -> QueryWindow | None:
         """The queries of the last tokens of a request of ``num_tokens``, of which it has computed ``num_computed``
         itself; None without any."""
         size = min(self.window, num_computed)
         if size <= 0:
             return None
-        positions = torch.arange(num_tokens - size, num_tokens, device=self.queries.device)
-        return QueryWindow(self.queries[:, row, positions % self.window], positions)
+        queries, positions = self.windows_of([row], size, [num_tokens])
+        return QueryWindow(queries[:, 0], positions[0])

@@ -7,6 +7,7 @@ SGLang counts such a request logically. Physical are its row, its entry of the h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 from sglang_evicpress.decode.settings import DecodeSettings
 from sglang_evicpress.decode.tally import PassRecord, RequestTally
-from sglang_evicpress.layout import HostCopy
+from sglang_evicpress.layout import HostCopy, to_device
 from sglang_evicpress.patches.decode_trace import DecodeTrace
 
 
@@ -25,7 +26,7 @@ class DecodeState:
     the tree, and not computed. ``in_tree``: its prompt was offered to the tree. ``has_left_tree``: it holds no lock
     there any more, and its whole row is its own. ``trace`` is there where the request asked for one; ``sent_back`` are
     its lengths in tokens whenever it was to be computed anew; ``unsettled`` are the passes whose copies the device has
-    counted.
+    counted, with the place of each among the counts of its batch. ``number`` counts the requests with a budget, from 1.
     """
 
     settings: DecodeSettings
@@ -40,7 +41,8 @@ class DecodeState:
     in_pieces: bool = False
     trace: DecodeTrace | None = None
     sent_back: list[int] = field(default_factory=list)
-    unsettled: list[tuple[PassRecord, HostCopy]] = field(default_factory=list)
+    unsettled: list[tuple[PassRecord, HostCopy, int]] = field(default_factory=list)
+    number: int = 0
 
     def reset(self) -> None:
         """Nothing is held any more: the request ended, or is to be computed anew."""
@@ -86,3 +88,35 @@ def positions_of(
     begin = num_logical - (num_slots - num_known)
     behind = torch.arange(begin, num_logical, dtype=torch.int32, device=device)
     return behind if known is None else torch.cat([known, behind.expand(*known.shape[:-1], -1)], -1)
+
+
+def positions_of_rows(
+    known: Sequence[torch.Tensor | None], nums_logical: Sequence[int], num_slots: int, device: torch.device | str
+) -> torch.Tensor:
+    """``positions_of`` of R rows of ``num_slots`` whose ``known`` have one shape: int32 [R, n], or [L, H, R, n]."""
+    first = known[0]
+    num_behind = num_slots - (0 if first is None else first.shape[-1])
+    begins = to_device(torch.tensor([num - num_behind for num in nums_logical], dtype=torch.int32), device)
+    behind = begins[:, None] + torch.arange(num_behind, dtype=torch.int32, device=device)
+    if first is None:
+        return behind
+    held = torch.stack([each for each in known if each is not None], -2)
+    return torch.cat([held, behind.expand(*held.shape[:-1], -1)], -1)
+
+
+def position_values(
+    known: torch.Tensor | None, num_logical: int, num_slots: int, begin: int, end: int, device: torch.device | str
+) -> torch.Tensor:
+    """int32 [end - begin]: what ``positions_of`` has there, flattened, without making the rest of it."""
+    every = torch.arange(begin, end, device=device)
+    slot, num_known = every % num_slots, 0 if known is None else known.shape[-1]
+    behind = slot + (num_logical - num_slots)
+    if known is None or num_known == 0:
+        return behind.int()
+    at = slot.clamp(max=num_known - 1)
+    if known.dim() == 1:
+        held = known[at]
+    else:
+        head = every // num_slots
+        held = known[head // known.shape[1], head % known.shape[1], at]
+    return torch.where(slot < num_known, held, behind.int())

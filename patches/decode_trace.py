@@ -1,6 +1,7 @@
 """The passes of requests that asked for a trace of them, with the positions that each left, in bounded memory.
 
-For tests and for finding faults: `kv_decode_trace` in a request's custom parameters, `&positions=true` to read it.
+For tests and for finding faults: `kv_decode_trace` in a request's custom parameters, on a server started with
+`--kv-decode-client-budgets trace`, and `&positions=true` to read it, a page of values at a time.
 """
 
 from __future__ import annotations
@@ -8,12 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from weakref import WeakSet
 
+import numpy as np
 import torch
 
 from sglang_evicpress.decode.tally import PassRecord
 from sglang_evicpress.layout import HostCopy
 
-MAX_PASSES = 1024
+MAX_PASSES = 512
 MAX_TRACES_BYTES = 64 << 20
 PASS_BYTES = 1024  # what a pass takes beside its positions, roundly
 
@@ -32,8 +34,25 @@ class DecodeTrace:
         """Without the passes at ``num_tokens`` tokens or more; their room is not given back before the trace is."""
         self.passes = [entry for entry in self.passes if entry[0].logical < num_tokens]
 
+    @property
+    def num_values(self) -> int:
+        """Positions of all passes together."""
+        return sum(held.size for _, held in self.passes)
+
+    def values(self, begin: int, end: int) -> np.ndarray:
+        """int32 [at most end - begin]: of the positions of all passes, one after the other, those from ``begin`` on."""
+        parts, at = [], 0
+        for _, held in self.passes:
+            if at >= end:
+                break
+            if at + held.size > begin:
+                parts.append(held.read().numpy().reshape(-1)[max(0, begin - at) : end - at])
+            at += held.size
+        return np.concatenate(parts) if parts else np.empty(0, np.int32)
+
     def to_json(self) -> list[dict[str, object]]:
-        return [{**record.to_json(), "positions": held.read().tolist()} for record, held in self.passes]
+        """The passes with the shapes of what they left, [n] or [L, H, n]."""
+        return [{**record.to_json(), "positions_shape": list(held.shape)} for record, held in self.passes]
 
 
 class TraceRoom:

@@ -80,18 +80,21 @@ def _around_alloc_decode(
     return slots
 
 
-def free_whole_pages(allocator: Any, slots: torch.Tensor) -> None:
-    """Free the pages of ``slots`` [n], which lie page by page from the first slot of one on; the last may be partial.
+def free_whole_pages(allocator: Any, *runs: torch.Tensor) -> None:
+    """Free the pages of all ``runs`` of slots [n], each of which lies page by page from the first slot of one on; its
+    last page may be partial.
 
-    What ``allocator.free`` does without its ``torch.unique``, which waits for the device.
+    What ``allocator.free`` does without its ``torch.unique``, which waits for the device; once for all runs.
     """
-    if slots.numel() == 0:
+    held = [slots for slots in runs if slots.numel() > 0]
+    if not held:
         return
     page = allocator.page_size
     if page == 1 or not allocator.is_not_in_free_group:
-        allocator.free(slots)
+        allocator.free(held[0] if len(held) == 1 else torch.cat(held))
         return
-    pages = slots[::page] // page
+    firsts = [slots[::page] for slots in held]
+    pages = (firsts[0] if len(firsts) == 1 else torch.cat(firsts)) // page
     if allocator.need_sort:
         allocator.release_pages = torch.cat((pages, allocator.release_pages))
     else:

@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.decode import rhythm
-from sglang_evicpress.decode.settings import QUERY_SCORES, DecodeSettings, parse_protect
+from sglang_evicpress.decode.settings import CLIENT_BUDGETS, QUERY_SCORES, DecodeSettings, parse_protect
 
 ATTENTION_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")
 BACKEND_NAME = "evicpress"
@@ -208,6 +208,10 @@ def is_deterministic(server_args: Any) -> bool:
 
 def decode_settings(config: EvicPressConfig) -> DecodeSettings:
     """The budget of requests that ask for none themselves. Raises ValueError, one sentence."""
+    if config.decode_client_budgets not in CLIENT_BUDGETS:
+        raise ValueError(
+            f"kv_decode_client_budgets is {config.decode_client_budgets!r}: want {', '.join(CLIENT_BUDGETS)}"
+        )
     return DecodeSettings(
         config.decode_budget,
         config.decode_method,

@@ -48,12 +48,12 @@ class HoleTable:
         self.host[rows_host] = values
         return values
 
-    def add(self, row: int, num_holes: int) -> None:
-        """So many more tokens of one row have no slot."""
-        self._with_holes.add(row)
-        self.host[row] += num_holes
+    def add(self, rows: Sequence[int], num_holes: int, rows_device: torch.Tensor) -> None:
+        """So many more tokens of each row have no slot; ``rows_device``: the same rows, int64 on the device."""
+        self._with_holes.update(rows)
+        self.host[torch.tensor(rows)] += num_holes
         if self.device is not self.host:
-            self.device[row] += num_holes
+            self.device.index_add_(0, rows_device, torch.full_like(rows_device, num_holes))
 
     def begin_batch(self, rows_host: torch.Tensor | None) -> None:
         """Remember the holes of the batch that is about to run, in batch order."""

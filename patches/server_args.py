@@ -30,6 +30,7 @@ DEPENDENT_FLAGS = (
     *("kv_host_gb", "kv_ssd_dir", "kv_ssd_gb", "kv_ssd_write_gb_per_day", "kv_ssd_sync"),
     *("kv_prior", "kv_profiles", "kv_drift", "kv_no_recording"),
     *("kv_decode_budget", "kv_decode_method", "kv_decode_score", "kv_decode_every", "kv_decode_protect"),
+    "kv_decode_client_budgets",
 )
 
 
@@ -69,6 +70,7 @@ def config_of(server_args: Any) -> EvicPressConfig:
         decode_score=server_args.kv_decode_score,
         decode_every=server_args.kv_decode_every,
         decode_protect=server_args.kv_decode_protect,
+        decode_client_budgets=server_args.kv_decode_client_budgets,
     )
 
 
@@ -181,7 +183,14 @@ def _add_fields(cls: Any) -> tuple[str, ...]:
             flag(
                 "kv_decode_protect",
                 str,
-                "Pages that paged never frees: first, newest, first,newest or none (default: first,newest).",
+                "Pages that paged never frees: first (all with sinks), newest, first,newest or none (default: "
+                "first,newest).",
+            ),
+            flag(
+                "kv_decode_client_budgets",
+                str,
+                "Choice of budgets by requests, in their custom_params: off, on, or trace, which also lets them ask "
+                "for the trace of their passes (default: on).",
             ),
         ),
     )

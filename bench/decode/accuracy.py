@@ -60,6 +60,7 @@ def arguments(page_size: int, score: str) -> tuple[str, ...]:
     return (
         *("--kv-policy", "lru", "--kv-no-recording", "--skip-tokenizer-init", "--page-size", str(page_size)),
         *("--max-total-tokens", "32768", "--max-running-requests", str(NUM_CLIENTS), "--kv-decode-score", score),
+        *("--kv-decode-every", str(EVERY)),
     )
 
 
@@ -175,12 +176,12 @@ def measure() -> Iterator[Line]:
         with Server(*arguments(page, "tova")) as server:
             exact = answers(server, questions, None)
             full[page] = mean_f1(exact, wanted)
-            whole = answers(server, questions, Ask((), MAX_NEW, WHOLE, "paged"))
+            whole = answers(server, questions, Ask((), MAX_NEW, WHOLE, "paged", every=None))
             num_same += sum(one == other for one, other in zip(exact, whole, strict=True))
             exact_long = answers(server, firsts, None, LONG_NEW, goes_on=True)
             for method, score, budget in itertools.product(METHODS, SCORES, BUDGETS):
                 cell = page, method, score, budget
-                given = answers(server, questions, Ask((), MAX_NEW, budget, method, score, EVERY))
+                given = answers(server, questions, Ask((), MAX_NEW, budget, method, score, None))
                 cells[cell] = mean_f1(given, wanted)
                 ask = Ask((), LONG_NEW, budget, method, score, LONG_EVERY)
                 long[cell] = mean_f1(answers(server, firsts, ask, LONG_NEW, goes_on=True), exact_long)

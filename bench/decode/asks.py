@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from testbed.server import MODEL, Server
 from testbed.tasks import MIN_CONTEXT_TOKENS, make_context
 from testbed.vocabulary import load_vocabulary
@@ -19,24 +21,25 @@ FAMILIES = ("needle", "multikv", "record", "hop")
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request; ``budget`` 0 asks for none. Its answer has ``num_new`` tokens, whatever they are."""
+    """One request; ``budget`` 0 asks for none, ``every`` None for the interval of the server. Its answer has
+    ``num_new`` tokens, whatever they are."""
 
     prompt: Sequence[int]
     num_new: int
     budget: int = 0
     method: str = "paged"
     score: str = "value_key_ratio"
-    every: int = 128
+    every: int | None = 128
 
     @property
     def params(self) -> dict[str, Any]:
         """What goes into ``custom_params``."""
-        return {
+        chosen = {
             "kv_decode_budget": self.budget,
             "kv_decode_method": self.method,
             "kv_decode_score": self.score,
-            "kv_decode_every": self.every,
         }
+        return chosen if self.every is None else {**chosen, "kv_decode_every": self.every}
 
     def body(self, rid: str, *, is_traced: bool = True) -> dict[str, Any]:
         sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": self.num_new, "ignore_eos": True}
@@ -70,6 +73,20 @@ def ask_all(server: Server, asks: Sequence[Ask], *, name: str = "r", is_traced: 
 
 
 def shown_of(server: Server, rid: str) -> dict[str, Any]:
-    """What the server tells of the last request of that name, with its trace where it asked for one."""
-    shown: dict[str, Any] = server.get(f"/evicpress/requests?rid={rid}&positions=true")["requests"][-1]
+    """What the server tells of the last request of that name, with its trace where it asked for one: ``positions`` of
+    the request and of each pass are lists [n] or [L][H][n]. Asked for page by page."""
+    path = f"/evicpress/requests?rid={rid}&positions=true"
+    page: dict[str, Any] = server.get(path)["requests"][0]
+    shown, values = page, list(page["values"])
+    while page["next_offset"] is not None:
+        page = server.get(f"{path}&offset={page['next_offset']}")["requests"][0]
+        values += page["values"]
+    begin = 0
+    for each in (shown, *(shown["trace"] or ())):
+        if each["positions_shape"] is None:
+            each["positions"] = None
+            continue
+        end = begin + math.prod(each["positions_shape"])
+        each["positions"] = np.reshape(values[begin:end], each["positions_shape"]).tolist()
+        begin = end
     return shown

@@ -20,6 +20,8 @@ METHODS = ("paged", "repack", "holefill")
 PROMPT, NUM_NEW, BUDGET, EVERY = 60, 260, 128, 32
 MOST_SHARE = 0.02
 MOST_STEPS = 1.0
+MOST_PASSES = 100 / 16  # per 100 tokens of a request
+MOST_TIME = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +58,14 @@ def arguments(score: str, page_size: int) -> tuple[str, ...]:
     )
 
 
-def run_all(score: str, page_size: int) -> Iterator[Run]:
+def run_all(
+    score: str, page_size: int, batches: Sequence[int] = BATCHES, methods: Sequence[str] = METHODS
+) -> Iterator[Run]:
     """All batches and methods, one after the other, on one server."""
     draw = random.Random(f"cost {page_size}")
     with watched() as watch, Server(*arguments(score, page_size), env=watch.env) as server:
-        for batch in BATCHES:
-            for method in METHODS:
+        for batch in batches:
+            for method in methods:
                 since = watch.num_lines
                 prompts = [context_prompt(draw, PROMPT) for _ in range(batch)]
                 ask_all(server, [Ask(prompt, NUM_NEW, BUDGET, method, score, EVERY) for prompt in prompts])
@@ -118,14 +122,35 @@ def pass_line(runs: Sequence[Run]) -> Line:
             f"{rounds:.1f})"
         )
     return Line(
-        f"cost of a pass by {score}, budget {BUDGET}, in decode steps of the same batch: median over the passes",
+        f"cost of a pass by {score}, pages of {runs[0].page_size}, budget {BUDGET}, in decode steps of the same batch: "
+        "median over the passes",
         f"<= {MOST_STEPS:g}",
         ", ".join(figures),
         worst <= MOST_STEPS,
     )
 
 
+def rate_line(runs: Sequence[Run]) -> Line:
+    """How often ``paged`` makes a pass with the smallest pages, and the share of the scheduler's time for it."""
+    figures, rates, shares = [], [], []
+    for run in runs:
+        rates.append(100 * sum(made.kind == "page" for made in run.passes) / (run.batch * NUM_NEW))
+        spent = sum(each.visit_s for each in run.rounds if each.passes)
+        shares.append(spent / (run.rounds[-1].began - run.rounds[0].began))
+        figures.append(f"{run.batch}: {rates[-1]:.1f} passes, {shares[-1]:.1%}")
+    return Line(
+        f"passes of paged with pages of {runs[0].page_size}, budget {BUDGET}, batches of "
+        f"{', '.join(str(run.batch) for run in runs)}: per 100 tokens of a request, and their share of the time",
+        f"<= {MOST_PASSES:.2f} and <= {MOST_TIME:.0%}",
+        ", ".join(figures),
+        min(rates) > 0 and max(rates) <= MOST_PASSES and max(shares) <= MOST_TIME,
+    )
+
+
 def measure() -> Iterator[Line]:
+    smallest = list(run_all("value_key_ratio", 1, (1, BATCHES[-1]), ("paged",)))
+    yield rate_line(smallest)
+    yield pass_line(smallest)
     for score, page_size in (("value_key_ratio", 16), ("tova", 32)):
         runs = list(run_all(score, page_size))
         yield gauge_line(runs)

@@ -45,7 +45,7 @@ class Generation:
     """One request, computed by transformers along the tokens that the server gave."""
 
     def __init__(self, reference: Reference, ask: Ask, output: Sequence[int], page_size: int, num_cached: int) -> None:
-        self._reference, self._ask, self._page, self._num_cached = reference, ask, page_size, num_cached
+        self._reference, self._ask, self._block, self._num_cached = reference, ask, max(16, page_size), num_cached
         self._tokens = [*ask.prompt, *output]
         self._kv: KV | None = None
         self._positions = self._queries = torch.empty(0)
@@ -122,8 +122,8 @@ class Generation:
         self._kv, self._positions = kv.gather(kept), held.gather(2, kept)
 
     def _page_problem(self, scores: Tensor, is_kept: Tensor, _: Tensor) -> str | None:
-        means = scores.mean((0, 1)).view(-1, self._page).mean(1)
-        gone = (~is_kept[0, 0].view(-1, self._page)).all(1).nonzero().flatten().tolist()
+        means = scores.mean((0, 1)).view(-1, self._block).mean(1)
+        gone = (~is_kept[0, 0].view(-1, self._block)).all(1).nonzero().flatten().tolist()
         if len(gone) != 1 or not 0 < gone[0] < len(means) - 1:
             return f"pages {gone} of {len(means)} were freed, expected one that is neither the first nor the newest"
         lowest = means[1:-1].min()

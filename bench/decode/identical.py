@@ -19,6 +19,7 @@ from testbed.server import MODEL, Server
 
 from sglang_evicpress.decode.settings import METHODS, SCORES
 
+EVERY = (16, 24, 40)
 NUM_PROMPTS = 25  # with a budget, of each server
 NUM_PLAIN = 3
 NUM_SPOILED = 4
@@ -55,6 +56,7 @@ def arguments(page_size: int) -> tuple[str, ...]:
     return (
         *("--kv-policy", "lru", "--kv-no-recording", "--skip-tokenizer-init", "--page-size", str(page_size)),
         *("--max-total-tokens", "16384", "--max-running-requests", "8", "--kv-decode-score", "tova"),
+        *("--kv-decode-every", str(min(EVERY)), "--kv-decode-client-budgets", "trace"),
     )
 
 
@@ -67,7 +69,7 @@ def draw_asks(model: Path, page_size: int, seed: int) -> list[Ask]:
     asks = []
     for number, (method, score) in zip(range(NUM_PROMPTS), itertools.cycle(pairs), strict=False):
         least = 4 * page_size if method == "paged" else 48 + page_size
-        budget, every = max(least, 48) + draw.randrange(60), draw.choice((8, 24, 40))
+        budget, every = max(least, 48) + draw.randrange(60), draw.choice(EVERY)
         num_new = draw.randint(*NUM_NEW)
         shortest = max(30, budget + every + page_size + 1 - num_new)  # or nothing would be dropped
         length = draw.randint(shortest, shortest + 100)

@@ -96,7 +96,7 @@ class Row:
         node = self.node
         given = scores.score(score, node, WINDOW)
         if method == "paged":
-            scores.worst_pages(scores.page_means(given, PAGE), ("first", "newest"))
+            scores.worst_pages(scores.page_means(given, PAGE), (1, 1))
             return
         num_kept = self.num_slots * 7 // 8
         chosen = scores.survivors(given, node.positions, num_kept, 4, in_order=True)
@@ -138,6 +138,7 @@ def backends(asks: Sequence[Ask]) -> tuple[str, set[str], int]:
     """What SGLang says its attention backend is, the types that it ran, and the passes that ``asks`` led to."""
     score = "tova" if any(ask.budget for ask in asks) else "value_key_ratio"
     limits = ("--max-total-tokens", "16384", "--max-running-requests", "8", "--kv-decode-score", score)
+    limits += ("--kv-decode-every", "16")
     policy = ("--kv-policy", "lru", "--kv-no-recording", "--skip-tokenizer-init", "--page-size", str(PAGE))
     with watched() as watch, Server(*policy, *limits, env=watch.env) as server:
         ask_all(server, asks)

@@ -42,7 +42,7 @@ def plan(size: int, device: str, *, extend: bool) -> Any:
     table.note(where, list(range(10, 10 + size)))  # what write() does to both; pinning needs CUDA
     if table.device is not table.host:
         table.device[where.to(device)] = torch.arange(10, 10 + size).to(device)
-    table.add(1, 16)  # a budget of a running request frees a page
+    table.add([1], 16, torch.tensor([1]).to(device))  # a budget of a running request frees a page
     table.begin_batch(where)
     return physical_view(batch_of(size, device, extend=extend), table)
 

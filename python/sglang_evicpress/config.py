@@ -46,7 +46,8 @@ class EvicPressConfig:
     the last questions about each context in memory, which measuring online needs.
 
     The five ``decode_`` settings are the budget of running requests that ask for none themselves, in tokens (0: no
-    budget), and how it is kept; ``decode.settings`` says what they may be, and checks them.
+    budget), and how it is kept; ``decode.settings`` says what they may be, and checks them. ``decode_client_budgets``
+    says what requests may choose themselves: ``off``, ``on`` or ``trace``.
 
     Raises ValueError, one sentence, for a value out of its range. What depends on this machine (memory, the folder) is
     checked by ``from_flags``.
@@ -77,6 +78,7 @@ class EvicPressConfig:
     decode_score: str = "value_key_ratio"
     decode_every: int = 128
     decode_protect: str = "first,newest"
+    decode_client_budgets: str = "on"
 
     def __post_init__(self) -> None:
         _check_policy(self.policy)
@@ -172,6 +174,7 @@ class EvicPressConfig:
         decode_score: str | None = None,
         decode_every: int | None = None,
         decode_protect: str | None = None,
+        decode_client_budgets: str | None = None,
     ) -> Self:
         """Join the flags with the JSON config file, which may name the policy too; a flag that is given wins.
 
@@ -200,6 +203,7 @@ class EvicPressConfig:
             "decode_score": decode_score,
             "decode_every": decode_every,
             "decode_protect": decode_protect,
+            "decode_client_budgets": decode_client_budgets,
         }
         values |= {name: value for name, value in flags.items() if value is not None}
         if "policy" not in values:
@@ -385,5 +389,6 @@ _READERS: Mapping[str, Callable[[str, object], object]] = {
     "decode_score": _text,
     "decode_every": _whole,
     "decode_protect": _text,
+    "decode_client_budgets": _text,
 }
 _FIELDS = {"half_life": "half_life_s", "prior": "curves"}

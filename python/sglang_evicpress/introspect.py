@@ -99,9 +99,12 @@ class Inspectable(Protocol):
     def detach_ssd(self) -> Json:
         """Publish what is in flight to the SSD tier, then let go of its folder. Raises ValueError, one sentence."""
 
-    def describe_requests(self, rid: str | None, *, positions: bool) -> Json:
-        """Requests with a decode-time budget: all, or the one named; with what their slots hold if asked. Raises
-        IntrospectionError 404."""
+    def describe_requests(
+        self, rid: str | None, *, positions: bool, offset: int = 0, after: int = 0, limit: int = 100
+    ) -> Json:
+        """Requests with a decode-time budget: up to ``limit`` with numbers above ``after``, or those named. With
+        ``positions`` what the slots of the last one named hold, from value ``offset`` on. Raises IntrospectionError
+        404."""
 
 
 Question: TypeAlias = Callable[[Inspectable], Json]
@@ -169,9 +172,20 @@ def read_question(op: str, arguments: Mapping[str, object]) -> Question:
             checked.accept_only(arguments)
             return _allowed(lambda cache: cache.detach_ssd())
         case "requests":
-            checked.accept_only(arguments, "rid", "positions")
+            checked.accept_only(arguments, "rid", "positions", "offset", "after", "limit")
             rid, shows_positions = checked.name(arguments, "rid"), checked.flag(arguments, "positions")
-            return lambda cache: cache.describe_requests(rid, positions=shows_positions)
+            if shows_positions and rid is None:
+                raise IntrospectionError(400, "positions is true without rid: expected the rid of one request")
+            if "offset" in arguments and not shows_positions:
+                raise IntrospectionError(400, "offset is given without positions: expected positions=true")
+            if rid is not None and ("after" in arguments or "limit" in arguments):
+                raise IntrospectionError(400, "after and limit list requests: expected them without rid")
+            offset = checked.integer({"offset": 0, **arguments}, "offset", least=0)
+            after = checked.integer({"after": 0, **arguments}, "after", least=0)
+            shown = checked.integer({"limit": 100, **arguments}, "limit", least=1)
+            return lambda cache: cache.describe_requests(
+                rid, positions=shows_positions, offset=offset, after=after, limit=shown
+            )
     question = read_profile_question(op, arguments)
     if question is not None:
         return _allowed(question)

@@ -31,6 +31,15 @@ class HostCopy:
         else:
             self._tensor = tensor
 
+    @property
+    def shape(self) -> torch.Size:
+        return self._tensor.shape
+
+    @property
+    def size(self) -> int:
+        """Its elements; waits for nothing."""
+        return self._tensor.numel()
+
     def read(self) -> torch.Tensor:
         event = self._event  # another thread may be here as well
         if event is not None:

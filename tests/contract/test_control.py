@@ -97,7 +97,9 @@ class FakeCache:
     def detach_ssd(self) -> Json:
         raise ValueError("there is no SSD tier to detach")
 
-    def describe_requests(self, rid: str | None, *, positions: bool) -> Json:
+    def describe_requests(
+        self, rid: str | None, *, positions: bool, offset: int = 0, after: int = 0, limit: int = 100
+    ) -> Json:
         return {"requests": [], "rid": rid, "positions": positions}
 
 

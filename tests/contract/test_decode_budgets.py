@@ -6,19 +6,25 @@ The oracle of test_radix_cache_model.py reads every KV entry back; here it also 
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from tests.contract.test_radix_cache_model import CONTEXT, HEADS, LAYERS, ROWS, Request, Walk, path_hashes
 
+from sglang_evicpress.arguments import IntrospectionError
 from sglang_evicpress.decode import rhythm
+from sglang_evicpress.decode.scores import score_rows
 from sglang_evicpress.decode.settings import METHODS, DecodeSettings
 from sglang_evicpress.decode.tally import RequestTally
-from sglang_evicpress.patches import decode_budgets, rows
+from sglang_evicpress.patches import decode_passes, requests_inspection, rows
 from sglang_evicpress.patches.decode_state import DecodeState, num_logical, num_physical, positions_of
 from sglang_evicpress.patches.decode_trace import DecodeTrace
 from sglang_evicpress.patches.node import is_lossy, slots_of, tokens_to
@@ -30,8 +36,8 @@ pytestmark = pytest.mark.sglang
 SCORES = ("value_key_ratio", "knorm", "keydiff", "streaming", "r_kv")
 SINKS = 4
 STEPS_OF_A_PASS = (
-    *("row_of", "score", "survivors", "hole_moves", "repack_positions", "holefill_positions", "holefill_copies"),
-    *("page_means", "worst_pages", "positions_of"),
+    *("rows_on_device", "rows_of", "score_rows", "survivors", "hole_moves", "repack_positions", "holefill_positions"),
+    *("holefill_copies", "page_means", "worst_pages", "without_pages", "pages_of", "positions_of_rows"),
 )
 
 
@@ -83,7 +89,7 @@ class BudgetWalk(Walk):
         request = Budgeted(given.rid, given.tokens, given.prompt_len, given.extra_key)
         if self.rng.random() < 0.67:
             method = self.rng.choice(METHODS)
-            least = 3 * self.page if method == "paged" else self.page + SINKS
+            least = 3 * rhythm.block_size(self.page) if method == "paged" else self.page + SINKS
             settings = DecodeSettings(
                 self.rng.randrange(least, least + 60),
                 method,
@@ -224,7 +230,7 @@ class BudgetWalk(Walk):
                     entries = buffer[layer][row, head]
                     assert torch.equal(entries[:, 1].long(), positions), "a slot holds another token than the map says"
                     assert torch.equal(entries[:, 0].long(), hashes[positions]), "KV of another token path"
-                if state.settings.method != "paged":
+                if state.settings.method != "paged" or "first" in state.settings.protect:
                     assert set(range(SINKS)) <= set(positions.tolist()), "a sink was dropped"
         for before, now in zip(request.frozen_view, self.view_of(request), strict=True):
             assert before <= now, "something was dropped without a pass"
@@ -241,8 +247,8 @@ class BudgetWalk(Walk):
                 assert (kept[:, :, 0] == torch.tensor(hashes)[:, None]).all(), "a prefix in the tree was changed"
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("page_size", [1, 2, 8, 16])
+@pytest.mark.parametrize("seed", range(3))
 def test_random_walk_with_budgets_keeps_every_invariant(seed: int, page_size: int) -> None:
     walk = BudgetWalk(seed, page_size, num_slots=1024)
     walk.run(250)
@@ -270,7 +276,7 @@ def test_a_pass_for_which_the_device_has_no_memory_changes_nothing_and_is_made_u
         return call
 
     for name in STEPS_OF_A_PASS:
-        monkeypatch.setattr(decode_budgets, name, scarce(getattr(decode_budgets, name)))
+        monkeypatch.setattr(decode_passes, name, scarce(getattr(decode_passes, name)))
     for name in ("copy", "copy_survivors"):
         monkeypatch.setattr(walk.cache.compressor, name, scarce(getattr(walk.cache.compressor, name)))
     walk.run(250)
@@ -289,7 +295,7 @@ def test_a_pass_without_memory_stays_an_error_where_other_ranks_make_theirs(monk
         raise torch.OutOfMemoryError("none left")
 
     walk = BudgetWalk(0, 1, num_slots=1024)
-    monkeypatch.setattr(decode_budgets, "score", none_left)
+    monkeypatch.setattr(decode_passes, "score_rows", none_left)
     monkeypatch.setattr(type(walk.cache.compressor), "is_alone", False)
     with pytest.raises(torch.OutOfMemoryError):
         walk.run(250)
@@ -300,6 +306,125 @@ def test_a_pool_too_full_to_copy_in_stays_whole(page_size: int) -> None:
     walk = BudgetWalk(11, page_size, num_slots=320)
     walk.run(120)
     assert walk.kinds
+
+
+def alike(page_size: int, method: str, score: str, num_requests: int) -> BudgetWalk:
+    """Requests of one length that are due in the same steps; two share a prefix, and one has a budget of its own."""
+    walk = BudgetWalk(7, page_size, num_slots=8192)
+    for number in range(num_requests):
+        tokens = [*walk.documents[number % 3][:100], *(walk.rng.randrange(50, 60) for _ in range(20))]
+        request = Budgeted(f"r{number}", tokens, len(tokens), None)
+        settings = DecodeSettings(64 if number else 80, method, score, every=16)
+        request.kv_budget = DecodeState(settings, RequestTally(), trace=DecodeTrace(), number=number + 1)
+        walk.cache.has_budgets = True
+        walk.waiting.append(request)
+        walk.cache.expect(request)
+        key = RadixKey(array("q", tokens), None, limit=len(tokens) - 1)
+        match = walk.cache.match_prefix(MatchPrefixParams(key=key, req=request))
+        request.prefix_indices, request.last_node = match.device_indices, match.last_device_node
+        request.cache_protected_len = len(match.device_indices)
+        walk.cache.inc_lock_ref(request.last_node)
+        walk.waiting.remove(request)
+        assert walk.extend(request, len(tokens))
+    for _ in range(70):
+        walk.decode()
+    walk.check()
+    return walk
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("score", ["knorm", "keydiff", "r_kv"])
+def test_the_passes_of_a_step_give_in_one_batch_what_they_give_row_by_row(
+    monkeypatch: pytest.MonkeyPatch, page_size: int, method: str, score: str
+) -> None:
+    num_scored = 0
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        nonlocal num_scored
+        num_scored += 1
+        return score_rows(*arguments)
+
+    monkeypatch.setattr(decode_passes, "score_rows", counted)
+    together = alike(page_size, method, score, 5)
+    launches, num_scored = num_scored, 0
+    monkeypatch.setattr(rows, "_table", HoleTable(ROWS + 1, "cpu"))
+    monkeypatch.setattr(decode_passes, "MAX_BATCH_SCORES", 0)
+    alone = alike(page_size, method, score, 5)
+    num_passes = alone.cache.budget_totals.counts.num_passes
+    assert num_scored == num_passes >= 10 and launches <= num_passes * 3 // 5
+    assert together.allocator.available_size() == alone.allocator.available_size()
+    for one, other in zip(together.running, alone.running, strict=True):
+        assert one.rid == other.rid and num_physical(one) == num_physical(other)
+        for mine, its in zip(one.kv_budget.trace.passes, other.kv_budget.trace.passes, strict=True):
+            assert torch.equal(mine[1].read(), its[1].read())
+            assert (mine[0].kind, mine[0].after, mine[0].pages_freed) == (its[0].kind, its[0].after, its[0].pages_freed)
+        held = [
+            [buffer[walk.rows.req_to_token[each.req_pool_idx, : num_physical(each)].long()] for buffer in
+             (*walk.pool.k_buffer, *walk.pool.v_buffer)]
+            for walk, each in ((together, one), (alone, other))
+        ]  # fmt: skip
+        assert all(torch.equal(mine, its) for mine, its in zip(*held, strict=True))
+
+
+def test_small_pages_keep_the_tokens_that_pages_of_16_keep() -> None:
+    """At most one pass per 16 tokens, and every sink stays."""
+    walks = []
+    for page_size in (16, 1, 2, 4, 8):
+        walks.append(alike(page_size, "paged", "knorm", 3))
+        rows.attach(HoleTable(ROWS + 1, "cpu"))
+    for walk in walks[1:]:
+        for one, other in zip(walks[0].running, walk.running, strict=True):
+            assert other.kv_budget.tally.counts.num_passes <= 1 + -(-70 // 16)
+            held = [positions_of(each.kv_budget.positions, num_logical(each), num_physical(each), "cpu").expand(
+                LAYERS, HEADS, -1) for each in (one, other)]  # fmt: skip
+            assert torch.equal(*held) and (held[1][..., :SINKS] == torch.arange(SINKS)).all()
+
+
+# ---- what is told of requests
+
+
+def test_positions_are_told_a_page_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests_inspection, "MAX_VALUES", 300)
+    walk = alike(1, "repack", "knorm", 2)
+    req = walk.running[1]
+    state = req.kv_budget
+    told = walk.cache.describe_requests("r1", positions=True)["requests"][0]
+    wanted = [positions_of(state.positions, num_logical(req), num_physical(req), "cpu")]
+    wanted += [held.read() for _, held in state.trace.passes]
+    values, shapes = [told["values"]], [told["positions_shape"], *(each["positions_shape"] for each in told["trace"])]
+    while told["next_offset"] is not None:
+        assert len(values[-1]) == 300
+        told = walk.cache.describe_requests("r1", positions=True, offset=told["next_offset"])["requests"][0]
+        assert told["trace"] is None
+        values.append(told["values"])
+    assert len(values) > 2 and shapes == [list(each.shape) for each in wanted]
+    every = torch.cat([each.flatten() for each in wanted])
+    assert torch.equal(torch.from_numpy(np.concatenate(values)), every) and len(every) == told["num_values"]
+    assert isinstance(values[0], np.ndarray), "no Python integers"
+    beyond = walk.cache.describe_requests("r1", positions=True, offset=10**15)["requests"][0]
+    assert len(beyond["values"]) == 0 and beyond["next_offset"] is None
+    for each in walk.running:
+        each.to_finish = "done"
+    walk.end_all()
+    ended = walk.cache.describe_requests("r1", positions=True)["requests"][0]
+    assert ended["positions_shape"] == shapes[0] and np.array_equal(ended["values"], values[0])
+
+
+def test_requests_are_told_a_hundred_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests_inspection, "MAX_REQUESTS", 3)
+    walk = alike(1, "paged", "knorm", 5)
+    for each in walk.running:
+        each.to_finish = "done"
+    walk.finish()
+    first = walk.cache.describe_requests(None, positions=False)
+    assert [each["number"] for each in first["requests"]] == [1, 2, 3] and first["next_after"] == 3
+    rest = walk.cache.describe_requests(None, positions=False, after=3)
+    assert [each["number"] for each in rest["requests"]] == [4, 5] and rest["next_after"] is None
+    two = walk.cache.describe_requests(None, positions=False, after=1, limit=2)
+    assert [each["number"] for each in two["requests"]] == [2, 3] and two["next_after"] == 3
+    with pytest.raises(IntrospectionError, match="'r9' has no budget here"):
+        walk.cache.describe_requests("r9", positions=True)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

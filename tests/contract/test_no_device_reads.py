@@ -19,7 +19,7 @@ from sglang_evicpress.decode import rhythm, scores
 from sglang_evicpress.decode.settings import METHODS, DecodeSettings
 from sglang_evicpress.decode.tally import RequestTally, Totals
 from sglang_evicpress.layout import HostCopy, SurvivorLayout, to_device
-from sglang_evicpress.patches import decode_budgets, decode_rows, rows
+from sglang_evicpress.patches import decode_passes, decode_rows, rows
 from sglang_evicpress.patches.attention import physical_view
 from sglang_evicpress.patches.capture import QueryCapture
 from sglang_evicpress.patches.compression import Compressor
@@ -84,7 +84,7 @@ def test_what_goes_to_the_device_goes_from_pinned_memory(pinned: list[torch.Tens
 def test_a_step_from_its_rows_to_its_plan(mode: ForwardMode, table: HoleTable) -> None:
     where, lens = torch.tensor([3, 1, 4]), torch.tensor([40, 9, 33])
     table.write(where.to(META), where, [25, 0, 32])
-    table.add(1, 4)
+    table.add([1], 4, slots(1))
     table.begin_batch(where)
     batch = SimpleNamespace(
         forward_mode=mode,
@@ -203,20 +203,20 @@ def test_a_pass_over_a_row_with_a_compressed_prefix(
     monkeypatch.setattr(decode_rows, "evict_from_tree_cache", lambda cache, num_slots: None)
     # On the CPU these two count; the kernels for CUDA do not.
     monkeypatch.setattr(scores, "select_survivors", select)
-    monkeypatch.setattr(decode_budgets, "fill_holes", lambda *arguments: None)
+    monkeypatch.setattr(decode_passes, "fill_holes", lambda *arguments: None)
     ring = QueryRing(torch.zeros(LAYERS, NUM_ROWS, 4, Q_HEADS, DIM, device=META), first_layer=0)
     monkeypatch.setattr(QueryRing, "active", ring)
     cache: Any = Cache(page_size)
     upper = SimpleNamespace(parent=cache.root_node, key=[0] * 40, kv=NodeKV(layout=layout(20, 40)))
     lower = SimpleNamespace(parent=upper, key=[0] * 8, kv=NodeKV())
-    settings = DecodeSettings(32, method, score, every=4, protect=("first", "newest"))  # type: ignore[arg-type]
+    settings = DecodeSettings(48, method, score, every=4, protect=("first", "newest"))  # type: ignore[arg-type]
     state = DecodeState(settings, RequestTally(), num_cached=48, in_tree=True, trace=DecodeTrace())
     req = SimpleNamespace(
         kv_budget=state, req_pool_idx=3, evicpress=PrefixView(slots(28), 20, True, True), last_node=lower,
         cache_protected_len=48, kv_allocated_len=80, kv_committed_len=80, prefix_indices=slots(48),
     )  # fmt: skip
     assert num_physical(req) == 60
-    assert cache.drop_tokens(req, state)
+    assert cache.make_passes([req])
     kept = rhythm.target(settings, 60, page_size)
     assert num_physical(req) == kept and state.has_left_tree and cache.counts["unlocked"] == 1
     assert cache.counts["taken"] == -(-kept // page_size) * page_size
@@ -224,8 +224,5 @@ def test_a_pass_over_a_row_with_a_compressed_prefix(
     req.kv_allocated_len += 2 * PAGE
     req.kv_committed_len += 2 * PAGE
     before = num_physical(req)
-    if method == "paged":
-        assert cache._drop_page(req, state) and num_physical(req) == before - page_size
-    else:
-        assert cache.drop_tokens(req, state) and num_physical(req) == rhythm.target(settings, before, page_size)
+    assert cache.make_passes([req]) and num_physical(req) == rhythm.target(settings, before, page_size)
     assert rows.table().host[3] == 80 + 2 * PAGE - 20 - num_physical(req)

@@ -142,6 +142,7 @@ def test_the_command_line_takes_every_flag(model: str, tmp_path: Path) -> None:
         "--kv-decode-score": "knorm",
         "--kv-decode-every": "64",
         "--kv-decode-protect": "newest",
+        "--kv-decode-client-budgets": "off",
     }
     flags = [part for flag in given.items() for part in flag]
     args = _from_command_line("--model-path", model, "--device", "cpu", *flags, "--kv-no-recording")
@@ -168,6 +169,7 @@ def test_the_command_line_takes_every_flag(model: str, tmp_path: Path) -> None:
         decode_score="knorm",
         decode_every=64,
         decode_protect="newest",
+        decode_client_budgets="off",
     )
 
 
@@ -179,6 +181,7 @@ def test_the_command_line_takes_every_flag(model: str, tmp_path: Path) -> None:
         ({"kv_decode_method": "quest"}, ("frees no memory",)),
         ({"kv_decode_budget": -1}, ("kv_decode_budget is -1",)),
         ({"kv_decode_protect": "last"}, ("'last'",)),
+        ({"kv_decode_client_budgets": "no"}, ("kv_decode_client_budgets is 'no'", "off, on, trace")),
     ],
 )
 def test_a_budget_that_cannot_be_kept_stops_the_start(

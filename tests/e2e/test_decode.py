@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from decode.asks import shown_of as whole_of
 from foundation.reference import KV, Reference, make_peaky_model, press_scores
 from foundation.storm import CHECKS
 from testbed.server import Server
@@ -18,6 +19,9 @@ from testbed.server import Server
 pytestmark = [pytest.mark.e2e, pytest.mark.sglang, pytest.mark.slow]
 
 SINKS, PAGE, WINDOW = 4, 16, 8
+NESTED: Any = []
+for _ in range(300):
+    NESTED = [NESTED]
 LOGPROB = 1e-4
 
 
@@ -67,6 +71,7 @@ def prompt(seed: int, num_tokens: int) -> list[int]:
 
 def serve(model: Path, *flags: str, env: dict[str, str] | None = None) -> Server:
     policy = ("--kv-policy", "lru", "--kv-no-recording", "--skip-tokenizer-init", "--page-size", str(PAGE))
+    policy += ("--kv-decode-client-budgets", "trace", "--kv-decode-every", "16")
     return Server(*policy, *flags, model=model, env={**CHECKS, **(env or {})})
 
 
@@ -85,7 +90,7 @@ def answers(server: Server, asks: Sequence[Ask]) -> list[Any]:
 
 def shown_of(server: Server, index: int) -> dict[str, Any]:
     """What the server tells of the last request of that name."""
-    shown: dict[str, Any] = server.get(f"/evicpress/requests?rid=r{index}&positions=true")["requests"][-1]
+    shown = whole_of(server, f"r{index}")
     assert shown["state"] == "ended"
     return shown
 
@@ -260,6 +265,8 @@ def test_nobody_else_is_given_what_was_computed_on_survivors(server: Server, ref
         ({"kv_decode_size": 64}, "kv_decode_size is not known"),
         ({"kv_decode_method": "repack"}, "without kv_decode_budget"),
         ({"kv_decode_budget": 64, "kv_decode_trace": 1}, "kv_decode_trace is 1"),
+        ({"kv_decode_budget": 64, "kv_decode_every": 1}, "kv_decode_every is 1: want at least 16 on this server"),
+        ({"kv_decode_budget": NESTED}, "kv_decode_budget is [["),
     ],
 )
 def test_what_cannot_be_is_refused_with_a_sentence(server: Server, params: dict[str, Any], words: str) -> None:

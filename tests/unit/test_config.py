@@ -75,6 +75,7 @@ def test_a_file_may_give_every_field(tmp_path: Path) -> None:
         "decode_score": "keydiff",
         "decode_every": 64,
         "decode_protect": "first",
+        "decode_client_budgets": "off",
     }
     path = _file(tmp_path, values)
     fields = {"half_life_s" if name == "half_life" else name: value for name, value in values.items()}

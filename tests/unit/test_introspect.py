@@ -97,8 +97,10 @@ class FakeCache:
         self.ssd = None
         return {"dir": None}
 
-    def describe_requests(self, rid: str | None, *, positions: bool) -> Json:
-        return {"rid": rid, "positions": positions}
+    def describe_requests(
+        self, rid: str | None, *, positions: bool, offset: int = 0, after: int = 0, limit: int = 100
+    ) -> Json:
+        return {"rid": rid, "positions": positions, "offset": offset, "after": after, "limit": limit}
 
 
 def reason_of(body: Json) -> str:
@@ -167,11 +169,33 @@ def test_evict_passes_the_number_of_slots() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "shown"),
-    [({}, (None, False)), ({"rid": "a"}, ("a", False)), ({"positions": "true"}, (None, True))],
+    [
+        ({}, (None, False, 0, 0, 100)),
+        ({"rid": "a"}, ("a", False, 0, 0, 100)),
+        ({"rid": "a", "positions": "true", "offset": "65536"}, ("a", True, 65536, 0, 100)),
+        ({"after": "7", "limit": 3}, (None, False, 0, 7, 3)),
+    ],
 )
-def test_requests_are_described(arguments: dict[str, object], shown: tuple[str | None, bool]) -> None:
-    rid, positions = shown
-    assert answer(FakeCache(), "requests", arguments) == (200, {"rid": rid, "positions": positions})
+def test_requests_are_described(arguments: dict[str, object], shown: tuple[str | None, bool, int, int, int]) -> None:
+    names = ("rid", "positions", "offset", "after", "limit")
+    assert answer(FakeCache(), "requests", arguments) == (200, dict(zip(names, shown, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"positions": "true"}, "positions is true without rid"),
+        ({"rid": "a", "offset": "5"}, "offset is given without positions"),
+        ({"rid": "a", "after": "5"}, "after and limit list requests"),
+        ({"rid": "a", "limit": "5"}, "after and limit list requests"),
+        ({"rid": "a", "positions": "true", "offset": "-1"}, "offset is '-1'"),
+        ({"limit": "0"}, "limit is '0'"),
+        ({"after": "many"}, "after is 'many'"),
+    ],
+)
+def test_what_would_show_too_much_at_once_is_refused(arguments: dict[str, object], words: str) -> None:
+    status, body = answer(FakeCache(), "requests", arguments)
+    assert status == 400 and words in reason_of(body)
 
 
 def test_tiers_are_described() -> None:

@@ -131,7 +131,7 @@ class TestHoleTable:
         where = torch.tensor([4, 1, 2])
         assert not table.has_holes(where)
         table.write(where, where, [7, 0, 5])
-        table.add(3, 16)
+        table.add([3], 16, torch.tensor([3]))
         assert [table.has_holes(torch.tensor([row])) for row in range(6)] == [False, False, True, True, True, False]
         assert table.has_holes(torch.tensor([1, 2])) and not table.has_holes(torch.tensor([0, 1, 5]))
         table.write(where, where, [0, 3, 0])

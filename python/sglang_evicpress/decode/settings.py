@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -12,8 +13,20 @@ QUERY_SCORES = ("tova", "h2o")
 """Scores that cannot be computed without recent queries; ``r_kv`` takes them when they are there."""
 PROTECTIONS = ("first", "newest")
 MAX_WINDOW = 256
+MAX_TOKENS = 2**31 - 1
+
+CLIENT_BUDGETS = ("off", "on", "trace")
+"""May requests choose their budgets? ``off``: no; ``on``: yes; ``trace``: they may also ask for the trace of passes."""
+LEAST_EVERY = 16
+MOST_LEAST_EVERY = 32
+MAX_SORTED_TOKENS = 8192
+"""Budget of a request, at most, where each pass sorts the whole row; the server's own may be larger."""
+TRACE = "kv_decode_trace"
 
 _PREFIX = "kv_decode_"
+_MAX_PARAMS = 256
+_SORTING_METHODS = ("holefill", "compact")
+_SORTING_SCORES = ("r_kv",)
 _FIELDS: Mapping[str, str] = MappingProxyType(
     {
         "kv_decode_budget": "tokens",
@@ -45,7 +58,7 @@ class DecodeSettings:
 
     def __post_init__(self) -> None:
         _check_int("kv_decode_budget", self.tokens, 0)
-        if self.method == "quest":
+        if isinstance(self.method, str) and self.method == "quest":
             raise ValueError(
                 "kv_decode_method 'quest' selects pages to read and keeps all of them, so it frees no memory: "
                 f"choose {_either(METHODS)}"
@@ -56,13 +69,74 @@ class DecodeSettings:
         _check_int("kv_decode_window", self.window, 1, MAX_WINDOW)
         if self.protect not in ((), ("first",), ("newest",), PROTECTIONS):
             raise ValueError(
-                f"kv_decode_protect is {self.protect!r}: want (), ('first',), ('newest',) or both in order"
+                f"kv_decode_protect is {_shown(self.protect)}: want (), ('first',), ('newest',) or both in order"
             )
 
     @property
     def reads_queries(self) -> bool:
         """Whether the score is lost without recent queries."""
         return self.score in QUERY_SCORES
+
+    @property
+    def sorts_rows(self) -> str | None:
+        """The score or method that makes each pass sort the row, None for a cost linear in the row."""
+        names = (self.score in _SORTING_SCORES and self.score, self.method in _SORTING_METHODS and self.method)
+        return next((name for name in names if name), None)
+
+
+def fields_of(params: object) -> dict[str, object]:
+    """The entries of a request's ``custom_params`` that are ours, ``kv_decode_trace`` included.
+
+    ``params`` may be anything, since SGLang lets pass what it does not look at. Of more than 256 entries only those
+    that are known are looked up: no client makes the scheduler walk over a million.
+    """
+    if not isinstance(params, dict):
+        return {}
+    if len(params) > _MAX_PARAMS:
+        return {key: params[key] for key in (*_FIELDS, TRACE) if key in params}
+    return {key: value for key, value in params.items() if isinstance(key, str) and key.startswith(_PREFIX)}
+
+
+def client_settings(
+    params: object, default: DecodeSettings, clients: str = "trace"
+) -> tuple[DecodeSettings | None, bool]:
+    """The budget of one request, None for none, and whether it gets a trace of its passes.
+
+    ``default`` is the server's own, ``clients`` one of ``CLIENT_BUDGETS``. Raises ValueError, one sentence naming the
+    value and what is accepted, for what ``from_request`` refuses, and for what clients may not have: anything where
+    ``clients`` is ``off``, a trace where it is not ``trace``, an interval below ``least_every``, and a budget beyond
+    ``MAX_SORTED_TOKENS`` (or the server's own) where each pass would sort it.
+    """
+    fields = fields_of(params)
+    if fields and clients == "off":
+        raise ValueError(
+            f"{_shown(next(iter(fields)))} is given, but this server was started with --kv-decode-client-budgets off: "
+            "leave it out"
+        )
+    wants_trace = fields.pop(TRACE, False)
+    if not isinstance(wants_trace, bool):
+        raise ValueError(f"{TRACE} is {_shown(wants_trace)}: want true or false")
+    if wants_trace and clients != "trace":
+        raise ValueError(f"{TRACE} is true: want a server started with --kv-decode-client-budgets trace, or false")
+    settings = from_request(fields, default)
+    if settings is None:
+        return None, False
+    least = least_every(default)
+    if "kv_decode_every" in fields and settings.every < least:
+        raise ValueError(f"kv_decode_every is {settings.every}: want at least {least} on this server")
+    most = max(MAX_SORTED_TOKENS, default.tokens)
+    if fields and settings.sorts_rows and settings.tokens > most:
+        raise ValueError(
+            f"kv_decode_budget is {settings.tokens}: want at most {most} with {settings.sorts_rows}, which sorts all "
+            "of it in each pass"
+        )
+    return settings, wants_trace
+
+
+def least_every(default: DecodeSettings) -> int:
+    """The shortest interval between passes, in tokens, that a client may ask for: the server's own, but at least
+    ``LEAST_EVERY`` and never more than ``MOST_LEAST_EVERY``."""
+    return max(LEAST_EVERY, min(default.every, MOST_LEAST_EVERY))
 
 
 def from_request(params: Mapping[str, object] | None, default: DecodeSettings) -> DecodeSettings | None:
@@ -75,7 +149,8 @@ def from_request(params: Mapping[str, object] | None, default: DecodeSettings) -
     asked = {key: value for key, value in (params or {}).items() if str(key).startswith(_PREFIX)}
     for key in asked:
         if key not in _FIELDS:
-            raise ValueError(f"{key} is not known: want {_either(tuple(_FIELDS))}")
+            shown = key if key.isidentifier() and len(key) <= 60 else _shown(key)
+            raise ValueError(f"{shown} is not known: want {_either(tuple(_FIELDS))}")
     changes = {_FIELDS[key]: value for key, value in asked.items()}
     if "protect" in changes:
         changes["protect"] = parse_protect(changes["protect"])
@@ -91,9 +166,9 @@ def parse_protect(text: object) -> tuple[str, ...]:
     """``"first,newest"`` in either order, one of them, or ``"none"``. Raises ValueError for anything else."""
     if text == "none":
         return ()
-    pages = text.split(",") if isinstance(text, str) else []
+    pages = text.split(",", len(PROTECTIONS)) if isinstance(text, str) else []
     if not pages or len(set(pages)) != len(pages) or any(page not in PROTECTIONS for page in pages):
-        raise ValueError(f"kv_decode_protect is {text!r}: want 'first', 'newest', 'first,newest' or 'none'")
+        raise ValueError(f"kv_decode_protect is {_shown(text)}: want 'first', 'newest', 'first,newest' or 'none'")
     return tuple(page for page in PROTECTIONS if page in pages)
 
 
@@ -102,11 +177,22 @@ def _either(names: tuple[str, ...]) -> str:
 
 
 def _check_name(key: str, value: object, names: tuple[str, ...]) -> None:
-    if value not in names:
-        raise ValueError(f"{key} is {value!r}: want {_either(names)}")
+    if not isinstance(value, str) or value not in names:
+        raise ValueError(f"{key} is {_shown(value)}: want {_either(names)}")
 
 
 def _check_int(key: str, value: object, least: int, most: int | None = None) -> None:
-    if type(value) is not int or value < least or (most is not None and value > most):
-        bound = f"at least {least}" if most is None else f"{least} to {most}"
-        raise ValueError(f"{key} is {value!r}: want a whole number, {bound}")
+    if type(value) is not int or value < least or value > (MAX_TOKENS if most is None else most):
+        is_large = type(value) is int and value > MAX_TOKENS
+        bound = f"at least {least}" if most is None and not is_large else f"{least} to {most or MAX_TOKENS}"
+        raise ValueError(f"{key} is {_shown(value)}: want a whole number, {bound}")
+
+
+def _shown(value: object) -> str:
+    """``repr`` of what a client sent, cut to a few words: it may be huge, or nested beyond what ``repr`` survives."""
+    return _REPR.repr(value)
+
+
+_REPR = reprlib.Repr()
+_REPR.maxlevel = 2
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 60

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from decode.cost import Run, gauge_line, gauge_problems, idle_line, pass_line
+from decode.cost import NUM_NEW, Run, gauge_line, gauge_problems, idle_line, pass_line, rate_line
 from decode.watch import Pass, Round, step_seconds
 
 STEP_S = 0.01
@@ -56,3 +56,14 @@ def test_a_gauge_without_passes_of_every_kind_shows_nothing() -> None:
              ("page", "repack", "holefill")]  # fmt: skip
     assert gauge_line(every).ok
     assert not gauge_line(every[:2]).ok
+
+
+def test_a_pass_per_token_is_seen() -> None:
+    def of(every: int, **given: float) -> list[Run]:
+        return [Run("knorm", 1, "paged", 1, rounds(NUM_NEW, 1, every=every, **given))]
+
+    line = rate_line(of(17, pass_s=0.001))
+    assert line.ok and "1: 6.2 passes" in line.figure
+    assert not rate_line(of(1, pass_s=0.001)).ok, "a pass per token"
+    assert not rate_line(of(17, pass_s=0.1)).ok, "passes that take half of the time"
+    assert not rate_line(of(17)[:0] or [Run("knorm", 1, "paged", 1, [*rounds(3, 1)[1:]])]).ok, "no pass at all"

@@ -104,6 +104,7 @@ def test_every_ask_can_be_asked(setup: identical.Setup) -> None:
     budgeted = [ask for ask in asks if ask.budget]
     assert len(budgeted) == identical.NUM_PROMPTS and len({(ask.method, ask.score) for ask in budgeted}) == 25
     for ask in budgeted:
+        assert ask.every is not None
         rhythm.check(DecodeSettings(ask.budget, ask.method, ask.score, ask.every), setup.page_size, 4)
         assert len(ask.prompt) + ask.num_new > ask.budget + ask.every, "or nothing would be dropped"
 

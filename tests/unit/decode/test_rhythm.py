@@ -8,10 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_evicpress.decode.rhythm import check, is_due, is_near, is_over, least_tokens, peak, target
+from sglang_evicpress.decode.rhythm import (
+    block_size,
+    check,
+    is_due,
+    is_near,
+    is_over,
+    least_tokens,
+    peak,
+    protected_blocks,
+    target,
+)
 from sglang_evicpress.decode.settings import METHODS, PROTECTIONS, DecodeSettings
 
-PAGE_SIZES = (1, 2, 16, 32, 64)
+PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass
@@ -51,7 +61,9 @@ def runs(draw: st.DrawFn) -> Run:
     tokens = least_tokens(settings, page_size, sinks) + draw(st.integers(0, 3 * page_size))
     settings = DecodeSettings(tokens, method, every=settings.every, protect=protect)
     check(settings, page_size, sinks)
-    run = Run(settings, page_size, draw(st.integers(1, 2 * tokens + 70)), draw(st.integers(0, 5 * page_size + 80)))
+    run = Run(
+        settings, page_size, draw(st.integers(1, 2 * tokens + 70)), draw(st.integers(0, 5 * block_size(page_size) + 80))
+    )
     least = min([after for _, after in run.passes], default=sinks + 1)
     assert least > sinks, "a pass leaves the sinks and one more"
     return run
@@ -83,14 +95,44 @@ def test_the_peak_is_in_whole_pages_and_never_exceeded(run):
 
 
 @given(runs())
-def test_paged_frees_one_unprotected_page_whenever_a_page_fills_at_the_budget(run):
+def test_paged_frees_one_unprotected_block_whenever_a_block_fills_at_the_budget(run):
     if run.settings.method != "paged":
         return
+    block = block_size(run.page_size)
+    assert block >= 16 and block % run.page_size == 0
     for before, after in run.visits[1:]:
         if before != after:
-            assert before - after == run.page_size
-            assert before % run.page_size == 0
-            assert before // run.page_size > len(run.settings.protect)
+            assert before - after == block
+            assert before % block == 0
+            assert before // block > sum(protected_blocks(run.settings.protect, block, 0))
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 4, 8])
+def test_paged_makes_the_same_passes_with_small_pages_as_with_pages_of_16(page_size):
+    """At most one per 16 tokens; a pass reads the whole row."""
+    settings = DecodeSettings(100)
+    small, large = Run(settings, page_size, 333, 100), Run(settings, 16, 333, 100)
+    assert small.visits == large.visits
+    assert len(small.passes) <= 2 + 100 // 16
+
+
+@pytest.mark.parametrize(("page_size", "sinks", "blocks"), [(1, 4, 1), (1, 0, 1), (1, 17, 2), (16, 40, 3), (64, 4, 1)])
+def test_every_block_with_a_sink_is_protected(page_size, sinks, blocks):
+    assert protected_blocks(PROTECTIONS, block_size(page_size), sinks) == (blocks, 1)
+    assert protected_blocks(("newest",), block_size(page_size), sinks) == (0, 1)
+
+
+@given(st.sampled_from(PAGE_SIZES), st.integers(0, 70), st.sampled_from([("first",), PROTECTIONS]), st.integers(0, 90))
+def test_a_pass_that_was_put_off_is_made_up_for_at_the_next_token(page_size, sinks, protect, late):
+    settings = DecodeSettings(1, protect=protect)
+    settings = DecodeSettings(least_tokens(settings, page_size, sinks) + 5, protect=protect)
+    most, block = peak(settings, page_size), block_size(page_size)
+    held = most + late
+    assert is_due(settings, held, page_size)
+    left = target(settings, held, page_size)
+    assert left <= most and not is_due(settings, left, page_size) and (held - left) % block == 0
+    num_free = held // block - sum(protected_blocks(protect, block, sinks)) + bool(held % block and len(protect) == 2)
+    assert num_free >= (held - left) // block, "what lies behind the last full block is the newest"
 
 
 @given(runs())
@@ -132,7 +174,9 @@ def test_paged_with_a_budget_of_no_whole_pages_stays_below_it():
         (DecodeSettings(1, "paged", protect=("first",)), 16, 4, 32),
         (DecodeSettings(1, "paged", protect=()), 16, 4, 32),
         (DecodeSettings(1, "paged", protect=()), 16, 16, 48),
-        (DecodeSettings(1, "paged"), 1, 4, 6),
+        (DecodeSettings(1, "paged"), 1, 4, 48),
+        (DecodeSettings(1, "paged"), 16, 20, 64),
+        (DecodeSettings(1, "paged", protect=()), 2, 4, 32),
         (DecodeSettings(1, "repack"), 16, 4, 20),
         (DecodeSettings(1, "holefill"), 1, 0, 1),
     ],
@@ -148,6 +192,8 @@ def test_a_budget_that_is_too_small_is_refused_in_one_sentence():
         "kv_decode_budget is 47: want at least 48 for paged with pages of 16, 4 sinks and protected pages first,newest"
     )
     check(DecodeSettings(48), 16, 4)
+    with pytest.raises(ValueError, match="for paged with pages of 1 freed in blocks of 16, 4 sinks"):
+        check(DecodeSettings(47), 1, 4)
 
 
 @given(

@@ -219,21 +219,21 @@ def test_page_means_are_algorithm_1_over_all_layers_and_heads():
 
 def test_pages_by_rank_do_not_let_one_layer_decide():
     scores = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, 3.0], [300.0, 200.0, 100.0]]).view(3, 1, 3)
-    assert worst_pages(page_means(scores, 1), ()).tolist() == [2]
-    assert worst_pages(page_means(scores, 1, by_rank=True), ()).tolist() == [0]
+    assert worst_pages(page_means(scores, 1), (0, 0)).tolist() == [2]
+    assert worst_pages(page_means(scores, 1, by_rank=True), (0, 0)).tolist() == [0]
     torch.testing.assert_close(page_means(scores, 1, by_rank=True), torch.tensor([1 / 3, 0.5, 2 / 3]))
 
 
 @pytest.mark.parametrize(
     ("protect", "num_pages", "worst"),
     [
-        ((), 1, [0]),
-        (("first",), 1, [4]),
-        (("newest",), 1, [0]),
-        (("first", "newest"), 1, [2]),
-        (("first", "newest"), 2, [1, 2]),
-        (("first", "newest"), 3, [1, 2, 3]),
-        ((), 5, [0, 1, 2, 3, 4]),
+        ((0, 0), 1, [0]),
+        ((1, 0), 1, [4]),
+        ((0, 1), 1, [0]),
+        ((1, 1), 1, [2]),
+        ((1, 1), 2, [1, 2]),
+        ((1, 1), 3, [1, 2, 3]),
+        ((0, 0), 5, [0, 1, 2, 3, 4]),
     ],
 )
 def test_the_lowest_unprotected_pages_are_freed(protect, num_pages, worst):
@@ -242,11 +242,11 @@ def test_the_lowest_unprotected_pages_are_freed(protect, num_pages, worst):
 
 
 def test_of_equal_pages_the_first_is_freed_and_what_is_no_number_before_all():
-    assert worst_pages(torch.tensor([0.2, 0.1, 0.1]), ()).tolist() == [1]
-    assert worst_pages(torch.tensor([0.2, 0.1, float("nan")]), ()).tolist() == [2]
+    assert worst_pages(torch.tensor([0.2, 0.1, 0.1]), (0, 0)).tolist() == [1]
+    assert worst_pages(torch.tensor([0.2, 0.1, float("nan")]), (0, 0)).tolist() == [2]
 
 
-@pytest.mark.parametrize(("protect", "num_pages"), [(("first", "newest"), 1), ((), 3), (("first",), 0)])
+@pytest.mark.parametrize(("protect", "num_pages"), [((1, 1), 1), ((0, 0), 3), ((1, 0), 0)])
 def test_protected_pages_are_never_freed(protect, num_pages):
     with pytest.raises(ValueError, match=f"cannot free {num_pages} pages"):
         worst_pages(torch.tensor([0.2, 0.1]), protect, num_pages)

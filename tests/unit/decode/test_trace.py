@@ -22,7 +22,10 @@ def test_a_trace_tells_every_pass_with_the_positions_it_left() -> None:
     for logical in (300, 316):
         room.add(trace, record(logical), POSITIONS, [])
     assert [entry["logical_tokens"] for entry in trace.to_json()] == [300, 316]
-    assert trace.to_json()[0]["positions"] == POSITIONS.tolist()
+    assert trace.to_json()[0]["positions_shape"] == [256] and trace.num_values == 512
+    assert trace.values(0, 1000).tolist() == 2 * POSITIONS.tolist()
+    assert trace.values(250, 260).tolist() == [*range(250, 256), 0, 1, 2, 3]
+    assert trace.values(512, 600).size == 0
     assert room.num_bytes == 2 * ONE and not trace.is_cut
     trace.forget_from(316)
     assert [entry["logical_tokens"] for entry in trace.to_json()] == [300]
