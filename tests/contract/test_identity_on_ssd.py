@@ -315,7 +315,7 @@ def test_nothing_is_published_or_waited_for_after_an_exception(
     with pytest.raises(OSError, match="closed"):
         write.run()  # one that a thread was in the middle of
     block.may_end.set()
-    for thread in writers._threads:
+    for thread in writers.threads:
         thread.join()
     store.close()
     walk = opened()
