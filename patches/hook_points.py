@@ -135,7 +135,7 @@ HOOK_POINTS = (
     HookPoint(
         "sglang.srt.managers.schedule_batch.Req.set_finish_with_abort", "read", "scheduler", ("self", "error_msg")
     ),
-    HookPoint(f"{_COMMON}.evict_from_tree_cache", "read", "scheduler", ("tree_cache", "num_tokens")),
+    HookPoint(f"{_COMMON}.evict_from_tree_cache", "hook", "scheduler", ("tree_cache", "num_tokens")),
     HookPoint("sglang.srt.managers.schedule_policy.AddReqResult.CONTINUE", "read", "scheduler", None),
     HookPoint("sglang.srt.managers.schedule_policy.AddReqResult.NO_TOKEN", "read", "scheduler", None),
     HookPoint(f"{_SCHEDULER}.run_batch", "hook", "scheduler", ("self", "batch", "pp_proxy_tensors")),

@@ -60,6 +60,7 @@ def install_scheduler() -> None:
         attention,
         control,
         decode_intake,
+        eviction,
         paged_allocator,
         registry,
         rows,
@@ -72,6 +73,7 @@ def install_scheduler() -> None:
     attention.install(HookRegistry, HookType)
     control.install_scheduler(HookRegistry, HookType)
     scheduling.install(HookRegistry, HookType)
+    eviction.install(HookRegistry, HookType)
     decode_intake.install(HookRegistry, HookType)
 
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
+from sglang.srt.managers import schedule_batch
+from sglang.srt.mem_cache import common
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from tests.contract.test_radix_cache_model import Walk, finished
 from tests.contract.test_tiers_model import CHEAP, DEAR, SLOTS, TierWalk, blocked, cached, nodes_of, opened, sent
 
 from sglang_evicpress.core import EXACT, Form, Tier
+from sglang_evicpress.patches import eviction
 from sglang_evicpress.patches.node import path_to
 from sglang_evicpress.patches.tiering import tier_of
 
@@ -154,6 +160,76 @@ def test_nobody_waits_where_nothing_is_on_its_way(opened: Callable[..., TierWalk
     assert not waited
     walk.cache._copying_bytes -= walk.cache.host.num_bytes
     block.may_end.set()
+
+
+# ---- the two contracts: evict frees n, evict_from_tree_cache the shortfall
+
+
+def hooked(monkeypatch: pytest.MonkeyPatch) -> Callable[[object, int], None]:
+    """SGLang's ``evict_from_tree_cache`` with our hook applied."""
+
+    class Registry(HookRegistry):
+        _hooks = type(HookRegistry._hooks)(list)
+        _patched: set[str] = set()
+
+    monkeypatch.setattr(common, "evict_from_tree_cache", common.evict_from_tree_cache)  # restored afterwards
+    monkeypatch.setattr(schedule_batch, "evict_from_tree_cache", common.evict_from_tree_cache)
+    eviction.install(Registry, HookType)
+    Registry.apply_hooks()
+    assert schedule_batch.evict_from_tree_cache is common.evict_from_tree_cache
+    return common.evict_from_tree_cache
+
+
+def half_full(policy: str = "evicpress", num_slots: int = SLOTS) -> Walk:
+    """Four prefixes that together hold half of the pool."""
+    walk = Walk(0, 1, policy, num_slots=num_slots)
+    for _ in range(4):
+        finished(walk, [walk.rng.randrange(50) for _ in range(num_slots // 8)])
+    assert walk.allocator.available_size() == num_slots // 2
+    return walk
+
+
+@pytest.mark.parametrize("policy", ["evicpress", "lru", "slru"])
+def test_evict_frees_what_it_is_asked_for_also_while_slots_are_free(policy: str) -> None:
+    walk = half_full(policy)
+    before = walk.allocator.available_size()
+    result = walk.cache.evict(EvictParams(num_tokens=40))
+    assert result.num_tokens_evicted == walk.allocator.available_size() - before >= 40
+    result = walk.cache.evict(EvictParams(num_tokens=10 * SLOTS))  # all that unlocked nodes hold
+    assert walk.allocator.available_size() == SLOTS and not walk.cache.nodes
+    assert walk.cache.evict(EvictParams(num_tokens=1)).num_tokens_evicted == 0
+    walk.check()
+
+
+def test_evict_frees_nothing_when_nothing_is_asked_for() -> None:
+    walk = half_full()
+    assert walk.cache.evict(EvictParams(num_tokens=0, mamba_num=1)).num_tokens_evicted == 0
+    assert walk.allocator.available_size() == SLOTS // 2
+
+
+@pytest.mark.parametrize(("short", "freed"), [(-100, 0), (0, 0), (1, SLOTS // 128), (44, 44)])
+def test_sglang_evicts_the_shortfall_and_at_least_the_headroom(
+    monkeypatch: pytest.MonkeyPatch, short: int, freed: int
+) -> None:
+    """``short`` more slots are wanted than are free; the headroom is 1/128 of the pool."""
+    walk = half_full("lru")
+    hooked(monkeypatch)(walk.cache, SLOTS // 2 + short)
+    whole_nodes = -(-freed // (SLOTS // 8)) * (SLOTS // 8)
+    assert walk.allocator.available_size() - SLOTS // 2 == whole_nodes
+    walk.check()
+
+
+def test_the_hook_leaves_other_caches_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[EvictParams] = []
+    evict_from_tree_cache = hooked(monkeypatch)
+    other = SimpleNamespace(
+        is_chunk_cache=lambda: False,
+        token_to_kv_pool_allocator=SimpleNamespace(available_size=lambda: 5),
+        evict=asked.append,
+    )
+    evict_from_tree_cache(other, 8)
+    assert [params.num_tokens for params in asked] == [8]
+    evict_from_tree_cache(None, 8)
 
 
 # ---- what waiting requests hold
