@@ -12,7 +12,7 @@ from sglang_evicpress.arguments import IntrospectionError
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.costs import PrefillLaw
 from sglang_evicpress.introspect import NodeBusy, UnknownNode
-from sglang_evicpress.patches.node import is_lossy, num_slots, slots_of, start_of, walk
+from sglang_evicpress.patches.node import holes_of, is_lossy, num_slots, slots_of, start_of, walk
 from sglang_evicpress.patches.tiering import tier_of
 
 _BOOKED = (
@@ -228,7 +228,7 @@ class Inspection:
         in_flight = 0
         for req, held in self._in_flight():
             in_flight += held
-            holes = req.evicpress.holes
+            holes = holes_of(req)
             row = self.req_to_token_pool.req_to_token[req.req_pool_idx]
             own = row[req.cache_protected_len - holes : req.kv_allocated_len - holes].to(torch.int64)
             owners.append((f"request {req.rid}", torch.unique(own // page) if page > 1 else own))
