@@ -43,6 +43,7 @@ class Inspection:
             {"form": str(option.form or "drop"), "num_slots": option.num_bytes // self.menu.slot_bytes}
             for option in self.options_of(node)
         ]
+        described["hold_seconds_left"] = self.hold_left_s(node_id)
         described["decisions"] = self.controller.journal.about(node_id)
         if positions:
             described["positions"] = None if layout is None else layout.positions.tolist()
@@ -111,7 +112,8 @@ class Inspection:
             "utility_lost_s": controller.journal.lost if self.policy.has_utility else None,
         }
 
-    def compress_node(self: Any, node_id: int, form: Form) -> dict[str, object]:
+    def compress_node(self: Any, node_id: int, form: Form, hold_s: float = 0.0) -> dict[str, object]:
+        """See ``Inspectable.compress_node``."""
         node = self._node(node_id)
         if node.lock_ref > 0:
             raise NodeBusy(node_id)
@@ -131,7 +133,9 @@ class Inspection:
         freed = self.compress(node_id, form)
         if node_id not in self.nodes:
             raise IntrospectionError(507, f"node {node_id} was dropped: the device has no memory to compress it")
-        return {**self._summary(node, start_of(node)), "freed_slots": freed}
+        self.hold(node_id, hold_s)
+        held = {"hold_seconds_left": self.hold_left_s(node_id)}
+        return {**self._summary(node, start_of(node)), "freed_slots": freed, **held}
 
     def evict_slots(self: Any, num_slots: int) -> dict[str, object]:
         freed = self.relieve(num_slots)

@@ -166,6 +166,7 @@ class EvicPressCache(
         resident = path[:num_resident]
         if params.req is not None:
             params.req.evicpress = self._view_of(resident)
+            self.end_holds(node.id for node in path)
         if not path:
             return self._empty_match_result
         device_node = resident[-1] if resident else self.root_node
@@ -288,13 +289,14 @@ class EvicPressCache(
         self.nodes[upper.id] = upper
         self.split_copies(upper, child)
         self.split_held(upper, child)
+        self.split_hold(upper.id, child.id)
         self.note_split(upper, child)
         return upper
 
     # ---- insert
 
     def insert(self, params: InsertParams) -> InsertResult:
-        """SGLang's insert of exact KV; slots of the part that was there already stay the caller's."""
+        """SGLang's insert of exact KV, a hit for every node that was there already; their slots stay the caller's."""
         if self.disable:
             return InsertResult(prefix_len=0)
         key = params.key.page_aligned(self.page_size)
@@ -302,6 +304,9 @@ class EvicPressCache(
         if value is None:
             value = torch.tensor(key.token_ids[: len(key)], dtype=torch.int64)
         path = self._take(self._steps(key))
+        if not params.chunked:
+            for node in path:
+                self._hit(node, self.value_of_hit(), 1)
         num_known = sum(len(node.key) for node in path)
         num_resident = sum(len(node.key) for node in path if node.value is not None)
         end = num_known
