@@ -113,6 +113,33 @@ HOOK_POINTS = (
         "frontend",
         ("self", "obj"),
     ),
+    # a refusal, said last
+    HookPoint(
+        "sglang.srt.entrypoints.engine.Engine._launch_subprocesses",
+        "hook",
+        "frontend",
+        (
+            "server_args",
+            "init_tokenizer_manager_func",
+            "run_scheduler_process_func",
+            "run_detokenizer_process_func",
+            "port_args",
+        ),
+    ),
+    HookPoint(
+        "sglang.srt.entrypoints.http_server.launch_server",
+        "hook",
+        "frontend",
+        (
+            "server_args",
+            "init_tokenizer_manager_func",
+            "run_scheduler_process_func",
+            "run_detokenizer_process_func",
+            "execute_warmup_func",
+            "launch_callback",
+        ),
+    ),
+    HookPoint("sglang.srt.utils.kill_process_tree", "read", "frontend", None),
     # the clock, the queue and the times of batches
     HookPoint(
         "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver._pull_raw_reqs",
