@@ -1,7 +1,7 @@
 """`make show-mend`: measures that what an outside reading and outside runs found is mended; one line each.
 
-Ends with status 1 if a line is MISSED. Takes about 20 minutes on 2 cores, 10 of them hostile clients. `--only WORD` runs the parts
-whose name holds the word.
+Ends with status 1 if a line is MISSED. Takes about 20 minutes on 2 cores, 10 of them hostile clients. `--only WORD`
+runs the parts whose name holds the word.
 """
 
 from __future__ import annotations

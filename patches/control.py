@@ -17,7 +17,7 @@ from sglang.utils import TypeBasedDispatcher
 from sglang_evicpress.arguments import Json
 from sglang_evicpress.call_times import CallTimes
 from sglang_evicpress.introspect import OPERATIONS, answer_encoded
-from sglang_evicpress.patches import shutdown
+from sglang_evicpress.patches import last_word, shutdown
 
 _HTTP_SERVER = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
 _DISPATCHER = "sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher"
@@ -53,6 +53,8 @@ def install_frontend(registry: Any, hook_type: Any) -> None:
         (_HTTP_SERVER, _around_http_server, hook_type.AROUND),
         (_SIGQUIT, _before_sigquit, hook_type.BEFORE),
         (_ENGINE, _before_engine_ends, hook_type.BEFORE),
+        (last_word.LAUNCH_SUBPROCESSES, last_word.around_launch_subprocesses, hook_type.AROUND),
+        (last_word.LAUNCH_SERVER, last_word.around_launch_server, hook_type.AROUND),
     ):
         if _register(registry, target, hook, kind):
             registry._apply_target(target, registry._hooks[target][-1:])

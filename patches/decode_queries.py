@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from sglang_evicpress import handover
 from sglang_evicpress.decode.settings import QUERY_SCORES
 from sglang_evicpress.layout import to_device
 from sglang_evicpress.press import QueryWindow
@@ -54,8 +55,8 @@ class QueryRing:
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         pool_bytes = 2 * pool.layer_num * pool.size * pool.head_num * pool.head_dim * pool.store_dtype.itemsize
         if num_bytes > pool_bytes // POOL_SHARE:
-            raise SystemExit(
-                f"evicpress: --kv-decode-score {settings.score} would keep {num_bytes / 1e6:.1f} MB of queries for "
+            raise handover.refusal(
+                f"--kv-decode-score {settings.score} would keep {num_bytes / 1e6:.1f} MB of queries for "
                 f"{rows} requests, and at most 1/{POOL_SHARE} of the KV pool, {pool_bytes / POOL_SHARE / 1e6:.1f} MB, "
                 "is spent on that: lower --max-running-requests"
             )

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.common import evict_from_tree_cache
 
 from sglang_evicpress.layout import to_device
 from sglang_evicpress.patches import rows
@@ -51,7 +50,7 @@ def put_rows(cache: Any, reqs: Sequence[Any], index: torch.Tensor, slots: torch.
 
 def take_slots(cache: Any, num_slots: int) -> torch.Tensor | None:
     """``num_slots`` (whole pages) of the pool, of prefixes nobody uses if it is full; None without so many."""
-    evict_from_tree_cache(cache, num_slots)
+    cache.make_room(num_slots)
     slots: torch.Tensor | None = cache.token_to_kv_pool_allocator.alloc(num_slots)
     return slots
 

@@ -17,6 +17,7 @@ from sglang_evicpress.decode.settings import DecodeSettings
 from sglang_evicpress.decode.tally import PassRecord, RequestTally
 from sglang_evicpress.layout import HostCopy, to_device
 from sglang_evicpress.patches.decode_trace import DecodeTrace
+from sglang_evicpress.patches.node import holes_of
 
 
 @dataclass(slots=True)
@@ -59,7 +60,7 @@ def budget_of(req: Any) -> DecodeState | None:
 
 def num_physical(req: Any) -> int:
     """The slots of its row, the token in flight included."""
-    return int(req.kv_allocated_len - req.evicpress.holes)
+    return int(req.kv_allocated_len - holes_of(req))
 
 
 def num_logical(req: Any) -> int:
@@ -69,7 +70,7 @@ def num_logical(req: Any) -> int:
 
 def num_shared(req: Any) -> int:
     """The slots at the start of its row that the tree owns."""
-    return int(req.cache_protected_len - req.evicpress.holes)
+    return int(req.cache_protected_len - holes_of(req))
 
 
 def holds_kv(req: Any) -> bool:

@@ -1,10 +1,14 @@
-"""Making room on the GPU while a request waits for it."""
+"""Making room on the GPU while a request waits for it.
+
+SGLang 0.5.15.post1 asks ``evict`` for all the slots that it is about to take, free ones included, later releases for
+what is short of them. ``evict`` frees what it is asked for; a hook of ``evict_from_tree_cache`` asks for the shortfall.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
@@ -26,26 +30,31 @@ class Eviction:
     """The part of EvicPressCache that frees slots. Everything here runs on the scheduler thread."""
 
     def evict(self: Any, params: EvictParams) -> EvictResult:
-        """Free what is short of ``params.num_tokens`` slots by the policy's plan; at least 1/128 of the pool.
+        """Free ``params.num_tokens`` slots by the policy's plan, however many are free: all that unlocked nodes hold
+        if those are fewer, and at least 1/128 of the pool.
 
         Without that headroom every decode step on a full pool would make a plan to free a single slot.
         """
-        if self.disable:
+        needed = params.num_tokens
+        if self.disable or needed <= 0:
             return EvictResult()
         begin = time.perf_counter()
-        allocator = self.token_to_kv_pool_allocator
-        shortfall = params.num_tokens - allocator.available_size()
-        wanted = max(shortfall, allocator.size // 128) if shortfall > 0 else 0
-        freed = self.relieve(wanted, shortfall) if wanted else 0
-        while freed < shortfall and (more := self.relieve(shortfall - freed)):
+        freed = self.relieve(max(needed, self.token_to_kv_pool_allocator.size // 128), needed)
+        while freed < needed and (more := self.relieve(needed - freed)):
             freed += more  # a move of the first plan had cost another the copy as which it was to leave
-        if freed < shortfall and self.staged_bytes:  # what waiting requests hold keeps the nodes above it as well
+        if freed < needed and self.staged_bytes:  # what waiting requests hold keeps the nodes above it as well
             self.let_go_all()
-            freed += self.relieve(shortfall - freed)
-        if freed < shortfall:
+            freed += self.relieve(needed - freed)
+        if freed < needed:
             freed += self.release_shadows()
         self.update_eviction_metrics(freed, begin)
         return EvictResult(num_tokens_evicted=freed)
+
+    def make_room(self: Any, num_tokens: int) -> None:
+        """Evict what is short of ``num_tokens`` free slots; nothing where so many are free."""
+        shortfall = num_tokens - self.token_to_kv_pool_allocator.available_size()
+        if shortfall > 0:
+            self.evict(EvictParams(num_tokens=shortfall))
 
     def relieve(self: Any, wanted: int, needed: int | None = None) -> int:
         """Free ``wanted`` slots by the policy's plan, if unlocked nodes hold that many; returns those really freed.
@@ -125,3 +134,17 @@ class Eviction:
             else:
                 self.postponed.append(job)
         return bool(jobs)
+
+
+def _around_evict_from_tree_cache(original: Callable[..., Any], tree_cache: Any, num_tokens: int) -> None:
+    """AROUND ``evict_from_tree_cache``: our cache is asked for the shortfall alone."""
+    if isinstance(tree_cache, Eviction):
+        tree_cache.make_room(num_tokens)
+    else:
+        original(tree_cache, num_tokens)
+
+
+def install(registry: Any, hook_type: Any) -> None:
+    """Register the hook of ``evict_from_tree_cache``."""
+    target = "sglang.srt.mem_cache.common.evict_from_tree_cache"
+    registry.register(target, _around_evict_from_tree_cache, hook_type.AROUND)

@@ -114,6 +114,33 @@ HOOK_POINTS = (
         "frontend",
         ("self", "obj"),
     ),
+    # a refusal, said last
+    HookPoint(
+        "sglang.srt.entrypoints.engine.Engine._launch_subprocesses",
+        "hook",
+        "frontend",
+        (
+            "server_args",
+            "init_tokenizer_manager_func",
+            "run_scheduler_process_func",
+            "run_detokenizer_process_func",
+            "port_args",
+        ),
+    ),
+    HookPoint(
+        "sglang.srt.entrypoints.http_server.launch_server",
+        "hook",
+        "frontend",
+        (
+            "server_args",
+            "init_tokenizer_manager_func",
+            "run_scheduler_process_func",
+            "run_detokenizer_process_func",
+            "execute_warmup_func",
+            "launch_callback",
+        ),
+    ),
+    HookPoint("sglang.srt.utils.kill_process_tree", "read", "frontend", None),
     # the clock, the queue and the times of batches
     HookPoint(
         "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver._pull_raw_reqs",
@@ -136,7 +163,7 @@ HOOK_POINTS = (
     HookPoint(
         "sglang.srt.managers.schedule_batch.Req.set_finish_with_abort", "read", "scheduler", ("self", "error_msg")
     ),
-    HookPoint(f"{_COMMON}.evict_from_tree_cache", "read", "scheduler", ("tree_cache", "num_tokens")),
+    HookPoint(f"{_COMMON}.evict_from_tree_cache", "hook", "scheduler", ("tree_cache", "num_tokens")),
     HookPoint("sglang.srt.managers.schedule_policy.AddReqResult.CONTINUE", "read", "scheduler", None),
     HookPoint("sglang.srt.managers.schedule_policy.AddReqResult.NO_TOKEN", "read", "scheduler", None),
     HookPoint(f"{_SCHEDULER}.run_batch", "hook", "scheduler", ("self", "batch", "pp_proxy_tensors")),

@@ -15,7 +15,7 @@ from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.costs import PrefillLaw
 from sglang_evicpress.introspect import NodeBusy, UnknownNode
 from sglang_evicpress.keyed_hash import keyed_hash
-from sglang_evicpress.patches.node import census_of, is_lossy, num_slots, slots_of, start_of, walk
+from sglang_evicpress.patches.node import census_of, holes_of, is_lossy, num_slots, slots_of, start_of, walk
 from sglang_evicpress.patches.tiering import tier_of
 from sglang_evicpress.threads import WatchedThread
 
@@ -56,6 +56,7 @@ class Inspection:
             {"form": str(option.form or "drop"), "num_slots": option.num_bytes // self.menu.slot_bytes}
             for option in self.options_of(node)
         ]
+        described["hold_seconds_left"] = self.hold_left_s(node_id)
         described["decisions"] = self.controller.journal.about(node_id)
         if positions:
             described["positions"] = None if layout is None else _numbers_of(layout.positions, node_id, layer)
@@ -117,7 +118,8 @@ class Inspection:
             "threads": [thread.describe() for thread in self.threads()],
         }
 
-    def compress_node(self: Any, node_id: int, form: Form) -> dict[str, object]:
+    def compress_node(self: Any, node_id: int, form: Form, hold_s: float = 0.0) -> dict[str, object]:
+        """See ``Inspectable.compress_node``."""
         node = self._node(node_id)
         if node.lock_ref > 0:
             raise NodeBusy(node_id)
@@ -137,7 +139,9 @@ class Inspection:
         freed = self.compress(node_id, form)
         if node_id not in self.nodes:
             raise IntrospectionError(507, f"node {node_id} was dropped: the device has no memory to compress it")
-        return {**self._summary(node, start_of(node)), "freed_slots": freed}
+        self.hold(node_id, hold_s)
+        held = {"hold_seconds_left": self.hold_left_s(node_id)}
+        return {**self._summary(node, start_of(node)), "freed_slots": freed, **held}
 
     def threads(self: Any) -> Iterator[WatchedThread]:
         """Every thread that works for the cache in this process."""
@@ -248,7 +252,7 @@ class Inspection:
         in_flight = 0
         for req, held in self._in_flight():
             in_flight += held
-            holes = req.evicpress.holes
+            holes = holes_of(req)
             row = self.req_to_token_pool.req_to_token[req.req_pool_idx]
             own = row[req.cache_protected_len - holes : req.kv_allocated_len - holes].to(torch.int64)
             owners.append((f"request {req.rid}", torch.unique(own // page) if page > 1 else own))

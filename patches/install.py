@@ -1,7 +1,7 @@
 """Installing the hooks: every hook point is verified before anything is touched, and again once applied.
 
-SGLang only logs what a plugin or a hook raises, so failures here are a SystemExit in the scheduler process
-and a RefusedError in the main one. The scheduler process registers its hooks while SGLang loads plugins;
+SGLang only logs what a plugin or a hook raises, so failures here end the scheduler process (``handover.refusal``)
+and are a RefusedError in the main one. The scheduler process registers its hooks while SGLang loads plugins;
 SGLang applies them right after, in ``HookRegistry.apply_hooks``. The main process installs its own later,
 when a ServerArgs asks for a kv policy, and applies them itself: ``apply_hooks`` may be called again, but it
 skips every target that is already patched, also when only another plugin's hooks are in it. That skip is
@@ -18,6 +18,7 @@ import pkgutil
 from collections.abc import Iterable
 from typing import Any
 
+from sglang_evicpress import handover
 from sglang_evicpress.patches.hook_points import HOOK_POINTS, SUPPORTED_SGLANG, HookPoint
 from sglang_evicpress.patches.refusals import RefusedError
 
@@ -53,13 +54,14 @@ def install_scheduler() -> None:
     points = (point for point in HOOK_POINTS if point.process == "scheduler")
     problem = version_problem() or hook_point_problem(points)
     if problem is not None:
-        raise SystemExit(problem)
+        raise handover.refusal(problem)
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sglang_evicpress.patches import (
         attention,
         control,
         decode_intake,
+        eviction,
         paged_allocator,
         registry,
         rows,
@@ -72,6 +74,7 @@ def install_scheduler() -> None:
     attention.install(HookRegistry, HookType)
     control.install_scheduler(HookRegistry, HookType)
     scheduling.install(HookRegistry, HookType)
+    eviction.install(HookRegistry, HookType)
     decode_intake.install(HookRegistry, HookType)
 
 
@@ -107,7 +110,7 @@ def check_applied(registry: Any) -> None:
     """Raise SystemExit when a hook of ours is not in its function. The cache factory calls this."""
     problem = unapplied_problem(registry)
     if problem is not None:
-        raise SystemExit(problem)
+        raise handover.refusal(problem)
 
 
 def unapplied_problem(registry: Any) -> str | None:

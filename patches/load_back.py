@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_evicpress.core import Tier
 from sglang_evicpress.layout import to_device
@@ -157,8 +156,7 @@ class LoadBack:
         self.inc_lock_ref(last)  # they hold no slot yet, and must not go while room is made
         for copy in copies:
             self.host.pin(copy.entry)
-        if allocator.available_size() < needed:
-            self.evict(EvictParams(num_tokens=needed))
+        self.make_room(needed)
         slots = allocator.alloc(needed)
         if slots is None:
             self.tier_counts["loads_without_room"] += 1

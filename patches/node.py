@@ -73,6 +73,12 @@ class PrefixView:
     is_counted: bool = False
 
 
+def holes_of(req: Any) -> int:
+    """The holes in the prefix of a request; none in one that was never matched."""
+    view = getattr(req, "evicpress", None)
+    return view.holes if isinstance(view, PrefixView) else 0
+
+
 def slots_of(node: Any) -> torch.Tensor:
     """The physical slots of a node, in order, without holes."""
     slots = node.kv.slots

@@ -16,6 +16,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_evicpress.costs import CostModel, Costs, PrefillLaw
+from sglang_evicpress.patches.node import holes_of
 
 NUM_WARM_UP = 2
 """Batches at the start that are not observed: kernels are compiled and pools touched for the first time."""
@@ -95,4 +96,4 @@ def _chunks_of(batch: Any) -> list[tuple[int, int]]:
     if batch.forward_mode not in (ForwardMode.EXTEND, ForwardMode.MIXED):
         return []
     lengths = zip(batch.reqs, batch.extend_lens, batch.prefix_lens, strict=True)
-    return [(new, max(0, before - req.evicpress.holes)) for req, new, before in lengths if new > 0]
+    return [(new, max(0, before - holes_of(req))) for req, new, before in lengths if new > 0]

@@ -46,6 +46,7 @@ from sglang_evicpress.patches.node import (
     NodeKV,
     PrefixView,
     first_outside,
+    holes_of,
     is_lossy,
     is_reserved,
     num_slots,
@@ -171,6 +172,7 @@ class EvicPressCache(
         resident = path[:num_resident]
         if params.req is not None:
             params.req.evicpress = self._view_of(resident)
+            self.end_holds(node.id for node in path)
         if not path:
             return self._empty_match_result
         device_node = resident[-1] if resident else self.root_node
@@ -216,22 +218,25 @@ class EvicPressCache(
         holes = sum(len(node.key) - num_slots(node) for node in path)
         return PrefixView(torch.cat([slots_of(node) for node in path]), holes, any(is_lossy(node) for node in path))
 
+    def view_of(self, req: Any) -> PrefixView:
+        """The prefix that a request took from the tree; an empty one for a request that was never matched."""
+        view = getattr(req, "evicpress", None)
+        if not isinstance(view, PrefixView):
+            view = req.evicpress = self._view_of([])
+        return view
+
     def adopt(self, req: Any) -> PrefixView:
         """The view a request's row is written from, now that it is scheduled; counts its hit, once."""
         num_tokens, state = len(req.prefix_indices), budget_of(req)
         if state is not None and state.has_left_tree:
             return view_between(req, state)
-        view: PrefixView | None = getattr(req, "evicpress", None)
-        if view is None or num_tokens == 0:
-            view = req.evicpress = PrefixView(self._empty_match_result.device_indices)
+        if num_tokens == 0:
+            req.evicpress = self._view_of([])
+        view = self.view_of(req)
         if len(view.slots) + view.holes != num_tokens:
+            found = len(view.slots), view.holes
             logger.error(
-                "evicpress: request %s has a prefix of %d tokens but a view of %d slots and %d holes: it is served the "
-                "prefix",
-                req.rid,
-                num_tokens,
-                len(view.slots),
-                view.holes,
+                "evicpress: %s has a prefix of %d tokens, a view of %s slots and holes", req.rid, num_tokens, found
             )
             self.controller.num_failed["adopt view"] += 1
             slots = req.prefix_indices[req.prefix_indices != 0].to(torch.int64)  # a hole is slot 0
@@ -295,13 +300,14 @@ class EvicPressCache(
             self._note_text(upper)
         self.split_copies(upper, child)
         self.split_held(upper, child)
+        self.split_hold(upper.id, child.id)
         self.note_split(upper, child)
         return upper
 
     # ---- insert
 
     def insert(self, params: InsertParams) -> InsertResult:
-        """SGLang's insert of exact KV; slots of the part that was there already stay the caller's."""
+        """SGLang's insert of exact KV, a hit for every node that was there already; their slots stay the caller's."""
         if self.disable:
             return InsertResult(prefix_len=0)
         key = params.key.page_aligned(self.page_size)
@@ -309,6 +315,9 @@ class EvicPressCache(
         if value is None:
             value = torch.tensor(key.token_ids[: len(key)], dtype=torch.int64)
         path = self._take(self._steps(key))
+        if not params.chunked:
+            for node in path:
+                self._hit(node, self.value_of_hit(), 1)
         num_known = sum(len(node.key) for node in path)
         num_resident = sum(len(node.key) for node in path if node.value is not None)
         end = num_known
@@ -359,7 +368,7 @@ class EvicPressCache(
         The tree keeps what it has unless the request's is an upgrade; slots nobody keeps are freed. Returns the nodes
         of ``key`` beyond ``adopted``.
         """
-        view: PrefixView = req.evicpress
+        view = self.view_of(req)
         priority = getattr(req, "priority", 0) or 0
         path = self._take(self._steps(key))
         beyond, parts, known = [], [], 0
@@ -390,7 +399,7 @@ class EvicPressCache(
 
     def _own_slots(self, req: Any, num_tokens: int) -> torch.Tensor:
         """The slots a request computed itself: logical [cache_protected_len, num_tokens) of its compact row."""
-        holes = req.evicpress.holes
+        holes = holes_of(req)
         row = self.req_to_token_pool.req_to_token[req.req_pool_idx]
         return row[req.cache_protected_len - holes : num_tokens - holes].to(torch.int64, copy=True)
 
@@ -432,7 +441,7 @@ class EvicPressCache(
                 return
             state.in_tree = True
         token_ids = req.get_fill_ids()
-        adopted, view = req.cache_protected_len, req.evicpress
+        adopted, view = req.cache_protected_len, self.view_of(req)
         key = self._key_of(token_ids, req)
         own = self._own_slots(req, len(token_ids))
         prefix = req.prefix_indices[:adopted]
@@ -445,7 +454,8 @@ class EvicPressCache(
         tail = torch.cat([node.value for node in beyond])  # all of them full: see _would_change_view
         holes = view.holes
         self.req_to_token_pool.write((req.req_pool_idx, slice(adopted - holes, len(key) - holes)), tail)
-        self.dec_lock_ref(req.last_node)
+        if req.last_node is not None:
+            self.dec_lock_ref(req.last_node)
         self.inc_lock_ref(beyond[-1])
         tail = torch.cat([tail, own[len(key) - adopted :]])
         if QueryCapture.active is not None and not chunked:

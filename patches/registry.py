@@ -11,6 +11,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.registry import get_radix_cache_factory, register_radix_cache_backend
 from sglang.srt.plugins.hook_registry import HookRegistry
 
+from sglang_evicpress import handover
 from sglang_evicpress.keyed_hash import key_of
 from sglang_evicpress.patches.compression import Compressor
 from sglang_evicpress.patches.install import check_applied
@@ -34,9 +35,12 @@ def build(context: Any) -> EvicPressCache:
     check_applied(HookRegistry)
     params = context.params
     pool = params.token_to_kv_pool_allocator.get_kvcache()
-    check_model(context.model_config, pool, context.is_hybrid_swa, context.is_hybrid_ssm)
-    check_layers(context.tp_worker.model_runner.model)
-    config = config_of(context.server_args)
+    try:
+        check_model(context.model_config, pool, context.is_hybrid_swa, context.is_hybrid_ssm)
+        check_layers(context.tp_worker.model_runner.model)
+        config = config_of(context.server_args)  # its file may have changed since the main process read it
+    except ValueError as error:  # RefusedErrors are
+        raise handover.refusal(str(error)) from None
     group = context.tp_group.cpu_group if context.tp_size > 1 else None
     scale = attention_scale(context.tp_worker.model_runner.model)
     compressor = Compressor(pool, params.page_size, config.sinks, window=config.window, scale=scale, group=group)
@@ -46,7 +50,7 @@ def build(context: Any) -> EvicPressCache:
         identity = model.of_model() if config.has_tiers else bytes(KEY_BYTES)
         cache = EvicPressCache(params, config, compressor, identity, agreed(secrets.token_bytes(16), group))
     except (StoreError, RuntimeError) as error:
-        raise SystemExit(f"evicpress: {error}") from error
+        raise handover.refusal(str(error)) from error
     if admin_key := context.server_args.admin_api_key:
         cache.inspection_key = key_of(admin_key)
     model.is_released = lambda: cache.are_weights_released

@@ -13,14 +13,13 @@ import functools
 import importlib.util
 import logging
 import os
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 from sglang_evicpress import handover
 from sglang_evicpress.config import EvicPressConfig, policy_in
 from sglang_evicpress.decode.settings import METHODS, SCORES
-from sglang_evicpress.patches import install, refusals
+from sglang_evicpress.patches import install, last_word, refusals
 from sglang_evicpress.policy import SERVER_POLICY_NAMES
 
 logger = logging.getLogger(__name__)
@@ -265,6 +264,10 @@ def _prepare(server_args: Any) -> EvicPressConfig:
         is_deterministic = refusals.is_deterministic(server_args)
         server_args.attention_backend = _attention_backend(server_args.device, is_deterministic=is_deterministic)
         logger.info("kv policy %s: attention backend %s", config.policy, server_args.attention_backend)
+    if server_args.grammar_backend is None:
+        server_args.grammar_backend = _grammar_backend(server_args)
+        if server_args.grammar_backend is not None:
+            logger.info("kv policy %s: grammar backend %s", config.policy, server_args.grammar_backend)
     return config
 
 
@@ -284,14 +287,30 @@ def _check_profiles(config: EvicPressConfig) -> None:
         raise refusals.RefusedError(str(error)) from None
 
 
+def _device_kind(device: str | None) -> str:
+    from sglang.srt.utils import get_device
+
+    return (device or get_device()).split(":")[0]
+
+
 def _attention_backend(device: str | None, *, is_deterministic: bool = False) -> str | None:
     """Our default, where SGLang's own may not read compact rows (intel_amx, trtllm_mha)."""
-    from sglang.srt.utils import get_device, is_hip
+    from sglang.srt.utils import is_hip
 
-    kind = (device or get_device()).split(":")[0]
+    kind = _device_kind(device)
     if kind == "cuda":
         return "triton" if is_deterministic or is_hip() or not _has_flashinfer() else "flashinfer"
     return "torch_native" if kind == "cpu" else None
+
+
+def _grammar_backend(server_args: Any) -> str | None:
+    """Our default on the CPU, where the first request with a grammar ends a server that has SGLang's own (xgrammar).
+
+    outlines needs no C++ compiler, as llguidance does there, and takes every tokenizer; EBNF is all it lacks.
+    """
+    if _device_kind(server_args.device) != "cpu" or server_args.enable_strict_thinking:
+        return None
+    return next((name for name in ("outlines", "llguidance") if importlib.util.find_spec(name) is not None), None)
 
 
 def _has_flashinfer() -> bool:
@@ -322,7 +341,6 @@ def _wrap_from_cli_args(cls: Any) -> None:
         try:
             return original(cls, args)
         except refusals.RefusedError as error:
-            print(f"sglang: error: {error}", file=sys.stderr)
-            raise SystemExit(2) from None
+            last_word.say(error)
 
     cls.from_cli_args = classmethod(from_cli_args)

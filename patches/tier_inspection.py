@@ -94,7 +94,8 @@ class TierInspection:
         self._settle(lambda: False)
         return {"tier": tier.label, **self.describe_tiers()}
 
-    def demote_node(self: Any, node_id: int, tier: Tier) -> dict[str, object]:
+    def demote_node(self: Any, node_id: int, tier: Tier, hold_s: float = 0.0) -> dict[str, object]:
+        """See ``Inspectable.demote_node``."""
         node = self._node(node_id)
         if tier not in self.tiers:
             raise ValueError(f"there is no {tier.label} tier: expected one of {_labels(self.tiers[1:])}")
@@ -107,6 +108,8 @@ class TierInspection:
         above = [child.id for child in node.children.values() if tier_of(child) < tier]
         if above:
             raise ValueError(f"node {node_id} has children above tier {tier.label}, such as {above[0]}: move it first")
+
+        self.hold(node_id, hold_s)
 
         def is_there() -> bool:
             found = self.nodes.get(node_id)
@@ -122,7 +125,8 @@ class TierInspection:
         found = self.nodes.get(node_id)
         if found is None:
             raise ValueError(f"node {node_id} was dropped on its way: see GET /evicpress/tiers for errors")
-        return {"id": node_id, "tier": tier_of(found).label, "is_there": is_there()}
+        hold_left_s = self.hold_left_s(node_id)
+        return {"id": node_id, "tier": tier_of(found).label, "is_there": is_there(), "hold_seconds_left": hold_left_s}
 
     def attach_ssd(self: Any, folder: str, gb: float, write_gb_per_day: float | None) -> dict[str, object]:
         if self.host is None:

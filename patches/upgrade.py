@@ -1,9 +1,13 @@
 """Bettering what the GPU holds while the server is idle: lossy nodes get their exact KV back from a copy below, nodes
-that are below come up, as far as there is free room. The policy chooses (``Policy.rearrange``)."""
+that are below come up, as far as there is free room. The policy chooses (``Policy.rearrange``).
+
+A hold keeps a node that was moved or compressed by hand out of that, until a request matches it or the time is over.
+Pressure still moves a held node down, or drops it."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from sglang_evicpress.core import Tier
@@ -26,6 +30,7 @@ class Upgrades:
         self.raising: dict[int, Tier] = {}  # node ids, with the tier they are to be loaded from
         self.raises: list[Raise] = []
         self.num_private_slots = 0
+        self._holds: dict[int, float] = {}  # by node id, until when, time.monotonic
         self._next_look_s = 0.0
 
     def end_raises(self: Any) -> None:
@@ -34,6 +39,30 @@ class Upgrades:
         for job in list(self.raises):
             job.has_run.wait()  # it writes into slots that will be others'
             job.finish()
+
+    def hold(self: Any, node_id: int, seconds: float) -> None:
+        """Keep idle promotion from a node for so long; 0 ends a hold."""
+        self._holds[node_id] = time.monotonic() + seconds
+
+    def end_holds(self: Any, node_ids: Iterable[int]) -> None:
+        """These nodes are used."""
+        if self._holds:
+            for node_id in node_ids:
+                self._holds.pop(node_id, None)
+
+    def hold_left_s(self: Any, node_id: int) -> float:
+        """Seconds until idle promotion may raise a node; 0 without a hold."""
+        return max(0.0, float(self._holds.get(node_id, 0.0)) - time.monotonic())
+
+    def split_hold(self: Any, upper_id: int, lower_id: int) -> None:
+        """The upper part of a node that was split is held as long as the lower."""
+        if lower_id in self._holds:
+            self._holds[upper_id] = self._holds[lower_id]
+
+    def _held(self: Any) -> frozenset[int]:
+        now = time.monotonic()
+        self._holds = {each: until for each, until in self._holds.items() if until > now and each in self.nodes}
+        return frozenset(self._holds)
 
     def improve(self: Any) -> None:
         """Go on with what is being raised; when that is done, look for more."""
@@ -52,7 +81,7 @@ class Upgrades:
         if free <= 0:
             return {}
         found: dict[int, Tier] = {}
-        for decision in self.policy.rearrange({**self.room(), Tier.GPU: free}, Budget(free, 1.0)):
+        for decision in self.policy.rearrange({**self.room(), Tier.GPU: free}, Budget(free, 1.0), self._held()):
             option, node = decision.option, self.nodes[decision.node_id]
             if option.tier != Tier.GPU:
                 continue
@@ -68,6 +97,8 @@ class Upgrades:
         """The next step of raising a node; False when it is done, or cannot be any more."""
         node = self.nodes.get(node_id)
         if node is None or node.lock_ref > 0 or (node.value is not None and not is_lossy(node)):
+            return False
+        if self.hold_left_s(node_id) > 0.0:
             return False
         if node.kv.job is not None:
             return True
@@ -140,4 +171,4 @@ class Raise(Load):
         """Whether the node is still what it was when the load began."""
         is_same = node.kv.version == self.version and node.kv.copies.get(Tier.HOST) is self.parts[0].copy
         is_reachable = node.parent is self.cache.root_node or node.parent.value is not None
-        return is_same and is_reachable and node.lock_ref == 0
+        return is_same and is_reachable and node.lock_ref == 0 and not self.cache.hold_left_s(node.id)

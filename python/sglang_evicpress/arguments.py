@@ -15,6 +15,7 @@ PAGE_NUMBERS = 65_536
 """Most of each that one call describes; a page costs the scheduler at most a few milliseconds."""
 
 Json: TypeAlias = dict[str, object]
+MOST_SECONDS = 86_400
 _INTEGER = re.compile(r"[0-9]{1,18}")  # below 2**63: what JSON encoders and tree ids agree on
 
 
@@ -102,3 +103,11 @@ def gigabytes(arguments: Mapping[str, object], name: str) -> float:
         return float(value)
     given = f"is {value!r}" if name in arguments else "is missing"
     raise IntrospectionError(400, f"{name} {given}: expected a number of GB (1e9 bytes) above 0, up to 1e9")
+
+
+def seconds(arguments: Mapping[str, object], name: str, *, default: float) -> float:
+    """A duration of at most a day; ``default`` where it is left out."""
+    value = arguments.get(name, default)
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MOST_SECONDS:
+        return float(value)
+    raise IntrospectionError(400, f"{name} is {value!r:.40}: expected a number of seconds from 0 to {MOST_SECONDS}")

@@ -26,6 +26,8 @@ OPERATIONS = (
     *("tree", "node", "stats", "explain", "journal", "compress", "check", "evict", "tiers", "flush", "demote"),
     *("attach_ssd", "detach_ssd", "requests", *PROFILE_OPS),
 )
+HOLD_S = 60.0
+"""How long a node stays as it was put by hand where the request does not say."""
 
 _ENCODING = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
@@ -72,8 +74,9 @@ class Inspectable(Protocol):
         """Up to ``limit`` decisions, and never more than PAGE_DECISIONS, with numbers above ``since``, oldest first.
         ``next``: ``since`` of the following page, None at the end."""
 
-    def compress_node(self, node_id: int, form: Form) -> Json:
-        """Bring a node to ``form`` in place.
+    def compress_node(self, node_id: int, form: Form, hold_s: float) -> Json:
+        """Bring a node to ``form`` in place and hold it there: no idle server gives it its exact KV back before a
+        request matches it, or ``hold_s`` seconds are over.
 
         Raises UnknownNode, NodeBusy, or ValueError whose text names the node, the form and why it cannot be.
         """
@@ -90,8 +93,12 @@ class Inspectable(Protocol):
     def flush_tier(self, tier: Tier) -> Json:
         """Forget what ``tier`` (GPU, HOST or SSD) holds and nothing uses. Raises ValueError, one sentence."""
 
-    def demote_node(self, node_id: int, tier: Tier) -> Json:
-        """Begin to move a node to ``tier`` (HOST or SSD). Raises UnknownNode, NodeBusy, or ValueError, one sentence."""
+    def demote_node(self, node_id: int, tier: Tier, hold_s: float) -> Json:
+        """Begin to move a node to ``tier`` (HOST or SSD) and hold it there: no idle server brings it back before a
+        request matches it, or ``hold_s`` seconds are over. Pressure still moves it further down, or drops it.
+
+        Raises UnknownNode, NodeBusy, or ValueError, one sentence.
+        """
 
     def attach_ssd(self, folder: str, gb: float, write_gb_per_day: float | None) -> Json:
         """Start to use ``gb`` (1e9 bytes) of a folder as the SSD tier. Raises ValueError, one sentence."""
@@ -144,9 +151,10 @@ def read_question(op: str, arguments: Mapping[str, object]) -> Question:
             limit = checked.integer({"limit": 100, **arguments}, "limit", least=1)
             return lambda cache: cache.read_journal(since, limit)
         case "compress":
-            checked.accept_only(arguments, "node_id", "form")
+            checked.accept_only(arguments, "node_id", "form", "hold_seconds")
             node_id, form = checked.integer(arguments, "node_id", least=0), checked.form(arguments)
-            return _allowed(lambda cache: cache.compress_node(node_id, form))
+            hold_s = checked.seconds(arguments, "hold_seconds", default=HOLD_S)
+            return _allowed(lambda cache: cache.compress_node(node_id, form, hold_s))
         case "evict":
             checked.accept_only(arguments, "num_slots")
             num_slots = checked.integer(arguments, "num_slots", least=1)
@@ -159,9 +167,10 @@ def read_question(op: str, arguments: Mapping[str, object]) -> Question:
             flushed = checked.tier(arguments, Tier.GPU, Tier.HOST, Tier.SSD)
             return _allowed(lambda cache: cache.flush_tier(flushed))
         case "demote":
-            checked.accept_only(arguments, "node_id", "tier")
+            checked.accept_only(arguments, "node_id", "tier", "hold_seconds")
             demoted, tier = checked.integer(arguments, "node_id", least=0), checked.tier(arguments, Tier.HOST, Tier.SSD)
-            return _allowed(lambda cache: cache.demote_node(demoted, tier))
+            hold_s = checked.seconds(arguments, "hold_seconds", default=HOLD_S)
+            return _allowed(lambda cache: cache.demote_node(demoted, tier, hold_s))
         case "attach_ssd":
             checked.accept_only(arguments, "dir", "gb", "write_gb_per_day")
             folder, gb = checked.folder(arguments), checked.gigabytes(arguments, "gb")

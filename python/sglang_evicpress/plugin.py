@@ -22,7 +22,7 @@ def load() -> None:
     try:
         install.install_scheduler() if handover.requested else install.install_attention()
     except Exception as error:
-        raise SystemExit(
+        raise handover.refusal(
             f"sglang-evicpress could not install its hooks in this process ({error!r}): "
             "start without --kv-policy and report this"
         ) from error

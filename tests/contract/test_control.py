@@ -69,7 +69,7 @@ class FakeCache:
     def read_journal(self, since: int, limit: int) -> Json:
         return {"since": since, "limit": limit}
 
-    def compress_node(self, node_id: int, form: Form) -> Json:
+    def compress_node(self, node_id: int, form: Form, hold_s: float) -> Json:
         if node_id == 2:
             raise NodeBusy(node_id)
         return {"id": node_id, "form": str(form)}
@@ -86,7 +86,7 @@ class FakeCache:
     def flush_tier(self, tier: Tier) -> Json:
         return {"tier": tier.label}
 
-    def demote_node(self, node_id: int, tier: Tier) -> Json:
+    def demote_node(self, node_id: int, tier: Tier, hold_s: float) -> Json:
         if node_id == 2:
             raise NodeBusy(node_id, change="demoted")
         return {"id": node_id, "tier": tier.label}

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.managers import schedule_batch
+from sglang.srt.mem_cache import common
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from tests.contract.test_radix_cache_model import Walk, finished
 from tests.contract.test_tiers_model import CHEAP, DEAR, SLOTS, TierWalk, blocked, cached, nodes_of, opened, sent
 
 from sglang_evicpress.core import EXACT, Form, Tier
+from sglang_evicpress.patches import eviction
 from sglang_evicpress.patches.node import path_to
 from sglang_evicpress.patches.tiering import tier_of
 
@@ -154,6 +162,169 @@ def test_nobody_waits_where_nothing_is_on_its_way(opened: Callable[..., TierWalk
     assert not waited
     walk.cache._copying_bytes -= walk.cache.host.num_bytes
     block.may_end.set()
+
+
+# ---- what was moved or compressed by hand stays so
+
+
+def rested(walk: TierWalk) -> None:
+    """A server with nothing to do looks for what it could raise, and raises it."""
+    for _ in range(3):
+        walk.cache._next_look_s = 0.0
+        walk.tick()
+        walk.until(lambda: not walk.cache.raising and walk.cache.num_pending_jobs == 0)
+
+
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.SSD])
+def test_a_node_demoted_by_hand_stays_where_it_was_put_until_the_hold_ends(
+    opened: Callable[..., TierWalk], tier: Tier
+) -> None:
+    walk = opened(is_exact=True, law=DEAR)
+    _, node = cached(walk, 100)
+    walk.until(lambda: walk.cache.demote_node(node.id, tier, 60.0)["is_there"])
+    described = walk.cache.describe_node(node.id, positions=False, tokens=False)
+    assert 0.0 < described["hold_seconds_left"] <= 60.0
+    rested(walk)
+    assert tier_of(node) == tier
+    walk.cache.hold(node.id, 0.0)
+    rested(walk)
+    assert tier_of(node) == Tier.GPU and walk.cache.tier_counts["promoted"] == 1
+    walk.check()
+
+
+def test_a_load_that_was_begun_before_does_not_bring_a_held_node_back(opened: Callable[..., TierWalk]) -> None:
+    walk = opened(is_exact=True, law=DEAR)
+    _, node = cached(walk, 100)
+    sent(walk, node, Tier.HOST)
+    walk.cache._next_look_s = 0.0
+    walk.until(lambda: bool(walk.cache.raises))
+    walk.cache.demote_node(node.id, Tier.HOST, 60.0)
+    rested(walk)
+    assert tier_of(node) == Tier.HOST and walk.allocator.available_size() == SLOTS
+    walk.check()
+
+
+def test_a_request_ends_the_hold_of_what_it_matches_and_a_split_keeps_it(opened: Callable[..., TierWalk]) -> None:
+    walk = opened(is_exact=True, law=DEAR)
+    tokens, node = cached(walk, 100)
+    walk.until(lambda: walk.cache.demote_node(node.id, Tier.HOST, 60.0)["is_there"])
+    assert walk.serve([*tokens[:40], 59]) == 40
+    walk.end_all()
+    upper = node.parent
+    assert walk.cache.hold_left_s(upper.id) == 0.0 and walk.cache.hold_left_s(node.id) > 0.0
+    rested(walk)
+    assert tier_of(upper) == Tier.GPU and tier_of(node) == Tier.HOST
+    assert walk.serve([*tokens, 58]) == 60  # loaded
+    walk.end_all()
+    assert walk.cache.hold_left_s(node.id) == 0.0 and tier_of(node) == Tier.GPU
+    walk.check()
+
+
+def test_a_node_compressed_by_hand_is_not_made_exact_again_before_the_hold_ends(
+    opened: Callable[..., TierWalk],
+) -> None:
+    walk = opened(law=DEAR)
+    _, node = cached(walk, 100)
+    assert walk.cache.start_copy(node, Tier.HOST)
+    walk.settle()
+    walk.cache.compress_node(node.id, Form("random", 0.5), 60.0)
+    rested(walk)
+    assert node.kv.layout is not None
+    walk.cache.hold(node.id, 0.0)
+    rested(walk)
+    assert node.kv.layout is None and walk.cache.tier_counts["upgraded"] == 1
+    walk.check()
+
+
+def test_pressure_moves_a_held_node_further_down(opened: Callable[..., TierWalk]) -> None:
+    walk = opened(is_exact=True, law=DEAR)
+    _, node = cached(walk, 100)
+    walk.until(lambda: walk.cache.demote_node(node.id, Tier.HOST, 60.0)["is_there"])
+    walk.cache.controller.relieve(Tier.HOST, walk.cache.host.num_bytes, room=walk.cache.room())
+    walk.settle()
+    assert node.id not in walk.cache.nodes or tier_of(node) == Tier.SSD
+    walk.check()
+
+
+# ---- the two contracts: evict frees n, evict_from_tree_cache the shortfall
+
+
+def hooked(monkeypatch: pytest.MonkeyPatch) -> Callable[[object, int], None]:
+    """SGLang's ``evict_from_tree_cache`` with our hook applied."""
+
+    class Registry(HookRegistry):
+        _hooks = type(HookRegistry._hooks)(list)
+        _patched: set[str] = set()
+
+    monkeypatch.setattr(common, "evict_from_tree_cache", common.evict_from_tree_cache)  # restored afterwards
+    monkeypatch.setattr(schedule_batch, "evict_from_tree_cache", common.evict_from_tree_cache)
+    eviction.install(Registry, HookType)
+    Registry.apply_hooks()
+    assert schedule_batch.evict_from_tree_cache is common.evict_from_tree_cache
+    return common.evict_from_tree_cache
+
+
+def half_full(policy: str = "evicpress", num_slots: int = SLOTS) -> Walk:
+    """Four prefixes that together hold half of the pool."""
+    walk = Walk(0, 1, policy, num_slots=num_slots)
+    for _ in range(4):
+        finished(walk, [walk.rng.randrange(50) for _ in range(num_slots // 8)])
+    assert walk.allocator.available_size() == num_slots // 2
+    return walk
+
+
+@pytest.mark.parametrize("policy", ["evicpress", "lru", "slru"])
+def test_evict_frees_what_it_is_asked_for_also_while_slots_are_free(policy: str) -> None:
+    walk = half_full(policy)
+    before = walk.allocator.available_size()
+    result = walk.cache.evict(EvictParams(num_tokens=40))
+    assert result.num_tokens_evicted == walk.allocator.available_size() - before >= 40
+    result = walk.cache.evict(EvictParams(num_tokens=10 * SLOTS))  # all that unlocked nodes hold
+    assert walk.allocator.available_size() == SLOTS and not walk.cache.nodes
+    assert walk.cache.evict(EvictParams(num_tokens=1)).num_tokens_evicted == 0
+    walk.check()
+
+
+def test_what_was_inserted_again_outlives_what_came_once_under_slru() -> None:
+    """As SGLang's own test of SLRU goes, on ``insert`` and ``evict`` alone."""
+    walk = Walk(0, 1, "slru")
+    keys = [RadixKey(array("q", [first, first + 1])) for first in (1, 11, 21, 31)]
+    for key in (keys[0], keys[0], *keys):
+        walk.cache.insert(InsertParams(key=key, value=walk.allocator.alloc(2)))
+    walk.cache.evict(EvictParams(num_tokens=4))
+    found = [len(walk.cache.match_prefix(MatchPrefixParams(key=key)).device_indices) for key in keys]
+    assert found == [2, 0, 0, 2]
+
+
+def test_evict_frees_nothing_when_nothing_is_asked_for() -> None:
+    walk = half_full()
+    assert walk.cache.evict(EvictParams(num_tokens=0, mamba_num=1)).num_tokens_evicted == 0
+    assert walk.allocator.available_size() == SLOTS // 2
+
+
+@pytest.mark.parametrize(("short", "freed"), [(-100, 0), (0, 0), (1, SLOTS // 128), (44, 44)])
+def test_sglang_evicts_the_shortfall_and_at_least_the_headroom(
+    monkeypatch: pytest.MonkeyPatch, short: int, freed: int
+) -> None:
+    """``short`` more slots are wanted than are free; the headroom is 1/128 of the pool."""
+    walk = half_full("lru")
+    hooked(monkeypatch)(walk.cache, SLOTS // 2 + short)
+    whole_nodes = -(-freed // (SLOTS // 8)) * (SLOTS // 8)
+    assert walk.allocator.available_size() - SLOTS // 2 == whole_nodes
+    walk.check()
+
+
+def test_the_hook_leaves_other_caches_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[EvictParams] = []
+    evict_from_tree_cache = hooked(monkeypatch)
+    other = SimpleNamespace(
+        is_chunk_cache=lambda: False,
+        token_to_kv_pool_allocator=SimpleNamespace(available_size=lambda: 5),
+        evict=asked.append,
+    )
+    evict_from_tree_cache(other, 8)
+    assert [params.num_tokens for params in asked] == [8]
+    evict_from_tree_cache(None, 8)
 
 
 # ---- what waiting requests hold

@@ -19,7 +19,7 @@ from sglang_evicpress.decode import rhythm, scores
 from sglang_evicpress.decode.settings import METHODS, DecodeSettings
 from sglang_evicpress.decode.tally import RequestTally, Totals
 from sglang_evicpress.layout import HostCopy, SurvivorLayout, to_device
-from sglang_evicpress.patches import decode_passes, decode_rows, rows
+from sglang_evicpress.patches import decode_passes, rows
 from sglang_evicpress.patches.attention import physical_view
 from sglang_evicpress.patches.capture import QueryCapture
 from sglang_evicpress.patches.compression import Compressor
@@ -186,6 +186,9 @@ class Cache(DecodeBudgets):
             free=lambda freed: self._count("freed", len(freed)),
         )
 
+    def make_room(self, num_tokens: int) -> None:
+        """There is room."""
+
     def _count(self, name: str, count: int) -> torch.Tensor:
         self.counts[name] += count
         return slots(count)
@@ -200,7 +203,6 @@ class Cache(DecodeBudgets):
 def test_a_pass_over_a_row_with_a_compressed_prefix(
     page_size: int, method: str, score: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_rows, "evict_from_tree_cache", lambda cache, num_slots: None)
     # On the CPU these two count; the kernels for CUDA do not.
     monkeypatch.setattr(scores, "select_survivors", select)
     monkeypatch.setattr(decode_passes, "fill_holes", lambda *arguments: None)

@@ -17,17 +17,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.costs import Costs, PrefillLaw
 from sglang_evicpress.patches import bookkeeping
 from sglang_evicpress.patches.compression import Compressor
-from sglang_evicpress.patches.node import is_lossy, num_slots, start_of
+from sglang_evicpress.patches.node import holes_of, is_lossy, num_slots, start_of
+from sglang_evicpress.patches.prefill_times import _chunks_of
 from sglang_evicpress.patches.radix_cache import EvicPressCache
 from sglang_evicpress.profile import Curves
 
@@ -203,8 +205,7 @@ class Walk:
             last = int(self.rows.req_to_token[request.req_pool_idx, begin - 1 - request.evicpress.holes])
             tail = list(range(last + 1, last + 1 + min(end, own_end) - begin))
         needed = -(-max(0, end - own_end) // self.page) * self.page
-        if self.allocator.available_size() < needed:
-            self.cache.evict(EvictParams(num_tokens=needed))
+        self.cache.make_room(needed)
         if needed == 0:
             return torch.tensor(tail, dtype=torch.int64)
         fresh = self.allocator.alloc(needed)
@@ -267,7 +268,7 @@ class Walk:
 
     def view_of(self, request: Request) -> list[set[tuple[int, int]]]:
         """Per (layer, head) the (hash, position) of every entry the request would attend to."""
-        row = self.rows.req_to_token[request.req_pool_idx, : request.kv_allocated_len - request.evicpress.holes].long()
+        row = self.rows.req_to_token[request.req_pool_idx, : request.kv_allocated_len - holes_of(request)].long()
         entries = []
         for layer in range(LAYERS):
             keys = self.pool.k_buffer[layer][row]
@@ -282,14 +283,14 @@ class Walk:
     def verify(self, request: Request) -> None:
         hashes = path_hashes(request.tokens[: request.kv_allocated_len], self.adapter_of(request.extra_key))
         for entries in self.view_of(request):
-            assert len(entries) == request.kv_allocated_len - request.evicpress.holes
+            assert len(entries) == request.kv_allocated_len - holes_of(request)
             for value, position in entries:
                 assert position < len(hashes) and hashes[position] == value, "KV of another token path"
             missing = set(range(request.cache_protected_len, len(hashes))) - {position for _, position in entries}
             assert not missing, "the request's own KV is not all there"
         for before, now in zip(request.frozen_view, self.view_of(request), strict=True):
             assert before <= now, "the KV view of a running request changed"
-        if request.evicpress.holes:
+        if holes_of(request):
             assert request.evicpress.is_lossy
 
     def check(self) -> None:
@@ -488,6 +489,62 @@ def test_check_integrity_sees_a_slot_with_two_owners_and_a_lost_one() -> None:
     assert not walk.cache.check_integrity()["ok"]
     node.value[3] = walk.allocator.free_pages[0]
     assert any("belongs to" in text for text in walk.cache.check_integrity()["violations"])
+
+
+def unmatched(walk: Walk, num_tokens: int = 20) -> Request:
+    """A request that runs and never went through ``match_prefix``: ``req.evicpress`` is not there."""
+    request = Request("u", [walk.rng.randrange(50) for _ in range(num_tokens)], num_tokens, None)
+    request.req_pool_idx = walk.rows.free_slots.pop()
+    slots = walk.allocator.alloc(num_tokens)
+    walk.rows.req_to_token[request.req_pool_idx, :num_tokens] = slots.int()
+    walk.compute(request, 0, num_tokens, slots)
+    request.kv_allocated_len = request.filled = num_tokens
+    request.frozen_view = walk.view_of(request)
+    walk.running.append(request)
+    return request
+
+
+def test_a_request_that_was_never_matched_is_adopted_with_an_empty_prefix() -> None:
+    walk = Walk(0, 1)
+    view = walk.cache.adopt(unmatched(walk))
+    assert (len(view.slots), view.holes, view.is_lossy) == (0, 0, False)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_request_that_was_never_matched_hands_in_what_it_computed(chunked: bool) -> None:
+    walk = Walk(0, 1)
+    request = unmatched(walk)
+    walk.cache.cache_unfinished_req(request, chunked=chunked)
+    (node,) = nodes_of(walk)
+    assert len(node.key) == request.cache_protected_len == 20 and node.lock_ref == 1
+    walk.check()
+    walk.finish()
+    assert node.lock_ref == 0
+    walk.check()
+
+
+@pytest.mark.parametrize("is_insert", [False, True])
+def test_a_request_that_was_never_matched_ends(is_insert: bool) -> None:
+    walk = Walk(0, 1)
+    request = unmatched(walk)
+    walk.running.clear()
+    walk.cache.cache_finished_req(request, is_insert=is_insert)
+    assert sum(map(num_slots, nodes_of(walk))) == 20 * is_insert
+    walk.check()
+
+
+def test_a_request_that_was_never_matched_is_looked_into() -> None:
+    walk = Walk(0, 1)
+    unmatched(walk)
+    assert walk.cache.describe_stats()["in_flight_slots"] == 20
+    assert walk.cache.check_integrity()["ok"]
+
+
+def test_the_prefill_of_a_request_that_was_never_matched_is_timed_by_its_whole_prefix() -> None:
+    batch = SimpleNamespace(
+        forward_mode=ForwardMode.EXTEND, reqs=[unmatched(Walk(0, 1))], extend_lens=[70], prefix_lens=[30]
+    )
+    assert _chunks_of(batch) == [(70, 30)]
 
 
 def hits_of(walk: Walk) -> dict[int, tuple[float, int]]:

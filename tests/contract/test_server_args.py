@@ -8,6 +8,7 @@ import json
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,6 +75,36 @@ def test_without_the_flag_nothing_changes(model: str, frontends: list[str]) -> N
     assert frontends == []
     assert pickle.loads(pickle.dumps(args)) == args
     assert not handover.requested
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen"),
+    [
+        ({"kv_policy": "lru"}, "outlines"),
+        ({"kv_policy": "lru", "grammar_backend": "xgrammar"}, "xgrammar"),
+        ({"kv_policy": "lru", "enable_strict_thinking": True}, "xgrammar"),
+        ({}, "xgrammar"),
+    ],
+)
+def test_a_grammar_backend_that_works_on_the_cpu_is_chosen_where_none_is_given(
+    model: str, frontends: list[str], given: dict[str, Any], chosen: str
+) -> None:
+    assert _make(model, **given).grammar_backend == chosen
+
+
+def test_on_a_gpu_the_grammar_backend_is_left_to_sglang() -> None:
+    assert server_args._grammar_backend(SimpleNamespace(device="cuda", enable_strict_thinking=False)) is None
+
+
+def test_a_process_is_told_where_to_say_why_it_refuses(
+    model: str, frontends: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(handover, "refusal_file", None)
+    args = _make(model, kv_policy="lru")
+    args.kv_refusal_file = str(tmp_path / "refusal")
+    pickle.loads(pickle.dumps(args))
+    assert handover.refusal("no: do").code == 2
+    assert (tmp_path / "refusal").read_text() == "no: do"
 
 
 def test_the_flag_chooses_our_cache_and_an_attention_backend(model: str, frontends: list[str]) -> None:

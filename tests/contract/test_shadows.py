@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from tests.contract.test_radix_cache_model import (
     DIM,
@@ -240,7 +240,7 @@ class ShadowMoves:
         """A batch that needs all that SGLang was told could be had."""
         cache = self.cache
         wanted = self.allocator.available_size() + cache.evictable_size()
-        cache.evict(EvictParams(num_tokens=wanted))
+        cache.make_room(wanted)
         assert self.allocator.available_size() >= wanted, "room that was promised is not there"
 
     def end_all(self) -> None:
@@ -652,9 +652,9 @@ def test_shadows_make_room_when_nothing_else_does() -> None:
     shadow = walk.whole(tokens)
     walk.form(shadow)
     wanted = walk.allocator.available_size() + 128
-    walk.cache.evict(EvictParams(num_tokens=wanted))
+    walk.cache.make_room(wanted)
     assert shadow.id in walk.cache.spaces and walk.cache.shadow_counts["released"] == 0
-    walk.cache.evict(EvictParams(num_tokens=wanted + 1))
+    walk.cache.make_room(wanted + 1)
     assert walk.allocator.available_size() == walk.allocator.size and not walk.cache.nodes
     assert walk.cache.shadow_counts["released"] == 1
     refused(walk, "the shadow is gone", walk.form, shadow)
@@ -704,7 +704,7 @@ def test_room_of_a_closed_shadow_is_there_as_soon_as_its_requests_end() -> None:
     walk.cache.release_shadows()
     walk.end(asked[0])
     wanted = walk.allocator.available_size() + walk.cache.evictable_size()
-    walk.cache.evict(EvictParams(num_tokens=wanted))
+    walk.cache.make_room(wanted)
     assert walk.allocator.available_size() == wanted, "SGLang was promised more than there is"
     walk.check()
 

@@ -55,13 +55,13 @@ class FakeCache:
     def read_journal(self, since: int, limit: int) -> Json:
         return {"since": since, "limit": limit}
 
-    def compress_node(self, node_id: int, form: Form) -> Json:
+    def compress_node(self, node_id: int, form: Form, hold_s: float) -> Json:
         if self._known(node_id) == 2:
             raise NodeBusy(node_id)
         if node_id == 3:
             raise ValueError(f"node 3 cannot be brought to {form}: its 3 tokens are under the 64 needed")
         self.forms[node_id] = str(form)
-        return {"id": node_id, "form": str(form), "freed_slots": 5}
+        return {"id": node_id, "form": str(form), "freed_slots": 5, "hold_s": hold_s}
 
     def check_integrity(self) -> Json:
         return {"ok": not self.broken, "violations": self.broken}
@@ -78,12 +78,12 @@ class FakeCache:
         self.flushed.append(tier)
         return {"tier": tier.label}
 
-    def demote_node(self, node_id: int, tier: Tier) -> Json:
+    def demote_node(self, node_id: int, tier: Tier, hold_s: float) -> Json:
         if self._known(node_id) == 2:
             raise NodeBusy(node_id, change="demoted")
         if node_id == 3:
             raise ValueError("node 3 cannot be demoted to host: the host tier is full")
-        return {"id": node_id, "tier": tier.label}
+        return {"id": node_id, "tier": tier.label, "hold_s": hold_s}
 
     def attach_ssd(self, folder: str, gb: float, write_gb_per_day: float | None) -> Json:
         if self.ssd is not None:
@@ -211,7 +211,22 @@ def test_each_tier_of_ours_can_be_flushed() -> None:
 
 
 def test_demote_reaches_the_node_with_the_tier() -> None:
-    assert answer(FakeCache(), "demote", {"node_id": "1", "tier": "ssd"}) == (200, {"id": 1, "tier": "ssd"})
+    expected = {"id": 1, "tier": "ssd", "hold_s": 60.0}
+    assert answer(FakeCache(), "demote", {"node_id": "1", "tier": "ssd"}) == (200, expected)
+
+
+@pytest.mark.parametrize("seconds", [0, 0.5, 86400])
+def test_who_moves_or_compresses_a_node_by_hand_says_how_long_it_is_held(seconds: float) -> None:
+    for op, argument in (("demote", {"tier": "ssd"}), ("compress", {"form": "keydiff@0.5"})):
+        status, body = answer(FakeCache(), op, {"node_id": 1, **argument, "hold_seconds": seconds})
+        assert (status, body["hold_s"]) == (200, seconds)
+
+
+@pytest.mark.parametrize("seconds", [-1, 86401, float("nan"), float("inf"), True, "60", None, [60], 10**400])
+def test_a_hold_is_a_number_of_seconds_up_to_a_day(seconds: object) -> None:
+    for op, argument in (("demote", {"tier": "ssd"}), ("compress", {"form": "keydiff@0.5"})):
+        status, body = answer(FakeCache(), op, {"node_id": 1, **argument, "hold_seconds": seconds})
+        assert status == 400 and "expected a number of seconds from 0 to 86400" in body["error"]["reason"]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from sglang_evicpress.core import Decision, NodeStats, Tier, Way
@@ -94,9 +94,9 @@ class Policy:
             self.rule.read_costs(costs)
             self.book.rebuild()
 
-    def rearrange(self, room: Mapping[Tier, int], budget: Budget) -> list[Decision]:
+    def rearrange(self, room: Mapping[Tier, int], budget: Budget, held: Collection[int] = ()) -> list[Decision]:
         """Moves that raise the total utility; see ``rearrange.rearrange``. None for a policy that has no utility."""
-        return rearrange(self.book, self.rule, room, budget) if isinstance(self.rule, EvicPressRule) else []
+        return rearrange(self.book, self.rule, room, budget, held) if isinstance(self.rule, EvicPressRule) else []
 
     def explain(self, node_id: int, value_of_hit: float = 1.0) -> dict[str, object]:
         """See ``explain.explain``. KeyError for a node that is not in the book."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,9 +46,12 @@ class Candidate(NamedTuple):
     moved_bytes: int
 
 
-def rearrange(book: Book, rule: EvicPressRule, room: Mapping[Tier, int], budget: Budget) -> list[Decision]:
+def rearrange(
+    book: Book, rule: EvicPressRule, room: Mapping[Tier, int], budget: Budget, held: Collection[int] = ()
+) -> list[Decision]:
     """Decisions, in order of execution, that together raise the total utility; empty when nothing does (EvicPress
-    section 4.1: KV caches are re-arranged between tiers after re-profiling).
+    section 4.1: KV caches are re-arranged between tiers after re-profiling). The nodes ``held`` (ids) are not bettered;
+    they may make room for others.
 
     A node may be brought to the GPU; to the exact form where a lower tier has an exact copy of it (an upgrade); or to a
     form or tier that is worth more in fewer bytes, which happens when its curve or a cost has changed. By gain per byte
@@ -75,7 +78,7 @@ def rearrange(book: Book, rule: EvicPressRule, room: Mapping[Tier, int], budget:
         per_byte = next((key for node_id, key in least[candidate.rank] if node_id != candidate.node_id), 0.0)
         return candidate.gain > per_byte * CLEARLY * candidate.added_bytes
 
-    for candidate in heapq.nsmallest(budget.num_candidates, filter(stays, _candidates(book, rule))):
+    for candidate in heapq.nsmallest(budget.num_candidates, filter(stays, _candidates(book, rule, held))):
         node_id, record = candidate.node_id, book.records[candidate.node_id]
         seconds = _seconds(rule, record, candidate)
         if candidate.moved_bytes > left_bytes or seconds > left_s or kin(node_id) & touched:
@@ -123,12 +126,12 @@ def _relief(book: Book, tier: Tier, missing: int, free: list[int]) -> list[Decis
     return [] if short > 0 else plan.decisions()
 
 
-def _candidates(book: Book, rule: EvicPressRule) -> Iterator[Candidate]:
+def _candidates(book: Book, rule: EvicPressRule, held: Collection[int]) -> Iterator[Candidate]:
     # No entry lies above the present key of its node, so that these are all that gain by their next step, and more.
     gaining = {entry[2] for heap in book.heaps for entry in heap if entry[0] < 0.0}
     for record in book.records.values():
         rank, exact_on = record.rank, record.exact_on
-        if record.is_locked or not record.weight > 0.0:
+        if record.is_locked or record.id in held or not record.weight > 0.0:
             continue
         if record.id in gaining and (step := rule.step(record)) is not None and step.key < 0.0 and step.rank < DROPPED:
             added = step.num_bytes if step.rank != rank else 0
