@@ -386,13 +386,6 @@ class Tiering:
         if tier == Tier.SSD and self.ssd is not None:
             self.ssd.clear(self.workers["write"])
 
-    def end_transfers(self: Any) -> None:
-        """Before the tree goes: nothing writes into slots any more."""
-        for load in list(self.loads):
-            load.has_run.wait()  # it writes into slots that will be others'; it cannot fail to end
-            load.finish()
-        self.end_raises()
-
     def reset_tiers(self: Any) -> None:
         """The tree is gone, and with it every copy: an SSD entry too, as the weights may be others now."""
         for node in self.nodes.values():
