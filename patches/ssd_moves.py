@@ -134,6 +134,7 @@ class Write(Job):
         self.ref: Any = None
 
     def start(self) -> None:
+        self.layouts = [cache.nodes[node_id].kv.copies[Tier.HOST].layout for node_id in entry.owners]
         self.entry.write = self
         self.cache.host.pin(self.entry)
         self.cache.workers["write"].submit(self)
@@ -145,6 +146,9 @@ class Write(Job):
 
     def finish(self) -> None:
         cache, entry = self.cache, self.entry
+        for layout in self.layouts:
+            if layout is not None:
+                layout.prepare_pack()  # for when the SSD alone has it
         entry.write = None
         if self.error is not None:
             cache.tier_errors[f"ssd_write_{self.error}"] += 1

@@ -10,6 +10,7 @@ from sglang_evicpress.config import GB
 from sglang_evicpress.core import Tier
 from sglang_evicpress.introspect import NodeBusy
 from sglang_evicpress.patches.node import num_slots, size_of, start_of, walk
+from sglang_evicpress.layout import survivor_bytes
 from sglang_evicpress.patches.ssd_tier import SsdTier
 from sglang_evicpress.patches.tiering import tier_of
 from sglang_evicpress.policy.menu import Menu
@@ -41,6 +42,8 @@ class TierInspection:
             "queue": {name: workers.num_pending for name, workers in self.workers.items()},
             "requests_waiting_for_a_copy": self.num_staging,
             "counts": dict(self.tier_counts),
+            "survivors": survivor_bytes(),
+            "slots_set_apart": sum(len(slots) for slots in self.set_apart.values()),
             "errors": self._errors(),
         }
 

@@ -170,6 +170,8 @@ class Tiering:
     def split_copies(self: Any, upper: Any, lower: Any) -> None:
         """``upper`` was split off ``lower``: both have their pieces of every copy. While the GPU has it, a small piece
         of an SSD entry is given up: to get it back all of that would be read, and by itself it is soon written."""
+        if copy.tier == Tier.SSD and copy.layout is not None:
+            copy.layout.pack()
         upper.kv.copies = {}
         for tier, copy in list(lower.kv.copies.items()):
             left, right = copy.split(len(upper.key))
@@ -189,6 +191,10 @@ class Tiering:
     # ---- moving down
 
     def release(self: Any, node_id: int, tier: Tier) -> int:
+            if upper.value is None and tier_of(lower) == Tier.SSD:
+                for piece in (left, right):
+                    if piece.layout is not None:
+                        piece.layout.pack()
         """Free what a node holds above ``tier``, where it has a copy, and is as that is. Returns the slots freed."""
         node = self.nodes[node_id]
         if node.lock_ref > 0 or tier not in node.kv.copies or tier <= tier_of(node):
@@ -354,9 +360,7 @@ class Tiering:
             if below.id not in self.nodes:
                 continue
             for tier, copy in list(below.kv.copies.items()):
-                if copy.layout is not None and bool(
-                    ((copy.layout.positions >= begin) & (copy.layout.positions < end)).any()
-                ):
+                if copy.layout is not None and copy.layout.has_any(begin, end):
                     self.remove_copy(below, tier)
                     self.after_loss(below)
 
