@@ -52,7 +52,7 @@ def build(context: Any) -> EvicPressCache:
     try:
         identity = identify() if config.has_tiers else bytes(KEY_BYTES)
         cache = EvicPressCache(params, config, compressor, identity, agreed(secrets.token_bytes(16), group))
-    except (StoreError, RuntimeError) as error:
+    except (StoreError, RuntimeError, ValueError) as error:
         raise SystemExit(f"evicpress: {error}") from error
     cache.identify = identify
     cache.name_profiles = name_profiles

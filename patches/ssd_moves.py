@@ -96,8 +96,11 @@ class SsdMoves:
 
     def start_read(self: Any, entry: SsdEntry) -> Any:
         """Begin to read an SSD entry into the host, for all nodes that hold a piece of it; the job, None without
-        room."""
+        room, or while the disk does not answer."""
         if entry.read is None:
+            if not self.ssd.store.is_answering:
+                self.tier_counts["reads_of_a_hung_ssd"] += 1
+                return None
             runs = self.host_room(entry.header.payload_bytes, is_urgent=True)
             if runs is None:
                 self.tier_counts["reads_without_room"] += 1
@@ -131,10 +134,10 @@ class Write(Job):
         super().__init__()
         self.cache, self.entry, self.reservation = cache, entry, reservation
         self.ssd = cache.ssd
+        self.layouts = [cache.nodes[node_id].kv.copies[Tier.HOST].layout for node_id in entry.owners]
         self.ref: Any = None
 
     def start(self) -> None:
-        self.layouts = [cache.nodes[node_id].kv.copies[Tier.HOST].layout for node_id in entry.owners]
         self.entry.write = self
         self.cache.host.pin(self.entry)
         self.cache.workers["write"].submit(self)
@@ -143,12 +146,12 @@ class Write(Job):
         header = self.entry.header
         chunks = self.cache.host.arena.buffers(self.entry.runs, 0, header.payload_bytes)
         self.ref = self.ssd.store.write(self.reservation, header, chunks)
-
-    def finish(self) -> None:
-        cache, entry = self.cache, self.entry
         for layout in self.layouts:
             if layout is not None:
                 layout.prepare_pack()  # for when the SSD alone has it
+
+    def finish(self) -> None:
+        cache, entry = self.cache, self.entry
         entry.write = None
         if self.error is not None:
             cache.tier_errors[f"ssd_write_{self.error}"] += 1

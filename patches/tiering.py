@@ -37,6 +37,7 @@ from sglang_evicpress.tiers.entry import Header
 from sglang_evicpress.tiers.faults import Faults
 from sglang_evicpress.tiers.host import HostTier
 from sglang_evicpress.tiers.identity import PathHash, namespace_digest, token_bytes
+from sglang_evicpress.tiers.key import Key
 from sglang_evicpress.tiers.meter import ReadMeter
 from sglang_evicpress.tiers.ssd import StoreError
 from sglang_evicpress.tiers.worker import Job, Workers
@@ -83,11 +84,14 @@ class Tiering:
         faults = None if text is None else Faults.parse(text)
         pool_is_cuda = compressor.is_cuda
         self.host = HostTier(config.host_bytes, is_pinned=pool_is_cuda, faults=faults)
+        self.ssd_key = None if config.ssd_key_file is None else Key.read(config.ssd_key_file)
         for name, num_threads in (("load", 1), ("read", 2), ("copy", 1), ("write", 1)):
             self.workers[name] = Workers(name, num_threads, self.arrival)
         if config.ssd_dir is not None:
             per_day = None if config.ssd_write_gb_per_day is None else config.ssd_write_gb_per_day * GB
-            self.ssd = SsdTier.open(config.ssd_dir, config.ssd_bytes, per_day, config.ssd_sync, identity, faults)
+            self.ssd = SsdTier.open(
+                config.ssd_dir, config.ssd_bytes, per_day, config.ssd_sync, identity, faults, key=self.ssd_key
+            )
 
     def use_ssd(self: Any, ssd: SsdTier | None) -> None:
         """The SSD tier is this one from now on; whoever calls sees to the nodes."""
@@ -166,12 +170,12 @@ class Tiering:
         copy, kv = node.kv.copies[tier_of(node)], node.kv
         kv.form, kv.layout, kv.is_lossy_prefix, kv.origin = copy.form, copy.layout, copy.is_lossy_prefix, copy.origin
         kv.slots = NOWHERE
+        if copy.tier == Tier.SSD and copy.layout is not None:
+            copy.layout.pack()
 
     def split_copies(self: Any, upper: Any, lower: Any) -> None:
         """``upper`` was split off ``lower``: both have their pieces of every copy. While the GPU has it, a small piece
         of an SSD entry is given up: to get it back all of that would be read, and by itself it is soon written."""
-        if copy.tier == Tier.SSD and copy.layout is not None:
-            copy.layout.pack()
         upper.kv.copies = {}
         for tier, copy in list(lower.kv.copies.items()):
             left, right = copy.split(len(upper.key))
@@ -187,14 +191,14 @@ class Tiering:
                 # but the exact KV of what is lossy now, which only the SSD has
                 if piece.num_slots * self.menu.slot_bytes < least and not (piece.is_exact and is_lossy(node)):
                     self.remove_copy(node, tier)
-
-    # ---- moving down
-
-    def release(self: Any, node_id: int, tier: Tier) -> int:
             if upper.value is None and tier_of(lower) == Tier.SSD:
                 for piece in (left, right):
                     if piece.layout is not None:
                         piece.layout.pack()
+
+    # ---- moving down
+
+    def release(self: Any, node_id: int, tier: Tier) -> int:
         """Free what a node holds above ``tier``, where it has a copy, and is as that is. Returns the slots freed."""
         node = self.nodes[node_id]
         if node.lock_ref > 0 or tier not in node.kv.copies or tier <= tier_of(node):
@@ -426,7 +430,7 @@ class Tiering:
         if former is None:
             return
         if not is_parted:
-            former.store.close()
+            self.close_ssd(former)
         try:
             self.use_ssd(former.reopened(identity))
         except StoreError as error:
