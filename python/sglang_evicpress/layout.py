@@ -112,9 +112,10 @@ class _PackedPositions:
         """The positions, int32 [layers, heads, slots]."""
         layers, heads, num_slots = self.shape
         found = np.empty((layers * heads, num_slots), dtype=np.int32)
+        begins = np.arange(heads)[:, None] * 8 * self.bits.shape[1] - self.low  # of the heads, in a layer's mask
         for begin in range(0, len(found), heads):
             mask = np.unpackbits(self.bits[begin : begin + heads], axis=1, bitorder="little")
-            found[begin : begin + heads] = mask.nonzero()[1].reshape(-1, num_slots) + self.low
+            found[begin : begin + heads] = np.flatnonzero(mask.view(bool)).reshape(heads, num_slots) - begins
         return torch.from_numpy(found.reshape(self.shape))
 
     def has_any(self, begin: int, end: int) -> bool:

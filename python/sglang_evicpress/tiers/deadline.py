@@ -128,10 +128,10 @@ class Pulse:
         self._since: dict[object, float] = {}
 
     @contextlib.contextmanager
-    def beat(self) -> Iterator[None]:
-        """Something goes on within."""
+    def beat(self, spared_s: float = 0.0) -> Iterator[None]:
+        """Something goes on within; its first ``spared_s`` do not count."""
         token = object()
-        self._since[token] = time.monotonic()
+        self._since[token] = time.monotonic() + spared_s
         try:
             yield
         finally:
@@ -140,4 +140,4 @@ class Pulse:
     def oldest_s(self) -> float:
         """For how long the oldest of it has been going on, 0 when there is nothing."""
         since = list(self._since.values())
-        return time.monotonic() - min(since) if since else 0.0
+        return max(0.0, time.monotonic() - min(since)) if since else 0.0

@@ -50,6 +50,8 @@ ANSWER_S = 0.5
 """A question about the file system's room is waited for."""
 HANG_S = 30.0
 """Something that takes longer on the disk hangs: the store is out of use until it comes back."""
+SLOWEST_BYTES_PER_S = 10e6
+"""Of a transfer, which may take so much longer."""
 _MIN_FREE_BYTES = 64 << 20  # of the file system, left to others: 1 % of it, between these two
 _MAX_FREE_BYTES = 4 << 30
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)  # say nothing about the entry
@@ -248,7 +250,7 @@ class SsdStore:
             record = encode(sealed, self._key)
             self._check_room(len(record) + self._tombstone_bytes - reservation.record_bytes)
             is_written = True
-            with self._pulse.beat():
+            with self._pulse.beat(header.payload_bytes / SLOWEST_BYTES_PER_S):
                 self._disk.write_payload(reservation.segment, reservation.offset, chunks)
                 ref = self._publish(reservation, header, record)
             return ref
@@ -298,7 +300,7 @@ class SsdStore:
             header = replace(header, seals=written.seals)
         try:
             reading = contextlib.closing(self._disk.read_payload(ref.segment, place.payload_offset, chunks))
-            with self._pulse.beat(), reading as arriving:
+            with self._pulse.beat(ref.num_bytes / SLOWEST_BYTES_PER_S), reading as arriving:
                 check_arriving(header, arriving, self._key)
         except (OSError, BadEntry) as error:
             self._fail(ref, error)
@@ -313,8 +315,11 @@ class SsdStore:
             with self._lock:
                 numbers = sorted(self._space.touched)
                 self._space.touched.clear()
-            with self._pulse.beat():
-                return sum(self._reclaim(number) for number in numbers)
+            found = 0
+            for number in numbers:
+                with self._pulse.beat():
+                    found += self._reclaim(number)
+            return found
 
     def sync(self) -> None:
         """Make all that was published durable. Errors are counted."""

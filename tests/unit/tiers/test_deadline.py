@@ -80,6 +80,8 @@ def test_a_pulse_tells_how_long_something_goes_on() -> None:
     with pulse.beat():
         time.sleep(0.002)
         assert pulse.oldest_s() >= 0.002
+    with pulse.beat(PATIENCE_S):
+        assert pulse.oldest_s() == 0.0
     assert pulse.oldest_s() == 0.0
 
 
@@ -109,6 +111,7 @@ def test_a_question_for_room_that_hangs_takes_the_store_out_of_use(
 def test_a_transfer_that_hangs_takes_the_store_out_of_use(
     open_store: Callable[..., SsdStore], faults: Faults, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
+    monkeypatch.setattr(ssd, "SLOWEST_BYTES_PER_S", float("inf"))
     store = open_store()
     header, payload = make_entry(1)
     ref = put(store, header, payload)
