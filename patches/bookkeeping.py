@@ -227,7 +227,7 @@ class Bookkeeping:
                 node.kv.weight = restate(node.kv.weight, node.kv.last_use_s)
             self.claims.restate(restate)
             self.policy.reweigh({node.id: node.kv.weight for node in self.nodes.values()})
-        self.take_back()
+        self.retry_set_aside()
         self.refresh_default()
         self.controller.now_s = self.now_s
         self.controller.value_of_hit = self.value_of_hit()

@@ -148,7 +148,7 @@ class Inspection:
         for workers in self.workers.values():
             yield from workers.threads
         if self.ssd is not None:
-            yield self.ssd.store.syncer
+            yield from self.ssd.store.threads
 
     def evict_slots(self: Any, num_slots: int) -> dict[str, object]:
         freed = self.relieve(num_slots)

@@ -98,7 +98,8 @@ class Load(Job):
     def finish(self) -> None:
         cache = self.cache
         if self not in cache.loads:
-            return  # finished when the cache was flushed
+            cache.take_back(self)  # the cache was flushed
+            return
         cache.loads.remove(self)
         if self.error is not None:
             cache.tier_errors[f"host_load_{self.error}"] += 1

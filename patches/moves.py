@@ -117,7 +117,7 @@ class Moves:
             node.kv.is_aside = True
             self.note(node)
 
-    def take_back(self: Any) -> None:
+    def retry_set_aside(self: Any) -> None:
         """Plan again with nodes that were set aside for long enough, and free what could not be freed."""
         for node_id, until_s in list(self.aside.items()):
             if self.now_s >= until_s:

@@ -49,7 +49,7 @@ def build(context: Any) -> EvicPressCache:
     try:
         identity = model.of_model() if config.has_tiers else bytes(KEY_BYTES)
         cache = EvicPressCache(params, config, compressor, identity, agreed(secrets.token_bytes(16), group))
-    except (StoreError, RuntimeError) as error:
+    except (StoreError, RuntimeError, ValueError) as error:
         raise handover.refusal(str(error)) from error
     if admin_key := context.server_args.admin_api_key:
         cache.inspection_key = key_of(admin_key)

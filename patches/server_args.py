@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 DEPENDENT_FLAGS = (
     *("kv_policy_config", "kv_alpha", "kv_half_life", "kv_forms", "kv_min_tokens", "kv_sinks"),
     *("kv_host_gb", "kv_ssd_dir", "kv_ssd_gb", "kv_ssd_write_gb_per_day", "kv_ssd_sync"),
+    *("kv_ssd_allow_dir", "kv_ssd_key_file"),
     *("kv_prior", "kv_profiles", "kv_drift", "kv_no_recording"),
     *("kv_decode_budget", "kv_decode_method", "kv_decode_score", "kv_decode_every", "kv_decode_protect"),
     "kv_decode_client_budgets",
@@ -60,6 +61,8 @@ def config_of(server_args: Any) -> EvicPressConfig:
         ssd_gb=server_args.kv_ssd_gb,
         ssd_write_gb_per_day=server_args.kv_ssd_write_gb_per_day,
         ssd_sync=server_args.kv_ssd_sync,
+        ssd_allow_dir=server_args.kv_ssd_allow_dir,
+        ssd_key_file=server_args.kv_ssd_key_file,
         prior=server_args.kv_prior,
         profiles=server_args.kv_profiles,
         drift=server_args.kv_drift,
@@ -132,6 +135,18 @@ def _add_fields(cls: Any) -> tuple[str, ...]:
                 str,
                 "When what was written to --kv-ssd-dir is made durable: none leaves it to the system, batch does it in "
                 "the background, always before it counts as written (default: batch).",
+            ),
+            flag(
+                "kv_ssd_allow_dir",
+                str,
+                "Absolute folders, separated by commas, in which POST /evicpress/tiers/ssd may name one (default: none "
+                "but the parent of --kv-ssd-dir).",
+            ),
+            flag(
+                "kv_ssd_key_file",
+                str,
+                "File of 32 to 4096 bytes, such as those of head -c 32 /dev/urandom, readable for its owner only: what "
+                "is on the SSD is sealed with it, and what has no such seal is a miss (default: none).",
             ),
             flag(
                 "kv_prior",
@@ -259,6 +274,7 @@ def _prepare(server_args: Any) -> EvicPressConfig:
         raise refusals.RefusedError(str(error)) from None
     refusals.check(server_args, config)
     _check_profiles(config)
+    _check_ssd(config)
     server_args.radix_cache_backend = refusals.BACKEND_NAME
     if server_args.attention_backend is None:
         is_deterministic = refusals.is_deterministic(server_args)
@@ -269,6 +285,20 @@ def _prepare(server_args: Any) -> EvicPressConfig:
         if server_args.grammar_backend is not None:
             logger.info("kv policy %s: grammar backend %s", config.policy, server_args.grammar_backend)
     return config
+
+
+def _check_ssd(config: EvicPressConfig) -> None:
+    """A folder or key that cannot be used stops the start, before a model is loaded."""
+    from sglang_evicpress.tiers.folder import Folder, StoreError
+    from sglang_evicpress.tiers.key import Key
+
+    try:
+        if config.ssd_key_file is not None:
+            Key.read(config.ssd_key_file)
+        if config.ssd_dir is not None and os.path.lexists(config.ssd_dir):
+            Folder.open(Path(config.ssd_dir), is_made=False)
+    except (StoreError, ValueError) as error:
+        raise refusals.RefusedError(str(error)) from None
 
 
 def _check_profiles(config: EvicPressConfig) -> None:

@@ -103,8 +103,11 @@ class SsdMoves:
 
     def start_read(self: Any, entry: SsdEntry) -> Any:
         """Begin to read an SSD entry into the host, for all nodes that hold a piece of it; the job, None without
-        room."""
+        room, or while the disk does not answer."""
         if entry.read is None:
+            if not self.ssd.store.is_answering:
+                self.tier_counts["reads_of_a_hung_ssd"] += 1
+                return None
             runs = self.host_room(entry.header.payload_bytes, is_urgent=True)
             if runs is None:
                 self.tier_counts["reads_without_room"] += 1
@@ -138,6 +141,7 @@ class Write(Job):
         super().__init__()
         self.cache, self.entry, self.reservation = cache, entry, reservation
         self.ssd = cache.ssd
+        self.layouts = [cache.nodes[node_id].kv.copies[Tier.HOST].layout for node_id in entry.owners]
         self.ref: Any = None
 
     def start(self) -> None:
@@ -149,6 +153,9 @@ class Write(Job):
         header = self.entry.header
         chunks = self.cache.host.arena.buffers(self.entry.runs, 0, header.payload_bytes)
         self.ref = self.ssd.store.write(self.reservation, header, chunks)
+        for layout in self.layouts:
+            if layout is not None:
+                layout.prepare_pack()  # for when the SSD alone has it
 
     def finish(self) -> None:
         cache, entry = self.cache, self.entry

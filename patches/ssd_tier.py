@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from sglang_evicpress.config import GB
 from sglang_evicpress.tiers.copies import SsdEntry
+from sglang_evicpress.tiers.deadline import within
 from sglang_evicpress.tiers.entry import Header
 from sglang_evicpress.tiers.faults import Faults, FaultyFiles
+from sglang_evicpress.tiers.folder import Folder, StoreError, allowed_root
+from sglang_evicpress.tiers.key import Key
 from sglang_evicpress.tiers.ssd import SsdStore
 from sglang_evicpress.tiers.wear import WearBudget
 from sglang_evicpress.tiers.worker import Job, Workers
 
+logger = logging.getLogger(__name__)
+
+ANSWER_S = 10.0
+"""A folder that is attached or let go is waited for; the scheduler stands still meanwhile."""
 ENDLESS = 1 << 62
 MOST_LOOKED_AT = 1024
 SLACK_BYTES = 1 << 20
@@ -44,21 +54,58 @@ class SsdTier:
         identity: bytes,
         faults: Faults | None,
         rank: int = 0,
+        *,
+        key: Key | None = None,
+        roots: Sequence[str] | None = None,
     ) -> SsdTier:
-        """Raises StoreError, one sentence, when the folder cannot be used."""
+        """The tier in ``folder``, its entries sealed with ``key``. With ``roots`` the folder has to lie in one of them,
+        and its file system has to be that large. Raises StoreError, one sentence, when the folder cannot be used."""
 
         def open_for(identity: bytes) -> SsdTier:
+            if roots is None:
+                opened = Folder.open(Path(folder))
+            else:
+                opened = Folder.open(Path(folder), root=allowed_root(folder, roots))
+                found = os.fstatvfs(opened.fd)
+                if num_bytes > found.f_blocks * found.f_frsize:
+                    raise StoreError(
+                        f"{num_bytes / GB:g} GB of SSD folder {folder} cannot be used: its file system has "
+                        f"{found.f_blocks * found.f_frsize / GB:.1f} GB"
+                    )
             files = None if faults is None else FaultyFiles(faults)
-            store = SsdStore(Path(folder) / f"rank-{rank}", num_bytes, identity, sync=sync, files=files)
+            where = opened.child(f"rank-{rank}")
+            store = SsdStore(where, num_bytes, identity, sync=sync, files=files, key=key)
             tier = cls(store, bytes_per_day, folder)
             tier._open = open_for
             return tier
 
         return open_for(identity)
 
+    @classmethod
+    def attach(cls, folder: str, *arguments: Any, **options: Any) -> SsdTier:
+        """``open`` on a thread of its own. Raises StoreError, also when it takes longer than ANSWER_S."""
+        return within(
+            ANSWER_S,
+            f"SSD folder {folder}",
+            lambda: cls.open(folder, *arguments, **options),
+            undo=lambda tier: tier.store.close(),
+        )
+
     def reopened(self, identity: bytes) -> SsdTier:
-        """The same folder for another model, once the store is closed. Raises StoreError."""
-        return self._open(identity)
+        """The same folder for another model, once the store is closed. Raises StoreError as ``attach``."""
+        return within(
+            ANSWER_S, f"SSD folder {self.folder}", lambda: self._open(identity), undo=lambda tier: tier.store.close()
+        )
+
+    def close(self, seconds: float | None = None) -> bool:
+        """Close the store on a thread of its own. False, and told, when it takes longer than so many seconds (without
+        them ANSWER_S): what is not durable then may be lost, and the folder stays locked until the disk answers."""
+        try:
+            within(ANSWER_S if seconds is None else seconds, f"SSD folder {self.folder}", self.store.close)
+        except StoreError as error:
+            logger.error("evicpress: %s: it is closed when it does", error)
+            return False
+        return True
 
     @property
     def now_s(self) -> float:

@@ -6,14 +6,16 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from sglang_evicpress.arguments import IntrospectionError
 from sglang_evicpress.config import GB
 from sglang_evicpress.core import Tier
 from sglang_evicpress.introspect import NodeBusy
+from sglang_evicpress.layout import survivor_bytes
 from sglang_evicpress.patches.node import num_slots, size_of, start_of, walk
 from sglang_evicpress.patches.ssd_tier import SsdTier
 from sglang_evicpress.patches.tiering import tier_of
 from sglang_evicpress.policy.menu import Menu
-from sglang_evicpress.tiers.ssd import StoreError
+from sglang_evicpress.tiers.folder import NotAllowedError, StoreError, allowed_roots
 
 MOVE_WAIT_S = 0.5
 """How long a question waits for the move that it asked for; the move goes on after that."""
@@ -40,6 +42,8 @@ class TierInspection:
             "tiers": tiers,
             "queue": {name: workers.num_pending for name, workers in self.workers.items()},
             "requests_waiting_for_a_copy": self.num_staging,
+            "survivors": survivor_bytes(),
+            "slots_set_apart": sum(len(slots) for slots in self.set_apart.values()),
             "counts": dict(self.tier_counts),
             "errors": self._errors(),
         }
@@ -135,11 +139,15 @@ class TierInspection:
             raise ValueError("the weights changed and the cache holds KV of the old ones: flush it first")
         if self.ssd is not None:
             raise ValueError(f"the SSD tier is {self.ssd.folder} already: detach it first")
+        roots = allowed_roots(self.config.ssd_dir, self.config.ssd_allow_dirs)
         per_day = None if write_gb_per_day is None else write_gb_per_day * GB
+        size, sync, faults = int(gb * GB), self.config.ssd_sync, self.host.faults
         try:
             self.use_ssd(
-                SsdTier.open(folder, int(gb * GB), per_day, self.config.ssd_sync, self.identity, self.host.faults)
+                SsdTier.attach(folder, size, per_day, sync, self.identity, faults, key=self.ssd_key, roots=roots)
             )
+        except NotAllowedError as error:
+            raise IntrospectionError(403, str(error)) from None
         except StoreError as error:
             raise ValueError(str(error)) from None
         self._change_menu()
@@ -159,7 +167,7 @@ class TierInspection:
         for entry in self.host.entries():
             entry.ssd = None
         self._change_menu()
-        ssd.store.close()
+        self.close_ssd(ssd)
         return self.describe_tiers()
 
     def _change_menu(self: Any) -> None:
@@ -236,7 +244,12 @@ class TierInspection:
         for workers in self.workers.values():
             workers.close(deadline + 1.0)
         if self.ssd is not None:
-            self.ssd.store.close()
+            self.close_ssd(self.ssd, LET_GO_S)
+
+    def close_ssd(self: Any, ssd: SsdTier, seconds: float | None = None) -> None:
+        """Let go of a folder; one that does not answer is counted, and waited for no longer."""
+        if not ssd.close(seconds):
+            self.tier_errors["ssd_close_deadline"] += 1
 
     def _save_for_the_next(self: Any, deadline_s: float) -> None:
         """Write to the SSD what the next server would sooner read than compute, the most used first."""
@@ -260,6 +273,8 @@ class TierInspection:
 
 
 CLOSE_S = 6.0
+LET_GO_S = 2.0
+"""Of an SSD folder, when the server ends."""
 
 
 def _labels(tiers: tuple[Tier, ...]) -> str:

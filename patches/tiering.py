@@ -39,6 +39,7 @@ from sglang_evicpress.tiers.entry import Header
 from sglang_evicpress.tiers.faults import Faults
 from sglang_evicpress.tiers.host import HostTier
 from sglang_evicpress.tiers.identity import PathHash, namespace_digest, token_bytes
+from sglang_evicpress.tiers.key import Key
 from sglang_evicpress.tiers.meter import ReadMeter
 from sglang_evicpress.tiers.worker import Job, Workers
 
@@ -81,11 +82,14 @@ class Tiering:
         faults = None if text is None else Faults.parse(text)
         pool_is_cuda = compressor.is_cuda
         self.host = HostTier(config.host_bytes, is_pinned=pool_is_cuda, faults=faults)
+        self.ssd_key = None if config.ssd_key_file is None else Key.read(config.ssd_key_file)
         for name, num_threads in (("load", 1), ("read", 2), ("copy", 1), ("write", 1)):
             self.workers[name] = Workers(name, num_threads, self.arrival)
         if config.ssd_dir is not None:
             per_day = None if config.ssd_write_gb_per_day is None else config.ssd_write_gb_per_day * GB
-            self.ssd = SsdTier.open(config.ssd_dir, config.ssd_bytes, per_day, config.ssd_sync, identity, faults)
+            self.ssd = SsdTier.open(
+                config.ssd_dir, config.ssd_bytes, per_day, config.ssd_sync, identity, faults, key=self.ssd_key
+            )
 
     def use_ssd(self: Any, ssd: SsdTier | None) -> None:
         """The SSD tier is this one from now on; whoever calls sees to the nodes."""
@@ -168,6 +172,8 @@ class Tiering:
         copy, kv = node.kv.copies[tier_of(node)], node.kv
         kv.form, kv.layout, kv.is_lossy_prefix, kv.origin = copy.form, copy.layout, copy.is_lossy_prefix, copy.origin
         kv.slots = NOWHERE
+        if copy.tier == Tier.SSD and copy.layout is not None:
+            copy.layout.pack()
 
     def split_copies(self: Any, upper: Any, lower: Any) -> None:
         """``upper`` was split off ``lower``: both have their pieces of every copy. While the GPU has it, a small piece
@@ -187,6 +193,10 @@ class Tiering:
                 # but the exact KV of what is lossy now, which only the SSD has
                 if piece.num_slots * self.menu.slot_bytes < least and not (piece.is_exact and is_lossy(node)):
                     self.remove_copy(node, tier)
+            if upper.value is None and tier_of(lower) == Tier.SSD:
+                for piece in (left, right):
+                    if piece.layout is not None:
+                        piece.layout.pack()
 
     # ---- moving down
 
@@ -337,9 +347,7 @@ class Tiering:
             if below.id not in self.nodes:
                 continue
             for tier, copy in list(below.kv.copies.items()):
-                if copy.layout is not None and bool(
-                    ((copy.layout.positions >= begin) & (copy.layout.positions < end)).any()
-                ):
+                if copy.layout is not None and copy.layout.has_any(begin, end):
                     self.remove_copy(below, tier)
                     self.after_loss(below)
 
@@ -368,13 +376,6 @@ class Tiering:
                 self.after_loss(node)
         if tier == Tier.SSD and self.ssd is not None:
             self.ssd.clear(self.workers["write"])
-
-    def end_transfers(self: Any) -> None:
-        """Before the tree goes: nothing writes into slots any more."""
-        for load in list(self.loads):
-            load.has_run.wait()  # it writes into slots that will be others'; it cannot fail to end
-            load.finish()
-        self.end_raises()
 
     def reset_tiers(self: Any) -> None:
         """The tree is gone, and with it every copy: an SSD entry too, as the weights may be others now."""

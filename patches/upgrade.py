@@ -6,15 +6,23 @@ Pressure still moves a held node down, or drops it."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 from typing import Any
+
+import torch
 
 from sglang_evicpress.core import Tier
 from sglang_evicpress.patches.load_back import Load, Part
 from sglang_evicpress.patches.node import is_lossy
 from sglang_evicpress.patches.staging import RECENT_S, Check
 from sglang_evicpress.policy.rearrange import Budget
+
+logger = logging.getLogger(__name__)
+
+END_S = 5.0
+"""What loads have to end when the tree goes."""
 
 PAUSE_S = 0.5
 """Between two looks at all nodes."""
@@ -29,16 +37,56 @@ class Upgrades:
     def open_upgrades(self: Any) -> None:
         self.raising: dict[int, Tier] = {}  # node ids, with the tier they are to be loaded from
         self.raises: list[Raise] = []
+        self.set_apart: dict[Load, torch.Tensor] = {}  # slots of loads that did not end when the tree went
         self.num_private_slots = 0
         self._holds: dict[int, float] = {}  # by node id, until when, time.monotonic
         self._next_look_s = 0.0
 
-    def end_raises(self: Any) -> None:
-        """The tree goes: nothing is raised any more."""
+    def end_transfers(self: Any) -> None:
+        """Before the tree goes: nothing writes any more into slots that will be others'."""
+        deadline_s = time.monotonic() + END_S
         self.raising.clear()
-        for job in list(self.raises):
-            job.has_run.wait()  # it writes into slots that will be others'
-            job.finish()
+        for jobs in (self.loads, self.raises):
+            for job in list(jobs):
+                if job.has_run.wait(max(0.0, deadline_s - time.monotonic())):
+                    job.finish()
+                else:
+                    jobs.remove(job)
+                    self.keep_apart(job)
+
+    def keep_apart(self: Any, job: Load) -> None:
+        """The tree goes, and a load has not ended in time: it may still write into its slots, so nobody gets these, nor
+        the host memory that it reads, before it has."""
+        if not self.set_apart:
+            self.token_to_kv_pool_allocator.clear = self._clear_but_for_these
+        self.set_apart[job] = torch.cat([part.slots for part in job.parts])
+        self.tier_errors["load_deadline"] += 1
+        logger.error("evicpress: a load has not ended within %g s: its slots are set apart until it does", END_S)
+
+    def _clear_but_for_these(self: Any) -> None:
+        """In place of the allocator's ``clear``, which makes every slot free: not those that are set apart, which count
+        as protected."""
+        allocator = self.token_to_kv_pool_allocator
+        type(allocator).clear(allocator)
+        taken = torch.unique(torch.cat(list(self.set_apart.values())) // allocator.page_size)
+        for name in ("free_pages", "release_pages"):
+            pages = getattr(allocator, name)
+            setattr(allocator, name, pages[~torch.isin(pages, taken)])
+        self.num_private_slots = self.protected_size_ = sum(len(slots) for slots in self.set_apart.values())
+
+    def take_back(self: Any, job: Load) -> None:
+        """A job has ended after the tree it was for was gone."""
+        slots = self.set_apart.pop(job, None)
+        if slots is None:
+            return
+        allocator = self.token_to_kv_pool_allocator
+        self.num_private_slots -= len(slots)
+        self.protected_size_ -= len(slots)
+        allocator.free(slots)
+        for part in job.parts:
+            self.host.unpin(part.copy.entry)
+        if not self.set_apart:
+            del allocator.clear
 
     def hold(self: Any, node_id: int, seconds: float) -> None:
         """Keep idle promotion from a node for so long; 0 ends a hold."""
@@ -149,7 +197,8 @@ class Raise(Load):
     def finish(self) -> None:
         cache, part = self.cache, self.parts[0]
         if self not in cache.raises:
-            return  # finished when the cache was flushed
+            cache.take_back(self)  # the cache was flushed
+            return
         cache.raises.remove(self)
         slots, copy = part.slots, part.copy
         cache.num_private_slots -= len(slots)

@@ -74,7 +74,7 @@ class Weights:
         if former is None:
             return
         if not is_parted:
-            former.store.close()
+            self.close_ssd(former)
         try:
             self.use_ssd(former.reopened(identity))
         except StoreError as error:

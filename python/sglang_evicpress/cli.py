@@ -108,6 +108,7 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     fsck.add_argument("folder", metavar="DIR", type=Path, help="what --kv-ssd-dir was")
+    fsck.add_argument("--key-file", metavar="FILE", help="what --kv-ssd-key-file was")
     fsck.add_argument("--repair", action="store_true", help="remove bad entries, and bytes that belong to none")
     return parser
 
@@ -153,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return profile(words[1:], _Parser)
             args = make_parser().parse_args(words)
             if args.command == "fsck":
-                return _fsck(args.folder, is_repair=args.repair)
+                return _fsck(args.folder, args.key_file, is_repair=args.repair)
             if args.command == "bench":
                 from sglang_evicpress.benchmark.command import serve
 
@@ -174,11 +175,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error), 1)
 
 
-def _fsck(folder: Path, *, is_repair: bool) -> int:
+def _fsck(folder: Path, key_file: str | None, *, is_repair: bool) -> int:
     from sglang_evicpress.tiers.fsck import StoreError, fsck
+    from sglang_evicpress.tiers.key import Key
 
     try:
-        report = fsck(folder, repair=is_repair)
+        key = None if key_file is None else Key.read(key_file)
+        report = fsck(folder, repair=is_repair, key=key)
     except StoreError as error:
         return _fail(str(error), 2)
     print("\n".join(report.lines()))

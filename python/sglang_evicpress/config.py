@@ -39,7 +39,8 @@ class EvicPressConfig:
     ``host_gb`` (1e9 bytes) of host memory hold the KV of nodes that left the GPU, 0 for no such tier. ``ssd_gb`` of the
     folder ``ssd_dir`` hold what leaves host memory, None for no such tier; at most ``ssd_write_gb_per_day`` are written
     there, None for no limit. ``ssd_sync`` says when they are made durable: left to the system (none), in the background
-    (batch), or before an entry counts as written (always).
+    (batch), or before an entry counts as written (always). A folder may be attached at run time beside ``ssd_dir`` or
+    in the ``ssd_allow_dirs``; entries are sealed with the key in ``ssd_key_file``, None for no seals.
 
     ``profiles`` is the file that keeps what was measured of contexts, None to forget it with the server. A context is
     measured again when the quality predicted of its answers exceeds the observed one by ``drift``. ``recording`` keeps
@@ -70,6 +71,8 @@ class EvicPressConfig:
     ssd_gb: float | None = None
     ssd_write_gb_per_day: float | None = None
     ssd_sync: str = "batch"
+    ssd_allow_dirs: tuple[str, ...] = ()
+    ssd_key_file: str | None = None
     profiles: str | None = None
     drift: float = 0.3
     recording: bool = True
@@ -107,6 +110,19 @@ class EvicPressConfig:
     def _check_tiers(self) -> None:
         if self.ssd_sync not in SYNC_MODES:
             raise ValueError(f"ssd_sync is {self.ssd_sync!r}: expected one of {', '.join(SYNC_MODES)}")
+        for folder in self.ssd_allow_dirs:
+            if not folder.startswith("/") or "\0" in folder:
+                raise ValueError(
+                    f"ssd_allow_dir {folder!r} is no absolute path: expected folders such as /mnt/a,/mnt/b"
+                )
+        if self.ssd_key_file is not None:
+            if not self.ssd_key_file.strip() or "\0" in self.ssd_key_file:
+                raise ValueError(f"ssd_key_file is {self.ssd_key_file!r}: expected the path of a file")
+            if self.ssd_dir is None and not self.ssd_allow_dirs:
+                raise ValueError(
+                    f"ssd_key_file is {self.ssd_key_file!r} without ssd_dir and ssd_allow_dir: give one, or leave out "
+                    "ssd_key_file"
+                )
         if self.host_gb != 0:
             check_size("host_gb", self.host_gb, "0 for no host tier, or ")
         if self.ssd_dir is None:
@@ -165,6 +181,8 @@ class EvicPressConfig:
         ssd_gb: float | None = None,
         ssd_write_gb_per_day: float | None = None,
         ssd_sync: str | None = None,
+        ssd_allow_dir: str | None = None,
+        ssd_key_file: str | None = None,
         prior: str | None = None,
         profiles: str | None = None,
         drift: float | None = None,
@@ -194,6 +212,8 @@ class EvicPressConfig:
             "ssd_gb": ssd_gb,
             "ssd_write_gb_per_day": ssd_write_gb_per_day,
             "ssd_sync": ssd_sync,
+            "ssd_allow_dir": ssd_allow_dir,
+            "ssd_key_file": ssd_key_file,
             "prior": prior,
             "profiles": profiles,
             "drift": drift,
@@ -325,6 +345,13 @@ def _forms(name: str, value: object) -> tuple[Form, ...]:
     return tuple(dict.fromkeys(Form.parse(text) for text in texts))
 
 
+def _folders(name: str, value: object) -> tuple[str, ...]:
+    texts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{name} is {value!r}: expected absolute folders separated by commas, or a list of them")
+    return tuple(dict.fromkeys(text.strip() for text in texts))
+
+
 def _curves(name: str, value: object) -> Mapping[str, object] | None:
     return None if value is None else _known_curves(name, value)
 
@@ -380,6 +407,8 @@ _READERS: Mapping[str, Callable[[str, object], object]] = {
     "ssd_gb": _number,
     "ssd_write_gb_per_day": _number,
     "ssd_sync": _text,
+    "ssd_allow_dir": _folders,
+    "ssd_key_file": _text,
     "prior": _prior,
     "profiles": _text,
     "drift": _number,
@@ -391,4 +420,4 @@ _READERS: Mapping[str, Callable[[str, object], object]] = {
     "decode_protect": _text,
     "decode_client_budgets": _text,
 }
-_FIELDS = {"half_life": "half_life_s", "prior": "curves"}
+_FIELDS = {"half_life": "half_life_s", "prior": "curves", "ssd_allow_dir": "ssd_allow_dirs"}

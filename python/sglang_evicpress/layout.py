@@ -9,6 +9,12 @@ and those hold positions < p in every layer and head.
 
 from __future__ import annotations
 
+import threading
+import weakref
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 
 
@@ -16,10 +22,10 @@ class HostCopy:
     """A device tensor's copy on the host, started now and waited for only when it is first read.
 
     On CUDA the copy runs asynchronously on the current stream into pinned memory, so that compressing a node does not
-    stall the scheduler; on the CPU it is the tensor itself.
+    stall the scheduler, and moves to pageable memory once it has arrived; on the CPU it is the tensor itself.
     """
 
-    __slots__ = ("_event", "_tensor")
+    __slots__ = ("__weakref__", "_event", "_tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -28,6 +34,8 @@ class HostCopy:
             self._tensor.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
+            _unpin_arrived()
+            _PINNED.append(weakref.ref(self))
         else:
             self._tensor = tensor
 
@@ -44,8 +52,33 @@ class HostCopy:
         event = self._event  # another thread may be here as well
         if event is not None:
             event.synchronize()
+            self._tensor = self._tensor.clone()  # pinned memory is scarce: it goes back
             self._event = None
         return self._tensor
+
+    @property
+    def num_elements(self) -> int:
+        return self._tensor.numel()
+
+    @property
+    def has_arrived(self) -> bool:
+        event = self._event
+        return event is None or event.query()
+
+
+_PINNED: deque[weakref.ref[HostCopy]] = deque()
+"""Copies that may still be in pinned memory, in the order in which they arrive."""
+
+
+def _unpin_arrived() -> None:
+    """Nobody may ever read a copy: what has arrived leaves pinned memory when the next one is made."""
+    while _PINNED:
+        first = _PINNED[0]()
+        if first is not None:
+            if not first.has_arrived:
+                return
+            first.read()
+        _PINNED.popleft()
 
 
 def to_device(values: torch.Tensor, device: torch.device | str) -> torch.Tensor:
@@ -55,41 +88,175 @@ def to_device(values: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return values.to(device, non_blocking=True)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _PackedPositions:
+    """Positions as one bit for each token from ``low`` on: ``bits`` is uint8 [layers * heads, bytes]."""
+
+    bits: np.ndarray
+    low: int
+    shape: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, positions: torch.Tensor) -> _PackedPositions | None:
+        """None where that would save less than half."""
+        layers, heads, num_slots = positions.shape
+        if not positions.numel() or positions.dtype != torch.int32:
+            return None
+        flat = positions.reshape(layers * heads, num_slots).numpy()
+        low = int(flat.min())
+        row_bytes = (int(flat.max()) - low) // 8 + 1
+        if 2 * row_bytes > flat.itemsize * num_slots:
+            return None
+        bits = np.empty((layers * heads, row_bytes), dtype=np.uint8)
+        for begin in range(0, len(flat), heads):  # a layer at a time: a bit takes a byte on the way
+            rows = flat[begin : begin + heads]
+            mask = np.zeros((len(rows), 8 * row_bytes), dtype=bool)
+            np.put_along_axis(mask, rows.astype(np.int64) - low, True, axis=1)
+            if int(mask.sum()) != rows.size:
+                return None  # a head holds a position twice
+            bits[begin : begin + heads] = np.packbits(mask, axis=1, bitorder="little")
+        return cls(bits, low, (layers, heads, num_slots))
+
+    def open(self) -> torch.Tensor:
+        """The positions, int32 [layers, heads, slots]."""
+        layers, heads, num_slots = self.shape
+        found = np.empty((layers * heads, num_slots), dtype=np.int32)
+        begins = np.arange(heads)[:, None] * 8 * self.bits.shape[1] - self.low  # of the heads, in a layer's mask
+        for begin in range(0, len(found), heads):
+            mask = np.unpackbits(self.bits[begin : begin + heads], axis=1, bitorder="little")
+            found[begin : begin + heads] = np.flatnonzero(mask.view(bool)).reshape(heads, num_slots) - begins
+        return torch.from_numpy(found.reshape(self.shape))
+
+    def has_any(self, begin: int, end: int) -> bool:
+        """Whether any head holds a position of [begin, end)."""
+        first, last = max(0, begin - self.low), min(end - self.low, 8 * self.bits.shape[1])
+        if first >= last:
+            return False
+        part = np.unpackbits(self.bits[:, first // 8 : (last - 1) // 8 + 1], axis=1, bitorder="little")
+        return bool(part[:, first % 8 : first % 8 + last - first].any())
+
+
+class _Ledger:
+    """Bytes that all layouts of this process hold. What goes is noted without a lock: it may go at any point."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._changes: deque[tuple[int, int]] = deque()
+        self._totals = [0, 0]
+
+    def note(self, num_open: int, num_packed: int) -> None:
+        self._changes.append((num_open, num_packed))
+
+    def totals(self) -> tuple[int, int]:
+        with self._lock:
+            while self._changes:
+                num_open, num_packed = self._changes.popleft()
+                self._totals[0] += num_open
+                self._totals[1] += num_packed
+            return self._totals[0], self._totals[1]
+
+
+_LEDGER = _Ledger()
+_COUNTING = threading.Lock()
+
+
+def survivor_bytes() -> dict[str, int]:
+    """Host memory of all layouts, in bytes: as numbers, and packed, as those of nodes that only the SSD has are."""
+    num_open, num_packed = _LEDGER.totals()
+    return {"open_bytes": num_open, "packed_bytes": num_packed}
+
+
 class SurvivorLayout:
     """Placement of one compressed node's survivors; immutable.
 
     ``positions``: int32 [layers, kv_heads, m], absolute logical position held by slot j of each head, ascending in j.
-    ``logical``: int64 [m], the node-relative logical index at which slot j is shown, strictly increasing.
+    ``logical``: int64 [m], the node-relative logical index at which slot j is shown, strictly increasing. Positions
+    that are ``pack``ed take one bit per token and head, and are worked out anew each time.
     """
 
-    __slots__ = ("_logical", "_positions", "num_slots")
+    __slots__ = ("__weakref__", "_counted", "_last_split", "_logical", "_packed", "_positions", "num_slots")
 
     def __init__(self, positions: HostCopy, logical: HostCopy, num_slots: int) -> None:
-        self._positions = positions
+        self._positions: HostCopy | None = positions
+        self._packed: _PackedPositions | None = None
         self._logical = logical
+        self._last_split: tuple[int, weakref.ref[SurvivorLayout], weakref.ref[SurvivorLayout]] | None = None
+        self._counted = (0, 0)
         self.num_slots = num_slots
+        self._count()
+
+    def __del__(self) -> None:
+        _LEDGER.note(-self._counted[0], -self._counted[1])
 
     @property
     def positions(self) -> torch.Tensor:
-        return self._positions.read()
+        packed = self._packed  # before the other: it is there once that is gone
+        held = self._positions
+        if held is not None:
+            return held.read()
+        assert packed is not None
+        return packed.open()
 
     @property
     def logical(self) -> torch.Tensor:
         return self._logical.read()
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory it takes."""
+        return sum(self._counted)
+
+    def prepare_pack(self) -> None:
+        """Do the work of ``pack``, on any thread."""
+        if self._packed is None:
+            self._packed = _PackedPositions.of(self.positions)
+            self._count()
+
+    def pack(self) -> None:
+        """Keep the positions in a sixth or less of the memory, where that can be."""
+        self.prepare_pack()
+        if self._packed is not None and self._positions is not None:
+            self._positions = None
+            self._count()
+
+    def has_any(self, begin: int, end: int) -> bool:
+        """Whether any head holds a position of [begin, end)."""
+        packed = self._packed
+        if packed is not None:
+            return packed.has_any(begin, end)
+        positions = self.positions
+        return bool(((positions >= begin) & (positions < end)).any())
 
     def slots_before(self, num_tokens: int) -> int:
         """How many slots a request gets that matches the node's first ``num_tokens`` tokens."""
         return int(torch.searchsorted(self.logical, num_tokens))
 
     def split(self, num_tokens: int) -> tuple[SurvivorLayout, SurvivorLayout]:
-        """The layouts of the first ``num_tokens`` tokens and of the rest (its logical indices start at 0 again)."""
+        """The layouts of the first ``num_tokens`` tokens and of the rest (its logical indices start at 0 again).
+
+        They share no memory with this one; a node and its copies, which are split one after the other, share them.
+        """
+        if self._last_split is not None and self._last_split[0] == num_tokens:
+            left, right = self._last_split[1](), self._last_split[2]()
+            if left is not None and right is not None:
+                return left, right
         cut = self.slots_before(num_tokens)
         positions, logical = self.positions, self.logical
-        left = SurvivorLayout(HostCopy(positions[..., :cut]), HostCopy(logical[:cut]), cut)
+        left = SurvivorLayout(HostCopy(positions[..., :cut].clone()), HostCopy(logical[:cut].clone()), cut)
         right = SurvivorLayout(
-            HostCopy(positions[..., cut:]), HostCopy(logical[cut:] - num_tokens), self.num_slots - cut
+            HostCopy(positions[..., cut:].clone()), HostCopy(logical[cut:] - num_tokens), self.num_slots - cut
         )
+        self._last_split = num_tokens, weakref.ref(left), weakref.ref(right)
         return left, right
+
+    def _count(self) -> None:
+        """Positions are int32, logical indices int64."""
+        with _COUNTING:
+            held, packed = self._positions, self._packed
+            num_open = 0 if held is None else 4 * held.num_elements
+            counted = num_open + 8 * self.num_slots, 0 if packed is None else packed.bits.nbytes
+            _LEDGER.note(counted[0] - self._counted[0], counted[1] - self._counted[1])
+            self._counted = counted
 
 
 def place(positions: torch.Tensor, start: int, page_size: int) -> torch.Tensor:

@@ -165,6 +165,8 @@ def test_the_command_line_takes_every_flag(model: str, tmp_path: Path) -> None:
         "--kv-ssd-gb": "3",
         "--kv-ssd-write-gb-per-day": "10",
         "--kv-ssd-sync": "always",
+        "--kv-ssd-allow-dir": "/mnt/a,/mnt/b",
+        "--kv-ssd-key-file": str(tmp_path / "key"),
         "--kv-prior": str(tmp_path / "prior.json"),
         "--kv-profiles": str(tmp_path / "profiles.db"),
         "--kv-drift": "0.2",
@@ -175,6 +177,8 @@ def test_the_command_line_takes_every_flag(model: str, tmp_path: Path) -> None:
         "--kv-decode-protect": "newest",
         "--kv-decode-client-budgets": "off",
     }
+    (tmp_path / "key").write_bytes(bytes(32))
+    (tmp_path / "key").chmod(0o600)
     flags = [part for flag in given.items() for part in flag]
     args = _from_command_line("--model-path", model, "--device", "cpu", *flags, "--kv-no-recording")
     assert {*given, "--kv-no-recording"} == {"--" + name.replace("_", "-") for name in FLAGS}
@@ -191,6 +195,8 @@ def test_the_command_line_takes_every_flag(model: str, tmp_path: Path) -> None:
         ssd_gb=3.0,
         ssd_write_gb_per_day=10.0,
         ssd_sync="always",
+        ssd_allow_dirs=("/mnt/a", "/mnt/b"),
+        ssd_key_file=str(tmp_path / "key"),
         curves={"knorm": {"0.5": 0.75}},
         profiles=str(tmp_path / "profiles.db"),
         drift=0.2,
@@ -289,6 +295,10 @@ WRONG = [
     (("--kv-policy", "lru", "--kv-ssd-dir", "/kv"), "ssd_dir is '/kv' without ssd_gb: expected"),
     (("--kv-policy", "lru", "--kv-ssd-gb", "1"), "ssd_gb is 1.0 without ssd_dir: give both"),
     (("--kv-policy", "lru", "--kv-ssd-sync", "often"), "ssd_sync is 'often': expected one of none, batch, always"),
+    (
+        ("--kv-policy", "lru", "--kv-ssd-allow-dir", "/kv", "--kv-ssd-key-file", "/etc/passwd"),
+        "ssd_key_file '/etc/passwd' can be read by all or written by others (mode 0644): expected mode 0600",
+    ),
     (
         ("--kv-policy", "lru", "--kv-host-gb", "0.5", "--tp-size", "2"),
         "--kv-host-gb 0.5 cannot be combined with --tp-size 2: ranks do not agree yet",

@@ -67,6 +67,8 @@ def test_a_file_may_give_every_field(tmp_path: Path) -> None:
         "ssd_gb": 20,
         "ssd_write_gb_per_day": 100,
         "ssd_sync": "always",
+        "ssd_allow_dir": ["/mnt/a", "/mnt/b"],
+        "ssd_key_file": "/etc/evicpress.key",
         "profiles": str(tmp_path / "profiles.sqlite"),
         "drift": 0.2,
         "recording": False,
@@ -78,8 +80,10 @@ def test_a_file_may_give_every_field(tmp_path: Path) -> None:
         "decode_client_budgets": "off",
     }
     path = _file(tmp_path, values)
-    fields = {"half_life_s" if name == "half_life" else name: value for name, value in values.items()}
-    config = EvicPressConfig(**(fields | {"forms": (Form("knorm", 0.3),)}))  # type: ignore[arg-type]
+    renamed = {"half_life": "half_life_s", "ssd_allow_dir": "ssd_allow_dirs"}
+    fields = {renamed.get(name, name): value for name, value in values.items()}
+    tuples = {"forms": (Form("knorm", 0.3),), "ssd_allow_dirs": ("/mnt/a", "/mnt/b")}
+    config = EvicPressConfig(**(fields | tuples))  # type: ignore[arg-type]
     assert EvicPressConfig.from_flags(None, path) == config
     assert EvicPressConfig.from_flags("hpt", path) == dataclasses.replace(config, policy="hpt")
     assert policy_in(path) == "lru"
@@ -249,6 +253,10 @@ def test_null_curves_are_the_prior(tmp_path: Path) -> None:
         ({"ssd_write_gb_per_day": 5}, ("ssd_write_gb_per_day", "5.0", "without ssd_dir")),
         ({"ssd_dir": "/kv", "ssd_gb": 1, "ssd_write_gb_per_day": 0}, ("ssd_write_gb_per_day", "0.0", "above 0")),
         ({"ssd_dir": "/kv", "ssd_gb": 1, "ssd_write_gb_per_day": float("nan")}, ("nan", "above 0")),
+        ({"ssd_allow_dir": "/kv,kv"}, ("ssd_allow_dir 'kv'", "absolute")),
+        ({"ssd_allow_dir": ""}, ("ssd_allow_dir ''", "absolute")),
+        ({"ssd_key_file": "", "ssd_allow_dir": "/kv"}, ("ssd_key_file is ''", "path of a file")),
+        ({"ssd_key_file": "/key"}, ("'/key'", "without ssd_dir and ssd_allow_dir")),
         ({"ssd_sync": "often"}, ("ssd_sync", "'often'", "none, batch, always")),
     ],
 )

@@ -57,7 +57,7 @@ TABLE = {
     ),
     # Tensors.
     "kernels": Layer((), ("torch", "triton")),
-    "layout": Layer(("core",), ("torch",)),
+    "layout": Layer(("core",), ("numpy", "torch")),
     "press": Layer(("core", "kernels", "layout"), ("torch",)),
     # Budgets of running requests: when, how much and which, for the patches to carry out.
     "decode": Layer(("kernels", "press"), ("torch",)),

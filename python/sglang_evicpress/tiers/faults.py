@@ -27,7 +27,8 @@ class Faults:
     """How often each kind of fault happens, and what has happened (``counts``).
 
     The same seed and the same sequence of calls give the same faults. ``read_rate``: bytes a second that all reads of
-    files together get at most; None: as many as the disk gives. Thread-safe.
+    files together get at most; None: as many as the disk gives. ``hung``: by the name of a call of Files, the event
+    that it waits for. Thread-safe.
     """
 
     seed: int = 0
@@ -36,6 +37,7 @@ class Faults:
     read_rate: float | None = None
     counts: Counter[str] = field(default_factory=Counter)
     is_on: bool = True
+    hung: dict[str, threading.Event] = field(default_factory=dict)
     _random: random.Random = field(init=False, repr=False)
     _lock: threading.Lock = field(init=False, repr=False, default_factory=threading.Lock)
     _read_until_s: float = field(init=False, repr=False, default=0.0)
@@ -83,6 +85,17 @@ class Faults:
         with self._lock:
             return self._random.randrange(limit)
 
+    def hang(self, *calls: str) -> threading.Event:
+        """From now on these calls of Files do not come back before the event is set."""
+        may_go_on = threading.Event()
+        self.hung.update(dict.fromkeys(calls, may_go_on))
+        return may_go_on
+
+    def maybe_hang(self, call: str) -> None:
+        if call in self.hung and self.is_on:
+            self.counts["hang"] += 1
+            self.hung[call].wait()
+
     def maybe_delay(self) -> None:
         if self.happens("delay"):
             time.sleep(self.delay_s)
@@ -119,11 +132,21 @@ class FaultyFiles(Files):
 
     def open(self, path: str, flags: int) -> int:
         """A file that is lost is really gone."""
+        self.faults.maybe_hang("open")
         if not flags & os.O_CREAT and self.faults.happens("lost"):
             super().unlink(path)
         return super().open(path, flags)
 
+    def names(self) -> list[str]:
+        self.faults.maybe_hang("names")
+        return super().names()
+
+    def free_bytes(self) -> tuple[int, int]:
+        self.faults.maybe_hang("free_bytes")
+        return super().free_bytes()
+
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.faults.maybe_hang("preadv")
         self._before("eio")
         done = super().preadv(fd, buffers, offset)
         self.faults.pace(done)
@@ -135,6 +158,7 @@ class FaultyFiles(Files):
         return done
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.faults.maybe_hang("pwritev")
         self._before("eio")
         total = sum(map(len, buffers))
         for kind in ("short", "enospc"):
@@ -160,6 +184,7 @@ class FaultyFiles(Files):
         super().truncate(fd, num_bytes)
 
     def fdatasync(self, fd: int) -> None:
+        self.faults.maybe_hang("fdatasync")
         self._before("eio")
         super().fdatasync(fd)
 

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+
+from sglang_evicpress.tiers.folder import Folder, StoreError, UnsafeFileError, open_file
+
+__all__ = [
+    "BLOCK_BYTES",
+    "Aligned",
+    "Files",
+    "Folder",
+    "StoreError",
+    "lock_folder",
+    "parts",
+    "pieces",
+    "reason_of",
+    "round_up",
+    "transfer",
+    "unlock_folder",
+]
 
 BLOCK_BYTES = 4096
 """Payloads begin and end on multiples of this; direct I/O moves multiples of it from and to multiples of it."""
@@ -20,16 +37,18 @@ _PUNCH_KEEP_SIZE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-class StoreError(Exception):
-    """A folder that cannot be used: one sentence that names it and says why."""
-
-
 class Files:
-    """Calls of the operating system, one method each; they raise OSError and nothing else. Thread-safe."""
+    """Calls of the operating system, one method each; they raise OSError and nothing else. Thread-safe.
+
+    Names are those of files in ``folder``; without one they are paths.
+    """
+
+    folder: Folder | None = None
 
     def open(self, path: str, flags: int) -> int:
-        """A descriptor, which children do not inherit; new files are for their owner only."""
-        return os.open(path, flags | os.O_CLOEXEC, 0o600)
+        """A descriptor, which children do not inherit; new files are for their owner only. Raises UnsafeFileError for
+        what is not a plain file of this user alone."""
+        return open_file(path, flags, self._at)
 
     def close(self, fd: int) -> None:
         os.close(fd)
@@ -53,13 +72,9 @@ class Files:
     def fdatasync(self, fd: int) -> None:
         os.fdatasync(fd)
 
-    def sync_folder(self, folder: str) -> None:
+    def sync_folder(self) -> None:
         """Make the names of new and removed files durable."""
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        os.fsync(self._opened.fd)
 
     def punch_hole(self, fd: int, offset: int, num_bytes: int) -> None:
         """Give the blocks of this range back to the file system; they read as zeros. The file keeps its size."""
@@ -68,11 +83,12 @@ class Files:
             raise OSError(code, os.strerror(code))
 
     def unlink(self, path: str) -> None:
-        Path(path).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path, dir_fd=self._at)
 
     def rename(self, old: str, new: str) -> None:
         """Replace ``new``, if it is there."""
-        Path(old).replace(new)
+        os.replace(old, new, src_dir_fd=self._at, dst_dir_fd=self._at)
 
     def data_bytes(self, fd: int, offset: int, num_bytes: int) -> int:
         """How much of this range is not a hole, in whole blocks of the file system."""
@@ -89,20 +105,30 @@ class Files:
         return found
 
     def stat(self, path: str) -> tuple[int, int] | None:
-        """Size and allocated bytes; None where there is no such file."""
+        """Size and allocated bytes, of a link itself; None where there is no such file."""
         try:
-            found = os.stat(path)  # noqa: PTH116 - paths are plain texts here
+            found = os.stat(path, dir_fd=self._at, follow_symlinks=False)
         except FileNotFoundError:
             return None
         return found.st_size, found.st_blocks * 512
 
-    def names(self, folder: str) -> list[str]:
-        return os.listdir(folder)  # noqa: PTH208 - names, not paths
+    def names(self) -> list[str]:
+        return os.listdir(self._opened.fd)  # noqa: PTH208 - names, not paths
 
-    def free_bytes(self, folder: str) -> tuple[int, int]:
+    def free_bytes(self) -> tuple[int, int]:
         """What the file system still gives to this user, and its size."""
-        found = os.statvfs(folder)
+        found = os.fstatvfs(self._opened.fd)
         return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+
+    @property
+    def _at(self) -> int | None:
+        return None if self.folder is None else self.folder.fd
+
+    @property
+    def _opened(self) -> Folder:
+        if self.folder is None:
+            raise OSError(errno.EBADF, "there is no folder")
+        return self.folder
 
 
 def round_up(num_bytes: int) -> int:
@@ -110,24 +136,25 @@ def round_up(num_bytes: int) -> int:
     return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
-def lock_folder(folder: Path) -> int:
-    """Take ``folder``/lock for as long as the descriptor is open. Raises StoreError naming who holds it."""
-    path = folder / "lock"
+def lock_folder(folder: Folder) -> int:
+    """Take a folder's ``lock`` for as long as the descriptor is open. Raises StoreError naming who holds it."""
+    where = f"SSD folder {folder.path}"
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = folder.file("lock", os.O_RDWR | os.O_CREAT)
     except OSError as error:
-        raise StoreError(f"SSD folder {folder} cannot be locked: {error.strerror}") from error
+        what = error.strerror if isinstance(error, UnsafeFileError) else f"its file 'lock': {error.strerror}"
+        raise StoreError(f"{where} cannot be locked: {what}") from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode("ascii"), 0)
     except BlockingIOError:
         holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
         os.close(fd)
-        raise StoreError(f"SSD folder {folder} is in use by process {holder}: every server needs its own") from None
+        raise StoreError(f"{where} is in use by process {holder}: every server needs its own") from None
     except OSError as error:
         os.close(fd)
-        raise StoreError(f"SSD folder {folder} cannot be locked: {error.strerror}") from error
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode("ascii"), 0)
+        raise StoreError(f"{where} cannot be locked: {error.strerror}") from error
     return fd
 
 
@@ -209,10 +236,29 @@ def pieces(buffers: Sequence[memoryview], num_bytes: int) -> list[list[memoryvie
     return found
 
 
+def parts(buffers: Sequence[memoryview], sizes: Sequence[int]) -> Iterator[list[memoryview]]:
+    """The buffers, one after the other, cut into parts of these sizes in bytes."""
+    left = list(buffers)[::-1]
+    for size in sizes:
+        part: list[memoryview] = []
+        while size:
+            buffer = left.pop()
+            if len(buffer) > size:
+                left.append(buffer[size:])
+                buffer = buffer[:size]
+            part.append(buffer)
+            size -= len(buffer)
+        yield part
+
+
 def reason_of(error: OSError) -> str:
-    """Under which it is counted: "full" is the disk or the user's share of it."""
+    """Under which it is counted: "full" is the disk or the user's share of it, "unsafe" no plain file of this user."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "full"
+    if isinstance(error, UnsafeFileError):
+        return "unsafe"
+    if isinstance(error, TimeoutError):
+        return "deadline"
     return "missing" if isinstance(error, FileNotFoundError) else "io"
 
 

@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sglang_evicpress.tiers.entry import BadEntry, Header, decode
-from sglang_evicpress.tiers.files import BLOCK_BYTES, Files, StoreError, lock_folder, reason_of, round_up
+from sglang_evicpress.tiers.files import BLOCK_BYTES, Files, Folder, StoreError, lock_folder, reason_of, round_up
+from sglang_evicpress.tiers.folder import UnsafeFileError
+from sglang_evicpress.tiers.key import Key
+from sglang_evicpress.tiers.records import Records
 from sglang_evicpress.tiers.segments import SegmentFiles, check_arriving, gaps
 
 __all__ = ["Report", "StoreError", "fsck"]
@@ -20,7 +23,8 @@ __all__ = ["Report", "StoreError", "fsck"]
 @dataclass(slots=True)
 class Report:
     """What was found: entries ``ok`` and their payload bytes, ``bad`` records and entries by reason, bytes of payload
-    that no good entry owns, and .head files that end within a record."""
+    that no good entry owns, .head files that end within a record, and entries that are intact but ``unsealed``: the
+    key that was given, or that none was, does not vouch for them. They are kept."""
 
     folders: list[Path] = field(default_factory=list)
     num_segments: int = 0
@@ -29,6 +33,7 @@ class Report:
     bad: Counter[str] = field(default_factory=Counter)
     orphan_bytes: int = 0
     torn_tails: int = 0
+    unsealed: int = 0
     is_repaired: bool = False
 
     @property
@@ -42,6 +47,8 @@ class Report:
             f"({self.ok_bytes} bytes)"
         ]
         found += [f"bad by {reason}: {count}" for reason, count in sorted(self.bad.items())]
+        if self.unsealed:
+            found.append(f"of another key, or of none, and not checked: {self.unsealed}")
         if self.torn_tails:
             found.append(f"torn tails: {self.torn_tails}")
         if self.orphan_bytes:
@@ -53,21 +60,23 @@ class Report:
         return found
 
 
-def fsck(folder: Path, *, repair: bool) -> Report:
+def fsck(folder: Path, *, repair: bool, key: Key | None = None) -> Report:
     """Check ``folder`` and the rank folders in it; with ``repair`` remove bad entries and bytes without a good one.
 
-    Raises StoreError when it is no folder, or while a server uses it.
+    ``key`` is that of the server. Raises StoreError when it is no folder, or while a server uses it.
     """
     if not folder.is_dir():
         raise StoreError(f"SSD folder {folder} is not a folder")
     report = Report(is_repaired=repair)
-    report.folders = sorted(path for path in folder.glob("rank-*") if path.is_dir())
-    if any(folder.glob("segment-*")) or not report.folders:
-        report.folders.insert(0, folder)
-    for path in report.folders:
-        lock_fd = lock_folder(path)
+    base = Folder.open(folder, is_made=False)
+    folders = {path: base.child(path.name, is_made=False) for path in sorted(folder.glob("rank-*")) if path.is_dir()}
+    if any(folder.glob("segment-*")) or not folders:
+        folders = {folder: base, **folders}
+    report.folders = list(folders)
+    for path, opened in folders.items():
+        lock_fd = lock_folder(opened)
         try:
-            checker = _Checker(path, report, repair)
+            checker = _Checker(opened, report, repair, key)
             if repair:
                 checker.disk.remove_leftovers()
             for number in checker.disk.numbers():
@@ -83,9 +92,12 @@ def fsck(folder: Path, *, repair: bool) -> Report:
 class _Checker:
     """Of one folder."""
 
-    def __init__(self, folder: Path, report: Report, repair: bool) -> None:
-        self.disk = SegmentFiles(str(folder), Files())
+    def __init__(self, folder: Folder, report: Report, repair: bool, key: Key | None) -> None:
+        files = Files()
+        files.folder = folder
+        self.disk = SegmentFiles(files)
         self._report = report
+        self._key = key
         self._repair = repair
         self._buffer = mmap.mmap(-1, BLOCK_BYTES)
 
@@ -97,13 +109,26 @@ class _Checker:
             if self._repair:
                 self.disk.unlink(number)
             return
-        found = self.disk.read_head(number)
+        try:
+            found = self.disk.read_head(number, self._key)
+        except UnsafeFileError:
+            report.bad["unsafe"] += 1
+            if self._repair:
+                self.disk.unlink(number)
+            return
         is_torn = found.end < found.num_bytes
         num_bad = report.bad.total()
         report.torn_tails += is_torn
         report.bad.update(reason for offset, reason in found.bad if offset < found.end)
         good, taken = [], []
-        for header, record in self._good(number, found.records.offsets.tolist(), found.records.record_bytes.tolist()):
+        for offset, num_bytes, begin, size in self._unsealed(found.records):
+            if kv is None or begin % BLOCK_BYTES or begin + size > kv[0]:
+                report.bad["missing" if kv is None else "length"] += 1
+                continue
+            good.append(self.disk.read_record(number, offset, num_bytes))
+            taken.append((begin, round_up(size)))
+            report.unsealed += 1
+        for header, record in self._good(number, found.records.select(found.records.is_ours)):
             good.append(record)
             taken.append((header.payload_offset, round_up(header.payload_bytes)))
             report.ok += 1
@@ -122,11 +147,17 @@ class _Checker:
             self.disk.cut(number, kv_bytes=max(sum(range_) for range_ in taken))
             self.disk.punch(number, holes)
 
-    def _good(self, number: int, offsets: list[int], sizes: list[int]) -> Iterator[tuple[Header, bytes]]:
-        for offset, num_bytes in zip(offsets, sizes, strict=True):
+    def _unsealed(self, records: Records) -> Iterator[tuple[int, int, int, int]]:
+        """Offset and bytes of the record and of the payload of each entry that is not ours."""
+        others = records.select(~records.is_ours)
+        columns = (others.offsets, others.record_bytes, others.payload_offsets, others.payload_bytes)
+        yield from zip(*(column.tolist() for column in columns), strict=True)
+
+    def _good(self, number: int, records: Records) -> Iterator[tuple[Header, bytes]]:
+        for offset, num_bytes in zip(records.offsets.tolist(), records.record_bytes.tolist(), strict=True):
             try:
                 record = self.disk.read_record(number, offset, num_bytes)
-                header, _ = decode(record)
+                header, _ = decode(record, key=self._key)
                 if header.payload_offset % BLOCK_BYTES:
                     raise BadEntry("header", "its payload does not begin on a block")
                 self._read(number, header)
@@ -147,4 +178,4 @@ class _Checker:
             self._buffer = mmap.mmap(-1, round_up(header.payload_bytes))
         chunk = memoryview(self._buffer)[: header.payload_bytes]
         with closing(self.disk.read_payload(number, header.payload_offset, [chunk])) as arriving:
-            check_arriving(header.extents, arriving)
+            check_arriving(header, arriving, self._key)

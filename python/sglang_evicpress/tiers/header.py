@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import mmap
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from struct import Struct
+from typing import overload
 
 import numpy as np
 import xxhash
 
 from sglang_evicpress.core import Form
 from sglang_evicpress.tiers.identity import KEY_BYTES, edge_of
+from sglang_evicpress.tiers.key import SEAL_BYTES, Key
 
 Buffer = bytes | bytearray | memoryview | mmap.mmap
 
@@ -34,6 +37,8 @@ REASONS = (
     "missing",
     "deadline",
     "full",
+    "unsafe",
+    "key",
 )
 ITEM_BYTES = {
     "bfloat16": 2,
@@ -49,6 +54,7 @@ ITEM_BYTES = {
 
 _MAX_POSITION = 2**31 - 1  # positions are int32
 _CODEC = re.compile(r"[0-9A-Za-z_.-]{1,32}")
+_PACKED = Struct("<QQ16s")
 
 
 class BadEntry(Exception):
@@ -68,6 +74,51 @@ class Extent:
     offset: int
     num_bytes: int
     digest: bytes
+
+
+class ExtentTable(Sequence[Extent]):
+    """Extents in 32 bytes each, as records have them: a held entry of 32 layers would take 7 KB as objects."""
+
+    __slots__ = ("packed",)
+
+    def __init__(self, packed: bytes) -> None:
+        self.packed = packed
+
+    @classmethod
+    def of(cls, extents: Sequence[Extent]) -> Sequence[Extent]:
+        """The table of these extents; they themselves where no record could have them."""
+        if isinstance(extents, cls):
+            return extents
+        if all(len(extent.digest) == KEY_BYTES and _fits(extent.offset, extent.num_bytes) for extent in extents):
+            return cls(b"".join(_PACKED.pack(extent.offset, extent.num_bytes, extent.digest) for extent in extents))
+        return extents
+
+    def __len__(self) -> int:
+        return len(self.packed) // _PACKED.size
+
+    @overload
+    def __getitem__(self, index: int) -> Extent: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Extent, ...]: ...
+    def __getitem__(self, index: int | slice) -> Extent | tuple[Extent, ...]:
+        if isinstance(index, slice):
+            return tuple(self)[index]
+        number = range(len(self))[index]
+        return Extent(*_PACKED.unpack_from(self.packed, number * _PACKED.size))
+
+    def __iter__(self) -> Iterator[Extent]:
+        return (Extent(*fields) for fields in _PACKED.iter_unpack(self.packed))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, ExtentTable):
+            return self.packed == other.packed
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +146,8 @@ class Header:
 
     ``parent_key`` and ``key`` are the path's hash at its start and at its end. ``is_lossy_prefix`` says that its KV
     was computed behind a lossy prefix. There is one extent per layer, and one more for a press's survivors;
-    ``payload_offset`` is where the payload begins in whatever file holds it.
+    ``payload_offset`` is where the payload begins in whatever file holds it; ``seals`` are a key's, SEAL_BYTES for each
+    extent, nothing without a key.
     """
 
     fingerprint: bytes
@@ -108,8 +160,12 @@ class Header:
     is_lossy_prefix: bool
     num_slots: int
     shape: Shape
-    extents: tuple[Extent, ...]
+    extents: Sequence[Extent]
     payload_offset: int = 0
+    seals: bytes = b""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "extents", ExtentTable.of(self.extents))
 
     @property
     def num_tokens(self) -> int:
@@ -147,6 +203,8 @@ def problem_of(header: Header) -> str | None:
         return str(error)
     if not (num_slots == header.num_tokens if form.press is None else 0 <= num_slots <= header.num_tokens):
         return f"{num_slots} slots cannot hold {header.num_tokens} tokens in form {form}"
+    if len(header.seals) not in (0, SEAL_BYTES * len(header.extents)):
+        return f"it has {len(header.seals)} bytes of seals for {len(header.extents)} extents"
     if len(header.extents) != shape.num_layers + (form.press is not None):
         return f"it has {len(header.extents)} extents for {shape.num_layers} layers"
     end = 0
@@ -187,12 +245,18 @@ def extent_of(offset: int, chunks: Iterable[Buffer]) -> Extent:
     return Extent(offset, num_bytes, digest.digest())
 
 
-def check_extent(extent: Extent, chunks: Iterable[Buffer]) -> None:
-    """Raise BadEntry("checksum") unless the chunks, one after the other, are the extent's bytes."""
+def check_extent(extent: Extent, chunks: Iterable[Buffer], seal: tuple[Key, bytes] | None = None) -> None:
+    """Raise BadEntry("checksum") unless the chunks, one after the other, are the extent's bytes, and BadEntry("key")
+    unless the key has sealed them."""
+    is_sealed = None
+    if seal is not None:
+        chunks, is_sealed = seal[0].watch_extent(chunks)
     if extent_of(extent.offset, chunks) != extent:
         raise BadEntry(
             "checksum", f"the {extent.num_bytes} bytes at {extent.offset} of the payload are not those written"
         )
+    if seal is not None and is_sealed is not None and not is_sealed(seal[1]):
+        raise BadEntry("key", f"the {extent.num_bytes} bytes at {extent.offset} of the payload are not sealed with it")
 
 
 def form_text(form: Form) -> str:
@@ -209,3 +273,7 @@ def parse_form(text: str) -> Form:
     if form_text(form) != text or not _CODEC.fullmatch(form.codec):
         raise ValueError(f"form {text!r} is not written the one way it can be")
     return form
+
+
+def _fits(*numbers: int) -> bool:
+    return all(0 <= number < 2**64 for number in numbers)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_evicpress.tiers.entry import MAGIC, BadEntry, Peek, peek
+from sglang_evicpress.tiers.key import Key
 
 _LENGTH_AT = 12  # of a record, in every version of the format: its length in bytes, 4 bytes
 
@@ -24,6 +25,7 @@ class Records:
     payload_offsets: np.ndarray
     payload_bytes: np.ndarray
     num_tokens: np.ndarray
+    is_ours: np.ndarray  # sealed with our key, or with none where we have none
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -46,17 +48,17 @@ class Head:
     is_whole: bool = True
 
 
-def scan(data: bytearray) -> Head:
+def scan(data: bytearray, key: Key | None = None) -> Head:
     """The records in ``data``, and what is no record; goes on at the next one behind damage."""
     columns = [array("q") for _ in range(6)]
-    fingerprints = bytearray()
-    dead: list[int] = []
+    fingerprints, ours = bytearray(), bytearray()
+    dead: dict[bool, list[int]] = {True: [], False: []}  # one buries only what has the same key
     bad: list[tuple[int, str]] = []
     add_offset, add_record, add_edge, add_payload, add_size, add_tokens = (column.append for column in columns)
     offset, end, size = 0, 0, len(data)
     while offset < size:
         try:
-            record = peek(data, offset)
+            record = peek(data, offset, key)
         except BadEntry as error:
             bad.append((offset, error.reason))
             offset = _behind(data, offset, error.reason)
@@ -64,7 +66,7 @@ def scan(data: bytearray) -> Head:
                 end = offset
             continue
         if isinstance(record, Peek):  # kept in columns: a million tuples would keep the garbage collector busy
-            fingerprint, edge, num_tokens, payload_offset, payload_bytes, record_bytes, _ = record
+            fingerprint, edge, num_tokens, payload_offset, payload_bytes, record_bytes, _, has_seal = record
             add_offset(offset)
             add_record(record_bytes)
             add_edge(edge)
@@ -72,12 +74,15 @@ def scan(data: bytearray) -> Head:
             add_size(payload_bytes)
             add_tokens(num_tokens)
             fingerprints += fingerprint
+            ours.append(has_seal)
         else:
-            dead.append(record.number)
+            dead[record.is_ours].append(record.number)
         end = offset = offset + record.record_bytes
-    records = Records(np.frombuffer(fingerprints, dtype="S16"), *map(np.asarray, columns))
-    if dead:
-        records = records.select(~np.isin(records.offsets, dead))
+    is_ours = np.frombuffer(ours, dtype=bool)
+    records = Records(*[np.frombuffer(fingerprints, dtype="S16"), *map(np.asarray, columns), is_ours])
+    if any(dead.values()):
+        is_dead = np.isin(records.offsets, dead[True]) & is_ours | np.isin(records.offsets, dead[False]) & ~is_ours
+        records = records.select(~is_dead)
     return Head(size, records, bad, end)
 
 

@@ -8,16 +8,19 @@ import numpy as np
 
 from sglang_evicpress.tiers.files import BLOCK_BYTES, reason_of
 from sglang_evicpress.tiers.index import MAX_PAYLOAD_OFFSET
+from sglang_evicpress.tiers.key import Key
 from sglang_evicpress.tiers.records import Head, Records, scan
 from sglang_evicpress.tiers.segments import SegmentFiles
 from sglang_evicpress.tiers.space import Segment
 
 
-def recover(disk: SegmentFiles, number: int, fingerprint: bytes, errors: Counter[str]) -> tuple[Segment, Records]:
+def recover(
+    disk: SegmentFiles, number: int, fingerprint: bytes, errors: Counter[str], key: Key | None = None
+) -> tuple[Segment, Records]:
     """The segment with all it holds counted, and the entries that can be served; ``errors`` counts the others.
 
     What no record says is cut off both files. A segment without any entry is doomed; one that cannot be read, or
-    holds entries of others, is foreign.
+    holds entries of others or of another key, is foreign.
     """
     kv, head = disk.sizes(number)
     segment = Segment(number, is_named=True)
@@ -26,7 +29,7 @@ def recover(disk: SegmentFiles, number: int, fingerprint: bytes, errors: Counter
         segment.dead, segment.is_doomed = allocated, True
         return segment, scan(bytearray()).records
     try:
-        found = disk.read_head(number)
+        found = disk.read_head(number, key)
     except OSError as error:
         errors[reason_of(error)] += 1
         segment.dead, segment.head, segment.is_foreign = allocated, head[0], True
@@ -37,12 +40,13 @@ def recover(disk: SegmentFiles, number: int, fingerprint: bytes, errors: Counter
     is_there = ends <= kv_bytes
     is_sound = (records.payload_offsets % BLOCK_BYTES == 0) & (records.payload_offsets < MAX_PAYLOAD_OFFSET)
     is_kept = is_there & is_sound
-    is_own = is_kept & (records.fingerprints == np.array(fingerprint, dtype="S16"))
+    is_own = is_kept & records.is_ours & (records.fingerprints == np.array(fingerprint, dtype="S16"))
     _count(errors, found)
     for reason, mask in (
         ("length" if kv else "missing", ~is_there),
         ("header", is_there & ~is_sound),
-        ("fingerprint", is_kept & ~is_own),
+        ("key", is_kept & ~records.is_ours),
+        ("fingerprint", is_kept & records.is_ours & ~is_own),
     ):
         if count := int(mask.sum()):
             errors[reason] += count

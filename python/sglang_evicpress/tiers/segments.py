@@ -12,12 +12,13 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
-from sglang_evicpress.tiers.entry import BadEntry, Extent, check_extent
+from sglang_evicpress.tiers.entry import BadEntry, Header, check_extent
 from sglang_evicpress.tiers.files import Aligned, Files, pieces, transfer
+from sglang_evicpress.tiers.key import SEAL_BYTES, Key
 from sglang_evicpress.tiers.records import Head, scan
 
 PIECE_BYTES = 8 << 20
@@ -30,10 +31,9 @@ _NAME = re.compile(r"segment-(\d{6,9})\.(kv|head)")
 
 
 class SegmentFiles:
-    """Reads and writes the segments of a folder. Every call opens what it needs, so nothing is left open."""
+    """Reads and writes the segments of one folder. Every call opens what it needs, so nothing is left open."""
 
-    def __init__(self, folder: str, files: Files) -> None:
-        self._folder = folder
+    def __init__(self, files: Files) -> None:
         self._files = files
         self._has_direct = True
         self._readers: ThreadPoolExecutor | None = None
@@ -41,7 +41,7 @@ class SegmentFiles:
 
     def numbers(self) -> list[int]:
         """Of the segments that have a file, ascending."""
-        return sorted({int(found[1]) for name in self._files.names(self._folder) if (found := _NAME.fullmatch(name))})
+        return sorted({int(found[1]) for name in self._files.names() if (found := _NAME.fullmatch(name))})
 
     def sizes(self, number: int) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
         """Size and allocated bytes of the .kv and of the .head file; None for a file that is not there."""
@@ -123,8 +123,9 @@ class SegmentFiles:
         finally:
             self._files.close(fd)
 
-    def read_head(self, number: int) -> Head:
-        """Read and check every record. What cannot be read counts as damaged, and the file as not whole."""
+    def read_head(self, number: int, key: Key | None = None) -> Head:
+        """Read and check every record; those that ``key`` has sealed are ours. What cannot be read counts as damaged,
+        and the file as not whole."""
         fd = self._files.open(self._head(number), os.O_RDONLY)
         try:
             num_bytes = self._files.size(fd)
@@ -138,7 +139,7 @@ class SegmentFiles:
                     is_whole = False
         finally:
             self._files.close(fd)
-        return replace(scan(data), is_whole=is_whole)
+        return replace(scan(data, key), is_whole=is_whole)
 
     def cut(self, number: int, *, kv_bytes: int | None = None, head_bytes: int | None = None) -> None:
         """Shorten one of the files, or both, to these sizes. Raises OSError."""
@@ -153,7 +154,8 @@ class SegmentFiles:
     def rewrite_head(self, number: int, records: Sequence[bytes]) -> None:
         """Replace the .head file, all at once, by one with these records. Raises OSError."""
         path = self._head(number)
-        fd = self._files.open(path + _LEFTOVER, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC)
+        self._files.unlink(path + _LEFTOVER)
+        fd = self._files.open(path + _LEFTOVER, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL)
         try:
             for record in records:
                 if self._files.append(fd, record) != len(record):
@@ -165,9 +167,9 @@ class SegmentFiles:
 
     def remove_leftovers(self) -> None:
         """Of a ``rewrite_head`` that did not end. Raises OSError."""
-        for name in self._files.names(self._folder):
+        for name in self._files.names():
             if name.startswith("segment-") and name.endswith(_LEFTOVER):
-                self._files.unlink(f"{self._folder}/{name}")
+                self._files.unlink(name)
 
     def data_bytes(self, number: int, holes: Sequence[tuple[int, int]]) -> int:
         """How much of these (offset, bytes) of a .kv file takes space. Raises OSError."""
@@ -207,7 +209,7 @@ class SegmentFiles:
                 finally:
                     self._files.close(fd)
         if is_folder:
-            self._files.sync_folder(self._folder)
+            self._files.sync_folder()
 
     def close(self) -> None:
         """End the reading threads once they are done."""
@@ -236,10 +238,10 @@ class SegmentFiles:
         return done
 
     def _kv(self, number: int) -> str:
-        return f"{self._folder}/segment-{number:06}.kv"
+        return f"segment-{number:06}.kv"
 
     def _head(self, number: int) -> str:
-        return f"{self._folder}/segment-{number:06}.head"
+        return f"segment-{number:06}.head"
 
 
 class _Payload:
@@ -307,8 +309,8 @@ def gaps(taken: Sequence[tuple[int, int]], end: int) -> list[tuple[int, int]]:
     return found
 
 
-def check_arriving(extents: Iterable[Extent], arriving: Iterator[Sequence[memoryview]]) -> None:
-    """Compare every extent with its bytes, as they arrive. Raises BadEntry."""
+def check_arriving(header: Header, arriving: Iterator[Sequence[memoryview]], key: Key | None = None) -> None:
+    """Compare every extent of the header with its bytes, as they arrive, and its seal with ``key``. Raises BadEntry."""
     stream = (chunk for group in arriving for chunk in group)
     rest = memoryview(b"")
 
@@ -322,5 +324,6 @@ def check_arriving(extents: Iterable[Extent], arriving: Iterator[Sequence[memory
             num_bytes -= len(part)
             yield part
 
-    for extent in extents:
-        check_extent(extent, take(extent.num_bytes))
+    for number, extent in enumerate(header.extents):
+        seal = None if key is None else (key, header.seals[number * SEAL_BYTES : (number + 1) * SEAL_BYTES])
+        check_extent(extent, take(extent.num_bytes), seal)

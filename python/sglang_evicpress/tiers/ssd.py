@@ -18,9 +18,20 @@ from pathlib import Path
 from typing import NoReturn
 
 from sglang_evicpress.threads import WatchedThread
+from sglang_evicpress.tiers.deadline import Caller, Pulse
 from sglang_evicpress.tiers.entry import BadEntry, Header, decode, encode, encode_tombstone
-from sglang_evicpress.tiers.files import Files, StoreError, lock_folder, reason_of, round_up, unlock_folder
+from sglang_evicpress.tiers.files import (
+    Files,
+    Folder,
+    StoreError,
+    lock_folder,
+    parts,
+    reason_of,
+    round_up,
+    unlock_folder,
+)
 from sglang_evicpress.tiers.index import Index, Place, Ref
+from sglang_evicpress.tiers.key import Key
 from sglang_evicpress.tiers.recovery import recover
 from sglang_evicpress.tiers.segments import SegmentFiles, check_arriving, gaps
 from sglang_evicpress.tiers.space import Reservation, Space
@@ -35,10 +46,15 @@ SYNC_MODES = ("none", "batch", "always")
 _MIN_SEGMENT_BYTES = 4 << 20
 _MAX_BACKOFF_S = 60.0
 _SYNC_PERIOD_S = 2.0
-_CLOSE_S = 10.0  # for writers to end
+_CLOSE_S = 10.0  # for writers to end, and the thread that syncs
+ANSWER_S = 0.5
+"""A question about the file system's room is waited for."""
+HANG_S = 30.0
+"""Something that takes longer on the disk hangs: the store is out of use until it comes back."""
+SLOWEST_BYTES_PER_S = 10e6
+"""Of a transfer, which may take so much longer."""
 _MIN_FREE_BYTES = 64 << 20  # of the file system, left to others: 1 % of it, between these two
 _MAX_FREE_BYTES = 4 << 30
-_TOMBSTONE_BYTES = len(encode_tombstone(0))
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)  # say nothing about the entry
 
 
@@ -47,13 +63,14 @@ class SsdStore:
 
     ``sync``: "none"; "batch", every two seconds in the background; "always", before an entry is found. A killed server
     loses nothing that was published in any mode; a power failure what was not synced. Raises StoreError when the
-    folder cannot be used and ValueError for arguments that cannot be. Entries of other fingerprints are never served;
-    they go when their room is needed.
+    folder cannot be used and ValueError for arguments that cannot be. Entries of other fingerprints, without ``key`` or
+    with another one are never served; they go when their room is needed. While the disk does not answer nothing is
+    found and nothing written.
     """
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | Folder,
         capacity_bytes: int,
         fingerprint: bytes,
         *,
@@ -61,6 +78,7 @@ class SsdStore:
         segment_bytes: int = SEGMENT_BYTES,
         backoff_s: float = 2.0,
         files: Files | None = None,
+        key: Key | None = None,
     ) -> None:
         if sync not in SYNC_MODES:
             raise ValueError(f"sync mode {sync!r} is not known: expected one of {', '.join(SYNC_MODES)}")
@@ -69,14 +87,18 @@ class SsdStore:
         self.errors: Counter[str] = Counter()
         self.written_bytes = 0
         self.read_bytes = 0
-        self._folder = str(folder)
+        opened = folder if isinstance(folder, Folder) else Folder.open(folder)
+        self._folder = opened.path
         self._fingerprint = fingerprint
+        self._key = key
+        self._tombstone_bytes = len(encode_tombstone(0, key))
         self._sync_mode = sync
         self._backoff_s = backoff_s
         self._pause_s = 0.0
         self._retry_at = 0.0
         self._files = Files() if files is None else files
-        self._disk = SegmentFiles(self._folder, self._files)
+        self._files.folder = opened
+        self._disk = SegmentFiles(self._files)
         self._index = Index()
         self._space = Space(capacity_bytes, max(_MIN_SEGMENT_BYTES, min(segment_bytes, capacity_bytes // 8)))
         self._lock = threading.Condition(threading.Lock())  # of the bookkeeping: never held while a file is used
@@ -85,25 +107,29 @@ class SsdStore:
         self._num_writing = 0
         self._is_closed = False
         self._stop = threading.Event()
-        try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError as error:
-            raise StoreError(f"SSD folder {folder} cannot be made: {error.strerror}") from error
-        self._lock_fd = lock_folder(folder)
+        self._pulse = Pulse()
+        self._room = Caller("evicpress-ssd-room")
+        self._did_hang = False
+        self._lock_fd = lock_folder(opened)
         try:
             self._disk.remove_leftovers()
             for number in self._disk.numbers():
-                segment, records = recover(self._disk, number, fingerprint, self.errors)
+                segment, records = recover(self._disk, number, fingerprint, self.errors, key)
                 self._space.put(segment)
                 self._index.add_all(number, records)
             for number in self._space.doom_excess():
                 self._index.remove_segment(number)
         except OSError as error:
             unlock_folder(self._lock_fd)
-            raise StoreError(f"SSD folder {folder} cannot be read: {error.strerror}") from error
-        self.syncer = WatchedThread("evicpress-ssd-sync", self._sync_in_background)
+            raise StoreError(f"SSD folder {self._folder} cannot be read: {error.strerror}") from error
+        self._syncer = WatchedThread("evicpress-ssd-sync", self._sync_in_background)
         if sync == "batch":
-            self.syncer.start()
+            self._syncer.start()
+
+    @property
+    def threads(self) -> tuple[WatchedThread, ...]:
+        """Those that work for the store."""
+        return self._syncer, self._room.thread
 
     @property
     def capacity_bytes(self) -> int:
@@ -120,15 +146,33 @@ class SsdStore:
 
     @property
     def is_writable(self) -> bool:
-        """Not while it is closed, nor for some seconds after a write has failed."""
-        return not self._is_closed and time.monotonic() >= self._retry_at
+        """Not while it is closed or does not answer, nor for some seconds after a write has failed."""
+        return not self._is_closed and time.monotonic() >= self._retry_at and self.is_answering
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether the disk does what it is asked to, or has not been asked for long enough to tell; each time it ceases
+        to is counted as "deadline"."""
+        hangs = self._room.hangs or self._pulse.oldest_s() > HANG_S
+        if hangs != self._did_hang:
+            self._did_hang = hangs
+            if hangs:
+                with self._lock:
+                    self.errors["deadline"] += 1
+                logger.error("SSD folder %s does not answer: the tier is out of use until it does", self._folder)
+            else:
+                logger.warning("SSD folder %s answers again", self._folder)
+        return not hangs
 
     def __contains__(self, ref: Ref) -> bool:
         with self._lock:
             return ref in self._index
 
     def find(self, edge: int) -> list[Ref]:
-        """The entries that leave a path by this edge, newest first; two edges may be the same number."""
+        """The entries that leave a path by this edge, newest first; two edges may be the same number. None while the
+        disk does not answer."""
+        if not self.is_answering:
+            return []
         with self._lock:
             return self._index.find(edge)
 
@@ -136,7 +180,7 @@ class SsdStore:
         """Space for a payload; None when the capacity or what is free on the disk forbids it, or nothing is written
         now. ``reclaim`` may help, and then the removal of others."""
         try:
-            free, total = self._files.free_bytes(self._folder)
+            free, total = self._room.call(self._files.free_bytes, ANSWER_S)
         except OSError as error:
             self._back_off(error)
             return None
@@ -219,11 +263,13 @@ class SsdStore:
                     f"payload of {header.payload_bytes} bytes in chunks of {sum(map(len, chunks))}: "
                     f"expected the {reservation.num_bytes} reserved"
                 )
-            record = encode(replace(header, payload_offset=reservation.offset))
-            self._check_room(len(record) + _TOMBSTONE_BYTES - reservation.record_bytes)
+            sealed = replace(header, payload_offset=reservation.offset, seals=self._seals(header, chunks))
+            record = encode(sealed, self._key)
+            self._check_room(len(record) + self._tombstone_bytes - reservation.record_bytes)
             is_written = True
-            self._disk.write_payload(reservation.segment, reservation.offset, chunks)
-            ref = self._publish(reservation, header, record)
+            with self._pulse.beat(header.payload_bytes / SLOWEST_BYTES_PER_S):
+                self._disk.write_payload(reservation.segment, reservation.offset, chunks)
+                ref = self._publish(reservation, header, record)
             return ref
         except OSError as error:
             if is_written:
@@ -246,7 +292,9 @@ class SsdStore:
         """What the entry is. Raises BadEntry; it is gone then."""
         place = self._place(ref)
         try:
-            header, _ = decode(self._disk.read_record(ref.segment, place.record_offset, place.record_bytes))
+            with self._pulse.beat():
+                record = self._disk.read_record(ref.segment, place.record_offset, place.record_bytes)
+            header, _ = decode(record, key=self._key)
             if header.fingerprint != self._fingerprint:
                 raise BadEntry("fingerprint", "it is of another model or layout")
             if (header.payload_offset, header.payload_bytes) != (place.payload_offset, place.payload_bytes):
@@ -264,9 +312,13 @@ class SsdStore:
                 f"{header.payload_bytes}: expected the same size"
             )
         place = self._place(ref)
+        if self._key is not None and not header.seals:  # it was written by this server
+            written = self.read_header(ref)
+            header = replace(header, seals=written.seals)
         try:
-            with contextlib.closing(self._disk.read_payload(ref.segment, place.payload_offset, chunks)) as arriving:
-                check_arriving(header.extents, arriving)
+            reading = contextlib.closing(self._disk.read_payload(ref.segment, place.payload_offset, chunks))
+            with self._pulse.beat(ref.num_bytes / SLOWEST_BYTES_PER_S), reading as arriving:
+                check_arriving(header, arriving, self._key)
         except (OSError, BadEntry) as error:
             self._fail(ref, error)
         with self._lock:
@@ -280,7 +332,11 @@ class SsdStore:
             with self._lock:
                 numbers = sorted(self._space.touched)
                 self._space.touched.clear()
-            return sum(self._reclaim(number) for number in numbers)
+            found = 0
+            for number in numbers:
+                with self._pulse.beat():
+                    found += self._reclaim(number)
+            return found
 
     def sync(self) -> None:
         """Make all that was published durable. Errors are counted."""
@@ -290,7 +346,8 @@ class SsdStore:
                 segment.is_synced = True
         for segment in segments:
             try:
-                self._disk.sync(segment.number, is_folder=not segment.is_named)
+                with self._pulse.beat():
+                    self._disk.sync(segment.number, is_folder=not segment.is_named)
                 segment.is_named = True
             except OSError as error:
                 self._count(error)
@@ -312,13 +369,23 @@ class SsdStore:
         self.reclaim()
         with self._reclaiming, self._appending:
             self._is_closed = True
-        self.syncer.stop()
-        self.syncer.join()
+        self._syncer.stop()
+        self._syncer.join(_CLOSE_S)
         self.sync()
+        self._room.close()
         self._disk.close()
         with self._lock:
             self._index = Index()
         unlock_folder(self._lock_fd)
+
+    def _seals(self, header: Header, chunks: Sequence[memoryview]) -> bytes:
+        """Of the payload in ``chunks``, by the key."""
+        key = self._key
+        if key is None:
+            return b""
+        return b"".join(
+            key.seal_extent(part) for part in parts(chunks, [extent.num_bytes for extent in header.extents])
+        )
 
     def _publish(self, reservation: Reservation, header: Header, record: bytes) -> Ref:
         number, edge = reservation.segment, header.edge
@@ -346,7 +413,7 @@ class SsdStore:
 
     def _bury(self, number: int, offset: int) -> None:
         """Append the tombstone of the record at ``offset``, or have ``reclaim`` try again."""
-        record = encode_tombstone(offset)
+        record = encode_tombstone(offset, self._key)
         try:
             with self._appending:
                 if self._is_closed:

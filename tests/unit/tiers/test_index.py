@@ -32,6 +32,7 @@ def records_of(numbers: list[int], edges: list[int]) -> Records:
         np.array([place.payload_offset for place in places], dtype=np.int64),
         np.array([place.payload_bytes for place in places], dtype=np.int64),
         np.array([place.num_tokens for place in places], dtype=np.int64),
+        np.ones(len(places), dtype=bool),
     )
 
 

@@ -662,7 +662,7 @@ def test_tombstone_that_could_not_be_written_is_tried_again(open_store: Callable
 class _Small(Files):
     free = 100 * MiB
 
-    def free_bytes(self, folder: str) -> tuple[int, int]:
+    def free_bytes(self) -> tuple[int, int]:
         return self.free, 200 * MiB
 
 
@@ -697,9 +697,9 @@ class _Recorder(Files):
         self.calls.append(f"sync {self.suffixes[fd]}")
         super().fdatasync(fd)
 
-    def sync_folder(self, folder: str) -> None:
+    def sync_folder(self) -> None:
         self.calls.append("sync names")
-        super().sync_folder(folder)
+        super().sync_folder()
 
 
 def test_always_means_payload_then_record_then_names_are_durable(tmp_path: Path) -> None:
