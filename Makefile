@@ -8,7 +8,7 @@ ifeq ($(wildcard /dev/nvidiactl),)
 export SGLANG_USE_CPU_ENGINE ?= 1
 endif
 
-.PHONY: help setup test check contract dist demo show-foundation show-policy show-tiers show-profiler show-bench show-decode show-kernels chaos bench bench-micro clean
+.PHONY: help setup test check contract dist demo show-foundation show-policy show-tiers show-profiler show-bench show-decode show-kernels show-mend chaos bench bench-micro clean
 
 help:
 	@echo "make demo             the real server on a pool too small: lru beside evicpress, under 10 minutes"
@@ -23,6 +23,7 @@ help:
 	@echo "make show-bench       every system side by side on real servers, and the papers' figures; at most 60 minutes"
 	@echo "make show-decode      measure budgets of running requests: exact, gauge, room, cost, accuracy; at most 20 minutes"
 	@echo "make show-kernels     compile and interpret every kernel, attention over compact rows, the GPU script's packing; at most 20 minutes"
+	@echo "make show-mend        hostile clients, SSD folders that others prepared, what users saw go wrong; at most 25 minutes"
 	@echo "make chaos            the real server on host memory and an SSD that fail on purpose, 5 minutes and two starts"
 	@echo "make bench            the serving benchmark: every system side by side on the CPU testbed; goes on where it was stopped"
 	@echo "make bench-micro      every bench/bench_*.py: the policy and the tiers by themselves"
@@ -75,6 +76,9 @@ show-bench: setup
 
 show-decode: setup
 	$(PY) bench/show_decode.py
+
+show-mend: setup
+	$(PY) bench/show_mend.py
 
 show-kernels: setup
 	$(PY) bench/show_kernels.py

@@ -19,7 +19,7 @@ from sglang_evicpress.error_text import code_path
 from sglang_evicpress.introspect import encode, read_object, read_question, shows_prompt
 from sglang_evicpress.patches.access import Access, AccessRules
 from sglang_evicpress.patches.control import EvicPressReqInput, EvicPressReqOutput
-from sglang_evicpress.patches.listings import LISTINGS, read_listing
+from sglang_evicpress.patches.listings import LISTINGS, read_listing, read_positions, wants_positions
 from sglang_evicpress.patches.profile_file import ProfileFile
 from sglang_evicpress.threads import WatchedThread
 
@@ -196,6 +196,8 @@ async def _ask(request: Request, route: Route) -> Response:
     read_question(route.op, arguments)  # what is wrong in itself never costs the scheduler a thought
     if shows_prompt(route.op, arguments):
         rules.check(Access.PROMPT, request)
+    if wants_positions(route.op, arguments):
+        return _response(*await read_positions(calls.call, arguments))
     if route.op in LISTINGS:
         return _response(*await read_listing(calls.call, route.op, arguments))
     given = await calls.call(route.op, arguments)

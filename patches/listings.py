@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
-from sglang_evicpress.arguments import Json
+import numpy as np
+
+from sglang_evicpress.arguments import Json, flag
 from sglang_evicpress.introspect import encode, read_object
 from sglang_evicpress.patches.control import EvicPressReqOutput
 
@@ -27,6 +30,43 @@ LISTINGS = {
     "journal": Listing("entries", "since", 100),
     "profiles": Listing("profiles", "after", 10_000),
 }
+
+
+MAX_POSITIONS = 1_000_000  # that one answer over HTTP puts together; the scheduler gives them in pages
+
+
+def wants_positions(op: str, arguments: Json) -> bool:
+    """Whether all positions of one request are asked for, rather than a page of them."""
+    return op == "requests" and flag(arguments, "positions") and "offset" not in arguments
+
+
+async def read_positions(call: Call, arguments: Json) -> tuple[int, bytes]:
+    """Status and JSON of a request with the ``positions`` that its slots hold, and those that each traced pass left, as
+    nested lists [n] or [layers][heads][n]. The first page as it is where there are more than MAX_POSITIONS."""
+    given = await call("requests", arguments)
+    answer = read_object(given.payload)
+    shown = answer.get("requests")
+    if given.status != 200 or not isinstance(shown, list) or not shown or shown[0]["num_values"] > MAX_POSITIONS:
+        return given.status, given.payload
+    described = shown[0]
+    pages = [np.array(described.pop("values"), dtype=np.int32)]
+    following = described.pop("next_offset")
+    while following is not None:
+        given = await call("requests", {**arguments, "offset": following})
+        if given.status != 200:
+            return given.status, given.payload
+        page = read_object(given.payload)["requests"]
+        if not isinstance(page, list) or page[0]["num_values"] != described["num_values"]:
+            return 409, encode({"error": {"reason": "the request went on while it was read: ask again"}})
+        pages.append(np.array(page[0]["values"], dtype=np.int32))
+        following = page[0]["next_offset"]
+    values, begin = np.concatenate(pages), 0
+    for each in (described, *(described["trace"] or ())):
+        shape = each.pop("positions_shape")
+        end = begin + (0 if shape is None else math.prod(shape))
+        each["positions"] = None if shape is None else values[begin:end].reshape(shape)
+        begin = end
+    return 200, encode(answer)
 
 
 def _start_of(node: Mapping[str, int]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from testbed.server import MODEL, Server
 from testbed.tasks import MIN_CONTEXT_TOKENS, make_context
 from testbed.vocabulary import load_vocabulary
@@ -74,19 +72,6 @@ def ask_all(server: Server, asks: Sequence[Ask], *, name: str = "r", is_traced: 
 
 def shown_of(server: Server, rid: str) -> dict[str, Any]:
     """What the server tells of the last request of that name, with its trace where it asked for one: ``positions`` of
-    the request and of each pass are lists [n] or [L][H][n]. Asked for page by page."""
-    path = f"/evicpress/requests?rid={rid}&positions=true"
-    page: dict[str, Any] = server.get(path)["requests"][0]
-    shown, values = page, list(page["values"])
-    while page["next_offset"] is not None:
-        page = server.get(f"{path}&offset={page['next_offset']}")["requests"][0]
-        values += page["values"]
-    begin = 0
-    for each in (shown, *(shown["trace"] or ())):
-        if each["positions_shape"] is None:
-            each["positions"] = None
-            continue
-        end = begin + math.prod(each["positions_shape"])
-        each["positions"] = np.reshape(values[begin:end], each["positions_shape"]).tolist()
-        begin = end
+    the request and of each pass are lists [n] or [L][H][n]."""
+    shown: dict[str, Any] = server.get(f"/evicpress/requests?rid={rid}&positions=true")["requests"][0]
     return shown

@@ -81,7 +81,7 @@ class EvicPressConfig:
     decode_score: str = "value_key_ratio"
     decode_every: int = 128
     decode_protect: str = "first,newest"
-    decode_client_budgets: str = "on"
+    decode_client_budgets: str = "trace"
 
     def __post_init__(self) -> None:
         _check_policy(self.policy)

@@ -598,6 +598,28 @@ def test_a_long_journal_is_read_up_to_the_limit() -> None:
     assert (len(found["entries"]), found["last"]) == (100, 1000)
 
 
+def test_the_positions_of_a_request_are_put_together_from_pages() -> None:
+    class DroppingCache(FakeCache):
+        """A row [2, 3] and a traced pass that left [4], given four values at a time."""
+
+        def describe_requests(self, rid: str | None, *, positions: bool, offset: int = 0, **_: Any) -> Json:
+            end = min(offset + 4, 10)
+            shown = {
+                "rid": rid, "positions_shape": [2, 3], "num_values": 10,
+                "trace": [{"positions_shape": [4]}] if offset == 0 else None,
+                "values": list(range(offset, end)), "next_offset": end if end < 10 else None,
+            }  # fmt: skip
+            return {"requests": [shown], "totals": {}}
+
+    app = FastAPI()
+    add_routes(app, FakeTokenizerManager(FakeScheduler(DroppingCache())))
+    client = TestClient(app)
+    (shown,) = client.get("/evicpress/requests?rid=a&positions=true").json()["requests"]
+    assert shown["positions"] == [[0, 1, 2], [3, 4, 5]] and shown["trace"] == [{"positions": [6, 7, 8, 9]}]
+    (page,) = client.get("/evicpress/requests?rid=a&positions=true&offset=4").json()["requests"]
+    assert page["values"] == [4, 5, 6, 7] and page["next_offset"] == 8
+
+
 def test_too_many_callers_are_told_when_to_come_back() -> None:
     async def scenario() -> None:
         calls = SchedulerCalls(FakeTokenizerManager(None), deadline_s=30.0)

@@ -46,6 +46,7 @@ TABLE = {
     # Small things of the standard library that many parts use.
     "call_times": Layer(),
     "error_text": Layer(),
+    "weights_digest": Layer((), ("numpy", "torch")),
     "keyed_hash": Layer(),
     "threads": Layer(("error_text",)),
     "census": Layer(("core",)),

@@ -20,16 +20,9 @@ from typing import NoReturn
 from sglang_evicpress.threads import WatchedThread
 from sglang_evicpress.tiers.deadline import Caller, Pulse
 from sglang_evicpress.tiers.entry import BadEntry, Header, decode, encode, encode_tombstone
-from sglang_evicpress.tiers.files import (
-    Files,
-    Folder,
-    StoreError,
-    lock_folder,
-    parts,
-    reason_of,
-    round_up,
-    unlock_folder,
-)
+from sglang_evicpress.tiers.files import Files, Folder, StoreError, parts, reason_of, round_up
+from sglang_evicpress.tiers.files import lock_folder as lock
+from sglang_evicpress.tiers.files import unlock_folder as unlock
 from sglang_evicpress.tiers.index import Index, Place, Ref
 from sglang_evicpress.tiers.key import Key
 from sglang_evicpress.tiers.recovery import recover
@@ -110,7 +103,7 @@ class SsdStore:
         self._pulse = Pulse()
         self._room = Caller("evicpress-ssd-room")
         self._did_hang = False
-        self._lock_fd = lock_folder(opened)
+        self._lock_fd = lock(opened)
         try:
             self._disk.remove_leftovers()
             for number in self._disk.numbers():
@@ -120,7 +113,7 @@ class SsdStore:
             for number in self._space.doom_excess():
                 self._index.remove_segment(number)
         except OSError as error:
-            unlock_folder(self._lock_fd)
+            unlock(self._lock_fd)
             raise StoreError(f"SSD folder {self._folder} cannot be read: {error.strerror}") from error
         self._syncer = WatchedThread("evicpress-ssd-sync", self._sync_in_background)
         if sync == "batch":
@@ -152,17 +145,14 @@ class SsdStore:
     @property
     def is_answering(self) -> bool:
         """Whether the disk does what it is asked to, or has not been asked for long enough to tell; each time it ceases
-        to is counted as "deadline"."""
-        hangs = self._room.hangs or self._pulse.oldest_s() > HANG_S
-        if hangs != self._did_hang:
-            self._did_hang = hangs
-            if hangs:
-                with self._lock:
-                    self.errors["deadline"] += 1
-                logger.error("SSD folder %s does not answer: the tier is out of use until it does", self._folder)
-            else:
-                logger.warning("SSD folder %s answers again", self._folder)
-        return not hangs
+        to is counted as "deadline". Takes no lock."""
+        is_answering = not self._room.hangs and self._pulse.oldest_s() <= HANG_S
+        if is_answering == self._did_hang:
+            self._did_hang = not is_answering
+            self.errors["deadline"] += not is_answering
+            what = "answers again" if is_answering else "does not answer: the tier is out of use until it does"
+            logger.warning("SSD folder %s %s", self._folder, what)
+        return is_answering
 
     def __contains__(self, ref: Ref) -> bool:
         with self._lock:
@@ -238,7 +228,7 @@ class SsdStore:
 
     @property
     def newest_segment(self) -> int:
-        """The number of the newest segment; what is written after a start is in newer ones than that found."""
+        """Its number; what is written after a start is in newer ones than that found."""
         with self._lock:
             return max(self._space.segments, default=0)
 
@@ -263,7 +253,9 @@ class SsdStore:
                     f"payload of {header.payload_bytes} bytes in chunks of {sum(map(len, chunks))}: "
                     f"expected the {reservation.num_bytes} reserved"
                 )
-            sealed = replace(header, payload_offset=reservation.offset, seals=self._seals(header, chunks))
+            sizes = [extent.num_bytes for extent in header.extents]
+            seals = b"" if self._key is None else self._key.seal_extents(parts(chunks, sizes))
+            sealed = replace(header, payload_offset=reservation.offset, seals=seals)
             record = encode(sealed, self._key)
             self._check_room(len(record) + self._tombstone_bytes - reservation.record_bytes)
             is_written = True
@@ -376,16 +368,7 @@ class SsdStore:
         self._disk.close()
         with self._lock:
             self._index = Index()
-        unlock_folder(self._lock_fd)
-
-    def _seals(self, header: Header, chunks: Sequence[memoryview]) -> bytes:
-        """Of the payload in ``chunks``, by the key."""
-        key = self._key
-        if key is None:
-            return b""
-        return b"".join(
-            key.seal_extent(part) for part in parts(chunks, [extent.num_bytes for extent in header.extents])
-        )
+        unlock(self._lock_fd)
 
     def _publish(self, reservation: Reservation, header: Header, record: bytes) -> Ref:
         number, edge = reservation.segment, header.edge
