@@ -76,7 +76,7 @@ class PrefixView:
 def holes_of(req: Any) -> int:
     """The holes in the prefix of a request; none in one that was never matched."""
     view = getattr(req, "evicpress", None)
-    return view.holes if isinstance(view, PrefixView) else 0
+    return 0 if view is None else int(view.holes)
 
 
 def slots_of(node: Any) -> torch.Tensor:

@@ -341,7 +341,7 @@ def test_unexpected_exception_is_500_and_logged_with_where_it_came_from(caplog: 
 
 def test_no_prompt_is_logged_with_a_failure(caplog: pytest.LogCaptureFixture) -> None:
     class Failing(FakeCache):
-        def describe_requests(self, rid: str | None, *, positions: bool) -> Json:
+        def describe_requests(self, rid: str | None, **_: object) -> Json:
             raise MemoryError(f"no room for {rid}")
 
     with caplog.at_level(logging.DEBUG):

@@ -86,7 +86,7 @@ TABLE = {
             *PURE,
             *("arguments", "controller", "cpu_attention", "decode", "handover", "introspect", "kernels", "layout"),
             *("press", "profile_questions", "profiler", "tiers"),
-            *("call_times", "census", "error_text", "keyed_hash", "threads"),
+            *("call_times", "census", "error_text", "keyed_hash", "threads", "weights_digest"),
         ),
         ("fastapi", "flashinfer", "numpy", "orjson", "prometheus_client", "sglang", "starlette", "torch"),
     ),
