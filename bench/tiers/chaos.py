@@ -171,7 +171,12 @@ class Chaos:
     def _demote(self, rng: random.Random) -> None:
         tier = rng.choice(("host", "ssd"))
         for node in reversed(nodes_of(self.server)[-10:]):
-            self._post(f"demote {tier}", f"/evicpress/nodes/{node['id']}/demote", {"tier": tier}, {200, 404, 409})
+            self._post(
+                f"demote {tier}",
+                f"/evicpress/nodes/{node['id']}/demote",
+                {"tier": tier, "hold_seconds": 0},
+                {200, 404, 409},
+            )
 
     def _detach_and_attach(self) -> None:
         """The folder is opened with faults too: what is refused is tried again."""

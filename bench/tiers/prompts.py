@@ -110,7 +110,9 @@ def push_down(server: Server, tier: str, is_chosen: Any = None) -> list[str]:
     for node in reversed(nodes_of(server)):
         if is_chosen is not None and not is_chosen(node):
             continue
-        status, said = server.request("POST", f"/evicpress/nodes/{node['id']}/demote", {"tier": tier})
+        status, said = server.request(
+            "POST", f"/evicpress/nodes/{node['id']}/demote", {"tier": tier, "hold_seconds": 0}
+        )
         if status not in (200, 404, 409):
             problems.append(f"demotion to {tier} answered {status}: {said}")
     return problems
