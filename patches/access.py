@@ -14,7 +14,8 @@ from sglang_evicpress.arguments import IntrospectionError
 if TYPE_CHECKING:
     from fastapi import Request
 
-_PROXY_HEADERS = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
+_FROM_ELSEWHERE = ("forwarded", "x-forwarded-for", "x-real-ip", "via", "origin", "sec-fetch-site")
+"""Headers that proxies add, and browsers for what a page does: such a caller is not a user of this machine."""
 
 
 class Access(Enum):
@@ -54,7 +55,9 @@ class AccessRules:
             reason = "a folder of the server's machine is only taken from an operator: start it with --admin-api-key"
             raise IntrospectionError(403, reason)
         peer = None if request.client is None else request.client.host  # None: a Unix socket
-        if not _is_local(self.host) or not _is_local(peer) or any(name in request.headers for name in _PROXY_HEADERS):
+        is_local = self.host == "localhost" or _is_loopback(self.host, default=False)
+        is_local &= peer is None or _is_loopback(peer, default=True)
+        if not is_local or any(name in request.headers for name in _FROM_ELSEWHERE):
             reason = (
                 f"{request.method} {request.url.path} is for operators: start the server with --admin-api-key, or "
                 "call it from this machine while it listens on a loopback --host"
@@ -62,12 +65,11 @@ class AccessRules:
             raise IntrospectionError(403, reason)
 
 
-def _is_local(host: str | None) -> bool:
-    if host is None or host == "localhost":
-        return True
+def _is_loopback(host: str, *, default: bool) -> bool:
+    """``default``: of what is no IP address, such as the name of a Unix socket."""
     try:
         address = ip_address(host)
     except ValueError:
-        return host.isidentifier()  # a Unix socket's or a test's name; host names have dots
+        return default
     mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
     return (address if mapped is None else mapped).is_loopback

@@ -65,6 +65,10 @@ class Adapters:
         both = fingerprint({"model": self.identity.hex(), "adapter": digest.hex()})
         return SsdScope(both, namespace[: -len(lora_id)] or None)
 
+    def may_reach_ssd(self: Any, node: Any) -> bool:
+        """Is a node's KV told apart from all other on the SSD: text, of a model and adapter that are known?"""
+        return bool(node.kv.is_text) and self.ssd_scope(node.key.extra_key) is not None
+
     def _note_adapter(self: Any, lora_id: str, digest: bytes | None) -> None:
         self._adapters[lora_id] = digest
         self._id_lengths.add(len(lora_id))

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from sglang_evicpress.core import Form
+from sglang_evicpress.error_text import code_path
 from sglang_evicpress.kernels.compact import compact
 from sglang_evicpress.kernels.select import select_survivors
 from sglang_evicpress.layout import HostCopy, SurvivorLayout, place, to_device
@@ -281,8 +282,8 @@ class Compressor:
             made.append(run())
         except torch.OutOfMemoryError as found:
             error, outcome = found, _NO_MEMORY
-        except Exception as found:
-            logger.exception("evicpress: this rank failed at what all must do")
+        except Exception as found:  # noqa: BLE001 - raised on every rank
+            logger.error("evicpress: this rank failed at what all must do: %s", code_path(found))
             error, outcome = found, _FAILED
         told = torch.cat([values, torch.tensor([outcome])])
         dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group)

@@ -132,7 +132,7 @@ class DecodePasses:
         """The device has no memory for a pass now: the request stays as it is, and the next round tries again."""
         self.budget_totals.num_put_off = count = self.budget_totals.num_put_off + 1
         if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th: every round may try
-            text = "evicpress: a pass over request %s was put off, the device has no memory for it (time %d): %s"
+            text = "evicpress: a pass over request %.64r was put off, the device has no memory for it (time %d): %s"
             logger.warning(text, req.rid, count, error)
 
     def _part_from_tree(self: Any, reqs: Sequence[Any]) -> dict[int, tuple[int, float]]:

@@ -40,15 +40,28 @@ class Eviction:
             return EvictResult()
         begin = time.perf_counter()
         freed = self.relieve(max(needed, self.token_to_kv_pool_allocator.size // 128), needed)
-        while freed < needed and (more := self.relieve(needed - freed)):
-            freed += more  # a move of the first plan had cost another the copy as which it was to leave
+        freed += self._relieve_until(needed - freed)
         if freed < needed and self.staged_bytes:  # what waiting requests hold keeps the nodes above it as well
             self.let_go_all()
             freed += self.relieve(needed - freed)
         if freed < needed:
             freed += self.release_shadows()
+        if freed < needed and self.is_alone and self.return_all_aside():
+            freed += self._relieve_until(needed - freed)
         self.update_eviction_metrics(freed, begin)
         return EvictResult(num_tokens_evicted=freed)
+
+    def _relieve_until(self: Any, needed: int) -> int:
+        """Plan until so many slots are free or nothing comes of it: a move may have cost another the copy as which it
+        was to leave, and those that failed are set aside for the next plan."""
+        freed = 0
+        while freed < needed:
+            num_failed = self.num_failed_moves
+            more = self.relieve(needed - freed)
+            if more <= 0 and self.num_failed_moves == num_failed:
+                break
+            freed += more
+        return freed
 
     def make_room(self: Any, num_tokens: int) -> None:
         """Evict what is short of ``num_tokens`` free slots; nothing where so many are free."""

@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import logging
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 DEADLINE_S = 30.0
 BODY_DEADLINE_S = 10.0  # for the whole body: slower clients only keep a connection
 RETRY_AFTER_S = 1  # of a 503
+COME_BACK = f"ask again in {RETRY_AFTER_S} s"
+MAX_LONG_ANSWERS = 2  # put together at the same time
 MAX_QUEUED_CALLS = 64  # callers that may wait for the scheduler; more are told to come back
 MAX_BODY_BYTES = 65_536
 MAX_PROFILE_BYTES = 1 << 20
@@ -81,7 +84,8 @@ class SchedulerCalls:
         self._tokenizer_manager = tokenizer_manager
         self._deadline_s = deadline_s
         self._numbers = itertools.count()
-        self._num_queued = 0
+        self._num_queued = self._num_long = 0
+        self._long_turns = asyncio.Semaphore(MAX_LONG_ANSWERS)
         self._waiting: dict[str, asyncio.Future[EvicPressReqOutput]] = {}
         self._turn = asyncio.Lock()  # one question per scheduler step at most: decoding goes on in between
         tokenizer_manager._result_dispatcher += TypeBasedDispatcher([(EvicPressReqOutput, self.receive)])
@@ -93,8 +97,7 @@ class SchedulerCalls:
         where too many wait already.
         """
         if self._num_queued >= MAX_QUEUED_CALLS:
-            reason = f"{self._num_queued} calls wait for the scheduler already: ask again in {RETRY_AFTER_S} s"
-            raise IntrospectionError(503, reason)
+            raise IntrospectionError(503, f"{self._num_queued} calls wait for the scheduler already: {COME_BACK}")
         rid = f"evicpress-{next(self._numbers)}"
         question = EvicPressReqInput(rid=rid, op=op, payload=encode(arguments))
         self._num_queued += 1
@@ -111,6 +114,18 @@ class SchedulerCalls:
         finally:
             self._num_queued -= 1
             self._waiting.pop(rid, None)
+
+    @asynccontextmanager
+    async def long_answer(self) -> AsyncIterator[None]:
+        """One that is put together from pages: few at a time are kept in memory. Raises IntrospectionError 503."""
+        if self._num_long >= MAX_QUEUED_CALLS:
+            raise IntrospectionError(503, f"{self._num_long} long answers are wanted already: {COME_BACK}")
+        self._num_long += 1
+        try:
+            async with self._long_turns:
+                yield
+        finally:
+            self._num_long -= 1
 
     def receive(self, given: EvicPressReqOutput) -> None:
         """Called by the tokenizer manager's receive loop; an answer nobody waits for any more is dropped."""
@@ -197,9 +212,11 @@ async def _ask(request: Request, route: Route) -> Response:
     if shows_prompt(route.op, arguments):
         rules.check(Access.PROMPT, request)
     if wants_positions(route.op, arguments):
-        return _response(*await read_positions(calls.call, arguments))
+        async with calls.long_answer():
+            return _response(*await read_positions(calls.call, arguments))
     if route.op in LISTINGS:
-        return _response(*await read_listing(calls.call, route.op, arguments))
+        async with calls.long_answer():
+            return _response(*await read_listing(calls.call, route.op, arguments))
     given = await calls.call(route.op, arguments)
     payload = given.payload
     if given.status == 200 and route.op == "put_profile":

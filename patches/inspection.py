@@ -15,6 +15,7 @@ from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.costs import PrefillLaw
 from sglang_evicpress.introspect import NodeBusy, UnknownNode
 from sglang_evicpress.keyed_hash import keyed_hash
+from sglang_evicpress.layout import SurvivorLayout
 from sglang_evicpress.patches.node import census_of, holes_of, is_lossy, num_slots, slots_of, start_of, walk
 from sglang_evicpress.patches.tiering import tier_of
 from sglang_evicpress.threads import WatchedThread
@@ -26,6 +27,7 @@ _BOOKED = (
 
 
 MAX_CHILDREN = 256  # named in a node's description
+MAX_NAMESPACES = 1024  # whose hashes are kept
 
 
 class Inspection:
@@ -35,7 +37,8 @@ class Inspection:
         ids = list(self.nodes)  # in ascending order: ids are never reused
         begin = bisect_right(ids, after)
         shown = ids[begin : begin + min(limit, PAGE_NODES)]
-        found = sorted((start_of(self.nodes[node_id]), node_id) for node_id in shown)
+        starts: dict[int, int] = {self.root_node.id: 0}
+        found = sorted((_start_of(self.nodes[node_id], starts), node_id) for node_id in shown)
         nodes = [self._summary(self.nodes[node_id], start) for start, node_id in found]  # parents first
         return {
             "page_size": self.page_size,
@@ -59,7 +62,7 @@ class Inspection:
         described["hold_seconds_left"] = self.hold_left_s(node_id)
         described["decisions"] = self.controller.journal.about(node_id)
         if positions:
-            described["positions"] = None if layout is None else _numbers_of(layout.positions, node_id, layer)
+            described["positions"] = None if layout is None else _numbers_of(layout, node_id, layer)
             described["logical_indices"] = None if layout is None else layout.logical.numpy()
         if tokens:
             described["token_ids"] = np.frombuffer(tokens_of_node, dtype=np.int64)
@@ -190,8 +193,16 @@ class Inspection:
             "num_hits": kv.num_hits,
             "last_use": kv.last_use,
             "has_queries": self.window_of(node) is not None,
-            "namespace": None if extra_key is None else self._keyed_hash(extra_key.encode(), 8),
+            "namespace": None if extra_key is None else self._shown_namespace(extra_key),
         }
+
+    def _shown_namespace(self: Any, extra_key: str) -> str:
+        """Worked out once for each of the last namespaces: clients choose them, and how long they are."""
+        if extra_key not in self.shown_namespaces:
+            while len(self.shown_namespaces) >= MAX_NAMESPACES:
+                del self.shown_namespaces[next(iter(self.shown_namespaces))]
+            self.shown_namespaces[extra_key] = self._keyed_hash(extra_key.encode(), 8)
+        return str(self.shown_namespaces[extra_key])
 
     def _keyed_hash(self: Any, value: bytes, num_bytes: int) -> str:
         return keyed_hash(value, self.inspection_key, num_bytes)
@@ -348,19 +359,32 @@ class Inspection:
                 pages[index] = name
 
 
-def _numbers_of(positions: torch.Tensor, node_id: int, layer: int | None) -> object:
+def _start_of(node: Any, starts: dict[int, int]) -> int:
+    """As ``start_of``, with what is known of nodes by id: every node above is passed once for all of a page."""
+    path = []
+    above = node.parent
+    while above.id not in starts:
+        path.append(above)
+        above = above.parent
+    for each in reversed(path):
+        starts[each.id] = starts[each.parent.id] + (0 if each.parent.parent is None else len(each.parent.key))
+    parent = node.parent
+    return starts[parent.id] + (0 if parent.parent is None else len(parent.key))
+
+
+def _numbers_of(layout: SurvivorLayout, node_id: int, layer: int | None) -> object:
     """Positions as nested arrays [layers, heads, slots], or [heads, slots] of one layer. Raises IntrospectionError 400
-    for a layer that is not there, or more numbers than one call may ask for."""
-    num_layers = len(positions)
-    if layer is not None:
-        if layer >= num_layers:
-            raise IntrospectionError(400, f"layer is {layer}: expected 0 to {num_layers - 1}")
-        positions = positions[layer]
-    if positions.numel() > PAGE_NUMBERS:
+    for a layer that is not there, or more numbers than one call may ask for, before any is read."""
+    num_layers, num_heads, num_slots = layout.shape
+    if layer is not None and layer >= num_layers:
+        raise IntrospectionError(400, f"layer is {layer}: expected 0 to {num_layers - 1}")
+    count = num_heads * num_slots * (num_layers if layer is None else 1)
+    if count > PAGE_NUMBERS:
         way_out = "ask without them" if layer is not None else f"ask for one layer, 0 to {num_layers - 1}, at a time"
         raise IntrospectionError(
-            400, f"node {node_id} has {positions.numel()} positions, and {PAGE_NUMBERS} are shown at once: {way_out}"
+            400, f"node {node_id} has {count} positions, and {PAGE_NUMBERS} are shown at once: {way_out}"
         )
+    positions = layout.positions if layer is None else layout.positions_of(layer)
     return np.ascontiguousarray(positions.numpy())
 
 

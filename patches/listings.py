@@ -25,8 +25,10 @@ class Listing:
     limit: int
 
 
+MAX_ITEMS = 20_000  # in one answer over HTTP, whatever limit it is asked with; ``next`` leads to the others
+
 LISTINGS = {
-    "tree": Listing("nodes", "after", 100_000),
+    "tree": Listing("nodes", "after", MAX_ITEMS),
     "journal": Listing("entries", "since", 100),
     "profiles": Listing("profiles", "after", 10_000),
 }
@@ -80,12 +82,12 @@ async def read_listing(call: Call, op: str, arguments: Json) -> tuple[int, bytes
     where to go on, None at the end.
     """
     listing = LISTINGS[op]
-    wanted = int(str(arguments.get("limit", listing.limit)))
+    wanted = min(int(str(arguments.get("limit", listing.limit))), MAX_ITEMS)
     given = await call(op, arguments)
     if given.status != 200:
         return given.status, given.payload
     page = read_object(given.payload)
-    items = page.get(listing.items)
+    first, items = page, page.get(listing.items)
     if not isinstance(items, list):
         return given.status, given.payload
     following = page.get("next")
@@ -98,8 +100,8 @@ async def read_listing(call: Call, op: str, arguments: Json) -> tuple[int, bytes
         if not isinstance(found, list):
             raise TypeError(f"{listing.items} of {op} is a {type(found).__name__}: expected a list")
         items += found
-        page |= {name: more[name] for name in ("next", "last") if name in more}
+        page = {**page, **{name: more[name] for name in ("next", "last") if name in more}}
         following = more.get("next")
-        if op == "tree":
-            items.sort(key=_start_of)  # parents first, as on every page
+    if op == "tree" and page is not first:
+        items.sort(key=_start_of)  # parents first, as on every page
     return given.status, encode(page)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -119,11 +120,7 @@ class Moves:
 
     def retry_set_aside(self: Any) -> None:
         """Plan again with nodes that were set aside for long enough, and free what could not be freed."""
-        for node_id, until_s in list(self.aside.items()):
-            if self.now_s >= until_s:
-                del self.aside[node_id]
-                self.nodes[node_id].kv.is_aside = False
-                self.note(self.nodes[node_id])
+        self._return_aside([node_id for node_id, until_s in self.aside.items() if self.now_s >= until_s])
         for slots in [self.unfreed.pop() for _ in range(len(self.unfreed))]:
             self.num_private_slots -= len(slots)
             self.protected_size_ -= len(slots)
@@ -134,6 +131,28 @@ class Moves:
                     raise
                 self.controller.num_failed[f"free {type(error).__name__}"] += 1
 
+    def return_all_aside(self: Any) -> bool:
+        """Plan with every node again, now: nothing else has room to give. Returns whether there were any."""
+        node_ids = list(self.aside)
+        self._return_aside(node_ids)
+        return bool(node_ids)
+
+    def _return_aside(self: Any, node_ids: Sequence[int]) -> None:
+        for node_id in node_ids:
+            del self.aside[node_id]
+            self.nodes[node_id].kv.is_aside = False
+            self.note(self.nodes[node_id])
+
+    def forget_failures(self: Any) -> None:
+        """The tree goes, and all slots with it."""
+        self.aside.clear()
+        self.unfreed.clear()
+        self.num_private_slots = 0
+
+    @property
+    def num_failed_moves(self: Any) -> int:
+        return sum(self.controller.num_failed.values())
+
     @property
     def is_alone(self: Any) -> bool:
         return bool(self.compressor.is_alone)
@@ -142,6 +161,8 @@ class Moves:
         """Whether a node that is about to become lossy should have its exact KV on the SSD first: it is had sooner from
         there than by computing it, and an upgrade through it would be of worth."""
         if self.ssd is None or is_lossy(node) or Tier.SSD in node.kv.copies or self.config.policy != "evicpress":
+            return False
+        if not self.may_reach_ssd(node):
             return False
         num_tokens = len(node.key)
         load_s = self.costs.load_seconds(Tier.SSD, num_tokens * self.menu.slot_bytes)

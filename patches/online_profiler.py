@@ -15,6 +15,7 @@ from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import Any
 
+from fastapi import HTTPException
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_evicpress.arguments import IntrospectionError
@@ -58,7 +59,8 @@ class InProcess:
         if status == 200:
             return found
         error = found.get("error")
-        raise refusal(status, str(error.get("reason")) if isinstance(error, dict) else repr(found), op)
+        reason = str(error.get("reason")) if isinstance(error, dict) else "no reason given"
+        raise refusal(status, "it failed: see the log" if status == 500 else reason, op)  # its words may be a prompt
 
     def generate(self, body: Mapping[str, object]) -> list[Json]:
         found: list[Json] = self._wait(self._generate(GenerateReqInput(**body)))
@@ -86,7 +88,8 @@ class InProcess:
             async for results in self._tokenizer_manager.generate_request(request, None):
                 return list(results)
         except Exception as error:  # SGLang refuses and aborts requests by ValueError and by web errors
-            raise EngineError(f"{type(error).__name__}: {error}") from error
+            words = f": {error}" if isinstance(error, ValueError | HTTPException) else ""  # others' may be a prompt
+            raise EngineError(f"{type(error).__name__}{words}") from error
         raise EngineError("the server answered nothing")
 
 

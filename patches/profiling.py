@@ -8,6 +8,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 MIN_CONTEXT_TOKENS = 256  # a shorter shared prefix is not worth a profile
 MAX_NODE_PROFILES = 16  # a node that many contexts share goes by its newest
 MAX_KNOWN_CONTEXTS = 64  # tokens of contexts that shadows were made of, to find their nodes by
+MAX_LOOKED_AT = 30_000  # nodes, for those of a profile that is shown
+MAX_NODES_SHOWN = 256
 DEFAULT_PAUSE_S = 10.0  # what unprofiled nodes are taken for changes no more often
 
 
@@ -379,7 +382,8 @@ class Profiling:
             }
             for form, seen in profile.forms.items()
         }
-        nodes = [node.id for node in self.nodes.values() if key in node.kv.profiles]
+        looked_at = islice(self.nodes.values(), MAX_LOOKED_AT)  # the oldest: contexts end in nodes that stay
+        nodes = [node.id for node in looked_at if key in node.kv.profiles][:MAX_NODES_SHOWN]
         return {**profile.to_json(), "curve": curve, "nodes": nodes}
 
     def _has_free_cycles(self: Any) -> bool:

@@ -121,7 +121,7 @@ class EvicPressCache(
         self.scheduler: Any = None
         self.name_profiles: Callable[[Any], bytes] = lambda tokenizer: bytes(KEY_BYTES)
         self.nodes: dict[int, Any] = {}
-        self.inspection_key = secrets.token_bytes(32)
+        self.inspection_key, self.shown_namespaces = secrets.token_bytes(32), dict[str, str]()
         self.vocab_size = MAX_TOKEN + 1  # the model's, where it is known
         self._tick = 0
         self.aside: dict[int, float] = {}  # nodes of which a move has failed, with when they are planned with again
@@ -140,8 +140,7 @@ class EvicPressCache(
         super().reset()
         self.reset_tiers()
         self.nodes.clear()
-        self.aside.clear()
-        self.unfreed.clear()
+        self.forget_failures()
         self.clear_shadows()
         if self.scheduler is not None:  # the weights may be others
             self.identify_profiles()
@@ -234,10 +233,7 @@ class EvicPressCache(
             req.evicpress = self._view_of([])
         view = self.view_of(req)
         if len(view.slots) + view.holes != num_tokens:
-            found = len(view.slots), view.holes
-            logger.error(
-                "evicpress: %s has a prefix of %d tokens, a view of %s slots and holes", req.rid, num_tokens, found
-            )
+            logger.error("evicpress: %.64r has a prefix of %d tokens and a view of others", req.rid, num_tokens)
             self.controller.num_failed["adopt view"] += 1
             slots = req.prefix_indices[req.prefix_indices != 0].to(torch.int64)  # a hole is slot 0
             view = req.evicpress = PrefixView(slots, num_tokens - len(slots), is_lossy=True)
@@ -386,8 +382,10 @@ class EvicPressCache(
                 self._replace(node, mine, view.is_lossy)
             else:
                 self.token_to_kv_pool_allocator.free(mine)
-        if known < len(key):
-            parent = path[-1] if path else self.root_node
+        parent = path[-1] if path else self.root_node
+        if parent is not self.root_node and parent.id not in self.nodes:  # dropped: there was no memory to trim it
+            self.token_to_kv_pool_allocator.free(own[known - adopted : len(key) - adopted])
+        elif known < len(key):
             leaf = self._add_leaf(
                 parent, key[known:], own[known - adopted : len(key) - adopted], priority, view.is_lossy
             )

@@ -24,6 +24,7 @@ from sglang_evicpress.patches.decode_state import (
     positions_of,
 )
 
+MAX_RID = 256  # characters of a request's name that are kept: clients choose it
 MAX_REQUESTS = 100
 """Requests that one answer lists at most."""
 MAX_VALUES = 65536
@@ -46,7 +47,11 @@ class RequestsInspection:
 
         Raises IntrospectionError 404 for a ``rid`` that is not among them.
         """
-        live = ((state.number, (req, state)) for req, state in self._budgeted() if rid is None or req.rid == rid)
+        live = (
+            (state.number, (req, state))
+            for req, state in self._budgeted()
+            if rid is None or req.rid[:MAX_RID] == rid[:MAX_RID]
+        )
         ended = ((described["number"], each) for each in self.ended_budgets for described in (each[0],))
         named = (each for each in ended if rid is None or each[1][0]["rid"] == rid)
         most = MAX_REQUESTS if rid is not None else min(limit, MAX_REQUESTS)
@@ -111,7 +116,7 @@ class RequestsInspection:
         self.settle_copies(state)
         has_ended = req.finished() or req.to_finish is not None
         return {
-            "rid": req.rid,
+            "rid": req.rid[:MAX_RID],
             "number": state.number,
             "state": "ended" if has_ended else "running" if is_held else "waiting",
             "every": settings.every,

@@ -148,7 +148,7 @@ class TierInspection:
             )
         except NotAllowedError as error:
             raise IntrospectionError(403, str(error)) from None
-        except StoreError as error:
+        except (StoreError, OSError) as error:
             raise ValueError(str(error)) from None
         self._change_menu()
         return self.describe_tiers()
@@ -257,7 +257,7 @@ class TierInspection:
             return
         self.release_shadows()
         for node in sorted(walk(self.root_node), key=lambda node: -node.kv.weight):
-            if node.id not in self.nodes:
+            if node.id not in self.nodes or not self.may_reach_ssd(node):
                 continue
             copies, size = node.kv.copies, size_of(node) * self.menu.slot_bytes
             load_s = self.costs.load_seconds(Tier.SSD, size)

@@ -101,6 +101,8 @@ class Watermarks:
         if form != kv.form and self.lacks_exact(node):
             return bool(self.start_copy(node, Tier.SSD, keeps_planned=True))
         copy = kv.copies.get(tier)
+        if tier == Tier.SSD and not self.may_reach_ssd(node):
+            return True
         if tier is None or tier == Tier.GPU or (copy is not None and (tier == Tier.SSD or not copy.form.is_exact)):
             return True
         if copy is None or (form == kv.form and copy.form != form):
@@ -130,8 +132,8 @@ class Watermarks:
             return
         for decision in self.policy.plan(Tier.HOST, self._bounded(Tier.HOST, ahead), self.room()):
             node = self.nodes.get(decision.node_id)
-            if node is None:
-                continue  # it had to make room on the SSD
+            if node is None or not self.may_reach_ssd(node):
+                continue  # it had to make room on the SSD, or never goes there
             is_move = decision.option.tier == Tier.SSD and node.value is None
             is_there = self.has_same(node, Tier.SSD)
             if decision.option.form != node.kv.form:  # it is written as it is only to be there if need be

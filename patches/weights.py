@@ -77,7 +77,7 @@ class Weights:
             self.close_ssd(former)
         try:
             self.use_ssd(former.reopened(identity))
-        except StoreError as error:
+        except (StoreError, OSError) as error:
             logger.error("evicpress: the SSD tier is lost: %s", error)
             self.use_ssd(None)
         self.menu = replace(self.menu, tiers=self.tiers)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TypeAlias
 
 from sglang_evicpress.core import Form, Tier
+from sglang_evicpress.error_text import short_repr
 
 PAGE_NODES = 100
 PAGE_DECISIONS = 200
@@ -36,7 +37,7 @@ def accept_only(arguments: Mapping[str, object], *names: str) -> None:
     accepted = ", ".join(names) if names else "none"
     for name in arguments:
         if name not in names:
-            raise IntrospectionError(400, f"argument {name!r} is not known here: accepted are {accepted}")
+            raise IntrospectionError(400, f"argument {short_repr(name)} is not known here: accepted are {accepted}")
 
 
 def integer(arguments: Mapping[str, object], name: str, *, least: int) -> int:
@@ -45,7 +46,7 @@ def integer(arguments: Mapping[str, object], name: str, *, least: int) -> int:
         number = int(value)
         if number >= least:
             return number
-    given = f"is {value!r}" if name in arguments else "is missing"
+    given = f"is {short_repr(value)}" if name in arguments else "is missing"
     raise IntrospectionError(400, f"{name} {given}: expected an integer >= {least} of at most 18 digits")
 
 
@@ -54,7 +55,7 @@ def name(arguments: Mapping[str, object], name: str) -> str | None:
     value = arguments.get(name)
     if value is None or (isinstance(value, str) and value):
         return value
-    raise IntrospectionError(400, f"{name} is {value!r}: expected a text, or nothing")
+    raise IntrospectionError(400, f"{name} is {short_repr(value)}: expected a text, or nothing")
 
 
 def flag(arguments: Mapping[str, object], name: str) -> bool:
@@ -63,13 +64,13 @@ def flag(arguments: Mapping[str, object], name: str) -> bool:
         return True
     if value is False or value in ("false", "0"):
         return False
-    raise IntrospectionError(400, f"{name} is {value!r}: expected true or false")
+    raise IntrospectionError(400, f"{name} is {short_repr(value)}: expected true or false")
 
 
 def form(arguments: Mapping[str, object]) -> Form:
     text = arguments.get("form")
     if not isinstance(text, str):
-        given = f"is {text!r}" if "form" in arguments else "is missing"
+        given = f"is {short_repr(text)}" if "form" in arguments else "is missing"
         raise IntrospectionError(400, f"form {given}: expected a string such as 'keydiff@0.5'")
     try:
         form = Form.parse(text)
@@ -85,7 +86,7 @@ def tier(arguments: Mapping[str, object], *accepted: Tier) -> Tier:
     for tier in accepted:
         if text == tier.label:
             return tier
-    given = f"is {text!r}" if "tier" in arguments else "is missing"
+    given = f"is {short_repr(text)}" if "tier" in arguments else "is missing"
     raise IntrospectionError(400, f"tier {given}: expected one of {', '.join(tier.label for tier in accepted)}")
 
 
@@ -93,7 +94,7 @@ def folder(arguments: Mapping[str, object]) -> str:
     folder = arguments.get("dir")
     if isinstance(folder, str) and folder.startswith("/") and "\0" not in folder:
         return folder
-    given = f"is {folder!r}" if "dir" in arguments else "is missing"
+    given = f"is {short_repr(folder)}" if "dir" in arguments else "is missing"
     raise IntrospectionError(400, f"dir {given}: expected the absolute path of a folder on the machine of the server")
 
 
@@ -101,7 +102,7 @@ def gigabytes(arguments: Mapping[str, object], name: str) -> float:
     value = arguments.get(name)
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1e9:
         return float(value)
-    given = f"is {value!r}" if name in arguments else "is missing"
+    given = f"is {short_repr(value)}" if name in arguments else "is missing"
     raise IntrospectionError(400, f"{name} {given}: expected a number of GB (1e9 bytes) above 0, up to 1e9")
 
 
@@ -110,4 +111,6 @@ def seconds(arguments: Mapping[str, object], name: str, *, default: float) -> fl
     value = arguments.get(name, default)
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MOST_SECONDS:
         return float(value)
-    raise IntrospectionError(400, f"{name} is {value!r:.40}: expected a number of seconds from 0 to {MOST_SECONDS}")
+    raise IntrospectionError(
+        400, f"{name} is {short_repr(value)}: expected a number of seconds from 0 to {MOST_SECONDS}"
+    )

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from sglang_evicpress.core import Decision, Form, Tier, Way
+from sglang_evicpress.error_text import code_path
 from sglang_evicpress.journal import Journal
 from sglang_evicpress.policy.base import Policy
 
@@ -115,4 +116,4 @@ class Controller:
         self.moves.set_aside(decision.node_id)
         if self.now_s >= self._next_log_s:
             self._next_log_s = self.now_s + LOG_PAUSE_S
-            logger.error("evicpress: node %d could not become %s", decision.node_id, option, exc_info=error)
+            logger.error("evicpress: node %d could not become %s: %s", decision.node_id, option, code_path(error))

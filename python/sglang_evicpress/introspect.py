@@ -17,7 +17,7 @@ import orjson
 from sglang_evicpress import arguments as checked
 from sglang_evicpress.arguments import PAGE_NODES, IntrospectionError, Json
 from sglang_evicpress.core import Form, Tier
-from sglang_evicpress.error_text import code_path
+from sglang_evicpress.error_text import code_path, short_repr
 from sglang_evicpress.profile_questions import PROFILE_OPS, read_profile_question
 
 logger = logging.getLogger(__name__)
@@ -198,7 +198,7 @@ def read_question(op: str, arguments: Mapping[str, object]) -> Question:
     question = read_profile_question(op, arguments)
     if question is not None:
         return _allowed(question)
-    raise IntrospectionError(404, f"operation {op!r} is not known: expected {', '.join(OPERATIONS)}")
+    raise IntrospectionError(404, f"operation {short_repr(op)} is not known: expected {', '.join(OPERATIONS)}")
 
 
 def answer(cache: object, op: str, arguments: Mapping[str, object]) -> tuple[int, Json]:
@@ -256,7 +256,7 @@ def read_object(payload: bytes) -> Json:
     except orjson.JSONDecodeError as error:
         raise IntrospectionError(400, f"the request body is not JSON ({error}): expected an object") from None
     if not isinstance(value, dict):
-        raise IntrospectionError(400, f"the request body is {value!r:.40}: expected a JSON object")
+        raise IntrospectionError(400, f"the request body is {short_repr(value)}: expected a JSON object")
     return value
 
 

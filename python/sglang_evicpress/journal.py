@@ -9,6 +9,7 @@ from typing import NamedTuple
 from sglang_evicpress.core import Decision
 
 JOURNAL_LENGTH = 4096
+MOST_ABOUT = 200  # entries that one node's description has
 
 
 class Entry(NamedTuple):
@@ -55,8 +56,9 @@ class Journal:
         }
 
     def about(self, node_id: int) -> list[dict[str, object]]:
-        """The entries that are still there of one node, oldest first."""
-        return [describe(entry) for entry in self._entries if entry.decision.node_id == node_id]
+        """The entries that are still there of one node, oldest first: at most the last ``MOST_ABOUT``."""
+        found = (entry for entry in reversed(self._entries) if entry.decision.node_id == node_id)
+        return [describe(entry) for entry in islice(found, MOST_ABOUT)][::-1]
 
 
 def describe(entry: Entry) -> dict[str, object]:

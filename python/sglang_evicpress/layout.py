@@ -198,6 +198,25 @@ class SurvivorLayout:
         return packed.open()
 
     @property
+    def shape(self) -> tuple[int, int, int]:
+        """[layers, kv_heads, m] of the positions, without reading them."""
+        packed = self._packed
+        held = self._positions
+        layers, heads, num_slots = held.shape if held is not None else packed.shape  # type: ignore[union-attr]
+        return layers, heads, num_slots
+
+    def positions_of(self, layer: int) -> torch.Tensor:
+        """int32 [kv_heads, m]: the positions of one layer, without opening the others."""
+        packed = self._packed  # before the other: it is there once that is gone
+        held = self._positions
+        if held is not None:
+            return held.read()[layer]
+        assert packed is not None
+        _, heads, num_slots = packed.shape
+        bits = packed.bits[layer * heads : (layer + 1) * heads]
+        return _PackedPositions(bits, packed.low, (1, heads, num_slots)).open()[0]
+
+    @property
     def logical(self) -> torch.Tensor:
         return self._logical.read()
 

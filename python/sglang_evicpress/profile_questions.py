@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from sglang_evicpress.arguments import PAGE_PROFILES, IntrospectionError, Json, accept_only, flag, form, integer
 from sglang_evicpress.core import Form
+from sglang_evicpress.error_text import short_repr
 from sglang_evicpress.profiler.profile import Profile
 from sglang_evicpress.tiers.identity import MAX_TOKEN
 
@@ -116,11 +117,11 @@ def _of(cache: object) -> Profiled:
 def _tokens(arguments: Mapping[str, object]) -> array[int]:
     value = arguments.get("token_ids")
     if not isinstance(value, list) or not value:
-        given = f"is {value!r:.100}" if "token_ids" in arguments else "is missing"
+        given = f"is {short_repr(value)}" if "token_ids" in arguments else "is missing"
         raise IntrospectionError(400, f"token_ids {given}: expected a list of token ids")
     for token in value:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= MAX_TOKEN:
-            raise IntrospectionError(400, f"token_ids has {token!r:.100}: expected whole numbers of at least 0")
+            raise IntrospectionError(400, f"token_ids has {short_repr(token)}: expected whole numbers of at least 0")
     return array("q", value)
 
 
@@ -128,14 +129,14 @@ def _namespace(arguments: Mapping[str, object]) -> str | None:
     value = arguments.get("extra_key")
     if value is None or isinstance(value, str):
         return value
-    raise IntrospectionError(400, f"extra_key is {value!r:.100}: expected a string or null")
+    raise IntrospectionError(400, f"extra_key is {short_repr(value)}: expected a string or null")
 
 
 def _key(arguments: Mapping[str, object]) -> bytes:
     value = arguments.get("key")
     if isinstance(value, str) and _KEY.fullmatch(value):
         return bytes.fromhex(value)
-    raise IntrospectionError(400, f"context {value!r:.100} is no hash: expected 32 hex digits")
+    raise IntrospectionError(400, f"context {short_repr(value)} is no hash: expected 32 hex digits")
 
 
 def _profile(arguments: Mapping[str, object]) -> Profile:
@@ -156,6 +157,6 @@ def _pairs(arguments: Mapping[str, object]) -> list[tuple[float, float]]:
             ):
                 found.append((float(predicted), float(observed)))
             case _:
-                reason = f"pairs has {pair!r:.100}: expected [predicted, observed], each from 0 to 1"
+                reason = f"pairs has {short_repr(pair)}: expected [predicted, observed], each from 0 to 1"
                 raise IntrospectionError(400, reason)
     return found

@@ -325,6 +325,8 @@ def test_broken_integrity_is_answered_with_200(client: TestClient) -> None:
         ("POST", "/evicpress/nodes/1/compress", b"", 400, ("form is missing",)),
         ("POST", "/evicpress/nodes/1/compress", b"{form", 400, ("not JSON",)),
         ("POST", "/evicpress/nodes/1/compress", b"[1]", 400, ("expected a JSON object",)),
+        ("POST", "/evicpress/check", b"[" * 1000 + b"]" * 1000, 400, ("expected a JSON object",)),
+        ("POST", "/evicpress/evict", b'{"num_slots": ' + b"[" * 1000 + b"]" * 1000 + b"}", 400, ("num_slots is [[",)),
         ("POST", "/evicpress/nodes/1/compress", b'{"form": "zip@0.5"}', 400, ("'zip@0.5'", "keydiff")),
         ("POST", "/evicpress/nodes/1/compress", b'{"form": "knorm@0.5", "now": 1}', 400, ("'now'",)),
         ("POST", "/evicpress/nodes/1/compress", b'{"node_id": 2, "form": "knorm@0.5"}', 400, ("'node_id'",)),
@@ -522,6 +524,8 @@ def test_reads_and_writes_take_the_admin_key_where_there_is_one_and_else_the_api
         (AccessRules(), "10.0.0.7", {}, False),
         (AccessRules(), "127.0.0.1", {"X-Forwarded-For": "10.0.0.7"}, False),
         (AccessRules(), "127.0.0.1", {"Via": "1.1 proxy"}, False),
+        (AccessRules(), "127.0.0.1", {"Origin": "https://a-page.example"}, False),
+        (AccessRules(host="worker3"), "127.0.0.1", {}, False),
         (AccessRules(host="0.0.0.0"), "127.0.0.1", {}, False),
         (AccessRules(host="::"), "::1", {}, False),
         (AccessRules(host="10.0.0.1"), "127.0.0.1", {}, False),
@@ -618,6 +622,30 @@ def test_the_positions_of_a_request_are_put_together_from_pages() -> None:
     assert shown["positions"] == [[0, 1, 2], [3, 4, 5]] and shown["trace"] == [{"positions": [6, 7, 8, 9]}]
     (page,) = client.get("/evicpress/requests?rid=a&positions=true&offset=4").json()["requests"]
     assert page["values"] == [4, 5, 6, 7] and page["next_offset"] == 8
+
+
+def test_few_long_answers_are_put_together_at_a_time() -> None:
+    async def scenario() -> None:
+        calls = SchedulerCalls(FakeTokenizerManager(None), deadline_s=30.0)
+        inside, may_end = 0, asyncio.Event()
+
+        async def hold() -> None:
+            nonlocal inside
+            async with calls.long_answer():
+                inside += 1
+                await may_end.wait()
+
+        held = [asyncio.create_task(hold()) for _ in range(MAX_QUEUED_CALLS)]
+        await asyncio.sleep(0.01)
+        assert inside == http_server.MAX_LONG_ANSWERS
+        with pytest.raises(IntrospectionError, match="long answers are wanted already"):
+            async with calls.long_answer():
+                pytest.fail("there is no room")
+        may_end.set()
+        await asyncio.gather(*held)
+        assert inside == MAX_QUEUED_CALLS
+
+    asyncio.run(scenario())
 
 
 def test_too_many_callers_are_told_when_to_come_back() -> None:

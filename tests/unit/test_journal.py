@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from sglang_evicpress.core import DROP, EXACT, Decision, Form, Option, Tier
-from sglang_evicpress.journal import Journal
+from sglang_evicpress.journal import MOST_ABOUT, Journal
 
 
 def decision(node_id: int, weight: float = 4.0) -> Decision:
@@ -56,7 +56,7 @@ def test_losses_are_summed_in_hits_of_their_times_and_stay_when_entries_go() -> 
 
 
 def test_an_empty_journal_says_so() -> None:
-    assert Journal().read(0, 5) == {"num_decisions": 0, "num_lost": 0, "last": 0, "entries": []}
+    assert Journal().read(0, 5) == {"num_decisions": 0, "num_lost": 0, "last": 0, "next": None, "entries": []}
 
 
 def test_an_entry_shows_what_the_decision_rested_on_in_hits_of_its_time() -> None:
@@ -81,3 +81,12 @@ def test_an_entry_shows_what_the_decision_rested_on_in_hits_of_its_time() -> Non
         "reason": "keydiff@0.4/gpu: loses 0.4 over 60 bytes",
     }
     assert journal.about(8) == []
+
+
+def test_of_one_node_the_last_entries_are_told_oldest_first() -> None:
+    journal = Journal()
+    for number in range(MOST_ABOUT + 50):
+        journal.add(decision(7), float(number), 1.0)
+        journal.add(decision(8), float(number), 1.0)
+    told = journal.about(7)
+    assert [entry["time_s"] for entry in told] == [float(number) for number in range(50, MOST_ABOUT + 50)]

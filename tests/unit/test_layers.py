@@ -76,9 +76,9 @@ TABLE = {
         ("aiohttp", "matplotlib", "numpy", "orjson", "tqdm", "transformers", "yaml"),
     ),
     # The only writer of state, and what is asked and shown of it.
-    "controller": Layer(PURE),
-    "arguments": Layer(("core",)),
-    "profile_questions": Layer(("arguments", "core", "profiler", "tiers")),
+    "controller": Layer((*PURE, "error_text")),
+    "arguments": Layer(("core", "error_text")),
+    "profile_questions": Layer(("arguments", "core", "error_text", "profiler", "tiers")),
     "introspect": Layer(("arguments", "core", "error_text", "profile_questions"), ("orjson",)),
     # The only code that knows SGLang.
     "patches": Layer(

@@ -52,6 +52,15 @@ def test_a_node_that_only_the_ssd_has_keeps_a_fraction(kept: float, times: float
     assert layout.num_bytes < numbers / times
 
 
+def test_one_layer_is_read_without_the_others() -> None:
+    layout = make_layout(1000, 600, layers=4)
+    expected = layout.positions.clone()
+    for _ in range(2):  # as numbers, then packed
+        assert layout.shape == tuple(expected.shape)
+        assert all(torch.equal(layout.positions_of(layer), expected[layer]) for layer in range(4))
+        layout.pack()
+
+
 def test_positions_that_cannot_be_packed_stay_as_they_are() -> None:
     far = torch.tensor([[[0, 1_000_000]]], dtype=torch.int32)
     layout = SurvivorLayout(HostCopy(far), HostCopy(torch.tensor([0, 1_000_000])), 2)

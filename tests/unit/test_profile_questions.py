@@ -46,7 +46,7 @@ class FakeCache:
     def close_shadow(self, space_id: int, adopt: bool) -> Json:
         return {"asked": ("close_shadow", space_id, adopt)}
 
-    def list_profiles(self) -> Json:
+    def list_profiles(self, after: bytes = b"", limit: int = 200) -> Json:
         return {"asked": ("profiles",)}
 
     def show_profile(self, key: bytes) -> Json:

@@ -157,6 +157,8 @@ def _below(path: str, root: str) -> list[str]:
 def _enter(fd: int, name: str, *, is_made: bool) -> int:
     """The folder ``name`` in that of ``fd``, which is closed."""
     try:
+        if name in (os.curdir, os.pardir, os.sep):  # a link above was moved meanwhile
+            raise OSError(errno.EPERM, "it lies elsewhere by now")
         if is_made:
             with contextlib.suppress(FileExistsError):  # it is opened, and checked if it is the one that is wanted
                 os.mkdir(name, 0o700, dir_fd=fd)
