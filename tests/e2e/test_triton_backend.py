@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from foundation.reference import KV, Reference
-from testbed.server import GUESSED, MODEL, Server
+from testbed.server import ADMIN_KEY, GUESSED, MODEL, Server
+
+from sglang_evicpress.keyed_hash import key_of, keyed_hash
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.sglang]
 
@@ -60,7 +61,7 @@ def make_prompt(name: str, used: int = CONTEXT) -> Prompt:
 
 def path_of(server: Server, name: str) -> list[Any]:
     """The nodes of a namespace that holds one path, from the root on, with their survivors."""
-    shown = hashlib.sha256(name.encode()).hexdigest()[:16]
+    shown = keyed_hash(name.encode(), key_of(ADMIN_KEY), 8)
     ids = [node["id"] for node in server.get("/evicpress/tree")["nodes"] if node["namespace"] == shown]
     nodes = [server.get(f"/evicpress/nodes/{node_id}?positions=true") for node_id in ids]
     return sorted(nodes, key=lambda node: node["start"])
