@@ -27,26 +27,29 @@ class Turns:
         self._busy_s = 0.0
         self._open_s = 0.0  # somebody has waited so long since the last admission
         self._last_batch = 0
-        self._num_waiting = 0
-        self._now_s: float | None = None
+        self._now_s = -math.inf
+        self._batch = 0  # admitted in rounds since the clock last moved,
+        self._was_empty = True  # and whether nobody waited after one of them, or the one in which it moved
 
     def observe(self, now_s: float, num_waiting: int, num_admitted: int) -> None:
         """After each scheduler round: how many wait after it, and how many were admitted in it.
 
-        ``now_s`` is in seconds from any start. It may stand still for rounds: the next that it moves for counts all.
+        ``now_s`` is in seconds from any start, and may stand still for rounds. Those are one long round then, which
+        says nothing where the queue was empty in between: for how long is not known.
         """
-        has_waited = self._num_waiting > 0
-        if has_waited and self._now_s is not None:
-            self._open_s += max(0.0, now_s - self._now_s)
-        if num_admitted > 0:
-            if has_waited:
+        if now_s <= self._now_s:
+            self._batch += num_admitted
+            self._was_empty |= num_waiting == 0
+            return
+        if not self._was_empty:
+            self._open_s += now_s - self._now_s
+            num_admitted += self._batch
+            if num_admitted > 0:
                 # Whoever took the last ones may have had room for more, at least for as many as the time before.
                 self._add(num_admitted if num_waiting > 0 else max(num_admitted, self._last_batch))
-            self._open_s = 0.0
-        if num_admitted > 0 or not has_waited:
-            self._last_batch = num_admitted
-        self._num_waiting = num_waiting
-        self._now_s = now_s
+        if num_admitted > 0 or self._was_empty:
+            self._open_s, self._last_batch = 0.0, num_admitted
+        self._now_s, self._batch, self._was_empty = now_s, 0, num_waiting == 0
 
     @property
     def rate(self) -> float | None:

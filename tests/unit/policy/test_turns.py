@@ -129,6 +129,17 @@ def test_a_clock_that_stands_still_loses_nothing() -> None:
     assert turns.rate == pytest.approx(10, rel=0.1)
 
 
+def test_a_queue_that_went_while_the_clock_stood_still_says_nothing() -> None:
+    """200 are served in no time that could be seen; then nobody came for a minute."""
+    rounds = served(0.2, 20.0)
+    before = rounds.turns.rate
+    for waiting in range(199, -1, -1):
+        rounds.turns.observe(rounds.now_s, waiting, 1)
+    rounds.turns.observe(rounds.now_s, 5, 0)
+    rounds.turns.observe(rounds.now_s + 60.0, 4, 1)
+    assert rounds.turns.rate == pytest.approx(before)
+
+
 def test_a_clock_that_never_moves_says_nothing() -> None:
     turns = Turns()
     for _ in range(100):
