@@ -17,6 +17,7 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.scheduler import DisaggregationMode, Scheduler
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
+from tests.contract.test_radix_cache_model import Walk, waiting
 
 from sglang_evicpress.patches import queue_limit
 from sglang_evicpress.patches.queue_limit import RETRY_AFTER, RetryAfter
@@ -162,6 +163,18 @@ def test_only_who_waited_and_runs_was_admitted() -> None:
     scheduler.round(lambda _: None)
     scheduler.round(lambda _: SimpleNamespace(reqs=[FakeReq("decodes")]))
     assert seen == [(96, 3), (96, 0), (96, 0)]
+
+
+def test_stats_show_the_queue_as_the_next_request_meets_it() -> None:
+    cache = (walk := Walk(0, 1)).cache
+    assert cache.describe_stats()["queue"] == {"expected_wait_s": 0.0, "admitted_per_s": None, "refused": 0}
+    for number in range(40):
+        cache.turns.observe(number * 0.5, 9, 1)
+    for start in range(3):
+        waiting(walk, [start, 1, 2])
+    cache.num_refused += 2
+    shown = cache.describe_stats()["queue"]
+    assert shown == {"expected_wait_s": pytest.approx(1.5), "admitted_per_s": pytest.approx(2.0), "refused": 2}
 
 
 # ---- the HTTP server
