@@ -16,6 +16,7 @@ from sglang_evicpress.patches.shadows import is_shadow_name
 from sglang_evicpress.patches.tiering import tier_of
 from sglang_evicpress.policy import make_policy
 from sglang_evicpress.policy.menu import Menu
+from sglang_evicpress.policy.turns import Turns
 from sglang_evicpress.press import get_press
 from sglang_evicpress.reuse import ReuseClock
 
@@ -46,6 +47,7 @@ class Bookkeeping:
         self._first_stamp_s: float | None = None
         self._refreshed_s = -REFRESH_S
         self.claims = Claims(self._hit)
+        self.turns, self.num_refused = Turns(), 0  # of the queue, which queue_limit.py watches
         self.open_profiling(config)
         self.default_expectation = Expectation.of((self.catalog.default,), self.menu.forms)
         self._blind = self.menu.everything  # the forms that can be made without queries

@@ -17,7 +17,7 @@ from sglang.utils import TypeBasedDispatcher
 from sglang_evicpress.arguments import Json
 from sglang_evicpress.call_times import CallTimes
 from sglang_evicpress.introspect import OPERATIONS, answer_encoded
-from sglang_evicpress.patches import last_word, shutdown
+from sglang_evicpress.patches import last_word, queue_limit, shutdown
 
 _HTTP_SERVER = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
 _DISPATCHER = "sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher"
@@ -53,6 +53,7 @@ def install_frontend(registry: Any, hook_type: Any) -> None:
         (_HTTP_SERVER, _around_http_server, hook_type.AROUND),
         (_SIGQUIT, _before_sigquit, hook_type.BEFORE),
         (_ENGINE, _before_engine_ends, hook_type.BEFORE),
+        (queue_limit.ABORTED, queue_limit.before_abort_is_told, hook_type.BEFORE),
         (last_word.LAUNCH_SUBPROCESSES, last_word.around_launch_subprocesses, hook_type.AROUND),
         (last_word.LAUNCH_SERVER, last_word.around_launch_server, hook_type.AROUND),
     ):
@@ -113,6 +114,8 @@ def _around_http_server(original: Any, server_args: Any, tokenizer_manager: Any,
         rules=AccessRules(bool(server_args.admin_api_key), server_args.host),
         max_context_bytes=TOKEN_BYTES * tokenizer_manager.context_len + MAX_BODY_BYTES,
     )
+    if config.max_queue_s is not None:
+        queue_limit.add_middleware(app)
     profiler = OnlineProfiler(tokenizer_manager, calls, profile_file) if config.profiles_online else None
     if profiler is not None:
         profiler.start()

@@ -114,6 +114,13 @@ HOOK_POINTS = (
         "frontend",
         ("self", "obj"),
     ),
+    # a request that would wait too long
+    HookPoint(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_abort_finish_reason",
+        "hook",
+        "frontend",
+        ("self", "out", "state", "is_stream"),
+    ),
     # a refusal, said last
     HookPoint(
         "sglang.srt.entrypoints.engine.Engine._launch_subprocesses",

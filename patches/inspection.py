@@ -98,6 +98,11 @@ class Inspection:
                 "num_observations": self.prefill_times.num_observed,
             },
             "waiting": {"requests": len(self.claims), "claimed_nodes": self.claims.num_nodes},
+            "queue": {
+                "expected_wait_s": self.turns.wait_s(len(self.claims)),  # one claim per user's request that waits
+                "admitted_per_s": self.turns.rate,
+                "refused": self.num_refused,
+            },
             "page_size": self.page_size,
             "total_slots": allocator.size,
             "free_slots": allocator.available_size(),

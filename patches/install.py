@@ -63,6 +63,7 @@ def install_scheduler() -> None:
         decode_intake,
         eviction,
         paged_allocator,
+        queue_limit,
         registry,
         rows,
         scheduling,
@@ -74,6 +75,7 @@ def install_scheduler() -> None:
     attention.install(HookRegistry, HookType)
     control.install_scheduler(HookRegistry, HookType)
     scheduling.install(HookRegistry, HookType)
+    queue_limit.install(HookRegistry, HookType)
     eviction.install(HookRegistry, HookType)
     decode_intake.install(HookRegistry, HookType)
 

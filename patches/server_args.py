@@ -30,7 +30,7 @@ DEPENDENT_FLAGS = (
     *("kv_ssd_allow_dir", "kv_ssd_key_file"),
     *("kv_prior", "kv_profiles", "kv_drift", "kv_no_recording"),
     *("kv_decode_budget", "kv_decode_method", "kv_decode_score", "kv_decode_every", "kv_decode_protect"),
-    "kv_decode_client_budgets",
+    *("kv_decode_client_budgets", "kv_max_queue_seconds"),
 )
 
 
@@ -73,6 +73,7 @@ def config_of(server_args: Any) -> EvicPressConfig:
         decode_every=server_args.kv_decode_every,
         decode_protect=server_args.kv_decode_protect,
         decode_client_budgets=server_args.kv_decode_client_budgets,
+        max_queue_seconds=server_args.kv_max_queue_seconds,
     )
 
 
@@ -205,6 +206,12 @@ def _add_fields(cls: Any) -> tuple[str, ...]:
                 str,
                 "Choice of budgets by requests, in their custom_params: off, on, or trace, which also lets them ask "
                 "for the trace of their passes (default: on).",
+            ),
+            flag(
+                "kv_max_queue_seconds",
+                float,
+                "Answer 503 with Retry-After at once to a request that would wait longer than this for its turn "
+                "(default: no limit).",
             ),
         ),
     )

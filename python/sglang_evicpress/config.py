@@ -50,6 +50,8 @@ class EvicPressConfig:
     budget), and how it is kept; ``decode.settings`` says what they may be, and checks them. ``decode_client_budgets``
     says what requests may choose themselves: ``off``, ``on`` or ``trace``.
 
+    A request that would wait longer than ``max_queue_s`` for its turn is refused, None for no limit.
+
     Raises ValueError, one sentence, for a value out of its range. What depends on this machine (memory, the folder) is
     checked by ``from_flags``.
     """
@@ -82,6 +84,7 @@ class EvicPressConfig:
     decode_every: int = 128
     decode_protect: str = "first,newest"
     decode_client_budgets: str = "trace"
+    max_queue_s: float | None = None
 
     def __post_init__(self) -> None:
         _check_policy(self.policy)
@@ -99,6 +102,8 @@ class EvicPressConfig:
                 raise ValueError(f"{name} is {value}: expected a finite number of at least 0")
         if self.half_life_s is not None and not (math.isfinite(self.half_life_s) and self.half_life_s > 0):
             raise ValueError(f"half_life is {self.half_life_s}: expected finite seconds above 0")
+        if self.max_queue_s is not None and not (math.isfinite(self.max_queue_s) and self.max_queue_s > 0):
+            raise ValueError(f"max_queue_seconds is {self.max_queue_s}: expected finite seconds above 0")
         if not 0.0 <= self.min_share <= 1.0:
             raise ValueError(f"min_share is {self.min_share}: expected a number from 0 to 1")
         if not 0.0 < self.drift <= 1.0:
@@ -193,6 +198,7 @@ class EvicPressConfig:
         decode_every: int | None = None,
         decode_protect: str | None = None,
         decode_client_budgets: str | None = None,
+        max_queue_seconds: float | None = None,
     ) -> Self:
         """Join the flags with the JSON config file, which may name the policy too; a flag that is given wins.
 
@@ -224,6 +230,7 @@ class EvicPressConfig:
             "decode_every": decode_every,
             "decode_protect": decode_protect,
             "decode_client_budgets": decode_client_budgets,
+            "max_queue_seconds": max_queue_seconds,
         }
         values |= {name: value for name, value in flags.items() if value is not None}
         if "policy" not in values:
@@ -419,5 +426,11 @@ _READERS: Mapping[str, Callable[[str, object], object]] = {
     "decode_every": _whole,
     "decode_protect": _text,
     "decode_client_budgets": _text,
+    "max_queue_seconds": _number,
 }
-_FIELDS = {"half_life": "half_life_s", "prior": "curves", "ssd_allow_dir": "ssd_allow_dirs"}
+_FIELDS = {
+    "half_life": "half_life_s",
+    "prior": "curves",
+    "ssd_allow_dir": "ssd_allow_dirs",
+    "max_queue_seconds": "max_queue_s",
+}

@@ -25,11 +25,12 @@ from sglang.utils import TypeBasedDispatcher
 from sglang_evicpress.call_times import CallTimes
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.introspect import IntrospectionError, Json, NodeBusy, UnknownNode
-from sglang_evicpress.patches import control, http_server, online_profiler, shutdown
+from sglang_evicpress.patches import control, http_server, online_profiler, queue_limit, shutdown
 from sglang_evicpress.patches.access import AccessRules
 from sglang_evicpress.patches.control import EvicPressReqInput, EvicPressReqOutput
 from sglang_evicpress.patches.http_server import MAX_BODY_BYTES, MAX_QUEUED_CALLS, ROUTES, SchedulerCalls, add_routes
 from sglang_evicpress.patches.profile_file import ProfileFile
+from sglang_evicpress.patches.queue_limit import RetryAfter
 from sglang_evicpress.patches.server_args import DEPENDENT_FLAGS
 from sglang_evicpress.profiler.evidence import Evidence
 from sglang_evicpress.profiler.profile import Profile
@@ -741,6 +742,7 @@ def started(monkeypatch: pytest.MonkeyPatch, stops: list[Any]) -> Iterator[list[
     monkeypatch.setattr(
         SignalHandler, "running_phase_sigquit_handler", lambda self, *_: starts.append((self, "killed"))
     )
+    monkeypatch.setattr(TokenizerManager, "_handle_abort_finish_reason", TokenizerManager._handle_abort_finish_reason)
 
     def start(server_args: Any, tokenizer_manager: Any, *_: Any, **__: Any) -> None:
         starts.append((server_args, tokenizer_manager))
@@ -760,9 +762,15 @@ def evicpress_paths() -> set[str]:
 
 
 def launch(
-    kv_policy: str | None, manager: FakeTokenizerManager, *, has_tiers: bool = False, recording: bool = False
+    kv_policy: str | None,
+    manager: FakeTokenizerManager,
+    *,
+    has_tiers: bool = False,
+    recording: bool = False,
+    max_queue_s: float | None = None,
 ) -> None:
-    flags = {**dict.fromkeys(DEPENDENT_FLAGS), "kv_no_recording": None if recording else True}
+    given = {"kv_no_recording": None if recording else True, "kv_max_queue_seconds": max_queue_s}
+    flags = {**dict.fromkeys(DEPENDENT_FLAGS), **given}
     arguments = SimpleNamespace(kv_policy=kv_policy, has_tiers=has_tiers, admin_api_key=None, host="127.0.0.1", **flags)
     sglang_http_server._setup_and_run_http_server(arguments, manager)
 
@@ -838,6 +846,24 @@ def test_the_profiler_runs_beside_a_server_that_records(
     started.clear()
     launch("lru", manager, recording=True)
     assert [given for _, given in started] == [manager]
+
+
+@pytest.mark.parametrize(("max_queue_s", "num_added"), [(None, 0), (2.0, 1)])
+def test_answers_are_watched_for_refusals_where_the_queue_is_limited(
+    started: list[Any],
+    manager: FakeTokenizerManager,
+    registry: type[HookRegistry],
+    monkeypatch: pytest.MonkeyPatch,
+    max_queue_s: float | None,
+    num_added: int,
+) -> None:
+    app = sglang_http_server.app
+    monkeypatch.setattr(app, "user_middleware", list(app.user_middleware))
+    monkeypatch.setattr(app, "middleware_stack", None)  # as before the first request
+    control.install_frontend(registry, HookType)
+    launch("evicpress", manager, max_queue_s=max_queue_s)
+    assert [each.cls for each in app.user_middleware].count(RetryAfter) == num_added
+    assert queue_limit.ABORTED in registry._patched
 
 
 def test_schedulers_are_asked_to_stop_when_the_server_is_done(

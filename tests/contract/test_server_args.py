@@ -176,6 +176,7 @@ def test_the_command_line_takes_every_flag(model: str, tmp_path: Path) -> None:
         "--kv-decode-every": "64",
         "--kv-decode-protect": "newest",
         "--kv-decode-client-budgets": "off",
+        "--kv-max-queue-seconds": "7.5",
     }
     (tmp_path / "key").write_bytes(bytes(32))
     (tmp_path / "key").chmod(0o600)
@@ -207,6 +208,7 @@ def test_the_command_line_takes_every_flag(model: str, tmp_path: Path) -> None:
         decode_every=64,
         decode_protect="newest",
         decode_client_budgets="off",
+        max_queue_s=7.5,
     )
 
 

@@ -78,9 +78,10 @@ def test_a_file_may_give_every_field(tmp_path: Path) -> None:
         "decode_every": 64,
         "decode_protect": "first",
         "decode_client_budgets": "off",
+        "max_queue_seconds": 7.5,
     }
     path = _file(tmp_path, values)
-    renamed = {"half_life": "half_life_s", "ssd_allow_dir": "ssd_allow_dirs"}
+    renamed = {"half_life": "half_life_s", "ssd_allow_dir": "ssd_allow_dirs", "max_queue_seconds": "max_queue_s"}
     fields = {renamed.get(name, name): value for name, value in values.items()}
     tuples = {"forms": (Form("knorm", 0.3),), "ssd_allow_dirs": ("/mnt/a", "/mnt/b")}
     config = EvicPressConfig(**(fields | tuples))  # type: ignore[arg-type]
@@ -228,6 +229,10 @@ def test_null_curves_are_the_prior(tmp_path: Path) -> None:
         ({"half_life": -1}, ("half_life", "-1", "above 0")),
         ({"half_life": float("inf")}, ("half_life", "inf", "finite")),
         ({"half_life": float("nan")}, ("half_life", "nan", "finite")),
+        ({"max_queue_seconds": 0}, ("max_queue_seconds", "0", "above 0")),
+        ({"max_queue_seconds": -2.5}, ("max_queue_seconds", "-2.5", "above 0")),
+        ({"max_queue_seconds": float("inf")}, ("max_queue_seconds", "inf", "finite")),
+        ({"max_queue_seconds": float("nan")}, ("max_queue_seconds", "nan", "finite")),
         ({"alpha": float("nan")}, ("alpha", "nan", "finite")),
         ({"alpha": float("inf")}, ("alpha", "inf", "finite")),
         ({"alpha": -0.1}, ("alpha", "-0.1", "at least 0")),

@@ -1,0 +1,162 @@
+"""Turns of waiting requests, and ``--kv-max-queue-seconds``: who would wait longer for a turn is told when to come back.
+
+The scheduler refuses as SGLang does at ``--max-queued-requests``, by an ``AbortReq`` instead of a place in the queue.
+Of that alone SGLang makes a 503 where nothing is streamed, a 200 where something is, and no ``Retry-After``. So the
+abort also carries the seconds; ``TokenizerManager._handle_abort_finish_reason`` meets it in the context of the HTTP
+request, and ``RetryAfter`` around the app, which holds the head of an answer until its first bytes, answers 503.
+
+What is expected, and so who is refused, is equal on all ranks: the queue is, and the time is the stamped one. A stamp
+comes with received messages only. A request is judged by the rounds until the stamp before its own, with the queue as
+it is now; a queue that empties while nothing is received teaches nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextvars import ContextVar
+from http import HTTPStatus
+from typing import Any
+
+from sglang.srt.managers.io_struct import AbortReq
+
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
+ABORTED = "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_abort_finish_reason"
+RETRY_AFTER = "retry_after_s"  # of a finish reason of ours
+
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+
+_refusals: ContextVar[list[dict[str, Any]] | None] = ContextVar("evicpress_refusals", default=None)
+"""Finish reasons of ours that the HTTP request of this context has met."""
+
+
+# ---- the scheduler
+
+
+def _around_get_next_batch_to_run(original: Callable[..., Any], scheduler: Any) -> Any:
+    """AROUND ``get_next_batch_to_run``: who waited before it and is in its batch was admitted."""
+    cache = scheduler.tree_cache
+    before = cache.without_guests(scheduler.waiting_queue)
+    batch = original(scheduler)
+    num_admitted = 0
+    if batch is not None and before:
+        waited = {id(req) for req in before}
+        num_admitted = sum(id(req) in waited for req in batch.reqs)
+    cache.turns.observe(cache.now_s, len(cache.without_guests(scheduler.waiting_queue)), num_admitted)
+    return batch
+
+
+def _around_add_request_to_queue(
+    original: Callable[..., Any], scheduler: Any, req: Any, *args: Any, **kwargs: Any
+) -> None:
+    """AROUND ``_add_request_to_queue``, which also takes back who ran before, and who will only be told of an error."""
+    cache = scheduler.tree_cache
+    limit_s = cache.config.max_queue_s
+    if limit_s is not None and not (req.is_retracted or req.to_finish is not None or cache.is_guest(req)):
+        wait_s = cache.turns.wait_s(len(cache.without_guests(scheduler.waiting_queue)))
+        if wait_s > limit_s:
+            cache.num_refused += 1
+            _refuse(scheduler, req, wait_s, limit_s)
+            return
+    original(scheduler, req, *args, **kwargs)
+
+
+def _refuse(scheduler: Any, req: Any, wait_s: float, limit_s: float) -> None:
+    retry_after_s = max(1, math.ceil(round(wait_s - limit_s, 1)))  # as the sentence has them
+    message = (
+        f"--kv-max-queue-seconds is {limit_s:g}, and a request that comes now is expected to wait {wait_s:.1f} s for "
+        f"its turn: come back in {retry_after_s} s"
+    )
+    reason = {
+        "type": "abort",
+        "status_code": HTTPStatus.SERVICE_UNAVAILABLE,
+        "message": message,
+        RETRY_AFTER: retry_after_s,
+    }
+    scheduler.ipc_channels.send_to_tokenizer.send_output(AbortReq(finished_reason=reason, rid=req.rid), req)
+    req.time_stats.trace_ctx.abort(abort_info={"reason": message})
+
+
+def install(registry: Any, hook_type: Any) -> None:
+    """After ``scheduling``: hooks are applied in order, and this one hides what it refuses from those."""
+    registry.register(SCHEDULER + "get_next_batch_to_run", _around_get_next_batch_to_run, hook_type.AROUND)
+    registry.register(SCHEDULER + "_add_request_to_queue", _around_add_request_to_queue, hook_type.AROUND)
+
+
+# ---- the HTTP server
+
+
+def before_abort_is_told(_: Any, out: dict[str, Any], *__: Any, **___: Any) -> None:
+    """BEFORE ``TokenizerManager._handle_abort_finish_reason``, which meets every finish reason."""
+    refusals, reason = _refusals.get(), out["meta_info"]["finish_reason"]
+    if refusals is not None and RETRY_AFTER in reason:
+        refusals.append(reason)
+
+
+class RetryAfter:
+    """ASGI middleware: an answer to a request that was refused for the queue is a 503 with ``Retry-After``.
+
+    The head of every answer waits for its first bytes. A request for several answers (``n``, or a batch) of which only
+    some were refused is refused as a whole, where none of its bytes were sent yet.
+    """
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        refusals: list[dict[str, Any]] = []
+        _refusals.set(refusals)
+        held: Message | None = None
+        is_answered = False
+
+        async def send_on(message: Message) -> None:
+            nonlocal held, is_answered
+            if message["type"] == "http.response.start":
+                held = message
+                return
+            if is_answered:
+                return
+            head, held = held, None
+            if head is not None and refusals:
+                is_answered = head["status"] != HTTPStatus.SERVICE_UNAVAILABLE
+                await _refuse_http(head, message, refusals, send)
+                return
+            if head is not None:
+                await send(head)
+            await send(message)
+
+        await self._app(scope, receive, send_on)
+        if held is not None:
+            await send(held)
+
+
+async def _refuse_http(head: Message, message: Message, refusals: list[dict[str, Any]], send: Send) -> None:
+    """The 503 of SGLang as it is, or in the same words one instead of an answer of another status."""
+    retry_after = (b"retry-after", str(max(reason[RETRY_AFTER] for reason in refusals)).encode())
+    if head["status"] == HTTPStatus.SERVICE_UNAVAILABLE:
+        await send({**head, "headers": [*head.get("headers", ()), retry_after]})
+        await send(message)
+        return
+    status = int(HTTPStatus.SERVICE_UNAVAILABLE)
+    error = {"object": "error", "message": refusals[0]["message"], "type": str(status), "param": None, "code": status}
+    body = json.dumps(error).encode()
+    kept = [header for header in head.get("headers", ()) if not header[0].lower().startswith(b"content-")]
+    headers = [
+        *kept,
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        retry_after,
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def add_middleware(app: Any) -> None:
+    """Once for an app, before it serves."""
+    if not any(each.cls is RetryAfter for each in app.user_middleware):
+        app.add_middleware(RetryAfter)
