@@ -83,7 +83,7 @@ class Tiering:
         pool_is_cuda = compressor.is_cuda
         self.host = HostTier(config.host_bytes, is_pinned=pool_is_cuda, faults=faults)
         self.ssd_key = None if config.ssd_key_file is None else Key.read(config.ssd_key_file)
-        for name, num_threads in (("load", 1), ("read", 2), ("copy", 1), ("write", 1)):
+        for name, num_threads in (("load", 1), ("check", 1), ("read", 2), ("copy", 1), ("write", 1)):
             self.workers[name] = Workers(name, num_threads, self.arrival)
         if config.ssd_dir is not None:
             per_day = None if config.ssd_write_gb_per_day is None else config.ssd_write_gb_per_day * GB

@@ -678,6 +678,19 @@ def test_a_read_that_never_ends_is_given_up_at_its_deadline(opened: Callable[...
     walk.check_rows()
 
 
+def test_an_ssd_that_hangs_keeps_nothing_on_the_host_from_being_loaded(opened: Callable[..., TierWalk]) -> None:
+    walk = opened()
+    tokens, node = cached(walk, 100)
+    sent(walk, node, Tier.HOST)
+    node.kv.copies[Tier.HOST].entry.checked_s = 0.0  # long ago
+    blocks = blocked(walk, "read", 2)
+    assert walk.serve([*tokens, 59]) == 100
+    for block in blocks:
+        block.may_end.set()
+    walk.settle()
+    walk.check_rows()
+
+
 def test_a_layer_that_is_late_is_copied_by_whoever_waits(
     opened: Callable[..., TierWalk], monkeypatch: pytest.MonkeyPatch
 ) -> None:
