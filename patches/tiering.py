@@ -226,7 +226,7 @@ class Tiering:
 
     def _leave_gpu(self: Any, node: Any) -> None:
         freed = num_slots(node)
-        self.token_to_kv_pool_allocator.free(slots_of(node).clone())  # first: where it fails nothing has changed
+        self.free_slots(slots_of(node))  # first: where it fails nothing has changed
         node.kv.version += 1
         node.value = None
         self._spare.discard(node.id)
