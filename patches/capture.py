@@ -1,7 +1,7 @@
 """Keeps the last queries of every prompt, for presses that score by attention (snapkv). Touches no kernel.
 
 The attention backend's ``forward_extend`` gets the queries after RoPE, whatever fused the KV write before it; the last
-``window`` rows of each request are copied there, layer by layer, on the device.
+``window`` rows of every request are copied there, on the device, by one operation per layer.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from sglang_evicpress.layout import to_device
 from sglang_evicpress.press import QueryWindow
 
 MAX_HELD_REQUESTS = 64  # a window waits from the prefill of a request until its node is in the tree
@@ -19,11 +20,31 @@ POOL_SHARE = 64  # all windows that nodes keep take at most this part of the poo
 
 
 @dataclass(frozen=True, slots=True)
-class _LayerQueries:
-    """``queries`` [w, q_heads, head_dim] of one layer; ``end``: position after the last of them."""
+class _Held:
+    """``queries`` [L, w, q_heads, head_dim] of one request; ``end``: position after the last of them."""
 
     queries: torch.Tensor
     end: int
+
+
+class _Pass:
+    """The last queries of all requests of one pass, one behind the other: ``queries`` [L, n, q_heads, head_dim], of
+    which ``tokens`` [n] says where they are among those of the pass. ``parts``: request id, how many of them are its
+    own, and where its tokens of this pass begin and end in its text."""
+
+    def __init__(self, batch: list[tuple[str, int, int]], window: int, num_layers: int, like: torch.Tensor) -> None:
+        tokens: list[int] = []
+        self.parts: list[tuple[str, int, int, int]] = []
+        begin = 0
+        for rid, length, end in batch:
+            count = min(length, window)
+            begin += length
+            if rid and count:
+                tokens += range(begin - count, begin)
+                self.parts.append((rid, count, end - length, end))
+        self.tokens = to_device(torch.tensor(tokens, dtype=torch.int64), like.device)
+        self.queries = like.new_empty((num_layers, len(tokens), *like.shape[1:]))
+        self.seen: set[int] = set()
 
 
 class QueryCapture:
@@ -36,11 +57,12 @@ class QueryCapture:
         self._num_layers = num_layers
         self._first_layer = first_layer
         self._max_bytes = max_bytes
-        self._held: OrderedDict[str, list[_LayerQueries | None]] = OrderedDict()
+        self._held: OrderedDict[str, _Held] = OrderedDict()
         self._kept: OrderedDict[int, QueryWindow] = OrderedDict()
         self._kept_bytes = 0
         self._next_key = 0
         self._batch: list[tuple[str, int, int]] = []
+        self._pass: _Pass | None = None
 
     @classmethod
     def install_on(cls, model_runner: Any) -> None:
@@ -73,7 +95,7 @@ class QueryCapture:
 
         A decoding request in a mixed batch is left out: its one query says nothing of its prompt.
         """
-        self._batch = []
+        self._batch, self._pass = [], None
         if batch.forward_mode.is_extend():
             decoding = {req.rid for req in batch.decoding_reqs or ()}
             ends = batch.seq_lens_cpu.tolist()
@@ -81,45 +103,43 @@ class QueryCapture:
                 self._batch.append(("" if req.rid in decoding else req.rid, length, end))
 
     def observe(self, q: torch.Tensor, layer: Any) -> None:
-        """Append this pass's queries of one layer to each request's window (chunks of a prompt add up)."""
+        """Copy this pass's queries of one layer; with the last of them they become the requests' windows."""
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        if len(queries) != sum(length for _, length, _ in self._batch):
+        if not self._batch or len(queries) != sum(length for _, length, _ in self._batch):
             return  # not the batch that was announced: a graph being captured or warmed up
-        index = layer.layer_id - self._first_layer
-        begin = 0
-        for rid, length, end in self._batch:
-            tail = queries[begin : begin + length][-self.window :]
-            begin += length
-            if not rid:
-                continue
-            layers = self._held.setdefault(rid, [None] * self._num_layers)
-            earlier = layers[index]
-            if earlier is not None and earlier.end == end - length and len(tail) < self.window:
-                tail = torch.cat([earlier.queries, tail])[-self.window :]
-            else:
-                tail = tail.clone()
-            layers[index] = _LayerQueries(tail, end)
+        if self._pass is None:
+            self._pass = _Pass(self._batch, self.window, self._num_layers, queries)
+        now, index = self._pass, layer.layer_id - self._first_layer
+        torch.index_select(queries, 0, now.tokens, out=now.queries[index])
+        now.seen.add(index)
+        if len(now.seen) == self._num_layers:
+            self._hold(now)
+            self._batch, self._pass = [], None
+
+    def _hold(self, now: _Pass) -> None:
+        """Every request gets its part, in memory of its own: the others' is not kept for it. Chunks of a prompt add
+        up."""
+        parts = now.queries.split([count for _, count, _, _ in now.parts], dim=1)
+        for (rid, count, begin, end), part in zip(now.parts, parts, strict=True):
+            earlier = self._held.get(rid)
+            if earlier is not None and earlier.end == begin and count < self.window:
+                part = torch.cat([earlier.queries[:, count - self.window :], part], dim=1)
+            elif len(parts) > 1:
+                part = part.clone()
+            self._held[rid] = _Held(part, end)
         while len(self._held) > MAX_HELD_REQUESTS:
             self._held.popitem(last=False)
 
     def window_of(self, rid: str, start: int) -> QueryWindow | None:
         """The last queries of a request's prompt so far, for a node that starts at ``start``.
 
-        None when they are not (all) there, or when all of them came before the node and so cannot have looked at it.
+        None when they are not there, or when all of them came before the node and so cannot have looked at it.
         """
         held = self._held.get(rid)
-        if held is None:
+        if held is None or held.end <= start:
             return None
-        layers = [layer for layer in held if layer is not None]
-        seen = {(len(layer.queries), layer.end) for layer in layers}
-        if len(layers) < self._num_layers or len(seen) != 1:
-            return None
-        ((_, end),) = seen
-        if end <= start:
-            return None
-        queries = torch.stack([layer.queries for layer in layers])
-        positions = torch.arange(end - queries.shape[1], end, device=queries.device)
-        return QueryWindow(queries=queries, positions=positions)
+        positions = torch.arange(held.end - held.queries.shape[1], held.end, device=held.queries.device)
+        return QueryWindow(queries=held.queries, positions=positions)
 
     def keep(self, rid: str, start: int) -> tuple[int | None, list[int]]:
         """Keep the window of a request for a node: the key under which ``kept`` finds it, None without a window, and

@@ -60,7 +60,7 @@ class Holding:
 
     def _replace(self: Any, node: Any, value: torch.Tensor, is_lossy_prefix: bool) -> None:
         """Give an unlocked lossy node the KV a request computed for the same tokens: an upgrade."""
-        self.token_to_kv_pool_allocator.free(slots_of(node))
+        self.free_slots(slots_of(node))
         self.evictable_size_ += len(node.key) - num_slots(node)
         node.value = value.clone()
         kv = node.kv
@@ -98,7 +98,7 @@ class Holding:
         kv.layout, node.value = trimmed
         kv.slots = slots[: kv.layout.num_slots].clone()
         kv.version += 1
-        self.token_to_kv_pool_allocator.free(slots[kv.layout.num_slots :].clone())
+        self.free_slots(slots[kv.layout.num_slots :])
         self.evictable_size_ -= before - kv.layout.num_slots
         self.remove_copies(node, lossy_only=True)
         self.note(node)

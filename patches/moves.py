@@ -11,6 +11,7 @@ import torch
 from sglang_evicpress.core import DROP, Form, Option, Tier
 from sglang_evicpress.patches.capture import QueryCapture
 from sglang_evicpress.patches.node import is_lossy, num_slots, slots_of, start_of
+from sglang_evicpress.patches.paged_allocator import free_whole_pages
 from sglang_evicpress.press import QueryWindow, get_press
 
 logger = logging.getLogger(__name__)
@@ -97,13 +98,21 @@ class Moves:
         kv.slots = slots[:after].clone()
         self.evictable_size_ -= before - after
         self.note(node)
-        self._free(slots[after:].clone())
+        self._free(slots[after:])
         return before - after
+
+    def free_slots(self: Any, slots: torch.Tensor) -> None:
+        """Free slots [n] of a node, or of a request from a page's first token on, and wait for nothing on the device.
+
+        They are whole pages: keys are, and so are the slots of forms (``Menu.num_slots``), of what a trim leaves and of
+        either side of a split (``layout.place``). Only a request's last page may be partial.
+        """
+        free_whole_pages(self.token_to_kv_pool_allocator, slots)
 
     def _free(self: Any, slots: torch.Tensor) -> None:
         """Free slots that no node holds any more. Where that fails they are kept as nobody's, to be freed later."""
         try:
-            self.token_to_kv_pool_allocator.free(slots)
+            self.free_slots(slots)
         except Exception:
             self.unfreed.append(slots)
             self.num_private_slots += len(slots)
@@ -181,7 +190,7 @@ class Moves:
             if node.value is not None:
                 if not node.kv.is_shadow:  # users' nodes of the same tokens would be taken for gone
                     self._record_remove_event(node)
-                self.token_to_kv_pool_allocator.free(slots_of(node))
+                self.free_slots(slots_of(node))
         except Exception:
             if node.value is not None or node.kv.copies:
                 self.note(node)

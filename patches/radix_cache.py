@@ -381,10 +381,10 @@ class EvicPressCache(
             elif self._is_upgrade(node, view):
                 self._replace(node, mine, view.is_lossy)
             else:
-                self.token_to_kv_pool_allocator.free(mine)
+                self.free_slots(mine)
         parent = path[-1] if path else self.root_node
         if parent is not self.root_node and parent.id not in self.nodes:  # dropped: there was no memory to trim it
-            self.token_to_kv_pool_allocator.free(own[known - adopted : len(key) - adopted])
+            self.free_slots(own[known - adopted : len(key) - adopted])
         elif known < len(key):
             leaf = self._add_leaf(
                 parent, key[known:], own[known - adopted : len(key) - adopted], priority, view.is_lossy
@@ -417,9 +417,9 @@ class EvicPressCache(
             self.record_answer(req)
         if is_insert and not self.disable_finished_insert and len(key) >= adopted:
             self._give(req, key, own[: len(key) - adopted], adopted)
-            self.token_to_kv_pool_allocator.free(own[len(key) - adopted :])
+            self.free_slots(own[len(key) - adopted :])
         else:
-            self.token_to_kv_pool_allocator.free(own)
+            self.free_slots(own)
         if QueryCapture.active is not None:
             QueryCapture.active.forget(req.rid)
         if req.last_node is not None:

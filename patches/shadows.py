@@ -277,7 +277,7 @@ class Shadows:
         try:
             yield
         except Exception:
-            self.token_to_kv_pool_allocator.free(slots)
+            self.free_slots(slots)
             raise
 
     # ---- parts
@@ -359,7 +359,7 @@ class Shadows:
             rest = node.value[to_device(left, node.value.device)]
             end -= len(node.key)
             if len(rest):
-                self.token_to_kv_pool_allocator.free(rest)
+                self.free_slots(rest)
             self._delete_leaf(node)
         self.shadow_counts["adopted_nodes"] += num_adopted
         return num_adopted

@@ -348,7 +348,7 @@ def _repeats(path: list[Any], layout: SurvivorLayout) -> bool:
 
 
 class Check(Job):
-    """Verifies a host entry."""
+    """Verifies a host entry, on a thread that no SSD holds up."""
 
     rank = 0
 
@@ -358,7 +358,7 @@ class Check(Job):
 
     def start(self) -> None:
         self.cache.host.pin(self.entry)
-        self.cache.workers["read"].submit(self)
+        self.cache.workers["check"].submit(self)
 
     def run(self) -> None:
         self.cache.host.check(self.entry)

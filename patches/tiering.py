@@ -83,7 +83,7 @@ class Tiering:
         pool_is_cuda = compressor.is_cuda
         self.host = HostTier(config.host_bytes, is_pinned=pool_is_cuda, faults=faults)
         self.ssd_key = None if config.ssd_key_file is None else Key.read(config.ssd_key_file)
-        for name, num_threads in (("load", 1), ("read", 2), ("copy", 1), ("write", 1)):
+        for name, num_threads in (("load", 1), ("check", 1), ("read", 2), ("copy", 1), ("write", 1)):
             self.workers[name] = Workers(name, num_threads, self.arrival)
         if config.ssd_dir is not None:
             per_day = None if config.ssd_write_gb_per_day is None else config.ssd_write_gb_per_day * GB
@@ -226,7 +226,7 @@ class Tiering:
 
     def _leave_gpu(self: Any, node: Any) -> None:
         freed = num_slots(node)
-        self.token_to_kv_pool_allocator.free(slots_of(node).clone())  # first: where it fails nothing has changed
+        self.free_slots(slots_of(node))  # first: where it fails nothing has changed
         node.kv.version += 1
         node.value = None
         self._spare.discard(node.id)

@@ -82,7 +82,7 @@ class Upgrades:
         allocator = self.token_to_kv_pool_allocator
         self.num_private_slots -= len(slots)
         self.protected_size_ -= len(slots)
-        allocator.free(slots)
+        self.free_slots(slots)
         for part in job.parts:
             self.host.unpin(part.copy.entry)
         if not self.set_apart:
@@ -208,7 +208,7 @@ class Raise(Load):
             node.kv.job = None
         cache.host.unpin(copy.entry)
         if self.error is not None or node is None or not self._fits(node):
-            cache.token_to_kv_pool_allocator.free(slots)
+            cache.free_slots(slots)
         elif node.value is None:
             cache.place(node, copy, slots)
             cache.tier_counts["promoted"] += 1

@@ -26,13 +26,13 @@ OF_A_DROP: list[Part] = [
     lambda walk: (walk.cache.policy, "forget"),
     lambda walk: (walk.cache, "remove_copies"),
     lambda walk: (walk.cache, "_record_remove_event"),
-    lambda walk: (walk.allocator, "free"),
+    lambda walk: (walk.cache, "free_slots"),
     lambda walk: (walk.cache, "drop"),
 ]
 OF_A_COMPRESSION: list[Part] = [
     lambda walk: (walk.cache, "slots_in"),
     lambda walk: (walk.cache.compressor, "compress"),
-    lambda walk: (walk.allocator, "free"),
+    lambda walk: (walk.cache, "free_slots"),
     lambda walk: (walk.cache, "compress"),
 ]
 OF_A_DEMOTION: list[Part] = [
@@ -43,7 +43,7 @@ OF_A_DEMOTION: list[Part] = [
     lambda walk: (walk.cache, "send"),
 ]
 OF_A_RELEASE: list[Part] = [
-    lambda walk: (walk.allocator, "free"),
+    lambda walk: (walk.cache, "free_slots"),
     lambda walk: (walk.cache, "_leave_gpu"),
     lambda walk: (walk.cache, "remove_copy"),
     lambda walk: (walk.cache, "back_up_parent"),
@@ -209,7 +209,7 @@ def test_slots_that_cannot_be_freed_are_nobodys_until_they_can(monkeypatch: pyte
     def fail(slots: torch.Tensor) -> None:
         raise torch.OutOfMemoryError("none left")
 
-    monkeypatch.setattr(walk.allocator, "free", fail)
+    monkeypatch.setattr(walk.cache, "free_slots", fail)
     walk.cache.relieve(20)
     walk.check()
     walk.cache.advance(1.0, walk.cache.costs)
@@ -247,7 +247,7 @@ def test_slots_that_could_not_be_freed_are_free_after_a_flush(monkeypatch: pytes
     def fail(slots: torch.Tensor) -> None:
         raise RuntimeError("not now")
 
-    monkeypatch.setattr(walk.allocator, "free", fail)
+    monkeypatch.setattr(walk.cache, "free_slots", fail)
     walk.cache.relieve(20)
     monkeypatch.undo()
     assert walk.cache.unfreed and walk.cache.num_private_slots > 0

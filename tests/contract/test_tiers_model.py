@@ -678,6 +678,19 @@ def test_a_read_that_never_ends_is_given_up_at_its_deadline(opened: Callable[...
     walk.check_rows()
 
 
+def test_an_ssd_that_hangs_keeps_nothing_on_the_host_from_being_loaded(opened: Callable[..., TierWalk]) -> None:
+    walk = opened()
+    tokens, node = cached(walk, 100)
+    sent(walk, node, Tier.HOST)
+    node.kv.copies[Tier.HOST].entry.checked_s = 0.0  # long ago
+    blocks = blocked(walk, "read", 2)
+    assert walk.serve([*tokens, 59]) == 100
+    for block in blocks:
+        block.may_end.set()
+    walk.settle()
+    walk.check_rows()
+
+
 def test_a_layer_that_is_late_is_copied_by_whoever_waits(
     opened: Callable[..., TierWalk], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -871,6 +884,40 @@ def test_the_next_server_finds_the_entries(
     if held is not None and len(found.key) == 128:
         assert torch.equal(found.kv.layout.positions, held.positions)
         assert torch.equal(found.kv.layout.logical, held.logical)
+    walk.check()
+    walk.check_rows()
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_to_find_a_lossy_entry_again_no_more_than_its_survivors_is_read(
+    opened: Callable[..., TierWalk], page_size: int
+) -> None:
+    walk = opened(0, page_size)
+    tokens, node = cached(walk, 128)
+    walk.cache.compress(node.id, Form("random", 0.5))
+    walk.close()
+    walk = opened(0, page_size)
+    assert walk.serve([*tokens, 59]) == 128
+    (entry,) = walk.cache.ssd.entries()
+    assert walk.cache.ssd.store.read_bytes == entry.header.payload_bytes + entry.header.extents[-1].num_bytes
+
+
+@pytest.mark.parametrize("at", ["kv", "survivors"])
+def test_a_damaged_lossy_entry_is_a_miss(opened: Callable[..., TierWalk], at: str) -> None:
+    walk = opened()
+    tokens, node = cached(walk, 100)
+    walk.cache.compress(node.id, Form("random", 0.5))
+    survivors = 4 * num_slots(node) * (LAYERS * HEADS + 1)
+    num_bytes = sum(walk.cache.copier.sizes(num_slots(node), True))
+    walk.close()
+    (path,) = (walk.folder / "rank-0").glob("segment-*.kv")
+    data = bytearray(path.read_bytes())
+    data[num_bytes - survivors // 2 if at == "survivors" else num_bytes // 4] ^= 1
+    path.write_bytes(data)
+    walk = opened()
+    assert walk.serve([*tokens, 59]) == 0 and walk.cache.ssd.store.num_entries == 0
+    assert walk.cache.tier_counts["found_again"] == (1 if at == "kv" else 0)
+    assert walk.cache.ssd.store.errors == {"checksum": 1}
     walk.check()
     walk.check_rows()
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 
+import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_evicpress.patches.capture import MAX_HELD_REQUESTS, QueryCapture
 
@@ -111,3 +114,80 @@ def test_windows_of_nodes_make_room_when_they_take_too_much() -> None:
     assert [capture.kept(key) is not None for key in keys] == [False, True, True]
     assert capture.kept(None) is None
     assert capture.keep("unknown", 0) == (None, [])
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operations that do more than to look at a tensor in another way."""
+
+    VIEWS = ("aten.view.default", "aten.select.int")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        if str(func) not in self.VIEWS:
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("num_requests", [1, 2, 40])
+def test_a_layer_takes_one_operation_however_many_requests_there_are(num_requests: int) -> None:
+    num_layers = 4
+    capture = QueryCapture(WINDOW, num_layers, 0, 1 << 20)
+    batch = SimpleNamespace(
+        forward_mode=SimpleNamespace(is_extend=lambda: True),
+        reqs=[SimpleNamespace(rid=f"r{index}") for index in range(num_requests)],
+        decoding_reqs=None,
+        extend_lens=[9] * num_requests,
+        seq_lens_cpu=torch.full((num_requests,), 9),
+    )
+    capture.begin_batch(batch)
+    q = torch.zeros(9 * num_requests, HEADS * DIM)
+    for layer in range(num_layers):
+        with Counted() as counted:
+            capture.observe(q, SimpleNamespace(layer_id=layer, tp_q_head_num=HEADS, qk_head_dim=DIM))
+        if 0 < layer < num_layers - 1:  # not what a pass begins and ends with
+            assert len(counted.found) == 1
+    assert capture.window_of(f"r{num_requests - 1}", 0) is not None
+
+
+def test_windows_are_those_of_whoever_cuts_each_from_its_own_prompt() -> None:
+    rng = random.Random(0)
+    capture, begun, ends = QueryCapture(WINDOW, LAYERS, 0, 1 << 30), dict[str, int](), dict[str, int]()
+    for number in range(60):
+        parts: dict[str, tuple[int, int]] = {}
+        for rid in rng.sample("abcdefghij", rng.randrange(1, 7)):
+            before = ends.get(rid, 0)
+            if rid not in ends or rng.random() < 0.2:
+                before = 1000 * number  # it starts over
+                begun[rid] = before
+            parts[rid] = before, rng.randrange(1, 12)
+            ends[rid] = sum(parts[rid])
+        prefill(capture, parts)
+        for rid, end in ends.items():
+            assert kept(capture, rid) == list(range(max(begun[rid], end - WINDOW), end)), number
+
+
+def test_a_pass_that_ends_early_leaves_the_windows_of_the_one_before() -> None:
+    capture = QueryCapture(WINDOW, LAYERS, 0, 1 << 20)
+    prefill(capture, {"a": (0, 3)})
+    batch = SimpleNamespace(
+        forward_mode=SimpleNamespace(is_extend=lambda: True),
+        reqs=[SimpleNamespace(rid="a")],
+        decoding_reqs=None,
+        extend_lens=[2],
+        seq_lens_cpu=torch.tensor([5]),
+    )
+    capture.begin_batch(batch)
+    capture.observe(queries(2, 0, 3), SimpleNamespace(layer_id=0, tp_q_head_num=HEADS, qk_head_dim=DIM))
+    assert kept(capture, "a") == [0, 1, 2]
+    prefill(capture, {"a": (3, 2)})
+    assert kept(capture, "a") == [0, 1, 2, 3, 4]
+
+
+def test_a_window_does_not_keep_those_of_the_other_requests() -> None:
+    capture = QueryCapture(WINDOW, LAYERS, 0, 1 << 20)
+    prefill(capture, {"a": (0, 9), "b": (0, 9), "c": (0, 2)})
+    window = capture.window_of("c", 0)
+    assert window is not None and window.queries.untyped_storage().nbytes() == LAYERS * 2 * HEADS * DIM * 4

@@ -14,6 +14,9 @@ from sglang_evicpress.tiers.folder import StoreError
 
 T = TypeVar("T")
 
+SLOWEST_BYTES_PER_S = 10e6
+"""Of a transfer, which may take so much longer."""
+
 
 class _Call(Generic[T]):
     """One call on another thread, and what came of it."""
@@ -137,6 +140,10 @@ class Pulse:
             yield
         finally:
             del self._since[token]
+
+    def transfer(self, num_bytes: int) -> contextlib.AbstractContextManager[None]:
+        """So many bytes are moved within, which the slowest of disks is given the time for."""
+        return self.beat(num_bytes / SLOWEST_BYTES_PER_S)
 
     def oldest_s(self) -> float:
         """For how long the oldest of it has been going on, 0 when there is nothing."""

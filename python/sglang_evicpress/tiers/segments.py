@@ -9,6 +9,7 @@ reads zeros, or no file, and not another entry.
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import re
 import threading
@@ -17,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 from sglang_evicpress.tiers.entry import BadEntry, Header, check_extent
-from sglang_evicpress.tiers.files import Aligned, Files, pieces, transfer
+from sglang_evicpress.tiers.files import BLOCK_BYTES, Aligned, Files, pieces, round_up, transfer
 from sglang_evicpress.tiers.key import SEAL_BYTES, Key
 from sglang_evicpress.tiers.records import Head, scan
 
@@ -93,6 +94,17 @@ class SegmentFiles:
                 for future in pending:
                     if not future.cancel():
                         future.exception()  # waits: the descriptor and the chunks are in use until then
+
+    def read_part(self, number: int, offset: int, num_bytes: int) -> memoryview:
+        """These bytes of what payloads lie in, wherever they begin: the blocks around them are read. Raises as
+        ``read_payload``."""
+        begin = offset // BLOCK_BYTES * BLOCK_BYTES
+        if not num_bytes:
+            return memoryview(b"")
+        blocks = memoryview(mmap.mmap(-1, round_up(offset + num_bytes) - begin))
+        for _ in self.read_payload(number, begin, [blocks]):
+            pass
+        return blocks[offset - begin :][:num_bytes]
 
     def append(self, number: int, record: bytes, *, is_new: bool = True) -> tuple[int, int]:
         """Append a record; its offset and the file's size behind it. Not thread-safe.
@@ -325,5 +337,9 @@ def check_arriving(header: Header, arriving: Iterator[Sequence[memoryview]], key
             yield part
 
     for number, extent in enumerate(header.extents):
-        seal = None if key is None else (key, header.seals[number * SEAL_BYTES : (number + 1) * SEAL_BYTES])
-        check_extent(extent, take(extent.num_bytes), seal)
+        check_extent(extent, take(extent.num_bytes), seal_of(header, number, key))
+
+
+def seal_of(header: Header, number: int, key: Key | None) -> tuple[Key, bytes] | None:
+    """The key and what it has sealed an extent with; None without a key."""
+    return None if key is None else (key, header.seals[number * SEAL_BYTES : (number + 1) * SEAL_BYTES])

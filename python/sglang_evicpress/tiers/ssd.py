@@ -12,21 +12,22 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 from sglang_evicpress.threads import WatchedThread
 from sglang_evicpress.tiers.deadline import Caller, Pulse
-from sglang_evicpress.tiers.entry import BadEntry, Header, decode, encode, encode_tombstone
+from sglang_evicpress.tiers.entry import BadEntry, Header, encode, encode_tombstone
 from sglang_evicpress.tiers.files import Files, Folder, StoreError, parts, reason_of, round_up
 from sglang_evicpress.tiers.files import lock_folder as lock
 from sglang_evicpress.tiers.files import unlock_folder as unlock
 from sglang_evicpress.tiers.index import Index, Place, Ref
 from sglang_evicpress.tiers.key import Key
+from sglang_evicpress.tiers.reading import Reader
 from sglang_evicpress.tiers.recovery import recover
-from sglang_evicpress.tiers.segments import SegmentFiles, check_arriving, gaps
+from sglang_evicpress.tiers.segments import SegmentFiles, gaps
 from sglang_evicpress.tiers.space import Reservation, Space
 
 __all__ = ["Ref", "Reservation", "SsdStore", "StoreError"]
@@ -44,8 +45,6 @@ ANSWER_S = 0.5
 """A question about the file system's room is waited for."""
 HANG_S = 30.0
 """Something that takes longer on the disk hangs: the store is out of use until it comes back."""
-SLOWEST_BYTES_PER_S = 10e6
-"""Of a transfer, which may take so much longer."""
 _MIN_FREE_BYTES = 64 << 20  # of the file system, left to others: 1 % of it, between these two
 _MAX_FREE_BYTES = 4 << 30
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)  # say nothing about the entry
@@ -82,7 +81,6 @@ class SsdStore:
         self.read_bytes = 0
         opened = folder if isinstance(folder, Folder) else Folder.open(folder)
         self._folder = opened.path
-        self._fingerprint = fingerprint
         self._key = key
         self._tombstone_bytes = len(encode_tombstone(0, key))
         self._sync_mode = sync
@@ -101,6 +99,7 @@ class SsdStore:
         self._is_closed = False
         self._stop = threading.Event()
         self._pulse = Pulse()
+        self._reader = Reader(self._disk, self._pulse, fingerprint, key)
         self._room = Caller("evicpress-ssd-room")
         self._did_hang = False
         self._lock_fd = lock(opened)
@@ -259,7 +258,7 @@ class SsdStore:
             record = encode(sealed, self._key)
             self._check_room(len(record) + self._tombstone_bytes - reservation.record_bytes)
             is_written = True
-            with self._pulse.beat(header.payload_bytes / SLOWEST_BYTES_PER_S):
+            with self._pulse.transfer(header.payload_bytes):
                 self._disk.write_payload(reservation.segment, reservation.offset, chunks)
                 ref = self._publish(reservation, header, record)
             return ref
@@ -282,18 +281,8 @@ class SsdStore:
 
     def read_header(self, ref: Ref) -> Header:
         """What the entry is. Raises BadEntry; it is gone then."""
-        place = self._place(ref)
-        try:
-            with self._pulse.beat():
-                record = self._disk.read_record(ref.segment, place.record_offset, place.record_bytes)
-            header, _ = decode(record, key=self._key)
-            if header.fingerprint != self._fingerprint:
-                raise BadEntry("fingerprint", "it is of another model or layout")
-            if (header.payload_offset, header.payload_bytes) != (place.payload_offset, place.payload_bytes):
-                raise BadEntry("identity", "its record is that of another entry")
-        except (OSError, BadEntry) as error:
-            self._fail(ref, error)
-        return header
+        with self._whole(ref) as place:
+            return self._reader.header(ref, place)
 
     def read(self, ref: Ref, header: Header, chunks: Sequence[memoryview]) -> None:
         """Fill the chunks with the payload and check every extent. Raises BadEntry; the entry is gone then, and what
@@ -303,18 +292,16 @@ class SsdStore:
                 f"payload of {ref.num_bytes} bytes into chunks of {sum(map(len, chunks))} for a header of "
                 f"{header.payload_bytes}: expected the same size"
             )
-        place = self._place(ref)
-        if self._key is not None and not header.seals:  # it was written by this server
-            written = self.read_header(ref)
-            header = replace(header, seals=written.seals)
-        try:
-            reading = contextlib.closing(self._disk.read_payload(ref.segment, place.payload_offset, chunks))
-            with self._pulse.beat(ref.num_bytes / SLOWEST_BYTES_PER_S), reading as arriving:
-                check_arriving(header, arriving, self._key)
-        except (OSError, BadEntry) as error:
-            self._fail(ref, error)
-        with self._lock:
-            self.read_bytes += ref.num_bytes
+        with self._whole(ref) as place:
+            self._reader.payload(ref, place, header, chunks)
+        self._count_read(ref.num_bytes)
+
+    def read_extent(self, ref: Ref, header: Header, number: int) -> bytes:
+        """One extent of the payload, checked, without the others. Raises BadEntry; the entry is gone then."""
+        with self._whole(ref) as place:
+            found = bytes(self._reader.extent(ref, place, header, number))
+        self._count_read(len(found))
+        return found
 
     def reclaim(self) -> int:
         """Give the space of what was removed back to the file system; the bytes."""
@@ -459,6 +446,19 @@ class SsdStore:
         if place is None:
             raise BadEntry("missing", "it was removed")
         return place
+
+    @contextlib.contextmanager
+    def _whole(self, ref: Ref) -> Iterator[Place]:
+        """Where the entry is, while it is read; one that cannot be is gone then. Raises BadEntry."""
+        place = self._place(ref)
+        try:
+            yield place
+        except (OSError, BadEntry) as error:
+            self._fail(ref, error)
+
+    def _count_read(self, num_bytes: int) -> None:
+        with self._lock:
+            self.read_bytes += num_bytes
 
     def _fail(self, ref: Ref, error: OSError | BadEntry) -> NoReturn:
         """Count and forget an entry that cannot be read, unless it was removed while it was read."""

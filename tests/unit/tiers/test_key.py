@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,36 @@ def test_a_server_reads_what_it_has_sealed_itself(tmp_path: Path) -> None:
     data = bytearray(len(payload))
     store.read(ref, header, [memoryview(data)])  # with the header that has no seals yet
     assert data == payload and len(store.read_header(ref).seals) == 48
+    size = len(payload) // 3
+    assert b"".join(store.read_extent(ref, header, number) for number in range(3)) == payload
+    assert store.read_extent(ref, store.read_header(ref), 1) == payload[size : 2 * size]
+
+
+def test_an_extent_of_another_key_is_a_miss(rank: Callable[[Key | None], Path]) -> None:
+    """It is not even found; a header from elsewhere helps nobody."""
+    folder = rank(OURS)
+    store = open_store(folder, OURS)
+    found = [(ref, store.read_header(ref)) for ref in store.find(make_entry(1)[0].edge)]
+    store.close()
+    for key in (OTHERS, None):
+        store = open_store(folder, key)
+        for ref, sealed in found:
+            assert store.find(sealed.edge) == []
+            with pytest.raises(BadEntry):
+                store.read_extent(ref, sealed, 0)
+        store.close()
+
+
+def test_an_extent_in_the_place_of_another_is_a_miss(tmp_path: Path) -> None:
+    """Both are sealed, and both headers: a seal is good for its own extent only."""
+    store = open_store(tmp_path, OURS)
+    refs = [put(store, *make_entry(seed)) for seed in (1, 2)]
+    ours, theirs = (store.read_header(ref) for ref in refs)
+    mixed = replace(ours, seals=theirs.seals)
+    with pytest.raises(BadEntry, match="key"):
+        store.read_extent(refs[0], mixed, 2)
+    assert store.read_extent(refs[1], theirs, 2) == make_entry(2)[1][-len(make_entry(2)[1]) // 3 :]
+    store.close()
 
 
 def test_without_a_key_the_format_is_what_it_was(rank: Callable[[Key | None], Path]) -> None:
@@ -97,8 +128,9 @@ def test_a_record_that_was_changed_with_its_checksum_is_a_miss(rank: Callable[[K
     assert served(folder, OURS) == (False, {"key": 1})  # what is left of this edge is the larger one
 
 
+@pytest.mark.parametrize("is_alone", [False, True], ids=["payload", "extent"])
 def test_a_payload_that_was_changed_with_its_checksums_is_a_miss(
-    rank: Callable[[Key | None], Path], monkeypatch: pytest.MonkeyPatch
+    rank: Callable[[Key | None], Path], monkeypatch: pytest.MonkeyPatch, is_alone: bool
 ) -> None:
     """As if xxh3 had been made to collide."""
     folder = rank(OURS)
@@ -117,7 +149,11 @@ def test_a_payload_that_was_changed_with_its_checksums_is_a_miss(
 
     monkeypatch.setattr(header, "extent_of", any_sum)
     with pytest.raises(BadEntry, match="key: .* not sealed with it"):
-        store.read(small, found, [memoryview(bytearray(small.num_bytes))])
+        if is_alone:
+            store.read_extent(small, found, 0)
+        else:
+            store.read(small, found, [memoryview(bytearray(small.num_bytes))])
+    assert small not in store
     store.close()
 
 

@@ -123,6 +123,78 @@ def test_chunks_may_lie_anywhere(open_store: Callable[..., SsdStore], cuts: list
     assert data[1:] == payload
 
 
+class _Noted(Files):
+    """Notes what is read of payloads: where, and into buffers of which sizes."""
+
+    def __init__(self) -> None:
+        self.reads: list[tuple[int, list[int]]] = []
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.reads.append((offset, [len(buffer) for buffer in buffers]))
+        return super().preadv(fd, buffers, offset)
+
+
+@pytest.mark.parametrize("num_pages", [1, 10, 11, 32, 101])
+@pytest.mark.parametrize("piece_bytes", [8192, 8 * MiB])
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_an_extent_is_read_without_the_others(
+    open_store: Callable[..., SsdStore],
+    monkeypatch: pytest.MonkeyPatch,
+    num_pages: int,
+    piece_bytes: int,
+    is_restarted: bool,
+) -> None:
+    monkeypatch.setattr(segments, "PIECE_BYTES", piece_bytes)
+    store = open_store()
+    put(store, *make_entry(1))
+    header, payload = make_entry(2, num_pages)
+    put(store, header, payload)
+    files = _Noted()
+    if is_restarted:
+        store = open_store(files=files)
+    (ref,) = store.find(header.edge)
+    found = store.read_header(ref)
+    size = len(payload) // 3
+    for number in range(3):
+        files.reads.clear()
+        assert store.read_extent(ref, found, number) == payload[number * size : (number + 1) * size]
+        for offset, sizes in files.reads:  # what direct I/O wants
+            assert not any(each % BLOCK_BYTES for each in (offset, *sizes))
+        assert sum(sum(sizes) for _, sizes in files.reads) < size + 2 * BLOCK_BYTES
+    assert store.read_bytes == len(payload) and not store.errors
+
+
+def test_damage_elsewhere_is_none_of_an_extents_business(open_store: Callable[..., SsdStore], tmp_path: Path) -> None:
+    store = open_store()
+    header, payload = make_entry(1, 100)
+    ref = put(store, header, payload)
+    _flip(tmp_path / "rank-0" / "segment-000001.kv", len(payload) // 2)
+    assert store.read_extent(ref, header, 2) == payload[-len(payload) // 3 :]
+    with pytest.raises(BadEntry) as caught:
+        store.read_extent(ref, header, 1)
+    assert caught.value.reason == "checksum" and ref not in store and store.errors == {"checksum": 1}
+    with pytest.raises(BadEntry) as caught:
+        store.read_extent(ref, header, 2)
+    assert caught.value.reason == "missing" and store.errors == {"checksum": 1}
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_an_extent_that_is_not_there_is_a_miss(
+    open_store: Callable[..., SsdStore], tmp_path: Path, is_cut: bool
+) -> None:
+    store = open_store()
+    header, payload = make_entry(1, 100)
+    ref = put(store, header, payload)
+    path = tmp_path / "rank-0" / "segment-000001.kv"
+    if is_cut:
+        os.truncate(path, len(payload) - 100)
+    else:
+        path.unlink()
+    with pytest.raises(BadEntry) as caught:
+        store.read_extent(ref, header, 2)
+    assert caught.value.reason == ("length" if is_cut else "missing") and store.num_entries == 0
+
+
 def test_header_comes_back_with_the_place_of_its_payload(open_store: Callable[..., SsdStore]) -> None:
     store = open_store()
     put(store, *make_entry(1))
