@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +39,8 @@ class FakeCache:
         self.claims = SimpleNamespace(keep_only=lambda waiting: self.expected.append(f"keep {waiting}"))
         self.arrival = Event()
         self.host: object = None
+        self.loads: list[object] = []
+        self.started: list[object] = []
         self.num_staging = 0
         self.staging: set[str] = set()
         self.is_restless = False
@@ -85,6 +87,9 @@ class FakeCache:
 
     def end_round(self, batch: Any) -> None:
         self.expected.append(f"a round ends with {batch}")
+
+    def start_loads(self, batch: Any) -> None:
+        self.started.append(batch)
 
     def holds_back(self, req: str) -> bool:
         return req in self.held_back
@@ -302,6 +307,27 @@ def test_an_idle_scheduler_does_not_sleep_while_threads_work_for_the_cache(cache
     cache.is_restless = False
     scheduling._around_on_idle(slept.append, "scheduler")
     assert slept == ["scheduler", "scheduler"]
+
+
+def test_loads_begin_with_the_batch_of_their_round_and_are_waited_for_while_it_is_launched(cache: FakeCache) -> None:
+    scheduler = SimpleNamespace(waiting_queue=[], device="cpu")
+    scheduling._after_get_next_batch_to_run("batch", scheduler)
+    assert cache.started == ["batch"]
+    launched: list[object] = []
+
+    @contextmanager
+    def launching(batch: object) -> Iterator[None]:
+        launched.append(f"launching {batch}")
+        yield
+        launched.append("launched")
+
+    def run(batch: object, launch: Any, is_synchronous: bool) -> Any:
+        return launch(), is_synchronous
+
+    cache.launching = launching  # type: ignore[attr-defined]
+    cache.prefill_times = SimpleNamespace(run=run)
+    found = scheduling._around_run_batch(lambda _, batch: launched.append(batch), scheduler, "batch")
+    assert (launched, found) == (["launching batch", "batch", "launched"], (None, True))
 
 
 def test_every_way_into_the_queue_goes_by_the_hook() -> None:
