@@ -125,7 +125,7 @@ def _around_run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, 
         with _cache.launching(batch):
             return original(scheduler, batch, *args, **kwargs)
 
-    return _cache.prefill_times.run(batch, launch, is_synchronous=scheduler.device == "cpu")
+    return _cache.prefill_times.run(batch, launch, scheduler.device == "cpu", _cache.stalled_s)
 
 
 def _before_process_batch_result(scheduler: Any, batch: Any, result: Any) -> None:
