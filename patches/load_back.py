@@ -39,8 +39,8 @@ class Part:
 
 
 class Load(Job):
-    """Host to GPU, layer by layer. Only ``run`` is for its worker thread; it queues the copies on a device and waits for
-    none of them, so that the next load is queued behind them at once. ``last_nodes`` end the paths that are locked
+    """Host to GPU, layer by layer. Only ``run`` is for its worker thread; it queues the copies on a device and waits
+    for none of them, so that the next load is queued behind them at once. ``last_nodes`` end the paths that are locked
     for it; the entries of its parts are pinned by whoever makes it."""
 
     rank = 0
