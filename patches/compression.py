@@ -358,8 +358,9 @@ class Compressor:
             elif worst == _NO_MEMORY:
                 found.append(error or torch.OutOfMemoryError("another rank has no device memory for it"))
             else:
-                found.append(RuntimeError("evicpress: a rank failed at what all must do: see its log"))
-                found[-1].__cause__ = error
+                failure = RuntimeError("evicpress: a rank failed at what all must do: see its log")
+                failure.__cause__ = error
+                found.append(failure)
         return found
 
     def _input(

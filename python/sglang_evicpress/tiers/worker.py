@@ -70,7 +70,8 @@ class Workers:
 
     def finished(self) -> list[Job]:
         """The jobs that have ended and whose ``finish`` is due."""
-        found, going_on = [], []
+        found: list[Job] = []
+        going_on: list[Job] = []
         while self._done:
             self._on_device.append(self._done.popleft())
         for job in self._on_device:
