@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -27,7 +29,21 @@ Chosen: TypeAlias = tuple[PressInput, torch.Tensor, torch.Tensor]
 
 Made = TypeVar("Made")
 
+Placed: TypeAlias = tuple[SurvivorLayout, torch.Tensor]
+"""Where the survivors of a node are, and its logical value, int64 [tokens]."""
+
 _FINE, _NO_MEMORY, _FAILED = range(3)  # how it went on a rank; the worst counts
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A node that was compressed on this rank. ``rows``, int64 [2, m]: the greatest position of every survivor, and the
+    slots."""
+
+    start: int
+    positions: HostCopy
+    rows: torch.Tensor
+    value: torch.Tensor
 
 
 class Compressor:
@@ -41,6 +57,7 @@ class Compressor:
         self.window = window
         self.forward_stream: Any = None
         self._pool = pool
+        self._ahead: dict[int, tuple[torch.Tensor, Placed | Exception]] = {}  # by id of the slots, which it keeps
         self._group = group  # CPU group of the tensor-parallel ranks, None when there is one rank
         layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
         # Not get_key_buffer: that one waits for layer transfers, which only attention may do.
@@ -99,13 +116,39 @@ class Compressor:
         Raises torch.OutOfMemoryError on every rank where one has no device memory left. The node's KV may be in part
         moved by then.
         """
+        if id(slots) in self._ahead:
+            return _raised(self._ahead.pop(id(slots))[1])
+        return self._placed(self._choice(form, slots, layout, start, num_tokens, num_kept, window), num_kept)
 
+    @contextmanager
+    def together(self, asked: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+        """Within this, ``compress`` of each of these (its arguments) gives what was made of all of them at the begin,
+        when ranks agreed once for all. Each must come to that, unless it is given up. Nothing where there is one rank.
+        """
+        if self._group is not None and len(asked) > 1:
+            found = self._placed_by_all([(self._choice(**each), each["num_kept"]) for each in asked])
+            self._ahead = {id(each["slots"]): (each["slots"], made) for each, made in zip(asked, found, strict=True)}
+        try:
+            yield
+        finally:
+            self._ahead = {}
+
+    def _choice(
+        self,
+        form: Form,
+        slots: torch.Tensor,
+        layout: SurvivorLayout | None,
+        start: int,
+        num_tokens: int,
+        num_kept: int,
+        window: QueryWindow | None,
+    ) -> Callable[[], Chosen]:
         def choose() -> Chosen:
             node = self._input(slots, layout, start, num_tokens, window)
             self.wait_for_forward(slots)
             return self._compacted(node, select(self._press(form), node, num_kept, self.sinks))
 
-        return self._placed(choose, num_kept)
+        return choose
 
     def copy(self, parts: Sequence[torch.Tensor], target: torch.Tensor) -> None:
         """Bring what the first slots of ``parts`` (each [n]) hold, exact KV, into the slots ``target`` [m] as well.
@@ -119,7 +162,7 @@ class Compressor:
             for buffer in (*self.k_buffers, *self.v_buffers):
                 buffer[target] = buffer[source]
 
-        self._by_all(run, torch.empty(0, dtype=torch.int64))
+        self._by_all(run)
 
     def copy_compressed(
         self,
@@ -238,62 +281,87 @@ class Compressor:
         compact(self.k_buffers, self.v_buffers, node.slots, survivors)
         return node, survivors, node.slots[: survivors.shape[-1]]
 
-    def _placed(self, choose: Callable[[], Chosen], num_kept: int) -> tuple[SurvivorLayout, torch.Tensor]:
-        """The layout and logical value of the node of which ``choose`` keeps ``num_kept`` entries in every head.
+    def _placed(self, choose: Callable[[], Chosen], num_kept: int) -> Placed:
+        """The layout and logical value of the node of which ``choose`` keeps ``num_kept`` entries in every head."""
+        if self._group is not None:
+            return _raised(self._placed_by_all([(choose, num_kept)])[0])
+        node, survivors, held = choose()
+        kept = node.positions.gather(2, survivors.to(torch.int64))
+        logical = place(kept, node.start, self.page_size)
+        value = torch.zeros(node.num_tokens, dtype=torch.int64, device=node.slots.device)
+        value.index_copy_(0, logical, held)
+        return SurvivorLayout(HostCopy(kept), HostCopy(logical), len(held)), value
+
+    def _placed_by_all(self, choices: Sequence[tuple[Callable[[], Chosen], int]]) -> list[Placed | Exception]:
+        """The same for several nodes, on several ranks; for one that failed on some rank, what each is to raise.
 
         Each rank holds other heads, and all must split a node at the same slot: they go by the greatest position of
-        every survivor on any rank. One collective per compression, taken by every rank alike, also by one whose
-        ``choose`` fails. Once ranks have agreed none allocates on its device any more.
+        every survivor on any rank. One copy to the host and one collective for all nodes, taken by every rank alike,
+        also by one that fails. Once ranks have agreed none allocates on its device any more.
         """
-        if self._group is None:
-            node, survivors, held = choose()
-            kept = node.positions.gather(2, survivors.to(torch.int64))
-            logical = place(kept, node.start, self.page_size)
-            value = torch.zeros(node.num_tokens, dtype=torch.int64, device=node.slots.device)
-            value.index_copy_(0, logical, held)
-            return SurvivorLayout(HostCopy(kept), HostCopy(logical), len(held)), value
-        last = torch.zeros(num_kept, dtype=torch.int64)
 
-        def prepare() -> tuple[PressInput, HostCopy, torch.Tensor, torch.Tensor]:
+        def prepare(choose: Callable[[], Chosen]) -> _Prepared:
             node, survivors, held = choose()
             kept = node.positions.gather(2, survivors.to(torch.int64))
             value = torch.zeros(node.num_tokens, dtype=torch.int64, device=node.slots.device)
-            positions, slots = HostCopy(kept), held.cpu()
-            last.copy_(kept.amax(dim=(0, 1)))
-            return node, positions, slots, value
+            rows = torch.stack([kept.amax(dim=(0, 1)).to(torch.int64), held.to(torch.int64)])
+            return _Prepared(node.start, HostCopy(kept), rows, value)
 
-        node, positions, held, value = self._by_all(prepare, last)
-        logical = place(last[None, None], node.start, self.page_size)
-        value.copy_(torch.zeros(node.num_tokens, dtype=torch.int64).index_copy_(0, logical, held))
-        return SurvivorLayout(positions, HostCopy(logical), num_kept), value
+        def gather() -> list[torch.Tensor]:
+            rows = [each.rows for each in tried if isinstance(each, _Prepared)]
+            return list(torch.cat(rows, 1).cpu().split([each.shape[1] for each in rows], 1)) if rows else []
 
-    def _by_all(self, run: Callable[[], Made], values: torch.Tensor) -> Made:
-        """What ``run`` gives, if it does on every rank; ``values`` (on the host) are then their maximum over ranks.
+        tried = [_tried(partial(prepare, choose)) for choose, _ in choices]
+        gathered = _tried(gather)
+        if isinstance(gathered, Exception):
+            tried, gathered = [gathered] * len(tried), []
+        parts = iter(gathered)
+        hosted = [
+            torch.zeros(2, num_kept, dtype=torch.int64) if isinstance(each, Exception) else next(parts)
+            for each, (_, num_kept) in zip(tried, choices, strict=True)
+        ]
+        agreed = self._agreed(tried, [rows[0] for rows in hosted])
+        found: list[Placed | Exception] = []
+        for each, (_, slots), last in zip(tried, hosted, agreed, strict=True):
+            if isinstance(last, Exception):
+                found.append(last)
+            elif isinstance(each, _Prepared):
+                logical = place(last[None, None], each.start, self.page_size)
+                each.value.copy_(torch.zeros(len(each.value), dtype=torch.int64).index_copy_(0, logical, slots))
+                found.append((SurvivorLayout(each.positions, HostCopy(logical), len(slots)), each.value))
+        return found
 
-        One collective, whatever happens. Where one rank has no device memory left, each raises
-        torch.OutOfMemoryError; after any other exception each raises, and none goes on as if nothing were.
-        """
+    def _by_all(self, run: Callable[[], Made]) -> Made:
+        """What ``run`` gives, if it does on every rank; see ``_agreed`` for what is raised else."""
         if self._group is None:
             return run()
-        made: list[Made] = []
-        error: Exception | None = None
-        outcome = _FINE
-        try:
-            made.append(run())
-        except torch.OutOfMemoryError as found:
-            error, outcome = found, _NO_MEMORY
-        except Exception as found:  # noqa: BLE001 - raised on every rank
-            logger.error("evicpress: this rank failed at what all must do: %s", code_path(found))
-            error, outcome = found, _FAILED
-        told = torch.cat([values, torch.tensor([outcome])])
+        made = _tried(run)
+        (agreed,) = self._agreed([made], [torch.empty(0, dtype=torch.int64)])
+        _raised(agreed)
+        return _raised(made)
+
+    def _agreed(self, tried: Sequence[object], values: Sequence[torch.Tensor]) -> list[torch.Tensor | Exception]:
+        """Of each try, an exception or what was made, its ``values`` (int64 [n], on the host) as their maximum over
+        ranks, if it went well on every rank.
+
+        One collective, whatever happens. Else each rank has an exception for it: torch.OutOfMemoryError where one had
+        no device memory left; after any other exception RuntimeError, so that none goes on as if nothing were.
+        """
+        outcomes = [torch.tensor([_outcome_of(each)]) for each in tried]
+        told = torch.cat([part for pair in zip(values, outcomes, strict=True) for part in pair])
         dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group)
-        worst = int(told[-1])
-        if worst == _NO_MEMORY:
-            raise error or torch.OutOfMemoryError("another rank has no device memory for it")
-        if worst == _FAILED:
-            raise RuntimeError("evicpress: a rank failed at what all must do: see its log") from error
-        values.copy_(told[:-1])
-        return made[0]
+        found: list[torch.Tensor | Exception] = []
+        for each, part in zip(tried, told.split([len(row) + 1 for row in values]), strict=True):
+            worst, error = int(part[-1]), each if isinstance(each, Exception) else None
+            if worst == _FINE:
+                found.append(part[:-1])
+            elif worst == _NO_MEMORY:
+                found.append(error or torch.OutOfMemoryError("another rank has no device memory for it"))
+            else:
+                failure = RuntimeError("evicpress: a rank failed at what all must do: see its log")
+                failure.__cause__ = error
+                found.append(failure)
+        return found
 
     def _input(
         self,
@@ -354,3 +422,26 @@ class Compressor:
         agreed = values.cpu()
         dist.all_reduce(agreed, op=op, group=self._group)
         return agreed.to(values.device)
+
+
+def _tried(run: Callable[[], Made]) -> Made | Exception:
+    """What ``run`` gives, or the exception that it raises, which is logged unless it is for want of memory."""
+    try:
+        return run()
+    except torch.OutOfMemoryError as error:
+        return error
+    except Exception as error:  # noqa: BLE001 - raised on every rank
+        logger.error("evicpress: this rank failed at what all must do: %s", code_path(error))
+        return error
+
+
+def _outcome_of(tried: object) -> int:
+    if isinstance(tried, torch.OutOfMemoryError):
+        return _NO_MEMORY
+    return _FAILED if isinstance(tried, Exception) else _FINE
+
+
+def _raised(found: Made | Exception) -> Made:
+    if isinstance(found, Exception):
+        raise found
+    return found

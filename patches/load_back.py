@@ -1,13 +1,16 @@
 """Loading nodes back from the host while the batch that wants them already computes: layer l is used once it is there.
 
 Only physical slots are allocated. What is loaded was verified before (staging.py), so a load cannot fail, only be late;
-a layer that is late beyond its deadline is copied by whoever waits for it.
+a layer that is late beyond its deadline is copied by whoever waits for it. What a load learns the cost model is the
+time of its copies alone: not of what they were queued behind, nor of what else the threads of this process did.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +18,16 @@ import torch
 
 from sglang_evicpress.core import Tier
 from sglang_evicpress.layout import to_device
+from sglang_evicpress.patches.layer_gate import LayerGate
 from sglang_evicpress.patches.node import path_to
 from sglang_evicpress.tiers.copies import Copy
 from sglang_evicpress.tiers.worker import Job
 
 LAYER_DEADLINE_S = 0.5
 """What attention waits for a layer; then the waiting thread copies it itself, and those after it that are not there."""
+
+END_POLL_S = 0.001
+"""Between two looks at a load that must have ended before something else is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +39,25 @@ class Part:
 
 
 class Load(Job):
-    """Host to GPU, layer by layer."""
+    """Host to GPU, layer by layer. Only ``run`` is for its worker thread; it queues the copies on a device and waits
+    for none of them, so that the next load is queued behind them at once. ``last_nodes`` end the paths that are locked
+    for it; the entries of its parts are pinned by whoever makes it."""
 
     rank = 0
 
     def __init__(self, cache: Any, parts: Sequence[Part]) -> None:
         super().__init__()
-        self.cache, self.parts = cache, parts
-        self.last_node: Any = None
-        self.after = cache.compressor.written_event()
+        self.cache, self.parts = cache, list(parts)
+        self.last_nodes: list[Any] = []
+        self.joined: Load | None = None
+        self.is_started = False
+        self.after: Any = None
         num_layers = cache.copier.num_layers
         self._here = [threading.Event() for _ in range(num_layers)]
         self._events: list[Any] = [None] * num_layers
+        self._seconds = [0.0] * num_layers
+        self._begin: Any = None
+        self._end: Any = None
         self._late_events: list[Any] = []
         self.num_late = 0
 
@@ -51,21 +65,60 @@ class Load(Job):
     def num_bytes(self) -> int:
         return sum(len(part.slots) for part in self.parts) * int(self.cache.menu.slot_bytes)
 
+    @property
+    def whole(self) -> Load:
+        """The load that this one has become a part of, else itself."""
+        return self if self.joined is None else self.joined
+
+    def take_over(self, other: Load) -> None:
+        """Load what ``other`` was to load as well; neither has started."""
+        self.parts += other.parts
+        self.last_nodes += other.last_nodes
+        other.joined = self
+
     def start(self) -> None:
-        for part in self.parts:
-            self.cache.host.pin(part.copy.entry)
-        self.cache.workers["load"].submit(self)
+        """Hand it to its thread, once; it begins behind all that was launched until now."""
+        if not self.is_started:
+            self.is_started = True
+            self.after = self.cache.compressor.written_event()
+            self.cache.workers["load"].submit(self)
 
     def run(self) -> None:
-        faults = self.cache.host.faults
-        with self.cache.copier.stream(self.after) as stream:
-            for layer in range(len(self._here)):
-                if faults is not None:
-                    faults.maybe_delay()
-                if not self._here[layer].is_set():
-                    self._copy(layer)
-            if stream is not None:
-                stream.synchronize()
+        faults, copier = self.cache.host.faults, self.cache.copier
+        with copier.stream(self.after, is_awaited=False):
+            self._begin = copier.mark()
+            try:
+                for layer in range(len(self._here)):
+                    if faults is not None:
+                        faults.maybe_delay()
+                    if not self._here[layer].is_set():
+                        self._copy(layer)
+            finally:
+                self._end = copier.mark()  # also after a failure: what was queued until then is still copied
+
+    def has_ended(self) -> bool:
+        events = [event for event in (self._end, *self._late_events) if event is not None]
+        return self.has_run.is_set() and all(event.query() for event in events)
+
+    def await_end(self, deadline_s: float) -> bool:
+        """Wait until it has ended, at most until ``deadline_s`` (``time.monotonic``); whether it has."""
+        self.start()
+        is_over = self.has_run.wait(max(0.0, deadline_s - time.monotonic()))
+        while is_over and not self.has_ended():
+            if time.monotonic() >= deadline_s:
+                return False
+            time.sleep(END_POLL_S)
+        return is_over
+
+    def copy_seconds(self) -> float | None:
+        """What the copies themselves took, now that it has ended: of the device from the first to the last of them, on
+        the CPU of the threads' own time. None where that says nothing: it failed, or the device has worked on it in two
+        streams."""
+        if self.error is not None:
+            return None
+        if self._begin is None:
+            return sum(self._seconds)
+        return None if self.num_late else float(self.cache.copier.seconds_between(self._begin, self._end))
 
     def join(self) -> None:
         """Wait for all of it."""
@@ -74,6 +127,7 @@ class Load(Job):
 
     def wait_for(self, layer: int) -> None:
         """Return when the layer is there, or ordered before what this thread's device stream does next."""
+        self.start()
         is_given_up = self.num_late > 0 or self.has_run.is_set()
         if not self._here[layer].wait(0.0 if is_given_up else LAYER_DEADLINE_S):
             self.num_late += 1
@@ -85,12 +139,14 @@ class Load(Job):
     def _copy(self, layer: int) -> Any:
         """Twice is harmless: the bytes are the same. Returns an event behind it on CUDA."""
         arena, copier = self.cache.host.arena, self.cache.copier
+        begin_s = time.thread_time()
         for part in self.parts:
             entry = part.copy.entry
             header = entry.header
             copier.load_layer(
                 layer, part.slots, arena, entry.runs, header.extents[layer], part.copy.begin, header.num_slots
             )
+        self._seconds[layer] = time.thread_time() - begin_s
         self._events[layer] = event = copier.finish_layer()
         self._here[layer].set()
         return event
@@ -106,31 +162,20 @@ class Load(Job):
             self.join()  # what was promised to the batch is still there to be copied
         entries = {id(part.copy.entry): part.copy.entry for part in self.parts}.values()
         check_s = sum(entry.take_check_seconds() for entry in entries)
-        cache.observe_load(Tier.HOST, self.num_bytes, self.seconds + check_s)
+        copy_s = self.copy_seconds()
+        if copy_s is not None:
+            cache.observe_load(Tier.HOST, self.num_bytes, copy_s + check_s)
         cache.tier_counts["late_layers"] += self.num_late
-        for event in self._late_events:
-            if event is not None:  # what the waiting thread copied, nobody else has waited for
+        for event in (self._end, *self._late_events):
+            if event is not None:  # reached, unless it has failed
                 event.synchronize()
         for part in self.parts:
             cache.host.unpin(part.copy.entry)
-        cache.dec_lock_ref(self.last_node)
-
-
-class LayerGate:
-    """What SGLang's pool asks before attention reads a layer: every load that was started before must have it there."""
-
-    def __init__(self, loads: list[Load], *, is_cuda: bool) -> None:
-        self._loads = loads
-        self._is_cuda = is_cuda
-
-    def wait_until(self, layer: int) -> None:
-        if self._loads and self._is_cuda and torch.cuda.is_current_stream_capturing():
-            return  # a graph is made anew from a made-up batch, and must hold no wait for what is loaded now
-        for load in self._loads:
-            load.wait_for(layer)
-
-    def set_consumer(self, index: int) -> None:
-        """SGLang tells which of its own loads a batch waits for; ours are all waited for."""
+        for last in self.last_nodes:
+            for node in path_to(last):  # with the nodes that have been split off since
+                if node.kv.load is not None and node.kv.load.whole is self:
+                    node.kv.load = None
+            cache.dec_lock_ref(last)
 
 
 class LoadBack:
@@ -138,9 +183,51 @@ class LoadBack:
 
     def open_loads(self: Any, pool: Any) -> None:
         """From now on attention waits for what is loaded."""
-        self.loads: list[Load] = []
+        self.loads: list[Load] = []  # those that are not over
+        self.gate: LayerGate | None = None
         if self.host is not None:
-            pool.register_layer_transfer_counter(LayerGate(self.loads, is_cuda=self.compressor.is_cuda))
+            self.gate = LayerGate(self.loads, is_cuda=self.compressor.is_cuda)
+            pool.register_layer_transfer_counter(self.gate)
+
+    def start_loads(self: Any, batch: Any) -> None:
+        """Start the loads that this round has begun: those that ``batch`` uses as one, so that its first layer is there
+        before any second one; those of requests that were not admitted for themselves, and behind it."""
+        fresh = [load for load in self.loads if not load.is_started]
+        if not fresh:
+            return
+        used = self.loads_of(batch)
+        together = [load for load in fresh if load in used]
+        for load in together[1:]:
+            together[0].take_over(load)
+            self.loads.remove(load)
+        for load in (*together[:1], *(load for load in fresh if load not in used)):
+            load.start()
+
+    def loads_of(self: Any, batch: Any) -> list[Load]:
+        """The loads that are not over and fill a node on the path of a request of ``batch``, which may be None."""
+        found: list[Load] = []
+        for req in batch.reqs if batch is not None and self.loads else ():
+            node = req.last_node
+            while node is not None and node is not self.root_node:
+                if self.is_arriving(node) and node.kv.load.whole not in found:
+                    found.append(node.kv.load.whole)
+                node = node.parent
+        return found
+
+    def is_arriving(self: Any, node: Any) -> bool:
+        """Whether a load still brings what the slots of a node are to hold."""
+        return node.kv.load is not None and node.kv.load.whole in self.loads
+
+    def launching(self: Any, batch: Any) -> AbstractContextManager[None]:
+        """While ``batch`` is launched: attention waits for the loads that it uses."""
+        if self.gate is None:
+            return nullcontext()
+        self.start_loads(batch)
+        return self.gate.launch(self.loads_of(batch), asks=batch.forward_mode.is_extend())
+
+    def stalled_s(self: Any) -> float:
+        """How long the batch launched last has waited for loads, as ``LayerGate.stalled_s`` says."""
+        return 0.0 if self.gate is None else float(self.gate.stalled_s)
 
     def init_load_back(self: Any, params: Any) -> tuple[torch.Tensor, Any]:
         """Bring what ``match_prefix`` promised onto the GPU: slots now, bytes while the batch computes.
@@ -166,17 +253,14 @@ class LoadBack:
                 self.host.unpin(copy.entry)
             req.host_hit_length = 0
             return torch.empty(0, dtype=torch.int64, device=self.device), req.last_node
-        parts, begin = [], 0
+        load, begin = Load(self, ()), 0
         for node, copy in zip(wanted, copies, strict=True):
-            parts.append(Part(copy, slots[begin : begin + copy.num_slots].to(torch.int64)))
-            self.place(node, copy, parts[-1].slots)
+            load.parts.append(Part(copy, slots[begin : begin + copy.num_slots].to(torch.int64)))
+            self.place(node, copy, load.parts[-1].slots)
+            node.kv.load = load
             begin += copy.num_slots
-        load = Load(self, parts)
-        load.last_node = last
-        self.loads.append(load)
-        load.start()
-        for copy in copies:
-            self.host.unpin(copy.entry)
+        load.last_nodes.append(last)
+        self.loads.append(load)  # started once the round has made its batch
         stage = self.stages.get(id(req))
         from_ssd = set() if stage is None else stage.from_ssd  # the nodes may have been split since
         taken = zip(wanted, copies, strict=True)

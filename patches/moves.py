@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from sglang_evicpress.core import DROP, Form, Option, Tier
+from sglang_evicpress.core import DROP, Decision, Form, Option, Tier
 from sglang_evicpress.patches.capture import QueryCapture
 from sglang_evicpress.patches.node import is_lossy, num_slots, slots_of, start_of
 from sglang_evicpress.patches.paged_allocator import free_whole_pages
@@ -66,22 +67,13 @@ class Moves:
             self.compress_on_host(node, form)
             return 0
         before = num_slots(node)
-        start = start_of(node)
-        after = self.slots_in(node, form, start)
+        after = self.slots_in(node, form, start_of(node))
         if node.lock_ref > 0 or node.value is None or after is None or after >= before:
             raise RuntimeError(f"evicpress: node {node_id} cannot be brought to {form}")
         slots = slots_of(node)
         kv = node.kv
         try:
-            layout, value = self.compressor.compress(
-                form=form,
-                slots=slots,
-                layout=kv.layout,
-                start=start,
-                num_tokens=len(node.key),
-                num_kept=after,
-                window=self.window_of(node),
-            )
+            layout, value = self.compressor.compress(**self._asked(node, form, after))
         except torch.OutOfMemoryError as error:  # perhaps between moving its KV and knowing where that is
             logger.warning("evicpress: node %d was dropped: no device memory to compress it: %s", node_id, error)
             free = self.token_to_kv_pool_allocator.available_size()
@@ -108,6 +100,34 @@ class Moves:
         either side of a split (``layout.place``). Only a request's last page may be partial.
         """
         free_whole_pages(self.token_to_kv_pool_allocator, slots)
+
+    def together(self: Any, decisions: Sequence[Decision]) -> AbstractContextManager[None]:
+        """While a plan is carried out on several ranks, which agree on its compressions at once."""
+        asked: list[dict[str, Any]] = []
+        first = {
+            decision.node_id: decision for decision in reversed(decisions)
+        }  # what it becomes then is not known yet
+        for decision in first.values():
+            node, form = self.nodes.get(decision.node_id), decision.option.form
+            if node is None or form is None or node.value is None or decision.option.tier != Tier.GPU:
+                continue
+            after = self.slots_in(node, form, start_of(node))
+            if node.lock_ref == 0 and after is not None and after < num_slots(node):
+                asked.append(self._asked(node, form, after))
+        found: AbstractContextManager[None] = self.compressor.together(asked)
+        return found
+
+    def _asked(self: Any, node: Any, form: Form, num_kept: int) -> dict[str, Any]:
+        """The compression of a resident node, as arguments of ``Compressor.compress``."""
+        return {
+            "form": form,
+            "slots": slots_of(node),
+            "layout": node.kv.layout,
+            "start": start_of(node),
+            "num_tokens": len(node.key),
+            "num_kept": num_kept,
+            "window": self.window_of(node),
+        }
 
     def _free(self: Any, slots: torch.Tensor) -> None:
         """Free slots that no node holds any more. Where that fails they are kept as nobody's, to be freed later."""

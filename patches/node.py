@@ -29,7 +29,8 @@ class NodeKV:
 
     ``copies`` are what lower tiers have of it; while it is not on the GPU (``node.value`` is None) the fields above say
     what its fastest copy is. ``version`` changes whenever its slots do; ``job`` copies them to the host now, and
-    ``is_leaving`` says that they are to be freed then. ``num_stages`` waiting requests will load it (staging.py).
+    ``is_leaving`` says that they are to be freed then. ``load`` brings what they are to hold, for a request
+    (load_back.py). ``num_stages`` waiting requests will load it (staging.py).
     ``is_shadow``: it belongs to a shadow (shadows.py).
 
     ``profiles`` are the profiled contexts that end in the node or below it, newest last, by key, with their length;
@@ -54,6 +55,7 @@ class NodeKV:
     version: int = 0
     job: Any = None
     is_leaving: bool = False
+    load: Any = None
     num_stages: int = 0
     is_shadow: bool = False
     profiles: dict[bytes, Any] = field(default_factory=dict)

@@ -2,7 +2,8 @@
 
 With the overlap scheduler a batch is launched while the one before still runs, and its result is looked at later: its
 time begins when it was launched or when the result before it was there, whichever is later. On the CPU a batch is over
-when ``run_batch`` returns, whatever the scheduler does.
+when ``run_batch`` returns, whatever the scheduler does. A batch that has waited for KV on its way back to the GPU says
+nothing of prefilling, and is not observed.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ NUM_WARM_UP = 2
 LEAST_TOKENS = 64
 """New tokens of a batch that is observed. A smaller one waits for launches and for KV to be read, whatever it computes:
 a law fitted to the few tokens behind each cached prefix says that a whole prompt takes ten times as long as it does."""
+
+STALLED_SHARE = 0.01
+"""Of a batch's time: what it may have waited for loads and still be observed."""
 
 NUM_TRUSTED = 8
 """Observations before the law they show is used."""
@@ -50,15 +54,24 @@ class PrefillTimes:
         """What the batches follow; the law the model started with while they are few."""
         return self._start if self.num_observed < NUM_TRUSTED else self._model.costs.prefill
 
-    def run(self, batch: Any, launch: Callable[[], Any], is_synchronous: bool) -> Any:
-        """Launch the batch by ``launch`` and return its result; ``is_synchronous``: it is computed by then."""
+    def run(
+        self,
+        batch: Any,
+        launch: Callable[[], Any],
+        is_synchronous: bool,
+        stalled: Callable[[], float] = lambda: 0.0,
+    ) -> Any:
+        """Launch the batch by ``launch`` and return its result; ``is_synchronous``: it is computed by then.
+        ``stalled`` tells after the launch how many seconds it has waited for loads, infinitely many where it waits on
+        its device."""
         chunks = _chunks_of(batch)
         begin = self._clock()
         result = launch()
+        stalled_s = stalled()
         if is_synchronous:
-            self._observe(chunks, begin)
+            self._observe(chunks, begin, stalled_s)
         else:
-            result.evicpress_run = (chunks, begin)
+            result.evicpress_run = (chunks, begin, stalled_s)
         return result
 
     def finish(self, result: Any) -> None:
@@ -75,11 +88,13 @@ class PrefillTimes:
         result.evicpress_run = None
         self._observe(*run)
 
-    def _observe(self, chunks: list[tuple[int, int]], begin: float) -> None:
+    def _observe(self, chunks: list[tuple[int, int]], begin: float, stalled_s: float) -> None:
         now = self._clock()
         seconds = now - max(begin, self._last_result_s)
         self._last_result_s = now
         if not chunks or sum(num_tokens for num_tokens, _ in chunks) < LEAST_TOKENS:
+            return
+        if stalled_s > STALLED_SHARE * seconds:
             return
         self._num_seen += 1
         if self._num_seen > NUM_WARM_UP and seconds > 0.0:

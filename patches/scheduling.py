@@ -88,6 +88,7 @@ def _after_get_next_batch_to_run(batch: Any, scheduler: Any) -> None:
     _cache.claims.keep_only(waiting)
     _cache.keep_stages(waiting)
     _cache.end_round(batch)
+    _cache.start_loads(batch)
     if batch is None and _cache.num_staging:
         _cache.arrival.wait(STAGING_POLL_S)  # a busy loop would hold up the threads that it waits for
 
@@ -108,7 +109,8 @@ def _around_add_one_req(original: Callable[..., Any], adder: Any, req: Any, *arg
 def _around_on_idle(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """AROUND ``on_idle``, which may sleep for a second: not while threads still work for the cache."""
     if _cache is not None and _cache.host is not None and _cache.is_restless:
-        _cache.arrival.wait(IDLE_POLL_S)
+        # Nobody tells when a device has ended a load, which a request may need the room of.
+        _cache.arrival.wait(STAGING_POLL_S if _cache.loads else IDLE_POLL_S)
         return None
     return original(scheduler, *args, **kwargs)
 
@@ -116,12 +118,14 @@ def _around_on_idle(original: Callable[..., Any], scheduler: Any, *args: Any, **
 def _around_run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """AROUND ``run_batch``."""
 
-    def launch() -> Any:
+    if _cache is None:
         return original(scheduler, batch, *args, **kwargs)
 
-    if _cache is None:
-        return launch()
-    return _cache.prefill_times.run(batch, launch, is_synchronous=scheduler.device == "cpu")
+    def launch() -> Any:
+        with _cache.launching(batch):
+            return original(scheduler, batch, *args, **kwargs)
+
+    return _cache.prefill_times.run(batch, launch, scheduler.device == "cpu", _cache.stalled_s)
 
 
 def _before_process_batch_result(scheduler: Any, batch: Any, result: Any) -> None:

@@ -302,6 +302,8 @@ class Tiering:
             return copy is not None and tier == Tier.SSD and self.start_write(copy.entry)
         if self.has_same(node, Tier.HOST):
             return tier == Tier.SSD and self.start_write(node.kv.copies[Tier.HOST].entry)
+        if self.is_arriving(node):
+            return False  # its slots do not hold it yet
         if node.kv.job is not None or self._copying_bytes > MOST_COPIED_SHARE * self.host.num_bytes:
             return False
         num_bytes = max(1, sum(self.copier.sizes(size_of(node), node.kv.layout is not None)))  # or all are holes

@@ -48,7 +48,7 @@ class Upgrades:
         self.raising.clear()
         for jobs in (self.loads, self.raises):
             for job in list(jobs):
-                if job.has_run.wait(max(0.0, deadline_s - time.monotonic())):
+                if job.await_end(deadline_s):
                     job.finish()
                 else:
                     jobs.remove(job)
@@ -193,6 +193,11 @@ class Raise(Load):
     def __init__(self, cache: Any, node: Any, copy: Any, slots: Any) -> None:
         super().__init__(cache, [Part(copy, slots)])
         self.node_id, self.version = node.id, node.kv.version
+
+    def start(self) -> None:
+        if not self.is_started:
+            self.cache.host.pin(self.parts[0].copy.entry)
+        super().start()
 
     def finish(self) -> None:
         cache, part = self.cache, self.parts[0]

@@ -27,6 +27,7 @@ class Watermarks:
         if self.host is None:
             return
         self.arrival.clear()
+        self.start_loads(None)  # of a round that has come to no batch
         self.num_to_give_up = MOST_GIVEN_UP
         jobs = list(self.postponed)
         self.postponed.clear()

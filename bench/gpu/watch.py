@@ -139,7 +139,7 @@ def _watch_loads(tell: Callable[..., None]) -> None:
     finish = Load.finish
 
     def finished(self: Any) -> None:
-        tell(load=(self.num_bytes, self.seconds))
+        tell(load=(self.num_bytes, self.copy_seconds() or 0.0))
         finish(self)
 
     Load.finish = finished  # type: ignore[method-assign]

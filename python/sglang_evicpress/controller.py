@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from sglang_evicpress.core import Decision, Form, Tier, Way
@@ -32,6 +33,9 @@ class Moves(Protocol):
 
     def set_aside(self, node_id: int) -> None:
         """Keep a node, if it is still there, out of the plans of the next seconds."""
+
+    def together(self, decisions: Sequence[Decision]) -> AbstractContextManager[None]:
+        """While these are carried out, with other ranks: what all must agree on is agreed on at once."""
 
     @property
     def is_alone(self) -> bool:
@@ -80,6 +84,13 @@ class Controller:
         others. Not where there are other ranks: they have made the move, and to go on would be to go on with other
         trees, so the exception ends the server.
         """
+        if self.moves.is_alone:
+            return self._carry_out_all(decisions)
+        decisions = list(decisions)
+        with self.moves.together(decisions):
+            return self._carry_out_all(decisions)
+
+    def _carry_out_all(self, decisions: Iterable[Decision]) -> int:
         freed = 0
         for decision in decisions:
             if decision.node_id not in self.policy.book.records:

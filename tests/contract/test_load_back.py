@@ -24,6 +24,9 @@ class Event:
     def synchronize(self) -> None:
         self._log.append("reached")
 
+    def query(self) -> bool:
+        return False
+
 
 class Copier:
     num_layers = NUM_LAYERS
@@ -52,9 +55,11 @@ def load_of(log: list[str]) -> Any:
         tier_counts=Counter(),
         observe_load=lambda *_: None,
         dec_lock_ref=lambda _: log.append("unlock"),
+        workers={"load": SimpleNamespace(submit=lambda _: None)},
         loads=[],
     )
     load = Load(cache, [Part(SimpleNamespace(entry=entry, begin=0), torch.arange(4))])
+    load.last_nodes.append(SimpleNamespace(parent=None))
     cache.loads.append(load)
     return load
 
@@ -72,6 +77,8 @@ def test_an_entry_stays_until_the_device_has_copied_the_late_layers(num_late: in
     for layer in range(num_late):
         load.wait_for(layer)
     assert log == [f"copy {layer}" for layer in range(num_late)]
+    load.has_run.set()
+    assert not load.has_ended()  # not before the device has
     load.finish()
     assert log[num_late:] == ["reached"] * num_late + ["unpin", "unlock"]
 

@@ -1,11 +1,15 @@
 """Loading back on a device: what waits for which stream, and when the host memory that is read may be another's.
 
-Events and streams are recorded; there is no CUDA here.
+Streams and events are stand-ins with a clock of their own, which no host call moves but one that waits; there is no
+CUDA here.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,120 +17,359 @@ import pytest
 import torch
 
 from sglang_evicpress.patches import load_back
-from sglang_evicpress.patches.load_back import LayerGate, Load, Part
+from sglang_evicpress.patches.layer_gate import LayerGate
+from sglang_evicpress.patches.load_back import Load, Part
+from sglang_evicpress.tiers.payload import PayloadCopier
 
 pytestmark = pytest.mark.sglang
 
 LAYERS = 3
+COPY_S = 0.001
+"""Of the device, for one layer of a load."""
+
+FORWARD_S = 0.05
+"""Of the forward pass that is in flight when a load begins."""
+
+
+class Stream:
+    """Work of a device, done in order, over at ``end_s`` of the clock."""
+
+    def __init__(self, device: Device, name: str) -> None:
+        self.device, self.name = device, name
+        self.end_s = 0.0
+
+    def work(self, seconds: float) -> None:
+        self.end_s = max(self.end_s, self.device.now_s) + seconds
+
+    def wait_event(self, event: Event) -> None:
+        self.end_s = max(self.end_s, event.at_s)
+        self.device.log.append(f"{self.name} waits for {event.owner}")
+
+    def synchronize(self) -> None:
+        self.device.now_s = max(self.device.now_s, self.end_s)
+        self.device.log.append(f"host waits for {self.name}")
 
 
 class Event:
-    """Of a copy that ``owner`` (a thread's stream) has launched."""
+    """The point behind what a stream was given until it was recorded."""
 
-    def __init__(self, owner: str, log: list[str]) -> None:
-        self.owner, self._log = owner, log
+    def __init__(self, device: Device, *, enable_timing: bool = False) -> None:
+        self.device, self.is_timed = device, enable_timing
+        self.at_s, self.owner = math.inf, ""
+
+    def record(self, stream: Stream) -> None:
+        self.at_s, self.owner = max(stream.end_s, self.device.now_s), stream.name
+
+    def query(self) -> bool:
+        return self.at_s <= self.device.now_s
 
     def synchronize(self) -> None:
-        self._log.append(f"synchronized {self.owner}")
+        self.device.now_s = max(self.device.now_s, self.at_s)
+        self.device.log.append(f"host waits for what {self.owner} was given")
+
+    def elapsed_time(self, end: Event) -> float:
+        """In milliseconds."""
+        assert self.is_timed and end.is_timed and self.query() and end.query()
+        return 1e3 * (end.at_s - self.at_s)
 
 
-class Copier:
-    num_layers = LAYERS
+class Device:
+    """One clock; each thread has a current stream, which are told apart by ``current``."""
 
-    def __init__(self, log: list[str]) -> None:
-        self.thread, self._log = "waiter", log
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        self.log: list[str] = []
+        self.forward = self.current = Stream(self, "forward")
+        self.is_capturing = False
+        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing=False: Event(self, enable_timing=enable_timing))
+        monkeypatch.setattr(torch.cuda, "Stream", lambda _: Stream(self, "copies"))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.current)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
+        monkeypatch.setattr(torch.cuda, "stream", self.stream)
 
-    def load_layer(self, layer: int, *_: Any) -> None:
-        self._log.append(f"{self.thread} copies {layer}")
+    @contextmanager
+    def stream(self, chosen: Stream) -> Iterator[None]:
+        former, self.current = self.current, chosen
+        try:
+            yield
+        finally:
+            self.current = former
 
-    def finish_layer(self) -> Event:
-        return Event(self.thread, self._log)
-
-    def stream(self, after: Any) -> Any:
-        class Context:
-            def __enter__(self) -> Any:
-                return SimpleNamespace(synchronize=lambda: None)
-
-            def __exit__(self, *_: object) -> None:
-                return None
-
-        return Context()
+    def load(self, layer: int, slots: torch.Tensor, *_: object) -> None:
+        """What Transfers.load would queue."""
+        self.current.work(COPY_S)
+        self.log.append(f"{self.current.name} copies {layer} to {int(slots[0])}")
 
 
 class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.log: list[str] = []
-        self.copier = Copier(self.log)
-        entry = SimpleNamespace(
-            runs=(), header=SimpleNamespace(extents=[None] * LAYERS, num_slots=4), take_check_seconds=lambda: 0.0
-        )
-        host = SimpleNamespace(
-            faults=None, arena=None, pin=lambda entry: None, unpin=lambda entry: self.log.append("unpinned")
-        )
+        self.device = device = Device(monkeypatch)
+        self.log = device.log
+        buffers = [torch.zeros(16, 1, 1) for _ in range(LAYERS)]
+        copier = PayloadCopier(buffers, buffers, 1, transfers=SimpleNamespace(load=device.load))  # type: ignore[arg-type]
+        copier._is_cuda = True
+        host = SimpleNamespace(faults=None, arena=None, unpin=lambda entry: self.log.append("unpinned"))
+        self.submitted: list[Load] = []
+        self.seen: list[tuple[int, float]] = []
         self.cache = SimpleNamespace(
-            compressor=SimpleNamespace(written_event=lambda: None, is_cuda=True),
-            copier=self.copier,
+            compressor=SimpleNamespace(written_event=self.written_event, is_cuda=True),
+            copier=copier,
             host=host,
             loads=[],
+            workers={"load": SimpleNamespace(submit=self.submitted.append)},
             tier_counts=Counter(),
             tier_errors=Counter(),
             menu=SimpleNamespace(slot_bytes=1),
-            observe_load=lambda *_: None,
+            observe_load=lambda tier, num_bytes, seconds: self.seen.append((num_bytes, seconds)),
             dec_lock_ref=lambda node: self.log.append("unlocked"),
         )
-        part = Part(SimpleNamespace(entry=entry, begin=0), torch.arange(4))  # type: ignore[arg-type]
-        self.load = Load(self.cache, [part])
-        self.cache.loads.append(self.load)
-        stream = SimpleNamespace(wait_event=lambda event: self.log.append(f"waits for {event.owner}"))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         monkeypatch.setattr(load_back, "LAYER_DEADLINE_S", 0.001)
 
-    def run(self) -> None:
-        """As its thread does."""
-        self.copier.thread = "worker"
-        self.load.run()
-        self.load.has_run.set()
-        self.copier.thread = "waiter"
+    def written_event(self) -> Event:
+        event = Event(self.device)
+        event.record(self.device.forward)
+        return event
+
+    def load(self, slot: int = 0, check_s: float = 0.0) -> Load:
+        """One of 4 slots from ``slot`` on."""
+        extents = [SimpleNamespace(offset=0)] * LAYERS
+        entry = SimpleNamespace(
+            runs=(), header=SimpleNamespace(extents=extents, num_slots=4), take_check_seconds=lambda: check_s
+        )
+        part = Part(SimpleNamespace(entry=entry, begin=0), torch.arange(slot, slot + 4))  # type: ignore[arg-type]
+        load = Load(self.cache, [part])
+        load.last_nodes = [SimpleNamespace(parent=None)]
+        self.cache.loads.append(load)
+        return load
+
+    def run(self, load: Load) -> Load:
+        """As its thread does, which takes some of the host's time."""
+        load.start()
+        load.run()
+        load.seconds = 7.0
+        load.has_run.set()
+        return load
 
 
-def test_attention_is_ordered_behind_the_copy_of_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch)
-    world.run()
-    gate = LayerGate(world.cache.loads, is_cuda=True)
-    for layer in range(LAYERS):
-        gate.wait_until(layer)
-    assert world.log == [f"worker copies {layer}" for layer in range(LAYERS)] + ["waits for worker"] * LAYERS
-    world.load.finish()
-    assert world.log[-2:] == ["unpinned", "unlocked"] and not any("synchronized" in line for line in world.log)
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch)
 
 
-def test_the_worker_may_come_to_the_end_of_a_layer_that_a_waiter_has_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its event then takes the place of the waiter's, which still has to be waited for."""
-    world = World(monkeypatch)
-    world.load.wait_for(0)
-    world.copier.thread = "worker"
-    world.load._copy(0)
-    world.run()
-    world.load.finish()
-    assert world.log.index("synchronized waiter") < world.log.index("unpinned")
+def copies(slot: int, name: str = "copies") -> list[str]:
+    return [f"{name} copies {layer} to {slot}" for layer in range(LAYERS)]
 
 
-def test_a_graph_that_is_captured_meanwhile_holds_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch)
-    world.run()
+# ---- queued, not waited for
+
+
+def test_the_second_load_of_a_batch_is_queued_before_the_first_is_done(world: World) -> None:
+    """While a forward pass is in flight, which both begin behind."""
+    world.device.forward.work(FORWARD_S)
+    first, second = world.run(world.load(0)), world.run(world.load(8))
+    assert world.device.now_s == 0.0  # the host has waited for nothing
+    assert world.log == ["copies waits for forward", *copies(0), "copies waits for forward", *copies(8)]
+    assert not first.has_ended() and not second.has_ended()
+    world.device.now_s = FORWARD_S + (LAYERS + 0.5) * COPY_S
+    assert first.has_ended() and not second.has_ended()
+
+
+def test_a_load_is_over_when_the_device_has_done_it(world: World) -> None:
+    load = world.load()
+    assert not load.has_ended()
+    world.run(load)
+    assert not load.has_ended() and not load.await_end(0.0)
+    world.device.now_s = 1.0
+    assert load.has_ended() and load.await_end(0.0)
     world.log.clear()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    load.finish()
+    assert world.log[-2:] == ["unpinned", "unlocked"] and not world.cache.loads
+    assert world.device.now_s == 1.0
+
+
+def test_a_load_that_fails_halfway_is_over_when_what_it_has_queued_is(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, copy = world.load(), world.device.load
+
+    def fail(layer: int, *rest: Any) -> None:
+        copy(layer, *rest)
+        if layer == 1:
+            raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(world.cache.copier._transfers, "load", fail)
+    load.start()
+    with pytest.raises(RuntimeError):
+        load.run()
+    load.error = "internal"
+    load.has_run.set()
+    assert not load.has_ended()
+    world.device.now_s = 1.0
+    assert load.has_ended()
+    monkeypatch.setattr(world.cache.copier._transfers, "load", copy)
+    load.finish()
+    late = [f"forward copies {layer} to 0" for layer in (1, 2)]
+    assert [line for line in world.log if line in late] == late and world.device.now_s > 1.0  # they were waited for
+    assert world.log[-2:] == ["unpinned", "unlocked"] and world.seen == []
+
+
+# ---- what is learned
+
+
+def test_a_load_is_learned_to_take_what_its_copies_take_while_a_forward_pass_is_in_flight(world: World) -> None:
+    world.device.forward.work(FORWARD_S)
+    first, second = world.run(world.load(0, check_s=0.002)), world.run(world.load(8))
+    world.device.now_s = 1.0
+    first.finish()
+    second.finish()
+    assert world.seen == [(4, pytest.approx(LAYERS * COPY_S + 0.002)), (4, pytest.approx(LAYERS * COPY_S))]
+
+
+def test_on_the_cpu_a_load_is_learned_to_take_its_threads_own_time(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what it had to wait for a core, or for the interpreter."""
+    thread_s = [100.0]
+    world.cache.copier._is_cuda = False
+    world.cache.compressor.written_event = lambda: None
+    monkeypatch.setattr(load_back, "time", SimpleNamespace(thread_time=lambda: thread_s[0]))
+
+    def copy(*_: object) -> None:
+        thread_s[0] += COPY_S
+
+    monkeypatch.setattr(world.cache.copier._transfers, "load", copy)
+    load = world.run(world.load())
+    thread_s[0] += FORWARD_S
+    assert load.has_ended()
+    load.finish()
+    assert world.seen == [(4, pytest.approx(LAYERS * COPY_S))]
+
+
+def test_nothing_is_learned_of_a_load_that_two_streams_have_worked_on(world: World) -> None:
+    load = world.load()
+    load.wait_for(0)
+    world.run(load)
+    world.device.now_s = 1.0
+    load.finish()
+    assert world.seen == [] and world.cache.tier_counts["late_layers"] == 1
+
+
+# ---- the gate
+
+
+def test_attention_is_ordered_behind_the_copy_of_its_layer(world: World) -> None:
+    load = world.run(world.load())
+    gate = LayerGate(world.cache.loads, is_cuda=True)
+    with gate.launch([load], asks=True):
+        for layer in range(LAYERS):
+            gate.wait_until(layer)  # keys
+            gate.wait_until(layer)  # values, for which nothing more is to be done
+    assert world.log[1:] == copies(0) + ["forward waits for copies"] * LAYERS
+    assert world.device.forward.end_s == pytest.approx(LAYERS * COPY_S) and world.device.now_s == 0.0
+
+
+def test_a_batch_waits_only_for_the_loads_that_it_uses(world: World) -> None:
+    """Batch n is computed while round n+1 begins a load, or one was begun for a request that did not get in."""
+    used, others = world.run(world.load(0)), world.load(8)
+    gate = LayerGate(world.cache.loads, is_cuda=True)
+    with gate.launch([used], asks=True):
+        for layer in range(LAYERS):
+            gate.wait_until(layer)
+    assert world.submitted == [used] and others.num_late == 0 and gate.stalled_s == math.inf
+    with gate.launch([], asks=True):
+        gate.wait_until(0)
+    assert others.num_late == 0 and gate.stalled_s == 0.0
+    with gate.launch([used, others], asks=True):  # of the next round, which has it on the path of a request
+        for layer in range(LAYERS):
+            gate.wait_until(layer)
+    assert world.submitted == [used, others] and others.num_late == LAYERS  # its thread is stuck: copied here
+    assert world.log[-1] == "forward waits for forward" and world.log[-3] == "forward waits for copies"
+
+
+def test_the_same_layer_is_asked_for_anew_in_the_next_batch(world: World) -> None:
+    first, gate = world.run(world.load(0)), LayerGate(world.cache.loads, is_cuda=True)
+    with gate.launch([first], asks=True):
+        gate.wait_until(0)
+    second = world.run(world.load(8))
+    world.log.clear()
+    with gate.launch([second], asks=True):
+        gate.wait_until(0)
+    assert world.log == ["forward waits for copies"]
+
+
+def test_a_batch_that_asks_for_no_layer_is_launched_behind_the_whole_load(world: World) -> None:
+    """As one that is replayed from a graph."""
+    load = world.run(world.load())
+    gate = LayerGate(world.cache.loads, is_cuda=True)
+    with gate.launch([load], asks=False):
+        assert world.device.forward.end_s == pytest.approx(LAYERS * COPY_S)
+
+
+def test_outside_a_launch_every_load_is_waited_for(world: World) -> None:
+    load, gate = world.load(), LayerGate(world.cache.loads, is_cuda=True)
+    gate.wait_until(0)
+    gate.wait_until(0)
+    assert world.submitted == [load] and load.num_late == 1
+    assert [line for line in world.log if "waits" in line] == ["forward waits for forward"] * 2
+
+
+def test_a_batch_whose_loads_are_over_has_not_stalled(world: World) -> None:
+    load, gate = world.run(world.load()), LayerGate(world.cache.loads, is_cuda=True)
+    with gate.launch([load], asks=True):
+        pass
+    assert gate.stalled_s == math.inf
+    world.device.now_s = 1.0
+    with gate.launch([load], asks=True):
+        pass
+    assert gate.stalled_s == 0.0
+
+
+def test_what_a_batch_has_waited_on_the_cpu_is_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+
+    def wait(_: int) -> None:
+        now_s[0] += 0.5
+
+    monkeypatch.setattr("sglang_evicpress.patches.layer_gate.time.perf_counter", lambda: now_s[0])
+    load: Any = SimpleNamespace(wait_for=wait, join=lambda: wait(0), has_ended=lambda: False)
+    gate = LayerGate([load], is_cuda=False)
+    with gate.launch([load], asks=True):
+        for layer in range(LAYERS):
+            gate.wait_until(layer)
+    assert gate.stalled_s == 0.5 * LAYERS
+    with gate.launch([load], asks=False):
+        pass
+    assert gate.stalled_s == 0.5
+
+
+def test_the_worker_may_come_to_the_end_of_a_layer_that_a_waiter_has_copied(world: World) -> None:
+    """Its event then takes the place of the waiter's, which still has to be reached."""
+    load = world.load()
+    world.device.forward.work(1.0)
+    load.wait_for(0)
+    copies_stream = Stream(world.device, "copies")
+    with world.device.stream(copies_stream):
+        load._copy(0)
+    world.run(load)
+    world.device.now_s = 0.5
+    assert not load.has_ended()
+    world.device.now_s = 2.0
+    assert load.has_ended()
+
+
+def test_a_graph_that_is_captured_meanwhile_holds_no_wait(world: World) -> None:
+    world.run(world.load())
+    world.log.clear()
+    world.device.is_capturing = True
     LayerGate(world.cache.loads, is_cuda=True).wait_until(0)
     assert world.log == []
 
 
-def test_where_there_is_no_cuda_it_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_is_no_cuda_it_is_not_asked(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> bool:
         raise RuntimeError("no driver")
 
-    world = World(monkeypatch)
-    world.run()
+    world.run(world.load())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", fail)
     LayerGate(world.cache.loads, is_cuda=False).wait_until(0)
-    assert world.log[-1] == "waits for worker"
+    assert world.log[-1] == "forward waits for copies"

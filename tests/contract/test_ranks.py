@@ -54,6 +54,7 @@ class Ranks:
         return self.rank_of[threading.get_ident()]
 
     def meet(self, given: object) -> list[object]:
+        self.num_meetings += self.rank == 0
         self._given[self.rank] = given
         self._barrier.wait()
         found = [self._given[rank] for rank in range(2)]
@@ -126,6 +127,24 @@ def test_one_rank_without_memory_makes_all_drop_the_node(
     assert freed == [128 + 64_000] * 2
     assert state_of(walks[0]) == state_of(walks[1])
     assert len(nodes_of(walks[0])) == 1
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_a_plan_takes_one_collective_and_leaves_ranks_alike(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, is_short: bool
+) -> None:
+    """Also where one rank has no memory for one of its compressions: that node goes, and the others are made."""
+    walks = of_ranks(ranks, lambda: ShadowWalk(0, 1, "knorm@0.5+lru"))
+    for walk in walks:
+        for first in (0, 1, 2):
+            finished(walk, [first, *range(1, 64)])
+    if is_short:
+        fail_at(monkeypatch, ranks, "select")
+    freed = ranks.run(*(lambda walk=walk: walk.cache.relieve(96) for walk in walks))
+    assert freed == [64 + 2 * 32 if is_short else 3 * 32] * 2
+    assert ranks.num_meetings == 1
+    assert state_of(walks[0]) == state_of(walks[1])
+    assert [str(node.kv.form) for node in nodes_of(walks[0])] == ["knorm@0.5"] * (2 if is_short else 3)
 
 
 def test_what_else_fails_on_one_rank_ends_all(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

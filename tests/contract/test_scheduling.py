@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +40,8 @@ class FakeCache:
         self.claims = SimpleNamespace(keep_only=lambda waiting: self.expected.append(f"keep {waiting}"))
         self.arrival = Event()
         self.host: object = None
+        self.loads: list[object] = []
+        self.started: list[object] = []
         self.num_staging = 0
         self.staging: set[str] = set()
         self.is_restless = False
@@ -85,6 +88,9 @@ class FakeCache:
 
     def end_round(self, batch: Any) -> None:
         self.expected.append(f"a round ends with {batch}")
+
+    def start_loads(self, batch: Any) -> None:
+        self.started.append(batch)
 
     def holds_back(self, req: str) -> bool:
         return req in self.held_back
@@ -304,6 +310,27 @@ def test_an_idle_scheduler_does_not_sleep_while_threads_work_for_the_cache(cache
     assert slept == ["scheduler", "scheduler"]
 
 
+def test_loads_begin_with_the_batch_of_their_round_and_are_waited_for_while_it_is_launched(cache: FakeCache) -> None:
+    scheduler = SimpleNamespace(waiting_queue=[], device="cpu")
+    scheduling._after_get_next_batch_to_run("batch", scheduler)
+    assert cache.started == ["batch"]
+    launched: list[object] = []
+
+    @contextmanager
+    def launching(batch: object) -> Iterator[None]:
+        launched.append(f"launching {batch}")
+        yield
+        launched.append("launched")
+
+    def run(batch: object, launch: Any, is_synchronous: bool, stalled: Any) -> Any:
+        return launch(), is_synchronous, stalled()
+
+    cache.launching, cache.stalled_s = launching, lambda: 0.25  # type: ignore[attr-defined]
+    cache.prefill_times = SimpleNamespace(run=run)
+    found = scheduling._around_run_batch(lambda _, batch: launched.append(batch), scheduler, "batch")
+    assert (launched, found) == (["launching batch", "batch", "launched"], (None, True, 0.25))
+
+
 def test_every_way_into_the_queue_goes_by_the_hook() -> None:
     """SGLang appends elsewhere only for disaggregation and pipelines, which are refused."""
     import inspect
@@ -351,7 +378,7 @@ class Run:
             self.wait(self.launch(batch(), 50.0))
         assert self.model.seen == []
 
-    def launch(self, given: Any, seconds: float, is_synchronous: bool = False) -> Any:
+    def launch(self, given: Any, seconds: float, is_synchronous: bool = False, stalled_s: float = 0.0) -> Any:
         """The host goes on at once; the device ends ``seconds`` after it could begin."""
 
         def begin() -> GenerationBatchResult:
@@ -365,7 +392,7 @@ class Run:
 
             return GenerationBatchResult(copy_done=SimpleNamespace(synchronize=synchronize))
 
-        return self.times.run(given, begin, is_synchronous)
+        return self.times.run(given, begin, is_synchronous, lambda: stalled_s)
 
     def wait(self, result: Any) -> None:
         self.times.finish(result)
@@ -416,6 +443,19 @@ def test_batches_that_do_not_prefill_are_not_observed() -> None:
         run.wait(run.launch(batch(mode=mode), 1.0))
     assert run.model.seen == []
     run.wait(SimpleNamespace())  # the result of a batch that was not launched by us
+
+
+@pytest.mark.parametrize("is_synchronous", [True, False])
+def test_what_waited_for_a_load_is_not_taken_for_prefilling(is_synchronous: bool) -> None:
+    run = Run()
+    for stalled_s in (math.inf, 1.0, 0.03):  # on a device nobody can tell how long
+        run.wait(run.launch(batch(new=200), 2.0, is_synchronous, stalled_s))
+    assert run.model.seen == []
+    first = run.launch(batch(new=200), 4.0, is_synchronous, math.inf)
+    second = run.launch(batch(new=400), 2.0, is_synchronous, 0.01)
+    run.wait(first)
+    run.wait(second)
+    assert run.model.seen == [([(400, 0)], 2.0)]  # the one behind it has begun when it was over
 
 
 def test_a_few_tokens_behind_a_cached_prefix_say_nothing_of_whole_prompts() -> None:

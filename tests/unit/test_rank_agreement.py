@@ -53,6 +53,56 @@ def compress(rank: int, group: object) -> tuple[torch.Tensor, torch.Tensor]:
     return layout.logical, trimmed[0].logical
 
 
+def asked_of(index: int) -> dict[str, object]:
+    """The compression of one of two nodes of a plan, each in 60 slots of its own."""
+    slots = torch.arange(1 + 60 * index, 61 + 60 * index)
+    form = Form("knorm", 0.5)
+    return {
+        "form": form, "slots": slots, "layout": None, "start": 0, "num_tokens": 60, "num_kept": 30, "window": None
+    }  # fmt: skip
+
+
+def compress_a_plan(rank: int, group: object) -> None:
+    """Two nodes at once come to what they would one after the other, with one collective instead of two; where one
+    rank has no memory for the first, only that fails, on both."""
+    all_reduce, num_reduced = dist.all_reduce, []
+
+    def counted(*given: object, **more: object) -> None:
+        num_reduced.append(1)
+        all_reduce(*given, **more)
+
+    compression.dist.all_reduce = counted
+    alone, together = make_compressor(rank, group), make_compressor(rank, group)
+    asked = [asked_of(index) for index in range(2)]
+    apart = [alone.compress(**each) for each in asked]
+    assert len(num_reduced) == 2
+    with together.together(asked):
+        assert len(num_reduced) == 3
+        found = [together.compress(**each) for each in reversed(asked)][::-1]
+    assert len(num_reduced) == 3
+    for (layout, value), (mine, shown) in zip(apart, found, strict=True):
+        assert torch.equal(layout.logical, mine.logical) and torch.equal(layout.positions, mine.positions)
+        assert torch.equal(value, shown)
+    for left, right in zip(alone.k_buffers, together.k_buffers, strict=True):
+        assert torch.equal(left, right)
+    select = compression.select
+
+    def fail_once(*given: object) -> object:
+        compression.select = select
+        raise torch.OutOfMemoryError("none left")
+
+    if rank == 1:
+        compression.select = fail_once
+    failing = make_compressor(rank, group)
+    with failing.together(asked):
+        try:
+            failing.compress(**asked[0])
+            raise AssertionError("it was compressed")
+        except torch.OutOfMemoryError:
+            assert torch.equal(failing.compress(**asked[1])[0].logical, apart[1][0].logical)
+    compression.dist.all_reduce = all_reduce
+
+
 def compress_without_memory(rank: int, group: object) -> list[str]:
     """What each of three compressions comes to where rank 1 has no memory left: before ranks agree, for what they
     agree on, and, the third time, not at all."""
@@ -80,6 +130,7 @@ def run_rank(rank: int, folder: str) -> None:
     torch.save((logical, trimmed), f"{folder}/{rank}.pt")
     outcomes = compress_without_memory(rank, dist.group.WORLD)
     assert outcomes == ["no memory", "no memory", "compressed"], outcomes
+    compress_a_plan(rank, dist.group.WORLD)
     told = make_compressor(rank, dist.group.WORLD).as_first_rank(f"rank {rank}".encode())
     assert told == b"rank 0", told
     dist.barrier()  # else the sockets of one end under the other, which aborts it at exit

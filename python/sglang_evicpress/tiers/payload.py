@@ -150,9 +150,22 @@ class PayloadCopier:
         event.record(torch.cuda.current_stream())
         return event
 
-    def stream(self, after: Any) -> Any:
-        """A context in which this thread's copies run, behind ``after``; they are done when it ends, however."""
-        return self._stream(after)
+    def mark(self) -> Any:
+        """A point in what this thread's copies have queued, for ``seconds_between``; None on the CPU."""
+        if not self._is_cuda:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream())
+        return event
+
+    def seconds_between(self, begin: Any, end: Any) -> float:
+        """What the device took from one mark to the next; both were reached."""
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def stream(self, after: Any, *, is_awaited: bool = True) -> Any:
+        """A context in which this thread's copies run, behind ``after``. They are done when it ends, however it does,
+        or unless it ``is_awaited`` only queued."""
+        return self._stream(after, is_awaited=is_awaited)
 
     def _save(self, slots: torch.Tensor, arena: Arena, runs: Sequence[Run]) -> list[Extent]:
         """One buffer after the other, in place where the arena has it in one run; for the CPU."""
@@ -166,8 +179,8 @@ class PayloadCopier:
             extents.append(_extent(arena, runs, begin, offset - begin))
         return extents
 
-    def _stream(self, after: Any) -> Any:
-        return _CudaStream(self._streams, self._device, after) if self._is_cuda else _NoStream()
+    def _stream(self, after: Any, *, is_awaited: bool = True) -> Any:
+        return _CudaStream(self._streams, self._device, after, is_awaited) if self._is_cuda else _NoStream()
 
 
 class _NoStream:
@@ -181,11 +194,12 @@ class _NoStream:
 class _CudaStream:
     """This thread's stream on the pool's device, made current; starts behind ``after``."""
 
-    def __init__(self, local: threading.local, device: torch.device, after: Any) -> None:
+    def __init__(self, local: threading.local, device: torch.device, after: Any, is_awaited: bool) -> None:
         if not hasattr(local, "stream"):
             local.stream = torch.cuda.Stream(device)  # a thread's own device is the first one
         self._stream = local.stream
         self._after = after
+        self._is_awaited = is_awaited
         self._context = torch.cuda.stream(self._stream)
 
     def __enter__(self) -> Any:
@@ -196,7 +210,8 @@ class _CudaStream:
 
     def __exit__(self, *error: object) -> None:
         try:
-            self._stream.synchronize()  # whoever gives away what is copied, after a failure too, does so later
+            if self._is_awaited:
+                self._stream.synchronize()  # whoever gives away what is copied, after a failure too, does so later
         finally:
             self._context.__exit__(*error)
 

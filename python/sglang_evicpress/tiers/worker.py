@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 class Job(ABC):
     """Work in two parts: ``run`` on a worker thread, then ``finish`` on the scheduler thread, always, also after a
     failure, which ``error`` then names by reason. ``rank``: lower ones are taken first. ``seconds``: what
-    ``run`` took, after which ``has_run`` is set. ``is_finished``: ``finish`` is due or over."""
+    ``run`` took by the clock, after which ``has_run`` is set. ``is_finished``: ``finish`` is due or over."""
 
     rank = 1
 
@@ -40,6 +40,10 @@ class Job(ABC):
     def finish(self) -> None:
         """What follows from it."""
 
+    def has_ended(self) -> bool:
+        """Whether what ``run``, which is over, has queued on a device is over too; never waits."""
+        return True
+
 
 class Workers:
     """``num_threads`` threads and what they have finished. ``submit``, ``finished`` and ``wait`` are for one thread,
@@ -51,6 +55,7 @@ class Workers:
         self._queue: list[tuple[int, int, Job]] = []
         self._wake = threading.Condition()
         self._done: deque[Job] = deque()
+        self._on_device: list[Job] = []  # their ``run`` is over, what it has queued is not
         self._is_closed = False
         self.num_pending = 0
         self.threads = tuple(WatchedThread(f"evicpress-{name}-{index}", self._work) for index in range(num_threads))
@@ -64,11 +69,16 @@ class Workers:
             self._wake.notify()
 
     def finished(self) -> list[Job]:
-        """The jobs whose ``run`` is over and whose ``finish`` is due."""
-        found = []
+        """The jobs that have ended and whose ``finish`` is due."""
+        found: list[Job] = []
+        going_on: list[Job] = []
         while self._done:
-            found.append(self._done.popleft())
-            found[-1].is_finished = True
+            self._on_device.append(self._done.popleft())
+        for job in self._on_device:
+            (found if job.has_ended() else going_on).append(job)
+        self._on_device = going_on
+        for job in found:
+            job.is_finished = True
         self.num_pending -= len(found)
         return found
 

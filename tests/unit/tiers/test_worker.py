@@ -115,6 +115,24 @@ def test_a_job_is_pending_until_it_was_fetched(make_workers: Callable[..., Worke
     assert job.seconds >= 0.01
 
 
+def test_a_job_is_finished_when_it_has_ended_on_its_device(make_workers: Callable[..., Workers]) -> None:
+    has_ended = []
+
+    class Queued(Noted):
+        def has_ended(self) -> bool:
+            return bool(has_ended)
+
+    workers = make_workers()
+    queued, other = Queued("queued"), Noted("other")
+    workers.submit(queued)
+    workers.submit(other)
+    assert other.has_run.wait(PATIENCE_S) and queued.has_run.is_set()
+    assert workers.finished() == [other] and workers.finished() == []
+    assert workers.num_pending == 1 and not queued.is_finished
+    has_ended.append(True)
+    assert workers.finished() == [queued] and workers.num_pending == 0 and queued.is_finished
+
+
 def test_groups_share_what_says_that_something_has_arrived(make_workers: Callable[..., Workers]) -> None:
     arrival = threading.Event()
     groups = [make_workers(name, 1, arrival) for name in ("one", "two")]
