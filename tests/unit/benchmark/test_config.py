@@ -106,7 +106,7 @@ def test_the_record_is_json_and_the_identity_leaves_out_which_systems_run(tmp_pa
         ({"once": ["none"]}, r"once is \['none'\]: expected"),
         ({"alphas": [-1]}, r"alphas is \[-1\]: expected"),
         ({"warm_up": "twice"}, "warm_up is 'twice': expected how often each context is asked about, a whole"),
-        ({"arrivals": "uniform"}, "arrivals is 'uniform': expected poisson, or trace FILE.csv"),
+        ({"arrivals": "uniform"}, "arrivals is 'uniform': expected poisson, gamma SHAPE .*, or trace FILE.csv"),
         ({"arrivals": "trace gone.csv"}, "arrivals is 'trace gone.csv': expected"),
         ({"template": "{question} {context}"}, "template is .*: expected a text with {context}"),
         ({"contexts": {}}, "contexts is {}: expected either file or command"),
