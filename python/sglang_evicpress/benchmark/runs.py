@@ -80,7 +80,7 @@ def run_all(
     """
     folder = Folder(out.resolve())
     with raising_interrupts(), folder.locked():
-        folder.openplan_of(plan_of(config, systems, contexts, sizes, command), is_fresh=is_fresh)
+        folder.open_plan(plan_of(config, systems, contexts, sizes, command), is_fresh=is_fresh)
         bench = Bench(config, contexts, folder, timeout_s, launch)
         wanted = [(system, repetition) for repetition, system in product(range(config.repetitions), chosen)]
         missing = {pair: levels for pair in wanted if (levels := bench.missing(*pair))}
