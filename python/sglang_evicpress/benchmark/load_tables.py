@@ -21,9 +21,9 @@ def load_lines(raw: Raw) -> Iterator[str]:
         yield ""
         yield from markdown(_REASONS_HEAD, [_reasons_row(each) for each in at])
     limit_s = raw.plan.get("config", {}).get("ttft_limit_s")
+    within = "no TTFT limit" if limit_s is None else f"TTFT within {limit_s:g} s"
     yield ""
-    yield "Medians of the repetitions; TTFT in ms. Answers, and goodput (TTFT within "
-    yield f"{'no limit' if limit_s is None else f'{limit_s:g} s'}), per second in which requests arrive."
+    yield f"Medians of the repetitions, TTFT in ms. Answers, and goodput ({within}), per second that requests arrive in."
     yield from ("", "## The knee: answers >= 95 % of what is offered, TTFT p95 <= 2x that with one client", "")
     repetitions = sorted({each.repetition for each in runs if each.repetition is not None})
     yield from markdown(

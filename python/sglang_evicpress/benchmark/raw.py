@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -111,10 +111,6 @@ class Raw:
         load = self.plan.get("config", {}).get("load") or {}
         rps = load.get("saturation_rps")
         return {} if rps is None else levels_at(rps, load["of_saturation"])
-
-    def repetition(self, number: int) -> Raw:
-        """The runs of one repetition, counted from 0."""
-        return replace(self, runs=tuple(run for run in self.runs if run.repetition == number))
 
     def runs_of(self, system: str, level: float) -> list[Run]:
         """By repetition."""
