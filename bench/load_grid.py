@@ -1,4 +1,4 @@
-"""`make bench-load`: three settings under load on real servers, and a line for each promise of each.
+"""`make bench-load`: settings under load on real servers, and a line for each promise of each.
 
 It takes hours and goes on where it was stopped; `rm -r` a folder of bench/out/serve begins that one anew. `--publish`
 runs nothing: it writes bench/results/load-DATE.md from settings that are finished, all of one commit.

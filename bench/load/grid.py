@@ -11,11 +11,11 @@ from foundation.report import Line
 from load.promises import promises
 
 from sglang_evicpress.benchmark.raw import Raw, read_raw
-from sglang_evicpress.benchmark.tables import setting_lines, write_report
+from sglang_evicpress.benchmark.tables import setting_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "out" / "serve"
-GRID = ("load-outside", "load-mooncake", "load-bursts")
+GRID = ("load-outside", "load-mooncake", "load-bursts", "load-refusing")
 """Settings of `make bench-load`, each a file of bench/configs."""
 
 FIGURES = ("under_load", "hits", "forms")
@@ -33,7 +33,6 @@ def serve(name: str) -> None:
     command = [sys.executable, "-c", _CLI, "bench", "serve", "--config", str(config), "--out", str(out)]
     if status := subprocess.run(command, check=False).returncode:
         raise SystemExit(status)
-    write_report(out)
     for figure in FIGURES:
         subprocess.run([sys.executable, str(ROOT / "figures" / f"{figure}.py"), str(out)], check=True)
 

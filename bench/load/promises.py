@@ -87,8 +87,11 @@ class Grid:
 
 
 def promises(raw: Raw) -> Iterator[Line]:
-    """Every line of one setting."""
+    """Every line of one setting; where servers refuse what would wait too long, only the one about goodput."""
     grid = Grid.of(raw)
+    if any(str(flag).startswith(REFUSING) for flag in raw.plan["config"].get("policy_flags") or ()):
+        yield goodput(grid)
+        return
     yield from against_fixed(grid)
     yield from no_collapse(grid)
     yield from recomputed(grid)
@@ -158,18 +161,19 @@ def _compared(
 
 
 def no_collapse(grid: Grid) -> Iterator[Line]:
-    """Answers/s at every rate beside the most at any lower one; goodput too on servers that refuse."""
+    """Answers/s at every rate beside the most at any lower one."""
+    ours, fixed = grid.systems("evicpress"), grid.systems("fixed")
+    yield _falls(grid, "answers/s of evicpress", ours, lambda run: run.answers_rps)
+    yield _falls(grid, "answers/s of fixed presses on our tiers", fixed, lambda run: run.answers_rps)
+
+
+def goodput(grid: Grid) -> Line:
+    systems = grid.systems("evicpress", "fixed")
+    return _falls(grid, f"goodput with {REFUSING}", systems, lambda run: run.goodput_rps)
+
+
+def _falls(grid: Grid, what: str, systems: Sequence[str], value: Callable[[Loaded], float | None]) -> Line:
     target = f"falls by at most {MOST_FALL:.0%} up to 2x saturation, median of the repetitions"
-    yield _falls(grid, "answers/s of evicpress", target, grid.systems("evicpress"), lambda run: run.answers_rps)
-    yield _falls(
-        grid, "answers/s of fixed presses on our tiers", target, grid.systems("fixed"), lambda run: run.answers_rps
-    )
-    if any(str(flag).startswith(REFUSING) for flag in grid.raw.plan["config"].get("policy_flags") or ()):
-        systems = grid.systems("evicpress", "fixed")
-        yield _falls(grid, f"goodput with {REFUSING}", target, systems, lambda run: run.goodput_rps)
-
-
-def _falls(grid: Grid, what: str, target: str, systems: Sequence[str], value: Callable[[Loaded], float | None]) -> Line:
     told, ok = [], bool(systems)
     middle = {(run.system, run.level): run for run in median(grid.runs)}
     for system in systems:

@@ -23,7 +23,7 @@ def load_lines(raw: Raw) -> Iterator[str]:
     limit_s = raw.plan.get("config", {}).get("ttft_limit_s")
     within = "no TTFT limit" if limit_s is None else f"TTFT within {limit_s:g} s"
     yield ""
-    yield f"Medians of the repetitions, TTFT in ms. Answers, and goodput ({within}), per second that requests arrive in."
+    yield f"Medians of the repetitions, TTFT in ms. Answers, and goodput ({within}), per second of the arrivals."
     yield from ("", "## The knee: answers >= 95 % of what is offered, TTFT p95 <= 2x that with one client", "")
     repetitions = sorted({each.repetition for each in runs if each.repetition is not None})
     yield from markdown(

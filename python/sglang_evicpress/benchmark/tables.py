@@ -74,6 +74,14 @@ def setting_lines(raw: Raw) -> Iterator[str]:
         f"{_told(config.get('repetitions'))} repetitions, arrivals {_told(settings.get('arrivals'))}, at most "
         f"{_told(config.get('max_new_tokens'))} new tokens, model {_told(config.get('model'))}"
     )
+    if raw.multiples:
+        load = config["load"]
+        rates = ", ".join(f"{multiple:g} x = {level:g}/s" for level, multiple in raw.multiples.items())
+        yield (
+            f"saturation {load['saturation_rps']:.2f} requests/s, of {_told(load.get('reference'))} with "
+            f"{_told(load.get('clients'))} clients; levels of {load['seconds']:g} s at {rates}, cut "
+            f"{_told(load.get('cut_s'))} s later"
+        )
     yield (
         f"GPU pool {_told(settings.get('pool_tokens'))} tokens{_percent(memory.get('gpu'))}, host "
         f"{_bytes(settings.get('host_bytes'))}{_percent(memory.get('host'))}, SSD {_bytes(settings.get('ssd_bytes'))}"

@@ -133,6 +133,7 @@ def test_the_report_has_tables_of_load(folder: Path) -> None:
     write_report(folder)
     text = (folder / "tables.md").read_text()
     assert "## Under load: 2/s, 1 x saturation" in text
+    assert "- saturation 2.00 requests/s, of ours with ? clients; levels of 4 s at 1 x = 2/s, cut ? s later" in text
     assert "late 2.0 %, split 1.0 %" in text
     assert "| 2.0, 4.0 |" in text
     assert "goodput (TTFT within 0.5 s)" in text
