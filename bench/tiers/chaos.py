@@ -21,6 +21,8 @@ from testbed.server import NoAnswerInTime, Server, ServerError
 from tiers.inputs import scratch
 from tiers.prompts import Question, Texts, answered, nodes_of, reference, sources
 
+from sglang_evicpress.benchmark.client import lift_file_limit
+
 NUM_CLIENTS = 8
 NUM_QUESTIONS = 240
 NUM_ANSWER_TOKENS = 12
@@ -141,6 +143,7 @@ class Chaos:
     def _offer(self) -> None:
         """Requests at a multiple of what the clients were answered per second, until the deadline; then wait for all
         answers. A thread for each, as nobody waits for those before."""
+        lift_file_limit()
         rng = random.Random(f"chaos-{self.seed}-offered")
         outcome, took_s = self.outcome, time.monotonic() - self._begin
         outcome.saturation_rps = (outcome.num_requests + outcome.num_cut) / took_s

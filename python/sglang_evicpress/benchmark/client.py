@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -222,10 +223,18 @@ async def keep_asking(
     return outcomes
 
 
+def lift_file_limit() -> None:
+    """Let this process open as many files as it may at most: every request that waits has a connection of its own."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def _session() -> ClientSession:
     """With a connection for each request: a server may close an idle one just when a request is put on it."""
     from aiohttp import ClientSession, ClientTimeout, TCPConnector
 
+    lift_file_limit()
     return ClientSession(connector=TCPConnector(limit=0, force_close=True), timeout=ClientTimeout(total=None))
 
 

@@ -192,7 +192,8 @@ def load_config(path: Path) -> Config:
     kept = get("kept", each(number(above=0.0, below=1.0)), "a list of numbers above 0, below 1", DEFAULT_KEPT)
     kinds = f"a list of {', '.join(KINDS)}"
     arrivals = "poisson, gamma SHAPE (above 0; 1 is poisson, less comes in bursts), or trace FILE.csv"
-    trace, shape = get("arrivals", lambda value: _arrivals(text(value), path.parent), arrivals, (None, 1.0))
+    poisson: tuple[Path | None, float] = (None, 1.0)
+    trace, shape = get("arrivals", lambda value: _arrivals(text(value), path.parent), arrivals, poisson)
     config = Config(
         path=path,
         name=get("name", _file_name, "a name that can be that of a folder", path.stem),

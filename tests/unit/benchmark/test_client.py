@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_evicpress.benchmark.client import EventLines, Outcome, drive, keep_asking
+from sglang_evicpress.benchmark.client import EventLines, Outcome, drive, keep_asking, lift_file_limit
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
 END = b"data: [DONE]\n\n"
@@ -327,3 +328,13 @@ def test_clients_that_keep_asking_share_the_questions_and_begin_again_behind_the
     assert asked == list("abcabcabc")
     assert [outcome.is_cut for outcome in outcomes] == [False] * 7 + [True] * 2
     assert all(outcome.error is None for outcome in outcomes)
+
+
+def test_a_queue_of_thousands_is_not_ended_by_the_limit_of_open_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+    try:
+        lift_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
