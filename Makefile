@@ -8,7 +8,7 @@ ifeq ($(wildcard /dev/nvidiactl),)
 export SGLANG_USE_CPU_ENGINE ?= 1
 endif
 
-.PHONY: help setup test check contract dist demo show-foundation show-policy show-tiers show-profiler show-bench show-decode show-kernels show-mend chaos bench bench-micro clean
+.PHONY: help setup test check contract dist demo show-foundation show-policy show-tiers show-profiler show-bench show-decode show-kernels show-mend show-load chaos bench bench-load bench-micro clean
 
 help:
 	@echo "make demo             the real server on a pool too small: lru beside evicpress, under 10 minutes"
@@ -24,8 +24,10 @@ help:
 	@echo "make show-decode      measure budgets of running requests: exact, gauge, room, cost, accuracy; at most 20 minutes"
 	@echo "make show-kernels     compile and interpret every kernel, attention over compact rows, the GPU script's packing; at most 20 minutes"
 	@echo "make show-mend        hostile clients, SSD folders that others prepared, what users saw go wrong; at most 25 minutes"
+	@echo "make show-load        a setting under load up to twice saturation, chaos there, the published grid; at most 40 minutes"
 	@echo "make chaos            the real server on host memory and an SSD that fail on purpose, 5 minutes and two starts"
 	@echo "make bench            the serving benchmark: every system side by side on the CPU testbed; goes on where it was stopped"
+	@echo "make bench-load       four settings under load, five rates, three repetitions: hours; goes on where it was stopped"
 	@echo "make bench-micro      every bench/bench_*.py: the policy and the tiers by themselves"
 	@echo "make setup            only .venv, from uv.lock (uv is fetched when it is missing)"
 
@@ -83,11 +85,17 @@ show-mend: setup
 show-kernels: setup
 	$(PY) bench/show_kernels.py
 
+show-load: setup
+	$(PY) bench/show_load.py
+
 chaos: setup
 	$(PY) bench/chaos.py
 
 bench: setup
 	.venv/bin/evicpress bench serve --config bench/configs/cpu-testbed.yaml
+
+bench-load: setup
+	$(PY) bench/load_grid.py
 
 bench-micro: setup
 	@set -e; for file in bench/bench_*.py; do echo "== $$file"; $(PY) "$$file"; done

@@ -19,9 +19,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--page-size", type=int, default=1)
     parser.add_argument("--rates", default=RATES, help=f"of the faults (default: {RATES})")
+    parser.add_argument(
+        "--overload", type=float, default=0.0, metavar="TIMES", help="then offer so many times what was answered"
+    )
     parser.add_argument("--keep-log", type=Path, help="where the server's log goes if something was wrong")
     options = parser.parse_args()
-    outcome = storm(options.seconds, options.seed, options.page_size, options.rates, options.keep_log)
+    outcome = storm(options.seconds, options.seed, options.page_size, options.rates, options.keep_log, options.overload)
     for problem in outcome.problems[:40]:
         print(f"  {problem}", flush=True)
     found = lines(outcome, options.seconds, options.rates)

@@ -21,6 +21,8 @@ from testbed.server import NoAnswerInTime, Server, ServerError
 from tiers.inputs import scratch
 from tiers.prompts import Question, Texts, answered, nodes_of, reference, sources
 
+from sglang_evicpress.benchmark.client import lift_file_limit
+
 NUM_CLIENTS = 8
 NUM_QUESTIONS = 240
 NUM_ANSWER_TOKENS = 12
@@ -29,6 +31,9 @@ SSD_GB = 0.064
 CHECK_S = 5.0
 CLIENT_TIMEOUT_S = 60.0
 SETTLE_S = 60.0
+CALIBRATION = 1 / 3
+"""Of the time of a storm above saturation: clients ask one request after the other, to see how many are answered."""
+
 RATES = "delay=0.1:0.02,eio=0.01,enospc=0.01,short=0.02,flip=0.06,lost=0.01"
 """Of every read, write, append, sync, ... and, for delays and flips, of every check and copy on the host."""
 
@@ -49,7 +54,8 @@ def arguments(folder: Path, page_size: int) -> tuple[str, ...]:
 @dataclass(slots=True)
 class Outcome:
     """What a storm left. ``errors``: of the tiers, by reason, as the server counts them. ``ssd_left_bytes``: of the
-    disk after the flush, for what could not be given back because of a fault."""
+    disk after the flush, for what could not be given back because of a fault. ``num_offered``: requests sent at their
+    time, whatever became of those before, at a multiple of ``saturation_rps``."""
 
     num_requests: int = 0
     num_tokens: int = 0
@@ -57,6 +63,8 @@ class Outcome:
     num_hung: int = 0
     num_cut: int = 0
     num_checks: int = 0
+    saturation_rps: float = 0.0
+    num_offered: int = 0
     ssd_left_bytes: int = 0
     sources: Counter[str] = field(default_factory=Counter)
     moves: Counter[str] = field(default_factory=Counter)
@@ -68,13 +76,26 @@ class Outcome:
 class Chaos:
     """Clients and one who moves nodes about, against a running server. All randomness but time comes from ``seed``."""
 
-    def __init__(self, server: Server, questions: Sequence[Question], folder: Path, seconds: float, seed: int) -> None:
+    def __init__(
+        self,
+        server: Server,
+        questions: Sequence[Question],
+        folder: Path,
+        seconds: float,
+        seed: int,
+        overload: float = 0.0,
+    ) -> None:
         self.server = server
         self._folder = folder
         self.questions = questions
         self.seed = seed
         self.outcome = Outcome()
-        self._deadline = time.monotonic() + seconds
+        self._overload = overload
+        self._begin = time.monotonic()
+        self._deadline = self._begin + seconds
+        self._clients_end = self._begin + CALIBRATION * seconds if overload else self._deadline
+        # All that is offered above saturation is answered in the end: the longest wait is about as long as it lasts.
+        self._timeout_s = CLIENT_TIMEOUT_S + overload * seconds
         self._lock = threading.Lock()
 
     def run(self) -> Outcome:
@@ -83,8 +104,11 @@ class Chaos:
         threads.append(threading.Thread(target=self._move))
         for thread in threads:
             thread.start()
-        for thread in threads:
+        for thread in threads[:-1]:
             thread.join()
+        if self._overload:
+            self._offer()
+        threads[-1].join()
         if self.server.is_alive():
             self._settle()
         if not self.server.is_alive():
@@ -97,26 +121,46 @@ class Chaos:
 
     def _ask(self, client: int) -> None:
         rng = random.Random(f"chaos-{self.seed}-{client}")
-        while self._goes_on():
-            question = rng.choice(self.questions)
-            num_tokens = rng.randint(1, len(question.answer))
-            try:
-                if rng.random() < 0.04:
-                    self._hang_up(question, rng)
-                else:
-                    self._compare(question, num_tokens)
-            except (TimeoutError, NoAnswerInTime):
-                with self._lock:
-                    self.outcome.num_hung += 1
-                self._report(f"no answer within {CLIENT_TIMEOUT_S:g} s: prompt of {len(question.prompt)} tokens")
-            except (ServerError, OSError, http.client.HTTPException, ValueError, KeyError) as error:
-                self._report(f"a request failed: {type(error).__name__}: {error}")
-                time.sleep(0.2)
+        while time.monotonic() < self._clients_end and self.server.is_alive():
+            self._ask_one(rng)
+
+    def _ask_one(self, rng: random.Random) -> None:
+        question = rng.choice(self.questions)
+        num_tokens = rng.randint(1, len(question.answer))
+        try:
+            if rng.random() < 0.04:
+                self._hang_up(question, rng)
+            else:
+                self._compare(question, num_tokens)
+        except (TimeoutError, NoAnswerInTime):
+            with self._lock:
+                self.outcome.num_hung += 1
+            self._report(f"no answer within {self._timeout_s:g} s: prompt of {len(question.prompt)} tokens")
+        except (ServerError, OSError, http.client.HTTPException, ValueError, KeyError) as error:
+            self._report(f"a request failed: {type(error).__name__}: {error}")
+            time.sleep(0.2)
+
+    def _offer(self) -> None:
+        """Requests at a multiple of what the clients were answered per second, until the deadline; then wait for all
+        answers. A thread for each, as nobody waits for those before."""
+        lift_file_limit()
+        rng = random.Random(f"chaos-{self.seed}-offered")
+        outcome, took_s = self.outcome, time.monotonic() - self._begin
+        outcome.saturation_rps = (outcome.num_requests + outcome.num_cut) / took_s
+        threads = list[threading.Thread]()
+        while self._goes_on() and outcome.saturation_rps > 0:
+            time.sleep(rng.expovariate(self._overload * outcome.saturation_rps))
+            one = random.Random(f"chaos-{self.seed}-offered-{len(threads)}")
+            threads.append(threading.Thread(target=self._ask_one, args=(one,)))
+            threads[-1].start()
+        outcome.num_offered = len(threads)
+        for thread in threads:
+            thread.join()
 
     def _compare(self, question: Question, num_tokens: int) -> None:
         sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
         body = {"input_ids": question.prompt, "sampling_params": sampling}
-        status, given = self.server.request("POST", "/generate", body, timeout_s=CLIENT_TIMEOUT_S)
+        status, given = self.server.request("POST", "/generate", body, timeout_s=self._timeout_s)
         if status != 200:
             self._report(f"a request was answered {status}: {str(given)[:200]}")
             return
@@ -133,7 +177,7 @@ class Chaos:
         """Ask for a stream and leave before it ends."""
         sampling = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
         body = json.dumps({"input_ids": question.prompt, "sampling_params": sampling, "stream": True})
-        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=CLIENT_TIMEOUT_S)
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=self._timeout_s)
         try:
             connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
             if rng.random() < 0.5:
@@ -256,18 +300,24 @@ def draw_questions(model: Path, seed: int) -> list[Question]:
 
 
 def storm(
-    seconds: float, seed: int = 0, page_size: int = 1, rates: str = RATES, keep_log: Path | None = None
+    seconds: float,
+    seed: int = 0,
+    page_size: int = 1,
+    rates: str = RATES,
+    keep_log: Path | None = None,
+    overload: float = 0.0,
 ) -> Outcome:
     """Record the right answers, start a server with faults, and ask it for so long.
 
-    ``keep_log``: where its log goes if something was wrong.
+    ``keep_log``: where its log goes if something was wrong. ``overload``: for the last two thirds of the time requests
+    come at so many times the rate at which clients were answered in the first; 0 for clients all the time.
     """
     with scratch(1 << 29) as folder, tempfile.TemporaryDirectory() as models:
         model = make_peaky_model(Path(models) / "peaky")
         questions = draw_questions(model, seed)
         env = {**CHECKS, "SGLANG_EVICPRESS_FAULTS": f"seed={seed},{rates}"}
         with Server(*arguments(folder / "ssd", page_size), model=model, env=env) as server:
-            outcome = Chaos(server, questions, folder / "ssd", seconds, seed).run()
+            outcome = Chaos(server, questions, folder / "ssd", seconds, seed, overload).run()
             if outcome.problems and keep_log is not None:
                 shutil.copy(server.log, keep_log)
             return outcome
@@ -278,10 +328,15 @@ def lines(outcome: Outcome, seconds: float, rates: str = RATES) -> list[Line]:
     on_ssd = [reason for reason in errors if reason.startswith("ssd")]
     on_host = [reason for reason in errors if reason.startswith("host")]
     loaded = {place: outcome.sources[place] for place in ("device", "host", "storage")}
+    offered = (
+        f", then {outcome.num_offered} requests at a multiple of their {outcome.saturation_rps:.1f} answers/s"
+        if outcome.num_offered
+        else ""
+    )
     others = [problem for problem in outcome.problems if not problem.startswith(("wrong", "no answer"))]
     return [
         Line(
-            f"chaos for {seconds:g} s, {NUM_CLIENTS} clients, faults {rates}",
+            f"chaos for {seconds:g} s, {NUM_CLIENTS} clients{offered}, faults {rates}",
             "no wrong output, no hung request, the cache whole at every check, no leaked slot or byte, server alive",
             f"{outcome.num_requests} requests ({outcome.num_tokens} tokens), {outcome.num_wrong} wrong, "
             f"{outcome.num_hung} hung, {outcome.num_cut} cut off, {outcome.num_checks} checks, "

@@ -22,6 +22,20 @@ def poisson(count: int, per_s: float, draw: random.Random) -> list[float]:
     return times
 
 
+def spread(count: int, seconds: float, shape: float, draw: random.Random) -> list[float]:
+    """``count`` arrivals within exactly so many seconds, their gaps drawn from a gamma distribution of that shape.
+
+    Of shape 1 they are a Poisson process of which the count is known; of a smaller one they come in bursts: the
+    variance of a gap is its squared mean over the shape. The last gap is behind the last arrival.
+    """
+    gaps = [draw.gammavariate(shape, 1.0) for _ in range(count + 1)]
+    scale, now_s, times = seconds / sum(gaps), 0.0, []
+    for gap in gaps[:-1]:
+        now_s += gap * scale
+        times.append(now_s)
+    return times
+
+
 def stretched(trace_s: Sequence[float], count: int, per_s: float, window: int) -> list[float]:
     """``count`` arrivals of a trace one after the other, ``per_s`` a second on average: with every window further on.
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
@@ -17,6 +19,9 @@ TIMEOUT_S = 600.0
 """What one request may take before it counts as failed."""
 
 _PATH = "/v1/chat/completions"
+_NO_ROOM = 503
+_PAUSE_S = 0.1
+"""Of a client that keeps asking, behind a request that failed."""
 
 
 class Asked(Protocol):
@@ -41,7 +46,8 @@ class Outcome:
 
     ``ttft_s`` is the time from ``arrival_s`` to the first text of the answer; for an answer without text, to its end;
     None when nothing came. ``itl_s`` are the times between the pieces of text. ``cached_by_tier`` is where SGLang says
-    the cached tokens were. With an ``error``, the rest is what was known by then.
+    the cached tokens were. With an ``error``, the rest is what was known by then. ``is_refused``: the error is status
+    503. ``is_cut``: it was cancelled at the end of its level, which is no error; ``end_s`` is when.
     """
 
     arrival_s: float
@@ -55,6 +61,8 @@ class Outcome:
     output_tokens: int | None = None
     answer: str = ""
     error: str | None = None
+    is_refused: bool = False
+    is_cut: bool = False
 
 
 class EventLines:
@@ -78,6 +86,10 @@ class EventLines:
 
 class _Failed(Exception):
     """The answer says, or is, an error."""
+
+
+class _Refused(_Failed):
+    """The server has no room for the request now."""
 
 
 class _Answer:
@@ -148,27 +160,24 @@ async def drive(
     max_new_tokens: int,
     is_closed: bool = False,
     timeout_s: float = TIMEOUT_S,
+    until_s: float | None = None,
     on_outcome: Callable[[Outcome], None] | None = None,
 ) -> list[Outcome]:
     """The outcomes in the order of ``planned``; nothing is sent twice.
 
-    In an open loop every request is sent at its time, whatever became of those before it. ``is_closed``: one client,
-    whose next request follows the last answer; ``arrival_s`` is then when it was sent. What ``on_outcome`` raises ends
-    all requests and is raised.
+    In an open loop every request is sent at its time, whatever became of those before it, and what has no answer
+    ``until_s`` seconds after the start is cancelled. ``is_closed``: one client, whose next request follows the last
+    answer; ``arrival_s`` is then when it was sent. What ``on_outcome`` raises ends all requests and is raised.
     """
-    from aiohttp import ClientSession, ClientTimeout, TCPConnector
-
     bodies = [_body(model, entry, max_new_tokens) for entry in planned]
-    # A connection each: a server may close an idle one just when a request is put on it, which would count as failed.
-    connector = TCPConnector(limit=0, force_close=True)
-    async with ClientSession(connector=connector, timeout=ClientTimeout(total=None)) as session:
+    async with _session() as session:
         begin = time.perf_counter()
 
         async def ask(arrival_s: float | None, body: bytes) -> Outcome:
             # A timer may ring a little early, and a request sent before it arrived would have a negative wait.
             while arrival_s is not None and (left := arrival_s - (time.perf_counter() - begin)) > 0:
                 await asyncio.sleep(left)
-            outcome = await _ask(session, url + _PATH, body, begin, arrival_s, timeout_s)
+            outcome = await _ask(session, url + _PATH, body, begin, arrival_s, timeout_s, until_s)
             if on_outcome is not None:
                 on_outcome(outcome)
             return outcome
@@ -183,6 +192,50 @@ async def drive(
         except BaseExceptionGroup as several:
             raise several.exceptions[0] from None
         return [task.result() for task in tasks]
+
+
+async def keep_asking(
+    url: str,
+    model: str,
+    planned: Sequence[Arrival],
+    *,
+    max_new_tokens: int,
+    num_clients: int,
+    seconds: float,
+    timeout_s: float = TIMEOUT_S,
+) -> list[Outcome]:
+    """So many clients, each of which asks the next of ``planned`` as soon as it has its answer, for so long.
+
+    Behind the last of ``planned`` comes its first again. What has no answer at the end is cancelled.
+    """
+    entries, outcomes = cycle(planned), list[Outcome]()
+    async with _session() as session:
+        begin = time.perf_counter()
+
+        async def ask() -> None:
+            while time.perf_counter() - begin < seconds:
+                body = _body(model, next(entries), max_new_tokens)
+                outcomes.append(await _ask(session, url + _PATH, body, begin, None, timeout_s, seconds))
+                if outcomes[-1].error is not None:
+                    await asyncio.sleep(_PAUSE_S)
+
+        await asyncio.gather(*(ask() for _ in range(num_clients)))
+    return outcomes
+
+
+def lift_file_limit() -> None:
+    """Let this process open as many files as it may at most: every request that waits has a connection of its own."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _session() -> ClientSession:
+    """With a connection for each request: a server may close an idle one just when a request is put on it."""
+    from aiohttp import ClientSession, ClientTimeout, TCPConnector
+
+    lift_file_limit()
+    return ClientSession(connector=TCPConnector(limit=0, force_close=True), timeout=ClientTimeout(total=None))
 
 
 def _body(model: str, entry: Arrival, max_new_tokens: int) -> bytes:
@@ -200,23 +253,33 @@ def _body(model: str, entry: Arrival, max_new_tokens: int) -> bytes:
 
 
 async def _ask(
-    session: ClientSession, url: str, body: bytes, begin: float, arrival_s: float | None, timeout_s: float
+    session: ClientSession,
+    url: str,
+    body: bytes,
+    begin: float,
+    arrival_s: float | None,
+    timeout_s: float,
+    until_s: float | None,
 ) -> Outcome:
     from aiohttp import ClientError
 
     sent_s = time.perf_counter() - begin
+    left_s = timeout_s if until_s is None else until_s - sent_s
     outcome = Outcome(sent_s if arrival_s is None else arrival_s, sent_s)
     answer = _Answer(outcome)
     try:
         async with (
-            asyncio.timeout(timeout_s),
+            asyncio.timeout(min(timeout_s, left_s)),
             session.post(url, data=body, headers={"Content-Type": "application/json"}) as response,
         ):
             await _read(response, answer, begin)
     except TimeoutError:
-        outcome.error = f"no complete answer within {timeout_s:g} s"
+        if left_s < timeout_s:
+            outcome.is_cut = True
+        else:
+            outcome.error = f"no complete answer within {timeout_s:g} s"
     except (_Failed, ClientError, OSError) as error:
-        outcome.error = str(error) or type(error).__name__
+        outcome.error, outcome.is_refused = str(error) or type(error).__name__, isinstance(error, _Refused)
     if not answer.is_complete:
         outcome.end_s = time.perf_counter() - begin
     return outcome
@@ -230,7 +293,7 @@ async def _read(response: ClientResponse, answer: _Answer, begin: float) -> None
             why = _said(orjson.loads(raw))
         except orjson.JSONDecodeError:
             why = raw[:300].decode("utf-8", "replace")
-        raise _Failed(f"status {response.status}: {why}")
+        raise (_Refused if response.status == _NO_ROOM else _Failed)(f"status {response.status}: {why}")
     lines = EventLines()
     async for piece in response.content.iter_any():
         now_s = time.perf_counter() - begin

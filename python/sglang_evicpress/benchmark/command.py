@@ -13,6 +13,7 @@ from sglang_evicpress.benchmark.contexts import Context, load_contexts
 from sglang_evicpress.benchmark.model import kv_bytes_per_token
 from sglang_evicpress.benchmark.quality import score_runs
 from sglang_evicpress.benchmark.runs import run_all
+from sglang_evicpress.benchmark.saturation import at_saturation
 from sglang_evicpress.benchmark.server import ServerError
 from sglang_evicpress.benchmark.systems import Sizes, System, expand, left_out, sizes_of
 from sglang_evicpress.benchmark.tables import TABLES, write_report
@@ -41,6 +42,7 @@ def serve(args: argparse.Namespace, command: str) -> int:
         chosen = systems if args.systems is None else choose(systems, args.systems)
         for each in left_out(config):
             _say(f"{each.name} is left out: {each.why}")
+        config = at_saturation(config, systems, contexts, sizes, folder, is_fresh=args.fresh)
         done = run_all(config, systems, chosen, contexts, sizes, folder, command=command, is_fresh=args.fresh)
         score_runs(folder, is_shown=sys.stderr.isatty())
         write_report(folder)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from sglang_evicpress.benchmark.fields import Fields, each, number, one_of, text, texts_by_name, whole, words
@@ -31,7 +31,7 @@ _OWN_FLAGS = (
 )
 """Given by the benchmark to each system, so not to be given for all."""
 
-_WHICH_RUNS = ("path", "name", "systems", "repetitions", "once", "alphas", "presses", "kept", "rates")
+_WHICH_RUNS = ("path", "name", "systems", "repetitions", "once", "alphas", "presses", "kept", "rates", "ttft_limit_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,33 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """Open-loop levels for all systems and repetitions, at multiples of saturation: what ``reference``, the name of a
+    system, answers per second while ``clients`` ask without a pause for ``seconds``.
+
+    The arrivals of a level take exactly ``seconds``; ``cut_s`` later what has no answer is cancelled.
+    ``saturation_rps`` is None until it is measured.
+    """
+
+    of_saturation: tuple[float, ...]
+    reference: str
+    seconds: float
+    cut_s: float
+    clients: int
+    saturation_rps: float | None = None
+
+    @property
+    def multiples(self) -> dict[float, float]:
+        """Level, in requests/s -> its multiple of saturation; none before that is measured."""
+        return {} if self.saturation_rps is None else levels_at(self.saturation_rps, self.of_saturation)
+
+
+def levels_at(saturation_rps: float, multiples: Iterable[float]) -> dict[float, float]:
+    """Level, in requests/s of three digits -> its multiple of saturation."""
+    return {float(f"{multiple * saturation_rps:.3g}"): multiple for multiple in multiples}
+
+
+@dataclass(frozen=True, slots=True)
 class Profiling:
     """Before the runs, each context is profiled by its first ``questions``, in ``forms`` (separated by commas)."""
 
@@ -80,8 +107,10 @@ class Config:
     ``{question}``. Contexts of more than ``tokens`` tokens are left out. ``requests`` are sent at each of ``levels``,
     in requests/s; level 0 is one client that waits for each answer. ``warm_up``: how often each context is asked about
     unmeasured before the first level. Contexts are asked about by rank ** -``popularity``. ``trace`` is the file
-    whose gaps arrivals have, None for a Poisson process. ``ssd_bandwidth`` is what reads of the SSD tier are slowed to,
-    in bytes/s. Systems in ``once`` run in the first repetition only.
+    whose gaps arrivals have; where it is None they have those of a gamma distribution of ``gaps_shape``: 1 is a Poisson
+    process, less comes in bursts. ``ssd_bandwidth`` is what reads of the SSD tier are slowed to, in bytes/s. Systems in
+    ``once`` run in the first repetition only. ``load`` adds levels, and ``ttft_limit_s`` is the TTFT within which an
+    answer counts for goodput.
     """
 
     path: Path
@@ -99,6 +128,7 @@ class Config:
     seed: int
     max_new_tokens: int
     trace: Path | None
+    gaps_shape: float
     levels: tuple[float, ...]
     repetitions: int
     memory: Memory
@@ -111,6 +141,15 @@ class Config:
     profiles: Profiling | None
     once: tuple[str, ...]
     rates: tuple[Rates, ...]
+    load: Load | None
+    ttft_limit_s: float | None
+
+    def saturated_at(self, rps: float) -> Config:
+        """With the levels of ``load`` for a saturation of so many requests/s. Raises ValueError without a load."""
+        if self.load is None:
+            raise ValueError(f"{self.path} has no load: expected one, of_saturation, reference and seconds")
+        load = replace(self.load, saturation_rps=rps)
+        return replace(self, load=load, levels=tuple(dict.fromkeys((*self.levels, *sorted(load.multiples)))))
 
     def levels_of(self, kind: str, name: str, repetition: int) -> tuple[float, ...]:
         """Of one repetition, counted from 0, of a system of that kind and name; none where it does not run."""
@@ -152,6 +191,9 @@ def load_config(path: Path) -> Config:
     presses = get("presses", each(one_of(PRESSES)), f"a list of {', '.join(PRESSES)}", DEFAULT_PRESSES)
     kept = get("kept", each(number(above=0.0, below=1.0)), "a list of numbers above 0, below 1", DEFAULT_KEPT)
     kinds = f"a list of {', '.join(KINDS)}"
+    arrivals = "poisson, gamma SHAPE (above 0; 1 is poisson, less comes in bursts), or trace FILE.csv"
+    poisson: tuple[Path | None, float] = (None, 1.0)
+    trace, shape = get("arrivals", lambda value: _arrivals(text(value), path.parent), arrivals, poisson)
     config = Config(
         path=path,
         name=get("name", _file_name, "a name that can be that of a folder", path.stem),
@@ -167,7 +209,8 @@ def load_config(path: Path) -> Config:
         popularity=get("popularity", number(), "an exponent of at least 0", 1.0),
         seed=get("seed", whole(0), "a whole number of at least 0", 0),
         max_new_tokens=get("max_new_tokens", whole(1), "a whole number of at least 1", 32),
-        trace=get("arrivals", lambda value: _trace(text(value), path.parent), "poisson, or trace FILE.csv", None),
+        trace=trace,
+        gaps_shape=shape,
         levels=get("levels", each(number()), "a list of requests/s, 0 for one client at a time", (0.0,)),
         repetitions=get("repetitions", whole(1, 1000), "a whole number from 1 to 1000", 1),
         memory=_memory(Fields.of(f"{path}: memory", need("memory", _any, "gpu, host and ssd"))),
@@ -180,6 +223,8 @@ def load_config(path: Path) -> Config:
         profiles=_profiling(path, get("profiles", _any, "questions and forms", None), _grid(presses, kept)),
         once=get("once", each(one_of(KINDS), may_be_empty=True), kinds, ()),
         rates=_rates(path, get("rates", _any, "levels and systems", None)),
+        load=_load(path, get("load", _any, "of_saturation, reference and seconds", None)),
+        ttft_limit_s=get("ttft_limit_s", number(above=0.0), "seconds above 0", None),
     )
     fields.finish()
     for flag in config.server:
@@ -256,6 +301,21 @@ def _rates(path: Path, value: object) -> tuple[Rates, ...]:
     return tuple(found)
 
 
+def _load(path: Path, value: object) -> Load | None:
+    if value is None:
+        return None
+    fields = Fields.of(f"{path}: load", value)
+    load = Load(
+        of_saturation=fields.need("of_saturation", each(number(above=0.0)), "a list of multiples above 0"),
+        reference=fields.need("reference", text, "the name of a system"),
+        seconds=fields.need("seconds", number(above=0.0), "seconds above 0"),
+        cut_s=fields.get("cut_s", number(), "seconds of at least 0", 10.0),
+        clients=fields.get("clients", whole(1, 1000), "a whole number from 1 to 1000", 16),
+    )
+    fields.finish()
+    return load
+
+
 def _any(value: object) -> object:
     return value
 
@@ -283,13 +343,18 @@ def _template(value: object) -> str:
     return str(value).replace(r"\n", "\n")
 
 
-def _trace(arrivals: str, folder: Path) -> Path | None:
-    kind, _, file = arrivals.strip().partition(" ")
-    if kind == "poisson" and not file:
-        return None
-    if kind != "trace":
-        raise ValueError
-    return _beside(file.strip(), folder)
+def _arrivals(value: str, folder: Path) -> tuple[Path | None, float]:
+    """The trace, and the shape of the gaps where there is none."""
+    kind, _, rest = value.strip().partition(" ")
+    match kind:
+        case "poisson" if not rest:
+            return None, 1.0
+        case "gamma":
+            return None, number(above=0.0)(rest)
+        case "trace":
+            return _beside(rest.strip(), folder), 1.0
+        case _:
+            raise ValueError
 
 
 def _beside(name: str, folder: Path) -> Path:

@@ -9,6 +9,8 @@ from typing import Any
 
 import orjson
 
+from sglang_evicpress.benchmark.config import levels_at
+
 PLAN, RUNS, SCORES = "plan.json", "runs", "scores.jsonl"
 TIERS = ("gpu", "host", "ssd")
 
@@ -19,7 +21,9 @@ _SGLANG_TIERS = {"device": "gpu", "storage": "ssd"}
 class Request:
     """One line of a run. ``latency_s`` ends with the answer and begins as ``ttft_s`` does; both are None for one that
     failed. ``late_s`` is how long after its planned arrival it was sent; ``hits`` are its cached tokens by tier, None
-    when the server did not say where they were."""
+    when the server did not say where they were. ``end_s`` is when it ended, from the start of the level. ``is_cut``: it
+    was cancelled at the end of the level, and had waited for its first token for ``waited_s``; ``is_refused``: the
+    server answered 503. Neither is complete, nor did it fail."""
 
     index: int
     family: str
@@ -33,10 +37,18 @@ class Request:
     answer: str
     reference: str | None
     error: str | None
+    end_s: float = 0.0
+    is_cut: bool = False
+    is_refused: bool = False
+    waited_s: float | None = None
 
     @property
     def is_complete(self) -> bool:
         return self.error is None and self.ttft_s is not None
+
+    @property
+    def has_failed(self) -> bool:
+        return not (self.is_complete or self.is_cut or self.is_refused)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +100,17 @@ class Raw:
 
     @property
     def bound(self) -> str | None:
-        """The name of the system whose answers and times the others are compared with."""
-        return next((system["name"] for system in self.systems if system["kind"] == "bound"), None)
+        """The name of the system whose answers and times the others are compared with: the bound, or, where it did not
+        run, the one with our attention."""
+        named = {system["kind"]: system["name"] for system in reversed(self.systems)}
+        return named.get("bound", named.get("bound+attention"))
+
+    @property
+    def multiples(self) -> dict[float, float]:
+        """Level -> its multiple of saturation, for the levels that were planned as such."""
+        load = self.plan.get("config", {}).get("load") or {}
+        rps = load.get("saturation_rps")
+        return {} if rps is None else levels_at(rps, load["of_saturation"])
 
     def runs_of(self, system: str, level: float) -> list[Run]:
         """By repetition."""
@@ -139,7 +160,9 @@ def read_run(path: Path) -> Run:
 def _request(line: Mapping[str, Any], level: float) -> Request:
     error = line.get("error")
     begin_s = line["sent_s"] if level == 0 else line["arrival_s"]  # one client sends once it has the last answer
-    has_failed = error is not None or line.get("ttft_s") is None
+    is_cut = bool(line.get("is_cut"))
+    has_failed = error is not None or line.get("ttft_s") is None or is_cut
+    waited_s = line["end_s"] - begin_s if line.get("ttft_s") is None else line["ttft_s"]
     by_tier = line.get("cached_by_tier")
     return Request(
         index=line["index"],
@@ -154,6 +177,10 @@ def _request(line: Mapping[str, Any], level: float) -> Request:
         answer=line.get("answer") or "",
         reference=line.get("reference"),
         error=error,
+        end_s=line["end_s"],
+        is_cut=is_cut,
+        is_refused=bool(line.get("is_refused")),
+        waited_s=waited_s if is_cut else None,
     )
 
 

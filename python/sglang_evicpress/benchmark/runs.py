@@ -8,13 +8,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from sglang_evicpress.benchmark.client import TIMEOUT_S, Outcome, drive
+from sglang_evicpress.benchmark.client import TIMEOUT_S, Outcome, drive, keep_asking
 from sglang_evicpress.benchmark.config import Config
 from sglang_evicpress.benchmark.contexts import Context
 from sglang_evicpress.benchmark.environment import commit, environment
@@ -23,14 +23,20 @@ from sglang_evicpress.benchmark.interrupts import raising_interrupts
 from sglang_evicpress.benchmark.profiling import Profiles
 from sglang_evicpress.benchmark.server import Server, free_port
 from sglang_evicpress.benchmark.systems import Sizes, System, left_out, profiling_system
-from sglang_evicpress.benchmark.workload import Planned, num_requests, plan, warm_up
+from sglang_evicpress.benchmark.workload import Planned, is_loaded, num_requests, plan, warm_up
 from sglang_evicpress.profiler.progress import Progress
 
 MOST_FAILED = 0.01
 """A run of which a larger share of the requests fails does not count, and ends the benchmark."""
 
+ABORT_S = 3.0
+"""SGLang aborts a request two seconds after its client has left."""
+
 MODEL = "default"
 """What requests call the model: a server has one, and takes any name."""
+
+_NUM_QUESTIONS = 2000
+"""That clients are asked in turn who ask without a pause."""
 
 Launch = Callable[[Config, System, int], Sequence[str]]
 
@@ -74,8 +80,8 @@ def run_all(
     """
     folder = Folder(out.resolve())
     with raising_interrupts(), folder.locked():
-        folder.open_plan(_plan(config, systems, contexts, sizes, command), is_fresh=is_fresh)
-        bench = _Bench(config, contexts, folder, timeout_s, launch)
+        folder.open_plan(plan_of(config, systems, contexts, sizes, command), is_fresh=is_fresh)
+        bench = Bench(config, contexts, folder, timeout_s, launch)
         wanted = [(system, repetition) for repetition, system in product(range(config.repetitions), chosen)]
         missing = {pair: levels for pair in wanted if (levels := bench.missing(*pair))}
         num_missing = sum(map(len, missing.values()))
@@ -91,7 +97,9 @@ def run_all(
         return Done(num_missing, num_wanted - num_missing, bench.num_failed)
 
 
-class _Bench:
+class Bench:
+    """Runs systems on one folder, which is locked."""
+
     def __init__(
         self, config: Config, contexts: Sequence[Context], folder: Folder, timeout_s: float, launch: Launch
     ) -> None:
@@ -130,6 +138,28 @@ class _Bench:
                 progress.name(shown)
                 self._level(server, system, repetition, level, shown, progress)
 
+    def saturate(self, system: System, clients: int, seconds: float, progress: Progress) -> list[Outcome]:
+        """What so many clients get that ask without a pause for so long."""
+        where = f"saturation of {system.name}"
+        progress.name(f"{where}: starts")
+        with self._folder.empty_ssd(system), self._server(system, None) as server:
+            _check_routes(server, system)
+            self._warm_up(server, where, progress)
+            progress.name(f"{where}: {clients} clients for {seconds:g} s")
+            outcomes = asyncio.run(
+                keep_asking(
+                    *(server.url, MODEL, plan(replace(self._config, requests=_NUM_QUESTIONS), self._contexts, 0, 0.0)),
+                    max_new_tokens=self._config.max_new_tokens,
+                    num_clients=clients,
+                    seconds=seconds,
+                    timeout_s=self._timeout_s,
+                )
+            )
+            failed = [outcome for outcome in outcomes if outcome.error is not None and not outcome.is_refused]
+            if len(failed) > MOST_FAILED * len(outcomes):
+                raise server.error(f"{where}: {len(failed)} of {len(outcomes)} requests failed: {failed[0].error}")
+            return outcomes
+
     def _server(self, system: System, repetition: int | None) -> Server:
         port = free_port()
         return Server(
@@ -163,8 +193,12 @@ class _Bench:
             if outcome.error is not None and not server.is_alive():
                 raise server.error(f"{where}: the server ended")
 
-        outcomes = self._drive(server, planned, is_closed=level == 0, on_outcome=note)
+        load = self._config.load if is_loaded(self._config, level) else None
+        until_s = None if load is None else load.seconds + load.cut_s
+        outcomes = self._drive(server, planned, is_closed=level == 0, until_s=until_s, on_outcome=note)
         took_s = time.perf_counter() - begin
+        if any(outcome.is_cut for outcome in outcomes):
+            self._let_end(server, planned[0], where)
         after = _looked_into(server, system)
         check = server.post("/evicpress/check") if system.has_policy else None
         header = {
@@ -174,6 +208,7 @@ class _Bench:
             "begin_unix_s": begin_unix_s,
             "took_s": took_s,
             "offered_rps": level,
+            "seconds": None if load is None else load.seconds,
             "start_s": server.start_s,
             "load_average": load_average,
             "commit": self._commit,
@@ -187,7 +222,7 @@ class _Bench:
         }
         lines = [_line(entry, outcome) for entry, outcome in zip(planned, outcomes, strict=True)]
         path = self._folder.run_file(system, repetition, level)
-        failed = [outcome for outcome in outcomes if outcome.error is not None]
+        failed = [outcome for outcome in outcomes if outcome.error is not None and not outcome.is_refused]
         violations = [] if check is None or check.get("ok") else check.get("violations") or [repr(check)]
         if violations or len(failed) > MOST_FAILED * len(outcomes):
             written = self._folder.write_failed(path, header, lines)
@@ -200,13 +235,39 @@ class _Bench:
         self._folder.write_run(path, header, lines)
         self.num_failed += len(failed)
         times = [outcome.ttft_s for outcome in outcomes if outcome.error is None and outcome.ttft_s is not None]
+        lost = {
+            "failed": len(failed),
+            "refused": sum(outcome.is_refused for outcome in outcomes),
+            "cut": sum(outcome.is_cut for outcome in outcomes),
+        }
         progress.say(
-            f"{where}: {len(outcomes)} requests in {took_s:.1f} s, "
-            f"mean TTFT {statistics.fmean(times):.3f} s{f', {len(failed)} failed' if failed else ''}"
+            f"{where}: {len(outcomes)} requests in {took_s:.1f} s, mean TTFT "
+            f"{f'{statistics.fmean(times):.3f} s' if times else 'unknown'}"
+            + "".join(f", {count} {name}" for name, count in lost.items() if count)
         )
 
+    def _let_end(self, server: Server, entry: Planned, where: str) -> None:
+        """Wait until nothing is left of requests that were cancelled: one that comes behind all of them is answered.
+
+        Raises ServerError where it is not, within the time that a request may take.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            time.sleep(ABORT_S)
+            (outcome,) = self._drive(server, [entry], is_closed=True, on_outcome=lambda _: None)
+            if outcome.error is None:
+                return
+            if not outcome.is_refused or time.monotonic() > deadline:
+                raise server.error(f"{where}: a request behind those that were cut failed: {outcome.error}")
+
     def _drive(
-        self, server: Server, planned: Sequence[Planned], *, is_closed: bool, on_outcome: Callable[[Outcome], None]
+        self,
+        server: Server,
+        planned: Sequence[Planned],
+        *,
+        is_closed: bool,
+        on_outcome: Callable[[Outcome], None],
+        until_s: float | None = None,
     ) -> list[Outcome]:
         return asyncio.run(
             drive(
@@ -216,6 +277,7 @@ class _Bench:
                 max_new_tokens=self._config.max_new_tokens,
                 is_closed=is_closed,
                 timeout_s=self._timeout_s,
+                until_s=until_s,
                 on_outcome=on_outcome,
             )
         )
@@ -267,10 +329,12 @@ def _line(entry: Planned, outcome: Outcome) -> dict[str, object]:
     }
 
 
-def _plan(
+def plan_of(
     config: Config, systems: Sequence[System], contexts: Sequence[Context], sizes: Sizes, command: str
 ) -> Mapping[str, object]:
-    arrivals = "poisson" if config.trace is None else f"trace {config.trace}"
+    """What ``plan.json`` is to say."""
+    arrivals = "poisson" if config.gaps_shape == 1.0 else f"gamma {config.gaps_shape:g}"
+    arrivals = arrivals if config.trace is None else f"trace {config.trace}"
     settings = {**asdict(sizes), "num_contexts": len(contexts), "arrivals": arrivals}
     digest = sha256(repr(list(contexts)).encode("utf-8", "surrogatepass")).hexdigest()
     return {

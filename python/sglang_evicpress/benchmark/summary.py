@@ -21,8 +21,10 @@ MOST_FAILED = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One system at one level. Times are those of complete requests, except ``ttft_p95_of_all_s``, for which a failed
-    one lasts for ever; None is what could not be measured.
+    """One system at one level. Times are those of complete requests, except ``ttft_p95_of_all_s``, for which any other
+    lasts for ever; None is what could not be measured. A request that was cut counts with the TTFT it had, or the time
+    it had waited for it, so that TTFT cannot look short because a queue was cut. ``completed_rps`` of a level that ends
+    at a set time are the answers complete while requests arrived, over that time.
 
     ``hit_share`` is of the prompts' tokens, and ``hits`` the same by tier. ``tier_bytes`` (by tier) and ``forms``
     (tier -> form -> tokens) are the means of what was there after the runs; ``decisions`` are sums of those taken in
@@ -37,6 +39,8 @@ class Cell:
     num_repetitions: int
     num_requests: int
     num_failed: int
+    num_cut: int = 0
+    num_refused: int = 0
     completed_rps: float | None = None
     late_p95_s: float | None = None
     ttft_mean_s: float | None = None
@@ -131,11 +135,13 @@ def _cell(
         for run, request in asked
         if (score := raw.scores.get((name, run.repetition, level, request.index))) is not None
     ]
-    ttft = [request.ttft_s for request in complete if request.ttft_s is not None]
+    cut = [request for _, request in asked if request.is_cut]
+    answered = [request.ttft_s for request in complete if request.ttft_s is not None]
+    ttft = [*answered, *(request.waited_s for request in cut if request.waited_s is not None)]
     latency = [request.latency_s for request in complete if request.latency_s is not None]
     itl = [gap for request in complete for gap in request.itl_s]
-    num_failed = len(asked) - len(complete)
-    took_s = sum(run.header.get("took_s") or 0.0 for run in runs)
+    took_s = sum(run.header.get("seconds") or run.header.get("took_s") or 0.0 for run in runs)
+    in_time = [request for run, request in asked if request.is_complete and _is_in_window(run, request)]
     num_prompt_tokens = sum(request.prompt_tokens for request in complete)
     num_cached_tokens = sum(request.cached_tokens for request in complete)
     compared = {"raw": raw, "system": name, "over": raw.bound, "level": level, "family": family}
@@ -145,17 +151,19 @@ def _cell(
         level=level,
         num_repetitions=len(runs),
         num_requests=len(asked),
-        num_failed=num_failed,
-        completed_rps=len(complete) / took_s if took_s > 0 else None,
-        late_p95_s=_quantile([request.late_s for _, request in asked], 0.95),
+        num_failed=sum(request.has_failed for _, request in asked),
+        num_cut=len(cut),
+        num_refused=sum(request.is_refused for _, request in asked),
+        completed_rps=len(in_time) / took_s if took_s > 0 else None,
+        late_p95_s=quantile([request.late_s for _, request in asked], 0.95),
         ttft_mean_s=_mean(ttft),
-        ttft_p50_s=_quantile(ttft, 0.5),
-        ttft_p95_s=_quantile(ttft, 0.95),
-        ttft_p95_of_all_s=_quantile([*ttft, *[float("inf")] * num_failed], 0.95),
+        ttft_p50_s=quantile(ttft, 0.5),
+        ttft_p95_s=quantile(ttft, 0.95),
+        ttft_p95_of_all_s=quantile([*answered, *[float("inf")] * (len(asked) - len(answered))], 0.95),
         itl_mean_s=_mean(itl),
-        itl_p95_s=_quantile(itl, 0.95),
+        itl_p95_s=quantile(itl, 0.95),
         latency_mean_s=_mean(latency),
-        latency_p95_s=_quantile(latency, 0.95),
+        latency_p95_s=quantile(latency, 0.95),
         f1_bound=_mean([score.f1_bound for score in scores]),
         minilm_bound=_mean([score.minilm_bound for score in scores]),
         f1_truth=_mean([score.f1_truth for score in scores]),
@@ -175,13 +183,19 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return statistics.fmean(known) if known else None
 
 
-def _quantile(values: Sequence[float], share: float) -> float | None:
+def quantile(values: Sequence[float], share: float) -> float | None:
     """Between the two values around it; infinity where the upper one is."""
     if not values:
         return None
     ordered, place = sorted(values), share * (len(values) - 1)
     low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
     return low if low == high else low + (high - low) * (place - math.floor(place))
+
+
+def _is_in_window(run: Run, request: Request) -> bool:
+    """Whether it ended while requests arrived, where that is a set time."""
+    seconds = run.header.get("seconds")
+    return seconds is None or request.end_s <= seconds
 
 
 def _hits(requests: Sequence[Request], num_prompt_tokens: int) -> dict[str, float] | None:
@@ -226,8 +240,8 @@ def _decisions(runs: Sequence[Run]) -> dict[str, float] | None:
     for run in runs:
         before, after = ((run.header.get(name) or {}).get("decisions") for name in ("stats_before", "stats"))
         if before is not None and after is not None:
-            started = dict(_numbers(before))
-            for name, count in _numbers(after):
+            started = dict(numbers(before))
+            for name, count in numbers(after):
                 total[name] = total.get(name, 0.0) + count - started.get(name, 0.0)
     return total or None
 
@@ -243,11 +257,12 @@ def _utility_lost(runs: Sequence[Run]) -> float | None:
     return lost_s / num_requests if num_requests else None
 
 
-def _numbers(counters: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, float]]:
+def numbers(counters: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, float]]:
+    """Every number below, with the names that lead to it, separated by blanks."""
     for name, value in counters.items():
         if isinstance(value, Mapping):
-            yield from _numbers(value, f"{above}{name} ")
-        else:
+            yield from numbers(value, f"{above}{name} ")
+        elif isinstance(value, int | float):
             yield f"{above}{name}", float(value)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,9 @@ from typing import Any
 import orjson
 
 from sglang_evicpress.benchmark.curves import best_at_quality, capacity, curve, gaps, unloaded_p95
+from sglang_evicpress.benchmark.load import loaded
+from sglang_evicpress.benchmark.load_tables import load_lines
+from sglang_evicpress.benchmark.markdown import markdown, ms, number, share
 from sglang_evicpress.benchmark.ratios import Paired
 from sglang_evicpress.benchmark.raw import TIERS, Raw, read_raw
 from sglang_evicpress.benchmark.summary import QUALITIES, Cell, Summary, summarise
@@ -57,6 +60,7 @@ def report_lines(summary: Summary) -> Iterator[str]:
     if rows := list(_capacity_rows(summary)):
         yield from ("", f"## Requests/s that are borne at F1 with the bound of {LEAST_QUALITY:g} and more", "")
         yield from markdown(_CAPACITY_HEAD, rows)
+    yield from load_lines(raw)
 
 
 def setting_lines(raw: Raw) -> Iterator[str]:
@@ -70,6 +74,14 @@ def setting_lines(raw: Raw) -> Iterator[str]:
         f"{_told(config.get('repetitions'))} repetitions, arrivals {_told(settings.get('arrivals'))}, at most "
         f"{_told(config.get('max_new_tokens'))} new tokens, model {_told(config.get('model'))}"
     )
+    if raw.multiples:
+        load = config["load"]
+        rates = ", ".join(f"{multiple:g} x = {level:g}/s" for level, multiple in raw.multiples.items())
+        yield (
+            f"saturation {load['saturation_rps']:.2f} requests/s, of {_told(load.get('reference'))} with "
+            f"{_told(load.get('clients'))} clients; levels of {load['seconds']:g} s at {rates}, cut "
+            f"{_told(load.get('cut_s'))} s later"
+        )
     yield (
         f"GPU pool {_told(settings.get('pool_tokens'))} tokens{_percent(memory.get('gpu'))}, host "
         f"{_bytes(settings.get('host_bytes'))}{_percent(memory.get('host'))}, SSD {_bytes(settings.get('ssd_bytes'))}"
@@ -88,30 +100,6 @@ def setting_lines(raw: Raw) -> Iterator[str]:
 
 def level_name(level: float) -> str:
     return f"{level:g} requests/s" if level else "One client, the next request after each answer"
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """A table whose first column is text and whose others are numbers."""
-    yield "| " + " | ".join(head) + " |"
-    yield "|---|" + "---:|" * (len(head) - 1)
-    for row in rows:
-        yield "| " + " | ".join(row) + " |"
-
-
-def ms(seconds: float | None) -> str:
-    """Milliseconds to three digits; a dash for what is not known."""
-    if seconds is None:
-        return "-"
-    value = 1e3 * seconds
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def share(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"
 
 
 def times(found: Paired | None) -> str:
@@ -227,6 +215,7 @@ def _everything(summary: Summary, families: Sequence[Summary]) -> Mapping[str, A
         "notes": summary.notes,
         "overhead_s": summary.overhead_s,
         "cells": [asdict(cell) for cell in summary.cells],
+        "load": [asdict(each) for each in loaded(summary.raw)],
         "families": {each.family: [asdict(cell) for cell in each.cells] for each in families},
     }
 

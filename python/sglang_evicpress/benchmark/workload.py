@@ -10,7 +10,7 @@ from pathlib import Path
 
 import orjson
 
-from sglang_evicpress.benchmark.arrivals import closed, poisson, read_trace, stretched
+from sglang_evicpress.benchmark.arrivals import closed, poisson, read_trace, spread, stretched
 from sglang_evicpress.benchmark.config import Config
 from sglang_evicpress.benchmark.contexts import Context, Question
 from sglang_evicpress.profiler.output import write_whole
@@ -69,10 +69,18 @@ def plan(config: Config, contexts: Sequence[Context], repetition: int, level: fl
 
 def num_requests(config: Config, level: float) -> int:
     """How many requests a level has: as many for all systems that run it."""
+    if is_loaded(config, level):
+        assert config.load is not None
+        return max(1, round(level * config.load.seconds))
     extra = [rates for rates in config.rates if level in rates.levels and level not in config.levels]
     wanted = [config.requests if rates.requests is None else rates.requests for rates in extra]
     wanted += [math.ceil(level * rates.seconds) for rates in extra if rates.seconds is not None]
     return max(wanted, default=config.requests)
+
+
+def is_loaded(config: Config, level: float) -> bool:
+    """Whether it is a level of ``config.load``: one that ends at a set time."""
+    return config.load is not None and level in config.load.multiples
 
 
 def popularity(config: Config, num_contexts: int) -> list[float]:
@@ -130,6 +138,9 @@ def _times(config: Config, draw: random.Random, repetition: int, level: float) -
     if level == 0:
         return closed(config.requests)
     count = num_requests(config, level)
-    if config.trace is None:
+    seconds = config.load.seconds if config.load is not None and is_loaded(config, level) else None
+    if config.trace is not None:
+        return stretched(read_trace(config.trace), count, level if seconds is None else count / seconds, repetition)
+    if seconds is None and config.gaps_shape == 1.0:
         return poisson(count, level, draw)
-    return stretched(read_trace(config.trace), count, level, repetition)
+    return spread(count, count / level if seconds is None else seconds, config.gaps_shape, draw)

@@ -1,11 +1,12 @@
 """A server that answers as SGLang does, in an instant, and fails as its arguments say. Standard library only.
 
-``fake_sglang.py PORT FILE [stock] [fail=SHARE] [violate] [die=N] [delay=SECONDS]``: a line for every start and request
-goes into FILE; SHARE of the requests fail; the process ends at its N-th request.
+``fake_sglang.py PORT FILE [stock] [fail=SHARE] [refuse=SHARE] [violate] [die=N] [delay=SECONDS]``: a line for every
+start and request goes into FILE; SHARE of the requests fail, or are refused; the process ends at its N-th request.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ TREE = {
         {"tier": "ssd", "form": "knorm@0.5", "num_tokens": 8, "num_slots": 4},
     ]
 }
+numbers = itertools.count(1)
 asked = 0
 
 
@@ -36,7 +38,11 @@ class Answer(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         ours: dict[str, Any] = {
-            "/evicpress/stats": {"cached_slots": 15, "asked": asked},
+            "/evicpress/stats": {
+                "cached_slots": 15,
+                "asked": asked,
+                "admission": {"prompt_tokens": 9 * asked, "computed_tokens": {"late": asked}},
+            },
             "/evicpress/tiers": {"tiers": {"gpu": {"used_bytes": 150}}},
             "/evicpress/tree": TREE,
         }
@@ -56,12 +62,16 @@ class Answer(BaseHTTPRequestHandler):
             return
         question = body["messages"][0]["content"]
         note(f"ask {' '.join(question.split())}")
-        asked += 1
-        if asked == int(OPTIONS.get("die", -1)):
+        number = asked = next(numbers)
+        if number == int(OPTIONS.get("die", -1)):
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(float(OPTIONS.get("delay", 0)))
+        refused = float(OPTIONS.get("refuse", 0))
+        if refused and number % round(1 / refused) == 0:
+            self.say(503, {"object": "error", "message": "too many wait"})
+            return
         share = float(OPTIONS.get("fail", 0))
-        if share and asked % round(1 / share) == 0:
+        if share and number % round(1 / share) == 0:
             self.say(500, {"object": "error", "message": "made to fail"})
             return
         self.send_response(200)

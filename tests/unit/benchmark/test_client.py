@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_evicpress.benchmark.client import EventLines, Outcome, drive
+from sglang_evicpress.benchmark.client import EventLines, Outcome, drive, keep_asking, lift_file_limit
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
 END = b"data: [DONE]\n\n"
@@ -54,7 +56,9 @@ WHOLE = (
 )
 
 
-def ask(answer: Answer, planned: Sequence[Planned] | None = None, **options: object) -> list[Outcome]:
+def ask(
+    answer: Answer, planned: Sequence[Planned] | None = None, how: Callable[..., Any] = drive, **options: object
+) -> list[Outcome]:
     """The outcomes of requests to a server on which ``answer`` writes everything, the head included."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -73,7 +77,7 @@ def ask(answer: Answer, planned: Sequence[Planned] | None = None, **options: obj
         port = server.sockets[0].getsockname()[1]
         settings = {"max_new_tokens": 5, "timeout_s": 20.0, **options}
         try:
-            return await drive(f"http://127.0.0.1:{port}", "m", planned or [Planned(0.0, Item("hello"))], **settings)
+            return await how(f"http://127.0.0.1:{port}", "m", planned or [Planned(0.0, Item("hello"))], **settings)
         finally:
             server.close()
 
@@ -281,3 +285,56 @@ def test_whoever_is_told_of_outcomes_can_end_it_all(is_closed: bool) -> None:
     planned = [Planned(0.0, Item("a")), Planned(3600.0, Item("b"))]
     with pytest.raises(RuntimeError, match="enough"):
         ask(sending(WHOLE), planned, is_closed=is_closed, on_outcome=stop)
+
+
+def test_what_has_no_answer_at_the_end_of_an_open_loop_is_cut_and_keeps_what_came() -> None:
+    async def answer(body: dict[str, object], writer: asyncio.StreamWriter) -> None:
+        text = body["messages"][0]["content"]  # type: ignore[index]
+        if text == "whole":
+            writer.write(WHOLE)
+        else:
+            writer.write(HEAD + ROLE + (delta(content="begun ") if text == "begun" else b""))
+            await writer.drain()
+            await asyncio.sleep(20)
+
+    planned = [Planned(0.0, Item("whole")), Planned(0.0, Item("begun")), Planned(0.1, Item("waits"))]
+    whole, begun, waits = ask(answer, planned, until_s=0.5)
+    assert (whole.is_cut, whole.error, whole.answer) == (False, None, "Grüße an alle")
+    assert [each.is_cut for each in (begun, waits)] == [True] * 2
+    assert [each.error for each in (begun, waits)] == [None] * 2
+    assert begun.answer == "begun " and begun.ttft_s is not None
+    assert waits.ttft_s is None and waits.end_s >= 0.5
+
+
+def test_a_server_without_room_refuses() -> None:
+    head = b"HTTP/1.1 %d No\r\nContent-Type: application/json\r\nConnection: close\r\n\r\n{}"
+    (refused,) = ask(sending(head % 503))
+    assert refused.is_refused and refused.error is not None and refused.error.startswith("status 503")
+    (failed,) = ask(sending(head % 500))
+    assert not failed.is_refused and failed.error is not None
+
+
+def test_clients_that_keep_asking_share_the_questions_and_begin_again_behind_the_last() -> None:
+    asked = []
+
+    async def answer(body: dict[str, object], writer: asyncio.StreamWriter) -> None:
+        asked.append(body["messages"][0]["content"])  # type: ignore[index]
+        if len(asked) > 7:
+            await asyncio.sleep(20)
+        writer.write(WHOLE)
+
+    planned = [Planned(0.0, Item(name)) for name in "abc"]
+    outcomes = ask(answer, planned, keep_asking, num_clients=2, seconds=1.0)
+    assert asked == list("abcabcabc")
+    assert [outcome.is_cut for outcome in outcomes] == [False] * 7 + [True] * 2
+    assert all(outcome.error is None for outcome in outcomes)
+
+
+def test_a_queue_of_thousands_is_not_ended_by_the_limit_of_open_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+    try:
+        lift_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

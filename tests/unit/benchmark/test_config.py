@@ -106,7 +106,7 @@ def test_the_record_is_json_and_the_identity_leaves_out_which_systems_run(tmp_pa
         ({"once": ["none"]}, r"once is \['none'\]: expected"),
         ({"alphas": [-1]}, r"alphas is \[-1\]: expected"),
         ({"warm_up": "twice"}, "warm_up is 'twice': expected how often each context is asked about, a whole"),
-        ({"arrivals": "uniform"}, "arrivals is 'uniform': expected poisson, or trace FILE.csv"),
+        ({"arrivals": "uniform"}, "arrivals is 'uniform': expected poisson, gamma SHAPE .*, or trace FILE.csv"),
         ({"arrivals": "trace gone.csv"}, "arrivals is 'trace gone.csv': expected"),
         ({"template": "{question} {context}"}, "template is .*: expected a text with {context}"),
         ({"contexts": {}}, "contexts is {}: expected either file or command"),
@@ -175,3 +175,39 @@ def test_rates_may_be_several_groups(tmp_path: Path) -> None:
     assert config.levels_of("lru", "lru", 0) == (0.0, 2.0, 4.0, 8.0)
     assert config.levels_of("bound", "bound", 0) == (0.0, 4.0, 8.0)
     assert config.levels_of("fixed", "knorm@0.5+lru", 0) == (0.0,)
+
+
+def test_a_load_has_levels_once_saturation_is_known(tmp_path: Path) -> None:
+    given = {"of_saturation": [2, 0.5], "reference": "tiers-lru", "seconds": 60}
+    config = load(tmp_path, levels=[0], load=given)
+    assert config.load is not None
+    assert (config.load.cut_s, config.load.clients, config.load.multiples) == (10.0, 16, {})
+    assert config.levels == (0.0,)
+    saturated = config.saturated_at(12.345)
+    assert saturated.levels == (0.0, 6.17, 24.7)
+    assert saturated.levels_of("lru", "lru", 0) == saturated.levels
+    assert json.loads(json.dumps(saturated.record())) == saturated.record()
+    assert saturated.identity() != config.identity()
+    assert load(tmp_path, levels=[0], load=given, ttft_limit_s=0.5).identity() == config.identity()
+    with pytest.raises(ValueError, match="has no load: expected one"):
+        load(tmp_path).saturated_at(1.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"load": {"of_saturation": [0], "reference": "x", "seconds": 1}}, r"load: of_saturation is \[0\]: expected"),
+        ({"load": {"of_saturation": [1], "seconds": 1}}, "load has no reference: expected the name of a system"),
+        ({"load": {"of_saturation": [1], "reference": "x"}}, "load has no seconds: expected seconds above 0"),
+        ({"load": {"of_saturation": [1], "reference": "x", "seconds": 1, "cut": 1}}, "load has the unknown key 'cut'"),
+        (
+            {"load": {"of_saturation": [1], "reference": "x", "seconds": 1, "clients": 0}},
+            "load: clients is 0: expected",
+        ),
+        ({"arrivals": "gamma 0"}, "arrivals is 'gamma 0': expected poisson, gamma SHAPE"),
+        ({"ttft_limit_s": 0}, "ttft_limit_s is 0: expected seconds above 0"),
+    ],
+)
+def test_an_error_in_a_load_names_what_is_accepted(tmp_path: Path, values: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        load(tmp_path, **values)

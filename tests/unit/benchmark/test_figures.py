@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.unit.benchmark.loads import good_runs, write_load
 from tests.unit.benchmark.raw import request, write_plan, write_run, write_scores
 
 SCRIPTS = Path(__file__).parents[3] / "bench" / "figures"
@@ -106,3 +107,13 @@ def test_adaptcache_is_compared_with_fixed_presses(draw) -> None:  # type: ignor
 def test_a_level_that_was_not_run_is_refused(draw) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(SystemExit, match="level 7 was not run: expected one of 0, 1, 2"):
         draw("hits", "--level", "7")
+
+
+def test_load_is_drawn_against_what_is_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_load(tmp_path, good_runs(1))
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.setattr(sys, "argv", ["under_load", str(tmp_path)])
+    runpy.run_path(str(SCRIPTS / "under_load.py"), run_name="__main__")
+    assert (tmp_path / "figures" / "under_load.png").read_bytes().startswith(b"\x89PNG")
+    text = (tmp_path / "figures" / "under_load.md").read_text()
+    assert "## Under load: 8/s, 2 x saturation" in text and "| evicpress a=0.5 | 8.00 | 4.00 | 4.00 |" in text

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sglang_evicpress.benchmark.arrivals import poisson, read_trace, stretched
+from sglang_evicpress.benchmark.arrivals import poisson, read_trace, spread, stretched
 from sglang_evicpress.benchmark.config import Config, load_config
 from sglang_evicpress.benchmark.contexts import Context, Question
 from sglang_evicpress.benchmark.workload import plan, popularity, training_questions, warm_up, write_training
@@ -167,3 +167,32 @@ def test_poisson_gaps_have_the_spread_of_a_poisson_process() -> None:
     mean = sum(gaps) / len(gaps)
     deviation = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5
     assert mean == pytest.approx(0.25, rel=0.05) and deviation == pytest.approx(mean, rel=0.05)
+
+
+def test_arrivals_of_a_level_under_load_fill_its_time_exactly(tmp_path: Path) -> None:
+    given = {"of_saturation": [0.5, 2], "reference": "evicpress a=1", "seconds": 20}
+    config = make(tmp_path, levels=[0], load=given).saturated_at(10.04)
+    assert config.levels == (0.0, 5.02, 20.1)
+    assert config.load is not None
+    assert config.load.multiples == {5.02: 0.5, 20.1: 2.0}
+    for level, count in ((5.02, 100), (20.1, 402)):
+        times = [request.arrival_s for request in plan(config, CONTEXTS, 0, level)]
+        assert len(times) == count and times == sorted(times)
+        assert times[0] > 0 and 20 * 0.9 < times[-1] < 20
+    assert len(plan(config, CONTEXTS, 0, 0.0)) == 400
+
+
+def test_bursts_have_gaps_of_more_variance() -> None:
+    def variance(shape: float) -> float:
+        times = spread(20_000, 20_000.0, shape, random.Random(1))
+        gaps = [later - earlier for earlier, later in pairwise(times)]
+        assert sum(gaps) / len(gaps) == pytest.approx(1.0, rel=0.01)
+        return sum((gap - 1.0) ** 2 for gap in gaps) / len(gaps)
+
+    assert variance(1.0) == pytest.approx(1.0, rel=0.1)
+    assert variance(0.5) == pytest.approx(2.0, rel=0.1)
+
+
+def test_bursts_come_at_the_rate_of_a_level_without_a_load_too(tmp_path: Path) -> None:
+    times = [request.arrival_s for request in plan(make(tmp_path, arrivals="gamma 0.5"), CONTEXTS, 0, 8.0)]
+    assert len(times) == 400 and 45 < times[-1] < 50

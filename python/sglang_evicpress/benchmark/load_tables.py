@@ -1,0 +1,93 @@
+"""Markdown of what every system did under load: the medians of the repetitions at every rate, and where they bend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from sglang_evicpress.benchmark.load import DROPPED, NEW, NOT_WORTH, Loaded, knee, loaded, median
+from sglang_evicpress.benchmark.markdown import markdown, ms, number, share
+from sglang_evicpress.benchmark.raw import Raw
+
+
+def load_lines(raw: Raw) -> Iterator[str]:
+    """Nothing where no level is a multiple of saturation."""
+    if not raw.multiples:
+        return
+    runs = loaded(raw)
+    for level in raw.levels:
+        yield from ("", f"## Under load: {rate_name(level, raw.multiples)}", "")
+        at = [each for each in median(runs) if each.level == level]
+        yield from markdown(_HEAD, [_row(each) for each in at])
+        yield ""
+        yield from markdown(_REASONS_HEAD, [_reasons_row(each) for each in at])
+    limit_s = raw.plan.get("config", {}).get("ttft_limit_s")
+    within = "no TTFT limit" if limit_s is None else f"TTFT within {limit_s:g} s"
+    yield ""
+    yield f"Medians of the repetitions, TTFT in ms. Answers, and goodput ({within}), per second of the arrivals."
+    yield from ("", "## The knee: answers >= 95 % of what is offered, TTFT p95 <= 2x that with one client", "")
+    repetitions = sorted({each.repetition for each in runs if each.repetition is not None})
+    yield from markdown(
+        ("system", *(f"repetition {each + 1}, requests/s" for each in repetitions)),
+        [
+            [system["name"], *(number(knee(of(runs, system["name"], each)), 2) for each in repetitions)]
+            for system in raw.systems
+        ],
+    )
+
+
+def rate_name(level: float, multiples: Mapping[float, float]) -> str:
+    if level == 0:
+        return "one client"
+    known = multiples.get(level)
+    return f"{level:g}/s" + ("" if known is None else f", {known:g} x saturation")
+
+
+def of(runs: Sequence[Loaded], system: str, repetition: int | None) -> list[Loaded]:
+    """One system's, of one repetition, by level."""
+    found = [each for each in runs if (each.system, each.repetition) == (system, repetition)]
+    return sorted(found, key=lambda each: each.level)
+
+
+_HEAD = (
+    *("system", "offered/s", "answers/s", "goodput/s", "TTFT mean", "p50", "p95", "p99", "F1", "prompt tokens cached"),
+    *("requests", "refused", "cut", "failed"),
+)
+_REASONS_HEAD = (
+    *("system", "computed: new", "not worth loading", "predicted, actual s", "dropped", "other held", "of that"),
+    *("evictions", "drops"),
+)
+
+
+def _row(each: Loaded) -> list[str]:
+    return [
+        each.system,
+        *(number(value, 2) for value in (each.offered_rps, each.answers_rps, each.goodput_rps)),
+        *(ms(value) for value in (each.ttft_mean_s, each.ttft_p50_s, each.ttft_p95_s, each.ttft_p99_s)),
+        number(each.f1),
+        share(each.cached),
+        *(f"{value:g}" for value in (each.num_requests, each.num_refused, each.num_cut, each.num_failed)),
+    ]
+
+
+def _reasons_row(each: Loaded) -> list[str]:
+    others = {
+        reason: part
+        for reason, part in sorted((each.computed or {}).items(), key=lambda item: -item[1])
+        if reason not in (NEW, NOT_WORTH, DROPPED) and part
+    }
+    seconds = each.not_worth_s or {}
+    return [
+        each.system,
+        share(each.computed_for(NEW)),
+        share(each.computed_for(NOT_WORTH)),
+        ", ".join(number(seconds.get(name), 1) for name in ("predicted", "actual")) if seconds else "-",
+        share(each.computed_for(DROPPED)),
+        share(each.held),
+        ", ".join(f"{reason} {share(part)}" for reason, part in others.items()) or "-",
+        _counts(each.evictions),
+        _counts(each.drops),
+    ]
+
+
+def _counts(counted: Mapping[str, float] | None) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in (counted or {}).items() if value) or "-"
