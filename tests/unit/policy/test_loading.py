@@ -165,3 +165,23 @@ def test_seconds_below_0_are_refused(seconds: float) -> None:
         deadline_s(seconds, 1.0)
     with pytest.raises(ValueError, match="recompute_s is .*: expected seconds, 0 or more"):
         deadline_s(1.0, seconds)
+
+
+def test_what_is_read_before_the_turn_comes_costs_nothing() -> None:
+    far = _path((10, Tier.SSD, 90))
+    before = num_worth_loading(far, COSTS)
+    assert before == 0
+    assert num_worth_loading(far, COSTS, slack_s=1e6) == 1
+    near = _path((10, Tier.HOST, 150))  # what goes from the host to the GPU takes its time whenever the turn is
+    assert num_worth_loading(near, COSTS, slack_s=1e6) == 0
+
+
+def test_computing_counts_for_all_whom_it_holds_up() -> None:
+    near = _path((10, Tier.HOST, 150))  # 15 s against 10 s
+    assert [num_worth_loading(near, COSTS, congestion=times) for times in (1.0, 1.5, 1.6)] == [0, 0, 1]
+
+
+@pytest.mark.parametrize(("slack_s", "congestion"), [(-1.0, 1.0), (math.nan, 1.0), (0.0, 0.5), (0.0, math.nan)])
+def test_slack_and_congestion_are_checked(slack_s: float, congestion: float) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        num_worth_loading([], COSTS, slack_s=slack_s, congestion=congestion)
