@@ -122,6 +122,9 @@ class Inspection:
                 "freed_slots": controller.freed_slots,
                 "failed": dict(controller.num_failed),
             },
+            "admission": self.recomputed.describe(),
+            "drops": self.recomputed.describe_drops(),
+            "evictions": self.describe_evictions(),
             "utility_lost_s": controller.journal.lost if self.policy.has_utility else None,
             "threads": [thread.describe() for thread in self.threads()],
         }

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sglang_evicpress.controller import NOT_MEASURED
 from sglang_evicpress.core import DROP, Decision, Form, Option, Tier
 from sglang_evicpress.patches.capture import QueryCapture
 from sglang_evicpress.patches.node import is_lossy, num_slots, slots_of, start_of
@@ -198,12 +199,22 @@ class Moves:
         is_sooner: bool = load_s < self.costs.prefill.marginal_seconds(num_tokens, start_of(node))
         return is_sooner
 
-    def drop(self: Any, node_id: int) -> int:
-        """Forget a childless, unlocked node; returns the slots freed."""
+    def cause_of_drop(self: Any, node_id: int) -> str | None:
+        """Why a node can become nothing else, where that is that no form of it was measured."""
+        node = self.nodes[node_id]
+        could_shrink = self.policy.rule.compresses and len(node.key) >= self.config.min_tokens and not is_lossy(node)
+        if self.policy.rule.weighs_quality and could_shrink and not self.expectation_of(node).known:
+            return NOT_MEASURED
+        return None
+
+    def drop(self: Any, node_id: int, cause: str = "lost", number: int | None = None) -> int:
+        """Forget a childless, unlocked node, for ``cause``, by the decision of that number in the journal if any;
+        returns the slots freed."""
         node = self.nodes[node_id]
         if node.lock_ref > 0 or node.children:
             raise RuntimeError(f"evicpress: node {node_id} is locked or has children and cannot be dropped")
         freed = num_slots(node)
+        self.note_drop(node, cause, number)
         self.policy.forget(node_id)  # what can fail comes first
         try:
             self.remove_copies(node)

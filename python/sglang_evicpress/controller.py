@@ -15,6 +15,10 @@ from sglang_evicpress.policy.base import Policy
 
 logger = logging.getLogger(__name__)
 
+BY_UTILITY, NO_COPY, NOT_MEASURED, FORCED = "best_by_utility", "no_copy_in_time", "nothing_measured", "forced"
+"""Why a node is dropped: that lost least; nothing below had it, and there was no room or time to copy it; no form of it
+has a known quality, so that it could not shrink; what is above it had to go."""
+
 LOG_PAUSE_S = 10.0
 """Between two lines in the log about moves that failed."""
 
@@ -25,11 +29,16 @@ class Moves(Protocol):
     def compress(self, node_id: int, form: Form) -> int:
         """Bring a node to a smaller form in place; returns the slots freed."""
 
-    def drop(self, node_id: int) -> int:
-        """Forget a childless node; returns the slots freed."""
+    def drop(self, node_id: int, cause: str = "", number: int | None = None) -> int:
+        """Forget a childless node; returns the slots freed. ``cause`` and ``number``: why, and the decision's number in
+        the journal."""
 
-    def send(self, node_id: int, tier: Tier, form: Form) -> int:
-        """Bring a node to a lower tier, at once or in the background; returns the slots freed now."""
+    def send(self, node_id: int, tier: Tier, form: Form, *, at_once: bool = False) -> int:
+        """Bring a node to a lower tier, ``at_once`` or, where it has to be copied, in the background; returns the slots
+        freed now."""
+
+    def cause_of_drop(self, node_id: int) -> str | None:
+        """Why a node that is to be dropped could not become anything else, if so."""
 
     def set_aside(self, node_id: int) -> None:
         """Keep a node, if it is still there, out of the plans of the next seconds."""
@@ -75,28 +84,30 @@ class Controller:
 
         See ``Policy.plan`` for ``room`` and ``ready``: with ``ready`` nothing is left to be freed later.
         """
-        return self.carry_out(self.policy.plan(tier, num_bytes, room, ready=ready))
+        cause = NO_COPY if ready is not None else BY_UTILITY
+        return self.carry_out(self.policy.plan(tier, num_bytes, room, ready=ready), cause)
 
-    def carry_out(self, decisions: Iterable[Decision]) -> int:
-        """Make the moves of a plan, which must be of the tree as it is; returns the slots freed at once.
+    def carry_out(self, decisions: Iterable[Decision], cause: str = BY_UTILITY, *, at_once: bool = False) -> int:
+        """Make the moves of a plan, which must be of the tree as it is; returns the slots freed at once. ``cause``: why
+        what is dropped is. ``at_once``: what leaves a tier leaves it now.
 
         A move that fails is skipped and counted, and its node is set aside, so that the next plan makes room of
         others. Not where there are other ranks: they have made the move, and to go on would be to go on with other
         trees, so the exception ends the server.
         """
         if self.moves.is_alone:
-            return self._carry_out_all(decisions)
+            return self._carry_out_all(decisions, cause, at_once)
         decisions = list(decisions)
         with self.moves.together(decisions):
-            return self._carry_out_all(decisions)
+            return self._carry_out_all(decisions, cause, at_once)
 
-    def _carry_out_all(self, decisions: Iterable[Decision]) -> int:
+    def _carry_out_all(self, decisions: Iterable[Decision], cause: str, at_once: bool) -> int:
         freed = 0
         for decision in decisions:
             if decision.node_id not in self.policy.book.records:
                 continue  # a move before it made room below, which cost it
             try:
-                freed += self._carry_out(decision)
+                freed += self._carry_out(decision, cause, at_once)
             except Exception as error:
                 if not self.moves.is_alone:
                     raise
@@ -104,20 +115,21 @@ class Controller:
         self.freed_slots += freed
         return freed
 
-    def _carry_out(self, decision: Decision) -> int:
+    def _carry_out(self, decision: Decision, cause: str, at_once: bool) -> int:
         option, node_id = decision.option, decision.node_id
         num_tokens, freed = self.policy.book.records[node_id].num_tokens, 0
         if option.is_drop:
-            freed = self.moves.drop(node_id)
+            cause = FORCED if decision.is_forced else self.moves.cause_of_drop(node_id) or cause
+            freed = self.moves.drop(node_id, cause, self.journal.next_number)
             self.num_dropped += 1
             self.dropped_tokens += num_tokens
         elif option.tier == decision.source.tier and option.form is not None:
             freed = self.moves.compress(node_id, option.form)
             self.num_compressed[str(option.form)] += 1
         elif option.tier is not None and option.form is not None:
-            freed = self.moves.send(node_id, option.tier, option.form)
+            freed = self.moves.send(node_id, option.tier, option.form, at_once=at_once)
             self.num_demoted[option.tier.label] += 1
-        self.journal.add(decision, self.now_s, self.value_of_hit)
+        self.journal.add(decision, self.now_s, self.value_of_hit, cause if option.is_drop else "")
         return freed
 
     def _skip(self, decision: Decision, error: Exception) -> None:

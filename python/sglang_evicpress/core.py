@@ -135,6 +135,7 @@ class Decision:
     ``freed_bytes`` counts on the tier the node was on. ``weight``, ``quality``, ``delay_s`` (seconds) and ``loss``
     (weighted utility given up, negative for a gain) are the inputs of the choice; the delay and quality are those of
     the option, the ``_before`` ones those of what the node held. Policies that weigh nothing leave them 0.
+    ``is_forced``: a drop that nobody chose, for there was no other step left.
     """
 
     node_id: int
@@ -147,3 +148,4 @@ class Decision:
     delay_before_s: float = 0.0
     delay_s: float = 0.0
     loss: float = 0.0
+    is_forced: bool = False

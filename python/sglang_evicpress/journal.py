@@ -14,12 +14,13 @@ MOST_ABOUT = 200  # entries that one node's description has
 
 class Entry(NamedTuple):
     """``number`` counts from 1 without gaps. ``now_s`` is the logical time, equal on every rank; ``value_of_hit``
-    what one hit was worth then (reuse.py), the unit of the decision's weight and loss."""
+    what one hit was worth then (reuse.py), the unit of the decision's weight and loss; ``cause``: of a drop, why."""
 
     number: int
     now_s: float
     value_of_hit: float
     decision: Decision
+    cause: str = ""
 
 
 class Journal:
@@ -31,12 +32,25 @@ class Journal:
     def __init__(self, length: int = JOURNAL_LENGTH) -> None:
         self._entries: deque[Entry] = deque(maxlen=length)
         self._num_added = 0
+        self._regrets: dict[int, float] = {}
         self.lost = 0.0
 
-    def add(self, decision: Decision, now_s: float, value_of_hit: float) -> None:
+    @property
+    def next_number(self) -> int:
+        """That of the entry that is added next."""
+        return self._num_added + 1
+
+    def add(self, decision: Decision, now_s: float, value_of_hit: float, cause: str = "") -> None:
         self._num_added += 1
         self.lost += decision.loss / value_of_hit
-        self._entries.append(Entry(self._num_added, now_s, value_of_hit, decision))
+        if len(self._entries) == self._entries.maxlen:
+            self._regrets.pop(self._entries[0].number, None)
+        self._entries.append(Entry(self._num_added, now_s, value_of_hit, decision, cause))
+
+    def regret(self, number: int | None, seconds: float) -> None:
+        """What the entry has dropped was asked for again, and takes so long to compute."""
+        if number is not None and self._entries and self._entries[0].number <= number <= self._num_added:
+            self._regrets[number] = self._regrets.get(number, 0.0) + seconds
 
     def read(self, since: int, limit: int) -> dict[str, object]:
         """Up to ``limit`` entries with numbers above ``since``, oldest first.
@@ -52,13 +66,20 @@ class Journal:
             "num_lost": max(0, first - 1 - since),
             "last": found[-1].number if found else self._num_added,
             "next": found[-1].number if found and found[-1].number < self._num_added else None,
-            "entries": [describe(entry) for entry in found],
+            "entries": [self._described(entry) for entry in found],
         }
 
     def about(self, node_id: int) -> list[dict[str, object]]:
         """The entries that are still there of one node, oldest first: at most the last ``MOST_ABOUT``."""
         found = (entry for entry in reversed(self._entries) if entry.decision.node_id == node_id)
-        return [describe(entry) for entry in islice(found, MOST_ABOUT)][::-1]
+        return [self._described(entry) for entry in islice(found, MOST_ABOUT)][::-1]
+
+    def _described(self, entry: Entry) -> dict[str, object]:
+        described = describe(entry)
+        if entry.cause:
+            described["cause"] = entry.cause
+            described["regret_s"] = self._regrets.get(entry.number, 0.0)
+        return described
 
 
 def describe(entry: Entry) -> dict[str, object]:

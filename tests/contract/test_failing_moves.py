@@ -147,7 +147,7 @@ def test_the_log_is_not_flooded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     for _ in range(8):
         finished(walk, [walk.rng.randrange(50) for _ in range(40)])
 
-    def fail(node_id: int) -> int:
+    def fail(node_id: int, *why: object) -> int:
         raise ValueError("never")
 
     monkeypatch.setattr(walk.cache, "drop", fail)
@@ -227,11 +227,11 @@ def test_what_was_set_aside_is_the_last_resort(monkeypatch: pytest.MonkeyPatch) 
     full(walk)
     drop, seen = walk.cache.drop, set[int]()
 
-    def fail_first(node_id: int) -> int:
+    def fail_first(node_id: int, *why: object) -> int:
         if node_id not in seen:
             seen.add(node_id)
             raise ValueError("once")
-        return int(drop(node_id))
+        return int(drop(node_id, *why))
 
     monkeypatch.setattr(walk.cache, "drop", fail_first)
     evictable = walk.cache.evictable_size()

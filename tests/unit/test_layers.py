@@ -50,6 +50,7 @@ TABLE = {
     "keyed_hash": Layer(),
     "threads": Layer(("error_text",)),
     "census": Layer(("core",)),
+    "recomputed": Layer(),
     # Traces, and what a policy would do with them.
     "traces": Layer((), ("numpy", "orjson", "tqdm", "zstandard")),
     "simulator": Layer(
@@ -86,7 +87,7 @@ TABLE = {
             *PURE,
             *("arguments", "controller", "cpu_attention", "decode", "handover", "introspect", "kernels", "layout"),
             *("press", "profile_questions", "profiler", "tiers"),
-            *("call_times", "census", "error_text", "keyed_hash", "threads", "weights_digest"),
+            *("call_times", "census", "error_text", "keyed_hash", "recomputed", "threads", "weights_digest"),
         ),
         ("fastapi", "flashinfer", "numpy", "orjson", "prometheus_client", "sglang", "starlette", "torch"),
     ),

@@ -62,6 +62,7 @@ class Plan:
         self._taken: list[list[Entry]] = [[] for _ in range(DROPPED)]
         self._num_steps = self._num_ahead = 0
         self._felling: Felling | None = None
+        self._felled: set[int] = set()
         self._weigher = book.rule if isinstance(book.rule, EvicPressRule) else None
 
     def relieve(self, rank: int, num_bytes: int) -> int:
@@ -109,6 +110,7 @@ class Plan:
                 self.book.rule.delay_s(before),
                 step.delay_s,
                 move.loss,
+                before.id in self._felled,
             )
             made.append(((-step.rank, arrives, move.order), decision))
         made.sort(key=lambda item: item[0])
@@ -289,6 +291,7 @@ class Plan:
         felled = [self._copy(one) for one in self._felling.next(rank, lambda one: copies.get(one) or records[one])]
         freed = sum(copy.num_bytes for copy in felled if copy.rank == rank)
         for copy in felled:
+            self._felled.add(copy.id)
             self._move(copy, self._drop(copy))
         return freed if felled else None
 
