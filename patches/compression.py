@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
@@ -82,6 +82,17 @@ class Compressor:
         event = torch.cuda.Event()
         event.record(stream)
         return event
+
+    def ahead_of_next_pass(self) -> AbstractContextManager[None]:
+        """What is queued within comes behind all that was launched until now, and before whatever is written to the
+        pool next: forward passes run in that stream, and everything else that writes waits for it. Nothing on the
+        CPU."""
+        if not self.is_cuda:
+            return nullcontext()
+        stream = self.forward_stream or torch.cuda.current_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        found: AbstractContextManager[None] = torch.cuda.stream(stream)
+        return found
 
     @property
     def num_layers(self) -> int:

@@ -12,10 +12,12 @@ import torch
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.patches.node import has_child_on_gpu, is_reserved, start_of
 from sglang_evicpress.patches.ssd_moves import LEAST_HELD_SHARE
-from sglang_evicpress.patches.staging import RECENT_S
 from sglang_evicpress.patches.tiering import MOST_COPIED_SHARE
 from sglang_evicpress.tiers.copies import Copy, HostEntry
 from sglang_evicpress.tiers.worker import Job
+
+RECENT_S = 1.0
+"""A host entry that was verified so shortly before is not verified again before it is written anew."""
 
 
 class HostCompression:
@@ -68,7 +70,8 @@ class HostCompression:
 
     def _is_copied(self: Any, node: Any) -> bool:
         """Whether something is done with it already, or too much with others."""
-        is_busy = node.kv.job is not None or node.kv.is_leaving
+        copy = node.kv.copies.get(Tier.HOST)
+        is_busy = node.kv.job is not None or node.kv.is_leaving or (copy is not None and copy.entry.arrival is not None)
         return is_busy or self._copying_bytes > MOST_COPIED_SHARE * self.host.num_bytes
 
 

@@ -41,7 +41,7 @@ from sglang_evicpress.tiers.host import HostTier
 from sglang_evicpress.tiers.identity import PathHash, namespace_digest, token_bytes
 from sglang_evicpress.tiers.key import Key
 from sglang_evicpress.tiers.meter import ReadMeter
-from sglang_evicpress.tiers.worker import Job, Workers
+from sglang_evicpress.tiers.worker import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -68,13 +68,12 @@ class Tiering:
         self._leftovers: dict[HostEntry, None] = {}  # those of which a node has given up its piece
         self.ssd_leftovers: dict[SsdEntry, None] = {}
         self._copying_bytes = 0
-        self._host_wanted = 0
+        self._host_wanted = self.num_host_plans = 0
         self._is_stirred = False
         self._next_plan_s = 0.0
         self.busy_s = 0.0  # when a request last ran or waited, time.monotonic
         self.arrival, self.read_meter = threading.Event(), ReadMeter()
         self.workers: dict[str, Workers] = {}
-        self.postponed: list[Job] = []  # those that have run, and are finished by the next tick
         if not config.has_tiers:
             return
         self.copier = compressor.payload_copier()
@@ -243,10 +242,12 @@ class Tiering:
         if is_held and not self.ready.get(parent.id) and parent.kv.job is None:
             self.start_copy(parent, Tier.HOST, is_modest=True)
 
-    def send(self: Any, node_id: int, tier: Tier, form: Form) -> int:
-        """Bring a node to ``form`` on a lower tier: at once where that is there already, else once it was copied.
-        Returns the slots freed now. A node whose children are still on their way off the GPU stays until another plan
-        sends it."""
+    def send(self: Any, node_id: int, tier: Tier, form: Form, *, at_once: bool = False) -> int:
+        """Bring a node to ``form`` on a lower tier: at once where that is there already, else once it was copied, or,
+        with ``at_once``, as far as it comes now. Returns the slots freed now. A node whose children are still on their
+        way off the GPU stays until another plan sends it."""
+        if at_once:
+            return int(self.send_at_once(node_id, tier, form))
         node, freed = self.nodes[node_id], 0
         copy, is_resident = node.kv.copies.get(tier), node.value is not None
         if tier_of(node) >= tier:

@@ -1,4 +1,4 @@
-"""Making room on EvicPressCache while somebody waits: copies worth waiting for, and what waiting requests hold."""
+"""Making room on EvicPressCache while somebody waits: nothing in it waits, and nothing is lost that can be kept."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from tests.contract.test_radix_cache_model import Walk, finished
 from tests.contract.test_tiers_model import CHEAP, DEAR, SLOTS, TierWalk, blocked, cached, nodes_of, opened, sent
+from tests.unit.tiers.test_transfers import Device
 
 from sglang_evicpress.core import EXACT, Form, Tier
 from sglang_evicpress.patches import eviction
-from sglang_evicpress.patches.node import path_to
+from sglang_evicpress.patches.node import path_to, slots_of
 from sglang_evicpress.patches.tiering import tier_of
+from sglang_evicpress.tiers.arena import Arena
+from sglang_evicpress.tiers.payload import PayloadCopier
+from sglang_evicpress.tiers.transfers import Transfers
 
 pytestmark = pytest.mark.sglang
 
@@ -35,43 +39,133 @@ def full(walk: TierWalk) -> list[object]:
     return nodes
 
 
-def test_a_copy_is_waited_for_where_computing_anew_would_take_longer(opened: Callable[..., TierWalk]) -> None:
+def test_what_is_worth_a_copy_is_copied_where_it_leaves(opened: Callable[..., TierWalk]) -> None:
     walk = opened(is_exact=True, law=DEAR)
     nodes = full(walk)
     assert walk.cache.relieve(150) >= 150
-    assert walk.cache.tier_counts["waits_for_copies"] > 0 and walk.cache.controller.num_dropped == 0
+    assert walk.cache.evictions["copies"] == 2 and walk.cache.controller.num_dropped == 0
     assert sorted(tier_of(node) for node in nodes) == [Tier.GPU, Tier.HOST, Tier.HOST]
+    (told,) = walk.cache.describe_evictions()["last"]
+    assert told["way"] == "with_copies" and told["freed_slots"] >= 150
+    assert told["lost_without_copies_s"] > told["lost_s"] + told["copy_s"]
     walk.check()
     walk.check_rows()
 
 
-def test_no_copy_is_waited_for_where_computing_anew_takes_less(opened: Callable[..., TierWalk]) -> None:
+def test_nothing_is_copied_where_computing_anew_takes_less(opened: Callable[..., TierWalk]) -> None:
     walk = opened(is_exact=True, law=CHEAP)
     full(walk)
     assert walk.cache.relieve(150) >= 150
-    assert walk.cache.tier_counts["waits_for_copies"] == 0 and walk.cache.controller.num_dropped == 2
+    assert walk.cache.evictions["copies"] == 0 and walk.cache.controller.num_dropped == 2
+    assert walk.cache.recomputed.describe_drops()["best_by_utility"]["nodes"] == 2
     walk.check()
 
 
-def test_a_copy_that_never_ends_is_given_up(opened: Callable[..., TierWalk]) -> None:
-    walk = opened(is_exact=True, law=DEAR)
-    full(walk)
-    (block,) = blocked(walk, "copy")
-    assert walk.cache.relieve(150) >= 150  # by losing them after all
-    assert walk.cache.tier_counts["waits_for_copies"] == 1 and walk.cache.controller.num_dropped == 2
-    block.may_end.set()
+def test_evicting_waits_for_no_thread(opened: Callable[..., TierWalk]) -> None:
+    walk = opened(is_exact=True, law=DEAR, host_bytes=400 << 10)
+    nodes = full(walk)
+    blocks = [*blocked(walk, "copy"), *blocked(walk, "write"), *blocked(walk, "read", 2)]
+    assert walk.cache.start_copy(nodes[0], Tier.HOST)  # never ends
+    walk.cache.arrival.wait = None  # whoever waits fails
+    assert walk.cache.evict(EvictParams(num_tokens=300)).num_tokens_evicted == 300
+    del walk.cache.arrival.wait
+    assert [tier_of(node) for node in nodes] == [Tier.HOST] * 3 and walk.cache.controller.num_dropped == 0
+    for block in blocks:
+        block.may_end.set()
     walk.settle()
+    assert walk.cache.tier_counts["copies_outdated"] == 1
     walk.check()
     walk.check_rows()
 
 
+def on_a_device(walk: TierWalk) -> Device:
+    """Copies go through lanes in which nothing is done before somebody waits for it."""
+    device, pool = Device(0, eagerness=0.0), walk.cache.compressor
+    transfers = Transfers(pool.k_buffers, pool.v_buffers, device)
+    walk.cache.copier = PayloadCopier(pool.k_buffers, pool.v_buffers, walk.cache.page_size, transfers=transfers)
+    return device
+
+
+def test_slots_are_free_before_the_copy_of_what_they_held_is_made(opened: Callable[..., TierWalk]) -> None:
+    """On a device: what overwrites them next is queued behind the copy."""
+    walk = opened(is_exact=True, law=DEAR)
+    node = full(walk)[0]
+    slots, buffers = slots_of(node).clone(), [*walk.cache.compressor.k_buffers, *walk.cache.compressor.v_buffers]
+    copier, device = walk.cache.copier, on_a_device(walk)
+    arena, num_bytes = Arena(1 << 20), sum(copier.sizes(len(slots), False))
+    expected = copier.save(slots, None, arena, arena.extents.alloc(num_bytes))
+    (block,) = blocked(walk, "copy")
+    assert walk.cache.send(node.id, Tier.HOST, EXACT, at_once=True) == len(slots)
+    assert node.value is None and device.num_waits == 0
+    entry = node.kv.copies[Tier.HOST].entry
+    assert walk.cache.start_check(entry) is entry.arrival  # who wants to load it waits for it
+    assert walk.cache.start_write(entry) and entry.write is None
+
+    def overwrite() -> None:
+        for buffer in buffers:
+            buffer[slots] = 7.0
+
+    device.current().run(overwrite)
+    block.may_end.set()
+    walk.settle()
+    assert entry.header.extents == expected and tier_of(node) == Tier.HOST
+    walk.cache.host.check(entry)
+    assert entry.arrival is None and Tier.SSD in node.kv.copies and walk.cache.tier_errors == {}
+    arena.close()
+
+
+def test_what_left_and_never_arrived_is_lost(opened: Callable[..., TierWalk]) -> None:
+    walk = opened(is_exact=True, law=DEAR)
+    tokens, node = cached(walk, 100)
+    walk.settle()
+    walk.cache.remove_copies(node)
+    on_a_device(walk)
+    (block,) = blocked(walk, "copy")
+    assert walk.cache.send(node.id, Tier.HOST, EXACT, at_once=True) == 100
+    upper = walk.cache._split_node(node.key, node, 40)
+    entry = node.kv.copies[Tier.HOST].entry
+
+    def fail() -> None:
+        raise OSError("on purpose")
+
+    entry.arrival.run = fail
+    block.may_end.set()
+    walk.settle()
+    assert {node.id, upper.id}.isdisjoint(walk.cache.nodes) and walk.cache.tier_errors == {"host_io": 2}
+    assert not entry.runs
+    walk.check()
+
+
 def test_no_quality_is_lost_for_want_of_a_copy(opened: Callable[..., TierWalk]) -> None:
-    """What can be done at once is to compress as far as it goes."""
+    """What could be done without one is to compress as far as it goes."""
     walk = opened(law=DEAR)
     nodes = full(walk)
     assert walk.cache.relieve(60) >= 60
-    assert walk.cache.tier_counts["waits_for_copies"] == 1
+    assert walk.cache.evictions["with_copies"] == 1
     assert all(node.kv.form.is_exact for node in nodes)
+
+
+def test_what_has_no_room_below_is_dropped_and_missed(opened: Callable[..., TierWalk]) -> None:
+    walk = opened(is_exact=True, law=DEAR, host_bytes=60 << 10)  # 512 bytes a token: one context and a bit
+    asked = [cached(walk, 100) for _ in range(3)]
+    walk.settle()
+    for _, node in asked:
+        walk.cache.remove_copies(node)
+        walk.cache.note(node)
+    walk.cache.use_ssd(None)
+    assert walk.cache.relieve(300) == 300
+    (cause,) = {entry["cause"] for entry in walk.cache.read_journal(0, 99)["entries"] if entry["to"] == "drop"}
+    gone = [(tokens, node) for tokens, node in asked if node.id not in walk.cache.nodes]
+    assert len(gone) == 2 and walk.cache.recomputed.drops[cause].tokens == 200
+    computed = walk.cache.recomputed.computed
+    before = computed["dropped"] + computed["dropped_full"]
+    walk.serve([*gone[0][0], 59])
+    assert computed["dropped"] + computed["dropped_full"] - before == 100
+    assert walk.cache.recomputed.drops[cause].missed_tokens == 100
+    regrets = [entry["regret_s"] for entry in walk.cache.read_journal(0, 99)["entries"] if entry["to"] == "drop"]
+    assert sorted(regret > 0.0 for regret in regrets)[-1]
+    walk.end_all()
+    walk.check()
 
 
 def test_a_node_that_is_copied_ahead_leaves_by_that_copy(opened: Callable[..., TierWalk]) -> None:
@@ -117,51 +211,6 @@ def test_all_that_counts_as_evictable_can_be_evicted(
     walk.cache.keep_stages([])
     assert not walk.cache.staged
     walk.check()
-
-
-def test_what_failed_is_taken_in_when_nothing_is_about_to_be_loaded(opened: Callable[..., TierWalk]) -> None:
-    """Else making room for a load would drop the very node, which is locked by then."""
-    walk = opened(is_exact=True, law=DEAR)
-    tokens, node = cached(walk, 60)
-    sent(walk, node, Tier.HOST)
-    request = walk.wait([*tokens, 59])
-    walk.until(lambda: not walk.cache.is_staging(request))
-    others = [cached(walk, 120)[1] for _ in range(3)]
-    walk.settle()
-    for other in others:
-        walk.cache.remove_copies(other)
-        walk.cache.note(other)
-    (block,) = blocked(walk, "copy")
-    walk.cache._repack_piece(node, node.kv.copies[Tier.HOST])
-    job = node.kv.job
-
-    def fail() -> None:
-        raise OSError("on purpose")
-
-    job.run = fail
-    block.may_end.set()
-    assert job.has_run.wait(60.0)
-    assert walk.admit(request) == 60 and walk.cache.tier_counts["waits_for_copies"] > 0
-    assert walk.cache.postponed == [block, job] or walk.cache.postponed == [job]
-    walk.settle()
-    assert not walk.cache.postponed and walk.cache.tier_errors == {"host_io": 1}
-    walk.end_all()
-    walk.check()
-    walk.cache.host_room(walk.cache.host.num_bytes)  # finds no node that is gone among the spare copies
-
-
-def test_nobody_waits_where_nothing_is_on_its_way(opened: Callable[..., TierWalk]) -> None:
-    walk = opened(is_exact=True, law=DEAR)
-    full(walk)
-    (block,) = blocked(walk, "copy")
-    walk.cache._copying_bytes += walk.cache.host.num_bytes  # no copy is begun
-    waited = []
-    walk.cache.arrival.wait = waited.append
-    assert walk.cache.relieve(150) >= 150
-    del walk.cache.arrival.wait
-    assert not waited
-    walk.cache._copying_bytes -= walk.cache.host.num_bytes
-    block.may_end.set()
 
 
 # ---- what was moved or compressed by hand stays so

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,15 +17,16 @@ from sglang_evicpress.tiers.entry import Header
 class HostEntry:
     """An entry in the arena. ``owners`` are the ids of the nodes that hold a piece of it; its ``runs`` are freed once
     there is none and nobody who reads or writes it has it ``pinned``. ``checked_s``: when its checksums last held,
-    ``time.perf_counter``. ``check`` and ``write`` are the jobs that verify it and
-    write it to SSD now, ``ssd`` is the same payload there."""
+    ``time.perf_counter``. ``check``, ``arrival`` and ``write`` are the jobs that verify it, fill it and write it to SSD
+    now, ``ssd`` is the same payload there."""
 
     header: Header
     runs: Sequence[Run]
     owners: set[int] = field(default_factory=set)
     pins: int = 0
-    checked_s: float = 0.0
+    checked_s: float = -math.inf
     check: Any = None
+    arrival: Any = None
     write: Any = None
     ssd: SsdEntry | None = None
     check_seconds: float = 0.0

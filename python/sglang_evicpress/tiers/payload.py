@@ -81,6 +81,28 @@ class PayloadCopier:
             extents.append(self.write_layout(layout, arena, runs, extents[-1].offset + extents[-1].num_bytes))
         return tuple(extents)
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether a save is there when it is begun: where the pool is memory of the host."""
+        return self._transfers is None
+
+    def begin_save(
+        self, slots: torch.Tensor, layout: SurvivorLayout | None, arena: Arena, runs: Sequence[Run]
+    ) -> Callable[[], tuple[Extent, ...]]:
+        """Begin to copy the KV of ``slots`` [n] into ``runs`` in this thread's lane: what is queued there next may
+        overwrite them. Returns what waits for it, on any thread, and returns the extents."""
+        transfers = self._transfers
+        queued = None if transfers is None else transfers.queue_save(slots, arena, runs)
+        saved = self._save(slots, arena, runs) if queued is None else []
+
+        def finish() -> tuple[Extent, ...]:
+            extents = saved if queued is None else queued.finish()
+            if layout is not None:
+                extents.append(self.write_layout(layout, arena, runs, extents[-1].offset + extents[-1].num_bytes))
+            return tuple(extents)
+
+        return finish
+
     def read_layer(
         self, layer: int, arena: Arena, runs: Sequence[Run], extent: Extent, begin: int, count: int, num_slots: int
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -73,6 +73,30 @@ class _Scratch:
         return self.halves[0]
 
 
+@dataclass(slots=True)
+class Saving:
+    """A save that is queued: the layers that are complete at each mark. ``layer_bytes``: of a layer in ``runs``."""
+
+    arena: Arena
+    runs: Sequence[Run]
+    layer_bytes: int
+    parts: list[tuple[Sequence[int], Mark]] = field(default_factory=list)
+
+    def finish(self) -> list[Extent]:
+        """Wait until it is there, on any thread, and take the checksums."""
+        extents = []
+        try:
+            for complete, mark in self.parts:
+                mark.synchronize()
+                for layer in complete:
+                    offset = layer * self.layer_bytes
+                    extents.append(extent_of(offset, self.arena.buffers(self.runs, offset, self.layer_bytes)))
+        finally:
+            if self.parts:
+                self.parts[-1][1].synchronize()  # also after a failure: the runs are given to others then
+        return extents
+
+
 class Transfers:
     """Moves rows of K and V buffers, [slots, heads, head_dim] per layer, to where payloads have them and back.
 
@@ -108,11 +132,16 @@ class Transfers:
         self._scatter(0, slots, staged)
 
     def save(self, slots: torch.Tensor, arena: Arena, runs: Sequence[Run]) -> list[Extent]:
-        """Copy the KV of ``slots`` [n] into ``runs``, from their begin on, and return when it is there. All is queued
-        at once: while a part is check-summed the next ones are on their way."""
+        """Copy the KV of ``slots`` [n] into ``runs``, from their begin on, and return when it is there."""
+        return self.queue_save(slots, arena, runs).finish()
+
+    def queue_save(self, slots: torch.Tensor, arena: Arena, runs: Sequence[Run]) -> Saving:
+        """Queue that. All of it is queued at once: while a part is check-summed the next ones are on their way. What is
+        queued behind it in this thread's lane may overwrite ``slots``."""
         num_slots = len(slots)
         layer_bytes = 2 * num_slots * self._row_bytes
-        kernels, extents, parts = self._lanes.current(), [], []
+        kernels = self._lanes.current()
+        saving = Saving(arena, runs, layer_bytes)
         scratch = self._scratch_of_thread(kernels)
         copying = scratch.copying
         try:
@@ -126,15 +155,11 @@ class Transfers:
                 pieces = self._pieces(arena, runs, first * layer_bytes, num_layers, begin, end, num_slots)
                 copying.run(partial(write_pieces, pieces, _bytes(staged)))
                 half.free = copying.mark()
-                parts.append((range(first, first + num_layers) if end == num_slots else (), half.free))
-            for complete, mark in parts:
-                mark.synchronize()
-                for layer in complete:
-                    offset = layer * layer_bytes
-                    extents.append(extent_of(offset, arena.buffers(runs, offset, layer_bytes)))
-        finally:
-            copying.mark().synchronize()  # also after a failure: the runs are given to others then
-        return extents
+                saving.parts.append((range(first, first + num_layers) if end == num_slots else (), half.free))
+        except Exception:
+            copying.mark().synchronize()  # the runs are given to others then
+            raise
+        return saving
 
     def load(
         self,

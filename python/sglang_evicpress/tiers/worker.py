@@ -32,6 +32,23 @@ class Job(ABC):
         self.is_finished = False
         self.seconds = 0.0
 
+    def carry_out(self) -> None:
+        """``run``, with its error and the seconds that it took noted."""
+        begin = time.perf_counter()
+        self.error = "internal"
+        try:
+            self.run()
+            self.error = None
+        except BadEntry as error:
+            self.error = error.reason
+        except OSError as error:
+            self.error = "io"
+            logger.warning("evicpress: %s failed: %s", type(self).__name__, error)
+        except Exception as error:  # noqa: BLE001 - a failed job is a miss: counted, logged and recomputed
+            logger.error("evicpress: %s failed: %s", type(self).__name__, code_path(error))
+        finally:
+            self.seconds = time.perf_counter() - begin
+
     @abstractmethod
     def run(self) -> None:
         """The work; may raise BadEntry or OSError."""
@@ -105,20 +122,9 @@ class Workers:
 
     def _run(self, job: Job) -> None:
         """Whatever becomes of the job, it is handed back: a request may wait for it."""
-        begin = time.perf_counter()
-        job.error = "internal"
         try:
-            job.run()
-            job.error = None
-        except BadEntry as error:
-            job.error = error.reason
-        except OSError as error:
-            job.error = "io"
-            logger.warning("evicpress: %s failed: %s", type(job).__name__, error)
-        except Exception as error:  # noqa: BLE001 - a failed job is a miss: counted, logged and recomputed
-            logger.error("evicpress: %s failed: %s", type(job).__name__, code_path(error))
+            job.carry_out()
         finally:  # also when the thread itself is to end: it is started anew
-            job.seconds = time.perf_counter() - begin
             self._done.append(job)
             job.has_run.set()
             self._arrival.set()
