@@ -8,7 +8,6 @@ from typing import Any
 
 from sglang_evicpress.core import Tier
 
-MOST_RELIEFS = 4
 MOST_GIVEN_UP = 512  # copies, for one allocation, and SSD entries between two ticks: some milliseconds
 
 
@@ -28,13 +27,12 @@ class HostRoom:
         self: Any,
         num_bytes: int,
         *,
-        is_urgent: bool = False,
         keep: Collection[int] = (),
         keeps_planned: bool = False,
     ) -> Any:
         """Runs of host memory: free ones, else those of spare copies but of the nodes ``keep`` (few), last, and not
-        with ``keeps_planned``, of nodes that are to leave the GPU soon, else of what is on the SSD as well; if it is
-        urgent, of what must be dropped for that."""
+        with ``keeps_planned``, of nodes that are to leave the GPU soon, else of what is on the SSD as well. Nothing is
+        lost for it: what the SSD does not have yet makes room when it has (``keep_host_room``)."""
         extents = self.host.arena.extents
         num_bytes = max(1, num_bytes)  # a node may be all holes
         runs = extents.alloc(num_bytes)
@@ -55,12 +53,6 @@ class HostRoom:
                 node = self.nodes.get(decision.node_id)
                 if is_move and node is not None and node.value is None and Tier.SSD in node.kv.copies:
                     self.release(node.id, Tier.SSD)  # else a release before it took its copy
-            runs = extents.alloc(num_bytes)
-        for _ in range(MOST_RELIEFS if is_urgent else 0):
-            if runs is not None:
-                break
-            # Pieces of one entry free it only together, so what is planned may not be all that is needed.
-            self.controller.relieve(Tier.HOST, max(num_bytes - extents.free_bytes, num_bytes // 4), ready=self.ready)
             runs = extents.alloc(num_bytes)
         return runs
 

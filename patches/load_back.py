@@ -238,16 +238,17 @@ class LoadBack:
         req, last = params.req, params.best_match_node
         path = path_to(last)
         wanted = [node for node in path if node.value is None]
-        copies = [node.kv.copies[Tier.HOST] for node in wanted]
+        copies = [node.kv.copies[Tier.HOST] for node in wanted if Tier.HOST in node.kv.copies]
         needed = sum(copy.num_slots for copy in copies)
         allocator = self.token_to_kv_pool_allocator
         self.inc_lock_ref(last)  # they hold no slot yet, and must not go while room is made
         for copy in copies:
             self.host.pin(copy.entry)
         self.make_room(needed)
-        slots = allocator.alloc(needed)
+        slots = allocator.alloc(needed) if len(copies) == len(wanted) else None
         if slots is None:
             self.tier_counts["loads_without_room"] += 1
+            req.evicpress_without_room = True
             self.dec_lock_ref(last)
             for copy in copies:
                 self.host.unpin(copy.entry)

@@ -1,4 +1,4 @@
-"""Turns of waiting requests, and ``--kv-max-queue-seconds``: who would wait longer for a turn is told when to come back.
+"""Turns of waiting requests, and ``--kv-max-queue-seconds``: who would wait longer is told when to come back.
 
 The scheduler refuses as SGLang does at ``--max-queued-requests``, by an ``AbortReq`` instead of a place in the queue.
 Of that alone SGLang makes a 503 where nothing is streamed, a 200 where something is, and no ``Retry-After``. So the

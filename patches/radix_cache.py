@@ -29,6 +29,7 @@ from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.controller import Controller
 from sglang_evicpress.patches import scheduling
 from sglang_evicpress.patches.adapters import Adapters
+from sglang_evicpress.patches.admission import Admission
 from sglang_evicpress.patches.bookkeeping import Bookkeeping
 from sglang_evicpress.patches.capture import QueryCapture
 from sglang_evicpress.patches.compression import Compressor
@@ -36,6 +37,7 @@ from sglang_evicpress.patches.decode_budgets import DecodeBudgets
 from sglang_evicpress.patches.decode_pieces import stash_piece, view_between
 from sglang_evicpress.patches.decode_state import budget_of
 from sglang_evicpress.patches.eviction import Eviction
+from sglang_evicpress.patches.grafting import Grafting
 from sglang_evicpress.patches.holding import Holding
 from sglang_evicpress.patches.host_compression import HostCompression
 from sglang_evicpress.patches.host_room import HostRoom
@@ -82,6 +84,8 @@ class EvicPressCache(
     Watermarks,
     SsdMoves,
     Staging,
+    Grafting,
+    Admission,
     LoadBack,
     Upgrades,
     Eviction,
@@ -111,6 +115,8 @@ class EvicPressCache(
         self.open_tiers(config, compressor, identity)
         self.open_adapters()
         self.open_stages()
+        self.open_admission()
+        self.open_eviction()
         self.open_upgrades()
         self.open_shadows(seed)
         self.open_yielding()
@@ -122,8 +128,7 @@ class EvicPressCache(
         self.name_profiles: Callable[[Any], bytes] = lambda tokenizer: bytes(KEY_BYTES)
         self.nodes: dict[int, Any] = {}
         self.inspection_key, self.shown_namespaces = secrets.token_bytes(32), dict[str, str]()
-        self.vocab_size = MAX_TOKEN + 1  # the model's, where it is known
-        self._tick = 0
+        self.vocab_size, self._tick = MAX_TOKEN + 1, 0  # the model's, where it is known
         self.aside: dict[int, float] = {}  # nodes of which a move has failed, with when they are planned with again
         self.unfreed: list[torch.Tensor] = []
         super().__init__(params)
@@ -246,6 +251,8 @@ class EvicPressCache(
                 path.append(node)
                 node = node.parent
             self.count_use(req, path[::-1], num_tokens)
+            if not is_shadow_name(req.extra_key):
+                self.count_admitted(req, num_tokens)
         return view
 
     # ---- accounting in physical slots
@@ -475,11 +482,6 @@ class EvicPressCache(
                 return True
             begin += matched
         return False
-
-    def key_of_waiting(self, req: Any) -> RadixKey:
-        """What a request in the queue will be matched with, as far as it can be known."""
-        tokens = req.origin_input_ids + req.output_ids if len(req.output_ids) else req.origin_input_ids
-        return RadixKey(tokens, req.extra_key, limit=max(0, len(tokens) - 1)).page_aligned(self.page_size)
 
     def _key_of(self, token_ids: Any, req: Any) -> RadixKey:
         """What of a request may be put into the tree: of one in a shadow only the shadow."""

@@ -76,14 +76,14 @@ def _before_get_next_batch_to_run(scheduler: Any) -> None:
         # SGLang takes a pool without room for one more request as full until one ends. Nodes that are being loaded
         # are locked with no request running, and they are done without one.
         scheduler.running_batch.batch_is_full = False
-    _cache.hide_guests(scheduler)
+    _cache.hide_waiting(scheduler)
 
 
 def _after_get_next_batch_to_run(batch: Any, scheduler: Any) -> None:
     """AFTER ``get_next_batch_to_run``: whoever left the queue since without running was aborted."""
     if _cache is None:
         return
-    _cache.show_guests(scheduler)
+    _cache.show_waiting(scheduler)
     waiting = _cache.without_guests(scheduler.waiting_queue)
     _cache.claims.keep_only(waiting)
     _cache.keep_stages(waiting)
@@ -94,16 +94,32 @@ def _after_get_next_batch_to_run(batch: Any, scheduler: Any) -> None:
 
 
 def _around_add_one_req(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND ``PrefillAdder.add_one_req``: a request whose prefix is on its way waits for another round, and one in a
-    shadow for users' requests."""
+    """AROUND ``PrefillAdder.add_one_req``: a request whose prefix is on its way, or is computed by another, waits for
+    another round, and one in a shadow for users' requests. What those behind it in the queue hold makes way for it."""
     if _cache is None:
         return original(adder, req, *args, **kwargs)
     if _cache.is_staging(req) or _cache.holds_back(req):
         return AddReqResult.CONTINUE
+    if _cache.is_being_computed(req) or _cache.lacks_room_to_load(req):
+        return AddReqResult.CONTINUE
     result = original(adder, req, *args, **kwargs)
-    if result is AddReqResult.NO_TOKEN and _cache.is_guest(req):
-        return AddReqResult.CONTINUE  # SGLang would admit nobody any more until some request ends
+    is_admitted = _is_last(adder, req)
+    if result is AddReqResult.NO_TOKEN and not is_admitted:
+        if _cache.is_guest(req):
+            return AddReqResult.CONTINUE  # SGLang would admit nobody any more until some request ends
+        for _ in _cache.let_go_from_tail(until=req):
+            result = original(adder, req, *args, **kwargs)
+            is_admitted = _is_last(adder, req)
+            if is_admitted or result is not AddReqResult.NO_TOKEN:
+                break
+    if is_admitted:
+        _cache.note_admitted(req)
     return result
+
+
+def _is_last(adder: Any, req: Any) -> bool:
+    """Whether the request was put into the batch; SGLang may say in the same breath that there is no room for more."""
+    return bool(adder.can_run_list) and adder.can_run_list[-1] is req
 
 
 def _around_on_idle(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:

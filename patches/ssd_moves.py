@@ -29,6 +29,9 @@ class SsdMoves:
         """Begin to write a host entry to the SSD, for all nodes that hold a piece of it."""
         if self.ssd is None or entry.write is not None:
             return self.ssd is not None
+        if entry.arrival is not None:
+            entry.arrival.goes_on = True  # once it is there
+            return True
         if entry.ssd is not None and entry.ssd.owners:
             self._share(entry, entry.ssd)
             return True
@@ -107,8 +110,10 @@ class SsdMoves:
             if not self.ssd.store.is_answering:
                 self.tier_counts["reads_of_a_hung_ssd"] += 1
                 return None
-            runs = self.host_room(entry.header.payload_bytes, is_urgent=True)
+            runs = self.host_room(entry.header.payload_bytes)
             if runs is None:
+                self._host_wanted = max(self._host_wanted, entry.header.payload_bytes)
+                self.stir(at_once=True)
                 self.tier_counts["reads_without_room"] += 1
                 return None
             entry.read = Read(self, entry, runs)

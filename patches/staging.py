@@ -1,31 +1,29 @@
-"""Getting what a waiting request will use ready for loading: SSD entries are read, host entries are verified.
+"""Getting what a waiting request will use ready for loading: SSD entries are read, host entries are verified, what the
+GPU has is kept there.
 
 The scheduler passes a request over while that goes on, until it is done, or late: then the request takes what is ready
-and computes the rest. Whether it is begun at all is the cost model's choice: nothing is loaded that is predicted to be
-computed sooner.
+and computes the rest. It can only be late once it could have run: what waits for its turn anyhow waits for nothing.
+Whether anything is begun is the cost model's choice, by what is ready when the request's turn is expected and by how
+many others computing would hold up.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from itertools import islice
 from typing import Any
 
-import torch
-from sglang.srt.mem_cache.radix_cache import RadixKey
-
 from sglang_evicpress.core import Tier
-from sglang_evicpress.layout import SurvivorLayout
-from sglang_evicpress.patches.node import first_outside, servable_steps, start_of
+from sglang_evicpress.patches.node import num_slots, servable_steps, start_of
 from sglang_evicpress.patches.ssd_moves import Lookup
 from sglang_evicpress.policy.loading import Piece, deadline_s, num_worth_loading
 from sglang_evicpress.tiers.copies import Copy, HostEntry
-from sglang_evicpress.tiers.identity import PathHash, edge_of, namespace_digest, token_bytes
-from sglang_evicpress.tiers.payload import layout_of
 from sglang_evicpress.tiers.worker import Job
 
-RECENT_S = 1.0
-"""A host entry that was verified so shortly before is not verified again, nor is a stage opened again."""
+VERIFIED_S = 10.0
+"""So long a host entry that was written or verified by us is taken to be good. Entries never move, but memory can fail.
+To verify one takes a millisecond of a thread of its own, and makes nobody late who waits for a turn."""
 
 EXPLORE_S = 10.0
 """After so long without a read from the SSD one is made to see what it costs."""
@@ -33,81 +31,130 @@ EXPLORE_S = 10.0
 MOST_STAGED_SHARE = 1 / 2
 """Of the host tier: what waiting requests may hold there."""
 
-MOST_ROUNDS = 3
-"""How often the stage of one request is opened."""
+MOST_PINNED_SHARE = 1 / 4
+"""Of the pool: what waiting requests may keep on the GPU."""
+
+WINDOW = 32
+"""So many requests from the head of the queue are got ready."""
+
+RELOOK_S = 0.05
+"""How often a request that waits is looked at when nothing of it is under way: what it needs may have moved."""
+
+MOST_READS = 4
+"""Reads for requests whose turn has not come that are begun at a time: the next ones are those of the next in turn."""
+
+MOST_CONGESTION = 8.0
+"""How many times a second of computing counts at most when others wait for it."""
 
 
 class Stage:
     """What is got ready for one waiting request. ``from_ssd``: the entries that came from the SSD for it; ``held``: the
-    nodes that stay where they are for it, by id. It may be opened again: what was ready may have gone
-    while the request still waited."""
+    nodes below the GPU that stay where they are for it, by id; ``pinned``: the last node on the GPU that does, with all
+    above it. ``turn_s``: when it could first have run, and ``patience_s`` from then on it may be passed over.
+    ``short_of``: for want of what something is not begun yet; ``is_without_room``: there was no host memory for a
+    read, nor any to be expected."""
 
     __slots__ = (
-        "begin_s",
-        "deadline_s",
         "from_ssd",
         "held",
-        "is_over",
+        "is_late",
+        "is_without_room",
         "jobs",
         "looked_at",
-        "num_rounds",
-        "over_s",
+        "looked_s",
+        "num_needed",
+        "patience_s",
+        "pinned",
+        "refused_by",
         "req",
+        "short_of",
+        "turn_s",
     )
 
     def __init__(self, req: Any) -> None:
         self.req = req
-        self.num_rounds = 0
-        self.open()
+        self.turn_s: float | None = None
+        self.patience_s = self.looked_s = 0.0
+        self.is_late = self.is_without_room = False
+        self.short_of: str | None = None
         self.jobs: list[Job] = []
         self.from_ssd: set[HostEntry] = set()
         self.held: dict[int, Any] = {}
+        self.pinned: Any = None
+        self.num_needed = 0
+        self.refused_by: int | None = None  # the host's plan after which a read found no room
         self.looked_at: set[int] = set()
 
-    def open(self) -> None:
-        self.begin_s = time.perf_counter()
-        self.deadline_s: float | None = None
-        self.is_over = False
-        self.over_s = 0.0
-        self.num_rounds += 1
+    @property
+    def is_waiting(self) -> bool:
+        """Whether anything is on its way, or will be."""
+        return bool(self.jobs) or self.short_of is not None
 
-    def end(self) -> None:
-        self.is_over = True
-        self.over_s = time.perf_counter()
+    @property
+    def has_unfinished_jobs(self) -> bool:
+        return any(not job.is_finished for job in self.jobs)
 
 
 class Staging:
-    """The part of EvicPressCache that stages. Everything here runs on the scheduler thread."""
+    """The part of EvicPressCache that stages. Everything here runs on the scheduler thread. ``stages`` are in the order
+    in which the requests came, which is that of their turns where SGLang serves first come, first served."""
 
     def open_stages(self: Any) -> None:
         self.stages: dict[int, Stage] = {}
         self.reads: dict[Any, None] = {}  # from the SSD, now
         self.staged: dict[int, int] = {}  # bytes of the nodes that are held, by id
+        self.pins: dict[int, int] = {}  # slots that were locked for a stage, by its id()
+        self.pinned_slots = 0
+        self.num_ready = 0  # requests at the head of the queue for which nothing is on its way
         self.ssd_seen_s = time.perf_counter()
 
     def begin_stage(self: Any, req: Any) -> None:
         """A request has entered the waiting queue."""
         if self.host is None or self.disable:
             return
+        former = self.stages.pop(id(req), None)
+        if former is not None:
+            self._let_go(former)
+        num_ahead = len(self.stages)
         stage = self.stages[id(req)] = Stage(req)
-        self._advance(stage)
+        if num_ahead < WINDOW:
+            self._advance(stage, num_ahead)
 
     def is_staging(self: Any, req: Any) -> bool:
-        """Whether a waiting request is to be passed over for now."""
+        """Whether a waiting request is to be passed over for now. It could run, were it not for that."""
         stage = self.stages.get(id(req))
         if stage is None:
             return False
-        if stage.is_over:
-            if stage.num_rounds >= MOST_ROUNDS or time.perf_counter() - stage.over_s < RECENT_S:
-                return False
-            stage.open()
-        self._advance(stage)
-        return not stage.is_over
+        now = time.perf_counter()
+        if stage.turn_s is None:
+            stage.turn_s = now
+        if stage.is_late:
+            return False  # what else comes is of use if there is no room for the request now
+        self._advance(stage, 0)
+        if not stage.is_waiting:
+            return False
+        if now <= stage.turn_s + stage.patience_s:
+            return True
+        stage.is_late = True
+        self.tier_counts["stages_late"] += 1
+        return False
+
+    def is_passed_over(self: Any, req: Any) -> bool:
+        """Whether the request could run and nothing new can be said of it: SGLang need not even look it up."""
+        stage = self.stages.get(id(req))
+        if stage is None or stage.turn_s is None or not stage.has_unfinished_jobs:
+            return False
+        return time.perf_counter() <= stage.turn_s + stage.patience_s
 
     def advance_stages(self: Any) -> None:
-        for stage in list(self.stages.values()):
-            if not stage.is_over:
-                self._advance(stage)
+        """Go on with the requests at the head of the queue, the first first."""
+        now = time.perf_counter()
+        num_ready = 0
+        for num_ahead, stage in enumerate(list(islice(self.stages.values(), WINDOW))):
+            if stage.jobs or now - stage.looked_s >= RELOOK_S:
+                self._advance(stage, num_ahead)
+            num_ready += not stage.is_waiting
+        self.num_ready = num_ready
 
     def keep_stages(self: Any, waiting: Collection[Any]) -> None:
         """Forget the stages of requests that do not wait any more."""
@@ -118,7 +165,12 @@ class Staging:
 
     @property
     def num_staging(self: Any) -> int:
-        return sum(not stage.is_over for stage in self.stages.values())
+        return sum(stage.is_waiting for stage in self.stages.values())
+
+    @property
+    def num_slots_needed(self: Any) -> int:
+        """Slots that the next requests will take."""
+        return sum(stage.num_needed for stage in islice(self.stages.values(), WINDOW))
 
     def ready_to_load(self: Any, req: Any, steps: list[tuple[Any, int]], num_resident: int) -> int:
         """How many of ``steps``, from the first that is not on the GPU, are verified on the host and worth loading."""
@@ -126,13 +178,15 @@ class Staging:
         if stage is None:
             return 0
         count = num_resident
-        while count < len(steps) and self._is_ready(stage, steps[count][0]):
+        while count < len(steps) and _is_verified(steps[count][0], 2 * VERIFIED_S):
             count += 1
-        return num_worth_loading(self._pieces(steps[num_resident:count]), self.costs)
+        return num_worth_loading(
+            self._pieces(steps[num_resident:count]), self.costs, congestion=self._congestion(stage)
+        )
 
-    def _is_ready(self: Any, stage: Stage, node: Any) -> bool:
-        copy = node.kv.copies.get(Tier.HOST)
-        return copy is not None and copy.entry.checked_s >= stage.begin_s - RECENT_S
+    def _congestion(self: Any, stage: Stage) -> float:
+        """How many times a second of computing counts: others that are ready wait for it."""
+        return min(MOST_CONGESTION, 1.0 + max(0, self.num_ready - (not stage.is_waiting)))
 
     def _pieces(self: Any, steps: list[tuple[Any, int]]) -> list[Piece]:
         found, read = [], set()
@@ -148,36 +202,54 @@ class Staging:
             depth += matched
         return found
 
-    def _advance(self: Any, stage: Stage) -> None:
-        """Begin whatever the request still needs and is worth it; over when there is nothing more, or at its
-        deadline."""
-        if stage.deadline_s is not None and time.perf_counter() > stage.deadline_s:
-            stage.end()
-            stage.num_rounds = MOST_ROUNDS
-            self.tier_counts["stages_late"] += 1
+    def _advance(self: Any, stage: Stage, num_ahead: int) -> None:
+        """Take in what is done, and begin whatever the request still needs and is worth it."""
+        if stage.has_unfinished_jobs:
             return
         lookups = [job for job in stage.jobs if isinstance(job, Lookup)]
-        if any(not job.is_finished for job in stage.jobs):
-            return
-        stage.jobs = []
+        stage.jobs, stage.short_of, stage.looked_s = [], None, time.perf_counter()
         for job in lookups:
             self._graft(stage, job)
         key = self.key_of_waiting(stage.req)
         known = self._steps(key)
         steps = known[: servable_steps(known, self.config.min_share)]
         num_resident = sum(node.value is not None for node, _ in steps)
+        self._pin(stage, [node for node, _ in steps[:num_resident]])
         pieces = self._pieces(steps[num_resident:])
-        num_wanted = num_worth_loading(pieces, self.costs, waits={Tier.SSD: self._reads_s(stage)})
+        slack_s = self.turns.wait_s(num_ahead) if stage.turn_s is None else 0.0
+        terms = {"slack_s": slack_s, "congestion": self._congestion(stage)}
+        num_wanted = num_worth_loading(pieces, self.costs, waits={Tier.SSD: self._reads_s(stage)}, **terms)
         for node, _ in steps[num_resident : num_resident + num_wanted]:
-            if node.id in self.nodes:  # the room for those before it may have been its own
-                self._fetch(stage, node)
+            if node.id in self.nodes and not self._fetch(stage, node):  # the room for those before may have been its
+                break
         if num_wanted:
-            self._set_deadline(stage, pieces[:num_wanted])
+            self._set_patience(stage, pieces[:num_wanted])
         self._explore([node for node, _ in steps[num_resident + num_wanted :]])
-        if not stage.jobs and num_wanted == len(pieces) and len(steps) == len(known):
+        if not stage.is_waiting and num_wanted == len(pieces) and len(steps) == len(known):
             self._look_up(stage, key, steps)
-        if not stage.jobs:
-            stage.end()
+        num_cached = sum(matched for _, matched in steps[:num_resident])
+        num_holes = sum(matched - copy.num_slots for copy, matched in _copies(steps[num_resident:][:num_wanted]))
+        stage.num_needed = max(0, len(key) + self.page_size - num_cached - max(0, num_holes))
+
+    def _pin(self: Any, stage: Stage, resident: list[Any]) -> None:
+        """Keep what the request will use on the GPU there, within ``MOST_PINNED_SHARE``."""
+        last = resident[-1] if resident else None
+        if stage.pinned is last:
+            return
+        self._unpin(stage)
+        num_new = sum(num_slots(node) for node in resident if node.lock_ref == 0)
+        most = MOST_PINNED_SHARE * self.token_to_kv_pool_allocator.size
+        if last is not None and self.pinned_slots + num_new <= most:
+            stage.pinned = last
+            self.pins[id(stage)] = num_new
+            self.pinned_slots += num_new
+            self.inc_lock_ref(last)
+
+    def _unpin(self: Any, stage: Stage) -> None:
+        if stage.pinned is not None:
+            self.dec_lock_ref(stage.pinned)
+            self.pinned_slots -= self.pins.pop(id(stage))
+            stage.pinned = None
 
     def _hold(self: Any, stage: Stage, node: Any) -> None:
         """Keep what a request will load from being pushed down again before: the policy thinks of more distant uses.
@@ -186,12 +258,16 @@ class Staging:
             return
         if node.kv.num_stages == 0:
             num_bytes = node.kv.copies[max(node.kv.copies)].num_slots * self.menu.slot_bytes
-            if self.staged_bytes + num_bytes > MOST_STAGED_SHARE * self.host.num_bytes:
+            is_first = next(iter(self.stages.values()), None) is stage  # else what was read for it could go again
+            if not is_first and not self._may_hold(num_bytes):
                 return
             self.staged[node.id] = num_bytes
         stage.held[node.id] = node
         node.kv.num_stages += 1
         self.note(node)
+
+    def _may_hold(self: Any, num_bytes: int) -> bool:
+        return bool(self.staged_bytes + num_bytes <= MOST_STAGED_SHARE * self.host.num_bytes)
 
     def _let_go(self: Any, stage: Stage) -> None:
         for node in stage.held.values():
@@ -201,11 +277,17 @@ class Staging:
                 if node.id in self.nodes:
                     self.note(node)
         stage.held.clear()
+        self._unpin(stage)
 
-    def let_go_all(self: Any) -> None:
-        """Whoever runs needs the room more than those who wait."""
-        for stage in self.stages.values():
-            self._let_go(stage)
+    def let_go_from_tail(self: Any, until: Any = None) -> Iterator[None]:
+        """Whoever runs needs the room more than those who wait: what these hold is given up, that of the last in turn
+        first, down to the request ``until``; a step for each who held anything."""
+        for stage in list(self.stages.values())[::-1]:
+            if stage.req is until:
+                return
+            if stage.held or stage.pinned is not None:
+                self._let_go(stage)
+                yield
 
     @property
     def staged_bytes(self: Any) -> int:
@@ -220,26 +302,62 @@ class Staging:
                 if lower.id in stage.held:
                     stage.held[upper.id] = upper
 
-    def _fetch(self: Any, stage: Stage, node: Any) -> None:
+    def _fetch(self: Any, stage: Stage, node: Any) -> bool:
+        """Begin what makes the node ready; False where that cannot begin yet."""
         self._tick += 1
         node.kv.last_use = self._tick  # else what was just read were the least recently used, and the first to go
         self.note_use(node)
         copy = node.kv.copies.get(Tier.HOST)
         job: Job | None = None
         if copy is None:
-            read = self.start_read(node.kv.copies[Tier.SSD].entry)
-            if read is not None:
-                job = read
-                stage.from_ssd.add(read.host)
-        elif not self._is_ready(stage, node):
-            if copy.entry.check is None:
-                copy.entry.check = Check(self, copy.entry)
-                copy.entry.check.start()
-            job = copy.entry.check
+            job = self._read_for(stage, node.kv.copies[Tier.SSD].entry)
+            if job is None:
+                return False
+        elif not _is_verified(node, VERIFIED_S):
+            job = self.start_check(copy.entry)
         if job is not None:
             stage.jobs.append(job)
-        if node.id in self.nodes and (copy is not None or job is not None):
+        if node.id in self.nodes:
             self._hold(stage, node)
+        return True
+
+    def _read_for(self: Any, stage: Stage, entry: Any) -> Any:
+        """The job that reads an SSD entry for a request; None where it cannot begin now: then the stage says for want
+        of what, unless nothing is on its way that would give room."""
+        if entry.read is None and stage.turn_s is None:
+            if len(self.reads) >= MOST_READS:
+                stage.short_of = "turn"
+                return None
+            if not self._may_hold(entry.header.payload_bytes):
+                stage.short_of = "turn"
+                return None
+        read = self.start_read(entry)
+        if read is not None:
+            stage.from_ssd.add(read.host)
+            return read
+        if stage.refused_by is None:
+            stage.refused_by = self.num_host_plans
+        if self.is_freeing_host or self.num_host_plans <= stage.refused_by + 1:
+            stage.short_of = "host_room"  # else the plan that followed has found nothing to write
+        else:
+            stage.is_without_room = True
+        return read
+
+    @property
+    def is_freeing_host(self: Any) -> bool:
+        """Whether host memory will become free of itself."""
+        return bool(self.reads) or any(self.workers[name].num_pending for name in ("copy", "write", "load"))
+
+    def start_check(self: Any, entry: HostEntry) -> Job:
+        """The job that verifies a host entry, or fills it."""
+        if entry.arrival is not None:
+            arrival: Job = entry.arrival
+            return arrival
+        if entry.check is None:
+            entry.check = Check(self, entry)
+            entry.check.start()
+        job: Job = entry.check
+        return job
 
     def _explore(self: Any, unwanted: list[Any]) -> None:
         """Now and then read an SSD entry that is taken to come too late, with nobody waiting for it: a disk that was
@@ -257,94 +375,24 @@ class Staging:
         others = sum(read.num_bytes for read in self.reads if read not in stage.jobs)
         return self.costs.load_seconds(Tier.SSD, others) if others else 0.0
 
-    def _set_deadline(self: Any, stage: Stage, pieces: list[Piece]) -> None:
+    def _set_patience(self: Any, stage: Stage, pieces: list[Piece]) -> None:
         load_s = self._reads_s(stage)
         load_s += sum(self.costs.load_seconds(piece.tier, piece.num_bytes) for piece in pieces)
         recompute_s = sum(self.costs.prefill.marginal_seconds(piece.num_tokens, piece.depth_tokens) for piece in pieces)
-        if stage.deadline_s is None:
-            stage.deadline_s = stage.begin_s
-        stage.deadline_s = max(stage.deadline_s, stage.begin_s + deadline_s(load_s, recompute_s))
-
-    # ---- entries of an earlier server
-
-    def _look_up(self: Any, stage: Stage, key: RadixKey, steps: list[tuple[Any, int]]) -> None:
-        """Ask the SSD for entries that continue the path where the tree ends."""
-        begin = sum(matched for _, matched in steps)
-        if self.ssd is None or begin in stage.looked_at or len(key) - begin < self.page_size:
-            return
-        stage.looked_at.add(begin)
-        if not self.ssd.store.num_entries:
-            return
-        scope = self.ssd_scope(key.extra_key)
-        if scope is None:
-            return
-        tokens = key.token_ids[: len(key)]
-        if first_outside(tokens, self.vocab_size) is not None:
-            return  # nothing of it was ever written
-        hashed = PathHash(*scope)
-        hashed.update(tokens[:begin])
-        refs = self.ssd.store.find(edge_of(hashed.key, tokens[begin : begin + self.page_size]))
-        refs = [ref for ref in refs if not self.ssd.is_held(ref)]
-        if not refs:
-            return
-        num_tokens = min(max(ref.num_tokens for ref in refs), len(key) - begin)
-        pieces = [Piece(num_tokens, begin, Tier.SSD, num_tokens * self.menu.slot_bytes)]
-        if num_worth_loading(pieces, self.costs) == 0:
-            return
-        self._set_deadline(stage, pieces)
-        job = Lookup(self, refs, token_bytes(tokens[begin:]), hashed.key, namespace_digest(scope.namespace))
-        self.workers["read"].submit(job)
-        stage.jobs.append(job)
-
-    def _graft(self: Any, stage: Stage, job: Lookup) -> None:
-        """Put what a lookup has found into the tree, if it still continues a path there."""
-        if job.found is None or job.error is not None or job.ssd is not self.ssd:
-            return
-        ref, header = job.found
-        if self.ssd.is_held(ref) or ref not in self.ssd.store:
-            return
-        key = self.key_of_waiting(stage.req)
-        ahead = key.token_ids[: len(key)][header.start :][: len(job.tokens) // 4]
-        if first_outside(ahead, self.vocab_size) is not None or token_bytes(ahead) != job.tokens:
-            return
-        steps = self._steps(key)
-        if sum(matched for _, matched in steps) != header.start:
-            return
-        path = self._take(steps)
-        parent = path[-1] if path else self.root_node
-        tokens = key.token_ids[:0]
-        tokens.extend(int.from_bytes(header.tokens[i : i + 4], "little") for i in range(0, len(header.tokens), 4))
-        found = RadixKey(tokens, key.extra_key)
-        is_new = found.child_key(self.page_size) not in parent.children
-        if not is_new or not parent.kv.is_text or first_outside(tokens, self.vocab_size) is not None:
-            return
-        layout = None
-        if job.survivors is not None:
-            numbers = torch.frombuffer(bytearray(job.survivors), dtype=torch.uint8)
-            layout = layout_of(numbers, header.shape, header.num_slots)
-            if _repeats(path, layout):
-                return
-        copy = Copy(
-            Tier.SSD, header.form, self.ssd.hold(ref, header), 0, header.num_slots, layout, header.is_lossy_prefix, None
-        )
-        self.add_absent_leaf(parent, found, copy)
-        self.tier_counts["found_again"] += 1
+        stage.patience_s = max(stage.patience_s, deadline_s(load_s, self._congestion(stage) * recompute_s))
 
 
-def _repeats(path: list[Any], layout: SurvivorLayout) -> bool:
-    """Whether survivors behind a path are of positions that the path holds itself in the same head: the entry is the
-    lower part of a node that was split after it was compressed, and the path holds other KV now (see drop_strays)."""
-    positions = layout.positions
-    for node in path:
-        begin = start_of(node)
-        if node.kv.layout is None:
-            if bool(((positions >= begin) & (positions < begin + len(node.key))).any()):
-                return True
-            continue
-        for held, survivors in zip(node.kv.layout.positions.flatten(0, 1), positions.flatten(0, 1), strict=True):
-            if bool(torch.isin(survivors, held).any()):
-                return True
-    return False
+def _is_verified(node: Any, seconds: float) -> bool:
+    """Whether the host has the node in an entry that was good so shortly before."""
+    copy = node.kv.copies.get(Tier.HOST)
+    return copy is not None and copy.entry.checked_s >= time.perf_counter() - seconds
+
+
+def _copies(steps: list[tuple[Any, int]]) -> Iterator[tuple[Copy, int]]:
+    """The fastest copy of each node, and the tokens that are matched of it."""
+    for node, matched in steps:
+        if node.kv.copies:
+            yield node.kv.copies[min(node.kv.copies)], matched
 
 
 class Check(Job):

@@ -16,7 +16,7 @@ import torch
 from sglang_evicpress.core import Tier
 from sglang_evicpress.patches.load_back import Load, Part
 from sglang_evicpress.patches.node import is_lossy
-from sglang_evicpress.patches.staging import RECENT_S, Check
+from sglang_evicpress.patches.staging import VERIFIED_S
 from sglang_evicpress.policy.rearrange import Budget
 
 logger = logging.getLogger(__name__)
@@ -163,10 +163,8 @@ class Upgrades:
             read = self.start_read(below.entry)
             below.entry.tried = read is None
             return read is not None
-        if copy.entry.checked_s < time.perf_counter() - RECENT_S:
-            if copy.entry.check is None:
-                copy.entry.check = Check(self, copy.entry)
-                copy.entry.check.start()
+        if copy.entry.checked_s < time.perf_counter() - VERIFIED_S:
+            self.start_check(copy.entry)
             return True
         self._start_raise(node, copy)
         return node.kv.job is not None

@@ -10,6 +10,8 @@ from sglang_evicpress.core import Option, Tier
 from sglang_evicpress.patches.host_room import MOST_GIVEN_UP
 
 AHEAD_SHARE = 1 / 4  # of the pool, and of the host tier, that is taken next: copied before it is due
+HOST_AHEAD_SHARE = 1 / 2  # of the host tier where writing costs nothing but time: then a read need not wait for writes
+MOST_NEEDED_SHARE = 1 / 4  # of the pool: what is kept free for the next requests
 SPARE_SHARE = {False: 1 / 4, True: 1 / 2}  # of the host tier, without and with an SSD below: for such copies at most
 LOW_SHARE, HIGH_SHARE = 1 / 32, 1 / 16  # of the pool: below the first, nodes are released until the second is free
 HOST_LOW_SHARE, HOST_HIGH_SHARE = 1 / 16, 1 / 8  # the same of the host tier
@@ -29,10 +31,7 @@ class Watermarks:
         self.arrival.clear()
         self.start_loads(None)  # of a round that has come to no batch
         self.num_to_give_up = MOST_GIVEN_UP
-        jobs = list(self.postponed)
-        self.postponed.clear()
-        for workers in self.workers.values():
-            jobs += workers.finished()
+        jobs = [job for workers in self.workers.values() for job in workers.finished()]
         for job in jobs:
             job.finish()
             self._is_stirred = True
@@ -50,9 +49,11 @@ class Watermarks:
             self.improve()
         self.advance_stages()
 
-    def stir(self: Any) -> None:
-        """Something has changed that may call for room."""
+    def stir(self: Any, *, at_once: bool = False) -> None:
+        """Something has changed that may call for room; ``at_once``: somebody waits for it."""
         self._is_stirred = True
+        if at_once:
+            self._next_plan_s = 0.0
 
     @property
     def is_restless(self: Any) -> bool:
@@ -61,13 +62,14 @@ class Watermarks:
 
     @property
     def num_pending_jobs(self: Any) -> int:
-        return sum(workers.num_pending for workers in self.workers.values()) + len(self.postponed)
+        return sum(workers.num_pending for workers in self.workers.values())
 
     def _keep_gpu_room(self: Any) -> None:
         allocator = self.token_to_kv_pool_allocator
         slot_bytes, free = self.menu.slot_bytes, allocator.available_size()
-        if free < LOW_SHARE * allocator.size:
-            wanted = min(int(HIGH_SHARE * allocator.size) - free, self.evictable_size_)
+        needed = min(self.num_slots_needed, int(MOST_NEEDED_SHARE * allocator.size))
+        if free < max(LOW_SHARE * allocator.size, needed):
+            wanted = min(max(int(HIGH_SHARE * allocator.size), needed) - free, self.evictable_size_)
             self.controller.relieve(Tier.GPU, self._bounded(Tier.GPU, wanted * slot_bytes), room=self.room())
         ahead = min(
             int(AHEAD_SHARE * allocator.size),
@@ -122,14 +124,20 @@ class Watermarks:
         """Below the low watermark of free host memory nodes go on to the SSD, or are dropped, up to the high one, or to
         what was missing last; what is next is written to the SSD ahead."""
         host = self.host
+        self.num_host_plans += 1
         self.repack()
         free = host.num_bytes - self.policy.book.num_bytes[Tier.HOST] - self._copying_bytes - self._prepared_bytes()
-        if free < max(HOST_LOW_SHARE * host.num_bytes, self._host_wanted):
-            wanted = max(int(HOST_HIGH_SHARE * host.num_bytes), self._host_wanted) - free
+        if free < HOST_LOW_SHARE * host.num_bytes or self._host_wanted:
+            # Pieces of one entry free it only together, so what is counted as free may not be all that can be had.
+            lacking = max(self._host_wanted - host.free_bytes, self._host_wanted // 4)
+            wanted = max(int(HOST_HIGH_SHARE * host.num_bytes) - free, lacking)
             self.controller.relieve(Tier.HOST, self._bounded(Tier.HOST, wanted), room=self.room())
         self._host_wanted = 0
-        ahead = int(AHEAD_SHARE * host.num_bytes) - free
-        if self.ssd is None or ahead <= 0:
+        if self.ssd is None:
+            return
+        share = HOST_AHEAD_SHARE if self.config.ssd_write_gb_per_day is None else AHEAD_SHARE
+        ahead = int(share * host.num_bytes) - free
+        if ahead <= 0:
             return
         for decision in self.policy.plan(Tier.HOST, self._bounded(Tier.HOST, ahead), self.room()):
             node = self.nodes.get(decision.node_id)

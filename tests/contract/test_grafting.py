@@ -11,7 +11,7 @@ from tests.contract import test_tiers_model
 from tests.contract.test_tiers_model import TierWalk, cached, sent
 
 from sglang_evicpress.core import Tier
-from sglang_evicpress.patches import staging
+from sglang_evicpress.patches import grafting
 
 pytestmark = pytest.mark.sglang
 opened = test_tiers_model.opened
@@ -32,7 +32,7 @@ def test_an_entry_that_shares_less_than_its_first_page_is_not_taken(
     opened: Callable[..., TierWalk], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     walk, tokens = left_behind(opened)
-    monkeypatch.setattr(staging, "edge_of", lambda key, page: edge)  # a crafted collision
+    monkeypatch.setattr(grafting, "edge_of", lambda key, page: edge)  # a crafted collision
     (edge,) = walk.cache.ssd.store._index._newest
     other = [*tokens[: PAGE - 1], 55, *tokens[PAGE:]]
     assert walk.serve([*other, 59]) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -139,7 +140,8 @@ class Server(ShadowWalk):
         if len(running.reqs) >= self.max_running:
             running.batch_is_full = True
             return None
-        taken: list[Request] = []
+        adder = SimpleNamespace(can_run_list=[])
+        taken: list[Request] = adder.can_run_list
         self.promised = sum(self.left[req.rid] for req in running.reqs)
         for req in stub.waiting_queue:
             if len(running.reqs) + len(taken) >= self.max_running:
@@ -149,7 +151,7 @@ class Server(ShadowWalk):
             match = self.cache.match_prefix(MatchPrefixParams(key=key, req=req))
             req.prefix_indices, req.last_node = match.device_indices, match.last_device_node
             req.cache_protected_len = req.num_cached = len(match.device_indices)
-            result = scheduling._around_add_one_req(self.add_one_req, taken, req)
+            result = scheduling._around_add_one_req(self.add_one_req, adder, req)
             if result is not AddReqResult.CONTINUE:
                 running.batch_is_full = running.batch_is_full or result is AddReqResult.NO_TOKEN
                 break
@@ -160,14 +162,14 @@ class Server(ShadowWalk):
         batch.extend_lens = [len(req.tokens) - len(req.prefix_indices) for req in taken]
         return batch
 
-    def add_one_req(self, taken: list[Request], req: Request) -> AddReqResult:
+    def add_one_req(self, adder: SimpleNamespace, req: Request) -> AddReqResult:
         needed = len(req.tokens) - len(req.prefix_indices) + self.left[req.rid] + 1
         self.cache.inc_lock_ref(req.last_node)
         if needed + self.promised >= self.allocator.available_size() + self.cache.evictable_size():
             self.cache.dec_lock_ref(req.last_node)
             return AddReqResult.NO_TOKEN
         self.promised += needed
-        taken.append(req)
+        adder.can_run_list.append(req)
         return AddReqResult.CONTINUE
 
     def run_batch(self, batch: Batch) -> None:

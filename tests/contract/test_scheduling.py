@@ -47,6 +47,9 @@ class FakeCache:
         self.is_restless = False
         self.ticks: list[bool] = []
         self.held_back: set[str] = set()
+        self.computed_by_others: set[str] = set()
+        self.without_room: set[str] = set()
+        self.holders: list[str] = []
         self.visited: object = None
         self.told: list[str] = []
 
@@ -80,10 +83,10 @@ class FakeCache:
     def begin_round(self, scheduler: Any) -> None:
         self.expected.append("a round begins")
 
-    def hide_guests(self, scheduler: Any) -> None:
+    def hide_waiting(self, scheduler: Any) -> None:
         self.expected.append("guests are hidden in the round")
 
-    def show_guests(self, scheduler: Any) -> None:
+    def show_waiting(self, scheduler: Any) -> None:
         scheduler.waiting_queue.append("guest")
 
     def end_round(self, batch: Any) -> None:
@@ -94,6 +97,20 @@ class FakeCache:
 
     def holds_back(self, req: str) -> bool:
         return req in self.held_back
+
+    def is_being_computed(self, req: str) -> bool:
+        return req in self.computed_by_others
+
+    def lacks_room_to_load(self, req: str) -> bool:
+        return req in self.without_room
+
+    def let_go_from_tail(self, until: str) -> Iterator[None]:
+        while self.holders and self.holders[-1] != until:
+            self.holders.pop()
+            yield
+
+    def note_admitted(self, req: str) -> None:
+        self.expected.append(f"{req} runs")
 
     def is_guest(self, req: str) -> bool:
         return req.startswith("guest")
@@ -270,18 +287,23 @@ def test_a_pool_is_not_taken_as_full_for_ever_while_nothing_runs(cache: FakeCach
     assert cache.ticks == [True, True, False]
 
 
-def test_a_request_that_is_staged_or_held_back_is_passed_over_and_others_are_not(cache: FakeCache) -> None:
-    cache.staging, cache.held_back = {"a"}, {"c"}
-    added: list[str] = []
+def adder(*admitted: str) -> Any:
+    return SimpleNamespace(can_run_list=list(admitted))
 
-    def add(adder: None, req: str, *rest: object) -> str:
+
+def test_who_is_passed_over_and_who_is_not(cache: FakeCache) -> None:
+    cache.staging, cache.held_back, cache.computed_by_others, cache.without_room = {"a"}, {"c"}, {"d"}, {"e"}
+    batch, added = adder(), []
+
+    def add(adder: Any, req: str, *rest: object) -> str:
         added.append(req)
+        adder.can_run_list.append(req)
         return "added"
 
-    assert scheduling._around_add_one_req(add, None, "a") is AddReqResult.CONTINUE
-    assert scheduling._around_add_one_req(add, None, "c") is AddReqResult.CONTINUE
-    assert scheduling._around_add_one_req(add, None, "b", False, None) == "added"
-    assert added == ["b"]
+    for req in "acde":
+        assert scheduling._around_add_one_req(add, batch, req) is AddReqResult.CONTINUE
+    assert scheduling._around_add_one_req(add, batch, "b", False, None) == "added"
+    assert added == ["b"] and cache.expected == ["b runs"]
 
 
 @pytest.mark.parametrize(
@@ -296,7 +318,26 @@ def test_a_guest_that_does_not_fit_does_not_close_the_door(
     cache: FakeCache, req: str, found: AddReqResult, told: AddReqResult
 ) -> None:
     """After NO_TOKEN SGLang admits nobody before a running request has ended."""
-    assert scheduling._around_add_one_req(lambda *_: found, None, req) is told
+    assert scheduling._around_add_one_req(lambda *_: found, adder(), req) is told
+    assert not cache.expected
+
+
+def test_what_those_behind_it_hold_makes_way_for_a_request(cache: FakeCache) -> None:
+    """It is asked for again until the request fits, and not from who is before it."""
+    cache.holders = ["first", "a", "second", "third", "fourth"]
+    batch = adder()
+
+    def add(adder: Any, req: str) -> AddReqResult:
+        if len(cache.holders) > 3:
+            return AddReqResult.NO_TOKEN
+        adder.can_run_list.append(req)
+        return AddReqResult.NO_TOKEN  # there is no room for another
+
+    assert scheduling._around_add_one_req(add, batch, "a") is AddReqResult.NO_TOKEN
+    assert batch.can_run_list == ["a"] and cache.holders == ["first", "a", "second"]
+    cache.holders = ["first", "b", "second"]
+    assert scheduling._around_add_one_req(lambda *_: AddReqResult.NO_TOKEN, batch, "b") is AddReqResult.NO_TOKEN
+    assert cache.holders == ["first", "b"] and cache.expected == ["a runs"]
 
 
 def test_an_idle_scheduler_does_not_sleep_while_threads_work_for_the_cache(cache: FakeCache) -> None:
