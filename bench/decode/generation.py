@@ -176,8 +176,12 @@ def check_answer(
     except MismatchError as error:
         return Finding(name, (str(error),))
     mine = rows[torch.arange(len(output)), output]
-    theirs = torch.tensor([entry[0] for entry in meta["output_token_logprobs"]])
+    told = meta["output_token_logprobs"]
+    if len(told) != len(output) and not (sent_back and len(told) == len(output) - 1):
+        return Finding(name, (f"{len(told)} log probabilities for {len(output)} tokens",))
+    # SGLang loses the first one of a request that it sends back before its first token was looked at.
+    theirs = torch.tensor([entry[0] for entry in told])
     differs = rows.argmax(-1) != torch.tensor(output)
     is_tie = differs & (rows.max(-1).values - mine < TIE)
-    difference = float((mine - theirs).abs().max())
+    difference = float((mine[-len(told) :] - theirs).abs().max())
     return Finding(name, (), difference, len(output), int((differs & ~is_tie).sum()), int(is_tie.sum()))
