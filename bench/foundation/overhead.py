@@ -61,7 +61,8 @@ def paired(servers: Sequence[Server], prompts: Sequence[list[int]], num_tokens: 
         order = (0, 1) if index // 2 % 2 == 0 else (1, 0)  # by twos: every other prompt is of another kind
         seen = {which: timed(servers[which], prompt, num_tokens) for which in order}
         first.append(seen[1].first / seen[0].first)
-        between.append(seen[1].between / seen[0].between)
+        if seen[0].between > 0.0:  # else all tokens came at once
+            between.append(seen[1].between / seen[0].between)
     return first, between
 
 
