@@ -121,6 +121,8 @@ class TierInspection:
 
         deadline = time.monotonic() + MOVE_WAIT_S
         while not is_there() and time.monotonic() < deadline:
+            if node.lock_ref > 0:  # a request that waits keeps it where it is
+                raise NodeBusy(node_id)
             if node.kv.job is None and not node.kv.is_leaving:
                 self.send(node_id, tier if node.value is None else Tier.HOST, node.kv.form)
             if not is_there() and not self.num_pending_jobs:
