@@ -117,6 +117,23 @@ def _around_add_one_req(original: Callable[..., Any], adder: Any, req: Any, *arg
     return result
 
 
+def _around_add_chunked_req(original: Callable[..., Any], adder: Any, req: Any) -> Any:
+    """AROUND ``PrefillAdder.add_chunked_req``: it needs the room more than those who wait. A chunk that is short for
+    want of room leaves some of the batch's share, and room may be found while others are looked at: the next request
+    would be cut into chunks too, and SGLang knows of one such request only."""
+    if _cache is not None and adder.rem_chunk_tokens is not None:
+        num_new = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
+        wanted = min(adder.rem_chunk_tokens, num_new)
+        if adder.rem_total_tokens < wanted:
+            for _ in _cache.let_go_from_tail():
+                if adder.rem_total_tokens >= wanted:
+                    break
+    result = original(adder, req)
+    if result is not None:
+        adder.rem_chunk_tokens = 0
+    return result
+
+
 def _is_last(adder: Any, req: Any) -> bool:
     """Whether the request was put into the batch; SGLang may say in the same breath that there is no room for more."""
     return bool(adder.can_run_list) and adder.can_run_list[-1] is req
@@ -205,6 +222,7 @@ def install(registry: Any, hook_type: Any) -> None:
     registry.register(SCHEDULER + "get_next_batch_to_run", _after_get_next_batch_to_run, hook_type.AFTER)
     registry.register(SCHEDULER + "on_idle", _around_on_idle, hook_type.AROUND)
     registry.register(ADDER + "add_one_req", _around_add_one_req, hook_type.AROUND)
+    registry.register(ADDER + "add_chunked_req", _around_add_chunked_req, hook_type.AROUND)
     registry.register(SCHEDULER + "run_batch", _around_run_batch, hook_type.AROUND)
     registry.register(SCHEDULER + "process_batch_result", _before_process_batch_result, hook_type.BEFORE)
     for source in ("disk", "distributed", "tensor", "ipc"):

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.managers.schedule_policy import AddReqResult
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
+from sglang.srt.runtime_context import get_context
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_evicpress.costs import CostModel, Costs, PrefillLaw
@@ -338,6 +339,64 @@ def test_what_those_behind_it_hold_makes_way_for_a_request(cache: FakeCache) -> 
     cache.holders = ["first", "b", "second"]
     assert scheduling._around_add_one_req(lambda *_: AddReqResult.NO_TOKEN, batch, "b") is AddReqResult.NO_TOKEN
     assert cache.holders == ["first", "b"] and cache.expected == ["a runs"]
+
+
+class Pool:
+    """Free and evictable slots; whoever waits holds ``held`` of them until it lets go."""
+
+    def __init__(self, free: int, held: list[int]) -> None:
+        self.free, self.held = free, held
+
+    def available_size(self) -> int:
+        return self.free
+
+    def evictable_size(self) -> int:
+        return 0
+
+    def supports_mamba(self) -> bool:
+        return False
+
+    def let_go_from_tail(self, until: object = None) -> Iterator[None]:
+        while self.held:
+            self.free += self.held.pop()
+            yield
+
+
+def chunked(num_tokens: int) -> Any:
+    req = SimpleNamespace(
+        full_untruncated_fill_ids=[0] * num_tokens,
+        prefix_indices=[],
+        sampling_params=SimpleNamespace(max_new_tokens=1),
+        retracted_stain=False,
+    )
+    req.set_extend_range = lambda begin, end: setattr(req, "extend_range", SimpleNamespace(length=end - begin))
+    return req
+
+
+@pytest.mark.parametrize(
+    ("free", "length", "num_holders"),
+    [
+        (100, 220, 0),  # all make way, and it is still short
+        (440, 512, 1),  # no more is let go than it needs
+        (900, 512, 3),
+    ],
+)
+def test_a_chunk_that_is_short_for_want_of_room_leaves_none_for_a_second_request_in_chunks(
+    cache: FakeCache, monkeypatch: pytest.MonkeyPatch, free: int, length: int, num_holders: int
+) -> None:
+    pool = Pool(free, held=[30, 40, 50])
+    monkeypatch.setattr(cache, "let_go_from_tail", pool.let_go_from_tail)
+    flags = SimpleNamespace(enable_dsa_prefill_context_parallel=False, enable_prefill_context_parallel=False)
+    monkeypatch.setattr(get_context(), "_server_args", flags)
+    adder = PrefillAdder(1, pool, pool, None, 1.0, 4096, 512)  # type: ignore[arg-type]
+    req = chunked(1000)
+    assert scheduling._around_add_chunked_req(PrefillAdder.add_chunked_req, adder, req) is req
+    assert (req.extend_range.length, adder.rem_chunk_tokens, len(pool.held)) == (length, 0, num_holders)
+    last = chunked(100)
+    adder = PrefillAdder(1, pool, pool, None, 1.0, 4096, 512)  # type: ignore[arg-type]
+    pool.free = 900
+    assert scheduling._around_add_chunked_req(PrefillAdder.add_chunked_req, adder, last) is None
+    assert adder.rem_chunk_tokens == 412, "its last chunk leaves the rest to others"
 
 
 def test_an_idle_scheduler_does_not_sleep_while_threads_work_for_the_cache(cache: FakeCache) -> None:
