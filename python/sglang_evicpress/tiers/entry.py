@@ -29,6 +29,7 @@ from sglang_evicpress.tiers.header import (
     check_extent,
     check_identity,
     extent_of,
+    fields_of,
     form_text,
     parse_form,
     problem_of,
@@ -122,7 +123,7 @@ def encode(header: Header, key: Key | None = None) -> bytes:
         len(form),
         header.is_lossy_prefix,
     )
-    extents = b"".join(_EXTENT.pack(extent.offset, extent.num_bytes, extent.digest) for extent in header.extents)
+    extents = b"".join(_EXTENT.pack(*fields) for fields in fields_of(header.extents))
     return _seal(_ENTRY, fixed + extents + header.tokens + dtype + form + header.seals, key)
 
 

@@ -107,7 +107,11 @@ class ExtentTable(Sequence[Extent]):
         return Extent(*_PACKED.unpack_from(self.packed, number * _PACKED.size))
 
     def __iter__(self) -> Iterator[Extent]:
-        return (Extent(*fields) for fields in _PACKED.iter_unpack(self.packed))
+        return (Extent(*fields) for fields in self.fields())
+
+    def fields(self) -> Iterator[tuple[int, int, bytes]]:
+        """Of every extent, without making it."""
+        return _PACKED.iter_unpack(self.packed)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, ExtentTable):
@@ -207,18 +211,25 @@ def problem_of(header: Header) -> str | None:
         return f"it has {len(header.seals)} bytes of seals for {len(header.extents)} extents"
     if len(header.extents) != shape.num_layers + (form.press is not None):
         return f"it has {len(header.extents)} extents for {shape.num_layers} layers"
-    end = 0
-    for number, extent in enumerate(header.extents):
+    end, layer_bytes = 0, shape.layer_bytes(num_slots)
+    for number, (offset, num_bytes, digest) in enumerate(fields_of(header.extents)):
         if number == shape.num_layers:
             expected = shape.survivors_bytes(num_slots)
         else:
-            expected = shape.layer_bytes(num_slots) if form.codec == "raw" else extent.num_bytes
-        if extent.offset != end or not 0 <= extent.num_bytes == expected or len(extent.digest) != KEY_BYTES:
-            return f"extent {number} is {extent.num_bytes} bytes at {extent.offset}: expected {expected} at {end}"
-        end += extent.num_bytes
+            expected = layer_bytes if form.codec == "raw" else num_bytes
+        if offset != end or not 0 <= num_bytes == expected or len(digest) != KEY_BYTES:
+            return f"extent {number} is {num_bytes} bytes at {offset}: expected {expected} at {end}"
+        end += num_bytes
     if not 0 <= header.payload_offset <= MAX_OFFSET - end:
         return f"{end} bytes at {header.payload_offset} end above {MAX_OFFSET}"
     return None
+
+
+def fields_of(extents: Sequence[Extent]) -> Iterable[tuple[int, int, bytes]]:
+    """Offset, bytes and digest of each."""
+    if isinstance(extents, ExtentTable):
+        return extents.fields()
+    return ((extent.offset, extent.num_bytes, extent.digest) for extent in extents)
 
 
 def check_identity(
@@ -238,11 +249,16 @@ def check_identity(
 
 def extent_of(offset: int, chunks: Iterable[Buffer]) -> Extent:
     """The extent at ``offset`` of the payload that holds the chunks one after the other."""
+    return Extent(offset, *size_and_digest(chunks))
+
+
+def size_and_digest(chunks: Iterable[Buffer]) -> tuple[int, bytes]:
+    """Bytes of all chunks, and their xxh3-128 digest."""
     digest, num_bytes = xxhash.xxh3_128(), 0
     for chunk in chunks:
         digest.update(chunk)
         num_bytes += memoryview(chunk).nbytes
-    return Extent(offset, num_bytes, digest.digest())
+    return num_bytes, digest.digest()
 
 
 def check_extent(extent: Extent, chunks: Iterable[Buffer], seal: tuple[Key, bytes] | None = None) -> None:
@@ -251,7 +267,7 @@ def check_extent(extent: Extent, chunks: Iterable[Buffer], seal: tuple[Key, byte
     is_sealed = None
     if seal is not None:
         chunks, is_sealed = seal[0].watch_extent(chunks)
-    if extent_of(extent.offset, chunks) != extent:
+    if size_and_digest(chunks) != (extent.num_bytes, extent.digest):
         raise BadEntry(
             "checksum", f"the {extent.num_bytes} bytes at {extent.offset} of the payload are not those written"
         )

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from sglang_evicpress.threads import WatchedThread
-from sglang_evicpress.tiers.deadline import Caller, Pulse
+from sglang_evicpress.tiers.deadline import Pulse
 from sglang_evicpress.tiers.entry import BadEntry, Header, encode, encode_tombstone
 from sglang_evicpress.tiers.files import Files, Folder, StoreError, parts, reason_of, round_up
 from sglang_evicpress.tiers.files import lock_folder as lock
 from sglang_evicpress.tiers.files import unlock_folder as unlock
+from sglang_evicpress.tiers.free_space import FreeSpace
 from sglang_evicpress.tiers.index import Index, Place, Ref
 from sglang_evicpress.tiers.key import Key
 from sglang_evicpress.tiers.reading import Reader
@@ -45,8 +46,6 @@ ANSWER_S = 0.5
 """A question about the file system's room is waited for."""
 HANG_S = 30.0
 """Something that takes longer on the disk hangs: the store is out of use until it comes back."""
-_MIN_FREE_BYTES = 64 << 20  # of the file system, left to others: 1 % of it, between these two
-_MAX_FREE_BYTES = 4 << 30
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)  # say nothing about the entry
 
 
@@ -100,7 +99,7 @@ class SsdStore:
         self._stop = threading.Event()
         self._pulse = Pulse()
         self._reader = Reader(self._disk, self._pulse, fingerprint, key)
-        self._room = Caller("evicpress-ssd-room")
+        self._room = FreeSpace(self._files.free_bytes)
         self._did_hang = False
         self._lock_fd = lock(opened)
         try:
@@ -169,15 +168,12 @@ class SsdStore:
         """Space for a payload; None when the capacity or what is free on the disk forbids it, or nothing is written
         now. ``reclaim`` may help, and then the removal of others."""
         try:
-            free, total = self._room.call(self._files.free_bytes, ANSWER_S)
+            has_room = self._room.take(round_up(num_bytes), self._space.reserved, ANSWER_S)
         except OSError as error:
             self._back_off(error)
             return None
-        floor = max(_MIN_FREE_BYTES, min(total // 100, _MAX_FREE_BYTES))
         with self._lock:
-            if not self.is_writable or free - self._space.reserved - round_up(num_bytes) < floor:
-                return None
-            return self._space.reserve(num_bytes)
+            return self._space.reserve(num_bytes) if has_room and self.is_writable else None
 
     def release(self, reservation: Reservation) -> None:
         """Give back a reservation that was not written."""
@@ -252,8 +248,9 @@ class SsdStore:
                     f"payload of {header.payload_bytes} bytes in chunks of {sum(map(len, chunks))}: "
                     f"expected the {reservation.num_bytes} reserved"
                 )
-            sizes = [extent.num_bytes for extent in header.extents]
-            seals = b"" if self._key is None else self._key.seal_extents(parts(chunks, sizes))
+            seals = b""
+            if self._key is not None:
+                seals = self._key.seal_extents(parts(chunks, [extent.num_bytes for extent in header.extents]))
             sealed = replace(header, payload_offset=reservation.offset, seals=seals)
             record = encode(sealed, self._key)
             self._check_room(len(record) + self._tombstone_bytes - reservation.record_bytes)

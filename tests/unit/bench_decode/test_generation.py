@@ -45,7 +45,7 @@ class Server:
             out = reference.extend(kv, at, [tokens[-1]])
             kv, row = kv.then(out.kv), out.logprobs[0]
             positions = torch.cat([positions, torch.full((*positions.shape[:2], 1), at)], -1)
-        meta = {"cached_tokens": 0, "output_token_logprobs": logprobs}
+        meta = {"cached_tokens": 0, "num_retractions": len(sent_back_at), "output_token_logprobs": logprobs}
         self.answer = {"output_ids": tokens[len(ask.prompt) :], "meta_info": meta}
         self.shown = {"trace": self.trace, "sent_back_at": list(sent_back_at)}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.unit.tiers.test_ssd import CAPACITY, FINGERPRINT, fetch, make_entry, put
 
-from sglang_evicpress.tiers import deadline, ssd
+from sglang_evicpress.tiers import deadline, free_space, ssd
 from sglang_evicpress.tiers.deadline import Caller, Pulse, within
 from sglang_evicpress.tiers.faults import Faults, FaultyFiles
 from sglang_evicpress.tiers.ssd import SsdStore, StoreError
@@ -89,6 +89,7 @@ def test_a_question_for_room_that_hangs_takes_the_store_out_of_use(
     open_store: Callable[..., SsdStore], faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ssd, "ANSWER_S", 0.01)
+    monkeypatch.setattr(free_space, "FRESH_S", 0.0)
     store = open_store()
     header, payload = make_entry(1)
     ref = put(store, header, payload)
