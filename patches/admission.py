@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_evicpress.core import Tier
@@ -34,6 +35,7 @@ class Admission:
         self.computing: dict[int, tuple[Any, float]] = {}  # requests that prefill, by id(), until when at most
         self._queue: list[Any] = []  # as it was before some of it was hidden
         self._passed_over: list[Any] = []
+        self.slots_ahead = 0  # that those who were passed over in this round need to run
 
     def hide_waiting(self: Any, scheduler: Any) -> None:
         """Take those of which nothing new can be said out of the queue until ``show_waiting``: SGLang looks every
@@ -41,6 +43,7 @@ class Admission:
         self.hide_guests(scheduler)
         queue = scheduler.waiting_queue
         self._passed_over = [req for req in queue if self.is_passed_over(req)] if self.stages else []
+        self.slots_ahead = sum(self.stages[id(req)].num_to_run for req in self._passed_over)
         if self._passed_over:
             self._queue = queue
             hidden = {id(req) for req in self._passed_over}
@@ -55,6 +58,23 @@ class Admission:
             scheduler.waiting_queue = waiting + [req for req in shown if id(req) not in known]
             self._queue, self._passed_over = [], []
         self.show_guests(scheduler)
+
+    def is_passed_by(self: Any, adder: Any, req: Any) -> bool:
+        """Whether the batch that is made goes on without a request for now. What it waits for has its turn when there
+        is room for it besides those before it in the queue that were passed over."""
+        stage = self.stages.get(id(req))
+        if stage is None:
+            return bool(self.holds_back(req) or self.is_being_computed(req))
+        new_tokens = max(0, min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS) - len(req.output_ids))
+        stage.num_to_run = len(req.full_untruncated_fill_ids) - len(req.prefix_indices) + new_tokens + self.page_size
+        has_turn = not self.slots_ahead or self.slots_ahead + stage.num_to_run < adder.rem_total_tokens
+        is_staging = self.is_staging(req, has_turn=has_turn)
+        if not is_staging and (self.holds_back(req) or self.is_being_computed(req)):
+            return True
+        if not is_staging and not self.lacks_room_to_load(req):
+            return False
+        self.slots_ahead += stage.num_to_run
+        return True
 
     def note_admitted(self: Any, req: Any) -> None:
         """SGLang has put the request into the batch that it makes."""

@@ -98,9 +98,7 @@ def _around_add_one_req(original: Callable[..., Any], adder: Any, req: Any, *arg
     another round, and one in a shadow for users' requests. What those behind it in the queue hold makes way for it."""
     if _cache is None:
         return original(adder, req, *args, **kwargs)
-    if _cache.is_staging(req) or _cache.holds_back(req):
-        return AddReqResult.CONTINUE
-    if _cache.is_being_computed(req) or _cache.lacks_room_to_load(req):
+    if _cache.is_passed_by(adder, req):
         return AddReqResult.CONTINUE
     result = original(adder, req, *args, **kwargs)
     is_admitted = _is_last(adder, req)

@@ -18,7 +18,7 @@ from sglang_evicpress.core import Tier
 from sglang_evicpress.patches.node import num_slots, servable_steps, start_of
 from sglang_evicpress.patches.ssd_moves import Lookup
 from sglang_evicpress.policy.loading import Piece, deadline_s, num_worth_loading
-from sglang_evicpress.tiers.copies import Copy, HostEntry
+from sglang_evicpress.tiers.copies import Copy, HostEntry, SsdEntry
 from sglang_evicpress.tiers.worker import Job
 
 VERIFIED_S = 10.0
@@ -51,8 +51,9 @@ class Stage:
     """What is got ready for one waiting request. ``from_ssd``: the entries that came from the SSD for it; ``held``: the
     nodes below the GPU that stay where they are for it, by id; ``pinned``: the last node on the GPU that does, with all
     above it. ``turn_s``: when it could first have run, and ``patience_s`` from then on it may be passed over.
-    ``short_of``: for want of what something is not begun yet; ``is_without_room``: there was no host memory for a
-    read, nor any to be expected."""
+    ``num_to_run``: slots that it needs besides what is on the GPU. ``short_of``: for want of what something is not
+    begun yet; ``is_without_room``: there was no host memory for a read, nor any to be expected.
+    """
 
     __slots__ = (
         "from_ssd",
@@ -63,6 +64,7 @@ class Stage:
         "looked_at",
         "looked_s",
         "num_needed",
+        "num_to_run",
         "patience_s",
         "pinned",
         "refused_by",
@@ -81,7 +83,7 @@ class Stage:
         self.from_ssd: set[HostEntry] = set()
         self.held: dict[int, Any] = {}
         self.pinned: Any = None
-        self.num_needed = 0
+        self.num_needed = self.num_to_run = 0
         self.refused_by: int | None = None  # the host's plan after which a read found no room
         self.looked_at: set[int] = set()
 
@@ -102,7 +104,7 @@ class Staging:
     def open_stages(self: Any) -> None:
         self.stages: dict[int, Stage] = {}
         self.reads: dict[Any, None] = {}  # from the SSD, now
-        self.staged: dict[int, int] = {}  # bytes of the nodes that are held, by id
+        self.staged: dict[int, None] = {}  # nodes that are held, by id
         self.pins: dict[int, int] = {}  # slots that were locked for a stage, by its id()
         self.pinned_slots = 0
         self.num_ready = 0  # requests at the head of the queue for which nothing is on its way
@@ -120,12 +122,15 @@ class Staging:
         if num_ahead < WINDOW:
             self._advance(stage, num_ahead)
 
-    def is_staging(self: Any, req: Any) -> bool:
-        """Whether a waiting request is to be passed over for now. It could run, were it not for that."""
+    def is_staging(self: Any, req: Any, *, has_turn: bool = True) -> bool:
+        """Whether a waiting request is to be passed over for now. ``has_turn``: it could run, were it not for that;
+        else what it waits for makes nobody wait for it."""
         stage = self.stages.get(id(req))
         if stage is None:
             return False
         now = time.perf_counter()
+        if stage.turn_s is None and not has_turn:
+            return stage.is_waiting or not stage.looked_s
         if stage.turn_s is None:
             stage.turn_s = now
         if stage.is_late:
@@ -257,17 +262,34 @@ class Staging:
         if node.id in stage.held:
             return
         if node.kv.num_stages == 0:
-            num_bytes = node.kv.copies[max(node.kv.copies)].num_slots * self.menu.slot_bytes
-            is_first = next(iter(self.stages.values()), None) is stage  # else what was read for it could go again
-            if not is_first and not self._may_hold(num_bytes):
+            copy = node.kv.copies.get(Tier.HOST)  # else it is being read, and there is room for it
+            # What was read for the first could go again.
+            if copy is not None and not self._is_first(stage) and not self._may_hold(copy.entry):
                 return
-            self.staged[node.id] = num_bytes
+            self.staged[node.id] = None
         stage.held[node.id] = node
         node.kv.num_stages += 1
         self.note(node)
 
-    def _may_hold(self: Any, num_bytes: int) -> bool:
-        return bool(self.staged_bytes + num_bytes <= MOST_STAGED_SHARE * self.host.num_bytes)
+    def _is_first(self: Any, stage: Stage) -> bool:
+        return next(iter(self.stages.values()), None) is stage
+
+    def _may_hold(self: Any, entry: HostEntry | SsdEntry) -> bool:
+        """Whether waiting requests may hold one more entry on the host."""
+        entries = self._staged_entries()
+        entries[id(entry)] = entry
+        num_bytes = sum(entry.header.payload_bytes for entry in entries.values())
+        return bool(num_bytes <= MOST_STAGED_SHARE * self.host.num_bytes)
+
+    def _staged_entries(self: Any) -> dict[int, Any]:
+        """What waiting requests hold on the host, and what is being read, whose memory is taken; by ``id``."""
+        entries: dict[int, Any] = {id(read.entry): read.entry for read in self.reads}
+        for node_id in self.staged:
+            node = self.nodes.get(node_id)
+            copy = None if node is None else node.kv.copies.get(Tier.HOST)
+            if copy is not None:
+                entries[id(copy.entry)] = copy.entry
+        return entries
 
     def _let_go(self: Any, stage: Stage) -> None:
         for node in stage.held.values():
@@ -291,13 +313,13 @@ class Staging:
 
     @property
     def staged_bytes(self: Any) -> int:
-        """What waiting requests hold below the GPU."""
-        return sum(self.staged.values())
+        """Host memory that waiting requests hold, or will once it is read."""
+        return sum(entry.header.payload_bytes for entry in self._staged_entries().values())
 
     def split_held(self: Any, upper: Any, lower: Any) -> None:
         """``upper`` was split off ``lower``: both are held by whoever held that."""
         if lower.kv.num_stages:
-            upper.kv.num_stages, self.staged[upper.id] = lower.kv.num_stages, 0
+            upper.kv.num_stages, self.staged[upper.id] = lower.kv.num_stages, None
             for stage in self.stages.values():
                 if lower.id in stage.held:
                     stage.held[upper.id] = upper
@@ -324,11 +346,9 @@ class Staging:
     def _read_for(self: Any, stage: Stage, entry: Any) -> Any:
         """The job that reads an SSD entry for a request; None where it cannot begin now: then the stage says for want
         of what, unless nothing is on its way that would give room."""
-        if entry.read is None and stage.turn_s is None:
-            if len(self.reads) >= MOST_READS:
-                stage.short_of = "turn"
-                return None
-            if not self._may_hold(entry.header.payload_bytes):
+        if entry.read is None and not self._is_first(stage):
+            is_early = stage.turn_s is None and len(self.reads) >= MOST_READS
+            if is_early or not self._may_hold(entry):
                 stage.short_of = "turn"
                 return None
         read = self.start_read(entry)

@@ -87,7 +87,7 @@ class Request:
 
     @property
     def sampling_params(self) -> SimpleNamespace:
-        return SimpleNamespace(top_k=1)
+        return SimpleNamespace(top_k=1, max_new_tokens=9)
 
     def finished(self) -> bool:
         return self.kv_committed_freed

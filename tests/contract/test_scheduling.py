@@ -44,12 +44,9 @@ class FakeCache:
         self.loads: list[object] = []
         self.started: list[object] = []
         self.num_staging = 0
-        self.staging: set[str] = set()
         self.is_restless = False
         self.ticks: list[bool] = []
-        self.held_back: set[str] = set()
-        self.computed_by_others: set[str] = set()
-        self.without_room: set[str] = set()
+        self.passed_by: set[str] = set()
         self.holders: list[str] = []
         self.visited: object = None
         self.told: list[str] = []
@@ -72,9 +69,6 @@ class FakeCache:
     def keep_stages(self, waiting: list[str]) -> None:
         self.expected.append(f"keep stages {waiting}")
 
-    def is_staging(self, req: str) -> bool:
-        return req in self.staging
-
     def visit_budgets(self, scheduler: object) -> None:
         self.visited = scheduler
 
@@ -96,14 +90,8 @@ class FakeCache:
     def start_loads(self, batch: Any) -> None:
         self.started.append(batch)
 
-    def holds_back(self, req: str) -> bool:
-        return req in self.held_back
-
-    def is_being_computed(self, req: str) -> bool:
-        return req in self.computed_by_others
-
-    def lacks_room_to_load(self, req: str) -> bool:
-        return req in self.without_room
+    def is_passed_by(self, adder: Any, req: str) -> bool:
+        return req in self.passed_by
 
     def let_go_from_tail(self, until: str) -> Iterator[None]:
         while self.holders and self.holders[-1] != until:
@@ -293,7 +281,7 @@ def adder(*admitted: str) -> Any:
 
 
 def test_who_is_passed_over_and_who_is_not(cache: FakeCache) -> None:
-    cache.staging, cache.held_back, cache.computed_by_others, cache.without_room = {"a"}, {"c"}, {"d"}, {"e"}
+    cache.passed_by = {"a", "c"}
     batch, added = adder(), []
 
     def add(adder: Any, req: str, *rest: object) -> str:
@@ -301,7 +289,7 @@ def test_who_is_passed_over_and_who_is_not(cache: FakeCache) -> None:
         adder.can_run_list.append(req)
         return "added"
 
-    for req in "acde":
+    for req in "ac":
         assert scheduling._around_add_one_req(add, batch, req) is AddReqResult.CONTINUE
     assert scheduling._around_add_one_req(add, batch, "b", False, None) == "added"
     assert added == ["b"] and cache.expected == ["b runs"]

@@ -15,7 +15,7 @@ from sglang_evicpress.introspect import answer
 from sglang_evicpress.layout import survivor_bytes
 from sglang_evicpress.patches import ssd_tier, upgrade
 from sglang_evicpress.patches.tiering import tier_of
-from sglang_evicpress.tiers import ssd
+from sglang_evicpress.tiers import free_space, ssd
 from sglang_evicpress.tiers.faults import Faults
 
 pytestmark = pytest.mark.sglang
@@ -125,6 +125,7 @@ def test_a_hung_disk_is_a_miss_for_requests_and_a_hit_again_later(
     opened: Callable[..., TierWalk], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ssd, "ANSWER_S", 0.05)
+    monkeypatch.setattr(free_space, "FRESH_S", 0.0)
     monkeypatch.setenv("SGLANG_EVICPRESS_FAULTS", "seed=1")
     walk = opened()
     tokens, node = cached(walk, 100)

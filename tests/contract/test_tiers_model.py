@@ -1002,6 +1002,12 @@ def test_the_next_server_after_a_walk_serves_nothing_wrong(opened: Callable[...,
         while walk.running:
             walk.finish()
         walk.stamp(DEAR)
+        if walk.cache.ssd is None:  # the walk has detached it
+            walk.cache.attach_ssd(str(walk.folder), walk.ssd_bytes / GB, None)
+        for node in nodes_of(walk):
+            if node.id in walk.cache.nodes:
+                walk.cache.start_copy(node, Tier.SSD)
+                walk.settle()
         walk.close()
         for _ in range(num_spoilt):
             walk.spoil_ssd()

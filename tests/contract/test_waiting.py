@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
+import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from tests.contract.test_tiers_model import SLOTS, TierWalk, blocked, cached, opened, sent
 
@@ -128,6 +129,70 @@ def test_only_the_next_reads_are_begun_ahead(opened: Callable[..., TierWalk], mo
     for request in requests[1:]:
         walk.until(lambda request=request: not walk.cache.is_staging(request))
         assert walk.admit(request) == 100
+        ended(walk, request)
+    walk.check()
+
+
+def passed_by(walk: TierWalk, requests: list[object], room: int) -> list[bool]:
+    """Whether each is passed over in a round that has room for so many tokens."""
+    walk.cache.slots_ahead = 0
+    adder = SimpleNamespace(rem_total_tokens=room)
+    for request in requests:
+        request.prefix_indices, request.host_hit_length = torch.empty(0, dtype=torch.int64), 0
+    return [walk.cache.is_passed_by(adder, request) for request in requests]
+
+
+def test_only_those_for_whom_there_is_room_have_their_turn(opened: Callable[..., TierWalk]) -> None:
+    """Else a long queue would have its turn at once, and be late together."""
+    walk = opened(is_exact=True, law=PrefillLaw(0.0, 1.0, 0.0), host_bytes=600 << 10)
+    contexts = [staged_on(walk, Tier.SSD) for _ in range(3)]
+    blocks = blocked(walk, "read", 2)
+    requests = [walk.wait([*tokens, 59]) for tokens, _ in contexts]
+    stages = [walk.cache.stages[id(request)] for request in requests]
+    assert passed_by(walk, requests, room=300) == [True] * 3  # each needs 111
+    assert [stage.turn_s is None for stage in stages] == [False, False, True]
+    assert passed_by(walk, requests, room=10) == [True] * 3
+    assert passed_by(walk, requests[2:], room=10) == [True] and stages[2].turn_s is not None  # the first always has
+    for block in blocks:
+        block.may_end.set()
+    walk.settle()
+    assert passed_by(walk, requests, room=300) == [False] * 3
+    for request in requests:
+        assert walk.admit(request) == 100
+        ended(walk, request)
+    walk.check()
+
+
+def test_one_that_nobody_has_looked_at_does_not_go_before_its_turn(
+    opened: Callable[..., TierWalk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "WINDOW", 1)
+    walk = opened(is_exact=True, law=PrefillLaw(0.0, 1.0, 0.0))
+    first, second = (staged_on(walk, tier)[0] for tier in (Tier.SSD, Tier.HOST))
+    (block, _) = blocked(walk, "read", 2)
+    requests = [walk.wait([*tokens, 59]) for tokens in (first, second)]
+    assert passed_by(walk, requests, room=200) == [True, True]
+    assert passed_by(walk, requests, room=400) == [True, False]  # it is ready, and there is room for both
+    assert walk.admit(requests[1]) == 100
+    block.may_end.set()
+    gone(walk)
+
+
+def test_reads_take_no_more_of_the_host_than_waiting_requests_may_hold(opened: Callable[..., TierWalk]) -> None:
+    """Also when the turn of all has come: what leaves the GPU needs room there too."""
+    walk = opened(is_exact=True, law=PrefillLaw(0.0, 1.0, 0.0), host_bytes=100 << 10)  # 512 bytes a token
+    contexts = [cached(walk, 48) for _ in range(4)]
+    for _, node in contexts:
+        sent(walk, node, Tier.SSD)
+    blocks = blocked(walk, "read", 2)
+    requests = [walk.wait([*tokens, 59]) for tokens, _ in contexts]
+    assert all(walk.cache.is_staging(request) for request in requests)
+    assert len(walk.cache.reads) == 2 and walk.cache.staged_bytes <= walk.cache.host.num_bytes / 2
+    for block in blocks:
+        block.may_end.set()
+    for request in requests:
+        walk.until(lambda request=request: not walk.cache.is_staging(request))
+        assert walk.admit(request) == 48
         ended(walk, request)
     walk.check()
 
