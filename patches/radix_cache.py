@@ -358,13 +358,6 @@ class EvicPressCache(
         tokens = node.key.raw_token_ids()
         node.kv.is_text = node.parent.kv.is_text and first_outside(tokens, self.vocab_size) is None
 
-    def _is_upgrade(self, node: Any, view: PrefixView) -> bool:
-        """Whether a request's own KV is worth more than what the node holds, and may take its place now."""
-        if node.lock_ref > 0:
-            return False
-        is_servable = servable_steps([(node, len(node.key))], self.config.min_share) == 1
-        return not is_servable or (is_lossy(node) and not view.is_lossy)
-
     def _give(self, req: Any, key: RadixKey, own: torch.Tensor, adopted: int) -> list[Any]:
         """Put a request's own KV ``own`` (of the tokens of ``key`` from ``adopted`` on) into the tree.
 
@@ -469,19 +462,6 @@ class EvicPressCache(
         req.last_node = beyond[-1]
         req.prefix_indices = torch.cat([prefix, tail])
         req.evicpress = PrefixView(torch.cat([shared, tail]), holes, view.is_lossy, True)
-
-    def _would_change_view(self, key: RadixKey, adopted: int, view: PrefixView) -> bool:
-        """Whether handing in ``key`` now would put other KV under a running request than it has computed.
-
-        It would where the tree holds the same tokens beyond ``adopted`` and either copy is lossy, unless the tree's
-        can be replaced whole. Nothing is split or touched.
-        """
-        begin = 0
-        for node, matched in self._steps(key):
-            if begin >= adopted and (view.is_lossy or (is_lossy(node) and node.lock_ref > 0)):
-                return True
-            begin += matched
-        return False
 
     def _key_of(self, token_ids: Any, req: Any) -> RadixKey:
         """What of a request may be put into the tree: of one in a shadow only the shadow."""
