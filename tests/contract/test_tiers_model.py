@@ -202,6 +202,9 @@ class TierWalk(Walk):
         request = self.wait(tokens, extra_key)
         self.until(lambda: not self.cache.is_staging(request))
         num_loaded = self.admit(request)
+        if request in self.waiting:  # what is still being loaded for others had to stay: another round
+            self.settle()
+            num_loaded = self.admit(request)
         self.running.remove(request)
         self.cache.cache_finished_req(request)
         self.rows.free_slots.append(request.req_pool_idx)
