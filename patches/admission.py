@@ -35,6 +35,7 @@ class Admission:
         self.computing: dict[int, tuple[Any, float]] = {}  # requests that prefill, by id(), until when at most
         self._queue: list[Any] = []  # as it was before some of it was hidden
         self._passed_over: list[Any] = []
+        self.is_out_of_room = False  # in this round somebody was put off
         self.slots_ahead = 0  # that those who were passed over in this round need to run
 
     def hide_waiting(self: Any, scheduler: Any) -> None:
@@ -43,6 +44,7 @@ class Admission:
         self.hide_guests(scheduler)
         queue = scheduler.waiting_queue
         self._passed_over = [req for req in queue if self.is_passed_over(req)] if self.stages else []
+        self.is_out_of_room = False
         self.slots_ahead = sum(self.stages[id(req)].num_to_run for req in self._passed_over)
         if self._passed_over:
             self._queue = queue
@@ -71,7 +73,7 @@ class Admission:
         is_staging = self.is_staging(req, has_turn=has_turn)
         if not is_staging and (self.holds_back(req) or self.is_being_computed(req)):
             return True
-        if not is_staging and not self.lacks_room_to_load(req):
+        if not is_staging and not self.lacks_room(adder, req):
             return False
         self.slots_ahead += stage.num_to_run
         return True
@@ -106,26 +108,30 @@ class Admission:
                 return True
         return False
 
-    def lacks_room_to_load(self: Any, req: Any) -> bool:
-        """Whether what is ready to be loaded for a request has no room on the GPU now, but will: others run. Or whether
-        it is not ready any more."""
-        if self.host is None or not req.host_hit_length:
+    def lacks_room(self: Any, adder: Any, req: Any) -> bool:
+        """Whether what is to be loaded for a request, or computed of it in this batch, has no room on the GPU now, but
+        will: others run, or copies of what is to leave are on their way. Or whether what was to be loaded is not ready
+        any more."""
+        if self.host is None:
             return False
-        last = req.best_match_node
+        last = req.best_match_node if req.host_hit_length else req.last_node
         copies = [node.kv.copies.get(Tier.HOST) for node in path_to(last) if node.value is None]
         if None in copies:  # since it was matched it had to make room for what else is read for it: match it anew
             return True
-        needed = sum(copy.num_slots for copy in copies)
-        allocator = self.token_to_kv_pool_allocator
-        if allocator.available_size() >= needed:
-            return False
+        num_new = len(req.full_untruncated_fill_ids) - len(req.prefix_indices) - req.host_hit_length
+        if adder.rem_chunk_tokens is not None:
+            num_new = min(num_new, max(0, adder.rem_chunk_tokens))
+        needed = sum(copy.num_slots for copy in copies) + num_new + self.page_size
+        if self.is_out_of_room:  # for one before it, which comes first
+            return bool(self.token_to_kv_pool_allocator.available_size() < needed)
         self.inc_lock_ref(last)
-        self.make_room(needed)
+        has_room = self.has_room(needed)
         self.dec_lock_ref(last)
         stage = self.stages.get(id(req))
         is_patient = stage is None or stage.turn_s is None or time.perf_counter() < stage.turn_s + PUT_OFF_S
-        if allocator.available_size() >= needed or not is_patient or self.scheduler.running_batch.is_empty():
+        if has_room or not is_patient or (self.scheduler.running_batch.is_empty() and not self.is_freeing_host):
             return False
+        self.is_out_of_room = True
         self.tier_counts["loads_put_off"] += 1
         return True
 

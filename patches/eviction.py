@@ -16,7 +16,7 @@ from typing import Any
 
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
 
-from sglang_evicpress.controller import BY_UTILITY
+from sglang_evicpress.controller import BY_UTILITY, NO_COPY
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.patches.back_up import BackUp
 from sglang_evicpress.patches.node import has_child_on_gpu, size_of, start_of
@@ -79,10 +79,16 @@ class Eviction:
         if shortfall > 0:
             self.evict(EvictParams(num_tokens=shortfall))
 
-    def relieve(self: Any, wanted: int, needed: int | None = None) -> int:
+    def has_room(self: Any, num_tokens: int) -> bool:
+        """Whether so many slots are free, or can be without a drop for want of room below."""
+        shortfall = num_tokens - self.token_to_kv_pool_allocator.available_size()
+        return shortfall <= 0 or self.relieve(shortfall, may_force=False) >= shortfall
+
+    def relieve(self: Any, wanted: int, needed: int | None = None, *, may_force: bool = True) -> int:
         """Free ``wanted`` slots by the policy's plan, if unlocked nodes hold that many; returns those really freed.
 
-        Once ``needed``, all if None, are free, nothing is lost for the others: they are freed when they can be.
+        Once ``needed``, all if None, are free, nothing is lost for the others: they are freed when they can be. Where
+        room below is short nodes are dropped that could have gone there, unless not ``may_force``.
         """
         wanted = min(wanted, self.evictable_size_)
         if wanted <= 0:
@@ -96,7 +102,9 @@ class Eviction:
             if more <= 0 or freed >= needed:
                 break
         if freed < needed:
-            freed += self.controller.relieve(Tier.GPU, (needed - freed) * self.menu.slot_bytes, ready=self.ready)
+            plan = self.policy.plan(Tier.GPU, (needed - freed) * self.menu.slot_bytes, ready=self.ready)
+            if may_force or not any(decision.option.is_drop for decision in plan):
+                freed += self.controller.carry_out(plan, NO_COPY)
         self.stir()
         return freed
 

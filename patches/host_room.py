@@ -8,6 +8,7 @@ from typing import Any
 
 from sglang_evicpress.core import Tier
 
+MOST_ROUNDS = 8  # of plans for one allocation, each for twice as much as the last
 MOST_GIVEN_UP = 512  # copies, for one allocation, and SSD entries between two ticks: some milliseconds
 
 
@@ -48,13 +49,27 @@ class HostRoom:
             if extents.free_bytes >= num_bytes:
                 runs = extents.alloc(num_bytes)
         if runs is None and self.ssd is not None:
-            for decision in self.policy.plan(Tier.HOST, num_bytes - extents.free_bytes, ready=self.ready):
+            runs = self._room_of_what_is_on_ssd(num_bytes)
+        return runs
+
+    def _room_of_what_is_on_ssd(self: Any, num_bytes: int) -> Any:
+        """Release what the SSD has as well, least useful first. The pieces of an entry free its memory only together:
+        more may have to go than was missing."""
+        extents = self.host.arena.extents
+        missing = num_bytes - extents.free_bytes
+        for _ in range(MOST_ROUNDS):
+            num_released = 0
+            for decision in self.policy.plan(Tier.HOST, missing, ready=self.ready):
                 is_move = decision.option.tier == Tier.SSD and decision.source.tier == Tier.HOST
                 node = self.nodes.get(decision.node_id)
                 if is_move and node is not None and node.value is None and Tier.SSD in node.kv.copies:
                     self.release(node.id, Tier.SSD)  # else a release before it took its copy
+                    num_released += 1
             runs = extents.alloc(num_bytes)
-        return runs
+            if runs is not None or not num_released:
+                return runs
+            missing = max(2 * missing, num_bytes - extents.free_bytes)
+        return None
 
     def room(self: Any) -> dict[Tier, int]:
         """Free bytes below the GPU, spare copies counted as free."""

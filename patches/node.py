@@ -117,26 +117,30 @@ def is_lossy(node: Any) -> bool:
     return node.kv.layout is not None or node.kv.is_lossy_prefix
 
 
+MOST_SHORT = 1 / 64
+"""Slots that pieces of another compression lack, of the tokens behind them, where these are served all the same."""
+
+
 def servable_steps(steps: list[tuple[Any, int]], min_share: float) -> int:
     """How many steps (node, matched tokens) of a path a request can take from the tree.
 
     A match that ends inside a compressed node may be left with next to no slots (its survivors lie further back); then
     the request is better off computing those tokens anew. The bar is ``min_share`` of what the form promises to keep.
-    The pieces of one compression are judged together, so a split loses nothing on the original path.
+    The pieces of one compression are judged together, so a split loses nothing on the original path. Of what another
+    compression left short, ``MOST_SHORT`` of what follows may be missing: a few tokens, to compute which all behind
+    them would be computed anew.
     """
-    servable, origin, due, slots = 0, None, 0.0, 0
+    servable, origin, due, slots, short, behind = 0, None, 0.0, 0, 0.0, 0
     for index, (node, matched) in enumerate(steps):
         kv = node.kv
         if kv.origin is None or kv.origin != origin:
-            if servable != index:
-                break
+            short += max(0.0, due - slots)
             origin, due, slots = kv.origin, 0.0, 0
-        if kv.layout is None:
-            servable = index + 1
-            continue
-        due += min_share * kv.form.kept_fraction * matched
-        slots += kv.layout.num_slots if matched == len(node.key) else kv.layout.slots_before(matched)
-        if slots > 0 and slots >= due:
+        behind += matched if short else 0
+        if kv.layout is not None:
+            due += min_share * kv.form.kept_fraction * matched
+            slots += kv.layout.num_slots if matched == len(node.key) else kv.layout.slots_before(matched)
+        if short <= MOST_SHORT * behind and (kv.layout is None or 0 < slots >= due):
             servable = index + 1
     return servable
 

@@ -136,9 +136,10 @@ def test_only_the_next_reads_are_begun_ahead(opened: Callable[..., TierWalk], mo
 def passed_by(walk: TierWalk, requests: list[object], room: int) -> list[bool]:
     """Whether each is passed over in a round that has room for so many tokens."""
     walk.cache.slots_ahead = 0
-    adder = SimpleNamespace(rem_total_tokens=room)
+    adder = SimpleNamespace(rem_total_tokens=room, rem_chunk_tokens=None)
     for request in requests:
         request.prefix_indices, request.host_hit_length = torch.empty(0, dtype=torch.int64), 0
+        request.last_node = walk.cache.root_node
     return [walk.cache.is_passed_by(adder, request) for request in requests]
 
 
@@ -334,6 +335,22 @@ def test_a_request_does_not_wait_for_another_for_ever(
     assert not walk.cache.is_being_computed(request_of([*context, 52]))
 
 
+def lacks_room(walk: TierWalk, request: object, chunk: int | None = None) -> bool:
+    walk.cache.is_out_of_room = False
+    return walk.cache.lacks_room(SimpleNamespace(rem_chunk_tokens=chunk), request)
+
+
+def matched(node: object, num_tokens: int = 101) -> object:
+    """A request of so many tokens, the first 100 of which are in a node below the GPU."""
+    return SimpleNamespace(
+        host_hit_length=100,
+        best_match_node=node,
+        last_node=node.parent,
+        prefix_indices=[],
+        full_untruncated_fill_ids=[0] * num_tokens,
+    )
+
+
 @pytest.mark.parametrize(("is_running", "waits"), [(True, True), (False, False)])
 def test_a_load_without_room_waits_while_others_run(
     opened: Callable[..., TierWalk], is_running: bool, waits: bool
@@ -342,21 +359,55 @@ def test_a_load_without_room_waits_while_others_run(
     tokens, node = staged_on(walk, Tier.HOST)
     taken = walk.allocator.alloc(SLOTS - 60)
     walk.cache.scheduler = SimpleNamespace(running_batch=SimpleNamespace(is_empty=lambda: not is_running, reqs=[]))
-    request = SimpleNamespace(host_hit_length=100, best_match_node=node)
-    assert walk.cache.lacks_room_to_load(request) is waits
+    assert lacks_room(walk, matched(node)) is waits
     assert walk.cache.tier_counts["loads_put_off"] == int(waits) and node.lock_ref == 0
+    assert walk.cache.is_out_of_room is waits
     walk.allocator.free(taken)
-    assert not walk.cache.lacks_room_to_load(request)
+    assert not lacks_room(walk, matched(node))
+    assert lacks_room(walk, matched(node, SLOTS + 1)) is waits  # what it computes needs room too,
+    assert not lacks_room(walk, matched(node, SLOTS + 1), chunk=50)  # as much as one batch computes
+
+
+def test_nobody_is_evicted_for_a_request_behind_one_that_has_no_room(opened: Callable[..., TierWalk]) -> None:
+    walk = opened(is_exact=True, law=SLOW)
+    _, node = staged_on(walk, Tier.HOST)
+    _, other = cached(walk, 100)
+    while walk.allocator.available_size() >= 100:
+        cached(walk, 60)
+    walk.cache.is_out_of_room = True
+    num_free = walk.allocator.available_size()
+    adder = SimpleNamespace(rem_chunk_tokens=None)
+    assert walk.cache.lacks_room(adder, matched(node)) and walk.allocator.available_size() == num_free
+    walk.cache.is_out_of_room = False
+    assert not walk.cache.lacks_room(adder, matched(node)) and walk.allocator.available_size() > num_free
+
+
+def test_nothing_is_dropped_for_a_load_while_room_below_is_on_its_way(opened: Callable[..., TierWalk]) -> None:
+    """Else what has no copy yet is: here a context whose copy the host has no room for before another is written."""
+    walk = opened(is_exact=True, law=SLOW, host_bytes=52 << 10)  # of 512 bytes a token
+    _, node = staged_on(walk, Tier.HOST)
+    tokens, other = cached(walk, 100)
+    taken = walk.allocator.alloc(walk.allocator.available_size() - 60)
+    scheduler = SimpleNamespace(running_batch=SimpleNamespace(is_empty=lambda: True, reqs=[]))
+    former, walk.cache.scheduler = walk.cache.scheduler, scheduler
+    (block,) = blocked(walk, "write")
+    assert lacks_room(walk, matched(node)) and other.id in walk.cache.nodes
+    block.may_end.set()
+    walk.settle()
+    walk.cache.evict(EvictParams(num_tokens=40))
+    assert other.id in walk.cache.nodes and other.value is None, "the host has room for its copy by now"
+    walk.allocator.free(taken)
+    walk.cache.scheduler = former
+    walk.check()
 
 
 def test_what_is_not_ready_any_more_is_matched_anew(opened: Callable[..., TierWalk]) -> None:
     """What is read for a request may take the room of what was ready for it."""
     walk = opened(is_exact=True, law=SLOW)
     _, node = staged_on(walk, Tier.HOST)
-    request = SimpleNamespace(host_hit_length=100, best_match_node=node)
-    assert not walk.cache.lacks_room_to_load(request)
+    assert not lacks_room(walk, matched(node))
     walk.until(lambda: walk.cache.demote_node(node.id, Tier.SSD)["is_there"])
-    assert walk.cache.lacks_room_to_load(request)
+    assert lacks_room(walk, matched(node))
 
 
 # ---- why tokens were computed
