@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 from tests.contract.test_tiers_model import CHEAP, DEAR, TierWalk, cached, nodes_of, opened, sent
 
 from sglang_evicpress.core import Form, Tier
+from sglang_evicpress.patches.node import servable_steps
 
 pytestmark = pytest.mark.sglang
 
@@ -42,8 +44,33 @@ def test_the_larger_part_of_a_lossy_context_outlives_a_split(
     walk.stamp(DEAR)
     walk.serve([*tokens, 59])
     walk.serve([*other, 58])
+    assert walk.cache.recomputed.computed["not_servable"] == 0
     walk.check()
     walk.check_rows()
+
+
+def piece(origin: int | None, num_tokens: int, num_slots: int) -> tuple[object, int]:
+    """All of a node that keeps so many of its tokens, of a form that promises half of them."""
+    layout = None if origin is None else SimpleNamespace(num_slots=num_slots)
+    kv = SimpleNamespace(origin=origin, layout=layout, form=Form("random", 0.5))
+    return SimpleNamespace(kv=kv, key=[0] * num_tokens), num_tokens
+
+
+@pytest.mark.parametrize(
+    ("pieces", "servable"),
+    [
+        ([(1, 8, 0)], 0),  # nothing of what a match ends in is no prefix
+        ([(1, 8, 0), (None, 127, 127)], 0),  # two slots are missing, a quarter of 8: 1/64 of 128
+        ([(1, 8, 0), (None, 128, 128)], 2),
+        ([(1, 8, 0), (None, 100, 100), (2, 28, 14)], 3),
+        ([(1, 8, 0), (None, 128, 128), (3, 8, 0)], 2),
+        ([(1, 8, 0), (3, 8, 0), (None, 128, 128)], 0),  # of several it counts together
+        ([(1, 8, 0), (3, 8, 0), (None, 248, 248)], 3),
+        ([(1, 8, 0), (1, 8, 4)], 2),  # pieces of one compression are judged together
+    ],
+)
+def test_how_much_of_a_path_may_be_missing(pieces: list[tuple[int | None, int, int]], servable: int) -> None:
+    assert servable_steps([piece(*one) for one in pieces], 0.5) == servable
 
 
 def walk_tokens(walk: TierWalk, number: int) -> list[int]:
