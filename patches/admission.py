@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_evicpress.core import Tier
 from sglang_evicpress.patches.node import path_to, servable_steps, start_of
+from sglang_evicpress.patches.prefill_times import note_not_loaded
 from sglang_evicpress.recomputed import TAIL_TOKENS, Drop, Recomputed, place_of
 
 LEAST_SHARED = 64
@@ -154,7 +155,8 @@ class Admission:
             if reason == "not_worth":
                 compute_s = self.costs.prefill.marginal_seconds(num_known - num_cached, num_cached)
                 counts.not_worth_s["load"] += load_s
-                counts.not_worth_s["compute"] += compute_s
+                counts.not_worth_s["predicted"] += compute_s
+                note_not_loaded(req, num_known - num_cached)
         begin = max(num_known, num_cached)
         if begin + self.page_size >= len(tokens):
             return

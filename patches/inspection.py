@@ -122,7 +122,7 @@ class Inspection:
                 "freed_slots": controller.freed_slots,
                 "failed": dict(controller.num_failed),
             },
-            "admission": self.recomputed.describe(),
+            "admission": self.recomputed.describe(self.prefill_times.not_loaded_s),
             "drops": self.recomputed.describe_drops(),
             "evictions": self.describe_evictions(),
             "utility_lost_s": controller.journal.lost if self.policy.has_utility else None,

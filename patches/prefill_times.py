@@ -43,6 +43,7 @@ class PrefillTimes:
         self._clock = clock
         self._num_seen = 0
         self._last_result_s = 0.0
+        self.not_loaded_s = 0.0  # that computing took which could have been loaded, see ``note_not_loaded``
 
     @property
     def costs(self) -> Costs:
@@ -65,13 +66,14 @@ class PrefillTimes:
         ``stalled`` tells after the launch how many seconds it has waited for loads, infinitely many where it waits on
         its device."""
         chunks = _chunks_of(batch)
+        num_not_loaded = sum(map(_take_not_loaded, batch.reqs, batch.extend_lens)) if chunks else 0
         begin = self._clock()
         result = launch()
         stalled_s = stalled()
         if is_synchronous:
-            self._observe(chunks, begin, stalled_s)
+            self._observe(chunks, num_not_loaded, begin, stalled_s)
         else:
-            result.evicpress_run = (chunks, begin, stalled_s)
+            result.evicpress_run = (chunks, num_not_loaded, begin, stalled_s)
         return result
 
     def finish(self, result: Any) -> None:
@@ -88,10 +90,12 @@ class PrefillTimes:
         result.evicpress_run = None
         self._observe(*run)
 
-    def _observe(self, chunks: list[tuple[int, int]], begin: float, stalled_s: float) -> None:
+    def _observe(self, chunks: list[tuple[int, int]], num_not_loaded: int, begin: float, stalled_s: float) -> None:
         now = self._clock()
         seconds = now - max(begin, self._last_result_s)
         self._last_result_s = now
+        if num_not_loaded:
+            self.not_loaded_s += seconds * min(1.0, num_not_loaded / sum(num_tokens for num_tokens, _ in chunks))
         if not chunks or sum(num_tokens for num_tokens, _ in chunks) < LEAST_TOKENS:
             return
         if stalled_s > STALLED_SHARE * seconds:
@@ -100,6 +104,20 @@ class PrefillTimes:
         if self._num_seen > NUM_WARM_UP and seconds > 0.0:
             self._model.observe_prefill(chunks, seconds)
             self.num_observed += 1
+
+
+def note_not_loaded(req: Any, num_tokens: int) -> None:
+    """A request that is about to run computes so many tokens that it could have loaded."""
+    req.evicpress_not_loaded = num_tokens
+
+
+def _take_not_loaded(req: Any, num_new: int) -> int:
+    """Those of the next ``num_new`` that it computes: of a prompt in chunks the first are counted first."""
+    num_tokens = getattr(req, "evicpress_not_loaded", 0)
+    taken = min(num_tokens, num_new)
+    if taken:
+        req.evicpress_not_loaded = num_tokens - taken
+    return taken
 
 
 def _chunks_of(batch: Any) -> list[tuple[int, int]]:

@@ -42,7 +42,7 @@ class Recomputed:
         self.num_requests = 0
         self.prompt_tokens = 0
         self.computed: Counter[str] = Counter()
-        self.not_worth_s = {"load": 0.0, "compute": 0.0}
+        self.not_worth_s = {"load": 0.0, "predicted": 0.0}
         self.drops: dict[str, DropCounts] = {}
         self._remembered: OrderedDict[int, Drop] = OrderedDict()
 
@@ -84,13 +84,14 @@ class Recomputed:
             begin += drop.num_tokens
         return found
 
-    def describe(self) -> dict[str, object]:
-        """As JSON shows it."""
+    def describe(self, not_worth_took_s: float = 0.0) -> dict[str, object]:
+        """As JSON shows it. What was not worth loading: predicted seconds of loading and of computing it, and the
+        seconds that this took."""
         return {
             "requests": self.num_requests,
             "prompt_tokens": self.prompt_tokens,
             "computed_tokens": dict(self.computed),
-            "not_worth_s": dict(self.not_worth_s),
+            "not_worth_s": {**self.not_worth_s, "actual": not_worth_took_s},
         }
 
     def describe_drops(self) -> dict[str, object]:

@@ -24,7 +24,7 @@ from sglang.utils import TypeBasedDispatcher
 
 from sglang_evicpress.costs import CostModel, Costs, PrefillLaw
 from sglang_evicpress.patches import scheduling
-from sglang_evicpress.patches.prefill_times import LEAST_TOKENS, NUM_TRUSTED, NUM_WARM_UP, PrefillTimes
+from sglang_evicpress.patches.prefill_times import LEAST_TOKENS, NUM_TRUSTED, NUM_WARM_UP, PrefillTimes, note_not_loaded
 from sglang_evicpress.patches.scheduling import Stamp
 
 pytestmark = pytest.mark.sglang
@@ -523,6 +523,19 @@ def test_in_a_mixed_batch_who_decodes_prefills_one_token() -> None:
     mixed.reqs, mixed.extend_lens, mixed.prefix_lens = [*mixed.reqs, *mixed.decoding_reqs], [400, 1], [0, 90]
     run.wait(run.launch(mixed, 2.0))
     assert run.model.seen == [([(400, 0), (1, 60)], 2.0)]
+
+
+@pytest.mark.parametrize("is_synchronous", [False, True])
+def test_what_computing_took_that_could_have_been_loaded_is_its_share_of_the_batches(is_synchronous: bool) -> None:
+    run = Run()
+    first, second = batch(new=300), batch(new=200)
+    second.reqs = first.reqs  # in two chunks
+    note_not_loaded(first.reqs[0], 400)
+    run.wait(run.launch(first, 3.0, is_synchronous))
+    assert run.times.not_loaded_s == 3.0
+    run.wait(run.launch(second, 4.0, is_synchronous))
+    run.wait(run.launch(batch(new=200), 8.0, is_synchronous))
+    assert run.times.not_loaded_s == 5.0
 
 
 def test_batches_that_do_not_prefill_are_not_observed() -> None:

@@ -419,7 +419,7 @@ def test_what_is_not_worth_loading_is_told_with_what_it_would_have_taken(opened:
     assert walk.serve([*tokens, 59]) == 0
     told = walk.cache.describe_stats()["admission"]
     assert told["computed_tokens"]["not_worth"] == 100
-    assert told["not_worth_s"]["load"] > told["not_worth_s"]["compute"] > 0.0
+    assert told["not_worth_s"]["load"] > told["not_worth_s"]["predicted"] > 0.0
 
 
 def test_what_came_too_late_is_told(opened: Callable[..., TierWalk]) -> None:

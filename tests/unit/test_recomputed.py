@@ -20,11 +20,11 @@ def test_tokens_are_new_until_something_else_is_known_of_them() -> None:
     counts = Recomputed()
     counts.admit(400, 100)
     counts.blame("late", 120)
-    assert counts.describe() == {
+    assert counts.describe(0.25) == {
         "requests": 1,
         "prompt_tokens": 400,
         "computed_tokens": {"new": 180, "late": 120},
-        "not_worth_s": {"load": 0.0, "compute": 0.0},
+        "not_worth_s": {"load": 0.0, "predicted": 0.0, "actual": 0.25},
     }
 
 
