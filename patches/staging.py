@@ -190,8 +190,11 @@ class Staging:
         )
 
     def _congestion(self: Any, stage: Stage) -> float:
-        """How many times a second of computing counts: others that are ready wait for it."""
-        return min(MOST_CONGESTION, 1.0 + max(0, self.num_ready - (not stage.is_waiting)))
+        """How many times a second of computing counts: others that are ready wait for it, and those for whom something
+        is being read are ready after half of it, as likely as not."""
+        num_ready = max(0, self.num_ready - (not stage.is_waiting))
+        num_soon = sum(read not in stage.jobs for read in self.reads)
+        return min(MOST_CONGESTION, 1.0 + num_ready + num_soon / 2)
 
     def _pieces(self: Any, steps: list[tuple[Any, int]]) -> list[Piece]:
         found, read = [], set()
