@@ -79,7 +79,7 @@ class Policy:
         ``ready`` makes the plan urgent, so that carrying it out waits for no byte to be written: a node leaves the tier
         only by a drop or to a tier that holds a copy of it, as which it goes on and which takes no room there:
         ``ready[node_id]`` are those. ``room`` then does not count, and what is below does not move, unless it has to go
-        because the node above it, without a copy, cannot go otherwise.
+        because the node above it cannot go otherwise: to a copy of it where that node goes, or else by a drop.
         """
         plan = Plan(self.book, room or {}, ready)
         try:

@@ -287,12 +287,16 @@ class Plan:
         records, copies = self.book.records, self._copies
         if self._felling is None:
             standing = (copies.get(node_id, record) for node_id, record in records.items())
-            self._felling = Felling(standing, self.book.rule.menu.tiers, self.ready or {})
-        felled = [self._copy(one) for one in self._felling.next(rank, lambda one: copies.get(one) or records[one])]
-        freed = sum(copy.num_bytes for copy in felled if copy.rank == rank)
-        for copy in felled:
-            self._felled.add(copy.id)
-            self._move(copy, self._drop(copy))
+            self._felling = Felling(standing, self.ready or {})
+        felled = self._felling.next(rank, lambda one: copies.get(one) or records[one])
+        freed = sum(one.record.num_bytes for one in felled if one.record.rank == rank)
+        for one in felled:
+            copy = self._copy(one.record)
+            if one.way is None:
+                self._felled.add(copy.id)
+                self._move(copy, self._drop(copy))
+            else:
+                self._move(copy, self._become(copy, one.way))
         return freed if felled else None
 
     def _drop(self, record: Record) -> Step:
@@ -301,6 +305,15 @@ class Plan:
         worth = self._weigher.ways_out(record)[0][4]
         now = self._weigher.alpha * record.quality - self._weigher.delay_s(record)
         return Step(0.0, DROPPED, None, 0, 1.0, self._weigher.alpha - worth, now - worth)
+
+    def _become(self, record: Record, way: Way) -> Step:
+        """The node as a copy of it that lies below."""
+        if self._weigher is None:
+            return Step(0.0, way.rank, way.form, way.num_bytes, way.quality)
+        delay_s = self._weigher.costs.load_seconds(Tier(way.rank), way.num_bytes, way.form.codec)
+        now = self._weigher.alpha * record.quality - self._weigher.delay_s(record)
+        loss = now - (self._weigher.alpha * way.quality - delay_s)
+        return Step(0.0, way.rank, way.form, way.num_bytes, way.quality, delay_s, loss)
 
     def _is_needed(self, move: Move) -> bool:
         """Whether a move frees bytes or, holding none, makes way for one above it that does."""
