@@ -20,7 +20,7 @@ from sglang_evicpress.controller import BY_UTILITY, NO_COPY
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.patches.back_up import BackUp
 from sglang_evicpress.patches.node import has_child_on_gpu, size_of, start_of
-from sglang_evicpress.policy.patience import bytes_to_copy, seconds_lost
+from sglang_evicpress.policy.patience import bytes_to_copy, is_wasteful, seconds_lost
 
 MOST_ROUNDS = 4
 
@@ -97,7 +97,7 @@ class Eviction:
             return int(self.controller.relieve(Tier.GPU, wanted * self.menu.slot_bytes))
         freed, needed = 0, wanted if needed is None else min(needed, wanted)
         for _ in range(MOST_ROUNDS):  # so many bytes are not on their way at once
-            more = self._relieve_once(wanted - freed, needed - freed)
+            more = self._relieve_once(wanted - freed, needed - freed, may_force=may_force)
             freed += more
             if more <= 0 or freed >= needed:
                 break
@@ -108,22 +108,30 @@ class Eviction:
         self.stir()
         return freed
 
-    def _relieve_once(self: Any, wanted: int, needed: int) -> int:
+    def _relieve_once(self: Any, wanted: int, needed: int, *, may_force: bool) -> int:
         """Carry out the better of two plans: one that copies first what is not below yet, and one that does not. The
         time that copying takes counts once, as what the other loses does: whoever waits for the one would wait for the
-        other."""
+        other. A plan that drops whole branches for the few slots above them is the last choice, and none at all unless
+        ``may_force``."""
         slot_bytes = self.menu.slot_bytes
         patient = self.policy.plan(Tier.GPU, wanted * slot_bytes, self.room())
-        num_bytes = bytes_to_copy(patient, self.ready)
-        if not num_bytes:
+        num_bytes, wastes = bytes_to_copy(patient, self.ready), is_wasteful(patient, self.policy)
+        if not num_bytes and not wastes:
             return int(self.controller.carry_out(patient, at_once=True))
         urgent = self.policy.plan(Tier.GPU, needed * slot_bytes, ready=self.ready)
         terms = self.policy, self.costs, self.value_of_hit()
         copy_s = self.costs.load_seconds(Tier.HOST, num_bytes)
         lost_s = {name: seconds_lost(plan, *terms) for name, plan in (("patient", patient), ("urgent", urgent))}
         is_enough = sum(decision.freed_bytes for decision in urgent) >= needed * slot_bytes
+        is_urgent = is_enough and lost_s["urgent"] <= lost_s["patient"] + copy_s
+        if is_wasteful(urgent, self.policy):
+            if wastes and not may_force:
+                return 0
+            is_urgent = is_urgent and wastes
+        elif wastes:
+            is_urgent = True
         begin = time.perf_counter()
-        if is_enough and lost_s["urgent"] <= lost_s["patient"] + copy_s:
+        if is_urgent:
             way, freed = "without_copies", self.controller.carry_out(urgent, BY_UTILITY)
         else:
             way, freed = "with_copies", self.controller.carry_out(patient, at_once=True)

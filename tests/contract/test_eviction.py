@@ -61,6 +61,47 @@ def test_nothing_is_copied_where_computing_anew_takes_less(opened: Callable[...,
     walk.check()
 
 
+def under_a_few_tokens(walk: TierWalk) -> tuple[object, list[object]]:
+    """Contexts on the SSD that nobody seems to use again, and the tokens they share, which only the GPU has."""
+    shared = [walk.rng.randrange(50) for _ in range(3)]
+    for first in (48, 49):
+        walk.serve([*shared, first, *(walk.rng.randrange(48) for _ in range(99))])
+    head = next(node for node in walk.cache.nodes.values() if len(node.key) == 3)
+    contexts = list(head.children.values())
+    for node in contexts:
+        sent(walk, node, Tier.SSD)
+    walk.settle()
+    for node in (head, *contexts):
+        node.kv.weight = 1e-9
+        walk.cache.note(node)
+    walk.cache.remove_copies(head)
+    walk.cache.note(head)
+    return head, contexts
+
+
+def test_contexts_below_are_not_lost_for_the_few_slots_above_them(opened: Callable[..., TierWalk]) -> None:
+    walk = opened(is_exact=True, law=DEAR)
+    head, contexts = under_a_few_tokens(walk)
+    assert walk.cache.relieve(2) >= 2
+    assert tier_of(head) == Tier.HOST and walk.cache.controller.num_dropped == 0
+    assert all(node.id in walk.cache.nodes for node in contexts)
+    walk.check()
+    walk.check_rows()
+
+
+def test_where_they_must_be_lost_a_request_that_could_wait_has_no_room(opened: Callable[..., TierWalk]) -> None:
+    walk = opened(is_exact=True, law=DEAR)
+    head, contexts = under_a_few_tokens(walk)
+    extents = walk.cache.host.arena.extents
+    taken = extents.alloc(extents.free_bytes)
+    assert not walk.cache.has_room(walk.allocator.available_size() + 1)
+    assert head.value is not None and all(node.id in walk.cache.nodes for node in contexts)
+    assert walk.cache.evict(EvictParams(num_tokens=1)).num_tokens_evicted == 3  # whoever runs has to have it
+    assert walk.cache.nodes == {}
+    extents.free(taken)
+    walk.check()
+
+
 def test_evicting_waits_for_no_thread(opened: Callable[..., TierWalk]) -> None:
     walk = opened(is_exact=True, law=DEAR, host_bytes=400 << 10)
     nodes = full(walk)

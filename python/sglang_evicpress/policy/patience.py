@@ -32,3 +32,11 @@ def bytes_to_copy(decisions: Sequence[Decision], ready: Mapping[int, Sequence[Wa
             for way in ready.get(decision.node_id, ())
         )
     )
+
+
+def is_wasteful(decisions: Sequence[Decision], policy: Policy) -> bool:
+    """Whether more tokens are dropped only because they are in the way than slots of the GPU become free."""
+    records = policy.book.records
+    num_lost = sum(records[decision.node_id].num_tokens for decision in decisions if decision.is_forced)
+    num_bytes = sum(decision.freed_bytes for decision in decisions if decision.source.tier == Tier.GPU)
+    return num_lost * policy.rule.menu.slot_bytes > num_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,7 @@ from sglang_evicpress.core import DROP, EXACT, Decision, Form, NodeStats, Option
 from sglang_evicpress.costs import Costs, PrefillLaw, TransferLaw
 from sglang_evicpress.policy import make_policy
 from sglang_evicpress.policy.menu import Menu
-from sglang_evicpress.policy.patience import bytes_to_copy, seconds_lost
+from sglang_evicpress.policy.patience import bytes_to_copy, is_wasteful, seconds_lost
 
 HALF = Form("keydiff", 0.5)
 COSTS = Costs(PrefillLaw(1.0, 0.01, 0.0), {Tier.HOST: TransferLaw(0.5, 1e4), Tier.SSD: TransferLaw(0.5, 1e3)}, {})
@@ -49,6 +50,19 @@ def test_only_what_leaves_the_gpu_for_a_copy_that_is_not_there_is_copied() -> No
     ]
     ready = {4: (Way(Tier.HOST, EXACT, 70, 1.0),), 5: (Way(Tier.SSD, EXACT, 100, 1.0), Way(Tier.HOST, HALF, 50, 0.9))}
     assert bytes_to_copy(plan, ready) == 100 + 50
+
+
+@pytest.mark.parametrize(("num_bytes", "is_forced", "wastes"), [(3, True, True), (3, False, False), (400, True, False)])
+def test_a_plan_is_wasteful_that_loses_more_tokens_than_it_frees_slots(
+    num_bytes: int, is_forced: bool, wastes: bool, make_node: MakeNode
+) -> None:
+    menu = Menu((), (Tier.GPU, Tier.SSD))
+    policy = make_policy("lru", menu, alpha=1.0, costs=COSTS)
+    policy.put_all([make_node(1, menu=menu), make_node(2, 1, menu=menu, tokens=300, depth=100, tier=Tier.SSD)])
+    below = decision(2, DROP, source=Option(EXACT, Tier.SSD, 300))
+    plan = [replace(below, is_forced=is_forced), decision(1, DROP, source=Option(EXACT, Tier.GPU, num_bytes))]
+    assert is_wasteful(plan, policy) == wastes
+    assert not is_wasteful([], policy)
 
 
 def test_a_part_of_a_path_pays_what_is_its_own() -> None:
