@@ -27,7 +27,7 @@ help:
 	@echo "make show-load        a setting under load up to twice saturation, chaos there, the published grid; at most 40 minutes"
 	@echo "make chaos            the real server on host memory and an SSD that fail on purpose, 5 minutes and two starts"
 	@echo "make bench            the serving benchmark: every system side by side on the CPU testbed; goes on where it was stopped"
-	@echo "make bench-load       four settings under load, five rates, three repetitions: hours; goes on where it was stopped"
+	@echo "make bench-load       four settings up to twice saturation, three repetitions: hours; goes on where it was stopped"
 	@echo "make bench-micro      every bench/bench_*.py: the policy and the tiers by themselves"
 	@echo "make setup            only .venv, from uv.lock (uv is fetched when it is missing)"
 

@@ -27,19 +27,22 @@ def finished(name: str) -> Raw:
     return read_raw(OUT / name)
 
 
-def serve(name: str) -> None:
-    """Make the runs that are missing, and draw. Raises SystemExit where that fails; everything said is shown."""
+def serve(name: str, repetitions: int | None = None) -> None:
+    """Make the runs that are missing, of the first ``repetitions`` or all, and draw. Raises SystemExit where that
+    fails; everything said is shown."""
     config, out = ROOT / "configs" / f"{name}.yaml", OUT / name
     command = [sys.executable, "-c", _CLI, "bench", "serve", "--config", str(config), "--out", str(out)]
+    if repetitions is not None:
+        command += ["--repetitions", str(repetitions)]
     if status := subprocess.run(command, check=False).returncode:
         raise SystemExit(status)
     for figure in FIGURES:
         subprocess.run([sys.executable, str(ROOT / "figures" / f"{figure}.py"), str(out)], check=True)
 
 
-def measure(name: str) -> Iterator[Line]:
+def measure(name: str, repetitions: int | None = None) -> Iterator[Line]:
     """The lines of one setting, behind its runs."""
-    serve(name)
+    serve(name, repetitions)
     raw = finished(name)
     for line in setting_lines(raw):
         print(f"    {line}", flush=True)

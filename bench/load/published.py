@@ -20,6 +20,9 @@ from sglang_evicpress.benchmark.tables import setting_lines
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
 CODE = ("python", "patches", "kernels")
+REPETITIONS = 3
+"""Of every setting, for the medians that the lines are about."""
+
 _HEAD = ("what", "target", "measured", "")
 _COMMIT = re.compile(r"commit `([0-9a-f]{7,40})`")
 
@@ -66,18 +69,21 @@ def changed(commit: str, root: Path = ROOT) -> str | None:
     return f"{new[0]} is new since {commit}" if new else None
 
 
-def document(raws: Sequence[Raw], command: str) -> str:
-    """Markdown of finished folders. Raises ValueError where runs are missing, or are not all of one clean commit."""
+def document(raws: Sequence[Raw], command: str, absent: Sequence[str] = ()) -> str:
+    """Markdown of folders whose last repetition is complete; a line is MISSED for each repetition and each setting
+    (``absent``) that was not made. Raises ValueError where a repetition is not complete, or the runs are not all of one
+    clean commit."""
     commits = set()
     for raw in raws:
         if missing := sum(1 for _ in _missing(raw)):
-            raise ValueError(f"{raw.folder} lacks {missing} runs: expected a grid that is complete")
+            raise ValueError(f"{raw.folder} lacks {missing} runs: expected repetitions that are complete")
         commits |= {str(run.header.get("commit")) for run in raw.runs}
     if len(commits) != 1 or not all(re.fullmatch("[0-9a-f]{7,40}", each) for each in commits):
         raise ValueError(f"the runs are of {', '.join(sorted(commits))}: expected one commit, and no file that differs")
     (commit,) = commits
     day = datetime.now(UTC).date()
-    lines = [line for raw in raws for line in promises(raw)]
+    lines = [line for raw in raws for line in (*promises(raw), repetitions(raw))]
+    lines += [Line(f"{name}: repetitions", f"{REPETITIONS}", "not measured", False) for name in absent]
     missed = sum(not line.ok for line in lines)
     parts = [
         "# Under load, measured",
@@ -93,10 +99,16 @@ def document(raws: Sequence[Raw], command: str) -> str:
     return "\n".join(parts) + "\n"
 
 
-def publish(raws: Sequence[Raw], command: str, results: Path = RESULTS) -> Path:
+def repetitions(raw: Raw) -> Line:
+    config = raw.plan["config"]
+    made = int(config["repetitions"])
+    return Line(f"{config.get('name')}: repetitions", f"{REPETITIONS}", f"{made}", made >= REPETITIONS)
+
+
+def publish(raws: Sequence[Raw], command: str, absent: Sequence[str] = (), results: Path = RESULTS) -> Path:
     """The file it wrote."""
     path = results / f"load-{datetime.now(UTC).date()}.md"
-    path.write_text(document(raws, command), encoding="utf-8")
+    path.write_text(document(raws, command, absent), encoding="utf-8")
     return path
 
 

@@ -52,14 +52,15 @@ def raw_at(folder: Path, sha: str, **values: object) -> Raw:
 
 def test_what_is_published_is_read_back(tmp_path: Path, root: Path) -> None:
     sha = git(root, "rev-parse", "HEAD")[:12]
-    path = publish([raw_at(tmp_path / "a", sha), raw_at(tmp_path / "b", sha, name="b")], "make bench-load", tmp_path)
+    raws = [raw_at(tmp_path / "a", sha), raw_at(tmp_path / "b", sha, name="b")]
+    path = publish(raws, "make bench-load", results=tmp_path)
     text = path.read_text()
-    assert f"`make bench-load` at commit `{sha}`" in text and "22 lines, 0 missed" in text
+    assert f"`make bench-load` at commit `{sha}`" in text and "24 lines, 0 missed" in text
     for said in ("# b", "sglang 1.2.3", "a machine, 2 CPUs", "## Under load: 4/s, 1 x saturation", "## The knee"):
         assert said in text
     found = newest(tmp_path)
     assert found is not None
-    assert (found.path, found.commit, len(found.lines)) == (path, sha, 22)
+    assert (found.path, found.commit, len(found.lines)) == (path, sha, 24)
     lines = list(published_lines(tmp_path, root))
     assert all(line.ok and line.what.startswith(f"published {sha}: ") for line in lines)
     assert lines[0].figure == found.lines[0].figure and "3.00x" in lines[0].figure
@@ -77,7 +78,7 @@ def test_a_line_that_was_missed_stays_missed(tmp_path: Path, root: Path) -> None
 @pytest.mark.parametrize("name", ["python", "patches", "kernels"])
 def test_published_lines_are_missed_once_the_code_changed(tmp_path: Path, root: Path, name: str) -> None:
     sha = git(root, "rev-parse", "HEAD")[:12]
-    publish([raw_at(tmp_path / "a", sha)], "c", tmp_path)
+    publish([raw_at(tmp_path / "a", sha)], "c", results=tmp_path)
     (root / "bench" / "b.py").write_text("2\n")
     commit(root)
     assert changed(sha, root) is None
@@ -114,6 +115,18 @@ def test_only_a_whole_grid_of_one_clean_commit_is_published(tmp_path: Path) -> N
     (tmp_path / "a" / "runs" / "tiers-lru" / "1-4.jsonl").unlink()
     with pytest.raises(ValueError, match="lacks 1 runs"):
         document([read_raw(tmp_path / "a")], "c")
+
+
+def test_what_was_not_measured_is_a_missed_line(tmp_path: Path, root: Path) -> None:
+    sha = git(root, "rev-parse", "HEAD")[:12]
+    raw = raw_at(tmp_path / "a", sha)
+    raw.plan["config"]["repetitions"] = 1
+    publish([raw], "c", ["elsewhere"], results=tmp_path)
+    missed = [line for line in published_lines(tmp_path, root) if not line.ok]
+    assert [(line.what.split(": ", 1)[1], line.target, line.figure) for line in missed] == [
+        (f"{raw.plan['config']['name']}: repetitions", "3", "1"),
+        ("elsewhere: repetitions", "3", "not measured"),
+    ]
 
 
 def test_one_client_is_compared_with_the_published_ratio() -> None:
