@@ -7,12 +7,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, CacheAgnosticPolicy
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_evicpress.core import Tier
 from sglang_evicpress.patches.node import path_to, servable_steps, start_of
 from sglang_evicpress.patches.prefill_times import note_not_loaded
+from sglang_evicpress.patches.staging import WINDOW
 from sglang_evicpress.recomputed import TAIL_TOKENS, Drop, Recomputed, place_of
 
 LEAST_SHARED = 64
@@ -34,32 +35,39 @@ class Admission:
     def open_admission(self: Any) -> None:
         self.recomputed = Recomputed()
         self.computing: dict[int, tuple[Any, float]] = {}  # requests that prefill, by id(), until when at most
-        self._queue: list[Any] = []  # as it was before some of it was hidden
-        self._passed_over: list[Any] = []
+        self._queue: list[Any] = []  # the head of it, as it was before some of it was hidden
+        self._behind: list[Any] = []  # all behind the head
+        self._passed_over: set[int] = set()  # of the head, by id()
+        self._num_hidden = 0
         self.is_out_of_room = False  # in this round somebody was put off
         self.slots_ahead = 0  # that those who were passed over in this round need to run
 
     def hide_waiting(self: Any, scheduler: Any) -> None:
         """Take those of which nothing new can be said out of the queue until ``show_waiting``: SGLang looks every
-        request that waits up in the tree, step by step."""
+        request that waits up in the tree, step by step. Where they are served in the order of the queue, also those for
+        whom nothing is got ready yet."""
         self.hide_guests(scheduler)
         queue = scheduler.waiting_queue
-        self._passed_over = [req for req in queue if self.is_passed_over(req)] if self.stages else []
-        self.is_out_of_room = False
-        self.slots_ahead = sum(self.stages[id(req)].num_to_run for req in self._passed_over)
-        if self._passed_over:
-            self._queue = queue
-            hidden = {id(req) for req in self._passed_over}
-            scheduler.waiting_queue = [req for req in queue if id(req) not in hidden]
+        self.is_out_of_room, self.slots_ahead = False, 0
+        if not self.stages:
+            return
+        most = WINDOW if _is_first_come_first_served(scheduler) else len(queue)
+        head, behind = queue[:most], queue[most:]
+        passed_over = [req for req in head if self.is_passed_over(req)]
+        self.slots_ahead = sum(self.stages[id(req)].num_to_run for req in passed_over)
+        self._num_hidden = len(passed_over) + len(behind)
+        if self._num_hidden:
+            self._queue, self._behind, self._passed_over = head, behind, {id(req) for req in passed_over}
+            scheduler.waiting_queue = [req for req in head if id(req) not in self._passed_over]
 
     def show_waiting(self: Any, scheduler: Any) -> None:
         """The queue in its order again, without those that run now; who has come since is behind."""
-        if self._passed_over:
+        if self._num_hidden:
             shown = scheduler.waiting_queue
-            known, left = {id(req) for req in self._queue}, {id(req) for req in [*shown, *self._passed_over]}
+            known, left = {id(req) for req in self._queue}, {id(req) for req in shown} | self._passed_over
             waiting = [req for req in self._queue if id(req) in left]
-            scheduler.waiting_queue = waiting + [req for req in shown if id(req) not in known]
-            self._queue, self._passed_over = [], []
+            scheduler.waiting_queue = waiting + self._behind + [req for req in shown if id(req) not in known]
+            self._num_hidden, self._queue, self._behind, self._passed_over = 0, [], [], set()
         self.show_guests(scheduler)
 
     def is_passed_by(self: Any, adder: Any, req: Any) -> bool:
@@ -214,3 +222,10 @@ class Admission:
                 number,
             ),
         )
+
+
+def _is_first_come_first_served(scheduler: Any) -> bool:
+    """Whether SGLang looks at the queue in its own order; it sorts by other rules after we have hidden some of it."""
+    policy = getattr(scheduler, "policy", None)
+    is_fcfs = policy is not None and policy.policy == CacheAgnosticPolicy.FCFS
+    return is_fcfs and not scheduler.enable_priority_scheduling

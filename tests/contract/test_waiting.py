@@ -8,12 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from tests.contract.test_tiers_model import SLOTS, TierWalk, blocked, cached, opened, sent
 
 from sglang_evicpress.core import Tier
 from sglang_evicpress.costs import PrefillLaw
 from sglang_evicpress.patches import staging
+from sglang_evicpress.patches.staging import WINDOW
 from sglang_evicpress.patches.tiering import tier_of
 
 pytestmark = pytest.mark.sglang
@@ -292,6 +294,27 @@ def test_who_is_on_the_way_is_not_looked_up_and_keeps_the_place(opened: Callable
     assert scheduler.waiting_queue == [loading, last, retracted]
     walk.cache.show_waiting(scheduler)
     assert scheduler.waiting_queue == [loading, last, retracted]
+
+
+@pytest.mark.parametrize(
+    ("policy", "sorts", "is_hidden"),
+    [("fcfs", False, True), ("fcfs", True, False), ("lof", False, False)],
+)
+def test_of_a_long_queue_only_the_head_is_looked_up(
+    opened: Callable[..., TierWalk], policy: str, sorts: bool, is_hidden: bool
+) -> None:
+    walk = opened(is_exact=True)
+    queue = [walk.wait([walk.rng.randrange(50) for _ in range(9)]) for _ in range(WINDOW + 3)]
+    scheduler = SimpleNamespace(
+        waiting_queue=list(queue),
+        policy=SimpleNamespace(policy=CacheAgnosticPolicy(policy)),
+        enable_priority_scheduling=sorts,
+    )
+    walk.cache.hide_waiting(scheduler)
+    assert scheduler.waiting_queue == (queue[:WINDOW] if is_hidden else queue)
+    scheduler.waiting_queue = scheduler.waiting_queue[1:]  # the first one runs
+    walk.cache.show_waiting(scheduler)
+    assert scheduler.waiting_queue == queue[1:]
 
 
 def request_of(tokens: list[int], num_cached: int = 0, extra_key: str | None = None) -> SimpleNamespace:
