@@ -96,7 +96,7 @@ def document(raws: Sequence[Raw], command: str, absent: Sequence[str] = ()) -> s
     for raw in raws:
         parts += ["", f"# {raw.plan['config'].get('name')}", "", *(f"- {line}" for line in setting_lines(raw))]
         parts += load_lines(raw)
-    return "\n".join(parts) + "\n"
+    return "\n".join(parts).replace(f"{ROOT}/", "") + "\n"
 
 
 def repetitions(raw: Raw) -> Line:
