@@ -27,6 +27,8 @@ def main() -> int:
             parser.error("--publish is of all settings: expected no --only")
         there = [name for name in GRID if (OUT / name).is_dir()]
         absent = [name for name in GRID if name not in there]
+        if not there:
+            parser.error(f"--publish: {OUT} has no setting: expected runs of one at least")
         try:
             print(publish([finished(name) for name in there], "make bench-load", absent))
         except ValueError as error:
