@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from sglang_evicpress.layout import to_device
-from sglang_evicpress.press import QueryWindow
+from sglang_evicpress.patches.kv_flags import config_of
+from sglang_evicpress.press import QueryWindow, get_press
 
 MAX_HELD_REQUESTS = 64  # a window waits from the prefill of a request until its node is in the tree
 POOL_SHARE = 64  # all windows that nodes keep take at most this part of the pool's bytes
@@ -67,9 +68,6 @@ class QueryCapture:
     @classmethod
     def install_on(cls, model_runner: Any) -> None:
         """Wrap the backend's ``forward_extend`` when some form needs queries; otherwise nothing is captured."""
-        from sglang_evicpress.patches.server_args import config_of
-        from sglang_evicpress.press import get_press
-
         config = config_of(model_runner.server_args)
         if not any(form.press and get_press(form.press).needs_queries for form in config.menu_forms):
             cls.active = None

@@ -17,6 +17,8 @@ import torch
 from sglang_evicpress import handover
 from sglang_evicpress.decode.settings import QUERY_SCORES
 from sglang_evicpress.layout import to_device
+from sglang_evicpress.patches.kv_flags import config_of
+from sglang_evicpress.patches.refusals import decode_settings
 from sglang_evicpress.press import QueryWindow
 
 POOL_SHARE = 32  # the ring takes at most this part of the pool's bytes
@@ -41,9 +43,6 @@ class QueryRing:
     @classmethod
     def install_on(cls, model_runner: Any) -> None:
         """Wrap the backend before graphs are captured. Raises SystemExit when the ring would be too large."""
-        from sglang_evicpress.patches.refusals import decode_settings
-        from sglang_evicpress.patches.server_args import config_of
-
         cls.active = None
         settings = decode_settings(config_of(model_runner.server_args))
         if settings.score not in QUERY_SCORES:

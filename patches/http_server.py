@@ -19,8 +19,8 @@ from sglang_evicpress.arguments import IntrospectionError, Json
 from sglang_evicpress.error_text import code_path
 from sglang_evicpress.introspect import encode, read_object, read_question, shows_prompt
 from sglang_evicpress.patches.access import Access, AccessRules
-from sglang_evicpress.patches.control import EvicPressReqInput, EvicPressReqOutput
 from sglang_evicpress.patches.listings import LISTINGS, read_listing, read_positions, wants_positions
+from sglang_evicpress.patches.messages import EvicPressReqInput, EvicPressReqOutput
 from sglang_evicpress.patches.profile_file import ProfileFile
 from sglang_evicpress.threads import WatchedThread
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from sglang_evicpress.arguments import Json, flag
 from sglang_evicpress.introspect import encode, read_object
-from sglang_evicpress.patches.control import EvicPressReqOutput
+from sglang_evicpress.patches.messages import EvicPressReqOutput
 
 Call = Callable[[str, Json], Awaitable[EvicPressReqOutput]]
 

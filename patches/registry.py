@@ -14,11 +14,11 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang_evicpress import handover
 from sglang_evicpress.keyed_hash import key_of
 from sglang_evicpress.patches.compression import Compressor
-from sglang_evicpress.patches.install import check_applied
+from sglang_evicpress.patches.hook_check import check_applied
+from sglang_evicpress.patches.kv_flags import config_of
 from sglang_evicpress.patches.model_identity import ModelIdentity, adapter_digest, agreed
 from sglang_evicpress.patches.radix_cache import EvicPressCache
 from sglang_evicpress.patches.refusals import BACKEND_NAME, check_layers, check_model
-from sglang_evicpress.patches.server_args import config_of
 from sglang_evicpress.tiers.identity import KEY_BYTES
 from sglang_evicpress.tiers.ssd import StoreError
 

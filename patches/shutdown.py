@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from sglang_evicpress.patches.kv_flags import config_of
+
 logger = logging.getLogger(__name__)
 
 WAIT_S = 10.0  # for the schedulers: what the close() of a cache may take, with a margin
@@ -86,8 +88,6 @@ def stop_schedulers(tokenizer_manager: Any) -> None:
 
 def has_tiers(server_args: Any) -> bool:
     """Whether this server was asked to keep KV below the GPU."""
-    from sglang_evicpress.patches.server_args import config_of
-
     if server_args.kv_policy is None:
         return False
     try:

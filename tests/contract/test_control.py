@@ -25,13 +25,13 @@ from sglang.utils import TypeBasedDispatcher
 from sglang_evicpress.call_times import CallTimes
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.introspect import IntrospectionError, Json, NodeBusy, UnknownNode
-from sglang_evicpress.patches import control, http_server, online_profiler, queue_limit, shutdown
+from sglang_evicpress.patches import control, http_server, queries, queue_limit, shutdown
 from sglang_evicpress.patches.access import AccessRules
-from sglang_evicpress.patches.control import EvicPressReqInput, EvicPressReqOutput
 from sglang_evicpress.patches.http_server import MAX_BODY_BYTES, MAX_QUEUED_CALLS, ROUTES, SchedulerCalls, add_routes
+from sglang_evicpress.patches.kv_flags import DEPENDENT_FLAGS
+from sglang_evicpress.patches.messages import EvicPressReqInput, EvicPressReqOutput
 from sglang_evicpress.patches.profile_file import ProfileFile
 from sglang_evicpress.patches.queue_limit import RetryAfter
-from sglang_evicpress.patches.server_args import DEPENDENT_FLAGS
 from sglang_evicpress.profiler.evidence import Evidence
 from sglang_evicpress.profiler.profile import Profile
 from sglang_evicpress.profiler.store import ProfileStore
@@ -108,7 +108,7 @@ class FakeScheduler:
     def __init__(self, cache: object) -> None:
         self.tree_cache = cache
         self._request_dispatcher = TypeBasedDispatcher([])
-        control._after_init_request_dispatcher(None, self)
+        queries._after_init_request_dispatcher(None, self)
 
 
 class FakeTokenizerManager:
@@ -836,7 +836,7 @@ def test_the_profiler_runs_beside_a_server_that_records(
         def stop(self) -> None:
             started.append("profiler stopped")
 
-    monkeypatch.setattr(online_profiler, "OnlineProfiler", Profiler)
+    monkeypatch.setattr(control, "OnlineProfiler", Profiler)
     control.install_frontend(registry, HookType)
     launch("evicpress", manager)
     assert [given for _, given in started] == [manager]
@@ -917,8 +917,8 @@ def test_scheduler_answers_after_its_dispatcher_is_built(
     monkeypatch.setattr(Scheduler, "init_request_dispatcher", Scheduler.init_request_dispatcher)
     monkeypatch.setattr(Scheduler, "__init__", Scheduler.__init__)
     monkeypatch.setattr(Scheduler, "run_event_loop", Scheduler.run_event_loop)
-    control.install_scheduler(registry, HookType)
-    control.install_scheduler(registry, HookType)
+    queries.install(registry, HookType)
+    queries.install(registry, HookType)
     registry.apply_hooks()
     scheduler = MagicMock()
     scheduler.tree_cache = FakeCache()
@@ -941,7 +941,7 @@ def test_only_our_cache_is_shown_its_scheduler(
     monkeypatch.setattr(Scheduler, "init_request_dispatcher", Scheduler.init_request_dispatcher)
     monkeypatch.setattr(Scheduler, "__init__", build)
     monkeypatch.setattr(Scheduler, "run_event_loop", Scheduler.run_event_loop)
-    control.install_scheduler(registry, HookType)
+    queries.install(registry, HookType)
     registry.apply_hooks()
     scheduler = Scheduler.__new__(Scheduler)
     Scheduler.__init__(scheduler, object(), gpu_id=0)
@@ -955,7 +955,7 @@ def test_the_cache_is_closed_when_its_scheduler_ends(
     for name in ("init_request_dispatcher", "__init__"):
         monkeypatch.setattr(Scheduler, name, getattr(Scheduler, name))
     monkeypatch.setattr(Scheduler, "run_event_loop", lambda scheduler: done.append("loop"))
-    control.install_scheduler(registry, HookType)
+    queries.install(registry, HookType)
     registry.apply_hooks()
     scheduler = Scheduler.__new__(Scheduler)
     scheduler.tree_cache = SimpleNamespace(close=lambda: done.append("close"))
@@ -967,4 +967,4 @@ def test_unexpected_exception_leaves_the_scheduler_alive() -> None:
     scheduler = FakeScheduler(FakeCache())
     given = scheduler._request_dispatcher(EvicPressReqInput(rid="evicpress-1", op="stats"))
     assert given.status == 500
-    assert control.reply(scheduler, EvicPressReqInput(rid="evicpress-2", op="tree"), CallTimes()).status == 200
+    assert queries.reply(scheduler, EvicPressReqInput(rid="evicpress-2", op="tree"), CallTimes()).status == 200

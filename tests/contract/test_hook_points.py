@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sglang_evicpress.patches import install
+from sglang_evicpress.patches import hook_check, install
 from sglang_evicpress.patches.hook_points import HOOK_POINTS, SUPPORTED_SGLANG, HookPoint
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 @pytest.mark.parametrize("point", HOOK_POINTS, ids=lambda point: point.path)
 def test_sglang_has_the_hook_point(point: HookPoint) -> None:
-    assert install.hook_point_problem([point]) is None
+    assert hook_check.hook_point_problem([point]) is None
 
 
 def test_no_hook_point_is_listed_twice() -> None:
@@ -22,13 +22,13 @@ def test_no_hook_point_is_listed_twice() -> None:
 
 
 def test_the_installed_release_is_supported() -> None:
-    assert install.sglang_version() in SUPPORTED_SGLANG
-    assert install.version_problem() is None
+    assert hook_check.sglang_version() in SUPPORTED_SGLANG
+    assert hook_check.version_problem() is None
 
 
 @pytest.mark.parametrize("found", ["0.5.15", "0.5.16", "0.6.0.dev1"])
 def test_another_release_is_one_sentence_with_the_way_out(found: str) -> None:
-    problem = install.version_problem(found)
+    problem = hook_check.version_problem(found)
     assert problem is not None
     for part in (
         f"found {found}:",
@@ -66,14 +66,14 @@ def test_a_changed_hook_point_stops_the_scheduler_before_anything_is_touched(
         install.install_scheduler()
     sentence = str(stopped.value.code)
     assert "\n" not in sentence
-    for part in (f"{point.path} {difference}", install.sglang_version(), "install sglang==", "--kv-policy"):
+    for part in (f"{point.path} {difference}", hook_check.sglang_version(), "install sglang==", "--kv-policy"):
         assert part in sentence
     assert before == HookRegistry._hooks
     assert backends == registered_radix_cache_backends()
 
 
 def test_another_release_stops_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(install, "sglang_version", lambda: "0.6.0")
+    monkeypatch.setattr(hook_check, "sglang_version", lambda: "0.6.0")
     with pytest.raises(SystemExit, match=r"found 0\.6\.0: install sglang=="):
         install.install_scheduler()
 
@@ -116,9 +116,9 @@ def test_an_applied_hook_is_found_also_under_another_plugins(registry: Any, name
 
     registry.register(TARGET + name, _hook, HookType.AFTER)
     registry.register(TARGET + name, lambda original, *args: original(*args), HookType.AROUND)
-    assert install.unapplied_problem(registry) is not None
+    assert hook_check.unapplied_problem(registry) is not None
     registry.apply_hooks()
-    install.check_applied(registry)
+    hook_check.check_applied(registry)
 
 
 def test_a_hook_on_a_target_patched_before_is_found_missing(registry: Any) -> None:
@@ -130,9 +130,9 @@ def test_a_hook_on_a_target_patched_before_is_found_missing(registry: Any) -> No
     registry.register(TARGET + "method", _hook, HookType.AFTER)
     registry.apply_hooks()
     with pytest.raises(SystemExit, match=rf"could not hook {TARGET}method: disable other SGLang plugins"):
-        install.check_applied(registry)
+        hook_check.check_applied(registry)
 
 
 def test_a_process_without_our_hooks_is_found(registry: Any) -> None:
     with pytest.raises(SystemExit, match="registered no hook.*SGLANG_PLUGINS"):
-        install.check_applied(registry)
+        hook_check.check_applied(registry)

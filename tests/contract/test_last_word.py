@@ -14,7 +14,7 @@ import pytest
 
 from sglang_evicpress import handover
 from sglang_evicpress.config import EvicPressConfig
-from sglang_evicpress.patches import decode_queries, last_word, registry, server_args
+from sglang_evicpress.patches import decode_queries, last_word, registry
 from sglang_evicpress.patches.refusals import RefusedError
 
 pytestmark = pytest.mark.sglang
@@ -125,7 +125,7 @@ def test_queries_that_take_too_much_memory_are_refused_with_the_way_out(monkeypa
     import torch
 
     config = EvicPressConfig("lru", decode_budget=64, decode_score="h2o")
-    monkeypatch.setattr(server_args, "config_of", lambda _: config)
+    monkeypatch.setattr(decode_queries, "config_of", lambda _: config)
     pool = SimpleNamespace(layer_num=2, size=1024, head_num=2, head_dim=8, store_dtype=torch.float32)
     runner = SimpleNamespace(
         server_args=None,

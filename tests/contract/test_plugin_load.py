@@ -34,7 +34,7 @@ def report():
     from sglang.srt.mem_cache.radix_cache import RadixCache
     from sglang.srt.mem_cache.registry import registered_radix_cache_backends
     from sglang.srt.plugins.hook_registry import HookRegistry
-    from sglang_evicpress.patches import install
+    from sglang_evicpress.patches import hook_check
     from sglang_evicpress.patches.hook_points import HOOK_POINTS
 
     ours = {
@@ -52,7 +52,7 @@ def report():
         "backends": registered_radix_cache_backends(),
         "routes": [route.path for route in app.routes if "evicpress" in getattr(route, "path", "")],
         "messages": [spec[0] for spec in control._COMMUNICATOR_SPECS if "evicpress" in spec[0]],
-        "problem": install.unapplied_problem(HookRegistry),
+        "problem": hook_check.unapplied_problem(HookRegistry),
     }))
 
 load_plugins()
@@ -147,7 +147,7 @@ def test_a_mistake_of_ours_ends_the_scheduler(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_scheduler_that_cannot_be_hooked_ends_with_one_sentence() -> None:
     """Through SGLang's own ``load_plugins``."""
-    other = "from sglang_evicpress.patches import install\ninstall.sglang_version = lambda: '0.6.0'\n"
+    other = "from sglang_evicpress.patches import hook_check\nhook_check.sglang_version = lambda: '0.6.0'\n"
     done = _python("-c", other + AS_CHILD + LOAD + "print('served on')")
     assert done.returncode == 1
     assert "served on" not in done.stdout

@@ -16,12 +16,12 @@ import pytest
 from sglang_evicpress import handover
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import Form
-from sglang_evicpress.patches import install, server_args
+from sglang_evicpress.patches import hook_check, install, kv_flags, server_args
 from sglang_evicpress.patches.refusals import RefusedError
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
-FLAGS = ("kv_policy", *server_args.DEPENDENT_FLAGS)
+FLAGS = ("kv_policy", *kv_flags.DEPENDENT_FLAGS)
 
 
 @pytest.fixture(autouse=True)
@@ -111,7 +111,7 @@ def test_the_flag_chooses_our_cache_and_an_attention_backend(model: str, fronten
     args = _make(model, kv_policy="evicpress")
     assert (args.radix_cache_backend, args.attention_backend) == ("evicpress", "torch_native")
     assert frontends == ["frontend"]
-    assert server_args.config_of(args) == EvicPressConfig("evicpress")
+    assert kv_flags.config_of(args) == EvicPressConfig("evicpress")
 
 
 def test_an_attention_backend_that_was_asked_for_is_kept(model: str) -> None:
@@ -183,7 +183,7 @@ def test_the_command_line_takes_every_flag(model: str, tmp_path: Path) -> None:
     flags = [part for flag in given.items() for part in flag]
     args = _from_command_line("--model-path", model, "--device", "cpu", *flags, "--kv-no-recording")
     assert {*given, "--kv-no-recording"} == {"--" + name.replace("_", "-") for name in FLAGS}
-    assert server_args.config_of(args) == EvicPressConfig(
+    assert kv_flags.config_of(args) == EvicPressConfig(
         "evicpress",
         alpha=0.5,
         half_life_s=45.0,
@@ -254,8 +254,8 @@ def test_a_config_file_alone_chooses_the_policy(model: str, tmp_path: Path) -> N
     path.write_text('{"policy": "keydiff@0.5+lru", "alpha": 3}', encoding="utf-8")
     args = _make(model, kv_policy_config=str(path))
     assert (args.kv_policy, args.radix_cache_backend) == ("keydiff@0.5+lru", "evicpress")
-    assert server_args.config_of(args) == EvicPressConfig("keydiff@0.5+lru", alpha=3.0)
-    assert server_args.config_of(_make(model, kv_policy="hpt", kv_policy_config=str(path))).policy == "hpt"
+    assert kv_flags.config_of(args) == EvicPressConfig("keydiff@0.5+lru", alpha=3.0)
+    assert kv_flags.config_of(_make(model, kv_policy="hpt", kv_policy_config=str(path))).policy == "hpt"
     path.write_text('{"alpha": 3}', encoding="utf-8")
     with pytest.raises(RefusedError, match="--kv-policy-config does nothing without --kv-policy"):
         _make(model, kv_policy_config=str(path))
@@ -370,7 +370,7 @@ def test_a_model_that_cannot_be_served_is_refused(model: str, frontends: list[st
 
 
 def test_another_release_of_sglang_is_refused_only_with_the_flag(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(install, "sglang_version", lambda: "0.6.0")
+    monkeypatch.setattr(hook_check, "sglang_version", lambda: "0.6.0")
     _make(model)
     with pytest.raises(RefusedError, match=r"found 0\.6\.0: install sglang=="):
         _make(model, kv_policy="evicpress")

@@ -17,7 +17,7 @@ from sglang.srt.managers.io_struct import ShutdownReq
 from sglang.srt.utils import cudacore_pyspy_dump_utils
 
 from sglang_evicpress.patches import shutdown
-from sglang_evicpress.patches.server_args import DEPENDENT_FLAGS
+from sglang_evicpress.patches.kv_flags import DEPENDENT_FLAGS
 
 pytestmark = pytest.mark.sglang
 

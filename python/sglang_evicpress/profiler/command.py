@@ -8,22 +8,25 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 from urllib.parse import urlsplit
 
 from sglang_evicpress.core import Form
 from sglang_evicpress.profiler.chat import ChatEndpoint
+from sglang_evicpress.profiler.connection import ADMIN_KEY_VARIABLE, KEY_VARIABLE, connect, read_flag
 from sglang_evicpress.profiler.contexts import GivenQuestion, read_contexts
 from sglang_evicpress.profiler.engine import EngineError
+from sglang_evicpress.profiler.lines import StoreError
 from sglang_evicpress.profiler.made_questions import MadeQuestions
 from sglang_evicpress.profiler.offline import Plan, Run, read_server
 from sglang_evicpress.profiler.output import check_output, write_whole
 from sglang_evicpress.profiler.progress import Progress
 from sglang_evicpress.profiler.prompts import PromptKind, Prompts, Template
 from sglang_evicpress.profiler.questions import PART_CHARS, ask_questions, extract_questions, question_prompt
+from sglang_evicpress.profiler.repair import repair
 from sglang_evicpress.profiler.report import records, table
 from sglang_evicpress.profiler.scorers import SCORERS, get_scorer
-from sglang_evicpress.profiler.transport import HttpTransport, Unreachable
+from sglang_evicpress.profiler.show import show
+from sglang_evicpress.profiler.transport import Unreachable
 
 DEFAULT_FORMS = ",".join(
     f"{press}@{kept}"
@@ -33,11 +36,9 @@ DEFAULT_FORMS = ",".join(
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as a shell reports a process that SIGINT ended."""
 
-KEY_VARIABLE = "EVICPRESS_API_KEY"
-ADMIN_KEY_VARIABLE = "EVICPRESS_ADMIN_API_KEY"
 QUESTIONS_KEY_VARIABLE = "EVICPRESS_QUESTIONS_API_KEY"
 
-NUM_RETRIES, WAIT_S = 6, 2.0  # for room: two minutes in all
+NUM_RETRIES = 6  # for room: two minutes in all
 MAX_QUESTIONS = 1000
 MAX_NEW_TOKENS = 100_000
 
@@ -63,7 +64,6 @@ example:
   evicpress profile --url http://127.0.0.1:30000 --contexts documents.jsonl --resume
 """
 
-T = TypeVar("T")
 Parser = Callable[..., argparse.ArgumentParser]
 
 
@@ -72,8 +72,6 @@ def profile(words: Sequence[str], make_parser: Parser) -> int:
     raise ValueError. Raises ValueError for bad input, and when there is no server or store to work with.
     """
     if words[:1] == ["show"]:
-        from sglang_evicpress.profiler.show import show
-
         return show(words[1:], make_parser)
     if words[:1] == ["repair"]:
         return _repair(words[1:], make_parser)
@@ -141,11 +139,11 @@ def _parser(make_parser: Parser) -> argparse.ArgumentParser:
 
 def _prepare(args: argparse.Namespace) -> Run:
     """Read and check everything, the server last. Raises ValueError and EngineError."""
-    forms = _read("--forms", _forms, args.forms)
-    template = _read("--template", Template.parse, args.template)
-    kind = _read("--prompt", _kind, args.prompt)
-    num_questions = _read("--num-questions", partial(_whole, most=MAX_QUESTIONS), args.num_questions)
-    max_new_tokens = _read("--max-new-tokens", partial(_whole, most=MAX_NEW_TOKENS), args.max_new_tokens)
+    forms = read_flag("--forms", _forms, args.forms)
+    template = read_flag("--template", Template.parse, args.template)
+    kind = read_flag("--prompt", _kind, args.prompt)
+    num_questions = read_flag("--num-questions", partial(_whole, most=MAX_QUESTIONS), args.num_questions)
+    max_new_tokens = read_flag("--max-new-tokens", partial(_whole, most=MAX_NEW_TOKENS), args.max_new_tokens)
     transport = connect(args.url, args.api_key, args.admin_api_key, num_retries=NUM_RETRIES)
     style = "natural" if kind == "chat" else "continue"
     make_questions: Callable[[str], list[GivenQuestion]] = (
@@ -153,10 +151,10 @@ def _prepare(args: argparse.Namespace) -> Run:
         if args.questions_from is None
         else _endpoint(args, num_questions)
     )
-    contexts = _read("--contexts", lambda path: read_contexts(Path(path)), args.contexts)
+    contexts = read_flag("--contexts", lambda path: read_contexts(Path(path)), args.contexts)
     if args.jsonl is not None:
-        _read("--jsonl", partial(check_output, inputs=[args.contexts]), args.jsonl)
-    scorer = _read("--scorer", get_scorer, args.scorer)
+        read_flag("--jsonl", partial(check_output, inputs=[args.contexts]), args.jsonl)
+    scorer = read_flag("--scorer", get_scorer, args.scorer)
     is_made = args.questions_from is not None and not all(context.questions for context in contexts)
     if is_made and Path(args.contexts).is_file():
         make_questions = _kept(args, num_questions, make_questions)
@@ -165,19 +163,12 @@ def _prepare(args: argparse.Namespace) -> Run:
     return Run(plan, transport, Prompts(transport, kind, template), identity, makeable, [])
 
 
-def connect(url: str, api_key: str | None, admin_api_key: str | None = None, *, num_retries: int = 0) -> HttpTransport:
-    """To the server at ``url``, by the keys of the environment where none are given. Raises ValueError."""
-    key, admin_key = api_key or os.environ.get(KEY_VARIABLE), admin_api_key or os.environ.get(ADMIN_KEY_VARIABLE)
-    make = partial(HttpTransport, api_key=key, admin_api_key=admin_key, num_retries=num_retries, wait_s=WAIT_S)
-    return _read("--url", make, url)
-
-
 def _endpoint(args: argparse.Namespace, num_questions: int) -> Callable[[str], list[GivenQuestion]]:
     """Asks the endpoint; it gets the server's key only where it is the server itself."""
     url, key = args.questions_from, os.environ.get(QUESTIONS_KEY_VARIABLE)
     if not key and urlsplit(url)[:2] == urlsplit(args.url)[:2]:
         key = args.api_key or os.environ.get(KEY_VARIABLE)
-    _read("--questions-from", lambda text: ChatEndpoint(text, args.questions_model, key or None), url)
+    read_flag("--questions-from", lambda text: ChatEndpoint(text, args.questions_model, key or None), url)
     return lambda text: ask_questions(url, args.questions_model, text, num_questions, key or None)
 
 
@@ -187,15 +178,12 @@ def _kept(
     """``make``, which asks the endpoint; with --resume only for what it did not make before."""
     settings = (args.questions_from, args.questions_model, num_questions, question_prompt(), PART_CHARS)
     folder = f"{args.contexts}.questions"
-    return _read(
+    return read_flag(
         "--questions-from", lambda path: MadeQuestions(Path(path), settings, make, is_read=args.resume), folder
     ).of
 
 
 def _repair(words: Sequence[str], make_parser: Parser) -> int:
-    from sglang_evicpress.profiler.lines import StoreError
-    from sglang_evicpress.profiler.repair import repair
-
     parser = make_parser(
         prog="evicpress profile repair",
         description="Put a new file with all profiles that can still be read in the place of a damaged one.",
@@ -214,13 +202,6 @@ def _repair(words: Sequence[str], make_parser: Parser) -> int:
     else:
         print(f"what was wrong: {report.problem}\nthe damaged file is kept as {report.bad_copy}")
     return 1 if report.num_lost else 0
-
-
-def _read(flag: str, reader: Callable[[str], T], text: str) -> T:
-    try:
-        return reader(text)
-    except ValueError as error:
-        raise ValueError(f"{flag}: {error}") from None
 
 
 def _forms(text: str) -> tuple[Form, ...]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from sglang_evicpress.core import Form
 from sglang_evicpress.profiler.catalog import Catalog
-from sglang_evicpress.profiler.command import ADMIN_KEY_VARIABLE, KEY_VARIABLE, connect
+from sglang_evicpress.profiler.connection import ADMIN_KEY_VARIABLE, KEY_VARIABLE, connect
 from sglang_evicpress.profiler.engine import EngineError
 from sglang_evicpress.profiler.lines import StoreError
 from sglang_evicpress.profiler.offline import PROFILES, profile_of

@@ -15,7 +15,7 @@ from tests.unit.profiler.fake_server import HEAD, IDENTITY, LOSS, FakeServer, no
 from sglang_evicpress.cli import main
 from sglang_evicpress.core import Form
 from sglang_evicpress.press import PRESSES
-from sglang_evicpress.profiler import command
+from sglang_evicpress.profiler import command, connection
 from sglang_evicpress.profiler.contexts import GivenQuestion
 from sglang_evicpress.profiler.evidence import Evidence
 from sglang_evicpress.profiler.offline import QUERY_PRESSES
@@ -32,7 +32,7 @@ FORMS = "keydiff@0.5,knorm@0.5,keydiff@0.2,knorm@0.2"
 
 @pytest.fixture(autouse=True)
 def _no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (command.KEY_VARIABLE, command.ADMIN_KEY_VARIABLE, command.QUESTIONS_KEY_VARIABLE):
+    for name in (connection.KEY_VARIABLE, connection.ADMIN_KEY_VARIABLE, command.QUESTIONS_KEY_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("sglang_evicpress.profiler.transport.time.sleep", lambda seconds: None)
 
@@ -441,12 +441,12 @@ def test_questions_that_cannot_be_kept_are_not_made(
 def test_keys_come_from_the_environment(
     server: FakeServer, contexts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(command.KEY_VARIABLE, "ours")
+    monkeypatch.setenv(connection.KEY_VARIABLE, "ours")
     assert run(server, contexts) == 0
     assert set(server.keys) == {"Bearer ours"}
     server.keys.clear()
     server.log.clear()
-    monkeypatch.setenv(command.ADMIN_KEY_VARIABLE, "chief")
+    monkeypatch.setenv(connection.ADMIN_KEY_VARIABLE, "chief")
     assert run(server, contexts, "--api-key", "given") == 0
     is_admins = [path.startswith("/evicpress/") for _, path, _ in server.log]
     assert set(is_admins) == {True, False}
