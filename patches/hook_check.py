@@ -12,7 +12,7 @@ import pkgutil
 from collections.abc import Iterable
 from typing import Any
 
-from sglang_evicpress import handover
+from sglang_evicpress import spawn
 from sglang_evicpress.patches.hook_points import HOOK_POINTS, SUPPORTED_SGLANG, HookPoint
 
 _SUPPORTED = f"sglang-evicpress supports SGLang {', '.join(SUPPORTED_SGLANG)}"
@@ -44,7 +44,7 @@ def check_applied(registry: Any) -> None:
     """Raise SystemExit when a hook of ours is not in its function. The cache factory calls this."""
     problem = unapplied_problem(registry)
     if problem is not None:
-        raise handover.refusal(problem)
+        raise spawn.refusal(problem)
 
 
 def unapplied_problem(registry: Any) -> str | None:

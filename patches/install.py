@@ -1,6 +1,6 @@
 """Installing the hooks: every hook point is verified before anything is touched, and again once applied.
 
-SGLang only logs what a plugin or a hook raises, so failures here end the scheduler process (``handover.refusal``)
+SGLang only logs what a plugin or a hook raises, so failures here end the scheduler process (``spawn.refusal``)
 and are a RefusedError in the main one. The scheduler process registers its hooks while SGLang loads plugins;
 SGLang applies them right after, in ``HookRegistry.apply_hooks``. The main process installs its own later,
 when a ServerArgs asks for a kv policy, and applies them itself: ``apply_hooks`` may be called again, but it
@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import functools
 
-from sglang_evicpress import handover
+from sglang_evicpress import spawn
 from sglang_evicpress.patches.hook_check import hook_point_problem, unapplied_problem, version_problem
 from sglang_evicpress.patches.hook_points import HOOK_POINTS
-from sglang_evicpress.patches.refusals import RefusedError
+from sglang_evicpress.patches.unsupported import RefusedError
 
 ENVIRONMENT_FLAG = "SGLANG_EVICPRESS"  # "attention": our CPU attention on a server without kv policy
 
@@ -24,30 +24,12 @@ def install_scheduler() -> None:
     points = (point for point in HOOK_POINTS if point.process == "scheduler")
     problem = version_problem() or hook_point_problem(points)
     if problem is not None:
-        raise handover.refusal(problem)
+        raise spawn.refusal(problem)
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_evicpress.patches import (
-        attention,
-        decode_intake,
-        eviction,
-        paged_allocator,
-        queries,
-        queue_limit,
-        registry,
-        rows,
-        scheduling,
-    )
+    from sglang_evicpress.patches.cache import scheduler_hooks
 
-    registry.install()
-    paged_allocator.install(HookRegistry, HookType)
-    rows.install(HookRegistry, HookType)
-    attention.install(HookRegistry, HookType)
-    queries.install(HookRegistry, HookType)
-    scheduling.install(HookRegistry, HookType)
-    queue_limit.install(HookRegistry, HookType)
-    eviction.install(HookRegistry, HookType)
-    decode_intake.install(HookRegistry, HookType)
+    scheduler_hooks.register(HookRegistry, HookType)
 
 
 def install_attention() -> None:
@@ -57,9 +39,9 @@ def install_attention() -> None:
         raise SystemExit(problem)
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_evicpress.patches import attention
+    from sglang_evicpress.patches.attention import cpu_backend
 
-    attention.install_on_stock(HookRegistry, HookType)
+    cpu_backend.install_on_stock(HookRegistry, HookType)
 
 
 @functools.cache
@@ -70,9 +52,9 @@ def install_frontend() -> None:
         raise RefusedError(problem)
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_evicpress.patches import control
+    from sglang_evicpress.patches.http import start
 
-    control.install_frontend(HookRegistry, HookType)  # also applies them
+    start.install_frontend(HookRegistry, HookType)  # also applies them
     problem = unapplied_problem(HookRegistry)
     if problem is not None:
         raise RefusedError(problem)

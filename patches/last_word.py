@@ -1,6 +1,6 @@
 """Refusals by scheduler processes, as the last thing that the main process prints.
 
-A scheduler that cannot serve leaves one sentence in a file and ends (``handover.refusal``); SGLang then raises in the
+A scheduler that cannot serve leaves one sentence in a file and ends (``spawn.refusal``); SGLang then raises in the
 main process over a scheduler that died, with a traceback that blames the OOM killer. Here ``sglang.Engine`` raises a
 RefusedError with the sentence instead, and the command prints it and exits with status 2. Touches
 ``Engine._launch_subprocesses`` and ``http_server.launch_server``.
@@ -17,7 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sglang_evicpress.patches.refusals import RefusedError
+from sglang_evicpress.patches.unsupported import RefusedError
 
 LAUNCH_SUBPROCESSES = "sglang.srt.entrypoints.engine.Engine._launch_subprocesses"
 LAUNCH_SERVER = "sglang.srt.entrypoints.http_server.launch_server"

@@ -16,16 +16,16 @@ import os
 from pathlib import Path
 from typing import Annotated, Any
 
-from sglang_evicpress import handover
+from sglang_evicpress import spawn
 from sglang_evicpress.config import EvicPressConfig, policy_in
-from sglang_evicpress.patches import install, last_word, refusals
+from sglang_evicpress.patches import install, last_word, unsupported
 from sglang_evicpress.patches.hook_check import version_problem
 from sglang_evicpress.patches.kv_flags import DEPENDENT_FLAGS, KV_FLAGS, KvFlag, config_of
-from sglang_evicpress.profiler import lines, repair
-from sglang_evicpress.profiler.store import ProfileStore
-from sglang_evicpress.tiers import folder
-from sglang_evicpress.tiers.identity import KEY_BYTES
-from sglang_evicpress.tiers.key import Key
+from sglang_evicpress.quality import log_format, repair
+from sglang_evicpress.quality.store import ProfileStore
+from sglang_evicpress.tiers.entry.identity import KEY_BYTES
+from sglang_evicpress.tiers.entry.key import Key
+from sglang_evicpress.tiers.ssd import folder
 
 logger = logging.getLogger(__name__)
 
@@ -81,9 +81,9 @@ def _wrap_post_init(cls: Any) -> None:
             return
         config = _prepare(self)
         original(self)
-        refusals.check(self, config)
+        unsupported.check(self, config)
         if hasattr(self, "model_config"):  # absent for the placeholder models 'none' and 'dummy'
-            refusals.check_model_config(self.model_config)
+            unsupported.check_model_config(self.model_config)
         install.install_frontend()
         logger.info("%s", config)
 
@@ -94,31 +94,31 @@ def _policy_of_file(config_file: str) -> str | None:
     try:
         return policy_in(config_file)
     except ValueError as error:
-        raise refusals.RefusedError(str(error)) from None
+        raise unsupported.RefusedError(str(error)) from None
 
 
 def _refuse_without_policy(server_args: Any) -> None:
     for name in DEPENDENT_FLAGS:
         if getattr(server_args, name) is not None:
             flag = "--" + name.replace("_", "-")
-            raise refusals.RefusedError(f"{flag} does nothing without --kv-policy: add it, or leave out {flag}")
+            raise unsupported.RefusedError(f"{flag} does nothing without --kv-policy: add it, or leave out {flag}")
 
 
 def _prepare(server_args: Any) -> EvicPressConfig:
     """Refuse what was asked for and cannot work, then choose our cache and an attention backend."""
     problem = version_problem()
     if problem is not None:
-        raise refusals.RefusedError(problem)
+        raise unsupported.RefusedError(problem)
     try:
         config = config_of(server_args)
     except ValueError as error:
-        raise refusals.RefusedError(str(error)) from None
-    refusals.check(server_args, config)
+        raise unsupported.RefusedError(str(error)) from None
+    unsupported.check(server_args, config)
     _check_profiles(config)
     _check_ssd(config)
-    server_args.radix_cache_backend = refusals.BACKEND_NAME
+    server_args.radix_cache_backend = unsupported.BACKEND_NAME
     if server_args.attention_backend is None:
-        is_deterministic = refusals.is_deterministic(server_args)
+        is_deterministic = unsupported.is_deterministic(server_args)
         server_args.attention_backend = _attention_backend(server_args.device, is_deterministic=is_deterministic)
         logger.info("kv policy %s: attention backend %s", config.policy, server_args.attention_backend)
     if server_args.grammar_backend is None:
@@ -136,7 +136,7 @@ def _check_ssd(config: EvicPressConfig) -> None:
         if config.ssd_dir is not None and os.path.lexists(config.ssd_dir):
             folder.Folder.open(Path(config.ssd_dir), is_made=False)
     except (folder.StoreError, ValueError) as error:
-        raise refusals.RefusedError(str(error)) from None
+        raise unsupported.RefusedError(str(error)) from None
 
 
 def _check_profiles(config: EvicPressConfig) -> None:
@@ -146,8 +146,8 @@ def _check_profiles(config: EvicPressConfig) -> None:
     try:
         ProfileStore(Path(config.profiles), bytes(KEY_BYTES)).close()
         repair.check(Path(config.profiles))
-    except (lines.StoreError, ValueError) as error:
-        raise refusals.RefusedError(str(error)) from None
+    except (log_format.StoreError, ValueError) as error:
+        raise unsupported.RefusedError(str(error)) from None
 
 
 def _device_kind(device: str | None) -> str:
@@ -190,7 +190,7 @@ def _wrap_pickling(cls: Any) -> None:
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         if self.kv_policy is None:
             return original(self, protocol)
-        return handover.restore, (type(self), dict(self.__dict__))
+        return spawn.restore, (type(self), dict(self.__dict__))
 
     cls.__reduce_ex__ = __reduce_ex__
 
@@ -203,7 +203,7 @@ def _wrap_from_cli_args(cls: Any) -> None:
     def from_cli_args(cls: Any, args: argparse.Namespace) -> Any:
         try:
             return original(cls, args)
-        except refusals.RefusedError as error:
+        except unsupported.RefusedError as error:
             last_word.say(error)
 
     cls.from_cli_args = classmethod(from_cli_args)

@@ -22,7 +22,7 @@ from testbed.tasks import make_context
 from testbed.vocabulary import EOS, load_vocabulary
 from testbed.workload import token_f1
 
-from sglang_evicpress.decode.settings import QUERY_SCORES, SCORES
+from sglang_evicpress.decode_budget.settings import QUERY_SCORES, SCORES
 
 METHODS = ("paged", "repack", "holefill")
 BUDGETS = (96, 128, 192, 256, 384)

@@ -48,7 +48,7 @@ class Pool:
 
     def free_dead_pages(self, is_alive: Tensor) -> int:
         """What can be given back as it lies; pages by which the allocator's count rises."""
-        from sglang_evicpress.decode.compaction import dead_pages
+        from sglang_evicpress.decode_budget.compaction import dead_pages
 
         before = self.num_free
         pages = dead_pages(self.slots, is_alive, self.page_size)
@@ -58,10 +58,10 @@ class Pool:
     def move(self, survivors: Tensor, way: Literal["repack", "holefill"]) -> tuple[int, int, list[int]]:
         """Move the survivors together and free what is empty then: pages freed, slots copied, and the tokens that the
         slots hold."""
-        from sglang_evicpress.decode.compaction import hole_moves
+        from sglang_evicpress.decode_budget.compaction import hole_moves
         from sglang_evicpress.kernels.compact import compact
         from sglang_evicpress.kernels.fill_holes import fill_holes
-        from sglang_evicpress.patches.paged_allocator import free_whole_pages
+        from sglang_evicpress.patches.scheduler.paged_allocator import free_whole_pages
 
         before, free = self._tokens(), self.num_free
         indices = survivors.int()[None, None]

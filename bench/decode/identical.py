@@ -17,7 +17,7 @@ from foundation.report import TOLERANCE, Finding, Line
 from foundation.storm import CHECKS
 from testbed.server import MODEL, Server
 
-from sglang_evicpress.decode.settings import METHODS, SCORES
+from sglang_evicpress.decode_budget.settings import METHODS, SCORES
 
 EVERY = (16, 24, 40)
 NUM_PROMPTS = 25  # with a budget, of each server

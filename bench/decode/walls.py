@@ -16,7 +16,7 @@ from foundation.report import Line
 from testbed.server import Server
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglang_evicpress.decode.settings import METHODS, SCORES
+from sglang_evicpress.decode_budget.settings import METHODS, SCORES
 
 LENGTHS = (1024, 2048, 4096)
 MOST_GROWTH = 2.1
@@ -88,8 +88,8 @@ class Row:
 
     def drop(self, method: str, score: str) -> None:
         """What a pass computes: paged chooses one page, the others drop an eighth and move the rest together."""
-        from sglang_evicpress.decode import scores
-        from sglang_evicpress.decode.compaction import hole_moves, holefill_positions, repack_positions
+        from sglang_evicpress.decode_budget import scores
+        from sglang_evicpress.decode_budget.compaction import hole_moves, holefill_positions, repack_positions
         from sglang_evicpress.kernels.compact import compact
         from sglang_evicpress.kernels.fill_holes import fill_holes
 

@@ -107,7 +107,7 @@ def load() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_evicpress.patches.decode_queries import QueryRing
+    from sglang_evicpress.patches.attention.query_ring import QueryRing
 
     ring_s = [0.0]
     observe = QueryRing.observe_decode
@@ -126,7 +126,7 @@ def load() -> None:
 
 
 def _attach(scheduler: Any, ring_s: list[float]) -> None:
-    from sglang_evicpress.decode.tally import PassRecord, RequestTally, Totals
+    from sglang_evicpress.decode_budget.stats import PassRecord, RequestTally, Totals
 
     class SeenTotals(Totals):
         def add(self, tally: RequestTally, record: PassRecord) -> None:

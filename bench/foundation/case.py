@@ -29,7 +29,7 @@ from foundation.report import Finding
 from testbed.server import ADMIN_KEY, Server
 from torch import Tensor
 
-from sglang_evicpress.keyed_hash import key_of, keyed_hash
+from sglang_evicpress.introspect.keyed_hash import key_of, keyed_hash
 
 TIE = 1e-4  # two candidates closer than this are one to fp32
 NUM_ANSWER_TOKENS = 32

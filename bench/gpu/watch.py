@@ -134,7 +134,7 @@ def _watch_plans(backend: Any, tell: Callable[..., None]) -> None:
 
 
 def _watch_loads(tell: Callable[..., None]) -> None:
-    from sglang_evicpress.patches.load_back import Load
+    from sglang_evicpress.patches.tiers.load_back import Load
 
     finish = Load.finish
 

@@ -19,7 +19,7 @@ GRID = ("load-outside", "load-mooncake", "load-bursts", "load-refusing")
 """Settings of `make bench-load`, each a file of bench/configs."""
 
 FIGURES = ("under_load", "hits", "forms")
-_CLI = "import sys; from sglang_evicpress.cli import main; sys.exit(main())"
+_CLI = "import sys; from sglang_evicpress.cli.main import main; sys.exit(main())"
 
 
 def finished(name: str) -> Raw:

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import torch
 from foundation.report import Line
 
-from sglang_evicpress.census import Census, Counted
 from sglang_evicpress.core import EXACT
-from sglang_evicpress.weights_digest import weights_digest
+from sglang_evicpress.introspect.census import Census, Counted
+from sglang_evicpress.tiers.entry.weights_digest import weights_digest
 
 LEAST_GB_PER_S = 0.3  # of one core: 16 GB within a minute
 WEIGHT_BYTES = 1 << 28

@@ -11,7 +11,7 @@ from policy.optimum import optimum
 from policy.snapshots import Snapshot, snapshot
 
 from sglang_evicpress.core import Decision, Tier
-from sglang_evicpress.utility import utility
+from sglang_evicpress.policy.utility import utility
 
 NUM_SNAPSHOTS = 200
 MEAN, WORST, MANY = 0.99, 0.97, 100

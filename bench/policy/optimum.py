@@ -10,7 +10,7 @@ from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import coo_matrix, csr_matrix
 
 from sglang_evicpress.core import NodeStats, Tier
-from sglang_evicpress.utility import utility
+from sglang_evicpress.policy.utility import utility
 
 EXACT_UP_TO = 80
 """Nodes up to which the integer optimum is asked for; above, the linear relaxation, which no plan can exceed either."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sglang_evicpress.core import Form, Tier
-from sglang_evicpress.costs import Costs, PrefillLaw, TransferLaw
+from sglang_evicpress.policy.cost_model import Costs, PrefillLaw, TransferLaw
 from sglang_evicpress.simulator import runs
 from sglang_evicpress.simulator.replay import Machine
 from sglang_evicpress.simulator.runs import Setting, make_replay

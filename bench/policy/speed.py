@@ -17,10 +17,10 @@ from foundation.report import Line
 from policy.snapshots import SLOT_BYTES
 
 from sglang_evicpress.core import EXACT, Decision, Form, NodeStats, Tier
-from sglang_evicpress.costs import Costs, PrefillLaw, TransferLaw
 from sglang_evicpress.policy import make_policy
-from sglang_evicpress.policy.base import Policy
+from sglang_evicpress.policy.cost_model import Costs, PrefillLaw, TransferLaw
 from sglang_evicpress.policy.menu import Menu
+from sglang_evicpress.policy.planner import Policy
 
 NUM_NODES = 100_000
 SIZES = (1_000, 10_000, 100_000, 1_000_000)

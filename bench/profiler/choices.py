@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from profiler.study import FORMS
 
 from sglang_evicpress.core import EXACT
-from sglang_evicpress.utility import utility
+from sglang_evicpress.policy.utility import utility
 
 Table: TypeAlias = NDArray[np.float64]
 Choice: TypeAlias = NDArray[np.intp]

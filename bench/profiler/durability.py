@@ -23,12 +23,12 @@ from tiers.restart import Stoppable, make_other_model
 
 from sglang_evicpress.core import Form
 from sglang_evicpress.profiler.client import ServerEngine
-from sglang_evicpress.profiler.evidence import Evidence
 from sglang_evicpress.profiler.measure import Asked, profile_context
-from sglang_evicpress.profiler.profile import Profile
-from sglang_evicpress.profiler.repair import check, repair
 from sglang_evicpress.profiler.scorers import get_scorer
 from sglang_evicpress.profiler.transport import HttpTransport
+from sglang_evicpress.quality.evidence import Evidence
+from sglang_evicpress.quality.profile import Profile
+from sglang_evicpress.quality.repair import check, repair
 
 FORMS = (Form("keydiff", 0.8), Form("keydiff", 0.5), Form("keydiff", 0.2))
 NUM_KILLS = 3

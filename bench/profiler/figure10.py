@@ -32,7 +32,7 @@ from testbed.tasks import FAMILIES, Context, make_context
 from testbed.vocabulary import ASK
 from testbed.workload import token_f1
 
-CLI = "import sys; from sglang_evicpress.cli import main; sys.exit(main())"
+CLI = "import sys; from sglang_evicpress.cli.main import main; sys.exit(main())"
 FORMS = "keydiff@0.8,keydiff@0.5,keydiff@0.2,snapkv@0.5,snapkv@0.2,streaming@0.5,streaming@0.2"
 NUM_CONTEXTS, CONTEXT_TOKENS = 16, 2000
 POOL_TOKENS = 16_000

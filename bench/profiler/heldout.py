@@ -18,7 +18,7 @@ from profiler import plots
 from profiler.choices import COLUMNS, KEPT, Chooser, Table, best_press, most_useful, picked, usefulness, within
 from profiler.study import FORMS, FRACTIONS, JUDGES, Measured, study
 
-from sglang_evicpress.profiler.catalog import Catalog
+from sglang_evicpress.quality.catalog import Catalog
 
 TARGET = 0.97
 ALPHAS = (1.0, 2.0, 5.0, 10.0)

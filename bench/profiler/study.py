@@ -24,11 +24,11 @@ from testbed.tasks import FAMILIES
 from sglang_evicpress.core import Form
 from sglang_evicpress.profiler.client import ServerEngine
 from sglang_evicpress.profiler.engine import Answer, Engine, Likelihood
-from sglang_evicpress.profiler.evidence import Evidence
 from sglang_evicpress.profiler.measure import Asked, answer, measure_forms
-from sglang_evicpress.profiler.profile import Profile, query_set
 from sglang_evicpress.profiler.scorers import Scorer, get_scorer
 from sglang_evicpress.profiler.transport import HttpTransport
+from sglang_evicpress.quality.evidence import Evidence
+from sglang_evicpress.quality.profile import Profile, query_set
 
 PRESSES = ("keydiff", "snapkv", "knorm", "value_key_ratio", "streaming")
 FRACTIONS = (0.8, 0.5, 0.2)

@@ -23,9 +23,9 @@ from tiers.overhead import measure_overhead
 from tiers.peer import measure_peer
 from tiers.plain import read_blocks, run_dd, run_fio, write_blocks
 
-from sglang_evicpress.tiers.arena import Arena, Run
-from sglang_evicpress.tiers.entry import Extent
-from sglang_evicpress.tiers.ssd import Ref, SsdStore
+from sglang_evicpress.tiers.entry.encoding import Extent
+from sglang_evicpress.tiers.host.arena import Arena, Run
+from sglang_evicpress.tiers.ssd.store import Ref, SsdStore
 
 NUM_TOKENS = 768
 NUM_BYTES = SHAPE_8B.num_layers * SHAPE_8B.layer_bytes(NUM_TOKENS)  # 96 MiB

@@ -13,7 +13,7 @@ from pathlib import Path
 from foundation.report import Line
 from policy.runs import SLOT_BYTES, trace_file
 
-from sglang_evicpress.tiers.arena import Extents, Run
+from sglang_evicpress.tiers.host.arena import Extents, Run
 from sglang_evicpress.traces import Trace, read_trace
 
 ARENA_BYTES = 256 << 30

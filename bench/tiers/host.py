@@ -17,9 +17,9 @@ from foundation.report import Line
 from numpy.typing import NDArray
 from tiers.inputs import SHAPE_8B, make_header
 
-from sglang_evicpress.tiers.arena import Arena, Extents, Run
-from sglang_evicpress.tiers.copies import HostEntry
-from sglang_evicpress.tiers.entry import Extent
+from sglang_evicpress.tiers.entry.copies import HostEntry
+from sglang_evicpress.tiers.entry.encoding import Extent
+from sglang_evicpress.tiers.host.arena import Arena, Extents, Run
 
 MB = 1 << 20
 SIZES = (1 * MB, 4 * MB, 16 * MB, 64 * MB)

@@ -21,8 +21,8 @@ from foundation.report import Line
 from tiers.inputs import FINGERPRINT, make_header, scratch
 from tiers.peer import forget
 
-from sglang_evicpress.tiers.entry import Extent, Shape, encode
-from sglang_evicpress.tiers.ssd import SsdStore
+from sglang_evicpress.tiers.entry.encoding import Extent, Shape, encode
+from sglang_evicpress.tiers.ssd.store import SsdStore
 
 NUM_ENTRIES = 1_000_000
 SEGMENT_BYTES = 256 << 20  # as a store makes them

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from sglang_evicpress.core import EXACT
-from sglang_evicpress.tiers.arena import Arena, Run
-from sglang_evicpress.tiers.entry import Extent, Header, Shape, extent_of
-from sglang_evicpress.tiers.identity import fingerprint, namespace_digest
+from sglang_evicpress.tiers.entry.encoding import Extent, Header, Shape, extent_of
+from sglang_evicpress.tiers.entry.identity import fingerprint, namespace_digest
+from sglang_evicpress.tiers.host.arena import Arena, Run
 
 OUT = Path(__file__).parents[1] / "out"
 FINGERPRINT = fingerprint({"model": "bench"})

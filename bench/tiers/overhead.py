@@ -12,9 +12,9 @@ from pathlib import Path
 from foundation.report import Line
 from tiers.inputs import checksums, make_header
 
-from sglang_evicpress.tiers.arena import Arena
-from sglang_evicpress.tiers.entry import Shape
-from sglang_evicpress.tiers.ssd import SsdStore
+from sglang_evicpress.tiers.entry.encoding import Shape
+from sglang_evicpress.tiers.host.arena import Arena
+from sglang_evicpress.tiers.ssd.store import SsdStore
 
 SHAPE = Shape(32, 1, 64, "bfloat16", 1)
 NUM_TOKENS = 2

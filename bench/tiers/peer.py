@@ -17,8 +17,8 @@ import torch
 from foundation.report import Line
 from tiers.inputs import SHAPE_8B, checksums, make_header
 
-from sglang_evicpress.tiers.arena import Arena
-from sglang_evicpress.tiers.ssd import SsdStore
+from sglang_evicpress.tiers.host.arena import Arena
+from sglang_evicpress.tiers.ssd.store import SsdStore
 
 NUM_TOKENS = 768
 NUM_BYTES = SHAPE_8B.num_layers * SHAPE_8B.layer_bytes(NUM_TOKENS)

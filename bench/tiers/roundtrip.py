@@ -13,11 +13,12 @@ from foundation.report import Line
 from tiers.inputs import FINGERPRINT, make_header, scratch
 
 from sglang_evicpress.core import EXACT, Form
-from sglang_evicpress.layout import HostCopy, SurvivorLayout, place
-from sglang_evicpress.tiers.arena import Arena, Run
-from sglang_evicpress.tiers.entry import BadEntry, Header, check_extent
-from sglang_evicpress.tiers.payload import PayloadCopier, read_layout
-from sglang_evicpress.tiers.ssd import SsdStore
+from sglang_evicpress.device import HostCopy
+from sglang_evicpress.survivors import SurvivorLayout, place
+from sglang_evicpress.tiers.entry.encoding import BadEntry, Header, check_extent
+from sglang_evicpress.tiers.entry.payload import PayloadCopier, read_layout
+from sglang_evicpress.tiers.host.arena import Arena, Run
+from sglang_evicpress.tiers.ssd.store import SsdStore
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
 """Those a pool stores; KV in fp8 it stores as uint8."""

@@ -76,7 +76,7 @@ def choice() -> Iterator[Line]:
     """By the hook that every start goes through, with the device set to cuda; nothing is loaded."""
     from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, ServerArgs
 
-    from sglang_evicpress.patches import refusals, server_args
+    from sglang_evicpress.patches import server_args, unsupported
 
     server_args.add_flags()
     logged: list[str] = []
@@ -88,7 +88,7 @@ def choice() -> Iterator[Line]:
         asked.kv_policy, asked.device, asked.attention_backend = "evicpress", "cuda", backend
         try:
             server_args._prepare(asked)
-        except refusals.RefusedError as error:
+        except unsupported.RefusedError as error:
             return None, str(error)
         return asked.attention_backend, ""
 

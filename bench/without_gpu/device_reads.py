@@ -34,8 +34,8 @@ def batch_of(size: int, device: str, *, extend: bool) -> SimpleNamespace:
 
 
 def plan(size: int, device: str, *, extend: bool) -> Any:
-    from sglang_evicpress.patches.attention import physical_view
-    from sglang_evicpress.patches.rows import HoleTable
+    from sglang_evicpress.patches.attention.physical_lengths import physical_view
+    from sglang_evicpress.patches.attention.req_to_token import HoleTable
 
     table = HoleTable(NUM_ROWS, device)
     where = torch.arange(1, size + 1)

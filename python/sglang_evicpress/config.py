@@ -367,7 +367,7 @@ def _known_curves(name: str, value: object) -> Mapping[str, object]:
     if not isinstance(value, dict):
         given = "null" if value is None else f"a {type(value).__name__}"
         raise ValueError(f"{name} is {given}: expected a JSON object")
-    from sglang_evicpress.profile import Curves
+    from sglang_evicpress.policy.quality_curves import Curves
 
     Curves.from_json(value)
     return value

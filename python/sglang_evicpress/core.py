@@ -103,7 +103,7 @@ class NodeStats:
     ``num_tokens`` is logical, ``num_bytes`` what it holds on ``tier`` in ``form``; ``depth_tokens`` is the logical
     length of the path above. ``quality`` in [0, 1] is that of what it holds, ``curve`` that of every form of the
     policy's menu, in its order; bit i of ``reachable`` says that form i can be made of what the node holds.
-    ``weight`` is the expected reuse (see reuse.py), ``num_hits`` the plain count; ``last_use`` a logical tick (never
+    ``weight`` is the expected reuse (``reuse``), ``num_hits`` the plain count; ``last_use`` a logical tick (never
     a clock), equal on every rank. ``sinks`` of its tokens survive any press. A locked node does not move.
     ``exact_on`` is a lower tier that holds the exact KV of a lossy node as well. ``ways`` are all its copies on lower
     tiers.

@@ -12,17 +12,17 @@ def load() -> None:
     the stock half of a paired measurement. SGLang logs what a plugin raises and goes on, but for SystemExit: what goes
     wrong with the hooks becomes one.
     """
-    from sglang_evicpress import handover
+    from sglang_evicpress import spawn
     from sglang_evicpress.patches import install, server_args
 
     server_args.add_flags()
     attention_only = os.environ.get(install.ENVIRONMENT_FLAG) == "attention"
-    if not (handover.requested or attention_only):
+    if not (spawn.requested or attention_only):
         return
     try:
-        install.install_scheduler() if handover.requested else install.install_attention()
+        install.install_scheduler() if spawn.requested else install.install_attention()
     except Exception as error:
-        raise handover.refusal(
+        raise spawn.refusal(
             f"sglang-evicpress could not install its hooks in this process ({error!r}): "
             "start without --kv-policy and report this"
         ) from error

@@ -32,9 +32,9 @@ from sglang.srt.mem_cache.triton_ops.common import write_req_to_token_pool_trito
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import build_replay_fb_view
 
-from sglang_evicpress.patches import paged_allocator
-from sglang_evicpress.patches.attention import _show_views, physical_view
-from sglang_evicpress.patches.rows import HoleTable
+from sglang_evicpress.patches.attention.physical_lengths import _show_views, physical_view
+from sglang_evicpress.patches.attention.req_to_token import HoleTable
+from sglang_evicpress.patches.scheduler import paged_allocator
 
 pytestmark = [
     pytest.mark.sglang,

@@ -22,19 +22,21 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.utils.auth import AuthLevel, _get_auth_level_from_app_and_scope, add_api_key_middleware
 from sglang.utils import TypeBasedDispatcher
 
-from sglang_evicpress.call_times import CallTimes
 from sglang_evicpress.core import Form, Tier
-from sglang_evicpress.introspect import IntrospectionError, Json, NodeBusy, UnknownNode
-from sglang_evicpress.patches import control, http_server, queries, queue_limit, shutdown
-from sglang_evicpress.patches.access import AccessRules
-from sglang_evicpress.patches.http_server import MAX_BODY_BYTES, MAX_QUEUED_CALLS, ROUTES, SchedulerCalls, add_routes
+from sglang_evicpress.introspect.call_times import CallTimes
+from sglang_evicpress.introspect.operations import IntrospectionError, Json, NodeBusy, UnknownNode
+from sglang_evicpress.patches.http import routes
+from sglang_evicpress.patches.http import start as http_start
+from sglang_evicpress.patches.http.access import AccessRules
+from sglang_evicpress.patches.http.profile_writer import ProfileFile
+from sglang_evicpress.patches.http.routes import MAX_BODY_BYTES, MAX_QUEUED_CALLS, ROUTES, SchedulerCalls, add_routes
 from sglang_evicpress.patches.kv_flags import DEPENDENT_FLAGS
-from sglang_evicpress.patches.messages import EvicPressReqInput, EvicPressReqOutput
-from sglang_evicpress.patches.profile_file import ProfileFile
-from sglang_evicpress.patches.queue_limit import RetryAfter
-from sglang_evicpress.profiler.evidence import Evidence
-from sglang_evicpress.profiler.profile import Profile
-from sglang_evicpress.profiler.store import ProfileStore
+from sglang_evicpress.patches.scheduler import queries, queue_limit, shutdown
+from sglang_evicpress.patches.scheduler.messages import EvicPressReqInput, EvicPressReqOutput
+from sglang_evicpress.patches.scheduler.queue_limit import RetryAfter
+from sglang_evicpress.quality.evidence import Evidence
+from sglang_evicpress.quality.profile import Profile
+from sglang_evicpress.quality.store import ProfileStore
 from sglang_evicpress.threads import WatchedThread
 
 pytestmark = pytest.mark.sglang
@@ -638,7 +640,7 @@ def test_few_long_answers_are_put_together_at_a_time() -> None:
 
         held = [asyncio.create_task(hold()) for _ in range(MAX_QUEUED_CALLS)]
         await asyncio.sleep(0.01)
-        assert inside == http_server.MAX_LONG_ANSWERS
+        assert inside == routes.MAX_LONG_ANSWERS
         with pytest.raises(IntrospectionError, match="long answers are wanted already"):
             async with calls.long_answer():
                 pytest.fail("there is no room")
@@ -664,12 +666,12 @@ def test_too_many_callers_are_told_when_to_come_back() -> None:
             await asyncio.wait_for(calls.call("stats", {}), 0.01)
 
     asyncio.run(scenario())
-    response = http_server._response(503, b"{}")
+    response = routes._response(503, b"{}")
     assert response.headers["retry-after"] == "1"
 
 
 def test_a_body_that_trickles_in_is_given_up(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "BODY_DEADLINE_S", 0.05)
+    monkeypatch.setattr(routes, "BODY_DEADLINE_S", 0.05)
 
     async def scenario() -> None:
         sent: list[Any] = []
@@ -709,7 +711,7 @@ def test_stats_show_the_threads_of_both_processes_and_what_calls_cost() -> None:
 
     app = FastAPI()
     add_routes(app, FakeTokenizerManager(FakeScheduler(CountingCache())))
-    http_server.watch_threads(app, (WatchedThread("evicpress-profiler", lambda: None),))
+    routes.watch_threads(app, (WatchedThread("evicpress-profiler", lambda: None),))
     client = TestClient(app)
     client.get("/evicpress/nodes/1")
     client.get("/evicpress/nodes/99")
@@ -784,8 +786,8 @@ def test_real_app_has_no_routes_without_the_flag(started: list[Any], manager: Fa
 def test_real_app_serves_the_routes_with_the_flag(
     started: list[Any], manager: FakeTokenizerManager, registry: type[HookRegistry]
 ) -> None:
-    control.install_frontend(registry, HookType)
-    control.install_frontend(registry, HookType)
+    http_start.install_frontend(registry, HookType)
+    http_start.install_frontend(registry, HookType)
     assert evicpress_paths() == set()
     launch("evicpress", manager)
     assert evicpress_paths() >= {route.path for route in ROUTES}
@@ -800,7 +802,7 @@ def test_real_app_serves_the_routes_with_the_flag(
 def test_server_without_a_policy_stays_stock_after_one_with_it_was_configured(
     started: list[Any], manager: FakeTokenizerManager, registry: type[HookRegistry]
 ) -> None:
-    control.install_frontend(registry, HookType)
+    http_start.install_frontend(registry, HookType)
     launch(None, manager)
     assert evicpress_paths() == set()
     assert len(started) == 1
@@ -813,7 +815,7 @@ def test_frontend_hook_is_applied_beside_another_plugins(
     target = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
     registry.register(target, lambda *_, **__: seen.append("other"), HookType.BEFORE)
     registry.apply_hooks()
-    control.install_frontend(registry, HookType)
+    http_start.install_frontend(registry, HookType)
     registry.apply_hooks()
     launch("evicpress", manager)
     assert seen == ["other"]
@@ -836,8 +838,8 @@ def test_the_profiler_runs_beside_a_server_that_records(
         def stop(self) -> None:
             started.append("profiler stopped")
 
-    monkeypatch.setattr(control, "OnlineProfiler", Profiler)
-    control.install_frontend(registry, HookType)
+    monkeypatch.setattr(http_start, "OnlineProfiler", Profiler)
+    http_start.install_frontend(registry, HookType)
     launch("evicpress", manager)
     assert [given for _, given in started] == [manager]
     started.clear()
@@ -860,7 +862,7 @@ def test_answers_are_watched_for_refusals_where_the_queue_is_limited(
     app = sglang_http_server.app
     monkeypatch.setattr(app, "user_middleware", list(app.user_middleware))
     monkeypatch.setattr(app, "middleware_stack", None)  # as before the first request
-    control.install_frontend(registry, HookType)
+    http_start.install_frontend(registry, HookType)
     launch("evicpress", manager, max_queue_s=max_queue_s)
     assert [each.cls for each in app.user_middleware].count(RetryAfter) == num_added
     assert queue_limit.ABORTED in registry._patched
@@ -869,7 +871,7 @@ def test_answers_are_watched_for_refusals_where_the_queue_is_limited(
 def test_schedulers_are_asked_to_stop_when_the_server_is_done(
     started: list[Any], stops: list[Any], manager: FakeTokenizerManager, registry: type[HookRegistry]
 ) -> None:
-    control.install_frontend(registry, HookType)
+    http_start.install_frontend(registry, HookType)
     launch(None, manager)
     assert stops == []
     launch("evicpress", manager)
@@ -891,7 +893,7 @@ def test_schedulers_are_asked_to_stop_when_the_server_fails(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sglang_http_server, "_setup_and_run_http_server", interrupted)
-    control.install_frontend(registry, HookType)
+    http_start.install_frontend(registry, HookType)
     with pytest.raises(KeyboardInterrupt):
         launch("evicpress", manager)
     assert stops == [manager]
@@ -901,7 +903,7 @@ def test_schedulers_are_asked_to_stop_before_sglang_kills_them(
     started: list[Any], stops: list[Any], registry: type[HookRegistry]
 ) -> None:
     """Ctrl-C ends the detokenizer, which looks like a crash to the main process."""
-    control.install_frontend(registry, HookType)
+    http_start.install_frontend(registry, HookType)
     signals = SignalHandler("its tokenizer manager")
     signals.running_phase_sigquit_handler()
     assert (stops, started) == (["its tokenizer manager"], [(signals, "killed")])

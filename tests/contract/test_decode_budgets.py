@@ -19,17 +19,18 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from tests.contract.test_radix_cache_model import CONTEXT, HEADS, LAYERS, ROWS, Request, Walk, path_hashes
 
-from sglang_evicpress.arguments import IntrospectionError
-from sglang_evicpress.decode import rhythm
-from sglang_evicpress.decode.scores import score_rows
-from sglang_evicpress.decode.settings import METHODS, DecodeSettings
-from sglang_evicpress.decode.tally import RequestTally
-from sglang_evicpress.patches import decode_passes, requests_inspection, rows
-from sglang_evicpress.patches.decode_state import DecodeState, num_logical, num_physical, positions_of
-from sglang_evicpress.patches.decode_trace import DecodeTrace
-from sglang_evicpress.patches.node import is_lossy, slots_of, tokens_to
-from sglang_evicpress.patches.paged_allocator import free_whole_pages
-from sglang_evicpress.patches.rows import HoleTable
+from sglang_evicpress.decode_budget import schedule
+from sglang_evicpress.decode_budget.scores import score_rows
+from sglang_evicpress.decode_budget.settings import METHODS, DecodeSettings
+from sglang_evicpress.decode_budget.stats import RequestTally
+from sglang_evicpress.introspect.arguments import IntrospectionError
+from sglang_evicpress.patches.attention import req_to_token
+from sglang_evicpress.patches.attention.req_to_token import HoleTable
+from sglang_evicpress.patches.decode_budget import inspection, passes
+from sglang_evicpress.patches.decode_budget.state import DecodeState, num_logical, num_physical, positions_of
+from sglang_evicpress.patches.decode_budget.trace import DecodeTrace
+from sglang_evicpress.patches.scheduler.paged_allocator import free_whole_pages
+from sglang_evicpress.patches.tree.node import is_lossy, slots_of, tokens_to
 
 pytestmark = pytest.mark.sglang
 
@@ -44,7 +45,7 @@ STEPS_OF_A_PASS = (
 @pytest.fixture(autouse=True)
 def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[HoleTable]:
     made = HoleTable(ROWS + 1, "cpu")
-    monkeypatch.setattr(rows, "_table", made)
+    monkeypatch.setattr(req_to_token, "_table", made)
     yield made
 
 
@@ -89,7 +90,7 @@ class BudgetWalk(Walk):
         request = Budgeted(given.rid, given.tokens, given.prompt_len, given.extra_key)
         if self.rng.random() < 0.67:
             method = self.rng.choice(METHODS)
-            least = 3 * rhythm.block_size(self.page) if method == "paged" else self.page + SINKS
+            least = 3 * schedule.block_size(self.page) if method == "paged" else self.page + SINKS
             settings = DecodeSettings(
                 self.rng.randrange(least, least + 60),
                 method,
@@ -97,7 +98,7 @@ class BudgetWalk(Walk):
                 every=self.rng.choice([1, 8, 20]),
                 protect=self.rng.choice([(), ("first",), ("newest",), ("first", "newest")]),
             )
-            if settings.tokens >= rhythm.least_tokens(settings, self.page, SINKS):
+            if settings.tokens >= schedule.least_tokens(settings, self.page, SINKS):
                 request.kv_budget = DecodeState(settings, RequestTally(), trace=DecodeTrace())
                 self.cache.has_budgets = True
         self.waiting.append(request)
@@ -117,7 +118,7 @@ class BudgetWalk(Walk):
         row = self.rows.req_to_token[request.req_pool_idx]
         row[: len(view.slots)] = view.slots
         row[len(view.slots) : len(view.slots) + len(slots)] = slots
-        rows.table().note(torch.tensor([request.req_pool_idx]), [view.holes])
+        req_to_token.table().note(torch.tensor([request.req_pool_idx]), [view.holes])
         self.compute(request, begin, upto, slots)
         request.kv_allocated_len = request.kv_committed_len = request.filled = upto
         request.frozen_view = self.view_of(request)
@@ -214,11 +215,11 @@ class BudgetWalk(Walk):
                 assert state.num_dropped == 0
             return
         assert state.num_dropped % self.page == 0, "own holes are whole pages"
-        assert int(rows.table().host[request.req_pool_idx]) == state.num_dropped
+        assert int(req_to_token.table().host[request.req_pool_idx]) == state.num_dropped
         assert request.evicpress.holes == request.cache_protected_len == 0
         num_slots = num_physical(request)
         assert num_logical(request) == len(request.tokens)
-        assert self.puts_off or num_slots <= rhythm.peak(state.settings, self.page)
+        assert self.puts_off or num_slots <= schedule.peak(state.settings, self.page)
         held = positions_of(state.positions, num_logical(request), num_slots, "cpu").expand(LAYERS, HEADS, -1)
         hashes = torch.tensor(path_hashes(request.tokens, self.adapter_of(request.extra_key)))
         row = self.rows.req_to_token[request.req_pool_idx, :num_slots].long()
@@ -276,7 +277,7 @@ def test_a_pass_for_which_the_device_has_no_memory_changes_nothing_and_is_made_u
         return call
 
     for name in STEPS_OF_A_PASS:
-        monkeypatch.setattr(decode_passes, name, scarce(getattr(decode_passes, name)))
+        monkeypatch.setattr(passes, name, scarce(getattr(passes, name)))
     for name in ("copy", "copy_survivors"):
         monkeypatch.setattr(walk.cache.compressor, name, scarce(getattr(walk.cache.compressor, name)))
     walk.run(250)
@@ -286,7 +287,9 @@ def test_a_pass_for_which_the_device_has_no_memory_changes_nothing_and_is_made_u
     for request in walk.running:  # those that can copy what they share are within their budgets again
         state = request.kv_budget
         assert (
-            state is None or not state.has_left_tree or num_physical(request) <= rhythm.peak(state.settings, page_size)
+            state is None
+            or not state.has_left_tree
+            or num_physical(request) <= schedule.peak(state.settings, page_size)
         )
 
 
@@ -295,7 +298,7 @@ def test_a_pass_without_memory_stays_an_error_where_other_ranks_make_theirs(monk
         raise torch.OutOfMemoryError("none left")
 
     walk = BudgetWalk(0, 1, num_slots=1024)
-    monkeypatch.setattr(decode_passes, "score_rows", none_left)
+    monkeypatch.setattr(passes, "score_rows", none_left)
     monkeypatch.setattr(type(walk.cache.compressor), "is_alone", False)
     with pytest.raises(torch.OutOfMemoryError):
         walk.run(250)
@@ -345,11 +348,11 @@ def test_the_passes_of_a_step_give_in_one_batch_what_they_give_row_by_row(
         num_scored += 1
         return score_rows(*arguments)
 
-    monkeypatch.setattr(decode_passes, "score_rows", counted)
+    monkeypatch.setattr(passes, "score_rows", counted)
     together = alike(page_size, method, score, 5)
     launches, num_scored = num_scored, 0
-    monkeypatch.setattr(rows, "_table", HoleTable(ROWS + 1, "cpu"))
-    monkeypatch.setattr(decode_passes, "MAX_BATCH_SCORES", 0)
+    monkeypatch.setattr(req_to_token, "_table", HoleTable(ROWS + 1, "cpu"))
+    monkeypatch.setattr(passes, "MAX_BATCH_SCORES", 0)
     alone = alike(page_size, method, score, 5)
     num_passes = alone.cache.budget_totals.counts.num_passes
     assert num_scored == num_passes >= 10 and launches <= num_passes * 3 // 5
@@ -372,7 +375,7 @@ def test_small_pages_keep_the_tokens_that_pages_of_16_keep() -> None:
     walks = []
     for page_size in (16, 1, 2, 4, 8):
         walks.append(alike(page_size, "paged", "knorm", 3))
-        rows.attach(HoleTable(ROWS + 1, "cpu"))
+        req_to_token.attach(HoleTable(ROWS + 1, "cpu"))
     for walk in walks[1:]:
         for one, other in zip(walks[0].running, walk.running, strict=True):
             assert other.kv_budget.tally.counts.num_passes <= 1 + -(-70 // 16)
@@ -385,7 +388,7 @@ def test_small_pages_keep_the_tokens_that_pages_of_16_keep() -> None:
 
 
 def test_positions_are_told_a_page_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests_inspection, "MAX_VALUES", 300)
+    monkeypatch.setattr(inspection, "MAX_VALUES", 300)
     walk = alike(1, "repack", "knorm", 2)
     req = walk.running[1]
     state = req.kv_budget
@@ -412,7 +415,7 @@ def test_positions_are_told_a_page_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_requests_are_told_a_hundred_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests_inspection, "MAX_REQUESTS", 3)
+    monkeypatch.setattr(inspection, "MAX_REQUESTS", 3)
     walk = alike(1, "paged", "knorm", 5)
     for each in walk.running:
         each.to_finish = "done"

@@ -10,11 +10,12 @@ import pytest
 import torch
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
-from sglang_evicpress.decode.settings import DecodeSettings
-from sglang_evicpress.decode.tally import RequestTally
-from sglang_evicpress.patches import decode_intake, shadows
-from sglang_evicpress.patches.decode_state import DecodeState
-from sglang_evicpress.patches.node import PrefixView
+from sglang_evicpress.decode_budget.settings import DecodeSettings
+from sglang_evicpress.decode_budget.stats import RequestTally
+from sglang_evicpress.patches.decode_budget import admission
+from sglang_evicpress.patches.decode_budget.state import DecodeState
+from sglang_evicpress.patches.tree.namespaces import SHADOW_PREFIX
+from sglang_evicpress.patches.tree.node import PrefixView
 
 pytestmark = pytest.mark.sglang
 
@@ -63,7 +64,7 @@ class Adder:
 
     def add(self, _: Any, req: Any, has_chunked_req: bool, truncation_align_size: int | None) -> AddReqResult:
         num_tokens = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
-        total = num_tokens + decode_intake.num_remaining(req) + PAGE
+        total = num_tokens + admission.num_remaining(req) + PAGE
         self.asked.append((total, self.rem_total_tokens))
         if total >= self.rem_total_tokens:
             return AddReqResult.NO_TOKEN
@@ -79,7 +80,7 @@ class Adder:
         return AddReqResult.CONTINUE
 
     def add_one_req(self, req: Any, has_chunked_req: bool = False) -> Any:
-        return decode_intake._around_add_one_req(self.add, self, req, has_chunked_req, None)
+        return admission._around_add_one_req(self.add, self, req, has_chunked_req, None)
 
 
 def test_a_request_without_a_budget_is_charged_as_ever() -> None:
@@ -131,7 +132,7 @@ def test_a_running_request_is_charged_to_its_peak_and_never_beyond() -> None:
     req.kv_budget.has_left_tree = True
 
     def offset() -> Any:
-        return decode_intake._around_running_offset(lambda *_: 4096, adder, req)
+        return admission._around_running_offset(lambda *_: 4096, adder, req)
 
     assert offset() == 128 - 64
     req.kv_allocated_len = 128
@@ -143,7 +144,7 @@ def test_a_running_request_is_charged_to_its_peak_and_never_beyond() -> None:
 def test_what_a_running_request_shares_is_to_be_copied_before_it_drops() -> None:
     req = request(60, 4000, DecodeSettings(128), num_out=1)
     req.kv_allocated_len, req.cache_protected_len = 61, 48
-    offset = decode_intake._around_running_offset(lambda *_: 4096, SimpleNamespace(page_size=PAGE), req)
+    offset = admission._around_running_offset(lambda *_: 4096, SimpleNamespace(page_size=PAGE), req)
     assert offset == 128 - 16
 
 
@@ -192,7 +193,7 @@ def test_a_next_piece_without_room_stays_open() -> None:
     def never(*_: Any) -> Any:
         raise AssertionError("a piece was added")
 
-    assert decode_intake._around_add_chunked_req(never, adder, req) is req
+    assert admission._around_add_chunked_req(never, adder, req) is req
     assert adder.rem_chunk_tokens == 0
 
 
@@ -238,7 +239,7 @@ def take(req: Any, params: Any, default: DecodeSettings | None = None) -> Any:
         req.to_finish = why
 
     req.set_finish_with_abort = abort
-    decode_intake._around_init_req_max_new_tokens(original, made, req)
+    admission._around_init_req_max_new_tokens(original, made, req)
     return made
 
 
@@ -283,7 +284,7 @@ def test_an_answer_of_one_token_needs_no_budget() -> None:
 
 def test_requests_that_measure_prefixes_have_no_budget() -> None:
     req = request(100, 1000)
-    req.extra_key = shadows.PREFIX + "1"
+    req.extra_key = SHADOW_PREFIX + "1"
     take(req, None, DecodeSettings(256))
     assert req.kv_budget is None
 
@@ -311,12 +312,12 @@ def test_another_reason_does_not_take_the_place_of_ours() -> None:
     take(req, {"kv_decode_budget": 40})
     for later in (req.to_finish, "logprob_start_len is higher than the number of input tokens"):
         req.to_finish = SimpleNamespace(message=later)
-        decode_intake._before_add_request_to_queue(None, req)
+        admission._before_add_request_to_queue(None, req)
         assert "at least 48" in getattr(req.to_finish, "message", req.to_finish)
 
 
 def test_what_was_not_refused_goes_into_the_queue_as_it_is() -> None:
     req = request(100, 1000)
     req.to_finish = SimpleNamespace(message="too long")
-    decode_intake._before_add_request_to_queue(None, req)
+    admission._before_add_request_to_queue(None, req)
     assert req.to_finish.message == "too long"

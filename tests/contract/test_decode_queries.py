@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_evicpress.patches.decode_queries import QueryRing
+from sglang_evicpress.patches.attention.query_ring import QueryRing
 
 pytestmark = pytest.mark.sglang
 

@@ -17,11 +17,11 @@ from tests.contract.test_tiers_model import CHEAP, DEAR, SLOTS, TierWalk, blocke
 from tests.unit.tiers.test_transfers import Device
 
 from sglang_evicpress.core import EXACT, Form, Tier
-from sglang_evicpress.patches import eviction
-from sglang_evicpress.patches.node import path_to, slots_of
-from sglang_evicpress.patches.tiering import tier_of
-from sglang_evicpress.tiers.arena import Arena
-from sglang_evicpress.tiers.payload import PayloadCopier
+from sglang_evicpress.patches.cache import eviction
+from sglang_evicpress.patches.tiers.placement import tier_of
+from sglang_evicpress.patches.tree.node import path_to, slots_of
+from sglang_evicpress.tiers.entry.payload import PayloadCopier
+from sglang_evicpress.tiers.host.arena import Arena
 from sglang_evicpress.tiers.transfers import Transfers
 
 pytestmark = pytest.mark.sglang

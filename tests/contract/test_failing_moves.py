@@ -13,9 +13,9 @@ from tests.contract.test_radix_cache_model import Request, Walk, finished, nodes
 from tests.contract.test_tiers_model import TierWalk, cached
 
 from sglang_evicpress.core import EXACT, Tier
-from sglang_evicpress.patches import tiering
-from sglang_evicpress.patches.node import num_slots
-from sglang_evicpress.patches.tiering import tier_of
+from sglang_evicpress.patches.tiers import placement
+from sglang_evicpress.patches.tiers.placement import tier_of
+from sglang_evicpress.patches.tree.node import num_slots
 
 pytestmark = pytest.mark.sglang
 opened = test_tiers_model.opened
@@ -37,7 +37,7 @@ OF_A_COMPRESSION: list[Part] = [
 ]
 OF_A_DEMOTION: list[Part] = [
     lambda walk: (walk.cache, "host_room"),
-    lambda walk: (tiering.BackUp, "__init__"),
+    lambda walk: (placement.BackUp, "__init__"),
     lambda walk: (walk.cache.workers["copy"], "submit"),
     lambda walk: (walk.cache, "header_of"),
     lambda walk: (walk.cache, "send"),

@@ -9,7 +9,7 @@ import pytest
 from tests.contract.test_tiers_model import CHEAP, DEAR, TierWalk, cached, nodes_of, opened, sent
 
 from sglang_evicpress.core import Form, Tier
-from sglang_evicpress.patches.node import servable_steps
+from sglang_evicpress.patches.tree.node import servable_steps
 
 pytestmark = pytest.mark.sglang
 

@@ -14,7 +14,7 @@ from tests.contract.test_radix_cache_model import Request
 from tests.contract.test_tiers_model import TierWalk, cached, nodes_of, sent, some_tokens
 
 from sglang_evicpress.core import Form, Tier
-from sglang_evicpress.patches.node import num_slots
+from sglang_evicpress.patches.tree.node import num_slots
 
 pytestmark = [pytest.mark.sglang, pytest.mark.parametrize("page_size", [1, 16])]
 opened = test_tiers_model.opened

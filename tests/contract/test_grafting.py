@@ -11,7 +11,7 @@ from tests.contract import test_tiers_model
 from tests.contract.test_tiers_model import TierWalk, cached, sent
 
 from sglang_evicpress.core import Tier
-from sglang_evicpress.patches import grafting
+from sglang_evicpress.patches.tiers import grafting
 
 pytestmark = pytest.mark.sglang
 opened = test_tiers_model.opened

@@ -16,9 +16,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from tests.contract.test_radix_cache_model import Request
 from tests.contract.test_shadows import ShadowWalk
 
-from sglang_evicpress.costs import PrefillLaw
-from sglang_evicpress.patches import scheduling
-from sglang_evicpress.patches.shadows import is_shadow_name
+from sglang_evicpress.patches.scheduler import hooks
+from sglang_evicpress.patches.tree.namespaces import is_shadow_name
+from sglang_evicpress.policy.cost_model import PrefillLaw
 
 pytestmark = pytest.mark.sglang
 
@@ -78,14 +78,14 @@ class Server(ShadowWalk):
     def put_back(self, req: Request, is_retracted: bool) -> None:
         assert is_retracted
         self.waiting.append(req)
-        scheduling._after_add_request_to_queue(None, self.stub, req, is_retracted)
+        hooks._after_add_request_to_queue(None, self.stub, req, is_retracted)
 
     def request(self, name: str | None, tokens: list[int], num_new: int = 1) -> Request:
         self.count += 1
         request = Request(f"{'guest' if name else 'user'}-{self.count}", list(tokens), len(tokens), name)
         self.left[request.rid] = num_new
         self.waiting.append(request)
-        scheduling._after_add_request_to_queue(None, self.stub, request)
+        hooks._after_add_request_to_queue(None, self.stub, request)
         return request
 
     def user(self, num_tokens: int = 20, num_new: int = 1) -> Request:
@@ -113,7 +113,7 @@ class Server(ShadowWalk):
     def round(self) -> Batch | None:
         stub = self.stub
         users_waited = [req for req in stub.waiting_queue if not is_shadow_name(req.extra_key)]
-        scheduling._before_get_next_batch_to_run(stub)
+        hooks._before_get_next_batch_to_run(stub)
         last = stub.last_batch
         if last is not None and last.forward_mode.is_extend():
             stub.running_batch.reqs += [req for req in last.reqs if not req.finished()]
@@ -124,7 +124,7 @@ class Server(ShadowWalk):
             if len(stub.running_batch.reqs) < before:
                 stub.running_batch.batch_is_full = False
             batch = None if stub.running_batch.is_empty() else stub.running_batch
-        scheduling._after_get_next_batch_to_run(batch, stub)
+        hooks._after_get_next_batch_to_run(batch, stub)
         stub.cur_batch = batch
         if batch is not None:
             self.book(batch, users_waited)
@@ -151,7 +151,7 @@ class Server(ShadowWalk):
             match = self.cache.match_prefix(MatchPrefixParams(key=key, req=req))
             req.prefix_indices, req.last_node = match.device_indices, match.last_device_node
             req.cache_protected_len = req.num_cached = len(match.device_indices)
-            result = scheduling._around_add_one_req(self.add_one_req, adder, req)
+            result = hooks._around_add_one_req(self.add_one_req, adder, req)
             if result is not AddReqResult.CONTINUE:
                 running.batch_is_full = running.batch_is_full or result is AddReqResult.NO_TOKEN
                 break
@@ -225,7 +225,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Server]]:
         cost(server, PrefillLaw(1.0, 1e-6, 0.0))
         return server
 
-    monkeypatch.setattr(scheduling, "_cache", None)
+    monkeypatch.setattr(hooks, "_cache", None)
     yield start
 
 

@@ -11,11 +11,11 @@ import torch
 from tests.contract.test_radix_cache_model import FORMS
 from tests.contract.test_tiers_model import SLOTS, TierWalk, blocked, cached, opened, sent, some_tokens
 
-from sglang_evicpress.arguments import IntrospectionError
 from sglang_evicpress.core import EXACT, Form, Tier
-from sglang_evicpress.patches.compression import Compressor
-from sglang_evicpress.patches.node import num_slots
-from sglang_evicpress.patches.tiering import tier_of
+from sglang_evicpress.introspect.arguments import IntrospectionError
+from sglang_evicpress.patches.tiers.placement import tier_of
+from sglang_evicpress.patches.tree.compressor import Compressor
+from sglang_evicpress.patches.tree.node import num_slots
 from sglang_evicpress.press import QueryWindow
 
 pytestmark = pytest.mark.sglang

@@ -16,7 +16,9 @@ from tests.contract.test_shadows import ShadowWalk
 from tests.contract.test_tiers_model import TierWalk, blocked, cached, nodes_of, opened, sent, some_tokens
 
 from sglang_evicpress.core import Tier
-from sglang_evicpress.patches import adapters, scheduling, weights
+from sglang_evicpress.patches.scheduler import hooks
+from sglang_evicpress.patches.tiers import weights
+from sglang_evicpress.patches.tree import adapters
 
 pytestmark = pytest.mark.sglang
 
@@ -58,22 +60,22 @@ class Updated:
         cache.forget_weights = identity.forget_weights
         self.updater = SimpleNamespace(offload_tags=set())
         cache.scheduler.weight_updater = self.updater
-        monkeypatch.setattr(scheduling, "_cache", cache)
+        monkeypatch.setattr(hooks, "_cache", cache)
         cache.reset()
         self.first = cache.identity
 
     def update(self, change: Callable[[object], None] | None, *, flush: bool) -> None:
-        scheduling._before_weights_change(self.updater, None)
+        hooks._before_weights_change(self.updater, None)
         if change is not None:
             change(self.model)
         if flush:
             self.walk.reset()
-        scheduling._after_weights_change(None, self.updater, None)
+        hooks._after_weights_change(None, self.updater, None)
 
     def release(self, *tags: str) -> None:
         """As ``release_memory_occupation`` does: what it gives back is not there any more."""
         request = SimpleNamespace(tags=list(tags))
-        scheduling._before_release_memory(self.updater, request)
+        hooks._before_release_memory(self.updater, request)
         self.updater.offload_tags |= set(tags)
         if "kv_cache" in tags:
             self.walk.reset()
@@ -84,7 +86,7 @@ class Updated:
         self.updater.offload_tags -= set(tags)
         if "weights" in tags:
             self.model[0].weight = self.gone
-        scheduling._after_resume_memory(None, self.updater, SimpleNamespace(tags=list(tags)))
+        hooks._after_resume_memory(None, self.updater, SimpleNamespace(tags=list(tags)))
 
 
 @pytest.fixture
@@ -163,7 +165,7 @@ def test_the_pool_is_given_back_only_when_no_thread_copies_from_it(
     walk.cache.start_copy(node, Tier.HOST)
     copy = node.kv.job
     threading.Timer(0.05, block.may_end.set).start()
-    scheduling._before_release_memory(updated.updater, SimpleNamespace(tags=None))  # all of it
+    hooks._before_release_memory(updated.updater, SimpleNamespace(tags=None))  # all of it
     assert copy.has_run.is_set()
     walk.settle()
     monkeypatch.setattr(weights, "MOST_COPY_S", 0.01)

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
-from sglang_evicpress import handover
+from sglang_evicpress import spawn
 from sglang_evicpress.config import EvicPressConfig
-from sglang_evicpress.patches import decode_queries, last_word, registry
-from sglang_evicpress.patches.refusals import RefusedError
+from sglang_evicpress.patches import last_word
+from sglang_evicpress.patches.attention import query_ring
+from sglang_evicpress.patches.cache import factory
+from sglang_evicpress.patches.unsupported import RefusedError
 
 pytestmark = pytest.mark.sglang
 
@@ -27,8 +29,8 @@ def no_mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process was handed nothing, and is as before at the end."""
     logger = logging.getLogger("sglang.srt.utils.common")
     level = logger.level
-    monkeypatch.setattr(handover, "requested", False)
-    monkeypatch.setattr(handover, "refusal_file", None)
+    monkeypatch.setattr(spawn, "requested", False)
+    monkeypatch.setattr(spawn, "refusal_file", None)
     yield
     logger.setLevel(level)
 
@@ -37,11 +39,11 @@ def launched(*refusals: str, policy: str | None = "lru", children: tuple[Any, ..
     """``Engine._launch_subprocesses`` with schedulers that end over ``refusals``, or die of something else."""
 
     def launch(cls: type, server_args: Any, *, port_args: None = None) -> None:
-        handover.restore(SimpleNamespace, dict(server_args.__dict__))
+        spawn.restore(SimpleNamespace, dict(server_args.__dict__))
         for child in children:
             child.start()
         for sentence in refusals:
-            ended = handover.refusal(sentence)
+            ended = spawn.refusal(sentence)
             assert ended.code == 2
         raise RuntimeError("Rank 0 scheduler died during initialization")
 
@@ -97,9 +99,9 @@ def test_on_the_command_line_it_is_the_last_line_and_status_2(capsys: pytest.Cap
 
 
 def test_a_process_whose_refusal_nobody_reads_says_it_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert handover.refusal(SENTENCE).code == SENTENCE
-    monkeypatch.setattr(handover, "refusal_file", str(tmp_path / "gone" / "refusal"))
-    assert handover.refusal(SENTENCE).code == SENTENCE
+    assert spawn.refusal(SENTENCE).code == SENTENCE
+    monkeypatch.setattr(spawn, "refusal_file", str(tmp_path / "gone" / "refusal"))
+    assert spawn.refusal(SENTENCE).code == SENTENCE
 
 
 def test_a_model_that_the_scheduler_refuses_ends_it_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,8 +110,8 @@ def test_a_model_that_the_scheduler_refuses_ends_it_without_a_traceback(monkeypa
     def refuse(*_: object) -> None:
         raise RefusedError(SENTENCE)
 
-    monkeypatch.setattr(registry, "check_applied", lambda _: None)
-    monkeypatch.setattr(registry, "check_model", refuse)
+    monkeypatch.setattr(factory, "check_applied", lambda _: None)
+    monkeypatch.setattr(factory, "check_model", refuse)
     allocator = SimpleNamespace(get_kvcache=lambda: None)
     context = SimpleNamespace(
         params=SimpleNamespace(token_to_kv_pool_allocator=allocator),
@@ -118,14 +120,14 @@ def test_a_model_that_the_scheduler_refuses_ends_it_without_a_traceback(monkeypa
         is_hybrid_ssm=False,
     )
     with pytest.raises(SystemExit, match=SENTENCE):
-        registry.build(context)
+        factory.build(context)
 
 
 def test_queries_that_take_too_much_memory_are_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     config = EvicPressConfig("lru", decode_budget=64, decode_score="h2o")
-    monkeypatch.setattr(decode_queries, "config_of", lambda _: config)
+    monkeypatch.setattr(query_ring, "config_of", lambda _: config)
     pool = SimpleNamespace(layer_num=2, size=1024, head_num=2, head_dim=8, store_dtype=torch.float32)
     runner = SimpleNamespace(
         server_args=None,
@@ -138,4 +140,4 @@ def test_queries_that_take_too_much_memory_are_refused_with_the_way_out(monkeypa
     with pytest.raises(
         SystemExit, match="would keep .* MB of queries for 513 requests.*: lower --max-running-requests"
     ):
-        decode_queries.QueryRing.install_on(runner)
+        query_ring.QueryRing.install_on(runner)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_evicpress.patches import load_back
-from sglang_evicpress.patches.load_back import Load, Part
+from sglang_evicpress.patches.tiers import load_back
+from sglang_evicpress.patches.tiers.load_back import Load, Part
 
 NUM_LAYERS = 3
 

@@ -13,7 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from tests.contract.test_tiers_model import TierWalk, blocked, cached, opened, sent
 
 from sglang_evicpress.core import Tier
-from sglang_evicpress.patches.node import path_to
+from sglang_evicpress.patches.tree.node import path_to
 
 __all__ = ["opened"]
 

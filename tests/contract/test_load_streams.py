@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_evicpress.patches import load_back
-from sglang_evicpress.patches.layer_gate import LayerGate
-from sglang_evicpress.patches.load_back import Load, Part
-from sglang_evicpress.tiers.payload import PayloadCopier
+from sglang_evicpress.patches.tiers import load_back
+from sglang_evicpress.patches.tiers.layer_gate import LayerGate
+from sglang_evicpress.patches.tiers.load_back import Load, Part
+from sglang_evicpress.tiers.entry.payload import PayloadCopier
 
 pytestmark = pytest.mark.sglang
 
@@ -330,7 +330,7 @@ def test_what_a_batch_has_waited_on_the_cpu_is_summed_up(monkeypatch: pytest.Mon
     def wait(_: int) -> None:
         now_s[0] += 0.5
 
-    monkeypatch.setattr("sglang_evicpress.patches.layer_gate.time.perf_counter", lambda: now_s[0])
+    monkeypatch.setattr("sglang_evicpress.patches.tiers.layer_gate.time.perf_counter", lambda: now_s[0])
     load: Any = SimpleNamespace(wait_for=wait, join=lambda: wait(0), has_ended=lambda: False)
     gate = LayerGate([load], is_cuda=False)
     with gate.launch([load], asks=True):

@@ -12,8 +12,8 @@ from sglang.srt.layers.quantization.compressed_tensors.schemes import compressed
 from sglang.srt.lora.lora import LoRAAdapter
 from sglang.srt.lora.lora_config import LoRAConfig
 
-from sglang_evicpress.patches import model_identity
-from sglang_evicpress.patches.model_identity import ModelIdentity, adapter_digest
+from sglang_evicpress.patches.tree import model_identity
+from sglang_evicpress.patches.tree.model_identity import ModelIdentity, adapter_digest
 
 pytestmark = pytest.mark.sglang
 

@@ -15,24 +15,26 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_evicpress.core import Form, Tier
-from sglang_evicpress.decode import rhythm, scores
-from sglang_evicpress.decode.settings import METHODS, DecodeSettings
-from sglang_evicpress.decode.tally import RequestTally, Totals
-from sglang_evicpress.layout import HostCopy, SurvivorLayout, to_device
-from sglang_evicpress.patches import decode_passes, rows
-from sglang_evicpress.patches.attention import physical_view
-from sglang_evicpress.patches.capture import QueryCapture
-from sglang_evicpress.patches.compression import Compressor
-from sglang_evicpress.patches.decode_budgets import DecodeBudgets
-from sglang_evicpress.patches.decode_queries import QueryRing
-from sglang_evicpress.patches.decode_state import DecodeState, num_physical
-from sglang_evicpress.patches.decode_trace import DecodeTrace, TraceRoom
-from sglang_evicpress.patches.load_back import LoadBack
-from sglang_evicpress.patches.node import NodeKV, PrefixView
-from sglang_evicpress.patches.paged_allocator import free_whole_pages
-from sglang_evicpress.patches.rows import HoleTable
+from sglang_evicpress.decode_budget import schedule, scores
+from sglang_evicpress.decode_budget.settings import METHODS, DecodeSettings
+from sglang_evicpress.decode_budget.stats import RequestTally, Totals
+from sglang_evicpress.device import HostCopy, to_device
+from sglang_evicpress.patches.attention import req_to_token
+from sglang_evicpress.patches.attention.physical_lengths import physical_view
+from sglang_evicpress.patches.attention.prompt_queries import QueryCapture
+from sglang_evicpress.patches.attention.query_ring import QueryRing
+from sglang_evicpress.patches.attention.req_to_token import HoleTable
+from sglang_evicpress.patches.decode_budget import passes
+from sglang_evicpress.patches.decode_budget.budgets import DecodeBudgets
+from sglang_evicpress.patches.decode_budget.state import DecodeState, num_physical
+from sglang_evicpress.patches.decode_budget.trace import DecodeTrace, TraceRoom
+from sglang_evicpress.patches.scheduler.paged_allocator import free_whole_pages
+from sglang_evicpress.patches.tiers.load_back import LoadBack
+from sglang_evicpress.patches.tree.compressor import Compressor
+from sglang_evicpress.patches.tree.node import NodeKV, PrefixView
 from sglang_evicpress.press import QueryWindow
-from sglang_evicpress.tiers.copies import Copy
+from sglang_evicpress.survivors import SurvivorLayout
+from sglang_evicpress.tiers.entry.copies import Copy
 
 pytestmark = pytest.mark.sglang
 
@@ -52,7 +54,7 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
 @pytest.fixture(autouse=True)
 def table(monkeypatch: pytest.MonkeyPatch) -> HoleTable:
     made = HoleTable(NUM_ROWS, META)
-    monkeypatch.setattr(rows, "_table", made)
+    monkeypatch.setattr(req_to_token, "_table", made)
     return made
 
 
@@ -205,7 +207,7 @@ def test_a_pass_over_a_row_with_a_compressed_prefix(
 ) -> None:
     # On the CPU these two count; the kernels for CUDA do not.
     monkeypatch.setattr(scores, "select_survivors", select)
-    monkeypatch.setattr(decode_passes, "fill_holes", lambda *arguments: None)
+    monkeypatch.setattr(passes, "fill_holes", lambda *arguments: None)
     ring = QueryRing(torch.zeros(LAYERS, NUM_ROWS, 4, Q_HEADS, DIM, device=META), first_layer=0)
     monkeypatch.setattr(QueryRing, "active", ring)
     cache: Any = Cache(page_size)
@@ -219,12 +221,12 @@ def test_a_pass_over_a_row_with_a_compressed_prefix(
     )  # fmt: skip
     assert num_physical(req) == 60
     assert cache.make_passes([req])
-    kept = rhythm.target(settings, 60, page_size)
+    kept = schedule.target(settings, 60, page_size)
     assert num_physical(req) == kept and state.has_left_tree and cache.counts["unlocked"] == 1
     assert cache.counts["taken"] == -(-kept // page_size) * page_size
     state.is_first_visit = False
     req.kv_allocated_len += 2 * PAGE
     req.kv_committed_len += 2 * PAGE
     before = num_physical(req)
-    assert cache.make_passes([req]) and num_physical(req) == rhythm.target(settings, before, page_size)
-    assert rows.table().host[3] == 80 + 2 * PAGE - 20 - num_physical(req)
+    assert cache.make_passes([req]) and num_physical(req) == schedule.target(settings, before, page_size)
+    assert req_to_token.table().host[3] == 80 + 2 * PAGE - 20 - num_physical(req)

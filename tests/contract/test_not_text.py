@@ -12,7 +12,7 @@ from tests.contract.test_shadows import ShadowWalk
 from tests.contract.test_tiers_model import TierWalk, cached, nodes_of, sent
 
 from sglang_evicpress.core import EXACT, Tier
-from sglang_evicpress.patches.node import num_slots
+from sglang_evicpress.patches.tree.node import num_slots
 
 pytestmark = pytest.mark.sglang
 opened = test_tiers_model.opened

@@ -15,14 +15,14 @@ from fastapi import HTTPException
 from sglang.srt.managers.io_struct import GenerateReqInput
 from tests.unit.profiler.fake_server import FakeServer, Refused
 
-from sglang_evicpress.arguments import IntrospectionError
-from sglang_evicpress.introspect import encode, read_object, read_question
-from sglang_evicpress.patches import online_profiler
-from sglang_evicpress.patches.online_profiler import InProcess, OnlineProfiler
-from sglang_evicpress.patches.profile_file import ProfileFile
+from sglang_evicpress.introspect.arguments import IntrospectionError
+from sglang_evicpress.introspect.operations import encode, read_object, read_question
+from sglang_evicpress.patches.http import online_profiler
+from sglang_evicpress.patches.http.online_profiler import InProcess, OnlineProfiler
+from sglang_evicpress.patches.http.profile_writer import ProfileFile
 from sglang_evicpress.profiler.engine import EngineError, ShadowLost, ShadowRefused
-from sglang_evicpress.profiler.profile import Profile, context_keys
-from sglang_evicpress.profiler.store import ProfileStore
+from sglang_evicpress.quality.profile import Profile, context_keys
+from sglang_evicpress.quality.store import ProfileStore
 
 pytestmark = pytest.mark.sglang
 

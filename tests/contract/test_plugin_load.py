@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sglang_evicpress import handover, plugin
+from sglang_evicpress import plugin, spawn
 from sglang_evicpress.patches import install, server_args
 from sglang_evicpress.patches.hook_points import HOOK_POINTS
 
@@ -57,7 +57,7 @@ def report():
 
 load_plugins()
 """
-AS_CHILD = "from sglang_evicpress import handover\nhandover.requested = True\n"
+AS_CHILD = "from sglang_evicpress import spawn\nspawn.requested = True\n"
 MAIN = """
 from sglang.srt.server_args import ServerArgs
 ServerArgs("dummy", device="cpu")
@@ -121,7 +121,7 @@ def test_load_does_what_the_process_needs(
     monkeypatch: pytest.MonkeyPatch, requested: bool, flag: str | None, called: list[str]
 ) -> None:
     calls: list[str] = []
-    monkeypatch.setattr(handover, "requested", requested)
+    monkeypatch.setattr(spawn, "requested", requested)
     monkeypatch.setattr(server_args, "add_flags", lambda: calls.append("flags"))
     monkeypatch.setattr(install, "install_scheduler", lambda: calls.append("hooks"))
     monkeypatch.setattr(install, "install_attention", lambda: calls.append("attention"))
@@ -138,7 +138,7 @@ def test_a_mistake_of_ours_ends_the_scheduler(monkeypatch: pytest.MonkeyPatch) -
     def fail() -> None:
         raise KeyError("a mistake")
 
-    monkeypatch.setattr(handover, "requested", True)
+    monkeypatch.setattr(spawn, "requested", True)
     monkeypatch.setattr(server_args, "add_flags", lambda: None)
     monkeypatch.setattr(install, "install_scheduler", fail)
     with pytest.raises(SystemExit, match="could not install its hooks.*a mistake.*start without --kv-policy"):

@@ -14,15 +14,15 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from tests.contract.test_radix_cache_model import CURVES, FORMS, Request, costs_of, finished
 from tests.contract.test_shadows import HALF, ShadowWalk
 
-from sglang_evicpress.arguments import IntrospectionError
 from sglang_evicpress.core import Form
-from sglang_evicpress.costs import PrefillLaw
-from sglang_evicpress.patches import profiling
-from sglang_evicpress.profiler.evidence import Evidence
-from sglang_evicpress.profiler.profile import Profile, context_keys
-from sglang_evicpress.profiler.recorder import Recorder
-from sglang_evicpress.profiler.store import ProfileStore
-from sglang_evicpress.tiers.identity import KEY_BYTES
+from sglang_evicpress.introspect.arguments import IntrospectionError
+from sglang_evicpress.patches.profiling import quality
+from sglang_evicpress.policy.cost_model import PrefillLaw
+from sglang_evicpress.quality.evidence import Evidence
+from sglang_evicpress.quality.profile import Profile, context_keys
+from sglang_evicpress.quality.recorder import Recorder
+from sglang_evicpress.quality.store import ProfileStore
+from sglang_evicpress.tiers.entry.identity import KEY_BYTES
 
 pytestmark = pytest.mark.sglang
 
@@ -273,7 +273,7 @@ def test_an_unprofiled_context_is_taken_for_a_low_quantile() -> None:
     walk.put(profiled[20], {"knorm@0.5": 0.1})
     walk.wait_s(1.0)
     assert walk.expected(node, "knorm@0.5") == [first]  # the others when some time has passed
-    walk.wait_s(profiling.DEFAULT_PAUSE_S)
+    walk.wait_s(quality.DEFAULT_PAUSE_S)
     assert walk.expected(node, "knorm@0.5") == [pytest.approx(bounds()[2])]
     walk.check()
 

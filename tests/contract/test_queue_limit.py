@@ -19,8 +19,8 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 from tests.contract.test_radix_cache_model import Walk, waiting
 
-from sglang_evicpress.patches import queue_limit
-from sglang_evicpress.patches.queue_limit import RETRY_AFTER, RetryAfter
+from sglang_evicpress.patches.scheduler import queue_limit
+from sglang_evicpress.patches.scheduler.queue_limit import RETRY_AFTER, RetryAfter
 from sglang_evicpress.policy.turns import Turns
 
 pytestmark = pytest.mark.sglang

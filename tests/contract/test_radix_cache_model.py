@@ -25,13 +25,13 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import Form, Tier
-from sglang_evicpress.costs import Costs, PrefillLaw
-from sglang_evicpress.patches import bookkeeping
-from sglang_evicpress.patches.compression import Compressor
-from sglang_evicpress.patches.node import holes_of, is_lossy, num_slots, start_of
-from sglang_evicpress.patches.prefill_times import _chunks_of
-from sglang_evicpress.patches.radix_cache import EvicPressCache
-from sglang_evicpress.profile import Curves
+from sglang_evicpress.patches.cache import policy_sync
+from sglang_evicpress.patches.cache.radix_cache import EvicPressCache
+from sglang_evicpress.patches.scheduler.prefill_times import _chunks_of
+from sglang_evicpress.patches.tree.compressor import Compressor
+from sglang_evicpress.patches.tree.node import holes_of, is_lossy, num_slots, start_of
+from sglang_evicpress.policy.cost_model import Costs, PrefillLaw
+from sglang_evicpress.policy.quality_curves import Curves
 
 pytestmark = pytest.mark.sglang
 
@@ -101,7 +101,7 @@ class Request:
 
 
 def costs_of(law: PrefillLaw) -> Costs:
-    return Costs(law, bookkeeping.START_LOADS, {})
+    return Costs(law, policy_sync.START_LOADS, {})
 
 
 class Walk:
@@ -723,7 +723,7 @@ def test_costs_that_drift_reach_the_policy_and_small_changes_do_not(monkeypatch:
     for now_s, given, expected in ((40.9, 4e-4, 9e-4), (41.1, 5e-4, 9e-4), (41.1, 4e-4, 4e-4), (42.2, 9e-4, 9e-4)):
         walk.cache.advance(now_s, costs_of(PrefillLaw(0.0, given, 0.0)))  # soon where it doubled or halved
         assert walk.cache.costs.prefill.per_token_s == expected
-    monkeypatch.setattr(bookkeeping, "REFRESH_S_PER_NODE", 30.0)  # as if there were thirty thousand times as many
+    monkeypatch.setattr(policy_sync, "REFRESH_S_PER_NODE", 30.0)  # as if there were thirty thousand times as many
     finished(walk, [walk.rng.randrange(50) for _ in range(60)])
     for now_s, expected in ((44.0, 9e-4), (46.0, 2e-4)):
         walk.cache.advance(now_s, costs_of(PrefillLaw(0.0, 2e-4, 0.0)))

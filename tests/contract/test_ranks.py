@@ -18,8 +18,8 @@ from tests.contract.test_radix_cache_model import finished, nodes_of
 from tests.contract.test_shadows import HALF, ShadowWalk
 
 from sglang_evicpress.core import Form
-from sglang_evicpress.patches import compression
-from sglang_evicpress.profiler.store import ProfileStore
+from sglang_evicpress.patches.tree import compressor
+from sglang_evicpress.quality.store import ProfileStore
 
 pytestmark = pytest.mark.sglang
 
@@ -71,9 +71,9 @@ class Ranks:
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     ranks = Ranks()
-    monkeypatch.setattr(compression.dist, "all_reduce", ranks.all_reduce)
-    monkeypatch.setattr(compression.dist, "get_rank", lambda group: ranks.rank)
-    monkeypatch.setattr(compression, "agreed", lambda value, group: ranks.meet(value)[0], raising=False)
+    monkeypatch.setattr(compressor.dist, "all_reduce", ranks.all_reduce)
+    monkeypatch.setattr(compressor.dist, "get_rank", lambda group: ranks.rank)
+    monkeypatch.setattr(compressor, "agreed", lambda value, group: ranks.meet(value)[0], raising=False)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield ranks
@@ -89,7 +89,7 @@ def of_ranks(ranks: Ranks, make: Callable[[], Walk]) -> list[Walk]:
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, ranks: Ranks, name: str) -> None:
     """Rank 1 has no memory left where it comes to this part of the compressor, its first time."""
-    part, has_failed = getattr(compression, name), []
+    part, has_failed = getattr(compressor, name), []
 
     def run(*given: object, **more: object) -> object:
         if ranks.rank == 1 and not has_failed:
@@ -97,7 +97,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, ranks: Ranks, name: str) -> None:
             raise torch.OutOfMemoryError("none left")
         return part(*given, **more)
 
-    monkeypatch.setattr(compression, name, run)
+    monkeypatch.setattr(compressor, name, run)
 
 
 def state_of(walk: ShadowWalk) -> tuple[object, ...]:
@@ -152,7 +152,7 @@ def test_what_else_fails_on_one_rank_ends_all(ranks: Ranks, monkeypatch: pytest.
     walks = of_ranks(ranks, lambda: ShadowWalk(0, 1, "knorm@0.5+lru"))
     for walk in walks:
         finished(walk, list(range(128)))
-    select = compression.select
+    select = compressor.select
     broken = RuntimeError("a kernel is broken")
 
     def fail(*given: object) -> object:
@@ -160,7 +160,7 @@ def test_what_else_fails_on_one_rank_ends_all(ranks: Ranks, monkeypatch: pytest.
             raise broken
         return select(*given)
 
-    monkeypatch.setattr(compression, "select", fail)
+    monkeypatch.setattr(compressor, "select", fail)
     raised = ranks.run(*(lambda walk=walk: walk.cache.relieve(64) for walk in walks))
     assert all(isinstance(error, RuntimeError) and "a rank failed" in str(error) for error in raised), raised
     assert raised[1].__cause__ is broken
@@ -175,7 +175,7 @@ def test_one_rank_without_memory_to_trim_makes_all_drop_the_node(ranks: Ranks, m
             walk.cache.compress(node.id, Form("random", 0.2))
             upper = walk.cache._split_node(node.key, node, 100)
             if rank == 1:
-                monkeypatch.setattr(compression, "select_survivors", fail)
+                monkeypatch.setattr(compressor, "select_survivors", fail)
             slots = walk.allocator.alloc(100)
             walk.compute(request, 0, 100, slots)
             walk.cache._replace(upper, slots, False)
@@ -189,7 +189,7 @@ def test_one_rank_without_memory_to_trim_makes_all_drop_the_node(ranks: Ranks, m
             raise torch.OutOfMemoryError("none left")
         return chosen(*given)
 
-    chosen = compression.select_survivors
+    chosen = compressor.select_survivors
     assert ranks.run(*(replace(walk, rank) for rank, walk in enumerate(walks))) == [None, None]
     assert state_of(walks[0]) == state_of(walks[1])
     assert len(nodes_of(walks[0])) == 1, "the lower part had survivors from above the split"

@@ -10,8 +10,8 @@ import pytest
 
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import Form
-from sglang_evicpress.patches import refusals
-from sglang_evicpress.patches.refusals import RefusedError
+from sglang_evicpress.patches import unsupported
+from sglang_evicpress.patches.unsupported import RefusedError
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -73,7 +73,7 @@ def server_args() -> Any:
 
 def _refuse(text: str, server_args: Any, config: EvicPressConfig = CONFIG) -> str:
     with pytest.raises(RefusedError) as raised:
-        refusals.check(server_args, config)
+        unsupported.check(server_args, config)
     sentence = str(raised.value)
     assert text in sentence
     assert "\n" not in sentence
@@ -81,7 +81,7 @@ def _refuse(text: str, server_args: Any, config: EvicPressConfig = CONFIG) -> st
 
 
 def test_plain_arguments_pass(server_args: Any) -> None:
-    refusals.check(server_args, CONFIG)
+    unsupported.check(server_args, CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -102,11 +102,11 @@ def test_plain_arguments_pass(server_args: Any) -> None:
 def test_what_works_passes(server_args: Any, attribute: str, value: Any) -> None:
     assert hasattr(server_args, attribute)
     setattr(server_args, attribute, value)
-    refusals.check(server_args, CONFIG)
+    unsupported.check(server_args, CONFIG)
 
 
-@pytest.mark.parametrize("row", refusals.REFUSALS, ids=lambda row: row.attribute)
-def test_each_row_is_refused_by_name_with_the_way_out(server_args: Any, row: refusals.Refusal) -> None:
+@pytest.mark.parametrize("row", unsupported.REFUSALS, ids=lambda row: row.attribute)
+def test_each_row_is_refused_by_name_with_the_way_out(server_args: Any, row: unsupported.Refusal) -> None:
     assert hasattr(server_args, row.attribute)
     value = CONFLICTS[row.attribute]
     setattr(server_args, row.attribute, value)
@@ -123,9 +123,9 @@ def test_unequal_backends_for_prefill_and_decode_are_refused(server_args: Any) -
 
 def test_tiers_are_refused_with_more_than_one_rank(server_args: Any) -> None:
     tiers = EvicPressConfig("evicpress", host_gb=2.5)
-    refusals.check(server_args, tiers)
+    unsupported.check(server_args, tiers)
     server_args.tp_size = 2
-    refusals.check(server_args, CONFIG)
+    unsupported.check(server_args, CONFIG)
     sentence = _refuse("--kv-host-gb 2.5 cannot be combined with --tp-size 2", server_args, tiers)
     assert "leave out --kv-host-gb and --kv-ssd-dir, or use --tp-size 1" in sentence
 
@@ -133,9 +133,9 @@ def test_tiers_are_refused_with_more_than_one_rank(server_args: Any) -> None:
 @pytest.mark.parametrize("score", ["tova", "h2o"])
 def test_scores_by_attention_are_refused_with_more_than_one_rank(server_args: Any, score: str) -> None:
     by_attention = EvicPressConfig("evicpress", decode_score=score)
-    refusals.check(server_args, by_attention)
+    unsupported.check(server_args, by_attention)
     server_args.tp_size = 2
-    refusals.check(server_args, EvicPressConfig("evicpress", decode_budget=256, decode_score="r_kv"))
+    unsupported.check(server_args, EvicPressConfig("evicpress", decode_budget=256, decode_score="r_kv"))
     sentence = _refuse(f"--kv-decode-score {score} cannot be combined with --tp-size 2", server_args, by_attention)
     assert "choose another score, or use --tp-size 1" in sentence
 
@@ -148,17 +148,17 @@ def test_each_flag_is_one_of_sglangs() -> None:
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     flags = {flag for action in parser._actions for flag in action.option_strings}
-    assert [row.flag for row in refusals.REFUSALS if row.flag not in flags] == []
+    assert [row.flag for row in unsupported.REFUSALS if row.flag not in flags] == []
 
 
 def test_each_row_has_a_conflict_here() -> None:
-    assert [row.attribute for row in refusals.REFUSALS] == list(CONFLICTS)
-    assert [row.attribute for row in refusals.ENVIRONMENT_REFUSALS] == list(ENVIRONMENT_CONFLICTS)
+    assert [row.attribute for row in unsupported.REFUSALS] == list(CONFLICTS)
+    assert [row.attribute for row in unsupported.ENVIRONMENT_REFUSALS] == list(ENVIRONMENT_CONFLICTS)
 
 
-@pytest.mark.parametrize("row", refusals.ENVIRONMENT_REFUSALS, ids=lambda row: row.attribute)
+@pytest.mark.parametrize("row", unsupported.ENVIRONMENT_REFUSALS, ids=lambda row: row.attribute)
 def test_each_environment_row_is_refused(
-    server_args: Any, row: refusals.Refusal, monkeypatch: pytest.MonkeyPatch
+    server_args: Any, row: unsupported.Refusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(row.attribute, ENVIRONMENT_CONFLICTS[row.attribute])
     _refuse(f"cannot be combined with {row.flag}", server_args)
@@ -166,9 +166,9 @@ def test_each_environment_row_is_refused(
 
 def test_snapkv_is_refused_with_a_full_prefill_graph(server_args: Any) -> None:
     snapkv = EvicPressConfig("evicpress", forms=(Form("keydiff", 0.5), Form("snapkv", 0.5)))
-    refusals.check(server_args, snapkv)
+    unsupported.check(server_args, snapkv)
     server_args.cuda_graph_backend_prefill = "full"
-    refusals.check(server_args, CONFIG)
+    unsupported.check(server_args, CONFIG)
     _refuse("--kv-forms snapkv@0.5 cannot be combined with --cuda-graph-backend-prefill full", server_args, snapkv)
 
 
@@ -183,7 +183,7 @@ def test_snapkv_is_refused_with_a_full_prefill_graph_in_the_resolved_config(serv
 def test_flashinfer_is_refused_where_it_keeps_no_prefixes(server_args: Any, name: str, value: Any) -> None:
     setattr(server_args, name, value)
     server_args.attention_backend = "triton"
-    refusals.check(server_args, CONFIG)
+    unsupported.check(server_args, CONFIG)
     server_args.attention_backend = "flashinfer"
     _refuse("so give --attention-backend triton or fa3", server_args)
     server_args.disable_radix_cache = True  # as SGLang does then: not what was asked for
@@ -192,18 +192,18 @@ def test_flashinfer_is_refused_where_it_keeps_no_prefixes(server_args: Any, name
 
 def test_torch_native_is_refused_on_cuda(server_args: Any) -> None:
     server_args.attention_backend, server_args.device = "torch_native", "cpu"
-    refusals.check(server_args, CONFIG)
+    unsupported.check(server_args, CONFIG)
     server_args.device = "cuda:1"
     _refuse("so choose flashinfer, triton or fa3", server_args)
 
 
 def test_tiers_are_refused_with_a_full_prefill_graph(server_args: Any) -> None:
     tiers = EvicPressConfig("evicpress", host_gb=2.0)
-    refusals.check(server_args, tiers)
+    unsupported.check(server_args, tiers)
     server_args.cuda_graph_backend_prefill = "full"
     _refuse("--kv-host-gb 2 cannot be combined with --cuda-graph-backend-prefill full", server_args, tiers)
     server_args.cuda_graph_backend_prefill = "breakable"
-    refusals.check(server_args, tiers)
+    unsupported.check(server_args, tiers)
 
 
 LLAMA: dict[str, Any] = {
@@ -228,7 +228,7 @@ def _model_config(folder: Path, **values: Any) -> Any:
 
 
 def test_a_model_with_full_attention_passes(tmp_path: Path) -> None:
-    refusals.check_model_config(_model_config(tmp_path))
+    unsupported.check_model_config(_model_config(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -279,14 +279,14 @@ def test_a_model_with_full_attention_passes(tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_served_is_refused(tmp_path: Path, values: dict[str, Any], what: str) -> None:
     model_config = _model_config(tmp_path, **values)
     with pytest.raises(RefusedError, match=what) as raised:
-        refusals.check_model_config(model_config)
+        unsupported.check_model_config(model_config)
     assert model_config.hf_config.architectures[0] in str(raised.value)
     assert "start without --kv-policy" in str(raised.value)
 
 
 def test_an_unused_sliding_window_passes(tmp_path: Path) -> None:
     values = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 128}
-    refusals.check_model_config(_model_config(tmp_path, **values, use_sliding_window=False))
+    unsupported.check_model_config(_model_config(tmp_path, **values, use_sliding_window=False))
 
 
 def test_what_only_the_scheduler_knows_is_refused(tmp_path: Path) -> None:
@@ -298,15 +298,15 @@ def test_what_only_the_scheduler_knows_is_refused(tmp_path: Path) -> None:
         size=8, page_size=1, dtype=torch.float32, head_num=1, head_dim=4, layer_num=1, device="cpu",
         enable_memory_saver=False,
     )  # fmt: skip
-    refusals.check_model(model_config, pool, False, False)
+    unsupported.check_model(model_config, pool, False, False)
     for swa, ssm, what in ((True, False, "sliding-window layers"), (False, True, "Mamba layers")):
         with pytest.raises(RefusedError, match=what):
-            refusals.check_model(model_config, pool, swa, ssm)
+            unsupported.check_model(model_config, pool, swa, ssm)
     with pytest.raises(RefusedError, match="PageMajorMHATokenToKVPool"):
-        refusals.check_model(model_config, object.__new__(PageMajorMHATokenToKVPool), False, False)
+        unsupported.check_model(model_config, object.__new__(PageMajorMHATokenToKVPool), False, False)
     pool.kv_cache_layout = "hnd"
     with pytest.raises(RefusedError, match="layout hnd"):
-        refusals.check_model(model_config, pool, False, False)
+        unsupported.check_model(model_config, pool, False, False)
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_an_attention_layer_that_needs_positions_is_refused(options: dict[str, A
     if "attn_type" in options:
         options = {"attn_type": AttentionType[options["attn_type"]]}
     plain = RadixAttention(2, 8, 1.0, num_kv_heads=1, layer_id=0)
-    refusals.check_layers(torch.nn.ModuleList([plain]))
+    unsupported.check_layers(torch.nn.ModuleList([plain]))
     other = RadixAttention(2, 8, 1.0, num_kv_heads=1, layer_id=7, **options)
     with pytest.raises(RefusedError, match=f"layer 7 {what}"):
-        refusals.check_layers(torch.nn.ModuleList([plain, other]))
+        unsupported.check_layers(torch.nn.ModuleList([plain, other]))

@@ -13,9 +13,9 @@ from tests.contract import test_tiers_model
 from tests.contract.test_tiers_model import TierWalk
 
 from sglang_evicpress.core import EXACT, Tier
-from sglang_evicpress.patches.ssd_tier import SsdTier
-from sglang_evicpress.tiers.copies import Copy, HostEntry
-from sglang_evicpress.tiers.index import Ref
+from sglang_evicpress.tiers.entry.copies import Copy, HostEntry
+from sglang_evicpress.tiers.ssd.index import Ref
+from sglang_evicpress.tiers.ssd.tier import SsdTier
 
 pytestmark = pytest.mark.sglang
 opened = test_tiers_model.opened

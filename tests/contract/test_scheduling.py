@@ -22,10 +22,16 @@ from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 from sglang.srt.runtime_context import get_context
 from sglang.utils import TypeBasedDispatcher
 
-from sglang_evicpress.costs import CostModel, Costs, PrefillLaw
-from sglang_evicpress.patches import scheduling
-from sglang_evicpress.patches.prefill_times import LEAST_TOKENS, NUM_TRUSTED, NUM_WARM_UP, PrefillTimes, note_not_loaded
-from sglang_evicpress.patches.scheduling import Stamp
+from sglang_evicpress.patches.scheduler import hooks
+from sglang_evicpress.patches.scheduler.hooks import Stamp
+from sglang_evicpress.patches.scheduler.prefill_times import (
+    LEAST_TOKENS,
+    NUM_TRUSTED,
+    NUM_WARM_UP,
+    PrefillTimes,
+    note_not_loaded,
+)
+from sglang_evicpress.policy.cost_model import CostModel, Costs, PrefillLaw
 
 pytestmark = pytest.mark.sglang
 
@@ -113,9 +119,9 @@ class FakeCache:
 
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCache]:
-    monkeypatch.setattr(scheduling, "_cache", None)
+    monkeypatch.setattr(hooks, "_cache", None)
     fake = FakeCache()
-    scheduling.attach(fake)
+    hooks.attach(fake)
     yield fake
 
 
@@ -124,18 +130,18 @@ def cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCache]:
 
 def test_what_the_receiving_rank_got_is_stamped_and_every_rank_takes_the_stamp(cache: FakeCache) -> None:
     received: list[Any] = ["a request"]
-    scheduling._after_pull_raw_reqs(received, None)
+    hooks._after_pull_raw_reqs(received, None)
     stamp, request = pickle.loads(pickle.dumps(received))  # as SGLang sends it to the other ranks
     assert (type(stamp), stamp.costs, request) == (Stamp, SEEN, "a request")
     scheduler = SimpleNamespace(_request_dispatcher=TypeBasedDispatcher([]))
-    scheduling._after_init_request_dispatcher(None, scheduler)
+    hooks._after_init_request_dispatcher(None, scheduler)
     assert scheduler._request_dispatcher(stamp) is None  # nothing is sent back
     assert cache.stamps == [(stamp.now_s, SEEN)]
 
 
 @pytest.mark.parametrize("received", [None, []])
 def test_nothing_received_is_not_stamped(cache: FakeCache, received: list[Any] | None) -> None:
-    scheduling._after_pull_raw_reqs(received, None)
+    hooks._after_pull_raw_reqs(received, None)
     assert not received
 
 
@@ -152,7 +158,7 @@ class Hooks:
 
     def __init__(self) -> None:
         self.of: dict[str, list[tuple[Any, HookType]]] = {}
-        scheduling.install(self, HookType)
+        hooks.install(self, HookType)
 
     def register(self, target: str, hook: Any, kind: HookType) -> None:
         self.of.setdefault(target, []).append((hook, kind))
@@ -160,7 +166,7 @@ class Hooks:
     def wrapped(self, name: str) -> Any:
         """A method of SGLang's weight updater with our hooks, as SGLang applies them."""
         method = getattr(SchedulerWeightUpdaterManager, name)
-        for hook, kind in self.of[scheduling.UPDATER + name]:
+        for hook, kind in self.of[hooks.UPDATER + name]:
             method = _wrap_fn(method, hook, kind)
         return method
 
@@ -206,10 +212,10 @@ def test_copies_end_before_the_memory_of_the_pool_goes(cache: FakeCache) -> None
 
 
 def test_weights_that_come_back_are_read_anew(cache: FakeCache) -> None:
-    scheduling._before_release_memory(None, SimpleNamespace(tags=None))
-    scheduling._after_resume_memory(None, None, SimpleNamespace(tags=["kv_cache"]))
+    hooks._before_release_memory(None, SimpleNamespace(tags=None))
+    hooks._after_resume_memory(None, None, SimpleNamespace(tags=["kv_cache"]))
     assert cache.told == ["copies end", "forget"]
-    scheduling._after_resume_memory(None, None, SimpleNamespace(tags=["weights"]))
+    hooks._after_resume_memory(None, None, SimpleNamespace(tags=["weights"]))
     assert cache.told == ["copies end", "forget", "changed"]
 
 
@@ -220,8 +226,8 @@ def test_a_check_of_the_weights_that_overwrites_them_is_an_update(
     updater, request = Updater(cache.told), SimpleNamespace(action=action, allow_quant_error=False)
     updater.tp_cpu_group = None
     updater.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(check_weights=lambda **_: None))
-    scheduling._before_check_weights(updater, request)
-    scheduling._after_check_weights(None, updater, request)
+    hooks._before_check_weights(updater, request)
+    hooks._after_check_weights(None, updater, request)
     assert cache.told == told
 
 
@@ -229,23 +235,23 @@ def test_a_check_of_the_weights_that_overwrites_them_is_an_update(
 
 
 def test_a_request_counts_once_it_is_in_the_queue_and_not_when_it_was_refused(cache: FakeCache) -> None:
-    scheduling._after_add_request_to_queue(None, SimpleNamespace(waiting_queue=["a", "b"]), "b")
-    scheduling._after_add_request_to_queue(None, SimpleNamespace(waiting_queue=["a", "b"]), "refused", True)
-    scheduling._after_add_request_to_queue(None, SimpleNamespace(waiting_queue=[]), "refused")
+    hooks._after_add_request_to_queue(None, SimpleNamespace(waiting_queue=["a", "b"]), "b")
+    hooks._after_add_request_to_queue(None, SimpleNamespace(waiting_queue=["a", "b"]), "refused", True)
+    hooks._after_add_request_to_queue(None, SimpleNamespace(waiting_queue=[]), "refused")
     assert cache.expected == ["b"]
 
 
 def test_every_step_looks_who_has_left_the_queue(cache: FakeCache) -> None:
     scheduler = SimpleNamespace(waiting_queue=["a"])
-    scheduling._after_get_next_batch_to_run(None, scheduler)
+    hooks._after_get_next_batch_to_run(None, scheduler)
     assert scheduler.waiting_queue == ["a", "guest"], "a guest that was hidden is there again"
     assert cache.expected == ["keep ['a']", "keep stages ['a']", "a round ends with None"]
 
 
 def test_what_guests_may_do_is_worked_out_before_a_batch_is_made_and_booked_after(cache: FakeCache) -> None:
     scheduler = SimpleNamespace(waiting_queue=[], running_batch=Batch(is_empty=False))
-    scheduling._before_get_next_batch_to_run(scheduler)
-    scheduling._after_get_next_batch_to_run("a batch", scheduler)
+    hooks._before_get_next_batch_to_run(scheduler)
+    hooks._after_get_next_batch_to_run("a batch", scheduler)
     assert cache.visited is scheduler
     assert [text for text in cache.expected if "round" in text] == [
         "a round begins",
@@ -265,13 +271,13 @@ class Batch:
 
 def test_a_pool_is_not_taken_as_full_for_ever_while_nothing_runs(cache: FakeCache) -> None:
     scheduler = SimpleNamespace(waiting_queue=[], running_batch=Batch(is_empty=True))
-    scheduling._before_get_next_batch_to_run(scheduler)
+    hooks._before_get_next_batch_to_run(scheduler)
     assert scheduler.running_batch.batch_is_full, "without tiers SGLang's own accounting stands"
     cache.host = object()
-    scheduling._before_get_next_batch_to_run(scheduler)
+    hooks._before_get_next_batch_to_run(scheduler)
     assert not scheduler.running_batch.batch_is_full
     scheduler.running_batch = Batch(is_empty=False)
-    scheduling._before_get_next_batch_to_run(scheduler)
+    hooks._before_get_next_batch_to_run(scheduler)
     assert scheduler.running_batch.batch_is_full
     assert cache.ticks == [True, True, False]
 
@@ -290,8 +296,8 @@ def test_who_is_passed_over_and_who_is_not(cache: FakeCache) -> None:
         return "added"
 
     for req in "ac":
-        assert scheduling._around_add_one_req(add, batch, req) is AddReqResult.CONTINUE
-    assert scheduling._around_add_one_req(add, batch, "b", False, None) == "added"
+        assert hooks._around_add_one_req(add, batch, req) is AddReqResult.CONTINUE
+    assert hooks._around_add_one_req(add, batch, "b", False, None) == "added"
     assert added == ["b"] and cache.expected == ["b runs"]
 
 
@@ -307,7 +313,7 @@ def test_a_guest_that_does_not_fit_does_not_close_the_door(
     cache: FakeCache, req: str, found: AddReqResult, told: AddReqResult
 ) -> None:
     """After NO_TOKEN SGLang admits nobody before a running request has ended."""
-    assert scheduling._around_add_one_req(lambda *_: found, adder(), req) is told
+    assert hooks._around_add_one_req(lambda *_: found, adder(), req) is told
     assert not cache.expected
 
 
@@ -322,10 +328,10 @@ def test_what_those_behind_it_hold_makes_way_for_a_request(cache: FakeCache) -> 
         adder.can_run_list.append(req)
         return AddReqResult.NO_TOKEN  # there is no room for another
 
-    assert scheduling._around_add_one_req(add, batch, "a") is AddReqResult.NO_TOKEN
+    assert hooks._around_add_one_req(add, batch, "a") is AddReqResult.NO_TOKEN
     assert batch.can_run_list == ["a"] and cache.holders == ["first", "a", "second"]
     cache.holders = ["first", "b", "second"]
-    assert scheduling._around_add_one_req(lambda *_: AddReqResult.NO_TOKEN, batch, "b") is AddReqResult.NO_TOKEN
+    assert hooks._around_add_one_req(lambda *_: AddReqResult.NO_TOKEN, batch, "b") is AddReqResult.NO_TOKEN
     assert cache.holders == ["first", "b"] and cache.expected == ["a runs"]
 
 
@@ -378,29 +384,29 @@ def test_a_chunk_that_is_short_for_want_of_room_leaves_none_for_a_second_request
     monkeypatch.setattr(get_context(), "_server_args", flags)
     adder = PrefillAdder(1, pool, pool, None, 1.0, 4096, 512)  # type: ignore[arg-type]
     req = chunked(1000)
-    assert scheduling._around_add_chunked_req(PrefillAdder.add_chunked_req, adder, req) is req
+    assert hooks._around_add_chunked_req(PrefillAdder.add_chunked_req, adder, req) is req
     assert (req.extend_range.length, adder.rem_chunk_tokens, len(pool.held)) == (length, 0, num_holders)
     last = chunked(100)
     adder = PrefillAdder(1, pool, pool, None, 1.0, 4096, 512)  # type: ignore[arg-type]
     pool.free = 900
-    assert scheduling._around_add_chunked_req(PrefillAdder.add_chunked_req, adder, last) is None
+    assert hooks._around_add_chunked_req(PrefillAdder.add_chunked_req, adder, last) is None
     assert adder.rem_chunk_tokens == 412, "its last chunk leaves the rest to others"
 
 
 def test_an_idle_scheduler_does_not_sleep_while_threads_work_for_the_cache(cache: FakeCache) -> None:
     slept: list[object] = []
     cache.arrival.set()
-    scheduling._around_on_idle(slept.append, "scheduler")
+    hooks._around_on_idle(slept.append, "scheduler")
     cache.host, cache.is_restless = object(), True
-    scheduling._around_on_idle(slept.append, "scheduler")
+    hooks._around_on_idle(slept.append, "scheduler")
     cache.is_restless = False
-    scheduling._around_on_idle(slept.append, "scheduler")
+    hooks._around_on_idle(slept.append, "scheduler")
     assert slept == ["scheduler", "scheduler"]
 
 
 def test_loads_begin_with_the_batch_of_their_round_and_are_waited_for_while_it_is_launched(cache: FakeCache) -> None:
     scheduler = SimpleNamespace(waiting_queue=[], device="cpu")
-    scheduling._after_get_next_batch_to_run("batch", scheduler)
+    hooks._after_get_next_batch_to_run("batch", scheduler)
     assert cache.started == ["batch"]
     launched: list[object] = []
 
@@ -415,7 +421,7 @@ def test_loads_begin_with_the_batch_of_their_round_and_are_waited_for_while_it_i
 
     cache.launching, cache.stalled_s = launching, lambda: 0.25  # type: ignore[attr-defined]
     cache.prefill_times = SimpleNamespace(run=run)
-    found = scheduling._around_run_batch(lambda _, batch: launched.append(batch), scheduler, "batch")
+    found = hooks._around_run_batch(lambda _, batch: launched.append(batch), scheduler, "batch")
     assert (launched, found) == (["launching batch", "batch", "launched"], (None, True, 0.25))
 
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from sglang_evicpress import handover
+from sglang_evicpress import spawn
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import Form
 from sglang_evicpress.patches import hook_check, install, kv_flags, server_args
-from sglang_evicpress.patches.refusals import RefusedError
+from sglang_evicpress.patches.unsupported import RefusedError
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -31,7 +31,7 @@ def frontends(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     installed: list[str] = []
     monkeypatch.setattr(install, "install_frontend", lambda: installed.append("frontend"))
-    monkeypatch.setattr(handover, "requested", False)
+    monkeypatch.setattr(spawn, "requested", False)
     # SGLang configures the root logger with force=True, which would take pytest's handlers away.
     monkeypatch.setattr(sglang_server_args.logging, "basicConfig", lambda **_: None)
     server_args.add_flags()
@@ -74,7 +74,7 @@ def test_without_the_flag_nothing_changes(model: str, frontends: list[str]) -> N
     assert args.radix_cache_backend is None
     assert frontends == []
     assert pickle.loads(pickle.dumps(args)) == args
-    assert not handover.requested
+    assert not spawn.requested
 
 
 @pytest.mark.parametrize(
@@ -99,11 +99,11 @@ def test_on_a_gpu_the_grammar_backend_is_left_to_sglang() -> None:
 def test_a_process_is_told_where_to_say_why_it_refuses(
     model: str, frontends: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(handover, "refusal_file", None)
+    monkeypatch.setattr(spawn, "refusal_file", None)
     args = _make(model, kv_policy="lru")
     args.kv_refusal_file = str(tmp_path / "refusal")
     pickle.loads(pickle.dumps(args))
-    assert handover.refusal("no: do").code == 2
+    assert spawn.refusal("no: do").code == 2
     assert (tmp_path / "refusal").read_text() == "no: do"
 
 
@@ -135,9 +135,9 @@ def test_each_process_is_told_by_the_arguments_it_is_handed(model: str) -> None:
     stock, policy = _make(model), _make(model, kv_policy="evicpress")
     assert stock.radix_cache_backend is None
     pickle.loads(pickle.dumps(stock))
-    assert not handover.requested
+    assert not spawn.requested
     assert pickle.loads(pickle.dumps(policy)) == policy
-    assert handover.requested
+    assert spawn.requested
 
 
 def test_fields_are_added_once(model: str) -> None:

@@ -30,13 +30,14 @@ from tests.contract.test_radix_cache_model import (
 )
 from tests.contract.test_tiers_model import TierWalk
 
-from sglang_evicpress.arguments import IntrospectionError
 from sglang_evicpress.core import PRESSES, Form, Tier
-from sglang_evicpress.patches import shadows, tier_inspection
-from sglang_evicpress.patches.capture import QueryCapture
-from sglang_evicpress.patches.node import is_lossy, num_slots, path_to, slots_of, start_of, walk
-from sglang_evicpress.patches.shadows import is_shadow_name
-from sglang_evicpress.tiers.worker import Job
+from sglang_evicpress.introspect.arguments import IntrospectionError
+from sglang_evicpress.patches.attention.prompt_queries import QueryCapture
+from sglang_evicpress.patches.profiling import shadows
+from sglang_evicpress.patches.tiers import admin
+from sglang_evicpress.patches.tree.namespaces import is_shadow_name
+from sglang_evicpress.patches.tree.node import is_lossy, num_slots, path_to, slots_of, start_of, walk
+from sglang_evicpress.tiers.jobs import Job
 
 pytestmark = pytest.mark.sglang
 
@@ -866,7 +867,7 @@ def test_adoption_is_of_one_namespace() -> None:
 
 @pytest.fixture
 def tiered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., ShadowTierWalk]]:
-    monkeypatch.setattr(tier_inspection, "MOVE_WAIT_S", 0.02)
+    monkeypatch.setattr(admin, "MOVE_WAIT_S", 0.02)
     walks: list[ShadowTierWalk] = []
 
     def open_one(seed: int, page_size: int) -> ShadowTierWalk:

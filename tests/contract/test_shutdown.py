@@ -16,8 +16,8 @@ import pytest
 from sglang.srt.managers.io_struct import ShutdownReq
 from sglang.srt.utils import cudacore_pyspy_dump_utils
 
-from sglang_evicpress.patches import shutdown
 from sglang_evicpress.patches.kv_flags import DEPENDENT_FLAGS
+from sglang_evicpress.patches.scheduler import shutdown
 
 pytestmark = pytest.mark.sglang
 

@@ -11,12 +11,12 @@ from tests.contract.test_tiers_model import SLOTS, TierWalk, blocked, cached, no
 
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import Form, Tier
-from sglang_evicpress.introspect import answer
-from sglang_evicpress.layout import survivor_bytes
-from sglang_evicpress.patches import ssd_tier, upgrade
-from sglang_evicpress.patches.tiering import tier_of
-from sglang_evicpress.tiers import free_space, ssd
+from sglang_evicpress.introspect.operations import answer
+from sglang_evicpress.patches.tiers import promotion
+from sglang_evicpress.patches.tiers.placement import tier_of
+from sglang_evicpress.survivors import survivor_bytes
 from sglang_evicpress.tiers.faults import Faults
+from sglang_evicpress.tiers.ssd import free_space, store, tier
 
 pytestmark = pytest.mark.sglang
 __all__ = ["opened"]
@@ -92,7 +92,7 @@ def test_more_than_the_file_system_has_cannot_be_attached(opened: Callable[..., 
 def test_a_folder_that_does_not_answer_is_refused_and_serving_goes_on(
     opened: Callable[..., TierWalk], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ssd_tier, "ANSWER_S", 0.05)
+    monkeypatch.setattr(tier, "ANSWER_S", 0.05)
     walk = opened(has_ssd=False)
     allow(walk, None, tmp_path)
     walk.cache.host.faults = Faults()
@@ -102,13 +102,13 @@ def test_a_folder_that_does_not_answer_is_refused_and_serving_goes_on(
     assert walk.cache.ssd is None
     cached(walk, 50)
     may_go_on.set()
-    monkeypatch.setattr(ssd_tier, "ANSWER_S", 30.0)
+    monkeypatch.setattr(tier, "ANSWER_S", 30.0)
     walk.until(lambda: attach(walk, tmp_path / "kv")[0] == 200)  # once the late one has let go of it
     walk.check()
 
 
 def test_a_detach_from_a_disk_that_hangs_ends(opened: Callable[..., TierWalk], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ssd_tier, "ANSWER_S", 0.05)
+    monkeypatch.setattr(tier, "ANSWER_S", 0.05)
     monkeypatch.setenv("SGLANG_EVICPRESS_FAULTS", "seed=1")
     walk = opened()
     tokens, node = cached(walk, 100)
@@ -124,7 +124,7 @@ def test_a_detach_from_a_disk_that_hangs_ends(opened: Callable[..., TierWalk], m
 def test_a_hung_disk_is_a_miss_for_requests_and_a_hit_again_later(
     opened: Callable[..., TierWalk], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ssd, "ANSWER_S", 0.05)
+    monkeypatch.setattr(store, "ANSWER_S", 0.05)
     monkeypatch.setattr(free_space, "FRESH_S", 0.0)
     monkeypatch.setenv("SGLANG_EVICPRESS_FAULTS", "seed=1")
     walk = opened()
@@ -146,7 +146,7 @@ def test_a_hung_disk_is_a_miss_for_requests_and_a_hit_again_later(
 def test_slots_of_a_load_that_hangs_are_set_apart_by_a_flush(
     opened: Callable[..., TierWalk], monkeypatch: pytest.MonkeyPatch, page_size: int
 ) -> None:
-    monkeypatch.setattr(upgrade, "END_S", 0.02)
+    monkeypatch.setattr(promotion, "END_S", 0.02)
     walk = opened(page_size=page_size)
     tokens, node = cached(walk, 100)
     sent(walk, node, Tier.HOST)

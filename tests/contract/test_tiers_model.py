@@ -27,14 +27,15 @@ from tests.contract.test_radix_cache_model import CONTEXT, CURVES, FORMS, ROWS, 
 
 from sglang_evicpress.config import GB, EvicPressConfig
 from sglang_evicpress.core import EXACT, Form, Tier
-from sglang_evicpress.costs import Costs, PrefillLaw
-from sglang_evicpress.introspect import IntrospectionError
-from sglang_evicpress.patches import bookkeeping, load_back, tier_inspection
-from sglang_evicpress.patches.compression import Compressor
-from sglang_evicpress.patches.node import num_slots, path_to, slots_of, start_of, walk
-from sglang_evicpress.patches.radix_cache import EvicPressCache
-from sglang_evicpress.patches.tiering import FAULTS_FLAG, tier_of
-from sglang_evicpress.tiers.worker import Job
+from sglang_evicpress.introspect.operations import IntrospectionError
+from sglang_evicpress.patches.cache import policy_sync
+from sglang_evicpress.patches.cache.radix_cache import EvicPressCache
+from sglang_evicpress.patches.tiers import admin, load_back
+from sglang_evicpress.patches.tiers.placement import FAULTS_FLAG, tier_of
+from sglang_evicpress.patches.tree.compressor import Compressor
+from sglang_evicpress.patches.tree.node import num_slots, path_to, slots_of, start_of, walk
+from sglang_evicpress.policy.cost_model import Costs, PrefillLaw
+from sglang_evicpress.tiers.jobs import Job
 
 pytestmark = pytest.mark.sglang
 
@@ -130,7 +131,7 @@ class TierWalk(Walk):
 
     def stamp(self, law: PrefillLaw) -> None:
         self.count += 1
-        self.cache.advance(self.count * 11.0, Costs(law, bookkeeping.START_LOADS, {}))
+        self.cache.advance(self.count * 11.0, Costs(law, policy_sync.START_LOADS, {}))
 
     def be_patient(self) -> None:
         """A store that could not write tries again at once."""
@@ -404,7 +405,7 @@ class TierWalk(Walk):
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., TierWalk]]:
     """Makes walks, which are closed behind the test; ``has_ssd``: in the test's folder, one at a time."""
-    monkeypatch.setattr(tier_inspection, "MOVE_WAIT_S", 0.02)
+    monkeypatch.setattr(admin, "MOVE_WAIT_S", 0.02)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the rows are few
     walks: list[TierWalk] = []

@@ -13,10 +13,10 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from tests.contract.test_tiers_model import SLOTS, TierWalk, blocked, cached, opened, sent
 
 from sglang_evicpress.core import Tier
-from sglang_evicpress.costs import PrefillLaw
-from sglang_evicpress.patches import staging
-from sglang_evicpress.patches.staging import WINDOW
-from sglang_evicpress.patches.tiering import tier_of
+from sglang_evicpress.patches.tiers import prefetch
+from sglang_evicpress.patches.tiers.placement import tier_of
+from sglang_evicpress.patches.tiers.prefetch import WINDOW
+from sglang_evicpress.policy.cost_model import PrefillLaw
 
 pytestmark = pytest.mark.sglang
 
@@ -93,7 +93,7 @@ def test_what_was_verified_stays_good_while_it_stays_where_it_is(opened: Callabl
     assert walk.cache.start_copy(node, Tier.HOST)
     walk.settle()
     entry = node.kv.copies[Tier.HOST].entry
-    entry.checked_s -= staging.VERIFIED_S / 2
+    entry.checked_s -= prefetch.VERIFIED_S / 2
     request = walk.wait([*tokens, 59])
     for _ in walk.cache.let_go_from_tail():
         pass
@@ -103,7 +103,7 @@ def test_what_was_verified_stays_good_while_it_stays_where_it_is(opened: Callabl
     walk.end_all()
     walk.settle()
     entry = node.kv.copies[Tier.HOST].entry
-    entry.checked_s -= 2 * staging.VERIFIED_S
+    entry.checked_s -= 2 * prefetch.VERIFIED_S
     walk.cache.evict(EvictParams(num_tokens=SLOTS))
     request = walk.wait([*tokens, 58])
     assert entry.check is not None  # too long ago
@@ -114,7 +114,7 @@ def test_what_was_verified_stays_good_while_it_stays_where_it_is(opened: Callabl
 
 
 def test_only_the_next_reads_are_begun_ahead(opened: Callable[..., TierWalk], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "MOST_READS", 2)
+    monkeypatch.setattr(prefetch, "MOST_READS", 2)
     walk = opened(is_exact=True, law=PrefillLaw(0.0, 1.0, 0.0), host_bytes=600 << 10)
     contexts = [staged_on(walk, Tier.SSD) for _ in range(4)]
     blocks = blocked(walk, "read", 2)
@@ -169,7 +169,7 @@ def test_only_those_for_whom_there_is_room_have_their_turn(opened: Callable[...,
 def test_one_that_nobody_has_looked_at_does_not_go_before_its_turn(
     opened: Callable[..., TierWalk], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "WINDOW", 1)
+    monkeypatch.setattr(prefetch, "WINDOW", 1)
     walk = opened(is_exact=True, law=PrefillLaw(0.0, 1.0, 0.0))
     first, second = (staged_on(walk, tier)[0] for tier in (Tier.SSD, Tier.HOST))
     (block, _) = blocked(walk, "read", 2)
@@ -203,7 +203,7 @@ def test_reads_take_no_more_of_the_host_than_waiting_requests_may_hold(opened: C
 def test_those_far_back_in_the_queue_are_not_looked_at(
     opened: Callable[..., TierWalk], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "WINDOW", 2)
+    monkeypatch.setattr(prefetch, "WINDOW", 2)
     walk = opened(is_exact=True, law=SLOW)
     tokens, _ = staged_on(walk, Tier.HOST)
     requests = [walk.wait([*tokens, last]) for last in (57, 58, 59)]
@@ -221,7 +221,7 @@ def test_those_far_back_in_the_queue_are_not_looked_at(
 def test_what_the_head_of_the_queue_needs_stays_on_the_gpu_and_is_given_up_from_the_tail(
     opened: Callable[..., TierWalk], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "MOST_PINNED_SHARE", 0.55)
+    monkeypatch.setattr(prefetch, "MOST_PINNED_SHARE", 0.55)
     walk = opened(is_exact=True, law=SLOW)
     contexts = [cached(walk, 100) for _ in range(3)]
     requests = [walk.wait([*tokens, 59]) for tokens, _ in contexts]
@@ -349,8 +349,8 @@ def test_a_request_waits_while_another_computes_what_it_misses(opened: Callable[
 def test_a_request_does_not_wait_for_another_for_ever(
     opened: Callable[..., TierWalk], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sglang_evicpress.patches.admission.COMPUTING_S", 0.0)
-    monkeypatch.setattr("sglang_evicpress.patches.admission.COMPUTING_TIMES", 0.0)
+    monkeypatch.setattr("sglang_evicpress.patches.cache.admission.COMPUTING_S", 0.0)
+    monkeypatch.setattr("sglang_evicpress.patches.cache.admission.COMPUTING_TIMES", 0.0)
     walk = opened(is_exact=True, law=SLOW)
     walk.wait([1, 2, 3])
     context = [walk.rng.randrange(50) for _ in range(200)]

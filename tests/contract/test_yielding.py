@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from sglang_evicpress.costs import Costs, PrefillLaw
-from sglang_evicpress.patches.shadows import PREFIX
-from sglang_evicpress.patches.yielding import Yielding
+from sglang_evicpress.patches.profiling.background_requests import Yielding
+from sglang_evicpress.patches.tree.namespaces import SHADOW_PREFIX
+from sglang_evicpress.policy.cost_model import Costs, PrefillLaw
 
 pytestmark = pytest.mark.sglang
 
-GUEST = PREFIX + "secret/exact"
+GUEST = SHADOW_PREFIX + "secret/exact"
 NUM_CONTEXT = 128
 
 

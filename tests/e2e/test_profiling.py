@@ -14,7 +14,7 @@ from testbed.server import ADMIN_KEY, Server
 from testbed.tasks import Context, make_context
 from testbed.vocabulary import load_vocabulary
 
-from sglang_evicpress.cli import main
+from sglang_evicpress.cli.main import main
 
 pytestmark = [pytest.mark.e2e, pytest.mark.sglang, pytest.mark.slow]
 

@@ -12,7 +12,7 @@ import torch
 from foundation.reference import KV, Reference
 from testbed.server import ADMIN_KEY, GUESSED, MODEL, Server
 
-from sglang_evicpress.keyed_hash import key_of, keyed_hash
+from sglang_evicpress.introspect.keyed_hash import key_of, keyed_hash
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.sglang]
 

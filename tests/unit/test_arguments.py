@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_evicpress import arguments as checked
-from sglang_evicpress.arguments import IntrospectionError, Json
 from sglang_evicpress.core import PRESSES, Form, Tier
+from sglang_evicpress.introspect import arguments as checked
+from sglang_evicpress.introspect.arguments import IntrospectionError, Json
 
 
 def refusal(ask: Callable[..., object], *args: object, **kwargs: object) -> str:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglang_evicpress.patches.capture import MAX_HELD_REQUESTS, QueryCapture
+from sglang_evicpress.patches.attention.prompt_queries import MAX_HELD_REQUESTS, QueryCapture
 
 LAYERS, HEADS, DIM, WINDOW = 2, 4, 8, 6
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import random
 
-from sglang_evicpress.census import Census, Counted
 from sglang_evicpress.core import EXACT, Form
+from sglang_evicpress.introspect.census import Census, Counted
 
 FORMS = (EXACT, Form("keydiff", 0.5), Form("knorm", 0.25))
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_evicpress.core import Tier
-from sglang_evicpress.costs import CostModel, Costs, PrefillLaw, TransferLaw
+from sglang_evicpress.policy.cost_model import CostModel, Costs, PrefillLaw, TransferLaw
 
 START = Costs(
     PrefillLaw(0.01, 1e-4, 1e-9),

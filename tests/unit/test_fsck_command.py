@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_evicpress.cli import main
+from sglang_evicpress.cli.main import main
 
 
 def _damage(folder: Path) -> None:
@@ -65,7 +65,7 @@ def test_help_explains_the_exit_status(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_it_needs_neither_torch_nor_sglang(tmp_path: Path) -> None:
     program = (
-        "import sys\nfrom sglang_evicpress.cli import main\n"
+        "import sys\nfrom sglang_evicpress.cli.main import main\n"
         f"assert main(['fsck', {str(tmp_path)!r}]) == 0\n"
         "print(sorted({'torch', 'sglang', 'triton'} & set(sys.modules)))"
     )

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from sglang_evicpress.core import Form, Tier
-from sglang_evicpress.introspect import (
+from sglang_evicpress.introspect.operations import (
     Inspectable,
     IntrospectionError,
     Json,

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from sglang_evicpress.controller.journal import MOST_ABOUT, Journal
 from sglang_evicpress.core import DROP, EXACT, Decision, Form, Option, Tier
-from sglang_evicpress.journal import MOST_ABOUT, Journal
 
 
 def decision(node_id: int, weight: float = 4.0) -> Decision:

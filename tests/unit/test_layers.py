@@ -1,8 +1,7 @@
 """Who may import whom, as data; read from the source, so a lazy import inside a function counts as well.
 
-In three sentences: only patches/ imports sglang; only kernels/ imports triton; what decides (core, costs, profile,
-reuse, utility, policy, config, journal) imports nothing but the standard library and numpy, so every decision can be
-made and tested anywhere.
+In three sentences: only patches/ imports sglang; only kernels/ imports triton; what decides (core, policy, config)
+imports nothing but the standard library and numpy, so every decision can be made and tested anywhere.
 """
 
 from __future__ import annotations
@@ -28,72 +27,76 @@ class Layer:
     others: tuple[str, ...] = ()
 
 
-PURE = ("core", "costs", "profile", "reuse", "utility", "policy", "config", "journal")
+PURE = ("core", "policy", "config")
 NUMPY = ("numpy",)
 TABLE = {
     # The package itself: importing it does nothing.
     "__init__": Layer(),
-    "handover": Layer(),
+    "spawn": Layer(),
     # Decisions: standard library and numpy.
     "core": Layer(),
-    "costs": Layer(("core",), NUMPY),
-    "profile": Layer(("core",), NUMPY),
-    "reuse": Layer((), NUMPY),
-    "utility": Layer(("core", "profile"), NUMPY),
-    "policy": Layer(("core", "costs", "profile", "utility"), NUMPY),
-    "config": Layer(("core", "policy", "profile"), NUMPY),
-    "journal": Layer(("core",)),
+    "policy": Layer(("core",), NUMPY),
+    "config": Layer(("core", "policy"), NUMPY),
     # Small things of the standard library that many parts use.
-    "call_times": Layer(),
     "error_text": Layer(),
-    "weights_digest": Layer((), ("numpy", "torch")),
-    "keyed_hash": Layer(),
     "threads": Layer(("error_text",)),
-    "census": Layer(("core",)),
-    "recomputed": Layer(),
+    "files": Layer((), ("orjson",)),
+    "progress": Layer((), ("tqdm",)),
     # Traces, and what a policy would do with them.
     "traces": Layer((), ("numpy", "orjson", "tqdm", "zstandard")),
-    "simulator": Layer(
-        ("core", "costs", "policy", "profile", "reuse", "traces", "utility"),
-        ("matplotlib", "numpy", "orjson", "tqdm", "zstandard"),
-    ),
+    "simulator": Layer(("core", "policy", "traces"), ("numpy",)),
     # Tensors.
     "kernels": Layer((), ("torch", "triton")),
-    "layout": Layer(("core",), ("numpy", "torch")),
-    "press": Layer(("core", "kernels", "layout"), ("torch",)),
+    "device": Layer((), ("torch",)),
+    "survivors": Layer(("core", "device"), ("numpy", "torch")),
+    "press": Layer(("core", "kernels", "survivors"), ("torch",)),
     # Budgets of running requests: when, how much and which, for the patches to carry out.
-    "decode": Layer(("kernels", "press"), ("torch",)),
-    "cpu_attention": Layer(("core", "kernels", "layout"), ("torch",)),
+    "decode_budget": Layer(("kernels", "press"), ("torch",)),
+    "cpu_attention": Layer(("core", "kernels"), ("torch",)),
     # Where KV is kept below the GPU.
-    "tiers": Layer(("core", "error_text", "kernels", "layout", "threads"), ("numpy", "torch", "xxhash")),
-    # What is measured of contexts.
-    "profiler": Layer(
-        ("core", "profile", "tiers"),
-        ("matplotlib", "numpy", "orjson", "safetensors", "tokenizers", "torch", "tqdm", "transformers", "xxhash"),
+    "tiers": Layer(
+        ("config", "core", "device", "error_text", "kernels", "survivors", "threads"), ("numpy", "torch", "xxhash")
     ),
+    # What is known of the quality of contexts, and how it is measured.
+    "quality": Layer(("core", "policy", "tiers"), ("numpy", "orjson", "xxhash")),
+    "profiler": Layer(("core", "quality"), ("numpy", "safetensors", "tokenizers", "torch", "transformers", "orjson")),
     # Systems side by side, as users meet them: real servers, which it only talks to.
     "benchmark": Layer(
-        ("config", "core", "profiler"),
+        ("config", "core", "files", "profiler", "progress"),
         ("aiohttp", "matplotlib", "numpy", "orjson", "tqdm", "transformers", "yaml"),
     ),
     # The only writer of state, and what is asked and shown of it.
     "controller": Layer((*PURE, "error_text")),
-    "arguments": Layer(("core", "error_text")),
-    "profile_questions": Layer(("arguments", "core", "error_text", "profiler", "tiers")),
-    "introspect": Layer(("arguments", "core", "error_text", "profile_questions"), ("orjson",)),
+    "introspect": Layer(("core", "error_text", "quality", "tiers"), ("orjson",)),
     # The only code that knows SGLang.
     "patches": Layer(
         (
             *PURE,
-            *("arguments", "controller", "cpu_attention", "decode", "handover", "introspect", "kernels", "layout"),
-            *("press", "profile_questions", "profiler", "tiers"),
-            *("call_times", "census", "error_text", "keyed_hash", "recomputed", "threads", "weights_digest"),
+            *("controller", "cpu_attention", "decode_budget", "device", "error_text", "introspect", "kernels", "press"),
+            *("profiler", "quality", "spawn", "survivors", "threads", "tiers"),
         ),
         ("fastapi", "flashinfer", "numpy", "orjson", "prometheus_client", "sglang", "starlette", "torch"),
     ),
-    "plugin": Layer(("config", "handover", "patches")),
-    "cli": Layer((*PURE, "benchmark", "profiler", "simulator", "tiers", "traces"), ("numpy", "orjson", "tqdm")),
+    "plugin": Layer(("config", "patches", "spawn")),
+    "cli": Layer(
+        (*PURE, "benchmark", "files", "profiler", "progress", "quality", "simulator", "tiers", "traces"),
+        ("matplotlib", "numpy", "orjson", "tqdm"),
+    ),
 }
+
+FLOORS = (
+    ("tree", "hook_points", "unsupported", "kv_flags"),
+    ("hook_check", "last_word", "attention", "tiers"),
+    ("scheduler",),
+    ("profiling", "decode_budget", "http"),
+    ("cache",),
+    ("install",),
+    ("server_args",),
+)
+"""Rooms of patches/, the lowest floor first: a room imports itself and rooms of lower floors."""
+
+MAX_ROOT_MODULES = 8
+MAX_LAZY_IMPORTS = 3
 
 
 def files() -> list[Path]:
@@ -172,12 +175,94 @@ def test_the_table_has_no_cycle() -> None:
         above.add(name)
 
 
+def floor_violations(source: str, room: str) -> list[str]:
+    """One sentence for each import in ``source`` of a room of patches/ that is not on a lower floor."""
+    floors = {name: number for number, names in enumerate(FLOORS) for name in names}
+    if room not in floors:
+        return [f"{room} is on no floor: add it"]
+    found = []
+    for line, name in imports(ast.parse(source)):
+        parts = name.split(".")
+        is_of_patches = parts[:2] == [PACKAGE, "patches"] and len(parts) > 2
+        if is_of_patches and parts[2] != room and floors.get(parts[2], len(FLOORS)) >= floors[room]:
+            found.append(f"line {line}: {room} may not import {parts[2]}")
+    return found
+
+
+def modules_of_patches() -> list[Path]:
+    return sorted((SOURCE / "patches").glob("**/*.py"))
+
+
+@pytest.mark.parametrize("path", modules_of_patches(), ids=lambda path: path.relative_to(SOURCE).as_posix())
+def test_module_of_patches_imports_only_lower_floors(path: Path) -> None:
+    room = path.relative_to(SOURCE / "patches").parts[0].removesuffix(".py")
+    assert floor_violations(path.read_text(encoding="utf-8"), room) == []
+
+
+def test_an_import_upwards_is_found() -> None:
+    assert len(floor_violations("from sglang_evicpress.patches.cache import factory", "tiers")) == 1
+    assert len(floor_violations("from sglang_evicpress.patches.http.start import x", "decode_budget")) == 1
+    assert floor_violations("from sglang_evicpress.patches.tree.node import walk", "tree") == []
+    assert len(floor_violations("import os", "cellar")) == 1
+
+
+def import_graph(paths: dict[str, str]) -> dict[str, set[str]]:
+    """Modules of ours that each imports anywhere, from the dotted names and sources."""
+    graph = {}
+    for name, source in paths.items():
+        found = [imported for _, imported in imports(ast.parse(source)) if imported.startswith(PACKAGE)]
+        graph[name] = {part for whole in found for part in (whole, whole.rpartition(".")[0]) if part in paths} - {name}
+    return graph
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that are left when those that import no other one that is left are taken away, again and again."""
+    left = {name: set(others) for name, others in graph.items()}
+    while free := [name for name, others in left.items() if not others & left.keys()]:
+        for name in free:
+            del left[name]
+    return sorted(left)
+
+
+def test_no_import_goes_in_a_circle() -> None:
+    sources = {}
+    for path in files():
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        name = ".".join((PACKAGE, *(parts[:-1] if parts[-1] == "__init__" else parts)))
+        sources[name] = path.read_text(encoding="utf-8")
+    graph = import_graph(sources)
+    assert sum(map(len, graph.values())) > len(graph)
+    assert circle(graph) == []
+
+
+def test_a_planted_circle_is_found() -> None:
+    one, two = f"{PACKAGE}.one", f"{PACKAGE}.two"
+    sources = {one: f"from {two} import x", two: f"def f():\n    from {PACKAGE} import one", PACKAGE: "import os"}
+    assert circle(import_graph(sources)) == [one, two]
+
+
+def test_patches_import_at_the_top() -> None:
+    lazy = [
+        f"{path.name}:{node.lineno}"
+        for path in modules_of_patches()
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE)
+    ]
+    assert len(lazy) <= MAX_LAZY_IMPORTS, lazy
+
+
+def test_few_modules_stand_at_the_door_of_patches() -> None:
+    assert len(list((SOURCE / "patches").glob("*.py"))) <= MAX_ROOT_MODULES
+
+
 @pytest.mark.parametrize(
     ("layer", "source"),
     [
         ("core", "import numpy"),
-        ("costs", "import torch"),
-        ("config", "from sglang_evicpress import costs"),
+        ("config", "import torch"),
+        ("core", "from sglang_evicpress import policy"),
         ("policy", "import torch"),
         ("policy", "def plan():\n    from sglang_evicpress.kernels.score import score"),
         ("policy", "from sglang_evicpress import controller"),

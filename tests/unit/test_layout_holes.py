@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_evicpress.layout import HostCopy, SurvivorLayout, place
+from sglang_evicpress.device import HostCopy
+from sglang_evicpress.survivors import SurvivorLayout, place
 
 
 @st.composite

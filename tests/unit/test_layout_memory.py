@@ -3,6 +3,7 @@ while only the SSD has the node."""
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_evicpress import layout as module
+from sglang_evicpress import device
 from sglang_evicpress.core import Form
-from sglang_evicpress.layout import HostCopy, SurvivorLayout, survivor_bytes
-from sglang_evicpress.tiers.entry import Extent, Header, Shape, decode, encode
+from sglang_evicpress.device import HostCopy
+from sglang_evicpress.survivors import SurvivorLayout, survivor_bytes
+from sglang_evicpress.tiers.entry.encoding import Extent, Header, Shape, decode, encode
 
 
 def make_layout(num_tokens: int, num_kept: int, *, layers: int = 2, heads: int = 3, start: int = 0) -> SurvivorLayout:
@@ -121,15 +123,15 @@ def test_a_copy_leaves_pinned_memory_when_it_is_read() -> None:
 
 
 def test_copies_that_nobody_reads_leave_pinned_memory_once_they_are_there() -> None:
-    module._PINNED.clear()
+    device._PINNED.clear()
     copies = [on_its_way() for _ in range(3)]
-    module._PINNED.extend(module.weakref.ref(copy) for copy, _, _ in copies)
+    device._PINNED.extend(weakref.ref(copy) for copy, _, _ in copies)
     copies[0][1].is_over = True
-    module._unpin_arrived()
+    device._unpin_arrived()
     assert [copy._tensor.data_ptr() != pinned for copy, _, pinned in copies] == [True, False, False]
     copies[1][1].is_over = copies[2][1].is_over = True
-    module._unpin_arrived()
-    assert [copy._tensor.data_ptr() != pinned for copy, _, pinned in copies] == [True] * 3 and not module._PINNED
+    device._unpin_arrived()
+    assert [copy._tensor.data_ptr() != pinned for copy, _, pinned in copies] == [True] * 3 and not device._PINNED
 
 
 def test_the_extents_of_a_header_take_what_they_take_on_disk() -> None:

@@ -66,7 +66,7 @@ def test_wheel_is_typed_and_licensed_and_registers_the_plugin(wheel: Path) -> No
     assert f"{PACKAGE}/py.typed" in held
     (entry_points,) = (data.decode() for name, data in held.items() if name.endswith("/entry_points.txt"))
     assert entry_points.split("\n\n") == [
-        "[console_scripts]\nevicpress = sglang_evicpress.cli:main",
+        "[console_scripts]\nevicpress = sglang_evicpress.cli.main:main",
         "[sglang.srt.plugins]\nevicpress = sglang_evicpress.plugin:load\n",
     ]
     assert any(name.endswith("/licenses/LICENSE") for name in held)

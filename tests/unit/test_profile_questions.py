@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_evicpress.arguments import IntrospectionError, Json
 from sglang_evicpress.core import Form
-from sglang_evicpress.introspect import encode, read_object, read_question
-from sglang_evicpress.profile_questions import PROFILE_OPS, Profiled, read_profile_question
-from sglang_evicpress.profiler.evidence import Evidence
-from sglang_evicpress.profiler.profile import Profile
-from sglang_evicpress.tiers.identity import MAX_TOKEN
+from sglang_evicpress.introspect.arguments import IntrospectionError, Json
+from sglang_evicpress.introspect.operations import encode, read_object, read_question
+from sglang_evicpress.introspect.profile_operations import PROFILE_OPS, Profiled, read_profile_question
+from sglang_evicpress.quality.evidence import Evidence
+from sglang_evicpress.quality.profile import Profile
+from sglang_evicpress.tiers.entry.identity import MAX_TOKEN
 
 KEY = "0123456789abcdef" * 2
 PROFILE = Profile(bytes.fromhex(KEY), 128, {Form("knorm", 0.5): Evidence(4.0, 0.75, 0.1)}, "logprob", "0" * 16, 4, 1e9)

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from sglang_evicpress.core import Form
-from sglang_evicpress.patches import compression
-from sglang_evicpress.patches.compression import Compressor
+from sglang_evicpress.patches.tree import compressor as module
+from sglang_evicpress.patches.tree.compressor import Compressor
 
 NUM_TOKENS, NUM_KEPT = 96, 48
 
@@ -71,7 +71,7 @@ def compress_a_plan(rank: int, group: object) -> None:
         num_reduced.append(1)
         all_reduce(*given, **more)
 
-    compression.dist.all_reduce = counted
+    module.dist.all_reduce = counted
     alone, together = make_compressor(rank, group), make_compressor(rank, group)
     asked = [asked_of(index) for index in range(2)]
     apart = [alone.compress(**each) for each in asked]
@@ -85,14 +85,14 @@ def compress_a_plan(rank: int, group: object) -> None:
         assert torch.equal(value, shown)
     for left, right in zip(alone.k_buffers, together.k_buffers, strict=True):
         assert torch.equal(left, right)
-    select = compression.select
+    select = module.select
 
     def fail_once(*given: object) -> object:
-        compression.select = select
+        module.select = select
         raise torch.OutOfMemoryError("none left")
 
     if rank == 1:
-        compression.select = fail_once
+        module.select = fail_once
     failing = make_compressor(rank, group)
     with failing.together(asked):
         try:
@@ -100,13 +100,13 @@ def compress_a_plan(rank: int, group: object) -> None:
             raise AssertionError("it was compressed")
         except torch.OutOfMemoryError:
             assert torch.equal(failing.compress(**asked[1])[0].logical, apart[1][0].logical)
-    compression.dist.all_reduce = all_reduce
+    module.dist.all_reduce = all_reduce
 
 
 def compress_without_memory(rank: int, group: object) -> list[str]:
     """What each of three compressions comes to where rank 1 has no memory left: before ranks agree, for what they
     agree on, and, the third time, not at all."""
-    select, host_copy = compression.select, compression.HostCopy
+    select, host_copy = module.select, module.HostCopy
     outcomes = []
 
     def fail(*_: object) -> None:
@@ -114,13 +114,13 @@ def compress_without_memory(rank: int, group: object) -> list[str]:
 
     for name in ("select", "HostCopy", None):
         if rank == 1 and name is not None:
-            setattr(compression, name, fail)
+            setattr(module, name, fail)
         try:
             compress(rank, group)
             outcomes.append("compressed")
         except torch.OutOfMemoryError:
             outcomes.append("no memory")
-        compression.select, compression.HostCopy = select, host_copy
+        module.select, module.HostCopy = select, host_copy
     return outcomes
 
 

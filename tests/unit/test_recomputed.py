@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_evicpress import recomputed
-from sglang_evicpress.recomputed import TAIL_TOKENS, Drop, Recomputed, place_of
+from sglang_evicpress.introspect import recomputed
+from sglang_evicpress.introspect.recomputed import TAIL_TOKENS, Drop, Recomputed, place_of
 
 TOKENS = list(range(1000, 1400))
 

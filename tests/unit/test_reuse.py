@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_evicpress.reuse import HALF_LIFE_PER_GAP, ReuseClock, weight_of_new
+from sglang_evicpress.policy.reuse import HALF_LIFE_PER_GAP, ReuseClock, weight_of_new
 
 
 def test_a_hit_counts_half_after_a_half_life() -> None:

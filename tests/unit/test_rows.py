@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_evicpress.patches import paged_allocator, rows
-from sglang_evicpress.patches.rows import HoleTable
+from sglang_evicpress.patches.attention import req_to_token
+from sglang_evicpress.patches.attention.req_to_token import HoleTable
+from sglang_evicpress.patches.scheduler import paged_allocator
 
 META = torch.device("meta")  # stands for a GPU: reading a value from it raises, wherever that would wait
 
 
 @pytest.fixture(autouse=True)
 def no_leftovers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "_table", None)
-    monkeypatch.setattr(rows, "_extending", [])
+    monkeypatch.setattr(req_to_token, "_table", None)
+    monkeypatch.setattr(req_to_token, "_extending", [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +94,10 @@ class Extend:
 
         def alloc_for_extend(given: Any) -> str:
             assert given is batch
-            rows._around_write_cache_indices(writer, *self.arguments(pool))
+            req_to_token._around_write_cache_indices(writer, *self.arguments(pool))
             return "allocated"
 
-        assert rows._around_alloc_for_extend(alloc_for_extend, batch) == "allocated"
+        assert req_to_token._around_alloc_for_extend(alloc_for_extend, batch) == "allocated"
         return batch
 
 
@@ -144,45 +145,45 @@ class TestHoleTable:
 
     def test_no_table_before_the_attention_backend_is_an_error(self) -> None:
         with pytest.raises(RuntimeError, match="hole table"):
-            rows.table()
-        rows._after_init_new(None, None, SimpleNamespace(req_pool_indices_cpu=torch.tensor([1])), None)
+            req_to_token.table()
+        req_to_token._after_init_new(None, None, SimpleNamespace(req_pool_indices_cpu=torch.tensor([1])), None)
 
     def test_a_forward_batch_of_the_right_rows_is_begun(self) -> None:
         table = HoleTable(6, "cpu")
-        rows.attach(table)
+        req_to_token.attach(table)
         table.write(torch.tensor([3]), torch.tensor([3]), [9])
-        rows._after_init_new(None, None, SimpleNamespace(req_pool_indices_cpu=torch.tensor([2, 3])), None)
+        req_to_token._after_init_new(None, None, SimpleNamespace(req_pool_indices_cpu=torch.tensor([2, 3])), None)
         assert table.batch == [0, 9]
 
 
 class TestExtend:
     def test_rows_are_physical_and_left_justified(self) -> None:
-        rows.attach(HoleTable(8, "cpu"))
+        req_to_token.attach(HoleTable(8, "cpu"))
         pool, case = stale_pool(), Extend()
         batch = case.run(put_rows, pool)
         table = pool.req_to_token
         assert table[2].tolist() == [*range(100, 106), 900, 901] + [0] * 8
         assert table[5].tolist() == [200, 201, 202, 902] + [77] * 12
         assert table[1].tolist() == [903, 904, 905, 906] + [77] * 12
-        assert rows.table().device.tolist() == [0, 0, 4, 0, 0, 0, 0, 0]
+        assert req_to_token.table().device.tolist() == [0, 0, 4, 0, 0, 0, 0, 0]
         assert batch.tree_cache.adopted == ["r0", "r1", "r2"]
 
     def test_a_row_that_is_used_again_forgets_its_holes(self) -> None:
-        rows.attach(HoleTable(8, "cpu"))
+        req_to_token.attach(HoleTable(8, "cpu"))
         pool = stale_pool()
         Extend().run(put_rows, pool)
         Extend(holes=(0, 1, 0)).run(put_rows, pool)
-        assert rows.table().device.tolist() == [0, 0, 0, 0, 0, 1, 0, 0]
+        assert req_to_token.table().device.tolist() == [0, 0, 0, 0, 0, 1, 0, 0]
 
     def test_without_holes_the_writer_gets_the_lengths_as_they_are(self) -> None:
-        rows.attach(HoleTable(8, "cpu"))
+        req_to_token.attach(HoleTable(8, "cpu"))
         case, calls = Extend(holes=(0, 0, 0)), []
         case.run(lambda *arguments: calls.append(arguments), stale_pool())
         for given, wanted in zip(calls[0][1:9], case.arguments(None)[1:9], strict=True):
             assert torch.equal(given, wanted) and given.dtype == wanted.dtype
 
     def test_a_prefix_without_any_slot_is_left_empty(self) -> None:
-        rows.attach(HoleTable(8, "cpu"))
+        req_to_token.attach(HoleTable(8, "cpu"))
         pool = stale_pool()
         Extend(holes=(10, 3, 0)).run(put_rows, pool)
         assert pool.req_to_token[2, :4].tolist() == [900, 901, 0, 0]
@@ -193,17 +194,17 @@ class TestExtend:
             raise RuntimeError("out of memory")
 
         with pytest.raises(RuntimeError, match="out of memory"):
-            rows._around_alloc_for_extend(fail, object())
-        assert rows._extending == []
+            req_to_token._around_alloc_for_extend(fail, object())
+        assert req_to_token._extending == []
 
     def test_lengths_keep_their_types(self) -> None:
-        rows.attach(HoleTable(8, "cpu"))
+        req_to_token.attach(HoleTable(8, "cpu"))
         case = Extend()
         arguments = list(case.arguments(stale_pool()))
         arguments[3], arguments[5] = arguments[3].to(torch.int32), arguments[5].to(torch.int32)
         types: list[torch.dtype] = []
-        rows._extending.append(case.batch())
-        rows._around_write_cache_indices(lambda *given: types.extend(t.dtype for t in given[3:7]), *arguments)
+        req_to_token._extending.append(case.batch())
+        req_to_token._around_write_cache_indices(lambda *given: types.extend(t.dtype for t in given[3:7]), *arguments)
         assert types == [torch.int32, torch.int64, torch.int32, torch.int64]
 
 
@@ -220,7 +221,7 @@ class TestDecode:
     def table(self, device: torch.device | str = "cpu") -> HoleTable:
         table = HoleTable(8, device)
         table.note(torch.tensor([2, 1]), [4, 3])
-        rows.attach(table)
+        req_to_token.attach(table)
         return table
 
     def test_lengths_are_physical_inside_and_logical_again_after(self) -> None:
@@ -232,7 +233,7 @@ class TestDecode:
             return "slots"
 
         before = batch.seq_lens, batch.seq_lens_cpu
-        assert rows._around_alloc_for_decode(original, batch, 1) == "slots"
+        assert req_to_token._around_alloc_for_decode(original, batch, 1) == "slots"
         assert seen == [([8, 4, 1], [8, 4, 1], 1)]
         assert batch.seq_lens is before[0] and batch.seq_lens_cpu is before[1]
         assert batch.seq_lens.tolist() == [12, 4, 4]
@@ -246,14 +247,14 @@ class TestDecode:
             raise RuntimeError("out of memory")
 
         with pytest.raises(RuntimeError, match="out of memory"):
-            rows._around_alloc_for_decode(fail, batch, 1)
+            req_to_token._around_alloc_for_decode(fail, batch, 1)
         assert (batch.seq_lens, batch.seq_lens_cpu) == before
 
     def test_without_holes_the_very_same_tensors_go_in(self) -> None:
-        rows.attach(HoleTable(8, "cpu"))
+        req_to_token.attach(HoleTable(8, "cpu"))
         batch = self.batch()
         before = batch.seq_lens
-        rows._around_alloc_for_decode(lambda given, _: given.seq_lens, batch, 1)
+        req_to_token._around_alloc_for_decode(lambda given, _: given.seq_lens, batch, 1)
         assert batch.seq_lens is before
 
 
@@ -280,7 +281,7 @@ class TestNoWaiting:
         assert table.host.tolist() == [0, 5, 0, 0, 7, 0, 0, 0]
 
     def test_writing_rows(self) -> None:
-        rows.attach(HoleTable(8, META))
+        req_to_token.attach(HoleTable(8, META))
         calls: list[Any] = []
         Extend(device="meta").run(lambda *given: calls.append(given), stale_pool("meta"))
         prefix_lens, prefix_lens_cpu = calls[0][3:5]
@@ -292,7 +293,9 @@ class TestNoWaiting:
         TestDecode().table(META)
         seen: list[Any] = []
         batch = TestDecode().batch("meta")
-        rows._around_alloc_for_decode(lambda given, _: seen.append((given.seq_lens, given.seq_lens_cpu)), batch, 1)
+        req_to_token._around_alloc_for_decode(
+            lambda given, _: seen.append((given.seq_lens, given.seq_lens_cpu)), batch, 1
+        )
         assert seen[0][0].device == META and seen[0][1].tolist() == [8, 4, 1]
 
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_evicpress import weights_digest as module
-from sglang_evicpress.weights_digest import CHUNK_WORDS, named_tensors, weights_digest
+from sglang_evicpress.tiers.entry import weights_digest as module
+from sglang_evicpress.tiers.entry.weights_digest import CHUNK_WORDS, named_tensors, weights_digest
 
 DTYPES = [
     torch.bfloat16,

@@ -16,7 +16,7 @@ import orjson
 
 from sglang_evicpress.benchmark.raw import PLAN, RUNS, SCORES
 from sglang_evicpress.benchmark.systems import System
-from sglang_evicpress.profiler.output import write_whole
+from sglang_evicpress.files import write_whole
 
 _FAILED = ".failed"
 

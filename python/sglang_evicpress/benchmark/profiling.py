@@ -18,7 +18,7 @@ from sglang_evicpress.benchmark.interrupts import uninterrupted
 from sglang_evicpress.benchmark.server import Server, ServerError
 from sglang_evicpress.benchmark.workload import write_training
 
-_CLI = "import sys; from sglang_evicpress.cli import main; sys.exit(main())"
+_CLI = "import sys; from sglang_evicpress.cli.main import main; sys.exit(main())"
 _STOP_S = 20.0
 
 

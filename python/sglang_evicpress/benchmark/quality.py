@@ -11,8 +11,8 @@ from typing import Protocol
 import orjson
 
 from sglang_evicpress.benchmark.raw import SCORES, Raw, Request, Run, Score, read_raw
+from sglang_evicpress.files import write_whole
 from sglang_evicpress.profiler.engine import Answer, Likelihood
-from sglang_evicpress.profiler.output import write_whole
 from sglang_evicpress.profiler.scorers import get_scorer
 from sglang_evicpress.profiler.scorers.reference import token_f1
 

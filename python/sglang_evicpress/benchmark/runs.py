@@ -24,7 +24,7 @@ from sglang_evicpress.benchmark.profiling import Profiles
 from sglang_evicpress.benchmark.server import Server, free_port
 from sglang_evicpress.benchmark.systems import Sizes, System, left_out, profiling_system
 from sglang_evicpress.benchmark.workload import Planned, is_loaded, num_requests, plan, warm_up
-from sglang_evicpress.profiler.progress import Progress
+from sglang_evicpress.progress import Progress
 
 MOST_FAILED = 0.01
 """A run of which a larger share of the requests fails does not count, and ends the benchmark."""

@@ -18,8 +18,8 @@ from sglang_evicpress.benchmark.folder import Folder
 from sglang_evicpress.benchmark.interrupts import raising_interrupts
 from sglang_evicpress.benchmark.runs import Bench, Launch, launch_command, plan_of
 from sglang_evicpress.benchmark.systems import Sizes, System, profiling_system
-from sglang_evicpress.profiler.output import write_whole
-from sglang_evicpress.profiler.progress import Progress
+from sglang_evicpress.files import write_whole
+from sglang_evicpress.progress import Progress
 
 SATURATION = "saturation.json"
 SETTLE = 0.25

@@ -13,7 +13,7 @@ import orjson
 from sglang_evicpress.benchmark.arrivals import closed, poisson, read_trace, spread, stretched
 from sglang_evicpress.benchmark.config import Config
 from sglang_evicpress.benchmark.contexts import Context, Question
-from sglang_evicpress.profiler.output import write_whole
+from sglang_evicpress.files import write_whole
 from sglang_evicpress.profiler.prompts import Template
 
 

@@ -6,16 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sglang_evicpress.core import PRESSES, Form
-from sglang_evicpress.costs import Costs
-from sglang_evicpress.policy.adaptcache import AdaptCacheRule
-from sglang_evicpress.policy.base import Policy
-from sglang_evicpress.policy.book import Rule
-from sglang_evicpress.policy.evicpress import EvicPressRule
-from sglang_evicpress.policy.fixed import FixedFormRule, ImpressRule, impress_form
-from sglang_evicpress.policy.gdsf import GdsfRule
-from sglang_evicpress.policy.lru import BeladyRule, HptRule, LfuRule, LruRule, SlruRule
+from sglang_evicpress.policy.base import Rule
+from sglang_evicpress.policy.cost_model import Costs
 from sglang_evicpress.policy.menu import Menu
-from sglang_evicpress.policy.tlru import TlruRule
+from sglang_evicpress.policy.planner import Policy
+from sglang_evicpress.policy.rules.adaptcache import AdaptCacheRule
+from sglang_evicpress.policy.rules.evicpress import EvicPressRule
+from sglang_evicpress.policy.rules.fixed import FixedFormRule, ImpressRule, impress_form
+from sglang_evicpress.policy.rules.gdsf import GdsfRule
+from sglang_evicpress.policy.rules.lru import BeladyRule, HptRule, LfuRule, LruRule, SlruRule
+from sglang_evicpress.policy.rules.tlru import TlruRule
 
 
 @dataclass(frozen=True, slots=True)

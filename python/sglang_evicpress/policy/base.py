@@ -1,103 +1,172 @@
-"""What a policy is: statistics in, decisions out."""
+"""Protocols between a policy and the index of nodes, and the records both read."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
-from sglang_evicpress.core import Decision, NodeStats, Tier, Way
-from sglang_evicpress.costs import Costs
-from sglang_evicpress.policy.book import Book, Rule
-from sglang_evicpress.policy.evicpress import EvicPressRule
-from sglang_evicpress.policy.explain import explain
-from sglang_evicpress.policy.plan import Plan
-from sglang_evicpress.policy.rearrange import Budget, rearrange
+from sglang_evicpress.core import Form, NodeStats, Tier, Way
+from sglang_evicpress.policy.menu import Menu
 
+DROPPED = len(Tier)
+"""The rank of a node that is nowhere: below every tier."""
 
-@runtime_checkable
-class CostReader(Protocol):
-    """A rule that weighs delays."""
-
-    def read_costs(self, costs: Costs) -> None:
-        """Take these costs instead of those before; steps worked out before are outdated."""
-        ...
+Entry = tuple[float, int, int]
+"""(key, last_use, id): the order in which steps are taken, total and the same on every rank."""
 
 
-class Policy:
-    """Keeps a book of the nodes it is told of and, when a tier is short, plans what to do (EvicPress section 4.4).
+class Step(NamedTuple):
+    """The next step of a node: hold ``form`` in ``num_bytes`` on the tier of rank ``rank`` (DROPPED: forget it).
 
-    Pure: it reads no clock, file, tensor or metric. What it plans depends only on the present statistics of the nodes,
-    never on the order or the number of the calls that brought them: the same nodes give the same plan in any process
-    and on any rank. Planning changes nothing; whoever carries a decision out tells the policy by ``put`` or
-    ``forget``, as for every other change.
+    The step with the smallest ``key`` is taken first. ``loss`` is the utility it gives up, unweighted.
     """
 
-    def __init__(self, rule: Rule) -> None:
-        self.rule = rule
-        self.book = Book(rule)
-        self.put = self.book.put
-        self.forget = self.book.forget
-        self.touch = self.book.touch
-        self.lock = self.book.lock
-        self.reweigh = self.book.reweigh
+    key: float
+    rank: int
+    form: Form | None
+    num_bytes: int
+    quality: float = 1.0
+    delay_s: float = 0.0
+    loss: float = 0.0
+
+
+class Record:
+    """A node in the book: its ``NodeStats`` in a form that can change, and its place in the tree and in a heap.
+
+    ``num_children`` counts children by rank (None: it never had any). ``memo`` is the rule's own, forgotten when
+    anything but weight or use changes. ``queued`` is the record's entry in the heap of its tier.
+    """
+
+    __slots__ = (
+        "curve",
+        "depth_tokens",
+        "exact_on",
+        "form",
+        "id",
+        "is_locked",
+        "last_use",
+        "memo",
+        "num_bytes",
+        "num_children",
+        "num_hits",
+        "num_tokens",
+        "parent_id",
+        "quality",
+        "queued",
+        "rank",
+        "reachable",
+        "sinks",
+        "ways",
+        "weight",
+    )
+
+    def __init__(self, node: NodeStats) -> None:
+        self.num_children: list[int] | None = None
+        self.queued: Entry | None = None
+        self.read(node)
+
+    def read(self, node: NodeStats) -> None:
+        self.id = node.id
+        self.parent_id = node.parent_id
+        self.rank: int = int(node.tier)
+        self.form: Form = node.form
+        self.num_tokens = node.num_tokens
+        self.num_bytes = node.num_bytes
+        self.depth_tokens = node.depth_tokens
+        self.quality = node.quality
+        self.curve: Sequence[float] = node.curve
+        self.reachable = node.reachable
+        self.weight = node.weight
+        self.num_hits = node.num_hits
+        self.last_use = node.last_use
+        self.sinks = node.sinks
+        self.is_locked = node.is_locked
+        self.exact_on = node.exact_on
+        self.ways = node.ways
+        self.memo: object = None
+
+    def copy(self) -> Record:
+        """A record a plan may change: the same node, in no heap."""
+        twin = Record.__new__(Record)
+        twin.id, twin.parent_id, twin.rank, twin.form = self.id, self.parent_id, self.rank, self.form
+        twin.num_tokens, twin.num_bytes, twin.depth_tokens = self.num_tokens, self.num_bytes, self.depth_tokens
+        twin.quality, twin.curve, twin.reachable, twin.sinks = self.quality, self.curve, self.reachable, self.sinks
+        twin.weight, twin.num_hits, twin.last_use = self.weight, self.num_hits, self.last_use
+        twin.is_locked, twin.exact_on, twin.memo = self.is_locked, self.exact_on, self.memo
+        twin.ways = self.ways
+        twin.num_children = None if self.num_children is None else list(self.num_children)
+        twin.queued = None
+        return twin
+
+    @property
+    def floor(self) -> int:
+        """The lowest rank it may move to: a node leaves a tier only once no child is there or above."""
+        if self.num_children is not None:
+            for rank, count in enumerate(self.num_children):
+                if count:
+                    return rank
+        return DROPPED
+
+    def count_child(self, rank: int, change: int) -> None:
+        if self.num_children is None:
+            self.num_children = [0] * DROPPED
+        if rank < DROPPED:
+            self.num_children[rank] += change
+
+
+class Rule(Protocol):
+    """What makes one policy differ from another: the order of nodes and what is done to the first of them."""
 
     @property
     def name(self) -> str:
-        return self.rule.name
+        """What it is called, as it was asked for."""
+        ...
 
     @property
-    def has_utility(self) -> bool:
-        """Whether a decision's loss is the utility it gives up, ``utility.utility``. Others weigh something else."""
-        return isinstance(self.rule, EvicPressRule)
+    def menu(self) -> Menu:
+        """The forms and tiers it chooses from."""
+        ...
 
-    def put_all(self, nodes: Iterable[NodeStats]) -> None:
-        """Note nodes in any order. With ``put``, a parent has to come before its children: they are counted by it."""
-        waiting: dict[int | None, NodeStats] = {node.id: node for node in nodes}
-        for first in list(waiting):
-            upwards = []
-            node = waiting.pop(first, None)
-            while node is not None:
-                upwards.append(node)
-                node = waiting.pop(node.parent_id, None)
-            for one in reversed(upwards):
-                self.put(one)
+    @property
+    def rises_only(self) -> bool:
+        """Whether a hit never makes a key of 0 or more smaller; its entry may then wait in the heap until on top."""
+        ...
 
-    def plan(
-        self,
-        tier: Tier,
-        num_bytes: int,
-        room: Mapping[Tier, int] | None = None,
-        *,
-        ready: Mapping[int, Sequence[Way]] | None = None,
-    ) -> list[Decision]:
-        """Decisions, in order of execution, that free ``num_bytes`` on ``tier``, or all they can if that is less.
+    @property
+    def weighs_quality(self) -> bool:
+        """Whether it chooses forms by their quality; then it is only offered those whose quality is known."""
+        ...
 
-        ``room`` gives the free bytes of the tiers below; a tier that is not in it is full. Only unlocked nodes move,
-        each at most once. A node leaves a tier only after all its children have. Without the step that freed the last
-        byte the plan would fall short. 0 bytes or less need nothing: an empty plan.
+    def step(self, record: Record, barred: int = 0, ways: Sequence[Way] | None = None) -> Step | None:
+        """The next step of a node that frees bytes on its tier, None when there is none.
 
-        ``ready`` makes the plan urgent, so that carrying it out waits for no byte to be written: a node leaves the tier
-        only by a drop or to a tier that holds a copy of it, as which it goes on and which takes no room there:
-        ``ready[node_id]`` are those. ``room`` then does not count, and what is below does not move, unless it has to go
-        because the node above it cannot go otherwise: to a copy of it where that node goes, or else by a drop.
+        Tiers whose bit is set in ``barred`` cannot take it. Nothing below ``record.floor`` may be chosen. With
+        ``ways`` it may go to a lower tier only as one of those.
         """
-        plan = Plan(self.book, room or {}, ready)
-        try:
-            plan.relieve(int(tier), num_bytes)
-        finally:
-            plan.close()
-        return plan.decisions()
+        ...
 
-    def refresh(self, costs: Costs) -> None:
-        """Decide by these costs from now on. Every step is worked out anew: call it when they have really changed."""
-        if isinstance(self.rule, CostReader):
-            self.rule.read_costs(costs)
-            self.book.rebuild()
+    def delay_s(self, record: Record) -> float:
+        """Seconds to get the node back to the GPU from where it is; 0 for a rule that does not weigh it."""
+        ...
 
-    def rearrange(self, room: Mapping[Tier, int], budget: Budget, held: Collection[int] = ()) -> list[Decision]:
-        """Moves that raise the total utility; see ``rearrange.rearrange``. None for a policy that has no utility."""
-        return rearrange(self.book, self.rule, room, budget, held) if isinstance(self.rule, EvicPressRule) else []
 
-    def explain(self, node_id: int, value_of_hit: float = 1.0) -> dict[str, object]:
-        """See ``explain.explain``. KeyError for a node that is not in the book."""
-        return explain(self.rule, self.book.records[node_id], value_of_hit)
+@runtime_checkable
+class Watcher(Protocol):
+    """A rule that besides also has to know what happens to nodes; a plan, which only may happen, is not told."""
+
+    def used(self, record: Record) -> None:
+        """The node is new to the book, to its tier or below its parent, or was used; its record says so already."""
+        ...
+
+    def left(self, record: Record, rank: int) -> None:
+        """The node goes to the tier of ``rank`` (DROPPED: is forgotten); its record still says where it was."""
+        ...
+
+
+@runtime_checkable
+class Preparer(Protocol):
+    """A rule that can work out the steps of many nodes sooner than one by one."""
+
+    def prepare(self, records: Iterable[Record]) -> None:
+        """Fill the memo of every record."""
+        ...

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from sglang_evicpress.core import Form, Tier
-from sglang_evicpress.policy.book import DROPPED, Record, Rule
-from sglang_evicpress.policy.edges import Point, upper_hull
-from sglang_evicpress.policy.evicpress import EvicPressRule
-from sglang_evicpress.utility import utility
+from sglang_evicpress.policy.base import DROPPED, Record, Rule
+from sglang_evicpress.policy.hull import Point, upper_hull
+from sglang_evicpress.policy.rules.evicpress import EvicPressRule
+from sglang_evicpress.policy.utility import utility
 
 Row = dict[str, object]
 

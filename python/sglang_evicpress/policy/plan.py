@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sglang_evicpress.core import DROP, Decision, Option, Tier, Way
-from sglang_evicpress.policy.book import DROPPED, Book, Entry, Record, Step
-from sglang_evicpress.policy.evicpress import EvicPressRule
-from sglang_evicpress.policy.felling import Felling
+from sglang_evicpress.policy.base import DROPPED, Entry, Record, Step
+from sglang_evicpress.policy.forced_drops import Felling
+from sglang_evicpress.policy.index import Book
+from sglang_evicpress.policy.rules.evicpress import EvicPressRule
 
 AHEAD, AHEAD_PER_STEP = 256, 4
 """Nodes that may not do what the book has them queued for, of which an urgent plan looks at so many, and so many more

@@ -9,8 +9,8 @@ from typing import Any
 
 from sglang_evicpress.core import Form
 from sglang_evicpress.profiler.engine import Answer, EngineError, Likelihood, Shadow, ShadowLost, ShadowRefused
-from sglang_evicpress.profiler.profile import BLOCK_TOKENS
 from sglang_evicpress.profiler.transport import BadRequest, Json, NotThere, Transport
+from sglang_evicpress.quality.profile import BLOCK_TOKENS
 
 FILL_TOKENS = 256
 """Tokens that one request computes of a shadow's missing part: users wait for no more than that."""

@@ -10,11 +10,11 @@ from typing import TypeAlias
 
 from sglang_evicpress.core import Form
 from sglang_evicpress.profiler.engine import Answer, Engine, EngineError, Shadow, ShadowLost, ShadowRefused
-from sglang_evicpress.profiler.evidence import Evidence
-from sglang_evicpress.profiler.profile import Profile, query_set
-from sglang_evicpress.profiler.recorder import Query
 from sglang_evicpress.profiler.scorers import Scorer
 from sglang_evicpress.profiler.scorers.logprob import observed_quality
+from sglang_evicpress.quality.evidence import Evidence
+from sglang_evicpress.quality.profile import Profile, query_set
+from sglang_evicpress.quality.recorder import Query
 
 NUM_LIKELIEST = 20
 """Tokens that ``observe`` asks for at each place: what a served answer could have been instead."""

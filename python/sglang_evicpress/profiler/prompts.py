@@ -10,8 +10,8 @@ from typing import Literal, Self
 from sglang_evicpress.profiler.contexts import GivenQuestion
 from sglang_evicpress.profiler.engine import EngineError
 from sglang_evicpress.profiler.measure import Asked
-from sglang_evicpress.profiler.profile import BLOCK_TOKENS
 from sglang_evicpress.profiler.transport import Transport
+from sglang_evicpress.quality.profile import BLOCK_TOKENS
 
 PromptKind = Literal["chat", "text"]
 

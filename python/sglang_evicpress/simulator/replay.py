@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from sglang_evicpress.core import EXACT, Decision, NodeStats, Tier
-from sglang_evicpress.costs import CostModel, Costs
-from sglang_evicpress.policy.base import Policy
+from sglang_evicpress.policy.cost_model import CostModel, Costs
 from sglang_evicpress.policy.menu import Menu
-from sglang_evicpress.reuse import ReuseClock, weight_of_new
+from sglang_evicpress.policy.planner import Policy
+from sglang_evicpress.policy.reuse import ReuseClock, weight_of_new
 from sglang_evicpress.simulator.sensitivity import Sensitivities
 from sglang_evicpress.simulator.tree import Node, Tree
 from sglang_evicpress.traces import Request, Trace

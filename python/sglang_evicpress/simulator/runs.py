@@ -7,11 +7,11 @@ from statistics import fmean
 from typing import Literal
 
 from sglang_evicpress.core import Form
-from sglang_evicpress.costs import Costs
 from sglang_evicpress.policy import make_policy, policy_forms
+from sglang_evicpress.policy.cost_model import Costs
 from sglang_evicpress.policy.menu import Menu
-from sglang_evicpress.profile import Curves
-from sglang_evicpress.reuse import ReuseClock
+from sglang_evicpress.policy.quality_curves import Curves
+from sglang_evicpress.policy.reuse import ReuseClock
 from sglang_evicpress.simulator.future import Future
 from sglang_evicpress.simulator.replay import Machine, Replay
 from sglang_evicpress.simulator.sensitivity import Sensitivities

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sglang_evicpress.tiers.files import BLOCK_BYTES, Files
+from sglang_evicpress.tiers.ssd.os_files import BLOCK_BYTES, Files
 
 KINDS = ("delay", "eio", "enospc", "short", "flip", "lost")
 

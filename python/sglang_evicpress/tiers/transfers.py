@@ -16,8 +16,8 @@ import torch
 
 from sglang_evicpress.kernels.pool import Backend
 from sglang_evicpress.kernels.stage import gather, scatter, stage_table
-from sglang_evicpress.tiers.arena import Arena, Run, read_pieces, write_pieces
-from sglang_evicpress.tiers.entry import Extent, extent_of
+from sglang_evicpress.tiers.entry.encoding import Extent, extent_of
+from sglang_evicpress.tiers.host.arena import Arena, Run, read_pieces, write_pieces
 
 SCRATCH_BYTES = 64 << 20
 """Of the device's memory, for each thread that copies."""

@@ -11,7 +11,7 @@ from decode import accuracy, guide, identical, neighbours, room, walls
 from decode.asks import Ask, context_prompt, random_prompt
 from foundation.report import Finding
 
-from sglang_evicpress.decode.settings import SCORES
+from sglang_evicpress.decode_budget.settings import SCORES
 
 
 @pytest.mark.sglang
@@ -97,15 +97,15 @@ def test_controls_that_look_right_are_missed() -> None:
 
 @pytest.mark.parametrize("setup", identical.SETUPS, ids=lambda setup: f"{setup.model}-{setup.page_size}")
 def test_every_ask_can_be_asked(setup: identical.Setup) -> None:
-    from sglang_evicpress.decode import rhythm
-    from sglang_evicpress.decode.settings import DecodeSettings
+    from sglang_evicpress.decode_budget import schedule
+    from sglang_evicpress.decode_budget.settings import DecodeSettings
 
     asks = identical.draw_asks(identical.MODEL if setup.model == "testbed" else identical.Path(), setup.page_size, 1)
     budgeted = [ask for ask in asks if ask.budget]
     assert len(budgeted) == identical.NUM_PROMPTS and len({(ask.method, ask.score) for ask in budgeted}) == 25
     for ask in budgeted:
         assert ask.every is not None
-        rhythm.check(DecodeSettings(ask.budget, ask.method, ask.score, ask.every), setup.page_size, 4)
+        schedule.check(DecodeSettings(ask.budget, ask.method, ask.score, ask.every), setup.page_size, 4)
         assert len(ask.prompt) + ask.num_new > ask.budget + ask.every, "or nothing would be dropped"
 
 

@@ -19,7 +19,7 @@ from gpu.provenance import differing, running_commit
 FEW = (
     "bench/gpu/run.sh",
     "kernels/compact.py",
-    "patches/attention.py",
+    "patches/attention/physical_lengths.py",
     "pyproject.toml",
     "python/sglang_evicpress/__init__.py",
     "python/sglang_evicpress/kernels",
@@ -79,7 +79,7 @@ def test_boot_unpacks_with_nothing_set(carry: Path, tmp_path: Path) -> None:
     source = folder / "source"
     assert pack.digest_of(carry).startswith(folder.name)
     assert shown["EVICPRESS_SOURCE"] == str(source) and f"source {source};" in said
-    for name, module in (("kernels", "compact.py"), ("patches", "attention.py")):
+    for name, module in (("kernels", "compact.py"), ("patches", "attention/physical_lengths.py")):
         link = source / "python" / "sglang_evicpress" / name
         assert link.is_symlink() and (link / module).read_bytes() == (pack.ROOT / name / module).read_bytes()
     assert (folder / "site" / "some" / "__init__.py").read_text() == "one = 1\n"
@@ -148,7 +148,7 @@ def test_a_tree_that_is_not_as_packed_is_marked(change: str, carry: Path, tmp_pa
     boot(carry, tmp_path / "place")
     root = unpacked(tmp_path / "place")[0] / "source"
     assert running_commit(root, carry) == "abc" and not differing(root, carry / "source.tar.xz")
-    names = {"edited": "pyproject.toml", "removed": "patches/attention.py", "added": "kernels/more.py"}
+    names = {"edited": "pyproject.toml", "removed": "patches/attention/physical_lengths.py", "added": "kernels/more.py"}
     name = names.get(change, "python/sglang_evicpress/kernels")
     if change in ("removed", "relinked"):
         (root / name).unlink()

@@ -102,7 +102,7 @@ def test_the_source_has_what_a_gpu_phase_imports() -> None:
         "python/sglang_evicpress/plugin.py",
         "python/sglang_evicpress/kernels",
         "kernels/compact.py",
-        "patches/attention.py",
+        "patches/attention/physical_lengths.py",
         "bench/gpu/server.py",
         "bench/foundation/exactness.py",
         "bench/testbed/model/model.safetensors",

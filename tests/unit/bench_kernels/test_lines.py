@@ -102,14 +102,14 @@ def test_a_kernel_that_was_not_compiled_for_a_target_is_missed() -> None:
 
 
 def test_a_read_of_device_data_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_evicpress.patches import attention
+    from sglang_evicpress.patches.attention import physical_lengths
 
-    view = attention.physical_view
+    view = physical_lengths.physical_view
 
     def reading(batch: Any, table: Any) -> Any:
         assert bool((table.device >= 0).all())
         return view(batch, table)
 
     assert device_reads.views().ok
-    monkeypatch.setattr(attention, "physical_view", reading)
+    monkeypatch.setattr(physical_lengths, "physical_view", reading)
     assert not device_reads.views().ok

@@ -22,8 +22,8 @@ from testbed.tasks import FAMILIES
 from tests.unit.bench_profiler.measured import context
 from tests.unit.profiler.fake_engine import FakeEngine
 
+from sglang_evicpress.cli.profile.command import DEFAULT_FORMS
 from sglang_evicpress.core import Form
-from sglang_evicpress.profiler.command import DEFAULT_FORMS
 from sglang_evicpress.profiler.scorers.reference import WordOverlap
 
 

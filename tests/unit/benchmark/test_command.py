@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sglang_evicpress.benchmark.command import check_pool, choose
 from sglang_evicpress.benchmark.config import Config, load_config
 from sglang_evicpress.benchmark.contexts import Context, Question
 from sglang_evicpress.benchmark.systems import expand, sizes_of
-from sglang_evicpress.cli import main
+from sglang_evicpress.cli.bench import check_pool, choose
+from sglang_evicpress.cli.main import main
 
 INTERRUPTING = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(0.2)"
 
@@ -117,7 +117,7 @@ def test_a_server_that_does_not_start_is_status_1_and_its_log_is_named(
 
 def test_help_imports_nothing_of_the_benchmark() -> None:
     code = (
-        "import sys; from sglang_evicpress.cli import make_parser\n"
+        "import sys; from sglang_evicpress.cli.main import make_parser\n"
         "try: make_parser().parse_args(['bench', 'serve', '--help'])\n"
         "except SystemExit: pass\n"
         "found = [name for name in sys.modules if name in ('numpy', 'yaml', 'aiohttp') or '.benchmark' in name]\n"

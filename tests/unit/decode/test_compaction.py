@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_evicpress.decode.compaction import (
+from sglang_evicpress.decode_budget.compaction import (
     cheaper,
     dead_pages,
     hole_moves,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_evicpress.decode.rhythm import (
+from sglang_evicpress.decode_budget.schedule import (
     block_size,
     check,
     is_due,
@@ -19,7 +19,7 @@ from sglang_evicpress.decode.rhythm import (
     protected_blocks,
     target,
 )
-from sglang_evicpress.decode.settings import METHODS, PROTECTIONS, DecodeSettings
+from sglang_evicpress.decode_budget.settings import METHODS, PROTECTIONS, DecodeSettings
 
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64)
 

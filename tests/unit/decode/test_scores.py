@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_evicpress.decode.scores import page_means, score, survivors, worst_pages
-from sglang_evicpress.decode.settings import SCORES
+from sglang_evicpress.decode_budget.scores import page_means, score, survivors, worst_pages
+from sglang_evicpress.decode_budget.settings import SCORES
 from sglang_evicpress.press import PressInput, QueryWindow
 
 NUM_LAYERS, NUM_HEADS, GROUP, HEAD_DIM = 2, 2, 2, 16

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from sglang_evicpress.decode.settings import (
+from sglang_evicpress.decode_budget.settings import (
     METHODS,
     SCORES,
     DecodeSettings,

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from sglang_evicpress.decode.settings import DecodeSettings
-from sglang_evicpress.decode.tally import NUM_PASSES_SHOWN, PassRecord, RequestTally, Totals
+from sglang_evicpress.decode_budget.settings import DecodeSettings
+from sglang_evicpress.decode_budget.stats import NUM_PASSES_SHOWN, PassRecord, RequestTally, Totals
 
 
 def record(kind="repack", before=192, after=128, pages=4, copies=50.0, seconds=0.25):

@@ -6,8 +6,8 @@ import gc
 
 import torch
 
-from sglang_evicpress.decode.tally import PassRecord
-from sglang_evicpress.patches.decode_trace import MAX_PASSES, PASS_BYTES, DecodeTrace, TraceRoom
+from sglang_evicpress.decode_budget.stats import PassRecord
+from sglang_evicpress.patches.decode_budget.trace import MAX_PASSES, PASS_BYTES, DecodeTrace, TraceRoom
 
 POSITIONS = torch.arange(256, dtype=torch.int32)
 ONE = PASS_BYTES + 1024  # such a pass

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 import pytest
 
 from sglang_evicpress.core import EXACT, Decision, Form, NodeStats, Tier
-from sglang_evicpress.policy.base import Policy
 from sglang_evicpress.policy.menu import Menu
+from sglang_evicpress.policy.planner import Policy
 
 MakeNode = Callable[..., NodeStats]
 CarryOut = Callable[[Policy, Iterable[Decision]], None]

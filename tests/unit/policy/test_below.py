@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_evicpress.core import EXACT, Decision, Form, NodeStats, Tier
-from sglang_evicpress.costs import Costs, PrefillLaw, TransferLaw
 from sglang_evicpress.policy import POLICY_NAMES, Policy, make_policy, policy_forms
+from sglang_evicpress.policy.cost_model import Costs, PrefillLaw, TransferLaw
 from sglang_evicpress.policy.menu import Menu
-from sglang_evicpress.policy.rearrange import Budget
+from sglang_evicpress.policy.promotion import Budget
 
 NAMES = [{"PRESS@KEPT+lru": "keydiff@0.5+lru", "impress@X": "impress@0.1"}.get(name, name) for name in POLICY_NAMES]
 TIERS = (Tier.GPU, Tier.HOST, Tier.SSD)

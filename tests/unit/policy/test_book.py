@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from sglang_evicpress.core import Form, NodeStats, Tier
-from sglang_evicpress.costs import Costs, PrefillLaw
 from sglang_evicpress.policy import make_policy
-from sglang_evicpress.policy.book import Record
-from sglang_evicpress.policy.evicpress import EvicPressRule
+from sglang_evicpress.policy.base import Record
+from sglang_evicpress.policy.cost_model import Costs, PrefillLaw
 from sglang_evicpress.policy.menu import Menu
+from sglang_evicpress.policy.rules.evicpress import EvicPressRule
 
 MakeNode = Callable[..., NodeStats]
 MENU = Menu((Form("keydiff", 0.5),))

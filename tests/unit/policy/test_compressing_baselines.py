@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from sglang_evicpress.core import Form, NodeStats, Tier
-from sglang_evicpress.costs import Costs, PrefillLaw, TransferLaw
 from sglang_evicpress.policy import Policy, make_policy, policy_forms
-from sglang_evicpress.policy.fixed import grown_fraction, impress_form
+from sglang_evicpress.policy.cost_model import Costs, PrefillLaw, TransferLaw
 from sglang_evicpress.policy.menu import Menu
+from sglang_evicpress.policy.rules.fixed import grown_fraction, impress_form
 
 K50, K20, V50 = Form("keydiff", 0.5), Form("keydiff", 0.2), Form("knorm", 0.5)
 TIERS = (Tier.GPU, Tier.HOST, Tier.SSD)

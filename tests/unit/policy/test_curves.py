@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_evicpress.core import EXACT, PRESSES, Form
-from sglang_evicpress.profile import Curves
+from sglang_evicpress.policy.quality_curves import Curves
 
 MEASURED = {"keydiff": {"0.8": 0.99, "0.5": 0.9}, "snapkv": {"0.4": 0.6}, "default": {"0.5": 0.7}}
 

@@ -13,11 +13,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sglang_evicpress.core import Form, NodeStats, Tier, Way
-from sglang_evicpress.costs import Costs, PrefillLaw, TransferLaw
-from sglang_evicpress.policy.book import Book
-from sglang_evicpress.policy.edges import Point, next_on_hull, upper_hull
-from sglang_evicpress.policy.evicpress import EvicPressRule
+from sglang_evicpress.policy.cost_model import Costs, PrefillLaw, TransferLaw
+from sglang_evicpress.policy.hull import Point, next_on_hull, upper_hull
+from sglang_evicpress.policy.index import Book
 from sglang_evicpress.policy.menu import Menu
+from sglang_evicpress.policy.rules.evicpress import EvicPressRule
 
 MakeNode = Callable[..., NodeStats]
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_evicpress.core import Decision, Form, NodeStats, Tier
-from sglang_evicpress.costs import Costs, PrefillLaw, TransferLaw
 from sglang_evicpress.policy import POLICY_NAMES, SERVER_POLICY_NAMES, Policy, make_policy, policy_forms
-from sglang_evicpress.policy.book import DROPPED
+from sglang_evicpress.policy.base import DROPPED
+from sglang_evicpress.policy.cost_model import Costs, PrefillLaw, TransferLaw
 from sglang_evicpress.policy.menu import Menu
 
 PATTERNS = {"PRESS@KEPT+lru": "keydiff@0.5+lru", "impress@X": "impress@0.1"}

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from sglang_evicpress.core import EXACT, Decision, Form, NodeStats, Tier
-from sglang_evicpress.costs import Costs, PrefillLaw, TransferLaw
 from sglang_evicpress.policy import Policy, make_policy
+from sglang_evicpress.policy.cost_model import Costs, PrefillLaw, TransferLaw
 from sglang_evicpress.policy.menu import Menu
 
 K80, K50, K20 = (Form("keydiff", kept) for kept in (0.8, 0.5, 0.2))

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from sglang_evicpress.core import Form, NodeStats, Tier
-from sglang_evicpress.costs import Costs, PrefillLaw
 from sglang_evicpress.policy import make_policy
-from sglang_evicpress.policy.base import Policy
+from sglang_evicpress.policy.cost_model import Costs, PrefillLaw
 from sglang_evicpress.policy.menu import Menu
+from sglang_evicpress.policy.planner import Policy
 
 MakeNode = Callable[..., NodeStats]
 MENU = Menu((Form("keydiff", 0.8), Form("keydiff", 0.5), Form("keydiff", 0.2)))

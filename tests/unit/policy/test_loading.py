@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_evicpress.core import Tier
-from sglang_evicpress.costs import Costs, PrefillLaw, TransferLaw
-from sglang_evicpress.policy.loading import Piece, deadline_s, num_worth_loading
+from sglang_evicpress.policy.cost_model import Costs, PrefillLaw, TransferLaw
+from sglang_evicpress.policy.load_or_recompute import Piece, deadline_s, num_worth_loading
 
 COSTS = Costs(
     PrefillLaw(5.0, 1.0, 0.0),  # a second per token; the fixed cost is paid anyhow

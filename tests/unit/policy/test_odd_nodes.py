@@ -8,10 +8,10 @@ import random
 import pytest
 
 from sglang_evicpress.core import Form, NodeStats, Tier
-from sglang_evicpress.costs import Costs, PrefillLaw, TransferLaw
 from sglang_evicpress.policy import make_policy
-from sglang_evicpress.policy.base import Policy
+from sglang_evicpress.policy.cost_model import Costs, PrefillLaw, TransferLaw
 from sglang_evicpress.policy.menu import Menu
+from sglang_evicpress.policy.planner import Policy
 
 MENU = Menu((Form("keydiff", 0.5),), (Tier.GPU, Tier.HOST))
 COSTS = Costs(PrefillLaw(0.0, 1.0, 0.0), {Tier.HOST: TransferLaw(0.0, 10.0)}, {})

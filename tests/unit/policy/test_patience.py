@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from sglang_evicpress.core import DROP, EXACT, Decision, Form, NodeStats, Option, Tier, Way
-from sglang_evicpress.costs import Costs, PrefillLaw, TransferLaw
 from sglang_evicpress.policy import make_policy
+from sglang_evicpress.policy.cost_model import Costs, PrefillLaw, TransferLaw
 from sglang_evicpress.policy.menu import Menu
-from sglang_evicpress.policy.patience import bytes_to_copy, is_wasteful, seconds_lost
+from sglang_evicpress.policy.wait_cost import bytes_to_copy, is_wasteful, seconds_lost
 
 HALF = Form("keydiff", 0.5)
 COSTS = Costs(PrefillLaw(1.0, 0.01, 0.0), {Tier.HOST: TransferLaw(0.5, 1e4), Tier.SSD: TransferLaw(0.5, 1e3)}, {})

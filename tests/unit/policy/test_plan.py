@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_evicpress.core import EXACT, Decision, Form, NodeStats, Tier
-from sglang_evicpress.costs import Costs, PrefillLaw, TransferLaw
 from sglang_evicpress.policy import Policy, make_policy
+from sglang_evicpress.policy.cost_model import Costs, PrefillLaw, TransferLaw
 from sglang_evicpress.policy.menu import Menu
 
 HALF = Form("keydiff", 0.5)

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_evicpress.core import EXACT, Decision, Form, NodeStats, Tier
-from sglang_evicpress.costs import Costs, PrefillLaw, TransferLaw
 from sglang_evicpress.policy import make_policy
-from sglang_evicpress.policy.base import Policy
-from sglang_evicpress.policy.book import DROPPED
-from sglang_evicpress.policy.evicpress import EvicPressRule
+from sglang_evicpress.policy.base import DROPPED
+from sglang_evicpress.policy.cost_model import Costs, PrefillLaw, TransferLaw
 from sglang_evicpress.policy.menu import Menu
-from sglang_evicpress.policy.rearrange import Budget
+from sglang_evicpress.policy.planner import Policy
+from sglang_evicpress.policy.promotion import Budget
+from sglang_evicpress.policy.rules.evicpress import EvicPressRule
 
 HALF = Form("keydiff", 0.5)
 MENU = Menu((HALF,), tuple(Tier)[:3])

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_evicpress.utility import utility
+from sglang_evicpress.policy.utility import utility
 
 
 @pytest.mark.parametrize(

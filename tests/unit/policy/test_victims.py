@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from sglang_evicpress.core import DROP, Form, NodeStats, Option, Tier
-from sglang_evicpress.costs import Costs, PrefillLaw, TransferLaw
 from sglang_evicpress.policy import Policy, make_policy
+from sglang_evicpress.policy.cost_model import Costs, PrefillLaw, TransferLaw
 from sglang_evicpress.policy.menu import Menu
-from sglang_evicpress.policy.tlru import TlruRule
+from sglang_evicpress.policy.rules.tlru import TlruRule
 
 K50 = Form("keydiff", 0.5)
 MENU = Menu((K50,), (Tier.GPU, Tier.HOST))

@@ -8,7 +8,7 @@ from hashlib import sha256
 
 from sglang_evicpress.core import Form
 from sglang_evicpress.profiler.engine import Answer, EngineError, Likelihood, Shadow, ShadowLost, ShadowRefused
-from sglang_evicpress.profiler.profile import BLOCK_TOKENS, context_keys
+from sglang_evicpress.quality.profile import BLOCK_TOKENS, context_keys
 
 IDENTITY = bytes(range(16))
 BEST_LOGPROB = -0.25

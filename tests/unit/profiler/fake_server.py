@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from sglang_evicpress.core import EXACT, Form
-from sglang_evicpress.profiler.profile import Profile, context_keys
+from sglang_evicpress.quality.profile import Profile, context_keys
 
 IDENTITY = bytes(range(16))
 HEAD, TAIL = 1, 2  # around the user's message of a chat

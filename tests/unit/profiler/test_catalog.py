@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from sglang_evicpress.core import EXACT, Form
-from sglang_evicpress.profile import Curves
-from sglang_evicpress.profiler.catalog import LOW_QUANTILE, UNPOOLED_VARIANCE, Catalog
-from sglang_evicpress.profiler.evidence import Evidence
-from sglang_evicpress.profiler.profile import Profile
+from sglang_evicpress.policy.quality_curves import Curves
+from sglang_evicpress.quality.catalog import LOW_QUANTILE, UNPOOLED_VARIANCE, Catalog
+from sglang_evicpress.quality.evidence import Evidence
+from sglang_evicpress.quality.profile import Profile
 
 HALF, MOST, KNORM = Form("keydiff", 0.5), Form("keydiff", 0.8), Form("knorm", 0.5)
 FORMS = (HALF, MOST, KNORM)

@@ -12,18 +12,18 @@ import orjson
 import pytest
 from tests.unit.profiler.fake_server import HEAD, IDENTITY, LOSS, FakeServer, no, serving
 
-from sglang_evicpress.cli import main
+from sglang_evicpress.cli.main import main
+from sglang_evicpress.cli.profile import command, connection
+from sglang_evicpress.cli.profile.offline import QUERY_PRESSES
 from sglang_evicpress.core import Form
 from sglang_evicpress.press import PRESSES
-from sglang_evicpress.profiler import command, connection
 from sglang_evicpress.profiler.contexts import GivenQuestion
-from sglang_evicpress.profiler.evidence import Evidence
-from sglang_evicpress.profiler.offline import QUERY_PRESSES
-from sglang_evicpress.profiler.profile import Profile, context_keys
-from sglang_evicpress.profiler.progress import Progress
 from sglang_evicpress.profiler.prompts import Template
-from sglang_evicpress.profiler.store import ProfileStore
 from sglang_evicpress.profiler.transport import HttpTransport
+from sglang_evicpress.progress import Progress
+from sglang_evicpress.quality.evidence import Evidence
+from sglang_evicpress.quality.profile import Profile, context_keys
+from sglang_evicpress.quality.store import ProfileStore
 
 FIRST = "the first context, " * 12
 SECOND = "quite another one; " * 15

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_evicpress.profiler.drift import Bootstrap, Observe, Reprofile, Watch
-from sglang_evicpress.profiler.profile import query_set
-from sglang_evicpress.profiler.recorder import Query, Recorder
+from sglang_evicpress.quality.drift import Bootstrap, Observe, Reprofile, Watch
+from sglang_evicpress.quality.profile import query_set
+from sglang_evicpress.quality.recorder import Query, Recorder
 
 ONE, TWO, THREE = b"one", b"two", b"three"
 ALL = {ONE, TWO, THREE}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_evicpress.profiler.evidence import PRIOR_COUNT, Evidence
+from sglang_evicpress.quality.evidence import PRIOR_COUNT, Evidence
 
 qualities = st.lists(st.floats(0.0, 1.0), max_size=30)
 

@@ -14,9 +14,9 @@ from tests.unit.profiler.fake_engine import BEST_LOGPROB, IDENTITY, FakeEngine
 from sglang_evicpress.core import EXACT, Form
 from sglang_evicpress.profiler.engine import Answer, Engine, EngineError, Likelihood, Shadow, ShadowLost, ShadowRefused
 from sglang_evicpress.profiler.measure import Asked, measure_forms, observe, profile_context
-from sglang_evicpress.profiler.profile import BLOCK_TOKENS, Profile, context_keys, query_set
-from sglang_evicpress.profiler.recorder import Query
 from sglang_evicpress.profiler.scorers.logprob import LogProb
+from sglang_evicpress.quality.profile import BLOCK_TOKENS, Profile, context_keys, query_set
+from sglang_evicpress.quality.recorder import Query
 
 CONTEXT = list(range(5, 5 + 2 * BLOCK_TOKENS))
 QUERIES = [Asked((7, 8)), Asked((9,), "reference")]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_evicpress.profiler.pacing import Pacer
+from sglang_evicpress.quality.throttle import Pacer
 
 FULL = 32
 

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_evicpress.core import EXACT, PRESSES, Form
-from sglang_evicpress.profiler.evidence import Evidence
-from sglang_evicpress.profiler.profile import BLOCK_TOKENS, Profile, context_keys, query_set
-from sglang_evicpress.tiers.identity import PathHash
+from sglang_evicpress.quality.evidence import Evidence
+from sglang_evicpress.quality.profile import BLOCK_TOKENS, Profile, context_keys, query_set
+from sglang_evicpress.tiers.entry.identity import PathHash
 
 KEYDIFF, KNORM = Form("keydiff", 0.5), Form("knorm", 0.4)
 IDENTITY = b"an identity....."

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from sglang_evicpress.arguments import IntrospectionError, Json
 from sglang_evicpress.core import Form
-from sglang_evicpress.patches import profile_file
-from sglang_evicpress.patches.profile_file import ProfileFile
-from sglang_evicpress.profiler.evidence import Evidence
-from sglang_evicpress.profiler.profile import Profile
-from sglang_evicpress.profiler.repair import read_all
+from sglang_evicpress.introspect.arguments import IntrospectionError, Json
+from sglang_evicpress.patches.http import profile_writer
+from sglang_evicpress.patches.http.profile_writer import ProfileFile
+from sglang_evicpress.quality.evidence import Evidence
+from sglang_evicpress.quality.profile import Profile
+from sglang_evicpress.quality.repair import read_all
 
 OURS, THEIRS = "aa" * 16, "bb" * 16
 
@@ -61,7 +61,7 @@ def test_what_came_while_the_folder_was_away_is_saved_later(path: Path) -> None:
 
 
 def test_what_waits_is_bounded_and_of_one_model(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile_file, "MAX_UNSAVED", 2)
+    monkeypatch.setattr(profile_writer, "MAX_UNSAVED", 2)
     path.parent.touch()
     file = ProfileFile(str(path))
     for number in (1, 2, 3):

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_evicpress.profiler.chat import MAX_REPLY_BYTES, MAX_TRIES, ChatEndpoint, EndpointError
+from sglang_evicpress.cli.profile.chat import MAX_REPLY_BYTES, MAX_TRIES, ChatEndpoint, EndpointError
+from sglang_evicpress.cli.profile.questions import MAX_PIECE_WORDS, ask_questions, extract_questions
 from sglang_evicpress.profiler.contexts import GivenQuestion
-from sglang_evicpress.profiler.questions import MAX_PIECE_WORDS, ask_questions, extract_questions
 
 ROOT = Path(__file__).parents[3]
 
@@ -443,6 +443,6 @@ def test_an_empty_text_or_number_is_refused_before_anything_is_sent() -> None:
 def test_what_the_package_reads_beside_its_modules_is_package_data() -> None:
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
     declared = setuptools["package-data"]["sglang_evicpress"]
-    profiler = ROOT / "python" / "sglang_evicpress" / "profiler"
-    beside = [path for path in profiler.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
-    assert beside and {path.relative_to(profiler.parent).as_posix() for path in beside} <= set(declared)
+    package = ROOT / "python" / "sglang_evicpress"
+    beside = [path for path in (package / "cli").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
+    assert beside and {path.relative_to(package).as_posix() for path in beside} <= set(declared)

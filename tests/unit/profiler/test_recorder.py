@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_evicpress.profiler.recorder import Query, Recorder
+from sglang_evicpress.quality.recorder import Query, Recorder
 
 ONE, TWO = b"one", b"two"
 

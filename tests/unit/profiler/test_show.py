@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.profiler.fake_server import IDENTITY, FakeServer, serving
 
-from sglang_evicpress.cli import main
+from sglang_evicpress.cli.main import main
+from sglang_evicpress.cli.profile.plot import COLUMNS, MARKS, ROWS, plot
 from sglang_evicpress.core import PRESSES, Form
-from sglang_evicpress.profiler.evidence import Evidence
-from sglang_evicpress.profiler.plot import COLUMNS, MARKS, ROWS, plot
-from sglang_evicpress.profiler.profile import Profile
-from sglang_evicpress.profiler.store import ProfileStore
+from sglang_evicpress.quality.evidence import Evidence
+from sglang_evicpress.quality.profile import Profile
+from sglang_evicpress.quality.store import ProfileStore
 
 QUALITIES = {"keydiff@0.8": [1.0, 0.98], "keydiff@0.5": [0.9, 0.8], "knorm@0.5": [0.5, 0.5], "snapkv@0.2": [0.25]}
 OTHER = bytes(16)
@@ -191,7 +191,8 @@ def test_every_press_has_a_mark_of_its_own() -> None:
 
 def test_the_command_line_loads_nothing_of_the_profiler_before_it_is_asked_for() -> None:
     program = (
-        "import sys, sglang_evicpress.cli as c; print([m for m in sys.modules if 'profiler' in m or m == 'orjson'])"
+        "import sys, sglang_evicpress.cli.main; "
+        "print([m for m in sys.modules if 'sglang_evicpress.' in m and 'profile' in m or m == 'orjson'])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

@@ -21,12 +21,12 @@ import orjson
 import pytest
 
 from sglang_evicpress.core import PRESSES, Form
-from sglang_evicpress.profiler import store as store_module
-from sglang_evicpress.profiler.evidence import Evidence
-from sglang_evicpress.profiler.lines import HEADER, StoreDamaged, StoreError, line_of
-from sglang_evicpress.profiler.profile import Profile
-from sglang_evicpress.profiler.repair import check, read_all, repair
-from sglang_evicpress.profiler.store import SPARE_LINES, ProfileStore
+from sglang_evicpress.quality import store as store_module
+from sglang_evicpress.quality.evidence import Evidence
+from sglang_evicpress.quality.log_format import HEADER, StoreDamaged, StoreError, line_of
+from sglang_evicpress.quality.profile import Profile
+from sglang_evicpress.quality.repair import check, read_all, repair
+from sglang_evicpress.quality.store import SPARE_LINES, ProfileStore
 
 OURS, THEIRS = b"ours............", b"theirs.........."
 CAP = 20  # of a store that writers are killed in

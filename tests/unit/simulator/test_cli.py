@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sglang_evicpress import __version__
-from sglang_evicpress.cli import main
+from sglang_evicpress.cli.main import main
 from sglang_evicpress.simulator.replay import Outcome, Replay
 from sglang_evicpress.traces import Request, Trace, write_trace
 
@@ -391,7 +391,7 @@ def test_version_and_help_exit(capsys: pytest.CaptureFixture[str]) -> None:
 def imported(words: list[str]) -> set[str]:
     """Packages that are there after the command ran in a process of its own."""
     program = (
-        "import sys\nfrom sglang_evicpress.cli import main\n"
+        "import sys\nfrom sglang_evicpress.cli.main import main\n"
         "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
         "print('MODULES', *sorted({name.partition('.')[0] for name in sys.modules}))\n"
     )

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_evicpress.core import Tier
-from sglang_evicpress.costs import Costs, PrefillLaw
+from sglang_evicpress.policy.cost_model import Costs, PrefillLaw
 from sglang_evicpress.simulator.future import Future, all_stairs
 from sglang_evicpress.simulator.replay import Machine
 from sglang_evicpress.simulator.runs import Run, Setting, make_replay

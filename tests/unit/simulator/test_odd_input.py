@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from sglang_evicpress.cli import main
-from sglang_evicpress.reuse import ReuseClock
-from sglang_evicpress.simulator.files import WholeFile
-from sglang_evicpress.simulator.quantities import plain, three_digits
+from sglang_evicpress.cli.main import main
+from sglang_evicpress.cli.replay.units import plain, three_digits
+from sglang_evicpress.files import WholeFile
+from sglang_evicpress.policy.reuse import ReuseClock
 from sglang_evicpress.traces import Request, Trace, write_trace
 
 PROMPTS = ((0, [0, 1, 2, 3]), (2000, [0, 1, 2, 3]), (3000, [7, 7, 7]), (9000, [0, 1, 8]), (90_000, [0, 1, 2, 3]))

@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
+from sglang_evicpress.cli.replay.report import Result, Spread, Tally, lru_over, table
+from sglang_evicpress.cli.replay.units import Size, parse_rate, show_bytes, three_digits
 from sglang_evicpress.core import Tier
-from sglang_evicpress.simulator.quantities import Size, parse_rate, show_bytes, three_digits
 from sglang_evicpress.simulator.replay import Ledger, Outcome
-from sglang_evicpress.simulator.report import Result, Spread, Tally, lru_over, table
 from sglang_evicpress.simulator.runs import Run
 
 TIERS = (Tier.GPU, Tier.SSD)

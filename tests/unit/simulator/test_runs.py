@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sglang_evicpress.core import EXACT, Form, Tier
-from sglang_evicpress.costs import Costs, PrefillLaw, TransferLaw
-from sglang_evicpress.profile import Curves
+from sglang_evicpress.policy.cost_model import Costs, PrefillLaw, TransferLaw
+from sglang_evicpress.policy.quality_curves import Curves
 from sglang_evicpress.simulator.replay import Machine
 from sglang_evicpress.simulator.runs import (
     GivenCurves,

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sglang_evicpress.tiers import arena as module
-from sglang_evicpress.tiers.arena import GRANULE, Arena, Extents, Run
+from sglang_evicpress.tiers.host import arena as module
+from sglang_evicpress.tiers.host.arena import GRANULE, Arena, Extents, Run
 
 UNIT = 16
 

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_evicpress.core import EXACT, Form, Tier
-from sglang_evicpress.layout import HostCopy, SurvivorLayout
-from sglang_evicpress.tiers.copies import Copy
+from sglang_evicpress.device import HostCopy
+from sglang_evicpress.survivors import SurvivorLayout
+from sglang_evicpress.tiers.entry.copies import Copy
 
 FORM = Form("knorm", 0.5)
 

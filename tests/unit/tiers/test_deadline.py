@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from tests.unit.tiers.test_ssd import CAPACITY, FINGERPRINT, fetch, make_entry, put
 
-from sglang_evicpress.tiers import deadline, free_space, ssd
-from sglang_evicpress.tiers.deadline import Caller, Pulse, within
 from sglang_evicpress.tiers.faults import Faults, FaultyFiles
-from sglang_evicpress.tiers.ssd import SsdStore, StoreError
+from sglang_evicpress.tiers.ssd import deadline, free_space
+from sglang_evicpress.tiers.ssd import store as store_module
+from sglang_evicpress.tiers.ssd.deadline import Caller, Pulse, within
+from sglang_evicpress.tiers.ssd.store import SsdStore, StoreError
 
 PATIENCE_S = 30.0
 
@@ -88,7 +89,7 @@ def test_a_pulse_tells_how_long_something_goes_on() -> None:
 def test_a_question_for_room_that_hangs_takes_the_store_out_of_use(
     open_store: Callable[..., SsdStore], faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ssd, "ANSWER_S", 0.01)
+    monkeypatch.setattr(store_module, "ANSWER_S", 0.01)
     monkeypatch.setattr(free_space, "FRESH_S", 0.0)
     store = open_store()
     header, payload = make_entry(1)
@@ -121,7 +122,7 @@ def test_a_transfer_that_hangs_takes_the_store_out_of_use(
     thread = threading.Thread(target=work)
     thread.start()
     until(lambda: faults.counts["hang"] > 0)
-    monkeypatch.setattr(ssd, "HANG_S", 0.0)
+    monkeypatch.setattr(store_module, "HANG_S", 0.0)
     assert store.find(header.edge) == [] and not store.is_writable and store.errors == {"deadline": 1}
     may_go_on.set()
     thread.join(PATIENCE_S)
@@ -132,8 +133,8 @@ def test_a_transfer_that_hangs_takes_the_store_out_of_use(
 def test_close_waits_for_the_syncing_thread_no_longer_than_its_deadline(
     open_store: Callable[..., SsdStore], faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ssd, "_CLOSE_S", 0.01)
-    monkeypatch.setattr(ssd, "_SYNC_PERIOD_S", 0.001)
+    monkeypatch.setattr(store_module, "_CLOSE_S", 0.01)
+    monkeypatch.setattr(store_module, "_SYNC_PERIOD_S", 0.001)
     store = open_store(sync="batch")
     faults.hang("fdatasync")
     put(store, *make_entry(1))

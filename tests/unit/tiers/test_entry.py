@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sglang_evicpress.core import EXACT, PRESSES, Form
-from sglang_evicpress.tiers.entry import (
+from sglang_evicpress.tiers.entry.encoding import (
     FORMAT_VERSION,
     ITEM_BYTES,
     MAGIC,
@@ -35,7 +35,7 @@ from sglang_evicpress.tiers.entry import (
     extent_of,
     peek,
 )
-from sglang_evicpress.tiers.identity import edge_of, token_bytes
+from sglang_evicpress.tiers.entry.identity import edge_of, token_bytes
 
 DIGEST = bytes(range(100, 116))
 # Byte offsets and formats of the fixed fields of format 1.

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from sglang_evicpress.core import EXACT
-from sglang_evicpress.tiers.entry import BadEntry, Header, Shape, extent_of
+from sglang_evicpress.tiers.entry.encoding import BadEntry, Header, Shape, extent_of
 from sglang_evicpress.tiers.faults import KINDS, Faults, FaultyFiles
-from sglang_evicpress.tiers.ssd import SsdStore
+from sglang_evicpress.tiers.ssd.store import SsdStore
 
 MiB = 1 << 20
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from sglang_evicpress.tiers import free_space
-from sglang_evicpress.tiers.free_space import FreeSpace
+from sglang_evicpress.tiers.ssd import free_space
+from sglang_evicpress.tiers.ssd.free_space import FreeSpace
 
 MiB = 1 << 20
 TOTAL = 200 * MiB  # 64 MiB of it are left to others

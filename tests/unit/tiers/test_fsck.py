@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from sglang_evicpress.core import EXACT
-from sglang_evicpress.tiers.entry import Header, Shape, extent_of
-from sglang_evicpress.tiers.fsck import Report, StoreError, fsck
-from sglang_evicpress.tiers.ssd import SsdStore
+from sglang_evicpress.tiers.entry.encoding import Header, Shape, extent_of
+from sglang_evicpress.tiers.ssd.fsck import Report, StoreError, fsck
+from sglang_evicpress.tiers.ssd.store import SsdStore
 
 MiB = 1 << 20
 NUM_ENTRIES = 12

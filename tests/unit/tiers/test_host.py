@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from sglang_evicpress.core import EXACT
-from sglang_evicpress.tiers.copies import HostEntry
-from sglang_evicpress.tiers.entry import BadEntry, Header, Shape, extent_of
+from sglang_evicpress.tiers.entry.copies import HostEntry
+from sglang_evicpress.tiers.entry.encoding import BadEntry, Header, Shape, extent_of
 from sglang_evicpress.tiers.faults import Faults
-from sglang_evicpress.tiers.host import HostTier
+from sglang_evicpress.tiers.host.tier import HostTier
 
 NUM_BYTES = 1 << 20
 SHAPE = Shape(2, 1, 16, "float16", 1)

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_evicpress.tiers import identity
-from sglang_evicpress.tiers.identity import (
+from sglang_evicpress.tiers.entry import identity
+from sglang_evicpress.tiers.entry.identity import (
     KEY_BYTES,
     MAX_TOKEN,
     PathHash,

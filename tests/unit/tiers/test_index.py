@@ -12,8 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sglang_evicpress.tiers.index import Index, Place, Ref
-from sglang_evicpress.tiers.records import Records
+from sglang_evicpress.tiers.ssd.index import Index, Place, Ref
+from sglang_evicpress.tiers.ssd.scan import Records
 
 EDGES = [0, 5, 2**63 - 1]
 

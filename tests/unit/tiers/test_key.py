@@ -12,11 +12,11 @@ import pytest
 import xxhash
 from tests.unit.tiers.test_ssd import CAPACITY, FINGERPRINT, fetch, make_entry, put
 
-from sglang_evicpress.tiers import header
-from sglang_evicpress.tiers.entry import BadEntry, decode, encode_tombstone, peek
-from sglang_evicpress.tiers.fsck import fsck
-from sglang_evicpress.tiers.key import Key
-from sglang_evicpress.tiers.ssd import SsdStore
+from sglang_evicpress.tiers.entry import header
+from sglang_evicpress.tiers.entry.encoding import BadEntry, decode, encode_tombstone, peek
+from sglang_evicpress.tiers.entry.key import Key
+from sglang_evicpress.tiers.ssd.fsck import fsck
+from sglang_evicpress.tiers.ssd.store import SsdStore
 
 SECRET = b"a secret of more than 32 bytes, as it should be"
 OURS, OTHERS = Key(SECRET), Key(b"another secret of more than 32 bytes")

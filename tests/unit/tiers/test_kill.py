@@ -19,9 +19,9 @@ import numpy as np
 import xxhash
 
 from sglang_evicpress.core import EXACT
-from sglang_evicpress.tiers.entry import BadEntry, Header, Shape, check_identity, extent_of
-from sglang_evicpress.tiers.files import round_up
-from sglang_evicpress.tiers.ssd import Ref, SsdStore
+from sglang_evicpress.tiers.entry.encoding import BadEntry, Header, Shape, check_identity, extent_of
+from sglang_evicpress.tiers.ssd.os_files import round_up
+from sglang_evicpress.tiers.ssd.store import Ref, SsdStore
 
 FINGERPRINT = b"a fingerprint..."
 CAPACITY = 24 << 20

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_evicpress.tiers.meter import MOST_TOGETHER, ReadMeter
+from sglang_evicpress.tiers.ssd.read_timer import MOST_TOGETHER, ReadMeter
 
 
 def test_reads_one_after_the_other_are_measured_one_by_one() -> None:

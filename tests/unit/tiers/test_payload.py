@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_evicpress.core import EXACT, Form
-from sglang_evicpress.layout import HostCopy, SurvivorLayout
-from sglang_evicpress.tiers.arena import Arena, Run
-from sglang_evicpress.tiers.entry import ITEM_BYTES, BadEntry, Extent, Header, check_extent
-from sglang_evicpress.tiers.header import problem_of
-from sglang_evicpress.tiers.payload import PayloadCopier, layout_of
+from sglang_evicpress.device import HostCopy
+from sglang_evicpress.survivors import SurvivorLayout
+from sglang_evicpress.tiers.entry.encoding import ITEM_BYTES, BadEntry, Extent, Header, check_extent
+from sglang_evicpress.tiers.entry.header import problem_of
+from sglang_evicpress.tiers.entry.payload import PayloadCopier, layout_of
+from sglang_evicpress.tiers.host.arena import Arena, Run
 
 GRANULE = 64
 DTYPES = sorted(ITEM_BYTES)

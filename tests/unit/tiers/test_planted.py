@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from tests.unit.tiers.test_ssd import CAPACITY, FINGERPRINT, disk_bytes, fetch, make_entry, put
 
-from sglang_evicpress.tiers.entry import BadEntry
-from sglang_evicpress.tiers.fsck import fsck
-from sglang_evicpress.tiers.ssd import SsdStore, StoreError
+from sglang_evicpress.tiers.entry.encoding import BadEntry
+from sglang_evicpress.tiers.ssd.fsck import fsck
+from sglang_evicpress.tiers.ssd.store import SsdStore, StoreError
 
 NOBODY = 65534
 VICTIM = b"what the server's user holds dear\n" * 200

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sglang_evicpress.core import EXACT
-from sglang_evicpress.tiers import segments
-from sglang_evicpress.tiers.entry import BadEntry, Header, Shape, extent_of
-from sglang_evicpress.tiers.files import BLOCK_BYTES, Files
-from sglang_evicpress.tiers.ssd import Ref, SsdStore, StoreError
+from sglang_evicpress.tiers.entry.encoding import BadEntry, Header, Shape, extent_of
+from sglang_evicpress.tiers.ssd import segments
+from sglang_evicpress.tiers.ssd.os_files import BLOCK_BYTES, Files
+from sglang_evicpress.tiers.ssd.store import Ref, SsdStore, StoreError
 
 FINGERPRINT = bytes(range(16))
 CAPACITY = 1 << 30

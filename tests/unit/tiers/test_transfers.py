@@ -14,9 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_evicpress.layout import HostCopy, SurvivorLayout
-from sglang_evicpress.tiers.arena import Arena, Run
-from sglang_evicpress.tiers.payload import PayloadCopier
+from sglang_evicpress.device import HostCopy
+from sglang_evicpress.survivors import SurvivorLayout
+from sglang_evicpress.tiers.entry.payload import PayloadCopier
+from sglang_evicpress.tiers.host.arena import Arena, Run
 from sglang_evicpress.tiers.transfers import CudaLanes, Transfers
 
 SLOTS = 40

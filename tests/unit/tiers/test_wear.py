@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_evicpress.tiers.wear import BURST_S, DAY_S, WearBudget
+from sglang_evicpress.tiers.ssd.wear import BURST_S, DAY_S, WearBudget
 
 PER_DAY = 24_000.0  # a thousand an hour
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from sglang_evicpress.tiers.entry import BadEntry
-from sglang_evicpress.tiers.worker import Job, Workers
+from sglang_evicpress.tiers.entry.encoding import BadEntry
+from sglang_evicpress.tiers.jobs import Job, Workers
 
 PATIENCE_S = 30.0
 

@@ -1,0 +1,163 @@
+"""Compact request rows (SEAM: variant A): ``req_to_token`` holds physical slots, one integer per row holds its holes.
+
+SGLang keeps counting logically. Here, and only here, the logical lengths of a batch become physical ones while its row
+is written; ``HOLES[row]`` says by how much. Touches ``sglang.srt.mem_cache.common``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from sglang_evicpress.device import to_device
+from sglang_evicpress.patches.attention.prompt_queries import QueryCapture
+
+
+class HoleTable:
+    """Holes per request row: one tensor for kernels on the pool's device and its mirror for host-side planning.
+
+    ``device``: int64 [rows]; ``host``: int64 [rows] on the CPU. Both are written when a row is, on the scheduler thread
+    and its stream, i.e. under the same barrier that guards ``req_to_token`` itself.
+    """
+
+    def __init__(self, num_rows: int, device: torch.device | str) -> None:
+        self.device = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.host = self.device if self.device.device.type == "cpu" else torch.zeros(num_rows, dtype=torch.int64)
+        self._with_holes: set[int] = set()
+        self.batch: list[int] = []
+
+    def write(self, rows_device: torch.Tensor, rows_host: torch.Tensor, holes: Sequence[int]) -> torch.Tensor:
+        """Set the holes of these rows; returns them as a device tensor (copied without waiting for the device)."""
+        host = self.note(rows_host, holes)
+        if self.device is self.host:
+            return host
+        moved = to_device(host, self.device.device)
+        self.device[rows_device] = moved
+        return moved
+
+    def note(self, rows_host: torch.Tensor, holes: Sequence[int]) -> torch.Tensor:
+        """Set what the host knows of these rows; returns ``holes`` as a tensor."""
+        for row, count in zip(rows_host.tolist(), holes, strict=True):
+            if count:
+                self._with_holes.add(row)
+            else:
+                self._with_holes.discard(row)
+        values = torch.tensor(holes, dtype=torch.int64)
+        self.host[rows_host] = values
+        return values
+
+    def add(self, rows: Sequence[int], num_holes: int, rows_device: torch.Tensor) -> None:
+        """So many more tokens of each row have no slot; ``rows_device``: the same rows, int64 on the device."""
+        self._with_holes.update(rows)
+        self.host[torch.tensor(rows)] += num_holes
+        if self.device is not self.host:
+            self.device.index_add_(0, rows_device, torch.full_like(rows_device, num_holes))
+
+    def begin_batch(self, rows_host: torch.Tensor | None) -> None:
+        """Remember the holes of the batch that is about to run, in batch order."""
+        self.batch = [] if rows_host is None or not self._with_holes else self.host[rows_host].tolist()
+
+    def has_holes(self, rows_host: torch.Tensor) -> bool:
+        """Whether any of these rows has. Asked in every step, where an operation on tensors takes 20 microseconds."""
+        return bool(self._with_holes) and not self._with_holes.isdisjoint(rows_host.tolist())
+
+
+_table: HoleTable | None = None
+_extending: list[Any] = []
+
+
+def attach(table: HoleTable) -> None:
+    """Make ``table`` the one that the hooks below fill (one model runner per process has the target pool)."""
+    global _table
+    _table = table
+
+
+def table() -> HoleTable:
+    if _table is None:
+        raise RuntimeError("evicpress: the hole table is not there yet; no attention backend has been initialised")
+    return _table
+
+
+def _around_alloc_for_extend(original: Callable[..., Any], batch: Any) -> Any:
+    """AROUND ``alloc_for_extend``: the write below needs the requests, which its arguments do not carry."""
+    _extending.append(batch)
+    try:
+        return original(batch)
+    finally:
+        _extending.pop()
+
+
+def _around_write_cache_indices(
+    original: Callable[..., Any],
+    out_cache_loc: torch.Tensor,
+    rows: torch.Tensor,
+    rows_cpu: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    prefix_lens_cpu: torch.Tensor,
+    seq_lens: torch.Tensor,
+    seq_lens_cpu: torch.Tensor,
+    extend_lens: torch.Tensor,
+    extend_lens_cpu: torch.Tensor,
+    prefix_tensors: list[torch.Tensor],
+    req_to_token_pool: Any,
+) -> None:
+    """AROUND ``write_cache_indices``: write physical, left-justified rows and record their holes."""
+    batch = _extending[-1]
+    cache = batch.tree_cache
+    views = [cache.adopt(req) for req in batch.reqs]
+    holes = [view.holes for view in views]
+    holes_device = table().write(rows, rows_cpu, holes)
+    holes_cpu = torch.tensor(holes, dtype=torch.int64)
+    original(
+        out_cache_loc,
+        rows,
+        rows_cpu,
+        prefix_lens - holes_device.to(prefix_lens.dtype),
+        prefix_lens_cpu - holes_cpu,
+        seq_lens - holes_device.to(seq_lens.dtype),
+        seq_lens_cpu - holes_cpu,
+        extend_lens,
+        extend_lens_cpu,
+        [view.slots for view in views],
+        req_to_token_pool,
+    )
+    # A stale tail between the physical and the logical length would look like a use after free to SGLang's debug
+    # checker.
+    for row, seq_len, num_holes in zip(rows_cpu.tolist(), seq_lens_cpu.tolist(), holes, strict=True):
+        if num_holes:
+            req_to_token_pool.req_to_token[row, seq_len - num_holes :] = 0
+
+
+def _around_alloc_for_decode(original: Callable[..., Any], batch: Any, token_per_req: int) -> Any:
+    """AROUND ``alloc_for_decode``: the last slot of a row, and the place of the next, are physical."""
+    rows = table()
+    if not rows.has_holes(batch.req_pool_indices_cpu):
+        return original(batch, token_per_req)
+    seq_lens, seq_lens_cpu = batch.seq_lens, batch.seq_lens_cpu
+    holes_cpu = rows.host[batch.req_pool_indices_cpu]
+    batch.seq_lens = seq_lens - rows.device[batch.req_pool_indices].to(seq_lens.dtype)
+    batch.seq_lens_cpu = seq_lens_cpu - holes_cpu.to(seq_lens_cpu.dtype)
+    try:
+        return original(batch, token_per_req)
+    finally:
+        batch.seq_lens, batch.seq_lens_cpu = seq_lens, seq_lens_cpu
+
+
+def _after_init_new(result: Any, cls: Any, batch: Any, model_runner: Any) -> None:
+    """AFTER ``ForwardBatch.init_new``: a ForwardBatch has no host copy of its rows; copies lose attributes."""
+    if _table is not None:
+        _table.begin_batch(batch.req_pool_indices_cpu)
+    if QueryCapture.active is not None:
+        QueryCapture.active.begin_batch(batch)
+
+
+def install(registry: Any, hook_type: Any) -> None:
+    common = "sglang.srt.mem_cache.common."
+    registry.register(common + "alloc_for_extend", _around_alloc_for_extend, hook_type.AROUND)
+    registry.register(common + "write_cache_indices", _around_write_cache_indices, hook_type.AROUND)
+    registry.register(common + "alloc_for_decode", _around_alloc_for_decode, hook_type.AROUND)
+    registry.register(
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", _after_init_new, hook_type.AFTER
+    )

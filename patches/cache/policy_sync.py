@@ -1,0 +1,255 @@
+"""Keeping the policy's book in step with the tree: every change is told when it happens, none costs a walk."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from sglang_evicpress.config import EvicPressConfig
+from sglang_evicpress.core import NodeStats, Tier
+from sglang_evicpress.introspect.census import Census
+from sglang_evicpress.patches.cache.queued_hits import Claims
+from sglang_evicpress.patches.profiling.quality import Expectation
+from sglang_evicpress.patches.tiers.placement import tier_of
+from sglang_evicpress.patches.tree.namespaces import is_shadow_name
+from sglang_evicpress.patches.tree.node import (
+    NodeKV,
+    census_of,
+    is_lossy,
+    is_reserved,
+    servable_steps,
+    size_of,
+    start_of,
+)
+from sglang_evicpress.policy import make_policy
+from sglang_evicpress.policy.cost_model import CostModel, Costs, PrefillLaw, TransferLaw
+from sglang_evicpress.policy.menu import Menu
+from sglang_evicpress.policy.reuse import ReuseClock
+from sglang_evicpress.policy.turns import Turns
+from sglang_evicpress.press import get_press
+
+START_LOADS = {Tier.HOST: TransferLaw(1e-3, 4e9), Tier.SSD: TransferLaw(3e-3, 1e9)}
+"""What loading is taken to cost before any was observed."""
+
+FAR = 1.0  # twice or half of it: looked at ten times as soon
+DRIFT = 0.1  # of a predicted duration: costs that differ less are not worth another look at every node
+REFRESH_S = 10.0  # nor is it more often than this,
+REFRESH_S_PER_NODE = 1e-3  # or than takes a hundredth of the time: each node costs some 10 us
+
+
+class Bookkeeping:
+    """The part of EvicPressCache that talks to the policy. Everything here runs on the scheduler thread.
+
+    The logical time ``now_s`` is what rank 0 last stamped (``scheduler``), in seconds since its first stamp; it never
+    goes back and is equal on every rank, as are the ``costs`` in use. ``cost_model`` is this rank's own.
+    """
+
+    def open_book(self: Any, config: EvicPressConfig, slot_bytes: int, page_size: int) -> None:
+        self.menu = Menu(config.menu_forms, self.tiers, slot_bytes, page_size)
+        self.costs = Costs(
+            PrefillLaw(config.prefill_fixed_s, config.prefill_per_token_s, config.prefill_per_pair_s), START_LOADS, {}
+        )
+        self.cost_model = CostModel(self.costs)
+        self.clock = ReuseClock(config.half_life_s)
+        self.now_s = 0.0
+        self._first_stamp_s: float | None = None
+        self._refreshed_s = -REFRESH_S
+        self.claims = Claims(self._hit)
+        self.turns, self.num_refused = Turns(), 0  # of the queue, which queue_limit.py watches
+        self.open_profiling(config)
+        self.default_expectation = Expectation.of((self.catalog.default,), self.menu.forms)
+        self._blind = self.menu.everything  # the forms that can be made without queries
+        for index, form in enumerate(self.menu.forms):
+            if form.press is not None and get_press(form.press).needs_queries:
+                self._blind &= ~(1 << index)
+        self._windowed: dict[int, dict[int, Any]] = {}
+        self.clear_book()
+
+    def clear_book(self: Any) -> None:
+        """A book without nodes."""
+        self.renew_policy()
+        self.census = Census()
+        self._windowed.clear()
+        self.claims.clear()
+
+    def renew_policy(self: Any) -> None:
+        """A policy that knows no node yet, of the present menu."""
+        config = self.config
+        mean_curve = Expectation.of((self.catalog.mean,), self.menu.forms).vector
+        costs = self.costs.of_a_part()
+        self.policy = make_policy(config.policy, self.menu, alpha=config.alpha, costs=costs, mean_curve=mean_curve)
+        self.controller.policy = self.policy
+
+    # ---- what happens to nodes
+
+    def note(self: Any, node: Any) -> None:
+        """A node is new, or what it holds, covers or can become has changed."""
+        self.note_copies(node)
+        self.census.put(node.id, census_of(node))
+        if not math.isfinite(node.kv.weight):  # no plan can be made with it
+            self.controller.num_failed["note weight"] += 1
+            node.kv.weight = 0.0
+        self.policy.put(self.stats_of(node))
+        self.stir()
+
+    def note_split(self: Any, upper: Any, lower: Any) -> None:
+        self.claims.split(upper, lower)
+        self.split_profiles(upper, lower)
+        if lower.kv.window is not None:
+            self._windowed[lower.kv.window][upper.id] = upper
+        self.note(upper)
+        self.note(lower)
+
+    def note_deleted(self: Any, node: Any) -> None:
+        if node.id in self.policy.book.records:
+            self.policy.forget(node.id)
+        self.census.remove(node.id)
+        self.aside.pop(node.id, None)
+        self.ready.pop(node.id, None)
+        self.claims.forget(node)
+        self.drop_window(node)
+
+    def note_use(self: Any, node: Any) -> None:
+        """The node was matched: its tick changed, not its weight."""
+        kv = node.kv
+        self.policy.touch(node.id, kv.weight, kv.num_hits, kv.last_use)
+
+    def keep_window(self: Any, node: Any, key: int | None, lost: list[int]) -> None:
+        """The node's queries are kept under ``key``; those of the ``lost`` keys had to make room."""
+        node.kv.window = key
+        if key is not None:
+            self._windowed[key] = {node.id: node}
+        for other in lost:
+            for owner in list(self._windowed.get(other, {}).values()):
+                self.drop_window(owner)
+                self.note(owner)
+
+    def drop_window(self: Any, node: Any) -> None:
+        key, node.kv.window = node.kv.window, None
+        if key is not None:
+            owners = self._windowed[key]
+            del owners[node.id]
+            if not owners:
+                del self._windowed[key]
+
+    def stats_of(self: Any, node: Any) -> NodeStats:
+        """The node as the policy sees it."""
+        kv: NodeKV = node.kv
+        start, slots, num_tokens, tier = start_of(node), size_of(node), len(node.key), tier_of(node)
+        form, expectation = kv.form, self.expectation_of(node)
+        reachable = 0
+        rule = self.policy.rule  # those that do not weigh quality compress on the GPU only, before anything goes down
+        is_open = tier == Tier.GPU or (tier == Tier.HOST and rule.weighs_quality)
+        if is_open and num_tokens >= self.config.min_tokens and rule.compresses:
+            reachable = self.menu.smaller(form)
+            if self.window_of(node) is None:
+                reachable &= self._blind
+            if rule.weighs_quality:
+                reachable &= expectation.known  # what nobody measured is not chosen
+        return NodeStats(
+            id=node.id,
+            parent_id=None if node.parent is self.root_node else node.parent.id,
+            tier=tier,
+            form=form,
+            num_tokens=num_tokens,
+            num_bytes=slots * self.menu.slot_bytes,
+            depth_tokens=start,
+            quality=self.quality_of(node),
+            curve=expectation.vector,
+            reachable=reachable,
+            weight=kv.weight,
+            num_hits=kv.num_hits,
+            last_use=kv.last_use,
+            sinks=self.sinks_of(num_tokens, start),
+            is_locked=node.lock_ref > 0 or is_reserved(node),
+            exact_on=self.exact_tier_of(node),
+            ways=self.ready.get(node.id, ()),
+        )
+
+    def exact_tier_of(self: Any, node: Any) -> Tier | None:
+        """The fastest tier below that holds the exact KV of a lossy node as well."""
+        if not is_lossy(node):
+            return None
+        here = tier_of(node)
+        return min((tier for tier, copy in node.kv.copies.items() if tier > here and copy.is_exact), default=None)
+
+    def sinks_of(self: Any, num_tokens: int, start: int) -> int:
+        """How many of a node's tokens are among the first of the prompt, which every press keeps."""
+        return max(0, min(num_tokens, self.config.sinks - start))
+
+    # ---- hits
+
+    def value_of_hit(self: Any) -> float:
+        return self.clock.value_of_hit(self.now_s)
+
+    def _hit(self: Any, node: Any, value: float, num_hits: int) -> None:
+        kv = node.kv
+        kv.weight = max(0.0, kv.weight + value)
+        kv.num_hits += num_hits
+        if num_hits > 0:
+            kv.last_use_s = self.now_s
+        self.policy.touch(node.id, kv.weight, kv.num_hits, kv.last_use)
+
+    def expect(self: Any, req: Any) -> None:
+        """A request has entered the waiting queue: what it would match now gets its hit. Splits and touches nothing."""
+        self.note_adapter_of(req)
+        if is_shadow_name(req.extra_key):
+            self.receive_guest(req)
+            return
+        path: list[Any] = []
+        if not self.disable:
+            key = self.key_of_waiting(req)
+            steps = self._steps(key)
+            steps = steps[: servable_steps(steps, self.config.min_share)]
+            path = [node for node, _ in steps]
+            if path and path[-1].lock_ref == 0 and not path[-1].kv.claims:
+                # What runs or waits is held for that: such a gap says nothing of how long to remember the others.
+                gap_s = self.now_s - path[-1].kv.last_use_s
+                self.clock.observe_reuse(gap_s, sum(matched for _, matched in steps))
+        self.claims.make(req, path, self.value_of_hit(), self.now_s)
+        self.begin_stage(req)
+
+    def count_use(self: Any, req: Any, path: list[Any], num_tokens: int) -> None:
+        """A request runs on ``path``, which holds ``num_tokens``: every node of it has its hit now, once."""
+        if is_shadow_name(req.extra_key):
+            return
+        gap_s = self.now_s - path[-1].kv.last_use_s if path else 0.0
+        self.note_question(req, path, num_tokens)
+        was_claimed = self.claims.settle(req, path, self.value_of_hit())
+        if path and not was_claimed:
+            self.clock.observe_reuse(gap_s, num_tokens)
+
+    # ---- time and costs
+
+    def observe_load(self: Any, tier: Tier, num_bytes: int, seconds: float) -> None:
+        """So many bytes were brought back from a tier; ranks learn of it by rank 0's next stamp."""
+        if num_bytes > 0 and seconds > 0.0:
+            self.cost_model.observe_load(tier, num_bytes, seconds)
+
+    def advance(self: Any, stamp_s: float, costs: Costs) -> None:
+        """Rank 0's clock shows ``stamp_s`` and it has seen these costs; called on every rank between two steps."""
+        if self._first_stamp_s is None:
+            self._first_stamp_s = stamp_s
+        self.now_s = max(self.now_s, stamp_s - self._first_stamp_s)
+        if self.clock.is_due(self.now_s):
+            restate = self.clock.rebase(self.now_s)
+            for node in self.nodes.values():
+                node.kv.weight = restate(node.kv.weight, node.kv.last_use_s)
+            self.claims.restate(restate)
+            self.policy.reweigh({node.id: node.kv.weight for node in self.nodes.values()})
+        self.retry_set_aside()
+        self.refresh_default()
+        self.controller.now_s = self.now_s
+        self.controller.value_of_hit = self.value_of_hit()
+        pause_s = max(REFRESH_S, REFRESH_S_PER_NODE * len(self.nodes))
+        since_s = self.now_s - self._refreshed_s
+        if since_s >= pause_s:
+            is_due = costs.drifted_from(self.costs, DRIFT)
+        else:  # what is off by half is worth a tenth of the time: loads that take twice as long as predicted come late
+            is_due = since_s >= pause_s / 10 and (
+                costs.drifted_from(self.costs, FAR) or self.costs.drifted_from(costs, FAR)
+            )
+        if is_due:
+            self._refreshed_s = self.now_s
+            self.costs = costs
+            self.policy.refresh(costs.of_a_part())

@@ -1,0 +1,165 @@
+"""What a request with a decode-time budget asks for, and how much room the scheduler keeps for it.
+
+Touches ``Scheduler.init_req_max_new_tokens``, ``_add_request_to_queue`` and what ``PrefillAdder`` charges. SGLang keeps
+room for a prompt and all that may be generated; a request with a budget needs its prompt once, and from then on what
+its budget allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
+from sglang_evicpress.decode_budget import schedule
+from sglang_evicpress.decode_budget.settings import DecodeSettings, client_settings
+from sglang_evicpress.decode_budget.stats import RequestTally
+from sglang_evicpress.patches.decode_budget import chunked_recompute
+from sglang_evicpress.patches.decode_budget.state import DecodeState, budget_of, num_physical
+from sglang_evicpress.patches.decode_budget.trace import DecodeTrace
+from sglang_evicpress.patches.tree.namespaces import is_shadow_name
+from sglang_evicpress.patches.unsupported import check_decode
+
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
+ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder."
+
+
+def settings_of(
+    req: Any, default: DecodeSettings, clients: str, page_size: int, sinks: int
+) -> tuple[DecodeSettings | None, bool]:
+    """The budget a request comes with, None for none, and whether it wants the trace of its passes. ``clients`` is what
+    ``--kv-decode-client-budgets`` lets it choose.
+
+    Raises ValueError, one sentence, for what it asked for and cannot have.
+    """
+    if is_shadow_name(req.extra_key):  # measures the KV of prefixes, as they are
+        return None, False
+    settings, wants_trace = client_settings(req.sampling_params.custom_params, default, clients)
+    if settings is not None:
+        check_decode(settings, page_size, sinks, keeps_queries=default.reads_queries)
+    return settings, wants_trace
+
+
+def _around_init_req_max_new_tokens(original: Callable[..., Any], scheduler: Any, req: Any) -> Any:
+    """AROUND ``init_req_max_new_tokens``, which every request passes once: where the pool has room for what its budget
+    allows, its answer may outgrow the pool."""
+    asked = req.sampling_params.max_new_tokens
+    result = original(scheduler, req)
+    cache = scheduler.tree_cache
+    if req.to_finish is not None:
+        return result
+    try:
+        settings, wants_trace = settings_of(
+            req, cache.default_budget, cache.client_budgets, scheduler.page_size, cache.compressor.sinks
+        )
+    except ValueError as error:
+        req.kv_refusal = str(error)
+        req.set_finish_with_abort(req.kv_refusal)
+        return original(scheduler, req)
+    if settings is None:
+        return result
+    num_prompt, size = len(req.origin_input_ids), scheduler.max_total_num_tokens
+    if num_alone(settings, num_prompt, scheduler.page_size) < size:
+        room = scheduler.model_config.context_len - num_prompt - 2
+        req.sampling_params.max_new_tokens = max(0, room if asked is None else min(asked, room))
+    if req.sampling_params.max_new_tokens > 1:  # one token needs no decode step
+        cache.has_budgets = True
+        cache.budget_totals.num_requests += 1
+        trace, number = DecodeTrace() if wants_trace else None, cache.budget_totals.num_requests
+        req.kv_budget = DecodeState(settings, RequestTally(), trace=trace, number=number)
+    return result
+
+
+def _before_add_request_to_queue(_: Any, req: Any, *__: Any, **___: Any) -> None:
+    """BEFORE ``_add_request_to_queue``: in between SGLang checks an aborted request by the one token that is left of
+    its prompt, and may have put another reason in the place of ours."""
+    why = getattr(req, "kv_refusal", None)
+    if why is not None and req.to_finish.message != why:
+        req.set_finish_with_abort(why)
+
+
+def num_remaining(req: Any) -> int:
+    """Tokens it may still generate, as SGLang counts on them."""
+    return min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
+
+
+def num_alone(settings: DecodeSettings, num_prompt: int, page_size: int) -> int:
+    """Slots at most, from its prompt on, of a request that has the pool to itself: those of its budget and, while it
+    copies what it shares, the prompt or the copy once more."""
+    twice = max(-(-num_prompt // page_size), -(-settings.tokens // page_size)) * page_size
+    return schedule.peak(settings, page_size) + twice + page_size
+
+
+def num_needed(adder: Any, req: Any, state: DecodeState) -> int:
+    """Slots to keep for a request that waits, beyond those of its prefix in the tree. Never more than the pool has:
+    what cannot come is not waited for."""
+    page, settings = adder.page_size, state.settings
+    num_tokens, num_cached = len(req.full_untruncated_fill_ids), len(req.prefix_indices)
+    prefill = -(-(num_tokens - num_cached) // page) * page + page
+    asked = num_tokens - num_cached + num_remaining(req) + page
+    peak = schedule.peak(settings, page)
+    most = adder.token_to_kv_pool_allocator.size - num_cached - 1
+    if schedule.is_over(settings, num_tokens, page):
+        # What survives of the prompt is copied out while the prompt is still there.
+        with_copy = prefill + -(-schedule.target(settings, num_tokens, page) // page) * page
+        if with_copy <= most:
+            return max(with_copy, min(peak, most))
+    return min(asked, max(prefill, min(peak, most)))
+
+
+def _around_add_one_req(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND ``PrefillAdder.add_one_req``: it compares with what is left, and charges, a prompt and its answer."""
+    state = budget_of(req)
+    if state is None:
+        return original(adder, req, *args, **kwargs)
+    if chunked_recompute.is_too_long(adder, req, state):
+        has_chunked_req = bool(kwargs["has_chunked_req"] if "has_chunked_req" in kwargs else args[0])
+        return chunked_recompute.add_first_piece(
+            lambda: original(adder, req, *args, **kwargs), adder, req, state, has_chunked_req
+        )
+    asked = len(req.full_untruncated_fill_ids) - len(req.prefix_indices) + num_remaining(req) + adder.page_size
+    needed = num_needed(adder, req, state)
+    before = adder.rem_total_token_offset
+    shown = adder.rem_total_token_offset = before - (asked - needed)
+    result = original(adder, req, *args, **kwargs)
+    adder.rem_total_token_offset = before if adder.rem_total_token_offset == shown else before + needed
+    return result
+
+
+def _around_add_chunked_req(original: Callable[..., Any], adder: Any, req: Any) -> Any:
+    """AROUND ``PrefillAdder.add_chunked_req``: its last chunk is charged with the whole answer."""
+    state = budget_of(req)
+    if state is None:
+        return original(adder, req)
+    if state.in_pieces:
+        return chunked_recompute.add_next_piece(lambda: original(adder, req), adder, req, state)
+    before = adder.rem_total_token_offset
+    needed = num_needed(adder, req, state)
+    result = original(adder, req)
+    adder.rem_total_token_offset = before + needed
+    return result
+
+
+def _around_running_offset(original: Callable[..., Any], adder: Any, req: Any) -> Any:
+    """AROUND ``PrefillAdder._get_running_request_total_token_offset``: the bound is certain, so nothing is scaled by
+    how many tokens answers usually take."""
+    state = budget_of(req)
+    if state is None:
+        return original(adder, req)
+    page, remaining = adder.page_size, num_remaining(req)
+    peak = schedule.peak(state.settings, page)
+    own = -(-(req.kv_allocated_len - req.cache_protected_len) // page) * page
+    bound = max(0, peak - own)
+    if not state.has_left_tree and num_physical(req) + remaining + page > peak:
+        return bound  # what it shares is to be copied
+    return min(remaining, bound)
+
+
+def install(registry: Any, hook_type: Any) -> None:
+    registry.register(SCHEDULER + "init_req_max_new_tokens", _around_init_req_max_new_tokens, hook_type.AROUND)
+    registry.register(SCHEDULER + "_add_request_to_queue", _before_add_request_to_queue, hook_type.BEFORE)
+    chunked_recompute.install(registry, hook_type)
+    registry.register(ADDER + "add_one_req", _around_add_one_req, hook_type.AROUND)
+    registry.register(ADDER + "add_chunked_req", _around_add_chunked_req, hook_type.AROUND)
+    registry.register(ADDER + "_get_running_request_total_token_offset", _around_running_offset, hook_type.AROUND)

@@ -1,0 +1,121 @@
+"""Prefilling again, in pieces, what a request with a budget has generated beyond the room of the pool.
+
+A request that SGLang sends back for want of memory is computed anew, prompt and answer. Where that no longer fits in
+the pool as it is, the scheduler would wait for ever; so it is computed in chunks, and after each what is over the
+budget is dropped. Nothing of it goes into the tree. Touches ``ScheduleBatch.prepare_for_extend``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.managers.schedule_policy import AddReqResult
+
+from sglang_evicpress.decode_budget import schedule
+from sglang_evicpress.patches.decode_budget.rows import row_of, unshare
+from sglang_evicpress.patches.decode_budget.state import DecodeState, budget_of, num_physical, num_shared
+from sglang_evicpress.patches.tree.node import PrefixView
+
+BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch."
+TOO_LONG = (
+    "the request was sent back for want of memory, and its {} tokens no longer fit in the pool of {}: it could only be "
+    "computed anew in pieces, which needs {}"
+)
+
+
+def is_too_long(adder: Any, req: Any, state: DecodeState) -> bool:
+    """Whether a request that was sent back cannot be prefilled at once even with the pool to itself."""
+    num_tokens, page = len(req.full_untruncated_fill_ids), adder.page_size
+    room = adder.token_to_kv_pool_allocator.size - 2 * page
+    return req.retraction_count > 0 and num_tokens >= room and schedule.is_over(state.settings, num_tokens, page)
+
+
+def add_first_piece(call: Callable[[], Any], adder: Any, req: Any, state: DecodeState, has_chunked_req: bool) -> Any:
+    """``add_one_req`` with the first piece alone. Another request with chunks to come is finished before."""
+    page, size = adder.page_size, adder.token_to_kv_pool_allocator.size
+    # The prefix is locked and, once it is over the budget, what survives of it is copied.
+    taken = len(req.prefix_indices) + -(-state.settings.tokens // page) * page
+    needs = None
+    if adder.rem_chunk_tokens is None:
+        needs = "--chunked-prefill-size"
+    elif taken + 4 * page > size:
+        needs = f"room for {taken + 4 * page} tokens"
+    if needs is not None:
+        adder.tree_cache.give_up(req, TOO_LONG.format(len(req.full_untruncated_fill_ids), size, needs))
+        return AddReqResult.CONTINUE
+    if has_chunked_req or adder.new_chunked_req is not None:
+        return AddReqResult.OTHER
+    return _add_piece(call, adder, req, state, min(adder.rem_total_tokens, adder.cur_rem_tokens) - taken)
+
+
+def add_next_piece(call: Callable[[], Any], adder: Any, req: Any, state: DecodeState) -> Any:
+    """``add_chunked_req`` with one more piece; the request stays open, without one, while there is no room."""
+    room = min(adder.rem_total_tokens, adder.cur_rem_tokens)
+    if not state.has_left_tree:
+        room -= num_shared(req)
+    if _piece(adder, state, room) <= 0:
+        adder.rem_chunk_tokens = 0
+        return req
+    return _add_piece(call, adder, req, state, room)
+
+
+def _piece(adder: Any, state: DecodeState, room: int) -> int:
+    """Tokens of the next piece: as many as the budget has, and as fit; whole pages."""
+    page = adder.page_size
+    most = max(page, state.settings.tokens)
+    return int(min(adder.rem_chunk_tokens, most, room - 2 * page) // page * page)
+
+
+def _add_piece(call: Callable[[], Any], adder: Any, req: Any, state: DecodeState, room: int) -> Any:
+    piece = _piece(adder, state, room)
+    if piece <= 0:
+        return AddReqResult.NO_TOKEN
+    state.in_pieces = True
+    given, before = adder.rem_chunk_tokens, adder.rem_total_token_offset
+    adder.rem_chunk_tokens = piece
+    adder.rem_total_token_offset = before - len(req.full_untruncated_fill_ids) - req.sampling_params.max_new_tokens
+    shown = adder.rem_total_token_offset
+    result = call()
+    is_added = adder.rem_total_token_offset != shown
+    used = piece - adder.rem_chunk_tokens
+    is_open = result is req or adder.new_chunked_req is req
+    adder.rem_chunk_tokens = 0 if is_open else given - used  # a batch may hold chunks of one request only
+    adder.rem_total_token_offset = before + (used + 2 * adder.page_size if is_added else 0)
+    return result
+
+
+def stash_piece(cache: Any, req: Any, state: DecodeState) -> None:
+    """A piece is computed, or in flight: drop what is over the budget, and show SGLang the rest as the prefix of the
+    next one, with holes."""
+    state.in_tree = True
+    num_slots, page = num_physical(req), cache.page_size
+    if schedule.is_over(state.settings, num_slots, page):
+        cache.make_passes([req])
+    elif not state.has_left_tree:
+        unshare(cache, [req])
+    slots = row_of(cache, req, num_physical(req))
+    if not state.has_left_tree:  # there was no room to copy what it shares: another try after the next piece
+        req.prefix_indices = torch.cat([req.prefix_indices[: req.cache_protected_len], slots[num_shared(req) :]])
+        req.evicpress = PrefixView(slots, req.evicpress.holes, req.evicpress.is_lossy, True)
+        return
+    req.prefix_indices = torch.cat([slots.new_zeros(state.num_dropped), slots])
+
+
+def view_between(req: Any, state: DecodeState) -> PrefixView:
+    """What the row of a request is written from for its next piece: its own slots, and all that has none."""
+    return PrefixView(req.prefix_indices[state.num_dropped :], state.num_dropped, True, True)
+
+
+def _after_prepare_for_extend(_: None, batch: Any) -> None:
+    """AFTER ``prepare_for_extend``, which counts the KV of a request by its tokens."""
+    for req in batch.reqs:
+        state = budget_of(req)
+        if state is not None and state.num_dropped > 0:
+            req.kv_committed_len -= state.num_dropped
+            req.kv_allocated_len -= state.num_dropped
+
+
+def install(registry: Any, hook_type: Any) -> None:
+    registry.register(BATCH + "prepare_for_extend", _after_prepare_for_extend, hook_type.AFTER)

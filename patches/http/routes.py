@@ -1,0 +1,268 @@
+"""The ``/evicpress`` routes on SGLang's HTTP server, and the calls they make to the scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from sglang.srt.utils.auth import auth_level
+from sglang.utils import TypeBasedDispatcher
+
+from sglang_evicpress.error_text import code_path
+from sglang_evicpress.introspect.arguments import IntrospectionError, Json
+from sglang_evicpress.introspect.operations import encode, read_object, read_question, shows_prompt
+from sglang_evicpress.patches.http.access import Access, AccessRules
+from sglang_evicpress.patches.http.listings import LISTINGS, read_listing, read_positions, wants_positions
+from sglang_evicpress.patches.http.profile_writer import ProfileFile
+from sglang_evicpress.patches.scheduler.messages import EvicPressReqInput, EvicPressReqOutput
+from sglang_evicpress.threads import WatchedThread
+
+logger = logging.getLogger(__name__)
+
+DEADLINE_S = 30.0
+BODY_DEADLINE_S = 10.0  # for the whole body: slower clients only keep a connection
+RETRY_AFTER_S = 1  # of a 503
+COME_BACK = f"ask again in {RETRY_AFTER_S} s"
+MAX_LONG_ANSWERS = 2  # put together at the same time
+MAX_QUEUED_CALLS = 64  # callers that may wait for the scheduler; more are told to come back
+MAX_BODY_BYTES = 65_536
+MAX_PROFILE_BYTES = 1 << 20
+MAX_CONTEXT_BYTES = 64 << 20  # of token ids as JSON, where the model's context length is not known
+TOKEN_BYTES = 8  # of one token id as JSON, with its comma
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    method: str
+    path: str
+    op: str
+    access: Access
+    takes_query: bool = False  # a POST may give its arguments in the URL instead of a JSON body
+    max_body_bytes: int = MAX_BODY_BYTES
+
+
+ROUTES = (
+    Route("GET", "/evicpress/tree", "tree", Access.READ),
+    Route("GET", "/evicpress/nodes/{node_id}", "node", Access.READ),  # with tokens=true as Access.PROMPT
+    Route("GET", "/evicpress/stats", "stats", Access.OPEN),
+    Route("GET", "/evicpress/explain/{node_id}", "explain", Access.READ),
+    Route("GET", "/evicpress/journal", "journal", Access.READ),
+    Route("POST", "/evicpress/nodes/{node_id}/compress", "compress", Access.ACT),
+    Route("POST", "/evicpress/check", "check", Access.ACT),
+    Route("POST", "/evicpress/evict", "evict", Access.ACT),
+    Route("GET", "/evicpress/tiers", "tiers", Access.OPEN),
+    Route("POST", "/evicpress/flush", "flush", Access.ACT, takes_query=True),
+    Route("POST", "/evicpress/nodes/{node_id}/demote", "demote", Access.ACT),
+    Route("POST", "/evicpress/tiers/ssd", "attach_ssd", Access.FOLDER),
+    Route("POST", "/evicpress/tiers/ssd/detach", "detach_ssd", Access.ACT),
+    Route("GET", "/evicpress/requests", "requests", Access.READ),
+    Route("GET", "/evicpress/profiles", "profiles", Access.READ),
+    Route("GET", "/evicpress/profiles/{key}", "profile", Access.READ),
+    Route("POST", "/evicpress/profiles", "put_profile", Access.ACT, max_body_bytes=MAX_PROFILE_BYTES),
+    Route("POST", "/evicpress/shadows", "open_shadow", Access.ACT, max_body_bytes=MAX_CONTEXT_BYTES),
+    Route("POST", "/evicpress/shadows/{shadow_id}/forms", "make_shadow_form", Access.ACT),
+    Route("POST", "/evicpress/shadows/{shadow_id}/drop", "drop_shadow_form", Access.ACT),
+    Route("POST", "/evicpress/shadows/{shadow_id}/close", "close_shadow", Access.ACT),
+)
+
+
+class SchedulerCalls:
+    """Questions to the scheduler, one at a time, each with a deadline.
+
+    Answers are matched by ``rid``. SGLang's own FanOutCommunicator matches them by order: once a caller gives
+    up, the next ones wait for ever.
+    """
+
+    def __init__(self, tokenizer_manager: Any, *, deadline_s: float) -> None:
+        self._tokenizer_manager = tokenizer_manager
+        self._deadline_s = deadline_s
+        self._numbers = itertools.count()
+        self._num_queued = self._num_long = 0
+        self._long_turns = asyncio.Semaphore(MAX_LONG_ANSWERS)
+        self._waiting: dict[str, asyncio.Future[EvicPressReqOutput]] = {}
+        self._turn = asyncio.Lock()  # one question per scheduler step at most: decoding goes on in between
+        tokenizer_manager._result_dispatcher += TypeBasedDispatcher([(EvicPressReqOutput, self.receive)])
+
+    async def call(self, op: str, arguments: Json) -> EvicPressReqOutput:
+        """The scheduler's answer.
+
+        Raises IntrospectionError 504 at the deadline; a question that still waits for its turn is never sent. 503
+        where too many wait already.
+        """
+        if self._num_queued >= MAX_QUEUED_CALLS:
+            raise IntrospectionError(503, f"{self._num_queued} calls wait for the scheduler already: {COME_BACK}")
+        rid = f"evicpress-{next(self._numbers)}"
+        question = EvicPressReqInput(rid=rid, op=op, payload=encode(arguments))
+        self._num_queued += 1
+        try:
+            async with asyncio.timeout(self._deadline_s), self._turn:
+                self._waiting[rid] = asyncio.get_running_loop().create_future()
+                self._tokenizer_manager.auto_create_handle_loop()
+                self._tokenizer_manager._dispatch_to_scheduler(question)
+                return await self._waiting[rid]
+        except TimeoutError:
+            fate = "it may still do it" if rid in self._waiting else "other questions were before this one"
+            reason = f"the scheduler did not answer {op} within {self._deadline_s:g} s; {fate}"
+            raise IntrospectionError(504, reason) from None
+        finally:
+            self._num_queued -= 1
+            self._waiting.pop(rid, None)
+
+    @asynccontextmanager
+    async def long_answer(self) -> AsyncIterator[None]:
+        """One that is put together from pages: few at a time are kept in memory. Raises IntrospectionError 503."""
+        if self._num_long >= MAX_QUEUED_CALLS:
+            raise IntrospectionError(503, f"{self._num_long} long answers are wanted already: {COME_BACK}")
+        self._num_long += 1
+        try:
+            async with self._long_turns:
+                yield
+        finally:
+            self._num_long -= 1
+
+    def receive(self, given: EvicPressReqOutput) -> None:
+        """Called by the tokenizer manager's receive loop; an answer nobody waits for any more is dropped."""
+        waiting = self._waiting.get(given.rid or "")
+        if waiting is None or waiting.done():
+            logger.warning("dropped a late answer to %s", given.rid)
+        else:
+            waiting.set_result(given)
+
+
+def find_route(method: str, path: str) -> tuple[Route, Json]:
+    """The route that serves a path, and what the path gives. Raises KeyError for one that none serves."""
+    for route in ROUTES:
+        names = re.findall(r"{(\w+)}", route.path)
+        found = re.fullmatch(re.sub(r"{\w+}", "([^/]+)", route.path), path)
+        if route.method == method and found is not None:
+            return route, dict(zip(names, found.groups(), strict=True))
+    raise KeyError(f"{method} {path}")
+
+
+def add_routes(
+    app: FastAPI,
+    tokenizer_manager: Any,
+    profile_file: ProfileFile | None = None,
+    *,
+    deadline_s: float = DEADLINE_S,
+    rules: AccessRules | None = None,
+    max_context_bytes: int = MAX_CONTEXT_BYTES,
+) -> SchedulerCalls:
+    """Serve ``ROUTES`` on ``app``; a second call only connects them to the new tokenizer manager. Profiles that are
+    put go into ``profile_file``, None for nowhere. ``rules`` None are those of a server without keys on loopback.
+    ``max_context_bytes``: accepted JSON of one context's token ids.
+
+    By ``add_api_route``: behind ``include_router`` of recent FastAPI, SGLang no longer sees ``auth_level``,
+    and its metrics middleware answers 500.
+    """
+    is_new = not hasattr(app.state, "evicpress")
+    calls = app.state.evicpress = SchedulerCalls(tokenizer_manager, deadline_s=deadline_s)
+    app.state.evicpress_profiles = ProfileFile(None) if profile_file is None else profile_file
+    app.state.evicpress_rules = AccessRules() if rules is None else rules
+    app.state.evicpress_context_bytes = max_context_bytes
+    app.state.evicpress_threads = ()
+    if not is_new:
+        return calls
+    for route in ROUTES:
+        app.add_api_route(route.path, auth_level(route.access.level)(_endpoint(route)), methods=[route.method])
+    methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+    for path in ("/evicpress", "/evicpress/{rest:path}"):  # last: a wrong path or method gets a reason too
+        app.add_api_route(path, _unknown_path, methods=methods, include_in_schema=False)
+    return calls
+
+
+def _endpoint(route: Route) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        try:
+            return await _ask(request, route)
+        except IntrospectionError as error:
+            return _response(error.status, encode(error.body))
+        except Exception as error:  # noqa: BLE001 - logged without its words, which may be a prompt
+            logger.error("%s failed: %s", route.op, code_path(error))
+            reason = f"{route.op} failed with {type(error).__name__}: {error}"
+            return _response(500, encode(IntrospectionError(500, reason).body))
+
+    endpoint.__name__ = f"evicpress_{route.op}"
+    return endpoint
+
+
+async def _ask(request: Request, route: Route) -> Response:
+    calls: SchedulerCalls = request.app.state.evicpress
+    rules: AccessRules = request.app.state.evicpress_rules
+    rules.check(route.access, request)
+    arguments: Json = dict(request.query_params)
+    if route.method == "POST":
+        in_body = read_object(await _body(request, _max_body_bytes(request, route)))
+        if arguments and (in_body or not route.takes_query):
+            reason = f"query parameter {min(arguments)!r} is not known here: arguments go into the JSON body"
+            raise IntrospectionError(400, reason)
+        arguments |= in_body
+    for name in request.path_params:
+        if name in arguments:
+            raise IntrospectionError(400, f"argument {name!r} is not known here: the path gives it")
+    arguments |= request.path_params
+    read_question(route.op, arguments)  # what is wrong in itself never costs the scheduler a thought
+    if shows_prompt(route.op, arguments):
+        rules.check(Access.PROMPT, request)
+    if wants_positions(route.op, arguments):
+        async with calls.long_answer():
+            return _response(*await read_positions(calls.call, arguments))
+    if route.op in LISTINGS:
+        async with calls.long_answer():
+            return _response(*await read_listing(calls.call, route.op, arguments))
+    given = await calls.call(route.op, arguments)
+    payload = given.payload
+    if given.status == 200 and route.op == "put_profile":
+        await request.app.state.evicpress_profiles.keep(read_object(payload))
+    if given.status == 200 and route.op == "stats":
+        payload = _with_threads(payload, request.app.state.evicpress_threads)
+    return _response(given.status, payload)
+
+
+def watch_threads(app: FastAPI, threads: tuple[WatchedThread, ...]) -> None:
+    """Show threads of this process in ``/evicpress/stats``, beside those of the scheduler's."""
+    app.state.evicpress_threads = threads
+
+
+def _with_threads(payload: bytes, threads: tuple[WatchedThread, ...]) -> bytes:
+    stats = read_object(payload)
+    known = stats.get("threads")
+    stats["threads"] = [*(known if isinstance(known, list) else ()), *(thread.describe() for thread in threads)]
+    return encode(stats)
+
+
+def _max_body_bytes(request: Request, route: Route) -> int:
+    limit: int = request.app.state.evicpress_context_bytes
+    return min(route.max_body_bytes, limit) if route.op == "open_shadow" else route.max_body_bytes
+
+
+async def _body(request: Request, max_bytes: int) -> bytes:
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_DEADLINE_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > max_bytes:
+                    raise IntrospectionError(413, f"the request body is over the accepted {max_bytes} bytes")
+    except TimeoutError:
+        raise IntrospectionError(408, f"the request body did not arrive within {BODY_DEADLINE_S:g} s") from None
+    return bytes(body)
+
+
+async def _unknown_path(request: Request) -> Response:
+    path = request.url.path
+    served = ", ".join(f"{route.method} {route.path}" for route in ROUTES)
+    error = IntrospectionError(404, f"{request.method} {path} is not served: expected one of {served}")
+    return _response(error.status, encode(error.body))
+
+
+def _response(status: int, body: bytes) -> Response:
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else None
+    return Response(body, status_code=status, media_type="application/json", headers=headers)

@@ -1,0 +1,82 @@
+"""Hooks of the main process: /evicpress routes and the online profiler start with its HTTP server, and all stops
+cleanly behind it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.managers.io_struct import hook_custom_types
+
+from sglang_evicpress.patches import last_word
+from sglang_evicpress.patches.hook_check import register_once
+from sglang_evicpress.patches.http.access import AccessRules
+from sglang_evicpress.patches.http.online_profiler import OnlineProfiler
+from sglang_evicpress.patches.http.profile_writer import ProfileFile
+from sglang_evicpress.patches.http.routes import MAX_BODY_BYTES, TOKEN_BYTES, add_routes, watch_threads
+from sglang_evicpress.patches.kv_flags import config_of
+from sglang_evicpress.patches.scheduler import queue_limit, shutdown
+from sglang_evicpress.patches.scheduler.messages import EvicPressReqInput, EvicPressReqOutput
+
+_HTTP_SERVER = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
+_SIGQUIT = "sglang.srt.managers.tokenizer_manager.SignalHandler.running_phase_sigquit_handler"
+_ENGINE = "sglang.srt.entrypoints.engine.Engine.shutdown"
+
+
+def install_frontend(registry: Any, hook_type: Any) -> None:
+    """Serve ``/evicpress/*`` from this process once its HTTP server starts, and stop cleanly after it. Idempotent.
+
+    Called from ``ServerArgs.__post_init__``, so after ``apply_hooks()`` ran, which skips every target that
+    another plugin's hook marked as patched: these hooks are applied here, alone. It imports the HTTP server
+    module, in processes that build ServerArgs; the scheduler gets them pickled.
+    """
+    hook_custom_types(EvicPressReqInput, EvicPressReqOutput)
+    for target, hook, kind in (
+        (_HTTP_SERVER, _around_http_server, hook_type.AROUND),
+        (_SIGQUIT, _before_sigquit, hook_type.BEFORE),
+        (_ENGINE, _before_engine_ends, hook_type.BEFORE),
+        (queue_limit.ABORTED, queue_limit.before_abort_is_told, hook_type.BEFORE),
+        (last_word.LAUNCH_SUBPROCESSES, last_word.around_launch_subprocesses, hook_type.AROUND),
+        (last_word.LAUNCH_SERVER, last_word.around_launch_server, hook_type.AROUND),
+    ):
+        if register_once(registry, target, hook, kind):
+            registry._apply_target(target, registry._hooks[target][-1:])
+            registry._patched.add(target)
+
+
+def _around_http_server(original: Any, server_args: Any, tokenizer_manager: Any, *args: Any, **kwargs: Any) -> Any:
+    if server_args.kv_policy is None:  # another server, without a policy, in a process that had one
+        return original(server_args, tokenizer_manager, *args, **kwargs)
+    from sglang.srt.entrypoints.http_server import app
+
+    config = config_of(server_args)
+    profile_file = ProfileFile(config.profiles)
+    calls = add_routes(
+        app,
+        tokenizer_manager,
+        profile_file,
+        rules=AccessRules(bool(server_args.admin_api_key), server_args.host),
+        max_context_bytes=TOKEN_BYTES * tokenizer_manager.context_len + MAX_BODY_BYTES,
+    )
+    if config.max_queue_s is not None:
+        queue_limit.add_middleware(app)
+    profiler = OnlineProfiler(tokenizer_manager, calls, profile_file) if config.profiles_online else None
+    if profiler is not None:
+        profiler.start()
+        watch_threads(app, (profiler.thread,))
+    if shutdown.has_tiers(server_args):
+        shutdown.exit_on_sigterm()
+    try:
+        return original(server_args, tokenizer_manager, *args, **kwargs)
+    finally:
+        if profiler is not None:
+            profiler.stop()
+        shutdown.stop_schedulers(tokenizer_manager)
+
+
+def _before_sigquit(signals: Any, *_: Any, **__: Any) -> None:
+    """A child died, as the detokenizer does on Ctrl-C: SGLang is about to kill the others."""
+    shutdown.stop_schedulers(signals.tokenizer_manager)
+
+
+def _before_engine_ends(engine: Any) -> None:
+    shutdown.stop_schedulers(engine.tokenizer_manager)

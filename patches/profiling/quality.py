@@ -1,0 +1,395 @@
+"""What is known of the quality of contexts, told to the policy, and what real requests ask, kept for the profiler."""
+
+from __future__ import annotations
+
+import logging
+import math
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import orjson
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from sglang_evicpress.config import EvicPressConfig
+from sglang_evicpress.core import Form
+from sglang_evicpress.introspect.arguments import PAGE_PROFILES, IntrospectionError
+from sglang_evicpress.patches.tree.namespaces import is_shadow_name
+from sglang_evicpress.patches.tree.node import NodeKV, first_outside, path_to, size_of, start_of, tokens_to, walk
+from sglang_evicpress.policy.quality_curves import Curves
+from sglang_evicpress.quality.catalog import Catalog
+from sglang_evicpress.quality.drift import Observe, Watch
+from sglang_evicpress.quality.log_format import StoreError
+from sglang_evicpress.quality.profile import BLOCK_TOKENS, Profile, context_keys
+from sglang_evicpress.quality.recorder import Query, Recorder
+from sglang_evicpress.quality.store import ProfileStore
+from sglang_evicpress.tiers.entry.copies import Copy
+from sglang_evicpress.tiers.entry.identity import KEY_BYTES
+
+logger = logging.getLogger(__name__)
+
+MIN_CONTEXT_TOKENS = 256  # a shorter shared prefix is not worth a profile
+MAX_NODE_PROFILES = 16  # a node that many contexts share goes by its newest
+MAX_KNOWN_CONTEXTS = 64  # tokens of contexts that shadows were made of, to find their nodes by
+MAX_LOOKED_AT = 30_000  # nodes, for those of a profile that is shown
+MAX_NODES_SHOWN = 256
+DEFAULT_PAUSE_S = 10.0  # what unprofiled nodes are taken for changes no more often
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """What is expected of a node: ``vector`` the quality of every form of the menu, 0 where nothing is known of it,
+    ``known`` the mask of those of which something is. The mean over ``curves`` that know a form."""
+
+    curves: tuple[Curves, ...]
+    vector: tuple[float, ...]
+    known: int
+
+    @classmethod
+    def of(cls, curves: Sequence[Curves], forms: Sequence[Form]) -> Expectation:
+        known = sum(1 << index for index, form in enumerate(forms) if any(each.knows(form) for each in curves))
+        return cls(tuple(curves), tuple(_mean(curves, form) for form in forms), known)
+
+    def quality(self, form: Form) -> float:
+        return _mean(self.curves, form)
+
+
+def _read_profiles(path: Path, identity: bytes) -> bytes:
+    """The profiles of the store at ``path``, in its order, as a JSON list; an empty one where it cannot be read."""
+    try:
+        store = ProfileStore(path, identity)
+        try:
+            profiles = store.load()
+        finally:
+            store.close()
+        return orjson.dumps([profile.to_json() for profile in profiles])
+    except (StoreError, OSError, ValueError) as error:  # at start it was whole: see server_args.py
+        logger.error("evicpress: no profile is read: %s", error)
+        return b"[]"
+
+
+def _mean(curves: Sequence[Curves], form: Form) -> float:
+    found = [each.quality(form) for each in curves if each.knows(form)]
+    return math.fsum(found) / len(found) if found else 0.0
+
+
+class Profiling:
+    """The part of EvicPressCache that holds profiles. Everything here runs on the scheduler thread."""
+
+    def open_profiling(self: Any, config: EvicPressConfig) -> None:
+        """``identify_profiles`` is to be called before the first request."""
+        self.profile_identity = bytes(KEY_BYTES)
+        self.prior = None if config.curves is None else Curves.from_json(config.curves)
+        self.profiling_counts = dict.fromkeys(("recorded", "observed", "drifted", "profiled", "failed"), 0)
+        self._contexts: OrderedDict[bytes, tuple[array[int], str | None]] = OrderedDict()
+        self._node_of_context: dict[bytes, int] = {}
+        self._is_default_stale = False
+        self._default_s = -DEFAULT_PAUSE_S
+        self.forget_profiles()
+
+    def forget_profiles(self: Any) -> None:
+        """Nothing is known of any context, nor was any question asked."""
+        self.catalog = Catalog(self.prior)
+        self.recorder = Recorder() if self.config.profiles_online else None
+        self.watch = Watch(self.config.drift)
+        self._contexts.clear()
+        self._node_of_context.clear()
+
+    def identify_profiles(self: Any) -> bool:
+        """Begin to use the profiles of this model, tokenizer and version of the forms; what is known of another goes.
+        False: they are as before.
+
+        The file is only read here, by rank 0, which tells the others: each could find other profiles in it, or none.
+        The process that answers HTTP writes it, so that the scheduler never waits for a disk once it serves."""
+        identity = self.name_profiles(getattr(self.scheduler, "tokenizer", None))
+        if identity == self.profile_identity:
+            return False
+        self.profile_identity = identity
+        self.forget_profiles()
+        if self.config.profiles is not None:
+            is_reader = self.compressor.is_first_rank
+            text = _read_profiles(Path(self.config.profiles), identity) if is_reader else b""
+            for profile in orjson.loads(self.compressor.as_first_rank(text)):
+                self.catalog.put(Profile.from_json(profile))
+        self.renew_default()
+        return True
+
+    # ---- curves
+
+    def renew_default(self: Any) -> None:
+        """Unprofiled nodes are taken for what the catalog says now."""
+        self._is_default_stale = False
+        self._default_s = self.now_s
+        before: Expectation | None = getattr(self, "default_expectation", None)
+        now = self.default_expectation = Expectation.of((self.catalog.default,), self.menu.forms)
+        if self.config.policy == "adaptcache":  # its rule goes by one curve for all nodes
+            self.renew_policy()
+            self.policy.put_all(self.stats_of(node) for node in walk(self.root_node))
+            self.stir()
+            return
+        if before is not None and (before.vector, before.known) == (now.vector, now.known):
+            return
+        for node in self.nodes.values():
+            if node.kv.curve is None:
+                self.policy.put(self.stats_of(node))
+        self.stir()
+
+    def refresh_default(self: Any) -> None:
+        """Called as the clock goes on."""
+        if self._is_default_stale and self.now_s - self._default_s >= DEFAULT_PAUSE_S:
+            self.renew_default()
+
+    def expectation_of(self: Any, node: Any) -> Expectation:
+        return self.default_expectation if node.kv.curve is None else node.kv.curve
+
+    def quality_of(self: Any, node: Any) -> float:
+        """Of what a node holds."""
+        kv: NodeKV = node.kv
+        return 1.0 if kv.layout is None else self._quality_as(node, kv.form, size_of(node))
+
+    def quality_of_copy(self: Any, node: Any, copy: Copy) -> float:
+        """Of what a lower tier has of a node."""
+        return 1.0 if copy.layout is None else self._quality_as(node, copy.form, copy.num_slots)
+
+    def _quality_as(self: Any, node: Any, form: Form, num_slots: int) -> float:
+        kept = min(form.kept_fraction, num_slots / len(node.key))  # a piece of a split may hold less
+        return self.expectation_of(node).quality(replace(form, kept_fraction=kept)) if kept > 0.0 else 0.0
+
+    def find_profiles(self: Any, leaf: Any) -> None:
+        """A new leaf may complete contexts that were profiled before."""
+        if not len(self.catalog) or leaf.kv.is_shadow or not leaf.kv.is_text:
+            return
+        for key in context_keys(self.profile_identity, leaf.key.extra_key, tokens_to(leaf), start_of(leaf)):
+            if key in self.catalog:
+                self._attach(key, path_to(leaf))
+
+    def split_profiles(self: Any, upper: Any, lower: Any) -> None:
+        """Those that end in the upper part are not the lower one's."""
+        upper.kv.profiles = dict(lower.kv.profiles)
+        if not lower.kv.profiles:
+            return
+        end = start_of(lower)
+        lower.kv.profiles = {key: length for key, length in lower.kv.profiles.items() if length > end}
+        self._expect_of(upper)
+        self._expect_of(lower)
+
+    def _attach(self: Any, key: bytes, path: Iterable[Any]) -> None:
+        """The context is spelled by ``path``, its nodes in any order; it may end within the last."""
+        profile = self.catalog.get(key)
+        for node in path:
+            known = node.kv.profiles
+            known.pop(key, None)
+            known[key] = profile.num_tokens
+            while len(known) > MAX_NODE_PROFILES:
+                del known[next(iter(known))]
+            self._expect_of(node)
+            self.note(node)
+
+    def _expect_of(self: Any, node: Any) -> None:
+        """By the contexts that make up most of the node."""
+        least = start_of(node) + len(node.key) / 2
+        found = [key for key, length in node.kv.profiles.items() if length > least and key in self.catalog]
+        curves = [self.catalog.curves_of(key) for key in found]
+        node.kv.curve = Expectation.of(curves, self.menu.forms) if curves else None
+
+    def know_context(self: Any, key: bytes, tokens: array[int], namespace: str | None) -> None:
+        """A shadow is made of it: a profile of it may follow."""
+        self._contexts[key] = (tokens, namespace)
+        self._contexts.move_to_end(key)
+        while len(self._contexts) > MAX_KNOWN_CONTEXTS:
+            self._contexts.popitem(last=False)
+
+    # ---- what real requests ask
+
+    def note_question(self: Any, req: Any, path: list[Any], num_tokens: int) -> None:
+        """A request runs on ``num_tokens`` that the tree had, spelled by ``path``."""
+        if self.recorder is not None:
+            lossy = [self.quality_of(node) for node in path if node.kv.layout is not None or node.kv.is_lossy_prefix]
+            req.evicpress_use = (num_tokens, min(lossy) if lossy else None)
+
+    def record_answer(self: Any, req: Any) -> None:
+        """A request has its answer; nothing of it ever leaves this process but to the profiler beside it. What is more
+        than text is not recorded: it could not be asked again."""
+        shared, predicted = getattr(req, "evicpress_use", (0, None))
+        unit = math.lcm(BLOCK_TOKENS, self.page_size)
+        end = min(shared, len(req.origin_input_ids) - 1) // unit * unit  # a retracted one may find its own answer
+        if self.recorder is None or end < MIN_CONTEXT_TOKENS or req.lora_id is not None or not req.output_ids:
+            return
+        if getattr(req, "multimodal_inputs", None) is not None or getattr(req, "input_embeds", None) is not None:
+            return
+        if any(first_outside(row, self.vocab_size) is not None for row in (req.origin_input_ids, req.output_ids)):
+            return
+        question = req.origin_input_ids[end:]
+        if len(question) > self.recorder.max_query_tokens or is_shadow_name(req.extra_key):
+            return
+        tokens = req.origin_input_ids[:end]
+        (key,) = context_keys(self.profile_identity, req.extra_key, tokens, end - BLOCK_TOKENS)
+        is_greedy = req.sampling_params.top_k == 1
+        self.recorder.record(key, tokens, req.extra_key, Query(question, req.output_ids, is_greedy, predicted))
+        node = req.last_node
+        while node is not None and node is not self.root_node and start_of(node) >= end:
+            node = node.parent
+        if node is not None and node is not self.root_node:
+            self._node_of_context[key] = node.id
+        if len(self._node_of_context) > 2 * len(self.recorder):
+            self._forget_contexts()
+        self.profiling_counts["recorded"] += 1
+
+    def _forget_contexts(self: Any) -> None:
+        """Of those that the recorder has forgotten nothing is kept."""
+        for key in [key for key in self._node_of_context if self.recorder.context_of(key) is None]:
+            del self._node_of_context[key]
+
+    # ---- what can be asked
+
+    def next_profiling_job(self: Any) -> dict[str, object]:
+        """What the profiler should do now: an object with ``kind`` observe or profile, or an empty one."""
+        self.expire_shadows()
+        if self.recorder is None:
+            return {}
+        self._forget_contexts()
+        if not self._has_free_cycles():
+            return {}
+        weights = {}
+        for key, node_id in self._node_of_context.items():
+            node = self.nodes.get(node_id)
+            weights[key] = 0.0 if node is None else max(node.kv.weight, 1e-300)
+        job = self.watch.next_job(self.recorder, [key for key in weights if self._is_profiled(key)], weights)
+        if job is None:
+            return {}
+        context = self.recorder.context_of(job.key)
+        return {
+            "kind": "observe" if isinstance(job, Observe) else "profile",
+            "why": getattr(job, "why", "observe"),
+            "key": job.key.hex(),
+            "token_ids": list(context.tokens),
+            "extra_key": context.namespace,
+            "num_lossy_hits": context.num_lossy_hits,
+            "queries": [
+                {"token_ids": list(query.tokens), "answer": list(query.answer), "is_greedy": query.is_greedy,
+                 "predicted": query.predicted}
+                for query in job.queries
+            ],
+            "forms": [str(form) for form in self.menu.forms[1:]],
+        }  # fmt: skip
+
+    def _is_profiled(self: Any, key: bytes) -> bool:
+        """Whether every form of the menu was measured, as far as it can be: a profile may be of other presses."""
+        if key not in self.catalog:
+            return False
+        curves = self.catalog.curves_of(key)
+        return self.watch.was_profiled(key) or all(curves.knows(form) for form in self.menu.forms[1:])
+
+    def note_observed(self: Any, key: bytes, pairs: Sequence[tuple[float, float]]) -> dict[str, object]:
+        """Answers about a context were scored under its exact KV: (predicted, observed) qualities."""
+        is_drifted = False
+        for predicted, observed in pairs:
+            is_drifted = self.watch.observe(key, predicted, observed)
+        self.profiling_counts["observed"] += len(pairs)
+        self.profiling_counts["drifted"] += is_drifted
+        return {"is_drifted": is_drifted}
+
+    def note_failed(self: Any, key: bytes) -> dict[str, object]:
+        """A job came to nothing."""
+        self.watch.failed(key)
+        self.profiling_counts["failed"] += 1
+        return {}
+
+    def put_profile(self: Any, profile: Profile, is_fresh: bool) -> dict[str, object]:
+        """A context was profiled. ``is_fresh``: by queries that replace what was measured before."""
+        earlier = self.catalog.get(profile.key)
+        profile = profile.completed(earlier) if is_fresh else profile.merged(earlier)
+        self.catalog.put(profile)
+        self._is_default_stale = True
+        if earlier is None and len(self.catalog) == 1:
+            self.renew_default()
+        context = self.recorder.context_of(profile.key) if self.recorder is not None else None
+        if context is not None:
+            self.watch.profiled(profile.key, num_lossy_hits=context.num_lossy_hits, asked=profile.query_set)
+        nodes = {node.id: node for node in self.nodes.values() if profile.key in node.kv.profiles}
+        known = self._contexts.get(profile.key) or self._find_context(profile)
+        if known is not None:
+            steps = self._steps(RadixKey(*known).page_aligned(self.page_size))
+            if sum(matched for _, matched in steps) == len(known[0]):
+                nodes |= {node.id: node for node, _ in steps}
+        self._attach(profile.key, nodes.values())
+        self.profiling_counts["profiled"] += 1
+        self.stir()
+        return {"identity": self.profile_identity.hex(), "profile": profile.to_json(), "num_nodes": len(nodes)}
+
+    def _find_context(self: Any, profile: Profile) -> tuple[array[int], str | None] | None:
+        """Its tokens and namespace, where users' nodes spell it."""
+        end = profile.num_tokens
+        for node in self.nodes.values():
+            start = start_of(node)
+            if node.kv.is_shadow or not node.kv.is_text or not start < end <= start + len(node.key):
+                continue
+            tokens = tokens_to(node)[:end]
+            if context_keys(self.profile_identity, node.key.extra_key, tokens, end - BLOCK_TOKENS)[-1:] == [
+                profile.key
+            ]:
+                return tokens, node.key.extra_key
+        return None
+
+    def list_profiles(self: Any, after: bytes = b"", limit: int = PAGE_PROFILES) -> dict[str, object]:
+        forms = self.menu.forms[1:]
+        page = self.catalog.page(after, min(limit, PAGE_PROFILES))
+        default = self.default_expectation
+        return {
+            "identity": self.profile_identity.hex(),
+            "file": self.config.profiles,
+            "prior": None if self.config.curves is None else dict(self.config.curves),
+            "forms": [str(form) for form in forms],
+            "default": {
+                str(form): quality
+                for index, (form, quality) in enumerate(zip(forms, default.vector[1:], strict=True), 1)
+                if default.known >> index & 1
+            },
+            "recording": self.recorder is not None,
+            "num_recorded_contexts": 0 if self.recorder is None else len(self.recorder),
+            "counts": {**self.profiling_counts, **self.shadow_counts, "guests": dict(self.guest_counts)},
+            "profiles": [
+                {
+                    "key": profile.key.hex(),
+                    "num_tokens": profile.num_tokens,
+                    "num_forms": len(profile.forms),
+                    "scorer": profile.scorer,
+                    "query_set": profile.query_set,
+                    "num_queries": profile.num_queries,
+                    "measured_s": profile.measured_s,
+                }
+                for profile in page
+            ],
+            "num_profiles": len(self.catalog),
+            "next": page[-1].key.hex() if len(page) == min(limit, PAGE_PROFILES) else None,
+        }
+
+    def show_profile(self: Any, key: bytes) -> dict[str, object]:
+        profile = self.catalog.get(key)
+        if profile is None:
+            raise IntrospectionError(404, f"context {key.hex()} has no profile: GET /evicpress/profiles lists them")
+        curves = self.catalog.curves_of(key)
+        curve: Mapping[str, object] = {
+            str(form): {
+                "count": seen.count,
+                "mean": seen.mean,
+                "std": math.sqrt(seen.variance),
+                "lower_bound": curves.quality(form),
+            }
+            for form, seen in profile.forms.items()
+        }
+        looked_at = islice(self.nodes.values(), MAX_LOOKED_AT)  # the oldest: contexts end in nodes that stay
+        nodes = [node.id for node in looked_at if key in node.kv.profiles][:MAX_NODES_SHOWN]
+        return {**profile.to_json(), "curve": curve, "nodes": nodes}
+
+    def _has_free_cycles(self: Any) -> bool:
+        """EvicPress section 4.3: fewer requests run than could, and none waits."""
+        scheduler = self.scheduler
+        if scheduler is None:
+            return False
+        num_running = len(scheduler.running_batch.reqs)
+        return not scheduler.waiting_queue and num_running < scheduler.max_running_requests

@@ -1,0 +1,234 @@
+"""What the scheduler tells the cache beyond SGLang's cache interface: the time, who waits, and how long batches take.
+
+Ranks must decide alike, so they share one clock and one law of prefill times: rank 0 puts a ``Stamp`` before whatever
+it has received, SGLang sends it on to the other ranks with that, and every rank takes it in between the same two steps.
+Nothing is added when nothing was received, and never a collective.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS
+from sglang.srt.managers.schedule_policy import AddReqResult
+from sglang.utils import TypeBasedDispatcher
+
+from sglang_evicpress.policy.cost_model import Costs
+
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
+ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder."
+STAGING_POLL_S = 0.002
+IDLE_POLL_S = 0.02
+UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
+RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver."
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """Rank 0's monotonic clock when it received something, and the costs that it had seen until then."""
+
+    now_s: float
+    costs: Costs
+
+
+_cache: Any = None
+
+
+def attach(cache: Any) -> None:
+    """Make ``cache`` the one that is stamped for (a scheduler process has one)."""
+    global _cache
+    _cache = cache
+
+
+def _after_pull_raw_reqs(received: list[Any] | None, receiver: Any) -> None:
+    """AFTER ``_pull_raw_reqs``: a list only on the rank that receives."""
+    if received and _cache is not None:
+        received.insert(0, Stamp(time.monotonic(), _cache.prefill_times.costs))
+
+
+def _after_init_request_dispatcher(_: None, scheduler: Any) -> None:
+    scheduler._request_dispatcher += TypeBasedDispatcher([(Stamp, _take_stamp)])
+
+
+def _take_stamp(stamp: Stamp) -> None:
+    if _cache is not None:
+        _cache.advance(stamp.now_s, stamp.costs)
+
+
+def _after_add_request_to_queue(_: None, scheduler: Any, req: Any, *__: Any, **___: Any) -> None:
+    """AFTER ``_add_request_to_queue``, which may also refuse the request."""
+    queue = scheduler.waiting_queue
+    if _cache is not None and queue and queue[-1] is req:
+        _cache.expect(req)
+
+
+def _before_get_next_batch_to_run(scheduler: Any) -> None:
+    """BEFORE ``get_next_batch_to_run``."""
+    if _cache is None:
+        return
+    _cache.visit_budgets(scheduler)
+    _cache.tick(is_idle=scheduler.running_batch.is_empty() and not scheduler.waiting_queue)
+    _cache.begin_round(scheduler)
+    if _cache.host is not None and scheduler.running_batch.is_empty():
+        # SGLang takes a pool without room for one more request as full until one ends. Nodes that are being loaded
+        # are locked with no request running, and they are done without one.
+        scheduler.running_batch.batch_is_full = False
+    _cache.hide_waiting(scheduler)
+
+
+def _after_get_next_batch_to_run(batch: Any, scheduler: Any) -> None:
+    """AFTER ``get_next_batch_to_run``: whoever left the queue since without running was aborted."""
+    if _cache is None:
+        return
+    _cache.show_waiting(scheduler)
+    waiting = _cache.without_guests(scheduler.waiting_queue)
+    _cache.claims.keep_only(waiting)
+    _cache.keep_stages(waiting)
+    _cache.end_round(batch)
+    _cache.start_loads(batch)
+    if batch is None and _cache.num_staging:
+        _cache.arrival.wait(STAGING_POLL_S)  # a busy loop would hold up the threads that it waits for
+
+
+def _around_add_one_req(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND ``PrefillAdder.add_one_req``: a request whose prefix is on its way, or is computed by another, waits for
+    another round, and one in a shadow for users' requests. What those behind it in the queue hold makes way for it."""
+    if _cache is None:
+        return original(adder, req, *args, **kwargs)
+    if _cache.is_passed_by(adder, req):
+        return AddReqResult.CONTINUE
+    result = original(adder, req, *args, **kwargs)
+    is_admitted = _is_last(adder, req)
+    if result is AddReqResult.NO_TOKEN and not is_admitted:
+        if _cache.is_guest(req):
+            return AddReqResult.CONTINUE  # SGLang would admit nobody any more until some request ends
+        for _ in _cache.let_go_from_tail(until=req):
+            result = original(adder, req, *args, **kwargs)
+            is_admitted = _is_last(adder, req)
+            if is_admitted or result is not AddReqResult.NO_TOKEN:
+                break
+    if is_admitted:
+        _cache.note_admitted(req)
+    return result
+
+
+def _around_add_chunked_req(original: Callable[..., Any], adder: Any, req: Any) -> Any:
+    """AROUND ``PrefillAdder.add_chunked_req``: it needs the room more than those who wait. A chunk that is short for
+    want of room leaves some of the batch's share, and room may be found while others are looked at: the next request
+    would be cut into chunks too, and SGLang knows of one such request only."""
+    if _cache is not None and adder.rem_chunk_tokens is not None:
+        num_new = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
+        wanted = min(adder.rem_chunk_tokens, num_new)
+        if adder.rem_total_tokens < wanted:
+            for _ in _cache.let_go_from_tail():
+                if adder.rem_total_tokens >= wanted:
+                    break
+    result = original(adder, req)
+    if result is not None:
+        adder.rem_chunk_tokens = 0
+    return result
+
+
+def _is_last(adder: Any, req: Any) -> bool:
+    """Whether the request was put into the batch; SGLang may say in the same breath that there is no room for more."""
+    return bool(adder.can_run_list) and adder.can_run_list[-1] is req
+
+
+def _around_on_idle(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND ``on_idle``, which may sleep for a second: not while threads still work for the cache."""
+    if _cache is not None and _cache.host is not None and _cache.is_restless:
+        # Nobody tells when a device has ended a load, which a request may need the room of.
+        _cache.arrival.wait(STAGING_POLL_S if _cache.loads else IDLE_POLL_S)
+        return None
+    return original(scheduler, *args, **kwargs)
+
+
+def _around_run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND ``run_batch``."""
+
+    if _cache is None:
+        return original(scheduler, batch, *args, **kwargs)
+
+    def launch() -> Any:
+        with _cache.launching(batch):
+            return original(scheduler, batch, *args, **kwargs)
+
+    return _cache.prefill_times.run(batch, launch, scheduler.device == "cpu", _cache.stalled_s)
+
+
+def _before_process_batch_result(scheduler: Any, batch: Any, result: Any) -> None:
+    """BEFORE ``process_batch_result``."""
+    if _cache is not None:
+        _cache.prefill_times.finish(result)
+
+
+def _before_weights_change(updater: Any, *_: Any, **__: Any) -> None:
+    """BEFORE any update of the weights, which may fail halfway, and flushes the cache only where it is asked to."""
+    if _cache is not None:
+        _cache.forget_weights()
+
+
+def _after_weights_change(_: Any, updater: Any, *__: Any, **___: Any) -> None:
+    """AFTER it: nothing more is to be done where the cache was flushed."""
+    if _cache is not None:
+        _cache.weights_changed()
+
+
+def _before_release_memory(updater: Any, recv_req: Any) -> None:
+    """BEFORE ``release_memory_occupation``, which gives the pool's memory back before it flushes the cache."""
+    if _cache is None:
+        return
+    tags = recv_req.tags or GPU_MEMORY_ALL_TYPES
+    if GPU_MEMORY_TYPE_KV_CACHE in tags:
+        _cache.end_copies()
+    if GPU_MEMORY_TYPE_WEIGHTS in tags:
+        _cache.forget_weights()  # what will be there again is not known
+
+
+def _after_resume_memory(_: Any, updater: Any, recv_req: Any) -> None:
+    """AFTER ``resume_memory_occupation``."""
+    if _cache is not None and GPU_MEMORY_TYPE_WEIGHTS in (recv_req.tags or GPU_MEMORY_ALL_TYPES):
+        _cache.weights_changed()
+
+
+def _before_check_weights(updater: Any, recv_req: Any) -> None:
+    """BEFORE ``check_weights``, which can also overwrite them."""
+    if _cache is not None and recv_req.action == "reset_tensors":
+        _cache.forget_weights()
+
+
+def _after_check_weights(_: Any, updater: Any, recv_req: Any) -> None:
+    """AFTER ``check_weights``."""
+    if _cache is not None and recv_req.action == "reset_tensors":
+        _cache.weights_changed()
+
+
+def _after_load_adapter(_: Any, scheduler: Any, *__: Any) -> None:
+    """AFTER a LoRA adapter was loaded, or could not be."""
+    if _cache is not None:
+        _cache.know_adapters()
+
+
+def install(registry: Any, hook_type: Any) -> None:
+    registry.register(RECEIVER + "_pull_raw_reqs", _after_pull_raw_reqs, hook_type.AFTER)
+    registry.register(SCHEDULER + "init_request_dispatcher", _after_init_request_dispatcher, hook_type.AFTER)
+    registry.register(SCHEDULER + "_add_request_to_queue", _after_add_request_to_queue, hook_type.AFTER)
+    registry.register(SCHEDULER + "get_next_batch_to_run", _before_get_next_batch_to_run, hook_type.BEFORE)
+    registry.register(SCHEDULER + "get_next_batch_to_run", _after_get_next_batch_to_run, hook_type.AFTER)
+    registry.register(SCHEDULER + "on_idle", _around_on_idle, hook_type.AROUND)
+    registry.register(ADDER + "add_one_req", _around_add_one_req, hook_type.AROUND)
+    registry.register(ADDER + "add_chunked_req", _around_add_chunked_req, hook_type.AROUND)
+    registry.register(SCHEDULER + "run_batch", _around_run_batch, hook_type.AROUND)
+    registry.register(SCHEDULER + "process_batch_result", _before_process_batch_result, hook_type.BEFORE)
+    for source in ("disk", "distributed", "tensor", "ipc"):
+        registry.register(f"{UPDATER}update_weights_from_{source}", _before_weights_change, hook_type.BEFORE)
+        registry.register(f"{UPDATER}update_weights_from_{source}", _after_weights_change, hook_type.AFTER)
+    registry.register(UPDATER + "release_memory_occupation", _before_release_memory, hook_type.BEFORE)
+    registry.register(UPDATER + "resume_memory_occupation", _after_resume_memory, hook_type.AFTER)
+    registry.register(UPDATER + "check_weights", _before_check_weights, hook_type.BEFORE)
+    registry.register(UPDATER + "check_weights", _after_check_weights, hook_type.AFTER)
+    for name in ("load_lora_adapter", "load_lora_adapter_from_tensors"):
+        registry.register(SCHEDULER + name, _after_load_adapter, hook_type.AFTER)

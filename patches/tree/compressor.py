@@ -1,0 +1,459 @@
+"""Compresses one node inside SGLang's KV pool: score, select, compact, and place the survivors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from sglang_evicpress.core import Form
+from sglang_evicpress.device import HostCopy, to_device
+from sglang_evicpress.error_text import code_path
+from sglang_evicpress.kernels.compact import compact
+from sglang_evicpress.kernels.select import select_survivors
+from sglang_evicpress.patches.tree.model_identity import agreed
+from sglang_evicpress.press import Press, PressInput, QueryWindow, get_press, select
+from sglang_evicpress.press.snapkv import SnapKV
+from sglang_evicpress.survivors import SurvivorLayout, place
+from sglang_evicpress.tiers.entry.payload import PayloadCopier
+
+logger = logging.getLogger(__name__)
+
+Chosen: TypeAlias = tuple[PressInput, torch.Tensor, torch.Tensor]
+"""A node, the survivors chosen of it, int32 [layers, heads, m], and the slots that hold them now [m]."""
+
+Made = TypeVar("Made")
+
+Placed: TypeAlias = tuple[SurvivorLayout, torch.Tensor]
+"""Where the survivors of a node are, and its logical value, int64 [tokens]."""
+
+_FINE, _NO_MEMORY, _FAILED = range(3)  # how it went on a rank; the worst counts
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A node that was compressed on this rank. ``rows``, int64 [2, m]: the greatest position of every survivor, and the
+    slots."""
+
+    start: int
+    positions: HostCopy
+    rows: torch.Tensor
+    value: torch.Tensor
+
+
+class Compressor:
+    """Holds the pool and what ranks share. ``forward_stream`` is the scheduler's, once it has one (CUDA only)."""
+
+    def __init__(
+        self, pool: Any, page_size: int, sinks: int, *, window: int = 32, scale: float | None = None, group: Any = None
+    ) -> None:
+        self.page_size = page_size
+        self.sinks = sinks
+        self.window = window
+        self.forward_stream: Any = None
+        self._pool = pool
+        self._ahead: dict[int, tuple[torch.Tensor, Placed | Exception]] = {}  # by id of the slots, which it keeps
+        self._group = group  # CPU group of the tensor-parallel ranks, None when there is one rank
+        layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
+        # Not get_key_buffer: that one waits for layer transfers, which only attention may do.
+        self.k_buffers = [pool._get_key_buffer(layer) for layer in layers]
+        self.v_buffers = [pool._get_value_buffer(layer) for layer in layers]
+        self.scale = float(self.k_buffers[0].shape[-1]) ** -0.5 if scale is None else scale
+
+    @property
+    def is_cuda(self) -> bool:
+        return bool(self.k_buffers[0].is_cuda)
+
+    def payload_copier(self) -> PayloadCopier:
+        return PayloadCopier(self.k_buffers, self.v_buffers, self.page_size)
+
+    def written_event(self) -> Any:
+        """An event behind all that was launched until now, the forward pass in flight included; None on the CPU."""
+        if not self.is_cuda:
+            return None
+        stream = torch.cuda.current_stream()
+        if self.forward_stream is not None:
+            stream.wait_stream(self.forward_stream)
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event
+
+    def ahead_of_next_pass(self) -> AbstractContextManager[None]:
+        """What is queued within comes behind all that was launched until now, and before whatever is written to the
+        pool next: forward passes run in that stream, and everything else that writes waits for it. Nothing on the
+        CPU."""
+        if not self.is_cuda:
+            return nullcontext()
+        stream = self.forward_stream or torch.cuda.current_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        found: AbstractContextManager[None] = torch.cuda.stream(stream)
+        return found
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.k_buffers)
+
+    @property
+    def num_heads(self) -> int:
+        return int(self.k_buffers[0].shape[1])
+
+    @property
+    def slot_bytes(self) -> int:
+        """What one slot takes over all layers, keys and values, on this rank."""
+        return sum(buffer[0].nbytes for buffer in (*self.k_buffers, *self.v_buffers))
+
+    def compress(
+        self,
+        *,
+        form: Form,
+        slots: torch.Tensor,
+        layout: SurvivorLayout | None,
+        start: int,
+        num_tokens: int,
+        num_kept: int,
+        window: QueryWindow | None,
+    ) -> tuple[SurvivorLayout, torch.Tensor]:
+        """Keep ``num_kept`` entries of every (layer, head), moved to the first ``num_kept`` of ``slots`` [n].
+
+        Returns the layout and the node's logical value: int64 [num_tokens], those slots at their logical indices and
+        holes (0) elsewhere. Waits for nothing on the device unless ranks must agree. Starts behind the forward pass
+        in flight: a finished request's last token may still be being written.
+
+        Raises torch.OutOfMemoryError on every rank where one has no device memory left. The node's KV may be in part
+        moved by then.
+        """
+        if id(slots) in self._ahead:
+            return _raised(self._ahead.pop(id(slots))[1])
+        return self._placed(self._choice(form, slots, layout, start, num_tokens, num_kept, window), num_kept)
+
+    @contextmanager
+    def together(self, asked: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+        """Within this, ``compress`` of each of these (its arguments) gives what was made of all of them at the begin,
+        when ranks agreed once for all. Each must come to that, unless it is given up. Nothing where there is one rank.
+        """
+        if self._group is not None and len(asked) > 1:
+            found = self._placed_by_all([(self._choice(**each), each["num_kept"]) for each in asked])
+            self._ahead = {id(each["slots"]): (each["slots"], made) for each, made in zip(asked, found, strict=True)}
+        try:
+            yield
+        finally:
+            self._ahead = {}
+
+    def _choice(
+        self,
+        form: Form,
+        slots: torch.Tensor,
+        layout: SurvivorLayout | None,
+        start: int,
+        num_tokens: int,
+        num_kept: int,
+        window: QueryWindow | None,
+    ) -> Callable[[], Chosen]:
+        def choose() -> Chosen:
+            node = self._input(slots, layout, start, num_tokens, window)
+            self.wait_for_forward(slots)
+            return self._compacted(node, select(self._press(form), node, num_kept, self.sinks))
+
+        return choose
+
+    def copy(self, parts: Sequence[torch.Tensor], target: torch.Tensor) -> None:
+        """Bring what the first slots of ``parts`` (each [n]) hold, exact KV, into the slots ``target`` [m] as well.
+
+        Raises torch.OutOfMemoryError on every rank where one has no device memory left.
+        """
+
+        def run() -> None:
+            source = torch.cat(list(parts))[: len(target)]
+            self.wait_for_forward(source)
+            for buffer in (*self.k_buffers, *self.v_buffers):
+                buffer[target] = buffer[source]
+
+        self._by_all(run)
+
+    def copy_compressed(
+        self,
+        *,
+        form: Form,
+        parts: Sequence[torch.Tensor],
+        num_tokens: int,
+        into: torch.Tensor,
+        window: QueryWindow | None,
+    ) -> tuple[SurvivorLayout, torch.Tensor]:
+        """What ``compress`` makes of an exact prefix in the slots of ``parts`` [num_tokens in all], written to the
+        slots ``into`` [m] instead; ``parts`` keep what they hold. Raises as ``compress`` does."""
+
+        def choose() -> Chosen:
+            slots = torch.cat(list(parts))
+            node = self._input(slots, None, 0, num_tokens, window)
+            self.wait_for_forward(slots)
+            survivors = select(self._press(form), node, len(into), self.sinks)
+            self.copy_survivors(slots, survivors, into)
+            return node, survivors, into
+
+        return self._placed(choose, len(into))
+
+    def kept_of_layer(
+        self,
+        *,
+        form: Form,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        layout: SurvivorLayout | None,
+        start: int,
+        num_tokens: int,
+        num_kept: int,
+        window: QueryWindow | None,
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """What ``compress`` keeps of one layer of a node whose KV ``keys`` and ``values`` [n, heads, head_dim] are not
+        in the pool: both [num_kept, heads, head_dim], and their positions, int32 [heads, num_kept]. On any thread."""
+        every = torch.arange(len(keys), device=keys.device)
+        if layout is None:
+            positions = (every.to(torch.int32) + start).expand(1, self.num_heads, -1)
+        else:
+            positions = to_device(layout.positions[layer : layer + 1], keys.device)
+        if window is not None:
+            window = replace(window, queries=window.queries[layer : layer + 1])
+        node = PressInput(
+            k_buffers=[keys],
+            v_buffers=[values],
+            slots=every,
+            positions=positions,
+            start=start,
+            num_tokens=num_tokens,
+            window=window,
+            scale=self.scale,
+            page_size=self.page_size,
+        )
+        survivors = select(self._press(form), node, num_kept, self.sinks)[0].to(torch.int64)
+        heads = torch.arange(self.num_heads, device=keys.device)[None, :]
+        return (keys[survivors.T, heads], values[survivors.T, heads]), positions[0].gather(1, survivors)
+
+    def layout_of(self, positions: torch.Tensor, start: int) -> SurvivorLayout:
+        """The layout of survivors of ``positions``, int32 [layers, heads, m]; for one rank."""
+        logical = place(positions, start, self.page_size)
+        return SurvivorLayout(HostCopy(positions), HostCopy(logical), positions.shape[-1])
+
+    def copy_survivors(self, slots: torch.Tensor, survivors: torch.Tensor, into: torch.Tensor) -> None:
+        """Bring what survives of every (layer, head) in ``slots`` (int [L, H, m], indices into them) into the slots
+        ``into`` [m]; ``slots`` keep what they hold."""
+        heads = torch.arange(self.num_heads, device=slots.device)[:, None]
+        for buffers in (self.k_buffers, self.v_buffers):
+            for buffer, kept in zip(buffers, survivors.to(torch.int64), strict=True):
+                buffer[into[None, :], heads] = buffer[slots[kept], heads]
+
+    def trim(
+        self,
+        *,
+        form: Form,
+        slots: torch.Tensor,
+        layout: SurvivorLayout,
+        start: int,
+        num_tokens: int,
+        replaced: tuple[int, int],
+        window: QueryWindow | None,
+    ) -> tuple[SurvivorLayout, torch.Tensor] | None:
+        """Rid a compressed node of entries for positions [replaced[0], replaced[1]), which an ancestor now holds
+        itself.
+
+        A node split off below another may hold, in some heads, survivors from before its start. Once the node above is
+        exact again, those would be attended to twice. Every head gives up as many entries as the one with most of them:
+        its strays, then its lowest scores. None when there are none; num_slots 0 when (whole pages of) nothing is left.
+        Raises as ``compress`` does.
+        """
+        strays = (layout.positions >= replaced[0]) & (layout.positions < replaced[1])
+        most = int(self._most(strays.sum(-1).max()))
+        if most == 0:
+            return None
+        num_kept = (layout.num_slots - most) // self.page_size * self.page_size
+
+        def choose() -> Chosen:
+            node = self._input(slots, layout, start, num_tokens, window)
+            self.wait_for_forward(slots)
+            press = self._press(form)
+            if press.needs_queries and window is None:
+                press = get_press("keydiff")  # its queries had to make room; every press gives an order
+            scores = press.score(node).nan_to_num()  # finite, so that strays really come last
+            scores = scores.masked_fill(to_device(strays, slots.device), float("-inf"))
+            return self._compacted(node, select_survivors(scores, num_kept))
+
+        return self._placed(choose, num_kept)
+
+    def _press(self, form: Form) -> Press:
+        press = get_press(form.press or "")
+        return replace(press, window=self.window) if isinstance(press, SnapKV) else press
+
+    def _compacted(self, node: PressInput, survivors: torch.Tensor) -> Chosen:
+        compact(self.k_buffers, self.v_buffers, node.slots, survivors)
+        return node, survivors, node.slots[: survivors.shape[-1]]
+
+    def _placed(self, choose: Callable[[], Chosen], num_kept: int) -> Placed:
+        """The layout and logical value of the node of which ``choose`` keeps ``num_kept`` entries in every head."""
+        if self._group is not None:
+            return _raised(self._placed_by_all([(choose, num_kept)])[0])
+        node, survivors, held = choose()
+        kept = node.positions.gather(2, survivors.to(torch.int64))
+        logical = place(kept, node.start, self.page_size)
+        value = torch.zeros(node.num_tokens, dtype=torch.int64, device=node.slots.device)
+        value.index_copy_(0, logical, held)
+        return SurvivorLayout(HostCopy(kept), HostCopy(logical), len(held)), value
+
+    def _placed_by_all(self, choices: Sequence[tuple[Callable[[], Chosen], int]]) -> list[Placed | Exception]:
+        """The same for several nodes, on several ranks; for one that failed on some rank, what each is to raise.
+
+        Each rank holds other heads, and all must split a node at the same slot: they go by the greatest position of
+        every survivor on any rank. One copy to the host and one collective for all nodes, taken by every rank alike,
+        also by one that fails. Once ranks have agreed none allocates on its device any more.
+        """
+
+        def prepare(choose: Callable[[], Chosen]) -> _Prepared:
+            node, survivors, held = choose()
+            kept = node.positions.gather(2, survivors.to(torch.int64))
+            value = torch.zeros(node.num_tokens, dtype=torch.int64, device=node.slots.device)
+            rows = torch.stack([kept.amax(dim=(0, 1)).to(torch.int64), held.to(torch.int64)])
+            return _Prepared(node.start, HostCopy(kept), rows, value)
+
+        def gather() -> list[torch.Tensor]:
+            rows = [each.rows for each in tried if isinstance(each, _Prepared)]
+            return list(torch.cat(rows, 1).cpu().split([each.shape[1] for each in rows], 1)) if rows else []
+
+        tried = [_tried(partial(prepare, choose)) for choose, _ in choices]
+        gathered = _tried(gather)
+        if isinstance(gathered, Exception):
+            tried, gathered = [gathered] * len(tried), []
+        parts = iter(gathered)
+        hosted = [
+            torch.zeros(2, num_kept, dtype=torch.int64) if isinstance(each, Exception) else next(parts)
+            for each, (_, num_kept) in zip(tried, choices, strict=True)
+        ]
+        agreed = self._agreed(tried, [rows[0] for rows in hosted])
+        found: list[Placed | Exception] = []
+        for each, (_, slots), last in zip(tried, hosted, agreed, strict=True):
+            if isinstance(last, Exception):
+                found.append(last)
+            elif isinstance(each, _Prepared):
+                logical = place(last[None, None], each.start, self.page_size)
+                each.value.copy_(torch.zeros(len(each.value), dtype=torch.int64).index_copy_(0, logical, slots))
+                found.append((SurvivorLayout(each.positions, HostCopy(logical), len(slots)), each.value))
+        return found
+
+    def _by_all(self, run: Callable[[], Made]) -> Made:
+        """What ``run`` gives, if it does on every rank; see ``_agreed`` for what is raised else."""
+        if self._group is None:
+            return run()
+        made = _tried(run)
+        (agreed,) = self._agreed([made], [torch.empty(0, dtype=torch.int64)])
+        _raised(agreed)
+        return _raised(made)
+
+    def _agreed(self, tried: Sequence[object], values: Sequence[torch.Tensor]) -> list[torch.Tensor | Exception]:
+        """Of each try, an exception or what was made, its ``values`` (int64 [n], on the host) as their maximum over
+        ranks, if it went well on every rank.
+
+        One collective, whatever happens. Else each rank has an exception for it: torch.OutOfMemoryError where one had
+        no device memory left; after any other exception RuntimeError, so that none goes on as if nothing were.
+        """
+        outcomes = [torch.tensor([_outcome_of(each)]) for each in tried]
+        told = torch.cat([part for pair in zip(values, outcomes, strict=True) for part in pair])
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group)
+        found: list[torch.Tensor | Exception] = []
+        for each, part in zip(tried, told.split([len(row) + 1 for row in values]), strict=True):
+            worst, error = int(part[-1]), each if isinstance(each, Exception) else None
+            if worst == _FINE:
+                found.append(part[:-1])
+            elif worst == _NO_MEMORY:
+                found.append(error or torch.OutOfMemoryError("another rank has no device memory for it"))
+            else:
+                failure = RuntimeError("evicpress: a rank failed at what all must do: see its log")
+                failure.__cause__ = error
+                found.append(failure)
+        return found
+
+    def _input(
+        self,
+        slots: torch.Tensor,
+        layout: SurvivorLayout | None,
+        start: int,
+        num_tokens: int,
+        window: QueryWindow | None,
+    ) -> PressInput:
+        return PressInput(
+            k_buffers=self.k_buffers,
+            v_buffers=self.v_buffers,
+            slots=slots,
+            positions=self._positions(slots, layout, start),
+            start=start,
+            num_tokens=num_tokens,
+            window=window,
+            scale=self.scale,
+            page_size=self.page_size,
+        )
+
+    def wait_for_forward(self, slots: torch.Tensor) -> None:
+        """Whatever is launched from here on starts behind the forward pass in flight; the host waits for nothing."""
+        if self.forward_stream is not None and slots.is_cuda:
+            torch.cuda.current_stream().wait_stream(self.forward_stream)
+
+    def _positions(self, slots: torch.Tensor, layout: SurvivorLayout | None, start: int) -> torch.Tensor:
+        if layout is not None:
+            return to_device(layout.positions, slots.device)
+        every = torch.arange(start, start + len(slots), dtype=torch.int32, device=slots.device)
+        return every.expand(self.num_layers, self.num_heads, -1)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank must do as this one does."""
+        return self._group is None
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether the others do as this one says."""
+        return self._group is None or dist.get_rank(self._group) == 0
+
+    def as_first_rank(self, value: bytes) -> bytes:
+        """What rank 0 has here; ``value`` itself when there is one rank. Every rank must take part."""
+        return agreed(value, self._group)
+
+    def _most(self, values: torch.Tensor) -> torch.Tensor:
+        """The elementwise maximum over all ranks; ``values`` itself when there is one."""
+        return self._reduced(values, dist.ReduceOp.MAX)
+
+    def summed(self, values: torch.Tensor) -> torch.Tensor:
+        """The elementwise sum over all ranks; ``values`` itself when there is one. Every rank must take part."""
+        return self._reduced(values, dist.ReduceOp.SUM)
+
+    def _reduced(self, values: torch.Tensor, op: Any) -> torch.Tensor:
+        if self._group is None:
+            return values
+        agreed = values.cpu()
+        dist.all_reduce(agreed, op=op, group=self._group)
+        return agreed.to(values.device)
+
+
+def _tried(run: Callable[[], Made]) -> Made | Exception:
+    """What ``run`` gives, or the exception that it raises, which is logged unless it is for want of memory."""
+    try:
+        return run()
+    except torch.OutOfMemoryError as error:
+        return error
+    except Exception as error:  # noqa: BLE001 - raised on every rank
+        logger.error("evicpress: this rank failed at what all must do: %s", code_path(error))
+        return error
+
+
+def _outcome_of(tried: object) -> int:
+    if isinstance(tried, torch.OutOfMemoryError):
+        return _NO_MEMORY
+    return _FAILED if isinstance(tried, Exception) else _FINE
+
+
+def _raised(found: Made | Exception) -> Made:
+    if isinstance(found, Exception):
+        raise found
+    return found

@@ -1,0 +1,327 @@
+"""What a kv policy cannot be combined with: a table of server arguments, and what the model or pool tells.
+
+Each refusal is one sentence that names what was asked for, says why it cannot work and gives the way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_evicpress.config import EvicPressConfig
+from sglang_evicpress.decode_budget import schedule
+from sglang_evicpress.decode_budget.settings import CLIENT_BUDGETS, QUERY_SCORES, DecodeSettings, parse_protect
+
+ATTENTION_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")
+BACKEND_NAME = "evicpress"
+
+
+class RefusedError(ValueError):
+    """The server cannot be started as asked. The command line prints the sentence and exits with status 2."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """One row: ``flag`` as the user types it, the ``attribute`` of ServerArgs (or of SGLang's ``envs``) whose
+    value ``conflicts``, and the ``reason`` with the way out."""
+
+    flag: str
+    attribute: str
+    conflicts: Callable[[Any], bool]
+    reason: str
+
+
+def _other_than(*allowed: Any) -> Callable[[Any], bool]:
+    return lambda value: value not in allowed
+
+
+def _more_than_one(value: int) -> bool:
+    return value > 1
+
+
+_ONE_SERVER_EACH = "start one server per replica, for example behind sglang-router"
+_BACKENDS = f"only {', '.join(ATTENTION_BACKENDS)} are known to read compact rows, so choose one of them"
+_SPLITS_WORK = "it splits work over workers that do not see the compact rows, so leave it out"
+_READS_ROWS = "it reads KV slots by token position, which a compressed prefix does not keep, so leave it out"
+_OTHER_CACHE = "it brings its own prefix cache, so leave out one of the two"
+_LAYOUT = "only plain [slot, head, dim] pools can be compressed, so leave it out"
+
+REFUSALS = (
+    Refusal("--disable-radix-cache", "disable_radix_cache", bool, "a kv policy needs prefixes, so leave it out"),
+    Refusal("--radix-cache-backend", "radix_cache_backend", _other_than(None, BACKEND_NAME), _OTHER_CACHE),
+    Refusal(
+        "--radix-eviction-policy",
+        "radix_eviction_policy",
+        _other_than("lru"),
+        "the kv policy decides what is evicted, so leave it out",
+    ),
+    Refusal("--enable-hierarchical-cache", "enable_hierarchical_cache", bool, _OTHER_CACHE),
+    Refusal("--enable-lmcache", "enable_lmcache", bool, _OTHER_CACHE),
+    Refusal("--enable-streaming-session", "enable_streaming_session", bool, _READS_ROWS),
+    Refusal("--enable-session-radix-cache", "enable_session_radix_cache", bool, _READS_ROWS),
+    Refusal("--strip-thinking-cache", "strip_thinking_cache", bool, _READS_ROWS),
+    Refusal("--enable-return-routed-experts", "enable_return_routed_experts", bool, _READS_ROWS),
+    Refusal("--enable-return-indexer-topk", "enable_return_indexer_topk", bool, _READS_ROWS),
+    Refusal("--kv-canary", "kv_canary", _other_than("none"), _READS_ROWS),
+    Refusal("--speculative-algorithm", "speculative_algorithm", bool, _READS_ROWS),
+    Refusal("--decoupled-spec-role", "decoupled_spec_role", _other_than("null"), _READS_ROWS),
+    Refusal("--dllm-algorithm", "dllm_algorithm", bool, _READS_ROWS),
+    Refusal("--enable-hisparse", "enable_hisparse", bool, _READS_ROWS),
+    Refusal("--enable-mis", "enable_mis", bool, _READS_ROWS),
+    Refusal(
+        "--disaggregation-mode",
+        "disaggregation_mode",
+        _other_than("null"),
+        "a compressed prefix cannot be sent to another server, so serve prefill and decode together",
+    ),
+    Refusal("--encoder-only", "encoder_only", bool, "an encoder keeps no KV cache, so leave out --kv-policy"),
+    Refusal(
+        "--pp-size",
+        "pp_size",
+        _more_than_one,
+        "pipeline stages do not agree on slots yet, so use --tp-size instead",
+    ),
+    Refusal(
+        "--dp-size",
+        "dp_size",
+        _more_than_one,
+        f"the data-parallel controller does not pass on our messages, so {_ONE_SERVER_EACH}",
+    ),
+    Refusal("--attn-cp-size", "attn_cp_size", _more_than_one, _SPLITS_WORK),
+    Refusal("--dcp-size", "dcp_size", _more_than_one, _SPLITS_WORK),
+    Refusal("--enable-prefill-cp", "enable_prefill_cp", bool, _SPLITS_WORK),
+    Refusal("--enable-two-batch-overlap", "enable_two_batch_overlap", bool, _SPLITS_WORK),
+    Refusal("--enable-pdmux", "enable_pdmux", bool, _SPLITS_WORK),
+    Refusal(
+        "--tokenizer-worker-num",
+        "tokenizer_worker_num",
+        _more_than_one,
+        f"its workers load no plugins and would lack the /evicpress routes, so use 1 or {_ONE_SERVER_EACH}",
+    ),
+    Refusal("--grpc-mode", "grpc_mode", bool, "the /evicpress routes are HTTP only, so serve over HTTP"),
+    Refusal("--use-ray", "use_ray", bool, "Ray workers load no plugins, so leave it out"),
+    Refusal("--enable-unified-memory", "enable_unified_memory", bool, _LAYOUT),
+    Refusal("--enable-page-major-kv-layout", "enable_page_major_kv_layout", bool, _LAYOUT),
+    Refusal("--prefill-only-disable-kv-cache", "prefill_only_disable_kv_cache", bool, _LAYOUT),
+    Refusal(
+        "--kv-cache-dtype",
+        "kv_cache_dtype",
+        lambda value: str(value).startswith(("fp4", "fp8")),
+        "quantised KV cannot be scored and moved by slot yet, so use auto or bf16",
+    ),
+    Refusal(
+        "--device",
+        "device",
+        lambda value: value is not None and value.split(":")[0] not in ("cpu", "cuda"),
+        "only cpu and cuda are served, so use one of them",
+    ),
+    Refusal("--attention-backend", "attention_backend", _other_than(None, *ATTENTION_BACKENDS), _BACKENDS),
+    Refusal(
+        "--prefill-attention-backend",
+        "prefill_attention_backend",
+        _other_than(None, *ATTENTION_BACKENDS),
+        _BACKENDS,
+    ),
+    Refusal(
+        "--decode-attention-backend",
+        "decode_attention_backend",
+        _other_than(None, *ATTENTION_BACKENDS),
+        _BACKENDS,
+    ),
+)
+
+ENVIRONMENT_REFUSALS = (
+    Refusal("SGLANG_USE_HND_KVCACHE", "SGLANG_USE_HND_KVCACHE", bool, _LAYOUT),
+    Refusal("SGLANG_AITER_KV_CACHE_LAYOUT", "SGLANG_AITER_KV_CACHE_LAYOUT", _other_than("nhd"), _LAYOUT),
+    Refusal("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", bool, _OTHER_CACHE),
+    Refusal("SGLANG_ENABLE_UNIFIED_RADIX_TREE", "SGLANG_ENABLE_UNIFIED_RADIX_TREE", bool, _OTHER_CACHE),
+)
+
+
+def check(server_args: Any, config: EvicPressConfig) -> None:
+    """Refuse what the arguments, or the environment, already show cannot work.
+
+    Called before SGLang resolves its defaults, for what the user gave, and again after, for what it chose.
+    Raises RefusedError.
+    """
+    from sglang.srt.environ import envs
+
+    prefill = server_args.prefill_attention_backend or server_args.attention_backend
+    decode = server_args.decode_attention_backend or server_args.attention_backend
+    if "flashinfer" in (prefill, decode) and is_deterministic(server_args):
+        raise RefusedError(
+            f"--kv-policy {config.policy} cannot be combined with --enable-deterministic-inference on flashinfer: "
+            "SGLang keeps no prefixes then, so give --attention-backend triton or fa3"
+        )
+    for row in REFUSALS:
+        _refuse_conflict(config, row, getattr(server_args, row.attribute))
+    for row in ENVIRONMENT_REFUSALS:
+        _refuse_conflict(config, row, getattr(envs, row.attribute).get())
+    if prefill and decode and prefill != decode:
+        raise RefusedError(
+            f"--kv-policy {config.policy} cannot be combined with {prefill} for prefill and {decode} for decode: "
+            "compact rows need one backend for both, so give --attention-backend alone"
+        )
+    if "torch_native" in (prefill, decode) and (server_args.device or "cpu").startswith("cuda"):
+        raise RefusedError(
+            f"--kv-policy {config.policy} cannot be combined with --attention-backend torch_native on cuda: it would "
+            "wait for the device in every step, so choose flashinfer, triton or fa3"
+        )
+    if config.has_tiers and server_args.tp_size > 1:
+        raise RefusedError(
+            f"--kv-host-gb {config.host_gb:g} cannot be combined with --tp-size {server_args.tp_size}: ranks do not "
+            "agree yet on when copies arrive, so leave out --kv-host-gb and --kv-ssd-dir, or use --tp-size 1"
+        )
+    _check_decode(config, server_args.page_size)
+    if config.decode_score in QUERY_SCORES and server_args.tp_size > 1:
+        raise RefusedError(
+            f"--kv-decode-score {config.decode_score} cannot be combined with --tp-size {server_args.tp_size}: that "
+            "ranks agree on what goes by queries of decode steps has not been shown yet, so choose another score, "
+            "or use --tp-size 1"
+        )
+    graphs = server_args.cuda_graph_config
+    if "full" in (server_args.cuda_graph_backend_prefill, graphs and graphs.prefill.backend):
+        if config.has_tiers:
+            raise RefusedError(
+                f"--kv-host-gb {config.host_gb:g} cannot be combined with --cuda-graph-backend-prefill full: a full "
+                "graph does not wait for the layers that are loaded back, so choose another graph backend, or leave "
+                "out --kv-host-gb and --kv-ssd-dir"
+            )
+        for form in config.menu_forms:
+            if form.press == "snapkv":
+                raise RefusedError(
+                    f"--kv-forms {form} cannot be combined with --cuda-graph-backend-prefill full: a full "
+                    "graph hides the queries that snapkv looks at, so choose another press or graph backend"
+                )
+        if config.decode_score in QUERY_SCORES:
+            raise RefusedError(
+                f"--kv-decode-score {config.decode_score} cannot be combined with --cuda-graph-backend-prefill full: a "
+                "full graph hides the queries that it goes by, so choose another score or graph backend"
+            )
+
+
+def is_deterministic(server_args: Any) -> bool:
+    """Whether SGLang is asked for the same answer whatever runs beside it; for flashinfer it then keeps no prefixes."""
+    return bool(server_args.enable_deterministic_inference or server_args.rl_on_policy_target is not None)
+
+
+def decode_settings(config: EvicPressConfig) -> DecodeSettings:
+    """The budget of requests that ask for none themselves. Raises ValueError, one sentence."""
+    if config.decode_client_budgets not in CLIENT_BUDGETS:
+        raise ValueError(
+            f"kv_decode_client_budgets is {config.decode_client_budgets!r}: want {', '.join(CLIENT_BUDGETS)}"
+        )
+    return DecodeSettings(
+        config.decode_budget,
+        config.decode_method,
+        config.decode_score,
+        config.decode_every,
+        parse_protect(config.decode_protect),
+    )
+
+
+def check_decode(settings: DecodeSettings, page_size: int, sinks: int, *, keeps_queries: bool) -> None:
+    """Raise ValueError, one sentence, for a budget that this server cannot keep."""
+    if settings.reads_queries and not keeps_queries:
+        raise ValueError(
+            f"kv_decode_score {settings.score!r} goes by queries of decode steps, which this server does not keep: "
+            f"start it with --kv-decode-score {settings.score}, or choose another"
+        )
+    schedule.check(settings, page_size, sinks)
+
+
+def _check_decode(config: EvicPressConfig, page_size: int | None) -> None:
+    try:
+        settings = decode_settings(config)
+        if settings.tokens > 0 and page_size is not None:  # else SGLang is yet to choose one: then it comes again
+            check_decode(settings, page_size, config.sinks, keeps_queries=True)
+    except ValueError as error:
+        raise RefusedError(str(error)) from None
+
+
+def _refuse_conflict(config: EvicPressConfig, row: Refusal, value: Any) -> None:
+    if row.conflicts(value):
+        asked = row.flag if value is True else f"{row.flag} {value}"
+        raise RefusedError(f"--kv-policy {config.policy} cannot be combined with {asked}: {row.reason}")
+
+
+_WAY_OUT = "start without --kv-policy, or serve a text model whose layers all use full causal attention"
+_FULL_ATTENTION_TYPES = ("full_attention", "attention")
+
+
+def check_model_config(model_config: Any) -> None:
+    """Refuse a model whose configuration shows KV that cannot be compressed per head. Raises RefusedError."""
+    from sglang.srt.configs.linear_attn_model_registry import get_linear_attn_config
+    from sglang.srt.configs.model_config import AttentionArch
+
+    text = model_config.hf_text_config
+    architecture = model_config.hf_config.architectures[0]
+    layer_types = getattr(text, "layer_types", None) or ()
+    others = sorted(set(layer_types) - set(_FULL_ATTENTION_TYPES))
+    reasons = (
+        (model_config.attention_arch == AttentionArch.MLA, "keeps one latent KV for all heads (MLA)"),
+        (model_config.is_hybrid_swa, "has sliding-window layers"),
+        (model_config.attention_chunk_size is not None, "has chunked local attention"),
+        (getattr(model_config.hf_config, "dual_chunk_attention_config", None), "has dual-chunk attention"),
+        (model_config.is_encoder_decoder, "is an encoder-decoder with cross attention"),
+        (get_linear_attn_config(model_config.hf_config), "has linear-attention layers"),
+        (getattr(text, "attn_temperature_len", 0) > 0, "scales attention by position"),
+        (others, f"has {', '.join(others)} layers"),
+        (
+            model_config.is_multimodal or model_config.is_audio_model,
+            "reads images, video or audio, which its tokens do not tell apart for good",
+        ),
+    )
+    for found, what in reasons:
+        if found:
+            raise RefusedError(f"{architecture} cannot be served with a kv policy, because it {what}: {_WAY_OUT}")
+
+
+def check_layers(model: Any) -> None:
+    """Refuse a built model (torch module) whose attention needs token positions. Raises RefusedError."""
+    from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+
+    for layer in model.modules():
+        if not isinstance(layer, RadixAttention):
+            continue
+        reasons = (
+            (layer.sliding_window_size > 0, "has a sliding window"),
+            (layer.use_irope, "has chunked local attention"),
+            (layer.is_cross_attention, "is cross attention"),
+            (layer.attn_type != AttentionType.DECODER, f"is {layer.attn_type.value} attention"),
+            (layer.xai_temperature_len > 0, "scales attention by position"),
+        )
+        for found, what in reasons:
+            if found:
+                raise RefusedError(
+                    f"{type(model).__name__} cannot be served with a kv policy, because attention layer "
+                    f"{layer.layer_id} {what}: {_WAY_OUT}"
+                )
+
+
+def check_model(model_config: Any, kv_pool: Any, is_hybrid_swa: bool, is_hybrid_ssm: bool) -> None:
+    """Refuse a model or a KV pool that cannot be compressed, as the scheduler knows it. Raises RefusedError.
+
+    ``kv_pool`` must be exactly MHATokenToKVPool, laid out [slot, head, dim]: subclasses pack or move bytes.
+    """
+    import torch
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    check_model_config(model_config)
+    architecture = model_config.hf_config.architectures[0]
+    for found, what in ((is_hybrid_swa, "has sliding-window layers"), (is_hybrid_ssm, "has Mamba layers")):
+        if found:
+            raise RefusedError(f"{architecture} cannot be served with a kv policy, because it {what}: {_WAY_OUT}")
+    if type(kv_pool) is not MHATokenToKVPool or kv_pool.kv_cache_layout != "nhd":
+        layout = getattr(kv_pool, "kv_cache_layout", "its own")
+        raise RefusedError(
+            f"the KV pool is a {type(kv_pool).__name__} with layout {layout}, and a kv policy needs a plain "
+            "MHATokenToKVPool with layout nhd: leave out the flag that chose it, or start without --kv-policy"
+        )
+    if kv_pool.head_dim != kv_pool.v_head_dim or kv_pool.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise RefusedError(
+            f"{architecture} keeps its KV as {kv_pool.dtype} with heads of {kv_pool.head_dim} and {kv_pool.v_head_dim},"
+            " and a kv policy needs float16, bfloat16 or float32 and equal heads: give --kv-cache-dtype bf16, or start "
+            "without --kv-policy"
+        )

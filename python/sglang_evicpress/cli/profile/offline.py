@@ -1,0 +1,174 @@
+"""Profiles contexts one after the other at a running server, which keeps each as soon as it is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from hashlib import sha256
+
+from sglang_evicpress.cli.profile.chat import EndpointError
+from sglang_evicpress.core import Form
+from sglang_evicpress.profiler.client import ServerEngine
+from sglang_evicpress.profiler.contexts import GivenContext, GivenQuestion
+from sglang_evicpress.profiler.engine import EngineError
+from sglang_evicpress.profiler.measure import Asked, NothingMade, profile_context
+from sglang_evicpress.profiler.prompts import ContextTooShort, Prompts
+from sglang_evicpress.profiler.scorers import Scorer
+from sglang_evicpress.profiler.transport import NotThere, Transport, Unreachable
+from sglang_evicpress.progress import Progress
+from sglang_evicpress.quality.profile import Profile, context_keys, query_set
+
+FILL_TOKENS = 2048
+"""Tokens that one request computes of a context the server does not hold: an offline run delays no one."""
+
+PROFILES = "/evicpress/profiles"
+
+QUERY_PRESSES = frozenset({"snapkv"})
+"""They need queries of the prompt, which a server keeps when its own forms name one of them."""
+
+_FIELDS = {field.name for field in fields(Profile)}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """``make_questions`` makes those of a context that has none."""
+
+    contexts: Sequence[GivenContext]
+    forms: tuple[Form, ...]
+    scorer: Scorer
+    max_new_tokens: int
+    is_resumed: bool
+    make_questions: Callable[[str], list[GivenQuestion]]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one context: a ``profile``, which the server has now (``was_there``: had before), or ``error``,
+    for which it failed, or was left out when ``is_skipped``."""
+
+    id: str
+    profile: Profile | None = None
+    was_there: bool = False
+    error: str = ""
+    is_skipped: bool = False
+
+
+@dataclass(slots=True)
+class Run:
+    """``outcomes`` has those of the contexts done so far, also after Ctrl-C. ``identity`` is that of the server, which
+    can make ``forms`` of those that are planned."""
+
+    plan: Plan
+    transport: Transport
+    prompts: Prompts
+    identity: bytes
+    forms: Sequence[Form]
+    outcomes: list[Outcome]
+
+    def run(self, progress: Progress) -> None:
+        """Raises Unreachable when the server is gone; the context at hand is the last of ``outcomes`` then."""
+        engine = ServerEngine(self.transport, fill_tokens=FILL_TOKENS, may_evict=True)
+        num_forms = len(self.plan.forms)
+        for context in self.plan.contexts:
+            progress.name(context.id[:20])
+            num_done = 0
+
+            def step(form: Form, done: int, of: int) -> None:
+                nonlocal num_done
+                progress.step(done - num_done)
+                num_done = done
+
+            try:
+                outcome = self._profile(engine, context, step)
+            except ContextTooShort as error:
+                outcome = Outcome(context.id, error=str(error), is_skipped=True)
+            except (EngineError, EndpointError, ValueError) as error:
+                outcome = Outcome(context.id, error=str(error))
+                if isinstance(error, Unreachable):
+                    self.outcomes.append(outcome)
+                    raise
+            self.outcomes.append(outcome)
+            progress.leave_out(num_forms - num_done)
+            if outcome.error:
+                progress.say(f"{context.id!r} {'is left out' if outcome.is_skipped else 'failed'}: {outcome.error}")
+
+    def _profile(
+        self, engine: ServerEngine, context: GivenContext, on_progress: Callable[[Form, int, int], None]
+    ) -> Outcome:
+        plan = self.plan
+        questions = context.questions or self.plan.make_questions(context.text)
+        tokens, queries = self.prompts.split(context.text, questions)
+        known = self._known(tokens, context.namespace, queries) if plan.is_resumed else None
+        missing = [form for form in self.forms if known is None or form not in known.forms]
+        if known is not None and not missing:
+            return Outcome(context.id, known, was_there=True)
+        try:
+            profile = profile_context(
+                engine,
+                tokens,
+                context.namespace,
+                queries,
+                missing,
+                plan.scorer,
+                max_new_tokens=plan.max_new_tokens,
+                on_progress=on_progress,
+            )
+        except NothingMade:
+            if known is None:
+                raise
+            return Outcome(context.id, known, was_there=True)
+        profile = replace(profile, query_set=asked_set(queries, plan.scorer, plan.max_new_tokens))
+        self.transport.ask("POST", PROFILES, {"profile": profile.to_json(), "is_fresh": True})
+        return Outcome(context.id, profile.completed(known))  # as the server does
+
+    def _known(self, tokens: Sequence[int], namespace: str | None, queries: Sequence[Asked]) -> Profile | None:
+        """The server's profile if it is of the same queries, asked in the same way, by the same scorer."""
+        key = context_keys(self.identity, namespace, tokens)[-1]
+        try:
+            profile = profile_of(self.transport.ask("GET", f"{PROFILES}/{key.hex()}"), key.hex())
+        except NotThere:
+            return None
+        asked = asked_set(queries, self.plan.scorer, self.plan.max_new_tokens)
+        return profile if (profile.scorer, profile.query_set) == (self.plan.scorer.name, asked) else None
+
+
+def asked_set(queries: Sequence[Asked], scorer: Scorer, max_new_tokens: int) -> str:
+    """A ``query_set`` that also tells apart whatever else changes what is measured: the length of the answers and, for
+    a scorer that looks at them, the reference answers."""
+    asked = sorted(
+        (query_set([query.tokens]), (query.reference or "") if scorer.needs_reference else "") for query in queries
+    )
+    return sha256(repr((max_new_tokens, asked)).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def read_server(transport: Transport, forms: Sequence[Form]) -> tuple[bytes, list[Form]]:
+    """The identity of the model, tokenizer and version of forms of the server, and which of ``forms`` it can make of
+    some context. Raises EngineError, also when that is none.
+    """
+    try:
+        answer = transport.ask("GET", PROFILES)
+    except NotThere as error:
+        raise EngineError(f"{error}: expected a server with EvicPress that keeps profiles") from None
+    identity = answer.get("identity")
+    try:
+        read = bytes.fromhex(identity) if isinstance(identity, str) else b""
+    except ValueError:
+        read = b""
+    if len(read) != 16:
+        raise EngineError(f"GET {PROFILES} answered {identity!r:.100} as identity: expected 32 hex digits")
+    kept = answer.get("forms")  # the server's own
+    if isinstance(kept, list) and not any(str(form).partition("@")[0] in QUERY_PRESSES for form in kept):
+        makeable = [form for form in forms if form.press not in QUERY_PRESSES]
+        if not makeable:
+            named = ", ".join(map(str, forms))
+            raise EngineError(f"none of {named} can be made: --kv-forms of the server names none of their presses")
+        return read, makeable
+    return read, list(forms)
+
+
+def profile_of(answer: Mapping[str, object], key: str) -> Profile:
+    """The profile in the server's answer about the context with ``key``, in hex. Raises EngineError."""
+    try:
+        return Profile.from_json({name: value for name, value in answer.items() if name in _FIELDS})
+    except ValueError as error:
+        raise EngineError(f"GET {PROFILES}/{key}: {error}") from None

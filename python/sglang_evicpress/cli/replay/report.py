@@ -1,0 +1,207 @@
+"""What a replay came to: sums over its requests, and the table and the records made of them."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from sglang_evicpress.cli.replay.units import show_bytes, three_digits
+from sglang_evicpress.core import Tier
+from sglang_evicpress.simulator.replay import Ledger, Outcome
+from sglang_evicpress.simulator.runs import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Mean, median and 95th percentile in seconds. The latter two are values that occurred: of n in rising order the
+    ceil(n / 2)-th and the ceil(0.95 n)-th."""
+
+    mean_s: float
+    p50_s: float
+    p95_s: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """ValueError if there are none."""
+        if not values:
+            raise ValueError("no seconds to sum up: expected at least one request")
+        rising = sorted(values)
+        size = len(rising)
+        return cls(math.fsum(rising) / size, rising[-(-size // 2) - 1], rising[-(-19 * size // 20) - 1])
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One run, over the ``num_requests`` of ``num_expected`` it served before it ended or was interrupted.
+
+    ``ttft`` is time to first token, waiting included; ``alone`` the same were nobody else there. Shares are of all
+    prompt tokens: ``hit_share`` by the tier they were found on, the rest prefilled. ``moved_bytes`` by direction, such
+    as "host to gpu". ``quality`` is the mean over all requests, 1 for one without a cached prefix; ``hit_quality``
+    over those with one, None if there is none. Regret: seconds lost against prefilling instead of loading, as it
+    turned out and as the costs predicted; shares are of the sum of TTFT. ``wall_s`` is what the simulation took.
+    """
+
+    policy: str
+    alpha: float | None
+    num_requests: int
+    num_expected: int
+    num_tokens: int
+    ttft: Spread
+    alone: Spread
+    hit_share: Mapping[str, float]
+    prefilled_share: float
+    moved_bytes: Mapping[str, int]
+    decisions: Mapping[str, int]
+    quality: float
+    hit_quality: float | None
+    regret_s: float
+    regret_share: float
+    predicted_regret_s: float
+    predicted_regret_share: float
+    half_life_s: float
+    wall_s: float
+
+    @property
+    def is_partial(self) -> bool:
+        return self.num_requests < self.num_expected
+
+    @property
+    def requests_per_minute(self) -> float:
+        return 60.0 * self.num_requests / self.wall_s if self.wall_s > 0.0 else math.inf
+
+    def record(self) -> dict[str, object]:
+        """As JSON takes it."""
+        return {
+            **asdict(self),
+            "is_partial": self.is_partial,
+            "requests_per_minute": self.requests_per_minute,
+        }
+
+
+class Tally:
+    """Sums over the outcomes of one run."""
+
+    def __init__(self, run: Run, tiers: Sequence[Tier], num_expected: int) -> None:
+        self._run = run
+        self._num_expected = num_expected
+        self._ttft = array("d")
+        self._alone = array("d")
+        self._num_tokens = 0
+        self._hits = dict.fromkeys(tiers, 0)
+        self._quality = 0.0
+        self._hit_quality = 0.0
+        self._num_hit = 0
+        self._regret_s = 0.0
+        self._predicted_regret_s = 0.0
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._ttft)
+
+    def add(self, outcome: Outcome) -> None:
+        self._ttft.append(outcome.ttft_s)
+        self._alone.append(outcome.service_s)
+        self._num_tokens += outcome.num_tokens
+        self._quality += outcome.quality
+        self._regret_s += outcome.regret_s
+        self._predicted_regret_s += outcome.predicted_regret_s
+        if outcome.hit_tokens:
+            self._num_hit += 1
+            self._hit_quality += outcome.quality
+            for tier, num_tokens in outcome.hit_tokens.items():
+                self._hits[tier] += num_tokens
+
+    def result(self, ledger: Ledger, half_life_s: float, wall_s: float) -> Result:
+        """ValueError before the first outcome."""
+        ttft = Spread.of(self._ttft)
+        total_s = math.fsum(self._ttft)
+        hit_share = {tier.label: hits / max(self._num_tokens, 1) for tier, hits in self._hits.items()}
+        return Result(
+            policy=self._run.policy,
+            alpha=self._run.alpha,
+            num_requests=self.num_requests,
+            num_expected=self._num_expected,
+            num_tokens=self._num_tokens,
+            ttft=ttft,
+            alone=Spread.of(self._alone),
+            hit_share=hit_share,
+            prefilled_share=1.0 - sum(hit_share.values()),
+            moved_bytes=dict(sorted(ledger.moved_bytes.items())),
+            decisions=dict(sorted(ledger.decisions.items())),
+            quality=self._quality / self.num_requests,
+            hit_quality=self._hit_quality / self._num_hit if self._num_hit else None,
+            regret_s=self._regret_s,
+            regret_share=self._regret_s / total_s if total_s else 0.0,
+            predicted_regret_s=self._predicted_regret_s,
+            predicted_regret_share=self._predicted_regret_s / total_s if total_s else 0.0,
+            half_life_s=half_life_s,
+            wall_s=wall_s,
+        )
+
+
+def lru_over(result: Result, results: Sequence[Result]) -> float | None:
+    """Mean TTFT of the first run of lru over that of ``result``: above 1 is faster than lru.
+
+    None without such a run, and where one of the two was interrupted: they did not serve the same requests.
+    """
+    lru = next((other for other in results if other.policy == "lru"), None)
+    if lru is None or lru.is_partial or result.is_partial or result.ttft.mean_s == 0.0:
+        return None
+    return lru.ttft.mean_s / result.ttft.mean_s
+
+
+def table(results: Sequence[Result], queued: bool) -> str:
+    """One aligned row for each run below a row of names; ``queued`` adds TTFT without waiting. Empty without a run."""
+    if not results:
+        return ""
+    directions = sorted({name for result in results for name in result.moved_bytes})
+    rows = [_row(result, results, queued, directions) for result in results]
+    names = list(rows[0])
+    cells = [names, *([row[name] for name in names] for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(names))]
+    lines = ["  ".join(_aligned(row, widths)).rstrip() for row in cells]
+    notes = [
+        f"PARTIAL: {result.policy} was interrupted after {result.num_requests:,} of {result.num_expected:,} requests"
+        for result in results
+        if result.is_partial
+    ]
+    return "\n".join([*lines, *notes])
+
+
+def _row(result: Result, results: Sequence[Result], queued: bool, directions: Sequence[str]) -> dict[str, str]:
+    ratio = lru_over(result, results)
+    row = {
+        "policy": f"{result.policy} (partial)" if result.is_partial else result.policy,
+        "alpha": "-" if result.alpha is None else f"{result.alpha:g}",
+        "TTFT s": three_digits(result.ttft.mean_s),
+        "p50": three_digits(result.ttft.p50_s),
+        "p95": three_digits(result.ttft.p95_s),
+    }
+    if queued:
+        row["alone s"] = three_digits(result.alone.mean_s)
+        row["alone p50"] = three_digits(result.alone.p50_s)
+        row["alone p95"] = three_digits(result.alone.p95_s)
+    row["lru/this"] = "-" if ratio is None else f"{ratio:.2f}"
+    for tier, share in result.hit_share.items():
+        row[f"{tier} %"] = f"{100.0 * share:.1f}"
+    row["prefilled %"] = f"{100.0 * result.prefilled_share:.1f}"
+    row["quality"] = f"{result.quality:.4f}"
+    row["hit quality"] = "-" if result.hit_quality is None else f"{result.hit_quality:.4f}"
+    row["regret s"] = three_digits(result.regret_s)
+    row["regret %"] = f"{100.0 * result.regret_share:.2f}"
+    row["predicted s"] = three_digits(result.predicted_regret_s)
+    row["predicted %"] = f"{100.0 * result.predicted_regret_share:.2f}"
+    for name in directions:
+        row[name.replace(" to ", ">")] = show_bytes(result.moved_bytes.get(name, 0))
+    row["requests/min"] = "-" if math.isinf(result.requests_per_minute) else f"{result.requests_per_minute:,.0f}"
+    return row
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    """The first cell to the left, all others, figures, to the right."""
+    return [
+        cell.ljust(width) if column == 0 else cell.rjust(width)
+        for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+    ]

@@ -1,0 +1,1 @@
+"""Carries out what a policy decides, and keeps the journal."""

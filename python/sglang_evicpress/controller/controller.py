@@ -1,0 +1,142 @@
+"""Turns the policy's decisions into moves and keeps count of what was done."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from sglang_evicpress.controller.journal import Journal
+from sglang_evicpress.core import Decision, Form, Tier, Way
+from sglang_evicpress.error_text import code_path
+from sglang_evicpress.policy.planner import Policy
+
+logger = logging.getLogger(__name__)
+
+BY_UTILITY, NO_COPY, NOT_MEASURED, FORCED = "best_by_utility", "no_copy_in_time", "nothing_measured", "forced"
+"""Why a node is dropped: that lost least; nothing below had it, and there was no room or time to copy it; no form of it
+has a known quality, so that it could not shrink; what is above it had to go."""
+
+LOG_PAUSE_S = 10.0
+"""Between two lines in the log about moves that failed."""
+
+
+class Moves(Protocol):
+    """What the radix tree lets the controller do; only the scheduler thread calls it. Each move tells the policy."""
+
+    def compress(self, node_id: int, form: Form) -> int:
+        """Bring a node to a smaller form in place; returns the slots freed."""
+
+    def drop(self, node_id: int, cause: str = "", number: int | None = None) -> int:
+        """Forget a childless node; returns the slots freed. ``cause`` and ``number``: why, and the decision's number in
+        the journal."""
+
+    def send(self, node_id: int, tier: Tier, form: Form, *, at_once: bool = False) -> int:
+        """Bring a node to a lower tier, ``at_once`` or, where it has to be copied, in the background; returns the slots
+        freed now."""
+
+    def cause_of_drop(self, node_id: int) -> str | None:
+        """Why a node that is to be dropped could not become anything else, if so."""
+
+    def set_aside(self, node_id: int) -> None:
+        """Keep a node, if it is still there, out of the plans of the next seconds."""
+
+    def together(self, decisions: Sequence[Decision]) -> AbstractContextManager[None]:
+        """While these are carried out, with other ranks: what all must agree on is agreed on at once."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank must do as this one does."""
+
+
+class Controller:
+    """The only one that compresses or drops because memory is short.
+
+    ``policy`` is replaced when the cache is flushed. ``now_s`` and ``value_of_hit`` are the logical time and what a hit
+    is worth at it, for the journal.
+    """
+
+    def __init__(self, moves: Moves) -> None:
+        self.policy: Policy
+        self.moves = moves
+        self.now_s = 0.0
+        self.value_of_hit = 1.0
+        self.journal = Journal()
+        self.num_compressed: Counter[str] = Counter()
+        self.num_demoted: Counter[str] = Counter()
+        self.num_failed: Counter[str] = Counter()
+        self.num_dropped = 0
+        self.freed_slots = 0
+        self.dropped_tokens = 0
+        self._next_log_s = 0.0
+
+    def relieve(
+        self,
+        tier: Tier,
+        num_bytes: int,
+        *,
+        room: Mapping[Tier, int] | None = None,
+        ready: Mapping[int, Sequence[Way]] | None = None,
+    ) -> int:
+        """Free ``num_bytes`` on ``tier`` if the unlocked nodes hold that many; returns the slots freed at once.
+
+        See ``Policy.plan`` for ``room`` and ``ready``: with ``ready`` nothing is left to be freed later.
+        """
+        cause = NO_COPY if ready is not None else BY_UTILITY
+        return self.carry_out(self.policy.plan(tier, num_bytes, room, ready=ready), cause)
+
+    def carry_out(self, decisions: Iterable[Decision], cause: str = BY_UTILITY, *, at_once: bool = False) -> int:
+        """Make the moves of a plan, which must be of the tree as it is; returns the slots freed at once. ``cause``: why
+        what is dropped is. ``at_once``: what leaves a tier leaves it now.
+
+        A move that fails is skipped and counted, and its node is set aside, so that the next plan makes room of
+        others. Not where there are other ranks: they have made the move, and to go on would be to go on with other
+        trees, so the exception ends the server.
+        """
+        if self.moves.is_alone:
+            return self._carry_out_all(decisions, cause, at_once)
+        decisions = list(decisions)
+        with self.moves.together(decisions):
+            return self._carry_out_all(decisions, cause, at_once)
+
+    def _carry_out_all(self, decisions: Iterable[Decision], cause: str, at_once: bool) -> int:
+        freed = 0
+        for decision in decisions:
+            if decision.node_id not in self.policy.book.records:
+                continue  # a move before it made room below, which cost it
+            try:
+                freed += self._carry_out(decision, cause, at_once)
+            except Exception as error:
+                if not self.moves.is_alone:
+                    raise
+                self._skip(decision, error)
+        self.freed_slots += freed
+        return freed
+
+    def _carry_out(self, decision: Decision, cause: str, at_once: bool) -> int:
+        option, node_id = decision.option, decision.node_id
+        num_tokens, freed = self.policy.book.records[node_id].num_tokens, 0
+        if option.is_drop:
+            cause = FORCED if decision.is_forced else self.moves.cause_of_drop(node_id) or cause
+            freed = self.moves.drop(node_id, cause, self.journal.next_number)
+            self.num_dropped += 1
+            self.dropped_tokens += num_tokens
+        elif option.tier == decision.source.tier and option.form is not None:
+            freed = self.moves.compress(node_id, option.form)
+            self.num_compressed[str(option.form)] += 1
+        elif option.tier is not None and option.form is not None:
+            freed = self.moves.send(node_id, option.tier, option.form, at_once=at_once)
+            self.num_demoted[option.tier.label] += 1
+        self.journal.add(decision, self.now_s, self.value_of_hit, cause if option.is_drop else "")
+        return freed
+
+    def _skip(self, decision: Decision, error: Exception) -> None:
+        option = decision.option
+        move = "drop" if option.is_drop else "compress" if option.tier == decision.source.tier else "demote"
+        self.num_failed[f"{move} {type(error).__name__}"] += 1
+        self.moves.set_aside(decision.node_id)
+        if self.now_s >= self._next_log_s:
+            self._next_log_s = self.now_s + LOG_PAUSE_S
+            logger.error("evicpress: node %d could not become %s: %s", decision.node_id, option, code_path(error))

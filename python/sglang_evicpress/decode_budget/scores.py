@@ -1,0 +1,200 @@
+"""Which slots of a running request matter: scores per slot, the survivors, and the pages that matter least.
+
+A request is given as a ``PressInput``: ``slots`` is its row, ``positions`` its position map, which after
+hole-filling is not ascending. Scratch grows with the number of slots, never with its square, and nothing waits for
+the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sglang_evicpress.decode_budget.settings import SCORES
+from sglang_evicpress.kernels.redundancy import redundancy
+from sglang_evicpress.kernels.score import key_difference, key_norm, page_mean, value_key_ratio
+from sglang_evicpress.kernels.select import select_survivors
+from sglang_evicpress.kernels.window_attention import window_attention
+from sglang_evicpress.press.base import PressInput
+
+_IMPORTANCE_SHARE = 0.5  # of r_kv's score; importance is a rank and redundancy a cosine, so they weigh alike
+_RECENT = 2.0**20  # above every score of a slot that is not recent
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """R rows of n slots each, scored together.
+
+    ``k_buffers`` and ``v_buffers`` hold one pool tensor [num_slots, H, D] per layer; ``slots`` is int64 [R, n],
+    ``positions`` int32 [L, H, R, n]: what each slot holds. ``queries`` [L, R, W, Hq, D] are the last of each row, after
+    RoPE, at ``query_positions`` int64 [R, W]; None without any. ``scale`` is the attention's factor on q.k.
+    """
+
+    k_buffers: Sequence[Tensor]
+    v_buffers: Sequence[Tensor]
+    slots: Tensor
+    positions: Tensor
+    queries: Tensor | None
+    query_positions: Tensor | None
+    scale: float
+
+    @classmethod
+    def of(cls, node: PressInput) -> Rows:
+        """One row."""
+        window = node.window
+        queries = None if window is None else window.queries.unsqueeze(1)
+        at = None if window is None else window.positions.unsqueeze(0)
+        slots, positions = node.slots.unsqueeze(0), node.positions.unsqueeze(2)
+        return cls(node.k_buffers, node.v_buffers, slots, positions, queries, at, node.scale)
+
+
+def score(name: str, node: PressInput, window: int) -> Tensor:
+    """fp32 [L, H, n]: ``score_rows`` of one row."""
+    return score_rows(name, Rows.of(node), window).squeeze(2)
+
+
+def score_rows(name: str, rows: Rows, window: int) -> Tensor:
+    """fp32 [L, H, R, n], one figure per slot; the higher survives, one that is not a number goes first. The launches
+    are as many for R rows as for one, and a row's scores do not depend on the others.
+
+    - ``value_key_ratio``, ``knorm``, ``keydiff``, ``streaming``: the presses of those names (PagedEviction,
+      sections 4.1 and 5.2).
+    - ``tova``: attention of the last query, averaged over the query heads of a kv head (TOVA, arXiv 2401.06104,
+      which averages over all heads of a layer).
+    - ``h2o``: attention of the last ``window`` queries, added up; the ``window`` newest slots come first. An
+      approximation: H2O (arXiv 2306.14048) adds up over all queries, which no fused attention kernel reports.
+    - ``r_kv``: share of rank-normalised importance minus redundancy, the mean cosine with the ``window`` newest keys,
+      which come first themselves (after R-KV, arXiv 2505.24133). Importance is the attention of the last queries
+      where ``rows.queries`` has them, else the value to key ratio.
+
+    Raises ValueError for another name, for a window below 1 and for ``tova`` and ``h2o`` without queries.
+    """
+    if name not in SCORES:
+        raise ValueError(f"score {name!r} is not known: want one of {', '.join(SCORES)}")
+    shape = rows.positions.shape
+    match name:  # the first three go by each slot alone, keydiff by the mean of its row
+        case "value_key_ratio":
+            return value_key_ratio(rows.k_buffers, rows.v_buffers, rows.slots.flatten()).view(shape)
+        case "knorm":
+            return key_norm(rows.k_buffers, rows.slots.flatten()).view(shape).neg()
+        case "streaming":
+            return rows.positions.to(torch.float32)
+        case "keydiff":
+            return key_difference(rows.k_buffers, rows.slots)
+    if window < 1:
+        raise ValueError(f"the window of {name} is {window}: want at least 1")
+    match name:
+        case "tova":
+            return _attention(name, rows, 1)
+        case "h2o":
+            return _newest_first(_attention(name, rows, window).mul_(_num_queries(rows, window)), rows, window)
+    return _newest_first(_importance_less_redundancy(rows, window), rows, window)
+
+
+def survivors(scores: Tensor, positions: Tensor, num_kept: int, sinks: int, *, in_order: bool) -> Tensor:
+    """int32 [L, H, ..., num_kept], ascending indices of the slots that stay; of equal scores the earlier position
+    stays. ``scores`` and ``positions`` are [L, H, ..., n].
+
+    Slots of positions below ``sinks`` stay whatever their score. ``in_order`` says that ``positions`` ascend; if
+    not, ties are broken by position all the same, so that a request keeps the same tokens whichever way it was
+    compacted before. Raises ValueError when ``num_kept`` is not between 1 and n.
+    """
+    if not 1 <= num_kept <= scores.shape[-1]:
+        raise ValueError(f"cannot keep {num_kept} of {scores.shape[-1]} slots: want 1 to {scores.shape[-1]}")
+    scores = scores.masked_fill(positions < sinks, float("inf"))
+    if in_order:
+        return _select(scores, num_kept)
+    order = positions.argsort(-1)
+    kept = order.gather(-1, _select(scores.gather(-1, order), num_kept).long())
+    return kept.sort(-1).values.int()
+
+
+def _select(scores: Tensor, num_kept: int) -> Tensor:
+    return select_survivors(scores.flatten(1, -2), num_kept).view(*scores.shape[:-1], num_kept)
+
+
+def page_means(scores: Tensor, page_size: int, *, by_rank: bool = False) -> Tensor:
+    """fp32 [..., ceil(n / page_size)] of ``scores`` [L, H, ..., n]: the mean score of each page over its slots, layers
+    and heads (PagedEviction, algorithm 1, "block"; the pages of SGLang hold all layers and heads, so that one choice is
+    made for all).
+
+    ``by_rank`` takes the rank of a page within each (layer, head) instead, from 0 to 1, so that layers with large
+    scores do not decide alone.
+    """
+    means = page_mean(scores.flatten(1, -2), page_size).view(*scores.shape[:-1], -1)
+    # Wide sums: the order in which a device adds up, which may change with the rows beside, does not show.
+    return (_ranks(means) if by_rank else means).mean((0, 1), dtype=torch.float64).float()
+
+
+def worst_pages(means: Tensor, protected: tuple[int, int], num_pages: int = 1) -> Tensor:
+    """int64 [..., num_pages], ascending: of each row of ``means`` [..., pages] the pages of the lowest mean, the first
+    of equal ones (PagedEviction, algorithm 3). ``protected``: how many at the front and at the end are left out.
+
+    A mean that is not a number counts as the lowest. Raises ValueError when too few pages are unprotected.
+    """
+    begin, end = protected[0], means.shape[-1] - protected[1]
+    if not 0 < num_pages <= end - begin:
+        free = max(0, end - begin)
+        raise ValueError(f"cannot free {num_pages} pages: {free} of {means.shape[-1]} are not protected")
+    open_to = means[..., begin:end].nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    return open_to.argsort(stable=True)[..., :num_pages].sort().values + begin
+
+
+def without_pages(values: Tensor, dropped: Tensor, page_size: int) -> Tensor:
+    """[..., R, n - p * page_size] of ``values`` [..., R, n]: each row without its pages ``dropped`` (int64 [R, p],
+    ascending), in order; what lies behind the last whole page stays at the end."""
+    num_pages, num_dropped = values.shape[-1] // page_size, dropped.shape[-1]
+    order = torch.arange(num_pages - num_dropped, device=values.device).expand(len(dropped), -1)
+    for page in dropped.unbind(-1):
+        order = order + (order >= page[:, None])
+    whole = num_pages * page_size
+    kept = pages_of(values, order, page_size)
+    return kept if whole == values.shape[-1] else torch.cat([kept, values[..., whole:]], -1)
+
+
+def pages_of(values: Tensor, pages: Tensor, page_size: int) -> Tensor:
+    """[..., R, p * page_size] of ``values`` [..., R, n]: the pages (int64 [R, p]) of each row, one after the other."""
+    inside = torch.arange(page_size, device=values.device)
+    index = (pages[..., None] * page_size + inside).flatten(-2)
+    return values.gather(-1, index.expand(*values.shape[:-1], -1))
+
+
+def _num_queries(rows: Rows, window: int) -> int:
+    return 0 if rows.queries is None else min(window, rows.queries.shape[2])
+
+
+def _attention(name: str, rows: Rows, window: int) -> Tensor:
+    """fp32 [L, H, R, n]: attention of the last ``window`` queries, mean over them and over the heads of a group."""
+    if rows.queries is None or rows.query_positions is None:
+        raise ValueError(f"{name} needs the last queries of the request, and it comes without them")
+    queries, at = rows.queries[:, :, -window:], rows.query_positions[:, -window:]
+    attention = window_attention(queries, rows.k_buffers, rows.slots, at, rows.positions, rows.scale)
+    num_layers, num_heads, num_rows, num_slots = rows.positions.shape
+    return attention.view(num_layers, num_heads, -1, num_rows, num_slots).mean(2)
+
+
+def _importance_less_redundancy(rows: Rows, window: int) -> Tensor:
+    if rows.queries is None:
+        importance = value_key_ratio(rows.k_buffers, rows.v_buffers, rows.slots.flatten()).view(rows.positions.shape)
+    else:
+        importance = _attention("r_kv", rows, window)
+    recent = rows.positions.topk(min(window, rows.positions.shape[-1]), dim=-1).indices.int()
+    repeated = redundancy(rows.k_buffers, rows.slots, recent)
+    return _IMPORTANCE_SHARE * _ranks(importance) - (1 - _IMPORTANCE_SHARE) * repeated
+
+
+def _newest_first(scores: Tensor, rows: Rows, window: int) -> Tensor:
+    """The ``window`` newest slots of each head above all others, the latest highest."""
+    newest = rows.positions.topk(min(window, rows.positions.shape[-1]), dim=-1)
+    lead = torch.arange(newest.values.shape[-1], 0, -1, dtype=torch.float32, device=scores.device)
+    return scores.scatter(-1, newest.indices, (_RECENT + lead).expand_as(newest.values))
+
+
+def _ranks(values: Tensor) -> Tensor:
+    """The share of the others that are lower, 0 to 1; equal values rank alike, what is no number ranks lowest."""
+    values = values.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    lower = torch.searchsorted(values.sort(-1).values, values.contiguous())
+    return lower.float() / max(1, values.shape[-1] - 1)

@@ -1,0 +1,272 @@
+"""What can be asked of a running cache: operations, their arguments, and errors as statuses with a reason.
+
+No transport here: ``patches/`` carries a question from HTTP to the scheduler and its answer back. A status
+is an HTTP status: 200 answered (``check`` too, with ``"ok": false`` when an invariant is broken), 400 bad
+arguments, 404 unknown operation or node, 409 the cache or the node does not allow it now, 500 unexpected, 501
+this cache cannot be inspected.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeAlias, runtime_checkable
+
+import orjson
+
+from sglang_evicpress.core import Form, Tier
+from sglang_evicpress.error_text import code_path, short_repr
+from sglang_evicpress.introspect import arguments as checked
+from sglang_evicpress.introspect.arguments import PAGE_NODES, IntrospectionError, Json
+from sglang_evicpress.introspect.profile_operations import PROFILE_OPS, read_profile_question
+
+logger = logging.getLogger(__name__)
+
+OPERATIONS = (
+    *("tree", "node", "stats", "explain", "journal", "compress", "check", "evict", "tiers", "flush", "demote"),
+    *("attach_ssd", "detach_ssd", "requests", *PROFILE_OPS),
+)
+HOLD_S = 60.0
+"""How long a node stays as it was put by hand where the request does not say."""
+
+_ENCODING = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+
+
+class UnknownNode(IntrospectionError):
+    """No resident node has this id; ids are never reused, so it was dropped or never existed."""
+
+    def __init__(self, node_id: int) -> None:
+        super().__init__(404, f"node {node_id} is not in the tree: GET /evicpress/tree lists the ids")
+
+
+class NodeBusy(IntrospectionError):
+    """The node is locked by a running request; asking again later may succeed."""
+
+    def __init__(
+        self, node_id: int, why: str = "it is locked by a running request", *, change: str = "compressed"
+    ) -> None:
+        super().__init__(409, f"node {node_id} cannot be {change} now: {why}")
+
+
+@runtime_checkable
+class Inspectable(Protocol):
+    """What a cache offers to be looked into. Called between scheduler steps: it has milliseconds.
+
+    Results are JSON objects (numbers, strings, lists, dicts; numpy scalars and arrays are fine, tensors are
+    not).
+    """
+
+    def describe_tree(self, after: int = 0, limit: int = PAGE_NODES) -> Json:
+        """Up to ``limit`` nodes, and never more than PAGE_NODES, with ids above ``after``, without their tokens and
+        positions. ``next``: ``after`` of the following page, None at the end."""
+
+    def describe_node(self, node_id: int, *, positions: bool, tokens: bool, layer: int | None = None) -> Json:
+        """One node, with the survivors' positions (of one layer, or all) and the token ids if asked. Raises
+        UnknownNode, or IntrospectionError 400 for too many positions at once."""
+
+    def describe_stats(self) -> Json:
+        """Counters and sizes of the whole cache."""
+
+    def explain_node(self, node_id: int) -> Json:
+        """What the policy could do with a node, what it would do next and why. Raises UnknownNode."""
+
+    def read_journal(self, since: int, limit: int) -> Json:
+        """Up to ``limit`` decisions, and never more than PAGE_DECISIONS, with numbers above ``since``, oldest first.
+        ``next``: ``since`` of the following page, None at the end."""
+
+    def compress_node(self, node_id: int, form: Form, hold_s: float) -> Json:
+        """Bring a node to ``form`` in place and hold it there: no idle server gives it its exact KV back before a
+        request matches it, or ``hold_s`` seconds are over.
+
+        Raises UnknownNode, NodeBusy, or ValueError whose text names the node, the form and why it cannot be.
+        """
+
+    def check_integrity(self) -> Json:
+        """``{"ok": bool, "violations": [str, ...]}``; a broken invariant is a finding, not an exception."""
+
+    def evict_slots(self, num_slots: int) -> Json:
+        """Free at least ``num_slots`` slots if unlocked nodes allow it; the result says how many it were."""
+
+    def describe_tiers(self) -> Json:
+        """Size, use, queues, bandwidth seen and errors by reason of every tier; without tiers, that there are none."""
+
+    def flush_tier(self, tier: Tier) -> Json:
+        """Forget what ``tier`` (GPU, HOST or SSD) holds and nothing uses. Raises ValueError, one sentence."""
+
+    def demote_node(self, node_id: int, tier: Tier, hold_s: float) -> Json:
+        """Begin to move a node to ``tier`` (HOST or SSD) and hold it there: no idle server brings it back before a
+        request matches it, or ``hold_s`` seconds are over. Pressure still moves it further down, or drops it.
+
+        Raises UnknownNode, NodeBusy, or ValueError, one sentence.
+        """
+
+    def attach_ssd(self, folder: str, gb: float, write_gb_per_day: float | None) -> Json:
+        """Start to use ``gb`` (1e9 bytes) of a folder as the SSD tier. Raises ValueError, one sentence."""
+
+    def detach_ssd(self) -> Json:
+        """Publish what is in flight to the SSD tier, then let go of its folder. Raises ValueError, one sentence."""
+
+    def describe_requests(
+        self, rid: str | None, *, positions: bool, offset: int = 0, after: int = 0, limit: int = 100
+    ) -> Json:
+        """Requests with a decode-time budget: up to ``limit`` with numbers above ``after``, or those named. With
+        ``positions`` what the slots of the last one named hold, from value ``offset`` on. Raises IntrospectionError
+        404."""
+
+
+Question: TypeAlias = Callable[[Inspectable], Json]
+
+
+def read_question(op: str, arguments: Mapping[str, object]) -> Question:
+    """Check ``arguments`` (values from JSON or, as text, from a URL) without a cache; the result asks one.
+
+    Raises IntrospectionError 400 or 404, naming the value and what is accepted.
+    """
+    match op:
+        case "tree":
+            checked.accept_only(arguments, "after", "limit")
+            page = {name: checked.integer(arguments, name, least=name == "limit") for name in arguments}
+            return lambda cache: cache.describe_tree(**page)
+        case "stats":
+            checked.accept_only(arguments)
+            return lambda cache: cache.describe_stats()
+        case "check":
+            checked.accept_only(arguments)
+            return lambda cache: cache.check_integrity()
+        case "node":
+            checked.accept_only(arguments, "node_id", "positions", "tokens", "layer")
+            node_id = checked.integer(arguments, "node_id", least=0)
+            positions, tokens = checked.flag(arguments, "positions"), checked.flag(arguments, "tokens")
+            wanted: dict[str, int] = {}
+            if "layer" in arguments:
+                wanted["layer"] = checked.integer(arguments, "layer", least=0)
+            return lambda cache: cache.describe_node(node_id, positions=positions, tokens=tokens, **wanted)
+        case "explain":
+            checked.accept_only(arguments, "node_id")
+            explained = checked.integer(arguments, "node_id", least=0)
+            return lambda cache: cache.explain_node(explained)
+        case "journal":
+            checked.accept_only(arguments, "since", "limit")
+            since = checked.integer({"since": 0, **arguments}, "since", least=0)
+            limit = checked.integer({"limit": 100, **arguments}, "limit", least=1)
+            return lambda cache: cache.read_journal(since, limit)
+        case "compress":
+            checked.accept_only(arguments, "node_id", "form", "hold_seconds")
+            node_id, form = checked.integer(arguments, "node_id", least=0), checked.form(arguments)
+            hold_s = checked.seconds(arguments, "hold_seconds", default=HOLD_S)
+            return _allowed(lambda cache: cache.compress_node(node_id, form, hold_s))
+        case "evict":
+            checked.accept_only(arguments, "num_slots")
+            num_slots = checked.integer(arguments, "num_slots", least=1)
+            return lambda cache: cache.evict_slots(num_slots)
+        case "tiers":
+            checked.accept_only(arguments)
+            return lambda cache: cache.describe_tiers()
+        case "flush":
+            checked.accept_only(arguments, "tier")
+            flushed = checked.tier(arguments, Tier.GPU, Tier.HOST, Tier.SSD)
+            return _allowed(lambda cache: cache.flush_tier(flushed))
+        case "demote":
+            checked.accept_only(arguments, "node_id", "tier", "hold_seconds")
+            demoted, tier = checked.integer(arguments, "node_id", least=0), checked.tier(arguments, Tier.HOST, Tier.SSD)
+            hold_s = checked.seconds(arguments, "hold_seconds", default=HOLD_S)
+            return _allowed(lambda cache: cache.demote_node(demoted, tier, hold_s))
+        case "attach_ssd":
+            checked.accept_only(arguments, "dir", "gb", "write_gb_per_day")
+            folder, gb = checked.folder(arguments), checked.gigabytes(arguments, "gb")
+            is_limited = arguments.get("write_gb_per_day") is not None
+            write_gb = checked.gigabytes(arguments, "write_gb_per_day") if is_limited else None
+            return _allowed(lambda cache: cache.attach_ssd(folder, gb, write_gb))
+        case "detach_ssd":
+            checked.accept_only(arguments)
+            return _allowed(lambda cache: cache.detach_ssd())
+        case "requests":
+            checked.accept_only(arguments, "rid", "positions", "offset", "after", "limit")
+            rid, shows_positions = checked.name(arguments, "rid"), checked.flag(arguments, "positions")
+            if shows_positions and rid is None:
+                raise IntrospectionError(400, "positions is true without rid: expected the rid of one request")
+            if "offset" in arguments and not shows_positions:
+                raise IntrospectionError(400, "offset is given without positions: expected positions=true")
+            if rid is not None and ("after" in arguments or "limit" in arguments):
+                raise IntrospectionError(400, "after and limit list requests: expected them without rid")
+            offset = checked.integer({"offset": 0, **arguments}, "offset", least=0)
+            after = checked.integer({"after": 0, **arguments}, "after", least=0)
+            shown = checked.integer({"limit": 100, **arguments}, "limit", least=1)
+            return lambda cache: cache.describe_requests(
+                rid, positions=shows_positions, offset=offset, after=after, limit=shown
+            )
+    question = read_profile_question(op, arguments)
+    if question is not None:
+        return _allowed(question)
+    raise IntrospectionError(404, f"operation {short_repr(op)} is not known: expected {', '.join(OPERATIONS)}")
+
+
+def answer(cache: object, op: str, arguments: Mapping[str, object]) -> tuple[int, Json]:
+    """Ask ``cache``; every outcome becomes (status, body). Never raises: it runs in the scheduler loop."""
+    try:
+        question = read_question(op, arguments)
+        if not isinstance(cache, Inspectable):
+            raise IntrospectionError(501, f"the cache is a {type(cache).__name__}, which cannot be inspected")
+        return 200, question(cache)
+    except IntrospectionError as error:
+        return error.status, error.body
+    except Exception as error:  # noqa: BLE001 - logged without its words, which may be a prompt
+        logger.error("introspection %s with %s failed: %s", op, _sizes(arguments), code_path(error))
+        return 500, IntrospectionError(500, f"{op} failed with {type(error).__name__}: {error}").body
+
+
+def answer_encoded(
+    cache: object, op: str, payload: bytes, more: Mapping[str, object] | None = None
+) -> tuple[int, bytes]:
+    """``answer`` over JSON: ``payload`` is an object of arguments; gives (status, body). Never raises. ``more`` is
+    added to the body of a question that was answered."""
+    try:
+        status, body = answer(cache, op, read_object(payload))
+        return status, encode({**body, **(more or {})} if status == 200 else body)
+    except IntrospectionError as error:
+        return error.status, encode(error.body)
+    except orjson.JSONEncodeError as error:
+        logger.error("the answer to introspection %s is not JSON: %s", op, code_path(error))
+        return 500, encode(IntrospectionError(500, f"the answer to {op} is not JSON: {error}").body)
+
+
+def shows_prompt(op: str, arguments: Mapping[str, object]) -> bool:
+    """Whether the answer has token ids of users' prompts in it."""
+    return op == "node" and checked.flag(arguments, "tokens")
+
+
+def _sizes(arguments: Mapping[str, object]) -> str:
+    """Names and sizes of arguments: the values may be a prompt."""
+    sizes = (
+        f"{name} ({len(value) if isinstance(value, str | list | dict) else type(value).__name__})"
+        for name, value in arguments.items()
+    )
+    return ", ".join(sizes) or "no arguments"
+
+
+def encode(body: Mapping[str, object]) -> bytes:
+    """``body`` as UTF-8 JSON. Raises ``orjson.JSONEncodeError`` (a TypeError) for what JSON cannot hold."""
+    return orjson.dumps(body, option=_ENCODING)
+
+
+def read_object(payload: bytes) -> Json:
+    """A JSON object; nothing at all counts as an empty one. Raises IntrospectionError 400."""
+    try:
+        value = orjson.loads(payload) if payload.strip() else {}
+    except orjson.JSONDecodeError as error:
+        raise IntrospectionError(400, f"the request body is not JSON ({error}): expected an object") from None
+    if not isinstance(value, dict):
+        raise IntrospectionError(400, f"the request body is {short_repr(value)}: expected a JSON object")
+    return value
+
+
+def _allowed(question: Question) -> Question:
+    """``question`` with a ValueError of the cache as a 409: the arguments were fine, but it cannot be done now."""
+
+    def ask(cache: Inspectable) -> Json:
+        try:
+            return question(cache)
+        except ValueError as error:
+            raise IntrospectionError(409, str(error)) from error
+
+    return ask

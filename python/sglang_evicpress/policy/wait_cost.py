@@ -1,0 +1,42 @@
+"""Whether to wait for copies to be made while memory is short, instead of losing what would have to be lost at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from sglang_evicpress.core import Decision, Tier, Way
+from sglang_evicpress.policy.cost_model import Costs
+from sglang_evicpress.policy.planner import Policy
+
+
+def seconds_lost(decisions: Sequence[Decision], policy: Policy, costs: Costs, value_of_hit: float) -> float:
+    """What a plan gives up, in seconds of a request that runs now: the utility by which EvicPress weighs
+    (section 4.2), in units of a use that is certain. Of a policy that has none, what is dropped counts, computed once.
+    """
+    if policy.has_utility:
+        return sum(decision.loss for decision in decisions) / value_of_hit
+    records = policy.book.records
+    dropped = [records[decision.node_id] for decision in decisions if decision.option.is_drop]
+    return sum(costs.prefill.marginal_seconds(record.num_tokens, record.depth_tokens) for record in dropped)
+
+
+def bytes_to_copy(decisions: Sequence[Decision], ready: Mapping[int, Sequence[Way]]) -> int:
+    """Of a plan: what leaves the GPU for a lower tier that does not have it yet."""
+    return sum(
+        decision.option.num_bytes
+        for decision in decisions
+        if decision.source.tier == Tier.GPU
+        and decision.option.tier not in (None, Tier.GPU)
+        and not any(
+            way.rank == decision.option.tier and way.form == decision.option.form
+            for way in ready.get(decision.node_id, ())
+        )
+    )
+
+
+def is_wasteful(decisions: Sequence[Decision], policy: Policy) -> bool:
+    """Whether more tokens are dropped only because they are in the way than slots of the GPU become free."""
+    records = policy.book.records
+    num_lost = sum(records[decision.node_id].num_tokens for decision in decisions if decision.is_forced)
+    num_bytes = sum(decision.freed_bytes for decision in decisions if decision.source.tier == Tier.GPU)
+    return num_lost * policy.rule.menu.slot_bytes > num_bytes

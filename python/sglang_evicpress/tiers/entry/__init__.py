@@ -1,0 +1,1 @@
+"""Entries of KV below the GPU: bytes, headers, identity."""

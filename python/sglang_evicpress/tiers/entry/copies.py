@@ -1,0 +1,92 @@
+"""Copies of a node below the GPU, and the entries they are pieces of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_evicpress.core import Form, Tier
+from sglang_evicpress.survivors import SurvivorLayout
+from sglang_evicpress.tiers.entry.encoding import Header
+from sglang_evicpress.tiers.host.arena import Run
+
+
+@dataclass(slots=True, eq=False)
+class HostEntry:
+    """An entry in the arena. ``owners`` are the ids of the nodes that hold a piece of it; its ``runs`` are freed once
+    there is none and nobody who reads or writes it has it ``pinned``. ``checked_s``: when its checksums last held,
+    ``time.perf_counter``. ``check``, ``arrival`` and ``write`` are the jobs that verify it, fill it and write it to SSD
+    now, ``ssd`` is the same payload there."""
+
+    header: Header
+    runs: Sequence[Run]
+    owners: set[int] = field(default_factory=set)
+    pins: int = 0
+    checked_s: float = -math.inf
+    check: Any = None
+    arrival: Any = None
+    write: Any = None
+    ssd: SsdEntry | None = None
+    check_seconds: float = 0.0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(run.num_bytes for run in self.runs)
+
+    def take_check_seconds(self) -> float:
+        """What the last verification took, told once: it is part of what the load after it costs."""
+        seconds, self.check_seconds = self.check_seconds, 0.0
+        return seconds
+
+
+@dataclass(slots=True, eq=False)
+class SsdEntry:
+    """An entry on SSD; ``ref`` is the store's name for it, ``read`` the job that reads it now; ``tried``: it was wanted
+    while nobody waited for it, and there was no room."""
+
+    header: Header
+    ref: Any
+    owners: set[int] = field(default_factory=set)
+    read: Any = None
+    tried: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Copy:
+    """What a node has on a tier: the slots [begin, begin + num_slots) of ``entry``, in ``form``. ``layout`` is that of
+    these slots, None for a full form; ``origin`` as that of a node."""
+
+    tier: Tier
+    form: Form
+    entry: Any
+    begin: int
+    num_slots: int
+    layout: SurvivorLayout | None
+    is_lossy_prefix: bool
+    origin: int | None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it holds the exact KV of its tokens."""
+        return self.layout is None and not self.is_lossy_prefix
+
+    def split(self, num_tokens: int) -> tuple[Copy, Copy]:
+        """The copies of the node's first ``num_tokens`` tokens and of the rest."""
+        above, below, cut = None, None, num_tokens
+        if self.layout is not None:
+            above, below = self.layout.split(num_tokens)
+            cut = above.num_slots
+        left = Copy(self.tier, self.form, self.entry, self.begin, cut, above, self.is_lossy_prefix, self.origin)
+        right = Copy(
+            self.tier,
+            self.form,
+            self.entry,
+            self.begin + cut,
+            self.num_slots - cut,
+            below,
+            self.is_lossy_prefix,
+            self.origin,
+        )
+        return left, right

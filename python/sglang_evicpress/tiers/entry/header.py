@@ -1,0 +1,295 @@
+"""What an entry says of itself, and the checks that keep a wrong one from being served.
+
+An entry is one radix-tree node in one form. Its payload is, for each layer, K rows [num_slots, num_heads, head_dim]
+then V rows, and, where a press dropped tokens, positions int32 [num_layers, num_heads, num_slots] then logical int32
+[num_slots]; it has no gaps.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from struct import Struct
+from typing import overload
+
+import numpy as np
+import xxhash
+
+from sglang_evicpress.core import Form
+from sglang_evicpress.tiers.entry.identity import KEY_BYTES, edge_of
+from sglang_evicpress.tiers.entry.key import SEAL_BYTES, Key
+
+Buffer = bytes | bytearray | memoryview | mmap.mmap
+
+MAX_OFFSET = 2**63 - 1
+REASONS = (
+    "magic",
+    "version",
+    "header",
+    "fingerprint",
+    "namespace",
+    "identity",
+    "length",
+    "checksum",
+    "io",
+    "missing",
+    "deadline",
+    "full",
+    "unsafe",
+    "key",
+)
+ITEM_BYTES = {
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+
+_MAX_POSITION = 2**31 - 1  # positions are int32
+_CODEC = re.compile(r"[0-9A-Za-z_.-]{1,32}")
+_PACKED = Struct("<QQ16s")
+
+
+class BadEntry(Exception):
+    """An entry that must not be served; ``reason`` is one of REASONS, under which the miss is counted."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        if reason not in REASONS:
+            raise ValueError(f"reason {reason!r} is not known: expected one of {', '.join(REASONS)}")
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """``num_bytes`` of the payload from ``offset`` on, and their xxh3-128 digest (16 bytes)."""
+
+    offset: int
+    num_bytes: int
+    digest: bytes
+
+
+class ExtentTable(Sequence[Extent]):
+    """Extents in 32 bytes each, as records have them: a held entry of 32 layers would take 7 KB as objects."""
+
+    __slots__ = ("packed",)
+
+    def __init__(self, packed: bytes) -> None:
+        self.packed = packed
+
+    @classmethod
+    def of(cls, extents: Sequence[Extent]) -> Sequence[Extent]:
+        """The table of these extents; they themselves where no record could have them."""
+        if isinstance(extents, cls):
+            return extents
+        if all(len(extent.digest) == KEY_BYTES and _fits(extent.offset, extent.num_bytes) for extent in extents):
+            return cls(b"".join(_PACKED.pack(extent.offset, extent.num_bytes, extent.digest) for extent in extents))
+        return extents
+
+    def __len__(self) -> int:
+        return len(self.packed) // _PACKED.size
+
+    @overload
+    def __getitem__(self, index: int) -> Extent: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Extent, ...]: ...
+    def __getitem__(self, index: int | slice) -> Extent | tuple[Extent, ...]:
+        if isinstance(index, slice):
+            return tuple(self)[index]
+        number = range(len(self))[index]
+        return Extent(*_PACKED.unpack_from(self.packed, number * _PACKED.size))
+
+    def __iter__(self) -> Iterator[Extent]:
+        return (Extent(*fields) for fields in self.fields())
+
+    def fields(self) -> Iterator[tuple[int, int, bytes]]:
+        """Of every extent, without making it."""
+        return _PACKED.iter_unpack(self.packed)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, ExtentTable):
+            return self.packed == other.packed
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The KV of one rank; ``dtype`` is torch's name without ``torch.``, one of ITEM_BYTES."""
+
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    dtype: str
+    page_size: int
+
+    def layer_bytes(self, num_slots: int) -> int:
+        """K and V of one layer, as they are in the pool."""
+        return 2 * num_slots * self.num_heads * self.head_dim * ITEM_BYTES[self.dtype]
+
+    def survivors_bytes(self, num_slots: int) -> int:
+        """Positions and logical indices of the tokens that a press kept."""
+        return 4 * num_slots * (self.num_layers * self.num_heads + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What one entry is. ``start`` is the absolute position of its first token, ``tokens`` are little-endian uint32.
+
+    ``parent_key`` and ``key`` are the path's hash at its start and at its end. ``is_lossy_prefix`` says that its KV
+    was computed behind a lossy prefix. There is one extent per layer, and one more for a press's survivors;
+    ``payload_offset`` is where the payload begins in whatever file holds it; ``seals`` are a key's, SEAL_BYTES for each
+    extent, nothing without a key.
+    """
+
+    fingerprint: bytes
+    namespace: bytes
+    parent_key: bytes
+    key: bytes
+    start: int
+    tokens: bytes
+    form: Form
+    is_lossy_prefix: bool
+    num_slots: int
+    shape: Shape
+    extents: Sequence[Extent]
+    payload_offset: int = 0
+    seals: bytes = b""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "extents", ExtentTable.of(self.extents))
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // 4
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.extents[-1].offset + self.extents[-1].num_bytes if self.extents else 0
+
+    @property
+    def edge(self) -> int:
+        """The number under which it is looked up: see ``edge_of``."""
+        return edge_of(self.parent_key, np.frombuffer(self.tokens[: 4 * self.shape.page_size], "<u4"))
+
+
+def problem_of(header: Header) -> str | None:
+    """Why no entry can be like this, or None."""
+    shape, form, num_slots = header.shape, header.form, header.num_slots
+    digests = (header.fingerprint, header.namespace, header.parent_key, header.key)
+    if any(len(digest) != KEY_BYTES for digest in digests):
+        return f"a key or fingerprint has not {KEY_BYTES} bytes"
+    if shape.dtype not in ITEM_BYTES:
+        return f"dtype {shape.dtype!r} is not known"
+    counts = (shape.num_layers, shape.num_heads, shape.head_dim, shape.page_size, header.num_tokens)
+    if not all(0 < count < 2**32 for count in counts) or len(header.tokens) % 4:
+        return f"layers, heads, head_dim, page_size and tokens are {counts}: expected whole numbers from 1 to 2**32 - 1"
+    if not 0 <= header.start <= _MAX_POSITION - header.num_tokens:
+        return f"{header.num_tokens} tokens from position {header.start} on end above {_MAX_POSITION}"
+    if any(count % shape.page_size for count in (header.start, header.num_tokens, num_slots)):
+        return f"it is not made of whole pages of {shape.page_size} tokens"
+    try:
+        if parse_form(form_text(form)) != form:
+            return f"form {form} cannot be written"
+    except ValueError as error:
+        return str(error)
+    if not (num_slots == header.num_tokens if form.press is None else 0 <= num_slots <= header.num_tokens):
+        return f"{num_slots} slots cannot hold {header.num_tokens} tokens in form {form}"
+    if len(header.seals) not in (0, SEAL_BYTES * len(header.extents)):
+        return f"it has {len(header.seals)} bytes of seals for {len(header.extents)} extents"
+    if len(header.extents) != shape.num_layers + (form.press is not None):
+        return f"it has {len(header.extents)} extents for {shape.num_layers} layers"
+    end, layer_bytes = 0, shape.layer_bytes(num_slots)
+    for number, (offset, num_bytes, digest) in enumerate(fields_of(header.extents)):
+        if number == shape.num_layers:
+            expected = shape.survivors_bytes(num_slots)
+        else:
+            expected = layer_bytes if form.codec == "raw" else num_bytes
+        if offset != end or not 0 <= num_bytes == expected or len(digest) != KEY_BYTES:
+            return f"extent {number} is {num_bytes} bytes at {offset}: expected {expected} at {end}"
+        end += num_bytes
+    if not 0 <= header.payload_offset <= MAX_OFFSET - end:
+        return f"{end} bytes at {header.payload_offset} end above {MAX_OFFSET}"
+    return None
+
+
+def fields_of(extents: Sequence[Extent]) -> Iterable[tuple[int, int, bytes]]:
+    """Offset, bytes and digest of each."""
+    if isinstance(extents, ExtentTable):
+        return extents.fields()
+    return ((extent.offset, extent.num_bytes, extent.digest) for extent in extents)
+
+
+def check_identity(
+    header: Header, *, fingerprint: bytes, namespace: bytes, parent_key: bytes, key: bytes | None = None
+) -> None:
+    """Raise BadEntry unless the entry is this model's, this namespace's and hangs below this path.
+
+    ``key`` is that of the path at the entry's end, where the caller knows all of its tokens.
+    """
+    if header.fingerprint != fingerprint:
+        raise BadEntry("fingerprint", "it is of another model or layout")
+    if header.namespace != namespace:
+        raise BadEntry("namespace", "it is of another namespace")
+    if header.parent_key != parent_key or (key is not None and header.key != key):
+        raise BadEntry("identity", "it is of another path")
+
+
+def extent_of(offset: int, chunks: Iterable[Buffer]) -> Extent:
+    """The extent at ``offset`` of the payload that holds the chunks one after the other."""
+    return Extent(offset, *size_and_digest(chunks))
+
+
+def size_and_digest(chunks: Iterable[Buffer]) -> tuple[int, bytes]:
+    """Bytes of all chunks, and their xxh3-128 digest."""
+    digest, num_bytes = xxhash.xxh3_128(), 0
+    for chunk in chunks:
+        digest.update(chunk)
+        num_bytes += memoryview(chunk).nbytes
+    return num_bytes, digest.digest()
+
+
+def check_extent(extent: Extent, chunks: Iterable[Buffer], seal: tuple[Key, bytes] | None = None) -> None:
+    """Raise BadEntry("checksum") unless the chunks, one after the other, are the extent's bytes, and BadEntry("key")
+    unless the key has sealed them."""
+    is_sealed = None
+    if seal is not None:
+        chunks, is_sealed = seal[0].watch_extent(chunks)
+    if size_and_digest(chunks) != (extent.num_bytes, extent.digest):
+        raise BadEntry(
+            "checksum", f"the {extent.num_bytes} bytes at {extent.offset} of the payload are not those written"
+        )
+    if seal is not None and is_sealed is not None and not is_sealed(seal[1]):
+        raise BadEntry("key", f"the {extent.num_bytes} bytes at {extent.offset} of the payload are not sealed with it")
+
+
+def form_text(form: Form) -> str:
+    """As ``str(form)``, with every digit of the kept fraction."""
+    text = "exact" if form.press is None else f"{form.press}@{float(form.kept_fraction)!r}"
+    return text if form.codec == "raw" else f"{text}+{form.codec}"
+
+
+def parse_form(text: str) -> Form:
+    """The form with that ``form_text``, and no other. Raises ValueError."""
+    base, _, codec = text.partition("+")
+    form = Form.parse(base)
+    form = Form(form.press, form.kept_fraction, codec or "raw")
+    if form_text(form) != text or not _CODEC.fullmatch(form.codec):
+        raise ValueError(f"form {text!r} is not written the one way it can be")
+    return form
+
+
+def _fits(*numbers: int) -> bool:
+    return all(0 <= number < 2**64 for number in numbers)

@@ -1,0 +1,300 @@
+"""KV between SGLang's pool and an entry's payload: gather, check and scatter.
+
+A payload holds, for each layer in order, the K rows then the V rows of the entry's slots, contiguous; for a lossy form
+one more extent: the survivors' positions, int32 [layers, heads, slots], then their logical indices, int32 [slots].
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from sglang_evicpress.device import HostCopy
+from sglang_evicpress.survivors import SurvivorLayout
+from sglang_evicpress.tiers.entry.encoding import Extent, Shape
+from sglang_evicpress.tiers.host.arena import Arena, Run, read_pieces, write_pieces
+from sglang_evicpress.tiers.transfers import CudaLanes, Transfers
+
+_PIECE_BYTES = 1 << 18
+"""Hashed right after it was copied, while it is in the cache."""
+
+Check = Callable[[Extent, Iterable[memoryview]], None]
+
+
+class PayloadCopier:
+    """Moves payloads between the buffers of a KV pool, [slots, heads, head_dim] per layer, and an arena.
+
+    Every call may run on a worker thread. On CUDA each thread has a stream of its own; ``after`` is then an event that
+    the copy has to wait for. What is saved or written has arrived when the call returns, what is loaded or read has
+    when the stream has done it, and until then its runs must stay. ``transfers``: how it goes between the pool's
+    device and the arena; without it over CUDA's streams, and where the pool is on the CPU in place.
+    """
+
+    def __init__(
+        self,
+        k_buffers: Sequence[torch.Tensor],
+        v_buffers: Sequence[torch.Tensor],
+        page_size: int,
+        *,
+        transfers: Transfers | None = None,
+    ) -> None:
+        self._buffers = [tuple(pair) for pair in zip(k_buffers, v_buffers, strict=True)]
+        self._streams = threading.local()
+        first = k_buffers[0]
+        dtype = str(first.dtype).removeprefix("torch.")
+        self.shape = Shape(len(self._buffers), int(first.shape[1]), int(first.shape[2]), dtype, page_size)
+        self._device = first.device
+        self._is_cuda = first.is_cuda
+        self._transfers = transfers
+        if self._is_cuda and transfers is None:
+            self._transfers = Transfers(k_buffers, v_buffers, CudaLanes(self._device))
+            self._transfers.compile()
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._buffers)
+
+    def sizes(self, num_slots: int, is_lossy: bool) -> list[int]:
+        """Bytes of every extent."""
+        found = [num_slots * sum(_row_bytes(buffer) for buffer in pair) for pair in self._buffers]
+        return [*found, 4 * num_slots * (self.num_layers * self.shape.num_heads + 1)] if is_lossy else found
+
+    def save(
+        self,
+        slots: torch.Tensor,
+        layout: SurvivorLayout | None,
+        arena: Arena,
+        runs: Sequence[Run],
+        after: Any = None,
+    ) -> tuple[Extent, ...]:
+        """Copy the KV of ``slots`` [n] into ``runs``; the extents carry the checksums of what is there now."""
+        with self._stream(after):
+            if self._transfers is not None:
+                extents = self._transfers.save(slots, arena, runs)
+            else:
+                extents = self._save(slots, arena, runs)
+        if layout is not None:
+            extents.append(self.write_layout(layout, arena, runs, extents[-1].offset + extents[-1].num_bytes))
+        return tuple(extents)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether a save is there when it is begun: where the pool is memory of the host."""
+        return self._transfers is None
+
+    def begin_save(
+        self, slots: torch.Tensor, layout: SurvivorLayout | None, arena: Arena, runs: Sequence[Run]
+    ) -> Callable[[], tuple[Extent, ...]]:
+        """Begin to copy the KV of ``slots`` [n] into ``runs`` in this thread's lane: what is queued there next may
+        overwrite them. Returns what waits for it, on any thread, and returns the extents."""
+        transfers = self._transfers
+        queued = None if transfers is None else transfers.queue_save(slots, arena, runs)
+        saved = self._save(slots, arena, runs) if queued is None else []
+
+        def finish() -> tuple[Extent, ...]:
+            extents = saved if queued is None else queued.finish()
+            if layout is not None:
+                extents.append(self.write_layout(layout, arena, runs, extents[-1].offset + extents[-1].num_bytes))
+            return tuple(extents)
+
+        return finish
+
+    def read_layer(
+        self, layer: int, arena: Arena, runs: Sequence[Run], extent: Extent, begin: int, count: int, num_slots: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V, [count, heads, head_dim] each, of rows [begin, begin + count) of a layer of an entry of
+        ``num_slots``: on the pool's device, and on the CPU perhaps the arena's own memory."""
+        found, offset = [], extent.offset
+        for buffer in self._buffers[layer]:
+            at = offset + begin * _row_bytes(buffer)
+            if self._is_cuda:
+                rows = torch.empty((count, *buffer.shape[1:]), dtype=buffer.dtype, device=buffer.device)
+                pieces = arena.tensors(runs, at, count * _row_bytes(buffer))
+                read_pieces(pieces, rows.view(-1).view(torch.uint8))
+            else:
+                rows = _rows(buffer, arena, runs, at, count)
+            found.append(rows)
+            offset += num_slots * _row_bytes(buffer)
+        return found[0], found[1]
+
+    def write_layer(
+        self, pair: tuple[torch.Tensor, torch.Tensor], arena: Arena, runs: Sequence[Run], offset: int, stream: Any
+    ) -> Extent:
+        """Put K and V rows, [slots, heads, head_dim] each, where a payload has one layer; within ``stream``."""
+        begin = offset
+        for rows in pair:
+            flat = rows.contiguous().view(-1).view(torch.uint8)
+            write_pieces(arena.tensors(runs, begin, len(flat)), flat)
+            begin += len(flat)
+        if stream is not None:
+            stream.synchronize()
+        return _extent(arena, runs, offset, begin - offset)
+
+    def write_layout(self, layout: SurvivorLayout, arena: Arena, runs: Sequence[Run], offset: int) -> Extent:
+        """Put the last extent of a lossy payload where it is to be."""
+        numbers = torch.cat([layout.positions.reshape(-1), layout.logical.to(torch.int32)]).view(torch.uint8)
+        write_pieces(arena.tensors(runs, offset, len(numbers)), numbers)
+        return _extent(arena, runs, offset, len(numbers))
+
+    def load_layer(
+        self,
+        layer: int,
+        slots: torch.Tensor,
+        arena: Arena,
+        runs: Sequence[Run],
+        extent: Extent,
+        begin: int,
+        num_slots: int,
+    ) -> None:
+        """Put rows [begin, begin + len(slots)) of a layer of an entry of ``num_slots`` into ``slots``."""
+        if not len(slots):
+            return
+        offset = extent.offset
+        if self._transfers is not None:
+            self._transfers.load(layer, slots, arena, runs, offset, begin, num_slots)
+            return
+        for buffer in self._buffers[layer]:
+            row = _row_bytes(buffer)
+            rows = _rows(buffer, arena, runs, offset + begin * row, len(slots))
+            _words(buffer)[_selector(slots)] = _words(rows)  # three times as fast as index_copy_
+            offset += num_slots * row
+
+    def finish_layer(self) -> Any:
+        """What a waiter on the device has to wait for so that the layers loaded by this thread are there: an event on
+        CUDA, nothing on the CPU."""
+        if not self._is_cuda:
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream())
+        return event
+
+    def mark(self) -> Any:
+        """A point in what this thread's copies have queued, for ``seconds_between``; None on the CPU."""
+        if not self._is_cuda:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream())
+        return event
+
+    def seconds_between(self, begin: Any, end: Any) -> float:
+        """What the device took from one mark to the next; both were reached."""
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def stream(self, after: Any, *, is_awaited: bool = True) -> Any:
+        """A context in which this thread's copies run, behind ``after``. They are done when it ends, however it does,
+        or unless it ``is_awaited`` only queued."""
+        return self._stream(after, is_awaited=is_awaited)
+
+    def _save(self, slots: torch.Tensor, arena: Arena, runs: Sequence[Run]) -> list[Extent]:
+        """One buffer after the other, in place where the arena has it in one run; for the CPU."""
+        extents, offset = [], 0
+        for pair in self._buffers:
+            begin = offset
+            for buffer in pair:
+                num_bytes = len(slots) * _row_bytes(buffer)
+                _gather(buffer, slots, arena.tensors(runs, offset, num_bytes))
+                offset += num_bytes
+            extents.append(_extent(arena, runs, begin, offset - begin))
+        return extents
+
+    def _stream(self, after: Any, *, is_awaited: bool = True) -> Any:
+        return _CudaStream(self._streams, self._device, after, is_awaited) if self._is_cuda else _NoStream()
+
+
+class _NoStream:
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+class _CudaStream:
+    """This thread's stream on the pool's device, made current; starts behind ``after``."""
+
+    def __init__(self, local: threading.local, device: torch.device, after: Any, is_awaited: bool) -> None:
+        if not hasattr(local, "stream"):
+            local.stream = torch.cuda.Stream(device)  # a thread's own device is the first one
+        self._stream = local.stream
+        self._after = after
+        self._is_awaited = is_awaited
+        self._context = torch.cuda.stream(self._stream)
+
+    def __enter__(self) -> Any:
+        self._context.__enter__()
+        if self._after is not None:
+            self._stream.wait_event(self._after)
+        return self._stream
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            if self._is_awaited:
+                self._stream.synchronize()  # whoever gives away what is copied, after a failure too, does so later
+        finally:
+            self._context.__exit__(*error)
+
+
+def read_layout(arena: Arena, runs: Sequence[Run], extent: Extent, shape: Shape, num_slots: int) -> SurvivorLayout:
+    """The survivors of a lossy entry from its last extent."""
+    return layout_of(torch.cat(arena.tensors(runs, extent.offset, extent.num_bytes)), shape, num_slots)
+
+
+def layout_of(numbers: torch.Tensor, shape: Shape, num_slots: int) -> SurvivorLayout:
+    """The survivors that the bytes ``numbers`` (uint8) of a lossy entry's last extent describe."""
+    values = numbers.contiguous().view(torch.int32)
+    count = shape.num_layers * shape.num_heads * num_slots
+    positions = values[:count].view(shape.num_layers, shape.num_heads, num_slots).clone()
+    return SurvivorLayout(HostCopy(positions), HostCopy(values[count:].to(torch.int64)), num_slots)
+
+
+def _rows(buffer: torch.Tensor, arena: Arena, runs: Sequence[Run], offset: int, count: int) -> torch.Tensor:
+    """The rows of an arena from ``offset`` on, as ``buffer`` has them: [count, heads, head_dim]."""
+    pieces = arena.tensors(runs, offset, count * _row_bytes(buffer))
+    if not pieces:
+        return torch.empty((0, *buffer.shape[1:]), dtype=buffer.dtype)
+    flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return flat.view(buffer.dtype).view(-1, *buffer.shape[1:])
+
+
+def _words(rows: torch.Tensor) -> np.ndarray[Any, Any]:
+    """The rows [n, ...] as machine words [n, words], where they are."""
+    num_bytes = rows.shape[1] * rows.shape[2] * rows.element_size()
+    flat = rows.view(torch.uint8).view(len(rows), num_bytes).numpy()
+    return flat.view(np.uint64) if num_bytes % 8 == 0 else flat
+
+
+def _selector(slots: torch.Tensor) -> slice | np.ndarray[Any, Any]:
+    """The slots, on the CPU, as a slice where they follow each other: then a copy is one block."""
+    numbers: np.ndarray[Any, Any] = slots.numpy()
+    if len(numbers) and numbers[-1] - numbers[0] == len(numbers) - 1 and bool((np.diff(numbers) == 1).all()):
+        return slice(int(numbers[0]), int(numbers[-1]) + 1)
+    return numbers
+
+
+def _row_bytes(buffer: torch.Tensor) -> int:
+    return int(buffer.shape[1] * buffer.shape[2] * buffer.element_size())
+
+
+def _gather(buffer: torch.Tensor, slots: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
+    """The rows of ``slots`` into pieces of an arena, on the CPU."""
+    if len(pieces) != 1:
+        write_pieces(pieces, buffer.index_select(0, slots).view(-1).view(torch.uint8))
+        return
+    rows = pieces[0].view(buffer.dtype).view(-1, *buffer.shape[1:])
+    selector = _selector(slots)
+    if isinstance(selector, slice):
+        np.copyto(_words(rows), _words(buffer)[selector])
+    else:
+        torch.index_select(buffer, 0, slots, out=rows)
+
+
+def _extent(arena: Arena, runs: Sequence[Run], offset: int, num_bytes: int) -> Extent:
+    digest = xxhash.xxh3_128()
+    for chunk in arena.buffers(runs, offset, num_bytes):
+        digest.update(chunk)
+    return Extent(offset, num_bytes, digest.digest())

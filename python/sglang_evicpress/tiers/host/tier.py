@@ -1,0 +1,73 @@
+"""The host tier: entries in an arena of RAM, as large as they are."""
+
+from __future__ import annotations
+
+import time
+
+from sglang_evicpress.tiers.entry.copies import HostEntry
+from sglang_evicpress.tiers.entry.encoding import check_extent
+from sglang_evicpress.tiers.faults import Faults
+from sglang_evicpress.tiers.host.arena import Arena
+
+
+class HostTier:
+    """Who holds which entry; everything but ``check`` is for the scheduler thread."""
+
+    def __init__(self, num_bytes: int, *, is_pinned: bool, faults: Faults | None = None) -> None:
+        self.arena = Arena(num_bytes, is_pinned=is_pinned)
+        self._entries: dict[int, HostEntry] = {}  # all that has runs, by id()
+        self.faults = faults
+
+    @property
+    def num_entries(self) -> int:
+        """Those that nodes hold, and those that come or go."""
+        return len(self._entries)
+
+    def entries(self) -> list[HostEntry]:
+        return list(self._entries.values())
+
+    @property
+    def free_bytes(self) -> int:
+        return self.arena.extents.free_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self.arena.extents.num_bytes
+
+    def hold(self, entry: HostEntry, node_id: int) -> None:
+        """The node holds a piece of the entry."""
+        self._entries[id(entry)] = entry
+        entry.owners.add(node_id)
+
+    def let_go(self, entry: HostEntry, node_id: int) -> None:
+        entry.owners.discard(node_id)
+        self._free_unused(entry)
+
+    def pin(self, entry: HostEntry) -> None:
+        """Its bytes stay where they are until ``unpin``."""
+        self._entries[id(entry)] = entry
+        entry.pins += 1
+
+    def unpin(self, entry: HostEntry) -> None:
+        entry.pins -= 1
+        self._free_unused(entry)
+
+    def _free_unused(self, entry: HostEntry) -> None:
+        if not entry.owners and not entry.pins and entry.runs:
+            self.arena.extents.free(entry.runs)
+            entry.runs = ()
+            del self._entries[id(entry)]
+
+    def check(self, entry: HostEntry) -> None:
+        """Verify every checksum; on any thread, while the entry is pinned. Raises BadEntry."""
+        if self.faults is not None:
+            self.faults.maybe_delay()
+        for extent in entry.header.extents:
+            chunks = self.arena.buffers(entry.runs, extent.offset, extent.num_bytes)
+            if self.faults is not None and chunks:
+                self.faults.maybe_flip(chunks[0])
+            check_extent(extent, chunks)
+        entry.checked_s = time.perf_counter()
+
+    def close(self) -> None:
+        self.arena.close()

@@ -1,0 +1,206 @@
+"""Which entries are on SSD: found by edge, in little memory, oldest first where room is needed."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from sglang_evicpress.tiers.ssd.os_files import BLOCK_BYTES
+from sglang_evicpress.tiers.ssd.scan import Records
+
+MAX_PAYLOAD_OFFSET = BLOCK_BYTES << 32
+"""A payload begins before this byte of its segment."""
+
+_NONE, _DEAD = -1, -2
+_ROW_BITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """The name of one published entry, never given to another; ``num_bytes`` is its payload's size."""
+
+    segment: int
+    row: int
+    num_bytes: int
+    num_tokens: int
+
+
+class Place(NamedTuple):
+    """Where an entry is within its segment's two files, in bytes."""
+
+    record_offset: int
+    record_bytes: int
+    payload_offset: int
+    payload_bytes: int
+    num_tokens: int
+
+
+class _Rows:
+    """The entries of one segment, in the order in which they were published. Rows are never used again."""
+
+    __slots__ = ("blocks", "edges", "first", "num_live", "older", "record_bytes", "record_offsets", "sizes", "tokens")
+
+    def __init__(self) -> None:
+        self.edges = array("q")  # _DEAD for a removed entry
+        self.older = array("q")  # handle of the next older entry of the same edge, or _NONE
+        self.record_offsets = array("Q")
+        self.record_bytes = array("I")
+        self.blocks = array("I")
+        self.sizes = array("Q")
+        self.tokens = array("I")
+        self.num_live = 0
+        self.first = 0  # no row before it is live
+
+    def place(self, row: int) -> Place:
+        return Place(
+            self.record_offsets[row],
+            self.record_bytes[row],
+            self.blocks[row] * BLOCK_BYTES,
+            self.sizes[row],
+            self.tokens[row],
+        )
+
+
+class Index:
+    """All entries of a store: 44 bytes in columns and a dict item each. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._newest: dict[int, int] = {}  # edge -> handle
+        self._segments: dict[int, _Rows] = {}
+        self._num_live = 0
+
+    def __len__(self) -> int:
+        return self._num_live
+
+    def __contains__(self, ref: Ref) -> bool:
+        return self.place(ref) is not None
+
+    def add(self, segment: int, edge: int, place: Place) -> Ref:
+        """Publish an entry as the newest of its edge and of its segment."""
+        rows = self._segments.setdefault(segment, _Rows())
+        row = len(rows.edges)
+        rows.record_offsets.append(place.record_offset)
+        rows.record_bytes.append(place.record_bytes)
+        rows.blocks.append(place.payload_offset // BLOCK_BYTES)
+        rows.sizes.append(place.payload_bytes)
+        rows.tokens.append(place.num_tokens)
+        self._link(segment, rows, row, [edge])
+        return Ref(segment, row, place.payload_bytes, place.num_tokens)
+
+    def add_all(self, segment: int, records: Records) -> None:
+        """Publish the entries of a segment that was read."""
+        rows = self._segments.setdefault(segment, _Rows())
+        row = len(rows.edges)
+        _extend(rows.record_offsets, records.offsets)
+        _extend(rows.record_bytes, records.record_bytes)
+        _extend(rows.blocks, records.payload_offsets // BLOCK_BYTES)
+        _extend(rows.sizes, records.payload_bytes)
+        _extend(rows.tokens, records.num_tokens)
+        self._link(segment, rows, row, records.edges.tolist())
+
+    def find(self, edge: int) -> list[Ref]:
+        """The entries of an edge, newest first."""
+        found = []
+        handle = self._newest.get(edge, _NONE)
+        while handle != _NONE:
+            segment, row = _split(handle)
+            rows = self._segments[segment]
+            found.append(Ref(segment, row, rows.sizes[row], rows.tokens[row]))
+            handle = rows.older[row]
+        return found
+
+    def place(self, ref: Ref) -> Place | None:
+        """Where it is, or None once it was removed."""
+        rows = self._segments.get(ref.segment)
+        if rows is None or ref.row >= len(rows.edges) or rows.edges[ref.row] == _DEAD:
+            return None
+        return rows.place(ref.row)
+
+    def remove(self, ref: Ref) -> Place | None:
+        """Forget it; where it was, or None when it was forgotten before."""
+        place = self.place(ref)
+        if place is not None:
+            self._unlink(ref.segment, self._segments[ref.segment], ref.row)
+        return place
+
+    def remove_segment(self, segment: int) -> int:
+        """Forget all entries of a segment, and the segment; how many there were."""
+        rows = self._segments.get(segment)
+        if rows is None:
+            return 0
+        num_live = rows.num_live
+        for row in range(rows.first, len(rows.edges)):
+            if rows.edges[row] != _DEAD:
+                self._unlink(segment, rows, row)
+        del self._segments[segment]
+        return num_live
+
+    def num_live(self, segment: int) -> int:
+        rows = self._segments.get(segment)
+        return 0 if rows is None else rows.num_live
+
+    def places(self, segment: int) -> Iterator[Place]:
+        """Where the entries of a segment are, in the order in which they were published."""
+        rows = self._segments.get(segment)
+        if rows is not None:
+            for row in range(rows.first, len(rows.edges)):
+                if rows.edges[row] != _DEAD:
+                    yield rows.place(row)
+
+    def refs_behind(self, last: Ref | None, limit: int) -> list[Ref]:
+        """At most ``limit`` entries published after ``last`` (which may be gone by now), or the first ones."""
+        found: list[Ref] = []
+        for segment in sorted(self._segments):
+            if last is not None and segment < last.segment:
+                continue
+            rows = self._segments[segment]
+            while rows.first < len(rows.edges) and rows.edges[rows.first] == _DEAD:
+                rows.first += 1
+            begin = rows.first if last is None or segment != last.segment else max(rows.first, last.row + 1)
+            for row in range(begin, len(rows.edges)):
+                if rows.edges[row] != _DEAD:
+                    found.append(Ref(segment, row, rows.sizes[row], rows.tokens[row]))
+                    if len(found) == limit:
+                        return found
+        return found
+
+    def _link(self, segment: int, rows: _Rows, row: int, edges: Sequence[int]) -> None:
+        newest, older = self._newest, rows.older
+        handle = segment << _ROW_BITS | row
+        for edge in edges:
+            older.append(newest.get(edge, _NONE))
+            newest[edge] = handle
+            handle += 1
+        rows.edges.extend(edges)
+        rows.num_live += len(edges)
+        self._num_live += len(edges)
+
+    def _unlink(self, segment: int, rows: _Rows, row: int) -> None:
+        edge, handle = rows.edges[row], segment << _ROW_BITS | row
+        newer, at = None, self._newest[edge]
+        while at != handle:
+            newer = at
+            number, other = _split(at)
+            at = self._segments[number].older[other]
+        if newer is not None:
+            number, other = _split(newer)
+            self._segments[number].older[other] = rows.older[row]
+        elif rows.older[row] == _NONE:
+            del self._newest[edge]
+        else:
+            self._newest[edge] = rows.older[row]
+        rows.edges[row] = _DEAD
+        rows.num_live -= 1
+        self._num_live -= 1
+
+
+def _extend(column: array[int], values: np.ndarray) -> None:
+    column.frombytes(values.astype(column.typecode).tobytes())
+
+
+def _split(handle: int) -> tuple[int, int]:
+    return handle >> _ROW_BITS, handle & (1 << _ROW_BITS) - 1

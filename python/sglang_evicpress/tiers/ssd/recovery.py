@@ -1,0 +1,84 @@
+"""What a segment of an earlier run still holds, and the end of what it does not."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from sglang_evicpress.tiers.entry.key import Key
+from sglang_evicpress.tiers.ssd.index import MAX_PAYLOAD_OFFSET
+from sglang_evicpress.tiers.ssd.os_files import BLOCK_BYTES, reason_of
+from sglang_evicpress.tiers.ssd.scan import Head, Records, scan
+from sglang_evicpress.tiers.ssd.segments import SegmentFiles
+from sglang_evicpress.tiers.ssd.space import Segment
+
+
+def recover(
+    disk: SegmentFiles, number: int, fingerprint: bytes, errors: Counter[str], key: Key | None = None
+) -> tuple[Segment, Records]:
+    """The segment with all it holds counted, and the entries that can be served; ``errors`` counts the others.
+
+    What no record says is cut off both files. A segment without any entry is doomed; one that cannot be read, or
+    holds entries of others or of another key, is foreign.
+    """
+    kv, head = disk.sizes(number)
+    segment = Segment(number, is_named=True)
+    kv_bytes, allocated = kv or (0, 0)
+    if head is None:
+        segment.dead, segment.is_doomed = allocated, True
+        return segment, scan(bytearray()).records
+    try:
+        found = disk.read_head(number, key)
+    except OSError as error:
+        errors[reason_of(error)] += 1
+        segment.dead, segment.head, segment.is_foreign = allocated, head[0], True
+        return segment, scan(bytearray()).records
+    records = found.records
+    ends = records.payload_offsets + records.payload_bytes
+    sizes = -(-records.payload_bytes // BLOCK_BYTES) * BLOCK_BYTES
+    is_there = ends <= kv_bytes
+    is_sound = (records.payload_offsets % BLOCK_BYTES == 0) & (records.payload_offsets < MAX_PAYLOAD_OFFSET)
+    is_kept = is_there & is_sound
+    is_own = is_kept & records.is_ours & (records.fingerprints == np.array(fingerprint, dtype="S16"))
+    _count(errors, found)
+    for reason, mask in (
+        ("length" if kv else "missing", ~is_there),
+        ("header", is_there & ~is_sound),
+        ("key", is_kept & ~records.is_ours),
+        ("fingerprint", is_kept & records.is_ours & ~is_own),
+    ):
+        if count := int(mask.sum()):
+            errors[reason] += count
+    segment.live = int(sizes[is_kept].sum())
+    segment.end = int((records.payload_offsets + sizes)[is_kept].max(initial=0))
+    segment.num_live = int(is_own.sum())
+    segment.is_foreign = segment.num_live < is_kept.sum()
+    segment.is_doomed = not is_kept.any()
+    segment.head = _cut(disk, segment, found, kv_bytes, errors)
+    segment.buried = found.end - int(records.record_bytes.sum())
+    kv, _ = disk.sizes(number)
+    segment.dead = max(0, (kv[1] if kv else 0) - segment.live)
+    # A damaged tombstone counts holes as live, and can hide as many dead bytes.
+    segment.has_gaps = bool(segment.dead or found.bad) and not segment.is_foreign
+    return segment, records.select(is_own)
+
+
+def _count(errors: Counter[str], found: Head) -> None:
+    """Damage between records by its reason, and what is behind the last one once, as torn if it may be."""
+    errors.update(reason for offset, reason in found.bad if offset < found.end)
+    if found.end < found.num_bytes:
+        errors["header" if found.bad[-1] == (found.end, "header") else "length"] += 1
+
+
+def _cut(disk: SegmentFiles, segment: Segment, found: Head, kv_bytes: int, errors: Counter[str]) -> int:
+    """Shorten the files to what is used; the size of the .head file then."""
+    try:
+        if not segment.is_foreign and segment.end < kv_bytes:
+            disk.cut(segment.number, kv_bytes=segment.end)
+        if found.is_whole and found.end < found.num_bytes:
+            disk.cut(segment.number, head_bytes=found.end)
+            return found.end
+    except OSError as error:
+        errors[reason_of(error)] += 1
+    return found.num_bytes
