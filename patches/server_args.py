@@ -45,10 +45,10 @@ def add_flags() -> None:
 def _add_fields(cls: Any) -> tuple[str, ...]:
     from sglang.srt.arg_groups.arg_utils import Arg
 
-    def field(flag: KvFlag) -> tuple[str, Any, Any]:
+    def field_of(flag: KvFlag) -> tuple[str, Any, Any]:
         return flag.name, Annotated[flag.kind | None, Arg(help=flag.text)], dataclasses.field(default=None)
 
-    extra = dataclasses.make_dataclass("KvFlags", map(field, KV_FLAGS))
+    extra = dataclasses.make_dataclass("KvFlags", map(field_of, KV_FLAGS))
     for field in dataclasses.fields(extra):
         cls.__dataclass_fields__[field.name] = field
         cls.__annotations__[field.name] = field.type

@@ -96,6 +96,7 @@ class Inspection:
                 "in_use": _described_law(self.costs.prefill),
                 "learned": _described_law(self.cost_model.costs.prefill),
                 "num_observations": self.prefill_times.num_observed,
+                "recompute_weight": round(self.recompute_weight, 3),
             },
             "waiting": {"requests": len(self.claims), "claimed_nodes": self.claims.num_nodes},
             "queue": {

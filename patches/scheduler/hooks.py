@@ -28,10 +28,12 @@ RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerR
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """Rank 0's monotonic clock when it received something, and the costs that it had seen until then."""
+    """Rank 0's monotonic clock when it received something, and what it had seen until then: costs, and how many
+    requests a second of computing delays."""
 
     now_s: float
     costs: Costs
+    congestion: float
 
 
 _cache: Any = None
@@ -46,7 +48,7 @@ def attach(cache: Any) -> None:
 def _after_pull_raw_reqs(received: list[Any] | None, receiver: Any) -> None:
     """AFTER ``_pull_raw_reqs``: a list only on the rank that receives."""
     if received and _cache is not None:
-        received.insert(0, Stamp(time.monotonic(), _cache.prefill_times.costs))
+        received.insert(0, Stamp(time.monotonic(), _cache.prefill_times.costs, _cache.congestion.value))
 
 
 def _after_init_request_dispatcher(_: None, scheduler: Any) -> None:
@@ -55,7 +57,7 @@ def _after_init_request_dispatcher(_: None, scheduler: Any) -> None:
 
 def _take_stamp(stamp: Stamp) -> None:
     if _cache is not None:
-        _cache.advance(stamp.now_s, stamp.costs)
+        _cache.advance(stamp.now_s, stamp.costs, stamp.congestion)
 
 
 def _after_add_request_to_queue(_: None, scheduler: Any, req: Any, *__: Any, **___: Any) -> None:

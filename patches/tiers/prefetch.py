@@ -18,6 +18,7 @@ from sglang_evicpress.core import Tier
 from sglang_evicpress.patches.tiers.ssd_io import Lookup
 from sglang_evicpress.patches.tree.node import num_slots, servable_steps, start_of
 from sglang_evicpress.policy.load_or_recompute import Piece, deadline_s, num_worth_loading
+from sglang_evicpress.policy.wait_cost import Congestion
 from sglang_evicpress.tiers.entry.copies import Copy, HostEntry, SsdEntry
 from sglang_evicpress.tiers.jobs import Job
 
@@ -107,6 +108,7 @@ class Staging:
         self.staged: dict[int, None] = {}  # nodes that are held, by id
         self.pins: dict[int, int] = {}  # slots that were locked for a stage, by its id()
         self.pinned_slots = 0
+        self.congestion = Congestion()
         self.num_ready = 0  # requests at the head of the queue for which nothing is on its way
         self.ssd_seen_s = time.perf_counter()
 
@@ -159,6 +161,7 @@ class Staging:
             if stage.jobs or now - stage.looked_s >= RELOOK_S:
                 self._advance(stage, num_ahead)
             num_ready += not stage.is_waiting
+        self.congestion.observe(now, self.num_ready)
         self.num_ready = num_ready
 
     def keep_stages(self: Any, waiting: Collection[Any]) -> None:

@@ -665,6 +665,19 @@ def test_hits_fade_by_the_stamped_clock_which_never_goes_back() -> None:
     walk.check()
 
 
+def test_recomputing_weighs_as_many_times_as_requests_wait_for_it() -> None:
+    walk = Walk(0, 1)
+    law = walk.cache.costs.prefill
+    assert walk.cache.host is None and walk.cache.recompute_weight == 1.0
+    for number, (congestion, weight) in enumerate([(1.0, 1.0), (4.0, 4.0), (1.0, 1.0)], start=1):
+        walk.cache.advance(1000.0 * number, costs_of(law), congestion)
+        seen = walk.cache.policy.rule.costs.prefill
+        assert seen.per_token_s == pytest.approx(weight * law.per_token_s)
+        assert walk.cache.costs.prefill == law
+        assert walk.cache.describe_stats()["costs"]["recompute_weight"] == weight
+        walk.check()
+
+
 def test_the_half_life_is_learned_from_reuse_and_weights_follow() -> None:
     walk = Walk(0, 1)
     law, clock = walk.cache.costs.prefill, walk.cache.clock

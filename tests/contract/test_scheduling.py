@@ -41,7 +41,8 @@ SEEN = Costs(START, {}, {})
 
 class FakeCache:
     def __init__(self) -> None:
-        self.stamps: list[tuple[float, Costs]] = []
+        self.stamps: list[tuple[float, Costs, float]] = []
+        self.congestion = SimpleNamespace(value=2.5)
         self.expected: list[str] = []
         self.prefill_times = SimpleNamespace(costs=SEEN)
         self.claims = SimpleNamespace(keep_only=lambda waiting: self.expected.append(f"keep {waiting}"))
@@ -57,8 +58,8 @@ class FakeCache:
         self.visited: object = None
         self.told: list[str] = []
 
-    def advance(self, stamp_s: float, costs: Costs) -> None:
-        self.stamps.append((stamp_s, costs))
+    def advance(self, stamp_s: float, costs: Costs, congestion: float) -> None:
+        self.stamps.append((stamp_s, costs, congestion))
 
     def forget_weights(self) -> None:
         self.told.append("forget")
@@ -136,7 +137,7 @@ def test_what_the_receiving_rank_got_is_stamped_and_every_rank_takes_the_stamp(c
     scheduler = SimpleNamespace(_request_dispatcher=TypeBasedDispatcher([]))
     hooks._after_init_request_dispatcher(None, scheduler)
     assert scheduler._request_dispatcher(stamp) is None  # nothing is sent back
-    assert cache.stamps == [(stamp.now_s, SEEN)]
+    assert cache.stamps == [(stamp.now_s, SEEN, 2.5)]
 
 
 @pytest.mark.parametrize("received", [None, []])

@@ -442,6 +442,14 @@ def test_random_walk_keeps_every_row(
     assert walk.cache.tier_counts["released"] > 0
 
 
+def test_a_drop_weighs_double_where_a_tier_lies_below(opened: Callable[..., TierWalk]) -> None:
+    cache = opened(0, has_ssd=False).cache
+    assert cache.recompute_weight == policy_sync.DROP_WEIGHT == 2.0
+    assert cache.policy.rule.costs.prefill.per_token_s == pytest.approx(2.0 * cache.costs.prefill.per_token_s)
+    cache.advance(1000.0, cache.costs, 3.0)
+    assert cache.policy.rule.costs.prefill.per_token_s == pytest.approx(3.0 * cache.costs.prefill.per_token_s)
+
+
 def test_random_walk_with_the_host_alone_keeps_every_row(opened: Callable[..., TierWalk]) -> None:
     walk = opened(8, has_ssd=False)
     walk.law = None

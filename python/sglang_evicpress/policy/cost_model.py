@@ -100,6 +100,12 @@ class Costs:
         }
         return replace(self, load=load)
 
+    def with_recompute_weight(self, weight: float) -> Costs:
+        """The same, where a second of prefilling counts ``weight`` times."""
+        law = self.prefill
+        prefill = PrefillLaw(weight * law.fixed_s, weight * law.per_token_s, weight * law.per_pair_s)
+        return replace(self, prefill=prefill)
+
     def drifted_from(self, other: Costs, tolerance: float) -> bool:
         """Whether a predicted duration differs from that of ``other`` by more than ``tolerance`` of the latter.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from sglang_evicpress.core import Decision, Tier, Way
@@ -18,6 +19,27 @@ def seconds_lost(decisions: Sequence[Decision], policy: Policy, costs: Costs, va
     records = policy.book.records
     dropped = [records[decision.node_id] for decision in decisions if decision.option.is_drop]
     return sum(costs.prefill.marginal_seconds(record.num_tokens, record.depth_tokens) for record in dropped)
+
+
+class Congestion:
+    """How many requests one second of computing delays: the one that needs it and those that could run meanwhile.
+
+    A mean over the last ``MEMORY_S`` seconds, at most ``MOST``; it has no clock of its own.
+    """
+
+    MEMORY_S = 10.0
+    MOST = 8.0
+
+    def __init__(self) -> None:
+        self.value = 1.0
+        self._now_s: float | None = None
+
+    def observe(self, now_s: float, num_ready: int) -> None:
+        """``num_ready`` requests have waited for nothing but their turn since the last call."""
+        if self._now_s is not None and now_s > self._now_s:
+            kept = math.exp((self._now_s - now_s) / self.MEMORY_S)
+            self.value = kept * self.value + (1.0 - kept) * min(self.MOST, 1.0 + num_ready)
+        self._now_s = now_s if self._now_s is None else max(now_s, self._now_s)
 
 
 def bytes_to_copy(decisions: Sequence[Decision], ready: Mapping[int, Sequence[Way]]) -> int:
