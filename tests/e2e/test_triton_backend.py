@@ -20,10 +20,10 @@ CONTEXT, SUFFIX, ANSWER = 96, 10, 6
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(scope="module", params=[1, 16], ids=lambda page_size: f"page{page_size}")
-def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
     arguments = (
-        *("--attention-backend", "triton", "--page-size", str(request.param), "--chunked-prefill-size", "64"),
+        *("--attention-backend", "triton", "--chunked-prefill-size", "64"),
         *("--kv-policy", "evicpress", *GUESSED, "--kv-min-tokens", "16", "--max-total-tokens", "4096"),
         *("--max-running-requests", "8"),
     )
