@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -133,8 +134,8 @@ def run_rank(rank: int, folder: str) -> None:
     compress_a_plan(rank, dist.group.WORLD)
     told = make_compressor(rank, dist.group.WORLD).as_first_rank(f"rank {rank}".encode())
     assert told == b"rank 0", told
-    dist.barrier()  # else the sockets of one end under the other, which aborts it at exit
-    dist.destroy_process_group()
+    dist.barrier()
+    os._exit(0)  # gloo's threads abort a process that ends orderly while the other rank closes its sockets
 
 
 def test_ranks_place_survivors_alike_and_give_up_together(tmp_path: Path) -> None:
