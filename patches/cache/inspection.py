@@ -76,6 +76,7 @@ class Inspection:
             "half_life_s": self.clock.half_life_s,
             "half_life_is_learned": self.clock.is_learned,
             "costs": _described_law(self.costs.prefill),
+            "recompute_weight": self.recompute_weight,
             "decisions": self.controller.journal.about(node_id),
         }
 

@@ -33,12 +33,12 @@ START_LOADS = {Tier.HOST: TransferLaw(1e-3, 4e9), Tier.SSD: TransferLaw(3e-3, 1e
 
 FAR = 1.0  # twice or half of it: looked at ten times as soon
 DRIFT = 0.1  # of a predicted duration: costs that differ less are not worth another look at every node
+REFRESH_S = 10.0  # nor is it more often than this,
+REFRESH_S_PER_NODE = 1e-3  # or than takes a hundredth of the time: each node costs some 10 us
+
 DROP_WEIGHT = 2.0
 """How many times recomputing counts at least where there is a tier below the GPU: a drop is for good, while what lies
 below can still be computed anew when that is sooner."""
-
-REFRESH_S = 10.0  # nor is it more often than this,
-REFRESH_S_PER_NODE = 1e-3  # or than takes a hundredth of the time: each node costs some 10 us
 
 
 class Bookkeeping:
@@ -54,7 +54,7 @@ class Bookkeeping:
             PrefillLaw(config.prefill_fixed_s, config.prefill_per_token_s, config.prefill_per_pair_s), START_LOADS, {}
         )
         self.cost_model = CostModel(self.costs)
-        self.stamped_congestion = 1.0
+        self.recompute_weight = DROP_WEIGHT if self.host is not None else 1.0  # as the policy has it
         self.clock = ReuseClock(config.half_life_s)
         self.now_s = 0.0
         self._first_stamp_s: float | None = None
@@ -81,7 +81,7 @@ class Bookkeeping:
         """A policy that knows no node yet, of the present menu."""
         config = self.config
         mean_curve = Expectation.of((self.catalog.mean,), self.menu.forms).vector
-        costs = self._told = self._weighed(self.costs)
+        costs = self._told = self._weighed(self.costs, self.recompute_weight)
         self.policy = make_policy(config.policy, self.menu, alpha=config.alpha, costs=costs, mean_curve=mean_curve)
         self.controller.policy = self.policy
 
@@ -231,19 +231,13 @@ class Bookkeeping:
         if num_bytes > 0 and seconds > 0.0:
             self.cost_model.observe_load(tier, num_bytes, seconds)
 
-    def _weighed(self: Any, costs: Costs) -> Costs:
-        """As the policy is to see them: recomputing delays all who could run meanwhile."""
-        return costs.of_a_part().with_recompute_weight(self.recompute_weight)
-
-    @property
-    def recompute_weight(self: Any) -> float:
-        """How many times a second of recomputing counts when a node is dropped."""
-        return max(DROP_WEIGHT if self.host is not None else 1.0, self.stamped_congestion)
+    def _weighed(self: Any, costs: Costs, weight: float) -> Costs:
+        """As the policy sees them: a second of recomputing delays all who could run meanwhile."""
+        return costs.of_a_part().with_recompute_weight(weight)
 
     def advance(self: Any, stamp_s: float, costs: Costs, congestion: float = 1.0) -> None:
         """Rank 0's clock shows ``stamp_s`` and it has seen these costs; called on every rank between two steps.
         ``congestion``: how many requests a second of computing delays there."""
-        self.stamped_congestion = congestion
         if self._first_stamp_s is None:
             self._first_stamp_s = stamp_s
         self.now_s = max(self.now_s, stamp_s - self._first_stamp_s)
@@ -257,16 +251,18 @@ class Bookkeeping:
         self.refresh_default()
         self.controller.now_s = self.now_s
         self.controller.value_of_hit = self.value_of_hit()
-        weighed = self._weighed(costs)
+        self._take_costs(costs, congestion)
+
+    def _take_costs(self: Any, costs: Costs, congestion: float) -> None:
+        """Tell the policy, where that changes a prediction enough and the last time is long enough ago."""
         pause_s = max(REFRESH_S, REFRESH_S_PER_NODE * len(self.nodes))
         since_s = self.now_s - self._refreshed_s
-        if since_s >= pause_s:
-            is_due = weighed.drifted_from(self._told, DRIFT)
-        else:  # what is off by half is worth a tenth of the time: loads that take twice as long as predicted come late
-            is_due = since_s >= pause_s / 10 and (
-                weighed.drifted_from(self._told, FAR) or self._told.drifted_from(weighed, FAR)
-            )
-        if is_due:
+        if since_s < pause_s / 10:
+            return
+        weight = max(DROP_WEIGHT if self.host is not None else 1.0, congestion)
+        weighed = self._weighed(costs, weight)
+        tolerance = DRIFT if since_s >= pause_s else FAR  # loads that take twice as long as predicted come late
+        if weighed.drifted_from(self._told, tolerance) or self._told.drifted_from(weighed, tolerance):
             self._refreshed_s = self.now_s
-            self.costs, self._told = costs, weighed
+            self.costs, self.recompute_weight, self._told = costs, weight, weighed
             self.policy.refresh(weighed)
