@@ -162,8 +162,8 @@ class Yielding:
         """Whether users' requests wait of which the batch has none: guests may have the room that they need."""
         if batch is not None and not batch.forward_mode.is_decode():
             return False
-        waiting = self.without_guests(self.scheduler.waiting_queue)
-        return any(id(req) not in self.stages or self.stages[id(req)].is_over for req in waiting)
+        stages = (self.stages.get(id(req)) for req in self.without_guests(self.scheduler.waiting_queue))
+        return any(stage is None or stage.is_late or not stage.is_waiting for stage in stages)
 
     def _is_stray(self: Any, req: Any) -> bool:
         """Whether a request is in a shadow that is not there, or not any more: it would compute the whole context.

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_evicpress.patches.profiling.background_requests import Yielding
+from sglang_evicpress.patches.tiers.prefetch import Stage
 from sglang_evicpress.patches.tree.namespaces import SHADOW_PREFIX
 from sglang_evicpress.policy.cost_model import Costs, PrefillLaw
 
@@ -183,3 +184,20 @@ def test_a_step_of_guests_while_a_user_could_have_begun_is_counted(cache: Cache)
     cache.queue(request())
     cache.round(Batch([guest]))
     assert (cache.guest_counts["users_held_up"], guest.to_finish is None) == (1, False)
+
+
+@pytest.mark.parametrize(
+    ("short_of", "is_late", "gives_up"), [("turn", False, False), (None, False, True), ("turn", True, True)]
+)
+def test_guests_go_on_while_what_a_user_waits_for_is_on_its_way(
+    cache: Cache, short_of: str | None, is_late: bool, gives_up: bool
+) -> None:
+    guest, user = request(GUEST), request()
+    cache.queue(guest)
+    cache.scheduler.waiting_queue.clear()
+    guest.req_pool_idx = 1
+    cache.queue(user)
+    stage = cache.stages[id(user)] = Stage(user)
+    stage.short_of, stage.is_late = short_of, is_late
+    cache.round(Batch([guest]))
+    assert (guest.to_finish is not None) == gives_up
