@@ -37,7 +37,7 @@ setup: .venv/.ready
 	@$(UV) --version >/dev/null 2>&1 || { rm -rf .tools && $(PYTHON) -m venv .tools && .tools/bin/python -m pip install --quiet uv; } \
 	|| { rm -rf .tools && $(PYTHON) -m pip install --quiet --target .tools uv; } \
 	|| { echo "setup needs uv, and $(PYTHON) has no pip to fetch it with: install python3-venv or uv, then run make again" >&2; exit 1; }
-	$(UV) sync --locked $(if $(filter file,$(origin PYTHON)),,--python $(PYTHON))
+	$(UV) sync --locked --compile-bytecode $(if $(filter file,$(origin PYTHON)),,--python $(PYTHON))
 	@touch $@
 
 test: setup
