@@ -33,10 +33,13 @@ from sglang_evicpress.patches.cache.eviction import Eviction
 from sglang_evicpress.patches.cache.fill_replace import Holding
 from sglang_evicpress.patches.cache.gpu_ops import Moves
 from sglang_evicpress.patches.cache.inspection import Inspection
+from sglang_evicpress.patches.cache.inspector import Inspector
 from sglang_evicpress.patches.cache.policy_sync import Bookkeeping
 from sglang_evicpress.patches.decode_budget.budgets import DecodeBudgets
-from sglang_evicpress.patches.decode_budget.chunked_recompute import stash_piece, view_between
+from sglang_evicpress.patches.decode_budget.chunked_recompute import view_between
 from sglang_evicpress.patches.decode_budget.inspection import RequestsInspection
+from sglang_evicpress.patches.decode_budget.passes import DecodePasses
+from sglang_evicpress.patches.decode_budget.records import BudgetRecords
 from sglang_evicpress.patches.decode_budget.state import budget_of
 from sglang_evicpress.patches.profiling.background_requests import Yielding
 from sglang_evicpress.patches.profiling.quality import Profiling
@@ -68,6 +71,7 @@ from sglang_evicpress.patches.tree.node import (
     servable_steps,
     slots_of,
 )
+from sglang_evicpress.patches.unsupported import decode_settings
 from sglang_evicpress.policy.reuse import weight_of_new
 from sglang_evicpress.tiers.entry.identity import KEY_BYTES, MAX_TOKEN
 
@@ -96,8 +100,6 @@ class EvicPressCache(
     Shadows,
     Yielding,
     Profiling,
-    DecodeBudgets,
-    RequestsInspection,
     RadixCache,
 ):
     """See the module. Everything here runs on the scheduler thread."""
@@ -124,7 +126,6 @@ class EvicPressCache(
         self.open_loads(params.token_to_kv_pool_allocator.get_kvcache())
         self.open_book(config, compressor.slot_bytes, params.page_size)
         self.prefill_times = PrefillTimes(self.cost_model)
-        self.open_budgets()
         self.scheduler: Any = None
         self.name_profiles: Callable[[Any], bytes] = lambda tokenizer: bytes(KEY_BYTES)
         self.nodes: dict[int, Any] = {}
@@ -133,6 +134,14 @@ class EvicPressCache(
         self.aside: dict[int, float] = {}  # nodes of which a move has failed, with when they are planned with again
         self.unfreed: list[torch.Tensor] = []
         super().__init__(params)
+        device, clients = self.device, config.decode_client_budgets
+        self.budget_records = BudgetRecords(device)
+        self.decode_passes = DecodePasses(self, compressor, self.budget_records)
+        self.decode_budgets = DecodeBudgets(
+            self, compressor, self.decode_passes, self.budget_records, decode_settings(config), clients
+        )
+        self.requests = RequestsInspection(self, self.budget_records, device)
+        self.inspector = Inspector(self, self, self.requests, self, self)
 
     def attach_scheduler(self, scheduler: Any) -> None:
         """Called once the scheduler is complete; compression then orders itself behind its forward stream."""
@@ -405,7 +414,7 @@ class EvicPressCache(
     def cache_finished_req(self, req: Any, is_insert: bool = True) -> None:
         state = budget_of(req)
         if state is not None:
-            self.note_end(req, state)
+            self.budget_records.note_end(req, state)
             is_insert = is_insert and not state.has_left_tree  # what was computed on survivors is nobody else's
         num_tokens = req.pop_committed_kv_cache()
         if self.disable:
@@ -433,7 +442,7 @@ class EvicPressCache(
             return
         state = budget_of(req)
         if state is not None and chunked and state.in_pieces:
-            stash_piece(self, req, state)
+            self.decode_budgets.stash_piece(req, state)
             return
         if state is not None and not chunked:
             if state.in_tree:  # handed in before its first pass, see _visit

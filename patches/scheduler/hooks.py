@@ -71,7 +71,7 @@ def _before_get_next_batch_to_run(scheduler: Any) -> None:
     """BEFORE ``get_next_batch_to_run``."""
     if _cache is None:
         return
-    _cache.visit_budgets(scheduler)
+    _cache.decode_budgets.visit_budgets(scheduler)
     _cache.tick(is_idle=scheduler.running_batch.is_empty() and not scheduler.waiting_queue)
     _cache.begin_round(scheduler)
     if _cache.host is not None and scheduler.running_batch.is_empty():

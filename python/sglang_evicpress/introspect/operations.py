@@ -48,13 +48,8 @@ class NodeBusy(IntrospectionError):
         super().__init__(409, f"node {node_id} cannot be {change} now: {why}")
 
 
-@runtime_checkable
-class Inspectable(Protocol):
-    """What a cache offers to be looked into. Called between scheduler steps: it has milliseconds.
-
-    Results are JSON objects (numbers, strings, lists, dicts; numpy scalars and arrays are fine, tensors are
-    not).
-    """
+class InspectableTree(Protocol):
+    """The tree, its policy and its journal."""
 
     def describe_tree(self, after: int = 0, limit: int = PAGE_NODES) -> Json:
         """Up to ``limit`` nodes, and never more than PAGE_NODES, with ids above ``after``, without their tokens and
@@ -87,6 +82,10 @@ class Inspectable(Protocol):
     def evict_slots(self, num_slots: int) -> Json:
         """Free at least ``num_slots`` slots if unlocked nodes allow it; the result says how many it were."""
 
+
+class InspectableTiers(Protocol):
+    """The tiers below the GPU."""
+
     def describe_tiers(self) -> Json:
         """Size, use, queues, bandwidth seen and errors by reason of every tier; without tiers, that there are none."""
 
@@ -106,12 +105,25 @@ class Inspectable(Protocol):
     def detach_ssd(self) -> Json:
         """Publish what is in flight to the SSD tier, then let go of its folder. Raises ValueError, one sentence."""
 
+
+class InspectableRequests(Protocol):
+    """Requests with a decode-time budget."""
+
     def describe_requests(
         self, rid: str | None, *, positions: bool, offset: int = 0, after: int = 0, limit: int = 100
     ) -> Json:
         """Requests with a decode-time budget: up to ``limit`` with numbers above ``after``, or those named. With
         ``positions`` what the slots of the last one named hold, from value ``offset`` on. Raises IntrospectionError
         404."""
+
+
+@runtime_checkable
+class Inspectable(InspectableTree, InspectableTiers, InspectableRequests, Protocol):
+    """What a cache offers to be looked into. Called between scheduler steps: it has milliseconds.
+
+    Results are JSON objects (numbers, strings, lists, dicts; numpy scalars and arrays are fine, tensors are
+    not).
+    """
 
 
 Question: TypeAlias = Callable[[Inspectable], Json]
