@@ -308,7 +308,9 @@ class Inspection:
         if len(book.records) != len(self.nodes):
             yield f"the policy's book has {len(book.records)} nodes, the tree {len(self.nodes)}"
         held_bytes = sum(map(num_slots, self.nodes.values())) * self.menu.slot_bytes
-        idle_shadows = sum(num_slots(node) for node in self.shadow_nodes() if node.lock_ref == 0)  # as if locked
+        idle_shadows = sum(
+            num_slots(node) for node in self.shadows.shadow_nodes() if node.lock_ref == 0
+        )  # as if locked
         aside = sum(num_slots(self.nodes[node_id]) for node_id in self.aside if self.nodes[node_id].lock_ref == 0)
         locked = (self.protected_size_ - self.num_private_slots + idle_shadows + aside) * self.menu.slot_bytes
         if (book.num_bytes[Tier.GPU], book.locked_bytes[Tier.GPU]) != (held_bytes, locked):

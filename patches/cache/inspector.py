@@ -2,8 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Protocol
+
+from sglang_evicpress.introspect.arguments import PAGE_PROFILES, Json
 from sglang_evicpress.introspect.operations import InspectableRequests, InspectableTiers, InspectableTree
 from sglang_evicpress.introspect.profile_operations import InspectableProfiles, InspectableShadows
+
+
+class ExpiringShadows(InspectableShadows, Protocol):
+    """Shadows that go when nobody uses them."""
+
+    counts: dict[str, int]
+
+    def expire_shadows(self) -> None:
+        """Close those that nobody uses any more."""
+
+
+class CountedProfiles(InspectableProfiles, Protocol):
+    """Profiles, with what became of them."""
+
+    counts: dict[str, int]
 
 
 class Inspector:
@@ -14,9 +33,13 @@ class Inspector:
         tree: InspectableTree,
         tiers: InspectableTiers,
         requests: InspectableRequests,
-        shadows: InspectableShadows,
-        profiles: InspectableProfiles,
+        shadows: ExpiringShadows,
+        profiles: CountedProfiles,
+        guest_counts: Mapping[str, int],
     ) -> None:
+        self._shadows = shadows
+        self._profiles = profiles
+        self._guest_counts = guest_counts
         self.describe_tree = tree.describe_tree
         self.describe_node = tree.describe_node
         self.describe_stats = tree.describe_stats
@@ -35,9 +58,18 @@ class Inspector:
         self.make_shadow_form = shadows.make_shadow_form
         self.drop_shadow_form = shadows.drop_shadow_form
         self.close_shadow = shadows.close_shadow
-        self.list_profiles = profiles.list_profiles
         self.show_profile = profiles.show_profile
         self.put_profile = profiles.put_profile
-        self.next_profiling_job = profiles.next_profiling_job
         self.note_observed = profiles.note_observed
         self.note_failed = profiles.note_failed
+
+    def list_profiles(self, after: bytes = b"", limit: int = PAGE_PROFILES) -> Json:
+        """See ``Profiled``; with the counts of shadows and of the requests in them."""
+        listed = self._profiles.list_profiles(after, limit)
+        counts = {**self._profiles.counts, **self._shadows.counts, "guests": dict(self._guest_counts)}
+        return {**listed, "counts": counts}
+
+    def next_profiling_job(self) -> Json:
+        """See ``Profiled``."""
+        self._shadows.expire_shadows()
+        return self._profiles.next_profiling_job()

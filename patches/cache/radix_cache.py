@@ -41,8 +41,7 @@ from sglang_evicpress.patches.decode_budget.inspection import RequestsInspection
 from sglang_evicpress.patches.decode_budget.passes import DecodePasses
 from sglang_evicpress.patches.decode_budget.records import BudgetRecords
 from sglang_evicpress.patches.decode_budget.state import budget_of
-from sglang_evicpress.patches.profiling.background_requests import Yielding
-from sglang_evicpress.patches.profiling.quality import Profiling
+from sglang_evicpress.patches.profiling.background_requests import BackgroundRequests
 from sglang_evicpress.patches.profiling.shadows import Shadows
 from sglang_evicpress.patches.scheduler import hooks
 from sglang_evicpress.patches.scheduler.prefill_times import PrefillTimes
@@ -71,6 +70,7 @@ from sglang_evicpress.patches.tree.node import (
     servable_steps,
     slots_of,
 )
+from sglang_evicpress.patches.tree.types import Request
 from sglang_evicpress.patches.unsupported import decode_settings
 from sglang_evicpress.policy.reuse import weight_of_new
 from sglang_evicpress.tiers.entry.identity import KEY_BYTES, MAX_TOKEN
@@ -97,9 +97,6 @@ class EvicPressCache(
     Moves,
     Inspection,
     TierInspection,
-    Shadows,
-    Yielding,
-    Profiling,
     RadixCache,
 ):
     """See the module. Everything here runs on the scheduler thread."""
@@ -121,10 +118,11 @@ class EvicPressCache(
         self.open_admission()
         self.open_eviction()
         self.open_upgrades()
-        self.open_shadows(seed)
-        self.open_yielding()
         self.open_loads(params.token_to_kv_pool_allocator.get_kvcache())
         self.open_book(config, compressor.slot_bytes, params.page_size)
+        guests: list[Request] = []
+        self.shadows = Shadows(self, self, self, compressor, self.quality, guests, seed)
+        self.background = BackgroundRequests(self, self.shadows, guests)
         self.prefill_times = PrefillTimes(self.cost_model)
         self.scheduler: Any = None
         self.name_profiles: Callable[[Any], bytes] = lambda tokenizer: bytes(KEY_BYTES)
@@ -141,14 +139,14 @@ class EvicPressCache(
             self, compressor, self.decode_passes, self.budget_records, decode_settings(config), clients
         )
         self.requests = RequestsInspection(self, self.budget_records, device)
-        self.inspector = Inspector(self, self, self.requests, self, self)
+        self.inspector = Inspector(self, self, self.requests, self.shadows, self.quality, self.background.counts)
 
     def attach_scheduler(self, scheduler: Any) -> None:
         """Called once the scheduler is complete; compression then orders itself behind its forward stream."""
         self.scheduler = scheduler
         hooks.attach(self)
         self.compressor.forward_stream = getattr(scheduler, "forward_stream", None)
-        self.identify_profiles()
+        self.quality.identify_profiles()
 
     def reset(self) -> None:
         self.end_transfers()
@@ -156,9 +154,9 @@ class EvicPressCache(
         self.reset_tiers()
         self.nodes.clear()
         self.forget_failures()
-        self.clear_shadows()
+        self.shadows.clear_shadows()
         if self.scheduler is not None:  # the weights may be others
-            self.identify_profiles()
+            self.quality.identify_profiles()
         self.clear_book()
         self.root_node.kv = NodeKV()
 
@@ -360,7 +358,7 @@ class EvicPressCache(
         self.evictable_size_ += len(key)
         if not node.kv.is_shadow:
             self._record_store_event(node)
-        self.find_profiles(node)
+        self.quality.find_profiles(node)
         self.note(node)
         return node
 
@@ -424,7 +422,7 @@ class EvicPressCache(
         own = self._own_slots(req, num_tokens)
         key = self._key_of((req.origin_input_ids + req.output_ids)[:num_tokens], req)
         if is_insert:
-            self.record_answer(req)
+            self.quality.record_answer(req)
         if is_insert and not self.disable_finished_insert and len(key) >= adopted:
             self._give(req, key, own[: len(key) - adopted], adopted)
             self.free_slots(own[len(key) - adopted :])
@@ -476,7 +474,7 @@ class EvicPressCache(
     def _key_of(self, token_ids: Any, req: Any) -> RadixKey:
         """What of a request may be put into the tree: of one in a shadow only the shadow."""
         if is_shadow_name(req.extra_key):
-            token_ids = token_ids[: self.num_shadow_tokens(req)]
+            token_ids = token_ids[: self.shadows.num_shadow_tokens(req)]
         return RadixKey(token_ids, req.extra_key).page_aligned(self.page_size)
 
     def _update_leaf_status(self, node: Any) -> None:

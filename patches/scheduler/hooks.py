@@ -73,7 +73,7 @@ def _before_get_next_batch_to_run(scheduler: Any) -> None:
         return
     _cache.decode_budgets.visit_budgets(scheduler)
     _cache.tick(is_idle=scheduler.running_batch.is_empty() and not scheduler.waiting_queue)
-    _cache.begin_round(scheduler)
+    _cache.background.begin_round(scheduler)
     if _cache.host is not None and scheduler.running_batch.is_empty():
         # SGLang takes a pool without room for one more request as full until one ends. Nodes that are being loaded
         # are locked with no request running, and they are done without one.
@@ -86,10 +86,10 @@ def _after_get_next_batch_to_run(batch: Any, scheduler: Any) -> None:
     if _cache is None:
         return
     _cache.show_waiting(scheduler)
-    waiting = _cache.without_guests(scheduler.waiting_queue)
+    waiting = _cache.background.without_guests(scheduler.waiting_queue)
     _cache.claims.keep_only(waiting)
     _cache.keep_stages(waiting)
-    _cache.end_round(batch)
+    _cache.background.end_round(batch)
     _cache.start_loads(batch)
     if batch is None and _cache.num_staging:
         _cache.arrival.wait(STAGING_POLL_S)  # a busy loop would hold up the threads that it waits for
@@ -105,7 +105,7 @@ def _around_add_one_req(original: Callable[..., Any], adder: Any, req: Any, *arg
     result = original(adder, req, *args, **kwargs)
     is_admitted = _is_last(adder, req)
     if result is AddReqResult.NO_TOKEN and not is_admitted:
-        if _cache.is_guest(req):
+        if _cache.background.is_guest(req):
             return AddReqResult.CONTINUE  # SGLang would admit nobody any more until some request ends
         for _ in _cache.let_go_from_tail(until=req):
             result = original(adder, req, *args, **kwargs)

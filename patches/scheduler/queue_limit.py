@@ -38,13 +38,13 @@ _refusals: ContextVar[list[dict[str, Any]] | None] = ContextVar("evicpress_refus
 def _around_get_next_batch_to_run(original: Callable[..., Any], scheduler: Any) -> Any:
     """AROUND ``get_next_batch_to_run``: who waited before it and is in its batch was admitted."""
     cache = scheduler.tree_cache
-    before = cache.without_guests(scheduler.waiting_queue)
+    before = cache.background.without_guests(scheduler.waiting_queue)
     batch = original(scheduler)
     num_admitted = 0
     if batch is not None and before:
         waited = {id(req) for req in before}
         num_admitted = sum(id(req) in waited for req in batch.reqs)
-    cache.turns.observe(cache.now_s, len(cache.without_guests(scheduler.waiting_queue)), num_admitted)
+    cache.turns.observe(cache.now_s, len(cache.background.without_guests(scheduler.waiting_queue)), num_admitted)
     return batch
 
 
@@ -54,8 +54,8 @@ def _around_add_request_to_queue(
     """AROUND ``_add_request_to_queue``, which also takes back who ran before, and who will only be told of an error."""
     cache = scheduler.tree_cache
     limit_s = cache.config.max_queue_s
-    if limit_s is not None and not (req.is_retracted or req.to_finish is not None or cache.is_guest(req)):
-        wait_s = cache.turns.wait_s(len(cache.without_guests(scheduler.waiting_queue)))
+    if limit_s is not None and not (req.is_retracted or req.to_finish is not None or cache.background.is_guest(req)):
+        wait_s = cache.turns.wait_s(len(cache.background.without_guests(scheduler.waiting_queue)))
         if wait_s > limit_s:
             cache.num_refused += 1
             _refuse(scheduler, req, wait_s, limit_s)

@@ -174,8 +174,7 @@ class TierInspection:
 
     def _change_menu(self: Any) -> None:
         self.menu = Menu(self.menu.forms, self.tiers, self.menu.slot_bytes, self.menu.page_size)
-        self.renew_policy()
-        self.policy.put_all(self.stats_of(node) for node in walk(self.root_node))
+        self.rebuild_policy()
 
     def _settle(self: Any, is_settled: Any) -> None:
         """Let the threads work, for a moment at most, until it is or they have nothing to do."""
@@ -257,7 +256,7 @@ class TierInspection:
         """Write to the SSD what the next server would sooner read than compute, the most used first."""
         if self.ssd is None:
             return
-        self.release_shadows()
+        self.shadows.release_shadows()
         for node in sorted(walk(self.root_node), key=lambda node: -node.kv.weight):
             if node.id not in self.nodes or not self.may_reach_ssd(node):
                 continue

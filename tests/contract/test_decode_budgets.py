@@ -76,7 +76,7 @@ class BudgetWalk(Walk):
     def scheduler(self) -> SimpleNamespace:
         batch = SimpleNamespace(reqs=self.running, batch_is_full=False)
         batches = {"last_batch": batch, "running_batch": batch, "cur_batch": None}
-        return SimpleNamespace(**batches, chunked_req=None, waiting_queue=[], metrics_reporter=None)
+        return SimpleNamespace(**batches, chunked_req=None, waiting_queue=[], metrics_reporter=None, tokenizer=None)
 
     def arrive(self) -> None:
         before = self.count

@@ -38,6 +38,7 @@ class FakeCache:
     def __init__(self, max_queue_s: float | None) -> None:
         self.config = SimpleNamespace(max_queue_s=max_queue_s)
         self.turns, self.num_refused, self.now_s = Turns(), 0, 0.0
+        self.background = self
 
     def is_guest(self, req: FakeReq) -> bool:
         return req.rid.startswith("guest")

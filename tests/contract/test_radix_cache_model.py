@@ -70,6 +70,8 @@ class Request:
     kv_committed_freed: bool = False
     lora_id: str | None = None
     to_finish: object = None
+    multimodal_inputs: object = None
+    input_embeds: object = None
     filled: int = 0
     frozen_view: list[set[tuple[int, int]]] = field(default_factory=list)
 
@@ -135,7 +137,7 @@ class Walk:
 
     def scheduler(self) -> SimpleNamespace:
         batch = SimpleNamespace(reqs=self.running)
-        return SimpleNamespace(last_batch=batch, running_batch=None, cur_batch=None, chunked_req=None)
+        return SimpleNamespace(last_batch=batch, running_batch=None, cur_batch=None, chunked_req=None, tokenizer=None)
 
     # ---- what a scheduler does
 

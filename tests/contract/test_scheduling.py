@@ -58,6 +58,7 @@ class FakeCache:
         self.visited: list[object] = []
         self.decode_budgets = SimpleNamespace(visit_budgets=self.visited.append)
         self.told: list[str] = []
+        self.background = self
 
     def advance(self, stamp_s: float, costs: Costs, congestion: float) -> None:
         self.stamps.append((stamp_s, costs, congestion))
