@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from sglang_evicpress.introspect.arguments import PAGE_PROFILES, Json
-from sglang_evicpress.introspect.operations import InspectableRequests, InspectableTiers, InspectableTree
+from sglang_evicpress.introspect.operations import (
+    InspectableInvariants,
+    InspectableRequests,
+    InspectableStats,
+    InspectableTiers,
+    InspectableTree,
+)
 from sglang_evicpress.introspect.profile_operations import InspectableProfiles, InspectableShadows
 
 
@@ -31,6 +37,8 @@ class Inspector:
     def __init__(
         self,
         tree: InspectableTree,
+        statistics: InspectableStats,
+        invariants: InspectableInvariants,
         tiers: InspectableTiers,
         requests: InspectableRequests,
         shadows: ExpiringShadows,
@@ -42,11 +50,11 @@ class Inspector:
         self._guest_counts = guest_counts
         self.describe_tree = tree.describe_tree
         self.describe_node = tree.describe_node
-        self.describe_stats = tree.describe_stats
+        self.describe_stats = statistics.describe_stats
         self.explain_node = tree.explain_node
         self.read_journal = tree.read_journal
         self.compress_node = tree.compress_node
-        self.check_integrity = tree.check_integrity
+        self.check_integrity = invariants.check_integrity
         self.evict_slots = tree.evict_slots
         self.describe_tiers = tiers.describe_tiers
         self.flush_tier = tiers.flush_tier

@@ -32,9 +32,11 @@ from sglang_evicpress.patches.cache.admission import Admission
 from sglang_evicpress.patches.cache.eviction import Eviction
 from sglang_evicpress.patches.cache.fill_replace import Holding
 from sglang_evicpress.patches.cache.gpu_ops import Moves
-from sglang_evicpress.patches.cache.inspection import Inspection
+from sglang_evicpress.patches.cache.inspection import TreeInspection
 from sglang_evicpress.patches.cache.inspector import Inspector
+from sglang_evicpress.patches.cache.integrity import Integrity
 from sglang_evicpress.patches.cache.policy_sync import Bookkeeping
+from sglang_evicpress.patches.cache.statistics import Statistics
 from sglang_evicpress.patches.decode_budget.budgets import DecodeBudgets
 from sglang_evicpress.patches.decode_budget.chunked_recompute import view_between
 from sglang_evicpress.patches.decode_budget.inspection import RequestsInspection
@@ -95,7 +97,6 @@ class EvicPressCache(
     Upgrades,
     Eviction,
     Moves,
-    Inspection,
     TierInspection,
     RadixCache,
 ):
@@ -127,7 +128,9 @@ class EvicPressCache(
         self.scheduler: Any = None
         self.name_profiles: Callable[[Any], bytes] = lambda tokenizer: bytes(KEY_BYTES)
         self.nodes: dict[int, Any] = {}
-        self.inspection_key, self.shown_namespaces = secrets.token_bytes(32), dict[str, str]()
+        self.inspection = TreeInspection(self, self, self, self.controller.journal, secrets.token_bytes(32))
+        self.statistics = Statistics(config, self, self, self.controller, self)
+        self.integrity = Integrity(self, self, self, self, self.shadows.shadow_nodes)
         self.vocab_size, self._tick = MAX_TOKEN + 1, 0  # the model's, where it is known
         self.aside: dict[int, float] = {}  # nodes of which a move has failed, with when they are planned with again
         self.unfreed: list[torch.Tensor] = []
@@ -139,7 +142,16 @@ class EvicPressCache(
             self, compressor, self.decode_passes, self.budget_records, decode_settings(config), clients
         )
         self.requests = RequestsInspection(self, self.budget_records, device)
-        self.inspector = Inspector(self, self, self.requests, self.shadows, self.quality, self.background.counts)
+        self.inspector = Inspector(
+            self.inspection,
+            self.statistics,
+            self.integrity,
+            self,
+            self.requests,
+            self.shadows,
+            self.quality,
+            self.background.counts,
+        )
 
     def attach_scheduler(self, scheduler: Any) -> None:
         """Called once the scheduler is complete; compression then orders itself behind its forward stream."""

@@ -168,13 +168,13 @@ def test_only_who_waited_and_runs_was_admitted() -> None:
 
 def test_stats_show_the_queue_as_the_next_request_meets_it() -> None:
     cache = (walk := Walk(0, 1)).cache
-    assert cache.describe_stats()["queue"] == {"expected_wait_s": 0.0, "admitted_per_s": None, "refused": 0}
+    assert cache.inspector.describe_stats()["queue"] == {"expected_wait_s": 0.0, "admitted_per_s": None, "refused": 0}
     for number in range(40):
         cache.turns.observe(number * 0.5, 9, 1)
     for start in range(3):
         waiting(walk, [start, 1, 2])
     cache.num_refused += 2
-    shown = cache.describe_stats()["queue"]
+    shown = cache.inspector.describe_stats()["queue"]
     assert shown == {"expected_wait_s": pytest.approx(1.5), "admitted_per_s": pytest.approx(2.0), "refused": 2}
 
 

@@ -386,7 +386,7 @@ def test_a_form_of_a_shadow_is_bit_for_bit_what_compressing_a_node_keeps(
     assert torch.equal(shadowed.kv_of(users), before), "users' KV was touched"
     parts = [part for part, _ in shadowed.cache._steps(RadixKey(array("q", tokens), shadow.exact))]
     assert torch.equal(torch.cat([shadowed.kv_of(part) for part in parts], dim=1), before), "the copy was touched"
-    assert shadowed.cache.check_integrity()["violations"] == []
+    assert shadowed.cache.inspector.check_integrity()["violations"] == []
 
 
 @pytest.mark.parametrize(("page_size", "present"), [(1, 192), (16, 192), (64, 192), (128, 128)])
@@ -461,7 +461,13 @@ def refused(walk: ShadowWalk, match: str, call: Callable[..., object], *args: ob
         cache = walk.cache
         spaces = {number: dict(space.forms) for number, space in cache.shadows.spaces.items()}
         slots = {node.id: slots_of(node).tolist() for node in cache.nodes.values()}
-        return cache.describe_tree(), slots, spaces, set(cache.shadows._space_of), walk.allocator.available_size()
+        return (
+            cache.inspector.describe_tree(),
+            slots,
+            spaces,
+            set(cache.shadows._space_of),
+            walk.allocator.available_size(),
+        )
 
     before = state()
     with pytest.raises((ValueError, IntrospectionError), match=match) as caught:
@@ -610,14 +616,14 @@ def test_questions_leave_nothing_behind() -> None:
     tokens = walk.random_tokens(64)
     shadow = walk.whole(tokens)
     name = walk.form(shadow)
-    before = walk.cache.describe_tree()["num_nodes"], walk.allocator.available_size()
+    before = walk.cache.inspector.describe_tree()["num_nodes"], walk.allocator.available_size()
     for of in (shadow.exact, name):
         request = walk.begin(of, [*tokens, 51, 52])
         for _ in range(3):
             walk.decode()
         walk.end(request)
         walk.check()
-    assert (walk.cache.describe_tree()["num_nodes"], walk.allocator.available_size()) == before
+    assert (walk.cache.inspector.describe_tree()["num_nodes"], walk.allocator.available_size()) == before
 
 
 def test_a_question_in_a_shadow_that_is_not_whole_is_aborted() -> None:

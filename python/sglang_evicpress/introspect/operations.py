@@ -59,9 +59,6 @@ class InspectableTree(Protocol):
         """One node, with the survivors' positions (of one layer, or all) and the token ids if asked. Raises
         UnknownNode, or IntrospectionError 400 for too many positions at once."""
 
-    def describe_stats(self) -> Json:
-        """Counters and sizes of the whole cache."""
-
     def explain_node(self, node_id: int) -> Json:
         """What the policy could do with a node, what it would do next and why. Raises UnknownNode."""
 
@@ -76,11 +73,22 @@ class InspectableTree(Protocol):
         Raises UnknownNode, NodeBusy, or ValueError whose text names the node, the form and why it cannot be.
         """
 
-    def check_integrity(self) -> Json:
-        """``{"ok": bool, "violations": [str, ...]}``; a broken invariant is a finding, not an exception."""
-
     def evict_slots(self, num_slots: int) -> Json:
         """Free at least ``num_slots`` slots if unlocked nodes allow it; the result says how many it were."""
+
+
+class InspectableStats(Protocol):
+    """Counters of the cache."""
+
+    def describe_stats(self) -> Json:
+        """Counters and sizes of the whole cache."""
+
+
+class InspectableInvariants(Protocol):
+    """Invariants of the cache."""
+
+    def check_integrity(self) -> Json:
+        """``{"ok": bool, "violations": [str, ...]}``; a broken invariant is a finding, not an exception."""
 
 
 class InspectableTiers(Protocol):
@@ -118,7 +126,9 @@ class InspectableRequests(Protocol):
 
 
 @runtime_checkable
-class Inspectable(InspectableTree, InspectableTiers, InspectableRequests, Protocol):
+class Inspectable(
+    InspectableTree, InspectableStats, InspectableInvariants, InspectableTiers, InspectableRequests, Protocol
+):
     """What a cache offers to be looked into. Called between scheduler steps: it has milliseconds.
 
     Results are JSON objects (numbers, strings, lists, dicts; numpy scalars and arrays are fine, tensors are
