@@ -11,7 +11,7 @@ endif
 .PHONY: help setup test check contract dist demo show-foundation show-policy show-tiers show-profiler show-bench show-decode show-kernels show-mend show-load chaos bench bench-load bench-micro clean
 
 help:
-	@echo "make demo             the real server on a pool too small: lru beside evicpress, under 10 minutes"
+	@echo "make demo             LRU, LRU over host RAM and SSD, EvicPress, and a cache that holds everything, side by side; about 6 minutes"
 	@echo "make test             every test"
 	@echo "make check            ruff, ruff format, mypy"
 	@echo "make contract         only the tests of what we assume about SGLang"
@@ -59,7 +59,7 @@ dist: setup
 	$(PY) -m zipfile -l dist/*.whl
 
 demo: setup
-	$(PY) bench/demo.py
+	PYTHONPATH=bench $(PY) -m demo
 
 show-foundation: setup
 	$(PY) bench/show_foundation.py

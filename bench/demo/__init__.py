@@ -1,1 +1,1 @@
-"""Parts of the demo: `load` asks the questions, `report` sums up and prints. `bench/demo.py` runs them."""
+"""The demo: a short serving benchmark of LRU and EvicPress, told in a table, a chart and a page."""

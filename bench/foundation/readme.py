@@ -26,7 +26,7 @@ def measure() -> Iterator[Line]:
         steps = (
             ["make", "setup"],
             [".venv/bin/python", "-m", "pytest", "-q", "tests/unit/test_layout.py", "tests/unit/test_config.py"],
-            [".venv/bin/python", "bench/demo.py", "--help"],
+            ["env", "PYTHONPATH=bench", ".venv/bin/python", "-m", "demo", "--help"],
         )
         failed = [
             " ".join(step)
