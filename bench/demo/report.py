@@ -9,7 +9,7 @@ from pathlib import Path
 from sglang_evicpress.benchmark.config import Config
 from sglang_evicpress.benchmark.markdown import ms, share
 from sglang_evicpress.benchmark.ratios import paired
-from sglang_evicpress.benchmark.raw import RUNS, TIERS
+from sglang_evicpress.benchmark.raw import RUNS, TIERS, Run
 from sglang_evicpress.benchmark.summary import Cell, Summary
 from sglang_evicpress.benchmark.tables import TABLES, setting_lines
 
@@ -62,12 +62,15 @@ def rows(summary: Summary) -> list[list[str]]:
 
 def same_answers(summary: Summary, cell: Cell) -> float | None:
     """Share of the answers that equal the full cache's, word for word."""
-    scores = [
-        score.f1_bound == 1.0
-        for (system, *_), score in summary.raw.scores.items()
-        if system == cell.system and score.f1_bound is not None
-    ]
-    return sum(scores) / len(scores) if scores else None
+    raw = summary.raw
+    answers = {run.system: _answers(run) for run in raw.runs if run.level == 0.0 and run.repetition == 0}
+    exact, given = answers.get(raw.bound or "", {}), answers[cell.system]
+    both = exact.keys() & given.keys()
+    return sum(exact[index] == given[index] for index in both) / len(both) if both else None
+
+
+def _answers(run: Run) -> dict[int, str]:
+    return {index: request.answer for index, request in run.requests.items() if request.is_complete}
 
 
 def tokens_by_source(cell: Cell) -> dict[str, float]:
