@@ -17,7 +17,8 @@ from foundation.report import TOLERANCE, Finding, Line
 from foundation.storm import CHECKS
 from testbed.server import MODEL, Server
 
-from sglang_evicpress.decode_budget.settings import METHODS, SCORES
+from sglang_evicpress.decode_budget.scores import SCORES
+from sglang_evicpress.decode_budget.settings import METHODS
 
 EVERY = (16, 24, 40)
 NUM_PROMPTS = 25  # with a budget, of each server

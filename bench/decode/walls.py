@@ -16,7 +16,8 @@ from foundation.report import Line
 from testbed.server import Server
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglang_evicpress.decode_budget.settings import METHODS, SCORES
+from sglang_evicpress.decode_budget.scores import SCORES
+from sglang_evicpress.decode_budget.settings import METHODS
 
 LENGTHS = (1024, 2048, 4096)
 MOST_GROWTH = 2.1

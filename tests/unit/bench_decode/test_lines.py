@@ -11,7 +11,7 @@ from decode import accuracy, guide, identical, neighbours, room, walls
 from decode.asks import Ask, context_prompt, random_prompt
 from foundation.report import Finding
 
-from sglang_evicpress.decode_budget.settings import SCORES
+from sglang_evicpress.decode_budget.scores import SCORES
 
 
 @pytest.mark.sglang
