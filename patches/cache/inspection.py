@@ -102,6 +102,7 @@ class Inspection:
             "waiting": {"requests": len(self.claims), "claimed_nodes": self.claims.num_nodes},
             "queue": {
                 "expected_wait_s": self.turns.wait_s(len(self.claims)),  # one claim per user's request that waits
+                "margin_s": 0.0 if self.first_tokens is None else self.first_tokens.margin.seconds,
                 "admitted_per_s": self.turns.rate,
                 "refused": self.num_refused,
             },

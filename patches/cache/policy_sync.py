@@ -10,6 +10,7 @@ from sglang_evicpress.core import NodeStats, Tier
 from sglang_evicpress.introspect.census import Census
 from sglang_evicpress.patches.cache.queued_hits import Claims
 from sglang_evicpress.patches.profiling.quality import Expectation
+from sglang_evicpress.patches.scheduler.queue_limit import FirstTokens
 from sglang_evicpress.patches.tiers.placement import tier_of
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
 from sglang_evicpress.patches.tree.node import (
@@ -61,6 +62,7 @@ class Bookkeeping:
         self._refreshed_s = -REFRESH_S
         self.claims = Claims(self._hit)
         self.turns, self.num_refused = Turns(), 0  # of the queue, which queue_limit.py watches
+        self.first_tokens = None if config.max_queue_s is None else FirstTokens(config.max_queue_s)
         self.open_profiling(config)
         self.default_expectation = Expectation.of((self.catalog.default,), self.menu.forms)
         self._blind = self.menu.everything  # the forms that can be made without queries

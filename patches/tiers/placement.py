@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -430,11 +430,6 @@ def tier_of(node: Any) -> Tier:
     if node.value is not None:
         return Tier.GPU
     return Tier(min(node.kv.copies, default=Tier.GPU))
-
-
-def off_gpu(path: list[Any]) -> Iterator[Any]:
-    """The nodes of a path that are not on the GPU."""
-    return (node for node in path if node.value is None)
 
 
 def _is_same_layout(left: SurvivorLayout, right: SurvivorLayout | None) -> bool:
