@@ -89,9 +89,7 @@ class Bookkeeping:
 
     # ---- what happens to nodes
 
-    def note(self: Any, node: Any) -> None:
-        """A node is new, or what it holds, covers or can become has changed."""
-        self.note_copies(node)
+    def on_node_changed(self: Any, node: Any) -> None:
         self.census.put(node.id, census_of(node))
         if not math.isfinite(node.kv.weight):  # no plan can be made with it
             self.controller.num_failed["note weight"] += 1
@@ -104,14 +102,14 @@ class Bookkeeping:
         self.split_profiles(upper, lower)
         if lower.kv.window is not None:
             self._windowed[lower.kv.window][upper.id] = upper
-        self.note(upper)
-        self.note(lower)
+        self.changes.changed(upper)
+        self.changes.changed(lower)
 
     def note_deleted(self: Any, node: Any) -> None:
         if node.id in self.policy.book.records:
             self.policy.forget(node.id)
         self.census.remove(node.id)
-        self.aside.pop(node.id, None)
+        self.aside.forget(node.id)
         self.ready.pop(node.id, None)
         self.claims.forget(node)
         self.drop_window(node)
@@ -129,7 +127,7 @@ class Bookkeeping:
         for other in lost:
             for owner in list(self._windowed.get(other, {}).values()):
                 self.drop_window(owner)
-                self.note(owner)
+                self.changes.changed(owner)
 
     def drop_window(self: Any, node: Any) -> None:
         key, node.kv.window = node.kv.window, None
@@ -199,7 +197,7 @@ class Bookkeeping:
 
     def expect(self: Any, req: Any) -> None:
         """A request has entered the waiting queue: what it would match now gets its hit. Splits and touches nothing."""
-        self.note_adapter_of(req)
+        self.adapters.note_adapter(req.lora_id)
         if is_shadow_name(req.extra_key):
             self.receive_guest(req)
             return
