@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 import torch
@@ -77,6 +77,7 @@ class CheckedTree(Protocol):
     root_node: Node
     nodes: dict[int, Node]
     req_to_token_pool: RowTable
+    token_to_kv_pool_allocator: FreeLists
 
     @property
     def scheduler(self) -> RunningScheduler | None:
@@ -86,10 +87,9 @@ class CheckedTree(Protocol):
 class CheckedSlots(Protocol):
     """Counts of slots."""
 
-    evictable_size_: int
-    protected_size_: int
-    num_private_slots: int
-    token_to_kv_pool_allocator: FreeLists
+    evictable: int
+    protected: int
+    reserved: int
 
 
 class CheckedPolicy(Protocol):
@@ -98,7 +98,6 @@ class CheckedPolicy(Protocol):
     policy: Policy
     menu: Menu
     census: Census
-    aside: Mapping[int, float]
 
     def stats_of(self, node: Node) -> NodeStats:
         """The node as the policy is to see it."""
@@ -129,19 +128,21 @@ def in_flight(scheduler: RunningScheduler | None, page_size: int) -> Iterator[tu
 
 
 class Integrity:
-    """Check of all invariants; ``shadow_nodes`` are those that the policy takes for locked."""
+    """Check of all invariants; the policy takes ``shadow_nodes`` and those ``aside`` for locked."""
 
     def __init__(
         self,
         tree: CheckedTree,
         slots: CheckedSlots,
         policy: CheckedPolicy,
+        aside: Iterable[int],
         tiers: CheckedTiers,
         shadow_nodes: Callable[[], Iterable[Node]],
     ) -> None:
         self._tree = tree
         self._slots = slots
         self._policy = policy
+        self._aside = aside
         self._tiers = tiers
         self._shadow_nodes = shadow_nodes
 
@@ -151,7 +152,7 @@ class Integrity:
         return {"ok": not found, "violations": found[:MAX_VIOLATIONS], "num_nodes": len(self._tree.nodes)}
 
     def _violations(self) -> Iterator[str]:
-        allocator = self._slots.token_to_kv_pool_allocator
+        allocator = self._tree.token_to_kv_pool_allocator
         page = self._tree.page_size
         evictable = protected = 0
         owners: list[tuple[str, torch.Tensor]] = []
@@ -179,8 +180,8 @@ class Integrity:
             yield f"the census has {self._policy.census.num_nodes} nodes, the tree {len(owners)}"
         if len(self._tree.nodes) != len(owners):
             yield f"the table knows {len(self._tree.nodes)} nodes, the tree holds {len(owners)}"
-        protected += self._slots.num_private_slots
-        counted = self._slots.evictable_size_, self._slots.protected_size_
+        protected += self._slots.reserved
+        counted = self._slots.evictable, self._slots.protected
         if (evictable, protected) != counted:
             yield (
                 f"evictable {counted[0]} and protected {counted[1]} slots are counted, "
@@ -225,8 +226,8 @@ class Integrity:
             yield f"the policy's book has {len(book.records)} nodes, the tree {len(self._tree.nodes)}"
         held_bytes = sum(map(num_slots, self._tree.nodes.values())) * self._policy.menu.slot_bytes
         idle = [node for node in self._shadow_nodes() if node.lock_ref == 0]  # counted as locked, like those aside
-        aside = [node for node in map(self._tree.nodes.__getitem__, self._policy.aside) if node.lock_ref == 0]
-        num_locked = self._slots.protected_size_ - self._slots.num_private_slots + sum(map(num_slots, [*idle, *aside]))
+        aside = [node for node in map(self._tree.nodes.__getitem__, self._aside) if node.lock_ref == 0]
+        num_locked = self._slots.protected - self._slots.reserved + sum(map(num_slots, [*idle, *aside]))
         locked = num_locked * self._policy.menu.slot_bytes
         if (book.num_bytes[Tier.GPU], book.locked_bytes[Tier.GPU]) != (held_bytes, locked):
             yield (
@@ -270,7 +271,7 @@ class Integrity:
             above, end = above.parent, begin
 
     def _sharing_violations(self, owners: list[tuple[str, torch.Tensor]]) -> Iterator[str]:
-        allocator, page = self._slots.token_to_kv_pool_allocator, self._tree.page_size
+        allocator, page = self._tree.token_to_kv_pool_allocator, self._tree.page_size
         pages: dict[int, str] = {}
         for index in torch.cat([allocator.free_pages, allocator.release_pages]).tolist():
             if index in pages:

@@ -11,6 +11,7 @@ from sglang_evicpress.controller.journal import Journal
 from sglang_evicpress.introspect.census import Census
 from sglang_evicpress.introspect.recomputed import Recomputed
 from sglang_evicpress.patches.cache.integrity import RunningScheduler, in_flight
+from sglang_evicpress.patches.scheduler.queue_limit import FirstTokens
 from sglang_evicpress.patches.tree.types import Allocator
 from sglang_evicpress.policy.cost_model import CostModel, Costs, PrefillLaw
 from sglang_evicpress.policy.menu import Menu
@@ -54,14 +55,13 @@ class PolicyFigures(Protocol):
     claims: WaitingHits
     turns: Turns
     num_refused: int
+    first_tokens: FirstTokens | None
 
 
 class SlotFigures(Protocol):
     """Slots of the GPU, by who holds them."""
 
     page_size: int
-    evictable_size_: int
-    protected_size_: int
     census: Census
     token_to_kv_pool_allocator: Allocator
 
@@ -72,6 +72,13 @@ class SlotFigures(Protocol):
     @property
     def scheduler(self) -> RunningScheduler | None:
         """None until it is complete."""
+
+
+class HeldSlots(Protocol):
+    """Slots that nodes hold."""
+
+    evictable: int
+    protected: int
 
 
 class ControllerFigures(Protocol):
@@ -105,18 +112,21 @@ class Statistics:
         config: EvicPressConfig,
         policy: PolicyFigures,
         slots: SlotFigures,
+        held: HeldSlots,
         controller: ControllerFigures,
         rounds: RoundFigures,
     ) -> None:
         self._config = config
         self._policy = policy
         self._slots = slots
+        self._held = held
         self._controller = controller
         self._rounds = rounds
 
     def describe_stats(self) -> dict[str, object]:
         allocator = self._slots.token_to_kv_pool_allocator
         census, controller = self._slots.census, self._controller
+        first_tokens = self._policy.first_tokens
         num_waiting = len(self._policy.claims)  # one for each user's request in the queue
         return {
             "policy": self._config.policy,
@@ -136,14 +146,15 @@ class Statistics:
                 "expected_wait_s": self._policy.turns.wait_s(
                     len(self._policy.claims)
                 ),  # one claim per user's request that waits
+                "margin_s": 0.0 if first_tokens is None else first_tokens.margin.seconds,
                 "admitted_per_s": self._policy.turns.rate,
                 "refused": self._policy.num_refused,
             },
             "page_size": self._slots.page_size,
             "total_slots": allocator.size,
             "free_slots": allocator.available_size(),
-            "evictable_slots": self._slots.evictable_size_,
-            "protected_slots": self._slots.protected_size_,
+            "evictable_slots": self._held.evictable,
+            "protected_slots": self._held.protected,
             "in_flight_slots": sum(held for _, held in in_flight(self._slots.scheduler, self._slots.page_size)),
             "shadow_slots": self._slots.num_shadow_slots,
             "num_nodes": census.num_nodes,

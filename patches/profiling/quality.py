@@ -92,9 +92,6 @@ class QualityTree(Protocol):
     def scheduler(self) -> Scheduler | None:
         """None until it is complete."""
 
-    def note(self, node: Node) -> None:
-        """What is expected of the node has changed."""
-
     def _steps(self, key: RadixKey) -> list[tuple[Node, int]]:
         """The nodes that spell the longest known prefix with the tokens each matches."""
 
@@ -135,11 +132,17 @@ class AnsweredRequest(Request, Protocol):
 class Quality:
     """Profiles of contexts, and what nodes of the tree are worth by them. Everything here runs on the scheduler thread.
 
-    ``identify_profiles`` is to be called before the first request.
+    ``identify_profiles`` is to be called before the first request. ``changed`` is told of nodes of which more is known.
     """
 
     def __init__(
-        self, tree: QualityTree, policy: PolicyRefresh, ranks: Ranks, config: EvicPressConfig, forms: tuple[Form, ...]
+        self,
+        tree: QualityTree,
+        policy: PolicyRefresh,
+        ranks: Ranks,
+        config: EvicPressConfig,
+        forms: tuple[Form, ...],
+        changed: Callable[[Node], None],
     ) -> None:
         self.profile_identity = bytes(KEY_BYTES)
         self.counts = dict.fromkeys(("recorded", "observed", "drifted", "profiled", "failed"), 0)
@@ -148,6 +151,7 @@ class Quality:
         self._ranks = ranks
         self._config = config
         self._forms = forms
+        self._changed = changed
         self._prior = None if config.curves is None else Curves.from_json(config.curves)
         self._contexts: OrderedDict[bytes, tuple[array[int], str | None]] = OrderedDict()
         self._node_of_context: dict[bytes, int] = {}
@@ -255,7 +259,7 @@ class Quality:
             while len(known) > MAX_NODE_PROFILES:
                 del known[next(iter(known))]
             self._expect_of(node)
-            self._tree.note(node)
+            self._changed(node)
 
     def _expect_of(self, node: Node) -> None:
         """By the contexts that make up most of the node."""

@@ -9,7 +9,7 @@ gives.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -97,7 +97,6 @@ class Load(Protocol):
 class ShadowSlots(Protocol):
     """Slots of the GPU, as far as shadows need some."""
 
-    evictable_size_: int
     token_to_kv_pool_allocator: Allocator
     loads: Sequence[Load]
 
@@ -108,8 +107,17 @@ class ShadowSlots(Protocol):
     def relieve(self, wanted: int) -> int:
         """Free so many by the policy's plan."""
 
-    def free_slots(self, slots: torch.Tensor) -> None:
-        """Free whole pages."""
+
+class ShadowLedger(Protocol):
+    """Counts of slots."""
+
+    evictable: int
+
+    def remove(self, num_slots: int) -> None:
+        """An unlocked node holds so many slots less."""
+
+    def free(self, slots: torch.Tensor) -> None:
+        """Give slots back to the pool."""
 
 
 class FormSizes(Protocol):
@@ -124,17 +132,11 @@ class ShadowPolicy(Protocol):
 
     menu: FormSizes
 
-    def note(self, node: Node) -> None:
-        """What the node holds has changed."""
-
     def window_of(self, node: Node) -> QueryWindow | None:
         """Queries that were kept for the node."""
 
     def sinks_of(self, num_tokens: int, start: int) -> int:
         """How many of these tokens every press keeps."""
-
-    def adapter_of(self, namespace: str | None) -> str | None:
-        """The LoRA adapter of a namespace."""
 
 
 class ShadowCompressor(Protocol):
@@ -166,15 +168,18 @@ class KnownContexts(Protocol):
 
 class Shadows:
     """All shadows of a tree, on the scheduler thread. ``guests`` are the requests in them, which keep them from
-    expiring."""
+    expiring; ``adapter_of`` tells the LoRA adapter of a namespace, ``changed`` is told of nodes that hold less."""
 
     def __init__(
         self,
         tree: ShadowTree,
         room: ShadowSlots,
         policy: ShadowPolicy,
+        ledger: ShadowLedger,
         compressor: ShadowCompressor,
         contexts: KnownContexts,
+        adapter_of: Callable[[str | None], str | None],
+        changed: Callable[[Node], None],
         guests: Sequence[Request],
         seed: bytes,
     ) -> None:
@@ -186,6 +191,9 @@ class Shadows:
         self._tree = tree
         self._room = room
         self._policy = policy
+        self._ledger = ledger
+        self._adapter_of = adapter_of
+        self._changed = changed
         self._compressor = compressor
         self._contexts = contexts
         self._guests = guests
@@ -324,7 +332,7 @@ class Shadows:
         """The space ends. ``adopt``: users' lossy nodes of the context are given its exact KV first; ValueError where
         that is a LoRA adapter's, which no request in the shadow ran with."""
         space = self._space(space_id)
-        if adopt and self._policy.adapter_of(space.namespace) is not None:
+        if adopt and self._adapter_of(space.namespace) is not None:
             raise ValueError(
                 f"shadow {space_id} holds KV of the base model in the namespace of a LoRA adapter: expected adopt false"
             )
@@ -370,7 +378,7 @@ class Shadows:
     def _find_room(self, num_slots: int, may_evict: bool) -> None:
         allocator = self._room.token_to_kv_pool_allocator
         held, most = self._room.num_shadow_slots + self._num_unfilled(), int(POOL_SHARE[may_evict] * allocator.size)
-        unlocked = allocator.available_size() + self._room.evictable_size_ - held
+        unlocked = allocator.available_size() + self._ledger.evictable - held
         if num_slots > most:
             raise ValueError(f"a shadow of {num_slots} slots never fits: shadows may hold {most}")
         if held + num_slots > most or unlocked - num_slots < allocator.size // 8:
@@ -402,7 +410,7 @@ class Shadows:
         try:
             yield
         except Exception:
-            self._room.free_slots(slots)
+            self._ledger.free(slots)
             raise
 
     # ---- parts
@@ -446,8 +454,8 @@ class Shadows:
         if form is not None and layout is not None:
             kv = node.kv
             kv.form, kv.layout, kv.slots, kv.origin = form, layout, slots.clone(), node.id
-            self._room.evictable_size_ -= len(tokens) - len(slots)
-            self._policy.note(node)
+            self._ledger.remove(len(tokens) - len(slots))
+            self._changed(node)
 
     def _close(self, space: Space) -> None:
         del self.spaces[space.id]
@@ -487,7 +495,7 @@ class Shadows:
             rest = value[to_device(left, value.device)]
             end -= len(node.key)
             if len(rest):
-                self._room.free_slots(rest)
+                self._ledger.free(rest)
             self._tree._delete_leaf(node)
         self.counts["adopted_nodes"] += num_adopted
         return num_adopted
