@@ -179,7 +179,9 @@ class EvicPressCache(
     def attach_scheduler(self, scheduler: Any) -> None:
         """Called once the scheduler is complete; compression then orders itself behind its forward stream."""
         self.scheduler = scheduler
-        hooks.attach(self)
+        hooks.attach(
+            hooks.HookedCache(self, self, self, self, self.adapters, self.decode_budgets.visit_budgets, self.background)
+        )
         self.compressor.forward_stream = getattr(scheduler, "forward_stream", None)
         self.quality.identify_profiles()
 

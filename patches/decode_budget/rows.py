@@ -13,6 +13,7 @@ import torch
 from sglang_evicpress.device import to_device
 from sglang_evicpress.patches.attention import req_to_token
 from sglang_evicpress.patches.decode_budget.state import BudgetedRequest, num_shared
+from sglang_evicpress.patches.scheduler.paged_allocator import PagedPool
 from sglang_evicpress.patches.tree.node import PrefixView, path_to
 from sglang_evicpress.patches.tree.types import Allocator, Node
 
@@ -23,6 +24,10 @@ class RowTable(Protocol):
     req_to_token: torch.Tensor
 
 
+class PoolAllocator(Allocator, PagedPool, Protocol):
+    """SGLang's allocator, with its free pages."""
+
+
 class DecodeTree(Protocol):
     """The cache, as far as passes over running requests touch it."""
 
@@ -30,7 +35,7 @@ class DecodeTree(Protocol):
     device: torch.device | str
     root_node: Node
     req_to_token_pool: RowTable
-    token_to_kv_pool_allocator: Allocator
+    token_to_kv_pool_allocator: PoolAllocator
 
     def make_room(self, num_tokens: int) -> None:
         """Evict what is short of so many free slots."""

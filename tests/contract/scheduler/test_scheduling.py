@@ -56,9 +56,9 @@ class FakeCache:
         self.passed_by: set[str] = set()
         self.holders: list[str] = []
         self.visited: list[object] = []
-        self.decode_budgets = SimpleNamespace(visit_budgets=self.visited.append)
+        self.visit_budgets = self.visited.append
         self.told: list[str] = []
-        self.background = self
+        self.background = self.policy = self.tiers = self.admission = self.weights = self
         self.adapters = self
 
     def advance(self, stamp_s: float, costs: Costs, congestion: float) -> None:
