@@ -14,7 +14,7 @@ SHOWS := $(addprefix show-,foundation policy tiers profiler bench decode kernels
 .PHONY: help setup test check contract dist demo $(SHOWS) chaos bench bench-load clean
 
 help:
-	@echo "make demo             the real server on a pool too small: lru beside evicpress, under 10 minutes"
+	@echo "make demo             LRU, LRU over host RAM and SSD, EvicPress, and a cache that holds everything, side by side; about 6 minutes"
 	@echo "make test             every test"
 	@echo "make check            ruff, ruff format, mypy"
 	@echo "make contract         only the tests of what we assume about SGLang"

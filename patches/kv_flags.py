@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_evicpress.config import EvicPressConfig
-from sglang_evicpress.decode_budget.settings import METHODS, SCORES
+from sglang_evicpress.decode_budget.scores import SCORES
+from sglang_evicpress.decode_budget.settings import METHODS
 from sglang_evicpress.policy import SERVER_POLICY_NAMES
 
 

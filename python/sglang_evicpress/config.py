@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from sglang_evicpress.core import Form
-from sglang_evicpress.policy import SERVER_POLICY_NAMES, policy_forms
+from sglang_evicpress.policy import SERVER_POLICY_NAMES, policy_forms, sees_future, weighs_quality
 
 MAX_WINDOW = 256  # what the attention score kernel takes
 DEFAULT_FORMS = (Form("keydiff", 0.8), Form("keydiff", 0.5), Form("keydiff", 0.2))
@@ -163,7 +163,7 @@ class EvicPressConfig:
     def profiles_online(self) -> bool:
         """Whether contexts are profiled while the server runs: where it would change what the policy does."""
         has_lossy = any(not form.is_exact for form in self.menu_forms)
-        return self.recording and has_lossy and self.policy in ("evicpress", "adaptcache")
+        return self.recording and has_lossy and weighs_quality(self.policy)
 
     @property
     def menu_forms(self) -> tuple[Form, ...]:
@@ -294,7 +294,7 @@ def _memory_bytes() -> int:
 def _check_policy(name: str) -> None:
     try:
         policy_forms(name)
-        is_known = name != "belady"  # it knows the future, as only a simulator does
+        is_known = not sees_future(name)
     except ValueError:
         is_known = False
     if not is_known:

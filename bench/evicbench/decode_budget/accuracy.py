@@ -21,7 +21,7 @@ from evicbench.testbed.server import Server
 from evicbench.testbed.tasks import make_context
 from evicbench.testbed.vocabulary import EOS, load_vocabulary
 from evicbench.testbed.workload import token_f1
-from sglang_evicpress.decode_budget.settings import QUERY_SCORES, SCORES
+from sglang_evicpress.decode_budget.scores import SCORES
 
 METHODS = ("paged", "repack", "holefill")
 BUDGETS = (96, 128, 192, 256, 384)
@@ -74,7 +74,7 @@ def answers(
     def say(numbered: tuple[int, Question]) -> str:
         number, question = numbered
         sampling = {"temperature": 0, "max_new_tokens": max_new, "ignore_eos": goes_on, **params}
-        fields = {"extra_key": f"{ask} {number}"} if ask is not None and ask.score in QUERY_SCORES else {}
+        fields = {"extra_key": f"{ask} {number}"} if ask is not None and SCORES[ask.score].needs_queries else {}
         body = {"input_ids": list(question.prompt), "sampling_params": sampling, **fields}
         spoken = [words[token] for token in server.post("/generate", body)["output_ids"]]
         return " ".join(word for word in spoken if word != EOS)

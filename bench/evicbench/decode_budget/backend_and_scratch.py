@@ -16,7 +16,8 @@ from evicbench.decode_budget.requests import Ask, ask_all, context_prompt
 from evicbench.decode_budget.watch import watched
 from evicbench.report import Line
 from evicbench.testbed.server import Server
-from sglang_evicpress.decode_budget.settings import METHODS, SCORES
+from sglang_evicpress.decode_budget.scores import SCORES
+from sglang_evicpress.decode_budget.settings import METHODS
 
 LENGTHS = (1024, 2048, 4096)
 MOST_GROWTH = 2.1

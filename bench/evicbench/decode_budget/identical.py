@@ -17,7 +17,8 @@ from evicbench.decode_budget.generation import check_answer
 from evicbench.decode_budget.requests import Ask, ask_all, prompt_for, shown_of
 from evicbench.report import Line
 from evicbench.testbed.server import MODEL, Server
-from sglang_evicpress.decode_budget.settings import METHODS, SCORES
+from sglang_evicpress.decode_budget.scores import SCORES
+from sglang_evicpress.decode_budget.settings import METHODS
 
 EVERY = (16, 24, 40)
 NUM_PROMPTS = 25  # with a budget, of each server

@@ -1,1 +1,1 @@
-"""The demo: `load` asks the questions, `report` sums up and prints, `__main__` runs both servers."""
+"""The demo: a short serving benchmark of LRU and EvicPress, told in a table, bars and a page."""

@@ -1,149 +1,144 @@
-"""What the demo says at the end: figures of a run, the table of two runs, and a picture of the tree."""
+"""Text of the demo: what begins, the table of four systems, bars, and where to look next."""
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
-from evicbench.demo.load import Answer
-from evicbench.testbed.workload import Turn, token_f1
+from sglang_evicpress.benchmark.config import Config
+from sglang_evicpress.benchmark.markdown import ms, share
+from sglang_evicpress.benchmark.ratios import paired
+from sglang_evicpress.benchmark.raw import RUNS, TIERS, Run
+from sglang_evicpress.benchmark.summary import Cell, Summary
+from sglang_evicpress.benchmark.tables import TABLES, setting_lines
 
-_BAR_WIDTH = 24
-_CONTEXT_SHARE = 0.5  # a node of at least half a context's tokens is one; the others are questions and answers
+SYSTEMS = {
+    "lru+attention": "lru",
+    "tiers-lru": "lru over tiers",
+    "evicpress": "evicpress",
+    "bound+attention": "full cache",
+}
+"""Kind of system -> its name in the demo, in the order of the table."""
 
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """One run over the workload. Times in seconds; shares and qualities in [0, 1]."""
-
-    ttft_mean_s: float
-    ttft_p50_s: float
-    ttft_p95_s: float
-    total_s: float
-    hit_share: float
-    computed_tokens: int
-    recomputed_tokens: int
-    similarity: float
-    truth_f1: float
+HEAD = ("", "TTFT mean, ms", "TTFT p95, ms", "prompt tokens cached", "answers like uncompressed, F1", "the same answer")
+_WIDTH = 48
+_SHADES = {"gpu": "█", "host": "▓", "ssd": "▒", "computed": "·"}
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of the values do not exceed (nearest rank)."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
-
-
-def recomputed_tokens(turns: Sequence[Turn], answers: Sequence[Answer], context_tokens: int) -> int:
-    """Tokens of contexts that had been asked about before and were computed once more."""
-    seen: set[int] = set()
-    tokens = 0
-    for turn, answer in zip(turns, answers, strict=True):
-        if turn.context_id in seen:
-            tokens += max(0, context_tokens - answer.cached_tokens)
-        seen.add(turn.context_id)
-    return tokens
-
-
-def figures(
-    turns: Sequence[Turn],
-    answers: Sequence[Answer],
-    reference: Sequence[Answer],
-    *,
-    context_tokens: int,
-    total_s: float,
-) -> Figures:
-    """`reference` are the answers of the same turns on exact KV."""
-    ttfts = [answer.ttft_s for answer in answers]
-    pairs = list(zip(answers, reference, strict=True))
-    return Figures(
-        ttft_mean_s=statistics.fmean(ttfts),
-        ttft_p50_s=percentile(ttfts, 0.5),
-        ttft_p95_s=percentile(ttfts, 0.95),
-        total_s=total_s,
-        hit_share=sum(answer.cached_tokens for answer in answers) / sum(answer.prompt_tokens for answer in answers),
-        computed_tokens=sum(answer.computed_tokens for answer in answers),
-        recomputed_tokens=recomputed_tokens(turns, answers, context_tokens),
-        similarity=statistics.fmean(token_f1(answer.text, exact.text) for answer, exact in pairs),
-        truth_f1=statistics.fmean(
-            token_f1(answer.text, turn.answer) for turn, answer in zip(turns, answers, strict=True)
-        ),
+def opening(config: Config, out: Path) -> Iterator[str]:
+    """Printed before anything starts."""
+    memory = config.memory
+    yield (
+        f"{config.requests} questions about shared contexts, by one client, the same for four servers one after the "
+        "other: about 6 minutes on 2 cores."
     )
+    told = {
+        "lru": f"drops what the GPU pool, {memory.gpu:.0%} of the contexts' KV, cannot hold",
+        "lru over tiers": f"moves it to host RAM ({memory.host:.0%}) and SSD ({memory.ssd:.0%}) instead",
+        "evicpress": "the same memory; compresses where that costs less than moving or dropping",
+        "full cache": "a pool that holds everything uncompressed: the reference for answers",
+    }
+    yield from (f"  {name:<16}{told[name]} ({kind} in logs)" for kind, name in SYSTEMS.items())
+    yield f"Server logs and all answers go to {shown(out)}."
 
 
-def table(lru: Figures, evicpress: Figures, lru_stats: Mapping[str, Any], evicpress_stats: Mapping[str, Any]) -> str:
-    """Markdown; the last column is evicpress divided by lru where that says something."""
-    rows: list[tuple[str, str, str, str]] = [("", "lru", "evicpress", "evicpress / lru")]
-
-    def ratio(name: str, left: float, right: float, text: str, factor: float = 1.0) -> None:
-        share = f"{right / left:.2f}" if left else "-"
-        rows.append((name, text.format(left * factor), text.format(right * factor), share))
-
-    ratio("TTFT mean, ms", lru.ttft_mean_s, evicpress.ttft_mean_s, "{:.0f}", 1000)
-    ratio("TTFT p50, ms", lru.ttft_p50_s, evicpress.ttft_p50_s, "{:.0f}", 1000)
-    ratio("TTFT p95, ms", lru.ttft_p95_s, evicpress.ttft_p95_s, "{:.0f}", 1000)
-    ratio("whole run, s", lru.total_s, evicpress.total_s, "{:.1f}")
-    ratio("prefix-hit share, %", lru.hit_share, evicpress.hit_share, "{:.1f}", 100)
-    ratio("tokens recomputed", lru.recomputed_tokens, evicpress.recomputed_tokens, "{:.0f}")
-    for form in forms_chosen(lru_stats, evicpress_stats):
-        counts = [times_chosen(stats, form) for stats in (lru_stats, evicpress_stats)]
-        rows.append((f"nodes brought to {form}" if form != "drop" else "nodes dropped", *map(str, counts), ""))
-    ratio("tokens dropped", dropped_tokens(lru_stats), dropped_tokens(evicpress_stats), "{:.0f}")
-    rows.append(("tokens resident at the end", resident(lru_stats), resident(evicpress_stats), ""))
-    rows.append(("answers like uncompressed, F1", "1 (reference)", f"{evicpress.similarity:.3f}", ""))
-    ratio("answers like the truth, F1", lru.truth_f1, evicpress.truth_f1, "{:.3f}")
-    return markdown(rows)
+def cells(summary: Summary) -> dict[str, Cell]:
+    """Name in the demo -> figures with one client, in the order of the table."""
+    found = {cell.kind: cell for cell in summary.at(0.0)}
+    return {name: found[kind] for kind, name in SYSTEMS.items() if kind in found}
 
 
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A table whose first row is the header, columns padded so that it reads as plain text too."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+def rows(summary: Summary) -> list[list[str]]:
+    """Of the table below ``HEAD``."""
+    return [
+        [
+            *(name, ms(cell.ttft_mean_s), ms(cell.ttft_p95_s), share(cell.hit_share)),
+            *("-" if cell.f1_bound is None else f"{cell.f1_bound:.3f}", share(same_answers(summary, cell))),
+        ]
+        for name, cell in cells(summary).items()
     ]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(lines)
 
 
-def forms_chosen(*all_stats: Mapping[str, Any]) -> list[str]:
-    """Every form that some run chose, by press and from the largest kept fraction down; `drop` is always last."""
-    chosen = {form for stats in all_stats for form in stats["decisions"]["compressed"]}
-    by_press_and_kept = sorted(chosen, key=lambda form: (form.partition("@")[0], -float(form.partition("@")[2])))
-    return [*by_press_and_kept, "drop"]
+def same_answers(summary: Summary, cell: Cell) -> float | None:
+    """Share of the answers that equal the full cache's, word for word."""
+    raw = summary.raw
+    answers = {run.system: _answers(run) for run in raw.runs if run.level == 0.0 and run.repetition == 0}
+    exact, given = answers.get(raw.bound or "", {}), answers[cell.system]
+    both = exact.keys() & given.keys()
+    return sum(exact[index] == given[index] for index in both) / len(both) if both else None
 
 
-def times_chosen(stats: Mapping[str, Any], form: str) -> int:
-    """How often the policy chose it, as `/evicpress/stats` counts."""
-    decisions = stats["decisions"]
-    return int(decisions["dropped"] if form == "drop" else decisions["compressed"].get(form, 0))
+def _answers(run: Run) -> dict[int, str]:
+    return {index: request.answer for index, request in run.requests.items() if request.is_complete}
 
 
-def dropped_tokens(stats: Mapping[str, Any]) -> int:
-    return int(stats["decisions"]["dropped_tokens"])
+def tokens_by_source(cell: Cell) -> dict[str, float]:
+    """Shares of the prompts' tokens: by tier, and computed."""
+    hits = cell.hits or {}
+    by_tier = {tier: hits.get(tier, 0.0) for tier in TIERS}
+    return {**by_tier, "computed": max(0.0, 1.0 - sum(by_tier.values()))}
 
 
-def resident(stats: Mapping[str, Any]) -> str:
-    return f"{stats['cached_tokens']} in {stats['cached_slots']} slots"
+def comparisons(summary: Summary) -> Iterator[str]:
+    """TTFT of EvicPress beside the others', request by request."""
+    named = cells(summary)
+    ours = named.get("evicpress")
+    for name, cell in named.items():
+        found = None if ours is None or cell is ours else paired(summary.raw, ours.system, cell.system, 0.0)
+        if found is not None:
+            yield (
+                f"mean TTFT of evicpress is {found.ratio:.2f} times that of {name} "
+                f"(95 % interval {found.low:.2f} to {found.high:.2f})"
+            )
 
 
-def tree_picture(tree: Mapping[str, Any], context_tokens: int, num_shown: int = 8) -> str:
-    """The most used contexts of `/evicpress/tree`; each bar shows the slots left of the tokens."""
-    nodes = tree["nodes"]
-    contexts = [node for node in nodes if node["num_tokens"] >= _CONTEXT_SHARE * context_tokens]
-    contexts.sort(key=lambda node: (-node["weight"], node["id"]))
-    num_others = len(nodes) - len(contexts)
-    lines = [f"root: {len(contexts)} contexts resident, {num_others} nodes of questions and answers"]
-    shown = contexts[:num_shown]
-    for node in shown:
-        filled = round(_BAR_WIDTH * node["num_slots"] / node["num_tokens"])
-        bar = "#" * filled + "." * (_BAR_WIDTH - filled)
-        branch = "`-" if node is shown[-1] and len(shown) == len(contexts) else "|-"
-        lines.append(
-            f"{branch} node {node['id']:<5} {node['form']:<12} [{bar}] {node['num_tokens']} tokens in "
-            f"{node['num_slots']} slots, used {node['weight']:.0f} x, {len(node['children'])} children"
-        )
-    if len(shown) < len(contexts):
-        lines.append(f"`- and {len(contexts) - len(shown)} more")
-    return "\n".join(lines)
+def report(summary: Summary, page: Path, took_s: float) -> Iterator[str]:
+    """Printed at the end."""
+    named = cells(summary)
+    yield from ("", *aligned([HEAD, *rows(summary)]), "", "TTFT mean, ms")
+    longest = max((cell.ttft_mean_s or 0.0 for cell in named.values()), default=0.0) or 1.0
+    for name, cell in named.items():
+        bar = "█" * max(1, round(_WIDTH * (cell.ttft_mean_s or 0.0) / longest))
+        yield f"  {name:<15} {bar} {ms(cell.ttft_mean_s)}"
+    yield from ("", f"Prompt tokens from: {', '.join(f'{shade} {name}' for name, shade in _SHADES.items())}")
+    for name, cell in named.items():
+        yield f"  {name:<15} {stacked(tokens_by_source(cell))}"
+    yield from ("", *(f"- {line}" for line in comparisons(summary)), *(f"- {line}" for line in caveats(summary)))
+    yield from ("", f"{took_s:.0f} s in all. Look next at", f"  {shown(page):<40} plots, and the radix tree at the end")
+    out = summary.raw.folder
+    yield f"  {shown(out / TABLES):<40} more figures of each system"
+    yield f"  {shown(out / RUNS):<40} every request with its answer; logs/ beside it has the servers'"
+    yield "  README.md                                how to start it for a model of yours"
+
+
+def caveats(summary: Summary) -> Iterator[str]:
+    """What a reader must know before believing the figures."""
+    yield (
+        "one run of a tiny model on a CPU; all four use the same CPU attention, ours, so that only the cache differs: "
+        "SGLang's own is slower on cached prefixes"
+    )
+    yield from setting_lines(summary.raw)
+    yield from (note for note in summary.notes if "minilm" not in note)
+
+
+def stacked(parts: dict[str, float]) -> str:
+    """One bar whose parts have the shade of their name."""
+    bar, end = "", 0.0
+    for name, part in parts.items():
+        end += part
+        bar += _SHADES[name] * (round(_WIDTH * end) - len(bar))
+    return bar
+
+
+def aligned(table: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Columns side by side, the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for first, *others in table:
+        padded = (text.rjust(width) for text, width in zip(others, widths[1:], strict=True))
+        yield "   ".join((first.ljust(widths[0]), *padded))
+
+
+def shown(path: Path) -> str:
+    """From the folder of the shell, where it is below that."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

@@ -11,7 +11,7 @@ from evicbench.correctness.findings import Finding
 from evicbench.decode_budget import accuracy, backend_and_scratch, capacity, guide, identical, interference
 from evicbench.decode_budget.requests import Ask, context_prompt, random_prompt
 
-from sglang_evicpress.decode_budget.settings import SCORES
+from sglang_evicpress.decode_budget.scores import SCORES
 
 
 @pytest.mark.sglang

@@ -30,8 +30,10 @@ from sglang_evicpress.patches.decode_budget.state import DecodeState, num_physic
 from sglang_evicpress.patches.decode_budget.trace import DecodeTrace, TraceRoom
 from sglang_evicpress.patches.scheduler.paged_allocator import free_whole_pages
 from sglang_evicpress.patches.tiers.load_back import LoadBack
+from sglang_evicpress.patches.tree.changes import NodeChanges
 from sglang_evicpress.patches.tree.compressor import Compressor
 from sglang_evicpress.patches.tree.node import NodeKV, PrefixView
+from sglang_evicpress.patches.tree.slot_ledger import SlotLedger
 from sglang_evicpress.press import QueryWindow
 from sglang_evicpress.survivors import SurvivorLayout
 from sglang_evicpress.tiers.entry.copies import Copy
@@ -148,13 +150,13 @@ def test_pages_that_are_freed(count: int) -> None:
 
 def test_a_node_that_is_loaded_gets_its_slots(pinned: list[torch.Tensor]) -> None:
     cache = SimpleNamespace(
-        evictable_size_=0, protected_size_=0, note=lambda node: None, _record_store_event=lambda node: None
+        ledger=SlotLedger(lambda slots: None), changes=NodeChanges(), _record_store_event=lambda node: None
     )
     node = SimpleNamespace(kv=NodeKV(), key=[0] * 20, value=None, lock_ref=1)
     held = layout(8, 20)
     copy = Copy(Tier.HOST, Form("keydiff", 0.5), None, 0, 8, held, False, None)  # type: ignore[arg-type]
     LoadBack.place(cache, node, copy, slots(8))
-    assert node.value.is_meta and len(node.value) == 20 and cache.protected_size_ == 8
+    assert node.value.is_meta and len(node.value) == 20 and cache.ledger.protected == 8
     assert any(each is held.logical for each in pinned)
 
 

@@ -35,7 +35,7 @@ def full(walk: TierWalk) -> list[object]:
     walk.settle()
     for node in nodes:
         walk.cache.remove_copies(node)
-        walk.cache.note(node)
+        walk.cache.changes.changed(node)
     return nodes
 
 
@@ -73,9 +73,9 @@ def under_a_few_tokens(walk: TierWalk) -> tuple[object, list[object]]:
     walk.settle()
     for node in (head, *contexts):
         node.kv.weight = 1e-9
-        walk.cache.note(node)
+        walk.cache.changes.changed(node)
     walk.cache.remove_copies(head)
-    walk.cache.note(head)
+    walk.cache.changes.changed(head)
     return head, contexts
 
 
@@ -192,7 +192,7 @@ def test_what_has_no_room_below_is_dropped_and_missed(opened: Callable[..., Tier
     walk.settle()
     for _, node in asked:
         walk.cache.remove_copies(node)
-        walk.cache.note(node)
+        walk.cache.changes.changed(node)
     walk.cache.use_ssd(None)
     assert walk.cache.relieve(300) == 300
     (cause,) = {entry["cause"] for entry in walk.cache.read_journal(0, 99)["entries"] if entry["to"] == "drop"}
@@ -243,7 +243,7 @@ def test_all_that_counts_as_evictable_can_be_evicted(
         walk.settle()
         assert node.kv.num_stages == 1
     walk.cache.remove_copy(upper, Tier.HOST)
-    walk.cache.note(upper)
+    walk.cache.changes.changed(upper)
     assert walk.allocator.available_size() == SLOTS - 100 and walk.cache.evictable_size_ == 100
     walk.cache.evict(EvictParams(num_tokens=SLOTS))
     assert walk.allocator.available_size() == SLOTS
@@ -522,8 +522,8 @@ def test_a_small_piece_of_an_ssd_entry_is_given_up(
     _, node = on_ssd_too(walk)
     upper = walk.cache._split_node(node.key, node, num_upper)
     assert (Tier.SSD in upper.kv.copies, Tier.SSD in node.kv.copies) == (has_upper, has_lower)
-    walk.cache.note(upper)
-    walk.cache.note(node)
+    walk.cache.changes.changed(upper)
+    walk.cache.changes.changed(node)
     walk.check()
 
 

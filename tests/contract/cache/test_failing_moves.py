@@ -26,13 +26,13 @@ OF_A_DROP: list[Part] = [
     lambda walk: (walk.cache.policy, "forget"),
     lambda walk: (walk.cache, "remove_copies"),
     lambda walk: (walk.cache, "_record_remove_event"),
-    lambda walk: (walk.cache, "free_slots"),
+    lambda walk: (walk.cache.ledger, "free"),
     lambda walk: (walk.cache, "drop"),
 ]
 OF_A_COMPRESSION: list[Part] = [
     lambda walk: (walk.cache, "slots_in"),
     lambda walk: (walk.cache.compressor, "compress"),
-    lambda walk: (walk.cache, "free_slots"),
+    lambda walk: (walk.cache.ledger, "free"),
     lambda walk: (walk.cache, "compress"),
 ]
 OF_A_DEMOTION: list[Part] = [
@@ -43,10 +43,10 @@ OF_A_DEMOTION: list[Part] = [
     lambda walk: (walk.cache, "send"),
 ]
 OF_A_RELEASE: list[Part] = [
-    lambda walk: (walk.cache, "free_slots"),
+    lambda walk: (walk.cache.ledger, "free"),
     lambda walk: (walk.cache, "_leave_gpu"),
     lambda walk: (walk.cache, "remove_copy"),
-    lambda walk: (walk.cache, "back_up_parent"),
+    lambda walk: (walk.cache.changes, "left_gpu"),
 ]
 
 
@@ -90,7 +90,7 @@ def test_room_is_made_of_others(monkeypatch: pytest.MonkeyPatch, policy: str, pa
     monkeypatch.undo()
     for seconds in (1.0, 30.0):
         walk.cache.advance(1000.0 + seconds, walk.cache.costs)
-    assert not walk.cache.aside and not walk.cache.unfreed
+    assert not walk.cache.aside and not walk.cache.ledger.has_unfreed
     walk.check()
     walk.cache.relieve(walk.allocator.size)
     walk.check()
@@ -171,7 +171,7 @@ def test_a_weight_that_is_no_number_ends_nothing() -> None:
     full(walk)
     node = nodes_of(walk)[0]
     node.kv.weight = math.nan
-    walk.cache.note(node)
+    walk.cache.changes.changed(node)
     assert walk.cache.controller.num_failed == {"note weight": 1} and node.kv.weight == 0.0
     walk.check()
 
@@ -209,15 +209,15 @@ def test_slots_that_cannot_be_freed_are_nobodys_until_they_can(monkeypatch: pyte
     def fail(slots: torch.Tensor) -> None:
         raise torch.OutOfMemoryError("none left")
 
-    monkeypatch.setattr(walk.cache, "free_slots", fail)
+    monkeypatch.setattr(walk.cache.ledger, "free", fail)
     walk.cache.relieve(20)
     walk.check()
     walk.cache.advance(1.0, walk.cache.costs)
     walk.check()
-    assert walk.cache.unfreed and walk.cache.controller.num_failed["free OutOfMemoryError"] == 1
+    assert walk.cache.ledger.has_unfreed and walk.cache.controller.num_failed["free OutOfMemoryError"] == 1
     monkeypatch.undo()
     walk.cache.advance(30.0, walk.cache.costs)
-    assert not walk.cache.unfreed and walk.cache.num_private_slots == 0
+    assert not walk.cache.ledger.has_unfreed and walk.cache.ledger.reserved == 0
     walk.check()
 
 
@@ -247,11 +247,11 @@ def test_slots_that_could_not_be_freed_are_free_after_a_flush(monkeypatch: pytes
     def fail(slots: torch.Tensor) -> None:
         raise RuntimeError("not now")
 
-    monkeypatch.setattr(walk.cache, "free_slots", fail)
+    monkeypatch.setattr(walk.cache.ledger, "free", fail)
     walk.cache.relieve(20)
     monkeypatch.undo()
-    assert walk.cache.unfreed and walk.cache.num_private_slots > 0
+    assert walk.cache.ledger.has_unfreed and walk.cache.ledger.reserved > 0
     walk.cache.reset()
     walk.allocator.clear()
-    assert not walk.cache.unfreed and walk.cache.num_private_slots == 0
+    assert not walk.cache.ledger.has_unfreed and walk.cache.ledger.reserved == 0
     walk.check()

@@ -24,12 +24,13 @@ from sglang.utils import TypeBasedDispatcher
 
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.introspect.call_times import CallTimes
-from sglang_evicpress.introspect.operations import IntrospectionError, Json, NodeBusy, UnknownNode
+from sglang_evicpress.introspect.operation import MAX_BODY_BYTES, Operation
+from sglang_evicpress.introspect.operations import OPERATIONS, IntrospectionError, Json, NodeBusy, UnknownNode
 from sglang_evicpress.patches.http import routes
 from sglang_evicpress.patches.http import start as http_start
 from sglang_evicpress.patches.http.access import AccessRules
 from sglang_evicpress.patches.http.profile_writer import ProfileFile
-from sglang_evicpress.patches.http.routes import MAX_BODY_BYTES, MAX_QUEUED_CALLS, ROUTES, SchedulerCalls, add_routes
+from sglang_evicpress.patches.http.routes import MAX_QUEUED_CALLS, SchedulerCalls, add_routes
 from sglang_evicpress.patches.kv_flags import DEPENDENT_FLAGS
 from sglang_evicpress.patches.scheduler import queries, queue_limit, shutdown
 from sglang_evicpress.patches.scheduler.messages import EvicPressReqInput, EvicPressReqOutput
@@ -287,9 +288,19 @@ def test_a_context_may_be_longer_than_other_bodies(tmp_path: Path) -> None:
     assert response.json()["tokens"] == tokens
 
 
+def test_an_operation_with_a_path_is_served_by_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Operation("fake", lambda arguments: lambda cache: {"seen": arguments}, "GET", "/evicpress/fake/{number}")
+    monkeypatch.setitem(OPERATIONS, "fake", fake)
+    app = FastAPI()
+    add_routes(app, FakeTokenizerManager(FakeScheduler(FakeCache())), rules=ADMIN_RULES)
+    client = TestClient(app)
+    assert client.get("/evicpress/fake/7").json() == {"seen": {"number": "7"}}
+    assert "GET /evicpress/fake/{number}" in reason_of(client.get("/evicpress/no"))
+
+
 @pytest.mark.parametrize("op", ["profiling_job", "note_observed", "note_failed"])
 def test_what_users_asked_is_served_on_no_route(op: str) -> None:
-    assert op not in {route.op for route in ROUTES}
+    assert op not in {route.name for route in routes.routes()}
 
 
 def test_a_profile_is_on_the_disk_before_it_is_answered(tmp_path: Path) -> None:
@@ -467,11 +478,11 @@ def test_abandoned_question_frees_the_turn() -> None:
 # ---- keys
 
 
-@pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
+@pytest.mark.parametrize("route", routes.routes(), ids=lambda route: f"{route.method} {route.path}")
 def test_sglang_sees_the_auth_level_of_every_route(client: TestClient, route: Any) -> None:
     path = re.sub(r"{\w+}", "1", route.path)
     scope = {"type": "http", "method": route.method, "path": path, "root_path": "", "headers": []}
-    expected = AuthLevel.NORMAL if route.op in OPEN else AuthLevel.ADMIN_OPTIONAL
+    expected = AuthLevel.NORMAL if route.name in OPEN else AuthLevel.ADMIN_OPTIONAL
     assert _get_auth_level_from_app_and_scope(client.app, scope) is expected
 
 
@@ -790,7 +801,7 @@ def test_real_app_serves_the_routes_with_the_flag(
     http_start.install_frontend(registry, HookType)
     assert evicpress_paths() == set()
     launch("evicpress", manager)
-    assert evicpress_paths() >= {route.path for route in ROUTES}
+    assert evicpress_paths() >= {route.path for route in routes.routes()}
     assert [given for _, given in started] == [manager]
     scope = {"type": "http", "method": "POST", "path": "/evicpress/check", "root_path": "", "headers": []}
     assert _get_auth_level_from_app_and_scope(sglang_http_server.app, scope) is AuthLevel.ADMIN_OPTIONAL

@@ -57,6 +57,7 @@ class FakeCache:
         self.holders: list[str] = []
         self.visited: object = None
         self.told: list[str] = []
+        self.adapters = self
 
     def advance(self, stamp_s: float, costs: Costs, congestion: float) -> None:
         self.stamps.append((stamp_s, costs, congestion))

@@ -62,7 +62,7 @@ class Updated:
         cache.scheduler.weight_updater = self.updater
         monkeypatch.setattr(hooks, "_cache", cache)
         cache.reset()
-        self.first = cache.identity
+        self.first = cache.adapters.identity
 
     def update(self, change: Callable[[object], None] | None, *, flush: bool) -> None:
         hooks._before_weights_change(self.updater, None)
@@ -99,7 +99,7 @@ def test_an_update_of_one_byte_with_a_flush_is_another_model(
     updated: Updated, change: Callable[[object], None]
 ) -> None:
     updated.update(change, flush=True)
-    assert updated.walk.cache.identity != updated.first and updated.walk.cache.ssd is not None
+    assert updated.walk.cache.adapters.identity != updated.first and updated.walk.cache.ssd is not None
     assert not updated.walk.cache.is_mixed
 
 
@@ -114,13 +114,13 @@ def test_an_update_of_one_byte_without_a_flush_parts_from_the_ssd(
     updated.update(change, flush=False)
     assert walk.cache.ssd is None and walk.cache.is_mixed
     walk.reset()
-    assert walk.cache.ssd is not None and walk.cache.identity != updated.first
+    assert walk.cache.ssd is not None and walk.cache.adapters.identity != updated.first
     walk.check()
 
 
 def test_an_update_of_an_idle_server_with_an_empty_tree_mixes_nothing(updated: Updated) -> None:
     updated.update(models.one_byte, flush=False)
-    assert updated.walk.cache.ssd is not None and updated.walk.cache.identity != updated.first
+    assert updated.walk.cache.ssd is not None and updated.walk.cache.adapters.identity != updated.first
     assert not updated.walk.cache.is_mixed
     tokens, node = cached(updated.walk, 100)
     sent(updated.walk, node, Tier.SSD)
@@ -142,16 +142,16 @@ def test_released_weights_are_not_read_and_what_is_kept_meanwhile_is_never_found
     walk = updated.walk
     updated.release("weights")
     updated.release("kv_cache")
-    unknown = walk.cache.identity
+    unknown = walk.cache.adapters.identity
     assert unknown != updated.first and walk.cache.ssd is not None
     updated.resume("kv_cache")
     walk.reset()  # /flush_cache
-    assert walk.cache.identity == unknown
+    assert walk.cache.adapters.identity == unknown
     tokens, node = cached(walk, 100)
     sent(walk, node, Tier.SSD)
     walk.reset()
     updated.resume("weights")
-    assert walk.cache.identity == updated.first and not walk.cache.is_mixed
+    assert walk.cache.adapters.identity == updated.first and not walk.cache.is_mixed
     assert walk.serve([*tokens, 59]) == 0 and walk.cache.tier_counts["found_again"] == 0
     walk.check()
 
@@ -180,9 +180,7 @@ def test_the_pool_is_given_back_only_when_no_thread_copies_from_it(
 
 def with_adapters(walk: TierWalk, **loaded: bytes | None) -> TierWalk:
     """A server with these LoRA adapters: digests by id."""
-    walk.cache.loaded_adapters = lambda: set(loaded)
-    walk.cache.digest_adapter = loaded.__getitem__
-    walk.cache.know_adapters()
+    walk.cache.adapters.attach(loaded.__getitem__, lambda: loaded)
     return walk
 
 
@@ -276,13 +274,13 @@ def test_adapters_that_went_are_forgotten_with_their_last_node(
 ) -> None:
     monkeypatch.setattr(adapters, "PRUNE_ABOVE", 4)
     walk = opened()
-    walk.cache._prune_above = 4
     with_adapters(walk, **{LORA_ID: b"kept by its node"})
     serve(walk, some_tokens(walk, 60), LORA_ID, "tenant")
     for index in range(20):
         with_adapters(walk, **{f"{index:032x}": b"soon gone"})
-    assert LORA_ID in walk.cache._adapters and len(walk.cache._adapters) <= 5
-    assert walk.cache.adapter_of("tenant" + LORA_ID) == LORA_ID and walk.cache.adapter_of("tenant") is None
+    known = walk.cache.adapters
+    assert LORA_ID in known._known and len(known._known) <= 5
+    assert known.adapter_of("tenant" + LORA_ID) == LORA_ID and known.adapter_of("tenant") is None
 
 
 def test_nothing_is_adopted_in_the_namespace_of_an_adapter() -> None:

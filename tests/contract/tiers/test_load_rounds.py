@@ -123,7 +123,7 @@ def test_what_arrives_is_not_copied_from_before_it_is_there(opened: Callable[...
     (block,) = blocked(walk, "load")
     assert matched(walk, request) == 60
     walk.cache.remove_copy(node, Tier.HOST)
-    walk.cache.note(node)
+    walk.cache.changes.changed(node)
     assert not walk.cache.start_copy(node, Tier.HOST)
     block.may_end.set()
     walk.settle()

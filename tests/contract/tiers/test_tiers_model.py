@@ -357,7 +357,7 @@ class TierWalk(Walk):
     def check_nothing_leaks(self) -> None:
         """All is settled and nothing runs."""
         cache = self.cache
-        assert not cache.loads and not cache.raises and cache._copying_bytes == 0 and cache.num_private_slots == 0
+        assert not cache.loads and not cache.raises and cache._copying_bytes == 0 and cache.ledger.reserved == 0
         entries = cache.host.entries()
         assert all(entry.owners and not entry.pins and entry.check is None is entry.write for entry in entries)
         assert cache.host.arena.extents.used_bytes == sum(entry.num_bytes for entry in entries)
@@ -579,7 +579,7 @@ def test_what_is_left_of_an_ssd_entry_does_not_keep_all_of_it(opened: Callable[.
     walk.cache.after_loss(node)
     walk.stamp(CHEAP if is_cheap else DEAR)
     walk.cache.remove_copy(node.parent, Tier.SSD)
-    walk.cache.note(node.parent)
+    walk.cache.changes.changed(node.parent)
     walk.tick()
     assert (node.id in walk.cache.nodes) != is_cheap  # else it is computed anew: sooner than reading all of the entry
     walk.settle()
@@ -645,7 +645,7 @@ def test_the_ssd_is_left_alone_while_the_tree_holds_kv_of_two_models(opened: Cal
         walk.change_ssd()
     walk.check()
     walk.cache.reset()
-    assert walk.cache.tiers == (Tier.GPU, Tier.HOST, Tier.SSD) and walk.cache.identity == other
+    assert walk.cache.tiers == (Tier.GPU, Tier.HOST, Tier.SSD) and walk.cache.adapters.identity == other
     _, node = cached(walk, 100)
     sent(walk, node, Tier.SSD)
     walk.check()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_evicpress.decode_budget.scores import page_means, score, survivors, worst_pages
-from sglang_evicpress.decode_budget.settings import SCORES
+from sglang_evicpress.decode_budget.scores import SCORES, page_means, score, survivors, worst_pages
 from sglang_evicpress.press import PressInput, QueryWindow
 
 NUM_LAYERS, NUM_HEADS, GROUP, HEAD_DIM = 2, 2, 2, 16
@@ -168,12 +167,12 @@ def test_a_request_shorter_than_the_window_has_scores(name):
 
 @pytest.mark.parametrize("name", ["tova", "h2o"])
 def test_scores_by_attention_are_refused_without_queries(name):
-    with pytest.raises(ValueError, match=f"{name} needs the last queries"):
+    with pytest.raises(ValueError, match=f"the queries of {name} are missing: expected"):
         score(name, make_request(num_queries=0), WINDOW)
 
 
 def test_unknown_scores_and_empty_windows_are_refused():
-    with pytest.raises(ValueError, match="'quest' is not known: want one of value_key_ratio, knorm"):
+    with pytest.raises(ValueError, match="'quest' is not known: expected one of value_key_ratio, knorm"):
         score("quest", make_request(), WINDOW)
     with pytest.raises(ValueError, match="the window of r_kv is 0"):
         score("r_kv", make_request(), 0)

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
+from sglang_evicpress.decode_budget.scores import SCORES
 from sglang_evicpress.decode_budget.settings import (
     METHODS,
-    SCORES,
     DecodeSettings,
     client_settings,
     fields_of,

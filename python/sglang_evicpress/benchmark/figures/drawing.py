@@ -112,7 +112,7 @@ def milliseconds(axis: Axis) -> None:
     """Logarithmic, with plain numbers at 1, 2 and 5 of each power of ten."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    axis.axes.set(**{"xscale" if axis is axis.axes.xaxis else "yscale": "log"})
+    (axis.axes.set_xscale if axis is axis.axes.xaxis else axis.axes.set_yscale)("log")
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter(NullFormatter())
