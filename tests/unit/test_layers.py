@@ -213,6 +213,7 @@ def test_an_import_upwards_is_found() -> None:
 BENCH = Path(__file__).parents[2] / "bench" / "evicbench"
 BENCH_FLOORS = (
     ("__init__", "paths", "report", "testbed"),
+    ("plugins", "pytest_runs"),
     ("correctness", "demo", "policy"),
     ("decode_budget", "kernels_cpu", "serving", "tiers"),
     ("gpu", "load", "mend", "profiler"),

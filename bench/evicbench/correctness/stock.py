@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
-from evicbench.report import Line, print_line
+from evicbench.report import Line
 from evicbench.testbed.server import Server
 from evicbench.testbed.tasks import Context, make_context
 from evicbench.testbed.vocabulary import load_vocabulary
@@ -305,17 +305,3 @@ def _differences(ours: Sequence[Generated], stock: Sequence[Generated]) -> tuple
         else:
             wrong.append(f"prompt {i}: token {at} is {mine.ids[at]}, stock {theirs.ids[at]}, which led by {lead:.2e}")
     return num_ties, wrong
-
-
-def main() -> int:
-    lines, differences = compare()
-    for difference in differences[:20]:
-        print(f"  {difference}", flush=True)
-    lines.insert(0, compare_import())
-    for line in lines:
-        print_line(line)
-    return 0 if all(line.ok for line in lines) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

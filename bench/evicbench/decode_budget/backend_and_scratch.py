@@ -168,6 +168,10 @@ def backend_line() -> Line:
     )
 
 
-def measure() -> Iterator[Line]:
+def measure_scratch() -> Iterator[Line]:
     yield scratch_line(scratch())
+
+
+def measure() -> Iterator[Line]:
+    yield from measure_scratch()
     yield backend_line()

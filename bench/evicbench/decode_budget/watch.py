@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evicbench.paths import BENCH
+from evicbench.plugins import path_with, plugin_folder
 
 LOG = "EVICPRESS_BENCH_WATCH"
 
@@ -56,8 +54,7 @@ class Watch:
 
     def __init__(self, folder: Path) -> None:
         self.log = folder / "rounds.jsonl"
-        path = os.pathsep.join(filter(None, (str(folder), str(BENCH), os.environ.get("PYTHONPATH", ""))))
-        self.env = {LOG: str(self.log), "PYTHONPATH": path}
+        self.env = {LOG: str(self.log), "PYTHONPATH": path_with(folder)}
 
     def _lines(self) -> list[Any]:
         whole, _, _ = self.log.read_text(encoding="utf-8").rpartition("\n")
@@ -78,16 +75,8 @@ class Watch:
 
 @contextmanager
 def watched() -> Iterator[Watch]:
-    folder = Path(tempfile.mkdtemp(prefix="evicpress-watch-"))
-    try:
-        info = folder / "evicpress_bench_watch-0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: evicpress-bench-watch\nVersion: 0\n")
-        entry_point = "evicpress_bench_watch = evicbench.decode_budget.watch:load"
-        (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{entry_point}\n")
+    with plugin_folder("evicpress_bench_watch", "evicbench.decode_budget.watch:load") as folder:
         yield Watch(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def step_seconds(rounds: Sequence[Round], num_running: int) -> list[float]:

@@ -26,8 +26,8 @@ from evicbench.correctness.reference import Reference, make_peaky_model
 from evicbench.gpu import native
 from evicbench.gpu.figures import Figure, Part, check
 from evicbench.gpu.machine import Settings
-from evicbench.gpu.plugins import path_with, plugin_folder
 from evicbench.gpu.serving import Launch, Server
+from evicbench.plugins import path_with, plugin_folder
 from evicbench.testbed.server import MODEL
 
 HALF_TOLERANCE = 0.3  # of a log probability where all is float16; with SGLang's CPU engine the largest was 0.21

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evicbench.gpu.plugins import path_with, plugin_folder
+from evicbench.plugins import path_with, plugin_folder
 
 LOG = "EVICPRESS_GPU_WATCH"
 NAME = "evicpress_gpu_watch"

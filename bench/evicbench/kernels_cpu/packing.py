@@ -155,6 +155,10 @@ def phases() -> Line:
 
 def measure() -> Iterator[Line]:
     yield from packed()
+    yield from phases_here()
+
+
+def phases_here() -> Iterator[Line]:
     if Path("/dev/nvidiactl").exists():
         print("    there is a GPU here: run bench/evicbench/gpu/run.sh all", flush=True)
     else:

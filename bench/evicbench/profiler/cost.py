@@ -7,7 +7,7 @@ answers on exact KV first, and that counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
 
@@ -88,10 +88,10 @@ def guests(server: Server) -> dict[str, int]:
     return counts
 
 
-def measure_cost() -> Iterator[Line]:
+def measure_cost(families: Sequence[str] = FAMILIES) -> Iterator[Line]:
     costs: dict[str, dict[str, Cost]] = {}
     with served() as server, one_thread():
-        for family in FAMILIES:
+        for family in families:
             subject = make_subject(family, 0)
             costs[family] = {scorer: measure_context(server, subject, scorer) for scorer in ("logprob", "minilm")}
     ours, theirs = (reduce(Cost.plus, (cost[scorer] for cost in costs.values())) for scorer in ("logprob", "minilm"))
