@@ -20,9 +20,10 @@ from foundation.report import Line
 from testbed.server import Server
 from testbed.tasks import make_context
 from testbed.vocabulary import EOS, load_vocabulary
-from testbed.workload import token_f1
 
 from sglang_evicpress.decode_budget.settings import QUERY_SCORES, SCORES
+from sglang_evicpress.profiler.scorers.reference import token_f1
+from sglang_evicpress.tables import markdown
 
 METHODS = ("paged", "repack", "holefill")
 BUDGETS = (96, 128, 192, 256, 384)
@@ -91,13 +92,10 @@ def mean_f1(given: Sequence[str], wanted: Sequence[str]) -> float:
 def table(cells: Mapping[Cell, float]) -> str:
     """Token F1 in percent."""
     rows = [
-        "| page | method | score | " + " | ".join(map(str, BUDGETS)) + " |",
-        "|---|---|---|" + "---|" * len(BUDGETS),
+        [str(page), method, score, *(f"{100 * cells[page, method, score, budget]:.0f}" for budget in BUDGETS)]
+        for page, method, score in itertools.product(PAGES, METHODS, SCORES)
     ]
-    for page, method, score in itertools.product(PAGES, METHODS, SCORES):
-        figures = [f"{100 * cells[page, method, score, budget]:.0f}" for budget in BUDGETS]
-        rows.append(f"| {page} | {method} | {score} | " + " | ".join(figures) + " |")
-    return "\n".join([*rows, ""])
+    return "\n".join([*markdown(["page", "method", "score", *map(str, BUDGETS)], rows, num_text=3), ""])
 
 
 def tables(full: Mapping[int, float], cells: Mapping[Cell, float], long: Mapping[Cell, float]) -> str:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from testbed.workload import Turn, token_f1
+from testbed.workload import Turn
 
 from demo.load import Answer
+from sglang_evicpress.profiler.scorers.reference import token_f1
+from sglang_evicpress.quantiles import quantile
+from sglang_evicpress.tables import markdown
 
 _BAR_WIDTH = 24
 _CONTEXT_SHARE = 0.5  # a node of at least half a context's tokens is one; the others are questions and answers
@@ -29,12 +31,6 @@ class Figures:
     recomputed_tokens: int
     similarity: float
     truth_f1: float
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of the values do not exceed (nearest rank)."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def recomputed_tokens(turns: Sequence[Turn], answers: Sequence[Answer], context_tokens: int) -> int:
@@ -61,8 +57,8 @@ def figures(
     pairs = list(zip(answers, reference, strict=True))
     return Figures(
         ttft_mean_s=statistics.fmean(ttfts),
-        ttft_p50_s=percentile(ttfts, 0.5),
-        ttft_p95_s=percentile(ttfts, 0.95),
+        ttft_p50_s=quantile(ttfts, 0.5),
+        ttft_p95_s=quantile(ttfts, 0.95),
         total_s=total_s,
         hit_share=sum(answer.cached_tokens for answer in answers) / sum(answer.prompt_tokens for answer in answers),
         computed_tokens=sum(answer.computed_tokens for answer in answers),
@@ -95,17 +91,7 @@ def table(lru: Figures, evicpress: Figures, lru_stats: Mapping[str, Any], evicpr
     rows.append(("tokens resident at the end", resident(lru_stats), resident(evicpress_stats), ""))
     rows.append(("answers like uncompressed, F1", "1 (reference)", f"{evicpress.similarity:.3f}", ""))
     ratio("answers like the truth, F1", lru.truth_f1, evicpress.truth_f1, "{:.3f}")
-    return markdown(rows)
-
-
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A table whose first row is the header, columns padded so that it reads as plain text too."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
-    ]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(lines)
+    return "\n".join(markdown(rows[0], rows[1:]))
 
 
 def forms_chosen(*all_stats: Mapping[str, Any]) -> list[str]:

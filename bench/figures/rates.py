@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from drawing import QUALITY_NAMES, legend_above, look, milliseconds, panels, run, save
 
 from sglang_evicpress.benchmark.curves import capacity, unloaded_p95
-from sglang_evicpress.benchmark.markdown import markdown, ms, number
 from sglang_evicpress.benchmark.raw import Raw
 from sglang_evicpress.benchmark.summary import Cell, Summary, summarise
 from sglang_evicpress.benchmark.tables import LEAST_QUALITY
+from sglang_evicpress.tables import markdown, ms, number
 
 
 def draw(options: argparse.Namespace, raw: Raw) -> None:

@@ -13,9 +13,9 @@ from foundation.report import Line
 from load.promises import promises
 
 from sglang_evicpress.benchmark.load_tables import load_lines
-from sglang_evicpress.benchmark.markdown import markdown
 from sglang_evicpress.benchmark.raw import Raw
 from sglang_evicpress.benchmark.tables import setting_lines
+from sglang_evicpress.tables import markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"

@@ -30,7 +30,8 @@ from profiler.subjects import ONE_QUESTION
 from testbed.server import ADMIN_KEY, Server
 from testbed.tasks import FAMILIES, Context, make_context
 from testbed.vocabulary import ASK
-from testbed.workload import token_f1
+
+from sglang_evicpress.profiler.scorers.reference import token_f1
 
 CLI = "import sys; from sglang_evicpress.cli.main import main; sys.exit(main())"
 FORMS = "keydiff@0.8,keydiff@0.5,keydiff@0.2,snapkv@0.5,snapkv@0.2,streaming@0.5,streaming@0.2"

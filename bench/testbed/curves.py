@@ -24,7 +24,8 @@ from pathlib import Path
 from testbed.server import Server, ServerError
 from testbed.tasks import FAMILIES, Context, make_context
 from testbed.vocabulary import load_vocabulary
-from testbed.workload import token_f1
+
+from sglang_evicpress.profiler.scorers.reference import token_f1
 
 CURVES = Path(__file__).with_name("curves.json")
 _MAX_NEW_TOKENS = 14  # the longest answer has 12 words, then <eos>

@@ -41,9 +41,11 @@ TABLE = {
     "error_text": Layer(),
     "threads": Layer(("error_text",)),
     "files": Layer((), ("orjson",)),
+    "quantiles": Layer((), NUMPY),
+    "tables": Layer(),
     "progress": Layer((), ("tqdm",)),
     # Traces, and what a policy would do with them.
-    "traces": Layer((), ("numpy", "orjson", "tqdm", "zstandard")),
+    "traces": Layer(("files",), ("numpy", "orjson", "tqdm", "zstandard")),
     "simulator": Layer(("core", "policy", "traces"), ("numpy",)),
     # Tensors.
     "kernels": Layer((), ("torch", "triton")),
@@ -62,7 +64,7 @@ TABLE = {
     "profiler": Layer(("core", "quality"), ("numpy", "safetensors", "tokenizers", "torch", "transformers", "orjson")),
     # Systems side by side, as users meet them: real servers, which it only talks to.
     "benchmark": Layer(
-        ("config", "core", "files", "profiler", "progress"),
+        ("config", "core", "files", "profiler", "progress", "quantiles", "tables"),
         ("aiohttp", "matplotlib", "numpy", "orjson", "tqdm", "transformers", "yaml"),
     ),
     # The only writer of state, and what is asked and shown of it.
@@ -79,7 +81,11 @@ TABLE = {
     ),
     "plugin": Layer(("config", "patches", "spawn")),
     "cli": Layer(
-        (*PURE, "benchmark", "files", "profiler", "progress", "quality", "simulator", "tiers", "traces"),
+        (
+            *PURE,
+            *("benchmark", "files", "profiler", "progress", "quality", "quantiles", "simulator", "tables", "tiers"),
+            "traces",
+        ),
         ("matplotlib", "numpy", "orjson", "tqdm"),
     ),
 }
