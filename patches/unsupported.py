@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_evicpress.config import EvicPressConfig
+from sglang_evicpress.core import PRESSES
 from sglang_evicpress.decode_budget import schedule
-from sglang_evicpress.decode_budget.settings import CLIENT_BUDGETS, QUERY_SCORES, DecodeSettings, parse_protect
+from sglang_evicpress.decode_budget.scores import SCORES
+from sglang_evicpress.decode_budget.settings import CLIENT_BUDGETS, DecodeSettings, parse_protect
 
 ATTENTION_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")
 BACKEND_NAME = "evicpress"
@@ -174,7 +176,7 @@ def check(server_args: Any, config: EvicPressConfig) -> None:
             "agree yet on when copies arrive, so leave out --kv-host-gb and --kv-ssd-dir, or use --tp-size 1"
         )
     _check_decode(config, server_args.page_size)
-    if config.decode_score in QUERY_SCORES and server_args.tp_size > 1:
+    if SCORES[config.decode_score].needs_queries and server_args.tp_size > 1:
         raise RefusedError(
             f"--kv-decode-score {config.decode_score} cannot be combined with --tp-size {server_args.tp_size}: that "
             "ranks agree on what goes by queries of decode steps has not been shown yet, so choose another score, "
@@ -189,12 +191,12 @@ def check(server_args: Any, config: EvicPressConfig) -> None:
                 "out --kv-host-gb and --kv-ssd-dir"
             )
         for form in config.menu_forms:
-            if form.press == "snapkv":
+            if form.press is not None and PRESSES[form.press].needs_queries:
                 raise RefusedError(
                     f"--kv-forms {form} cannot be combined with --cuda-graph-backend-prefill full: a full "
-                    "graph hides the queries that snapkv looks at, so choose another press or graph backend"
+                    f"graph hides the queries that {form.press} looks at, so choose another press or graph backend"
                 )
-        if config.decode_score in QUERY_SCORES:
+        if SCORES[config.decode_score].needs_queries:
             raise RefusedError(
                 f"--kv-decode-score {config.decode_score} cannot be combined with --cuda-graph-backend-prefill full: a "
                 "full graph hides the queries that it goes by, so choose another score or graph backend"

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from sglang_evicpress import spawn
-from sglang_evicpress.decode_budget.settings import QUERY_SCORES
 from sglang_evicpress.device import to_device
 from sglang_evicpress.patches.kv_flags import config_of
 from sglang_evicpress.patches.unsupported import decode_settings
@@ -45,7 +44,7 @@ class QueryRing:
         """Wrap the backend before graphs are captured. Raises SystemExit when the ring would be too large."""
         cls.active = None
         settings = decode_settings(config_of(model_runner.server_args))
-        if settings.score not in QUERY_SCORES:
+        if not settings.reads_queries:
             return
         pool, rows = model_runner.token_to_kv_pool, model_runner.req_to_token_pool.req_to_token.shape[0]
         num_heads = model_runner.model_config.num_attention_heads // model_runner.tp_size

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from ipaddress import IPv6Address, ip_address
 from typing import TYPE_CHECKING
 
 from sglang.srt.utils.auth import AuthLevel
 
 from sglang_evicpress.introspect.arguments import IntrospectionError
+from sglang_evicpress.introspect.operation import Access
 
 if TYPE_CHECKING:
     from fastapi import Request
@@ -18,24 +18,9 @@ _FROM_ELSEWHERE = ("forwarded", "x-forwarded-for", "x-real-ip", "via", "origin",
 """Headers that proxies add, and browsers for what a page does: such a caller is not a user of this machine."""
 
 
-class Access(Enum):
-    """What a route gives away or costs.
-
-    OPEN: totals, at a fixed cost. READ: what the cache holds, without prompts, in pages of a bounded cost. ACT: changes
-    or full checks, for operators: whoever has the admin key, or, on a server without one, this machine's own users.
-    PROMPT and FOLDER: users' prompts, and folders of this machine, never without an admin key.
-    """
-
-    OPEN = "open"
-    READ = "read"
-    ACT = "act"
-    PROMPT = "prompt"
-    FOLDER = "folder"
-
-    @property
-    def level(self) -> AuthLevel:
-        """SGLang's own check comes first; with an admin key it asks for that on every level but NORMAL."""
-        return AuthLevel.NORMAL if self is Access.OPEN else AuthLevel.ADMIN_OPTIONAL
+def level_of(access: Access) -> AuthLevel:
+    """SGLang's own check comes first; with an admin key it asks for that on every level but NORMAL."""
+    return AuthLevel.NORMAL if access is Access.OPEN else AuthLevel.ADMIN_OPTIONAL
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ class InProcess:
 
     def ask(self, method: str, path: str, body: Mapping[str, object] | None = None) -> Json:
         route, given = find_route(method, path)
-        return self.call(route.op, {**given, **(body or {})})
+        return self.call(route.name, {**given, **(body or {})})
 
     def call(self, op: str, arguments: Mapping[str, object]) -> Json:
         """The scheduler's answer to one operation."""

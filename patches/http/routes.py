@@ -8,7 +8,6 @@ import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -17,8 +16,9 @@ from sglang.utils import TypeBasedDispatcher
 
 from sglang_evicpress.error_text import code_path
 from sglang_evicpress.introspect.arguments import IntrospectionError, Json
-from sglang_evicpress.introspect.operations import encode, read_object, read_question, shows_prompt
-from sglang_evicpress.patches.http.access import Access, AccessRules
+from sglang_evicpress.introspect.operation import MAX_CONTEXT_BYTES, Access, Operation
+from sglang_evicpress.introspect.operations import OPERATIONS, encode, read_object, read_question, shows_prompt
+from sglang_evicpress.patches.http.access import AccessRules, level_of
 from sglang_evicpress.patches.http.listings import LISTINGS, read_listing, read_positions, wants_positions
 from sglang_evicpress.patches.http.profile_writer import ProfileFile
 from sglang_evicpress.patches.scheduler.messages import EvicPressReqInput, EvicPressReqOutput
@@ -32,45 +32,12 @@ RETRY_AFTER_S = 1  # of a 503
 COME_BACK = f"ask again in {RETRY_AFTER_S} s"
 MAX_LONG_ANSWERS = 2  # put together at the same time
 MAX_QUEUED_CALLS = 64  # callers that may wait for the scheduler; more are told to come back
-MAX_BODY_BYTES = 65_536
-MAX_PROFILE_BYTES = 1 << 20
-MAX_CONTEXT_BYTES = 64 << 20  # of token ids as JSON, where the model's context length is not known
 TOKEN_BYTES = 8  # of one token id as JSON, with its comma
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
-    method: str
-    path: str
-    op: str
-    access: Access
-    takes_query: bool = False  # a POST may give its arguments in the URL instead of a JSON body
-    max_body_bytes: int = MAX_BODY_BYTES
-
-
-ROUTES = (
-    Route("GET", "/evicpress/tree", "tree", Access.READ),
-    Route("GET", "/evicpress/nodes/{node_id}", "node", Access.READ),  # with tokens=true as Access.PROMPT
-    Route("GET", "/evicpress/stats", "stats", Access.OPEN),
-    Route("GET", "/evicpress/explain/{node_id}", "explain", Access.READ),
-    Route("GET", "/evicpress/journal", "journal", Access.READ),
-    Route("POST", "/evicpress/nodes/{node_id}/compress", "compress", Access.ACT),
-    Route("POST", "/evicpress/check", "check", Access.ACT),
-    Route("POST", "/evicpress/evict", "evict", Access.ACT),
-    Route("GET", "/evicpress/tiers", "tiers", Access.OPEN),
-    Route("POST", "/evicpress/flush", "flush", Access.ACT, takes_query=True),
-    Route("POST", "/evicpress/nodes/{node_id}/demote", "demote", Access.ACT),
-    Route("POST", "/evicpress/tiers/ssd", "attach_ssd", Access.FOLDER),
-    Route("POST", "/evicpress/tiers/ssd/detach", "detach_ssd", Access.ACT),
-    Route("GET", "/evicpress/requests", "requests", Access.READ),
-    Route("GET", "/evicpress/profiles", "profiles", Access.READ),
-    Route("GET", "/evicpress/profiles/{key}", "profile", Access.READ),
-    Route("POST", "/evicpress/profiles", "put_profile", Access.ACT, max_body_bytes=MAX_PROFILE_BYTES),
-    Route("POST", "/evicpress/shadows", "open_shadow", Access.ACT, max_body_bytes=MAX_CONTEXT_BYTES),
-    Route("POST", "/evicpress/shadows/{shadow_id}/forms", "make_shadow_form", Access.ACT),
-    Route("POST", "/evicpress/shadows/{shadow_id}/drop", "drop_shadow_form", Access.ACT),
-    Route("POST", "/evicpress/shadows/{shadow_id}/close", "close_shadow", Access.ACT),
-)
+def routes() -> list[Operation]:
+    """The operations that are served over HTTP."""
+    return [operation for operation in OPERATIONS.values() if operation.path]
 
 
 class SchedulerCalls:
@@ -136,9 +103,9 @@ class SchedulerCalls:
             waiting.set_result(given)
 
 
-def find_route(method: str, path: str) -> tuple[Route, Json]:
+def find_route(method: str, path: str) -> tuple[Operation, Json]:
     """The route that serves a path, and what the path gives. Raises KeyError for one that none serves."""
-    for route in ROUTES:
+    for route in routes():
         names = re.findall(r"{(\w+)}", route.path)
         found = re.fullmatch(re.sub(r"{\w+}", "([^/]+)", route.path), path)
         if route.method == method and found is not None:
@@ -155,7 +122,7 @@ def add_routes(
     rules: AccessRules | None = None,
     max_context_bytes: int = MAX_CONTEXT_BYTES,
 ) -> SchedulerCalls:
-    """Serve ``ROUTES`` on ``app``; a second call only connects them to the new tokenizer manager. Profiles that are
+    """Serve ``routes()`` on ``app``; a second call only connects them to the new tokenizer manager. Profiles that are
     put go into ``profile_file``, None for nowhere. ``rules`` None are those of a server without keys on loopback.
     ``max_context_bytes``: accepted JSON of one context's token ids.
 
@@ -170,30 +137,30 @@ def add_routes(
     app.state.evicpress_threads = ()
     if not is_new:
         return calls
-    for route in ROUTES:
-        app.add_api_route(route.path, auth_level(route.access.level)(_endpoint(route)), methods=[route.method])
+    for route in routes():
+        app.add_api_route(route.path, auth_level(level_of(route.access))(_endpoint(route)), methods=[route.method])
     methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
     for path in ("/evicpress", "/evicpress/{rest:path}"):  # last: a wrong path or method gets a reason too
         app.add_api_route(path, _unknown_path, methods=methods, include_in_schema=False)
     return calls
 
 
-def _endpoint(route: Route) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(route: Operation) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         try:
             return await _ask(request, route)
         except IntrospectionError as error:
             return _response(error.status, encode(error.body))
         except Exception as error:  # noqa: BLE001 - logged without its words, which may be a prompt
-            logger.error("%s failed: %s", route.op, code_path(error))
-            reason = f"{route.op} failed with {type(error).__name__}: {error}"
+            logger.error("%s failed: %s", route.name, code_path(error))
+            reason = f"{route.name} failed with {type(error).__name__}: {error}"
             return _response(500, encode(IntrospectionError(500, reason).body))
 
-    endpoint.__name__ = f"evicpress_{route.op}"
+    endpoint.__name__ = f"evicpress_{route.name}"
     return endpoint
 
 
-async def _ask(request: Request, route: Route) -> Response:
+async def _ask(request: Request, route: Operation) -> Response:
     calls: SchedulerCalls = request.app.state.evicpress
     rules: AccessRules = request.app.state.evicpress_rules
     rules.check(route.access, request)
@@ -208,20 +175,20 @@ async def _ask(request: Request, route: Route) -> Response:
         if name in arguments:
             raise IntrospectionError(400, f"argument {name!r} is not known here: the path gives it")
     arguments |= request.path_params
-    read_question(route.op, arguments)  # what is wrong in itself never costs the scheduler a thought
-    if shows_prompt(route.op, arguments):
+    read_question(route.name, arguments)  # what is wrong in itself never costs the scheduler a thought
+    if shows_prompt(route.name, arguments):
         rules.check(Access.PROMPT, request)
-    if wants_positions(route.op, arguments):
+    if wants_positions(route.name, arguments):
         async with calls.long_answer():
             return _response(*await read_positions(calls.call, arguments))
-    if route.op in LISTINGS:
+    if route.name in LISTINGS:
         async with calls.long_answer():
-            return _response(*await read_listing(calls.call, route.op, arguments))
-    given = await calls.call(route.op, arguments)
+            return _response(*await read_listing(calls.call, route.name, arguments))
+    given = await calls.call(route.name, arguments)
     payload = given.payload
-    if given.status == 200 and route.op == "put_profile":
+    if given.status == 200 and route.name == "put_profile":
         await request.app.state.evicpress_profiles.keep(read_object(payload))
-    if given.status == 200 and route.op == "stats":
+    if given.status == 200 and route.name == "stats":
         payload = _with_threads(payload, request.app.state.evicpress_threads)
     return _response(given.status, payload)
 
@@ -238,9 +205,9 @@ def _with_threads(payload: bytes, threads: tuple[WatchedThread, ...]) -> bytes:
     return encode(stats)
 
 
-def _max_body_bytes(request: Request, route: Route) -> int:
+def _max_body_bytes(request: Request, route: Operation) -> int:
     limit: int = request.app.state.evicpress_context_bytes
-    return min(route.max_body_bytes, limit) if route.op == "open_shadow" else route.max_body_bytes
+    return min(route.max_body_bytes, limit) if route.name == "open_shadow" else route.max_body_bytes
 
 
 async def _body(request: Request, max_bytes: int) -> bytes:
@@ -258,7 +225,7 @@ async def _body(request: Request, max_bytes: int) -> bytes:
 
 async def _unknown_path(request: Request) -> Response:
     path = request.url.path
-    served = ", ".join(f"{route.method} {route.path}" for route in ROUTES)
+    served = ", ".join(f"{route.method} {route.path}" for route in routes())
     error = IntrospectionError(404, f"{request.method} {path} is not served: expected one of {served}")
     return _response(error.status, encode(error.body))
 

@@ -7,12 +7,13 @@ from typing import Any
 
 from sglang.srt.managers.io_struct import hook_custom_types
 
+from sglang_evicpress.introspect.operation import MAX_BODY_BYTES
 from sglang_evicpress.patches import last_word
 from sglang_evicpress.patches.hook_check import register_once
 from sglang_evicpress.patches.http.access import AccessRules
 from sglang_evicpress.patches.http.online_profiler import OnlineProfiler
 from sglang_evicpress.patches.http.profile_writer import ProfileFile
-from sglang_evicpress.patches.http.routes import MAX_BODY_BYTES, TOKEN_BYTES, add_routes, watch_threads
+from sglang_evicpress.patches.http.routes import TOKEN_BYTES, add_routes, watch_threads
 from sglang_evicpress.patches.kv_flags import config_of
 from sglang_evicpress.patches.scheduler import queue_limit, shutdown
 from sglang_evicpress.patches.scheduler.messages import EvicPressReqInput, EvicPressReqOutput

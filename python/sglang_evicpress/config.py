@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonVal
 from pydantic.dataclasses import dataclass
 
 from sglang_evicpress.core import Form
-from sglang_evicpress.policy import SERVER_POLICY_NAMES, policy_forms
+from sglang_evicpress.policy import SERVER_POLICY_NAMES, policy_forms, sees_future, weighs_quality
 from sglang_evicpress.policy.quality_curves import Curves
 from sglang_evicpress.validation import fields_of, sentence
 
@@ -30,7 +30,7 @@ _AT_LEAST_0 = "a finite number of at least 0"
 def _known_policy(name: str) -> str:
     try:
         policy_forms(name)
-        is_known = name != "belady"  # it knows the future, as only a simulator does
+        is_known = not sees_future(name)
     except ValueError:
         is_known = False
     if not is_known:
@@ -293,7 +293,7 @@ class EvicPressConfig:
     def profiles_online(self) -> bool:
         """Whether contexts are profiled while the server runs: where it would change what the policy does."""
         has_lossy = any(not form.is_exact for form in self.menu_forms)
-        return self.recording and has_lossy and self.policy in ("evicpress", "adaptcache")
+        return self.recording and has_lossy and weighs_quality(self.policy)
 
     @property
     def menu_forms(self) -> tuple[Form, ...]:

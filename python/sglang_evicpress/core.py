@@ -7,7 +7,23 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-PRESSES = ("keydiff", "knorm", "snapkv", "value_key_ratio", "streaming", "random")
+
+@dataclass(frozen=True, slots=True)
+class PressTraits:
+    """A press as far as it is known without tensors. ``needs_queries``: it scores by the last queries of a prompt."""
+
+    needs_queries: bool = False
+
+
+PRESSES: dict[str, PressTraits] = {
+    "keydiff": PressTraits(),
+    "knorm": PressTraits(),
+    "snapkv": PressTraits(needs_queries=True),
+    "value_key_ratio": PressTraits(),
+    "streaming": PressTraits(),
+    "random": PressTraits(),
+}
+"""Every press by name; the module ``press/NAME.py`` has it, with its default settings, as ``PRESS``."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sglang_evicpress.decode_budget.settings import CLIENT_BUDGETS, METHODS, SCORES
+from sglang_evicpress.decode_budget.scores import SCORES
+from sglang_evicpress.decode_budget.settings import CLIENT_BUDGETS, METHODS
 from sglang_evicpress.flags import FLAGS
 from sglang_evicpress.tables import markdown
 

@@ -94,7 +94,8 @@ TABLE = {
     ),
 }
 
-FLOORS = (
+Floors = tuple[tuple[str, ...], ...]
+FLOORS: Floors = (
     ("tree", "hook_points", "unsupported", "kv_flags"),
     ("hook_check", "last_word", "attention", "tiers"),
     ("scheduler",),
@@ -185,17 +186,19 @@ def test_the_table_has_no_cycle() -> None:
         above.add(name)
 
 
-def floor_violations(source: str, room: str) -> list[str]:
-    """One sentence for each import in ``source`` of a room of patches/ that is not on a lower floor."""
-    floors = {name: number for number, names in enumerate(FLOORS) for name in names}
+def floor_violations(
+    source: str, room: str, rooms: Floors = FLOORS, root: tuple[str, ...] = (PACKAGE, "patches")
+) -> list[str]:
+    """One sentence for each import in ``source`` of a room of ``root`` that is not on a lower floor."""
+    floors = {name: number for number, names in enumerate(rooms) for name in names}
     if room not in floors:
         return [f"{room} is on no floor: add it"]
     found = []
     for line, name in imports(ast.parse(source)):
         parts = name.split(".")
-        is_of_patches = parts[:2] == [PACKAGE, "patches"] and len(parts) > 2
-        if is_of_patches and parts[2] != room and floors.get(parts[2], len(FLOORS)) >= floors[room]:
-            found.append(f"line {line}: {room} may not import {parts[2]}")
+        other = parts[len(root)] if tuple(parts[: len(root)]) == root and len(parts) > len(root) else room
+        if other != room and floors.get(other, len(floors)) >= floors[room]:
+            found.append(f"line {line}: {room} may not import {other}")
     return found
 
 
@@ -214,6 +217,25 @@ def test_an_import_upwards_is_found() -> None:
     assert len(floor_violations("from sglang_evicpress.patches.http.start import x", "decode_budget")) == 1
     assert floor_violations("from sglang_evicpress.patches.tree.node import walk", "tree") == []
     assert len(floor_violations("import os", "cellar")) == 1
+    assert len(floor_violations("from evicbench.load.grid import x", "tiers", BENCH_FLOORS, ("evicbench",))) == 1
+
+
+BENCH = Path(__file__).parents[2] / "bench" / "evicbench"
+BENCH_FLOORS = (
+    ("__init__", "paths", "report", "testbed"),
+    ("correctness", "demo", "policy"),
+    ("decode_budget", "kernels_cpu", "serving", "tiers"),
+    ("gpu", "load", "mend", "profiler"),
+)
+"""Rooms of the benchmarks, the lowest floor first: a room imports itself and rooms of lower floors."""
+
+
+@pytest.mark.parametrize("path", sorted(BENCH.rglob("*.py")), ids=lambda path: path.relative_to(BENCH).as_posix())
+def test_module_of_the_benchmarks_is_short_and_imports_only_lower_floors(path: Path) -> None:
+    room = path.relative_to(BENCH).parts[0].removesuffix(".py")
+    source = path.read_text(encoding="utf-8")
+    assert floor_violations(source, room, BENCH_FLOORS, ("evicbench",)) == []
+    assert len(source.splitlines()) <= MAX_LINES
 
 
 def import_graph(paths: dict[str, str]) -> dict[str, set[str]]:

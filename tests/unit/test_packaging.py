@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "sglang_evicpress"
-PARTS = ("CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "kernels", "patches", "python")
+PARTS = ("CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "setup.py", "kernels", "patches", "python")
 
 
 def build(kind: str, tree: Path, out: Path) -> Path:
@@ -25,9 +25,7 @@ def build(kind: str, tree: Path, out: Path) -> Path:
     return built
 
 
-@pytest.fixture(scope="module")
-def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tree = tmp_path_factory.mktemp("packaging") / "tree"
+def copy_tree(tree: Path) -> Path:
     tree.mkdir()
     leftovers = shutil.ignore_patterns("*.egg-info", "__pycache__", "build", "dist")
     for name in PARTS:
@@ -35,6 +33,22 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=leftovers)
         else:
             shutil.copy2(ROOT / name, tree / name)
+    return tree
+
+
+def lose_links(tree: Path) -> list[Path]:
+    """Turns the links of the package into text files that hold their targets, as some tools unpack archives."""
+    links = [path for path in (tree / "python" / PACKAGE).iterdir() if path.is_symlink()]
+    for link in links:
+        target = str(link.readlink())
+        link.unlink()
+        link.write_text(target, encoding="utf-8")
+    return links
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tree = copy_tree(tmp_path_factory.mktemp("packaging") / "tree")
     return build("sdist", tree, tree.parent / "sdist")
 
 
@@ -59,6 +73,36 @@ def test_wheel_holds_every_module_through_the_links(wheel: Path) -> None:
     modules = {name for name in members(wheel) if name.endswith(".py")}
     assert modules == expected
     assert {name.split("/")[1] for name in modules} >= {"core.py", "kernels", "patches", "plugin.py"}
+
+
+def test_an_archive_that_lost_its_links_gives_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    tree = copy_tree(tmp_path / "tree")
+    links = lose_links(tree)
+    assert sorted(link.name for link in links) == ["kernels", "patches"]
+    assert members(build("wheel", tree, tmp_path / "wheel")).keys() == members(wheel).keys()
+    assert all(link.is_symlink() and link.is_dir() for link in links)
+
+
+def run_import(tree: Path) -> subprocess.CompletedProcess[str]:
+    program = (
+        f"import sys; sys.path.insert(0, {str(tree / 'python')!r}); before = set(sys.modules); import {PACKAGE}; "
+        f"print(*sorted(name for name in set(sys.modules) - before if name.partition('.')[0] not in "
+        "sys.stdlib_module_names))"
+    )
+    return subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, check=False)
+
+
+def test_importing_a_tree_that_lost_its_links_says_what_to_do(tmp_path: Path) -> None:
+    tree = copy_tree(tmp_path / "tree")
+    lose_links(tree)
+    last = run_import(tree).stderr.splitlines()[-1]
+    assert last.startswith("ImportError: ") and "kernels is not a folder: expected a link" in last
+    assert "`pip install .` or `make setup`" in last
+
+
+def test_importing_the_package_imports_nothing_else() -> None:
+    imported = run_import(ROOT)
+    assert (imported.returncode, imported.stdout.split()) == (0, [PACKAGE]), imported.stderr
 
 
 def test_wheel_is_typed_and_licensed_and_registers_the_plugin(wheel: Path) -> None:

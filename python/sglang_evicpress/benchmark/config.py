@@ -188,7 +188,7 @@ def load_config(path: Path) -> Config:
     """Raises ValueError naming the file, the key, the value and what is accepted."""
     fields = Fields.of(str(path), _read_yaml(path))
     need, get = fields.need, fields.get
-    presses = get("presses", each(one_of(PRESSES)), f"a list of {', '.join(PRESSES)}", DEFAULT_PRESSES)
+    presses = get("presses", each(one_of(tuple(PRESSES))), f"a list of {', '.join(PRESSES)}", DEFAULT_PRESSES)
     kept = get("kept", each(number(above=0.0, below=1.0)), "a list of numbers above 0, below 1", DEFAULT_KEPT)
     kinds = f"a list of {', '.join(KINDS)}"
     arrivals = "poisson, gamma SHAPE (above 0; 1 is poisson, less comes in bursts), or trace FILE.csv"

@@ -7,13 +7,12 @@ the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from sglang_evicpress.decode_budget.settings import SCORES
 from sglang_evicpress.kernels.redundancy import redundancy
 from sglang_evicpress.kernels.score import key_difference, key_norm, page_mean, value_key_ratio
 from sglang_evicpress.kernels.select import select_survivors
@@ -57,41 +56,20 @@ def score(name: str, node: PressInput, window: int) -> Tensor:
 
 
 def score_rows(name: str, rows: Rows, window: int) -> Tensor:
-    """fp32 [L, H, R, n], one figure per slot; the higher survives, one that is not a number goes first. The launches
-    are as many for R rows as for one, and a row's scores do not depend on the others.
+    """fp32 [L, H, R, n], one figure per slot by the score of ``SCORES``; the higher survives, one that is not a number
+    goes first. The launches are as many for R rows as for one, and a row's scores do not depend on the others.
 
-    - ``value_key_ratio``, ``knorm``, ``keydiff``, ``streaming``: the presses of those names (PagedEviction,
-      sections 4.1 and 5.2).
-    - ``tova``: attention of the last query, averaged over the query heads of a kv head (TOVA, arXiv 2401.06104,
-      which averages over all heads of a layer).
-    - ``h2o``: attention of the last ``window`` queries, added up; the ``window`` newest slots come first. An
-      approximation: H2O (arXiv 2306.14048) adds up over all queries, which no fused attention kernel reports.
-    - ``r_kv``: share of rank-normalised importance minus redundancy, the mean cosine with the ``window`` newest keys,
-      which come first themselves (after R-KV, arXiv 2505.24133). Importance is the attention of the last queries
-      where ``rows.queries`` has them, else the value to key ratio.
-
-    Raises ValueError for another name, for a window below 1 and for ``tova`` and ``h2o`` without queries.
+    ``window``: how many of the last queries and keys a score looks at. Raises ValueError for another name, and for a
+    window below 1 or rows without queries where the score needs them.
     """
     if name not in SCORES:
-        raise ValueError(f"score {name!r} is not known: want one of {', '.join(SCORES)}")
-    shape = rows.positions.shape
-    match name:  # the first three go by each slot alone, keydiff by the mean of its row
-        case "value_key_ratio":
-            return value_key_ratio(rows.k_buffers, rows.v_buffers, rows.slots.flatten()).view(shape)
-        case "knorm":
-            return key_norm(rows.k_buffers, rows.slots.flatten()).view(shape).neg()
-        case "streaming":
-            return rows.positions.to(torch.float32)
-        case "keydiff":
-            return key_difference(rows.k_buffers, rows.slots)
-    if window < 1:
-        raise ValueError(f"the window of {name} is {window}: want at least 1")
-    match name:
-        case "tova":
-            return _attention(name, rows, 1)
-        case "h2o":
-            return _newest_first(_attention(name, rows, window).mul_(_num_queries(rows, window)), rows, window)
-    return _newest_first(_importance_less_redundancy(rows, window), rows, window)
+        raise ValueError(f"score {name!r} is not known: expected one of {', '.join(SCORES)}")
+    score = SCORES[name]
+    if score.reads_window and window < 1:
+        raise ValueError(f"the window of {name} is {window}: expected at least 1")
+    if score.needs_queries and rows.queries is None:
+        raise ValueError(f"the queries of {name} are missing: expected the last ones of each row")
+    return score.compute(rows, window)
 
 
 def survivors(scores: Tensor, positions: Tensor, num_kept: int, sinks: int, *, in_order: bool) -> Tensor:
@@ -166,24 +144,13 @@ def _num_queries(rows: Rows, window: int) -> int:
     return 0 if rows.queries is None else min(window, rows.queries.shape[2])
 
 
-def _attention(name: str, rows: Rows, window: int) -> Tensor:
+def _attention(rows: Rows, window: int) -> Tensor:
     """fp32 [L, H, R, n]: attention of the last ``window`` queries, mean over them and over the heads of a group."""
-    if rows.queries is None or rows.query_positions is None:
-        raise ValueError(f"{name} needs the last queries of the request, and it comes without them")
+    assert rows.queries is not None and rows.query_positions is not None
     queries, at = rows.queries[:, :, -window:], rows.query_positions[:, -window:]
     attention = window_attention(queries, rows.k_buffers, rows.slots, at, rows.positions, rows.scale)
     num_layers, num_heads, num_rows, num_slots = rows.positions.shape
     return attention.view(num_layers, num_heads, -1, num_rows, num_slots).mean(2)
-
-
-def _importance_less_redundancy(rows: Rows, window: int) -> Tensor:
-    if rows.queries is None:
-        importance = value_key_ratio(rows.k_buffers, rows.v_buffers, rows.slots.flatten()).view(rows.positions.shape)
-    else:
-        importance = _attention("r_kv", rows, window)
-    recent = rows.positions.topk(min(window, rows.positions.shape[-1]), dim=-1).indices.int()
-    repeated = redundancy(rows.k_buffers, rows.slots, recent)
-    return _IMPORTANCE_SHARE * _ranks(importance) - (1 - _IMPORTANCE_SHARE) * repeated
 
 
 def _newest_first(scores: Tensor, rows: Rows, window: int) -> Tensor:
@@ -198,3 +165,67 @@ def _ranks(values: Tensor) -> Tensor:
     values = values.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     lower = torch.searchsorted(values.sort(-1).values, values.contiguous())
     return lower.float() / max(1, values.shape[-1] - 1)
+
+
+def _value_key_ratio(rows: Rows, window: int) -> Tensor:
+    """PagedEviction, sections 4.1 and 5.2; by each slot alone, as the press of that name."""
+    return value_key_ratio(rows.k_buffers, rows.v_buffers, rows.slots.flatten()).view(rows.positions.shape)
+
+
+def _knorm(rows: Rows, window: int) -> Tensor:
+    """By each slot alone, as the press of that name."""
+    return key_norm(rows.k_buffers, rows.slots.flatten()).view(rows.positions.shape).neg()
+
+
+def _keydiff(rows: Rows, window: int) -> Tensor:
+    """By the mean of each row, as the press of that name."""
+    return key_difference(rows.k_buffers, rows.slots)
+
+
+def _streaming(rows: Rows, window: int) -> Tensor:
+    """By position, as the press of that name."""
+    return rows.positions.to(torch.float32)
+
+
+def _tova(rows: Rows, window: int) -> Tensor:
+    """Attention of the last query, averaged over the query heads of a kv head (TOVA, arXiv 2401.06104, which averages
+    over all heads of a layer)."""
+    return _attention(rows, 1)
+
+
+def _h2o(rows: Rows, window: int) -> Tensor:
+    """Attention of the last ``window`` queries, added up; the ``window`` newest slots come first. An approximation: H2O
+    (arXiv 2306.14048) adds up over all queries, which no fused attention kernel reports."""
+    return _newest_first(_attention(rows, window).mul_(_num_queries(rows, window)), rows, window)
+
+
+def _r_kv(rows: Rows, window: int) -> Tensor:
+    """Share of rank-normalised importance minus redundancy, the mean cosine with the ``window`` newest keys, which come
+    first themselves (after R-KV, arXiv 2505.24133). Importance is the attention of the last queries where the rows have
+    them, else the value to key ratio."""
+    importance = _value_key_ratio(rows, window) if rows.queries is None else _attention(rows, window)
+    recent = rows.positions.topk(min(window, rows.positions.shape[-1]), dim=-1).indices.int()
+    repeated = redundancy(rows.k_buffers, rows.slots, recent)
+    scores = _IMPORTANCE_SHARE * _ranks(importance) - (1 - _IMPORTANCE_SHARE) * repeated
+    return _newest_first(scores, rows, window)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """``compute`` gives fp32 [L, H, R, n] of rows and a window. ``sorts_rows``: each pass sorts the whole row."""
+
+    compute: Callable[[Rows, int], Tensor]
+    reads_window: bool = False
+    needs_queries: bool = False
+    sorts_rows: bool = False
+
+
+SCORES: dict[str, Score] = {
+    "value_key_ratio": Score(_value_key_ratio),
+    "knorm": Score(_knorm),
+    "keydiff": Score(_keydiff),
+    "streaming": Score(_streaming),
+    "r_kv": Score(_r_kv, reads_window=True, sorts_rows=True),
+    "tova": Score(_tova, reads_window=True, needs_queries=True),
+    "h2o": Score(_h2o, reads_window=True, needs_queries=True),
+}

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from sglang_evicpress.decode_budget.scores import SCORES
+
 METHODS = ("paged", "repack", "holefill", "compact")
-SCORES = ("value_key_ratio", "knorm", "keydiff", "streaming", "r_kv", "tova", "h2o")
-QUERY_SCORES = ("tova", "h2o")
-"""Scores that cannot be computed without recent queries; ``r_kv`` takes them when they are there."""
 PROTECTIONS = ("first", "newest")
 MAX_WINDOW = 256
 MAX_TOKENS = 2**31 - 1
@@ -26,7 +25,6 @@ TRACE = "kv_decode_trace"
 _PREFIX = "kv_decode_"
 _MAX_PARAMS = 256
 _SORTING_METHODS = ("holefill", "compact")
-_SORTING_SCORES = ("r_kv",)
 _FIELDS: Mapping[str, str] = MappingProxyType(
     {
         "kv_decode_budget": "tokens",
@@ -64,7 +62,7 @@ class DecodeSettings:
                 f"choose {_either(METHODS)}"
             )
         _check_name("kv_decode_method", self.method, METHODS)
-        _check_name("kv_decode_score", self.score, SCORES)
+        _check_name("kv_decode_score", self.score, tuple(SCORES))
         _check_int("kv_decode_every", self.every, 1)
         _check_int("kv_decode_window", self.window, 1, MAX_WINDOW)
         if self.protect not in ((), ("first",), ("newest",), PROTECTIONS):
@@ -75,12 +73,12 @@ class DecodeSettings:
     @property
     def reads_queries(self) -> bool:
         """Whether the score is lost without recent queries."""
-        return self.score in QUERY_SCORES
+        return SCORES[self.score].needs_queries
 
     @property
     def sorts_rows(self) -> str | None:
         """The score or method that makes each pass sort the row, None for a cost linear in the row."""
-        names = (self.score in _SORTING_SCORES and self.score, self.method in _SORTING_METHODS and self.method)
+        names = (SCORES[self.score].sorts_rows and self.score, self.method in _SORTING_METHODS and self.method)
         return next((name for name in names if name), None)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import orjson
 
@@ -18,14 +18,11 @@ from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.error_text import code_path, short_repr
 from sglang_evicpress.introspect import arguments as checked
 from sglang_evicpress.introspect.arguments import PAGE_NODES, IntrospectionError, Json
-from sglang_evicpress.introspect.profile_operations import PROFILE_OPS, read_profile_question
+from sglang_evicpress.introspect.operation import Access, Operation, Question
+from sglang_evicpress.introspect.profile_operations import PROFILE_OPERATIONS
 
 logger = logging.getLogger(__name__)
 
-OPERATIONS = (
-    *("tree", "node", "stats", "explain", "journal", "compress", "check", "evict", "tiers", "flush", "demote"),
-    *("attach_ssd", "detach_ssd", "requests", *PROFILE_OPS),
-)
 HOLD_S = 60.0
 """How long a node stays as it was put by hand where the request does not say."""
 
@@ -114,7 +111,116 @@ class Inspectable(Protocol):
         404."""
 
 
-Question: TypeAlias = Callable[[Inspectable], Json]
+def _nothing(question: Question) -> Callable[[Mapping[str, object]], Question]:
+    """Reader of an operation without arguments."""
+
+    def read(arguments: Mapping[str, object]) -> Question:
+        checked.accept_only(arguments)
+        return question
+
+    return read
+
+
+def _tree(arguments: Mapping[str, object]) -> Question:
+    checked.accept_only(arguments, "after", "limit")
+    page = {name: checked.integer(arguments, name, least=name == "limit") for name in arguments}
+    return lambda cache: cache.describe_tree(**page)
+
+
+def _node(arguments: Mapping[str, object]) -> Question:
+    checked.accept_only(arguments, "node_id", "positions", "tokens", "layer")
+    node_id = checked.integer(arguments, "node_id", least=0)
+    positions, tokens = checked.flag(arguments, "positions"), checked.flag(arguments, "tokens")
+    layer = {"layer": checked.integer(arguments, "layer", least=0)} if "layer" in arguments else {}
+    return lambda cache: cache.describe_node(node_id, positions=positions, tokens=tokens, **layer)
+
+
+def _explain(arguments: Mapping[str, object]) -> Question:
+    checked.accept_only(arguments, "node_id")
+    node_id = checked.integer(arguments, "node_id", least=0)
+    return lambda cache: cache.explain_node(node_id)
+
+
+def _journal(arguments: Mapping[str, object]) -> Question:
+    checked.accept_only(arguments, "since", "limit")
+    since = checked.integer({"since": 0, **arguments}, "since", least=0)
+    limit = checked.integer({"limit": 100, **arguments}, "limit", least=1)
+    return lambda cache: cache.read_journal(since, limit)
+
+
+def _compress(arguments: Mapping[str, object]) -> Question:
+    checked.accept_only(arguments, "node_id", "form", "hold_seconds")
+    node_id, form = checked.integer(arguments, "node_id", least=0), checked.form(arguments)
+    hold_s = checked.seconds(arguments, "hold_seconds", default=HOLD_S)
+    return lambda cache: cache.compress_node(node_id, form, hold_s)
+
+
+def _evict(arguments: Mapping[str, object]) -> Question:
+    checked.accept_only(arguments, "num_slots")
+    num_slots = checked.integer(arguments, "num_slots", least=1)
+    return lambda cache: cache.evict_slots(num_slots)
+
+
+def _flush(arguments: Mapping[str, object]) -> Question:
+    checked.accept_only(arguments, "tier")
+    tier = checked.tier(arguments, Tier.GPU, Tier.HOST, Tier.SSD)
+    return lambda cache: cache.flush_tier(tier)
+
+
+def _demote(arguments: Mapping[str, object]) -> Question:
+    checked.accept_only(arguments, "node_id", "tier", "hold_seconds")
+    node_id, tier = checked.integer(arguments, "node_id", least=0), checked.tier(arguments, Tier.HOST, Tier.SSD)
+    hold_s = checked.seconds(arguments, "hold_seconds", default=HOLD_S)
+    return lambda cache: cache.demote_node(node_id, tier, hold_s)
+
+
+def _attach_ssd(arguments: Mapping[str, object]) -> Question:
+    checked.accept_only(arguments, "dir", "gb", "write_gb_per_day")
+    folder, gb = checked.folder(arguments), checked.gigabytes(arguments, "gb")
+    is_limited = arguments.get("write_gb_per_day") is not None
+    write_gb = checked.gigabytes(arguments, "write_gb_per_day") if is_limited else None
+    return lambda cache: cache.attach_ssd(folder, gb, write_gb)
+
+
+def _requests(arguments: Mapping[str, object]) -> Question:
+    checked.accept_only(arguments, "rid", "positions", "offset", "after", "limit")
+    rid, positions = checked.name(arguments, "rid"), checked.flag(arguments, "positions")
+    if positions and rid is None:
+        raise IntrospectionError(400, "positions is true without rid: expected the rid of one request")
+    if "offset" in arguments and not positions:
+        raise IntrospectionError(400, "offset is given without positions: expected positions=true")
+    if rid is not None and ("after" in arguments or "limit" in arguments):
+        raise IntrospectionError(400, "after and limit list requests: expected them without rid")
+    offset = checked.integer({"offset": 0, **arguments}, "offset", least=0)
+    after = checked.integer({"after": 0, **arguments}, "after", least=0)
+    limit = checked.integer({"limit": 100, **arguments}, "limit", least=1)
+    return lambda cache: cache.describe_requests(rid, positions=positions, offset=offset, after=after, limit=limit)
+
+
+_OPERATIONS = (
+    Operation("tree", _tree, "GET", "/evicpress/tree"),
+    Operation("node", _node, "GET", "/evicpress/nodes/{node_id}"),  # with tokens=true as Access.PROMPT
+    Operation("stats", _nothing(lambda cache: cache.describe_stats()), "GET", "/evicpress/stats", Access.OPEN),
+    Operation("explain", _explain, "GET", "/evicpress/explain/{node_id}"),
+    Operation("journal", _journal, "GET", "/evicpress/journal"),
+    Operation("compress", _compress, "POST", "/evicpress/nodes/{node_id}/compress", Access.ACT, may_conflict=True),
+    Operation("check", _nothing(lambda cache: cache.check_integrity()), "POST", "/evicpress/check", Access.ACT),
+    Operation("evict", _evict, "POST", "/evicpress/evict", Access.ACT),
+    Operation("tiers", _nothing(lambda cache: cache.describe_tiers()), "GET", "/evicpress/tiers", Access.OPEN),
+    Operation("flush", _flush, "POST", "/evicpress/flush", Access.ACT, may_conflict=True, takes_query=True),
+    Operation("demote", _demote, "POST", "/evicpress/nodes/{node_id}/demote", Access.ACT, may_conflict=True),
+    Operation("attach_ssd", _attach_ssd, "POST", "/evicpress/tiers/ssd", Access.FOLDER, may_conflict=True),
+    Operation(
+        "detach_ssd",
+        _nothing(lambda cache: cache.detach_ssd()),
+        *("POST", "/evicpress/tiers/ssd/detach", Access.ACT),
+        may_conflict=True,
+    ),
+    Operation("requests", _requests, "GET", "/evicpress/requests"),
+    *PROFILE_OPERATIONS,
+)
+OPERATIONS: dict[str, Operation] = {operation.name: operation for operation in _OPERATIONS}
+"""Every operation by name; those with a path are served over HTTP."""
 
 
 def read_question(op: str, arguments: Mapping[str, object]) -> Question:
@@ -122,83 +228,11 @@ def read_question(op: str, arguments: Mapping[str, object]) -> Question:
 
     Raises IntrospectionError 400 or 404, naming the value and what is accepted.
     """
-    match op:
-        case "tree":
-            checked.accept_only(arguments, "after", "limit")
-            page = {name: checked.integer(arguments, name, least=name == "limit") for name in arguments}
-            return lambda cache: cache.describe_tree(**page)
-        case "stats":
-            checked.accept_only(arguments)
-            return lambda cache: cache.describe_stats()
-        case "check":
-            checked.accept_only(arguments)
-            return lambda cache: cache.check_integrity()
-        case "node":
-            checked.accept_only(arguments, "node_id", "positions", "tokens", "layer")
-            node_id = checked.integer(arguments, "node_id", least=0)
-            positions, tokens = checked.flag(arguments, "positions"), checked.flag(arguments, "tokens")
-            wanted: dict[str, int] = {}
-            if "layer" in arguments:
-                wanted["layer"] = checked.integer(arguments, "layer", least=0)
-            return lambda cache: cache.describe_node(node_id, positions=positions, tokens=tokens, **wanted)
-        case "explain":
-            checked.accept_only(arguments, "node_id")
-            explained = checked.integer(arguments, "node_id", least=0)
-            return lambda cache: cache.explain_node(explained)
-        case "journal":
-            checked.accept_only(arguments, "since", "limit")
-            since = checked.integer({"since": 0, **arguments}, "since", least=0)
-            limit = checked.integer({"limit": 100, **arguments}, "limit", least=1)
-            return lambda cache: cache.read_journal(since, limit)
-        case "compress":
-            checked.accept_only(arguments, "node_id", "form", "hold_seconds")
-            node_id, form = checked.integer(arguments, "node_id", least=0), checked.form(arguments)
-            hold_s = checked.seconds(arguments, "hold_seconds", default=HOLD_S)
-            return _allowed(lambda cache: cache.compress_node(node_id, form, hold_s))
-        case "evict":
-            checked.accept_only(arguments, "num_slots")
-            num_slots = checked.integer(arguments, "num_slots", least=1)
-            return lambda cache: cache.evict_slots(num_slots)
-        case "tiers":
-            checked.accept_only(arguments)
-            return lambda cache: cache.describe_tiers()
-        case "flush":
-            checked.accept_only(arguments, "tier")
-            flushed = checked.tier(arguments, Tier.GPU, Tier.HOST, Tier.SSD)
-            return _allowed(lambda cache: cache.flush_tier(flushed))
-        case "demote":
-            checked.accept_only(arguments, "node_id", "tier", "hold_seconds")
-            demoted, tier = checked.integer(arguments, "node_id", least=0), checked.tier(arguments, Tier.HOST, Tier.SSD)
-            hold_s = checked.seconds(arguments, "hold_seconds", default=HOLD_S)
-            return _allowed(lambda cache: cache.demote_node(demoted, tier, hold_s))
-        case "attach_ssd":
-            checked.accept_only(arguments, "dir", "gb", "write_gb_per_day")
-            folder, gb = checked.folder(arguments), checked.gigabytes(arguments, "gb")
-            is_limited = arguments.get("write_gb_per_day") is not None
-            write_gb = checked.gigabytes(arguments, "write_gb_per_day") if is_limited else None
-            return _allowed(lambda cache: cache.attach_ssd(folder, gb, write_gb))
-        case "detach_ssd":
-            checked.accept_only(arguments)
-            return _allowed(lambda cache: cache.detach_ssd())
-        case "requests":
-            checked.accept_only(arguments, "rid", "positions", "offset", "after", "limit")
-            rid, shows_positions = checked.name(arguments, "rid"), checked.flag(arguments, "positions")
-            if shows_positions and rid is None:
-                raise IntrospectionError(400, "positions is true without rid: expected the rid of one request")
-            if "offset" in arguments and not shows_positions:
-                raise IntrospectionError(400, "offset is given without positions: expected positions=true")
-            if rid is not None and ("after" in arguments or "limit" in arguments):
-                raise IntrospectionError(400, "after and limit list requests: expected them without rid")
-            offset = checked.integer({"offset": 0, **arguments}, "offset", least=0)
-            after = checked.integer({"after": 0, **arguments}, "after", least=0)
-            shown = checked.integer({"limit": 100, **arguments}, "limit", least=1)
-            return lambda cache: cache.describe_requests(
-                rid, positions=shows_positions, offset=offset, after=after, limit=shown
-            )
-    question = read_profile_question(op, arguments)
-    if question is not None:
-        return _allowed(question)
-    raise IntrospectionError(404, f"operation {short_repr(op)} is not known: expected {', '.join(OPERATIONS)}")
+    operation = OPERATIONS.get(op)
+    if operation is None:
+        raise IntrospectionError(404, f"operation {short_repr(op)} is not known: expected {', '.join(OPERATIONS)}")
+    question = operation.read(arguments)
+    return _allowed(question) if operation.may_conflict else question
 
 
 def answer(cache: object, op: str, arguments: Mapping[str, object]) -> tuple[int, Json]:

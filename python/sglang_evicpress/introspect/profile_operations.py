@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from sglang_evicpress.core import Form
 from sglang_evicpress.error_text import short_repr
@@ -18,15 +18,18 @@ from sglang_evicpress.introspect.arguments import (
     form,
     integer,
 )
+from sglang_evicpress.introspect.operation import (
+    MAX_BODY_BYTES,
+    MAX_CONTEXT_BYTES,
+    MAX_PROFILE_BYTES,
+    Access,
+    Operation,
+    Question,
+)
 from sglang_evicpress.quality.profile import Profile
 from sglang_evicpress.tiers.entry.identity import MAX_TOKEN
 
 _KEY = re.compile(r"[0-9a-fA-F]{32}")
-
-PROFILE_OPS = (
-    *("open_shadow", "make_shadow_form", "drop_shadow_form", "close_shadow"),
-    *("profiles", "profile", "put_profile", "profiling_job", "note_observed", "note_failed"),
-)
 
 
 @runtime_checkable
@@ -65,55 +68,6 @@ class Profiled(Protocol):
 
     def note_failed(self, key: bytes) -> Json:
         """A job came to nothing."""
-
-
-Question: TypeAlias = Callable[[Any], Json]
-
-
-def read_profile_question(op: str, arguments: Mapping[str, object]) -> Question | None:
-    """Check the arguments of one of ``PROFILE_OPS``; None for another operation. Raises IntrospectionError 400."""
-    match op:
-        case "open_shadow":
-            accept_only(arguments, "token_ids", "extra_key", "may_evict")
-            tokens, namespace, may_evict = _tokens(arguments), _namespace(arguments), flag(arguments, "may_evict")
-            return lambda cache: _of(cache).open_shadow(tokens, namespace, may_evict)
-        case "make_shadow_form":
-            accept_only(arguments, "shadow_id", "form")
-            space_id, made = integer(arguments, "shadow_id", least=0), form(arguments)
-            return lambda cache: _of(cache).make_shadow_form(space_id, made)
-        case "drop_shadow_form":
-            accept_only(arguments, "shadow_id", "form")
-            space_id, dropped = integer(arguments, "shadow_id", least=0), form(arguments)
-            return lambda cache: _of(cache).drop_shadow_form(space_id, dropped)
-        case "close_shadow":
-            accept_only(arguments, "shadow_id", "adopt")
-            space_id, adopt = integer(arguments, "shadow_id", least=0), flag(arguments, "adopt")
-            return lambda cache: _of(cache).close_shadow(space_id, adopt)
-        case "profiles":
-            accept_only(arguments, "after", "limit")
-            after = _key({"key": arguments["after"]}) if "after" in arguments else b""
-            limit = integer({"limit": PAGE_PROFILES, **arguments}, "limit", least=1)
-            return lambda cache: _of(cache).list_profiles(after, limit)
-        case "profile":
-            accept_only(arguments, "key")
-            key = _key(arguments)
-            return lambda cache: _of(cache).show_profile(key)
-        case "put_profile":
-            accept_only(arguments, "profile", "is_fresh")
-            profile, is_fresh = _profile(arguments), flag(arguments, "is_fresh")
-            return lambda cache: _of(cache).put_profile(profile, is_fresh)
-        case "profiling_job":
-            accept_only(arguments)
-            return lambda cache: _of(cache).next_profiling_job()
-        case "note_observed":
-            accept_only(arguments, "key", "pairs")
-            observed, pairs = _key(arguments), _pairs(arguments)
-            return lambda cache: _of(cache).note_observed(observed, pairs)
-        case "note_failed":
-            accept_only(arguments, "key")
-            failed = _key(arguments)
-            return lambda cache: _of(cache).note_failed(failed)
-    return None
 
 
 def _of(cache: object) -> Profiled:
@@ -168,3 +122,88 @@ def _pairs(arguments: Mapping[str, object]) -> list[tuple[float, float]]:
                 reason = f"pairs has {short_repr(pair)}: expected [predicted, observed], each from 0 to 1"
                 raise IntrospectionError(400, reason)
     return found
+
+
+def _open_shadow(arguments: Mapping[str, object]) -> Question:
+    accept_only(arguments, "token_ids", "extra_key", "may_evict")
+    tokens, namespace, may_evict = _tokens(arguments), _namespace(arguments), flag(arguments, "may_evict")
+    return lambda cache: _of(cache).open_shadow(tokens, namespace, may_evict)
+
+
+def _make_shadow_form(arguments: Mapping[str, object]) -> Question:
+    accept_only(arguments, "shadow_id", "form")
+    space_id, made = integer(arguments, "shadow_id", least=0), form(arguments)
+    return lambda cache: _of(cache).make_shadow_form(space_id, made)
+
+
+def _drop_shadow_form(arguments: Mapping[str, object]) -> Question:
+    accept_only(arguments, "shadow_id", "form")
+    space_id, dropped = integer(arguments, "shadow_id", least=0), form(arguments)
+    return lambda cache: _of(cache).drop_shadow_form(space_id, dropped)
+
+
+def _close_shadow(arguments: Mapping[str, object]) -> Question:
+    accept_only(arguments, "shadow_id", "adopt")
+    space_id, adopt = integer(arguments, "shadow_id", least=0), flag(arguments, "adopt")
+    return lambda cache: _of(cache).close_shadow(space_id, adopt)
+
+
+def _list_profiles(arguments: Mapping[str, object]) -> Question:
+    accept_only(arguments, "after", "limit")
+    after = _key({"key": arguments["after"]}) if "after" in arguments else b""
+    limit = integer({"limit": PAGE_PROFILES, **arguments}, "limit", least=1)
+    return lambda cache: _of(cache).list_profiles(after, limit)
+
+
+def _show_profile(arguments: Mapping[str, object]) -> Question:
+    accept_only(arguments, "key")
+    key = _key(arguments)
+    return lambda cache: _of(cache).show_profile(key)
+
+
+def _put_profile(arguments: Mapping[str, object]) -> Question:
+    accept_only(arguments, "profile", "is_fresh")
+    profile, is_fresh = _profile(arguments), flag(arguments, "is_fresh")
+    return lambda cache: _of(cache).put_profile(profile, is_fresh)
+
+
+def _profiling_job(arguments: Mapping[str, object]) -> Question:
+    accept_only(arguments)
+    return lambda cache: _of(cache).next_profiling_job()
+
+
+def _note_observed(arguments: Mapping[str, object]) -> Question:
+    accept_only(arguments, "key", "pairs")
+    key, pairs = _key(arguments), _pairs(arguments)
+    return lambda cache: _of(cache).note_observed(key, pairs)
+
+
+def _note_failed(arguments: Mapping[str, object]) -> Question:
+    accept_only(arguments, "key")
+    key = _key(arguments)
+    return lambda cache: _of(cache).note_failed(key)
+
+
+def _operation(
+    name: str,
+    read: Callable[[Mapping[str, object]], Question],
+    method: str = "POST",
+    path: str = "",
+    max_body_bytes: int = MAX_BODY_BYTES,
+) -> Operation:
+    access = Access.READ if method == "GET" else Access.ACT
+    return Operation(name, read, method, path, access, may_conflict=True, max_body_bytes=max_body_bytes)
+
+
+PROFILE_OPERATIONS = (
+    _operation("open_shadow", _open_shadow, "POST", "/evicpress/shadows", MAX_CONTEXT_BYTES),
+    _operation("make_shadow_form", _make_shadow_form, "POST", "/evicpress/shadows/{shadow_id}/forms"),
+    _operation("drop_shadow_form", _drop_shadow_form, "POST", "/evicpress/shadows/{shadow_id}/drop"),
+    _operation("close_shadow", _close_shadow, "POST", "/evicpress/shadows/{shadow_id}/close"),
+    _operation("profiles", _list_profiles, "GET", "/evicpress/profiles"),
+    _operation("profile", _show_profile, "GET", "/evicpress/profiles/{key}"),
+    _operation("put_profile", _put_profile, "POST", "/evicpress/profiles", MAX_PROFILE_BYTES),
+    _operation("profiling_job", _profiling_job),
+    _operation("note_observed", _note_observed),
+    _operation("note_failed", _note_failed),
+)

@@ -43,23 +43,34 @@ def _belady(given: Inputs) -> Rule:
     return BeladyRule(given.menu, given.next_use)
 
 
-RULES: Mapping[str, Callable[[Inputs], Rule]] = {
-    "evicpress": lambda given: EvicPressRule(given.menu, given.alpha, given.costs),
-    "lru": lambda given: LruRule(given.menu),
-    "lfu": lambda given: LfuRule(given.menu),
-    "slru": lambda given: SlruRule(given.menu),
-    "tlru": lambda given: TlruRule(given.menu),
-    "hpt": lambda given: HptRule(given.menu),
-    "gdsf": lambda given: GdsfRule(given.menu, given.costs),
-    "adaptcache": _adaptcache,
-    "belady": _belady,
+@dataclass(frozen=True, slots=True)
+class RuleInfo:
+    """A rule as registered. ``weighs_quality``: by alpha and quality curves. ``sees_future``: for a simulator only."""
+
+    make: Callable[[Inputs], Rule]
+    weighs_quality: bool = False
+    has_mean_curve: bool = False
+    sees_future: bool = False
+
+
+RULES: dict[str, RuleInfo] = {
+    "evicpress": RuleInfo(lambda given: EvicPressRule(given.menu, given.alpha, given.costs), weighs_quality=True),
+    "lru": RuleInfo(lambda given: LruRule(given.menu)),
+    "lfu": RuleInfo(lambda given: LfuRule(given.menu)),
+    "slru": RuleInfo(lambda given: SlruRule(given.menu)),
+    "tlru": RuleInfo(lambda given: TlruRule(given.menu)),
+    "hpt": RuleInfo(lambda given: HptRule(given.menu)),
+    "gdsf": RuleInfo(lambda given: GdsfRule(given.menu, given.costs)),
+    "adaptcache": RuleInfo(_adaptcache, weighs_quality=True, has_mean_curve=True),
+    "belady": RuleInfo(_belady, sees_future=True),
 }
 
-SERVER_POLICY_NAMES = (*(name for name in RULES if name != "belady"), "PRESS@KEPT+lru", "impress@X")
-"""What a server accepts, as help texts show it; the last two are patterns, such as keydiff@0.5+lru, impress@0.1."""
+_PATTERNS = ("PRESS@KEPT+lru", "impress@X")  # such as keydiff@0.5+lru, impress@0.1
+SERVER_POLICY_NAMES = (*(name for name, rule in RULES.items() if not rule.sees_future), *_PATTERNS)
+"""Names and patterns that a server accepts, as help texts show them."""
 
-POLICY_NAMES = (*SERVER_POLICY_NAMES, "belady")
-"""What the simulator accepts."""
+POLICY_NAMES = (*SERVER_POLICY_NAMES, *(name for name, rule in RULES.items() if rule.sees_future))
+"""Names and patterns that the simulator accepts."""
 
 
 def make_policy(
@@ -76,11 +87,26 @@ def make_policy(
     ``mean_curve``, the offline quality of every form of the menu, is needed by adaptcache, ``next_use`` by belady.
     Raises ValueError for a name that is not known, listing those that are, and for an input that is missing or wrong.
     """
-    builder = RULES.get(name)
-    if builder is not None:
-        return Policy(builder(Inputs(menu, alpha, costs, mean_curve, next_use)))
+    rule = RULES.get(name)
+    if rule is not None:
+        return Policy(rule.make(Inputs(menu, alpha, costs, mean_curve, next_use)))
     form, important = _patterned(name)
     return Policy(FixedFormRule(menu, form) if important is None else ImpressRule(menu, important))
+
+
+def weighs_quality(name: str) -> bool:
+    """True if the policy chooses forms by alpha and their quality."""
+    return name in RULES and RULES[name].weighs_quality
+
+
+def has_mean_curve(name: str) -> bool:
+    """True if the policy goes by one curve for all nodes."""
+    return name in RULES and RULES[name].has_mean_curve
+
+
+def sees_future(name: str) -> bool:
+    """True if only a simulator can run the policy."""
+    return name in RULES and RULES[name].sees_future
 
 
 def policy_forms(name: str) -> tuple[Form, ...]:

@@ -1,30 +1,24 @@
-"""Presses: one file each, one verb, ``score``. ``select`` turns scores into survivors.
-
-``PRESSES`` holds each under its name with its default settings; other settings are made from the classes.
-"""
+"""Presses: one file each, one verb, ``score``. ``select`` turns scores into survivors. ``core.PRESSES`` lists them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
+from functools import cache
+from importlib import import_module
 
+from sglang_evicpress.core import PRESSES
 from sglang_evicpress.press.base import Press, PressInput, QueryWindow, select
-from sglang_evicpress.press.keydiff import KeyDiff
-from sglang_evicpress.press.knorm import Knorm
-from sglang_evicpress.press.random import Random
-from sglang_evicpress.press.snapkv import SnapKV
-from sglang_evicpress.press.streaming import Streaming
-from sglang_evicpress.press.value_key_ratio import ValueKeyRatio
 
-__all__ = ["PRESSES", "Press", "PressInput", "QueryWindow", "get_press", "select"]
-
-_DEFAULTS: tuple[Press, ...] = (KeyDiff(), Knorm(), SnapKV(), ValueKeyRatio(), Streaming(), Random())
-PRESSES: Mapping[str, Press] = MappingProxyType({press.name: press for press in _DEFAULTS})
+__all__ = ["Press", "PressInput", "QueryWindow", "get_press", "select"]
 
 
 def get_press(name: str) -> Press:
     """The press of that name with its default settings. Raises ValueError with the names there are."""
-    try:
-        return PRESSES[name]
-    except KeyError:
-        raise ValueError(f"press {name!r} is not known: expected one of {', '.join(PRESSES)}") from None
+    if name not in PRESSES:
+        raise ValueError(f"press {name!r} is not known: expected one of {', '.join(PRESSES)}")
+    return _load(name)
+
+
+@cache
+def _load(name: str) -> Press:
+    press: Press = import_module(f"{__name__}.{name}").PRESS
+    return press

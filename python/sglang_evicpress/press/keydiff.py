@@ -24,3 +24,6 @@ class KeyDiff:
     def score(self, node: PressInput) -> Tensor:
         """fp32 [L, H, n] in [-1, 1]."""
         return key_difference(node.k_buffers, node.slots)
+
+
+PRESS = KeyDiff()

@@ -23,3 +23,6 @@ class Knorm:
     def score(self, node: PressInput) -> Tensor:
         """fp32 [L, H, n], never positive."""
         return -key_norm(node.k_buffers, node.slots)
+
+
+PRESS = Knorm()

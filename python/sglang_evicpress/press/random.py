@@ -40,6 +40,9 @@ class Random:
         return _shift_right(mixed, 64 - _SCORE_BITS).to(torch.float32) / (1 << _SCORE_BITS)
 
 
+PRESS = Random()
+
+
 def _mix(x: Tensor) -> Tensor:
     """One step of SplitMix64 (Steele et al., "Fast Splittable Pseudorandom Number Generators", 2014)."""
     x = x + _GOLDEN_RATIO

@@ -63,3 +63,6 @@ class SnapKV:
         pool = max_pool1d if self.pooling == "max" else avg_pool1d
         rows = attention.flatten(0, 2)
         return pool(rows, self.kernel_size, stride=1, padding=self.kernel_size // 2).view_as(attention)
+
+
+PRESS = SnapKV()

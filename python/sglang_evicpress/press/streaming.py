@@ -21,3 +21,6 @@ class Streaming:
     def score(self, node: PressInput) -> Tensor:
         """fp32 [L, H, n], exact for positions below 2**24."""
         return node.positions.to(torch.float32)
+
+
+PRESS = Streaming()

@@ -35,3 +35,6 @@ class ValueKeyRatio:
             return ratio
         means = page_mean(ratio, node.page_size)
         return means.repeat_interleave(node.page_size, dim=-1)[..., : ratio.shape[-1]]
+
+
+PRESS = ValueKeyRatio()

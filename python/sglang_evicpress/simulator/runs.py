@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Literal
 
 from sglang_evicpress.core import Form
-from sglang_evicpress.policy import make_policy, policy_forms
+from sglang_evicpress.policy import has_mean_curve, make_policy, policy_forms, weighs_quality
 from sglang_evicpress.policy.cost_model import Costs
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.quality_curves import Curves
@@ -16,9 +16,6 @@ from sglang_evicpress.simulator.future import Future
 from sglang_evicpress.simulator.replay import Machine, Replay
 from sglang_evicpress.simulator.sensitivity import Sensitivities
 from sglang_evicpress.traces import Trace
-
-ALPHA_POLICIES = ("evicpress", "adaptcache")
-"""Those whose decisions depend on alpha."""
 
 Recompute = Literal["evicpress", "all", "none"]
 
@@ -56,7 +53,7 @@ def all_runs(policies: tuple[str, ...], alphas: tuple[float, ...]) -> tuple[Run,
     """Each policy once, those that have an alpha once for each."""
     runs = []
     for policy in policies:
-        runs += [Run(policy, alpha) for alpha in alphas] if policy in ALPHA_POLICIES else [Run(policy)]
+        runs += [Run(policy, alpha) for alpha in alphas] if weighs_quality(policy) else [Run(policy)]
     return tuple(runs)
 
 
@@ -86,7 +83,7 @@ def make_replay(trace: Trace, run: Run, setting: Setting, future: Future | None 
         menu,
         alpha=1.0 if run.alpha is None else run.alpha,
         costs=machine.costs,
-        mean_curve=offline_curve(curves) if run.policy == "adaptcache" else None,
+        mean_curve=offline_curve(curves) if has_mean_curve(run.policy) else None,
         next_use=future,
     )
     clock = ReuseClock(setting.half_life_s)

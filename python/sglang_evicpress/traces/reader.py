@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
@@ -20,10 +21,29 @@ from sglang_evicpress.traces.weka import Weka
 PATIENCE = 100
 """Lines that may be skipped before the first that tells the format."""
 
-_FORMATS = (
-    "Mooncake (timestamp, input_length, output_length, hash_ids), WEKA (block_size, hash_id_scope, requests), "
-    "LMCache agent text (timestamp, input, output) or evicpress-trace (format, version, block_tokens)"
-)
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A format: ``about`` names it with its keys. A first line with one of ``keys``, which no other format has, is its.
+
+    ``open`` makes its ``Format`` from that line, which with ``has_header`` holds no request.
+    """
+
+    about: str
+    keys: tuple[str, ...]
+    open: Callable[[Mapping[str, object]], Format]
+    has_header: bool = False
+
+
+READERS = [
+    Reader("evicpress-trace (format, version, block_tokens)", ("format",), Jsonl, has_header=True),
+    Reader("WEKA (block_size, hash_id_scope, requests)", ("requests",), lambda _: Weka()),
+    Reader(
+        "Mooncake (timestamp, input_length, output_length, hash_ids)",
+        *(("hash_ids", "input_length"), lambda _: Mooncake()),
+    ),
+    Reader("LMCache agent text (timestamp, input, output)", ("input",), lambda _: AgentText()),
+]
 
 
 def read_trace(
@@ -33,7 +53,7 @@ def read_trace(
     limit: int | None = None,
     on_bad: Callable[[str], None] | None = None,
 ) -> Trace:
-    """Read ``source``: a file in one of four formats, plain or .zst, or ``synthetic:KIND[:SEED]``.
+    """Read ``source``: a file in one of the formats of ``READERS``, plain or .zst, or ``synthetic:KIND[:SEED]``.
 
     The keys of the first line tell the format. A bad line is a ValueError that names file, line and fault;
     with ``skip_bad`` it is left out, counted in ``num_skipped``, and its message goes to ``on_bad``. A bad line
@@ -84,10 +104,9 @@ class _Reading:
         try:
             record = _parsed(line)
             if self._format is None:
-                self._format = _format_of(record)
-                if self._format is None:
-                    raise ValueError(f"unknown format, keys {short(sorted(record))}: expected {_FORMATS}")
-                if isinstance(self._format, Jsonl):
+                reader = _reader_of(record)
+                self._format = _opened(reader, record)
+                if reader.has_header:
                     return
             found = self._format.requests(record)
         except _HeaderError as error:
@@ -113,7 +132,7 @@ class _Reading:
 
 
 class _HeaderError(ValueError):
-    """The header of our own format is wrong: no line after it can be read."""
+    """The header of a format is wrong: no line after it can be read."""
 
 
 def _parsed(line: bytes) -> dict[str, object]:
@@ -126,17 +145,17 @@ def _parsed(line: bytes) -> dict[str, object]:
     return record
 
 
-def _format_of(record: Mapping[str, object]) -> Format | None:
+def _reader_of(record: Mapping[str, object]) -> Reader:
     """By the key only one format has, so that a first line that lacks another is a bad line of that format."""
-    if "format" in record:
-        try:
-            return Jsonl(record)
-        except ValueError as error:
-            raise _HeaderError(str(error)) from None
-    if "requests" in record:
-        return Weka()
-    if "hash_ids" in record or "input_length" in record:
-        return Mooncake()
-    if "input" in record:
-        return AgentText()
-    return None
+    for reader in READERS:
+        if any(key in record for key in reader.keys):
+            return reader
+    known = ", ".join(reader.about for reader in READERS)
+    raise ValueError(f"unknown format, keys {short(sorted(record))}: expected one of {known}")
+
+
+def _opened(reader: Reader, record: Mapping[str, object]) -> Format:
+    try:
+        return reader.open(record)
+    except ValueError as error:
+        raise _HeaderError(str(error)) from None

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from sglang_evicpress import core
-from sglang_evicpress.press import PRESSES, get_press, select
+from sglang_evicpress.press import get_press, select
 from sglang_evicpress.press.random import Random
 from sglang_evicpress.press.snapkv import SnapKV
 from sglang_evicpress.press.value_key_ratio import ValueKeyRatio
 
 ALL = {
-    **PRESSES,
+    **{name: get_press(name) for name in core.PRESSES},
     "snapkv-avg": SnapKV(kernel_size=5, pooling="avg"),
     "snapkv-short": SnapKV(window=3, kernel_size=1),
     "value_key_ratio-page": ValueKeyRatio(per="page"),
@@ -99,7 +99,7 @@ def test_a_press_leaves_the_node_as_it_was(press, case, make_node):
 
 def test_survivors_are_chosen_per_layer_and_head(make_node):
     for name in ("keydiff", "knorm", "snapkv", "value_key_ratio", "random"):
-        kept = select(PRESSES[name], make_node(100), 60, SINKS)
+        kept = select(get_press(name), make_node(100), 60, SINKS)
         assert kept.flatten(0, 1).unique(dim=0).shape[0] == 6, name
 
 
@@ -131,7 +131,7 @@ def test_a_score_that_is_not_a_number_goes_first(make_node):
     node = make_node(6)
     node.k_buffers[0][node.slots[2], 0] = float("nan")
     node.k_buffers[0][node.slots[5], 0] = float("inf")
-    kept = select(PRESSES["knorm"], node, 4, 0)
+    kept = select(get_press("knorm"), node, 4, 0)
     assert kept[0, 0].tolist() == [0, 1, 3, 4]
 
 
@@ -158,10 +158,10 @@ def test_an_input_whose_shapes_do_not_agree_is_refused(make_node):
 
 
 def test_registry_names_are_those_a_form_may_carry():
-    assert tuple(PRESSES) == core.PRESSES
-    for name, registered in PRESSES.items():
-        assert registered.name == name
-        assert get_press(name) is registered
+    for name, traits in core.PRESSES.items():
+        press = get_press(name)
+        assert (press.name, press.needs_queries) == (name, traits.needs_queries)
+        assert get_press(name) is press
 
 
 def test_unknown_name_lists_those_there_are():

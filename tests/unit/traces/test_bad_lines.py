@@ -130,7 +130,7 @@ def test_a_bad_first_line_is_skipped_too(tmp_path: Path, first: bytes) -> None:
         (zstandard.compress(b""), "is empty"),
         (as_lines(HEADER), "has no requests"),
         (as_lines({**WEKA, "requests": []}), "has no requests"),
-        (as_lines(*[{"foreign": 1}] * 200), "unknown format, keys .'foreign'.: expected Mooncake"),
+        (as_lines(*[{"foreign": 1}] * 200), "unknown format, keys .'foreign'.: expected one of evicpress-trace"),
         (as_lines({**HEADER, "format": "other"}, OWN), "line 1: 'format' is 'other': expected 'evicpress-trace'"),
         (as_lines({**HEADER, "version": 2}, OWN), "line 1: 'version' is 2: expected 1"),
         (as_lines({**HEADER, "version": True}, OWN), "line 1: 'version' is True: expected 1"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from hashlib import sha256
 
 from sglang_evicpress.cli.profile.chat import EndpointError
-from sglang_evicpress.core import Form
+from sglang_evicpress.core import PRESSES, Form
 from sglang_evicpress.profiler.client import ServerEngine
 from sglang_evicpress.profiler.contexts import GivenContext, GivenQuestion
 from sglang_evicpress.profiler.engine import EngineError
@@ -23,7 +23,6 @@ FILL_TOKENS = 2048
 
 PROFILES = "/evicpress/profiles"
 
-QUERY_PRESSES = frozenset({"snapkv"})
 """They need queries of the prompt, which a server keeps when its own forms name one of them."""
 
 _FIELDS = {field.name for field in fields(Profile)}
@@ -157,8 +156,9 @@ def read_server(transport: Transport, forms: Sequence[Form]) -> tuple[bytes, lis
     if len(read) != 16:
         raise EngineError(f"GET {PROFILES} answered {identity!r:.100} as identity: expected 32 hex digits")
     kept = answer.get("forms")  # the server's own
-    if isinstance(kept, list) and not any(str(form).partition("@")[0] in QUERY_PRESSES for form in kept):
-        makeable = [form for form in forms if form.press not in QUERY_PRESSES]
+    query_presses = {name for name, press in PRESSES.items() if press.needs_queries}
+    if isinstance(kept, list) and not any(str(form).partition("@")[0] in query_presses for form in kept):
+        makeable = [form for form in forms if form.press not in query_presses]
         if not makeable:
             named = ", ".join(map(str, forms))
             raise EngineError(f"none of {named} can be made: --kv-forms of the server names none of their presses")

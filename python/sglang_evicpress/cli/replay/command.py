@@ -14,6 +14,7 @@ from sglang_evicpress.cli.replay.plot import check_plot, draw
 from sglang_evicpress.cli.replay.report import Result, Tally, lru_over, table
 from sglang_evicpress.cli.replay.settings import header, make_setting, setting_record
 from sglang_evicpress.files import WholeFile
+from sglang_evicpress.policy import sees_future
 from sglang_evicpress.simulator.future import Future
 from sglang_evicpress.simulator.replay import NO_QUEUE, Outcome, Replay
 from sglang_evicpress.simulator.runs import Run, Setting, all_runs, make_replay
@@ -77,7 +78,7 @@ def _run_all(given: Prepared, results: list[Result], requests_file: WholeFile | 
     trace, plan = given.trace, given.plan
     tally: Tally | None = None
     try:
-        future = Future(trace) if "belady" in plan.policies else None
+        future = Future(trace) if any(map(sees_future, plan.policies)) else None
         for run in all_runs(plan.policies, plan.alphas):
             this = make_replay(trace, run, given.setting, future)
             tally, begin = Tally(run, this.menu.tiers, len(trace.requests)), time.perf_counter()

@@ -1,0 +1,16 @@
+"""Measurements of `make show-decode`."""
+
+from __future__ import annotations
+
+from evicbench.decode_budget import accuracy, backend_and_scratch, capacity, cost, guide, identical, interference
+from evicbench.report import Measurement
+
+MEASUREMENTS = {
+    "guide": Measurement(guide.measure),
+    "backend_and_scratch": Measurement(backend_and_scratch.measure),
+    "cost": Measurement(cost.measure),
+    "capacity": Measurement(capacity.measure),
+    "interference": Measurement(interference.measure),
+    "identical": Measurement(identical.measure),
+    "accuracy": Measurement(accuracy.measure),
+}

@@ -1,0 +1,11 @@
+"""Measurements of `make show-bench`; runs that are there already are not made again."""
+
+from __future__ import annotations
+
+from evicbench.report import Measurement
+from evicbench.serving import promises, unloaded
+
+MEASUREMENTS = {
+    "systems": Measurement(promises.measure),
+    "overhead": Measurement(unloaded.measure),
+}
