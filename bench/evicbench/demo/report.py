@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from sglang_evicpress.benchmark.config import Config
-from sglang_evicpress.benchmark.markdown import ms, share
 from sglang_evicpress.benchmark.ratios import paired
 from sglang_evicpress.benchmark.raw import RUNS, TIERS, Run
 from sglang_evicpress.benchmark.summary import Cell, Summary
 from sglang_evicpress.benchmark.tables import TABLES, setting_lines
+from sglang_evicpress.tables import ms, share
 
 SYSTEMS = {
     "lru+attention": "lru",

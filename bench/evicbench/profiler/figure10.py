@@ -30,7 +30,7 @@ from evicbench.report import Line
 from evicbench.testbed.server import ADMIN_KEY, Server
 from evicbench.testbed.tasks import FAMILIES, Context, make_context
 from evicbench.testbed.vocabulary import ASK
-from evicbench.testbed.workload import token_f1
+from sglang_evicpress.profiler.scorers.reference import token_f1
 
 CLI = "import sys; from sglang_evicpress.cli.main import main; sys.exit(main())"
 FORMS = "keydiff@0.8,keydiff@0.5,keydiff@0.2,snapkv@0.5,snapkv@0.2,streaming@0.5,streaming@0.2"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from evicbench.policy.runs import SLOT_BYTES, trace_file
 from evicbench.report import Line
+from sglang_evicpress.quantiles import quantile
 from sglang_evicpress.tiers.host.arena import Extents, Run
 from sglang_evicpress.traces import Trace, read_trace
 
@@ -122,5 +123,4 @@ def measure_fragmentation(num_ops: int = NUM_OPS) -> Iterator[Line]:
 
 
 def _micros(seconds: Sequence[float]) -> str:
-    ordered = sorted(seconds)
-    return f"{ordered[len(ordered) // 2] * 1e6:.1f} us (p99 {ordered[len(ordered) * 99 // 100] * 1e6:.0f})"
+    return f"{quantile(seconds, 0.5) * 1e6:.1f} us (p99 {quantile(seconds, 0.99) * 1e6:.0f})"

@@ -10,11 +10,11 @@ import argparse
 from collections.abc import Mapping
 
 from sglang_evicpress.benchmark.figures.drawing import level_of, run, save
-from sglang_evicpress.benchmark.markdown import markdown, number, share
 from sglang_evicpress.benchmark.raw import TIERS, Raw
 from sglang_evicpress.benchmark.summary import Cell, summarise
 from sglang_evicpress.benchmark.tables import level_name
 from sglang_evicpress.core import Form
+from sglang_evicpress.tables import markdown, number, share
 
 
 def draw(options: argparse.Namespace, raw: Raw) -> None:

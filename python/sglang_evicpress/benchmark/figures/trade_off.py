@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from sglang_evicpress.benchmark.curves import Curve, curve, gaps
 from sglang_evicpress.benchmark.figures.drawing import QUALITY_NAMES, legend_above, look, milliseconds, panels
-from sglang_evicpress.benchmark.markdown import markdown, ms, number
 from sglang_evicpress.benchmark.summary import Summary
 from sglang_evicpress.benchmark.tables import times
+from sglang_evicpress.tables import markdown, ms, number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
