@@ -1,4 +1,4 @@
-"""How near the optimum the policy plans, and how fast: one line per promise, with the distribution.
+"""Optimality and speed of the policy's plans: one line per promise, with the distribution.
 
 `--json FILE` also writes the lines as JSON, `--plot` draws bench/results/policy-scaling.svg, `--only WORD` runs the
 parts whose name holds the word. Ends with status 1 if a line is MISSED.

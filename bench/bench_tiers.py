@@ -1,4 +1,4 @@
-"""How fast the tiers copy, write, read and start, and how much memory they need: one line per promise.
+"""Speed of the tiers' copies, writes, reads and starts, and their memory: one line per promise.
 
 `--json FILE` also writes the lines as JSON, `--only WORD` runs the parts whose name holds the word. Ends with status 1
 if a line is MISSED.

@@ -37,7 +37,7 @@ _WARM_UP_SEED_OFFSET = 500_000  # warm-up contexts are not those of the workload
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What both servers get. `pool_tokens` is the KV pool, in tokens of exact KV."""
+    """Setting of both servers. `pool_tokens` is the KV pool, in tokens of exact KV."""
 
     contexts: int
     questions: int
@@ -61,7 +61,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one server did with the workload."""
+    """Run of one server over the workload."""
 
     answers: list[Answer]
     total_s: float

@@ -1,4 +1,4 @@
-"""What every `make show-...` does: measure its parts in turn, print one line for each promise, and count the missed."""
+"""Loop of every `make show-...`: measure its parts in turn, print one line for each promise, and count the missed."""
 
 from __future__ import annotations
 

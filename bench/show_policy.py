@@ -34,7 +34,7 @@ TESTS = (
 
 
 def run_tests() -> Iterator[Line]:
-    """What is promised as a test: the tests' own verdict."""
+    """Promises kept by tests: the tests' own verdict."""
     for what, chosen, target in TESTS:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen]
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

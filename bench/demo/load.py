@@ -20,7 +20,7 @@ _MAX_NEW_TOKENS = 14  # the longest answer has 12 words, then <eos>
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back for one turn; `ttft_s` is from sending the request to the first streamed word."""
+    """Answer of one turn; `ttft_s` is from sending the request to the first streamed word."""
 
     text: str
     ttft_s: float
@@ -93,7 +93,7 @@ def ask_all(
 
 
 def prefill_seconds_per_token(client: openai.OpenAI, turn: Turn) -> float:
-    """What a token costs to prefill: how much later a context that is new to the server answers than cached."""
+    """Seconds to prefill a token: a context that is new to the server answers so much later than a cached one."""
     new, again = ask(client, turn.messages), ask(client, turn.messages)
     return (new.ttft_s - again.ttft_s) / max(1, again.cached_tokens - new.cached_tokens)
 

@@ -1,4 +1,4 @@
-"""What the demo says at the end: figures of a run, the table of two runs, and a picture of the tree."""
+"""Report of the demo: figures of a run, the table of two runs, and a picture of the tree."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def forms_chosen(*all_stats: Mapping[str, Any]) -> list[str]:
 
 
 def times_chosen(stats: Mapping[str, Any], form: str) -> int:
-    """How often the policy chose it, as `/evicpress/stats` counts."""
+    """Times the policy chose it, as `/evicpress/stats` counts."""
     decisions = stats["decisions"]
     return int(decisions["dropped"] if form == "drop" else decisions["compressed"].get(form, 0))
 

@@ -23,7 +23,7 @@ _CLI = "import sys; from sglang_evicpress.cli.main import main; sys.exit(main())
 
 
 def finished(name: str) -> Raw:
-    """What there is of one setting. Raises ValueError where nothing is."""
+    """Runs of one setting so far. Raises ValueError where there are none."""
     return read_raw(OUT / name)
 
 

@@ -52,7 +52,7 @@ def structure() -> Line:
 
 
 def run_tests(paths: list[str], *, interpreted: bool) -> dict[str, Counter[str]]:
-    """What became of every test of some files, per file: passed, failed or skipped."""
+    """Outcome of every test of some files, per file: passed, failed or skipped."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if interpreted:
         environment["TRITON_INTERPRET"] = "1"

@@ -15,7 +15,7 @@ PRUNE_ABOVE = 1024  # known adapters: then those that are neither loaded nor in 
 
 
 class SsdScope(NamedTuple):
-    """What paths on the SSD are hashed behind: 16 bytes for the model with its adapter, and the caller's namespace."""
+    """Scope that SSD paths are hashed behind: 16 bytes for the model with its adapter, and the caller's namespace."""
 
     model: bytes
     namespace: str | None
@@ -55,7 +55,7 @@ class Adapters:
         return next((end for end in ends if end in self._adapters), None)
 
     def ssd_scope(self: Any, namespace: str | None) -> SsdScope | None:
-        """Where the KV of a namespace is on the SSD; None: it must not be there."""
+        """Scope of a namespace's KV on the SSD; None: it must not be there."""
         lora_id = self.adapter_of(namespace)
         if namespace is None or lora_id is None:
             return SsdScope(self.identity, namespace)

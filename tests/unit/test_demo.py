@@ -47,7 +47,7 @@ def client(reply: Callable[[httpx.Request], httpx.Response]) -> openai.OpenAI:
 
 
 def stream(words: list[str], prompt: int, cached: int | None) -> httpx.Response:
-    """What SGLang sends: a chunk with the role, one per word, and the usage last."""
+    """Stream as SGLang sends it: a chunk with the role, one per word, and the usage last."""
     base = {"id": "1", "object": "chat.completion.chunk", "created": 0, "model": "testbed"}
     deltas: list[dict[str, str]] = [
         {"role": "assistant", "content": ""},
