@@ -1,4 +1,4 @@
-"""Who may import whom, as data; read from the source, so a lazy import inside a function counts as well.
+"""Table of layers and their imports; read from the source, so a lazy import inside a function counts as well.
 
 In three sentences: only patches/ imports sglang; only kernels/ imports triton; what decides (core, policy) imports
 nothing but the standard library and numpy, so every decision can be made and tested anywhere.
@@ -21,7 +21,7 @@ MAX_LINES = 500
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What a layer may import: layers of ours (its own is always allowed) and packages beyond the stdlib."""
+    """Allowed imports of a layer: layers of ours (its own is always allowed) and packages beyond the stdlib."""
 
     ours: tuple[str, ...] = ()
     others: tuple[str, ...] = ()

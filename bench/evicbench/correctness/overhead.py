@@ -1,4 +1,4 @@
-"""What the plugin costs when everything fits, and what its CPU attention saves: paired timings on real servers.
+"""Cost of the plugin when everything fits, and gain of its CPU attention: paired timings on real servers.
 
 Two servers run side by side and answer the same requests in turn (A B, B A, ...), so that both see the same noise; only
 ratios are reported.

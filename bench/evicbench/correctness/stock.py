@@ -139,7 +139,7 @@ def fetch(server: Server, ask: Ask) -> tuple[int, bytes]:
 
 
 def _joined(stream: bytes) -> bytes:
-    """Where a stream is cut into events depends on timing alone: texts are joined, of all else the last one counts."""
+    """Join the events of a stream, whose cuts depend on timing: texts are joined, of all else the last one counts."""
     last: dict[str, Any] = {}
     texts: dict[int, str] = {}
     others: dict[int, list[Any]] = {}
@@ -283,7 +283,7 @@ def _never_alike(
     ours: Sequence[tuple[int, bytes]],
     stock: Sequence[tuple[int, bytes]],
 ) -> list[int]:
-    """Which of the differing answers differ in a second run of both servers too.
+    """Differing answers that differ in a second run of both servers too.
 
     SGLang's streamed log probabilities race with themselves: stock now and then gives a token the top_logprobs of the
     one before. The whole sequence is asked again, so that every request meets the same cache.
@@ -293,7 +293,7 @@ def _never_alike(
 
 
 def _differences(ours: Sequence[Generated], stock: Sequence[Generated]) -> tuple[int, list[str]]:
-    """How many outputs part at a tie, and in words those that part where one token clearly led."""
+    """Number of outputs that part at a tie, and in words those that part where one token clearly led."""
     num_ties, wrong = 0, []
     for i, (mine, theirs) in enumerate(zip(ours, stock, strict=True)):
         at = next((j for j, pair in enumerate(zip(mine.ids, theirs.ids, strict=True)) if pair[0] != pair[1]), None)

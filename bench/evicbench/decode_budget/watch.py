@@ -1,4 +1,4 @@
-"""What the scheduler of a real server does about budgets in each of its rounds, as a plugin that SGLang loads in it.
+"""Watch of the work on budgets in each round of a real server's scheduler, as a plugin that SGLang loads in it.
 
 The plugin times the one call of ours that every round makes, reads the pool's count of free slots on both sides of it,
 and notes the passes that it made. Nothing of the product is replaced.
@@ -69,7 +69,7 @@ class Watch:
         return {line["backend"] for line in self._lines()}
 
     def rounds(self, since: int = 0) -> list[Round]:
-        """Those with a running batch or a pass, from line ``since`` on."""
+        """Rounds with a running batch or a pass, from line ``since`` on."""
         return [Round.read(line) for line in self._lines()[since:]]
 
 

@@ -117,7 +117,7 @@ def report(summary: Summary, page: Path, took_s: float) -> Iterator[str]:
 
 
 def caveats(summary: Summary) -> Iterator[str]:
-    """What a reader must know before believing the figures."""
+    """Caveats that a reader must know before believing the figures."""
     yield (
         "one run of a tiny model on a CPU; all four use the same CPU attention, ours, so that only the cache differs: "
         "SGLang's own is slower on cached prefixes"

@@ -1,4 +1,4 @@
-"""What a real server's scheduler does that its clients cannot see, as a plugin that SGLang loads beside ours or alone:
+"""Watch of a real server's scheduler for what clients cannot see, as a plugin SGLang loads beside ours or alone:
 what planning attention for a decode step takes, and how long loads from the host take. Nothing is replaced.
 """
 

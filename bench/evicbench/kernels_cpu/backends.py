@@ -55,7 +55,7 @@ def answers() -> Iterator[Line]:
 
 
 def plans() -> Iterator[Line]:
-    """What the backends' own planning code makes of the view, compared with the slots in the rows."""
+    """Plans of the backends' own code for the view, compared with the slots in the rows."""
     found = run_tests("tests/contract/attention/test_backend_inputs.py", interpreted=True)
     yield verdict(
         "what triton, flashinfer and fa3 plan from the view: indptr, indices, page tables, lengths; eager and replay",

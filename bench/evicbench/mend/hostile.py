@@ -226,7 +226,7 @@ class _Storm:
             await self._note(response, "POST /generate")
 
     async def _look(self, session: aiohttp.ClientSession, rng: random.Random) -> None:
-        """What any client may see, as often as it likes."""
+        """Ask for what any client may see, as often as it likes."""
         node = rng.choice(self._node_ids)
         path = rng.choice(
             (

@@ -1,4 +1,4 @@
-"""How long the policy takes for one decision, one hit and all hulls, how much memory it needs, and how it scales."""
+"""Time of the policy for one decision, one hit and all hulls, its memory, and its growth."""
 
 from __future__ import annotations
 

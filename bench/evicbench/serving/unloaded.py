@@ -1,4 +1,4 @@
-"""What EvicPress costs where everything fits: two servers side by side, the same requests in turn."""
+"""Overhead of EvicPress where everything fits: two servers side by side, the same requests in turn."""
 
 from __future__ import annotations
 

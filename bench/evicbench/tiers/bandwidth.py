@@ -1,4 +1,4 @@
-"""How fast the SSD tier writes and reads, beside the same bytes through plain sequential IO in the same folder.
+"""Bandwidth of the SSD tier beside the same bytes through plain sequential IO in the same folder.
 
 Rounds are paired: in each one ours and the other follow one another on the same disk, now one first and now the other,
 and the ratio is taken within the round. The median of the ratios is what counts.

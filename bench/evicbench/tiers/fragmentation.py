@@ -1,4 +1,4 @@
-"""How much of the host arena is lost between entries after a million allocations and frees of a real trace's nodes."""
+"""Fragmentation of the host arena after a million allocations and frees of a real trace's nodes."""
 
 from __future__ import annotations
 

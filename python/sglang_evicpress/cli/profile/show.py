@@ -40,7 +40,7 @@ class Listed:
 
 
 class Source(Protocol):
-    """Where profiles are."""
+    """Source of profiles."""
 
     def listed(self) -> list[Listed]: ...
 
@@ -50,7 +50,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Those of the running one. Everything raises EngineError."""
+    """Profiles of a running server. Everything raises EngineError."""
 
     transport: Transport
 
@@ -74,7 +74,7 @@ class Server:
 
 
 class Stored:
-    """Those in a file of a ``ProfileStore``, of every model. Changes nothing; raises ValueError and StoreError."""
+    """Profiles in a file of a ``ProfileStore``, of every model. Changes nothing; raises ValueError and StoreError."""
 
     def __init__(self, path: Path) -> None:
         self._profiles = read_all(path)
