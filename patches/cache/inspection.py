@@ -37,7 +37,7 @@ class InspectedTree(Protocol):
 
 
 class InspectedNodes(Protocol):
-    """What can be done with nodes, and how long they are kept from promotion."""
+    """Operations on nodes, and holds that keep idle promotion from them."""
 
     token_to_kv_pool_allocator: Allocator
 
@@ -45,7 +45,7 @@ class InspectedNodes(Protocol):
         """The queries kept for a node."""
 
     def options_of(self, node: Node) -> tuple[Option, ...]:
-        """What can be done now with a node."""
+        """Options of a node now."""
 
     def slots_in(self, node: Node, form: Form, start: int) -> int | None:
         """Slots of a node in a form; None where it cannot be brought there."""
@@ -74,7 +74,7 @@ class InspectedPolicy(Protocol):
     recompute_weight: float
 
     def value_of_hit(self) -> float:
-        """What a hit is worth now."""
+        """Worth of a hit now."""
 
 
 class TreeInspection:
@@ -221,7 +221,7 @@ class TreeInspection:
 
 
 def _start_of(node: Node, starts: dict[int, int]) -> int:
-    """As ``start_of``, with what is known of nodes by id: every node above is passed once for all of a page."""
+    """Start of a node like ``start_of``, with known starts by id: every node above is passed once for a whole page."""
     path = []
     above = node.parent
     while above.id not in starts:

@@ -16,6 +16,13 @@ from sglang_evicpress.introspect.operations import (
 from sglang_evicpress.introspect.profile_operations import InspectableProfiles, InspectableShadows
 
 
+class KeyedTree(InspectableTree, Protocol):
+    """The tree, whose namespaces and tokens are shown as hashes."""
+
+    def rekey(self, key: bytes) -> None:
+        """Hash with another key, before the first question."""
+
+
 class ExpiringShadows(InspectableShadows, Protocol):
     """Shadows that go when nobody uses them."""
 
@@ -36,7 +43,7 @@ class Inspector:
 
     def __init__(
         self,
-        tree: InspectableTree,
+        tree: KeyedTree,
         statistics: InspectableStats,
         invariants: InspectableInvariants,
         tiers: InspectableTiers,
@@ -48,6 +55,7 @@ class Inspector:
         self._shadows = shadows
         self._profiles = profiles
         self._guest_counts = guest_counts
+        self.rekey = tree.rekey
         self.describe_tree = tree.describe_tree
         self.describe_node = tree.describe_node
         self.describe_stats = statistics.describe_stats

@@ -93,7 +93,7 @@ class CheckedSlots(Protocol):
 
 
 class CheckedPolicy(Protocol):
-    """What is kept in step with the tree."""
+    """The policy and the census, which are kept in step with the tree."""
 
     policy: Policy
     menu: Menu
@@ -288,7 +288,7 @@ class Integrity:
                 pages[index] = name
 
     def _tier_violations(self) -> Iterator[str]:
-        """What must hold of copies and entries, as far as it can be seen between two steps."""
+        """Broken invariants of copies and entries, as far as they can be seen between two steps."""
         if self._tiers.host is None:
             return
         owners: dict[int, tuple[HostEntry | SsdEntry, set[int]]] = {}

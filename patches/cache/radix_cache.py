@@ -134,54 +134,35 @@ class EvicPressCache(
         self.open_loads(params.token_to_kv_pool_allocator.get_kvcache())
         self.open_book(config, compressor.slot_bytes, params.page_size)
         guests: list[Request] = []
+        changed, adapter_of = self.changes.changed, self.adapters.adapter_of
         self.shadows = Shadows(
-            self,
-            self,
-            self,
-            self.ledger,
-            compressor,
-            self.quality,
-            self.adapters.adapter_of,
-            self.changes.changed,
-            guests,
-            seed,
+            self, self, self, self.ledger, compressor, self.quality, adapter_of, changed, guests, seed
         )
         self.background = BackgroundRequests(self, self.shadows, guests)
         self.prefill_times = PrefillTimes(self.cost_model)
         self.scheduler: Any = None
         self.name_profiles: Callable[[Any], bytes] = lambda tokenizer: bytes(KEY_BYTES)
-        self.inspection = TreeInspection(self, self, self, self.controller.journal, secrets.token_bytes(32))
-        self.statistics = Statistics(config, self, self, self.ledger, self.controller, self)
-        self.integrity = Integrity(self, self.ledger, self, self.aside, self, self.shadows.shadow_nodes)
         self.vocab_size, self._tick = MAX_TOKEN + 1, 0  # the model's, where it is known
         self.changes.subscribe(self.note_copies)
         self.changes.subscribe(self.on_node_changed)
         self.changes.subscribe_to_leaving(self.back_up_parent)
         super().__init__(params)
-        device, clients = self.device, config.decode_client_budgets
-        self.budget_records = BudgetRecords(device)
-        self.decode_passes = DecodePasses(self, compressor, self.budget_records)
-        self.decode_budgets = DecodeBudgets(
-            self, compressor, self.decode_passes, self.budget_records, decode_settings(config), clients
-        )
-        self.requests = RequestsInspection(self, self.budget_records, device)
+        records, settings = BudgetRecords(self.device), decode_settings(config)
+        passes = DecodePasses(self, compressor, records)
+        self.decode_budgets = DecodeBudgets(self, compressor, passes, records, settings, config.decode_client_budgets)
+        inspection = TreeInspection(self, self, self, self.controller.journal, secrets.token_bytes(32))
+        statistics = Statistics(config, self, self, self.ledger, self.controller, self)
+        integrity = Integrity(self, self.ledger, self, self.aside, self, self.shadows.shadow_nodes)
+        requests = RequestsInspection(self, records, self.device)
         self.inspector = Inspector(
-            self.inspection,
-            self.statistics,
-            self.integrity,
-            self,
-            self.requests,
-            self.shadows,
-            self.quality,
-            self.background.counts,
+            inspection, statistics, integrity, self, requests, self.shadows, self.quality, self.background.counts
         )
 
     def attach_scheduler(self, scheduler: Any) -> None:
         """Called once the scheduler is complete; compression then orders itself behind its forward stream."""
         self.scheduler = scheduler
-        hooks.attach(
-            hooks.HookedCache(self, self, self, self, self.adapters, self.decode_budgets.visit_budgets, self.background)
-        )
+        visit = self.decode_budgets.visit_budgets
+        hooks.attach(hooks.HookedCache(self, self, self, self, self.adapters, visit, self.background))
         self.compressor.forward_stream = getattr(scheduler, "forward_stream", None)
         self.quality.identify_profiles()
 
@@ -450,10 +431,7 @@ class EvicPressCache(
         return row[req.cache_protected_len - holes : num_tokens - holes].to(torch.int64, copy=True)
 
     def cache_finished_req(self, req: Any, is_insert: bool = True) -> None:
-        state = budget_of(req)
-        if state is not None:
-            self.budget_records.note_end(req, state)
-            is_insert = is_insert and not state.has_left_tree  # what was computed on survivors is nobody else's
+        is_insert = self.decode_budgets.note_end(req) and is_insert
         num_tokens = req.pop_committed_kv_cache()
         if self.disable:
             self.token_to_kv_pool_allocator.free(self.req_to_token_pool.req_to_token[req.req_pool_idx, :num_tokens])
@@ -472,20 +450,11 @@ class EvicPressCache(
             QueryCapture.active.forget(req.rid)
         if req.last_node is not None:
             self.dec_lock_ref(req.last_node)
-        if state is not None:
-            state.reset()
+        self.decode_budgets.end(req)
 
     def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
-        if self.disable:
+        if self.disable or self.decode_budgets.keeps_back(req, chunked=chunked):
             return
-        state = budget_of(req)
-        if state is not None and chunked and state.in_pieces:
-            self.decode_budgets.stash_piece(req, state)
-            return
-        if state is not None and not chunked:
-            if state.in_tree:  # handed in before its first pass, see _visit
-                return
-            state.in_tree = True
         token_ids = req.get_fill_ids()
         adopted, view = req.cache_protected_len, self.view_of(req)
         key = self._key_of(token_ids, req)
@@ -512,7 +481,7 @@ class EvicPressCache(
         req.evicpress = PrefixView(torch.cat([shared, tail]), holes, view.is_lossy, True)
 
     def _key_of(self, token_ids: Any, req: Any) -> RadixKey:
-        """What of a request may be put into the tree: of one in a shadow only the shadow."""
+        """Key of a request's tokens that may go into the tree: of one in a shadow only the shadow."""
         if is_shadow_name(req.extra_key):
             token_ids = token_ids[: self.shadows.num_shadow_tokens(req)]
         return RadixKey(token_ids, req.extra_key).page_aligned(self.page_size)

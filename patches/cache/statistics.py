@@ -94,7 +94,7 @@ class ControllerFigures(Protocol):
 
 
 class RoundFigures(Protocol):
-    """What was admitted and evicted, and the threads that help."""
+    """Admissions and evictions, and the threads that help."""
 
     recomputed: Recomputed
     workers: dict[str, Workers]
@@ -185,7 +185,7 @@ class Statistics:
 
 
 def described_law(law: PrefillLaw) -> dict[str, object]:
-    """What prefilling is taken to cost."""
+    """Figures of a law of prefill times."""
     return {
         "prefill_fixed_s": law.fixed_s,
         "prefill_per_token_s": law.per_token_s,

@@ -44,7 +44,7 @@ class Passes(Protocol):
 
 
 class BudgetLog(Protocol):
-    """Where requests with a budget are counted."""
+    """Counts of requests with a budget."""
 
     totals: Totals
 
@@ -53,6 +53,9 @@ class BudgetLog(Protocol):
 
     def settle_copies(self, state: DecodeState, *, but_last: bool = False) -> None:
         """Fill in what the device has counted."""
+
+    def note_end(self, req: BudgetedRequest, state: DecodeState) -> None:
+        """The request is about to give its slots back."""
 
 
 class DecodeBudgets:
@@ -76,6 +79,11 @@ class DecodeBudgets:
         self._clients = clients
         self._metrics: BudgetMetrics | None = None
         self._given_up: list[tuple[BudgetedRequest, str]] = []
+
+    @property
+    def totals(self) -> Totals:
+        """Counts of this server."""
+        return self._log.totals
 
     # ---- requests that come
 
@@ -127,14 +135,14 @@ class DecodeBudgets:
             self._publish(scheduler)
 
     def _reads_soon(self, req: BudgetedRequest, state: DecodeState, ring: QueryRing) -> bool:
-        """Whether a pass may read the query of the next step: it is at most so many steps away."""
+        """True if a pass may read the query of the next step: it is at most so many steps away."""
         if not state.settings.reads_queries:
             return False
         within = ring.window + STEPS_AHEAD
         return state.is_first_visit or is_near(state.settings, num_physical(req), self._tree.page_size, within)
 
     def _is_due(self, req: BudgetedRequest, state: DecodeState) -> bool:
-        """Whether a request that has its prompt computed is to drop anything now."""
+        """True if a request that has its prompt computed is to drop anything now."""
         if not state.in_tree:  # with overlap the prefill is in flight, and its result comes after the next launch
             self._compressor.wait_for_forward(self._compressor.k_buffers[0])  # for the queries that its node keeps
             self._tree.cache_unfinished_req(req)
@@ -153,7 +161,35 @@ class DecodeBudgets:
                 req.kv_budget.is_first_visit = False
         return has_dropped
 
-    def stash_piece(self, req: BudgetedRequest, state: DecodeState) -> None:
+    def keeps_back(self, req: BudgetedRequest, *, chunked: bool) -> bool:
+        """True if the tree is offered nothing of a request that has computed its prompt, or a chunk of it."""
+        state = budget_of(req)
+        if state is None:
+            return False
+        if chunked and state.in_pieces:
+            self._stash_piece(req, state)
+            return True
+        if chunked or state.in_tree:  # handed in before its first pass, see _is_due
+            return not chunked
+        state.in_tree = True
+        return False
+
+    def note_end(self, req: BudgetedRequest) -> bool:
+        """The request is about to give its slots back; False if the tree must take nothing of it: what was computed on
+        survivors is nobody else's."""
+        state = budget_of(req)
+        if state is None:
+            return True
+        self._log.note_end(req, state)
+        return not state.has_left_tree
+
+    def end(self, req: BudgetedRequest) -> None:
+        """The request has given its slots back."""
+        state = budget_of(req)
+        if state is not None:
+            state.reset()
+
+    def _stash_piece(self, req: BudgetedRequest, state: DecodeState) -> None:
         """A piece (chunked_recompute.py) is computed, or in flight: drop what is over the budget, and show SGLang the
         rest as the prefix of the next one, with holes."""
         state.in_tree = True

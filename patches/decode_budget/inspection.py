@@ -1,4 +1,4 @@
-"""What running requests with a decode-time budget hold and have dropped: the answer to ``/evicpress/requests``."""
+"""Inspection of requests with a decode-time budget: the answer to ``/evicpress/requests``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Watched(Protocol):
 
 
 class Records(Protocol):
-    """What is known of requests with a budget."""
+    """Records of requests with a budget."""
 
     totals: Totals
 
@@ -132,7 +132,7 @@ class RequestsInspection:
         }
 
     def _shape_of_row(self, req: BudgetedRequest, state: DecodeState) -> list[int] | None:
-        """Of ``positions_of_row``, without making it."""
+        """Shape of ``positions_of_row``, without making it."""
         if not row_is_own(req, state):
             return None
         return [*(() if state.positions is None else state.positions.shape[:-1]), num_physical(req)]

@@ -79,7 +79,7 @@ class Survey:
 
 
 class PassLog(Protocol):
-    """Where passes are counted."""
+    """Counts of passes."""
 
     def note_pass(self, state: DecodeState, record: PassRecord, copies: tuple[HostCopy, int] | None) -> None:
         """Count a pass. ``copies``: where the device counts what it copies, and the place of the row there."""
@@ -314,7 +314,7 @@ class DecodePasses:
         return Rows(compressor.k_buffers, compressor.v_buffers, slots, positions, queries, at, compressor.scale)
 
     def _num_queries(self, req: BudgetedRequest, state: DecodeState) -> int:
-        """How many of its last queries there are for its score."""
+        """Number of its last queries that its score can use."""
         if QueryRing.active is None or not state.settings.reads_queries:
             return 0
         return max(0, min(QueryRing.active.window, num_logical(req) - state.num_cached))

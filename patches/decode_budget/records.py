@@ -27,7 +27,7 @@ class Ended(NamedTuple):
 
 
 class BudgetRecords:
-    """What budgets did, on this server and to requests that ended."""
+    """Counts of this server, and requests that ended."""
 
     def __init__(self, device: torch.device | str) -> None:
         self.totals = Totals()

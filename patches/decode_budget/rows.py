@@ -165,7 +165,7 @@ def unshare(tree: DecodeTree, compressor: DecodeCompressor, reqs: Sequence[Budge
 
 
 def path_positions(tree: DecodeTree, compressor: DecodeCompressor, req: BudgetedRequest) -> torch.Tensor | None:
-    """What the slots of its prefix in the tree hold, int32 [L, H, n]; None when that is their order in the text."""
+    """Positions in the slots of its prefix in the tree, int32 [L, H, n]; None when that is their order in the text."""
     if req.evicpress.holes == 0:
         return None
     begin, parts = 0, []

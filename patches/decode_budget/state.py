@@ -1,4 +1,4 @@
-"""What a request with a decode-time budget carries at ``req.kv_budget``, and its lengths.
+"""State of a request with a decode-time budget, at ``req.kv_budget``, and its lengths.
 
 SGLang counts such a request logically. Physical are its row, its entry of the hole table and
 ``kv_committed_len``/``kv_allocated_len``; of the tokens without a slot those in the prefix it took from the tree are
@@ -87,17 +87,17 @@ def num_shared(req: BudgetedRequest) -> int:
 
 
 def holds_kv(req: BudgetedRequest) -> bool:
-    """Whether its slots are there and stay there: not finished, sent back or in between two chunks of its prompt."""
+    """True if its slots are there and stay there: not finished, sent back or in between two chunks of its prompt."""
     return req.req_pool_idx is not None and not req.kv_committed_freed and not req.finished()
 
 
 def row_is_own(req: BudgetedRequest, state: DecodeState) -> bool:
-    """Whether all slots of its row are its own."""
+    """True if all slots of its row are its own."""
     return req.req_pool_idx is not None and not req.kv_committed_freed and state.has_left_tree
 
 
 def positions_of_row(req: BudgetedRequest, state: DecodeState, device: torch.device | str) -> torch.Tensor | None:
-    """What the slots of its row hold; None unless they are all its own."""
+    """Positions that the slots of its row hold; None unless they are all its own."""
     if not row_is_own(req, state):
         return None
     return positions_of(state.positions, num_logical(req), num_physical(req), device)
@@ -106,7 +106,7 @@ def positions_of_row(req: BudgetedRequest, state: DecodeState, device: torch.dev
 def positions_of(
     known: torch.Tensor | None, num_logical: int, num_slots: int, device: torch.device | str
 ) -> torch.Tensor:
-    """What each slot of a row of ``num_slots`` holds: int32 [n] where all heads hold the same, else [L, H, n].
+    """Position in each slot of a row of ``num_slots``: int32 [n] where all heads hold the same, else [L, H, n].
 
     ``known`` is that of its first slots; those behind hold the last tokens of ``num_logical``, in order.
     """

@@ -78,8 +78,8 @@ class PrefillAdder(Protocol):
 
     @property
     def rem_total_tokens(self) -> int:
-        """Of the pool."""
+        """Slots that are left of the pool."""
 
     @property
     def cur_rem_tokens(self) -> int:
-        """Of the pool, for this batch."""
+        """Slots that are left of the pool for this batch."""

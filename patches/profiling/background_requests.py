@@ -42,7 +42,7 @@ class OpenShadows(Protocol):
 
 
 class LoadStage(Protocol):
-    """What is got ready for a request that waits."""
+    """Stage of a request that waits."""
 
     is_late: bool
 
@@ -63,10 +63,10 @@ class WaitingTree(Protocol):
 
     @property
     def stages(self) -> Mapping[int, LoadStage]:
-        """What is got ready for requests, by ``id()``."""
+        """Stages of requests, by ``id()``."""
 
     def key_of_waiting(self, req: Request) -> RadixKey:
-        """What it will be matched with."""
+        """Key that it will be matched with."""
 
     def _steps(self, key: RadixKey) -> list[tuple[Node, int]]:
         """The nodes that spell the longest known prefix with the tokens each matches."""
@@ -140,7 +140,7 @@ class BackgroundRequests:
         return is_shadow_name(req.extra_key)
 
     def holds_back(self, req: Request) -> bool:
-        """Whether a waiting request is to be passed over in this round; one that is not takes of the allowance.
+        """True if a waiting request is to be passed over in this round; one that is not takes of the allowance.
 
         A user who comes waits for the batch: guests join it while they add no more than a decode step takes, which is
         about what any batch costs.
@@ -220,14 +220,14 @@ class BackgroundRequests:
             scheduler._add_request_to_queue(req, is_retracted=True)
 
     def _holds_users_up(self, scheduler: Scheduler, batch: Batch | None) -> bool:
-        """Whether users' requests wait of which the batch has none: guests may have the room that they need."""
+        """True if users' requests wait of which the batch has none: guests may have the room that they need."""
         if batch is not None and not batch.forward_mode.is_decode():
             return False
         stages = (self._tree.stages.get(id(req)) for req in self.without_guests(scheduler.waiting_queue))
         return any(stage is None or stage.is_late or not stage.is_waiting for stage in stages)
 
     def _is_stray(self, req: Request) -> bool:
-        """Whether a request is in a shadow that is not there, or not any more: it would compute the whole context.
+        """True if a request is in a shadow that is not there, or not any more: it would compute the whole context.
 
         A namespace that was whole once stays so until its space is closed.
         """
@@ -242,7 +242,7 @@ class BackgroundRequests:
         return space is None
 
     def _is_whole(self, space: Shadow, req: Request) -> bool:
-        """Whether the namespace that a question is asked in holds all of the context."""
+        """True if the namespace that a question is asked in holds all of the context."""
         num_tokens = sum(matched for _, matched in self._tree._steps(self._tree.key_of_waiting(req)))
         return num_tokens >= len(space.tokens)
 

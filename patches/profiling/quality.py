@@ -1,4 +1,4 @@
-"""What is known of the quality of contexts, told to the policy, and what real requests ask, kept for the profiler."""
+"""Quality of contexts for the policy, and a recorder of real requests for the profiler."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ DEFAULT_PAUSE_S = 10.0  # what unprofiled nodes are taken for changes no more of
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """What is expected of a node: ``vector`` the quality of every form of the menu, 0 where nothing is known of it,
+    """Expected quality of a node: ``vector`` that of every form of the menu, 0 where nothing is known of it,
     ``known`` the mask of those of which something is. The mean over ``curves`` that know a form."""
 
     curves: tuple[Curves, ...]
@@ -97,7 +97,7 @@ class QualityTree(Protocol):
 
 
 class PolicyRefresh(Protocol):
-    """What is told of changed expectations."""
+    """Policy that is told of changed expectations."""
 
     def rebuild_policy(self) -> None:
         """Make the policy anew, with all nodes."""
@@ -106,7 +106,7 @@ class PolicyRefresh(Protocol):
         """Show it these nodes again."""
 
     def stir(self) -> None:
-        """What could not be improved may be improved now."""
+        """Look again: something may be improved that could not be."""
 
 
 class Ranks(Protocol):
@@ -117,7 +117,7 @@ class Ranks(Protocol):
         """The others do as this one says."""
 
     def as_first_rank(self, value: bytes) -> bytes:
-        """What rank 0 has here."""
+        """Value that rank 0 has here."""
 
 
 class AnsweredRequest(Request, Protocol):
@@ -217,12 +217,12 @@ class Quality:
         return self.default_expectation if node.kv.curve is None else node.kv.curve
 
     def quality_of(self, node: Node) -> float:
-        """Of what a node holds."""
+        """Quality of a node's present form."""
         kv: NodeKV = node.kv
         return 1.0 if kv.layout is None else self._quality_as(node, kv.form, size_of(node))
 
     def quality_of_copy(self, node: Node, copy: Copy) -> float:
-        """Of what a lower tier has of a node."""
+        """Quality of a node's copy on a lower tier."""
         return 1.0 if copy.layout is None else self._quality_as(node, copy.form, copy.num_slots)
 
     def _quality_as(self, node: Node, form: Form, num_slots: int) -> float:
@@ -238,7 +238,7 @@ class Quality:
                 self._attach(key, path_to(leaf))
 
     def split_profiles(self, upper: Node, lower: Node) -> None:
-        """Those that end in the upper part are not the lower one's."""
+        """Split the profiles of a node: those that end in the upper part are not the lower one's."""
         upper.kv.profiles = dict(lower.kv.profiles)
         if not lower.kv.profiles:
             return
@@ -312,7 +312,7 @@ class Quality:
         self.counts["recorded"] += 1
 
     def _forget_contexts(self) -> None:
-        """Of those that the recorder has forgotten nothing is kept."""
+        """Forget contexts that the recorder has forgotten."""
         if self.recorder is None:
             return
         for key in [key for key in self._node_of_context if self.recorder.context_of(key) is None]:
@@ -321,7 +321,7 @@ class Quality:
     # ---- what can be asked
 
     def next_profiling_job(self) -> dict[str, object]:
-        """What the profiler should do now: an object with ``kind`` observe or profile, or an empty one."""
+        """Next job of the profiler: an object with ``kind`` observe or profile, or an empty one."""
         if self.recorder is None:
             return {}
         self._forget_contexts()
@@ -352,7 +352,7 @@ class Quality:
         }  # fmt: skip
 
     def _is_profiled(self, key: bytes) -> bool:
-        """Whether every form of the menu was measured, as far as it can be: a profile may be of other presses."""
+        """True if every form of the menu was measured, as far as it can be: a profile may be of other presses."""
         if key not in self.catalog:
             return False
         curves = self.catalog.curves_of(key)

@@ -1,4 +1,4 @@
-"""What the scheduler tells the cache beyond SGLang's cache interface: the time, who waits, and how long batches take.
+"""Hooks of the scheduler beyond SGLang's cache interface: the time, the queue, and the duration of batches.
 
 Ranks must decide alike, so they share one clock and one law of prefill times: rank 0 puts a ``Stamp`` before whatever
 it has received, SGLang sends it on to the other ranks with that, and every rank takes it in between the same two steps.
@@ -55,7 +55,7 @@ class HookedAdder(Protocol):
 
     @property
     def rem_total_tokens(self) -> int:
-        """Of the pool."""
+        """Slots that are left of the pool."""
 
 
 class Value(Protocol):
@@ -88,7 +88,7 @@ class WaitingHits(Protocol):
 
 
 class HookedPolicy(Protocol):
-    """What is told of time, costs and requests."""
+    """Policy that is told of time, costs and requests."""
 
     prefill_times: LearnedCosts
     congestion: Value
@@ -126,11 +126,11 @@ class HookedTiers(Protocol):
         """While the batch is launched."""
 
     def stalled_s(self) -> float:
-        """How long the batch launched last has waited for loads."""
+        """Seconds that the batch launched last has waited for loads."""
 
 
 class HookedAdmission(Protocol):
-    """Who is passed over."""
+    """Choice of who is passed over."""
 
     def hide_waiting(self, scheduler: Scheduler) -> None:
         """Take those of which nothing new can be said out of the queue."""
@@ -146,7 +146,7 @@ class HookedAdmission(Protocol):
 
 
 class HookedWeights(Protocol):
-    """What is told of the weights."""
+    """Users of the weights."""
 
     forget_weights: Callable[[], None]
 
@@ -306,7 +306,7 @@ def _around_add_chunked_req(original: Callable[..., object], adder: HookedAdder,
 
 
 def _is_last(adder: HookedAdder, req: Request) -> bool:
-    """Whether the request was put into the batch; SGLang may say in the same breath that there is no room for more."""
+    """True if the request was put into the batch; SGLang may say in the same breath that there is no room for more."""
     return bool(adder.can_run_list) and adder.can_run_list[-1] is req
 
 

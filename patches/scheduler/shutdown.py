@@ -31,7 +31,7 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 Reaction: TypeAlias = Callable[[int, FrameType | None], None] | signal.Handlers
-"""What a signal does."""
+"""Handler of a signal."""
 
 
 @runtime_checkable
@@ -138,7 +138,7 @@ def stop_schedulers(tokenizer_manager: StoppableServer | None) -> None:
 
 
 def has_tiers(server_args: ServerArgs) -> bool:
-    """Whether this server was asked to keep KV below the GPU."""
+    """True if this server was asked to keep KV below the GPU."""
     if server_args.kv_policy is None:
         return False
     try:

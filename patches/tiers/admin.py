@@ -84,7 +84,7 @@ class TierInspection:
         }
 
     def _described_load(self: Any, tier: Tier) -> dict[str, object]:
-        """What bringing bytes back from a tier was seen to cost."""
+        """Learned cost of loading from a tier, as JSON."""
         law = self.cost_model.costs.load[tier]
         return {"fixed_s": law.fixed_s, "bytes_per_s": law.bytes_per_s}
 

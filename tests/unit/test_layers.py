@@ -1,7 +1,7 @@
-"""Who may import whom, as data; read from the source, so a lazy import inside a function counts as well.
+"""Table of layers and their imports; read from the source, so a lazy import inside a function counts as well.
 
-In three sentences: only patches/ imports sglang; only kernels/ imports triton; what decides (core, policy, config)
-imports nothing but the standard library and numpy, so every decision can be made and tested anywhere.
+In three sentences: only patches/ imports sglang; only kernels/ imports triton; what decides (core, policy) imports
+nothing but the standard library and numpy, so every decision can be made and tested anywhere.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ MAX_LINES = 500
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What a layer may import: layers of ours (its own is always allowed) and packages beyond the stdlib."""
+    """Allowed imports of a layer: layers of ours (its own is always allowed) and packages beyond the stdlib."""
 
     ours: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
 
 
-PURE = ("core", "policy", "config")
+PURE = ("core", "policy")
 NUMPY = ("numpy",)
+SETTINGS = (*PURE, "config", "flags")
 TABLE = {
     # The package itself: importing it does nothing.
     "__init__": Layer(),
@@ -36,14 +37,19 @@ TABLE = {
     # Decisions: standard library and numpy.
     "core": Layer(),
     "policy": Layer(("core",), NUMPY),
-    "config": Layer(("core", "policy"), NUMPY),
+    # Settings, checked by pydantic.
+    "validation": Layer((), ("pydantic",)),
+    "config": Layer((*PURE, "validation"), ("pydantic",)),
+    "flags": Layer(("config", "validation")),
     # Small things of the standard library that many parts use.
     "error_text": Layer(),
     "threads": Layer(("error_text",)),
     "files": Layer((), ("orjson",)),
+    "quantiles": Layer((), NUMPY),
+    "tables": Layer(),
     "progress": Layer((), ("tqdm",)),
     # Traces, and what a policy would do with them.
-    "traces": Layer((), ("numpy", "orjson", "tqdm", "zstandard")),
+    "traces": Layer(("files",), ("numpy", "orjson", "tqdm", "zstandard")),
     "simulator": Layer(("core", "policy", "traces"), ("numpy",)),
     # Tensors.
     "kernels": Layer((), ("torch", "triton")),
@@ -62,7 +68,7 @@ TABLE = {
     "profiler": Layer(("core", "quality"), ("numpy", "safetensors", "tokenizers", "torch", "transformers", "orjson")),
     # Systems side by side, as users meet them: real servers, which it only talks to.
     "benchmark": Layer(
-        ("config", "core", "files", "profiler", "progress"),
+        ("config", "core", "files", "profiler", "progress", "quantiles", "tables"),
         ("aiohttp", "matplotlib", "numpy", "orjson", "tqdm", "transformers", "yaml"),
     ),
     # The only writer of state, and what is asked and shown of it.
@@ -71,7 +77,7 @@ TABLE = {
     # The only code that knows SGLang.
     "patches": Layer(
         (
-            *PURE,
+            *SETTINGS,
             *("controller", "cpu_attention", "decode_budget", "device", "error_text", "introspect", "kernels", "press"),
             *("profiler", "quality", "spawn", "survivors", "threads", "tiers"),
         ),
@@ -79,7 +85,11 @@ TABLE = {
     ),
     "plugin": Layer(("config", "patches", "spawn")),
     "cli": Layer(
-        (*PURE, "benchmark", "files", "profiler", "progress", "quality", "simulator", "tiers", "traces"),
+        (
+            *SETTINGS,
+            *("benchmark", "files", "profiler", "progress", "quality", "quantiles", "simulator", "tables", "tiers"),
+            "traces",
+        ),
         ("matplotlib", "numpy", "orjson", "tqdm"),
     ),
 }
@@ -213,6 +223,7 @@ def test_an_import_upwards_is_found() -> None:
 BENCH = Path(__file__).parents[2] / "bench" / "evicbench"
 BENCH_FLOORS = (
     ("__init__", "paths", "report", "testbed"),
+    ("plugins", "pytest_runs"),
     ("correctness", "demo", "policy"),
     ("decode_budget", "kernels_cpu", "serving", "tiers"),
     ("gpu", "load", "mend", "profiler"),

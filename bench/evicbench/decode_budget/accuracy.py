@@ -20,8 +20,9 @@ from evicbench.report import Line
 from evicbench.testbed.server import Server
 from evicbench.testbed.tasks import make_context
 from evicbench.testbed.vocabulary import EOS, load_vocabulary
-from evicbench.testbed.workload import token_f1
 from sglang_evicpress.decode_budget.scores import SCORES
+from sglang_evicpress.profiler.scorers.reference import token_f1
+from sglang_evicpress.tables import markdown
 
 METHODS = ("paged", "repack", "holefill")
 BUDGETS = (96, 128, 192, 256, 384)
@@ -66,7 +67,7 @@ def arguments(page_size: int, score: str) -> tuple[str, ...]:
 def answers(
     server: Server, questions: Sequence[Question], ask: Ask | None, max_new: int = MAX_NEW, *, goes_on: bool = False
 ) -> list[str]:
-    """What it says, in words; behind its answer too if it ``goes_on``. tova and h2o go by queries of the request's own,
+    """Answers in words; with what comes behind too if it ``goes_on``. tova and h2o go by queries of the request's own,
     so its prompt is not found cached."""
     words = {token: word for word, token in load_vocabulary().ids.items()}
     params = {"custom_params": ask.params} if ask is not None else {}
@@ -90,13 +91,10 @@ def mean_f1(given: Sequence[str], wanted: Sequence[str]) -> float:
 def table(cells: Mapping[Cell, float]) -> str:
     """Token F1 in percent."""
     rows = [
-        "| page | method | score | " + " | ".join(map(str, BUDGETS)) + " |",
-        "|---|---|---|" + "---|" * len(BUDGETS),
+        [str(page), method, score, *(f"{100 * cells[page, method, score, budget]:.0f}" for budget in BUDGETS)]
+        for page, method, score in itertools.product(PAGES, METHODS, SCORES)
     ]
-    for page, method, score in itertools.product(PAGES, METHODS, SCORES):
-        figures = [f"{100 * cells[page, method, score, budget]:.0f}" for budget in BUDGETS]
-        rows.append(f"| {page} | {method} | {score} | " + " | ".join(figures) + " |")
-    return "\n".join([*rows, ""])
+    return "\n".join([*markdown(["page", "method", "score", *map(str, BUDGETS)], rows, num_text=3), ""])
 
 
 def tables(full: Mapping[int, float], cells: Mapping[Cell, float], long: Mapping[Cell, float]) -> str:

@@ -1,4 +1,4 @@
-"""What every GPU phase does with what it measures: lines with a verdict, as JSON lines and as a table with versions.
+"""Results of a GPU phase: lines with a verdict, as JSON lines and as a table with versions.
 
 Nothing is invented: a promise that was not measured is a line that says so and why, and figures that do not come from a
 whole run on a GPU are printed with a warning and never written.
@@ -14,6 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from sglang_evicpress.files import write_whole
+from sglang_evicpress.quantiles import quantile
+from sglang_evicpress.tables import markdown
 
 LIMIT_S = 560.0
 """A phase starts no further part after this. Nothing cuts a running part short: a phase ends within 10 minutes only
@@ -78,10 +82,7 @@ class Sample:
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        if len(self.values) < 2:
-            return self.values[0], self.values[0]
-        low, _, high = statistics.quantiles(self.values, n=4, method="inclusive")
-        return low, high
+        return quantile(self.values, 0.25), quantile(self.values, 0.75)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,30 +166,22 @@ def write_results(out: Path, phase: str, machine: Mapping[str, Any], figures: Se
         if figure.value is not None or figure.what not in known
     ]
     text = [json.dumps({"machine": dict(machine), "phase": phase})]
-    _write_whole(lines, "\n".join(text + [json.dumps(entry) for entry in entries]) + "\n")
+    write_whole(str(lines), "\n".join([*text, *map(json.dumps, entries), ""]).encode())
     table = out / f"{phase}.md"
-    _write_whole(table, markdown(phase, machine, entries))
+    write_whole(str(table), document(phase, machine, entries).encode())
     return table
 
 
-def markdown(phase: str, machine: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> str:
+def document(phase: str, machine: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> str:
     rows = [f"# GPU: {phase}", "", ", ".join(f"{name} {value}" for name, value in machine.items()), ""]
-    rows += ["| what | target | measured | |", "|---|---|---|---|"]
-    for entry in entries:
-        if entry["value"] is not None:
-            rows.append(f"| {entry['what']} | {entry['target']} | {entry['measured']} | {entry['verdict']} |")
+    columns = ("what", "target", "measured", "verdict")
+    known = [[entry[name] for name in columns] for entry in entries if entry["value"] is not None]
+    rows += markdown(columns, known, num_text=4)
     left = [entry for entry in entries if entry["value"] is None]
     if left:
         rows += ["", "Not measured:", ""]
         rows += [f"- {entry['what']}: {entry['detail']}" for entry in left]
     return "\n".join(rows) + "\n"
-
-
-def _write_whole(file: Path, text: str) -> None:
-    """Whole or not at all: a run that is killed while it writes keeps what it wrote before."""
-    beside = file.with_name(f".{file.name}.part")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(file)
 
 
 def _earlier(lines: Path, machine: Mapping[str, Any], replaced: set[str]) -> list[dict[str, Any]]:

@@ -13,9 +13,9 @@ from evicbench.load.promises import promises
 from evicbench.paths import BENCH, ROOT
 from evicbench.report import Line
 from sglang_evicpress.benchmark.load_tables import load_lines
-from sglang_evicpress.benchmark.markdown import markdown
 from sglang_evicpress.benchmark.raw import Raw
 from sglang_evicpress.benchmark.tables import setting_lines
+from sglang_evicpress.tables import markdown
 
 RESULTS = BENCH / "results"
 CODE = ("python", "patches", "kernels")

@@ -1,4 +1,4 @@
-"""How near the greedy plan is to the best that any plan could reach, over random snapshots."""
+"""Distance of the greedy plan from the best that any plan could reach, over random snapshots."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from evicbench.policy.snapshots import Snapshot, snapshot
 from evicbench.report import Line
 from sglang_evicpress.core import Decision, Tier
 from sglang_evicpress.policy.utility import utility
+from sglang_evicpress.quantiles import quantile
 
 NUM_SNAPSHOTS = 200
 MEAN, WORST, MANY = 0.99, 0.97, 100
@@ -75,10 +76,8 @@ def score(seed: int, like_a_tree: bool = True) -> Score:
 
 def spread(values: Sequence[float]) -> str:
     """mean, median, fifth percentile and worst, in percent."""
-    ranked = sorted(values)
-    fifth = ranked[len(ranked) // 20]
-    mean, median = statistics.fmean(ranked), statistics.median(ranked)
-    return f"mean {mean:.2%}, median {median:.2%}, 5th percentile {fifth:.2%}, worst {ranked[0]:.2%} of {len(ranked)}"
+    mean, median, fifth = statistics.fmean(values), statistics.median(values), quantile(values, 0.05)
+    return f"mean {mean:.2%}, median {median:.2%}, 5th percentile {fifth:.2%}, worst {min(values):.2%} of {len(values)}"
 
 
 def measure_optimality(num_snapshots: int = NUM_SNAPSHOTS) -> Iterator[Line]:

@@ -19,6 +19,7 @@ from evicbench.profiler.output import save_text
 from evicbench.profiler.study import FIGURE_4, FRACTIONS, PRESSES, Measured, Scores, study
 from evicbench.report import Line
 from sglang_evicpress.core import Form
+from sglang_evicpress.tables import markdown
 
 MARGIN = 0.02
 """By how much a press must lead the next one to win a context; what is nearer is a tie."""
@@ -31,7 +32,7 @@ TIE = "tie"
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of the sensitivities of some contexts. ``cv`` is the coefficient of variation (n - 1), 0 where all are 0."""
+    """Spread of the sensitivities of some contexts. ``cv``: coefficient of variation (n - 1), 0 where all are 0."""
 
     median: float
     least: float
@@ -77,7 +78,7 @@ def means(scores: Scores, kept: float) -> dict[str, float]:
 
 
 def wins(contexts: Sequence[Measured], kept: float, scorer: str = "logprob") -> Counter[str]:
-    """How many contexts each press wins, and how many are ties."""
+    """Number of contexts that each press wins, and of ties."""
     return Counter(winner(by_press(each, kept, scorer)) for each in contexts)
 
 
@@ -169,7 +170,7 @@ def other_wins_line(contexts: Sequence[Measured]) -> Line:
 
 
 def shares(found: Mapping[str, int], total: int) -> str:
-    """Of the presses that win any, then of ties."""
+    """Shares of the presses that win any, then of ties."""
     return ", ".join(f"{name} {found[name] / total:.0%}" for name in (*PRESSES, TIE) if found[name] or name == TIE)
 
 
@@ -180,9 +181,8 @@ def tables(contexts: Sequence[Measured]) -> str:
         "Sensitivity: quality lost by keydiff, median (coefficient of variation) over the contexts of a family; "
         "r is the correlation over all contexts between training and held-out questions.",
         "",
-        f"| kept, scorer | {' | '.join(families)} | all | r |",
-        f"|---|{'---|' * (len(families) + 2)}",
     ]
+    rows = []
     for kept in KEPT:
         for scorer in ("logprob", "minilm"):
             if scorer == "minilm" and kept == FIGURE_4:  # not asked about it
@@ -192,12 +192,13 @@ def tables(contexts: Sequence[Measured]) -> str:
             ]
             cells = [f"{found.median:.3f} ({found.cv:.2f})" for found in spreads]
             same = f"{halves(contexts, kept):.2f}" if scorer == "logprob" else ""
-            lines.append(f"| {kept:g}, {scorer} | {' | '.join(cells)} | {same} |")
+            rows.append([f"{kept:g}, {scorer}", *cells, same])
+    lines += markdown(["kept, scorer", *families, "all", "r"], rows)
     lines += ["", f"Contexts won (by more than {MARGIN:g}), of {len(contexts)}.", ""]
-    lines += [f"| kept, scorer | {' | '.join(PRESSES)} | {TIE} |", f"|---|{'---|' * (len(PRESSES) + 1)}"]
+    rows = []
     for kept in (0.8, 0.5, FIGURE_4, 0.2):
         for scorer in ("logprob", "minilm"):
             if scorer == "logprob" or kept != FIGURE_4:
                 found = wins(contexts, kept, scorer)
-                lines.append(f"| {kept:g}, {scorer} | {' | '.join(str(found[name]) for name in (*PRESSES, TIE))} |")
-    return "\n".join(lines) + "\n"
+                rows.append([f"{kept:g}, {scorer}", *(str(found[name]) for name in (*PRESSES, TIE))])
+    return "\n".join([*lines, *markdown(["kept, scorer", *PRESSES, TIE], rows), ""])

@@ -1,4 +1,4 @@
-"""What users notice of online profiling: a server that profiles beside one that does not, under the same clients.
+"""Interference of online profiling with users: a server that profiles beside one that does not, with equal clients.
 
 Both are the real server, started once. Only one of them runs at a time, the other is stopped by SIGSTOP, and they take
 turns every few seconds, so that whatever else the machine does hits both. A random model is used: its answers go on,
@@ -23,9 +23,10 @@ from typing import Any
 
 from evicbench.correctness.reference import PEAKY_VOCABULARY, make_peaky_model
 from evicbench.profiler.output import save_text
-from evicbench.profiler.streams import Stream, percentile, steady_load
+from evicbench.profiler.streams import Stream, steady_load
 from evicbench.report import Line
 from evicbench.testbed.server import Server, ServerError
+from sglang_evicpress.quantiles import quantile
 
 MOST_ITL_RATIO = 1.10
 FORMS = "keydiff@0.8,keydiff@0.5,keydiff@0.2,snapkv@0.5,streaming@0.5"
@@ -114,30 +115,28 @@ class Rounds:
     def ratio(self, share: float) -> float:
         """Median over the pairs of that percentile of ITL, on over off."""
         return statistics.median(
-            percentile(on.itl_s, share) / percentile(off.itl_s, share)
-            for on, off in zip(self.on, self.off, strict=True)
+            quantile(on.itl_s, share) / quantile(off.itl_s, share) for on, off in zip(self.on, self.off, strict=True)
         )
 
     def ratio_of_all(self, share: float) -> float:
         """That percentile of the ITL of all rounds together, on over off."""
         on, off = ([gap for each in rounds for gap in each.itl_s] for rounds in (self.on, self.off))
-        return percentile(on, share) / percentile(off, share)
+        return quantile(on, share) / quantile(off, share)
 
     def ttft_differences_s(self, share: float) -> list[float]:
-        """Of each pair, that percentile of TTFT, on minus off."""
+        """Difference of each pair at that percentile of TTFT, on minus off."""
         return [
-            percentile(on.ttft_s, share) - percentile(off.ttft_s, share)
-            for on, off in zip(self.on, self.off, strict=True)
+            quantile(on.ttft_s, share) - quantile(off.ttft_s, share) for on, off in zip(self.on, self.off, strict=True)
         ]
 
     @property
     def step_s(self) -> float:
         """One decode step: the median time between tokens without profiling."""
-        return percentile([gap for each in self.off for gap in each.itl_s], 0.5)
+        return quantile([gap for each in self.off for gap in each.itl_s], 0.5)
 
 
 def draw_prompts(rng: random.Random) -> list[list[Ids]]:
-    """Of each context the prompts that ask about it."""
+    """Prompts about each context."""
 
     def row(count: int) -> Ids:
         return tuple(rng.randrange(3, PEAKY_VOCABULARY) for _ in range(count))
@@ -225,7 +224,7 @@ def measure_rounds(num_pairs: int = NUM_PAIRS) -> dict[str, Rounds]:
 
 
 def _in_turn(pair: Sequence[Any], number: int) -> Sequence[Any]:
-    """Who goes first changes from pair to pair; done twice, the order is as before."""
+    """Order of a pair, reversed from pair to pair; done twice, the order is as before."""
     return pair if number % 2 == 0 else pair[::-1]
 
 
@@ -271,7 +270,7 @@ def _figures(rounds: Rounds) -> dict[str, list[dict[str, object]]]:
     return {
         which: [
             {
-                "itl_ms": [round(1e3 * percentile(each.itl_s, share), 3) for share in (0.5, 0.95, 0.99)],
+                "itl_ms": [round(1e3 * quantile(each.itl_s, share), 3) for share in (0.5, 0.95, 0.99)],
                 "ttft_ms": [round(1e3 * value, 2) for value in each.ttft_s],
                 "user_steps": each.num_steps,
                 "touched": each.num_touched,
@@ -289,9 +288,9 @@ def _figures(rounds: Rounds) -> dict[str, list[dict[str, object]]]:
 
 def _spread(rounds: Sequence[Round]) -> str:
     itl_s = [gap for each in rounds for gap in each.itl_s]
-    return "/".join(f"{1e3 * percentile(itl_s, share):.1f}" for share in (0.5, 0.95, 0.99)) + " ms"
+    return "/".join(f"{1e3 * quantile(itl_s, share):.1f}" for share in (0.5, 0.95, 0.99)) + " ms"
 
 
 def _ttft(rounds: Sequence[Round]) -> str:
     ttft_s = [each for one in rounds for each in one.ttft_s]
-    return "/".join(f"{1e3 * percentile(ttft_s, share):.0f}" for share in (0.5, 0.95)) + " ms"
+    return "/".join(f"{1e3 * quantile(ttft_s, share):.0f}" for share in (0.5, 0.95)) + " ms"

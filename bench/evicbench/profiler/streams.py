@@ -66,7 +66,7 @@ def steady_load(
     mean_pause_s: float,
     seed: str,
 ) -> list[Stream]:
-    """What ``num_clients`` clients got, each of which asks, waits about ``mean_pause_s`` and asks again.
+    """Streams of ``num_clients`` clients, each of which asks, waits about ``mean_pause_s`` and asks again.
 
     Prompts and pauses are the same for the same ``seed``. No client begins anything after ``seconds``. Raises
     StreamError at the first request that fails.
@@ -92,11 +92,3 @@ def steady_load(
 
     with ThreadPoolExecutor(num_clients) as pool:
         return [each for part in pool.map(client, range(num_clients)) for each in part]
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest of ``values`` that at least ``share`` of them do not exceed. Raises ValueError for none."""
-    if not values or not 0.0 < share <= 1.0:
-        raise ValueError(f"{share} of {len(values)} values: expected a share above 0 and up to 1 of at least one")
-    ordered = sorted(values)
-    return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]

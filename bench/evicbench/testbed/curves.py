@@ -24,7 +24,7 @@ from pathlib import Path
 from evicbench.testbed.server import Server, ServerError
 from evicbench.testbed.tasks import FAMILIES, Context, make_context
 from evicbench.testbed.vocabulary import load_vocabulary
-from evicbench.testbed.workload import token_f1
+from sglang_evicpress.profiler.scorers.reference import token_f1
 
 CURVES = Path(__file__).with_name("curves.json")
 _MAX_NEW_TOKENS = 14  # the longest answer has 12 words, then <eos>
@@ -32,7 +32,7 @@ _MAX_NEW_TOKENS = 14  # the longest answer has 12 words, then <eos>
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What is asked about each context, and how."""
+    """Questions about each context."""
 
     num_contexts: int
     num_questions: int

@@ -17,7 +17,8 @@ from transformers import LlamaForCausalLM
 
 from evicbench.testbed.tasks import FAMILIES, make_context
 from evicbench.testbed.vocabulary import EOS, MODEL_DIR, PAD, load_vocabulary
-from evicbench.testbed.workload import exact_match, token_f1
+from sglang_evicpress.profiler.scorers.reference import exact_match, token_f1
+from sglang_evicpress.tables import markdown
 
 _BATCH_TOKENS = 16 * 1024
 _MAX_NEW_TOKENS = 14  # the longest answer has 12 words, then <eos>
@@ -90,8 +91,7 @@ def main() -> None:
     torch.set_num_threads(1)
     model = LlamaForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     print("exact match / token F1 in percent (number of questions)\n")
-    print("| family | " + " | ".join(f"{num_tokens} tokens" for num_tokens in args.tokens) + " |")
-    print("|---" * (1 + len(args.tokens)) + "|")
+    rows = []
     for family in args.families:
         cells = []
         for num_tokens in args.tokens:
@@ -104,7 +104,8 @@ def main() -> None:
                 seed=args.seed,
             )
             cells.append(f"{100 * cell.exact:.0f} / {100 * cell.f1:.0f} ({cell.num_questions})")
-        print(f"| {family} | " + " | ".join(cells) + " |", flush=True)
+        rows.append([family, *cells])
+    print("\n".join(markdown(["family", *(f"{num_tokens} tokens" for num_tokens in args.tokens)], rows)))
 
 
 if __name__ == "__main__":

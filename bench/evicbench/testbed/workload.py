@@ -1,9 +1,8 @@
-"""A serving workload over many shared contexts, and the measures of an answer's quality."""
+"""A serving workload over many shared contexts."""
 
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -80,31 +79,3 @@ def make_workload(
             turns.append(Turn(context_id, context.family, context.text, question.text, question.answer))
     rng.shuffle(turns)
     return turns
-
-
-def exact_match(predicted: str, reference: str) -> float:
-    """1.0 when the words are the same in the same order, else 0.0."""
-    return float(predicted.split() == reference.split())
-
-
-def token_f1(predicted: str, reference: str) -> float:
-    """Harmonic mean of precision and recall over the two bags of words; two empty answers agree (1.0)."""
-    left, right = predicted.split(), reference.split()
-    if not left and not right:
-        return 1.0
-    return 2 * (Counter(left) & Counter(right)).total() / (len(left) + len(right))
-
-
-def lcs_similarity(predicted: str, reference: str) -> float:
-    """Twice the longest common subsequence of words over the two lengths (in [0, 1]); order counts."""
-    left, right = predicted.split(), reference.split()
-    if not left and not right:
-        return 1.0
-    best = [0] * (len(right) + 1)
-    for word in left:
-        diagonal = 0
-        for j, other in enumerate(right, start=1):
-            above = best[j]
-            best[j] = diagonal + 1 if word == other else max(above, best[j - 1])
-            diagonal = above
-    return 2 * best[-1] / (len(left) + len(right))

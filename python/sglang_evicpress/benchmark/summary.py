@@ -1,8 +1,7 @@
-"""What every system did at every level, over all repetitions."""
+"""Results of every system at every level, over all repetitions."""
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from typing import Any
 
 from sglang_evicpress.benchmark.ratios import Paired, paired
 from sglang_evicpress.benchmark.raw import TIERS, Raw, Request, Run
+from sglang_evicpress.quantiles import quantile
 
 QUALITIES = ("f1_bound", "minilm_bound", "f1_truth")
 """Measures of quality: token F1 and cosine with the bound's answer, token F1 with the true one."""
@@ -103,7 +103,7 @@ class Summary:
 
 
 def summarise(raw: Raw, family: str | None = None) -> Summary:
-    """Of all requests, or of those about contexts of one ``family``."""
+    """Summary of all requests, or of those about contexts of one ``family``."""
     overhead_s = _overhead(raw)
     cells = [
         _cell(raw, system, level, runs, family, overhead_s)
@@ -155,15 +155,15 @@ def _cell(
         num_cut=len(cut),
         num_refused=sum(request.is_refused for _, request in asked),
         completed_rps=len(in_time) / took_s if took_s > 0 else None,
-        late_p95_s=quantile([request.late_s for _, request in asked], 0.95),
+        late_p95_s=known_quantile([request.late_s for _, request in asked], 0.95),
         ttft_mean_s=_mean(ttft),
-        ttft_p50_s=quantile(ttft, 0.5),
-        ttft_p95_s=quantile(ttft, 0.95),
-        ttft_p95_of_all_s=quantile([*answered, *[float("inf")] * (len(asked) - len(answered))], 0.95),
+        ttft_p50_s=known_quantile(ttft, 0.5),
+        ttft_p95_s=known_quantile(ttft, 0.95),
+        ttft_p95_of_all_s=known_quantile([*answered, *[float("inf")] * (len(asked) - len(answered))], 0.95),
         itl_mean_s=_mean(itl),
-        itl_p95_s=quantile(itl, 0.95),
+        itl_p95_s=known_quantile(itl, 0.95),
         latency_mean_s=_mean(latency),
-        latency_p95_s=quantile(latency, 0.95),
+        latency_p95_s=known_quantile(latency, 0.95),
         f1_bound=_mean([score.f1_bound for score in scores]),
         minilm_bound=_mean([score.minilm_bound for score in scores]),
         f1_truth=_mean([score.f1_truth for score in scores]),
@@ -183,17 +183,13 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return statistics.fmean(known) if known else None
 
 
-def quantile(values: Sequence[float], share: float) -> float | None:
-    """Between the two values around it; infinity where the upper one is."""
-    if not values:
-        return None
-    ordered, place = sorted(values), share * (len(values) - 1)
-    low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
-    return low if low == high else low + (high - low) * (place - math.floor(place))
+def known_quantile(values: Sequence[float], share: float) -> float | None:
+    """None without a value."""
+    return quantile(values, share) if values else None
 
 
 def _is_in_window(run: Run, request: Request) -> bool:
-    """Whether it ended while requests arrived, where that is a set time."""
+    """True if it ended while requests arrived, where that is a set time."""
     seconds = run.header.get("seconds")
     return seconds is None or request.end_s <= seconds
 
@@ -206,7 +202,7 @@ def _hits(requests: Sequence[Request], num_prompt_tokens: int) -> dict[str, floa
 
 
 def _tier_bytes(run: Run, raw: Raw) -> dict[str, float] | None:
-    """What each tier held after a run; of the GPU alone where the server has no other, or did not say."""
+    """Bytes in each tier after a run; the GPU alone where the server has no other, or did not say."""
     tiers = (run.header.get("tiers") or {}).get("tiers")
     if tiers:
         return {tier: float(told["used_bytes"]) for tier, told in tiers.items()}
@@ -229,7 +225,7 @@ def _forms(runs: Sequence[Run]) -> dict[str, dict[str, float]] | None:
 
 
 def _mean_of_maps(maps: Sequence[Mapping[str, float] | None]) -> dict[str, float] | None:
-    """What one lacks counts as 0 there; those that are None do not count."""
+    """Mean per key over the maps that are not None; a missing key counts as 0."""
     known = [each for each in maps if each is not None]
     names = dict.fromkeys(name for each in known for name in each)
     return {name: sum(each.get(name, 0.0) for each in known) / len(known) for name in names} or None
@@ -247,7 +243,7 @@ def _decisions(runs: Sequence[Run]) -> dict[str, float] | None:
 
 
 def _utility_lost(runs: Sequence[Run]) -> float | None:
-    """Of all requests, whatever family they are of: what a decision takes is missed by others than who needed room."""
+    """Utility lost per request, over all families: a decision may cost others than who needed the memory."""
     lost_s, num_requests = 0.0, 0
     for run in runs:
         before, after = ((run.header.get(name) or {}).get("utility_lost_s") for name in ("stats_before", "stats"))
@@ -267,7 +263,7 @@ def numbers(counters: Mapping[str, Any], above: str = "") -> Iterator[tuple[str,
 
 
 def _notes(raw: Raw, cells: Sequence[Cell]) -> Iterator[str]:
-    """What a reader must know before believing the figures."""
+    """Caveats that a reader must know before believing the figures."""
     config = raw.plan.get("config", {})
     once, wanted, missing = config.get("once") or (), int(config.get("repetitions") or 1), 0
     for system in raw.plan["systems"]:

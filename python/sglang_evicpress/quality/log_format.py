@@ -25,7 +25,7 @@ class StoreError(Exception):
 
 
 class StoreDamaged(StoreError):
-    """What the file holds is not what was put there, or it is no profile store; a repair saves what it can."""
+    """The file is damaged, or it is no profile store; a repair saves what it can."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(f"profile store {path} is damaged ({why}): run `evicpress profile repair {path}`")
@@ -33,7 +33,7 @@ class StoreDamaged(StoreError):
 
 
 class Name(NamedTuple):
-    """What a line is about: ``identity`` of the model, and the ``key`` of the context; both in hex."""
+    """Subject of a line: ``identity`` of the model, and the ``key`` of the context; both in hex."""
 
     identity: str
     key: str
@@ -69,7 +69,7 @@ def size_of_lines(path: Path, data: bytes) -> int:
 
 
 def foreign_end(data: bytes) -> bytes | None:
-    """What is behind the last end of a line, when it is no beginning of a line that a kill cut off: with its end, where
+    """Bytes behind the last end of a line, when they are no line that a kill cut off: with its end, where
     it is a line whose last byte alone is wrong."""
     begin = b'{"identity":"'
     tail = data[data.rfind(b"\n") + 1 :]
@@ -99,7 +99,7 @@ def read_line(line: bytes) -> dict[str, object]:
 
 
 def name_of(found: Mapping[str, object]) -> Name:
-    """What a line is about. Raises ValueError for one that is not about a profile."""
+    """Subject of a line. Raises ValueError for one that is not about a profile."""
     identity, profile = found.get("identity"), found.get("profile")
     key = profile.get("key") if isinstance(profile, dict) else None
     if not isinstance(identity, str) or not isinstance(key, str):

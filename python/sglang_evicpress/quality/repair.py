@@ -45,7 +45,7 @@ def read_all(path: Path) -> list[tuple[str, Profile]]:
 
 
 def check(path: Path) -> int:
-    """How many profiles the file has, of all models. Raises as ``read_all`` does."""
+    """Number of profiles in the file, of all models. Raises as ``read_all`` does."""
     return len(read_all(path))
 
 

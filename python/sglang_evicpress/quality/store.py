@@ -220,7 +220,7 @@ def _lock_path(path: Path) -> Path:
 
 
 def _is_at(path: Path, fd: int) -> bool:
-    """Whether ``fd`` is still the file that is there."""
+    """True if ``fd`` is still the file that is there."""
     return path.exists() and os.path.samestat(path.stat(), os.fstat(fd))
 
 

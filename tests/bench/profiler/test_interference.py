@@ -1,4 +1,4 @@
-"""What is made of rounds of load on two servers that take turns."""
+"""Figures from rounds of load on two servers that take turns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from evicbench.profiler.interference import Round, Rounds, lines_of
-from evicbench.profiler.streams import Stream, percentile
+from evicbench.profiler.streams import Stream
 
 
 def stream(gap_s: float, ttft_s: float = 0.5, count: int = 20) -> Stream:
@@ -19,20 +19,6 @@ def on(gap_s: float, ttft_s: float = 0.5, **counts: Any) -> Round:
 
 def rounds(gaps_on: list[float], gaps_off: list[float], **counts: Any) -> Rounds:
     return Rounds([on(gap, **counts) for gap in gaps_on], [Round([stream(gap)]) for gap in gaps_off])
-
-
-@pytest.mark.parametrize(
-    ("values", "share", "expected"),
-    [([3.0, 1.0, 2.0], 0.5, 2.0), ([3.0, 1.0, 2.0], 1.0, 3.0), ([1.0, 2.0], 0.5, 1.0), (list(range(1, 101)), 0.95, 95)],
-)
-def test_a_percentile_is_a_value_that_so_many_do_not_exceed(values: list[float], share: float, expected: float) -> None:
-    assert percentile(values, share) == expected
-
-
-@pytest.mark.parametrize(("values", "share"), [([], 0.5), ([1.0], 0.0), ([1.0], 1.1)])
-def test_a_percentile_of_nothing_is_refused(values: list[float], share: float) -> None:
-    with pytest.raises(ValueError, match="expected a share above 0"):
-        percentile(values, share)
 
 
 def test_a_stream_knows_its_first_token_and_its_gaps() -> None:

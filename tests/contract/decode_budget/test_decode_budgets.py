@@ -102,7 +102,7 @@ class BudgetWalk(Walk):
         self.cache.expect(request)
 
     def extend(self, request: Any, upto: int) -> bool:
-        """As a scheduler does: only the last chunk is the end of the prefill."""
+        """Prefill like a scheduler: only the last chunk is the end of the prefill."""
         begin = len(request.prefix_indices)
         upto = max(upto, begin + 1)
         slots = self.alloc(request, begin, upto)
@@ -278,7 +278,7 @@ def test_a_pass_for_which_the_device_has_no_memory_changes_nothing_and_is_made_u
     for name in ("copy", "copy_survivors"):
         monkeypatch.setattr(walk.cache.compressor, name, scarce(getattr(walk.cache.compressor, name)))
     walk.run(250)
-    assert walk.cache.budget_records.totals.num_put_off > 10 and len(walk.kinds) > 1
+    assert walk.cache.decode_budgets.totals.num_put_off > 10 and len(walk.kinds) > 1
     monkeypatch.undo()
     walk.visit()
     for request in walk.running:  # those that can copy what they share are within their budgets again
@@ -350,7 +350,7 @@ def test_the_passes_of_a_step_give_in_one_batch_what_they_give_row_by_row(
     monkeypatch.setattr(req_to_token, "_table", HoleTable(ROWS + 1, "cpu"))
     monkeypatch.setattr(passes, "MAX_BATCH_SCORES", 0)
     alone = alike(page_size, method, score, 5)
-    num_passes = alone.cache.budget_records.totals.counts.num_passes
+    num_passes = alone.cache.decode_budgets.totals.counts.num_passes
     assert num_scored == num_passes >= 10 and launches <= num_passes * 3 // 5
     assert together.allocator.available_size() == alone.allocator.available_size()
     for one, other in zip(together.running, alone.running, strict=True):
@@ -388,25 +388,25 @@ def test_positions_are_told_a_page_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
     walk = alike(1, "repack", "knorm", 2)
     req = walk.running[1]
     state = req.kv_budget
-    told = walk.cache.requests.describe_requests("r1", positions=True)["requests"][0]
+    told = walk.cache.inspector.describe_requests("r1", positions=True)["requests"][0]
     wanted = [positions_of(state.positions, num_logical(req), num_physical(req), "cpu")]
     wanted += [held.read() for _, held in state.trace.passes]
     values, shapes = [told["values"]], [told["positions_shape"], *(each["positions_shape"] for each in told["trace"])]
     while told["next_offset"] is not None:
         assert len(values[-1]) == 300
-        told = walk.cache.requests.describe_requests("r1", positions=True, offset=told["next_offset"])["requests"][0]
+        told = walk.cache.inspector.describe_requests("r1", positions=True, offset=told["next_offset"])["requests"][0]
         assert told["trace"] is None
         values.append(told["values"])
     assert len(values) > 2 and shapes == [list(each.shape) for each in wanted]
     every = torch.cat([each.flatten() for each in wanted])
     assert torch.equal(torch.from_numpy(np.concatenate(values)), every) and len(every) == told["num_values"]
     assert isinstance(values[0], np.ndarray), "no Python integers"
-    beyond = walk.cache.requests.describe_requests("r1", positions=True, offset=10**15)["requests"][0]
+    beyond = walk.cache.inspector.describe_requests("r1", positions=True, offset=10**15)["requests"][0]
     assert len(beyond["values"]) == 0 and beyond["next_offset"] is None
     for each in walk.running:
         each.to_finish = "done"
     walk.end_all()
-    ended = walk.cache.requests.describe_requests("r1", positions=True)["requests"][0]
+    ended = walk.cache.inspector.describe_requests("r1", positions=True)["requests"][0]
     assert ended["positions_shape"] == shapes[0] and np.array_equal(ended["values"], values[0])
 
 
@@ -416,14 +416,14 @@ def test_requests_are_told_a_hundred_at_a_time(monkeypatch: pytest.MonkeyPatch) 
     for each in walk.running:
         each.to_finish = "done"
     walk.finish()
-    first = walk.cache.requests.describe_requests(None, positions=False)
+    first = walk.cache.inspector.describe_requests(None, positions=False)
     assert [each["number"] for each in first["requests"]] == [1, 2, 3] and first["next_after"] == 3
-    rest = walk.cache.requests.describe_requests(None, positions=False, after=3)
+    rest = walk.cache.inspector.describe_requests(None, positions=False, after=3)
     assert [each["number"] for each in rest["requests"]] == [4, 5] and rest["next_after"] is None
-    two = walk.cache.requests.describe_requests(None, positions=False, after=1, limit=2)
+    two = walk.cache.inspector.describe_requests(None, positions=False, after=1, limit=2)
     assert [each["number"] for each in two["requests"]] == [2, 3] and two["next_after"] == 3
     with pytest.raises(IntrospectionError, match="'r9' has no budget here"):
-        walk.cache.requests.describe_requests("r9", positions=True)
+        walk.cache.inspector.describe_requests("r9", positions=True)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

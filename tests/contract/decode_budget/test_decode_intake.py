@@ -1,4 +1,4 @@
-"""How much room is kept for a request with a budget, and what it may ask for."""
+"""Memory reserved for a request with a budget, and the limits of its settings."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def request(num_tokens: int, max_new: int, budget: DecodeSettings | None = None,
 
 
 class Adder:
-    """Of PrefillAdder what is touched; ``add`` does as ``add_one_req`` in the simple case."""
+    """Touched part of PrefillAdder; ``add`` does as ``add_one_req`` in the simple case."""
 
     def __init__(self, *, num_free: int = SLOTS, chunk: int | None = 128) -> None:
         self.page_size = PAGE
@@ -216,7 +216,7 @@ def scheduler(default: DecodeSettings | None = None) -> Any:
     tree, compressor = SimpleNamespace(page_size=PAGE), SimpleNamespace(sinks=4)
     passes, records = SimpleNamespace(), BudgetRecords("cpu")
     budgets = DecodeBudgets(tree, compressor, passes, records, default or DecodeSettings(), "on")
-    cache = SimpleNamespace(decode_budgets=budgets, budget_records=records)
+    cache = SimpleNamespace(decode_budgets=budgets)
     return SimpleNamespace(
         tree_cache=cache,
         page_size=PAGE,
@@ -226,7 +226,7 @@ def scheduler(default: DecodeSettings | None = None) -> Any:
 
 
 def take(req: Any, params: Any, default: DecodeSettings | None = None) -> Any:
-    """As SGLang: the answer is cut to what the pool has room for. Returns the scheduler."""
+    """Take a request like SGLang: the answer is cut to what the pool has room for. Returns the scheduler."""
     made = scheduler(default)
     req.sampling_params.custom_params = params
 
@@ -248,7 +248,7 @@ def test_an_answer_may_outgrow_the_pool_but_not_the_context() -> None:
     made = take(req, {"kv_decode_budget": 128, "__req__": req})
     assert req.kv_budget.settings == DecodeSettings(128)
     assert req.sampling_params.max_new_tokens == 4096 - 100 - 2
-    assert made.tree_cache.decode_budgets.has_budgets and made.tree_cache.budget_records.totals.num_requests == 1
+    assert made.tree_cache.decode_budgets.has_budgets and made.tree_cache.decode_budgets.totals.num_requests == 1
 
 
 @pytest.mark.parametrize(("num_tokens", "budget"), [(100, 512), (300, 256), (16, 4096)])

@@ -10,11 +10,11 @@ import argparse
 from collections.abc import Mapping
 
 from sglang_evicpress.benchmark.figures.drawing import level_of, run, save
-from sglang_evicpress.benchmark.markdown import markdown, number, share
 from sglang_evicpress.benchmark.raw import TIERS, Raw
 from sglang_evicpress.benchmark.summary import Cell, summarise
 from sglang_evicpress.benchmark.tables import level_name
 from sglang_evicpress.core import Form
+from sglang_evicpress.tables import markdown, number, share
 
 
 def draw(options: argparse.Namespace, raw: Raw) -> None:
@@ -46,7 +46,7 @@ def draw(options: argparse.Namespace, raw: Raw) -> None:
 
 
 def shares_of(held: Mapping[str, float]) -> dict[str, float]:
-    """Of all tokens; nothing where there are none."""
+    """Shares of all tokens; nothing where there are none."""
     total = sum(held.values())
     return {form: tokens / total for form, tokens in held.items()} if total else {}
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 
 from sglang_evicpress.benchmark.figures.drawing import QUALITY_NAMES, legend_above, level_of, run, save
-from sglang_evicpress.benchmark.markdown import markdown, ms, number, share
 from sglang_evicpress.benchmark.raw import TIERS, Raw
 from sglang_evicpress.benchmark.summary import summarise
 from sglang_evicpress.benchmark.tables import level_name
+from sglang_evicpress.tables import markdown, ms, number, share
 
 COLOURS = {"gpu": "tab:red", "host": "tab:orange", "ssd": "tab:blue"}
 

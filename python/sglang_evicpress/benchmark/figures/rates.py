@@ -21,10 +21,10 @@ from sglang_evicpress.benchmark.figures.drawing import (
     run,
     save,
 )
-from sglang_evicpress.benchmark.markdown import markdown, ms, number
 from sglang_evicpress.benchmark.raw import Raw
 from sglang_evicpress.benchmark.summary import Cell, Summary, summarise
 from sglang_evicpress.benchmark.tables import LEAST_QUALITY
+from sglang_evicpress.tables import markdown, ms, number
 
 
 def draw(options: argparse.Namespace, raw: Raw) -> None:

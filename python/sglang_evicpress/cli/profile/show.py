@@ -13,7 +13,6 @@ from typing import Any, Protocol
 from sglang_evicpress.cli.profile.connection import ADMIN_KEY_VARIABLE, KEY_VARIABLE, connect
 from sglang_evicpress.cli.profile.offline import PROFILES, profile_of
 from sglang_evicpress.cli.profile.plot import about, plot, png, when
-from sglang_evicpress.cli.profile.report import aligned
 from sglang_evicpress.core import Form
 from sglang_evicpress.files import check_output, write_whole
 from sglang_evicpress.profiler.engine import EngineError
@@ -22,6 +21,7 @@ from sglang_evicpress.quality.catalog import Catalog
 from sglang_evicpress.quality.log_format import StoreError
 from sglang_evicpress.quality.profile import Profile
 from sglang_evicpress.quality.repair import read_all
+from sglang_evicpress.tables import aligned
 
 _NUM_NAMED = 5
 
@@ -40,7 +40,7 @@ class Listed:
 
 
 class Source(Protocol):
-    """Where profiles are."""
+    """Source of profiles."""
 
     def listed(self) -> list[Listed]: ...
 
@@ -50,7 +50,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Those of the running one. Everything raises EngineError."""
+    """Profiles of a running server. Everything raises EngineError."""
 
     transport: Transport
 
@@ -74,7 +74,7 @@ class Server:
 
 
 class Stored:
-    """Those in a file of a ``ProfileStore``, of every model. Changes nothing; raises ValueError and StoreError."""
+    """Profiles in a file of a ``ProfileStore``, of every model. Changes nothing; raises ValueError and StoreError."""
 
     def __init__(self, path: Path) -> None:
         self._profiles = read_all(path)

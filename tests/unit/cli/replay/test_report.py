@@ -45,8 +45,8 @@ def test_sums() -> None:
     ledger = Ledger(Counter({"ssd to gpu": 7}), Counter({"drop": 3}))
     found = tally.result(ledger, half_life_s=60.0, wall_s=1.5)
     assert (found.num_requests, found.num_expected, found.num_tokens, found.is_partial) == (3, 5, 300, True)
-    assert found.ttft == Spread(pytest.approx(8 / 3), 2.0, 5.0)
-    assert found.alone == Spread(pytest.approx(6.5 / 3), 1.5, 4.5)
+    assert found.ttft == Spread(*map(pytest.approx, (8 / 3, 2.0, 4.7)))
+    assert found.alone == Spread(*map(pytest.approx, (6.5 / 3, 1.5, 4.2)))
     assert found.hit_share == pytest.approx({"gpu": 80 / 300, "ssd": 60 / 300})
     assert found.prefilled_share == pytest.approx(160 / 300)
     assert found.quality == pytest.approx(2.4 / 3)
@@ -56,20 +56,13 @@ def test_sums() -> None:
     assert found.requests_per_minute == pytest.approx(120.0)
     assert (found.moved_bytes, found.decisions) == ({"ssd to gpu": 7}, {"drop": 3})
     record = found.record()
-    assert record["ttft"] == {"mean_s": pytest.approx(8 / 3), "p50_s": 2.0, "p95_s": 5.0}
+    assert record["ttft"] == {"mean_s": pytest.approx(8 / 3), "p50_s": 2.0, "p95_s": pytest.approx(4.7)}
     assert record["is_partial"] is True
 
 
 def test_nothing_to_sum_up() -> None:
     with pytest.raises(ValueError, match="at least one request"):
         Tally(Run("lru"), TIERS, 5).result(Ledger(), 1.0, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("size", "p50", "p95"), [(1, 1.0, 1.0), (2, 1.0, 2.0), (20, 10.0, 19.0), (21, 11.0, 20.0), (100, 50.0, 95.0)]
-)
-def test_percentiles_are_values_that_occurred(size: int, p50: float, p95: float) -> None:
-    assert Spread.of([float(value) for value in range(size, 0, -1)]) == Spread((size + 1) / 2, p50, p95)
 
 
 def test_ratio_to_lru_only_over_the_same_requests() -> None:
@@ -112,7 +105,7 @@ def test_columns_are_aligned_and_queueing_is_optional() -> None:
     ],
 )
 def test_sizes(text: str, num_bytes: int) -> None:
-    """Of a working set of 10,000 tokens of 10 bytes."""
+    """Sizes of a working set of 10,000 tokens of 10 bytes."""
     assert Size.parse(text).num_bytes(10_000, 10) == num_bytes
 
 
