@@ -9,6 +9,7 @@ import torch
 
 from sglang_evicpress.core import NodeStats, Tier
 from sglang_evicpress.introspect.census import Census
+from sglang_evicpress.patches.attention.types import RowPool
 from sglang_evicpress.patches.tiers.placement import tier_of
 from sglang_evicpress.patches.tree.node import (
     PrefixView,
@@ -57,12 +58,6 @@ class RunningScheduler(Protocol):
     chunked_req: RunningRequest | None
 
 
-class RowTable(Protocol):
-    """SGLang's ReqToTokenPool: ``req_to_token`` [rows, context] are the slots of each row."""
-
-    req_to_token: torch.Tensor
-
-
 class FreeLists(Allocator, Protocol):
     """SGLang's allocator, with the pages that are free."""
 
@@ -76,7 +71,7 @@ class CheckedTree(Protocol):
     page_size: int
     root_node: Node
     nodes: dict[int, Node]
-    req_to_token_pool: RowTable
+    req_to_token_pool: RowPool
     token_to_kv_pool_allocator: FreeLists
 
     @property

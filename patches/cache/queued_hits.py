@@ -8,14 +8,14 @@ may have changed). Both pieces of a split node carry its claims, as they carry i
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
 
+from sglang_evicpress.patches.tree.types import Node
 from sglang_evicpress.policy.reuse import Restate
 
 MAX_NODES = 256
 """Nodes, from the root, that a waiting request claims at most."""
 
-Hit = Callable[[Any, float, int], None]
+Hit = Callable[[Node, float, int], None]
 """Add this to a node's weight and to its number of hits."""
 
 
@@ -24,12 +24,12 @@ class Claim:
 
     __slots__ = ("made_s", "nodes", "number", "req", "value")
 
-    def __init__(self, number: int, req: Any, value: float, made_s: float) -> None:
+    def __init__(self, number: int, req: object, value: float, made_s: float) -> None:
         self.made_s = made_s
         self.number = number
         self.req = req
         self.value = value
-        self.nodes: dict[int, Any] = {}
+        self.nodes: dict[int, Node] = {}
 
 
 class Claims:
@@ -47,7 +47,7 @@ class Claims:
     def num_nodes(self) -> int:
         return sum(len(claim.nodes) for claim in self._claims.values())
 
-    def make(self, req: Any, path: list[Any], value: float, now_s: float) -> None:
+    def make(self, req: object, path: list[Node], value: float, now_s: float) -> None:
         """A request enters the queue and is expected to use ``path``."""
         self.release(req)
         self._num_made += 1
@@ -56,7 +56,7 @@ class Claims:
             self._carry(claim, node)
             self._hit(node, value, 1)
 
-    def settle(self, req: Any, path: list[Any], value: float) -> bool:
+    def settle(self, req: object, path: list[Node], value: float) -> bool:
         """The request runs, on ``path``: every node of it gets the hit once, and no other keeps it. Returns whether
         any of it had been claimed."""
         claim = self._claims.pop(id(req), None)
@@ -72,24 +72,24 @@ class Claims:
                     self._hit(node, -claim.value, -1)
         return bool(claimed)
 
-    def release(self, req: Any) -> None:
+    def release(self, req: object) -> None:
         """The request will not run: its hits are taken back."""
         self.settle(req, [], 0.0)
 
-    def keep_only(self, waiting: Collection[Any]) -> None:
+    def keep_only(self, waiting: Collection[object]) -> None:
         """Release every claim whose request is not among the waiting ones. Free while none has left."""
         if len(self._claims) > len(waiting):
             ids = {id(req) for req in waiting}
             for claim in [claim for key, claim in self._claims.items() if key not in ids]:
                 self.release(claim.req)
 
-    def split(self, upper: Any, lower: Any) -> None:
+    def split(self, upper: Node, lower: Node) -> None:
         """``upper`` was split off ``lower``, with its weight and hits."""
         upper.kv.claims = {}
         for claim in lower.kv.claims.values():
             self._carry(claim, upper)
 
-    def forget(self, node: Any) -> None:
+    def forget(self, node: Node) -> None:
         """The node is gone."""
         for claim in node.kv.claims.values():
             del claim.nodes[node.id]
@@ -105,6 +105,6 @@ class Claims:
         for claim in self._claims.values():
             claim.nodes = {}
 
-    def _carry(self, claim: Claim, node: Any) -> None:
+    def _carry(self, claim: Claim, node: Node) -> None:
         claim.nodes[node.id] = node
         node.kv.claims[claim.number] = claim

@@ -12,16 +12,11 @@ import torch
 
 from sglang_evicpress.device import to_device
 from sglang_evicpress.patches.attention import req_to_token
+from sglang_evicpress.patches.attention.types import RowPool
 from sglang_evicpress.patches.decode_budget.state import BudgetedRequest, num_shared
 from sglang_evicpress.patches.scheduler.paged_allocator import PagedPool
 from sglang_evicpress.patches.tree.node import PrefixView, path_to
 from sglang_evicpress.patches.tree.types import Allocator, Node
-
-
-class RowTable(Protocol):
-    """SGLang's ReqToTokenPool: ``req_to_token`` [rows, context] are the slots of each row."""
-
-    req_to_token: torch.Tensor
 
 
 class PoolAllocator(Allocator, PagedPool, Protocol):
@@ -34,7 +29,7 @@ class DecodeTree(Protocol):
     page_size: int
     device: torch.device | str
     root_node: Node
-    req_to_token_pool: RowTable
+    req_to_token_pool: RowPool
     token_to_kv_pool_allocator: PoolAllocator
 
     def make_room(self, num_tokens: int) -> None:
