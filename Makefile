@@ -1,6 +1,7 @@
 # One line a contributor can run for each thing CI and README promise. `make setup` runs by itself where it is needed.
 PYTHON ?= python3
 PY := .venv/bin/python
+BENCH := PYTHONPATH=bench$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PY)
 UV = $(shell uv --version >/dev/null 2>&1 && echo uv || echo .tools/bin/uv)
 
 # SGLang picks its CPU engine by this variable; a machine with an NVIDIA driver keeps its GPU.
@@ -8,10 +9,12 @@ ifeq ($(wildcard /dev/nvidiactl),)
 export SGLANG_USE_CPU_ENGINE ?= 1
 endif
 
-.PHONY: help setup test check contract dist demo show-foundation show-policy show-tiers show-profiler show-bench show-decode show-kernels show-mend show-load chaos bench bench-load bench-micro clean
+SHOWS := $(addprefix show-,foundation policy tiers profiler bench decode kernels mend load)
+
+.PHONY: help setup test check contract dist demo $(SHOWS) chaos bench bench-load clean
 
 help:
-	@echo "make demo             the real server on a pool too small: lru beside evicpress, under 10 minutes"
+	@echo "make demo             LRU, LRU over host RAM and SSD, EvicPress, and a cache that holds everything, side by side; about 6 minutes"
 	@echo "make test             every test"
 	@echo "make check            ruff, ruff format, mypy"
 	@echo "make contract         only the tests of what we assume about SGLang"
@@ -25,10 +28,10 @@ help:
 	@echo "make show-kernels     compile and interpret every kernel, attention over compact rows, the GPU script's packing; at most 20 minutes"
 	@echo "make show-mend        hostile clients, SSD folders that others prepared, what users saw go wrong; at most 25 minutes"
 	@echo "make show-load        a setting under load up to twice saturation, chaos there, the published grid; at most 40 minutes"
+	@echo "make show-... QUICK=1 the same in at most 2 minutes: smaller sizes, and what they cannot judge is not judged"
 	@echo "make chaos            the real server on host memory and an SSD that fail on purpose, 5 minutes and two starts"
 	@echo "make bench            the serving benchmark: every system side by side on the CPU testbed; goes on where it was stopped"
 	@echo "make bench-load       four settings up to twice saturation, three repetitions: hours; goes on where it was stopped"
-	@echo "make bench-micro      every bench/bench_*.py: the policy and the tiers by themselves"
 	@echo "make setup            only .venv, from uv.lock (uv is fetched when it is missing)"
 
 setup: .venv/.ready
@@ -59,46 +62,19 @@ dist: setup
 	$(PY) -m zipfile -l dist/*.whl
 
 demo: setup
-	$(PY) bench/demo.py
+	$(BENCH) -m evicbench.demo
 
-show-foundation: setup
-	$(PY) bench/show_foundation.py
-
-show-policy: setup
-	$(PY) bench/show_policy.py
-
-show-tiers: setup
-	$(PY) bench/show_tiers.py
-
-show-profiler: setup
-	$(PY) bench/show_profiler.py
-
-show-bench: setup
-	$(PY) bench/show_bench.py
-
-show-decode: setup
-	$(PY) bench/show_decode.py
-
-show-mend: setup
-	$(PY) bench/show_mend.py
-
-show-kernels: setup
-	$(PY) bench/show_kernels.py
-
-show-load: setup
-	$(PY) bench/show_load.py
+$(SHOWS): setup
+	$(PY) bench/show.py $(@:show-%=%) $(if $(QUICK),--quick)
 
 chaos: setup
-	$(PY) bench/chaos.py
+	$(BENCH) -m evicbench.tiers.chaos
 
 bench: setup
 	.venv/bin/evicpress bench serve --config bench/configs/cpu-testbed.yaml
 
 bench-load: setup
-	$(PY) bench/load_grid.py
-
-bench-micro: setup
-	@set -e; for file in bench/bench_*.py; do echo "== $$file"; $(PY) "$$file"; done
+	$(BENCH) -m evicbench.load
 
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -18,9 +18,10 @@ from typing import Annotated, Any
 
 from sglang_evicpress import spawn
 from sglang_evicpress.config import EvicPressConfig, policy_in
+from sglang_evicpress.flags import FLAGS, Flag
 from sglang_evicpress.patches import install, last_word, unsupported
 from sglang_evicpress.patches.hook_check import version_problem
-from sglang_evicpress.patches.kv_flags import DEPENDENT_FLAGS, KV_FLAGS, KvFlag, config_of
+from sglang_evicpress.patches.kv_flags import DEPENDENT_FLAGS, config_of
 from sglang_evicpress.quality import log_format, repair
 from sglang_evicpress.quality.store import ProfileStore
 from sglang_evicpress.tiers.entry.identity import KEY_BYTES
@@ -45,10 +46,10 @@ def add_flags() -> None:
 def _add_fields(cls: Any) -> tuple[str, ...]:
     from sglang.srt.arg_groups.arg_utils import Arg
 
-    def field_of(flag: KvFlag) -> tuple[str, Any, Any]:
-        return flag.name, Annotated[flag.kind | None, Arg(help=flag.text)], dataclasses.field(default=None)
+    def field_of(flag: Flag) -> tuple[str, Any, Any]:
+        return flag.name, Annotated[flag.kind | None, Arg(help=flag.help)], dataclasses.field(default=None)
 
-    extra = dataclasses.make_dataclass("KvFlags", map(field_of, KV_FLAGS))
+    extra = dataclasses.make_dataclass("KvFlags", map(field_of, FLAGS))
     for field in dataclasses.fields(extra):
         cls.__dataclass_fields__[field.name] = field
         cls.__annotations__[field.name] = field.type

@@ -55,7 +55,7 @@ class Eviction:
                     break
         if freed < needed:
             freed += self.release_shadows()
-        if freed < needed and self.is_alone and self.return_all_aside():
+        if freed < needed and self.is_alone and self.aside.return_all():
             freed += self._relieve_until(needed - freed)
         self.update_eviction_metrics(freed, begin)
         self.eviction_seconds["all"] += time.perf_counter() - begin
@@ -90,7 +90,7 @@ class Eviction:
         Once ``needed``, all if None, are free, nothing is lost for the others: they are freed when they can be. Where
         room below is short nodes are dropped that could have gone there, unless not ``may_force``.
         """
-        wanted = min(wanted, self.evictable_size_)
+        wanted = min(wanted, self.ledger.evictable)
         if wanted <= 0:
             return 0
         if self.host is None:

@@ -57,9 +57,7 @@ def build(context: Any) -> EvicPressCache:
     cache.identify, cache.name_profiles, cache.forget_weights = model.of_model, model.of_profiles, model.forget_weights
     manager = getattr(runner, "lora_manager", None)  # only there with --enable-lora
     if manager is not None:
-        cache.digest_adapter = lambda lora_id: adapter_digest(manager, lora_id)
-        cache.loaded_adapters = lambda: set(manager.loras)
-        cache.know_adapters()
+        cache.adapters.attach(lambda lora_id: adapter_digest(manager, lora_id), lambda: manager.loras)
     cache.vocab_size = context.model_config.vocab_size
     logger.info(
         "evicpress: policy %s, alpha %g, forms %s, page size %d",

@@ -113,9 +113,9 @@ class Holding:
         kv.version += 1
         if Tier.HOST in kv.copies:
             self._spare.add(node.id)
-        self.evictable_size_ += len(node.key)
+        self.ledger.add(len(node.key))
         self._record_store_event(node)
-        self.note(node)
+        self.changes.changed(node)
         self.drop_strays(node)
 
     def _fill_as(self: Any, node: Any, layout: SurvivorLayout, value: torch.Tensor) -> None:
@@ -123,14 +123,14 @@ class Holding:
         survivors = to_device(layout.positions, value.device) - start_of(node)
         self.compressor.wait_for_forward(value)
         self.compressor.copy_survivors(value, survivors, value[: layout.num_slots])
-        self.free_slots(value[layout.num_slots :])
+        self.ledger.free(value[layout.num_slots :])
         node.kv.is_leaving = False
         self.place(node, node.kv.copies[tier_of(node)], value[: layout.num_slots])
 
     def _replace(self: Any, node: Any, value: torch.Tensor, is_lossy_prefix: bool) -> None:
         """Give an unlocked lossy node the KV a request computed for the same tokens: an upgrade."""
-        self.free_slots(slots_of(node))
-        self.evictable_size_ += len(node.key) - num_slots(node)
+        self.ledger.free(slots_of(node))
+        self.ledger.add(len(node.key) - num_slots(node))
         node.value = value.clone()
         kv = node.kv
         kv.form, kv.slots, kv.layout, kv.is_lossy_prefix = EXACT, None, None, is_lossy_prefix
@@ -138,7 +138,7 @@ class Holding:
         kv.version += 1
         self.drop_window(node)
         self.remove_copies(node, lossy_only=True)
-        self.note(node)
+        self.changes.changed(node)
         begin = start_of(node)
         for below in list(walk(node)):
             if below.value is not None and below.kv.layout is not None and below.id in self.nodes:
@@ -167,7 +167,7 @@ class Holding:
         kv.layout, node.value = trimmed
         kv.slots = slots[: kv.layout.num_slots].clone()
         kv.version += 1
-        self.free_slots(slots[kv.layout.num_slots :])
-        self.evictable_size_ -= before - kv.layout.num_slots
+        self.ledger.free(slots[kv.layout.num_slots :])
+        self.ledger.remove(before - kv.layout.num_slots)
         self.remove_copies(node, lossy_only=True)
-        self.note(node)
+        self.changes.changed(node)

@@ -12,14 +12,10 @@ import torch
 from sglang_evicpress.controller.controller import NOT_MEASURED
 from sglang_evicpress.core import DROP, Decision, Form, Option, Tier
 from sglang_evicpress.patches.attention.prompt_queries import QueryCapture
-from sglang_evicpress.patches.scheduler.paged_allocator import free_whole_pages
 from sglang_evicpress.patches.tree.node import is_lossy, num_slots, slots_of, start_of
 from sglang_evicpress.press import QueryWindow, get_press
 
 logger = logging.getLogger(__name__)
-
-ASIDE_S = 10.0
-"""So long no plan is about a node of which a move has failed."""
 
 
 class Moves:
@@ -89,18 +85,10 @@ class Moves:
         kv.version += 1
         kv.origin = node.id if kv.origin is None else kv.origin
         kv.slots = slots[:after].clone()
-        self.evictable_size_ -= before - after
-        self.note(node)
-        self._free(slots[after:])
+        self.ledger.remove(before - after)
+        self.changes.changed(node)
+        self.ledger.free_or_keep(slots[after:])
         return before - after
-
-    def free_slots(self: Any, slots: torch.Tensor) -> None:
-        """Free slots [n] of a node, or of a request from a page's first token on, and wait for nothing on the device.
-
-        They are whole pages: keys are, and so are the slots of forms (``Menu.num_slots``), of what a trim leaves and of
-        either side of a split (``layout.place``). Only a request's last page may be partial.
-        """
-        free_whole_pages(self.token_to_kv_pool_allocator, slots)
 
     def together(self: Any, decisions: Sequence[Decision]) -> AbstractContextManager[None]:
         """While a plan is carried out on several ranks, which agree on its compressions at once."""
@@ -130,54 +118,20 @@ class Moves:
             "window": self.window_of(node),
         }
 
-    def _free(self: Any, slots: torch.Tensor) -> None:
-        """Free slots that no node holds any more. Where that fails they are kept as nobody's, to be freed later."""
-        try:
-            self.free_slots(slots)
-        except Exception:
-            self.unfreed.append(slots)
-            self.num_private_slots += len(slots)
-            self.protected_size_ += len(slots)
-            raise
-
     def set_aside(self: Any, node_id: int) -> None:
         """A move of the node failed: plans make room of others for a while."""
-        node = self.nodes.get(node_id)
-        if node is not None:
-            self.aside[node_id] = self.now_s + ASIDE_S
-            node.kv.is_aside = True
-            self.note(node)
+        self.aside.add(node_id, self.now_s)
 
     def retry_set_aside(self: Any) -> None:
         """Plan again with nodes that were set aside for long enough, and free what could not be freed."""
-        self._return_aside([node_id for node_id, until_s in self.aside.items() if self.now_s >= until_s])
-        for slots in [self.unfreed.pop() for _ in range(len(self.unfreed))]:
-            self.num_private_slots -= len(slots)
-            self.protected_size_ -= len(slots)
+        self.aside.return_due(self.now_s)
+        for slots in self.ledger.take_unfreed():
             try:
-                self._free(slots)
+                self.ledger.free_or_keep(slots)
             except Exception as error:
                 if not self.is_alone:
                     raise
                 self.controller.num_failed[f"free {type(error).__name__}"] += 1
-
-    def return_all_aside(self: Any) -> bool:
-        """Plan with every node again, now: nothing else has room to give. Returns whether there were any."""
-        node_ids = list(self.aside)
-        self._return_aside(node_ids)
-        return bool(node_ids)
-
-    def _return_aside(self: Any, node_ids: Sequence[int]) -> None:
-        for node_id in node_ids:
-            del self.aside[node_id]
-            self.nodes[node_id].kv.is_aside = False
-            self.note(self.nodes[node_id])
-
-    def forget_failures(self: Any) -> None:
-        """The tree goes, and all slots with it."""
-        self.aside.clear()
-        self.unfreed.clear()
-        self.num_private_slots = 0
 
     @property
     def num_failed_moves(self: Any) -> int:
@@ -192,7 +146,7 @@ class Moves:
         there than by computing it, and an upgrade through it would be of worth."""
         if self.ssd is None or is_lossy(node) or Tier.SSD in node.kv.copies or self.config.policy != "evicpress":
             return False
-        if not self.may_reach_ssd(node):
+        if not self.adapters.may_reach_ssd(node):
             return False
         num_tokens = len(node.key)
         load_s = self.costs.load_seconds(Tier.SSD, num_tokens * self.menu.slot_bytes)
@@ -221,10 +175,10 @@ class Moves:
             if node.value is not None:
                 if not node.kv.is_shadow:  # users' nodes of the same tokens would be taken for gone
                     self._record_remove_event(node)
-                self.free_slots(slots_of(node))
+                self.ledger.free(slots_of(node))
         except Exception:
             if node.value is not None or node.kv.copies:
-                self.note(node)
+                self.changes.changed(node)
                 raise
         self._delete_leaf(node)
         return freed

@@ -102,6 +102,7 @@ class Inspection:
             "waiting": {"requests": len(self.claims), "claimed_nodes": self.claims.num_nodes},
             "queue": {
                 "expected_wait_s": self.turns.wait_s(len(self.claims)),  # one claim per user's request that waits
+                "margin_s": 0.0 if self.first_tokens is None else self.first_tokens.margin.seconds,
                 "admitted_per_s": self.turns.rate,
                 "refused": self.num_refused,
             },
@@ -264,7 +265,7 @@ class Inspection:
             yield f"the census has {self.census.num_nodes} nodes, the tree {len(owners)}"
         if len(self.nodes) != len(owners):
             yield f"the table knows {len(self.nodes)} nodes, the tree holds {len(owners)}"
-        protected += self.num_private_slots
+        protected += self.ledger.reserved
         if (evictable, protected) != (self.evictable_size_, self.protected_size_):
             yield (
                 f"evictable {self.evictable_size_} and protected {self.protected_size_} slots are counted, "
@@ -310,7 +311,7 @@ class Inspection:
         held_bytes = sum(map(num_slots, self.nodes.values())) * self.menu.slot_bytes
         idle_shadows = sum(num_slots(node) for node in self.shadow_nodes() if node.lock_ref == 0)  # as if locked
         aside = sum(num_slots(self.nodes[node_id]) for node_id in self.aside if self.nodes[node_id].lock_ref == 0)
-        locked = (self.protected_size_ - self.num_private_slots + idle_shadows + aside) * self.menu.slot_bytes
+        locked = (self.protected_size_ - self.ledger.reserved + idle_shadows + aside) * self.menu.slot_bytes
         if (book.num_bytes[Tier.GPU], book.locked_bytes[Tier.GPU]) != (held_bytes, locked):
             yield (
                 f"the policy's book has {book.num_bytes[Tier.GPU]} bytes, {book.locked_bytes[Tier.GPU]} locked; "

@@ -10,6 +10,7 @@ from sglang_evicpress.core import NodeStats, Tier
 from sglang_evicpress.introspect.census import Census
 from sglang_evicpress.patches.cache.queued_hits import Claims
 from sglang_evicpress.patches.profiling.quality import Expectation
+from sglang_evicpress.patches.scheduler.queue_limit import FirstTokens
 from sglang_evicpress.patches.tiers.placement import tier_of
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
 from sglang_evicpress.patches.tree.node import (
@@ -61,6 +62,7 @@ class Bookkeeping:
         self._refreshed_s = -REFRESH_S
         self.claims = Claims(self._hit)
         self.turns, self.num_refused = Turns(), 0  # of the queue, which queue_limit.py watches
+        self.first_tokens = None if config.max_queue_s is None else FirstTokens(config.max_queue_s)
         self.open_profiling(config)
         self.default_expectation = Expectation.of((self.catalog.default,), self.menu.forms)
         self._blind = self.menu.everything  # the forms that can be made without queries
@@ -87,9 +89,7 @@ class Bookkeeping:
 
     # ---- what happens to nodes
 
-    def note(self: Any, node: Any) -> None:
-        """A node is new, or what it holds, covers or can become has changed."""
-        self.note_copies(node)
+    def on_node_changed(self: Any, node: Any) -> None:
         self.census.put(node.id, census_of(node))
         if not math.isfinite(node.kv.weight):  # no plan can be made with it
             self.controller.num_failed["note weight"] += 1
@@ -102,14 +102,14 @@ class Bookkeeping:
         self.split_profiles(upper, lower)
         if lower.kv.window is not None:
             self._windowed[lower.kv.window][upper.id] = upper
-        self.note(upper)
-        self.note(lower)
+        self.changes.changed(upper)
+        self.changes.changed(lower)
 
     def note_deleted(self: Any, node: Any) -> None:
         if node.id in self.policy.book.records:
             self.policy.forget(node.id)
         self.census.remove(node.id)
-        self.aside.pop(node.id, None)
+        self.aside.forget(node.id)
         self.ready.pop(node.id, None)
         self.claims.forget(node)
         self.drop_window(node)
@@ -127,7 +127,7 @@ class Bookkeeping:
         for other in lost:
             for owner in list(self._windowed.get(other, {}).values()):
                 self.drop_window(owner)
-                self.note(owner)
+                self.changes.changed(owner)
 
     def drop_window(self: Any, node: Any) -> None:
         key, node.kv.window = node.kv.window, None
@@ -197,7 +197,7 @@ class Bookkeeping:
 
     def expect(self: Any, req: Any) -> None:
         """A request has entered the waiting queue: what it would match now gets its hit. Splits and touches nothing."""
-        self.note_adapter_of(req)
+        self.adapters.note_adapter(req.lora_id)
         if is_shadow_name(req.extra_key):
             self.receive_guest(req)
             return

@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ from sglang_evicpress.patches.profiling.background_requests import Yielding
 from sglang_evicpress.patches.profiling.quality import Profiling
 from sglang_evicpress.patches.profiling.shadows import Shadows
 from sglang_evicpress.patches.scheduler import hooks
+from sglang_evicpress.patches.scheduler.paged_allocator import free_whole_pages
 from sglang_evicpress.patches.scheduler.prefill_times import PrefillTimes
 from sglang_evicpress.patches.tiers.admin import TierInspection
 from sglang_evicpress.patches.tiers.background import Watermarks
@@ -55,6 +57,7 @@ from sglang_evicpress.patches.tiers.promotion import Upgrades
 from sglang_evicpress.patches.tiers.ssd_io import SsdMoves
 from sglang_evicpress.patches.tiers.weights import Weights
 from sglang_evicpress.patches.tree.adapters import Adapters
+from sglang_evicpress.patches.tree.changes import NodeChanges
 from sglang_evicpress.patches.tree.compressor import Compressor
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
 from sglang_evicpress.patches.tree.node import (
@@ -68,6 +71,8 @@ from sglang_evicpress.patches.tree.node import (
     servable_steps,
     slots_of,
 )
+from sglang_evicpress.patches.tree.set_aside import SetAside
+from sglang_evicpress.patches.tree.slot_ledger import SlotLedger
 from sglang_evicpress.policy.reuse import weight_of_new
 from sglang_evicpress.tiers.entry.identity import KEY_BYTES, MAX_TOKEN
 
@@ -76,7 +81,6 @@ logger = logging.getLogger(__name__)
 
 class EvicPressCache(
     Bookkeeping,
-    Adapters,
     Holding,
     Tiering,
     Weights,
@@ -113,8 +117,16 @@ class EvicPressCache(
         self.config = config
         self.compressor = compressor
         self.controller = Controller(self)
+        self.nodes: dict[int, Any] = {}
+        self.changes = NodeChanges()
+        self.ledger = SlotLedger(partial(free_whole_pages, params.token_to_kv_pool_allocator))
+        self.aside = SetAside(self.nodes, self.changes.changed)
+        self.adapters = Adapters(
+            identity,
+            lambda: (top.key.extra_key for top in self.root_node.children.values()),
+            has_tiers=config.has_tiers,
+        )
         self.open_tiers(config, compressor, identity)
-        self.open_adapters()
         self.open_stages()
         self.open_admission()
         self.open_eviction()
@@ -127,11 +139,11 @@ class EvicPressCache(
         self.open_budgets()
         self.scheduler: Any = None
         self.name_profiles: Callable[[Any], bytes] = lambda tokenizer: bytes(KEY_BYTES)
-        self.nodes: dict[int, Any] = {}
         self.inspection_key, self.shown_namespaces = secrets.token_bytes(32), dict[str, str]()
         self.vocab_size, self._tick = MAX_TOKEN + 1, 0  # the model's, where it is known
-        self.aside: dict[int, float] = {}  # nodes of which a move has failed, with when they are planned with again
-        self.unfreed: list[torch.Tensor] = []
+        self.changes.subscribe(self.note_copies)
+        self.changes.subscribe(self.on_node_changed)
+        self.changes.subscribe_to_leaving(self.back_up_parent)
         super().__init__(params)
 
     def attach_scheduler(self, scheduler: Any) -> None:
@@ -146,7 +158,8 @@ class EvicPressCache(
         super().reset()
         self.reset_tiers()
         self.nodes.clear()
-        self.forget_failures()
+        self.aside.clear()
+        self.ledger.clear()
         self.clear_shadows()
         if self.scheduler is not None:  # the weights may be others
             self.identify_profiles()
@@ -258,6 +271,10 @@ class EvicPressCache(
 
     # ---- accounting in physical slots
 
+    # See SlotLedger. What RadixCache itself writes, in logical tokens, is not taken.
+    evictable_size_ = property(lambda self: self.ledger.evictable, lambda self, num_tokens: None)
+    protected_size_ = property(lambda self: self.ledger.protected, lambda self, num_tokens: None)
+
     def inc_lock_ref(self, node: Any) -> IncLockRefResult:
         delta = 0
         while not self.disable and node is not self.root_node:
@@ -266,8 +283,7 @@ class EvicPressCache(
                 self.policy.lock(node.id, True)
             node.lock_ref += 1
             node = node.parent
-        self.evictable_size_ += delta
-        self.protected_size_ -= delta
+        self.ledger.lock(-delta)
         return IncLockRefResult(delta=delta)
 
     def dec_lock_ref(self, node: Any, params: Any = None) -> DecLockRefResult:
@@ -280,8 +296,7 @@ class EvicPressCache(
                 self.policy.lock(node.id, is_reserved(node))
             node.lock_ref -= 1
             node = node.parent
-        self.evictable_size_ += delta
-        self.protected_size_ -= delta
+        self.ledger.unlock(delta)
         return DecLockRefResult(delta=delta)
 
     def _split_node(self, key: RadixKey, child: Any, split_len: int) -> Any:
@@ -348,11 +363,11 @@ class EvicPressCache(
         node.kv.is_shadow = is_shadow_name(key.extra_key)
         self._note_text(node)
         self.nodes[node.id] = node
-        self.evictable_size_ += len(key)
+        self.ledger.add(len(key))
         if not node.kv.is_shadow:
             self._record_store_event(node)
         self.find_profiles(node)
-        self.note(node)
+        self.changes.changed(node)
         return node
 
     def _note_text(self, node: Any) -> None:
@@ -382,17 +397,17 @@ class EvicPressCache(
             elif self._is_upgrade(node, view):
                 self._replace(node, mine, view.is_lossy)
             else:
-                self.free_slots(mine)
+                self.ledger.free(mine)
         parent = path[-1] if path else self.root_node
         if parent is not self.root_node and parent.id not in self.nodes:  # dropped: there was no memory to trim it
-            self.free_slots(own[known - adopted : len(key) - adopted])
+            self.ledger.free(own[known - adopted : len(key) - adopted])
         elif known < len(key):
             leaf = self._add_leaf(
                 parent, key[known:], own[known - adopted : len(key) - adopted], priority, view.is_lossy
             )
             if QueryCapture.active is not None:
                 self.keep_window(leaf, *QueryCapture.active.keep(req.rid, known))
-                self.note(leaf)
+                self.changes.changed(leaf)
             beyond.append(leaf)
         return beyond
 
@@ -418,9 +433,9 @@ class EvicPressCache(
             self.record_answer(req)
         if is_insert and not self.disable_finished_insert and len(key) >= adopted:
             self._give(req, key, own[: len(key) - adopted], adopted)
-            self.free_slots(own[len(key) - adopted :])
+            self.ledger.free(own[len(key) - adopted :])
         else:
-            self.free_slots(own)
+            self.ledger.free(own)
         if QueryCapture.active is not None:
             QueryCapture.active.forget(req.rid)
         if req.last_node is not None:
@@ -475,7 +490,7 @@ class EvicPressCache(
         lock and release is slow below a prefix that many contexts share."""
 
     def _delete_leaf(self, node: Any) -> None:
-        self.evictable_size_ += len(node.key) - num_slots(node)  # RadixCache takes off the logical length
         super()._delete_leaf(node)
+        self.ledger.remove(num_slots(node))
         del self.nodes[node.id]
         self.note_deleted(node)

@@ -187,7 +187,7 @@ class Profiling:
             while len(known) > MAX_NODE_PROFILES:
                 del known[next(iter(known))]
             self._expect_of(node)
-            self.note(node)
+            self.changes.changed(node)
 
     def _expect_of(self: Any, node: Any) -> None:
         """By the contexts that make up most of the node."""

@@ -196,7 +196,7 @@ class Shadows:
         """The space ends. ``adopt``: users' lossy nodes of the context are given its exact KV first; ValueError where
         that is a LoRA adapter's, which no request in the shadow ran with."""
         space = self._space(space_id)
-        if adopt and self.adapter_of(space.namespace) is not None:
+        if adopt and self.adapters.adapter_of(space.namespace) is not None:
             raise ValueError(
                 f"shadow {space_id} holds KV of the base model in the namespace of a LoRA adapter: expected adopt false"
             )
@@ -274,7 +274,7 @@ class Shadows:
         try:
             yield
         except Exception:
-            self.free_slots(slots)
+            self.ledger.free(slots)
             raise
 
     # ---- parts
@@ -315,8 +315,8 @@ class Shadows:
         if form is not None and layout is not None:
             kv = node.kv
             kv.form, kv.layout, kv.slots, kv.origin = form, layout, slots.clone(), node.id
-            self.evictable_size_ -= len(tokens) - len(slots)
-            self.note(node)
+            self.ledger.remove(len(tokens) - len(slots))
+            self.changes.changed(node)
 
     def _close(self: Any, space: Space) -> None:
         del self.spaces[space.id]
@@ -356,7 +356,7 @@ class Shadows:
             rest = node.value[to_device(left, node.value.device)]
             end -= len(node.key)
             if len(rest):
-                self.free_slots(rest)
+                self.ledger.free(rest)
             self._delete_leaf(node)
         self.shadow_counts["adopted_nodes"] += num_adopted
         return num_adopted

@@ -211,7 +211,7 @@ def _after_check_weights(_: Any, updater: Any, recv_req: Any) -> None:
 def _after_load_adapter(_: Any, scheduler: Any, *__: Any) -> None:
     """AFTER a LoRA adapter was loaded, or could not be."""
     if _cache is not None:
-        _cache.know_adapters()
+        _cache.adapters.know_adapters()
 
 
 def install(registry: Any, hook_type: Any) -> None:

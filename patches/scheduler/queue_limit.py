@@ -5,6 +5,9 @@ Of that alone SGLang makes a 503 where nothing is streamed, a 200 where somethin
 abort also carries the seconds; ``TokenizerManager._handle_abort_finish_reason`` meets it in the context of the HTTP
 request, and ``RetryAfter`` around the app, which holds the head of an answer until its first bytes, answers 503.
 
+A request waits for its first token: for its turn, and for the batch that computes it. ``FirstTokens`` measures both,
+and the margin that it learns keeps the late among those admitted few.
+
 What is expected, and so who is refused, is equal on all ranks: the queue is, and the time is the stamped one. A stamp
 comes with received messages only. A request is judged by the rounds until the stamp before its own, with the queue as
 it is now; a queue that empties while nothing is received teaches nothing.
@@ -18,8 +21,11 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from sglang.srt.managers.io_struct import AbortReq
+
+from sglang_evicpress.policy.wait_margin import WaitMargin
 
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 ABORTED = "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_abort_finish_reason"
@@ -35,16 +41,46 @@ _refusals: ContextVar[list[dict[str, Any]] | None] = ContextVar("evicpress_refus
 # ---- the scheduler
 
 
+class FirstTokens:
+    """Times from the queue to the first token, in stamped seconds, of requests that ``limit_s`` let in."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.margin = WaitMargin(limit_s)
+        self._queued_s: WeakKeyDictionary[object, float] = WeakKeyDictionary()
+        self._begun: list[float] = []  # when those of the last batch came to the queue
+        self._begun_s = 0.0
+
+    def enter(self, req: object, now_s: float) -> None:
+        """The request is in the queue."""
+        self._queued_s[req] = now_s
+
+    def begin(self, admitted: list[Any], now_s: float) -> None:
+        """The requests are in the batch of this round."""
+        self._begun = [self._queued_s.pop(req) for req in admitted if req in self._queued_s]
+        self._begun_s = now_s
+
+    def arrive(self, now_s: float) -> None:
+        """The batch of the round before has its tokens. A clock that stood still meanwhile says nothing."""
+        if now_s > self._begun_s:
+            for queued_s in self._begun:
+                self.margin.observe(now_s - queued_s)
+        self._begun = []
+
+
 def _around_get_next_batch_to_run(original: Callable[..., Any], scheduler: Any) -> Any:
     """AROUND ``get_next_batch_to_run``: who waited before it and is in its batch was admitted."""
     cache = scheduler.tree_cache
     before = cache.without_guests(scheduler.waiting_queue)
+    if cache.first_tokens is not None:
+        cache.first_tokens.arrive(cache.now_s)
     batch = original(scheduler)
-    num_admitted = 0
+    admitted = []
     if batch is not None and before:
         waited = {id(req) for req in before}
-        num_admitted = sum(id(req) in waited for req in batch.reqs)
-    cache.turns.observe(cache.now_s, len(cache.without_guests(scheduler.waiting_queue)), num_admitted)
+        admitted = [req for req in batch.reqs if id(req) in waited]
+    cache.turns.observe(cache.now_s, len(cache.without_guests(scheduler.waiting_queue)), len(admitted))
+    if cache.first_tokens is not None:
+        cache.first_tokens.begin(admitted, cache.now_s)
     return batch
 
 
@@ -55,19 +91,23 @@ def _around_add_request_to_queue(
     cache = scheduler.tree_cache
     limit_s = cache.config.max_queue_s
     if limit_s is not None and not (req.is_retracted or req.to_finish is not None or cache.is_guest(req)):
-        wait_s = cache.turns.wait_s(len(cache.without_guests(scheduler.waiting_queue)))
+        num_ahead = len(cache.without_guests(scheduler.waiting_queue))
+        wait_s = cache.turns.wait_s(num_ahead)
+        if num_ahead:
+            wait_s += cache.first_tokens.margin.seconds
         if wait_s > limit_s:
             cache.num_refused += 1
             _refuse(scheduler, req, wait_s, limit_s)
             return
+        cache.first_tokens.enter(req, cache.now_s)
     original(scheduler, req, *args, **kwargs)
 
 
 def _refuse(scheduler: Any, req: Any, wait_s: float, limit_s: float) -> None:
     retry_after_s = max(1, math.ceil(round(wait_s - limit_s, 1)))  # as the sentence has them
     message = (
-        f"--kv-max-queue-seconds is {limit_s:g}, and a request that comes now is expected to wait {wait_s:.1f} s for "
-        f"its turn: come back in {retry_after_s} s"
+        f"--kv-max-queue-seconds is {limit_s:g}, and a request that comes now may wait {wait_s:.1f} s for its "
+        f"first token: come back in {retry_after_s} s"
     )
     reason = {
         "type": "abort",

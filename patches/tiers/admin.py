@@ -144,10 +144,9 @@ class TierInspection:
         roots = allowed_roots(self.config.ssd_dir, self.config.ssd_allow_dirs)
         per_day = None if write_gb_per_day is None else write_gb_per_day * GB
         size, sync, faults = int(gb * GB), self.config.ssd_sync, self.host.faults
+        identity = self.adapters.identity
         try:
-            self.use_ssd(
-                SsdTier.attach(folder, size, per_day, sync, self.identity, faults, key=self.ssd_key, roots=roots)
-            )
+            self.use_ssd(SsdTier.attach(folder, size, per_day, sync, identity, faults, key=self.ssd_key, roots=roots))
         except NotAllowedError as error:
             raise IntrospectionError(403, str(error)) from None
         except (StoreError, OSError) as error:
@@ -259,7 +258,7 @@ class TierInspection:
             return
         self.release_shadows()
         for node in sorted(walk(self.root_node), key=lambda node: -node.kv.weight):
-            if node.id not in self.nodes or not self.may_reach_ssd(node):
+            if node.id not in self.nodes or not self.adapters.may_reach_ssd(node):
                 continue
             copies, size = node.kv.copies, size_of(node) * self.menu.slot_bytes
             load_s = self.costs.load_seconds(Tier.SSD, size)

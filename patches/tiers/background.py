@@ -69,13 +69,13 @@ class Watermarks:
         slot_bytes, free = self.menu.slot_bytes, allocator.available_size()
         needed = min(self.num_slots_needed, int(MOST_NEEDED_SHARE * allocator.size))
         if free < max(LOW_SHARE * allocator.size, needed):
-            wanted = min(max(int(HIGH_SHARE * allocator.size), needed) - free, self.evictable_size_)
+            wanted = min(max(int(HIGH_SHARE * allocator.size), needed) - free, self.ledger.evictable)
             self.controller.relieve(Tier.GPU, self._bounded(Tier.GPU, wanted * slot_bytes), room=self.room())
         ahead = min(
             int(AHEAD_SHARE * allocator.size),
             int(SPARE_SHARE[self.ssd is not None] * self.host.num_bytes) // slot_bytes,
         )
-        ahead = min(ahead - allocator.available_size(), self.evictable_size_)
+        ahead = min(ahead - allocator.available_size(), self.ledger.evictable)
         if ahead <= 0:
             self._plan_to_leave([])
             return
@@ -104,7 +104,7 @@ class Watermarks:
         if form != kv.form and self.lacks_exact(node):
             return bool(self.start_copy(node, Tier.SSD, keeps_planned=True))
         copy = kv.copies.get(tier)
-        if tier == Tier.SSD and not self.may_reach_ssd(node):
+        if tier == Tier.SSD and not self.adapters.may_reach_ssd(node):
             return True
         if tier is None or tier == Tier.GPU or (copy is not None and (tier == Tier.SSD or not copy.form.is_exact)):
             return True
@@ -141,7 +141,7 @@ class Watermarks:
             return
         for decision in self.policy.plan(Tier.HOST, self._bounded(Tier.HOST, ahead), self.room()):
             node = self.nodes.get(decision.node_id)
-            if node is None or not self.may_reach_ssd(node):
+            if node is None or not self.adapters.may_reach_ssd(node):
                 continue  # it had to make room on the SSD, or never goes there
             is_move = decision.option.tier == Tier.SSD and node.value is None
             is_there = self.has_same(node, Tier.SSD)

@@ -29,7 +29,7 @@ class Grafting:
         stage.looked_at.add(begin)
         if not self.ssd.store.num_entries:
             return
-        scope = self.ssd_scope(key.extra_key)
+        scope = self.adapters.ssd_scope(key.extra_key)
         if scope is None:
             return
         tokens = key.token_ids[: len(key)]

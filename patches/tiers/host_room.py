@@ -45,7 +45,7 @@ class HostRoom:
                 break
             node = self.nodes[node_id]
             self.remove_copy(node, Tier.HOST)
-            self.note(node)
+            self.changes.changed(node)
             if extents.free_bytes >= num_bytes:
                 runs = extents.alloc(num_bytes)
         if runs is None and self.ssd is not None:

@@ -282,11 +282,8 @@ class LoadBack:
             kv.slots = slots.clone()
             node.value = torch.zeros(len(node.key), dtype=torch.int64, device=slots.device)
             node.value[to_device(copy.layout.logical, slots.device)] = slots
-        if node.lock_ref > 0:
-            self.protected_size_ += len(slots)
-        else:
-            self.evictable_size_ += len(slots)
+        self.ledger.add(len(slots), is_locked=node.lock_ref > 0)
         if Tier.HOST in kv.copies:
             self._spare.add(node.id)
         self._record_store_event(node)
-        self.note(node)
+        self.changes.changed(node)

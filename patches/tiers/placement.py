@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ class Tiering:
 
     def open_tiers(self: Any, config: EvicPressConfig, compressor: Compressor, identity: bytes) -> None:
         """Take the memory and start the threads. Raises ValueError or RuntimeError, one sentence, if it cannot be."""
-        self.open_weights(identity)
+        self.open_weights()
         self.host: HostTier | None = None
         self.ssd: SsdTier | None = None
         self.ready: dict[int, tuple[Way, ...]] = {}  # by node id, what lower tiers have of it
@@ -141,7 +141,7 @@ class Tiering:
             copy.entry.owners.add(node.id)
         if node.value is None and tier_of(node) == copy.tier:
             self.show(node)
-        self.note(node)
+        self.changes.changed(node)
 
     def remove_copy(self: Any, node: Any, tier: Tier) -> None:
         """Give a copy up, if there is one. Whoever calls sees to the node when that was all it had."""
@@ -213,11 +213,11 @@ class Tiering:
         except Exception:
             if node.value is None:
                 self.show(node)
-            self.note(node)
+            self.changes.changed(node)
             raise
         if not is_resident:
             self.show(node)
-            self.note(node)
+            self.changes.changed(node)
         if former is not None and not _is_same_layout(former, node.kv.layout):
             self.drop_strays(node)
         self.tier_counts["released"] += 1
@@ -225,15 +225,15 @@ class Tiering:
 
     def _leave_gpu(self: Any, node: Any) -> None:
         freed = num_slots(node)
-        self.free_slots(slots_of(node))  # first: where it fails nothing has changed
+        self.ledger.free(slots_of(node))  # first: where it fails nothing has changed
         node.kv.version += 1
         node.value = None
         self._spare.discard(node.id)
         self.show(node)
-        self.evictable_size_ -= freed
+        self.ledger.remove(freed)
         self._record_remove_event(node)
-        self.note(node)
-        self.back_up_parent(node)
+        self.changes.changed(node)
+        self.changes.left_gpu(node)
 
     def back_up_parent(self: Any, node: Any) -> None:
         """A node that is not on the GPU holds its parent there until that has a copy: see that it gets one."""
@@ -252,7 +252,7 @@ class Tiering:
         copy, is_resident = node.kv.copies.get(tier), node.value is not None
         if tier_of(node) >= tier:
             return 0  # another move of the same plan has sent it down
-        if tier == Tier.SSD and self.ssd_scope(node.key.extra_key) is None:
+        if tier == Tier.SSD and self.adapters.ssd_scope(node.key.extra_key) is None:
             return 0 if node.children or node.lock_ref else int(self.drop(node_id))
         if copy is not None and copy.form == form:
             return 0 if is_resident and has_child_on_gpu(node) else int(self.release(node_id, tier))
@@ -336,7 +336,7 @@ class Tiering:
         if node.value is None:
             self.show(node)
             self.drop_strays(node)
-        self.note(node)
+        self.changes.changed(node)
 
     def drop_strays(self: Any, node: Any) -> None:
         """A node holds other KV than before: give up compressed copies below it that hold some of its positions too.
@@ -395,7 +395,7 @@ class Tiering:
             self.ssd.clear(self.workers["write"])
         self.is_mixed = False
         identity = self.identity_now()
-        if identity != self.identity or self._parted_ssd is not None:
+        if identity != self.adapters.identity or self._parted_ssd is not None:
             self.change_identity(identity)
 
     # ---- names
@@ -403,7 +403,8 @@ class Tiering:
     def header_of(self: Any, node: Any, extents: Any) -> Header:
         """Header of an entry with the node's present KV."""
         kv, path = node.kv, path_to(node)
-        scope = self.ssd_scope(node.key.extra_key) or SsdScope(self.identity, node.key.extra_key)  # else never written
+        identity, namespace = self.adapters.identity, node.key.extra_key
+        scope = self.adapters.ssd_scope(namespace) or SsdScope(identity, namespace)  # else never written
         hashed = PathHash(*scope)
         for above in path[:-1]:
             hashed.update(above.key.raw_token_ids())
@@ -411,7 +412,7 @@ class Tiering:
         tokens = token_bytes(node.key.raw_token_ids())
         hashed.update(node.key.raw_token_ids())
         return Header(
-            fingerprint=self.identity,
+            fingerprint=identity,
             namespace=namespace_digest(scope.namespace),
             parent_key=parent_key,
             key=hashed.key,
@@ -430,11 +431,6 @@ def tier_of(node: Any) -> Tier:
     if node.value is not None:
         return Tier.GPU
     return Tier(min(node.kv.copies, default=Tier.GPU))
-
-
-def off_gpu(path: list[Any]) -> Iterator[Any]:
-    """The nodes of a path that are not on the GPU."""
-    return (node for node in path if node.value is None)
 
 
 def _is_same_layout(left: SurvivorLayout, right: SurvivorLayout | None) -> bool:

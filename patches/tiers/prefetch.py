@@ -275,7 +275,7 @@ class Staging:
             self.staged[node.id] = None
         stage.held[node.id] = node
         node.kv.num_stages += 1
-        self.note(node)
+        self.changes.changed(node)
 
     def _is_first(self: Any, stage: Stage) -> bool:
         return next(iter(self.stages.values()), None) is stage
@@ -303,7 +303,7 @@ class Staging:
             if node.kv.num_stages == 0:
                 del self.staged[node.id]
                 if node.id in self.nodes:
-                    self.note(node)
+                    self.changes.changed(node)
         stage.held.clear()
         self._unpin(stage)
 

@@ -38,7 +38,6 @@ class Upgrades:
         self.raising: dict[int, Tier] = {}  # node ids, with the tier they are to be loaded from
         self.raises: list[Raise] = []
         self.set_apart: dict[Load, torch.Tensor] = {}  # slots of loads that did not end when the tree went
-        self.num_private_slots = 0
         self._holds: dict[int, float] = {}  # by node id, until when, time.monotonic
         self._next_look_s = 0.0
 
@@ -72,7 +71,7 @@ class Upgrades:
         for name in ("free_pages", "release_pages"):
             pages = getattr(allocator, name)
             setattr(allocator, name, pages[~torch.isin(pages, taken)])
-        self.num_private_slots = self.protected_size_ = sum(len(slots) for slots in self.set_apart.values())
+        self.ledger.clear(sum(len(slots) for slots in self.set_apart.values()))
 
     def take_back(self: Any, job: Load) -> None:
         """A job has ended after the tree it was for was gone."""
@@ -80,9 +79,8 @@ class Upgrades:
         if slots is None:
             return
         allocator = self.token_to_kv_pool_allocator
-        self.num_private_slots -= len(slots)
-        self.protected_size_ -= len(slots)
-        self.free_slots(slots)
+        self.ledger.release(len(slots))
+        self.ledger.free(slots)
         for part in job.parts:
             self.host.unpin(part.copy.entry)
         if not self.set_apart:
@@ -178,8 +176,7 @@ class Upgrades:
         slots = allocator.alloc(copy.num_slots)
         if slots is None:
             return
-        self.num_private_slots += len(slots)
-        self.protected_size_ += len(slots)
+        self.ledger.reserve(len(slots))
         node.kv.job = Raise(self, node, copy, slots)
         self.raises.append(node.kv.job)
         node.kv.job.start()
@@ -204,14 +201,13 @@ class Raise(Load):
             return
         cache.raises.remove(self)
         slots, copy = part.slots, part.copy
-        cache.num_private_slots -= len(slots)
-        cache.protected_size_ -= len(slots)
+        cache.ledger.release(len(slots))
         node = cache.nodes.get(self.node_id)
         if node is not None and node.kv.job is self:
             node.kv.job = None
         cache.host.unpin(copy.entry)
         if self.error is not None or node is None or not self._fits(node):
-            cache.free_slots(slots)
+            cache.ledger.free(slots)
         elif node.value is None:
             cache.place(node, copy, slots)
             cache.tier_counts["promoted"] += 1

@@ -36,7 +36,7 @@ class SsdMoves:
             self._share(entry, entry.ssd)
             return True
         owners = (self.nodes[node_id] for node_id in entry.owners)
-        if any(self.ssd_scope(node.key.extra_key) is None for node in owners):
+        if any(self.adapters.ssd_scope(node.key.extra_key) is None for node in owners):
             self.tier_counts["writes_refused"] += 1
             return False
         reservation = self.ssd_room(entry.header.payload_bytes)
@@ -89,7 +89,7 @@ class SsdMoves:
                 recompute_s = self.costs.prefill.marginal_seconds(len(node.key), start_of(node))
                 if tier_of(node) < Tier.SSD:
                     self.remove_copy(node, Tier.SSD)
-                    self.note(node)
+                    self.changes.changed(node)
                 elif not (node.children or node.lock_ref or is_reserved(node)) and recompute_s < load_s:
                     self.drop(node.id)
 
@@ -101,7 +101,7 @@ class SsdMoves:
             self.num_to_give_up -= 1
             for node in [self.nodes[node_id] for node_id in sorted(entry.owners)]:
                 self.remove_copy(node, Tier.SSD)
-                self.note(node)
+                self.changes.changed(node)
 
     def start_read(self: Any, entry: SsdEntry) -> Any:
         """Begin to read an SSD entry into the host, for all nodes that hold a piece of it; the job, None without
@@ -251,7 +251,7 @@ class Lookup(Job):
                 header = self.ssd.store.read_header(ref)
                 check_identity(
                     header,
-                    fingerprint=self.cache.identity,
+                    fingerprint=self.cache.adapters.identity,
                     namespace=self.namespace,
                     parent_key=self.parent_key,
                 )

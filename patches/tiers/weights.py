@@ -22,10 +22,9 @@ MOST_COPY_S = 60.0  # until what a thread copies between GPU and host is there
 class Weights:
     """The part of EvicPressCache that follows the weights. Everything here runs on the scheduler thread."""
 
-    def open_weights(self: Any, identity: bytes) -> None:
-        """``identity``: of the model now. ``identify``: asks for it anew; ``forget_weights``: what was known of the
-        weights holds no longer."""
-        self.identity = identity
+    def open_weights(self: Any) -> None:
+        """``identify`` asks for the model's identity anew; ``forget_weights``: what was known of the weights holds no
+        longer."""
         self.identify: Callable[[], bytes] | None = None
         self.forget_weights: Callable[[], None] = lambda: None
         self.is_mixed = False  # the tree holds KV of several models
@@ -42,18 +41,18 @@ class Weights:
         if self.identify_profiles():
             for node in self.nodes.values():
                 node.kv.profiles, node.kv.curve = {}, None
-                self.note(node)
+                self.changes.changed(node)
         self.part_from_ssd()
 
     def identity_now(self: Any) -> bytes:
         """Identity of the model that computes from now on; without tiers nobody needs one."""
-        return bytes(self.identity if self.host is None or self.identify is None else self.identify())
+        return bytes(self.adapters.identity if self.host is None or self.identify is None else self.identify())
 
     def part_from_ssd(self: Any) -> None:
         """The model may have other weights now, and the tree was kept: if it holds KV of both, nothing goes to the SSD,
         or comes from it, until the tree is flushed."""
         identity = self.identity_now()
-        if identity == self.identity:
+        if identity == self.adapters.identity:
             return
         allocator = self.token_to_kv_pool_allocator
         if not self.nodes and not self.is_mixed and allocator.available_size() == allocator.size:
@@ -69,7 +68,7 @@ class Weights:
 
     def change_identity(self: Any, identity: bytes) -> None:
         """The model has other weights now: what is on the SSD is none of its business, and must not look like it."""
-        self.identity = identity
+        self.adapters.use_identity(identity)
         former: SsdTier | None = self.ssd or self._parted_ssd
         is_parted, self._parted_ssd = self.ssd is None, None
         if former is None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
+from pydantic.dataclasses import dataclass
 
 from sglang_evicpress.core import Form
 from sglang_evicpress.policy import SERVER_POLICY_NAMES, policy_forms, sees_future, weighs_quality
+from sglang_evicpress.policy.quality_curves import Curves
+from sglang_evicpress.validation import fields_of, sentence
 
 MAX_WINDOW = 256  # what the attention score kernel takes
 DEFAULT_FORMS = (Form("keydiff", 0.8), Form("keydiff", 0.5), Form("keydiff", 0.2))
@@ -19,97 +22,224 @@ GB = 10**9  # as SGLang's --hicache-size counts
 SYNC_MODES = ("none", "batch", "always")
 _MIN_GB, _MAX_GB = 0.016, 1e9
 _HOST_GB_OF_SSD = 1.0  # when an SSD folder is given alone
+_GB = "a number of GB (1e9 bytes)"
+_PATH = "the path of a file"
+_AT_LEAST_0 = "a finite number of at least 0"
 
 
-@dataclass(frozen=True, slots=True)
+def _known_policy(name: str) -> str:
+    try:
+        policy_forms(name)
+        is_known = not sees_future(name)
+    except ValueError:
+        is_known = False
+    if not is_known:
+        raise ValueError(
+            f"kv policy {name!r} is not known: expected one of {', '.join(SERVER_POLICY_NAMES)}, "
+            "such as keydiff@0.5+lru or impress@0.1"
+        )
+    return name
+
+
+def _texts(value: object) -> object:
+    """The parts of a text with commas, or of a list, each once."""
+    texts = value.split(",") if isinstance(value, str) else value
+    if isinstance(texts, list) and all(isinstance(text, str) for text in texts):
+        return tuple(dict.fromkeys(text.strip() for text in texts))
+    return value
+
+
+def _forms(value: object) -> object:
+    texts = _texts(value)
+    if isinstance(texts, tuple) and all(isinstance(text, str) for text in texts):
+        return tuple(dict.fromkeys(map(Form.parse, texts)))
+    return texts
+
+
+def _curves(value: object) -> object:
+    if isinstance(value, dict):
+        Curves.from_json(value)
+    return value
+
+
+def _setting(default: object, expected: str, text: str | None = None, **more: Any) -> Any:
+    """A field with what it ``expected``s and the help ``text`` of its flag; without a text it has a key only.
+
+    ``key`` is its key in the config file where that is not the field's name, ``flag`` its flag where that is not
+    ``--kv-KEY``, and ``shown`` how the help tells the default; the rest are limits that pydantic checks.
+    """
+    extra: dict[str, JsonValue] = {name: more.pop(name) for name in ("flag", "shown") if name in more}
+    key = more.pop("key", None)
+    return Field(default, title=expected, description=text, alias=key, json_schema_extra=extra, **more)
+
+
+@dataclass(frozen=True, slots=True, config=ConfigDict(strict=True, validate_by_name=True, validate_by_alias=True))
 class EvicPressConfig:
-    """The checked settings of one server.
+    """The checked settings of one server: each field says what it is, what it accepts, and the help of its flag.
 
-    ``policy`` is a name that ``policy.SERVER_POLICY_NAMES`` lists, or follows a pattern there. ``alpha`` weighs answer
-    quality against time to first token (paper, section 4; 0 counts time only). ``half_life_s``: seconds after which a
-    hit counts half, None to learn them from how soon prefixes are used again. ``forms`` are the forms the policy may
-    choose. Nodes under ``min_tokens`` tokens are never compressed; the first ``sinks`` tokens of a prompt are always
-    kept; ``window`` is the number of last prompt queries a press with queries looks at. A match that ends inside a
-    compressed node and would keep less than ``min_share`` of what the node's form promises for those tokens falls back
-    to the parent node. ``curves`` is the raw JSON of the quality curves to go by while no context is profiled, None to
-    compress nothing until then. The three
-    ``prefill_`` figures, in seconds, are the law of prefill times to start with (``costs.PrefillLaw``), before batches
-    were observed.
+    A match that ends inside a compressed node and would keep less than ``min_share`` of what the node's form promises
+    for those tokens falls back to the parent node. ``window`` is the number of last prompt queries a press with queries
+    looks at. The three ``prefill_`` figures, in seconds, are the law of prefill times to start with, before batches
+    were observed. The values of ``decode_`` settings are checked by ``decode_budget.settings``.
 
-    ``host_gb`` (1e9 bytes) of host memory hold the KV of nodes that left the GPU, 0 for no such tier. ``ssd_gb`` of the
-    folder ``ssd_dir`` hold what leaves host memory, None for no such tier; at most ``ssd_write_gb_per_day`` are written
-    there, None for no limit. ``ssd_sync`` says when they are made durable: left to the system (none), in the background
-    (batch), or before an entry counts as written (always). A folder may be attached at run time beside ``ssd_dir`` or
-    in the ``ssd_allow_dirs``; entries are sealed with the key in ``ssd_key_file``, None for no seals.
-
-    ``profiles`` is the file that keeps what was measured of contexts, None to forget it with the server. A context is
-    measured again when the quality predicted of its answers exceeds the observed one by ``drift``. ``recording`` keeps
-    the last questions about each context in memory, which measuring online needs.
-
-    The five ``decode_`` settings are the budget of running requests that ask for none themselves, in tokens (0: no
-    budget), and how it is kept; ``decode.settings`` says what they may be, and checks them. ``decode_client_budgets``
-    says what requests may choose themselves: ``off``, ``on`` or ``trace``.
-
-    A request that would wait longer than ``max_queue_s`` for its turn is refused, None for no limit.
-
-    Raises ValueError, one sentence, for a value out of its range. What depends on this machine (memory, the folder) is
-    checked by ``from_flags``.
+    Raises ValueError for a value out of its range. What depends on this machine (memory, the folder) is checked by
+    ``from_flags``, whose errors are one sentence.
     """
 
-    policy: str
-    alpha: float = 1.0
-    half_life_s: float | None = None
-    forms: tuple[Form, ...] = DEFAULT_FORMS
-    min_tokens: int = 64
-    sinks: int = 4
-    window: int = 32
-    min_share: float = 0.5
-    curves: Mapping[str, object] | None = None
-    prefill_fixed_s: float = 0.0
-    prefill_per_token_s: float = 1e-4
-    prefill_per_pair_s: float = 0.0
-    host_gb: float = 0.0
-    ssd_dir: str | None = None
-    ssd_gb: float | None = None
-    ssd_write_gb_per_day: float | None = None
-    ssd_sync: str = "batch"
-    ssd_allow_dirs: tuple[str, ...] = ()
-    ssd_key_file: str | None = None
-    profiles: str | None = None
-    drift: float = 0.3
-    recording: bool = True
-    decode_budget: int = 0
-    decode_method: str = "paged"
-    decode_score: str = "value_key_ratio"
-    decode_every: int = 128
-    decode_protect: str = "first,newest"
-    decode_client_budgets: str = "trace"
-    max_queue_s: float | None = None
+    policy: Annotated[str, AfterValidator(_known_policy)] = _setting(
+        ...,
+        "a string",
+        "Decide by this policy what to compress or drop when the KV cache is full: "
+        f"{', '.join(SERVER_POLICY_NAMES)}. evicpress weighs quality against time to first token; the others are to "
+        "compare with",
+        shown="off, SGLang's own cache",
+    )
+    alpha: float = _setting(
+        1.0,
+        _AT_LEAST_0,
+        "Seconds that full answer quality is worth: higher keeps quality, lower keeps more prefixes",
+        ge=0,
+        allow_inf_nan=False,
+    )
+    half_life_s: float | None = _setting(
+        None,
+        "finite seconds above 0",
+        "Seconds after which the use of a cached prefix counts half",
+        shown="learned from how soon prefixes are used again",
+        key="half_life",
+        gt=0,
+        allow_inf_nan=False,
+    )
+    forms: Annotated[tuple[Form, ...], BeforeValidator(_forms)] = _setting(
+        DEFAULT_FORMS,
+        "at least one form, such as keydiff@0.5 or exact, separated by commas or in a list",
+        "Forms that --kv-policy may choose, separated by commas: PRESS@KEPT, or exact, which alone forbids compression",
+        min_length=1,
+    )
+    min_tokens: int = _setting(
+        64, "a whole number of at least 1", "Never compress a cached prefix part shorter than this", ge=1
+    )
+    sinks: int = _setting(4, "a whole number of at least 0", "First tokens of a prompt that are always kept", ge=0)
+    window: int = _setting(32, f"a whole number of at least 1, at most {MAX_WINDOW} queries", ge=1, le=MAX_WINDOW)
+    min_share: float = _setting(0.5, "a number from 0 to 1", ge=0, le=1, allow_inf_nan=False)
+    curves: Annotated[Mapping[str, object] | None, BeforeValidator(_curves)] = _setting(
+        None,
+        "a JSON object of quality curves",
+        "JSON file with quality curves to go by while no context is profiled, such as "
+        '{"keydiff": {"0.8": 0.99, "0.5": 0.9}}',
+        shown="none, and nothing is compressed until then",
+        flag="prior",
+    )
+    prefill_fixed_s: float = _setting(0.0, _AT_LEAST_0, ge=0, allow_inf_nan=False)
+    prefill_per_token_s: float = _setting(1e-4, _AT_LEAST_0, ge=0, allow_inf_nan=False)
+    prefill_per_pair_s: float = _setting(0.0, _AT_LEAST_0, ge=0, allow_inf_nan=False)
+    host_gb: float = _setting(
+        0.0,
+        _GB,
+        "Host memory, in GB of 1e9 bytes, for the KV of prefixes that leave the GPU",
+        shown=f"0, none; {_HOST_GB_OF_SSD:g} with --kv-ssd-dir, as all goes through it",
+    )
+    ssd_dir: str | None = _setting(
+        None,
+        "a string, the path of a folder",
+        "Folder, on an SSD of this machine, for KV that leaves host memory; a later server with the same model finds "
+        "it again. Needs --kv-ssd-gb",
+    )
+    ssd_gb: float | None = _setting(None, _GB, "GB of 1e9 bytes that may be used in --kv-ssd-dir")
+    ssd_write_gb_per_day: float | None = _setting(
+        None,
+        _GB,
+        "GB of 1e9 bytes that may be written to --kv-ssd-dir in a day, to spare the SSD",
+        shown="no limit",
+    )
+    ssd_sync: str = _setting(
+        "batch",
+        f"a string, one of {', '.join(SYNC_MODES)}",
+        "When what was written to --kv-ssd-dir survives a power failure: none leaves it to the system, batch makes it "
+        "durable in the background within about 2 s, always before it counts as written",
+    )
+    ssd_allow_dirs: Annotated[tuple[str, ...], BeforeValidator(_texts)] = _setting(
+        (),
+        "absolute folders separated by commas, or a list of them",
+        "Absolute folders, separated by commas, in which POST /evicpress/tiers/ssd may attach one",
+        shown="none but the parent of --kv-ssd-dir",
+        key="ssd_allow_dir",
+    )
+    ssd_key_file: str | None = _setting(
+        None,
+        _PATH,
+        "File of 32 to 4096 bytes, such as those of head -c 32 /dev/urandom, readable for its owner only: what is on "
+        "the SSD is sealed with it, and what has no such seal is a miss",
+    )
+    profiles: str | None = _setting(
+        None,
+        _PATH,
+        "File that keeps the measured quality curves of contexts for later servers; made where it is missing",
+        shown="none, they are forgotten with the server",
+    )
+    drift: float = _setting(
+        0.3,
+        "a number above 0, up to 1",
+        "Measure a context anew when the predicted quality of its answers exceeds the observed one by this much",
+        gt=0,
+        le=1,
+    )
+    recording: bool = _setting(
+        True,
+        "true or false",
+        "Do not keep the last questions about each context in memory; nothing is measured online then",
+        shown="they are kept",
+        flag="no_recording",
+    )
+    decode_budget: int = _setting(
+        0,
+        "a whole number",
+        "Tokens of KV that a running request keeps at most. A request may ask for another budget, or 0 for none: "
+        '"custom_params": {"kv_decode_budget": 1024}',
+        shown="all",
+    )
+    decode_method: str = _setting(
+        "paged",
+        "a string",
+        "How --kv-decode-budget is kept: paged frees whole pages, of at least 16 tokens; repack, holefill and compact "
+        "drop single tokens and move the rest together",
+    )
+    decode_score: str = _setting(
+        "value_key_ratio",
+        "a string",
+        "What survives under --kv-decode-budget: value_key_ratio, knorm, keydiff, streaming, r_kv, or tova and h2o, "
+        "which keep the last queries of every request",
+    )
+    decode_every: int = _setting(
+        128,
+        "a whole number",
+        "Tokens that may come on top of --kv-decode-budget before repack, holefill and compact drop again",
+    )
+    decode_protect: str = _setting(
+        "first,newest",
+        "a string",
+        "Pages that paged never frees: first (all with sinks), newest, first,newest or none",
+    )
+    decode_client_budgets: str = _setting(
+        "trace",
+        "a string",
+        "Choice of budgets by requests, in their custom_params: off, on, or trace, which also lets them ask for the "
+        "trace of their passes",
+    )
+    max_queue_s: float | None = _setting(
+        None,
+        "finite seconds above 0",
+        "Answer 503 with Retry-After at once to a request that would wait longer than this for its turn, by the rate "
+        "at which the queue moves",
+        shown="no limit",
+        key="max_queue_seconds",
+        gt=0,
+        allow_inf_nan=False,
+    )
 
     def __post_init__(self) -> None:
-        _check_policy(self.policy)
-        if not self.forms:
-            raise ValueError("forms is empty: expected at least one form, such as keydiff@0.5 or exact")
-        for name, at_least in (("min_tokens", 1), ("sinks", 0), ("window", 1)):
-            value = getattr(self, name)
-            if value < at_least:
-                raise ValueError(f"{name} is {value}: expected a whole number of at least {at_least}")
-        if self.window > MAX_WINDOW:
-            raise ValueError(f"window is {self.window}: expected at most {MAX_WINDOW} queries")
-        for name in ("alpha", "prefill_fixed_s", "prefill_per_token_s", "prefill_per_pair_s"):
-            value = getattr(self, name)
-            if not math.isfinite(value) or value < 0:
-                raise ValueError(f"{name} is {value}: expected a finite number of at least 0")
-        if self.half_life_s is not None and not (math.isfinite(self.half_life_s) and self.half_life_s > 0):
-            raise ValueError(f"half_life is {self.half_life_s}: expected finite seconds above 0")
-        if self.max_queue_s is not None and not (math.isfinite(self.max_queue_s) and self.max_queue_s > 0):
-            raise ValueError(f"max_queue_seconds is {self.max_queue_s}: expected finite seconds above 0")
-        if not 0.0 <= self.min_share <= 1.0:
-            raise ValueError(f"min_share is {self.min_share}: expected a number from 0 to 1")
-        if not 0.0 < self.drift <= 1.0:
-            raise ValueError(f"drift is {self.drift}: expected a number above 0, up to 1")
         if self.profiles is not None and (not self.profiles.strip() or "\0" in self.profiles):
-            raise ValueError(f"profiles is {self.profiles!r}: expected the path of a file")
+            raise ValueError(f"profiles is {self.profiles!r}: expected {_PATH}")
         self._check_tiers()
 
     def _check_tiers(self) -> None:
@@ -171,76 +301,26 @@ class EvicPressConfig:
         return tuple(dict.fromkeys((*self.forms, *policy_forms(self.policy))))
 
     @classmethod
-    def from_flags(
-        cls,
-        policy: str | None,
-        config_file: str | None = None,
-        alpha: float | None = None,
-        half_life: float | None = None,
-        forms: str | None = None,
-        min_tokens: int | None = None,
-        sinks: int | None = None,
-        *,
-        host_gb: float | None = None,
-        ssd_dir: str | None = None,
-        ssd_gb: float | None = None,
-        ssd_write_gb_per_day: float | None = None,
-        ssd_sync: str | None = None,
-        ssd_allow_dir: str | None = None,
-        ssd_key_file: str | None = None,
-        prior: str | None = None,
-        profiles: str | None = None,
-        drift: float | None = None,
-        recording: bool | None = None,
-        decode_budget: int | None = None,
-        decode_method: str | None = None,
-        decode_score: str | None = None,
-        decode_every: int | None = None,
-        decode_protect: str | None = None,
-        decode_client_budgets: str | None = None,
-        max_queue_seconds: float | None = None,
-    ) -> Self:
+    def from_flags(cls, policy: str | None, config_file: str | None = None, **flags: object) -> Self:
         """Join the flags with the JSON config file, which may name the policy too; a flag that is given wins.
 
-        An SSD tier without ``host_gb`` gets 1 GB of host memory. Raises ValueError, one sentence naming the value and
-        what is accepted, for anything wrong in either.
+        ``flags`` are keys of the file, None where they are not given. An SSD tier without ``host_gb`` gets 1 GB of host
+        memory. Raises ValueError, one sentence naming the value and what is accepted, for anything wrong in either.
         """
         values = {} if config_file is None else _read_file(config_file)
-        flags = {
-            "policy": policy,
-            "alpha": alpha,
-            "half_life": half_life,
-            "forms": forms,
-            "min_tokens": min_tokens,
-            "sinks": sinks,
-            "host_gb": host_gb,
-            "ssd_dir": ssd_dir,
-            "ssd_gb": ssd_gb,
-            "ssd_write_gb_per_day": ssd_write_gb_per_day,
-            "ssd_sync": ssd_sync,
-            "ssd_allow_dir": ssd_allow_dir,
-            "ssd_key_file": ssd_key_file,
-            "prior": prior,
-            "profiles": profiles,
-            "drift": drift,
-            "recording": recording,
-            "decode_budget": decode_budget,
-            "decode_method": decode_method,
-            "decode_score": decode_score,
-            "decode_every": decode_every,
-            "decode_protect": decode_protect,
-            "decode_client_budgets": decode_client_budgets,
-            "max_queue_seconds": max_queue_seconds,
-        }
-        values |= {name: value for name, value in flags.items() if value is not None}
+        values |= {name: value for name, value in {"policy": policy, **flags}.items() if value is not None}
         if "policy" not in values:
             raise ValueError("no kv policy is given: expected --kv-policy, or a policy config with the key 'policy'")
-        if values.get("prior") is not None and values.get("curves") is not None:
-            raise ValueError("prior and curves are both given: expected one of them, they say the same")
-        settings = {_FIELDS.get(name, name): _READERS[name](name, value) for name, value in values.items()}
-        if "ssd_dir" in settings:
-            settings.setdefault("host_gb", _HOST_GB_OF_SSD)
-        config = cls(**settings)  # type: ignore[arg-type]  # the readers give the types of the fields
+        if "prior" in values:
+            if values.get("curves") is not None:
+                raise ValueError("prior and curves are both given: expected one of them, they say the same")
+            values["curves"] = _prior(values.pop("prior"))
+        if values.get("ssd_dir") is not None:
+            values.setdefault("host_gb", _HOST_GB_OF_SSD)
+        try:
+            config = cls(**values)  # type: ignore[arg-type]  # pydantic checks them
+        except ValidationError as error:
+            raise ValueError(sentence(error, cls, values)) from None
         memory_gb = _memory_bytes() / GB
         if config.host_gb > memory_gb:
             raise ValueError(
@@ -251,10 +331,16 @@ class EvicPressConfig:
         return config
 
 
+KEYS = (*fields_of(EvicPressConfig), "prior")
+"""Keys of the config file."""
+
+
 def policy_in(config_file: str) -> str | None:
     """The policy a JSON config file names, if any. Raises ValueError, one sentence, when it cannot be read."""
     value = _read_file(config_file).get("policy")
-    return None if value is None else _text("policy", value)
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"policy is {value!r:.100}: expected a string")
+    return value
 
 
 def check_size(name: str, size_gb: float, or_else: str = "") -> None:
@@ -291,19 +377,6 @@ def _memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _check_policy(name: str) -> None:
-    try:
-        policy_forms(name)
-        is_known = not sees_future(name)
-    except ValueError:
-        is_known = False
-    if not is_known:
-        raise ValueError(
-            f"kv policy {name!r} is not known: expected one of {', '.join(SERVER_POLICY_NAMES)}, "
-            "such as keydiff@0.5+lru or impress@0.1"
-        )
-
-
 def _read_file(config_file: str) -> dict[str, object]:
     where = f"the kv policy config {config_file!r}"
     try:
@@ -319,118 +392,27 @@ def _read_file(config_file: str) -> dict[str, object]:
     if not isinstance(values, dict):
         raise ValueError(f"{where} holds a JSON {type(values).__name__}: expected an object")
     for name in values:
-        if name not in _READERS:
-            raise ValueError(f"{where} has the unknown key {name!r}: expected keys among {', '.join(_READERS)}")
+        if name not in KEYS:
+            raise ValueError(f"{where} has the unknown key {name!r}: expected keys among {', '.join(KEYS)}")
     return values
 
 
-def _text(name: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{name} is {value!r}: expected a string")
-    return value
-
-
-def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name} is {value!r}: expected a number")
+def _prior(path: object) -> Mapping[str, object]:
+    if not isinstance(path, str):
+        raise ValueError(f"prior is {path!r:.100}: expected a string")
+    where = f"prior {path!r}"
     try:
-        return float(value)
-    except OverflowError:
-        raise ValueError(f"{name} is a whole number over 1e308: expected a smaller one") from None
-
-
-def _whole(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} is {value!r}: expected a whole number")
-    return value
-
-
-def _forms(name: str, value: object) -> tuple[Form, ...]:
-    texts = value.split(",") if isinstance(value, str) else value
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"{name} is {value!r}: expected forms separated by commas, or a list of them")
-    return tuple(dict.fromkeys(Form.parse(text) for text in texts))
-
-
-def _folders(name: str, value: object) -> tuple[str, ...]:
-    texts = value.split(",") if isinstance(value, str) else value
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"{name} is {value!r}: expected absolute folders separated by commas, or a list of them")
-    return tuple(dict.fromkeys(text.strip() for text in texts))
-
-
-def _curves(name: str, value: object) -> Mapping[str, object] | None:
-    return None if value is None else _known_curves(name, value)
-
-
-def _known_curves(name: str, value: object) -> Mapping[str, object]:
-    if not isinstance(value, dict):
-        given = "null" if value is None else f"a {type(value).__name__}"
-        raise ValueError(f"{name} is {given}: expected a JSON object")
-    from sglang_evicpress.policy.quality_curves import Curves
-
-    Curves.from_json(value)
-    return value
-
-
-def _prior(name: str, value: object) -> Mapping[str, object]:
-    path = _text(name, value)
-    where = f"{name} {path!r}"
-    try:
-        return _known_curves(name, json.loads(Path(path).read_text(encoding="utf-8")))
+        curves = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{where} does not exist: expected a JSON file of quality curves") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{where} cannot be read ({error}): expected a JSON file of quality curves") from None
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON ({error}): expected quality curves") from None
-    except RecursionError:
-        raise ValueError(f"{where} is nested too deep: expected quality curves") from None
+    if not isinstance(curves, dict):
+        raise ValueError(f"{where} holds {curves!r:.100}: expected a JSON object of quality curves")
+    try:
+        Curves.from_json(curves)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-
-
-def _truth(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}: expected true or false")
-    return value
-
-
-_READERS: Mapping[str, Callable[[str, object], object]] = {
-    "policy": _text,
-    "alpha": _number,
-    "half_life": _number,
-    "forms": _forms,
-    "min_tokens": _whole,
-    "sinks": _whole,
-    "window": _whole,
-    "min_share": _number,
-    "curves": _curves,
-    "prefill_fixed_s": _number,
-    "prefill_per_token_s": _number,
-    "prefill_per_pair_s": _number,
-    "host_gb": _number,
-    "ssd_dir": _text,
-    "ssd_gb": _number,
-    "ssd_write_gb_per_day": _number,
-    "ssd_sync": _text,
-    "ssd_allow_dir": _folders,
-    "ssd_key_file": _text,
-    "prior": _prior,
-    "profiles": _text,
-    "drift": _number,
-    "recording": _truth,
-    "decode_budget": _whole,
-    "decode_method": _text,
-    "decode_score": _text,
-    "decode_every": _whole,
-    "decode_protect": _text,
-    "decode_client_budgets": _text,
-    "max_queue_seconds": _number,
-}
-_FIELDS = {
-    "half_life": "half_life_s",
-    "prior": "curves",
-    "ssd_allow_dir": "ssd_allow_dirs",
-    "max_queue_seconds": "max_queue_s",
-}
+    return curves

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -58,7 +58,7 @@ class WholeFile:
         self._temporary = Path(name)
         self.stream = os.fdopen(handle, "wb")
 
-    def write(self, record: dict[str, object]) -> None:
+    def write(self, record: Mapping[str, object]) -> None:
         """Add one object as a line of JSON."""
         self.stream.write(orjson.dumps(record) + b"\n")
 

@@ -16,12 +16,13 @@ import pytest
 from sglang_evicpress import spawn
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import Form
+from sglang_evicpress.flags import FLAGS, Flag
 from sglang_evicpress.patches import hook_check, install, kv_flags, server_args
 from sglang_evicpress.patches.unsupported import RefusedError
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
-FLAGS = ("kv_policy", *kv_flags.DEPENDENT_FLAGS)
+NAMES = tuple(flag.name for flag in FLAGS)
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +71,7 @@ def _from_command_line(*argv: str) -> Any:
 
 def test_without_the_flag_nothing_changes(model: str, frontends: list[str]) -> None:
     args = _make(model)
-    assert [getattr(args, name) for name in FLAGS] == [None] * len(FLAGS)
+    assert [getattr(args, name) for name in NAMES] == [None] * len(NAMES)
     assert args.radix_cache_backend is None
     assert frontends == []
     assert pickle.loads(pickle.dumps(args)) == args
@@ -146,68 +147,37 @@ def test_fields_are_added_once(model: str) -> None:
     init, post_init = ServerArgs.__init__, ServerArgs.__post_init__
     server_args.add_flags()
     assert (ServerArgs.__init__, ServerArgs.__post_init__) == (init, post_init)
-    assert [field.name for field in dataclasses.fields(ServerArgs)][-len(FLAGS) :] == list(FLAGS)
+    assert [field.name for field in dataclasses.fields(ServerArgs)][-len(NAMES) :] == list(NAMES)
 
 
-def test_the_command_line_takes_every_flag(model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
+def test_the_command_line_takes_every_flag(flag: Flag) -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    text, value = {bool: ((), True), int: (("3",), 3), float: (("2.5",), 2.5), str: (("x",), "x")}[flag.kind]
+    assert getattr(parser.parse_args(["--model-path", "m", flag.option, *text]), flag.name) == value
+
+
+def test_flags_and_the_file_become_one_config(model: str, tmp_path: Path) -> None:
     (tmp_path / "policy.json").write_text('{"window": 8, "alpha": 3}', encoding="utf-8")
     (tmp_path / "prior.json").write_text('{"knorm": {"0.5": 0.75}}', encoding="utf-8")
-    given = {
-        "--kv-policy": "evicpress",
-        "--kv-policy-config": str(tmp_path / "policy.json"),
-        "--kv-alpha": "0.5",
-        "--kv-half-life": "45",
-        "--kv-forms": "knorm@0.5,exact",
-        "--kv-min-tokens": "32",
-        "--kv-sinks": "2",
-        "--kv-host-gb": "0.5",
-        "--kv-ssd-dir": str(tmp_path / "kv"),
-        "--kv-ssd-gb": "3",
-        "--kv-ssd-write-gb-per-day": "10",
-        "--kv-ssd-sync": "always",
-        "--kv-ssd-allow-dir": "/mnt/a,/mnt/b",
-        "--kv-ssd-key-file": str(tmp_path / "key"),
-        "--kv-prior": str(tmp_path / "prior.json"),
-        "--kv-profiles": str(tmp_path / "profiles.db"),
-        "--kv-drift": "0.2",
-        "--kv-decode-budget": "2048",
-        "--kv-decode-method": "repack",
-        "--kv-decode-score": "knorm",
-        "--kv-decode-every": "64",
-        "--kv-decode-protect": "newest",
-        "--kv-decode-client-budgets": "off",
-        "--kv-max-queue-seconds": "7.5",
-    }
-    (tmp_path / "key").write_bytes(bytes(32))
-    (tmp_path / "key").chmod(0o600)
-    flags = [part for flag in given.items() for part in flag]
-    args = _from_command_line("--model-path", model, "--device", "cpu", *flags, "--kv-no-recording")
-    assert {*given, "--kv-no-recording"} == {"--" + name.replace("_", "-") for name in FLAGS}
+    files = ("--kv-policy-config", str(tmp_path / "policy.json"), "--kv-prior", str(tmp_path / "prior.json"))
+    numbers = ("--kv-half-life", "45", "--kv-host-gb", "0.5", "--kv-max-queue-seconds", "7.5", "--kv-sinks", "2")
+    texts = ("--kv-policy", "evicpress", "--kv-forms", "knorm@0.5,exact", "--kv-ssd-allow-dir", "/mnt/a,/mnt/b")
+    args = _from_command_line("--model-path", model, "--device", "cpu", *files, *numbers, *texts, "--kv-no-recording")
     assert kv_flags.config_of(args) == EvicPressConfig(
         "evicpress",
-        alpha=0.5,
+        alpha=3.0,
         half_life_s=45.0,
         forms=(Form("knorm", 0.5), Form()),
-        min_tokens=32,
         sinks=2,
         window=8,
         host_gb=0.5,
-        ssd_dir=str(tmp_path / "kv"),
-        ssd_gb=3.0,
-        ssd_write_gb_per_day=10.0,
-        ssd_sync="always",
         ssd_allow_dirs=("/mnt/a", "/mnt/b"),
-        ssd_key_file=str(tmp_path / "key"),
         curves={"knorm": {"0.5": 0.75}},
-        profiles=str(tmp_path / "profiles.db"),
-        drift=0.2,
         recording=False,
-        decode_budget=2048,
-        decode_method="repack",
-        decode_score="knorm",
-        decode_every=64,
-        decode_protect="newest",
-        decode_client_budgets="off",
         max_queue_s=7.5,
     )
 
@@ -236,7 +206,7 @@ def test_help_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
         _from_command_line("--help")
     assert stopped.value.code == 0
     text = capsys.readouterr().out
-    assert [flag for flag in FLAGS if "--" + flag.replace("_", "-") not in text] == []
+    assert [flag.option for flag in FLAGS if flag.option not in text] == []
     assert "evicpress, lru, lfu" in " ".join(text.split())
 
 
@@ -265,7 +235,7 @@ def test_pickle_keeps_class_and_values(model: str) -> None:
     args = _make(model, kv_policy="evicpress", kv_alpha=2.0)
     again = pickle.loads(pickle.dumps(args))
     assert type(again) is type(args)
-    given = {name: getattr(again, name) for name in FLAGS if getattr(again, name) is not None}
+    given = {name: getattr(again, name) for name in NAMES if getattr(again, name) is not None}
     assert given == {"kv_policy": "evicpress", "kv_alpha": 2.0}
 
 
@@ -273,8 +243,8 @@ def test_replace_and_asdict_know_the_fields(model: str) -> None:
     args = _make(model, kv_policy="evicpress", kv_sinks=1)
     again = dataclasses.replace(args, kv_alpha=3.0)
     assert (again.kv_policy, again.kv_alpha, again.kv_sinks) == ("evicpress", 3.0, 1)
-    assert {name: dataclasses.asdict(again)[name] for name in FLAGS} == {
-        **dict.fromkeys(FLAGS),
+    assert {name: dataclasses.asdict(again)[name] for name in NAMES} == {
+        **dict.fromkeys(NAMES),
         "kv_policy": "evicpress",
         "kv_alpha": 3.0,
         "kv_sinks": 1,

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from decode.asks import shown_of as whole_of
-from foundation.reference import KV, Reference, make_peaky_model, press_scores
-from foundation.storm import CHECKS
-from testbed.server import Server
+from evicbench.correctness.reference import KV, Reference, make_peaky_model, press_scores
+from evicbench.correctness.storm import CHECKS
+from evicbench.decode_budget.requests import shown_of as whole_of
+from evicbench.testbed.server import Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.sglang, pytest.mark.slow]
 

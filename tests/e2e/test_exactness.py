@@ -1,4 +1,4 @@
-"""Answers over compressed prefixes equal transformers over the same survivors (bench/foundation/exactness.py)."""
+"""Answers over compressed prefixes equal transformers over the same survivors."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from foundation.exactness import FORMS, PRESSES, Jobs, grid, matches, run_jobs, server_arguments, shapes
-from foundation.reference import (
+from evicbench.correctness.exactness import FORMS, PRESSES, Jobs, grid, matches, run_jobs, server_arguments, shapes
+from evicbench.correctness.findings import TOLERANCE, Finding
+from evicbench.correctness.reference import (
     Node,
     Reference,
     Text,
@@ -19,8 +20,7 @@ from foundation.reference import (
     selection_problems,
     survivors,
 )
-from foundation.report import TOLERANCE, Finding
-from testbed.server import Server
+from evicbench.testbed.server import Server
 
 NUM_POINTS = 20
 

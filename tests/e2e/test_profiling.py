@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from testbed.server import ADMIN_KEY, Server
-from testbed.tasks import Context, make_context
-from testbed.vocabulary import load_vocabulary
+from evicbench.testbed.server import ADMIN_KEY, Server
+from evicbench.testbed.tasks import Context, make_context
+from evicbench.testbed.vocabulary import load_vocabulary
 
 from sglang_evicpress.cli.main import main
 

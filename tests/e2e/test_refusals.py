@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 
 import pytest
-from testbed.server import START_S, Server
+from evicbench.testbed.server import START_S, Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.sglang, pytest.mark.slow]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from foundation.report import Line
-from foundation.stock import compare, compare_import
+from evicbench.correctness.stock import compare, compare_import
+from evicbench.report import Line
 
 pytestmark = [pytest.mark.e2e, pytest.mark.sglang, pytest.mark.slow]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from foundation import frees
-from foundation.storm import CHECKS, Storm, arguments
-from testbed.server import Server
+from evicbench.correctness import frees
+from evicbench.correctness.storm import CHECKS, Storm, arguments
+from evicbench.testbed.server import Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.sglang, pytest.mark.slow]
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from foundation.reference import make_peaky_model
-from testbed.server import Server
-from tiers.identical import arguments, ask_all, draw_questions, exact_line, lossy_line
-from tiers.prompts import Question
-from tiers.restart import measure_restart
+from evicbench.correctness.reference import make_peaky_model
+from evicbench.testbed.server import Server
+from evicbench.tiers.identical import arguments, ask_all, draw_questions, exact_line, lossy_line
+from evicbench.tiers.prompts import Question
+from evicbench.tiers.restart import measure_restart
 
 pytestmark = [pytest.mark.e2e, pytest.mark.sglang, pytest.mark.slow]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from foundation.reference import KV, Reference
-from testbed.server import ADMIN_KEY, GUESSED, MODEL, Server
+from evicbench.correctness.reference import KV, Reference
+from evicbench.testbed.server import ADMIN_KEY, GUESSED, MODEL, Server
 
 from sglang_evicpress.introspect.keyed_hash import key_of, keyed_hash
 

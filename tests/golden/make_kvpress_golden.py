@@ -4,7 +4,7 @@ kvpress wants a transformers older than ours, hence an environment of its own:
 
     uv venv --python 3.11 .venv-kvpress
     uv pip install --python .venv-kvpress/bin/python kvpress==0.5.5
-    .venv-kvpress/bin/python tests/golden/make_kvpress_golden.py --model bench/testbed/model
+    .venv-kvpress/bin/python tests/golden/make_kvpress_golden.py --model bench/evicbench/testbed/model
 
 Only token ids and survivors are stored, with the versions that made them and the checksum of the weights; the
 tests compute keys, values and queries themselves. Run it again whenever the testbed model changes.

@@ -1,7 +1,7 @@
 """Table of layers and their imports; read from the source, so a lazy import inside a function counts as well.
 
-In three sentences: only patches/ imports sglang; only kernels/ imports triton; what decides (core, policy, config)
-imports nothing but the standard library and numpy, so every decision can be made and tested anywhere.
+In three sentences: only patches/ imports sglang; only kernels/ imports triton; what decides (core, policy) imports
+nothing but the standard library and numpy, so every decision can be made and tested anywhere.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class Layer:
     others: tuple[str, ...] = ()
 
 
-PURE = ("core", "policy", "config")
+PURE = ("core", "policy")
 NUMPY = ("numpy",)
+SETTINGS = (*PURE, "config", "flags")
 TABLE = {
     # The package itself: importing it does nothing.
     "__init__": Layer(),
@@ -36,14 +37,19 @@ TABLE = {
     # Decisions: standard library and numpy.
     "core": Layer(),
     "policy": Layer(("core",), NUMPY),
-    "config": Layer(("core", "policy"), NUMPY),
+    # Settings, checked by pydantic.
+    "validation": Layer((), ("pydantic",)),
+    "config": Layer((*PURE, "validation"), ("pydantic",)),
+    "flags": Layer(("config", "validation")),
     # Small things of the standard library that many parts use.
     "error_text": Layer(),
     "threads": Layer(("error_text",)),
     "files": Layer((), ("orjson",)),
+    "quantiles": Layer((), NUMPY),
+    "tables": Layer(),
     "progress": Layer((), ("tqdm",)),
     # Traces, and what a policy would do with them.
-    "traces": Layer((), ("numpy", "orjson", "tqdm", "zstandard")),
+    "traces": Layer(("files",), ("numpy", "orjson", "tqdm", "zstandard")),
     "simulator": Layer(("core", "policy", "traces"), ("numpy",)),
     # Tensors.
     "kernels": Layer((), ("torch", "triton")),
@@ -62,7 +68,7 @@ TABLE = {
     "profiler": Layer(("core", "quality"), ("numpy", "safetensors", "tokenizers", "torch", "transformers", "orjson")),
     # Systems side by side, as users meet them: real servers, which it only talks to.
     "benchmark": Layer(
-        ("config", "core", "files", "profiler", "progress"),
+        ("config", "core", "files", "profiler", "progress", "quantiles", "tables"),
         ("aiohttp", "matplotlib", "numpy", "orjson", "tqdm", "transformers", "yaml"),
     ),
     # The only writer of state, and what is asked and shown of it.
@@ -71,7 +77,7 @@ TABLE = {
     # The only code that knows SGLang.
     "patches": Layer(
         (
-            *PURE,
+            *SETTINGS,
             *("controller", "cpu_attention", "decode_budget", "device", "error_text", "introspect", "kernels", "press"),
             *("profiler", "quality", "spawn", "survivors", "threads", "tiers"),
         ),
@@ -79,12 +85,17 @@ TABLE = {
     ),
     "plugin": Layer(("config", "patches", "spawn")),
     "cli": Layer(
-        (*PURE, "benchmark", "files", "profiler", "progress", "quality", "simulator", "tiers", "traces"),
+        (
+            *SETTINGS,
+            *("benchmark", "files", "profiler", "progress", "quality", "quantiles", "simulator", "tables", "tiers"),
+            "traces",
+        ),
         ("matplotlib", "numpy", "orjson", "tqdm"),
     ),
 }
 
-FLOORS = (
+Floors = tuple[tuple[str, ...], ...]
+FLOORS: Floors = (
     ("tree", "hook_points", "unsupported", "kv_flags"),
     ("hook_check", "last_word", "attention", "tiers"),
     ("scheduler",),
@@ -175,17 +186,19 @@ def test_the_table_has_no_cycle() -> None:
         above.add(name)
 
 
-def floor_violations(source: str, room: str) -> list[str]:
-    """One sentence for each import in ``source`` of a room of patches/ that is not on a lower floor."""
-    floors = {name: number for number, names in enumerate(FLOORS) for name in names}
+def floor_violations(
+    source: str, room: str, rooms: Floors = FLOORS, root: tuple[str, ...] = (PACKAGE, "patches")
+) -> list[str]:
+    """One sentence for each import in ``source`` of a room of ``root`` that is not on a lower floor."""
+    floors = {name: number for number, names in enumerate(rooms) for name in names}
     if room not in floors:
         return [f"{room} is on no floor: add it"]
     found = []
     for line, name in imports(ast.parse(source)):
         parts = name.split(".")
-        is_of_patches = parts[:2] == [PACKAGE, "patches"] and len(parts) > 2
-        if is_of_patches and parts[2] != room and floors.get(parts[2], len(FLOORS)) >= floors[room]:
-            found.append(f"line {line}: {room} may not import {parts[2]}")
+        other = parts[len(root)] if tuple(parts[: len(root)]) == root and len(parts) > len(root) else room
+        if other != room and floors.get(other, len(floors)) >= floors[room]:
+            found.append(f"line {line}: {room} may not import {other}")
     return found
 
 
@@ -204,6 +217,26 @@ def test_an_import_upwards_is_found() -> None:
     assert len(floor_violations("from sglang_evicpress.patches.http.start import x", "decode_budget")) == 1
     assert floor_violations("from sglang_evicpress.patches.tree.node import walk", "tree") == []
     assert len(floor_violations("import os", "cellar")) == 1
+    assert len(floor_violations("from evicbench.load.grid import x", "tiers", BENCH_FLOORS, ("evicbench",))) == 1
+
+
+BENCH = Path(__file__).parents[2] / "bench" / "evicbench"
+BENCH_FLOORS = (
+    ("__init__", "paths", "report", "testbed"),
+    ("plugins", "pytest_runs"),
+    ("correctness", "demo", "policy"),
+    ("decode_budget", "kernels_cpu", "serving", "tiers"),
+    ("gpu", "load", "mend", "profiler"),
+)
+"""Rooms of the benchmarks, the lowest floor first: a room imports itself and rooms of lower floors."""
+
+
+@pytest.mark.parametrize("path", sorted(BENCH.rglob("*.py")), ids=lambda path: path.relative_to(BENCH).as_posix())
+def test_module_of_the_benchmarks_is_short_and_imports_only_lower_floors(path: Path) -> None:
+    room = path.relative_to(BENCH).parts[0].removesuffix(".py")
+    source = path.read_text(encoding="utf-8")
+    assert floor_violations(source, room, BENCH_FLOORS, ("evicbench",)) == []
+    assert len(source.splitlines()) <= MAX_LINES
 
 
 def import_graph(paths: dict[str, str]) -> dict[str, set[str]]:

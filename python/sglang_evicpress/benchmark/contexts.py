@@ -16,6 +16,7 @@ from pathlib import Path
 import orjson
 
 from sglang_evicpress.benchmark.config import Config, Source
+from sglang_evicpress.files import WholeFile
 
 DEFAULT_FAMILY = "all"
 _KEYS = {"context", "questions", "family", "tokens"}
@@ -98,19 +99,24 @@ def _printed(source: Source, folder: Path) -> Path:
     if path.is_file():
         return path
     folder.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
     words = " ".join(source.command)
-    with part.open("wb") as file:
+    with WholeFile(str(path)) as file:
         try:
             done = subprocess.run(
-                source.command, stdout=file, stderr=subprocess.PIPE, cwd=source.folder, env=os.environ, check=False
+                source.command,
+                stdout=file.stream,
+                stderr=subprocess.PIPE,
+                cwd=source.folder,
+                env=os.environ,
+                check=False,
             )
         except OSError as error:
             raise ValueError(f"contexts: {words!r} cannot be run in {source.folder} ({error.strerror})") from None
-    if done.returncode:
-        last = " / ".join(done.stderr.decode("utf-8", "replace").splitlines()[-_NUM_ERROR_LINES:])
-        raise ValueError(f"contexts: {words!r} in {source.folder} ended with {done.returncode}: {last}")
-    return part.replace(path)
+        if done.returncode:
+            last = " / ".join(done.stderr.decode("utf-8", "replace").splitlines()[-_NUM_ERROR_LINES:])
+            raise ValueError(f"contexts: {words!r} in {source.folder} ended with {done.returncode}: {last}")
+        file.commit()
+    return path
 
 
 def _context(where: str, line: bytes) -> Context:

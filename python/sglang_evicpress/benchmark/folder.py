@@ -1,20 +1,21 @@
 """The out folder of a benchmark: its plan, one file for each run that is complete, logs, and what servers leave there.
 
-``plan.json``, ``runs/SYSTEM/REPETITION-LEVEL.jsonl``, ``logs/``, and while a server runs ``ssd/``.
+``plan.json``, ``runs/SYSTEM/REPETITION-LEVEL.jsonl``, the tree after it in ``runs/SYSTEM/REPETITION-LEVEL.tree.json``,
+``logs/``, and while a server runs ``ssd/``.
 """
 
 from __future__ import annotations
 
 import fcntl
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
 
-from sglang_evicpress.benchmark.raw import PLAN, RUNS, SCORES
+from sglang_evicpress.benchmark.raw import PLAN, RUNS, SCORES, tree_file
 from sglang_evicpress.benchmark.systems import System
 from sglang_evicpress.files import write_whole
 
@@ -95,6 +96,11 @@ class Folder:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(str(path), _jsonl(header, lines))
         failed_file(path).unlink(missing_ok=True)
+
+    def write_tree(self, path: Path, nodes: Sequence[Mapping[str, object]]) -> None:
+        """Beside the run that left the cache so."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(str(tree_file(path)), orjson.dumps(nodes))
 
     def write_failed(self, path: Path, header: Mapping[str, object], lines: Iterable[Mapping[str, object]]) -> Path:
         """Write an unfinished run, which does not count, beside its place; return the file."""

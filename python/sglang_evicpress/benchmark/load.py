@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from sglang_evicpress.benchmark.raw import Raw, Run
-from sglang_evicpress.benchmark.summary import numbers, quantile
+from sglang_evicpress.benchmark.summary import known_quantile, numbers
 
 NEW, NOT_WORTH, DROPPED = "new", "not_worth", "dropped"
 """Reasons to compute a token of a prompt that the server tells apart: it was in no tier; loading it would have taken
@@ -134,10 +134,10 @@ def _loaded(raw: Raw, kind: str, run: Run) -> Loaded:
         answers_rps=len(in_time) / took_s if took_s else None,
         goodput_rps=len(good) / took_s if took_s and limit_s is not None else None,
         ttft_mean_s=statistics.fmean(ttft) if ttft else None,
-        ttft_p50_s=quantile(ttft, 0.5),
-        ttft_p95_s=quantile(ttft, 0.95),
-        ttft_p99_s=quantile(ttft, 0.99),
-        ttft_p95_of_all_s=quantile([*answered, *[float("inf")] * (len(requests) - len(answered))], 0.95),
+        ttft_p50_s=known_quantile(ttft, 0.5),
+        ttft_p95_s=known_quantile(ttft, 0.95),
+        ttft_p99_s=known_quantile(ttft, 0.99),
+        ttft_p95_of_all_s=known_quantile([*answered, *[float("inf")] * (len(requests) - len(answered))], 0.95),
         f1=statistics.fmean(f1) if f1 else None,
         cached=sum(request.cached_tokens for request in complete) / prompt_tokens if prompt_tokens else None,
         computed=computed,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from sglang_evicpress.benchmark.load import DROPPED, NEW, NOT_WORTH, Loaded, knee, loaded, median
-from sglang_evicpress.benchmark.markdown import markdown, ms, number, share
 from sglang_evicpress.benchmark.raw import Raw
+from sglang_evicpress.tables import markdown, ms, number, share
 
 
 def load_lines(raw: Raw) -> Iterator[str]:

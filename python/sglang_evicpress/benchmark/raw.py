@@ -53,13 +53,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One level of one repetition of a system. ``header`` is the file's first line."""
+    """One level of one repetition of a system. ``header`` is the first line of the file ``path``."""
 
     system: str
     repetition: int
     level: float
     header: Mapping[str, Any]
     requests: Mapping[int, Request]
+    path: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +151,22 @@ def read_run(path: Path) -> Run:
         header = first["run"]
         level = float(header["level"])
         requests = {request.index: request for request in (_request(line, level) for line in rest)}
-        return Run(header["system"], int(header["repetition"]), level, header, requests)
+        return Run(header["system"], int(header["repetition"]), level, header, requests, path)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is not a run of `evicpress bench serve` ({error!r:.200}): move it away, and run it again"
         ) from None
+
+
+def tree_file(path: Path) -> Path:
+    """Beside the file of a run: the nodes that it left in the cache."""
+    return path.with_suffix(".tree.json")
+
+
+def read_tree(run: Run) -> list[Mapping[str, Any]]:
+    """Nodes as ``/evicpress/tree`` gives them; none of a server without one."""
+    path = tree_file(run.path)
+    return list(orjson.loads(path.read_bytes())) if path.exists() else []
 
 
 def _request(line: Mapping[str, Any], level: float) -> Request:

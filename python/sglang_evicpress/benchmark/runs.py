@@ -129,7 +129,7 @@ class Bench:
     def run(self, system: System, repetition: int, levels: Sequence[float], progress: Progress) -> None:
         """Run the levels on one start of the server."""
         where = f"{system.name}, repetition {repetition + 1} of {self._config.repetitions}"
-        progress.name(f"{where}: starts")
+        progress.say(f"{where}: starts")
         with self._folder.empty_ssd(system), self._server(system, repetition) as server:
             _check_routes(server, system)
             self._warm_up(server, where, progress)
@@ -232,6 +232,8 @@ class Bench:
             elif failed:
                 what += f", such as by: {failed[0].error}"
             raise server.error(f"{where}: {what}; see {written}")
+        if "tree" in after:
+            self._folder.write_tree(path, after["tree"])
         self._folder.write_run(path, header, lines)
         self.num_failed += len(failed)
         times = [outcome.ttft_s for outcome in outcomes if outcome.error is None and outcome.ttft_s is not None]
@@ -303,18 +305,20 @@ def _check_routes(server: Server, system: System) -> None:
 
 
 def _looked_into(server: Server, system: System) -> dict[str, Any]:
-    """``stats``, ``tiers`` and ``resident`` of a system of ours: by tier and form, how many nodes there are, of how
-    many tokens, of which how many are kept."""
+    """``stats``, ``tiers``, ``tree`` (its nodes) and ``resident`` of a system of ours: by tier and form, the number of
+    nodes, of their tokens and of the tokens kept."""
     if not system.has_policy:
         return {}
     resident: dict[str, dict[str, dict[str, int]]] = {}
-    for node in server.get("/evicpress/tree")["nodes"]:
+    nodes = server.get("/evicpress/tree")["nodes"]
+    for node in nodes:
         forms = resident.setdefault(node["tier"], {})
         held = forms.setdefault(node["form"], {"nodes": 0, "tokens": 0, "slots": 0})
         held["nodes"] += 1
         held["tokens"] += node["num_tokens"]
         held["slots"] += node["num_slots"]
-    return {"stats": server.get("/evicpress/stats"), "tiers": server.get("/evicpress/tiers"), "resident": resident}
+    stats, tiers = server.get("/evicpress/stats"), server.get("/evicpress/tiers")
+    return {"stats": stats, "tiers": tiers, "resident": resident, "tree": nodes}
 
 
 def _line(entry: Planned, outcome: Outcome) -> dict[str, object]:

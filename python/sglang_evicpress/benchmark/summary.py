@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from typing import Any
 
 from sglang_evicpress.benchmark.ratios import Paired, paired
 from sglang_evicpress.benchmark.raw import TIERS, Raw, Request, Run
+from sglang_evicpress.quantiles import quantile
 
 QUALITIES = ("f1_bound", "minilm_bound", "f1_truth")
 """Measures of quality: token F1 and cosine with the bound's answer, token F1 with the true one."""
@@ -155,15 +155,15 @@ def _cell(
         num_cut=len(cut),
         num_refused=sum(request.is_refused for _, request in asked),
         completed_rps=len(in_time) / took_s if took_s > 0 else None,
-        late_p95_s=quantile([request.late_s for _, request in asked], 0.95),
+        late_p95_s=known_quantile([request.late_s for _, request in asked], 0.95),
         ttft_mean_s=_mean(ttft),
-        ttft_p50_s=quantile(ttft, 0.5),
-        ttft_p95_s=quantile(ttft, 0.95),
-        ttft_p95_of_all_s=quantile([*answered, *[float("inf")] * (len(asked) - len(answered))], 0.95),
+        ttft_p50_s=known_quantile(ttft, 0.5),
+        ttft_p95_s=known_quantile(ttft, 0.95),
+        ttft_p95_of_all_s=known_quantile([*answered, *[float("inf")] * (len(asked) - len(answered))], 0.95),
         itl_mean_s=_mean(itl),
-        itl_p95_s=quantile(itl, 0.95),
+        itl_p95_s=known_quantile(itl, 0.95),
         latency_mean_s=_mean(latency),
-        latency_p95_s=quantile(latency, 0.95),
+        latency_p95_s=known_quantile(latency, 0.95),
         f1_bound=_mean([score.f1_bound for score in scores]),
         minilm_bound=_mean([score.minilm_bound for score in scores]),
         f1_truth=_mean([score.f1_truth for score in scores]),
@@ -183,13 +183,9 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return statistics.fmean(known) if known else None
 
 
-def quantile(values: Sequence[float], share: float) -> float | None:
-    """Between the two values around it; infinity where the upper one is."""
-    if not values:
-        return None
-    ordered, place = sorted(values), share * (len(values) - 1)
-    low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
-    return low if low == high else low + (high - low) * (place - math.floor(place))
+def known_quantile(values: Sequence[float], share: float) -> float | None:
+    """None without a value."""
+    return quantile(values, share) if values else None
 
 
 def _is_in_window(run: Run, request: Request) -> bool:

@@ -12,10 +12,12 @@ import orjson
 from sglang_evicpress.benchmark.curves import best_at_quality, capacity, curve, gaps, unloaded_p95
 from sglang_evicpress.benchmark.load import loaded
 from sglang_evicpress.benchmark.load_tables import load_lines
-from sglang_evicpress.benchmark.markdown import markdown, ms, number, share
 from sglang_evicpress.benchmark.ratios import Paired
 from sglang_evicpress.benchmark.raw import TIERS, Raw, read_raw
 from sglang_evicpress.benchmark.summary import QUALITIES, Cell, Summary, summarise
+from sglang_evicpress.files import write_whole
+from sglang_evicpress.quantiles import quantile
+from sglang_evicpress.tables import markdown, ms, number, share
 
 TABLES, SUMMARY = "tables.md", "summary.json"
 LEAST_QUALITY = 0.8
@@ -30,8 +32,9 @@ def write_report(folder: Path) -> Summary:
     raw = read_raw(folder)
     summary = summarise(raw)
     families = [summarise(raw, family) for family in raw.families] if len(raw.families) > 1 else []
-    (folder / TABLES).write_text("\n".join(report_lines(summary)) + "\n", encoding="utf-8")
-    (folder / SUMMARY).write_bytes(orjson.dumps(_everything(summary, families), option=orjson.OPT_INDENT_2) + b"\n")
+    everything = orjson.dumps(_everything(summary, families), option=orjson.OPT_INDENT_2)
+    write_whole(str(folder / TABLES), "\n".join([*report_lines(summary), ""]).encode())
+    write_whole(str(folder / SUMMARY), everything + b"\n")
     return summary
 
 
@@ -239,6 +242,6 @@ def _bandwidths(raw: Raw) -> str:
         for tier, told in ((run.header.get("tiers") or {}).get("tiers") or {}).items():
             if told.get("load"):
                 seen.setdefault(tier, []).append(told["load"]["bytes_per_s"])
-    parts = [f"{tier} {_bytes(sorted(found)[len(found) // 2])}/s" for tier, found in seen.items()]
+    parts = [f"{tier} {_bytes(quantile(found, 0.5))}/s" for tier, found in seen.items()]
     first = "SSD reads not slowed" if limit is None else f"SSD reads slowed to {_bytes(limit)}/s"
     return f"{first}{'; loads seen: ' + ', '.join(parts) if parts else ''}"

@@ -8,12 +8,9 @@ other formats it knows full blocks only, and takes ``t`` as it stands.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-import orjson
-
+from sglang_evicpress.files import WholeFile
 from sglang_evicpress.traces.base import Request, Trace, count, ids, member, number, short, text
 
 FORMAT = "evicpress-trace"
@@ -52,38 +49,25 @@ class Jsonl:
 def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
     """Write ``trace`` so that ``read_trace`` gives it back (``num_skipped`` apart).
 
-    The file appears whole or not at all: it is written beside ``path`` (what it leads to, if it is a link) and renamed
-    over it. ValueError when the trace has no request, or has one that could not be read back, or when ``path`` is there
-    and no file; then nothing is left behind.
+    The file appears whole or not at all. ValueError when the trace has no request, or one that could not be read back,
+    and for a path that ``WholeFile`` refuses; then nothing is left behind.
     """
-    target = Path(path).resolve()
-    if target.exists() and not target.is_file():
-        raise ValueError(f"{target} is no file: expected the path of a file, or one that is not there yet")
     if not trace.requests:
-        raise ValueError(f"trace {trace.name!r} has no requests: nothing to write to {target}")
+        raise ValueError(f"trace {trace.name!r} has no requests: nothing to write to {path}")
     header = {"format": FORMAT, "version": VERSION, "block_tokens": trace.block_tokens, "name": trace.name}
-    handle, made = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    temporary = Path(made)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            check = Jsonl(header)
-            file.write(orjson.dumps(header) + b"\n")
-            for index, request in enumerate(trace.requests):
-                record = {
-                    "t": float(request.arrival_s),
-                    "tokens": request.num_tokens,
-                    "blocks": list(request.blocks),
-                    "out": request.output_tokens,
-                }
-                try:
-                    check.requests(record)
-                except ValueError as error:
-                    raise ValueError(f"request {index} of trace {trace.name!r}: {error}") from None
-                file.write(orjson.dumps(record) + b"\n")
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)  # mkstemp makes it private; a trace is a file like any other
-        temporary.replace(target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    check = Jsonl(header)
+    with WholeFile(os.fspath(path)) as file:
+        file.write(header)
+        for index, request in enumerate(trace.requests):
+            record = {
+                "t": float(request.arrival_s),
+                "tokens": request.num_tokens,
+                "blocks": list(request.blocks),
+                "out": request.output_tokens,
+            }
+            try:
+                check.requests(record)
+            except ValueError as error:
+                raise ValueError(f"request {index} of trace {trace.name!r}: {error}") from None
+            file.write(record)
+        file.commit()

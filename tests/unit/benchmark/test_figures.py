@@ -10,7 +10,6 @@ import pytest
 from tests.unit.benchmark.loads import good_runs, write_load
 from tests.unit.benchmark.raw import request, write_plan, write_run, write_scores
 
-SCRIPTS = Path(__file__).parents[3] / "bench" / "figures"
 SYSTEMS = {
     "bound": ("bound", 0.05, 1.0),
     "prefill-only": ("prefill-only", 0.8, 1.0),
@@ -48,9 +47,8 @@ def draw(folder: Path, monkeypatch: pytest.MonkeyPatch) -> object:
     """Runs a script on the folder; the result is the text of a table it wrote, beside a picture."""
 
     def run(script: str, *options: str, table: str | None = None) -> str:
-        monkeypatch.syspath_prepend(str(SCRIPTS))
         monkeypatch.setattr(sys, "argv", [script, str(folder), *options])
-        runpy.run_path(str(SCRIPTS / f"{script}.py"), run_name="__main__")
+        runpy.run_module(f"sglang_evicpress.benchmark.figures.{script}", run_name="__main__")
         name = table or script
         picture = (folder / "figures" / f"{name}.png").read_bytes()
         assert picture.startswith(b"\x89PNG")
@@ -111,9 +109,8 @@ def test_a_level_that_was_not_run_is_refused(draw) -> None:  # type: ignore[no-u
 
 def test_load_is_drawn_against_what_is_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_load(tmp_path, good_runs(1))
-    monkeypatch.syspath_prepend(str(SCRIPTS))
     monkeypatch.setattr(sys, "argv", ["under_load", str(tmp_path)])
-    runpy.run_path(str(SCRIPTS / "under_load.py"), run_name="__main__")
+    runpy.run_module("sglang_evicpress.benchmark.figures.under_load", run_name="__main__")
     assert (tmp_path / "figures" / "under_load.png").read_bytes().startswith(b"\x89PNG")
     text = (tmp_path / "figures" / "under_load.md").read_text()
     assert "## Under load: 8/s, 2 x saturation" in text and "| evicpress a=0.5 | 8.00 | 4.00 | 4.00 |" in text

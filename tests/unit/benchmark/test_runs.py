@@ -70,7 +70,7 @@ class Bench:
         )
 
     def files(self) -> list[str]:
-        return sorted(str(path.relative_to(self.out / "runs")) for path in (self.out / "runs").glob("*/*"))
+        return sorted(str(path.relative_to(self.out / "runs")) for path in (self.out / "runs").glob("*/*.jsonl*"))
 
 
 def make(folder: Path, **values: object) -> Bench:
@@ -140,6 +140,9 @@ def test_a_run_says_what_was_seen(tmp_path: Path) -> None:
     assert header["check"] == {"ok": True, "violations": []}
     assert header["is_stock_checked"] is False
     assert header["start_s"] > 0 and header["took_s"] > 0 and len(header["load_average"]) == 3
+    nodes = orjson.loads((bench.out / "runs/tiers-lru/0-200.tree.json").read_bytes())
+    assert [(node["tier"], node["num_tokens"]) for node in nodes] == [("gpu", 10), ("gpu", 5), ("ssd", 8)]
+    assert not (bench.out / "runs/bound/0-200.tree.json").exists()
     header = of["bound"].header
     assert header["is_stock_checked"] is True
     assert [header[name] for name in ("stats", "stats_before", "tiers", "resident", "check")] == [None] * 5

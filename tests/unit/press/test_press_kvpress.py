@@ -17,7 +17,7 @@ from sglang_evicpress.press.knorm import Knorm
 from sglang_evicpress.press.snapkv import SnapKV
 
 ROOT = Path(__file__).parents[3]
-MODEL = ROOT / "bench" / "testbed" / "model"
+MODEL = ROOT / "bench" / "evicbench" / "testbed" / "model"
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "kvpress_selections.json").read_text())
 LIKE_KVPRESS = {
     "keydiff": KeyDiff(),

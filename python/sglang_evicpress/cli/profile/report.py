@@ -9,6 +9,7 @@ import orjson
 from sglang_evicpress.cli.profile.offline import Outcome
 from sglang_evicpress.core import Form
 from sglang_evicpress.quality.profile import Profile
+from sglang_evicpress.tables import aligned
 
 _MAX_NAME = 24
 
@@ -46,17 +47,6 @@ def records(outcomes: Iterable[Outcome]) -> bytes:
             record |= {"profile": outcome.profile.to_json(), "was_there": outcome.was_there}
         lines.append(orjson.dumps(record) + b"\n")
     return b"".join(lines)
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    ]
 
 
 def shortened(name: str) -> str:

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 from sglang_evicpress.cli.profile.connection import ADMIN_KEY_VARIABLE, KEY_VARIABLE, connect
 from sglang_evicpress.cli.profile.offline import PROFILES, profile_of
 from sglang_evicpress.cli.profile.plot import about, plot, png, when
-from sglang_evicpress.cli.profile.report import aligned
 from sglang_evicpress.core import Form
 from sglang_evicpress.files import check_output, write_whole
 from sglang_evicpress.profiler.engine import EngineError
@@ -22,6 +21,7 @@ from sglang_evicpress.quality.catalog import Catalog
 from sglang_evicpress.quality.log_format import StoreError
 from sglang_evicpress.quality.profile import Profile
 from sglang_evicpress.quality.repair import read_all
+from sglang_evicpress.tables import aligned
 
 _NUM_NAMED = 5
 

@@ -9,14 +9,15 @@ from dataclasses import asdict, dataclass
 
 from sglang_evicpress.cli.replay.units import show_bytes, three_digits
 from sglang_evicpress.core import Tier
+from sglang_evicpress.quantiles import quantile
 from sglang_evicpress.simulator.replay import Ledger, Outcome
 from sglang_evicpress.simulator.runs import Run
+from sglang_evicpress.tables import aligned
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Mean, median and 95th percentile in seconds. The latter two are values that occurred: of n in rising order the
-    ceil(n / 2)-th and the ceil(0.95 n)-th."""
+    """Mean, median and 95th percentile in seconds."""
 
     mean_s: float
     p50_s: float
@@ -27,9 +28,7 @@ class Spread:
         """ValueError if there are none."""
         if not values:
             raise ValueError("no seconds to sum up: expected at least one request")
-        rising = sorted(values)
-        size = len(rising)
-        return cls(math.fsum(rising) / size, rising[-(-size // 2) - 1], rising[-(-19 * size // 20) - 1])
+        return cls(math.fsum(values) / len(values), quantile(values, 0.5), quantile(values, 0.95))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +159,12 @@ def table(results: Sequence[Result], queued: bool) -> str:
     rows = [_row(result, results, queued, directions) for result in results]
     names = list(rows[0])
     cells = [names, *([row[name] for name in names] for row in rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(names))]
-    lines = ["  ".join(_aligned(row, widths)).rstrip() for row in cells]
     notes = [
         f"PARTIAL: {result.policy} was interrupted after {result.num_requests:,} of {result.num_expected:,} requests"
         for result in results
         if result.is_partial
     ]
-    return "\n".join([*lines, *notes])
+    return "\n".join([*aligned(cells), *notes])
 
 
 def _row(result: Result, results: Sequence[Result], queued: bool, directions: Sequence[str]) -> dict[str, str]:
@@ -197,11 +194,3 @@ def _row(result: Result, results: Sequence[Result], queued: bool, directions: Se
         row[name.replace(" to ", ">")] = show_bytes(result.moved_bytes.get(name, 0))
     row["requests/min"] = "-" if math.isinf(result.requests_per_minute) else f"{result.requests_per_minute:,.0f}"
     return row
-
-
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    """The first cell to the left, all others, figures, to the right."""
-    return [
-        cell.ljust(width) if column == 0 else cell.rjust(width)
-        for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-    ]

@@ -95,10 +95,6 @@ class Space:
         if segment.is_doomed or segment.has_gaps:
             self.touched.add(segment.number)
 
-    def skip_number(self, number: int) -> None:
-        """Give no new segment this number."""
-        self._last_number = max(self._last_number, number)
-
     def reserve(self, num_bytes: int) -> Reservation | None:
         """Space at the end of the open segment, or None when there is not enough; then foreign segments are doomed."""
         size = round_up(num_bytes)

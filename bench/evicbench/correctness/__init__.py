@@ -1,0 +1,1 @@
+"""Answers beside a reference, storms, unloaded overhead, stock SGLang: `make show-foundation`."""

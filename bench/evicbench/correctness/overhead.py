@@ -1,0 +1,116 @@
+"""Cost of the plugin when everything fits, and gain of its CPU attention: paired timings on real servers.
+
+Two servers run side by side and answer the same requests in turn (A B, B A, ...), so that both see the same noise; only
+ratios are reported.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from evicbench.report import Line
+from evicbench.testbed.server import Server
+
+OVERHEAD_BOUND = 1.05
+SPEEDUP_BOUND = 3.0
+ATTENTION_ONLY = {"SGLANG_EVICPRESS": "attention"}  # stock SGLang but for the CPU attention
+COMMON = ("--max-total-tokens", "120000")
+OURS = ("--kv-policy", "evicpress", "--kv-no-recording", *COMMON)  # what profiling costs is measured by show-profiler
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds to the first token, and between later ones on average."""
+
+    first: float
+    between: float
+
+
+def timed(server: Server, input_ids: list[int], num_tokens: int) -> Timing:
+    """Stream one greedy request and time its tokens as a client sees them."""
+    sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
+    body = json.dumps({"input_ids": input_ids, "sampling_params": sampling, "stream": True})
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
+    begin = time.perf_counter()
+    connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
+    arrivals = [time.perf_counter() for _ in _events(connection.getresponse())]
+    connection.close()
+    gaps = (arrivals[-1] - arrivals[0]) / max(1, len(arrivals) - 1)
+    return Timing(arrivals[0] - begin, gaps)
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[bytes]:
+    for line in response:
+        if line.startswith(b"data:") and b"[DONE]" not in line:
+            yield line
+
+
+def paired(servers: Sequence[Server], prompts: Sequence[list[int]], num_tokens: int) -> tuple[list[float], list[float]]:
+    """Ratios (second server / first) of time to first token and of time between tokens, one pair a prompt."""
+    first, between = [], []
+    for index, prompt in enumerate(prompts):
+        order = (0, 1) if index // 2 % 2 == 0 else (1, 0)  # by twos: every other prompt is of another kind
+        seen = {which: timed(servers[which], prompt, num_tokens) for which in order}
+        first.append(seen[1].first / seen[0].first)
+        if seen[0].between > 0.0:  # else all tokens came at once
+            between.append(seen[1].between / seen[0].between)
+    return first, between
+
+
+def overhead(pairs: int, seed: int = 0, most: float = OVERHEAD_BOUND) -> list[Line]:
+    """Everything fits, nothing is compressed: half the prompts are new, half extend one that is cached."""
+    rng = random.Random(seed)
+    contexts = [[rng.randrange(6, 480) for _ in range(1000)] for _ in range(8)]
+    prompts = []
+    for index in range(pairs):
+        fresh = [rng.randrange(6, 480) for _ in range(600)]
+        prompts.append(fresh if index % 2 else contexts[index // 2 % len(contexts)] + fresh[:20])
+    with (
+        Server(*COMMON, env=ATTENTION_ONLY) as stock,
+        Server(*OURS) as ours,
+    ):
+        for server in (stock, ours):
+            for context in contexts:
+                timed(server, context, 4)
+        first, between = paired((stock, ours), prompts, 24)
+        dropped = ours.get("/evicpress/stats")["decisions"]
+    lines = []
+    for what, ratios in (("time to first token", first), ("time between tokens", between)):
+        median = statistics.median(ratios)
+        lines.append(
+            Line(
+                f"overhead, nothing compressed: {what}, evicpress / stock, same CPU attention, {pairs} pairs",
+                f"median <= {most}",
+                f"{median:.3f}",
+                median <= most and not dropped["compressed"] and not dropped["dropped"],
+            )
+        )
+    return lines
+
+
+def attention_speedup(rounds: int, seed: int = 1) -> Line:
+    """First token of a question on a cached 4k prefix: SGLang's torch_native against ours."""
+    rng = random.Random(seed)
+    prefix = [rng.randrange(6, 480) for _ in range(4000)]
+    suffixes = [[rng.randrange(6, 480) for _ in range(24)] for _ in range(rounds)]
+    prompts = [prefix + suffix for suffix in suffixes]
+    with (
+        Server(*COMMON, "--attention-backend", "torch_native", env={"SGLANG_PLUGINS": "none"}) as stock,
+        Server(*OURS) as ours,
+    ):
+        for server in (stock, ours):
+            timed(server, prefix, 2)
+        first, _ = paired((stock, ours), prompts, 2)
+    speedup = 1 / statistics.median(first)
+    return Line(
+        f"CPU attention on a cached 4k prefix: torch_native's first token / ours, {rounds} pairs",
+        f">= {SPEEDUP_BOUND}x",
+        f"{speedup:.1f}x",
+        speedup >= SPEEDUP_BOUND,
+    )

@@ -1,0 +1,1 @@
+"""Budgets of running requests: `make show-decode`."""

@@ -1,0 +1,1 @@
+"""Measurements that need a GPU, packed for a bare machine: `run.sh`."""

@@ -1,0 +1,122 @@
+"""Correctness on the GPU: every kernel against its reference, then greedy answers over holes against transformers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
+
+import torch
+
+from evicbench.gpu.figures import Figure, Part, missing
+from evicbench.gpu.machine import Settings, run_phase, settings
+from evicbench.gpu.pools import Shape, random_pool
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HEAD_DIMS = (64, 128, 256)
+NODES = ((1, 1, 2), (5, 2, 2), (97, 3, 2), (1000, 8, 2), (4099, 2, 3))  # tokens, kv heads, layers
+ROUNDS = 3
+TINY_NODES = ((1, 1, 1), (40, 2, 2))
+RACE_TOKENS, RACE_ROUNDS = 8192, 40
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """``torch.empty`` gives NaN, or the largest integer, meanwhile: an output that is not written never passes."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def shapes(tiny: bool) -> list[Shape]:
+    nodes = TINY_NODES if tiny else NODES
+    dims = HEAD_DIMS[:1] if tiny else HEAD_DIMS
+    return [
+        Shape(n, layers, heads, dim, dtype, 2 * n + 7)
+        for dtype, dim, (n, heads, layers) in product(DTYPES, dims, nodes)
+    ]
+
+
+def measure_kernels(chosen: Settings) -> Iterator[Figure]:
+    """One line a kernel: the worst of all shapes and rounds."""
+    from evicbench.gpu.checks import CHECKS, stage_module
+    from evicbench.gpu.stage_checks import STAGE_CHECKS
+
+    generator = torch.Generator().manual_seed(chosen.seed)
+    staged = stage_module()
+    for each in (*CHECKS, *(STAGE_CHECKS if staged is not None else ())):
+        worst, where, count = 0.0, "", 0
+        with poisoned():
+            for _, shape in product(range(1 if chosen.tiny else ROUNDS), shapes(chosen.tiny)):
+                pool = random_pool(shape, generator).to(chosen.device)
+                for error in each.run(pool, shape, generator):
+                    count += 1
+                    if not error <= worst:
+                        worst, where = error, str(shape)
+        yield Figure(
+            f"kernel {each.name}",
+            worst,
+            "relative error" if each.tolerance else "(0: every bit equal)",
+            f"<= {each.tolerance:g}" if each.tolerance else "bit for bit",
+            worst <= each.tolerance,
+            f"{count} comparisons" + (f", worst at {where}" if where else ""),
+        )
+    if staged is None:
+        for each in STAGE_CHECKS:
+            yield missing(f"kernel {each.name}", "this version has no kernels/stage.py")
+
+
+def measure_race(chosen: Settings) -> Iterator[Figure]:
+    """Dense keeps again and again: only a device runs the warps of ``compact`` at the same time."""
+    from evicbench.gpu.checks import dense_survivors, same_bits
+    from sglang_evicpress.kernels.compact import compact, compact_torch
+
+    n, rounds = (40, 2) if chosen.tiny else (RACE_TOKENS, RACE_ROUNDS)
+    generator = torch.Generator().manual_seed(chosen.seed)
+    bad = 0
+    for index in range(rounds):
+        dtype = DTYPES[index % len(DTYPES)]
+        shape = Shape(n, 2, 4, 64 if chosen.tiny else 128, dtype, n + 9)
+        here = random_pool(shape, generator).to(chosen.device)
+        expected = here.to(chosen.device)
+        survivors = dense_survivors(shape, generator).to(chosen.device)
+        compact_torch(expected.k, expected.v, expected.slots, survivors)
+        compact(here.k, here.v, here.slots, survivors, backend="triton")
+        bad += same_bits(here, expected) != 0.0
+    yield Figure(
+        "compact under dense keeps",
+        float(bad),
+        f"of {rounds} rounds wrong",
+        "0",
+        bad == 0,
+        f"{n} tokens, all but one kept",
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    chosen = settings(__doc__, arguments)
+    if chosen.device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
+
+    def parts() -> list[Part]:
+        from evicbench.gpu.checks import CHECKS
+        from evicbench.gpu.greedy import parts as greedy_parts
+        from evicbench.gpu.stage_checks import STAGE_CHECKS
+
+        names = tuple(f"kernel {each.name}" for each in (*CHECKS, *STAGE_CHECKS))
+        return [
+            Part("kernels", names, lambda: measure_kernels(chosen)),
+            Part("kernels race", ("compact under dense keeps",), lambda: measure_race(chosen)),
+            *greedy_parts(chosen),
+        ]
+
+    return run_phase("correctness", chosen, parts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""Watch of a real server's scheduler for what clients cannot see, as a plugin SGLang loads beside ours or alone:
+what planning attention for a decode step takes, and how long loads from the host take. Nothing is replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evicbench.plugins import path_with, plugin_folder
+
+LOG = "EVICPRESS_GPU_WATCH"
+NAME = "evicpress_gpu_watch"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One planning of a decode step: seconds of the call, and on the GPU's time line (the same on a CPU)."""
+
+    batch: int
+    host_s: float
+    device_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """One load from the host, all layers: bytes, and seconds from the first copy to the end of the last."""
+
+    num_bytes: int
+    seconds: float
+
+
+class Watch:
+    """``with watched(stock=False) as watch, Server(..., env=watch.env): ...``."""
+
+    def __init__(self, folder: Path, is_stock: bool) -> None:
+        self._log = folder / "watch.jsonl"
+        self.env = {LOG: str(self._log), "PYTHONPATH": path_with(folder)}
+        if is_stock:
+            self.env["SGLANG_PLUGINS"] = NAME  # and no other
+
+    @property
+    def num_lines(self) -> int:
+        return len(self._lines())
+
+    def plans(self, batch: int, since: int = 0) -> list[Plan]:
+        return [Plan(*line["plan"]) for line in self._lines()[since:] if line.get("plan", [None])[0] == batch]
+
+    def loads(self, since: int = 0) -> list[Loaded]:
+        return [Loaded(*line["load"]) for line in self._lines()[since:] if "load" in line]
+
+    def _lines(self) -> list[Any]:
+        if not self._log.exists():
+            return []
+        whole, _, _ = self._log.read_text(encoding="utf-8").rpartition("\n")
+        return [json.loads(line) for line in whole.splitlines()]
+
+
+@contextmanager
+def watched(is_stock: bool = False) -> Iterator[Watch]:
+    with plugin_folder(NAME, "evicbench.gpu.watch:load") as folder:
+        yield Watch(folder, is_stock)
+
+
+# ---- in the server
+
+
+def load() -> None:
+    """SGLang calls this in each of its processes; only the scheduler's is watched."""
+    if LOG not in os.environ or multiprocessing.parent_process() is None:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def after_init(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        log = Path(os.environ[LOG]).open("w", encoding="utf-8", buffering=1)  # noqa: SIM115
+
+        def tell(**line: Any) -> None:
+            log.write(json.dumps(line) + "\n")
+
+        _watch_plans(scheduler.tp_worker.model_runner.attn_backend, tell)
+        if hasattr(scheduler.tree_cache, "loads"):
+            _watch_loads(tell)
+
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.__init__", after_init, HookType.AFTER)
+
+
+def _watch_plans(backend: Any, tell: Callable[..., None]) -> None:
+    """Outside of what we wrapped around the same calls: the physical view is part of what planning costs."""
+    import torch
+
+    is_cuda = torch.cuda.is_available()
+    waiting: deque[tuple[int, float, Any, Any]] = deque()
+    is_inside = [False]
+
+    def mark() -> Any:
+        if not is_cuda:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def tell_finished() -> None:
+        while waiting and (waiting[0][3] is None or waiting[0][3].query()):
+            batch, host_s, start, end = waiting.popleft()
+            tell(plan=(batch, host_s, host_s if end is None else start.elapsed_time(end) / 1e3))
+
+    def wrap(plan: Callable[..., Any]) -> Callable[..., Any]:
+        def planned(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_inside[0] or not forward_batch.forward_mode.is_decode():
+                return plan(forward_batch, *args, **kwargs)
+            is_inside[0] = True  # eager planning calls the one for graphs
+            try:
+                start, begin = mark(), time.perf_counter()
+                result = plan(forward_batch, *args, **kwargs)
+                waiting.append((forward_batch.batch_size, time.perf_counter() - begin, start, mark()))
+            finally:
+                is_inside[0] = False
+            tell_finished()
+            return result
+
+        return planned
+
+    for name in ("init_forward_metadata", "init_forward_metadata_out_graph"):
+        if hasattr(backend, name):
+            setattr(backend, name, wrap(getattr(backend, name)))
+
+
+def _watch_loads(tell: Callable[..., None]) -> None:
+    from sglang_evicpress.patches.tiers.load_back import Load
+
+    finish = Load.finish
+
+    def finished(self: Any) -> None:
+        tell(load=(self.num_bytes, self.copy_seconds() or 0.0))
+        finish(self)
+
+    Load.finish = finished  # type: ignore[method-assign]

@@ -1,0 +1,1 @@
+"""Kernels compiled and interpreted without a GPU: `make show-kernels`."""

@@ -1,0 +1,1 @@
+"""Settings under load up to twice saturation: `make show-load`, `make bench-load`."""

@@ -1,0 +1,341 @@
+"""Promises judged by the runs of one setting under load: pure functions of a finished folder.
+
+EvicPress is judged at the alpha that the config names beforehand, as the reference of its load; where a quality is
+asked for, at the best of its alphas, as the fixed presses are at the best of theirs. A fixed press compares where its
+F1 is at most 0.01 below: of those the one with the lowest mean TTFT, and exact LRU where there is none.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from evicbench.report import Line
+from sglang_evicpress.benchmark.curves import capacity, unloaded_p95
+from sglang_evicpress.benchmark.load import NOT_WORTH, UNLOADED, Loaded, loaded, median
+from sglang_evicpress.benchmark.load_tables import rate_name
+from sglang_evicpress.benchmark.raw import Raw
+from sglang_evicpress.benchmark.summary import Cell, Summary
+
+LEAST_RATIO = 1.3
+"""How many times lower mean TTFT is, and how many times more requests/s, than with the best fixed press."""
+
+LEAST_OVER_EXACT = 2.5
+F1_TOLERANCE = 0.01
+IN_FLIGHT = 0.01
+"""Of the answers: what is on its way when arrivals end, and may be answered just before or just after."""
+
+MOST_FALL = 0.05
+MOST_RECOMPUTED = 0.01
+LEAST_F1 = 0.97
+MOST_OVER_BOUND = 1.5
+REFUSING = "--kv-max-queue-seconds"
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A folder's runs. ``ours`` is the system that is judged."""
+
+    raw: Raw
+    runs: tuple[Loaded, ...]
+    ours: str
+
+    @classmethod
+    def of(cls, raw: Raw) -> Grid:
+        """Raises ValueError for a folder whose config has no load, or whose saturation is not known."""
+        if not raw.multiples:
+            raise ValueError(f"{raw.folder} has no levels at multiples of saturation: expected a config with a load")
+        return cls(raw, tuple(loaded(raw)), raw.plan["config"]["load"]["reference"])
+
+    @property
+    def repetitions(self) -> list[int]:
+        return sorted({run.repetition for run in self.runs if run.repetition is not None})
+
+    @property
+    def name(self) -> str:
+        return str(self.raw.plan["config"].get("name") or self.raw.folder.name)
+
+    def levels(self, most: float = math.inf) -> list[float]:
+        """Levels planned up to so many times saturation."""
+        return sorted(level for level, multiple in self.raw.multiples.items() if multiple <= most)
+
+    def systems(self, *kinds: str) -> list[str]:
+        return [system["name"] for system in self.raw.systems if system["kind"] in kinds]
+
+    def at(self, system: str, level: float, repetition: int) -> Loaded | None:
+        key = (system, level, repetition)
+        return next((run for run in self.runs if (run.system, run.level, run.repetition) == key), None)
+
+    def rival(self, one: Loaded) -> Loaded | None:
+        """Run that one of ours is compared with: at its level, in its repetition."""
+        found = [run for run in self.runs if (run.level, run.repetition) == (one.level, one.repetition)]
+        good = [
+            run
+            for run in found
+            if run.kind == "fixed" and None not in (run.f1, one.f1) and (run.f1 or 0) >= (one.f1 or 0) - F1_TOLERANCE
+        ]
+        rivals = good or [run for run in found if run.kind == "tiers-lru"]
+        return min(
+            (run for run in rivals if run.ttft_mean_s is not None), key=lambda run: run.ttft_mean_s or 0.0, default=None
+        )
+
+    def rate(self, level: float) -> str:
+        return rate_name(level, self.raw.multiples)
+
+
+def promises(raw: Raw) -> Iterator[Line]:
+    """Every line of one setting; where servers refuse what would wait too long, only the one about goodput."""
+    grid = Grid.of(raw)
+    if any(str(flag).startswith(REFUSING) for flag in raw.plan["config"].get("policy_flags") or ()):
+        yield goodput(grid)
+        return
+    yield from against_fixed(grid)
+    yield from no_collapse(grid)
+    yield from recomputed(grid)
+    yield from requests_per_second(grid)
+    yield near_the_bound(grid)
+    yield one_client(grid)
+
+
+# ---- beside the best fixed press
+
+
+def against_fixed(grid: Grid) -> Iterator[Line]:
+    """Three lines: at every rate up to saturation, the median of what every repetition has."""
+    of = "that of the best fixed press + LRU of at least its F1 - 0.01"
+    yield _compared(
+        grid,
+        f"{grid.name}: mean TTFT of {grid.ours}, how many times lower than {of}, at every rate up to saturation",
+        f">= {LEAST_RATIO:g}x, median of the repetitions",
+        lambda one, other: _over(other.ttft_mean_s, one.ttft_mean_s),
+        lambda ratio: ratio >= LEAST_RATIO,
+    )
+    yield _compared(
+        grid,
+        f"{grid.name}: p95 TTFT of {grid.ours} over {of}, at every rate up to saturation",
+        "<= 1, median of the repetitions",
+        lambda one, other: _over(one.ttft_p95_s, other.ttft_p95_s),
+        lambda ratio: ratio <= 1.0,
+    )
+    yield _compared(
+        grid,
+        f"{grid.name}: answers/s of {grid.ours} over {of}, at every rate up to saturation",
+        f">= {1 - IN_FLIGHT:g} (less 1 % for what is in flight when arrivals end), median of the repetitions",
+        lambda one, other: _over(one.answers_rps, other.answers_rps),
+        lambda ratio: ratio >= 1.0 - IN_FLIGHT,
+    )
+
+
+def _compared(
+    grid: Grid,
+    what: str,
+    target: str,
+    ratio: Callable[[Loaded, Loaded], float | None],
+    holds: Callable[[float], bool],
+) -> Line:
+    told, ok = [], bool(grid.levels(1.0)) and bool(grid.repetitions)
+    for level in grid.levels(1.0):
+        ratios, names = list[float](), set[str]()
+        for repetition in grid.repetitions:
+            one = grid.at(grid.ours, level, repetition)
+            other = None if one is None else grid.rival(one)
+            found = None if one is None or other is None else ratio(one, other)
+            if other is None or found is None:
+                told.append(f"{grid.rate(level)}: repetition {repetition + 1} was not measured")
+                ok = False
+                continue
+            names.add(other.system)
+            ratios.append(found)
+        if ratios:
+            ok = ok and holds(statistics.median(ratios))
+            told.append(
+                f"{grid.rate(level)}: {statistics.median(ratios):.2f}x ({_listed(ratios)}; {', '.join(sorted(names))})"
+            )
+    return Line(what, target, "; ".join(told) or "nothing was measured", ok)
+
+
+# ---- no collapse
+
+
+def no_collapse(grid: Grid) -> Iterator[Line]:
+    """Answers/s at every rate beside the most at any lower one."""
+    ours, fixed = grid.systems("evicpress"), grid.systems("fixed")
+    yield _falls(grid, "answers/s of evicpress", ours, lambda run: run.answers_rps)
+    yield _falls(grid, "answers/s of fixed presses on our tiers", fixed, lambda run: run.answers_rps)
+
+
+def goodput(grid: Grid) -> Line:
+    systems = grid.systems("evicpress", "fixed")
+    return _falls(grid, f"goodput with {REFUSING}", systems, lambda run: run.goodput_rps)
+
+
+def _falls(grid: Grid, what: str, systems: Sequence[str], value: Callable[[Loaded], float | None]) -> Line:
+    target = f"falls by at most {MOST_FALL:.0%} up to 2x saturation, median of the repetitions"
+    told, ok = [], bool(systems)
+    middle = {(run.system, run.level): run for run in median(grid.runs)}
+    for system in systems:
+        levels = grid.levels(2.0)
+        rates = [None if (run := middle.get((system, level))) is None else value(run) for level in levels]
+        known = [rate for rate in rates if rate is not None]
+        if len(known) < max(2, len(levels)):
+            told.append(f"{system} was not measured at every rate")
+            ok = False
+            continue
+        worst = min(_over(rate, max(known[: place + 1])) or 0.0 for place, rate in enumerate(known))
+        told.append(f"{system} {worst - 1:+.1%} ({', '.join(f'{rate:.1f}' for rate in known)})")
+        ok = ok and worst >= 1.0 - MOST_FALL
+    return Line(f"{grid.name}: {what}", target, "; ".join(told) or "none ran", ok)
+
+
+# ---- what is computed anew
+
+
+def recomputed(grid: Grid) -> Iterator[Line]:
+    """Two lines: the worst of all rates, repetitions and alphas."""
+    names = grid.systems("evicpress")
+    runs = [run for run in grid.runs if run.system in names]
+    target = f"<= {MOST_RECOMPUTED:.0%} of prompt tokens at every rate"
+    held = _worst(grid, runs, lambda run: run.held)
+    not_worth = _worst(grid, runs, lambda run: run.computed_for(NOT_WORTH))
+    more = f"; not worth loading, at most {not_worth[1]}" if not_worth is not None else ""
+    yield _share_line(
+        f"{grid.name}: recomputed by evicpress although held below, not counting not_worth", target, held, more
+    )
+    dropped = _worst(grid, runs, lambda run: run.computed_for("dropped"))
+    yield _share_line(
+        f"{grid.name}: recomputed by evicpress because dropped while a lower tier had room", target, dropped
+    )
+
+
+def _worst(grid: Grid, runs: Sequence[Loaded], value: Callable[[Loaded], float | None]) -> tuple[float, str] | None:
+    """None where some run does not say."""
+    known = [(share, run) for run in runs if (share := value(run)) is not None]
+    if not known or len(known) < len(runs):
+        return None
+    share, run = max(known, key=lambda each: each[0])
+    seconds = run.not_worth_s or {}
+    told = f"{share:.2%} ({run.system}, {grid.rate(run.level)}, repetition {(run.repetition or 0) + 1}"
+    if seconds:
+        told += "; not worth it: " + ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items())
+    return share, told + ")"
+
+
+def _share_line(what: str, target: str, found: tuple[float, str] | None, more: str = "") -> Line:
+    if found is None:
+        return Line(what, target, "the server does not say why tokens were computed", False)
+    return Line(what, target, f"at most {found[1]}{more}", found[0] <= MOST_RECOMPUTED)
+
+
+# ---- requests/s
+
+
+def requests_per_second(grid: Grid) -> Iterator[Line]:
+    """Two lines; on straight lines between rates, up to the first at which a limit is not kept."""
+    what = f"{grid.name}: requests/s at TTFT p95 <= 2x its own with one client and F1 >= {LEAST_F1:g}"
+    summaries = [_summary(grid, repetition) for repetition in grid.repetitions]
+    for kind, least, name in (
+        ("tiers-lru", LEAST_OVER_EXACT, "exact LRU over the same tiers"),
+        ("fixed", LEAST_RATIO, "the best fixed press + LRU"),
+    ):
+        told, held = [], 0
+        for summary in summaries:
+            ours, theirs = _most(grid, summary, "evicpress"), _most(grid, summary, kind)
+            held += ours[0] > 0 and ours[0] >= least * theirs[0]
+            ratio = f"{ours[0] / theirs[0]:.2f}x" if theirs[0] else "theirs is none"
+            told.append(f"{ratio} ({ours[1]}; {theirs[1]})")
+        needed = math.ceil(2 * len(summaries) / 3)
+        yield Line(
+            f"{what}, beside {name}",
+            f">= {least:g}x in {needed} of {len(summaries)} repetitions",
+            "; ".join(told) or "nothing was measured",
+            bool(summaries) and held >= needed,
+        )
+
+
+def _summary(grid: Grid, repetition: int) -> Summary:
+    """Summary of one repetition for ``capacity``. Its F1 is the one that is known."""
+    cells = (
+        Cell(
+            *(run.system, run.kind, run.level, 1, int(run.num_requests), int(run.num_failed)),
+            ttft_p95_of_all_s=run.ttft_p95_of_all_s,
+            f1_bound=run.f1,
+        )
+        for run in grid.runs
+        if run.repetition == repetition
+    )
+    return Summary(grid.raw, None, None, tuple(cells))
+
+
+def _most(grid: Grid, summary: Summary, kind: str) -> tuple[float, str]:
+    """The most that a system of the kind bears, and in words."""
+    best, told = 0.0, f"{kind} 0"
+    for system in grid.systems(kind):
+        limit_s = unloaded_p95(summary, system)
+        if limit_s is None:
+            continue
+        found = capacity(summary, system, UNLOADED * limit_s, least=LEAST_F1)
+        if found is not None and found.rps > best:
+            best, told = found.rps, f"{system} {'>= ' if found.is_at_least else ''}{found.rps:.2f}"
+    return best, told
+
+
+# ---- beside infinite memory, and with one client
+
+
+def load_s(raw: Raw) -> float:
+    """The load time of the tier: that of all bytes of a context of mean length, exact, at the bandwidth that reads of
+    the SSD are slowed to; 0 where they are not."""
+    settings, bandwidth = raw.plan.get("settings") or {}, raw.plan["config"].get("ssd_bandwidth")
+    if not bandwidth:
+        return 0.0
+    tokens = settings["working_set_tokens"] / settings["num_contexts"]
+    return float(tokens * settings["kv_bytes_per_token"] / bandwidth)
+
+
+def near_the_bound(grid: Grid) -> Line:
+    what = f"{grid.name}: p95 TTFT of {grid.ours} at half of saturation"
+    tier_s = load_s(grid.raw)
+    target = (
+        f"<= {MOST_OVER_BOUND:g}x that of bound+attention at the same rate + {1e3 * tier_s:.0f} ms, the SSD's time for "
+        "a context of mean length; median of the repetitions"
+    )
+    level = next((level for level, multiple in grid.raw.multiples.items() if multiple == 0.5), None)
+    parts, told = [], []
+    for repetition in grid.repetitions if level is not None else ():
+        one, bound = (grid.at(name, level or 0.0, repetition) for name in (grid.ours, "bound+attention"))
+        if one is None or bound is None or one.ttft_p95_s is None or bound.ttft_p95_s is None:
+            return Line(what, target, f"repetition {repetition + 1} was not measured with both", False)
+        parts.append(one.ttft_p95_s / (MOST_OVER_BOUND * bound.ttft_p95_s + tier_s))
+        told.append(f"{1e3 * one.ttft_p95_s:.0f} ms, bound {1e3 * bound.ttft_p95_s:.0f} ms")
+    if not parts:
+        return Line(what, target, "half of saturation was not measured", False)
+    share = statistics.median(parts)
+    return Line(what, target, f"{share:.2f} of it ({'; '.join(told)})", share <= 1.0)
+
+
+def one_client(grid: Grid) -> Line:
+    """Published, so that later ones can be compared with it: a ratio, as times belong to a machine."""
+    what = f"{grid.name}: one client, mean TTFT of {grid.ours} over that of exact LRU over the same tiers"
+    ratio = one_client_ratio(grid)
+    return Line(what, "reported", "not measured" if ratio is None else f"{ratio:.3f}x", ratio is not None)
+
+
+def one_client_ratio(grid: Grid) -> float | None:
+    """The median of the repetitions."""
+    ratios = []
+    for repetition in grid.repetitions:
+        one = grid.at(grid.ours, 0.0, repetition)
+        for other in (grid.at(name, 0.0, repetition) for name in grid.systems("tiers-lru")):
+            found = None if one is None or other is None else _over(one.ttft_mean_s, other.ttft_mean_s)
+            ratios += [] if found is None else [found]
+    return statistics.median(ratios) if ratios else None
+
+
+def _over(one: float | None, other: float | None) -> float | None:
+    return None if one is None or not other else one / other
+
+
+def _listed(ratios: Sequence[float]) -> str:
+    return ", ".join(f"{ratio:.2f}" for ratio in ratios)

@@ -1,0 +1,1 @@
+"""Hostile clients, foreign SSD folders, refusals and threads: `make show-mend`."""

@@ -1,0 +1,1 @@
+"""Every system side by side on real servers: `make show-bench`."""

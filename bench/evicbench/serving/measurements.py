@@ -1,0 +1,13 @@
+"""Measurements of `make show-bench`; runs that are there already are not made again."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from evicbench.report import Measurement, unjudged
+from evicbench.serving import promises, unloaded
+
+MEASUREMENTS = {
+    "systems": Measurement(promises.measure),
+    "overhead": Measurement(unloaded.measure, unjudged(partial(unloaded.measure, 20))),
+}

@@ -1,0 +1,1 @@
+"""The trained model, its contexts, its workload, and the server they run on."""

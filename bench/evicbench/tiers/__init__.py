@@ -1,0 +1,1 @@
+"""Host memory and SSD: bandwidth, fragmentation, kills, chaos, restarts: `make show-tiers`."""

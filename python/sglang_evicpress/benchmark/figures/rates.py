@@ -1,0 +1,103 @@
+"""EvicPress, figure 8: TTFT and ITL against requests/s, of settings whose quality is 0.8 and more at every level.
+
+Run as `python -m sglang_evicpress.benchmark.figures.rates OUT_FOLDER`.
+Of each kind the picture shows the setting that bears most
+requests/s, and of equals the one with the lower TTFT; the table has them all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+
+from sglang_evicpress.benchmark.curves import capacity, unloaded_p95
+from sglang_evicpress.benchmark.figures.drawing import (
+    QUALITY_NAMES,
+    legend_above,
+    look,
+    milliseconds,
+    panels,
+    run,
+    save,
+)
+from sglang_evicpress.benchmark.raw import Raw
+from sglang_evicpress.benchmark.summary import Cell, Summary, summarise
+from sglang_evicpress.benchmark.tables import LEAST_QUALITY
+from sglang_evicpress.tables import markdown, ms, number
+
+
+def draw(options: argparse.Namespace, raw: Raw) -> None:
+    summary = summarise(raw)
+    settings = good_settings(summary, options.quality)
+    if not settings:
+        raise SystemExit(f"{raw.folder} has no setting whose {options.quality} is {LEAST_QUALITY:g} at every level")
+    figure, (left, right) = panels(2, width=5.0)
+    for cells in best_of_kinds(summary, settings, options.quality):
+        label, style = cells[0].system, look(cells[0].kind)
+        levels = [cell.level for cell in cells]
+        left.plot(levels, [_ms(cell.ttft_mean_s) for cell in cells], label=label, **style)
+        right.plot(levels, [_ms(cell.itl_mean_s) for cell in cells], label=label, **style)
+    left.set(xlabel="requests/s", ylabel="mean TTFT, ms")
+    milliseconds(left.yaxis)
+    right.set(xlabel="requests/s", ylabel="mean ITL, ms")
+    for each in (left, right):
+        each.grid(alpha=0.3)
+    left.set_title(f"{QUALITY_NAMES[options.quality]} at least {LEAST_QUALITY:g}", fontsize="small", loc="left")
+    legend_above(figure, (left, right))
+    save(raw, "rates", figure, list(_table(summary, settings, options.quality)))
+
+
+def good_settings(summary: Summary, measure: str) -> list[list[Cell]]:
+    """The cells, by level, of each system that answers, well enough, wherever it ran."""
+    found = [summary.of(system["name"]) for system in summary.raw.systems]
+    return [cells for cells in found if all(_is_good(cell, measure) for cell in cells)]
+
+
+def best_of_kinds(summary: Summary, settings: Sequence[list[Cell]], measure: str) -> list[list[Cell]]:
+    best: dict[str, list[Cell]] = {}
+    for cells in settings:
+        other = best.get(cells[0].kind)
+        if other is None or _merit(summary, cells, measure) > _merit(summary, other, measure):
+            best[cells[0].kind] = cells
+    return list(best.values())
+
+
+def _merit(summary: Summary, cells: Sequence[Cell], measure: str) -> tuple[float, float]:
+    limit = None if summary.raw.bound is None else unloaded_p95(summary, summary.raw.bound)
+    found = None if limit is None else capacity(summary, cells[0].system, 2 * limit, measure=measure)
+    return 0.0 if found is None else found.rps, -math.fsum(cell.ttft_mean_s or 0.0 for cell in cells)
+
+
+def _table(summary: Summary, settings: Sequence[list[Cell]], measure: str) -> list[str]:
+    bound = None if summary.raw.bound is None else unloaded_p95(summary, summary.raw.bound)
+    rows, borne = [], []
+    for cells in settings:
+        for cell in cells:
+            rate = number(cell.completed_rps, 2)
+            ttft = (ms(cell.ttft_mean_s), ms(cell.ttft_p95_s), ms(cell.itl_mean_s))
+            rows.append([cell.system, f"{cell.level:g}", rate, *ttft, number(cell.quality(measure))])
+        system, row = cells[0].system, []
+        for limit in (bound, unloaded_p95(summary, system)):
+            found = None if limit is None else capacity(summary, system, 2 * limit, measure=measure)
+            row.append("-" if found is None else f"{'>= ' if found.is_at_least else ''}{found.rps:.2f}")
+        borne.append([system, *row])
+    head = ("system", "offered, requests/s", "completed", "TTFT mean, ms", "TTFT p95, ms", "ITL mean, ms", "quality")
+    limits = ("system", "requests/s with TTFT p95 within 2x the bound's with one client", "within 2x its own")
+    return [
+        f"Settings whose {measure} is {LEAST_QUALITY:g} and more at every level; 0 offered is one client.",
+        *("", *markdown(head, rows), "", *markdown(limits, borne)),
+    ]
+
+
+def _is_good(cell: Cell, measure: str) -> bool:
+    quality = cell.quality(measure)
+    return quality is not None and quality >= LEAST_QUALITY and cell.ttft_mean_s is not None
+
+
+def _ms(seconds: float | None) -> float:
+    return math.nan if seconds is None else 1e3 * seconds
+
+
+if __name__ == "__main__":
+    run(__doc__, draw)

@@ -1,0 +1,47 @@
+"""Answers/s, goodput and TTFT against requests/s offered, of every system under load; medians of the repetitions.
+
+Run as `python -m sglang_evicpress.benchmark.figures.under_load OUT_FOLDER`,
+for a config with a load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+from sglang_evicpress.benchmark.figures.drawing import legend_above, look, milliseconds, panels, run, save
+from sglang_evicpress.benchmark.load import loaded, median
+from sglang_evicpress.benchmark.load_tables import load_lines, of
+from sglang_evicpress.benchmark.raw import Raw
+
+
+def draw(options: argparse.Namespace, raw: Raw) -> None:
+    if not raw.multiples:
+        raise SystemExit(f"{raw.folder} has no levels at multiples of saturation: expected a config with a load")
+    runs = median(loaded(raw))
+    figure, (answers, goodput, ttft) = panels(3, width=4.0)
+    for system in raw.systems:
+        levels = [each for each in of(runs, system["name"], None) if each.level > 0]
+        offered = [each.level for each in levels]
+        style = {"label": system["name"], **look(system["kind"])}
+        answers.plot(offered, [_known(each.answers_rps) for each in levels], **style)
+        goodput.plot(offered, [_known(each.goodput_rps) for each in levels], **style)
+        ttft.plot(offered, [1e3 * _known(each.ttft_p95_s) for each in levels], **style)
+    most = max(raw.multiples)
+    answers.plot([0, most], [0, most], color="lightgray", linewidth=1)
+    answers.set(xlabel="requests/s offered", ylabel="answers/s")
+    goodput.set(xlabel="requests/s offered", ylabel="goodput/s")
+    ttft.set(xlabel="requests/s offered", ylabel="TTFT p95, ms", yscale="log")
+    milliseconds(ttft.yaxis)
+    for each in (answers, goodput, ttft):
+        each.grid(alpha=0.3)
+    legend_above(figure, (answers, goodput, ttft))
+    save(raw, "under_load", figure, list(load_lines(raw)))
+
+
+def _known(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+if __name__ == "__main__":
+    run(__doc__, draw)

@@ -1,0 +1,304 @@
+"""Compressing what lies in host memory, on EvicPressCache with real threads, against the rows that only the oracle of
+the tiers' walk knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tests.contract.cache.test_radix_cache_model import FORMS
+from tests.contract.tiers.test_tiers_model import SLOTS, TierWalk, blocked, cached, opened, sent, some_tokens
+
+from sglang_evicpress.core import EXACT, Form, Tier
+from sglang_evicpress.introspect.arguments import IntrospectionError
+from sglang_evicpress.patches.tiers.placement import tier_of
+from sglang_evicpress.patches.tree.compressor import Compressor
+from sglang_evicpress.patches.tree.node import num_slots
+from sglang_evicpress.press import QueryWindow
+
+pytestmark = pytest.mark.sglang
+
+__all__ = ["opened"]  # the fixture
+
+KNORM = Form("knorm", 0.5)
+
+
+def start(walk: TierWalk, node: object, form: Form) -> None:
+    assert walk.cache.compress_on_host(node, form)
+
+
+def compressed(walk: TierWalk, node: object, form: Form) -> None:
+    start(walk, node, form)
+    walk.settle()
+    assert walk.cache.tier_counts["compressed_on_host"] > 0 and node.kv.form == form
+
+
+class HostWalk(TierWalk):
+    """A walk that compresses what is on the host also when there is no need."""
+
+    def shrink(self) -> None:
+        """A node, a form it can have, and perhaps on to the SSD."""
+        nodes = [node for node in self.cache.nodes.values() if Tier.HOST in node.kv.copies]
+        if nodes:
+            tier = self.rng.choice([None, None, *self.cache.tiers[1:]])
+            self.cache.compress_on_host(self.rng.choice(nodes), self.rng.choice(FORMS), leaves_for=tier)
+
+    def moves(self) -> dict[Callable[[], None], float]:
+        return {**super().moves(), self.shrink: 10.0}
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("has_ssd", [False, True])
+@pytest.mark.parametrize("host_bytes", [64 << 10, 192 << 10])
+def test_random_walks_keep_every_row(tmp_path: Path, page_size: int, has_ssd: bool, host_bytes: int) -> None:
+    walk = HostWalk(24 + page_size, page_size, tmp_path if has_ssd else None, host_bytes=host_bytes)
+    walk.law = None
+    try:
+        walk.run(400)
+    finally:
+        walk.close()
+    assert host_bytes < 192 << 10 or walk.cache.tier_counts["compressed_on_host"] > 0  # else there may be no room
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("first", [None, Form("knorm", 0.8)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_what_compressing_on_the_gpu_makes(
+    opened: Callable[..., TierWalk], page_size: int, first: Form | None, dtype: torch.dtype
+) -> None:
+    rows, layouts, served = [], [], []
+    for is_on_host in (True, False):
+        walk = opened(0, page_size, has_ssd=False, dtype=dtype)
+        tokens, node = cached(walk, 128)
+        if first is not None:
+            walk.cache.compress(node.id, first)
+        if is_on_host:
+            sent(walk, node, Tier.HOST)
+            compressed(walk, node, KNORM)
+        else:
+            walk.cache.compress(node.id, KNORM)
+        served.append(walk.serve([*tokens, 59]))
+        assert node.value is not None and num_slots(node) == node.kv.layout.num_slots
+        rows.append(walk.read(node.kv.slots))
+        layouts.append(node.kv.layout)
+        walk.check()
+        walk.check_rows()
+        walk.close()
+    assert served == [128, 0]  # tokens that were loaded
+    assert torch.equal(*rows)
+    assert torch.equal(*(layout.positions for layout in layouts))
+    assert torch.equal(*(layout.logical for layout in layouts))
+
+
+def test_one_layer_at_a_time_keeps_what_all_at_once_do(opened: Callable[..., TierWalk]) -> None:
+    """With the queries of a window, which the walks do not capture."""
+    pool = opened().pool
+    compressor = Compressor(pool, 1, 4, window=8)
+    slots = torch.randperm(200)[:100]
+    for buffer in (*pool.k_buffer, *pool.v_buffer):
+        buffer.normal_()
+    window = QueryWindow(torch.randn(len(pool.k_buffer), 8, 4, 16), torch.arange(96, 104))
+    keys, values = ([buffer[slots].clone() for buffer in side] for side in (pool.k_buffer, pool.v_buffer))
+    for form in (Form("snapkv", 0.3), Form("keydiff", 0.3)):
+        pieces = [
+            compressor.kept_of_layer(
+                form=form,
+                layer=layer,
+                keys=keys[layer],
+                values=values[layer],
+                layout=None,
+                start=0,
+                num_tokens=100,
+                num_kept=30,
+                window=window,
+            )
+            for layer in range(len(keys))
+        ]
+        layout = compressor.layout_of(torch.stack([positions for _, positions in pieces]), 0)
+        into = torch.arange(300, 330)
+        whole, _ = compressor.copy_compressed(form=form, parts=[slots], num_tokens=100, into=into, window=window)
+        assert torch.equal(layout.positions, whole.positions) and torch.equal(layout.logical, whole.logical)
+        for layer, ((kept_keys, kept_values), _) in enumerate(pieces):
+            assert torch.equal(kept_keys, pool.k_buffer[layer][into])
+            assert torch.equal(kept_values, pool.v_buffer[layer][into])
+
+
+def test_damaged_bytes_are_not_given_new_checksums(opened: Callable[..., TierWalk]) -> None:
+    walk = opened(has_ssd=False)
+    tokens, node = cached(walk, 100)
+    sent(walk, node, Tier.HOST)
+    walk.damage(node.kv.copies[Tier.HOST].entry)
+    start(walk, node, KNORM)
+    walk.settle()
+    assert walk.cache.tier_errors == {"host_checksum": 1} and node.id not in walk.cache.nodes
+    assert walk.serve([*tokens, 59]) == 0
+    walk.check_rows()
+    walk.check_nothing_leaks()
+
+
+def test_a_node_that_was_wanted_meanwhile_stays_as_it_was_on_the_gpu(opened: Callable[..., TierWalk]) -> None:
+    walk = opened()
+    tokens, node = cached(walk, 100)
+    sent(walk, node, Tier.HOST)
+    (block,) = blocked(walk, "copy")
+    start(walk, node, KNORM)
+    assert not walk.cache.compress_on_host(node, KNORM)  # once is enough
+    assert walk.serve([*tokens, 59]) == 100
+    block.may_end.set()
+    walk.settle()
+    assert node.value is not None and node.kv.form == EXACT and node.kv.job is None
+    assert walk.cache.compress(node.id, Form("knorm", 0.8)) == 20  # and what it becomes there is its own affair
+    assert [way.form for way in walk.cache.ready[node.id]] == [KNORM]
+    walk.check()
+    walk.check_rows()
+    walk.check_nothing_leaks()
+
+
+def test_what_goes_on_is_on_the_ssd_in_its_smaller_form_and_its_exact_copy_is_not(
+    opened: Callable[..., TierWalk],
+) -> None:
+    walk = opened()
+    tokens, node = cached(walk, 100)
+    walk.cache.start_copy(node, Tier.SSD)
+    walk.settle()
+    sent(walk, node, Tier.HOST)
+    assert node.kv.copies[Tier.SSD].is_exact
+    walk.cache.send(node.id, Tier.SSD, KNORM)
+    walk.settle()
+    assert tier_of(node) == Tier.SSD and node.kv.form == KNORM and not node.kv.is_leaving
+    assert walk.cache.host.num_entries == 0 and walk.cache.ssd.store.num_entries == 1
+    assert walk.serve([*tokens, 59]) == 100 and node.kv.form == KNORM
+    walk.check()
+    walk.check_rows()
+
+
+def test_a_lossy_node_is_sent_as_it_is_even_where_the_ssd_has_it_exact(opened: Callable[..., TierWalk]) -> None:
+    walk = opened()
+    tokens, node = cached(walk, 100)
+    walk.cache.start_copy(node, Tier.SSD)
+    walk.settle()
+    sent(walk, node, Tier.HOST)
+    compressed(walk, node, KNORM)
+    assert node.kv.copies[Tier.SSD].is_exact
+    walk.cache.send(node.id, Tier.SSD, KNORM)
+    walk.settle()
+    assert tier_of(node) == Tier.SSD and node.kv.form == KNORM
+    assert walk.serve([*tokens, 59]) == 100
+    walk.check_rows()
+
+
+def test_without_room_for_both_copies_a_node_stays_as_it_is(opened: Callable[..., TierWalk]) -> None:
+    walk = opened(has_ssd=False, host_bytes=64 << 10)
+    _, node = cached(walk, 120)  # 60 KiB
+    sent(walk, node, Tier.HOST)
+    assert not walk.cache.compress_on_host(node, KNORM)
+    assert walk.cache.tier_counts["compressions_without_room"] == 1
+    assert node.kv.job is None and node.kv.form == EXACT
+    walk.settle()
+    walk.check()
+
+
+def test_a_copy_to_fall_back_on_is_not_given_up_to_make_room(opened: Callable[..., TierWalk]) -> None:
+    """A node compressed on the GPU has its exact copy in a host memory that has no room for both."""
+    walk = opened(has_ssd=False, host_bytes=64 << 10)
+    tokens, node = cached(walk, 120)
+    sent(walk, node, Tier.HOST)
+    assert walk.serve([*tokens, 59]) == 120
+    walk.end_all()
+    walk.settle()
+    (tail,) = node.children.values()
+    walk.cache.drop(tail.id)
+    walk.cache.compress(node.id, KNORM)
+    assert walk.cache.send(node.id, Tier.HOST, node.kv.form) == 60
+    walk.settle()
+    assert tier_of(node) == Tier.HOST and node.kv.form == EXACT
+    assert walk.serve([*tokens, 59]) == 120
+    walk.check()
+    walk.check_rows()
+
+
+def test_a_piece_of_an_entry_that_is_nobodys_any_more_gets_one_of_its_own(opened: Callable[..., TierWalk]) -> None:
+    walk = opened(has_ssd=False)
+    tokens = some_tokens(walk, 120)
+    walk.serve(tokens)
+    (node,) = walk.cache.nodes.values()
+    sent(walk, node, Tier.HOST)
+    walk.serve([*tokens[:110], 57, 58, 59])  # splits it: both parts are pieces of one entry
+    walk.settle()
+    upper = node.parent
+    assert (len(upper.key), len(node.key)) == (110, 10)
+    entry = node.kv.copies[Tier.HOST].entry
+    assert entry is upper.kv.copies[Tier.HOST].entry
+    start(walk, upper, KNORM)
+    walk.settle()
+    assert upper.kv.copies[Tier.HOST].form == KNORM
+    walk.cache.repack()
+    walk.settle()
+    assert walk.cache.tier_counts["repacked"] == 1 and not entry.runs
+    held = sum(sum(walk.cache.copier.sizes(count, is_lossy)) for count, is_lossy in ((55, True), (10, False)))
+    assert walk.cache.host.arena.extents.used_bytes <= held + 3 * 4096
+    assert walk.serve([*tokens, 59]) == 120 - 110 * (upper.value is not None)
+    walk.check()
+    walk.check_rows()
+
+
+def test_a_way_out_that_is_gone_is_not_taken(opened: Callable[..., TierWalk]) -> None:
+    walk = opened(has_ssd=False)
+    _, node = cached(walk, 100)
+    walk.cache.compress(node.id, KNORM)
+    assert walk.cache.send(node.id, Tier.HOST, EXACT) == 0  # as which it lay there when the plan was made
+    assert node.value is not None and node.kv.form == KNORM and not node.kv.is_leaving
+    walk.check()
+
+
+# ---- without device memory
+
+
+@pytest.mark.parametrize("has_tiers", [False, True])
+def test_without_device_memory_to_compress_it_a_node_is_dropped(
+    opened: Callable[..., TierWalk], monkeypatch: pytest.MonkeyPatch, has_tiers: bool
+) -> None:
+    walk = opened()
+    tokens, node = cached(walk, 100)
+    walk.serve([*tokens, 57, 58, 59])
+    walk.end_all()
+    walk.settle()
+    if has_tiers:
+        walk.until(lambda: walk.cache.demote_node(next(iter(node.children.values())).id, Tier.HOST)["is_there"])
+
+    def fail(**_: object) -> None:
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(walk.cache.compressor, "compress", fail)
+    with pytest.raises(IntrospectionError, match="no memory"):
+        walk.cache.compress_node(node.id, KNORM)
+    assert not walk.cache.nodes
+    assert walk.allocator.available_size() == SLOTS
+    walk.settle()
+    walk.check_nothing_leaks()
+
+
+@pytest.mark.parametrize("seed", range(7, 9))
+@pytest.mark.parametrize("has_ssd", [False, True])
+def test_random_walks_go_on_where_device_memory_runs_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_ssd: bool, seed: int
+) -> None:
+    walk = HostWalk(seed, 1, tmp_path if has_ssd else None, host_bytes=192 << 10)
+    walk.law = None
+    compressor, failures = walk.cache.compressor, []
+    compress = compressor.compress
+
+    def perhaps(**arguments: object) -> object:
+        if walk.rng.random() < 0.7:
+            failures.append(arguments)
+            raise torch.OutOfMemoryError("none left")
+        return compress(**arguments)
+
+    monkeypatch.setattr(compressor, "compress", perhaps)
+    try:
+        walk.run(400)
+    finally:
+        walk.close()
+    assert failures
