@@ -51,7 +51,7 @@ def cells(summary: Summary) -> dict[str, Cell]:
 
 
 def rows(summary: Summary) -> list[list[str]]:
-    """Of the table below ``HEAD``."""
+    """Rows of the table below ``HEAD``."""
     return [
         [
             *(name, ms(cell.ttft_mean_s), ms(cell.ttft_p95_s), share(cell.hit_share)),
