@@ -42,7 +42,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one kernel takes on one architecture; widths are those of its widest global access in bits, ``order`` that
+    """Resources of one kernel on one architecture; widths are those of its widest global access in bits, ``order`` that
     of its wide loads (ld), barriers (bar) and wide stores (st), repeats left out."""
 
     kernel: str

@@ -1,4 +1,4 @@
-"""What every kernel shares: the checked shape of a paged KV pool, its pointer table, the choice of backend.
+"""Shared parts of all kernels: the checked shape of a paged KV pool, its pointer table, the choice of backend.
 
 A pool is one contiguous tensor ``[num_slots, num_heads, head_dim]`` per layer for K and one for V, as the
 ``MHATokenToKVPool`` of SGLang holds them. A node is ``slots``, int64 ``[n]``: its tokens' slots, in order.
@@ -75,7 +75,7 @@ def check_pool(
 
 
 def runs_triton(backend: Backend, device: torch.device) -> bool:
-    """Whether to launch Triton: ``auto`` does on CUDA only; ``triton`` on the CPU needs the interpreter.
+    """True if Triton is to be launched: ``auto`` does on CUDA only; ``triton`` on the CPU needs the interpreter.
 
     Raises ValueError for another name, and for ``triton`` where the kernels, as imported, cannot run.
     """

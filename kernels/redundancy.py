@@ -1,4 +1,4 @@
-"""How much a key says again what recent keys say: its mean cosine with them, without an n x W matrix."""
+"""Redundancy of a key: its mean cosine with recent keys, without an n x W matrix."""
 
 from __future__ import annotations
 

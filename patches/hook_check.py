@@ -71,7 +71,7 @@ def _module_of(hook: Any) -> str:
 
 
 def _is_applied(target: str, hook: Any) -> bool:
-    """Whether the hook is in the chain of wrappers at the target; HookRegistry keeps it in a closure."""
+    """True if the hook is in the chain of wrappers at the target; HookRegistry keeps it in a closure."""
     function = pkgutil.resolve_name(target)
     while function is not None:
         if any(cell.cell_contents is hook for cell in getattr(function, "__closure__", None) or ()):

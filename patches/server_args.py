@@ -176,7 +176,7 @@ def _grammar_backend(server_args: Any) -> str | None:
 
 
 def _has_flashinfer() -> bool:
-    """As SGLang sees it, but for whether there is a GPU: that is asked of the device."""
+    """True if flashinfer can be used as SGLang sees it, whether or not there is a GPU: the device tells that."""
     is_wanted = os.environ.get("SGLANG_IS_FLASHINFER_AVAILABLE", "true").lower() in ("true", "1")
     return is_wanted and importlib.util.find_spec("flashinfer") is not None
 

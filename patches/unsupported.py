@@ -1,4 +1,4 @@
-"""What a kv policy cannot be combined with: a table of server arguments, and what the model or pool tells.
+"""Combinations that a kv policy refuses: a table of server arguments, and checks of the model and pool.
 
 Each refusal is one sentence that names what was asked for, says why it cannot work and gives the way out.
 """
@@ -204,7 +204,7 @@ def check(server_args: Any, config: EvicPressConfig) -> None:
 
 
 def is_deterministic(server_args: Any) -> bool:
-    """Whether SGLang is asked for the same answer whatever runs beside it; for flashinfer it then keeps no prefixes."""
+    """True if SGLang is asked for the same answer whatever runs beside it; for flashinfer it then keeps no prefixes."""
     return bool(server_args.enable_deterministic_inference or server_args.rl_on_policy_target is not None)
 
 

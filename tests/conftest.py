@@ -33,7 +33,7 @@ if not _num_cuda_devices():
 
 @pytest.fixture
 def device() -> str:
-    """Where Triton kernels run in this session: interpreted on the CPU, or compiled on CUDA."""
+    """Device of Triton kernels in this session: interpreted on the CPU, or compiled on CUDA."""
     return "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 
 

@@ -95,7 +95,7 @@ class QueryRing:
         self.queries[index][rows, places] = queries[tokens].to(self.queries.dtype)
 
     def _places(self, forward_batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of the queries to keep: where they are among those of the batch, whose row they belong to, and their place
+        """Places of the queries to keep: their index in the batch, the row they belong to, and their place
         there. Worked out on the host, once for all layers."""
         tokens: list[int] = []
         requests: list[int] = []

@@ -1,4 +1,4 @@
-"""Compact request rows (SEAM: variant A): ``req_to_token`` holds physical slots, one integer per row holds its holes.
+"""Compact request rows: ``req_to_token`` holds physical slots, one integer per row holds its holes.
 
 SGLang keeps counting logically. Here, and only here, the logical lengths of a batch become physical ones while its row
 is written; ``HOLES[row]`` says by how much. Touches ``sglang.srt.mem_cache.common``.
@@ -60,7 +60,7 @@ class HoleTable:
         self.batch = [] if rows_host is None or not self._with_holes else self.host[rows_host].tolist()
 
     def has_holes(self, rows_host: torch.Tensor) -> bool:
-        """Whether any of these rows has. Asked in every step, where an operation on tensors takes 20 microseconds."""
+        """True if any of these rows has holes. Asked in every step: an operation on tensors takes 20 microseconds."""
         return bool(self._with_holes) and not self._with_holes.isdisjoint(rows_host.tolist())
 
 

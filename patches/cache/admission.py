@@ -1,4 +1,4 @@
-"""Who is admitted in a round, beyond what SGLang asks for: a request whose prefix is on its way is passed over, so is
+"""Admission in a round, beyond SGLang's own rules: a request whose prefix is on its way is passed over, so is
 one whose missing prefix another computes, and one whose load has no room yet. What was computed all the same is counted
 by its reason."""
 
@@ -71,7 +71,7 @@ class Admission:
         self.show_guests(scheduler)
 
     def is_passed_by(self: Any, adder: Any, req: Any) -> bool:
-        """Whether the batch that is made goes on without a request for now. What it waits for has its turn when there
+        """True if the batch that is made goes on without a request for now. What it waits for has its turn when there
         is room for it besides those before it in the queue that were passed over."""
         stage = self.stages.get(id(req))
         if stage is None:
@@ -95,7 +95,7 @@ class Admission:
             self.computing[id(req)] = req, time.perf_counter() + COMPUTING_S + COMPUTING_TIMES * took_s
 
     def is_being_computed(self: Any, req: Any) -> bool:
-        """Whether another request computes now what this one misses: it is in the tree when that is over."""
+        """True if another request computes now what this one misses: it is in the tree when that is over."""
         if not self.computing:
             return False
         now = time.perf_counter()
@@ -118,8 +118,8 @@ class Admission:
         return False
 
     def lacks_room(self: Any, adder: Any, req: Any) -> bool:
-        """Whether what is to be loaded for a request, or computed of it in this batch, has no room on the GPU now, but
-        will: others run, or copies of what is to leave are on their way. Or whether what was to be loaded is not ready
+        """True if what is to be loaded for a request, or computed of it in this batch, has no room on the GPU now, but
+        will: others run, or copies of what is to leave are on their way. Or if what was to be loaded is not ready
         any more."""
         if self.host is None:
             return False
@@ -145,7 +145,7 @@ class Admission:
         return True
 
     def key_of_waiting(self: Any, req: Any) -> RadixKey:
-        """What a request in the queue will be matched with, as far as it can be known."""
+        """Key that a request in the queue will be matched with, as far as it can be known."""
         tokens = req.origin_input_ids + req.output_ids if len(req.output_ids) else req.origin_input_ids
         return RadixKey(tokens, req.extra_key, limit=max(0, len(tokens) - 1)).page_aligned(self.page_size)
 
@@ -225,7 +225,7 @@ class Admission:
 
 
 def _is_first_come_first_served(scheduler: Any) -> bool:
-    """Whether SGLang looks at the queue in its own order; it sorts by other rules after we have hidden some of it."""
+    """True if SGLang looks at the queue in its own order; it sorts by other rules after we have hidden some of it."""
     policy = getattr(scheduler, "policy", None)
     is_fcfs = policy is not None and policy.policy == CacheAgnosticPolicy.FCFS
     return is_fcfs and not scheduler.enable_priority_scheduling

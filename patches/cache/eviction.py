@@ -80,7 +80,7 @@ class Eviction:
             self.evict(EvictParams(num_tokens=shortfall))
 
     def has_room(self: Any, num_tokens: int) -> bool:
-        """Whether so many slots are free, or can be without a drop for want of room below."""
+        """True if so many slots are free, or can be without a drop for want of room below."""
         shortfall = num_tokens - self.token_to_kv_pool_allocator.available_size()
         return shortfall <= 0 or self.relieve(shortfall, may_force=False) >= shortfall
 
@@ -182,7 +182,7 @@ class Eviction:
         return freed
 
     def _is_on_host(self: Any, node: Any, form: Form) -> bool:
-        """Whether the host has the node as it is, or as it is to be."""
+        """True if the host has the node as it is, or as it is to be."""
         copy = node.kv.copies.get(Tier.HOST)
         return copy is not None and (self.has_same(node, Tier.HOST) or copy.form == form)
 

@@ -1,4 +1,4 @@
-"""What a node holds is exchanged: absent nodes come into the tree, or get KV; lossy ones get it exact."""
+"""Exchange of a node's KV: absent nodes come into the tree, or get KV; lossy ones get it exact."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class Holding:
         return node
 
     def _is_upgrade(self: Any, node: Any, view: PrefixView) -> bool:
-        """Whether a request's own KV is worth more than what the node holds, and may take its place now."""
+        """True if a request's own KV is worth more than what the node holds, and may take its place now."""
         if node.lock_ref > 0 or self._keeps_form(node):
             return False
         is_servable = servable_steps([(node, len(node.key))], self.config.min_share) == 1
         return not is_servable or (is_lossy(node) and not view.is_lossy)
 
     def _would_change_view(self: Any, key: RadixKey, adopted: int, view: PrefixView) -> bool:
-        """Whether handing in ``key`` now would put other KV under a running request than it has computed.
+        """True if handing in ``key`` now would put other KV under a running request than it has computed.
 
         It would where the tree holds the same tokens beyond ``adopted`` and either copy is lossy, unless the tree's
         can be replaced whole. Nothing is split or touched.
@@ -75,7 +75,7 @@ class Holding:
         return False
 
     def _keeps_form(self: Any, node: Any, num_tokens: int | None = None, given: Collection[int] = ()) -> bool:
-        """Whether a lossy node, or its first tokens, is to stay lossy although a request has its exact KV: nodes below
+        """True if a lossy node, or its first tokens, is to stay lossy although a request has its exact KV: nodes below
         it that are not on the GPU, but for those that are ``given`` theirs, hold, in some heads, positions of it, would
         have to be given up, and have more tokens than it has."""
         if node.kv.layout is None or not self.is_alone:

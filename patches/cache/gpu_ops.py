@@ -22,7 +22,7 @@ class Moves:
     """The part of EvicPressCache that changes nodes on the GPU. Everything here runs on the scheduler thread."""
 
     def options_of(self: Any, node: Any) -> tuple[Option, ...]:
-        """What can be done now with a node; nothing while it is locked.
+        """Options of a node now; none while it is locked.
 
         Whether its children allow a drop is the plan's business.
         """
@@ -142,7 +142,7 @@ class Moves:
         return bool(self.compressor.is_alone)
 
     def lacks_exact(self: Any, node: Any) -> bool:
-        """Whether a node that is about to become lossy should have its exact KV on the SSD first: it is had sooner from
+        """True if a node that is about to become lossy should have its exact KV on the SSD first: it is had sooner from
         there than by computing it, and an upgrade through it would be of worth."""
         if self.ssd is None or is_lossy(node) or Tier.SSD in node.kv.copies or self.config.policy != "evicpress":
             return False

@@ -169,7 +169,7 @@ class Inspection:
         return {"freed_slots": freed, "free_slots": self.token_to_kv_pool_allocator.available_size()}
 
     def check_integrity(self: Any) -> dict[str, object]:
-        """Every invariant of DESIGN section 8 that the device tier has; lists each one that is broken."""
+        """Check every invariant; lists each one that is broken."""
         found = list(self._violations())
         return {"ok": not found, "violations": found[:100], "num_nodes": len(self.nodes)}
 
@@ -371,7 +371,7 @@ class Inspection:
 
 
 def _start_of(node: Any, starts: dict[int, int]) -> int:
-    """As ``start_of``, with what is known of nodes by id: every node above is passed once for all of a page."""
+    """Start of a node like ``start_of``, with known starts by id: every node above is passed once for a whole page."""
     path = []
     above = node.parent
     while above.id not in starts:

@@ -179,7 +179,7 @@ class Bookkeeping:
         return min((tier for tier, copy in node.kv.copies.items() if tier > here and copy.is_exact), default=None)
 
     def sinks_of(self: Any, num_tokens: int, start: int) -> int:
-        """How many of a node's tokens are among the first of the prompt, which every press keeps."""
+        """Number of a node's tokens among the first of the prompt, which every press keeps."""
         return max(0, min(num_tokens, self.config.sinks - start))
 
     # ---- hits
@@ -232,7 +232,7 @@ class Bookkeeping:
             self.cost_model.observe_load(tier, num_bytes, seconds)
 
     def _weighed(self: Any, costs: Costs, weight: float) -> Costs:
-        """As the policy sees them: a second of recomputing delays all who could run meanwhile."""
+        """Costs as the policy sees them: a second of recomputing delays all who could run meanwhile."""
         return costs.of_a_part().with_recompute_weight(weight)
 
     def advance(self: Any, stamp_s: float, costs: Costs, congestion: float = 1.0) -> None:

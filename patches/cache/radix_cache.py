@@ -480,7 +480,7 @@ class EvicPressCache(
         req.evicpress = PrefixView(torch.cat([shared, tail]), holes, view.is_lossy, True)
 
     def _key_of(self, token_ids: Any, req: Any) -> RadixKey:
-        """What of a request may be put into the tree: of one in a shadow only the shadow."""
+        """Key of a request's tokens that may go into the tree: of one in a shadow only the shadow."""
         if is_shadow_name(req.extra_key):
             token_ids = token_ids[: self.num_shadow_tokens(req)]
         return RadixKey(token_ids, req.extra_key).page_aligned(self.page_size)

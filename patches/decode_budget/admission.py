@@ -1,4 +1,4 @@
-"""What a request with a decode-time budget asks for, and how much room the scheduler keeps for it.
+"""Admission of requests with a decode-time budget: their settings, and the memory reserved for them.
 
 Touches ``Scheduler.init_req_max_new_tokens``, ``_add_request_to_queue`` and what ``PrefillAdder`` charges. SGLang keeps
 room for a prompt and all that may be generated; a request with a budget needs its prompt once, and from then on what

@@ -66,14 +66,14 @@ class DecodeBudgets(DecodePasses):
             self.publish_budgets(running)
 
     def _reads_soon(self: Any, req: Any, state: DecodeState, ring: QueryRing) -> bool:
-        """Whether a pass may read the query of the next step: it is at most so many steps away."""
+        """True if a pass may read the query of the next step: it is at most so many steps away."""
         if not state.settings.reads_queries:
             return False
         within = ring.window + STEPS_AHEAD
         return state.is_first_visit or is_near(state.settings, num_physical(req), self.page_size, within)
 
     def _is_due(self: Any, req: Any, state: DecodeState) -> bool:
-        """Whether a request that has its prompt computed is to drop anything now."""
+        """True if a request that has its prompt computed is to drop anything now."""
         if not state.in_tree:  # with overlap the prefill is in flight, and its result comes after the next launch
             self.compressor.wait_for_forward(self.compressor.k_buffers[0])  # for the queries that its node keeps
             self.cache_unfinished_req(req)

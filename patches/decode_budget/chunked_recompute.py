@@ -26,7 +26,7 @@ TOO_LONG = (
 
 
 def is_too_long(adder: Any, req: Any, state: DecodeState) -> bool:
-    """Whether a request that was sent back cannot be prefilled at once even with the pool to itself."""
+    """True if a request that was sent back cannot be prefilled at once even with the pool to itself."""
     num_tokens, page = len(req.full_untruncated_fill_ids), adder.page_size
     room = adder.token_to_kv_pool_allocator.size - 2 * page
     return req.retraction_count > 0 and num_tokens >= room and schedule.is_over(state.settings, num_tokens, page)
@@ -104,7 +104,7 @@ def stash_piece(cache: Any, req: Any, state: DecodeState) -> None:
 
 
 def view_between(req: Any, state: DecodeState) -> PrefixView:
-    """What the row of a request is written from for its next piece: its own slots, and all that has none."""
+    """View from which a request's row is written for its next chunk: its own slots, and all that has none."""
     return PrefixView(req.prefix_indices[state.num_dropped :], state.num_dropped, True, True)
 
 

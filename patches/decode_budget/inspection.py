@@ -1,4 +1,4 @@
-"""What running requests with a decode-time budget hold and have dropped: the answer to ``/evicpress/requests``."""
+"""Inspection of requests with a decode-time budget: the answer to ``/evicpress/requests``."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class RequestsInspection:
         }
 
     def _shape_of_row(self: Any, req: Any, state: DecodeState) -> list[int] | None:
-        """Of ``positions_of_row``, without making it."""
+        """Shape of ``positions_of_row``, without making it."""
         if req.req_pool_idx is None or req.kv_committed_freed or not state.has_left_tree:
             return None
         return [*(() if state.positions is None else state.positions.shape[:-1]), num_physical(req)]
@@ -127,7 +127,7 @@ class RequestsInspection:
         }
 
     def positions_of_row(self: Any, req: Any, state: DecodeState) -> torch.Tensor | None:
-        """What the slots of its row hold; None unless they are all its own."""
+        """Positions that the slots of its row hold; None unless they are all its own."""
         if req.req_pool_idx is None or req.kv_committed_freed or not state.has_left_tree:
             return None
         return positions_of(state.positions, num_logical(req), num_physical(req), self.device)

@@ -288,7 +288,7 @@ class DecodePasses:
         return Rows(compressor.k_buffers, compressor.v_buffers, slots, positions, queries, at, compressor.scale)
 
     def _num_queries(self: Any, req: Any, state: DecodeState) -> int:
-        """How many of its last queries there are for its score."""
+        """Number of its last queries that its score can use."""
         if QueryRing.active is None or not state.settings.reads_queries:
             return 0
         return max(0, min(QueryRing.active.window, num_logical(req) - state.num_cached))

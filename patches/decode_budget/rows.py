@@ -95,7 +95,7 @@ def unshare(cache: Any, reqs: Sequence[Any]) -> bool:
 
 
 def path_positions(cache: Any, req: Any) -> torch.Tensor | None:
-    """What the slots of its prefix in the tree hold, int32 [L, H, n]; None when that is their order in the text."""
+    """Positions in the slots of its prefix in the tree, int32 [L, H, n]; None when that is their order in the text."""
     if req.evicpress.holes == 0:
         return None
     compressor, device, begin, parts = cache.compressor, cache.device, 0, []

@@ -1,4 +1,4 @@
-"""What a request with a decode-time budget carries at ``req.kv_budget``, and its lengths.
+"""State of a request with a decode-time budget, at ``req.kv_budget``, and its lengths.
 
 SGLang counts such a request logically. Physical are its row, its entry of the hole table and
 ``kv_committed_len``/``kv_allocated_len``; of the tokens without a slot those in the prefix it took from the tree are
@@ -74,14 +74,14 @@ def num_shared(req: Any) -> int:
 
 
 def holds_kv(req: Any) -> bool:
-    """Whether its slots are there and stay there: not finished, sent back or in between two chunks of its prompt."""
+    """True if its slots are there and stay there: not finished, sent back or in between two chunks of its prompt."""
     return req.req_pool_idx is not None and not req.kv_committed_freed and not req.finished()
 
 
 def positions_of(
     known: torch.Tensor | None, num_logical: int, num_slots: int, device: torch.device | str
 ) -> torch.Tensor:
-    """What each slot of a row of ``num_slots`` holds: int32 [n] where all heads hold the same, else [L, H, n].
+    """Position in each slot of a row of ``num_slots``: int32 [n] where all heads hold the same, else [L, H, n].
 
     ``known`` is that of its first slots; those behind hold the last tokens of ``num_logical``, in order.
     """

@@ -56,7 +56,7 @@ class DecodeTrace:
 
 
 class TraceRoom:
-    """What all traces of a server may take together. Running requests come first: of those that ended the oldest give
+    """Memory of all traces of a server. Running requests come first: of those that ended the oldest give
     up theirs."""
 
     def __init__(self, most_bytes: int = MAX_TRACES_BYTES) -> None:

@@ -1,4 +1,4 @@
-"""Who may call an ``/evicpress`` route, beyond the levels that SGLang's own key check knows."""
+"""Access rules of the ``/evicpress`` routes, beyond the levels that SGLang's own key check knows."""
 
 from __future__ import annotations
 

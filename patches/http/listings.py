@@ -38,7 +38,7 @@ MAX_POSITIONS = 1_000_000  # that one answer over HTTP puts together; the schedu
 
 
 def wants_positions(op: str, arguments: Json) -> bool:
-    """Whether all positions of one request are asked for, rather than a page of them."""
+    """True if all positions of one request are asked for, rather than a page of them."""
     return op == "requests" and flag(arguments, "positions") and "offset" not in arguments
 
 

@@ -81,7 +81,7 @@ class Yielding:
         return is_shadow_name(req.extra_key)
 
     def holds_back(self: Any, req: Any) -> bool:
-        """Whether a waiting request is to be passed over in this round; one that is not takes of the allowance.
+        """True if a waiting request is to be passed over in this round; one that is not takes of the allowance.
 
         A user who comes waits for the batch: guests join it while they add no more than a decode step takes, which is
         about what any batch costs.
@@ -159,14 +159,14 @@ class Yielding:
             scheduler._add_request_to_queue(req, is_retracted=True)
 
     def _holds_users_up(self: Any, batch: Any) -> bool:
-        """Whether users' requests wait of which the batch has none: guests may have the room that they need."""
+        """True if users' requests wait of which the batch has none: guests may have the room that they need."""
         if batch is not None and not batch.forward_mode.is_decode():
             return False
         stages = (self.stages.get(id(req)) for req in self.without_guests(self.scheduler.waiting_queue))
         return any(stage is None or stage.is_late or not stage.is_waiting for stage in stages)
 
     def _is_stray(self: Any, req: Any) -> bool:
-        """Whether a request is in a shadow that is not there, or not any more: it would compute the whole context.
+        """True if a request is in a shadow that is not there, or not any more: it would compute the whole context.
 
         A namespace that was whole once stays so until its space is closed.
         """
@@ -179,7 +179,7 @@ class Yielding:
         return space is None
 
     def _is_whole(self: Any, space: Any, req: Any) -> bool:
-        """Whether the namespace that a question is asked in holds all of the context."""
+        """True if the namespace that a question is asked in holds all of the context."""
         num_tokens = sum(matched for _, matched in self._steps(self.key_of_waiting(req)))
         return num_tokens >= len(space.tokens)
 

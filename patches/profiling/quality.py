@@ -1,4 +1,4 @@
-"""What is known of the quality of contexts, told to the policy, and what real requests ask, kept for the profiler."""
+"""Quality of contexts for the policy, and a recorder of real requests for the profiler."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ DEFAULT_PAUSE_S = 10.0  # what unprofiled nodes are taken for changes no more of
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """What is expected of a node: ``vector`` the quality of every form of the menu, 0 where nothing is known of it,
+    """Expected quality of a node: ``vector`` that of every form of the menu, 0 where nothing is known of it,
     ``known`` the mask of those of which something is. The mean over ``curves`` that know a form."""
 
     curves: tuple[Curves, ...]
@@ -142,12 +142,12 @@ class Profiling:
         return self.default_expectation if node.kv.curve is None else node.kv.curve
 
     def quality_of(self: Any, node: Any) -> float:
-        """Of what a node holds."""
+        """Quality of a node's present form."""
         kv: NodeKV = node.kv
         return 1.0 if kv.layout is None else self._quality_as(node, kv.form, size_of(node))
 
     def quality_of_copy(self: Any, node: Any, copy: Copy) -> float:
-        """Of what a lower tier has of a node."""
+        """Quality of a node's copy on a lower tier."""
         return 1.0 if copy.layout is None else self._quality_as(node, copy.form, copy.num_slots)
 
     def _quality_as(self: Any, node: Any, form: Form, num_slots: int) -> float:
@@ -163,7 +163,7 @@ class Profiling:
                 self._attach(key, path_to(leaf))
 
     def split_profiles(self: Any, upper: Any, lower: Any) -> None:
-        """Those that end in the upper part are not the lower one's."""
+        """Split the profiles of a node: those that end in the upper part are not the lower one's."""
         upper.kv.profiles = dict(lower.kv.profiles)
         if not lower.kv.profiles:
             return
@@ -235,14 +235,14 @@ class Profiling:
         self.profiling_counts["recorded"] += 1
 
     def _forget_contexts(self: Any) -> None:
-        """Of those that the recorder has forgotten nothing is kept."""
+        """Forget contexts that the recorder has forgotten."""
         for key in [key for key in self._node_of_context if self.recorder.context_of(key) is None]:
             del self._node_of_context[key]
 
     # ---- what can be asked
 
     def next_profiling_job(self: Any) -> dict[str, object]:
-        """What the profiler should do now: an object with ``kind`` observe or profile, or an empty one."""
+        """Next job of the profiler: an object with ``kind`` observe or profile, or an empty one."""
         self.expire_shadows()
         if self.recorder is None:
             return {}
@@ -273,7 +273,7 @@ class Profiling:
         }  # fmt: skip
 
     def _is_profiled(self: Any, key: bytes) -> bool:
-        """Whether every form of the menu was measured, as far as it can be: a profile may be of other presses."""
+        """True if every form of the menu was measured, as far as it can be: a profile may be of other presses."""
         if key not in self.catalog:
             return False
         curves = self.catalog.curves_of(key)

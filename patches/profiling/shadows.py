@@ -1,5 +1,5 @@
 """Shadows: copies of a context's exact KV in namespaces of their own, to be compressed and asked questions, unseen by
-users' requests (DESIGN section 6).
+users' requests.
 
 A shadow is a space: one namespace with the exact copy, and one for each form made of it. Their nodes stand in the tree
 like others, but the policy takes them for locked; they go with their space, or when users need room that nothing else
@@ -270,7 +270,7 @@ class Shadows:
 
     @contextmanager
     def _given_back_after_an_error(self: Any, slots: torch.Tensor) -> Iterator[None]:
-        """What fills slots may find no device memory for its scratch."""
+        """Free the slots if filling them fails: it may find no device memory for its scratch."""
         try:
             yield
         except Exception:

@@ -1,4 +1,4 @@
-"""What the scheduler tells the cache beyond SGLang's cache interface: the time, who waits, and how long batches take.
+"""Hooks of the scheduler beyond SGLang's cache interface: the time, the queue, and the duration of batches.
 
 Ranks must decide alike, so they share one clock and one law of prefill times: rank 0 puts a ``Stamp`` before whatever
 it has received, SGLang sends it on to the other ranks with that, and every rank takes it in between the same two steps.
@@ -135,7 +135,7 @@ def _around_add_chunked_req(original: Callable[..., Any], adder: Any, req: Any) 
 
 
 def _is_last(adder: Any, req: Any) -> bool:
-    """Whether the request was put into the batch; SGLang may say in the same breath that there is no room for more."""
+    """True if the request was put into the batch; SGLang may say in the same breath that there is no room for more."""
     return bool(adder.can_run_list) and adder.can_run_list[-1] is req
 
 

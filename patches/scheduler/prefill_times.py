@@ -1,4 +1,4 @@
-"""How long prefilling took, read off the batches that the scheduler runs anyhow, for the cost model.
+"""Prefill times, read off the batches that the scheduler runs anyhow, for the cost model.
 
 With the overlap scheduler a batch is launched while the one before still runs, and its result is looked at later: its
 time begins when it was launched or when the result before it was there, whichever is later. On the CPU a batch is over
@@ -52,7 +52,7 @@ class PrefillTimes:
 
     @property
     def law(self) -> PrefillLaw:
-        """What the batches follow; the law the model started with while they are few."""
+        """Prefill cost learned from the batches; the one the model started with while they are few."""
         return self._start if self.num_observed < NUM_TRUSTED else self._model.costs.prefill
 
     def run(
@@ -112,7 +112,7 @@ def note_not_loaded(req: Any, num_tokens: int) -> None:
 
 
 def _take_not_loaded(req: Any, num_new: int) -> int:
-    """Those of the next ``num_new`` that it computes: of a prompt in chunks the first are counted first."""
+    """Tokens not loaded among the next ``num_new`` computed: of a prompt in chunks the first are counted first."""
     num_tokens = getattr(req, "evicpress_not_loaded", 0)
     taken = min(num_tokens, num_new)
     if taken:

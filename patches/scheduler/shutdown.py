@@ -87,7 +87,7 @@ def stop_schedulers(tokenizer_manager: Any) -> None:
 
 
 def has_tiers(server_args: Any) -> bool:
-    """Whether this server was asked to keep KV below the GPU."""
+    """True if this server was asked to keep KV below the GPU."""
     if server_args.kv_policy is None:
         return False
     try:

@@ -85,7 +85,7 @@ class TierInspection:
         }
 
     def _described_load(self: Any, tier: Tier) -> dict[str, object]:
-        """What bringing bytes back from a tier was seen to cost."""
+        """Learned cost of loading from a tier, as JSON."""
         law = self.cost_model.costs.load[tier]
         return {"fixed_s": law.fixed_s, "bytes_per_s": law.bytes_per_s}
 
@@ -186,7 +186,7 @@ class TierInspection:
     # ---- invariants
 
     def tier_violations(self: Any) -> Iterator[str]:
-        """What must hold of copies and entries, as far as it can be seen between two steps."""
+        """Broken invariants of copies and entries, as far as they can be seen between two steps."""
         if self.host is None:
             return
         owners: dict[int, tuple[Any, set[int]]] = {}

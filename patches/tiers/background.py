@@ -57,7 +57,7 @@ class Watermarks:
 
     @property
     def is_restless(self: Any) -> bool:
-        """Whether there is more to be done than to wait for requests."""
+        """True if there is more to be done than to wait for requests."""
         return self._is_stirred or self.num_pending_jobs > 0 or bool(self.raising)
 
     @property
@@ -151,7 +151,7 @@ class Watermarks:
                 break
 
     def _prepared_bytes(self: Any) -> int:
-        """Of the host: copies for which nodes are to leave the GPU soon."""
+        """Bytes of host copies whose nodes are to leave the GPU soon."""
         copies = (node.kv.copies.get(Tier.HOST) for node_id in self.planned if (node := self.nodes.get(node_id)))
         return sum(copy.num_slots for copy in copies if copy is not None) * int(self.menu.slot_bytes)
 

@@ -86,7 +86,7 @@ class Grafting:
 
 
 def _repeats(path: list[Any], layout: SurvivorLayout) -> bool:
-    """Whether survivors behind a path are of positions that the path holds itself in the same head: the entry is the
+    """True if survivors behind a path are of positions that the path holds itself in the same head: the entry is the
     lower part of a node that was split after it was compressed, and the path holds other KV now (see drop_strays)."""
     positions = layout.positions
     for node in path:

@@ -69,7 +69,7 @@ class HostCompression:
             Compression(self, node, copy, copy.form, copy.num_slots, runs, leaves_for=None).start()
 
     def _is_copied(self: Any, node: Any) -> bool:
-        """Whether something is done with it already, or too much with others."""
+        """True if something is done with it already, or too much with others."""
         copy = node.kv.copies.get(Tier.HOST)
         is_busy = node.kv.job is not None or node.kv.is_leaving or (copy is not None and copy.entry.arrival is not None)
         return is_busy or self._copying_bytes > MOST_COPIED_SHARE * self.host.num_bytes

@@ -1,4 +1,4 @@
-"""Where attention waits for a layer that is being loaded: only for the loads that its batch uses.
+"""Gate at which attention waits for a layer that is being loaded: only for the loads that its batch uses.
 
 A batch uses a load if a node that the load fills is on the path of one of its requests, whoever the load was begun for.
 That is settled when the batch is launched. It is enough under the overlap scheduler too, for three reasons. All asks of
@@ -32,7 +32,7 @@ class Arrival(Protocol):
 
 
 class LayerGate:
-    """What SGLang's pool asks before attention reads the keys, and again the values, of a layer.
+    """Gate that SGLang's pool asks before attention reads the keys, and again the values, of a layer.
 
     ``loads`` are those that are not over, a list that the cache keeps. Outside ``launch`` all of them are waited for.
     ``stalled_s``: seconds that the batch launched last has waited for loads; infinite on a device that does so itself.

@@ -111,7 +111,7 @@ class Load(Job):
         return is_over
 
     def copy_seconds(self) -> float | None:
-        """What the copies themselves took, now that it has ended: of the device from the first to the last of them, on
+        """Seconds of the copies themselves, once it has ended: of the device from the first to the last of them, on
         the CPU of the threads' own time. None where that says nothing: it failed, or the device has worked on it in two
         streams."""
         if self.error is not None:
@@ -215,7 +215,7 @@ class LoadBack:
         return found
 
     def is_arriving(self: Any, node: Any) -> bool:
-        """Whether a load still brings what the slots of a node are to hold."""
+        """True if a load still brings what the slots of a node are to hold."""
         return node.kv.load is not None and node.kv.load.whole in self.loads
 
     def launching(self: Any, batch: Any) -> AbstractContextManager[None]:
@@ -226,7 +226,7 @@ class LoadBack:
         return self.gate.launch(self.loads_of(batch), asks=batch.forward_mode.is_extend())
 
     def stalled_s(self: Any) -> float:
-        """How long the batch launched last has waited for loads, as ``LayerGate.stalled_s`` says."""
+        """Seconds that the batch launched last has waited for loads, as ``LayerGate.stalled_s`` says."""
         return 0.0 if self.gate is None else float(self.gate.stalled_s)
 
     def init_load_back(self: Any, params: Any) -> tuple[torch.Tensor, Any]:

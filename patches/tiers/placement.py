@@ -97,7 +97,7 @@ class Tiering:
 
     @property
     def tiers(self: Any) -> tuple[Tier, ...]:
-        """Those in use, the GPU first."""
+        """Tiers in use, the GPU first."""
         found = [Tier.GPU]
         if self.host is not None:
             found.append(Tier.HOST)
@@ -124,7 +124,7 @@ class Tiering:
             self.ssd_spares.note(copy.entry, node.id, is_lowest=here == Tier.SSD)
 
     def has_same(self: Any, node: Any, tier: Tier) -> bool:
-        """Whether a lower tier has just what the node holds now."""
+        """True if a lower tier has just what the node holds now."""
         copy = node.kv.copies.get(tier)
         return copy is not None and _same(node.kv, copy, size_of(node))
 
@@ -401,7 +401,7 @@ class Tiering:
     # ---- names
 
     def header_of(self: Any, node: Any, extents: Any) -> Header:
-        """What identifies an entry that holds what the node holds now."""
+        """Header of an entry with the node's present KV."""
         kv, path = node.kv, path_to(node)
         identity, namespace = self.adapters.identity, node.key.extra_key
         scope = self.adapters.ssd_scope(namespace) or SsdScope(identity, namespace)  # else never written

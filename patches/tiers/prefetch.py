@@ -49,7 +49,7 @@ MOST_CONGESTION = 8.0
 
 
 class Stage:
-    """What is got ready for one waiting request. ``from_ssd``: the entries that came from the SSD for it; ``held``: the
+    """Prefetch for one waiting request. ``from_ssd``: the entries that came from the SSD for it; ``held``: the
     nodes below the GPU that stay where they are for it, by id; ``pinned``: the last node on the GPU that does, with all
     above it. ``turn_s``: when it could first have run, and ``patience_s`` from then on it may be passed over.
     ``num_to_run``: slots that it needs besides what is on the GPU. ``short_of``: for want of what something is not
@@ -90,7 +90,7 @@ class Stage:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether anything is on its way, or will be."""
+        """True if anything is on its way, or will be."""
         return bool(self.jobs) or self.short_of is not None
 
     @property
@@ -125,7 +125,7 @@ class Staging:
             self._advance(stage, num_ahead)
 
     def is_staging(self: Any, req: Any, *, has_turn: bool = True) -> bool:
-        """Whether a waiting request is to be passed over for now. ``has_turn``: it could run, were it not for that;
+        """True if a waiting request is to be passed over for now. ``has_turn``: it could run, were it not for that;
         else what it waits for makes nobody wait for it."""
         stage = self.stages.get(id(req))
         if stage is None:
@@ -147,7 +147,7 @@ class Staging:
         return False
 
     def is_passed_over(self: Any, req: Any) -> bool:
-        """Whether the request could run and nothing new can be said of it: SGLang need not even look it up."""
+        """True if the request could run and nothing new can be said of it: SGLang need not even look it up."""
         stage = self.stages.get(id(req))
         if stage is None or stage.turn_s is None or not stage.has_unfinished_jobs:
             return False
@@ -181,7 +181,7 @@ class Staging:
         return sum(stage.num_needed for stage in islice(self.stages.values(), WINDOW))
 
     def ready_to_load(self: Any, req: Any, steps: list[tuple[Any, int]], num_resident: int) -> int:
-        """How many of ``steps``, from the first that is not on the GPU, are verified on the host and worth loading."""
+        """Number of ``steps``, from the first not on the GPU, that are verified on the host and worth loading."""
         stage = self.stages.get(id(req))
         if stage is None:
             return 0
@@ -193,7 +193,7 @@ class Staging:
         )
 
     def _congestion(self: Any, stage: Stage) -> float:
-        """How many times a second of computing counts: others that are ready wait for it, and those for whom something
+        """Factor by which a second of computing counts: others that are ready wait for it, and those for whom something
         is being read are ready after half of it, as likely as not."""
         num_ready = max(0, self.num_ready - (not stage.is_waiting))
         num_soon = sum(read not in stage.jobs for read in self.reads)
@@ -281,14 +281,14 @@ class Staging:
         return next(iter(self.stages.values()), None) is stage
 
     def _may_hold(self: Any, entry: HostEntry | SsdEntry) -> bool:
-        """Whether waiting requests may hold one more entry on the host."""
+        """True if waiting requests may hold one more entry on the host."""
         entries = self._staged_entries()
         entries[id(entry)] = entry
         num_bytes = sum(entry.header.payload_bytes for entry in entries.values())
         return bool(num_bytes <= MOST_STAGED_SHARE * self.host.num_bytes)
 
     def _staged_entries(self: Any) -> dict[int, Any]:
-        """What waiting requests hold on the host, and what is being read, whose memory is taken; by ``id``."""
+        """Host entries reserved for waiting requests, and those being read, whose memory is taken; by ``id``."""
         entries: dict[int, Any] = {id(read.entry): read.entry for read in self.reads}
         for node_id in self.staged:
             node = self.nodes.get(node_id)
@@ -371,7 +371,7 @@ class Staging:
 
     @property
     def is_freeing_host(self: Any) -> bool:
-        """Whether host memory will become free of itself."""
+        """True if host memory will become free of itself."""
         return bool(self.reads) or any(self.workers[name].num_pending for name in ("copy", "write", "load"))
 
     def start_check(self: Any, entry: HostEntry) -> Job:
@@ -409,7 +409,7 @@ class Staging:
 
 
 def _is_verified(node: Any, seconds: float) -> bool:
-    """Whether the host has the node in an entry that was good so shortly before."""
+    """True if the host has the node in an entry that was good so shortly before."""
     copy = node.kv.copies.get(Tier.HOST)
     return copy is not None and copy.entry.checked_s >= time.perf_counter() - seconds
 

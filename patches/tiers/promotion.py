@@ -216,7 +216,7 @@ class Raise(Load):
             cache.tier_counts["upgraded"] += 1
 
     def _fits(self, node: Any) -> bool:
-        """Whether the node is still what it was when the load began."""
+        """True if the node is still what it was when the load began."""
         is_same = node.kv.version == self.version and node.kv.copies.get(Tier.HOST) is self.parts[0].copy
         is_reachable = node.parent is self.cache.root_node or node.parent.value is not None
         return is_same and is_reachable and node.lock_ref == 0 and not self.cache.hold_left_s(node.id)

@@ -280,7 +280,7 @@ class Lookup(Job):
 
 
 def shared_tokens(left: bytes, right: bytes) -> int:
-    """How many leading tokens (4 bytes each) two rows share."""
+    """Number of leading tokens (4 bytes each) that two rows share."""
     if left == right[: len(left)]:
         return len(left) // 4
     size = min(len(left), len(right))

@@ -32,7 +32,7 @@ class Weights:
 
     @property
     def are_weights_released(self: Any) -> bool:
-        """Whether SGLang has given the memory of the weights back for now: it must not be read."""
+        """True if SGLang has given the memory of the weights back for now: it must not be read."""
         return self.scheduler is not None and GPU_MEMORY_TYPE_WEIGHTS in self.scheduler.weight_updater.offload_tags
 
     def weights_changed(self: Any) -> None:
@@ -45,7 +45,7 @@ class Weights:
         self.part_from_ssd()
 
     def identity_now(self: Any) -> bytes:
-        """Of the model that computes from now on; without tiers nobody needs one."""
+        """Identity of the model that computes from now on; without tiers nobody needs one."""
         return bytes(self.adapters.identity if self.host is None or self.identify is None else self.identify())
 
     def part_from_ssd(self: Any) -> None:

@@ -16,7 +16,7 @@ PRUNE_ABOVE = 1024  # known adapters: then those that are neither loaded nor in 
 
 
 class SsdScope(NamedTuple):
-    """What paths on the SSD are hashed behind: 16 bytes for the model with its adapter, and the caller's namespace."""
+    """Scope that SSD paths are hashed behind: 16 bytes for the model with its adapter, and the caller's namespace."""
 
     model: bytes
     namespace: str | None
@@ -65,7 +65,7 @@ class Adapters:
         return next((end for end in ends if end in self._known), None)
 
     def ssd_scope(self, namespace: str | None) -> SsdScope | None:
-        """Where the KV of a namespace is on the SSD; None: it must not be there."""
+        """Scope of a namespace's KV on the SSD; None: it must not be there."""
         lora_id = self.adapter_of(namespace)
         if namespace is None or lora_id is None:
             return SsdScope(self.identity, namespace)

@@ -85,7 +85,7 @@ class Compressor:
         return event
 
     def ahead_of_next_pass(self) -> AbstractContextManager[None]:
-        """What is queued within comes behind all that was launched until now, and before whatever is written to the
+        """Order work behind all that was launched until now, and before whatever is written to the
         pool next: forward passes run in that stream, and everything else that writes waits for it. Nothing on the
         CPU."""
         if not self.is_cuda:
@@ -105,7 +105,7 @@ class Compressor:
 
     @property
     def slot_bytes(self) -> int:
-        """What one slot takes over all layers, keys and values, on this rank."""
+        """Bytes of one slot over all layers, keys and values, on this rank."""
         return sum(buffer[0].nbytes for buffer in (*self.k_buffers, *self.v_buffers))
 
     def compress(
@@ -185,7 +185,7 @@ class Compressor:
         into: torch.Tensor,
         window: QueryWindow | None,
     ) -> tuple[SurvivorLayout, torch.Tensor]:
-        """What ``compress`` makes of an exact prefix in the slots of ``parts`` [num_tokens in all], written to the
+        """Result of ``compress`` for an exact prefix in the slots of ``parts`` [num_tokens in all], written to the
         slots ``into`` [m] instead; ``parts`` keep what they hold. Raises as ``compress`` does."""
 
         def choose() -> Chosen:
@@ -211,7 +211,7 @@ class Compressor:
         num_kept: int,
         window: QueryWindow | None,
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-        """What ``compress`` keeps of one layer of a node whose KV ``keys`` and ``values`` [n, heads, head_dim] are not
+        """Survivors, as by ``compress``, in one layer of a node whose ``keys``, ``values`` [n, heads, head_dim] are not
         in the pool: both [num_kept, heads, head_dim], and their positions, int32 [heads, num_kept]. On any thread."""
         every = torch.arange(len(keys), device=keys.device)
         if layout is None:
@@ -344,7 +344,7 @@ class Compressor:
         return found
 
     def _by_all(self, run: Callable[[], Made]) -> Made:
-        """What ``run`` gives, if it does on every rank; see ``_agreed`` for what is raised else."""
+        """Result of ``run``, if it succeeds on every rank; see ``_agreed`` for what is raised else."""
         if self._group is None:
             return run()
         made = _tried(run)
@@ -353,7 +353,7 @@ class Compressor:
         return _raised(made)
 
     def _agreed(self, tried: Sequence[object], values: Sequence[torch.Tensor]) -> list[torch.Tensor | Exception]:
-        """Of each try, an exception or what was made, its ``values`` (int64 [n], on the host) as their maximum over
+        """Agreement of ranks: for each try an exception, or its ``values`` (int64 [n], on the host) as maximum over
         ranks, if it went well on every rank.
 
         One collective, whatever happens. Else each rank has an exception for it: torch.OutOfMemoryError where one had
@@ -408,16 +408,16 @@ class Compressor:
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other rank must do as this one does."""
+        """True if no other rank must do as this one does."""
         return self._group is None
 
     @property
     def is_first_rank(self) -> bool:
-        """Whether the others do as this one says."""
+        """True if the others do as this one says."""
         return self._group is None or dist.get_rank(self._group) == 0
 
     def as_first_rank(self, value: bytes) -> bytes:
-        """What rank 0 has here; ``value`` itself when there is one rank. Every rank must take part."""
+        """Value of rank 0; ``value`` itself when there is one rank. Every rank must take part."""
         return agreed(value, self._group)
 
     def _most(self, values: torch.Tensor) -> torch.Tensor:
@@ -437,7 +437,7 @@ class Compressor:
 
 
 def _tried(run: Callable[[], Made]) -> Made | Exception:
-    """What ``run`` gives, or the exception that it raises, which is logged unless it is for want of memory."""
+    """Result of ``run``, or the exception that it raises, which is logged unless it is for want of memory."""
     try:
         return run()
     except torch.OutOfMemoryError as error:

@@ -137,7 +137,7 @@ def adapter_digest(manager: Any, lora_id: str) -> bytes | None:
 
 
 def agreed(value: bytes, group: Any) -> bytes:
-    """What rank 0 of ``group`` has; ``value`` itself when there is one rank (None)."""
+    """Value of rank 0 of ``group``; ``value`` itself when there is one rank (None)."""
     if group is None:
         return value
     given = [value]
@@ -146,7 +146,7 @@ def agreed(value: bytes, group: Any) -> bytes:
 
 
 def gathered(value: tuple[bytes | None, bytes], group: dist.ProcessGroup | None) -> list[tuple[bytes | None, bytes]]:
-    """What every rank of ``group`` has, in the order of the ranks; ``value`` alone when there is one rank (None)."""
+    """Values of all ranks of ``group``, in the order of the ranks; ``value`` alone when there is one rank (None)."""
     if group is None:
         return [value]
     given = [value] * dist.get_world_size(group)
@@ -162,7 +162,7 @@ def _config_of(model_config: Any) -> dict[str, str]:
 
 
 def _tokenizer_digest(tokenizer: Any) -> str:
-    """Of all its rules where it can say them, else of its vocabulary; requests may come as tokens without one."""
+    """Digest of a tokenizer: of all its rules if it can list them, else of its vocabulary; requests may need none."""
     if tokenizer is None:
         return "none"
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -6,5 +6,5 @@ SHADOW_PREFIX = "evicpress/shadow/"
 
 
 def is_shadow_name(extra_key: str | None) -> bool:
-    """Whether the namespace is that of a shadow, a copy to measure with."""
+    """True if the namespace is that of a shadow, a copy to measure with."""
     return extra_key is not None and extra_key.startswith(SHADOW_PREFIX)

@@ -1,4 +1,4 @@
-"""What a radix-tree node of ours carries beside SGLang's own fields: form, survivors, lineage and statistics."""
+"""Fields of a radix-tree node beside SGLang's own: form, survivors, lineage and statistics."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def census_of(node: Any) -> Counted:
 
 
 def is_reserved(node: Any) -> bool:
-    """Whether a node stays where it is with no request running on it: a shadow's, one of which a move has failed, or
+    """True if a node stays where it is with no request running on it: a shadow's, one of which a move has failed, or
     one below the GPU that a request waits for."""
     return bool(node.kv.is_shadow or node.kv.is_aside) or (node.value is None and node.kv.num_stages > 0)
 
@@ -122,7 +122,7 @@ MOST_SHORT = 1 / 64
 
 
 def servable_steps(steps: list[tuple[Any, int]], min_share: float) -> int:
-    """How many steps (node, matched tokens) of a path a request can take from the tree.
+    """Number of steps (node, matched tokens) of a path that a request can take from the tree.
 
     A match that ends inside a compressed node may be left with next to no slots (its survivors lie further back); then
     the request is better off computing those tokens anew. The bar is ``min_share`` of what the form promises to keep.
@@ -163,7 +163,7 @@ def path_to(node: Any) -> list[Any]:
 
 
 def tokens_to(node: Any) -> array[int]:
-    """Those of the path down to the node and of itself."""
+    """Tokens of the path down to the node and of itself."""
     tokens = array("q")
     for each in path_to(node):
         tokens.extend(each.key.raw_token_ids())

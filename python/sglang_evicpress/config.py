@@ -1,4 +1,4 @@
-"""What the server was asked to do: the kv flags and the config file as one checked value."""
+"""Configuration of the server: the kv flags and the config file as one checked value."""
 
 from __future__ import annotations
 
@@ -286,12 +286,12 @@ class EvicPressConfig:
 
     @property
     def has_tiers(self) -> bool:
-        """Whether KV that leaves the GPU is kept anywhere."""
+        """True if KV that leaves the GPU is kept anywhere."""
         return self.host_bytes > 0
 
     @property
     def profiles_online(self) -> bool:
-        """Whether contexts are profiled while the server runs: where it would change what the policy does."""
+        """True if contexts are profiled while the server runs: where it would change what the policy does."""
         has_lossy = any(not form.is_exact for form in self.menu_forms)
         return self.recording and has_lossy and weighs_quality(self.policy)
 

@@ -28,7 +28,7 @@ PRESSES: dict[str, PressTraits] = {
 
 @dataclass(frozen=True, slots=True, order=True)
 class Form:
-    """What the bytes of a node are: the tokens a press keeps, stored by a codec.
+    """Form of a node's bytes: the tokens a press keeps, stored by a codec.
 
     ``kept_fraction`` is tokens kept / tokens, in (0, 1]; the exact form keeps them all and has no press.
     Written ``exact``, ``keydiff@0.4`` or ``keydiff@0.4+int8``.
@@ -69,7 +69,7 @@ EXACT = Form()
 
 
 class Tier(IntEnum):
-    """Where a node's bytes are, fastest first. A dropped node is on none."""
+    """Tier of a node's bytes, fastest first. A dropped node is on none."""
 
     GPU = 0
     HOST = 1

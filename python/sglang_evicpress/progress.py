@@ -1,4 +1,4 @@
-"""How far a long run is, with the time it will still take; tqdm is imported only when it is shown."""
+"""Progress of a long run and its remaining time; tqdm is imported only when it is shown."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Progress:
             )
 
     def name(self, text: str) -> None:
-        """What is being done from now on."""
+        """Name the present work."""
         if self._bar is not None:
             self._bar.set_description(text)
 

@@ -1,4 +1,4 @@
-"""What a scheduler process is handed by the main one, and what it hands back when it cannot serve.
+"""Handover between the main process and a scheduler process: ServerArgs one way, refusals the other.
 
 SGLang spawns its processes with the pickled ServerArgs and loads plugins once they are unpickled. One with a kv policy
 is restored by ``restore``, which leaves a mark in that process; so two engines of one process, or a stock one after one

@@ -59,7 +59,7 @@ class _PackedPositions:
         return torch.from_numpy(found.reshape(self.shape))
 
     def has_any(self, begin: int, end: int) -> bool:
-        """Whether any head holds a position of [begin, end)."""
+        """True if any head holds a position of [begin, end)."""
         first, last = max(0, begin - self.low), min(end - self.low, 8 * self.bits.shape[1])
         if first >= last:
             return False
@@ -170,7 +170,7 @@ class SurvivorLayout:
             self._count()
 
     def has_any(self, begin: int, end: int) -> bool:
-        """Whether any head holds a position of [begin, end)."""
+        """True if any head holds a position of [begin, end)."""
         packed = self._packed
         if packed is not None:
             return packed.has_any(begin, end)
@@ -178,7 +178,7 @@ class SurvivorLayout:
         return bool(((positions >= begin) & (positions < end)).any())
 
     def slots_before(self, num_tokens: int) -> int:
-        """How many slots a request gets that matches the node's first ``num_tokens`` tokens."""
+        """Number of slots for a request that matches the node's first ``num_tokens`` tokens."""
         return int(torch.searchsorted(self.logical, num_tokens))
 
     def split(self, num_tokens: int) -> tuple[SurvivorLayout, SurvivorLayout]:

@@ -25,10 +25,10 @@ SYSTEMS = {
     "evicpress a=1": ("evicpress", 0.1, 0.5, {"device": 50, "host": 40}),
 }
 NODES: list[dict[str, Any]] = [
-    {"id": 1, "parent_id": None, "start": 0, "num_tokens": 100, "num_slots": 50, "form": "knorm@0.5", "tier": "host"},
-    {"id": 2, "parent_id": 1, "start": 100, "num_tokens": 80, "num_slots": 80, "form": "exact", "tier": "gpu"},
-    {"id": 3, "parent_id": 1, "start": 100, "num_tokens": 300, "num_slots": 300, "form": "exact", "tier": "ssd"},
-    {"id": 4, "parent_id": 3, "start": 400, "num_tokens": 9, "num_slots": 9, "form": "exact", "tier": "gpu"},
+    {"id": 1, "parent_id": None, "start": 0, "num_tokens": 100, "num_hits": 1, "form": "knorm@0.5", "tier": "host"},
+    {"id": 2, "parent_id": 1, "start": 100, "num_tokens": 80, "num_hits": 1, "form": "exact", "tier": "gpu"},
+    {"id": 3, "parent_id": 1, "start": 100, "num_tokens": 300, "num_hits": 1, "form": "exact", "tier": "ssd"},
+    {"id": 4, "parent_id": 3, "start": 400, "num_tokens": 9, "num_hits": 1, "form": "exact", "tier": "gpu"},
 ]
 
 

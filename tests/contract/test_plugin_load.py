@@ -1,4 +1,4 @@
-"""What ``load_plugins()`` does in a fresh process: nothing without the flag, every hook with it."""
+"""``load_plugins()`` in a fresh process: nothing without the flag, every hook with it."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Ask:
     every: int = 128
 
     def scores(self, kv: KV, held: torch.Tensor, queries: torch.Tensor, end: int, num_cached: int) -> torch.Tensor:
-        """What must have survived, by the papers' formulas; ``queries`` [L, Hq, w, D] are those before ``end``, of
+        """Scores by the papers' formulas; ``queries`` [L, Hq, w, D] are those before ``end``, of
         which a server has only what it computed itself."""
         if self.score not in ("tova", "h2o"):
             scores = press_scores(self.score, kv, held, torch.empty(0), 0)
@@ -89,7 +89,7 @@ def answers(server: Server, asks: Sequence[Ask]) -> list[Any]:
 
 
 def shown_of(server: Server, index: int) -> dict[str, Any]:
-    """What the server tells of the last request of that name."""
+    """Description of the last request of that name."""
     shown = whole_of(server, f"r{index}")
     assert shown["state"] == "ended"
     return shown

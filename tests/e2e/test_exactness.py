@@ -106,7 +106,7 @@ def _full(text: Text) -> Node:
 
 
 def _compressed(text: Text, press: str) -> Node:
-    """What a right server would show after compressing all of ``text`` to a half."""
+    """Node of a right server after compressing all of ``text`` to a half."""
     every = text.kv.every_position()
     scores = press_scores(press, text.kv, every, text.queries, text.prompt_end)
     if scores is None:

@@ -1,4 +1,4 @@
-"""What only a scheduler process can refuse, on the real server."""
+"""Refusals that only a scheduler process can make, on the real server."""
 
 from __future__ import annotations
 

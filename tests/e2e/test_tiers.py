@@ -31,7 +31,7 @@ def asked(model: Path) -> Iterator[tuple[list[Question], int, int]]:
 def test_answers_are_those_of_a_server_without_cache_after_moves_through_every_tier(
     tmp_path: Path, model: Path, asked: tuple[list[Question], int, int]
 ) -> None:
-    """How long copies take decides which nodes lie where, so now and then too little is asked for that the SSD has:
+    """The time of copies decides which nodes lie where, so now and then too little is asked for that the SSD has:
     then other moves follow. No token may be wrong in any of them."""
     questions, num_seen, num_controls = asked
     with Server(*arguments(tmp_path / "ssd", 16, "--kv-forms", "exact"), model=model) as server:
@@ -46,7 +46,7 @@ def test_answers_are_those_of_a_server_without_cache_after_moves_through_every_t
 def test_compressed_nodes_move_through_every_tier_and_leave_the_cache_whole(
     tmp_path: Path, model: Path, asked: tuple[list[Question], int, int]
 ) -> None:
-    """As above; nothing may be wrong in any of the walks."""
+    """Like the one above; nothing may be wrong in any of the walks."""
     with Server(*arguments(tmp_path / "ssd", 1), model=model) as server:
         for seed in MOVE_SEEDS:
             outcome = ask_all(server, asked[0], seed=seed, is_exact=False)

@@ -24,7 +24,7 @@ def expected_bits(layer, slots, targets, sources):
 
 
 def moves_of(case, kind):
-    """As many moves as each head likes, the rest -1: from the last quarter, or half, into what lies before it."""
+    """Random number of moves per head, the rest -1: from the last quarter, or half, into what lies before it."""
     width = case.n // (2 if kind == "half" else 4)
     front = case.n - width
     shape = (2, case.num_heads)

@@ -196,7 +196,7 @@ def test_every_task_has_one_place_and_one_registration_that_exist() -> None:
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
-    """What the package answers after each fake was added to a copy of it."""
+    """Answers of the package after each fake was added to a copy of it."""
     folder = tmp_path_factory.mktemp("contributing")
     package = folder / PACKAGE
     shutil.copytree(ROOT / "python" / PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))

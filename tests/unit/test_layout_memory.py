@@ -1,4 +1,4 @@
-"""What survivors take of host memory: not more than they hold, not pinned for longer than they travel, and little of it
+"""Host memory of survivors: not more than they hold, not pinned for longer than they travel, and little of it
 while only the SSD has the node."""
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def test_all_that_is_held_is_counted() -> None:
 
 
 class _Event:
-    """Of a copy on its way."""
+    """Event of a copy on its way."""
 
     def __init__(self) -> None:
         self.is_over = False
@@ -110,7 +110,7 @@ class _Event:
 
 
 def on_its_way() -> tuple[HostCopy, _Event, int]:
-    """As a copy from a GPU is until it is read; with its event and the address of its pinned memory."""
+    """Copy from a GPU that is not read yet; with its event and the address of its pinned memory."""
     copy, event = HostCopy(torch.arange(100)), _Event()
     copy._event = event  # type: ignore[assignment]
     return copy, event, copy._tensor.data_ptr()

@@ -1,4 +1,4 @@
-"""What a user installs: built from a copy of the tree, offline, by the hooks every front end calls."""
+"""The package as a user installs it: built from a copy of the tree, offline, by the hooks every front end calls."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ PATIENCE_S = 30.0
 
 
 class NoArgument(BaseException):
-    """What nobody expects, as SystemExit."""
+    """Exception that nobody expects, like SystemExit."""
 
 
 @pytest.mark.parametrize("error", [ValueError("the user's prompt"), SystemExit(1), NoArgument()])

@@ -224,7 +224,7 @@ class Case:
         return text if len(text.token_ids) - end < self.page_size else text.first(len(text.token_ids) - 1)
 
     def _controls(self, kv: KV, held: Tensor, cached: int, new: Sequence[int], top: Any) -> tuple[float, float, float]:
-        """How far off the answer would be over the full cache, with one survivor per head replaced by a neighbour that
+        """Distance of the answer over the full cache, with one survivor per head replaced by a neighbour that
         was dropped, and with positions counted in slots."""
 
         def off_by(past: KV, start: int) -> float:

@@ -1,4 +1,4 @@
-"""Whether a server's answers over compressed prefixes are exactly those of transformers over the same survivors.
+"""Exactness of a server's answers over compressed prefixes: those of transformers over the same survivors.
 
 Every answer is checked token by token: the reference reads the survivors' positions from ``/evicpress/nodes`` before
 the request, gathers its own keys and values there, and runs the rest of the prompt and the server's answer. Each case
@@ -30,7 +30,7 @@ CHUNK_TOKENS = 1024
 
 
 def server_arguments(page_size: int) -> tuple[str, ...]:
-    """What the server must be started with: all forms (snapkv's queries are kept only when it is named), and room."""
+    """Arguments of the server: all forms (snapkv's queries are kept only when it is named), and room."""
     return (
         *(
             "--kv-policy",

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-import sys
 
-from evicbench.report import Line, print_line
+from evicbench.report import Line
 from evicbench.testbed.server import GUESSED, Server
 from evicbench.testbed.tasks import make_context
 from evicbench.testbed.vocabulary import load_vocabulary
@@ -48,17 +47,3 @@ def measure(server: Server, page_size: int, num_tokens: int = NUM_TOKENS) -> Lin
         f"{len(check['violations'])} violations",
         node["num_tokens"] == num_tokens and rise == answer["freed_slots"] == expected and bool(check["ok"]),
     )
-
-
-def main() -> int:
-    is_ok = True
-    for page_size in PAGE_SIZES:
-        with Server(*arguments(page_size)) as server:
-            line = measure(server, page_size)
-        print_line(line)
-        is_ok &= line.ok
-    return 0 if is_ok else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

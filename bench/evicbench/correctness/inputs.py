@@ -45,7 +45,7 @@ def cases(folder: Path) -> list[Case]:
 
 
 def problem(case: Case) -> str | None:
-    """What is wrong with the answer to one case, None if nothing is."""
+    """Fault of the answer to one case, None without one."""
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(MODEL), "--device", "cpu"]
     done = subprocess.run(
         [*command, "--kv-policy", "evicpress", *case.arguments],

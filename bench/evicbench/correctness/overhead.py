@@ -1,6 +1,4 @@
-"""What the plugin costs when everything fits, and what its CPU attention saves: paired timings on real servers.
-
-    PYTHONPATH=bench python -m evicbench.correctness.overhead
+"""Cost of the plugin when everything fits, and gain of its CPU attention: paired timings on real servers.
 
 Two servers run side by side and answer the same requests in turn (A B, B A, ...), so that both see the same noise; only
 ratios are reported.
@@ -8,7 +6,6 @@ ratios are reported.
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import random
@@ -17,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from evicbench.report import Line, print_line
+from evicbench.report import Line
 from evicbench.testbed.server import Server
 
 OVERHEAD_BOUND = 1.05
@@ -117,18 +114,3 @@ def attention_speedup(rounds: int, seed: int = 1) -> Line:
         f"{speedup:.1f}x",
         speedup >= SPEEDUP_BOUND,
     )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=120)
-    parser.add_argument("--rounds", type=int, default=15)
-    options = parser.parse_args()
-    lines = [*overhead(options.pairs), attention_speedup(options.rounds)]
-    for line in lines:
-        print_line(line)
-    raise SystemExit(0 if all(line.ok for line in lines) else 1)
-
-
-if __name__ == "__main__":
-    main()

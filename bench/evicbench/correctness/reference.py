@@ -1,4 +1,4 @@
-"""What a compressed prefix must answer, worked out without the product: transformers over a cache of the survivors.
+"""Reference for answers on a compressed prefix, without the product: transformers over a cache of the survivors.
 
 Nothing here knows how the server stores, splits or matches anything. It is told which absolute positions survived in
 every (layer, kv head); keys and values are its own, from its own prefill; and the scores that a selection must follow
@@ -115,7 +115,7 @@ class Reference:
 
 
 def press_scores(press: str, kv: KV, positions: Tensor, queries: Tensor, query_end: int) -> Tensor | None:
-    """What a press must have scored: fp32 [layers, kv_heads, m], the higher survives; None for random.
+    """Scores that a press must have given: fp32 [layers, kv_heads, m], the higher survives; None for random.
 
     ``kv``: what the node held, at absolute ``positions`` [layers, kv_heads, m]. ``queries``: of the whole prompt that
     wrote the node, or of more; the last ones before ``query_end`` (an absolute position) are the window.
@@ -205,7 +205,7 @@ class Text:
 
 
 def expected_match(path: list[Node], token_ids: Sequence[int], page_size: int) -> int:
-    """How many tokens of a prompt the cache must give: whole pages, one token left to compute, and of a compressed node
+    """Number of tokens of a prompt that the cache must give: whole pages, one left to compute, and of a compressed node
     at least half of what its form promises to keep of the part that matches (else the match ends above it). Pieces of
     one compression (the same origin, one below the other) count together."""
     limit = (len(token_ids) - 1) // page_size * page_size
@@ -250,7 +250,7 @@ def survivors(path: list[Node], kv: KV, num_tokens: int) -> Tensor:
 def selection_problems(
     text: Text, before: Node, after: Node, page_size: int, query_end: int, *, tolerance: float = SCORE_TOLERANCE
 ) -> Iterator[str]:
-    """What is wrong with the survivors of a node brought to another form, by the reference's own scores."""
+    """Faults of the survivors of a node brought to another form, by the reference's own scores."""
     press, _, kept_fraction = after.form.partition("@")
     start, end = before.start, before.start + len(before.token_ids)
     held = text.kv.every_position()[..., start:end] if before.positions is None else before.positions

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
-from evicbench.report import Line, print_line
+from evicbench.report import Line
 from evicbench.testbed.server import Server
 from evicbench.testbed.tasks import Context, make_context
 from evicbench.testbed.vocabulary import load_vocabulary
@@ -139,7 +139,7 @@ def fetch(server: Server, ask: Ask) -> tuple[int, bytes]:
 
 
 def _joined(stream: bytes) -> bytes:
-    """Where a stream is cut into events depends on timing alone: texts are joined, of all else the last one counts."""
+    """Join the events of a stream, whose cuts depend on timing: texts are joined, of all else the last one counts."""
     last: dict[str, Any] = {}
     texts: dict[int, str] = {}
     others: dict[int, list[Any]] = {}
@@ -283,7 +283,7 @@ def _never_alike(
     ours: Sequence[tuple[int, bytes]],
     stock: Sequence[tuple[int, bytes]],
 ) -> list[int]:
-    """Which of the differing answers differ in a second run of both servers too.
+    """Differing answers that differ in a second run of both servers too.
 
     SGLang's streamed log probabilities race with themselves: stock now and then gives a token the top_logprobs of the
     one before. The whole sequence is asked again, so that every request meets the same cache.
@@ -293,7 +293,7 @@ def _never_alike(
 
 
 def _differences(ours: Sequence[Generated], stock: Sequence[Generated]) -> tuple[int, list[str]]:
-    """How many outputs part at a tie, and in words those that part where one token clearly led."""
+    """Number of outputs that part at a tie, and in words those that part where one token clearly led."""
     num_ties, wrong = 0, []
     for i, (mine, theirs) in enumerate(zip(ours, stock, strict=True)):
         at = next((j for j, pair in enumerate(zip(mine.ids, theirs.ids, strict=True)) if pair[0] != pair[1]), None)
@@ -305,17 +305,3 @@ def _differences(ours: Sequence[Generated], stock: Sequence[Generated]) -> tuple
         else:
             wrong.append(f"prompt {i}: token {at} is {mine.ids[at]}, stock {theirs.ids[at]}, which led by {lead:.2e}")
     return num_ties, wrong
-
-
-def main() -> int:
-    lines, differences = compare()
-    for difference in differences[:20]:
-        print(f"  {difference}", flush=True)
-    lines.insert(0, compare_import())
-    for line in lines:
-        print_line(line)
-    return 0 if all(line.ok for line in lines) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -41,7 +41,7 @@ Ids = list[int]
 
 @dataclass(slots=True)
 class Outcome:
-    """What a storm left: counts by kind of request and everything that should not have been."""
+    """Result of a storm: counts by kind of request and everything that should not have been."""
 
     requests: Counter[str] = field(default_factory=Counter)
     endings: Counter[str] = field(default_factory=Counter)

@@ -67,7 +67,7 @@ def arguments(page_size: int, score: str) -> tuple[str, ...]:
 def answers(
     server: Server, questions: Sequence[Question], ask: Ask | None, max_new: int = MAX_NEW, *, goes_on: bool = False
 ) -> list[str]:
-    """What it says, in words; behind its answer too if it ``goes_on``. tova and h2o go by queries of the request's own,
+    """Answers in words; with what comes behind too if it ``goes_on``. tova and h2o go by queries of the request's own,
     so its prompt is not found cached."""
     words = {token: word for word, token in load_vocabulary().ids.items()}
     params = {"custom_params": ask.params} if ask is not None else {}

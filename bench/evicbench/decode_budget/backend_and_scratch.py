@@ -1,4 +1,4 @@
-"""The guide's walls: the attention backend stays the one that SGLang chose, and no pass needs N x N of anything."""
+"""Limits of a pass: the attention backend stays the one that SGLang chose, and no pass needs N x N of anything."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Row:
         return cls(node, num_slots)
 
     def drop(self, method: str, score: str) -> None:
-        """What a pass computes: paged chooses one page, the others drop an eighth and move the rest together."""
+        """Compute a pass: paged chooses one page, the others drop an eighth and move the rest together."""
         from sglang_evicpress.decode_budget import scores
         from sglang_evicpress.decode_budget.compaction import hole_moves, holefill_positions, repack_positions
         from sglang_evicpress.kernels.compact import compact
@@ -136,7 +136,7 @@ def scratch_line(peaks: dict[tuple[str, str], list[int]]) -> Line:
 
 
 def backends(asks: Sequence[Ask]) -> tuple[str, set[str], int]:
-    """What SGLang says its attention backend is, the types that it ran, and the passes that ``asks`` led to."""
+    """SGLang's name of its attention backend, the types that it ran, and the passes that ``asks`` led to."""
     score = "tova" if any(ask.budget for ask in asks) else "value_key_ratio"
     limits = ("--max-total-tokens", "16384", "--max-running-requests", "8", "--kv-decode-score", score)
     limits += ("--kv-decode-every", "16")
@@ -168,6 +168,10 @@ def backend_line() -> Line:
     )
 
 
-def measure() -> Iterator[Line]:
+def measure_scratch() -> Iterator[Line]:
     yield scratch_line(scratch())
+
+
+def measure() -> Iterator[Line]:
+    yield from measure_scratch()
     yield backend_line()

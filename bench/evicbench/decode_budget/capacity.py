@@ -58,7 +58,7 @@ def run(server: Server, prompts: Sequence[Sequence[int]]) -> Run:
 
 
 def read_log(log: str, num_done: int, seconds: float) -> Run:
-    """What SGLang's own log says of a run."""
+    """Figures of a run from SGLang's own log."""
     running = max(map(int, RUNNING.findall(log)), default=0)
     return Run(running, sum(map(int, RETRACTED.findall(log))), num_done, seconds)
 

@@ -1,4 +1,4 @@
-"""What budgets cost the scheduler between passes and in them, and that the pool's count of free slots rises by exactly
+"""Cost of budgets for the scheduler between passes and in them; the pool's count of free slots rises by exactly
 what a pass frees; both read inside the scheduler of real servers (``evicbench.decode_budget.watch``).
 """
 
@@ -41,7 +41,7 @@ class Run:
 
     @property
     def idle_share(self) -> float:
-        """What a round without a pass spends on budgets, of a decode step."""
+        """Share of a decode step that a round without a pass spends on budgets."""
         spent = [
             each.visit_s + each.ring_s for each in self.rounds if each.num_running == self.batch and not each.passes
         ]
@@ -132,7 +132,7 @@ def pass_line(runs: Sequence[Run]) -> Line:
 
 
 def rate_line(runs: Sequence[Run]) -> Line:
-    """How often ``paged`` makes a pass with the smallest pages, and the share of the scheduler's time for it."""
+    """Rate of passes of ``paged`` with the smallest pages, and the share of the scheduler's time for it."""
     figures, rates, shares = [], [], []
     for run in runs:
         rates.append(100 * sum(made.kind == "page" for made in run.passes) / (run.batch * NUM_NEW))

@@ -1,4 +1,4 @@
-"""Whether an answer given under a budget is what transformers answers over the survivors that the server names.
+"""Answers given under a budget against those of transformers over the survivors that the server names.
 
 The server says when it dropped something and which positions stayed. Keys, values and queries are the reference's own,
 gathered in the order of their positions and never moved; and what stayed must be a best choice by its own scores.

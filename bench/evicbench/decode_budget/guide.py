@@ -1,4 +1,4 @@
-"""The numbers of the eviction and compaction guide, on SGLang's own paged allocator and by the product's own kernels.
+"""Worked examples of eviction and compaction, on SGLang's own paged allocator and by the product's own kernels.
 
 Slot copies are counted in memory: every slot is written with the number of its token, and what reads otherwise after
 the kernel was copied.
@@ -48,7 +48,7 @@ class Pool:
         return int(self.allocator.available_size())
 
     def free_dead_pages(self, is_alive: Tensor) -> int:
-        """What can be given back as it lies; pages by which the allocator's count rises."""
+        """Free the pages without survivors as they lie; the pages by which the allocator's count rises."""
         from sglang_evicpress.decode_budget.compaction import dead_pages
 
         before = self.num_free
@@ -99,7 +99,7 @@ def measure() -> Iterator[Line]:
     pinned = Pool.holding(NUM_TOKENS, PAGE).free_dead_pages(worst)
     aligned = Pool.holding(NUM_TOKENS, PAGE).free_dead_pages(alive_without(range(32, 48), NUM_TOKENS))
     yield Line(
-        f"guide: {NUM_TOKENS:,} tokens in {NUM_TOKENS // PAGE:,} pages on SGLang's allocator, by its free count",
+        f"example: {NUM_TOKENS:,} tokens in {NUM_TOKENS // PAGE:,} pages on SGLang's allocator, by its free count",
         "scattered 90 % dropped: 0 pages freed as it lies, 900 by repack; one token left of every page: 0; one whole "
         "page dropped: 1",
         f"{as_it_lies}, {repacked}; {pinned}; {aligned}; order of the survivors "
@@ -111,7 +111,7 @@ def measure() -> Iterator[Line]:
     fill_pages, fill_copies, fill_held = Pool.holding(TOY_TOKENS, TOY_PAGE).move(survivors, "holefill")
     is_same = repack_held == sorted(fill_held) == survivors.tolist()
     yield Line(
-        f"guide: {TOY_TOKENS} tokens in pages of {TOY_PAGE}, tokens {TOY_DROPPED} dropped; slots changed in memory",
+        f"example: {TOY_TOKENS} tokens in pages of {TOY_PAGE}, tokens {TOY_DROPPED} dropped; slots changed in memory",
         "1 page by 18 copies (repack), 1 page by 3 copies (hole-filling), the same survivors",
         f"{pages} by {copies}, {fill_pages} by {fill_copies}, {'the same' if is_same else 'OTHER'} survivors",
         (pages, copies, fill_pages, fill_copies) == (1, 18, 1, 3) and is_same,

@@ -160,12 +160,12 @@ def control_line(outcomes: Sequence[Outcome]) -> Line:
     )
 
 
-def measure() -> Iterator[Line]:
+def measure(setups: Sequence[Setup] = SETUPS) -> Iterator[Line]:
     with tempfile.TemporaryDirectory() as folder:
         models = {"testbed": MODEL, "random": make_peaky_model(Path(folder))}
         references = {name: Reference(path) for name, path in models.items()}
         outcomes = []
-        for seed, setup in enumerate(SETUPS):
+        for seed, setup in enumerate(setups):
             outcomes.append(compare(setup, models[setup.model], references[setup.model], seed))
             yield exact_line(setup, outcomes[-1])
         yield control_line(outcomes)

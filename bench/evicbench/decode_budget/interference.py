@@ -1,4 +1,4 @@
-"""Whether other requests notice budgets: their hits and answers, beside long answers that drop KV."""
+"""Interference of budgets with other requests: their hits and answers, beside long answers that drop KV."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PERIOD_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What the others got: cached tokens and answers, one each; ``long_cached``: what the long ones' prompts hit."""
+    """Results of the other requests: cached tokens and answers, one each; ``long_cached``: hits of the long prompts."""
 
     cached: tuple[int, ...]
     answers: tuple[tuple[int, ...], ...]

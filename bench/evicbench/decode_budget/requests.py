@@ -31,7 +31,7 @@ class Ask:
 
     @property
     def params(self) -> dict[str, Any]:
-        """What goes into ``custom_params``."""
+        """Fields for ``custom_params``."""
         chosen = {
             "kv_decode_budget": self.budget,
             "kv_decode_method": self.method,
@@ -71,7 +71,7 @@ def ask_all(server: Server, asks: Sequence[Ask], *, name: str = "r", is_traced: 
 
 
 def shown_of(server: Server, rid: str) -> dict[str, Any]:
-    """What the server tells of the last request of that name, with its trace where it asked for one: ``positions`` of
+    """Description of the last request of that name, with its trace where it asked for one: ``positions`` of
     the request and of each pass are lists [n] or [L][H][n]."""
     shown: dict[str, Any] = server.get(f"/evicpress/requests?rid={rid}&positions=true")["requests"][0]
     return shown

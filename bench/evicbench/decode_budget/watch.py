@@ -1,4 +1,4 @@
-"""What the scheduler of a real server does about budgets in each of its rounds, as a plugin that SGLang loads in it.
+"""Watch of the work on budgets in each round of a real server's scheduler, as a plugin that SGLang loads in it.
 
 The plugin times the one call of ours that every round makes, reads the pool's count of free slots on both sides of it,
 and notes the passes that it made. Nothing of the product is replaced.
@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evicbench.paths import BENCH
+from evicbench.plugins import path_with, plugin_folder
 
 LOG = "EVICPRESS_BENCH_WATCH"
 
@@ -56,8 +54,7 @@ class Watch:
 
     def __init__(self, folder: Path) -> None:
         self.log = folder / "rounds.jsonl"
-        path = os.pathsep.join(filter(None, (str(folder), str(BENCH), os.environ.get("PYTHONPATH", ""))))
-        self.env = {LOG: str(self.log), "PYTHONPATH": path}
+        self.env = {LOG: str(self.log), "PYTHONPATH": path_with(folder)}
 
     def _lines(self) -> list[Any]:
         whole, _, _ = self.log.read_text(encoding="utf-8").rpartition("\n")
@@ -72,22 +69,14 @@ class Watch:
         return {line["backend"] for line in self._lines()}
 
     def rounds(self, since: int = 0) -> list[Round]:
-        """Those with a running batch or a pass, from line ``since`` on."""
+        """Rounds with a running batch or a pass, from line ``since`` on."""
         return [Round.read(line) for line in self._lines()[since:]]
 
 
 @contextmanager
 def watched() -> Iterator[Watch]:
-    folder = Path(tempfile.mkdtemp(prefix="evicpress-watch-"))
-    try:
-        info = folder / "evicpress_bench_watch-0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: evicpress-bench-watch\nVersion: 0\n")
-        entry_point = "evicpress_bench_watch = evicbench.decode_budget.watch:load"
-        (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{entry_point}\n")
+    with plugin_folder("evicpress_bench_watch", "evicbench.decode_budget.watch:load") as folder:
         yield Watch(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def step_seconds(rounds: Sequence[Round], num_running: int) -> list[float]:

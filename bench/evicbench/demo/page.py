@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from evicbench.demo.report import HEAD, caveats, cells, comparisons, rows, tokens_by_source
+from sglang_evicpress.benchmark.figures.drawing import milliseconds
 from sglang_evicpress.benchmark.raw import TIERS, read_tree
 from sglang_evicpress.benchmark.summary import Summary
+from sglang_evicpress.core import Form
 
 PAGE = "index.html"
 COLOURS = {"gpu": "#d62728", "host": "#ff7f0e", "ssd": "#1f77b4", "computed": "#cccccc"}
@@ -65,8 +67,9 @@ def _plots(summary: Summary) -> str:
             requests = [each for run in summary.raw.runs_of(cell.system, 0.0) for each in run.requests.values()]
             times = sorted(1e3 * each.ttft_s for each in requests if each.ttft_s is not None)
             spread.step(times, [(rank + 1) / len(times) for rank in range(len(times))], where="post", label=name)
-        spread.set(xscale="log", xlabel="TTFT, ms", ylabel="share of requests")
-        spread.legend()
+        spread.set(xlabel="TTFT, ms", ylabel="share of requests")
+        milliseconds(spread.xaxis)
+        spread.legend(ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
         begin = [0.0] * len(names)
         parts = [tokens_by_source(cell) for cell in named.values()]
         for source, colour in COLOURS.items():
@@ -101,12 +104,10 @@ def tree(nodes: Sequence[Mapping[str, Any]]) -> str:
         end = max(end, row + 1)
         node = drawn[node_id]
         left, width = scale * node["start"], scale * node["num_tokens"] - 1
-        kept = node["num_slots"] / node["num_tokens"]
+        kept = Form.parse(node["form"]).kept_fraction
         colour, height = COLOURS[node["tier"]], _ROW * (end - row) - 2
-        text = (
-            f"node {node_id}: {node['form']} on {node['tier']}, {node['num_tokens']} tokens, {node['num_slots']} kept"
-        )
-        for share, opacity in ((1.0, 0.25), (kept, 1.0)):
+        text = f"{node['form']} on {node['tier']}, {node['num_tokens']} tokens, matched {node['num_hits']} times"
+        for share, opacity in ((1.0, 0.2), (kept, 0.7)):
             shapes.append(
                 f'<rect x="{left:.1f}" y="{_ROW * row}" width="{width * share:.1f}" height="{height}" fill="{colour}" '
                 f'fill-opacity="{opacity}"><title>{escape(text)}</title></rect>'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -104,16 +105,19 @@ def report(summary: Summary, page: Path, took_s: float) -> Iterator[str]:
     yield from ("", f"Prompt tokens from: {', '.join(f'{shade} {name}' for name, shade in _SHADES.items())}")
     for name, cell in named.items():
         yield f"  {name:<15} {stacked(tokens_by_source(cell))}"
-    yield from ("", *(f"- {line}" for line in comparisons(summary)), *(f"- {line}" for line in caveats(summary)))
+    yield ""
+    for line in (*comparisons(summary), *caveats(summary)):
+        yield textwrap.fill(line, 120, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
     yield from ("", f"{took_s:.0f} s in all. Look next at", f"  {shown(page):<40} plots, and the radix tree at the end")
     out = summary.raw.folder
     yield f"  {shown(out / TABLES):<40} more figures of each system"
     yield f"  {shown(out / RUNS):<40} every request with its answer; logs/ beside it has the servers'"
+    yield "  bench/README.md                          what each figure means"
     yield "  README.md                                how to start it for a model of yours"
 
 
 def caveats(summary: Summary) -> Iterator[str]:
-    """What a reader must know before believing the figures."""
+    """Caveats that a reader must know before believing the figures."""
     yield (
         "one run of a tiny model on a CPU; all four use the same CPU attention, ours, so that only the cache differs: "
         "SGLang's own is slower on cached prefixes"

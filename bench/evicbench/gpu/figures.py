@@ -1,4 +1,4 @@
-"""What every GPU phase does with what it measures: lines with a verdict, as JSON lines and as a table with versions.
+"""Results of a GPU phase: lines with a verdict, as JSON lines and as a table with versions.
 
 Nothing is invented: a promise that was not measured is a line that says so and why, and figures that do not come from a
 whole run on a GPU are printed with a warning and never written.

@@ -26,8 +26,8 @@ from evicbench.correctness.reference import Reference, make_peaky_model
 from evicbench.gpu import native
 from evicbench.gpu.figures import Figure, Part, check
 from evicbench.gpu.machine import Settings
-from evicbench.gpu.plugins import path_with, plugin_folder
 from evicbench.gpu.serving import Launch, Server
+from evicbench.plugins import path_with, plugin_folder
 from evicbench.testbed.server import MODEL
 
 HALF_TOLERANCE = 0.3  # of a log probability where all is float16; with SGLang's CPU engine the largest was 0.21
@@ -58,7 +58,7 @@ class Config:
 
     @property
     def is_half(self) -> bool:
-        """Whether the backend takes 16 bits only."""
+        """True if the backend takes 16 bits only."""
         return self.backend not in ("triton", "torch_native")
 
     @property
@@ -86,7 +86,7 @@ def configs(device: str) -> list[Config]:
 
 
 def _has_flash_ops() -> bool:
-    """Whether sgl_kernel is whole; it is not imported, which needs a driver."""
+    """True if sgl_kernel is whole; it is not imported, which needs a driver."""
     found = importlib.util.find_spec("sgl_kernel")
     folders = [] if found is None else found.submodule_search_locations or []
     return any(file.suffix == ".so" for folder in folders for file in Path(folder).glob("flash_ops*"))

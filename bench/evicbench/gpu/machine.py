@@ -41,7 +41,7 @@ class CannotMeasure(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a phase was asked for. ``tiny``: small sizes, to see that the script itself works."""
+    """Settings of a phase. ``tiny``: small sizes, to see that the script itself works."""
 
     device: str
     tiny: bool
@@ -52,7 +52,7 @@ class Settings:
 
     @property
     def is_published(self) -> bool:
-        """Whether its figures may be written down: whole sizes, measured on a GPU."""
+        """True if its figures may be written down: whole sizes, measured on a GPU."""
         return self.device == "cuda" and not self.tiny
 
 

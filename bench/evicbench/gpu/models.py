@@ -14,7 +14,7 @@ ELEMENT_BYTES = 2  # bfloat16
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What a server needs to know of a model; the field names but ``name`` and ``architecture`` are those of its
+    """Model as a server needs to know it; the field names but ``name`` and ``architecture`` are those of its
     ``config.json``."""
 
     name: str

@@ -51,7 +51,7 @@ class Entry:
 
 
 def contents(folder: Path) -> list[Entry]:
-    """What the folder holds: one entry per file or folder at its top, the largest first."""
+    """Content of the folder: one entry per file or folder at its top, the largest first."""
     notes = {
         "site.tar.xz": "SGLang and what it needs",
         "source.tar.xz": "this repository: package, kernels, patches, bench, testbed model",
@@ -109,7 +109,7 @@ def commit_of(root: Path = ROOT) -> str:
 
 
 def digest_of(folder: Path) -> str:
-    """What the archives of a packed folder hold, as one SHA-256; ``boot.sh`` names what it unpacks by it."""
+    """SHA-256 of the archives of a packed folder; ``boot.sh`` names what it unpacks by it."""
     digest = hashlib.sha256()
     for name in ARCHIVES:
         if (folder / name).exists():
@@ -135,7 +135,7 @@ def write_archive(archive: Path, root: Path, names: Iterable[str]) -> None:
 
 
 def write_plugin(site: Path, root: Path = ROOT) -> None:
-    """What pip would leave of our package: its name and entry points, so that SGLang finds the plugin."""
+    """Write what pip would leave of our package: its name and entry points, so that SGLang finds the plugin."""
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     folder = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
     folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Which commit really runs: the checkout's own, or that of a packed folder, marked where files are not as packed."""
+"""Commit that really runs: the checkout's own, or that of a packed folder, marked where files are not as packed."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ COMMON = (
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a server is started. ``backend``: attention; ``graphs``: the largest batch with a CUDA graph, 0 for none."""
+    """Start of a server. ``backend``: attention; ``graphs``: the largest batch with a CUDA graph, 0 for none."""
 
     model: Path
     device: str

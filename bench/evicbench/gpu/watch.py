@@ -1,4 +1,4 @@
-"""What a real server's scheduler does that its clients cannot see, as a plugin that SGLang loads beside ours or alone:
+"""Watch of a real server's scheduler for what clients cannot see, as a plugin SGLang loads beside ours or alone:
 what planning attention for a decode step takes, and how long loads from the host take. Nothing is replaced.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evicbench.gpu.plugins import path_with, plugin_folder
+from evicbench.plugins import path_with, plugin_folder
 
 LOG = "EVICPRESS_GPU_WATCH"
 NAME = "evicpress_gpu_watch"

@@ -1,4 +1,4 @@
-"""What of SGLang and its needs is carried to a bare GPU machine that has torch 2.11 and Triton 3.6 only.
+"""Wheels of SGLang and its needs for a bare GPU machine that has torch 2.11 and Triton 3.6 only.
 
 Pinned wheels for CPython 3.12 on x86-64, unpacked without what Llama and Qwen on FlashInfer or Triton never load.
 FA3 of sgl_kernel (1.7 GB) is left out, so a server there must always be told its attention backend.
@@ -92,7 +92,7 @@ def write_stubs(site: Path) -> None:
 
 
 def file_pattern(wheel: str) -> re.Pattern[str]:
-    """What the file of ``NAME==VERSION`` is called: names are spelled with any of ``-_.``, in any case."""
+    """File name of ``NAME==VERSION``: names are spelled with any of ``-_.``, in any case."""
     name, _, version = wheel.partition("==")
     if not version:
         raise ValueError(f"a wheel must be NAME==VERSION, got {wheel!r}")

@@ -12,7 +12,7 @@ from evicbench.correctness.case import Case
 from evicbench.correctness.exactness import server_arguments
 from evicbench.correctness.findings import sensitivity, summary
 from evicbench.correctness.reference import Reference
-from evicbench.kernels_cpu.interpreter import run_tests, verdict
+from evicbench.pytest_runs import run_tests, together, verdict
 from evicbench.report import Line
 from evicbench.testbed.server import MODEL, Server
 
@@ -55,12 +55,12 @@ def answers() -> Iterator[Line]:
 
 
 def plans() -> Iterator[Line]:
-    """What the backends' own planning code makes of the view, compared with the slots in the rows."""
-    found = run_tests(["tests/contract/attention/test_backend_inputs.py"], interpreted=True)
+    """Plans of the backends' own code for the view, compared with the slots in the rows."""
+    found = run_tests("tests/contract/attention/test_backend_inputs.py", interpreted=True)
     yield verdict(
         "what triton, flashinfer and fa3 plan from the view: indptr, indices, page tables, lengths; eager and replay",
         "every case equals the slots that the rows hold",
-        found["test_backend_inputs"],
+        together(found, ""),
     )
 
 

@@ -1,4 +1,4 @@
-"""Whether planning a step over compact rows ever waits for the device: the table of holes and the batch lie on torch's
+"""Planning of a step over compact rows never waits for the device: the table of holes and the batch lie on torch's
 meta device, which has shapes but no data, so that whatever reads data of it on the host raises."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from evicbench.kernels_cpu.interpreter import run_tests, verdict
+from evicbench.pytest_runs import run_tests, together, verdict
 from evicbench.report import Line
 
 NUM_ROWS = 64
@@ -17,7 +17,7 @@ BATCH_SIZES = (1, 7, 32)
 
 
 def batch_of(size: int, device: str, *, extend: bool) -> SimpleNamespace:
-    """As SGLang hands it to a backend: what the device has, and the host's copy of lengths."""
+    """Batch as SGLang hands it to a backend: tensors of the device, and the host's copy of lengths."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     lens = torch.arange(100, 100 + size)
@@ -49,7 +49,7 @@ def plan(size: int, device: str, *, extend: bool) -> Any:
 
 
 def reads_data(act: Callable[[], Any]) -> str | None:
-    """What was said when data was read, which raises one or the other by the operator; None when none was."""
+    """Error raised when data was read, one or the other by the operator; None when none was."""
     try:
         act()
     except (NotImplementedError, RuntimeError) as error:
@@ -59,11 +59,11 @@ def reads_data(act: Callable[[], Any]) -> str | None:
 
 def measure() -> Iterator[Line]:
     yield views()
-    found = run_tests(["tests/contract/attention/test_no_device_reads.py"], interpreted=True)
+    found = run_tests("tests/contract/attention/test_no_device_reads.py", interpreted=True)
     yield verdict(
         "the hooks that run in every step, on tensors without data: rows, holes, queries, budgets, loads",
         "every case reads nothing of the device",
-        found["test_no_device_reads"],
+        together(found, ""),
     )
 
 

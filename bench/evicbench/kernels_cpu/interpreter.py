@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import os
-import subprocess
-import sys
-import tempfile
-import xml.etree.ElementTree as ET
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 
 from evicbench.paths import ROOT
+from evicbench.pytest_runs import run_tests, together, verdict
 from evicbench.report import Line
 
 NOT_KERNELS = ("aot", "pool")  # the compiler's check, and what all of them share
@@ -51,41 +45,14 @@ def structure() -> Line:
     )
 
 
-def run_tests(paths: list[str], *, interpreted: bool) -> dict[str, Counter[str]]:
-    """What became of every test of some files, per file: passed, failed or skipped."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    if interpreted:
-        environment["TRITON_INTERPRET"] = "1"
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report.xml")
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *paths]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-        if not report.exists():
-            raise RuntimeError(
-                f"pytest {' '.join(paths)} ended with {done.returncode}: {done.stdout[-2000:]}{done.stderr}"
-            )
-        found: dict[str, Counter[str]] = {}
-        for case in ET.parse(report).getroot().iter("testcase"):
-            kinds = {child.tag for child in case}
-            result = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
-            files = [part for part in case.get("classname", "").split(".") if part.startswith("test_")]
-            name = files[-1] if files else "?"
-            found.setdefault(name, Counter())[result] += 1
-    return found
-
-
-def verdict(what: str, target: str, found: Counter[str]) -> Line:
-    """Nothing may fail, nothing may be skipped, and something must have run."""
-    figure = f"{found['passed']} passed, {found['failed']} failed, {found['skipped']} skipped"
-    return Line(what, target, figure, bool(found["passed"]) and not found["failed"] and not found["skipped"])
-
-
-def measure() -> Iterator[Line]:
+def measure(names: Sequence[str] = ()) -> Iterator[Line]:
+    """Of these files of kernels/, or all."""
+    names = names or ("pool", *kernel_files())
     yield structure()
-    results = run_tests(["tests/kernels"], interpreted=True)
-    for name in ("pool", *kernel_files()):
+    results = run_tests(*(f"tests/kernels/test_{name}.py" for name in names), interpreted=True)
+    for name in names:
         yield verdict(
             f"interpreter: {name} against its reference",
             "every case passes, none is skipped",
-            results.get(f"test_{name}", Counter()),
+            together(results, f"tests/kernels/test_{name}.py"),
         )

@@ -63,7 +63,7 @@ def differing(folder: Path) -> tuple[int, list[str]]:
 
 
 def absent(folder: Path) -> list[str]:
-    """What a GPU machine needs and the folder lacks."""
+    """Files that a GPU machine needs and the folder lacks."""
     with tarfile.open(folder / "source.tar.xz", "r:xz") as archive:
         source = set(archive.getnames())
     with tarfile.open(folder / "site.tar.xz", "r:xz") as archive:
@@ -78,7 +78,7 @@ def absent(folder: Path) -> list[str]:
 
 
 def booted(folder: Path) -> tuple[bool, str]:
-    """What boot.sh does with the folder in an empty environment, under run.sh's strict settings. This Python stands for
+    """Run boot.sh on the folder in an empty environment, under run.sh's strict settings. This Python stands for
     the one on the GPU machine, so its check of versions is passed over and nothing is compiled."""
     stub = folder.parent / "python-there"
     stub.write_text(
@@ -138,7 +138,7 @@ def packed() -> Iterator[Line]:
 
 
 def phases() -> Line:
-    """Where there is no GPU."""
+    """Refusals of the phases without a GPU."""
     wrong = []
     for phase in PHASES:
         done = run(phase)
@@ -155,6 +155,10 @@ def phases() -> Line:
 
 def measure() -> Iterator[Line]:
     yield from packed()
+    yield from phases_here()
+
+
+def phases_here() -> Iterator[Line]:
     if Path("/dev/nvidiactl").exists():
         print("    there is a GPU here: run bench/evicbench/gpu/run.sh all", flush=True)
     else:

@@ -17,7 +17,7 @@ FIGURES = ("under_load", "hits", "forms")
 
 
 def finished(name: str) -> Raw:
-    """What there is of one setting. Raises ValueError where nothing is."""
+    """Runs of one setting so far. Raises ValueError where there are none."""
     return read_raw(folder_of(name))
 
 

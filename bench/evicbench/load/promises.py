@@ -1,4 +1,4 @@
-"""What the runs of one setting under load say about the promises: pure functions of a finished folder.
+"""Promises judged by the runs of one setting under load: pure functions of a finished folder.
 
 EvicPress is judged at the alpha that the config names beforehand, as the reference of its load; where a quality is
 asked for, at the best of its alphas, as the fixed presses are at the best of theirs. A fixed press compares where its
@@ -58,7 +58,7 @@ class Grid:
         return str(self.raw.plan["config"].get("name") or self.raw.folder.name)
 
     def levels(self, most: float = math.inf) -> list[float]:
-        """Those planned up to so many times saturation."""
+        """Levels planned up to so many times saturation."""
         return sorted(level for level, multiple in self.raw.multiples.items() if multiple <= most)
 
     def systems(self, *kinds: str) -> list[str]:
@@ -69,7 +69,7 @@ class Grid:
         return next((run for run in self.runs if (run.system, run.level, run.repetition) == key), None)
 
     def rival(self, one: Loaded) -> Loaded | None:
-        """What is compared with one run of ours: at its level, in its repetition."""
+        """Run that one of ours is compared with: at its level, in its repetition."""
         found = [run for run in self.runs if (run.level, run.repetition) == (one.level, one.repetition)]
         good = [
             run
@@ -255,7 +255,7 @@ def requests_per_second(grid: Grid) -> Iterator[Line]:
 
 
 def _summary(grid: Grid, repetition: int) -> Summary:
-    """What ``capacity`` looks at, of one repetition. Its F1 is the one that is known."""
+    """Summary of one repetition for ``capacity``. Its F1 is the one that is known."""
     cells = (
         Cell(
             *(run.system, run.kind, run.level, 1, int(run.num_requests), int(run.num_failed)),

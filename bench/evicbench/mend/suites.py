@@ -2,38 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
-from xml.etree import ElementTree
 
-from evicbench.paths import ROOT
+from evicbench.pytest_runs import run_tests, together, verdict
 from evicbench.report import Line
-
-
-def measure() -> Iterator[Line]:
-    """All suites in one process: to load SGLang for each would take a minute."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        words = [word for suite in SUITES.values() for word in suite]
-        command = [sys.executable, "-m", "pytest", "-q", *words, f"--junitxml={report}", "-o", "junit_family=xunit1"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
-    for what, suite in SUITES.items():
-        mine = [case for case in cases if case.get("file", "").startswith(suite)]
-        failed = [case for case in mine if any(case.find(kind) is not None for kind in KINDS)]
-        figure = f"{len(mine) - len(failed)} of {len(mine)} pass"
-        if failed:
-            figure += f"; first: {failed[0].get('name')}"
-        elif not mine:
-            figure += f"; {done.stdout[-200:]}"
-        yield Line(what, "every test passes, none is skipped", figure, bool(mine) and not failed)
-    yield Line("those tests together", "pytest ends with status 0", f"status {done.returncode}", done.returncode == 0)
-
-
-KINDS = ("failure", "error", "skipped")
 
 SUITES: dict[str, tuple[str, ...]] = {
     "tests: identity of weights and adapters, released weights, after an exception (W1, W5, W6, W8, C1, C2)": (
@@ -77,3 +49,10 @@ SUITES: dict[str, tuple[str, ...]] = {
         "tests/contract/test_server_args.py",
     ),
 }
+
+
+def measure() -> Iterator[Line]:
+    """All suites in one process: to load SGLang for each would take a minute."""
+    found = run_tests(*(word for suite in SUITES.values() for word in suite))
+    for what, suite in SUITES.items():
+        yield verdict(what, "every test passes, none is skipped", together(found, *suite))

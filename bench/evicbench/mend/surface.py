@@ -1,4 +1,4 @@
-"""What a user sees of one real server: constrained answers, evictions, moves by hand, floors, refusals."""
+"""Surface of one real server: constrained answers, evictions, moves by hand, floors, refusals."""
 
 from __future__ import annotations
 

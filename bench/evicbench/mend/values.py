@@ -22,7 +22,7 @@ _NUMBERS = (0, 1, -1, 7, 2**31, 2**63 - 1, 2**64, 10**40, -(10**40), 0.5, -0.0, 
 
 
 def any_value(rng: random.Random) -> object:
-    """Of any JSON type, and NaN and infinities, which Python's JSON writes as such."""
+    """Value of any JSON type, and NaN and infinities, which Python's JSON writes as such."""
     kinds: tuple[Callable[[], object], ...] = (
         lambda: rng.choice(_NUMBERS),
         lambda: rng.choice(_TEXTS),

@@ -6,18 +6,17 @@ generator stands in and the line says which.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
-from evicbench.paths import ROOT
 from evicbench.policy import rivals
 from evicbench.policy.optimality import measure_optimality
 from evicbench.policy.speed import measure_speed
-from evicbench.report import Line, Measurement
+from evicbench.pytest_runs import run_tests, together, verdict
+from evicbench.report import Line, Measurement, unjudged
 
-TESTS = (
+Promised = tuple[str, tuple[str, ...], str]
+TESTS: tuple[Promised, ...] = (
     (
         "figure 2 of the EvicPress paper",
         ("tests/unit/policy/test_evicpress_policy.py", "-k", "figure_2"),
@@ -32,21 +31,19 @@ TESTS = (
 )
 
 
-def run_tests() -> Iterator[Line]:
-    """What is promised as a test: the tests' own verdict."""
-    for what, chosen, target in TESTS:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen]
-        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        verdict = (run.stdout.strip() or run.stderr.strip() or "pytest said nothing").splitlines()[-1]
-        yield Line(f"{what}: {chosen[0]}", target, verdict, run.returncode == 0)
+def measure_tests(tests: Sequence[Promised] = TESTS) -> Iterator[Line]:
+    for what, chosen, target in tests:
+        yield verdict(f"{what}: {chosen[0]}", target, together(run_tests(*chosen), ""))
 
 
 MEASUREMENTS = {
-    "tests": Measurement(run_tests),
-    "optimality": Measurement(measure_optimality),
-    "speed": Measurement(measure_speed),
+    "tests": Measurement(measure_tests, partial(measure_tests, TESTS[:1])),
+    "optimality": Measurement(measure_optimality, partial(measure_optimality, 40)),
+    "speed": Measurement(measure_speed, unjudged(partial(measure_speed, 10_000, (1_000, 10_000)))),
     "simulator": Measurement(rivals.speed),
 }
 for trace in ("mooncake", "miniswe", "weka"):
-    MEASUREMENTS[f"headline-{trace}"] = Measurement(partial(rivals.headline, trace))
+    MEASUREMENTS[f"headline-{trace}"] = Measurement(
+        partial(rivals.headline, trace), unjudged(partial(rivals.headline, trace, 500))
+    )
     MEASUREMENTS[f"mixes-{trace}"] = Measurement(partial(rivals.mixes, trace))

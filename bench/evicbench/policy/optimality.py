@@ -1,4 +1,4 @@
-"""How near the greedy plan is to the best that any plan could reach, over random snapshots."""
+"""Distance of the greedy plan from the best that any plan could reach, over random snapshots."""
 
 from __future__ import annotations
 

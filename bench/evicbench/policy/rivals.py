@@ -65,19 +65,19 @@ def fixed_at(quality: float, fixed: Sequence[Result]) -> float:
     return min(found, default=math.inf)
 
 
-def headline(trace: str) -> Iterator[Line]:
+def headline(trace: str, limit: int | None = None) -> Iterator[Line]:
     """The two ratios, the regret and what no cache could better, at 1, 4 and 20 % of the working set."""
-    data, working_set = load(trace, None)
+    data, working_set = load(trace, limit)
     print(f"    {trace}: {trace_file(trace).rsplit('/', 1)[-1]}, {len(data.requests)} requests, {working_set} tokens")
     rivals = [
-        Run(trace, "lru", may_recompute=False),
-        Run(trace, "lru"),
-        Run(trace, "lru", (1e4, 0.0, 0.0)),
-        *(Run(trace, f"{form}+lru", may_recompute=False, forms=()) for form in FIXED),
+        Run(trace, "lru", may_recompute=False, limit=limit),
+        Run(trace, "lru", limit=limit),
+        Run(trace, "lru", (1e4, 0.0, 0.0), limit=limit),
+        *(Run(trace, f"{form}+lru", may_recompute=False, limit=limit, forms=()) for form in FIXED),
     ]
     results = list(replay_all(rivals))
     always, with_choice, ceiling, *fixed = results
-    tried, ours = quickest([Run(trace, "evicpress", alpha=alpha) for alpha in ALPHAS[trace]])
+    tried, ours = quickest([Run(trace, "evicpress", alpha=alpha, limit=limit) for alpha in ALPHAS[trace]])
     for result in (*results, *tried):
         print(f"      {row(result)}")
     at_least = f">= {RATIO}x at quality >= {QUALITY}"

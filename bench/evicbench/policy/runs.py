@@ -68,7 +68,7 @@ class Result:
 
 
 def trace_file(name: str) -> str:
-    """Where a trace is read from: a folder in EVICPRESS_TRACES, or any data folder beside the checkout."""
+    """File of a trace: in a folder in EVICPRESS_TRACES, or any data folder beside the checkout."""
     file, synthetic = TRACES[name]
     folder = os.environ.get("EVICPRESS_TRACES")
     found = Path(folder).rglob(file) if folder else ROOT.parent.glob(f"*/data/*/{file}")

@@ -35,7 +35,7 @@ class Snapshot:
 
     @property
     def num_options(self) -> int:
-        """Of a node on the GPU that holds the exact form: every form on every tier, and the drop."""
+        """Number of options of a node on the GPU in exact form: every form on every tier, and the drop."""
         return len(self.menu.forms) * len(self.menu.tiers) + 1
 
     def policy(self) -> Policy:

@@ -1,4 +1,4 @@
-"""How long the policy takes for one decision, one hit and all hulls, how much memory it needs, and how it scales."""
+"""Time of the policy for one decision, one hit and all hulls, its memory, and its growth."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import time
 import tracemalloc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from evicbench.paths import BENCH
+from evicbench.paths import OUT
 from evicbench.policy.snapshots import SLOT_BYTES
 from evicbench.report import Line
 from sglang_evicpress.core import EXACT, Decision, Form, NodeStats, Tier
@@ -29,7 +28,7 @@ MENU = Menu(FORMS[:-1], tuple(Tier)[:3], SLOT_BYTES)  # 8 forms and the exact on
 COSTS = Costs(
     PrefillLaw(0.01, 3.5e-5, 1.3e-9), {Tier.HOST: TransferLaw(5e-4, 20e9), Tier.SSD: TransferLaw(2e-3, 2e9)}, {}
 )
-PLOT = BENCH / "results" / "policy-scaling.svg"
+PLOT = OUT / "policy" / "scaling.svg"
 NUM_DECISIONS = 4_000
 NUM_HITS = 20_000
 FULL_HOST = 0.0005
@@ -165,10 +164,10 @@ def spread(values: Sequence[float]) -> str:
     return ", ".join(f"{name} {at(values, share) * 1e6:.0f}" for share, name in named) + " us"
 
 
-def memory_per_node() -> float:
+def memory_per_node(num_nodes: int) -> float:
     """Bytes a node takes in the policy, but for its curve, which all share here."""
     draw = random.Random(0)
-    nodes = list(nodes_of(NUM_NODES // 4, draw, [tuple(form.kept_fraction for form in MENU.forms)]))
+    nodes = list(nodes_of(num_nodes, draw, [tuple(form.kept_fraction for form in MENU.forms)]))
     gc.collect()
     tracemalloc.start()
     policy = make_policy("evicpress", MENU, alpha=1.0, costs=COSTS)
@@ -179,13 +178,13 @@ def memory_per_node() -> float:
     return taken / len(policy.book.records)
 
 
-def measure_speed(plot: Path | None = None) -> Iterator[Line]:
+def measure_speed(num_nodes: int = NUM_NODES, sizes: Sequence[int] = SIZES) -> Iterator[Line]:
     """Processor time of one core, so that other processes hardly count; decisions in the quietest of three rounds.
 
     Objects that live as long as the cache are frozen out of the garbage collector before measuring (gc.freeze), as a
     server does after its start; collections of what comes later stay on and are in the figures.
     """
-    cache = build(NUM_NODES)
+    cache = build(num_nodes)
     records = cache.policy.book.records
     start = time.thread_time()
     cache.policy.book.rebuild()
@@ -216,15 +215,15 @@ def measure_speed(plot: Path | None = None) -> Iterator[Line]:
     finally:
         gc.unfreeze()
     del cache, records
-    per_node = memory_per_node()
+    per_node = memory_per_node(num_nodes // 4)
     yield Line("memory per node beyond its curve", "< 1,000 bytes", f"{per_node:.0f} bytes", per_node < 1_000)
-    yield scaling(plot)
+    yield scaling(sizes)
 
 
-def scaling(plot: Path | None) -> Line:
+def scaling(sizes: Sequence[int]) -> Line:
     """One decision against the number of nodes."""
     medians, means = [], []
-    for size in SIZES:
+    for size in sizes:
         cache = build(size)
         gc.collect()
         gc.freeze()
@@ -236,33 +235,34 @@ def scaling(plot: Path | None) -> Line:
         del cache
         medians.append(at(took, 0.5))
         means.append(statistics.fmean(sorted(took)[: len(took) * 99 // 100]))
-    fits = statistics.linear_regression([math.log2(size) for size in SIZES], means)
-    growth, logarithms = means[-1] / means[0], math.log(SIZES[-1]) / math.log(SIZES[0])
-    if plot is not None:
-        draw_scaling(plot, medians, means, fits.slope, fits.intercept)
-    figure = ", ".join(f"{size:,}: {mean * 1e6:.0f}" for size, mean in zip(SIZES, means, strict=True))
+    fits = statistics.linear_regression([math.log2(size) for size in sizes], means)
+    growth, logarithms = means[-1] / means[0], math.log(sizes[-1]) / math.log(sizes[0])
+    draw_scaling(sizes, medians, means, fits.slope, fits.intercept)
+    figure = ", ".join(f"{size:,}: {mean * 1e6:.0f}" for size, mean in zip(sizes, means, strict=True))
     return Line(
         "mean cost of a decision against nodes, but for the slowest hundredth",
-        f"grows no faster than log n: at most {logarithms:.1f} times from {SIZES[0]:,} to {SIZES[-1]:,}",
+        f"grows no faster than log n: at most {logarithms:.1f} times from {sizes[0]:,} to {sizes[-1]:,}",
         f"{growth:.2f} times ({figure} us; {fits.slope * 1e6:+.1f} us a doubling)",
         growth <= logarithms,
     )
 
 
-def draw_scaling(path: Path, medians: Sequence[float], means: Sequence[float], slope: float, base: float) -> None:
+def draw_scaling(
+    sizes: Sequence[int], medians: Sequence[float], means: Sequence[float], slope: float, base: float
+) -> None:
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = path.stem
+    matplotlib.rcParams["svg.hashsalt"] = PLOT.stem
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6.0, 3.6), layout="constrained")
-    axes.plot(SIZES, [mean * 1e6 for mean in means], "o-", label="mean of the fastest 99 %")
-    axes.plot(SIZES, [median * 1e6 for median in medians], "s--", label="median")
-    axes.plot(SIZES, [(base + slope * math.log2(size)) * 1e6 for size in SIZES], ":", label="fitted a + b log n")
+    axes.plot(sizes, [mean * 1e6 for mean in means], "o-", label="mean of the fastest 99 %")
+    axes.plot(sizes, [median * 1e6 for median in medians], "s--", label="median")
+    axes.plot(sizes, [(base + slope * math.log2(size)) * 1e6 for size in sizes], ":", label="fitted a + b log n")
     axes.set(xscale="log", xlabel="nodes", ylabel="processor time of a decision, us", ylim=(0.0, None))
     axes.set_title("Planning for one node's bytes and carrying it out")
     axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
+    PLOT.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(PLOT, metadata={"Date": None})
     pyplot.close(figure)

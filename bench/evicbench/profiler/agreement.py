@@ -1,4 +1,4 @@
-"""How `logprob`, which generates nothing, ranks forms against `minilm`, the EvicPress paper's measure."""
+"""Agreement of `logprob`, which generates nothing, with `minilm`, the EvicPress paper's measure, in ranking forms."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ APART = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Of all pairs of forms of a context: ``tied``, which minilm finds equal; ``apart``, which both scorers tell apart
+    """Pairs of forms of a context: ``tied``, which minilm finds equal; ``apart``, which both scorers tell apart
     by more than ``APART``; ``same``, of those in the same order."""
 
     total: int
@@ -48,7 +48,7 @@ def rank_correlation(ours: Sequence[float], theirs: Sequence[float]) -> float | 
 
 
 def qualities(context: Measured, scorer: str) -> list[float]:
-    """Of each of the 15 forms, over the questions that minilm was asked about."""
+    """Quality of each of the 15 forms, over the questions that minilm was asked about."""
     scores = context.held_out[scorer]
     return [statistics.fmean(scores[form][:NUM_JUDGED]) for form in FORMS]
 

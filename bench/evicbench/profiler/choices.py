@@ -67,6 +67,6 @@ def within(room: float) -> Chooser:
 
 
 def picked(table: Table, choice: Choice) -> Table:
-    """What was chosen, of each row."""
+    """Chosen value of each row."""
     found: Table = table[np.arange(len(table)), choice]
     return found

@@ -1,4 +1,4 @@
-"""What profiling one context costs by `logprob` beside `minilm`, counted in forward passes and tokens.
+"""Cost of profiling one context by `logprob` beside `minilm`, counted in forward passes and tokens.
 
 A forward pass of a request is one generated token (the first comes with the prompt's pass), or the one pass in which
 the tokens of a given answer are scored. The server runs passes of several requests as one batch. Both ways generate the
@@ -7,7 +7,7 @@ answers on exact KV first, and that counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
 
@@ -28,7 +28,7 @@ NUM_ASKED = 10  # questions; the shares do not depend on how many
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of ``requests``: their forward ``passes`` and ``generated`` tokens, the tokens ``computed`` for them and the
+    """Cost of ``requests``: their forward ``passes`` and ``generated`` tokens, the tokens ``computed`` for them and the
     ``batches`` in which the server did so."""
 
     requests: int = 0
@@ -59,7 +59,7 @@ class Counting:
 
 
 def cost_of(meta: Mapping[str, int]) -> Cost:
-    """Of one request, by what the server says of it. What is computed of the last generated token is not needed."""
+    """Cost of one request, from the server's answer. The last generated token needs no computing."""
     generated = meta["completion_tokens"]
     new = meta["prompt_tokens"] - meta["cached_tokens"]
     return Cost(1, max(1, generated), generated, new + max(0, generated - 1))
@@ -88,10 +88,10 @@ def guests(server: Server) -> dict[str, int]:
     return counts
 
 
-def measure_cost() -> Iterator[Line]:
+def measure_cost(families: Sequence[str] = FAMILIES) -> Iterator[Line]:
     costs: dict[str, dict[str, Cost]] = {}
     with served() as server, one_thread():
-        for family in FAMILIES:
+        for family in families:
             subject = make_subject(family, 0)
             costs[family] = {scorer: measure_context(server, subject, scorer) for scorer in ("logprob", "minilm")}
     ours, theirs = (reduce(Cost.plus, (cost[scorer] for cost in costs.values())) for scorer in ("logprob", "minilm"))

@@ -1,4 +1,4 @@
-"""What survives of profiles: kill -9 while they are put, another model or tokenizer on the same file, damage."""
+"""Durability of profiles: kill -9 while they are put, another model or tokenizer on the same file, damage."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Puts:
 
 
 def kill_while_putting(server: Stoppable, first: int, seconds: float) -> dict[str, object]:
-    """What the server had acknowledged when all its processes were killed."""
+    """Acknowledged profiles of the server when all its processes were killed."""
     puts = Puts(server, first)
     threads = [threading.Thread(target=puts.run, args=(index,)) for index in range(NUM_WRITERS)]
     for thread in threads:
@@ -91,7 +91,7 @@ def measure_one(server: Server) -> tuple[str, list[int]]:
 
 
 def profiled_nodes(server: Server, prompt: list[int]) -> int:
-    """How many nodes go by a profile once the prompt was served."""
+    """Number of nodes that go by a profile once the prompt was served."""
     server.generate(prompt, 1)
     return sum(node["num_profiles"] > 0 for node in server.get("/evicpress/tree")["nodes"])
 

@@ -58,7 +58,7 @@ NEAR_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked, and when, in seconds from the start of a run."""
+    """Question and its time, in seconds from the start of a run."""
 
     arrival_s: float
     context: int
@@ -196,7 +196,7 @@ class ProfilingMoments:
 def moving_mean(
     times: Sequence[float], values: Sequence[float], width: float, at: Sequence[float]
 ) -> list[float | None]:
-    """Of the values whose time is within half of ``width``; None where there is none."""
+    """Mean of the values whose time is within half of ``width``; None where there is none."""
     pairs = list(zip(times, values, strict=True))
     means: list[float | None] = []
     for moment in at:

@@ -1,4 +1,4 @@
-"""Whether forms chosen from training questions are good for other questions, beside an oracle that knows those.
+"""Forms chosen from training questions, tried on other questions, beside an oracle that knows those.
 
 The product's choice sees what the policy sees: the lower bounds that ``Catalog.curves_of`` gives of the training
 questions' profile of each context, by logprob. The oracle chooses in the same way from the mean quality on the very
@@ -108,7 +108,7 @@ def measure_heldout() -> Iterator[Line]:
 
 
 def bounds_line(tables: Tables) -> Line:
-    """Whether what the choices go by is neither too bold nor too timid."""
+    """Calibration of the bounds that choices go by: neither too bold nor too timid."""
     lossy = slice(0, len(FORMS))
     bounds, means, found = tables.bounds[:, lossy], tables.means[:, lossy], tables.held_out["logprob"][:, lossy]
     share = float((found >= bounds - 1e-9).mean())

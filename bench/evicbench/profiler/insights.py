@@ -32,7 +32,7 @@ TIE = "tie"
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of the sensitivities of some contexts. ``cv`` is the coefficient of variation (n - 1), 0 where all are 0."""
+    """Spread of the sensitivities of some contexts. ``cv``: coefficient of variation (n - 1), 0 where all are 0."""
 
     median: float
     least: float
@@ -78,7 +78,7 @@ def means(scores: Scores, kept: float) -> dict[str, float]:
 
 
 def wins(contexts: Sequence[Measured], kept: float, scorer: str = "logprob") -> Counter[str]:
-    """How many contexts each press wins, and how many are ties."""
+    """Number of contexts that each press wins, and of ties."""
     return Counter(winner(by_press(each, kept, scorer)) for each in contexts)
 
 
@@ -170,7 +170,7 @@ def other_wins_line(contexts: Sequence[Measured]) -> Line:
 
 
 def shares(found: Mapping[str, int], total: int) -> str:
-    """Of the presses that win any, then of ties."""
+    """Shares of the presses that win any, then of ties."""
     return ", ".join(f"{name} {found[name] / total:.0%}" for name in (*PRESSES, TIE) if found[name] or name == TIE)
 
 

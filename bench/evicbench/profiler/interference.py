@@ -1,4 +1,4 @@
-"""What users notice of online profiling: a server that profiles beside one that does not, under the same clients.
+"""Interference of online profiling with users: a server that profiles beside one that does not, with equal clients.
 
 Both are the real server, started once. Only one of them runs at a time, the other is stopped by SIGSTOP, and they take
 turns every few seconds, so that whatever else the machine does hits both. A random model is used: its answers go on,
@@ -124,7 +124,7 @@ class Rounds:
         return quantile(on, share) / quantile(off, share)
 
     def ttft_differences_s(self, share: float) -> list[float]:
-        """Of each pair, that percentile of TTFT, on minus off."""
+        """Difference of each pair at that percentile of TTFT, on minus off."""
         return [
             quantile(on.ttft_s, share) - quantile(off.ttft_s, share) for on, off in zip(self.on, self.off, strict=True)
         ]
@@ -136,7 +136,7 @@ class Rounds:
 
 
 def draw_prompts(rng: random.Random) -> list[list[Ids]]:
-    """Of each context the prompts that ask about it."""
+    """Prompts about each context."""
 
     def row(count: int) -> Ids:
         return tuple(rng.randrange(3, PEAKY_VOCABULARY) for _ in range(count))
@@ -224,7 +224,7 @@ def measure_rounds(num_pairs: int = NUM_PAIRS) -> dict[str, Rounds]:
 
 
 def _in_turn(pair: Sequence[Any], number: int) -> Sequence[Any]:
-    """Who goes first changes from pair to pair; done twice, the order is as before."""
+    """Order of a pair, reversed from pair to pair; done twice, the order is as before."""
     return pair if number % 2 == 0 else pair[::-1]
 
 

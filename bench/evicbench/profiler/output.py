@@ -1,4 +1,4 @@
-"""Where tables and plots go."""
+"""Output of tables and plots."""
 
 from __future__ import annotations
 

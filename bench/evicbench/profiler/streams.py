@@ -66,7 +66,7 @@ def steady_load(
     mean_pause_s: float,
     seed: str,
 ) -> list[Stream]:
-    """What ``num_clients`` clients got, each of which asks, waits about ``mean_pause_s`` and asks again.
+    """Streams of ``num_clients`` clients, each of which asks, waits about ``mean_pause_s`` and asks again.
 
     Prompts and pauses are the same for the same ``seed``. No client begins anything after ``seconds``. Raises
     StreamError at the first request that fails.

@@ -84,7 +84,7 @@ class Measured:
         return statistics.fmean(asked)
 
     def profile(self) -> Profile:
-        """What profiling with the training questions stores."""
+        """Profile stored after profiling with the training questions."""
         forms = {form: Evidence.of(scores) for form, scores in self.training.items()}
         return Profile(self.key, self.num_tokens, forms, "logprob", query_set([]), NUM_TRAINING, 0.0)
 
@@ -131,7 +131,7 @@ class Noting:
         return self.noted[self.scorers[0].name][-1]
 
     def take(self) -> dict[str, list[float]]:
-        """What was noted since the last time."""
+        """Notes since the last time."""
         noted, self.noted = self.noted, {}
         return noted
 

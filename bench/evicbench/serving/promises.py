@@ -1,4 +1,4 @@
-"""What the runs of bench/configs/show.yaml say about the promises of serving.
+"""Promises of serving judged by the runs of bench/configs/show.yaml.
 
 TTFT is compared at level 0, one client that waits for each answer, so that no queue is in it; requests/s by the levels
 above. Quality is that of an answer beside the bound's on the same request: by MiniLM, as in the paper, and, stricter,
@@ -117,7 +117,7 @@ def requests_per_second(summary: Summary) -> Line:
 
 
 def fast_hits(summary: Summary) -> Line:
-    """Of the prompts' tokens, those found on the GPU or in host memory; beside the fixed press that is nearest in TTFT
+    """Share of prompt tokens found on the GPU or in host memory; beside the fixed press that is nearest in TTFT
     among those as good."""
     what = f"share of prompt tokens hit on the GPU or in host memory, token F1 >= {LEAST}"
     one = best_at_quality(summary, OURS, 0.0, LEAST)
@@ -153,7 +153,7 @@ def against_bound(summary: Summary) -> Line:
 
 
 def overhead_share(summary: Summary) -> Line:
-    """What no cache can take away, so what the ratios above are diluted by."""
+    """Share of fixed overhead, which no cache can take away, so what the ratios above are diluted by."""
     overhead_s = summary.overhead_s or 0.0
     shares = [
         f"{cell.system} {overhead_s / cell.ttft_mean_s:.0%}"

@@ -1,4 +1,4 @@
-"""What EvicPress costs where everything fits: two servers side by side, the same requests in turn."""
+"""Overhead of EvicPress where everything fits: two servers side by side, the same requests in turn."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ MOST = 1.03
 NUM_PAIRS = 240
 
 
-def measure() -> Iterator[Line]:
-    yield from overhead(NUM_PAIRS, most=MOST)
+def measure(num_pairs: int = NUM_PAIRS) -> Iterator[Line]:
+    yield from overhead(num_pairs, most=MOST)

@@ -32,7 +32,7 @@ _MAX_NEW_TOKENS = 14  # the longest answer has 12 words, then <eos>
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What is asked about each context, and how."""
+    """Questions about each context."""
 
     num_contexts: int
     num_questions: int

@@ -108,7 +108,7 @@ def _varied_count(family: str, num_tokens: int, rng: random.Random) -> int:
 
 
 def _context_length(family: str, length: int, rng: random.Random) -> int:
-    """How much of a row is context; the rest holds as many questions as fit."""
+    """Length of the context in a row; the rest holds as many questions as fit."""
     if family in ("needle", "title", "note"):
         return length - rng.randint(24, 60)
     if family == "redundant":
@@ -117,7 +117,7 @@ def _context_length(family: str, length: int, rng: random.Random) -> int:
 
 
 def _repeated_values(sentence: Sentence, seen: set[Sentence]) -> range:
-    """Where a fact's values stand if its key was stated before (so they can be predicted), else nothing."""
+    """Places of a fact's values if its key was stated before (so they can be predicted), else nothing."""
     if sentence[0] not in ("code", "->"):
         return range(0)
     key = sentence[:2]

@@ -197,7 +197,7 @@ _SPARE_NAMES = 8  # the small mapping of `mixed` draws six more
 
 
 def _usual_count(family: str, num_tokens: int) -> int:
-    """How many facts (labels, chains, logs, rounds) an evaluated context of this length holds."""
+    """Number of facts (labels, chains, logs, rounds) in an evaluated context of this length."""
     match family:
         case "multikv":
             return min(180, num_tokens // 10)

@@ -1,4 +1,4 @@
-"""How fast the SSD tier writes and reads, beside the same bytes through plain sequential IO in the same folder.
+"""Bandwidth of the SSD tier beside the same bytes through plain sequential IO in the same folder.
 
 Rounds are paired: in each one ours and the other follow one another on the same disk, now one first and now the other,
 and the ratio is taken within the round. The median of the ratios is what counts.
@@ -68,21 +68,22 @@ class Rounds:
         return f"{name} {median:.2f} GB/s (best {best:.2f})"
 
 
-def measure_bandwidth() -> Iterator[Line]:
+def measure_bandwidth(num_rounds: int = NUM_ROUNDS, *, with_others: bool = True) -> Iterator[Line]:
     with scratch(DISK_BYTES) as folder:
         arena = Arena(2 * NUM_BYTES)
         arena.data.copy_(torch.randint(0, 256, (arena.num_bytes,), dtype=torch.uint8))
         store = SsdStore(folder / "ours", DISK_BYTES // 2, FINGERPRINT)
         try:
-            yield from measure_sequential(store, arena, folder)
-            yield from measure_overhead(store, arena, folder)
-            yield from measure_peer(store, arena, folder)
+            yield from measure_sequential(store, arena, folder, num_rounds)
+            if with_others:
+                yield from measure_overhead(store, arena, folder)
+                yield from measure_peer(store, arena, folder)
         finally:
             store.close()
             arena.close()
 
 
-def measure_sequential(store: SsdStore, arena: Arena, folder: Path) -> Iterator[Line]:
+def measure_sequential(store: SsdStore, arena: Arena, folder: Path, num_rounds: int) -> Iterator[Line]:
     """One entry of 96 MiB after the other, written and read back; the same bytes through a loop, dd and fio.
 
     In a stream of demotions one worker computes an entry's checksums, as it copies it, while another writes the entry
@@ -95,7 +96,7 @@ def measure_sequential(store: SsdStore, arena: Arena, folder: Path) -> Iterator[
     draw = random.Random(0)
     writes, reads = Rounds(), Rounds()
     with ThreadPoolExecutor(1) as worker:
-        for number in range(-2, NUM_ROUNDS):
+        for number in range(-2, num_rounds):
             if number == 0:  # the rounds before warm up
                 writes, reads = Rounds(), Rounds()
             written = _Round(store, arena, source, target, worker, draw)

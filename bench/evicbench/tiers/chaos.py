@@ -54,7 +54,7 @@ def arguments(folder: Path, page_size: int) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a storm left. ``errors``: of the tiers, by reason, as the server counts them. ``ssd_left_bytes``: of the
+    """Result of a storm. ``errors``: of the tiers, by reason, as the server counts them. ``ssd_left_bytes``: of the
     disk after the flush, for what could not be given back because of a fault. ``num_offered``: requests sent at their
     time, whatever became of those before, at a multiple of ``saturation_rps``."""
 
@@ -269,7 +269,7 @@ class Chaos:
             self._report(f"after the flush: {512 * blocks} bytes on the disk, {counted} of them counted")
 
     def _left(self) -> str:
-        """What should not be there once nothing runs and all was flushed; nothing is fine."""
+        """Leftovers once nothing runs and all was flushed; nothing is fine."""
         stats, described = self.server.get("/evicpress/stats"), self.server.get("/evicpress/tiers")
         host, ssd = described["tiers"]["host"], described["tiers"]["ssd"]
         found = {

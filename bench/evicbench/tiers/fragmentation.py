@@ -1,4 +1,4 @@
-"""How much of the host arena is lost between entries after a million allocations and frees of a real trace's nodes."""
+"""Fragmentation of the host arena after a million allocations and frees of a real trace's nodes."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Churn:
     lost: list[float] = field(default_factory=list)
     used: list[float] = field(default_factory=list)
 
-    def run(self, sizes: Sequence[int], draw: random.Random) -> None:
+    def run(self, sizes: Sequence[int], draw: random.Random, num_ops: int) -> None:
         extents, taken_s, freed_s = self.extents, self.taken_s, self.freed_s
         high, low = int(extents.num_bytes * self.high), int(extents.num_bytes * self.low)
         next_sample = 0
-        while (done := len(taken_s) + len(freed_s)) < NUM_OPS:
+        while (done := len(taken_s) + len(freed_s)) < num_ops:
             size = int(draw.choice(sizes) * draw.choice(KEPT))
             if extents.used_bytes + size > high:
                 while self.live and extents.used_bytes + size > low:
@@ -103,16 +103,16 @@ def node_bytes(trace: Trace) -> list[int]:
     return sizes
 
 
-def measure_fragmentation() -> Iterator[Line]:
+def measure_fragmentation(num_ops: int = NUM_OPS) -> Iterator[Line]:
     source = trace_file("mooncake")
     sizes = node_bytes(read_trace(source))
     nodes = f"{len(sizes):,} node sizes of {Path(source).name}, median {statistics.median(sizes) / 1e6:.0f} MB exact"
     for how, high, low in (("always full", 1.0, 1.0), ("kept between 90 % and 95 %", 0.95, 0.90)):
         churn = Churn(Extents(ARENA_BYTES), high, low)
-        churn.run(sizes, random.Random(0))
+        churn.run(sizes, random.Random(0), num_ops)
         worst, mean = max(churn.lost), statistics.fmean(churn.lost)
         yield Line(
-            f"host arena of {ARENA_BYTES >> 30} GiB {how}, {NUM_OPS:,} random alloc and free of {nodes}, "
+            f"host arena of {ARENA_BYTES >> 30} GiB {how}, {num_ops:,} random alloc and free of {nodes}, "
             f"kept to {', '.join(f'{kept:.0%}' for kept in KEPT)}",
             f"fragmentation <= {MOST:.0%} of the arena at any time",
             f"worst {worst:.2%}, mean {mean:.2%}; {statistics.fmean(churn.used):.1%} hold entries; "

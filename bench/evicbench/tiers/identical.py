@@ -1,4 +1,4 @@
-"""What a server answers whose KV has gone to host memory and SSD and back, against one that caches nothing."""
+"""Answers of a server whose KV has gone to host memory and SSD and back, against one that caches nothing."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Outcome:
 
     @property
     def has_moved(self) -> bool:
-        """Whether KV really went down and came back."""
+        """True if KV really went down and came back."""
         often = LEAST_SHARE * self.num_requests
         is_often = all(self.requests[place] >= often for place in ("host", "storage"))
         return is_often and all(self.counts.get(name, 0) > 0 for name in ("backed_up", "written", "read", "loads"))

@@ -1,4 +1,4 @@
-"""What the measurements of the tiers share: a folder on the disk to be measured, and headers of entries."""
+"""Shared inputs of the tiers' measurements: a folder on the disk to be measured, and headers of entries."""
 
 from __future__ import annotations
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from evicbench.report import Measurement
+from functools import partial
+
+from evicbench.report import Measurement, unjudged
 from evicbench.tiers.bandwidth import measure_bandwidth
 from evicbench.tiers.chaos import measure_chaos
 from evicbench.tiers.fragmentation import measure_fragmentation
@@ -15,12 +17,12 @@ from evicbench.tiers.roundtrip import measure_roundtrip
 from evicbench.tiers.ttft import measure_ttft
 
 MEASUREMENTS = {
-    "roundtrip": Measurement(measure_roundtrip),
-    "bandwidth": Measurement(measure_bandwidth),
+    "roundtrip": Measurement(measure_roundtrip, partial(measure_roundtrip, 2)),
+    "bandwidth": Measurement(measure_bandwidth, unjudged(partial(measure_bandwidth, 3, with_others=False))),
     "host": Measurement(measure_host),
-    "fragmentation": Measurement(measure_fragmentation),
-    "index": Measurement(measure_index),
-    "kills": Measurement(measure_kills),
+    "fragmentation": Measurement(measure_fragmentation, unjudged(partial(measure_fragmentation, 20_000))),
+    "index": Measurement(measure_index, unjudged(partial(measure_index, 20_000))),
+    "kills": Measurement(measure_kills, partial(measure_kills, 8)),
     "ttft": Measurement(measure_ttft),
     "restart": Measurement(measure_restart),
     "identical": Measurement(measure_identical),

@@ -1,4 +1,4 @@
-"""What a tiny entry costs beyond the IO of its bytes: where an SSD tier spends its time when nodes are small."""
+"""Overhead of a tiny entry beyond the IO of its bytes, where an SSD tier spends its time when nodes are small."""
 
 from __future__ import annotations
 

@@ -60,14 +60,14 @@ class Peer:
         self.keys = _page_keys(page_size)
 
     def save(self) -> None:
-        """As `_generic_page_set`."""
+        """Save like `_generic_page_set`."""
         for begin, keys in self._batches():
             pages = [self.pool.get_data_page((begin + i) * self.page_size) for i in range(len(keys))]
             if not self.backend.batch_set(keys, pages):
                 raise RuntimeError("SGLang's file backend did not store a page")
 
     def load(self) -> None:
-        """As `_generic_page_get`: pages into new memory, from there to their place in the host pool."""
+        """Load like `_generic_page_get`: pages into new memory, from there to their place in the host pool."""
         for begin, keys in self._batches():
             pages = self.backend.batch_get(keys, [self.pool.get_dummy_flat_data_page() for _ in keys])
             for i, page in enumerate(pages):

@@ -82,12 +82,12 @@ def _answered(server: Server, prompt: Ids, num_tokens: int) -> Question | None:
 
 
 def sources(given: Any) -> dict[str, int]:
-    """How many tokens of a prompt came from "device", "host" and "storage"."""
+    """Numbers of tokens of a prompt that came from "device", "host" and "storage"."""
     return dict(given["meta_info"].get("cached_tokens_details") or {})
 
 
 def num_changed(server: Server, questions: Sequence[Question], rng: random.Random) -> int:
-    """How many answers are others when one token in the first half of the prompt is: a wrong cache would be seen."""
+    """Number of answers that change with one token in the first half of the prompt: a wrong cache would be seen."""
     count = 0
     for question in questions:
         place = rng.randrange(len(question.prompt) // 2)

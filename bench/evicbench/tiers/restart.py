@@ -57,7 +57,7 @@ class Stoppable(Server):
 
 @dataclass(slots=True)
 class Answers:
-    """What a server said to questions it was asked again. ``num_hits``: prompts of which half or more came from SSD."""
+    """Answers of a server to repeated questions. ``num_hits``: prompts of which half or more came from SSD."""
 
     num_asked: int = 0
     num_hits: int = 0

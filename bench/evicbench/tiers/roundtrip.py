@@ -256,21 +256,21 @@ def _demand(holds: bool, otherwise: str) -> None:
         raise RuntimeError(f"{otherwise} came back")
 
 
-def measure_roundtrip() -> Iterator[Line]:
+def measure_roundtrip(num_pools: int = NUM_POOLS) -> Iterator[Line]:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the workers of the tiers copy
     try:
         for dtype in DTYPES:
-            yield _measure(dtype)
+            yield _measure(dtype, num_pools)
     finally:
         torch.set_num_threads(num_threads)
 
 
-def _measure(dtype: torch.dtype) -> Line:
+def _measure(dtype: torch.dtype, num_pools: int) -> Line:
     moves: Counter[str] = Counter()
     num_bytes, problem = 0, None
     with scratch(DISK_BYTES) as folder:
-        for seed in range(NUM_POOLS):
+        for seed in range(num_pools):
             tiers = _Tiers(random.Random(f"{dtype} {seed}"), dtype, folder / str(seed))
             try:
                 for _ in range(NUM_MOVES):
@@ -284,7 +284,7 @@ def _measure(dtype: torch.dtype) -> Line:
     counts = ", ".join(f"{moves[kind]} {kind}" for kind in ORDER)
     name = str(dtype).removeprefix("torch.")
     return Line(
-        f"round trip of {name} KV through host memory and SSD, {NUM_POOLS} pools of random shape, random moves",
+        f"round trip of {name} KV through host memory and SSD, {num_pools} pools of random shape, random moves",
         "every bit is back",
         problem or f"{num_bytes / 1e6:.0f} MB loaded back and compared, all equal; {counts}",
         problem is None and all(moves[kind] for kind in ORDER),

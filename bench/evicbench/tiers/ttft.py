@@ -53,7 +53,7 @@ class Case:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the cost model chose to load, more often than not."""
+        """True if the cost model chose to load, more often than not."""
         return 2 * self.num_loaded > len(self.from_tier)
 
     def __str__(self) -> str:

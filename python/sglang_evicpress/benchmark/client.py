@@ -25,14 +25,14 @@ _PAUSE_S = 0.1
 
 
 class Asked(Protocol):
-    """What ``drive`` needs of an item."""
+    """Item as ``drive`` sees it."""
 
     @property
     def messages(self) -> Sequence[Mapping[str, str]]: ...
 
 
 class Arrival(Protocol):
-    """What ``drive`` needs of a planned request; ``arrival_s`` counts from the start of the level."""
+    """Planned request as ``drive`` sees it; ``arrival_s`` counts from the start of the level."""
 
     @property
     def arrival_s(self) -> float: ...
@@ -42,7 +42,7 @@ class Arrival(Protocol):
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one request. ``arrival_s``, ``sent_s`` and ``end_s`` are seconds from the start of the level.
+    """Result of one request. ``arrival_s``, ``sent_s`` and ``end_s`` are seconds from the start of the level.
 
     ``ttft_s`` is the time from ``arrival_s`` to the first text of the answer; for an answer without text, to its end;
     None when nothing came. ``itl_s`` are the times between the pieces of text. ``cached_by_tier`` is where SGLang says

@@ -1,4 +1,4 @@
-"""What a benchmark measures: one YAML file as one checked value."""
+"""Settings of a benchmark: one YAML file as one checked value."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _WHICH_RUNS = ("path", "name", "systems", "repetitions", "once", "alphas", "pres
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where the contexts are from: a JSONL ``file``, or a ``command`` that prints one, run in ``folder``."""
+    """Source of the contexts: a JSONL ``file``, or a ``command`` that prints one, run in ``folder``."""
 
     file: Path | None
     command: tuple[str, ...]
@@ -152,7 +152,7 @@ class Config:
         return replace(self, load=load, levels=tuple(dict.fromkeys((*self.levels, *sorted(load.multiples)))))
 
     def levels_of(self, kind: str, name: str, repetition: int) -> tuple[float, ...]:
-        """Of one repetition, counted from 0, of a system of that kind and name; none where it does not run."""
+        """Levels of one repetition, counted from 0, of such a system; none where it does not run."""
         if repetition >= self.repetitions or (repetition and {kind, name} & {*self.once}):
             return ()
         if repetition:
@@ -162,7 +162,7 @@ class Config:
 
     @property
     def forms(self) -> str:
-        """What evicpress and adaptcache choose among."""
+        """Forms that evicpress and adaptcache choose from."""
         return self.profiles.forms if self.profiles is not None else _grid(self.presses, self.kept)
 
     def record(self) -> dict[str, object]:

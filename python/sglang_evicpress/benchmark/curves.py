@@ -81,7 +81,7 @@ class Gap:
 
 
 def curve(summary: Summary, kinds: Iterable[str], level: float, measure: str = "f1_bound") -> Curve:
-    """Of the systems of these kinds that answered, in the summary's order."""
+    """Points of the systems of these kinds that answered, in the summary's order."""
     points = []
     for cell in comparable(summary, kinds, level):
         quality = cell.quality(measure)
@@ -102,7 +102,7 @@ def gaps(one: Curve, other: Curve) -> list[Gap]:
 
 
 def comparable(summary: Summary, kinds: Iterable[str], level: float) -> list[Cell]:
-    """Those of these kinds that failed next to nothing."""
+    """Cells of these kinds with next to no failed requests."""
     wanted = set(kinds)
     return [cell for cell in summary.at(level) if cell.kind in wanted and cell.is_comparable]
 

@@ -1,4 +1,4 @@
-"""Where and with what numbers were measured."""
+"""Provenance of results: machine, versions, commit, load."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _lines(path: str) -> list[str]:
 
 
 def _said(command: tuple[str, ...], folder: Path) -> str:
-    """What a program prints; nothing when it is not there or fails."""
+    """Output of a program; empty when it is not there or fails."""
     try:
         done = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True, timeout=_QUESTION_S)
     except (OSError, subprocess.SubprocessError):

@@ -27,7 +27,7 @@ class Fields:
         return cls(where, value)
 
     def need(self, key: str, reader: Callable[[object], T], expected: str) -> T:
-        """What ``reader`` makes of the value. Raises ValueError where there is none, or ``reader`` raises it."""
+        """The value as ``reader`` gives it. Raises ValueError where there is none, or ``reader`` raises it."""
         self._read.append(key)
         value = self.values.get(key)
         if value is None:
@@ -38,7 +38,7 @@ class Fields:
             raise ValueError(f"{self.where}: {key} is {value!r:.100}: expected {expected}") from None
 
     def get(self, key: str, reader: Callable[[object], T], expected: str, default: T) -> T:
-        """As ``need``, but ``default`` where there is no value, or null."""
+        """Like ``need``, but ``default`` where there is no value, or null."""
         if self.values.get(key) is None:
             self._read.append(key)
             return default

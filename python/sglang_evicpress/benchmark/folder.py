@@ -103,7 +103,7 @@ class Folder:
         write_whole(str(tree_file(path)), orjson.dumps(nodes))
 
     def write_failed(self, path: Path, header: Mapping[str, object], lines: Iterable[Mapping[str, object]]) -> Path:
-        """What there is of a run that does not count, beside where it would be; gives the file."""
+        """Write an unfinished run, which does not count, beside its place; return the file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(str(failed_file(path)), _jsonl(header, lines))
         return failed_file(path)

@@ -39,7 +39,7 @@ def raising_interrupts() -> Iterator[None]:
 
 @contextmanager
 def _reacting(signs: tuple[signal.Signals, ...], reaction: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """What is ignored stays so: a child keeps that, whereas it loses every reaction."""
+    """Set a reaction to signals; ignored ones stay ignored: a child keeps that, whereas it loses every reaction."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

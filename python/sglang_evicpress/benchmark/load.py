@@ -1,4 +1,4 @@
-"""What every system did under load, in each repetition: answers, goodput, TTFT, and what was computed anew, and why."""
+"""Results of every system under load, per repetition: answers, goodput, TTFT, recomputed tokens by reason."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def _admission(run: Run) -> tuple[dict[str, float] | None, dict[str, float] | No
 
 
 def _counted(run: Run, name: str) -> dict[str, float] | None:
-    """How much each number below one name of the server's statistics grew in a run; None where it has none."""
+    """Growth of each number below one name of the server's statistics in a run; None where it has none."""
     before, after = ((run.header.get(when) or {}).get(name) for when in ("stats_before", "stats"))
     if after is None:
         return None

@@ -1,4 +1,4 @@
-"""What the files of a model say: how many tokens a text has, and how many bytes of KV each takes."""
+"""Facts from the files of a model: tokens of a text, bytes of KV of each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _INSTEAD = "give kv_bytes_per_token instead"
 
 
 def kv_bytes_per_token(config: Config) -> int:
-    """Of exact KV, in all layers: the config's own figure, else by the model's config.json. Raises ValueError."""
+    """Bytes of a token's exact KV in all layers: the config's figure, else by config.json. Raises ValueError."""
     if config.kv_bytes_per_token is not None:
         return config.kv_bytes_per_token
     where = f"{config.path}: model {config.model}"

@@ -38,7 +38,7 @@ class Profiles:
         self._contexts = contexts
 
     def open(self) -> bool:
-        """Whether they are still to be measured. What is there of other contexts, or was made otherwise, is removed."""
+        """Remove what is there of other contexts, or was made otherwise; True if profiles are still to be measured."""
         write_training(self._config, self._contexts, self._training)
         identity = self._identity()
         if self.path.exists() and _read(self._done) == identity:

@@ -1,4 +1,4 @@
-"""How good every answer of a benchmark is: against the bound's answer to the same request, and against the true one."""
+"""Quality of every answer of a benchmark: against the full-cache answer to the same request and the true one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PAIRS_AT_ONCE = 1024
 
 
 class Similarity(Protocol):
-    """What compares two answers; the profiler's scorer ``minilm`` is one."""
+    """Comparison of two answers; the profiler's scorer ``minilm`` is one."""
 
     def prepare(self, texts: Sequence[str]) -> None: ...
 

@@ -16,7 +16,7 @@ DRAWS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """How many times as long one system takes as the other.
+    """Ratio of the times of two systems.
 
     ``ratio`` is that of the means, with its 95 % interval from ``low`` to ``high``; ``median_of_repetitions`` that of
     the ratios of the repetitions' means; ``median_of_pairs`` that of the ratios of single requests.
@@ -68,7 +68,7 @@ def paired(
 def _shared(
     raw: Raw, system: str, over: str, level: float, measure: str, overhead_s: float, family: str | None
 ) -> Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-    """Of each repetition that both ran, the times of the requests that both answered, in the order of arrival."""
+    """Times of the requests that both answered, per repetition that both ran, in the order of arrival."""
     value = _MEASURES[measure]
     others = {run.repetition: run for run in raw.runs_of(over, level)}
     found = []

@@ -1,4 +1,4 @@
-"""What a benchmark left in its out folder, read back: the plan, the runs with their requests, and the scores."""
+"""Results of a benchmark, read back from its run folder: the plan, the runs with their requests, and the scores."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How near an answer is to the bound's, and to the true one; None where there is nothing to compare with.
+    """Similarity of an answer to the full-cache one and to the true one; None without one to compare with.
 
     ``pair`` names the two texts that ``minilm_bound`` compares.
     """
@@ -87,7 +87,7 @@ class Raw:
 
     @property
     def systems(self) -> list[Mapping[str, Any]]:
-        """As the plan lists them, those without a run left out."""
+        """Systems in the order of the plan, without those that have no run."""
         ran = {run.system for run in self.runs}
         return [system for system in self.plan["systems"] if system["name"] in ran]
 

@@ -51,7 +51,7 @@ def launch_command(config: Config, system: System, port: int) -> Sequence[str]:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """How many runs were made, how many were there before, and how many requests of the former failed."""
+    """Counts of runs made, of runs there before, and of failed requests of the former."""
 
     num_runs: int
     num_before: int
@@ -127,7 +127,7 @@ class Bench:
         profiles.close()
 
     def run(self, system: System, repetition: int, levels: Sequence[float], progress: Progress) -> None:
-        """Those levels, on one start of the server."""
+        """Run the levels on one start of the server."""
         where = f"{system.name}, repetition {repetition + 1} of {self._config.repetitions}"
         progress.say(f"{where}: starts")
         with self._folder.empty_ssd(system), self._server(system, repetition) as server:
@@ -139,7 +139,7 @@ class Bench:
                 self._level(server, system, repetition, level, shown, progress)
 
     def saturate(self, system: System, clients: int, seconds: float, progress: Progress) -> list[Outcome]:
-        """What so many clients get that ask without a pause for so long."""
+        """Outcomes of so many clients that ask without a pause for so long."""
         where = f"saturation of {system.name}"
         progress.name(f"{where}: starts")
         with self._folder.empty_ssd(system), self._server(system, None) as server:
@@ -336,7 +336,7 @@ def _line(entry: Planned, outcome: Outcome) -> dict[str, object]:
 def plan_of(
     config: Config, systems: Sequence[System], contexts: Sequence[Context], sizes: Sizes, command: str
 ) -> Mapping[str, object]:
-    """What ``plan.json`` is to say."""
+    """Content of ``plan.json``."""
     arrivals = "poisson" if config.gaps_shape == 1.0 else f"gamma {config.gaps_shape:g}"
     arrivals = arrivals if config.trace is None else f"trace {config.trace}"
     settings = {**asdict(sizes), "num_contexts": len(contexts), "arrivals": arrivals}

@@ -1,4 +1,4 @@
-"""How many requests a second a benchmark's reference system answers at most: measured once, and kept with the runs."""
+"""Requests per second that a benchmark's reference system answers at most: measured once, kept with the runs."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def at_saturation(
 
 
 def within(outcomes: Sequence[Outcome], begin_s: float, end_s: float) -> int:
-    """How many answers were complete in that time."""
+    """Number of answers complete in that time."""
     return sum(each.error is None and not each.is_cut and begin_s < each.end_s <= end_s for each in outcomes)
 
 

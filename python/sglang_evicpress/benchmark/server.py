@@ -126,7 +126,7 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Of the first process. Raises ServerError when none was started."""
+        """Process id of the first process. Raises ServerError when none was started."""
         if self._process is None:
             raise self.error("the server was not started")
         return self._process.pid

@@ -1,4 +1,4 @@
-"""What every system did at every level, over all repetitions."""
+"""Results of every system at every level, over all repetitions."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Summary:
 
 
 def summarise(raw: Raw, family: str | None = None) -> Summary:
-    """Of all requests, or of those about contexts of one ``family``."""
+    """Summary of all requests, or of those about contexts of one ``family``."""
     overhead_s = _overhead(raw)
     cells = [
         _cell(raw, system, level, runs, family, overhead_s)
@@ -189,7 +189,7 @@ def known_quantile(values: Sequence[float], share: float) -> float | None:
 
 
 def _is_in_window(run: Run, request: Request) -> bool:
-    """Whether it ended while requests arrived, where that is a set time."""
+    """True if it ended while requests arrived, where that is a set time."""
     seconds = run.header.get("seconds")
     return seconds is None or request.end_s <= seconds
 
@@ -202,7 +202,7 @@ def _hits(requests: Sequence[Request], num_prompt_tokens: int) -> dict[str, floa
 
 
 def _tier_bytes(run: Run, raw: Raw) -> dict[str, float] | None:
-    """What each tier held after a run; of the GPU alone where the server has no other, or did not say."""
+    """Bytes in each tier after a run; the GPU alone where the server has no other, or did not say."""
     tiers = (run.header.get("tiers") or {}).get("tiers")
     if tiers:
         return {tier: float(told["used_bytes"]) for tier, told in tiers.items()}
@@ -225,7 +225,7 @@ def _forms(runs: Sequence[Run]) -> dict[str, dict[str, float]] | None:
 
 
 def _mean_of_maps(maps: Sequence[Mapping[str, float] | None]) -> dict[str, float] | None:
-    """What one lacks counts as 0 there; those that are None do not count."""
+    """Mean per key over the maps that are not None; a missing key counts as 0."""
     known = [each for each in maps if each is not None]
     names = dict.fromkeys(name for each in known for name in each)
     return {name: sum(each.get(name, 0.0) for each in known) / len(known) for name in names} or None
@@ -243,7 +243,7 @@ def _decisions(runs: Sequence[Run]) -> dict[str, float] | None:
 
 
 def _utility_lost(runs: Sequence[Run]) -> float | None:
-    """Of all requests, whatever family they are of: what a decision takes is missed by others than who needed room."""
+    """Utility lost per request, over all families: a decision may cost others than who needed the memory."""
     lost_s, num_requests = 0.0, 0
     for run in runs:
         before, after = ((run.header.get(name) or {}).get("utility_lost_s") for name in ("stats_before", "stats"))
@@ -263,7 +263,7 @@ def numbers(counters: Mapping[str, Any], above: str = "") -> Iterator[tuple[str,
 
 
 def _notes(raw: Raw, cells: Sequence[Cell]) -> Iterator[str]:
-    """What a reader must know before believing the figures."""
+    """Caveats that a reader must know before believing the figures."""
     config = raw.plan.get("config", {})
     once, wanted, missing = config.get("once") or (), int(config.get("repetitions") or 1), 0
     for system in raw.plan["systems"]:

@@ -60,7 +60,7 @@ class System:
         return self.name.replace(" ", "-")
 
     def record(self) -> dict[str, object]:
-        """As ``plan.json`` lists it."""
+        """Entry of ``plan.json``."""
         return {
             "name": self.name,
             "kind": self.kind,
@@ -84,7 +84,7 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of memory, the same for every system but the bound, whose pool holds everything."""
+    """Sizes of memory, the same for every system but the full-cache one, whose pool holds everything."""
 
     working_set_tokens: int
     kv_bytes_per_token: int
@@ -117,7 +117,7 @@ def expand(config: Config, working_set_tokens: int, kv_bytes_per_token: int, fol
 
 
 def profiling_system(config: Config, working_set_tokens: int, kv_bytes_per_token: int, folder: Path) -> System:
-    """What contexts are profiled on before the runs: the pool of the bound, and nothing else writes its profiles."""
+    """System on which contexts are profiled before the runs: the full-cache pool; only it writes its profiles."""
     shelf = _Shelf(config, sizes_of(config, working_set_tokens, kv_bytes_per_token), folder)
     return shelf.ours("profiling", "profiling", "evicpress", *shelf.learned, has_tiers=False, is_whole=True)
 
@@ -258,7 +258,7 @@ def _gb(num_bytes: int) -> str:
 
 
 def _has_cuda(config: Config) -> bool:
-    """As far as the flags and this machine show: where no device is asked for, SGLang takes the GPU."""
+    """True if flags and machine show a CUDA device: where none is asked for, SGLang takes the GPU."""
     words = [word for flag in config.server for word in flag.split("=", 1)]
     devices = [value for flag, value in pairwise(words) if flag == "--device"]
     return devices[-1].startswith("cuda") if devices else Path("/dev/nvidiactl").exists()

@@ -1,4 +1,4 @@
-"""Which questions are asked when: the same for every system, other ones in every repetition and at every level."""
+"""Schedule of questions: the same for every system, another in every repetition and at every level."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def plan(config: Config, contexts: Sequence[Context], repetition: int, level: fl
 
 
 def num_requests(config: Config, level: float) -> int:
-    """How many requests a level has: as many for all systems that run it."""
+    """Number of requests of a level: the same for all systems that run it."""
     if is_loaded(config, level):
         assert config.load is not None
         return max(1, round(level * config.load.seconds))
@@ -79,12 +79,12 @@ def num_requests(config: Config, level: float) -> int:
 
 
 def is_loaded(config: Config, level: float) -> bool:
-    """Whether it is a level of ``config.load``: one that ends at a set time."""
+    """True if it is a level of ``config.load``: one that ends at a set time."""
     return config.load is not None and level in config.load.multiples
 
 
 def popularity(config: Config, num_contexts: int) -> list[float]:
-    """How often each context is asked about, in proportion."""
+    """Relative frequency of questions about each context."""
     shares = [float(rank**-config.popularity) for rank in range(1, num_contexts + 1)]
     random.Random(f"popularity {config.seed}").shuffle(shares)
     return shares

@@ -59,7 +59,7 @@ def serve(args: argparse.Namespace, command: str) -> int:
 
 
 def choose(systems: Sequence[System], names: str) -> list[System]:
-    """Those of one of the names, or kinds, separated by commas. Raises ValueError for one that there is not."""
+    """Systems with one of the names, or kinds, separated by commas. Raises ValueError for an unknown one."""
     wanted = [name.strip() for name in names.split(",")]
     known = dict.fromkeys(name for system in systems for name in (system.kind, system.name))
     if unknown := [name for name in wanted if name not in known]:

@@ -24,7 +24,7 @@ LOG_PAUSE_S = 10.0
 
 
 class Moves(Protocol):
-    """What the radix tree lets the controller do; only the scheduler thread calls it. Each move tells the policy."""
+    """Operations of the radix tree for the controller; only the scheduler thread calls them. Each tells the policy."""
 
     def compress(self, node_id: int, form: Form) -> int:
         """Bring a node to a smaller form in place; returns the slots freed."""
@@ -48,7 +48,7 @@ class Moves(Protocol):
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other rank must do as this one does."""
+        """True if no other rank must do as this one does."""
 
 
 class Controller:

@@ -1,4 +1,4 @@
-"""What was decided, and on what grounds: a bounded record, put into words only when it is read."""
+"""Journal of decisions and their inputs: a bounded record, put into words only when it is read."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Journal:
         self._entries.append(Entry(self._num_added, now_s, value_of_hit, decision, cause))
 
     def regret(self, number: int | None, seconds: float) -> None:
-        """What the entry has dropped was asked for again, and takes so long to compute."""
+        """Note that what the entry dropped was asked for again, and takes so long to recompute."""
         if number is not None and self._entries and self._entries[0].number <= number <= self._num_added:
             self._regrets[number] = self._regrets.get(number, 0.0) + seconds
 

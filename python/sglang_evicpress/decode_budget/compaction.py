@@ -1,4 +1,4 @@
-"""How survivors are moved together, and what that costs in slot copies (guide: "The compaction pass").
+"""Moving survivors together, and its cost in slot copies.
 
 ``survivors`` is int32 [L, H, m], ascending indices into the n slots of a request's row, as ``select_survivors``
 gives them. Both ways fill the first m slots of the row: repack keeps the order and slides survivors forward;
@@ -26,7 +26,7 @@ def holefill_copies(survivors: Tensor) -> Tensor:
 
 
 def hole_moves(survivors: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
-    """What hole-filling moves: ``(targets, sources)``, int32 [L, H, k] with k = min(m, num_slots - m).
+    """Moves of hole-filling: ``(targets, sources)``, int32 [L, H, k] with k = min(m, num_slots - m).
 
     Per head, in ascending order, the survivors at m and above go to the dropped indices below m; entries beyond
     a head's moves are -1 in both. Where a repack would copy no more, the moves are the repack's own.
@@ -75,7 +75,7 @@ def dead_pages(slots: Tensor, is_alive: Tensor, page_size: int) -> Tensor:
 
     ``slots``: int64 [n], a row whose pages start at its multiples of ``page_size``; ``is_alive``: bool [n],
     whether any layer and head still needs the slot. Waits for the device. A paged allocator gives nothing back
-    for the others, however few of their slots are alive (guide: "Wall 2").
+    for the others, however few of their slots are alive.
     """
     if slots.shape != is_alive.shape or slots.dim() != 1:
         raise ValueError(f"slots {tuple(slots.shape)} with is_alive {tuple(is_alive.shape)}: want two of [n]")

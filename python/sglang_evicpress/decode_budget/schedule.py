@@ -33,13 +33,13 @@ def protected_blocks(protect: tuple[str, ...], block: int, sinks: int) -> tuple[
 
 
 def is_over(settings: DecodeSettings, num_slots: int, page_size: int) -> bool:
-    """Whether a prefill left more than the budget: tokens are then dropped to ``target`` before the first
+    """True if a prefill left more than the budget: tokens are then dropped to ``target`` before the first
     decode step (PagedEviction, algorithm 2)."""
     return num_slots > _capacity(settings, page_size)
 
 
 def is_due(settings: DecodeSettings, num_slots: int, page_size: int) -> bool:
-    """Whether something is to be dropped between decode steps.
+    """True if something is to be dropped between decode steps.
 
     ``paged``: the newest block is full and the next one would not fit in the budget (PagedEviction, algorithm 3,
     which frees a page whenever one fills; below the budget nothing needs to go), or a pass that was put off is to be
@@ -52,7 +52,7 @@ def is_due(settings: DecodeSettings, num_slots: int, page_size: int) -> bool:
 
 
 def is_near(settings: DecodeSettings, num_slots: int, page_size: int, within: int) -> bool:
-    """Whether it is due now or after at most ``within`` more tokens."""
+    """True if it is due now or after at most ``within`` more tokens."""
     latest = num_slots + within
     if settings.method == "paged" and latest <= _capacity(settings, page_size):
         latest -= latest % block_size(page_size)  # the last block that is full by then: no other is due before it
@@ -60,7 +60,7 @@ def is_near(settings: DecodeSettings, num_slots: int, page_size: int, within: in
 
 
 def target(settings: DecodeSettings, num_slots: int, page_size: int) -> int:
-    """How many slots stay: the most that are within the budget, congruent to ``num_slots`` and not due.
+    """Number of slots that stay: the most that are within the budget, congruent to ``num_slots`` and not due.
 
     For ``paged`` between decode steps this is one block less than ``num_slots``, and congruent modulo the block. Only
     for a request that ``is_over`` or ``is_due``, with settings that passed ``check``.

@@ -1,4 +1,4 @@
-"""Which slots of a running request matter: scores per slot, the survivors, and the pages that matter least.
+"""Scores of the slots of a running request, its survivors, and its pages of the lowest score.
 
 A request is given as a ``PressInput``: ``slots`` is its row, ``positions`` its position map, which after
 hole-filling is not ascending. Scratch grows with the number of slots, never with its square, and nothing waits for

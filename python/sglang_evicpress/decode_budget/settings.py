@@ -1,4 +1,4 @@
-"""What a request with a decode-time budget asked for, and how that is read from its custom parameters."""
+"""Settings of a decode-time budget, and their reading from a request's custom parameters."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class DecodeSettings:
     """A budget of ``tokens`` slots for a running request; 0 is no budget.
 
     ``method``: ``paged`` frees whole pages by their mean score (PagedEviction, section 4.3), ``repack`` and
-    ``holefill`` drop single tokens ``every`` so many decoded tokens and move the survivors together (guide:
-    "The compaction pass"), ``compact`` takes whichever of the two copies less. ``score`` says what survives.
+    ``holefill`` drop single tokens ``every`` so many decoded tokens and move the survivors together
+    (see ``compaction``), ``compact`` takes whichever of the two copies less. ``score`` says what survives.
     ``protect`` holds the pages that ``paged`` never frees while decoding; ``window`` is how many of the last
     queries and keys a score looks at. Raises ValueError naming the value and what is accepted.
     """
@@ -72,7 +72,7 @@ class DecodeSettings:
 
     @property
     def reads_queries(self) -> bool:
-        """Whether the score is lost without recent queries."""
+        """True if the score is lost without recent queries."""
         return SCORES[self.score].needs_queries
 
     @property

@@ -1,4 +1,4 @@
-"""What budgets did: each pass, the counts of each request, and those of the server, as shown by the endpoints."""
+"""Statistics of budgets: each pass, the counts of each request, and those of the server, as the endpoints show them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Counts:
 
 @dataclass(slots=True)
 class RequestTally:
-    """What budgets did to one request, retractions included, and its last passes."""
+    """Counts of one request, retractions included, and its last passes."""
 
     counts: Counts = field(default_factory=Counts)
     passes: deque[PassRecord] = field(default_factory=lambda: deque(maxlen=NUM_PASSES_SHOWN))
@@ -108,7 +108,7 @@ class RequestTally:
 
 @dataclass(slots=True)
 class Totals:
-    """What budgets did on this server since it started; every pass goes through ``add``. ``num_put_off``: passes for
+    """Counts of this server since it started; every pass goes through ``add``. ``num_put_off``: passes for
     which the device had no memory when they were due."""
 
     num_requests: int = 0

@@ -17,7 +17,7 @@ class _Totals:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What a node counts as: its form, logical tokens, slots on the GPU, and whether it belongs to a shadow."""
+    """Counts of a node: its form, logical tokens, slots on the GPU, and whether it belongs to a shadow."""
 
     form: Form
     num_tokens: int

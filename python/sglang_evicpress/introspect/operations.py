@@ -1,4 +1,4 @@
-"""What can be asked of a running cache: operations, their arguments, and errors as statuses with a reason.
+"""Operations of a running cache, their arguments, and errors as statuses with a reason.
 
 No transport here: ``patches/`` carries a question from HTTP to the scheduler and its answer back. A status
 is an HTTP status: 200 answered (``check`` too, with ``"ok": false`` when an invariant is broken), 400 bad
@@ -47,7 +47,7 @@ class NodeBusy(IntrospectionError):
 
 @runtime_checkable
 class Inspectable(Protocol):
-    """What a cache offers to be looked into. Called between scheduler steps: it has milliseconds.
+    """Cache that can be inspected. Called between scheduler steps: it has milliseconds.
 
     Results are JSON objects (numbers, strings, lists, dicts; numpy scalars and arrays are fine, tensors are
     not).
@@ -65,7 +65,7 @@ class Inspectable(Protocol):
         """Counters and sizes of the whole cache."""
 
     def explain_node(self, node_id: int) -> Json:
-        """What the policy could do with a node, what it would do next and why. Raises UnknownNode."""
+        """Options of a node, the next one chosen, and the reason. Raises UnknownNode."""
 
     def read_journal(self, since: int, limit: int) -> Json:
         """Up to ``limit`` decisions, and never more than PAGE_DECISIONS, with numbers above ``since``, oldest first.
@@ -265,7 +265,7 @@ def answer_encoded(
 
 
 def shows_prompt(op: str, arguments: Mapping[str, object]) -> bool:
-    """Whether the answer has token ids of users' prompts in it."""
+    """True if the answer has token ids of users' prompts in it."""
     return op == "node" and checked.flag(arguments, "tokens")
 
 

@@ -1,4 +1,4 @@
-"""What can be asked of a running cache about shadows and profiles, besides what ``introspect`` lists."""
+"""Operations of a running cache on shadows and profiles."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _KEY = re.compile(r"[0-9a-fA-F]{32}")
 
 @runtime_checkable
 class Profiled(Protocol):
-    """What a cache offers to a profiler. Called between scheduler steps. Where it cannot be done now: ValueError or
+    """Cache that can be profiled. Called between scheduler steps. Where it cannot be done now: ValueError or
     IntrospectionError, one sentence."""
 
     def open_shadow(self, tokens: Sequence[int], namespace: str | None, may_evict: bool) -> Json:
@@ -61,7 +61,7 @@ class Profiled(Protocol):
         """Go by a profile from now on, merged with what was known unless ``is_fresh``; answers what holds now."""
 
     def next_profiling_job(self) -> Json:
-        """What a profiler should do now: nothing, ``observe`` or ``profile``."""
+        """Next job of a profiler: nothing, ``observe`` or ``profile``."""
 
     def note_observed(self, key: bytes, pairs: Sequence[tuple[float, float]]) -> Json:
         """Predicted and observed qualities of answers about a context; answers whether it has drifted."""

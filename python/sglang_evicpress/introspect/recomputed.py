@@ -1,4 +1,4 @@
-"""Which tokens were computed although they had been computed before, and why: counted when a request is admitted."""
+"""Recomputed tokens by reason, counted when a request is admitted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TAIL_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """What was given up: ``num_tokens`` which take ``recompute_s`` to compute, for ``reason``; ``number`` is that of
+    """Tokens dropped: ``num_tokens`` which take ``recompute_s`` to compute, for ``reason``; ``number`` is that of
     the decision in the journal, None where there was none; ``had_room``: a lower tier could have held it."""
 
     num_tokens: int
@@ -27,7 +27,7 @@ class Drop:
 
 @dataclass(slots=True)
 class DropCounts:
-    """Of one reason: what was dropped, and how much of it was asked for again."""
+    """Counts of one reason: tokens dropped, and how many of them were asked for again."""
 
     nodes: int = 0
     tokens: int = 0
@@ -85,7 +85,7 @@ class Recomputed:
         return found
 
     def describe(self, not_worth_took_s: float = 0.0) -> dict[str, object]:
-        """As JSON shows it. What was not worth loading: predicted seconds of loading and of computing it, and the
+        """Counts as JSON. ``not_worth_s`` of what was not loaded: predicted seconds to load and to compute it, and the
         seconds that this took."""
         return {
             "requests": self.num_requests,

@@ -115,11 +115,11 @@ class Record:
 
 
 class Rule(Protocol):
-    """What makes one policy differ from another: the order of nodes and what is done to the first of them."""
+    """Rule of a policy: the order of nodes and the step for the first of them."""
 
     @property
     def name(self) -> str:
-        """What it is called, as it was asked for."""
+        """Name, as it was asked for."""
         ...
 
     @property
@@ -129,12 +129,12 @@ class Rule(Protocol):
 
     @property
     def rises_only(self) -> bool:
-        """Whether a hit never makes a key of 0 or more smaller; its entry may then wait in the heap until on top."""
+        """True if a hit never makes a key of 0 or more smaller; its entry may then wait in the heap until on top."""
         ...
 
     @property
     def weighs_quality(self) -> bool:
-        """Whether it chooses forms by their quality; then it is only offered those whose quality is known."""
+        """True if it chooses forms by their quality; then it is only offered those whose quality is known."""
         ...
 
     def step(self, record: Record, barred: int = 0, ways: Sequence[Way] | None = None) -> Step | None:

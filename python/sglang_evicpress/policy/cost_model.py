@@ -92,7 +92,7 @@ class Costs:
         return law.seconds(num_bytes) + (decode.seconds(num_bytes) if decode is not None else 0.0)
 
     def of_a_part(self) -> Costs:
-        """What a node among others of a path costs. Whatever is on the host comes in one load, so that its fixed cost
+        """Costs of a node among others of a path. Whatever is on the host comes in one load, so that its fixed cost
         is nobody's, as that of a prefill is not (``PrefillLaw.marginal_seconds``); from an SSD each is read by itself.
         """
         load = {
@@ -107,7 +107,7 @@ class Costs:
         return replace(self, prefill=prefill)
 
     def drifted_from(self, other: Costs, tolerance: float) -> bool:
-        """Whether a predicted duration differs from that of ``other`` by more than ``tolerance`` of the latter.
+        """True if a predicted duration differs from that of ``other`` by more than ``tolerance`` of the latter.
 
         Compared at 64 KiB to 4 GiB for every transfer, at 64 to 16384 new tokens behind 0 to 65536 for prefill;
         a law that only one of the two has counts as a difference. Raises ValueError unless tolerance >= 0.

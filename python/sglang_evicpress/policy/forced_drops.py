@@ -15,14 +15,14 @@ MOST_COMPARED = 16
 
 
 class Felled(NamedTuple):
-    """What becomes of a node: it goes on as the copy ``way``, or, where there is none, it is dropped."""
+    """Fate of a node: it goes on as the copy ``way``, or, where there is none, it is dropped."""
 
     record: Record
     way: Way | None
 
 
 class Felling:
-    """Who is below whom, and per tier who was used least recently, of the nodes a plan knows of.
+    """Children of the nodes a plan knows of, and per tier their order of last use.
 
     A node has no step when a child keeps it on its tier and it cannot get smaller there: the tiers it could share with
     the child are full, or, in an urgent plan, hold no copy of it (``ready``, see ``Plan``). Made once a plan needs it,
@@ -46,7 +46,7 @@ class Felling:
         heapq.heappush(self._by_use[record.rank], (record.last_use, record.id))
 
     def next(self, rank: int, look: Callable[[int], Record]) -> list[Felled]:
-        """What has to go, children first, for one node of the tier that holds bytes there: all that is below it, and
+        """Nodes that have to go, children first, for one node of the tier that holds bytes: all that is below it, and
         the node itself; but where a tier below is ready for the node, only the branches that begin above that tier, and
         of these what is ready there as well goes on there. Nothing that is locked goes, nor what is above it. Of the
         nodes that were used least recently it is the one for which the fewest tokens are lost per byte, of equal ones

@@ -1,4 +1,4 @@
-"""How much of a path to load and how much to recompute, and how long to wait for a load."""
+"""Choice between loading and recomputing for a path, and the deadline of a load."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def num_worth_loading(
     slack_s: float = 0.0,
     congestion: float = 1.0,
 ) -> int:
-    """How many of the first ``pieces`` to load, so that this and recomputing the others are done soonest.
+    """Number of the first ``pieces`` to load, so that this and recomputing the others are done soonest.
 
     ``pieces`` follow each other on one path, all behind what is on the GPU. Each pays its transfer's fixed cost;
     recomputing adds to a prefill that is needed anyhow and pays none. ``overlap`` is the share of the shorter of the

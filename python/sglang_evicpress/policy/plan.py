@@ -28,7 +28,7 @@ loss would prefer small nodes, over many plans, to those that lose least per byt
 
 @dataclass(slots=True)
 class Move:
-    """What is planned for one node: its copy in the state it will be in, the last step, and the sum of all losses;
+    """Plan for one node: its copy in the state it will be in, the last step, and the sum of all losses;
     ``order`` is the number of the step that brought it where it will be."""
 
     copy: Record
@@ -127,7 +127,7 @@ class Plan:
     def _best_last(
         self, weigher: EvicPressRule, rank: int, num_bytes: int, copy: Record, step: Step
     ) -> tuple[Record, Step]:
-        """Of ``step`` and all changes of the first nodes that free ``num_bytes`` at once, that with the least loss.
+        """Best last step: of ``step`` and all changes of the first nodes that free ``num_bytes``, that of least loss.
 
         The greedy is as good as the linear relaxation but for its last step, and one change alone makes up for it
         (Kellerer et al., on greedy with the best split item). A byte missing below costs what is lost first there.
@@ -154,7 +154,7 @@ class Plan:
         return best
 
     def _price(self, rank: int) -> float:
-        """What is lost first on a tier per byte freed, if anything is lost; infinite where nothing can be freed."""
+        """Utility lost per byte by the next step of a tier, at least 0; infinite where nothing can be freed."""
         found = self._take_first(rank)
         if found is None:
             return math.inf
@@ -162,7 +162,7 @@ class Plan:
         return max(0.0, found[1].key)
 
     def _make_room(self, rank: int, num_bytes: int) -> bool:
-        """Whether a lower tier has, or can be given, room for ``num_bytes``."""
+        """True if a lower tier has, or can be given, room for ``num_bytes``."""
         missing = num_bytes - self.room[rank]
         return missing <= 0 or (missing <= self.movable[rank] and self.relieve(rank, missing) == 0)
 
@@ -265,7 +265,7 @@ class Plan:
 
     @staticmethod
     def _is_open(record: Record, step: Step, ready: Mapping[int, Sequence[Way]]) -> bool:
-        """Whether an urgent plan may take the step; being the best of all, it is then the best of those it may take.
+        """True if an urgent plan may take the step; being the best of all, it is then the best of those it may take.
         Not where a copy is something else than the node: that could be better still."""
         ways = ready.get(record.id, ())
         if any(way.num_bytes != record.num_bytes or way.form != record.form for way in ways):
@@ -317,7 +317,7 @@ class Plan:
         return Step(0.0, way.rank, way.form, way.num_bytes, way.quality, delay_s, loss)
 
     def _is_needed(self, move: Move) -> bool:
-        """Whether a move frees bytes or, holding none, makes way for one above it that does."""
+        """True if a move frees bytes or, holding none, makes way for one above it that does."""
         while True:
             before, step = self.book.records[move.copy.id], move.step
             if before.num_bytes > (step.num_bytes if step.rank == before.rank else 0):

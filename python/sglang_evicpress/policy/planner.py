@@ -1,4 +1,4 @@
-"""What a policy is: statistics in, decisions out."""
+"""Policy object: statistics in, decisions out."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Policy:
 
     @property
     def has_utility(self) -> bool:
-        """Whether a decision's loss is the utility it gives up, ``utility.utility``. Others weigh something else."""
+        """True if a decision's loss is the utility it gives up, ``utility.utility``. Others weigh something else."""
         return isinstance(self.rule, EvicPressRule)
 
     def put_all(self, nodes: Iterable[NodeStats]) -> None:

@@ -23,7 +23,7 @@ CLEARLY = 1.0 + 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What one rearrangement may move: bytes, and seconds of loading as the costs predict them; and how many of the
+    """Limits of one promotion: bytes, and seconds of loading as the costs predict them; and how many of the
     best changes it looks at closely, each of which may need a plan that makes room for it."""
 
     num_bytes: int
@@ -118,7 +118,7 @@ def _least_per_byte(book: Book, tier: Tier) -> list[tuple[int, float]]:
 
 
 def _relief(book: Book, tier: Tier, missing: int, free: list[int]) -> list[Decision]:
-    """What makes the room, empty when it cannot all be made."""
+    """Decisions that free the missing bytes, empty when not all of them can be freed."""
     plan = Plan(book, dict(zip(Tier, free, strict=True)))
     try:
         short = plan.relieve(int(tier), missing)
@@ -165,7 +165,7 @@ def _candidate(
 
 
 def _seconds(rule: EvicPressRule, record: Record, candidate: Candidate) -> float:
-    """Of loading what moves, from the exact copy for an upgrade."""
+    """Seconds of loading what moves, from the exact copy for an upgrade."""
     if not candidate.moved_bytes:
         return 0.0
     if record.exact_on is not None and candidate.form.is_exact and not record.form.is_exact:

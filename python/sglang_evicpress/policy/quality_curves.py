@@ -45,7 +45,7 @@ class Curves:
         return 0.0 if curve is None else _interpolate(curve, form.kept_fraction)
 
     def knows(self, form: Form) -> bool:
-        """Whether there is a curve for ``form``. The exact form needs none, a codec other than ``raw`` has none."""
+        """True if there is a curve for ``form``. The exact form needs none, a codec other than ``raw`` has none."""
         return form.is_exact or self._curve_of(form) is not None
 
     def _curve_of(self, form: Form) -> Curve | None:

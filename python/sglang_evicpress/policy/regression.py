@@ -116,7 +116,7 @@ def _dot(left: Sequence[float], right: Sequence[float]) -> float:
 
 
 def _weighted_sum(law: Sequence[float], columns: Sequence[Sequence[float]]) -> list[float]:
-    """What ``law`` says for each observation: the sum over terms of coefficient times value."""
+    """Prediction of ``law`` for each observation: the sum over terms of coefficient times value."""
     return [_dot(law, terms) for terms in zip(*columns, strict=True)]
 
 

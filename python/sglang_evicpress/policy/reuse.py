@@ -24,11 +24,11 @@ Restate = Callable[[float, float], float]
 
 
 class ReuseClock:
-    """What one hit is worth now, in the units of a reference epoch.
+    """Value of a hit now, in the units of a reference epoch.
 
     A hit at time t counts 2**(-(now - t) / half_life_s) at time now. All nodes share the half-life, so the factor
     2**(now / half_life_s) is common to all of them and is left out: a hit adds ``value_of_hit(t)`` =
-    2**((t - epoch_s) / half_life_s) to its node once, and no weight changes until the next hit (DESIGN section 4).
+    2**((t - epoch_s) / half_life_s) to its node once, and no weight changes until the next hit.
     Weights can be compared with each other at any time; ``faded`` gives the number of hits they stand for.
 
     ``half_life_s`` is in seconds, above 0 (inf: plain counts); None lets it be learned. What is reused within seconds
@@ -50,7 +50,7 @@ class ReuseClock:
         self._num_observed = 0
 
     def value_of_hit(self, now_s: float) -> float:
-        """What a hit at ``now_s`` adds to a weight."""
+        """Weight that a hit at ``now_s`` adds."""
         return float(2.0 ** ((now_s - self.epoch_s) / self.half_life_s))
 
     def faded(self, weight: float, now_s: float) -> float:
@@ -68,7 +68,7 @@ class ReuseClock:
             self._wanted_s = min(max(wanted, _LEAST_S), _MOST_S)
 
     def is_due(self, now_s: float) -> bool:
-        """Whether every weight should be restated: ``rebase`` says how."""
+        """True if every weight should be restated: ``rebase`` says how."""
         ratio = self._wanted_s / self.half_life_s
         if ratio > _WORTH_A_CHANGE or ratio * _WORTH_A_CHANGE < 1.0:
             return True

@@ -1,4 +1,4 @@
-"""Whether to wait for copies to be made while memory is short, instead of losing what would have to be lost at once."""
+"""Choice between waiting for copies while memory is short and losing what would have to be lost at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang_evicpress.policy.planner import Policy
 
 
 def seconds_lost(decisions: Sequence[Decision], policy: Policy, costs: Costs, value_of_hit: float) -> float:
-    """What a plan gives up, in seconds of a request that runs now: the utility by which EvicPress weighs
+    """Loss of a plan, in seconds of a request that runs now: the utility by which EvicPress weighs
     (section 4.2), in units of a use that is certain. Of a policy that has none, what is dropped counts, computed once.
     """
     if policy.has_utility:
@@ -22,7 +22,7 @@ def seconds_lost(decisions: Sequence[Decision], policy: Policy, costs: Costs, va
 
 
 class Congestion:
-    """How many requests one second of computing delays: the one that needs it and those that could run meanwhile.
+    """Number of requests that a second of computing delays: the one that needs it and those that could run meanwhile.
 
     A mean over the last ``MEMORY_S`` seconds, at most ``MOST``; it has no clock of its own.
     """
@@ -43,7 +43,7 @@ class Congestion:
 
 
 def bytes_to_copy(decisions: Sequence[Decision], ready: Mapping[int, Sequence[Way]]) -> int:
-    """Of a plan: what leaves the GPU for a lower tier that does not have it yet."""
+    """Bytes of a plan that leave the GPU for a lower tier without a copy of them yet."""
     return sum(
         decision.option.num_bytes
         for decision in decisions
@@ -57,7 +57,7 @@ def bytes_to_copy(decisions: Sequence[Decision], ready: Mapping[int, Sequence[Wa
 
 
 def is_wasteful(decisions: Sequence[Decision], policy: Policy) -> bool:
-    """Whether more tokens are dropped only because they are in the way than slots of the GPU become free."""
+    """True if more tokens are dropped only because they are in the way than slots of the GPU become free."""
     records = policy.book.records
     num_lost = sum(records[decision.node_id].num_tokens for decision in decisions if decision.is_forced)
     num_bytes = sum(decision.freed_bytes for decision in decisions if decision.source.tier == Tier.GPU)

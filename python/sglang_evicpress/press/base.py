@@ -1,4 +1,4 @@
-"""What a press is given, what it answers, and the one selection that turns scores into survivors."""
+"""Input and result of a press, and the one selection that turns scores into survivors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the profiler needs of a server: shadows of a context, answers, and how likely a given answer is."""
+"""Interface of a server to the profiler: shadows of a context, answers, and the likelihood of a given answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglang_evicpress.core import Form
 
 
 class EngineError(Exception):
-    """What was asked cannot be done; one sentence says why."""
+    """The request cannot be carried out; one sentence says why."""
 
 
 class ShadowRefused(EngineError):
@@ -77,5 +77,5 @@ class Engine(Protocol):
     def score(
         self, namespace: str, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], *, top: int = 0
     ) -> list[Likelihood]:
-        """How likely each answer is behind its prompt, in one forward pass each. ``top``: with how many of the
+        """Likelihood of each answer behind its prompt, in one forward pass each. ``top``: with how many of the
         likeliest tokens ``best`` and ``expected`` are made; 0 leaves them empty. Raises ShadowLost as ``generate``."""

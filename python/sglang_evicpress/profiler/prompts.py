@@ -25,7 +25,7 @@ class ContextTooShort(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """What users put around a context and a question. ``parse`` checks it."""
+    """Template around a context and a question. ``parse`` checks it."""
 
     head: str
     middle: str

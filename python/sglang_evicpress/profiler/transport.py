@@ -1,4 +1,4 @@
-"""How requests reach a server and what its refusals mean; ``HttpTransport`` sends them over the network."""
+"""Transport of requests to a server, and its refusals as errors; ``HttpTransport`` sends them over the network."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Unreachable(EngineError):
 
 
 def refusal(status: int, reason: str, where: str) -> EngineError:
-    """What to raise for an answer of ``status`` to the request ``where``, such as ``POST http://...``.
+    """Error for an answer of ``status`` to the request ``where``, such as ``POST http://...``.
 
     Of 409, the first words of the server's ``reason`` tell what it means: "no room" that later there may be some,
     "the shadow is gone" that it is.
@@ -52,7 +52,7 @@ class Transport(Protocol):
         """The JSON object that ``method path`` answers."""
 
     def generate(self, body: Mapping[str, object]) -> list[Json]:
-        """What ``POST /generate`` answers to a batch: one object per prompt, in their order."""
+        """Answer of ``POST /generate`` to a batch: one object per prompt, in their order."""
 
 
 class HttpTransport:

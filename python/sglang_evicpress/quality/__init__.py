@@ -1,1 +1,1 @@
-"""What the scheduler knows about answer quality of compressed contexts."""
+"""Knowledge of the scheduler about the answer quality of compressed contexts."""

@@ -78,7 +78,7 @@ class Catalog:
         return removed
 
     def curves_of(self, key: bytes) -> Curves:
-        """What the context's qualities are hardly below, by its own profile; ``default`` when it has none.
+        """Lower bounds of the context's qualities, by its own profile; ``default`` when it has none.
 
         One measurement tells nothing of its own spread: the other contexts' is taken into account.
         """
@@ -89,7 +89,7 @@ class Catalog:
 
     @property
     def default(self) -> Curves:
-        """What an unprofiled context is taken for: per form a low quantile of what the profiled ones' qualities are
+        """Curves of an unprofiled context: per form a low quantile of what the profiled ones' qualities are
         hardly below, so that less is believed of it than of nine in ten of them."""
         if self._default is None:
             self._default = self._over_profiles(lambda pool: _low(pool.lower_bounds()))

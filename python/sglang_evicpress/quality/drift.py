@@ -1,4 +1,4 @@
-"""Which context to look at next: served worse than predicted, to be observed, or never profiled. Bookkeeping only."""
+"""Choice of the next context to measure: served worse than predicted, to be observed, or never profiled."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Watch:
         self._states: dict[bytes, _State] = {}
 
     def is_due(self, key: bytes, num_lossy_hits: int) -> bool:
-        """Whether lossy hits of the context are to be observed, now that there were so many."""
+        """True if lossy hits of the context are to be observed, now that there were so many."""
         state = self._states.get(key)
         if state is None or num_lossy_hits < state.num_seen:  # the recorder forgot it and began to count anew
             return num_lossy_hits >= 1
@@ -91,7 +91,7 @@ class Watch:
         return state is not None and bool(state.gaps) and math.fsum(state.gaps) / len(state.gaps) > self.threshold
 
     def observe(self, key: bytes, predicted: float, observed: float) -> bool:
-        """Whether the context has drifted. The hits up to when it was chosen are done with.
+        """Note an observation; True if the context has drifted. The hits up to when it was chosen are done with.
 
         Raises ValueError for a quality that is not a finite number.
         """

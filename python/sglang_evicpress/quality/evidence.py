@@ -1,4 +1,4 @@
-"""What is known of one number that was measured several times: how often, its mean, its spread, a lower bound."""
+"""Running statistics of one number measured several times: count, mean, spread, a lower bound."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Evidence:
 
     @property
     def variance(self) -> float:
-        """Of the observations, unbiased; 0 while there is at most one."""
+        """Variance of the observations, unbiased; 0 while there is at most one."""
         return self.squares / (self.count - 1.0) if self.count > 1.0 else 0.0
 
     def plus(self, other: Self) -> Self:
@@ -60,7 +60,7 @@ class Evidence:
         return type(self)(max_count, self.mean, self.variance * max(0.0, max_count - 1.0))
 
     def lower_bound(self, variance: float) -> float:
-        """What the true mean is hardly below; ``variance`` is expected of such a number before anything is seen of it.
+        """Lower confidence bound of the mean; ``variance`` is expected of such a number before anything is seen of it.
 
         Raises ValueError when nothing was observed.
         """

@@ -58,7 +58,7 @@ class Profile:
         return replace(self, forms=forms)
 
     def to_json(self) -> dict[str, object]:
-        """What ``from_json`` reads; evidence is [count, mean, squares]."""
+        """JSON object that ``from_json`` reads; evidence is [count, mean, squares]."""
         return {
             "key": self.key.hex(),
             "num_tokens": self.num_tokens,

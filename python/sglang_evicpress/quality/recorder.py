@@ -1,4 +1,4 @@
-"""What real requests asked about each context: bounded, in memory only, and the same on every rank."""
+"""Recorder of the questions of real requests about each context: bounded, in memory only, equal on all ranks."""
 
 from __future__ import annotations
 

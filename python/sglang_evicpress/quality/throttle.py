@@ -1,4 +1,4 @@
-"""How much profiling may happen now without users noticing: arithmetic on counts, no clock."""
+"""Throttle of profiling, so that users notice nothing: arithmetic on counts, no clock."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Pacer:
         self._is_users_turn = in_own_batch
 
     def allowance(self, num_user_running: int, num_user_waiting: int, max_running: int) -> int:
-        """How many tokens of profiling requests the coming batch may compute; at most ``max_running`` requests run.
+        """Tokens of profiling requests that the coming batch may compute; at most ``max_running`` requests run.
 
         None while a user waits or users fill the batch; with no user running, credit does not count.
         """
@@ -54,7 +54,7 @@ class Pacer:
 
     @property
     def may_go_on(self) -> bool:
-        """Whether what profiling generates may decode in the coming step of users; if not, it is to wait. On a full
+        """True if what profiling generates may decode in the coming step of users; if not, it is to wait. On a full
         credit, or while what began on one goes on."""
         is_overdrawn = self.credit - 1.0 < -self.max_debt
         return self.credit >= 1.0 or (self._num_clean <= 1 and not is_overdrawn)

@@ -24,7 +24,7 @@ DRIFT = 0.25
 
 @dataclass(slots=True)
 class Outcome:
-    """What one request met. Seconds are simulated ones; ``hit_tokens`` by the tier they were on.
+    """Result of one request. Seconds are simulated ones; ``hit_tokens`` by the tier they were on.
 
     ``service_s`` is loading and prefilling without waiting for others, ``ttft_s`` with it; ``recompute_s`` what
     prefilling the whole prompt would have taken instead. ``quality`` is that of the cached prefix: the mean over its
@@ -53,7 +53,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Ledger:
-    """What a replay moved and decided."""
+    """Moves and decisions of a replay."""
 
     moved_bytes: Counter[str] = field(default_factory=Counter)
     decisions: Counter[str] = field(default_factory=Counter)
@@ -168,7 +168,7 @@ class Replay:
         return upper
 
     def _worth_loading(self, path: list[Node]) -> int:
-        """How many nodes of the path are taken from the cache: the rest is predicted to be prefilled sooner."""
+        """Number of nodes of the path taken from the cache: the rest is predicted to be prefilled sooner."""
         if not self.may_recompute:
             return len(path)
         best, best_s, total_s = len(path), 0.0, 0.0

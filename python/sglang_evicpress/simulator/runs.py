@@ -1,4 +1,4 @@
-"""What one run of a replay is made of, and how it is put together."""
+"""Parts of one run of a replay, and their assembly."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def offline_curve(curves: Sensitivities) -> tuple[float, ...]:
 
 
 def servers_at_load(trace: Trace, costs: Costs, load: float) -> float:
-    """How many servers the prefill of every whole prompt would keep busy the share ``load`` of the time.
+    """Number of servers that the prefill of every whole prompt would keep busy the share ``load`` of the time.
 
     With a cache they are less busy. ValueError if the requests span no time.
     """

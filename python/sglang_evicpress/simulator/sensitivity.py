@@ -1,4 +1,4 @@
-"""How much a context suffers from compression, drawn from the ranges the EvicPress paper prints.
+"""Sensitivity of a context to compression, drawn from the ranges the EvicPress paper prints.
 
 Section 3.1 and figure 3: sensitivity is the relative quality drop under keydiff when 10 % of the tokens are kept;
 medians per dataset 0.340 (NarrativeQA), 0.392 (TriviaQA), 0.676 (SamSum), 0.681 (2WikimQA), 0.738 (MultiNews), 0.759

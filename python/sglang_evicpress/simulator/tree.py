@@ -106,7 +106,7 @@ class Tree:
 
 
 def _common(blocks: tuple[int, ...], begin: int, other: tuple[int, ...]) -> int:
-    """How many blocks of ``other`` agree with ``blocks`` from ``begin`` on, by halving: comparing slices is fast."""
+    """Number of blocks of ``other`` equal to ``blocks`` from ``begin`` on, by halving: comparing slices is fast."""
     low, high = 0, min(len(other), len(blocks) - begin)
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,1 +1,1 @@
-"""Where KV is kept below the GPU: what an entry is (identity, entry), and the stores that hold entries."""
+"""Storage of KV below the GPU: entries and their identity, and the stores that hold them."""

@@ -24,7 +24,7 @@ _ACCEPTED = (
 
 @dataclass(slots=True, eq=False)
 class Faults:
-    """How often each kind of fault happens, and what has happened (``counts``).
+    """Rates of each kind of fault, and what has happened (``counts``).
 
     The same seed and the same sequence of calls give the same faults. ``read_rate``: bytes a second that all reads of
     files together get at most; None: as many as the disk gives. ``hung``: by the name of a call of Files, the event
@@ -70,7 +70,7 @@ class Faults:
         return faults
 
     def happens(self, kind: str) -> bool:
-        """Whether it does this time; counted if so."""
+        """True if it does this time; counted if so."""
         rate = self.rates.get(kind, 0.0)
         if not rate or not self.is_on:
             return False

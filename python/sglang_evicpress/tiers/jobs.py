@@ -55,10 +55,10 @@ class Job(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """What follows from it."""
+        """Take the results over, on the scheduler thread."""
 
     def has_ended(self) -> bool:
-        """Whether what ``run``, which is over, has queued on a device is over too; never waits."""
+        """True if what ``run``, which is over, has queued on a device is over too; never waits."""
         return True
 
 

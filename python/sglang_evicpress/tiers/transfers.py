@@ -40,7 +40,7 @@ class Lane(Protocol):
         """The point behind all that was queued until now."""
 
     def wait(self, mark: Mark) -> None:
-        """What is queued from now on starts once ``mark`` of any lane was reached; the host waits for nothing."""
+        """Let work queued from now on start once ``mark`` of any stream was reached; the host waits for nothing."""
 
 
 class Lanes(Protocol):
@@ -188,7 +188,7 @@ class Transfers:
             half.free = kernels.mark()
 
     def _parts(self, num_slots: int) -> Iterator[tuple[int, int, int, int]]:
-        """What goes through half a scratch at once, in a payload's order: (first layer, number of layers, begin and end
+        """Parts that go through half a scratch at once, in a payload's order: (first layer, num layers, begin and end
         of the slots); not all slots, or all of as many layers as fit."""
         num_layers = len(self._k_buffers)
         if num_slots > self._rows_at_once:

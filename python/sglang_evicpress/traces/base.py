@@ -1,4 +1,4 @@
-"""What every trace becomes, and the checks every format shares.
+"""Common value of every trace, and the checks every format shares.
 
 A trace names the tokens of a prompt by block ids, not by text: that is what public traces give, and all that
 the hit of a prefix cache depends on.

@@ -44,7 +44,7 @@ def _split(chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _decompressed(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    """What the frames of the file hold. A stream reader would take a cut frame for the end: this does not."""
+    """Content of the frames of the file. A stream reader would take a cut frame for the end: this does not."""
     try:
         import zstandard
     except ImportError:

@@ -1,4 +1,4 @@
-"""What is read inside the scheduler: shares of a step, passes in steps, and a count of free slots that must add up."""
+"""Readings inside the scheduler: shares of a step, passes in steps, and a count of free slots that must add up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of what was measured: verdicts, what was not measured, the table, and what may not be written."""
+"""Results of measurements: verdicts, what was not measured, the table, and what may not be written."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from evicbench.gpu import native, watch
-from evicbench.gpu.plugins import plugin_folder
 from evicbench.gpu.serving import Launch
+from evicbench.plugins import plugin_folder
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.utils.multi_platform import MultiPlatformOp
 from sglang.srt.server_args import ServerArgs

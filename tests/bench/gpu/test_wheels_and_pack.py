@@ -1,4 +1,4 @@
-"""What is packed for a bare GPU machine: wheel names, what is left out, the size limit, models without weights."""
+"""Packing for a bare GPU machine: wheel names, what is left out, the size limit, models without weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What requests cost is counted from what the server says of them."""
+"""The cost of requests is counted from the server's answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is made of two replays of the same requests."""
+"""Comparison of two replays of the same requests."""
 
 from __future__ import annotations
 

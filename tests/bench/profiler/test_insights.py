@@ -1,4 +1,4 @@
-"""What is said of sensitivity and of wins follows from the scores."""
+"""Statements on sensitivity and wins follow from the scores."""
 
 from __future__ import annotations
 

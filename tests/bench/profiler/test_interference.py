@@ -1,4 +1,4 @@
-"""What is made of rounds of load on two servers that take turns."""
+"""Figures from rounds of load on two servers that take turns."""
 
 from __future__ import annotations
 

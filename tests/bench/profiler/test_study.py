@@ -1,4 +1,4 @@
-"""What is measured of a context: its length, its questions, and every score of every form."""
+"""Measurements of a context: its length, its questions, and every score of every form."""
 
 from __future__ import annotations
 

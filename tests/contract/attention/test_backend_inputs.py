@@ -1,4 +1,4 @@
-"""What attention backends plan with when they see the physical view: indptr, indices, page tables, lengths.
+"""Inputs of attention backends that see the physical view: indptr, indices, page tables, lengths.
 
 No attention kernel runs. SGLang's own planning code builds its inputs from the view, with its Triton index builders
 (interpreted on the CPU), and each is compared with the slots that the rows hold.
@@ -122,7 +122,7 @@ class World:
         return cls(rows.to(device), slots, table, device)
 
     def batch(self, requests: tuple[Request, ...], mode: ForwardMode, **fields: Any) -> Any:
-        """What SGLang hands to a backend, in logical lengths."""
+        """Batch as SGLang hands it to a backend, in logical lengths."""
         lens = torch.tensor([request.logical for request in requests])
         prefix_lens = [request.prefix for request in requests]
         new = [request.new for request in requests]

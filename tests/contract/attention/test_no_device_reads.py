@@ -1,4 +1,4 @@
-"""What runs on the scheduler thread never reads the device: not per step, not in a pass, not when something is loaded.
+"""The scheduler thread never reads the device: not per step, not in a pass, not when something is loaded.
 
 ``meta`` tensors stand for a GPU: .item(), .cpu(), .tolist(), bool() and boolean masks raise on them.
 """
@@ -65,7 +65,7 @@ def slots(count: int) -> torch.Tensor:
 
 
 def layout(num_slots: int, num_tokens: int) -> SurvivorLayout:
-    """As one that was made on the device and has been read since, or came from a lower tier: on the host."""
+    """Layout made on the device and read since, or from a lower tier: on the host."""
     logical = torch.arange(num_tokens - num_slots, num_tokens)
     return SurvivorLayout(
         HostCopy(logical.to(torch.int32).expand(LAYERS, HEADS, -1).clone()), HostCopy(logical), num_slots
@@ -165,7 +165,7 @@ def select(values: torch.Tensor, num_kept: int) -> torch.Tensor:
 
 
 class Cache(DecodeBudgets):
-    """What a pass touches, with the pool on the device; all that is asked of the allocator is recorded."""
+    """Part of the cache that a pass touches, with the pool on the device; calls of the allocator are recorded."""
 
     def __init__(self, page_size: int) -> None:
         self.page_size, self.device, self.root_node = page_size, META, SimpleNamespace(parent=None)

@@ -105,7 +105,7 @@ def compress_a_plan(rank: int, group: object) -> None:
 
 
 def compress_without_memory(rank: int, group: object) -> list[str]:
-    """What each of three compressions comes to where rank 1 has no memory left: before ranks agree, for what they
+    """Outcome of three compressions where rank 1 has no memory left: before ranks agree, for what they
     agree on, and, the third time, not at all."""
     select, host_copy = module.select, module.HostCopy
     outcomes = []

@@ -25,7 +25,7 @@ def no_leftovers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What ``adopt`` answers: physical slots of the prefix and the holes among its tokens."""
+    """Answer of ``adopt``: physical slots of the prefix and the holes among its tokens."""
 
     slots: torch.Tensor
     holes: int

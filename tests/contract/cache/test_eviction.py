@@ -178,7 +178,7 @@ def test_what_left_and_never_arrived_is_lost(opened: Callable[..., TierWalk]) ->
 
 
 def test_no_quality_is_lost_for_want_of_a_copy(opened: Callable[..., TierWalk]) -> None:
-    """What could be done without one is to compress as far as it goes."""
+    """The only step without a copy would be to compress as far as it goes."""
     walk = opened(law=DEAR)
     nodes = full(walk)
     assert walk.cache.relieve(60) >= 60
@@ -376,7 +376,7 @@ def test_evict_frees_what_it_is_asked_for_also_while_slots_are_free(policy: str)
 
 
 def test_what_was_inserted_again_outlives_what_came_once_under_slru() -> None:
-    """As SGLang's own test of SLRU goes, on ``insert`` and ``evict`` alone."""
+    """Like SGLang's own test of SLRU, on ``insert`` and ``evict`` alone."""
     walk = Walk(0, 1, "slru")
     keys = [RadixKey(array("q", [first, first + 1])) for first in (1, 11, 21, 31)]
     for key in (keys[0], keys[0], *keys):

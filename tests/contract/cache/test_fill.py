@@ -1,4 +1,4 @@
-"""What becomes of lossy copies of a context when another one that shares its first tokens computes these anew."""
+"""Fate of lossy copies of a context when another one that shares its first tokens recomputes these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is not text, and token ids that no vocabulary has, are neither recorded, replayed nor put on the SSD."""
+"""Requests with more than text, and token ids of no vocabulary, are neither recorded, replayed nor put on the SSD."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ODD = [VOCABULARY, -1, 2**32 + 5, 10**6]
 
 
 def recorded(walk: ProfiledWalk, tokens: list[int], question: list[int], **given: object) -> int:
-    """How many answers are recorded once a request with such fields has its answer."""
+    """Number of answers recorded once a request with such fields has its answer."""
     request = walk.enqueue(None, [*tokens, *question])
     for name, value in given.items():
         setattr(request, name, value)

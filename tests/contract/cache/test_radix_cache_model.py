@@ -56,7 +56,7 @@ def hash_of(extra_key: str | None) -> int:
 
 @dataclass
 class Request:
-    """As much of SGLang's Req as the cache touches."""
+    """Part of SGLang's Req that the cache touches."""
 
     rid: str
     tokens: list[int]
@@ -130,7 +130,7 @@ class Walk:
         self.cache.attach_scheduler(self.scheduler())
 
     def adapter_of(self, extra_key: str | None) -> str | None:
-        """What the model computes with: here every namespace is another adapter's."""
+        """Adapter of a namespace: here every namespace is another adapter's."""
         return extra_key
 
     def scheduler(self) -> SimpleNamespace:
@@ -303,7 +303,7 @@ class Walk:
         assert len(self.cache.claims) == len(self.waiting)
 
     def moves(self) -> dict[Callable[[], None], float]:
-        """What may happen next, with weights."""
+        """Next moves, with weights."""
         scheduling = {self.arrive: 6, self.leave: 1, self.start: 5, self.decode: 6, self.resume: 3, self.finish: 3}
         return scheduling | {self.press: 3, self.evict: 1}
 

@@ -27,7 +27,7 @@ Walk = TypeVar("Walk", bound=ShadowWalk)
 
 
 class Ranks:
-    """Where two threads meet. A rank that does not come breaks the meeting, and fails both."""
+    """Meeting of two threads. A rank that does not come breaks the meeting, and fails both."""
 
     def __init__(self) -> None:
         self._barrier = threading.Barrier(2, timeout=5.0)
@@ -36,7 +36,7 @@ class Ranks:
         self.num_meetings = 0
 
     def run(self, *tasks: Callable[[], object]) -> list[object]:
-        """What each rank's task gives, or the exception that it raises."""
+        """Result of each rank's task, or the exception that it raises."""
 
         def one(rank: int) -> object:
             self.rank_of[threading.get_ident()] = rank
@@ -101,7 +101,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, ranks: Ranks, name: str) -> None:
 
 
 def state_of(walk: ShadowWalk) -> tuple[object, ...]:
-    """What must not differ between ranks."""
+    """State that must not differ between ranks."""
     walk.check()
     nodes = [(str(node.kv.form), list(node.key.raw_token_ids()), node.lock_ref) for node in nodes_of(walk)]
     free = torch.cat([walk.allocator.free_pages, walk.allocator.release_pages])

@@ -81,7 +81,7 @@ def roomy(opened: Callable[..., TierWalk], monkeypatch: pytest.MonkeyPatch) -> C
 
 
 def make_room_calls(roomy: Callable[[], TierWalk], number: int, is_on_host: Callable[[int], bool]) -> int:
-    """How many calls room for four entries takes."""
+    """Number of calls until there is room for four entries."""
     walk = roomy()
     for index, node in enumerate(on_ssd(walk, number)):
         if is_on_host(index):

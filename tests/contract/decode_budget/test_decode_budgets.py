@@ -105,7 +105,7 @@ class BudgetWalk(Walk):
         self.cache.expect(request)
 
     def extend(self, request: Any, upto: int) -> bool:
-        """As a scheduler does: only the last chunk is the end of the prefill."""
+        """Prefill like a scheduler: only the last chunk is the end of the prefill."""
         begin = len(request.prefix_indices)
         upto = max(upto, begin + 1)
         slots = self.alloc(request, begin, upto)

@@ -1,4 +1,4 @@
-"""How much room is kept for a request with a budget, and what it may ask for."""
+"""Memory reserved for a request with a budget, and the limits of its settings."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def request(num_tokens: int, max_new: int, budget: DecodeSettings | None = None,
 
 
 class Adder:
-    """Of PrefillAdder what is touched; ``add`` does as ``add_one_req`` in the simple case."""
+    """Touched part of PrefillAdder; ``add`` does as ``add_one_req`` in the simple case."""
 
     def __init__(self, *, num_free: int = SLOTS, chunk: int | None = 128) -> None:
         self.page_size = PAGE
@@ -226,7 +226,7 @@ def scheduler(default: DecodeSettings | None = None) -> Any:
 
 
 def take(req: Any, params: Any, default: DecodeSettings | None = None) -> Any:
-    """As SGLang: the answer is cut to what the pool has room for. Returns the scheduler."""
+    """Take a request like SGLang: the answer is cut to what the pool has room for. Returns the scheduler."""
     made = scheduler(default)
     req.sampling_params.custom_params = params
 

@@ -1,4 +1,4 @@
-"""What could not be written when it was measured is written with the next profile."""
+"""A profile that could not be written when it was measured is written with the next one."""
 
 from __future__ import annotations
 

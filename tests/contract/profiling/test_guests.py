@@ -24,7 +24,7 @@ pytestmark = pytest.mark.sglang
 
 
 class Batch:
-    """Of SGLang's as much as is touched."""
+    """Touched part of SGLang's batch."""
 
     def __init__(self, server: Server, reqs: list[Request], forward_mode: ForwardMode) -> None:
         self.server, self.reqs, self.forward_mode = server, reqs, forward_mode
@@ -40,7 +40,7 @@ class Batch:
         self.reqs = [self.reqs[index] for index in keep_indices]
 
     def release_req(self, index: int, num_left: int, server_args: object) -> None:
-        """What is retracted begins anew, with what it has generated."""
+        """A retracted request begins anew, with what it has generated."""
         req = self.reqs[index]
         self.server.cache.cache_finished_req(req, is_insert=False)
         self.server.running.remove(req)
@@ -404,7 +404,7 @@ def test_claims_are_those_of_users(server: Server) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_users_feel_no_more_than_was_promised(serve: Callable[..., Server], seed: int) -> None:
-    """Of n steps in which users decode guests touch at most per_step * n + max_debt + 1, whatever both do."""
+    """In n steps in which users decode, guests touch at most per_step * n + max_debt + 1, whatever both do."""
     server = serve(seed=seed, num_slots=1024)
     rng, pacer = server.rng, server.cache.pacer
     pacer.max_debt = rng.choice([0, 3, 20])

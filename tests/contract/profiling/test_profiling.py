@@ -1,4 +1,4 @@
-"""What is known of contexts' quality reaches the nodes that hold them, and what real requests ask reaches the profiler.
+"""Quality of contexts reaches the nodes that hold them, and questions of real requests reach the profiler.
 
 Over the real cache and pools, with the harness of the random walks.
 """
@@ -47,7 +47,7 @@ class ProfiledWalk(ShadowWalk):
     def profile(
         self, tokens: list[int], means: dict[str, float], namespace: str | None = None, *, query_set: str = "0" * 16
     ) -> Profile:
-        """What nine queries that agree show of a context."""
+        """Profile of a context from nine queries that agree."""
         forms = {Form.parse(text): Evidence(9.0, mean, 0.1) for text, mean in means.items()}
         return Profile(self.key_of(tokens, namespace), len(tokens), forms, "logprob", query_set, 9, 1e9)
 
@@ -253,7 +253,7 @@ def test_a_node_that_is_mostly_something_else_is_not_taken_for_the_context() -> 
 
 
 def test_an_unprofiled_context_is_taken_for_a_low_quantile() -> None:
-    """Of what the others' qualities are hardly below: no context is trusted more for not having been profiled."""
+    """A low quantile of the others' lower bounds: no context is trusted more for not having been profiled."""
     walk = ProfiledWalk()
     unprofiled = walk.random_tokens(128)
     finished(walk, unprofiled)

@@ -45,10 +45,10 @@ HALF = Form("knorm", 0.5)
 
 
 class ShadowMoves:
-    """What a profiler does, on top of a walk. ``copied`` are the names of shadows with whose context they hold."""
+    """Moves of a profiler, on top of a walk. ``copied`` are the names of shadows with whose context they hold."""
 
     def scheduler(self) -> SimpleNamespace:
-        """As much of SGLang's as guests meet."""
+        """Part of SGLang's scheduler that guests meet."""
         self.copied: dict[str, str | None] = {}
         self.open: dict[int, SimpleNamespace] = {}
         self.aborted: list[str] = []
@@ -133,7 +133,7 @@ class ShadowMoves:
         return request.num_cached
 
     def flush_all(self) -> None:
-        """As SGLang does when nothing runs or waits."""
+        """Flush like SGLang when nothing runs or waits."""
         assert not self.running and not self.waiting
         self.cache.reset()
         self.rows.clear()

@@ -63,7 +63,7 @@ class FakeScheduler:
         self._abort_on_queued_limit = lambda req: False
 
     def add(self, req: FakeReq, **given: bool) -> bool:
-        """Whether the request is in the queue."""
+        """Add a request; True if it is in the queue."""
         hooked = _wrap_fn(Scheduler._add_request_to_queue, queue_limit._around_add_request_to_queue, HookType.AROUND)
         hooked(self, req, **given)
         return bool(self.waiting_queue) and self.waiting_queue[-1] is req
@@ -285,7 +285,7 @@ def test_a_refusal_is_a_503_with_retry_after_whatever_was_asked(told: dict[str, 
 
 
 def test_what_sglang_makes_of_a_refusal_alone(told: dict[str, Any]) -> None:
-    """What the middleware is for: should this fail, it may go."""
+    """Reason for the middleware: should this fail, it may go."""
     client = serving(told, has_limit=False)
     assert client.post("/stream").status_code == 200 == client.post("/chat").status_code
     assert "retry-after" not in client.post("/whole").headers
@@ -334,5 +334,5 @@ def test_an_answer_without_a_body_keeps_its_head_and_other_scopes_go_by() -> Non
 
 
 def test_without_a_server_a_refusal_is_only_sglangs_error(told: dict[str, Any]) -> None:
-    """As ``sglang.Engine`` meets it."""
+    """Through ``sglang.Engine``, without a server."""
     queue_limit.before_abort_is_told(None, {"meta_info": {"finish_reason": told}}, None, is_stream=False)

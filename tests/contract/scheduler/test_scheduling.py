@@ -1,4 +1,4 @@
-"""What the scheduler's hooks tell the cache: the stamped time, who waits, and how long batches took."""
+"""Hooks of the scheduler: the stamped time, the queue, and the duration of batches, as the cache gets them."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_the_receiver_pulls_before_it_sends_on() -> None:
 
 
 class Hooks:
-    """What is registered, by target."""
+    """Registered hooks, by target."""
 
     def __init__(self) -> None:
         self.of: dict[str, list[tuple[Any, HookType]]] = {}
@@ -174,7 +174,7 @@ class Hooks:
 
 
 class Updater(SimpleNamespace):
-    """As much of SGLang's as its own methods need on an idle server; it writes into ``told``."""
+    """Part of SGLang's that its own methods need on an idle server; it writes into ``told``."""
 
     def __init__(self, told: list[str]) -> None:
         super().__init__(offload_tags=set(), scheduler=None, draft_worker=None, metrics_collector=None)

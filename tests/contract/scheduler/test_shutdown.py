@@ -67,7 +67,7 @@ def raiser(error: BaseException) -> Callable[[], None]:
 
 @pytest.fixture(autouse=True)
 def at_exit(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """What would be done at the end of this process; the reactions to signals must be as they were."""
+    """Calls registered for the end of this process; the reactions to signals must be as they were."""
     registered: list[Any] = []
     monkeypatch.setattr(atexit, "register", lambda *call: registered.append(call))
     before = {signum: signal.getsignal(signum) for signum in SIGNALS}
@@ -183,7 +183,7 @@ def server_args(**flags: object) -> Any:
 
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """What is alive at each look, one a second; nothing once that is used up."""
+    """Processes alive at each look, one a second; nothing once that is used up."""
     looks: list[list[str]] = []
     monkeypatch.setattr(cudacore_pyspy_dump_utils, "collect_scheduler_processes", lambda: looks.pop(0) if looks else [])
     seconds = itertools.count()

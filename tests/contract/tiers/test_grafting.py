@@ -1,4 +1,4 @@
-"""What an earlier server left on the SSD comes into the tree only where it continues a path of it."""
+"""Entries of an earlier server on the SSD come into the tree only where they continue a path of it."""
 
 from __future__ import annotations
 

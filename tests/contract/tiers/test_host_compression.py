@@ -201,7 +201,7 @@ def test_without_room_for_both_copies_a_node_stays_as_it_is(opened: Callable[...
 
 
 def test_a_copy_to_fall_back_on_is_not_given_up_to_make_room(opened: Callable[..., TierWalk]) -> None:
-    """What the GPU has compressed has its exact copy in a host memory that has no room for both."""
+    """A node compressed on the GPU has its exact copy in a host memory that has no room for both."""
     walk = opened(has_ssd=False, host_bytes=64 << 10)
     tokens, node = cached(walk, 120)
     sent(walk, node, Tier.HOST)

@@ -1,4 +1,4 @@
-"""Which KV a server finds on its SSD: that of its own model and adapter, and nothing kept while either was unknown.
+"""A server finds on its SSD the KV of its own model and adapter, and nothing kept while either was unknown.
 
 Over the real cache, store and pools, with the harness of the random walks.
 """
@@ -73,7 +73,7 @@ class Updated:
         hooks._after_weights_change(None, self.updater, None)
 
     def release(self, *tags: str) -> None:
-        """As ``release_memory_occupation`` does: what it gives back is not there any more."""
+        """Release like ``release_memory_occupation``: what it gives back is not there any more."""
         request = SimpleNamespace(tags=list(tags))
         hooks._before_release_memory(self.updater, request)
         self.updater.offload_tags |= set(tags)

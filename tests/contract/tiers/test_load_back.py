@@ -1,4 +1,4 @@
-"""What a load holds until it has ended, on a device that lags behind the host."""
+"""Holdings of a load until it has ended, on a device that lags behind the host."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def asked(walk: TierWalk, tokens: list[int]) -> Any:
 
 
 def matched(walk: TierWalk, request: Any) -> int:
-    """What SGLang's PrefillAdder does until a request's load is begun; returns the tokens that are loaded."""
+    """Do as SGLang's PrefillAdder until a request's load is begun; returns the tokens that are loaded."""
     key = RadixKey(array("q", request.tokens), request.extra_key, limit=len(request.tokens) - 1)
     match = walk.cache.match_prefix(MatchPrefixParams(key=key, req=request))
     request.last_node = match.last_device_node

@@ -96,7 +96,7 @@ class Device:
             self.current = former
 
     def load(self, layer: int, slots: torch.Tensor, *_: object) -> None:
-        """What Transfers.load would queue."""
+        """Queue the work of Transfers.load."""
         self.current.work(COPY_S)
         self.log.append(f"{self.current.name} copies {layer} to {int(slots[0])}")
 
@@ -143,7 +143,7 @@ class World:
         return load
 
     def run(self, load: Load) -> Load:
-        """As its thread does, which takes some of the host's time."""
+        """Run a load like its thread, which takes some of the host's time."""
         load.start()
         load.run()
         load.seconds = 7.0
@@ -298,7 +298,7 @@ def test_the_same_layer_is_asked_for_anew_in_the_next_batch(world: World) -> Non
 
 
 def test_a_batch_that_asks_for_no_layer_is_launched_behind_the_whole_load(world: World) -> None:
-    """As one that is replayed from a graph."""
+    """A batch replayed from a graph asks for no layer."""
     load = world.run(world.load())
     gate = LayerGate(world.cache.loads, is_cuda=True)
     with gate.launch([load], asks=False):

@@ -122,7 +122,7 @@ class TierWalk(Walk):
         self.be_patient()
 
     def close(self) -> None:
-        """As a server ends; once."""
+        """Close like a server that ends; once."""
         if not self.is_closed:
             self.is_closed = True
             self.cache.close()
@@ -171,7 +171,7 @@ class TierWalk(Walk):
         self.admit(request, self.rng.choice([1.0, 1.0, self.rng.random()]))
 
     def admit(self, request: Request, share: float = 1.0) -> int:
-        """What SGLang's PrefillAdder does with a request, whose prompt is then prefilled, or a share of it; returns how
+        """Admit like SGLang's PrefillAdder a request whose prompt is then prefilled, or a share of it; returns how
         many tokens were loaded."""
         cache, tokens = self.cache, request.tokens
         self.waiting.remove(request)
@@ -259,7 +259,7 @@ class TierWalk(Walk):
             self.cache.detach_ssd()
 
     def reset(self) -> None:
-        """As SGLang flushes the cache: when nothing runs."""
+        """Flush the cache like SGLang: when nothing runs."""
         while self.running:
             self.finish()
         self.cache.reset()

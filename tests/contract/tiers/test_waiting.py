@@ -1,4 +1,4 @@
-"""What becomes of requests while they wait: in turn, with what they need kept for them, and each tokens once."""
+"""Requests while they wait: in turn, with what they need kept for them, and each tokens once."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_only_the_next_reads_are_begun_ahead(opened: Callable[..., TierWalk], mo
 
 
 def passed_by(walk: TierWalk, requests: list[object], room: int) -> list[bool]:
-    """Whether each is passed over in a round that has room for so many tokens."""
+    """List of flags: True if a request is passed over in a round that has room for so many tokens."""
     walk.cache.slots_ahead = 0
     adder = SimpleNamespace(rem_total_tokens=room, rem_chunk_tokens=None)
     for request in requests:
@@ -425,7 +425,7 @@ def test_nothing_is_dropped_for_a_load_while_room_below_is_on_its_way(opened: Ca
 
 
 def test_what_is_not_ready_any_more_is_matched_anew(opened: Callable[..., TierWalk]) -> None:
-    """What is read for a request may take the room of what was ready for it."""
+    """A read for a request may take the room of what was ready for it."""
     walk = opened(is_exact=True, law=SLOW)
     _, node = staged_on(walk, Tier.HOST)
     assert not lacks_room(walk, matched(node))

@@ -172,7 +172,7 @@ def layer_of(weight: torch.Tensor, scale: torch.nn.Parameter | torch.Tensor) -> 
 
 
 def compressed_tensors_int8() -> torch.nn.Module:
-    """What its own ``process_weights_after_loading`` makes of a loaded layer."""
+    """Layer as its own ``process_weights_after_loading`` leaves it."""
     scheme = compressed_tensors_w8a8_int8.CompressedTensorsW8A8Int8(
         compressed_tensors_w8a8_int8.QuantizationStrategy.CHANNEL, False, True
     )

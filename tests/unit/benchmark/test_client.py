@@ -1,4 +1,4 @@
-"""What the client makes of what a server sends, byte by byte."""
+"""The client's reading of a server's stream, byte by byte."""
 
 from __future__ import annotations
 

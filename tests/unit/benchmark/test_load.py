@@ -1,4 +1,4 @@
-"""What is made of runs under load, on folders whose figures were computed by hand."""
+"""Results of runs under load, on folders whose figures were computed by hand."""
 
 from __future__ import annotations
 

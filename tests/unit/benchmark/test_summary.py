@@ -1,4 +1,4 @@
-"""What is made of runs, on folders whose figures were computed by hand."""
+"""Summaries of runs, on folders whose figures were computed by hand."""
 
 from __future__ import annotations
 

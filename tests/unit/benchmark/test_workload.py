@@ -1,4 +1,4 @@
-"""Which questions are asked when."""
+"""Schedule of questions."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def test_more_survivors_than_slots_are_refused():
         hole_moves(torch.zeros(1, 1, 3, dtype=torch.int32), 2)
 
 
-# The numbers of the guide, "Wall 2" and the example of 24 tokens.
+# Worked examples: pages with a slot alive are not free, and 24 tokens in pages of 4.
 
 
 @pytest.mark.parametrize(("step", "num_evicted"), [(10, 14_400), (16, 15_000)])

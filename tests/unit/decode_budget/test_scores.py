@@ -135,7 +135,7 @@ def test_the_others_are_the_presses(name):
 
 @pytest.mark.parametrize("name", SCORES)
 def test_scores_belong_to_the_tokens_and_not_to_where_they_lie(name):
-    """What hole-filling leaves in any order scores as a repack leaves it in order."""
+    """Survivors that hole-filling leaves in any order score as a repack leaves them in order."""
     shuffled = make_request()
     order = shuffled.positions.argsort(-1)
     buffers = []

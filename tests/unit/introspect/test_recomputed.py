@@ -1,4 +1,4 @@
-"""What was computed although it had been computed before, by reason."""
+"""Recomputed tokens by reason."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_of_equal_points_the_first_given_counts() -> None:
 
 
 def _reference(start: Point, points: list[Point]) -> set[tuple[int, float]]:
-    """What is on or above every line between two of the others, to the left of ``start``, by the definition."""
+    """Points on or above every line between two of the others, to the left of ``start``, by the definition."""
     tops: dict[int, float] = {}
     for size, worth, _ in points:
         if size < start[0]:

@@ -1,4 +1,4 @@
-"""What holds for every policy by name: locks, prefix closure, determinism, and the names themselves."""
+"""Properties of every policy by name: locks, prefix closure, determinism, and the names themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of a path is loaded, and how long a load is waited for."""
+"""Choice between loading and recomputing, and the deadline of a load."""
 
 from __future__ import annotations
 

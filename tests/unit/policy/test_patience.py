@@ -1,4 +1,4 @@
-"""What plans give up, in seconds that can be compared, and what they would have copied."""
+"""Losses of plans in comparable seconds, and the bytes they would have copied."""
 
 from __future__ import annotations
 

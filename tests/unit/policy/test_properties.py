@@ -1,4 +1,4 @@
-"""What the issue asks of every plan, and how far it is true of a greedy whose last step frees what it frees."""
+"""Properties of every plan, as far as they hold of a greedy whose last step frees what it frees."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_more_alpha_lowers_the_weighted_quality_by_no_more_than_the_last_steps(
 
 
 def _last_step(policy: Policy, demand: int) -> float:
-    """What the greedy's last step loses at most: the largest of all steps on hulls whose turn can come last."""
+    """Largest loss of the greedy's last step: that of all steps on hulls whose turn can come last."""
     assert isinstance(policy.rule, EvicPressRule)
     largest = 0.0
     for record in policy.book.records.values():

@@ -99,7 +99,7 @@ def test_survivors_equal_those_of_kvpress(nodes, row):
 
 
 def difference(node, press, row, sinks):
-    """How many (layer, head) rows keep other tokens than kvpress does."""
+    """Number of (layer, head) rows that keep other tokens than kvpress does."""
     theirs = torch.tensor(row["survivors"])
     return int((select(press, node, theirs.shape[-1], sinks).long() != theirs).any(dim=-1).sum())
 

@@ -1,4 +1,4 @@
-"""What every press must do, over every kind of node it may meet."""
+"""Requirements on every press, over every kind of node it may meet."""
 
 from __future__ import annotations
 

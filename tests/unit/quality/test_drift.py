@@ -1,4 +1,4 @@
-"""Which context is looked at next, and when one has drifted."""
+"""Choice of the next context to measure, and detection of drift."""
 
 from __future__ import annotations
 

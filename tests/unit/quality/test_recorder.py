@@ -1,4 +1,4 @@
-"""What is recorded of real requests: the newest of everything, within every bound."""
+"""Records of real requests: the newest of everything, within every bound."""
 
 from __future__ import annotations
 

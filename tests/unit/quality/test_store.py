@@ -1,4 +1,4 @@
-"""What was put is there after a kill, and never is another profile there.
+"""Profiles that were put are there after a kill, and never is another profile there.
 
 Run as a program, this file is the process that forks writers and kills them, or one of two writers at once.
 """

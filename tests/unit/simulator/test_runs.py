@@ -1,4 +1,4 @@
-"""How runs are put together: which there are, and that they are about the same contexts."""
+"""Assembly of runs: which there are, and that they are about the same contexts."""
 
 from __future__ import annotations
 

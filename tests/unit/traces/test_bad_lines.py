@@ -1,4 +1,4 @@
-"""What is wrong with a trace is said once, with file and line; only what spoils one line can be skipped."""
+"""Errors of a trace: said once, with file and line; only what spoils one line can be skipped."""
 
 from __future__ import annotations
 

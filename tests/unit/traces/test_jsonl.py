@@ -1,4 +1,4 @@
-"""What is written in our own format comes back equal, and a failed write leaves nothing."""
+"""Traces in our own format come back equal, and a failed write leaves nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every figure shares: its command line, its look, and where picture and table go.
+"""Shared parts of all figures: command line, look, and the places of picture and table.
 
 A figure reads only an out folder of `evicpress bench serve`, and writes NAME.png and NAME.md into its folder `figures`.
 """
@@ -99,7 +99,7 @@ def panels(count: int, *, width: float = 4.2, height: float = 3.6, columns: int 
 
 
 def kinds_of(summary: Summary) -> list[str]:
-    """Of the systems that ran, in the plan's order."""
+    """Kinds of the systems that ran, in the plan's order."""
     return list(dict.fromkeys(system["kind"] for system in summary.raw.systems))
 
 
@@ -126,7 +126,7 @@ def legend_above(figure: Figure, axes: Sequence[Axes], columns: int = 5) -> None
 
 
 def run(doc: str | None, draw: Callable[[argparse.Namespace, Raw], None]) -> None:
-    """What a script does."""
+    """Run a script."""
     options = options_of(doc)
     draw(options, raw_of(options))
 

@@ -46,7 +46,7 @@ def draw(options: argparse.Namespace, raw: Raw) -> None:
 
 
 def shares_of(held: Mapping[str, float]) -> dict[str, float]:
-    """Of all tokens; nothing where there are none."""
+    """Shares of all tokens; nothing where there are none."""
     total = sum(held.values())
     return {form: tokens / total for form, tokens in held.items()} if total else {}
 

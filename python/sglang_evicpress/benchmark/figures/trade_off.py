@@ -53,7 +53,7 @@ def point_rows(shown: Panels, kinds: Sequence[str], measure: str) -> Iterator[st
 
 
 def gap_rows(shown: Panels, ours: str, others: Sequence[str], measure: str) -> Iterator[str]:
-    """How much faster at equal quality, and how much better at equal TTFT, one kind is than each other one."""
+    """Rows of one kind against each other one: times faster at equal quality, better at equal TTFT."""
     rows = []
     for title, (summary, level) in shown.items():
         left = curve(summary, (ours,), level, measure)

@@ -39,7 +39,7 @@ class ChatEndpoint:
 
     @property
     def name(self) -> str:
-        """What messages call it: the address that is asked, without a query, where keys may be."""
+        """Name in messages: the address that is asked, without a query, where keys may be."""
         return urlunsplit(urlsplit(self._address)._replace(query="", fragment=""))
 
     @property

@@ -42,7 +42,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one context: a ``profile``, which the server has now (``was_there``: had before), or ``error``,
+    """Result of one context: a ``profile``, which the server has now (``was_there``: had before), or ``error``,
     for which it failed, or was left out when ``is_skipped``."""
 
     id: str

@@ -107,7 +107,7 @@ def ask_questions(
 
 
 def question_prompt() -> str:
-    """What an endpoint is told, with places for the text and the number of questions."""
+    """Prompt for an endpoint, with places for the text and the number of questions."""
     return files("sglang_evicpress.cli.profile").joinpath("question_prompt.txt").read_text("utf-8")
 
 
@@ -171,7 +171,7 @@ _WRAPPED_COLUMNS = 50  # a line shorter than this was not broken to fit a page
 
 @dataclass(frozen=True, slots=True)
 class _Words:
-    """Of a text, without those that are only punctuation: where each begins and ends, a number that equal ones share,
+    """Words of a text, without those that are only punctuation: begin and end of each, a number shared by equal ones,
     and the index of the first word of every sentence, with the number of words at the end."""
 
     starts: list[int]
@@ -241,7 +241,7 @@ def _shortest_unique(ids: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _rarity(words: _Words, cues: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Of each answer: how rare its words are in the text, in nats on average; one of few words counts for less."""
+    """Mean rarity of the words of each answer in the text, in nats; one of few words counts for less."""
     surprise = np.log(len(words.ids) / np.bincount(words.ids)[words.ids])
     total = np.concatenate([[0.0], np.cumsum(surprise)])
     num_words = np.maximum(cues[:, 2] - cues[:, 1], _GOOD_ANSWER_WORDS)
@@ -252,7 +252,7 @@ def _rarity(words: _Words, cues: NDArray[np.int64]) -> NDArray[np.float64]:
 def _spread(
     places: NDArray[np.int64], rarity: NDArray[np.float64], num_chosen: int, num_words: int
 ) -> NDArray[np.int64]:
-    """Which of the ``places`` to take: the rarest of each equal part of the text, then whatever is farthest from those
+    """Choose among ``places``: the rarest of each equal part of the text, then whatever is farthest from those
     taken, until there are ``num_chosen``."""
     if len(places) <= num_chosen:
         return np.arange(len(places))

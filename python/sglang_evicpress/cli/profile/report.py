@@ -1,4 +1,4 @@
-"""What a profiling run found: a table for people, and one line of JSON for each context."""
+"""Report of a profiling run: a table for people, and one line of JSON for each context."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Listed:
 
 
 class Source(Protocol):
-    """Where profiles are."""
+    """Source of profiles."""
 
     def listed(self) -> list[Listed]: ...
 
@@ -49,7 +49,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Those of the running one. Everything raises EngineError."""
+    """Profiles of a running server. Everything raises EngineError."""
 
     transport: Transport
 
@@ -73,7 +73,7 @@ class Server:
 
 
 class Stored:
-    """Those in a file of a ``ProfileStore``, of every model. Changes nothing; raises ValueError and StoreError."""
+    """Profiles in a file of a ``ProfileStore``, of every model. Changes nothing; raises ValueError and StoreError."""
 
     def __init__(self, path: Path) -> None:
         self._profiles = read_all(path)

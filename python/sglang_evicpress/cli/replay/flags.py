@@ -39,7 +39,7 @@ class Servers:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to replay, before the trace is known. ``sizes`` has the tiers there are; ``half_life_s`` None is learned."""
+    """Flags of a replay, before the trace is known. ``sizes`` has the tiers; ``half_life_s`` None is learned."""
 
     policies: tuple[str, ...]
     alphas: tuple[float, ...]

@@ -14,7 +14,7 @@ MARKERS = "os^D"
 
 
 def check_plot(path: str) -> None:
-    """Whether ``draw`` can write ``path``; ValueError says why not, before anything is replayed."""
+    """Check that ``draw`` can write ``path``; ValueError says why not, before anything is replayed."""
     if Path(path).suffix.lower() not in SUFFIXES:
         raise ValueError(f"{path!r}: expected a path that ends in {' or '.join(SUFFIXES)}")
     try:

@@ -1,4 +1,4 @@
-"""What a replay came to: sums over its requests, and the table and the records made of them."""
+"""Results of a replay: sums over its requests, and the table and the records made of them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Result:
         return 60.0 * self.num_requests / self.wall_s if self.wall_s > 0.0 else math.inf
 
     def record(self) -> dict[str, object]:
-        """As JSON takes it."""
+        """JSON object of it."""
         return {
             **asdict(self),
             "is_partial": self.is_partial,

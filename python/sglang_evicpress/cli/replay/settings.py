@@ -1,4 +1,4 @@
-"""What the runs over one trace have in common, as numbers, as lines to read and as a record."""
+"""Settings shared by the runs over one trace: as numbers, as lines to read and as a record."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _capacity(tier: Tier, size: Size, working_set_tokens: int, slot_bytes: int) 
 
 
 def header(plan: Plan, setting: Setting, trace: Trace, working_set_tokens: int, command: str) -> dict[str, str]:
-    """What is needed to replay again, by name, for people."""
+    """Settings needed to replay again, by name, for people."""
     skipped = f", {trace.num_skipped:,} bad lines skipped" if trace.num_skipped else ""
     slot = setting.slot_bytes
     machine = setting.machine

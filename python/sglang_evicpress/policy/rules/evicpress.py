@@ -199,7 +199,7 @@ class EvicPressRule:
         return Edge(now, next_on_hull((record.num_bytes, now, -1), self.points(record)))
 
     def points(self, record: Record) -> list[Point]:
-        """What the node can be made in place, with fewer bytes than it holds."""
+        """Points of the forms the node can take in place, with fewer bytes than it holds."""
         laws, curve, alpha = self._laws[record.rank], record.curve, self.alpha
         found = []
         for index, size in self._smaller(record):

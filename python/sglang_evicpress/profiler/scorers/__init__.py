@@ -18,11 +18,11 @@ class Scorer(Protocol):
 
     @property
     def needs_generation(self) -> bool:
-        """Whether an answer is generated on the form; else one forward over the exact answer is enough."""
+        """True if an answer is generated on the form; else one forward over the exact answer is enough."""
 
     @property
     def needs_reference(self) -> bool:
-        """Whether it compares with the reference answer of a question that has one (with the exact one otherwise)."""
+        """True if it compares with the reference answer of a question that has one (with the exact one otherwise)."""
 
     def prepare(self, texts: Sequence[str]) -> None:
         """Do now, many at a time, what ``score`` would do for each of these answers alone. May be left out."""

@@ -38,7 +38,7 @@ class LogProb:
 
 
 def observed_quality(served: Likelihood, is_greedy: bool) -> float:
-    """How good an answer is that was served, by its likelihood under exact KV: exp(-d), at most 1.
+    """Quality of a served answer, by its likelihood under exact KV: exp(-d), at most 1.
 
     d is by how much its mean log-probability lies below that of the likeliest tokens when the answer was decoded
     greedily, and below that of tokens drawn from the exact distribution when it was sampled. Raises ValueError when

@@ -36,7 +36,7 @@ class HostEntry:
         return sum(run.num_bytes for run in self.runs)
 
     def take_check_seconds(self) -> float:
-        """What the last verification took, told once: it is part of what the load after it costs."""
+        """Seconds of the last verification, told once: it is part of what the load after it costs."""
         seconds, self.check_seconds = self.check_seconds, 0.0
         return seconds
 
@@ -55,7 +55,7 @@ class SsdEntry:
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """What a node has on a tier: the slots [begin, begin + num_slots) of ``entry``, in ``form``. ``layout`` is that of
+    """Copy of a node on a tier: the slots [begin, begin + num_slots) of ``entry``, in ``form``. ``layout`` is that of
     these slots, None for a full form; ``origin`` as that of a node."""
 
     tier: Tier
@@ -69,7 +69,7 @@ class Copy:
 
     @property
     def is_exact(self) -> bool:
-        """Whether it holds the exact KV of its tokens."""
+        """True if it holds the exact KV of its tokens."""
         return self.layout is None and not self.is_lossy_prefix
 
     def split(self, num_tokens: int) -> tuple[Copy, Copy]:

@@ -75,7 +75,7 @@ _EXTENT = Struct("<QQ16s")
 
 
 class Peek(NamedTuple):
-    """What a start-up scan needs of an entry's record."""
+    """Fields of an entry's record that a start-up scan needs."""
 
     fingerprint: bytes
     edge: int

@@ -1,4 +1,4 @@
-"""What an entry says of itself, and the checks that keep a wrong one from being served.
+"""Header of an entry, and the checks that keep a wrong one from being served.
 
 An entry is one radix-tree node in one form. Its payload is, for each layer, K rows [num_slots, num_heads, head_dim]
 then V rows, and, where a press dropped tokens, positions int32 [num_layers, num_heads, num_slots] then logical int32
@@ -110,7 +110,7 @@ class ExtentTable(Sequence[Extent]):
         return (Extent(*fields) for fields in self.fields())
 
     def fields(self) -> Iterator[tuple[int, int, bytes]]:
-        """Of every extent, without making it."""
+        """Fields of every extent, without making it."""
         return _PACKED.iter_unpack(self.packed)
 
     def __eq__(self, other: object) -> bool:
@@ -146,7 +146,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What one entry is. ``start`` is the absolute position of its first token, ``tokens`` are little-endian uint32.
+    """Entry of a store. ``start`` is the absolute position of its first token, ``tokens`` are little-endian uint32.
 
     ``parent_key`` and ``key`` are the path's hash at its start and at its end. ``is_lossy_prefix`` says that its KV
     was computed behind a lossy prefix. There is one extent per layer, and one more for a press's survivors;
@@ -276,7 +276,7 @@ def check_extent(extent: Extent, chunks: Iterable[Buffer], seal: tuple[Key, byte
 
 
 def form_text(form: Form) -> str:
-    """As ``str(form)``, with every digit of the kept fraction."""
+    """Text of a form like ``str(form)``, with every digit of the kept fraction."""
     text = "exact" if form.press is None else f"{form.press}@{float(form.kept_fraction)!r}"
     return text if form.codec == "raw" else f"{text}+{form.codec}"
 

@@ -1,4 +1,4 @@
-"""What makes two entries the same KV: the model's fingerprint, the namespace, and all tokens from the path's start.
+"""Identity of an entry's KV: the model's fingerprint, the namespace, and all tokens from the path's start.
 
 Keys are cut from sha256, because namespaces and tokens come from users and a collision would serve one user's KV to
 another. Edges only look entries up; what they find is compared by key and tokens afterwards.

@@ -84,7 +84,7 @@ class PayloadCopier:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether a save is there when it is begun: where the pool is memory of the host."""
+        """True if a save is there when it is begun: where the pool is memory of the host."""
         return self._transfers is None
 
     def begin_save(
@@ -165,7 +165,7 @@ class PayloadCopier:
             offset += num_slots * row
 
     def finish_layer(self) -> Any:
-        """What a waiter on the device has to wait for so that the layers loaded by this thread are there: an event on
+        """Event for waiters on the device: once it is reached, the layers loaded by this thread are there; an event on
         CUDA, nothing on the CPU."""
         if not self._is_cuda:
             return None
@@ -182,7 +182,7 @@ class PayloadCopier:
         return event
 
     def seconds_between(self, begin: Any, end: Any) -> float:
-        """What the device took from one mark to the next; both were reached."""
+        """Seconds of the device from one mark to the next; both were reached."""
         return float(begin.elapsed_time(end)) / 1e3
 
     def stream(self, after: Any, *, is_awaited: bool = True) -> Any:

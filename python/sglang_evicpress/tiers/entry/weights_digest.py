@@ -113,7 +113,7 @@ def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one run of the storage without gap or overlap, in any order."""
+    """True if the elements fill one run of the storage without gap or overlap, in any order."""
     expected = 1
     for stride, size in sorted((tensor.stride(dim), tensor.size(dim)) for dim in range(tensor.dim())):
         if size == 1:

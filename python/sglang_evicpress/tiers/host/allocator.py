@@ -1,4 +1,4 @@
-"""Which bytes of an arena are free: an extent allocator that knows addresses only and touches no memory."""
+"""Extent allocator of an arena: it knows addresses only and touches no memory."""
 
 from __future__ import annotations
 

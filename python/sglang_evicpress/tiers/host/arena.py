@@ -129,7 +129,7 @@ def _take_memory(num_bytes: int) -> mmap.mmap:
 
 
 def _advise(memory: mmap.mmap, option: int) -> bool:
-    """Whether the kernel knows this advice; without it the memory works all the same."""
+    """True if the kernel knows this advice; without it the memory works all the same."""
     try:
         memory.madvise(option)
     except OSError:

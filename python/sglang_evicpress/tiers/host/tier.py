@@ -11,7 +11,7 @@ from sglang_evicpress.tiers.host.arena import Arena
 
 
 class HostTier:
-    """Who holds which entry; everything but ``check`` is for the scheduler thread."""
+    """Holders of host entries; everything but ``check`` is for the scheduler thread."""
 
     def __init__(self, num_bytes: int, *, is_pinned: bool, faults: Faults | None = None) -> None:
         self.arena = Arena(num_bytes, is_pinned=is_pinned)
@@ -20,7 +20,7 @@ class HostTier:
 
     @property
     def num_entries(self) -> int:
-        """Those that nodes hold, and those that come or go."""
+        """Number of entries that nodes hold, come or go."""
         return len(self._entries)
 
     def entries(self) -> list[HostEntry]:

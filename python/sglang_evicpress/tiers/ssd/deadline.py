@@ -82,11 +82,11 @@ class Caller:
 
     @property
     def hangs(self) -> bool:
-        """Whether a call was given up and has not come back yet."""
+        """True if a call was given up and has not come back yet."""
         return self._hung is not None and not self._hung.has_ended.is_set()
 
     def call(self, work: Callable[[], T], seconds: float) -> T:
-        """What ``work`` returns. Raises TimeoutError after so long, and what ``work`` raises."""
+        """Result of ``work``. Raises TimeoutError after so long, and what ``work`` raises."""
         with self._turn:
             if self.hangs:
                 raise TimeoutError(errno.ETIMEDOUT, "an earlier call has not been answered yet")
@@ -126,7 +126,7 @@ def _stop() -> None:
 
 
 class Pulse:
-    """What is going on, and since when. Thread-safe."""
+    """Calls under way and their start times. Thread-safe."""
 
     def __init__(self) -> None:
         self._since: dict[object, float] = {}

@@ -128,7 +128,7 @@ def allowed_root(folder: str, roots: Sequence[str]) -> str:
 
 
 def allowed_roots(ssd_dir: str | None, allow_dirs: Sequence[str]) -> list[str]:
-    """Where a folder may be attached at run time: beside ``ssd_dir``, or only in it where its parent is ``/``, and in
+    """Folders below which one may be attached at run time: the parent of ``ssd_dir``, or itself if that is ``/``, and
     ``allow_dirs``."""
     found = []
     if ssd_dir is not None:

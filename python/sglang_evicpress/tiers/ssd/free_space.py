@@ -1,4 +1,4 @@
-"""What the file system of a folder still has. It may be full of what others write, and it may not answer."""
+"""Free space of a folder's file system. It may be full of what others write, and it may not answer."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class FreeSpace:
 
     @property
     def hangs(self) -> bool:
-        """Whether a question has not been answered in time, and is not yet."""
+        """True if a question has not been answered in time, and is not yet."""
         return self._caller.hangs
 
     def take(self, num_bytes: int, reserved: int, seconds: float) -> bool:
-        """Whether others are left what is theirs when ``num_bytes`` are taken besides the ``reserved`` ones, which may
+        """True if others are left what is theirs when ``num_bytes`` are taken besides the ``reserved`` ones, which may
         not be written yet. Raises TimeoutError when there is no answer within ``seconds``, and OSError."""
         with self._lock:
             if time.monotonic() < self._asked_s + FRESH_S and self._fits(num_bytes, reserved):

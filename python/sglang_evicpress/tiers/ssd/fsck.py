@@ -22,7 +22,7 @@ __all__ = ["Report", "StoreError", "fsck"]
 
 @dataclass(slots=True)
 class Report:
-    """What was found: entries ``ok`` and their payload bytes, ``bad`` records and entries by reason, bytes of payload
+    """Findings: entries ``ok`` and their payload bytes, ``bad`` records and entries by reason, bytes of payload
     that no good entry owns, .head files that end within a record, and entries that are intact but ``unsealed``: the
     key that was given, or that none was, does not vouch for them. They are kept."""
 
@@ -90,7 +90,7 @@ def fsck(folder: Path, *, repair: bool, key: Key | None = None) -> Report:
 
 
 class _Checker:
-    """Of one folder."""
+    """Check of one folder."""
 
     def __init__(self, folder: Folder, report: Report, repair: bool, key: Key | None) -> None:
         files = Files()

@@ -1,4 +1,4 @@
-"""Which entries are on SSD: found by edge, in little memory, oldest first where room is needed."""
+"""Index of SSD entries: found by lookup key, in little memory, oldest first when space is needed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Ref:
 
 
 class Place(NamedTuple):
-    """Where an entry is within its segment's two files, in bytes."""
+    """Place of an entry within its segment's two files, in bytes."""
 
     record_offset: int
     record_bytes: int
@@ -114,7 +114,7 @@ class Index:
         return found
 
     def place(self, ref: Ref) -> Place | None:
-        """Where it is, or None once it was removed."""
+        """Place of an entry, or None once it was removed."""
         rows = self._segments.get(ref.segment)
         if rows is None or ref.row >= len(rows.edges) or rows.edges[ref.row] == _DEAD:
             return None
@@ -144,7 +144,7 @@ class Index:
         return 0 if rows is None else rows.num_live
 
     def places(self, segment: int) -> Iterator[Place]:
-        """Where the entries of a segment are, in the order in which they were published."""
+        """Places of the entries of a segment, in the order in which they were published."""
         rows = self._segments.get(segment)
         if rows is not None:
             for row in range(rows.first, len(rows.edges)):

@@ -91,7 +91,7 @@ class Files:
         os.replace(old, new, src_dir_fd=self._at, dst_dir_fd=self._at)
 
     def data_bytes(self, fd: int, offset: int, num_bytes: int) -> int:
-        """How much of this range is not a hole, in whole blocks of the file system."""
+        """Bytes of this range that are not a hole, in whole blocks of the file system."""
         found, end = 0, offset + num_bytes
         while offset < end:
             try:
@@ -116,7 +116,7 @@ class Files:
         return os.listdir(self._opened.fd)  # noqa: PTH208 - names, not paths
 
     def free_bytes(self) -> tuple[int, int]:
-        """What the file system still gives to this user, and its size."""
+        """Free bytes of the file system for this user, and its size."""
         found = os.fstatvfs(self._opened.fd)
         return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
 

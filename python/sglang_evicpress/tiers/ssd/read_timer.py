@@ -1,4 +1,4 @@
-"""What reads take of a disk: those that overlap share it, so they are measured together."""
+"""Timer of disk reads: those that overlap share the disk, so they are measured together."""
 
 from __future__ import annotations
 

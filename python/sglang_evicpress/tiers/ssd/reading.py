@@ -25,7 +25,7 @@ class Reader:
         self._fingerprint, self._key = fingerprint, key
 
     def header(self, ref: Ref, place: Place) -> Header:
-        """What the entry says of itself."""
+        """Header of the entry."""
         with self._pulse.beat():
             record = self._disk.read_record(ref.segment, place.record_offset, place.record_bytes)
         header, _ = decode(record, key=self._key)

@@ -1,4 +1,4 @@
-"""What a segment of an earlier run still holds, and the end of what it does not."""
+"""Recovery of a segment of an earlier run: its live entries, and the end of the others."""
 
 from __future__ import annotations
 

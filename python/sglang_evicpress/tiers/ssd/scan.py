@@ -1,4 +1,4 @@
-"""What the records of a segment say, read as fast as a start needs it."""
+"""Scan of the records of a segment, as fast as a start needs it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LENGTH_AT = 12  # of a record, in every version of the format: its length in by
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """What a start needs of the entries of a segment: one array each, in the order in which they were published."""
+    """Fields of a segment's entries for a start: one array each, in the order in which they were published."""
 
     fingerprints: np.ndarray
     offsets: np.ndarray  # of the records
@@ -31,13 +31,13 @@ class Records:
         return len(self.offsets)
 
     def select(self, mask: np.ndarray) -> Records:
-        """Those for which the mask is true."""
+        """Records for which the mask is true."""
         return Records(*(getattr(self, name)[mask] for name in self.__slots__))
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a .head file says. ``records`` are the entries without a tombstone; ``bad`` are offset and reason of what is
+    """Content of a .head file. ``records`` are entries without a tombstone; ``bad`` are offset and reason of what is
     no record; behind ``end`` there is none. ``num_bytes`` is the file's size, and not all of it could be read unless it
     ``is_whole``."""
 
@@ -87,7 +87,7 @@ def scan(data: bytearray, key: Key | None = None) -> Head:
 
 
 def _behind(data: bytearray, offset: int, reason: str) -> int:
-    """Where to go on behind bytes that are no record we can read."""
+    """Offset of the next record behind bytes that are none we can read."""
     if reason == "version":  # another format, whose records say their length in the same place
         behind = offset + int.from_bytes(data[offset + _LENGTH_AT : offset + _LENGTH_AT + 4], "little")
         if offset + _LENGTH_AT < behind <= len(data) and data[behind : behind + len(MAGIC)] in (MAGIC, b""):

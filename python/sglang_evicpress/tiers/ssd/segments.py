@@ -41,7 +41,7 @@ class SegmentFiles:
         self._lock = threading.Lock()
 
     def numbers(self) -> list[int]:
-        """Of the segments that have a file, ascending."""
+        """Numbers of the segments that have a file, ascending."""
         return sorted({int(found[1]) for name in self._files.names() if (found := _NAME.fullmatch(name))})
 
     def sizes(self, number: int) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
@@ -178,13 +178,13 @@ class SegmentFiles:
         self._files.rename(path + _LEFTOVER, path)
 
     def remove_leftovers(self) -> None:
-        """Of a ``rewrite_head`` that did not end. Raises OSError."""
+        """Remove files of a ``rewrite_head`` that did not end. Raises OSError."""
         for name in self._files.names():
             if name.startswith("segment-") and name.endswith(_LEFTOVER):
                 self._files.unlink(name)
 
     def data_bytes(self, number: int, holes: Sequence[tuple[int, int]]) -> int:
-        """How much of these (offset, bytes) of a .kv file takes space. Raises OSError."""
+        """Bytes of these (offset, bytes) of a .kv file that take space. Raises OSError."""
         fd = self._files.open(self._kv(number), os.O_RDONLY)
         try:
             return sum(self._files.data_bytes(fd, offset, num_bytes) for offset, num_bytes in holes)
@@ -310,7 +310,7 @@ def merged(holes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def gaps(taken: Sequence[tuple[int, int]], end: int) -> list[tuple[int, int]]:
-    """What of [0, end) is not in ``taken``, as (offset, bytes)."""
+    """Parts of [0, end) that are not in ``taken``, as (offset, bytes)."""
     found, at = [], 0
     for offset, num_bytes in merged(taken):
         if offset > at:

@@ -1,4 +1,4 @@
-"""Who holds which bytes of the SSD store: bookkeeping alone, without files. Not thread-safe."""
+"""Bytes of the SSD store by holder: bookkeeping alone, without files. Not thread-safe."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Segment:
 
     @property
     def held(self) -> int:
-        """What it takes of the disk, or may take."""
+        """Bytes that it takes of the disk, or may take."""
         return self.live + self.dead + self.reserved + round_up(self.head)
 
 
@@ -130,7 +130,7 @@ class Space:
             segment.num_live += 1
 
     def kill(self, number: int, offset: int, payload_bytes: int, record_bytes: int) -> None:
-        """What was live is dead."""
+        """Mark an entry as garbage."""
         segment, size = self.segments[number], round_up(payload_bytes)
         with self.change(segment):
             segment.live -= size
@@ -170,7 +170,7 @@ class Space:
         return doomed
 
     def is_spent(self, segment: Segment) -> bool:
-        """Whether the whole segment may go: nothing in it is live, or less than what it wastes and cannot give back.
+        """True if the whole segment may go: nothing in it is live, or less than what it wastes and cannot give back.
 
         Without holes that are its dead payloads, and with them its dead records once they are many."""
         if not self.can_punch and segment is self._open and 2 * segment.dead > self.segment_bytes:

@@ -119,7 +119,7 @@ class SsdStore:
 
     @property
     def threads(self) -> tuple[WatchedThread, ...]:
-        """Those that work for the store."""
+        """Threads that work for the store."""
         return self._syncer, self._room.thread
 
     @property
@@ -132,7 +132,7 @@ class SsdStore:
 
     @property
     def used_bytes(self) -> int:
-        """Of the disk: payloads live, reserved and dead, and records."""
+        """Bytes used of the disk: payloads live, reserved and garbage, and records."""
         return self._space.used
 
     @property
@@ -142,7 +142,7 @@ class SsdStore:
 
     @property
     def is_answering(self) -> bool:
-        """Whether the disk does what it is asked to, or has not been asked for long enough to tell; each time it ceases
+        """True if the disk does what it is asked to, or has not been asked for long enough to tell; each time it ceases
         to is counted as "deadline". Takes no lock."""
         is_answering = not self._room.hangs and self._pulse.oldest_s() <= HANG_S
         if is_answering == self._did_hang:
@@ -183,7 +183,7 @@ class SsdStore:
 
     @property
     def dead_bytes(self) -> int:
-        """Of the bytes used: payloads that are not found any more and that ``reclaim`` gives back."""
+        """Bytes of garbage payloads, which are not found any more and which ``reclaim`` gives back."""
         with self._lock:
             return sum(self._space.segments[number].dead for number in self._space.touched)
 
@@ -277,7 +277,7 @@ class SsdStore:
                 self.reclaim()
 
     def read_header(self, ref: Ref) -> Header:
-        """What the entry is. Raises BadEntry; it is gone then."""
+        """Header of the entry. Raises BadEntry; it is gone then."""
         with self._whole(ref) as place:
             return self._reader.header(ref, place)
 
@@ -446,7 +446,7 @@ class SsdStore:
 
     @contextlib.contextmanager
     def _whole(self, ref: Ref) -> Iterator[Place]:
-        """Where the entry is, while it is read; one that cannot be is gone then. Raises BadEntry."""
+        """Place of the entry, while it is read; one that cannot be read is gone then. Raises BadEntry."""
         place = self._place(ref)
         try:
             yield place

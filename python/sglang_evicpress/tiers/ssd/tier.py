@@ -129,7 +129,7 @@ class SsdTier:
         return entry
 
     def entries(self) -> list[SsdEntry]:
-        """Those that nodes hold, in the order they came."""
+        """Entries that nodes hold, in the order they came."""
         return list(self._held.values())
 
     def is_held(self, ref: Any) -> bool:
@@ -155,7 +155,7 @@ class SsdTier:
         workers.submit(self._reclaim)
 
     def lacking(self, num_bytes: int) -> int:
-        """How much more has to be removed before so many bytes fit; 0 when what is removed has only to be given
+        """Bytes still to be removed before so many fit; 0 when what is removed has only to be given
         back."""
         store = self.store
         return max(0, store.used_bytes - store.dead_bytes + num_bytes + SLACK_BYTES - store.capacity_bytes)

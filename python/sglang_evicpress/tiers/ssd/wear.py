@@ -1,4 +1,4 @@
-"""How much may still be written to an SSD today."""
+"""Budget of writes to an SSD per day."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WearBudget:
         self.refused_bytes = 0
 
     def allows(self, now_s: float) -> bool:
-        """Whether something may be written now. One write may overdraw a bucket that is not empty: an entry larger
+        """True if something may be written now. One write may overdraw a bucket that is not empty: an entry larger
         than an hour's worth would never be written otherwise."""
         if self.bytes_per_day is None:
             return True

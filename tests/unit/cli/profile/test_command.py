@@ -59,7 +59,7 @@ def run(server: FakeServer, contexts: Path, *words: str) -> int:
 
 
 def profile_of(server: FakeServer, text: str, namespace: str | None = None) -> Profile:
-    """What the server keeps of a chat with ``text``: its tokens are the characters."""
+    """Profile that the server keeps of a chat with ``text``: its tokens are the characters."""
     tokens = [HEAD, *map(ord, f"{text}\n\n")]
     key = context_keys(IDENTITY, namespace, tokens)[-1].hex()
     return Profile.from_json(server.profiles[key])

@@ -1,4 +1,4 @@
-"""What a replay is given need not be reasonable: it still ends, says what is wrong, and breaks nothing."""
+"""Odd input of a replay: it still ends, says what is wrong, and breaks nothing."""
 
 from __future__ import annotations
 

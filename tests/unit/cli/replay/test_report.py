@@ -105,7 +105,7 @@ def test_columns_are_aligned_and_queueing_is_optional() -> None:
     ],
 )
 def test_sizes(text: str, num_bytes: int) -> None:
-    """Of a working set of 10,000 tokens of 10 bytes."""
+    """Sizes of a working set of 10,000 tokens of 10 bytes."""
     assert Size.parse(text).num_bytes(10_000, 10) == num_bytes
 
 

@@ -27,7 +27,7 @@ def open_store(folder: Path, key: Key | None) -> SsdStore:
 
 
 def served(folder: Path, key: Key | None, seed: int = 1) -> tuple[bool, dict[str, int]]:
-    """Whether the entry is a hit for a server with this key, and the errors that were counted."""
+    """Serve the entry: True if it is a hit for a server with this key, and the errors that were counted."""
     store = open_store(folder, key)
     header, payload = make_entry(seed)
     is_hit = False
@@ -111,7 +111,7 @@ def test_without_a_key_the_format_is_what_it_was(rank: Callable[[Key | None], Pa
 
 
 def _own_checksums(record: bytearray) -> None:
-    """What a planter can do: right checksums, and any seal."""
+    """Record of a planter: right checksums, and any seal."""
     record[-32:-16] = xxhash.xxh3_128_digest(record[:-32])
 
 
@@ -132,7 +132,7 @@ def test_a_record_that_was_changed_with_its_checksum_is_a_miss(rank: Callable[[K
 def test_a_payload_that_was_changed_with_its_checksums_is_a_miss(
     rank: Callable[[Key | None], Path], monkeypatch: pytest.MonkeyPatch, is_alone: bool
 ) -> None:
-    """As if xxh3 had been made to collide."""
+    """Changes a payload as if xxh3 had been made to collide."""
     folder = rank(OURS)
     with (folder / "segment-000001.kv").open("r+b") as file:
         file.seek(300 * 384 - 300 * 384 % 4096 + 4096)  # the second payload

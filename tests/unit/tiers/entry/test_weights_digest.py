@@ -175,7 +175,7 @@ def test_layouts_that_cannot_be_viewed_flat_have_a_digest_of_what_they_show(
 
 
 def test_how_much_is_computed_at_once_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What differs between a CPU and another device."""
+    """Chunk sizes differ between a CPU and another device."""
     tensor = drawn((5 * CHUNK_WORDS + 3,), torch.uint8)
     tensors = [tensor, tensor[1:], drawn((9 * CHUNK_WORDS,), torch.int32), drawn((3,), torch.bfloat16)]
     before = of(*tensors)
@@ -195,7 +195,7 @@ def test_parameters_and_buffers_both_count_and_tied_ones_come_once() -> None:
 
 
 class Wrapped(torch.Tensor):
-    """As quantisation libraries have them: a tensor that has no storage, and others in its place."""
+    """Tensor of a quantisation library: it has no storage, and others in its place."""
 
     @staticmethod
     def __new__(cls, values: torch.Tensor, scale: torch.Tensor) -> Wrapped:

@@ -1,4 +1,4 @@
-"""What the file system still has: asked seldom, and anew before anything is refused."""
+"""Free space of the file system: asked seldom, and anew before anything is refused."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _SHAPE = Shape(2, 2, 16, "float16", _PAGE)
 
 @dataclass(slots=True)
 class Result:
-    """What was there, what was reported before the kill, found after it, and every way in which that was wrong."""
+    """Entries before the kill, those reported before it, those found after it, and all that was wrong with that."""
 
     num_before: int = 0
     num_published: int = 0

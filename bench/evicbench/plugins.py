@@ -27,5 +27,5 @@ def plugin_folder(name: str, target: str) -> Iterator[Path]:
 
 
 def path_with(folder: Path) -> str:
-    """What PYTHONPATH must be for a server to find the plugin and its module."""
+    """PYTHONPATH for a server to find the plugin and its module."""
     return os.pathsep.join(filter(None, (str(folder), str(BENCH), os.environ.get("PYTHONPATH", ""))))
