@@ -5,13 +5,13 @@ Touches ``ModelRunner.init_attention_backend``.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_evicpress.cpu_attention import SequenceRows, batch_rows, paged_attention
+from sglang_evicpress.patches.attention.types import AttentionLayer, ForwardBatch, ModelRunner
 
 TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backend"
 
@@ -19,11 +19,11 @@ TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_back
 class SdpaBackend(TorchNativeAttnBackend):
     """torch_native for the CPU, computing only the new queries; reads compact rows."""
 
-    def __init__(self, model_runner: Any) -> None:
+    def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__(model_runner)
         self._rows: list[SequenceRows] = []
 
-    def init_forward_metadata(self, forward_batch: Any) -> None:
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """``forward_batch`` is already the physical view; its row slots are read once for all layers."""
         kv_lens = forward_batch.seq_lens_cpu.tolist()
         extend = forward_batch.forward_mode.is_extend(include_draft_extend_v2=True)
@@ -33,19 +33,37 @@ class SdpaBackend(TorchNativeAttnBackend):
         )
 
     def forward_extend(
-        self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
     ) -> torch.Tensor:
         return self._attend(q, k, v, layer, forward_batch, save_kv_cache)
 
     def forward_decode(
-        self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
     ) -> torch.Tensor:
         return self._attend(
             q.reshape(-1, layer.tp_q_head_num * layer.qk_head_dim), k, v, layer, forward_batch, save_kv_cache
         )
 
     def _attend(
-        self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool,
     ) -> torch.Tensor:
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:
@@ -62,7 +80,7 @@ class SdpaBackend(TorchNativeAttnBackend):
         return output
 
 
-def replace_torch_native(model_runner: Any) -> None:
+def replace_torch_native(model_runner: ModelRunner) -> None:
     """Put our CPU attention in the place of torch_native; other backends stay."""
     replaced = model_runner.attn_backend
     if type(replaced) is TorchNativeAttnBackend:
@@ -71,10 +89,10 @@ def replace_torch_native(model_runner: Any) -> None:
         backend.decode_attention_backend_str = replaced.decode_attention_backend_str
 
 
-def _replace_only(result: Any, model_runner: Any, *args: Any, **kwargs: Any) -> None:
+def _replace_only(result: object, model_runner: ModelRunner, *args: object, **kwargs: object) -> None:
     """AFTER ``ModelRunner.init_attention_backend`` of a server without kv policy."""
     replace_torch_native(model_runner)
 
 
-def install_on_stock(registry: Any, hook_type: Any) -> None:
+def install_on_stock(registry: type[HookRegistry], hook_type: type[HookType]) -> None:
     registry.register(TARGET, _replace_only, hook_type.AFTER)

@@ -9,19 +9,20 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import torch
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_evicpress.patches.attention import req_to_token
 from sglang_evicpress.patches.attention.cpu_backend import TARGET, replace_torch_native
 from sglang_evicpress.patches.attention.prompt_queries import QueryCapture
 from sglang_evicpress.patches.attention.query_ring import QueryRing
+from sglang_evicpress.patches.attention.types import AttentionBackend, ForwardBatch, ModelRunner
 
 logger = logging.getLogger(__name__)
 
 
-def physical_view(forward_batch: Any, table: req_to_token.HoleTable) -> Any:
+def physical_view(forward_batch: ForwardBatch, table: req_to_token.HoleTable) -> ForwardBatch:
     """The batch as attention must see it: every KV length less the holes of its row; the batch itself when there are
     none.
 
@@ -60,11 +61,11 @@ def _less(lens: torch.Tensor, holes: torch.Tensor, extend: bool) -> torch.Tensor
     return (lens - holes.to(lens.dtype)).clamp_(min=lens.clamp(max=1) if extend else 1)
 
 
-def _show_views(backend: Any, table: req_to_token.HoleTable) -> None:
+def _show_views(backend: AttentionBackend, table: req_to_token.HoleTable) -> None:
     """Give a backend instance the physical view wherever SGLang plans a forward pass (eager, capture, replay)."""
 
     def wrap(plan: Callable[..., None]) -> Callable[..., None]:
-        def planned(forward_batch: Any, *args: Any, **kwargs: Any) -> None:
+        def planned(forward_batch: ForwardBatch, *args: object, **kwargs: object) -> None:
             is_capture = bool(args and args[0]) or kwargs.get("in_capture", False)  # a made-up batch: no row, no holes
             plan(forward_batch if is_capture else physical_view(forward_batch, table), *args, **kwargs)
 
@@ -74,7 +75,7 @@ def _show_views(backend: Any, table: req_to_token.HoleTable) -> None:
         setattr(backend, name, wrap(getattr(backend, name)))
 
 
-def _after_init_attention_backend(result: Any, model_runner: Any, *args: Any, **kwargs: Any) -> None:
+def _after_init_attention_backend(result: object, model_runner: ModelRunner, *args: object, **kwargs: object) -> None:
     """AFTER ``ModelRunner.init_attention_backend``: before CUDA graphs are captured, so that they see the table."""
     if model_runner.is_draft_worker:
         return
@@ -88,5 +89,5 @@ def _after_init_attention_backend(result: Any, model_runner: Any, *args: Any, **
     logger.info("evicpress: attention over compact rows on %s", type(model_runner.attn_backend).__name__)
 
 
-def install(registry: Any, hook_type: Any) -> None:
+def install(registry: type[HookRegistry], hook_type: type[HookType]) -> None:
     registry.register(TARGET, _after_init_attention_backend, hook_type.AFTER)

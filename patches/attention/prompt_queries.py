@@ -7,12 +7,14 @@ The attention backend's ``forward_extend`` gets the queries after RoPE, whatever
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 
 from sglang_evicpress.device import to_device
+from sglang_evicpress.patches.attention.types import AttentionLayer, ForwardMode, ModelRunner
 from sglang_evicpress.patches.kv_flags import config_of
 from sglang_evicpress.press import QueryWindow, get_press
 
@@ -48,6 +50,22 @@ class _Pass:
         self.seen: set[int] = set()
 
 
+class NamedRequest(Protocol):
+    """A request."""
+
+    rid: str
+
+
+class AnnouncedBatch(Protocol):
+    """SGLang's ScheduleBatch, before its forward pass."""
+
+    forward_mode: ForwardMode
+    reqs: Sequence[NamedRequest]
+    decoding_reqs: Sequence[NamedRequest] | None
+    extend_lens: Sequence[int]
+    seq_lens_cpu: torch.Tensor
+
+
 class QueryCapture:
     """Windows of running requests by request id, and those of nodes by key; both bounded, the oldest go first."""
 
@@ -66,7 +84,7 @@ class QueryCapture:
         self._pass: _Pass | None = None
 
     @classmethod
-    def install_on(cls, model_runner: Any) -> None:
+    def install_on(cls, model_runner: ModelRunner) -> None:
         """Wrap the backend's ``forward_extend`` when some form needs queries; otherwise nothing is captured."""
         config = config_of(model_runner.server_args)
         if not any(form.press and get_press(form.press).needs_queries for form in config.menu_forms):
@@ -81,14 +99,20 @@ class QueryCapture:
         attend = backend.forward_extend
 
         def forward_extend(
-            q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any
-        ) -> Any:
+            q: torch.Tensor,
+            k: object,
+            v: object,
+            layer: AttentionLayer,
+            forward_batch: object,
+            *args: object,
+            **kwargs: object,
+        ) -> torch.Tensor:
             capture.observe(q, layer)
-            return attend(q, k, v, layer, forward_batch, *args, **kwargs)
+            return attend(q, k, v, layer, *args, **kwargs)
 
         backend.forward_extend = forward_extend
 
-    def begin_batch(self, batch: Any) -> None:
+    def begin_batch(self, batch: AnnouncedBatch) -> None:
         """Note whose prompts the coming pass computes; capture and warm-up passes come without.
 
         A decoding request in a mixed batch is left out: its one query says nothing of its prompt.
@@ -100,7 +124,7 @@ class QueryCapture:
             for req, length, end in zip(batch.reqs, batch.extend_lens, ends, strict=True):
                 self._batch.append(("" if req.rid in decoding else req.rid, length, end))
 
-    def observe(self, q: torch.Tensor, layer: Any) -> None:
+    def observe(self, q: torch.Tensor, layer: AttentionLayer) -> None:
         """Copy this pass's queries of one layer; with the last of them they become the requests' windows."""
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         if not self._batch or len(queries) != sum(length for _, length, _ in self._batch):

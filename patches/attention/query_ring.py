@@ -10,12 +10,12 @@ score.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from sglang_evicpress import spawn
 from sglang_evicpress.device import to_device
+from sglang_evicpress.patches.attention.types import AttentionLayer, ForwardBatch, ModelRunner
 from sglang_evicpress.patches.kv_flags import config_of
 from sglang_evicpress.patches.unsupported import decode_settings
 from sglang_evicpress.press import QueryWindow
@@ -40,7 +40,7 @@ class QueryRing:
         self._batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
-    def install_on(cls, model_runner: Any) -> None:
+    def install_on(cls, model_runner: ModelRunner) -> None:
         """Wrap the backend before graphs are captured. Raises SystemExit when the ring would be too large."""
         cls.active = None
         settings = decode_settings(config_of(model_runner.server_args))
@@ -64,14 +64,24 @@ class QueryRing:
         backend.forward_extend = ring._observing(backend.forward_extend, ring.observe_extend)
         backend.forward_decode = ring._observing(backend.forward_decode, ring.observe_decode)
 
-    def _observing(self, attend: Callable[..., Any], observe: Callable[..., None]) -> Callable[..., Any]:
-        def observed(q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def _observing(
+        self, attend: Callable[..., torch.Tensor], observe: Callable[..., None]
+    ) -> Callable[..., torch.Tensor]:
+        def observed(
+            q: torch.Tensor,
+            k: object,
+            v: object,
+            layer: AttentionLayer,
+            forward_batch: ForwardBatch,
+            *args: object,
+            **kwargs: object,
+        ) -> torch.Tensor:
             observe(q, layer, forward_batch)
             return attend(q, k, v, layer, forward_batch, *args, **kwargs)
 
         return observed
 
-    def observe_decode(self, q: torch.Tensor, layer: Any, forward_batch: Any) -> None:
+    def observe_decode(self, q: torch.Tensor, layer: AttentionLayer, forward_batch: ForwardBatch) -> None:
         """Row 0 belongs to nobody: what pads a batch writes there. Where the queries of a step go is worked out at its
         first layer, on the device."""
         if not self.is_needed and not (self._is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -85,7 +95,7 @@ class QueryRing:
             q = q.view(-1, ring.shape[1]).to(ring.dtype)
         ring.index_copy_(0, self._step, q)
 
-    def observe_extend(self, q: torch.Tensor, layer: Any, forward_batch: Any) -> None:
+    def observe_extend(self, q: torch.Tensor, layer: AttentionLayer, forward_batch: ForwardBatch) -> None:
         """The last ``window`` queries of every request; those that decode in a mixed batch have one."""
         index = layer.layer_id - self._first_layer
         if index == 0 or self._batch is None:
@@ -94,7 +104,7 @@ class QueryRing:
         queries = q.view(-1, *self.queries.shape[3:])
         self.queries[index][rows, places] = queries[tokens].to(self.queries.dtype)
 
-    def _places(self, forward_batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _places(self, forward_batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Places of the queries to keep: their index in the batch, the row they belong to, and their place
         there. Worked out on the host, once for all layers."""
         tokens: list[int] = []

@@ -7,12 +7,15 @@ is written; ``HOLES[row]`` says by how much. Touches ``sglang.srt.mem_cache.comm
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_evicpress.device import to_device
-from sglang_evicpress.patches.attention.prompt_queries import QueryCapture
+from sglang_evicpress.patches.attention.prompt_queries import AnnouncedBatch, QueryCapture
+from sglang_evicpress.patches.attention.types import RowPool
+from sglang_evicpress.patches.tree.node import PrefixView
 
 
 class HoleTable:
@@ -64,8 +67,37 @@ class HoleTable:
         return bool(self._with_holes) and not self._with_holes.isdisjoint(rows_host.tolist())
 
 
+class AdoptingCache(Protocol):
+    """The cache, which knows what each request took from it."""
+
+    def adopt(self, req: object) -> PrefixView:
+        """The view that a request's row is written from."""
+
+
+class ExtendBatch(Protocol):
+    """A batch whose prompts get their slots."""
+
+    reqs: Sequence[object]
+    tree_cache: AdoptingCache
+
+
+class DecodeBatch(Protocol):
+    """A batch whose next tokens get their slots."""
+
+    req_pool_indices: torch.Tensor
+    req_pool_indices_cpu: torch.Tensor
+    seq_lens: torch.Tensor
+    seq_lens_cpu: torch.Tensor
+
+
+class RowBatch(AnnouncedBatch, Protocol):
+    """A batch that is about to run."""
+
+    req_pool_indices_cpu: torch.Tensor
+
+
 _table: HoleTable | None = None
-_extending: list[Any] = []
+_extending: list[ExtendBatch] = []
 
 
 def attach(table: HoleTable) -> None:
@@ -80,7 +112,7 @@ def table() -> HoleTable:
     return _table
 
 
-def _around_alloc_for_extend(original: Callable[..., Any], batch: Any) -> Any:
+def _around_alloc_for_extend(original: Callable[..., object], batch: ExtendBatch) -> object:
     """AROUND ``alloc_for_extend``: the write below needs the requests, which its arguments do not carry."""
     _extending.append(batch)
     try:
@@ -90,7 +122,7 @@ def _around_alloc_for_extend(original: Callable[..., Any], batch: Any) -> Any:
 
 
 def _around_write_cache_indices(
-    original: Callable[..., Any],
+    original: Callable[..., None],
     out_cache_loc: torch.Tensor,
     rows: torch.Tensor,
     rows_cpu: torch.Tensor,
@@ -101,7 +133,7 @@ def _around_write_cache_indices(
     extend_lens: torch.Tensor,
     extend_lens_cpu: torch.Tensor,
     prefix_tensors: list[torch.Tensor],
-    req_to_token_pool: Any,
+    req_to_token_pool: RowPool,
 ) -> None:
     """AROUND ``write_cache_indices``: write physical, left-justified rows and record their holes."""
     batch = _extending[-1]
@@ -130,7 +162,7 @@ def _around_write_cache_indices(
             req_to_token_pool.req_to_token[row, seq_len - num_holes :] = 0
 
 
-def _around_alloc_for_decode(original: Callable[..., Any], batch: Any, token_per_req: int) -> Any:
+def _around_alloc_for_decode(original: Callable[..., object], batch: DecodeBatch, token_per_req: int) -> object:
     """AROUND ``alloc_for_decode``: the last slot of a row, and the place of the next, are physical."""
     rows = table()
     if not rows.has_holes(batch.req_pool_indices_cpu):
@@ -145,7 +177,7 @@ def _around_alloc_for_decode(original: Callable[..., Any], batch: Any, token_per
         batch.seq_lens, batch.seq_lens_cpu = seq_lens, seq_lens_cpu
 
 
-def _after_init_new(result: Any, cls: Any, batch: Any, model_runner: Any) -> None:
+def _after_init_new(result: object, cls: object, batch: RowBatch, model_runner: object) -> None:
     """AFTER ``ForwardBatch.init_new``: a ForwardBatch has no host copy of its rows; copies lose attributes."""
     if _table is not None:
         _table.begin_batch(batch.req_pool_indices_cpu)
@@ -153,7 +185,7 @@ def _after_init_new(result: Any, cls: Any, batch: Any, model_runner: Any) -> Non
         QueryCapture.active.begin_batch(batch)
 
 
-def install(registry: Any, hook_type: Any) -> None:
+def install(registry: type[HookRegistry], hook_type: type[HookType]) -> None:
     common = "sglang.srt.mem_cache.common."
     registry.register(common + "alloc_for_extend", _around_alloc_for_extend, hook_type.AROUND)
     registry.register(common + "write_cache_indices", _around_write_cache_indices, hook_type.AROUND)

@@ -46,7 +46,7 @@ class Admission:
         """Take those of which nothing new can be said out of the queue until ``show_waiting``: SGLang looks every
         request that waits up in the tree, step by step. Where they are served in the order of the queue, also those for
         whom nothing is got ready yet."""
-        self.hide_guests(scheduler)
+        self.background.hide_guests(scheduler)
         queue = scheduler.waiting_queue
         self.is_out_of_room, self.slots_ahead = False, 0
         if not self.stages:
@@ -68,19 +68,19 @@ class Admission:
             waiting = [req for req in self._queue if id(req) in left]
             scheduler.waiting_queue = waiting + self._behind + [req for req in shown if id(req) not in known]
             self._num_hidden, self._queue, self._behind, self._passed_over = 0, [], [], set()
-        self.show_guests(scheduler)
+        self.background.show_guests(scheduler)
 
     def is_passed_by(self: Any, adder: Any, req: Any) -> bool:
         """True if the batch that is made goes on without a request for now. What it waits for has its turn when there
         is room for it besides those before it in the queue that were passed over."""
         stage = self.stages.get(id(req))
         if stage is None:
-            return bool(self.holds_back(req) or self.is_being_computed(req))
+            return bool(self.background.holds_back(req) or self.is_being_computed(req))
         new_tokens = max(0, min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS) - len(req.output_ids))
         stage.num_to_run = len(req.full_untruncated_fill_ids) - len(req.prefix_indices) + new_tokens + self.page_size
         has_turn = not self.slots_ahead or self.slots_ahead + stage.num_to_run < adder.rem_total_tokens
         is_staging = self.is_staging(req, has_turn=has_turn)
-        if not is_staging and (self.holds_back(req) or self.is_being_computed(req)):
+        if not is_staging and (self.background.holds_back(req) or self.is_being_computed(req)):
             return True
         if not is_staging and not self.lacks_room(adder, req):
             return False

@@ -54,7 +54,7 @@ class Eviction:
                 if freed >= needed:
                     break
         if freed < needed:
-            freed += self.release_shadows()
+            freed += self.shadows.release_shadows()
         if freed < needed and self.is_alone and self.aside.return_all():
             freed += self._relieve_until(needed - freed)
         self.update_eviction_metrics(freed, begin)

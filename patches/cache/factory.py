@@ -52,7 +52,7 @@ def build(context: Any) -> EvicPressCache:
     except (StoreError, RuntimeError, ValueError) as error:
         raise spawn.refusal(str(error)) from error
     if admin_key := context.server_args.admin_api_key:
-        cache.inspection_key = key_of(admin_key)  # before the first question
+        cache.inspector.rekey(key_of(admin_key))  # before the first question
     model.is_released = lambda: cache.are_weights_released
     cache.identify, cache.name_profiles, cache.forget_weights = model.of_model, model.of_profiles, model.forget_weights
     manager = getattr(runner, "lora_manager", None)  # only there with --enable-lora

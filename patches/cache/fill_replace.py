@@ -48,7 +48,7 @@ class Holding:
             copy.origin = node.id
         self.nodes[node.id] = node
         self.add_copy(node, copy)
-        self.find_profiles(node)
+        self.quality.find_profiles(node)
         return node
 
     def _is_upgrade(self: Any, node: Any, view: PrefixView) -> bool:

@@ -157,7 +157,7 @@ class Moves:
         """Why a node can become nothing else, where that is that no form of it was measured."""
         node = self.nodes[node_id]
         could_shrink = self.policy.rule.compresses and len(node.key) >= self.config.min_tokens and not is_lossy(node)
-        if self.policy.rule.weighs_quality and could_shrink and not self.expectation_of(node).known:
+        if self.policy.rule.weighs_quality and could_shrink and not self.quality.expectation_of(node).known:
             return NOT_MEASURED
         return None
 

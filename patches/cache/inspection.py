@@ -3,52 +3,114 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from typing import Protocol
 
 import numpy as np
-import torch
 
-from sglang_evicpress.core import Form, Tier
+from sglang_evicpress.controller.journal import Journal
+from sglang_evicpress.core import Form, Option
 from sglang_evicpress.introspect.arguments import PAGE_DECISIONS, PAGE_NODES, PAGE_NUMBERS, IntrospectionError
 from sglang_evicpress.introspect.keyed_hash import keyed_hash
 from sglang_evicpress.introspect.operations import NodeBusy, UnknownNode
+from sglang_evicpress.patches.cache.statistics import described_law
 from sglang_evicpress.patches.tiers.placement import tier_of
-from sglang_evicpress.patches.tree.node import census_of, holes_of, is_lossy, num_slots, slots_of, start_of, walk
-from sglang_evicpress.policy.cost_model import PrefillLaw
+from sglang_evicpress.patches.tree.node import is_lossy, num_slots, start_of
+from sglang_evicpress.patches.tree.types import Allocator, Node
+from sglang_evicpress.policy.cost_model import Costs
+from sglang_evicpress.policy.menu import Menu
+from sglang_evicpress.policy.planner import Policy
+from sglang_evicpress.policy.reuse import ReuseClock
+from sglang_evicpress.press import QueryWindow
 from sglang_evicpress.survivors import SurvivorLayout
-from sglang_evicpress.threads import WatchedThread
-
-_BOOKED = (
-    *("num_tokens", "num_bytes", "depth_tokens", "quality", "reachable", "weight"),
-    *("num_hits", "last_use", "sinks", "is_locked"),
-)
-
 
 MAX_CHILDREN = 256  # named in a node's description
 MAX_NAMESPACES = 1024  # whose hashes are kept
 
 
-class Inspection:
-    """The ``Inspectable`` part of EvicPressCache; reads everything, and changes only through its own operations."""
+class InspectedTree(Protocol):
+    """The tree."""
 
-    def describe_tree(self: Any, after: int = 0, limit: int = PAGE_NODES) -> dict[str, object]:
-        ids = list(self.nodes)  # in ascending order: ids are never reused
+    page_size: int
+    root_node: Node
+    nodes: dict[int, Node]
+
+
+class InspectedNodes(Protocol):
+    """Operations on nodes, and holds that keep idle promotion from them."""
+
+    token_to_kv_pool_allocator: Allocator
+
+    def window_of(self, node: Node) -> QueryWindow | None:
+        """The queries kept for a node."""
+
+    def options_of(self, node: Node) -> tuple[Option, ...]:
+        """Options of a node now."""
+
+    def slots_in(self, node: Node, form: Form, start: int) -> int | None:
+        """Slots of a node in a form; None where it cannot be brought there."""
+
+    def compress(self, node_id: int, form: Form) -> int:
+        """Bring a node to a form in place; the slots freed."""
+
+    def relieve(self, wanted: int) -> int:
+        """Free so many slots by the policy's plan."""
+
+    def hold(self, node_id: int, seconds: float) -> None:
+        """Keep idle promotion from a node."""
+
+    def hold_left_s(self, node_id: int) -> float:
+        """Seconds until idle promotion may raise a node."""
+
+
+class InspectedPolicy(Protocol):
+    """The policy, with what it goes by."""
+
+    now_s: float
+    policy: Policy
+    menu: Menu
+    clock: ReuseClock
+    costs: Costs
+    recompute_weight: float
+
+    def value_of_hit(self) -> float:
+        """Worth of a hit now."""
+
+
+class TreeInspection:
+    """Answers to questions about the tree; ``key`` is what namespaces and tokens are hashed with. Changes only through
+    operations of the cache."""
+
+    def __init__(
+        self, tree: InspectedTree, nodes: InspectedNodes, policy: InspectedPolicy, journal: Journal, key: bytes
+    ) -> None:
+        self._tree = tree
+        self._nodes = nodes
+        self._policy = policy
+        self._journal = journal
+        self._key = key
+        self._shown_namespaces: dict[str, str] = {}
+
+    def rekey(self, key: bytes) -> None:
+        """Hash with another key, before the first question."""
+        self._key = key
+
+    def describe_tree(self, after: int = 0, limit: int = PAGE_NODES) -> dict[str, object]:
+        ids = list(self._tree.nodes)  # in ascending order: ids are never reused
         begin = bisect_right(ids, after)
         shown = ids[begin : begin + min(limit, PAGE_NODES)]
-        starts: dict[int, int] = {self.root_node.id: 0}
-        found = sorted((_start_of(self.nodes[node_id], starts), node_id) for node_id in shown)
-        nodes = [self._summary(self.nodes[node_id], start) for start, node_id in found]  # parents first
+        starts: dict[int, int] = {self._tree.root_node.id: 0}
+        found = sorted((_start_of(self._tree.nodes[node_id], starts), node_id) for node_id in shown)
+        nodes = [self._summary(self._tree.nodes[node_id], start) for start, node_id in found]  # parents first
         return {
-            "page_size": self.page_size,
+            "page_size": self._tree.page_size,
             "num_nodes": len(ids),
             "nodes": nodes,
             "next": shown[-1] if shown and shown[-1] != ids[-1] else None,
         }
 
     def describe_node(
-        self: Any, node_id: int, *, positions: bool, tokens: bool, layer: int | None = None
+        self, node_id: int, *, positions: bool, tokens: bool, layer: int | None = None
     ) -> dict[str, object]:
         node = self._node(node_id)
         layout = node.kv.layout
@@ -56,11 +118,11 @@ class Inspection:
         described = self._summary(node, start_of(node))
         described["tokens_hash"] = self._keyed_hash(tokens_of_node.tobytes(), 32)
         described["options"] = [
-            {"form": str(option.form or "drop"), "num_slots": option.num_bytes // self.menu.slot_bytes}
-            for option in self.options_of(node)
+            {"form": str(option.form or "drop"), "num_slots": option.num_bytes // self._policy.menu.slot_bytes}
+            for option in self._nodes.options_of(node)
         ]
-        described["hold_seconds_left"] = self.hold_left_s(node_id)
-        described["decisions"] = self.controller.journal.about(node_id)
+        described["hold_seconds_left"] = self._nodes.hold_left_s(node_id)
+        described["decisions"] = self._journal.about(node_id)
         if positions:
             described["positions"] = None if layout is None else _numbers_of(layout, node_id, layer)
             described["logical_indices"] = None if layout is None else layout.logical.numpy()
@@ -68,78 +130,29 @@ class Inspection:
             described["token_ids"] = np.frombuffer(tokens_of_node, dtype=np.int64)
         return described
 
-    def explain_node(self: Any, node_id: int) -> dict[str, object]:
+    def explain_node(self, node_id: int) -> dict[str, object]:
         node = self._node(node_id)
         return {
-            **self.policy.explain(node_id, self.value_of_hit()),
+            **self._policy.policy.explain(node_id, self._policy.value_of_hit()),
             "num_hits": node.kv.num_hits,
-            "half_life_s": self.clock.half_life_s,
-            "half_life_is_learned": self.clock.is_learned,
-            "costs": _described_law(self.costs.prefill),
-            "recompute_weight": self.recompute_weight,
-            "decisions": self.controller.journal.about(node_id),
+            "half_life_s": self._policy.clock.half_life_s,
+            "half_life_is_learned": self._policy.clock.is_learned,
+            "costs": described_law(self._policy.costs.prefill),
+            "recompute_weight": self._policy.recompute_weight,
+            "decisions": self._journal.about(node_id),
         }
 
-    def read_journal(self: Any, since: int, limit: int) -> dict[str, object]:
-        return {"now_s": self.now_s, **self.controller.journal.read(since, min(limit, PAGE_DECISIONS))}
+    def read_journal(self, since: int, limit: int) -> dict[str, object]:
+        return {"now_s": self._policy.now_s, **self._journal.read(since, min(limit, PAGE_DECISIONS))}
 
-    def describe_stats(self: Any) -> dict[str, object]:
-        allocator = self.token_to_kv_pool_allocator
-        census, controller = self.census, self.controller
-        return {
-            "policy": self.config.policy,
-            "alpha": self.config.alpha,
-            "half_life_s": self.clock.half_life_s,
-            "half_life_is_learned": self.clock.is_learned,
-            "forms": [str(form) for form in self.menu.forms[1:]],
-            "now_s": self.now_s,
-            "costs": {
-                "in_use": _described_law(self.costs.prefill),
-                "learned": _described_law(self.cost_model.costs.prefill),
-                "num_observations": self.prefill_times.num_observed,
-                "recompute_weight": round(self.recompute_weight, 3),
-            },
-            "waiting": {"requests": len(self.claims), "claimed_nodes": self.claims.num_nodes},
-            "queue": {
-                "expected_wait_s": self.turns.wait_s(len(self.claims)),  # one claim per user's request that waits
-                "margin_s": 0.0 if self.first_tokens is None else self.first_tokens.margin.seconds,
-                "admitted_per_s": self.turns.rate,
-                "refused": self.num_refused,
-            },
-            "page_size": self.page_size,
-            "total_slots": allocator.size,
-            "free_slots": allocator.available_size(),
-            "evictable_slots": self.evictable_size_,
-            "protected_slots": self.protected_size_,
-            "in_flight_slots": sum(held for _, held in self._in_flight()),
-            "shadow_slots": self.num_shadow_slots,
-            "num_nodes": census.num_nodes,
-            "cached_tokens": census.num_tokens,
-            "cached_slots": census.num_slots,
-            "resident_forms": census.by_form(),
-            "decisions": {
-                "compressed": dict(controller.num_compressed),
-                "dropped": controller.num_dropped,
-                "demoted": dict(controller.num_demoted),
-                "dropped_tokens": controller.dropped_tokens,
-                "freed_slots": controller.freed_slots,
-                "failed": dict(controller.num_failed),
-            },
-            "admission": self.recomputed.describe(self.prefill_times.not_loaded_s),
-            "drops": self.recomputed.describe_drops(),
-            "evictions": self.describe_evictions(),
-            "utility_lost_s": controller.journal.lost if self.policy.has_utility else None,
-            "threads": [thread.describe() for thread in self.threads()],
-        }
-
-    def compress_node(self: Any, node_id: int, form: Form, hold_s: float = 0.0) -> dict[str, object]:
+    def compress_node(self, node_id: int, form: Form, hold_s: float = 0.0) -> dict[str, object]:
         """See ``Inspectable.compress_node``."""
         node = self._node(node_id)
         if node.lock_ref > 0:
             raise NodeBusy(node_id)
         if node.kv.is_shadow:
             raise NodeBusy(node_id, "it belongs to a shadow")
-        before, after = num_slots(node), self.slots_in(node, form, start_of(node))
+        before, after = num_slots(node), self._nodes.slots_in(node, form, start_of(node))
         if after is None:
             why = "its press needs queries of the prompt, and none were kept (they are when --kv-forms names the press)"
             if form.is_exact or not node.kv.form.is_exact:
@@ -148,44 +161,32 @@ class Inspection:
         if after >= before:
             raise ValueError(
                 f"node {node_id} cannot be brought to {form}: it holds {before} slots and would keep {after} "
-                f"(whole pages of {self.page_size})"
+                f"(whole pages of {self._tree.page_size})"
             )
-        freed = self.compress(node_id, form)
-        if node_id not in self.nodes:
+        freed = self._nodes.compress(node_id, form)
+        if node_id not in self._tree.nodes:
             raise IntrospectionError(507, f"node {node_id} was dropped: the device has no memory to compress it")
-        self.hold(node_id, hold_s)
-        held = {"hold_seconds_left": self.hold_left_s(node_id)}
+        self._nodes.hold(node_id, hold_s)
+        held = {"hold_seconds_left": self._nodes.hold_left_s(node_id)}
         return {**self._summary(node, start_of(node)), "freed_slots": freed, **held}
 
-    def threads(self: Any) -> Iterator[WatchedThread]:
-        """Every thread that works for the cache in this process."""
-        for workers in self.workers.values():
-            yield from workers.threads
-        if self.ssd is not None:
-            yield from self.ssd.store.threads
-
-    def evict_slots(self: Any, num_slots: int) -> dict[str, object]:
-        freed = self.relieve(num_slots)
-        return {"freed_slots": freed, "free_slots": self.token_to_kv_pool_allocator.available_size()}
-
-    def check_integrity(self: Any) -> dict[str, object]:
-        """Check every invariant; lists each one that is broken."""
-        found = list(self._violations())
-        return {"ok": not found, "violations": found[:100], "num_nodes": len(self.nodes)}
+    def evict_slots(self, num_slots: int) -> dict[str, object]:
+        freed = self._nodes.relieve(num_slots)
+        return {"freed_slots": freed, "free_slots": self._nodes.token_to_kv_pool_allocator.available_size()}
 
     # ---- parts
 
-    def _node(self: Any, node_id: int) -> Any:
-        node = self.nodes.get(node_id)
+    def _node(self, node_id: int) -> Node:
+        node = self._tree.nodes.get(node_id)
         if node is None:
             raise UnknownNode(node_id)
         return node
 
-    def _summary(self: Any, node: Any, start: int) -> dict[str, object]:
+    def _summary(self, node: Node, start: int) -> dict[str, object]:
         kv, extra_key = node.kv, node.key.extra_key  # a cache salt is a secret: only its hash is shown
         return {
             "id": node.id,
-            "parent_id": None if node.parent is self.root_node else node.parent.id,
+            "parent_id": None if node.parent is self._tree.root_node else node.parent.id,
             "children": [child.id for child in islice(node.children.values(), MAX_CHILDREN)],
             "num_children": len(node.children),
             "start": start,
@@ -200,177 +201,26 @@ class Inspection:
             "lineage": "lossy" if is_lossy(node) else "exact",
             "computed_on": "lossy" if kv.is_lossy_prefix else "exact",
             "lock_ref": node.lock_ref,
-            "weight": self.clock.faded(kv.weight, self.now_s),
+            "weight": self._policy.clock.faded(kv.weight, self._policy.now_s),
             "num_hits": kv.num_hits,
             "last_use": kv.last_use,
-            "has_queries": self.window_of(node) is not None,
+            "has_queries": self._nodes.window_of(node) is not None,
             "namespace": None if extra_key is None else self._shown_namespace(extra_key),
         }
 
-    def _shown_namespace(self: Any, extra_key: str) -> str:
+    def _shown_namespace(self, extra_key: str) -> str:
         """Worked out once for each of the last namespaces: clients choose them, and how long they are."""
-        if extra_key not in self.shown_namespaces:
-            while len(self.shown_namespaces) >= MAX_NAMESPACES:
-                del self.shown_namespaces[next(iter(self.shown_namespaces))]
-            self.shown_namespaces[extra_key] = self._keyed_hash(extra_key.encode(), 8)
-        return str(self.shown_namespaces[extra_key])
+        if extra_key not in self._shown_namespaces:
+            while len(self._shown_namespaces) >= MAX_NAMESPACES:
+                del self._shown_namespaces[next(iter(self._shown_namespaces))]
+            self._shown_namespaces[extra_key] = self._keyed_hash(extra_key.encode(), 8)
+        return self._shown_namespaces[extra_key]
 
-    def _keyed_hash(self: Any, value: bytes, num_bytes: int) -> str:
-        return keyed_hash(value, self.inspection_key, num_bytes)
-
-    def _in_flight(self: Any) -> Iterator[tuple[Any, int]]:
-        """Requests that hold slots of their own, with how many: allocated (whole pages) less what the tree owns."""
-        scheduler = self.scheduler
-        if scheduler is None:
-            return
-        seen: set[int] = set()
-        reqs: list[Any] = []
-        for batch in (scheduler.last_batch, scheduler.running_batch, scheduler.cur_batch):
-            reqs.extend(batch.reqs if batch is not None else [])
-        if scheduler.chunked_req is not None:
-            reqs.append(scheduler.chunked_req)
-        for req in reqs:
-            if id(req) in seen or req.req_pool_idx is None or req.kv_committed_freed:
-                continue
-            seen.add(id(req))
-            allocated = -(-req.kv_allocated_len // self.page_size) * self.page_size
-            yield req, allocated - req.cache_protected_len
-
-    def _violations(self: Any) -> Iterator[str]:
-        allocator = self.token_to_kv_pool_allocator
-        page = self.page_size
-        evictable = protected = 0
-        owners: list[tuple[str, torch.Tensor]] = []
-        for node in walk(self.root_node):
-            name = f"node {node.id}"
-            slots = slots_of(node)
-            owners.append((name, slots))
-            if node.lock_ref > 0:
-                protected += num_slots(node)
-            else:
-                evictable += num_slots(node)
-            if self.nodes.get(node.id) is not node:
-                yield f"{name} is not in the table of nodes"
-            if node.parent is not self.root_node and node.lock_ref > node.parent.lock_ref:
-                yield f"{name} has {node.lock_ref} locks, its parent {node.parent.lock_ref}"
-            if node.value is None:
-                continue
-            if len(node.value) != len(node.key) or len(node.key) % page:
-                yield f"{name} has {len(node.key)} tokens, {len(node.value)} entries, pages of {page}"
-            if len(slots) != num_slots(node) or int((node.value != 0).sum()) != len(slots):
-                yield f"{name} holds {len(slots)} slots but counts {num_slots(node)}"
-            yield from self._layout_violations(node)
-            yield from self.census.differences(node.id, census_of(node))
-        if self.census.num_nodes != len(owners):
-            yield f"the census has {self.census.num_nodes} nodes, the tree {len(owners)}"
-        if len(self.nodes) != len(owners):
-            yield f"the table knows {len(self.nodes)} nodes, the tree holds {len(owners)}"
-        protected += self.ledger.reserved
-        if (evictable, protected) != (self.evictable_size_, self.protected_size_):
-            yield (
-                f"evictable {self.evictable_size_} and protected {self.protected_size_} slots are counted, "
-                f"{evictable} and {protected} are held"
-            )
-        in_flight = 0
-        for req, held in self._in_flight():
-            in_flight += held
-            holes = holes_of(req)
-            row = self.req_to_token_pool.req_to_token[req.req_pool_idx]
-            own = row[req.cache_protected_len - holes : req.kv_allocated_len - holes].to(torch.int64)
-            owners.append((f"request {req.rid}", torch.unique(own // page) if page > 1 else own))
-        free = allocator.available_size()
-        if free + evictable + protected + in_flight != allocator.size:
-            yield (
-                f"free {free} + evictable {evictable} + protected {protected} + in flight {in_flight} slots "
-                f"are not the total of {allocator.size}"
-            )
-        yield from self._sharing_violations(owners)
-        yield from self._book_violations()
-        yield from self.tier_violations()
-
-    def _book_violations(self: Any) -> Iterator[str]:
-        """The policy's book against the tree."""
-        book = self.policy.book
-        for node in walk(self.root_node):
-            record = book.records.get(node.id)
-            if record is None:
-                yield f"node {node.id} is not in the policy's book"
-                continue
-            now = self.stats_of(node)
-            for name in ("parent_id", "form", *_BOOKED):
-                noted, held = getattr(record, name), getattr(now, name)
-                if noted != held:
-                    yield f"node {node.id}: the policy's book has {name} {noted}, the tree {held}"
-            if record.rank != now.tier:
-                yield f"node {node.id}: the policy's book has it on tier {record.rank}, it is on {int(now.tier)}"
-            for claim in node.kv.claims.values():
-                if claim.nodes.get(node.id) is not node:
-                    yield f"node {node.id} carries a claim that does not know of it"
-        if len(book.records) != len(self.nodes):
-            yield f"the policy's book has {len(book.records)} nodes, the tree {len(self.nodes)}"
-        held_bytes = sum(map(num_slots, self.nodes.values())) * self.menu.slot_bytes
-        idle_shadows = sum(num_slots(node) for node in self.shadow_nodes() if node.lock_ref == 0)  # as if locked
-        aside = sum(num_slots(self.nodes[node_id]) for node_id in self.aside if self.nodes[node_id].lock_ref == 0)
-        locked = (self.protected_size_ - self.ledger.reserved + idle_shadows + aside) * self.menu.slot_bytes
-        if (book.num_bytes[Tier.GPU], book.locked_bytes[Tier.GPU]) != (held_bytes, locked):
-            yield (
-                f"the policy's book has {book.num_bytes[Tier.GPU]} bytes, {book.locked_bytes[Tier.GPU]} locked; "
-                f"the tree has {held_bytes}, {locked} locked"
-            )
-
-    def _layout_violations(self: Any, node: Any) -> Iterator[str]:
-        layout, name = node.kv.layout, f"node {node.id}"
-        if layout is None:
-            if not node.kv.form.is_exact:
-                yield f"{name} is {node.kv.form} but has no survivors' positions"
-            return
-        logical, positions = layout.logical, layout.positions
-        if layout.num_slots == 0:
-            return
-        if not bool((logical[1:] > logical[:-1]).all()) or int(logical[0]) < 0 or int(logical[-1]) >= len(node.key):
-            yield f"{name}: logical indices of its slots are not strictly increasing inside the node"
-        if not torch.equal(node.value[logical.to(node.value.device)], node.kv.slots):
-            yield f"{name}: its slots are not where its layout says"
-        if not bool((positions[..., 1:] > positions[..., :-1]).all()):
-            yield f"{name}: survivors' positions are not ascending"
-        start = start_of(node)
-        page = self.page_size
-        bound = (logical // page + 1) * page + start
-        if not bool((positions < bound).all()):
-            yield f"{name}: a survivor sits before its position"
-        # After a split the lower part may hold, in some heads, survivors from above it; nobody else may hold those too.
-        strays = [(layer, head) for layer, head in ((positions[..., 0] < start).nonzero().tolist())]
-        above, end = node.parent, start
-        while strays and above is not self.root_node:
-            begin = end - len(above.key)
-            for layer, head in strays:
-                held = positions[layer, head]
-                held = held[(held >= begin) & (held < end)]
-                if above.kv.layout is not None:
-                    held = held[torch.isin(held, above.kv.layout.positions[layer, head])]
-                if len(held):
-                    yield f"{name} holds position {int(held[0])} of layer {layer}, head {head}, as does node {above.id}"
-            above, end = above.parent, begin
-
-    def _sharing_violations(self: Any, owners: list[tuple[str, torch.Tensor]]) -> Iterator[str]:
-        allocator, page = self.token_to_kv_pool_allocator, self.page_size
-        pages: dict[int, str] = {}
-        for index in torch.cat([allocator.free_pages, allocator.release_pages]).tolist():
-            if index in pages:
-                yield f"page {index} is free twice"
-            pages[index] = "the free list"
-        for name, slots in owners:
-            is_request = name.startswith("request")
-            units = slots if page == 1 or is_request else torch.unique(slots // page)
-            for index in units.tolist():
-                if index == 0:
-                    yield f"{name} holds the padding slot"
-                elif index in pages:
-                    yield f"page {index} belongs to {name} and to {pages[index]}"
-                pages[index] = name
+    def _keyed_hash(self, value: bytes, num_bytes: int) -> str:
+        return keyed_hash(value, self._key, num_bytes)
 
 
-def _start_of(node: Any, starts: dict[int, int]) -> int:
+def _start_of(node: Node, starts: dict[int, int]) -> int:
     """Start of a node like ``start_of``, with known starts by id: every node above is passed once for a whole page."""
     path = []
     above = node.parent
@@ -397,11 +247,3 @@ def _numbers_of(layout: SurvivorLayout, node_id: int, layer: int | None) -> obje
         )
     positions = layout.positions if layer is None else layout.positions_of(layer)
     return np.ascontiguousarray(positions.numpy())
-
-
-def _described_law(law: PrefillLaw) -> dict[str, object]:
-    return {
-        "prefill_fixed_s": law.fixed_s,
-        "prefill_per_token_s": law.per_token_s,
-        "prefill_per_pair_s": law.per_pair_s,
-    }

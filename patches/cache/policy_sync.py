@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import NodeStats, Tier
 from sglang_evicpress.introspect.census import Census
 from sglang_evicpress.patches.cache.queued_hits import Claims
-from sglang_evicpress.patches.profiling.quality import Expectation
+from sglang_evicpress.patches.profiling.quality import Quality
 from sglang_evicpress.patches.scheduler.queue_limit import FirstTokens
 from sglang_evicpress.patches.tiers.placement import tier_of
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
@@ -21,7 +22,9 @@ from sglang_evicpress.patches.tree.node import (
     servable_steps,
     size_of,
     start_of,
+    walk,
 )
+from sglang_evicpress.patches.tree.types import Node
 from sglang_evicpress.policy import make_policy
 from sglang_evicpress.policy.cost_model import CostModel, Costs, PrefillLaw, TransferLaw
 from sglang_evicpress.policy.menu import Menu
@@ -63,8 +66,7 @@ class Bookkeeping:
         self.claims = Claims(self._hit)
         self.turns, self.num_refused = Turns(), 0  # of the queue, which queue_limit.py watches
         self.first_tokens = None if config.max_queue_s is None else FirstTokens(config.max_queue_s)
-        self.open_profiling(config)
-        self.default_expectation = Expectation.of((self.catalog.default,), self.menu.forms)
+        self.quality = Quality(self, self, self.compressor, config, self.menu.forms, self.changes.changed)
         self._blind = self.menu.everything  # the forms that can be made without queries
         for index, form in enumerate(self.menu.forms):
             if form.press is not None and get_press(form.press).needs_queries:
@@ -82,10 +84,25 @@ class Bookkeeping:
     def renew_policy(self: Any) -> None:
         """A policy that knows no node yet, of the present menu."""
         config = self.config
-        mean_curve = Expectation.of((self.catalog.mean,), self.menu.forms).vector
         costs = self._told = self._weighed(self.costs, self.recompute_weight)
-        self.policy = make_policy(config.policy, self.menu, alpha=config.alpha, costs=costs, mean_curve=mean_curve)
+        self.policy = make_policy(
+            config.policy, self.menu, alpha=config.alpha, costs=costs, mean_curve=self.quality.mean_curve
+        )
         self.controller.policy = self.policy
+
+    def rebuild_policy(self: Any) -> None:
+        """A policy of the present menu that knows every node."""
+        self.renew_policy()
+        self.policy.put_all(self.stats_of(node) for node in walk(self.root_node))
+
+    def tell_policy(self: Any, nodes: Iterable[Node]) -> None:
+        """Show the policy nodes of which other quality is expected now."""
+        for node in nodes:
+            self.policy.put(self.stats_of(node))
+
+    @property
+    def num_shadow_slots(self: Any) -> int:
+        return int(self.census.num_shadow_slots)
 
     # ---- what happens to nodes
 
@@ -99,7 +116,7 @@ class Bookkeeping:
 
     def note_split(self: Any, upper: Any, lower: Any) -> None:
         self.claims.split(upper, lower)
-        self.split_profiles(upper, lower)
+        self.quality.split_profiles(upper, lower)
         if lower.kv.window is not None:
             self._windowed[lower.kv.window][upper.id] = upper
         self.changes.changed(upper)
@@ -141,7 +158,7 @@ class Bookkeeping:
         """The node as the policy sees it."""
         kv: NodeKV = node.kv
         start, slots, num_tokens, tier = start_of(node), size_of(node), len(node.key), tier_of(node)
-        form, expectation = kv.form, self.expectation_of(node)
+        form, expectation = kv.form, self.quality.expectation_of(node)
         reachable = 0
         rule = self.policy.rule  # those that do not weigh quality compress on the GPU only, before anything goes down
         is_open = tier == Tier.GPU or (tier == Tier.HOST and rule.weighs_quality)
@@ -159,7 +176,7 @@ class Bookkeeping:
             num_tokens=num_tokens,
             num_bytes=slots * self.menu.slot_bytes,
             depth_tokens=start,
-            quality=self.quality_of(node),
+            quality=self.quality.quality_of(node),
             curve=expectation.vector,
             reachable=reachable,
             weight=kv.weight,
@@ -199,7 +216,7 @@ class Bookkeeping:
         """A request has entered the waiting queue: what it would match now gets its hit. Splits and touches nothing."""
         self.adapters.note_adapter(req.lora_id)
         if is_shadow_name(req.extra_key):
-            self.receive_guest(req)
+            self.background.receive_guest(req)
             return
         path: list[Any] = []
         if not self.disable:
@@ -219,7 +236,7 @@ class Bookkeeping:
         if is_shadow_name(req.extra_key):
             return
         gap_s = self.now_s - path[-1].kv.last_use_s if path else 0.0
-        self.note_question(req, path, num_tokens)
+        self.quality.note_question(req, path, num_tokens)
         was_claimed = self.claims.settle(req, path, self.value_of_hit())
         if path and not was_claimed:
             self.clock.observe_reuse(gap_s, num_tokens)
@@ -248,7 +265,7 @@ class Bookkeeping:
             self.claims.restate(restate)
             self.policy.reweigh({node.id: node.kv.weight for node in self.nodes.values()})
         self.retry_set_aside()
-        self.refresh_default()
+        self.quality.refresh_default()
         self.controller.now_s = self.now_s
         self.controller.value_of_hit = self.value_of_hit()
         self._take_costs(costs, congestion)

@@ -33,14 +33,18 @@ from sglang_evicpress.patches.cache.admission import Admission
 from sglang_evicpress.patches.cache.eviction import Eviction
 from sglang_evicpress.patches.cache.fill_replace import Holding
 from sglang_evicpress.patches.cache.gpu_ops import Moves
-from sglang_evicpress.patches.cache.inspection import Inspection
+from sglang_evicpress.patches.cache.inspection import TreeInspection
+from sglang_evicpress.patches.cache.inspector import Inspector
+from sglang_evicpress.patches.cache.integrity import Integrity
 from sglang_evicpress.patches.cache.policy_sync import Bookkeeping
+from sglang_evicpress.patches.cache.statistics import Statistics
 from sglang_evicpress.patches.decode_budget.budgets import DecodeBudgets
-from sglang_evicpress.patches.decode_budget.chunked_recompute import stash_piece, view_between
+from sglang_evicpress.patches.decode_budget.chunked_recompute import view_between
 from sglang_evicpress.patches.decode_budget.inspection import RequestsInspection
+from sglang_evicpress.patches.decode_budget.passes import DecodePasses
+from sglang_evicpress.patches.decode_budget.records import BudgetRecords
 from sglang_evicpress.patches.decode_budget.state import budget_of
-from sglang_evicpress.patches.profiling.background_requests import Yielding
-from sglang_evicpress.patches.profiling.quality import Profiling
+from sglang_evicpress.patches.profiling.background_requests import BackgroundRequests
 from sglang_evicpress.patches.profiling.shadows import Shadows
 from sglang_evicpress.patches.scheduler import hooks
 from sglang_evicpress.patches.scheduler.paged_allocator import free_whole_pages
@@ -73,6 +77,8 @@ from sglang_evicpress.patches.tree.node import (
 )
 from sglang_evicpress.patches.tree.set_aside import SetAside
 from sglang_evicpress.patches.tree.slot_ledger import SlotLedger
+from sglang_evicpress.patches.tree.types import Request
+from sglang_evicpress.patches.unsupported import decode_settings
 from sglang_evicpress.policy.reuse import weight_of_new
 from sglang_evicpress.tiers.entry.identity import KEY_BYTES, MAX_TOKEN
 
@@ -95,13 +101,7 @@ class EvicPressCache(
     Upgrades,
     Eviction,
     Moves,
-    Inspection,
     TierInspection,
-    Shadows,
-    Yielding,
-    Profiling,
-    DecodeBudgets,
-    RequestsInspection,
     RadixCache,
 ):
     """See the module. Everything here runs on the scheduler thread."""
@@ -131,27 +131,40 @@ class EvicPressCache(
         self.open_admission()
         self.open_eviction()
         self.open_upgrades()
-        self.open_shadows(seed)
-        self.open_yielding()
         self.open_loads(params.token_to_kv_pool_allocator.get_kvcache())
         self.open_book(config, compressor.slot_bytes, params.page_size)
+        guests: list[Request] = []
+        changed, adapter_of = self.changes.changed, self.adapters.adapter_of
+        self.shadows = Shadows(
+            self, self, self, self.ledger, compressor, self.quality, adapter_of, changed, guests, seed
+        )
+        self.background = BackgroundRequests(self, self.shadows, guests)
         self.prefill_times = PrefillTimes(self.cost_model)
-        self.open_budgets()
         self.scheduler: Any = None
         self.name_profiles: Callable[[Any], bytes] = lambda tokenizer: bytes(KEY_BYTES)
-        self.inspection_key, self.shown_namespaces = secrets.token_bytes(32), dict[str, str]()
         self.vocab_size, self._tick = MAX_TOKEN + 1, 0  # the model's, where it is known
         self.changes.subscribe(self.note_copies)
         self.changes.subscribe(self.on_node_changed)
         self.changes.subscribe_to_leaving(self.back_up_parent)
         super().__init__(params)
+        records, settings = BudgetRecords(self.device), decode_settings(config)
+        passes = DecodePasses(self, compressor, records)
+        self.decode_budgets = DecodeBudgets(self, compressor, passes, records, settings, config.decode_client_budgets)
+        inspection = TreeInspection(self, self, self, self.controller.journal, secrets.token_bytes(32))
+        statistics = Statistics(config, self, self, self.ledger, self.controller, self)
+        integrity = Integrity(self, self.ledger, self, self.aside, self, self.shadows.shadow_nodes)
+        requests = RequestsInspection(self, records, self.device)
+        self.inspector = Inspector(
+            inspection, statistics, integrity, self, requests, self.shadows, self.quality, self.background.counts
+        )
 
     def attach_scheduler(self, scheduler: Any) -> None:
         """Called once the scheduler is complete; compression then orders itself behind its forward stream."""
         self.scheduler = scheduler
-        hooks.attach(self)
+        visit = self.decode_budgets.visit_budgets
+        hooks.attach(hooks.HookedCache(self, self, self, self, self.adapters, visit, self.background))
         self.compressor.forward_stream = getattr(scheduler, "forward_stream", None)
-        self.identify_profiles()
+        self.quality.identify_profiles()
 
     def reset(self) -> None:
         self.end_transfers()
@@ -160,9 +173,9 @@ class EvicPressCache(
         self.nodes.clear()
         self.aside.clear()
         self.ledger.clear()
-        self.clear_shadows()
+        self.shadows.clear_shadows()
         if self.scheduler is not None:  # the weights may be others
-            self.identify_profiles()
+            self.quality.identify_profiles()
         self.clear_book()
         self.root_node.kv = NodeKV()
 
@@ -366,7 +379,7 @@ class EvicPressCache(
         self.ledger.add(len(key))
         if not node.kv.is_shadow:
             self._record_store_event(node)
-        self.find_profiles(node)
+        self.quality.find_profiles(node)
         self.changes.changed(node)
         return node
 
@@ -418,10 +431,7 @@ class EvicPressCache(
         return row[req.cache_protected_len - holes : num_tokens - holes].to(torch.int64, copy=True)
 
     def cache_finished_req(self, req: Any, is_insert: bool = True) -> None:
-        state = budget_of(req)
-        if state is not None:
-            self.note_end(req, state)
-            is_insert = is_insert and not state.has_left_tree  # what was computed on survivors is nobody else's
+        is_insert = self.decode_budgets.note_end(req) and is_insert
         num_tokens = req.pop_committed_kv_cache()
         if self.disable:
             self.token_to_kv_pool_allocator.free(self.req_to_token_pool.req_to_token[req.req_pool_idx, :num_tokens])
@@ -430,7 +440,7 @@ class EvicPressCache(
         own = self._own_slots(req, num_tokens)
         key = self._key_of((req.origin_input_ids + req.output_ids)[:num_tokens], req)
         if is_insert:
-            self.record_answer(req)
+            self.quality.record_answer(req)
         if is_insert and not self.disable_finished_insert and len(key) >= adopted:
             self._give(req, key, own[: len(key) - adopted], adopted)
             self.ledger.free(own[len(key) - adopted :])
@@ -440,20 +450,11 @@ class EvicPressCache(
             QueryCapture.active.forget(req.rid)
         if req.last_node is not None:
             self.dec_lock_ref(req.last_node)
-        if state is not None:
-            state.reset()
+        self.decode_budgets.end(req)
 
     def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
-        if self.disable:
+        if self.disable or self.decode_budgets.keeps_back(req, chunked=chunked):
             return
-        state = budget_of(req)
-        if state is not None and chunked and state.in_pieces:
-            stash_piece(self, req, state)
-            return
-        if state is not None and not chunked:
-            if state.in_tree:  # handed in before its first pass, see _visit
-                return
-            state.in_tree = True
         token_ids = req.get_fill_ids()
         adopted, view = req.cache_protected_len, self.view_of(req)
         key = self._key_of(token_ids, req)
@@ -482,7 +483,7 @@ class EvicPressCache(
     def _key_of(self, token_ids: Any, req: Any) -> RadixKey:
         """Key of a request's tokens that may go into the tree: of one in a shadow only the shadow."""
         if is_shadow_name(req.extra_key):
-            token_ids = token_ids[: self.num_shadow_tokens(req)]
+            token_ids = token_ids[: self.shadows.num_shadow_tokens(req)]
         return RadixKey(token_ids, req.extra_key).page_aligned(self.page_size)
 
     def _update_leaf_status(self, node: Any) -> None:

@@ -8,51 +8,56 @@ its budget allows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_evicpress.decode_budget import schedule
-from sglang_evicpress.decode_budget.settings import DecodeSettings, client_settings
-from sglang_evicpress.decode_budget.stats import RequestTally
+from sglang_evicpress.decode_budget.settings import DecodeSettings
 from sglang_evicpress.patches.decode_budget import chunked_recompute
-from sglang_evicpress.patches.decode_budget.state import DecodeState, budget_of, num_physical
-from sglang_evicpress.patches.decode_budget.trace import DecodeTrace
-from sglang_evicpress.patches.tree.namespaces import is_shadow_name
-from sglang_evicpress.patches.unsupported import check_decode
+from sglang_evicpress.patches.decode_budget.budgets import DecodeBudgets
+from sglang_evicpress.patches.decode_budget.chunked_recompute import BudgetedAdder
+from sglang_evicpress.patches.decode_budget.state import BudgetedRequest, DecodeState, budget_of, num_physical
+from sglang_evicpress.patches.decode_budget.types import ArrivingRequest, PrefillAdder, WaitingRequest
 
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder."
 
 
-def settings_of(
-    req: Any, default: DecodeSettings, clients: str, page_size: int, sinks: int
-) -> tuple[DecodeSettings | None, bool]:
-    """The budget a request comes with, None for none, and whether it wants the trace of its passes. ``clients`` is what
-    ``--kv-decode-client-budgets`` lets it choose.
+class ModelConfig(Protocol):
+    """SGLang's ModelConfig."""
 
-    Raises ValueError, one sentence, for what it asked for and cannot have.
-    """
-    if is_shadow_name(req.extra_key):  # measures the KV of prefixes, as they are
-        return None, False
-    settings, wants_trace = client_settings(req.sampling_params.custom_params, default, clients)
-    if settings is not None:
-        check_decode(settings, page_size, sinks, keeps_queries=default.reads_queries)
-    return settings, wants_trace
+    context_len: int
 
 
-def _around_init_req_max_new_tokens(original: Callable[..., Any], scheduler: Any, req: Any) -> Any:
+class BudgetedCache(Protocol):
+    """The cache, with its budgets."""
+
+    decode_budgets: DecodeBudgets
+
+
+class AdmittingScheduler(Protocol):
+    """The scheduler, as requests come to it."""
+
+    page_size: int
+    max_total_num_tokens: int
+    model_config: ModelConfig
+    tree_cache: BudgetedCache
+
+
+def _around_init_req_max_new_tokens(
+    original: Callable[..., object], scheduler: AdmittingScheduler, req: ArrivingRequest
+) -> object:
     """AROUND ``init_req_max_new_tokens``, which every request passes once: where the pool has room for what its budget
     allows, its answer may outgrow the pool."""
     asked = req.sampling_params.max_new_tokens
     result = original(scheduler, req)
-    cache = scheduler.tree_cache
     if req.to_finish is not None:
         return result
+    budgets = scheduler.tree_cache.decode_budgets
     try:
-        settings, wants_trace = settings_of(
-            req, cache.default_budget, cache.client_budgets, scheduler.page_size, cache.compressor.sinks
-        )
+        settings, wants_trace = budgets.settings_of(req)
     except ValueError as error:
         req.kv_refusal = str(error)
         req.set_finish_with_abort(req.kv_refusal)
@@ -64,22 +69,19 @@ def _around_init_req_max_new_tokens(original: Callable[..., Any], scheduler: Any
         room = scheduler.model_config.context_len - num_prompt - 2
         req.sampling_params.max_new_tokens = max(0, room if asked is None else min(asked, room))
     if req.sampling_params.max_new_tokens > 1:  # one token needs no decode step
-        cache.has_budgets = True
-        cache.budget_totals.num_requests += 1
-        trace, number = DecodeTrace() if wants_trace else None, cache.budget_totals.num_requests
-        req.kv_budget = DecodeState(settings, RequestTally(), trace=trace, number=number)
+        budgets.begin(req, settings, wants_trace=wants_trace)
     return result
 
 
-def _before_add_request_to_queue(_: Any, req: Any, *__: Any, **___: Any) -> None:
+def _before_add_request_to_queue(_: object, req: ArrivingRequest, *__: object, **___: object) -> None:
     """BEFORE ``_add_request_to_queue``: in between SGLang checks an aborted request by the one token that is left of
     its prompt, and may have put another reason in the place of ours."""
     why = getattr(req, "kv_refusal", None)
-    if why is not None and req.to_finish.message != why:
+    if why is not None and (req.to_finish is None or req.to_finish.message != why):
         req.set_finish_with_abort(why)
 
 
-def num_remaining(req: Any) -> int:
+def num_remaining(req: BudgetedRequest) -> int:
     """Tokens it may still generate, as SGLang counts on them."""
     return min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
 
@@ -91,7 +93,7 @@ def num_alone(settings: DecodeSettings, num_prompt: int, page_size: int) -> int:
     return schedule.peak(settings, page_size) + twice + page_size
 
 
-def num_needed(adder: Any, req: Any, state: DecodeState) -> int:
+def num_needed(adder: PrefillAdder, req: WaitingRequest, state: DecodeState) -> int:
     """Slots to keep for a request that waits, beyond those of its prefix in the tree. Never more than the pool has:
     what cannot come is not waited for."""
     page, settings = adder.page_size, state.settings
@@ -108,7 +110,9 @@ def num_needed(adder: Any, req: Any, state: DecodeState) -> int:
     return min(asked, max(prefill, min(peak, most)))
 
 
-def _around_add_one_req(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+def _around_add_one_req(
+    original: Callable[..., object], adder: BudgetedAdder, req: WaitingRequest, *args: object, **kwargs: object
+) -> object:
     """AROUND ``PrefillAdder.add_one_req``: it compares with what is left, and charges, a prompt and its answer."""
     state = budget_of(req)
     if state is None:
@@ -127,7 +131,7 @@ def _around_add_one_req(original: Callable[..., Any], adder: Any, req: Any, *arg
     return result
 
 
-def _around_add_chunked_req(original: Callable[..., Any], adder: Any, req: Any) -> Any:
+def _around_add_chunked_req(original: Callable[..., object], adder: PrefillAdder, req: WaitingRequest) -> object:
     """AROUND ``PrefillAdder.add_chunked_req``: its last chunk is charged with the whole answer."""
     state = budget_of(req)
     if state is None:
@@ -141,7 +145,7 @@ def _around_add_chunked_req(original: Callable[..., Any], adder: Any, req: Any) 
     return result
 
 
-def _around_running_offset(original: Callable[..., Any], adder: Any, req: Any) -> Any:
+def _around_running_offset(original: Callable[..., object], adder: PrefillAdder, req: BudgetedRequest) -> object:
     """AROUND ``PrefillAdder._get_running_request_total_token_offset``: the bound is certain, so nothing is scaled by
     how many tokens answers usually take."""
     state = budget_of(req)
@@ -156,7 +160,7 @@ def _around_running_offset(original: Callable[..., Any], adder: Any, req: Any) -
     return min(remaining, bound)
 
 
-def install(registry: Any, hook_type: Any) -> None:
+def install(registry: type[HookRegistry], hook_type: type[HookType]) -> None:
     registry.register(SCHEDULER + "init_req_max_new_tokens", _around_init_req_max_new_tokens, hook_type.AROUND)
     registry.register(SCHEDULER + "_add_request_to_queue", _before_add_request_to_queue, hook_type.BEFORE)
     chunked_recompute.install(registry, hook_type)

@@ -7,39 +7,108 @@ with overlap drops at the same tokens as one without.
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import Protocol
 
+import torch
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_evicpress.decode_budget.schedule import is_due, is_near, is_over
-from sglang_evicpress.decode_budget.stats import Totals
+from sglang_evicpress.decode_budget.settings import DecodeSettings, client_settings
+from sglang_evicpress.decode_budget.stats import RequestTally, Totals
 from sglang_evicpress.patches.attention.query_ring import STEPS_AHEAD, QueryRing
-from sglang_evicpress.patches.decode_budget.passes import DecodePasses
-from sglang_evicpress.patches.decode_budget.state import DecodeState, budget_of, holds_kv, num_physical
-from sglang_evicpress.patches.decode_budget.trace import DecodeTrace, TraceRoom
-from sglang_evicpress.patches.unsupported import decode_settings
+from sglang_evicpress.patches.decode_budget.metrics import BudgetMetrics
+from sglang_evicpress.patches.decode_budget.rows import DecodeCompressor, DecodeTree, row_of, unshare
+from sglang_evicpress.patches.decode_budget.state import (
+    BudgetedRequest,
+    DecodeState,
+    budget_of,
+    holds_kv,
+    num_physical,
+    num_shared,
+)
+from sglang_evicpress.patches.decode_budget.trace import DecodeTrace
+from sglang_evicpress.patches.decode_budget.types import ArrivingRequest, DecodeScheduler
+from sglang_evicpress.patches.tree.namespaces import is_shadow_name
+from sglang_evicpress.patches.tree.node import PrefixView
+from sglang_evicpress.patches.unsupported import check_decode
 
-MAX_ENDED = 256
-"""Requests that ended, of which the last so many can still be asked about."""
+
+class Passes(Protocol):
+    """Maker of the passes."""
+
+    def make_passes(self, reqs: Sequence[BudgetedRequest]) -> bool:
+        """The passes of all these requests, which are due; whether anything was dropped."""
 
 
-class DecodeBudgets(DecodePasses):
-    """The part of EvicPressCache that drops KV of running requests."""
+class BudgetLog(Protocol):
+    """Counts of requests with a budget."""
 
-    def open_budgets(self: Any) -> None:
-        self.default_budget = decode_settings(self.config)
-        self.client_budgets: str = self.config.decode_client_budgets
+    totals: Totals
+
+    def note_request(self) -> int:
+        """Count a request that comes with a budget; its number."""
+
+    def settle_copies(self, state: DecodeState, *, but_last: bool = False) -> None:
+        """Fill in what the device has counted."""
+
+    def note_end(self, req: BudgetedRequest, state: DecodeState) -> None:
+        """The request is about to give its slots back."""
+
+
+class DecodeBudgets:
+    """Budgets of running requests: ``default`` is the server's, ``clients`` what requests may choose."""
+
+    def __init__(
+        self,
+        tree: DecodeTree,
+        compressor: DecodeCompressor,
+        passes: Passes,
+        log: BudgetLog,
+        default: DecodeSettings,
+        clients: str,
+    ) -> None:
         self.has_budgets = False  # until the first request comes with one
-        self.budget_totals = Totals()
-        self._budget_metrics: Any = None
-        self._given_up: list[tuple[Any, str]] = []
-        self.ended_budgets: deque[tuple[dict[str, object], DecodeTrace | None]] = deque(maxlen=MAX_ENDED)
-        self._trace_room = TraceRoom()
+        self._tree = tree
+        self._compressor = compressor
+        self._passes = passes
+        self._log = log
+        self._default = default
+        self._clients = clients
+        self._metrics: BudgetMetrics | None = None
+        self._given_up: list[tuple[BudgetedRequest, str]] = []
 
-    def visit_budgets(self: Any, scheduler: Any) -> None:
+    @property
+    def totals(self) -> Totals:
+        """Counts of this server."""
+        return self._log.totals
+
+    # ---- requests that come
+
+    def settings_of(self, req: ArrivingRequest) -> tuple[DecodeSettings | None, bool]:
+        """The budget a request comes with, None for none, and whether it wants the trace of its passes.
+
+        Raises ValueError, one sentence, for what it asked for and cannot have.
+        """
+        if is_shadow_name(req.extra_key):  # measures the KV of prefixes, as they are
+            return None, False
+        settings, wants_trace = client_settings(req.sampling_params.custom_params, self._default, self._clients)
+        if settings is not None:
+            reads_queries = self._default.reads_queries
+            check_decode(settings, self._tree.page_size, self._compressor.sinks, keeps_queries=reads_queries)
+        return settings, wants_trace
+
+    def begin(self, req: ArrivingRequest, settings: DecodeSettings, *, wants_trace: bool) -> None:
+        """The request has this budget from now on."""
+        self.has_budgets = True
+        trace = DecodeTrace() if wants_trace else None
+        req.kv_budget = DecodeState(settings, RequestTally(), trace=trace, number=self._log.note_request())
+
+    # ---- requests that run
+
+    def visit_budgets(self, scheduler: DecodeScheduler) -> None:
         """Drop what is due. Free room is seen by the admission and by the next step's check of memory."""
         if QueryRing.active is not None:
             QueryRing.active.is_needed = False
@@ -63,40 +132,85 @@ class DecodeBudgets(DecodePasses):
                     due.append(req)
         if due and self._visit(due):
             running.batch_is_full = False
-            self.publish_budgets(running)
+            self._publish(scheduler)
 
-    def _reads_soon(self: Any, req: Any, state: DecodeState, ring: QueryRing) -> bool:
+    def _reads_soon(self, req: BudgetedRequest, state: DecodeState, ring: QueryRing) -> bool:
         """True if a pass may read the query of the next step: it is at most so many steps away."""
         if not state.settings.reads_queries:
             return False
         within = ring.window + STEPS_AHEAD
-        return state.is_first_visit or is_near(state.settings, num_physical(req), self.page_size, within)
+        return state.is_first_visit or is_near(state.settings, num_physical(req), self._tree.page_size, within)
 
-    def _is_due(self: Any, req: Any, state: DecodeState) -> bool:
+    def _is_due(self, req: BudgetedRequest, state: DecodeState) -> bool:
         """True if a request that has its prompt computed is to drop anything now."""
         if not state.in_tree:  # with overlap the prefill is in flight, and its result comes after the next launch
-            self.compressor.wait_for_forward(self.compressor.k_buffers[0])  # for the queries that its node keeps
-            self.cache_unfinished_req(req)
-        num_slots, page = num_physical(req), self.page_size
+            self._compressor.wait_for_forward(self._compressor.k_buffers[0])  # for the queries that its node keeps
+            self._tree.cache_unfinished_req(req)
+        num_slots, page = num_physical(req), self._tree.page_size
         if state.is_first_visit and is_over(state.settings, num_slots, page):
             return True
         state.is_first_visit = False
         return is_due(state.settings, num_slots, page)
 
-    def _visit(self: Any, reqs: list[Any]) -> bool:
+    def _visit(self, reqs: list[BudgetedRequest]) -> bool:
         """The passes that are due; whether anything was dropped."""
         before = [num_physical(req) for req in reqs]
-        has_dropped = bool(self.make_passes(reqs))
+        has_dropped = self._passes.make_passes(reqs)
         for req, num_slots in zip(reqs, before, strict=True):
             if num_physical(req) < num_slots:
                 req.kv_budget.is_first_visit = False
         return has_dropped
 
-    def give_up(self: Any, req: Any, why: str) -> None:
+    def keeps_back(self, req: BudgetedRequest, *, chunked: bool) -> bool:
+        """True if the tree is offered nothing of a request that has computed its prompt, or a chunk of it."""
+        state = budget_of(req)
+        if state is None:
+            return False
+        if chunked and state.in_pieces:
+            self._stash_piece(req, state)
+            return True
+        if chunked or state.in_tree:  # handed in before its first pass, see _is_due
+            return not chunked
+        state.in_tree = True
+        return False
+
+    def note_end(self, req: BudgetedRequest) -> bool:
+        """The request is about to give its slots back; False if the tree must take nothing of it: what was computed on
+        survivors is nobody else's."""
+        state = budget_of(req)
+        if state is None:
+            return True
+        self._log.note_end(req, state)
+        return not state.has_left_tree
+
+    def end(self, req: BudgetedRequest) -> None:
+        """The request has given its slots back."""
+        state = budget_of(req)
+        if state is not None:
+            state.reset()
+
+    def _stash_piece(self, req: BudgetedRequest, state: DecodeState) -> None:
+        """A piece (chunked_recompute.py) is computed, or in flight: drop what is over the budget, and show SGLang the
+        rest as the prefix of the next one, with holes."""
+        state.in_tree = True
+        if is_over(state.settings, num_physical(req), self._tree.page_size):
+            self._passes.make_passes([req])
+        elif not state.has_left_tree:
+            unshare(self._tree, self._compressor, [req])
+        slots = row_of(self._tree, req, num_physical(req))
+        if not state.has_left_tree:  # there was no room to copy what it shares: another try after the next piece
+            req.prefix_indices = torch.cat([req.prefix_indices[: req.cache_protected_len], slots[num_shared(req) :]])
+            req.evicpress = PrefixView(slots, req.evicpress.holes, req.evicpress.is_lossy, True)
+            return
+        req.prefix_indices = torch.cat([slots.new_zeros(state.num_dropped), slots])
+
+    # ---- requests that cannot go on
+
+    def give_up(self, req: BudgetedRequest, why: str) -> None:
         """Abort a waiting request before the next round; while batches are made the queue must stay as it is."""
         self._given_up.append((req, why))
 
-    def _abort_given_up(self: Any, scheduler: Any) -> None:
+    def _abort_given_up(self, scheduler: DecodeScheduler) -> None:
         for req, why in self._given_up:
             if req in scheduler.waiting_queue:
                 scheduler.waiting_queue.remove(req)
@@ -106,24 +220,18 @@ class DecodeBudgets(DecodePasses):
                 )
         self._given_up.clear()
 
-    def settle_copies(self: Any, state: DecodeState, *, but_last: bool = False) -> None:
-        """Fill in what the device has counted; may wait for it."""
-        left = state.unsettled[-1:] if but_last else []
-        for record, copies, place in state.unsettled[: len(state.unsettled) - len(left)]:
-            self.budget_totals.settle(state.tally, record, float(copies.read()[place]))
-        state.unsettled = left
-
-    def note_end(self: Any, req: Any, state: DecodeState) -> None:
-        """The request is about to give its slots back: it has ended, or waits to be computed anew."""
-        if not req.finished() and req.to_finish is None:
-            num_tokens = len(req.origin_input_ids) + len(req.output_ids)
-            state.sent_back.append(num_tokens)
-            if state.trace is not None:  # a pass that no token has seen
-                state.trace.forget_from(num_tokens)
-        else:
-            if state.trace is not None:
-                self._trace_room.end(state.trace, self.positions_of_row(req, state), self._ended_traces())
-            self.ended_budgets.append((self.describe_request(req, state), state.trace))
-
-    def _ended_traces(self: Any) -> list[DecodeTrace]:
-        return [trace for _, trace in self.ended_budgets if trace is not None]
+    def _publish(self, scheduler: DecodeScheduler) -> None:
+        """Bring the metrics up to date, on a server that has any."""
+        reporter = scheduler.metrics_reporter
+        if reporter is None or not reporter.current_scheduler_metrics_enabled:
+            return
+        if self._metrics is None:
+            self._metrics = BudgetMetrics(scheduler.server_args.served_model_name)
+        held = granted = 0
+        for req in scheduler.running_batch.reqs:
+            state = budget_of(req)
+            if state is not None and holds_kv(req):
+                self._log.settle_copies(state, but_last=True)  # that of a pass just made would be waited for
+                held += num_physical(req)
+                granted += state.settings.tokens
+        self._metrics.publish(self._log.totals, held, granted)

@@ -8,14 +8,14 @@ budget is dropped. Nothing of it goes into the tree. Touches ``ScheduleBatch.pre
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
-import torch
 from sglang.srt.managers.schedule_policy import AddReqResult
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_evicpress.decode_budget import schedule
-from sglang_evicpress.patches.decode_budget.rows import row_of, unshare
-from sglang_evicpress.patches.decode_budget.state import DecodeState, budget_of, num_physical, num_shared
+from sglang_evicpress.patches.decode_budget.state import BudgetedRequest, DecodeState, budget_of, num_shared
+from sglang_evicpress.patches.decode_budget.types import PrefillAdder, RunningBatch, WaitingRequest
 from sglang_evicpress.patches.tree.node import PrefixView
 
 BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch."
@@ -25,14 +25,35 @@ TOO_LONG = (
 )
 
 
-def is_too_long(adder: Any, req: Any, state: DecodeState) -> bool:
+class Budgets(Protocol):
+    """Budgets, as far as pieces are concerned."""
+
+    def give_up(self, req: BudgetedRequest, why: str) -> None:
+        """Abort a waiting request before the next round."""
+
+
+class CacheOfAdder(Protocol):
+    """The cache, with its budgets."""
+
+    decode_budgets: Budgets
+
+
+class BudgetedAdder(PrefillAdder, Protocol):
+    """A PrefillAdder over our cache."""
+
+    tree_cache: CacheOfAdder
+
+
+def is_too_long(adder: PrefillAdder, req: WaitingRequest, state: DecodeState) -> bool:
     """True if a request that was sent back cannot be prefilled at once even with the pool to itself."""
     num_tokens, page = len(req.full_untruncated_fill_ids), adder.page_size
     room = adder.token_to_kv_pool_allocator.size - 2 * page
     return req.retraction_count > 0 and num_tokens >= room and schedule.is_over(state.settings, num_tokens, page)
 
 
-def add_first_piece(call: Callable[[], Any], adder: Any, req: Any, state: DecodeState, has_chunked_req: bool) -> Any:
+def add_first_piece(
+    call: Callable[[], object], adder: BudgetedAdder, req: WaitingRequest, state: DecodeState, has_chunked_req: bool
+) -> object:
     """``add_one_req`` with the first piece alone. Another request with chunks to come is finished before."""
     page, size = adder.page_size, adder.token_to_kv_pool_allocator.size
     # The prefix is locked and, once it is over the budget, what survives of it is copied.
@@ -43,14 +64,14 @@ def add_first_piece(call: Callable[[], Any], adder: Any, req: Any, state: Decode
     elif taken + 4 * page > size:
         needs = f"room for {taken + 4 * page} tokens"
     if needs is not None:
-        adder.tree_cache.give_up(req, TOO_LONG.format(len(req.full_untruncated_fill_ids), size, needs))
+        adder.tree_cache.decode_budgets.give_up(req, TOO_LONG.format(len(req.full_untruncated_fill_ids), size, needs))
         return AddReqResult.CONTINUE
     if has_chunked_req or adder.new_chunked_req is not None:
         return AddReqResult.OTHER
     return _add_piece(call, adder, req, state, min(adder.rem_total_tokens, adder.cur_rem_tokens) - taken)
 
 
-def add_next_piece(call: Callable[[], Any], adder: Any, req: Any, state: DecodeState) -> Any:
+def add_next_piece(call: Callable[[], object], adder: PrefillAdder, req: WaitingRequest, state: DecodeState) -> object:
     """``add_chunked_req`` with one more piece; the request stays open, without one, while there is no room."""
     room = min(adder.rem_total_tokens, adder.cur_rem_tokens)
     if not state.has_left_tree:
@@ -61,54 +82,39 @@ def add_next_piece(call: Callable[[], Any], adder: Any, req: Any, state: DecodeS
     return _add_piece(call, adder, req, state, room)
 
 
-def _piece(adder: Any, state: DecodeState, room: int) -> int:
+def _piece(adder: PrefillAdder, state: DecodeState, room: int) -> int:
     """Tokens of the next piece: as many as the budget has, and as fit; whole pages."""
     page = adder.page_size
     most = max(page, state.settings.tokens)
-    return int(min(adder.rem_chunk_tokens, most, room - 2 * page) // page * page)
+    return int(min(adder.rem_chunk_tokens or 0, most, room - 2 * page) // page * page)
 
 
-def _add_piece(call: Callable[[], Any], adder: Any, req: Any, state: DecodeState, room: int) -> Any:
+def _add_piece(
+    call: Callable[[], object], adder: PrefillAdder, req: WaitingRequest, state: DecodeState, room: int
+) -> object:
     piece = _piece(adder, state, room)
     if piece <= 0:
         return AddReqResult.NO_TOKEN
     state.in_pieces = True
-    given, before = adder.rem_chunk_tokens, adder.rem_total_token_offset
+    given, before = adder.rem_chunk_tokens or 0, adder.rem_total_token_offset
     adder.rem_chunk_tokens = piece
     adder.rem_total_token_offset = before - len(req.full_untruncated_fill_ids) - req.sampling_params.max_new_tokens
     shown = adder.rem_total_token_offset
     result = call()
     is_added = adder.rem_total_token_offset != shown
-    used = piece - adder.rem_chunk_tokens
+    used = piece - (adder.rem_chunk_tokens or 0)
     is_open = result is req or adder.new_chunked_req is req
     adder.rem_chunk_tokens = 0 if is_open else given - used  # a batch may hold chunks of one request only
     adder.rem_total_token_offset = before + (used + 2 * adder.page_size if is_added else 0)
     return result
 
 
-def stash_piece(cache: Any, req: Any, state: DecodeState) -> None:
-    """A piece is computed, or in flight: drop what is over the budget, and show SGLang the rest as the prefix of the
-    next one, with holes."""
-    state.in_tree = True
-    num_slots, page = num_physical(req), cache.page_size
-    if schedule.is_over(state.settings, num_slots, page):
-        cache.make_passes([req])
-    elif not state.has_left_tree:
-        unshare(cache, [req])
-    slots = row_of(cache, req, num_physical(req))
-    if not state.has_left_tree:  # there was no room to copy what it shares: another try after the next piece
-        req.prefix_indices = torch.cat([req.prefix_indices[: req.cache_protected_len], slots[num_shared(req) :]])
-        req.evicpress = PrefixView(slots, req.evicpress.holes, req.evicpress.is_lossy, True)
-        return
-    req.prefix_indices = torch.cat([slots.new_zeros(state.num_dropped), slots])
-
-
-def view_between(req: Any, state: DecodeState) -> PrefixView:
+def view_between(req: BudgetedRequest, state: DecodeState) -> PrefixView:
     """View from which a request's row is written for its next chunk: its own slots, and all that has none."""
     return PrefixView(req.prefix_indices[state.num_dropped :], state.num_dropped, True, True)
 
 
-def _after_prepare_for_extend(_: None, batch: Any) -> None:
+def _after_prepare_for_extend(_: None, batch: RunningBatch) -> None:
     """AFTER ``prepare_for_extend``, which counts the KV of a request by its tokens."""
     for req in batch.reqs:
         state = budget_of(req)
@@ -117,5 +123,5 @@ def _after_prepare_for_extend(_: None, batch: Any) -> None:
             req.kv_allocated_len -= state.num_dropped
 
 
-def install(registry: Any, hook_type: Any) -> None:
+def install(registry: type[HookRegistry], hook_type: type[HookType]) -> None:
     registry.register(BATCH + "prepare_for_extend", _after_prepare_for_extend, hook_type.AFTER)

@@ -5,8 +5,6 @@ SGLang's main process serves what the scheduler processes write to the folder it
 
 from __future__ import annotations
 
-from typing import Any
-
 from sglang_evicpress.decode_budget.stats import Totals
 
 _COUNTERS = {
@@ -38,8 +36,9 @@ class BudgetMetrics:
         self._published = dict.fromkeys(_COUNTERS, 0.0)
 
     def publish(self, totals: Totals, num_held: int, num_granted: int) -> None:
-        shown: dict[str, Any] = totals.to_json()
+        shown = totals.to_json()
         for name, counter in self._counters.items():
-            counter.labels(**self._labels).inc(shown[name] - self._published[name])
-            self._published[name] = shown[name]
+            count = float(str(shown[name]))
+            counter.labels(**self._labels).inc(count - self._published[name])
+            self._published[name] = count
         self._occupancy.labels(**self._labels).set(num_held / num_granted if num_granted else 0.0)

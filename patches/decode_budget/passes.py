@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal, Protocol
 
 import torch
 
@@ -39,15 +39,19 @@ from sglang_evicpress.kernels.compact import compact
 from sglang_evicpress.kernels.fill_holes import fill_holes
 from sglang_evicpress.patches.attention.query_ring import QueryRing
 from sglang_evicpress.patches.decode_budget.rows import (
+    DecodeCompressor,
+    DecodeTree,
     leave_tree,
     path_positions,
     put_rows,
+    row_indices,
     rows_of,
     rows_on_device,
     take_slots,
     unshare,
 )
 from sglang_evicpress.patches.decode_budget.state import (
+    BudgetedRequest,
     DecodeState,
     num_logical,
     num_physical,
@@ -74,10 +78,25 @@ class Survey:
     copies: torch.Tensor | None
 
 
-class DecodePasses:
-    """The part of EvicPressCache that makes the passes."""
+class PassLog(Protocol):
+    """Counts of passes."""
 
-    def make_passes(self: Any, reqs: Sequence[Any]) -> bool:
+    def note_pass(self, state: DecodeState, record: PassRecord, copies: tuple[HostCopy, int] | None) -> None:
+        """Count a pass. ``copies``: where the device counts what it copies, and the place of the row there."""
+
+    def note_put_off(self) -> int:
+        """Count a pass for which the device had no memory; how many there were."""
+
+
+class DecodePasses:
+    """Passes over running requests, counted in ``log``."""
+
+    def __init__(self, tree: DecodeTree, compressor: DecodeCompressor, log: PassLog) -> None:
+        self._tree = tree
+        self._compressor = compressor
+        self._log = log
+
+    def make_passes(self, reqs: Sequence[BudgetedRequest]) -> bool:
         """The passes of all these requests, which are due; whether anything was dropped."""
         drops_pages = [req for req in reqs if _frees_blocks(req.kv_budget)]
         drops_tokens = [req for req in reqs if not _frees_blocks(req.kv_budget)]
@@ -91,34 +110,34 @@ class DecodePasses:
             has_dropped |= self._make(drop_blocks, group)
         return has_dropped
 
-    def _groups(self: Any, reqs: Sequence[Any]) -> list[list[Any]]:
+    def _groups(self, reqs: Sequence[BudgetedRequest]) -> list[list[BudgetedRequest]]:
         """Requests whose passes have one shape, in parts that bound the scratch."""
-        alike: dict[Hashable, list[Any]] = {}
+        alike: dict[Hashable, list[BudgetedRequest]] = {}
         for req in reqs:
             alike.setdefault(self._shape_of(req, req.kv_budget), []).append(req)
         parts = []
         for group in alike.values():
-            scores = self.compressor.num_layers * self.compressor.num_heads * num_physical(group[0])
+            scores = self._compressor.num_layers * self._compressor.num_heads * num_physical(group[0])
             most = max(1, MAX_BATCH_SCORES // scores)
             parts += [group[begin : begin + most] for begin in range(0, len(group), most)]
         return parts
 
-    def _shape_of(self: Any, req: Any, state: DecodeState) -> Hashable:
+    def _shape_of(self, req: BudgetedRequest, state: DecodeState) -> Hashable:
         settings, num_slots, held = state.settings, num_physical(req), state.positions
-        num_kept = schedule.target(settings, num_slots, self.page_size)
+        num_kept = schedule.target(settings, num_slots, self._tree.page_size)
         is_shared, shape = num_shared(req) > 0, None if held is None else tuple(held.shape)
         if not state.has_left_tree:
             shape = (req.evicpress.holes > 0, num_shared(req)) if req.evicpress.holes > 0 else None
         rule = settings.method, settings.score, settings.window, settings.protect
         return (*rule, num_slots, num_kept, is_shared, shape, state.is_in_order, self._num_queries(req, state))
 
-    def _make(self: Any, pass_over: Callable[[Sequence[Any]], bool], reqs: Sequence[Any]) -> bool:
+    def _make(self, pass_over: Callable[[Sequence[BudgetedRequest]], bool], reqs: Sequence[BudgetedRequest]) -> bool:
         """``pass_over`` all of them, or else each half; whether anything was dropped."""
         try:
             if pass_over(reqs):
                 return True
         except torch.OutOfMemoryError as error:
-            if not self.compressor.is_alone:  # other ranks make theirs, and would no longer hold the same
+            if not self._compressor.is_alone:  # other ranks make theirs, and would no longer hold the same
                 raise
             if len(reqs) == 1:
                 self._put_off(reqs[0], error)
@@ -128,18 +147,18 @@ class DecodePasses:
         first = self._make(pass_over, reqs[:half])
         return self._make(pass_over, reqs[half:]) or first
 
-    def _put_off(self: Any, req: Any, error: torch.OutOfMemoryError) -> None:
+    def _put_off(self, req: BudgetedRequest, error: torch.OutOfMemoryError) -> None:
         """The device has no memory for a pass now: the request stays as it is, and the next round tries again."""
-        self.budget_totals.num_put_off = count = self.budget_totals.num_put_off + 1
+        count = self._log.note_put_off()
         if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th: every round may try
             text = "evicpress: a pass over request %.64r was put off, the device has no memory for it (time %d): %s"
             logger.warning(text, req.rid, count, error)
 
-    def _part_from_tree(self: Any, reqs: Sequence[Any]) -> dict[int, tuple[int, float]]:
+    def _part_from_tree(self, reqs: Sequence[BudgetedRequest]) -> dict[int, tuple[int, float]]:
         """Part them from the tree, as far as there is room; the slots that each had to copy and the seconds that it
         took the host, by ``id`` of the request."""
         parted: dict[int, tuple[int, float]] = {}
-        begin, most = 0, MAX_BATCH_SCORES // (self.compressor.num_layers * self.compressor.num_heads)
+        begin, most = 0, MAX_BATCH_SCORES // (self._compressor.num_layers * self._compressor.num_heads)
         while begin < len(reqs):
             end, num_slots = begin + 1, num_shared(reqs[begin])
             while end < len(reqs) and num_slots + num_shared(reqs[end]) <= most:
@@ -147,13 +166,13 @@ class DecodePasses:
                 end += 1
             part = reqs[begin:end]
             began, copied = time.perf_counter(), [num_shared(req) for req in part]
-            self._make(partial(unshare, self), part)
+            self._make(partial(unshare, self._tree, self._compressor), part)
             seconds = (time.perf_counter() - began) / len(part)
             parted |= {id(req): (count, seconds) for req, count in zip(part, copied, strict=True)}
             begin = end
         return parted
 
-    def drop_tokens(self: Any, reqs: Sequence[Any]) -> bool:
+    def drop_tokens(self, reqs: Sequence[BudgetedRequest]) -> bool:
         """Keep the best tokens of every (layer, head) of these rows, which have one shape, and move them together;
         whether there was room for that.
 
@@ -161,29 +180,29 @@ class DecodePasses:
         as it is. Raises torch.OutOfMemoryError before anything is changed.
         """
         began = time.perf_counter()
-        state, num_slots, page = reqs[0].kv_budget, num_physical(reqs[0]), self.page_size
+        state, num_slots, page = reqs[0].kv_budget, num_physical(reqs[0]), self._tree.page_size
         num_kept = schedule.target(state.settings, num_slots, page)
         whole = -(-num_kept // page) * page
         shared = [num_shared(req) for req in reqs]
         fresh = None
         if shared[0] > 0:
-            fresh = take_slots(self, len(reqs) * whole)
+            fresh = take_slots(self._tree, len(reqs) * whole)
             if fresh is None:
                 return False
         try:
-            index = rows_on_device(self, reqs)
-            slots = rows_of(self, index, num_slots)
-            self.compressor.wait_for_forward(slots)
+            index = rows_on_device(self._tree, reqs)
+            slots = rows_of(self._tree, index, num_slots)
+            self._compressor.wait_for_forward(slots)
             into = None if fresh is None else fresh.view(len(reqs), whole)[:, :num_kept]
             survey = self._survey(reqs, slots, num_kept, into)
             known = None if survey.copies is None else HostCopy(survey.copies.mean((0, 1), dtype=torch.float64))
         except torch.OutOfMemoryError:
             if fresh is not None:
-                self.token_to_kv_pool_allocator.free(fresh)
+                self._tree.token_to_kv_pool_allocator.free(fresh)
             raise
         for req in reqs:
             if not req.kv_budget.has_left_tree:
-                leave_tree(self, req)
+                leave_tree(self._tree, req)
         if into is not None:
             runs = [row[count:] for row, count in zip(slots, shared, strict=True)]
             kept = into
@@ -191,8 +210,8 @@ class DecodePasses:
             runs = list(slots[:, whole:])
             kept = slots[:, :num_kept]
             self._compact(slots, survey)
-        free_whole_pages(self.token_to_kv_pool_allocator, *runs)
-        put_rows(self, reqs, index, kept, num_slots - num_kept)
+        free_whole_pages(self._tree.token_to_kv_pool_allocator, *runs)
+        put_rows(self._tree, reqs, index, kept, num_slots - num_kept)
         seconds = (time.perf_counter() - began) / len(reqs)
         for place, req in enumerate(reqs):
             state = req.kv_budget
@@ -204,20 +223,21 @@ class DecodePasses:
                 *(kind, num_logical(req), num_slots, num_kept),
                 *(-(-runs[place].numel() // page), None if known is not None else float(num_kept), seconds),
             )
-            self._note_pass(state, record, None if known is None else (known, place))
+            self._log.note_pass(state, record, None if known is None else (known, place))
         return True
 
     def _survey(
-        self: Any, reqs: Sequence[Any], slots: torch.Tensor, num_kept: int, into: torch.Tensor | None
+        self, reqs: Sequence[BudgetedRequest], slots: torch.Tensor, num_kept: int, into: torch.Tensor | None
     ) -> Survey:
         """All of a pass that takes device memory for every layer and head; nothing that anybody uses is changed. What
         is left takes some for the slots of its rows."""
         state = reqs[0].kv_budget
         rows = self._rows(reqs, slots)
         scores = score_rows(state.settings.score, rows, state.settings.window)
-        chosen = survivors(scores, rows.positions, num_kept, self.compressor.sinks, in_order=state.is_in_order)
+        chosen = survivors(scores, rows.positions, num_kept, self._compressor.sinks, in_order=state.is_in_order)
         if into is not None:
-            self.compressor.copy_survivors(*_as_one_row(slots, chosen), into.flatten())
+            row, survivors_of_all = _as_one_row(slots, chosen)
+            self._compressor.copy_survivors(row, survivors_of_all, into.flatten())
             return Survey(chosen, repack_positions(rows.positions, chosen), None, None)
         if _way(state) == "repack":
             return Survey(chosen, repack_positions(rows.positions, chosen), None, repack_copies(chosen))
@@ -225,16 +245,16 @@ class DecodePasses:
         positions = holefill_positions(rows.positions, targets, sources, num_kept)
         return Survey(chosen, positions, moves, holefill_copies(chosen))
 
-    def _compact(self: Any, slots: torch.Tensor, survey: Survey) -> None:
+    def _compact(self, slots: torch.Tensor, survey: Survey) -> None:
         """Bring the survivors to the first slots of the rows, in place."""
-        buffers = self.compressor.k_buffers, self.compressor.v_buffers
+        buffers = self._compressor.k_buffers, self._compressor.v_buffers
         if survey.moves is None:
             compact(*buffers, slots, survey.chosen)
             return
         one, targets, sources = _as_one_row(slots, *survey.moves)
         fill_holes(*buffers, one, targets, sources)
 
-    def drop_blocks(self: Any, reqs: Sequence[Any], parted: Mapping[int, tuple[int, float]]) -> bool:
+    def drop_blocks(self, reqs: Sequence[BudgetedRequest], parted: Mapping[int, tuple[int, float]]) -> bool:
         """Free the blocks (``rhythm.block_size``) with the lowest mean score of each of these rows, which have one
         shape and have left the tree; what comes behind moves up in the row, and nothing is copied. ``parted`` has the
         slots that were copied before, and the seconds of that, by ``id`` of the request.
@@ -243,64 +263,61 @@ class DecodePasses:
         torch.OutOfMemoryError before anything is changed.
         """
         began = time.perf_counter()
-        settings, num_slots, page = reqs[0].kv_budget.settings, num_physical(reqs[0]), self.page_size
+        settings, num_slots, page = reqs[0].kv_budget.settings, num_physical(reqs[0]), self._tree.page_size
         block, num_kept = schedule.block_size(page), schedule.target(settings, num_slots, page)
-        first, newest = schedule.protected_blocks(settings.protect, block, self.compressor.sinks)
+        first, newest = schedule.protected_blocks(settings.protect, block, self._compressor.sinks)
         whole = num_slots // block * block
         if whole < num_slots:
             newest = 0  # it is not full yet, and is not among those that can go
-        index = rows_on_device(self, reqs)
-        slots = rows_of(self, index, num_slots)
-        self.compressor.wait_for_forward(slots)
+        index = rows_on_device(self._tree, reqs)
+        slots = rows_of(self._tree, index, num_slots)
+        self._compressor.wait_for_forward(slots)
         positions = self._positions(reqs, num_slots)
         rows = self._rows(reqs, slots, positions)
         scores = score_rows(settings.score, rows, settings.window)[..., :whole]
-        means = self.compressor.summed(page_means(scores, block))
+        means = self._compressor.summed(page_means(scores, block))
         dropped = worst_pages(means, (first, newest), (num_slots - num_kept) // block)
         positions = without_pages(positions, dropped, block)
         freed, kept = pages_of(slots, dropped, block).flatten(), without_pages(slots, dropped, block)
-        free_whole_pages(self.token_to_kv_pool_allocator, freed)
-        put_rows(self, reqs, index, kept, num_slots - num_kept)
+        free_whole_pages(self._tree.token_to_kv_pool_allocator, freed)
+        put_rows(self._tree, reqs, index, kept, num_slots - num_kept)
         seconds, num_freed = (time.perf_counter() - began) / len(reqs), (num_slots - num_kept) // page
         for place, req in enumerate(reqs):
             state, (copies, more) = req.kv_budget, parted.get(id(req), (0, 0.0))
             state.positions = positions[..., place, :]
             counts = num_logical(req), num_slots, num_kept, num_freed
-            self._note_pass(state, PassRecord("page", *counts, float(copies), seconds + more), None)
+            self._log.note_pass(state, PassRecord("page", *counts, float(copies), seconds + more), None)
         return True
 
-    def _positions(self: Any, reqs: Sequence[Any], num_slots: int) -> torch.Tensor:
+    def _positions(self, reqs: Sequence[BudgetedRequest], num_slots: int) -> torch.Tensor:
         """int32 [R, n] where all heads of a row hold the same, else [L, H, R, n]."""
-        known = [req.kv_budget.positions if req.kv_budget.has_left_tree else path_positions(self, req) for req in reqs]
-        return positions_of_rows(known, [num_logical(req) for req in reqs], num_slots, self.device)
+        known = [
+            req.kv_budget.positions
+            if req.kv_budget.has_left_tree
+            else path_positions(self._tree, self._compressor, req)
+            for req in reqs
+        ]
+        return positions_of_rows(known, [num_logical(req) for req in reqs], num_slots, self._tree.device)
 
-    def _rows(self: Any, reqs: Sequence[Any], slots: torch.Tensor, positions: torch.Tensor | None = None) -> Rows:
+    def _rows(
+        self, reqs: Sequence[BudgetedRequest], slots: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> Rows:
         """The rows ``slots`` [R, n] with all that a score looks at."""
-        compressor = self.compressor
+        compressor = self._compressor
         if positions is None:
             positions = self._positions(reqs, slots.shape[1])
         positions = positions.expand(compressor.num_layers, compressor.num_heads, *slots.shape)
         ring, size = QueryRing.active, self._num_queries(reqs[0], reqs[0].kv_budget)
         queries = at = None
         if ring is not None and size > 0:
-            rows = [req.req_pool_idx for req in reqs]
-            queries, at = ring.windows_of(rows, size, [num_logical(req) for req in reqs])
+            queries, at = ring.windows_of(row_indices(reqs), size, [num_logical(req) for req in reqs])
         return Rows(compressor.k_buffers, compressor.v_buffers, slots, positions, queries, at, compressor.scale)
 
-    def _num_queries(self: Any, req: Any, state: DecodeState) -> int:
+    def _num_queries(self, req: BudgetedRequest, state: DecodeState) -> int:
         """Number of its last queries that its score can use."""
         if QueryRing.active is None or not state.settings.reads_queries:
             return 0
         return max(0, min(QueryRing.active.window, num_logical(req) - state.num_cached))
-
-    def _note_pass(self: Any, state: DecodeState, record: PassRecord, copies: tuple[HostCopy, int] | None) -> None:
-        """``copies``: where the device counts what it copies, and the place of this row there."""
-        state.tally.see(record.before)
-        self.budget_totals.add(state.tally, record)
-        if copies is not None:
-            state.unsettled.append((record, *copies))
-        if state.trace is not None and state.positions is not None:
-            self._trace_room.add(state.trace, record, state.positions.clone(), self._ended_traces())
 
 
 def _frees_blocks(state: DecodeState) -> bool:

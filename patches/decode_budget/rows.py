@@ -6,36 +6,107 @@ Between two steps of the scheduler, with rows and hole table on its stream, behi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
 
 from sglang_evicpress.device import to_device
 from sglang_evicpress.patches.attention import req_to_token
-from sglang_evicpress.patches.decode_budget.state import num_shared
+from sglang_evicpress.patches.decode_budget.state import BudgetedRequest, num_shared
+from sglang_evicpress.patches.scheduler.paged_allocator import PagedPool
 from sglang_evicpress.patches.tree.node import PrefixView, path_to
+from sglang_evicpress.patches.tree.types import Allocator, Node
 
 
-def rows_on_device(cache: Any, reqs: Sequence[Any]) -> torch.Tensor:
+class RowTable(Protocol):
+    """SGLang's ReqToTokenPool: ``req_to_token`` [rows, context] are the slots of each row."""
+
+    req_to_token: torch.Tensor
+
+
+class PoolAllocator(Allocator, PagedPool, Protocol):
+    """SGLang's allocator, with its free pages."""
+
+
+class DecodeTree(Protocol):
+    """The cache, as far as passes over running requests touch it."""
+
+    page_size: int
+    device: torch.device | str
+    root_node: Node
+    req_to_token_pool: RowTable
+    token_to_kv_pool_allocator: PoolAllocator
+
+    def make_room(self, num_tokens: int) -> None:
+        """Evict what is short of so many free slots."""
+
+    def dec_lock_ref(self, node: Node) -> object:
+        """Give up a lock."""
+
+    def cache_unfinished_req(self, req: BudgetedRequest) -> None:
+        """Offer its prompt to the tree."""
+
+
+class DecodeCompressor(Protocol):
+    """The compressor, as far as passes use it."""
+
+    sinks: int
+    scale: float
+    k_buffers: list[torch.Tensor]
+    v_buffers: list[torch.Tensor]
+
+    @property
+    def num_layers(self) -> int:
+        """On this rank."""
+
+    @property
+    def num_heads(self) -> int:
+        """KV heads on this rank."""
+
+    @property
+    def is_alone(self) -> bool:
+        """No other rank must do as this one does."""
+
+    def wait_for_forward(self, slots: torch.Tensor) -> None:
+        """Order what is launched from here on behind the forward pass in flight."""
+
+    def copy(self, parts: Sequence[torch.Tensor], target: torch.Tensor) -> None:
+        """Copy exact KV into other slots."""
+
+    def copy_survivors(self, slots: torch.Tensor, survivors: torch.Tensor, into: torch.Tensor) -> None:
+        """Copy the survivors of a row into other slots."""
+
+    def summed(self, values: torch.Tensor) -> torch.Tensor:
+        """Elementwise sum over all ranks."""
+
+
+def row_indices(reqs: Sequence[BudgetedRequest]) -> list[int]:
+    """The rows of requests that run."""
+    return [req.req_pool_idx for req in reqs if req.req_pool_idx is not None]
+
+
+def rows_on_device(tree: DecodeTree, reqs: Sequence[BudgetedRequest]) -> torch.Tensor:
     """int64 [R]: the rows of these requests, for the device to index by."""
-    return to_device(torch.tensor([req.req_pool_idx for req in reqs]), cache.device)
+    return to_device(torch.tensor(row_indices(reqs)), tree.device)
 
 
-def row_of(cache: Any, req: Any, num_slots: int) -> torch.Tensor:
+def row_of(tree: DecodeTree, req: BudgetedRequest, num_slots: int) -> torch.Tensor:
     """int64 [n], a copy."""
-    row = cache.req_to_token_pool.req_to_token[req.req_pool_idx]
+    row = tree.req_to_token_pool.req_to_token[req.req_pool_idx]
     return row[:num_slots].to(torch.int64, copy=True)
 
 
-def rows_of(cache: Any, index: torch.Tensor, num_slots: int) -> torch.Tensor:
+def rows_of(tree: DecodeTree, index: torch.Tensor, num_slots: int) -> torch.Tensor:
     """int64 [R, n], copies of the first ``num_slots`` slots of the rows ``index`` [R]."""
-    return cache.req_to_token_pool.req_to_token[:, :num_slots].index_select(0, index).to(torch.int64)
+    return tree.req_to_token_pool.req_to_token[:, :num_slots].index_select(0, index).to(torch.int64)
 
 
-def put_rows(cache: Any, reqs: Sequence[Any], index: torch.Tensor, slots: torch.Tensor, num_dropped: int) -> None:
+def put_rows(
+    tree: DecodeTree, reqs: Sequence[BudgetedRequest], index: torch.Tensor, slots: torch.Tensor, num_dropped: int
+) -> None:
     """The rows of ``reqs``, ``index`` [R] on the device, are ``slots`` [R, n] now, and ``num_dropped`` more of the
     tokens of each (whole pages) have none."""
-    rows_of_all, num_slots = cache.req_to_token_pool.req_to_token, slots.shape[1]
+    rows_of_all, num_slots = tree.req_to_token_pool.req_to_token, slots.shape[1]
     rows_of_all[:, :num_slots].index_copy_(0, index, slots.to(rows_of_all.dtype))
     if num_dropped == 0:
         return
@@ -45,67 +116,66 @@ def put_rows(cache: Any, reqs: Sequence[Any], index: torch.Tensor, slots: torch.
         req.kv_budget.num_dropped += num_dropped
         req.kv_committed_len -= num_dropped
         req.kv_allocated_len -= num_dropped
-    req_to_token.table().add([req.req_pool_idx for req in reqs], num_dropped, index)
+    req_to_token.table().add(row_indices(reqs), num_dropped, index)
 
 
-def take_slots(cache: Any, num_slots: int) -> torch.Tensor | None:
+def take_slots(tree: DecodeTree, num_slots: int) -> torch.Tensor | None:
     """``num_slots`` (whole pages) of the pool, of prefixes nobody uses if it is full; None without so many."""
-    cache.make_room(num_slots)
-    slots: torch.Tensor | None = cache.token_to_kv_pool_allocator.alloc(num_slots)
-    return slots
+    tree.make_room(num_slots)
+    return tree.token_to_kv_pool_allocator.alloc(num_slots)
 
 
-def leave_tree(cache: Any, req: Any) -> None:
+def leave_tree(tree: DecodeTree, req: BudgetedRequest) -> None:
     """The request gives up its lock: no slot of its row may be the tree's any more, and all its holes are its own."""
     state, holes = req.kv_budget, req.evicpress.holes
     state.num_dropped += holes
     state.has_left_tree = True
     req.kv_committed_len -= holes
     req.kv_allocated_len -= holes
-    cache.dec_lock_ref(req.last_node)
-    req.last_node = cache.root_node
+    tree.dec_lock_ref(req.last_node)
+    req.last_node = tree.root_node
     req.cache_protected_len = 0
     req.prefix_indices = req.prefix_indices[:0]
     req.evicpress = PrefixView(req.prefix_indices, 0, True, True)
 
 
-def unshare(cache: Any, reqs: Sequence[Any]) -> bool:
+def unshare(tree: DecodeTree, compressor: DecodeCompressor, reqs: Sequence[BudgetedRequest]) -> bool:
     """Copy what the tree owns of these rows into slots of the requests, in one batch; whether there was room for it.
     Nothing is changed where there is not, nor where this raises torch.OutOfMemoryError."""
     counts = [num_shared(req) for req in reqs]
-    positions = [path_positions(cache, req) for req in reqs]
+    positions = [path_positions(tree, compressor, req) for req in reqs]
     if sum(counts) > 0:
-        mine = take_slots(cache, sum(counts))
+        mine = take_slots(tree, sum(counts))
         if mine is None:
             return False
         try:
-            shared = [row_of(cache, req, count) for req, count in zip(reqs, counts, strict=True)]
-            cache.compressor.copy(shared, mine)
-            row_table = cache.req_to_token_pool.req_to_token
+            shared = [row_of(tree, req, count) for req, count in zip(reqs, counts, strict=True)]
+            compressor.copy(shared, mine)
+            row_table = tree.req_to_token_pool.req_to_token
             written = mine.to(row_table.dtype).split(counts)
         except torch.OutOfMemoryError:
-            cache.token_to_kv_pool_allocator.free(mine)
+            tree.token_to_kv_pool_allocator.free(mine)
             raise
         for req, slots in zip(reqs, written, strict=True):
             row_table[req.req_pool_idx, : len(slots)] = slots
     for req, held in zip(reqs, positions, strict=True):
         req.kv_budget.positions = held
-        leave_tree(cache, req)
+        leave_tree(tree, req)
     return True
 
 
-def path_positions(cache: Any, req: Any) -> torch.Tensor | None:
+def path_positions(tree: DecodeTree, compressor: DecodeCompressor, req: BudgetedRequest) -> torch.Tensor | None:
     """Positions in the slots of its prefix in the tree, int32 [L, H, n]; None when that is their order in the text."""
     if req.evicpress.holes == 0:
         return None
-    compressor, device, begin, parts = cache.compressor, cache.device, 0, []
+    begin, parts = 0, []
     for node in path_to(req.last_node):
         end = begin + len(node.key)
         layout = node.kv.layout
         if layout is None:
-            whole = torch.arange(begin, end, dtype=torch.int32, device=device)
+            whole = torch.arange(begin, end, dtype=torch.int32, device=tree.device)
             parts.append(whole.expand(compressor.num_layers, compressor.num_heads, -1))
         else:
-            parts.append(to_device(layout.positions.int(), device))
+            parts.append(to_device(layout.positions.int(), tree.device))
         begin = end
     return torch.cat(parts, -1)

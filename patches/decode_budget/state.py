@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
 import torch
 
@@ -17,7 +17,8 @@ from sglang_evicpress.decode_budget.settings import DecodeSettings
 from sglang_evicpress.decode_budget.stats import PassRecord, RequestTally
 from sglang_evicpress.device import HostCopy, to_device
 from sglang_evicpress.patches.decode_budget.trace import DecodeTrace
-from sglang_evicpress.patches.tree.node import holes_of
+from sglang_evicpress.patches.tree.node import PrefixView, holes_of
+from sglang_evicpress.patches.tree.types import Request
 
 
 @dataclass(slots=True)
@@ -53,29 +54,53 @@ class DecodeState:
         self.is_first_visit = self.is_in_order = True
 
 
-def budget_of(req: Any) -> DecodeState | None:
+class BudgetedRequest(Request, Protocol):
+    """A request as decode-time budgets see it; ``kv_budget`` is there where it has one."""
+
+    kv_allocated_len: int
+    kv_committed_len: int
+    kv_committed_freed: bool
+    inflight_middle_chunks: int
+    evicpress: PrefixView
+    kv_budget: DecodeState
+
+
+def budget_of(req: object) -> DecodeState | None:
+    """The budget of a request; None without one."""
     state: DecodeState | None = getattr(req, "kv_budget", None)
     return state
 
 
-def num_physical(req: Any) -> int:
+def num_physical(req: BudgetedRequest) -> int:
     """The slots of its row, the token in flight included."""
-    return int(req.kv_allocated_len - holes_of(req))
+    return req.kv_allocated_len - holes_of(req)
 
 
-def num_logical(req: Any) -> int:
+def num_logical(req: BudgetedRequest) -> int:
     """The tokens that have, or had, a slot: those of ``num_physical`` and all holes."""
-    return int(req.kv_allocated_len + req.kv_budget.num_dropped)
+    return req.kv_allocated_len + req.kv_budget.num_dropped
 
 
-def num_shared(req: Any) -> int:
+def num_shared(req: BudgetedRequest) -> int:
     """The slots at the start of its row that the tree owns."""
-    return int(req.cache_protected_len - holes_of(req))
+    return req.cache_protected_len - holes_of(req)
 
 
-def holds_kv(req: Any) -> bool:
+def holds_kv(req: BudgetedRequest) -> bool:
     """True if its slots are there and stay there: not finished, sent back or in between two chunks of its prompt."""
     return req.req_pool_idx is not None and not req.kv_committed_freed and not req.finished()
+
+
+def row_is_own(req: BudgetedRequest, state: DecodeState) -> bool:
+    """True if all slots of its row are its own."""
+    return req.req_pool_idx is not None and not req.kv_committed_freed and state.has_left_tree
+
+
+def positions_of_row(req: BudgetedRequest, state: DecodeState, device: torch.device | str) -> torch.Tensor | None:
+    """Positions that the slots of its row hold; None unless they are all its own."""
+    if not row_is_own(req, state):
+        return None
+    return positions_of(state.positions, num_logical(req), num_physical(req), device)
 
 
 def positions_of(

@@ -10,10 +10,10 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from concurrent.futures import CancelledError
 from contextlib import suppress
-from typing import Any
+from typing import Protocol, TypeVar
 
 from fastapi import HTTPException
 from sglang.srt.managers.io_struct import GenerateReqInput
@@ -40,10 +40,24 @@ MAX_NEW_TOKENS = 64  # of an answer on exact KV
 REQUEST_S = 600.0
 
 
+Result = TypeVar("Result")
+
+
+class GeneratingServer(Protocol):
+    """SGLang's TokenizerManager, as far as it serves requests of our own."""
+
+    event_loop: asyncio.AbstractEventLoop | None
+
+    def generate_request(self, request: GenerateReqInput, http_request: None) -> AsyncIterator[Iterable[Json]]:
+        """The answers, as they come."""
+
+
 class InProcess:
     """``Transport`` to the scheduler behind this process, from another thread than the event loop's."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, tokenizer_manager: Any, calls: SchedulerCalls) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, tokenizer_manager: GeneratingServer, calls: SchedulerCalls
+    ) -> None:
         self._loop = loop
         self._tokenizer_manager = tokenizer_manager
         self._calls = calls
@@ -63,10 +77,9 @@ class InProcess:
         raise refusal(status, "it failed: see the log" if status == 500 else reason, op)  # its words may be a prompt
 
     def generate(self, body: Mapping[str, object]) -> list[Json]:
-        found: list[Json] = self._wait(self._generate(GenerateReqInput(**body)))
-        return found
+        return self._wait(self._generate(GenerateReqInput(**body)))
 
-    def _wait(self, coroutine: Any) -> Any:
+    def _wait(self, coroutine: Coroutine[object, object, Result]) -> Result:
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result(REQUEST_S)
@@ -96,7 +109,7 @@ class InProcess:
 class OnlineProfiler:
     """One thread. Its failures are a profile less, never a request's."""
 
-    def __init__(self, tokenizer_manager: Any, calls: SchedulerCalls, file: ProfileFile) -> None:
+    def __init__(self, tokenizer_manager: GeneratingServer, calls: SchedulerCalls, file: ProfileFile) -> None:
         self._tokenizer_manager = tokenizer_manager
         self._calls = calls
         self._file = file

@@ -8,7 +8,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Protocol
 
 from fastapi import FastAPI, Request, Response
 from sglang.srt.utils.auth import auth_level
@@ -40,6 +40,18 @@ def routes() -> list[Operation]:
     return [operation for operation in OPERATIONS.values() if operation.path]
 
 
+class Frontend(Protocol):
+    """SGLang's TokenizerManager, as far as it carries messages."""
+
+    _result_dispatcher: TypeBasedDispatcher
+
+    def auto_create_handle_loop(self) -> None:
+        """Begin to receive answers."""
+
+    def _dispatch_to_scheduler(self, message: object) -> None:
+        """Send, within the event loop."""
+
+
 class SchedulerCalls:
     """Questions to the scheduler, one at a time, each with a deadline.
 
@@ -47,7 +59,7 @@ class SchedulerCalls:
     up, the next ones wait for ever.
     """
 
-    def __init__(self, tokenizer_manager: Any, *, deadline_s: float) -> None:
+    def __init__(self, tokenizer_manager: Frontend, *, deadline_s: float) -> None:
         self._tokenizer_manager = tokenizer_manager
         self._deadline_s = deadline_s
         self._numbers = itertools.count()
@@ -115,7 +127,7 @@ def find_route(method: str, path: str) -> tuple[Operation, Json]:
 
 def add_routes(
     app: FastAPI,
-    tokenizer_manager: Any,
+    tokenizer_manager: Frontend,
     profile_file: ProfileFile | None = None,
     *,
     deadline_s: float = DEADLINE_S,

@@ -3,17 +3,19 @@ cleanly behind it."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Protocol
 
 from sglang.srt.managers.io_struct import hook_custom_types
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_evicpress.introspect.operation import MAX_BODY_BYTES
 from sglang_evicpress.patches import last_word
 from sglang_evicpress.patches.hook_check import register_once
 from sglang_evicpress.patches.http.access import AccessRules
-from sglang_evicpress.patches.http.online_profiler import OnlineProfiler
+from sglang_evicpress.patches.http.online_profiler import GeneratingServer, OnlineProfiler
 from sglang_evicpress.patches.http.profile_writer import ProfileFile
-from sglang_evicpress.patches.http.routes import TOKEN_BYTES, add_routes, watch_threads
+from sglang_evicpress.patches.http.routes import TOKEN_BYTES, Frontend, add_routes, watch_threads
 from sglang_evicpress.patches.kv_flags import config_of
 from sglang_evicpress.patches.scheduler import queue_limit, shutdown
 from sglang_evicpress.patches.scheduler.messages import EvicPressReqInput, EvicPressReqOutput
@@ -23,7 +25,27 @@ _SIGQUIT = "sglang.srt.managers.tokenizer_manager.SignalHandler.running_phase_si
 _ENGINE = "sglang.srt.entrypoints.engine.Engine.shutdown"
 
 
-def install_frontend(registry: Any, hook_type: Any) -> None:
+class ServerArgs(Protocol):
+    """SGLang's ServerArgs, with our flags."""
+
+    kv_policy: str | None
+    admin_api_key: str | None
+    host: str
+
+
+class TokenizerManager(Frontend, GeneratingServer, shutdown.StoppableServer, Protocol):
+    """SGLang's TokenizerManager."""
+
+    context_len: int
+
+
+class Served(Protocol):
+    """Whoever has a tokenizer manager, if any."""
+
+    tokenizer_manager: TokenizerManager | None
+
+
+def install_frontend(registry: type[HookRegistry], hook_type: type[HookType]) -> None:
     """Serve ``/evicpress/*`` from this process once its HTTP server starts, and stop cleanly after it. Idempotent.
 
     Called from ``ServerArgs.__post_init__``, so after ``apply_hooks()`` ran, which skips every target that
@@ -44,7 +66,13 @@ def install_frontend(registry: Any, hook_type: Any) -> None:
             registry._patched.add(target)
 
 
-def _around_http_server(original: Any, server_args: Any, tokenizer_manager: Any, *args: Any, **kwargs: Any) -> Any:
+def _around_http_server(
+    original: Callable[..., object],
+    server_args: ServerArgs,
+    tokenizer_manager: TokenizerManager,
+    *args: object,
+    **kwargs: object,
+) -> object:
     if server_args.kv_policy is None:  # another server, without a policy, in a process that had one
         return original(server_args, tokenizer_manager, *args, **kwargs)
     from sglang.srt.entrypoints.http_server import app
@@ -74,10 +102,10 @@ def _around_http_server(original: Any, server_args: Any, tokenizer_manager: Any,
         shutdown.stop_schedulers(tokenizer_manager)
 
 
-def _before_sigquit(signals: Any, *_: Any, **__: Any) -> None:
+def _before_sigquit(signals: Served, *_: object, **__: object) -> None:
     """A child died, as the detokenizer does on Ctrl-C: SGLang is about to kill the others."""
     shutdown.stop_schedulers(signals.tokenizer_manager)
 
 
-def _before_engine_ends(engine: Any) -> None:
+def _before_engine_ends(engine: Served) -> None:
     shutdown.stop_schedulers(engine.tokenizer_manager)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from array import array
+from collections.abc import Mapping
+from typing import Protocol
 
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
+from sglang_evicpress.patches.tree.types import Batch, Node, Request, Scheduler
+from sglang_evicpress.policy.cost_model import Costs
 from sglang_evicpress.quality.throttle import Pacer
 
 logger = logging.getLogger(__name__)
@@ -19,27 +24,80 @@ GUEST_COUNTS = (
 )
 
 
-class Yielding:
-    """The part of EvicPressCache that holds such requests, called guests, back. On the scheduler thread."""
+class Shadow(Protocol):
+    """A shadow that is open."""
 
-    def open_yielding(self: Any) -> None:
+    tokens: array[int]
+    used_s: float
+
+
+class OpenShadows(Protocol):
+    """All shadows."""
+
+    def space_of(self, name: str | None) -> Shadow | None:
+        """The shadow of this namespace; None for one that is not there, or not any more."""
+
+    def release_retired(self) -> None:
+        """Delete what no request runs on any more of those that are closed."""
+
+
+class LoadStage(Protocol):
+    """Stage of a request that waits."""
+
+    is_late: bool
+
+    @property
+    def is_waiting(self) -> bool:
+        """Anything is on its way, or will be."""
+
+
+class WaitingTree(Protocol):
+    """The cache, as far as it knows of requests that wait."""
+
+    now_s: float
+    costs: Costs
+
+    @property
+    def scheduler(self) -> Scheduler | None:
+        """None until it is complete."""
+
+    @property
+    def stages(self) -> Mapping[int, LoadStage]:
+        """Stages of requests, by ``id()``."""
+
+    def key_of_waiting(self, req: Request) -> RadixKey:
+        """Key that it will be matched with."""
+
+    def _steps(self, key: RadixKey) -> list[tuple[Node, int]]:
+        """The nodes that spell the longest known prefix with the tokens each matches."""
+
+
+class BackgroundRequests:
+    """Requests in shadows, called guests, and how they are held back. Everything here runs on the scheduler thread.
+
+    ``guests`` is kept to those that wait or run."""
+
+    def __init__(self, tree: WaitingTree, shadows: OpenShadows, guests: list[Request]) -> None:
         self.pacer = Pacer()
-        self.guests: list[Any] = []  # that wait or run
-        self.guest_counts = dict.fromkeys(GUEST_COUNTS, 0)
+        self.guests = guests
+        self.counts = dict.fromkeys(GUEST_COUNTS, 0)
+        self._tree = tree
+        self._shadows = shadows
         self._allowance = 0
         self._budget_s = 0.0
         self._num_users_running = 0
-        self._hidden: list[Any] = []
+        self._hidden: list[Request] = []
+        self._whole: set[int] = set()  # of the guests, by id(): those whose namespace has held all of its context
 
-    def receive_guest(self: Any, req: Any) -> None:
+    def receive_guest(self, req: Request) -> None:
         """A request in a shadow has entered the queue."""
         if all(req is not guest for guest in self.guests):  # else it was retracted
             self.guests.append(req)
-            if (space := self.space_of.get(req.extra_key)) is not None:
-                space.used_s = self.now_s
-            self.guest_counts["requests"] += 1
+            if (space := self._shadows.space_of(req.extra_key)) is not None:
+                space.used_s = self._tree.now_s
+            self.counts["requests"] += 1
 
-    def begin_round(self: Any, scheduler: Any) -> None:
+    def begin_round(self, scheduler: Scheduler) -> None:
         """Before the next batch is made: how much guests may compute in it."""
         if not self.guests:
             return
@@ -47,10 +105,11 @@ class Yielding:
             self._give_up(scheduler, req, "the shadow is gone: it was closed, or had to make room")
         queue = scheduler.waiting_queue
         waiting = {id(req) for req in queue}
-        self.guests = [
+        self.guests[:] = [
             req for req in self.guests if id(req) in waiting or (req.req_pool_idx is not None and not req.finished())
         ]
-        self.release_retired()
+        self._whole &= {id(req) for req in self.guests}
+        self._shadows.release_retired()
         if not self.guests:
             return
         self._num_users_running = num_users_running(scheduler)
@@ -58,29 +117,29 @@ class Yielding:
         if scheduler.chunked_req is not None and not is_shadow_name(scheduler.chunked_req.extra_key):
             num_waiting += 1
         self._allowance = self.pacer.allowance(self._num_users_running, num_waiting, scheduler.max_running_requests)
-        self._budget_s = self.costs.prefill.fixed_s
+        self._budget_s = self._tree.costs.prefill.fixed_s
         if self._num_users_running > 0 and not self.pacer.may_go_on:
             self._send_back(scheduler)
 
-    def hide_guests(self: Any, scheduler: Any) -> None:
+    def hide_guests(self, scheduler: Scheduler) -> None:
         """Take those that may not begin now out of the queue until ``show_guests``: SGLang looks every request that
         waits up in the tree, step by step."""
         if self.guests and self._allowance <= 0:
             self._hidden = [req for req in scheduler.waiting_queue if is_shadow_name(req.extra_key)]
             scheduler.waiting_queue = self.without_guests(scheduler.waiting_queue)
 
-    def show_guests(self: Any, scheduler: Any) -> None:
+    def show_guests(self, scheduler: Scheduler) -> None:
         scheduler.waiting_queue.extend(self._hidden)
         self._hidden = []
 
-    def without_guests(self: Any, waiting: list[Any]) -> list[Any]:
+    def without_guests(self, waiting: list[Request]) -> list[Request]:
         """Users' requests of the queue."""
         return [req for req in waiting if not is_shadow_name(req.extra_key)] if self.guests else waiting
 
-    def is_guest(self: Any, req: Any) -> bool:
+    def is_guest(self, req: Request) -> bool:
         return is_shadow_name(req.extra_key)
 
-    def holds_back(self: Any, req: Any) -> bool:
+    def holds_back(self, req: Request) -> bool:
         """True if a waiting request is to be passed over in this round; one that is not takes of the allowance.
 
         A user who comes waits for the batch: guests join it while they add no more than a decode step takes, which is
@@ -93,41 +152,43 @@ class Yielding:
         depth = len(req.prefix_indices)
         num_new = len(req.full_untruncated_fill_ids) - depth
         self._allowance -= num_new
-        self._budget_s -= self.costs.prefill.marginal_seconds(num_new, depth)
+        self._budget_s -= self._tree.costs.prefill.marginal_seconds(num_new, depth)
         if self._budget_s <= 0.0:
             self._allowance = 0
         return False
 
-    def end_round(self: Any, batch: Any) -> None:
+    def end_round(self, batch: Batch | None) -> None:
         """The batch that runs next is made."""
-        holds_users_up = bool(self.guests) and self._holds_users_up(batch)
-        if holds_users_up:
-            self._give_up_running(self.scheduler, "users wait for the room")
+        scheduler, holds_users_up = self._tree.scheduler, False
+        if self.guests and scheduler is not None:
+            holds_users_up = self._holds_users_up(scheduler, batch)
+            if holds_users_up:
+                self._give_up_running(scheduler, "users wait for the room")
         if batch is None:
             return
         is_decode = batch.forward_mode.is_decode()
         num_guests = sum(is_shadow_name(req.extra_key) for req in batch.reqs) if self.guests else 0
         if is_decode and num_guests < len(batch.reqs):
             self.pacer.user_step()
-            self.guest_counts["user_steps"] += 1
+            self.counts["user_steps"] += 1
         if num_guests == 0:
             return
-        self.guest_counts["batches"] += 1
-        self.guest_counts["users_held_up"] += holds_users_up
+        self.counts["batches"] += 1
+        self.counts["users_held_up"] += holds_users_up
         if is_decode:
-            self.guest_counts["tokens"] += num_guests
+            self.counts["tokens"] += num_guests
             has_users = num_guests < len(batch.reqs)
         else:
             lengths = zip(batch.reqs, batch.extend_lens, strict=True)
-            self.guest_counts["tokens"] += sum(num for req, num in lengths if is_shadow_name(req.extra_key))
+            self.counts["tokens"] += sum(num for req, num in lengths if is_shadow_name(req.extra_key))
             has_users = self._num_users_running > 0
         if has_users:
             self.pacer.took_part(in_own_batch=not is_decode)
-            self.guest_counts["user_steps_touched"] += 1
+            self.counts["user_steps_touched"] += 1
 
-    def _give_up(self: Any, scheduler: Any, req: Any, why: str) -> None:
+    def _give_up(self, scheduler: Scheduler, req: Request, why: str) -> None:
         """Abort this request alone: ``abort_request`` takes all whose ids begin with its id, users' too."""
-        self.guest_counts["aborted"] += 1
+        self.counts["aborted"] += 1
         if req in scheduler.waiting_queue:
             scheduler.waiting_queue.remove(req)
             scheduler.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=req.rid, abort_message=why), req)
@@ -136,12 +197,12 @@ class Yielding:
         else:
             req.to_finish = FINISH_ABORT(why)
 
-    def _give_up_running(self: Any, scheduler: Any, why: str) -> None:
+    def _give_up_running(self, scheduler: Scheduler, why: str) -> None:
         for req in self.guests:
             if req.req_pool_idx is not None and req.to_finish is None and not req.finished():
                 self._give_up(scheduler, req, why)
 
-    def _send_back(self: Any, scheduler: Any) -> None:
+    def _send_back(self, scheduler: Scheduler) -> None:
         """Guests that decode wait again, and go on with what they have generated; as SGLang does when room ends."""
         batch, keep, gone = scheduler.running_batch, [], []
         for index, req in enumerate(batch.reqs):
@@ -154,37 +215,39 @@ class Yielding:
             return
         batch.filter_batch(keep_indices=keep)
         batch.batch_is_full = False
-        self.guest_counts["sent_back"] += len(gone)
+        self.counts["sent_back"] += len(gone)
         for req in gone:
             scheduler._add_request_to_queue(req, is_retracted=True)
 
-    def _holds_users_up(self: Any, batch: Any) -> bool:
+    def _holds_users_up(self, scheduler: Scheduler, batch: Batch | None) -> bool:
         """True if users' requests wait of which the batch has none: guests may have the room that they need."""
         if batch is not None and not batch.forward_mode.is_decode():
             return False
-        stages = (self.stages.get(id(req)) for req in self.without_guests(self.scheduler.waiting_queue))
+        stages = (self._tree.stages.get(id(req)) for req in self.without_guests(scheduler.waiting_queue))
         return any(stage is None or stage.is_late or not stage.is_waiting for stage in stages)
 
-    def _is_stray(self: Any, req: Any) -> bool:
+    def _is_stray(self, req: Request) -> bool:
         """True if a request is in a shadow that is not there, or not any more: it would compute the whole context.
 
         A namespace that was whole once stays so until its space is closed.
         """
         if not is_shadow_name(req.extra_key):
             return False
-        space = self.space_of.get(req.extra_key)
-        if space is not None and not getattr(req, "evicpress_is_whole", False):
-            req.evicpress_is_whole = len(req.origin_input_ids) <= len(space.tokens) + 1 or self._is_whole(space, req)
-            return not req.evicpress_is_whole
+        space = self._shadows.space_of(req.extra_key)
+        if space is not None and id(req) not in self._whole:
+            is_whole = len(req.origin_input_ids) <= len(space.tokens) + 1 or self._is_whole(space, req)
+            if is_whole:
+                self._whole.add(id(req))
+            return not is_whole
         return space is None
 
-    def _is_whole(self: Any, space: Any, req: Any) -> bool:
+    def _is_whole(self, space: Shadow, req: Request) -> bool:
         """True if the namespace that a question is asked in holds all of the context."""
-        num_tokens = sum(matched for _, matched in self._steps(self.key_of_waiting(req)))
+        num_tokens = sum(matched for _, matched in self._tree._steps(self._tree.key_of_waiting(req)))
         return num_tokens >= len(space.tokens)
 
 
-def num_users_running(scheduler: Any) -> int:
+def num_users_running(scheduler: Scheduler) -> int:
     """Users' requests that run, also those that SGLang has prefilled last and counts among them only later."""
     batches = [batch for batch in (scheduler.running_batch, scheduler.last_batch) if batch is not None]
     found = {id(req): req for batch in batches for req in batch.reqs}

@@ -6,11 +6,11 @@ import logging
 import math
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import orjson
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -19,7 +19,8 @@ from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import Form
 from sglang_evicpress.introspect.arguments import PAGE_PROFILES, IntrospectionError
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
-from sglang_evicpress.patches.tree.node import NodeKV, first_outside, path_to, size_of, start_of, tokens_to, walk
+from sglang_evicpress.patches.tree.node import NodeKV, first_outside, path_to, size_of, start_of, tokens_to
+from sglang_evicpress.patches.tree.types import Node, Request, Scheduler
 from sglang_evicpress.policy.quality_curves import Curves
 from sglang_evicpress.quality.catalog import Catalog
 from sglang_evicpress.quality.drift import Observe, Watch
@@ -72,89 +73,158 @@ def _mean(curves: Sequence[Curves], form: Form) -> float:
     return math.fsum(found) / len(found) if found else 0.0
 
 
-class Profiling:
-    """The part of EvicPressCache that holds profiles. Everything here runs on the scheduler thread."""
+class QualityTree(Protocol):
+    """The cache, as far as contexts and profiles of it are concerned."""
 
-    def open_profiling(self: Any, config: EvicPressConfig) -> None:
-        """``identify_profiles`` is to be called before the first request."""
+    now_s: float
+    nodes: dict[int, Node]
+    root_node: Node
+    page_size: int
+    vocab_size: int
+    name_profiles: Callable[[object], bytes]
+
+    @property
+    def scheduler(self) -> Scheduler | None:
+        """None until it is complete."""
+
+    def _steps(self, key: RadixKey) -> list[tuple[Node, int]]:
+        """The nodes that spell the longest known prefix with the tokens each matches."""
+
+
+class PolicyRefresh(Protocol):
+    """Policy that is told of changed expectations."""
+
+    def rebuild_policy(self) -> None:
+        """Make the policy anew, with all nodes."""
+
+    def tell_policy(self, nodes: Iterable[Node]) -> None:
+        """Show it these nodes again."""
+
+    def stir(self) -> None:
+        """Look again: something may be improved that could not be."""
+
+
+class Ranks(Protocol):
+    """Tensor-parallel ranks, which must know alike."""
+
+    @property
+    def is_first_rank(self) -> bool:
+        """The others do as this one says."""
+
+    def as_first_rank(self, value: bytes) -> bytes:
+        """Value that rank 0 has here."""
+
+
+class AnsweredRequest(Request, Protocol):
+    """A request whose answer may be recorded; ``evicpress_use`` is what it had of the tree."""
+
+    lora_id: str | None
+    multimodal_inputs: object
+    input_embeds: object
+    evicpress_use: tuple[int, float | None]
+
+
+class Quality:
+    """Profiles of contexts, and what nodes of the tree are worth by them. Everything here runs on the scheduler thread.
+
+    ``identify_profiles`` is to be called before the first request. ``changed`` is told of nodes of which more is known.
+    """
+
+    def __init__(
+        self,
+        tree: QualityTree,
+        policy: PolicyRefresh,
+        ranks: Ranks,
+        config: EvicPressConfig,
+        forms: tuple[Form, ...],
+        changed: Callable[[Node], None],
+    ) -> None:
         self.profile_identity = bytes(KEY_BYTES)
-        self.prior = None if config.curves is None else Curves.from_json(config.curves)
-        self.profiling_counts = dict.fromkeys(("recorded", "observed", "drifted", "profiled", "failed"), 0)
+        self.counts = dict.fromkeys(("recorded", "observed", "drifted", "profiled", "failed"), 0)
+        self._tree = tree
+        self._policy = policy
+        self._ranks = ranks
+        self._config = config
+        self._forms = forms
+        self._changed = changed
+        self._prior = None if config.curves is None else Curves.from_json(config.curves)
         self._contexts: OrderedDict[bytes, tuple[array[int], str | None]] = OrderedDict()
         self._node_of_context: dict[bytes, int] = {}
         self._is_default_stale = False
         self._default_s = -DEFAULT_PAUSE_S
         self.forget_profiles()
+        self.default_expectation = Expectation.of((self.catalog.default,), forms)
 
-    def forget_profiles(self: Any) -> None:
+    @property
+    def mean_curve(self) -> tuple[float, ...]:
+        """The quality of every form of the menu, over all contexts that were profiled."""
+        return Expectation.of((self.catalog.mean,), self._forms).vector
+
+    def forget_profiles(self) -> None:
         """Nothing is known of any context, nor was any question asked."""
-        self.catalog = Catalog(self.prior)
-        self.recorder = Recorder() if self.config.profiles_online else None
-        self.watch = Watch(self.config.drift)
+        self.catalog = Catalog(self._prior)
+        self.recorder = Recorder() if self._config.profiles_online else None
+        self._watch = Watch(self._config.drift)
         self._contexts.clear()
         self._node_of_context.clear()
 
-    def identify_profiles(self: Any) -> bool:
+    def identify_profiles(self) -> bool:
         """Begin to use the profiles of this model, tokenizer and version of the forms; what is known of another goes.
         False: they are as before.
 
         The file is only read here, by rank 0, which tells the others: each could find other profiles in it, or none.
         The process that answers HTTP writes it, so that the scheduler never waits for a disk once it serves."""
-        identity = self.name_profiles(getattr(self.scheduler, "tokenizer", None))
+        identity = self._tree.name_profiles(None if self._tree.scheduler is None else self._tree.scheduler.tokenizer)
         if identity == self.profile_identity:
             return False
         self.profile_identity = identity
         self.forget_profiles()
-        if self.config.profiles is not None:
-            is_reader = self.compressor.is_first_rank
-            text = _read_profiles(Path(self.config.profiles), identity) if is_reader else b""
-            for profile in orjson.loads(self.compressor.as_first_rank(text)):
+        if self._config.profiles is not None:
+            is_reader = self._ranks.is_first_rank
+            text = _read_profiles(Path(self._config.profiles), identity) if is_reader else b""
+            for profile in orjson.loads(self._ranks.as_first_rank(text)):
                 self.catalog.put(Profile.from_json(profile))
         self.renew_default()
         return True
 
     # ---- curves
 
-    def renew_default(self: Any) -> None:
+    def renew_default(self) -> None:
         """Unprofiled nodes are taken for what the catalog says now."""
         self._is_default_stale = False
-        self._default_s = self.now_s
-        before: Expectation | None = getattr(self, "default_expectation", None)
-        now = self.default_expectation = Expectation.of((self.catalog.default,), self.menu.forms)
-        if self.config.policy == "adaptcache":  # its rule goes by one curve for all nodes
-            self.renew_policy()
-            self.policy.put_all(self.stats_of(node) for node in walk(self.root_node))
-            self.stir()
+        self._default_s = self._tree.now_s
+        before = self.default_expectation
+        now = self.default_expectation = Expectation.of((self.catalog.default,), self._forms)
+        if self._config.policy == "adaptcache":  # its rule goes by one curve for all nodes
+            self._policy.rebuild_policy()
+        elif (before.vector, before.known) != (now.vector, now.known):
+            self._policy.tell_policy(node for node in self._tree.nodes.values() if node.kv.curve is None)
+        else:
             return
-        if before is not None and (before.vector, before.known) == (now.vector, now.known):
-            return
-        for node in self.nodes.values():
-            if node.kv.curve is None:
-                self.policy.put(self.stats_of(node))
-        self.stir()
+        self._policy.stir()
 
-    def refresh_default(self: Any) -> None:
+    def refresh_default(self) -> None:
         """Called as the clock goes on."""
-        if self._is_default_stale and self.now_s - self._default_s >= DEFAULT_PAUSE_S:
+        if self._is_default_stale and self._tree.now_s - self._default_s >= DEFAULT_PAUSE_S:
             self.renew_default()
 
-    def expectation_of(self: Any, node: Any) -> Expectation:
+    def expectation_of(self, node: Node) -> Expectation:
         return self.default_expectation if node.kv.curve is None else node.kv.curve
 
-    def quality_of(self: Any, node: Any) -> float:
+    def quality_of(self, node: Node) -> float:
         """Quality of a node's present form."""
         kv: NodeKV = node.kv
         return 1.0 if kv.layout is None else self._quality_as(node, kv.form, size_of(node))
 
-    def quality_of_copy(self: Any, node: Any, copy: Copy) -> float:
+    def quality_of_copy(self, node: Node, copy: Copy) -> float:
         """Quality of a node's copy on a lower tier."""
         return 1.0 if copy.layout is None else self._quality_as(node, copy.form, copy.num_slots)
 
-    def _quality_as(self: Any, node: Any, form: Form, num_slots: int) -> float:
+    def _quality_as(self, node: Node, form: Form, num_slots: int) -> float:
         kept = min(form.kept_fraction, num_slots / len(node.key))  # a piece of a split may hold less
         return self.expectation_of(node).quality(replace(form, kept_fraction=kept)) if kept > 0.0 else 0.0
 
-    def find_profiles(self: Any, leaf: Any) -> None:
+    def find_profiles(self, leaf: Node) -> None:
         """A new leaf may complete contexts that were profiled before."""
         if not len(self.catalog) or leaf.kv.is_shadow or not leaf.kv.is_text:
             return
@@ -162,7 +232,7 @@ class Profiling:
             if key in self.catalog:
                 self._attach(key, path_to(leaf))
 
-    def split_profiles(self: Any, upper: Any, lower: Any) -> None:
+    def split_profiles(self, upper: Node, lower: Node) -> None:
         """Split the profiles of a node: those that end in the upper part are not the lower one's."""
         upper.kv.profiles = dict(lower.kv.profiles)
         if not lower.kv.profiles:
@@ -172,9 +242,11 @@ class Profiling:
         self._expect_of(upper)
         self._expect_of(lower)
 
-    def _attach(self: Any, key: bytes, path: Iterable[Any]) -> None:
+    def _attach(self, key: bytes, path: Iterable[Node]) -> None:
         """The context is spelled by ``path``, its nodes in any order; it may end within the last."""
         profile = self.catalog.get(key)
+        if profile is None:
+            return
         for node in path:
             known = node.kv.profiles
             known.pop(key, None)
@@ -182,16 +254,16 @@ class Profiling:
             while len(known) > MAX_NODE_PROFILES:
                 del known[next(iter(known))]
             self._expect_of(node)
-            self.changes.changed(node)
+            self._changed(node)
 
-    def _expect_of(self: Any, node: Any) -> None:
+    def _expect_of(self, node: Node) -> None:
         """By the contexts that make up most of the node."""
         least = start_of(node) + len(node.key) / 2
         found = [key for key, length in node.kv.profiles.items() if length > least and key in self.catalog]
         curves = [self.catalog.curves_of(key) for key in found]
-        node.kv.curve = Expectation.of(curves, self.menu.forms) if curves else None
+        node.kv.curve = Expectation.of(curves, self._forms) if curves else None
 
-    def know_context(self: Any, key: bytes, tokens: array[int], namespace: str | None) -> None:
+    def know_context(self, key: bytes, tokens: array[int], namespace: str | None) -> None:
         """A shadow is made of it: a profile of it may follow."""
         self._contexts[key] = (tokens, namespace)
         self._contexts.move_to_end(key)
@@ -200,23 +272,23 @@ class Profiling:
 
     # ---- what real requests ask
 
-    def note_question(self: Any, req: Any, path: list[Any], num_tokens: int) -> None:
+    def note_question(self, req: AnsweredRequest, path: list[Node], num_tokens: int) -> None:
         """A request runs on ``num_tokens`` that the tree had, spelled by ``path``."""
         if self.recorder is not None:
             lossy = [self.quality_of(node) for node in path if node.kv.layout is not None or node.kv.is_lossy_prefix]
             req.evicpress_use = (num_tokens, min(lossy) if lossy else None)
 
-    def record_answer(self: Any, req: Any) -> None:
+    def record_answer(self, req: AnsweredRequest) -> None:
         """A request has its answer; nothing of it ever leaves this process but to the profiler beside it. What is more
         than text is not recorded: it could not be asked again."""
         shared, predicted = getattr(req, "evicpress_use", (0, None))
-        unit = math.lcm(BLOCK_TOKENS, self.page_size)
+        unit = math.lcm(BLOCK_TOKENS, self._tree.page_size)
         end = min(shared, len(req.origin_input_ids) - 1) // unit * unit  # a retracted one may find its own answer
         if self.recorder is None or end < MIN_CONTEXT_TOKENS or req.lora_id is not None or not req.output_ids:
             return
-        if getattr(req, "multimodal_inputs", None) is not None or getattr(req, "input_embeds", None) is not None:
+        if req.multimodal_inputs is not None or req.input_embeds is not None:
             return
-        if any(first_outside(row, self.vocab_size) is not None for row in (req.origin_input_ids, req.output_ids)):
+        if any(first_outside(row, self._tree.vocab_size) is not None for row in (req.origin_input_ids, req.output_ids)):
             return
         question = req.origin_input_ids[end:]
         if len(question) > self.recorder.max_query_tokens or is_shadow_name(req.extra_key):
@@ -226,24 +298,25 @@ class Profiling:
         is_greedy = req.sampling_params.top_k == 1
         self.recorder.record(key, tokens, req.extra_key, Query(question, req.output_ids, is_greedy, predicted))
         node = req.last_node
-        while node is not None and node is not self.root_node and start_of(node) >= end:
+        while node is not None and node is not self._tree.root_node and start_of(node) >= end:
             node = node.parent
-        if node is not None and node is not self.root_node:
+        if node is not None and node is not self._tree.root_node:
             self._node_of_context[key] = node.id
         if len(self._node_of_context) > 2 * len(self.recorder):
             self._forget_contexts()
-        self.profiling_counts["recorded"] += 1
+        self.counts["recorded"] += 1
 
-    def _forget_contexts(self: Any) -> None:
+    def _forget_contexts(self) -> None:
         """Forget contexts that the recorder has forgotten."""
+        if self.recorder is None:
+            return
         for key in [key for key in self._node_of_context if self.recorder.context_of(key) is None]:
             del self._node_of_context[key]
 
     # ---- what can be asked
 
-    def next_profiling_job(self: Any) -> dict[str, object]:
+    def next_profiling_job(self) -> dict[str, object]:
         """Next job of the profiler: an object with ``kind`` observe or profile, or an empty one."""
-        self.expire_shadows()
         if self.recorder is None:
             return {}
         self._forget_contexts()
@@ -251,15 +324,16 @@ class Profiling:
             return {}
         weights = {}
         for key, node_id in self._node_of_context.items():
-            node = self.nodes.get(node_id)
+            node = self._tree.nodes.get(node_id)
             weights[key] = 0.0 if node is None else max(node.kv.weight, 1e-300)
-        job = self.watch.next_job(self.recorder, [key for key in weights if self._is_profiled(key)], weights)
-        if job is None:
+        job = self._watch.next_job(self.recorder, [key for key in weights if self._is_profiled(key)], weights)
+        context = None if job is None else self.recorder.context_of(job.key)
+        if job is None or context is None:
             return {}
-        context = self.recorder.context_of(job.key)
+        kind, why = ("observe", "observe") if isinstance(job, Observe) else ("profile", job.why)
         return {
-            "kind": "observe" if isinstance(job, Observe) else "profile",
-            "why": getattr(job, "why", "observe"),
+            "kind": kind,
+            "why": why,
             "key": job.key.hex(),
             "token_ids": list(context.tokens),
             "extra_key": context.namespace,
@@ -269,32 +343,32 @@ class Profiling:
                  "predicted": query.predicted}
                 for query in job.queries
             ],
-            "forms": [str(form) for form in self.menu.forms[1:]],
+            "forms": [str(form) for form in self._forms[1:]],
         }  # fmt: skip
 
-    def _is_profiled(self: Any, key: bytes) -> bool:
+    def _is_profiled(self, key: bytes) -> bool:
         """True if every form of the menu was measured, as far as it can be: a profile may be of other presses."""
         if key not in self.catalog:
             return False
         curves = self.catalog.curves_of(key)
-        return self.watch.was_profiled(key) or all(curves.knows(form) for form in self.menu.forms[1:])
+        return self._watch.was_profiled(key) or all(curves.knows(form) for form in self._forms[1:])
 
-    def note_observed(self: Any, key: bytes, pairs: Sequence[tuple[float, float]]) -> dict[str, object]:
+    def note_observed(self, key: bytes, pairs: Sequence[tuple[float, float]]) -> dict[str, object]:
         """Answers about a context were scored under its exact KV: (predicted, observed) qualities."""
         is_drifted = False
         for predicted, observed in pairs:
-            is_drifted = self.watch.observe(key, predicted, observed)
-        self.profiling_counts["observed"] += len(pairs)
-        self.profiling_counts["drifted"] += is_drifted
+            is_drifted = self._watch.observe(key, predicted, observed)
+        self.counts["observed"] += len(pairs)
+        self.counts["drifted"] += is_drifted
         return {"is_drifted": is_drifted}
 
-    def note_failed(self: Any, key: bytes) -> dict[str, object]:
+    def note_failed(self, key: bytes) -> dict[str, object]:
         """A job came to nothing."""
-        self.watch.failed(key)
-        self.profiling_counts["failed"] += 1
+        self._watch.failed(key)
+        self.counts["failed"] += 1
         return {}
 
-    def put_profile(self: Any, profile: Profile, is_fresh: bool) -> dict[str, object]:
+    def put_profile(self, profile: Profile, is_fresh: bool) -> dict[str, object]:
         """A context was profiled. ``is_fresh``: by queries that replace what was measured before."""
         earlier = self.catalog.get(profile.key)
         profile = profile.completed(earlier) if is_fresh else profile.merged(earlier)
@@ -304,22 +378,22 @@ class Profiling:
             self.renew_default()
         context = self.recorder.context_of(profile.key) if self.recorder is not None else None
         if context is not None:
-            self.watch.profiled(profile.key, num_lossy_hits=context.num_lossy_hits, asked=profile.query_set)
-        nodes = {node.id: node for node in self.nodes.values() if profile.key in node.kv.profiles}
+            self._watch.profiled(profile.key, num_lossy_hits=context.num_lossy_hits, asked=profile.query_set)
+        nodes = {node.id: node for node in self._tree.nodes.values() if profile.key in node.kv.profiles}
         known = self._contexts.get(profile.key) or self._find_context(profile)
         if known is not None:
-            steps = self._steps(RadixKey(*known).page_aligned(self.page_size))
+            steps = self._tree._steps(RadixKey(*known).page_aligned(self._tree.page_size))
             if sum(matched for _, matched in steps) == len(known[0]):
                 nodes |= {node.id: node for node, _ in steps}
         self._attach(profile.key, nodes.values())
-        self.profiling_counts["profiled"] += 1
-        self.stir()
+        self.counts["profiled"] += 1
+        self._policy.stir()
         return {"identity": self.profile_identity.hex(), "profile": profile.to_json(), "num_nodes": len(nodes)}
 
-    def _find_context(self: Any, profile: Profile) -> tuple[array[int], str | None] | None:
+    def _find_context(self, profile: Profile) -> tuple[array[int], str | None] | None:
         """Its tokens and namespace, where users' nodes spell it."""
         end = profile.num_tokens
-        for node in self.nodes.values():
+        for node in self._tree.nodes.values():
             start = start_of(node)
             if node.kv.is_shadow or not node.kv.is_text or not start < end <= start + len(node.key):
                 continue
@@ -330,14 +404,14 @@ class Profiling:
                 return tokens, node.key.extra_key
         return None
 
-    def list_profiles(self: Any, after: bytes = b"", limit: int = PAGE_PROFILES) -> dict[str, object]:
-        forms = self.menu.forms[1:]
+    def list_profiles(self, after: bytes = b"", limit: int = PAGE_PROFILES) -> dict[str, object]:
+        forms = self._forms[1:]
         page = self.catalog.page(after, min(limit, PAGE_PROFILES))
         default = self.default_expectation
         return {
             "identity": self.profile_identity.hex(),
-            "file": self.config.profiles,
-            "prior": None if self.config.curves is None else dict(self.config.curves),
+            "file": self._config.profiles,
+            "prior": None if self._config.curves is None else dict(self._config.curves),
             "forms": [str(form) for form in forms],
             "default": {
                 str(form): quality
@@ -346,7 +420,6 @@ class Profiling:
             },
             "recording": self.recorder is not None,
             "num_recorded_contexts": 0 if self.recorder is None else len(self.recorder),
-            "counts": {**self.profiling_counts, **self.shadow_counts, "guests": dict(self.guest_counts)},
             "profiles": [
                 {
                     "key": profile.key.hex(),
@@ -363,7 +436,7 @@ class Profiling:
             "next": page[-1].key.hex() if len(page) == min(limit, PAGE_PROFILES) else None,
         }
 
-    def show_profile(self: Any, key: bytes) -> dict[str, object]:
+    def show_profile(self, key: bytes) -> dict[str, object]:
         profile = self.catalog.get(key)
         if profile is None:
             raise IntrospectionError(404, f"context {key.hex()} has no profile: GET /evicpress/profiles lists them")
@@ -377,13 +450,13 @@ class Profiling:
             }
             for form, seen in profile.forms.items()
         }
-        looked_at = islice(self.nodes.values(), MAX_LOOKED_AT)  # the oldest: contexts end in nodes that stay
+        looked_at = islice(self._tree.nodes.values(), MAX_LOOKED_AT)  # the oldest: contexts end in nodes that stay
         nodes = [node.id for node in looked_at if key in node.kv.profiles][:MAX_NODES_SHOWN]
         return {**profile.to_json(), "curve": curve, "nodes": nodes}
 
-    def _has_free_cycles(self: Any) -> bool:
+    def _has_free_cycles(self) -> bool:
         """EvicPress section 4.3: fewer requests run than could, and none waits."""
-        scheduler = self.scheduler
+        scheduler = self._tree.scheduler
         if scheduler is None:
             return False
         num_running = len(scheduler.running_batch.reqs)

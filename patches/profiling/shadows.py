@@ -9,12 +9,11 @@ gives.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import accumulate
-from typing import Any
 
 import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -23,8 +22,17 @@ from sglang_evicpress.core import Form
 from sglang_evicpress.device import to_device
 from sglang_evicpress.introspect.arguments import IntrospectionError
 from sglang_evicpress.patches.attention.prompt_queries import QueryCapture
+from sglang_evicpress.patches.profiling.types import (
+    KnownContexts,
+    ShadowCompressor,
+    ShadowLedger,
+    ShadowPolicy,
+    ShadowSlots,
+    ShadowTree,
+)
 from sglang_evicpress.patches.tree.namespaces import SHADOW_PREFIX, is_shadow_name
 from sglang_evicpress.patches.tree.node import first_outside, is_lossy, walk
+from sglang_evicpress.patches.tree.types import Node, Request
 from sglang_evicpress.press import get_press
 from sglang_evicpress.quality.profile import BLOCK_TOKENS, context_keys
 from sglang_evicpress.survivors import SurvivorLayout
@@ -54,88 +62,111 @@ class Space:
 
 
 class Shadows:
-    """The part of EvicPressCache that keeps shadows. Everything here runs on the scheduler thread."""
+    """All shadows of a tree, on the scheduler thread. ``guests`` are the requests in them, which keep them from
+    expiring; ``adapter_of`` tells the LoRA adapter of a namespace, ``changed`` is told of nodes that hold less."""
 
-    def open_shadows(self: Any, seed: bytes) -> None:
+    def __init__(
+        self,
+        tree: ShadowTree,
+        room: ShadowSlots,
+        policy: ShadowPolicy,
+        ledger: ShadowLedger,
+        compressor: ShadowCompressor,
+        contexts: KnownContexts,
+        adapter_of: Callable[[str | None], str | None],
+        changed: Callable[[Node], None],
+        guests: Sequence[Request],
+        seed: bytes,
+    ) -> None:
         self.spaces: dict[int, Space] = {}
-        self.space_of: dict[str, Space] = {}  # by extra key
+        self.counts = dict.fromkeys(("opened", "refused", "forms", "released", "expired", "adopted_nodes"), 0)
+        self._space_of: dict[str, Space] = {}  # by extra key
         self._retired: set[str] = set()
-        self.shadow_counts = dict.fromkeys(("opened", "refused", "forms", "released", "expired", "adopted_nodes"), 0)
-        self._shadow_seed = seed
         self._next_space = 1
+        self._tree = tree
+        self._room = room
+        self._policy = policy
+        self._ledger = ledger
+        self._adapter_of = adapter_of
+        self._changed = changed
+        self._compressor = compressor
+        self._contexts = contexts
+        self._guests = guests
+        self._seed = seed
 
-    def clear_shadows(self: Any) -> None:
+    def space_of(self, name: str | None) -> Space | None:
+        """The shadow of this namespace; None for one that is not there, or not any more."""
+        return None if name is None else self._space_of.get(name)
+
+    def clear_shadows(self) -> None:
         """The tree goes."""
         self.spaces.clear()
-        self.space_of.clear()
+        self._space_of.clear()
         self._retired.clear()
 
-    @property
-    def num_shadow_slots(self: Any) -> int:
-        return int(self.census.num_shadow_slots)
-
-    def shadow_nodes(self: Any) -> Iterator[Any]:
+    def shadow_nodes(self) -> Iterator[Node]:
         """Every node of a shadow, also of one that was closed while a request ran on it."""
-        for child in self.root_node.children.values():
+        for child in self._tree.root_node.children.values():
             if child.kv.is_shadow:
                 yield child
                 yield from walk(child)
 
-    def num_shadow_tokens(self: Any, req: Any) -> int:
+    def num_shadow_tokens(self, req: Request) -> int:
         """The tokens that a request may put under a shadow's name: its prompt's, into the exact copy, while it is
         there. What it generates is no part of the context."""
-        space = self.space_of.get(req.extra_key)
-        is_copy = space is not None and req.extra_key == space.exact
-        return min(len(space.tokens), len(req.origin_input_ids)) if is_copy else 0
+        space = self.space_of(req.extra_key)
+        if space is None or req.extra_key != space.exact:
+            return 0
+        return min(len(space.tokens), len(req.origin_input_ids))
 
     # ---- what can be asked
 
-    def open_shadow(self: Any, tokens: Sequence[int], namespace: str | None, may_evict: bool) -> dict[str, object]:
+    def open_shadow(self, tokens: Sequence[int], namespace: str | None, may_evict: bool) -> dict[str, object]:
         """Copy what the GPU holds exactly of the context; requests in the answered namespace compute the rest."""
         row = array("q", tokens)  # what it cannot hold no request can be asked with: see arguments.py
         if is_shadow_name(namespace):
             raise ValueError("the context is a shadow's: expected the extra_key of users' requests")
-        if not row or len(row) % BLOCK_TOKENS or len(row) % self.page_size:
+        if not row or len(row) % BLOCK_TOKENS or len(row) % self._tree.page_size:
             raise ValueError(
                 f"the context has {len(row)} tokens: expected whole blocks of {BLOCK_TOKENS} and pages of "
-                f"{self.page_size}"
+                f"{self._tree.page_size}"
             )
-        odd = first_outside(row, self.vocab_size)
+        odd = first_outside(row, self._tree.vocab_size)
         if odd is not None:
-            raise ValueError(f"the context has token {row[odd]} at {odd}: expected 0 to {self.vocab_size - 1}")
+            raise ValueError(f"the context has token {row[odd]} at {odd}: expected 0 to {self._tree.vocab_size - 1}")
         self.expire_shadows()
         if len(self.spaces) >= MAX_SPACES:
             raise ValueError(f"no room for a shadow: {MAX_SPACES} are open already")
         path, num_present = self._exact_part(RadixKey(row, namespace))
         if QueryCapture.active is not None:  # computing the last block shows the queries that some presses look at
-            num_present = min(num_present, (len(row) - BLOCK_TOKENS) // self.page_size * self.page_size)
-        last = path[-1] if path else self.root_node
-        self.inc_lock_ref(last)
+            num_present = min(num_present, (len(row) - BLOCK_TOKENS) // self._tree.page_size * self._tree.page_size)
+        last = path[-1] if path else self._tree.root_node
+        self._tree.inc_lock_ref(last)
         try:
             self._find_room(len(row), may_evict)
             slots = None if num_present == 0 else self._take_slots(num_present)
         finally:
-            self.dec_lock_ref(last)
+            self._tree.dec_lock_ref(last)
         if slots is not None:
             with self._given_back_after_an_error(slots):
-                for load in self.loads:
+                for load in self._room.loads:
                     load.join()  # some of it may still be on its way, with no batch that waited for it
-                self.compressor.copy([node.value for node in path], slots[:num_present])
+                self._compressor.copy(_values(path), slots[:num_present])
         space = Space(
             self._next_space,
-            context_keys(self.profile_identity, namespace, row)[-1],
+            context_keys(self._contexts.profile_identity, namespace, row)[-1],
             row,
             namespace,
             self._name("exact"),
             may_evict,
-            self.now_s,
+            self._tree.now_s,
         )
         self._next_space += 1
-        self.know_context(space.key, row, namespace)
-        self.spaces[space.id] = self.space_of[space.exact] = space
+        self._contexts.know_context(space.key, row, namespace)
+        self.spaces[space.id] = self._space_of[space.exact] = space
         if slots is not None:
             self._add_shadow_node(space.exact, row[:num_present], slots)
-        self.shadow_counts["opened"] += 1
+        self.counts["opened"] += 1
         return {
             "shadow": space.id,
             "key": space.key.hex(),
@@ -144,7 +175,7 @@ class Shadows:
             "num_present": num_present,
         }
 
-    def make_shadow_form(self: Any, space_id: int, form: Form) -> dict[str, object]:
+    def make_shadow_form(self, space_id: int, form: Form) -> dict[str, object]:
         """Keep of the exact copy what ``form`` keeps, in a namespace of its own."""
         space = self._space(space_id)
         if form in space.forms:
@@ -156,35 +187,35 @@ class Shadows:
                 f"shadow {space_id} holds {num_present} of {num_tokens} tokens: expected requests in its namespace to "
                 "compute the rest first"
             )
-        window = self.window_of(path[-1])
+        window = self._policy.window_of(path[-1])
         if get_press(form.press or "").needs_queries and window is None:
             raise ValueError(
                 f"shadow {space_id} cannot be brought to {form}: its press needs queries of the prompt, and none were "
                 "kept (they are when --kv-forms names the press)"
             )
-        num_kept = self.menu.num_slots(form, num_tokens, self.sinks_of(num_tokens, 0))
+        num_kept = self._policy.menu.num_slots(form, num_tokens, self._policy.sinks_of(num_tokens, 0))
         last = path[-1]
-        self.inc_lock_ref(last)
+        self._tree.inc_lock_ref(last)
         try:
             self._find_room(num_kept, space.may_evict)
             slots = self._take_slots(num_kept)
         finally:
-            self.dec_lock_ref(last)
+            self._tree.dec_lock_ref(last)
         with self._given_back_after_an_error(slots):
-            layout, value = self.compressor.copy_compressed(
+            layout, value = self._compressor.copy_compressed(
                 form=form,
-                parts=[node.value for node in path],
+                parts=_values(path),
                 num_tokens=num_tokens,
                 into=slots,
                 window=window,
             )
         name = space.forms[form] = self._name(str(form))
-        self.space_of[name] = space
+        self._space_of[name] = space
         self._add_shadow_node(name, space.tokens, slots, form=form, layout=layout, value=value)
-        self.shadow_counts["forms"] += 1
+        self.counts["forms"] += 1
         return {"shadow": space_id, "form": str(form), "extra_key": name, "num_slots": num_kept}
 
-    def drop_shadow_form(self: Any, space_id: int, form: Form) -> dict[str, object]:
+    def drop_shadow_form(self, space_id: int, form: Form) -> dict[str, object]:
         space = self._space(space_id)
         name = space.forms.pop(form, None)
         if name is None:
@@ -192,11 +223,11 @@ class Shadows:
         self._retire(name)
         return {"shadow": space_id, "form": str(form)}
 
-    def close_shadow(self: Any, space_id: int, adopt: bool) -> dict[str, object]:
+    def close_shadow(self, space_id: int, adopt: bool) -> dict[str, object]:
         """The space ends. ``adopt``: users' lossy nodes of the context are given its exact KV first; ValueError where
         that is a LoRA adapter's, which no request in the shadow ran with."""
         space = self._space(space_id)
-        if adopt and self.adapters.adapter_of(space.namespace) is not None:
+        if adopt and self._adapter_of(space.namespace) is not None:
             raise ValueError(
                 f"shadow {space_id} holds KV of the base model in the namespace of a LoRA adapter: expected adopt false"
             )
@@ -206,25 +237,25 @@ class Shadows:
 
     # ---- room
 
-    def release_shadows(self: Any) -> int:
+    def release_shadows(self) -> int:
         """Give up every shadow that no request runs on; returns the slots freed. Whoever asks in them finds nothing."""
-        before = self.token_to_kv_pool_allocator.available_size()
+        before = self._room.token_to_kv_pool_allocator.available_size()
         for space in list(self.spaces.values()):
             self._close(space)
-            self.shadow_counts["released"] += 1
+            self.counts["released"] += 1
         self.release_retired()
-        return int(self.token_to_kv_pool_allocator.available_size() - before)
+        return int(self._room.token_to_kv_pool_allocator.available_size() - before)
 
-    def expire_shadows(self: Any) -> None:
+    def expire_shadows(self) -> None:
         """Close those that nobody uses any more."""
-        for req in self.guests:
-            if (space := self.space_of.get(req.extra_key)) is not None:
-                space.used_s = self.now_s
-        for space in [space for space in self.spaces.values() if self.now_s - space.used_s > IDLE_S]:
+        for req in self._guests:
+            if (space := self.space_of(req.extra_key)) is not None:
+                space.used_s = self._tree.now_s
+        for space in [space for space in self.spaces.values() if self._tree.now_s - space.used_s > IDLE_S]:
             self._close(space)
-            self.shadow_counts["expired"] += 1
+            self.counts["expired"] += 1
 
-    def release_retired(self: Any) -> None:
+    def release_retired(self) -> None:
         """Delete the nodes of ended namespaces that no request runs on any more."""
         if not self._retired:
             return
@@ -234,67 +265,68 @@ class Shadows:
             if name not in self._retired:
                 continue
             if node.lock_ref == 0 and not node.children:
-                self.drop(node.id)
+                self._tree.drop(node.id)
             else:
                 left.add(name)
         self._retired = left
 
-    def _find_room(self: Any, num_slots: int, may_evict: bool) -> None:
-        allocator = self.token_to_kv_pool_allocator
-        held, most = self.num_shadow_slots + self._num_unfilled(), int(POOL_SHARE[may_evict] * allocator.size)
-        unlocked = allocator.available_size() + self.evictable_size_ - held
+    def _find_room(self, num_slots: int, may_evict: bool) -> None:
+        allocator = self._room.token_to_kv_pool_allocator
+        held, most = self._room.num_shadow_slots + self._num_unfilled(), int(POOL_SHARE[may_evict] * allocator.size)
+        unlocked = allocator.available_size() + self._ledger.evictable - held
         if num_slots > most:
             raise ValueError(f"a shadow of {num_slots} slots never fits: shadows may hold {most}")
         if held + num_slots > most or unlocked - num_slots < allocator.size // 8:
-            self.shadow_counts["refused"] += 1
+            self.counts["refused"] += 1
             raise ValueError(
                 f"no room for a shadow of {num_slots} slots: shadows hold {held} and may hold {most}, "
                 f"{unlocked} are free or users' that could make room"
             )
         missing = num_slots - allocator.available_size()
         if missing > 0:
-            self.relieve(missing)
+            self._room.relieve(missing)
 
-    def _num_unfilled(self: Any) -> int:
+    def _num_unfilled(self) -> int:
         """Slots that open shadows are still to be given by requests."""
         keys = (RadixKey(space.tokens, space.exact) for space in self.spaces.values())
-        return sum(len(key) - sum(matched for _, matched in self._steps(key)) for key in keys)
+        return sum(len(key) - sum(matched for _, matched in self._tree._steps(key)) for key in keys)
 
-    def _take_slots(self: Any, num_slots: int) -> torch.Tensor:
-        pages = -(-num_slots // self.page_size) * self.page_size
-        slots = self.token_to_kv_pool_allocator.alloc(pages)
+    def _take_slots(self, num_slots: int) -> torch.Tensor:
+        pages = -(-num_slots // self._tree.page_size) * self._tree.page_size
+        slots = self._room.token_to_kv_pool_allocator.alloc(pages)
         if slots is None:
-            self.shadow_counts["refused"] += 1
+            self.counts["refused"] += 1
             raise ValueError(f"no room for a shadow of {num_slots} slots: making room for it did not free as many")
         return slots.to(torch.int64)
 
     @contextmanager
-    def _given_back_after_an_error(self: Any, slots: torch.Tensor) -> Iterator[None]:
+    def _given_back_after_an_error(self, slots: torch.Tensor) -> Iterator[None]:
         """Free the slots if filling them fails: it may find no device memory for its scratch."""
         try:
             yield
         except Exception:
-            self.ledger.free(slots)
+            self._ledger.free(slots)
             raise
 
     # ---- parts
 
-    def _name(self: Any, what: str) -> str:
+    def _name(self, what: str) -> str:
         """A namespace that nobody guesses, the same on every rank."""
-        secret = sha256(self._shadow_seed + f"{self._next_space}/{self.shadow_counts['forms']}".encode()).hexdigest()
+        secret = sha256(self._seed + f"{self._next_space}/{self.counts['forms']}".encode()).hexdigest()
         return f"{SHADOW_PREFIX}{secret[:32]}/{what}"
 
-    def _space(self: Any, space_id: int) -> Space:
+    def _space(self, space_id: int) -> Space:
         space = self.spaces.get(space_id)
         if space is None:
             raise IntrospectionError(409, f"the shadow is gone: {space_id} was closed, or had to make room")
-        space.used_s = self.now_s
+        space.used_s = self._tree.now_s
         return space
 
-    def _exact_part(self: Any, key: RadixKey) -> tuple[list[Any], int]:
+    def _exact_part(self, key: RadixKey) -> tuple[list[Node], int]:
         """The nodes on the GPU that spell the longest exact prefix of ``key``, and how many tokens of it."""
-        path, num_tokens = [], 0
-        for node, matched in self._steps(key.page_aligned(self.page_size)):
+        path: list[Node] = []
+        num_tokens = 0
+        for node, matched in self._tree._steps(key.page_aligned(self._tree.page_size)):
             if node.value is None or is_lossy(node):
                 break
             path.append(node)
@@ -302,7 +334,7 @@ class Shadows:
         return path, num_tokens
 
     def _add_shadow_node(
-        self: Any,
+        self,
         name: str,
         tokens: array[int],
         slots: torch.Tensor,
@@ -311,52 +343,59 @@ class Shadows:
         layout: SurvivorLayout | None = None,
         value: torch.Tensor | None = None,
     ) -> None:
-        node = self._add_leaf(self.root_node, RadixKey(tokens, name), slots if value is None else value, 0, False)
+        node = self._tree._add_leaf(
+            self._tree.root_node, RadixKey(tokens, name), slots if value is None else value, 0, False
+        )
         if form is not None and layout is not None:
             kv = node.kv
             kv.form, kv.layout, kv.slots, kv.origin = form, layout, slots.clone(), node.id
-            self.ledger.remove(len(tokens) - len(slots))
-            self.changes.changed(node)
+            self._ledger.remove(len(tokens) - len(slots))
+            self._changed(node)
 
-    def _close(self: Any, space: Space) -> None:
+    def _close(self, space: Space) -> None:
         del self.spaces[space.id]
         for name in space.names:
             self._retire(name)
 
-    def _retire(self: Any, name: str) -> None:
-        del self.space_of[name]
+    def _retire(self, name: str) -> None:
+        del self._space_of[name]
         self._retired.add(name)
         self.release_retired()
 
-    def _adopt_exact(self: Any, space: Space) -> int:
+    def _adopt_exact(self, space: Space) -> int:
         """Users' unlocked lossy nodes of the context take the exact copy's slots in place of theirs."""
         copy_path, num_present = self._exact_part(RadixKey(space.tokens, space.exact))
         if num_present < len(space.tokens) or any(node.lock_ref for node in copy_path):
             return 0
         if any(len(node.children) > 1 for node in copy_path) or copy_path[-1].children:
             return 0
-        key = RadixKey(space.tokens, space.namespace).page_aligned(self.page_size)
-        steps = self._steps(key)
+        key = RadixKey(space.tokens, space.namespace).page_aligned(self._tree.page_size)
+        steps = self._tree._steps(key)
         if not any(node.value is not None and is_lossy(node) and not node.lock_ref for node, _ in steps):
             return 0
-        exact = torch.cat([node.value for node in copy_path])
+        exact = torch.cat(_values(copy_path))
         is_left = torch.ones(len(exact), dtype=torch.bool)
-        ends = list(accumulate(len(node.key) for node in self._take(steps)))
+        ends = list(accumulate(len(node.key) for node in self._tree._take(steps)))
         num_adopted = 0
-        for (node, _), end in zip(self._steps(key)[::-1], ends[::-1], strict=True):  # from the end: see _give
+        for (node, _), end in zip(self._tree._steps(key)[::-1], ends[::-1], strict=True):  # from the end: see _give
             if node.value is None or not is_lossy(node) or node.lock_ref:
                 continue
             begin = end - len(node.key)
-            self._replace(node, exact[begin:end].clone(), False)
+            self._tree._replace(node, exact[begin:end].clone(), False)
             is_left[begin:end] = False
             num_adopted += 1
         end = len(exact)
-        for node in copy_path[::-1]:
+        for node, value in zip(copy_path[::-1], _values(copy_path)[::-1], strict=True):
             left = is_left[end - len(node.key) : end].nonzero().flatten()  # a mask on the device would wait for it
-            rest = node.value[to_device(left, node.value.device)]
+            rest = value[to_device(left, value.device)]
             end -= len(node.key)
             if len(rest):
-                self.ledger.free(rest)
-            self._delete_leaf(node)
-        self.shadow_counts["adopted_nodes"] += num_adopted
+                self._ledger.free(rest)
+            self._tree._delete_leaf(node)
+        self.counts["adopted_nodes"] += num_adopted
         return num_adopted
+
+
+def _values(path: Sequence[Node]) -> list[torch.Tensor]:
+    """Values of nodes on the GPU."""
+    return [node.value for node in path if node.value is not None]

@@ -8,14 +8,18 @@ Nothing is added when nothing was received, and never a collective.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from threading import Event
+from typing import Protocol
 
 from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS
 from sglang.srt.managers.schedule_policy import AddReqResult
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.utils import TypeBasedDispatcher
 
+from sglang_evicpress.patches.tree.types import Batch, Request, Scheduler
 from sglang_evicpress.policy.cost_model import Costs
 
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
@@ -36,88 +40,255 @@ class Stamp:
     congestion: float
 
 
-_cache: Any = None
+class HookedScheduler(Scheduler, Protocol):
+    """The scheduler, with its device and with what it does with the messages that come."""
+
+    device: str
+    _request_dispatcher: TypeBasedDispatcher
 
 
-def attach(cache: Any) -> None:
+class HookedAdder(Protocol):
+    """SGLang's PrefillAdder: what is left for the batch that is made."""
+
+    can_run_list: list[Request]
+    rem_chunk_tokens: int | None
+
+    @property
+    def rem_total_tokens(self) -> int:
+        """Slots that are left of the pool."""
+
+
+class Value(Protocol):
+    """A figure that is learned."""
+
+    value: float
+
+
+class LearnedCosts(Protocol):
+    """Batches that are timed, and what they show."""
+
+    @property
+    def costs(self) -> Costs:
+        """All that was seen to cost time."""
+
+    def run(
+        self, batch: Batch, launch: Callable[[], object], is_synchronous: bool, stalled: Callable[[], float]
+    ) -> object:
+        """Launch a batch, timed."""
+
+    def finish(self, result: object) -> None:
+        """The scheduler is about to look at the result."""
+
+
+class WaitingHits(Protocol):
+    """Hits that waiting requests are expected to be."""
+
+    def keep_only(self, waiting: Collection[Request]) -> None:
+        """Take back those of requests that do not wait any more."""
+
+
+class HookedPolicy(Protocol):
+    """Policy that is told of time, costs and requests."""
+
+    prefill_times: LearnedCosts
+    congestion: Value
+    claims: WaitingHits
+
+    def advance(self, stamp_s: float, costs: Costs, congestion: float) -> None:
+        """Take a stamp."""
+
+    def expect(self, req: Request) -> None:
+        """A request waits."""
+
+
+class HookedTiers(Protocol):
+    """Work on tiers between two batches."""
+
+    host: object
+    arrival: Event
+    is_restless: bool
+    num_staging: int
+    loads: Sequence[object]
+
+    def tick(self, *, is_idle: bool) -> None:
+        """Take in what the threads have done, and keep room free."""
+
+    def keep_stages(self, waiting: Collection[Request]) -> None:
+        """Forget what was got ready for requests that do not wait any more."""
+
+    def let_go_from_tail(self, until: Request | None = None) -> Iterator[None]:
+        """Give up what those at the end of the queue hold, one after the other."""
+
+    def start_loads(self, batch: Batch | None) -> None:
+        """Start the loads of this round."""
+
+    def launching(self, batch: Batch) -> AbstractContextManager[None]:
+        """While the batch is launched."""
+
+    def stalled_s(self) -> float:
+        """Seconds that the batch launched last has waited for loads."""
+
+
+class HookedAdmission(Protocol):
+    """Choice of who is passed over."""
+
+    def hide_waiting(self, scheduler: Scheduler) -> None:
+        """Take those of which nothing new can be said out of the queue."""
+
+    def show_waiting(self, scheduler: Scheduler) -> None:
+        """The queue in its order again."""
+
+    def is_passed_by(self, adder: HookedAdder, req: Request) -> bool:
+        """The batch that is made goes on without the request."""
+
+    def note_admitted(self, req: Request) -> None:
+        """The request is in the batch."""
+
+
+class HookedWeights(Protocol):
+    """Users of the weights."""
+
+    forget_weights: Callable[[], None]
+
+    def weights_changed(self) -> None:
+        """They may be others."""
+
+    def end_copies(self) -> None:
+        """No thread reads or writes the pool any more."""
+
+
+class HookedAdapters(Protocol):
+    """LoRA adapters."""
+
+    def know_adapters(self) -> None:
+        """Some were loaded."""
+
+
+class HookedGuests(Protocol):
+    """Requests that give way to users'."""
+
+    def begin_round(self, scheduler: Scheduler) -> None:
+        """Work out what they may compute."""
+
+    def end_round(self, batch: Batch | None) -> None:
+        """The batch is made."""
+
+    def without_guests(self, waiting: list[Request]) -> list[Request]:
+        """Users' requests."""
+
+    def is_guest(self, req: Request) -> bool:
+        """Not a user's."""
+
+
+@dataclass(frozen=True, slots=True)
+class HookedCache:
+    """The parts of the cache that the scheduler tells something."""
+
+    policy: HookedPolicy
+    tiers: HookedTiers
+    admission: HookedAdmission
+    weights: HookedWeights
+    adapters: HookedAdapters
+    visit_budgets: Callable[..., None]
+    background: HookedGuests
+
+
+class MemoryReq(Protocol):
+    """A request to release or resume memory."""
+
+    tags: list[str] | None
+
+
+class CheckReq(Protocol):
+    """A request to check the weights."""
+
+    action: str
+
+
+_cache: HookedCache | None = None
+
+
+def attach(cache: HookedCache) -> None:
     """Make ``cache`` the one that is stamped for (a scheduler process has one)."""
     global _cache
     _cache = cache
 
 
-def _after_pull_raw_reqs(received: list[Any] | None, receiver: Any) -> None:
+def _after_pull_raw_reqs(received: list[object] | None, receiver: object) -> None:
     """AFTER ``_pull_raw_reqs``: a list only on the rank that receives."""
     if received and _cache is not None:
-        received.insert(0, Stamp(time.monotonic(), _cache.prefill_times.costs, _cache.congestion.value))
+        received.insert(0, Stamp(time.monotonic(), _cache.policy.prefill_times.costs, _cache.policy.congestion.value))
 
 
-def _after_init_request_dispatcher(_: None, scheduler: Any) -> None:
+def _after_init_request_dispatcher(_: None, scheduler: HookedScheduler) -> None:
     scheduler._request_dispatcher += TypeBasedDispatcher([(Stamp, _take_stamp)])
 
 
 def _take_stamp(stamp: Stamp) -> None:
     if _cache is not None:
-        _cache.advance(stamp.now_s, stamp.costs, stamp.congestion)
+        _cache.policy.advance(stamp.now_s, stamp.costs, stamp.congestion)
 
 
-def _after_add_request_to_queue(_: None, scheduler: Any, req: Any, *__: Any, **___: Any) -> None:
+def _after_add_request_to_queue(_: None, scheduler: Scheduler, req: Request, *__: object, **___: object) -> None:
     """AFTER ``_add_request_to_queue``, which may also refuse the request."""
     queue = scheduler.waiting_queue
     if _cache is not None and queue and queue[-1] is req:
-        _cache.expect(req)
+        _cache.policy.expect(req)
 
 
-def _before_get_next_batch_to_run(scheduler: Any) -> None:
+def _before_get_next_batch_to_run(scheduler: Scheduler) -> None:
     """BEFORE ``get_next_batch_to_run``."""
     if _cache is None:
         return
     _cache.visit_budgets(scheduler)
-    _cache.tick(is_idle=scheduler.running_batch.is_empty() and not scheduler.waiting_queue)
-    _cache.begin_round(scheduler)
-    if _cache.host is not None and scheduler.running_batch.is_empty():
+    _cache.tiers.tick(is_idle=scheduler.running_batch.is_empty() and not scheduler.waiting_queue)
+    _cache.background.begin_round(scheduler)
+    if _cache.tiers.host is not None and scheduler.running_batch.is_empty():
         # SGLang takes a pool without room for one more request as full until one ends. Nodes that are being loaded
         # are locked with no request running, and they are done without one.
         scheduler.running_batch.batch_is_full = False
-    _cache.hide_waiting(scheduler)
+    _cache.admission.hide_waiting(scheduler)
 
 
-def _after_get_next_batch_to_run(batch: Any, scheduler: Any) -> None:
+def _after_get_next_batch_to_run(batch: Batch | None, scheduler: Scheduler) -> None:
     """AFTER ``get_next_batch_to_run``: whoever left the queue since without running was aborted."""
     if _cache is None:
         return
-    _cache.show_waiting(scheduler)
-    waiting = _cache.without_guests(scheduler.waiting_queue)
-    _cache.claims.keep_only(waiting)
-    _cache.keep_stages(waiting)
-    _cache.end_round(batch)
-    _cache.start_loads(batch)
-    if batch is None and _cache.num_staging:
-        _cache.arrival.wait(STAGING_POLL_S)  # a busy loop would hold up the threads that it waits for
+    _cache.admission.show_waiting(scheduler)
+    waiting = _cache.background.without_guests(scheduler.waiting_queue)
+    _cache.policy.claims.keep_only(waiting)
+    _cache.tiers.keep_stages(waiting)
+    _cache.background.end_round(batch)
+    _cache.tiers.start_loads(batch)
+    if batch is None and _cache.tiers.num_staging:
+        _cache.tiers.arrival.wait(STAGING_POLL_S)  # a busy loop would hold up the threads that it waits for
 
 
-def _around_add_one_req(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+def _around_add_one_req(
+    original: Callable[..., object], adder: HookedAdder, req: Request, *args: object, **kwargs: object
+) -> object:
     """AROUND ``PrefillAdder.add_one_req``: a request whose prefix is on its way, or is computed by another, waits for
     another round, and one in a shadow for users' requests. What those behind it in the queue hold makes way for it."""
     if _cache is None:
         return original(adder, req, *args, **kwargs)
-    if _cache.is_passed_by(adder, req):
+    if _cache.admission.is_passed_by(adder, req):
         return AddReqResult.CONTINUE
     result = original(adder, req, *args, **kwargs)
     is_admitted = _is_last(adder, req)
     if result is AddReqResult.NO_TOKEN and not is_admitted:
-        if _cache.is_guest(req):
+        if _cache.background.is_guest(req):
             return AddReqResult.CONTINUE  # SGLang would admit nobody any more until some request ends
-        for _ in _cache.let_go_from_tail(until=req):
+        for _ in _cache.tiers.let_go_from_tail(until=req):
             result = original(adder, req, *args, **kwargs)
             is_admitted = _is_last(adder, req)
             if is_admitted or result is not AddReqResult.NO_TOKEN:
                 break
     if is_admitted:
-        _cache.note_admitted(req)
+        _cache.admission.note_admitted(req)
     return result
 
 
-def _around_add_chunked_req(original: Callable[..., Any], adder: Any, req: Any) -> Any:
+def _around_add_chunked_req(original: Callable[..., object], adder: HookedAdder, req: Request) -> object:
     """AROUND ``PrefillAdder.add_chunked_req``: it needs the room more than those who wait. A chunk that is short for
     want of room leaves some of the batch's share, and room may be found while others are looked at: the next request
     would be cut into chunks too, and SGLang knows of one such request only."""
@@ -125,7 +296,7 @@ def _around_add_chunked_req(original: Callable[..., Any], adder: Any, req: Any) 
         num_new = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
         wanted = min(adder.rem_chunk_tokens, num_new)
         if adder.rem_total_tokens < wanted:
-            for _ in _cache.let_go_from_tail():
+            for _ in _cache.tiers.let_go_from_tail():
                 if adder.rem_total_tokens >= wanted:
                     break
     result = original(adder, req)
@@ -134,87 +305,90 @@ def _around_add_chunked_req(original: Callable[..., Any], adder: Any, req: Any) 
     return result
 
 
-def _is_last(adder: Any, req: Any) -> bool:
+def _is_last(adder: HookedAdder, req: Request) -> bool:
     """True if the request was put into the batch; SGLang may say in the same breath that there is no room for more."""
     return bool(adder.can_run_list) and adder.can_run_list[-1] is req
 
 
-def _around_on_idle(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+def _around_on_idle(original: Callable[..., object], scheduler: Scheduler, *args: object, **kwargs: object) -> object:
     """AROUND ``on_idle``, which may sleep for a second: not while threads still work for the cache."""
-    if _cache is not None and _cache.host is not None and _cache.is_restless:
+    if _cache is not None and _cache.tiers.host is not None and _cache.tiers.is_restless:
         # Nobody tells when a device has ended a load, which a request may need the room of.
-        _cache.arrival.wait(STAGING_POLL_S if _cache.loads else IDLE_POLL_S)
+        _cache.tiers.arrival.wait(STAGING_POLL_S if _cache.tiers.loads else IDLE_POLL_S)
         return None
     return original(scheduler, *args, **kwargs)
 
 
-def _around_run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+def _around_run_batch(
+    original: Callable[..., object], scheduler: HookedScheduler, batch: Batch, *args: object, **kwargs: object
+) -> object:
     """AROUND ``run_batch``."""
 
-    if _cache is None:
+    cache = _cache
+    if cache is None:
         return original(scheduler, batch, *args, **kwargs)
 
-    def launch() -> Any:
-        with _cache.launching(batch):
+    def launch() -> object:
+        with cache.tiers.launching(batch):
             return original(scheduler, batch, *args, **kwargs)
 
-    return _cache.prefill_times.run(batch, launch, scheduler.device == "cpu", _cache.stalled_s)
+    return cache.policy.prefill_times.run(batch, launch, scheduler.device == "cpu", cache.tiers.stalled_s)
 
 
-def _before_process_batch_result(scheduler: Any, batch: Any, result: Any) -> None:
+def _before_process_batch_result(scheduler: object, batch: object, result: object) -> None:
     """BEFORE ``process_batch_result``."""
     if _cache is not None:
-        _cache.prefill_times.finish(result)
+        _cache.policy.prefill_times.finish(result)
 
 
-def _before_weights_change(updater: Any, *_: Any, **__: Any) -> None:
+def _before_weights_change(updater: object, *_: object, **__: object) -> None:
     """BEFORE any update of the weights, which may fail halfway, and flushes the cache only where it is asked to."""
     if _cache is not None:
-        _cache.forget_weights()
+        _cache.weights.forget_weights()
 
 
-def _after_weights_change(_: Any, updater: Any, *__: Any, **___: Any) -> None:
+def _after_weights_change(_: object, updater: object, *__: object, **___: object) -> None:
     """AFTER it: nothing more is to be done where the cache was flushed."""
     if _cache is not None:
-        _cache.weights_changed()
+        _cache.weights.weights_changed()
 
 
-def _before_release_memory(updater: Any, recv_req: Any) -> None:
+def _before_release_memory(updater: object, recv_req: MemoryReq) -> None:
     """BEFORE ``release_memory_occupation``, which gives the pool's memory back before it flushes the cache."""
     if _cache is None:
         return
     tags = recv_req.tags or GPU_MEMORY_ALL_TYPES
     if GPU_MEMORY_TYPE_KV_CACHE in tags:
-        _cache.end_copies()
+        _cache.weights.end_copies()
     if GPU_MEMORY_TYPE_WEIGHTS in tags:
-        _cache.forget_weights()  # what will be there again is not known
+        _cache.weights.forget_weights()  # what will be there again is not known
 
 
-def _after_resume_memory(_: Any, updater: Any, recv_req: Any) -> None:
+def _after_resume_memory(_: object, updater: object, recv_req: MemoryReq) -> None:
     """AFTER ``resume_memory_occupation``."""
     if _cache is not None and GPU_MEMORY_TYPE_WEIGHTS in (recv_req.tags or GPU_MEMORY_ALL_TYPES):
-        _cache.weights_changed()
+        _cache.weights.weights_changed()
 
 
-def _before_check_weights(updater: Any, recv_req: Any) -> None:
+def _before_check_weights(updater: object, recv_req: CheckReq) -> None:
     """BEFORE ``check_weights``, which can also overwrite them."""
     if _cache is not None and recv_req.action == "reset_tensors":
-        _cache.forget_weights()
+        _cache.weights.forget_weights()
 
 
-def _after_check_weights(_: Any, updater: Any, recv_req: Any) -> None:
+def _after_check_weights(_: object, updater: object, recv_req: CheckReq) -> None:
     """AFTER ``check_weights``."""
     if _cache is not None and recv_req.action == "reset_tensors":
-        _cache.weights_changed()
+        _cache.weights.weights_changed()
 
 
-def _after_load_adapter(_: Any, scheduler: Any, *__: Any) -> None:
+def _after_load_adapter(_: object, scheduler: object, *__: object) -> None:
     """AFTER a LoRA adapter was loaded, or could not be."""
     if _cache is not None:
         _cache.adapters.know_adapters()
 
 
-def install(registry: Any, hook_type: Any) -> None:
+def install(registry: type[HookRegistry], hook_type: type[HookType]) -> None:
     registry.register(RECEIVER + "_pull_raw_reqs", _after_pull_raw_reqs, hook_type.AFTER)
     registry.register(SCHEDULER + "init_request_dispatcher", _after_init_request_dispatcher, hook_type.AFTER)
     registry.register(SCHEDULER + "_add_request_to_queue", _after_add_request_to_queue, hook_type.AFTER)

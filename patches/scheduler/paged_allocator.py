@@ -7,16 +7,34 @@ Same slots in the same order, computed on the host. Touches
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 import torch
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 TARGET = "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator."
 
 
+class PagedPool(Protocol):
+    """SGLang's PagedTokenToKVPoolAllocator."""
+
+    device: str
+    page_size: int
+    need_sort: bool
+    is_not_in_free_group: bool
+    free_pages: torch.Tensor
+    release_pages: torch.Tensor
+
+    def free(self, slots: torch.Tensor) -> None:
+        """Take slots back."""
+
+    def merge_and_sort_free(self) -> None:
+        """Make the pages that were given back free."""
+
+
 def _around_alloc_extend(
-    original: Callable[..., Any],
-    self: Any,
+    original: Callable[..., torch.Tensor | None],
+    self: PagedPool,
     prefix_lens: torch.Tensor,
     prefix_lens_cpu: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -58,8 +76,8 @@ def _around_alloc_extend(
 
 
 def _around_alloc_decode(
-    original: Callable[..., Any],
-    self: Any,
+    original: Callable[..., torch.Tensor | None],
+    self: PagedPool,
     seq_lens: torch.Tensor,
     seq_lens_cpu: torch.Tensor,
     last_loc: torch.Tensor,
@@ -80,7 +98,7 @@ def _around_alloc_decode(
     return slots
 
 
-def free_whole_pages(allocator: Any, *runs: torch.Tensor) -> None:
+def free_whole_pages(allocator: PagedPool, *runs: torch.Tensor) -> None:
     """Free the pages of all ``runs`` of slots [n], each of which lies page by page from the first slot of one on; its
     last page may be partial.
 
@@ -101,6 +119,6 @@ def free_whole_pages(allocator: Any, *runs: torch.Tensor) -> None:
         allocator.free_pages = torch.cat((pages, allocator.free_pages))
 
 
-def install(registry: Any, hook_type: Any) -> None:
+def install(registry: type[HookRegistry], hook_type: type[HookType]) -> None:
     registry.register(TARGET + "alloc_extend", _around_alloc_extend, hook_type.AROUND)
     registry.register(TARGET + "alloc_decode", _around_alloc_decode, hook_type.AROUND)

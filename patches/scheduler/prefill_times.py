@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Protocol
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -31,6 +31,29 @@ STALLED_SHARE = 0.01
 
 NUM_TRUSTED = 8
 """Observations before the law they show is used."""
+
+
+class TimedRequest(Protocol):
+    """A request, with how many tokens it computes that it could have loaded."""
+
+    evicpress_not_loaded: int
+
+
+class TimedBatch(Protocol):
+    """SGLang's ScheduleBatch."""
+
+    forward_mode: ForwardMode
+    reqs: list[TimedRequest]
+    extend_lens: list[int]
+    prefix_lens: list[int]
+
+
+class TimedResult(Protocol):
+    """SGLang's GenerationBatchResult, with the batch that it is of and when that was launched."""
+
+    copy_done: torch.cuda.Event | None
+    next_token_ids: object
+    evicpress_run: tuple[list[tuple[int, int]], int, float, float] | None
 
 
 class PrefillTimes:
@@ -57,11 +80,11 @@ class PrefillTimes:
 
     def run(
         self,
-        batch: Any,
-        launch: Callable[[], Any],
+        batch: TimedBatch,
+        launch: Callable[[], TimedResult],
         is_synchronous: bool,
         stalled: Callable[[], float] = lambda: 0.0,
-    ) -> Any:
+    ) -> TimedResult:
         """Launch the batch by ``launch`` and return its result; ``is_synchronous``: it is computed by then.
         ``stalled`` tells after the launch how many seconds it has waited for loads, infinitely many where it waits on
         its device."""
@@ -76,13 +99,12 @@ class PrefillTimes:
             result.evicpress_run = (chunks, num_not_loaded, begin, stalled_s)
         return result
 
-    def finish(self, result: Any) -> None:
+    def finish(self, result: TimedResult) -> None:
         """The scheduler is about to look at the result: wait for it, as it would, and see what time it is."""
         run = getattr(result, "evicpress_run", None)
         if run is None:
             return
-        copy_done = getattr(result, "copy_done", None)
-        ids = getattr(result, "next_token_ids", None)
+        copy_done, ids = result.copy_done, result.next_token_ids
         if copy_done is not None:
             copy_done.synchronize()
         elif isinstance(ids, torch.Tensor) and ids.is_cuda:
@@ -106,12 +128,12 @@ class PrefillTimes:
             self.num_observed += 1
 
 
-def note_not_loaded(req: Any, num_tokens: int) -> None:
+def note_not_loaded(req: TimedRequest, num_tokens: int) -> None:
     """A request that is about to run computes so many tokens that it could have loaded."""
     req.evicpress_not_loaded = num_tokens
 
 
-def _take_not_loaded(req: Any, num_new: int) -> int:
+def _take_not_loaded(req: TimedRequest, num_new: int) -> int:
     """Tokens not loaded among the next ``num_new`` computed: of a prompt in chunks the first are counted first."""
     num_tokens = getattr(req, "evicpress_not_loaded", 0)
     taken = min(num_tokens, num_new)
@@ -120,7 +142,7 @@ def _take_not_loaded(req: Any, num_new: int) -> int:
     return taken
 
 
-def _chunks_of(batch: Any) -> list[tuple[int, int]]:
+def _chunks_of(batch: TimedBatch) -> list[tuple[int, int]]:
     """(new tokens, physical prefix length) of each request of a batch that prefills, nothing for another one.
 
     Attention reads the slots that are there, so holes do not count. In a mixed batch a decoding request is a prefill

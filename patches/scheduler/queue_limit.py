@@ -17,24 +17,37 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from http import HTTPStatus
-from typing import Any
+from typing import Final, Protocol, TypedDict
 from weakref import WeakKeyDictionary
 
 from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from starlette.applications import Starlette
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sglang_evicpress.config import EvicPressConfig
+from sglang_evicpress.patches.tree.types import Batch, Channels, Request
+from sglang_evicpress.policy.turns import Turns
 from sglang_evicpress.policy.wait_margin import WaitMargin
 
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 ABORTED = "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_abort_finish_reason"
-RETRY_AFTER = "retry_after_s"  # of a finish reason of ours
+RETRY_AFTER: Final = "retry_after_s"  # of a finish reason of ours
 
-Message = MutableMapping[str, Any]
-Send = Callable[[Message], Awaitable[None]]
 
-_refusals: ContextVar[list[dict[str, Any]] | None] = ContextVar("evicpress_refusals", default=None)
+class Refusal(TypedDict):
+    """Finish reason of ours."""
+
+    type: str
+    status_code: HTTPStatus
+    message: str
+    retry_after_s: int
+
+
+_refusals: ContextVar[list[Refusal] | None] = ContextVar("evicpress_refusals", default=None)
 """Finish reasons of ours that the HTTP request of this context has met."""
 
 
@@ -54,7 +67,7 @@ class FirstTokens:
         """The request is in the queue."""
         self._queued_s[req] = now_s
 
-    def begin(self, admitted: list[Any], now_s: float) -> None:
+    def begin(self, admitted: Sequence[object], now_s: float) -> None:
         """The requests are in the batch of this round."""
         self._begun = [self._queued_s.pop(req) for req in admitted if req in self._queued_s]
         self._begun_s = now_s
@@ -67,10 +80,59 @@ class FirstTokens:
         self._begun = []
 
 
-def _around_get_next_batch_to_run(original: Callable[..., Any], scheduler: Any) -> Any:
+class AbortTrace(Protocol):
+    """SGLang's trace of a request."""
+
+    def abort(self, *, abort_info: Mapping[str, object]) -> None:
+        """It ends."""
+
+
+class TracedTimes(Protocol):
+    """SGLang's times of a request."""
+
+    trace_ctx: AbortTrace
+
+
+class LimitedRequest(Request, Protocol):
+    """A request that comes to the queue."""
+
+    is_retracted: bool
+    time_stats: TracedTimes
+
+
+class UserRequests(Protocol):
+    """Requests that give way to users'."""
+
+    def without_guests(self, waiting: list[Request]) -> list[Request]:
+        """Users' requests."""
+
+    def is_guest(self, req: Request) -> bool:
+        """Not a user's."""
+
+
+class LimitedCache(Protocol):
+    """The cache, as far as it counts on the queue."""
+
+    now_s: float
+    config: EvicPressConfig
+    turns: Turns
+    num_refused: int
+    first_tokens: FirstTokens | None
+    background: UserRequests
+
+
+class LimitedScheduler(Protocol):
+    """The scheduler, as far as its queue has a limit."""
+
+    tree_cache: LimitedCache
+    waiting_queue: list[Request]
+    ipc_channels: Channels
+
+
+def _around_get_next_batch_to_run(original: Callable[..., Batch | None], scheduler: LimitedScheduler) -> Batch | None:
     """AROUND ``get_next_batch_to_run``: who waited before it and is in its batch was admitted."""
     cache = scheduler.tree_cache
-    before = cache.without_guests(scheduler.waiting_queue)
+    before = cache.background.without_guests(scheduler.waiting_queue)
     if cache.first_tokens is not None:
         cache.first_tokens.arrive(cache.now_s)
     batch = original(scheduler)
@@ -78,38 +140,40 @@ def _around_get_next_batch_to_run(original: Callable[..., Any], scheduler: Any) 
     if batch is not None and before:
         waited = {id(req) for req in before}
         admitted = [req for req in batch.reqs if id(req) in waited]
-    cache.turns.observe(cache.now_s, len(cache.without_guests(scheduler.waiting_queue)), len(admitted))
+    num_waiting = len(cache.background.without_guests(scheduler.waiting_queue))
+    cache.turns.observe(cache.now_s, num_waiting, len(admitted))
     if cache.first_tokens is not None:
         cache.first_tokens.begin(admitted, cache.now_s)
     return batch
 
 
 def _around_add_request_to_queue(
-    original: Callable[..., Any], scheduler: Any, req: Any, *args: Any, **kwargs: Any
+    original: Callable[..., None], scheduler: LimitedScheduler, req: LimitedRequest, *args: object, **kwargs: object
 ) -> None:
     """AROUND ``_add_request_to_queue``, which also takes back who ran before, and who will only be told of an error."""
     cache = scheduler.tree_cache
-    limit_s = cache.config.max_queue_s
-    if limit_s is not None and not (req.is_retracted or req.to_finish is not None or cache.is_guest(req)):
-        num_ahead = len(cache.without_guests(scheduler.waiting_queue))
+    limit_s, first_tokens = cache.config.max_queue_s, cache.first_tokens
+    is_new_user = not (req.is_retracted or req.to_finish is not None or cache.background.is_guest(req))
+    if limit_s is not None and first_tokens is not None and is_new_user:
+        num_ahead = len(cache.background.without_guests(scheduler.waiting_queue))
         wait_s = cache.turns.wait_s(num_ahead)
         if num_ahead:
-            wait_s += cache.first_tokens.margin.seconds
+            wait_s += first_tokens.margin.seconds
         if wait_s > limit_s:
             cache.num_refused += 1
             _refuse(scheduler, req, wait_s, limit_s)
             return
-        cache.first_tokens.enter(req, cache.now_s)
+        first_tokens.enter(req, cache.now_s)
     original(scheduler, req, *args, **kwargs)
 
 
-def _refuse(scheduler: Any, req: Any, wait_s: float, limit_s: float) -> None:
+def _refuse(scheduler: LimitedScheduler, req: LimitedRequest, wait_s: float, limit_s: float) -> None:
     retry_after_s = max(1, math.ceil(round(wait_s - limit_s, 1)))  # as the sentence has them
     message = (
         f"--kv-max-queue-seconds is {limit_s:g}, and a request that comes now may wait {wait_s:.1f} s for its "
         f"first token: come back in {retry_after_s} s"
     )
-    reason = {
+    reason: Refusal = {
         "type": "abort",
         "status_code": HTTPStatus.SERVICE_UNAVAILABLE,
         "message": message,
@@ -119,7 +183,7 @@ def _refuse(scheduler: Any, req: Any, wait_s: float, limit_s: float) -> None:
     req.time_stats.trace_ctx.abort(abort_info={"reason": message})
 
 
-def install(registry: Any, hook_type: Any) -> None:
+def install(registry: type[HookRegistry], hook_type: type[HookType]) -> None:
     """After ``scheduling``: hooks are applied in order, and this one hides what it refuses from those."""
     registry.register(SCHEDULER + "get_next_batch_to_run", _around_get_next_batch_to_run, hook_type.AROUND)
     registry.register(SCHEDULER + "_add_request_to_queue", _around_add_request_to_queue, hook_type.AROUND)
@@ -128,7 +192,7 @@ def install(registry: Any, hook_type: Any) -> None:
 # ---- the HTTP server
 
 
-def before_abort_is_told(_: Any, out: dict[str, Any], *__: Any, **___: Any) -> None:
+def before_abort_is_told(_: object, out: Mapping[str, Mapping[str, Refusal]], *__: object, **___: object) -> None:
     """BEFORE ``TokenizerManager._handle_abort_finish_reason``, which meets every finish reason."""
     refusals, reason = _refusals.get(), out["meta_info"]["finish_reason"]
     if refusals is not None and RETRY_AFTER in reason:
@@ -142,14 +206,14 @@ class RetryAfter:
     some were refused is refused as a whole, where none of its bytes were sent yet.
     """
 
-    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
-    async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        refusals: list[dict[str, Any]] = []
+        refusals: list[Refusal] = []
         _refusals.set(refusals)
         held: Message | None = None
         is_answered = False
@@ -175,7 +239,7 @@ class RetryAfter:
             await send(held)
 
 
-async def _refuse_http(head: Message, message: Message, refusals: list[dict[str, Any]], send: Send) -> None:
+async def _refuse_http(head: Message, message: Message, refusals: list[Refusal], send: Send) -> None:
     """The 503 of SGLang as it is, or in the same words one instead of an answer of another status."""
     retry_after = (b"retry-after", str(max(reason[RETRY_AFTER] for reason in refusals)).encode())
     if head["status"] == HTTPStatus.SERVICE_UNAVAILABLE:
@@ -196,7 +260,8 @@ async def _refuse_http(head: Message, message: Message, refusals: list[dict[str,
     await send({"type": "http.response.body", "body": body})
 
 
-def add_middleware(app: Any) -> None:
+def add_middleware(app: Starlette) -> None:
     """Once for an app, before it serves."""
-    if not any(each.cls is RetryAfter for each in app.user_middleware):
+    known: list[object] = [each.cls for each in app.user_middleware]
+    if RetryAfter not in known:
         app.add_middleware(RetryAfter)

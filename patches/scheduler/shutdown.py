@@ -19,7 +19,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from types import FrameType
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from sglang_evicpress.patches.kv_flags import config_of
 
@@ -29,10 +30,60 @@ WAIT_S = 10.0  # for the schedulers: what the close() of a cache may take, with 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def around_event_loop(original: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any) -> None:
+Reaction: TypeAlias = Callable[[int, FrameType | None], None] | signal.Handlers
+"""Handler of a signal."""
+
+
+@runtime_checkable
+class ClosableCache(Protocol):
+    """A cache that has something to save."""
+
+    def close(self, *, save: bool = True) -> None:
+        """Let go of everything."""
+
+
+class StoppableScheduler(Protocol):
+    """The scheduler, as far as it is stopped."""
+
+    tree_cache: object
+
+    def handle_shutdown(self, message: None) -> None:
+        """Stop at the next step."""
+
+
+class ServerArgs(Protocol):
+    """SGLang's ServerArgs, with our flags."""
+
+    kv_policy: str | None
+
+
+class Watchdog(Protocol):
+    """SGLang's watchdog over its processes."""
+
+    def stop(self) -> None:
+        """Watch no longer."""
+
+
+class StoppableServer(Protocol):
+    """SGLang's TokenizerManager, as far as it stops schedulers."""
+
+    server_args: ServerArgs
+    _subprocess_watchdog: Watchdog | None
+
+    def _dispatch_to_scheduler(self, message: object) -> None:
+        """Send, within the event loop."""
+
+    async def _async_dispatch_to_scheduler(self, message: object) -> None:
+        """Send."""
+
+
+def around_event_loop(
+    original: Callable[..., None], scheduler: StoppableScheduler, *args: object, **kwargs: object
+) -> None:
     """Run the event loop of a scheduler, then close its cache if that can be closed; after an exception at once, with
     nothing published."""
-    if not hasattr(scheduler.tree_cache, "close"):
+    cache = scheduler.tree_cache
+    if not isinstance(cache, ClosableCache):
         original(scheduler, *args, **kwargs)
         return
     received: list[int] = []
@@ -47,10 +98,10 @@ def around_event_loop(original: Callable[..., None], scheduler: Any, *args: Any,
         try:
             original(scheduler, *args, **kwargs)
         except BaseException:  # what the cache holds may be wrong: nothing of it may outlive this process
-            scheduler.tree_cache.close(save=False)
+            cache.close(save=False)
             raise
         with _on_stop_signals(signal.SIG_IGN):
-            scheduler.tree_cache.close()
+            cache.close()
     status = 128 + received[0] if received else 0  # other than 0: the main process shall not wait for answers for ever
     if multiprocessing.parent_process() is not None:
         # Taking down the interpreter with all its modules costs seconds, in which nothing is left to be saved.
@@ -59,7 +110,7 @@ def around_event_loop(original: Callable[..., None], scheduler: Any, *args: Any,
         raise SystemExit(status)
 
 
-def stop_schedulers(tokenizer_manager: Any) -> None:
+def stop_schedulers(tokenizer_manager: StoppableServer | None) -> None:
     """Ask the schedulers of this process to stop and wait until they have, for at most ``WAIT_S``.
 
     Does nothing for a server without tiers.
@@ -86,7 +137,7 @@ def stop_schedulers(tokenizer_manager: Any) -> None:
         time.sleep(0.05)
 
 
-def has_tiers(server_args: Any) -> bool:
+def has_tiers(server_args: ServerArgs) -> bool:
     """True if this server was asked to keep KV below the GPU."""
     if server_args.kv_policy is None:
         return False
@@ -105,7 +156,7 @@ def exit_on_sigterm() -> None:
         signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
 
 
-def _send(tokenizer_manager: Any, message: Any) -> None:
+def _send(tokenizer_manager: StoppableServer, message: object) -> None:
     """By the socket of the tokenizer manager, which wants an event loop, also when the server's own is closed."""
     try:
         asyncio.get_running_loop()
@@ -116,7 +167,7 @@ def _send(tokenizer_manager: Any, message: Any) -> None:
 
 
 @contextmanager
-def _on_stop_signals(reaction: Any) -> Iterator[None]:
+def _on_stop_signals(reaction: Reaction) -> Iterator[None]:
     if not _is_main_thread():
         yield
         return

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from sglang_evicpress.config import GB
 from sglang_evicpress.core import Tier
 from sglang_evicpress.introspect.arguments import IntrospectionError
-from sglang_evicpress.introspect.operations import NodeBusy
+from sglang_evicpress.introspect.operations import NodeBusy, UnknownNode
 from sglang_evicpress.patches.tiers.placement import tier_of
-from sglang_evicpress.patches.tree.node import num_slots, size_of, start_of, walk
+from sglang_evicpress.patches.tree.node import size_of, start_of, walk
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.survivors import survivor_bytes
 from sglang_evicpress.tiers.ssd.folder import NotAllowedError, StoreError, allowed_roots
@@ -100,7 +99,9 @@ class TierInspection:
 
     def demote_node(self: Any, node_id: int, tier: Tier, hold_s: float = 0.0) -> dict[str, object]:
         """See ``Inspectable.demote_node``."""
-        node = self._node(node_id)
+        node = self.nodes.get(node_id)
+        if node is None:
+            raise UnknownNode(node_id)
         if tier not in self.tiers:
             raise ValueError(f"there is no {tier.label} tier: expected one of {_labels(self.tiers[1:])}")
         if node.lock_ref > 0:
@@ -173,8 +174,7 @@ class TierInspection:
 
     def _change_menu(self: Any) -> None:
         self.menu = Menu(self.menu.forms, self.tiers, self.menu.slot_bytes, self.menu.page_size)
-        self.renew_policy()
-        self.policy.put_all(self.stats_of(node) for node in walk(self.root_node))
+        self.rebuild_policy()
 
     def _settle(self: Any, is_settled: Any) -> None:
         """Let the threads work, for a moment at most, until it is or they have nothing to do."""
@@ -182,47 +182,6 @@ class TierInspection:
         while self.num_pending_jobs and not is_settled() and time.monotonic() < deadline:
             self.arrival.wait(0.01)
             self.tick()
-
-    # ---- invariants
-
-    def tier_violations(self: Any) -> Iterator[str]:
-        """Broken invariants of copies and entries, as far as they can be seen between two steps."""
-        if self.host is None:
-            return
-        owners: dict[int, tuple[Any, set[int]]] = {}
-        for node in walk(self.root_node):
-            name, parent = f"node {node.id}", node.parent
-            if node.value is None and not node.kv.copies:
-                yield f"{name} is on no tier"
-            if node.value is not None and parent is not self.root_node and parent.value is None:
-                yield f"{name} is on the GPU, its parent {parent.id} is not"
-            for tier, copy in node.kv.copies.items():
-                owners.setdefault(id(copy.entry), (copy.entry, set()))[1].add(node.id)
-                if copy.tier != tier or node.id not in copy.entry.owners:
-                    yield f"{name} has a copy on tier {tier.label} that does not know of it"
-                if copy.begin + copy.num_slots > copy.entry.header.num_slots:
-                    yield f"{name}: its copy on tier {tier.label} ends beyond the entry"
-                if copy.layout is None and copy.num_slots != len(node.key):
-                    yield f"{name} has {len(node.key)} tokens, its full copy on tier {tier.label} {copy.num_slots}"
-            shown = node.kv.copies.get(tier_of(node))
-            if (
-                node.value is None
-                and shown is not None
-                and (shown.form, shown.num_slots) != (node.kv.form, size_of(node))
-            ):
-                yield f"{name} does not show its fastest copy"
-            if node.value is None and num_slots(node):
-                yield f"{name} is not on the GPU and holds slots"
-        for entry, held_by in owners.values():
-            if entry.owners != held_by:
-                yield f"an entry is held by the nodes {sorted(held_by)} and lists {sorted(entry.owners)}"
-        runs = sorted(run for entry in self.host.entries() for run in entry.runs)
-        for (begin, size), (after, _) in zip(runs, runs[1:], strict=False):
-            if begin + size > after:
-                yield f"two host entries share byte {after}"
-        held = sum(size for _, size in runs)
-        if held != self.host.arena.extents.used_bytes:
-            yield f"host entries hold {held} bytes, {self.host.arena.extents.used_bytes} are taken"
 
     def close(self: Any, *, save: bool = True) -> None:
         """The server ends: publish what is on its way to the SSD, within a few seconds, and let go of everything.
@@ -256,7 +215,7 @@ class TierInspection:
         """Write to the SSD what the next server would sooner read than compute, the most used first."""
         if self.ssd is None:
             return
-        self.release_shadows()
+        self.shadows.release_shadows()
         for node in sorted(walk(self.root_node), key=lambda node: -node.kv.weight):
             if node.id not in self.nodes or not self.adapters.may_reach_ssd(node):
                 continue

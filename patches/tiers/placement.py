@@ -111,7 +111,7 @@ class Tiering:
         """Work out anew as what the node can be on lower tiers at once."""
         here, slot_bytes = tier_of(node), self.menu.slot_bytes
         ways = tuple(
-            Way(int(tier), copy.form, copy.num_slots * slot_bytes, self.quality_of_copy(node, copy))
+            Way(int(tier), copy.form, copy.num_slots * slot_bytes, self.quality.quality_of_copy(node, copy))
             for tier, copy in sorted(node.kv.copies.items())
             if tier > here
         )
@@ -362,7 +362,7 @@ class Tiering:
     def flush_tier_copies(self: Any, tier: Tier) -> None:
         """Forget every copy on a tier that nobody uses now; nodes that have one below stay. Shadows go with the GPU."""
         if tier == Tier.GPU:
-            self.release_shadows()
+            self.shadows.release_shadows()
         for node in list(walk(self.root_node))[::-1]:
             if node.id not in self.nodes or node.lock_ref > 0:
                 continue

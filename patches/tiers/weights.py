@@ -37,8 +37,8 @@ class Weights:
 
     def weights_changed(self: Any) -> None:
         """The model may have other weights, and the tree was kept; nothing of it changes if they are the same."""
-        self.release_shadows()
-        if self.identify_profiles():
+        self.shadows.release_shadows()
+        if self.quality.identify_profiles():
             for node in self.nodes.values():
                 node.kv.profiles, node.kv.curve = {}, None
                 self.changes.changed(node)

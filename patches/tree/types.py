@@ -46,6 +46,7 @@ class Request(Protocol):
     last_node: Node
     req_pool_idx: int | None
     to_finish: object
+    full_untruncated_fill_ids: Sequence[int]
 
     def finished(self) -> bool:
         """It has its whole answer."""
@@ -115,6 +116,11 @@ class Scheduler(Protocol):
     max_running_requests: int
     server_args: object
     ipc_channels: Channels
+    tokenizer: object
+    _pending_chunked_abort_req: Request | None
+
+    def _add_request_to_queue(self, req: Request, is_retracted: bool = False) -> None:
+        """Let a request wait, anew where it was retracted."""
 
 
 class Attached(Protocol):

@@ -126,8 +126,8 @@ def _attach(scheduler: Any, ring_s: list[float]) -> None:
 
     made: list[PassRecord] = []
     cache, page = scheduler.tree_cache, scheduler.page_size
-    cache.budget_totals = SeenTotals()
-    visit, allocator = cache.visit_budgets, scheduler.token_to_kv_pool_allocator
+    cache.decode_budgets._log.totals = SeenTotals()
+    visit, allocator = cache.decode_budgets.visit_budgets, scheduler.token_to_kv_pool_allocator
     log = Path(os.environ[LOG]).open("w", encoding="utf-8", buffering=1)  # noqa: SIM115
 
     def tell(**line: Any) -> None:
@@ -146,7 +146,7 @@ def _attach(scheduler: Any, ring_s: list[float]) -> None:
             tell(began=begin, running=running, visit=seconds, rise=rise, ring=ring_s[0], passes=passes)
         ring_s[0] = 0.0
 
-    cache.visit_budgets = watched_visit
+    cache.decode_budgets.visit_budgets = watched_visit
 
 
 def _taken(record: Any, page: int) -> int:

@@ -45,13 +45,8 @@ class NodeBusy(IntrospectionError):
         super().__init__(409, f"node {node_id} cannot be {change} now: {why}")
 
 
-@runtime_checkable
-class Inspectable(Protocol):
-    """Cache that can be inspected. Called between scheduler steps: it has milliseconds.
-
-    Results are JSON objects (numbers, strings, lists, dicts; numpy scalars and arrays are fine, tensors are
-    not).
-    """
+class InspectableTree(Protocol):
+    """The tree, its policy and its journal."""
 
     def describe_tree(self, after: int = 0, limit: int = PAGE_NODES) -> Json:
         """Up to ``limit`` nodes, and never more than PAGE_NODES, with ids above ``after``, without their tokens and
@@ -60,9 +55,6 @@ class Inspectable(Protocol):
     def describe_node(self, node_id: int, *, positions: bool, tokens: bool, layer: int | None = None) -> Json:
         """One node, with the survivors' positions (of one layer, or all) and the token ids if asked. Raises
         UnknownNode, or IntrospectionError 400 for too many positions at once."""
-
-    def describe_stats(self) -> Json:
-        """Counters and sizes of the whole cache."""
 
     def explain_node(self, node_id: int) -> Json:
         """Options of a node, the next one chosen, and the reason. Raises UnknownNode."""
@@ -78,11 +70,26 @@ class Inspectable(Protocol):
         Raises UnknownNode, NodeBusy, or ValueError whose text names the node, the form and why it cannot be.
         """
 
+    def evict_slots(self, num_slots: int) -> Json:
+        """Free at least ``num_slots`` slots if unlocked nodes allow it; the result says how many it were."""
+
+
+class InspectableStats(Protocol):
+    """Counters of the cache."""
+
+    def describe_stats(self) -> Json:
+        """Counters and sizes of the whole cache."""
+
+
+class InspectableInvariants(Protocol):
+    """Invariants of the cache."""
+
     def check_integrity(self) -> Json:
         """``{"ok": bool, "violations": [str, ...]}``; a broken invariant is a finding, not an exception."""
 
-    def evict_slots(self, num_slots: int) -> Json:
-        """Free at least ``num_slots`` slots if unlocked nodes allow it; the result says how many it were."""
+
+class InspectableTiers(Protocol):
+    """The tiers below the GPU."""
 
     def describe_tiers(self) -> Json:
         """Size, use, queues, bandwidth seen and errors by reason of every tier; without tiers, that there are none."""
@@ -103,12 +110,27 @@ class Inspectable(Protocol):
     def detach_ssd(self) -> Json:
         """Publish what is in flight to the SSD tier, then let go of its folder. Raises ValueError, one sentence."""
 
+
+class InspectableRequests(Protocol):
+    """Requests with a decode-time budget."""
+
     def describe_requests(
         self, rid: str | None, *, positions: bool, offset: int = 0, after: int = 0, limit: int = 100
     ) -> Json:
         """Requests with a decode-time budget: up to ``limit`` with numbers above ``after``, or those named. With
         ``positions`` what the slots of the last one named hold, from value ``offset`` on. Raises IntrospectionError
         404."""
+
+
+@runtime_checkable
+class Inspectable(
+    InspectableTree, InspectableStats, InspectableInvariants, InspectableTiers, InspectableRequests, Protocol
+):
+    """Cache that can be inspected. Called between scheduler steps: it has milliseconds.
+
+    Results are JSON objects (numbers, strings, lists, dicts; numpy scalars and arrays are fine, tensors are
+    not).
+    """
 
 
 def _nothing(question: Question) -> Callable[[Mapping[str, object]], Question]:

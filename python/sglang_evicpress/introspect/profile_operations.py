@@ -32,10 +32,8 @@ from sglang_evicpress.tiers.entry.identity import MAX_TOKEN
 _KEY = re.compile(r"[0-9a-fA-F]{32}")
 
 
-@runtime_checkable
-class Profiled(Protocol):
-    """Cache that can be profiled. Called between scheduler steps. Where it cannot be done now: ValueError or
-    IntrospectionError, one sentence."""
+class InspectableShadows(Protocol):
+    """Shadows, as a profiler uses them."""
 
     def open_shadow(self, tokens: Sequence[int], namespace: str | None, may_evict: bool) -> Json:
         """Copy a context's exact KV into a namespace of its own."""
@@ -48,6 +46,10 @@ class Profiled(Protocol):
 
     def close_shadow(self, space_id: int, adopt: bool) -> Json:
         """Free all of it; ``adopt``: users' lossy nodes take the exact copy."""
+
+
+class InspectableProfiles(Protocol):
+    """Profiles, and the jobs that make them."""
 
     def list_profiles(self, after: bytes = b"", limit: int = PAGE_PROFILES) -> Json:
         """Up to ``limit`` profiles in short, and never more than PAGE_PROFILES, of contexts whose keys are above
@@ -68,6 +70,12 @@ class Profiled(Protocol):
 
     def note_failed(self, key: bytes) -> Json:
         """A job came to nothing."""
+
+
+@runtime_checkable
+class Profiled(InspectableShadows, InspectableProfiles, Protocol):
+    """Cache that can be profiled. Called between scheduler steps. Where it cannot be done now: ValueError or
+    IntrospectionError, one sentence."""
 
 
 def _of(cache: object) -> Profiled:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.decode_budget import schedule, scores
 from sglang_evicpress.decode_budget.settings import METHODS, DecodeSettings
-from sglang_evicpress.decode_budget.stats import RequestTally, Totals
+from sglang_evicpress.decode_budget.stats import RequestTally
 from sglang_evicpress.device import HostCopy, to_device
 from sglang_evicpress.patches.attention import req_to_token
 from sglang_evicpress.patches.attention.physical_lengths import physical_view
@@ -25,9 +25,10 @@ from sglang_evicpress.patches.attention.prompt_queries import QueryCapture
 from sglang_evicpress.patches.attention.query_ring import QueryRing
 from sglang_evicpress.patches.attention.req_to_token import HoleTable
 from sglang_evicpress.patches.decode_budget import passes
-from sglang_evicpress.patches.decode_budget.budgets import DecodeBudgets
+from sglang_evicpress.patches.decode_budget.passes import DecodePasses
+from sglang_evicpress.patches.decode_budget.records import BudgetRecords
 from sglang_evicpress.patches.decode_budget.state import DecodeState, num_physical
-from sglang_evicpress.patches.decode_budget.trace import DecodeTrace, TraceRoom
+from sglang_evicpress.patches.decode_budget.trace import DecodeTrace
 from sglang_evicpress.patches.scheduler.paged_allocator import free_whole_pages
 from sglang_evicpress.patches.tiers.load_back import LoadBack
 from sglang_evicpress.patches.tree.changes import NodeChanges
@@ -164,7 +165,7 @@ def select(values: torch.Tensor, num_kept: int) -> torch.Tensor:
     return values.topk(num_kept).indices.sort().values.int()
 
 
-class Cache(DecodeBudgets):
+class Tree:
     """Part of the cache that a pass touches, with the pool on the device; calls of the allocator are recorded."""
 
     def __init__(self, page_size: int) -> None:
@@ -175,8 +176,6 @@ class Cache(DecodeBudgets):
             _get_value_buffer=buffers[LAYERS:].__getitem__,
         )  # fmt: skip
         self.compressor = Compressor(pool, page_size, 4)
-        self.budget_totals, self._trace_room = Totals(), TraceRoom()
-        self.ended_budgets: deque[Any] = deque()
         self.counts: Counter[str] = Counter()
         self.req_to_token_pool = SimpleNamespace(
             req_to_token=torch.zeros(NUM_ROWS, CONTEXT, dtype=torch.int32, device=META)
@@ -212,7 +211,8 @@ def test_a_pass_over_a_row_with_a_compressed_prefix(
     monkeypatch.setattr(passes, "fill_holes", lambda *arguments: None)
     ring = QueryRing(torch.zeros(LAYERS, NUM_ROWS, 4, Q_HEADS, DIM, device=META), first_layer=0)
     monkeypatch.setattr(QueryRing, "active", ring)
-    cache: Any = Cache(page_size)
+    cache: Any = Tree(page_size)
+    made = DecodePasses(cache, cache.compressor, BudgetRecords(META))
     upper = SimpleNamespace(parent=cache.root_node, key=[0] * 40, kv=NodeKV(layout=layout(20, 40)))
     lower = SimpleNamespace(parent=upper, key=[0] * 8, kv=NodeKV())
     settings = DecodeSettings(48, method, score, every=4, protect=("first", "newest"))  # type: ignore[arg-type]
@@ -222,7 +222,7 @@ def test_a_pass_over_a_row_with_a_compressed_prefix(
         cache_protected_len=48, kv_allocated_len=80, kv_committed_len=80, prefix_indices=slots(48),
     )  # fmt: skip
     assert num_physical(req) == 60
-    assert cache.make_passes([req])
+    assert made.make_passes([req])
     kept = schedule.target(settings, 60, page_size)
     assert num_physical(req) == kept and state.has_left_tree and cache.counts["unlocked"] == 1
     assert cache.counts["taken"] == -(-kept // page_size) * page_size
@@ -230,5 +230,5 @@ def test_a_pass_over_a_row_with_a_compressed_prefix(
     req.kv_allocated_len += 2 * PAGE
     req.kv_committed_len += 2 * PAGE
     before = num_physical(req)
-    assert cache.make_passes([req]) and num_physical(req) == schedule.target(settings, before, page_size)
+    assert made.make_passes([req]) and num_physical(req) == schedule.target(settings, before, page_size)
     assert req_to_token.table().host[3] == 80 + 2 * PAGE - 20 - num_physical(req)

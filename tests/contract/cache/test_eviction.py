@@ -195,7 +195,9 @@ def test_what_has_no_room_below_is_dropped_and_missed(opened: Callable[..., Tier
         walk.cache.changes.changed(node)
     walk.cache.use_ssd(None)
     assert walk.cache.relieve(300) == 300
-    (cause,) = {entry["cause"] for entry in walk.cache.read_journal(0, 99)["entries"] if entry["to"] == "drop"}
+    (cause,) = {
+        entry["cause"] for entry in walk.cache.inspector.read_journal(0, 99)["entries"] if entry["to"] == "drop"
+    }
     gone = [(tokens, node) for tokens, node in asked if node.id not in walk.cache.nodes]
     assert len(gone) == 2 and walk.cache.recomputed.drops[cause].tokens == 200
     computed = walk.cache.recomputed.computed
@@ -203,7 +205,9 @@ def test_what_has_no_room_below_is_dropped_and_missed(opened: Callable[..., Tier
     walk.serve([*gone[0][0], 59])
     assert computed["dropped"] + computed["dropped_full"] - before == 100
     assert walk.cache.recomputed.drops[cause].missed_tokens == 100
-    regrets = [entry["regret_s"] for entry in walk.cache.read_journal(0, 99)["entries"] if entry["to"] == "drop"]
+    regrets = [
+        entry["regret_s"] for entry in walk.cache.inspector.read_journal(0, 99)["entries"] if entry["to"] == "drop"
+    ]
     assert sorted(regret > 0.0 for regret in regrets)[-1]
     walk.end_all()
     walk.check()
@@ -272,7 +276,7 @@ def test_a_node_demoted_by_hand_stays_where_it_was_put_until_the_hold_ends(
     walk = opened(is_exact=True, law=DEAR)
     _, node = cached(walk, 100)
     walk.until(lambda: walk.cache.demote_node(node.id, tier, 60.0)["is_there"])
-    described = walk.cache.describe_node(node.id, positions=False, tokens=False)
+    described = walk.cache.inspector.describe_node(node.id, positions=False, tokens=False)
     assert 0.0 < described["hold_seconds_left"] <= 60.0
     rested(walk)
     assert tier_of(node) == tier
@@ -317,7 +321,7 @@ def test_a_node_compressed_by_hand_is_not_made_exact_again_before_the_hold_ends(
     _, node = cached(walk, 100)
     assert walk.cache.start_copy(node, Tier.HOST)
     walk.settle()
-    walk.cache.compress_node(node.id, Form("random", 0.5), 60.0)
+    walk.cache.inspector.compress_node(node.id, Form("random", 0.5), 60.0)
     rested(walk)
     assert node.kv.layout is not None
     walk.cache.hold(node.id, 0.0)

@@ -85,7 +85,7 @@ def test_room_is_made_of_others(monkeypatch: pytest.MonkeyPatch, policy: str, pa
     walk.cache.evict(EvictParams(num_tokens=wanted))
     walk.check()
     assert failed and walk.allocator.available_size() >= wanted
-    (count,) = walk.cache.describe_stats()["decisions"]["failed"].items()
+    (count,) = walk.cache.inspector.describe_stats()["decisions"]["failed"].items()
     assert count[0].endswith(" RuntimeError") and count[1] == 1
     monkeypatch.undo()
     for seconds in (1.0, 30.0):

@@ -29,7 +29,7 @@ def recorded(walk: ProfiledWalk, tokens: list[int], question: list[int], **given
     walk.prefill(request)
     walk.generate(request, 7)
     walk.end(request)
-    return int(walk.cache.profiling_counts["recorded"])
+    return int(walk.cache.quality.counts["recorded"])
 
 
 @pytest.mark.parametrize("field", ["multimodal_inputs", "input_embeds"])
@@ -71,8 +71,8 @@ def test_a_shadow_of_tokens_outside_the_vocabulary_is_refused(odd: int) -> None:
     walk = ShadowWalk(0, 1)
     walk.cache.vocab_size = VOCABULARY
     with pytest.raises(ValueError, match=rf"token {odd} at 3: expected 0 to {VOCABULARY - 1}"):
-        walk.cache.open_shadow([1, 2, 3, odd, *range(60)][:64], None, True)
-    assert not walk.cache.spaces
+        walk.cache.shadows.open_shadow([1, 2, 3, odd, *range(60)][:64], None, True)
+    assert not walk.cache.shadows.spaces
 
 
 @pytest.mark.parametrize("odd", ODD)

@@ -70,6 +70,8 @@ class Request:
     kv_committed_freed: bool = False
     lora_id: str | None = None
     to_finish: object = None
+    multimodal_inputs: object = None
+    input_embeds: object = None
     filled: int = 0
     frozen_view: list[set[tuple[int, int]]] = field(default_factory=list)
 
@@ -135,7 +137,7 @@ class Walk:
 
     def scheduler(self) -> SimpleNamespace:
         batch = SimpleNamespace(reqs=self.running)
-        return SimpleNamespace(last_batch=batch, running_batch=None, cur_batch=None, chunked_req=None)
+        return SimpleNamespace(last_batch=batch, running_batch=None, cur_batch=None, chunked_req=None, tokenizer=None)
 
     # ---- what a scheduler does
 
@@ -294,7 +296,7 @@ class Walk:
             assert request.evicpress.is_lossy
 
     def check(self) -> None:
-        result = self.cache.check_integrity()
+        result = self.cache.inspector.check_integrity()
         assert result["ok"], result["violations"]
         for request in self.running:
             self.verify(request)
@@ -341,9 +343,9 @@ def test_stats_tell_the_utility_lost_as_the_journal_does_where_the_policy_weighs
     for policy in ("evicpress", "lru", "adaptcache"):
         walk = Walk(0, 1, policy)
         walk.run(60)
-        entries = walk.cache.read_journal(0, 4096)["entries"]
+        entries = walk.cache.inspector.read_journal(0, 4096)["entries"]
         assert entries
-        lost = walk.cache.describe_stats()["utility_lost_s"]
+        lost = walk.cache.inspector.describe_stats()["utility_lost_s"]
         if policy == "evicpress":
             assert lost == pytest.approx(sum(entry["loss"] for entry in entries))
             assert lost > 0.0
@@ -486,9 +488,9 @@ def test_check_integrity_sees_a_slot_with_two_owners_and_a_lost_one() -> None:
     finished(walk, [walk.rng.randrange(50) for _ in range(80)])
     (node,) = nodes_of(walk)
     node.value[3] = node.value[4]
-    assert not walk.cache.check_integrity()["ok"]
+    assert not walk.cache.inspector.check_integrity()["ok"]
     node.value[3] = walk.allocator.free_pages[0]
-    assert any("belongs to" in text for text in walk.cache.check_integrity()["violations"])
+    assert any("belongs to" in text for text in walk.cache.inspector.check_integrity()["violations"])
 
 
 def unmatched(walk: Walk, num_tokens: int = 20) -> Request:
@@ -536,8 +538,8 @@ def test_a_request_that_was_never_matched_ends(is_insert: bool) -> None:
 def test_a_request_that_was_never_matched_is_looked_into() -> None:
     walk = Walk(0, 1)
     unmatched(walk)
-    assert walk.cache.describe_stats()["in_flight_slots"] == 20
-    assert walk.cache.check_integrity()["ok"]
+    assert walk.cache.inspector.describe_stats()["in_flight_slots"] == 20
+    assert walk.cache.inspector.check_integrity()["ok"]
 
 
 def test_the_prefill_of_a_request_that_was_never_matched_is_timed_by_its_whole_prefix() -> None:
@@ -674,7 +676,7 @@ def test_recomputing_weighs_as_many_times_as_requests_wait_for_it() -> None:
         seen = walk.cache.policy.rule.costs.prefill
         assert seen.per_token_s == pytest.approx(weight * law.per_token_s)
         assert walk.cache.costs.prefill == law
-        assert walk.cache.describe_stats()["costs"]["recompute_weight"] == weight
+        assert walk.cache.inspector.describe_stats()["costs"]["recompute_weight"] == weight
         walk.check()
 
 
@@ -690,7 +692,7 @@ def test_the_half_life_is_learned_from_reuse_and_weights_follow() -> None:
         walk.check()
     assert clock.is_learned and clock.half_life_s == 15.0 != before
     assert walk.cache.policy.book.records[nodes_of(walk)[0].id].weight == hits_of(walk)[60][0]
-    assert walk.cache.describe_stats()["half_life_s"] == 15.0
+    assert walk.cache.inspector.describe_stats()["half_life_s"] == 15.0
 
 
 def test_the_half_life_is_that_between_bursts_not_within_them() -> None:
@@ -751,11 +753,11 @@ def test_check_integrity_sees_a_book_that_is_out_of_step() -> None:
     for name, wrong in (("num_bytes", 1), ("is_locked", True), ("weight", 9.0), ("parent_id", 77), ("rank", Tier.HOST)):
         right = getattr(record, name)
         setattr(record, name, wrong)
-        assert any("policy's book" in text for text in walk.cache.check_integrity()["violations"]), name
+        assert any("policy's book" in text for text in walk.cache.inspector.check_integrity()["violations"]), name
         setattr(record, name, right)
     walk.check()
     del walk.cache.policy.book.records[node.id]
-    assert any("not in the policy's book" in text for text in walk.cache.check_integrity()["violations"])
+    assert any("not in the policy's book" in text for text in walk.cache.inspector.check_integrity()["violations"])
 
 
 def test_decisions_are_journalled_with_what_they_rest_on() -> None:
@@ -763,13 +765,13 @@ def test_decisions_are_journalled_with_what_they_rest_on() -> None:
     finished(walk, [walk.rng.randrange(50) for _ in range(100)])
     walk.cache.relieve(10)
     walk.cache.relieve(SLOTS)
-    journal = walk.cache.read_journal(0, 100)
+    journal = walk.cache.inspector.read_journal(0, 100)
     numbers = [entry["number"] for entry in journal["entries"]]
     assert numbers == list(range(1, len(numbers) + 1)) and journal["num_lost"] == 0
     first, last = journal["entries"][0], journal["entries"][-1]
     assert first["from"] == "exact/gpu" and first["weight"] == 1.0 and last["to"] == "drop"
     assert first["freed_bytes"] == first["bytes_before"] - first["bytes"]
-    assert walk.cache.read_journal(numbers[-1], 5)["entries"] == []
+    assert walk.cache.inspector.read_journal(numbers[-1], 5)["entries"] == []
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "slru", "tlru", "hpt", "gdsf", "adaptcache", "knorm@0.5+lru"])
@@ -788,6 +790,6 @@ def test_ranks_that_get_the_same_stamps_decide_alike_whatever_they_measure(monke
         monkeypatch.setattr(time, "monotonic", lambda rank=rank: 1e6 * rank)
         walk.run(150)
         assert walk.cache.cost_model.costs.prefill.seconds(100, 0) == pytest.approx(1.0 + 99.0 * rank, rel=0.1)
-        seen.append((walk.cache.read_journal(0, 10_000), walk.cache.costs, walk.cache.clock.half_life_s))
+        seen.append((walk.cache.inspector.read_journal(0, 10_000), walk.cache.costs, walk.cache.clock.half_life_s))
     assert seen[0] == seen[1]
     assert seen[0][0]["num_decisions"] > 20

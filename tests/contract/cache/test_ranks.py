@@ -105,7 +105,13 @@ def state_of(walk: ShadowWalk) -> tuple[object, ...]:
     walk.check()
     nodes = [(str(node.kv.form), list(node.key.raw_token_ids()), node.lock_ref) for node in nodes_of(walk)]
     free = torch.cat([walk.allocator.free_pages, walk.allocator.release_pages])
-    return nodes, free.tolist(), walk.cache.evictable_size_, sorted(walk.cache.spaces), dict(walk.cache.shadow_counts)
+    return (
+        nodes,
+        free.tolist(),
+        walk.cache.evictable_size_,
+        sorted(walk.cache.shadows.spaces),
+        dict(walk.cache.shadows.counts),
+    )
 
 
 @pytest.mark.parametrize("part", ["select", "compact", "HostCopy"])
@@ -215,12 +221,12 @@ def test_a_shadow_that_one_rank_cannot_fill_is_opened_by_none(
             return cat(parts, *more)
 
         monkeypatch.setattr(torch, "cat", fail)
-    raised = ranks.run(*((lambda walk=walk: walk.cache.make_shadow_form(1, HALF)) if is_form
+    raised = ranks.run(*((lambda walk=walk: walk.cache.shadows.make_shadow_form(1, HALF)) if is_form
                          else (lambda walk=walk: walk.copy(tokens)) for walk in walks))  # fmt: skip
     monkeypatch.undo()
     assert [type(error) for error in raised] == [torch.OutOfMemoryError] * 2, raised
     assert state_of(walks[0]) == state_of(walks[1])
-    assert len(walks[0].cache.spaces) == is_form
+    assert len(walks[0].cache.shadows.spaces) == is_form
 
 
 def test_profiles_are_those_that_rank_0_reads(ranks: Ranks, tmp_path: Path) -> None:
@@ -232,8 +238,8 @@ def test_profiles_are_those_that_rank_0_reads(ranks: Ranks, tmp_path: Path) -> N
         walks = of_ranks(ranks, ProfiledWalk)
         for walk, name in zip(walks, (rank_0, "rank-1.jsonl"), strict=True):
             object.__setattr__(walk.cache.config, "profiles", str(tmp_path / name))
-            walk.cache.profile_identity = bytes(16)
-        assert ranks.run(*(walk.cache.identify_profiles for walk in walks)) == [True, True]
-        catalogs = [[profile.to_json() for profile in walk.cache.catalog] for walk in walks]
+            walk.cache.quality.profile_identity = bytes(16)
+        assert ranks.run(*(walk.cache.quality.identify_profiles for walk in walks)) == [True, True]
+        catalogs = [[profile.to_json() for profile in walk.cache.quality.catalog] for walk in walks]
         assert catalogs[0] == catalogs[1] and len(catalogs[0]) == expected
     assert not (tmp_path / "rank-1.jsonl").exists()

@@ -22,13 +22,11 @@ from tests.contract.cache.test_radix_cache_model import CONTEXT, HEADS, LAYERS, 
 from sglang_evicpress.decode_budget import schedule
 from sglang_evicpress.decode_budget.scores import score_rows
 from sglang_evicpress.decode_budget.settings import METHODS, DecodeSettings
-from sglang_evicpress.decode_budget.stats import RequestTally
 from sglang_evicpress.introspect.arguments import IntrospectionError
 from sglang_evicpress.patches.attention import req_to_token
 from sglang_evicpress.patches.attention.req_to_token import HoleTable
 from sglang_evicpress.patches.decode_budget import inspection, passes
 from sglang_evicpress.patches.decode_budget.state import DecodeState, num_logical, num_physical, positions_of
-from sglang_evicpress.patches.decode_budget.trace import DecodeTrace
 from sglang_evicpress.patches.scheduler.paged_allocator import free_whole_pages
 from sglang_evicpress.patches.tree.node import is_lossy, slots_of, tokens_to
 
@@ -78,7 +76,7 @@ class BudgetWalk(Walk):
     def scheduler(self) -> SimpleNamespace:
         batch = SimpleNamespace(reqs=self.running, batch_is_full=False)
         batches = {"last_batch": batch, "running_batch": batch, "cur_batch": None}
-        return SimpleNamespace(**batches, chunked_req=None, waiting_queue=[])
+        return SimpleNamespace(**batches, chunked_req=None, waiting_queue=[], metrics_reporter=None, tokenizer=None)
 
     def arrive(self) -> None:
         before = self.count
@@ -99,8 +97,7 @@ class BudgetWalk(Walk):
                 protect=self.rng.choice([(), ("first",), ("newest",), ("first", "newest")]),
             )
             if settings.tokens >= schedule.least_tokens(settings, self.page, SINKS):
-                request.kv_budget = DecodeState(settings, RequestTally(), trace=DecodeTrace())
-                self.cache.has_budgets = True
+                self.cache.decode_budgets.begin(request, settings, wants_trace=True)
         self.waiting.append(request)
         self.cache.expect(request)
 
@@ -161,7 +158,7 @@ class BudgetWalk(Walk):
         budgeted = [each for each in self.running if each.kv_budget is not None]
         passes = {id(each): each.kv_budget.tally.counts.num_passes for each in budgeted}
         free = self.allocator.available_size()
-        self.cache.visit_budgets(self.cache.scheduler)
+        self.cache.decode_budgets.visit_budgets(self.cache.scheduler)
         records = []
         for each in budgeted:
             state = each.kv_budget
@@ -178,7 +175,7 @@ class BudgetWalk(Walk):
         if self.puts_off:
             return  # what was put off would be due
         free = self.allocator.available_size()
-        self.cache.visit_budgets(self.cache.scheduler)
+        self.cache.decode_budgets.visit_budgets(self.cache.scheduler)
         if not any(self.is_stuck(each) for each in budgeted):
             assert self.allocator.available_size() == free, "a second visit without a step in between drops nothing"
 
@@ -281,7 +278,7 @@ def test_a_pass_for_which_the_device_has_no_memory_changes_nothing_and_is_made_u
     for name in ("copy", "copy_survivors"):
         monkeypatch.setattr(walk.cache.compressor, name, scarce(getattr(walk.cache.compressor, name)))
     walk.run(250)
-    assert walk.cache.budget_totals.num_put_off > 10 and len(walk.kinds) > 1
+    assert walk.cache.decode_budgets.totals.num_put_off > 10 and len(walk.kinds) > 1
     monkeypatch.undo()
     walk.visit()
     for request in walk.running:  # those that can copy what they share are within their budgets again
@@ -318,8 +315,7 @@ def alike(page_size: int, method: str, score: str, num_requests: int) -> BudgetW
         tokens = [*walk.documents[number % 3][:100], *(walk.rng.randrange(50, 60) for _ in range(20))]
         request = Budgeted(f"r{number}", tokens, len(tokens), None)
         settings = DecodeSettings(64 if number else 80, method, score, every=16)
-        request.kv_budget = DecodeState(settings, RequestTally(), trace=DecodeTrace(), number=number + 1)
-        walk.cache.has_budgets = True
+        walk.cache.decode_budgets.begin(request, settings, wants_trace=True)
         walk.waiting.append(request)
         walk.cache.expect(request)
         key = RadixKey(array("q", tokens), None, limit=len(tokens) - 1)
@@ -354,7 +350,7 @@ def test_the_passes_of_a_step_give_in_one_batch_what_they_give_row_by_row(
     monkeypatch.setattr(req_to_token, "_table", HoleTable(ROWS + 1, "cpu"))
     monkeypatch.setattr(passes, "MAX_BATCH_SCORES", 0)
     alone = alike(page_size, method, score, 5)
-    num_passes = alone.cache.budget_totals.counts.num_passes
+    num_passes = alone.cache.decode_budgets.totals.counts.num_passes
     assert num_scored == num_passes >= 10 and launches <= num_passes * 3 // 5
     assert together.allocator.available_size() == alone.allocator.available_size()
     for one, other in zip(together.running, alone.running, strict=True):
@@ -392,25 +388,25 @@ def test_positions_are_told_a_page_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
     walk = alike(1, "repack", "knorm", 2)
     req = walk.running[1]
     state = req.kv_budget
-    told = walk.cache.describe_requests("r1", positions=True)["requests"][0]
+    told = walk.cache.inspector.describe_requests("r1", positions=True)["requests"][0]
     wanted = [positions_of(state.positions, num_logical(req), num_physical(req), "cpu")]
     wanted += [held.read() for _, held in state.trace.passes]
     values, shapes = [told["values"]], [told["positions_shape"], *(each["positions_shape"] for each in told["trace"])]
     while told["next_offset"] is not None:
         assert len(values[-1]) == 300
-        told = walk.cache.describe_requests("r1", positions=True, offset=told["next_offset"])["requests"][0]
+        told = walk.cache.inspector.describe_requests("r1", positions=True, offset=told["next_offset"])["requests"][0]
         assert told["trace"] is None
         values.append(told["values"])
     assert len(values) > 2 and shapes == [list(each.shape) for each in wanted]
     every = torch.cat([each.flatten() for each in wanted])
     assert torch.equal(torch.from_numpy(np.concatenate(values)), every) and len(every) == told["num_values"]
     assert isinstance(values[0], np.ndarray), "no Python integers"
-    beyond = walk.cache.describe_requests("r1", positions=True, offset=10**15)["requests"][0]
+    beyond = walk.cache.inspector.describe_requests("r1", positions=True, offset=10**15)["requests"][0]
     assert len(beyond["values"]) == 0 and beyond["next_offset"] is None
     for each in walk.running:
         each.to_finish = "done"
     walk.end_all()
-    ended = walk.cache.describe_requests("r1", positions=True)["requests"][0]
+    ended = walk.cache.inspector.describe_requests("r1", positions=True)["requests"][0]
     assert ended["positions_shape"] == shapes[0] and np.array_equal(ended["values"], values[0])
 
 
@@ -420,14 +416,14 @@ def test_requests_are_told_a_hundred_at_a_time(monkeypatch: pytest.MonkeyPatch) 
     for each in walk.running:
         each.to_finish = "done"
     walk.finish()
-    first = walk.cache.describe_requests(None, positions=False)
+    first = walk.cache.inspector.describe_requests(None, positions=False)
     assert [each["number"] for each in first["requests"]] == [1, 2, 3] and first["next_after"] == 3
-    rest = walk.cache.describe_requests(None, positions=False, after=3)
+    rest = walk.cache.inspector.describe_requests(None, positions=False, after=3)
     assert [each["number"] for each in rest["requests"]] == [4, 5] and rest["next_after"] is None
-    two = walk.cache.describe_requests(None, positions=False, after=1, limit=2)
+    two = walk.cache.inspector.describe_requests(None, positions=False, after=1, limit=2)
     assert [each["number"] for each in two["requests"]] == [2, 3] and two["next_after"] == 3
     with pytest.raises(IntrospectionError, match="'r9' has no budget here"):
-        walk.cache.describe_requests("r9", positions=True)
+        walk.cache.inspector.describe_requests("r9", positions=True)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -13,6 +13,8 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang_evicpress.decode_budget.settings import DecodeSettings
 from sglang_evicpress.decode_budget.stats import RequestTally
 from sglang_evicpress.patches.decode_budget import admission
+from sglang_evicpress.patches.decode_budget.budgets import DecodeBudgets
+from sglang_evicpress.patches.decode_budget.records import BudgetRecords
 from sglang_evicpress.patches.decode_budget.state import DecodeState
 from sglang_evicpress.patches.tree.namespaces import SHADOW_PREFIX
 from sglang_evicpress.patches.tree.node import PrefixView
@@ -51,7 +53,8 @@ class Adder:
         self.rem_chunk_tokens = chunk
         self.new_chunked_req: Any = None
         self.given_up: list[str] = []
-        self.tree_cache = SimpleNamespace(give_up=lambda req, why: self.given_up.append(why))
+        give_up = SimpleNamespace(give_up=lambda req, why: self.given_up.append(why))
+        self.tree_cache = SimpleNamespace(decode_budgets=give_up)
         self.asked: list[tuple[int, int]] = []
 
     @property
@@ -210,13 +213,10 @@ def test_adders_of_sglang_keep_their_books_under_the_names_that_are_touched(name
 
 def scheduler(default: DecodeSettings | None = None) -> Any:
     """With a pool of 512 slots under a model of 4,096 tokens."""
-    cache = SimpleNamespace(
-        default_budget=default or DecodeSettings(),
-        client_budgets="on",
-        compressor=SimpleNamespace(sinks=4),
-        has_budgets=False,
-        budget_totals=SimpleNamespace(num_requests=0),
-    )
+    tree, compressor = SimpleNamespace(page_size=PAGE), SimpleNamespace(sinks=4)
+    passes, records = SimpleNamespace(), BudgetRecords("cpu")
+    budgets = DecodeBudgets(tree, compressor, passes, records, default or DecodeSettings(), "on")
+    cache = SimpleNamespace(decode_budgets=budgets)
     return SimpleNamespace(
         tree_cache=cache,
         page_size=PAGE,
@@ -248,7 +248,7 @@ def test_an_answer_may_outgrow_the_pool_but_not_the_context() -> None:
     made = take(req, {"kv_decode_budget": 128, "__req__": req})
     assert req.kv_budget.settings == DecodeSettings(128)
     assert req.sampling_params.max_new_tokens == 4096 - 100 - 2
-    assert made.tree_cache.has_budgets and made.tree_cache.budget_totals.num_requests == 1
+    assert made.tree_cache.decode_budgets.has_budgets and made.tree_cache.decode_budgets.totals.num_requests == 1
 
 
 @pytest.mark.parametrize(("num_tokens", "budget"), [(100, 512), (300, 256), (16, 4096)])
@@ -264,7 +264,7 @@ def test_without_a_budget_a_request_is_left_as_it_is() -> None:
         req = request(100, 100_000)
         made = take(req, params)
         assert req.kv_budget is None and req.sampling_params.max_new_tokens == SLOTS - 112 - PAGE - 1
-        assert not made.tree_cache.has_budgets
+        assert not made.tree_cache.decode_budgets.has_budgets
 
 
 def test_the_budget_of_the_server_is_for_all_that_ask_for_none() -> None:

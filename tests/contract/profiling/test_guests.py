@@ -69,7 +69,7 @@ class Server(ShadowWalk):
 
     def scheduler(self) -> object:
         stub = super().scheduler()
-        del self.cache._send_back  # here guests do make way
+        del self.cache.background._send_back  # here guests do make way
         stub.running_batch = Batch(self, [], ForwardMode.DECODE)
         stub.max_running_requests, stub.server_args = self.max_running, None
         stub._add_request_to_queue = self.put_back
@@ -198,7 +198,7 @@ class Server(ShadowWalk):
         if batch.forward_mode.is_extend():
             assert not guests or not users_waited, "a guest begins while a user waits"
             lengths = [num for req, num in zip(batch.reqs, batch.extend_lens, strict=True) if req in guests]
-            assert sum(lengths[:-1]) < self.cache.pacer.max_step_tokens
+            assert sum(lengths[:-1]) < self.cache.background.pacer.max_step_tokens
             self.num_guest_tokens += sum(lengths)
             self.num_touched += bool(guests and self.users_running())
             return
@@ -208,7 +208,7 @@ class Server(ShadowWalk):
             self.num_touched += bool(guests)
 
     def bound(self) -> float:
-        pacer = self.cache.pacer
+        pacer = self.cache.background.pacer
         return pacer.per_step * self.num_user_steps + pacer.max_debt + 1
 
 
@@ -240,9 +240,9 @@ def test_with_no_user_guests_run_at_once(server: Server) -> None:
     for _ in range(4):
         server.round()
     assert sorted(server.done) == sorted(req.rid for req in asked)
-    assert (server.num_touched, server.cache.guest_counts["user_steps_touched"]) == (0, 0)
+    assert (server.num_touched, server.cache.background.counts["user_steps_touched"]) == (0, 0)
     server.round()
-    assert server.cache.guests == []
+    assert server.cache.background.guests == []
 
 
 def test_guests_do_not_begin_while_a_user_waits(server: Server) -> None:
@@ -258,12 +258,14 @@ def test_guests_wait_for_credit_while_users_decode(server: Server) -> None:
     user = server.user(num_new=400)
     server.round()
     guest = server.guest(name)
-    assert server.until(guest, at_most=200) >= 1 / server.cache.pacer.per_step and user.req_pool_idx is not None
+    assert (
+        server.until(guest, at_most=200) >= 1 / server.cache.background.pacer.per_step and user.req_pool_idx is not None
+    )
     for _ in range(5):  # else it would go on with what has begun
         server.round()
     second = server.guest(name)
-    assert server.until(second, at_most=200) >= 1 / server.cache.pacer.per_step - 7
-    assert server.num_touched == 2 == server.cache.guest_counts["user_steps_touched"]
+    assert server.until(second, at_most=200) >= 1 / server.cache.background.pacer.per_step - 7
+    assert server.num_touched == 2 == server.cache.background.counts["user_steps_touched"]
 
 
 def test_a_user_that_was_just_prefilled_is_not_overlooked(server: Server) -> None:
@@ -331,7 +333,7 @@ def test_only_the_stray_itself_is_aborted(server: Server) -> None:
     server.round()
     assert server.aborted == [""] and stray not in server.waiting
     server.until(user, guest, at_most=200)
-    assert server.cache.guest_counts["aborted"] == 1
+    assert server.cache.background.counts["aborted"] == 1
 
 
 def test_guests_of_a_shadow_that_is_closed_are_aborted_and_those_that_run_end(server: Server) -> None:
@@ -352,18 +354,18 @@ def test_a_guest_that_is_retracted_is_counted_once(server: Server) -> None:
     guest = server.guest(name, 10)
     server.until(guest, at_most=5)
     server.round()
-    before = server.cache.guest_counts["requests"]
+    before = server.cache.background.counts["requests"]
     running = server.stub.running_batch
     running.release_req(running.reqs.index(guest), 0, None)
     running.filter_batch(keep_indices=[index for index, req in enumerate(running.reqs) if req is not guest])
     server.put_back(guest, True)
     server.until(guest, at_most=20)
-    assert server.cache.guest_counts["requests"] == before
-    assert sum(req is guest for req in server.cache.guests) == 1
+    assert server.cache.background.counts["requests"] == before
+    assert sum(req is guest for req in server.cache.background.guests) == 1
 
 
 def test_guests_that_owe_too_much_make_way_and_come_back(server: Server) -> None:
-    server.cache.pacer.max_debt = 3
+    server.cache.background.pacer.max_debt = 3
     name = server.open_whole()
     guest, user = server.guest(name, 40), server.user(num_new=200)
     for _ in range(170):
@@ -406,7 +408,7 @@ def test_claims_are_those_of_users(server: Server) -> None:
 def test_users_feel_no_more_than_was_promised(serve: Callable[..., Server], seed: int) -> None:
     """In n steps in which users decode, guests touch at most per_step * n + max_debt + 1, whatever both do."""
     server = serve(seed=seed, num_slots=1024)
-    rng, pacer = server.rng, server.cache.pacer
+    rng, pacer = server.rng, server.cache.background.pacer
     pacer.max_debt = rng.choice([0, 3, 20])
     cost(server, rng.choice([PrefillLaw(1.0, 1e-6, 0.0), PrefillLaw(0.01, 1e-4, 0.0)]))
     busy = rng.choice([0.02, 0.1, 0.3])
@@ -429,7 +431,7 @@ def test_users_feel_no_more_than_was_promised(serve: Callable[..., Server], seed
                 server.put_away(shadow)
         server.round()
         assert server.num_touched <= server.bound()
-    counts = server.cache.guest_counts
+    counts = server.cache.background.counts
     assert (counts["user_steps"], counts["user_steps_touched"]) == (server.num_user_steps, server.num_touched)
     assert counts["tokens"] == server.num_guest_tokens > 0
     for _ in range(300):

@@ -53,7 +53,7 @@ class ProfiledWalk(ShadowWalk):
 
     def put(self, tokens: list[int], means: dict[str, float], namespace: str | None = None, **more: object) -> int:
         profile = self.profile(tokens, means, namespace, **more)
-        answered = self.cache.put_profile(profile, True)
+        answered = self.cache.quality.put_profile(profile, True)
         self.check()
         return answered["num_nodes"]
 
@@ -92,7 +92,7 @@ class ProfiledWalk(ShadowWalk):
         request.kv_allocated_len = request.filled = begin + 1
 
     def job(self) -> dict[str, object]:
-        return json.loads(json.dumps(self.cache.next_profiling_job()))
+        return json.loads(json.dumps(self.cache.inspector.next_profiling_job()))
 
 
 # ---- curves
@@ -106,7 +106,7 @@ def test_with_nothing_known_only_the_exact_form_may_be_chosen() -> None:
     assert [str(option.form or "drop") for option in walk.cache.options_of(node)] == ["drop"]
     walk.cache.relieve(64)
     assert walk.cache.controller.num_dropped == 1 and not walk.cache.controller.num_compressed
-    assert walk.cache.list_profiles()["default"] == {}
+    assert walk.cache.inspector.list_profiles()["default"] == {}
 
 
 def test_a_policy_that_weighs_no_quality_compresses_without_any() -> None:
@@ -126,9 +126,9 @@ def test_a_prior_is_gone_by_until_something_is_profiled() -> None:
     shadow = walk.whole(tokens)
     assert walk.put(tokens, GOOD) == 1
     walk.put_away(shadow)
-    bounds = walk.cache.catalog.curves_of(walk.key_of(tokens))
+    bounds = walk.cache.quality.catalog.curves_of(walk.key_of(tokens))
     assert walk.expected(node, "knorm@0.2", "random@0.5") == [bounds.quality(Form("knorm", 0.2)), None]
-    curves = walk.cache.catalog.default
+    curves = walk.cache.quality.catalog.default
     believed = [curves.quality(form) for form in (HALF, Form("knorm", 0.2))]
     assert walk.expected(unprofiled, "knorm@0.5", "knorm@0.2", "random@0.5") == [*believed, None]
     assert 0.8 < believed[0] < 0.9 and 0.7 < believed[1] < 0.8
@@ -144,7 +144,7 @@ def test_a_profile_finds_the_nodes_of_its_context_when_it_is_put(page_size: int)
     walk.put_away(walk.copy(tokens))
     assert walk.put(tokens, GOOD) == 2
     key = walk.key_of(tokens)
-    shown = walk.cache.show_profile(key)
+    shown = walk.cache.quality.show_profile(key)
     assert sorted(shown["nodes"]) == sorted(node.id for node in walk.parts(tokens))
     assert [node.kv.profiles for node in walk.parts(tokens)] == [{key: 192}, {key: 192}]
     assert [node.kv.profiles for node in walk.parts(tokens, "lora-a")] == [{}]
@@ -181,7 +181,7 @@ def test_a_profile_is_found_by_hash_when_its_context_comes_into_the_tree(page_si
     (_, lower) = walk.parts(tokens)
     both = {walk.key_of(tokens[:192]): 192, walk.key_of(tokens): 256}
     assert upper.kv.profiles == lower.kv.profiles == both
-    of = [walk.cache.catalog.curves_of(key).quality(HALF) for key in both]
+    of = [walk.cache.quality.catalog.curves_of(key).quality(HALF) for key in both]
     assert walk.expected(upper, "knorm@0.5") == walk.expected(lower, "knorm@0.5") == [pytest.approx(sum(of) / 2)]
     walk.cache.drop(lower.id)
     other = [*tokens[:80], *walk.random_tokens(176)]
@@ -197,7 +197,7 @@ def test_shadows_carry_no_profile() -> None:
     finished(walk, tokens)
     shadow = walk.whole(tokens)
     walk.form(shadow)
-    assert all(not node.kv.profiles for node in walk.cache.shadow_nodes())
+    assert all(not node.kv.profiles for node in walk.cache.shadows.shadow_nodes())
     walk.check()
 
 
@@ -223,7 +223,7 @@ def test_the_parts_of_a_split_carry_profiles_of_their_own() -> None:
     walk.cache._split_node(node.key, node, 128)
     walk.put_away(walk.copy(tokens[:128]))
     assert walk.put(tokens[:128], GOOD) == 1
-    default = walk.cache.catalog.default.quality(HALF)
+    default = walk.cache.quality.catalog.default.quality(HALF)
     assert node.kv.profiles == {} and walk.expected(node, "knorm@0.5") == [default]  # as any unprofiled node
     walk.cache._split_node(node.key, node, 32)
     assert [len(part.kv.profiles) for part in walk.parts(tokens)] == [1, 0, 0]
@@ -243,10 +243,10 @@ def test_a_node_that_is_mostly_something_else_is_not_taken_for_the_context() -> 
             walk.put_away(walk.copy(tokens[:64]))
             walk.put(tokens[:64], GOOD)
         (node,) = walk.parts(tokens)
-        default = walk.cache.catalog.default.quality(HALF)
+        default = walk.cache.quality.catalog.default.quality(HALF)
         assert walk.expected(node, "knorm@0.5") == [default]
         finished(walk, [*tokens[:70], 59])
-        bound = walk.cache.catalog.curves_of(walk.key_of(tokens[:64])).quality(HALF)
+        bound = walk.cache.quality.catalog.curves_of(walk.key_of(tokens[:64])).quality(HALF)
         assert walk.expected(node.parent, "knorm@0.5") == [bound] != [default]
         assert walk.expected(node, "knorm@0.5") == [default]
         walk.check()
@@ -261,11 +261,11 @@ def test_an_unprofiled_context_is_taken_for_a_low_quantile() -> None:
     profiled = [walk.random_tokens(64) for _ in range(21)]
 
     def bounds() -> list[float]:
-        found = [walk.cache.catalog.curves_of(walk.key_of(tokens)).quality(HALF) for tokens in profiled]
+        found = [walk.cache.quality.catalog.curves_of(walk.key_of(tokens)).quality(HALF) for tokens in profiled]
         return sorted(found)
 
     walk.put(profiled[0], {"knorm@0.5": 0.5})
-    first = walk.cache.catalog.curves_of(walk.key_of(profiled[0])).quality(HALF)
+    first = walk.cache.quality.catalog.curves_of(walk.key_of(profiled[0])).quality(HALF)
     assert first < 0.5 and walk.expected(node, "knorm@0.5") == [first]  # the first profile is gone by at once
     for index, tokens in enumerate(profiled[1:20], 1):
         walk.put(tokens, {"knorm@0.5": 0.5 + index / 100})
@@ -296,7 +296,7 @@ def test_what_is_put_again_is_gone_by_from_then_on() -> None:
     (node,) = walk.parts(tokens)
     before = walk.expected(node, "knorm@0.5")
     assert walk.put(tokens, POOR) == 1
-    assert walk.expected(node, "knorm@0.5") == [walk.cache.catalog.curves_of(walk.key_of(tokens)).quality(HALF)]
+    assert walk.expected(node, "knorm@0.5") == [walk.cache.quality.catalog.curves_of(walk.key_of(tokens)).quality(HALF)]
     assert walk.expected(node, "knorm@0.5") < before
 
 
@@ -304,12 +304,12 @@ def test_a_profile_that_is_not_fresh_is_merged_with_the_one_before() -> None:
     walk = ProfiledWalk()
     tokens = walk.random_tokens(64)
     walk.put(tokens, {"knorm@0.5": 0.9})
-    answered = walk.cache.put_profile(walk.profile(tokens, {"knorm@0.5": 0.5, "knorm@0.2": 0.4}), False)
+    answered = walk.cache.quality.put_profile(walk.profile(tokens, {"knorm@0.5": 0.5, "knorm@0.2": 0.4}), False)
     assert answered["identity"] == IDENTITY.hex()
     merged = Profile.from_json(json.loads(json.dumps(answered["profile"])))
     assert merged.forms[HALF].count == 18 and merged.forms[HALF].mean == pytest.approx(0.7)
     walk.put(tokens, {"knorm@0.5": 0.2})
-    assert walk.cache.catalog.get(merged.key).forms[HALF].mean == 0.2
+    assert walk.cache.quality.catalog.get(merged.key).forms[HALF].mean == 0.2
 
 
 def test_profiles_are_read_at_the_start_and_those_of_another_model_are_not(tmp_path: Path) -> None:
@@ -320,11 +320,13 @@ def test_profiles_are_read_at_the_start_and_those_of_another_model_are_not(tmp_p
     walk = ProfiledWalk(profiles=str(tmp_path / "profiles"))
     finished(walk, tokens)
     (node,) = walk.parts(tokens)
-    assert walk.expected(node, "knorm@0.5") == [walk.cache.catalog.curves_of(walk.key_of(tokens)).quality(HALF)]
-    assert walk.cache.list_profiles()["default"]["knorm@0.5"] == walk.cache.catalog.default.quality(HALF)
+    assert walk.expected(node, "knorm@0.5") == [walk.cache.quality.catalog.curves_of(walk.key_of(tokens)).quality(HALF)]
+    assert walk.cache.inspector.list_profiles()["default"]["knorm@0.5"] == walk.cache.quality.catalog.default.quality(
+        HALF
+    )
     walk.identity = bytes(reversed(IDENTITY))  # other weights
     walk.flush_all()
-    assert len(walk.cache.catalog) == 0 and walk.cache.list_profiles()["default"] == {}
+    assert len(walk.cache.quality.catalog) == 0 and walk.cache.inspector.list_profiles()["default"] == {}
     finished(walk, tokens)
     assert walk.expected(walk.parts(tokens)[0], "knorm@0.5") == [None]
 
@@ -338,7 +340,7 @@ def test_profiles_of_another_model_are_not_gone_by_when_the_tree_was_kept(tmp_pa
     walk.identity = bytes(reversed(IDENTITY))  # other weights, without a flush
     walk.cache.weights_changed()
     walk.open.clear()
-    assert not walk.cache.spaces and len(walk.cache.catalog) == 0
+    assert not walk.cache.shadows.spaces and len(walk.cache.quality.catalog) == 0
     (node,) = walk.parts(tokens)
     assert walk.expected(node, "knorm@0.5") == [None]
     walk.check()
@@ -358,7 +360,7 @@ def test_adaptcache_goes_by_the_mean_of_all_profiles() -> None:
 
 def test_an_unknown_context_has_no_profile_to_show() -> None:
     with pytest.raises(IntrospectionError, match=f"context {bytes(16).hex()} has no profile") as caught:
-        ProfiledWalk().cache.show_profile(bytes(16))
+        ProfiledWalk().cache.quality.show_profile(bytes(16))
     assert caught.value.status == 404
 
 
@@ -367,7 +369,7 @@ def test_an_unknown_context_has_no_profile_to_show() -> None:
 
 def asked(walk: ProfiledWalk, tokens: list[int], namespace: str | None = None) -> list[tuple[list[int], list[int]]]:
     """Questions about a context with their answers, oldest first."""
-    found = walk.cache.recorder.queries_of(walk.key_of(tokens, namespace))
+    found = walk.cache.quality.recorder.queries_of(walk.key_of(tokens, namespace))
     return [(list(query.tokens), list(query.answer)) for query in found]
 
 
@@ -376,13 +378,16 @@ def test_what_users_ask_about_a_shared_prefix_is_recorded(page_size: int) -> Non
     walk = ProfiledWalk(page_size)
     tokens, first, second, third = walk.random_tokens(256), [51, 52], [53] * 20, [54] * 70
     walk.answer([*tokens, *first], 7)
-    assert len(walk.cache.recorder) == 0, "nobody else had it yet"
+    assert len(walk.cache.quality.recorder) == 0, "nobody else had it yet"
     walk.answer([*tokens, *second], 8, 9)
     walk.answer([*tokens, *third], 7)
     assert asked(walk, tokens) == [(second, [8, 9]), (third, [7])]
     walk.answer([*tokens, *third[:64], *first], 6, 5)
     assert asked(walk, [*tokens, *third[:64]]) == [(first, [6, 5])]  # what they share is longer
-    assert walk.cache.profiling_counts["recorded"] == 3 and walk.cache.list_profiles()["num_recorded_contexts"] == 2
+    assert (
+        walk.cache.quality.counts["recorded"] == 3
+        and walk.cache.inspector.list_profiles()["num_recorded_contexts"] == 2
+    )
     walk.check()
 
 
@@ -396,7 +401,7 @@ def test_what_is_not_recorded() -> None:
     walk.answer([*tokens, 52], 7, namespace="lora-a", lora_id="a")
     walk.answer([*tokens, 52])  # no answer
     walk.answer([*tokens, *[52] * 10], 7)
-    walk.cache.recorder.max_query_tokens = 8
+    walk.cache.quality.recorder.max_query_tokens = 8
     walk.answer([*tokens, *[53] * 10], 7)
     shadow = walk.whole(tokens)
     walk.ask(shadow.exact, [*tokens, 51, 52])
@@ -405,7 +410,7 @@ def test_what_is_not_recorded() -> None:
     walk.generate(request, 7)
     walk.running.remove(request)
     walk.cache.cache_finished_req(request, is_insert=False)  # aborted
-    assert walk.cache.profiling_counts["recorded"] == 1 and asked(walk, tokens) == [([52] * 10, [7])]
+    assert walk.cache.quality.counts["recorded"] == 1 and asked(walk, tokens) == [([52] * 10, [7])]
     walk.answer([*tokens, 55], 7, namespace="lora-a")
     assert asked(walk, tokens, "lora-a") == [([55], [7])]
 
@@ -418,8 +423,8 @@ def test_where_it_would_change_nothing_nothing_is_recorded(settings: dict[str, o
     tokens = walk.random_tokens(256)
     for question in (51, 52, 53):
         walk.answer([*tokens, question], 7)
-    assert walk.cache.recorder is None and walk.job() == {}
-    assert walk.cache.list_profiles()["recording"] is False
+    assert walk.cache.quality.recorder is None and walk.job() == {}
+    assert walk.cache.inspector.list_profiles()["recording"] is False
 
 
 def test_a_lossy_hit_is_recorded_with_what_was_predicted() -> None:
@@ -434,7 +439,7 @@ def test_a_lossy_hit_is_recorded_with_what_was_predicted() -> None:
     walk.cache.compress(upper.id, HALF)
     walk.answer([*tokens, 53], 7)
     walk.answer([*tokens[:256], 54], 7)
-    recorder = walk.cache.recorder
+    recorder = walk.cache.quality.recorder
     assert [query.predicted for query in recorder.queries_of(walk.key_of(tokens))] == [0.49, 0.49]
     assert [query.predicted for query in recorder.queries_of(walk.key_of(tokens[:256]))] == [None, 0.875]
     assert recorder.context_of(walk.key_of(tokens)).num_lossy_hits == 2
@@ -447,7 +452,7 @@ def test_a_request_computed_on_lossy_kv_is_no_worse_than_that() -> None:
     walk.cache.compress(walk.parts(tokens)[0].id, HALF)
     walk.answer(tokens)  # lossy below, though all of it is there
     walk.answer([*tokens, 52], 7)
-    (query,) = walk.cache.recorder.queries_of(walk.key_of(tokens))
+    (query,) = walk.cache.quality.recorder.queries_of(walk.key_of(tokens))
     assert query.predicted == 0.875
 
 
@@ -494,8 +499,8 @@ def test_a_context_that_was_asked_about_twice_is_to_be_profiled() -> None:
     assert walk.job() == {}
     walk.answer([*other, 52], 7)
     assert walk.job()["key"] == walk.key_of(other).hex()
-    walk.cache.note_failed(walk.key_of(other))
-    assert walk.job() == {} and walk.cache.profiling_counts["failed"] == 1
+    walk.cache.quality.note_failed(walk.key_of(other))
+    assert walk.job() == {} and walk.cache.quality.counts["failed"] == 1
 
 
 def test_a_context_that_was_profiled_in_other_presses_only_is_to_be_profiled_once() -> None:
@@ -548,39 +553,39 @@ def test_a_context_that_is_worse_than_predicted_is_observed_then_profiled_anew()
     walk.answer([*tokens, 50], 7)
     assert walk.job() == {}
     walk.cache.compress(node.id, HALF)
-    predicted = walk.cache.quality_of(node)
+    predicted = walk.cache.quality.quality_of(node)
     walk.answer([*tokens, 51], 7)
     job = walk.job()
     assert (job["kind"], [query["token_ids"] for query in job["queries"]]) == ("observe", [[51]])
     assert [query["predicted"] for query in job["queries"]] == [predicted]
     key = walk.key_of(tokens)
-    assert walk.cache.note_observed(key, [(predicted, 0.9)]) == {"is_drifted": False}
+    assert walk.cache.quality.note_observed(key, [(predicted, 0.9)]) == {"is_drifted": False}
     assert walk.job() == {}
     for question in range(52, 60):
         walk.answer([*tokens, question], 7)
     assert walk.job()["kind"] == "observe"
-    assert walk.cache.note_observed(key, [(predicted, 0.1)] * 4) == {"is_drifted": True}
+    assert walk.cache.quality.note_observed(key, [(predicted, 0.1)] * 4) == {"is_drifted": True}
     job = walk.job()
     assert (job["kind"], job["why"], job["key"]) == ("profile", "drift", key.hex())
     walk.put(tokens, {"knorm@0.5": 0.2})
     assert walk.job() == {}
-    assert walk.cache.quality_of(walk.parts(tokens)[0]) < 0.3
-    counts = walk.cache.profiling_counts
+    assert walk.cache.quality.quality_of(walk.parts(tokens)[0]) < 0.3
+    counts = walk.cache.quality.counts
     assert (counts["observed"], counts["drifted"], counts["profiled"]) == (5, 1, 2)
 
 
 def test_contexts_that_are_forgotten_are_not_kept_while_no_cycle_is_ever_free() -> None:
     walk = ProfiledWalk()
-    walk.cache.recorder = Recorder(max_contexts=4)
+    walk.cache.quality.recorder = Recorder(max_contexts=4)
     walk.stub.max_running_requests = 0  # a server that always has a queue
     for _ in range(24):
         tokens = walk.random_tokens(256)
         walk.answer(tokens)
         walk.answer([*tokens, 51], 7)
         assert walk.job() == {}
-        assert len(walk.cache._node_of_context) <= 4
+        assert len(walk.cache.quality._node_of_context) <= 4
     for _ in range(24):  # nor while nobody asks for a job
         tokens = walk.random_tokens(256)
         walk.answer(tokens)
         walk.answer([*tokens, 51], 7)
-        assert len(walk.cache._node_of_context) <= 8
+        assert len(walk.cache.quality._node_of_context) <= 8

@@ -53,12 +53,13 @@ class ShadowMoves:
         self.open: dict[int, SimpleNamespace] = {}
         self.aborted: list[str] = []
         sender = SimpleNamespace(send_output=lambda message, req: self.aborted.append(req.rid))
-        self.cache._send_back = lambda scheduler: None  # here guests run until they end
+        self.cache.background._send_back = lambda scheduler: None  # here guests run until they end
         self.stub = SimpleNamespace(
             last_batch=None,
             running_batch=SimpleNamespace(reqs=self.running),
             cur_batch=None,
             chunked_req=None,
+            tokenizer=None,
             waiting_queue=self.waiting,
             max_running_requests=ROWS - 2,
             ipc_channels=SimpleNamespace(send_to_tokenizer=sender),
@@ -72,7 +73,7 @@ class ShadowMoves:
 
     def copy(self, tokens: list[int], namespace: str | None = None, *, may_evict: bool = True) -> SimpleNamespace:
         """A shadow, as far as it could be copied."""
-        given = self.cache.open_shadow(tokens, namespace, may_evict)
+        given = self.cache.shadows.open_shadow(tokens, namespace, may_evict)
         self.copied[given["extra_key"]] = namespace
         found = SimpleNamespace(id=given["shadow"], exact=given["extra_key"], tokens=list(tokens), forms={}, **given)
         self.open[found.id] = found
@@ -86,13 +87,13 @@ class ShadowMoves:
         return shadow
 
     def form(self, shadow: SimpleNamespace, form: Form = HALF) -> str:
-        name = shadow.forms[form] = self.cache.make_shadow_form(shadow.id, form)["extra_key"]
+        name = shadow.forms[form] = self.cache.shadows.make_shadow_form(shadow.id, form)["extra_key"]
         self.copied[name] = self.copied[shadow.exact]
         return name
 
     def put_away(self, shadow: SimpleNamespace, *, adopt: bool = False) -> int:
         self.open.pop(shadow.id, None)
-        return self.cache.close_shadow(shadow.id, adopt)["adopted_nodes"]
+        return self.cache.shadows.close_shadow(shadow.id, adopt)["adopted_nodes"]
 
     def enqueue(self, name: str | None, tokens: list[int]) -> Request:
         self.count += 1
@@ -104,7 +105,7 @@ class ShadowMoves:
     def begin(self, name: str, tokens: list[int]) -> Request | None:
         """A guest enters the queue and runs at once; None when it was aborted instead."""
         request = self.enqueue(name, tokens)
-        self.cache.begin_round(self.stub)
+        self.cache.background.begin_round(self.stub)
         if request not in self.waiting:
             return None
         self.prefill(request)
@@ -170,7 +171,7 @@ class ShadowMoves:
         return super().moves() | asking | {self.close_one: 1.5, self.mend: 2, self.fill_up: 0.3}
 
     def some(self) -> SimpleNamespace | None:
-        for gone in [number for number in self.open if number not in self.cache.spaces]:
+        for gone in [number for number in self.open if number not in self.cache.shadows.spaces]:
             del self.open[gone]
         return self.rng.choice(list(self.open.values())) if self.open else None
 
@@ -197,7 +198,7 @@ class ShadowMoves:
         shadow = self.some()
         if shadow is not None and shadow.forms:
             form = self.rng.choice(list(shadow.forms))
-            self.cache.drop_shadow_form(shadow.id, form)
+            self.cache.shadows.drop_shadow_form(shadow.id, form)
             del shadow.forms[form]
 
     def question(self) -> None:
@@ -229,13 +230,13 @@ class ShadowMoves:
             self.num_adopted += self.put_away(shadow, adopt=self.rng.random() < 0.5)
 
     def start(self) -> None:
-        self.cache.begin_round(self.stub)
+        self.cache.background.begin_round(self.stub)
         super().start()
 
     def leave(self) -> None:
         if self.waiting:
             self.waiting.pop(self.rng.randrange(len(self.waiting)))
-            self.cache.claims.keep_only(self.cache.without_guests(self.waiting))
+            self.cache.claims.keep_only(self.cache.background.without_guests(self.waiting))
 
     def fill_up(self) -> None:
         """A batch that needs all that SGLang was told could be had."""
@@ -246,12 +247,12 @@ class ShadowMoves:
 
     def end_all(self) -> None:
         super().end_all()
-        self.cache.begin_round(self.stub)
+        self.cache.background.begin_round(self.stub)
         for shadow in list(self.open.values()):
-            if shadow.id in self.cache.spaces:
+            if shadow.id in self.cache.shadows.spaces:
                 self.put_away(shadow)
         self.open.clear()
-        assert self.cache.num_shadow_slots == 0 and not self.cache.space_of and not self.cache._retired
+        assert self.cache.num_shadow_slots == 0 and not self.cache.shadows._space_of and not self.cache.shadows._retired
 
     # ---- the oracle
 
@@ -375,7 +376,7 @@ def test_a_form_of_a_shadow_is_bit_for_bit_what_compressing_a_node_keeps(
     users = shadowed.node(None, tokens)
     before = shadowed.kv_of(users)
     shadow = shadowed.whole(tokens)
-    made = shadowed.cache.make_shadow_form(shadow.id, form)
+    made = shadowed.cache.shadows.make_shadow_form(shadow.id, form)
     copy = shadowed.node(made["extra_key"], tokens)
     assert made["num_slots"] == num_slots(copy) == num_slots(node) < 128
     assert torch.equal(shadowed.kv_of(copy), plain.kv_of(node))
@@ -385,7 +386,7 @@ def test_a_form_of_a_shadow_is_bit_for_bit_what_compressing_a_node_keeps(
     assert torch.equal(shadowed.kv_of(users), before), "users' KV was touched"
     parts = [part for part, _ in shadowed.cache._steps(RadixKey(array("q", tokens), shadow.exact))]
     assert torch.equal(torch.cat([shadowed.kv_of(part) for part in parts], dim=1), before), "the copy was touched"
-    assert shadowed.cache.check_integrity()["violations"] == []
+    assert shadowed.cache.inspector.check_integrity()["violations"] == []
 
 
 @pytest.mark.parametrize(("page_size", "present"), [(1, 192), (16, 192), (64, 192), (128, 128)])
@@ -458,9 +459,15 @@ def refused(walk: ShadowWalk, match: str, call: Callable[..., object], *args: ob
 
     def state() -> tuple[object, ...]:
         cache = walk.cache
-        spaces = {number: dict(space.forms) for number, space in cache.spaces.items()}
+        spaces = {number: dict(space.forms) for number, space in cache.shadows.spaces.items()}
         slots = {node.id: slots_of(node).tolist() for node in cache.nodes.values()}
-        return cache.describe_tree(), slots, spaces, set(cache.space_of), walk.allocator.available_size()
+        return (
+            cache.inspector.describe_tree(),
+            slots,
+            spaces,
+            set(cache.shadows._space_of),
+            walk.allocator.available_size(),
+        )
 
     before = state()
     with pytest.raises((ValueError, IntrospectionError), match=match) as caught:
@@ -485,13 +492,13 @@ def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
     walk.form(shadow)
     refused(walk, "has knorm@0.5 already: drop it first", walk.form, shadow)
     never = Form("knorm", 0.2)
-    refused(walk, "has no knorm@0.2: it has knorm@0.5", walk.cache.drop_shadow_form, shadow.id, never)
-    for call in (walk.cache.make_shadow_form, walk.cache.drop_shadow_form):
+    refused(walk, "has no knorm@0.2: it has knorm@0.5", walk.cache.shadows.drop_shadow_form, shadow.id, never)
+    for call in (walk.cache.shadows.make_shadow_form, walk.cache.shadows.drop_shadow_form):
         refused(walk, "the shadow is gone: 77 was closed, or had to make room", call, 77, never)
-    refused(walk, "the shadow is gone: 77", walk.cache.close_shadow, 77, False)
+    refused(walk, "the shadow is gone: 77", walk.cache.shadows.close_shadow, 77, False)
     refused(walk, "the context is a shadow's", walk.copy, tokens, shadow.exact)
     walk.put_away(shadow)
-    refused(walk, f"the shadow is gone: {shadow.id} was closed", walk.cache.close_shadow, shadow.id, True)
+    refused(walk, f"the shadow is gone: {shadow.id} was closed", walk.cache.shadows.close_shadow, shadow.id, True)
 
 
 @pytest.mark.parametrize("name", ["copy", "copy_compressed"])
@@ -510,7 +517,7 @@ def test_without_device_memory_for_the_copy_its_slots_are_given_back(
     monkeypatch.setattr(walk.cache.compressor, name, fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         walk.copy(tokens) if shadow is None else walk.form(shadow)
-    assert walk.allocator.available_size() == before and len(walk.cache.spaces) == (shadow is not None)
+    assert walk.allocator.available_size() == before and len(walk.cache.shadows.spaces) == (shadow is not None)
     walk.check()
 
 
@@ -527,7 +534,7 @@ def test_shadows_take_no_more_than_their_share() -> None:
     refused(walk, "no room for a shadow of 128 slots: shadows hold 384 and may hold 384", walk.copy, tokens)
     walk.put_away(small)
     walk.copy(tokens)
-    assert walk.cache.shadow_counts["refused"] == 3
+    assert walk.cache.shadows.counts["refused"] == 3
 
 
 def test_so_many_are_open_at_once_and_no_more() -> None:
@@ -547,17 +554,17 @@ def test_a_shadow_that_nobody_uses_any_more_is_closed_for_the_next() -> None:
     assert walk.ask(asked.exact, asked.tokens) is not None
     walk.cache.now_s += half
     walk.copy(walk.random_tokens(64))
-    assert left.id not in walk.cache.spaces and walk.cache.shadow_counts["expired"] == 1
+    assert left.id not in walk.cache.shadows.spaces and walk.cache.shadows.counts["expired"] == 1
     refused(walk, f"the shadow is gone: {left.id} was closed", walk.form, walk.open.pop(left.id))
     walk.end(guest)
-    walk.cache.begin_round(walk.stub)
+    walk.cache.background.begin_round(walk.stub)
     walk.cache.now_s += half
     walk.form(asked)
-    walk.cache.expire_shadows()
-    assert {held.id, asked.id} <= {*walk.cache.spaces}
+    walk.cache.shadows.expire_shadows()
+    assert {held.id, asked.id} <= {*walk.cache.shadows.spaces}
     walk.cache.now_s += half
-    walk.cache.expire_shadows()
-    assert held.id not in walk.cache.spaces and asked.id in walk.cache.spaces
+    walk.cache.shadows.expire_shadows()
+    assert held.id not in walk.cache.shadows.spaces and asked.id in walk.cache.shadows.spaces
     walk.open.pop(held.id)
     walk.check()
 
@@ -609,14 +616,14 @@ def test_questions_leave_nothing_behind() -> None:
     tokens = walk.random_tokens(64)
     shadow = walk.whole(tokens)
     name = walk.form(shadow)
-    before = walk.cache.describe_tree()["num_nodes"], walk.allocator.available_size()
+    before = walk.cache.inspector.describe_tree()["num_nodes"], walk.allocator.available_size()
     for of in (shadow.exact, name):
         request = walk.begin(of, [*tokens, 51, 52])
         for _ in range(3):
             walk.decode()
         walk.end(request)
         walk.check()
-    assert (walk.cache.describe_tree()["num_nodes"], walk.allocator.available_size()) == before
+    assert (walk.cache.inspector.describe_tree()["num_nodes"], walk.allocator.available_size()) == before
 
 
 def test_a_question_in_a_shadow_that_is_not_whole_is_aborted() -> None:
@@ -628,7 +635,7 @@ def test_a_question_in_a_shadow_that_is_not_whole_is_aborted() -> None:
     assert walk.ask("evicpress/shadow/of nobody/exact", tokens) is None
     assert walk.ask(shadow.exact, tokens) == 64
     assert walk.ask(shadow.exact, [*tokens, 51, 52]) == 128
-    assert len(walk.aborted) == 2 == walk.cache.guest_counts["aborted"]
+    assert len(walk.aborted) == 2 == walk.cache.background.counts["aborted"]
 
 
 def test_the_policy_plans_without_shadows() -> None:
@@ -654,10 +661,10 @@ def test_shadows_make_room_when_nothing_else_does() -> None:
     walk.form(shadow)
     wanted = walk.allocator.available_size() + 128
     walk.cache.make_room(wanted)
-    assert shadow.id in walk.cache.spaces and walk.cache.shadow_counts["released"] == 0
+    assert shadow.id in walk.cache.shadows.spaces and walk.cache.shadows.counts["released"] == 0
     walk.cache.make_room(wanted + 1)
     assert walk.allocator.available_size() == walk.allocator.size and not walk.cache.nodes
-    assert walk.cache.shadow_counts["released"] == 1
+    assert walk.cache.shadows.counts["released"] == 1
     refused(walk, "the shadow is gone", walk.form, shadow)
     walk.check()
 
@@ -673,11 +680,11 @@ def test_a_shadow_that_is_closed_while_a_request_runs_on_it_goes_when_that_ends(
     assert walk.cache.num_shadow_slots == 96
     walk.decode()
     walk.end(asked)
-    walk.cache.begin_round(walk.stub)
+    walk.cache.background.begin_round(walk.stub)
     walk.check()
     assert walk.cache.num_shadow_slots == 64
     walk.end(filling)
-    walk.cache.begin_round(walk.stub)
+    walk.cache.background.begin_round(walk.stub)
     assert walk.cache.num_shadow_slots == 0 and walk.allocator.available_size() == walk.allocator.size
     walk.check()
 
@@ -692,7 +699,7 @@ def test_a_guest_that_is_computing_a_shadow_when_it_is_closed_leaves_nothing() -
     assert walk.extend(request, 128)
     walk.check()
     walk.end(request)
-    walk.cache.begin_round(walk.stub)
+    walk.cache.background.begin_round(walk.stub)
     assert walk.allocator.available_size() == walk.allocator.size
     walk.check()
 
@@ -702,7 +709,7 @@ def test_room_of_a_closed_shadow_is_there_as_soon_as_its_requests_end() -> None:
     walk = ShadowWalk(0, 1)
     first, second = (walk.whole(walk.random_tokens(64)) for _ in range(2))
     asked = [walk.begin(shadow.exact, [*shadow.tokens, 51]) for shadow in (first, second)]
-    walk.cache.release_shadows()
+    walk.cache.shadows.release_shadows()
     walk.end(asked[0])
     wanted = walk.allocator.available_size() + walk.cache.evictable_size()
     walk.cache.make_room(wanted)
@@ -717,7 +724,7 @@ def test_a_flush_takes_all_shadows() -> None:
     walk.form(shadow)
     walk.flush_all()
     walk.check()
-    assert walk.cache.num_shadow_slots == 0 and not walk.cache.space_of
+    assert walk.cache.num_shadow_slots == 0 and not walk.cache.shadows._space_of
     refused(walk, "the shadow is gone", walk.form, shadow)
     assert walk.ask(shadow.exact, tokens) is None
     assert walk.copy(tokens).exact != shadow.exact, "a name is given once"
@@ -734,7 +741,7 @@ def test_a_flush_of_the_gpu_takes_all_shadows() -> None:
     refused(walk, "the shadow is gone", walk.form, shadow, Form("knorm", 0.2))
     assert walk.ask(name, [*tokens, 51]) is None
     walk.end(asked)
-    walk.cache.release_shadows()
+    walk.cache.shadows.release_shadows()
     assert walk.cache.num_shadow_slots == 0
     walk.check()
 
@@ -840,7 +847,7 @@ def test_nothing_is_adopted_where_nothing_is_lossy_or_the_copy_is_in_use_or_has_
     request = walk.begin(used.exact, [*tokens, 51])
     assert walk.put_away(used, adopt=True) == 0
     walk.end(request)
-    walk.cache.begin_round(walk.stub)
+    walk.cache.background.begin_round(walk.stub)
     walk.check()
     (node,) = [node for node in walk.cache.nodes.values() if node.key.extra_key == gapped.exact]
     walk.cache.drop(node.id)
@@ -925,8 +932,8 @@ def test_what_is_still_being_loaded_is_waited_for(tiered: Callable[..., ShadowTi
 def test_random_walk_with_shadows_keeps_every_invariant(seed: int, page_size: int) -> None:
     walk = ShadowWalk(seed, page_size, num_slots=768)
     walk.run(200)
-    counts = walk.cache.shadow_counts
-    assert counts["opened"] > 0 and walk.cache.guest_counts["requests"] > 0
+    counts = walk.cache.shadows.counts
+    assert counts["opened"] > 0 and walk.cache.background.counts["requests"] > 0
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -936,4 +943,4 @@ def test_random_walk_with_shadows_over_tiers_keeps_every_row(
     walk = tiered(20 + page_size, page_size)
     walk.law = None
     walk.run(400)
-    assert walk.cache.shadow_counts["forms"] > 0 and walk.cache.tier_counts["released"] > 0
+    assert walk.cache.shadows.counts["forms"] > 0 and walk.cache.tier_counts["released"] > 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_evicpress.patches.profiling.background_requests import Yielding
+from sglang_evicpress.patches.profiling.background_requests import BackgroundRequests
 from sglang_evicpress.patches.tiers.prefetch import Stage
 from sglang_evicpress.patches.tree.namespaces import SHADOW_PREFIX
 from sglang_evicpress.policy.cost_model import Costs, PrefillLaw
@@ -32,12 +32,12 @@ class Batch:
         self.reqs = [self.reqs[index] for index in keep_indices]
 
 
-class Cache(Yielding):
-    """A cache with one whole shadow, and as much of a scheduler as it meets."""
+class Cache:
+    """A tree with one whole shadow, as much of a scheduler as it meets, and the guests of both."""
 
     def __init__(self, law: PrefillLaw) -> None:
         self.costs = Costs(law, {}, {})
-        self.space_of = {GUEST: SimpleNamespace(tokens=range(NUM_CONTEXT), used_s=0.0)}
+        self.shadow = SimpleNamespace(tokens=range(NUM_CONTEXT), used_s=0.0)
         self.now_s = 0.0
         self.stages: dict[int, Any] = {}
         self.scheduler = SimpleNamespace(
@@ -50,12 +50,15 @@ class Cache(Yielding):
             _add_request_to_queue=self.queue,
         )
         self.num_lookups = 0
-        self.open_yielding()
+        self.background = BackgroundRequests(self, self, [])
 
     def queue(self, req: Any, is_retracted: bool = False) -> None:
         self.scheduler.waiting_queue.append(req)
         if req.extra_key == GUEST:
-            self.receive_guest(req)
+            self.background.receive_guest(req)
+
+    def space_of(self, name: str | None) -> Any:
+        return self.shadow if name == GUEST else None
 
     def release_retired(self) -> None:
         """Nothing was closed."""
@@ -69,11 +72,11 @@ class Cache(Yielding):
 
     def round(self, batch: Batch | None) -> list[Any]:
         """One round in which SGLang makes ``batch``; returns whom it found waiting."""
-        self.begin_round(self.scheduler)
-        self.hide_guests(self.scheduler)
+        self.background.begin_round(self.scheduler)
+        self.background.hide_guests(self.scheduler)
         found = list(self.scheduler.waiting_queue)
-        self.show_guests(self.scheduler)
-        self.end_round(batch)
+        self.background.show_guests(self.scheduler)
+        self.background.end_round(batch)
         return found
 
 
@@ -117,11 +120,11 @@ def test_guests_join_a_batch_while_they_add_no_more_than_it_costs_anyhow(cache: 
     guests = [request(GUEST, num_new=20) for _ in range(4)]
     for guest in guests:
         cache.queue(guest)
-    cache.begin_round(cache.scheduler)
-    assert [cache.holds_back(guest) for guest in guests] == [False, False, True, True]
-    cache.begin_round(cache.scheduler)
-    assert not cache.holds_back(request(GUEST, num_new=500)), "one always may, however long it is"
-    assert cache.holds_back(guests[0])
+    cache.background.begin_round(cache.scheduler)
+    assert [cache.background.holds_back(guest) for guest in guests] == [False, False, True, True]
+    cache.background.begin_round(cache.scheduler)
+    assert not cache.background.holds_back(request(GUEST, num_new=500)), "one always may, however long it is"
+    assert cache.background.holds_back(guests[0])
 
 
 def run_beside(cache: Cache, user: Any, guest: Any) -> Batch:
@@ -137,8 +140,8 @@ def test_a_guest_that_runs_when_a_user_comes_waits_again(cache: Cache) -> None:
     batch = run_beside(cache, user, guest)
     cache.round(batch)
     assert batch.reqs == [user] and batch.released == [guest] and not batch.batch_is_full
-    assert cache.scheduler.waiting_queue == [guest] and cache.guests == [guest]
-    counts = cache.guest_counts
+    assert cache.scheduler.waiting_queue == [guest] and cache.background.guests == [guest]
+    counts = cache.background.counts
     assert (counts["requests"], counts["sent_back"], counts["aborted"]) == (1, 1, 0)
     assert (counts["user_steps"], counts["user_steps_touched"]) == (1, 0)
 
@@ -152,15 +155,15 @@ def test_a_guest_that_began_on_credit_decodes_along_until_too_much_is_owed(cache
         cache.round(batch)
         num_touched += guest in batch.reqs
         assert num_touched < 1000
-    assert cache.guest_counts["user_steps_touched"] == num_touched
-    assert cache.pacer.max_debt <= num_touched <= cache.pacer.max_debt * 1.1 + 2
+    assert cache.background.counts["user_steps_touched"] == num_touched
+    assert cache.background.pacer.max_debt <= num_touched <= cache.background.pacer.max_debt * 1.1 + 2
 
 
 def test_a_guest_that_is_about_to_end_is_left_to_end(cache: Cache) -> None:
     user, guest = request(is_running=True), request(GUEST, is_running=True)
     guest.to_finish = "given up"
-    cache.guests.append(guest)
-    cache.pacer.credit = -1000.0
+    cache.background.guests.append(guest)
+    cache.background.pacer.credit = -1000.0
     batch = cache.scheduler.running_batch = Batch([user, guest])
     cache.round(batch)
     assert batch.reqs == [user, guest] and not batch.released
@@ -171,7 +174,7 @@ def test_steps_of_users_are_counted_with_and_without_guests(cache: Cache) -> Non
     for _ in range(3):
         cache.round(Batch([user]))
     cache.round(Batch([user], is_decode=False))
-    assert (cache.guest_counts["user_steps"], cache.guest_counts["user_steps_touched"]) == (3, 0)
+    assert (cache.background.counts["user_steps"], cache.background.counts["user_steps_touched"]) == (3, 0)
 
 
 def test_a_step_of_guests_while_a_user_could_have_begun_is_counted(cache: Cache) -> None:
@@ -180,10 +183,10 @@ def test_a_step_of_guests_while_a_user_could_have_begun_is_counted(cache: Cache)
     cache.scheduler.waiting_queue.clear()
     guest.req_pool_idx = 1
     cache.round(Batch([guest]))
-    assert cache.guest_counts["users_held_up"] == 0
+    assert cache.background.counts["users_held_up"] == 0
     cache.queue(request())
     cache.round(Batch([guest]))
-    assert (cache.guest_counts["users_held_up"], guest.to_finish is None) == (1, False)
+    assert (cache.background.counts["users_held_up"], guest.to_finish is None) == (1, False)
 
 
 @pytest.mark.parametrize(

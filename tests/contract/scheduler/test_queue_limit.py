@@ -39,6 +39,7 @@ class FakeCache:
     def __init__(self, max_queue_s: float | None) -> None:
         self.config = SimpleNamespace(max_queue_s=max_queue_s)
         self.turns, self.num_refused, self.now_s = Turns(), 0, 0.0
+        self.background = self
         self.first_tokens = None if max_queue_s is None else queue_limit.FirstTokens(max_queue_s)
 
     def is_guest(self, req: FakeReq) -> bool:
@@ -186,7 +187,7 @@ def test_only_who_waited_and_runs_was_admitted() -> None:
 
 def test_stats_show_the_queue_as_the_next_request_meets_it() -> None:
     cache = (walk := Walk(0, 1)).cache
-    assert cache.describe_stats()["queue"] == {
+    assert cache.inspector.describe_stats()["queue"] == {
         "expected_wait_s": 0.0,
         "margin_s": 0.0,
         "admitted_per_s": None,
@@ -197,7 +198,7 @@ def test_stats_show_the_queue_as_the_next_request_meets_it() -> None:
     for start in range(3):
         waiting(walk, [start, 1, 2])
     cache.num_refused += 2
-    shown = cache.describe_stats()["queue"]
+    shown = cache.inspector.describe_stats()["queue"]
     assert shown == {
         "expected_wait_s": pytest.approx(1.5),
         "margin_s": 0.0,

@@ -55,8 +55,10 @@ class FakeCache:
         self.ticks: list[bool] = []
         self.passed_by: set[str] = set()
         self.holders: list[str] = []
-        self.visited: object = None
+        self.visited: list[object] = []
+        self.visit_budgets = self.visited.append
         self.told: list[str] = []
+        self.background = self.policy = self.tiers = self.admission = self.weights = self
         self.adapters = self
 
     def advance(self, stamp_s: float, costs: Costs, congestion: float) -> None:
@@ -76,9 +78,6 @@ class FakeCache:
 
     def keep_stages(self, waiting: list[str]) -> None:
         self.expected.append(f"keep stages {waiting}")
-
-    def visit_budgets(self, scheduler: object) -> None:
-        self.visited = scheduler
 
     def tick(self, *, is_idle: bool) -> None:
         self.ticks.append(is_idle)
@@ -254,7 +253,7 @@ def test_what_guests_may_do_is_worked_out_before_a_batch_is_made_and_booked_afte
     scheduler = SimpleNamespace(waiting_queue=[], running_batch=Batch(is_empty=False))
     hooks._before_get_next_batch_to_run(scheduler)
     hooks._after_get_next_batch_to_run("a batch", scheduler)
-    assert cache.visited is scheduler
+    assert cache.visited == [scheduler]
     assert [text for text in cache.expected if "round" in text] == [
         "a round begins",
         "guests are hidden in the round",

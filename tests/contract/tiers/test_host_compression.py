@@ -273,7 +273,7 @@ def test_without_device_memory_to_compress_it_a_node_is_dropped(
 
     monkeypatch.setattr(walk.cache.compressor, "compress", fail)
     with pytest.raises(IntrospectionError, match="no memory"):
-        walk.cache.compress_node(node.id, KNORM)
+        walk.cache.inspector.compress_node(node.id, KNORM)
     assert not walk.cache.nodes
     assert walk.allocator.available_size() == SLOTS
     walk.settle()

@@ -288,7 +288,7 @@ def test_nothing_is_adopted_in_the_namespace_of_an_adapter() -> None:
     with_adapters(walk, **{LORA_ID: b"digest"})
     shadow = walk.copy(walk.random_tokens(64), "tenant" + LORA_ID)
     with pytest.raises(ValueError, match="namespace of a LoRA adapter: expected adopt false"):
-        walk.cache.close_shadow(shadow.id, True)
+        walk.cache.shadows.close_shadow(shadow.id, True)
     assert walk.put_away(shadow) == 0
 
 

@@ -145,4 +145,4 @@ def test_a_round_without_a_batch_and_a_flush_start_what_was_begun(opened: Callab
         walk.settle()
         assert walk.cache.loads == [] and (is_flush or node.lock_ref == 0)
         assert not any(entry.pins for entry in walk.cache.host.entries())
-        assert walk.cache.check_integrity()["ok"]
+        assert walk.cache.inspector.check_integrity()["ok"]

@@ -183,7 +183,7 @@ def test_positions_of_nodes_that_only_the_ssd_has_are_packed(opened: Callable[..
     before = survivor_bytes()
     walk = opened(num_slots=768, host_bytes=1 << 20, ssd_bytes=8 << 20)
     tokens, node = cached(walk, 400)
-    walk.cache.compress_node(node.id, Form("random", 0.5))
+    walk.cache.inspector.compress_node(node.id, Form("random", 0.5))
     expected = node.kv.layout.positions.clone()
     numbers = survivor_bytes()["open_bytes"] - before["open_bytes"]
     assert numbers == 4 * expected.numel() + 8 * node.kv.layout.num_slots

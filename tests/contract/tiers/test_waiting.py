@@ -440,7 +440,7 @@ def test_what_is_not_worth_loading_is_told_with_what_it_would_have_taken(opened:
     walk = opened(is_exact=True, law=PrefillLaw(0.0, 1e-9, 0.0))
     tokens, _ = staged_on(walk, Tier.SSD)
     assert walk.serve([*tokens, 59]) == 0
-    told = walk.cache.describe_stats()["admission"]
+    told = walk.cache.inspector.describe_stats()["admission"]
     assert told["computed_tokens"]["not_worth"] == 100
     assert told["not_worth_s"]["load"] > told["not_worth_s"]["predicted"] > 0.0
 

@@ -1,0 +1,91 @@
+"""Everything that can be asked of the cache, answered by the part that knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from sglang_evicpress.introspect.arguments import PAGE_PROFILES, Json
+from sglang_evicpress.introspect.operations import (
+    InspectableInvariants,
+    InspectableRequests,
+    InspectableStats,
+    InspectableTiers,
+    InspectableTree,
+)
+from sglang_evicpress.introspect.profile_operations import InspectableProfiles, InspectableShadows
+
+
+class KeyedTree(InspectableTree, Protocol):
+    """The tree, whose namespaces and tokens are shown as hashes."""
+
+    def rekey(self, key: bytes) -> None:
+        """Hash with another key, before the first question."""
+
+
+class ExpiringShadows(InspectableShadows, Protocol):
+    """Shadows that go when nobody uses them."""
+
+    counts: dict[str, int]
+
+    def expire_shadows(self) -> None:
+        """Close those that nobody uses any more."""
+
+
+class CountedProfiles(InspectableProfiles, Protocol):
+    """Profiles, with what became of them."""
+
+    counts: dict[str, int]
+
+
+class Inspector:
+    """``Inspectable`` and ``Profiled`` in one object."""
+
+    def __init__(
+        self,
+        tree: KeyedTree,
+        statistics: InspectableStats,
+        invariants: InspectableInvariants,
+        tiers: InspectableTiers,
+        requests: InspectableRequests,
+        shadows: ExpiringShadows,
+        profiles: CountedProfiles,
+        guest_counts: Mapping[str, int],
+    ) -> None:
+        self._shadows = shadows
+        self._profiles = profiles
+        self._guest_counts = guest_counts
+        self.rekey = tree.rekey
+        self.describe_tree = tree.describe_tree
+        self.describe_node = tree.describe_node
+        self.describe_stats = statistics.describe_stats
+        self.explain_node = tree.explain_node
+        self.read_journal = tree.read_journal
+        self.compress_node = tree.compress_node
+        self.check_integrity = invariants.check_integrity
+        self.evict_slots = tree.evict_slots
+        self.describe_tiers = tiers.describe_tiers
+        self.flush_tier = tiers.flush_tier
+        self.demote_node = tiers.demote_node
+        self.attach_ssd = tiers.attach_ssd
+        self.detach_ssd = tiers.detach_ssd
+        self.describe_requests = requests.describe_requests
+        self.open_shadow = shadows.open_shadow
+        self.make_shadow_form = shadows.make_shadow_form
+        self.drop_shadow_form = shadows.drop_shadow_form
+        self.close_shadow = shadows.close_shadow
+        self.show_profile = profiles.show_profile
+        self.put_profile = profiles.put_profile
+        self.note_observed = profiles.note_observed
+        self.note_failed = profiles.note_failed
+
+    def list_profiles(self, after: bytes = b"", limit: int = PAGE_PROFILES) -> Json:
+        """See ``Profiled``; with the counts of shadows and of the requests in them."""
+        listed = self._profiles.list_profiles(after, limit)
+        counts = {**self._profiles.counts, **self._shadows.counts, "guests": dict(self._guest_counts)}
+        return {**listed, "counts": counts}
+
+    def next_profiling_job(self) -> Json:
+        """See ``Profiled``."""
+        self._shadows.expire_shadows()
+        return self._profiles.next_profiling_job()

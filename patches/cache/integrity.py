@@ -1,0 +1,327 @@
+"""Invariants of the cache: tree, slots, index of the policy, copies below the GPU and what requests hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+
+import torch
+
+from sglang_evicpress.core import NodeStats, Tier
+from sglang_evicpress.introspect.census import Census
+from sglang_evicpress.patches.tiers.placement import tier_of
+from sglang_evicpress.patches.tree.node import (
+    PrefixView,
+    census_of,
+    holes_of,
+    num_slots,
+    size_of,
+    slots_of,
+    start_of,
+    walk,
+)
+from sglang_evicpress.patches.tree.types import Allocator, Node, Request
+from sglang_evicpress.policy.menu import Menu
+from sglang_evicpress.policy.planner import Policy
+from sglang_evicpress.tiers.entry.copies import HostEntry, SsdEntry
+from sglang_evicpress.tiers.host.tier import HostTier
+
+MAX_VIOLATIONS = 100  # that are listed
+
+_BOOKED = (
+    *("num_tokens", "num_bytes", "depth_tokens", "quality", "reachable", "weight"),
+    *("num_hits", "last_use", "sinks", "is_locked"),
+)
+
+
+class RunningRequest(Request, Protocol):
+    """A request that runs, with its slots."""
+
+    evicpress: PrefixView
+    kv_allocated_len: int
+    kv_committed_freed: bool
+
+
+class RunningBatch(Protocol):
+    """Requests that run together."""
+
+    reqs: list[RunningRequest]
+
+
+class RunningScheduler(Protocol):
+    """The scheduler, with all that runs."""
+
+    last_batch: RunningBatch | None
+    running_batch: RunningBatch | None
+    cur_batch: RunningBatch | None
+    chunked_req: RunningRequest | None
+
+
+class RowTable(Protocol):
+    """SGLang's ReqToTokenPool: ``req_to_token`` [rows, context] are the slots of each row."""
+
+    req_to_token: torch.Tensor
+
+
+class FreeLists(Allocator, Protocol):
+    """SGLang's allocator, with the pages that are free."""
+
+    free_pages: torch.Tensor
+    release_pages: torch.Tensor
+
+
+class CheckedTree(Protocol):
+    """The tree, and the requests that run on it."""
+
+    page_size: int
+    root_node: Node
+    nodes: dict[int, Node]
+    req_to_token_pool: RowTable
+    token_to_kv_pool_allocator: FreeLists
+
+    @property
+    def scheduler(self) -> RunningScheduler | None:
+        """None until it is complete."""
+
+
+class CheckedSlots(Protocol):
+    """Counts of slots."""
+
+    evictable: int
+    protected: int
+    reserved: int
+
+
+class CheckedPolicy(Protocol):
+    """The policy and the census, which are kept in step with the tree."""
+
+    policy: Policy
+    menu: Menu
+    census: Census
+
+    def stats_of(self, node: Node) -> NodeStats:
+        """The node as the policy is to see it."""
+
+
+class CheckedTiers(Protocol):
+    """Tiers below the GPU."""
+
+    host: HostTier | None
+
+
+def in_flight(scheduler: RunningScheduler | None, page_size: int) -> Iterator[tuple[RunningRequest, int]]:
+    """Requests that hold slots of their own, with how many: allocated (whole pages) less what the tree owns."""
+    if scheduler is None:
+        return
+    seen: set[int] = set()
+    reqs: list[RunningRequest] = []
+    for batch in (scheduler.last_batch, scheduler.running_batch, scheduler.cur_batch):
+        reqs.extend(batch.reqs if batch is not None else [])
+    if scheduler.chunked_req is not None:
+        reqs.append(scheduler.chunked_req)
+    for req in reqs:
+        if id(req) in seen or req.req_pool_idx is None or req.kv_committed_freed:
+            continue
+        seen.add(id(req))
+        allocated = -(-req.kv_allocated_len // page_size) * page_size
+        yield req, allocated - req.cache_protected_len
+
+
+class Integrity:
+    """Check of all invariants; the policy takes ``shadow_nodes`` and those ``aside`` for locked."""
+
+    def __init__(
+        self,
+        tree: CheckedTree,
+        slots: CheckedSlots,
+        policy: CheckedPolicy,
+        aside: Iterable[int],
+        tiers: CheckedTiers,
+        shadow_nodes: Callable[[], Iterable[Node]],
+    ) -> None:
+        self._tree = tree
+        self._slots = slots
+        self._policy = policy
+        self._aside = aside
+        self._tiers = tiers
+        self._shadow_nodes = shadow_nodes
+
+    def check_integrity(self) -> dict[str, object]:
+        """Every invariant that can be seen between two steps; lists each one that is broken."""
+        found = list(self._violations())
+        return {"ok": not found, "violations": found[:MAX_VIOLATIONS], "num_nodes": len(self._tree.nodes)}
+
+    def _violations(self) -> Iterator[str]:
+        allocator = self._tree.token_to_kv_pool_allocator
+        page = self._tree.page_size
+        evictable = protected = 0
+        owners: list[tuple[str, torch.Tensor]] = []
+        for node in walk(self._tree.root_node):
+            name = f"node {node.id}"
+            slots = slots_of(node)
+            owners.append((name, slots))
+            if node.lock_ref > 0:
+                protected += num_slots(node)
+            else:
+                evictable += num_slots(node)
+            if self._tree.nodes.get(node.id) is not node:
+                yield f"{name} is not in the table of nodes"
+            if node.parent is not self._tree.root_node and node.lock_ref > node.parent.lock_ref:
+                yield f"{name} has {node.lock_ref} locks, its parent {node.parent.lock_ref}"
+            if node.value is None:
+                continue
+            if len(node.value) != len(node.key) or len(node.key) % page:
+                yield f"{name} has {len(node.key)} tokens, {len(node.value)} entries, pages of {page}"
+            if len(slots) != num_slots(node) or int((node.value != 0).sum()) != len(slots):
+                yield f"{name} holds {len(slots)} slots but counts {num_slots(node)}"
+            yield from self._layout_violations(node)
+            yield from self._policy.census.differences(node.id, census_of(node))
+        if self._policy.census.num_nodes != len(owners):
+            yield f"the census has {self._policy.census.num_nodes} nodes, the tree {len(owners)}"
+        if len(self._tree.nodes) != len(owners):
+            yield f"the table knows {len(self._tree.nodes)} nodes, the tree holds {len(owners)}"
+        protected += self._slots.reserved
+        counted = self._slots.evictable, self._slots.protected
+        if (evictable, protected) != counted:
+            yield (
+                f"evictable {counted[0]} and protected {counted[1]} slots are counted, "
+                f"{evictable} and {protected} are held"
+            )
+        num_in_flight = 0
+        for req, held in in_flight(self._tree.scheduler, page):
+            num_in_flight += held
+            holes = holes_of(req)
+            row = self._tree.req_to_token_pool.req_to_token[req.req_pool_idx]
+            own = row[req.cache_protected_len - holes : req.kv_allocated_len - holes].to(torch.int64)
+            owners.append((f"request {req.rid}", torch.unique(own // page) if page > 1 else own))
+        free = allocator.available_size()
+        if free + evictable + protected + num_in_flight != allocator.size:
+            yield (
+                f"free {free} + evictable {evictable} + protected {protected} + in flight {num_in_flight} slots "
+                f"are not the total of {allocator.size}"
+            )
+        yield from self._sharing_violations(owners)
+        yield from self._book_violations()
+        yield from self._tier_violations()
+
+    def _book_violations(self) -> Iterator[str]:
+        """The policy's book against the tree."""
+        book = self._policy.policy.book
+        for node in walk(self._tree.root_node):
+            record = book.records.get(node.id)
+            if record is None:
+                yield f"node {node.id} is not in the policy's book"
+                continue
+            now = self._policy.stats_of(node)
+            for name in ("parent_id", "form", *_BOOKED):
+                noted, held = getattr(record, name), getattr(now, name)
+                if noted != held:
+                    yield f"node {node.id}: the policy's book has {name} {noted}, the tree {held}"
+            if record.rank != now.tier:
+                yield f"node {node.id}: the policy's book has it on tier {record.rank}, it is on {int(now.tier)}"
+            for claim in node.kv.claims.values():
+                if claim.nodes.get(node.id) is not node:
+                    yield f"node {node.id} carries a claim that does not know of it"
+        if len(book.records) != len(self._tree.nodes):
+            yield f"the policy's book has {len(book.records)} nodes, the tree {len(self._tree.nodes)}"
+        held_bytes = sum(map(num_slots, self._tree.nodes.values())) * self._policy.menu.slot_bytes
+        idle = [node for node in self._shadow_nodes() if node.lock_ref == 0]  # counted as locked, like those aside
+        aside = [node for node in map(self._tree.nodes.__getitem__, self._aside) if node.lock_ref == 0]
+        num_locked = self._slots.protected - self._slots.reserved + sum(map(num_slots, [*idle, *aside]))
+        locked = num_locked * self._policy.menu.slot_bytes
+        if (book.num_bytes[Tier.GPU], book.locked_bytes[Tier.GPU]) != (held_bytes, locked):
+            yield (
+                f"the policy's book has {book.num_bytes[Tier.GPU]} bytes, {book.locked_bytes[Tier.GPU]} locked; "
+                f"the tree has {held_bytes}, {locked} locked"
+            )
+
+    def _layout_violations(self, node: Node) -> Iterator[str]:
+        layout, name = node.kv.layout, f"node {node.id}"
+        if layout is None:
+            if not node.kv.form.is_exact:
+                yield f"{name} is {node.kv.form} but has no survivors' positions"
+            return
+        logical, positions = layout.logical, layout.positions
+        if layout.num_slots == 0:
+            return
+        if not bool((logical[1:] > logical[:-1]).all()) or int(logical[0]) < 0 or int(logical[-1]) >= len(node.key):
+            yield f"{name}: logical indices of its slots are not strictly increasing inside the node"
+        slots = node.kv.slots
+        if node.value is None or slots is None or not torch.equal(node.value[logical.to(node.value.device)], slots):
+            yield f"{name}: its slots are not where its layout says"
+        if not bool((positions[..., 1:] > positions[..., :-1]).all()):
+            yield f"{name}: survivors' positions are not ascending"
+        start = start_of(node)
+        page = self._tree.page_size
+        bound = (logical // page + 1) * page + start
+        if not bool((positions < bound).all()):
+            yield f"{name}: a survivor sits before its position"
+        # After a split the lower part may hold, in some heads, survivors from above it; nobody else may hold those too.
+        strays = [(layer, head) for layer, head in ((positions[..., 0] < start).nonzero().tolist())]
+        above, end = node.parent, start
+        while strays and above is not self._tree.root_node:
+            begin = end - len(above.key)
+            for layer, head in strays:
+                held = positions[layer, head]
+                held = held[(held >= begin) & (held < end)]
+                if above.kv.layout is not None:
+                    held = held[torch.isin(held, above.kv.layout.positions[layer, head])]
+                if len(held):
+                    yield f"{name} holds position {int(held[0])} of layer {layer}, head {head}, as does node {above.id}"
+            above, end = above.parent, begin
+
+    def _sharing_violations(self, owners: list[tuple[str, torch.Tensor]]) -> Iterator[str]:
+        allocator, page = self._tree.token_to_kv_pool_allocator, self._tree.page_size
+        pages: dict[int, str] = {}
+        for index in torch.cat([allocator.free_pages, allocator.release_pages]).tolist():
+            if index in pages:
+                yield f"page {index} is free twice"
+            pages[index] = "the free list"
+        for name, slots in owners:
+            is_request = name.startswith("request")
+            units = slots if page == 1 or is_request else torch.unique(slots // page)
+            for index in units.tolist():
+                if index == 0:
+                    yield f"{name} holds the padding slot"
+                elif index in pages:
+                    yield f"page {index} belongs to {name} and to {pages[index]}"
+                pages[index] = name
+
+    def _tier_violations(self) -> Iterator[str]:
+        """Broken invariants of copies and entries, as far as they can be seen between two steps."""
+        if self._tiers.host is None:
+            return
+        owners: dict[int, tuple[HostEntry | SsdEntry, set[int]]] = {}
+        for node in walk(self._tree.root_node):
+            name, parent = f"node {node.id}", node.parent
+            if node.value is None and not node.kv.copies:
+                yield f"{name} is on no tier"
+            if node.value is not None and parent is not self._tree.root_node and parent.value is None:
+                yield f"{name} is on the GPU, its parent {parent.id} is not"
+            for tier, copy in node.kv.copies.items():
+                owners.setdefault(id(copy.entry), (copy.entry, set()))[1].add(node.id)
+                if copy.tier != tier or node.id not in copy.entry.owners:
+                    yield f"{name} has a copy on tier {tier.label} that does not know of it"
+                if copy.begin + copy.num_slots > copy.entry.header.num_slots:
+                    yield f"{name}: its copy on tier {tier.label} ends beyond the entry"
+                if copy.layout is None and copy.num_slots != len(node.key):
+                    yield f"{name} has {len(node.key)} tokens, its full copy on tier {tier.label} {copy.num_slots}"
+            shown = node.kv.copies.get(tier_of(node))
+            if (
+                node.value is None
+                and shown is not None
+                and (shown.form, shown.num_slots) != (node.kv.form, size_of(node))
+            ):
+                yield f"{name} does not show its fastest copy"
+            if node.value is None and num_slots(node):
+                yield f"{name} is not on the GPU and holds slots"
+        for entry, held_by in owners.values():
+            if entry.owners != held_by:
+                yield f"an entry is held by the nodes {sorted(held_by)} and lists {sorted(entry.owners)}"
+        runs = sorted(run for entry in self._tiers.host.entries() for run in entry.runs)
+        for (begin, size), (after, _) in zip(runs, runs[1:], strict=False):
+            if begin + size > after:
+                yield f"two host entries share byte {after}"
+        held = sum(size for _, size in runs)
+        if held != self._tiers.host.arena.extents.used_bytes:
+            yield f"host entries hold {held} bytes, {self._tiers.host.arena.extents.used_bytes} are taken"
