@@ -58,9 +58,9 @@ def check_pool(
         raise ValueError("a pool needs at least one layer")
     first = buffers[0]
     if first.dim() != 3:
-        raise ValueError(f"a layer must be [num_slots, num_heads, head_dim], got {tuple(first.shape)}")
+        raise ValueError(f"a layer is {tuple(first.shape)}: expected [num_slots, num_heads, head_dim]")
     if dtypes is not None and first.dtype not in dtypes:
-        raise ValueError(f"a pool must hold float16, bfloat16 or float32, got {first.dtype}")
+        raise ValueError(f"a pool is of {first.dtype}: expected float16, bfloat16 or float32")
     for buffer in buffers:
         if buffer.shape != first.shape or buffer.dtype != first.dtype or buffer.device != first.device:
             raise ValueError("all layers of a pool must agree in shape, dtype and device")
@@ -68,7 +68,7 @@ def check_pool(
             raise ValueError("a layer of a pool must be contiguous")
     if slots.dim() != 1 or slots.dtype != torch.int64 or slots.device != first.device:
         raise ValueError(
-            f"slots must be int64 [n] on {first.device}, got {slots.dtype} {tuple(slots.shape)} on {slots.device}"
+            f"slots is {slots.dtype} {tuple(slots.shape)} on {slots.device}: expected int64 [n] on {first.device}"
         )
     num_slots, num_heads, head_dim = first.shape
     return PoolShape(len(buffers), num_slots, num_heads, head_dim, first.dtype, first.device)

@@ -277,9 +277,9 @@ def page_mean(scores: Tensor, page_size: int, *, backend: Backend = "auto") -> T
     Raises ValueError for a page size below 1 and as ``runs_triton`` does.
     """
     if page_size < 1:
-        raise ValueError(f"page_size must be at least 1, got {page_size}")
+        raise ValueError(f"page_size is {page_size}: expected at least 1")
     if scores.dim() != 3 or scores.dtype != torch.float32:
-        raise ValueError(f"scores must be float32 [layers, heads, n], got {scores.dtype} {tuple(scores.shape)}")
+        raise ValueError(f"scores are {scores.dtype} {tuple(scores.shape)}: expected float32 [layers, heads, n]")
     if not runs_triton(backend, scores.device):
         return page_mean_torch(scores, page_size)
     layers, heads, n = scores.shape

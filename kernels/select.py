@@ -71,10 +71,10 @@ def select_survivors(scores: Tensor, num_kept: int, *, backend: Backend = "auto"
     Raises ValueError unless ``0 <= num_kept <= n``, and as ``runs_triton`` does.
     """
     if scores.dim() != 3 or scores.dtype != torch.float32:
-        raise ValueError(f"scores must be float32 [layers, heads, n], got {scores.dtype} {tuple(scores.shape)}")
+        raise ValueError(f"scores are {scores.dtype} {tuple(scores.shape)}: expected float32 [layers, heads, n]")
     layers, heads, n = scores.shape
     if not 0 <= num_kept <= n:
-        raise ValueError(f"num_kept must be between 0 and {n}, got {num_kept}")
+        raise ValueError(f"num_kept is {num_kept}: expected between 0 and {n}")
     if not runs_triton(backend, scores.device):
         return select_survivors_torch(scores, num_kept)
     out = torch.empty(layers, heads, num_kept, dtype=torch.int32, device=scores.device)

@@ -99,8 +99,8 @@ def gather(
     expected = (pool.num_layers, 2, slots.numel(), pool.num_heads, pool.head_dim)
     if out.shape != expected or not _is_staging(out, pool):
         raise ValueError(
-            f"out must be contiguous {pool.dtype} {expected} on {pool.device}, from a {ACCESS_BYTES}-byte boundary on, "
-            f"got {_text(out)}"
+            f"out is {_text(out)}: expected contiguous {pool.dtype} {expected} on {pool.device}, from a "
+            f"{ACCESS_BYTES}-byte boundary on"
         )
     if not runs_triton(backend, pool.device):
         gather_torch(k_buffers, v_buffers, slots, out)
@@ -132,8 +132,8 @@ def scatter(
     shape = (pool.num_layers, 2, pool.num_heads, pool.head_dim)
     if staged.dim() != 5 or (*staged.shape[:2], *staged.shape[3:]) != shape or not _is_staging(staged, pool):
         raise ValueError(
-            f"staged must be contiguous {pool.dtype} [{pool.num_layers}, 2, rows, {pool.num_heads}, {pool.head_dim}] "
-            f"on {pool.device}, from a {ACCESS_BYTES}-byte boundary on, got {_text(staged)}"
+            f"staged is {_text(staged)}: expected contiguous {pool.dtype} [{pool.num_layers}, 2, rows, "
+            f"{pool.num_heads}, {pool.head_dim}] on {pool.device}, from a {ACCESS_BYTES}-byte boundary on"
         )
     if not 0 <= begin <= staged.shape[2] - slots.numel():
         raise ValueError(f"{slots.numel()} rows from {begin} on are not among the {staged.shape[2]} staged")
@@ -191,7 +191,7 @@ def _check(k_buffers: Sequence[Tensor], v_buffers: Sequence[Tensor], slots: Tens
     if table is not None and (
         table.dtype != torch.uint64 or table.shape != (2 * pool.num_layers,) or table.device != pool.device
     ):
-        raise ValueError(f"table must be uint64 [{2 * pool.num_layers}] on {pool.device}, got {_text(table)}")
+        raise ValueError(f"table is {_text(table)}: expected uint64 [{2 * pool.num_layers}] on {pool.device}")
     return pool
 
 

@@ -226,7 +226,7 @@ def window_attention(
     """
     if slots.dim() == 1:
         if queries.dim() != 4:
-            raise ValueError(f"queries must be [layers, W, query heads, head_dim], got {tuple(queries.shape)}")
+            raise ValueError(f"queries is {tuple(queries.shape)}: expected [layers, W, query heads, head_dim]")
         _check_window(check_pool(k_buffers, slots), queries, slots, query_positions, key_positions)
         one = slots.unsqueeze(0), query_positions.unsqueeze(0), key_positions.unsqueeze(2)
         return window_attention(queries.unsqueeze(1), k_buffers, *one, scale, backend=backend).squeeze(2)
@@ -281,17 +281,17 @@ def _check_window(
     pool: PoolShape, queries: Tensor, slots: Tensor, query_positions: Tensor, key_positions: Tensor
 ) -> None:
     if queries.dim() != 4 or queries.shape[0] != pool.num_layers or queries.shape[3] != pool.head_dim:
-        raise ValueError(f"queries must be [layers, W, query heads, head_dim], got {tuple(queries.shape)}")
+        raise ValueError(f"queries is {tuple(queries.shape)}: expected [layers, W, query heads, head_dim]")
     window, query_heads = queries.shape[1:3]
     if query_heads == 0 or query_heads % pool.num_heads:
         raise ValueError(f"{query_heads} query heads do not divide over {pool.num_heads} kv heads")
     if not 1 <= window <= MAX_WINDOW:
-        raise ValueError(f"a window holds 1 to {MAX_WINDOW} queries, got {window}")
+        raise ValueError(f"the window has {window} queries: expected 1 to {MAX_WINDOW}")
     if query_positions.shape != (window,) or query_positions.dtype != torch.int64:
         raise ValueError(f"query_positions must be int64 [{window}]")
     expected = (pool.num_layers, pool.num_heads, slots.numel())
     if key_positions.shape != expected or key_positions.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"key_positions must be int32 or int64 {expected}, got {tuple(key_positions.shape)}")
+        raise ValueError(f"key_positions is {tuple(key_positions.shape)}: expected int32 or int64 {expected}")
     if {queries.device, query_positions.device, key_positions.device} != {pool.device}:
         raise ValueError(f"queries and positions must be on {pool.device}")
 

@@ -22,7 +22,6 @@ from sglang_evicpress.flags import FLAGS, Flag
 from sglang_evicpress.patches import install, last_word, unsupported
 from sglang_evicpress.patches.hook_check import version_problem
 from sglang_evicpress.patches.kv_flags import DEPENDENT_FLAGS, config_of
-from sglang_evicpress.quality import log_format, repair
 from sglang_evicpress.quality.store import ProfileStore
 from sglang_evicpress.tiers.entry.identity import KEY_BYTES
 from sglang_evicpress.tiers.entry.key import Key
@@ -141,13 +140,12 @@ def _check_ssd(config: EvicPressConfig) -> None:
 
 
 def _check_profiles(config: EvicPressConfig) -> None:
-    """A damaged file of profiles stops the start, before a model is loaded; a new one is made now."""
+    """A file of profiles that cannot be used stops the start, before a model is loaded; a damaged one is set aside."""
     if config.profiles is None:
         return
     try:
-        ProfileStore(Path(config.profiles), bytes(KEY_BYTES)).close()
-        repair.check(Path(config.profiles))
-    except (log_format.StoreError, ValueError) as error:
+        ProfileStore(Path(config.profiles), bytes(KEY_BYTES))
+    except ValueError as error:
         raise unsupported.RefusedError(str(error)) from None
 
 

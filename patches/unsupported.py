@@ -212,7 +212,7 @@ def decode_settings(config: EvicPressConfig) -> DecodeSettings:
     """The budget of requests that ask for none themselves. Raises ValueError, one sentence."""
     if config.decode_client_budgets not in CLIENT_BUDGETS:
         raise ValueError(
-            f"kv_decode_client_budgets is {config.decode_client_budgets!r}: want {', '.join(CLIENT_BUDGETS)}"
+            f"kv_decode_client_budgets is {config.decode_client_budgets!r}: expected {', '.join(CLIENT_BUDGETS)}"
         )
     return DecodeSettings(
         config.decode_budget,

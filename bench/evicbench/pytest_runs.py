@@ -44,7 +44,7 @@ def run_tests(*words: str, interpreted: bool = False) -> dict[str, Counter[str]]
 
 
 def together(found: dict[str, Counter[str]], *prefixes: str) -> Counter[str]:
-    """Of all files whose path begins with one of the prefixes."""
+    """Results of all files whose path begins with one of the prefixes."""
     return sum((counts for file, counts in found.items() if file.startswith(prefixes)), Counter[str]())
 
 

@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from sglang_evicpress.introspect.arguments import IntrospectionError, Json
-from sglang_evicpress.quality.log_format import StoreError
 from sglang_evicpress.quality.profile import Profile
-from sglang_evicpress.quality.store import ProfileStore
+from sglang_evicpress.quality.store import ProfileStore, StoreError
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +44,6 @@ class ProfileFile:
             identity = bytes.fromhex(str(answered["identity"]))
             profile = Profile.from_json(answered["profile"])
             if identity != self._identity:  # the model was given other weights
-                if self._store is not None:
-                    self._store.close()
                 self._store, self._identity = None, identity
                 self._unsaved.clear()
             self._unsaved.pop(profile.key, None)

@@ -24,10 +24,9 @@ from sglang_evicpress.patches.tree.types import Node, Request, Scheduler
 from sglang_evicpress.policy.quality_curves import Curves
 from sglang_evicpress.quality.catalog import Catalog
 from sglang_evicpress.quality.drift import Observe, Watch
-from sglang_evicpress.quality.log_format import StoreError
 from sglang_evicpress.quality.profile import BLOCK_TOKENS, Profile, context_keys
 from sglang_evicpress.quality.recorder import Query, Recorder
-from sglang_evicpress.quality.store import ProfileStore
+from sglang_evicpress.quality.store import ProfileStore, StoreError
 from sglang_evicpress.tiers.entry.copies import Copy
 from sglang_evicpress.tiers.entry.identity import KEY_BYTES
 
@@ -62,13 +61,9 @@ class Expectation:
 def _read_profiles(path: Path, identity: bytes) -> bytes:
     """The profiles of the store at ``path``, in its order, as a JSON list; an empty one where it cannot be read."""
     try:
-        store = ProfileStore(path, identity)
-        try:
-            profiles = store.load()
-        finally:
-            store.close()
+        profiles = ProfileStore(path, identity).load()
         return orjson.dumps([profile.to_json() for profile in profiles])
-    except (StoreError, OSError, ValueError) as error:  # at start it was whole: see server_args.py
+    except (StoreError, OSError, ValueError) as error:  # at start it could be used: see server_args.py
         logger.error("evicpress: no profile is read: %s", error)
         return b"[]"
 

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 import pytest
 from evicbench.demo.page import tree, write_page
-from evicbench.demo.report import aligned, opening, report, rows, stacked
+from evicbench.demo.report import opening, report, rows, stacked
 from evicbench.paths import BENCH
 from tests.unit.benchmark.raw import requests, write_plan, write_run, write_scores
 
@@ -66,10 +66,6 @@ def test_the_report_says_where_evicpress_is_slower_too(summary: Summary) -> None
 def test_a_bar_of_parts_has_the_width_of_the_whole() -> None:
     assert stacked({"gpu": 0.5, "host": 0.25, "ssd": 0.0, "computed": 0.25}) == "█" * 24 + "▓" * 12 + "·" * 12
     assert len(stacked({"gpu": 1 / 3, "host": 1 / 3, "ssd": 1 / 3, "computed": 0.0})) == 48
-
-
-def test_columns_stand_below_each_other() -> None:
-    assert list(aligned([["", "ms"], ["lru", "7"]])) == ["      ms", "lru    7"]
 
 
 def test_the_page_needs_no_network_and_shows_table_plots_and_tree(summary: Summary) -> None:

@@ -265,7 +265,7 @@ def test_nobody_else_is_given_what_was_computed_on_survivors(server: Server, ref
         ({"kv_decode_size": 64}, "kv_decode_size is not known"),
         ({"kv_decode_method": "repack"}, "without kv_decode_budget"),
         ({"kv_decode_budget": 64, "kv_decode_trace": 1}, "kv_decode_trace is 1"),
-        ({"kv_decode_budget": 64, "kv_decode_every": 1}, "kv_decode_every is 1: want at least 16 on this server"),
+        ({"kv_decode_budget": 64, "kv_decode_every": 1}, "kv_decode_every is 1: expected at least 16 on this server"),
         ({"kv_decode_budget": NESTED}, "kv_decode_budget is [["),
     ],
 )

@@ -19,9 +19,9 @@ SLOTS = torch.arange(3)
         ([LAYER, LAYER.half()], SLOTS, "agree"),
         ([LAYER, torch.zeros(9, 2, 16)], SLOTS, "agree"),
         ([torch.zeros(8, 16, 2).transpose(1, 2)], SLOTS, "contiguous"),
-        ([LAYER], SLOTS.int(), "slots must be int64"),
-        ([LAYER], SLOTS.view(1, 3), "slots must be int64"),
-        ([LAYER], SLOTS.to("meta"), "slots must be int64"),
+        ([LAYER], SLOTS.int(), "expected int64"),
+        ([LAYER], SLOTS.view(1, 3), "expected int64"),
+        ([LAYER], SLOTS.to("meta"), "expected int64"),
     ],
 )
 def test_check_pool_names_what_does_not_fit(buffers, slots, message):

@@ -127,7 +127,7 @@ def test_staging_that_does_not_fit_is_refused(staged, message):
 
 
 def test_gather_refuses_more_rows_than_slots():
-    with pytest.raises(ValueError, match=r"out must be .* \(1, 2, 3, 2, 16\)"):
+    with pytest.raises(ValueError, match=r"out is .*: expected .* \(1, 2, 3, 2, 16\)"):
         gather([LAYER], [LAYER.clone()], SLOTS, torch.zeros(1, 2, 4, 2, 16))
 
 
@@ -143,9 +143,9 @@ def test_scatter_refuses_rows_that_are_not_staged(begin):
 )
 def test_a_table_of_other_layers_is_refused(table):
     staged = torch.zeros(1, 2, 3, 2, 16)
-    with pytest.raises(ValueError, match=r"table must be uint64 \[2\]"):
+    with pytest.raises(ValueError, match=r"table is .*: expected uint64 \[2\]"):
         gather([LAYER], [LAYER.clone()], SLOTS, staged, table=table)
-    with pytest.raises(ValueError, match=r"table must be uint64 \[2\]"):
+    with pytest.raises(ValueError, match=r"table is .*: expected uint64 \[2\]"):
         scatter([LAYER], [LAYER.clone()], SLOTS, staged, table=table)
 
 

@@ -104,15 +104,15 @@ GOOD = {
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"queries": torch.zeros(1, 2, 4, 8)}, "queries must be"),
-        ({"queries": torch.zeros(2, 2, 4, 16)}, "queries must be"),
+        ({"queries": torch.zeros(1, 2, 4, 8)}, "expected .layers, W, query heads, head_dim"),
+        ({"queries": torch.zeros(2, 2, 4, 16)}, "expected .layers, W, query heads, head_dim"),
         ({"queries": torch.zeros(1, 2, 3, 16)}, "3 query heads do not divide over 2 kv heads"),
-        ({"queries": torch.zeros(1, 300, 4, 16)}, "a window holds 1 to 256 queries, got 300"),
-        ({"queries": torch.zeros(1, 0, 4, 16)}, "a window holds 1 to 256 queries, got 0"),
+        ({"queries": torch.zeros(1, 300, 4, 16)}, "the window has 300 queries: expected 1 to 256"),
+        ({"queries": torch.zeros(1, 0, 4, 16)}, "the window has 0 queries: expected 1 to 256"),
         ({"query_positions": torch.zeros(3, dtype=torch.int64)}, "query_positions must be int64"),
         ({"query_positions": torch.zeros(2, dtype=torch.int32)}, "query_positions must be int64"),
-        ({"key_positions": torch.zeros(1, 2, 4, dtype=torch.int32)}, "key_positions must be"),
-        ({"key_positions": torch.zeros(1, 2, 3)}, "key_positions must be"),
+        ({"key_positions": torch.zeros(1, 2, 4, dtype=torch.int32)}, "expected int32 or int64"),
+        ({"key_positions": torch.zeros(1, 2, 3)}, "expected int32 or int64"),
         ({"key_positions": torch.zeros(1, 2, 3, dtype=torch.int32, device="meta")}, "must be on cpu"),
     ],
 )

@@ -73,7 +73,7 @@ class FakeRule(LruRule):
     ),
     "Add an endpoint": Change(
         registry="introspect/operations.py",
-        table="_OPERATIONS = (",
+        table="OPERATIONS: dict[str, Operation] = by_name(",
         row='    Operation("fake", read, "GET", "/evicpress/fake/{number}"),',
         imports="from sglang_evicpress.introspect.fake import read",
         file="introspect/fake.py",

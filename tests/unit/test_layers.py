@@ -61,15 +61,18 @@ TABLE = {
     "cpu_attention": Layer(("core", "kernels"), ("torch",)),
     # Where KV is kept below the GPU.
     "tiers": Layer(
-        ("config", "core", "device", "error_text", "kernels", "survivors", "threads"), ("numpy", "torch", "xxhash")
+        ("config", "core", "device", "error_text", "kernels", "survivors", "threads"),
+        ("numpy", "psutil", "torch", "xxhash"),
     ),
     # What is known of the quality of contexts, and how it is measured.
     "quality": Layer(("core", "policy", "tiers"), ("numpy", "orjson", "xxhash")),
-    "profiler": Layer(("core", "quality"), ("numpy", "safetensors", "tokenizers", "torch", "transformers", "orjson")),
+    "profiler": Layer(
+        ("core", "quality"), ("httpx", "numpy", "safetensors", "tokenizers", "torch", "transformers", "orjson")
+    ),
     # Systems side by side, as users meet them: real servers, which it only talks to.
     "benchmark": Layer(
         ("config", "core", "files", "profiler", "progress", "quantiles", "tables"),
-        ("aiohttp", "matplotlib", "numpy", "orjson", "tqdm", "transformers", "yaml"),
+        ("aiohttp", "httpx", "matplotlib", "numpy", "orjson", "psutil", "tqdm", "transformers", "yaml"),
     ),
     # The only writer of state, and what is asked and shown of it.
     "controller": Layer((*PURE, "error_text")),
@@ -90,7 +93,7 @@ TABLE = {
             *("benchmark", "files", "profiler", "progress", "quality", "quantiles", "simulator", "tables", "tiers"),
             "traces",
         ),
-        ("matplotlib", "numpy", "orjson", "tqdm"),
+        ("matplotlib", "numpy", "openai", "orjson", "tqdm"),
     ),
 }
 

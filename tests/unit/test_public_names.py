@@ -19,7 +19,18 @@ BANNED = re.compile("compression_ratio|spill|offload|manager|helper|utils|handle
 
 PUBLIC = {
     "sglang_evicpress": set(),
-    "sglang_evicpress.core": {"DROP", "EXACT", "PRESSES", "Decision", "Form", "NodeStats", "Option", "Tier", "Way"},
+    "sglang_evicpress.core": {
+        "DROP",
+        "EXACT",
+        "PRESSES",
+        "Decision",
+        "Form",
+        "NodeStats",
+        "Option",
+        "PressTraits",
+        "Tier",
+        "Way",
+    },
     "sglang_evicpress.plugin": {"load"},
 }
 

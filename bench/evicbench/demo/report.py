@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from sglang_evicpress.benchmark.config import Config
@@ -12,7 +12,7 @@ from sglang_evicpress.benchmark.ratios import paired
 from sglang_evicpress.benchmark.raw import RUNS, TIERS, Run
 from sglang_evicpress.benchmark.summary import Cell, Summary
 from sglang_evicpress.benchmark.tables import TABLES, setting_lines
-from sglang_evicpress.tables import ms, share
+from sglang_evicpress.tables import aligned, ms, number, share
 
 SYSTEMS = {
     "lru+attention": "lru",
@@ -51,11 +51,11 @@ def cells(summary: Summary) -> dict[str, Cell]:
 
 
 def rows(summary: Summary) -> list[list[str]]:
-    """Of the table below ``HEAD``."""
+    """Rows of the table below ``HEAD``."""
     return [
         [
             *(name, ms(cell.ttft_mean_s), ms(cell.ttft_p95_s), share(cell.hit_share)),
-            *("-" if cell.f1_bound is None else f"{cell.f1_bound:.3f}", share(same_answers(summary, cell))),
+            *(number(cell.f1_bound), share(same_answers(summary, cell))),
         ]
         for name, cell in cells(summary).items()
     ]
@@ -133,14 +133,6 @@ def stacked(parts: dict[str, float]) -> str:
         end += part
         bar += _SHADES[name] * (round(_WIDTH * end) - len(bar))
     return bar
-
-
-def aligned(table: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Columns side by side, the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for first, *others in table:
-        padded = (text.rjust(width) for text, width in zip(others, widths[1:], strict=True))
-        yield "   ".join((first.ljust(widths[0]), *padded))
 
 
 def shown(path: Path) -> str:

@@ -46,7 +46,7 @@ def structure() -> Line:
 
 
 def measure(names: Sequence[str] = ()) -> Iterator[Line]:
-    """Of these files of kernels/, or all."""
+    """Lines of these files of kernels/, or of all."""
     names = names or ("pool", *kernel_files())
     yield structure()
     results = run_tests(*(f"tests/kernels/test_{name}.py" for name in names), interpreted=True)

@@ -11,7 +11,7 @@ from evicbench.load import grid
 from evicbench.load.promises import Grid, one_client_ratio
 from evicbench.load.published import newest, published_lines
 from evicbench.report import Line, Measurement
-from evicbench.tiers.chaos import lines, storm
+from evicbench.tiers.chaos import NUM_QUESTIONS, lines, storm
 
 SHOW = "load-show"
 OUTSIDE = "load-outside"
@@ -49,8 +49,8 @@ def published_ratio(lines: tuple[Line, ...]) -> float | None:
     return None
 
 
-def measure_chaos(seconds: float = CHAOS_S) -> Iterator[Line]:
-    outcome = storm(seconds, overload=2.0)
+def measure_chaos(seconds: float = CHAOS_S, num_questions: int = NUM_QUESTIONS) -> Iterator[Line]:
+    outcome = storm(seconds, overload=2.0, num_questions=num_questions)
     for problem in outcome.problems[:40]:
         print(f"    {problem}", flush=True)
     found = lines(outcome, seconds)
@@ -61,6 +61,6 @@ def measure_chaos(seconds: float = CHAOS_S) -> Iterator[Line]:
 MEASUREMENTS = {
     "setting": Measurement(measure_setting),
     "one client": Measurement(measure_one_client),
-    "chaos": Measurement(measure_chaos, partial(measure_chaos, 12.0)),
+    "chaos": Measurement(measure_chaos, partial(measure_chaos, 12.0, 48)),
     "published": Measurement(published_lines),
 }

@@ -16,6 +16,7 @@ from evicbench.profiler.subjects import NUM_TOKENS, Subject, make_subject
 from evicbench.report import Line
 from evicbench.testbed.server import ADMIN_KEY, Server
 from evicbench.testbed.tasks import FAMILIES
+from sglang_evicpress.core import Form
 from sglang_evicpress.profiler.client import ServerEngine
 from sglang_evicpress.profiler.measure import Asked, profile_context
 from sglang_evicpress.profiler.scorers import get_scorer
@@ -65,15 +66,15 @@ def cost_of(meta: Mapping[str, int]) -> Cost:
     return Cost(1, max(1, generated), generated, new + max(0, generated - 1))
 
 
-def measure_context(server: Server, subject: Subject, scorer: str) -> Cost:
-    """Profile it in all 15 forms with its first questions. Its exact KV is there already: it is a context in use."""
+def measure_context(server: Server, subject: Subject, scorer: str, forms: Sequence[Form]) -> Cost:
+    """Profile it in the forms with its first questions. Its exact KV is there already: it is a context in use."""
     counting = Counting(HttpTransport(server.url, admin_api_key=ADMIN_KEY))
     engine = ServerEngine(counting, fill_tokens=NUM_TOKENS, may_evict=True)
     queries = [Asked(tokens) for tokens in subject.questions[:NUM_ASKED]]
     server.flush()
     server.generate(list(subject.tokens + subject.questions[0]), 1)
     before = guests(server)
-    profile_context(engine, subject.tokens, None, queries, FORMS, get_scorer(scorer), max_new_tokens=LONGEST_ANSWER)
+    profile_context(engine, subject.tokens, None, queries, forms, get_scorer(scorer), max_new_tokens=LONGEST_ANSWER)
     after = guests(server)
     counted = {name: after[name] - before[name] for name in before}
     cost = counting.cost
@@ -88,19 +89,21 @@ def guests(server: Server) -> dict[str, int]:
     return counts
 
 
-def measure_cost(families: Sequence[str] = FAMILIES) -> Iterator[Line]:
+def measure_cost(families: Sequence[str] = FAMILIES, forms: Sequence[Form] = FORMS) -> Iterator[Line]:
     costs: dict[str, dict[str, Cost]] = {}
     with served() as server, one_thread():
         for family in families:
             subject = make_subject(family, 0)
-            costs[family] = {scorer: measure_context(server, subject, scorer) for scorer in ("logprob", "minilm")}
+            costs[family] = {
+                scorer: measure_context(server, subject, scorer, forms) for scorer in ("logprob", "minilm")
+            }
     ours, theirs = (reduce(Cost.plus, (cost[scorer] for cost in costs.values())) for scorer in ("logprob", "minilm"))
     by_family = sorted(
         ((family, cost["logprob"].passes / cost["minilm"].passes) for family, cost in costs.items()),
         key=lambda each: -each[1],
     )
     yield Line(
-        f"{len(costs)} contexts profiled in {len(FORMS)} forms with {NUM_ASKED} questions: forward passes of "
+        f"{len(costs)} contexts profiled in {len(forms)} forms with {NUM_ASKED} questions: forward passes of "
         "requests, logprob over minilm",
         f"<= {TARGET:.0%}",
         f"{share(ours.passes, theirs.passes)}: {', '.join(f'{family} {part:.0%}' for family, part in by_family)}; "

@@ -27,7 +27,7 @@ from sglang_evicpress.profiler.scorers import get_scorer
 from sglang_evicpress.profiler.transport import HttpTransport
 from sglang_evicpress.quality.evidence import Evidence
 from sglang_evicpress.quality.profile import Profile
-from sglang_evicpress.quality.repair import check, repair
+from sglang_evicpress.quality.store import read_all
 
 FORMS = (Form("keydiff", 0.8), Form("keydiff", 0.5), Form("keydiff", 0.2))
 NUM_KILLS = 3
@@ -147,7 +147,7 @@ def kill_often(file: Path) -> tuple[dict[str, object], int, str, list[int], int]
 
 
 def foreign_line(folder: Path, file: Path, prompt: list[int]) -> Line:
-    before = check(file)
+    before = len(read_all(file))
     figures, is_ok = [], True
     models = {
         "weights 1 % off": make_other_model(MODEL, with_tokenizer(folder / "weights")),
@@ -158,7 +158,7 @@ def foreign_line(folder: Path, file: Path, prompt: list[int]) -> Line:
             num_listed, num_used = len(listed(server)), profiled_nodes(server, prompt)
         figures.append(f"{what}: {num_listed} listed, {num_used} nodes go by one")
         is_ok &= num_listed == num_used == 0
-    after = check(file)
+    after = len(read_all(file))
     return Line(
         f"the same file of {before} profiles under another model, and under another tokenizer",
         "none is used, all stay in the file",
@@ -174,26 +174,23 @@ def with_tokenizer(folder: Path) -> Path:
 
 
 def damage_line(file: Path, real: str, prompt: list[int]) -> Line:
-    """One byte of the file is another one: the start is refused; what is left after a repair is used."""
+    """One byte of one profile is another one: it is left out, the others are used. Then the whole file is noise."""
+    before = len(read_all(file))
     data = bytearray(file.read_bytes())
     at = data.index(b"measured_s", len(data) // 2)
     data[at] ^= 1
     file.write_bytes(data)
-    said = ""
-    try:
-        with Server(*arguments(file)):
-            pass
-    except ServerError as error:
-        said = next((line for line in str(error).splitlines() if line.startswith("sglang: error:")), "")
-    is_named = str(file) in said and f"evicpress profile repair {file}" in said
-    report = repair(file)
     with Server(*arguments(file)) as server:
         num_listed, num_used = len(listed(server)), profiled_nodes(server, prompt)
         is_there = real in listed(server)
+    file.write_bytes(noise := b"noise" * 1000)
+    with Server(*arguments(file)) as server:
+        num_after = len(listed(server))
+    is_aside = file.with_name(f"{file.name}.bad").read_bytes() == noise
     return Line(
-        "a byte of the file is changed",
-        "the server refuses to start and names the file and its repair, which loses one profile",
-        f"{'refused and named' if is_named else f'said {said!r:.100}'}; {report.num_kept} kept, {report.num_lost} "
-        f"lost; {num_listed} listed by the next server, where {num_used} nodes go by one",
-        is_named and report.num_lost == 1 and num_listed == report.num_kept and is_there and num_used > 0,
+        "a byte of the file is changed; then all of it",
+        "the damaged profile is left out, and the file that is none is set aside",
+        f"{num_listed} of {before} listed, {num_used} nodes go by one; then {num_after} listed, "
+        f"{'' if is_aside else 'NOT '}set aside",
+        num_listed == before - 1 and is_there and num_used > 0 and num_after == 0 and is_aside,
     )

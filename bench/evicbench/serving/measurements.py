@@ -9,5 +9,5 @@ from evicbench.serving import promises, unloaded
 
 MEASUREMENTS = {
     "systems": Measurement(promises.measure),
-    "overhead": Measurement(unloaded.measure, unjudged(partial(unloaded.measure, 20))),
+    "overhead": Measurement(unloaded.measure, unjudged(partial(unloaded.measure, 8))),
 }

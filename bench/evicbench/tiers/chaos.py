@@ -291,11 +291,11 @@ class Chaos:
             self.outcome.problems.append(problem)
 
 
-def draw_questions(model: Path, seed: int) -> list[Question]:
+def draw_questions(model: Path, seed: int, number: int = NUM_QUESTIONS) -> list[Question]:
     """Prompts of 64 to 1500 tokens with the answers of a server without a cache."""
     rng = random.Random(f"chaos-{seed}")
-    texts = Texts(rng, num_roots=NUM_QUESTIONS // 12)
-    prompts = [texts.prompt() for _ in range(NUM_QUESTIONS)]
+    texts = Texts(rng, num_roots=number // 12)
+    prompts = [texts.prompt() for _ in range(number)]
     with reference(model) as server:
         return answered(server, prompts, [NUM_ANSWER_TOKENS] * len(prompts))
 
@@ -307,6 +307,7 @@ def storm(
     rates: str = RATES,
     keep_log: Path | None = None,
     overload: float = 0.0,
+    num_questions: int = NUM_QUESTIONS,
 ) -> Outcome:
     """Record the right answers, start a server with faults, and ask it for so long.
 
@@ -315,7 +316,7 @@ def storm(
     """
     with scratch(1 << 29) as folder, tempfile.TemporaryDirectory() as models:
         model = make_peaky_model(Path(models) / "peaky")
-        questions = draw_questions(model, seed)
+        questions = draw_questions(model, seed, num_questions)
         env = {**CHECKS, "SGLANG_EVICPRESS_FAULTS": f"seed={seed},{rates}"}
         with Server(*arguments(folder / "ssd", page_size), model=model, env=env) as server:
             outcome = Chaos(server, questions, folder / "ssd", seconds, seed, overload).run()

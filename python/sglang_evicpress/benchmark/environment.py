@@ -9,6 +9,8 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
+
 _PACKAGES = ("sglang", "torch", "sglang-evicpress")
 _QUESTION_S = 30.0
 
@@ -35,8 +37,7 @@ def machine() -> str:
     """The processor, the memory and, where there are any, the GPUs with their driver."""
     processors = (line for line in _lines("/proc/cpuinfo") if line.startswith("model name"))
     processor = next(processors, "").partition(":")[2].strip() or platform.machine()
-    sizes = (line.split()[1] for line in _lines("/proc/meminfo") if line.startswith("MemTotal:"))
-    gib = int(next(sizes, "0")) / 2**20
+    gib = psutil.virtual_memory().total / 2**30
     gpus = _said(("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"), Path("/"))
     return "; ".join((processor, f"{gib:.0f} GiB", *gpus.splitlines()))
 

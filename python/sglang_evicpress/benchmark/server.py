@@ -8,15 +8,15 @@ import signal
 import socket
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from http.client import HTTPException
-from os import kill
+from os import getsid, kill
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+import httpx
+import psutil  # type: ignore[import-untyped]
 
 from sglang_evicpress.benchmark.interrupts import uninterrupted
 
@@ -74,11 +74,12 @@ class Server:
         self._env = env
         self._folder = folder
         self._timeout_s = timeout_s
-        self._headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json"}
         if admin_api_key is not None:
-            self._headers["Authorization"] = f"Bearer {admin_api_key}"
+            headers["Authorization"] = f"Bearer {admin_api_key}"
         self._process: subprocess.Popen[bytes] | None = None
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never by way of a proxy
+        one_request_each = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self._client = httpx.Client(headers=headers, limits=one_request_each, trust_env=False)  # never by a proxy
 
     def __enter__(self) -> Self:
         self.start()
@@ -160,22 +161,16 @@ class Server:
         """Status and body: parsed when it is JSON, else text. Raises ServerError when no answer comes, NoAnswerInTime
         when none has come after ``timeout_s``."""
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data=data, method=method, headers=self._headers)
         try:
-            with self._opener.open(request, timeout=timeout_s) as response:
-                status, raw = response.status, response.read()
-        except urllib.error.HTTPError as error:
-            with error:
-                status, raw = error.code, error.read()
-        except (OSError, HTTPException) as error:
-            reason = getattr(error, "reason", None) or error
-            if isinstance(reason, TimeoutError):
-                raise self.error(f"{method} {path} got no answer within {timeout_s:g} s", kind=NoAnswerInTime) from None
-            raise self.error(f"{method} {path} got no answer: {str(reason) or type(error).__name__}") from None
+            response = self._client.request(method, self.url + path, content=data, timeout=timeout_s)
+        except httpx.TimeoutException:
+            raise self.error(f"{method} {path} got no answer within {timeout_s:g} s", kind=NoAnswerInTime) from None
+        except httpx.HTTPError as error:
+            raise self.error(f"{method} {path} got no answer: {str(error) or type(error).__name__}") from None
         try:
-            return status, json.loads(raw)
+            return response.status_code, json.loads(response.content)
         except ValueError:
-            return status, raw.decode("utf-8", "replace")
+            return response.status_code, response.content.decode("utf-8", "replace")
 
     def get(self, path: str) -> Any:
         """Raises ServerError for any status but 200."""
@@ -207,16 +202,10 @@ class Server:
 
 
 def _session(session: int) -> list[int]:
-    """The processes of a session that still run, from /proc. A whole session: a child may make a group of its own."""
+    """The processes of a session that still run. A whole session: a child may make a group of its own."""
     members = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            text = (entry / "stat").read_text()
-        except OSError:
-            continue  # it ended meanwhile
-        state, _, _, sid = text.rpartition(")")[2].split()[:4]
-        if int(sid) == session and state not in "ZX":
-            members.append(int(entry.name))
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):  # it ended meanwhile
+            if getsid(process.pid) == session and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                members.append(process.pid)
     return members

@@ -34,7 +34,7 @@ def hole_moves(survivors: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
     """
     num_kept = survivors.shape[-1]
     if num_kept > num_slots:
-        raise ValueError(f"{num_kept} survivors of {num_slots} slots: want at most as many as slots")
+        raise ValueError(f"{num_kept} survivors of {num_slots} slots: expected at most as many as slots")
     width = min(num_kept, num_slots - num_kept)
     is_taken = torch.zeros(*survivors.shape[:-1], num_slots, dtype=torch.bool, device=survivors.device)
     is_taken.scatter_(-1, survivors.long(), True)
@@ -78,7 +78,7 @@ def dead_pages(slots: Tensor, is_alive: Tensor, page_size: int) -> Tensor:
     for the others, however few of their slots are alive.
     """
     if slots.shape != is_alive.shape or slots.dim() != 1:
-        raise ValueError(f"slots {tuple(slots.shape)} with is_alive {tuple(is_alive.shape)}: want two of [n]")
+        raise ValueError(f"slots {tuple(slots.shape)} with is_alive {tuple(is_alive.shape)}: expected two of [n]")
     padding = -slots.numel() % page_size
     alive = torch.nn.functional.pad(is_alive, (0, padding)).view(-1, page_size).any(-1)
     return slots[::page_size][~alive] // page_size

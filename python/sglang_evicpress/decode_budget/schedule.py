@@ -101,7 +101,7 @@ def check(settings: DecodeSettings, page_size: int, sinks: int) -> None:
         block = block_size(page_size) if settings.method == "paged" else page_size
         pages = f"pages of {page_size}" + (f" freed in blocks of {block}" if block != page_size else "")
         raise ValueError(
-            f"kv_decode_budget is {settings.tokens}: want at least {least} for {settings.method} with {pages}, "
+            f"kv_decode_budget is {settings.tokens}: expected at least {least} for {settings.method} with {pages}, "
             f"{sinks} sinks and protected pages {','.join(settings.protect) or 'none'}"
         )
 

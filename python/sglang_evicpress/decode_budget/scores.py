@@ -81,7 +81,7 @@ def survivors(scores: Tensor, positions: Tensor, num_kept: int, sinks: int, *, i
     compacted before. Raises ValueError when ``num_kept`` is not between 1 and n.
     """
     if not 1 <= num_kept <= scores.shape[-1]:
-        raise ValueError(f"cannot keep {num_kept} of {scores.shape[-1]} slots: want 1 to {scores.shape[-1]}")
+        raise ValueError(f"cannot keep {num_kept} of {scores.shape[-1]} slots: expected 1 to {scores.shape[-1]}")
     scores = scores.masked_fill(positions < sinks, float("inf"))
     if in_order:
         return _select(scores, num_kept)

@@ -67,7 +67,7 @@ class DecodeSettings:
         _check_int("kv_decode_window", self.window, 1, MAX_WINDOW)
         if self.protect not in ((), ("first",), ("newest",), PROTECTIONS):
             raise ValueError(
-                f"kv_decode_protect is {_shown(self.protect)}: want (), ('first',), ('newest',) or both in order"
+                f"kv_decode_protect is {_shown(self.protect)}: expected (), ('first',), ('newest',) or both in order"
             )
 
     @property
@@ -113,20 +113,20 @@ def client_settings(
         )
     wants_trace = fields.pop(TRACE, False)
     if not isinstance(wants_trace, bool):
-        raise ValueError(f"{TRACE} is {_shown(wants_trace)}: want true or false")
+        raise ValueError(f"{TRACE} is {_shown(wants_trace)}: expected true or false")
     if wants_trace and clients != "trace":
-        raise ValueError(f"{TRACE} is true: want a server started with --kv-decode-client-budgets trace, or false")
+        raise ValueError(f"{TRACE} is true: expected a server started with --kv-decode-client-budgets trace, or false")
     settings = from_request(fields, default)
     if settings is None:
         return None, False
     least = least_every(default)
     if "kv_decode_every" in fields and settings.every < least:
-        raise ValueError(f"kv_decode_every is {settings.every}: want at least {least} on this server")
+        raise ValueError(f"kv_decode_every is {settings.every}: expected at least {least} on this server")
     most = max(MAX_SORTED_TOKENS, default.tokens)
     if fields and settings.sorts_rows and settings.tokens > most:
         raise ValueError(
-            f"kv_decode_budget is {settings.tokens}: want at most {most} with {settings.sorts_rows}, which sorts all "
-            "of it in each pass"
+            f"kv_decode_budget is {settings.tokens}: expected at most {most} with {settings.sorts_rows}, which "
+            "sorts all of it in each pass"
         )
     return settings, wants_trace
 
@@ -148,7 +148,7 @@ def from_request(params: Mapping[str, object] | None, default: DecodeSettings) -
     for key in asked:
         if key not in _FIELDS:
             shown = key if key.isidentifier() and len(key) <= 60 else _shown(key)
-            raise ValueError(f"{shown} is not known: want {_either(tuple(_FIELDS))}")
+            raise ValueError(f"{shown} is not known: expected {_either(tuple(_FIELDS))}")
     changes = {_FIELDS[key]: value for key, value in asked.items()}
     if "protect" in changes:
         changes["protect"] = parse_protect(changes["protect"])
@@ -166,7 +166,7 @@ def parse_protect(text: object) -> tuple[str, ...]:
         return ()
     pages = text.split(",", len(PROTECTIONS)) if isinstance(text, str) else []
     if not pages or len(set(pages)) != len(pages) or any(page not in PROTECTIONS for page in pages):
-        raise ValueError(f"kv_decode_protect is {_shown(text)}: want 'first', 'newest', 'first,newest' or 'none'")
+        raise ValueError(f"kv_decode_protect is {_shown(text)}: expected 'first', 'newest', 'first,newest' or 'none'")
     return tuple(page for page in PROTECTIONS if page in pages)
 
 
@@ -176,14 +176,14 @@ def _either(names: tuple[str, ...]) -> str:
 
 def _check_name(key: str, value: object, names: tuple[str, ...]) -> None:
     if not isinstance(value, str) or value not in names:
-        raise ValueError(f"{key} is {_shown(value)}: want {_either(names)}")
+        raise ValueError(f"{key} is {_shown(value)}: expected {_either(names)}")
 
 
 def _check_int(key: str, value: object, least: int, most: int | None = None) -> None:
     if type(value) is not int or value < least or value > (MAX_TOKENS if most is None else most):
         is_large = type(value) is int and value > MAX_TOKENS
         bound = f"at least {least}" if most is None and not is_large else f"{least} to {most or MAX_TOKENS}"
-        raise ValueError(f"{key} is {_shown(value)}: want a whole number, {bound}")
+        raise ValueError(f"{key} is {_shown(value)}: expected a whole number, {bound}")
 
 
 def _shown(value: object) -> str:

@@ -126,7 +126,7 @@ class Totals:
     def settle(self, tally: RequestTally, record: PassRecord, copies: float) -> None:
         """Fill in the copies of a pass that was added without them. Raises ValueError when it has them already."""
         if record.copies is not None:
-            raise ValueError(f"the copies of this pass are {record.copies}: want a pass without copies")
+            raise ValueError(f"the copies of this pass are {record.copies}: expected a pass without copies")
         record.copies = copies
         tally.counts.slot_copies += copies
         self.counts.slot_copies += copies

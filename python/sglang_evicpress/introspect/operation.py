@@ -49,3 +49,7 @@ class Operation:
     may_conflict: bool = False
     takes_query: bool = False
     max_body_bytes: int = MAX_BODY_BYTES
+
+
+def by_name(*operations: Operation) -> dict[str, Operation]:
+    return {operation.name: operation for operation in operations}

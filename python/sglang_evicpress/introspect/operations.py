@@ -18,7 +18,7 @@ from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.error_text import code_path, short_repr
 from sglang_evicpress.introspect import arguments as checked
 from sglang_evicpress.introspect.arguments import PAGE_NODES, IntrospectionError, Json
-from sglang_evicpress.introspect.operation import Access, Operation, Question
+from sglang_evicpress.introspect.operation import Access, Operation, Question, by_name
 from sglang_evicpress.introspect.profile_operations import PROFILE_OPERATIONS
 
 logger = logging.getLogger(__name__)
@@ -219,7 +219,7 @@ def _requests(arguments: Mapping[str, object]) -> Question:
     return lambda cache: cache.describe_requests(rid, positions=positions, offset=offset, after=after, limit=limit)
 
 
-_OPERATIONS = (
+OPERATIONS: dict[str, Operation] = by_name(
     Operation("tree", _tree, "GET", "/evicpress/tree"),
     Operation("node", _node, "GET", "/evicpress/nodes/{node_id}"),  # with tokens=true as Access.PROMPT
     Operation("stats", _nothing(lambda cache: cache.describe_stats()), "GET", "/evicpress/stats", Access.OPEN),
@@ -241,7 +241,6 @@ _OPERATIONS = (
     Operation("requests", _requests, "GET", "/evicpress/requests"),
     *PROFILE_OPERATIONS,
 )
-OPERATIONS: dict[str, Operation] = {operation.name: operation for operation in _OPERATIONS}
 """Every operation by name; those with a path are served over HTTP."""
 
 

@@ -47,11 +47,11 @@ class PressInput:
     def __post_init__(self) -> None:
         num_layers, num_slots = len(self.k_buffers), self.slots.numel()
         if num_layers == 0 or num_layers != len(self.v_buffers):
-            raise ValueError(f"{num_layers} layers of keys, {len(self.v_buffers)} of values: want one each")
+            raise ValueError(f"{num_layers} layers of keys, {len(self.v_buffers)} of values: expected one each")
         want = (num_layers, self.k_buffers[0].shape[1], num_slots)
         if self.slots.dim() != 1 or tuple(self.positions.shape) != want:
             got = f"slots {tuple(self.slots.shape)} with positions {tuple(self.positions.shape)}"
-            raise ValueError(f"{got}: want {want[2:]} with {want}")
+            raise ValueError(f"{got}: expected {want[2:]} with {want}")
         if num_slots > self.num_tokens:
             raise ValueError(f"{num_slots} slots for {self.num_tokens} tokens: a slot holds one token")
 
@@ -80,12 +80,12 @@ def select(press: Press, node: PressInput, num_kept: int, sinks: int) -> Tensor:
     """
     num_slots = node.slots.numel()
     if not 1 <= num_kept <= num_slots:
-        raise ValueError(f"cannot keep {num_kept} of {num_slots} slots: want 1 to {num_slots}")
+        raise ValueError(f"cannot keep {num_kept} of {num_slots} slots: expected 1 to {num_slots}")
     num_sinks = min(max(0, sinks - node.start), num_slots)
     if num_kept < num_sinks:
         raise ValueError(f"cannot keep {num_kept} slots of a node with {num_sinks} sinks: keep at least those")
     scores = press.score(node)
     if scores.shape != node.positions.shape:
         want = tuple(node.positions.shape)
-        raise ValueError(f"press {press.name} scored {tuple(scores.shape)}: want {want}")
+        raise ValueError(f"press {press.name} scored {tuple(scores.shape)}: expected {want}")
     return select_survivors(scores.masked_fill(node.positions < sinks, float("inf")), num_kept)

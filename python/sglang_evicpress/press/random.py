@@ -28,7 +28,7 @@ class Random:
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 1 << 63:
-            raise ValueError(f"the seed of the random press is {self.seed}: want 0 to 2**63 - 1")
+            raise ValueError(f"the seed of the random press is {self.seed}: expected 0 to 2**63 - 1")
 
     def score(self, node: PressInput) -> Tensor:
         """fp32 [L, H, n] in [0, 1), multiples of 2**-24."""

@@ -32,11 +32,11 @@ class SnapKV:
 
     def __post_init__(self) -> None:
         if not 1 <= self.window <= MAX_WINDOW:
-            raise ValueError(f"the snapkv window is {self.window}: want 1 to {MAX_WINDOW} queries")
+            raise ValueError(f"the snapkv window is {self.window}: expected 1 to {MAX_WINDOW} queries")
         if self.kernel_size < 1 or self.kernel_size % 2 == 0:
-            raise ValueError(f"the snapkv kernel size is {self.kernel_size}: want an odd number")
+            raise ValueError(f"the snapkv kernel size is {self.kernel_size}: expected an odd number")
         if self.pooling not in ("max", "avg"):
-            raise ValueError(f"snapkv pools by 'max' or 'avg', not {self.pooling!r}")
+            raise ValueError(f"the snapkv pooling is {self.pooling!r}: expected 'max' or 'avg'")
 
     def score(self, node: PressInput) -> Tensor:
         """fp32 [L, H, n]; a slot of the window scores more than 1, the others at most 1.
@@ -45,7 +45,7 @@ class SnapKV:
         the node comes without queries, or with query heads that do not divide into its kv heads.
         """
         if node.window is None:
-            raise ValueError("snapkv needs the queries of the last window, and this node comes without them")
+            raise ValueError("the queries of the node are missing: expected the last window, by which snapkv scores")
         queries = node.window.queries[:, -self.window :]
         query_positions = node.window.positions[-self.window :]
         num_layers, num_heads, num_slots = node.positions.shape

@@ -26,7 +26,7 @@ class ValueKeyRatio:
 
     def __post_init__(self) -> None:
         if self.per not in ("token", "page"):
-            raise ValueError(f"value_key_ratio scores per 'token' or per 'page', not {self.per!r}")
+            raise ValueError(f"the unit of value_key_ratio is {self.per!r}: expected 'token' or 'page'")
 
     def score(self, node: PressInput) -> Tensor:
         """fp32 [L, H, n], never negative."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-import urllib.request
 from collections.abc import Mapping
-from http.client import HTTPException
 from typing import Any, Protocol
-from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 
+import httpx
 import orjson
 
 from sglang_evicpress.profiler.engine import EngineError, ShadowLost, ShadowRefused
@@ -90,7 +88,8 @@ class HttpTransport:
         self._timeout_s = timeout_s
         self._num_retries = num_retries
         self._wait_s = wait_s
-        self._opener = urllib.request.build_opener(_StayHere)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self._client = httpx.Client(timeout=timeout_s, limits=limits)  # follows no redirect: keys and texts stay here
 
     def ask(self, method: str, path: str, body: Mapping[str, object] | None = None) -> Json:
         wait_s = self._wait_s
@@ -127,38 +126,29 @@ class HttpTransport:
                 data = orjson.dumps(body)
             except orjson.JSONEncodeError as error:  # such as half a surrogate pair
                 raise EngineError(f"{where}: the request cannot be written as JSON: {error}") from None
-        request = urllib.request.Request(f"{self.url}{path}", data, headers, method=method)
         try:
-            with self._opener.open(request, timeout=self._timeout_s) as response:
-                text = response.read()
-        except HTTPError as error:
-            with error:
-                raise refusal(error.code, _reason(error), where) from None
-        except TimeoutError:
+            response = self._client.request(method, f"{self.url}{path}", content=data, headers=headers)
+        except httpx.TimeoutException:
             raise Unreachable(f"{where}: no answer within {self._timeout_s:g} s") from None
-        except URLError as error:
-            raise Unreachable(f"{where}: cannot be reached: {error.reason}") from None
-        except (HTTPException, OSError, UnicodeError) as error:
-            raise Unreachable(f"{where}: the connection broke: {error or type(error).__name__}") from None
+        except httpx.ConnectError as error:
+            raise Unreachable(f"{where}: cannot be reached: {error}") from None
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
+            raise Unreachable(f"{where}: the connection broke: {str(error) or type(error).__name__}") from None
+        if not response.is_success:
+            raise refusal(response.status_code, _reason(response), where)
+        text = response.content
         try:
             return orjson.loads(text)
         except orjson.JSONDecodeError:
             raise EngineError(f"{where} answered {text!r:.100}: expected JSON") from None
 
 
-class _StayHere(urllib.request.HTTPRedirectHandler):
-    """A redirected request is refused: it would take the key and users' texts to another server."""
-
-    def redirect_request(self, *_: object) -> None:
-        return None
-
-
-def _reason(error: HTTPError) -> str:
+def _reason(response: httpx.Response) -> str:
     """Why, in the server's words: ours, SGLang's, OpenAI's or FastAPI's way to say it, else the status in words."""
     try:
-        said: Any = orjson.loads(error.read())
-    except (orjson.JSONDecodeError, HTTPException, OSError):
-        return error.reason or "no reason given"
+        said: Any = orjson.loads(response.content)
+    except orjson.JSONDecodeError:
+        return response.reason_phrase or "no reason given"
     for name in ("error", "reason", "message", "detail"):
         if isinstance(said, dict) and name in said:
             said = said[name]

@@ -1,244 +1,214 @@
-"""The profiles on disk: a log of lines, each with a checksum of its own. Every put that returned survives a kill.
-
-The first line names the format. A beginning of a line at the end is one that a kill cut off, and counts as never put;
-anything else that is not what was written is damage. Every open store locks ``NAME.lock`` shared, a repair alone.
-"""
+"""The profiles on disk: one SQLite database. Every put that returned survives a kill and a power failure."""
 
 from __future__ import annotations
 
-import fcntl
+import logging
 import os
-import tempfile
-import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from urllib.parse import quote
 
 import orjson
+import xxhash
 
-from sglang_evicpress.quality.log_format import (
-    HEADER,
-    Live,
-    Name,
-    StoreError,
-    line_of,
-    live_of,
-    profile_of,
-    size_of_lines,
-    text_of,
-)
 from sglang_evicpress.quality.profile import Profile
 from sglang_evicpress.tiers.entry.identity import KEY_BYTES
+
+logger = logging.getLogger(__name__)
 
 MAX_MODELS = 4
 """A file keeps as many profiles as so many full models have."""
 
-SPARE_LINES = 256
-"""Outdated lines, besides as many as there are valid ones, before the file is written anew without them."""
+APPLICATION_ID, VERSION = 0x45765072, 1
+_WAIT_S = 10.0  # for another process that writes
+_SCHEMA = f"""
+BEGIN IMMEDIATE;
+CREATE TABLE profiles (
+    number INTEGER PRIMARY KEY, identity BLOB, key BLOB, profile BLOB, checksum BLOB, UNIQUE (identity, key)
+);
+CREATE INDEX by_model ON profiles (identity, number);
+PRAGMA application_id = {APPLICATION_ID};
+PRAGMA user_version = {VERSION};
+COMMIT;
+"""
+_OLD_HEADER = b'{"format":"evicpress profiles"'
+_OLD_DIGEST = 32
+
+
+class StoreError(Exception):
+    """The store cannot be used; one sentence names its file and says why."""
 
 
 class ProfileStore:
     """The profiles of one model, at most ``max_profiles``, the oldest put of which makes room.
 
     ``identity`` (16 bytes) is that of the model, the tokenizer and the version of the forms: profiles of others may
-    be in the file, are never returned, and go only when they are the oldest of very many. Several processes may have
-    one file open; when it is taken away, or with its folder, and a file can be made there again, it gets what it had.
-    Thread-safe.
+    be in the file, are never returned, and go only when they are the oldest of very many. Several processes may use one
+    file, which is open only while it is read or written.
     """
 
     def __init__(self, path: Path, identity: bytes, max_profiles: int = 10_000) -> None:
-        """Open the file, or make it and its folder, and check it through.
-
-        Raises ValueError when ``path`` cannot be such a file, StoreDamaged, and StoreError while a repair is at it.
-        """
+        """Check the file through, or make it and its folder. What is damaged or no profile store becomes NAME.bad, and
+        the lines of the text file of earlier versions become rows. Raises ValueError when it cannot be used."""
         if len(identity) != KEY_BYTES:
             raise ValueError(f"identity has {len(identity)} bytes: expected {KEY_BYTES}")
         if max_profiles < 1:
             raise ValueError(f"max_profiles is {max_profiles}: expected at least 1")
-        self._identity = identity.hex()
-        self._max_profiles = max_profiles
-        self._turn = threading.Lock()
-        self._path = real_path(path)
-        self._lock_fd = self._fd = -1
-        self._is_closed = False
-        self._live: Live = {}
+        self._identity, self._max_profiles = identity, max_profiles
+        self._path = _real_path(path)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._alone():
-                self._live, self._num_lines = self._read()
-                if self._num_lines == 0:
-                    self._cut_tail()
-        except OSError as error:
-            self.close()
-            raise ValueError(f"profile store {path} cannot be used ({error.strerror}): expected a file") from error
-        except BaseException:
-            self.close()
-            raise
+            old = _old_profiles(self._path)
+            problem = "it was a text file of an earlier version" if old else _problem(self._path)
+            if problem:
+                logger.warning("profile store %s is set aside as %s: %s", self._path, _set_aside(self._path), problem)
+            with self._open("used") as database:
+                for row in old:
+                    _insert(database, *row)
+        except (OSError, StoreError) as error:
+            why = error.strerror if isinstance(error, OSError) else error.__cause__
+            raise ValueError(f"profile store {path} cannot be used ({why}): expected a file") from error
 
     def load(self) -> list[Profile]:
         """All profiles of this model, the oldest put first. Raises StoreError."""
-        with self._turn, self._worded("read"), self._alone():
-            self._live, self._num_lines = self._read()
-            own = [line for name, line in self._live.items() if name.identity == self._identity]
-        return [profile_of(self._path, line) for line in own[-self._max_profiles :]]
+        query = "SELECT profile, checksum FROM profiles WHERE identity = ? ORDER BY number DESC LIMIT ?"
+        with self._open("read") as database:
+            rows = database.execute(query, (self._identity, self._max_profiles)).fetchall()
+        return [profile for row in reversed(rows) if (profile := _profile(self._path, *row)) is not None]
 
     def put(self, profile: Profile) -> None:
         """Keep ``profile`` in place of any of the same context; it is on the disk when this returns.
 
         Raises StoreError when it could not be kept, and ValueError for a profile that would not read back as it is.
         """
-        line = line_of({"identity": self._identity, "profile": profile.to_json()})
-        if Profile.from_json(orjson.loads(text_of(line))["profile"]) != profile:
+        text = orjson.dumps(profile.to_json(), option=orjson.OPT_SERIALIZE_NUMPY)
+        if Profile.from_json(orjson.loads(text)) != profile:
             raise ValueError(f"profile {profile.key.hex()} would not read back as it is: expected finite figures")
-        with self._turn, self._worded("written"), self._alone():
-            end = self._cut_tail()
-            try:
-                if os.write(self._fd, line) != len(line):
-                    raise OSError(0, "the disk took a part of it")
-                os.fsync(self._fd)
-            except OSError:
-                with suppress(OSError):
-                    os.ftruncate(self._fd, end)
-                raise
-            name = Name(self._identity, profile.key.hex())
-            self._live.pop(name, None)
-            self._live[name] = line
-            self._num_lines += 1
-            if self._num_lines > 2 * len(self._live) + SPARE_LINES or len(self._live) > self._max_lines:
-                self._rewrite()
-
-    def close(self) -> None:
-        """Nothing can be put or loaded any more. Closing again does nothing."""
-        with self._turn:
-            self._is_closed = True
-            self._leave()
-
-    @property
-    def _max_lines(self) -> int:
-        """Contexts that the file may hold before the oldest make room: some more than are returned."""
-        return max(self._max_profiles + SPARE_LINES, MAX_MODELS * self._max_profiles)
-
-    def _enter(self) -> None:
-        """Open the file that is there now, and lock it. One that was emptied or taken away gets back what it had."""
-        while True:
-            if self._lock_fd < 0:
-                self._lock_fd = lock(self._path, alone=False)
-            if self._fd < 0:
-                self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
-            is_locked = _is_at(_lock_path(self._path), self._lock_fd)
-            if is_locked and _is_at(self._path, self._fd):
-                if os.fstat(self._fd).st_size or not self._live:
-                    return
-                replace(self._path, self._live.values())
-                self._num_lines = len(self._live) + 1
-            self._leave(with_lock=not is_locked)
-
-    def _leave(self, *, with_lock: bool = True) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-        if with_lock and self._lock_fd >= 0:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
+        surplus = "DELETE FROM profiles WHERE number IN (SELECT number FROM profiles {} ORDER BY number DESC LIMIT -1 "
+        with self._open("written") as database:
+            _insert(database, self._identity, profile.key, text)
+            one, all_ = (surplus.format(where) + "OFFSET ?)" for where in ("WHERE identity = ?", ""))
+            database.execute(one, (self._identity, self._max_profiles))
+            database.execute(all_, (MAX_MODELS * self._max_profiles,))
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """While no other process changes the file; whoever rewrote it put another in its place."""
-        if self._is_closed:
-            raise StoreError(f"profile store {self._path} is closed")
+    def _open(self, done: str) -> Iterator[sqlite3.Connection]:
+        """One transaction, in a file that is made where there is none. Raises StoreError."""
         try:
-            self._enter()
-        except BaseException:
-            self._leave()  # to be opened again the next time
+            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))
+            with closing(sqlite3.connect(self._path, timeout=_WAIT_S)) as database:
+                if self._path.stat().st_size == 0:
+                    _make(database)
+                database.execute("PRAGMA synchronous = EXTRA")
+                with database:
+                    yield database
+        except (sqlite3.Error, OSError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise StoreError(f"profile store {self._path} cannot be {done} ({why})") from error
+
+
+def read_all(path: Path) -> list[tuple[str, Profile]]:
+    """Every profile in the file with the identity (in hex) of its model, the oldest put first; makes no file.
+
+    Raises StoreError, and ValueError when there is no such file.
+    """
+    path = _real_path(path)
+    if not path.exists():
+        raise ValueError(f"profile store {path} does not exist: expected a file that --kv-profiles made")
+    if problem := _problem(path):
+        raise StoreError(f"profile store {path} is damaged or of another kind: {problem}; a server sets it aside")
+    try:
+        with _reading(path) as database:
+            if not database.execute("PRAGMA application_id").fetchone()[0]:
+                return []
+            rows = database.execute("SELECT identity, profile, checksum FROM profiles ORDER BY number").fetchall()
+    except sqlite3.Error as error:
+        raise StoreError(f"profile store {path} cannot be read ({error})") from error
+    found = [(identity.hex(), _profile(path, *row)) for identity, *row in rows]
+    return [(identity, profile) for identity, profile in found if profile is not None]
+
+
+def _make(database: sqlite3.Connection) -> None:
+    try:
+        database.executescript(_SCHEMA)
+    except sqlite3.OperationalError as error:  # another process was faster
+        if "already exists" not in str(error):
             raise
-        try:
-            yield
-        finally:
-            if self._fd >= 0:
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
-
-    @contextmanager
-    def _worded(self, done: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise StoreError(f"profile store {self._path} cannot be {done} ({error.strerror})") from error
-
-    def _read(self) -> tuple[Live, int]:
-        data = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
-        return live_of(self._path, data)
-
-    def _cut_tail(self) -> int:
-        """Take off what a kill left of a line, and see that there is a first one; the file's size then. Raises
-        StoreDamaged, and leaves the file alone, when that is nothing of ours."""
-        header = line_of(HEADER)
-        size = os.fstat(self._fd).st_size
-        if os.pread(self._fd, len(header), 0) != header or os.pread(self._fd, 1, size - 1) != b"\n":
-            size = size_of_lines(self._path, os.pread(self._fd, size, 0))
-            os.ftruncate(self._fd, size)
-        if size == 0:
-            size = os.write(self._fd, header)
-            os.fsync(self._fd)
-        return size
-
-    def _rewrite(self) -> None:
-        """Leave out what was replaced, and the oldest where there are too many."""
-        live, _ = self._read()
-        own = [name for name in live if name.identity == self._identity]
-        gone = set(own[: -self._max_profiles])
-        left = [name for name in live if name not in gone]
-        left = left[-MAX_MODELS * self._max_profiles :]
-        replace(self._path, (live[name] for name in left))
-        self._live = {name: live[name] for name in left}
-        self._num_lines = len(left) + 1
-        self._leave(with_lock=False)  # another file is there now
+        database.rollback()
 
 
-def real_path(path: Path) -> Path:
+def _insert(database: sqlite3.Connection, identity: bytes, key: bytes, text: bytes) -> None:
+    row = (identity, key, text, xxhash.xxh3_128_digest(text))
+    database.execute("INSERT OR REPLACE INTO profiles (identity, key, profile, checksum) VALUES (?, ?, ?, ?)", row)
+
+
+def _profile(path: Path, text: bytes, checksum: bytes) -> Profile | None:
+    try:
+        if xxhash.xxh3_128_digest(text) == checksum:
+            return Profile.from_json(orjson.loads(text))
+    except (TypeError, ValueError):
+        pass
+    logger.warning("profile store %s: a profile does not match its checksum and is left out", path)
+    return None
+
+
+def _problem(path: Path) -> str:
+    """Empty for a whole store, and for a file that is not there or empty. Raises StoreError, OSError."""
+    if not path.exists() or path.stat().st_size == 0:
+        return ""
+    try:
+        with _reading(path) as database:
+            if database.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
+                return "it is a database of something else"
+            if (version := database.execute("PRAGMA user_version").fetchone()[0]) != VERSION:
+                return f"its version is {version}, expected {VERSION}"
+            told = str(database.execute("PRAGMA integrity_check").fetchone()[0])
+            return "" if told == "ok" else " ".join(told.split())
+    except sqlite3.OperationalError as error:
+        raise StoreError(f"profile store {path} cannot be read ({error})") from error
+    except sqlite3.DatabaseError as error:
+        return str(error)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[sqlite3.Connection]:
+    """Not read-only: SQLite first takes back what a kill left unfinished."""
+    with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=rw", uri=True, timeout=_WAIT_S)) as database:
+        yield database
+
+
+def _old_profiles(path: Path) -> list[tuple[bytes, bytes, bytes]]:
+    """Identity, key and text of every whole line of the text file of earlier versions; none of another file."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        if not file.readline(200)[_OLD_DIGEST:].startswith(_OLD_HEADER):
+            return []
+        rows = []
+        for line in file:
+            text = line[_OLD_DIGEST:-1]
+            if line[:_OLD_DIGEST] == xxhash.xxh3_128_hexdigest(text).encode():
+                profile = Profile.from_json((found := orjson.loads(text))["profile"])
+                rows.append((bytes.fromhex(found["identity"]), profile.key, orjson.dumps(profile.to_json())))
+        return rows
+
+
+def _set_aside(path: Path) -> Path:
+    """Rename the file, and with it the journal that belongs to it."""
+    number = 0
+    while (name := path.with_name(f"{path.name}.bad{number or ''}")).exists():
+        number += 1
+    journal = path.with_name(f"{path.name}-journal")
+    if journal.exists():
+        journal.rename(name.with_name(f"{name.name}-journal"))
+    return path.rename(name)
+
+
+def _real_path(path: Path) -> Path:
     """Without links. Raises ValueError for what is no file."""
     real = Path(os.path.realpath(path))
     if real.exists() and not real.is_file():
         raise ValueError(f"profile store {path} is a {'folder' if real.is_dir() else 'device'}: expected a file")
     return real
-
-
-def lock(path: Path, *, alone: bool) -> int:
-    """A descriptor that holds the lock beside the file until it is closed. Raises StoreError when it is taken."""
-    fd = os.open(_lock_path(path), os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(fd, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        why = "a server has it open: stop it first" if alone else "it is being repaired"
-        raise StoreError(f"profile store {path} cannot be used now: {why}") from None
-    return fd
-
-
-def _lock_path(path: Path) -> Path:
-    return path.with_name(f"{path.name}.lock")
-
-
-def _is_at(path: Path, fd: int) -> bool:
-    """True if ``fd`` is still the file that is there."""
-    return path.exists() and os.path.samestat(path.stat(), os.fstat(fd))
-
-
-def replace(path: Path, lines: Iterable[bytes]) -> None:
-    """Put a file of the header and ``lines`` in the place of ``path``, at once and for good. Raises OSError."""
-    with tempfile.NamedTemporaryFile(prefix=f".{path.name}.", dir=path.parent, delete=False) as file:
-        written = Path(file.name)
-        try:
-            file.write(line_of(HEADER))
-            file.writelines(lines)
-            file.flush()
-            os.fsync(file.fileno())
-            written.replace(path)
-        except BaseException:
-            written.unlink(missing_ok=True)
-            raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

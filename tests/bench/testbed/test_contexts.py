@@ -10,7 +10,8 @@ import pytest
 import yaml
 from evicbench.testbed.contexts import ONE_QUESTION, generate, line
 from evicbench.testbed.tasks import FAMILIES
-from evicbench.testbed.vocabulary import load_vocabulary
+from evicbench.testbed.vocabulary import ASK, BOS, load_vocabulary
+from transformers import AutoTokenizer
 
 from sglang_evicpress.benchmark.config import Config, load_config
 from sglang_evicpress.benchmark.contexts import Context, Question, load_contexts, parse_contexts
@@ -138,3 +139,15 @@ def test_what_the_testbed_prints_can_be_read_and_says_its_tokens() -> None:
         assert again.family == context.family and len(again.questions) == 6
         assert again.tokens == 500 == len(encode("<bos> " + again.text))
         assert all(each.answer and set(each.answer.split()) <= set(again.text.split()) for each in again.questions)
+
+
+def test_the_chat_template_writes_the_first_token_of_a_context() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    for context in generate(7, [128], 1, 0, MANY):
+        text = f"{context.text} {ASK} {context.questions[0].text}"
+        chat = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        )
+        tokens = tokenizer(chat, add_special_tokens=False)["input_ids"]
+        assert tokens == tokenizer(f"{BOS} {text}", add_special_tokens=True)["input_ids"]
+        assert len(tokens) == 128 + 1 + len(context.questions[0].text.split())

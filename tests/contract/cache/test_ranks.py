@@ -234,7 +234,6 @@ def test_profiles_are_those_that_rank_0_reads(ranks: Ranks, tmp_path: Path) -> N
     maker = ProfiledWalk()
     store = ProfileStore(tmp_path / "rank-0.jsonl", IDENTITY)
     store.put(maker.profile(tokens, GOOD))
-    store.close()
     for rank_0, expected in (("rank-0.jsonl", 1), ("none/at/all.jsonl", 0)):
         walks = of_ranks(ranks, ProfiledWalk)
         for walk, name in zip(walks, (rank_0, "rank-1.jsonl"), strict=True):

@@ -297,7 +297,7 @@ def test_requests_that_measure_prefixes_have_no_budget() -> None:
         ({"kv_decode_budget": 64, "kv_decode_score": "h2o"}, "does not keep: start it with --kv-decode-score h2o"),
         ({"kv_decode_trace": "yes"}, "kv_decode_trace is 'yes'"),
         ({"kv_decode_budget": 64, "kv_decode_trace": True}, "--kv-decode-client-budgets trace"),
-        ({"kv_decode_budget": 64, "kv_decode_every": 1}, "kv_decode_every is 1: want at least 32"),
+        ({"kv_decode_budget": 64, "kv_decode_every": 1}, "kv_decode_every is 1: expected at least 32"),
     ],
 )
 def test_what_cannot_be_ends_the_request_with_a_sentence(params: dict[str, Any], words: str) -> None:

@@ -309,7 +309,6 @@ def test_a_profile_is_on_the_disk_before_it_is_answered(tmp_path: Path) -> None:
     assert response.status_code == 200 and response.json()["is_fresh"] is True
     store = ProfileStore(tmp_path / "profiles", bytes(16))
     assert store.load() == [PROFILE]
-    store.close()
 
 
 def test_a_profile_that_cannot_be_saved_is_507(tmp_path: Path) -> None:

@@ -160,7 +160,6 @@ def test_a_context_that_nothing_is_known_of_is_profiled_and_its_profile_kept(run
     assert running.calls.named("note_failed") == []
     store = ProfileStore(running.path, IDENTITY)
     assert store.load() == [profile]
-    store.close()
 
 
 def test_served_answers_are_judged_under_exact_kv(running: Running) -> None:

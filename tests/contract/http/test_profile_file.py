@@ -13,7 +13,7 @@ from sglang_evicpress.patches.http import profile_writer
 from sglang_evicpress.patches.http.profile_writer import ProfileFile
 from sglang_evicpress.quality.evidence import Evidence
 from sglang_evicpress.quality.profile import Profile
-from sglang_evicpress.quality.repair import read_all
+from sglang_evicpress.quality.store import read_all
 
 OURS, THEIRS = "aa" * 16, "bb" * 16
 
@@ -57,7 +57,7 @@ def test_what_came_while_the_folder_was_away_is_saved_later(path: Path) -> None:
     refuse(file, answered(3))
     path.parent.mkdir()
     file.keep_now(answered(4))
-    assert saved(path) == [(OURS, number, 0.5) for number in (1, 2, 3, 4)]
+    assert saved(path) == [(OURS, number, 0.5) for number in (2, 3, 4)]
 
 
 def test_what_waits_is_bounded_and_of_one_model(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

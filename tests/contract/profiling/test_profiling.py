@@ -317,7 +317,6 @@ def test_profiles_are_read_at_the_start_and_those_of_another_model_are_not(tmp_p
     for identity, means in ((IDENTITY, GOOD), (bytes(KEY_BYTES), POOR)):
         store = ProfileStore(tmp_path / "profiles", identity)
         store.put(ProfiledWalk().profile(tokens, means))
-        store.close()
     walk = ProfiledWalk(profiles=str(tmp_path / "profiles"))
     finished(walk, tokens)
     (node,) = walk.parts(tokens)

@@ -134,7 +134,7 @@ def test_an_evicted_page_is_free_as_it_lies():
 def test_a_last_page_that_is_not_full_is_free_when_its_slots_are_dead():
     is_alive = torch.tensor([True] * 4 + [False] * 2)
     assert dead_pages(torch.tensor([8, 9, 10, 11, 20, 21]), is_alive, 4).tolist() == [5]
-    with pytest.raises(ValueError, match="want two of"):
+    with pytest.raises(ValueError, match="expected two of"):
         dead_pages(torch.arange(6), is_alive[:4], 4)
 
 

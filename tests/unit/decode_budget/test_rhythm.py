@@ -189,7 +189,8 @@ def test_a_budget_that_is_too_small_is_refused_in_one_sentence():
     with pytest.raises(ValueError) as refusal:
         check(DecodeSettings(47), 16, 4)
     assert str(refusal.value) == (
-        "kv_decode_budget is 47: want at least 48 for paged with pages of 16, 4 sinks and protected pages first,newest"
+        "kv_decode_budget is 47: expected at least 48 for paged with pages of 16, 4 sinks and protected "
+        "pages first,newest"
     )
     check(DecodeSettings(48), 16, 4)
     with pytest.raises(ValueError, match="for paged with pages of 1 freed in blocks of 16, 4 sinks"):

@@ -55,13 +55,13 @@ def test_only_scores_by_attention_are_lost_without_queries():
 @pytest.mark.parametrize(
     ("params", "sentence"),
     [
-        ({"kv_decode_budget": -1}, "kv_decode_budget is -1: want a whole number, at least 0"),
-        ({"kv_decode_budget": "64"}, "kv_decode_budget is '64': want a whole number, at least 0"),
-        ({"kv_decode_budget": 64.0}, "kv_decode_budget is 64.0: want a whole number, at least 0"),
-        ({"kv_decode_budget": True}, "kv_decode_budget is True: want a whole number, at least 0"),
-        ({"kv_decode_budget": None}, "kv_decode_budget is None: want a whole number, at least 0"),
-        ({"kv_decode_method": "snapkv"}, "kv_decode_method is 'snapkv': want paged, repack, holefill or compact"),
-        ({"kv_decode_method": ["paged"]}, "kv_decode_method is ['paged']: want paged, repack, holefill or compact"),
+        ({"kv_decode_budget": -1}, "kv_decode_budget is -1: expected a whole number, at least 0"),
+        ({"kv_decode_budget": "64"}, "kv_decode_budget is '64': expected a whole number, at least 0"),
+        ({"kv_decode_budget": 64.0}, "kv_decode_budget is 64.0: expected a whole number, at least 0"),
+        ({"kv_decode_budget": True}, "kv_decode_budget is True: expected a whole number, at least 0"),
+        ({"kv_decode_budget": None}, "kv_decode_budget is None: expected a whole number, at least 0"),
+        ({"kv_decode_method": "snapkv"}, "kv_decode_method is 'snapkv': expected paged, repack, holefill or compact"),
+        ({"kv_decode_method": ["paged"]}, "kv_decode_method is ['paged']: expected paged, repack, holefill or compact"),
         (
             {"kv_decode_method": "quest"},
             "kv_decode_method 'quest' selects pages to read and keeps all of them, so it frees no memory: "
@@ -69,16 +69,16 @@ def test_only_scores_by_attention_are_lost_without_queries():
         ),
         (
             {"kv_decode_score": "snapkv"},
-            "kv_decode_score is 'snapkv': want value_key_ratio, knorm, keydiff, streaming, r_kv, tova or h2o",
+            "kv_decode_score is 'snapkv': expected value_key_ratio, knorm, keydiff, streaming, r_kv, tova or h2o",
         ),
-        ({"kv_decode_every": 0}, "kv_decode_every is 0: want a whole number, at least 1"),
+        ({"kv_decode_every": 0}, "kv_decode_every is 0: expected a whole number, at least 1"),
         (
             {"kv_decode_protect": "last"},
-            "kv_decode_protect is 'last': want 'first', 'newest', 'first,newest' or 'none'",
+            "kv_decode_protect is 'last': expected 'first', 'newest', 'first,newest' or 'none'",
         ),
         (
             {"kv_decode_window": 8},
-            "kv_decode_window is not known: want kv_decode_budget, kv_decode_method, kv_decode_score, "
+            "kv_decode_window is not known: expected kv_decode_budget, kv_decode_method, kv_decode_score, "
             "kv_decode_every or kv_decode_protect",
         ),
     ],
@@ -126,7 +126,7 @@ def test_no_client_asks_for_passes_more_often_than_the_floor(own, least):
     for asked in (1, least - 1):
         with pytest.raises(ValueError) as refusal:
             client_settings({"kv_decode_budget": 64, "kv_decode_every": asked}, default)
-        assert str(refusal.value) == f"kv_decode_every is {asked}: want at least {least} on this server"
+        assert str(refusal.value) == f"kv_decode_every is {asked}: expected at least {least} on this server"
     inherited, _ = client_settings({"kv_decode_budget": 64}, default)
     assert inherited is not None and inherited.every == own, "the server's own is the server's choice"
 
@@ -135,7 +135,7 @@ def test_no_client_asks_for_passes_more_often_than_the_floor(own, least):
 def test_no_client_has_a_whole_context_sorted_in_each_pass(choice):
     asked = {f"kv_decode_{name}": value for name, value in choice.items()}
     assert client_settings({"kv_decode_budget": 8192, **asked}, OFF)[0] is not None
-    with pytest.raises(ValueError, match="kv_decode_budget is 100000: want at most 8192 with "):
+    with pytest.raises(ValueError, match="kv_decode_budget is 100000: expected at most 8192 with "):
         client_settings({"kv_decode_budget": 100_000, **asked}, OFF)
     own = DecodeSettings(100_000, **choice)
     assert client_settings({"kv_decode_budget": 100_000}, own)[0] == own
@@ -157,7 +157,7 @@ def test_a_server_may_keep_the_choice_to_itself():
 def test_a_trace_needs_a_server_that_offers_them():
     params = {"kv_decode_budget": 64, "kv_decode_trace": True}
     assert client_settings(params, OFF, "trace") == (DecodeSettings(64), True)
-    with pytest.raises(ValueError, match="want a server started with --kv-decode-client-budgets trace"):
+    with pytest.raises(ValueError, match="expected a server started with --kv-decode-client-budgets trace"):
         client_settings(params, OFF, "on")
     assert client_settings({**params, "kv_decode_trace": False}, OFF, "on") == (DecodeSettings(64), False)
 

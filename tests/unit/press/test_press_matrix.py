@@ -123,7 +123,7 @@ def test_fewer_slots_than_sinks_is_refused(press, make_node):
 
 @pytest.mark.parametrize("num_kept", [-1, 0, 51])
 def test_a_count_the_node_cannot_keep_is_refused(press, make_node, num_kept):
-    with pytest.raises(ValueError, match="want 1 to 50"):
+    with pytest.raises(ValueError, match="expected 1 to 50"):
         select(press, make_node(50), num_kept, 0)
 
 

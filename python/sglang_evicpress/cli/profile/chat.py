@@ -1,19 +1,12 @@
-"""Asks an OpenAI-compatible endpoint, through the standard library."""
+"""Asks an OpenAI-compatible endpoint, through the client of OpenAI, which asks again when a server is busy."""
 
 from __future__ import annotations
 
-import http.client
 import json
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
 MAX_TRIES = 5
-MAX_WAIT_S = 60.0
-MAX_REPLY_BYTES = 1 << 20
 
 
 class EndpointError(Exception):
@@ -29,7 +22,6 @@ class ChatEndpoint:
     model: str
     api_key: str | None = field(default=None, repr=False)
     timeout_s: float = 300.0
-    sleep: Callable[[float], None] = field(default=time.sleep, repr=False)
 
     def __post_init__(self) -> None:
         try:
@@ -61,36 +53,34 @@ class ChatEndpoint:
     def complete(self, prompt: str, *, temperature: float = 0.0) -> str:
         """The model's reply to one message. Waits and asks again when the server is busy or away, ``MAX_TRIES`` times
         in all. Raises EndpointError."""
-        body = {
-            "model": self.model,
-            "messages": [{"role": "user", "content": prompt}],
-            "temperature": temperature,
-            "stream": False,
-        }
-        request = urllib.request.Request(self._address, json.dumps(body).encode(), {"Content-Type": "application/json"})
-        if self.api_key is not None:
-            request.add_unredirected_header("Authorization", f"Bearer {self.api_key}")
-        why, wait_s = "", 0.0
-        for attempt in range(MAX_TRIES):
-            if attempt:
-                self.sleep(wait_s)
-            wait_s = 2.0**attempt
+        import openai
+
+        parts = urlsplit(self._address)
+        with openai.OpenAI(
+            base_url=urlunsplit(parts._replace(path=parts.path.removesuffix("/chat/completions"), query="")),
+            api_key=self.api_key or "none",
+            default_query=dict(parse_qsl(parts.query)),
+            max_retries=MAX_TRIES - 1,
+            http_client=openai.DefaultHttpxClient(follow_redirects=False, timeout=self.timeout_s),
+        ) as client:
             try:
-                with _OPENER.open(request, timeout=self.timeout_s) as answer:
-                    return self._content(answer.read(MAX_REPLY_BYTES + 1))
-            except urllib.error.HTTPError as error:
-                with error:
-                    why = self._refusal(error)
-                if error.code not in (408, 429) and error.code < 500:
-                    raise EndpointError(f"{self.name} refused: {why}") from None
-                wait_s = _retry_after_s(error.headers.get("Retry-After"), wait_s)
-            except (OSError, http.client.HTTPException) as error:
-                why = str(getattr(error, "reason", error)) or type(error).__name__
-        raise EndpointError(f"{self.name} did not answer in {MAX_TRIES} tries, at last: {why}")
+                answer = client.chat.completions.with_raw_response.create(
+                    model=self.model,
+                    messages=[{"role": "user", "content": prompt}],
+                    temperature=temperature,
+                    extra_headers=None if self.api_key else {"Authorization": openai.Omit()},
+                )
+            except openai.APIStatusError as error:
+                why = f"status {error.status_code}, {self._said(error.response.text) or error.response.reason_phrase}"
+                if error.status_code in (408, 409, 429) or error.status_code >= 500:
+                    raise EndpointError(f"{self.name} did not answer in {MAX_TRIES} tries, at last: {why}") from None
+                raise EndpointError(f"{self.name} refused: {why}") from None
+            except openai.APIConnectionError as error:
+                why = str(error.__cause__ or error)
+                raise EndpointError(f"{self.name} did not answer in {MAX_TRIES} tries, at last: {why}") from None
+            return self._content(answer.content)
 
     def _content(self, raw: bytes) -> str:
-        if len(raw) > MAX_REPLY_BYTES:
-            raise EndpointError(f"{self.name} replied with more than {MAX_REPLY_BYTES} bytes: expected a short reply")
         try:
             content = json.loads(raw)["choices"][0]["message"]["content"]
         except (ValueError, LookupError, TypeError, RecursionError):
@@ -99,24 +89,6 @@ class ChatEndpoint:
             raise EndpointError(f"{self.name} replied {raw[:200]!r}: expected a chat completion with a text")
         return content
 
-    def _refusal(self, error: urllib.error.HTTPError) -> str:
-        try:
-            said = " ".join(error.read(4096).decode("utf-8", "replace").split())[:300]
-        except (OSError, http.client.HTTPException):
-            said = ""
-        if self.api_key:
-            said = said.replace(self.api_key, "***")
-        return f"status {error.code}, {said or error.reason}"
-
-
-def _retry_after_s(given: str | None, default_s: float) -> float:
-    """Seconds as the server gave them, at most ``MAX_WAIT_S``; a date, or nothing: the default."""
-    return min(float(given), MAX_WAIT_S) if given and given.isascii() and given.isdigit() else default_s
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: object) -> None:
-        """A redirect is an error that names its status."""
-
-
-_OPENER = urllib.request.build_opener(_NoRedirect)
+    def _said(self, text: str) -> str:
+        said = " ".join(text.split())[:300]
+        return said.replace(self.api_key, "***") if self.api_key else said

@@ -25,8 +25,6 @@ from sglang_evicpress.profiler.prompts import PromptKind, Prompts, Template
 from sglang_evicpress.profiler.scorers import SCORERS, get_scorer
 from sglang_evicpress.profiler.transport import Unreachable
 from sglang_evicpress.progress import Progress
-from sglang_evicpress.quality.log_format import StoreError
-from sglang_evicpress.quality.repair import repair
 
 DEFAULT_FORMS = ",".join(
     f"{press}@{kept}"
@@ -57,8 +55,7 @@ with them, other answers in FILE is measured anew. It asks for room several time
 
 Exit status: 0 all measured, 1 some contexts failed, 2 bad input or no server, 130 Ctrl-C.
 
-  evicpress profile show --help      list profiles, or plot one
-  evicpress profile repair --help    save what can be read of a damaged file of profiles
+  evicpress profile show --help    list profiles, or plot one
 
 example:
   evicpress profile --url http://127.0.0.1:30000 --contexts documents.jsonl --resume
@@ -73,8 +70,6 @@ def profile(words: Sequence[str], make_parser: Parser) -> int:
     """
     if words[:1] == ["show"]:
         return show(words[1:], make_parser)
-    if words[:1] == ["repair"]:
-        return _repair(words[1:], make_parser)
     args = _parser(make_parser).parse_args(words)
     try:
         run = _prepare(args)
@@ -181,27 +176,6 @@ def _kept(
     return read_flag(
         "--questions-from", lambda path: MadeQuestions(Path(path), settings, make, is_read=args.resume), folder
     ).of
-
-
-def _repair(words: Sequence[str], make_parser: Parser) -> int:
-    parser = make_parser(
-        prog="evicpress profile repair",
-        description="Put a new file with all profiles that can still be read in the place of a damaged one.",
-        epilog="Exit status: 0 nothing was lost, 1 something was, 2 it could not be done, as while a server has it.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("file", metavar="FILE", type=Path, help="what --kv-profiles was")
-    args = parser.parse_args(words)
-    try:
-        report = repair(args.file)
-    except StoreError as error:
-        raise ValueError(str(error)) from None
-    print(f"kept {report.num_kept} profiles, lost {report.num_lost}")
-    if report.bad_copy is None:
-        print("nothing was wrong")
-    else:
-        print(f"what was wrong: {report.problem}\nthe damaged file is kept as {report.bad_copy}")
-    return 1 if report.num_lost else 0
 
 
 def _forms(text: str) -> tuple[Form, ...]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from string import Template
@@ -72,7 +71,6 @@ def ask_questions(
     api_key: str | None = None,
     *,
     part_chars: int = PART_CHARS,
-    sleep: Callable[[float], None] = time.sleep,
 ) -> list[GivenQuestion]:
     """Questions with short answers, all different, from the ``model`` behind an OpenAI-compatible ``url``.
 
@@ -84,7 +82,7 @@ def ask_questions(
         raise ValueError(f"num_questions is {num_questions}, part_chars {part_chars}: expected at least 1")
     if not text.strip():
         raise ValueError("the text is empty: expected something to ask about")
-    endpoint = ChatEndpoint(url, model, api_key, sleep=sleep)
+    endpoint = ChatEndpoint(url, model, api_key)
     prompt = Template(question_prompt())
     found: dict[str, GivenQuestion] = {}
     wanted = 0

@@ -18,9 +18,8 @@ from sglang_evicpress.files import check_output, write_whole
 from sglang_evicpress.profiler.engine import EngineError
 from sglang_evicpress.profiler.transport import Transport
 from sglang_evicpress.quality.catalog import Catalog
-from sglang_evicpress.quality.log_format import StoreError
 from sglang_evicpress.quality.profile import Profile
-from sglang_evicpress.quality.repair import read_all
+from sglang_evicpress.quality.store import StoreError, read_all
 from sglang_evicpress.tables import aligned
 
 _NUM_NAMED = 5

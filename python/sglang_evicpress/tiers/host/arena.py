@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import psutil  # type: ignore[import-untyped]
 import torch
 
 from sglang_evicpress.tiers.host.allocator import GRANULE, MAX_RUNS, Extents, Run
@@ -139,12 +139,7 @@ def _advise(memory: mmap.mmap, option: int) -> bool:
 
 def _available_bytes() -> int:
     """Bytes that can be taken without swapping: the kernel's estimate, and no more than a container's limit."""
-    found = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGESIZE")
-    try:
-        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        found = int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        pass  # keep the free pages alone
+    found = int(psutil.virtual_memory().available)
     try:
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
         anonymous = int(Path("/sys/fs/cgroup/memory.stat").read_text().split(maxsplit=2)[1])  # first line: anon N

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -510,7 +510,6 @@ def test_help_lists_the_command_and_its_own_words(capsys: pytest.CaptureFixture[
         (["--help"], "profile"),
         (["profile", "--help"], "--resume"),
         (["profile", "show", "--help"], "--png"),
-        (["profile", "repair", "--help"], "Exit status"),
     ):
         with pytest.raises(SystemExit) as stopped:
             main(words)
@@ -544,55 +543,8 @@ def stored(path: Path, *profiles: Profile, identity: bytes = IDENTITY) -> None:
     store = ProfileStore(path, identity)
     for profile in profiles:
         store.put(profile)
-    store.close()
 
 
 def some_profile(number: int, form: str = "keydiff@0.5", *qualities: float) -> Profile:
     evidence = Evidence.of(qualities or (0.9, 0.8))
     return Profile(bytes([number] * 16), 640, {Form.parse(form): evidence}, "logprob", "0" * 16, 2, 1.7e9)
-
-
-def test_repair_of_a_good_store_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "profiles"
-    stored(path, some_profile(1), some_profile(2))
-    before = path.read_bytes()
-    assert main(["profile", "repair", str(path)]) == 0
-    assert capsys.readouterr().out == "kept 2 profiles, lost 0\nnothing was wrong\n"
-    assert path.read_bytes() == before
-
-
-def test_repair_says_what_was_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "profiles"
-    stored(path, some_profile(1), some_profile(2))
-    data = path.read_bytes()
-    path.write_bytes(data.replace(b'"key":"' + b"01" * 16, b'"key":"' + b"03" * 16))
-    assert main(["profile", "repair", str(path)]) == 1
-    assert capsys.readouterr().out == (
-        "kept 1 profiles, lost 1\nwhat was wrong: line 2: a line does not match its checksum\n"
-        f"the damaged file is kept as {path}.bad\n"
-    )
-    assert main(["profile", "repair", str(path)]) == 0
-
-
-def test_repair_says_what_a_foreign_file_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "guess.json"
-    path.write_text('{"keydiff": {"0.5": 0.9}}')
-    assert main(["profile", "repair", str(path)]) == 1
-    said = capsys.readouterr().out
-    assert 'what was wrong: it begins with b\'{"keydiff": {"0.5": 0.9}}\', expected b\'' in said
-    assert "nothing was wrong" not in said
-
-
-def test_what_cannot_be_repaired_is_status_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
-) -> None:
-    assert main(["profile", "repair", str(tmp_path / "none")]) == 2
-    stored(tmp_path / "profiles", some_profile(1))
-    store = ProfileStore(tmp_path / "profiles", IDENTITY)
-    close: Callable[[], None] = store.close
-    request.addfinalizer(close)
-    assert main(["profile", "repair", str(tmp_path / "profiles")]) == 2
-    assert main(["profile", "repair"]) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 3
-    assert "a server has it open" in errors[1]

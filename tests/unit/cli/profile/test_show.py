@@ -46,7 +46,6 @@ def file(tmp_path: Path) -> Path:
     for identity, profile in ((IDENTITY, FIRST), (OTHER, SECOND)):
         store = ProfileStore(path, identity)
         store.put(profile)
-        store.close()
     return path
 
 
@@ -118,9 +117,9 @@ def test_nothing_there_is_said(server: FakeServer, capsys: pytest.CaptureFixture
 
 
 def test_a_damaged_file_and_none_at_all_are_status_2(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file.write_bytes(file.read_bytes().replace(b'"num_tokens":640', b'"num_tokens":641'))
+    file.write_bytes(b"noise" + file.read_bytes())
     assert main(["profile", "show", "--store", str(file)]) == 2
-    assert f"`evicpress profile repair {file}`" in capsys.readouterr().err
+    assert f"profile store {file} is damaged or of another kind" in capsys.readouterr().err
     assert main(["profile", "show", "--store", f"{file}-none"]) == 2
     assert main(["profile", "show", "--url", "http://127.0.0.1:1"]) == 2
     assert "cannot be reached" in capsys.readouterr().err
@@ -170,7 +169,7 @@ def test_presses_that_meet_are_a_star() -> None:
 
 
 QUALITY = st.floats(0.0, 1.0)
-FORMS = st.builds(Form, st.sampled_from(PRESSES), st.floats(0.01, 0.99))
+FORMS = st.builds(Form, st.sampled_from(sorted(PRESSES)), st.floats(0.01, 0.99))
 
 
 @given(st.dictionaries(FORMS, st.lists(QUALITY, min_size=1, max_size=3), min_size=1, max_size=12))
