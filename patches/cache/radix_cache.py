@@ -151,7 +151,7 @@ class EvicPressCache(
         passes = DecodePasses(self, compressor, records)
         self.decode_budgets = DecodeBudgets(self, compressor, passes, records, settings, config.decode_client_budgets)
         inspection = TreeInspection(self, self, self, self.controller.journal, secrets.token_bytes(32))
-        statistics = Statistics(config, self, self, self.ledger, self.controller, self)
+        statistics = Statistics(config, self, self.prefill_times, self.claims, self, self.ledger, self.controller, self)
         integrity = Integrity(self, self.ledger, self, self.aside, self, self.shadows.shadow_nodes)
         requests = RequestsInspection(self, records, self.device)
         self.inspector = Inspector(
@@ -161,8 +161,8 @@ class EvicPressCache(
     def attach_scheduler(self, scheduler: Any) -> None:
         """Called once the scheduler is complete; compression then orders itself behind its forward stream."""
         self.scheduler = scheduler
-        visit = self.decode_budgets.visit_budgets
-        hooks.attach(hooks.HookedCache(self, self, self, self, self.adapters, visit, self.background))
+        parts = self, self.prefill_times, self.claims, self, self, self, self.adapters
+        hooks.attach(hooks.HookedCache(*parts, self.decode_budgets.visit_budgets, self.background))
         self.compressor.forward_stream = getattr(scheduler, "forward_stream", None)
         self.quality.identify_profiles()
 

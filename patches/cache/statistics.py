@@ -51,8 +51,6 @@ class PolicyFigures(Protocol):
     costs: Costs
     cost_model: CostModel
     recompute_weight: float
-    prefill_times: SeenPrefills
-    claims: WaitingHits
     turns: Turns
     num_refused: int
     first_tokens: FirstTokens | None
@@ -111,6 +109,8 @@ class Statistics:
         self,
         config: EvicPressConfig,
         policy: PolicyFigures,
+        prefill_times: SeenPrefills,
+        claims: WaitingHits,
         slots: SlotFigures,
         held: HeldSlots,
         controller: ControllerFigures,
@@ -118,6 +118,8 @@ class Statistics:
     ) -> None:
         self._config = config
         self._policy = policy
+        self._prefill_times = prefill_times
+        self._claims = claims
         self._slots = slots
         self._held = held
         self._controller = controller
@@ -127,7 +129,7 @@ class Statistics:
         allocator = self._slots.token_to_kv_pool_allocator
         census, controller = self._slots.census, self._controller
         first_tokens = self._policy.first_tokens
-        num_waiting = len(self._policy.claims)  # one for each user's request in the queue
+        num_waiting = len(self._claims)  # one for each user's request in the queue
         return {
             "policy": self._config.policy,
             "alpha": self._config.alpha,
@@ -138,13 +140,13 @@ class Statistics:
             "costs": {
                 "in_use": described_law(self._policy.costs.prefill),
                 "learned": described_law(self._policy.cost_model.costs.prefill),
-                "num_observations": self._policy.prefill_times.num_observed,
+                "num_observations": self._prefill_times.num_observed,
                 "recompute_weight": round(self._policy.recompute_weight, 3),
             },
-            "waiting": {"requests": num_waiting, "claimed_nodes": self._policy.claims.num_nodes},
+            "waiting": {"requests": num_waiting, "claimed_nodes": self._claims.num_nodes},
             "queue": {
                 "expected_wait_s": self._policy.turns.wait_s(
-                    len(self._policy.claims)
+                    len(self._claims)
                 ),  # one claim per user's request that waits
                 "margin_s": 0.0 if first_tokens is None else first_tokens.margin.seconds,
                 "admitted_per_s": self._policy.turns.rate,
@@ -169,7 +171,7 @@ class Statistics:
                 "freed_slots": controller.freed_slots,
                 "failed": dict(controller.num_failed),
             },
-            "admission": self._rounds.recomputed.describe(self._policy.prefill_times.not_loaded_s),
+            "admission": self._rounds.recomputed.describe(self._prefill_times.not_loaded_s),
             "drops": self._rounds.recomputed.describe_drops(),
             "evictions": self._rounds.describe_evictions(),
             "utility_lost_s": controller.journal.lost if self._policy.policy.has_utility else None,

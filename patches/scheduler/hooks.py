@@ -71,13 +71,13 @@ class LearnedCosts(Protocol):
     def costs(self) -> Costs:
         """All that was seen to cost time."""
 
-    def run(
-        self, batch: Batch, launch: Callable[[], object], is_synchronous: bool, stalled: Callable[[], float]
-    ) -> object:
+    @property
+    def run(self) -> Callable[..., object]:
         """Launch a batch, timed."""
 
-    def finish(self, result: object) -> None:
-        """The scheduler is about to look at the result."""
+    @property
+    def finish(self) -> Callable[..., None]:
+        """The scheduler is about to look at a result."""
 
 
 class WaitingHits(Protocol):
@@ -90,9 +90,7 @@ class WaitingHits(Protocol):
 class HookedPolicy(Protocol):
     """Policy that is told of time, costs and requests."""
 
-    prefill_times: LearnedCosts
     congestion: Value
-    claims: WaitingHits
 
     def advance(self, stamp_s: float, costs: Costs, congestion: float) -> None:
         """Take a stamp."""
@@ -185,6 +183,8 @@ class HookedCache:
     """The parts of the cache that the scheduler tells something."""
 
     policy: HookedPolicy
+    prefill_times: LearnedCosts
+    claims: WaitingHits
     tiers: HookedTiers
     admission: HookedAdmission
     weights: HookedWeights
@@ -217,7 +217,7 @@ def attach(cache: HookedCache) -> None:
 def _after_pull_raw_reqs(received: list[object] | None, receiver: object) -> None:
     """AFTER ``_pull_raw_reqs``: a list only on the rank that receives."""
     if received and _cache is not None:
-        received.insert(0, Stamp(time.monotonic(), _cache.policy.prefill_times.costs, _cache.policy.congestion.value))
+        received.insert(0, Stamp(time.monotonic(), _cache.prefill_times.costs, _cache.policy.congestion.value))
 
 
 def _after_init_request_dispatcher(_: None, scheduler: HookedScheduler) -> None:
@@ -256,7 +256,7 @@ def _after_get_next_batch_to_run(batch: Batch | None, scheduler: Scheduler) -> N
         return
     _cache.admission.show_waiting(scheduler)
     waiting = _cache.background.without_guests(scheduler.waiting_queue)
-    _cache.policy.claims.keep_only(waiting)
+    _cache.claims.keep_only(waiting)
     _cache.tiers.keep_stages(waiting)
     _cache.background.end_round(batch)
     _cache.tiers.start_loads(batch)
@@ -332,13 +332,13 @@ def _around_run_batch(
         with cache.tiers.launching(batch):
             return original(scheduler, batch, *args, **kwargs)
 
-    return cache.policy.prefill_times.run(batch, launch, scheduler.device == "cpu", cache.tiers.stalled_s)
+    return cache.prefill_times.run(batch, launch, scheduler.device == "cpu", cache.tiers.stalled_s)
 
 
 def _before_process_batch_result(scheduler: object, batch: object, result: object) -> None:
     """BEFORE ``process_batch_result``."""
     if _cache is not None:
-        _cache.policy.prefill_times.finish(result)
+        _cache.prefill_times.finish(result)
 
 
 def _before_weights_change(updater: object, *_: object, **__: object) -> None:
