@@ -162,7 +162,7 @@ class EvicPressCache(
         """Called once the scheduler is complete; compression then orders itself behind its forward stream."""
         self.scheduler = scheduler
         parts = self, self.prefill_times, self.claims, self, self, self, self.adapters
-        hooks.attach(hooks.HookedCache(*parts, self.decode_budgets.visit_budgets, self.background))
+        hooks.attach(hooks.HookedCache(*parts, self.decode_budgets, self.background))
         self.compressor.forward_stream = getattr(scheduler, "forward_stream", None)
         self.quality.identify_profiles()
 

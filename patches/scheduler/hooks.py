@@ -162,6 +162,14 @@ class HookedAdapters(Protocol):
         """Some were loaded."""
 
 
+class HookedBudgets(Protocol):
+    """Decode-time budgets."""
+
+    @property
+    def visit_budgets(self) -> Callable[..., None]:
+        """Drop what is due, given the scheduler."""
+
+
 class HookedGuests(Protocol):
     """Requests that give way to users'."""
 
@@ -189,7 +197,7 @@ class HookedCache:
     admission: HookedAdmission
     weights: HookedWeights
     adapters: HookedAdapters
-    visit_budgets: Callable[..., None]
+    decode_budgets: HookedBudgets
     background: HookedGuests
 
 
@@ -240,7 +248,7 @@ def _before_get_next_batch_to_run(scheduler: Scheduler) -> None:
     """BEFORE ``get_next_batch_to_run``."""
     if _cache is None:
         return
-    _cache.visit_budgets(scheduler)
+    _cache.decode_budgets.visit_budgets(scheduler)
     _cache.tiers.tick(is_idle=scheduler.running_batch.is_empty() and not scheduler.waiting_queue)
     _cache.background.begin_round(scheduler)
     if _cache.tiers.host is not None and scheduler.running_batch.is_empty():

@@ -56,7 +56,7 @@ class FakeCache:
         self.passed_by: set[str] = set()
         self.holders: list[str] = []
         self.visited: list[object] = []
-        self.visit_budgets = self.visited.append
+        self.decode_budgets = SimpleNamespace(visit_budgets=self.visited.append)
         self.told: list[str] = []
         self.background = self.policy = self.tiers = self.admission = self.weights = self
         self.adapters = self
