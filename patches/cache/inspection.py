@@ -36,10 +36,8 @@ class InspectedTree(Protocol):
     nodes: dict[int, Node]
 
 
-class InspectedNodes(Protocol):
-    """Operations on nodes, and holds that keep idle promotion from them."""
-
-    token_to_kv_pool_allocator: Allocator
+class NodeOperations(Protocol):
+    """Options of nodes."""
 
     def window_of(self, node: Node) -> QueryWindow | None:
         """The queries kept for a node."""
@@ -50,8 +48,18 @@ class InspectedNodes(Protocol):
     def slots_in(self, node: Node, form: Form, start: int) -> int | None:
         """Slots of a node in a form; None where it cannot be brought there."""
 
+
+class NodeMoves(Protocol):
+    """Changes of nodes."""
+
     def compress(self, node_id: int, form: Form) -> int:
         """Bring a node to a form in place; the slots freed."""
+
+
+class NodeRoom(Protocol):
+    """Slots, and holds that keep idle promotion from nodes."""
+
+    token_to_kv_pool_allocator: Allocator
 
     def relieve(self, wanted: int) -> int:
         """Free so many slots by the policy's plan."""
@@ -82,10 +90,19 @@ class TreeInspection:
     operations of the cache."""
 
     def __init__(
-        self, tree: InspectedTree, nodes: InspectedNodes, policy: InspectedPolicy, journal: Journal, key: bytes
+        self,
+        tree: InspectedTree,
+        operations: NodeOperations,
+        moves: NodeMoves,
+        room: NodeRoom,
+        policy: InspectedPolicy,
+        journal: Journal,
+        key: bytes,
     ) -> None:
         self._tree = tree
-        self._nodes = nodes
+        self._operations = operations
+        self._moves = moves
+        self._room = room
         self._policy = policy
         self._journal = journal
         self._key = key
@@ -119,9 +136,9 @@ class TreeInspection:
         described["tokens_hash"] = self._keyed_hash(tokens_of_node.tobytes(), 32)
         described["options"] = [
             {"form": str(option.form or "drop"), "num_slots": option.num_bytes // self._policy.menu.slot_bytes}
-            for option in self._nodes.options_of(node)
+            for option in self._operations.options_of(node)
         ]
-        described["hold_seconds_left"] = self._nodes.hold_left_s(node_id)
+        described["hold_seconds_left"] = self._room.hold_left_s(node_id)
         described["decisions"] = self._journal.about(node_id)
         if positions:
             described["positions"] = None if layout is None else _numbers_of(layout, node_id, layer)
@@ -152,7 +169,7 @@ class TreeInspection:
             raise NodeBusy(node_id)
         if node.kv.is_shadow:
             raise NodeBusy(node_id, "it belongs to a shadow")
-        before, after = num_slots(node), self._nodes.slots_in(node, form, start_of(node))
+        before, after = num_slots(node), self._operations.slots_in(node, form, start_of(node))
         if after is None:
             why = "its press needs queries of the prompt, and none were kept (they are when --kv-forms names the press)"
             if form.is_exact or not node.kv.form.is_exact:
@@ -163,16 +180,16 @@ class TreeInspection:
                 f"node {node_id} cannot be brought to {form}: it holds {before} slots and would keep {after} "
                 f"(whole pages of {self._tree.page_size})"
             )
-        freed = self._nodes.compress(node_id, form)
+        freed = self._moves.compress(node_id, form)
         if node_id not in self._tree.nodes:
             raise IntrospectionError(507, f"node {node_id} was dropped: the device has no memory to compress it")
-        self._nodes.hold(node_id, hold_s)
-        held = {"hold_seconds_left": self._nodes.hold_left_s(node_id)}
+        self._room.hold(node_id, hold_s)
+        held = {"hold_seconds_left": self._room.hold_left_s(node_id)}
         return {**self._summary(node, start_of(node)), "freed_slots": freed, **held}
 
     def evict_slots(self, num_slots: int) -> dict[str, object]:
-        freed = self._nodes.relieve(num_slots)
-        return {"freed_slots": freed, "free_slots": self._nodes.token_to_kv_pool_allocator.available_size()}
+        freed = self._room.relieve(num_slots)
+        return {"freed_slots": freed, "free_slots": self._room.token_to_kv_pool_allocator.available_size()}
 
     # ---- parts
 
@@ -204,7 +221,7 @@ class TreeInspection:
             "weight": self._policy.clock.faded(kv.weight, self._policy.now_s),
             "num_hits": kv.num_hits,
             "last_use": kv.last_use,
-            "has_queries": self._nodes.window_of(node) is not None,
+            "has_queries": self._operations.window_of(node) is not None,
             "namespace": None if extra_key is None else self._shown_namespace(extra_key),
         }
 

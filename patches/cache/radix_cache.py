@@ -134,9 +134,9 @@ class EvicPressCache(
         self.open_loads(params.token_to_kv_pool_allocator.get_kvcache())
         self.open_book(config, compressor.slot_bytes, params.page_size)
         guests: list[Request] = []
-        changed, adapter_of = self.changes.changed, self.adapters.adapter_of
+        signals = self.adapters.adapter_of, self.changes.changed, self.drop
         self.shadows = Shadows(
-            self, self, self, self.ledger, compressor, self.quality, adapter_of, changed, guests, seed
+            self, self, self, self.menu, self.ledger, compressor, self.quality, *signals, guests, seed
         )
         self.background = BackgroundRequests(self, self.shadows, guests)
         self.prefill_times = PrefillTimes(self.cost_model)
@@ -150,7 +150,7 @@ class EvicPressCache(
         records, settings = BudgetRecords(self.device), decode_settings(config)
         passes = DecodePasses(self, compressor, records)
         self.decode_budgets = DecodeBudgets(self, compressor, passes, records, settings, config.decode_client_budgets)
-        inspection = TreeInspection(self, self, self, self.controller.journal, secrets.token_bytes(32))
+        inspection = TreeInspection(self, self, self, self, self, self.controller.journal, secrets.token_bytes(32))
         statistics = Statistics(config, self, self.prefill_times, self.claims, self, self.ledger, self.controller, self)
         integrity = Integrity(self, self.ledger, self, self.aside, self, self.shadows.shadow_nodes)
         requests = RequestsInspection(self, records, self.device)

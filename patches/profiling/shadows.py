@@ -23,10 +23,11 @@ from sglang_evicpress.device import to_device
 from sglang_evicpress.introspect.arguments import IntrospectionError
 from sglang_evicpress.patches.attention.prompt_queries import QueryCapture
 from sglang_evicpress.patches.profiling.types import (
+    FormSizes,
     KnownContexts,
     ShadowCompressor,
     ShadowLedger,
-    ShadowPolicy,
+    ShadowNodes,
     ShadowSlots,
     ShadowTree,
 )
@@ -63,18 +64,21 @@ class Space:
 
 class Shadows:
     """All shadows of a tree, on the scheduler thread. ``guests`` are the requests in them, which keep them from
-    expiring; ``adapter_of`` tells the LoRA adapter of a namespace, ``changed`` is told of nodes that hold less."""
+    expiring; ``adapter_of`` tells the LoRA adapter of a namespace, ``changed`` is told of nodes that hold less,
+    ``drop`` forgets a leaf."""
 
     def __init__(
         self,
         tree: ShadowTree,
         room: ShadowSlots,
-        policy: ShadowPolicy,
+        nodes: ShadowNodes,
+        menu: FormSizes,
         ledger: ShadowLedger,
         compressor: ShadowCompressor,
         contexts: KnownContexts,
         adapter_of: Callable[[str | None], str | None],
         changed: Callable[[Node], None],
+        drop: Callable[[int], object],
         guests: Sequence[Request],
         seed: bytes,
     ) -> None:
@@ -85,10 +89,12 @@ class Shadows:
         self._next_space = 1
         self._tree = tree
         self._room = room
-        self._policy = policy
+        self._nodes = nodes
+        self._menu = menu
         self._ledger = ledger
         self._adapter_of = adapter_of
         self._changed = changed
+        self._drop = drop
         self._compressor = compressor
         self._contexts = contexts
         self._guests = guests
@@ -187,13 +193,13 @@ class Shadows:
                 f"shadow {space_id} holds {num_present} of {num_tokens} tokens: expected requests in its namespace to "
                 "compute the rest first"
             )
-        window = self._policy.window_of(path[-1])
+        window = self._nodes.window_of(path[-1])
         if get_press(form.press or "").needs_queries and window is None:
             raise ValueError(
                 f"shadow {space_id} cannot be brought to {form}: its press needs queries of the prompt, and none were "
                 "kept (they are when --kv-forms names the press)"
             )
-        num_kept = self._policy.menu.num_slots(form, num_tokens, self._policy.sinks_of(num_tokens, 0))
+        num_kept = self._menu.num_slots(form, num_tokens, self._nodes.sinks_of(num_tokens, 0))
         last = path[-1]
         self._tree.inc_lock_ref(last)
         try:
@@ -265,7 +271,7 @@ class Shadows:
             if name not in self._retired:
                 continue
             if node.lock_ref == 0 and not node.children:
-                self._tree.drop(node.id)
+                self._drop(node.id)
             else:
                 left.add(name)
         self._retired = left

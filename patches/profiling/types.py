@@ -29,9 +29,6 @@ class ShadowTree(Protocol):
     def dec_lock_ref(self, node: Node) -> object:
         """Give up a lock."""
 
-    def drop(self, node_id: int) -> object:
-        """Forget a leaf."""
-
     def _steps(self, key: RadixKey) -> list[tuple[Node, int]]:
         """The nodes that spell the longest known prefix with the tokens each matches."""
 
@@ -88,10 +85,8 @@ class FormSizes(Protocol):
         """Slots of so many tokens in a form."""
 
 
-class ShadowPolicy(Protocol):
-    """Sizes of forms, and kept queries of nodes."""
-
-    menu: FormSizes
+class ShadowNodes(Protocol):
+    """Kept queries of nodes, and their sinks."""
 
     def window_of(self, node: Node) -> QueryWindow | None:
         """Queries that were kept for the node."""
