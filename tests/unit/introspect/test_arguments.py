@@ -62,7 +62,7 @@ def test_what_is_neither_true_nor_false_is_refused(value: object) -> None:
     assert refusal(checked.flag, {"adopt": value}, "adopt") == f"adopt is {value!r}: expected true or false"
 
 
-@given(st.sampled_from(PRESSES), st.integers(1, 99))
+@given(st.sampled_from(list(PRESSES)), st.integers(1, 99))
 def test_a_form_reads_as_it_is_written(press: str, percent: int) -> None:
     form = Form(press, percent / 100)
     assert checked.form({"form": str(form)}) == form

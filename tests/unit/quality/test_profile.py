@@ -21,7 +21,7 @@ from sglang_evicpress.tiers.entry.identity import PathHash
 KEYDIFF, KNORM = Form("keydiff", 0.5), Form("knorm", 0.4)
 IDENTITY = b"an identity....."
 
-forms = st.builds(Form, st.sampled_from(PRESSES), st.floats(0.0, 1.0, exclude_min=True, exclude_max=True))
+forms = st.builds(Form, st.sampled_from(list(PRESSES)), st.floats(0.0, 1.0, exclude_min=True, exclude_max=True))
 evidences = st.lists(st.floats(0.0, 1.0), min_size=1, max_size=8).map(Evidence.of)
 profiles = st.builds(
     Profile,

@@ -36,7 +36,7 @@ def make_profile(key: int, version: int = 0, num_forms: int = 15) -> Profile:
     """Another profile for every pair of ``key`` and ``version``; of 200 forms it does not fit a page."""
     draw = random.Random(f"{key} {version}")
     kept = (0.2, 0.4, 0.5, 0.6, 0.8) if num_forms <= 15 else tuple(index / 70 for index in range(1, 70))
-    forms = [Form(press, fraction) for press in PRESSES[:3] for fraction in kept][:num_forms]
+    forms = [Form(press, fraction) for press in list(PRESSES)[:3] for fraction in kept][:num_forms]
     evidence = {form: Evidence.of(draw.random() for _ in range(4)) for form in forms}
     return Profile(
         b"%016d" % key, 64 * (1 + version % 1000), evidence, "logprob", "0123456789abcdef", 4, 1.5e9 + version

@@ -170,7 +170,7 @@ def test_presses_that_meet_are_a_star() -> None:
 
 
 QUALITY = st.floats(0.0, 1.0)
-FORMS = st.builds(Form, st.sampled_from(PRESSES), st.floats(0.01, 0.99))
+FORMS = st.builds(Form, st.sampled_from(list(PRESSES)), st.floats(0.01, 0.99))
 
 
 @given(st.dictionaries(FORMS, st.lists(QUALITY, min_size=1, max_size=3), min_size=1, max_size=12))

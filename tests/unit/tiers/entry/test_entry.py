@@ -110,7 +110,7 @@ def forms(draw: st.DrawFn) -> Form:
     if draw(st.booleans()):
         return Form(codec=codec)
     kept = st.floats(0, 1, exclude_min=True, exclude_max=True) | st.sampled_from([0.1, 0.25, 0.4, 0.5])
-    return Form(draw(st.sampled_from(PRESSES)), draw(kept), codec)
+    return Form(draw(st.sampled_from(list(PRESSES))), draw(kept), codec)
 
 
 @st.composite
