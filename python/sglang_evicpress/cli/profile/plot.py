@@ -6,12 +6,15 @@ import io
 import math
 import time
 
+from sglang_evicpress.core import PRESSES
 from sglang_evicpress.quality.profile import Profile
 
 COLUMNS = 80
 ROWS = 16
-MARKS = {"keydiff": "K", "knorm": "N", "snapkv": "S", "value_key_ratio": "V", "streaming": "T", "random": "R"}
-"""What stands for a press in a plot of text; where two presses meet, there is a star."""
+MARKS: dict[str, str] = {}
+for _press in PRESSES:  # the first letter of its name that no press before it has
+    MARKS[_press] = next((letter for letter in _press.upper() if letter not in {"_", *MARKS.values()}), "?")
+"""Letters of the presses in a plot of text; where two presses meet, there is a star."""
 
 _LEAST_SPAN = 0.05  # of qualities, so that noise does not look like much
 
