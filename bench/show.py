@@ -26,6 +26,7 @@ AREAS = {
     "kernels": "kernels_cpu",
     "mend": "mend",
     "load": "load",
+    "house": "house",
 }
 """Area -> its room of evicbench, whose module ``measurements`` lists what is measured."""
 

@@ -1,0 +1,1 @@
+"""Structure of the product: sizes, types, names, prose, parts: `make show-house`."""
