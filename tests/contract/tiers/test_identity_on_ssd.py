@@ -60,7 +60,7 @@ class Updated:
         cache.forget_weights = identity.forget_weights
         self.updater = SimpleNamespace(offload_tags=set())
         cache.scheduler.weight_updater = self.updater
-        monkeypatch.setattr(hooks, "_cache", cache)
+        monkeypatch.setattr(hooks, "_cache", SimpleNamespace(tiers=cache, weights=cache))
         cache.reset()
         self.first = cache.adapters.identity
 
