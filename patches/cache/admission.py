@@ -227,5 +227,5 @@ class Admission:
 def _is_first_come_first_served(scheduler: Any) -> bool:
     """True if SGLang looks at the queue in its own order; it sorts by other rules after we have hidden some of it."""
     policy = getattr(scheduler, "policy", None)
-    is_fcfs = policy is not None and policy.planner == CacheAgnosticPolicy.FCFS
+    is_fcfs = policy is not None and policy.policy == CacheAgnosticPolicy.FCFS
     return is_fcfs and not scheduler.enable_priority_scheduling

@@ -17,7 +17,7 @@ from evicbench.demo.page import PAGE, write_page
 from evicbench.demo.report import opening, report
 from evicbench.paths import BENCH, OUT
 from sglang_evicpress.benchmark.config import load_config
-from sglang_evicpress.benchmark.results import read_raw
+from sglang_evicpress.benchmark.results import read_results
 from sglang_evicpress.benchmark.summary import summarise
 from sglang_evicpress.cli.bench import serve
 
@@ -38,7 +38,7 @@ def main() -> int:
         run = argparse.Namespace(config=args.config, out=out, systems=None, repetitions=None, fresh=fresh)
         if status := serve(run, shlex.join([Path(sys.executable).name, "-m", "evicbench.demo", *sys.argv[1:]])):
             return status
-        summary = summarise(read_raw(out))
+        summary = summarise(read_results(out))
     except ValueError as error:
         sys.exit(f"demo: {error}")
     page = write_page(summary)

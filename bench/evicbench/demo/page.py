@@ -29,7 +29,7 @@ _LEAST_TOKENS = 64
 
 def write_page(summary: Summary) -> Path:
     """Its file, in the folder of the benchmark."""
-    path = summary.raw.folder / PAGE
+    path = summary.results.run_dir / PAGE
     path.write_text("\n".join(_page(summary)) + "\n", encoding="utf-8")
     return path
 
@@ -41,7 +41,7 @@ def _page(summary: Summary) -> Iterator[str]:
     yield from (f"<tr>{''.join(f'<td>{escape(cell)}' for cell in row)}" for row in rows(summary))
     yield f"</table><ul>{''.join(f'<li>{escape(line)}' for line in comparisons(summary))}</ul>"
     yield _plots(summary)
-    if (ours := cells(summary).get("evicpress")) and (nodes := read_tree(summary.raw.runs_of(ours.system, 0.0)[-1])):
+    if (ours := cells(summary).get("evicpress")) and (nodes := read_tree(summary.results.runs_of(ours.system, 0.0)[-1])):
         yield "<h2>Radix tree of evicpress after the last request</h2><p>One row for each context, from its first token"
         yield "on the left to its last on the right. Colour is the fastest tier that has it:"
         yield from (f'<span class=key style="background:{COLOURS[tier]}">{tier}</span>' for tier in TIERS)
@@ -64,7 +64,7 @@ def _plots(summary: Summary) -> str:
         means.set(xlabel="TTFT, ms")
         means.legend()
         for name, cell in named.items():
-            requests = [each for run in summary.raw.runs_of(cell.system, 0.0) for each in run.requests.values()]
+            requests = [each for run in summary.results.runs_of(cell.system, 0.0) for each in run.requests.values()]
             times = sorted(1e3 * each.ttft_s for each in requests if each.ttft_s is not None)
             spread.step(times, [(rank + 1) / len(times) for rank in range(len(times))], where="post", label=name)
         spread.set(xlabel="TTFT, ms", ylabel="share of requests")

@@ -18,7 +18,7 @@ SYSTEMS = {
     "lru+attention": "lru",
     "tiers-lru": "lru over tiers",
     "evicpress": "evicpress",
-    "bound+attention": "full cache",
+    "full-cache+attention": "full cache",
 }
 """Kind of system -> its name in the demo, in the order of the table."""
 
@@ -63,9 +63,9 @@ def rows(summary: Summary) -> list[list[str]]:
 
 def same_answers(summary: Summary, cell: Cell) -> float | None:
     """Share of the answers that equal the full cache's, word for word."""
-    raw = summary.raw
-    answers = {run.system: _answers(run) for run in raw.runs if run.level == 0.0 and run.repetition == 0}
-    exact, given = answers.get(raw.bound or "", {}), answers[cell.system]
+    results = summary.results
+    answers = {run.system: _answers(run) for run in results.runs if run.rate == 0.0 and run.repetition == 0}
+    exact, given = answers.get(results.full_cache or "", {}), answers[cell.system]
     both = exact.keys() & given.keys()
     return sum(exact[index] == given[index] for index in both) / len(both) if both else None
 
@@ -86,7 +86,7 @@ def comparisons(summary: Summary) -> Iterator[str]:
     named = cells(summary)
     ours = named.get("evicpress")
     for name, cell in named.items():
-        found = None if ours is None or cell is ours else paired(summary.raw, ours.system, cell.system, 0.0)
+        found = None if ours is None or cell is ours else paired(summary.results, ours.system, cell.system, 0.0)
         if found is not None:
             yield (
                 f"mean TTFT of evicpress is {found.ratio:.2f} times that of {name} "
@@ -109,7 +109,7 @@ def report(summary: Summary, page: Path, took_s: float) -> Iterator[str]:
     for line in (*comparisons(summary), *caveats(summary)):
         yield textwrap.fill(line, 120, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
     yield from ("", f"{took_s:.0f} s in all. Look next at", f"  {shown(page):<40} plots, and the radix tree at the end")
-    out = summary.raw.folder
+    out = summary.results.run_dir
     yield f"  {shown(out / TABLES):<40} more figures of each system"
     yield f"  {shown(out / RUNS):<40} every request with its answer; logs/ beside it has the servers'"
     yield "  bench/README.md                          what each figure means"
@@ -122,7 +122,7 @@ def caveats(summary: Summary) -> Iterator[str]:
         "one run of a tiny model on a CPU; all four use the same CPU attention, ours, so that only the cache differs: "
         "SGLang's own is slower on cached prefixes"
     )
-    yield from setting_lines(summary.raw)
+    yield from setting_lines(summary.results)
     yield from (note for note in summary.notes if "minilm" not in note)
 
 

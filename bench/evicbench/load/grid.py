@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from evicbench.load.promises import targets
+from evicbench.load.targets import targets
 from evicbench.report import Line
 from evicbench.serving.runs import draw, folder_of, serve
 from sglang_evicpress.benchmark.results import Results, read_results

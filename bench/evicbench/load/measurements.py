@@ -8,8 +8,8 @@ from dataclasses import replace
 from functools import partial
 
 from evicbench.load import grid
-from evicbench.load.promises import Grid, one_client_ratio
 from evicbench.load.published import newest, published_lines
+from evicbench.load.targets import Grid, one_client_ratio
 from evicbench.report import Line, Measurement
 from evicbench.tiers.chaos import NUM_QUESTIONS, lines, storm
 

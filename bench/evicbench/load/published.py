@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from evicbench.load.promises import targets
+from evicbench.load.targets import targets
 from evicbench.paths import BENCH, ROOT
 from evicbench.report import Line
 from sglang_evicpress.benchmark.load_tables import load_lines

@@ -211,12 +211,12 @@ def test_controls_are_judged_in_every_pair_where_tolerances_are_wide(
     uncompared = Finding("case", (), 0.01, 32)
     assert [figure.ok for figure in verdicts(peaky, [uncompared], [])] == [True, False, True]
     assert [figure.ok for figure in verdicts(testbed, [uncompared], [])] == [True, True]
-    (promises,) = [
-        part.promises
+    (targets,) = [
+        part.targets
         for part in parts(machine.Settings("cuda", False, "", 60.0, 1, tmp_path))
         if part.name == f"greedy {peaky}"
     ]
-    assert promises == (f"greedy: {peaky}", f"greedy controls: {peaky}")
+    assert targets == (f"greedy: {peaky}", f"greedy controls: {peaky}")
 
 
 def test_greedy_serves_every_configuration_once() -> None:

@@ -23,7 +23,7 @@ opened = test_tiers_model.opened
 Part = Callable[[Walk], tuple[object, str]]
 
 OF_A_DROP: list[Part] = [
-    lambda walk: (walk.cache.planner, "forget"),
+    lambda walk: (walk.cache.planner, "remove"),
     lambda walk: (walk.cache, "remove_copies"),
     lambda walk: (walk.cache, "_record_remove_event"),
     lambda walk: (walk.cache.ledger, "free"),
@@ -40,7 +40,7 @@ OF_A_DEMOTION: list[Part] = [
     lambda walk: (placement.Backup, "__init__"),
     lambda walk: (walk.cache.workers["copy"], "submit"),
     lambda walk: (walk.cache, "header_of"),
-    lambda walk: (walk.cache, "send"),
+    lambda walk: (walk.cache, "demote"),
 ]
 OF_A_RELEASE: list[Part] = [
     lambda walk: (walk.cache.ledger, "free"),

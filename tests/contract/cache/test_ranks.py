@@ -73,7 +73,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     ranks = Ranks()
     monkeypatch.setattr(compressor.dist, "all_reduce", ranks.all_reduce)
     monkeypatch.setattr(compressor.dist, "get_rank", lambda group: ranks.rank)
-    monkeypatch.setattr(compressor, "agreed", lambda value, group: ranks.meet(value)[0], promoting=False)
+    monkeypatch.setattr(compressor, "agreed", lambda value, group: ranks.meet(value)[0], raising=False)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield ranks
