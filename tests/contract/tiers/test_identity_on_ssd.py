@@ -60,7 +60,9 @@ class Updated:
         cache.forget_weights = identity.forget_weights
         self.updater = SimpleNamespace(offload_tags=set())
         cache.scheduler.weight_updater = self.updater
-        monkeypatch.setattr(hooks, "_cache", cache)
+        parts = cache, cache.prefill_times, cache.claims, cache, cache, cache, cache.adapters
+        hooked = hooks.HookedCache(*parts, cache.decode_budgets, cache.background)
+        monkeypatch.setattr(hooks, "_cache", hooked)
         cache.reset()
         self.first = cache.adapters.identity
 

@@ -26,7 +26,7 @@ SIZE_GB = 0.0005
 
 def attach(walk: TierWalk, folder: Path, gb: float = SIZE_GB) -> tuple[int, str]:
     """The status of POST /evicpress/tiers/ssd, and its reason."""
-    status, body = answer(walk.cache, "attach_ssd", {"dir": str(folder), "gb": gb})
+    status, body = answer(walk.cache.inspector, "attach_ssd", {"dir": str(folder), "gb": gb})
     error = body.get("error")
     return status, error["reason"] if isinstance(error, dict) else ""
 
