@@ -23,12 +23,12 @@ def sglang_version() -> str:
     return importlib.metadata.version("sglang")
 
 
-def version_problem(found: str | None = None) -> str | None:
+def version_problem(version: str | None = None) -> str | None:
     """One sentence when the SGLang release is not one we know, else None."""
-    found = sglang_version() if found is None else found
-    if found in SUPPORTED_SGLANG:
+    version = sglang_version() if version is None else version
+    if version in SUPPORTED_SGLANG:
         return None
-    return f"{_SUPPORTED} and found {found}: {_WAY_OUT}"
+    return f"{_SUPPORTED} and found {version}: {_WAY_OUT}"
 
 
 def hook_point_problem(points: Iterable[HookPoint] = HOOK_POINTS) -> str | None:
@@ -82,12 +82,12 @@ def _is_applied(target: str, hook: Any) -> bool:
 
 def _difference(point: HookPoint) -> str | None:
     try:
-        found = pkgutil.resolve_name(point.path)
+        function = pkgutil.resolve_name(point.path)
     except (ImportError, AttributeError):
         return "is missing"
     if point.parameters is None:
         return None
-    parameters = tuple(inspect.signature(found).parameters)
+    parameters = tuple(inspect.signature(function).parameters)
     if parameters == point.parameters:
         return None
     return f"takes ({', '.join(parameters)}) instead of ({', '.join(point.parameters)})"

@@ -1,7 +1,7 @@
 """Installing the hooks: every hook point is verified before anything is touched, and again once applied.
 
 SGLang only logs what a plugin or a hook raises, so failures here end the scheduler process (``spawn.refusal``)
-and are a RefusedError in the main one. The scheduler process registers its hooks while SGLang loads plugins;
+and are a UnsupportedError in the main one. The scheduler process registers its hooks while SGLang loads plugins;
 SGLang applies them right after, in ``HookRegistry.apply_hooks``. The main process installs its own later,
 when a ServerArgs asks for a kv policy, and applies them itself: ``apply_hooks`` may be called again, but it
 skips every target that is already patched, also when only another plugin's hooks are in it.
@@ -14,7 +14,7 @@ import functools
 from sglang_evicpress import spawn
 from sglang_evicpress.patches.hook_check import hook_point_problem, unapplied_problem, version_problem
 from sglang_evicpress.patches.hook_points import HOOK_POINTS
-from sglang_evicpress.patches.unsupported import RefusedError
+from sglang_evicpress.patches.unsupported import UnsupportedError
 
 ENVIRONMENT_FLAG = "SGLANG_EVICPRESS"  # "attention": our CPU attention on a server without kv policy
 
@@ -46,10 +46,10 @@ def install_attention() -> None:
 
 @functools.cache
 def install_frontend() -> None:
-    """Install the HTTP side in the main process, once. Raises RefusedError when SGLang does not fit."""
+    """Install the HTTP side in the main process, once. Raises UnsupportedError when SGLang does not fit."""
     problem = version_problem() or hook_point_problem()
     if problem is not None:
-        raise RefusedError(problem)
+        raise UnsupportedError(problem)
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sglang_evicpress.patches.http import start
@@ -57,4 +57,4 @@ def install_frontend() -> None:
     start.install_frontend(HookRegistry, HookType)  # also applies them
     problem = unapplied_problem(HookRegistry)
     if problem is not None:
-        raise RefusedError(problem)
+        raise UnsupportedError(problem)

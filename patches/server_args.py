@@ -94,25 +94,25 @@ def _policy_of_file(config_file: str) -> str | None:
     try:
         return policy_in(config_file)
     except ValueError as error:
-        raise unsupported.RefusedError(str(error)) from None
+        raise unsupported.UnsupportedError(str(error)) from None
 
 
 def _refuse_without_policy(server_args: Any) -> None:
     for name in DEPENDENT_FLAGS:
         if getattr(server_args, name) is not None:
             flag = "--" + name.replace("_", "-")
-            raise unsupported.RefusedError(f"{flag} does nothing without --kv-policy: add it, or leave out {flag}")
+            raise unsupported.UnsupportedError(f"{flag} does nothing without --kv-policy: add it, or leave out {flag}")
 
 
 def _prepare(server_args: Any) -> EvicPressConfig:
     """Refuse what was asked for and cannot work, then choose our cache and an attention backend."""
     problem = version_problem()
     if problem is not None:
-        raise unsupported.RefusedError(problem)
+        raise unsupported.UnsupportedError(problem)
     try:
         config = config_of(server_args)
     except ValueError as error:
-        raise unsupported.RefusedError(str(error)) from None
+        raise unsupported.UnsupportedError(str(error)) from None
     unsupported.check(server_args, config)
     _check_profiles(config)
     _check_ssd(config)
@@ -136,17 +136,17 @@ def _check_ssd(config: EvicPressConfig) -> None:
         if config.ssd_dir is not None and os.path.lexists(config.ssd_dir):
             folder.Folder.open(Path(config.ssd_dir), is_made=False)
     except (folder.StoreError, ValueError) as error:
-        raise unsupported.RefusedError(str(error)) from None
+        raise unsupported.UnsupportedError(str(error)) from None
 
 
 def _check_profiles(config: EvicPressConfig) -> None:
     """A file of profiles that cannot be used stops the start, before a model is loaded; a damaged one is set aside."""
-    if config.profiles is None:
+    if config.profile_path is None:
         return
     try:
-        ProfileStore(Path(config.profiles), bytes(KEY_BYTES))
+        ProfileStore(Path(config.profile_path), bytes(KEY_BYTES))
     except ValueError as error:
-        raise unsupported.RefusedError(str(error)) from None
+        raise unsupported.UnsupportedError(str(error)) from None
 
 
 def _device_kind(device: str | None) -> str:
@@ -195,14 +195,14 @@ def _wrap_pickling(cls: Any) -> None:
 
 
 def _wrap_from_cli_args(cls: Any) -> None:
-    """On the command line a refusal is one line and exit status 2, as argparse's own errors are."""
+    """On the command line an error is one line and exit status 2, as argparse's own errors are."""
     original = cls.from_cli_args.__func__
 
     @functools.wraps(original)
     def from_cli_args(cls: Any, args: argparse.Namespace) -> Any:
         try:
             return original(cls, args)
-        except unsupported.RefusedError as error:
+        except unsupported.UnsupportedError as error:
             last_word.say(error)
 
     cls.from_cli_args = classmethod(from_cli_args)

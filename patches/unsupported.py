@@ -13,18 +13,18 @@ from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import PRESSES
 from sglang_evicpress.decode_budget import schedule
 from sglang_evicpress.decode_budget.scores import SCORES
-from sglang_evicpress.decode_budget.settings import CLIENT_BUDGETS, DecodeSettings, parse_protect
+from sglang_evicpress.decode_budget.settings import CLIENT_BUDGETS, DecodeSettings, parse_protected_pages
 
 ATTENTION_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")
 BACKEND_NAME = "evicpress"
 
 
-class RefusedError(ValueError):
+class UnsupportedError(ValueError):
     """The server cannot be started as asked. The command line prints the sentence and exits with status 2."""
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class Unsupported:
     """One row: ``flag`` as the user types it, the ``attribute`` of ServerArgs (or of SGLang's ``envs``) whose
     value ``conflicts``, and the ``reason`` with the way out."""
 
@@ -49,83 +49,83 @@ _READS_ROWS = "it reads KV slots by token position, which a compressed prefix do
 _OTHER_CACHE = "it brings its own prefix cache, so leave out one of the two"
 _LAYOUT = "only plain [slot, head, dim] pools can be compressed, so leave it out"
 
-REFUSALS = (
-    Refusal("--disable-radix-cache", "disable_radix_cache", bool, "a kv policy needs prefixes, so leave it out"),
-    Refusal("--radix-cache-backend", "radix_cache_backend", _other_than(None, BACKEND_NAME), _OTHER_CACHE),
-    Refusal(
+UNSUPPORTED = (
+    Unsupported("--disable-radix-cache", "disable_radix_cache", bool, "a kv policy needs prefixes, so leave it out"),
+    Unsupported("--radix-cache-backend", "radix_cache_backend", _other_than(None, BACKEND_NAME), _OTHER_CACHE),
+    Unsupported(
         "--radix-eviction-policy",
         "radix_eviction_policy",
         _other_than("lru"),
         "the kv policy decides what is evicted, so leave it out",
     ),
-    Refusal("--enable-hierarchical-cache", "enable_hierarchical_cache", bool, _OTHER_CACHE),
-    Refusal("--enable-lmcache", "enable_lmcache", bool, _OTHER_CACHE),
-    Refusal("--enable-streaming-session", "enable_streaming_session", bool, _READS_ROWS),
-    Refusal("--enable-session-radix-cache", "enable_session_radix_cache", bool, _READS_ROWS),
-    Refusal("--strip-thinking-cache", "strip_thinking_cache", bool, _READS_ROWS),
-    Refusal("--enable-return-routed-experts", "enable_return_routed_experts", bool, _READS_ROWS),
-    Refusal("--enable-return-indexer-topk", "enable_return_indexer_topk", bool, _READS_ROWS),
-    Refusal("--kv-canary", "kv_canary", _other_than("none"), _READS_ROWS),
-    Refusal("--speculative-algorithm", "speculative_algorithm", bool, _READS_ROWS),
-    Refusal("--decoupled-spec-role", "decoupled_spec_role", _other_than("null"), _READS_ROWS),
-    Refusal("--dllm-algorithm", "dllm_algorithm", bool, _READS_ROWS),
-    Refusal("--enable-hisparse", "enable_hisparse", bool, _READS_ROWS),
-    Refusal("--enable-mis", "enable_mis", bool, _READS_ROWS),
-    Refusal(
+    Unsupported("--enable-hierarchical-cache", "enable_hierarchical_cache", bool, _OTHER_CACHE),
+    Unsupported("--enable-lmcache", "enable_lmcache", bool, _OTHER_CACHE),
+    Unsupported("--enable-streaming-session", "enable_streaming_session", bool, _READS_ROWS),
+    Unsupported("--enable-session-radix-cache", "enable_session_radix_cache", bool, _READS_ROWS),
+    Unsupported("--strip-thinking-cache", "strip_thinking_cache", bool, _READS_ROWS),
+    Unsupported("--enable-return-routed-experts", "enable_return_routed_experts", bool, _READS_ROWS),
+    Unsupported("--enable-return-indexer-topk", "enable_return_indexer_topk", bool, _READS_ROWS),
+    Unsupported("--kv-canary", "kv_canary", _other_than("none"), _READS_ROWS),
+    Unsupported("--speculative-algorithm", "speculative_algorithm", bool, _READS_ROWS),
+    Unsupported("--decoupled-spec-role", "decoupled_spec_role", _other_than("null"), _READS_ROWS),
+    Unsupported("--dllm-algorithm", "dllm_algorithm", bool, _READS_ROWS),
+    Unsupported("--enable-hisparse", "enable_hisparse", bool, _READS_ROWS),
+    Unsupported("--enable-mis", "enable_mis", bool, _READS_ROWS),
+    Unsupported(
         "--disaggregation-mode",
         "disaggregation_mode",
         _other_than("null"),
         "a compressed prefix cannot be sent to another server, so serve prefill and decode together",
     ),
-    Refusal("--encoder-only", "encoder_only", bool, "an encoder keeps no KV cache, so leave out --kv-policy"),
-    Refusal(
+    Unsupported("--encoder-only", "encoder_only", bool, "an encoder keeps no KV cache, so leave out --kv-policy"),
+    Unsupported(
         "--pp-size",
         "pp_size",
         _more_than_one,
         "pipeline stages do not agree on slots yet, so use --tp-size instead",
     ),
-    Refusal(
+    Unsupported(
         "--dp-size",
         "dp_size",
         _more_than_one,
         f"the data-parallel controller does not pass on our messages, so {_ONE_SERVER_EACH}",
     ),
-    Refusal("--attn-cp-size", "attn_cp_size", _more_than_one, _SPLITS_WORK),
-    Refusal("--dcp-size", "dcp_size", _more_than_one, _SPLITS_WORK),
-    Refusal("--enable-prefill-cp", "enable_prefill_cp", bool, _SPLITS_WORK),
-    Refusal("--enable-two-batch-overlap", "enable_two_batch_overlap", bool, _SPLITS_WORK),
-    Refusal("--enable-pdmux", "enable_pdmux", bool, _SPLITS_WORK),
-    Refusal(
+    Unsupported("--attn-cp-size", "attn_cp_size", _more_than_one, _SPLITS_WORK),
+    Unsupported("--dcp-size", "dcp_size", _more_than_one, _SPLITS_WORK),
+    Unsupported("--enable-prefill-cp", "enable_prefill_cp", bool, _SPLITS_WORK),
+    Unsupported("--enable-two-batch-overlap", "enable_two_batch_overlap", bool, _SPLITS_WORK),
+    Unsupported("--enable-pdmux", "enable_pdmux", bool, _SPLITS_WORK),
+    Unsupported(
         "--tokenizer-worker-num",
         "tokenizer_worker_num",
         _more_than_one,
         f"its workers load no plugins and would lack the /evicpress routes, so use 1 or {_ONE_SERVER_EACH}",
     ),
-    Refusal("--grpc-mode", "grpc_mode", bool, "the /evicpress routes are HTTP only, so serve over HTTP"),
-    Refusal("--use-ray", "use_ray", bool, "Ray workers load no plugins, so leave it out"),
-    Refusal("--enable-unified-memory", "enable_unified_memory", bool, _LAYOUT),
-    Refusal("--enable-page-major-kv-layout", "enable_page_major_kv_layout", bool, _LAYOUT),
-    Refusal("--prefill-only-disable-kv-cache", "prefill_only_disable_kv_cache", bool, _LAYOUT),
-    Refusal(
+    Unsupported("--grpc-mode", "grpc_mode", bool, "the /evicpress routes are HTTP only, so serve over HTTP"),
+    Unsupported("--use-ray", "use_ray", bool, "Ray workers load no plugins, so leave it out"),
+    Unsupported("--enable-unified-memory", "enable_unified_memory", bool, _LAYOUT),
+    Unsupported("--enable-page-major-kv-layout", "enable_page_major_kv_layout", bool, _LAYOUT),
+    Unsupported("--prefill-only-disable-kv-cache", "prefill_only_disable_kv_cache", bool, _LAYOUT),
+    Unsupported(
         "--kv-cache-dtype",
         "kv_cache_dtype",
         lambda value: str(value).startswith(("fp4", "fp8")),
         "quantised KV cannot be scored and moved by slot yet, so use auto or bf16",
     ),
-    Refusal(
+    Unsupported(
         "--device",
         "device",
         lambda value: value is not None and value.split(":")[0] not in ("cpu", "cuda"),
         "only cpu and cuda are served, so use one of them",
     ),
-    Refusal("--attention-backend", "attention_backend", _other_than(None, *ATTENTION_BACKENDS), _BACKENDS),
-    Refusal(
+    Unsupported("--attention-backend", "attention_backend", _other_than(None, *ATTENTION_BACKENDS), _BACKENDS),
+    Unsupported(
         "--prefill-attention-backend",
         "prefill_attention_backend",
         _other_than(None, *ATTENTION_BACKENDS),
         _BACKENDS,
     ),
-    Refusal(
+    Unsupported(
         "--decode-attention-backend",
         "decode_attention_backend",
         _other_than(None, *ATTENTION_BACKENDS),
@@ -133,11 +133,11 @@ REFUSALS = (
     ),
 )
 
-ENVIRONMENT_REFUSALS = (
-    Refusal("SGLANG_USE_HND_KVCACHE", "SGLANG_USE_HND_KVCACHE", bool, _LAYOUT),
-    Refusal("SGLANG_AITER_KV_CACHE_LAYOUT", "SGLANG_AITER_KV_CACHE_LAYOUT", _other_than("nhd"), _LAYOUT),
-    Refusal("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", bool, _OTHER_CACHE),
-    Refusal("SGLANG_ENABLE_UNIFIED_RADIX_TREE", "SGLANG_ENABLE_UNIFIED_RADIX_TREE", bool, _OTHER_CACHE),
+UNSUPPORTED_ENVIRONMENT = (
+    Unsupported("SGLANG_USE_HND_KVCACHE", "SGLANG_USE_HND_KVCACHE", bool, _LAYOUT),
+    Unsupported("SGLANG_AITER_KV_CACHE_LAYOUT", "SGLANG_AITER_KV_CACHE_LAYOUT", _other_than("nhd"), _LAYOUT),
+    Unsupported("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", bool, _OTHER_CACHE),
+    Unsupported("SGLANG_ENABLE_UNIFIED_RADIX_TREE", "SGLANG_ENABLE_UNIFIED_RADIX_TREE", bool, _OTHER_CACHE),
 )
 
 
@@ -145,39 +145,39 @@ def check(server_args: Any, config: EvicPressConfig) -> None:
     """Refuse what the arguments, or the environment, already show cannot work.
 
     Called before SGLang resolves its defaults, for what the user gave, and again after, for what it chose.
-    Raises RefusedError.
+    Raises UnsupportedError.
     """
     from sglang.srt.environ import envs
 
     prefill = server_args.prefill_attention_backend or server_args.attention_backend
     decode = server_args.decode_attention_backend or server_args.attention_backend
     if "flashinfer" in (prefill, decode) and is_deterministic(server_args):
-        raise RefusedError(
+        raise UnsupportedError(
             f"--kv-policy {config.policy} cannot be combined with --enable-deterministic-inference on flashinfer: "
             "SGLang keeps no prefixes then, so give --attention-backend triton or fa3"
         )
-    for row in REFUSALS:
-        _refuse_conflict(config, row, getattr(server_args, row.attribute))
-    for row in ENVIRONMENT_REFUSALS:
-        _refuse_conflict(config, row, getattr(envs, row.attribute).get())
+    for row in UNSUPPORTED:
+        _raise_unsupported(config, row, getattr(server_args, row.attribute))
+    for row in UNSUPPORTED_ENVIRONMENT:
+        _raise_unsupported(config, row, getattr(envs, row.attribute).get())
     if prefill and decode and prefill != decode:
-        raise RefusedError(
+        raise UnsupportedError(
             f"--kv-policy {config.policy} cannot be combined with {prefill} for prefill and {decode} for decode: "
             "compact rows need one backend for both, so give --attention-backend alone"
         )
     if "torch_native" in (prefill, decode) and (server_args.device or "cpu").startswith("cuda"):
-        raise RefusedError(
+        raise UnsupportedError(
             f"--kv-policy {config.policy} cannot be combined with --attention-backend torch_native on cuda: it would "
             "wait for the device in every step, so choose flashinfer, triton or fa3"
         )
     if config.has_tiers and server_args.tp_size > 1:
-        raise RefusedError(
+        raise UnsupportedError(
             f"--kv-host-gb {config.host_gb:g} cannot be combined with --tp-size {server_args.tp_size}: ranks do not "
             "agree yet on when copies arrive, so leave out --kv-host-gb and --kv-ssd-dir, or use --tp-size 1"
         )
     _check_decode(config, server_args.page_size)
     if SCORES[config.decode_score].needs_queries and server_args.tp_size > 1:
-        raise RefusedError(
+        raise UnsupportedError(
             f"--kv-decode-score {config.decode_score} cannot be combined with --tp-size {server_args.tp_size}: that "
             "ranks agree on what goes by queries of decode steps has not been shown yet, so choose another score, "
             "or use --tp-size 1"
@@ -185,19 +185,19 @@ def check(server_args: Any, config: EvicPressConfig) -> None:
     graphs = server_args.cuda_graph_config
     if "full" in (server_args.cuda_graph_backend_prefill, graphs and graphs.prefill.backend):
         if config.has_tiers:
-            raise RefusedError(
+            raise UnsupportedError(
                 f"--kv-host-gb {config.host_gb:g} cannot be combined with --cuda-graph-backend-prefill full: a full "
                 "graph does not wait for the layers that are loaded back, so choose another graph backend, or leave "
                 "out --kv-host-gb and --kv-ssd-dir"
             )
         for form in config.menu_forms:
             if form.press is not None and PRESSES[form.press].needs_queries:
-                raise RefusedError(
+                raise UnsupportedError(
                     f"--kv-forms {form} cannot be combined with --cuda-graph-backend-prefill full: a full "
                     f"graph hides the queries that {form.press} looks at, so choose another press or graph backend"
                 )
         if SCORES[config.decode_score].needs_queries:
-            raise RefusedError(
+            raise UnsupportedError(
                 f"--kv-decode-score {config.decode_score} cannot be combined with --cuda-graph-backend-prefill full: a "
                 "full graph hides the queries that it goes by, so choose another score or graph backend"
             )
@@ -218,8 +218,8 @@ def decode_settings(config: EvicPressConfig) -> DecodeSettings:
         config.decode_budget,
         config.decode_method,
         config.decode_score,
-        config.decode_every,
-        parse_protect(config.decode_protect),
+        config.decode_interval,
+        parse_protected_pages(config.decode_protected_pages),
     )
 
 
@@ -239,13 +239,13 @@ def _check_decode(config: EvicPressConfig, page_size: int | None) -> None:
         if settings.tokens > 0 and page_size is not None:  # else SGLang is yet to choose one: then it comes again
             check_decode(settings, page_size, config.sinks, keeps_queries=True)
     except ValueError as error:
-        raise RefusedError(str(error)) from None
+        raise UnsupportedError(str(error)) from None
 
 
-def _refuse_conflict(config: EvicPressConfig, row: Refusal, value: Any) -> None:
+def _raise_unsupported(config: EvicPressConfig, row: Unsupported, value: Any) -> None:
     if row.conflicts(value):
         asked = row.flag if value is True else f"{row.flag} {value}"
-        raise RefusedError(f"--kv-policy {config.policy} cannot be combined with {asked}: {row.reason}")
+        raise UnsupportedError(f"--kv-policy {config.policy} cannot be combined with {asked}: {row.reason}")
 
 
 _WAY_OUT = "start without --kv-policy, or serve a text model whose layers all use full causal attention"
@@ -253,7 +253,7 @@ _FULL_ATTENTION_TYPES = ("full_attention", "attention")
 
 
 def check_model_config(model_config: Any) -> None:
-    """Refuse a model whose configuration shows KV that cannot be compressed per head. Raises RefusedError."""
+    """Refuse a model whose configuration shows KV that cannot be compressed per head. Raises UnsupportedError."""
     from sglang.srt.configs.linear_attn_model_registry import get_linear_attn_config
     from sglang.srt.configs.model_config import AttentionArch
 
@@ -275,13 +275,13 @@ def check_model_config(model_config: Any) -> None:
             "reads images, video or audio, which its tokens do not tell apart for good",
         ),
     )
-    for found, what in reasons:
-        if found:
-            raise RefusedError(f"{architecture} cannot be served with a kv policy, because it {what}: {_WAY_OUT}")
+    for is_present, what in reasons:
+        if is_present:
+            raise UnsupportedError(f"{architecture} cannot be served with a kv policy, because it {what}: {_WAY_OUT}")
 
 
 def check_layers(model: Any) -> None:
-    """Refuse a built model (torch module) whose attention needs token positions. Raises RefusedError."""
+    """Refuse a built model (torch module) whose attention needs token positions. Raises UnsupportedError."""
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
     for layer in model.modules():
@@ -294,16 +294,16 @@ def check_layers(model: Any) -> None:
             (layer.attn_type != AttentionType.DECODER, f"is {layer.attn_type.value} attention"),
             (layer.xai_temperature_len > 0, "scales attention by position"),
         )
-        for found, what in reasons:
-            if found:
-                raise RefusedError(
+        for is_present, what in reasons:
+            if is_present:
+                raise UnsupportedError(
                     f"{type(model).__name__} cannot be served with a kv policy, because attention layer "
                     f"{layer.layer_id} {what}: {_WAY_OUT}"
                 )
 
 
 def check_model(model_config: Any, kv_pool: Any, is_hybrid_swa: bool, is_hybrid_ssm: bool) -> None:
-    """Refuse a model or a KV pool that cannot be compressed, as the scheduler knows it. Raises RefusedError.
+    """Refuse a model or a KV pool that cannot be compressed, as the scheduler knows it. Raises UnsupportedError.
 
     ``kv_pool`` must be exactly MHATokenToKVPool, laid out [slot, head, dim]: subclasses pack or move bytes.
     """
@@ -312,17 +312,17 @@ def check_model(model_config: Any, kv_pool: Any, is_hybrid_swa: bool, is_hybrid_
 
     check_model_config(model_config)
     architecture = model_config.hf_config.architectures[0]
-    for found, what in ((is_hybrid_swa, "has sliding-window layers"), (is_hybrid_ssm, "has Mamba layers")):
-        if found:
-            raise RefusedError(f"{architecture} cannot be served with a kv policy, because it {what}: {_WAY_OUT}")
+    for is_present, what in ((is_hybrid_swa, "has sliding-window layers"), (is_hybrid_ssm, "has Mamba layers")):
+        if is_present:
+            raise UnsupportedError(f"{architecture} cannot be served with a kv policy, because it {what}: {_WAY_OUT}")
     if type(kv_pool) is not MHATokenToKVPool or kv_pool.kv_cache_layout != "nhd":
         layout = getattr(kv_pool, "kv_cache_layout", "its own")
-        raise RefusedError(
+        raise UnsupportedError(
             f"the KV pool is a {type(kv_pool).__name__} with layout {layout}, and a kv policy needs a plain "
             "MHATokenToKVPool with layout nhd: leave out the flag that chose it, or start without --kv-policy"
         )
     if kv_pool.head_dim != kv_pool.v_head_dim or kv_pool.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise RefusedError(
+        raise UnsupportedError(
             f"{architecture} keeps its KV as {kv_pool.dtype} with heads of {kv_pool.head_dim} and {kv_pool.v_head_dim},"
             " and a kv policy needs float16, bfloat16 or float32 and equal heads: give --kv-cache-dtype bf16, or start "
             "without --kv-policy"

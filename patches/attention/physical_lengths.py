@@ -15,14 +15,14 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_evicpress.patches.attention import req_to_token
 from sglang_evicpress.patches.attention.cpu_backend import TARGET, replace_torch_native
-from sglang_evicpress.patches.attention.prompt_queries import QueryCapture
+from sglang_evicpress.patches.attention.prompt_queries import PromptQueries
 from sglang_evicpress.patches.attention.query_ring import QueryRing
 from sglang_evicpress.patches.attention.types import AttentionBackend, ForwardBatch, ModelRunner
 
 logger = logging.getLogger(__name__)
 
 
-def physical_view(forward_batch: ForwardBatch, table: req_to_token.HoleTable) -> ForwardBatch:
+def physical_view(forward_batch: ForwardBatch, table: req_to_token.RequestHoles) -> ForwardBatch:
     """The batch as attention must see it: every KV length less the holes of its row; the batch itself when there are
     none.
 
@@ -61,7 +61,7 @@ def _less(lens: torch.Tensor, holes: torch.Tensor, extend: bool) -> torch.Tensor
     return (lens - holes.to(lens.dtype)).clamp_(min=lens.clamp(max=1) if extend else 1)
 
 
-def _show_views(backend: AttentionBackend, table: req_to_token.HoleTable) -> None:
+def _show_views(backend: AttentionBackend, table: req_to_token.RequestHoles) -> None:
     """Give a backend instance the physical view wherever SGLang plans a forward pass (eager, capture, replay)."""
 
     def wrap(plan: Callable[..., None]) -> Callable[..., None]:
@@ -80,10 +80,10 @@ def _after_init_attention_backend(result: object, model_runner: ModelRunner, *ar
     if model_runner.is_draft_worker:
         return
     pool = model_runner.req_to_token_pool
-    table = req_to_token.HoleTable(pool.req_to_token.shape[0], pool.req_to_token.device)
+    table = req_to_token.RequestHoles(pool.req_to_token.shape[0], pool.req_to_token.device)
     req_to_token.attach(table)
     replace_torch_native(model_runner)
-    QueryCapture.install_on(model_runner)
+    PromptQueries.install_on(model_runner)
     QueryRing.install_on(model_runner)
     _show_views(model_runner.attn_backend, table)
     logger.info("evicpress: attention over compact rows on %s", type(model_runner.attn_backend).__name__)

@@ -66,10 +66,10 @@ class AnnouncedBatch(Protocol):
     seq_lens_cpu: torch.Tensor
 
 
-class QueryCapture:
+class PromptQueries:
     """Windows of running requests by request id, and those of nodes by key; both bounded, the oldest go first."""
 
-    active: QueryCapture | None = None
+    active: PromptQueries | None = None
 
     def __init__(self, window: int, num_layers: int, first_layer: int, max_bytes: int) -> None:
         self.window = window
@@ -93,8 +93,8 @@ class QueryCapture:
         pool = model_runner.token_to_kv_pool
         row_bytes = pool.head_num * pool.head_dim * pool.store_dtype.itemsize
         pool_bytes = 2 * pool.layer_num * pool.size * row_bytes
-        capture = cls(config.window, pool.layer_num, pool.start_layer, pool_bytes // POOL_SHARE)
-        cls.active = capture
+        prompt_queries = cls(config.window, pool.layer_num, pool.start_layer, pool_bytes // POOL_SHARE)
+        cls.active = prompt_queries
         backend = model_runner.attn_backend
         attend = backend.forward_extend
 
@@ -107,7 +107,7 @@ class QueryCapture:
             *args: object,
             **kwargs: object,
         ) -> torch.Tensor:
-            capture.observe(q, layer)
+            prompt_queries.observe(q, layer)
             return attend(q, k, v, layer, *args, **kwargs)
 
         backend.forward_extend = forward_extend
@@ -157,11 +157,11 @@ class QueryCapture:
 
         None when they are not there, or when all of them came before the node and so cannot have looked at it.
         """
-        held = self._held.get(rid)
-        if held is None or held.end <= start:
+        queries = self._held.get(rid)
+        if queries is None or queries.end <= start:
             return None
-        positions = torch.arange(held.end - held.queries.shape[1], held.end, device=held.queries.device)
-        return QueryWindow(queries=held.queries, positions=positions)
+        positions = torch.arange(queries.end - queries.queries.shape[1], queries.end, device=queries.queries.device)
+        return QueryWindow(queries=queries.queries, positions=positions)
 
     def keep(self, rid: str, start: int) -> tuple[int | None, list[int]]:
         """Keep the window of a request for a node: the key under which ``kept`` finds it, None without a window, and

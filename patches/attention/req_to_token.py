@@ -13,12 +13,12 @@ import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_evicpress.device import to_device
-from sglang_evicpress.patches.attention.prompt_queries import AnnouncedBatch, QueryCapture
+from sglang_evicpress.patches.attention.prompt_queries import AnnouncedBatch, PromptQueries
 from sglang_evicpress.patches.attention.types import RowPool
 from sglang_evicpress.patches.tree.node import PrefixView
 
 
-class HoleTable:
+class RequestHoles:
     """Holes per request row: one tensor for kernels on the pool's device and its mirror for host-side planning.
 
     ``device``: int64 [rows]; ``host``: int64 [rows] on the CPU. Both are written when a row is, on the scheduler thread
@@ -96,19 +96,19 @@ class RowBatch(AnnouncedBatch, Protocol):
     req_pool_indices_cpu: torch.Tensor
 
 
-_table: HoleTable | None = None
+_table: RequestHoles | None = None
 _extending: list[ExtendBatch] = []
 
 
-def attach(table: HoleTable) -> None:
+def attach(table: RequestHoles) -> None:
     """Make ``table`` the one that the hooks below fill (one model runner per process has the target pool)."""
     global _table
     _table = table
 
 
-def table() -> HoleTable:
+def table() -> RequestHoles:
     if _table is None:
-        raise RuntimeError("evicpress: the hole table is not there yet; no attention backend has been initialised")
+        raise RuntimeError("evicpress: the table of holes is not there yet; no attention backend has been initialised")
     return _table
 
 
@@ -181,8 +181,8 @@ def _after_init_new(result: object, cls: object, batch: RowBatch, model_runner: 
     """AFTER ``ForwardBatch.init_new``: a ForwardBatch has no host copy of its rows; copies lose attributes."""
     if _table is not None:
         _table.begin_batch(batch.req_pool_indices_cpu)
-    if QueryCapture.active is not None:
-        QueryCapture.active.begin_batch(batch)
+    if PromptQueries.active is not None:
+        PromptQueries.active.begin_batch(batch)
 
 
 def install(registry: type[HookRegistry], hook_type: type[HookType]) -> None:

@@ -20,7 +20,7 @@ LEAST_SHARED = 64
 """Tokens that two requests must both miss for one to wait until the other has computed them; and half of what it
 misses, as the other may have far more to compute."""
 
-PUT_OFF_S = 1.0
+DEFER_S = 1.0
 """So long a request whose load has no room is passed over, from when it could have run; others could go on for ever."""
 
 COMPUTING_S = 1.0
@@ -39,22 +39,22 @@ class Admission:
         self._behind: list[Any] = []  # all behind the head
         self._passed_over: set[int] = set()  # of the head, by id()
         self._num_hidden = 0
-        self.is_out_of_room = False  # in this round somebody was put off
+        self.is_out_of_room = False  # in this round somebody was deferred
         self.slots_ahead = 0  # that those who were passed over in this round need to run
 
     def hide_waiting(self: Any, scheduler: Any) -> None:
         """Take those of which nothing new can be said out of the queue until ``show_waiting``: SGLang looks every
         request that waits up in the tree, step by step. Where they are served in the order of the queue, also those for
         whom nothing is got ready yet."""
-        self.background.hide_guests(scheduler)
+        self.background.hide_background(scheduler)
         queue = scheduler.waiting_queue
         self.is_out_of_room, self.slots_ahead = False, 0
-        if not self.stages:
+        if not self.prefetches:
             return
         most = WINDOW if _is_first_come_first_served(scheduler) else len(queue)
         head, behind = queue[:most], queue[most:]
         passed_over = [req for req in head if self.is_passed_over(req)]
-        self.slots_ahead = sum(self.stages[id(req)].num_to_run for req in passed_over)
+        self.slots_ahead = sum(self.prefetches[id(req)].num_to_run for req in passed_over)
         self._num_hidden = len(passed_over) + len(behind)
         if self._num_hidden:
             self._queue, self._behind, self._passed_over = head, behind, {id(req) for req in passed_over}
@@ -63,33 +63,33 @@ class Admission:
     def show_waiting(self: Any, scheduler: Any) -> None:
         """The queue in its order again, without those that run now; who has come since is behind."""
         if self._num_hidden:
-            shown = scheduler.waiting_queue
-            known, left = {id(req) for req in self._queue}, {id(req) for req in shown} | self._passed_over
+            left_in_queue = scheduler.waiting_queue
+            known, left = {id(req) for req in self._queue}, {id(req) for req in left_in_queue} | self._passed_over
             waiting = [req for req in self._queue if id(req) in left]
-            scheduler.waiting_queue = waiting + self._behind + [req for req in shown if id(req) not in known]
+            scheduler.waiting_queue = waiting + self._behind + [req for req in left_in_queue if id(req) not in known]
             self._num_hidden, self._queue, self._behind, self._passed_over = 0, [], [], set()
-        self.background.show_guests(scheduler)
+        self.background.show_background(scheduler)
 
     def is_passed_by(self: Any, adder: Any, req: Any) -> bool:
         """True if the batch that is made goes on without a request for now. What it waits for has its turn when there
         is room for it besides those before it in the queue that were passed over."""
-        stage = self.stages.get(id(req))
-        if stage is None:
-            return bool(self.background.holds_back(req) or self.is_being_computed(req))
+        prefetch = self.prefetches.get(id(req))
+        if prefetch is None:
+            return bool(self.background.should_defer(req) or self.is_being_computed(req))
         new_tokens = max(0, min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS) - len(req.output_ids))
-        stage.num_to_run = len(req.full_untruncated_fill_ids) - len(req.prefix_indices) + new_tokens + self.page_size
-        has_turn = not self.slots_ahead or self.slots_ahead + stage.num_to_run < adder.rem_total_tokens
-        is_staging = self.is_staging(req, has_turn=has_turn)
-        if not is_staging and (self.background.holds_back(req) or self.is_being_computed(req)):
+        prefetch.num_to_run = len(req.full_untruncated_fill_ids) - len(req.prefix_indices) + new_tokens + self.page_size
+        has_turn = not self.slots_ahead or self.slots_ahead + prefetch.num_to_run < adder.rem_total_tokens
+        is_prefetching = self.is_prefetching(req, has_turn=has_turn)
+        if not is_prefetching and (self.background.should_defer(req) or self.is_being_computed(req)):
             return True
-        if not is_staging and not self.lacks_room(adder, req):
+        if not is_prefetching and not self.lacks_room(adder, req):
             return False
-        self.slots_ahead += stage.num_to_run
+        self.slots_ahead += prefetch.num_to_run
         return True
 
     def note_admitted(self: Any, req: Any) -> None:
         """SGLang has put the request into the batch that it makes."""
-        if self.stages:
+        if self.prefetches:
             num_new = len(req.origin_input_ids) - len(req.prefix_indices)
             took_s = self.costs.prefill.marginal_seconds(max(0, num_new), len(req.prefix_indices))
             self.computing[id(req)] = req, time.perf_counter() + COMPUTING_S + COMPUTING_TIMES * took_s
@@ -136,12 +136,12 @@ class Admission:
         self.inc_lock_ref(last)
         has_room = self.has_room(needed)
         self.dec_lock_ref(last)
-        stage = self.stages.get(id(req))
-        is_patient = stage is None or stage.turn_s is None or time.perf_counter() < stage.turn_s + PUT_OFF_S
+        prefetch = self.prefetches.get(id(req))
+        is_patient = prefetch is None or prefetch.turn_s is None or time.perf_counter() < prefetch.turn_s + DEFER_S
         if has_room or not is_patient or (self.scheduler.running_batch.is_empty() and not self.is_freeing_host):
             return False
         self.is_out_of_room = True
-        self.tier_counts["loads_put_off"] += 1
+        self.tier_counts["loads_deferred"] += 1
         return True
 
     def key_of_waiting(self: Any, req: Any) -> RadixKey:
@@ -176,7 +176,7 @@ class Admission:
 
     def _why_not_used(self: Any, req: Any, known: list[tuple[Any, int]], num_cached: int) -> tuple[str, float]:
         """Why a request does not take all that the tree knows of its prompt, with what loading the rest would take."""
-        usable = known[: servable_steps(known, self.config.min_share)]
+        usable = known[: servable_steps(known, self.config.min_match_kept)]
         begin, unused = 0, []
         for node, matched in usable:
             if begin >= num_cached:
@@ -187,16 +187,16 @@ class Admission:
             return ("came_meanwhile" if unused else "not_servable"), 0.0
         pieces = self._pieces(absent)
         load_s = sum(self.costs.load_seconds(piece.tier, piece.num_bytes) for piece in pieces)
-        stage = self.stages.get(id(req))
+        prefetch = self.prefetches.get(id(req))
         if getattr(req, "evicpress_without_room", False):
             return "no_gpu_room", load_s
-        if stage is None:
-            return "not_staged", load_s
-        if stage.is_late:
+        if prefetch is None:
+            return "not_prefetched", load_s
+        if prefetch.is_late:
             return "late", load_s
-        if stage.short_of is not None or stage.is_without_room:
+        if prefetch.short_of is not None or prefetch.is_without_room:
             return "no_host_room", load_s
-        if stage.is_waiting:
+        if prefetch.is_waiting:
             return "unverified", load_s
         return "not_worth", load_s
 
@@ -227,5 +227,5 @@ class Admission:
 def _is_first_come_first_served(scheduler: Any) -> bool:
     """True if SGLang looks at the queue in its own order; it sorts by other rules after we have hidden some of it."""
     policy = getattr(scheduler, "policy", None)
-    is_fcfs = policy is not None and policy.policy == CacheAgnosticPolicy.FCFS
+    is_fcfs = policy is not None and policy.planner == CacheAgnosticPolicy.FCFS
     return is_fcfs and not scheduler.enable_priority_scheduling

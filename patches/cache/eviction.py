@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
 
 from sglang_evicpress.controller.controller import BY_UTILITY, NO_COPY
 from sglang_evicpress.core import Form, Tier
-from sglang_evicpress.patches.tiers.backup import BackUp
+from sglang_evicpress.patches.tiers.backup import Backup
 from sglang_evicpress.patches.tree.node import has_child_on_gpu, size_of, start_of
 from sglang_evicpress.policy.wait_cost import bytes_to_copy, is_wasteful, seconds_lost
 
@@ -46,28 +46,28 @@ class Eviction:
         if self.disable or needed <= 0:
             return EvictResult()
         begin = time.perf_counter()
-        freed = self.relieve(max(needed, self.token_to_kv_pool_allocator.size // 128), needed)
-        freed += self._relieve_until(needed - freed)
+        freed = self.free_slots(max(needed, self.token_to_kv_pool_allocator.size // 128), needed)
+        freed += self._free_until(needed - freed)
         if freed < needed:  # what waiting requests hold keeps the nodes above it as well
-            for _ in self.let_go_from_tail():
-                freed += self._relieve_until(needed - freed)
+            for _ in self.release_from_tail():
+                freed += self._free_until(needed - freed)
                 if freed >= needed:
                     break
         if freed < needed:
             freed += self.shadows.release_shadows()
         if freed < needed and self.is_alone and self.aside.return_all():
-            freed += self._relieve_until(needed - freed)
+            freed += self._free_until(needed - freed)
         self.update_eviction_metrics(freed, begin)
         self.eviction_seconds["all"] += time.perf_counter() - begin
         return EvictResult(num_tokens_evicted=freed)
 
-    def _relieve_until(self: Any, needed: int) -> int:
+    def _free_until(self: Any, needed: int) -> int:
         """Plan until so many slots are free or nothing comes of it: a move may have cost another the copy as which it
         was to leave, and those that failed are set aside for the next plan."""
         freed = 0
         while freed < needed:
             num_failed = self.num_failed_moves
-            more = self.relieve(needed - freed)
+            more = self.free_slots(needed - freed)
             if more <= 0 and self.num_failed_moves == num_failed:
                 break
             freed += more
@@ -82,9 +82,9 @@ class Eviction:
     def has_room(self: Any, num_tokens: int) -> bool:
         """True if so many slots are free, or can be without a drop for want of room below."""
         shortfall = num_tokens - self.token_to_kv_pool_allocator.available_size()
-        return shortfall <= 0 or self.relieve(shortfall, may_force=False) >= shortfall
+        return shortfall <= 0 or self.free_slots(shortfall, may_force=False) >= shortfall
 
-    def relieve(self: Any, wanted: int, needed: int | None = None, *, may_force: bool = True) -> int:
+    def free_slots(self: Any, wanted: int, needed: int | None = None, *, may_force: bool = True) -> int:
         """Free ``wanted`` slots by the policy's plan, if unlocked nodes hold that many; returns those really freed.
 
         Once ``needed``, all if None, are free, nothing is lost for the others: they are freed when they can be. Where
@@ -94,37 +94,39 @@ class Eviction:
         if wanted <= 0:
             return 0
         if self.host is None:
-            return int(self.controller.relieve(Tier.GPU, wanted * self.menu.slot_bytes))
+            return int(self.controller.free_bytes(Tier.GPU, wanted * self.menu.slot_bytes))
         freed, needed = 0, wanted if needed is None else min(needed, wanted)
         for _ in range(MOST_ROUNDS):  # so many bytes are not on their way at once
-            more = self._relieve_once(wanted - freed, needed - freed, may_force=may_force)
+            more = self._free_once(wanted - freed, needed - freed, may_force=may_force)
             freed += more
             if more <= 0 or freed >= needed:
                 break
         if freed < needed:
-            plan = self.policy.plan(Tier.GPU, (needed - freed) * self.menu.slot_bytes, ready=self.ready)
+            plan = self.planner.plan(
+                Tier.GPU, (needed - freed) * self.menu.slot_bytes, lower_copies_of=self.lower_copies_of
+            )
             if may_force or not any(decision.option.is_drop for decision in plan):
-                freed += self.controller.carry_out(plan, NO_COPY)
-        self.stir()
+                freed += self.controller.execute(plan, NO_COPY)
+        self.mark_dirty()
         return freed
 
-    def _relieve_once(self: Any, wanted: int, needed: int, *, may_force: bool) -> int:
+    def _free_once(self: Any, wanted: int, needed: int, *, may_force: bool) -> int:
         """Carry out the better of two plans: one that copies first what is not below yet, and one that does not. The
         time that copying takes counts once, as what the other loses does: whoever waits for the one would wait for the
         other. A plan that drops whole branches for the few slots above them is the last choice, and none at all unless
         ``may_force``."""
         slot_bytes = self.menu.slot_bytes
-        patient = self.policy.plan(Tier.GPU, wanted * slot_bytes, self.room())
-        num_bytes, wastes = bytes_to_copy(patient, self.ready), is_wasteful(patient, self.policy)
+        patient = self.planner.plan(Tier.GPU, wanted * slot_bytes, self.room())
+        num_bytes, wastes = bytes_to_copy(patient, self.lower_copies_of), is_wasteful(patient, self.planner)
         if not num_bytes and not wastes:
-            return int(self.controller.carry_out(patient, at_once=True))
-        urgent = self.policy.plan(Tier.GPU, needed * slot_bytes, ready=self.ready)
-        terms = self.policy, self.costs, self.value_of_hit()
+            return int(self.controller.execute(patient, at_once=True))
+        urgent = self.planner.plan(Tier.GPU, needed * slot_bytes, lower_copies_of=self.lower_copies_of)
+        terms = self.planner, self.costs, self.value_of_hit()
         copy_s = self.costs.load_seconds(Tier.HOST, num_bytes)
         lost_s = {name: seconds_lost(plan, *terms) for name, plan in (("patient", patient), ("urgent", urgent))}
         is_enough = sum(decision.freed_bytes for decision in urgent) >= needed * slot_bytes
         is_urgent = is_enough and lost_s["urgent"] <= lost_s["patient"] + copy_s
-        if is_wasteful(urgent, self.policy):
+        if is_wasteful(urgent, self.planner):
             if wastes and not may_force:
                 return 0
             is_urgent = is_urgent and wastes
@@ -132,9 +134,9 @@ class Eviction:
             is_urgent = True
         begin = time.perf_counter()
         if is_urgent:
-            way, freed = "without_copies", self.controller.carry_out(urgent, BY_UTILITY)
+            way, freed = "without_copies", self.controller.execute(urgent, BY_UTILITY)
         else:
-            way, freed = "with_copies", self.controller.carry_out(patient, at_once=True)
+            way, freed = "with_copies", self.controller.execute(patient, at_once=True)
         took_s = time.perf_counter() - begin
         self.evictions[way] += 1
         self.eviction_seconds[way] += took_s
@@ -160,25 +162,25 @@ class Eviction:
         batch = getattr(self.scheduler, "running_batch", None)
         return 0 if batch is None else len(batch.reqs)
 
-    def send_at_once(self: Any, node_id: int, tier: Tier, form: Form) -> int:
+    def demote_at_once(self: Any, node_id: int, tier: Tier, form: Form) -> int:
         """Bring a node off the GPU now, as what it is or as a copy that is below; it goes on to ``tier`` and ``form``
         in the background. Returns the slots freed: none where there is no room for a copy, unless the node can shrink
         to ``form`` where it is."""
         node, freed = self.nodes[node_id], 0
         if node.value is None or node.lock_ref > 0 or has_child_on_gpu(node):
-            return int(self.send(node_id, tier, form))
+            return int(self.demote(node_id, tier, form))
         below = node.kv.copies.get(tier)
         if below is not None and below.form == form:
-            return int(self.release(node_id, tier))
+            return int(self.evict_from_gpu(node_id, tier))
         if not self._is_on_host(node, form) and not self.copy_at_once(node):
             if form == node.kv.form or self.slots_in(node, form, start_of(node)) is None:
                 return 0
             freed = int(self.compress(node_id, form))
             if node_id not in self.nodes or not self.copy_at_once(node):
                 return freed
-        freed += int(self.release(node_id, Tier.HOST))
+        freed += int(self.evict_from_gpu(node_id, Tier.HOST))
         if tier != Tier.HOST or form != node.kv.form:
-            self.send(node_id, tier, form)
+            self.demote(node_id, tier, form)
         return freed
 
     def _is_on_host(self: Any, node: Any, form: Form) -> bool:
@@ -201,7 +203,7 @@ class Eviction:
             return False
         begin = time.perf_counter()
         with self.given_back_after_an_error(runs):
-            job = BackUp(self, node, runs, goes_on=False)
+            job = Backup(self, node, runs, goes_on=False)
             job.begin_here()
         self.evictions["copies"] += 1
         self.evictions["copied_bytes"] += num_bytes

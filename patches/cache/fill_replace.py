@@ -16,11 +16,11 @@ from sglang_evicpress.patches.tree.node import (
     NodeKV,
     PrefixView,
     is_lossy,
+    iter_nodes,
     num_slots,
     servable_steps,
     slots_of,
     start_of,
-    walk,
 )
 from sglang_evicpress.policy.reuse import weight_of_new
 from sglang_evicpress.survivors import SurvivorLayout
@@ -28,7 +28,7 @@ from sglang_evicpress.survivors import SurvivorLayout
 logger = logging.getLogger(__name__)
 
 
-class Holding:
+class FillReplace:
     """The part of EvicPressCache that does it. Everything here runs on the scheduler thread."""
 
     def add_absent_leaf(self: Any, parent: Any, key: RadixKey, copy: Any) -> Any:
@@ -51,11 +51,11 @@ class Holding:
         self.quality.find_profiles(node)
         return node
 
-    def _is_upgrade(self: Any, node: Any, view: PrefixView) -> bool:
+    def _is_promotion(self: Any, node: Any, view: PrefixView) -> bool:
         """True if a request's own KV is worth more than what the node holds, and may take its place now."""
         if node.lock_ref > 0 or self._keeps_form(node):
             return False
-        is_servable = servable_steps([(node, len(node.key))], self.config.min_share) == 1
+        is_servable = servable_steps([(node, len(node.key))], self.config.min_match_kept) == 1
         return not is_servable or (is_lossy(node) and not view.is_lossy)
 
     def _would_change_view(self: Any, key: RadixKey, adopted: int, view: PrefixView) -> bool:
@@ -65,16 +65,16 @@ class Holding:
         can be replaced whole. Nothing is split or touched.
         """
         begin, steps = 0, self._steps(key)
-        given = {node.id for node, matched in steps if matched == len(node.key)}
+        adopted_ids = {node.id for node, matched in steps if matched == len(node.key)}
         for node, matched in steps:
             if begin >= adopted and (view.is_lossy or (is_lossy(node) and node.lock_ref > 0)):
                 return True
-            if begin + matched > adopted and self._keeps_form(node, matched, given):
+            if begin + matched > adopted and self._keeps_form(node, matched, adopted_ids):
                 return True
             begin += matched
         return False
 
-    def _keeps_form(self: Any, node: Any, num_tokens: int | None = None, given: Collection[int] = ()) -> bool:
+    def _keeps_form(self: Any, node: Any, num_tokens: int | None = None, adopted_ids: Collection[int] = ()) -> bool:
         """True if a lossy node, or its first tokens, is to stay lossy although a request has its exact KV: nodes below
         it that are not on the GPU, but for those that are ``given`` theirs, hold, in some heads, positions of it, would
         have to be given up, and have more tokens than it has."""
@@ -82,8 +82,8 @@ class Holding:
             return False
         num_tokens, begin = num_tokens or len(node.key), start_of(node)
         end, lost = begin + num_tokens, 0 if node.value is not None else len(node.key) - num_tokens
-        for below in walk(node):
-            copies = below.kv.copies.values() if below.value is None and below.id not in given else ()
+        for below in iter_nodes(node):
+            copies = below.kv.copies.values() if below.value is None and below.id not in adopted_ids else ()
             if any(copy.layout is not None and copy.layout.has_any(begin, end) for copy in copies):
                 lost += len(below.key)
             if lost > num_tokens:
@@ -101,7 +101,7 @@ class Holding:
             self._fill_with_all(node, value, is_lossy_prefix)
         for child in node.children.values():
             if child.value is None:
-                self.back_up_parent(child)
+                self.backup_parent(child)
                 break
 
     def _fill_with_all(self: Any, node: Any, value: torch.Tensor, is_lossy_prefix: bool) -> None:
@@ -112,11 +112,11 @@ class Holding:
         kv.form, kv.slots, kv.layout, kv.is_lossy_prefix, kv.origin = EXACT, None, None, is_lossy_prefix, None
         kv.version += 1
         if Tier.HOST in kv.copies:
-            self._spare.add(node.id)
+            self._redundant.add(node.id)
         self.ledger.add(len(node.key))
         self._record_store_event(node)
         self.changes.changed(node)
-        self.drop_strays(node)
+        self.drop_overlaps(node)
 
     def _fill_as(self: Any, node: Any, layout: SurvivorLayout, value: torch.Tensor) -> None:
         """Give it what its copy, of this layout, has kept of its tokens, whose exact KV is in ``value``."""
@@ -128,7 +128,7 @@ class Holding:
         self.place(node, node.kv.copies[tier_of(node)], value[: layout.num_slots])
 
     def _replace(self: Any, node: Any, value: torch.Tensor, is_lossy_prefix: bool) -> None:
-        """Give an unlocked lossy node the KV a request computed for the same tokens: an upgrade."""
+        """Give an unlocked lossy node the KV a request computed for the same tokens: a promotion."""
         self.ledger.free(slots_of(node))
         self.ledger.add(len(node.key) - num_slots(node))
         node.value = value.clone()
@@ -140,10 +140,10 @@ class Holding:
         self.remove_copies(node, lossy_only=True)
         self.changes.changed(node)
         begin = start_of(node)
-        for below in list(walk(node)):
+        for below in list(iter_nodes(node)):
             if below.value is not None and below.kv.layout is not None and below.id in self.nodes:
                 self._trim(below, (begin, begin + len(node.key)))
-        self.drop_strays(node)
+        self.drop_overlaps(node)
 
     def _trim(self: Any, node: Any, replaced: tuple[int, int]) -> None:
         """Take from a compressed node what an ancestor's new KV holds as well; see ``Compressor.trim``."""

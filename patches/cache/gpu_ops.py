@@ -1,4 +1,4 @@
-"""The moves on the device tier: what can be done with a node, and doing it. The ``Moves`` of the controller."""
+"""The moves on the device tier: what can be done with a node, and doing it. The ``GpuOps`` of the controller."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 
 from sglang_evicpress.controller.controller import NOT_MEASURED
 from sglang_evicpress.core import DROP, Decision, Form, Option, Tier
-from sglang_evicpress.patches.attention.prompt_queries import QueryCapture
+from sglang_evicpress.patches.attention.prompt_queries import PromptQueries
 from sglang_evicpress.patches.tree.node import is_lossy, num_slots, slots_of, start_of
 from sglang_evicpress.press import QueryWindow, get_press
 
 logger = logging.getLogger(__name__)
 
 
-class Moves:
+class GpuOps:
     """The part of EvicPressCache that changes nodes on the GPU. Everything here runs on the scheduler thread."""
 
     def options_of(self: Any, node: Any) -> tuple[Option, ...]:
@@ -32,7 +32,7 @@ class Moves:
         options = []
         for index, form in enumerate(menu.forms):
             num_bytes = menu.num_bytes(form, stats.num_tokens, stats.sinks)
-            if stats.reachable >> index & 1 and num_bytes < stats.num_bytes:
+            if stats.allowed_forms >> index & 1 and num_bytes < stats.num_bytes:
                 options.append(Option(form, Tier.GPU, num_bytes))
         return (*options, DROP)
 
@@ -53,7 +53,7 @@ class Moves:
 
     def window_of(self: Any, node: Any) -> QueryWindow | None:
         """The queries kept for a node, if any."""
-        return None if QueryCapture.active is None else QueryCapture.active.kept(node.kv.window)
+        return None if PromptQueries.active is None else PromptQueries.active.kept(node.kv.window)
 
     def compress(self: Any, node_id: int, form: Form) -> int:
         """Bring a node to ``form`` in place; returns the slots freed. It must be unlocked and have that option. What is
@@ -103,8 +103,8 @@ class Moves:
             after = self.slots_in(node, form, start_of(node))
             if node.lock_ref == 0 and after is not None and after < num_slots(node):
                 asked.append(self._asked(node, form, after))
-        found: AbstractContextManager[None] = self.compressor.together(asked)
-        return found
+        agreement: AbstractContextManager[None] = self.compressor.together(asked)
+        return agreement
 
     def _asked(self: Any, node: Any, form: Form, num_kept: int) -> dict[str, Any]:
         """The compression of a resident node, as arguments of ``Compressor.compress``."""
@@ -143,7 +143,7 @@ class Moves:
 
     def lacks_exact(self: Any, node: Any) -> bool:
         """True if a node that is about to become lossy should have its exact KV on the SSD first: it is had sooner from
-        there than by computing it, and an upgrade through it would be of worth."""
+        there than by computing it, and a promotion through it would be of worth."""
         if self.ssd is None or is_lossy(node) or Tier.SSD in node.kv.copies or self.config.policy != "evicpress":
             return False
         if not self.adapters.may_reach_ssd(node):
@@ -156,8 +156,10 @@ class Moves:
     def cause_of_drop(self: Any, node_id: int) -> str | None:
         """Why a node can become nothing else, where that is that no form of it was measured."""
         node = self.nodes[node_id]
-        could_shrink = self.policy.rule.compresses and len(node.key) >= self.config.min_tokens and not is_lossy(node)
-        if self.policy.rule.weighs_quality and could_shrink and not self.quality.expectation_of(node).known:
+        could_shrink = (
+            self.planner.policy.compresses and len(node.key) >= self.config.min_compress_tokens and not is_lossy(node)
+        )
+        if self.planner.policy.weighs_quality and could_shrink and not self.quality.expectation_of(node).known:
             return NOT_MEASURED
         return None
 
@@ -169,7 +171,7 @@ class Moves:
             raise RuntimeError(f"evicpress: node {node_id} is locked or has children and cannot be dropped")
         freed = num_slots(node)
         self.note_drop(node, cause, number)
-        self.policy.forget(node_id)  # what can fail comes first
+        self.planner.remove(node_id)  # what can fail comes first
         try:
             self.remove_copies(node)
             if node.value is not None:

@@ -13,13 +13,13 @@ from sglang_evicpress.core import Form, Option
 from sglang_evicpress.introspect.arguments import PAGE_DECISIONS, PAGE_NODES, PAGE_NUMBERS, IntrospectionError
 from sglang_evicpress.introspect.keyed_hash import keyed_hash
 from sglang_evicpress.introspect.operations import NodeBusy, UnknownNode
-from sglang_evicpress.patches.cache.statistics import described_law
+from sglang_evicpress.patches.cache.statistics import described_cost
 from sglang_evicpress.patches.tiers.placement import tier_of
 from sglang_evicpress.patches.tree.node import is_lossy, num_slots, start_of
 from sglang_evicpress.patches.tree.types import Allocator, Node
-from sglang_evicpress.policy.cost_model import Costs
+from sglang_evicpress.policy.cost_model import CostSnapshot
 from sglang_evicpress.policy.menu import Menu
-from sglang_evicpress.policy.planner import Policy
+from sglang_evicpress.policy.planner import Planner
 from sglang_evicpress.policy.reuse import ReuseClock
 from sglang_evicpress.press import QueryWindow
 from sglang_evicpress.survivors import SurvivorLayout
@@ -61,7 +61,7 @@ class NodeRoom(Protocol):
 
     token_to_kv_pool_allocator: Allocator
 
-    def relieve(self, wanted: int) -> int:
+    def free_slots(self, wanted: int) -> int:
         """Free so many slots by the policy's plan."""
 
     def hold(self, node_id: int, seconds: float) -> None:
@@ -75,10 +75,10 @@ class InspectedPolicy(Protocol):
     """The policy, with what it goes by."""
 
     now_s: float
-    policy: Policy
+    planner: Planner
     menu: Menu
     clock: ReuseClock
-    costs: Costs
+    costs: CostSnapshot
     recompute_weight: float
 
     def value_of_hit(self) -> float:
@@ -115,15 +115,15 @@ class TreeInspection:
     def describe_tree(self, after: int = 0, limit: int = PAGE_NODES) -> dict[str, object]:
         ids = list(self._tree.nodes)  # in ascending order: ids are never reused
         begin = bisect_right(ids, after)
-        shown = ids[begin : begin + min(limit, PAGE_NODES)]
+        page = ids[begin : begin + min(limit, PAGE_NODES)]
         starts: dict[int, int] = {self._tree.root_node.id: 0}
-        found = sorted((_start_of(self._tree.nodes[node_id], starts), node_id) for node_id in shown)
-        nodes = [self._summary(self._tree.nodes[node_id], start) for start, node_id in found]  # parents first
+        by_start = sorted((_start_of(self._tree.nodes[node_id], starts), node_id) for node_id in page)
+        nodes = [self._summary(self._tree.nodes[node_id], start) for start, node_id in by_start]  # parents first
         return {
             "page_size": self._tree.page_size,
             "num_nodes": len(ids),
             "nodes": nodes,
-            "next": shown[-1] if shown and shown[-1] != ids[-1] else None,
+            "next": page[-1] if page and page[-1] != ids[-1] else None,
         }
 
     def describe_node(
@@ -150,11 +150,11 @@ class TreeInspection:
     def explain_node(self, node_id: int) -> dict[str, object]:
         node = self._node(node_id)
         return {
-            **self._policy.policy.explain(node_id, self._policy.value_of_hit()),
+            **self._policy.planner.explain(node_id, self._policy.value_of_hit()),
             "num_hits": node.kv.num_hits,
             "half_life_s": self._policy.clock.half_life_s,
             "half_life_is_learned": self._policy.clock.is_learned,
-            "costs": described_law(self._policy.costs.prefill),
+            "costs": described_cost(self._policy.costs.prefill),
             "recompute_weight": self._policy.recompute_weight,
             "decisions": self._journal.about(node_id),
         }
@@ -184,11 +184,11 @@ class TreeInspection:
         if node_id not in self._tree.nodes:
             raise IntrospectionError(507, f"node {node_id} was dropped: the device has no memory to compress it")
         self._room.hold(node_id, hold_s)
-        held = {"hold_seconds_left": self._room.hold_left_s(node_id)}
-        return {**self._summary(node, start_of(node)), "freed_slots": freed, **held}
+        hold = {"hold_seconds_left": self._room.hold_left_s(node_id)}
+        return {**self._summary(node, start_of(node)), "freed_slots": freed, **hold}
 
     def evict_slots(self, num_slots: int) -> dict[str, object]:
-        freed = self._room.relieve(num_slots)
+        freed = self._room.free_slots(num_slots)
         return {"freed_slots": freed, "free_slots": self._room.token_to_kv_pool_allocator.available_size()}
 
     # ---- parts

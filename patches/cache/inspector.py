@@ -50,11 +50,11 @@ class Inspector:
         requests: InspectableRequests,
         shadows: ExpiringShadows,
         profiles: CountedProfiles,
-        guest_counts: Mapping[str, int],
+        background_counts: Mapping[str, int],
     ) -> None:
         self._shadows = shadows
         self._profiles = profiles
-        self._guest_counts = guest_counts
+        self._guest_counts = background_counts
         self.rekey = tree.rekey
         self.describe_tree = tree.describe_tree
         self.describe_node = tree.describe_node
@@ -82,7 +82,7 @@ class Inspector:
     def list_profiles(self, after: bytes = b"", limit: int = PAGE_PROFILES) -> Json:
         """See ``Profiled``; with the counts of shadows and of the requests in them."""
         listed = self._profiles.list_profiles(after, limit)
-        counts = {**self._profiles.counts, **self._shadows.counts, "guests": dict(self._guest_counts)}
+        counts = {**self._profiles.counts, **self._shadows.counts, "background_requests": dict(self._guest_counts)}
         return {**listed, "counts": counts}
 
     def next_profiling_job(self) -> Json:

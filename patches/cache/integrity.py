@@ -15,22 +15,22 @@ from sglang_evicpress.patches.tree.node import (
     PrefixView,
     census_of,
     holes_of,
+    iter_nodes,
     num_slots,
     size_of,
     slots_of,
     start_of,
-    walk,
 )
 from sglang_evicpress.patches.tree.types import Allocator, Node, Request
 from sglang_evicpress.policy.menu import Menu
-from sglang_evicpress.policy.planner import Policy
+from sglang_evicpress.policy.planner import Planner
 from sglang_evicpress.tiers.entry.copies import HostEntry, SsdEntry
 from sglang_evicpress.tiers.host.tier import HostTier
 
 MAX_VIOLATIONS = 100  # that are listed
 
-_BOOKED = (
-    *("num_tokens", "num_bytes", "depth_tokens", "quality", "reachable", "weight"),
+_INDEXED = (
+    *("num_tokens", "num_bytes", "depth_tokens", "quality", "allowed_forms", "weight"),
     *("num_hits", "last_use", "sinks", "is_locked"),
 )
 
@@ -90,7 +90,7 @@ class CheckedSlots(Protocol):
 class CheckedPolicy(Protocol):
     """The policy and the census, which are kept in step with the tree."""
 
-    policy: Policy
+    planner: Planner
     menu: Menu
     census: Census
 
@@ -151,7 +151,7 @@ class Integrity:
         page = self._tree.page_size
         evictable = protected = 0
         owners: list[tuple[str, torch.Tensor]] = []
-        for node in walk(self._tree.root_node):
+        for node in iter_nodes(self._tree.root_node):
             name = f"node {node.id}"
             slots = slots_of(node)
             owners.append((name, slots))
@@ -196,37 +196,37 @@ class Integrity:
                 f"are not the total of {allocator.size}"
             )
         yield from self._sharing_violations(owners)
-        yield from self._book_violations()
+        yield from self._index_violations()
         yield from self._tier_violations()
 
-    def _book_violations(self) -> Iterator[str]:
-        """The policy's book against the tree."""
-        book = self._policy.policy.book
-        for node in walk(self._tree.root_node):
-            record = book.records.get(node.id)
-            if record is None:
-                yield f"node {node.id} is not in the policy's book"
+    def _index_violations(self) -> Iterator[str]:
+        """The policy's index against the tree."""
+        index = self._policy.planner.index
+        for node in iter_nodes(self._tree.root_node):
+            candidate = index.candidates.get(node.id)
+            if candidate is None:
+                yield f"node {node.id} is not in the policy's index"
                 continue
             now = self._policy.stats_of(node)
-            for name in ("parent_id", "form", *_BOOKED):
-                noted, held = getattr(record, name), getattr(now, name)
+            for name in ("parent_id", "form", *_INDEXED):
+                noted, held = getattr(candidate, name), getattr(now, name)
                 if noted != held:
-                    yield f"node {node.id}: the policy's book has {name} {noted}, the tree {held}"
-            if record.rank != now.tier:
-                yield f"node {node.id}: the policy's book has it on tier {record.rank}, it is on {int(now.tier)}"
-            for claim in node.kv.claims.values():
-                if claim.nodes.get(node.id) is not node:
-                    yield f"node {node.id} carries a claim that does not know of it"
-        if len(book.records) != len(self._tree.nodes):
-            yield f"the policy's book has {len(book.records)} nodes, the tree {len(self._tree.nodes)}"
+                    yield f"node {node.id}: the policy's index has {name} {noted}, the tree {held}"
+            if candidate.tier != now.tier:
+                yield f"node {node.id}: the policy's index has it on tier {candidate.tier}, it is on {int(now.tier)}"
+            for queued_hit in node.kv.queued_hits.values():
+                if queued_hit.nodes.get(node.id) is not node:
+                    yield f"node {node.id} carries a queued hit that does not know of it"
+        if len(index.candidates) != len(self._tree.nodes):
+            yield f"the policy's index has {len(index.candidates)} nodes, the tree {len(self._tree.nodes)}"
         held_bytes = sum(map(num_slots, self._tree.nodes.values())) * self._policy.menu.slot_bytes
         idle = [node for node in self._shadow_nodes() if node.lock_ref == 0]  # counted as locked, like those aside
         aside = [node for node in map(self._tree.nodes.__getitem__, self._aside) if node.lock_ref == 0]
         num_locked = self._slots.protected - self._slots.reserved + sum(map(num_slots, [*idle, *aside]))
         locked = num_locked * self._policy.menu.slot_bytes
-        if (book.num_bytes[Tier.GPU], book.locked_bytes[Tier.GPU]) != (held_bytes, locked):
+        if (index.num_bytes[Tier.GPU], index.locked_bytes[Tier.GPU]) != (held_bytes, locked):
             yield (
-                f"the policy's book has {book.num_bytes[Tier.GPU]} bytes, {book.locked_bytes[Tier.GPU]} locked; "
+                f"the policy's index has {index.num_bytes[Tier.GPU]} bytes, {index.locked_bytes[Tier.GPU]} locked; "
                 f"the tree has {held_bytes}, {locked} locked"
             )
 
@@ -252,11 +252,11 @@ class Integrity:
         if not bool((positions < bound).all()):
             yield f"{name}: a survivor sits before its position"
         # After a split the lower part may hold, in some heads, survivors from above it; nobody else may hold those too.
-        strays = [(layer, head) for layer, head in ((positions[..., 0] < start).nonzero().tolist())]
+        overlaps = [(layer, head) for layer, head in ((positions[..., 0] < start).nonzero().tolist())]
         above, end = node.parent, start
-        while strays and above is not self._tree.root_node:
+        while overlaps and above is not self._tree.root_node:
             begin = end - len(above.key)
-            for layer, head in strays:
+            for layer, head in overlaps:
                 held = positions[layer, head]
                 held = held[(held >= begin) & (held < end)]
                 if above.kv.layout is not None:
@@ -287,7 +287,7 @@ class Integrity:
         if self._tiers.host is None:
             return
         owners: dict[int, tuple[HostEntry | SsdEntry, set[int]]] = {}
-        for node in walk(self._tree.root_node):
+        for node in iter_nodes(self._tree.root_node):
             name, parent = f"node {node.id}", node.parent
             if node.value is None and not node.kv.copies:
                 yield f"{name} is on no tier"

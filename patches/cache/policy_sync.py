@@ -1,4 +1,4 @@
-"""Keeping the policy's book in step with the tree: every change is told when it happens, none costs a walk."""
+"""Keeping the policy's index in step with the tree: every change is told when it happens, none costs a walk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import NodeStats, Tier
 from sglang_evicpress.introspect.census import Census
-from sglang_evicpress.patches.cache.queued_hits import Claims
+from sglang_evicpress.patches.cache.queued_hits import QueuedHits
 from sglang_evicpress.patches.profiling.quality import Quality
 from sglang_evicpress.patches.scheduler.queue_limit import FirstTokens
 from sglang_evicpress.patches.tiers.placement import tier_of
@@ -19,20 +19,20 @@ from sglang_evicpress.patches.tree.node import (
     census_of,
     is_lossy,
     is_reserved,
+    iter_nodes,
     servable_steps,
     size_of,
     start_of,
-    walk,
 )
 from sglang_evicpress.patches.tree.types import Node
-from sglang_evicpress.policy import make_policy
-from sglang_evicpress.policy.cost_model import CostModel, Costs, PrefillLaw, TransferLaw
+from sglang_evicpress.policy import make_planner
+from sglang_evicpress.policy.cost_model import CostModel, CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.reuse import ReuseClock
 from sglang_evicpress.policy.turns import Turns
 from sglang_evicpress.press import get_press
 
-START_LOADS = {Tier.HOST: TransferLaw(1e-3, 4e9), Tier.SSD: TransferLaw(3e-3, 1e9)}
+START_LOADS = {Tier.HOST: TransferCost(1e-3, 4e9), Tier.SSD: TransferCost(3e-3, 1e9)}
 """What loading is taken to cost before any was observed."""
 
 FAR = 1.0  # twice or half of it: looked at ten times as soon
@@ -45,17 +45,17 @@ DROP_WEIGHT = 2.0
 below can still be computed anew when that is sooner."""
 
 
-class Bookkeeping:
+class PolicySync:
     """The part of EvicPressCache that talks to the policy. Everything here runs on the scheduler thread.
 
     The logical time ``now_s`` is what rank 0 last stamped (``scheduler``), in seconds since its first stamp; it never
     goes back and is equal on every rank, as are the ``costs`` in use. ``cost_model`` is this rank's own.
     """
 
-    def open_book(self: Any, config: EvicPressConfig, slot_bytes: int, page_size: int) -> None:
+    def open_index(self: Any, config: EvicPressConfig, slot_bytes: int, page_size: int) -> None:
         self.menu = Menu(config.menu_forms, self.tiers, slot_bytes, page_size)
-        self.costs = Costs(
-            PrefillLaw(config.prefill_fixed_s, config.prefill_per_token_s, config.prefill_per_pair_s), START_LOADS, {}
+        self.costs = CostSnapshot(
+            PrefillCost(config.prefill_fixed_s, config.prefill_per_token_s, config.prefill_per_pair_s), START_LOADS, {}
         )
         self.cost_model = CostModel(self.costs)
         self.recompute_weight = DROP_WEIGHT if self.host is not None else 1.0  # as the policy has it
@@ -63,7 +63,7 @@ class Bookkeeping:
         self.now_s = 0.0
         self._first_stamp_s: float | None = None
         self._refreshed_s = -REFRESH_S
-        self.claims = Claims(self._hit)
+        self.queued_hits = QueuedHits(self._hit)
         self.turns, self.num_refused = Turns(), 0  # of the queue, which queue_limit.py watches
         self.first_tokens = None if config.max_queue_s is None else FirstTokens(config.max_queue_s)
         self.quality = Quality(self, self, self.compressor, config, self.menu.forms, self.changes.changed)
@@ -72,33 +72,33 @@ class Bookkeeping:
             if form.press is not None and get_press(form.press).needs_queries:
                 self._blind &= ~(1 << index)
         self._windowed: dict[int, dict[int, Any]] = {}
-        self.clear_book()
+        self.clear_index()
 
-    def clear_book(self: Any) -> None:
-        """A book without nodes."""
-        self.renew_policy()
+    def clear_index(self: Any) -> None:
+        """An index without nodes."""
+        self.renew_planner()
         self.census = Census()
         self._windowed.clear()
-        self.claims.clear()
+        self.queued_hits.clear()
 
-    def renew_policy(self: Any) -> None:
+    def renew_planner(self: Any) -> None:
         """A policy that knows no node yet, of the present menu."""
         config = self.config
         costs = self._told = self._weighed(self.costs, self.recompute_weight)
-        self.policy = make_policy(
+        self.planner = make_planner(
             config.policy, self.menu, alpha=config.alpha, costs=costs, mean_curve=self.quality.mean_curve
         )
-        self.controller.policy = self.policy
+        self.controller.planner = self.planner
 
     def rebuild_policy(self: Any) -> None:
         """A policy of the present menu that knows every node."""
-        self.renew_policy()
-        self.policy.put_all(self.stats_of(node) for node in walk(self.root_node))
+        self.renew_planner()
+        self.planner.add_all(self.stats_of(node) for node in iter_nodes(self.root_node))
 
     def tell_policy(self: Any, nodes: Iterable[Node]) -> None:
         """Show the policy nodes of which other quality is expected now."""
         for node in nodes:
-            self.policy.put(self.stats_of(node))
+            self.planner.add(self.stats_of(node))
 
     @property
     def num_shadow_slots(self: Any) -> int:
@@ -111,30 +111,30 @@ class Bookkeeping:
         if not math.isfinite(node.kv.weight):  # no plan can be made with it
             self.controller.num_failed["note weight"] += 1
             node.kv.weight = 0.0
-        self.policy.put(self.stats_of(node))
-        self.stir()
+        self.planner.add(self.stats_of(node))
+        self.mark_dirty()
 
-    def note_split(self: Any, upper: Any, lower: Any) -> None:
-        self.claims.split(upper, lower)
+    def on_node_split(self: Any, upper: Any, lower: Any) -> None:
+        self.queued_hits.split(upper, lower)
         self.quality.split_profiles(upper, lower)
         if lower.kv.window is not None:
             self._windowed[lower.kv.window][upper.id] = upper
         self.changes.changed(upper)
         self.changes.changed(lower)
 
-    def note_deleted(self: Any, node: Any) -> None:
-        if node.id in self.policy.book.records:
-            self.policy.forget(node.id)
+    def on_node_deleted(self: Any, node: Any) -> None:
+        if node.id in self.planner.index.candidates:
+            self.planner.remove(node.id)
         self.census.remove(node.id)
         self.aside.forget(node.id)
-        self.ready.pop(node.id, None)
-        self.claims.forget(node)
+        self.lower_copies_of.pop(node.id, None)
+        self.queued_hits.forget(node)
         self.drop_window(node)
 
-    def note_use(self: Any, node: Any) -> None:
+    def on_node_used(self: Any, node: Any) -> None:
         """The node was matched: its tick changed, not its weight."""
         kv = node.kv
-        self.policy.touch(node.id, kv.weight, kv.num_hits, kv.last_use)
+        self.planner.touch(node.id, kv.weight, kv.num_hits, kv.last_use)
 
     def keep_window(self: Any, node: Any, key: int | None, lost: list[int]) -> None:
         """The node's queries are kept under ``key``; those of the ``lost`` keys had to make room."""
@@ -159,15 +159,16 @@ class Bookkeeping:
         kv: NodeKV = node.kv
         start, slots, num_tokens, tier = start_of(node), size_of(node), len(node.key), tier_of(node)
         form, expectation = kv.form, self.quality.expectation_of(node)
-        reachable = 0
-        rule = self.policy.rule  # those that do not weigh quality compress on the GPU only, before anything goes down
-        is_open = tier == Tier.GPU or (tier == Tier.HOST and rule.weighs_quality)
-        if is_open and num_tokens >= self.config.min_tokens and rule.compresses:
-            reachable = self.menu.smaller(form)
+        allowed_forms = 0
+        # those that do not weigh quality compress on the GPU only, before anything goes down
+        policy = self.planner.policy
+        is_open = tier == Tier.GPU or (tier == Tier.HOST and policy.weighs_quality)
+        if is_open and num_tokens >= self.config.min_compress_tokens and policy.compresses:
+            allowed_forms = self.menu.smaller(form)
             if self.window_of(node) is None:
-                reachable &= self._blind
-            if rule.weighs_quality:
-                reachable &= expectation.known  # what nobody measured is not chosen
+                allowed_forms &= self._blind
+            if policy.weighs_quality:
+                allowed_forms &= expectation.known  # what nobody measured is not chosen
         return NodeStats(
             id=node.id,
             parent_id=None if node.parent is self.root_node else node.parent.id,
@@ -178,22 +179,22 @@ class Bookkeeping:
             depth_tokens=start,
             quality=self.quality.quality_of(node),
             curve=expectation.vector,
-            reachable=reachable,
+            allowed_forms=allowed_forms,
             weight=kv.weight,
             num_hits=kv.num_hits,
             last_use=kv.last_use,
             sinks=self.sinks_of(num_tokens, start),
             is_locked=node.lock_ref > 0 or is_reserved(node),
             exact_on=self.exact_tier_of(node),
-            ways=self.ready.get(node.id, ()),
+            lower_copies=self.lower_copies_of.get(node.id, ()),
         )
 
     def exact_tier_of(self: Any, node: Any) -> Tier | None:
         """The fastest tier below that holds the exact KV of a lossy node as well."""
         if not is_lossy(node):
             return None
-        here = tier_of(node)
-        return min((tier for tier, copy in node.kv.copies.items() if tier > here and copy.is_exact), default=None)
+        own_tier = tier_of(node)
+        return min((tier for tier, copy in node.kv.copies.items() if tier > own_tier and copy.is_exact), default=None)
 
     def sinks_of(self: Any, num_tokens: int, start: int) -> int:
         """Number of a node's tokens among the first of the prompt, which every press keeps."""
@@ -210,35 +211,35 @@ class Bookkeeping:
         kv.num_hits += num_hits
         if num_hits > 0:
             kv.last_use_s = self.now_s
-        self.policy.touch(node.id, kv.weight, kv.num_hits, kv.last_use)
+        self.planner.touch(node.id, kv.weight, kv.num_hits, kv.last_use)
 
-    def expect(self: Any, req: Any) -> None:
+    def on_queued(self: Any, req: Any) -> None:
         """A request has entered the waiting queue: what it would match now gets its hit. Splits and touches nothing."""
         self.adapters.note_adapter(req.lora_id)
         if is_shadow_name(req.extra_key):
-            self.background.receive_guest(req)
+            self.background.receive_background(req)
             return
         path: list[Any] = []
         if not self.disable:
             key = self.key_of_waiting(req)
             steps = self._steps(key)
-            steps = steps[: servable_steps(steps, self.config.min_share)]
+            steps = steps[: servable_steps(steps, self.config.min_match_kept)]
             path = [node for node, _ in steps]
-            if path and path[-1].lock_ref == 0 and not path[-1].kv.claims:
+            if path and path[-1].lock_ref == 0 and not path[-1].kv.queued_hits:
                 # What runs or waits is held for that: such a gap says nothing of how long to remember the others.
                 gap_s = self.now_s - path[-1].kv.last_use_s
                 self.clock.observe_reuse(gap_s, sum(matched for _, matched in steps))
-        self.claims.make(req, path, self.value_of_hit(), self.now_s)
-        self.begin_stage(req)
+        self.queued_hits.make(req, path, self.value_of_hit(), self.now_s)
+        self.begin_prefetch(req)
 
-    def count_use(self: Any, req: Any, path: list[Any], num_tokens: int) -> None:
+    def on_prefill(self: Any, req: Any, path: list[Any], num_tokens: int) -> None:
         """A request runs on ``path``, which holds ``num_tokens``: every node of it has its hit now, once."""
         if is_shadow_name(req.extra_key):
             return
         gap_s = self.now_s - path[-1].kv.last_use_s if path else 0.0
         self.quality.note_question(req, path, num_tokens)
-        was_claimed = self.claims.settle(req, path, self.value_of_hit())
-        if path and not was_claimed:
+        was_queued = self.queued_hits.resolve(req, path, self.value_of_hit())
+        if path and not was_queued:
             self.clock.observe_reuse(gap_s, num_tokens)
 
     # ---- time and costs
@@ -248,11 +249,11 @@ class Bookkeeping:
         if num_bytes > 0 and seconds > 0.0:
             self.cost_model.observe_load(tier, num_bytes, seconds)
 
-    def _weighed(self: Any, costs: Costs, weight: float) -> Costs:
+    def _weighed(self: Any, costs: CostSnapshot, weight: float) -> CostSnapshot:
         """Costs as the policy sees them: a second of recomputing delays all who could run meanwhile."""
         return costs.of_a_part().with_recompute_weight(weight)
 
-    def advance(self: Any, stamp_s: float, costs: Costs, congestion: float = 1.0) -> None:
+    def advance(self: Any, stamp_s: float, costs: CostSnapshot, congestion: float = 1.0) -> None:
         """Rank 0's clock shows ``stamp_s`` and it has seen these costs; called on every rank between two steps.
         ``congestion``: how many requests a second of computing delays there."""
         if self._first_stamp_s is None:
@@ -262,15 +263,15 @@ class Bookkeeping:
             restate = self.clock.rebase(self.now_s)
             for node in self.nodes.values():
                 node.kv.weight = restate(node.kv.weight, node.kv.last_use_s)
-            self.claims.restate(restate)
-            self.policy.reweigh({node.id: node.kv.weight for node in self.nodes.values()})
+            self.queued_hits.restate(restate)
+            self.planner.reweigh({node.id: node.kv.weight for node in self.nodes.values()})
         self.retry_set_aside()
         self.quality.refresh_default()
         self.controller.now_s = self.now_s
         self.controller.value_of_hit = self.value_of_hit()
         self._take_costs(costs, congestion)
 
-    def _take_costs(self: Any, costs: Costs, congestion: float) -> None:
+    def _take_costs(self: Any, costs: CostSnapshot, congestion: float) -> None:
         """Tell the policy, where that changes a prediction enough and the last time is long enough ago."""
         pause_s = max(REFRESH_S, REFRESH_S_PER_NODE * len(self.nodes))
         since_s = self.now_s - self._refreshed_s
@@ -282,4 +283,4 @@ class Bookkeeping:
         if weighed.drifted_from(self._told, tolerance) or self._told.drifted_from(weighed, tolerance):
             self._refreshed_s = self.now_s
             self.costs, self.recompute_weight, self._told = costs, weight, weighed
-            self.policy.refresh(weighed)
+            self.planner.refresh(weighed)

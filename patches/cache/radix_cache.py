@@ -28,15 +28,15 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.controller.controller import Controller
-from sglang_evicpress.patches.attention.prompt_queries import QueryCapture
+from sglang_evicpress.patches.attention.prompt_queries import PromptQueries
 from sglang_evicpress.patches.cache.admission import Admission
 from sglang_evicpress.patches.cache.eviction import Eviction
-from sglang_evicpress.patches.cache.fill_replace import Holding
-from sglang_evicpress.patches.cache.gpu_ops import Moves
+from sglang_evicpress.patches.cache.fill_replace import FillReplace
+from sglang_evicpress.patches.cache.gpu_ops import GpuOps
 from sglang_evicpress.patches.cache.inspection import TreeInspection
 from sglang_evicpress.patches.cache.inspector import Inspector
 from sglang_evicpress.patches.cache.integrity import Integrity
-from sglang_evicpress.patches.cache.policy_sync import Bookkeeping
+from sglang_evicpress.patches.cache.policy_sync import PolicySync
 from sglang_evicpress.patches.cache.statistics import Statistics
 from sglang_evicpress.patches.decode_budget.budgets import DecodeBudgets
 from sglang_evicpress.patches.decode_budget.chunked_recompute import view_between
@@ -50,14 +50,14 @@ from sglang_evicpress.patches.scheduler import hooks
 from sglang_evicpress.patches.scheduler.paged_allocator import free_whole_pages
 from sglang_evicpress.patches.scheduler.prefill_times import PrefillTimes
 from sglang_evicpress.patches.tiers.admin import TierInspection
-from sglang_evicpress.patches.tiers.background import Watermarks
+from sglang_evicpress.patches.tiers.background import BackgroundDemotion
 from sglang_evicpress.patches.tiers.grafting import Grafting
 from sglang_evicpress.patches.tiers.host_compression import HostCompression
 from sglang_evicpress.patches.tiers.host_room import HostRoom
 from sglang_evicpress.patches.tiers.load_back import LoadBack
-from sglang_evicpress.patches.tiers.placement import NOWHERE, Tiering
-from sglang_evicpress.patches.tiers.prefetch import Staging
-from sglang_evicpress.patches.tiers.promotion import Upgrades
+from sglang_evicpress.patches.tiers.placement import NOWHERE, Placement
+from sglang_evicpress.patches.tiers.prefetch import Prefetcher
+from sglang_evicpress.patches.tiers.promotion import Promotion
 from sglang_evicpress.patches.tiers.ssd_io import SsdMoves
 from sglang_evicpress.patches.tiers.weights import Weights
 from sglang_evicpress.patches.tree.adapters import Adapters
@@ -86,21 +86,21 @@ logger = logging.getLogger(__name__)
 
 
 class EvicPressCache(
-    Bookkeeping,
-    Holding,
-    Tiering,
+    PolicySync,
+    FillReplace,
+    Placement,
     Weights,
     HostRoom,
     HostCompression,
-    Watermarks,
+    BackgroundDemotion,
     SsdMoves,
-    Staging,
+    Prefetcher,
     Grafting,
     Admission,
     LoadBack,
-    Upgrades,
+    Promotion,
     Eviction,
-    Moves,
+    GpuOps,
     TierInspection,
     RadixCache,
 ):
@@ -127,31 +127,33 @@ class EvicPressCache(
             has_tiers=config.has_tiers,
         )
         self.open_tiers(config, compressor, identity)
-        self.open_stages()
+        self.open_prefetches()
         self.open_admission()
         self.open_eviction()
-        self.open_upgrades()
+        self.open_promotion()
         self.open_loads(params.token_to_kv_pool_allocator.get_kvcache())
-        self.open_book(config, compressor.slot_bytes, params.page_size)
-        guests: list[Request] = []
+        self.open_index(config, compressor.slot_bytes, params.page_size)
+        background_requests: list[Request] = []
         signals = self.adapters.adapter_of, self.changes.changed, self.drop
         self.shadows = Shadows(
-            self, self, self, self.menu, self.ledger, compressor, self.quality, *signals, guests, seed
+            self, self, self, self.menu, self.ledger, compressor, self.quality, *signals, background_requests, seed
         )
-        self.background = BackgroundRequests(self, self.shadows, guests)
+        self.background = BackgroundRequests(self, self.shadows, background_requests)
         self.prefill_times = PrefillTimes(self.cost_model)
         self.scheduler: Any = None
         self.name_profiles: Callable[[Any], bytes] = lambda tokenizer: bytes(KEY_BYTES)
         self.vocab_size, self._tick = MAX_TOKEN + 1, 0  # the model's, where it is known
         self.changes.subscribe(self.note_copies)
         self.changes.subscribe(self.on_node_changed)
-        self.changes.subscribe_to_leaving(self.back_up_parent)
+        self.changes.subscribe_to_leaving(self.backup_parent)
         super().__init__(params)
         records, settings = BudgetRecords(self.device), decode_settings(config)
         passes = DecodePasses(self, compressor, records)
         self.decode_budgets = DecodeBudgets(self, compressor, passes, records, settings, config.decode_client_budgets)
         inspection = TreeInspection(self, self, self, self, self, self.controller.journal, secrets.token_bytes(32))
-        statistics = Statistics(config, self, self.prefill_times, self.claims, self, self.ledger, self.controller, self)
+        statistics = Statistics(
+            config, self, self.prefill_times, self.queued_hits, self, self.ledger, self.controller, self
+        )
         integrity = Integrity(self, self.ledger, self, self.aside, self, self.shadows.shadow_nodes)
         requests = RequestsInspection(self, records, self.device)
         self.inspector = Inspector(
@@ -161,7 +163,7 @@ class EvicPressCache(
     def attach_scheduler(self, scheduler: Any) -> None:
         """Called once the scheduler is complete; compression then orders itself behind its forward stream."""
         self.scheduler = scheduler
-        parts = self, self.prefill_times, self.claims, self, self, self, self.adapters
+        parts = self, self.prefill_times, self.queued_hits, self, self, self, self.adapters
         hooks.attach(hooks.HookedCache(*parts, self.decode_budgets, self.background))
         self.compressor.forward_stream = getattr(scheduler, "forward_stream", None)
         self.quality.identify_profiles()
@@ -176,7 +178,7 @@ class EvicPressCache(
         self.shadows.clear_shadows()
         if self.scheduler is not None:  # the weights may be others
             self.quality.identify_profiles()
-        self.clear_book()
+        self.clear_index()
         self.root_node.kv = NodeKV()
 
     # ---- match
@@ -193,11 +195,11 @@ class EvicPressCache(
         num_resident = 0
         if not self.disable:
             steps = self._steps(key)
-            steps = steps[: servable_steps(steps, self.config.min_share)]
+            steps = steps[: servable_steps(steps, self.config.min_match_kept)]
             num_resident = sum(node.value is not None for node, _ in steps)
             num_ready = 0 if params.req is None else self.ready_to_load(params.req, steps, num_resident)
             steps = steps[: num_resident + num_ready]  # the last pieces of a compression may be left out by that
-            steps = steps[: servable_steps(steps, self.config.min_share)]
+            steps = steps[: servable_steps(steps, self.config.min_match_kept)]
             num_resident = min(num_resident, len(steps))
             path = self._take(steps)
         resident = path[:num_resident]
@@ -240,7 +242,7 @@ class EvicPressCache(
         for node in path:
             node.last_access_time = now
             node.kv.last_use = self._tick
-            self.note_use(node)
+            self.on_node_used(node)
         return path
 
     def _view_of(self, path: list[Any]) -> PrefixView:
@@ -277,7 +279,7 @@ class EvicPressCache(
             while num_tokens and node is not None and node is not self.root_node:
                 path.append(node)
                 node = node.parent
-            self.count_use(req, path[::-1], num_tokens)
+            self.on_prefill(req, path[::-1], num_tokens)
             if not is_shadow_name(req.extra_key):
                 self.count_admitted(req, num_tokens)
         return view
@@ -293,7 +295,7 @@ class EvicPressCache(
         while not self.disable and node is not self.root_node:
             if node.lock_ref == 0:
                 delta -= num_slots(node)
-                self.policy.lock(node.id, True)
+                self.planner.lock(node.id, True)
             node.lock_ref += 1
             node = node.parent
         self.ledger.lock(-delta)
@@ -306,7 +308,7 @@ class EvicPressCache(
                 raise RuntimeError("evicpress: a request holds a node of a tree that was flushed")
             if node.lock_ref == 1:
                 delta += num_slots(node)
-                self.policy.lock(node.id, is_reserved(node))
+                self.planner.lock(node.id, is_reserved(node))
             node.lock_ref -= 1
             node = node.parent
         self.ledger.unlock(delta)
@@ -319,7 +321,7 @@ class EvicPressCache(
             child.value = NOWHERE.new_zeros(len(child.key))  # SGLang splits what is there
         upper = super()._split_node(key, child, split_len)
         kv.version += 1
-        upper.kv = replace(kv, slots=None, layout=None, job=None, is_leaving=False, num_stages=0, is_aside=False)
+        upper.kv = replace(kv, slots=None, layout=None, job=None, is_leaving=False, num_prefetches=0, is_aside=False)
         if kv.layout is not None:
             above, below = kv.layout.split(split_len)
             upper.kv.layout, upper.kv.slots = above, kv.slots[: above.num_slots].clone()
@@ -331,9 +333,9 @@ class EvicPressCache(
         if not kv.is_text:
             self._note_text(upper)
         self.split_copies(upper, child)
-        self.split_held(upper, child)
+        self.split_reserved(upper, child)
         self.split_hold(upper.id, child.id)
-        self.note_split(upper, child)
+        self.on_node_split(upper, child)
         return upper
 
     # ---- insert
@@ -390,7 +392,7 @@ class EvicPressCache(
     def _give(self, req: Any, key: RadixKey, own: torch.Tensor, adopted: int) -> list[Any]:
         """Put a request's own KV ``own`` (of the tokens of ``key`` from ``adopted`` on) into the tree.
 
-        The tree keeps what it has unless the request's is an upgrade; slots nobody keeps are freed. Returns the nodes
+        The tree keeps what it has unless the request's is a promotion; slots nobody keeps are freed. Returns the nodes
         of ``key`` beyond ``adopted``.
         """
         view = self.view_of(req)
@@ -404,13 +406,13 @@ class EvicPressCache(
                 beyond.append(node)
                 parts.append(own[begin - adopted : known - adopted])
         # From the end: what a node holds anew may take from those below it their copies, and with these all they are.
-        for node, mine in zip(beyond[::-1], parts[::-1], strict=True):
+        for node, node_slots in zip(beyond[::-1], parts[::-1], strict=True):
             if node.value is None:
-                self._fill(node, mine, view.is_lossy)
-            elif self._is_upgrade(node, view):
-                self._replace(node, mine, view.is_lossy)
+                self._fill(node, node_slots, view.is_lossy)
+            elif self._is_promotion(node, view):
+                self._replace(node, node_slots, view.is_lossy)
             else:
-                self.ledger.free(mine)
+                self.ledger.free(node_slots)
         parent = path[-1] if path else self.root_node
         if parent is not self.root_node and parent.id not in self.nodes:  # dropped: there was no memory to trim it
             self.ledger.free(own[known - adopted : len(key) - adopted])
@@ -418,8 +420,8 @@ class EvicPressCache(
             leaf = self._add_leaf(
                 parent, key[known:], own[known - adopted : len(key) - adopted], priority, view.is_lossy
             )
-            if QueryCapture.active is not None:
-                self.keep_window(leaf, *QueryCapture.active.keep(req.rid, known))
+            if PromptQueries.active is not None:
+                self.keep_window(leaf, *PromptQueries.active.keep(req.rid, known))
                 self.changes.changed(leaf)
             beyond.append(leaf)
         return beyond
@@ -446,8 +448,8 @@ class EvicPressCache(
             self.ledger.free(own[len(key) - adopted :])
         else:
             self.ledger.free(own)
-        if QueryCapture.active is not None:
-            QueryCapture.active.forget(req.rid)
+        if PromptQueries.active is not None:
+            PromptQueries.active.forget(req.rid)
         if req.last_node is not None:
             self.dec_lock_ref(req.last_node)
         self.decode_budgets.end(req)
@@ -473,8 +475,8 @@ class EvicPressCache(
             self.dec_lock_ref(req.last_node)
         self.inc_lock_ref(beyond[-1])
         tail = torch.cat([tail, own[len(key) - adopted :]])
-        if QueryCapture.active is not None and not chunked:
-            QueryCapture.active.forget(req.rid)
+        if PromptQueries.active is not None and not chunked:
+            PromptQueries.active.forget(req.rid)
         req.cache_protected_len = len(key)
         req.last_node = beyond[-1]
         req.prefix_indices = torch.cat([prefix, tail])
@@ -487,11 +489,11 @@ class EvicPressCache(
         return RadixKey(token_ids, req.extra_key).page_aligned(self.page_size)
 
     def _update_leaf_status(self, node: Any) -> None:
-        """SGLang's set of leaves to evict stays empty: the policy's book knows, and to look at all children for every
+        """SGLang's set of leaves to evict stays empty: the policy's index knows, and to look at all children for every
         lock and release is slow below a prefix that many contexts share."""
 
     def _delete_leaf(self, node: Any) -> None:
         super()._delete_leaf(node)
         self.ledger.remove(num_slots(node))
         del self.nodes[node.id]
-        self.note_deleted(node)
+        self.on_node_deleted(node)

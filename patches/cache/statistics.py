@@ -13,9 +13,9 @@ from sglang_evicpress.introspect.recomputed import Recomputed
 from sglang_evicpress.patches.cache.integrity import RunningScheduler, in_flight
 from sglang_evicpress.patches.scheduler.queue_limit import FirstTokens
 from sglang_evicpress.patches.tree.types import Allocator
-from sglang_evicpress.policy.cost_model import CostModel, Costs, PrefillLaw
+from sglang_evicpress.policy.cost_model import CostModel, CostSnapshot, PrefillCost
 from sglang_evicpress.policy.menu import Menu
-from sglang_evicpress.policy.planner import Policy
+from sglang_evicpress.policy.planner import Planner
 from sglang_evicpress.policy.reuse import ReuseClock
 from sglang_evicpress.policy.turns import Turns
 from sglang_evicpress.threads import WatchedThread
@@ -45,10 +45,10 @@ class PolicyFigures(Protocol):
     """Figures that the policy goes by."""
 
     now_s: float
-    policy: Policy
+    planner: Planner
     menu: Menu
     clock: ReuseClock
-    costs: Costs
+    costs: CostSnapshot
     cost_model: CostModel
     recompute_weight: float
     turns: Turns
@@ -110,7 +110,7 @@ class Statistics:
         config: EvicPressConfig,
         policy: PolicyFigures,
         prefill_times: SeenPrefills,
-        claims: WaitingHits,
+        queued_hits: WaitingHits,
         slots: SlotFigures,
         held: HeldSlots,
         controller: ControllerFigures,
@@ -119,7 +119,7 @@ class Statistics:
         self._config = config
         self._policy = policy
         self._prefill_times = prefill_times
-        self._claims = claims
+        self._hits_by_request = queued_hits
         self._slots = slots
         self._held = held
         self._controller = controller
@@ -129,7 +129,7 @@ class Statistics:
         allocator = self._slots.token_to_kv_pool_allocator
         census, controller = self._slots.census, self._controller
         first_tokens = self._policy.first_tokens
-        num_waiting = len(self._claims)  # one for each user's request in the queue
+        num_waiting = len(self._hits_by_request)  # one for each user's request in the queue
         return {
             "policy": self._config.policy,
             "alpha": self._config.alpha,
@@ -138,16 +138,16 @@ class Statistics:
             "forms": [str(form) for form in self._policy.menu.forms[1:]],
             "now_s": self._policy.now_s,
             "costs": {
-                "in_use": described_law(self._policy.costs.prefill),
-                "learned": described_law(self._policy.cost_model.costs.prefill),
+                "in_use": described_cost(self._policy.costs.prefill),
+                "learned": described_cost(self._policy.cost_model.costs.prefill),
                 "num_observations": self._prefill_times.num_observed,
                 "recompute_weight": round(self._policy.recompute_weight, 3),
             },
-            "waiting": {"requests": num_waiting, "claimed_nodes": self._claims.num_nodes},
+            "waiting": {"requests": num_waiting, "queued_hit_nodes": self._hits_by_request.num_nodes},
             "queue": {
                 "expected_wait_s": self._policy.turns.wait_s(
-                    len(self._claims)
-                ),  # one claim per user's request that waits
+                    len(self._hits_by_request)
+                ),  # one queued hit per user's request that waits
                 "margin_s": 0.0 if first_tokens is None else first_tokens.margin.seconds,
                 "admitted_per_s": self._policy.turns.rate,
                 "refused": self._policy.num_refused,
@@ -174,7 +174,7 @@ class Statistics:
             "admission": self._rounds.recomputed.describe(self._prefill_times.not_loaded_s),
             "drops": self._rounds.recomputed.describe_drops(),
             "evictions": self._rounds.describe_evictions(),
-            "utility_lost_s": controller.journal.lost if self._policy.policy.has_utility else None,
+            "utility_lost_s": controller.journal.lost if self._policy.planner.has_utility else None,
             "threads": [thread.describe() for thread in self.threads()],
         }
 
@@ -186,10 +186,10 @@ class Statistics:
             yield from self._rounds.ssd.store.threads
 
 
-def described_law(law: PrefillLaw) -> dict[str, object]:
+def described_cost(cost: PrefillCost) -> dict[str, object]:
     """Figures of a law of prefill times."""
     return {
-        "prefill_fixed_s": law.fixed_s,
-        "prefill_per_token_s": law.per_token_s,
-        "prefill_per_pair_s": law.per_pair_s,
+        "prefill_fixed_s": cost.fixed_s,
+        "prefill_per_token_s": cost.per_token_s,
+        "prefill_per_pair_s": cost.per_pair_s,
     }

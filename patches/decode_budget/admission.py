@@ -119,15 +119,15 @@ def _around_add_one_req(
         return original(adder, req, *args, **kwargs)
     if chunked_recompute.is_too_long(adder, req, state):
         has_chunked_req = bool(kwargs["has_chunked_req"] if "has_chunked_req" in kwargs else args[0])
-        return chunked_recompute.add_first_piece(
+        return chunked_recompute.add_first_chunk(
             lambda: original(adder, req, *args, **kwargs), adder, req, state, has_chunked_req
         )
     asked = len(req.full_untruncated_fill_ids) - len(req.prefix_indices) + num_remaining(req) + adder.page_size
     needed = num_needed(adder, req, state)
     before = adder.rem_total_token_offset
-    shown = adder.rem_total_token_offset = before - (asked - needed)
+    offset_shown = adder.rem_total_token_offset = before - (asked - needed)
     result = original(adder, req, *args, **kwargs)
-    adder.rem_total_token_offset = before if adder.rem_total_token_offset == shown else before + needed
+    adder.rem_total_token_offset = before if adder.rem_total_token_offset == offset_shown else before + needed
     return result
 
 
@@ -136,8 +136,8 @@ def _around_add_chunked_req(original: Callable[..., object], adder: PrefillAdder
     state = budget_of(req)
     if state is None:
         return original(adder, req)
-    if state.in_pieces:
-        return chunked_recompute.add_next_piece(lambda: original(adder, req), adder, req, state)
+    if state.is_chunked:
+        return chunked_recompute.add_next_chunk(lambda: original(adder, req), adder, req, state)
     before = adder.rem_total_token_offset
     needed = num_needed(adder, req, state)
     result = original(adder, req)

@@ -17,7 +17,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_evicpress.decode_budget.schedule import is_due, is_near, is_over
 from sglang_evicpress.decode_budget.settings import DecodeSettings, client_settings
-from sglang_evicpress.decode_budget.stats import RequestTally, Totals
+from sglang_evicpress.decode_budget.stats import RequestStats, Totals
 from sglang_evicpress.patches.attention.query_ring import STEPS_AHEAD, QueryRing
 from sglang_evicpress.patches.decode_budget.metrics import BudgetMetrics
 from sglang_evicpress.patches.decode_budget.rows import DecodeCompressor, DecodeTree, row_of, unshare
@@ -104,7 +104,7 @@ class DecodeBudgets:
         """The request has this budget from now on."""
         self.has_budgets = True
         trace = DecodeTrace() if wants_trace else None
-        req.kv_budget = DecodeState(settings, RequestTally(), trace=trace, number=self._log.note_request())
+        req.kv_budget = DecodeState(settings, RequestStats(), trace=trace, number=self._log.note_request())
 
     # ---- requests that run
 
@@ -166,7 +166,7 @@ class DecodeBudgets:
         state = budget_of(req)
         if state is None:
             return False
-        if chunked and state.in_pieces:
+        if chunked and state.is_chunked:
             self._stash_piece(req, state)
             return True
         if chunked or state.in_tree:  # handed in before its first pass, see _is_due

@@ -1,4 +1,4 @@
-"""Prefilling again, in pieces, what a request with a budget has generated beyond the room of the pool.
+"""Prefilling again, in chunks, what a request with a budget has generated beyond the room of the pool.
 
 A request that SGLang sends back for want of memory is computed anew, prompt and answer. Where that no longer fits in
 the pool as it is, the scheduler would wait for ever; so it is computed in chunks, and after each what is over the
@@ -45,13 +45,13 @@ class BudgetedAdder(PrefillAdder, Protocol):
 
 
 def is_too_long(adder: PrefillAdder, req: WaitingRequest, state: DecodeState) -> bool:
-    """True if a request that was sent back cannot be prefilled at once even with the pool to itself."""
+    """True if a request that was retracted cannot be prefilled at once even with the pool to itself."""
     num_tokens, page = len(req.full_untruncated_fill_ids), adder.page_size
     room = adder.token_to_kv_pool_allocator.size - 2 * page
     return req.retraction_count > 0 and num_tokens >= room and schedule.is_over(state.settings, num_tokens, page)
 
 
-def add_first_piece(
+def add_first_chunk(
     call: Callable[[], object], adder: BudgetedAdder, req: WaitingRequest, state: DecodeState, has_chunked_req: bool
 ) -> object:
     """``add_one_req`` with the first piece alone. Another request with chunks to come is finished before."""
@@ -68,43 +68,43 @@ def add_first_piece(
         return AddReqResult.CONTINUE
     if has_chunked_req or adder.new_chunked_req is not None:
         return AddReqResult.OTHER
-    return _add_piece(call, adder, req, state, min(adder.rem_total_tokens, adder.cur_rem_tokens) - taken)
+    return _add_chunk(call, adder, req, state, min(adder.rem_total_tokens, adder.cur_rem_tokens) - taken)
 
 
-def add_next_piece(call: Callable[[], object], adder: PrefillAdder, req: WaitingRequest, state: DecodeState) -> object:
+def add_next_chunk(call: Callable[[], object], adder: PrefillAdder, req: WaitingRequest, state: DecodeState) -> object:
     """``add_chunked_req`` with one more piece; the request stays open, without one, while there is no room."""
     room = min(adder.rem_total_tokens, adder.cur_rem_tokens)
     if not state.has_left_tree:
         room -= num_shared(req)
-    if _piece(adder, state, room) <= 0:
+    if _chunk(adder, state, room) <= 0:
         adder.rem_chunk_tokens = 0
         return req
-    return _add_piece(call, adder, req, state, room)
+    return _add_chunk(call, adder, req, state, room)
 
 
-def _piece(adder: PrefillAdder, state: DecodeState, room: int) -> int:
+def _chunk(adder: PrefillAdder, state: DecodeState, room: int) -> int:
     """Tokens of the next piece: as many as the budget has, and as fit; whole pages."""
     page = adder.page_size
     most = max(page, state.settings.tokens)
     return int(min(adder.rem_chunk_tokens or 0, most, room - 2 * page) // page * page)
 
 
-def _add_piece(
+def _add_chunk(
     call: Callable[[], object], adder: PrefillAdder, req: WaitingRequest, state: DecodeState, room: int
 ) -> object:
-    piece = _piece(adder, state, room)
+    piece = _chunk(adder, state, room)
     if piece <= 0:
         return AddReqResult.NO_TOKEN
-    state.in_pieces = True
-    given, before = adder.rem_chunk_tokens or 0, adder.rem_total_token_offset
+    state.is_chunked = True
+    chunk_tokens, before = adder.rem_chunk_tokens or 0, adder.rem_total_token_offset
     adder.rem_chunk_tokens = piece
     adder.rem_total_token_offset = before - len(req.full_untruncated_fill_ids) - req.sampling_params.max_new_tokens
-    shown = adder.rem_total_token_offset
+    offset_shown = adder.rem_total_token_offset
     result = call()
-    is_added = adder.rem_total_token_offset != shown
+    is_added = adder.rem_total_token_offset != offset_shown
     used = piece - (adder.rem_chunk_tokens or 0)
     is_open = result is req or adder.new_chunked_req is req
-    adder.rem_chunk_tokens = 0 if is_open else given - used  # a batch may hold chunks of one request only
+    adder.rem_chunk_tokens = 0 if is_open else chunk_tokens - used  # a batch may hold chunks of one request only
     adder.rem_total_token_offset = before + (used + 2 * adder.page_size if is_added else 0)
     return result
 

@@ -86,16 +86,16 @@ class RequestsInspection:
         ended = [(each.number, each) for each in self._records.ended if rid is None or each.described["rid"] == rid]
         most = MAX_REQUESTS if rid is not None else min(limit, MAX_REQUESTS)
         after = 0 if rid is not None else after
-        found = [each for each in chain(live, ended) if each[0] > after]
-        if rid is not None and not found:
+        matches = [each for each in chain(live, ended) if each[0] > after]
+        if rid is not None and not matches:
             raise IntrospectionError(404, f"request {rid!r} has no budget here, or ended long ago")
         if positions:
-            ((_, last),) = heapq.nlargest(1, found, key=itemgetter(0))
+            ((_, last),) = heapq.nlargest(1, matches, key=itemgetter(0))
             return {"requests": [self._describe_positions(last, offset)], "totals": self._records.totals.to_json()}
-        shown = heapq.nsmallest(most, found, key=itemgetter(0))
+        page = heapq.nsmallest(most, matches, key=itemgetter(0))
         return {
-            "requests": [self._describe(told) for _, told in shown],
-            "next_after": shown[-1][0] if len(shown) < len(found) else None,
+            "requests": [self._describe(told) for _, told in page],
+            "next_after": page[-1][0] if len(page) < len(matches) else None,
             "totals": self._records.totals.to_json(),
         }
 
@@ -108,25 +108,25 @@ class RequestsInspection:
             trace, final = told.trace, None if told.trace is None else told.trace.final
             shape = None if final is None else list(final.shape)
             num_held = 0 if final is None else final.size
-            held = np.empty(0, np.int32) if final is None else final.read().numpy().reshape(-1)[offset:end]
+            final_positions = np.empty(0, np.int32) if final is None else final.read().numpy().reshape(-1)[offset:end]
         else:
             req, state = told
             trace, shape = state.trace, self._shape_of_row(req, state)
             num_held = 0 if shape is None else math.prod(shape)
-            held = np.empty(0, np.int32)
+            final_positions = np.empty(0, np.int32)
             if offset < num_held:
                 lengths = num_logical(req), num_physical(req)
                 values = position_values(state.positions, *lengths, offset, min(end, num_held), self._device)
-                held = values.cpu().numpy()
+                final_positions = values.cpu().numpy()
         num_values = num_held + (0 if trace is None else trace.num_values)
         if trace is not None and end > num_held:
-            held = np.concatenate([held, trace.values(max(0, offset - num_held), end - num_held)])
+            final_positions = np.concatenate([final_positions, trace.values(max(0, offset - num_held), end - num_held)])
         return {
             **self._describe(told),
             "positions_shape": shape,
             "trace": trace.to_json() if trace is not None and offset == 0 else None,
             "is_trace_cut": None if trace is None else trace.is_cut,
-            "values": held,
+            "values": final_positions,
             "num_values": num_values,
             "next_offset": end if end < num_values else None,
         }

@@ -36,9 +36,9 @@ class BudgetMetrics:
         self._published = dict.fromkeys(_COUNTERS, 0.0)
 
     def publish(self, totals: Totals, num_held: int, num_granted: int) -> None:
-        shown = totals.to_json()
+        values = totals.to_json()
         for name, counter in self._counters.items():
-            count = float(str(shown[name]))
+            count = float(str(values[name]))
             counter.labels(**self._labels).inc(count - self._published[name])
             self._published[name] = count
         self._occupancy.labels(**self._labels).set(num_held / num_granted if num_granted else 0.0)

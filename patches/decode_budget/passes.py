@@ -2,7 +2,7 @@
 
 Rows that hold as many slots, and drop as many by the same rule, make one batch: its launches, and the host's work for
 them, are as many as for one row. A batch for which the device has no memory, or the pool no slots, is made in halves,
-in the end row by row; what is left then is put off.
+in the end row by row; what is left then is deferred.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class PassLog(Protocol):
     def note_pass(self, state: DecodeState, record: PassRecord, copies: tuple[HostCopy, int] | None) -> None:
         """Count a pass. ``copies``: where the device counts what it copies, and the place of the row there."""
 
-    def note_put_off(self) -> int:
+    def note_deferred(self) -> int:
         """Count a pass for which the device had no memory; how many there were."""
 
 
@@ -123,12 +123,12 @@ class DecodePasses:
         return parts
 
     def _shape_of(self, req: BudgetedRequest, state: DecodeState) -> Hashable:
-        settings, num_slots, held = state.settings, num_physical(req), state.positions
+        settings, num_slots, positions = state.settings, num_physical(req), state.positions
         num_kept = schedule.target(settings, num_slots, self._tree.page_size)
-        is_shared, shape = num_shared(req) > 0, None if held is None else tuple(held.shape)
+        is_shared, shape = num_shared(req) > 0, None if positions is None else tuple(positions.shape)
         if not state.has_left_tree:
             shape = (req.evicpress.holes > 0, num_shared(req)) if req.evicpress.holes > 0 else None
-        rule = settings.method, settings.score, settings.window, settings.protect
+        rule = settings.method, settings.score, settings.window, settings.protected_pages
         return (*rule, num_slots, num_kept, is_shared, shape, state.is_in_order, self._num_queries(req, state))
 
     def _make(self, pass_over: Callable[[Sequence[BudgetedRequest]], bool], reqs: Sequence[BudgetedRequest]) -> bool:
@@ -140,16 +140,16 @@ class DecodePasses:
             if not self._compressor.is_alone:  # other ranks make theirs, and would no longer hold the same
                 raise
             if len(reqs) == 1:
-                self._put_off(reqs[0], error)
+                self._defer(reqs[0], error)
         if len(reqs) == 1:
             return False
         half = len(reqs) // 2
         first = self._make(pass_over, reqs[:half])
         return self._make(pass_over, reqs[half:]) or first
 
-    def _put_off(self, req: BudgetedRequest, error: torch.OutOfMemoryError) -> None:
+    def _defer(self, req: BudgetedRequest, error: torch.OutOfMemoryError) -> None:
         """The device has no memory for a pass now: the request stays as it is, and the next round tries again."""
-        count = self._log.note_put_off()
+        count = self._log.note_deferred()
         if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th: every round may try
             text = "evicpress: a pass over request %.64r was put off, the device has no memory for it (time %d): %s"
             logger.warning(text, req.rid, count, error)
@@ -255,7 +255,7 @@ class DecodePasses:
         fill_holes(*buffers, one, targets, sources)
 
     def drop_blocks(self, reqs: Sequence[BudgetedRequest], parted: Mapping[int, tuple[int, float]]) -> bool:
-        """Free the blocks (``rhythm.block_size``) with the lowest mean score of each of these rows, which have one
+        """Free the blocks (``schedule.block_size``) with the lowest mean score of each of these rows, which have one
         shape and have left the tree; what comes behind moves up in the row, and nothing is copied. ``parted`` has the
         slots that were copied before, and the seconds of that, by ``id`` of the request.
 
@@ -265,7 +265,7 @@ class DecodePasses:
         began = time.perf_counter()
         settings, num_slots, page = reqs[0].kv_budget.settings, num_physical(reqs[0]), self._tree.page_size
         block, num_kept = schedule.block_size(page), schedule.target(settings, num_slots, page)
-        first, newest = schedule.protected_blocks(settings.protect, block, self._compressor.sinks)
+        first, newest = schedule.protected_blocks(settings.protected_pages, block, self._compressor.sinks)
         whole = num_slots // block * block
         if whole < num_slots:
             newest = 0  # it is not full yet, and is not among those that can go

@@ -40,15 +40,15 @@ class BudgetRecords:
         self.totals.num_requests += 1
         return self.totals.num_requests
 
-    def note_put_off(self) -> int:
+    def note_deferred(self) -> int:
         """Count a pass for which the device had no memory; how many there were."""
-        self.totals.num_put_off += 1
-        return self.totals.num_put_off
+        self.totals.num_deferred += 1
+        return self.totals.num_deferred
 
     def note_pass(self, state: DecodeState, record: PassRecord, copies: tuple[HostCopy, int] | None) -> None:
         """Count a pass. ``copies``: where the device counts what it copies, and the place of the row there."""
-        state.tally.see(record.before)
-        self.totals.add(state.tally, record)
+        state.stats.see(record.before)
+        self.totals.add(state.stats, record)
         if copies is not None:
             state.unsettled.append((record, *copies))
         if state.trace is not None and state.positions is not None:
@@ -58,14 +58,14 @@ class BudgetRecords:
         """Fill in what the device has counted; may wait for it."""
         left = state.unsettled[-1:] if but_last else []
         for record, copies, place in state.unsettled[: len(state.unsettled) - len(left)]:
-            self.totals.settle(state.tally, record, float(copies.read()[place]))
+            self.totals.settle(state.stats, record, float(copies.read()[place]))
         state.unsettled = left
 
     def note_end(self, req: BudgetedRequest, state: DecodeState) -> None:
         """The request is about to give its slots back: it has ended, or waits to be computed anew."""
         if not req.finished() and req.to_finish is None:
             num_tokens = len(req.origin_input_ids) + len(req.output_ids)
-            state.sent_back.append(num_tokens)
+            state.retracted.append(num_tokens)
             if state.trace is not None:  # a pass that no token has seen
                 state.trace.forget_from(num_tokens)
         else:
@@ -85,11 +85,11 @@ class BudgetRecords:
             "rid": req.rid[:MAX_RID],
             "number": state.number,
             "state": "ended" if has_ended else "running" if is_held else "waiting",
-            "every": settings.every,
-            "protect": list(settings.protect),
+            "every": settings.interval,
+            "protected_pages": list(settings.protected_pages),
             "shares_prefix": is_held and not state.has_left_tree and req.cache_protected_len > 0,
-            "sent_back_at": list(state.sent_back),
-            **state.tally.to_json(settings, num_tokens, num_slots),
+            "retracted_at": list(state.retracted),
+            **state.stats.to_json(settings, num_tokens, num_slots),
         }
 
     def _ended_traces(self) -> list[DecodeTrace]:

@@ -140,16 +140,16 @@ def unshare(tree: DecodeTree, compressor: DecodeCompressor, reqs: Sequence[Budge
     counts = [num_shared(req) for req in reqs]
     positions = [path_positions(tree, compressor, req) for req in reqs]
     if sum(counts) > 0:
-        mine = take_slots(tree, sum(counts))
-        if mine is None:
+        own_slots = take_slots(tree, sum(counts))
+        if own_slots is None:
             return False
         try:
             shared = [row_of(tree, req, count) for req, count in zip(reqs, counts, strict=True)]
-            compressor.copy(shared, mine)
+            compressor.copy(shared, own_slots)
             row_table = tree.req_to_token_pool.req_to_token
-            written = mine.to(row_table.dtype).split(counts)
+            written = own_slots.to(row_table.dtype).split(counts)
         except torch.OutOfMemoryError:
-            tree.token_to_kv_pool_allocator.free(mine)
+            tree.token_to_kv_pool_allocator.free(own_slots)
             raise
         for req, slots in zip(reqs, written, strict=True):
             row_table[req.req_pool_idx, : len(slots)] = slots

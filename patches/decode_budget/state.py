@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from sglang_evicpress.decode_budget.settings import DecodeSettings
-from sglang_evicpress.decode_budget.stats import PassRecord, RequestTally
+from sglang_evicpress.decode_budget.stats import PassRecord, RequestStats
 from sglang_evicpress.device import HostCopy, to_device
 from sglang_evicpress.patches.decode_budget.trace import DecodeTrace
 from sglang_evicpress.patches.tree.node import PrefixView, holes_of
@@ -26,13 +26,13 @@ class DecodeState:
     """``positions`` (int32 [k] or [L, H, k]) is what the first k slots of the row hold, None for their order in the
     text; whatever comes behind was appended in order. ``is_in_order``: they ascend. ``num_cached`` tokens were found in
     the tree, and not computed. ``in_tree``: its prompt was offered to the tree. ``has_left_tree``: it holds no lock
-    there any more, and its whole row is its own. ``trace`` is there where the request asked for one; ``sent_back`` are
+    there any more, and its whole row is its own. ``trace`` is there where the request asked for one; ``retracted`` are
     its lengths in tokens whenever it was to be computed anew; ``unsettled`` are the passes whose copies the device has
     counted, with the place of each among the counts of its batch. ``number`` counts the requests with a budget, from 1.
     """
 
     settings: DecodeSettings
-    tally: RequestTally
+    stats: RequestStats
     num_dropped: int = 0
     num_cached: int = 0
     positions: torch.Tensor | None = None
@@ -40,9 +40,9 @@ class DecodeState:
     has_left_tree: bool = False
     is_first_visit: bool = True
     is_in_order: bool = True
-    in_pieces: bool = False
+    is_chunked: bool = False
     trace: DecodeTrace | None = None
-    sent_back: list[int] = field(default_factory=list)
+    retracted: list[int] = field(default_factory=list)
     unsettled: list[tuple[PassRecord, HostCopy, int]] = field(default_factory=list)
     number: int = 0
 
@@ -50,7 +50,7 @@ class DecodeState:
         """Nothing is held any more: the request ended, or is to be computed anew."""
         self.num_dropped = 0
         self.positions = None
-        self.in_tree = self.has_left_tree = self.in_pieces = False
+        self.in_tree = self.has_left_tree = self.is_chunked = False
         self.is_first_visit = self.is_in_order = True
 
 
@@ -87,7 +87,7 @@ def num_shared(req: BudgetedRequest) -> int:
 
 
 def holds_kv(req: BudgetedRequest) -> bool:
-    """True if its slots are there and stay there: not finished, sent back or in between two chunks of its prompt."""
+    """True if its slots are there and stay there: not finished, retracted or in between two chunks of its prompt."""
     return req.req_pool_idx is not None and not req.kv_committed_freed and not req.finished()
 
 
@@ -126,8 +126,8 @@ def positions_of_rows(
     behind = begins[:, None] + torch.arange(num_behind, dtype=torch.int32, device=device)
     if first is None:
         return behind
-    held = torch.stack([each for each in known if each is not None], -2)
-    return torch.cat([held, behind.expand(*held.shape[:-1], -1)], -1)
+    known_positions = torch.stack([each for each in known if each is not None], -2)
+    return torch.cat([known_positions, behind.expand(*known_positions.shape[:-1], -1)], -1)
 
 
 def position_values(
@@ -141,8 +141,8 @@ def position_values(
         return behind.int()
     at = slot.clamp(max=num_known - 1)
     if known.dim() == 1:
-        held = known[at]
+        known_positions = known[at]
     else:
         head = every // num_slots
-        held = known[head // known.shape[1], head % known.shape[1], at]
-    return torch.where(slot < num_known, held, behind.int())
+        known_positions = known[head // known.shape[1], head % known.shape[1], at]
+    return torch.where(slot < num_known, known_positions, behind.int())

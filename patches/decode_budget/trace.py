@@ -37,22 +37,22 @@ class DecodeTrace:
     @property
     def num_values(self) -> int:
         """Positions of all passes together."""
-        return sum(held.size for _, held in self.passes)
+        return sum(positions.size for _, positions in self.passes)
 
     def values(self, begin: int, end: int) -> np.ndarray:
         """int32 [at most end - begin]: of the positions of all passes, one after the other, those from ``begin`` on."""
         parts, at = [], 0
-        for _, held in self.passes:
+        for _, positions in self.passes:
             if at >= end:
                 break
-            if at + held.size > begin:
-                parts.append(held.read().numpy().reshape(-1)[max(0, begin - at) : end - at])
-            at += held.size
+            if at + positions.size > begin:
+                parts.append(positions.read().numpy().reshape(-1)[max(0, begin - at) : end - at])
+            at += positions.size
         return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
     def to_json(self) -> list[dict[str, object]]:
         """The passes with the shapes of what they left, [n] or [L, H, n]."""
-        return [{**record.to_json(), "positions_shape": list(held.shape)} for record, held in self.passes]
+        return [{**record.to_json(), "positions_shape": list(positions.shape)} for record, positions in self.passes]
 
 
 class TraceRoom:

@@ -45,19 +45,24 @@ def wants_positions(op: str, arguments: Json) -> bool:
 async def read_positions(call: Call, arguments: Json) -> tuple[int, bytes]:
     """Status and JSON of a request with the ``positions`` that its slots hold, and those that each traced pass left, as
     nested lists [n] or [layers][heads][n]. The first page as it is where there are more than MAX_POSITIONS."""
-    given = await call("requests", arguments)
-    answer = read_object(given.payload)
-    shown = answer.get("requests")
-    if given.status != 200 or not isinstance(shown, list) or not shown or shown[0]["num_values"] > MAX_POSITIONS:
-        return given.status, given.payload
-    described = shown[0]
+    response = await call("requests", arguments)
+    answer = read_object(response.payload)
+    requests = answer.get("requests")
+    if (
+        response.status != 200
+        or not isinstance(requests, list)
+        or not requests
+        or requests[0]["num_values"] > MAX_POSITIONS
+    ):
+        return response.status, response.payload
+    described = requests[0]
     pages = [np.array(described.pop("values"), dtype=np.int32)]
     following = described.pop("next_offset")
     while following is not None:
-        given = await call("requests", {**arguments, "offset": following})
-        if given.status != 200:
-            return given.status, given.payload
-        page = read_object(given.payload)["requests"]
+        response = await call("requests", {**arguments, "offset": following})
+        if response.status != 200:
+            return response.status, response.payload
+        page = read_object(response.payload)["requests"]
         if not isinstance(page, list) or page[0]["num_values"] != described["num_values"]:
             return 409, encode({"error": {"reason": "the request went on while it was read: ask again"}})
         pages.append(np.array(page[0]["values"], dtype=np.int32))
@@ -83,25 +88,25 @@ async def read_listing(call: Call, op: str, arguments: Json) -> tuple[int, bytes
     """
     listing = LISTINGS[op]
     wanted = min(int(str(arguments.get("limit", listing.limit))), MAX_ITEMS)
-    given = await call(op, arguments)
-    if given.status != 200:
-        return given.status, given.payload
-    page = read_object(given.payload)
+    response = await call(op, arguments)
+    if response.status != 200:
+        return response.status, response.payload
+    page = read_object(response.payload)
     first, items = page, page.get(listing.items)
     if not isinstance(items, list):
-        return given.status, given.payload
+        return response.status, response.payload
     following = page.get("next")
     while following is not None and len(items) < wanted:
-        given = await call(op, {listing.cursor: following, "limit": wanted - len(items)})
-        if given.status != 200:
-            return given.status, given.payload
-        more = read_object(given.payload)
-        found = more[listing.items]
-        if not isinstance(found, list):
-            raise TypeError(f"{listing.items} of {op} is a {type(found).__name__}: expected a list")
-        items += found
+        response = await call(op, {listing.cursor: following, "limit": wanted - len(items)})
+        if response.status != 200:
+            return response.status, response.payload
+        more = read_object(response.payload)
+        page_items = more[listing.items]
+        if not isinstance(page_items, list):
+            raise TypeError(f"{listing.items} of {op} is a {type(page_items).__name__}: expected a list")
+        items += page_items
         page = {**page, **{name: more[name] for name in ("next", "last") if name in more}}
         following = more.get("next")
     if op == "tree" and page is not first:
         items.sort(key=_start_of)  # parents first, as on every page
-    return given.status, encode(page)
+    return response.status, encode(page)

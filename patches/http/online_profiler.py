@@ -28,9 +28,9 @@ from sglang_evicpress.profiler.engine import EngineError, Shadow, ShadowLost, Sh
 from sglang_evicpress.profiler.measure import Asked, answer, measure_forms, observe
 from sglang_evicpress.profiler.scorers import get_scorer
 from sglang_evicpress.profiler.transport import Json, refusal
-from sglang_evicpress.quality.evidence import Evidence
 from sglang_evicpress.quality.profile import Profile, query_set
 from sglang_evicpress.quality.recorder import Query
+from sglang_evicpress.quality.running_stats import RunningStats
 from sglang_evicpress.threads import WatchedThread
 
 logger = logging.getLogger(__name__)
@@ -63,16 +63,16 @@ class InProcess:
         self._calls = calls
 
     def ask(self, method: str, path: str, body: Mapping[str, object] | None = None) -> Json:
-        route, given = find_route(method, path)
-        return self.call(route.name, {**given, **(body or {})})
+        route, path_arguments = find_route(method, path)
+        return self.call(route.name, {**path_arguments, **(body or {})})
 
     def call(self, op: str, arguments: Mapping[str, object]) -> Json:
         """The scheduler's answer to one operation."""
         status, payload = self._wait(self._call(op, dict(arguments)))
-        found = read_object(payload)
+        body = read_object(payload)
         if status == 200:
-            return found
-        error = found.get("error")
+            return body
+        error = body.get("error")
         reason = str(error.get("reason")) if isinstance(error, dict) else "no reason given"
         raise refusal(status, "it failed: see the log" if status == 500 else reason, op)  # its words may be a prompt
 
@@ -91,10 +91,10 @@ class InProcess:
 
     async def _call(self, op: str, arguments: Json) -> tuple[int, bytes]:
         try:
-            given = await self._calls.call(op, arguments)
+            response = await self._calls.call(op, arguments)
         except IntrospectionError as error:
             raise EngineError(error.reason) from None
-        return given.status, given.payload
+        return response.status, response.payload
 
     async def _generate(self, request: GenerateReqInput) -> list[Json]:
         try:
@@ -180,10 +180,10 @@ class OnlineProfiler:
         forms = [Form.parse(text) for text in job["forms"]]
         tokens, engine = job["token_ids"], self._engine
         exact = answer(engine, shadow.namespace, tokens, queries, MAX_NEW_TOKENS)
-        measured: dict[Form, Evidence] = {}
+        measured: dict[Form, RunningStats] = {}
         try:
-            for form, evidence in measure_forms(engine, shadow, tokens, queries, forms, self._scorer, exact):
-                measured[form] = evidence
+            for form, stats in measure_forms(engine, shadow, tokens, queries, forms, self._scorer, exact):
+                measured[form] = stats
         except (ShadowRefused, ShadowLost):
             if not measured:
                 raise

@@ -106,22 +106,22 @@ class SchedulerCalls:
         finally:
             self._num_long -= 1
 
-    def receive(self, given: EvicPressReqOutput) -> None:
+    def receive(self, response: EvicPressReqOutput) -> None:
         """Called by the tokenizer manager's receive loop; an answer nobody waits for any more is dropped."""
-        waiting = self._waiting.get(given.rid or "")
+        waiting = self._waiting.get(response.rid or "")
         if waiting is None or waiting.done():
-            logger.warning("dropped a late answer to %s", given.rid)
+            logger.warning("dropped a late answer to %s", response.rid)
         else:
-            waiting.set_result(given)
+            waiting.set_result(response)
 
 
 def find_route(method: str, path: str) -> tuple[Operation, Json]:
     """The route that serves a path, and what the path gives. Raises KeyError for one that none serves."""
     for route in routes():
         names = re.findall(r"{(\w+)}", route.path)
-        found = re.fullmatch(re.sub(r"{\w+}", "([^/]+)", route.path), path)
-        if route.method == method and found is not None:
-            return route, dict(zip(names, found.groups(), strict=True))
+        match = re.fullmatch(re.sub(r"{\w+}", "([^/]+)", route.path), path)
+        if route.method == method and match is not None:
+            return route, dict(zip(names, match.groups(), strict=True))
     raise KeyError(f"{method} {path}")
 
 
@@ -196,13 +196,13 @@ async def _ask(request: Request, route: Operation) -> Response:
     if route.name in LISTINGS:
         async with calls.long_answer():
             return _response(*await read_listing(calls.call, route.name, arguments))
-    given = await calls.call(route.name, arguments)
-    payload = given.payload
-    if given.status == 200 and route.name == "put_profile":
+    response = await calls.call(route.name, arguments)
+    payload = response.payload
+    if response.status == 200 and route.name == "put_profile":
         await request.app.state.evicpress_profiles.keep(read_object(payload))
-    if given.status == 200 and route.name == "stats":
+    if response.status == 200 and route.name == "stats":
         payload = _with_threads(payload, request.app.state.evicpress_threads)
-    return _response(given.status, payload)
+    return _response(response.status, payload)
 
 
 def watch_threads(app: FastAPI, threads: tuple[WatchedThread, ...]) -> None:

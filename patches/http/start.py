@@ -78,7 +78,7 @@ def _around_http_server(
     from sglang.srt.entrypoints.http_server import app
 
     config = config_of(server_args)
-    profile_file = ProfileFile(config.profiles)
+    profile_file = ProfileFile(config.profile_path)
     calls = add_routes(
         app,
         tokenizer_manager,

@@ -13,14 +13,15 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
 from sglang_evicpress.patches.tree.types import Batch, Node, Request, Scheduler
-from sglang_evicpress.policy.cost_model import Costs
-from sglang_evicpress.quality.throttle import Pacer
+from sglang_evicpress.policy.cost_model import CostSnapshot
+from sglang_evicpress.quality.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 
-GUEST_COUNTS = (
-    *("requests", "aborted", "sent_back", "batches", "tokens"),
-    *("user_steps", "user_steps_touched", "users_held_up"),  # the last: steps of guests while users could have begun
+BACKGROUND_COUNTS = (
+    *("requests", "aborted", "retracted", "batches", "tokens"),
+    # the last: steps of background requests while users could have begun
+    *("user_steps", "user_steps_touched", "users_held_up"),
 )
 
 
@@ -42,7 +43,7 @@ class OpenShadows(Protocol):
 
 
 class LoadStage(Protocol):
-    """Stage of a request that waits."""
+    """Prefetch of a request that waits."""
 
     is_late: bool
 
@@ -55,14 +56,14 @@ class WaitingTree(Protocol):
     """The cache, as far as it knows of requests that wait."""
 
     now_s: float
-    costs: Costs
+    costs: CostSnapshot
 
     @property
     def scheduler(self) -> Scheduler | None:
         """None until it is complete."""
 
     @property
-    def stages(self) -> Mapping[int, LoadStage]:
+    def prefetches(self) -> Mapping[int, LoadStage]:
         """Stages of requests, by ``id()``."""
 
     def key_of_waiting(self, req: Request) -> RadixKey:
@@ -73,77 +74,81 @@ class WaitingTree(Protocol):
 
 
 class BackgroundRequests:
-    """Requests in shadows, called guests, and how they are held back. Everything here runs on the scheduler thread.
+    """Requests in shadows, called background requests, and how they are held back. Everything here runs on the
+    scheduler thread.
 
-    ``guests`` is kept to those that wait or run."""
+    ``background requests`` is kept to those that wait or run."""
 
-    def __init__(self, tree: WaitingTree, shadows: OpenShadows, guests: list[Request]) -> None:
-        self.pacer = Pacer()
-        self.guests = guests
-        self.counts = dict.fromkeys(GUEST_COUNTS, 0)
+    def __init__(self, tree: WaitingTree, shadows: OpenShadows, background_requests: list[Request]) -> None:
+        self.throttle = Throttle()
+        self.background_requests = background_requests
+        self.counts = dict.fromkeys(BACKGROUND_COUNTS, 0)
         self._tree = tree
         self._shadows = shadows
         self._allowance = 0
         self._budget_s = 0.0
         self._num_users_running = 0
         self._hidden: list[Request] = []
-        self._whole: set[int] = set()  # of the guests, by id(): those whose namespace has held all of its context
+        # of the background requests, by id(): those whose namespace has held all of its context
+        self._whole: set[int] = set()
 
-    def receive_guest(self, req: Request) -> None:
+    def receive_background(self, req: Request) -> None:
         """A request in a shadow has entered the queue."""
-        if all(req is not guest for guest in self.guests):  # else it was retracted
-            self.guests.append(req)
+        if all(req is not background for background in self.background_requests):  # else it was retracted
+            self.background_requests.append(req)
             if (space := self._shadows.space_of(req.extra_key)) is not None:
                 space.used_s = self._tree.now_s
             self.counts["requests"] += 1
 
     def begin_round(self, scheduler: Scheduler) -> None:
-        """Before the next batch is made: how much guests may compute in it."""
-        if not self.guests:
+        """Before the next batch is made: how much background requests may compute in it."""
+        if not self.background_requests:
             return
         for req in [req for req in scheduler.waiting_queue if self._is_stray(req)]:
             self._give_up(scheduler, req, "the shadow is gone: it was closed, or had to make room")
         queue = scheduler.waiting_queue
         waiting = {id(req) for req in queue}
-        self.guests[:] = [
-            req for req in self.guests if id(req) in waiting or (req.req_pool_idx is not None and not req.finished())
+        self.background_requests[:] = [
+            req
+            for req in self.background_requests
+            if id(req) in waiting or (req.req_pool_idx is not None and not req.finished())
         ]
-        self._whole &= {id(req) for req in self.guests}
+        self._whole &= {id(req) for req in self.background_requests}
         self._shadows.release_retired()
-        if not self.guests:
+        if not self.background_requests:
             return
         self._num_users_running = num_users_running(scheduler)
-        num_waiting = len(self.without_guests(queue))
+        num_waiting = len(self.without_background(queue))
         if scheduler.chunked_req is not None and not is_shadow_name(scheduler.chunked_req.extra_key):
             num_waiting += 1
-        self._allowance = self.pacer.allowance(self._num_users_running, num_waiting, scheduler.max_running_requests)
+        self._allowance = self.throttle.allowance(self._num_users_running, num_waiting, scheduler.max_running_requests)
         self._budget_s = self._tree.costs.prefill.fixed_s
-        if self._num_users_running > 0 and not self.pacer.may_go_on:
-            self._send_back(scheduler)
+        if self._num_users_running > 0 and not self.throttle.may_go_on:
+            self._retract(scheduler)
 
-    def hide_guests(self, scheduler: Scheduler) -> None:
-        """Take those that may not begin now out of the queue until ``show_guests``: SGLang looks every request that
+    def hide_background(self, scheduler: Scheduler) -> None:
+        """Take those that may not begin now out of the queue until ``show_background``: SGLang looks every request that
         waits up in the tree, step by step."""
-        if self.guests and self._allowance <= 0:
+        if self.background_requests and self._allowance <= 0:
             self._hidden = [req for req in scheduler.waiting_queue if is_shadow_name(req.extra_key)]
-            scheduler.waiting_queue = self.without_guests(scheduler.waiting_queue)
+            scheduler.waiting_queue = self.without_background(scheduler.waiting_queue)
 
-    def show_guests(self, scheduler: Scheduler) -> None:
+    def show_background(self, scheduler: Scheduler) -> None:
         scheduler.waiting_queue.extend(self._hidden)
         self._hidden = []
 
-    def without_guests(self, waiting: list[Request]) -> list[Request]:
+    def without_background(self, waiting: list[Request]) -> list[Request]:
         """Users' requests of the queue."""
-        return [req for req in waiting if not is_shadow_name(req.extra_key)] if self.guests else waiting
+        return [req for req in waiting if not is_shadow_name(req.extra_key)] if self.background_requests else waiting
 
-    def is_guest(self, req: Request) -> bool:
+    def is_background(self, req: Request) -> bool:
         return is_shadow_name(req.extra_key)
 
-    def holds_back(self, req: Request) -> bool:
+    def should_defer(self, req: Request) -> bool:
         """True if a waiting request is to be passed over in this round; one that is not takes of the allowance.
 
-        A user who comes waits for the batch: guests join it while they add no more than a decode step takes, which is
-        about what any batch costs.
+        A user who comes waits for the batch: background requests join it while they add no more than a decode step
+        takes, which is about what any batch costs.
         """
         if not is_shadow_name(req.extra_key):
             return False
@@ -160,30 +165,30 @@ class BackgroundRequests:
     def end_round(self, batch: Batch | None) -> None:
         """The batch that runs next is made."""
         scheduler, holds_users_up = self._tree.scheduler, False
-        if self.guests and scheduler is not None:
+        if self.background_requests and scheduler is not None:
             holds_users_up = self._holds_users_up(scheduler, batch)
             if holds_users_up:
                 self._give_up_running(scheduler, "users wait for the room")
         if batch is None:
             return
         is_decode = batch.forward_mode.is_decode()
-        num_guests = sum(is_shadow_name(req.extra_key) for req in batch.reqs) if self.guests else 0
-        if is_decode and num_guests < len(batch.reqs):
-            self.pacer.user_step()
+        num_background = sum(is_shadow_name(req.extra_key) for req in batch.reqs) if self.background_requests else 0
+        if is_decode and num_background < len(batch.reqs):
+            self.throttle.user_step()
             self.counts["user_steps"] += 1
-        if num_guests == 0:
+        if num_background == 0:
             return
         self.counts["batches"] += 1
         self.counts["users_held_up"] += holds_users_up
         if is_decode:
-            self.counts["tokens"] += num_guests
-            has_users = num_guests < len(batch.reqs)
+            self.counts["tokens"] += num_background
+            has_users = num_background < len(batch.reqs)
         else:
             lengths = zip(batch.reqs, batch.extend_lens, strict=True)
             self.counts["tokens"] += sum(num for req, num in lengths if is_shadow_name(req.extra_key))
             has_users = self._num_users_running > 0
         if has_users:
-            self.pacer.took_part(in_own_batch=not is_decode)
+            self.throttle.took_part(in_own_batch=not is_decode)
             self.counts["user_steps_touched"] += 1
 
     def _give_up(self, scheduler: Scheduler, req: Request, why: str) -> None:
@@ -198,33 +203,35 @@ class BackgroundRequests:
             req.to_finish = FINISH_ABORT(why)
 
     def _give_up_running(self, scheduler: Scheduler, why: str) -> None:
-        for req in self.guests:
+        for req in self.background_requests:
             if req.req_pool_idx is not None and req.to_finish is None and not req.finished():
                 self._give_up(scheduler, req, why)
 
-    def _send_back(self, scheduler: Scheduler) -> None:
-        """Guests that decode wait again, and go on with what they have generated; as SGLang does when room ends."""
-        batch, keep, gone = scheduler.running_batch, [], []
+    def _retract(self, scheduler: Scheduler) -> None:
+        """Background requests that decode wait again, and go on with what they have generated; as SGLang does when room
+        ends."""
+        batch, keep, retracted = scheduler.running_batch, [], []
         for index, req in enumerate(batch.reqs):
             if is_shadow_name(req.extra_key) and req.to_finish is None and not req.finished():
                 batch.release_req(index, 0, scheduler.server_args)
-                gone.append(req)
+                retracted.append(req)
             else:
                 keep.append(index)
-        if not gone:
+        if not retracted:
             return
         batch.filter_batch(keep_indices=keep)
         batch.batch_is_full = False
-        self.counts["sent_back"] += len(gone)
-        for req in gone:
+        self.counts["retracted"] += len(retracted)
+        for req in retracted:
             scheduler._add_request_to_queue(req, is_retracted=True)
 
     def _holds_users_up(self, scheduler: Scheduler, batch: Batch | None) -> bool:
-        """True if users' requests wait of which the batch has none: guests may have the room that they need."""
+        """True if users' requests wait of which the batch has none: background requests may have the room that they
+        need."""
         if batch is not None and not batch.forward_mode.is_decode():
             return False
-        stages = (self._tree.stages.get(id(req)) for req in self.without_guests(scheduler.waiting_queue))
-        return any(stage is None or stage.is_late or not stage.is_waiting for stage in stages)
+        prefetches = (self._tree.prefetches.get(id(req)) for req in self.without_background(scheduler.waiting_queue))
+        return any(prefetch is None or prefetch.is_late or not prefetch.is_waiting for prefetch in prefetches)
 
     def _is_stray(self, req: Request) -> bool:
         """True if a request is in a shadow that is not there, or not any more: it would compute the whole context.
@@ -250,5 +257,5 @@ class BackgroundRequests:
 def num_users_running(scheduler: Scheduler) -> int:
     """Users' requests that run, also those that SGLang has prefilled last and counts among them only later."""
     batches = [batch for batch in (scheduler.running_batch, scheduler.last_batch) if batch is not None]
-    found = {id(req): req for batch in batches for req in batch.reqs}
-    return sum(not is_shadow_name(req.extra_key) and not req.finished() for req in found.values())
+    by_id = {id(req): req for batch in batches for req in batch.reqs}
+    return sum(not is_shadow_name(req.extra_key) and not req.finished() for req in by_id.values())

@@ -23,7 +23,7 @@ from sglang_evicpress.patches.tree.node import NodeKV, first_outside, path_to, s
 from sglang_evicpress.patches.tree.types import Node, Request, Scheduler
 from sglang_evicpress.policy.quality_curves import Curves
 from sglang_evicpress.quality.catalog import Catalog
-from sglang_evicpress.quality.drift import Observe, Watch
+from sglang_evicpress.quality.drift import DriftMonitor, Observe
 from sglang_evicpress.quality.profile import BLOCK_TOKENS, Profile, context_keys
 from sglang_evicpress.quality.recorder import Query, Recorder
 from sglang_evicpress.quality.store import ProfileStore, StoreError
@@ -69,8 +69,8 @@ def _read_profiles(path: Path, identity: bytes) -> bytes:
 
 
 def _mean(curves: Sequence[Curves], form: Form) -> float:
-    found = [each.quality(form) for each in curves if each.knows(form)]
-    return math.fsum(found) / len(found) if found else 0.0
+    qualities = [each.quality(form) for each in curves if each.knows(form)]
+    return math.fsum(qualities) / len(qualities) if qualities else 0.0
 
 
 class QualityTree(Protocol):
@@ -100,7 +100,7 @@ class PolicyRefresh(Protocol):
     def tell_policy(self, nodes: Iterable[Node]) -> None:
         """Show it these nodes again."""
 
-    def stir(self) -> None:
+    def mark_dirty(self) -> None:
         """Look again: something may be improved that could not be."""
 
 
@@ -164,7 +164,7 @@ class Quality:
         """Nothing is known of any context, nor was any question asked."""
         self.catalog = Catalog(self._prior)
         self.recorder = Recorder() if self._config.profiles_online else None
-        self._watch = Watch(self._config.drift)
+        self._watch = DriftMonitor(self._config.drift_threshold)
         self._contexts.clear()
         self._node_of_context.clear()
 
@@ -179,9 +179,9 @@ class Quality:
             return False
         self.profile_identity = identity
         self.forget_profiles()
-        if self._config.profiles is not None:
+        if self._config.profile_path is not None:
             is_reader = self._ranks.is_first_rank
-            text = _read_profiles(Path(self._config.profiles), identity) if is_reader else b""
+            text = _read_profiles(Path(self._config.profile_path), identity) if is_reader else b""
             for profile in orjson.loads(self._ranks.as_first_rank(text)):
                 self.catalog.put(Profile.from_json(profile))
         self.renew_default()
@@ -201,7 +201,7 @@ class Quality:
             self._policy.tell_policy(node for node in self._tree.nodes.values() if node.kv.curve is None)
         else:
             return
-        self._policy.stir()
+        self._policy.mark_dirty()
 
     def refresh_default(self) -> None:
         """Called as the clock goes on."""
@@ -259,8 +259,8 @@ class Quality:
     def _expect_of(self, node: Node) -> None:
         """By the contexts that make up most of the node."""
         least = start_of(node) + len(node.key) / 2
-        found = [key for key, length in node.kv.profiles.items() if length > least and key in self.catalog]
-        curves = [self.catalog.curves_of(key) for key in found]
+        known_keys = [key for key, length in node.kv.profiles.items() if length > least and key in self.catalog]
+        curves = [self.catalog.curves_of(key) for key in known_keys]
         node.kv.curve = Expectation.of(curves, self._forms) if curves else None
 
     def know_context(self, key: bytes, tokens: array[int], namespace: str | None) -> None:
@@ -387,7 +387,7 @@ class Quality:
                 nodes |= {node.id: node for node, _ in steps}
         self._attach(profile.key, nodes.values())
         self.counts["profiled"] += 1
-        self._policy.stir()
+        self._policy.mark_dirty()
         return {"identity": self.profile_identity.hex(), "profile": profile.to_json(), "num_nodes": len(nodes)}
 
     def _find_context(self, profile: Profile) -> tuple[array[int], str | None] | None:
@@ -410,7 +410,7 @@ class Quality:
         default = self.default_expectation
         return {
             "identity": self.profile_identity.hex(),
-            "file": self._config.profiles,
+            "file": self._config.profile_path,
             "prior": None if self._config.curves is None else dict(self._config.curves),
             "forms": [str(form) for form in forms],
             "default": {
@@ -418,7 +418,7 @@ class Quality:
                 for index, (form, quality) in enumerate(zip(forms, default.vector[1:], strict=True), 1)
                 if default.known >> index & 1
             },
-            "recording": self.recorder is not None,
+            "online_profiling": self.recorder is not None,
             "num_recorded_contexts": 0 if self.recorder is None else len(self.recorder),
             "profiles": [
                 {

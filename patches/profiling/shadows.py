@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_evicpress.core import Form
 from sglang_evicpress.device import to_device
 from sglang_evicpress.introspect.arguments import IntrospectionError
-from sglang_evicpress.patches.attention.prompt_queries import QueryCapture
+from sglang_evicpress.patches.attention.prompt_queries import PromptQueries
 from sglang_evicpress.patches.profiling.types import (
     FormSizes,
     KnownContexts,
@@ -32,7 +32,7 @@ from sglang_evicpress.patches.profiling.types import (
     ShadowTree,
 )
 from sglang_evicpress.patches.tree.namespaces import SHADOW_PREFIX, is_shadow_name
-from sglang_evicpress.patches.tree.node import first_outside, is_lossy, walk
+from sglang_evicpress.patches.tree.node import first_outside, is_lossy, iter_nodes
 from sglang_evicpress.patches.tree.types import Node, Request
 from sglang_evicpress.press import get_press
 from sglang_evicpress.quality.profile import BLOCK_TOKENS, context_keys
@@ -63,8 +63,8 @@ class Space:
 
 
 class Shadows:
-    """All shadows of a tree, on the scheduler thread. ``guests`` are the requests in them, which keep them from
-    expiring; ``adapter_of`` tells the LoRA adapter of a namespace, ``changed`` is told of nodes that hold less,
+    """All shadows of a tree, on the scheduler thread. ``background requests`` are the requests in them, which keep them
+    from expiring; ``adapter_of`` tells the LoRA adapter of a namespace, ``changed`` is told of nodes that hold less,
     ``drop`` forgets a leaf."""
 
     def __init__(
@@ -79,7 +79,7 @@ class Shadows:
         adapter_of: Callable[[str | None], str | None],
         changed: Callable[[Node], None],
         drop: Callable[[int], object],
-        guests: Sequence[Request],
+        background_requests: Sequence[Request],
         seed: bytes,
     ) -> None:
         self.spaces: dict[int, Space] = {}
@@ -97,7 +97,7 @@ class Shadows:
         self._drop = drop
         self._compressor = compressor
         self._contexts = contexts
-        self._guests = guests
+        self._guests = background_requests
         self._seed = seed
 
     def space_of(self, name: str | None) -> Space | None:
@@ -115,7 +115,7 @@ class Shadows:
         for child in self._tree.root_node.children.values():
             if child.kv.is_shadow:
                 yield child
-                yield from walk(child)
+                yield from iter_nodes(child)
 
     def num_shadow_tokens(self, req: Request) -> int:
         """The tokens that a request may put under a shadow's name: its prompt's, into the exact copy, while it is
@@ -144,7 +144,7 @@ class Shadows:
         if len(self.spaces) >= MAX_SPACES:
             raise ValueError(f"no room for a shadow: {MAX_SPACES} are open already")
         path, num_present = self._exact_part(RadixKey(row, namespace))
-        if QueryCapture.active is not None:  # computing the last block shows the queries that some presses look at
+        if PromptQueries.active is not None:  # computing the last block shows the queries that some presses look at
             num_present = min(num_present, (len(row) - BLOCK_TOKENS) // self._tree.page_size * self._tree.page_size)
         last = path[-1] if path else self._tree.root_node
         self._tree.inc_lock_ref(last)
@@ -278,19 +278,19 @@ class Shadows:
 
     def _find_room(self, num_slots: int, may_evict: bool) -> None:
         allocator = self._room.token_to_kv_pool_allocator
-        held, most = self._room.num_shadow_slots + self._num_unfilled(), int(POOL_SHARE[may_evict] * allocator.size)
-        unlocked = allocator.available_size() + self._ledger.evictable - held
+        num_held, most = self._room.num_shadow_slots + self._num_unfilled(), int(POOL_SHARE[may_evict] * allocator.size)
+        unlocked = allocator.available_size() + self._ledger.evictable - num_held
         if num_slots > most:
             raise ValueError(f"a shadow of {num_slots} slots never fits: shadows may hold {most}")
-        if held + num_slots > most or unlocked - num_slots < allocator.size // 8:
+        if num_held + num_slots > most or unlocked - num_slots < allocator.size // 8:
             self.counts["refused"] += 1
             raise ValueError(
-                f"no room for a shadow of {num_slots} slots: shadows hold {held} and may hold {most}, "
+                f"no room for a shadow of {num_slots} slots: shadows hold {num_held} and may hold {most}, "
                 f"{unlocked} are free or users' that could make room"
             )
         missing = num_slots - allocator.available_size()
         if missing > 0:
-            self._room.relieve(missing)
+            self._room.free_slots(missing)
 
     def _num_unfilled(self) -> int:
         """Slots that open shadows are still to be given by requests."""

@@ -62,7 +62,7 @@ class ShadowSlots(Protocol):
     def num_shadow_slots(self) -> int:
         """Slots that nodes of shadows hold."""
 
-    def relieve(self, wanted: int) -> int:
+    def free_slots(self, wanted: int) -> int:
         """Free so many by the policy's plan."""
 
 

@@ -1,8 +1,8 @@
 """Hooks of the scheduler beyond SGLang's cache interface: the time, the queue, and the duration of batches.
 
-Ranks must decide alike, so they share one clock and one law of prefill times: rank 0 puts a ``Stamp`` before whatever
-it has received, SGLang sends it on to the other ranks with that, and every rank takes it in between the same two steps.
-Nothing is added when nothing was received, and never a collective.
+Ranks must decide alike, so they share one clock and one cost model of prefill times: rank 0 puts a ``Stamp`` before
+whatever it has received, SGLang sends it on to the other ranks with that, and every rank takes it in between the same
+two steps. Nothing is added when nothing was received, and never a collective.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_evicpress.patches.tree.types import Batch, Request, Scheduler
-from sglang_evicpress.policy.cost_model import Costs
+from sglang_evicpress.policy.cost_model import CostSnapshot
 
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder."
-STAGING_POLL_S = 0.002
+PREFETCH_POLL_S = 0.002
 IDLE_POLL_S = 0.02
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver."
@@ -36,7 +36,7 @@ class Stamp:
     requests a second of computing delays."""
 
     now_s: float
-    costs: Costs
+    costs: CostSnapshot
     congestion: float
 
 
@@ -68,7 +68,7 @@ class LearnedCosts(Protocol):
     """Batches that are timed, and what they show."""
 
     @property
-    def costs(self) -> Costs:
+    def costs(self) -> CostSnapshot:
         """All that was seen to cost time."""
 
     @property
@@ -92,10 +92,10 @@ class HookedPolicy(Protocol):
 
     congestion: Value
 
-    def advance(self, stamp_s: float, costs: Costs, congestion: float) -> None:
+    def advance(self, stamp_s: float, costs: CostSnapshot, congestion: float) -> None:
         """Take a stamp."""
 
-    def expect(self, req: Request) -> None:
+    def on_queued(self, req: Request) -> None:
         """A request waits."""
 
 
@@ -104,17 +104,17 @@ class HookedTiers(Protocol):
 
     host: object
     arrival: Event
-    is_restless: bool
-    num_staging: int
+    has_work: bool
+    num_prefetching: int
     loads: Sequence[object]
 
     def tick(self, *, is_idle: bool) -> None:
         """Take in what the threads have done, and keep room free."""
 
-    def keep_stages(self, waiting: Collection[Request]) -> None:
+    def keep_prefetches(self, waiting: Collection[Request]) -> None:
         """Forget what was got ready for requests that do not wait any more."""
 
-    def let_go_from_tail(self, until: Request | None = None) -> Iterator[None]:
+    def release_from_tail(self, until: Request | None = None) -> Iterator[None]:
         """Give up what those at the end of the queue hold, one after the other."""
 
     def start_loads(self, batch: Batch | None) -> None:
@@ -179,10 +179,10 @@ class HookedGuests(Protocol):
     def end_round(self, batch: Batch | None) -> None:
         """The batch is made."""
 
-    def without_guests(self, waiting: list[Request]) -> list[Request]:
+    def without_background(self, waiting: list[Request]) -> list[Request]:
         """Users' requests."""
 
-    def is_guest(self, req: Request) -> bool:
+    def is_background(self, req: Request) -> bool:
         """Not a user's."""
 
 
@@ -190,9 +190,9 @@ class HookedGuests(Protocol):
 class HookedCache:
     """The parts of the cache that the scheduler tells something."""
 
-    policy: HookedPolicy
+    planner: HookedPolicy
     prefill_times: LearnedCosts
-    claims: WaitingHits
+    queued_hits: WaitingHits
     tiers: HookedTiers
     admission: HookedAdmission
     weights: HookedWeights
@@ -225,7 +225,7 @@ def attach(cache: HookedCache) -> None:
 def _after_pull_raw_reqs(received: list[object] | None, receiver: object) -> None:
     """AFTER ``_pull_raw_reqs``: a list only on the rank that receives."""
     if received and _cache is not None:
-        received.insert(0, Stamp(time.monotonic(), _cache.prefill_times.costs, _cache.policy.congestion.value))
+        received.insert(0, Stamp(time.monotonic(), _cache.prefill_times.costs, _cache.planner.congestion.value))
 
 
 def _after_init_request_dispatcher(_: None, scheduler: HookedScheduler) -> None:
@@ -234,14 +234,14 @@ def _after_init_request_dispatcher(_: None, scheduler: HookedScheduler) -> None:
 
 def _take_stamp(stamp: Stamp) -> None:
     if _cache is not None:
-        _cache.policy.advance(stamp.now_s, stamp.costs, stamp.congestion)
+        _cache.planner.advance(stamp.now_s, stamp.costs, stamp.congestion)
 
 
 def _after_add_request_to_queue(_: None, scheduler: Scheduler, req: Request, *__: object, **___: object) -> None:
     """AFTER ``_add_request_to_queue``, which may also refuse the request."""
     queue = scheduler.waiting_queue
     if _cache is not None and queue and queue[-1] is req:
-        _cache.policy.expect(req)
+        _cache.planner.on_queued(req)
 
 
 def _before_get_next_batch_to_run(scheduler: Scheduler) -> None:
@@ -263,13 +263,13 @@ def _after_get_next_batch_to_run(batch: Batch | None, scheduler: Scheduler) -> N
     if _cache is None:
         return
     _cache.admission.show_waiting(scheduler)
-    waiting = _cache.background.without_guests(scheduler.waiting_queue)
-    _cache.claims.keep_only(waiting)
-    _cache.tiers.keep_stages(waiting)
+    waiting = _cache.background.without_background(scheduler.waiting_queue)
+    _cache.queued_hits.keep_only(waiting)
+    _cache.tiers.keep_prefetches(waiting)
     _cache.background.end_round(batch)
     _cache.tiers.start_loads(batch)
-    if batch is None and _cache.tiers.num_staging:
-        _cache.tiers.arrival.wait(STAGING_POLL_S)  # a busy loop would hold up the threads that it waits for
+    if batch is None and _cache.tiers.num_prefetching:
+        _cache.tiers.arrival.wait(PREFETCH_POLL_S)  # a busy loop would hold up the threads that it waits for
 
 
 def _around_add_one_req(
@@ -284,9 +284,9 @@ def _around_add_one_req(
     result = original(adder, req, *args, **kwargs)
     is_admitted = _is_last(adder, req)
     if result is AddReqResult.NO_TOKEN and not is_admitted:
-        if _cache.background.is_guest(req):
+        if _cache.background.is_background(req):
             return AddReqResult.CONTINUE  # SGLang would admit nobody any more until some request ends
-        for _ in _cache.tiers.let_go_from_tail(until=req):
+        for _ in _cache.tiers.release_from_tail(until=req):
             result = original(adder, req, *args, **kwargs)
             is_admitted = _is_last(adder, req)
             if is_admitted or result is not AddReqResult.NO_TOKEN:
@@ -304,7 +304,7 @@ def _around_add_chunked_req(original: Callable[..., object], adder: HookedAdder,
         num_new = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
         wanted = min(adder.rem_chunk_tokens, num_new)
         if adder.rem_total_tokens < wanted:
-            for _ in _cache.tiers.let_go_from_tail():
+            for _ in _cache.tiers.release_from_tail():
                 if adder.rem_total_tokens >= wanted:
                     break
     result = original(adder, req)
@@ -320,9 +320,9 @@ def _is_last(adder: HookedAdder, req: Request) -> bool:
 
 def _around_on_idle(original: Callable[..., object], scheduler: Scheduler, *args: object, **kwargs: object) -> object:
     """AROUND ``on_idle``, which may sleep for a second: not while threads still work for the cache."""
-    if _cache is not None and _cache.tiers.host is not None and _cache.tiers.is_restless:
+    if _cache is not None and _cache.tiers.host is not None and _cache.tiers.has_work:
         # Nobody tells when a device has ended a load, which a request may need the room of.
-        _cache.tiers.arrival.wait(STAGING_POLL_S if _cache.tiers.loads else IDLE_POLL_S)
+        _cache.tiers.arrival.wait(PREFETCH_POLL_S if _cache.tiers.loads else IDLE_POLL_S)
         return None
     return original(scheduler, *args, **kwargs)
 

@@ -104,14 +104,14 @@ def free_whole_pages(allocator: PagedPool, *runs: torch.Tensor) -> None:
 
     What ``allocator.free`` does without its ``torch.unique``, which waits for the device; once for all runs.
     """
-    held = [slots for slots in runs if slots.numel() > 0]
-    if not held:
+    non_empty = [slots for slots in runs if slots.numel() > 0]
+    if not non_empty:
         return
     page = allocator.page_size
     if page == 1 or not allocator.is_not_in_free_group:
-        allocator.free(held[0] if len(held) == 1 else torch.cat(held))
+        allocator.free(non_empty[0] if len(non_empty) == 1 else torch.cat(non_empty))
         return
-    firsts = [slots[::page] for slots in held]
+    firsts = [slots[::page] for slots in non_empty]
     pages = (firsts[0] if len(firsts) == 1 else torch.cat(firsts)) // page
     if allocator.need_sort:
         allocator.release_pages = torch.cat((pages, allocator.release_pages))

@@ -17,20 +17,21 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_evicpress.patches.tree.node import holes_of
-from sglang_evicpress.policy.cost_model import CostModel, Costs, PrefillLaw
+from sglang_evicpress.policy.cost_model import CostModel, CostSnapshot, PrefillCost
 
 NUM_WARM_UP = 2
 """Batches at the start that are not observed: kernels are compiled and pools touched for the first time."""
 
 LEAST_TOKENS = 64
 """New tokens of a batch that is observed. A smaller one waits for launches and for KV to be read, whatever it computes:
-a law fitted to the few tokens behind each cached prefix says that a whole prompt takes ten times as long as it does."""
+a cost fitted to the few tokens behind each cached prefix says that a whole prompt takes ten times as long as it
+does."""
 
 STALLED_SHARE = 0.01
 """Of a batch's time: what it may have waited for loads and still be observed."""
 
 NUM_TRUSTED = 8
-"""Observations before the law they show is used."""
+"""Observations before the cost they show is used."""
 
 
 class TimedRequest(Protocol):
@@ -69,12 +70,12 @@ class PrefillTimes:
         self.not_loaded_s = 0.0  # that computing took which could have been loaded, see ``note_not_loaded``
 
     @property
-    def costs(self) -> Costs:
-        """All that was seen to cost time, prefilling as ``law`` says."""
-        return replace(self._model.costs, prefill=self.law)
+    def costs(self) -> CostSnapshot:
+        """All that was seen to cost time, prefilling as ``cost`` says."""
+        return replace(self._model.costs, prefill=self.cost)
 
     @property
-    def law(self) -> PrefillLaw:
+    def cost(self) -> PrefillCost:
         """Prefill cost learned from the batches; the one the model started with while they are few."""
         return self._start if self.num_observed < NUM_TRUSTED else self._model.costs.prefill
 

@@ -38,7 +38,7 @@ ABORTED = "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_abort_
 RETRY_AFTER: Final = "retry_after_s"  # of a finish reason of ours
 
 
-class Refusal(TypedDict):
+class Unsupported(TypedDict):
     """Finish reason of ours."""
 
     type: str
@@ -47,7 +47,7 @@ class Refusal(TypedDict):
     retry_after_s: int
 
 
-_refusals: ContextVar[list[Refusal] | None] = ContextVar("evicpress_refusals", default=None)
+_refusals: ContextVar[list[Unsupported] | None] = ContextVar("evicpress_refusals", default=None)
 """Finish reasons of ours that the HTTP request of this context has met."""
 
 
@@ -103,10 +103,10 @@ class LimitedRequest(Request, Protocol):
 class UserRequests(Protocol):
     """Requests that give way to users'."""
 
-    def without_guests(self, waiting: list[Request]) -> list[Request]:
+    def without_background(self, waiting: list[Request]) -> list[Request]:
         """Users' requests."""
 
-    def is_guest(self, req: Request) -> bool:
+    def is_background(self, req: Request) -> bool:
         """Not a user's."""
 
 
@@ -132,7 +132,7 @@ class LimitedScheduler(Protocol):
 def _around_get_next_batch_to_run(original: Callable[..., Batch | None], scheduler: LimitedScheduler) -> Batch | None:
     """AROUND ``get_next_batch_to_run``: who waited before it and is in its batch was admitted."""
     cache = scheduler.tree_cache
-    before = cache.background.without_guests(scheduler.waiting_queue)
+    before = cache.background.without_background(scheduler.waiting_queue)
     if cache.first_tokens is not None:
         cache.first_tokens.arrive(cache.now_s)
     batch = original(scheduler)
@@ -140,7 +140,7 @@ def _around_get_next_batch_to_run(original: Callable[..., Batch | None], schedul
     if batch is not None and before:
         waited = {id(req) for req in before}
         admitted = [req for req in batch.reqs if id(req) in waited]
-    num_waiting = len(cache.background.without_guests(scheduler.waiting_queue))
+    num_waiting = len(cache.background.without_background(scheduler.waiting_queue))
     cache.turns.observe(cache.now_s, num_waiting, len(admitted))
     if cache.first_tokens is not None:
         cache.first_tokens.begin(admitted, cache.now_s)
@@ -153,9 +153,9 @@ def _around_add_request_to_queue(
     """AROUND ``_add_request_to_queue``, which also takes back who ran before, and who will only be told of an error."""
     cache = scheduler.tree_cache
     limit_s, first_tokens = cache.config.max_queue_s, cache.first_tokens
-    is_new_user = not (req.is_retracted or req.to_finish is not None or cache.background.is_guest(req))
+    is_new_user = not (req.is_retracted or req.to_finish is not None or cache.background.is_background(req))
     if limit_s is not None and first_tokens is not None and is_new_user:
-        num_ahead = len(cache.background.without_guests(scheduler.waiting_queue))
+        num_ahead = len(cache.background.without_background(scheduler.waiting_queue))
         wait_s = cache.turns.wait_s(num_ahead)
         if num_ahead:
             wait_s += first_tokens.margin.seconds
@@ -173,7 +173,7 @@ def _refuse(scheduler: LimitedScheduler, req: LimitedRequest, wait_s: float, lim
         f"--kv-max-queue-seconds is {limit_s:g}, and a request that comes now may wait {wait_s:.1f} s for its "
         f"first token: come back in {retry_after_s} s"
     )
-    reason: Refusal = {
+    reason: Unsupported = {
         "type": "abort",
         "status_code": HTTPStatus.SERVICE_UNAVAILABLE,
         "message": message,
@@ -192,7 +192,7 @@ def install(registry: type[HookRegistry], hook_type: type[HookType]) -> None:
 # ---- the HTTP server
 
 
-def before_abort_is_told(_: object, out: Mapping[str, Mapping[str, Refusal]], *__: object, **___: object) -> None:
+def before_abort_is_told(_: object, out: Mapping[str, Mapping[str, Unsupported]], *__: object, **___: object) -> None:
     """BEFORE ``TokenizerManager._handle_abort_finish_reason``, which meets every finish reason."""
     refusals, reason = _refusals.get(), out["meta_info"]["finish_reason"]
     if refusals is not None and RETRY_AFTER in reason:
@@ -213,19 +213,19 @@ class RetryAfter:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        refusals: list[Refusal] = []
+        refusals: list[Unsupported] = []
         _refusals.set(refusals)
-        held: Message | None = None
+        start_message: Message | None = None
         is_answered = False
 
         async def send_on(message: Message) -> None:
-            nonlocal held, is_answered
+            nonlocal start_message, is_answered
             if message["type"] == "http.response.start":
-                held = message
+                start_message = message
                 return
             if is_answered:
                 return
-            head, held = held, None
+            head, start_message = start_message, None
             if head is not None and refusals:
                 is_answered = head["status"] != HTTPStatus.SERVICE_UNAVAILABLE
                 await _refuse_http(head, message, refusals, send)
@@ -235,11 +235,11 @@ class RetryAfter:
             await send(message)
 
         await self._app(scope, receive, send_on)
-        if held is not None:
-            await send(held)
+        if start_message is not None:
+            await send(start_message)
 
 
-async def _refuse_http(head: Message, message: Message, refusals: list[Refusal], send: Send) -> None:
+async def _refuse_http(head: Message, message: Message, refusals: list[Unsupported], send: Send) -> None:
     """The 503 of SGLang as it is, or in the same words one instead of an answer of another status."""
     retry_after = (b"retry-after", str(max(reason[RETRY_AFTER] for reason in refusals)).encode())
     if head["status"] == HTTPStatus.SERVICE_UNAVAILABLE:

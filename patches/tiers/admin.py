@@ -10,7 +10,7 @@ from sglang_evicpress.core import Tier
 from sglang_evicpress.introspect.arguments import IntrospectionError
 from sglang_evicpress.introspect.operations import NodeBusy, UnknownNode
 from sglang_evicpress.patches.tiers.placement import tier_of
-from sglang_evicpress.patches.tree.node import size_of, start_of, walk
+from sglang_evicpress.patches.tree.node import iter_nodes, size_of, start_of
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.survivors import survivor_bytes
 from sglang_evicpress.tiers.ssd.folder import NotAllowedError, StoreError, allowed_roots
@@ -24,13 +24,13 @@ class TierInspection:
     """The part of EvicPressCache that answers for its tiers. Everything here runs on the scheduler thread."""
 
     def describe_tiers(self: Any) -> dict[str, object]:
-        allocator, book = self.token_to_kv_pool_allocator, self.policy.book
+        allocator, index = self.token_to_kv_pool_allocator, self.planner.index
         free = allocator.available_size()
         tiers: dict[str, object] = {
             "gpu": {
                 "capacity_bytes": allocator.size * self.menu.slot_bytes,
                 "used_bytes": (allocator.size - free) * self.menu.slot_bytes,
-                "num_nodes": book.num_on[Tier.GPU],
+                "num_nodes": index.num_on[Tier.GPU],
             }
         }
         if self.host is not None:
@@ -40,7 +40,7 @@ class TierInspection:
         return {
             "tiers": tiers,
             "queue": {name: workers.num_pending for name, workers in self.workers.items()},
-            "requests_waiting_for_a_copy": self.num_staging,
+            "requests_waiting_for_a_copy": self.num_prefetching,
             "survivors": survivor_bytes(),
             "slots_set_apart": sum(len(slots) for slots in self.set_apart.values()),
             "counts": dict(self.tier_counts),
@@ -48,19 +48,19 @@ class TierInspection:
         }
 
     def _errors(self: Any) -> dict[str, int]:
-        found = dict(self.tier_errors)
+        counts = dict(self.tier_errors)
         if self.ssd is not None:
-            found |= {f"ssd_store_{reason}": count for reason, count in self.ssd.store.errors.items()}
-        return found
+            counts |= {f"ssd_store_{reason}": count for reason, count in self.ssd.store.errors.items()}
+        return counts
 
     def _described_host(self: Any) -> dict[str, object]:
         extents = self.host.arena.extents
         return {
             "capacity_bytes": extents.num_bytes,
             "used_bytes": extents.used_bytes,
-            "num_nodes": self.policy.book.num_on[Tier.HOST],
+            "num_nodes": self.planner.index.num_on[Tier.HOST],
             "num_entries": self.host.num_entries,
-            "spare_copies": len(self._spare),
+            "redundant_copies": len(self._redundant),
             "copying_bytes": self._copying_bytes,
             "fragmentation": extents.fragmentation,
             "largest_free_bytes": extents.largest_free,
@@ -74,7 +74,7 @@ class TierInspection:
             "dir": self.ssd.folder,
             "capacity_bytes": store.capacity_bytes,
             "used_bytes": store.used_bytes,
-            "num_nodes": self.policy.book.num_on[Tier.SSD],
+            "num_nodes": self.planner.index.num_on[Tier.SSD],
             "num_entries": store.num_entries,
             "is_writable": store.is_writable,
             "read_bytes": store.read_bytes,
@@ -85,8 +85,8 @@ class TierInspection:
 
     def _described_load(self: Any, tier: Tier) -> dict[str, object]:
         """Learned cost of loading from a tier, as JSON."""
-        law = self.cost_model.costs.load[tier]
-        return {"fixed_s": law.fixed_s, "bytes_per_s": law.bytes_per_s}
+        cost = self.cost_model.costs.load[tier]
+        return {"fixed_s": cost.fixed_s, "bytes_per_s": cost.bytes_per_s}
 
     # ---- changes
 
@@ -117,23 +117,28 @@ class TierInspection:
         self.hold(node_id, hold_s)
 
         def is_there() -> bool:
-            found = self.nodes.get(node_id)
-            return found is None or tier_of(found) >= tier
+            moved_node = self.nodes.get(node_id)
+            return moved_node is None or tier_of(moved_node) >= tier
 
         deadline = time.monotonic() + MOVE_WAIT_S
         while not is_there() and time.monotonic() < deadline:
             if node.lock_ref > 0:  # a request that waits keeps it where it is
                 raise NodeBusy(node_id)
             if node.kv.job is None and not node.kv.is_leaving:
-                self.send(node_id, tier if node.value is None else Tier.HOST, node.kv.form)
+                self.demote(node_id, tier if node.value is None else Tier.HOST, node.kv.form)
             if not is_there() and not self.num_pending_jobs:
                 break  # there is no room, or nothing may be written now
             self._settle(is_there)
-        found = self.nodes.get(node_id)
-        if found is None:
+        moved_node = self.nodes.get(node_id)
+        if moved_node is None:
             raise ValueError(f"node {node_id} was dropped on its way: see GET /evicpress/tiers for errors")
         hold_left_s = self.hold_left_s(node_id)
-        return {"id": node_id, "tier": tier_of(found).label, "is_there": is_there(), "hold_seconds_left": hold_left_s}
+        return {
+            "id": node_id,
+            "tier": tier_of(moved_node).label,
+            "is_there": is_there(),
+            "hold_seconds_left": hold_left_s,
+        }
 
     def attach_ssd(self: Any, folder: str, gb: float, write_gb_per_day: float | None) -> dict[str, object]:
         if self.host is None:
@@ -144,7 +149,7 @@ class TierInspection:
             raise ValueError(f"the SSD tier is {self.ssd.folder} already: detach it first")
         roots = allowed_roots(self.config.ssd_dir, self.config.ssd_allow_dirs)
         per_day = None if write_gb_per_day is None else write_gb_per_day * GB
-        size, sync, faults = int(gb * GB), self.config.ssd_sync, self.host.faults
+        size, sync, faults = int(gb * GB), self.config.ssd_fsync, self.host.faults
         identity = self.adapters.identity
         try:
             self.use_ssd(SsdTier.attach(folder, size, per_day, sync, identity, faults, key=self.ssd_key, roots=roots))
@@ -161,7 +166,7 @@ class TierInspection:
         self._settle(lambda: self.workers["write"].num_pending == 0)
         ssd = self.ssd
         self.use_ssd(None)
-        for node in list(walk(self.root_node))[::-1]:
+        for node in list(iter_nodes(self.root_node))[::-1]:
             if node.id in self.nodes and Tier.SSD in node.kv.copies:
                 self.remove_copy(node, Tier.SSD)
                 if node.lock_ref == 0 or node.value is not None:
@@ -216,7 +221,7 @@ class TierInspection:
         if self.ssd is None:
             return
         self.shadows.release_shadows()
-        for node in sorted(walk(self.root_node), key=lambda node: -node.kv.weight):
+        for node in sorted(iter_nodes(self.root_node), key=lambda node: -node.kv.weight):
             if node.id not in self.nodes or not self.adapters.may_reach_ssd(node):
                 continue
             copies, size = node.kv.copies, size_of(node) * self.menu.slot_bytes

@@ -12,7 +12,8 @@ from sglang_evicpress.patches.tiers.host_room import MOST_GIVEN_UP
 AHEAD_SHARE = 1 / 4  # of the pool, and of the host tier, that is taken next: copied before it is due
 HOST_AHEAD_SHARE = 1 / 2  # of the host tier where writing costs nothing but time: then a read need not wait for writes
 MOST_NEEDED_SHARE = 1 / 4  # of the pool: what is kept free for the next requests
-SPARE_SHARE = {False: 1 / 4, True: 1 / 2}  # of the host tier, without and with an SSD below: for such copies at most
+# of the host tier, without and with an SSD below: for such copies at most
+REDUNDANT_SHARE = {False: 1 / 4, True: 1 / 2}
 LOW_SHARE, HIGH_SHARE = 1 / 32, 1 / 16  # of the pool: below the first, nodes are released until the second is free
 HOST_LOW_SHARE, HOST_HIGH_SHARE = 1 / 16, 1 / 8  # the same of the host tier
 SSD_LOW_SHARE, SSD_HIGH_SHARE = 1 / 32, 1 / 16  # the same of the SSD tier
@@ -20,7 +21,7 @@ MOST_PLANNED = 512  # nodes that one plan in the background may be about, on ave
 PLAN_SHARE = 1 / 20  # of the time, for plans in the background
 
 
-class Watermarks:
+class BackgroundDemotion:
     """The part of EvicPressCache that works in the background. Everything here runs on the scheduler thread."""
 
     def tick(self: Any, *, is_idle: bool = False) -> None:
@@ -34,31 +35,31 @@ class Watermarks:
         jobs = [job for workers in self.workers.values() for job in workers.finished()]
         for job in jobs:
             job.finish()
-            self._is_stirred = True
+            self._is_dirty = True
         now = time.monotonic()
         if not is_idle:
             self.busy_s = now
-        if self._is_stirred and (is_idle or now >= self._next_plan_s):
-            self._is_stirred = False
+        if self._is_dirty and (is_idle or now >= self._next_plan_s):
+            self._is_dirty = False
             self._keep_ssd_room()
             self.keep_host_room()
             self._keep_gpu_room()
             took = time.monotonic() - now
             self._next_plan_s = now + took / PLAN_SHARE
         elif is_idle:
-            self.improve()
-        self.advance_stages()
+            self.promote()
+        self.advance_prefetches()
 
-    def stir(self: Any, *, at_once: bool = False) -> None:
+    def mark_dirty(self: Any, *, at_once: bool = False) -> None:
         """Something has changed that may call for room; ``at_once``: somebody waits for it."""
-        self._is_stirred = True
+        self._is_dirty = True
         if at_once:
             self._next_plan_s = 0.0
 
     @property
-    def is_restless(self: Any) -> bool:
+    def has_work(self: Any) -> bool:
         """True if there is more to be done than to wait for requests."""
-        return self._is_stirred or self.num_pending_jobs > 0 or bool(self.raising)
+        return self._is_dirty or self.num_pending_jobs > 0 or bool(self.promoting)
 
     @property
     def num_pending_jobs(self: Any) -> int:
@@ -70,16 +71,16 @@ class Watermarks:
         needed = min(self.num_slots_needed, int(MOST_NEEDED_SHARE * allocator.size))
         if free < max(LOW_SHARE * allocator.size, needed):
             wanted = min(max(int(HIGH_SHARE * allocator.size), needed) - free, self.ledger.evictable)
-            self.controller.relieve(Tier.GPU, self._bounded(Tier.GPU, wanted * slot_bytes), room=self.room())
+            self.controller.free_bytes(Tier.GPU, self._bounded(Tier.GPU, wanted * slot_bytes), room=self.room())
         ahead = min(
             int(AHEAD_SHARE * allocator.size),
-            int(SPARE_SHARE[self.ssd is not None] * self.host.num_bytes) // slot_bytes,
+            int(REDUNDANT_SHARE[self.ssd is not None] * self.host.num_bytes) // slot_bytes,
         )
         ahead = min(ahead - allocator.available_size(), self.ledger.evictable)
         if ahead <= 0:
             self._plan_to_leave([])
             return
-        decisions = self.policy.plan(Tier.GPU, self._bounded(Tier.GPU, ahead * slot_bytes), self.room())
+        decisions = self.planner.plan(Tier.GPU, self._bounded(Tier.GPU, ahead * slot_bytes), self.room())
         self._plan_to_leave([one.node_id for one in decisions if one.option.tier in (Tier.HOST, Tier.SSD)])
         for decision in decisions:
             node = self.nodes.get(decision.node_id)  # None: it had to make room on the host
@@ -90,7 +91,7 @@ class Watermarks:
     def _plan_to_leave(self: Any, node_ids: list[int]) -> None:
         """These are to leave the GPU soon, the first first; what they have on the host is given up last."""
         self.planned = frozenset(node_ids)
-        self._spare.plan(node_ids)
+        self._redundant.plan(node_ids)
 
     def _prepare(self: Any, node: Any, option: Option) -> bool:
         """See that a node can become, without waiting, what it is to be soon. False when there is no room for it.
@@ -115,7 +116,7 @@ class Watermarks:
         return True
 
     def _keep_ssd_room(self: Any) -> None:
-        self.shed_pieces()
+        self.drop_fragments()
         store = None if self.ssd is None else self.ssd.store
         if store is not None and store.used_bytes > (1 - SSD_LOW_SHARE) * store.capacity_bytes:
             self.make_ssd_room(int(SSD_HIGH_SHARE * store.capacity_bytes))
@@ -126,12 +127,12 @@ class Watermarks:
         host = self.host
         self.num_host_plans += 1
         self.repack()
-        free = host.num_bytes - self.policy.book.num_bytes[Tier.HOST] - self._copying_bytes - self._prepared_bytes()
+        free = host.num_bytes - self.planner.index.num_bytes[Tier.HOST] - self._copying_bytes - self._prepared_bytes()
         if free < HOST_LOW_SHARE * host.num_bytes or self._host_wanted:
             # Pieces of one entry free it only together, so what is counted as free may not be all that can be had.
             lacking = max(self._host_wanted - host.free_bytes, self._host_wanted // 4)
             wanted = max(int(HOST_HIGH_SHARE * host.num_bytes) - free, lacking)
-            self.controller.relieve(Tier.HOST, self._bounded(Tier.HOST, wanted), room=self.room())
+            self.controller.free_bytes(Tier.HOST, self._bounded(Tier.HOST, wanted), room=self.room())
         self._host_wanted = 0
         if self.ssd is None:
             return
@@ -139,7 +140,7 @@ class Watermarks:
         ahead = int(share * host.num_bytes) - free
         if ahead <= 0:
             return
-        for decision in self.policy.plan(Tier.HOST, self._bounded(Tier.HOST, ahead), self.room()):
+        for decision in self.planner.plan(Tier.HOST, self._bounded(Tier.HOST, ahead), self.room()):
             node = self.nodes.get(decision.node_id)
             if node is None or not self.adapters.may_reach_ssd(node):
                 continue  # it had to make room on the SSD, or never goes there
@@ -157,5 +158,5 @@ class Watermarks:
 
     def _bounded(self: Any, tier: Tier, num_bytes: int) -> int:
         """So many of the bytes as a plan about ``MOST_PLANNED`` nodes of common size frees."""
-        book = self.policy.book
-        return min(num_bytes, MOST_PLANNED * book.num_bytes[tier] // max(1, book.num_on[tier]))
+        index = self.planner.index
+        return min(num_bytes, MOST_PLANNED * index.num_bytes[tier] // max(1, index.num_on[tier]))

@@ -13,7 +13,7 @@ from sglang_evicpress.tiers.entry.copies import Copy, HostEntry
 from sglang_evicpress.tiers.jobs import Job
 
 
-class BackUp(Job):
+class Backup(Job):
     """Copies what a resident node holds to the host. What the node holds when it is done must be what it held."""
 
     def __init__(self, cache: Any, node: Any, runs: Any, *, goes_on: bool) -> None:
@@ -46,7 +46,7 @@ class BackUp(Job):
         self.entry.arrival = self
         cache.add_copy(node, self._copy_of(node))
         if copier.is_in_place:
-            self.carry_out()
+            self.execute()
             self.is_finished = True
             self.finish()
         else:
@@ -82,7 +82,7 @@ class BackUp(Job):
             if self.goes_on:
                 cache.start_write(self.entry)
             if is_leaving and node.lock_ref == 0 and not has_child_on_gpu(node):
-                cache.release(node.id, Tier.HOST)
+                cache.evict_from_gpu(node.id, Tier.HOST)
         else:
             cache.tier_counts["copies_outdated"] += 1
         cache.host.unpin(self.entry)
@@ -98,7 +98,7 @@ class BackUp(Job):
         if self.error is not None:
             for node in [cache.nodes.get(node_id) for node_id in sorted(entry.owners)]:
                 if node is not None and node.id in cache.nodes:
-                    cache.lose_copy(node, Tier.HOST, self.error)
+                    cache.invalidate_copy(node, Tier.HOST, self.error)
         else:
             cache.tier_counts["backed_up"] += 1
             if self.goes_on and entry.owners:

@@ -28,8 +28,8 @@ class HostCompression:
     ) -> bool:
         """Begin to bring what the host has of a node to ``form``; the node goes to the tier ``leaves_for`` then. False
         when it cannot be now: there is nothing, or only something too small, something is done with it already, or
-        there is no room for both copies, for which spare copies are given up; with ``keeps_planned`` not those of nodes
-        that are to leave the GPU soon."""
+        there is no room for both copies, for which redundant copies are given up; with ``keeps_planned`` not those of
+        nodes that are to leave the GPU soon."""
         copy = node.kv.copies.get(Tier.HOST)
         num_kept = None if copy is None else self.slots_in(node, form, start_of(node), copy.form)
         if copy is None or num_kept is None or num_kept >= copy.num_slots:
@@ -52,18 +52,18 @@ class HostCompression:
     def repack(self: Any) -> None:
         """Give pieces of host entries of which most is nobody's any more entries of their own: until then all of such
         an entry is taken."""
-        for entry in list(self._leftovers):
-            del self._leftovers[entry]
+        for entry in list(self._fragments):
+            del self._fragments[entry]
             nodes = [self.nodes[node_id] for node_id in sorted(entry.owners)]
-            held = sum(node.kv.copies[Tier.HOST].num_slots for node in nodes) * self.menu.slot_bytes
-            for node in nodes if held < LEAST_HELD_SHARE * entry.num_bytes else ():
+            num_bytes = sum(node.kv.copies[Tier.HOST].num_slots for node in nodes) * self.menu.slot_bytes
+            for node in nodes if num_bytes < LEAST_HELD_SHARE * entry.num_bytes else ():
                 self._repack_piece(node, node.kv.copies[Tier.HOST])
 
     def _repack_piece(self: Any, node: Any, copy: Copy) -> None:
         num_bytes = max(1, sum(self.copier.sizes(copy.num_slots, copy.layout is not None)))
         runs = None if self._is_copied(node) else self.host.arena.extents.alloc(num_bytes)
         if runs is None:
-            self._leftovers[copy.entry] = None  # later
+            self._fragments[copy.entry] = None  # later
             return
         with self.given_back_after_an_error(runs):
             Compression(self, node, copy, copy.form, copy.num_slots, runs, leaves_for=None).start()
@@ -151,7 +151,7 @@ class Compression(Job):
         if self.error is not None:
             for owner in [cache.nodes.get(owner) for owner in sorted(copy.entry.owners)]:
                 if owner is not None and owner.id in cache.nodes:
-                    cache.lose_copy(owner, Tier.HOST, self.error)
+                    cache.invalidate_copy(owner, Tier.HOST, self.error)
         elif (
             node is not None
             and node.kv.copies.get(Tier.HOST) is copy
@@ -180,4 +180,4 @@ class Compression(Job):
             if not cache.start_write(self.entry):
                 kv.is_leaving = False
         if node.value is not None:
-            cache.release(node.id, Tier.HOST)
+            cache.evict_from_gpu(node.id, Tier.HOST)

@@ -31,7 +31,7 @@ class HostRoom:
         keep: Collection[int] = (),
         keeps_planned: bool = False,
     ) -> Any:
-        """Runs of host memory: free ones, else those of spare copies but of the nodes ``keep`` (few), last, and not
+        """Runs of host memory: free ones, else those of redundant copies but of the nodes ``keep`` (few), last, and not
         with ``keeps_planned``, of nodes that are to leave the GPU soon, else of what is on the SSD as well. Nothing is
         lost for it: what the SSD does not have yet makes room when it has (``keep_host_room``)."""
         extents = self.host.arena.extents
@@ -40,7 +40,7 @@ class HostRoom:
         if runs is not None or num_bytes > extents.num_bytes:
             return runs
         for _ in range(MOST_GIVEN_UP):
-            node_id = self._spare.next(keep, keeps_planned=keeps_planned)
+            node_id = self._redundant.next(keep, keeps_planned=keeps_planned)
             if runs is not None or node_id is None:
                 break
             node = self.nodes[node_id]
@@ -59,11 +59,11 @@ class HostRoom:
         missing = num_bytes - extents.free_bytes
         for _ in range(MOST_ROUNDS):
             num_released = 0
-            for decision in self.policy.plan(Tier.HOST, missing, ready=self.ready):
+            for decision in self.planner.plan(Tier.HOST, missing, lower_copies_of=self.lower_copies_of):
                 is_move = decision.option.tier == Tier.SSD and decision.source.tier == Tier.HOST
                 node = self.nodes.get(decision.node_id)
                 if is_move and node is not None and node.value is None and Tier.SSD in node.kv.copies:
-                    self.release(node.id, Tier.SSD)  # else a release before it took its copy
+                    self.evict_from_gpu(node.id, Tier.SSD)  # else a release before it took its copy
                     num_released += 1
             runs = extents.alloc(num_bytes)
             if runs is not None or not num_released:
@@ -72,11 +72,11 @@ class HostRoom:
         return None
 
     def room(self: Any) -> dict[Tier, int]:
-        """Free bytes below the GPU, spare copies counted as free."""
-        found = {}
+        """Free bytes below the GPU, redundant copies counted as free."""
+        free_bytes = {}
         if self.host is not None:
-            held = self.policy.book.num_bytes[Tier.HOST]
-            found[Tier.HOST] = max(0, self.host.num_bytes - held - self._copying_bytes)
+            num_bytes = self.planner.index.num_bytes[Tier.HOST]
+            free_bytes[Tier.HOST] = max(0, self.host.num_bytes - num_bytes - self._copying_bytes)
         if self.ssd is not None:
-            found[Tier.SSD] = self.ssd.room
-        return found
+            free_bytes[Tier.SSD] = self.ssd.room
+        return free_bytes

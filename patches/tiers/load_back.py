@@ -86,7 +86,7 @@ class Load(Job):
     def run(self) -> None:
         faults, copier = self.cache.host.faults, self.cache.copier
         with copier.stream(self.after, is_awaited=False):
-            self._begin = copier.mark()
+            self._begin = copier.event()
             try:
                 for layer in range(len(self._here)):
                     if faults is not None:
@@ -94,7 +94,7 @@ class Load(Job):
                     if not self._here[layer].is_set():
                         self._copy(layer)
             finally:
-                self._end = copier.mark()  # also after a failure: what was queued until then is still copied
+                self._end = copier.event()  # also after a failure: what was queued until then is still copied
 
     def has_ended(self) -> bool:
         events = [event for event in (self._end, *self._late_events) if event is not None]
@@ -205,14 +205,14 @@ class LoadBack:
 
     def loads_of(self: Any, batch: Any) -> list[Load]:
         """The loads that are not over and fill a node on the path of a request of ``batch``, which may be None."""
-        found: list[Load] = []
+        loads: list[Load] = []
         for req in batch.reqs if batch is not None and self.loads else ():
             node = req.last_node
             while node is not None and node is not self.root_node:
-                if self.is_arriving(node) and node.kv.load.whole not in found:
-                    found.append(node.kv.load.whole)
+                if self.is_arriving(node) and node.kv.load.whole not in loads:
+                    loads.append(node.kv.load.whole)
                 node = node.parent
-        return found
+        return loads
 
     def is_arriving(self: Any, node: Any) -> bool:
         """True if a load still brings what the slots of a node are to hold."""
@@ -262,8 +262,8 @@ class LoadBack:
             begin += copy.num_slots
         load.last_nodes.append(last)
         self.loads.append(load)  # started once the round has made its batch
-        stage = self.stages.get(id(req))
-        from_ssd = set() if stage is None else stage.from_ssd  # the nodes may have been split since
+        prefetch = self.prefetches.get(id(req))
+        from_ssd = set() if prefetch is None else prefetch.from_ssd  # the nodes may have been split since
         taken = zip(wanted, copies, strict=True)
         req.storage_hit_length = sum(len(node.key) for node, copy in taken if copy.entry in from_ssd)
         self.tier_counts["loaded_tokens"] += sum(len(node.key) for node in wanted)
@@ -284,6 +284,6 @@ class LoadBack:
             node.value[to_device(copy.layout.logical, slots.device)] = slots
         self.ledger.add(len(slots), is_locked=node.lock_ref > 0)
         if Tier.HOST in kv.copies:
-            self._spare.add(node.id)
+            self._redundant.add(node.id)
         self._record_store_event(node)
         self.changes.changed(node)

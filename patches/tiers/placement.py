@@ -16,21 +16,21 @@ from typing import Any
 import torch
 
 from sglang_evicpress.config import GB, EvicPressConfig
-from sglang_evicpress.core import Form, Tier, Way
-from sglang_evicpress.patches.tiers.backup import BackUp
+from sglang_evicpress.core import Form, LowerCopy, Tier
+from sglang_evicpress.patches.tiers.backup import Backup
 from sglang_evicpress.patches.tiers.host_room import MOST_GIVEN_UP
-from sglang_evicpress.patches.tiers.spares import HostSpares, SsdSpares
+from sglang_evicpress.patches.tiers.redundant import RedundantHostCopies, RedundantSsdEntries
 from sglang_evicpress.patches.tree.adapters import SsdScope
 from sglang_evicpress.patches.tree.compressor import Compressor
 from sglang_evicpress.patches.tree.node import (
     has_child_on_gpu,
     is_lossy,
+    iter_nodes,
     num_slots,
     path_to,
     size_of,
     slots_of,
     start_of,
-    walk,
 )
 from sglang_evicpress.survivors import SurvivorLayout
 from sglang_evicpress.tiers.entry.copies import Copy, HostEntry, SsdEntry
@@ -40,7 +40,7 @@ from sglang_evicpress.tiers.entry.key import Key
 from sglang_evicpress.tiers.faults import Faults
 from sglang_evicpress.tiers.host.tier import HostTier
 from sglang_evicpress.tiers.jobs import Workers
-from sglang_evicpress.tiers.ssd.read_timer import ReadMeter
+from sglang_evicpress.tiers.ssd.read_timer import ReadTimer
 from sglang_evicpress.tiers.ssd.tier import SsdTier
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ SMALL_SHARE = 1 / 4  # of an SSD entry
 MOST_COPIED_SHARE = 1 / 4  # of the host tier: bytes on their way at once
 
 
-class Tiering:
+class Placement:
     """The part of EvicPressCache that knows where copies are. Everything here runs on the scheduler thread."""
 
     def open_tiers(self: Any, config: EvicPressConfig, compressor: Compressor, identity: bytes) -> None:
@@ -59,20 +59,20 @@ class Tiering:
         self.open_weights()
         self.host: HostTier | None = None
         self.ssd: SsdTier | None = None
-        self.ready: dict[int, tuple[Way, ...]] = {}  # by node id, what lower tiers have of it
+        self.lower_copies_of: dict[int, tuple[LowerCopy, ...]] = {}  # by node id, what lower tiers have of it
         self.planned: frozenset[int] = frozenset()  # nodes that the last look ahead would have leave the GPU
         self.tier_counts: Counter[str] = Counter()
         self.tier_errors: Counter[str] = Counter()
-        self._spare, self.ssd_spares = HostSpares(), SsdSpares()
+        self._redundant, self.redundant_ssd = RedundantHostCopies(), RedundantSsdEntries()
         self.num_to_give_up = MOST_GIVEN_UP
-        self._leftovers: dict[HostEntry, None] = {}  # those of which a node has given up its piece
-        self.ssd_leftovers: dict[SsdEntry, None] = {}
+        self._fragments: dict[HostEntry, None] = {}  # those of which a node has given up its piece
+        self.ssd_fragments: dict[SsdEntry, None] = {}
         self._copying_bytes = 0
         self._host_wanted = self.num_host_plans = 0
-        self._is_stirred = False
+        self._is_dirty = False
         self._next_plan_s = 0.0
         self.busy_s = 0.0  # when a request last ran or waited, time.monotonic
-        self.arrival, self.read_meter = threading.Event(), ReadMeter()
+        self.arrival, self.read_timer = threading.Event(), ReadTimer()
         self.workers: dict[str, Workers] = {}
         if not config.has_tiers:
             return
@@ -87,41 +87,41 @@ class Tiering:
         if config.ssd_dir is not None:
             per_day = None if config.ssd_write_gb_per_day is None else config.ssd_write_gb_per_day * GB
             self.ssd = SsdTier.open(
-                config.ssd_dir, config.ssd_bytes, per_day, config.ssd_sync, identity, faults, key=self.ssd_key
+                config.ssd_dir, config.ssd_bytes, per_day, config.ssd_fsync, identity, faults, key=self.ssd_key
             )
 
     def use_ssd(self: Any, ssd: SsdTier | None) -> None:
         """The SSD tier is this one from now on; whoever calls sees to the nodes."""
         self.ssd = ssd
-        self.ssd_spares = SsdSpares()
+        self.redundant_ssd = RedundantSsdEntries()
 
     @property
     def tiers(self: Any) -> tuple[Tier, ...]:
         """Tiers in use, the GPU first."""
-        found = [Tier.GPU]
+        tiers = [Tier.GPU]
         if self.host is not None:
-            found.append(Tier.HOST)
+            tiers.append(Tier.HOST)
         if self.ssd is not None:
-            found.append(Tier.SSD)
-        return tuple(found)
+            tiers.append(Tier.SSD)
+        return tuple(tiers)
 
     # ---- what a node has
 
     def note_copies(self: Any, node: Any) -> None:
         """Work out anew as what the node can be on lower tiers at once."""
-        here, slot_bytes = tier_of(node), self.menu.slot_bytes
-        ways = tuple(
-            Way(int(tier), copy.form, copy.num_slots * slot_bytes, self.quality.quality_of_copy(node, copy))
+        own_tier, slot_bytes = tier_of(node), self.menu.slot_bytes
+        lower_copies = tuple(
+            LowerCopy(int(tier), copy.form, copy.num_slots * slot_bytes, self.quality.quality_of_copy(node, copy))
             for tier, copy in sorted(node.kv.copies.items())
-            if tier > here
+            if tier > own_tier
         )
-        if ways:
-            self.ready[node.id] = ways
+        if lower_copies:
+            self.lower_copies_of[node.id] = lower_copies
         else:
-            self.ready.pop(node.id, None)
+            self.lower_copies_of.pop(node.id, None)
         copy = node.kv.copies.get(Tier.SSD)
         if copy is not None:
-            self.ssd_spares.note(copy.entry, node.id, is_lowest=here == Tier.SSD)
+            self.redundant_ssd.note(copy.entry, node.id, is_lowest=own_tier == Tier.SSD)
 
     def has_same(self: Any, node: Any, tier: Tier) -> bool:
         """True if a lower tier has just what the node holds now."""
@@ -136,7 +136,7 @@ class Tiering:
         if copy.tier == Tier.HOST:
             self.host.hold(copy.entry, node.id)
             if node.value is not None:
-                self._spare.add(node.id, is_coldest=True)
+                self._redundant.add(node.id, is_coldest=True)
         else:
             copy.entry.owners.add(node.id)
         if node.value is None and tier_of(node) == copy.tier:
@@ -149,15 +149,15 @@ class Tiering:
         if copy is None:
             return
         if tier == Tier.HOST:
-            self._spare.discard(node.id)
-            self.host.let_go(copy.entry, node.id)
+            self._redundant.discard(node.id)
+            self.host.release(copy.entry, node.id)
             if copy.entry.owners:
-                self._leftovers[copy.entry] = None
+                self._fragments[copy.entry] = None
         else:
             copy.entry.owners.discard(node.id)
-            self.ssd_spares.leave(copy.entry, node.id)
+            self.redundant_ssd.leave(copy.entry, node.id)
             if copy.entry.owners:
-                self.ssd_leftovers[copy.entry] = None
+                self.ssd_fragments[copy.entry] = None
             elif self.ssd is not None:
                 self.ssd.remove(copy.entry, self.workers["write"])
 
@@ -184,7 +184,7 @@ class Tiering:
             if tier == Tier.HOST:
                 self.host.hold(copy.entry, upper.id)
                 if upper.value is not None:
-                    self._spare.add(upper.id)
+                    self._redundant.add(upper.id)
                 continue
             copy.entry.owners.add(upper.id)
             least = SMALL_SHARE * copy.entry.header.payload_bytes
@@ -199,7 +199,7 @@ class Tiering:
 
     # ---- moving down
 
-    def release(self: Any, node_id: int, tier: Tier) -> int:
+    def evict_from_gpu(self: Any, node_id: int, tier: Tier) -> int:
         """Free what a node holds above ``tier``, where it has a copy, and is as that is. Returns the slots freed."""
         node = self.nodes[node_id]
         if node.lock_ref > 0 or tier not in node.kv.copies or tier <= tier_of(node):
@@ -219,7 +219,7 @@ class Tiering:
             self.show(node)
             self.changes.changed(node)
         if former is not None and not _is_same_layout(former, node.kv.layout):
-            self.drop_strays(node)
+            self.drop_overlaps(node)
         self.tier_counts["released"] += 1
         return freed
 
@@ -228,26 +228,26 @@ class Tiering:
         self.ledger.free(slots_of(node))  # first: where it fails nothing has changed
         node.kv.version += 1
         node.value = None
-        self._spare.discard(node.id)
+        self._redundant.discard(node.id)
         self.show(node)
         self.ledger.remove(freed)
         self._record_remove_event(node)
         self.changes.changed(node)
         self.changes.left_gpu(node)
 
-    def back_up_parent(self: Any, node: Any) -> None:
+    def backup_parent(self: Any, node: Any) -> None:
         """A node that is not on the GPU holds its parent there until that has a copy: see that it gets one."""
         parent = node.parent
         is_held = parent is not self.root_node and parent.value is not None
-        if is_held and not self.ready.get(parent.id) and parent.kv.job is None:
+        if is_held and not self.lower_copies_of.get(parent.id) and parent.kv.job is None:
             self.start_copy(parent, Tier.HOST, is_modest=True)
 
-    def send(self: Any, node_id: int, tier: Tier, form: Form, *, at_once: bool = False) -> int:
+    def demote(self: Any, node_id: int, tier: Tier, form: Form, *, at_once: bool = False) -> int:
         """Bring a node to ``form`` on a lower tier: at once where that is there already, else once it was copied, or,
         with ``at_once``, as far as it comes now. Returns the slots freed now. A node whose children are still on their
         way off the GPU stays until another plan sends it."""
         if at_once:
-            return int(self.send_at_once(node_id, tier, form))
+            return int(self.demote_at_once(node_id, tier, form))
         node, freed = self.nodes[node_id], 0
         copy, is_resident = node.kv.copies.get(tier), node.value is not None
         if tier_of(node) >= tier:
@@ -255,7 +255,7 @@ class Tiering:
         if tier == Tier.SSD and self.adapters.ssd_scope(node.key.extra_key) is None:
             return 0 if node.children or node.lock_ref else int(self.drop(node_id))
         if copy is not None and copy.form == form:
-            return 0 if is_resident and has_child_on_gpu(node) else int(self.release(node_id, tier))
+            return 0 if is_resident and has_child_on_gpu(node) else int(self.evict_from_gpu(node_id, tier))
         if form != node.kv.form:
             is_begun = self.compress_on_host(node, form, leaves_for=tier)
             num_kept = self.slots_in(node, form, start_of(node))
@@ -267,13 +267,13 @@ class Tiering:
         # What was chosen to be on the SSD in a lossy form is, even where its exact KV is already: it comes back sooner.
         is_free = not (is_resident and has_child_on_gpu(node))
         if not self._leave_by_copy(node, tier) and copy is not None and copy.is_exact and is_free:
-            freed += int(self.release(node_id, tier))  # `_leave_by_copy` makes no room of it
+            freed += int(self.evict_from_gpu(node_id, tier))  # `_leave_by_copy` makes no room of it
         return freed
 
     def _leave_by_copy(self: Any, node: Any, tier: Tier) -> bool:
         """Begin to copy a node to a lower tier; it leaves its own when it is there. Whether it was begun."""
         job = node.kv.job
-        if isinstance(job, BackUp) and job.version == node.kv.version:  # it is copied ahead right now
+        if isinstance(job, Backup) and job.version == node.kv.version:  # it is copied ahead right now
             job.goes_on = job.goes_on or tier == Tier.SSD
             node.kv.is_leaving = True
             return True
@@ -317,12 +317,12 @@ class Tiering:
             self.tier_counts["copies_without_room"] += 1
             return False
         with self.given_back_after_an_error(runs):
-            BackUp(self, node, runs, goes_on=tier == Tier.SSD).start()
+            Backup(self, node, runs, goes_on=tier == Tier.SSD).start()
         return True
 
     # ---- losing and emptying
 
-    def lose_copy(self: Any, node: Any, tier: Tier, reason: str) -> None:
+    def invalidate_copy(self: Any, node: Any, tier: Tier, reason: str) -> None:
         """A copy cannot be read: a miss. What is below it is shown instead; a node that has nothing left goes, and all
         below it in the tree."""
         self.tier_errors[f"{tier.label}_{reason}"] += 1
@@ -335,10 +335,10 @@ class Tiering:
             return
         if node.value is None:
             self.show(node)
-            self.drop_strays(node)
+            self.drop_overlaps(node)
         self.changes.changed(node)
 
-    def drop_strays(self: Any, node: Any) -> None:
+    def drop_overlaps(self: Any, node: Any) -> None:
         """A node holds other KV than before: give up compressed copies below it that hold some of its positions too.
 
         The lower part of a node that was split after it was compressed holds, in some heads, survivors from above the
@@ -346,7 +346,7 @@ class Tiering:
         """
         begin = start_of(node)
         end = begin + len(node.key)
-        for below in list(walk(node)):
+        for below in list(iter_nodes(node)):
             if below.id not in self.nodes:
                 continue
             for tier, copy in list(below.kv.copies.items()):
@@ -356,14 +356,14 @@ class Tiering:
 
     def drop_tree(self: Any, node: Any) -> None:
         """Forget a node and all below it in the tree; none of them may be locked."""
-        for below in reversed([node, *walk(node)]):
+        for below in reversed([node, *iter_nodes(node)]):
             self.drop(below.id)
 
     def flush_tier_copies(self: Any, tier: Tier) -> None:
         """Forget every copy on a tier that nobody uses now; nodes that have one below stay. Shadows go with the GPU."""
         if tier == Tier.GPU:
             self.shadows.release_shadows()
-        for node in list(walk(self.root_node))[::-1]:
+        for node in list(iter_nodes(self.root_node))[::-1]:
             if node.id not in self.nodes or node.lock_ref > 0:
                 continue
             if tier == Tier.GPU:
@@ -373,7 +373,7 @@ class Tiering:
                     self.drop_tree(node)
                 else:
                     self._leave_gpu(node)
-                    self.drop_strays(node)
+                    self.drop_overlaps(node)
             elif tier in node.kv.copies:
                 self.remove_copy(node, tier)
                 self.after_loss(node)
@@ -385,12 +385,12 @@ class Tiering:
         for node in self.nodes.values():
             node.kv.version += 1
             self.remove_copies(node)
-        self.stages.clear()
-        self.staged.clear()
-        self.ready.clear()
-        self._spare.clear()
-        self._leftovers.clear()
-        self.ssd_leftovers.clear()
+        self.prefetches.clear()
+        self.prefetch_nodes.clear()
+        self.lower_copies_of.clear()
+        self._redundant.clear()
+        self._fragments.clear()
+        self.ssd_fragments.clear()
         if self.ssd is not None and self.nodes:
             self.ssd.clear(self.workers["write"])
         self.is_mixed = False

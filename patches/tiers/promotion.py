@@ -1,5 +1,5 @@
 """Bettering what the GPU holds while the server is idle: lossy nodes get their exact KV back from a copy below, nodes
-that are below come up, as far as there is free room. The policy chooses (``Policy.rearrange``).
+that are below come up, as far as there is free room. The policy chooses (``Planner.plan_promotions``).
 
 A hold keeps a node that was moved or compressed by hand out of that, until a request matches it or the time is over.
 Pressure still moves a held node down, or drops it."""
@@ -27,16 +27,16 @@ END_S = 5.0
 PAUSE_S = 0.5
 """Between two looks at all nodes."""
 
-SPARED_SHARE = 1 / 8
+FREE_SHARE = 1 / 8
 """Of the pool: stays free, so that nothing that comes up is pushed down by the next request."""
 
 
-class Upgrades:
-    """The part of EvicPressCache that raises nodes. Everything here runs on the scheduler thread."""
+class Promotion:
+    """The part of EvicPressCache that promotes nodes. Everything here runs on the scheduler thread."""
 
-    def open_upgrades(self: Any) -> None:
-        self.raising: dict[int, Tier] = {}  # node ids, with the tier they are to be loaded from
-        self.raises: list[Raise] = []
+    def open_promotion(self: Any) -> None:
+        self.promoting: dict[int, Tier] = {}  # node ids, with the tier they are to be loaded from
+        self.promotion_loads: list[PromotionLoad] = []
         self.set_apart: dict[Load, torch.Tensor] = {}  # slots of loads that did not end when the tree went
         self._holds: dict[int, float] = {}  # by node id, until when, time.monotonic
         self._next_look_s = 0.0
@@ -44,8 +44,8 @@ class Upgrades:
     def end_transfers(self: Any) -> None:
         """Before the tree goes: nothing writes any more into slots that will be others'."""
         deadline_s = time.monotonic() + END_S
-        self.raising.clear()
-        for jobs in (self.loads, self.raises):
+        self.promoting.clear()
+        for jobs in (self.loads, self.promotion_loads):
             for job in list(jobs):
                 if job.await_end(deadline_s):
                     job.finish()
@@ -97,7 +97,7 @@ class Upgrades:
                 self._holds.pop(node_id, None)
 
     def hold_left_s(self: Any, node_id: int) -> float:
-        """Seconds until idle promotion may raise a node; 0 without a hold."""
+        """Seconds until idle promotion may promote a node; 0 without a hold."""
         return max(0.0, float(self._holds.get(node_id, 0.0)) - time.monotonic())
 
     def split_hold(self: Any, upper_id: int, lower_id: int) -> None:
@@ -110,37 +110,37 @@ class Upgrades:
         self._holds = {each: until for each, until in self._holds.items() if until > now and each in self.nodes}
         return frozenset(self._holds)
 
-    def improve(self: Any) -> None:
-        """Go on with what is being raised; when that is done, look for more."""
+    def promote(self: Any) -> None:
+        """Go on with what is being promoted; when that is done, look for more."""
         now = time.monotonic()
-        if not self.raising and now >= self._next_look_s and self.num_pending_jobs == 0:
-            self.raising = self._worth_raising()
+        if not self.promoting and now >= self._next_look_s and self.num_pending_jobs == 0:
+            self.promoting = self._worth_promoting()
             took = time.monotonic() - now
             self._next_look_s = now + max(PAUSE_S, 20 * took)
-        for node_id, tier in list(self.raising.items()):
-            if not self._raise_on(node_id, tier):
-                del self.raising[node_id]
+        for node_id, tier in list(self.promoting.items()):
+            if not self._promote_step(node_id, tier):
+                del self.promoting[node_id]
 
-    def _worth_raising(self: Any) -> dict[int, Tier]:
+    def _worth_promoting(self: Any) -> dict[int, Tier]:
         allocator = self.token_to_kv_pool_allocator
-        free = (allocator.available_size() - int(SPARED_SHARE * allocator.size)) * self.menu.slot_bytes
+        free = (allocator.available_size() - int(FREE_SHARE * allocator.size)) * self.menu.slot_bytes
         if free <= 0:
             return {}
-        found: dict[int, Tier] = {}
-        for decision in self.policy.rearrange({**self.room(), Tier.GPU: free}, Budget(free, 1.0), self._held()):
+        source_tiers: dict[int, Tier] = {}
+        for decision in self.planner.plan_promotions({**self.room(), Tier.GPU: free}, Budget(free, 1.0), self._held()):
             option, node = decision.option, self.nodes[decision.node_id]
             if option.tier != Tier.GPU:
                 continue
             if node.value is None:
-                found[node.id] = min(node.kv.copies)
+                source_tiers[node.id] = min(node.kv.copies)
             elif option.form is not None and option.form.is_exact:
                 tier = self.exact_tier_of(node)
                 if tier is not None:
-                    found[node.id] = tier
-        return found
+                    source_tiers[node.id] = tier
+        return source_tiers
 
-    def _raise_on(self: Any, node_id: int, tier: Tier) -> bool:
-        """The next step of raising a node; False when it is done, or cannot be any more."""
+    def _promote_step(self: Any, node_id: int, tier: Tier) -> bool:
+        """The next step of promoting a node; False when it is done, or cannot be any more."""
         node = self.nodes.get(node_id)
         if node is None or node.lock_ref > 0 or (node.value is not None and not is_lossy(node)):
             return False
@@ -164,25 +164,25 @@ class Upgrades:
         if copy.entry.checked_s < time.perf_counter() - VERIFIED_S:
             self.start_check(copy.entry)
             return True
-        self._start_raise(node, copy)
+        self._start_promotion(node, copy)
         return node.kv.job is not None
 
-    def _start_raise(self: Any, node: Any, copy: Any) -> None:
+    def _start_promotion(self: Any, node: Any, copy: Any) -> None:
         allocator = self.token_to_kv_pool_allocator
         parent = node.parent
         is_reachable = parent is self.root_node or parent.value is not None
-        if not is_reachable or allocator.available_size() - copy.num_slots < SPARED_SHARE * allocator.size / 2:
+        if not is_reachable or allocator.available_size() - copy.num_slots < FREE_SHARE * allocator.size / 2:
             return
         slots = allocator.alloc(copy.num_slots)
         if slots is None:
             return
         self.ledger.reserve(len(slots))
-        node.kv.job = Raise(self, node, copy, slots)
-        self.raises.append(node.kv.job)
+        node.kv.job = PromotionLoad(self, node, copy, slots)
+        self.promotion_loads.append(node.kv.job)
         node.kv.job.start()
 
 
-class Raise(Load):
+class PromotionLoad(Load):
     """A load into slots that nobody sees before it is over."""
 
     def __init__(self, cache: Any, node: Any, copy: Any, slots: Any) -> None:
@@ -196,10 +196,10 @@ class Raise(Load):
 
     def finish(self) -> None:
         cache, part = self.cache, self.parts[0]
-        if self not in cache.raises:
+        if self not in cache.promotion_loads:
             cache.take_back(self)  # the cache was flushed
             return
-        cache.raises.remove(self)
+        cache.promotion_loads.remove(self)
         slots, copy = part.slots, part.copy
         cache.ledger.release(len(slots))
         node = cache.nodes.get(self.node_id)

@@ -19,7 +19,7 @@ LEAST_HELD_SHARE = 1 / 2
 """Of an entry: where nodes hold less of it, it is given up."""
 
 MAX_CANDIDATES = 4
-"""Entries on one edge that a lookup reads the header of."""
+"""Entries under one lookup key that a lookup reads the header of."""
 
 
 class SsdMoves:
@@ -67,22 +67,22 @@ class SsdMoves:
         faster tier, then nodes that lose least by it. Between two ticks no more than ``MOST_GIVEN_UP`` of them."""
         ssd, writers = self.ssd, self.workers["write"]
         self.num_to_give_up -= ssd.drop_unused(ssd.lacking(num_bytes), self.num_to_give_up, writers)
-        self._drop_spares(ssd.lacking(num_bytes))
+        self._drop_redundant(ssd.lacking(num_bytes))
         lacking = ssd.lacking(num_bytes)
         if lacking and self.num_to_give_up > 0:
-            former = self.policy.book.num_on[Tier.SSD]
-            self.controller.relieve(Tier.SSD, self._bounded(Tier.SSD, lacking))
-            self.num_to_give_up -= max(1, former - self.policy.book.num_on[Tier.SSD])
+            former = self.planner.index.num_on[Tier.SSD]
+            self.controller.free_bytes(Tier.SSD, self._bounded(Tier.SSD, lacking))
+            self.num_to_give_up -= max(1, former - self.planner.index.num_on[Tier.SSD])
         ssd.reclaim(writers)
 
-    def shed_pieces(self: Any) -> None:
+    def drop_fragments(self: Any) -> None:
         """Give up pieces of SSD entries of which most is nobody's any more: until then all of such an entry is taken,
         and to get a piece all of it is read. Those of nodes on a faster tier, and those that are computed sooner."""
-        for entry in list(self.ssd_leftovers):
-            del self.ssd_leftovers[entry]
+        for entry in list(self.ssd_fragments):
+            del self.ssd_fragments[entry]
             nodes, whole = [self.nodes[node_id] for node_id in sorted(entry.owners)], entry.header.payload_bytes
-            held = sum(node.kv.copies[Tier.SSD].num_slots for node in nodes) * self.menu.slot_bytes
-            if held >= LEAST_HELD_SHARE * whole:
+            num_bytes = sum(node.kv.copies[Tier.SSD].num_slots for node in nodes) * self.menu.slot_bytes
+            if num_bytes >= LEAST_HELD_SHARE * whole:
                 continue
             load_s = self.costs.load_seconds(Tier.SSD, whole)
             for node in nodes:
@@ -93,8 +93,8 @@ class SsdMoves:
                 elif not (node.children or node.lock_ref or is_reserved(node)) and recompute_s < load_s:
                     self.drop(node.id)
 
-    def _drop_spares(self: Any, wanted: int) -> None:
-        for entry in self.ssd_spares.first(max(0, self.num_to_give_up)) if wanted > 0 else ():
+    def _drop_redundant(self: Any, wanted: int) -> None:
+        for entry in self.redundant_ssd.first(max(0, self.num_to_give_up)) if wanted > 0 else ():
             if wanted <= 0:
                 return
             wanted -= entry.header.payload_bytes
@@ -113,7 +113,7 @@ class SsdMoves:
             runs = self.host_room(entry.header.payload_bytes)
             if runs is None:
                 self._host_wanted = max(self._host_wanted, entry.header.payload_bytes)
-                self.stir(at_once=True)
+                self.mark_dirty(at_once=True)
                 self.tier_counts["reads_without_room"] += 1
                 return None
             entry.read = Read(self, entry, runs)
@@ -128,7 +128,7 @@ class SsdMoves:
                 self.add_copy(node, replace(copy, tier=Tier.SSD, entry=ssd))
             is_leaving, node.kv.is_leaving = node.kv.is_leaving, False
             if is_leaving and node.lock_ref == 0 and node.value is None and not is_reserved(node):
-                self.release(node.id, Tier.SSD)
+                self.evict_from_gpu(node.id, Tier.SSD)
 
     def arrived(self: Any, entry: SsdEntry, host: HostEntry) -> None:
         """An SSD entry is on the host as well, unless there is better."""
@@ -203,7 +203,7 @@ class Read(Job):
         self.cache.workers["read"].submit(self)
 
     def run(self) -> None:
-        header, meter, num_bytes = self.entry.header, self.cache.read_meter, 0
+        header, meter, num_bytes = self.entry.header, self.cache.read_timer, 0
         chunks = self.cache.host.arena.buffers(self.host.runs, 0, header.payload_bytes)
         meter.begin(time.perf_counter())
         try:
@@ -224,7 +224,7 @@ class Read(Job):
         else:
             for node in [cache.nodes[node_id] for node_id in sorted(entry.owners)]:
                 if node.id in cache.nodes:
-                    cache.lose_copy(node, Tier.SSD, self.error)
+                    cache.invalidate_copy(node, Tier.SSD, self.error)
         if self.measured is not None:
             num_bytes, seconds = self.measured
             cache.observe_load(Tier.SSD, num_bytes, seconds + cache.costs.load_seconds(Tier.HOST, num_bytes))
@@ -256,12 +256,12 @@ class Lookup(Job):
                     parent_key=self.parent_key,
                 )
             except BadEntry:
-                continue  # counted by the store, or the edge of another path
+                continue  # counted by the store, or the lookup key of another path
             if header.num_slots == 0:
                 continue  # holes only: nothing is gained
             num_shared = shared_tokens(header.tokens, self.tokens)
             if num_shared < self.cache.page_size:
-                continue  # another way out of the path, on an edge of the same number
+                continue  # another way out of the path, under a lookup key of the same number
             if header.shape == self.cache.copier.shape and num_shared > self.num_shared:
                 self.found, self.num_shared = (ref, header), num_shared
         if self.found is not None and len(self.found[1].extents) > self.found[1].shape.num_layers:

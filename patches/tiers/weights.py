@@ -57,7 +57,7 @@ class Weights:
         allocator = self.token_to_kv_pool_allocator
         if not self.nodes and not self.is_mixed and allocator.available_size() == allocator.size:
             self.change_identity(identity)
-            self.renew_policy()
+            self.renew_planner()
             return
         self.is_mixed = True
         if self.ssd is not None:
@@ -90,7 +90,8 @@ class Weights:
             self.workers[name].submit(last)
         deadline_s = time.monotonic() + MOST_COPY_S
         is_over = all(last.has_run.wait(max(0.0, deadline_s - time.monotonic())) for last in lasts)
-        loads = (*self.loads, *self.raises, *self.set_apart)  # a device may go on with what their thread has queued
+        # a device may go on with what their thread has queued
+        loads = (*self.loads, *self.promotion_loads, *self.set_apart)
         if not (is_over and all(load.await_end(deadline_s) for load in loads)):
             raise RuntimeError(f"evicpress: copies of the KV pool go on after {MOST_COPY_S:g} s: it is not released")
 

@@ -92,8 +92,8 @@ class Compressor:
             return nullcontext()
         stream = self.forward_stream or torch.cuda.current_stream()
         stream.wait_stream(torch.cuda.current_stream())
-        found: AbstractContextManager[None] = torch.cuda.stream(stream)
-        return found
+        context: AbstractContextManager[None] = torch.cuda.stream(stream)
+        return context
 
     @property
     def num_layers(self) -> int:
@@ -138,8 +138,8 @@ class Compressor:
         when ranks agreed once for all. Each must come to that, unless it is given up. Nothing where there is one rank.
         """
         if self._group is not None and len(asked) > 1:
-            found = self._placed_by_all([(self._choice(**each), each["num_kept"]) for each in asked])
-            self._ahead = {id(each["slots"]): (each["slots"], made) for each, made in zip(asked, found, strict=True)}
+            placed = self._placed_by_all([(self._choice(**each), each["num_kept"]) for each in asked])
+            self._ahead = {id(each["slots"]): (each["slots"], made) for each, made in zip(asked, placed, strict=True)}
         try:
             yield
         finally:
@@ -264,11 +264,11 @@ class Compressor:
 
         A node split off below another may hold, in some heads, survivors from before its start. Once the node above is
         exact again, those would be attended to twice. Every head gives up as many entries as the one with most of them:
-        its strays, then its lowest scores. None when there are none; num_slots 0 when (whole pages of) nothing is left.
-        Raises as ``compress`` does.
+        its overlaps, then its lowest scores. None when there are none; num_slots 0 when (whole pages of) nothing is
+        left. Raises as ``compress`` does.
         """
-        strays = (layout.positions >= replaced[0]) & (layout.positions < replaced[1])
-        most = int(self._most(strays.sum(-1).max()))
+        overlaps = (layout.positions >= replaced[0]) & (layout.positions < replaced[1])
+        most = int(self._most(overlaps.sum(-1).max()))
         if most == 0:
             return None
         num_kept = (layout.num_slots - most) // self.page_size * self.page_size
@@ -279,8 +279,8 @@ class Compressor:
             press = self._press(form)
             if press.needs_queries and window is None:
                 press = get_press("keydiff")  # its queries had to make room; every press gives an order
-            scores = press.score(node).nan_to_num()  # finite, so that strays really come last
-            scores = scores.masked_fill(to_device(strays, slots.device), float("-inf"))
+            scores = press.score(node).nan_to_num()  # finite, so that overlaps really come last
+            scores = scores.masked_fill(to_device(overlaps, slots.device), float("-inf"))
             return self._compacted(node, select_survivors(scores, num_kept))
 
         return self._placed(choose, num_kept)
@@ -297,12 +297,12 @@ class Compressor:
         """The layout and logical value of the node of which ``choose`` keeps ``num_kept`` entries in every head."""
         if self._group is not None:
             return _raised(self._placed_by_all([(choose, num_kept)])[0])
-        node, survivors, held = choose()
+        node, survivors, kept_per_head = choose()
         kept = node.positions.gather(2, survivors.to(torch.int64))
         logical = place(kept, node.start, self.page_size)
         value = torch.zeros(node.num_tokens, dtype=torch.int64, device=node.slots.device)
-        value.index_copy_(0, logical, held)
-        return SurvivorLayout(HostCopy(kept), HostCopy(logical), len(held)), value
+        value.index_copy_(0, logical, kept_per_head)
+        return SurvivorLayout(HostCopy(kept), HostCopy(logical), len(kept_per_head)), value
 
     def _placed_by_all(self, choices: Sequence[tuple[Callable[[], Chosen], int]]) -> list[Placed | Exception]:
         """The same for several nodes, on several ranks; for one that failed on some rank, what each is to raise.
@@ -313,10 +313,10 @@ class Compressor:
         """
 
         def prepare(choose: Callable[[], Chosen]) -> _Prepared:
-            node, survivors, held = choose()
+            node, survivors, kept_per_head = choose()
             kept = node.positions.gather(2, survivors.to(torch.int64))
             value = torch.zeros(node.num_tokens, dtype=torch.int64, device=node.slots.device)
-            rows = torch.stack([kept.amax(dim=(0, 1)).to(torch.int64), held.to(torch.int64)])
+            rows = torch.stack([kept.amax(dim=(0, 1)).to(torch.int64), kept_per_head.to(torch.int64)])
             return _Prepared(node.start, HostCopy(kept), rows, value)
 
         def gather() -> list[torch.Tensor]:
@@ -333,15 +333,15 @@ class Compressor:
             for each, (_, num_kept) in zip(tried, choices, strict=True)
         ]
         agreed = self._agreed(tried, [rows[0] for rows in hosted])
-        found: list[Placed | Exception] = []
+        placed: list[Placed | Exception] = []
         for each, (_, slots), last in zip(tried, hosted, agreed, strict=True):
             if isinstance(last, Exception):
-                found.append(last)
+                placed.append(last)
             elif isinstance(each, _Prepared):
                 logical = place(last[None, None], each.start, self.page_size)
                 each.value.copy_(torch.zeros(len(each.value), dtype=torch.int64).index_copy_(0, logical, slots))
-                found.append((SurvivorLayout(each.positions, HostCopy(logical), len(slots)), each.value))
-        return found
+                placed.append((SurvivorLayout(each.positions, HostCopy(logical), len(slots)), each.value))
+        return placed
 
     def _by_all(self, run: Callable[[], Made]) -> Made:
         """Result of ``run``, if it succeeds on every rank; see ``_agreed`` for what is raised else."""
@@ -360,20 +360,20 @@ class Compressor:
         no device memory left; after any other exception RuntimeError, so that none goes on as if nothing were.
         """
         outcomes = [torch.tensor([_outcome_of(each)]) for each in tried]
-        told = torch.cat([part for pair in zip(values, outcomes, strict=True) for part in pair])
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group)
-        found: list[torch.Tensor | Exception] = []
-        for each, part in zip(tried, told.split([len(row) + 1 for row in values]), strict=True):
+        reduced = torch.cat([part for pair in zip(values, outcomes, strict=True) for part in pair])
+        dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=self._group)
+        results: list[torch.Tensor | Exception] = []
+        for each, part in zip(tried, reduced.split([len(row) + 1 for row in values]), strict=True):
             worst, error = int(part[-1]), each if isinstance(each, Exception) else None
             if worst == _FINE:
-                found.append(part[:-1])
+                results.append(part[:-1])
             elif worst == _NO_MEMORY:
-                found.append(error or torch.OutOfMemoryError("another rank has no device memory for it"))
+                results.append(error or torch.OutOfMemoryError("another rank has no device memory for it"))
             else:
                 failure = RuntimeError("evicpress: a rank failed at what all must do: see its log")
                 failure.__cause__ = error
-                found.append(failure)
-        return found
+                results.append(failure)
+        return results
 
     def _input(
         self,
@@ -453,7 +453,7 @@ def _outcome_of(tried: object) -> int:
     return _FAILED if isinstance(tried, Exception) else _FINE
 
 
-def _raised(found: Made | Exception) -> Made:
-    if isinstance(found, Exception):
-        raise found
-    return found
+def _raised(outcome: Made | Exception) -> Made:
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome

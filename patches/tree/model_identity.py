@@ -140,18 +140,18 @@ def agreed(value: bytes, group: Any) -> bytes:
     """Value of rank 0 of ``group``; ``value`` itself when there is one rank (None)."""
     if group is None:
         return value
-    given = [value]
-    dist.broadcast_object_list(given, src=dist.get_global_rank(group, 0), group=group)
-    return given[0]
+    values = [value]
+    dist.broadcast_object_list(values, src=dist.get_global_rank(group, 0), group=group)
+    return values[0]
 
 
 def gathered(value: tuple[bytes | None, bytes], group: dist.ProcessGroup | None) -> list[tuple[bytes | None, bytes]]:
     """Values of all ranks of ``group``, in the order of the ranks; ``value`` alone when there is one rank (None)."""
     if group is None:
         return [value]
-    given = [value] * dist.get_world_size(group)
-    dist.all_gather_object(given, value, group=group)
-    return given
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def _config_of(model_config: Any) -> dict[str, str]:

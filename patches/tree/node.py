@@ -24,13 +24,13 @@ class NodeKV:
     itself. ``origin`` is the node whose compression it comes from (the pieces of a split share it), None while it is
     full. ``window`` is the key of the queries kept for it. ``weight`` is the expected reuse in the units of the cache's
     clock, ``num_hits`` counts the requests that used the node or wait to; ``last_use`` is a logical tick and
-    ``last_use_s`` the logical time of the last hit, both equal on every rank. ``claims`` are those of waiting requests,
-    by number (queued_hits.py).
+    ``last_use_s`` the logical time of the last hit, both equal on every rank. ``queued hits`` are those of waiting
+    requests, by number (queued_hits.py).
 
     ``copies`` are what lower tiers have of it; while it is not on the GPU (``node.value`` is None) the fields above say
     what its fastest copy is. ``version`` changes whenever its slots do; ``job`` copies them to the host now, and
     ``is_leaving`` says that they are to be freed then. ``load`` brings what they are to hold, for a request
-    (tiers/load_back.py). ``num_stages`` waiting requests will load it (tiers/prefetch.py).
+    (tiers/load_back.py). ``num_prefetches`` waiting requests will load it (tiers/prefetch.py).
     ``is_shadow``: it belongs to a shadow (profiling/shadows.py).
 
     ``profiles`` are the profiled contexts that end in the node or below it, newest last, by key, with their length;
@@ -50,13 +50,13 @@ class NodeKV:
     last_use: int = 0
     window: int | None = None
     origin: int | None = None
-    claims: dict[int, Any] = field(default_factory=dict)
+    queued_hits: dict[int, Any] = field(default_factory=dict)
     copies: dict[Tier, Any] = field(default_factory=dict)
     version: int = 0
     job: Any = None
     is_leaving: bool = False
     load: Any = None
-    num_stages: int = 0
+    num_prefetches: int = 0
     is_shadow: bool = False
     profiles: dict[bytes, Any] = field(default_factory=dict)
     curve: Any = None
@@ -100,7 +100,7 @@ def census_of(node: Any) -> Counted:
 def is_reserved(node: Any) -> bool:
     """True if a node stays where it is with no request running on it: a shadow's, one of which a move has failed, or
     one below the GPU that a request waits for."""
-    return bool(node.kv.is_shadow or node.kv.is_aside) or (node.value is None and node.kv.num_stages > 0)
+    return bool(node.kv.is_shadow or node.kv.is_aside) or (node.value is None and node.kv.num_prefetches > 0)
 
 
 def size_of(node: Any) -> int:
@@ -121,14 +121,14 @@ MOST_SHORT = 1 / 64
 """Slots that pieces of another compression lack, of the tokens behind them, where these are served all the same."""
 
 
-def servable_steps(steps: list[tuple[Any, int]], min_share: float) -> int:
+def servable_steps(steps: list[tuple[Any, int]], min_match_kept: float) -> int:
     """Number of steps (node, matched tokens) of a path that a request can take from the tree.
 
     A match that ends inside a compressed node may be left with next to no slots (its survivors lie further back); then
-    the request is better off computing those tokens anew. The bar is ``min_share`` of what the form promises to keep.
-    The pieces of one compression are judged together, so a split loses nothing on the original path. Of what another
-    compression left short, ``MOST_SHORT`` of what follows may be missing: a few tokens, to compute which all behind
-    them would be computed anew.
+    the request is better off computing those tokens anew. The bar is ``min_match_kept`` of what the form promises to
+    keep. The pieces of one compression are judged together, so a split loses nothing on the original path. Of what
+    another compression left short, ``MOST_SHORT`` of what follows may be missing: a few tokens, to compute which all
+    behind them would be computed anew.
     """
     servable, origin, due, slots, short, behind = 0, None, 0.0, 0, 0.0, 0
     for index, (node, matched) in enumerate(steps):
@@ -138,7 +138,7 @@ def servable_steps(steps: list[tuple[Any, int]], min_share: float) -> int:
             origin, due, slots = kv.origin, 0.0, 0
         behind += matched if short else 0
         if kv.layout is not None:
-            due += min_share * kv.form.kept_fraction * matched
+            due += min_match_kept * kv.form.kept_fraction * matched
             slots += kv.layout.num_slots if matched == len(node.key) else kv.layout.slots_before(matched)
         if short <= MOST_SHORT * behind and (kv.layout is None or 0 < slots >= due):
             servable = index + 1
@@ -178,7 +178,7 @@ def first_outside(tokens: Sequence[int], vocab_size: int) -> int | None:
     return int(((row < 0) | (row >= vocab_size)).argmax())
 
 
-def walk(root: Any) -> Iterator[Any]:
+def iter_nodes(root: Any) -> Iterator[Any]:
     """Every node below ``root``, parents first, in insertion order (the same on every rank)."""
     stack = list(reversed(root.children.values()))
     while stack:

@@ -77,10 +77,10 @@ def _setting(default: object, expected: str, text: str | None = None, **more: An
 class EvicPressConfig:
     """The checked settings of one server: each field says what it is, what it accepts, and the help of its flag.
 
-    A match that ends inside a compressed node and would keep less than ``min_share`` of what the node's form promises
-    for those tokens falls back to the parent node. ``window`` is the number of last prompt queries a press with queries
-    looks at. The three ``prefill_`` figures, in seconds, are the law of prefill times to start with, before batches
-    were observed. The values of ``decode_`` settings are checked by ``decode_budget.settings``.
+    A match that ends inside a compressed node and would keep less than ``min_match_kept`` of what the node's form
+    promises for those tokens falls back to the parent node. ``window`` is the number of last prompt queries a press
+    with queries looks at. The three ``prefill_`` figures, in seconds, are the cost of prefilling to start with, before
+    batches were observed. The values of ``decode_`` settings are checked by ``decode_budget.settings``.
 
     Raises ValueError for a value out of its range. What depends on this machine (memory, the folder) is checked by
     ``from_flags``, whose errors are one sentence.
@@ -116,19 +116,19 @@ class EvicPressConfig:
         "Forms that --kv-policy may choose, separated by commas: PRESS@KEPT, or exact, which alone forbids compression",
         min_length=1,
     )
-    min_tokens: int = _setting(
+    min_compress_tokens: int = _setting(
         64, "a whole number of at least 1", "Never compress a cached prefix part shorter than this", ge=1
     )
     sinks: int = _setting(4, "a whole number of at least 0", "First tokens of a prompt that are always kept", ge=0)
     window: int = _setting(32, f"a whole number of at least 1, at most {MAX_WINDOW} queries", ge=1, le=MAX_WINDOW)
-    min_share: float = _setting(0.5, "a number from 0 to 1", ge=0, le=1, allow_inf_nan=False)
+    min_match_kept: float = _setting(0.5, "a number from 0 to 1", ge=0, le=1, allow_inf_nan=False)
     curves: Annotated[Mapping[str, object] | None, BeforeValidator(_curves)] = _setting(
         None,
         "a JSON object of quality curves",
         "JSON file with quality curves to go by while no context is profiled, such as "
         '{"keydiff": {"0.8": 0.99, "0.5": 0.9}}',
         shown="none, and nothing is compressed until then",
-        flag="prior",
+        flag="quality_curves",
     )
     prefill_fixed_s: float = _setting(0.0, _AT_LEAST_0, ge=0, allow_inf_nan=False)
     prefill_per_token_s: float = _setting(1e-4, _AT_LEAST_0, ge=0, allow_inf_nan=False)
@@ -152,7 +152,7 @@ class EvicPressConfig:
         "GB of 1e9 bytes that may be written to --kv-ssd-dir in a day, to spare the SSD",
         shown="no limit",
     )
-    ssd_sync: str = _setting(
+    ssd_fsync: str = _setting(
         "batch",
         f"a string, one of {', '.join(SYNC_MODES)}",
         "When what was written to --kv-ssd-dir survives a power failure: none leaves it to the system, batch makes it "
@@ -171,25 +171,25 @@ class EvicPressConfig:
         "File of 32 to 4096 bytes, such as those of head -c 32 /dev/urandom, readable for its owner only: what is on "
         "the SSD is sealed with it, and what has no such seal is a miss",
     )
-    profiles: str | None = _setting(
+    profile_path: str | None = _setting(
         None,
         _PATH,
         "File that keeps the measured quality curves of contexts for later servers; made where it is missing",
         shown="none, they are forgotten with the server",
     )
-    drift: float = _setting(
+    drift_threshold: float = _setting(
         0.3,
         "a number above 0, up to 1",
         "Measure a context anew when the predicted quality of its answers exceeds the observed one by this much",
         gt=0,
         le=1,
     )
-    recording: bool = _setting(
+    online_profiling: bool = _setting(
         True,
         "true or false",
         "Do not keep the last questions about each context in memory; nothing is measured online then",
         shown="they are kept",
-        flag="no_recording",
+        flag="disable_online_profiling",
     )
     decode_budget: int = _setting(
         0,
@@ -210,12 +210,12 @@ class EvicPressConfig:
         "What survives under --kv-decode-budget: value_key_ratio, knorm, keydiff, streaming, r_kv, or tova and h2o, "
         "which keep the last queries of every request",
     )
-    decode_every: int = _setting(
+    decode_interval: int = _setting(
         128,
         "a whole number",
         "Tokens that may come on top of --kv-decode-budget before repack, holefill and compact drop again",
     )
-    decode_protect: str = _setting(
+    decode_protected_pages: str = _setting(
         "first,newest",
         "a string",
         "Pages that paged never frees: first (all with sinks), newest, first,newest or none",
@@ -238,13 +238,13 @@ class EvicPressConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.profiles is not None and (not self.profiles.strip() or "\0" in self.profiles):
-            raise ValueError(f"profiles is {self.profiles!r}: expected {_PATH}")
+        if self.profile_path is not None and (not self.profile_path.strip() or "\0" in self.profile_path):
+            raise ValueError(f"profile_path is {self.profile_path!r}: expected {_PATH}")
         self._check_tiers()
 
     def _check_tiers(self) -> None:
-        if self.ssd_sync not in SYNC_MODES:
-            raise ValueError(f"ssd_sync is {self.ssd_sync!r}: expected one of {', '.join(SYNC_MODES)}")
+        if self.ssd_fsync not in SYNC_MODES:
+            raise ValueError(f"ssd_fsync is {self.ssd_fsync!r}: expected one of {', '.join(SYNC_MODES)}")
         for folder in self.ssd_allow_dirs:
             if not folder.startswith("/") or "\0" in folder:
                 raise ValueError(
@@ -293,7 +293,7 @@ class EvicPressConfig:
     def profiles_online(self) -> bool:
         """True if contexts are profiled while the server runs: where it would change what the policy does."""
         has_lossy = any(not form.is_exact for form in self.menu_forms)
-        return self.recording and has_lossy and weighs_quality(self.policy)
+        return self.online_profiling and has_lossy and weighs_quality(self.policy)
 
     @property
     def menu_forms(self) -> tuple[Form, ...]:
@@ -311,10 +311,10 @@ class EvicPressConfig:
         values |= {name: value for name, value in {"policy": policy, **flags}.items() if value is not None}
         if "policy" not in values:
             raise ValueError("no kv policy is given: expected --kv-policy, or a policy config with the key 'policy'")
-        if "prior" in values:
+        if "quality_curves" in values:
             if values.get("curves") is not None:
-                raise ValueError("prior and curves are both given: expected one of them, they say the same")
-            values["curves"] = _prior(values.pop("prior"))
+                raise ValueError("quality_curves and curves are both given: expected one of them, they say the same")
+            values["curves"] = _quality_curves(values.pop("quality_curves"))
         if values.get("ssd_dir") is not None:
             values.setdefault("host_gb", _HOST_GB_OF_SSD)
         try:
@@ -331,7 +331,7 @@ class EvicPressConfig:
         return config
 
 
-KEYS = (*fields_of(EvicPressConfig), "prior")
+KEYS = (*fields_of(EvicPressConfig), "quality_curves")
 """Keys of the config file."""
 
 
@@ -397,7 +397,7 @@ def _read_file(config_file: str) -> dict[str, object]:
     return values
 
 
-def _prior(path: object) -> Mapping[str, object]:
+def _quality_curves(path: object) -> Mapping[str, object]:
     if not isinstance(path, str):
         raise ValueError(f"prior is {path!r:.100}: expected a string")
     where = f"prior {path!r}"

@@ -103,10 +103,10 @@ class Option:
 DROP = Option(None, None, 0)
 
 
-class Way(NamedTuple):
-    """A copy of a node that lies on the lower tier of ``rank``: the node can be as that is there at once."""
+class LowerCopy(NamedTuple):
+    """A copy of a node that lies on the lower tier of ``tier``: the node can be as that is there at once."""
 
-    rank: int
+    tier: int
     form: Form
     num_bytes: int
     quality: float
@@ -118,11 +118,11 @@ class NodeStats:
 
     ``num_tokens`` is logical, ``num_bytes`` what it holds on ``tier`` in ``form``; ``depth_tokens`` is the logical
     length of the path above. ``quality`` in [0, 1] is that of what it holds, ``curve`` that of every form of the
-    policy's menu, in its order; bit i of ``reachable`` says that form i can be made of what the node holds.
+    policy's menu, in its order; bit i of ``allowed_forms`` says that form i can be made of what the node holds.
     ``weight`` is the expected reuse (``reuse``), ``num_hits`` the plain count; ``last_use`` a logical tick (never
     a clock), equal on every rank. ``sinks`` of its tokens survive any press. A locked node does not move.
-    ``exact_on`` is a lower tier that holds the exact KV of a lossy node as well. ``ways`` are all its copies on lower
-    tiers.
+    ``exact_on`` is a lower tier that holds the exact KV of a lossy node as well. ``lower_copies`` are all its copies on
+    lower tiers.
     """
 
     id: int
@@ -134,14 +134,14 @@ class NodeStats:
     depth_tokens: int
     quality: float
     curve: Sequence[float]
-    reachable: int
+    allowed_forms: int
     weight: float
     num_hits: int
     last_use: int
     sinks: int = 0
     is_locked: bool = False
     exact_on: Tier | None = None
-    ways: Sequence[Way] = ()
+    lower_copies: Sequence[LowerCopy] = ()
 
 
 @dataclass(frozen=True, slots=True)

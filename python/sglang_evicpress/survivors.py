@@ -51,12 +51,12 @@ class _PackedPositions:
     def open(self) -> torch.Tensor:
         """The positions, int32 [layers, heads, slots]."""
         layers, heads, num_slots = self.shape
-        found = np.empty((layers * heads, num_slots), dtype=np.int32)
+        positions = np.empty((layers * heads, num_slots), dtype=np.int32)
         begins = np.arange(heads)[:, None] * 8 * self.bits.shape[1] - self.low  # of the heads, in a layer's mask
-        for begin in range(0, len(found), heads):
+        for begin in range(0, len(positions), heads):
             mask = np.unpackbits(self.bits[begin : begin + heads], axis=1, bitorder="little")
-            found[begin : begin + heads] = np.flatnonzero(mask.view(bool)).reshape(heads, num_slots) - begins
-        return torch.from_numpy(found.reshape(self.shape))
+            positions[begin : begin + heads] = np.flatnonzero(mask.view(bool)).reshape(heads, num_slots) - begins
+        return torch.from_numpy(positions.reshape(self.shape))
 
     def has_any(self, begin: int, end: int) -> bool:
         """True if any head holds a position of [begin, end)."""
@@ -122,9 +122,9 @@ class SurvivorLayout:
     @property
     def positions(self) -> torch.Tensor:
         packed = self._packed  # before the other: it is there once that is gone
-        held = self._positions
-        if held is not None:
-            return held.read()
+        positions = self._positions
+        if positions is not None:
+            return positions.read()
         assert packed is not None
         return packed.open()
 
@@ -132,16 +132,16 @@ class SurvivorLayout:
     def shape(self) -> tuple[int, int, int]:
         """[layers, kv_heads, m] of the positions, without reading them."""
         packed = self._packed
-        held = self._positions
-        layers, heads, num_slots = held.shape if held is not None else packed.shape  # type: ignore[union-attr]
+        positions = self._positions
+        layers, heads, num_slots = positions.shape if positions is not None else packed.shape  # type: ignore[union-attr]
         return layers, heads, num_slots
 
     def positions_of(self, layer: int) -> torch.Tensor:
         """int32 [kv_heads, m]: the positions of one layer, without opening the others."""
         packed = self._packed  # before the other: it is there once that is gone
-        held = self._positions
-        if held is not None:
-            return held.read()[layer]
+        positions = self._positions
+        if positions is not None:
+            return positions.read()[layer]
         assert packed is not None
         _, heads, num_slots = packed.shape
         bits = packed.bits[layer * heads : (layer + 1) * heads]
@@ -202,8 +202,8 @@ class SurvivorLayout:
     def _count(self) -> None:
         """Positions are int32, logical indices int64."""
         with _COUNTING:
-            held, packed = self._positions, self._packed
-            num_open = 0 if held is None else 4 * held.num_elements
+            positions, packed = self._positions, self._packed
+            num_open = 0 if positions is None else 4 * positions.num_elements
             counted = num_open + 8 * self.num_slots, 0 if packed is None else packed.bits.nbytes
             _LEDGER.note(counted[0] - self._counted[0], counted[1] - self._counted[1])
             self._counted = counted

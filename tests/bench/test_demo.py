@@ -14,12 +14,12 @@ from evicbench.paths import BENCH
 from tests.unit.benchmark.raw import requests, write_plan, write_run, write_scores
 
 from sglang_evicpress.benchmark.config import load_config
-from sglang_evicpress.benchmark.raw import read_raw
+from sglang_evicpress.benchmark.results import read_results
 from sglang_evicpress.benchmark.summary import Summary, summarise
 
 CONFIG = BENCH / "configs" / "demo.yaml"
 SYSTEMS = {
-    "bound+attention": ("bound+attention", 0.01, 1.0, {"device": 100}),
+    "full-cache+attention": ("full-cache+attention", 0.01, 1.0, {"device": 100}),
     "lru+attention": ("lru+attention", 0.4, 1.0, {"device": 20}),
     "tiers-lru": ("tiers-lru", 0.2, 1.0, {"device": 20, "host": 30, "storage": 40}),
     "evicpress a=1": ("evicpress", 0.1, 0.5, {"device": 50, "host": 40}),
@@ -34,7 +34,7 @@ NODES: list[dict[str, Any]] = [
 
 @pytest.fixture
 def summary(tmp_path: Path) -> Summary:
-    write_plan(tmp_path, {name: kind for name, (kind, *_) in SYSTEMS.items()}, repetitions=1, levels=[0])
+    write_plan(tmp_path, {name: kind for name, (kind, *_) in SYSTEMS.items()}, repetitions=1, rates=[0])
     for name, (kind, ttft_s, _, tiers) in SYSTEMS.items():
         answers = ["the same"] * 3 + ["another" if kind == "evicpress" else "the same"]
         lines = requests([ttft_s] * 4, answers, cached_tokens=sum(tiers.values()), cached_by_tier=tiers)
@@ -42,7 +42,7 @@ def summary(tmp_path: Path) -> Summary:
         if kind == "evicpress":
             path.with_suffix(".tree.json").write_bytes(orjson.dumps(NODES))
     write_scores(tmp_path, [(name, 0, 0, i, quality) for name, (_, _, quality, _) in SYSTEMS.items() for i in range(4)])
-    return summarise(read_raw(tmp_path))
+    return summarise(read_results(tmp_path))
 
 
 def test_the_table_has_a_row_for_each_of_four(summary: Summary) -> None:

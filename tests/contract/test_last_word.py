@@ -1,4 +1,4 @@
-"""A refusal by a scheduler process: a RefusedError in the main process, the last line of the command."""
+"""A refusal by a scheduler process: a UnsupportedError in the main process, the last line of the command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.patches import last_word
 from sglang_evicpress.patches.attention import query_ring
 from sglang_evicpress.patches.cache import factory
-from sglang_evicpress.patches.unsupported import RefusedError
+from sglang_evicpress.patches.unsupported import UnsupportedError
 
 pytestmark = pytest.mark.sglang
 
@@ -54,7 +54,7 @@ def launched(*refusals: str, policy: str | None = "lru", children: tuple[Any, ..
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_what_a_scheduler_refuses_is_raised_where_it_was_started(num_ranks: int) -> None:
-    with pytest.raises(RefusedError) as refused:
+    with pytest.raises(UnsupportedError) as refused:
         launched(*[SENTENCE] * num_ranks)
     assert str(refused.value) == SENTENCE
     assert refused.value.__suppress_context__
@@ -68,7 +68,7 @@ def test_what_kills_a_scheduler_otherwise_is_left_as_it_is(policy: str | None) -
 
 def test_the_other_processes_have_ended_before_anything_is_said() -> None:
     child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
-    with pytest.raises(RefusedError):
+    with pytest.raises(UnsupportedError):
         launched(SENTENCE, children=(child,))
     assert child.exitcode == -9
 
@@ -88,7 +88,7 @@ def test_a_launch_leaves_nothing_behind(tmp_path: Path) -> None:
 
 def test_on_the_command_line_it_is_the_last_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     def serve(given: str) -> None:
-        raise RefusedError(f"{given} {SENTENCE}")
+        raise UnsupportedError(f"{given} {SENTENCE}")
 
     with pytest.raises(SystemExit) as ended:
         last_word.around_launch_server(serve, "no:")
@@ -108,7 +108,7 @@ def test_a_model_that_the_scheduler_refuses_ends_it_without_a_traceback(monkeypa
     """SGLang logs what an Exception says with its traceback, and kills the main process."""
 
     def refuse(*_: object) -> None:
-        raise RefusedError(SENTENCE)
+        raise UnsupportedError(SENTENCE)
 
     monkeypatch.setattr(factory, "check_applied", lambda _: None)
     monkeypatch.setattr(factory, "check_model", refuse)

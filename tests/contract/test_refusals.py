@@ -11,7 +11,7 @@ import pytest
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import Form
 from sglang_evicpress.patches import unsupported
-from sglang_evicpress.patches.unsupported import RefusedError
+from sglang_evicpress.patches.unsupported import UnsupportedError
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -72,7 +72,7 @@ def server_args() -> Any:
 
 
 def _refuse(text: str, server_args: Any, config: EvicPressConfig = CONFIG) -> str:
-    with pytest.raises(RefusedError) as raised:
+    with pytest.raises(UnsupportedError) as raised:
         unsupported.check(server_args, config)
     sentence = str(raised.value)
     assert text in sentence
@@ -105,8 +105,8 @@ def test_what_works_passes(server_args: Any, attribute: str, value: Any) -> None
     unsupported.check(server_args, CONFIG)
 
 
-@pytest.mark.parametrize("row", unsupported.REFUSALS, ids=lambda row: row.attribute)
-def test_each_row_is_refused_by_name_with_the_way_out(server_args: Any, row: unsupported.Refusal) -> None:
+@pytest.mark.parametrize("row", unsupported.UNSUPPORTED, ids=lambda row: row.attribute)
+def test_each_row_is_refused_by_name_with_the_way_out(server_args: Any, row: unsupported.Unsupported) -> None:
     assert hasattr(server_args, row.attribute)
     value = CONFLICTS[row.attribute]
     setattr(server_args, row.attribute, value)
@@ -148,17 +148,17 @@ def test_each_flag_is_one_of_sglangs() -> None:
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     flags = {flag for action in parser._actions for flag in action.option_strings}
-    assert [row.flag for row in unsupported.REFUSALS if row.flag not in flags] == []
+    assert [row.flag for row in unsupported.UNSUPPORTED if row.flag not in flags] == []
 
 
 def test_each_row_has_a_conflict_here() -> None:
-    assert [row.attribute for row in unsupported.REFUSALS] == list(CONFLICTS)
-    assert [row.attribute for row in unsupported.ENVIRONMENT_REFUSALS] == list(ENVIRONMENT_CONFLICTS)
+    assert [row.attribute for row in unsupported.UNSUPPORTED] == list(CONFLICTS)
+    assert [row.attribute for row in unsupported.UNSUPPORTED_ENVIRONMENT] == list(ENVIRONMENT_CONFLICTS)
 
 
-@pytest.mark.parametrize("row", unsupported.ENVIRONMENT_REFUSALS, ids=lambda row: row.attribute)
+@pytest.mark.parametrize("row", unsupported.UNSUPPORTED_ENVIRONMENT, ids=lambda row: row.attribute)
 def test_each_environment_row_is_refused(
-    server_args: Any, row: unsupported.Refusal, monkeypatch: pytest.MonkeyPatch
+    server_args: Any, row: unsupported.Unsupported, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(row.attribute, ENVIRONMENT_CONFLICTS[row.attribute])
     _refuse(f"cannot be combined with {row.flag}", server_args)
@@ -278,7 +278,7 @@ def test_a_model_with_full_attention_passes(tmp_path: Path) -> None:
 )
 def test_a_model_that_cannot_be_served_is_refused(tmp_path: Path, values: dict[str, Any], what: str) -> None:
     model_config = _model_config(tmp_path, **values)
-    with pytest.raises(RefusedError, match=what) as raised:
+    with pytest.raises(UnsupportedError, match=what) as raised:
         unsupported.check_model_config(model_config)
     assert model_config.hf_config.architectures[0] in str(raised.value)
     assert "start without --kv-policy" in str(raised.value)
@@ -300,12 +300,12 @@ def test_what_only_the_scheduler_knows_is_refused(tmp_path: Path) -> None:
     )  # fmt: skip
     unsupported.check_model(model_config, pool, False, False)
     for swa, ssm, what in ((True, False, "sliding-window layers"), (False, True, "Mamba layers")):
-        with pytest.raises(RefusedError, match=what):
+        with pytest.raises(UnsupportedError, match=what):
             unsupported.check_model(model_config, pool, swa, ssm)
-    with pytest.raises(RefusedError, match="PageMajorMHATokenToKVPool"):
+    with pytest.raises(UnsupportedError, match="PageMajorMHATokenToKVPool"):
         unsupported.check_model(model_config, object.__new__(PageMajorMHATokenToKVPool), False, False)
     pool.kv_cache_layout = "hnd"
-    with pytest.raises(RefusedError, match="layout hnd"):
+    with pytest.raises(UnsupportedError, match="layout hnd"):
         unsupported.check_model(model_config, pool, False, False)
 
 
@@ -327,5 +327,5 @@ def test_an_attention_layer_that_needs_positions_is_refused(options: dict[str, A
     plain = RadixAttention(2, 8, 1.0, num_kv_heads=1, layer_id=0)
     unsupported.check_layers(torch.nn.ModuleList([plain]))
     other = RadixAttention(2, 8, 1.0, num_kv_heads=1, layer_id=7, **options)
-    with pytest.raises(RefusedError, match=f"layer 7 {what}"):
+    with pytest.raises(UnsupportedError, match=f"layer 7 {what}"):
         unsupported.check_layers(torch.nn.ModuleList([plain, other]))

@@ -18,7 +18,7 @@ from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import Form
 from sglang_evicpress.flags import FLAGS, Flag
 from sglang_evicpress.patches import hook_check, install, kv_flags, server_args
-from sglang_evicpress.patches.unsupported import RefusedError
+from sglang_evicpress.patches.unsupported import UnsupportedError
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -163,10 +163,12 @@ def test_the_command_line_takes_every_flag(flag: Flag) -> None:
 def test_flags_and_the_file_become_one_config(model: str, tmp_path: Path) -> None:
     (tmp_path / "policy.json").write_text('{"window": 8, "alpha": 3}', encoding="utf-8")
     (tmp_path / "prior.json").write_text('{"knorm": {"0.5": 0.75}}', encoding="utf-8")
-    files = ("--kv-policy-config", str(tmp_path / "policy.json"), "--kv-prior", str(tmp_path / "prior.json"))
+    files = ("--kv-policy-config", str(tmp_path / "policy.json"), "--kv-quality-curves", str(tmp_path / "prior.json"))
     numbers = ("--kv-half-life", "45", "--kv-host-gb", "0.5", "--kv-max-queue-seconds", "7.5", "--kv-sinks", "2")
     texts = ("--kv-policy", "evicpress", "--kv-forms", "knorm@0.5,exact", "--kv-ssd-allow-dir", "/mnt/a,/mnt/b")
-    args = _from_command_line("--model-path", model, "--device", "cpu", *files, *numbers, *texts, "--kv-no-recording")
+    args = _from_command_line(
+        "--model-path", model, "--device", "cpu", *files, *numbers, *texts, "--kv-disable-online-profiling"
+    )
     assert kv_flags.config_of(args) == EvicPressConfig(
         "evicpress",
         alpha=3.0,
@@ -177,7 +179,7 @@ def test_flags_and_the_file_become_one_config(model: str, tmp_path: Path) -> Non
         host_gb=0.5,
         ssd_allow_dirs=("/mnt/a", "/mnt/b"),
         curves={"knorm": {"0.5": 0.75}},
-        recording=False,
+        online_profiling=False,
         max_queue_s=7.5,
     )
 
@@ -189,14 +191,14 @@ def test_flags_and_the_file_become_one_config(model: str, tmp_path: Path) -> Non
         ({"kv_decode_score": "snapkv"}, ("'snapkv'", "value_key_ratio")),
         ({"kv_decode_method": "quest"}, ("frees no memory",)),
         ({"kv_decode_budget": -1}, ("kv_decode_budget is -1",)),
-        ({"kv_decode_protect": "last"}, ("'last'",)),
+        ({"kv_decode_protected_pages": "last"}, ("'last'",)),
         ({"kv_decode_client_budgets": "no"}, ("kv_decode_client_budgets is 'no'", "off, on, trace")),
     ],
 )
 def test_a_budget_that_cannot_be_kept_stops_the_start(
     model: str, given: dict[str, Any], words: tuple[str, ...]
 ) -> None:
-    with pytest.raises(RefusedError) as refused:
+    with pytest.raises(UnsupportedError) as refused:
         _make(model, kv_policy="lru", **given)
     assert [word for word in words if word not in str(refused.value)] == []
 
@@ -227,7 +229,7 @@ def test_a_config_file_alone_chooses_the_policy(model: str, tmp_path: Path) -> N
     assert kv_flags.config_of(args) == EvicPressConfig("keydiff@0.5+lru", alpha=3.0)
     assert kv_flags.config_of(_make(model, kv_policy="hpt", kv_policy_config=str(path))).policy == "hpt"
     path.write_text('{"alpha": 3}', encoding="utf-8")
-    with pytest.raises(RefusedError, match="--kv-policy-config does nothing without --kv-policy"):
+    with pytest.raises(UnsupportedError, match="--kv-policy-config does nothing without --kv-policy"):
         _make(model, kv_policy_config=str(path))
 
 
@@ -266,7 +268,7 @@ WRONG = [
     (("--kv-policy", "lru", "--kv-host-gb", "-1"), "host_gb is -1.0: expected 0 for no host tier, or a number"),
     (("--kv-policy", "lru", "--kv-ssd-dir", "/kv"), "ssd_dir is '/kv' without ssd_gb: expected"),
     (("--kv-policy", "lru", "--kv-ssd-gb", "1"), "ssd_gb is 1.0 without ssd_dir: give both"),
-    (("--kv-policy", "lru", "--kv-ssd-sync", "often"), "ssd_sync is 'often': expected one of none, batch, always"),
+    (("--kv-policy", "lru", "--kv-ssd-fsync", "often"), "ssd_fsync is 'often': expected one of none, batch, always"),
     (
         ("--kv-policy", "lru", "--kv-ssd-allow-dir", "/kv", "--kv-ssd-key-file", "/etc/passwd"),
         "ssd_key_file '/etc/passwd' can be read by all or written by others (mode 0644): expected mode 0600",
@@ -317,9 +319,9 @@ def test_what_argparse_can_see_it_says(
 
 
 def test_a_program_gets_an_exception(model: str) -> None:
-    with pytest.raises(RefusedError, match="kv policy 'fifo' is not known: expected one of evicpress, lru"):
+    with pytest.raises(UnsupportedError, match="kv policy 'fifo' is not known: expected one of evicpress, lru"):
         _make(model, kv_policy="fifo")
-    with pytest.raises(RefusedError, match="--pp-size 2: pipeline stages"):
+    with pytest.raises(UnsupportedError, match="--pp-size 2: pipeline stages"):
         _make(model, kv_policy="lru", pp_size=2)
 
 
@@ -334,7 +336,7 @@ def test_a_model_that_cannot_be_served_is_refused(model: str, frontends: list[st
     path = Path(model) / "config.json"
     values = json.loads(path.read_text(encoding="utf-8")) | {"attention_chunk_size": 64}
     path.write_text(json.dumps(values), encoding="utf-8")
-    with pytest.raises(RefusedError, match="LlamaForCausalLM.*chunked local attention"):
+    with pytest.raises(UnsupportedError, match="LlamaForCausalLM.*chunked local attention"):
         _make(model, kv_policy="evicpress")
     assert frontends == []
 
@@ -342,5 +344,5 @@ def test_a_model_that_cannot_be_served_is_refused(model: str, frontends: list[st
 def test_another_release_of_sglang_is_refused_only_with_the_flag(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hook_check, "sglang_version", lambda: "0.6.0")
     _make(model)
-    with pytest.raises(RefusedError, match=r"found 0\.6\.0: install sglang=="):
+    with pytest.raises(UnsupportedError, match=r"found 0\.6\.0: install sglang=="):
         _make(model, kv_policy="evicpress")

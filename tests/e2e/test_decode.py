@@ -26,7 +26,7 @@ LOGPROB = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class Request:
     """One request; ``budget`` 0 asks for none."""
 
     prompt: Sequence[int]
@@ -57,7 +57,7 @@ class Ask:
                 "kv_decode_budget": self.budget,
                 "kv_decode_method": self.method,
                 "kv_decode_score": self.score,
-                "kv_decode_every": self.every,
+                "kv_decode_interval": self.every,
                 "kv_decode_trace": True,
             }
         fields = {"return_logprob": True, "logprob_start_len": -1}
@@ -70,15 +70,17 @@ def prompt(seed: int, num_tokens: int) -> list[int]:
 
 
 def serve(model: Path, *flags: str, env: dict[str, str] | None = None) -> Server:
-    policy = ("--kv-policy", "lru", "--kv-no-recording", "--skip-tokenizer-init", "--page-size", str(PAGE))
-    policy += ("--kv-decode-client-budgets", "trace", "--kv-decode-every", "16")
+    policy = ("--kv-policy", "lru", "--kv-disable-online-profiling", "--skip-tokenizer-init", "--page-size", str(PAGE))
+    policy += ("--kv-decode-client-budgets", "trace", "--kv-decode-interval", "16")
     return Server(*policy, *flags, model=model, env={**CHECKS, **(env or {})})
 
 
-def answers(server: Server, asks: Sequence[Ask]) -> list[Any]:
+def answers(server: Server, requests: Sequence[Request]) -> list[Any]:
     """All at once; the cache is checked meanwhile and after."""
-    with ThreadPoolExecutor(len(asks)) as pool:
-        jobs = [pool.submit(server.post, "/generate", ask.body(f"r{index}")) for index, ask in enumerate(asks)]
+    with ThreadPoolExecutor(len(requests)) as pool:
+        jobs = [
+            pool.submit(server.post, "/generate", request.body(f"r{index}")) for index, request in enumerate(requests)
+        ]
         checks = []
         while not all(job.done() for job in jobs):
             checks.append(server.post("/evicpress/check"))
@@ -98,17 +100,17 @@ def shown_of(server: Server, index: int) -> dict[str, Any]:
 class Generation:
     """A request computed by transformers, which drops what the server says that it dropped."""
 
-    def __init__(self, reference: Reference, ask: Ask, num_cached: int = 0) -> None:
-        self.reference, self.ask, self.num_cached = reference, ask, num_cached
-        first = reference.prefill(ask.prompt)
-        self.kv, self.tokens = first.kv, list(ask.prompt)
+    def __init__(self, reference: Reference, request: Request, num_cached: int = 0) -> None:
+        self.reference, self.request, self.num_cached = reference, request, num_cached
+        first = reference.prefill(request.prompt)
+        self.kv, self.tokens = first.kv, list(request.prompt)
         self.positions, self.queries = first.kv.every_position(), first.queries[:, :, -WINDOW:]
         self.logprobs: list[float] = []
         self._append(first.logprobs[-1])
 
-    def run(self, passes: Sequence[dict[str, Any]] = (), sent_back_at: Sequence[int] = ()) -> list[int]:
-        left, anew, num_prompt = list(passes), list(sent_back_at), len(self.ask.prompt)
-        while len(self.tokens) < num_prompt + self.ask.num_new:
+    def run(self, passes: Sequence[dict[str, Any]] = (), retracted_at: Sequence[int] = ()) -> list[int]:
+        left, anew, num_prompt = list(passes), list(retracted_at), len(self.request.prompt)
+        while len(self.tokens) < num_prompt + self.request.num_new:
             while left and left[0]["logical_tokens"] == len(self.tokens) - 1:
                 self.drop(left.pop(0))
             if anew and anew[0] == len(self.tokens):
@@ -151,7 +153,7 @@ class Generation:
         stay = torch.tensor(record["positions"]).expand(*held.shape[:2], -1).sort(-1).values.contiguous()
         kept = torch.searchsorted(held.contiguous(), stay)
         assert torch.equal(held.gather(2, kept), stay), "positions that the request did not hold"
-        scores = self.ask.scores(self.kv, held, self.queries, record["logical_tokens"], self.num_cached)
+        scores = self.request.scores(self.kv, held, self.queries, record["logical_tokens"], self.num_cached)
         is_kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(2, kept, True)
         if record["kind"] == "page":
             means = scores.mean((0, 1)).view(-1, PAGE).mean(1)
@@ -167,11 +169,13 @@ class Generation:
         self.kv, self.positions = self.kv.gather(kept), stay
 
 
-def check_answer(server: Server, reference: Reference, index: int, ask: Ask, answer: Any) -> list[dict[str, Any]]:
+def check_answer(
+    server: Server, reference: Reference, index: int, request: Request, answer: Any
+) -> list[dict[str, Any]]:
     """The passes of a request whose answer is that of the reference."""
-    shown = shown_of(server, index) if ask.budget else {"trace": [], "sent_back_at": []}
-    generation = Generation(reference, ask, answer["meta_info"]["cached_tokens"])
-    assert answer["output_ids"] == generation.run(shown["trace"], shown["sent_back_at"]), f"r{index} {ask}"
+    shown = shown_of(server, index) if request.budget else {"trace": [], "retracted_at": []}
+    generation = Generation(reference, request, answer["meta_info"]["cached_tokens"])
+    assert answer["output_ids"] == generation.run(shown["trace"], shown["retracted_at"]), f"r{index} {request}"
     given = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
     assert max(abs(a - b) for a, b in zip(given, generation.logprobs, strict=True)) <= LOGPROB
     return shown["trace"]
@@ -195,26 +199,26 @@ def server(model: Path) -> Iterator[Server]:
 
 def test_budgets_of_all_kinds_in_one_batch_equal_the_reference(server: Server, reference: Reference) -> None:
     shared = prompt(0, 200)
-    asks = [
-        Ask(shared, 24),
-        Ask(prompt(1, 100), 160, 128),
-        Ask(prompt(2, 300), 120, 96, "paged", "knorm"),
-        Ask(prompt(3, 90), 120, 64, "repack", "keydiff", 24),
-        Ask(prompt(4, 40), 120, 64, "holefill", "keydiff", 24),
-        Ask(prompt(5, 150), 120, 72, "compact", "value_key_ratio", 16),
-        Ask(prompt(6, 70), 120, 64, "repack", "streaming", 32),
-        Ask([*shared, 7, 8], 100, 128),
-        Ask([*shared, 9], 60, 224, "holefill"),
+    requests = [
+        Request(shared, 24),
+        Request(prompt(1, 100), 160, 128),
+        Request(prompt(2, 300), 120, 96, "paged", "knorm"),
+        Request(prompt(3, 90), 120, 64, "repack", "keydiff", 24),
+        Request(prompt(4, 40), 120, 64, "holefill", "keydiff", 24),
+        Request(prompt(5, 150), 120, 72, "compact", "value_key_ratio", 16),
+        Request(prompt(6, 70), 120, 64, "repack", "streaming", 32),
+        Request([*shared, 7, 8], 100, 128),
+        Request([*shared, 9], 60, 224, "holefill"),
     ]
-    given = answers(server, asks[:1]) + [None] * (len(asks) - 1)
-    check_answer(server, reference, 0, asks[0], given[0])
+    given = answers(server, requests[:1]) + [None] * (len(requests) - 1)
+    check_answer(server, reference, 0, requests[0], given[0])
     kinds: set[str] = set()
-    given = answers(server, asks)
-    for index, ask in enumerate(asks):
-        passes = check_answer(server, reference, index, ask, given[index])
+    given = answers(server, requests)
+    for index, request in enumerate(requests):
+        passes = check_answer(server, reference, index, request, given[index])
         kinds |= {record["kind"] for record in passes}
         for record in passes:
-            assert record["slots_after"] <= ask.budget
+            assert record["slots_after"] <= request.budget
             if record["kind"] != "copy_out":
                 assert record["pages_freed"] * PAGE == record["slots_before"] - record["slots_after"]
     assert kinds == {"copy_out", "page", "repack", "holefill"}
@@ -223,33 +227,33 @@ def test_budgets_of_all_kinds_in_one_batch_equal_the_reference(server: Server, r
 
 def test_budgets_by_attention_equal_the_reference(model: Path, reference: Reference) -> None:
     shared = prompt(40, 100)
-    asks = [
-        Ask(prompt(41, 100), 100, 64, "repack", "tova", 16),
-        Ask(prompt(42, 40), 100, 64, "holefill", "tova", 24),
-        Ask(prompt(43, 130), 100, 72, "compact", "h2o", 16),
-        Ask(prompt(44, 60), 100, 96, "paged", "h2o"),
-        Ask([*shared, 5, 6], 80, 64, "repack", "h2o", 16),
-        Ask(prompt(45, 100), 60),
+    requests = [
+        Request(prompt(41, 100), 100, 64, "repack", "tova", 16),
+        Request(prompt(42, 40), 100, 64, "holefill", "tova", 24),
+        Request(prompt(43, 130), 100, 72, "compact", "h2o", 16),
+        Request(prompt(44, 60), 100, 96, "paged", "h2o"),
+        Request([*shared, 5, 6], 80, 64, "repack", "h2o", 16),
+        Request(prompt(45, 100), 60),
     ]
     limits = ("--max-total-tokens", "16384", "--max-running-requests", "8", "--chunked-prefill-size", "64")
     with serve(model, *limits, "--kv-decode-score", "tova", "--enable-mixed-chunk") as server:
-        answers(server, [Ask(shared, 2)])
-        given = answers(server, asks)
-        for index, ask in enumerate(asks):
-            check_answer(server, reference, index, ask, given[index])
+        answers(server, [Request(shared, 2)])
+        given = answers(server, requests)
+        for index, request in enumerate(requests):
+            check_answer(server, reference, index, request, given[index])
 
 
 def test_a_full_cache_would_answer_otherwise(server: Server, reference: Reference) -> None:
-    ask = Ask(prompt(11, 100), 120, 96)
-    (given,) = answers(server, [ask])
-    full = Generation(reference, Ask(ask.prompt, ask.num_new)).run()
+    request = Request(prompt(11, 100), 120, 96)
+    (given,) = answers(server, [request])
+    full = Generation(reference, Request(request.prompt, request.num_new)).run()
     assert sum(a == b for a, b in zip(given["output_ids"], full, strict=True)) < 100
 
 
 def test_nobody_else_is_given_what_was_computed_on_survivors(server: Server, reference: Reference) -> None:
-    ask = Ask(prompt(12, 100), 100, 64)
-    (given,) = answers(server, [ask])
-    after = Ask([*ask.prompt, *given["output_ids"], 5], 16)
+    request = Request(prompt(12, 100), 100, 64)
+    (given,) = answers(server, [request])
+    after = Request([*request.prompt, *given["output_ids"], 5], 16)
     (fresh,) = answers(server, [after])
     assert fresh["meta_info"]["cached_tokens"] == 96, "the prompt, exact, and nothing of the answer"
     check_answer(server, reference, 0, after, fresh)
@@ -265,7 +269,10 @@ def test_nobody_else_is_given_what_was_computed_on_survivors(server: Server, ref
         ({"kv_decode_size": 64}, "kv_decode_size is not known"),
         ({"kv_decode_method": "repack"}, "without kv_decode_budget"),
         ({"kv_decode_budget": 64, "kv_decode_trace": 1}, "kv_decode_trace is 1"),
-        ({"kv_decode_budget": 64, "kv_decode_every": 1}, "kv_decode_every is 1: expected at least 16 on this server"),
+        (
+            {"kv_decode_budget": 64, "kv_decode_interval": 1},
+            "kv_decode_interval is 1: expected at least 16 on this server",
+        ),
         ({"kv_decode_budget": NESTED}, "kv_decode_budget is [["),
     ],
 )
@@ -279,10 +286,10 @@ def test_what_cannot_be_is_refused_with_a_sentence(server: Server, params: dict[
 
 
 def test_many_long_answers_run_at_once_in_little_room(model: Path) -> None:
-    """Room for two at full length: eight run together, and none is sent back."""
+    """Room for two at full length: eight run together, and none is retracted."""
     flags = ("--max-total-tokens", "1024", "--kv-decode-budget", "96", "--max-running-requests", "8")
     with serve(model, *flags) as server, ThreadPoolExecutor(8) as pool:
-        bodies = [{**Ask(prompt(20 + index, 60), 300).body(f"r{index}")} for index in range(8)]
+        bodies = [{**Request(prompt(20 + index, 60), 300).body(f"r{index}")} for index in range(8)]
         jobs = [pool.submit(server.post, "/generate", body) for body in bodies]
         most = 0
         while not all(job.done() for job in jobs):
@@ -297,24 +304,24 @@ def test_many_long_answers_run_at_once_in_little_room(model: Path) -> None:
         stats = server.get("/evicpress/stats")
         assert stats["free_slots"] + stats["evictable_slots"] == stats["total_slots"]
         # A budget beyond the pool: the answer is cut as one without a budget, and nobody waits for ever.
-        (cut,) = answers(server, [Ask(prompt(29, 800), 5000, 900, "repack")])
+        (cut,) = answers(server, [Request(prompt(29, 800), 5000, 900, "repack")])
         assert len(cut["output_ids"]) == 1024 - 800 - PAGE - 1
         assert cut["meta_info"]["finish_reason"]["type"] == "length"
 
 
-@pytest.mark.parametrize(("pool", "interval", "is_in_pieces"), [(1024, 60, False), (400, 400, True)])
+@pytest.mark.parametrize(("pool", "interval", "is_chunked"), [(1024, 60, False), (400, 400, True)])
 def test_requests_that_are_sent_back_go_on_with_their_budget(
-    model: Path, reference: Reference, pool: int, interval: int, is_in_pieces: bool
+    model: Path, reference: Reference, pool: int, interval: int, is_chunked: bool
 ) -> None:
     """SGLang's test hook sends one back every so many steps. It is computed anew at once where it fits in the pool,
     else in pieces."""
     env = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(interval)}
-    asks = [Ask(prompt(30, 60), 520, 96), Ask(prompt(31, 50), 440, 96)]
+    requests = [Request(prompt(30, 60), 520, 96), Request(prompt(31, 50), 440, 96)]
     with serve(model, "--max-total-tokens", str(pool), "--chunked-prefill-size", "64", env=env) as server:
-        given = answers(server, asks)
-        for index, ask in enumerate(asks):
-            check_answer(server, reference, index, ask, given[index])
-        lengths = [length for index in range(2) for length in shown_of(server, index)["sent_back_at"]]
-        assert lengths and (max(lengths) > pool - 2 * PAGE) == is_in_pieces
+        given = answers(server, requests)
+        for index, request in enumerate(requests):
+            check_answer(server, reference, index, request, given[index])
+        lengths = [length for index in range(2) for length in shown_of(server, index)["retracted_at"]]
+        assert lengths and (max(lengths) > pool - 2 * PAGE) == is_chunked
         stats = server.get("/evicpress/stats")
         assert stats["free_slots"] + stats["evictable_slots"] == stats["total_slots"]

@@ -25,7 +25,7 @@ FAMILIES = ("needle", "multikv", "mapping")
 
 def flags(profiles: Path) -> tuple[str, ...]:
     """A pool in which everything has room, so that nothing is compressed but in shadows."""
-    policy = ("--kv-policy", "evicpress", "--kv-forms", FORMS, "--kv-profiles", str(profiles))
+    policy = ("--kv-policy", "evicpress", "--kv-forms", FORMS, "--kv-profile-path", str(profiles))
     return (*policy, "--max-total-tokens", "40000")
 
 

@@ -24,7 +24,7 @@ TOLERANCE = 1e-4
 def server() -> Iterator[Server]:
     arguments = (
         *("--attention-backend", "triton", "--chunked-prefill-size", "64"),
-        *("--kv-policy", "evicpress", *GUESSED, "--kv-min-tokens", "16", "--max-total-tokens", "4096"),
+        *("--kv-policy", "evicpress", *GUESSED, "--kv-min-compress-tokens", "16", "--max-total-tokens", "4096"),
         *("--max-running-requests", "8"),
     )
     with Server(*arguments, env={"TRITON_INTERPRET": "1"}) as server:

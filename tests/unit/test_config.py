@@ -41,10 +41,10 @@ def test_a_policy_brings_its_form_to_the_menu() -> None:
 
 def test_flags_are_taken() -> None:
     config = EvicPressConfig.from_flags(
-        "evicpress", alpha=0, half_life=30, forms="keydiff@0.5, exact,keydiff@0.5", min_tokens=1, sinks=0
+        "evicpress", alpha=0, half_life=30, forms="keydiff@0.5, exact,keydiff@0.5", min_compress_tokens=1, sinks=0
     )
     assert config == EvicPressConfig(
-        "evicpress", alpha=0.0, half_life_s=30.0, forms=(Form("keydiff", 0.5), EXACT), min_tokens=1, sinks=0
+        "evicpress", alpha=0.0, half_life_s=30.0, forms=(Form("keydiff", 0.5), EXACT), min_compress_tokens=1, sinks=0
     )
 
 
@@ -54,10 +54,10 @@ def test_a_file_may_give_every_field(tmp_path: Path) -> None:
         "alpha": 2,
         "half_life": 90,
         "forms": ["knorm@0.3"],
-        "min_tokens": 128,
+        "min_compress_tokens": 128,
         "sinks": 8,
         "window": 16,
-        "min_share": 0.25,
+        "min_match_kept": 0.25,
         "curves": {"knorm": {"0.3": 0.9}},
         "prefill_fixed_s": 0.01,
         "prefill_per_token_s": 0.002,
@@ -66,17 +66,17 @@ def test_a_file_may_give_every_field(tmp_path: Path) -> None:
         "ssd_dir": str(tmp_path / "kv"),
         "ssd_gb": 20,
         "ssd_write_gb_per_day": 100,
-        "ssd_sync": "always",
+        "ssd_fsync": "always",
         "ssd_allow_dir": ["/mnt/a", "/mnt/b"],
         "ssd_key_file": "/etc/evicpress.key",
-        "profiles": str(tmp_path / "profiles.sqlite"),
-        "drift": 0.2,
-        "recording": False,
+        "profile_path": str(tmp_path / "profiles.sqlite"),
+        "drift_threshold": 0.2,
+        "online_profiling": False,
         "decode_budget": 512,
         "decode_method": "compact",
         "decode_score": "keydiff",
-        "decode_every": 64,
-        "decode_protect": "first",
+        "decode_interval": 64,
+        "decode_protected_pages": "first",
         "decode_client_budgets": "off",
         "max_queue_seconds": 7.5,
     }
@@ -92,9 +92,11 @@ def test_a_file_may_give_every_field(tmp_path: Path) -> None:
 
 
 def test_a_prior_is_read_from_its_file(tmp_path: Path) -> None:
-    prior = tmp_path / "prior.json"
-    prior.write_text('{"keydiff": {"0.5": 0.9}}')
-    assert EvicPressConfig.from_flags("evicpress", prior=str(prior)).curves == {"keydiff": {"0.5": 0.9}}
+    quality_curves = tmp_path / "prior.json"
+    quality_curves.write_text('{"keydiff": {"0.5": 0.9}}')
+    assert EvicPressConfig.from_flags("evicpress", quality_curves=str(quality_curves)).curves == {
+        "keydiff": {"0.5": 0.9}
+    }
     assert EvicPressConfig.from_flags("evicpress").curves is None
 
 
@@ -112,34 +114,39 @@ def test_a_prior_is_read_from_its_file(tmp_path: Path) -> None:
 def test_a_wrong_prior_is_one_sentence_that_names_the_file(
     tmp_path: Path, content: str | None, words: tuple[str, ...]
 ) -> None:
-    prior = tmp_path / "prior.json"
+    quality_curves = tmp_path / "prior.json"
     if content is not None:
-        prior.write_text(content)
-    with pytest.raises(ValueError, match=re.escape(str(prior))) as caught:
-        EvicPressConfig.from_flags("evicpress", prior=str(prior))
+        quality_curves.write_text(content)
+    with pytest.raises(ValueError, match=re.escape(str(quality_curves))) as caught:
+        EvicPressConfig.from_flags("evicpress", quality_curves=str(quality_curves))
     assert all(word in str(caught.value) for word in words)
 
 
 def test_a_prior_and_curves_are_one_too_many(tmp_path: Path) -> None:
-    prior = tmp_path / "prior.json"
-    prior.write_text('{"keydiff": {"0.5": 0.9}}')
+    quality_curves = tmp_path / "prior.json"
+    quality_curves.write_text('{"keydiff": {"0.5": 0.9}}')
     path = _file(tmp_path, {"policy": "evicpress", "curves": {"knorm": {"0.3": 0.9}}})
-    with pytest.raises(ValueError, match="prior and curves are both given"):
-        EvicPressConfig.from_flags(None, path, prior=str(prior))
+    with pytest.raises(ValueError, match="quality_curves and curves are both given"):
+        EvicPressConfig.from_flags(None, path, quality_curves=str(quality_curves))
 
 
-@pytest.mark.parametrize(("flag", "value"), [("drift", 0.0), ("drift", 1.5), ("drift", math.nan), ("profiles", " ")])
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("drift_threshold", 0.0), ("drift_threshold", 1.5), ("drift_threshold", math.nan), ("profile_path", " ")],
+)
 def test_profiling_flags_out_of_range_are_refused(flag: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"{flag} is .*expected"):
         EvicPressConfig.from_flags("evicpress", **{flag: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("policy", "recording", "is_online"),
+    ("policy", "online_profiling", "is_online"),
     [("evicpress", None, True), ("adaptcache", None, True), ("evicpress", False, False), ("lru", None, False)],
 )
-def test_only_policies_that_weigh_quality_profile_online(policy: str, recording: bool | None, is_online: bool) -> None:
-    assert EvicPressConfig.from_flags(policy, recording=recording).profiles_online is is_online
+def test_only_policies_that_weigh_quality_profile_online(
+    policy: str, online_profiling: bool | None, is_online: bool
+) -> None:
+    assert EvicPressConfig.from_flags(policy, online_profiling=online_profiling).profiles_online is is_online
 
 
 def test_without_a_policy_there_is_nothing_to_configure(tmp_path: Path) -> None:
@@ -152,7 +159,7 @@ def test_without_a_policy_there_is_nothing_to_configure(tmp_path: Path) -> None:
 def test_without_tiers_nothing_is_kept_below_the_gpu() -> None:
     config = EvicPressConfig.from_flags("evicpress", host_gb=0)
     assert config == EvicPressConfig("evicpress")
-    assert (config.has_tiers, config.host_bytes, config.ssd_bytes, config.ssd_sync) == (False, 0, 0, "batch")
+    assert (config.has_tiers, config.host_bytes, config.ssd_bytes, config.ssd_fsync) == (False, 0, 0, "batch")
 
 
 def test_a_gigabyte_is_a_billion_bytes_as_sglang_counts(tmp_path: Path) -> None:
@@ -163,7 +170,7 @@ def test_a_gigabyte_is_a_billion_bytes_as_sglang_counts(tmp_path: Path) -> None:
 
 
 def test_an_ssd_folder_alone_brings_a_gigabyte_of_host_memory(tmp_path: Path) -> None:
-    flags = {"ssd_dir": str(tmp_path), "ssd_gb": 2.0, "ssd_sync": "none", "ssd_write_gb_per_day": 0.5}
+    flags = {"ssd_dir": str(tmp_path), "ssd_gb": 2.0, "ssd_fsync": "none", "ssd_write_gb_per_day": 0.5}
     config = EvicPressConfig.from_flags("evicpress", **flags)  # type: ignore[arg-type]
     assert config == EvicPressConfig("evicpress", host_gb=1.0, **flags)  # type: ignore[arg-type]
     from_file = EvicPressConfig.from_flags("evicpress", _file(tmp_path, {"ssd_dir": str(tmp_path)}), ssd_gb=2)
@@ -209,9 +216,9 @@ def test_an_ssd_folder_must_be_writable(
 
 
 def test_a_flag_wins_over_the_file(tmp_path: Path) -> None:
-    path = _file(tmp_path, {"alpha": 2, "forms": "knorm@0.3", "sinks": 8, "min_tokens": 7})
+    path = _file(tmp_path, {"alpha": 2, "forms": "knorm@0.3", "sinks": 8, "min_compress_tokens": 7})
     config = EvicPressConfig.from_flags("evicpress", path, alpha=0.5, forms="exact", sinks=0)
-    assert (config.alpha, config.forms, config.sinks, config.min_tokens) == (0.5, (EXACT,), 0, 7)
+    assert (config.alpha, config.forms, config.sinks, config.min_compress_tokens) == (0.5, (EXACT,), 0, 7)
 
 
 def test_null_curves_are_the_prior(tmp_path: Path) -> None:
@@ -233,7 +240,7 @@ def test_null_curves_are_the_prior(tmp_path: Path) -> None:
         ({"alpha": "much"}, ("alpha", "'much'", "number")),
         ({"forms": ""}, ("''", "PRESS@KEPT")),
         ({"forms": "lz4@0.5"}, ("'lz4@0.5'", "PRESS@KEPT")),
-        ({"min_tokens": 0}, ("min_tokens", "0", "at least 1")),
+        ({"min_compress_tokens": 0}, ("min_compress_tokens", "0", "at least 1")),
         ({"sinks": -1}, ("sinks", "-1", "at least 0")),
         ({"sinks": 1.5}, ("sinks", "1.5", "whole number")),
         ({"host_gb": -1}, ("host_gb", "-1", "0 for no host tier", "0.016")),
@@ -253,7 +260,7 @@ def test_null_curves_are_the_prior(tmp_path: Path) -> None:
         ({"ssd_allow_dir": ""}, ("ssd_allow_dir ''", "absolute")),
         ({"ssd_key_file": "", "ssd_allow_dir": "/kv"}, ("ssd_key_file is ''", "path of a file")),
         ({"ssd_key_file": "/key"}, ("'/key'", "without ssd_dir and ssd_allow_dir")),
-        ({"ssd_sync": "often"}, ("ssd_sync", "'often'", "none, batch, always")),
+        ({"ssd_fsync": "often"}, ("ssd_fsync", "'often'", "none, batch, always")),
     ],
 )
 def test_a_wrong_flag_is_one_sentence(flags: dict[str, object], parts: tuple[str, ...]) -> None:
@@ -268,25 +275,25 @@ def test_a_wrong_flag_is_one_sentence(flags: dict[str, object], parts: tuple[str
         ("{", ("is not JSON", "JSON object")),
         ("", ("is not JSON", "JSON object")),
         ([1], ("list", "expected an object")),
-        ({"alhpa": 1}, ("'alhpa'", "alpha, half_life, forms, min_tokens")),
+        ({"alhpa": 1}, ("'alhpa'", "alpha, half_life, forms, min_compress_tokens")),
         ({"policy": 3}, ("policy", "3", "a string")),
         ({"half_life": "10"}, ("half_life", "'10'", "expected finite seconds")),
         ({"alpha": True}, ("alpha", "True", "number")),
         ({"forms": [0.5]}, ("forms", "[0.5]", "list")),
         ({"forms": []}, ("forms", "at least one form")),
-        ({"min_tokens": 1.0}, ("min_tokens", "1.0", "whole number")),
+        ({"min_compress_tokens": 1.0}, ("min_compress_tokens", "1.0", "whole number")),
         ({"sinks": False}, ("sinks", "False", "whole number")),
         ({"window": 0}, ("window", "0", "at least 1")),
-        ({"min_share": 1.5}, ("min_share", "1.5", "from 0 to 1")),
+        ({"min_match_kept": 1.5}, ("min_match_kept", "1.5", "from 0 to 1")),
         ('{"half_life": 1' + "0" * 400 + "}", ("half_life", "1000", "finite seconds")),
         ('{"half_life": 1' + "0" * 5000 + "}", ("is not JSON", "JSON object")),
         ("[" * 100_000, ("is not JSON", "JSON object")),
-        ('{"min_share": NaN}', ("min_share", "nan", "from 0 to 1")),
+        ('{"min_match_kept": NaN}', ("min_match_kept", "nan", "from 0 to 1")),
         ({"prefill_fixed_s": -1}, ("prefill_fixed_s", "-1", "at least 0")),
         ({"prefill_per_token_s": None}, ("prefill_per_token_s", "None", "number")),
         ({"curves": [1]}, ("curves", "[1]", "object")),
         ({"ssd_dir": 8}, ("ssd_dir", "8", "a string")),
-        ({"ssd_sync": None}, ("ssd_sync", "None", "a string")),
+        ({"ssd_fsync": None}, ("ssd_fsync", "None", "a string")),
         ({"curves": {"lz4": {"0.5": 1}}}, ("'lz4'", "keydiff")),
     ],
 )

@@ -65,9 +65,9 @@ PRESS = FakePress()
         imports="from sglang_evicpress.policy.rules.fake import FakeRule",
         file="policy/rules/fake.py",
         source="""
-from sglang_evicpress.policy.rules.lru import LruRule
+from sglang_evicpress.policy.rules.lru import LruPolicy
 
-class FakeRule(LruRule):
+class FakeRule(LruPolicy):
     name = "fake_policy"
 """,
     ),
@@ -118,7 +118,7 @@ from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.decode_budget.scores import score
 from sglang_evicpress.decode_budget.settings import DecodeSettings
 from sglang_evicpress.introspect.operations import OPERATIONS, Inspectable, answer
-from sglang_evicpress.policy import make_policy
+from sglang_evicpress.policy import make_planner
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.press import PressInput, get_press, select
 from sglang_evicpress.traces import read_trace

@@ -29,7 +29,7 @@ PUBLIC = {
         "Option",
         "PressTraits",
         "Tier",
-        "Way",
+        "LowerCopy",
     },
     "sglang_evicpress.plugin": {"load"},
 }

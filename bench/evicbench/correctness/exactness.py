@@ -35,7 +35,7 @@ def server_arguments(page_size: int) -> tuple[str, ...]:
         *(
             "--kv-policy",
             "evicpress",
-            "--kv-no-recording",
+            "--kv-disable-online-profiling",
             "--kv-forms",
             ",".join(FORMS),
             "--page-size",

@@ -21,7 +21,8 @@ OVERHEAD_BOUND = 1.05
 SPEEDUP_BOUND = 3.0
 ATTENTION_ONLY = {"SGLANG_EVICPRESS": "attention"}  # stock SGLang but for the CPU attention
 COMMON = ("--max-total-tokens", "120000")
-OURS = ("--kv-policy", "evicpress", "--kv-no-recording", *COMMON)  # what profiling costs is measured by show-profiler
+# what profiling costs is measured by show-profiler
+OURS = ("--kv-policy", "evicpress", "--kv-disable-online-profiling", *COMMON)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 SNAPKV_WINDOW, SNAPKV_KERNEL = 32, 7
 SINKS = 4
-MIN_SHARE = 0.5
+MIN_MATCH_KEPT = 0.5
 SCORE_TOLERANCE = 1e-4  # relative, of a press's score in fp32; a hundredth of it absolute
 PEAKY_VOCABULARY = 320
 
@@ -224,7 +224,7 @@ def expected_match(path: list[Node], token_ids: Sequence[int], page_size: int) -
             given = reached
         else:
             kept += int((node.logical < common).sum())
-            promised += MIN_SHARE * float(node.form.partition("@")[2]) * common
+            promised += MIN_MATCH_KEPT * float(node.form.partition("@")[2]) * common
             if 0 < kept >= promised:
                 given = reached
         if common < len(node.token_ids):

@@ -307,7 +307,7 @@ class Storm:
 def arguments(page_size: int) -> list[str]:
     """A tiny pool, small chunks and every press."""
     return [
-        *("--kv-policy", "evicpress", *GUESSED, "--kv-forms", FORMS, "--kv-min-tokens", "16"),
+        *("--kv-policy", "evicpress", *GUESSED, "--kv-forms", FORMS, "--kv-min-compress-tokens", "16"),
         *("--page-size", str(page_size), "--max-total-tokens", str(POOL_SLOTS), "--max-running-requests", "8"),
         *("--chunked-prefill-size", "64" if page_size == 1 else "128"),
     ]

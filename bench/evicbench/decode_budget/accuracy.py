@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from evicbench.decode_budget.requests import FAMILIES, Ask
+from evicbench.decode_budget.requests import FAMILIES, Request
 from evicbench.paths import OUT
 from evicbench.report import Line
 from evicbench.testbed.server import Server
@@ -58,24 +58,38 @@ def draw_questions() -> list[Question]:
 
 def arguments(page_size: int, score: str) -> tuple[str, ...]:
     return (
-        *("--kv-policy", "lru", "--kv-no-recording", "--skip-tokenizer-init", "--page-size", str(page_size)),
+        *(
+            "--kv-policy",
+            "lru",
+            "--kv-disable-online-profiling",
+            "--skip-tokenizer-init",
+            "--page-size",
+            str(page_size),
+        ),
         *("--max-total-tokens", "32768", "--max-running-requests", str(NUM_CLIENTS), "--kv-decode-score", score),
-        *("--kv-decode-every", str(EVERY)),
+        *("--kv-decode-interval", str(EVERY)),
     )
 
 
 def answers(
-    server: Server, questions: Sequence[Question], ask: Ask | None, max_new: int = MAX_NEW, *, goes_on: bool = False
+    server: Server,
+    questions: Sequence[Question],
+    request: Request | None,
+    max_new: int = MAX_NEW,
+    *,
+    goes_on: bool = False,
 ) -> list[str]:
     """Answers in words; with what comes behind too if it ``goes_on``. tova and h2o go by queries of the request's own,
     so its prompt is not found cached."""
     words = {token: word for word, token in load_vocabulary().ids.items()}
-    params = {"custom_params": ask.params} if ask is not None else {}
+    params = {"custom_params": request.params} if request is not None else {}
 
     def say(numbered: tuple[int, Question]) -> str:
         number, question = numbered
         sampling = {"temperature": 0, "max_new_tokens": max_new, "ignore_eos": goes_on, **params}
-        fields = {"extra_key": f"{ask} {number}"} if ask is not None and SCORES[ask.score].needs_queries else {}
+        fields = (
+            {"extra_key": f"{request} {number}"} if request is not None and SCORES[request.score].needs_queries else {}
+        )
         body = {"input_ids": list(question.prompt), "sampling_params": sampling, **fields}
         spoken = [words[token] for token in server.post("/generate", body)["output_ids"]]
         return " ".join(word for word in spoken if word != EOS)
@@ -104,11 +118,11 @@ def tables(full: Mapping[int, float], cells: Mapping[Cell, float], long: Mapping
     return "\n".join(
         [
             f"Answers: token F1 in percent with the right ones, {num_contexts * QUESTIONS} questions on {contexts}, "
-            f"--kv-decode-every {EVERY}; full cache: {whole}.",
+            f"--kv-decode-interval {EVERY}; full cache: {whole}.",
             "",
             table(cells),
             f"Long generations: token F1 in percent with the full cache's, {LONG_NEW} tokens after each of "
-            f"{num_contexts} questions on these contexts, <eos> ignored, --kv-decode-every {LONG_EVERY}.",
+            f"{num_contexts} questions on these contexts, <eos> ignored, --kv-decode-interval {LONG_EVERY}.",
             "",
             table(long),
         ]
@@ -173,15 +187,15 @@ def measure() -> Iterator[Line]:
         with Server(*arguments(page, "tova")) as server:
             exact = answers(server, questions, None)
             full[page] = mean_f1(exact, wanted)
-            whole = answers(server, questions, Ask((), MAX_NEW, WHOLE, "paged", every=None))
+            whole = answers(server, questions, Request((), MAX_NEW, WHOLE, "paged", interval=None))
             num_same += sum(one == other for one, other in zip(exact, whole, strict=True))
             exact_long = answers(server, firsts, None, LONG_NEW, goes_on=True)
             for method, score, budget in itertools.product(METHODS, SCORES, BUDGETS):
                 cell = page, method, score, budget
-                given = answers(server, questions, Ask((), MAX_NEW, budget, method, score, None))
+                given = answers(server, questions, Request((), MAX_NEW, budget, method, score, None))
                 cells[cell] = mean_f1(given, wanted)
-                ask = Ask((), LONG_NEW, budget, method, score, LONG_EVERY)
-                long[cell] = mean_f1(answers(server, firsts, ask, LONG_NEW, goes_on=True), exact_long)
+                request = Request((), LONG_NEW, budget, method, score, LONG_EVERY)
+                long[cell] = mean_f1(answers(server, firsts, request, LONG_NEW, goes_on=True), exact_long)
     TABLE.parent.mkdir(parents=True, exist_ok=True)
     TABLE.write_text(tables(full, cells, long), encoding="utf-8")
     print(tables(full, cells, long), flush=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from evicbench.decode_budget.requests import Ask, ask_all, context_prompt
+from evicbench.decode_budget.requests import Request, ask_all, context_prompt
 from evicbench.decode_budget.watch import watched
 from evicbench.report import Line
 from evicbench.testbed.server import Server
@@ -135,14 +135,14 @@ def scratch_line(peaks: dict[tuple[str, str], list[int]]) -> Line:
     )
 
 
-def backends(asks: Sequence[Ask]) -> tuple[str, set[str], int]:
-    """SGLang's name of its attention backend, the types that it ran, and the passes that ``asks`` led to."""
-    score = "tova" if any(ask.budget for ask in asks) else "value_key_ratio"
+def backends(requests: Sequence[Request]) -> tuple[str, set[str], int]:
+    """SGLang's name of its attention backend, the types that it ran, and the passes that ``requests`` led to."""
+    score = "tova" if any(request.budget for request in requests) else "value_key_ratio"
     limits = ("--max-total-tokens", "16384", "--max-running-requests", "8", "--kv-decode-score", score)
-    limits += ("--kv-decode-every", "16")
-    policy = ("--kv-policy", "lru", "--kv-no-recording", "--skip-tokenizer-init", "--page-size", str(PAGE))
+    limits += ("--kv-decode-interval", "16")
+    policy = ("--kv-policy", "lru", "--kv-disable-online-profiling", "--skip-tokenizer-init", "--page-size", str(PAGE))
     with watched() as watch, Server(*policy, *limits, env=watch.env) as server:
-        ask_all(server, asks)
+        ask_all(server, requests)
         return (
             str(server.get("/server_info")["attention_backend"]),
             watch.backends(),
@@ -152,12 +152,12 @@ def backends(asks: Sequence[Ask]) -> tuple[str, set[str], int]:
 
 def backend_line() -> Line:
     draw = random.Random("walls")
-    asks = [
-        Ask(context_prompt(draw, 100), 40, 96, method, score, 16)
+    requests = [
+        Request(context_prompt(draw, 100), 40, 96, method, score, 16)
         for method, score in itertools.product(METHODS, SCORES)
     ]
-    name, types, _ = backends([Ask(context_prompt(draw, 100), 40)])
-    with_name, with_types, num_rounds = backends(asks)
+    name, types, _ = backends([Request(context_prompt(draw, 100), 40)])
+    with_name, with_types, num_rounds = backends(requests)
     return Line(
         f"walls: attention backend of a server that keeps queries for tova and answers by {len(METHODS)} methods with "
         f"{len(SCORES)} scores",

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from evicbench.decode_budget.requests import Ask, ask_all, context_prompt
+from evicbench.decode_budget.requests import Request, ask_all, context_prompt
 from evicbench.report import Line
 from evicbench.testbed.server import Server
 
@@ -24,7 +24,7 @@ RETRACTED = re.compile(r"#retracted_reqs: (\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """``most_running`` requests at once, ``num_retracted`` sent back, ``num_done`` answered in full in ``seconds``."""
+    """``most_running`` requests at once, ``num_retracted`` retracted, ``num_done`` answered in full in ``seconds``."""
 
     most_running: int
     num_retracted: int
@@ -39,7 +39,7 @@ class Run:
 def arguments(budget: int) -> tuple[str, ...]:
     """Both servers may run all requests, and tell of every step."""
     return (
-        *("--kv-policy", "lru", "--kv-no-recording", "--skip-tokenizer-init", "--page-size", str(PAGE)),
+        *("--kv-policy", "lru", "--kv-disable-online-profiling", "--skip-tokenizer-init", "--page-size", str(PAGE)),
         *("--max-total-tokens", str(POOL), "--max-running-requests", str(NUM_REQUESTS), "--decode-log-interval", "1"),
         *(("--kv-decode-budget", str(budget)) if budget else ()),
     )
@@ -49,7 +49,7 @@ def run(server: Server, prompts: Sequence[Sequence[int]]) -> Run:
     server.flush()
     told = len(server.log.read_text(errors="replace"))
     began = time.perf_counter()
-    answers = ask_all(server, [Ask(prompt, NUM_NEW) for prompt in prompts])
+    answers = ask_all(server, [Request(prompt, NUM_NEW) for prompt in prompts])
     seconds = time.perf_counter() - began
     if not server.is_alive():
         raise RuntimeError(f"the server died:\n{server.log_tail()}")
@@ -65,15 +65,15 @@ def read_log(log: str, num_done: int, seconds: float) -> Run:
 
 def lines(full: Sequence[Run], budgeted: Sequence[Run]) -> Iterator[Line]:
     most = min(each.most_running for each in budgeted)
-    sent_back = sum(each.num_retracted for each in budgeted)
+    retracted = sum(each.num_retracted for each in budgeted)
     done = min(each.num_done for each in budgeted)
     yield Line(
         f"room: {NUM_REQUESTS} requests of {PROMPT} + {NUM_NEW} tokens, pool of {POOL:,} slots, paged to {BUDGET}, "
         f"--max-running-requests {NUM_REQUESTS}; the fewest of {len(budgeted)} runs",
         f">= {LEAST_TIMES * NUM_FULL} at once where {NUM_FULL} fit in full, all answered, none sent back",
-        f"{most} at once, {done} answered, {sent_back} sent back; full cache {max(each.most_running for each in full)} "
+        f"{most} at once, {done} answered, {retracted} sent back; full cache {max(each.most_running for each in full)} "
         f"at once, {sum(each.num_retracted for each in full)} sent back in {len(full)} runs",
-        most >= LEAST_TIMES * NUM_FULL and done == NUM_REQUESTS and sent_back == 0,
+        most >= LEAST_TIMES * NUM_FULL and done == NUM_REQUESTS and retracted == 0,
     )
     ratios = [each.tokens_per_s / other.tokens_per_s for each, other in zip(budgeted, full, strict=True)]
     speeds = [statistics.median(each.tokens_per_s for each in runs) for runs in (full, budgeted)]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from evicbench.decode_budget.requests import Ask, ask_all, context_prompt
+from evicbench.decode_budget.requests import Request, ask_all, context_prompt
 from evicbench.decode_budget.watch import Pass, Round, step_seconds, watched
 from evicbench.report import Line
 from evicbench.testbed.server import Server
@@ -54,7 +54,14 @@ class Run:
 
 def arguments(score: str, page_size: int) -> tuple[str, ...]:
     return (
-        *("--kv-policy", "lru", "--kv-no-recording", "--skip-tokenizer-init", "--page-size", str(page_size)),
+        *(
+            "--kv-policy",
+            "lru",
+            "--kv-disable-online-profiling",
+            "--skip-tokenizer-init",
+            "--page-size",
+            str(page_size),
+        ),
         *("--max-total-tokens", "65536", "--max-running-requests", "32", "--kv-decode-score", score),
     )
 
@@ -69,7 +76,7 @@ def run_all(
             for method in methods:
                 since = watch.num_lines
                 prompts = [context_prompt(draw, PROMPT) for _ in range(batch)]
-                ask_all(server, [Ask(prompt, NUM_NEW, BUDGET, method, score, EVERY) for prompt in prompts])
+                ask_all(server, [Request(prompt, NUM_NEW, BUDGET, method, score, EVERY) for prompt in prompts])
                 yield Run(score, page_size, method, batch, watch.rounds(since))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from evicbench.correctness.findings import Finding
 from evicbench.correctness.reference import KV, SINKS, Reference, press_scores
-from evicbench.decode_budget.requests import WINDOW, Ask
+from evicbench.decode_budget.requests import WINDOW, Request
 
 TIE = 1e-4  # two candidates closer than this are one to fp32
 NEWEST = 1e6  # above every sum of attention: h2o keeps the newest tokens in any case
@@ -24,47 +24,51 @@ class MismatchError(ValueError):
     """The server says that it did what no budget may do."""
 
 
-def expected_scores(ask: Ask, kv: KV, held: Tensor, queries: Tensor, end: int, num_cached: int) -> Tensor | None:
+def expected_scores(
+    request: Request, kv: KV, held: Tensor, queries: Tensor, end: int, num_cached: int
+) -> Tensor | None:
     """By the papers' formulas, fp32 like ``held`` [layers, kv_heads, m]; None where only the product's own ranks tell.
 
     ``queries`` [layers, q_heads, w, head_dim] are the last before ``end``, of which a server has those that it computed
     itself.
     """
-    if ask.score == "r_kv":
+    if request.score == "r_kv":
         return None
-    if ask.score not in ("tova", "h2o"):
-        return press_scores(ask.score, kv, held, queries, end)
-    size = 1 if ask.score == "tova" else min(WINDOW, queries.shape[2], end - num_cached)
+    if request.score not in ("tova", "h2o"):
+        return press_scores(request.score, kv, held, queries, end)
+    size = 1 if request.score == "tova" else min(WINDOW, queries.shape[2], end - num_cached)
     last = queries[:, :, -size:].unflatten(1, (kv.keys.shape[1], -1))
     logits = last @ kv.keys[:, :, None].transpose(-1, -2) * kv.keys.shape[-1] ** -0.5
     is_later = held[:, :, None, None] > torch.arange(end - size, end)[:, None]
     scores = logits.masked_fill(is_later, -torch.inf).softmax(-1).mean(2).sum(2)
-    return scores if ask.score == "tova" else torch.where(held >= end - WINDOW, NEWEST + held, scores)
+    return scores if request.score == "tova" else torch.where(held >= end - WINDOW, NEWEST + held, scores)
 
 
 class Generation:
     """One request, computed by transformers along the tokens that the server gave."""
 
-    def __init__(self, reference: Reference, ask: Ask, output: Sequence[int], page_size: int, num_cached: int) -> None:
-        self._reference, self._ask, self._block, self._num_cached = reference, ask, max(16, page_size), num_cached
-        self._tokens = [*ask.prompt, *output]
+    def __init__(
+        self, reference: Reference, request: Request, output: Sequence[int], page_size: int, num_cached: int
+    ) -> None:
+        self._reference, self._ask, self._block, self._num_cached = reference, request, max(16, page_size), num_cached
+        self._tokens = [*request.prompt, *output]
         self._kv: KV | None = None
         self._positions = self._queries = torch.empty(0)
         self._num_computed = 0
         self._is_spoiled = False
         self._rows: dict[int, Tensor] = {}
 
-    def run(self, passes: Sequence[Any], sent_back_at: Sequence[int] = (), *, spoil: bool = False) -> Tensor:
+    def run(self, passes: Sequence[Any], retracted_at: Sequence[int] = (), *, spoil: bool = False) -> Tensor:
         """Log probabilities [new tokens, vocabulary] of what comes at each place of the answer.
 
-        ``passes`` as the server traced them; ``sent_back_at``: the lengths at which all was computed anew. ``spoil``
+        ``passes`` as the server traced them; ``retracted_at``: the lengths at which all was computed anew. ``spoil``
         puts, in the first pass that drops tokens, one dropped token of every head in the place of a survivor.
         Raises MismatchError.
         """
         self._is_spoiled = not spoil
         left, num_prompt, end = list(passes), len(self._ask.prompt), len(self._tokens)
         self._compute(num_prompt)
-        for num_tokens in [*sent_back_at, end]:
+        for num_tokens in [*retracted_at, end]:
             while left and self._num_computed <= left[0]["logical_tokens"] < num_tokens - 1:
                 self._compute(left[0]["logical_tokens"])
                 self._drop(left.pop(0))
@@ -155,7 +159,7 @@ def _swapped(kept: Tensor, is_kept: Tensor) -> Tensor:
 
 def check_answer(
     reference: Reference,
-    ask: Ask,
+    request: Request,
     answer: Any,
     shown: Any,
     page_size: int,
@@ -167,13 +171,13 @@ def check_answer(
     """``answer``: the server's, with the log probabilities of its tokens. ``shown``: what it tells of the request, None
     for one without a budget. ``is_full`` ignores the passes, as if nothing had been dropped."""
     output, meta = answer["output_ids"], answer["meta_info"]
-    passes, sent_back = ([], []) if shown is None or is_full else (shown["trace"], shown["sent_back_at"])
-    name = f"{name} {ask.method} {ask.score} {ask.budget}"
-    if len(output) != ask.num_new:
-        return Finding(name, (f"{len(output)} tokens came back, expected {ask.num_new}",))
+    passes, retracted = ([], []) if shown is None or is_full else (shown["trace"], shown["retracted_at"])
+    name = f"{name} {request.method} {request.score} {request.budget}"
+    if len(output) != request.num_new:
+        return Finding(name, (f"{len(output)} tokens came back, expected {request.num_new}",))
     try:
-        generation = Generation(reference, ask, output, page_size, meta["cached_tokens"])
-        rows = generation.run(passes, sent_back, spoil=spoil)
+        generation = Generation(reference, request, output, page_size, meta["cached_tokens"])
+        rows = generation.run(passes, retracted, spoil=spoil)
     except MismatchError as error:
         return Finding(name, (str(error),))
     mine = rows[torch.arange(len(output)), output]

@@ -14,7 +14,7 @@ from evicbench.correctness.findings import TOLERANCE, Finding
 from evicbench.correctness.reference import Reference, make_peaky_model
 from evicbench.correctness.storm import CHECKS
 from evicbench.decode_budget.generation import check_answer
-from evicbench.decode_budget.requests import Ask, ask_all, prompt_for, shown_of
+from evicbench.decode_budget.requests import Request, ask_all, prompt_for, shown_of
 from evicbench.report import Line
 from evicbench.testbed.server import MODEL, Server
 from sglang_evicpress.decode_budget.scores import SCORES
@@ -55,30 +55,37 @@ SETUPS = (
 def arguments(page_size: int) -> tuple[str, ...]:
     """Room for all queries that tova and h2o want kept."""
     return (
-        *("--kv-policy", "lru", "--kv-no-recording", "--skip-tokenizer-init", "--page-size", str(page_size)),
+        *(
+            "--kv-policy",
+            "lru",
+            "--kv-disable-online-profiling",
+            "--skip-tokenizer-init",
+            "--page-size",
+            str(page_size),
+        ),
         *("--max-total-tokens", "16384", "--max-running-requests", "8", "--kv-decode-score", "tova"),
-        *("--kv-decode-every", str(min(EVERY)), "--kv-decode-client-budgets", "trace"),
+        *("--kv-decode-interval", str(min(EVERY)), "--kv-decode-client-budgets", "trace"),
     )
 
 
-def draw_asks(model: Path, page_size: int, seed: int) -> list[Ask]:
+def draw_requests(model: Path, page_size: int, seed: int) -> list[Request]:
     """All methods and scores take turns; every fourth prompt continues one that is in the tree."""
     draw = random.Random(f"identical {seed}")
     shared = prompt_for(model, draw, 160)
     pairs = list(itertools.product(METHODS, SCORES))
     draw.shuffle(pairs)
-    asks = []
+    requests = []
     for number, (method, score) in zip(range(NUM_PROMPTS), itertools.cycle(pairs), strict=False):
         least = 4 * page_size if method == "paged" else 48 + page_size
-        budget, every = max(least, 48) + draw.randrange(60), draw.choice(EVERY)
+        budget, interval = max(least, 48) + draw.randrange(60), draw.choice(EVERY)
         num_new = draw.randint(*NUM_NEW)
-        shortest = max(30, budget + every + page_size + 1 - num_new)  # or nothing would be dropped
+        shortest = max(30, budget + interval + page_size + 1 - num_new)  # or nothing would be dropped
         length = draw.randint(shortest, shortest + 100)
         prompt = prompt_for(model, draw, length)
         if number % 4 == 0:
             prompt = [*shared, *prompt[: max(20, length - len(shared))]]
-        asks.append(Ask(prompt, num_new, budget, method, score, every))
-    return asks + [Ask(prompt_for(model, draw, 100), 60) for _ in range(NUM_PLAIN)]
+        requests.append(Request(prompt, num_new, budget, method, score, interval))
+    return requests + [Request(prompt_for(model, draw, 100), 60) for _ in range(NUM_PLAIN)]
 
 
 @dataclass(slots=True)
@@ -87,42 +94,42 @@ class Outcome:
 
     findings: list[Finding]
     kinds: set[str]
-    num_sent_back: int
+    num_retracted: int
     full: list[Finding]
     spoiled: list[Finding]
 
 
 def compare(setup: Setup, model: Path, reference: Reference, seed: int) -> Outcome:
-    asks = draw_asks(model, setup.page_size, seed)
+    requests = draw_requests(model, setup.page_size, seed)
     with Server(*arguments(setup.page_size), *setup.flags, model=model, env={**CHECKS, **dict(setup.env)}) as server:
-        ask_all(server, [Ask(asks[0].prompt[:160], 1)], name="shared")
-        answers = ask_all(server, asks, is_traced=True)
-        shown = [shown_of(server, f"r{index}") if ask.budget else None for index, ask in enumerate(asks)]
+        ask_all(server, [Request(requests[0].prompt[:160], 1)], name="shared")
+        answers = ask_all(server, requests, is_traced=True)
+        shown = [shown_of(server, f"r{index}") if request.budget else None for index, request in enumerate(requests)]
         check = server.post("/evicpress/check")
     outcome = Outcome([], set(), 0, [], [])
     if not check["ok"]:
         outcome.findings.append(Finding("integrity", tuple(map(str, check["violations"]))))
-    for index, (ask, answer, told) in enumerate(zip(asks, answers, shown, strict=True)):
-        _compare_one(outcome, reference, ask, answer, told, setup.page_size, f"{setup.model}, r{index}")
+    for index, (request, answer, told) in enumerate(zip(requests, answers, shown, strict=True)):
+        _compare_one(outcome, reference, request, answer, told, setup.page_size, f"{setup.model}, r{index}")
     return outcome
 
 
 def _compare_one(
-    outcome: Outcome, reference: Reference, ask: Ask, answer: Any, told: Any, page_size: int, name: str
+    outcome: Outcome, reference: Reference, request: Request, answer: Any, told: Any, page_size: int, name: str
 ) -> None:
-    outcome.findings.append(check_answer(reference, ask, answer, told, page_size, name=name))
+    outcome.findings.append(check_answer(reference, request, answer, told, page_size, name=name))
     if told is None:
         return
     kinds = {record["kind"] for record in told["trace"]}
     outcome.kinds |= kinds
-    outcome.num_sent_back += len(told["sent_back_at"])
+    outcome.num_retracted += len(told["retracted_at"])
     if not kinds or told["is_trace_cut"]:
         outcome.findings[-1] = replace(outcome.findings[-1], problems=("nothing was dropped, or not all was told",))
         return
-    outcome.full.append(check_answer(reference, ask, answer, told, page_size, is_full=True))
+    outcome.full.append(check_answer(reference, request, answer, told, page_size, is_full=True))
     if kinds - {"page"} and len(outcome.spoiled) < NUM_SPOILED:
         # The selection check would refuse a spoiled trace; here the reference's own cache is spoiled behind it.
-        outcome.spoiled.append(check_answer(reference, ask, answer, told, page_size, spoil=True))
+        outcome.spoiled.append(check_answer(reference, request, answer, told, page_size, spoil=True))
 
 
 def exact_line(setup: Setup, outcome: Outcome) -> Line:
@@ -133,8 +140,8 @@ def exact_line(setup: Setup, outcome: Outcome) -> Line:
     figure = (
         f"{wrong} of {tokens} tokens ({ties} ties), {worst:.1e}; passes of kinds {', '.join(sorted(outcome.kinds))}"
     )
-    if outcome.num_sent_back:
-        figure += f"; sent back {outcome.num_sent_back} times"
+    if outcome.num_retracted:
+        figure += f"; sent back {outcome.num_retracted} times"
     if bad:
         figure += f"; {len(bad)} bad, first {bad[0].case}: {'; '.join(bad[0].problems) or f'{bad[0].difference:.1e}'}"
     return Line(

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from evicbench.decode_budget.requests import Ask, ask_all, context_prompt
+from evicbench.decode_budget.requests import Request, ask_all, context_prompt
 from evicbench.report import Line
 from evicbench.testbed.server import Server
 
@@ -36,25 +36,25 @@ class Seen:
 def arguments() -> tuple[str, ...]:
     """Room for the prefixes, the others and the long ones within their budget, not for the long ones in full."""
     return (
-        *("--kv-policy", "lru", "--kv-no-recording", "--skip-tokenizer-init", "--page-size", str(PAGE)),
+        *("--kv-policy", "lru", "--kv-disable-online-profiling", "--skip-tokenizer-init", "--page-size", str(PAGE)),
         *("--max-total-tokens", str(POOL), "--max-running-requests", "16"),
     )
 
 
-def others(server: Server, prefixes: Sequence[list[int]], long: Sequence[Ask], draw: random.Random) -> Seen:
+def others(server: Server, prefixes: Sequence[list[int]], long: Sequence[Request], draw: random.Random) -> Seen:
     """Ask about the prefixes, one question after the other, while the long ones run."""
     server.flush()
     for prefix in prefixes:
         server.generate(prefix, 1)
-    asks = [[*prefixes[number % NUM_PREFIXES], *context_prompt(draw, 12)] for number in range(NUM_OTHERS)]
+    requests = [[*prefixes[number % NUM_PREFIXES], *context_prompt(draw, 12)] for number in range(NUM_OTHERS)]
     given: list[Any] = []
     num_meeting = 0
     with ThreadPoolExecutor(1) as background:
         job = background.submit(ask_all, server, long, name="long") if long else None
-        for ask in asks:
+        for request in requests:
             if job is not None and not job.done():
                 num_meeting += 1
-            given.append(server.generate(ask, NUM_NEW_OTHERS))
+            given.append(server.generate(request, NUM_NEW_OTHERS))
             time.sleep(PERIOD_S if job is not None and not job.done() else 0)
         if job is not None:
             job.result()
@@ -76,7 +76,7 @@ def line(alone: Seen, beside: Seen, unbudgeted: Seen) -> Line:
     )
 
 
-def after_line(server: Server, long: Sequence[Ask], others_of: Sequence[Any]) -> Line:
+def after_line(server: Server, long: Sequence[Request], others_of: Sequence[Any]) -> Line:
     """``others_of``: the answers to the same prompts from a server that had not seen them."""
     hits = sum(answer["meta_info"]["cached_tokens"] // PAGE == (LONG + 4) // PAGE for answer, _ in others_of)
     same = sum(answer["output_ids"] == fresh["output_ids"] for answer, fresh in others_of)
@@ -93,16 +93,18 @@ def measure() -> Iterator[Line]:
     draw = random.Random("neighbours")
     prefixes = [context_prompt(draw, PREFIX) for _ in range(NUM_PREFIXES)]
     long = [
-        Ask(context_prompt(draw, LONG), NUM_NEW_LONG, BUDGET, method, every=32)
+        Request(context_prompt(draw, LONG), NUM_NEW_LONG, BUDGET, method, interval=32)
         for _, method in zip(range(NUM_LONG), ("paged", "repack", "holefill") * NUM_LONG, strict=False)
     ]
     with Server(*arguments()) as server:
         alone = others(server, prefixes, (), random.Random("questions"))
-        unbudgeted = others(server, prefixes, [replace(ask, budget=0) for ask in long], random.Random("questions"))
+        unbudgeted = others(
+            server, prefixes, [replace(request, budget=0) for request in long], random.Random("questions")
+        )
         beside = others(server, prefixes, long, random.Random("questions"))
         yield line(alone, beside, unbudgeted)
-        asks = [[*ask.prompt, *context_prompt(draw, 4)] for ask in long]
-        found = [server.generate(ask, NUM_NEW_OTHERS) for ask in asks]
+        requests = [[*request.prompt, *context_prompt(draw, 4)] for request in long]
+        found = [server.generate(request, NUM_NEW_OTHERS) for request in requests]
         server.flush()
-        fresh = [server.generate(ask, NUM_NEW_OTHERS) for ask in asks]
+        fresh = [server.generate(request, NUM_NEW_OTHERS) for request in requests]
         yield after_line(server, long, list(zip(found, fresh, strict=True)))

@@ -18,8 +18,8 @@ FAMILIES = ("needle", "multikv", "record", "hop")
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """One request; ``budget`` 0 asks for none, ``every`` None for the interval of the server. Its answer has
+class Request:
+    """One request; ``budget`` 0 asks for none, ``interval`` None for the interval of the server. Its answer has
     ``num_new`` tokens, whatever they are."""
 
     prompt: Sequence[int]
@@ -27,7 +27,7 @@ class Ask:
     budget: int = 0
     method: str = "paged"
     score: str = "value_key_ratio"
-    every: int | None = 128
+    interval: int | None = 128
 
     @property
     def params(self) -> dict[str, Any]:
@@ -37,7 +37,7 @@ class Ask:
             "kv_decode_method": self.method,
             "kv_decode_score": self.score,
         }
-        return chosen if self.every is None else {**chosen, "kv_decode_every": self.every}
+        return chosen if self.interval is None else {**chosen, "kv_decode_interval": self.interval}
 
     def body(self, rid: str, *, is_traced: bool = True) -> dict[str, Any]:
         sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": self.num_new, "ignore_eos": True}
@@ -63,10 +63,10 @@ def prompt_for(model: Path, draw: random.Random, num_tokens: int) -> list[int]:
     return context_prompt(draw, num_tokens) if model == MODEL else random_prompt(draw, num_tokens)
 
 
-def ask_all(server: Server, asks: Sequence[Ask], *, name: str = "r", is_traced: bool = False) -> list[Any]:
-    """All at once; the answers in the order of ``asks``, whose request ids are ``name`` and their number."""
-    with ThreadPoolExecutor(len(asks)) as clients:
-        bodies = [ask.body(f"{name}{index}", is_traced=is_traced) for index, ask in enumerate(asks)]
+def ask_all(server: Server, requests: Sequence[Request], *, name: str = "r", is_traced: bool = False) -> list[Any]:
+    """All at once; the answers in the order of ``requests``, whose request ids are ``name`` and their number."""
+    with ThreadPoolExecutor(len(requests)) as clients:
+        bodies = [request.body(f"{name}{index}", is_traced=is_traced) for index, request in enumerate(requests)]
         return list(clients.map(lambda body: server.post("/generate", body), bodies))
 
 

@@ -117,11 +117,11 @@ def load() -> None:
 
 
 def _attach(scheduler: Any, ring_s: list[float]) -> None:
-    from sglang_evicpress.decode_budget.stats import PassRecord, RequestTally, Totals
+    from sglang_evicpress.decode_budget.stats import PassRecord, RequestStats, Totals
 
     class SeenTotals(Totals):
-        def add(self, tally: RequestTally, record: PassRecord) -> None:
-            super().add(tally, record)
+        def add(self, stats: RequestStats, record: PassRecord) -> None:
+            super().add(stats, record)
             made.append(record)
 
     made: list[PassRecord] = []

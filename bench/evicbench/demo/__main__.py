@@ -17,7 +17,7 @@ from evicbench.demo.page import PAGE, write_page
 from evicbench.demo.report import opening, report
 from evicbench.paths import BENCH, OUT
 from sglang_evicpress.benchmark.config import load_config
-from sglang_evicpress.benchmark.raw import read_raw
+from sglang_evicpress.benchmark.results import read_raw
 from sglang_evicpress.benchmark.summary import summarise
 from sglang_evicpress.cli.bench import serve
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from evicbench.demo.report import HEAD, caveats, cells, comparisons, rows, tokens_by_source
 from sglang_evicpress.benchmark.figures.drawing import milliseconds
-from sglang_evicpress.benchmark.raw import TIERS, read_tree
+from sglang_evicpress.benchmark.results import TIERS, read_tree
 from sglang_evicpress.benchmark.summary import Summary
 from sglang_evicpress.core import Form
 
@@ -78,7 +78,7 @@ def _plots(summary: Summary) -> str:
             begin = [start + width for start, width in zip(begin, widths, strict=True)]
         tokens.set(xlabel="prompt tokens, %", xlim=(0, 100))
         tokens.legend(ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
-        quality.barh(names, [cell.f1_bound or 0.0 for cell in named.values()], color="tab:green")
+        quality.barh(names, [cell.f1_full_cache or 0.0 for cell in named.values()], color="tab:green")
         quality.set(xlabel="token F1 with the answer of the full cache", xlim=(0, 1.02))
         for axes in (means, tokens, quality):
             axes.invert_yaxis()

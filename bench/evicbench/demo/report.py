@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sglang_evicpress.benchmark.config import Config
 from sglang_evicpress.benchmark.ratios import paired
-from sglang_evicpress.benchmark.raw import RUNS, TIERS, Run
+from sglang_evicpress.benchmark.results import RUNS, TIERS, Run
 from sglang_evicpress.benchmark.summary import Cell, Summary
 from sglang_evicpress.benchmark.tables import TABLES, setting_lines
 from sglang_evicpress.tables import aligned, ms, number, share
@@ -55,7 +55,7 @@ def rows(summary: Summary) -> list[list[str]]:
     return [
         [
             *(name, ms(cell.ttft_mean_s), ms(cell.ttft_p95_s), share(cell.hit_share)),
-            *(number(cell.f1_bound), share(same_answers(summary, cell))),
+            *(number(cell.f1_full_cache), share(same_answers(summary, cell))),
         ]
         for name, cell in cells(summary).items()
     ]

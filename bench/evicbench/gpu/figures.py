@@ -87,10 +87,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a phase; ``promises`` are the lines that stand for it where it does not get to measure."""
+    """A part of a phase; ``targets`` are the lines that stand for it where it does not get to measure."""
 
     name: str
-    promises: tuple[str, ...]
+    targets: tuple[str, ...]
     measure: Callable[[], Iterator[Figure]]
 
 
@@ -126,12 +126,12 @@ def run_parts(
                     is_whole = False
                     why = f"the part failed: {type(error).__name__}: {error}".partition("\n")[0]
                 print(f"   {part.name}: {time.monotonic() - start:.0f} s", flush=True)
-        for promise in part.promises:
-            if not any(figure.what.startswith(promise) for figure in found):
-                found.append(missing(promise, why))
+        for target_text in part.targets:
+            if not any(figure.what.startswith(target_text) for figure in found):
+                found.append(missing(target_text, why))
                 say(found[-1])
         figures += found
-        later = [missing(promise, CUT_OFF) for other in parts[index + 1 :] for promise in other.promises]
+        later = [missing(target_text, CUT_OFF) for other in parts[index + 1 :] for target_text in other.targets]
         if is_measured or not later:
             keep([*figures, *later])
     return figures, is_whole

@@ -132,7 +132,7 @@ def measure_config(chosen: Settings, config: Config) -> Iterator[Figure]:
         )
         log = chosen.out / f"greedy-{config.model}-{config.backend}-{int(config.graphs)}-{config.page_size}.log"
         arguments = (
-            *("--kv-policy", "evicpress", "--kv-no-recording", "--kv-forms", ",".join(exactness.FORMS)),
+            *("--kv-policy", "evicpress", "--kv-disable-online-profiling", "--kv-forms", ",".join(exactness.FORMS)),
             *("--max-total-tokens", "131072", "--chunked-prefill-size", str(exactness.CHUNK_TOKENS)),
         )
         torch.manual_seed(chosen.seed)
@@ -184,7 +184,7 @@ def verdicts(config: Config, findings: list[Finding], violations: list[str]) -> 
 
 def parts(chosen: Settings) -> list[Part]:
     def part(config: Config) -> Part:
-        promises = (f"greedy: {config}", *([f"greedy controls: {config}"] if config.judges_controls else []))
-        return Part(f"greedy {config}", promises, lambda: measure_config(chosen, config))
+        targets = (f"greedy: {config}", *([f"greedy controls: {config}"] if config.judges_controls else []))
+        return Part(f"greedy {config}", targets, lambda: measure_config(chosen, config))
 
     return [part(config) for config in configs(chosen.device)]

@@ -83,7 +83,7 @@ def measure_tiers(chosen: Settings, subject: Subject) -> Iterator[Figure]:
         server = stack.enter_context(
             Server(
                 subject.launch,
-                *("--kv-policy", "evicpress", "--kv-no-recording", "--kv-forms", subject.forms),
+                *("--kv-policy", "evicpress", "--kv-disable-online-profiling", "--kv-forms", subject.forms),
                 *("--kv-host-gb", str(subject.host_gb), "--kv-ssd-dir", ssd, "--kv-ssd-gb", str(subject.ssd_gb)),
                 log=chosen.out / f"{subject.folder.name}-tiers.log",
                 env=watch.env,
@@ -206,7 +206,7 @@ def measure_steps(chosen: Settings, subject: Subject) -> Iterator[Figure]:
     """Inter-token latency and planning, at the same physical length: stock, ours without holes, ours with half."""
     physical, rows = subject.context // 2, subject.batch_rows // subject.batch
     launch = subject.launch
-    ours = ("--kv-policy", "evicpress", "--kv-no-recording", "--kv-forms", subject.forms)
+    ours = ("--kv-policy", "evicpress", "--kv-disable-online-profiling", "--kv-forms", subject.forms)
     steps: dict[tuple[str, int], list[float]] = {}
 
     def measure(stepper: Stepper, rounds: int) -> None:
@@ -397,10 +397,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="evicpress-models-") as made:
 
         def part(
-            name: str, model: Model, promises: tuple[str, ...], measure: Callable[[Settings, Subject], Iterator[Figure]]
+            name: str, model: Model, targets: tuple[str, ...], measure: Callable[[Settings, Subject], Iterator[Figure]]
         ) -> Part:
             subject = subject_of(model, chosen, Path(made))
-            lines = tuple(f"{subject.name}: {promise}" for promise in promises)
+            lines = tuple(f"{subject.name}: {target_text}" for target_text in targets)
             return Part(f"{'llama' if model is LLAMA_8B else 'qwen'} {name}", lines, lambda: measure(chosen, subject))
 
         def parts() -> list[Part]:

@@ -89,7 +89,7 @@ def choice() -> Iterator[Line]:
         asked.kv_policy, asked.device, asked.attention_backend = "evicpress", "cuda", backend
         try:
             server_args._prepare(asked)
-        except unsupported.RefusedError as error:
+        except unsupported.UnsupportedError as error:
             return None, str(error)
         return asked.attention_backend, ""
 

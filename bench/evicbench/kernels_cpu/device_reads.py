@@ -36,9 +36,9 @@ def batch_of(size: int, device: str, *, extend: bool) -> SimpleNamespace:
 
 def plan(size: int, device: str, *, extend: bool) -> Any:
     from sglang_evicpress.patches.attention.physical_lengths import physical_view
-    from sglang_evicpress.patches.attention.req_to_token import HoleTable
+    from sglang_evicpress.patches.attention.req_to_token import RequestHoles
 
-    table = HoleTable(NUM_ROWS, device)
+    table = RequestHoles(NUM_ROWS, device)
     where = torch.arange(1, size + 1)
     table.note(where, list(range(10, 10 + size)))  # what write() does to both; pinning needs CUDA
     if table.device is not table.host:

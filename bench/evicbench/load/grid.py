@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from evicbench.load.promises import promises
+from evicbench.load.promises import targets
 from evicbench.report import Line
 from evicbench.serving.runs import draw, folder_of, serve
-from sglang_evicpress.benchmark.raw import Raw, read_raw
+from sglang_evicpress.benchmark.results import Results, read_results
 from sglang_evicpress.benchmark.tables import setting_lines
 
 GRID = ("load-outside", "load-mooncake", "load-bursts", "load-refusing")
@@ -16,16 +16,16 @@ GRID = ("load-outside", "load-mooncake", "load-bursts", "load-refusing")
 FIGURES = ("under_load", "hits", "forms")
 
 
-def finished(name: str) -> Raw:
+def finished(name: str) -> Results:
     """Runs of one setting so far. Raises ValueError where there are none."""
-    return read_raw(folder_of(name))
+    return read_results(folder_of(name))
 
 
 def measure(name: str, repetitions: int | None = None) -> Iterator[Line]:
     """The lines of one setting, behind its runs."""
     serve(name, repetitions)
     draw(name, FIGURES)
-    raw = finished(name)
-    for line in setting_lines(raw):
+    results = finished(name)
+    for line in setting_lines(results):
         print(f"    {line}", flush=True)
-    yield from promises(raw)
+    yield from targets(results)

@@ -59,7 +59,7 @@ def measure_chaos(seconds: float = CHAOS_S, num_questions: int = NUM_QUESTIONS) 
 
 
 MEASUREMENTS = {
-    "setting": Measurement(measure_setting),
+    "settings": Measurement(measure_setting),
     "one client": Measurement(measure_one_client),
     "chaos": Measurement(measure_chaos, partial(measure_chaos, 12.0, 48)),
     "published": Measurement(published_lines),

@@ -16,7 +16,7 @@ from evicbench.report import Line
 from sglang_evicpress.benchmark.curves import capacity, unloaded_p95
 from sglang_evicpress.benchmark.load import NOT_WORTH, UNLOADED, Loaded, loaded, median
 from sglang_evicpress.benchmark.load_tables import rate_name
-from sglang_evicpress.benchmark.raw import Raw
+from sglang_evicpress.benchmark.results import Results
 from sglang_evicpress.benchmark.summary import Cell, Summary
 
 LEAST_RATIO = 1.3
@@ -30,7 +30,7 @@ IN_FLIGHT = 0.01
 MOST_FALL = 0.05
 MOST_RECOMPUTED = 0.01
 LEAST_F1 = 0.97
-MOST_OVER_BOUND = 1.5
+MOST_OVER_FULL_CACHE = 1.5
 REFUSING = "--kv-max-queue-seconds"
 
 
@@ -38,16 +38,18 @@ REFUSING = "--kv-max-queue-seconds"
 class Grid:
     """A folder's runs. ``ours`` is the system that is judged."""
 
-    raw: Raw
+    results: Results
     runs: tuple[Loaded, ...]
     ours: str
 
     @classmethod
-    def of(cls, raw: Raw) -> Grid:
+    def of(cls, results: Results) -> Grid:
         """Raises ValueError for a folder whose config has no load, or whose saturation is not known."""
-        if not raw.multiples:
-            raise ValueError(f"{raw.folder} has no levels at multiples of saturation: expected a config with a load")
-        return cls(raw, tuple(loaded(raw)), raw.plan["config"]["load"]["reference"])
+        if not results.multiples:
+            raise ValueError(
+                f"{results.run_dir} has no rates at multiples of saturation: expected a config with a load"
+            )
+        return cls(results, tuple(loaded(results)), results.plan["config"]["load"]["reference"])
 
     @property
     def repetitions(self) -> list[int]:
@@ -55,22 +57,22 @@ class Grid:
 
     @property
     def name(self) -> str:
-        return str(self.raw.plan["config"].get("name") or self.raw.folder.name)
+        return str(self.results.plan["config"].get("name") or self.results.run_dir.name)
 
-    def levels(self, most: float = math.inf) -> list[float]:
-        """Levels planned up to so many times saturation."""
-        return sorted(level for level, multiple in self.raw.multiples.items() if multiple <= most)
+    def rates(self, most: float = math.inf) -> list[float]:
+        """Rates planned up to so many times saturation."""
+        return sorted(rate for rate, multiple in self.results.multiples.items() if multiple <= most)
 
     def systems(self, *kinds: str) -> list[str]:
-        return [system["name"] for system in self.raw.systems if system["kind"] in kinds]
+        return [system["name"] for system in self.results.systems if system["kind"] in kinds]
 
-    def at(self, system: str, level: float, repetition: int) -> Loaded | None:
-        key = (system, level, repetition)
-        return next((run for run in self.runs if (run.system, run.level, run.repetition) == key), None)
+    def at(self, system: str, rate: float, repetition: int) -> Loaded | None:
+        key = (system, rate, repetition)
+        return next((run for run in self.runs if (run.system, run.rate, run.repetition) == key), None)
 
     def rival(self, one: Loaded) -> Loaded | None:
-        """Run that one of ours is compared with: at its level, in its repetition."""
-        found = [run for run in self.runs if (run.level, run.repetition) == (one.level, one.repetition)]
+        """Run that one of ours is compared with: at its rate, in its repetition."""
+        found = [run for run in self.runs if (run.rate, run.repetition) == (one.rate, one.repetition)]
         good = [
             run
             for run in found
@@ -81,21 +83,21 @@ class Grid:
             (run for run in rivals if run.ttft_mean_s is not None), key=lambda run: run.ttft_mean_s or 0.0, default=None
         )
 
-    def rate(self, level: float) -> str:
-        return rate_name(level, self.raw.multiples)
+    def rate(self, rate: float) -> str:
+        return rate_name(rate, self.results.multiples)
 
 
-def promises(raw: Raw) -> Iterator[Line]:
+def targets(results: Results) -> Iterator[Line]:
     """Every line of one setting; where servers refuse what would wait too long, only the one about goodput."""
-    grid = Grid.of(raw)
-    if any(str(flag).startswith(REFUSING) for flag in raw.plan["config"].get("policy_flags") or ()):
+    grid = Grid.of(results)
+    if any(str(flag).startswith(REFUSING) for flag in results.plan["config"].get("policy_flags") or ()):
         yield goodput(grid)
         return
     yield from against_fixed(grid)
     yield from no_collapse(grid)
     yield from recomputed(grid)
     yield from requests_per_second(grid)
-    yield near_the_bound(grid)
+    yield near_the_full_cache(grid)
     yield one_client(grid)
 
 
@@ -135,15 +137,15 @@ def _compared(
     ratio: Callable[[Loaded, Loaded], float | None],
     holds: Callable[[float], bool],
 ) -> Line:
-    told, ok = [], bool(grid.levels(1.0)) and bool(grid.repetitions)
-    for level in grid.levels(1.0):
+    told, ok = [], bool(grid.rates(1.0)) and bool(grid.repetitions)
+    for rate in grid.rates(1.0):
         ratios, names = list[float](), set[str]()
         for repetition in grid.repetitions:
-            one = grid.at(grid.ours, level, repetition)
+            one = grid.at(grid.ours, rate, repetition)
             other = None if one is None else grid.rival(one)
             found = None if one is None or other is None else ratio(one, other)
             if other is None or found is None:
-                told.append(f"{grid.rate(level)}: repetition {repetition + 1} was not measured")
+                told.append(f"{grid.rate(rate)}: repetition {repetition + 1} was not measured")
                 ok = False
                 continue
             names.add(other.system)
@@ -151,7 +153,7 @@ def _compared(
         if ratios:
             ok = ok and holds(statistics.median(ratios))
             told.append(
-                f"{grid.rate(level)}: {statistics.median(ratios):.2f}x ({_listed(ratios)}; {', '.join(sorted(names))})"
+                f"{grid.rate(rate)}: {statistics.median(ratios):.2f}x ({_listed(ratios)}; {', '.join(sorted(names))})"
             )
     return Line(what, target, "; ".join(told) or "nothing was measured", ok)
 
@@ -174,12 +176,12 @@ def goodput(grid: Grid) -> Line:
 def _falls(grid: Grid, what: str, systems: Sequence[str], value: Callable[[Loaded], float | None]) -> Line:
     target = f"falls by at most {MOST_FALL:.0%} up to 2x saturation, median of the repetitions"
     told, ok = [], bool(systems)
-    middle = {(run.system, run.level): run for run in median(grid.runs)}
+    middle = {(run.system, run.rate): run for run in median(grid.runs)}
     for system in systems:
-        levels = grid.levels(2.0)
-        rates = [None if (run := middle.get((system, level))) is None else value(run) for level in levels]
+        offered = grid.rates(2.0)
+        rates = [None if (run := middle.get((system, at))) is None else value(run) for at in offered]
         known = [rate for rate in rates if rate is not None]
-        if len(known) < max(2, len(levels)):
+        if len(known) < max(2, len(offered)):
             told.append(f"{system} was not measured at every rate")
             ok = False
             continue
@@ -216,7 +218,7 @@ def _worst(grid: Grid, runs: Sequence[Loaded], value: Callable[[Loaded], float |
         return None
     share, run = max(known, key=lambda each: each[0])
     seconds = run.not_worth_s or {}
-    told = f"{share:.2%} ({run.system}, {grid.rate(run.level)}, repetition {(run.repetition or 0) + 1}"
+    told = f"{share:.2%} ({run.system}, {grid.rate(run.rate)}, repetition {(run.repetition or 0) + 1}"
     if seconds:
         told += "; not worth it: " + ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items())
     return share, told + ")"
@@ -258,14 +260,14 @@ def _summary(grid: Grid, repetition: int) -> Summary:
     """Summary of one repetition for ``capacity``. Its F1 is the one that is known."""
     cells = (
         Cell(
-            *(run.system, run.kind, run.level, 1, int(run.num_requests), int(run.num_failed)),
+            *(run.system, run.kind, run.rate, 1, int(run.num_requests), int(run.num_failed)),
             ttft_p95_of_all_s=run.ttft_p95_of_all_s,
-            f1_bound=run.f1,
+            f1_full_cache=run.f1,
         )
         for run in grid.runs
         if run.repetition == repetition
     )
-    return Summary(grid.raw, None, None, tuple(cells))
+    return Summary(grid.results, None, None, tuple(cells))
 
 
 def _most(grid: Grid, summary: Summary, kind: str) -> tuple[float, str]:
@@ -284,31 +286,32 @@ def _most(grid: Grid, summary: Summary, kind: str) -> tuple[float, str]:
 # ---- beside infinite memory, and with one client
 
 
-def load_s(raw: Raw) -> float:
+def load_s(results: Results) -> float:
     """The load time of the tier: that of all bytes of a context of mean length, exact, at the bandwidth that reads of
     the SSD are slowed to; 0 where they are not."""
-    settings, bandwidth = raw.plan.get("settings") or {}, raw.plan["config"].get("ssd_bandwidth")
+    settings, bandwidth = results.plan.get("settings") or {}, results.plan["config"].get("ssd_bandwidth")
     if not bandwidth:
         return 0.0
     tokens = settings["working_set_tokens"] / settings["num_contexts"]
     return float(tokens * settings["kv_bytes_per_token"] / bandwidth)
 
 
-def near_the_bound(grid: Grid) -> Line:
+def near_the_full_cache(grid: Grid) -> Line:
     what = f"{grid.name}: p95 TTFT of {grid.ours} at half of saturation"
-    tier_s = load_s(grid.raw)
+    tier_s = load_s(grid.results)
     target = (
-        f"<= {MOST_OVER_BOUND:g}x that of bound+attention at the same rate + {1e3 * tier_s:.0f} ms, the SSD's time for "
+        f"<= {MOST_OVER_FULL_CACHE:g}x that of full-cache+attention at the same rate + {1e3 * tier_s:.0f} ms, the "
+        f"SSD's time for "
         "a context of mean length; median of the repetitions"
     )
-    level = next((level for level, multiple in grid.raw.multiples.items() if multiple == 0.5), None)
+    rate = next((rate for rate, multiple in grid.results.multiples.items() if multiple == 0.5), None)
     parts, told = [], []
-    for repetition in grid.repetitions if level is not None else ():
-        one, bound = (grid.at(name, level or 0.0, repetition) for name in (grid.ours, "bound+attention"))
-        if one is None or bound is None or one.ttft_p95_s is None or bound.ttft_p95_s is None:
+    for repetition in grid.repetitions if rate is not None else ():
+        one, full_cache = (grid.at(name, rate or 0.0, repetition) for name in (grid.ours, "full-cache+attention"))
+        if one is None or full_cache is None or one.ttft_p95_s is None or full_cache.ttft_p95_s is None:
             return Line(what, target, f"repetition {repetition + 1} was not measured with both", False)
-        parts.append(one.ttft_p95_s / (MOST_OVER_BOUND * bound.ttft_p95_s + tier_s))
-        told.append(f"{1e3 * one.ttft_p95_s:.0f} ms, bound {1e3 * bound.ttft_p95_s:.0f} ms")
+        parts.append(one.ttft_p95_s / (MOST_OVER_FULL_CACHE * full_cache.ttft_p95_s + tier_s))
+        told.append(f"{1e3 * one.ttft_p95_s:.0f} ms, bound {1e3 * full_cache.ttft_p95_s:.0f} ms")
     if not parts:
         return Line(what, target, "half of saturation was not measured", False)
     share = statistics.median(parts)

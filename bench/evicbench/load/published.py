@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from evicbench.load.promises import promises
+from evicbench.load.promises import targets
 from evicbench.paths import BENCH, ROOT
 from evicbench.report import Line
 from sglang_evicpress.benchmark.load_tables import load_lines
-from sglang_evicpress.benchmark.raw import Raw
+from sglang_evicpress.benchmark.results import Results
 from sglang_evicpress.benchmark.tables import setting_lines
 from sglang_evicpress.tables import markdown
 
@@ -68,20 +68,20 @@ def changed(commit: str, root: Path = ROOT) -> str | None:
     return f"{new[0]} is new since {commit}" if new else None
 
 
-def document(raws: Sequence[Raw], command: str, absent: Sequence[str] = ()) -> str:
+def document(results_by_name: Sequence[Results], command: str, absent: Sequence[str] = ()) -> str:
     """Markdown of folders whose last repetition is complete; a line is MISSED for each repetition and each setting
     (``absent``) that was not made. Raises ValueError where a repetition is not complete, or the runs are not all of one
     clean commit."""
     commits = set()
-    for raw in raws:
-        if missing := sum(1 for _ in _missing(raw)):
-            raise ValueError(f"{raw.folder} lacks {missing} runs: expected repetitions that are complete")
-        commits |= {str(run.header.get("commit")) for run in raw.runs}
+    for results in results_by_name:
+        if missing := sum(1 for _ in _missing(results)):
+            raise ValueError(f"{results.run_dir} lacks {missing} runs: expected repetitions that are complete")
+        commits |= {str(run.header.get("commit")) for run in results.runs}
     if len(commits) != 1 or not all(re.fullmatch("[0-9a-f]{7,40}", each) for each in commits):
         raise ValueError(f"the runs are of {', '.join(sorted(commits))}: expected one commit, and no file that differs")
     (commit,) = commits
     day = datetime.now(UTC).date()
-    lines = [line for raw in raws for line in (*promises(raw), repetitions(raw))]
+    lines = [line for results in results_by_name for line in (*targets(results), repetitions(results))]
     lines += [Line(f"{name}: repetitions", f"{REPETITIONS}", "not measured", False) for name in absent]
     missed = sum(not line.ok for line in lines)
     parts = [
@@ -92,31 +92,33 @@ def document(raws: Sequence[Raw], command: str, absent: Sequence[str] = ()) -> s
         "",
         *markdown(_HEAD, [_row(line) for line in lines]),
     ]
-    for raw in raws:
-        parts += ["", f"# {raw.plan['config'].get('name')}", "", *(f"- {line}" for line in setting_lines(raw))]
-        parts += load_lines(raw)
+    for results in results_by_name:
+        parts += ["", f"# {results.plan['config'].get('name')}", "", *(f"- {line}" for line in setting_lines(results))]
+        parts += load_lines(results)
     return "\n".join(parts).replace(f"{ROOT}/", "") + "\n"
 
 
-def repetitions(raw: Raw) -> Line:
-    config = raw.plan["config"]
+def repetitions(results: Results) -> Line:
+    config = results.plan["config"]
     made = int(config["repetitions"])
     return Line(f"{config.get('name')}: repetitions", f"{REPETITIONS}", f"{made}", made >= REPETITIONS)
 
 
-def publish(raws: Sequence[Raw], command: str, absent: Sequence[str] = (), results: Path = RESULTS) -> Path:
+def publish(
+    results_by_name: Sequence[Results], command: str, absent: Sequence[str] = (), results: Path = RESULTS
+) -> Path:
     """The file it wrote."""
     path = results / f"load-{datetime.now(UTC).date()}.md"
-    path.write_text(document(raws, command, absent), encoding="utf-8")
+    path.write_text(document(results_by_name, command, absent), encoding="utf-8")
     return path
 
 
-def _missing(raw: Raw) -> Iterator[tuple[str, float]]:
-    config = raw.plan["config"]
-    for system in raw.plan["systems"]:
-        for level in config["levels"]:
-            if len(raw.runs_of(system["name"], level)) < config["repetitions"]:
-                yield system["name"], level
+def _missing(results: Results) -> Iterator[tuple[str, float]]:
+    config = results.plan["config"]
+    for system in results.plan["systems"]:
+        for rate in config["rates"]:
+            if len(results.runs_of(system["name"], rate)) < config["repetitions"]:
+                yield system["name"], rate
 
 
 def _row(line: Line) -> list[str]:

@@ -66,7 +66,7 @@ ARGUMENTS = (
     *("shadow_id", "hold_seconds", "pairs"),
 )
 FIELDS = (
-    *("kv_decode_budget", "kv_decode_method", "kv_decode_score", "kv_decode_every", "kv_decode_protect"),
+    *("kv_decode_budget", "kv_decode_method", "kv_decode_score", "kv_decode_interval", "kv_decode_protected_pages"),
     *("kv_decode_window", "kv_decode_trace", "kv_quality", "kv_nonsense"),
 )
 
@@ -217,7 +217,7 @@ class _Storm:
     async def _generate_anything(self, session: aiohttp.ClientSession, rng: random.Random) -> None:
         chosen = {name: any_value(rng) for name in rng.sample(FIELDS, rng.choice((1, 1, 2, 3)))}
         if rng.random() < 0.3:
-            chosen = {"kv_decode_budget": rng.choice((16, 64, 256)), "kv_decode_every": rng.choice((1, 16, 64, 128))}
+            chosen = {"kv_decode_budget": rng.choice((16, 64, 256)), "kv_decode_interval": rng.choice((1, 16, 64, 128))}
         body = {
             "input_ids": _tokens(rng, rng.randrange(2, 200)),
             "sampling_params": {"max_new_tokens": rng.randrange(1, 6), "custom_params": chosen},

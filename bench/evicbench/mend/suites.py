@@ -40,7 +40,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     ),
     "tests: decode budgets with small pages, floors for clients (P3, S4)": (
         "tests/unit/decode_budget",
-        "tests/contract/decode_budget/test_decode_intake.py",
+        "tests/contract/decode_budget/test_decode_admission.py",
         "tests/kernels/test_nodes.py",
     ),
     "tests: contract of evict, requests never matched, refusals, grammar, moves by hand": (

@@ -134,8 +134,8 @@ def _hold_lines(server: Server) -> Iterator[Line]:
 
 def _floors_line(server: Server) -> Line:
     asked: tuple[dict[str, Any], ...] = (
-        {"kv_decode_budget": 64, "kv_decode_every": 1},
-        {"kv_decode_budget": 64, "kv_decode_every": -3},
+        {"kv_decode_budget": 64, "kv_decode_interval": 1},
+        {"kv_decode_budget": 64, "kv_decode_interval": -3},
         {"kv_decode_budget": "many"},
         {"kv_decode_budget": 100_000, "kv_decode_score": "r_kv", "kv_decode_method": "compact"},
     )

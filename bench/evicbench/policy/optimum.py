@@ -39,7 +39,7 @@ def options(snapshot: Snapshot, node: NodeStats) -> list[tuple[Tier | None, int,
     states += [
         (form, sizes[index], node.curve[index])
         for index, form in enumerate(menu.forms)
-        if node.reachable >> index & 1 and sizes[index] < node.num_bytes
+        if node.allowed_forms >> index & 1 and sizes[index] < node.num_bytes
     ]
     for tier in menu.tiers:
         if tier >= node.tier:

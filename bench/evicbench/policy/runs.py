@@ -12,10 +12,10 @@ from pathlib import Path
 
 from evicbench.paths import ROOT
 from sglang_evicpress.core import Form, Tier
-from sglang_evicpress.policy.cost_model import Costs, PrefillLaw, TransferLaw
+from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.simulator import runs
 from sglang_evicpress.simulator.replay import Machine
-from sglang_evicpress.simulator.runs import Setting, make_replay
+from sglang_evicpress.simulator.runs import Settings, make_replay
 from sglang_evicpress.traces import Trace, read_trace
 
 TRACES = {
@@ -27,9 +27,9 @@ TRACES = {
 
 FORMS = tuple(Form(press, kept) for press in ("keydiff", "snapkv", "knorm") for kept in (0.8, 0.6, 0.4, 0.2))
 SLOT_BYTES = 131_072  # Llama-3.1-8B, bf16: 32 layers, 8 KV heads of 128, keys and values
-COSTS = Costs(
-    PrefillLaw(0.01, 3.5e-5, 1.3e-9),
-    {Tier.HOST: TransferLaw(0.0005, 20e9), Tier.SSD: TransferLaw(0.002, 2e9)},
+COSTS = CostSnapshot(
+    PrefillCost(0.01, 3.5e-5, 1.3e-9),
+    {Tier.HOST: TransferCost(0.0005, 20e9), Tier.SSD: TransferCost(0.002, 2e9)},
     {},
 )
 """EvicPress's machine: 20 and 2 GB/s (figure 2); an H100 (section 6.1) at half its peak on an 8B model, 16 GFLOP a
@@ -85,10 +85,10 @@ def replay(run: Run) -> Result:
     trace, working_set = load(run.trace, run.limit)
     sizes = {tier: size for tier, size in zip(Tier, run.sizes, strict=False) if size > 0}
     capacity = {tier: int(working_set * size / 100) * SLOT_BYTES for tier, size in sizes.items()}
-    setting = Setting(
+    settings = Settings(
         Machine(capacity, COSTS, NOISE), SLOT_BYTES, run.forms, recompute="all" if run.may_recompute else "none"
     )
-    replayed = make_replay(trace, runs.Run(run.policy, run.alpha), setting)
+    replayed = make_replay(trace, runs.Run(run.policy, run.alpha), settings)
     outcomes = list(replayed.run())
     tokens, total_s = sum(outcome.num_tokens for outcome in outcomes), sum(outcome.ttft_s for outcome in outcomes)
     return Result(

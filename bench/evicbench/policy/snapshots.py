@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sglang_evicpress.core import Form, NodeStats, Tier
-from sglang_evicpress.policy import make_policy
-from sglang_evicpress.policy.cost_model import Costs, PrefillLaw, TransferLaw
+from sglang_evicpress.policy import make_planner
+from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.menu import Menu
-from sglang_evicpress.policy.planner import Policy
+from sglang_evicpress.policy.planner import Planner
 from sglang_evicpress.simulator.sensitivity import Sensitivities
 
 SLOT_BYTES = 131_072  # Llama-3.1-8B, bf16: 32 layers, 8 KV heads of 128, keys and values
@@ -28,7 +28,7 @@ class Snapshot:
 
     nodes: tuple[NodeStats, ...]
     menu: Menu
-    costs: Costs
+    costs: CostSnapshot
     alpha: float
     demand: int
     room: Mapping[Tier, int]
@@ -38,10 +38,10 @@ class Snapshot:
         """Number of options of a node on the GPU in exact form: every form on every tier, and the drop."""
         return len(self.menu.forms) * len(self.menu.tiers) + 1
 
-    def policy(self) -> Policy:
-        policy = make_policy("evicpress", self.menu, alpha=self.alpha, costs=self.costs)
-        policy.put_all(self.nodes)
-        return policy
+    def policy(self) -> Planner:
+        planner = make_planner("evicpress", self.menu, alpha=self.alpha, costs=self.costs)
+        planner.add_all(self.nodes)
+        return planner
 
 
 def snapshot(seed: int, like_a_tree: bool = True) -> Snapshot:
@@ -59,10 +59,10 @@ def snapshot(seed: int, like_a_tree: bool = True) -> Snapshot:
     num_forms = draw.randint(-(-(MIN_OPTIONS - 1) // num_tiers), (MAX_OPTIONS - 1) // num_tiers)
     forms = [Form(press, kept) for kept, press in itertools.product(FRACTIONS, PRESSES)][: num_forms - 1]
     menu = Menu(tuple(forms), tuple(Tier)[:num_tiers], SLOT_BYTES)
-    host = TransferLaw(draw.uniform(1e-4, 1e-3), draw.uniform(10e9, 50e9))
-    ssd = TransferLaw(draw.uniform(1e-3, 5e-3), draw.uniform(1e9, 6e9))
-    prefill = PrefillLaw(0.01, draw.uniform(2e-5, 2e-4), draw.uniform(1e-9, 4e-9))
-    costs = Costs(prefill, {Tier.HOST: host, Tier.SSD: ssd}, {})
+    host = TransferCost(draw.uniform(1e-4, 1e-3), draw.uniform(10e9, 50e9))
+    ssd = TransferCost(draw.uniform(1e-3, 5e-3), draw.uniform(1e9, 6e9))
+    prefill = PrefillCost(0.01, draw.uniform(2e-5, 2e-4), draw.uniform(1e-9, 4e-9))
+    costs = CostSnapshot(prefill, {Tier.HOST: host, Tier.SSD: ssd}, {})
     curves = Sensitivities(menu.forms, seed)
     parents = [draw.randrange(i) if i and draw.random() < 0.7 else None for i in range(num_nodes)]
     weights = [draw.paretovariate(1.2) - 0.9 for _ in range(num_nodes)]

@@ -16,17 +16,17 @@ from evicbench.paths import OUT
 from evicbench.policy.snapshots import SLOT_BYTES
 from evicbench.report import Line
 from sglang_evicpress.core import EXACT, Decision, Form, NodeStats, Tier
-from sglang_evicpress.policy import make_policy
-from sglang_evicpress.policy.cost_model import Costs, PrefillLaw, TransferLaw
+from sglang_evicpress.policy import make_planner
+from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.menu import Menu
-from sglang_evicpress.policy.planner import Policy
+from sglang_evicpress.policy.planner import Planner
 
 NUM_NODES = 100_000
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 FORMS = tuple(Form(press, kept) for press, kept in itertools.product(("keydiff", "snapkv", "knorm"), (0.75, 0.5, 0.25)))
 MENU = Menu(FORMS[:-1], tuple(Tier)[:3], SLOT_BYTES)  # 8 forms and the exact one on 3 tiers: 27 options, and the drop
-COSTS = Costs(
-    PrefillLaw(0.01, 3.5e-5, 1.3e-9), {Tier.HOST: TransferLaw(5e-4, 20e9), Tier.SSD: TransferLaw(2e-3, 2e9)}, {}
+COSTS = CostSnapshot(
+    PrefillCost(0.01, 3.5e-5, 1.3e-9), {Tier.HOST: TransferCost(5e-4, 20e9), Tier.SSD: TransferCost(2e-3, 2e9)}, {}
 )
 PLOT = OUT / "policy" / "scaling.svg"
 NUM_DECISIONS = 4_000
@@ -37,7 +37,7 @@ FULL_HOST = 0.0005
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    policy: Policy
+    policy: Planner
     draw: random.Random
     curves: Sequence[tuple[float, ...]]
 
@@ -80,33 +80,33 @@ def build(num_nodes: int) -> Cache:
         tuple(1.0 - draw.uniform(0.1, 0.9) * (1.0 - form.kept_fraction) ** 1.5 for form in MENU.forms)
         for _ in range(500)
     ]
-    policy = make_policy("evicpress", MENU, alpha=1.0, costs=COSTS)
-    policy.put_all(nodes_of(num_nodes, draw, curves))
-    return Cache(policy, draw, curves)
+    planner = make_planner("evicpress", MENU, alpha=1.0, costs=COSTS)
+    planner.add_all(nodes_of(num_nodes, draw, curves))
+    return Cache(planner, draw, curves)
 
 
-def carry_out(policy: Policy, plan: Sequence[Decision]) -> None:
+def execute(planner: Planner, plan: Sequence[Decision]) -> None:
     """Tell the policy that it was done."""
     for decision in plan:
-        option, record = decision.option, policy.book.records[decision.node_id]
+        option, candidate = decision.option, planner.index.candidates[decision.node_id]
         if option.tier is None or option.form is None:
-            policy.forget(record.id)
+            planner.remove(candidate.id)
             continue
-        policy.put(
+        planner.add(
             NodeStats(
-                record.id,
-                record.parent_id,
+                candidate.id,
+                candidate.parent_id,
                 option.tier,
                 option.form,
-                record.num_tokens,
+                candidate.num_tokens,
                 option.num_bytes,
-                record.depth_tokens,
+                candidate.depth_tokens,
                 decision.quality,
-                record.curve,
-                record.reachable & MENU.smaller(option.form),
-                record.weight,
-                record.num_hits,
-                record.last_use,
+                candidate.curve,
+                candidate.allowed_forms & MENU.smaller(option.form),
+                candidate.weight,
+                candidate.num_hits,
+                candidate.last_use,
             )
         )
 
@@ -117,22 +117,22 @@ def time_decisions(cache: Cache, host_share: float, number: int = NUM_DECISIONS)
     A decision: a node has come, as many bytes as it has are short; plan for them and tell the policy that it was done.
     The GPU is kept at what it holds, the host at ``host_share`` of that; once it is full, what comes there goes on.
     """
-    policy, draw = cache.policy, cache.draw
-    book = policy.book
-    limits = {Tier.GPU: book.num_bytes[0], Tier.HOST: int(book.num_bytes[0] * host_share), Tier.SSD: 1 << 60}
+    planner, draw = cache.policy, cache.draw
+    index = planner.index
+    limits = {Tier.GPU: index.num_bytes[0], Tier.HOST: int(index.num_bytes[0] * host_share), Tier.SSD: 1 << 60}
     took: list[float] = []
     moved = 0
-    for node_id in itertools.count(10_000_000 + len(book.records)):
+    for node_id in itertools.count(10_000_000 + len(index.candidates)):
         if len(took) == number:
             return took, moved / number
-        policy.put(node(node_id, None, draw.randrange(64, 4_000), 0, draw, cache.curves))
-        short = book.num_bytes[0] - limits[Tier.GPU]
+        planner.add(node(node_id, None, draw.randrange(64, 4_000), 0, draw, cache.curves))
+        short = index.num_bytes[0] - limits[Tier.GPU]
         if short <= 0:
             continue
-        room = {tier: max(0, limits[tier] - book.num_bytes[tier]) for tier in (Tier.HOST, Tier.SSD)}
+        room = {tier: max(0, limits[tier] - index.num_bytes[tier]) for tier in (Tier.HOST, Tier.SSD)}
         start = time.thread_time()
-        plan = policy.plan(Tier.GPU, short, room)
-        carry_out(policy, plan)
+        plan = planner.plan(Tier.GPU, short, room)
+        execute(planner, plan)
         took.append(time.thread_time() - start)
         moved += len(plan)
     raise RuntimeError("unreachable: counting does not end")
@@ -145,12 +145,12 @@ def quietest(cache: Cache, host_share: float, rounds: int = 3) -> tuple[list[flo
 
 def time_hits(cache: Cache, number: int = NUM_HITS) -> list[float]:
     """Processor seconds of each of ``number`` hits on random nodes."""
-    policy, records = cache.policy, cache.policy.book.records
+    planner, candidates = cache.policy, cache.policy.index.candidates
     took = []
-    for tick, node_id in enumerate(cache.draw.choices(list(records), k=number), start=10**9):
-        record = records[node_id]
+    for tick, node_id in enumerate(cache.draw.choices(list(candidates), k=number), start=10**9):
+        candidate = candidates[node_id]
         start = time.thread_time()
-        policy.touch(node_id, record.weight + 1.0, record.num_hits + 1, tick)
+        planner.touch(node_id, candidate.weight + 1.0, candidate.num_hits + 1, tick)
         took.append(time.thread_time() - start)
     return took
 
@@ -170,12 +170,12 @@ def memory_per_node(num_nodes: int) -> float:
     nodes = list(nodes_of(num_nodes, draw, [tuple(form.kept_fraction for form in MENU.forms)]))
     gc.collect()
     tracemalloc.start()
-    policy = make_policy("evicpress", MENU, alpha=1.0, costs=COSTS)
-    policy.put_all(nodes)
+    planner = make_planner("evicpress", MENU, alpha=1.0, costs=COSTS)
+    planner.add_all(nodes)
     gc.collect()
     taken = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    return taken / len(policy.book.records)
+    return taken / len(planner.index.candidates)
 
 
 def measure_speed(num_nodes: int = NUM_NODES, sizes: Sequence[int] = SIZES) -> Iterator[Line]:
@@ -185,11 +185,11 @@ def measure_speed(num_nodes: int = NUM_NODES, sizes: Sequence[int] = SIZES) -> I
     server does after its start; collections of what comes later stay on and are in the figures.
     """
     cache = build(num_nodes)
-    records = cache.policy.book.records
+    candidates = cache.policy.index.candidates
     start = time.thread_time()
-    cache.policy.book.rebuild()
+    cache.policy.index.rebuild()
     took_s = time.thread_time() - start
-    what = f"{len(records):,} nodes x {len(MENU.forms) * len(MENU.tiers)} options"
+    what = f"{len(candidates):,} nodes x {len(MENU.forms) * len(MENU.tiers)} options"
     yield Line(f"{what}: all hulls and heaps from scratch", "< 3 s", f"{took_s:.2f} s", took_s < 3.0)
     gc.collect()
     gc.freeze()
@@ -214,7 +214,7 @@ def measure_speed(num_nodes: int = NUM_NODES, sizes: Sequence[int] = SIZES) -> I
         )
     finally:
         gc.unfreeze()
-    del cache, records
+    del cache, candidates
     per_node = memory_per_node(num_nodes // 4)
     yield Line("memory per node beyond its curve", "< 1,000 bytes", f"{per_node:.0f} bytes", per_node < 1_000)
     yield scaling(sizes)

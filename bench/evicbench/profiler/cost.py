@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from functools import reduce
 
 from evicbench.profiler.study import FORMS, LONGEST_ANSWER, one_thread, served
-from evicbench.profiler.subjects import NUM_TOKENS, Subject, make_subject
+from evicbench.profiler.subjects import NUM_TOKENS, StudyContext, make_study_context
 from evicbench.report import Line
 from evicbench.testbed.server import ADMIN_KEY, Server
 from evicbench.testbed.tasks import FAMILIES
@@ -66,16 +66,18 @@ def cost_of(meta: Mapping[str, int]) -> Cost:
     return Cost(1, max(1, generated), generated, new + max(0, generated - 1))
 
 
-def measure_context(server: Server, subject: Subject, scorer: str, forms: Sequence[Form]) -> Cost:
+def measure_context(server: Server, study_context: StudyContext, scorer: str, forms: Sequence[Form]) -> Cost:
     """Profile it in the forms with its first questions. Its exact KV is there already: it is a context in use."""
     counting = Counting(HttpTransport(server.url, admin_api_key=ADMIN_KEY))
     engine = ServerEngine(counting, fill_tokens=NUM_TOKENS, may_evict=True)
-    queries = [Asked(tokens) for tokens in subject.questions[:NUM_ASKED]]
+    queries = [Asked(tokens) for tokens in study_context.questions[:NUM_ASKED]]
     server.flush()
-    server.generate(list(subject.tokens + subject.questions[0]), 1)
-    before = guests(server)
-    profile_context(engine, subject.tokens, None, queries, forms, get_scorer(scorer), max_new_tokens=LONGEST_ANSWER)
-    after = guests(server)
+    server.generate(list(study_context.tokens + study_context.questions[0]), 1)
+    before = background_requests(server)
+    profile_context(
+        engine, study_context.tokens, None, queries, forms, get_scorer(scorer), max_new_tokens=LONGEST_ANSWER
+    )
+    after = background_requests(server)
     counted = {name: after[name] - before[name] for name in before}
     cost = counting.cost
     # A server that prepares a step while the one before it runs computes the last token of an answer as well.
@@ -84,8 +86,8 @@ def measure_context(server: Server, subject: Subject, scorer: str, forms: Sequen
     return replace(cost, computed=counted["tokens"], batches=counted["batches"])
 
 
-def guests(server: Server) -> dict[str, int]:
-    counts: dict[str, int] = server.get("/evicpress/profiles")["counts"]["guests"]
+def background_requests(server: Server) -> dict[str, int]:
+    counts: dict[str, int] = server.get("/evicpress/profiles")["counts"]["background_requests"]
     return counts
 
 
@@ -93,9 +95,9 @@ def measure_cost(families: Sequence[str] = FAMILIES, forms: Sequence[Form] = FOR
     costs: dict[str, dict[str, Cost]] = {}
     with served() as server, one_thread():
         for family in families:
-            subject = make_subject(family, 0)
+            study_context = make_study_context(family, 0)
             costs[family] = {
-                scorer: measure_context(server, subject, scorer, forms) for scorer in ("logprob", "minilm")
+                scorer: measure_context(server, study_context, scorer, forms) for scorer in ("logprob", "minilm")
             }
     ours, theirs = (reduce(Cost.plus, (cost[scorer] for cost in costs.values())) for scorer in ("logprob", "minilm"))
     by_family = sorted(

@@ -25,8 +25,8 @@ from sglang_evicpress.profiler.client import ServerEngine
 from sglang_evicpress.profiler.measure import Asked, profile_context
 from sglang_evicpress.profiler.scorers import get_scorer
 from sglang_evicpress.profiler.transport import HttpTransport
-from sglang_evicpress.quality.evidence import Evidence
 from sglang_evicpress.quality.profile import Profile
+from sglang_evicpress.quality.running_stats import RunningStats
 from sglang_evicpress.quality.store import read_all
 
 FORMS = (Form("keydiff", 0.8), Form("keydiff", 0.5), Form("keydiff", 0.2))
@@ -36,13 +36,13 @@ NUM_TOKENS = 20 * 64
 
 
 def arguments(file: Path) -> tuple[str, ...]:
-    policy = ("--kv-policy", "evicpress", "--kv-forms", ",".join(map(str, FORMS)), "--kv-profiles", str(file))
-    return (*policy, "--kv-no-recording", "--max-total-tokens", "8000")
+    policy = ("--kv-policy", "evicpress", "--kv-forms", ",".join(map(str, FORMS)), "--kv-profile-path", str(file))
+    return (*policy, "--kv-disable-online-profiling", "--max-total-tokens", "8000")
 
 
 def made_up(number: int) -> Profile:
     draw = random.Random(f"durability {number}")
-    forms = {form: Evidence.of(draw.random() for _ in range(4)) for form in FORMS}
+    forms = {form: RunningStats.of(draw.random() for _ in range(4)) for form in FORMS}
     return Profile(number.to_bytes(16, "big"), 1984, forms, "logprob", "0123456789abcdef", 4, 1.7e9)
 
 

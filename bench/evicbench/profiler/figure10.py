@@ -124,7 +124,7 @@ def prepare(folder: Path, contexts: Sequence[Context], requests: Sequence[Reques
         for context in contexts:
             text = context.prompt("").removesuffix(f" {ASK} ")
             file.write(json.dumps({"context": text, "questions": [context.questions[0].text]}) + "\n")
-    with Server(*_arguments(LARGE_POOL_TOKENS, profiles), "--kv-no-recording") as server:
+    with Server(*_arguments(LARGE_POOL_TOKENS, profiles), "--kv-disable-online-profiling") as server:
         exact = {}
         for request in sorted(requests, key=lambda request: request.context):
             if request.prompt not in exact:
@@ -142,7 +142,16 @@ def prepare(folder: Path, contexts: Sequence[Context], requests: Sequence[Reques
 
 
 def _arguments(pool_tokens: int, profiles: Path) -> tuple[str, ...]:
-    policy = ("--kv-policy", "evicpress", "--kv-forms", FORMS, "--kv-profiles", str(profiles), "--kv-alpha", str(ALPHA))
+    policy = (
+        "--kv-policy",
+        "evicpress",
+        "--kv-forms",
+        FORMS,
+        "--kv-profile-path",
+        str(profiles),
+        "--kv-alpha",
+        str(ALPHA),
+    )
     return (*policy, "--max-total-tokens", str(pool_tokens))
 
 
@@ -228,7 +237,7 @@ def measure_figure10(num_requests: int = NUM_REQUESTS, seconds: float = RUN_S) -
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         profiles, exact = prepare(folder, contexts, requests)
-        for which, more in (("off", ("--kv-no-recording",)), ("on", ())):
+        for which, more in (("off", ("--kv-disable-online-profiling",)), ("on", ())):
             own = folder / f"{which}.log"
             shutil.copy(profiles, own)
             with Server(*_arguments(POOL_TOKENS, own), *more) as server:
@@ -256,15 +265,15 @@ def lines_of(origin: str, on: Replay, off: Replay) -> Iterator[Line]:
         on.quality >= off.quality and counts["drifted"] > 0 and counts["profiled"] > 0,
     )
     near, far = beside(on)
-    guests = counts["guests"]
+    background_requests = counts["background_requests"]
     yield Line(
         f"figure 10: latency of requests, with online profiling and without; spikes beside {len(on.profiled_s)} events",
         "reported; profiling touches <= 5 % of users' steps",
         f"mean {_ms(statistics.fmean, on)} and {_ms(statistics.fmean, off)}, p50 {_ms(statistics.median, on)} and "
         f"{_ms(statistics.median, off)}, p95 {_ms(_p95, on)} and {_ms(_p95, off)}; within {NEAR_S:g} s of an event "
         f"{_mean_ms(near)} ({len(near)} requests), else {_mean_ms(far)}; largest {_ms(max, on)} and {_ms(max, off)}; "
-        f"{guests['user_steps_touched']} of {guests['user_steps']} steps touched",
-        guests["user_steps_touched"] <= 0.05 * guests["user_steps"],
+        f"{background_requests['user_steps_touched']} of {background_requests['user_steps']} steps touched",
+        background_requests["user_steps_touched"] <= 0.05 * background_requests["user_steps"],
     )
 
 

@@ -188,14 +188,14 @@ def run_round(server: Freezable, prompts: Sequence[Sequence[Ids]], mean_pause_s:
 
 
 def _more(before: dict[str, Any], after: dict[str, Any], name: str) -> int:
-    return int(after["counts"]["guests"][name] - before["counts"]["guests"][name])
+    return int(after["counts"]["background_requests"][name] - before["counts"]["background_requests"][name])
 
 
 @contextmanager
 def both_servers(model: Path) -> Iterator[tuple[Freezable, Freezable]]:
     """One that profiles and one that does not, both frozen."""
     on = Freezable(*_ARGUMENTS, model=model)
-    off = Freezable(*_ARGUMENTS, "--kv-no-recording", model=model)
+    off = Freezable(*_ARGUMENTS, "--kv-disable-online-profiling", model=model)
     try:
         for server in (on, off):
             server.start()

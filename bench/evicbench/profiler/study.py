@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 
 from evicbench.profiler.output import save_text
-from evicbench.profiler.subjects import NUM_TOKENS, NUM_TRAINING, ONE_QUESTION, Subject, make_subject
+from evicbench.profiler.subjects import NUM_TOKENS, NUM_TRAINING, ONE_QUESTION, StudyContext, make_study_context
 from evicbench.testbed.server import ADMIN_KEY, Server
 from evicbench.testbed.tasks import FAMILIES
 from sglang_evicpress.core import Form
@@ -27,8 +27,8 @@ from sglang_evicpress.profiler.engine import Answer, Engine, Likelihood
 from sglang_evicpress.profiler.measure import Asked, answer, measure_forms
 from sglang_evicpress.profiler.scorers import Scorer, get_scorer
 from sglang_evicpress.profiler.transport import HttpTransport
-from sglang_evicpress.quality.evidence import Evidence
 from sglang_evicpress.quality.profile import Profile, query_set
+from sglang_evicpress.quality.running_stats import RunningStats
 
 PRESSES = ("keydiff", "snapkv", "knorm", "value_key_ratio", "streaming")
 FRACTIONS = (0.8, 0.5, 0.2)
@@ -85,7 +85,7 @@ class Measured:
 
     def profile(self) -> Profile:
         """Profile stored after profiling with the training questions."""
-        forms = {form: Evidence.of(scores) for form, scores in self.training.items()}
+        forms = {form: RunningStats.of(scores) for form, scores in self.training.items()}
         return Profile(self.key, self.num_tokens, forms, "logprob", query_set([]), NUM_TRAINING, 0.0)
 
 
@@ -136,17 +136,17 @@ class Noting:
         return noted
 
 
-def measure_subject(engine: Engine, subject: Subject, judges: Sequence[Scorer]) -> Measured:
+def measure_study_context(engine: Engine, study_context: StudyContext, judges: Sequence[Scorer]) -> Measured:
     """All forms by logprob, and by ``judges`` as far as they are asked."""
-    asked = [Asked(tokens) for tokens in subject.questions]
-    num_training = 0 if subject.family in ONE_QUESTION else NUM_TRAINING
+    asked = [Asked(tokens) for tokens in study_context.questions]
+    num_training = 0 if study_context.family in ONE_QUESTION else NUM_TRAINING
     held_out_ones = range(num_training, len(asked))
     judged = held_out_ones[:NUM_JUDGED]
     compared = [*range(num_training)[:NUM_COMPARED], *held_out_ones[:NUM_COMPARED]]
     num_compared = min(num_training, NUM_COMPARED)
-    shadow = engine.open_shadow(subject.tokens, None)
+    shadow = engine.open_shadow(study_context.tokens, None)
     try:
-        exact = answer(engine, shadow.namespace, subject.tokens, asked, LONGEST_ANSWER)
+        exact = answer(engine, shadow.namespace, study_context.tokens, asked, LONGEST_ANSWER)
         scores: dict[str, dict[Form, list[float]]] = {}
         for scorers, forms, which in (
             ([get_scorer("logprob")], FORMS, range(len(asked))),
@@ -157,7 +157,7 @@ def measure_subject(engine: Engine, subject: Subject, judges: Sequence[Scorer]) 
             measuring = measure_forms(
                 engine,
                 shadow,
-                subject.tokens,
+                study_context.tokens,
                 [asked[index] for index in which],
                 forms,
                 noting,
@@ -172,14 +172,16 @@ def measure_subject(engine: Engine, subject: Subject, judges: Sequence[Scorer]) 
                         raise RuntimeError(f"{len(which)} questions were asked, {len(values)} of them scored")
                     scores.setdefault(name, {})[form] = values
             if measured != len(forms):
-                raise RuntimeError(f"{measured} of {len(forms)} forms could be made of a context of {subject.family}")
+                raise RuntimeError(
+                    f"{measured} of {len(forms)} forms could be made of a context of {study_context.family}"
+                )
     finally:
         engine.close_shadow(shadow)
     logprob = scores.pop("logprob")
     ends = {form: num_training if form in FORMS else num_compared for form in logprob}
     training = {form: values[: ends[form]] for form, values in logprob.items()} if num_training else {}
     held_out = {"logprob": {form: values[ends[form] :] for form, values in logprob.items()}, **scores}
-    return Measured(subject.family, shadow.key, shadow.num_tokens, training, held_out)
+    return Measured(study_context.family, shadow.key, shadow.num_tokens, training, held_out)
 
 
 @cache
@@ -192,7 +194,7 @@ def study() -> tuple[Measured, ...]:
             HttpTransport(server.url, admin_api_key=ADMIN_KEY), fill_tokens=NUM_TOKENS, may_evict=True
         )
         found = tuple(
-            measure_subject(engine, make_subject(family, number), judges)
+            measure_study_context(engine, make_study_context(family, number), judges)
             for number in range(NUM_CONTEXTS)
             for family in FAMILIES
         )

@@ -25,7 +25,7 @@ _COUNTS = {"multikv": 180, "hop": 52, "record": 62, "mapping": 25, "mixed": 12}
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class StudyContext:
     """A context as the profiler gets it: its tokens and the tokens of each question behind them."""
 
     family: str
@@ -33,7 +33,7 @@ class Subject:
     questions: tuple[tuple[int, ...], ...]
 
 
-def make_subject(family: str, number: int) -> Subject:
+def make_study_context(family: str, number: int) -> StudyContext:
     """A context of ``NUM_TOKENS`` tokens with ``NUM_QUESTIONS`` different questions, or the one there is; the same for
     the same number."""
     draw = random.Random(f"profiler-{family}-{number}")
@@ -44,4 +44,4 @@ def make_subject(family: str, number: int) -> Subject:
     context = Context(family, (BOS, *words), tuple(questions[:NUM_QUESTIONS]))
     encode = load_vocabulary().encode
     prompts = [tuple(encode(context.prompt(question.text))) for question in context.questions]
-    return Subject(family, prompts[0][:NUM_TOKENS], tuple(prompt[NUM_TOKENS:] for prompt in prompts))
+    return StudyContext(family, prompts[0][:NUM_TOKENS], tuple(prompt[NUM_TOKENS:] for prompt in prompts))

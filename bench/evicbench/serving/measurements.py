@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 from evicbench.report import Measurement, unjudged
-from evicbench.serving import promises, unloaded
+from evicbench.serving import targets, unloaded
 
 MEASUREMENTS = {
-    "systems": Measurement(promises.measure),
+    "systems": Measurement(targets.measure),
     "overhead": Measurement(unloaded.measure, unjudged(partial(unloaded.measure, 8))),
 }

@@ -1,8 +1,8 @@
 """Promises of serving judged by the runs of bench/configs/show.yaml.
 
-TTFT is compared at level 0, one client that waits for each answer, so that no queue is in it; requests/s by the levels
-above. Quality is that of an answer beside the bound's on the same request: by MiniLM, as in the paper, and, stricter,
-by token F1. A setting of EvicPress is chosen by what it is compared for, as a user would choose alpha.
+TTFT is compared at rate 0, one client that waits for each answer, so that no queue is in it; requests/s by the rates
+above. Quality is that of an answer beside the full cache's on the same request: by MiniLM, as in the paper, and,
+stricter, by token F1. A setting of EvicPress is chosen by what it is compared for, as a user would choose alpha.
 
 Stock SGLang's attention on the CPU is slow on cached prefixes, and ours replaces it. What that alone gains is no merit
 of the cache: where a stock system is compared with, the promise must hold beside it with our attention too.
@@ -16,38 +16,38 @@ from evicbench.report import Line
 from evicbench.serving.runs import draw, folder_of, serve
 from sglang_evicpress.benchmark.curves import best_at_quality, capacity, curve, gaps, unloaded_p95
 from sglang_evicpress.benchmark.ratios import Paired, paired
-from sglang_evicpress.benchmark.raw import read_raw
+from sglang_evicpress.benchmark.results import read_results
 from sglang_evicpress.benchmark.summary import Cell, Summary, summarise
 from sglang_evicpress.benchmark.tables import setting_lines, write_report
 
 CONFIG = "show"
-FIGURES = ("ttft_quality", "rates", "hits", "forms", "adaptcache")
+FIGURES = ("ttft_quality", "extra_rates", "hits", "forms", "adaptcache")
 OURS = ("evicpress",)
-MEASURES = {"minilm_bound": "MiniLM", "f1_bound": "token F1"}
+MEASURES = {"minilm_full_cache": "MiniLM", "f1_full_cache": "token F1"}
 STOCK = ("lru", "prefill-only")
 FAST = ("gpu", "host")
 LEAST = 0.97
-"""Of the bound's quality: what "within 3 %" means, as exact answers have 1."""
+"""Of the full cache's quality: what "within 3 %" means, as exact answers have 1."""
 
 
 def measure() -> Iterator[Line]:
     serve(CONFIG)
     write_report(folder_of(CONFIG))
     draw(CONFIG, FIGURES)
-    summary = summarise(read_raw(folder_of(CONFIG)))
-    for line in setting_lines(summary.raw):
+    summary = summarise(read_results(folder_of(CONFIG)))
+    for line in setting_lines(summary.results):
         print(f"    {line}", flush=True)
-    yield from promises(summary)
+    yield from targets(summary)
 
 
-def promises(summary: Summary) -> Iterator[Line]:
+def targets(summary: Summary) -> Iterator[Line]:
     for measure in MEASURES:
         yield against_fixed(summary, measure)
     for kind, least in (("lru", 2.0), ("tiers-lru", 1.5), ("prefill-only", 3.0)):
         yield against_exact(summary, kind, least)
     yield requests_per_second(summary)
     yield fast_hits(summary)
-    yield against_bound(summary)
+    yield against_full_cache(summary)
     yield overhead_share(summary)
 
 
@@ -99,15 +99,17 @@ def requests_per_second(summary: Summary) -> Line:
     """At one limit for all: twice the 95th percentile of TTFT that exact answers without a cache have unloaded. The
     stock systems have our attention."""
     limit_s = 2 * (unloaded_p95(summary, "prefill-only+attention") or 0.0)
-    rates = {}
-    for system in summary.raw.systems:
-        levels = [cell.level for cell in summary.of(system["name"]) if cell.level > 0]
-        found = capacity(summary, system["name"], limit_s) if levels else None
+    extra_rates = {}
+    for system in summary.results.systems:
+        rates = [cell.rate for cell in summary.of(system["name"]) if cell.rate > 0]
+        found = capacity(summary, system["name"], limit_s) if rates else None
         if found is not None:
-            rates[system["name"]] = found
-    ours = max((found.rps for name, found in rates.items() if name.startswith("evicpress")), default=0.0)
-    theirs = max((found.rps for name, found in rates.items() if not name.startswith("evicpress")), default=0.0)
-    told = ", ".join(f"{name} {'>= ' if found.is_at_least else ''}{found.rps:.1f}" for name, found in rates.items())
+            extra_rates[system["name"]] = found
+    ours = max((found.rps for name, found in extra_rates.items() if name.startswith("evicpress")), default=0.0)
+    theirs = max((found.rps for name, found in extra_rates.items() if not name.startswith("evicpress")), default=0.0)
+    told = ", ".join(
+        f"{name} {'>= ' if found.is_at_least else ''}{found.rps:.1f}" for name, found in extra_rates.items()
+    )
     return Line(
         f"requests/s at TTFT p95 <= {_ms(limit_s)}, twice that of prefill only unloaded, and token F1 >= 0.8",
         ">= 2.5x the best baseline",
@@ -135,17 +137,17 @@ def fast_hits(summary: Summary) -> Line:
     )
 
 
-def against_bound(summary: Summary) -> Line:
-    what = f"mean TTFT beside the bound, infinite memory; token F1 >= {LEAST}"
+def against_full_cache(summary: Summary) -> Line:
+    what = f"mean TTFT beside the full cache, infinite memory; token F1 >= {LEAST}"
     one = best_at_quality(summary, OURS, 0.0, LEAST)
     if one is None:
         return Line(what, "<= 2x", f"no setting of EvicPress reaches {LEAST}", False)
-    found = paired(summary.raw, one.system, "bound", 0.0)
-    control = paired(summary.raw, one.system, "bound+attention", 0.0)
+    found = paired(summary.results, one.system, "full-cache", 0.0)
+    control = paired(summary.results, one.system, "full-cache+attention", 0.0)
     better = best_at_quality(summary, OURS, 0.0, 0.99)
-    more = "" if better is None else f"; at {better.f1_bound:.3f}: {_multiple(summary, better)}"
+    more = "" if better is None else f"; at {better.f1_full_cache:.3f}: {_multiple(summary, better)}"
     if found is None:
-        return Line(what, "<= 2x", "the bound did not run", False)
+        return Line(what, "<= 2x", "the full cache did not run", False)
     figure = f"{found.ratio:.2f}x ({found.low:.2f} to {found.high:.2f}; {_told(one)})"
     if control is not None:
         figure += f"; beside a bound with our CPU attention {control.ratio:.2f}x"
@@ -161,7 +163,7 @@ def overhead_share(summary: Summary) -> Line:
         if cell.kind in ("lru+attention", "tiers-lru", "evicpress") and cell.ttft_mean_s
     ]
     return Line(
-        "share of mean TTFT that is fixed overhead, the median TTFT of the faster bound, one client",
+        "share of mean TTFT that is fixed overhead, the median TTFT of the faster full cache, one client",
         "reported",
         f"{_ms(overhead_s)}: {', '.join(shares)}",
         bool(shares) and overhead_s > 0,
@@ -176,7 +178,7 @@ _NAMES = {
 
 
 def _over(summary: Summary, kind: str, one: Cell, overhead_s: float = 0.0) -> Paired | None:
-    return paired(summary.raw, kind, one.system, 0.0, overhead_s=overhead_s)
+    return paired(summary.results, kind, one.system, 0.0, overhead_s=overhead_s)
 
 
 def _times(found: Paired | None) -> str:
@@ -184,13 +186,13 @@ def _times(found: Paired | None) -> str:
 
 
 def _multiple(summary: Summary, cell: Cell) -> str:
-    found = paired(summary.raw, cell.system, "bound", 0.0)
+    found = paired(summary.results, cell.system, "full-cache", 0.0)
     return "none" if found is None else f"{found.ratio:.2f}x ({cell.system})"
 
 
 def _told(cell: Cell) -> str:
-    minilm = "none" if cell.minilm_bound is None else f"{cell.minilm_bound:.3f}"
-    return f"{cell.system}: {_ms(cell.ttft_mean_s)}, token F1 {cell.f1_bound:.3f}, MiniLM {minilm}"
+    minilm = "none" if cell.minilm_full_cache is None else f"{cell.minilm_full_cache:.3f}"
+    return f"{cell.system}: {_ms(cell.ttft_mean_s)}, token F1 {cell.f1_full_cache:.3f}, MiniLM {minilm}"
 
 
 def _ttft(summary: Summary, system: str) -> float | None:

@@ -116,7 +116,13 @@ def main() -> None:
     forms = [f"{press}@{kept:g}" for press in args.presses for kept in args.kept]
     begin, begin_commit = time.monotonic(), commit()
     with Server(
-        "--kv-policy", "evicpress", "--kv-no-recording", "--kv-forms", ",".join(forms), "--max-total-tokens", "20000"
+        "--kv-policy",
+        "evicpress",
+        "--kv-disable-online-profiling",
+        "--kv-forms",
+        ",".join(forms),
+        "--max-total-tokens",
+        "20000",
     ) as server:
         qualities = measure(server, sample, forms)
     curves: dict[str, dict[str, float]] = defaultdict(dict)

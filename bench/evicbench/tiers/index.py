@@ -59,10 +59,10 @@ def write_heads(folder: Path, num_entries: int) -> int:
         records += encode(header)
         offset += -(-payload // BLOCK_BYTES) * BLOCK_BYTES
         if number % SAMPLE == 0:
-            sample.append(header.edge)
+            sample.append(header.lookup_key)
             keys += header.key
     num_bytes += _write_segment(folder / "store", segment, records, offset)
-    (folder / "edges").write_bytes(sample.tobytes())
+    (folder / "lookup_keys").write_bytes(sample.tobytes())
     (folder / "keys").write_bytes(keys)
     return num_bytes
 
@@ -76,10 +76,10 @@ def _write_segment(folder: Path, number: int, records: bytearray, num_bytes: int
 
 def scan(folder: Path) -> dict[str, float]:
     """Open the store here and look entries up. ``rss_bytes``: resident after the scan less before it."""
-    edges = array("q", (folder / "edges").read_bytes())
+    lookup_keys = array("q", (folder / "lookup_keys").read_bytes())
     keys = (folder / "keys").read_bytes()
-    others = array("q", [edge ^ 1 << 40 for edge in edges])
-    order = list(range(len(edges)))
+    others = array("q", [lookup_key ^ 1 << 40 for lookup_key in lookup_keys])
+    order = list(range(len(lookup_keys)))
     random.Random(4).shuffle(order)
     gc.collect()
     before = _resident_bytes()
@@ -91,14 +91,14 @@ def scan(folder: Path) -> dict[str, float]:
     num_found = num_right = num_wrong = 0
     begin = time.perf_counter()
     for index in order:
-        num_found += len(store.find(edges[index])) == 1
+        num_found += len(store.find(lookup_keys[index])) == 1
     found_s = time.perf_counter() - begin
     begin = time.perf_counter()
     for index in order:
         num_wrong += len(store.find(others[index]))
     absent_s = time.perf_counter() - begin
     for index in order[:200]:
-        header = store.read_header(store.find(edges[index])[0])
+        header = store.read_header(store.find(lookup_keys[index])[0])
         num_right += header.key == keys[16 * index : 16 * index + 16]
     figures = {
         "seconds": seconds,

@@ -29,7 +29,7 @@ def measure_overhead(store: SsdStore, arena: Arena, folder: Path) -> Iterator[Li
         raise RuntimeError("the arena is too small")
     draw = random.Random(1)
     pieces = arena.buffers(runs, 0, NUM_BYTES)
-    refs, edges = [], []
+    refs, lookup_keys = [], []
     clock = time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in ("write", "raw write", "find", "read", "raw read", "remove")}
     file = os.open(folder / "plain-tiny", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
@@ -46,7 +46,7 @@ def measure_overhead(store: SsdStore, arena: Arena, folder: Path) -> Iterator[Li
             refs.append(store.write(reservation, header, pieces))
             times["raw write"].append(middle - begin)
             times["write"].append(clock() - made)
-            edges.append(header.edge)
+            lookup_keys.append(header.lookup_key)
         store.sync()
         order = list(range(NUM_ENTRIES))
         draw.shuffle(order)
@@ -54,7 +54,7 @@ def measure_overhead(store: SsdStore, arena: Arena, folder: Path) -> Iterator[Li
             begin = clock()
             os.preadv(file, pieces, number * NUM_BYTES)
             middle = clock()
-            found = store.find(edges[number])
+            found = store.find(lookup_keys[number])
             looked_up = clock()
             header = store.read_header(found[0])
             store.read(found[0], header, pieces)

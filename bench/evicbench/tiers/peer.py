@@ -126,7 +126,7 @@ def _compare(store: SsdStore, arena: Arena, folder: Path, page_size: int) -> Lin
         for path in (folder / "ours").iterdir():
             forget(path)
         begin = time.perf_counter()
-        found = store.find(header.edge)[0]
+        found = store.find(header.lookup_key)[0]
         store.read(found, store.read_header(found), pieces)
         ours.append(time.perf_counter() - begin)
         if hashlib.blake2b(pieces[0]).digest() != expected:

@@ -93,7 +93,7 @@ class _Tiers:
         found: list[tuple[str, Callable[[_Node], bool], _Node]] = []
         for node in self.nodes:
             if node.slots is not None and node.runs is None:
-                found.append(("pool to host", self.back_up, node))
+                found.append(("pool to host", self.backup, node))
             if node.slots is not None and (node.runs is not None or node.is_on_ssd):
                 found.append(("freed in the pool", self.release, node))
             if node.runs is not None:
@@ -101,7 +101,7 @@ class _Tiers:
                 if not node.is_on_ssd:
                     found.append(("host to SSD", self.write, node))
                 else:
-                    found.append(("freed on the host", self.let_go, node))
+                    found.append(("freed on the host", self.drop_host_copy, node))
             elif node.is_on_ssd:
                 found.append(("SSD to host", self.read, node))
         kinds = sorted({kind for kind, _, _ in found})
@@ -162,7 +162,7 @@ class _Tiers:
         self.nodes.append(_Node(header, layout, rows, slots))
         return True
 
-    def back_up(self, node: _Node) -> bool:
+    def backup(self, node: _Node) -> bool:
         runs = self.arena.extents.alloc(sum(self.copier.sizes(node.header.num_slots, node.layout is not None)))
         if runs is None or node.slots is None:
             return False
@@ -177,7 +177,7 @@ class _Tiers:
         node.slots = None
         return True
 
-    def let_go(self, node: _Node) -> bool:
+    def drop_host_copy(self, node: _Node) -> bool:
         if node.runs is not None:
             for begin, end in ((run.begin, run.begin + run.num_bytes) for run in node.runs):
                 self.arena.data[begin:end] = 0x5A
@@ -195,8 +195,8 @@ class _Tiers:
         return True
 
     def read(self, node: _Node) -> bool:
-        """Found by its edge, as after a restart; the header must be the one written, but for where it lies."""
-        for ref in self.store.find(node.header.edge):
+        """Found by its lookup key, as after a restart; the header must be the one written, but for where it lies."""
+        for ref in self.store.find(node.header.lookup_key):
             header = self.store.read_header(ref)
             if header.key != node.header.key:
                 continue
@@ -238,8 +238,8 @@ class _Tiers:
 
     def drop(self, node: _Node) -> bool:
         self.release(node)
-        self.let_go(node)
-        for ref in self.store.find(node.header.edge) if node.is_on_ssd else ():
+        self.drop_host_copy(node)
+        for ref in self.store.find(node.header.lookup_key) if node.is_on_ssd else ():
             if self.store.read_header(ref).key == node.header.key:
                 self.store.remove(ref)
         self.nodes.remove(node)

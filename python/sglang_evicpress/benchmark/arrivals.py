@@ -1,4 +1,4 @@
-"""When requests come, in seconds from the start of a level."""
+"""When requests come, in seconds from the start of a rate."""
 
 from __future__ import annotations
 

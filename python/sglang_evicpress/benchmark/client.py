@@ -32,7 +32,7 @@ class Asked(Protocol):
 
 
 class Arrival(Protocol):
-    """Planned request as ``drive`` sees it; ``arrival_s`` counts from the start of the level."""
+    """Planned request as ``drive`` sees it; ``arrival_s`` counts from the start of the rate."""
 
     @property
     def arrival_s(self) -> float: ...
@@ -42,12 +42,12 @@ class Arrival(Protocol):
 
 @dataclass(slots=True)
 class Outcome:
-    """Result of one request. ``arrival_s``, ``sent_s`` and ``end_s`` are seconds from the start of the level.
+    """Result of one request. ``arrival_s``, ``sent_s`` and ``end_s`` are seconds from the start of the rate.
 
     ``ttft_s`` is the time from ``arrival_s`` to the first text of the answer; for an answer without text, to its end;
     None when nothing came. ``itl_s`` are the times between the pieces of text. ``cached_by_tier`` is where SGLang says
     the cached tokens were. With an ``error``, the rest is what was known by then. ``is_refused``: the error is status
-    503. ``is_cut``: it was cancelled at the end of its level, which is no error; ``end_s`` is when.
+    503. ``is_cut``: it was cancelled at the end of its rate, which is no error; ``end_s`` is when.
     """
 
     arrival_s: float
@@ -288,11 +288,11 @@ async def _ask(
 async def _read(response: ClientResponse, answer: _Answer, begin: float) -> None:
     """Raises _Failed, and what aiohttp raises when the connection breaks."""
     if response.status != 200:
-        raw = await response.read()
+        results = await response.read()
         try:
-            why = _said(orjson.loads(raw))
+            why = _said(orjson.loads(results))
         except orjson.JSONDecodeError:
-            why = raw[:300].decode("utf-8", "replace")
+            why = results[:300].decode("utf-8", "replace")
         raise (_Refused if response.status == _NO_ROOM else _Failed)(f"status {response.status}: {why}")
     lines = EventLines()
     async for piece in response.content.iter_any():

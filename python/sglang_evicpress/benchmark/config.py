@@ -10,11 +10,11 @@ from pathlib import Path
 from sglang_evicpress.benchmark.fields import Fields, each, number, one_of, text, texts_by_name, whole, words
 from sglang_evicpress.core import PRESSES, Form
 
-CONTROLS = ("bound+attention", "prefill-only+attention", "lru+attention")
+CONTROLS = ("full-cache+attention", "prefill-only+attention", "lru+attention")
 """Stock SGLang but for our CPU attention, so that what our cache gains is told from what our attention does."""
 
 KINDS = (
-    *("bound", "prefill-only", "lru", "hicache", "tiers-lru", "fixed", "adaptcache", "impress", "evicpress"),
+    *("full-cache", "prefill-only", "lru", "hicache", "tiers-lru", "fixed", "adaptcache", "impress", "evicpress"),
     *CONTROLS,
 )
 """What ``systems`` may name; ``fixed`` stands for every press with every kept fraction, ``evicpress`` for every alpha.
@@ -27,11 +27,22 @@ DEFAULT_KEPT: tuple[float, ...] = (0.8, 0.6, 0.5, 0.4, 0.2)
 _OWN_FLAGS = (
     *("--model", "--model-path", "--host", "--port", "--max-total-tokens", "--enable-cache-report"),
     *("--disable-radix-cache", "--enable-hierarchical-cache", "--kv-policy", "--kv-policy-config"),
-    *("--kv-alpha", "--kv-forms", "--kv-profiles", "--kv-host-gb", "--kv-ssd-dir", "--kv-ssd-gb"),
+    *("--kv-alpha", "--kv-forms", "--kv-profile-path", "--kv-host-gb", "--kv-ssd-dir", "--kv-ssd-gb"),
 )
 """Given by the benchmark to each system, so not to be given for all."""
 
-_WHICH_RUNS = ("path", "name", "systems", "repetitions", "once", "alphas", "presses", "kept", "rates", "ttft_limit_s")
+_WHICH_RUNS = (
+    "path",
+    "name",
+    "systems",
+    "repetitions",
+    "once",
+    "alphas",
+    "presses",
+    "kept",
+    "extra_rates",
+    "ttft_limit_s",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +64,12 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
-    """More ``levels``, in the first repetition, for the systems of these names or kinds only. Each has ``requests``,
-    and at least as many as come in ``seconds``: in a burst shorter than a queue takes to build any server keeps up."""
+class ExtraRates:
+    """More ``extra_rates``, in the first repetition, for the systems of these names or kinds only. Each has
+    ``requests``, and at least as many as come in ``seconds``: in a burst shorter than a queue takes to build any server
+    keeps up."""
 
-    levels: tuple[float, ...]
+    rates: tuple[float, ...]
     systems: tuple[str, ...]
     requests: int | None = None
     seconds: float | None = None
@@ -65,10 +77,10 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Open-loop levels for all systems and repetitions, at multiples of saturation: what ``reference``, the name of a
+    """Open-loop rates for all systems and repetitions, at multiples of saturation: what ``reference``, the name of a
     system, answers per second while ``clients`` ask without a pause for ``seconds``.
 
-    The arrivals of a level take exactly ``seconds``; ``cut_s`` later what has no answer is cancelled.
+    The arrivals of a rate take exactly ``seconds``; ``cut_s`` later what has no answer is cancelled.
     ``saturation_rps`` is None until it is measured.
     """
 
@@ -81,12 +93,12 @@ class Load:
 
     @property
     def multiples(self) -> dict[float, float]:
-        """Level, in requests/s -> its multiple of saturation; none before that is measured."""
-        return {} if self.saturation_rps is None else levels_at(self.saturation_rps, self.of_saturation)
+        """Rate, in requests/s -> its multiple of saturation; none before that is measured."""
+        return {} if self.saturation_rps is None else rates_at(self.saturation_rps, self.of_saturation)
 
 
-def levels_at(saturation_rps: float, multiples: Iterable[float]) -> dict[float, float]:
-    """Level, in requests/s of three digits -> its multiple of saturation."""
+def rates_at(saturation_rps: float, multiples: Iterable[float]) -> dict[float, float]:
+    """Rate, in requests/s of three digits -> its multiple of saturation."""
     return {float(f"{multiple * saturation_rps:.3g}"): multiple for multiple in multiples}
 
 
@@ -104,13 +116,13 @@ class Config:
 
     ``model`` is a folder or a name on the hub; ``server`` are flags and ``env`` variables of every server, stock ones
     included; ``policy_flags`` are flags of every server with a kv policy. ``template`` holds ``{context}`` and
-    ``{question}``. Contexts of more than ``tokens`` tokens are left out. ``requests`` are sent at each of ``levels``,
-    in requests/s; level 0 is one client that waits for each answer. ``warm_up``: how often each context is asked about
-    unmeasured before the first level. Contexts are asked about by rank ** -``popularity``. ``trace`` is the file
-    whose gaps arrivals have; where it is None they have those of a gamma distribution of ``gaps_shape``: 1 is a Poisson
-    process, less comes in bursts. ``ssd_bandwidth`` is what reads of the SSD tier are slowed to, in bytes/s. Systems in
-    ``once`` run in the first repetition only. ``load`` adds levels, and ``ttft_limit_s`` is the TTFT within which an
-    answer counts for goodput.
+    ``{question}``. Contexts of more than ``tokens`` tokens are left out. ``requests`` are sent at each of
+    ``extra_rates``, in requests/s; rate 0 is one client that waits for each answer. ``warm_up``: how often each context
+    is asked about unmeasured before the first rate. Contexts are asked about by rank ** -``popularity``. ``trace`` is
+    the file whose gaps arrivals have; where it is None they have those of a gamma distribution of ``gaps_shape``: 1 is
+    a Poisson process, less comes in bursts. ``ssd_bandwidth`` is what reads of the SSD tier are slowed to, in bytes/s.
+    Systems in ``once`` run in the first repetition only. ``load`` adds rates, and ``ttft_limit_s`` is the TTFT within
+    which an answer counts for goodput.
     """
 
     path: Path
@@ -129,7 +141,7 @@ class Config:
     max_new_tokens: int
     trace: Path | None
     gaps_shape: float
-    levels: tuple[float, ...]
+    rates: tuple[float, ...]
     repetitions: int
     memory: Memory
     kv_bytes_per_token: int | None
@@ -140,25 +152,30 @@ class Config:
     systems: tuple[str, ...]
     profiles: Profiling | None
     once: tuple[str, ...]
-    rates: tuple[Rates, ...]
+    extra_rates: tuple[ExtraRates, ...]
     load: Load | None
     ttft_limit_s: float | None
 
     def saturated_at(self, rps: float) -> Config:
-        """With the levels of ``load`` for a saturation of so many requests/s. Raises ValueError without a load."""
+        """With the rates of ``load`` for a saturation of so many requests/s. Raises ValueError without a load."""
         if self.load is None:
             raise ValueError(f"{self.path} has no load: expected one, of_saturation, reference and seconds")
         load = replace(self.load, saturation_rps=rps)
-        return replace(self, load=load, levels=tuple(dict.fromkeys((*self.levels, *sorted(load.multiples)))))
+        return replace(self, load=load, rates=tuple(dict.fromkeys((*self.rates, *sorted(load.multiples)))))
 
-    def levels_of(self, kind: str, name: str, repetition: int) -> tuple[float, ...]:
-        """Levels of one repetition, counted from 0, of such a system; none where it does not run."""
+    def rates_of(self, kind: str, name: str, repetition: int) -> tuple[float, ...]:
+        """Rates of one repetition, counted from 0, of such a system; none where it does not run."""
         if repetition >= self.repetitions or (repetition and {kind, name} & {*self.once}):
             return ()
         if repetition:
-            return self.levels
-        more = [level for rates in self.rates if {kind, name} & {*rates.systems} for level in rates.levels]
-        return tuple(dict.fromkeys((*self.levels, *sorted(more))))
+            return self.rates
+        more = [
+            rate
+            for extra_rates in self.extra_rates
+            if {kind, name} & {*extra_rates.systems}
+            for rate in extra_rates.rates
+        ]
+        return tuple(dict.fromkeys((*self.rates, *sorted(more))))
 
     @property
     def forms(self) -> str:
@@ -211,7 +228,7 @@ def load_config(path: Path) -> Config:
         max_new_tokens=get("max_new_tokens", whole(1), "a whole number of at least 1", 32),
         trace=trace,
         gaps_shape=shape,
-        levels=get("levels", each(number()), "a list of requests/s, 0 for one client at a time", (0.0,)),
+        rates=get("rates", each(number()), "a list of requests/s, 0 for one client at a time", (0.0,)),
         repetitions=get("repetitions", whole(1, 1000), "a whole number from 1 to 1000", 1),
         memory=_memory(Fields.of(f"{path}: memory", need("memory", _any, "gpu, host and ssd"))),
         kv_bytes_per_token=get("kv_bytes_per_token", whole(1), "a whole number of at least 1", None),
@@ -222,7 +239,7 @@ def load_config(path: Path) -> Config:
         systems=get("systems", each(one_of(KINDS)), kinds, KINDS),
         profiles=_profiling(path, get("profiles", _any, "questions and forms", None), _grid(presses, kept)),
         once=get("once", each(one_of(KINDS), may_be_empty=True), kinds, ()),
-        rates=_rates(path, get("rates", _any, "levels and systems", None)),
+        extra_rates=_extra_rates(path, get("extra_rates", _any, "rates and systems", None)),
         load=_load(path, get("load", _any, "of_saturation, reference and seconds", None)),
         ttft_limit_s=get("ttft_limit_s", number(above=0.0), "seconds above 0", None),
     )
@@ -283,21 +300,21 @@ def _profiling(path: Path, value: object, forms: str) -> Profiling | None:
     return profiling
 
 
-def _rates(path: Path, value: object) -> tuple[Rates, ...]:
+def _extra_rates(path: Path, value: object) -> tuple[ExtraRates, ...]:
     """One mapping or a list of them."""
     if value is None:
         return ()
     found = []
     for part in value if isinstance(value, list | tuple) else [value]:
-        fields = Fields.of(f"{path}: rates", part)
-        rates = Rates(
-            levels=fields.need("levels", each(number(above=0.0)), "a list of requests/s above 0"),
+        fields = Fields.of(f"{path}: extra_rates", part)
+        extra_rates = ExtraRates(
+            rates=fields.need("rates", each(number(above=0.0)), "a list of requests/s above 0"),
             systems=fields.need("systems", each(text), "a list of systems or kinds of systems"),
             requests=fields.get("requests", whole(1), "a whole number of 1 or more", None),
             seconds=fields.get("seconds", number(above=0.0), "seconds above 0", None),
         )
         fields.finish()
-        found.append(rates)
+        found.append(extra_rates)
     return tuple(found)
 
 

@@ -10,7 +10,7 @@ from sglang_evicpress.benchmark.summary import Cell, Summary
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One setting at one level."""
+    """One setting at one rate."""
 
     system: str
     quality: float
@@ -80,10 +80,10 @@ class Gap:
         return (self.other_ttft_s - overhead_s) / left if left > 0.0 else None
 
 
-def curve(summary: Summary, kinds: Iterable[str], level: float, measure: str = "f1_bound") -> Curve:
+def curve(summary: Summary, kinds: Iterable[str], rate: float, measure: str = "f1_full_cache") -> Curve:
     """Points of the systems of these kinds that answered, in the summary's order."""
     points = []
-    for cell in comparable(summary, kinds, level):
+    for cell in comparable(summary, kinds, rate):
         quality = cell.quality(measure)
         if quality is not None and cell.ttft_mean_s is not None:
             points.append(Point(cell.system, quality, cell.ttft_mean_s))
@@ -101,23 +101,23 @@ def gaps(one: Curve, other: Curve) -> list[Gap]:
     return found
 
 
-def comparable(summary: Summary, kinds: Iterable[str], level: float) -> list[Cell]:
+def comparable(summary: Summary, kinds: Iterable[str], rate: float) -> list[Cell]:
     """Cells of these kinds with next to no failed requests."""
     wanted = set(kinds)
-    return [cell for cell in summary.at(level) if cell.kind in wanted and cell.is_comparable]
+    return [cell for cell in summary.at(rate) if cell.kind in wanted and cell.is_comparable]
 
 
 def best_at_quality(
-    summary: Summary, kinds: Iterable[str], level: float, least: float, measure: str = "f1_bound"
+    summary: Summary, kinds: Iterable[str], rate: float, least: float, measure: str = "f1_full_cache"
 ) -> Cell | None:
     """The system of these kinds with the lowest mean TTFT among those whose quality is ``least`` at least."""
-    good = [cell for cell in comparable(summary, kinds, level) if _is_good(cell, least, measure)]
+    good = [cell for cell in comparable(summary, kinds, rate) if _is_good(cell, least, measure)]
     return min(good, key=lambda cell: cell.ttft_mean_s or 0.0, default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Requests/s that a system bears. ``is_at_least``: it bears the highest level measured, and maybe more."""
+    """Requests/s that a system bears. ``is_at_least``: it bears the highest rate measured, and maybe more."""
 
     system: str
     rps: float
@@ -125,11 +125,11 @@ class Capacity:
 
 
 def capacity(
-    summary: Summary, system: str, limit_s: float, *, least: float = 0.8, measure: str = "f1_bound"
+    summary: Summary, system: str, limit_s: float, *, least: float = 0.8, measure: str = "f1_full_cache"
 ) -> Capacity | None:
     """Up to where the 95th percentile of TTFT stays within ``limit_s`` and quality at ``least``, on straight lines
-    between levels; failed requests count as endless. It ends at the first level that fails, whatever is above it.
-    None without a level at which quality is known.
+    between rates; failed requests count as endless. It ends at the first rate that fails, whatever is above it.
+    None without a rate at which quality is known.
     """
     last: Cell | None = None
     for cell in summary.of(system):
@@ -138,27 +138,27 @@ def capacity(
         if cell.ttft_p95_of_all_s > limit_s or not _is_good(cell, least, measure):
             return Capacity(system, 0.0 if last is None else _crossing(last, cell, limit_s, least, measure), False)
         last = cell
-    return None if last is None else Capacity(system, last.level, True)
+    return None if last is None else Capacity(system, last.rate, True)
 
 
 def unloaded_p95(summary: Summary, system: str) -> float | None:
-    """Seconds: the 95th percentile of TTFT at level 0."""
+    """Seconds: the 95th percentile of TTFT at rate 0."""
     cell = summary.cell(system, 0.0)
     return None if cell is None else cell.ttft_p95_of_all_s
 
 
 def _crossing(below: Cell, above: Cell, limit_s: float, least: float, measure: str) -> float:
-    """The level between the two at which the first of the limits is met."""
-    levels = [above.level]
+    """The rate between the two at which the first of the limits is met."""
+    rates = [above.rate]
     p95 = (below.ttft_p95_of_all_s or 0.0, above.ttft_p95_of_all_s or 0.0)
     if p95[1] == float("inf"):
-        return below.level
+        return below.rate
     if p95[1] > limit_s:
-        levels.append(_between(limit_s, *p95, below.level, above.level))
+        rates.append(_between(limit_s, *p95, below.rate, above.rate))
     quality = (below.quality(measure) or 0.0, above.quality(measure) or 0.0)
     if quality[1] < least:
-        levels.append(_between(least, *quality, below.level, above.level))
-    return min(levels)
+        rates.append(_between(least, *quality, below.rate, above.rate))
+    return min(rates)
 
 
 def _is_good(cell: Cell, least: float, measure: str) -> bool:

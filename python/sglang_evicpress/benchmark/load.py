@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from sglang_evicpress.benchmark.raw import Raw, Run
+from sglang_evicpress.benchmark.results import Results, Run
 from sglang_evicpress.benchmark.summary import known_quantile, numbers
 
 NEW, NOT_WORTH, DROPPED = "new", "not_worth", "dropped"
@@ -23,13 +23,13 @@ LEAST_ANSWERED = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """One system at one level in one ``repetition``; None for the median over all of them.
+    """One system at one rate in one ``repetition``; None for the median over all of them.
 
     Rates are per second of the time in which requests arrive: ``answers_rps`` counts the answers complete by its end,
-    ``goodput_rps`` those whose TTFT was within the config's limit. With one client (level 0) nothing is offered, and
+    ``goodput_rps`` those whose TTFT was within the config's limit. With one client (rate 0) nothing is offered, and
     the time is that of the run. TTFT is that of answers, and of requests that were cut: what it was, or the time they
     had waited for it; for ``ttft_p95_of_all_s`` what has no whole answer lasts for ever. ``f1`` is token F1 with the
-    bound's answer, without a bound with the true one. ``cached`` is a share of the answered prompts' tokens,
+    full cache's answer, without a full cache with the true one. ``cached`` is a share of the answered prompts' tokens,
     ``computed`` shares of those admitted, by reason; None where the server does not say. ``not_worth_s`` are the
     seconds predicted, and those it took, for tokens that were not worth loading; ``evictions`` and ``drops`` what the
     server counts of them, in the run.
@@ -37,7 +37,7 @@ class Loaded:
 
     system: str
     kind: str
-    level: float
+    rate: float
     repetition: int | None
     num_requests: float
     num_refused: float
@@ -70,35 +70,35 @@ class Loaded:
         return sum(share for reason, share in self.computed.items() if reason not in (NEW, NOT_WORTH, DROPPED))
 
 
-def loaded(raw: Raw) -> list[Loaded]:
-    """Every run, by system, level and repetition."""
+def loaded(results: Results) -> list[Loaded]:
+    """Every run, by system, rate and repetition."""
     return [
-        _loaded(raw, system["kind"], run)
-        for system in raw.systems
-        for level in raw.levels
-        for run in raw.runs_of(system["name"], level)
+        _loaded(results, system["kind"], run)
+        for system in results.systems
+        for rate in results.rates
+        for run in results.runs_of(system["name"], rate)
     ]
 
 
 def median(runs: Iterable[Loaded]) -> list[Loaded]:
-    """One for each system and level, in order, each figure the median of those that its repetitions know."""
+    """One for each system and rate, in order, each figure the median of those that its repetitions know."""
     groups: dict[tuple[str, float], list[Loaded]] = {}
     for run in runs:
-        groups.setdefault((run.system, run.level), []).append(run)
+        groups.setdefault((run.system, run.rate), []).append(run)
     return [_median(group) for group in groups.values()]
 
 
-def knee(levels: Sequence[Loaded]) -> float | None:
+def knee(rates: Sequence[Loaded]) -> float | None:
     """The highest rate, in requests/s, at which a system keeps up: it answers what is offered, but for 5 %, with a 95th
     percentile of TTFT of at most twice that with one client; 0 where it does at none.
 
-    ``levels`` are one system's, of one repetition. None without a level of one client or one of an offered rate.
+    ``extra_rates`` are one system's, of one repetition. None without a rate of one client or one of an offered rate.
     """
-    unloaded_s = next((each.ttft_p95_of_all_s for each in levels if each.level == 0), None)
-    offered = [each for each in levels if each.level > 0]
+    unloaded_s = next((each.ttft_p95_of_all_s for each in rates if each.rate == 0), None)
+    offered = [each for each in rates if each.rate > 0]
     if unloaded_s is None or not offered:
         return None
-    return max((each.level for each in offered if _keeps_up(each, UNLOADED * unloaded_s)), default=0.0)
+    return max((each.rate for each in offered if _keeps_up(each, UNLOADED * unloaded_s)), default=0.0)
 
 
 def _keeps_up(each: Loaded, limit_s: float) -> bool:
@@ -107,8 +107,8 @@ def _keeps_up(each: Loaded, limit_s: float) -> bool:
     return each.answers_rps >= LEAST_ANSWERED * each.offered_rps and each.ttft_p95_of_all_s <= limit_s
 
 
-def _loaded(raw: Raw, kind: str, run: Run) -> Loaded:
-    requests, limit_s = list(run.requests.values()), raw.plan.get("config", {}).get("ttft_limit_s")
+def _loaded(results: Results, kind: str, run: Run) -> Loaded:
+    requests, limit_s = list(run.requests.values()), results.plan.get("config", {}).get("ttft_limit_s")
     complete = [request for request in requests if request.is_complete]
     answered = [request.ttft_s for request in complete if request.ttft_s is not None]
     ttft = [*answered, *(request.waited_s for request in requests if request.waited_s is not None)]
@@ -116,21 +116,21 @@ def _loaded(raw: Raw, kind: str, run: Run) -> Loaded:
     in_time = [request for request in complete if seconds is None or request.end_s <= seconds]
     good = [request for request in in_time if limit_s is not None and (request.ttft_s or 0.0) <= limit_s]
     took_s = seconds or run.header.get("took_s") or 0.0
-    scores = [raw.scores.get((run.system, run.repetition, run.level, request.index)) for request in complete]
-    measure = "f1_truth" if raw.bound is None else "f1_bound"
+    scores = [results.scores.get((run.system, run.repetition, run.rate, request.index)) for request in complete]
+    measure = "f1_truth" if results.full_cache is None else "f1_full_cache"
     f1 = [value for score in scores if score is not None and (value := getattr(score, measure)) is not None]
     prompt_tokens = sum(request.prompt_tokens for request in complete)
     computed, not_worth_s = _admission(run)
     return Loaded(
         system=run.system,
         kind=kind,
-        level=run.level,
+        rate=run.rate,
         repetition=run.repetition,
         num_requests=len(requests),
         num_refused=sum(request.is_refused for request in requests),
         num_cut=sum(request.is_cut for request in requests),
         num_failed=sum(request.has_failed for request in requests),
-        offered_rps=(len(requests) / seconds if seconds else run.level) if run.level else None,
+        offered_rps=(len(requests) / seconds if seconds else run.rate) if run.rate else None,
         answers_rps=len(in_time) / took_s if took_s else None,
         goodput_rps=len(good) / took_s if took_s and limit_s is not None else None,
         ttft_mean_s=statistics.fmean(ttft) if ttft else None,
@@ -172,7 +172,7 @@ def _counted(run: Run, name: str) -> dict[str, float] | None:
 def _median(group: Sequence[Loaded]) -> Loaded:
     changed: dict[str, Any] = {"repetition": None}
     for field in fields(Loaded):
-        if field.name in ("system", "kind", "level", "repetition"):
+        if field.name in ("system", "kind", "rate", "repetition"):
             continue
         known = [value for each in group if (value := getattr(each, field.name)) is not None]
         if known and isinstance(known[0], Mapping):

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from sglang_evicpress.benchmark.load import DROPPED, NEW, NOT_WORTH, Loaded, knee, loaded, median
-from sglang_evicpress.benchmark.raw import Raw
+from sglang_evicpress.benchmark.results import Results
 from sglang_evicpress.tables import markdown, ms, number, share
 
 
-def load_lines(raw: Raw) -> Iterator[str]:
-    """Nothing where no level is a multiple of saturation."""
-    if not raw.multiples:
+def load_lines(results: Results) -> Iterator[str]:
+    """Nothing where no rate is a multiple of saturation."""
+    if not results.multiples:
         return
-    runs = loaded(raw)
-    for level in raw.levels:
-        yield from ("", f"## Under load: {rate_name(level, raw.multiples)}", "")
-        at = [each for each in median(runs) if each.level == level]
+    runs = loaded(results)
+    for rate in results.rates:
+        yield from ("", f"## Under load: {rate_name(rate, results.multiples)}", "")
+        at = [each for each in median(runs) if each.rate == rate]
         yield from markdown(_HEAD, [_row(each) for each in at])
         yield ""
         yield from markdown(_REASONS_HEAD, [_reasons_row(each) for each in at])
-    limit_s = raw.plan.get("config", {}).get("ttft_limit_s")
+    limit_s = results.plan.get("config", {}).get("ttft_limit_s")
     within = "no TTFT limit" if limit_s is None else f"TTFT within {limit_s:g} s"
     yield ""
     yield f"Medians of the repetitions, TTFT in ms. Answers, and goodput ({within}), per second of the arrivals."
@@ -30,22 +30,22 @@ def load_lines(raw: Raw) -> Iterator[str]:
         ("system", *(f"repetition {each + 1}, requests/s" for each in repetitions)),
         [
             [system["name"], *(number(knee(of(runs, system["name"], each)), 2) for each in repetitions)]
-            for system in raw.systems
+            for system in results.systems
         ],
     )
 
 
-def rate_name(level: float, multiples: Mapping[float, float]) -> str:
-    if level == 0:
+def rate_name(rate: float, multiples: Mapping[float, float]) -> str:
+    if rate == 0:
         return "one client"
-    known = multiples.get(level)
-    return f"{level:g}/s" + ("" if known is None else f", {known:g} x saturation")
+    known = multiples.get(rate)
+    return f"{rate:g}/s" + ("" if known is None else f", {known:g} x saturation")
 
 
 def of(runs: Sequence[Loaded], system: str, repetition: int | None) -> list[Loaded]:
-    """One system's, of one repetition, by level."""
+    """One system's, of one repetition, by rate."""
     found = [each for each in runs if (each.system, each.repetition) == (system, repetition)]
-    return sorted(found, key=lambda each: each.level)
+    return sorted(found, key=lambda each: each.rate)
 
 
 _HEAD = (

@@ -13,8 +13,8 @@ import orjson
 
 from sglang_evicpress.benchmark.config import Config
 from sglang_evicpress.benchmark.contexts import Context
-from sglang_evicpress.benchmark.folder import Folder
 from sglang_evicpress.benchmark.interrupts import uninterrupted
+from sglang_evicpress.benchmark.run_dir import RunDir
 from sglang_evicpress.benchmark.server import Server, ServerError
 from sglang_evicpress.benchmark.workload import write_training
 
@@ -29,7 +29,7 @@ class Profiles:
     profiling goes on, one of something else begins anew.
     """
 
-    def __init__(self, config: Config, contexts: Sequence[Context], folder: Folder) -> None:
+    def __init__(self, config: Config, contexts: Sequence[Context], folder: RunDir) -> None:
         self.path = folder.path / "profiles.log"
         self._done, self._part = self.path.with_suffix(".done"), self.path.with_suffix(".part")
         self._training = folder.path / "training.jsonl"

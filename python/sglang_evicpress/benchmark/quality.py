@@ -10,7 +10,7 @@ from typing import Protocol
 
 import orjson
 
-from sglang_evicpress.benchmark.raw import SCORES, Raw, Request, Run, Score, read_raw
+from sglang_evicpress.benchmark.results import SCORES, Request, Results, Run, Score, read_results
 from sglang_evicpress.files import write_whole
 from sglang_evicpress.profiler.engine import Answer, Likelihood
 from sglang_evicpress.profiler.scorers import get_scorer
@@ -40,41 +40,41 @@ class Scored:
 def score_runs(folder: Path, *, minilm: Similarity | None = None, is_shown: bool = False) -> Scored:
     """Write ``scores.jsonl`` of an out folder; what an earlier one says of the same two texts is not measured again.
 
-    A request that failed has no score; one whose counterpart in the bound failed, or is missing, only ``f1_truth``.
-    ``minilm`` is None for the profiler's own, where it is installed. Raises ValueError as
-    ``read_raw`` does.
+    A request that failed has no score; one whose counterpart in the full cache failed, or is missing, only
+    ``f1_truth``. ``minilm`` is None for the profiler's own, where it is installed. Raises ValueError as
+    ``read_results`` does.
     """
-    raw, why = read_raw(folder), None
+    results, why = read_results(folder), None
     if minilm is None:
         try:
             minilm = get_scorer("minilm")
         except ValueError as error:
             why = str(error)
     known = {
-        score.pair: score.minilm_bound
-        for score in raw.scores.values()
-        if score.pair is not None and score.minilm_bound is not None
+        score.pair: score.minilm_full_cache
+        for score in results.scores.values()
+        if score.pair is not None and score.minilm_full_cache is not None
     }
     wanted = {}
-    for _, request, bound in _answered(raw):
-        if bound is not None and request.answer != bound.answer:
-            pair = _pair(request.answer, bound.answer)
+    for _, request, full_cache in _answered(results):
+        if full_cache is not None and request.answer != full_cache.answer:
+            pair = _pair(request.answer, full_cache.answer)
             if pair not in known:
-                wanted[pair] = (bound.answer, request.answer)
+                wanted[pair] = (full_cache.answer, request.answer)
     compared = {} if minilm is None else dict(_compare(wanted, minilm, is_shown))
-    scores = list(_scores(raw, {**known, **compared}, None if minilm is None else 1.0))
+    scores = list(_scores(results, {**known, **compared}, None if minilm is None else 1.0))
     write_whole(str(folder / SCORES), b"".join(_line(*each) for each in scores))
     return Scored(len(scores), len(compared), why)
 
 
-def _answered(raw: Raw) -> Iterator[tuple[Run, Request, Request | None]]:
-    """Every complete request of every run, with that of the bound."""
-    bounds = {(run.repetition, run.level): run for run in raw.runs if run.system == raw.bound}
-    for run in raw.runs:
-        bound = bounds.get((run.repetition, run.level))
+def _answered(results: Results) -> Iterator[tuple[Run, Request, Request | None]]:
+    """Every complete request of every run, with that of the full cache."""
+    full_caches = {(run.repetition, run.rate): run for run in results.runs if run.system == results.full_cache}
+    for run in results.runs:
+        full_cache = full_caches.get((run.repetition, run.rate))
         for request in run.requests.values():
             if request.is_complete:
-                other = None if bound is None else bound.requests.get(request.index)
+                other = None if full_cache is None else full_cache.requests.get(request.index)
                 yield run, request, other if other is not None and other.is_complete else None
 
 
@@ -96,31 +96,37 @@ def _steps(steps: range, is_shown: bool) -> Iterable[int]:
     return shown
 
 
-def _scores(raw: Raw, minilm: Mapping[str, float], of_equals: float | None) -> Iterator[tuple[Run, Request, Score]]:
+def _scores(
+    results: Results, minilm: Mapping[str, float], of_equals: float | None
+) -> Iterator[tuple[Run, Request, Score]]:
     """``of_equals`` is what two identical answers get from ``minilm``."""
-    for run, request, bound in _answered(raw):
+    for run, request, full_cache in _answered(results):
         truth = None if request.reference is None else _f1(request.answer, request.reference)
-        if bound is None:
+        if full_cache is None:
             yield run, request, Score(None, None, truth)
             continue
-        pair = _pair(request.answer, bound.answer)
-        near = minilm.get(pair, of_equals if request.answer == bound.answer else None)
-        yield run, request, Score(_f1(request.answer, bound.answer), near, truth, pair)
+        pair = _pair(request.answer, full_cache.answer)
+        near = minilm.get(pair, of_equals if request.answer == full_cache.answer else None)
+        yield run, request, Score(_f1(request.answer, full_cache.answer), near, truth, pair)
 
 
 def _f1(answer: str, reference: str) -> float:
     return 1.0 if answer == reference else token_f1(answer, reference)
 
 
-def _pair(answer: str, bound: str) -> str:
-    digests = (sha256(text.encode("utf-8", "replace")).digest() for text in (answer, bound))
+def _pair(answer: str, full_cache: str) -> str:
+    digests = (sha256(text.encode("utf-8", "replace")).digest() for text in (answer, full_cache))
     return sha256(b"".join(digests)).hexdigest()[:16]
 
 
 def _line(run: Run, request: Request, score: Score) -> bytes:
     line = {
-        **{"system": run.system, "repetition": run.repetition, "level": run.level, "index": request.index},
-        **{"f1_bound": score.f1_bound, "minilm_bound": score.minilm_bound, "f1_truth": score.f1_truth},
+        **{"system": run.system, "repetition": run.repetition, "rate": run.rate, "index": request.index},
+        **{
+            "f1_full_cache": score.f1_full_cache,
+            "minilm_full_cache": score.minilm_full_cache,
+            "f1_truth": score.f1_truth,
+        },
         "pair": score.pair,
     }
     return orjson.dumps(line) + b"\n"

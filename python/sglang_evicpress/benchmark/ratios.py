@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_evicpress.benchmark.raw import Raw, Request
+from sglang_evicpress.benchmark.results import Request, Results
 
 DRAWS = 1000
 
@@ -32,21 +32,21 @@ class Paired:
 
 
 def paired(
-    raw: Raw,
+    results: Results,
     system: str,
     over: str,
-    level: float,
+    rate: float,
     *,
     measure: str = "ttft_s",
     overhead_s: float = 0.0,
     family: str | None = None,
 ) -> Paired | None:
-    """``system`` over ``over`` at one level; ``overhead_s`` is taken off every time before.
+    """``system`` over ``over`` at one rate; ``overhead_s`` is taken off every time before.
 
     ``measure`` is ``ttft_s``, ``latency_s`` or ``itl_s`` (a request's mean). None where they share no request, or
     ``over`` takes no longer than ``overhead_s``.
     """
-    repetitions = list(_shared(raw, system, over, level, measure, overhead_s, family))
+    repetitions = list(_shared(results, system, over, rate, measure, overhead_s, family))
     if not repetitions:
         return None
     ones, others = (np.concatenate(each) for each in zip(*repetitions, strict=True))
@@ -66,13 +66,13 @@ def paired(
 
 
 def _shared(
-    raw: Raw, system: str, over: str, level: float, measure: str, overhead_s: float, family: str | None
+    results: Results, system: str, over: str, rate: float, measure: str, overhead_s: float, family: str | None
 ) -> Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]]:
     """Times of the requests that both answered, per repetition that both ran, in the order of arrival."""
     value = _MEASURES[measure]
-    others = {run.repetition: run for run in raw.runs_of(over, level)}
+    others = {run.repetition: run for run in results.runs_of(over, rate)}
     found = []
-    for run in raw.runs_of(system, level):
+    for run in results.runs_of(system, rate):
         other = others.get(run.repetition)
         if other is None:
             continue

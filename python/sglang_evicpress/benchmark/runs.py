@@ -18,9 +18,9 @@ from sglang_evicpress.benchmark.client import TIMEOUT_S, Outcome, drive, keep_as
 from sglang_evicpress.benchmark.config import Config
 from sglang_evicpress.benchmark.contexts import Context
 from sglang_evicpress.benchmark.environment import commit, environment
-from sglang_evicpress.benchmark.folder import Folder
 from sglang_evicpress.benchmark.interrupts import raising_interrupts
 from sglang_evicpress.benchmark.profiling import Profiles
+from sglang_evicpress.benchmark.run_dir import RunDir
 from sglang_evicpress.benchmark.server import Server, free_port
 from sglang_evicpress.benchmark.systems import Sizes, System, left_out, profiling_system
 from sglang_evicpress.benchmark.workload import Planned, is_loaded, num_requests, plan, warm_up
@@ -73,27 +73,27 @@ def run_all(
 ) -> Done:
     """Make the runs of ``chosen``, which are some of ``systems``, that are not in ``out`` yet.
 
-    All levels of one repetition of a system run on one start of its server. ``is_fresh`` moves older runs away.
+    All rates of one repetition of a system run on one start of its server. ``is_fresh`` moves older runs away.
     ``timeout_s`` is for one request. Raises ValueError when ``out`` has runs of another benchmark or is in use,
     ServerError when a server fails, a cache is not in order or too many requests fail, and KeyboardInterrupt, also for
     SIGTERM and SIGHUP; no server is left then, and what was complete is kept.
     """
-    folder = Folder(out.resolve())
-    with raising_interrupts(), folder.locked():
-        folder.open_plan(plan_of(config, systems, contexts, sizes, command), is_fresh=is_fresh)
-        bench = Bench(config, contexts, folder, timeout_s, launch)
+    run_dir = RunDir(out.resolve())
+    with raising_interrupts(), run_dir.locked():
+        run_dir.open_plan(plan_of(config, systems, contexts, sizes, command), is_fresh=is_fresh)
+        bench = Bench(config, contexts, run_dir, timeout_s, launch)
         wanted = [(system, repetition) for repetition, system in product(range(config.repetitions), chosen)]
-        missing = {pair: levels for pair in wanted if (levels := bench.missing(*pair))}
+        missing = {pair: rates for pair in wanted if (rates := bench.missing(*pair))}
         num_missing = sum(map(len, missing.values()))
-        num_requests_missing = sum(num_requests(config, level) for levels in missing.values() for level in levels)
+        num_requests_missing = sum(num_requests(config, rate) for rates in missing.values() for rate in rates)
         with Progress(num_requests_missing, "requests", is_shown=sys.stderr.isatty()) as progress:
             if any(system.profiles for system, _ in missing):
                 bench.profile(
                     profiling_system(config, sizes.working_set_tokens, sizes.kv_bytes_per_token, out), progress
                 )
-            for (system, repetition), levels in missing.items():
-                bench.run(system, repetition, levels, progress)
-        num_wanted = sum(len(levels_of(config, *pair)) for pair in wanted)
+            for (system, repetition), rates in missing.items():
+                bench.run(system, repetition, rates, progress)
+        num_wanted = sum(len(rates_of(config, *pair)) for pair in wanted)
         return Done(num_missing, num_wanted - num_missing, bench.num_failed)
 
 
@@ -101,24 +101,24 @@ class Bench:
     """Runs systems on one folder, which is locked."""
 
     def __init__(
-        self, config: Config, contexts: Sequence[Context], folder: Folder, timeout_s: float, launch: Launch
+        self, config: Config, contexts: Sequence[Context], run_dir: RunDir, timeout_s: float, launch: Launch
     ) -> None:
         self.num_failed = 0
         self._config = config
         self._contexts = contexts
-        self._folder = folder
+        self._run_dir = run_dir
         self._timeout_s = timeout_s
         self._launch = launch
         self._commit = commit()
 
     def missing(self, system: System, repetition: int) -> list[float]:
-        """The levels that were not run yet."""
-        levels, folder = levels_of(self._config, system, repetition), self._folder
-        return [level for level in levels if not folder.run_file(system, repetition, level).exists()]
+        """The rates that were not run yet."""
+        rates, run_dir = rates_of(self._config, system, repetition), self._run_dir
+        return [rate for rate in rates if not run_dir.run_file(system, repetition, rate).exists()]
 
     def profile(self, system: System, progress: Progress) -> None:
         """Measure the profiles, unless that is done."""
-        profiles = Profiles(self._config, self._contexts, self._folder)
+        profiles = Profiles(self._config, self._contexts, self._run_dir)
         if not profiles.open():
             return
         progress.say(f"profiling {len(self._contexts)} contexts first")
@@ -126,23 +126,23 @@ class Bench:
             profiles.measure(server)
         profiles.close()
 
-    def run(self, system: System, repetition: int, levels: Sequence[float], progress: Progress) -> None:
-        """Run the levels on one start of the server."""
+    def run(self, system: System, repetition: int, rates: Sequence[float], progress: Progress) -> None:
+        """Run the rates on one start of the server."""
         where = f"{system.name}, repetition {repetition + 1} of {self._config.repetitions}"
         progress.say(f"{where}: starts")
-        with self._folder.empty_ssd(system), self._server(system, repetition) as server:
+        with self._run_dir.empty_ssd(system), self._server(system, repetition) as server:
             _check_routes(server, system)
             self._warm_up(server, where, progress)
-            for level in levels:
-                shown = f"{where}, {'one client' if level == 0 else f'{level:g}/s'}"
+            for rate in rates:
+                shown = f"{where}, {'one client' if rate == 0 else f'{rate:g}/s'}"
                 progress.name(shown)
-                self._level(server, system, repetition, level, shown, progress)
+                self._rate(server, system, repetition, rate, shown, progress)
 
     def saturate(self, system: System, clients: int, seconds: float, progress: Progress) -> list[Outcome]:
         """Outcomes of so many clients that ask without a pause for so long."""
         where = f"saturation of {system.name}"
         progress.name(f"{where}: starts")
-        with self._folder.empty_ssd(system), self._server(system, None) as server:
+        with self._run_dir.empty_ssd(system), self._server(system, None) as server:
             _check_routes(server, system)
             self._warm_up(server, where, progress)
             progress.name(f"{where}: {clients} clients for {seconds:g} s")
@@ -165,7 +165,7 @@ class Bench:
         return Server(
             self._launch(self._config, system, port),
             port=port,
-            log=self._folder.log_file(system.slug, repetition),
+            log=self._run_dir.log_file(system.slug, repetition),
             env=_environment(self._config, system),
             folder=self._config.path.resolve().parent,
         )
@@ -181,10 +181,10 @@ class Bench:
 
         self._drive(server, planned, is_closed=True, on_outcome=check)
 
-    def _level(
-        self, server: Server, system: System, repetition: int, level: float, where: str, progress: Progress
+    def _rate(
+        self, server: Server, system: System, repetition: int, rate: float, where: str, progress: Progress
     ) -> None:
-        planned = plan(self._config, self._contexts, repetition, level)
+        planned = plan(self._config, self._contexts, repetition, rate)
         before = _looked_into(server, system)
         load_average, begin_unix_s, begin = os.getloadavg(), time.time(), time.perf_counter()
 
@@ -193,9 +193,9 @@ class Bench:
             if outcome.error is not None and not server.is_alive():
                 raise server.error(f"{where}: the server ended")
 
-        load = self._config.load if is_loaded(self._config, level) else None
+        load = self._config.load if is_loaded(self._config, rate) else None
         until_s = None if load is None else load.seconds + load.cut_s
-        outcomes = self._drive(server, planned, is_closed=level == 0, until_s=until_s, on_outcome=note)
+        outcomes = self._drive(server, planned, is_closed=rate == 0, until_s=until_s, on_outcome=note)
         took_s = time.perf_counter() - begin
         if any(outcome.is_cut for outcome in outcomes):
             self._let_end(server, planned[0], where)
@@ -204,10 +204,10 @@ class Bench:
         header = {
             "system": system.name,
             "repetition": repetition,
-            "level": level,
+            "rate": rate,
             "begin_unix_s": begin_unix_s,
             "took_s": took_s,
-            "offered_rps": level,
+            "offered_rps": rate,
             "seconds": None if load is None else load.seconds,
             "start_s": server.start_s,
             "load_average": load_average,
@@ -221,11 +221,11 @@ class Bench:
             "check": check,
         }
         lines = [_line(entry, outcome) for entry, outcome in zip(planned, outcomes, strict=True)]
-        path = self._folder.run_file(system, repetition, level)
+        path = self._run_dir.run_file(system, repetition, rate)
         failed = [outcome for outcome in outcomes if outcome.error is not None and not outcome.is_refused]
         violations = [] if check is None or check.get("ok") else check.get("violations") or [repr(check)]
         if violations or len(failed) > MOST_FAILED * len(outcomes):
-            written = self._folder.write_failed(path, header, lines)
+            written = self._run_dir.write_failed(path, header, lines)
             what = f"{len(failed)} of {len(outcomes)} requests failed"
             if violations:
                 what = f"the cache is not in order: {'; '.join(map(str, violations))}"
@@ -233,8 +233,8 @@ class Bench:
                 what += f", such as by: {failed[0].error}"
             raise server.error(f"{where}: {what}; see {written}")
         if "tree" in after:
-            self._folder.write_tree(path, after["tree"])
-        self._folder.write_run(path, header, lines)
+            self._run_dir.write_tree(path, after["tree"])
+        self._run_dir.write_run(path, header, lines)
         self.num_failed += len(failed)
         times = [outcome.ttft_s for outcome in outcomes if outcome.error is None and outcome.ttft_s is not None]
         lost = {
@@ -285,8 +285,8 @@ class Bench:
         )
 
 
-def levels_of(config: Config, system: System, repetition: int) -> tuple[float, ...]:
-    return config.levels_of(system.kind, system.name, repetition)
+def rates_of(config: Config, system: System, repetition: int) -> tuple[float, ...]:
+    return config.rates_of(system.kind, system.name, repetition)
 
 
 def _environment(config: Config, system: System) -> dict[str, str]:

@@ -14,8 +14,8 @@ from sglang_evicpress.benchmark.client import TIMEOUT_S, Outcome
 from sglang_evicpress.benchmark.config import Config
 from sglang_evicpress.benchmark.contexts import Context
 from sglang_evicpress.benchmark.environment import commit
-from sglang_evicpress.benchmark.folder import Folder
 from sglang_evicpress.benchmark.interrupts import raising_interrupts
+from sglang_evicpress.benchmark.run_dir import RunDir
 from sglang_evicpress.benchmark.runs import Bench, Launch, launch_command, plan_of
 from sglang_evicpress.benchmark.systems import Sizes, System, profiling_system
 from sglang_evicpress.files import write_whole
@@ -37,9 +37,9 @@ def at_saturation(
     timeout_s: float = TIMEOUT_S,
     launch: Launch = launch_command,
 ) -> Config:
-    """``config`` with the levels of its load, if it has one: of the saturation in ``out``, or one measured now.
+    """``config`` with the rates of its load, if it has one: of the saturation in ``out``, or one measured now.
 
-    A closed loop, as its queue stays as long as there are clients: an open one far above what can be borne would
+    A closed loop, as its queue stays as long as there are clients: an open one far above what can be sustained would
     measure how a server does with a queue of thousands. Raises ValueError when the reference is none of ``systems``,
     or ``out`` has the saturation of another benchmark, and ServerError and KeyboardInterrupt as ``run_all`` does.
     """
@@ -51,7 +51,7 @@ def at_saturation(
         names = ", ".join(system.name for system in systems)
         raise ValueError(f"{config.path}: load: reference is {load.reference!r}: expected one of {names}")
     identity = plan_of(config, systems, contexts, sizes, "")["identity"]
-    folder = Folder(out.resolve())
+    folder = RunDir(out.resolve())
     with raising_interrupts(), folder.locked():
         path = folder.path / SATURATION
         known = None if is_fresh else _read(path)

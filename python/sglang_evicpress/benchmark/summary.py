@@ -1,4 +1,4 @@
-"""Results of every system at every level, over all repetitions."""
+"""Results of every system at every rate, over all repetitions."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_evicpress.benchmark.ratios import Paired, paired
-from sglang_evicpress.benchmark.raw import TIERS, Raw, Request, Run
+from sglang_evicpress.benchmark.results import TIERS, Request, Results, Run
 from sglang_evicpress.quantiles import quantile
 
-QUALITIES = ("f1_bound", "minilm_bound", "f1_truth")
-"""Measures of quality: token F1 and cosine with the bound's answer, token F1 with the true one."""
+QUALITIES = ("f1_full_cache", "minilm_full_cache", "f1_truth")
+"""Measures of quality: token F1 and cosine with the full cache's answer, token F1 with the true one."""
 
-BOUNDS = ("bound", "bound+attention")
+FULL_CACHES = ("full-cache", "full-cache+attention")
 MOST_FAILED = 0.01
 """A system that fails more of its requests than this share is not compared: those left may be the easy ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One system at one level. Times are those of complete requests, except ``ttft_p95_of_all_s``, for which any other
+    """One system at one rate. Times are those of complete requests, except ``ttft_p95_of_all_s``, for which any other
     lasts for ever; None is what could not be measured. A request that was cut counts with the TTFT it had, or the time
-    it had waited for it, so that TTFT cannot look short because a queue was cut. ``completed_rps`` of a level that ends
+    it had waited for it, so that TTFT cannot look short because a queue was cut. ``completed_rps`` of a rate that ends
     at a set time are the answers complete while requests arrived, over that time.
 
     ``hit_share`` is of the prompts' tokens, and ``hits`` the same by tier. ``tier_bytes`` (by tier) and ``forms``
     (tier -> form -> tokens) are the means of what was there after the runs; ``decisions`` are sums of those taken in
     them. ``utility_lost_s`` is what these gave up by EvicPress's own estimate, per request: alpha times quality less
-    delay, in seconds, times the uses expected; None for a policy that does not weigh that. ``over_bound`` compares TTFT
-    with the bound's, ``over_bound_net`` without the fixed overhead of both.
+    delay, in seconds, times the uses expected; None for a policy that does not weigh that. ``over_full_cache`` compares
+    TTFT with the full cache's, ``over_full_cache_net`` without the fixed overhead of both.
     """
 
     system: str
     kind: str
-    level: float
+    rate: float
     num_repetitions: int
     num_requests: int
     num_failed: int
@@ -51,8 +51,8 @@ class Cell:
     itl_p95_s: float | None = None
     latency_mean_s: float | None = None
     latency_p95_s: float | None = None
-    f1_bound: float | None = None
-    minilm_bound: float | None = None
+    f1_full_cache: float | None = None
+    minilm_full_cache: float | None = None
     f1_truth: float | None = None
     hit_share: float | None = None
     hits: Mapping[str, float] | None = None
@@ -60,8 +60,8 @@ class Cell:
     forms: Mapping[str, Mapping[str, float]] | None = None
     decisions: Mapping[str, float] | None = None
     utility_lost_s: float | None = None
-    over_bound: Paired | None = None
-    over_bound_net: Paired | None = None
+    over_full_cache: Paired | None = None
+    over_full_cache_net: Paired | None = None
 
     def quality(self, measure: str) -> float | None:
         """``measure`` is one of ``QUALITIES``. Raises ValueError for another."""
@@ -77,55 +77,60 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """All cells, in the plan's order of systems. ``overhead_s`` is the bound's median TTFT at level 0, where everything
-    is cached and nothing else runs: what no cache can take away. Of two bounds it is that of the faster one, as stock
-    attention on the CPU computes much that it need not."""
+    """All cells, in the plan's order of systems. ``overhead_s`` is the full cache's median TTFT at rate 0, where
+    everything is cached and nothing else runs: what no cache can take away. Of two bounds it is that of the faster one,
+    as stock attention on the CPU computes much that it need not."""
 
-    raw: Raw
+    results: Results
     family: str | None
     overhead_s: float | None
     cells: tuple[Cell, ...]
     notes: tuple[str, ...] = field(default=())
 
     @property
-    def levels(self) -> list[float]:
-        return self.raw.levels
+    def rates(self) -> list[float]:
+        return self.results.rates
 
-    def at(self, level: float) -> list[Cell]:
-        return [cell for cell in self.cells if cell.level == level]
+    def at(self, rate: float) -> list[Cell]:
+        return [cell for cell in self.cells if cell.rate == rate]
 
     def of(self, system: str) -> list[Cell]:
-        """By level."""
-        return sorted((cell for cell in self.cells if cell.system == system), key=lambda cell: cell.level)
+        """By rate."""
+        return sorted((cell for cell in self.cells if cell.system == system), key=lambda cell: cell.rate)
 
-    def cell(self, system: str, level: float) -> Cell | None:
-        return next((cell for cell in self.cells if (cell.system, cell.level) == (system, level)), None)
+    def cell(self, system: str, rate: float) -> Cell | None:
+        return next((cell for cell in self.cells if (cell.system, cell.rate) == (system, rate)), None)
 
 
-def summarise(raw: Raw, family: str | None = None) -> Summary:
+def summarise(results: Results, family: str | None = None) -> Summary:
     """Summary of all requests, or of those about contexts of one ``family``."""
-    overhead_s = _overhead(raw)
+    overhead_s = _overhead(results)
     cells = [
-        _cell(raw, system, level, runs, family, overhead_s)
-        for system in raw.systems
-        for level in raw.levels
-        if (runs := raw.runs_of(system["name"], level))
+        _cell(results, system, rate, runs, family, overhead_s)
+        for system in results.systems
+        for rate in results.rates
+        if (runs := results.runs_of(system["name"], rate))
     ]
-    return Summary(raw, family, overhead_s, tuple(cells), tuple(_notes(raw, cells)))
+    return Summary(results, family, overhead_s, tuple(cells), tuple(_notes(results, cells)))
 
 
-def _overhead(raw: Raw) -> float | None:
+def _overhead(results: Results) -> float | None:
     medians = []
-    for system in raw.systems:
-        requests = [request for run in raw.runs_of(system["name"], 0.0) for request in run.requests.values()]
+    for system in results.systems:
+        requests = [request for run in results.runs_of(system["name"], 0.0) for request in run.requests.values()]
         times = [request.ttft_s for request in requests if request.ttft_s is not None]
-        if system["kind"] in BOUNDS and times:
+        if system["kind"] in FULL_CACHES and times:
             medians.append(statistics.median(times))
     return min(medians, default=None)
 
 
 def _cell(
-    raw: Raw, system: Mapping[str, Any], level: float, runs: Sequence[Run], family: str | None, overhead_s: float | None
+    results: Results,
+    system: Mapping[str, Any],
+    rate: float,
+    runs: Sequence[Run],
+    family: str | None,
+    overhead_s: float | None,
 ) -> Cell:
     name = system["name"]
     asked = [(run, request) for run in runs for request in run.requests.values() if family in (None, request.family)]
@@ -133,7 +138,7 @@ def _cell(
     scores = [
         score
         for run, request in asked
-        if (score := raw.scores.get((name, run.repetition, level, request.index))) is not None
+        if (score := results.scores.get((name, run.repetition, rate, request.index))) is not None
     ]
     cut = [request for _, request in asked if request.is_cut]
     answered = [request.ttft_s for request in complete if request.ttft_s is not None]
@@ -144,11 +149,11 @@ def _cell(
     in_time = [request for run, request in asked if request.is_complete and _is_in_window(run, request)]
     num_prompt_tokens = sum(request.prompt_tokens for request in complete)
     num_cached_tokens = sum(request.cached_tokens for request in complete)
-    compared = {"raw": raw, "system": name, "over": raw.bound, "level": level, "family": family}
+    compared = {"results": results, "system": name, "over": results.full_cache, "rate": rate, "family": family}
     return Cell(
         system=name,
         kind=system["kind"],
-        level=level,
+        rate=rate,
         num_repetitions=len(runs),
         num_requests=len(asked),
         num_failed=sum(request.has_failed for _, request in asked),
@@ -164,17 +169,19 @@ def _cell(
         itl_p95_s=known_quantile(itl, 0.95),
         latency_mean_s=_mean(latency),
         latency_p95_s=known_quantile(latency, 0.95),
-        f1_bound=_mean([score.f1_bound for score in scores]),
-        minilm_bound=_mean([score.minilm_bound for score in scores]),
+        f1_full_cache=_mean([score.f1_full_cache for score in scores]),
+        minilm_full_cache=_mean([score.minilm_full_cache for score in scores]),
         f1_truth=_mean([score.f1_truth for score in scores]),
         hit_share=num_cached_tokens / num_prompt_tokens if num_prompt_tokens else None,
         hits=_hits(complete, num_prompt_tokens),
-        tier_bytes=_mean_of_maps([_tier_bytes(run, raw) for run in runs]),
+        tier_bytes=_mean_of_maps([_tier_bytes(run, results) for run in runs]),
         forms=_forms(runs),
         decisions=_decisions(runs),
         utility_lost_s=_utility_lost(runs),
-        over_bound=None if raw.bound is None else paired(**compared),
-        over_bound_net=None if raw.bound is None or overhead_s is None else paired(**compared, overhead_s=overhead_s),
+        over_full_cache=None if results.full_cache is None else paired(**compared),
+        over_full_cache_net=None
+        if results.full_cache is None or overhead_s is None
+        else paired(**compared, overhead_s=overhead_s),
     )
 
 
@@ -201,12 +208,12 @@ def _hits(requests: Sequence[Request], num_prompt_tokens: int) -> dict[str, floa
     return {tier: sum((request.hits or {}).get(tier, 0) for request in requests) / num_prompt_tokens for tier in TIERS}
 
 
-def _tier_bytes(run: Run, raw: Raw) -> dict[str, float] | None:
+def _tier_bytes(run: Run, results: Results) -> dict[str, float] | None:
     """Bytes in each tier after a run; the GPU alone where the server has no other, or did not say."""
     tiers = (run.header.get("tiers") or {}).get("tiers")
     if tiers:
         return {tier: float(told["used_bytes"]) for tier, told in tiers.items()}
-    stats, per_token = run.header.get("stats"), raw.plan.get("settings", {}).get("kv_bytes_per_token")
+    stats, per_token = run.header.get("stats"), results.plan.get("settings", {}).get("kv_bytes_per_token")
     if not stats or not per_token:
         return None
     return {"gpu": float(stats["cached_slots"] * per_token)}
@@ -262,39 +269,42 @@ def numbers(counters: Mapping[str, Any], above: str = "") -> Iterator[tuple[str,
             yield f"{above}{name}", float(value)
 
 
-def _notes(raw: Raw, cells: Sequence[Cell]) -> Iterator[str]:
+def _notes(results: Results, cells: Sequence[Cell]) -> Iterator[str]:
     """Caveats that a reader must know before believing the figures."""
-    config = raw.plan.get("config", {})
+    config = results.plan.get("config", {})
     once, wanted, missing = config.get("once") or (), int(config.get("repetitions") or 1), 0
-    for system in raw.plan["systems"]:
+    for system in results.plan["systems"]:
         repetitions = 1 if {system["name"], system["kind"]} & set(once) else wanted
-        for level in config.get("levels") or ():
-            missing += max(0, repetitions - len(raw.runs_of(system["name"], level)))
+        for rate in config.get("rates") or ():
+            missing += max(0, repetitions - len(results.runs_of(system["name"], rate)))
     if missing:
         yield f"{missing} runs of the plan are missing"
-    for left in raw.plan.get("left_out") or ():
+    for left in results.plan.get("left_out") or ():
         yield f"{left['name']} was left out: {left['why']}"
-    if raw.bound is None:
-        yield "there is no run of the bound: nothing is compared with it, and no quality is known but that of the truth"
-    stock = {system["name"] for system in raw.systems if system.get("is_stock")}
+    if results.full_cache is None:
+        yield (
+            "there is no run of the full cache: nothing is compared with it, and no quality is known but that of "
+            "the truth"
+        )
+    stock = {system["name"] for system in results.systems if system.get("is_stock")}
     unchecked = sorted(
-        {run.system for run in raw.runs if run.system in stock and not run.header.get("is_stock_checked")}
+        {run.system for run in results.runs if run.system in stock and not run.header.get("is_stock_checked")}
     )
     if unchecked:
         yield f"it was not checked that these were stock: {', '.join(unchecked)}"
-    broken = sorted({run.system for run in raw.runs if _is_broken(run.header.get("check"))})
+    broken = sorted({run.system for run in results.runs if _is_broken(run.header.get("check"))})
     if broken:
         yield f"the cache was not in order after a run of: {', '.join(broken)}"
-    commits = sorted({run.header["commit"] for run in raw.runs if run.header.get("commit")})
+    commits = sorted({run.header["commit"] for run in results.runs if run.header.get("commit")})
     if len(commits) > 1:
         yield f"the runs are of several commits: {', '.join(commits)}"
-    if not raw.scores:
+    if not results.scores:
         yield "the answers were not scored"
-    elif all(score.minilm_bound is None for score in raw.scores.values()):
+    elif all(score.minilm_full_cache is None for score in results.scores.values()):
         yield "minilm was not measured: it needs sglang-evicpress[quality]"
     failed = [cell for cell in cells if not cell.is_comparable]
     for cell in failed:
-        yield f"{cell.system} failed {cell.num_failed} of {cell.num_requests} requests at level {cell.level:g}"
+        yield f"{cell.system} failed {cell.num_failed} of {cell.num_requests} requests at rate {cell.rate:g}"
     late = max((cell.late_p95_s or 0.0 for cell in cells), default=0.0)
     if late > 0.05:
         yield f"the client was late: its 95th percentile reaches {1e3 * late:.0f} ms after the planned arrivals"

@@ -11,11 +11,11 @@ from pathlib import Path
 from sglang_evicpress.benchmark.config import CONTROLS, Config
 from sglang_evicpress.config import GB, check_size
 
-BOUND_FACTOR = 1.25
-"""The pool of the bound, over the working set: questions and answers are cached too."""
+FULL_CACHE_FACTOR = 1.25
+"""The pool of the full cache, over the working set: questions and answers are cached too."""
 
 NUM_RUNNING = 16
-"""Requests that the pool of the bound has room for, besides."""
+"""Requests that the pool of the full cache has room for, besides."""
 
 IMPRESS = 0.5
 """The fraction of important tokens that impress keeps."""
@@ -150,13 +150,13 @@ class _Shelf:
 
     def systems(self, kind: str) -> Iterator[System]:
         match kind:
-            case "bound":
+            case "full-cache":
                 yield self.stock(kind, is_whole=True)
             case "prefill-only":
                 yield self.stock(kind, "--disable-radix-cache")
             case "lru":
                 yield self.stock(kind)
-            case "bound+attention" | "prefill-only+attention" | "lru+attention":
+            case "full-cache+attention" | "prefill-only+attention" | "lru+attention":
                 (same,) = self.systems(kind.partition("+")[0])
                 yield replace(same, name=kind, kind=kind, env=ATTENTION, is_stock=False)
             case "hicache":
@@ -227,7 +227,7 @@ class _Shelf:
             press,
             kept,
             ssd_dir,
-            self.profiles if "--kv-profiles" in flags else None,
+            self.profiles if "--kv-profile-path" in flags else None,
         )
 
     @property
@@ -240,13 +240,13 @@ class _Shelf:
         forms = ("--kv-forms", self.config.forms)
         if self.config.profiles is None:
             return forms
-        return (*forms, "--kv-profiles", str(self.profiles), "--kv-no-recording")
+        return (*forms, "--kv-profile-path", str(self.profiles), "--kv-disable-online-profiling")
 
     def pool(self, is_whole: bool) -> int:
         if not is_whole:
             return self.sizes.pool_tokens
         longest = (self.config.tokens or _DEFAULT_TOKENS) + self.config.max_new_tokens
-        return round(BOUND_FACTOR * self.sizes.working_set_tokens) + NUM_RUNNING * longest
+        return round(FULL_CACHE_FACTOR * self.sizes.working_set_tokens) + NUM_RUNNING * longest
 
 
 def _common(pool_tokens: int) -> tuple[str, ...]:

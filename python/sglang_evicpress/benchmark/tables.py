@@ -1,4 +1,4 @@
-"""The report of a benchmark: its settings, a table for each level, and everything as JSON."""
+"""The report of a benchmark: its settings, a table for each rate, and everything as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_evicpress.benchmark.curves import best_at_quality, capacity, curve, 
 from sglang_evicpress.benchmark.load import loaded
 from sglang_evicpress.benchmark.load_tables import load_lines
 from sglang_evicpress.benchmark.ratios import Paired
-from sglang_evicpress.benchmark.raw import TIERS, Raw, read_raw
+from sglang_evicpress.benchmark.results import TIERS, Results, read_results
 from sglang_evicpress.benchmark.summary import QUALITIES, Cell, Summary, summarise
 from sglang_evicpress.files import write_whole
 from sglang_evicpress.quantiles import quantile
@@ -28,10 +28,10 @@ OURS = ("evicpress",)
 
 
 def write_report(folder: Path) -> Summary:
-    """Write ``tables.md`` and ``summary.json`` of an out folder. Raises ValueError as ``read_raw`` does."""
-    raw = read_raw(folder)
-    summary = summarise(raw)
-    families = [summarise(raw, family) for family in raw.families] if len(raw.families) > 1 else []
+    """Write ``tables.md`` and ``summary.json`` of an out folder. Raises ValueError as ``read_results`` does."""
+    results = read_results(folder)
+    summary = summarise(results)
+    families = [summarise(results, family) for family in results.families] if len(results.families) > 1 else []
     everything = orjson.dumps(_everything(summary, families), option=orjson.OPT_INDENT_2)
     write_whole(str(folder / TABLES), "\n".join([*report_lines(summary), ""]).encode())
     write_whole(str(folder / SUMMARY), everything + b"\n")
@@ -40,56 +40,56 @@ def write_report(folder: Path) -> Summary:
 
 def report_lines(summary: Summary) -> Iterator[str]:
     """Markdown."""
-    raw = summary.raw
-    yield f"# {raw.plan.get('config', {}).get('name') or raw.folder.name}"
+    results = summary.results
+    yield f"# {results.plan.get('config', {}).get('name') or results.run_dir.name}"
     yield ""
-    yield from (f"- {line}" for line in setting_lines(raw))
+    yield from (f"- {line}" for line in setting_lines(results))
     if summary.overhead_s is not None:
-        yield f"- fixed overhead: {ms(summary.overhead_s)} ms, the median TTFT of the faster bound with one client"
+        yield f"- fixed overhead: {ms(summary.overhead_s)} ms, the median TTFT of the faster full cache with one client"
     if any(cell.utility_lost_s is not None for cell in summary.cells):
         yield (
             "- utility lost: what EvicPress's decisions gave up by its own estimate: alpha * quality - delay, in "
             "seconds, times the uses expected; with another alpha it has another scale"
         )
     yield from (f"- **note:** {note}" for note in summary.notes)
-    for level in summary.levels:
-        yield from ("", f"## {level_name(level)}", "")
-        yield from markdown(_LATENCY_HEAD, [_latency_row(cell, summary) for cell in summary.at(level)])
+    for rate in summary.rates:
+        yield from ("", f"## {rate_label(rate)}", "")
+        yield from markdown(_LATENCY_HEAD, [_latency_row(cell, summary) for cell in summary.at(rate)])
         yield ""
-        yield from markdown(_CACHE_HEAD, [_cache_row(cell) for cell in summary.at(level)])
-        if rows := list(_equal_quality_rows(summary, level)):
+        yield from markdown(_CACHE_HEAD, [_cache_row(cell) for cell in summary.at(rate)])
+        if rows := list(_equal_quality_rows(summary, rate)):
             yield ""
             yield from markdown(_EQUAL_HEAD, rows)
     if rows := list(_capacity_rows(summary)):
-        yield from ("", f"## Requests/s that are borne at F1 with the bound of {LEAST_QUALITY:g} and more", "")
+        yield from ("", f"## Requests/s that are sustained at F1 with the full cache of {LEAST_QUALITY:g} and more", "")
         yield from markdown(_CAPACITY_HEAD, rows)
-    yield from load_lines(raw)
+    yield from load_lines(results)
 
 
-def setting_lines(raw: Raw) -> Iterator[str]:
+def setting_lines(results: Results) -> Iterator[str]:
     """Under every table and figure: contexts, memory, bandwidths, versions and commit."""
-    config, settings, environment = (raw.plan.get(name) or {} for name in ("config", "settings", "environment"))
+    config, settings, environment = (results.plan.get(name) or {} for name in ("config", "settings", "environment"))
     memory = config.get("memory") or {}
     longest = config.get("tokens")
     yield (
         f"{_told(settings.get('num_contexts'))} contexts, {_told(settings.get('working_set_tokens'))} tokens in all"
-        f"{'' if longest is None else f', at most {longest} each'}; {_told(config.get('requests'))} requests a level, "
+        f"{'' if longest is None else f', at most {longest} each'}; {_told(config.get('requests'))} requests a rate, "
         f"{_told(config.get('repetitions'))} repetitions, arrivals {_told(settings.get('arrivals'))}, at most "
         f"{_told(config.get('max_new_tokens'))} new tokens, model {_told(config.get('model'))}"
     )
-    if raw.multiples:
+    if results.multiples:
         load = config["load"]
-        rates = ", ".join(f"{multiple:g} x = {level:g}/s" for level, multiple in raw.multiples.items())
+        extra_rates = ", ".join(f"{multiple:g} x = {rate:g}/s" for rate, multiple in results.multiples.items())
         yield (
             f"saturation {load['saturation_rps']:.2f} requests/s, of {_told(load.get('reference'))} with "
-            f"{_told(load.get('clients'))} clients; levels of {load['seconds']:g} s at {rates}, cut "
+            f"{_told(load.get('clients'))} clients; rates of {load['seconds']:g} s at {extra_rates}, cut "
             f"{_told(load.get('cut_s'))} s later"
         )
     yield (
         f"GPU pool {_told(settings.get('pool_tokens'))} tokens{_percent(memory.get('gpu'))}, host "
         f"{_bytes(settings.get('host_bytes'))}{_percent(memory.get('host'))}, SSD {_bytes(settings.get('ssd_bytes'))}"
         f"{_percent(memory.get('ssd'))} of the working set; {_told(settings.get('kv_bytes_per_token'))} bytes a token; "
-        f"{_bandwidths(raw)}"
+        f"{_bandwidths(results)}"
     )
     versions = ", ".join(f"{name} {version}" for name, version in (environment.get("versions") or {}).items())
     yield (
@@ -101,8 +101,8 @@ def setting_lines(raw: Raw) -> Iterator[str]:
     yield f"`{command if isinstance(command, str) else ' '.join(command or ['command unknown'])}`"
 
 
-def level_name(level: float) -> str:
-    return f"{level:g} requests/s" if level else "One client, the next request after each answer"
+def rate_label(rate: float) -> str:
+    return f"{rate:g} requests/s" if rate else "One client, the next request after each answer"
 
 
 def times(found: Paired | None) -> str:
@@ -111,9 +111,9 @@ def times(found: Paired | None) -> str:
 
 
 _LATENCY_HEAD = (
-    *("system", "TTFT mean, ms", "p50", "p95", "of the bound's (95 %)", "without overhead", "overhead in TTFT"),
+    *("system", "TTFT mean, ms", "p50", "p95", "of the full cache's (95 %)", "without overhead", "overhead in TTFT"),
     *("ITL mean, ms", "p95", "end-to-end mean, ms", "p95", "requests/s", "failed"),
-    *("F1 with the bound", "minilm", "F1 with the truth"),
+    *("F1 with the full cache", "minilm", "F1 with the truth"),
 )
 
 
@@ -123,8 +123,8 @@ def _latency_row(cell: Cell, summary: Summary) -> list[str]:
     return [
         cell.system,
         *(ms(value) for value in (cell.ttft_mean_s, cell.ttft_p50_s, cell.ttft_p95_s)),
-        times(cell.over_bound),
-        number(None if cell.over_bound_net is None else cell.over_bound_net.ratio, 2),
+        times(cell.over_full_cache),
+        number(None if cell.over_full_cache_net is None else cell.over_full_cache_net.ratio, 2),
         share(part),
         *(ms(value) for value in (cell.itl_mean_s, cell.itl_p95_s, cell.latency_mean_s, cell.latency_p95_s)),
         number(cell.completed_rps, 2),
@@ -160,15 +160,15 @@ def _cache_row(cell: Cell) -> list[str]:
 
 
 _EQUAL_HEAD = (
-    *("EvicPress against", "at the same F1 with the bound", "TTFT lower by, at best", "at worst"),
+    *("EvicPress against", "at the same F1 with the full cache", "TTFT lower by, at best", "at worst"),
     *("without overhead, at best", "at worst", "within 3 % of its best quality: TTFT lower by"),
 )
 
 
-def _equal_quality_rows(summary: Summary, level: float) -> Iterator[list[str]]:
-    ours = curve(summary, OURS, level)
+def _equal_quality_rows(summary: Summary, rate: float) -> Iterator[list[str]]:
+    ours = curve(summary, OURS, rate)
     for kind in BASELINES:
-        theirs = curve(summary, (kind,), level)
+        theirs = curve(summary, (kind,), rate)
         if not ours.points or not theirs.points:
             continue
         found = gaps(ours, theirs)
@@ -181,30 +181,30 @@ def _equal_quality_rows(summary: Summary, level: float) -> Iterator[list[str]]:
             f"{min(gap.ratio for gap in found):.2f}x" if found else "-",
             f"{max(known):.2f}x" if known else "-",
             f"{min(known):.2f}x" if known else "-",
-            _within_3_percent(summary, kind, level),
+            _within_3_percent(summary, kind, rate),
         ]
 
 
-def _within_3_percent(summary: Summary, kind: str, level: float) -> str:
+def _within_3_percent(summary: Summary, kind: str, rate: float) -> str:
     """The fastest setting of ours that is as good but for 3 %, against the fastest of theirs that is as good."""
-    best = max((point.quality for point in curve(summary, (kind,), level).points), default=None)
+    best = max((point.quality for point in curve(summary, (kind,), rate).points), default=None)
     if best is None:
         return "-"
-    one = best_at_quality(summary, OURS, level, 0.97 * best)
-    other = best_at_quality(summary, (kind,), level, 0.97 * best)
+    one = best_at_quality(summary, OURS, rate, 0.97 * best)
+    other = best_at_quality(summary, (kind,), rate, 0.97 * best)
     if one is None or other is None or not one.ttft_mean_s or other.ttft_mean_s is None:
         return "-"
     return f"{other.ttft_mean_s / one.ttft_mean_s:.2f}x ({one.system} against {other.system})"
 
 
-_CAPACITY_HEAD = ("system", "TTFT p95 within 2x the bound's with one client", "within 2x its own")
+_CAPACITY_HEAD = ("system", "TTFT p95 within 2x the full cache's with one client", "within 2x its own")
 
 
 def _capacity_rows(summary: Summary) -> Iterator[list[str]]:
-    bound = None if summary.raw.bound is None else unloaded_p95(summary, summary.raw.bound)
-    for system in summary.raw.systems:
+    full_cache = None if summary.results.full_cache is None else unloaded_p95(summary, summary.results.full_cache)
+    for system in summary.results.systems:
         row = []
-        for limit in (bound, unloaded_p95(summary, system["name"])):
+        for limit in (full_cache, unloaded_p95(summary, system["name"])):
             found = None if limit is None else capacity(summary, system["name"], 2 * limit, least=LEAST_QUALITY)
             row.append("-" if found is None else f"{'>= ' if found.is_at_least else ''}{found.rps:.2f}")
         if row != ["-", "-"]:
@@ -212,13 +212,13 @@ def _capacity_rows(summary: Summary) -> Iterator[list[str]]:
 
 
 def _everything(summary: Summary, families: Sequence[Summary]) -> Mapping[str, Any]:
-    plan = summary.raw.plan
+    plan = summary.results.plan
     return {
         **{name: plan.get(name) for name in ("config", "settings", "environment", "systems", "left_out")},
         "notes": summary.notes,
         "overhead_s": summary.overhead_s,
         "cells": [asdict(cell) for cell in summary.cells],
-        "load": [asdict(each) for each in loaded(summary.raw)],
+        "load": [asdict(each) for each in loaded(summary.results)],
         "families": {each.family: [asdict(cell) for cell in each.cells] for each in families},
     }
 
@@ -235,10 +235,10 @@ def _bytes(value: float | None) -> str:
     return "?" if value is None else f"{value / 1e6:.0f} MB" if value < 1e9 else f"{value / 1e9:.1f} GB"
 
 
-def _bandwidths(raw: Raw) -> str:
-    limit = raw.plan.get("config", {}).get("ssd_bandwidth")
+def _bandwidths(results: Results) -> str:
+    limit = results.plan.get("config", {}).get("ssd_bandwidth")
     seen: dict[str, list[float]] = {}
-    for run in raw.runs:
+    for run in results.runs:
         for tier, told in ((run.header.get("tiers") or {}).get("tiers") or {}).items():
             if told.get("load"):
                 seen.setdefault(tier, []).append(told["load"]["bytes_per_s"])

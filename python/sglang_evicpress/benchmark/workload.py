@@ -1,4 +1,4 @@
-"""Schedule of questions: the same for every system, another in every repetition and at every level."""
+"""Schedule of questions: the same for every system, another in every repetition and at every rate."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A request. ``arrival_s`` counts from the start of the level; 0 throughout a level of one client (level 0)."""
+    """A request. ``arrival_s`` counts from the start of the rate; 0 throughout a rate of one client (rate 0)."""
 
     index: int
     arrival_s: float
     item: Item
     repetition: int
-    level: float
+    rate: float
 
 
-def plan(config: Config, contexts: Sequence[Context], repetition: int, level: float) -> list[Planned]:
-    """The requests of one level of one repetition (counted from 0), in order of arrival.
+def plan(config: Config, contexts: Sequence[Context], repetition: int, rate: float) -> list[Planned]:
+    """The requests of one rate of one repetition (counted from 0), in order of arrival.
 
     Which contexts are popular is the same in all of them, and says nothing about their families. About a context no
     question is asked again before all others were. Raises ValueError for a trace of arrivals that cannot be read.
     """
-    draw = random.Random(f"requests {config.seed} {repetition} {level:g}")
-    times = _times(config, draw, repetition, level)
+    draw = random.Random(f"requests {config.seed} {repetition} {rate:g}")
+    times = _times(config, draw, repetition, rate)
     numbers = draw.choices(range(len(contexts)), popularity(config, len(contexts)), k=len(times))
     template = Template.parse(config.template)
     left: dict[int, list[Question]] = {}
@@ -63,24 +63,26 @@ def plan(config: Config, contexts: Sequence[Context], repetition: int, level: fl
             left[number] = list(_asked(config, contexts[number]))
             draw.shuffle(left[number])
         item = _item(template, number, contexts[number], left[number].pop())
-        planned.append(Planned(index, arrival_s, item, repetition, level))
+        planned.append(Planned(index, arrival_s, item, repetition, rate))
     return planned
 
 
-def num_requests(config: Config, level: float) -> int:
-    """Number of requests of a level: the same for all systems that run it."""
-    if is_loaded(config, level):
+def num_requests(config: Config, rate: float) -> int:
+    """Number of requests of a rate: the same for all systems that run it."""
+    if is_loaded(config, rate):
         assert config.load is not None
-        return max(1, round(level * config.load.seconds))
-    extra = [rates for rates in config.rates if level in rates.levels and level not in config.levels]
-    wanted = [config.requests if rates.requests is None else rates.requests for rates in extra]
-    wanted += [math.ceil(level * rates.seconds) for rates in extra if rates.seconds is not None]
+        return max(1, round(rate * config.load.seconds))
+    extra = [
+        extra_rates for extra_rates in config.extra_rates if rate in extra_rates.rates and rate not in config.rates
+    ]
+    wanted = [config.requests if extra_rates.requests is None else extra_rates.requests for extra_rates in extra]
+    wanted += [math.ceil(rate * extra_rates.seconds) for extra_rates in extra if extra_rates.seconds is not None]
     return max(wanted, default=config.requests)
 
 
-def is_loaded(config: Config, level: float) -> bool:
-    """True if it is a level of ``config.load``: one that ends at a set time."""
-    return config.load is not None and level in config.load.multiples
+def is_loaded(config: Config, rate: float) -> bool:
+    """True if it is a rate of ``config.load``: one that ends at a set time."""
+    return config.load is not None and rate in config.load.multiples
 
 
 def popularity(config: Config, num_contexts: int) -> list[float]:
@@ -134,13 +136,13 @@ def _item(template: Template, number: int, context: Context, question: Question)
     return Item(number, context.family, context.text, question.text, question.answer, content)
 
 
-def _times(config: Config, draw: random.Random, repetition: int, level: float) -> list[float]:
-    if level == 0:
+def _times(config: Config, draw: random.Random, repetition: int, rate: float) -> list[float]:
+    if rate == 0:
         return closed(config.requests)
-    count = num_requests(config, level)
-    seconds = config.load.seconds if config.load is not None and is_loaded(config, level) else None
+    count = num_requests(config, rate)
+    seconds = config.load.seconds if config.load is not None and is_loaded(config, rate) else None
     if config.trace is not None:
-        return stretched(read_trace(config.trace), count, level if seconds is None else count / seconds, repetition)
+        return stretched(read_trace(config.trace), count, rate if seconds is None else count / seconds, repetition)
     if seconds is None and config.gaps_shape == 1.0:
-        return poisson(count, level, draw)
-    return spread(count, count / level if seconds is None else seconds, config.gaps_shape, draw)
+        return poisson(count, rate, draw)
+    return spread(count, count / rate if seconds is None else seconds, config.gaps_shape, draw)

@@ -143,25 +143,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 is good, 1 that writing failed, fsck found something, contexts could not be profiled or a server of bench failed,
     2 bad input, 130 Ctrl-C. ``--help`` and ``--version`` exit.
     """
-    words = sys.argv[1:] if argv is None else list(argv)
+    arguments = sys.argv[1:] if argv is None else list(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not fit the terminal's encoding
     try:
         try:
-            if words[:1] == ["profile"]:  # its own words depend on the next one
+            if arguments[:1] == ["profile"]:  # its own words depend on the next one
                 from sglang_evicpress.cli.profile.command import profile
 
-                return profile(words[1:], _Parser)
-            args = make_parser().parse_args(words)
+                return profile(arguments[1:], _Parser)
+            args = make_parser().parse_args(arguments)
             if args.command == "fsck":
                 return _fsck(args.folder, args.key_file, is_repair=args.repair)
             if args.command == "bench":
                 from sglang_evicpress.cli.bench import serve
 
-                return serve(args, shlex.join(["evicpress", *words]))
+                return serve(args, shlex.join(["evicpress", *arguments]))
             from sglang_evicpress.cli.replay.command import prepare, replay
 
-            prepared = prepare(vars(args), shlex.join(["evicpress", *words]))
+            prepared = prepare(vars(args), shlex.join(["evicpress", *arguments]))
         except ValueError as error:
             return _fail(str(error), 2)
         return replay(prepared)

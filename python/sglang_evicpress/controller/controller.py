@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from sglang_evicpress.controller.journal import Journal
-from sglang_evicpress.core import Decision, Form, Tier, Way
+from sglang_evicpress.core import Decision, Form, LowerCopy, Tier
 from sglang_evicpress.error_text import code_path
-from sglang_evicpress.policy.planner import Policy
+from sglang_evicpress.policy.planner import Planner
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ LOG_PAUSE_S = 10.0
 """Between two lines in the log about moves that failed."""
 
 
-class Moves(Protocol):
+class NodeOps(Protocol):
     """Operations of the radix tree for the controller; only the scheduler thread calls them. Each tells the policy."""
 
     def compress(self, node_id: int, form: Form) -> int:
@@ -33,7 +33,7 @@ class Moves(Protocol):
         """Forget a childless node; returns the slots freed. ``cause`` and ``number``: why, and the decision's number in
         the journal."""
 
-    def send(self, node_id: int, tier: Tier, form: Form, *, at_once: bool = False) -> int:
+    def demote(self, node_id: int, tier: Tier, form: Form, *, at_once: bool = False) -> int:
         """Bring a node to a lower tier, ``at_once`` or, where it has to be copied, in the background; returns the slots
         freed now."""
 
@@ -58,9 +58,9 @@ class Controller:
     is worth at it, for the journal.
     """
 
-    def __init__(self, moves: Moves) -> None:
-        self.policy: Policy
-        self.moves = moves
+    def __init__(self, ops: NodeOps) -> None:
+        self.planner: Planner
+        self.ops = ops
         self.now_s = 0.0
         self.value_of_hit = 1.0
         self.journal = Journal()
@@ -72,22 +72,23 @@ class Controller:
         self.dropped_tokens = 0
         self._next_log_s = 0.0
 
-    def relieve(
+    def free_bytes(
         self,
         tier: Tier,
         num_bytes: int,
         *,
         room: Mapping[Tier, int] | None = None,
-        ready: Mapping[int, Sequence[Way]] | None = None,
+        lower_copies_of: Mapping[int, Sequence[LowerCopy]] | None = None,
     ) -> int:
         """Free ``num_bytes`` on ``tier`` if the unlocked nodes hold that many; returns the slots freed at once.
 
-        See ``Policy.plan`` for ``room`` and ``ready``: with ``ready`` nothing is left to be freed later.
+        See ``Planner.plan`` for ``room`` and ``lower_copies_of``: with ``lower_copies_of`` nothing is left to be freed
+        later.
         """
-        cause = NO_COPY if ready is not None else BY_UTILITY
-        return self.carry_out(self.policy.plan(tier, num_bytes, room, ready=ready), cause)
+        cause = NO_COPY if lower_copies_of is not None else BY_UTILITY
+        return self.execute(self.planner.plan(tier, num_bytes, room, lower_copies_of=lower_copies_of), cause)
 
-    def carry_out(self, decisions: Iterable[Decision], cause: str = BY_UTILITY, *, at_once: bool = False) -> int:
+    def execute(self, decisions: Iterable[Decision], cause: str = BY_UTILITY, *, at_once: bool = False) -> int:
         """Make the moves of a plan, which must be of the tree as it is; returns the slots freed at once. ``cause``: why
         what is dropped is. ``at_once``: what leaves a tier leaves it now.
 
@@ -95,39 +96,39 @@ class Controller:
         others. Not where there are other ranks: they have made the move, and to go on would be to go on with other
         trees, so the exception ends the server.
         """
-        if self.moves.is_alone:
-            return self._carry_out_all(decisions, cause, at_once)
+        if self.ops.is_alone:
+            return self._execute_all(decisions, cause, at_once)
         decisions = list(decisions)
-        with self.moves.together(decisions):
-            return self._carry_out_all(decisions, cause, at_once)
+        with self.ops.together(decisions):
+            return self._execute_all(decisions, cause, at_once)
 
-    def _carry_out_all(self, decisions: Iterable[Decision], cause: str, at_once: bool) -> int:
+    def _execute_all(self, decisions: Iterable[Decision], cause: str, at_once: bool) -> int:
         freed = 0
         for decision in decisions:
-            if decision.node_id not in self.policy.book.records:
+            if decision.node_id not in self.planner.index.candidates:
                 continue  # a move before it made room below, which cost it
             try:
-                freed += self._carry_out(decision, cause, at_once)
+                freed += self._execute(decision, cause, at_once)
             except Exception as error:
-                if not self.moves.is_alone:
+                if not self.ops.is_alone:
                     raise
                 self._skip(decision, error)
         self.freed_slots += freed
         return freed
 
-    def _carry_out(self, decision: Decision, cause: str, at_once: bool) -> int:
+    def _execute(self, decision: Decision, cause: str, at_once: bool) -> int:
         option, node_id = decision.option, decision.node_id
-        num_tokens, freed = self.policy.book.records[node_id].num_tokens, 0
+        num_tokens, freed = self.planner.index.candidates[node_id].num_tokens, 0
         if option.is_drop:
-            cause = FORCED if decision.is_forced else self.moves.cause_of_drop(node_id) or cause
-            freed = self.moves.drop(node_id, cause, self.journal.next_number)
+            cause = FORCED if decision.is_forced else self.ops.cause_of_drop(node_id) or cause
+            freed = self.ops.drop(node_id, cause, self.journal.next_number)
             self.num_dropped += 1
             self.dropped_tokens += num_tokens
         elif option.tier == decision.source.tier and option.form is not None:
-            freed = self.moves.compress(node_id, option.form)
+            freed = self.ops.compress(node_id, option.form)
             self.num_compressed[str(option.form)] += 1
         elif option.tier is not None and option.form is not None:
-            freed = self.moves.send(node_id, option.tier, option.form, at_once=at_once)
+            freed = self.ops.demote(node_id, option.tier, option.form, at_once=at_once)
             self.num_demoted[option.tier.label] += 1
         self.journal.add(decision, self.now_s, self.value_of_hit, cause if option.is_drop else "")
         return freed
@@ -136,7 +137,7 @@ class Controller:
         option = decision.option
         move = "drop" if option.is_drop else "compress" if option.tier == decision.source.tier else "demote"
         self.num_failed[f"{move} {type(error).__name__}"] += 1
-        self.moves.set_aside(decision.node_id)
+        self.ops.set_aside(decision.node_id)
         if self.now_s >= self._next_log_s:
             self._next_log_s = self.now_s + LOG_PAUSE_S
             logger.error("evicpress: node %d could not become %s: %s", decision.node_id, option, code_path(error))

@@ -1,4 +1,4 @@
-"""Journal of decisions and their inputs: a bounded record, put into words only when it is read."""
+"""Journal of decisions and their inputs: a bounded log, put into words only when it is read."""
 
 from __future__ import annotations
 
@@ -60,19 +60,19 @@ class Journal:
         """
         first = self._num_added - len(self._entries) + 1
         skipped = max(0, since + 1 - first)
-        found = list(islice(self._entries, skipped, skipped + limit))
+        entries = list(islice(self._entries, skipped, skipped + limit))
         return {
             "num_decisions": self._num_added,
             "num_lost": max(0, first - 1 - since),
-            "last": found[-1].number if found else self._num_added,
-            "next": found[-1].number if found and found[-1].number < self._num_added else None,
-            "entries": [self._described(entry) for entry in found],
+            "last": entries[-1].number if entries else self._num_added,
+            "next": entries[-1].number if entries and entries[-1].number < self._num_added else None,
+            "entries": [self._described(entry) for entry in entries],
         }
 
     def about(self, node_id: int) -> list[dict[str, object]]:
         """The entries that are still there of one node, oldest first: at most the last ``MOST_ABOUT``."""
-        found = (entry for entry in reversed(self._entries) if entry.decision.node_id == node_id)
-        return [self._described(entry) for entry in islice(found, MOST_ABOUT)][::-1]
+        entries = (entry for entry in reversed(self._entries) if entry.decision.node_id == node_id)
+        return [self._described(entry) for entry in islice(entries, MOST_ABOUT)][::-1]
 
     def _described(self, entry: Entry) -> dict[str, object]:
         described = describe(entry)

@@ -25,11 +25,11 @@ def block_size(page_size: int) -> int:
     return -(-LEAST_BLOCK // page_size) * page_size
 
 
-def protected_blocks(protect: tuple[str, ...], block: int, sinks: int) -> tuple[int, int]:
+def protected_blocks(protected_pages: tuple[str, ...], block: int, sinks: int) -> tuple[int, int]:
     """Blocks that ``paged`` leaves alone at the front of a row (``first``: all that hold sinks, at least one) and at
     its end (``newest``)."""
     first, newest = PROTECTIONS
-    return max(1, -(-sinks // block)) if first in protect else 0, int(newest in protect)
+    return max(1, -(-sinks // block)) if first in protected_pages else 0, int(newest in protected_pages)
 
 
 def is_over(settings: DecodeSettings, num_slots: int, page_size: int) -> bool:
@@ -42,13 +42,13 @@ def is_due(settings: DecodeSettings, num_slots: int, page_size: int) -> bool:
     """True if something is to be dropped between decode steps.
 
     ``paged``: the newest block is full and the next one would not fit in the budget (PagedEviction, algorithm 3,
-    which frees a page whenever one fills; below the budget nothing needs to go), or a pass that was put off is to be
-    made up for. The others: ``every`` tokens have come on top of the budget.
+    which frees a page whenever one fills; below the budget nothing needs to go), or a pass that was deferred is to be
+    made up for. The others: ``interval`` tokens have come on top of the budget.
     """
     if settings.method == "paged":
         block, capacity = block_size(page_size), _capacity(settings, page_size)
         return num_slots > capacity or (num_slots % block == 0 and num_slots + block > capacity)
-    return num_slots >= settings.tokens + settings.every
+    return num_slots >= settings.tokens + settings.interval
 
 
 def is_near(settings: DecodeSettings, num_slots: int, page_size: int, within: int) -> bool:
@@ -81,7 +81,7 @@ def peak(settings: DecodeSettings, page_size: int) -> int:
     """
     if settings.method == "paged":
         return _capacity(settings, page_size)
-    return -(-(settings.tokens + settings.every) // page_size) * page_size
+    return -(-(settings.tokens + settings.interval) // page_size) * page_size
 
 
 def least_tokens(settings: DecodeSettings, page_size: int, sinks: int) -> int:
@@ -89,7 +89,7 @@ def least_tokens(settings: DecodeSettings, page_size: int, sinks: int) -> int:
     more token, and find something to drop."""
     if settings.method == "paged":
         block = block_size(page_size)
-        blocks = max(1, sum(protected_blocks(settings.protect, block, sinks)), sinks // block + 1)
+        blocks = max(1, sum(protected_blocks(settings.protected_pages, block, sinks)), sinks // block + 1)
         return (blocks + 1) * block
     return page_size + max(sinks, 0)
 
@@ -102,7 +102,7 @@ def check(settings: DecodeSettings, page_size: int, sinks: int) -> None:
         pages = f"pages of {page_size}" + (f" freed in blocks of {block}" if block != page_size else "")
         raise ValueError(
             f"kv_decode_budget is {settings.tokens}: expected at least {least} for {settings.method} with {pages}, "
-            f"{sinks} sinks and protected pages {','.join(settings.protect) or 'none'}"
+            f"{sinks} sinks and protected pages {','.join(settings.protected_pages) or 'none'}"
         )
 
 

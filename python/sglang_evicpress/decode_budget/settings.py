@@ -16,8 +16,8 @@ MAX_TOKENS = 2**31 - 1
 
 CLIENT_BUDGETS = ("off", "on", "trace")
 """May requests choose their budgets? ``off``: no; ``on``: yes; ``trace``: they may also ask for the trace of passes."""
-LEAST_EVERY = 16
-MOST_LEAST_EVERY = 32
+LEAST_INTERVAL = 16
+MOST_LEAST_INTERVAL = 32
 MAX_SORTED_TOKENS = 8192
 """Budget of a request, at most, where each pass sorts the whole row; the server's own may be larger."""
 TRACE = "kv_decode_trace"
@@ -30,8 +30,8 @@ _FIELDS: Mapping[str, str] = MappingProxyType(
         "kv_decode_budget": "tokens",
         "kv_decode_method": "method",
         "kv_decode_score": "score",
-        "kv_decode_every": "every",
-        "kv_decode_protect": "protect",
+        "kv_decode_interval": "interval",
+        "kv_decode_protected_pages": "protected_pages",
     }
 )
 
@@ -41,17 +41,17 @@ class DecodeSettings:
     """A budget of ``tokens`` slots for a running request; 0 is no budget.
 
     ``method``: ``paged`` frees whole pages by their mean score (PagedEviction, section 4.3), ``repack`` and
-    ``holefill`` drop single tokens ``every`` so many decoded tokens and move the survivors together
+    ``holefill`` drop single tokens ``interval`` so many decoded tokens and move the survivors together
     (see ``compaction``), ``compact`` takes whichever of the two copies less. ``score`` says what survives.
-    ``protect`` holds the pages that ``paged`` never frees while decoding; ``window`` is how many of the last
+    ``protected_pages`` holds the pages that ``paged`` never frees while decoding; ``window`` is how many of the last
     queries and keys a score looks at. Raises ValueError naming the value and what is accepted.
     """
 
     tokens: int = 0
     method: str = "paged"
     score: str = "value_key_ratio"
-    every: int = 128
-    protect: tuple[str, ...] = PROTECTIONS
+    interval: int = 128
+    protected_pages: tuple[str, ...] = PROTECTIONS
     window: int = 8
 
     def __post_init__(self) -> None:
@@ -63,11 +63,12 @@ class DecodeSettings:
             )
         _check_name("kv_decode_method", self.method, METHODS)
         _check_name("kv_decode_score", self.score, tuple(SCORES))
-        _check_int("kv_decode_every", self.every, 1)
+        _check_int("kv_decode_interval", self.interval, 1)
         _check_int("kv_decode_window", self.window, 1, MAX_WINDOW)
-        if self.protect not in ((), ("first",), ("newest",), PROTECTIONS):
+        if self.protected_pages not in ((), ("first",), ("newest",), PROTECTIONS):
             raise ValueError(
-                f"kv_decode_protect is {_shown(self.protect)}: expected (), ('first',), ('newest',) or both in order"
+                f"kv_decode_protected_pages is {_shown(self.protected_pages)}: expected (), ('first',), ('newest',) "
+                f"or both in order"
             )
 
     @property
@@ -102,7 +103,7 @@ def client_settings(
 
     ``default`` is the server's own, ``clients`` one of ``CLIENT_BUDGETS``. Raises ValueError, one sentence naming the
     value and what is accepted, for what ``from_request`` refuses, and for what clients may not have: anything where
-    ``clients`` is ``off``, a trace where it is not ``trace``, an interval below ``least_every``, and a budget beyond
+    ``clients`` is ``off``, a trace where it is not ``trace``, an interval below ``least_interval``, and a budget beyond
     ``MAX_SORTED_TOKENS`` (or the server's own) where each pass would sort it.
     """
     fields = fields_of(params)
@@ -119,9 +120,9 @@ def client_settings(
     settings = from_request(fields, default)
     if settings is None:
         return None, False
-    least = least_every(default)
-    if "kv_decode_every" in fields and settings.every < least:
-        raise ValueError(f"kv_decode_every is {settings.every}: expected at least {least} on this server")
+    least = least_interval(default)
+    if "kv_decode_interval" in fields and settings.interval < least:
+        raise ValueError(f"kv_decode_interval is {settings.interval}: expected at least {least} on this server")
     most = max(MAX_SORTED_TOKENS, default.tokens)
     if fields and settings.sorts_rows and settings.tokens > most:
         raise ValueError(
@@ -131,10 +132,10 @@ def client_settings(
     return settings, wants_trace
 
 
-def least_every(default: DecodeSettings) -> int:
+def least_interval(default: DecodeSettings) -> int:
     """The shortest interval between passes, in tokens, that a client may ask for: the server's own, but at least
-    ``LEAST_EVERY`` and never more than ``MOST_LEAST_EVERY``."""
-    return max(LEAST_EVERY, min(default.every, MOST_LEAST_EVERY))
+    ``LEAST_INTERVAL`` and never more than ``MOST_LEAST_INTERVAL``."""
+    return max(LEAST_INTERVAL, min(default.interval, MOST_LEAST_INTERVAL))
 
 
 def from_request(params: Mapping[str, object] | None, default: DecodeSettings) -> DecodeSettings | None:
@@ -150,8 +151,8 @@ def from_request(params: Mapping[str, object] | None, default: DecodeSettings) -
             shown = key if key.isidentifier() and len(key) <= 60 else _shown(key)
             raise ValueError(f"{shown} is not known: expected {_either(tuple(_FIELDS))}")
     changes = {_FIELDS[key]: value for key, value in asked.items()}
-    if "protect" in changes:
-        changes["protect"] = parse_protect(changes["protect"])
+    if "protected_pages" in changes:
+        changes["protected_pages"] = parse_protected_pages(changes["protected_pages"])
     settings = replace(default, **changes)  # type: ignore[arg-type]  # checked by __post_init__
     if settings.tokens:
         return settings
@@ -160,13 +161,15 @@ def from_request(params: Mapping[str, object] | None, default: DecodeSettings) -
     return None
 
 
-def parse_protect(text: object) -> tuple[str, ...]:
+def parse_protected_pages(text: object) -> tuple[str, ...]:
     """``"first,newest"`` in either order, one of them, or ``"none"``. Raises ValueError for anything else."""
     if text == "none":
         return ()
     pages = text.split(",", len(PROTECTIONS)) if isinstance(text, str) else []
     if not pages or len(set(pages)) != len(pages) or any(page not in PROTECTIONS for page in pages):
-        raise ValueError(f"kv_decode_protect is {_shown(text)}: expected 'first', 'newest', 'first,newest' or 'none'")
+        raise ValueError(
+            f"kv_decode_protected_pages is {_shown(text)}: expected 'first', 'newest', 'first,newest' or 'none'"
+        )
     return tuple(page for page in PROTECTIONS if page in pages)
 
 

@@ -80,7 +80,7 @@ class Counts:
 
 
 @dataclass(slots=True)
-class RequestTally:
+class RequestStats:
     """Counts of one request, retractions included, and its last passes."""
 
     counts: Counts = field(default_factory=Counts)
@@ -108,30 +108,30 @@ class RequestTally:
 
 @dataclass(slots=True)
 class Totals:
-    """Counts of this server since it started; every pass goes through ``add``. ``num_put_off``: passes for
+    """Counts of this server since it started; every pass goes through ``add``. ``num_deferred``: passes for
     which the device had no memory when they were due."""
 
     num_requests: int = 0
-    num_put_off: int = 0
+    num_deferred: int = 0
     counts: Counts = field(default_factory=Counts)
     kinds: dict[PassKind, int] = field(default_factory=dict)
 
-    def add(self, tally: RequestTally, record: PassRecord) -> None:
-        """Count a pass, in the tally of its request and here."""
-        tally.passes.append(record)
-        tally.counts.add(record)
+    def add(self, stats: RequestStats, record: PassRecord) -> None:
+        """Count a pass, in the stats of its request and here."""
+        stats.passes.append(record)
+        stats.counts.add(record)
         self.counts.add(record)
         self.kinds[record.kind] = self.kinds.get(record.kind, 0) + 1
 
-    def settle(self, tally: RequestTally, record: PassRecord, copies: float) -> None:
+    def settle(self, stats: RequestStats, record: PassRecord, copies: float) -> None:
         """Fill in the copies of a pass that was added without them. Raises ValueError when it has them already."""
         if record.copies is not None:
             raise ValueError(f"the copies of this pass are {record.copies}: expected a pass without copies")
         record.copies = copies
-        tally.counts.slot_copies += copies
+        stats.counts.slot_copies += copies
         self.counts.slot_copies += copies
 
     def to_json(self) -> dict[str, object]:
         """The server's counts as the endpoints show them."""
-        counts = {"requests": self.num_requests, **self.counts.to_json(), "passes_put_off": self.num_put_off}
+        counts = {"requests": self.num_requests, **self.counts.to_json(), "passes_deferred": self.num_deferred}
         return {**counts, "passes_by_kind": dict(self.kinds)}

@@ -46,8 +46,8 @@ def integer(arguments: Mapping[str, object], name: str, *, least: int) -> int:
         number = int(value)
         if number >= least:
             return number
-    given = f"is {short_repr(value)}" if name in arguments else "is missing"
-    raise IntrospectionError(400, f"{name} {given}: expected an integer >= {least} of at most 18 digits")
+    what = f"is {short_repr(value)}" if name in arguments else "is missing"
+    raise IntrospectionError(400, f"{name} {what}: expected an integer >= {least} of at most 18 digits")
 
 
 def name(arguments: Mapping[str, object], name: str) -> str | None:
@@ -70,8 +70,8 @@ def flag(arguments: Mapping[str, object], name: str) -> bool:
 def form(arguments: Mapping[str, object]) -> Form:
     text = arguments.get("form")
     if not isinstance(text, str):
-        given = f"is {short_repr(text)}" if "form" in arguments else "is missing"
-        raise IntrospectionError(400, f"form {given}: expected a string such as 'keydiff@0.5'")
+        what = f"is {short_repr(text)}" if "form" in arguments else "is missing"
+        raise IntrospectionError(400, f"form {what}: expected a string such as 'keydiff@0.5'")
     try:
         form = Form.parse(text)
     except ValueError as error:
@@ -86,24 +86,24 @@ def tier(arguments: Mapping[str, object], *accepted: Tier) -> Tier:
     for tier in accepted:
         if text == tier.label:
             return tier
-    given = f"is {short_repr(text)}" if "tier" in arguments else "is missing"
-    raise IntrospectionError(400, f"tier {given}: expected one of {', '.join(tier.label for tier in accepted)}")
+    what = f"is {short_repr(text)}" if "tier" in arguments else "is missing"
+    raise IntrospectionError(400, f"tier {what}: expected one of {', '.join(tier.label for tier in accepted)}")
 
 
 def folder(arguments: Mapping[str, object]) -> str:
     folder = arguments.get("dir")
     if isinstance(folder, str) and folder.startswith("/") and "\0" not in folder:
         return folder
-    given = f"is {short_repr(folder)}" if "dir" in arguments else "is missing"
-    raise IntrospectionError(400, f"dir {given}: expected the absolute path of a folder on the machine of the server")
+    what = f"is {short_repr(folder)}" if "dir" in arguments else "is missing"
+    raise IntrospectionError(400, f"dir {what}: expected the absolute path of a folder on the machine of the server")
 
 
 def gigabytes(arguments: Mapping[str, object], name: str) -> float:
     value = arguments.get(name)
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1e9:
         return float(value)
-    given = f"is {short_repr(value)}" if name in arguments else "is missing"
-    raise IntrospectionError(400, f"{name} {given}: expected a number of GB (1e9 bytes) above 0, up to 1e9")
+    what = f"is {short_repr(value)}" if name in arguments else "is missing"
+    raise IntrospectionError(400, f"{name} {what}: expected a number of GB (1e9 bytes) above 0, up to 1e9")
 
 
 def seconds(arguments: Mapping[str, object], name: str, *, default: float) -> float:

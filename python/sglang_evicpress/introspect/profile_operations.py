@@ -87,8 +87,8 @@ def _of(cache: object) -> Profiled:
 def _tokens(arguments: Mapping[str, object]) -> array[int]:
     value = arguments.get("token_ids")
     if not isinstance(value, list) or not value:
-        given = f"is {short_repr(value)}" if "token_ids" in arguments else "is missing"
-        raise IntrospectionError(400, f"token_ids {given}: expected a list of token ids")
+        what = f"is {short_repr(value)}" if "token_ids" in arguments else "is missing"
+        raise IntrospectionError(400, f"token_ids {what}: expected a list of token ids")
     for token in value:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= MAX_TOKEN:
             raise IntrospectionError(400, f"token_ids has {short_repr(token)}: expected whole numbers of at least 0")
@@ -119,17 +119,17 @@ def _profile(arguments: Mapping[str, object]) -> Profile:
 def _pairs(arguments: Mapping[str, object]) -> list[tuple[float, float]]:
     value = arguments.get("pairs")
     pairs = value if isinstance(value, list) else [value]
-    found = []
+    read_pairs = []
     for pair in pairs:
         match pair:
             case [int() | float() as predicted, int() | float() as observed] if (
                 0.0 <= predicted <= 1.0 and 0.0 <= observed <= 1.0
             ):
-                found.append((float(predicted), float(observed)))
+                read_pairs.append((float(predicted), float(observed)))
             case _:
                 reason = f"pairs has {short_repr(pair)}: expected [predicted, observed], each from 0 to 1"
                 raise IntrospectionError(400, reason)
-    return found
+    return read_pairs
 
 
 def _open_shadow(arguments: Mapping[str, object]) -> Question:

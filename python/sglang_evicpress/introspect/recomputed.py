@@ -69,7 +69,7 @@ class Recomputed:
 
     def miss(self, tokens: Sequence[int], begin: int, namespace: str | None, page_size: int) -> list[Drop]:
         """The drops that a prompt misses, of which the cache knows ``begin`` tokens: each counted, and forgotten."""
-        found = []
+        newly_missed = []
         while begin < len(tokens):
             before, page = tokens[max(0, begin - TAIL_TOKENS) : begin], tokens[begin : begin + page_size]
             drop = self._remembered.pop(place_of(before, page, begin, namespace), None)
@@ -80,9 +80,9 @@ class Recomputed:
             counts.missed_tokens += missed
             counts.missed_s += drop.recompute_s * missed / max(1, drop.num_tokens)
             self.blame("dropped" if drop.had_room else "dropped_full", missed)
-            found.append(drop)
+            newly_missed.append(drop)
             begin += drop.num_tokens
-        return found
+        return newly_missed
 
     def describe(self, not_worth_took_s: float = 0.0) -> dict[str, object]:
         """Counts as JSON. ``not_worth_s`` of what was not loaded: predicted seconds to load and to compute it, and the

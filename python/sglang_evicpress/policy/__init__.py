@@ -6,112 +6,113 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sglang_evicpress.core import PRESSES, Form
-from sglang_evicpress.policy.base import Rule
-from sglang_evicpress.policy.cost_model import Costs
+from sglang_evicpress.policy.base import Policy
+from sglang_evicpress.policy.cost_model import CostSnapshot
 from sglang_evicpress.policy.menu import Menu
-from sglang_evicpress.policy.planner import Policy
-from sglang_evicpress.policy.rules.adaptcache import AdaptCacheRule
-from sglang_evicpress.policy.rules.evicpress import EvicPressRule
-from sglang_evicpress.policy.rules.fixed import FixedFormRule, ImpressRule, impress_form
-from sglang_evicpress.policy.rules.gdsf import GdsfRule
-from sglang_evicpress.policy.rules.lru import BeladyRule, HptRule, LfuRule, LruRule, SlruRule
-from sglang_evicpress.policy.rules.tlru import TlruRule
+from sglang_evicpress.policy.planner import Planner
+from sglang_evicpress.policy.rules.adaptcache import AdaptCachePolicy
+from sglang_evicpress.policy.rules.evicpress import EvicPressPolicy
+from sglang_evicpress.policy.rules.fixed import FixedFormPolicy, ImpressPolicy, impress_form
+from sglang_evicpress.policy.rules.gdsf import GdsfPolicy
+from sglang_evicpress.policy.rules.lru import BeladyPolicy, HptPolicy, LfuPolicy, LruPolicy, SlruPolicy
+from sglang_evicpress.policy.rules.tlru import TlruPolicy
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """All that a rule may be made of."""
+    """All that a policy may be made of."""
 
     menu: Menu
     alpha: float
-    costs: Costs
+    costs: CostSnapshot
     mean_curve: Sequence[float] | None
     next_use: Mapping[int, float] | None
 
 
-def _adaptcache(given: Inputs) -> Rule:
-    if given.mean_curve is None:
+def _adaptcache(inputs: Inputs) -> Policy:
+    if inputs.mean_curve is None:
         raise ValueError(
             "policy 'adaptcache' has no mean_curve: expected the offline quality of every form of the menu"
         )
-    return AdaptCacheRule(given.menu, given.alpha, given.costs, given.mean_curve)
+    return AdaptCachePolicy(inputs.menu, inputs.alpha, inputs.costs, inputs.mean_curve)
 
 
-def _belady(given: Inputs) -> Rule:
-    if given.next_use is None:
+def _belady(inputs: Inputs) -> Policy:
+    if inputs.next_use is None:
         raise ValueError("policy 'belady' has no next_use: expected to run in a simulator, which knows the future")
-    return BeladyRule(given.menu, given.next_use)
+    return BeladyPolicy(inputs.menu, inputs.next_use)
 
 
 @dataclass(frozen=True, slots=True)
 class RuleInfo:
-    """A rule as registered. ``weighs_quality``: by alpha and quality curves. ``sees_future``: for a simulator only."""
+    """A policy as registered. ``weighs_quality``: by alpha and quality curves. ``sees_future``: for a simulator
+    only."""
 
-    make: Callable[[Inputs], Rule]
+    make: Callable[[Inputs], Policy]
     weighs_quality: bool = False
     has_mean_curve: bool = False
     sees_future: bool = False
 
 
-RULES: dict[str, RuleInfo] = {
-    "evicpress": RuleInfo(lambda given: EvicPressRule(given.menu, given.alpha, given.costs), weighs_quality=True),
-    "lru": RuleInfo(lambda given: LruRule(given.menu)),
-    "lfu": RuleInfo(lambda given: LfuRule(given.menu)),
-    "slru": RuleInfo(lambda given: SlruRule(given.menu)),
-    "tlru": RuleInfo(lambda given: TlruRule(given.menu)),
-    "hpt": RuleInfo(lambda given: HptRule(given.menu)),
-    "gdsf": RuleInfo(lambda given: GdsfRule(given.menu, given.costs)),
+POLICIES: dict[str, RuleInfo] = {
+    "evicpress": RuleInfo(lambda inputs: EvicPressPolicy(inputs.menu, inputs.alpha, inputs.costs), weighs_quality=True),
+    "lru": RuleInfo(lambda inputs: LruPolicy(inputs.menu)),
+    "lfu": RuleInfo(lambda inputs: LfuPolicy(inputs.menu)),
+    "slru": RuleInfo(lambda inputs: SlruPolicy(inputs.menu)),
+    "tlru": RuleInfo(lambda inputs: TlruPolicy(inputs.menu)),
+    "hpt": RuleInfo(lambda inputs: HptPolicy(inputs.menu)),
+    "gdsf": RuleInfo(lambda inputs: GdsfPolicy(inputs.menu, inputs.costs)),
     "adaptcache": RuleInfo(_adaptcache, weighs_quality=True, has_mean_curve=True),
     "belady": RuleInfo(_belady, sees_future=True),
 }
 
 _PATTERNS = ("PRESS@KEPT+lru", "impress@X")  # such as keydiff@0.5+lru, impress@0.1
-SERVER_POLICY_NAMES = (*(name for name, rule in RULES.items() if not rule.sees_future), *_PATTERNS)
+SERVER_POLICY_NAMES = (*(name for name, policy in POLICIES.items() if not policy.sees_future), *_PATTERNS)
 """Names and patterns that a server accepts, as help texts show them."""
 
-POLICY_NAMES = (*SERVER_POLICY_NAMES, *(name for name, rule in RULES.items() if rule.sees_future))
+POLICY_NAMES = (*SERVER_POLICY_NAMES, *(name for name, policy in POLICIES.items() if policy.sees_future))
 """Names and patterns that the simulator accepts."""
 
 
-def make_policy(
+def make_planner(
     name: str,
     menu: Menu,
     *,
     alpha: float,
-    costs: Costs,
+    costs: CostSnapshot,
     mean_curve: Sequence[float] | None = None,
     next_use: Mapping[int, float] | None = None,
-) -> Policy:
+) -> Planner:
     """The policy called ``name``; the menu must hold ``policy_forms(name)``.
 
     ``mean_curve``, the offline quality of every form of the menu, is needed by adaptcache, ``next_use`` by belady.
     Raises ValueError for a name that is not known, listing those that are, and for an input that is missing or wrong.
     """
-    rule = RULES.get(name)
-    if rule is not None:
-        return Policy(rule.make(Inputs(menu, alpha, costs, mean_curve, next_use)))
+    policy = POLICIES.get(name)
+    if policy is not None:
+        return Planner(policy.make(Inputs(menu, alpha, costs, mean_curve, next_use)))
     form, important = _patterned(name)
-    return Policy(FixedFormRule(menu, form) if important is None else ImpressRule(menu, important))
+    return Planner(FixedFormPolicy(menu, form) if important is None else ImpressPolicy(menu, important))
 
 
 def weighs_quality(name: str) -> bool:
     """True if the policy chooses forms by alpha and their quality."""
-    return name in RULES and RULES[name].weighs_quality
+    return name in POLICIES and POLICIES[name].weighs_quality
 
 
 def has_mean_curve(name: str) -> bool:
     """True if the policy goes by one curve for all nodes."""
-    return name in RULES and RULES[name].has_mean_curve
+    return name in POLICIES and POLICIES[name].has_mean_curve
 
 
 def sees_future(name: str) -> bool:
     """True if only a simulator can run the policy."""
-    return name in RULES and RULES[name].sees_future
+    return name in POLICIES and POLICIES[name].sees_future
 
 
 def policy_forms(name: str) -> tuple[Form, ...]:
     """The forms a policy needs on the menu besides the configured ones. Raises ValueError for an unknown name."""
-    return () if name in RULES else (_patterned(name)[0],)
+    return () if name in POLICIES else (_patterned(name)[0],)
 
 
 def _patterned(name: str) -> tuple[Form, float | None]:

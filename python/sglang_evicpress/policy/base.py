@@ -1,28 +1,28 @@
-"""Protocols between a policy and the index of nodes, and the records both read."""
+"""Protocols between a policy and the index of nodes, and the candidates both read."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from sglang_evicpress.core import Form, NodeStats, Tier, Way
+from sglang_evicpress.core import Form, LowerCopy, NodeStats, Tier
 from sglang_evicpress.policy.menu import Menu
 
 DROPPED = len(Tier)
-"""The rank of a node that is nowhere: below every tier."""
+"""The tier of a node that is nowhere: below every tier."""
 
 Entry = tuple[float, int, int]
 """(key, last_use, id): the order in which steps are taken, total and the same on every rank."""
 
 
 class Step(NamedTuple):
-    """The next step of a node: hold ``form`` in ``num_bytes`` on the tier of rank ``rank`` (DROPPED: forget it).
+    """The next step of a node: hold ``form`` in ``num_bytes`` on the tier ``tier`` (DROPPED: forget it).
 
     The step with the smallest ``key`` is taken first. ``loss`` is the utility it gives up, unweighted.
     """
 
     key: float
-    rank: int
+    tier: int
     form: Form | None
     num_bytes: int
     quality: float = 1.0
@@ -30,14 +30,15 @@ class Step(NamedTuple):
     loss: float = 0.0
 
 
-class Record:
-    """A node in the book: its ``NodeStats`` in a form that can change, and its place in the tree and in a heap.
+class Candidate:
+    """A node in the index: its ``NodeStats`` in a form that can change, and its place in the tree and in a heap.
 
-    ``num_children`` counts children by rank (None: it never had any). ``memo`` is the rule's own, forgotten when
-    anything but weight or use changes. ``queued`` is the record's entry in the heap of its tier.
+    ``num_children`` counts children by tier (None: it never had any). ``memo`` is the policy's own, forgotten when
+    anything but weight or use changes. ``queued`` is the candidate's entry in the heap of its tier.
     """
 
     __slots__ = (
+        "allowed_forms",
         "curve",
         "depth_tokens",
         "exact_on",
@@ -45,6 +46,7 @@ class Record:
         "id",
         "is_locked",
         "last_use",
+        "lower_copies",
         "memo",
         "num_bytes",
         "num_children",
@@ -53,10 +55,8 @@ class Record:
         "parent_id",
         "quality",
         "queued",
-        "rank",
-        "reachable",
         "sinks",
-        "ways",
+        "tier",
         "weight",
     )
 
@@ -68,54 +68,59 @@ class Record:
     def read(self, node: NodeStats) -> None:
         self.id = node.id
         self.parent_id = node.parent_id
-        self.rank: int = int(node.tier)
+        self.tier: int = int(node.tier)
         self.form: Form = node.form
         self.num_tokens = node.num_tokens
         self.num_bytes = node.num_bytes
         self.depth_tokens = node.depth_tokens
         self.quality = node.quality
         self.curve: Sequence[float] = node.curve
-        self.reachable = node.reachable
+        self.allowed_forms = node.allowed_forms
         self.weight = node.weight
         self.num_hits = node.num_hits
         self.last_use = node.last_use
         self.sinks = node.sinks
         self.is_locked = node.is_locked
         self.exact_on = node.exact_on
-        self.ways = node.ways
+        self.lower_copies = node.lower_copies
         self.memo: object = None
 
-    def copy(self) -> Record:
-        """A record a plan may change: the same node, in no heap."""
-        twin = Record.__new__(Record)
-        twin.id, twin.parent_id, twin.rank, twin.form = self.id, self.parent_id, self.rank, self.form
+    def copy(self) -> Candidate:
+        """A candidate a plan may change: the same node, in no heap."""
+        twin = Candidate.__new__(Candidate)
+        twin.id, twin.parent_id, twin.tier, twin.form = self.id, self.parent_id, self.tier, self.form
         twin.num_tokens, twin.num_bytes, twin.depth_tokens = self.num_tokens, self.num_bytes, self.depth_tokens
-        twin.quality, twin.curve, twin.reachable, twin.sinks = self.quality, self.curve, self.reachable, self.sinks
+        twin.quality, twin.curve, twin.allowed_forms, twin.sinks = (
+            self.quality,
+            self.curve,
+            self.allowed_forms,
+            self.sinks,
+        )
         twin.weight, twin.num_hits, twin.last_use = self.weight, self.num_hits, self.last_use
         twin.is_locked, twin.exact_on, twin.memo = self.is_locked, self.exact_on, self.memo
-        twin.ways = self.ways
+        twin.lower_copies = self.lower_copies
         twin.num_children = None if self.num_children is None else list(self.num_children)
         twin.queued = None
         return twin
 
     @property
-    def floor(self) -> int:
-        """The lowest rank it may move to: a node leaves a tier only once no child is there or above."""
+    def lowest_tier(self) -> int:
+        """The lowest tier it may move to: a node leaves a tier only once no child is there or above."""
         if self.num_children is not None:
-            for rank, count in enumerate(self.num_children):
+            for tier, count in enumerate(self.num_children):
                 if count:
-                    return rank
+                    return tier
         return DROPPED
 
-    def count_child(self, rank: int, change: int) -> None:
+    def count_child(self, tier: int, change: int) -> None:
         if self.num_children is None:
             self.num_children = [0] * DROPPED
-        if rank < DROPPED:
-            self.num_children[rank] += change
+        if tier < DROPPED:
+            self.num_children[tier] += change
 
 
-class Rule(Protocol):
-    """Rule of a policy: the order of nodes and the step for the first of them."""
+class Policy(Protocol):
+    """Policy: the order of nodes and the step for the first of them."""
 
     @property
     def name(self) -> str:
@@ -137,36 +142,38 @@ class Rule(Protocol):
         """True if it chooses forms by their quality; then it is only offered those whose quality is known."""
         ...
 
-    def step(self, record: Record, barred: int = 0, ways: Sequence[Way] | None = None) -> Step | None:
+    def step(
+        self, candidate: Candidate, excluded_tiers: int = 0, lower_copies: Sequence[LowerCopy] | None = None
+    ) -> Step | None:
         """The next step of a node that frees bytes on its tier, None when there is none.
 
-        Tiers whose bit is set in ``barred`` cannot take it. Nothing below ``record.floor`` may be chosen. With
-        ``ways`` it may go to a lower tier only as one of those.
+        Tiers whose bit is set in ``excluded`` cannot take it. Nothing below ``candidate.lowest_tier`` may be chosen.
+        With ``lower_copies`` it may go to a lower tier only as one of those.
         """
         ...
 
-    def delay_s(self, record: Record) -> float:
-        """Seconds to get the node back to the GPU from where it is; 0 for a rule that does not weigh it."""
+    def delay_s(self, candidate: Candidate) -> float:
+        """Seconds to get the node back to the GPU from where it is; 0 for a policy that does not weigh it."""
         ...
 
 
 @runtime_checkable
 class Watcher(Protocol):
-    """A rule that besides also has to know what happens to nodes; a plan, which only may happen, is not told."""
+    """A policy that besides also has to know what happens to nodes; a plan, which only may happen, is not told."""
 
-    def used(self, record: Record) -> None:
-        """The node is new to the book, to its tier or below its parent, or was used; its record says so already."""
+    def used(self, candidate: Candidate) -> None:
+        """The node is new to the index, to its tier or below its parent, or was used; its candidate says so already."""
         ...
 
-    def left(self, record: Record, rank: int) -> None:
-        """The node goes to the tier of ``rank`` (DROPPED: is forgotten); its record still says where it was."""
+    def left(self, candidate: Candidate, tier: int) -> None:
+        """The node goes to the tier of ``tier`` (DROPPED: is forgotten); its candidate still says where it was."""
         ...
 
 
 @runtime_checkable
 class Preparer(Protocol):
-    """A rule that can work out the steps of many nodes sooner than one by one."""
+    """A policy that can work out the steps of many nodes sooner than one by one."""
 
-    def prepare(self, records: Iterable[Record]) -> None:
-        """Fill the memo of every record."""
+    def prepare(self, candidates: Iterable[Candidate]) -> None:
+        """Fill the memo of every candidate."""
         ...

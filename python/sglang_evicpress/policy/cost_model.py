@@ -1,6 +1,6 @@
-"""Costs of delays: laws for loading, decoding and prefilling, learned from measured durations.
+"""Costs of delays: costs for loading, decoding and prefilling, learned from measured durations.
 
-Costs are measured while serving, not configured; only starting values are given. A law is a sum of terms with
+Costs are measured while serving, not configured; only starting values are given. A cost is a sum of terms with
 coefficients of 0 or more (``regression``).
 """
 
@@ -18,7 +18,7 @@ _REFERENCE_CHUNKS = ((64, 0), (1024, 0), (1024, 16384), (16384, 0), (16384, 6553
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillLaw:
+class PrefillCost:
     """Prefill time of n tokens: fixed_s + per_token_s * n + per_pair_s * n * (depth + n / 2) seconds.
 
     ``fixed_s`` (seconds) is what any batch costs, ``per_token_s`` (seconds per token) the part linear in length,
@@ -34,7 +34,7 @@ class PrefillLaw:
         for name in ("fixed_s", "per_token_s", "per_pair_s"):
             seconds: float = getattr(self, name)
             if not (math.isfinite(seconds) and seconds >= 0.0):
-                raise ValueError(f"prefill law {name} is {seconds!r}: expected finite seconds, 0 or more")
+                raise ValueError(f"prefill cost {name} is {seconds!r}: expected finite seconds, 0 or more")
 
     def seconds(self, num_tokens: int, depth_tokens: int) -> float:
         """Seconds to prefill ``num_tokens`` behind ``depth_tokens`` in a batch of their own."""
@@ -46,7 +46,7 @@ class PrefillLaw:
 
 
 @dataclass(frozen=True, slots=True)
-class TransferLaw:
+class TransferCost:
     """Time to move or decode bytes: fixed_s + num_bytes / bytes_per_s seconds.
 
     Raises ValueError if ``fixed_s`` is negative or not finite, or ``bytes_per_s`` not finite and above 0.
@@ -57,87 +57,87 @@ class TransferLaw:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.fixed_s) and self.fixed_s >= 0.0):
-            raise ValueError(f"transfer law fixed_s is {self.fixed_s!r}: expected finite seconds, 0 or more")
+            raise ValueError(f"transfer cost fixed_s is {self.fixed_s!r}: expected finite seconds, 0 or more")
         if not (math.isfinite(self.bytes_per_s) and self.bytes_per_s > 0.0):
-            raise ValueError(f"transfer law bytes_per_s is {self.bytes_per_s!r}: expected a finite number above 0")
+            raise ValueError(f"transfer cost bytes_per_s is {self.bytes_per_s!r}: expected a finite number above 0")
 
     def seconds(self, num_bytes: float) -> float:
         return self.fixed_s + num_bytes / self.bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
-    """All laws at one moment, as a policy reads them.
+class CostSnapshot:
+    """All costs at one moment, as a policy reads them.
 
     ``load`` holds, per tier below the GPU, what getting bytes back to the GPU costs; ``decode`` holds, per codec,
     what turning stored bytes back to raw costs on top (over the stored bytes; a codec that is absent costs
     nothing). Nobody changes the two mappings once they are handed in.
     """
 
-    prefill: PrefillLaw
-    load: Mapping[Tier, TransferLaw]
-    decode: Mapping[str, TransferLaw]
+    prefill: PrefillCost
+    load: Mapping[Tier, TransferCost]
+    decode: Mapping[str, TransferCost]
 
     def load_seconds(self, tier: Tier, num_bytes: float, codec: str = "raw") -> float:
         """Seconds until ``num_bytes`` stored on ``tier`` are raw KV on the GPU; 0 if they are there.
 
-        Raises ValueError for a tier without a law.
+        Raises ValueError for a tier without a cost.
         """
         if tier == Tier.GPU:
             return 0.0
-        law = self.load.get(tier)
-        if law is None:
-            raise ValueError(f"no load law for tier {_name(tier)}: expected {_names(self.load)}")
+        cost = self.load.get(tier)
+        if cost is None:
+            raise ValueError(f"no load cost for tier {_name(tier)}: expected {_names(self.load)}")
         decode = self.decode.get(codec)
-        return law.seconds(num_bytes) + (decode.seconds(num_bytes) if decode is not None else 0.0)
+        return cost.seconds(num_bytes) + (decode.seconds(num_bytes) if decode is not None else 0.0)
 
-    def of_a_part(self) -> Costs:
+    def of_a_part(self) -> CostSnapshot:
         """Costs of a node among others of a path. Whatever is on the host comes in one load, so that its fixed cost
-        is nobody's, as that of a prefill is not (``PrefillLaw.marginal_seconds``); from an SSD each is read by itself.
+        is nobody's, as that of a prefill is not (``PrefillCost.marginal_seconds``); from an SSD each is read by itself.
         """
         load = {
-            tier: TransferLaw(0.0, law.bytes_per_s) if tier == Tier.HOST else law for tier, law in self.load.items()
+            tier: TransferCost(0.0, cost.bytes_per_s) if tier == Tier.HOST else cost for tier, cost in self.load.items()
         }
         return replace(self, load=load)
 
-    def with_recompute_weight(self, weight: float) -> Costs:
+    def with_recompute_weight(self, weight: float) -> CostSnapshot:
         """The same, where a second of prefilling counts ``weight`` times."""
-        law = self.prefill
-        prefill = PrefillLaw(weight * law.fixed_s, weight * law.per_token_s, weight * law.per_pair_s)
+        cost = self.prefill
+        prefill = PrefillCost(weight * cost.fixed_s, weight * cost.per_token_s, weight * cost.per_pair_s)
         return replace(self, prefill=prefill)
 
-    def drifted_from(self, other: Costs, tolerance: float) -> bool:
+    def drifted_from(self, other: CostSnapshot, tolerance: float) -> bool:
         """True if a predicted duration differs from that of ``other`` by more than ``tolerance`` of the latter.
 
         Compared at 64 KiB to 4 GiB for every transfer, at 64 to 16384 new tokens behind 0 to 65536 for prefill;
-        a law that only one of the two has counts as a difference. Raises ValueError unless tolerance >= 0.
+        a cost that only one of the two has counts as a difference. Raises ValueError unless tolerance >= 0.
         """
         if not (math.isfinite(tolerance) and tolerance >= 0.0):
             raise ValueError(f"tolerance is {tolerance!r}: expected a finite share, 0 or more")
         if self.load.keys() != other.load.keys() or self.decode.keys() != other.decode.keys():
             return True
         pairs = [(self.prefill.seconds(*chunk), other.prefill.seconds(*chunk)) for chunk in _REFERENCE_CHUNKS]
-        laws = [(law, other.load[tier]) for tier, law in self.load.items()]
-        laws += [(law, other.decode[codec]) for codec, law in self.decode.items()]
-        pairs += [(mine.seconds(size), its.seconds(size)) for mine, its in laws for size in _REFERENCE_BYTES]
+        transfer_costs = [(cost, other.load[tier]) for tier, cost in self.load.items()]
+        transfer_costs += [(cost, other.decode[codec]) for codec, cost in self.decode.items()]
+        pairs += [(mine.seconds(size), its.seconds(size)) for mine, its in transfer_costs for size in _REFERENCE_BYTES]
         return any(abs(mine - its) > tolerance * its for mine, its in pairs)
 
 
 class CostModel:
-    """Learns ``Costs`` from observed durations; until something is observed, its law is that of ``start``.
+    """Learns ``CostSnapshot`` from observed durations; until something is observed, its cost is that of ``start``.
 
     Reads no clock: seconds are handed in. Each observation costs a bounded time and the model a bounded memory.
-    The same observations in the same order give the same laws.
+    The same observations in the same order give the same costs.
     """
 
-    def __init__(self, start: Costs) -> None:
+    def __init__(self, start: CostSnapshot) -> None:
         self._prefill = Fit((start.prefill.fixed_s, start.prefill.per_token_s, start.prefill.per_pair_s))
-        self._load = {tier: _transfer_fit(law) for tier, law in start.load.items()}
-        self._decode = {codec: _transfer_fit(law) for codec, law in start.decode.items()}
-        self._costs = Costs(start.prefill, dict(start.load), dict(start.decode))
+        self._load = {tier: _transfer_fit(cost) for tier, cost in start.load.items()}
+        self._decode = {codec: _transfer_fit(cost) for codec, cost in start.decode.items()}
+        self._costs = CostSnapshot(start.prefill, dict(start.load), dict(start.decode))
 
     @property
-    def costs(self) -> Costs:
+    def costs(self) -> CostSnapshot:
         """A snapshot that later observations do not change; the same object until the next observation."""
         return self._costs
 
@@ -145,22 +145,22 @@ class CostModel:
         """``num_bytes`` stored on ``tier`` were raw KV on the GPU after ``seconds``.
 
         What decoding is predicted to take is not put down to the tier, but at least a tenth of the time is.
-        Raises ValueError for a tier without a starting law (the GPU has none), and unless both are above 0.
+        Raises ValueError for a tier without a starting cost (the GPU has none), and unless both are above 0.
         """
         _check_transfer("load", num_bytes, seconds)
         fit = self._load.get(tier)
         if fit is None:
-            raise ValueError(f"load from tier {_name(tier)} has no starting law: expected {_names(self._load)}")
+            raise ValueError(f"load from tier {_name(tier)} has no starting cost: expected {_names(self._load)}")
         decode = self._costs.decode.get(codec)
         decode_s = decode.seconds(num_bytes) if decode is not None else 0.0
         fit.observe((1.0, float(num_bytes)), max(seconds - decode_s, 0.1 * seconds))
-        load = {**self._costs.load, tier: _transfer_law(fit)}
-        self._costs = Costs(self._costs.prefill, load, self._costs.decode)
+        load = {**self._costs.load, tier: _transfer_cost(fit)}
+        self._costs = CostSnapshot(self._costs.prefill, load, self._costs.decode)
 
     def observe_decode(self, codec: str, num_bytes: int, seconds: float) -> None:
         """Turning ``num_bytes`` stored by ``codec`` back to raw took ``seconds``.
 
-        A codec without a starting law gets one with its first observation. Raises ValueError unless both are
+        A codec without a starting cost gets one with its first observation. Raises ValueError unless both are
         above 0.
         """
         _check_transfer("decode", num_bytes, seconds)
@@ -168,8 +168,8 @@ class CostModel:
             self._decode[codec] = Fit((0.0, clamped_seconds(seconds) / num_bytes))
         fit = self._decode[codec]
         fit.observe((1.0, float(num_bytes)), seconds)
-        decode = {**self._costs.decode, codec: _transfer_law(fit)}
-        self._costs = Costs(self._costs.prefill, self._costs.load, decode)
+        decode = {**self._costs.decode, codec: _transfer_cost(fit)}
+        self._costs = CostSnapshot(self._costs.prefill, self._costs.load, decode)
 
     def observe_prefill(self, chunks: Sequence[tuple[int, int]], seconds: float) -> None:
         """One batch took ``seconds``; ``chunks`` holds (new tokens, prefix length) of each of its requests.
@@ -188,19 +188,19 @@ class CostModel:
         tokens = float(sum(num_tokens for num_tokens, _ in chunks))
         pairs = sum(_pairs(num_tokens, depth_tokens) for num_tokens, depth_tokens in chunks)
         self._prefill.observe((1.0, tokens, pairs), seconds)
-        self._costs = Costs(PrefillLaw(*self._prefill.law), self._costs.load, self._costs.decode)
+        self._costs = CostSnapshot(PrefillCost(*self._prefill.cost), self._costs.load, self._costs.decode)
 
 
 _MIN_PER_BYTE_S = 1e-15
 
 
-def _transfer_fit(law: TransferLaw) -> Fit:
-    return Fit((law.fixed_s, 1.0 / law.bytes_per_s))
+def _transfer_fit(cost: TransferCost) -> Fit:
+    return Fit((cost.fixed_s, 1.0 / cost.bytes_per_s))
 
 
-def _transfer_law(fit: Fit) -> TransferLaw:
-    fixed_s, per_byte_s = fit.law
-    return TransferLaw(fixed_s, 1.0 / max(per_byte_s, _MIN_PER_BYTE_S))
+def _transfer_cost(fit: Fit) -> TransferCost:
+    fixed_s, per_byte_s = fit.cost
+    return TransferCost(fixed_s, 1.0 / max(per_byte_s, _MIN_PER_BYTE_S))
 
 
 def _pairs(num_tokens: int, depth_tokens: int) -> float:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from sglang_evicpress.core import Form, Tier
-from sglang_evicpress.policy.base import DROPPED, Record, Rule
+from sglang_evicpress.policy.base import DROPPED, Candidate, Policy
 from sglang_evicpress.policy.hull import Point, upper_hull
-from sglang_evicpress.policy.rules.evicpress import EvicPressRule
+from sglang_evicpress.policy.rules.evicpress import EvicPressPolicy
 from sglang_evicpress.policy.utility import utility
 
 Row = dict[str, object]
 
 
-def explain(rule: Rule, record: Record, value_of_hit: float = 1.0) -> Row:
+def explain(policy: Policy, candidate: Candidate, value_of_hit: float = 1.0) -> Row:
     """The options of a node with quality q, delay d (seconds), bytes, utility U and utility drop per byte freed, what
     becomes of each on the hull, and the step the policy would take next (EvicPress sections 4.2 and 4.4). Where that
     frees much more than is missing, a plan compares it with changes that lose less in all (``Plan._best_last``).
@@ -19,57 +19,61 @@ def explain(rule: Rule, record: Record, value_of_hit: float = 1.0) -> Row:
     ``U`` is weighted; drops are against what the node holds and per byte freed on its tier. ``value_of_hit`` is the
     unit of all weights: what a hit adds to one now. A policy that weighs nothing has no table of options, only its key.
     """
-    record = record.copy()
-    record.weight /= value_of_hit
-    step = None if record.is_locked else rule.step(record)
-    told: Row = {
-        "node_id": record.id,
-        "policy": rule.name,
-        "weight": record.weight,
-        "num_tokens": record.num_tokens,
-        "depth_tokens": record.depth_tokens,
-        "holds": _option(record.form, record.rank),
-        "num_bytes": record.num_bytes,
+    candidate = candidate.copy()
+    candidate.weight /= value_of_hit
+    step = None if candidate.is_locked else policy.step(candidate)
+    explanation: Row = {
+        "node_id": candidate.id,
+        "policy": policy.name,
+        "weight": candidate.weight,
+        "num_tokens": candidate.num_tokens,
+        "depth_tokens": candidate.depth_tokens,
+        "holds": _option(candidate.form, candidate.tier),
+        "num_bytes": candidate.num_bytes,
         "next": None,
-        "why": _why_nothing(record),
+        "why": _why_nothing(candidate),
         "options": [],
     }
     if step is not None:
-        form = None if step.rank == DROPPED else step.form or record.form
-        told["next"] = _option(form, step.rank)
-        told["key"] = step.key
-        told["why"] = f"smallest key first; that of this node is {step.key:.6g}"
-    if isinstance(rule, EvicPressRule):
-        told["alpha"] = rule.alpha
+        form = None if step.tier == DROPPED else step.form or candidate.form
+        explanation["next"] = _option(form, step.tier)
+        explanation["key"] = step.key
+        explanation["why"] = f"smallest key first; that of this node is {step.key:.6g}"
+    if isinstance(policy, EvicPressPolicy):
+        explanation["alpha"] = policy.alpha
         if step is not None:
-            told["why"] = f"loses {step.key:.6g} weighted seconds per byte freed, the least of this node's options"
-        told["options"] = _table(rule, record, told["next"])
-    return told
+            explanation["why"] = (
+                f"loses {step.key:.6g} weighted seconds per byte freed, the least of this node's options"
+            )
+        explanation["options"] = _table(policy, candidate, explanation["next"])
+    return explanation
 
 
-def _table(rule: EvicPressRule, record: Record, chosen: object) -> list[Row]:
-    now = rule.alpha * record.quality - rule.delay_s(record)
-    held: Point = (record.num_bytes, now, -1)
-    ways_out = rule.ways_out(record)
-    allowed = [way for way in ways_out if way[0] <= record.floor]
-    best_out = max(allowed, key=lambda way: way[4], default=None)
-    points = rule.points(record)
-    leaving: list[Point] = [] if best_out is None else [(0, best_out[4], -2)]
-    hull = upper_hull([held, *points, *leaving])
-    rows = [_row(rule, record, record.form, record.rank, record.num_bytes, record.quality, now, "held")]
+def _table(policy: EvicPressPolicy, candidate: Candidate, chosen: object) -> list[Row]:
+    now = policy.alpha * candidate.quality - policy.delay_s(candidate)
+    current: Point = (candidate.num_bytes, now, -1)
+    exits = policy.exits(candidate)
+    allowed = [exit_ for exit_ in exits if exit_[0] <= candidate.lowest_tier]
+    best_exit = max(allowed, key=lambda exit_: exit_[4], default=None)
+    points = policy.points(candidate)
+    leaving: list[Point] = [] if best_exit is None else [(0, best_exit[4], -2)]
+    hull = upper_hull([current, *points, *leaving])
+    rows = [
+        _row(policy, candidate, candidate.form, candidate.tier, candidate.num_bytes, candidate.quality, now, "held")
+    ]
     for point in points:
-        form, quality = rule.menu.forms[point[2]], record.curve[point[2]]
-        role = "hull" if point in hull else _why_left_out(point, [held, *points, *leaving])
-        rows.append(_row(rule, record, form, record.rank, point[0], quality, point[1], role))
-    for way in ways_out:
-        rank, left_as, num_bytes, quality, per_use = way
-        if rank > record.floor:
+        form, quality = policy.menu.forms[point[2]], candidate.curve[point[2]]
+        role = "hull" if point in hull else _why_left_out(point, [current, *points, *leaving])
+        rows.append(_row(policy, candidate, form, candidate.tier, point[0], quality, point[1], role))
+    for exit_ in exits:
+        tier, left_as, num_bytes, quality, per_use = exit_
+        if tier > candidate.lowest_tier:
             role = "a child is above"
-        elif way is not best_out:
+        elif exit_ is not best_exit:
             role = "dominated by a better way out"
         else:
             role = "hull" if leaving[0] in hull else "dominated"
-        rows.append(_row(rule, record, left_as, rank, num_bytes, quality, per_use, role))
+        rows.append(_row(policy, candidate, left_as, tier, num_bytes, quality, per_use, role))
     for row in rows:
         if row["option"] == chosen and row["role"] == "hull":
             row["role"] = "next"
@@ -77,21 +81,21 @@ def _table(rule: EvicPressRule, record: Record, chosen: object) -> list[Row]:
 
 
 def _row(
-    rule: EvicPressRule,
-    record: Record,
+    policy: EvicPressPolicy,
+    candidate: Candidate,
     form: Form | None,
-    rank: int,
+    tier: int,
     num_bytes: int,
     quality: float,
     per_use: float,
     role: str,
 ) -> Row:
-    freed = record.num_bytes - (num_bytes if rank == record.rank else 0)
-    delay_s = rule.alpha * quality - per_use
-    worth = utility(record.weight, rule.alpha, quality, delay_s)
-    lost = utility(record.weight, rule.alpha, record.quality, rule.delay_s(record)) - worth
+    freed = candidate.num_bytes - (num_bytes if tier == candidate.tier else 0)
+    delay_s = policy.alpha * quality - per_use
+    worth = utility(candidate.weight, policy.alpha, quality, delay_s)
+    lost = utility(candidate.weight, policy.alpha, candidate.quality, policy.delay_s(candidate)) - worth
     return {
-        "option": _option(form, rank),
+        "option": _option(form, tier),
         "num_bytes": num_bytes,
         "q": quality,
         "d": delay_s,
@@ -108,13 +112,13 @@ def _why_left_out(point: Point, points: list[Point]) -> str:
     return "LP-dominated"
 
 
-def _why_nothing(record: Record) -> str:
-    if record.is_locked:
+def _why_nothing(candidate: Candidate) -> str:
+    if candidate.is_locked:
         return "locked by a running request"
-    if record.floor <= record.rank:
+    if candidate.lowest_tier <= candidate.tier:
         return "cannot get smaller here, and may leave only once its children have"
     return "nothing of it can be made smaller"
 
 
-def _option(form: Form | None, rank: int) -> str:
-    return "drop" if rank == DROPPED else f"{form}/{Tier(rank).label}"
+def _option(form: Form | None, tier: int) -> str:
+    return "drop" if tier == DROPPED else f"{form}/{Tier(tier).label}"

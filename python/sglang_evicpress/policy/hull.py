@@ -44,16 +44,16 @@ def next_on_hull(current: Point, points: Iterable[Point]) -> Point | None:
 
 
 @dataclass(slots=True)
-class Edge:
+class HullState:
     """The next edge of a node's hull, for as long as neither the node nor a cost changes.
 
     ``utility`` is that of what it holds; ``shrunk`` where the in-place part of the hull goes next. ``leave`` is the
-    best way off the tier when ``floor`` is the lowest rank it may move to.
+    best way off the tier when ``lowest_tier`` is the lowest tier it may move to.
     """
 
     utility: float
     shrunk: Point | None
-    floor: int = -1
+    lowest_tier: int = -1
     leave: Step | None = None
     leave_utility: float = -math.inf
 

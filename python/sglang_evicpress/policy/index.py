@@ -1,4 +1,4 @@
-"""The book of a policy: what it knows of every node, and per tier a heap of the next step of each."""
+"""The index of a policy: what it knows of every node, and per tier a heap of the next step of each."""
 
 from __future__ import annotations
 
@@ -7,182 +7,185 @@ import math
 from collections.abc import Mapping
 
 from sglang_evicpress.core import NodeStats
-from sglang_evicpress.policy.base import DROPPED, Entry, Preparer, Record, Rule, Step, Watcher
+from sglang_evicpress.policy.base import DROPPED, Candidate, Entry, Policy, Preparer, Step, Watcher
 
 _SLACK = 64
 
 
-class Book:
-    """All nodes and one heap per tier. A heap entry never lies above its record's present key, so the first entry
+class NodeIndex:
+    """All nodes and one heap per tier. A heap entry never lies above its candidate's present key, so the first entry
     that is up to date is the first step; outdated ones are dropped or put back when they come to the top."""
 
-    def __init__(self, rule: Rule) -> None:
-        self.rule = rule
-        self._watcher = rule if isinstance(rule, Watcher) else None
-        self.records: dict[int, Record] = {}
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self._watcher = policy if isinstance(policy, Watcher) else None
+        self.candidates: dict[int, Candidate] = {}
         self.heaps: list[list[Entry]] = [[] for _ in range(DROPPED)]
         self.num_bytes = [0] * DROPPED
         self.num_on = [0] * DROPPED
         self.locked_bytes = [0] * DROPPED
 
-    def put(self, node: NodeStats) -> None:
+    def add(self, node: NodeStats) -> None:
         """Note a new node, or whatever has changed about a known one. ValueError for a weight that is no number."""
         if not math.isfinite(node.weight):
             raise ValueError(f"node {node.id} has the weight {node.weight!r}: expected a finite number")
-        record = self.records.get(node.id)
-        if record is None:
-            record = self.records[node.id] = Record(node)
-            self._join(record)
-        elif record.parent_id == node.parent_id and record.rank == node.tier:
-            is_used = record.last_use < node.last_use
-            self._count(record, -1)
-            record.read(node)
-            self._count(record, 1)
+        candidate = self.candidates.get(node.id)
+        if candidate is None:
+            candidate = self.candidates[node.id] = Candidate(node)
+            self._join(candidate)
+        elif candidate.parent_id == node.parent_id and candidate.tier == node.tier:
+            is_used = candidate.last_use < node.last_use
+            self._count(candidate, -1)
+            candidate.read(node)
+            self._count(candidate, 1)
             if is_used and self._watcher is not None:
-                self._watcher.used(record)
-            self.requeue(record, anew=True)
+                self._watcher.used(candidate)
+            self.requeue(candidate, anew=True)
             return
         else:
-            if record.rank != node.tier and self._watcher is not None:
-                self._watcher.left(record, int(node.tier))
-            former = self._parent(record)
-            self._leave(record)
-            record.read(node)
-            self._join(record)
-            if former is not None and record.parent_id != former.id:
+            if candidate.tier != node.tier and self._watcher is not None:
+                self._watcher.left(candidate, int(node.tier))
+            former = self._parent(candidate)
+            self._leave(candidate)
+            candidate.read(node)
+            self._join(candidate)
+            if former is not None and candidate.parent_id != former.id:
                 self.requeue(former, anew=True)
         if self._watcher is not None:
-            self._watcher.used(record)
-        parent = self._parent(record)
+            self._watcher.used(candidate)
+        parent = self._parent(candidate)
         if parent is not None:
             self.requeue(parent, anew=True)
-        self.requeue(record, anew=True)
+        self.requeue(candidate, anew=True)
 
-    def forget(self, node_id: int) -> None:
-        """The node is dropped. It must have no children in the book. KeyError when it is not known."""
-        record = self.records[node_id]
-        if record.floor < DROPPED:
+    def remove(self, node_id: int) -> None:
+        """The node is dropped. It must have no children in the index. KeyError when it is not known."""
+        candidate = self.candidates[node_id]
+        if candidate.lowest_tier < DROPPED:
             raise ValueError(f"node {node_id} has children: expected them to be dropped first")
         if self._watcher is not None:
-            self._watcher.left(record, DROPPED)
-        self._leave(record)
-        del self.records[node_id]
-        parent = self._parent(record)
+            self._watcher.left(candidate, DROPPED)
+        self._leave(candidate)
+        del self.candidates[node_id]
+        parent = self._parent(candidate)
         if parent is not None:
             self.requeue(parent, anew=True)
 
     def touch(self, node_id: int, weight: float, num_hits: int, last_use: int) -> None:
         """The node was used, or is about to be, or no longer is."""
-        record = self.records[node_id]
-        falls = weight < record.weight or num_hits < record.num_hits
-        is_used = record.last_use < last_use
-        record.weight, record.num_hits, record.last_use = weight, num_hits, last_use
+        candidate = self.candidates[node_id]
+        falls = weight < candidate.weight or num_hits < candidate.num_hits
+        is_used = candidate.last_use < last_use
+        candidate.weight, candidate.num_hits, candidate.last_use = weight, num_hits, last_use
         if is_used and self._watcher is not None:
-            self._watcher.used(record)
-        gains = record.queued is not None and record.queued[0] < 0.0  # then more weight makes the key smaller
-        if falls or gains or not self.rule.rises_only:
-            self.requeue(record)
+            self._watcher.used(candidate)
+        gains = candidate.queued is not None and candidate.queued[0] < 0.0  # then more weight makes the key smaller
+        if falls or gains or not self.policy.rises_only:
+            self.requeue(candidate)
 
     def lock(self, node_id: int, is_locked: bool) -> None:
         """A running request takes or gives back the node."""
-        record = self.records[node_id]
-        if record.is_locked != is_locked:
-            self.locked_bytes[record.rank] += record.num_bytes if is_locked else -record.num_bytes
-            record.is_locked = is_locked
+        candidate = self.candidates[node_id]
+        if candidate.is_locked != is_locked:
+            self.locked_bytes[candidate.tier] += candidate.num_bytes if is_locked else -candidate.num_bytes
+            candidate.is_locked = is_locked
             if not is_locked:
-                self.requeue(record)
+                self.requeue(candidate)
 
     def reweigh(self, weights: Mapping[int, float]) -> None:
         """Other weights for the nodes given, all at once: the reuse clock has another epoch or half-life."""
         for node_id, weight in weights.items():
-            self.records[node_id].weight = weight
+            self.candidates[node_id].weight = weight
         self._refill()
 
     def rebuild(self) -> None:
         """Memos and heaps from scratch, after anything that changes many steps."""
-        for record in self.records.values():
-            record.memo = None
-        if isinstance(self.rule, Preparer):
-            self.rule.prepare(self.records.values())
+        for candidate in self.candidates.values():
+            candidate.memo = None
+        if isinstance(self.policy, Preparer):
+            self.policy.prepare(self.candidates.values())
         self._refill()
 
     def _refill(self) -> None:
         """Heaps from scratch; memos that are there still hold."""
         entries: list[list[Entry]] = [[] for _ in range(DROPPED)]
-        step = self.rule.step
-        for record in self.records.values():
-            record.queued = None
-            if not record.is_locked:
-                found = step(record)
-                if found is not None:
-                    record.queued = (found.key, record.last_use, record.id)
-                    entries[record.rank].append(record.queued)
+        step = self.policy.step
+        for candidate in self.candidates.values():
+            candidate.queued = None
+            if not candidate.is_locked:
+                next_step = step(candidate)
+                if next_step is not None:
+                    candidate.queued = (next_step.key, candidate.last_use, candidate.id)
+                    entries[candidate.tier].append(candidate.queued)
         for heap in entries:
             heapq.heapify(heap)
         self.heaps = entries
 
-    def requeue(self, record: Record, anew: bool = False) -> None:
-        """Bring the record's entry up to date if its step comes earlier than noted; ``anew``: whenever it differs."""
-        if record.is_locked:
+    def requeue(self, candidate: Candidate, anew: bool = False) -> None:
+        """Bring the candidate's entry up to date if its step comes earlier than noted; ``anew``: whenever it
+        differs."""
+        if candidate.is_locked:
             return
-        found = self.rule.step(record)
-        if found is None:
+        next_step = self.policy.step(candidate)
+        if next_step is None:
             if anew:
-                record.queued = None
+                candidate.queued = None
             return
-        entry = (found.key, record.last_use, record.id)
-        if record.queued is None or (entry != record.queued if anew else entry < record.queued):
-            record.queued = entry
-            heap = self.heaps[record.rank]
+        entry = (next_step.key, candidate.last_use, candidate.id)
+        if candidate.queued is None or (entry != candidate.queued if anew else entry < candidate.queued):
+            candidate.queued = entry
+            heap = self.heaps[candidate.tier]
             heapq.heappush(heap, entry)
-            if len(heap) > 2 * self.num_on[record.rank] + _SLACK:
-                self._compact(record.rank)
+            if len(heap) > 2 * self.num_on[candidate.tier] + _SLACK:
+                self._compact(candidate.tier)
 
-    def first(self, rank: int) -> tuple[Record, Step] | None:
+    def first(self, tier: int) -> tuple[Candidate, Step] | None:
         """The unlocked node whose step on this tier comes first, and the step; its entry stays on top of the heap."""
-        heap = self.heaps[rank]
+        heap = self.heaps[tier]
         while heap:
             entry = heap[0]
-            record = self.records.get(entry[2])
-            if record is None or record.queued is not entry:
+            candidate = self.candidates.get(entry[2])
+            if candidate is None or candidate.queued is not entry:
                 heapq.heappop(heap)
                 continue
-            found = None if record.is_locked else self.rule.step(record)
-            if found is None:
-                record.queued = None
+            next_step = None if candidate.is_locked else self.policy.step(candidate)
+            if next_step is None:
+                candidate.queued = None
                 heapq.heappop(heap)
                 continue
-            now = (found.key, record.last_use, record.id)
+            now = (next_step.key, candidate.last_use, candidate.id)
             if now == entry:
-                return record, found
-            record.queued = now
+                return candidate, next_step
+            candidate.queued = now
             heapq.heapreplace(heap, now)
         return None
 
-    def _compact(self, rank: int) -> None:
-        records = self.records
-        heap = self.heaps[rank]
-        heap[:] = [entry for entry in heap if (record := records.get(entry[2])) is not None and record.queued is entry]
+    def _compact(self, tier: int) -> None:
+        candidates = self.candidates
+        heap = self.heaps[tier]
+        heap[:] = [
+            entry for entry in heap if (candidate := candidates.get(entry[2])) is not None and candidate.queued is entry
+        ]
         heapq.heapify(heap)
 
-    def _parent(self, record: Record) -> Record | None:
-        return None if record.parent_id is None else self.records.get(record.parent_id)
+    def _parent(self, candidate: Candidate) -> Candidate | None:
+        return None if candidate.parent_id is None else self.candidates.get(candidate.parent_id)
 
-    def _join(self, record: Record) -> None:
-        self._count(record, 1)
-        parent = self._parent(record)
+    def _join(self, candidate: Candidate) -> None:
+        self._count(candidate, 1)
+        parent = self._parent(candidate)
         if parent is not None:
-            parent.count_child(record.rank, 1)
+            parent.count_child(candidate.tier, 1)
 
-    def _leave(self, record: Record) -> None:
-        self._count(record, -1)
-        record.queued = None
-        parent = self._parent(record)
+    def _leave(self, candidate: Candidate) -> None:
+        self._count(candidate, -1)
+        candidate.queued = None
+        parent = self._parent(candidate)
         if parent is not None:
-            parent.count_child(record.rank, -1)
+            parent.count_child(candidate.tier, -1)
 
-    def _count(self, record: Record, sign: int) -> None:
-        self.num_on[record.rank] += sign
-        self.num_bytes[record.rank] += sign * record.num_bytes
-        if record.is_locked:
-            self.locked_bytes[record.rank] += sign * record.num_bytes
+    def _count(self, candidate: Candidate, sign: int) -> None:
+        self.num_on[candidate.tier] += sign
+        self.num_bytes[candidate.tier] += sign * candidate.num_bytes
+        if candidate.is_locked:
+            self.locked_bytes[candidate.tier] += sign * candidate.num_bytes

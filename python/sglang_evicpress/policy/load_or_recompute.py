@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from sglang_evicpress.core import Tier
-from sglang_evicpress.policy.cost_model import Costs
+from sglang_evicpress.policy.cost_model import CostSnapshot
 
-PATIENCE = 1.5
+WAIT_FACTOR = 1.5
 """How many times its predicted duration a load may take."""
 
 LITTLE = 0.1
@@ -30,7 +30,7 @@ class Piece:
 
 def num_worth_loading(
     pieces: Sequence[Piece],
-    costs: Costs,
+    costs: CostSnapshot,
     *,
     overlap: float = 0.0,
     waits: Mapping[Tier, float] | None = None,
@@ -45,7 +45,7 @@ def num_worth_loading(
     computed as fast as they arrive. ``waits`` are the seconds before a tier has done what it was asked for already.
     Of equals the fewest; 0 when recomputing all is soonest, so that what is chosen is never predicted to be slower than
     that. Raises ValueError for an overlap outside [0, 1], a negative slack, a congestion below 1, or a tier without a
-    law.
+    cost.
 
     A request that waits for its turn has ``slack_s`` seconds before anything of it could run: what comes up from below
     the host in that time costs nothing. What then goes from the host to the GPU does. A second of recomputing holds up
@@ -96,4 +96,4 @@ def deadline_s(load_s: float, recompute_s: float) -> float:
     for name, seconds in (("load_s", load_s), ("recompute_s", recompute_s)):
         if not seconds >= 0.0:
             raise ValueError(f"{name} is {seconds!r}: expected seconds, 0 or more")
-    return min(recompute_s, max(PATIENCE * load_s, LITTLE * recompute_s))
+    return min(recompute_s, max(WAIT_FACTOR * load_s, LITTLE * recompute_s))

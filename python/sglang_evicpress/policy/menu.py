@@ -45,7 +45,7 @@ class Menu:
 
     @property
     def everything(self) -> int:
-        """The ``reachable`` mask of a node of which every form can be made."""
+        """The ``allowed_forms`` mask of a node of which every form can be made."""
         return (1 << len(self.forms)) - 1
 
     def num_slots(self, form: Form, num_tokens: int, sinks: int = 0) -> int:
@@ -59,7 +59,7 @@ class Menu:
         return math.ceil(slots * self.slot_bytes * self.codec_ratio[form.codec])
 
     def smaller(self, form: Form) -> int:
-        """The ``reachable`` mask of a node that holds ``form``: what can be made of it without the exact KV.
+        """The ``allowed_forms`` mask of a node that holds ``form``: what can be made of it without the exact KV.
 
         From the exact form everything; from a lossy one its own press at a smaller fraction, or the same tokens in
         another codec only if it is stored raw.

@@ -1,4 +1,4 @@
-"""Making room: the greedy over a book, tier by tier downwards, with nothing changed until it is carried out."""
+"""Making room: the greedy over an index, tier by tier downwards, with nothing changed until it is carried out."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sglang_evicpress.core import DROP, Decision, Option, Tier, Way
-from sglang_evicpress.policy.base import DROPPED, Entry, Record, Step
-from sglang_evicpress.policy.forced_drops import Felling
-from sglang_evicpress.policy.index import Book
-from sglang_evicpress.policy.rules.evicpress import EvicPressRule
+from sglang_evicpress.core import DROP, Decision, LowerCopy, Option, Tier
+from sglang_evicpress.policy.base import DROPPED, Candidate, Entry, Step
+from sglang_evicpress.policy.forced_drops import ForcedDrops
+from sglang_evicpress.policy.index import NodeIndex
+from sglang_evicpress.policy.rules.evicpress import EvicPressPolicy
 
 AHEAD, AHEAD_PER_STEP = 256, 4
-"""Nodes that may not do what the book has them queued for, of which an urgent plan looks at so many, and so many more
+"""Nodes that may not do what the index has them queued for, of which an urgent plan looks at so many, and so many more
 per step, for what they may do instead. That can lose far more: to be sure of the least it would have to look at all."""
 
 MAX_COMPARED = 16
@@ -31,58 +31,68 @@ class Move:
     """Plan for one node: its copy in the state it will be in, the last step, and the sum of all losses;
     ``order`` is the number of the step that brought it where it will be."""
 
-    copy: Record
+    copy: Candidate
     step: Step
     loss: float
     order: int
 
 
 class Plan:
-    """One plan over a book: ``relieve`` the tiers that are short, then read the ``decisions``.
+    """One plan over an index: ``free`` the tiers that are short, then read the ``decisions``.
 
     EvicPress section 4.4 and appendix A: when a tier is full, repeat the update of least utility drop until what must
     fit fits, and do the same on the lower tier if what is pushed down fills that. (The algorithm as printed assigns S
     where it must subtract what was freed.) ``room`` holds the free bytes of each tier below; a tier that is not in it
-    is full. A node is planned on as a copy, so the book is after the plan what it was before.
+    is full. A node is planned on as a copy, so the index is after the plan what it was before.
 
-    With ``ready`` the plan is urgent: nothing may wait for bytes to be written below. ``ready[node_id]`` are the copies
-    that lie there; the node may become one of these, taking no room, and go to no other tier. What has shrunk in the
-    plan may still become one. Nothing shrinks that is below the GPU, where it is written anew for that.
+    With ``lower_copies_of`` the plan is urgent: nothing may wait for bytes to be written below.
+    ``lower_copies_of[node_id]`` are the copies that lie there; the node may become one of these, taking no room, and go
+    to no other tier. What has shrunk in the plan may still become one. Nothing shrinks that is below the GPU, where it
+    is written anew for that.
     """
 
-    def __init__(self, book: Book, room: Mapping[Tier, int], ready: Mapping[int, Sequence[Way]] | None = None) -> None:
-        self.book = book
-        self.ready = ready
+    def __init__(
+        self,
+        index: NodeIndex,
+        room: Mapping[Tier, int],
+        lower_copies_of: Mapping[int, Sequence[LowerCopy]] | None = None,
+    ) -> None:
+        self.index = index
+        self.lower_copies_of = lower_copies_of
         self.room = [room.get(tier, 0) for tier in Tier]
-        self.movable = [total - locked for total, locked in zip(book.num_bytes, book.locked_bytes, strict=True)]
+        self.movable = [total - locked for total, locked in zip(index.num_bytes, index.locked_bytes, strict=True)]
         self.moves: dict[int, Move] = {}
-        self._copies: dict[int, Record] = {}
-        self._barred: dict[int, int] = {}
+        self._copies: dict[int, Candidate] = {}
+        self._excluded_tiers: dict[int, int] = {}
         self._heaps: list[list[Entry]] = [[] for _ in range(DROPPED)]
-        self._waiting: list[list[Record]] = [[] for _ in range(DROPPED)]
+        self._waiting: list[list[Candidate]] = [[] for _ in range(DROPPED)]
         self._taken: list[list[Entry]] = [[] for _ in range(DROPPED)]
         self._num_steps = self._num_ahead = 0
-        self._felling: Felling | None = None
-        self._felled: set[int] = set()
-        self._weigher = book.rule if isinstance(book.rule, EvicPressRule) else None
+        self._forced_drops: ForcedDrops | None = None
+        self._forced: set[int] = set()
+        self._weigher = index.policy if isinstance(index.policy, EvicPressPolicy) else None
 
-    def relieve(self, rank: int, num_bytes: int) -> int:
+    def free(self, tier: int, num_bytes: int) -> int:
         """Plan to free ``num_bytes`` on a tier, no step taken once that is free; returns what is missing when
         everything that may move has moved."""
-        notable = NOTABLE_SHARE * max(0, self.book.num_bytes[rank] - num_bytes)
+        notable = NOTABLE_SHARE * max(0, self.index.num_bytes[tier] - num_bytes)
         while num_bytes > 0:
-            found = self._take_first(rank)
-            if found is None:
-                if (freed := self._fell(rank)) is None:
+            first = self._take_first(tier)
+            if first is None:
+                if (freed := self._force_drops(tier)) is None:
                     return num_bytes
                 num_bytes -= freed
                 continue
-            copy, step = found
-            excess = copy.num_bytes - (step.num_bytes if step.rank == rank else 0) - num_bytes
+            copy, step = first
+            excess = copy.num_bytes - (step.num_bytes if step.tier == tier else 0) - num_bytes
             if self._weigher is not None and excess > notable:
-                copy, step = self._best_last(self._weigher, rank, num_bytes, copy, step)
-            if self.ready is None and rank < step.rank < DROPPED and not self._make_room(step.rank, step.num_bytes):
-                self._barred[copy.id] = self._barred.get(copy.id, 0) | 1 << step.rank
+                copy, step = self._best_last(self._weigher, tier, num_bytes, copy, step)
+            if (
+                self.lower_copies_of is None
+                and tier < step.tier < DROPPED
+                and not self._make_room(step.tier, step.num_bytes)
+            ):
+                self._excluded_tiers[copy.id] = self._excluded_tiers.get(copy.id, 0) | 1 << step.tier
                 self._queue(copy)
                 continue
             num_bytes -= self._move(copy, step)
@@ -93,13 +103,13 @@ class Plan:
         then lower tiers before higher ones, on each what shrinks in place before what arrives."""
         made: list[tuple[tuple[int, bool, int], Decision]] = []
         for move in self.moves.values():
-            before, step = self.book.records[move.copy.id], move.step
-            arrives = step.rank != before.rank
+            before, step = self.index.candidates[move.copy.id], move.step
+            arrives = step.tier != before.tier
             freed = before.num_bytes - (0 if arrives else step.num_bytes)
             if freed == 0 and not self._is_needed(move):
                 continue
-            source = Option(before.form, Tier(before.rank), before.num_bytes)
-            option = DROP if step.rank == DROPPED else Option(move.copy.form, Tier(step.rank), step.num_bytes)
+            source = Option(before.form, Tier(before.tier), before.num_bytes)
+            option = DROP if step.tier == DROPPED else Option(move.copy.form, Tier(step.tier), step.num_bytes)
             decision = Decision(
                 before.id,
                 source,
@@ -108,44 +118,46 @@ class Plan:
                 before.weight,
                 before.quality,
                 step.quality,
-                self.book.rule.delay_s(before),
+                self.index.policy.delay_s(before),
                 step.delay_s,
                 move.loss,
-                before.id in self._felled,
+                before.id in self._forced,
             )
-            made.append(((-step.rank, arrives, move.order), decision))
+            made.append(((-step.tier, arrives, move.order), decision))
         made.sort(key=lambda item: item[0])
         return [decision for _, decision in made]
 
     def close(self) -> None:
-        """Give the book's heaps back what was taken from them."""
-        for heap, taken in zip(self.book.heaps, self._taken, strict=True):
+        """Give the index's heaps back what was taken from them."""
+        for heap, taken in zip(self.index.heaps, self._taken, strict=True):
             for entry in taken:
                 heapq.heappush(heap, entry)
             taken.clear()
 
     def _best_last(
-        self, weigher: EvicPressRule, rank: int, num_bytes: int, copy: Record, step: Step
-    ) -> tuple[Record, Step]:
+        self, weigher: EvicPressPolicy, tier: int, num_bytes: int, copy: Candidate, step: Step
+    ) -> tuple[Candidate, Step]:
         """Best last step: of ``step`` and all changes of the first nodes that free ``num_bytes``, that of least loss.
 
         The greedy is as good as the linear relaxation but for its last step, and one change alone makes up for it
         (Kellerer et al., on greedy with the best split item). A byte missing below costs what is lost first there.
         """
-        others: list[tuple[Record, Step]] = []
-        while len(others) < MAX_COMPARED - 1 and (found := self._take_first(rank)) is not None:
-            others.append(found)
-        prices = [self._price(below) if below > rank and self.ready is None else 0.0 for below in range(DROPPED)]
+        others: list[tuple[Candidate, Step]] = []
+        while len(others) < MAX_COMPARED - 1 and (first := self._take_first(tier)) is not None:
+            others.append(first)
+        prices = [
+            self._price(below) if below > tier and self.lower_copies_of is None else 0.0 for below in range(DROPPED)
+        ]
 
-        def cost(node: Record, choice: Step) -> float:
+        def cost(node: Candidate, choice: Step) -> float:
             loss = choice.loss * node.weight
-            missing = choice.num_bytes - self.room[choice.rank] if rank < choice.rank < DROPPED else 0
-            return loss + prices[choice.rank] * missing if missing > 0 else loss
+            missing = choice.num_bytes - self.room[choice.tier] if tier < choice.tier < DROPPED else 0
+            return loss + prices[choice.tier] * missing if missing > 0 else loss
 
         best, least = (copy, step), cost(copy, step)
         for node, _ in ((copy, step), *others):
-            barred, ways = self._terms(node)
-            for choice in weigher.choices(node, barred, num_bytes, ways):
+            excluded_tiers, lower_copies = self._terms(node)
+            for choice in weigher.choices(node, excluded_tiers, num_bytes, lower_copies):
                 if choice.loss * node.weight < least and (loss := cost(node, choice)) < least:
                     best, least = (node, choice), loss
         for node, _ in ((copy, step), *others):
@@ -153,176 +165,181 @@ class Plan:
                 self._queue(node)
         return best
 
-    def _price(self, rank: int) -> float:
+    def _price(self, tier: int) -> float:
         """Utility lost per byte by the next step of a tier, at least 0; infinite where nothing can be freed."""
-        found = self._take_first(rank)
-        if found is None:
+        first = self._take_first(tier)
+        if first is None:
             return math.inf
-        self._queue(found[0])
-        return max(0.0, found[1].key)
+        self._queue(first[0])
+        return max(0.0, first[1].key)
 
-    def _make_room(self, rank: int, num_bytes: int) -> bool:
+    def _make_room(self, tier: int, num_bytes: int) -> bool:
         """True if a lower tier has, or can be given, room for ``num_bytes``."""
-        missing = num_bytes - self.room[rank]
-        return missing <= 0 or (missing <= self.movable[rank] and self.relieve(rank, missing) == 0)
+        missing = num_bytes - self.room[tier]
+        return missing <= 0 or (missing <= self.movable[tier] and self.free(tier, missing) == 0)
 
-    def _move(self, copy: Record, step: Step) -> int:
+    def _move(self, copy: Candidate, step: Step) -> int:
         """Take the step; returns the bytes it frees on the tier the node was on."""
-        rank, before = copy.rank, copy.num_bytes
+        tier, before = copy.tier, copy.num_bytes
         past = self.moves.pop(copy.id, None)
         loss = step.loss * copy.weight + (0.0 if past is None else past.loss)
         self._num_steps += 1
         # What shrinks after it has arrived keeps its turn: its parent may have arrived after it.
-        order = self._num_steps if past is None or step.rank != rank else past.order
+        order = self._num_steps if past is None or step.tier != tier else past.order
         self.moves[copy.id] = Move(copy, step, loss, order)
         if step.form is not None:
             copy.form = step.form
-            copy.reachable &= self.book.rule.menu.smaller(step.form)
+            copy.allowed_forms &= self.index.policy.menu.smaller(step.form)
         copy.num_bytes, copy.quality = step.num_bytes, step.quality
-        freed = before if step.rank != rank else before - step.num_bytes
-        self.room[rank] += freed
-        self.movable[rank] -= freed
-        copy.rank, copy.memo, copy.queued = step.rank, None, None
-        if step.rank != rank:
-            if step.rank < DROPPED:
-                self.room[step.rank] -= step.num_bytes
-                self.movable[step.rank] += step.num_bytes
-            self._tell_parent(copy, rank)
-        if step.rank < DROPPED:
+        freed = before if step.tier != tier else before - step.num_bytes
+        self.room[tier] += freed
+        self.movable[tier] -= freed
+        copy.tier, copy.memo, copy.queued = step.tier, None, None
+        if step.tier != tier:
+            if step.tier < DROPPED:
+                self.room[step.tier] -= step.num_bytes
+                self.movable[step.tier] += step.num_bytes
+            self._tell_parent(copy, tier)
+        if step.tier < DROPPED:
             self._queue(copy)
-            if self._felling is not None and step.rank != rank:
-                self._felling.arrive(copy)
+            if self._forced_drops is not None and step.tier != tier:
+                self._forced_drops.arrive(copy)
         return freed
 
-    def _tell_parent(self, copy: Record, old_rank: int) -> None:
-        parent = None if copy.parent_id is None else self.book.records.get(copy.parent_id)
+    def _tell_parent(self, copy: Candidate, old_tier: int) -> None:
+        parent = None if copy.parent_id is None else self.index.candidates.get(copy.parent_id)
         if parent is None:
             return
         parent = self._copy(parent)
-        parent.count_child(old_rank, -1)
-        parent.count_child(copy.rank, 1)
-        if parent.rank < DROPPED:
+        parent.count_child(old_tier, -1)
+        parent.count_child(copy.tier, 1)
+        if parent.tier < DROPPED:
             self._queue(parent)
 
-    def _queue(self, copy: Record) -> None:
+    def _queue(self, copy: Candidate) -> None:
         """Its next step is worked out when the tier is next looked at, if it is; an earlier entry of it is outdated."""
         copy.queued = None
         if not copy.is_locked:
-            self._waiting[copy.rank].append(copy)
+            self._waiting[copy.tier].append(copy)
 
-    def _queue_waiting(self, rank: int) -> None:
-        for copy in self._waiting[rank]:
-            if copy.rank == rank:
+    def _queue_waiting(self, tier: int) -> None:
+        for copy in self._waiting[tier]:
+            if copy.tier == tier:
                 self._push(copy)
-        self._waiting[rank].clear()
+        self._waiting[tier].clear()
 
-    def _push(self, copy: Record) -> None:
-        step = self.book.rule.step(copy, *self._terms(copy))
+    def _push(self, copy: Candidate) -> None:
+        step = self.index.policy.step(copy, *self._terms(copy))
         copy.queued = None if step is None else (step.key, copy.last_use, copy.id)
         if copy.queued is not None:
-            heapq.heappush(self._heaps[copy.rank], copy.queued)
+            heapq.heappush(self._heaps[copy.tier], copy.queued)
 
-    def _copy(self, record: Record) -> Record:
-        copy = self._copies.get(record.id)
+    def _copy(self, candidate: Candidate) -> Candidate:
+        copy = self._copies.get(candidate.id)
         if copy is None:
-            copy = self._copies[record.id] = record.copy()
-            if self.ready is not None and copy.rank > Tier.GPU:
-                copy.reachable, copy.memo = 0, None
+            copy = self._copies[candidate.id] = candidate.copy()
+            if self.lower_copies_of is not None and copy.tier > Tier.GPU:
+                copy.allowed_forms, copy.memo = 0, None
         return copy
 
-    def _take_first(self, rank: int) -> tuple[Record, Step] | None:
+    def _take_first(self, tier: int) -> tuple[Candidate, Step] | None:
         """The node whose step on the tier comes first, as a copy taken out of its heap, and the step."""
-        book, own = self.book, self._heaps[rank]
-        self._queue_waiting(rank)
-        shared = self._first_shared(rank)
+        index, own = self.index, self._heaps[tier]
+        self._queue_waiting(tier)
+        shared = self._first_shared(tier)
         while own and (self._copies[own[0][2]].queued is not own[0]):
             heapq.heappop(own)
-        while self.ready is not None and shared is not None and not self._is_open(*shared, self.ready):
-            if own and (own[0] < book.heaps[rank][0] or self._num_ahead >= self._num_steps * AHEAD_PER_STEP + AHEAD):
+        while (
+            self.lower_copies_of is not None and shared is not None and not self._is_open(*shared, self.lower_copies_of)
+        ):
+            if own and (own[0] < index.heaps[tier][0] or self._num_ahead >= self._num_steps * AHEAD_PER_STEP + AHEAD):
                 shared = None
                 break
-            self._taken[rank].append(heapq.heappop(book.heaps[rank]))
+            self._taken[tier].append(heapq.heappop(index.heaps[tier]))
             self._push(self._copy(shared[0]))
             self._num_ahead += 1
-            shared = self._first_shared(rank)
-        if own and (shared is None or own[0] < book.heaps[rank][0]):
+            shared = self._first_shared(tier)
+        if own and (shared is None or own[0] < index.heaps[tier][0]):
             copy = self._copies[heapq.heappop(own)[2]]
             copy.queued = None
-            step = book.rule.step(copy, *self._terms(copy))
+            step = index.policy.step(copy, *self._terms(copy))
             if step is None:
                 raise RuntimeError(f"node {copy.id} lost its step while it was queued")
             return copy, step
         if shared is None:
             return None
-        self._taken[rank].append(heapq.heappop(book.heaps[rank]))
+        self._taken[tier].append(heapq.heappop(index.heaps[tier]))
         return self._copy(shared[0]), shared[1]
 
-    def _first_shared(self, rank: int) -> tuple[Record, Step] | None:
-        """The first of the book's nodes that is not planned on yet, with the step it would take in a normal plan."""
-        while (found := self.book.first(rank)) is not None and found[0].id in self._copies:
-            self._taken[rank].append(heapq.heappop(self.book.heaps[rank]))
-        return found
+    def _first_shared(self, tier: int) -> tuple[Candidate, Step] | None:
+        """The first of the index's nodes that is not planned on yet, with the step it would take in a normal plan."""
+        while (first := self.index.first(tier)) is not None and first[0].id in self._copies:
+            self._taken[tier].append(heapq.heappop(self.index.heaps[tier]))
+        return first
 
     @staticmethod
-    def _is_open(record: Record, step: Step, ready: Mapping[int, Sequence[Way]]) -> bool:
+    def _is_open(candidate: Candidate, step: Step, lower_copies_of: Mapping[int, Sequence[LowerCopy]]) -> bool:
         """True if an urgent plan may take the step; being the best of all, it is then the best of those it may take.
         Not where a copy is something else than the node: that could be better still."""
-        ways = ready.get(record.id, ())
-        if any(way.num_bytes != record.num_bytes or way.form != record.form for way in ways):
+        lower_copies = lower_copies_of.get(candidate.id, ())
+        if any(
+            lower_copy.num_bytes != candidate.num_bytes or lower_copy.form != candidate.form
+            for lower_copy in lower_copies
+        ):
             return False
-        if step.rank == DROPPED or step.rank == record.rank == Tier.GPU:
+        if step.tier == DROPPED or step.tier == candidate.tier == Tier.GPU:
             return True
-        return step.form in (None, record.form) and any(way.rank == step.rank for way in ways)
+        return step.form in (None, candidate.form) and any(lower_copy.tier == step.tier for lower_copy in lower_copies)
 
-    def _terms(self, copy: Record) -> tuple[int, Sequence[Way] | None]:
-        """The tiers that are barred to the node, and, in an urgent plan, as what alone it may leave."""
-        if self.ready is None:
-            return self._barred.get(copy.id, 0), None
-        ways, barred = self.ready.get(copy.id, ()), (1 << DROPPED) - 1
-        for way in ways:
-            barred &= ~(1 << way.rank)
-        return barred, ways
+    def _terms(self, copy: Candidate) -> tuple[int, Sequence[LowerCopy] | None]:
+        """The tiers that are excluded to the node, and, in an urgent plan, as what alone it may leave."""
+        if self.lower_copies_of is None:
+            return self._excluded_tiers.get(copy.id, 0), None
+        lower_copies, excluded_tiers = self.lower_copies_of.get(copy.id, ()), (1 << DROPPED) - 1
+        for lower_copy in lower_copies:
+            excluded_tiers &= ~(1 << lower_copy.tier)
+        return excluded_tiers, lower_copies
 
-    def _fell(self, rank: int) -> int | None:
-        """The last resort, when no node has a step: drop what ``Felling`` says; the bytes freed here, or None."""
-        records, copies = self.book.records, self._copies
-        if self._felling is None:
-            standing = (copies.get(node_id, record) for node_id, record in records.items())
-            self._felling = Felling(standing, self.ready or {})
-        felled = self._felling.next(rank, lambda one: copies.get(one) or records[one])
-        freed = sum(one.record.num_bytes for one in felled if one.record.rank == rank)
-        for one in felled:
-            copy = self._copy(one.record)
-            if one.way is None:
-                self._felled.add(copy.id)
+    def _force_drops(self, tier: int) -> int | None:
+        """The last resort, when no node has a step: drop what ``ForcedDrops`` says; the bytes freed here, or None."""
+        candidates, copies = self.index.candidates, self._copies
+        if self._forced_drops is None:
+            standing = (copies.get(node_id, candidate) for node_id, candidate in candidates.items())
+            self._forced_drops = ForcedDrops(standing, self.lower_copies_of or {})
+        drops = self._forced_drops.next(tier, lambda one: copies.get(one) or candidates[one])
+        freed = sum(one.candidate.num_bytes for one in drops if one.candidate.tier == tier)
+        for one in drops:
+            copy = self._copy(one.candidate)
+            if one.lower_copy is None:
+                self._forced.add(copy.id)
                 self._move(copy, self._drop(copy))
             else:
-                self._move(copy, self._become(copy, one.way))
-        return freed if felled else None
+                self._move(copy, self._become(copy, one.lower_copy))
+        return freed if drops else None
 
-    def _drop(self, record: Record) -> Step:
+    def _drop(self, candidate: Candidate) -> Step:
         if self._weigher is None:
             return Step(0.0, DROPPED, None, 0)
-        worth = self._weigher.ways_out(record)[0][4]
-        now = self._weigher.alpha * record.quality - self._weigher.delay_s(record)
+        worth = self._weigher.exits(candidate)[0][4]
+        now = self._weigher.alpha * candidate.quality - self._weigher.delay_s(candidate)
         return Step(0.0, DROPPED, None, 0, 1.0, self._weigher.alpha - worth, now - worth)
 
-    def _become(self, record: Record, way: Way) -> Step:
+    def _become(self, candidate: Candidate, lower_copy: LowerCopy) -> Step:
         """The node as a copy of it that lies below."""
         if self._weigher is None:
-            return Step(0.0, way.rank, way.form, way.num_bytes, way.quality)
-        delay_s = self._weigher.costs.load_seconds(Tier(way.rank), way.num_bytes, way.form.codec)
-        now = self._weigher.alpha * record.quality - self._weigher.delay_s(record)
-        loss = now - (self._weigher.alpha * way.quality - delay_s)
-        return Step(0.0, way.rank, way.form, way.num_bytes, way.quality, delay_s, loss)
+            return Step(0.0, lower_copy.tier, lower_copy.form, lower_copy.num_bytes, lower_copy.quality)
+        delay_s = self._weigher.costs.load_seconds(Tier(lower_copy.tier), lower_copy.num_bytes, lower_copy.form.codec)
+        now = self._weigher.alpha * candidate.quality - self._weigher.delay_s(candidate)
+        loss = now - (self._weigher.alpha * lower_copy.quality - delay_s)
+        return Step(0.0, lower_copy.tier, lower_copy.form, lower_copy.num_bytes, lower_copy.quality, delay_s, loss)
 
     def _is_needed(self, move: Move) -> bool:
         """True if a move frees bytes or, holding none, makes way for one above it that does."""
         while True:
-            before, step = self.book.records[move.copy.id], move.step
-            if before.num_bytes > (step.num_bytes if step.rank == before.rank else 0):
+            before, step = self.index.candidates[move.copy.id], move.step
+            if before.num_bytes > (step.num_bytes if step.tier == before.tier else 0):
                 return True
             above = None if before.parent_id is None else self.moves.get(before.parent_id)
-            if above is None or above.step.rank <= before.rank:
+            if above is None or above.step.tier <= before.tier:
                 return False
             move = above

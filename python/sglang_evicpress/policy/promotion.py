@@ -1,4 +1,4 @@
-"""Bettering what is there: promotions, upgrades and gains in place when there is room or the exchange pays."""
+"""Bettering what is there: promotions, exact forms and gains in place when there is room or the exchange pays."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sglang_evicpress.core import EXACT, Decision, Form, Option, Tier
-from sglang_evicpress.policy.base import DROPPED, Entry, Record
-from sglang_evicpress.policy.index import Book
+from sglang_evicpress.policy.base import DROPPED, Candidate, Entry
+from sglang_evicpress.policy.index import NodeIndex
 from sglang_evicpress.policy.plan import Plan
-from sglang_evicpress.policy.rules.evicpress import EvicPressRule
+from sglang_evicpress.policy.rules.evicpress import EvicPressPolicy
 from sglang_evicpress.policy.utility import utility
 
-MAX_CANDIDATES = 64
+MAX_OPTIONS = 64
 
 CLEARLY = 1.0 + 1e-9
 """What comes must gain this much more than what is next to go loses, so that rounding does not decide."""
@@ -28,16 +28,16 @@ class Budget:
 
     num_bytes: int
     seconds: float
-    num_candidates: int = MAX_CANDIDATES
+    num_options: int = MAX_OPTIONS
 
 
-class Candidate(NamedTuple):
+class PromotionOption(NamedTuple):
     """A change of one node that raises its utility by ``gain`` (weighted), needs ``added_bytes`` on the tier of
-    ``rank`` and moves ``moved_bytes``. ``order`` sorts by gain per byte moved."""
+    ``tier`` and moves ``moved_bytes``. ``order`` sorts by gain per byte moved."""
 
     order: float
     node_id: int
-    rank: int
+    tier: int
     form: Form
     num_bytes: int
     quality: float
@@ -47,22 +47,23 @@ class Candidate(NamedTuple):
     moved_bytes: int
 
 
-def rearrange(
-    book: Book, rule: EvicPressRule, room: Mapping[Tier, int], budget: Budget, held: Collection[int] = ()
+def plan_promotions(
+    index: NodeIndex, policy: EvicPressPolicy, room: Mapping[Tier, int], budget: Budget, held: Collection[int] = ()
 ) -> list[Decision]:
     """Decisions, in order of execution, that together raise the total utility; empty when nothing does (EvicPress
     section 4.1: KV caches are re-arranged between tiers after re-profiling). The nodes ``held`` (ids) are not bettered;
     they may make room for others.
 
-    A node may be brought to the GPU; to the exact form where a lower tier has an exact copy of it (an upgrade); or to a
-    form or tier that is worth more in fewer bytes, which happens when its curve or a cost has changed. By gain per byte
-    moved, within ``budget``. Where ``room`` does not suffice others make room if they lose less than is gained, at most
-    once per tier and call: calling again goes on from there. O(n) in the nodes: for an idle moment, not for ``evict``.
+    A node may be brought to the GPU; to the exact form where a lower tier has an exact copy of it (an exact form); or
+    to a form or tier that is worth more in fewer bytes, which happens when its curve or a cost has changed. By gain per
+    byte moved, within ``budget``. Where ``room`` does not suffice others make room if they lose less than is gained, at
+    most once per tier and call: calling again goes on from there. O(n) in the nodes: for an idle moment, not for
+    ``evict``.
 
     Nothing comes to a tier, not even to free room, unless it gains more per byte than another node there would lose by
     its next step: it would be the next to leave. So what a plan has taken stays away until weights, curves or costs
     have changed. ``room`` should leave out what is kept free for new nodes. The bytes of a node that is brought up
-    count as free where it was, an upgrade takes the difference: room for both at a time is the caller's to find.
+    count as free where it was, an exact form takes the difference: room for both at a time is the caller's to find.
     """
     free = [room.get(tier, 0) for tier in Tier]
     left_bytes, left_s = budget.num_bytes, budget.seconds
@@ -70,126 +71,131 @@ def rearrange(
     touched: set[int] = set()  # nodes decided on, and their parents: what is decided together must not meet in the tree
 
     def kin(node_id: int) -> set[int]:
-        parent_id = book.records[node_id].parent_id
+        parent_id = index.candidates[node_id].parent_id
         return {node_id} if parent_id is None else {node_id, parent_id}
 
-    least = [_least_per_byte(book, tier) for tier in Tier]
+    least = [_least_per_byte(index, tier) for tier in Tier]
 
-    def stays(candidate: Candidate) -> bool:
-        per_byte = next((key for node_id, key in least[candidate.rank] if node_id != candidate.node_id), 0.0)
-        return candidate.gain > per_byte * CLEARLY * candidate.added_bytes
+    def stays(option: PromotionOption) -> bool:
+        per_byte = next((key for node_id, key in least[option.tier] if node_id != option.node_id), 0.0)
+        return option.gain > per_byte * CLEARLY * option.added_bytes
 
-    for candidate in heapq.nsmallest(budget.num_candidates, filter(stays, _candidates(book, rule, held))):
-        node_id, record = candidate.node_id, book.records[candidate.node_id]
-        seconds = _seconds(rule, record, candidate)
-        if candidate.moved_bytes > left_bytes or seconds > left_s or kin(node_id) & touched:
+    for option in heapq.nsmallest(budget.num_options, filter(stays, _options(index, policy, held))):
+        node_id, candidate = option.node_id, index.candidates[option.node_id]
+        seconds = _seconds(policy, candidate, option)
+        if option.moved_bytes > left_bytes or seconds > left_s or kin(node_id) & touched:
             continue
         relief: list[Decision] = []
-        missing = candidate.added_bytes - free[candidate.rank]
-        if candidate.added_bytes > 0 and missing > 0:
-            relief = _relief(book, Tier(candidate.rank), missing, free)
+        missing = option.added_bytes - free[option.tier]
+        if option.added_bytes > 0 and missing > 0:
+            relief = _relief(index, Tier(option.tier), missing, free)
             changed = {decision.node_id for decision in relief}
             if not relief or kin(node_id) & changed or touched & {one for other in changed for one in kin(other)}:
                 continue
-            if sum(decision.loss for decision in relief) >= candidate.gain:
+            if sum(decision.loss for decision in relief) >= option.gain:
                 continue
-        for decision in (*relief, _decision(rule, record, candidate)):
+        for decision in (*relief, _decision(policy, candidate, option)):
             if decision.source.tier is not None:
                 free[decision.source.tier] += decision.source.num_bytes
             if decision.option.tier is not None:
                 free[decision.option.tier] -= decision.option.num_bytes
             touched |= kin(decision.node_id)
             decided.append(decision)
-        left_bytes -= candidate.moved_bytes
+        left_bytes -= option.moved_bytes
         left_s -= seconds
     return decided
 
 
-def _least_per_byte(book: Book, tier: Tier) -> list[tuple[int, float]]:
+def _least_per_byte(index: NodeIndex, tier: Tier) -> list[tuple[int, float]]:
     """The two nodes of a tier whose steps come first, and what they lose per byte freed; without nodes of no bytes."""
-    found: list[tuple[int, float]] = []
+    least: list[tuple[int, float]] = []
     taken: list[Entry] = []
-    while len(found) < 2 and (first := book.first(int(tier))) is not None and not math.isinf(first[1].key):
-        found.append((first[0].id, max(0.0, first[1].key)))
-        taken.append(heapq.heappop(book.heaps[tier]))
+    while len(least) < 2 and (first := index.first(int(tier))) is not None and not math.isinf(first[1].key):
+        least.append((first[0].id, max(0.0, first[1].key)))
+        taken.append(heapq.heappop(index.heaps[tier]))
     for entry in taken:
-        heapq.heappush(book.heaps[tier], entry)
-    return found
+        heapq.heappush(index.heaps[tier], entry)
+    return least
 
 
-def _relief(book: Book, tier: Tier, missing: int, free: list[int]) -> list[Decision]:
+def _relief(index: NodeIndex, tier: Tier, missing: int, free: list[int]) -> list[Decision]:
     """Decisions that free the missing bytes, empty when not all of them can be freed."""
-    plan = Plan(book, dict(zip(Tier, free, strict=True)))
+    plan = Plan(index, dict(zip(Tier, free, strict=True)))
     try:
-        short = plan.relieve(int(tier), missing)
+        short = plan.free(int(tier), missing)
     finally:
         plan.close()
     return [] if short > 0 else plan.decisions()
 
 
-def _candidates(book: Book, rule: EvicPressRule, held: Collection[int]) -> Iterator[Candidate]:
+def _options(index: NodeIndex, policy: EvicPressPolicy, held: Collection[int]) -> Iterator[PromotionOption]:
     # No entry lies above the present key of its node, so that these are all that gain by their next step, and more.
-    gaining = {entry[2] for heap in book.heaps for entry in heap if entry[0] < 0.0}
-    for record in book.records.values():
-        rank, exact_on = record.rank, record.exact_on
-        if record.is_locked or record.id in held or not record.weight > 0.0:
+    gaining = {entry[2] for heap in index.heaps for entry in heap if entry[0] < 0.0}
+    for candidate in index.candidates.values():
+        tier, exact_on = candidate.tier, candidate.exact_on
+        if candidate.is_locked or candidate.id in held or not candidate.weight > 0.0:
             continue
-        if record.id in gaining and (step := rule.step(record)) is not None and step.key < 0.0 and step.rank < DROPPED:
-            added = step.num_bytes if step.rank != rank else 0
-            form = step.form or record.form
-            yield _candidate(rule, record, step.rank, form, step.num_bytes, step.quality, step.delay_s, added, added)
-        if rank > Tier.GPU and _parent_rank(book, record) == Tier.GPU:
-            size = record.num_bytes
-            yield _candidate(rule, record, Tier.GPU, record.form, size, record.quality, 0.0, size, size)
-        if exact_on is not None and exact_on > rank and not record.form.is_exact:
-            size = rule.menu.num_bytes(EXACT, record.num_tokens)
-            delay_s = rule.costs.load_seconds(Tier(rank), size)
-            yield _candidate(rule, record, rank, EXACT, size, 1.0, delay_s, size - record.num_bytes, size)
+        if (
+            candidate.id in gaining
+            and (step := policy.step(candidate)) is not None
+            and step.key < 0.0
+            and step.tier < DROPPED
+        ):
+            added = step.num_bytes if step.tier != tier else 0
+            form = step.form or candidate.form
+            yield _option(policy, candidate, step.tier, form, step.num_bytes, step.quality, step.delay_s, added, added)
+        if tier > Tier.GPU and _parent_tier(index, candidate) == Tier.GPU:
+            size = candidate.num_bytes
+            yield _option(policy, candidate, Tier.GPU, candidate.form, size, candidate.quality, 0.0, size, size)
+        if exact_on is not None and exact_on > tier and not candidate.form.is_exact:
+            size = policy.menu.num_bytes(EXACT, candidate.num_tokens)
+            delay_s = policy.costs.load_seconds(Tier(tier), size)
+            yield _option(policy, candidate, tier, EXACT, size, 1.0, delay_s, size - candidate.num_bytes, size)
 
 
-def _candidate(
-    rule: EvicPressRule,
-    record: Record,
-    rank: int,
+def _option(
+    policy: EvicPressPolicy,
+    candidate: Candidate,
+    tier: int,
     form: Form,
     num_bytes: int,
     quality: float,
     delay_s: float,
     added: int,
     moved: int,
-) -> Candidate:
-    held = utility(record.weight, rule.alpha, record.quality, rule.delay_s(record))
-    gain = utility(record.weight, rule.alpha, quality, delay_s) - held
+) -> PromotionOption:
+    current = utility(candidate.weight, policy.alpha, candidate.quality, policy.delay_s(candidate))
+    gain = utility(candidate.weight, policy.alpha, quality, delay_s) - current
     order = -gain / max(moved, 1)
-    return Candidate(order, record.id, rank, form, num_bytes, quality, delay_s, gain, added, moved)
+    return PromotionOption(order, candidate.id, tier, form, num_bytes, quality, delay_s, gain, added, moved)
 
 
-def _seconds(rule: EvicPressRule, record: Record, candidate: Candidate) -> float:
-    """Seconds of loading what moves, from the exact copy for an upgrade."""
-    if not candidate.moved_bytes:
+def _seconds(policy: EvicPressPolicy, candidate: Candidate, option: PromotionOption) -> float:
+    """Seconds of loading what moves, from the exact copy for an exact form."""
+    if not option.moved_bytes:
         return 0.0
-    if record.exact_on is not None and candidate.form.is_exact and not record.form.is_exact:
-        return rule.costs.load_seconds(record.exact_on, candidate.moved_bytes)
-    return rule.costs.load_seconds(Tier(record.rank), candidate.moved_bytes, candidate.form.codec)
+    if candidate.exact_on is not None and option.form.is_exact and not candidate.form.is_exact:
+        return policy.costs.load_seconds(candidate.exact_on, option.moved_bytes)
+    return policy.costs.load_seconds(Tier(candidate.tier), option.moved_bytes, option.form.codec)
 
 
-def _decision(rule: EvicPressRule, record: Record, candidate: Candidate) -> Decision:
-    stays = candidate.rank == record.rank
+def _decision(policy: EvicPressPolicy, candidate: Candidate, option: PromotionOption) -> Decision:
+    stays = option.tier == candidate.tier
     return Decision(
-        record.id,
-        Option(record.form, Tier(record.rank), record.num_bytes),
-        Option(candidate.form, Tier(candidate.rank), candidate.num_bytes),
-        record.num_bytes - (candidate.num_bytes if stays else 0),
-        record.weight,
-        record.quality,
+        candidate.id,
+        Option(candidate.form, Tier(candidate.tier), candidate.num_bytes),
+        Option(option.form, Tier(option.tier), option.num_bytes),
+        candidate.num_bytes - (option.num_bytes if stays else 0),
+        candidate.weight,
         candidate.quality,
-        rule.delay_s(record),
-        candidate.delay_s,
-        -candidate.gain,
+        option.quality,
+        policy.delay_s(candidate),
+        option.delay_s,
+        -option.gain,
     )
 
 
-def _parent_rank(book: Book, record: Record) -> int:
-    """The rank of the parent; a node below the root can be on any tier."""
-    parent = None if record.parent_id is None else book.records.get(record.parent_id)
-    return Tier.GPU if parent is None else parent.rank
+def _parent_tier(index: NodeIndex, candidate: Candidate) -> int:
+    """The tier of the parent; a node below the root can be on any tier."""
+    parent = None if candidate.parent_id is None else index.candidates.get(candidate.parent_id)
+    return Tier.GPU if parent is None else parent.tier

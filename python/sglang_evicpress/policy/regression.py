@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from itertools import combinations
 from operator import mul
 
-_WINDOW = 64  # observations a law remembers
+_WINDOW = 64  # observations a cost remembers
 _STEADY = -math.log(0.96)  # forgetting per observation: half the weight is on the last 17
 _HASTY = -math.log(0.7)  # the same while predictions are wrong: on the last 2
 _FORGOTTEN = 7.0  # older than this (weight below e**-7) is left out
@@ -25,24 +25,24 @@ _LEFT_BEHIND = 0.7  # an observation as far off as this (x2) is dropped once pre
 _HUBER = 0.1  # relative error from which on an observation pulls no harder
 _PRIOR = 0.02  # weight of the expected coefficients, in observations
 _PRIOR_SHARE = 0.1  # a term is free to change by this share of the duration, however small it is expected
-_ANCHOR_RATE = 1 / 32  # how fast the expected shape of the law follows the fitted one
+_ANCHOR_RATE = 1 / 32  # how fast the expected shape of the cost follows the fitted one
 _PASSES = 3  # reweighting steps per observation; each starts where the last one ended
 _MIN_SECONDS, _MAX_SECONDS = 1e-9, 1e9  # outside of what a duration can be; keeps ratios within floats
 _SINGULAR = 1e-12  # of a pivot's first value
 
 
 class Fit:
-    """Coefficients >= 0 of a law that is linear in its terms, fitted to the last observations.
+    """Coefficients >= 0 of a cost that is linear in its terms, fitted to the last observations.
 
-    ``law`` holds one coefficient per term. Expected is the starting law (later: its slow average), scaled by one
+    ``cost`` holds one coefficient per term. Expected is the starting cost (later: its slow average), scaled by one
     factor to what is observed: if the terms were observed in one proportion only, such as transfers of one size,
-    the fit is that scaled law.
+    the fit is that scaled cost.
     """
 
-    __slots__ = ("law", "_anchor", "_clock", "_hasty", "_rows")
+    __slots__ = ("_anchor", "_clock", "_hasty", "_rows", "cost")
 
     def __init__(self, start: tuple[float, ...]) -> None:
-        self.law = start
+        self.cost = start
         self._anchor = start
         self._clock = 0.0
         self._hasty = False
@@ -61,32 +61,32 @@ class Fit:
         scale = _median([y / p for y, p in zip(took, anchored, strict=True)], weights) if all(anchored) else 1.0
         expected = [scale * coefficient for coefficient in self._anchor]
         for _ in range(_PASSES):
-            self.law = _refined(self.law, columns, took, weights, expected)
-        self._anchor = tuple(old + _ANCHOR_RATE * (new - old) for old, new in zip(expected, self.law, strict=True))
-        fitted = _weighted_sum(self.law, columns)
+            self.cost = _refined(self.cost, columns, took, weights, expected)
+        self._anchor = tuple(old + _ANCHOR_RATE * (new - old) for old, new in zip(expected, self.cost, strict=True))
+        fitted = _weighted_sum(self.cost, columns)
         errors = [abs(math.log(y / p)) for y, p in zip(took, fitted, strict=True)]
         was_hasty = self._hasty
         self._hasty = sum(min(error, _MOST_WRONG) for error in errors[-_RECENT:]) > _WRONG * _RECENT
         if was_hasty and not self._hasty:
-            # The law has caught up with a change: what it left behind is not to pull it back.
+            # The cost has caught up with a change: what it left behind is not to pull it back.
             fitting = [row for row, error in zip(self._rows, errors, strict=True) if error < _LEFT_BEHIND]
             self._rows = deque(fitting, maxlen=_WINDOW)
 
 
 def _refined(
-    law: tuple[float, ...],
+    cost: tuple[float, ...],
     columns: Sequence[Sequence[float]],
     took: Sequence[float],
     weights: Sequence[float],
     expected: Sequence[float],
 ) -> tuple[float, ...]:
-    """One step of iteratively reweighted least squares from ``law``.
+    """One step of iteratively reweighted least squares from ``cost``.
 
     ``columns`` holds per term its value in each observation. Unknown is the share each term has in a typical
     duration, which makes all numbers of the order of 1.
     """
-    # A law of zeros predicts nothing yet: the observed durations stand in.
-    predicted = [p or y for p, y in zip(_weighted_sum(law, columns), took, strict=True)]
+    # A cost of zeros predicts nothing yet: the observed durations stand in.
+    predicted = [p or y for p, y in zip(_weighted_sum(cost, columns), took, strict=True)]
     ratios = [y / p for y, p in zip(took, predicted, strict=True)]
     pulls = [w * _HUBER / max(abs(ratio - 1.0), _HUBER) for w, ratio in zip(weights, ratios, strict=True)]
     total = sum(pulls)
@@ -96,8 +96,8 @@ def _refined(
         share = [x / p for x, p in zip(column, predicted, strict=True)]
         reach.append(_dot(pulls, share) / total)
         shares.append([value / reach[-1] for value in share])
-    gram = [[0.0] * len(law) for _ in law]
-    right = [0.0] * len(law)
+    gram = [[0.0] * len(cost) for _ in cost]
+    right = [0.0] * len(cost)
     for i, share in enumerate(shares):
         pulled = list(map(mul, pulls, share))
         right[i] = _dot(pulled, ratios)
@@ -115,9 +115,9 @@ def _dot(left: Sequence[float], right: Sequence[float]) -> float:
     return total
 
 
-def _weighted_sum(law: Sequence[float], columns: Sequence[Sequence[float]]) -> list[float]:
-    """Prediction of ``law`` for each observation: the sum over terms of coefficient times value."""
-    return [_dot(law, terms) for terms in zip(*columns, strict=True)]
+def _weighted_sum(cost: Sequence[float], columns: Sequence[Sequence[float]]) -> list[float]:
+    """Prediction of ``cost`` for each observation: the sum over terms of coefficient times value."""
+    return [_dot(cost, terms) for terms in zip(*columns, strict=True)]
 
 
 def _median(values: Sequence[float], weights: Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""Expected wait of a request for its turn, by Little's law: those ahead of it / the rate of admission."""
+"""Expected wait of a request for its turn, by Little's formula: those ahead of it / the rate of admission."""
 
 from __future__ import annotations
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from sglang_evicpress.core import Decision, Tier, Way
-from sglang_evicpress.policy.cost_model import Costs
-from sglang_evicpress.policy.planner import Policy
+from sglang_evicpress.core import Decision, LowerCopy, Tier
+from sglang_evicpress.policy.cost_model import CostSnapshot
+from sglang_evicpress.policy.planner import Planner
 
 
-def seconds_lost(decisions: Sequence[Decision], policy: Policy, costs: Costs, value_of_hit: float) -> float:
+def seconds_lost(decisions: Sequence[Decision], planner: Planner, costs: CostSnapshot, value_of_hit: float) -> float:
     """Loss of a plan, in seconds of a request that runs now: the utility by which EvicPress weighs
     (section 4.2), in units of a use that is certain. Of a policy that has none, what is dropped counts, computed once.
     """
-    if policy.has_utility:
+    if planner.has_utility:
         return sum(decision.loss for decision in decisions) / value_of_hit
-    records = policy.book.records
-    dropped = [records[decision.node_id] for decision in decisions if decision.option.is_drop]
-    return sum(costs.prefill.marginal_seconds(record.num_tokens, record.depth_tokens) for record in dropped)
+    candidates = planner.index.candidates
+    dropped = [candidates[decision.node_id] for decision in decisions if decision.option.is_drop]
+    return sum(costs.prefill.marginal_seconds(candidate.num_tokens, candidate.depth_tokens) for candidate in dropped)
 
 
 class Congestion:
@@ -42,7 +42,7 @@ class Congestion:
         self._now_s = now_s if self._now_s is None else max(now_s, self._now_s)
 
 
-def bytes_to_copy(decisions: Sequence[Decision], ready: Mapping[int, Sequence[Way]]) -> int:
+def bytes_to_copy(decisions: Sequence[Decision], lower_copies_of: Mapping[int, Sequence[LowerCopy]]) -> int:
     """Bytes of a plan that leave the GPU for a lower tier without a copy of them yet."""
     return sum(
         decision.option.num_bytes
@@ -50,15 +50,15 @@ def bytes_to_copy(decisions: Sequence[Decision], ready: Mapping[int, Sequence[Wa
         if decision.source.tier == Tier.GPU
         and decision.option.tier not in (None, Tier.GPU)
         and not any(
-            way.rank == decision.option.tier and way.form == decision.option.form
-            for way in ready.get(decision.node_id, ())
+            lower_copy.tier == decision.option.tier and lower_copy.form == decision.option.form
+            for lower_copy in lower_copies_of.get(decision.node_id, ())
         )
     )
 
 
-def is_wasteful(decisions: Sequence[Decision], policy: Policy) -> bool:
+def is_wasteful(decisions: Sequence[Decision], planner: Planner) -> bool:
     """True if more tokens are dropped only because they are in the way than slots of the GPU become free."""
-    records = policy.book.records
-    num_lost = sum(records[decision.node_id].num_tokens for decision in decisions if decision.is_forced)
+    candidates = planner.index.candidates
+    num_lost = sum(candidates[decision.node_id].num_tokens for decision in decisions if decision.is_forced)
     num_bytes = sum(decision.freed_bytes for decision in decisions if decision.source.tier == Tier.GPU)
-    return num_lost * policy.rule.menu.slot_bytes > num_bytes
+    return num_lost * planner.policy.menu.slot_bytes > num_bytes

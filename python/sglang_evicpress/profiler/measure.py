@@ -12,9 +12,9 @@ from sglang_evicpress.core import Form
 from sglang_evicpress.profiler.engine import Answer, Engine, EngineError, Shadow, ShadowLost, ShadowRefused
 from sglang_evicpress.profiler.scorers import Scorer
 from sglang_evicpress.profiler.scorers.logprob import observed_quality
-from sglang_evicpress.quality.evidence import Evidence
 from sglang_evicpress.quality.profile import Profile, query_set
 from sglang_evicpress.quality.recorder import Query
+from sglang_evicpress.quality.running_stats import RunningStats
 
 NUM_LIKELIEST = 20
 """Tokens that ``observe`` asks for at each place: what a served answer could have been instead."""
@@ -59,7 +59,7 @@ def profile_context(
     """
     wanted = [form for form in dict.fromkeys(forms) if not form.is_exact]
     _check(queries, wanted)
-    measured: dict[Form, Evidence] = {}
+    measured: dict[Form, RunningStats] = {}
     shadow = engine.open_shadow(tokens, namespace)
     try:
         if exact is None:
@@ -104,7 +104,7 @@ def measure_forms(
     *,
     max_new_tokens: int = 256,
     on_progress: Progress | None = None,
-) -> Generator[tuple[Form, Evidence], None, None]:
+) -> Generator[tuple[Form, RunningStats], None, None]:
     """Each form that can be made of an open shadow, one at a time, as soon as it is complete; ``exact`` are the
     answers on the exact copy. Raises what the engine raises; the form at hand is dropped before.
 
@@ -126,7 +126,7 @@ def measure_forms(
             finally:
                 with suppress(EngineError):  # closing the shadow frees it as well
                     engine.drop_form(shadow, form)
-            yield form, Evidence.of(qualities)
+            yield form, RunningStats.of(qualities)
         if on_progress is not None:
             on_progress(form, num_done, len(forms))
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from sglang_evicpress.core import Form
 from sglang_evicpress.policy.quality_curves import Curves
-from sglang_evicpress.quality.evidence import Evidence
 from sglang_evicpress.quality.profile import Profile
+from sglang_evicpress.quality.running_stats import RunningStats
 
 UNPOOLED_VARIANCE = 0.05
 """Of a form's qualities over the queries of one context, while no profile has two of them: a spread of 0.22."""
@@ -120,7 +120,7 @@ class Catalog:
 class _Pool:
     """One form over all profiles that have it, by context, and what their variances are pooled of."""
 
-    seen: dict[bytes, Evidence] = field(default_factory=dict)
+    seen: dict[bytes, RunningStats] = field(default_factory=dict)
     num_spread: int = 0
     squares: float = 0.0
     freedom: float = 0.0
@@ -137,15 +137,15 @@ class _Pool:
         variance = self.variance
         return np.array([seen.lower_bound(variance) for seen in self.seen.values()])
 
-    def add(self, key: bytes, seen: Evidence) -> None:
+    def add(self, key: bytes, seen: RunningStats) -> None:
         self.seen[key] = seen
         self._spread(seen, 1)
 
-    def remove(self, key: bytes, seen: Evidence) -> None:
+    def remove(self, key: bytes, seen: RunningStats) -> None:
         del self.seen[key]
         self._spread(seen, -1)
 
-    def _spread(self, seen: Evidence, sign: int) -> None:
+    def _spread(self, seen: RunningStats, sign: int) -> None:
         if seen.count <= 1.0:
             return
         self.num_spread += sign

@@ -17,7 +17,8 @@ MAX_OBSERVATIONS = 4
 
 @dataclass(frozen=True, slots=True)
 class Observe:
-    """Score the answers served to ``queries``, lossy hits all, under the exact KV; then call ``Watch.observe``."""
+    """Score the answers served to ``queries``, lossy hits all, under the exact KV; then call
+    ``DriftMonitor.observe``."""
 
     key: bytes
     queries: tuple[Query, ...]
@@ -62,7 +63,7 @@ class _State:
     """These three: the context's hits, and its set of queries, when it was last chosen."""
 
 
-class Watch:
+class DriftMonitor:
     """Compares what was predicted of a context's quality with what is observed, and chooses the next job.
 
     A context is observed after the first lossy hit since its profile, then after every ``every``-th: the newest of

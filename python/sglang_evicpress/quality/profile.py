@@ -9,7 +9,7 @@ from functools import lru_cache
 from hashlib import sha256
 
 from sglang_evicpress.core import Form
-from sglang_evicpress.quality.evidence import Evidence
+from sglang_evicpress.quality.running_stats import RunningStats
 from sglang_evicpress.tiers.entry.identity import PathHash, Tokens, token_bytes
 
 BLOCK_TOKENS = 64
@@ -33,7 +33,7 @@ class Profile:
 
     key: bytes
     num_tokens: int
-    forms: Mapping[Form, Evidence]
+    forms: Mapping[Form, RunningStats]
     scorer: str
     query_set: str
     num_queries: int
@@ -52,9 +52,9 @@ class Profile:
         if earlier is None or earlier.scorer != self.scorer:
             return self
         forms = dict(earlier.forms)
-        for form, evidence in self.forms.items():
+        for form, stats in self.forms.items():
             known = forms.get(form)
-            forms[form] = evidence if known is None else evidence.plus(known.aged(evidence.count))
+            forms[form] = stats if known is None else stats.plus(known.aged(stats.count))
         return replace(self, forms=forms)
 
     def to_json(self) -> dict[str, object]:
@@ -91,14 +91,14 @@ class Profile:
         measured_s = obj["measured_s"]
         if isinstance(measured_s, bool) or not isinstance(measured_s, int | float) or not 0 <= measured_s < 1e11:
             raise ValueError(f"profile {key} has measured_s {measured_s!r:.100}: expected Unix seconds")
-        evidence: dict[Form, Evidence] = {}
+        stats: dict[Form, RunningStats] = {}
         for text, figures in forms.items():
             form = _form(key, text)
-            if form in evidence:
+            if form in stats:
                 raise ValueError(f"profile {key} has form {text!r:.100} again: expected each form once")
-            evidence[form] = _evidence(key, text, figures)
+            stats[form] = _stats(key, text, figures)
         return cls(
-            bytes.fromhex(key), num_tokens, evidence, obj["scorer"], obj["query_set"], num_queries, float(measured_s)
+            bytes.fromhex(key), num_tokens, stats, obj["scorer"], obj["query_set"], num_queries, float(measured_s)
         )
 
 
@@ -115,7 +115,7 @@ def _text(form: Form) -> str:
     return str(form) if form.press is None or form.codec != "raw" else f"{form.press}@{float(form.kept_fraction)!r}"
 
 
-def _figures(seen: Evidence) -> list[float]:
+def _figures(seen: RunningStats) -> list[float]:
     """Plain floats, whatever numpy made of them."""
     return [float(seen.count), float(seen.mean), float(seen.squares)]
 
@@ -142,17 +142,17 @@ def _form(key: str, text: object) -> Form:
     return form
 
 
-def _evidence(key: str, text: object, figures: object) -> Evidence:
+def _stats(key: str, text: object, figures: object) -> RunningStats:
     problem = ""
     if isinstance(figures, Sequence) and not isinstance(figures, str) and [*map(type, figures)] in _NUMBERS:
         try:
-            evidence = Evidence(*map(float, figures))
+            stats = RunningStats(*map(float, figures))
         except (ValueError, OverflowError) as error:
             problem = f" ({error})"
         else:
-            if 1.0 <= evidence.count <= _MAX_COUNT and 0.0 <= evidence.mean <= 1.0:
-                if evidence.squares <= evidence.count * 0.2500001:  # half of them 0, half of them 1
-                    return evidence
+            if 1.0 <= stats.count <= _MAX_COUNT and 0.0 <= stats.mean <= 1.0:
+                if stats.squares <= stats.count * 0.2500001:  # half of them 0, half of them 1
+                    return stats
                 problem = ", which no qualities from 0 to 1 give"
     raise ValueError(
         f"profile {key} has {figures!r:.100} for form {text!r:.100}{problem}: "

@@ -116,7 +116,7 @@ def read_all(path: Path) -> list[tuple[str, Profile]]:
     """
     path = _real_path(path)
     if not path.exists():
-        raise ValueError(f"profile store {path} does not exist: expected a file that --kv-profiles made")
+        raise ValueError(f"profile store {path} does not exist: expected a file that --kv-profile-path made")
     if problem := _problem(path):
         raise StoreError(f"profile store {path} is damaged or of another kind: {problem}; a server sets it aside")
     try:

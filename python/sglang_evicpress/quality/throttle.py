@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Pacer:
+class Throttle:
     """Lets profiling touch at most ``per_step`` of the steps in which users' requests decode.
 
     Every such step earns ``per_step``, up to a credit of 1; one that profiling took part in costs 1. With users running

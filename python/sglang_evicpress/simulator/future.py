@@ -56,7 +56,7 @@ def all_stairs(requests: Sequence[Request]) -> list[Stairs]:
     A tree of the requests seen so far holds in ``last_use`` the earliest of them that uses a node.
     """
     tree = Tree(1)
-    found = []
+    stairs = []
     for index in range(len(requests) - 1, -1, -1):
         request = requests[index]
         path, matched = tree.match(request)
@@ -72,5 +72,5 @@ def all_stairs(requests: Sequence[Request]) -> list[Stairs]:
             node.last_use = index
         if end < len(request.blocks):
             tree.add(path[-1] if path else tree.root, request.blocks[end:]).last_use = index
-        found.append(Stairs(tuple(steps.values()), tuple(steps)))
-    return found[::-1]
+        stairs.append(Stairs(tuple(steps.values()), tuple(steps)))
+    return stairs[::-1]

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from sglang_evicpress.core import EXACT, Decision, NodeStats, Tier
-from sglang_evicpress.policy.cost_model import CostModel, Costs
+from sglang_evicpress.policy.cost_model import CostModel, CostSnapshot
 from sglang_evicpress.policy.menu import Menu
-from sglang_evicpress.policy.planner import Policy
+from sglang_evicpress.policy.planner import Planner
 from sglang_evicpress.policy.reuse import ReuseClock, weight_of_new
 from sglang_evicpress.simulator.sensitivity import Sensitivities
 from sglang_evicpress.simulator.tree import Node, Tree
@@ -69,7 +69,7 @@ class Machine:
     """
 
     capacity: Mapping[Tier, int]
-    costs: Costs
+    costs: CostSnapshot
     noise: float = 0.0
     num_servers: float = NO_QUEUE
 
@@ -84,7 +84,7 @@ class Replay:
     def __init__(
         self,
         trace: Trace,
-        policy: Policy,
+        policy: Planner,
         menu: Menu,
         machine: Machine,
         clock: ReuseClock,
@@ -98,7 +98,7 @@ class Replay:
             if tier not in machine.capacity:
                 raise ValueError(f"the machine has no capacity for tier {tier.label}, which is on the menu")
         self.trace = trace
-        self.policy = policy
+        self.planner = policy
         self.menu = menu
         self.machine = machine
         self.clock = clock
@@ -135,15 +135,15 @@ class Replay:
                 self._bring(node, exact=index >= kept)
                 promoted.append(node)
             else:
-                self.policy.touch(node.id, node.weight, node.num_hits, self._tick)
+                self.planner.touch(node.id, node.weight, node.num_hits, self._tick)
         known = sum(len(node.blocks) for node in path)
         if known < len(request.blocks):
             promoted.append(self._insert(path[-1] if path else self.tree.root, request.blocks[known:], hit, now))
         for node in promoted:
-            self.policy.put(self._stats(node))
+            self.planner.add(self._stats(node))
         over = self.used[Tier.GPU] - self.machine.capacity[Tier.GPU]
         if over > 0:
-            self._carry_out(self.policy.plan(Tier.GPU, over, self._room()))
+            self._execute(self.planner.plan(Tier.GPU, over, self._room()))
         return outcome
 
     # ---- the path of a request
@@ -163,8 +163,8 @@ class Replay:
         upper = self.tree.split(lower, num_blocks)
         upper.num_bytes = min(before, self.menu.num_bytes(upper.form, upper.num_tokens))
         lower.num_bytes = before - upper.num_bytes
-        self.policy.put(self._stats(upper))
-        self.policy.put(self._stats(lower))
+        self.planner.add(self._stats(upper))
+        self.planner.add(self._stats(lower))
         return upper
 
     def _worth_loading(self, path: list[Node]) -> int:
@@ -183,7 +183,7 @@ class Replay:
         return best
 
     def _time(self, request: Request, path: list[Node]) -> Outcome:
-        arrival, law = request.arrival_s, self.machine.costs
+        arrival, costs = request.arrival_s, self.machine.costs
         hits: dict[Tier, int] = {}
         bytes_from: dict[Tier, int] = {}
         loss = survivors = 0.0
@@ -198,8 +198,8 @@ class Replay:
         chunk = (max(request.num_tokens - cached, 1), int(survivors))
         whole = (max(request.num_tokens, 1), 0)
         noise = self._noise()
-        prefill_s, recompute_s = law.prefill.seconds(*chunk) * noise, law.prefill.seconds(*whole) * noise
-        loads = {tier: law.load_seconds(tier, size) * self._noise() for tier, size in bytes_from.items()}
+        prefill_s, recompute_s = costs.prefill.seconds(*chunk) * noise, costs.prefill.seconds(*whole) * noise
+        loads = {tier: costs.load_seconds(tier, size) * self._noise() for tier, size in bytes_from.items()}
         predicted_s = self.known.prefill.seconds(*chunk) - self.known.prefill.seconds(*whole)
         predicted_s += sum(self.known.load_seconds(tier, size) for tier, size in bytes_from.items())
         if self.learner is not None and self._tick % OBSERVE_EVERY == 0:
@@ -233,7 +233,7 @@ class Replay:
                 learner.observe_load(tier, size, loads[tier])
         if learner.costs.drifted_from(self.known, DRIFT):
             self.known = learner.costs
-            self.policy.refresh(self.known)
+            self.planner.refresh(self.known)
             self.ledger.num_refreshed += 1
 
     def _queue(self, arrival: float, loads: Mapping[Tier, float], prefill_s: float) -> float:
@@ -256,9 +256,9 @@ class Replay:
     def _value_of_hit(self, now: float) -> float:
         if self.clock.is_due(now):
             restate = self.clock.rebase(now)
-            for node in self.tree.walk():
+            for node in self.tree.iter_nodes():
                 node.weight = restate(node.weight, node.last_use_s)
-            self.policy.reweigh({node.id: node.weight for node in self.tree.walk()})
+            self.planner.reweigh({node.id: node.weight for node in self.tree.iter_nodes()})
         return self.clock.value_of_hit(now)
 
     # ---- moves
@@ -285,14 +285,14 @@ class Replay:
     def _room(self) -> dict[Tier, int]:
         return {tier: self.machine.capacity[tier] - self.used[tier] for tier in self.menu.tiers if tier != Tier.GPU}
 
-    def _carry_out(self, decisions: list[Decision]) -> None:
+    def _execute(self, decisions: list[Decision]) -> None:
         for decision in decisions:
             node = self.tree.nodes[decision.node_id]
             self.ledger.decisions[str(decision.option)] += 1
             self.used[node.tier] -= node.num_bytes
             if decision.option.tier is None or decision.option.form is None:
                 self.tree.remove(node)
-                self.policy.forget(node.id)
+                self.planner.remove(node.id)
                 continue
             if decision.option.tier != node.tier:
                 name = f"{node.tier.label} to {decision.option.tier.label}"
@@ -301,7 +301,7 @@ class Replay:
                 node.quality = node.curve[self.menu.forms.index(decision.option.form)]
             node.tier, node.form, node.num_bytes = decision.option.tier, decision.option.form, decision.option.num_bytes
             self.used[node.tier] += node.num_bytes
-            self.policy.put(self._stats(node))
+            self.planner.add(self._stats(node))
 
     def _stats(self, node: Node) -> NodeStats:
         share = node.num_tokens / (node.depth_tokens + node.num_tokens)
@@ -316,7 +316,7 @@ class Replay:
             depth_tokens=node.depth_tokens,
             quality=1.0 - share * (1.0 - node.quality),
             curve=[1.0 - share * (1.0 - quality) for quality in node.curve],
-            reachable=self.menu.smaller(node.form),
+            allowed_forms=self.menu.smaller(node.form),
             weight=node.weight,
             num_hits=node.num_hits,
             last_use=node.last_use,

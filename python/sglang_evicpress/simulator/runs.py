@@ -7,8 +7,8 @@ from statistics import fmean
 from typing import Literal
 
 from sglang_evicpress.core import Form
-from sglang_evicpress.policy import has_mean_curve, make_policy, policy_forms, weighs_quality
-from sglang_evicpress.policy.cost_model import Costs
+from sglang_evicpress.policy import has_mean_curve, make_planner, policy_forms, weighs_quality
+from sglang_evicpress.policy.cost_model import CostSnapshot
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.quality_curves import Curves
 from sglang_evicpress.policy.reuse import ReuseClock
@@ -24,7 +24,7 @@ NUM_OFFLINE_CONTEXTS = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class Settings:
     """All that the runs over one trace have in common.
 
     ``machine`` has the tiers there are, the GPU always; if its costs are noisy, policies learn them. ``half_life_s``
@@ -68,17 +68,19 @@ class GivenCurves(Sensitivities):
         return self._curve
 
 
-def make_replay(trace: Trace, run: Run, setting: Setting, future: Future | None = None) -> Replay:
+def make_replay(trace: Trace, run: Run, settings: Settings, future: Future | None = None) -> Replay:
     """A replay that has not begun. ``future``, made of the trace, is needed by belady; one serves one run at a time.
 
-    A run's menu holds the forms of the setting and those its own policy asks for. ValueError as ``make_policy``.
+    A run's menu holds the forms of the setting and those its own policy asks for. ValueError as ``make_planner``.
     """
-    machine = setting.machine
-    menu = Menu((*setting.forms, *policy_forms(run.policy)), tuple(machine.capacity), setting.slot_bytes)
+    machine = settings.machine
+    menu = Menu((*settings.forms, *policy_forms(run.policy)), tuple(machine.capacity), settings.slot_bytes)
     curves = (
-        Sensitivities(menu.forms, setting.seed) if setting.curves is None else GivenCurves(menu.forms, setting.curves)
+        Sensitivities(menu.forms, settings.seed)
+        if settings.curves is None
+        else GivenCurves(menu.forms, settings.curves)
     )
-    policy = make_policy(
+    policy = make_planner(
         run.policy,
         menu,
         alpha=1.0 if run.alpha is None else run.alpha,
@@ -86,8 +88,8 @@ def make_replay(trace: Trace, run: Run, setting: Setting, future: Future | None 
         mean_curve=offline_curve(curves) if has_mean_curve(run.policy) else None,
         next_use=future,
     )
-    clock = ReuseClock(setting.half_life_s)
-    may_recompute = setting.recompute == "all" or setting.recompute == run.policy
+    clock = ReuseClock(settings.half_life_s)
+    may_recompute = settings.recompute == "all" or settings.recompute == run.policy
     replay = Replay(
         trace,
         policy,
@@ -97,7 +99,7 @@ def make_replay(trace: Trace, run: Run, setting: Setting, future: Future | None 
         curves,
         may_recompute=may_recompute,
         learns=machine.noise > 0.0,
-        seed=setting.seed,
+        seed=settings.seed,
     )
     if future is not None:
         future.follow(replay.tree)
@@ -110,7 +112,7 @@ def offline_curve(curves: Sensitivities) -> tuple[float, ...]:
     return tuple(fmean(column) for column in zip(*drawn, strict=True))
 
 
-def servers_at_load(trace: Trace, costs: Costs, load: float) -> float:
+def servers_at_load(trace: Trace, costs: CostSnapshot, load: float) -> float:
     """Number of servers that the prefill of every whole prompt would keep busy the share ``load`` of the time.
 
     With a cache they are less busy. ValueError if the requests span no time.

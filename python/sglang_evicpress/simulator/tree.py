@@ -101,7 +101,7 @@ class Tree:
         del node.parent.children[node.blocks[0]]
         del self.nodes[node.id]
 
-    def walk(self) -> Iterator[Node]:
+    def iter_nodes(self) -> Iterator[Node]:
         yield from self.nodes.values()
 
 

@@ -203,12 +203,12 @@ class FaultyFiles(Files):
 
 
 def _first(buffers: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
-    found = []
+    first = []
     for buffer in buffers:
         if num_bytes:
-            found.append(buffer[:num_bytes])
-            num_bytes -= len(found[-1])
-    return found
+            first.append(buffer[:num_bytes])
+            num_bytes -= len(first[-1])
+    return first
 
 
 def _spoil(buffers: Sequence[memoryview], begin: int) -> None:

@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 
 class Job(ABC):
     """Work in two parts: ``run`` on a worker thread, then ``finish`` on the scheduler thread, always, also after a
-    failure, which ``error`` then names by reason. ``rank``: lower ones are taken first. ``seconds``: what
+    failure, which ``error`` then names by reason. ``priority``: lower ones are taken first. ``seconds``: what
     ``run`` took by the clock, after which ``has_run`` is set. ``is_finished``: ``finish`` is due or over."""
 
-    rank = 1
+    priority = 1
 
     def __init__(self) -> None:
         self.error: str | None = None
@@ -32,7 +32,7 @@ class Job(ABC):
         self.is_finished = False
         self.seconds = 0.0
 
-    def carry_out(self) -> None:
+    def execute(self) -> None:
         """``run``, with its error and the seconds that it took noted."""
         begin = time.perf_counter()
         self.error = "internal"
@@ -82,22 +82,22 @@ class Workers:
     def submit(self, job: Job) -> None:
         self.num_pending += 1
         with self._wake:
-            heapq.heappush(self._queue, (job.rank, next(self._numbers), job))
+            heapq.heappush(self._queue, (job.priority, next(self._numbers), job))
             self._wake.notify()
 
     def finished(self) -> list[Job]:
         """The jobs that have ended and whose ``finish`` is due."""
-        found: list[Job] = []
+        jobs: list[Job] = []
         going_on: list[Job] = []
         while self._done:
             self._on_device.append(self._done.popleft())
         for job in self._on_device:
-            (found if job.has_ended() else going_on).append(job)
+            (jobs if job.has_ended() else going_on).append(job)
         self._on_device = going_on
-        for job in found:
+        for job in jobs:
             job.is_finished = True
-        self.num_pending -= len(found)
-        return found
+        self.num_pending -= len(jobs)
+        return jobs
 
     def close(self, deadline_s: float) -> None:
         """Take no job more; wait until ``deadline_s`` (``time.monotonic``) for those that run."""
@@ -123,7 +123,7 @@ class Workers:
     def _run(self, job: Job) -> None:
         """Whatever becomes of the job, it is handed back: a request may wait for it."""
         try:
-            job.carry_out()
+            job.execute()
         finally:  # also when the thread itself is to end: it is started anew
             self._done.append(job)
             job.has_run.set()

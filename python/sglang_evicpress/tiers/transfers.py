@@ -23,33 +23,33 @@ SCRATCH_BYTES = 64 << 20
 """Of the device's memory, for each thread that copies."""
 
 
-class Mark(Protocol):
-    """A point in a lane's work."""
+class Event(Protocol):
+    """A point in a stream's work."""
 
     def synchronize(self) -> None:
-        """Return when the lane has come there."""
+        """Return when the stream has come there."""
 
 
-class Lane(Protocol):
-    """Work on the device, done in order; lanes do not wait for each other unless they are told to."""
+class Stream(Protocol):
+    """Work on the device, done in order; streams do not wait for each other unless they are told to."""
 
     def run(self, work: Callable[[], None]) -> None:
         """Queue what ``work`` launches."""
 
-    def mark(self) -> Mark:
+    def event(self) -> Event:
         """The point behind all that was queued until now."""
 
-    def wait(self, mark: Mark) -> None:
-        """Let work queued from now on start once ``mark`` of any stream was reached; the host waits for nothing."""
+    def wait(self, event: Event) -> None:
+        """Let work queued from now on start once ``event`` of any stream was reached; the host waits for nothing."""
 
 
-class Lanes(Protocol):
-    """The lanes of one device."""
+class Streams(Protocol):
+    """The streams of one device."""
 
-    def current(self) -> Lane:
+    def current(self) -> Stream:
         """That of this thread, in which its kernels run."""
 
-    def another(self) -> Lane:
+    def another(self) -> Stream:
         """One more."""
 
 
@@ -58,14 +58,14 @@ class _Half:
     """A part of a scratch, uint8 [bytes], and the point from which on nothing uses it."""
 
     memory: torch.Tensor
-    free: Mark
+    free: Event
 
 
 @dataclass(slots=True)
 class _Scratch:
-    """``copying`` is the lane of the copies; ``halves`` are taken by turns."""
+    """``copying`` is the stream of the copies; ``halves`` are taken by turns."""
 
-    copying: Lane
+    copying: Stream
     halves: list[_Half]
 
     def next(self) -> _Half:
@@ -80,14 +80,14 @@ class Saving:
     arena: Arena
     runs: Sequence[Run]
     layer_bytes: int
-    parts: list[tuple[Sequence[int], Mark]] = field(default_factory=list)
+    parts: list[tuple[Sequence[int], Event]] = field(default_factory=list)
 
     def finish(self) -> list[Extent]:
         """Wait until it is there, on any thread, and take the checksums."""
         extents = []
         try:
-            for complete, mark in self.parts:
-                mark.synchronize()
+            for complete, event in self.parts:
+                event.synchronize()
                 for layer in complete:
                     offset = layer * self.layer_bytes
                     extents.append(extent_of(offset, self.arena.buffers(self.runs, offset, self.layer_bytes)))
@@ -107,13 +107,13 @@ class Transfers:
         self,
         k_buffers: Sequence[torch.Tensor],
         v_buffers: Sequence[torch.Tensor],
-        lanes: Lanes,
+        streams: Streams,
         *,
         scratch_bytes: int = SCRATCH_BYTES,
         backend: Backend = "auto",
     ) -> None:
         self._k_buffers, self._v_buffers = list(k_buffers), list(v_buffers)
-        self._lanes = lanes
+        self._streams = streams
         self._backend = backend
         self._table = stage_table(k_buffers, v_buffers)
         first = k_buffers[0]
@@ -124,7 +124,7 @@ class Transfers:
     def compile(self) -> None:
         """Compile the kernels, by rewriting slot 0 with what it holds, and take this thread's scratch, so that no load
         has to wait for the one or may find no memory for the other."""
-        self._scratch_of_thread(self._lanes.current())
+        self._scratch_of_thread(self._streams.current())
         slots = torch.zeros(1, dtype=torch.int64, device=self._table.device)
         first = self._k_buffers[0]
         staged = torch.empty((1, 2, 1, *first.shape[1:]), dtype=first.dtype, device=first.device)
@@ -137,10 +137,10 @@ class Transfers:
 
     def queue_save(self, slots: torch.Tensor, arena: Arena, runs: Sequence[Run]) -> Saving:
         """Queue that. All of it is queued at once: while a part is check-summed the next ones are on their way. What is
-        queued behind it in this thread's lane may overwrite ``slots``."""
+        queued behind it in this thread's stream may overwrite ``slots``."""
         num_slots = len(slots)
         layer_bytes = 2 * num_slots * self._row_bytes
-        kernels = self._lanes.current()
+        kernels = self._streams.current()
         saving = Saving(arena, runs, layer_bytes)
         scratch = self._scratch_of_thread(kernels)
         copying = scratch.copying
@@ -151,13 +151,13 @@ class Transfers:
                 staged = self._staged(half, num_layers, end - begin)
                 kernels.wait(half.free)
                 kernels.run(partial(self._gather, first, chosen, staged))
-                copying.wait(kernels.mark())
+                copying.wait(kernels.event())
                 pieces = self._pieces(arena, runs, first * layer_bytes, num_layers, begin, end, num_slots)
                 copying.run(partial(write_pieces, pieces, _bytes(staged)))
-                half.free = copying.mark()
+                half.free = copying.event()
                 saving.parts.append((range(first, first + num_layers) if end == num_slots else (), half.free))
         except Exception:
-            copying.mark().synchronize()  # the runs are given to others then
+            copying.event().synchronize()  # the runs are given to others then
             raise
         return saving
 
@@ -172,8 +172,8 @@ class Transfers:
         num_slots: int,
     ) -> None:
         """Queue that rows [begin, begin + len(slots)) of a layer, which lies at ``offset`` in an entry of
-        ``num_slots``, come into ``slots``. The runs must stay until this thread's lane has done it."""
-        kernels = self._lanes.current()
+        ``num_slots``, come into ``slots``. The runs must stay until this thread's stream has done it."""
+        kernels = self._streams.current()
         scratch = self._scratch_of_thread(kernels)
         copying = scratch.copying
         for at in range(0, len(slots), self._rows_at_once):
@@ -183,9 +183,9 @@ class Transfers:
             pieces = self._pieces(arena, runs, offset, 1, begin + at, begin + at + len(chosen), num_slots)
             copying.wait(half.free)
             copying.run(partial(read_pieces, pieces, _bytes(staged)))
-            kernels.wait(copying.mark())
+            kernels.wait(copying.event())
             kernels.run(partial(self._scatter, layer, chosen, staged))
-            half.free = kernels.mark()
+            half.free = kernels.event()
 
     def _parts(self, num_slots: int) -> Iterator[tuple[int, int, int, int]]:
         """Parts that go through half a scratch at once, in a payload's order: (first layer, num layers, begin and end
@@ -226,35 +226,35 @@ class Transfers:
         flat = half.memory[: 2 * num_layers * num_slots * self._row_bytes].view(first.dtype)
         return flat.view(num_layers, 2, num_slots, *first.shape[1:])
 
-    def _scratch_of_thread(self, kernels: Lane) -> _Scratch:
-        found: _Scratch | None = getattr(self._threads, "scratch", None)
-        if found is None:
+    def _scratch_of_thread(self, kernels: Stream) -> _Scratch:
+        scratch: _Scratch | None = getattr(self._threads, "scratch", None)
+        if scratch is None:
             num_bytes = 2 * self._rows_at_once * self._row_bytes
             memory = [torch.empty(num_bytes, dtype=torch.uint8, device=self._table.device) for _ in range(2)]
-            # The allocator may have taken it from something that this lane is still to use.
-            halves = [_Half(half, kernels.mark()) for half in memory]
-            self._threads.scratch = found = _Scratch(self._lanes.another(), halves)
-        return found
+            # The allocator may have taken it from something that this stream is still to use.
+            halves = [_Half(half, kernels.event()) for half in memory]
+            self._threads.scratch = scratch = _Scratch(self._streams.another(), halves)
+        return scratch
 
 
 def _bytes(rows: torch.Tensor) -> torch.Tensor:
     return rows.view(-1).view(torch.uint8)
 
 
-class CudaLanes:
-    """Streams of a CUDA device as lanes; marks are events."""
+class CudaStreams:
+    """Streams of a CUDA device behind that protocol."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def current(self) -> Lane:
-        return _CudaLane(torch.cuda.current_stream(self._device))
+    def current(self) -> Stream:
+        return _TorchStream(torch.cuda.current_stream(self._device))
 
-    def another(self) -> Lane:
-        return _CudaLane(torch.cuda.Stream(self._device))
+    def another(self) -> Stream:
+        return _TorchStream(torch.cuda.Stream(self._device))
 
 
-class _CudaLane:
+class _TorchStream:
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
@@ -262,10 +262,10 @@ class _CudaLane:
         with torch.cuda.stream(self._stream):
             work()
 
-    def mark(self) -> Mark:
+    def event(self) -> Event:
         event = torch.cuda.Event()
         event.record(self._stream)
         return event
 
-    def wait(self, mark: Any) -> None:
-        self._stream.wait_event(mark)
+    def wait(self, event: Any) -> None:
+        self._stream.wait_event(event)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from evicbench.correctness.reference import KV, Reference, make_peaky_model, press_scores
 from evicbench.decode_budget.generation import check_answer, expected_scores
-from evicbench.decode_budget.requests import Ask
+from evicbench.decode_budget.requests import Request
 
 PAGE, PROMPT, NUM_NEW = 4, 24, 12
 
@@ -22,19 +22,19 @@ class Server:
     """Greedy answers, one token at a time; ``drop`` says at which lengths which positions stay."""
 
     def __init__(
-        self, reference: Reference, ask: Ask, drop: dict[int, Any], sent_back_at: tuple[int, ...] = ()
+        self, reference: Reference, request: Request, drop: dict[int, Any], retracted_at: tuple[int, ...] = ()
     ) -> None:
-        first = reference.prefill(ask.prompt)
+        first = reference.prefill(request.prompt)
         kv, positions = first.kv, first.kv.every_position()
-        tokens, logprobs, self.trace = [*ask.prompt], [], []
+        tokens, logprobs, self.trace = [*request.prompt], [], []
         row = first.logprobs[-1]
         while True:
             tokens.append(int(row.argmax()))
             logprobs.append([float(row.max()), tokens[-1], None])
-            if len(logprobs) == ask.num_new:
+            if len(logprobs) == request.num_new:
                 break
             at = len(tokens) - 1
-            if len(tokens) in sent_back_at:
+            if len(tokens) in retracted_at:
                 first = reference.prefill(tokens)
                 kv, positions, row = first.kv, first.kv.every_position(), first.logprobs[-1]
                 continue
@@ -45,9 +45,9 @@ class Server:
             out = reference.extend(kv, at, [tokens[-1]])
             kv, row = kv.then(out.kv), out.logprobs[0]
             positions = torch.cat([positions, torch.full((*positions.shape[:2], 1), at)], -1)
-        meta = {"cached_tokens": 0, "num_retractions": len(sent_back_at), "output_token_logprobs": logprobs}
-        self.answer = {"output_ids": tokens[len(ask.prompt) :], "meta_info": meta}
-        self.shown = {"trace": self.trace, "sent_back_at": list(sent_back_at)}
+        meta = {"cached_tokens": 0, "num_retractions": len(retracted_at), "output_token_logprobs": logprobs}
+        self.answer = {"output_ids": tokens[len(request.prompt) :], "meta_info": meta}
+        self.shown = {"trace": self.trace, "retracted_at": list(retracted_at)}
 
 
 def best(num_kept: int) -> Any:
@@ -59,7 +59,7 @@ def best(num_kept: int) -> Any:
     return choose
 
 
-ASK = Ask(tuple(range(10, 10 + PROMPT)), NUM_NEW, 16, "repack", "knorm", 4)
+ASK = Request(tuple(range(10, 10 + PROMPT)), NUM_NEW, 16, "repack", "knorm", 4)
 
 
 def test_an_answer_over_the_survivors_passes_and_others_do_not(reference: Reference) -> None:
@@ -72,9 +72,9 @@ def test_an_answer_over_the_survivors_passes_and_others_do_not(reference: Refere
 
 
 def test_what_was_computed_anew_is_exact_again(reference: Reference) -> None:
-    server = Server(reference, ASK, {24: best(16), 32: best(16)}, sent_back_at=(29,))
+    server = Server(reference, ASK, {24: best(16), 32: best(16)}, retracted_at=(29,))
     assert check_answer(reference, ASK, server.answer, server.shown, PAGE).ok
-    without = {**server.shown, "sent_back_at": []}
+    without = {**server.shown, "retracted_at": []}
     assert not check_answer(reference, ASK, server.answer, without, PAGE).ok
 
 
@@ -114,9 +114,9 @@ def test_attention_is_that_of_the_last_queries_that_the_server_computed() -> Non
     keys = torch.randn(1, 1, 6, 8, generator=generator)
     queries = torch.randn(1, 2, 3, 8, generator=generator)
     held = torch.arange(6).view(1, 1, -1)
-    tova = expected_scores(Ask((), 1, score="tova"), KV(keys, keys), held, queries, 6, 0)
+    tova = expected_scores(Request((), 1, score="tova"), KV(keys, keys), held, queries, 6, 0)
     by_hand = torch.stack([(keys[0, 0] @ queries[0, head, -1] * 8**-0.5).softmax(0) for head in (0, 1)]).mean(0)
     assert tova is not None and torch.allclose(tova[0, 0], by_hand, atol=1e-6)
-    one = expected_scores(Ask((), 1, score="h2o"), KV(keys, keys), held, queries, 6, 5)
+    one = expected_scores(Request((), 1, score="h2o"), KV(keys, keys), held, queries, 6, 5)
     assert one is not None and bool((one.diff() > 0).all()), "all of six are among the newest eight"
-    assert expected_scores(Ask((), 1, score="r_kv"), KV(keys, keys), held, queries, 6, 0) is None
+    assert expected_scores(Request((), 1, score="r_kv"), KV(keys, keys), held, queries, 6, 0) is None

@@ -9,7 +9,7 @@ import pytest
 import torch
 from evicbench.correctness.findings import Finding
 from evicbench.decode_budget import accuracy, backend_and_scratch, capacity, guide, identical, interference
-from evicbench.decode_budget.requests import Ask, context_prompt, random_prompt
+from evicbench.decode_budget.requests import Request, context_prompt, random_prompt
 
 from sglang_evicpress.decode_budget.scores import SCORES
 
@@ -100,13 +100,19 @@ def test_every_ask_can_be_asked(setup: identical.Setup) -> None:
     from sglang_evicpress.decode_budget import schedule
     from sglang_evicpress.decode_budget.settings import DecodeSettings
 
-    asks = identical.draw_asks(identical.MODEL if setup.model == "testbed" else identical.Path(), setup.page_size, 1)
-    budgeted = [ask for ask in asks if ask.budget]
-    assert len(budgeted) == identical.NUM_PROMPTS and len({(ask.method, ask.score) for ask in budgeted}) == 25
-    for ask in budgeted:
-        assert ask.every is not None
-        schedule.check(DecodeSettings(ask.budget, ask.method, ask.score, ask.every), setup.page_size, 4)
-        assert len(ask.prompt) + ask.num_new > ask.budget + ask.every, "or nothing would be dropped"
+    requests = identical.draw_requests(
+        identical.MODEL if setup.model == "testbed" else identical.Path(), setup.page_size, 1
+    )
+    budgeted = [request for request in requests if request.budget]
+    assert (
+        len(budgeted) == identical.NUM_PROMPTS and len({(request.method, request.score) for request in budgeted}) == 25
+    )
+    for request in budgeted:
+        assert request.interval is not None
+        schedule.check(
+            DecodeSettings(request.budget, request.method, request.score, request.interval), setup.page_size, 4
+        )
+        assert len(request.prompt) + request.num_new > request.budget + request.interval, "or nothing would be dropped"
 
 
 # ---- accuracy
@@ -184,6 +190,6 @@ def test_prompts_have_exactly_the_tokens_asked_for() -> None:
 
 
 def test_only_a_request_with_a_budget_asks_for_one() -> None:
-    assert "custom_params" not in Ask((1,), 4).body("r")["sampling_params"]
-    params = Ask((1,), 4, 64).body("r")["sampling_params"]["custom_params"]
+    assert "custom_params" not in Request((1,), 4).body("r")["sampling_params"]
+    params = Request((1,), 4, 64).body("r")["sampling_params"]["custom_params"]
     assert params["kv_decode_budget"] == 64 and params["kv_decode_trace"] is True

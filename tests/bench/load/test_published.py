@@ -14,7 +14,7 @@ from tests.unit.benchmark.loads import OURS, good_runs, write_load
 from tests.unit.benchmark.loads import changed as other
 
 from sglang_evicpress.benchmark.config import load_config
-from sglang_evicpress.benchmark.raw import Raw, read_raw
+from sglang_evicpress.benchmark.results import Results, read_results
 
 CONFIGS = Path(__file__).parents[3] / "bench" / "configs"
 
@@ -43,17 +43,17 @@ def commit(root: Path) -> str:
     return git(root, "rev-parse", "HEAD")[:12]
 
 
-def raw_at(folder: Path, sha: str, **values: object) -> Raw:
+def raw_at(folder: Path, sha: str, **values: object) -> Results:
     write_load(folder, good_runs(), **values)
     for path in folder.glob("runs/*/*.jsonl"):
         path.write_text(path.read_text().replace("0123456789ab", sha))
-    return read_raw(folder)
+    return read_results(folder)
 
 
 def test_what_is_published_is_read_back(tmp_path: Path, root: Path) -> None:
     sha = git(root, "rev-parse", "HEAD")[:12]
-    raws = [raw_at(tmp_path / "a", sha), raw_at(tmp_path / "b", sha, name="b")]
-    path = publish(raws, "make bench-load", results=tmp_path)
+    results_by_name = [raw_at(tmp_path / "a", sha), raw_at(tmp_path / "b", sha, name="b")]
+    path = publish(results_by_name, "make bench-load", results=tmp_path)
     text = path.read_text()
     assert f"`make bench-load` at commit `{sha}`" in text and "24 lines, 0 missed" in text
     for said in ("# b", "sglang 1.2.3", "a machine, 2 CPUs", "## Under load: 4/s, 1 x saturation", "## The knee"):
@@ -70,8 +70,8 @@ def test_a_line_that_was_missed_stays_missed(tmp_path: Path, root: Path) -> None
     sha = git(root, "rev-parse", "HEAD")[:12]
     raw_at(tmp_path / "a", sha)
     write_load(tmp_path / "a", other(good_runs(), OURS, 1.0, ttft_s=1.4))
-    raw = read_raw(tmp_path / "a")
-    (tmp_path / "load-2026-01-01.md").write_text(document([raw], "c").replace("0123456789ab", sha))
+    results = read_results(tmp_path / "a")
+    (tmp_path / "load-2026-01-01.md").write_text(document([results], "c").replace("0123456789ab", sha))
     assert [line.ok for line in published_lines(tmp_path, root)].count(False) == 1
 
 
@@ -106,25 +106,25 @@ def test_nothing_published_is_a_missed_line(tmp_path: Path) -> None:
 
 
 def test_only_a_whole_grid_of_one_clean_commit_is_published(tmp_path: Path) -> None:
-    raw = raw_at(tmp_path / "a", "0123456789ab")
+    results = raw_at(tmp_path / "a", "0123456789ab")
     two = raw_at(tmp_path / "b", "ba9876543210")
     with pytest.raises(ValueError, match="of 0123456789ab, ba9876543210: expected one commit"):
-        document([raw, two], "c")
+        document([results, two], "c")
     with pytest.raises(ValueError, match="0123456789ab-dirty: expected one commit"):
         document([raw_at(tmp_path / "c", "0123456789ab-dirty")], "c")
     (tmp_path / "a" / "runs" / "tiers-lru" / "1-4.jsonl").unlink()
     with pytest.raises(ValueError, match="lacks 1 runs"):
-        document([read_raw(tmp_path / "a")], "c")
+        document([read_results(tmp_path / "a")], "c")
 
 
 def test_what_was_not_measured_is_a_missed_line(tmp_path: Path, root: Path) -> None:
     sha = git(root, "rev-parse", "HEAD")[:12]
-    raw = raw_at(tmp_path / "a", sha)
-    raw.plan["config"]["repetitions"] = 1
-    publish([raw], "c", ["elsewhere"], results=tmp_path)
+    results = raw_at(tmp_path / "a", sha)
+    results.plan["config"]["repetitions"] = 1
+    publish([results], "c", ["elsewhere"], results=tmp_path)
     missed = [line for line in published_lines(tmp_path, root) if not line.ok]
     assert [(line.what.split(": ", 1)[1], line.target, line.figure) for line in missed] == [
-        (f"{raw.plan['config']['name']}: repetitions", "3", "1"),
+        (f"{results.plan['config']['name']}: repetitions", "3", "1"),
         ("elsewhere: repetitions", "3", "not measured"),
     ]
 
@@ -150,7 +150,7 @@ def test_the_settings_are_as_promised() -> None:
     for name, config in configs.items():
         assert config.load is not None
         assert config.load.reference in {f"evicpress a={alpha:g}" for alpha in config.alphas}
-        assert {1.0, 2.0} <= set(config.load.of_saturation) and 0.0 in config.levels
+        assert {1.0, 2.0} <= set(config.load.of_saturation) and 0.0 in config.rates
         assert (0.5 in config.load.of_saturation) == (name != "load-refusing")
         assert (config.policy_flags == ("--kv-max-queue-seconds", f"{config.ttft_limit_s:g}")) == (
             name == "load-refusing"

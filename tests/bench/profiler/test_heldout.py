@@ -28,9 +28,9 @@ def misled(number: int) -> Measured:
 
 def test_tables_have_a_row_for_each_context_and_a_column_for_each_form() -> None:
     tables = Tables.of([same(1), same(2), misled(3)])
-    assert tables.bounds.shape == tables.means.shape == tables.held_out["f1"].shape == (3, len(COLUMNS))
+    assert tables.full_caches.shape == tables.means.shape == tables.held_out["f1"].shape == (3, len(COLUMNS))
     assert tables.answers.shape == (3, len(COLUMNS), NUM_TRAINING + NUM_HELD_OUT)
-    assert (tables.bounds[:, -1] == 1.0).all()
+    assert (tables.full_caches[:, -1] == 1.0).all()
     snapkv = COLUMNS.index(Form("snapkv", 0.5))
     assert tables.means[:, snapkv] == pytest.approx([0.9, 0.9, 0.4])
     assert tables.held_out["logprob"][:, snapkv] == pytest.approx([0.9, 0.9, 0.9])
@@ -42,7 +42,7 @@ def test_bounds_are_below_means_where_scores_spread() -> None:
     scores = {**spread.training, form: [0.8, 1.0] * (NUM_TRAINING // 2)}
     tables = Tables.of([Measured("needle", spread.key, spread.num_tokens, scores, spread.held_out)])
     column = COLUMNS.index(form)
-    assert tables.bounds[0, column] < tables.means[0, column] == pytest.approx(0.9)
+    assert tables.full_caches[0, column] < tables.means[0, column] == pytest.approx(0.9)
 
 
 @pytest.mark.parametrize("choose", [best_press(0.5), within(0.5), most_useful(1.5)])

@@ -14,7 +14,7 @@ from evicbench.profiler.study import (
     NUM_COMPARED,
     NUM_JUDGED,
     Measured,
-    measure_subject,
+    measure_study_context,
     to_json,
 )
 from evicbench.profiler.subjects import (
@@ -23,7 +23,7 @@ from evicbench.profiler.subjects import (
     NUM_TOKENS,
     NUM_TRAINING,
     ONE_QUESTION,
-    make_subject,
+    make_study_context,
 )
 from evicbench.testbed.tasks import FAMILIES
 from tests.bench.profiler.measured import context
@@ -48,12 +48,12 @@ QUALITIES = {form: round(0.05 + 0.05 * number % 0.9, 2) for number, form in enum
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_subject_is_whole_blocks_with_different_questions(family: str) -> None:
-    subject = make_subject(family, 3)
+    subject = make_study_context(family, 3)
     assert len(subject.tokens) == NUM_TOKENS
     assert NUM_TOKENS % 64 == 0
     assert len(set(subject.questions)) == len(subject.questions) == (1 if family in ONE_QUESTION else NUM_QUESTIONS)
-    assert subject == make_subject(family, 3)
-    assert subject.tokens != make_subject(family, 4).tokens
+    assert subject == make_study_context(family, 3)
+    assert subject.tokens != make_study_context(family, 4).tokens
 
 
 def test_forms_are_those_that_profile_measures_by_default() -> None:
@@ -63,7 +63,7 @@ def test_forms_are_those_that_profile_measures_by_default() -> None:
 
 def test_every_form_is_scored_on_every_question() -> None:
     engine = FakeEngine(QUALITIES)
-    measured = measure_subject(engine, make_subject("needle", 0), JUDGES)
+    measured = measure_study_context(engine, make_study_context("needle", 0), JUDGES)
     assert engine.num_opened == 1
     assert not engine.open
     assert not engine.made
@@ -80,7 +80,7 @@ def test_every_form_is_scored_on_every_question() -> None:
 
 
 def test_the_only_question_is_held_out() -> None:
-    measured = measure_subject(FakeEngine(QUALITIES), make_subject("title", 0), JUDGES)
+    measured = measure_study_context(FakeEngine(QUALITIES), make_study_context("title", 0), JUDGES)
     assert not measured.has_training
     assert not measured.training
     assert measured.quality(FORMS[0]) == pytest.approx(QUALITIES[FORMS[0]])
@@ -90,7 +90,7 @@ def test_the_only_question_is_held_out() -> None:
 def test_a_form_that_cannot_be_made_stops_the_study() -> None:
     engine = FakeEngine(QUALITIES, impossible=[FORMS[3]])
     with pytest.raises(RuntimeError, match="14 of 15 forms"):
-        measure_subject(engine, make_subject("hop", 0), JUDGES)
+        measure_study_context(engine, make_study_context("hop", 0), JUDGES)
     assert not engine.open
 
 

@@ -33,7 +33,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import build_replay_fb_view
 
 from sglang_evicpress.patches.attention.physical_lengths import _show_views, physical_view
-from sglang_evicpress.patches.attention.req_to_token import HoleTable
+from sglang_evicpress.patches.attention.req_to_token import RequestHoles
 from sglang_evicpress.patches.scheduler import paged_allocator
 
 pytestmark = [
@@ -99,7 +99,7 @@ class World:
 
     rows: torch.Tensor
     slots: dict[int, list[int]]
-    table: HoleTable
+    table: RequestHoles
     device: str
 
     @classmethod
@@ -115,7 +115,7 @@ class World:
             slots[request.row] = every.reshape(-1)[: request.physical].tolist()
             rows[request.row, : request.physical] = every.reshape(-1)[: request.physical].to(torch.int32)
             rows[request.row, request.physical : request.logical] = 0
-        table = HoleTable(NUM_ROWS, device)
+        table = RequestHoles(NUM_ROWS, device)
         where = torch.tensor([request.row for request in requests])
         table.write(where.to(device), where, [request.holes for request in requests])
         table.begin_batch(where)
@@ -366,7 +366,7 @@ class TestFlashInfer:
         backend = flashinfer_backend_over(world)
         indices = torch.full((8 * CONTEXT,), -1, dtype=torch.int32, device=device)
         wrapper = Wrapper(indices)
-        monkeypatch.setattr(flashinfer_backend, "fast_decode_plan", Wrapper.begin_forward, raising=False)
+        monkeypatch.setattr(flashinfer_backend, "fast_decode_plan", Wrapper.begin_forward, promoting=False)
         monkeypatch.setattr(wrapper, "begin_forward", partial(Wrapper.begin_forward, wrapper))
         backend.decode_cuda_graph_metadata[4] = [wrapper]
         backend.init_forward_metadata_out_graph(physical_view(replay_view(world, requests, bucket=4), world.table))
@@ -634,7 +634,7 @@ class TestPhysicalView:
         """``meta`` tensors stand for a GPU: .item(), .cpu(), .tolist(), bool() and boolean masks raise on them."""
         requests = EXTENDS["with and without holes"]
         world = World.of(requests, "cpu")
-        on_gpu = HoleTable(NUM_ROWS, "meta")
+        on_gpu = RequestHoles(NUM_ROWS, "meta")
         on_gpu.host, on_gpu.batch = world.table.host, world.table.batch
         batch = world.batch(requests, mode)
         for name in ("req_pool_indices", "seq_lens", "extend_prefix_lens", "extend_seq_lens"):

@@ -17,13 +17,13 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.decode_budget import schedule, scores
 from sglang_evicpress.decode_budget.settings import METHODS, DecodeSettings
-from sglang_evicpress.decode_budget.stats import RequestTally
+from sglang_evicpress.decode_budget.stats import RequestStats
 from sglang_evicpress.device import HostCopy, to_device
 from sglang_evicpress.patches.attention import req_to_token
 from sglang_evicpress.patches.attention.physical_lengths import physical_view
-from sglang_evicpress.patches.attention.prompt_queries import QueryCapture
+from sglang_evicpress.patches.attention.prompt_queries import PromptQueries
 from sglang_evicpress.patches.attention.query_ring import QueryRing
-from sglang_evicpress.patches.attention.req_to_token import HoleTable
+from sglang_evicpress.patches.attention.req_to_token import RequestHoles
 from sglang_evicpress.patches.decode_budget import passes
 from sglang_evicpress.patches.decode_budget.passes import DecodePasses
 from sglang_evicpress.patches.decode_budget.records import BudgetRecords
@@ -55,8 +55,8 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
 
 
 @pytest.fixture(autouse=True)
-def table(monkeypatch: pytest.MonkeyPatch) -> HoleTable:
-    made = HoleTable(NUM_ROWS, META)
+def table(monkeypatch: pytest.MonkeyPatch) -> RequestHoles:
+    made = RequestHoles(NUM_ROWS, META)
     monkeypatch.setattr(req_to_token, "_table", made)
     return made
 
@@ -86,7 +86,7 @@ def test_what_goes_to_the_device_goes_from_pinned_memory(pinned: list[torch.Tens
 
 
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.MIXED])
-def test_a_step_from_its_rows_to_its_plan(mode: ForwardMode, table: HoleTable) -> None:
+def test_a_step_from_its_rows_to_its_plan(mode: ForwardMode, table: RequestHoles) -> None:
     where, lens = torch.tensor([3, 1, 4]), torch.tensor([40, 9, 33])
     table.write(where.to(META), where, [25, 0, 32])
     table.add([1], 4, slots(1))
@@ -124,7 +124,7 @@ def test_the_ring_of_queries() -> None:
 
 
 def test_windows_of_prompts() -> None:
-    capture = QueryCapture(4, LAYERS, 0, 1 << 20)
+    prompt_queries = PromptQueries(4, LAYERS, 0, 1 << 20)
     reqs = [SimpleNamespace(rid="a"), SimpleNamespace(rid="b")]
     batch = SimpleNamespace(
         forward_mode=ForwardMode.EXTEND,
@@ -133,13 +133,13 @@ def test_windows_of_prompts() -> None:
         extend_lens=[9, 1],
         seq_lens_cpu=torch.tensor([20, 31]),
     )
-    capture.begin_batch(batch)
+    prompt_queries.begin_batch(batch)
     for index in range(LAYERS):
-        capture.observe(torch.zeros(10, Q_HEADS * DIM, device=META), layer(index))
-    key, lost = capture.keep("a", 11)
-    window = capture.kept(key)
+        prompt_queries.observe(torch.zeros(10, Q_HEADS * DIM, device=META), layer(index))
+    key, lost = prompt_queries.keep("a", 11)
+    window = prompt_queries.kept(key)
     assert lost == [] and isinstance(window, QueryWindow) and window.queries.is_meta
-    assert capture.window_of("b", 0) is None
+    assert prompt_queries.window_of("b", 0) is None
 
 
 @pytest.mark.parametrize("count", [1, 4, 7])
@@ -215,8 +215,8 @@ def test_a_pass_over_a_row_with_a_compressed_prefix(
     made = DecodePasses(cache, cache.compressor, BudgetRecords(META))
     upper = SimpleNamespace(parent=cache.root_node, key=[0] * 40, kv=NodeKV(layout=layout(20, 40)))
     lower = SimpleNamespace(parent=upper, key=[0] * 8, kv=NodeKV())
-    settings = DecodeSettings(48, method, score, every=4, protect=("first", "newest"))  # type: ignore[arg-type]
-    state = DecodeState(settings, RequestTally(), num_cached=48, in_tree=True, trace=DecodeTrace())
+    settings = DecodeSettings(48, method, score, interval=4, protected_pages=("first", "newest"))  # type: ignore[arg-type]
+    state = DecodeState(settings, RequestStats(), num_cached=48, in_tree=True, trace=DecodeTrace())
     req = SimpleNamespace(
         kv_budget=state, req_pool_idx=3, evicpress=PrefixView(slots(28), 20, True, True), last_node=lower,
         cache_protected_len=48, kv_allocated_len=80, kv_committed_len=80, prefix_indices=slots(48),

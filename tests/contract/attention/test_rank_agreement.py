@@ -47,7 +47,7 @@ def compress(rank: int, group: object) -> tuple[torch.Tensor, torch.Tensor]:
         layout=layout,
         start=0,
         num_tokens=NUM_TOKENS,
-        replaced=(10, 20 + rank),  # ranks may have other strays: all give up as many entries as the one with most
+        replaced=(10, 20 + rank),  # ranks may have other overlaps: all give up as many entries as the one with most
         window=None,
     )
     assert trimmed is not None

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sglang_evicpress.patches.attention import req_to_token
-from sglang_evicpress.patches.attention.req_to_token import HoleTable
+from sglang_evicpress.patches.attention.req_to_token import RequestHoles
 from sglang_evicpress.patches.scheduler import paged_allocator
 
 META = torch.device("meta")  # stands for a GPU: reading a value from it raises, wherever that would wait
@@ -105,21 +105,21 @@ def stale_pool(device: str = "cpu") -> Any:
     return SimpleNamespace(req_to_token=torch.full((8, 16), 77, dtype=torch.int32, device=device))
 
 
-class TestHoleTable:
+class TestRequestHoles:
     def test_one_tensor_is_its_own_mirror_on_the_cpu(self) -> None:
-        table = HoleTable(6, "cpu")
+        table = RequestHoles(6, "cpu")
         assert table.host is table.device
         assert table.device.dtype == torch.int64 and table.device.tolist() == [0] * 6
 
     def test_written_rows_are_set_and_others_stay(self) -> None:
-        table = HoleTable(6, "cpu")
+        table = RequestHoles(6, "cpu")
         where = torch.tensor([4, 1])
         assert table.write(where, where, [7, 0]).tolist() == [7, 0]
         assert table.write(where[:1], where[:1], [3]).tolist() == [3]
         assert table.device.tolist() == [0, 0, 0, 0, 3, 0]
 
     def test_the_next_batch_is_remembered_in_batch_order(self) -> None:
-        table = HoleTable(6, "cpu")
+        table = RequestHoles(6, "cpu")
         where = torch.tensor([4, 1, 2])
         table.write(where, where, [7, 5, 0])
         table.begin_batch(torch.tensor([1, 3, 4]))
@@ -128,7 +128,7 @@ class TestHoleTable:
         assert table.batch == []
 
     def test_rows_with_holes_are_known_until_they_are_written_anew(self) -> None:
-        table = HoleTable(6, "cpu")
+        table = RequestHoles(6, "cpu")
         where = torch.tensor([4, 1, 2])
         assert not table.has_holes(where)
         table.write(where, where, [7, 0, 5])
@@ -144,12 +144,12 @@ class TestHoleTable:
         assert not any(table.batch)
 
     def test_no_table_before_the_attention_backend_is_an_error(self) -> None:
-        with pytest.raises(RuntimeError, match="hole table"):
+        with pytest.raises(RuntimeError, match="table of holes"):
             req_to_token.table()
         req_to_token._after_init_new(None, None, SimpleNamespace(req_pool_indices_cpu=torch.tensor([1])), None)
 
     def test_a_forward_batch_of_the_right_rows_is_begun(self) -> None:
-        table = HoleTable(6, "cpu")
+        table = RequestHoles(6, "cpu")
         req_to_token.attach(table)
         table.write(torch.tensor([3]), torch.tensor([3]), [9])
         req_to_token._after_init_new(None, None, SimpleNamespace(req_pool_indices_cpu=torch.tensor([2, 3])), None)
@@ -158,7 +158,7 @@ class TestHoleTable:
 
 class TestExtend:
     def test_rows_are_physical_and_left_justified(self) -> None:
-        req_to_token.attach(HoleTable(8, "cpu"))
+        req_to_token.attach(RequestHoles(8, "cpu"))
         pool, case = stale_pool(), Extend()
         batch = case.run(put_rows, pool)
         table = pool.req_to_token
@@ -169,21 +169,21 @@ class TestExtend:
         assert batch.tree_cache.adopted == ["r0", "r1", "r2"]
 
     def test_a_row_that_is_used_again_forgets_its_holes(self) -> None:
-        req_to_token.attach(HoleTable(8, "cpu"))
+        req_to_token.attach(RequestHoles(8, "cpu"))
         pool = stale_pool()
         Extend().run(put_rows, pool)
         Extend(holes=(0, 1, 0)).run(put_rows, pool)
         assert req_to_token.table().device.tolist() == [0, 0, 0, 0, 0, 1, 0, 0]
 
     def test_without_holes_the_writer_gets_the_lengths_as_they_are(self) -> None:
-        req_to_token.attach(HoleTable(8, "cpu"))
+        req_to_token.attach(RequestHoles(8, "cpu"))
         case, calls = Extend(holes=(0, 0, 0)), []
         case.run(lambda *arguments: calls.append(arguments), stale_pool())
         for given, wanted in zip(calls[0][1:9], case.arguments(None)[1:9], strict=True):
             assert torch.equal(given, wanted) and given.dtype == wanted.dtype
 
     def test_a_prefix_without_any_slot_is_left_empty(self) -> None:
-        req_to_token.attach(HoleTable(8, "cpu"))
+        req_to_token.attach(RequestHoles(8, "cpu"))
         pool = stale_pool()
         Extend(holes=(10, 3, 0)).run(put_rows, pool)
         assert pool.req_to_token[2, :4].tolist() == [900, 901, 0, 0]
@@ -198,7 +198,7 @@ class TestExtend:
         assert req_to_token._extending == []
 
     def test_lengths_keep_their_types(self) -> None:
-        req_to_token.attach(HoleTable(8, "cpu"))
+        req_to_token.attach(RequestHoles(8, "cpu"))
         case = Extend()
         arguments = list(case.arguments(stale_pool()))
         arguments[3], arguments[5] = arguments[3].to(torch.int32), arguments[5].to(torch.int32)
@@ -218,8 +218,8 @@ class TestDecode:
             req_pool_indices_cpu=where,
         )
 
-    def table(self, device: torch.device | str = "cpu") -> HoleTable:
-        table = HoleTable(8, device)
+    def table(self, device: torch.device | str = "cpu") -> RequestHoles:
+        table = RequestHoles(8, device)
         table.note(torch.tensor([2, 1]), [4, 3])
         req_to_token.attach(table)
         return table
@@ -251,7 +251,7 @@ class TestDecode:
         assert (batch.seq_lens, batch.seq_lens_cpu) == before
 
     def test_without_holes_the_very_same_tensors_go_in(self) -> None:
-        req_to_token.attach(HoleTable(8, "cpu"))
+        req_to_token.attach(RequestHoles(8, "cpu"))
         batch = self.batch()
         before = batch.seq_lens
         req_to_token._around_alloc_for_decode(lambda given, _: given.seq_lens, batch, 1)
@@ -274,14 +274,14 @@ class TestNoWaiting:
             wait(torch.zeros(1, device=META))
 
     def test_writing_the_table_copies_from_pinned_memory(self, pinned: list[torch.Tensor]) -> None:
-        table = HoleTable(8, META)
+        table = RequestHoles(8, META)
         where = torch.tensor([4, 1])
         moved = table.write(where.to(META), where, [7, 5])
         assert moved.device == META and [tensor.tolist() for tensor in pinned] == [[7, 5]]
         assert table.host.tolist() == [0, 5, 0, 0, 7, 0, 0, 0]
 
     def test_writing_rows(self) -> None:
-        req_to_token.attach(HoleTable(8, META))
+        req_to_token.attach(RequestHoles(8, META))
         calls: list[Any] = []
         Extend(device="meta").run(lambda *given: calls.append(given), stale_pool("meta"))
         prefix_lens, prefix_lens_cpu = calls[0][3:5]

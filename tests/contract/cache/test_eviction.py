@@ -40,9 +40,9 @@ def full(walk: TierWalk) -> list[object]:
 
 
 def test_what_is_worth_a_copy_is_copied_where_it_leaves(opened: Callable[..., TierWalk]) -> None:
-    walk = opened(is_exact=True, law=DEAR)
+    walk = opened(is_exact=True, cost=DEAR)
     nodes = full(walk)
-    assert walk.cache.relieve(150) >= 150
+    assert walk.cache.free_slots(150) >= 150
     assert walk.cache.evictions["copies"] == 2 and walk.cache.controller.num_dropped == 0
     assert sorted(tier_of(node) for node in nodes) == [Tier.GPU, Tier.HOST, Tier.HOST]
     (told,) = walk.cache.describe_evictions()["last"]
@@ -53,9 +53,9 @@ def test_what_is_worth_a_copy_is_copied_where_it_leaves(opened: Callable[..., Ti
 
 
 def test_nothing_is_copied_where_computing_anew_takes_less(opened: Callable[..., TierWalk]) -> None:
-    walk = opened(is_exact=True, law=CHEAP)
+    walk = opened(is_exact=True, cost=CHEAP)
     full(walk)
-    assert walk.cache.relieve(150) >= 150
+    assert walk.cache.free_slots(150) >= 150
     assert walk.cache.evictions["copies"] == 0 and walk.cache.controller.num_dropped == 2
     assert walk.cache.recomputed.describe_drops()["best_by_utility"]["nodes"] == 2
     walk.check()
@@ -80,9 +80,9 @@ def under_a_few_tokens(walk: TierWalk) -> tuple[object, list[object]]:
 
 
 def test_contexts_below_are_not_lost_for_the_few_slots_above_them(opened: Callable[..., TierWalk]) -> None:
-    walk = opened(is_exact=True, law=DEAR)
+    walk = opened(is_exact=True, cost=DEAR)
     head, contexts = under_a_few_tokens(walk)
-    assert walk.cache.relieve(2) >= 2
+    assert walk.cache.free_slots(2) >= 2
     assert tier_of(head) == Tier.HOST and walk.cache.controller.num_dropped == 0
     assert all(node.id in walk.cache.nodes for node in contexts)
     walk.check()
@@ -90,7 +90,7 @@ def test_contexts_below_are_not_lost_for_the_few_slots_above_them(opened: Callab
 
 
 def test_where_they_must_be_lost_a_request_that_could_wait_has_no_room(opened: Callable[..., TierWalk]) -> None:
-    walk = opened(is_exact=True, law=DEAR)
+    walk = opened(is_exact=True, cost=DEAR)
     head, contexts = under_a_few_tokens(walk)
     extents = walk.cache.host.arena.extents
     taken = extents.alloc(extents.free_bytes)
@@ -103,7 +103,7 @@ def test_where_they_must_be_lost_a_request_that_could_wait_has_no_room(opened: C
 
 
 def test_evicting_waits_for_no_thread(opened: Callable[..., TierWalk]) -> None:
-    walk = opened(is_exact=True, law=DEAR, host_bytes=400 << 10)
+    walk = opened(is_exact=True, cost=DEAR, host_bytes=400 << 10)
     nodes = full(walk)
     blocks = [*blocked(walk, "copy"), *blocked(walk, "write"), *blocked(walk, "read", 2)]
     assert walk.cache.start_copy(nodes[0], Tier.HOST)  # never ends
@@ -129,14 +129,14 @@ def on_a_device(walk: TierWalk) -> Device:
 
 def test_slots_are_free_before_the_copy_of_what_they_held_is_made(opened: Callable[..., TierWalk]) -> None:
     """On a device: what overwrites them next is queued behind the copy."""
-    walk = opened(is_exact=True, law=DEAR)
+    walk = opened(is_exact=True, cost=DEAR)
     node = full(walk)[0]
     slots, buffers = slots_of(node).clone(), [*walk.cache.compressor.k_buffers, *walk.cache.compressor.v_buffers]
     copier, device = walk.cache.copier, on_a_device(walk)
     arena, num_bytes = Arena(1 << 20), sum(copier.sizes(len(slots), False))
     expected = copier.save(slots, None, arena, arena.extents.alloc(num_bytes))
     (block,) = blocked(walk, "copy")
-    assert walk.cache.send(node.id, Tier.HOST, EXACT, at_once=True) == len(slots)
+    assert walk.cache.demote(node.id, Tier.HOST, EXACT, at_once=True) == len(slots)
     assert node.value is None and device.num_waits == 0
     entry = node.kv.copies[Tier.HOST].entry
     assert walk.cache.start_check(entry) is entry.arrival  # who wants to load it waits for it
@@ -156,13 +156,13 @@ def test_slots_are_free_before_the_copy_of_what_they_held_is_made(opened: Callab
 
 
 def test_what_left_and_never_arrived_is_lost(opened: Callable[..., TierWalk]) -> None:
-    walk = opened(is_exact=True, law=DEAR)
+    walk = opened(is_exact=True, cost=DEAR)
     tokens, node = cached(walk, 100)
     walk.settle()
     walk.cache.remove_copies(node)
     on_a_device(walk)
     (block,) = blocked(walk, "copy")
-    assert walk.cache.send(node.id, Tier.HOST, EXACT, at_once=True) == 100
+    assert walk.cache.demote(node.id, Tier.HOST, EXACT, at_once=True) == 100
     upper = walk.cache._split_node(node.key, node, 40)
     entry = node.kv.copies[Tier.HOST].entry
 
@@ -179,22 +179,22 @@ def test_what_left_and_never_arrived_is_lost(opened: Callable[..., TierWalk]) ->
 
 def test_no_quality_is_lost_for_want_of_a_copy(opened: Callable[..., TierWalk]) -> None:
     """The only step without a copy would be to compress as far as it goes."""
-    walk = opened(law=DEAR)
+    walk = opened(cost=DEAR)
     nodes = full(walk)
-    assert walk.cache.relieve(60) >= 60
+    assert walk.cache.free_slots(60) >= 60
     assert walk.cache.evictions["with_copies"] == 1
     assert all(node.kv.form.is_exact for node in nodes)
 
 
 def test_what_has_no_room_below_is_dropped_and_missed(opened: Callable[..., TierWalk]) -> None:
-    walk = opened(is_exact=True, law=DEAR, host_bytes=60 << 10)  # 512 bytes a token: one context and a bit
+    walk = opened(is_exact=True, cost=DEAR, host_bytes=60 << 10)  # 512 bytes a token: one context and a bit
     asked = [cached(walk, 100) for _ in range(3)]
     walk.settle()
     for _, node in asked:
         walk.cache.remove_copies(node)
         walk.cache.changes.changed(node)
     walk.cache.use_ssd(None)
-    assert walk.cache.relieve(300) == 300
+    assert walk.cache.free_slots(300) == 300
     (cause,) = {
         entry["cause"] for entry in walk.cache.inspector.read_journal(0, 99)["entries"] if entry["to"] == "drop"
     }
@@ -219,7 +219,7 @@ def test_a_node_that_is_copied_ahead_leaves_by_that_copy(opened: Callable[..., T
     made = walk.cache.tier_counts["backed_up"]
     (block,) = blocked(walk, "copy")
     assert walk.cache.start_copy(node, Tier.HOST)
-    assert walk.cache.send(node.id, Tier.SSD, EXACT) == 0 and node.value is not None
+    assert walk.cache.demote(node.id, Tier.SSD, EXACT) == 0 and node.value is not None
     block.may_end.set()
     walk.settle()
     assert walk.cache.tier_counts["backed_up"] == made + 1 and Tier.SSD in node.kv.copies and node.value is None
@@ -232,7 +232,7 @@ def test_all_that_counts_as_evictable_can_be_evicted(
     opened: Callable[..., TierWalk], is_waited_for: bool, has_ssd_parent: bool
 ) -> None:
     """SGLang admits on that: also the parent of what a waiting request holds on the host."""
-    walk = opened(is_exact=True, law=DEAR)
+    walk = opened(is_exact=True, cost=DEAR)
     tokens, node = cached(walk, 200)
     upper = walk.cache._split_node(node.key, node, 100)
     sent(walk, node, Tier.HOST)
@@ -243,18 +243,18 @@ def test_all_that_counts_as_evictable_can_be_evicted(
         walk.settle()
     if is_waited_for:
         request = walk.wait([*tokens, 59])
-        walk.until(lambda: not walk.cache.is_staging(request))
+        walk.until(lambda: not walk.cache.is_prefetching(request))
         walk.settle()
-        assert node.kv.num_stages == 1
+        assert node.kv.num_prefetches == 1
     walk.cache.remove_copy(upper, Tier.HOST)
     walk.cache.changes.changed(upper)
     assert walk.allocator.available_size() == SLOTS - 100 and walk.cache.evictable_size_ == 100
     walk.cache.evict(EvictParams(num_tokens=SLOTS))
     assert walk.allocator.available_size() == SLOTS
     walk.waiting.clear()
-    walk.cache.claims.keep_only([])
-    walk.cache.keep_stages([])
-    assert not walk.cache.staged
+    walk.cache.queued_hits.keep_only([])
+    walk.cache.keep_prefetches([])
+    assert not walk.cache.prefetch_nodes
     walk.check()
 
 
@@ -266,14 +266,14 @@ def rested(walk: TierWalk) -> None:
     for _ in range(3):
         walk.cache._next_look_s = 0.0
         walk.tick()
-        walk.until(lambda: not walk.cache.raising and walk.cache.num_pending_jobs == 0)
+        walk.until(lambda: not walk.cache.promoting and walk.cache.num_pending_jobs == 0)
 
 
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.SSD])
 def test_a_node_demoted_by_hand_stays_where_it_was_put_until_the_hold_ends(
     opened: Callable[..., TierWalk], tier: Tier
 ) -> None:
-    walk = opened(is_exact=True, law=DEAR)
+    walk = opened(is_exact=True, cost=DEAR)
     _, node = cached(walk, 100)
     walk.until(lambda: walk.cache.demote_node(node.id, tier, 60.0)["is_there"])
     described = walk.cache.inspector.describe_node(node.id, positions=False, tokens=False)
@@ -287,11 +287,11 @@ def test_a_node_demoted_by_hand_stays_where_it_was_put_until_the_hold_ends(
 
 
 def test_a_load_that_was_begun_before_does_not_bring_a_held_node_back(opened: Callable[..., TierWalk]) -> None:
-    walk = opened(is_exact=True, law=DEAR)
+    walk = opened(is_exact=True, cost=DEAR)
     _, node = cached(walk, 100)
     sent(walk, node, Tier.HOST)
     walk.cache._next_look_s = 0.0
-    walk.until(lambda: bool(walk.cache.raises))
+    walk.until(lambda: bool(walk.cache.promotion_loads))
     walk.cache.demote_node(node.id, Tier.HOST, 60.0)
     rested(walk)
     assert tier_of(node) == Tier.HOST and walk.allocator.available_size() == SLOTS
@@ -299,7 +299,7 @@ def test_a_load_that_was_begun_before_does_not_bring_a_held_node_back(opened: Ca
 
 
 def test_a_request_ends_the_hold_of_what_it_matches_and_a_split_keeps_it(opened: Callable[..., TierWalk]) -> None:
-    walk = opened(is_exact=True, law=DEAR)
+    walk = opened(is_exact=True, cost=DEAR)
     tokens, node = cached(walk, 100)
     walk.until(lambda: walk.cache.demote_node(node.id, Tier.HOST, 60.0)["is_there"])
     assert walk.serve([*tokens[:40], 59]) == 40
@@ -317,7 +317,7 @@ def test_a_request_ends_the_hold_of_what_it_matches_and_a_split_keeps_it(opened:
 def test_a_node_compressed_by_hand_is_not_made_exact_again_before_the_hold_ends(
     opened: Callable[..., TierWalk],
 ) -> None:
-    walk = opened(law=DEAR)
+    walk = opened(cost=DEAR)
     _, node = cached(walk, 100)
     assert walk.cache.start_copy(node, Tier.HOST)
     walk.settle()
@@ -331,10 +331,10 @@ def test_a_node_compressed_by_hand_is_not_made_exact_again_before_the_hold_ends(
 
 
 def test_pressure_moves_a_held_node_further_down(opened: Callable[..., TierWalk]) -> None:
-    walk = opened(is_exact=True, law=DEAR)
+    walk = opened(is_exact=True, cost=DEAR)
     _, node = cached(walk, 100)
     walk.until(lambda: walk.cache.demote_node(node.id, Tier.HOST, 60.0)["is_there"])
-    walk.cache.controller.relieve(Tier.HOST, walk.cache.host.num_bytes, room=walk.cache.room())
+    walk.cache.controller.free_bytes(Tier.HOST, walk.cache.host.num_bytes, room=walk.cache.room())
     walk.settle()
     assert node.id not in walk.cache.nodes or tier_of(node) == Tier.SSD
     walk.check()
@@ -430,13 +430,13 @@ def test_what_is_read_for_a_waiting_request_stays_until_it_is_loaded(opened: Cal
     tokens, node = cached(walk, 60)
     sent(walk, node, Tier.SSD)
     request = walk.wait([*tokens, 59])
-    walk.until(lambda: not walk.cache.is_staging(request))
-    assert tier_of(node) == Tier.HOST and walk.cache.policy.book.records[node.id].is_locked
-    assert walk.cache.controller.relieve(Tier.HOST, 1 << 20, room=walk.cache.room()) == 0
+    walk.until(lambda: not walk.cache.is_prefetching(request))
+    assert tier_of(node) == Tier.HOST and walk.cache.planner.index.candidates[node.id].is_locked
+    assert walk.cache.controller.free_bytes(Tier.HOST, 1 << 20, room=walk.cache.room()) == 0
     assert tier_of(node) == Tier.HOST
     assert walk.admit(request) == 60
     walk.end_all()
-    assert node.kv.num_stages == 0 and walk.cache.staged_bytes == 0
+    assert node.kv.num_prefetches == 0 and walk.cache.prefetch_bytes == 0
     walk.check()
 
 
@@ -445,15 +445,15 @@ def test_what_is_written_to_the_ssd_does_not_leave_a_waiting_request(opened: Cal
     tokens, node = cached(walk, 60)
     sent(walk, node, Tier.HOST)
     (block,) = blocked(walk, "write")
-    walk.cache.send(node.id, Tier.SSD, EXACT)
+    walk.cache.demote(node.id, Tier.SSD, EXACT)
     request = walk.wait([*tokens, 59])
     block.may_end.set()
     walk.settle()
     assert Tier.SSD in node.kv.copies and tier_of(node) == Tier.HOST
     walk.cache.inc_lock_ref(node)
     walk.cache.dec_lock_ref(node)  # as when there was no room to load it
-    assert walk.cache.policy.book.records[node.id].is_locked
-    walk.until(lambda: not walk.cache.is_staging(request))
+    assert walk.cache.planner.index.candidates[node.id].is_locked
+    walk.until(lambda: not walk.cache.is_prefetching(request))
     assert walk.admit(request) == 60
     walk.end_all()
     walk.check()
@@ -464,12 +464,12 @@ def test_a_request_that_goes_holds_nothing_any_more(opened: Callable[..., TierWa
     tokens, node = cached(walk, 60)
     sent(walk, node, Tier.SSD)
     first, second = walk.wait([*tokens, 59]), walk.wait([*tokens, 58])
-    walk.until(lambda: not walk.cache.is_staging(second))
-    assert node.kv.num_stages == 2 and walk.cache.staged_bytes == 60 * 512  # once
-    walk.cache.keep_stages([second])
-    assert walk.cache.policy.book.records[node.id].is_locked and first not in walk.cache.stages.values()
-    walk.cache.keep_stages([])
-    assert not walk.cache.policy.book.records[node.id].is_locked and walk.cache.staged_bytes == 0
+    walk.until(lambda: not walk.cache.is_prefetching(second))
+    assert node.kv.num_prefetches == 2 and walk.cache.prefetch_bytes == 60 * 512  # once
+    walk.cache.keep_prefetches([second])
+    assert walk.cache.planner.index.candidates[node.id].is_locked and first not in walk.cache.prefetches.values()
+    walk.cache.keep_prefetches([])
+    assert not walk.cache.planner.index.candidates[node.id].is_locked and walk.cache.prefetch_bytes == 0
     walk.waiting.clear()
 
 
@@ -478,13 +478,13 @@ def test_a_split_of_what_is_held_leaves_nothing_held_for_ever(opened: Callable[.
     tokens, node = cached(walk, 60)
     sent(walk, node, Tier.SSD)
     request = walk.wait([*tokens, 59])
-    walk.until(lambda: not walk.cache.is_staging(request))
+    walk.until(lambda: not walk.cache.is_prefetching(request))
     walk.serve([*tokens[:30], 58])
     assert len(path_to(node)) == 2
-    walk.until(lambda: not walk.cache.is_staging(request))
+    walk.until(lambda: not walk.cache.is_prefetching(request))
     walk.admit(request)
     walk.end_all()
-    assert not any(each.kv.num_stages for each in nodes_of(walk)) and not walk.cache.staged
+    assert not any(each.kv.num_prefetches for each in nodes_of(walk)) and not walk.cache.prefetch_nodes
     walk.check()
     walk.check_rows()
 
@@ -496,13 +496,13 @@ def test_waiting_requests_hold_no_more_than_a_share_of_the_host(opened: Callable
         sent(walk, node, Tier.SSD)
     for tokens, _ in contexts:
         walk.wait([*tokens, 59])
-    assert walk.cache.staged_bytes <= walk.cache.host.num_bytes / 2
-    assert 1 <= sum(node.kv.num_stages for _, node in contexts) < 4
+    assert walk.cache.prefetch_bytes <= walk.cache.host.num_bytes / 2
+    assert 1 <= sum(node.kv.num_prefetches for _, node in contexts) < 4
     walk.end_all()
     walk.waiting.clear()
-    walk.cache.keep_stages([])
+    walk.cache.keep_prefetches([])
     walk.settle()  # what is being read takes its room until then
-    assert walk.cache.staged_bytes == 0
+    assert walk.cache.prefetch_bytes == 0
 
 
 # ---- pieces of an SSD entry
@@ -548,7 +548,7 @@ def test_a_compression_that_was_begun_before_does_not_change_what_a_request_wait
     (block,) = blocked(walk, "copy")
     assert walk.cache.compress_on_host(node, Form("random", 0.5))
     request = walk.wait([*tokens, 59])
-    walk.until(lambda: not walk.cache.is_staging(request))
+    walk.until(lambda: not walk.cache.is_prefetching(request))
     block.may_end.set()
     walk.settle()
     assert node.kv.copies[Tier.HOST].is_exact and walk.cache.tier_counts["copies_outdated"] == 1

@@ -23,7 +23,7 @@ opened = test_tiers_model.opened
 Part = Callable[[Walk], tuple[object, str]]
 
 OF_A_DROP: list[Part] = [
-    lambda walk: (walk.cache.policy, "forget"),
+    lambda walk: (walk.cache.planner, "forget"),
     lambda walk: (walk.cache, "remove_copies"),
     lambda walk: (walk.cache, "_record_remove_event"),
     lambda walk: (walk.cache.ledger, "free"),
@@ -37,7 +37,7 @@ OF_A_COMPRESSION: list[Part] = [
 ]
 OF_A_DEMOTION: list[Part] = [
     lambda walk: (walk.cache, "host_room"),
-    lambda walk: (placement.BackUp, "__init__"),
+    lambda walk: (placement.Backup, "__init__"),
     lambda walk: (walk.cache.workers["copy"], "submit"),
     lambda walk: (walk.cache, "header_of"),
     lambda walk: (walk.cache, "send"),
@@ -92,7 +92,7 @@ def test_room_is_made_of_others(monkeypatch: pytest.MonkeyPatch, policy: str, pa
         walk.cache.advance(1000.0 + seconds, walk.cache.costs)
     assert not walk.cache.aside and not walk.cache.ledger.has_unfreed
     walk.check()
-    walk.cache.relieve(walk.allocator.size)
+    walk.cache.free_slots(walk.allocator.size)
     walk.check()
     assert walk.allocator.available_size() == walk.allocator.size
 
@@ -104,16 +104,16 @@ def test_a_demotion_that_cannot_begin_leaves_the_node_where_it_is(
     walk = opened(is_exact=True)
     _, node = cached(walk, 100)
     failed = failing(monkeypatch, walk, part)
-    (decision, *_) = walk.cache.policy.plan(Tier.GPU, walk.cache.menu.slot_bytes, walk.cache.room())
+    (decision, *_) = walk.cache.planner.plan(Tier.GPU, walk.cache.menu.slot_bytes, walk.cache.room())
     assert decision.option.tier == Tier.HOST
-    assert walk.cache.controller.carry_out([decision]) == 0
+    assert walk.cache.controller.execute([decision]) == 0
     assert failed and walk.cache.controller.num_failed == {"demote RuntimeError": 1}
     assert node.value is not None and node.kv.job is None and not node.kv.is_leaving
     walk.check()
     walk.settle()
     walk.check_nothing_leaks()
     monkeypatch.undo()
-    assert walk.cache.controller.carry_out([decision]) == 0
+    assert walk.cache.controller.execute([decision]) == 0
     walk.settle()
     assert tier_of(node) == Tier.HOST
     walk.check()
@@ -130,12 +130,12 @@ def test_a_release_that_fails_leaves_a_whole_tree(
     assert set(node.kv.copies) == {Tier.HOST, Tier.SSD}
     failed = failing(monkeypatch, walk, part)
     with pytest.raises(RuntimeError, match="an assumption"):
-        walk.cache.send(node.id, Tier.SSD, EXACT)
+        walk.cache.demote(node.id, Tier.SSD, EXACT)
     assert failed
     walk.check()
     walk.check_rows()
     monkeypatch.undo()
-    walk.cache.send(node.id, Tier.SSD, EXACT)
+    walk.cache.demote(node.id, Tier.SSD, EXACT)
     walk.settle()
     assert tier_of(node) == Tier.SSD
     walk.check()
@@ -163,7 +163,7 @@ def test_with_other_ranks_it_ends_the_server(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(type(walk.cache.compressor), "is_alone", property(lambda self: False))
     failing(monkeypatch, walk, lambda walk: (walk.cache, "drop"))
     with pytest.raises(RuntimeError, match="an assumption"):
-        walk.cache.relieve(100)
+        walk.cache.free_slots(100)
 
 
 def test_a_weight_that_is_no_number_ends_nothing() -> None:
@@ -185,7 +185,7 @@ def test_a_request_whose_view_is_not_that_of_its_prefix_is_served_the_prefix(pag
     walk.cache.compress(node.id, walk.cache.menu.forms[2])
     request = Request("odd", [*tokens, 51, 52], 130, None)
     walk.waiting.append(request)
-    walk.cache.expect(request)
+    walk.cache.on_queued(request)
     matched, adopt = walk.cache.match_prefix, walk.cache.adopt
 
     def spoil(req: Request) -> object:
@@ -210,7 +210,7 @@ def test_slots_that_cannot_be_freed_are_nobodys_until_they_can(monkeypatch: pyte
         raise torch.OutOfMemoryError("none left")
 
     monkeypatch.setattr(walk.cache.ledger, "free", fail)
-    walk.cache.relieve(20)
+    walk.cache.free_slots(20)
     walk.check()
     walk.cache.advance(1.0, walk.cache.costs)
     walk.check()
@@ -248,7 +248,7 @@ def test_slots_that_could_not_be_freed_are_free_after_a_flush(monkeypatch: pytes
         raise RuntimeError("not now")
 
     monkeypatch.setattr(walk.cache.ledger, "free", fail)
-    walk.cache.relieve(20)
+    walk.cache.free_slots(20)
     monkeypatch.undo()
     assert walk.cache.ledger.has_unfreed and walk.cache.ledger.reserved > 0
     walk.cache.reset()

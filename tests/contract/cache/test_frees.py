@@ -35,13 +35,13 @@ def strict(opened: Callable[..., TierWalk], monkeypatch: pytest.MonkeyPatch, pag
     walk.settle()
     walk.check()
     walk.check_rows()
-    walk.cache.relieve(walk.allocator.size)
+    walk.cache.free_slots(walk.allocator.size)
     assert walk.allocator.available_size() == walk.allocator.size
 
 
 def started(walk: TierWalk, tokens: list[int]) -> Request:
     request = walk.wait(tokens)
-    walk.until(lambda: not walk.cache.is_staging(request))
+    walk.until(lambda: not walk.cache.is_prefetching(request))
     walk.admit(request)
     return request
 
@@ -77,7 +77,7 @@ def test_a_node_that_goes_to_the_host(strict: TierWalk) -> None:
 
 
 def test_a_node_that_is_upgraded_and_one_below_it_that_is_trimmed(strict: TierWalk) -> None:
-    object.__setattr__(strict.cache.config, "min_share", 1.0)
+    object.__setattr__(strict.cache.config, "min_match_kept", 1.0)
     tokens, node = cached(strict, 128)
     strict.cache.compress(node.id, Form("random", 0.5))
     before = num_slots(node)
@@ -99,7 +99,7 @@ def test_what_two_requests_compute_at_once(strict: TierWalk) -> None:
     tokens = some_tokens(strict, 100)
     first, second = strict.wait([*tokens, 58]), strict.wait([*tokens, 59])
     for request in (first, second):
-        strict.until(lambda request=request: not strict.cache.is_staging(request))
+        strict.until(lambda request=request: not strict.cache.is_prefetching(request))
     strict.cache.cache_unfinished_req, given = lambda req, chunked=False: None, strict.cache.cache_unfinished_req
     strict.admit(first)
     strict.admit(second)

@@ -85,7 +85,7 @@ def test_what_a_vocabulary_does_not_have_stays_off_the_lower_tiers(opened: Calla
     number = walk.cache.ssd.store.num_entries
     walk.serve([*tokens[:50], odd, *tokens[51:]])  # splits it
     leaf = next(each for each in nodes_of(walk) if odd in each.key.raw_token_ids())
-    walk.cache.send(leaf.id, Tier.SSD, EXACT)
+    walk.cache.demote(leaf.id, Tier.SSD, EXACT)
     walk.settle()
     assert not leaf.kv.copies and leaf.kv.job is None and not leaf.kv.is_leaving
     assert walk.cache.ssd.store.num_entries <= number
@@ -93,7 +93,7 @@ def test_what_a_vocabulary_does_not_have_stays_off_the_lower_tiers(opened: Calla
     (below,) = leaf.children.values()
     assert not walk.cache.start_copy(below, Tier.HOST) and not below.kv.copies
     walk.check()
-    assert walk.cache.relieve(num_slots(leaf)) > 0
+    assert walk.cache.free_slots(num_slots(leaf)) > 0
     walk.cache.close()
     walk.is_closed = True
 

@@ -30,7 +30,7 @@ from sglang_evicpress.patches.cache.radix_cache import EvicPressCache
 from sglang_evicpress.patches.scheduler.prefill_times import _chunks_of
 from sglang_evicpress.patches.tree.compressor import Compressor
 from sglang_evicpress.patches.tree.node import holes_of, is_lossy, num_slots, start_of
-from sglang_evicpress.policy.cost_model import Costs, PrefillLaw
+from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost
 from sglang_evicpress.policy.quality_curves import Curves
 
 pytestmark = pytest.mark.sglang
@@ -102,8 +102,8 @@ class Request:
         return self.kv_allocated_len
 
 
-def costs_of(law: PrefillLaw) -> Costs:
-    return Costs(law, policy_sync.START_LOADS, {})
+def costs_of(cost: PrefillCost) -> CostSnapshot:
+    return CostSnapshot(cost, policy_sync.START_LOADS, {})
 
 
 class Walk:
@@ -122,7 +122,7 @@ class Walk:
             self.allocator = PagedTokenToKVPoolAllocator(num_slots, page_size, torch.float32, "cpu", self.pool, False)
         params = CacheInitParams(False, self.rows, self.allocator, page_size)
         config = EvicPressConfig(
-            policy, **{"alpha": 0.3, "forms": FORMS, "min_tokens": 8, "curves": CURVES, **settings}
+            policy, **{"alpha": 0.3, "forms": FORMS, "min_compress_tokens": 8, "curves": CURVES, **settings}
         )
         self.cache = EvicPressCache(params, config, Compressor(self.pool, page_size, config.sinks))
         self.running: list[Request] = []
@@ -145,7 +145,7 @@ class Walk:
         """A request enters the queue."""
         if len(self.waiting) > 6:
             return
-        self.cache.advance(self.count * 7.0, costs_of(PrefillLaw(0.01, self.rng.choice([1e-4, 3e-4]), 0.0)))
+        self.cache.advance(self.count * 7.0, costs_of(PrefillCost(0.01, self.rng.choice([1e-4, 3e-4]), 0.0)))
         document = self.rng.choice(self.documents)
         tokens = document[: self.rng.randrange(1, len(document))] + [
             self.rng.randrange(50, 60) for _ in range(self.rng.randrange(1, 30))
@@ -153,13 +153,13 @@ class Walk:
         self.count += 1
         request = Request(f"r{self.count}", tokens, len(tokens), self.rng.choice([None, None, "lora-a"]))
         self.waiting.append(request)
-        self.cache.expect(request)
+        self.cache.on_queued(request)
 
     def leave(self) -> None:
         """A waiting request is aborted."""
         if self.waiting:
             self.waiting.pop(self.rng.randrange(len(self.waiting)))
-            self.cache.claims.keep_only(self.waiting)
+            self.cache.queued_hits.keep_only(self.waiting)
 
     def start(self) -> None:
         if len(self.running) >= ROWS - 2 or not self.waiting:
@@ -175,8 +175,8 @@ class Walk:
             request, self.rng.choice([len(tokens), len(tokens), self.rng.randrange(1, len(tokens) + 1)])
         ):
             self.cache.dec_lock_ref(request.last_node)
-            self.waiting.append(request)  # its claim, if it was settled, is gone; it counts when it runs
-            self.cache.expect(request)
+            self.waiting.append(request)  # its queued hit, if it was settled, is gone; it counts when it runs
+            self.cache.on_queued(request)
 
     def extend(self, request: Request, upto: int) -> bool:
         """Prefill up to ``upto`` tokens (a chunk, or all); False when memory does not allow it."""
@@ -264,7 +264,7 @@ class Walk:
             self.num_pressed += 1
 
     def evict(self) -> None:
-        self.cache.relieve(self.rng.randrange(1, 120))
+        self.cache.free_slots(self.rng.randrange(1, 120))
 
     # ---- the oracle
 
@@ -301,8 +301,10 @@ class Walk:
         for request in self.running:
             self.verify(request)
         for node in self.cache.nodes.values():
-            assert 0 <= len(node.kv.claims) < node.kv.num_hits, "a claim is no hit of its own, or was taken back twice"
-        assert len(self.cache.claims) == len(self.waiting)
+            assert 0 <= len(node.kv.queued_hits) < node.kv.num_hits, (
+                "a queued hit is no hit of its own, or was taken back twice"
+            )
+        assert len(self.cache.queued_hits) == len(self.waiting)
 
     def moves(self) -> dict[Callable[[], None], float]:
         """Next moves, with weights."""
@@ -325,8 +327,8 @@ class Walk:
         self.step(steps)
         self.end_all()
         self.check()
-        assert len(self.cache.claims) == 0 and not any(node.kv.claims for node in self.cache.nodes.values())
-        self.cache.relieve(self.allocator.size)
+        assert len(self.cache.queued_hits) == 0 and not any(node.kv.queued_hits for node in self.cache.nodes.values())
+        self.cache.free_slots(self.allocator.size)
         self.check()
         assert self.allocator.available_size() == self.allocator.size
 
@@ -428,7 +430,7 @@ def test_a_lossy_node_only_ever_gets_smaller_forms_and_counts_as_what_it_holds()
 
 def test_what_an_upgraded_node_holds_again_leaves_the_nodes_below_it() -> None:
     walk = Walk(0, 1)
-    walk.cache.config = replace(walk.cache.config, min_share=1.0)
+    walk.cache.config = replace(walk.cache.config, min_match_kept=1.0)
     tokens = [walk.rng.randrange(50) for _ in range(100)]
     finished(walk, tokens)
     (node,) = nodes_of(walk)
@@ -480,7 +482,7 @@ def test_a_locked_node_is_neither_compressed_nor_dropped() -> None:
         walk.cache.compress(node.id, FORMS[0])
     with pytest.raises(RuntimeError, match="locked or has children"):
         walk.cache.drop(node.id)
-    assert walk.cache.relieve(10) == 0
+    assert walk.cache.free_slots(10) == 0
 
 
 def test_check_integrity_sees_a_slot_with_two_owners_and_a_lost_one() -> None:
@@ -558,7 +560,7 @@ def hits_of(walk: Walk) -> dict[int, tuple[float, int]]:
 def waiting(walk: Walk, tokens: list[int]) -> Request:
     walk.count += 1
     request = Request(f"w{walk.count}", list(tokens), len(tokens), None)
-    walk.cache.expect(request)
+    walk.cache.on_queued(request)
     return request
 
 
@@ -578,9 +580,9 @@ def test_a_waiting_request_counts_at_once_and_only_once() -> None:
     finished(walk, tokens)
     assert hits_of(walk) == {100: (1.0, 1)}
     request = waiting(walk, [*tokens, 59])
-    assert hits_of(walk) == {100: (2.0, 2)} and walk.cache.policy.book.records[nodes_of(walk)[0].id].weight == 2.0
+    assert hits_of(walk) == {100: (2.0, 2)} and walk.cache.planner.index.candidates[nodes_of(walk)[0].id].weight == 2.0
     ran(walk, request)
-    assert hits_of(walk) == {100: (2.0, 2)} and len(walk.cache.claims) == 0
+    assert hits_of(walk) == {100: (2.0, 2)} and len(walk.cache.queued_hits) == 0
     ran(walk, Request("never waited", [*tokens, 58], 101, None))
     assert hits_of(walk) == {100: (3.0, 3)}
 
@@ -592,12 +594,12 @@ def test_a_request_that_leaves_the_queue_takes_its_hit_with_it() -> None:
     first, second = waiting(walk, [*tokens, 59]), waiting(walk, [*tokens, 58])
     walk.cache._split_node(nodes_of(walk)[0].key, nodes_of(walk)[0], 40)  # meanwhile another request parts the node
     assert hits_of(walk) == {40: (3.0, 3), 100: (3.0, 3)}
-    walk.cache.claims.keep_only([second])
+    walk.cache.queued_hits.keep_only([second])
     assert hits_of(walk) == {40: (2.0, 2), 100: (2.0, 2)}
-    walk.cache.claims.keep_only([second])
+    walk.cache.queued_hits.keep_only([second])
     ran(walk, second)
     assert hits_of(walk) == {40: (2.0, 2), 100: (2.0, 2)}
-    walk.cache.claims.release(first)  # twice is once
+    walk.cache.queued_hits.release(first)  # twice is once
     walk.check()
 
 
@@ -623,22 +625,22 @@ def test_a_claim_survives_that_its_node_is_dropped_or_all_are_flushed() -> None:
     assert hits_of(walk) == {100: (2.0, 2)}
     third = waiting(walk, [*tokens, 57])
     walk.cache.reset()
-    assert len(walk.cache.claims) == 2 and walk.cache.policy.book.records == {}
+    assert len(walk.cache.queued_hits) == 2 and walk.cache.planner.index.candidates == {}
     ran(walk, second)
-    walk.cache.claims.release(third)
-    assert len(walk.cache.claims) == 0
+    walk.cache.queued_hits.release(third)
+    assert len(walk.cache.queued_hits) == 0
 
 
 def test_a_waiting_request_saves_its_prefix_from_being_the_victim() -> None:
     for waits, dropped in ((False, "old"), (True, "new")):
         walk = Walk(0, 1)
-        walk.cache.config = replace(walk.cache.config, min_tokens=1000)  # nothing is compressed
+        walk.cache.config = replace(walk.cache.config, min_compress_tokens=1000)  # nothing is compressed
         old, new = ([walk.rng.randrange(50) for _ in range(60)] for _ in range(2))
         finished(walk, old)
         finished(walk, new)
         if waits:
             waiting(walk, [*old, 59])
-        walk.cache.relieve(1)
+        walk.cache.free_slots(1)
         (left,) = nodes_of(walk)
         assert (left.key.token_ids[0] == (new if dropped == "old" else old)[0]) and left.key.token_ids[1:4] == array(
             "q", (new if dropped == "old" else old)[1:4]
@@ -647,20 +649,20 @@ def test_a_waiting_request_saves_its_prefix_from_being_the_victim() -> None:
 
 def test_hits_fade_by_the_stamped_clock_which_never_goes_back() -> None:
     walk = Walk(0, 1)
-    law = walk.cache.costs.prefill
+    cost = walk.cache.costs.prefill
     half_life = walk.cache.clock.half_life_s
-    walk.cache.advance(1e6, costs_of(law))
+    walk.cache.advance(1e6, costs_of(cost))
     first = [walk.rng.randrange(50) for _ in range(60)]
     finished(walk, first)
-    walk.cache.advance(1e6 + half_life, costs_of(law))
-    walk.cache.advance(5.0, costs_of(law))  # a stamp from the past
+    walk.cache.advance(1e6 + half_life, costs_of(cost))
+    walk.cache.advance(5.0, costs_of(cost))  # a stamp from the past
     assert walk.cache.now_s == half_life
     finished(walk, [55, *first])
     assert sorted(hits_of(walk).values()) == [(1.0, 1), (2.0, 1)]
     request = waiting(walk, [*first, 59])
-    walk.cache.advance(1e6 + 600 * half_life, costs_of(law))  # so far that the epoch moves
+    walk.cache.advance(1e6 + 600 * half_life, costs_of(cost))  # so far that the epoch moves
     assert walk.cache.clock.epoch_s == 600 * half_life
-    walk.cache.claims.release(request)
+    walk.cache.queued_hits.release(request)
     assert [hits for _, hits in hits_of(walk).values()] == [1, 1]
     finished(walk, [56, *first])
     assert max(weight for weight, _ in hits_of(walk).values()) == 1.0
@@ -669,40 +671,40 @@ def test_hits_fade_by_the_stamped_clock_which_never_goes_back() -> None:
 
 def test_recomputing_weighs_as_many_times_as_requests_wait_for_it() -> None:
     walk = Walk(0, 1)
-    law = walk.cache.costs.prefill
+    cost = walk.cache.costs.prefill
     assert walk.cache.host is None and walk.cache.recompute_weight == 1.0
     for number, (congestion, weight) in enumerate([(1.0, 1.0), (4.0, 4.0), (1.0, 1.0)], start=1):
-        walk.cache.advance(1000.0 * number, costs_of(law), congestion)
-        seen = walk.cache.policy.rule.costs.prefill
-        assert seen.per_token_s == pytest.approx(weight * law.per_token_s)
-        assert walk.cache.costs.prefill == law
+        walk.cache.advance(1000.0 * number, costs_of(cost), congestion)
+        seen = walk.cache.planner.policy.costs.prefill
+        assert seen.per_token_s == pytest.approx(weight * cost.per_token_s)
+        assert walk.cache.costs.prefill == cost
         assert walk.cache.inspector.describe_stats()["costs"]["recompute_weight"] == weight
         walk.check()
 
 
 def test_the_half_life_is_learned_from_reuse_and_weights_follow() -> None:
     walk = Walk(0, 1)
-    law, clock = walk.cache.costs.prefill, walk.cache.clock
+    cost, clock = walk.cache.costs.prefill, walk.cache.clock
     tokens = [walk.rng.randrange(50) for _ in range(60)]
     finished(walk, tokens)
     before = clock.half_life_s
     for index in range(70):
-        walk.cache.advance(10.0 * index, costs_of(law))
+        walk.cache.advance(10.0 * index, costs_of(cost))
         ran(walk, waiting(walk, [*tokens, 59]))
         walk.check()
     assert clock.is_learned and clock.half_life_s == 15.0 != before
-    assert walk.cache.policy.book.records[nodes_of(walk)[0].id].weight == hits_of(walk)[60][0]
+    assert walk.cache.planner.index.candidates[nodes_of(walk)[0].id].weight == hits_of(walk)[60][0]
     assert walk.cache.inspector.describe_stats()["half_life_s"] == 15.0
 
 
 def test_the_half_life_is_that_between_bursts_not_within_them() -> None:
     walk = Walk(0, 1)
-    law, clock = walk.cache.costs.prefill, walk.cache.clock
+    cost, clock = walk.cache.costs.prefill, walk.cache.clock
     tokens = [walk.rng.randrange(50) for _ in range(60)]
     finished(walk, tokens)
     (node,) = nodes_of(walk)
     for index in range(1, 40):
-        walk.cache.advance(10.0 * index, costs_of(law))
+        walk.cache.advance(10.0 * index, costs_of(cost))
         burst = [waiting(walk, [*tokens, 59]) for _ in range(4)]  # while one waits already
         ran(walk, burst.pop())
         walk.cache.inc_lock_ref(node)
@@ -710,7 +712,7 @@ def test_the_half_life_is_that_between_bursts_not_within_them() -> None:
         for request in burst:
             ran(walk, request)
         walk.cache.dec_lock_ref(node)
-    walk.cache.advance(400.0, costs_of(law))
+    walk.cache.advance(400.0, costs_of(cost))
     assert clock.half_life_s == 15.0
 
 
@@ -727,21 +729,21 @@ def test_a_node_below_another_shares_its_expected_reuse_with_its_siblings() -> N
 
 def test_costs_that_drift_reach_the_policy_and_small_changes_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     walk = Walk(0, 1)
-    walk.cache.advance(0.0, costs_of(PrefillLaw(0.0, 1.05e-4, 0.0)))
+    walk.cache.advance(0.0, costs_of(PrefillCost(0.0, 1.05e-4, 0.0)))
     assert walk.cache.costs.prefill.per_token_s == 1e-4
-    walk.cache.advance(20.0, costs_of(PrefillLaw(0.0, 5e-4, 0.0)))
-    assert walk.cache.costs.prefill.per_token_s == walk.cache.policy.rule.costs.prefill.per_token_s == 5e-4
-    walk.cache.advance(21.0, costs_of(PrefillLaw(0.0, 9e-4, 0.0)))
+    walk.cache.advance(20.0, costs_of(PrefillCost(0.0, 5e-4, 0.0)))
+    assert walk.cache.costs.prefill.per_token_s == walk.cache.planner.policy.costs.prefill.per_token_s == 5e-4
+    walk.cache.advance(21.0, costs_of(PrefillCost(0.0, 9e-4, 0.0)))
     assert walk.cache.costs.prefill.per_token_s == 5e-4  # not so soon again
-    walk.cache.advance(40.0, costs_of(PrefillLaw(0.0, 9e-4, 0.0)))
+    walk.cache.advance(40.0, costs_of(PrefillCost(0.0, 9e-4, 0.0)))
     assert walk.cache.costs.prefill.per_token_s == 9e-4
     for now_s, given, expected in ((40.9, 4e-4, 9e-4), (41.1, 5e-4, 9e-4), (41.1, 4e-4, 4e-4), (42.2, 9e-4, 9e-4)):
-        walk.cache.advance(now_s, costs_of(PrefillLaw(0.0, given, 0.0)))  # soon where it doubled or halved
+        walk.cache.advance(now_s, costs_of(PrefillCost(0.0, given, 0.0)))  # soon where it doubled or halved
         assert walk.cache.costs.prefill.per_token_s == expected
     monkeypatch.setattr(policy_sync, "REFRESH_S_PER_NODE", 30.0)  # as if there were thirty thousand times as many
     finished(walk, [walk.rng.randrange(50) for _ in range(60)])
     for now_s, expected in ((44.0, 9e-4), (46.0, 2e-4)):
-        walk.cache.advance(now_s, costs_of(PrefillLaw(0.0, 2e-4, 0.0)))
+        walk.cache.advance(now_s, costs_of(PrefillCost(0.0, 2e-4, 0.0)))
         assert walk.cache.costs.prefill.per_token_s == expected
 
 
@@ -749,22 +751,22 @@ def test_check_integrity_sees_a_book_that_is_out_of_step() -> None:
     walk = Walk(0, 1)
     finished(walk, [walk.rng.randrange(50) for _ in range(80)])
     (node,) = nodes_of(walk)
-    record = walk.cache.policy.book.records[node.id]
-    for name, wrong in (("num_bytes", 1), ("is_locked", True), ("weight", 9.0), ("parent_id", 77), ("rank", Tier.HOST)):
+    record = walk.cache.planner.index.candidates[node.id]
+    for name, wrong in (("num_bytes", 1), ("is_locked", True), ("weight", 9.0), ("parent_id", 77), ("tier", Tier.HOST)):
         right = getattr(record, name)
         setattr(record, name, wrong)
-        assert any("policy's book" in text for text in walk.cache.inspector.check_integrity()["violations"]), name
+        assert any("policy's index" in text for text in walk.cache.inspector.check_integrity()["violations"]), name
         setattr(record, name, right)
     walk.check()
-    del walk.cache.policy.book.records[node.id]
-    assert any("not in the policy's book" in text for text in walk.cache.inspector.check_integrity()["violations"])
+    del walk.cache.planner.index.candidates[node.id]
+    assert any("not in the policy's index" in text for text in walk.cache.inspector.check_integrity()["violations"])
 
 
 def test_decisions_are_journalled_with_what_they_rest_on() -> None:
     walk = Walk(0, 1)
     finished(walk, [walk.rng.randrange(50) for _ in range(100)])
-    walk.cache.relieve(10)
-    walk.cache.relieve(SLOTS)
+    walk.cache.free_slots(10)
+    walk.cache.free_slots(SLOTS)
     journal = walk.cache.inspector.read_journal(0, 100)
     numbers = [entry["number"] for entry in journal["entries"]]
     assert numbers == list(range(1, len(numbers) + 1)) and journal["num_lost"] == 0

@@ -73,7 +73,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     ranks = Ranks()
     monkeypatch.setattr(compressor.dist, "all_reduce", ranks.all_reduce)
     monkeypatch.setattr(compressor.dist, "get_rank", lambda group: ranks.rank)
-    monkeypatch.setattr(compressor, "agreed", lambda value, group: ranks.meet(value)[0], raising=False)
+    monkeypatch.setattr(compressor, "agreed", lambda value, group: ranks.meet(value)[0], promoting=False)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield ranks
@@ -146,7 +146,7 @@ def test_a_plan_takes_one_collective_and_leaves_ranks_alike(
             finished(walk, [first, *range(1, 64)])
     if is_short:
         fail_at(monkeypatch, ranks, "select")
-    freed = ranks.run(*(lambda walk=walk: walk.cache.relieve(96) for walk in walks))
+    freed = ranks.run(*(lambda walk=walk: walk.cache.free_slots(96) for walk in walks))
     assert freed == [64 + 2 * 32 if is_short else 3 * 32] * 2
     assert ranks.num_meetings == 1
     assert state_of(walks[0]) == state_of(walks[1])
@@ -167,7 +167,7 @@ def test_what_else_fails_on_one_rank_ends_all(ranks: Ranks, monkeypatch: pytest.
         return select(*given)
 
     monkeypatch.setattr(compressor, "select", fail)
-    raised = ranks.run(*(lambda walk=walk: walk.cache.relieve(64) for walk in walks))
+    raised = ranks.run(*(lambda walk=walk: walk.cache.free_slots(64) for walk in walks))
     assert all(isinstance(error, RuntimeError) and "a rank failed" in str(error) for error in raised), raised
     assert raised[1].__cause__ is broken
 

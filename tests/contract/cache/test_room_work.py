@@ -133,7 +133,7 @@ def test_room_on_the_host_costs_no_more_where_there_are_more_spare_copies(
             on_host_too(walk, node)
         if num_planned:
             walk.cache._plan_to_leave([node.id for node in nodes[:num_planned]])
-        spare, extents = walk.cache._spare, walk.cache.host.arena.extents
+        spare, extents = walk.cache._redundant, walk.cache.host.arena.extents
 
         def alloc(self: object, num_bytes: int, spare: object = spare, least: int = number - 3) -> tuple[()] | None:
             return () if len(spare) <= least else None

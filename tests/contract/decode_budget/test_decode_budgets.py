@@ -24,7 +24,7 @@ from sglang_evicpress.decode_budget.scores import score_rows
 from sglang_evicpress.decode_budget.settings import METHODS, DecodeSettings
 from sglang_evicpress.introspect.arguments import IntrospectionError
 from sglang_evicpress.patches.attention import req_to_token
-from sglang_evicpress.patches.attention.req_to_token import HoleTable
+from sglang_evicpress.patches.attention.req_to_token import RequestHoles
 from sglang_evicpress.patches.decode_budget import inspection, passes
 from sglang_evicpress.patches.decode_budget.state import DecodeState, num_logical, num_physical, positions_of
 from sglang_evicpress.patches.scheduler.paged_allocator import free_whole_pages
@@ -41,8 +41,8 @@ STEPS_OF_A_PASS = (
 
 
 @pytest.fixture(autouse=True)
-def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[HoleTable]:
-    made = HoleTable(ROWS + 1, "cpu")
+def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[RequestHoles]:
+    made = RequestHoles(ROWS + 1, "cpu")
     monkeypatch.setattr(req_to_token, "_table", made)
     yield made
 
@@ -65,13 +65,13 @@ class Budgeted(Request):
 
 
 class BudgetWalk(Walk):
-    """Requests of all methods and scores, a third of them without a budget; some wait, some are sent back."""
+    """Requests of all methods and scores, a third of them without a budget; some wait, some are retracted."""
 
     def __init__(self, seed: int, page_size: int, *, score: str | None = None, **settings: Any) -> None:
         self.score = score
         super().__init__(seed, page_size, **settings)
         self.kinds: dict[str, int] = {}
-        self.puts_off = False
+        self.defers = False
 
     def scheduler(self) -> SimpleNamespace:
         batch = SimpleNamespace(reqs=self.running, batch_is_full=False)
@@ -84,7 +84,7 @@ class BudgetWalk(Walk):
         if self.count == before:
             return
         given = self.waiting.pop()
-        self.cache.claims.keep_only(self.waiting)
+        self.cache.queued_hits.keep_only(self.waiting)
         request = Budgeted(given.rid, given.tokens, given.prompt_len, given.extra_key)
         if self.rng.random() < 0.67:
             method = self.rng.choice(METHODS)
@@ -93,13 +93,13 @@ class BudgetWalk(Walk):
                 self.rng.randrange(least, least + 60),
                 method,
                 self.score or self.rng.choice(SCORES),
-                every=self.rng.choice([1, 8, 20]),
-                protect=self.rng.choice([(), ("first",), ("newest",), ("first", "newest")]),
+                interval=self.rng.choice([1, 8, 20]),
+                protected_pages=self.rng.choice([(), ("first",), ("newest",), ("first", "newest")]),
             )
             if settings.tokens >= schedule.least_tokens(settings, self.page, SINKS):
                 self.cache.decode_budgets.begin(request, settings, wants_trace=True)
         self.waiting.append(request)
-        self.cache.expect(request)
+        self.cache.on_queued(request)
 
     def extend(self, request: Any, upto: int) -> bool:
         """Prefill like a scheduler: only the last chunk is the end of the prefill."""
@@ -150,30 +150,30 @@ class BudgetWalk(Walk):
             last = int(self.rows.req_to_token[request.req_pool_idx, physical - 1])
             return torch.tensor([last + 1])
         if self.allocator.available_size() < self.page:
-            self.cache.relieve(self.page)
+            self.cache.free_slots(self.page)
         fresh = self.allocator.alloc(self.page)
         return None if fresh is None else fresh[:1]
 
     def visit(self) -> None:
         budgeted = [each for each in self.running if each.kv_budget is not None]
-        passes = {id(each): each.kv_budget.tally.counts.num_passes for each in budgeted}
+        passes = {id(each): each.kv_budget.stats.counts.num_passes for each in budgeted}
         free = self.allocator.available_size()
         self.cache.decode_budgets.visit_budgets(self.cache.scheduler)
         records = []
         for each in budgeted:
             state = each.kv_budget
-            num_new = state.tally.counts.num_passes - passes[id(each)]
-            records += list(state.tally.passes)[len(state.tally.passes) - num_new :]
+            num_new = state.stats.counts.num_passes - passes[id(each)]
+            records += list(state.stats.passes)[len(state.stats.passes) - num_new :]
             if num_new:
                 each.frozen_view = self.view_of(each)
         for record in records:
             self.kinds[record.kind] = self.kinds.get(record.kind, 0) + 1
         has_copied = any(record.kind == "copy_out" or (record.kind == "page" and record.copies) for record in records)
-        if records and not has_copied and not self.puts_off:
+        if records and not has_copied and not self.defers:
             freed = self.allocator.available_size() - free
             assert freed == sum(record.pages_freed for record in records) * self.page
-        if self.puts_off:
-            return  # what was put off would be due
+        if self.defers:
+            return  # what was deferred would be due
         free = self.allocator.available_size()
         self.cache.decode_budgets.visit_budgets(self.cache.scheduler)
         if not any(self.is_stuck(each) for each in budgeted):
@@ -183,7 +183,7 @@ class BudgetWalk(Walk):
         """It waits for room to copy what it shares."""
         return not request.kv_budget.has_left_tree
 
-    def send_back(self) -> None:
+    def retract(self) -> None:
         """SGLang's retraction: it waits again, and is computed anew with what it has generated."""
         ready = [each for each in self.running if each.filled >= each.prompt_len]
         if not ready:
@@ -197,10 +197,10 @@ class BudgetWalk(Walk):
         request.prefix_indices, request.last_node, request.frozen_view = torch.empty(0, dtype=torch.int64), None, []
         request.prompt_len = len(request.tokens)
         self.waiting.append(request)
-        self.cache.expect(request)
+        self.cache.on_queued(request)
 
     def moves(self) -> dict[Callable[[], None], float]:
-        return super().moves() | {self.decode: 25, self.send_back: 0.7, self.leave: 0.3, self.finish: 1.5}
+        return super().moves() | {self.decode: 25, self.retract: 0.7, self.leave: 0.3, self.finish: 1.5}
 
     # ---- the oracle
 
@@ -216,7 +216,7 @@ class BudgetWalk(Walk):
         assert request.evicpress.holes == request.cache_protected_len == 0
         num_slots = num_physical(request)
         assert num_logical(request) == len(request.tokens)
-        assert self.puts_off or num_slots <= schedule.peak(state.settings, self.page)
+        assert self.defers or num_slots <= schedule.peak(state.settings, self.page)
         held = positions_of(state.positions, num_logical(request), num_slots, "cpu").expand(LAYERS, HEADS, -1)
         hashes = torch.tensor(path_hashes(request.tokens, self.adapter_of(request.extra_key)))
         row = self.rows.req_to_token[request.req_pool_idx, :num_slots].long()
@@ -228,7 +228,7 @@ class BudgetWalk(Walk):
                     entries = buffer[layer][row, head]
                     assert torch.equal(entries[:, 1].long(), positions), "a slot holds another token than the map says"
                     assert torch.equal(entries[:, 0].long(), hashes[positions]), "KV of another token path"
-                if state.settings.method != "paged" or "first" in state.settings.protect:
+                if state.settings.method != "paged" or "first" in state.settings.protected_pages:
                     assert set(range(SINKS)) <= set(positions.tolist()), "a sink was dropped"
         for before, now in zip(request.frozen_view, self.view_of(request), strict=True):
             assert before <= now, "something was dropped without a pass"
@@ -259,7 +259,7 @@ def test_a_pass_for_which_the_device_has_no_memory_changes_nothing_and_is_made_u
     monkeypatch: pytest.MonkeyPatch, seed: int, page_size: int
 ) -> None:
     walk = BudgetWalk(seed, page_size, num_slots=1024)
-    walk.puts_off = True
+    walk.defers = True
     chance = random.Random(seed)
 
     def scarce(function: Any) -> Any:
@@ -278,7 +278,7 @@ def test_a_pass_for_which_the_device_has_no_memory_changes_nothing_and_is_made_u
     for name in ("copy", "copy_survivors"):
         monkeypatch.setattr(walk.cache.compressor, name, scarce(getattr(walk.cache.compressor, name)))
     walk.run(250)
-    assert walk.cache.decode_budgets.totals.num_put_off > 10 and len(walk.kinds) > 1
+    assert walk.cache.decode_budgets.totals.num_deferred > 10 and len(walk.kinds) > 1
     monkeypatch.undo()
     walk.visit()
     for request in walk.running:  # those that can copy what they share are within their budgets again
@@ -314,10 +314,10 @@ def alike(page_size: int, method: str, score: str, num_requests: int) -> BudgetW
     for number in range(num_requests):
         tokens = [*walk.documents[number % 3][:100], *(walk.rng.randrange(50, 60) for _ in range(20))]
         request = Budgeted(f"r{number}", tokens, len(tokens), None)
-        settings = DecodeSettings(64 if number else 80, method, score, every=16)
+        settings = DecodeSettings(64 if number else 80, method, score, interval=16)
         walk.cache.decode_budgets.begin(request, settings, wants_trace=True)
         walk.waiting.append(request)
-        walk.cache.expect(request)
+        walk.cache.on_queued(request)
         key = RadixKey(array("q", tokens), None, limit=len(tokens) - 1)
         match = walk.cache.match_prefix(MatchPrefixParams(key=key, req=request))
         request.prefix_indices, request.last_node = match.device_indices, match.last_device_node
@@ -347,7 +347,7 @@ def test_the_passes_of_a_step_give_in_one_batch_what_they_give_row_by_row(
     monkeypatch.setattr(passes, "score_rows", counted)
     together = alike(page_size, method, score, 5)
     launches, num_scored = num_scored, 0
-    monkeypatch.setattr(req_to_token, "_table", HoleTable(ROWS + 1, "cpu"))
+    monkeypatch.setattr(req_to_token, "_table", RequestHoles(ROWS + 1, "cpu"))
     monkeypatch.setattr(passes, "MAX_BATCH_SCORES", 0)
     alone = alike(page_size, method, score, 5)
     num_passes = alone.cache.decode_budgets.totals.counts.num_passes
@@ -371,10 +371,10 @@ def test_small_pages_keep_the_tokens_that_pages_of_16_keep() -> None:
     walks = []
     for page_size in (16, 1, 2, 4, 8):
         walks.append(alike(page_size, "paged", "knorm", 3))
-        req_to_token.attach(HoleTable(ROWS + 1, "cpu"))
+        req_to_token.attach(RequestHoles(ROWS + 1, "cpu"))
     for walk in walks[1:]:
         for one, other in zip(walks[0].running, walk.running, strict=True):
-            assert other.kv_budget.tally.counts.num_passes <= 1 + -(-70 // 16)
+            assert other.kv_budget.stats.counts.num_passes <= 1 + -(-70 // 16)
             held = [positions_of(each.kv_budget.positions, num_logical(each), num_physical(each), "cpu").expand(
                 LAYERS, HEADS, -1) for each in (one, other)]  # fmt: skip
             assert torch.equal(*held) and (held[1][..., :SINKS] == torch.arange(SINKS)).all()

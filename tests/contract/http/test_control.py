@@ -35,8 +35,8 @@ from sglang_evicpress.patches.kv_flags import DEPENDENT_FLAGS
 from sglang_evicpress.patches.scheduler import queries, queue_limit, shutdown
 from sglang_evicpress.patches.scheduler.messages import EvicPressReqInput, EvicPressReqOutput
 from sglang_evicpress.patches.scheduler.queue_limit import RetryAfter
-from sglang_evicpress.quality.evidence import Evidence
 from sglang_evicpress.quality.profile import Profile
+from sglang_evicpress.quality.running_stats import RunningStats
 from sglang_evicpress.quality.store import ProfileStore
 from sglang_evicpress.threads import WatchedThread
 
@@ -250,7 +250,7 @@ class ProfiledCache(FakeCache):
         return {}
 
 
-PROFILE = Profile(bytes(16), 64, {Form("knorm", 0.5): Evidence(2.0, 0.5, 0.1)}, "logprob", "0" * 16, 2, 1e9)
+PROFILE = Profile(bytes(16), 64, {Form("knorm", 0.5): RunningStats(2.0, 0.5, 0.1)}, "logprob", "0" * 16, 2, 1e9)
 
 
 def profiled_client(path: Path) -> TestClient:
@@ -778,10 +778,10 @@ def launch(
     manager: FakeTokenizerManager,
     *,
     has_tiers: bool = False,
-    recording: bool = False,
+    online_profiling: bool = False,
     max_queue_s: float | None = None,
 ) -> None:
-    given = {"kv_no_recording": None if recording else True, "kv_max_queue_seconds": max_queue_s}
+    given = {"kv_disable_online_profiling": None if online_profiling else True, "kv_max_queue_seconds": max_queue_s}
     flags = {**dict.fromkeys(DEPENDENT_FLAGS), **given}
     arguments = SimpleNamespace(kv_policy=kv_policy, has_tiers=has_tiers, admin_api_key=None, host="127.0.0.1", **flags)
     sglang_http_server._setup_and_run_http_server(arguments, manager)
@@ -853,10 +853,10 @@ def test_the_profiler_runs_beside_a_server_that_records(
     launch("evicpress", manager)
     assert [given for _, given in started] == [manager]
     started.clear()
-    launch("evicpress", manager, recording=True)
+    launch("evicpress", manager, online_profiling=True)
     assert (started[0], started[2], len(started)) == ("profiler started", "profiler stopped", 3)
     started.clear()
-    launch("lru", manager, recording=True)
+    launch("lru", manager, online_profiling=True)
     assert [given for _, given in started] == [manager]
 
 

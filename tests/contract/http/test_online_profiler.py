@@ -153,7 +153,7 @@ def test_a_context_that_nothing_is_known_of_is_profiled_and_its_profile_kept(run
     profile = Profile.from_json(put["profile"])
     assert (profile.key.hex(), profile.num_tokens, profile.scorer, profile.num_queries) == (KEY, 256, "logprob", 2)
     assert put["is_fresh"] is True and [str(form) for form in profile.forms] == FORMS
-    assert all(evidence.count == 2 for evidence in profile.forms.values())
+    assert all(stats.count == 2 for stats in profile.forms.values())
     assert profile.forms[next(iter(profile.forms))].mean > list(profile.forms.values())[1].mean
     assert [drop["form"] for drop in running.calls.named("drop_shadow_form")] == FORMS
     assert running.calls.named("close_shadow") == [{"adopt": False}] and running.server.shadows == {}

@@ -11,15 +11,15 @@ from sglang_evicpress.core import Form
 from sglang_evicpress.introspect.arguments import IntrospectionError, Json
 from sglang_evicpress.patches.http import profile_writer
 from sglang_evicpress.patches.http.profile_writer import ProfileFile
-from sglang_evicpress.quality.evidence import Evidence
 from sglang_evicpress.quality.profile import Profile
+from sglang_evicpress.quality.running_stats import RunningStats
 from sglang_evicpress.quality.store import read_all
 
 OURS, THEIRS = "aa" * 16, "bb" * 16
 
 
 def answered(number: int, mean: float = 0.5, identity: str = OURS) -> Json:
-    forms = {Form("knorm", 0.5): Evidence(2.0, mean)}
+    forms = {Form("knorm", 0.5): RunningStats(2.0, mean)}
     profile = Profile(bytes([number] * 16), 640, forms, "logprob", "0" * 16, 2, 1.5e9)
     return {"identity": identity, "profile": profile.to_json()}
 

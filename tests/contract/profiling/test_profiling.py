@@ -17,17 +17,17 @@ from tests.contract.profiling.test_shadows import HALF, ShadowWalk
 from sglang_evicpress.core import Form
 from sglang_evicpress.introspect.arguments import IntrospectionError
 from sglang_evicpress.patches.profiling import quality
-from sglang_evicpress.policy.cost_model import PrefillLaw
-from sglang_evicpress.quality.evidence import Evidence
+from sglang_evicpress.policy.cost_model import PrefillCost
 from sglang_evicpress.quality.profile import Profile, context_keys
 from sglang_evicpress.quality.recorder import Recorder
+from sglang_evicpress.quality.running_stats import RunningStats
 from sglang_evicpress.quality.store import ProfileStore
 from sglang_evicpress.tiers.entry.identity import KEY_BYTES
 
 pytestmark = pytest.mark.sglang
 
 IDENTITY = bytes(range(1, KEY_BYTES + 1))
-LAW = PrefillLaw(0.01, 1e-4, 0.0)
+COST = PrefillCost(0.01, 1e-4, 0.0)
 GOOD = {"knorm@0.5": 0.9, "knorm@0.2": 0.8}
 POOR = {"knorm@0.5": 0.3, "knorm@0.2": 0.1}
 
@@ -48,7 +48,7 @@ class ProfiledWalk(ShadowWalk):
         self, tokens: list[int], means: dict[str, float], namespace: str | None = None, *, query_set: str = "0" * 16
     ) -> Profile:
         """Profile of a context from nine queries that agree."""
-        forms = {Form.parse(text): Evidence(9.0, mean, 0.1) for text, mean in means.items()}
+        forms = {Form.parse(text): RunningStats(9.0, mean, 0.1) for text, mean in means.items()}
         return Profile(self.key_of(tokens, namespace), len(tokens), forms, "logprob", query_set, 9, 1e9)
 
     def put(self, tokens: list[int], means: dict[str, float], namespace: str | None = None, **more: object) -> int:
@@ -58,12 +58,12 @@ class ProfiledWalk(ShadowWalk):
         return answered["num_nodes"]
 
     def expected(self, node: object, *forms: str) -> list[float | None]:
-        """The quality that the policy's book has of forms of a node, None of those that it may not choose."""
+        """The quality that the policy's index has of forms of a node, None of those that it may not choose."""
         stats, menu = self.cache.stats_of(node), self.cache.menu.forms
-        record = self.cache.policy.book.records[node.id]
-        assert (list(record.curve), record.reachable) == (list(stats.curve), stats.reachable)
+        record = self.cache.planner.index.candidates[node.id]
+        assert (list(record.curve), record.allowed_forms) == (list(stats.curve), stats.allowed_forms)
         indices = [menu.index(Form.parse(form)) for form in forms]
-        return [stats.curve[index] if stats.reachable >> index & 1 else None for index in indices]
+        return [stats.curve[index] if stats.allowed_forms >> index & 1 else None for index in indices]
 
     def parts(self, tokens: list[int], namespace: str | None = None) -> list[object]:
         """The nodes that spell a context."""
@@ -72,7 +72,7 @@ class ProfiledWalk(ShadowWalk):
     def wait_s(self, seconds: float) -> None:
         self.count += 1
         self.stamped_s = getattr(self, "stamped_s", 0.0) + seconds
-        self.cache.advance(self.stamped_s, costs_of(LAW))
+        self.cache.advance(self.stamped_s, costs_of(COST))
 
     def answer(self, tokens: list[int], *answer: int, namespace: str | None = None, lora_id: str | None = None) -> None:
         """A user's request from its arrival to its end."""
@@ -104,7 +104,7 @@ def test_with_nothing_known_only_the_exact_form_may_be_chosen() -> None:
     (node,) = walk.cache.nodes.values()
     assert walk.expected(node, *map(str, FORMS)) == [None] * len(FORMS)
     assert [str(option.form or "drop") for option in walk.cache.options_of(node)] == ["drop"]
-    walk.cache.relieve(64)
+    walk.cache.free_slots(64)
     assert walk.cache.controller.num_dropped == 1 and not walk.cache.controller.num_compressed
     assert walk.cache.inspector.list_profiles()["default"] == {}
 
@@ -112,7 +112,7 @@ def test_with_nothing_known_only_the_exact_form_may_be_chosen() -> None:
 def test_a_policy_that_weighs_no_quality_compresses_without_any() -> None:
     walk = ProfiledWalk(policy="knorm@0.5+lru")
     finished(walk, walk.random_tokens(128))
-    walk.cache.relieve(64)
+    walk.cache.free_slots(64)
     assert walk.cache.controller.num_compressed == {"knorm@0.5": 1}
 
 
@@ -317,7 +317,7 @@ def test_profiles_are_read_at_the_start_and_those_of_another_model_are_not(tmp_p
     for identity, means in ((IDENTITY, GOOD), (bytes(KEY_BYTES), POOR)):
         store = ProfileStore(tmp_path / "profiles", identity)
         store.put(ProfiledWalk().profile(tokens, means))
-    walk = ProfiledWalk(profiles=str(tmp_path / "profiles"))
+    walk = ProfiledWalk(profile_path=str(tmp_path / "profiles"))
     finished(walk, tokens)
     (node,) = walk.parts(tokens)
     assert walk.expected(node, "knorm@0.5") == [walk.cache.quality.catalog.curves_of(walk.key_of(tokens)).quality(HALF)]
@@ -354,7 +354,7 @@ def test_adaptcache_goes_by_the_mean_of_all_profiles() -> None:
         walk.put(walk.random_tokens(64), {"knorm@0.5": mean})
     finished(walk, walk.random_tokens(128))
     walk.wait_s(100.0)
-    assert walk.cache.policy.rule._quality[HALF] == pytest.approx(0.7)
+    assert walk.cache.planner.policy._quality[HALF] == pytest.approx(0.7)
     walk.check()
 
 
@@ -416,7 +416,7 @@ def test_what_is_not_recorded() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"recording": False}, {"policy": "lru"}, {"forms": (Form(),)}], ids=["flag", "policy", "exact"]
+    "settings", [{"online_profiling": False}, {"policy": "lru"}, {"forms": (Form(),)}], ids=["flag", "policy", "exact"]
 )
 def test_where_it_would_change_nothing_nothing_is_recorded(settings: dict[str, object]) -> None:
     walk = ProfiledWalk(**settings)
@@ -424,7 +424,7 @@ def test_where_it_would_change_nothing_nothing_is_recorded(settings: dict[str, o
     for question in (51, 52, 53):
         walk.answer([*tokens, question], 7)
     assert walk.cache.quality.recorder is None and walk.job() == {}
-    assert walk.cache.inspector.list_profiles()["recording"] is False
+    assert walk.cache.inspector.list_profiles()["online_profiling"] is False
 
 
 def test_a_lossy_hit_is_recorded_with_what_was_predicted() -> None:

@@ -32,11 +32,11 @@ from tests.contract.tiers.test_tiers_model import TierWalk
 
 from sglang_evicpress.core import PRESSES, Form, Tier
 from sglang_evicpress.introspect.arguments import IntrospectionError
-from sglang_evicpress.patches.attention.prompt_queries import QueryCapture
+from sglang_evicpress.patches.attention.prompt_queries import PromptQueries
 from sglang_evicpress.patches.profiling import shadows
 from sglang_evicpress.patches.tiers import admin
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
-from sglang_evicpress.patches.tree.node import is_lossy, num_slots, path_to, slots_of, start_of, walk
+from sglang_evicpress.patches.tree.node import is_lossy, iter_nodes, num_slots, path_to, slots_of, start_of
 from sglang_evicpress.tiers.jobs import Job
 
 pytestmark = pytest.mark.sglang
@@ -48,12 +48,12 @@ class ShadowMoves:
     """Moves of a profiler, on top of a walk. ``copied`` are the names of shadows with whose context they hold."""
 
     def scheduler(self) -> SimpleNamespace:
-        """Part of SGLang's scheduler that guests meet."""
+        """Part of SGLang's scheduler that background requests meet."""
         self.copied: dict[str, str | None] = {}
         self.open: dict[int, SimpleNamespace] = {}
         self.aborted: list[str] = []
         sender = SimpleNamespace(send_output=lambda message, req: self.aborted.append(req.rid))
-        self.cache.background._send_back = lambda scheduler: None  # here guests run until they end
+        self.cache.background._retract = lambda scheduler: None  # here background requests run until they end
         self.stub = SimpleNamespace(
             last_batch=None,
             running_batch=SimpleNamespace(reqs=self.running),
@@ -80,7 +80,7 @@ class ShadowMoves:
         return found
 
     def whole(self, tokens: list[int], namespace: str | None = None) -> SimpleNamespace:
-        """A shadow that holds all of its context; the rest was computed by a guest."""
+        """A shadow that holds all of its context; the rest was computed by a background request."""
         shadow = self.copy(tokens, namespace)
         if shadow.num_present < len(tokens):
             assert self.ask(shadow.exact, tokens) is not None
@@ -99,11 +99,11 @@ class ShadowMoves:
         self.count += 1
         request = Request(f"r{self.count}", list(tokens), len(tokens), name)
         self.waiting.append(request)
-        self.cache.expect(request)
+        self.cache.on_queued(request)
         return request
 
     def begin(self, name: str, tokens: list[int]) -> Request | None:
-        """A guest enters the queue and runs at once; None when it was aborted instead."""
+        """A background request enters the queue and runs at once; None when it was aborted instead."""
         request = self.enqueue(name, tokens)
         self.cache.background.begin_round(self.stub)
         if request not in self.waiting:
@@ -126,7 +126,8 @@ class ShadowMoves:
         self.rows.free_slots.append(request.req_pool_idx)
 
     def ask(self, name: str, tokens: list[int]) -> int | None:
-        """A guest from its arrival to its end; returns how many of its tokens were there, None if it was aborted."""
+        """A background request from its arrival to its end; returns how many of its tokens were there, None if it was
+        aborted."""
         request = self.begin(name, tokens)
         if request is None:
             return None
@@ -236,7 +237,7 @@ class ShadowMoves:
     def leave(self) -> None:
         if self.waiting:
             self.waiting.pop(self.rng.randrange(len(self.waiting)))
-            self.cache.claims.keep_only(self.cache.background.without_guests(self.waiting))
+            self.cache.queued_hits.keep_only(self.cache.background.without_background(self.waiting))
 
     def fill_up(self) -> None:
         """A batch that needs all that SGLang was told could be had."""
@@ -260,7 +261,7 @@ class ShadowMoves:
 
     def check_rows(self) -> None:
         """Every node holds what was computed for its tokens."""
-        for node in walk(self.cache.root_node):
+        for node in iter_nodes(self.cache.root_node):
             if node.value is None:
                 continue
             tokens = [token for above in path_to(node) for token in above.key.raw_token_ids()]
@@ -274,12 +275,12 @@ class ShadowMoves:
                     assert torch.equal(keys[:, 1].long(), at) and torch.equal(keys[:, 0], hashes[at]), node.id
 
     def check(self) -> None:
-        guests = [request for request in self.waiting if is_shadow_name(request.extra_key)]
-        with without(self.waiting, guests):  # they claim nothing
+        background_requests = [request for request in self.waiting if is_shadow_name(request.extra_key)]
+        with without(self.waiting, background_requests):  # they queued hit nothing
             super().check()
         for request in self.running:
             assert all(node.key.extra_key == request.extra_key for node in path_to(request.last_node))
-        for node in walk(self.cache.root_node):
+        for node in iter_nodes(self.cache.root_node):
             assert node.kv.is_shadow == is_shadow_name(node.key.extra_key)
         if self.rng.random() < 0.3:
             self.check_rows()
@@ -318,10 +319,10 @@ class ShadowTierWalk(ShadowMoves, TierWalk):
 
 
 class RichWalk(ShadowWalk):
-    """KV and queries that tell every press something; both follow from the path and the namespace alone. ``capture``
-    keeps queries."""
+    """KV and queries that tell every press something; both follow from the path and the namespace alone.
+    ``prompt_queries`` keeps queries."""
 
-    capture: QueryCapture | None = None
+    capture: PromptQueries | None = None
 
     def compute(self, request: Request, begin: int, end: int, slots: torch.Tensor) -> None:
         hashes = path_hashes(request.tokens[:end], self.adapter_of(request.extra_key))[begin:]
@@ -353,9 +354,9 @@ class RichWalk(ShadowWalk):
 
 
 @pytest.fixture
-def capture(monkeypatch: pytest.MonkeyPatch) -> QueryCapture:
-    found = QueryCapture(32, LAYERS, 0, 1 << 20)
-    monkeypatch.setattr(QueryCapture, "active", found)
+def prompt_queries(monkeypatch: pytest.MonkeyPatch) -> PromptQueries:
+    found = PromptQueries(32, LAYERS, 0, 1 << 20)
+    monkeypatch.setattr(PromptQueries, "active", found)
     monkeypatch.setattr(RichWalk, "capture", found)
     return found
 
@@ -364,7 +365,7 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> QueryCapture:
 @pytest.mark.parametrize("press", PRESSES)
 @pytest.mark.parametrize("kept", [0.8, 0.37, 0.05])
 def test_a_form_of_a_shadow_is_bit_for_bit_what_compressing_a_node_keeps(
-    capture: QueryCapture, press: str, page_size: int, kept: float
+    prompt_queries: PromptQueries, press: str, page_size: int, kept: float
 ) -> None:
     form = Form(press, kept)
     plain, shadowed = RichWalk(0, page_size, num_slots=1024), RichWalk(0, page_size, num_slots=1024)
@@ -391,7 +392,7 @@ def test_a_form_of_a_shadow_is_bit_for_bit_what_compressing_a_node_keeps(
 
 @pytest.mark.parametrize(("page_size", "present"), [(1, 192), (16, 192), (64, 192), (128, 128)])
 def test_the_last_block_is_computed_where_a_press_needs_its_queries(
-    capture: QueryCapture, page_size: int, present: int
+    prompt_queries: PromptQueries, page_size: int, present: int
 ) -> None:
     walk = RichWalk(0, page_size, num_slots=2048)
     tokens = walk.random_tokens(256)
@@ -548,7 +549,7 @@ def test_so_many_are_open_at_once_and_no_more() -> None:
 def test_a_shadow_that_nobody_uses_any_more_is_closed_for_the_next() -> None:
     walk = ShadowWalk(0, 1, num_slots=1024)
     left, asked, held = (walk.copy(walk.random_tokens(64)) for _ in range(3))
-    guest = walk.begin(held.exact, held.tokens)
+    background = walk.begin(held.exact, held.tokens)
     half = shadows.IDLE_S / 2 + 1
     walk.cache.now_s += half
     assert walk.ask(asked.exact, asked.tokens) is not None
@@ -556,7 +557,7 @@ def test_a_shadow_that_nobody_uses_any_more_is_closed_for_the_next() -> None:
     walk.copy(walk.random_tokens(64))
     assert left.id not in walk.cache.shadows.spaces and walk.cache.shadows.counts["expired"] == 1
     refused(walk, f"the shadow is gone: {left.id} was closed", walk.form, walk.open.pop(left.id))
-    walk.end(guest)
+    walk.end(background)
     walk.cache.background.begin_round(walk.stub)
     walk.cache.now_s += half
     walk.form(asked)
@@ -646,10 +647,10 @@ def test_the_policy_plans_without_shadows() -> None:
     walk.form(shadow)
     cached = walk.cache.evictable_size()
     assert cached == 64 + 64 + 32
-    assert walk.cache.relieve(cached) == 64 and walk.parts(tokens) == []
+    assert walk.cache.free_slots(cached) == 64 and walk.parts(tokens) == []
     assert {node.key.extra_key for node in walk.cache.nodes.values()} == {shadow.exact, shadow.forms[HALF]}
     assert walk.cache.evictable_size() == 96, "SGLang may count on it"
-    assert walk.cache.relieve(1) == 0
+    assert walk.cache.free_slots(1) == 0
     walk.check()
 
 
@@ -909,7 +910,7 @@ def test_what_is_still_being_loaded_is_waited_for(tiered: Callable[..., ShadowTi
     walk.settle()
     assert walk.node(None, tokens).value is None
     request = walk.wait([*tokens, 51, 52])
-    walk.until(lambda: not walk.cache.is_staging(request))
+    walk.until(lambda: not walk.cache.is_prefetching(request))
     key = RadixKey(array("q", request.tokens), None, limit=65)
     match = walk.cache.match_prefix(MatchPrefixParams(key=key, req=request))
     hold = Hold()
@@ -941,6 +942,6 @@ def test_random_walk_with_shadows_over_tiers_keeps_every_row(
     tiered: Callable[..., ShadowTierWalk], page_size: int
 ) -> None:
     walk = tiered(20 + page_size, page_size)
-    walk.law = None
+    walk.cost = None
     walk.run(400)
     assert walk.cache.shadows.counts["forms"] > 0 and walk.cache.tier_counts["released"] > 0

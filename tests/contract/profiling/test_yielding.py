@@ -1,4 +1,4 @@
-"""Guests give way: what becomes of the queue and of the running batch while users run."""
+"""Background requests give way: what becomes of the queue and of the running batch while users run."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from sglang_evicpress.patches.profiling.background_requests import BackgroundRequests
-from sglang_evicpress.patches.tiers.prefetch import Stage
+from sglang_evicpress.patches.tiers.prefetch import Prefetch
 from sglang_evicpress.patches.tree.namespaces import SHADOW_PREFIX
-from sglang_evicpress.policy.cost_model import Costs, PrefillLaw
+from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost
 
 pytestmark = pytest.mark.sglang
 
-GUEST = SHADOW_PREFIX + "secret/exact"
+BACKGROUND = SHADOW_PREFIX + "secret/exact"
 NUM_CONTEXT = 128
 
 
@@ -33,13 +33,13 @@ class Batch:
 
 
 class Cache:
-    """A tree with one whole shadow, as much of a scheduler as it meets, and the guests of both."""
+    """A tree with one whole shadow, as much of a scheduler as it meets, and the background requests of both."""
 
-    def __init__(self, law: PrefillLaw) -> None:
-        self.costs = Costs(law, {}, {})
+    def __init__(self, cost: PrefillCost) -> None:
+        self.costs = CostSnapshot(cost, {}, {})
         self.shadow = SimpleNamespace(tokens=range(NUM_CONTEXT), used_s=0.0)
         self.now_s = 0.0
-        self.stages: dict[int, Any] = {}
+        self.prefetches: dict[int, Any] = {}
         self.scheduler = SimpleNamespace(
             waiting_queue=[],
             running_batch=Batch([]),
@@ -54,11 +54,11 @@ class Cache:
 
     def queue(self, req: Any, is_retracted: bool = False) -> None:
         self.scheduler.waiting_queue.append(req)
-        if req.extra_key == GUEST:
-            self.background.receive_guest(req)
+        if req.extra_key == BACKGROUND:
+            self.background.receive_background(req)
 
     def space_of(self, name: str | None) -> Any:
-        return self.shadow if name == GUEST else None
+        return self.shadow if name == BACKGROUND else None
 
     def release_retired(self) -> None:
         """Nothing was closed."""
@@ -73,9 +73,9 @@ class Cache:
     def round(self, batch: Batch | None) -> list[Any]:
         """One round in which SGLang makes ``batch``; returns whom it found waiting."""
         self.background.begin_round(self.scheduler)
-        self.background.hide_guests(self.scheduler)
+        self.background.hide_background(self.scheduler)
         found = list(self.scheduler.waiting_queue)
-        self.background.show_guests(self.scheduler)
+        self.background.show_background(self.scheduler)
         self.background.end_round(batch)
         return found
 
@@ -94,79 +94,84 @@ def request(extra_key: str | None = None, *, num_new: int = 20, is_running: bool
 
 @pytest.fixture
 def cache() -> Cache:
-    return Cache(PrefillLaw(fixed_s=0.01, per_token_s=0.0004, per_pair_s=0.0))
+    return Cache(PrefillCost(fixed_s=0.01, per_token_s=0.0004, per_pair_s=0.0))
 
 
 def test_a_guest_that_may_not_begin_is_not_looked_at_and_keeps_waiting(cache: Cache) -> None:
-    user, guest = request(is_running=True), request(GUEST)
+    user, background = request(is_running=True), request(BACKGROUND)
     cache.scheduler.running_batch = Batch([user])
-    cache.queue(guest)
+    cache.queue(background)
     assert cache.round(Batch([user])) == []
-    assert cache.scheduler.waiting_queue == [guest]
+    assert cache.scheduler.waiting_queue == [background]
     cache.scheduler.running_batch = Batch([])
-    assert cache.round(None) == [guest], "with no user it may begin"
+    assert cache.round(None) == [background], "with no user it may begin"
     assert cache.num_lookups == 1, "whether its shadow is whole was looked up again"
 
 
 def test_a_user_who_waits_is_looked_at(cache: Cache) -> None:
-    user, guest = request(), request(GUEST)
+    user, background = request(), request(BACKGROUND)
     cache.queue(user)
-    cache.queue(guest)
+    cache.queue(background)
     assert cache.round(Batch([user], is_decode=False)) == [user]
-    assert cache.scheduler.waiting_queue == [user, guest]
+    assert cache.scheduler.waiting_queue == [user, background]
 
 
 def test_guests_join_a_batch_while_they_add_no_more_than_it_costs_anyhow(cache: Cache) -> None:
-    guests = [request(GUEST, num_new=20) for _ in range(4)]
-    for guest in guests:
-        cache.queue(guest)
+    background_requests = [request(BACKGROUND, num_new=20) for _ in range(4)]
+    for background in background_requests:
+        cache.queue(background)
     cache.background.begin_round(cache.scheduler)
-    assert [cache.background.holds_back(guest) for guest in guests] == [False, False, True, True]
+    assert [cache.background.should_defer(background) for background in background_requests] == [
+        False,
+        False,
+        True,
+        True,
+    ]
     cache.background.begin_round(cache.scheduler)
-    assert not cache.background.holds_back(request(GUEST, num_new=500)), "one always may, however long it is"
-    assert cache.background.holds_back(guests[0])
+    assert not cache.background.should_defer(request(BACKGROUND, num_new=500)), "one always may, however long it is"
+    assert cache.background.should_defer(background_requests[0])
 
 
-def run_beside(cache: Cache, user: Any, guest: Any) -> Batch:
-    cache.queue(guest)
+def run_beside(cache: Cache, user: Any, background: Any) -> Batch:
+    cache.queue(background)
     cache.scheduler.waiting_queue.clear()
-    guest.req_pool_idx = 1
-    cache.scheduler.running_batch = Batch([user, guest])
+    background.req_pool_idx = 1
+    cache.scheduler.running_batch = Batch([user, background])
     return cache.scheduler.running_batch
 
 
 def test_a_guest_that_runs_when_a_user_comes_waits_again(cache: Cache) -> None:
-    user, guest = request(is_running=True), request(GUEST)
-    batch = run_beside(cache, user, guest)
+    user, background = request(is_running=True), request(BACKGROUND)
+    batch = run_beside(cache, user, background)
     cache.round(batch)
-    assert batch.reqs == [user] and batch.released == [guest] and not batch.batch_is_full
-    assert cache.scheduler.waiting_queue == [guest] and cache.background.guests == [guest]
+    assert batch.reqs == [user] and batch.released == [background] and not batch.batch_is_full
+    assert cache.scheduler.waiting_queue == [background] and cache.background.background_requests == [background]
     counts = cache.background.counts
-    assert (counts["requests"], counts["sent_back"], counts["aborted"]) == (1, 1, 0)
+    assert (counts["requests"], counts["retracted"], counts["aborted"]) == (1, 1, 0)
     assert (counts["user_steps"], counts["user_steps_touched"]) == (1, 0)
 
 
 def test_a_guest_that_began_on_credit_decodes_along_until_too_much_is_owed(cache: Cache) -> None:
-    user, guest = request(is_running=True), request(GUEST)
+    user, background = request(is_running=True), request(BACKGROUND)
     for _ in range(128):
         cache.round(Batch([user]))
-    batch, num_touched = run_beside(cache, user, guest), 0
-    while guest in batch.reqs:
+    batch, num_touched = run_beside(cache, user, background), 0
+    while background in batch.reqs:
         cache.round(batch)
-        num_touched += guest in batch.reqs
+        num_touched += background in batch.reqs
         assert num_touched < 1000
     assert cache.background.counts["user_steps_touched"] == num_touched
-    assert cache.background.pacer.max_debt <= num_touched <= cache.background.pacer.max_debt * 1.1 + 2
+    assert cache.background.throttle.max_debt <= num_touched <= cache.background.throttle.max_debt * 1.1 + 2
 
 
 def test_a_guest_that_is_about_to_end_is_left_to_end(cache: Cache) -> None:
-    user, guest = request(is_running=True), request(GUEST, is_running=True)
-    guest.to_finish = "given up"
-    cache.background.guests.append(guest)
-    cache.background.pacer.credit = -1000.0
-    batch = cache.scheduler.running_batch = Batch([user, guest])
+    user, background = request(is_running=True), request(BACKGROUND, is_running=True)
+    background.to_finish = "given up"
+    cache.background.background_requests.append(background)
+    cache.background.throttle.credit = -1000.0
+    batch = cache.scheduler.running_batch = Batch([user, background])
     cache.round(batch)
-    assert batch.reqs == [user, guest] and not batch.released
+    assert batch.reqs == [user, background] and not batch.released
 
 
 def test_steps_of_users_are_counted_with_and_without_guests(cache: Cache) -> None:
@@ -178,15 +183,15 @@ def test_steps_of_users_are_counted_with_and_without_guests(cache: Cache) -> Non
 
 
 def test_a_step_of_guests_while_a_user_could_have_begun_is_counted(cache: Cache) -> None:
-    guest = request(GUEST)
-    cache.queue(guest)
+    background = request(BACKGROUND)
+    cache.queue(background)
     cache.scheduler.waiting_queue.clear()
-    guest.req_pool_idx = 1
-    cache.round(Batch([guest]))
+    background.req_pool_idx = 1
+    cache.round(Batch([background]))
     assert cache.background.counts["users_held_up"] == 0
     cache.queue(request())
-    cache.round(Batch([guest]))
-    assert (cache.background.counts["users_held_up"], guest.to_finish is None) == (1, False)
+    cache.round(Batch([background]))
+    assert (cache.background.counts["users_held_up"], background.to_finish is None) == (1, False)
 
 
 @pytest.mark.parametrize(
@@ -195,12 +200,12 @@ def test_a_step_of_guests_while_a_user_could_have_begun_is_counted(cache: Cache)
 def test_guests_go_on_while_what_a_user_waits_for_is_on_its_way(
     cache: Cache, short_of: str | None, is_late: bool, gives_up: bool
 ) -> None:
-    guest, user = request(GUEST), request()
-    cache.queue(guest)
+    background, user = request(BACKGROUND), request()
+    cache.queue(background)
     cache.scheduler.waiting_queue.clear()
-    guest.req_pool_idx = 1
+    background.req_pool_idx = 1
     cache.queue(user)
-    stage = cache.stages[id(user)] = Stage(user)
-    stage.short_of, stage.is_late = short_of, is_late
-    cache.round(Batch([guest]))
-    assert (guest.to_finish is not None) == gives_up
+    prefetch = cache.prefetches[id(user)] = Prefetch(user)
+    prefetch.short_of, prefetch.is_late = short_of, is_late
+    cache.round(Batch([background]))
+    assert (background.to_finish is not None) == gives_up

@@ -42,11 +42,11 @@ class FakeCache:
         self.background = self
         self.first_tokens = None if max_queue_s is None else queue_limit.FirstTokens(max_queue_s)
 
-    def is_guest(self, req: FakeReq) -> bool:
-        return req.rid.startswith("guest")
+    def is_background(self, req: FakeReq) -> bool:
+        return req.rid.startswith("background")
 
-    def without_guests(self, waiting: list[FakeReq]) -> list[FakeReq]:
-        return [req for req in waiting if not self.is_guest(req)]
+    def without_background(self, waiting: list[FakeReq]) -> list[FakeReq]:
+        return [req for req in waiting if not self.is_background(req)]
 
 
 class FakeScheduler:
@@ -149,7 +149,7 @@ def test_before_anything_is_known_nobody_is_refused() -> None:
 @pytest.mark.parametrize(
     ("req", "given"),
     [
-        (FakeReq("guest"), {}),
+        (FakeReq("background"), {}),
         (FakeReq("bad", to_finish="an error of its own"), {}),
         (FakeReq("running", is_retracted=True), {"is_retracted": True}),
         (FakeReq("preempted", is_retracted=True), {}),
@@ -163,20 +163,20 @@ def test_who_ran_before_or_is_not_a_users_request_is_not_refused(req: FakeReq, g
 
 def test_guests_that_wait_are_nobody_ahead() -> None:
     scheduler = busy(1.0, 2)
-    scheduler.waiting_queue += [FakeReq(f"guest {index}") for index in range(1000)]
+    scheduler.waiting_queue += [FakeReq(f"background request {index}") for index in range(1000)]
     assert scheduler.add(FakeReq("user"))
 
 
 def test_only_who_waited_and_runs_was_admitted() -> None:
-    """Not who decodes, not a guest, not who was aborted, and not the rest of a long prompt."""
+    """Not who decodes, not a background request, not who was aborted, and not the rest of a long prompt."""
     scheduler = FakeScheduler(None, num_waiting=100)
     seen: list[tuple[int, int]] = []
     scheduler.tree_cache.turns.observe = lambda now_s, *counts: seen.append(counts)  # type: ignore[method-assign]
-    scheduler.waiting_queue.insert(0, FakeReq("guest"))
+    scheduler.waiting_queue.insert(0, FakeReq("background"))
 
     def make(_: object) -> Any:
         queue = scheduler.waiting_queue
-        scheduler.waiting_queue = queue[5:]  # a guest, three users and one that had waited too long
+        scheduler.waiting_queue = queue[5:]  # a background request, three users and one that had waited too long
         return SimpleNamespace(reqs=[FakeReq("chunked"), *queue[:4], FakeReq("decodes")])
 
     scheduler.round(make)

@@ -31,27 +31,27 @@ from sglang_evicpress.patches.scheduler.prefill_times import (
     PrefillTimes,
     note_not_loaded,
 )
-from sglang_evicpress.policy.cost_model import CostModel, Costs, PrefillLaw
+from sglang_evicpress.policy.cost_model import CostModel, CostSnapshot, PrefillCost
 
 pytestmark = pytest.mark.sglang
 
-START = PrefillLaw(0.0, 1.0, 0.0)
-SEEN = Costs(START, {}, {})
+START = PrefillCost(0.0, 1.0, 0.0)
+SEEN = CostSnapshot(START, {}, {})
 
 
 class FakeCache:
     def __init__(self) -> None:
-        self.stamps: list[tuple[float, Costs, float]] = []
+        self.stamps: list[tuple[float, CostSnapshot, float]] = []
         self.congestion = SimpleNamespace(value=2.5)
         self.expected: list[str] = []
         self.prefill_times = SimpleNamespace(costs=SEEN)
-        self.claims = SimpleNamespace(keep_only=lambda waiting: self.expected.append(f"keep {waiting}"))
+        self.queued_hits = SimpleNamespace(keep_only=lambda waiting: self.expected.append(f"keep {waiting}"))
         self.arrival = Event()
         self.host: object = None
         self.loads: list[object] = []
         self.started: list[object] = []
-        self.num_staging = 0
-        self.is_restless = False
+        self.num_prefetching = 0
+        self.has_work = False
         self.ticks: list[bool] = []
         self.passed_by: set[str] = set()
         self.holders: list[str] = []
@@ -61,7 +61,7 @@ class FakeCache:
         self.background = self.policy = self.tiers = self.admission = self.weights = self
         self.adapters = self
 
-    def advance(self, stamp_s: float, costs: Costs, congestion: float) -> None:
+    def advance(self, stamp_s: float, costs: CostSnapshot, congestion: float) -> None:
         self.stamps.append((stamp_s, costs, congestion))
 
     def forget_weights(self) -> None:
@@ -76,7 +76,7 @@ class FakeCache:
     def know_adapters(self) -> None:
         self.told.append("adapters")
 
-    def keep_stages(self, waiting: list[str]) -> None:
+    def keep_prefetches(self, waiting: list[str]) -> None:
         self.expected.append(f"keep stages {waiting}")
 
     def tick(self, *, is_idle: bool) -> None:
@@ -86,10 +86,10 @@ class FakeCache:
         self.expected.append("a round begins")
 
     def hide_waiting(self, scheduler: Any) -> None:
-        self.expected.append("guests are hidden in the round")
+        self.expected.append("background requests are hidden in the round")
 
     def show_waiting(self, scheduler: Any) -> None:
-        scheduler.waiting_queue.append("guest")
+        scheduler.waiting_queue.append("background")
 
     def end_round(self, batch: Any) -> None:
         self.expected.append(f"a round ends with {batch}")
@@ -100,7 +100,7 @@ class FakeCache:
     def is_passed_by(self, adder: Any, req: str) -> bool:
         return req in self.passed_by
 
-    def let_go_from_tail(self, until: str) -> Iterator[None]:
+    def release_from_tail(self, until: str) -> Iterator[None]:
         while self.holders and self.holders[-1] != until:
             self.holders.pop()
             yield
@@ -108,11 +108,11 @@ class FakeCache:
     def note_admitted(self, req: str) -> None:
         self.expected.append(f"{req} runs")
 
-    def is_guest(self, req: str) -> bool:
-        return req.startswith("guest")
+    def is_background(self, req: str) -> bool:
+        return req.startswith("background")
 
-    def without_guests(self, waiting: list[str]) -> list[str]:
-        return [req for req in waiting if not self.is_guest(req)]
+    def without_background(self, waiting: list[str]) -> list[str]:
+        return [req for req in waiting if not self.is_background(req)]
 
     def expect(self, req: str) -> None:
         self.expected.append(req)
@@ -136,7 +136,7 @@ def test_what_the_receiving_rank_got_is_stamped_and_every_rank_takes_the_stamp(c
     assert (type(stamp), stamp.costs, request) == (Stamp, SEEN, "a request")
     scheduler = SimpleNamespace(_request_dispatcher=TypeBasedDispatcher([]))
     hooks._after_init_request_dispatcher(None, scheduler)
-    assert scheduler._request_dispatcher(stamp) is None  # nothing is sent back
+    assert scheduler._request_dispatcher(stamp) is None  # nothing is retracted
     assert cache.stamps == [(stamp.now_s, SEEN, 2.5)]
 
 
@@ -245,7 +245,7 @@ def test_a_request_counts_once_it_is_in_the_queue_and_not_when_it_was_refused(ca
 def test_every_step_looks_who_has_left_the_queue(cache: FakeCache) -> None:
     scheduler = SimpleNamespace(waiting_queue=["a"])
     hooks._after_get_next_batch_to_run(None, scheduler)
-    assert scheduler.waiting_queue == ["a", "guest"], "a guest that was hidden is there again"
+    assert scheduler.waiting_queue == ["a", "background"], "a background request that was hidden is there again"
     assert cache.expected == ["keep ['a']", "keep stages ['a']", "a round ends with None"]
 
 
@@ -256,7 +256,7 @@ def test_what_guests_may_do_is_worked_out_before_a_batch_is_made_and_booked_afte
     assert cache.visited == [scheduler]
     assert [text for text in cache.expected if "round" in text] == [
         "a round begins",
-        "guests are hidden in the round",
+        "background requests are hidden in the round",
         "a round ends with a batch",
     ]
 
@@ -305,9 +305,9 @@ def test_who_is_passed_over_and_who_is_not(cache: FakeCache) -> None:
 @pytest.mark.parametrize(
     ("req", "found", "told"),
     [
-        ("guest", AddReqResult.NO_TOKEN, AddReqResult.CONTINUE),
+        ("background", AddReqResult.NO_TOKEN, AddReqResult.CONTINUE),
         ("a", AddReqResult.NO_TOKEN, AddReqResult.NO_TOKEN),
-        ("guest", AddReqResult.OTHER, AddReqResult.OTHER),
+        ("background", AddReqResult.OTHER, AddReqResult.OTHER),
     ],
 )
 def test_a_guest_that_does_not_fit_does_not_close_the_door(
@@ -351,7 +351,7 @@ class Pool:
     def supports_mamba(self) -> bool:
         return False
 
-    def let_go_from_tail(self, until: object = None) -> Iterator[None]:
+    def release_from_tail(self, until: object = None) -> Iterator[None]:
         while self.held:
             self.free += self.held.pop()
             yield
@@ -380,7 +380,7 @@ def test_a_chunk_that_is_short_for_want_of_room_leaves_none_for_a_second_request
     cache: FakeCache, monkeypatch: pytest.MonkeyPatch, free: int, length: int, num_holders: int
 ) -> None:
     pool = Pool(free, held=[30, 40, 50])
-    monkeypatch.setattr(cache, "let_go_from_tail", pool.let_go_from_tail)
+    monkeypatch.setattr(cache, "release_from_tail", pool.release_from_tail)
     flags = SimpleNamespace(enable_dsa_prefill_context_parallel=False, enable_prefill_context_parallel=False)
     monkeypatch.setattr(get_context(), "_server_args", flags)
     adder = PrefillAdder(1, pool, pool, None, 1.0, 4096, 512)  # type: ignore[arg-type]
@@ -398,9 +398,9 @@ def test_an_idle_scheduler_does_not_sleep_while_threads_work_for_the_cache(cache
     slept: list[object] = []
     cache.arrival.set()
     hooks._around_on_idle(slept.append, "scheduler")
-    cache.host, cache.is_restless = object(), True
+    cache.host, cache.has_work = object(), True
     hooks._around_on_idle(slept.append, "scheduler")
-    cache.is_restless = False
+    cache.has_work = False
     hooks._around_on_idle(slept.append, "scheduler")
     assert slept == ["scheduler", "scheduler"]
 
@@ -449,7 +449,7 @@ class Clock:
 
 class Model(CostModel):
     def __init__(self) -> None:
-        super().__init__(Costs(START, {}, {}))
+        super().__init__(CostSnapshot(START, {}, {}))
         self.seen: list[tuple[list[tuple[int, int]], float]] = []
 
     def observe_prefill(self, chunks: Any, seconds: float) -> None:
@@ -570,7 +570,7 @@ def test_a_few_tokens_behind_a_cached_prefix_say_nothing_of_whole_prompts() -> N
     run = Run()
     for _ in range(2 * NUM_TRUSTED):
         run.wait(run.launch(batch(new=LEAST_TOKENS - 1, prefix=4000), 5.0))
-    assert run.model.seen == [] and run.times.law is START
+    assert run.model.seen == [] and run.times.cost is START
     run.wait(run.launch(batch(new=LEAST_TOKENS, prefix=4000), 5.0))
     assert run.model.seen == [([(LEAST_TOKENS, 4000)], 5.0)]
 
@@ -578,7 +578,7 @@ def test_a_few_tokens_behind_a_cached_prefix_say_nothing_of_whole_prompts() -> N
 def test_the_law_is_trusted_after_a_few_observations() -> None:
     run = Run()
     for index in range(NUM_TRUSTED):
-        assert run.times.law is START
+        assert run.times.cost is START
         run.wait(run.launch(batch(new=100 * (index + 1)), 0.1 * (index + 1)))
-    assert run.times.law.per_token_s == pytest.approx(0.001, rel=0.2)
+    assert run.times.cost.per_token_s == pytest.approx(0.001, rel=0.2)
     assert run.times.num_observed == NUM_TRUSTED

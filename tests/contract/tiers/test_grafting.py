@@ -32,8 +32,8 @@ def test_an_entry_that_shares_less_than_its_first_page_is_not_taken(
     opened: Callable[..., TierWalk], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     walk, tokens = left_behind(opened)
-    monkeypatch.setattr(grafting, "edge_of", lambda key, page: edge)  # a crafted collision
-    (edge,) = walk.cache.ssd.store._index._newest
+    monkeypatch.setattr(grafting, "lookup_key_of", lambda key, page: lookup_key)  # a crafted collision
+    (lookup_key,) = walk.cache.ssd.store._index._newest
     other = [*tokens[: PAGE - 1], 55, *tokens[PAGE:]]
     assert walk.serve([*other, 59]) == 0
     assert walk.cache.tier_counts["found_again"] == 0

@@ -54,7 +54,7 @@ class HostWalk(TierWalk):
 @pytest.mark.parametrize("host_bytes", [64 << 10, 192 << 10])
 def test_random_walks_keep_every_row(tmp_path: Path, page_size: int, has_ssd: bool, host_bytes: int) -> None:
     walk = HostWalk(24 + page_size, page_size, tmp_path if has_ssd else None, host_bytes=host_bytes)
-    walk.law = None
+    walk.cost = None
     try:
         walk.run(400)
     finally:
@@ -150,7 +150,7 @@ def test_a_node_that_was_wanted_meanwhile_stays_as_it_was_on_the_gpu(opened: Cal
     walk.settle()
     assert node.value is not None and node.kv.form == EXACT and node.kv.job is None
     assert walk.cache.compress(node.id, Form("knorm", 0.8)) == 20  # and what it becomes there is its own affair
-    assert [way.form for way in walk.cache.ready[node.id]] == [KNORM]
+    assert [way.form for way in walk.cache.lower_copies_of[node.id]] == [KNORM]
     walk.check()
     walk.check_rows()
     walk.check_nothing_leaks()
@@ -165,7 +165,7 @@ def test_what_goes_on_is_on_the_ssd_in_its_smaller_form_and_its_exact_copy_is_no
     walk.settle()
     sent(walk, node, Tier.HOST)
     assert node.kv.copies[Tier.SSD].is_exact
-    walk.cache.send(node.id, Tier.SSD, KNORM)
+    walk.cache.demote(node.id, Tier.SSD, KNORM)
     walk.settle()
     assert tier_of(node) == Tier.SSD and node.kv.form == KNORM and not node.kv.is_leaving
     assert walk.cache.host.num_entries == 0 and walk.cache.ssd.store.num_entries == 1
@@ -182,7 +182,7 @@ def test_a_lossy_node_is_sent_as_it_is_even_where_the_ssd_has_it_exact(opened: C
     sent(walk, node, Tier.HOST)
     compressed(walk, node, KNORM)
     assert node.kv.copies[Tier.SSD].is_exact
-    walk.cache.send(node.id, Tier.SSD, KNORM)
+    walk.cache.demote(node.id, Tier.SSD, KNORM)
     walk.settle()
     assert tier_of(node) == Tier.SSD and node.kv.form == KNORM
     assert walk.serve([*tokens, 59]) == 100
@@ -211,7 +211,7 @@ def test_a_copy_to_fall_back_on_is_not_given_up_to_make_room(opened: Callable[..
     (tail,) = node.children.values()
     walk.cache.drop(tail.id)
     walk.cache.compress(node.id, KNORM)
-    assert walk.cache.send(node.id, Tier.HOST, node.kv.form) == 60
+    assert walk.cache.demote(node.id, Tier.HOST, node.kv.form) == 60
     walk.settle()
     assert tier_of(node) == Tier.HOST and node.kv.form == EXACT
     assert walk.serve([*tokens, 59]) == 120
@@ -248,7 +248,7 @@ def test_a_way_out_that_is_gone_is_not_taken(opened: Callable[..., TierWalk]) ->
     walk = opened(has_ssd=False)
     _, node = cached(walk, 100)
     walk.cache.compress(node.id, KNORM)
-    assert walk.cache.send(node.id, Tier.HOST, EXACT) == 0  # as which it lay there when the plan was made
+    assert walk.cache.demote(node.id, Tier.HOST, EXACT) == 0  # as which it lay there when the plan was made
     assert node.value is not None and node.kv.form == KNORM and not node.kv.is_leaving
     walk.check()
 
@@ -286,7 +286,7 @@ def test_random_walks_go_on_where_device_memory_runs_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_ssd: bool, seed: int
 ) -> None:
     walk = HostWalk(seed, 1, tmp_path if has_ssd else None, host_bytes=192 << 10)
-    walk.law = None
+    walk.cost = None
     compressor, failures = walk.cache.compressor, []
     compress = compressor.compress
 

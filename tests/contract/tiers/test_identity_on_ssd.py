@@ -60,9 +60,7 @@ class Updated:
         cache.forget_weights = identity.forget_weights
         self.updater = SimpleNamespace(offload_tags=set())
         cache.scheduler.weight_updater = self.updater
-        parts = cache, cache.prefill_times, cache.claims, cache, cache, cache, cache.adapters
-        hooked = hooks.HookedCache(*parts, cache.decode_budgets, cache.background)
-        monkeypatch.setattr(hooks, "_cache", hooked)
+        monkeypatch.setattr(hooks, "_cache", SimpleNamespace(tiers=cache, weights=cache))
         cache.reset()
         self.first = cache.adapters.identity
 
@@ -132,7 +130,7 @@ def test_an_update_of_an_idle_server_with_an_empty_tree_mixes_nothing(updated: U
 def test_an_update_while_a_request_runs_whose_kv_is_not_in_the_tree_mixes(updated: Updated) -> None:
     walk = updated.walk
     request = walk.wait(some_tokens(walk, 60))
-    walk.until(lambda: not walk.cache.is_staging(request))
+    walk.until(lambda: not walk.cache.is_prefetching(request))
     walk.admit(request)
     for node in nodes_of(walk):
         del walk.cache.nodes[node.id]  # as before its first hand-in
@@ -191,17 +189,17 @@ def serve(walk: TierWalk, tokens: list[int], lora_id: str | None, salt: str = ""
     wait = walk.wait
 
     def wait_with_adapter(tokens: list[int], extra_key: str | None = None) -> object:
-        expect = walk.cache.expect
+        expect = walk.cache.on_queued
 
         def expect_with_adapter(request: object) -> None:
             request.lora_id = lora_id
             expect(request)
 
-        walk.cache.expect = expect_with_adapter
+        walk.cache.on_queued = expect_with_adapter
         try:
             return wait(tokens, extra_key)
         finally:
-            del walk.cache.expect
+            del walk.cache.on_queued
 
     walk.wait = wait_with_adapter
     try:
@@ -251,7 +249,7 @@ def test_kv_of_an_adapter_that_nothing_is_known_of_is_neither_written_nor_looked
         with_adapters(walk, **{LORA_ID: b"new"})
     _, other = cached(walk, 60)
     sent(walk, other, Tier.SSD)
-    monkeypatch.setattr(walk.cache.ssd.store, "find", lambda edge: pytest.fail("it was looked up"))
+    monkeypatch.setattr(walk.cache.ssd.store, "find", lambda lookup_key: pytest.fail("it was looked up"))
     tokens = some_tokens(walk, 100)
     serve(walk, tokens, LORA_ID)
     (node,) = (node for node in nodes_of(walk) if node is not other)
@@ -259,11 +257,11 @@ def test_kv_of_an_adapter_that_nothing_is_known_of_is_neither_written_nor_looked
     walk.settle()
     assert list(node.kv.copies) == [Tier.HOST] and walk.cache.tier_counts["writes_refused"] == 1
     assert not walk.cache.start_copy(node, Tier.SSD)
-    walk.cache.release(node.id, Tier.HOST)
+    walk.cache.evict_from_gpu(node.id, Tier.HOST)
     assert serve(walk, [*tokens, 59], LORA_ID) == 100
     walk.settle()
     for each in [each for each in nodes_of(walk) if each is not other][::-1]:
-        walk.cache.send(each.id, Tier.SSD, each.kv.form)
+        walk.cache.demote(each.id, Tier.SSD, each.kv.form)
     walk.settle()
     assert nodes_of(walk) == [other], "what a plan would have on the SSD goes"
     walk.check()

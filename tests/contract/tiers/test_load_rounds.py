@@ -27,7 +27,7 @@ def on_host(walk: TierWalk, num_tokens: int) -> tuple[list[int], Any]:
 def asked(walk: TierWalk, tokens: list[int]) -> Any:
     """A request that could be admitted now."""
     request = walk.wait([*tokens, 59])
-    walk.until(lambda: not walk.cache.is_staging(request))
+    walk.until(lambda: not walk.cache.is_prefetching(request))
     return request
 
 

@@ -152,7 +152,7 @@ def test_slots_of_a_load_that_hangs_are_set_apart_by_a_flush(
     sent(walk, node, Tier.HOST)
     (block,) = blocked(walk, "load")
     request = walk.wait([*tokens, 59])
-    walk.until(lambda: not walk.cache.is_staging(request))
+    walk.until(lambda: not walk.cache.is_prefetching(request))
     assert walk.admit(request) == 100
     (load,) = walk.cache.loads
     slots = load.parts[0].slots

@@ -33,8 +33,8 @@ from sglang_evicpress.patches.cache.radix_cache import EvicPressCache
 from sglang_evicpress.patches.tiers import admin, load_back
 from sglang_evicpress.patches.tiers.placement import FAULTS_FLAG, tier_of
 from sglang_evicpress.patches.tree.compressor import Compressor
-from sglang_evicpress.patches.tree.node import num_slots, path_to, slots_of, start_of, walk
-from sglang_evicpress.policy.cost_model import Costs, PrefillLaw
+from sglang_evicpress.patches.tree.node import iter_nodes, num_slots, path_to, slots_of, start_of
+from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost
 from sglang_evicpress.tiers.jobs import Job
 
 pytestmark = pytest.mark.sglang
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.sglang
 LAYERS, HEADS, DIM, SLOTS = 2, 2, 16, 384
 HOST_BYTES, SSD_BYTES = 192 << 10, 512 << 10  # with float32 rows the pool takes as much as the host: a third of the SSD
 IDENTITY = bytes(range(16))
-DEAR, CHEAP = PrefillLaw(0.01, 1.0, 0.0), PrefillLaw(0.0, 1e-7, 0.0)
+DEAR, CHEAP = PrefillCost(0.01, 1.0, 0.0), PrefillCost(0.0, 1e-7, 0.0)
 """Of prefill: so dear that every load is worth it and has seconds of time, so cheap that none is."""
 
 _PLACE = np.arange(2 * LAYERS * HEADS).reshape(2, LAYERS, HEADS, 1)
@@ -83,11 +83,11 @@ class TierWalk(Walk):
         num_slots: int = SLOTS,
         host_bytes: int = HOST_BYTES,
         ssd_bytes: int = SSD_BYTES,
-        law: PrefillLaw = DEAR,
+        cost: PrefillCost = DEAR,
     ) -> None:
         self.rng = random.Random(seed)
         self.page, self.dtype, self.folder, self.ssd_bytes = page_size, dtype, folder, ssd_bytes
-        self.law: PrefillLaw | None = law
+        self.cost: PrefillCost | None = cost
         self.is_closed = False
         self.asked: list[tuple[list[int], str | None]] = []
         self.rows = ReqToTokenPool(ROWS, CONTEXT + 8, "cpu", False)
@@ -100,12 +100,12 @@ class TierWalk(Walk):
             "evicpress",
             alpha=0.3,
             forms=(EXACT,) if is_exact else FORMS,
-            min_tokens=8,
+            min_compress_tokens=8,
             curves=CURVES,
             host_gb=1.0,
             ssd_dir=None if folder is None else str(folder),
             ssd_gb=None if folder is None else 1.0,
-            ssd_sync="none",
+            ssd_fsync="none",
         )
         object.__setattr__(self.config, "host_gb", host_bytes / GB)  # smaller than a server may have it
         if folder is not None:
@@ -118,7 +118,7 @@ class TierWalk(Walk):
         self.documents = [[self.rng.randrange(50) for _ in range(150)] for _ in range(3)]
         self.count = self.num_pressed = 0
         self.cache.attach_scheduler(self.scheduler())
-        self.stamp(law)
+        self.stamp(cost)
         self.be_patient()
 
     def close(self) -> None:
@@ -129,9 +129,9 @@ class TierWalk(Walk):
 
     # ---- what a scheduler does
 
-    def stamp(self, law: PrefillLaw) -> None:
+    def stamp(self, cost: PrefillCost) -> None:
         self.count += 1
-        self.cache.advance(self.count * 11.0, Costs(law, policy_sync.START_LOADS, {}))
+        self.cache.advance(self.count * 11.0, CostSnapshot(cost, policy_sync.START_LOADS, {}))
 
     def be_patient(self) -> None:
         """A store that could not write tries again at once."""
@@ -141,8 +141,8 @@ class TierWalk(Walk):
     def arrive(self) -> None:
         if len(self.waiting) > 6:
             return
-        if self.law is None:
-            self.stamp(PrefillLaw(0.01, self.rng.choice([1e-4, 1e-2, 1.0, 1.0]), 0.0))
+        if self.cost is None:
+            self.stamp(PrefillCost(0.01, self.rng.choice([1e-4, 1e-2, 1.0, 1.0]), 0.0))
         tokens, extra_key = self.rng.choice(self.asked[-8:] or [([], None)])
         if not tokens or self.rng.random() < 0.4:
             document = self.rng.choice(self.documents)
@@ -157,17 +157,17 @@ class TierWalk(Walk):
         self.count += 1
         request = Request(f"r{self.count}", list(tokens), len(tokens), extra_key)
         self.waiting.append(request)
-        self.cache.expect(request)
+        self.cache.on_queued(request)
         return request
 
     def start(self) -> None:
         if len(self.running) >= ROWS - 2 or not self.waiting:
             return
         request = self.rng.choice(self.waiting)
-        if self.cache.is_staging(request):
+        if self.cache.is_prefetching(request):
             if self.rng.random() < 0.3:
                 return  # passed over
-            self.until(lambda: not self.cache.is_staging(request))
+            self.until(lambda: not self.cache.is_prefetching(request))
         self.admit(request, self.rng.choice([1.0, 1.0, self.rng.random()]))
 
     def admit(self, request: Request, share: float = 1.0) -> int:
@@ -193,15 +193,15 @@ class TierWalk(Walk):
         if not self.extend(request, max(1, round(share * len(tokens)))):
             cache.dec_lock_ref(request.last_node)
             self.waiting.append(request)
-            cache.expect(request)
-        cache.claims.keep_only(self.waiting)
-        cache.keep_stages(self.waiting)
+            cache.on_queued(request)
+        cache.queued_hits.keep_only(self.waiting)
+        cache.keep_prefetches(self.waiting)
         return num_loaded
 
     def serve(self, tokens: Sequence[int], extra_key: str | None = None) -> int:
         """A request from its arrival to its end; returns how many tokens were loaded for it."""
         request = self.wait(tokens, extra_key)
-        self.until(lambda: not self.cache.is_staging(request))
+        self.until(lambda: not self.cache.is_prefetching(request))
         num_loaded = self.admit(request)
         if request in self.waiting:  # what is still being loaded for others had to stay: another round
             self.settle()
@@ -227,7 +227,7 @@ class TierWalk(Walk):
 
     def end_all(self) -> None:
         super().end_all()
-        self.cache.keep_stages([])
+        self.cache.keep_prefetches([])
 
     def rest(self) -> None:
         """An idle server betters what it holds."""
@@ -338,7 +338,7 @@ class TierWalk(Walk):
 
     def check_rows(self) -> None:
         """Every node that is on the GPU holds what was computed for its tokens, bit for bit."""
-        for node in walk(self.cache.root_node):
+        for node in iter_nodes(self.cache.root_node):
             if node.value is None:
                 continue
             tokens = [token for above in path_to(node) for token in above.key.raw_token_ids()]
@@ -357,7 +357,9 @@ class TierWalk(Walk):
     def check_nothing_leaks(self) -> None:
         """All is settled and nothing runs."""
         cache = self.cache
-        assert not cache.loads and not cache.raises and cache._copying_bytes == 0 and cache.ledger.reserved == 0
+        assert (
+            not cache.loads and not cache.promotion_loads and cache._copying_bytes == 0 and cache.ledger.reserved == 0
+        )
         entries = cache.host.entries()
         assert all(entry.owners and not entry.pins and entry.check is None is entry.write for entry in entries)
         assert cache.host.arena.extents.used_bytes == sum(entry.num_bytes for entry in entries)
@@ -388,7 +390,7 @@ class TierWalk(Walk):
         self.check()
         self.check_rows()
         self.check_nothing_leaks()
-        self.cache.relieve(self.allocator.size)
+        self.cache.free_slots(self.allocator.size)
         self.check()
         assert self.allocator.available_size() == self.allocator.size
         had_nodes = bool(self.cache.nodes)
@@ -437,7 +439,7 @@ def test_random_walk_keeps_every_row(
     opened: Callable[..., TierWalk], seed: int, page_size: int, dtype: torch.dtype, is_exact: bool
 ) -> None:
     walk = opened(seed, page_size, dtype=dtype, is_exact=is_exact)
-    walk.law = None
+    walk.cost = None
     walk.run(400)
     assert walk.cache.tier_counts["released"] > 0
 
@@ -445,14 +447,14 @@ def test_random_walk_keeps_every_row(
 def test_a_drop_weighs_double_where_a_tier_lies_below(opened: Callable[..., TierWalk]) -> None:
     cache = opened(0, has_ssd=False).cache
     assert cache.recompute_weight == policy_sync.DROP_WEIGHT == 2.0
-    assert cache.policy.rule.costs.prefill.per_token_s == pytest.approx(2.0 * cache.costs.prefill.per_token_s)
+    assert cache.planner.policy.costs.prefill.per_token_s == pytest.approx(2.0 * cache.costs.prefill.per_token_s)
     cache.advance(1000.0, cache.costs, 3.0)
-    assert cache.policy.rule.costs.prefill.per_token_s == pytest.approx(3.0 * cache.costs.prefill.per_token_s)
+    assert cache.planner.policy.costs.prefill.per_token_s == pytest.approx(3.0 * cache.costs.prefill.per_token_s)
 
 
 def test_random_walk_with_the_host_alone_keeps_every_row(opened: Callable[..., TierWalk]) -> None:
     walk = opened(8, has_ssd=False)
-    walk.law = None
+    walk.cost = None
     walk.run(400)
     assert walk.cache.tier_counts["released"] > 0
 
@@ -464,7 +466,7 @@ def test_random_walk_over_storage_that_fails_keeps_every_row(
     rates = "delay=0.02:0.003,eio=0.01,enospc=0.01,short=0.02,flip=0.03,lost=0.01"
     monkeypatch.setenv(FAULTS_FLAG, f"seed={seed},{rates}")
     walk = opened(seed)
-    walk.law = None
+    walk.cost = None
     walk.run(400)
     assert walk.cache.host.faults.counts.total() > 0
 
@@ -560,7 +562,7 @@ def test_what_is_read_for_a_waiting_request_counts_as_used(opened: Callable[...,
     assert node.kv.last_use < other.kv.last_use
     walk.wait([*tokens, 59])
     assert node.kv.last_use > other.kv.last_use
-    assert walk.cache.policy.book.records[node.id].last_use == node.kv.last_use
+    assert walk.cache.planner.index.candidates[node.id].last_use == node.kv.last_use
     walk.end_all()
 
 
@@ -594,7 +596,7 @@ def test_an_urgent_evict_frees_at_once_and_leaves_nothing_to_wait_for(opened: Ca
     for workers in walk.cache.workers.values():
         assert workers.num_pending == 0 or walk.settle() is None
     free, copies = walk.allocator.available_size(), walk.cache.num_pending_jobs
-    assert walk.cache.relieve(150) >= 150
+    assert walk.cache.free_slots(150) >= 150
     assert walk.allocator.available_size() - free >= 150 and walk.cache.num_pending_jobs == copies
     walk.check()
 
@@ -679,11 +681,11 @@ def blocked(walk: TierWalk, name: str, num_threads: int = 1) -> list[Block]:
 
 
 def test_a_read_that_never_ends_is_given_up_at_its_deadline(opened: Callable[..., TierWalk]) -> None:
-    walk = opened(law=PrefillLaw(0.0, 1e-3, 0.0))
+    walk = opened(cost=PrefillCost(0.0, 1e-3, 0.0))
     tokens, node = cached(walk, 100)
     sent(walk, node, Tier.SSD)
     blocks = blocked(walk, "read", 2)
-    assert walk.serve([*tokens, 59]) == 0 and walk.cache.tier_counts["stages_late"] == 1
+    assert walk.serve([*tokens, 59]) == 0 and walk.cache.tier_counts["prefetches_late"] == 1
     for block in blocks:
         block.may_end.set()
     walk.settle()
@@ -727,7 +729,7 @@ def test_a_flush_waits_for_what_is_being_loaded(opened: Callable[..., TierWalk])
     (block,) = blocked(walk, "load")
     threading.Timer(0.05, block.may_end.set).start()
     request = walk.wait([*tokens, 59])
-    walk.until(lambda: not walk.cache.is_staging(request))
+    walk.until(lambda: not walk.cache.is_prefetching(request))
     assert walk.admit(request) == 100
     walk.reset()
     walk.check()
@@ -745,11 +747,11 @@ def test_a_node_stays_while_a_child_of_it_is_still_on_its_way(opened: Callable[.
     (child,) = node.children.values()
     walk.cache.start_copy(node, Tier.HOST)
     walk.settle()
-    assert walk.cache.send(child.id, Tier.HOST, EXACT) == 0  # its copy takes a while
-    assert walk.cache.send(node.id, Tier.HOST, EXACT) == 0
+    assert walk.cache.demote(child.id, Tier.HOST, EXACT) == 0  # its copy takes a while
+    assert walk.cache.demote(node.id, Tier.HOST, EXACT) == 0
     walk.check()
     walk.settle()
-    assert child.value is None and walk.cache.send(node.id, Tier.HOST, EXACT) == 60
+    assert child.value is None and walk.cache.demote(node.id, Tier.HOST, EXACT) == 60
     walk.check()
 
 
@@ -764,10 +766,10 @@ def test_a_copy_that_fails_or_comes_too_late_can_be_made_again(
 
     with monkeypatch.context() as patched:
         patched.setattr(type(walk.cache.copier), "save", fail)
-        walk.cache.send(node.id, Tier.HOST, EXACT)
+        walk.cache.demote(node.id, Tier.HOST, EXACT)
         walk.settle()
     assert walk.cache.tier_errors == {"host_io": 1}
-    walk.cache.send(node.id, Tier.HOST, EXACT)
+    walk.cache.demote(node.id, Tier.HOST, EXACT)
     walk.cache.compress(node.id, Form("random", 0.5))
     walk.settle()
     assert walk.cache.tier_counts["copies_outdated"] == 1 and node.value is not None
@@ -861,7 +863,7 @@ def test_a_read_may_take_the_room_of_the_node_below_it(opened: Callable[..., Tie
     walk.settle()
     walk.cache.flush_tier(Tier.HOST)
     sent(walk, child, Tier.HOST)
-    walk.cache.release(node.id, Tier.SSD)
+    walk.cache.evict_from_gpu(node.id, Tier.SSD)
     assert tier_of(node) == Tier.SSD and tier_of(child) == Tier.HOST
     assert walk.serve([*longer, 59]) == 100
     assert Tier.SSD in child.kv.copies  # it was written first: nothing is lost for a read
@@ -888,8 +890,8 @@ def test_the_next_server_finds_the_entries(
     walk = opened(0, page_size, dtype=torch.bfloat16)
     assert walk.cache.ssd.store.num_entries == 1 and not nodes_of(walk)
     prompt = [*tokens[:kept], *(55 for _ in range(added))]
-    reachable = min(kept, len(prompt) - 1) // page_size * page_size
-    assert walk.serve(prompt) == reachable
+    allowed_forms = min(kept, len(prompt) - 1) // page_size * page_size
+    assert walk.serve(prompt) == allowed_forms
     assert walk.cache.tier_counts["found_again"] == 1 and walk.cache.tier_counts["loads"] == 1
     found = min(nodes_of(walk), key=start_of)
     assert found.kv.form == form
@@ -1009,7 +1011,7 @@ def test_a_damaged_entry_is_not_found_again(opened: Callable[..., TierWalk], kin
 def test_the_next_server_after_a_walk_serves_nothing_wrong(opened: Callable[..., TierWalk]) -> None:
     walk, num_found = opened(20), 0
     for num_spoilt in (2, 1, 0):
-        walk.law = None
+        walk.cost = None
         walk.step(150)
         while walk.running:
             walk.finish()

@@ -16,13 +16,13 @@ from sglang_evicpress.core import Tier
 from sglang_evicpress.patches.tiers import prefetch
 from sglang_evicpress.patches.tiers.placement import tier_of
 from sglang_evicpress.patches.tiers.prefetch import WINDOW
-from sglang_evicpress.policy.cost_model import PrefillLaw
+from sglang_evicpress.policy.cost_model import PrefillCost
 
 pytestmark = pytest.mark.sglang
 
 __all__ = ["opened"]  # the fixture
 
-SLOW = PrefillLaw(0.0, 1e-3, 0.0)  # a context of 100 tokens is computed in 0.1 s
+SLOW = PrefillCost(0.0, 1e-3, 0.0)  # a context of 100 tokens is computed in 0.1 s
 
 
 def staged_on(walk: TierWalk, tier: Tier) -> tuple[list[int], object]:
@@ -41,8 +41,8 @@ def ended(walk: TierWalk, request: object) -> None:
 def gone(walk: TierWalk) -> None:
     """Nobody waits any more."""
     walk.waiting.clear()
-    walk.cache.claims.keep_only([])
-    walk.cache.keep_stages([])
+    walk.cache.queued_hits.keep_only([])
+    walk.cache.keep_prefetches([])
 
 
 # ---- in turn
@@ -50,20 +50,20 @@ def gone(walk: TierWalk) -> None:
 
 def test_nobody_is_late_before_the_turn(opened: Callable[..., TierWalk]) -> None:
     """However long a read has taken: the request could not have run."""
-    walk = opened(is_exact=True, law=SLOW)
+    walk = opened(is_exact=True, cost=SLOW)
     tokens, node = staged_on(walk, Tier.SSD)
     blocks = blocked(walk, "read", 2)
     request = walk.wait([*tokens, 59])
-    stage = walk.cache.stages[id(request)]
+    prefetch = walk.cache.prefetches[id(request)]
     for _ in range(40):  # twice as long as computing takes
         time.sleep(0.005)
         walk.tick()
-    assert stage.turn_s is None and not stage.is_late
+    assert prefetch.turn_s is None and not prefetch.is_late
     for block in blocks:
         block.may_end.set()
     walk.settle()
-    walk.until(lambda: not walk.cache.is_staging(request))
-    assert walk.admit(request) == 100 and walk.cache.tier_counts["stages_late"] == 0
+    walk.until(lambda: not walk.cache.is_prefetching(request))
+    assert walk.admit(request) == 100 and walk.cache.tier_counts["prefetches_late"] == 0
     walk.end_all()
     walk.check()
     walk.check_rows()
@@ -72,12 +72,12 @@ def test_nobody_is_late_before_the_turn(opened: Callable[..., TierWalk]) -> None
 def test_a_late_read_serves_the_request_all_the_same_if_it_could_not_be_admitted(
     opened: Callable[..., TierWalk],
 ) -> None:
-    walk = opened(is_exact=True, law=SLOW)
+    walk = opened(is_exact=True, cost=SLOW)
     tokens, node = staged_on(walk, Tier.SSD)
     blocks = blocked(walk, "read", 2)
     request = walk.wait([*tokens, 59])
-    walk.until(lambda: not walk.cache.is_staging(request))
-    assert walk.cache.tier_counts["stages_late"] == 1  # and then there was no room for it
+    walk.until(lambda: not walk.cache.is_prefetching(request))
+    assert walk.cache.tier_counts["prefetches_late"] == 1  # and then there was no room for it
     for block in blocks:
         block.may_end.set()
     walk.settle()
@@ -88,14 +88,14 @@ def test_a_late_read_serves_the_request_all_the_same_if_it_could_not_be_admitted
 
 def test_what_was_verified_stays_good_while_it_stays_where_it_is(opened: Callable[..., TierWalk]) -> None:
     """Also where the node was on the GPU when the request came, and left it since."""
-    walk = opened(is_exact=True, law=SLOW)
+    walk = opened(is_exact=True, cost=SLOW)
     tokens, node = cached(walk, 100)
     assert walk.cache.start_copy(node, Tier.HOST)
     walk.settle()
     entry = node.kv.copies[Tier.HOST].entry
     entry.checked_s -= prefetch.VERIFIED_S / 2
     request = walk.wait([*tokens, 59])
-    for _ in walk.cache.let_go_from_tail():
+    for _ in walk.cache.release_from_tail():
         pass
     assert walk.cache.evict(EvictParams(num_tokens=100)).num_tokens_evicted == 100
     assert tier_of(node) == Tier.HOST and entry.check is None
@@ -107,7 +107,7 @@ def test_what_was_verified_stays_good_while_it_stays_where_it_is(opened: Callabl
     walk.cache.evict(EvictParams(num_tokens=SLOTS))
     request = walk.wait([*tokens, 58])
     assert entry.check is not None  # too long ago
-    walk.until(lambda: not walk.cache.is_staging(request))
+    walk.until(lambda: not walk.cache.is_prefetching(request))
     assert walk.admit(request) == 100
     walk.end_all()
     walk.check()
@@ -115,21 +115,21 @@ def test_what_was_verified_stays_good_while_it_stays_where_it_is(opened: Callabl
 
 def test_only_the_next_reads_are_begun_ahead(opened: Callable[..., TierWalk], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetch, "MOST_READS", 2)
-    walk = opened(is_exact=True, law=PrefillLaw(0.0, 1.0, 0.0), host_bytes=600 << 10)
+    walk = opened(is_exact=True, cost=PrefillCost(0.0, 1.0, 0.0), host_bytes=600 << 10)
     contexts = [staged_on(walk, Tier.SSD) for _ in range(4)]
     blocks = blocked(walk, "read", 2)
     requests = [walk.wait([*tokens, 59]) for tokens, _ in contexts]
     assert len(walk.cache.reads) == 2
-    stages = [walk.cache.stages[id(request)] for request in requests]
-    assert [stage.short_of for stage in stages] == [None, None, "turn", "turn"]
+    prefetches = [walk.cache.prefetches[id(request)] for request in requests]
+    assert [each.short_of for each in prefetches] == [None, None, "turn", "turn"]
     walk.waiting.pop(0)
-    walk.cache.keep_stages(walk.waiting)
-    assert walk.cache.is_staging(requests[3]) and len(walk.cache.reads) == 3  # its turn has come
+    walk.cache.keep_prefetches(walk.waiting)
+    assert walk.cache.is_prefetching(requests[3]) and len(walk.cache.reads) == 3  # its turn has come
     for block in blocks:
         block.may_end.set()
     walk.settle()
     for request in requests[1:]:
-        walk.until(lambda request=request: not walk.cache.is_staging(request))
+        walk.until(lambda request=request: not walk.cache.is_prefetching(request))
         assert walk.admit(request) == 100
         ended(walk, request)
     walk.check()
@@ -147,15 +147,15 @@ def passed_by(walk: TierWalk, requests: list[object], room: int) -> list[bool]:
 
 def test_only_those_for_whom_there_is_room_have_their_turn(opened: Callable[..., TierWalk]) -> None:
     """Else a long queue would have its turn at once, and be late together."""
-    walk = opened(is_exact=True, law=PrefillLaw(0.0, 1.0, 0.0), host_bytes=600 << 10)
+    walk = opened(is_exact=True, cost=PrefillCost(0.0, 1.0, 0.0), host_bytes=600 << 10)
     contexts = [staged_on(walk, Tier.SSD) for _ in range(3)]
     blocks = blocked(walk, "read", 2)
     requests = [walk.wait([*tokens, 59]) for tokens, _ in contexts]
-    stages = [walk.cache.stages[id(request)] for request in requests]
+    prefetches = [walk.cache.prefetches[id(request)] for request in requests]
     assert passed_by(walk, requests, room=300) == [True] * 3  # each needs 111
-    assert [stage.turn_s is None for stage in stages] == [False, False, True]
+    assert [prefetch.turn_s is None for prefetch in prefetches] == [False, False, True]
     assert passed_by(walk, requests, room=10) == [True] * 3
-    assert passed_by(walk, requests[2:], room=10) == [True] and stages[2].turn_s is not None  # the first always has
+    assert passed_by(walk, requests[2:], room=10) == [True] and prefetches[2].turn_s is not None  # the first always has
     for block in blocks:
         block.may_end.set()
     walk.settle()
@@ -170,7 +170,7 @@ def test_one_that_nobody_has_looked_at_does_not_go_before_its_turn(
     opened: Callable[..., TierWalk], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefetch, "WINDOW", 1)
-    walk = opened(is_exact=True, law=PrefillLaw(0.0, 1.0, 0.0))
+    walk = opened(is_exact=True, cost=PrefillCost(0.0, 1.0, 0.0))
     first, second = (staged_on(walk, tier)[0] for tier in (Tier.SSD, Tier.HOST))
     (block, _) = blocked(walk, "read", 2)
     requests = [walk.wait([*tokens, 59]) for tokens in (first, second)]
@@ -183,18 +183,18 @@ def test_one_that_nobody_has_looked_at_does_not_go_before_its_turn(
 
 def test_reads_take_no_more_of_the_host_than_waiting_requests_may_hold(opened: Callable[..., TierWalk]) -> None:
     """Also when the turn of all has come: what leaves the GPU needs room there too."""
-    walk = opened(is_exact=True, law=PrefillLaw(0.0, 1.0, 0.0), host_bytes=100 << 10)  # 512 bytes a token
+    walk = opened(is_exact=True, cost=PrefillCost(0.0, 1.0, 0.0), host_bytes=100 << 10)  # 512 bytes a token
     contexts = [cached(walk, 48) for _ in range(4)]
     for _, node in contexts:
         sent(walk, node, Tier.SSD)
     blocks = blocked(walk, "read", 2)
     requests = [walk.wait([*tokens, 59]) for tokens, _ in contexts]
-    assert all(walk.cache.is_staging(request) for request in requests)
-    assert len(walk.cache.reads) == 2 and walk.cache.staged_bytes <= walk.cache.host.num_bytes / 2
+    assert all(walk.cache.is_prefetching(request) for request in requests)
+    assert len(walk.cache.reads) == 2 and walk.cache.prefetch_bytes <= walk.cache.host.num_bytes / 2
     for block in blocks:
         block.may_end.set()
     for request in requests:
-        walk.until(lambda request=request: not walk.cache.is_staging(request))
+        walk.until(lambda request=request: not walk.cache.is_prefetching(request))
         assert walk.admit(request) == 48
         ended(walk, request)
     walk.check()
@@ -204,15 +204,15 @@ def test_those_far_back_in_the_queue_are_not_looked_at(
     opened: Callable[..., TierWalk], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefetch, "WINDOW", 2)
-    walk = opened(is_exact=True, law=SLOW)
+    walk = opened(is_exact=True, cost=SLOW)
     tokens, _ = staged_on(walk, Tier.HOST)
     requests = [walk.wait([*tokens, last]) for last in (57, 58, 59)]
-    held = [bool(walk.cache.stages[id(request)].held) for request in requests]
+    held = [bool(walk.cache.prefetches[id(request)].reserved) for request in requests]
     assert held == [True, True, False]
     walk.waiting.pop(0)
-    walk.cache.keep_stages(walk.waiting)
+    walk.cache.keep_prefetches(walk.waiting)
     walk.tick()
-    assert walk.cache.stages[id(requests[2])].held
+    assert walk.cache.prefetches[id(requests[2])].reserved
 
 
 # ---- what they need is kept
@@ -222,7 +222,7 @@ def test_what_the_head_of_the_queue_needs_stays_on_the_gpu_and_is_given_up_from_
     opened: Callable[..., TierWalk], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefetch, "MOST_PINNED_SHARE", 0.55)
-    walk = opened(is_exact=True, law=SLOW)
+    walk = opened(is_exact=True, cost=SLOW)
     contexts = [cached(walk, 100) for _ in range(3)]
     requests = [walk.wait([*tokens, 59]) for tokens, _ in contexts]
     assert [node.lock_ref for _, node in contexts] == [1, 1, 0]  # no more than its share of the pool
@@ -231,7 +231,7 @@ def test_what_the_head_of_the_queue_needs_stays_on_the_gpu_and_is_given_up_from_
     assert [tier_of(node) for _, node in contexts] == [Tier.GPU, Tier.HOST, Tier.HOST]
     assert contexts[0][1].lock_ref == 1
     for request in requests:
-        walk.until(lambda request=request: not walk.cache.is_staging(request))
+        walk.until(lambda request=request: not walk.cache.is_prefetching(request))
         walk.admit(request)
         ended(walk, request)
     walk.settle()
@@ -242,7 +242,7 @@ def test_what_the_head_of_the_queue_needs_stays_on_the_gpu_and_is_given_up_from_
 
 
 def test_a_pinned_node_may_be_split(opened: Callable[..., TierWalk]) -> None:
-    walk = opened(is_exact=True, law=SLOW)
+    walk = opened(is_exact=True, cost=SLOW)
     tokens, node = cached(walk, 60)
     walk.wait([*tokens, 59])
     walk.serve([*tokens[:30], 58])
@@ -253,7 +253,7 @@ def test_a_pinned_node_may_be_split(opened: Callable[..., TierWalk]) -> None:
 
 
 def test_room_is_kept_for_the_next_requests(opened: Callable[..., TierWalk]) -> None:
-    walk = opened(is_exact=True, law=SLOW)
+    walk = opened(is_exact=True, cost=SLOW)
     for _ in range(3):
         cached(walk, 100)
     walk.settle()
@@ -261,7 +261,7 @@ def test_room_is_kept_for_the_next_requests(opened: Callable[..., TierWalk]) -> 
     walk.wait([walk.rng.randrange(50) for _ in range(90)])
     for _ in range(5):
         walk.cache._next_plan_s = 0.0
-        walk.cache.stir()
+        walk.cache.mark_dirty()
         walk.tick()
         walk.settle()
     assert walk.allocator.available_size() >= 90 and walk.cache.controller.num_dropped == 0
@@ -272,7 +272,7 @@ def test_room_is_kept_for_the_next_requests(opened: Callable[..., TierWalk]) -> 
 
 
 def test_who_is_on_the_way_is_not_looked_up_and_keeps_the_place(opened: Callable[..., TierWalk]) -> None:
-    walk = opened(is_exact=True, law=PrefillLaw(0.0, 1.0, 0.0))
+    walk = opened(is_exact=True, cost=PrefillCost(0.0, 1.0, 0.0))
     tokens, _ = staged_on(walk, Tier.SSD)
     blocks = blocked(walk, "read", 2)
     first, loading, last = walk.wait([1, 2, 3]), walk.wait([*tokens, 59]), walk.wait([4, 5, 6])
@@ -280,7 +280,7 @@ def test_who_is_on_the_way_is_not_looked_up_and_keeps_the_place(opened: Callable
     walk.cache.hide_waiting(scheduler)
     assert scheduler.waiting_queue == [first, loading, last]  # its turn has not come
     walk.cache.show_waiting(scheduler)
-    assert walk.cache.is_staging(loading)
+    assert walk.cache.is_prefetching(loading)
     walk.cache.hide_waiting(scheduler)
     assert scheduler.waiting_queue == [first, last]
     retracted = SimpleNamespace()
@@ -329,7 +329,7 @@ def request_of(tokens: list[int], num_cached: int = 0, extra_key: str | None = N
 
 
 def test_a_request_waits_while_another_computes_what_it_misses(opened: Callable[..., TierWalk]) -> None:
-    walk = opened(is_exact=True, law=SLOW)
+    walk = opened(is_exact=True, cost=SLOW)
     walk.wait([1, 2, 3])
     context = [walk.rng.randrange(50) for _ in range(200)]
     computing = request_of([*context, 51], 40)
@@ -351,7 +351,7 @@ def test_a_request_does_not_wait_for_another_for_ever(
 ) -> None:
     monkeypatch.setattr("sglang_evicpress.patches.cache.admission.COMPUTING_S", 0.0)
     monkeypatch.setattr("sglang_evicpress.patches.cache.admission.COMPUTING_TIMES", 0.0)
-    walk = opened(is_exact=True, law=SLOW)
+    walk = opened(is_exact=True, cost=SLOW)
     walk.wait([1, 2, 3])
     context = [walk.rng.randrange(50) for _ in range(200)]
     walk.cache.note_admitted(request_of([*context, 51]))
@@ -378,12 +378,12 @@ def matched(node: object, num_tokens: int = 101) -> object:
 def test_a_load_without_room_waits_while_others_run(
     opened: Callable[..., TierWalk], is_running: bool, waits: bool
 ) -> None:
-    walk = opened(is_exact=True, law=SLOW)
+    walk = opened(is_exact=True, cost=SLOW)
     tokens, node = staged_on(walk, Tier.HOST)
     taken = walk.allocator.alloc(SLOTS - 60)
     walk.cache.scheduler = SimpleNamespace(running_batch=SimpleNamespace(is_empty=lambda: not is_running, reqs=[]))
     assert lacks_room(walk, matched(node)) is waits
-    assert walk.cache.tier_counts["loads_put_off"] == int(waits) and node.lock_ref == 0
+    assert walk.cache.tier_counts["loads_deferred"] == int(waits) and node.lock_ref == 0
     assert walk.cache.is_out_of_room is waits
     walk.allocator.free(taken)
     assert not lacks_room(walk, matched(node))
@@ -392,7 +392,7 @@ def test_a_load_without_room_waits_while_others_run(
 
 
 def test_nobody_is_evicted_for_a_request_behind_one_that_has_no_room(opened: Callable[..., TierWalk]) -> None:
-    walk = opened(is_exact=True, law=SLOW)
+    walk = opened(is_exact=True, cost=SLOW)
     _, node = staged_on(walk, Tier.HOST)
     _, other = cached(walk, 100)
     while walk.allocator.available_size() >= 100:
@@ -407,7 +407,7 @@ def test_nobody_is_evicted_for_a_request_behind_one_that_has_no_room(opened: Cal
 
 def test_nothing_is_dropped_for_a_load_while_room_below_is_on_its_way(opened: Callable[..., TierWalk]) -> None:
     """Else what has no copy yet is: here a context whose copy the host has no room for before another is written."""
-    walk = opened(is_exact=True, law=SLOW, host_bytes=52 << 10)  # of 512 bytes a token
+    walk = opened(is_exact=True, cost=SLOW, host_bytes=52 << 10)  # of 512 bytes a token
     _, node = staged_on(walk, Tier.HOST)
     tokens, other = cached(walk, 100)
     taken = walk.allocator.alloc(walk.allocator.available_size() - 60)
@@ -426,7 +426,7 @@ def test_nothing_is_dropped_for_a_load_while_room_below_is_on_its_way(opened: Ca
 
 def test_what_is_not_ready_any_more_is_matched_anew(opened: Callable[..., TierWalk]) -> None:
     """A read for a request may take the room of what was ready for it."""
-    walk = opened(is_exact=True, law=SLOW)
+    walk = opened(is_exact=True, cost=SLOW)
     _, node = staged_on(walk, Tier.HOST)
     assert not lacks_room(walk, matched(node))
     walk.until(lambda: walk.cache.demote_node(node.id, Tier.SSD)["is_there"])
@@ -437,7 +437,7 @@ def test_what_is_not_ready_any_more_is_matched_anew(opened: Callable[..., TierWa
 
 
 def test_what_is_not_worth_loading_is_told_with_what_it_would_have_taken(opened: Callable[..., TierWalk]) -> None:
-    walk = opened(is_exact=True, law=PrefillLaw(0.0, 1e-9, 0.0))
+    walk = opened(is_exact=True, cost=PrefillCost(0.0, 1e-9, 0.0))
     tokens, _ = staged_on(walk, Tier.SSD)
     assert walk.serve([*tokens, 59]) == 0
     told = walk.cache.inspector.describe_stats()["admission"]
@@ -446,7 +446,7 @@ def test_what_is_not_worth_loading_is_told_with_what_it_would_have_taken(opened:
 
 
 def test_what_came_too_late_is_told(opened: Callable[..., TierWalk]) -> None:
-    walk = opened(is_exact=True, law=SLOW)
+    walk = opened(is_exact=True, cost=SLOW)
     tokens, _ = staged_on(walk, Tier.SSD)
     blocks = blocked(walk, "read", 2)
     assert walk.serve([*tokens, 59]) == 0

@@ -13,7 +13,7 @@ SECONDS = 10.0
 SATURATION = 4.0
 MULTIPLES = (0.5, 1.0, 2.0)
 NAMES = {
-    "bound+attention": "bound+attention",
+    "full-cache+attention": "full-cache+attention",
     "tiers-lru": "tiers-lru",
     "keydiff@0.8+lru": "fixed",
     "keydiff@0.5+lru": "fixed",
@@ -44,7 +44,7 @@ def good_runs(repetitions: int = 3) -> Runs:
     for repetition in range(repetitions):
         for multiple in (0.0, *MULTIPLES):
             for system, ttft_s, f1 in (
-                ("bound+attention", 0.1, 1.0),
+                ("full-cache+attention", 0.1, 1.0),
                 ("tiers-lru", 0.2 if multiple == 0 else 9.0, 1.0),
                 ("keydiff@0.8+lru", 0.2 if multiple == 0 else 0.3 if multiple < 1 else 1.5, 0.98),
                 ("keydiff@0.5+lru", 0.05, 0.8),
@@ -68,27 +68,27 @@ def write_load(folder: Path, runs: Runs, **config: Any) -> Path:
     load = {"of_saturation": [*MULTIPLES], "reference": OURS, "seconds": SECONDS, "saturation_rps": SATURATION}
     names = {name: kind for name, kind in NAMES.items() if any(key[0] == name for key in runs)}
     given = {
-        **{"name": "made-up", "levels": [0, *(SATURATION * multiple for multiple in MULTIPLES)], "load": load},
+        **{"name": "made-up", "rates": [0, *(SATURATION * multiple for multiple in MULTIPLES)], "load": load},
         **{"repetitions": repetitions, "ttft_limit_s": 0.5, "policy_flags": [], **config},
     }
     write_plan(folder, names, **given)
     scores = []
     for (system, multiple, repetition), at in runs.items():
-        level = SATURATION * multiple
-        lines = _lines(at, level)
+        rate = SATURATION * multiple
+        lines = _lines(at, rate)
         tokens = {"prompt_tokens": 10_000, "computed_tokens": dict(at.computed)}
         seconds = {"not_worth_s": {"predicted": 1.0, "actual": 2.0}} if "not_worth" in at.computed else {}
         before = {"admission": {"prompt_tokens": 0, "computed_tokens": {}}}
-        has_policy = not system.startswith("bound")
+        has_policy = not system.startswith("full-cache")
         header = {
-            "seconds": SECONDS if level else None,
+            "seconds": SECONDS if rate else None,
             "stats_before": before if has_policy else None,
             "stats": {"cached_slots": 1, "admission": {**tokens, **seconds}} if has_policy else None,
             "commit": "0123456789ab",
         }
-        write_run(folder, system, level, lines, repetition, **header)
+        write_run(folder, system, rate, lines, repetition, **header)
         scores += [
-            (system, repetition, level, line["index"], at.f1)
+            (system, repetition, rate, line["index"], at.f1)
             for line in lines
             if line["error"] is None and not line["is_cut"]
         ]
@@ -96,12 +96,12 @@ def write_load(folder: Path, runs: Runs, **config: Any) -> Path:
     return folder
 
 
-def _lines(at: At, level: float) -> list[dict[str, Any]]:
-    count = round(level * SECONDS) or 8
+def _lines(at: At, rate: float) -> list[dict[str, Any]]:
+    count = round(rate * SECONDS) or 8
     answers = count if at.answers_rps is None else round(at.answers_rps * SECONDS)
     lines = []
     for index in range(count):
-        arrival_s = 0.0 if level == 0 else index * (SECONDS - 0.5) / count
+        arrival_s = 0.0 if rate == 0 else index * (SECONDS - 0.5) / count
         is_refused = index < at.num_refused
         is_cut = index >= answers
         end_s = SECONDS + 5.0 if is_cut else min(arrival_s + at.ttft_s, SECONDS)

@@ -16,7 +16,7 @@ CONFIG = {
     "max_new_tokens": 16,
     "tokens": 3000,
     "memory": {"gpu": 0.08, "host": 0.25, "ssd": 1.0},
-    "levels": [0, 2],
+    "rates": [0, 2],
     "ssd_bandwidth": 5e8,
     "once": [],
 }
@@ -61,7 +61,7 @@ def write_plan(folder: Path, systems: Mapping[str, str], **config: Any) -> None:
     """``systems``: name -> kind."""
     folder.mkdir(parents=True, exist_ok=True)
     listed = [
-        {"name": name, "kind": kind, "is_stock": kind in ("bound", "lru", "prefill-only"), "flags": []}
+        {"name": name, "kind": kind, "is_stock": kind in ("full-cache", "lru", "prefill-only"), "flags": []}
         for name, kind in systems.items()
     ]
     plan = {
@@ -72,14 +72,14 @@ def write_plan(folder: Path, systems: Mapping[str, str], **config: Any) -> None:
 
 
 def write_run(
-    folder: Path, system: str, level: float, lines: Sequence[Mapping[str, Any]], repetition: int = 0, **header: Any
+    folder: Path, system: str, rate: float, lines: Sequence[Mapping[str, Any]], repetition: int = 0, **header: Any
 ) -> Path:
     """A run that took a second for each request."""
-    path = folder / "runs" / system.replace(" ", "-") / f"{repetition}-{level:g}.jsonl"
+    path = folder / "runs" / system.replace(" ", "-") / f"{repetition}-{rate:g}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     run = {
-        **{"system": system, "repetition": repetition, "level": level, "begin_unix_s": 0.0},
-        **{"took_s": float(len(lines)), "offered_rps": level, "is_stock_checked": True, "check": None},
+        **{"system": system, "repetition": repetition, "rate": rate, "begin_unix_s": 0.0},
+        **{"took_s": float(len(lines)), "offered_rps": rate, "is_stock_checked": True, "check": None},
         **{"stats": None, "stats_before": None, "resident": None},
         **header,
     }
@@ -88,10 +88,15 @@ def write_run(
 
 
 def write_scores(folder: Path, scores: Sequence[tuple[str, int, float, int, float | None]]) -> None:
-    """(system, repetition, level, index, quality): the same by every measure."""
-    names = ("system", "repetition", "level", "index")
+    """(system, repetition, rate, index, quality): the same by every measure."""
+    names = ("system", "repetition", "rate", "index")
     lines = [
-        {**dict(zip(names, key, strict=True)), "f1_bound": quality, "minilm_bound": quality, "f1_truth": quality}
+        {
+            **dict(zip(names, key, strict=True)),
+            "f1_full_cache": quality,
+            "minilm_full_cache": quality,
+            "f1_truth": quality,
+        }
         for *key, quality in scores
     ]
     (folder / "scores.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
@@ -104,14 +109,14 @@ def write_settings(
     num_requests: int = 4,
     **more: Any,
 ) -> None:
-    """Whole benchmarks of one repetition: system -> (kind, level -> (TTFT of every request, quality of every answer)).
+    """Whole benchmarks of one repetition: system -> (kind, rate -> (TTFT of every request, quality of every answer)).
 
     ``more`` goes into every request.
     """
     write_plan(folder, {name: kind for name, (kind, _) in settings.items()}, repetitions=1)
     scores = []
-    for name, (_, levels) in settings.items():
-        for level, (ttft_s, quality) in levels.items():
-            write_run(folder, name, level, requests([ttft_s] * num_requests, **more))
-            scores += [(name, 0, level, index, quality) for index in range(num_requests)]
+    for name, (_, rates) in settings.items():
+        for rate, (ttft_s, quality) in rates.items():
+            write_run(folder, name, rate, requests([ttft_s] * num_requests, **more))
+            scores += [(name, 0, rate, index, quality) for index in range(num_requests)]
     write_scores(folder, scores)

@@ -31,7 +31,7 @@ def test_what_is_left_out_has_a_default(tmp_path: Path) -> None:
         (),
         "{context}\n\n{question}",
     )
-    assert (config.levels, config.repetitions, config.warm_up, config.trace) == ((0.0,), 1, 1, None)
+    assert (config.rates, config.repetitions, config.warm_up, config.trace) == ((0.0,), 1, 1, None)
     assert (config.presses, config.kept, config.systems) == (DEFAULT_PRESSES, DEFAULT_KEPT, KINDS)
     assert config.memory == Memory(0.1, 0.0, 0.0)
     assert config.contexts.command == (sys.executable, "-c", "0") and config.contexts.folder == tmp_path.resolve()
@@ -75,7 +75,7 @@ def test_the_record_is_json_and_the_identity_leaves_out_which_systems_run(tmp_pa
         **{"repetitions": 3, "systems": ["lru"], "once": ["lru"], "alphas": [7], "presses": ["knorm"], "name": "b"},
     )
     assert same.identity() == config.identity() and same.record() != config.record()
-    for changed in ({"seed": 1}, {"levels": [1]}, {"requests": 6}, {"memory": {"gpu": 0.2}}):
+    for changed in ({"seed": 1}, {"rates": [1]}, {"requests": 6}, {"memory": {"gpu": 0.2}}):
         other = load(tmp_path, profiles={"questions": 2, "forms": "keydiff@0.5"}, **changed)
         assert other.identity() != config.identity()
     assert load(tmp_path, kept=[0.5]).identity() != load(tmp_path, kept=[0.4]).identity()  # without profiles: its forms
@@ -97,12 +97,12 @@ def test_the_record_is_json_and_the_identity_leaves_out_which_systems_run(tmp_pa
         ({"seed": -1}, "seed is -1: expected"),
         ({"popularity": -0.1}, "popularity is -0.1: expected an exponent"),
         ({"popularity": float("nan")}, "popularity is nan: expected"),
-        ({"levels": []}, r"levels is \[\]: expected a list of requests/s"),
-        ({"levels": [1, 1]}, r"levels is \[1, 1\]: expected"),
-        ({"levels": 2}, "levels is 2: expected"),
+        ({"rates": []}, r"rates is \[\]: expected a list of requests/s"),
+        ({"rates": [1, 1]}, r"rates is \[1, 1\]: expected"),
+        ({"rates": 2}, "rates is 2: expected"),
         ({"kept": [1.0]}, r"kept is \[1.0\]: expected a list of numbers above 0, below 1"),
         ({"presses": ["zip"]}, r"presses is \['zip'\]: expected a list of keydiff"),
-        ({"systems": ["lru", "evict"]}, r"systems is \['lru', 'evict'\]: expected a list of bound"),
+        ({"systems": ["lru", "evict"]}, r"systems is \['lru', 'evict'\]: expected a list of full-cache"),
         ({"once": ["none"]}, r"once is \['none'\]: expected"),
         ({"alphas": [-1]}, r"alphas is \[-1\]: expected"),
         ({"warm_up": "twice"}, "warm_up is 'twice': expected how often each context is asked about, a whole"),
@@ -155,40 +155,42 @@ def test_every_config_of_the_repository_can_be_loaded(path: Path) -> None:
 
 
 def test_rates_are_more_levels_for_some_systems_in_the_first_repetition(tmp_path: Path) -> None:
-    config = load(tmp_path, levels=[0, 2], repetitions=2, once=["fixed"], rates={"levels": [2, 8], "systems": ["lru"]})
-    assert config.levels_of("lru", "lru", 0) == (0.0, 2.0, 8.0)
-    assert config.levels_of("lru", "lru", 1) == config.levels_of("bound", "bound", 0) == (0.0, 2.0)
-    assert config.levels_of("fixed", "knorm@0.5+lru", 1) == config.levels_of("lru", "lru", 2) == ()
-    with pytest.raises(ValueError, match="rates: levels is .0.: expected a list of requests/s above 0"):
-        load(tmp_path, rates={"levels": [0], "systems": ["lru"]})
-    with pytest.raises(ValueError, match="rates has no systems: expected a list of systems"):
-        load(tmp_path, rates={"levels": [1]})
-    with pytest.raises(ValueError, match="rates: seconds is 0: expected seconds above 0"):
-        load(tmp_path, rates=[{"levels": [1], "systems": ["lru"], "seconds": 0}])
-    with pytest.raises(ValueError, match="rates"):
-        load(tmp_path, rates=[4])
+    config = load(
+        tmp_path, rates=[0, 2], repetitions=2, once=["fixed"], extra_rates={"rates": [2, 8], "systems": ["lru"]}
+    )
+    assert config.rates_of("lru", "lru", 0) == (0.0, 2.0, 8.0)
+    assert config.rates_of("lru", "lru", 1) == config.rates_of("full-cache", "full-cache", 0) == (0.0, 2.0)
+    assert config.rates_of("fixed", "knorm@0.5+lru", 1) == config.rates_of("lru", "lru", 2) == ()
+    with pytest.raises(ValueError, match="extra_rates: rates is .0.: expected a list of requests/s above 0"):
+        load(tmp_path, extra_rates={"rates": [0], "systems": ["lru"]})
+    with pytest.raises(ValueError, match="extra_rates has no systems: expected a list of systems"):
+        load(tmp_path, extra_rates={"rates": [1]})
+    with pytest.raises(ValueError, match="extra_rates: seconds is 0: expected seconds above 0"):
+        load(tmp_path, extra_rates=[{"rates": [1], "systems": ["lru"], "seconds": 0}])
+    with pytest.raises(ValueError, match="extra_rates"):
+        load(tmp_path, extra_rates=[4])
 
 
 def test_rates_may_be_several_groups(tmp_path: Path) -> None:
-    groups = [{"levels": [8, 2], "systems": ["lru"]}, {"levels": [8, 4], "systems": ["lru", "bound"]}]
-    config = load(tmp_path, levels=[0], rates=groups)
-    assert config.levels_of("lru", "lru", 0) == (0.0, 2.0, 4.0, 8.0)
-    assert config.levels_of("bound", "bound", 0) == (0.0, 4.0, 8.0)
-    assert config.levels_of("fixed", "knorm@0.5+lru", 0) == (0.0,)
+    groups = [{"rates": [8, 2], "systems": ["lru"]}, {"rates": [8, 4], "systems": ["lru", "full-cache"]}]
+    config = load(tmp_path, rates=[0], extra_rates=groups)
+    assert config.rates_of("lru", "lru", 0) == (0.0, 2.0, 4.0, 8.0)
+    assert config.rates_of("full-cache", "full-cache", 0) == (0.0, 4.0, 8.0)
+    assert config.rates_of("fixed", "knorm@0.5+lru", 0) == (0.0,)
 
 
 def test_a_load_has_levels_once_saturation_is_known(tmp_path: Path) -> None:
     given = {"of_saturation": [2, 0.5], "reference": "tiers-lru", "seconds": 60}
-    config = load(tmp_path, levels=[0], load=given)
+    config = load(tmp_path, rates=[0], load=given)
     assert config.load is not None
     assert (config.load.cut_s, config.load.clients, config.load.multiples) == (10.0, 16, {})
-    assert config.levels == (0.0,)
+    assert config.rates == (0.0,)
     saturated = config.saturated_at(12.345)
-    assert saturated.levels == (0.0, 6.17, 24.7)
-    assert saturated.levels_of("lru", "lru", 0) == saturated.levels
+    assert saturated.rates == (0.0, 6.17, 24.7)
+    assert saturated.rates_of("lru", "lru", 0) == saturated.rates
     assert json.loads(json.dumps(saturated.record())) == saturated.record()
     assert saturated.identity() != config.identity()
-    assert load(tmp_path, levels=[0], load=given, ttft_limit_s=0.5).identity() == config.identity()
+    assert load(tmp_path, rates=[0], load=given, ttft_limit_s=0.5).identity() == config.identity()
     with pytest.raises(ValueError, match="has no load: expected one"):
         load(tmp_path).saturated_at(1.0)
 

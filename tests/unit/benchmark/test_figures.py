@@ -11,7 +11,7 @@ from tests.unit.benchmark.loads import good_runs, write_load
 from tests.unit.benchmark.raw import request, write_plan, write_run, write_scores
 
 SYSTEMS = {
-    "bound": ("bound", 0.05, 1.0),
+    "full-cache": ("full-cache", 0.05, 1.0),
     "prefill-only": ("prefill-only", 0.8, 1.0),
     "keydiff@0.2+lru": ("fixed", 0.2, 0.6),
     "keydiff@0.5+lru": ("fixed", 0.4, 0.9),
@@ -22,22 +22,22 @@ SYSTEMS = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two families, levels 0, 1 and 2: TTFT grows by its own value with each request/s, quality is always the same."""
-    write_plan(tmp_path, {name: kind for name, (kind, _, _) in SYSTEMS.items()}, repetitions=1, levels=[0, 1, 2])
+    """Two families, rates 0, 1 and 2: TTFT grows by its own value with each request/s, quality is always the same."""
+    write_plan(tmp_path, {name: kind for name, (kind, _, _) in SYSTEMS.items()}, repetitions=1, rates=[0, 1, 2])
     tiers = {"device": 10, "host": 20, "storage": 30}
     scores = []
     for name, (kind, ttft_s, quality) in SYSTEMS.items():
-        for level in (0, 1, 2):
+        for rate in (0, 1, 2):
             lines = [
                 request(
-                    *(index, (1 + level) * ttft_s),
+                    *(index, (1 + rate) * ttft_s),
                     **{"family": "notes" if index % 2 else "titles", "cached_tokens": 60, "cached_by_tier": tiers},
                 )
                 for index in range(4)
             ]
             held = {"gpu": {"exact": {"tokens": 10}, "keydiff@0.5": {"tokens": 30}}, "ssd": {"exact": {"tokens": 5}}}
-            write_run(tmp_path, name, level, lines, resident=held if kind == "evicpress" else None)
-            scores += [(name, 0, float(level), index, quality) for index in range(4)]
+            write_run(tmp_path, name, rate, lines, resident=held if kind == "evicpress" else None)
+            scores += [(name, 0, float(rate), index, quality) for index in range(4)]
     write_scores(tmp_path, scores)
     return tmp_path
 
@@ -69,7 +69,7 @@ def test_ttft_quality_has_a_row_for_each_setting_and_level(draw) -> None:  # typ
 
 
 def test_families_are_shown_at_one_level(draw) -> None:  # type: ignore[no-untyped-def]
-    text = draw("ttft_quality", "--level", "2", table="families")
+    text = draw("ttft_quality", "--rate", "2", table="families")
     assert text.startswith("2 requests/s.")
     for panel in ("all, 2 requests/s", "notes", "titles"):
         assert f"| {panel} | evicpress a=1 | 0.900 | 300 | 2.00 (2.00 to 2.00) | yes |" in text
@@ -80,7 +80,7 @@ def test_rates_leave_out_what_is_not_good_enough(draw) -> None:  # type: ignore[
     assert "keydiff@0.2+lru" not in text
     assert "adaptcache" not in text
     assert "| keydiff@0.5+lru | 2 | 1.00 | 1200 | 1200 | 100 | 0.900 |" in text
-    assert "| evicpress a=1 | 0.00 | 1.00 |" in text  # 100 ms are the bound's twice, and its own grow twofold by 1
+    assert "| evicpress a=1 | 0.00 | 1.00 |" in text  # 100 ms are the full cache's twice, and its own grow twofold by 1
     assert "| prefill-only | 0.00 | 1.00 |" in text
 
 
@@ -103,8 +103,8 @@ def test_adaptcache_is_compared_with_fixed_presses(draw) -> None:  # type: ignor
 
 
 def test_a_level_that_was_not_run_is_refused(draw) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(SystemExit, match="level 7 was not run: expected one of 0, 1, 2"):
-        draw("hits", "--level", "7")
+    with pytest.raises(SystemExit, match="rate 7 was not run: expected one of 0, 1, 2"):
+        draw("hits", "--rate", "7")
 
 
 def test_load_is_drawn_against_what_is_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

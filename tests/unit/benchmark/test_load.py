@@ -11,7 +11,7 @@ from tests.unit.benchmark.raw import request, write_plan, write_run, write_score
 
 from sglang_evicpress.benchmark.load import Loaded, knee, loaded, median
 from sglang_evicpress.benchmark.load_tables import of, rate_name
-from sglang_evicpress.benchmark.raw import Raw, read_raw
+from sglang_evicpress.benchmark.results import Results, read_results
 from sglang_evicpress.benchmark.summary import summarise
 from sglang_evicpress.benchmark.tables import write_report
 
@@ -22,7 +22,7 @@ LOAD = {"of_saturation": [1], "reference": "ours", "seconds": 4.0, "saturation_r
 def folder(tmp_path: Path) -> Path:
     """Eight requests in four seconds: five in time of which two are late, one answered behind the end, one refused, one
     cut; and another repetition with one."""
-    write_plan(tmp_path, {"ours": "evicpress"}, load=LOAD, ttft_limit_s=0.5, levels=[0, 2])
+    write_plan(tmp_path, {"ours": "evicpress"}, load=LOAD, ttft_limit_s=0.5, rates=[0, 2])
     lines = [
         *(request(index, ttft_s, end_s=3.0) for index, ttft_s in enumerate((0.1, 0.2, 0.3, 0.6, 0.8))),
         request(5, 0.4, end_s=4.1),
@@ -52,28 +52,28 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def raw_of(folder: Path) -> Raw:
-    return read_raw(folder)
+def results_of(folder: Path) -> Results:
+    return read_results(folder)
 
 
 def test_answers_and_goodput_are_per_second_in_which_requests_arrive(folder: Path) -> None:
-    _, one, other = loaded(raw_of(folder))
-    assert (one.level, one.repetition, one.num_requests) == (2.0, 0, 8)
+    _, one, other = loaded(results_of(folder))
+    assert (one.rate, one.repetition, one.num_requests) == (2.0, 0, 8)
     assert (one.num_refused, one.num_cut, one.num_failed) == (1, 1, 0)
     assert (one.offered_rps, one.answers_rps, one.goodput_rps) == (2.0, 5 / 4, 3 / 4)
     assert (other.offered_rps, other.answers_rps, other.goodput_rps) == (1 / 4, 1 / 4, 0.0)
-    cell = summarise(raw_of(folder)).cell("ours", 2.0)
+    cell = summarise(results_of(folder)).cell("ours", 2.0)
     assert cell is not None
     assert cell.completed_rps == pytest.approx(6 / 8)
 
 
 def test_one_client_offers_nothing(folder: Path) -> None:
-    first = loaded(raw_of(folder))[0]
-    assert (first.level, first.offered_rps, first.answers_rps) == (0.0, None, 1.0)
+    first = loaded(results_of(folder))[0]
+    assert (first.rate, first.offered_rps, first.answers_rps) == (0.0, None, 1.0)
 
 
 def test_a_request_that_was_cut_counts_with_the_time_it_waited(folder: Path) -> None:
-    _, one, _ = loaded(raw_of(folder))
+    _, one, _ = loaded(results_of(folder))
     assert one.ttft_mean_s == pytest.approx((0.1 + 0.2 + 0.3 + 0.6 + 0.8 + 0.4 + 3.0) / 7)
     assert one.ttft_p50_s == pytest.approx(0.4)
     assert one.ttft_p95_s == pytest.approx(0.8 + 0.7 * 2.2)
@@ -82,11 +82,11 @@ def test_a_request_that_was_cut_counts_with_the_time_it_waited(folder: Path) -> 
 
 
 def test_quality_is_that_of_the_truth_without_a_bound(folder: Path) -> None:
-    assert loaded(raw_of(folder))[1].f1 == pytest.approx(0.5 + 0.1 / 6)
+    assert loaded(results_of(folder))[1].f1 == pytest.approx(0.5 + 0.1 / 6)
 
 
 def test_tokens_computed_are_shares_of_what_was_admitted_in_the_run_by_reason(folder: Path) -> None:
-    _, one, other = loaded(raw_of(folder))
+    _, one, other = loaded(results_of(folder))
     assert one.computed == pytest.approx({"new": 0.1, "late": 0.02, "split": 0.01, "not_worth": 0.05, "dropped": 0.03})
     assert one.held == pytest.approx(0.03)
     assert (one.computed_for("dropped"), one.computed_for("no_host_room")) == (pytest.approx(0.03), 0.0)
@@ -100,27 +100,27 @@ def test_the_median_is_of_each_figure_by_itself(tmp_path: Path) -> None:
     runs = good_runs()
     for repetition, (ttft_s, late) in enumerate(((0.1, 10), (0.5, 30), (0.2, 90))):
         runs = changed(runs, OURS, 1.0, repetition, ttft_s=ttft_s, computed={"late": late})
-    found = median(loaded(raw_of(write_load(tmp_path, runs))))
-    (one,) = [each for each in found if (each.system, each.level) == (OURS, 4.0)]
+    found = median(loaded(results_of(write_load(tmp_path, runs))))
+    (one,) = [each for each in found if (each.system, each.rate) == (OURS, 4.0)]
     assert one.repetition is None
     assert one.ttft_mean_s == pytest.approx(0.2)
     assert one.computed == {"late": 0.003}
     assert one.f1 == pytest.approx(0.98)
 
 
-def levels(folder: Path, system: str) -> list[Loaded]:
-    return of(loaded(raw_of(folder)), system, 0)
+def rates(folder: Path, system: str) -> list[Loaded]:
+    return of(loaded(results_of(folder)), system, 0)
 
 
 def test_the_knee_is_the_highest_rate_that_is_answered_soon_enough(tmp_path: Path) -> None:
     runs = changed(good_runs(1), OURS, 2.0, answers_rps=None)
     write_load(tmp_path, runs)
-    assert knee(levels(tmp_path, OURS)) == 8.0
-    assert knee(levels(tmp_path, "evicpress a=2")) == 4.0  # answers half of what is offered
-    assert knee(levels(tmp_path, "keydiff@0.8+lru")) == 2.0  # TTFT above 2 x 0.2 s
-    assert knee(levels(tmp_path, "tiers-lru")) == 0.0
-    assert knee(levels(tmp_path, OURS)[1:]) is None
-    assert knee(levels(tmp_path, OURS)[:1]) is None
+    assert knee(rates(tmp_path, OURS)) == 8.0
+    assert knee(rates(tmp_path, "evicpress a=2")) == 4.0  # answers half of what is offered
+    assert knee(rates(tmp_path, "keydiff@0.8+lru")) == 2.0  # TTFT above 2 x 0.2 s
+    assert knee(rates(tmp_path, "tiers-lru")) == 0.0
+    assert knee(rates(tmp_path, OURS)[1:]) is None
+    assert knee(rates(tmp_path, OURS)[:1]) is None
 
 
 def test_a_rate_is_named_with_its_multiple() -> None:
@@ -133,12 +133,12 @@ def test_the_report_has_tables_of_load(folder: Path) -> None:
     write_report(folder)
     text = (folder / "tables.md").read_text()
     assert "## Under load: 2/s, 1 x saturation" in text
-    assert "- saturation 2.00 requests/s, of ours with ? clients; levels of 4 s at 1 x = 2/s, cut ? s later" in text
+    assert "- saturation 2.00 requests/s, of ours with ? clients; rates of 4 s at 1 x = 2/s, cut ? s later" in text
     assert "late 2.0 %, split 1.0 %" in text
     assert "| 2.0, 4.0 |" in text
     assert "goodput (TTFT within 0.5 s)" in text
     told = orjson.loads((folder / "summary.json").read_bytes())["load"]
-    assert [each["goodput_rps"] for each in told if each["level"] == 2] == [0.75, 0.0]
+    assert [each["goodput_rps"] for each in told if each["rate"] == 2] == [0.75, 0.0]
 
 
 def test_the_report_of_a_benchmark_without_a_load_has_none(tmp_path: Path) -> None:
@@ -149,9 +149,11 @@ def test_the_report_of_a_benchmark_without_a_load_has_none(tmp_path: Path) -> No
 
 
 def test_the_bound_with_our_attention_stands_in_for_the_bound(tmp_path: Path) -> None:
-    write_plan(tmp_path, {"bound+attention": "bound+attention", "bound": "bound", "ours": "evicpress"})
-    write_run(tmp_path, "bound+attention", 2, [request(0)])
+    write_plan(
+        tmp_path, {"full-cache+attention": "full-cache+attention", "full-cache": "full-cache", "ours": "evicpress"}
+    )
+    write_run(tmp_path, "full-cache+attention", 2, [request(0)])
     write_run(tmp_path, "ours", 2, [request(0)])
-    assert raw_of(tmp_path).bound == "bound+attention"
-    write_run(tmp_path, "bound", 2, [request(0)])
-    assert raw_of(tmp_path).bound == "bound"
+    assert results_of(tmp_path).full_cache == "full-cache+attention"
+    write_run(tmp_path, "full-cache", 2, [request(0)])
+    assert results_of(tmp_path).full_cache == "full-cache"

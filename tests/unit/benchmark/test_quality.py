@@ -10,7 +10,7 @@ from tests.unit.benchmark.raw import request, requests, write_plan, write_run
 
 from sglang_evicpress.benchmark import quality
 from sglang_evicpress.benchmark.quality import score_runs
-from sglang_evicpress.benchmark.raw import Score, read_scores
+from sglang_evicpress.benchmark.results import Score, read_scores
 from sglang_evicpress.profiler.engine import Answer, Likelihood
 
 
@@ -37,10 +37,10 @@ def scores(folder: Path) -> dict[tuple[str, int, float, int], Score]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The bound says "a b" and "c d"; ours the first and "c e", where the truth is "c e f"."""
-    write_plan(tmp_path, {"bound": "bound", "ours": "evicpress"})
+    """The full cache says "a b" and "c d"; ours the first and "c e", where the truth is "c e f"."""
+    write_plan(tmp_path, {"full-cache": "full-cache", "ours": "evicpress"})
     truth = {"reference": "c e f"}
-    write_run(tmp_path, "bound", 2, [request(0, answer="a b"), request(1, answer="c d", **truth)])
+    write_run(tmp_path, "full-cache", 2, [request(0, answer="a b"), request(1, answer="c d", **truth)])
     write_run(tmp_path, "ours", 2, [request(0, answer="a b"), request(1, answer="c e", **truth)])
     return tmp_path
 
@@ -49,11 +49,11 @@ def test_answers_are_compared_with_the_bounds_and_with_the_truth(folder: Path) -
     score_runs(folder, minilm=Counting())
     found = scores(folder)
     same, other = found["ours", 0, 2.0, 0], found["ours", 0, 2.0, 1]
-    assert (same.f1_bound, same.minilm_bound, same.f1_truth) == (1.0, 1.0, None)
-    assert (other.f1_bound, other.minilm_bound) == (0.5, 0.25)  # one word of two and two
+    assert (same.f1_full_cache, same.minilm_full_cache, same.f1_truth) == (1.0, 1.0, None)
+    assert (other.f1_full_cache, other.minilm_full_cache) == (0.5, 0.25)  # one word of two and two
     assert other.f1_truth == pytest.approx(0.8)  # two words of two and three
-    bound = found["bound", 0, 2.0, 1]
-    assert (bound.f1_bound, bound.minilm_bound, bound.f1_truth) == (1.0, 1.0, 0.4)
+    full_cache = found["full-cache", 0, 2.0, 1]
+    assert (full_cache.f1_full_cache, full_cache.minilm_full_cache, full_cache.f1_truth) == (1.0, 1.0, 0.4)
 
 
 def test_identical_answers_are_not_embedded(folder: Path) -> None:
@@ -66,18 +66,18 @@ def test_identical_answers_are_not_embedded(folder: Path) -> None:
 def test_only_what_is_new_is_embedded(folder: Path) -> None:
     score_runs(folder, minilm=Counting())
     write_run(folder, "ours", 2, [request(0, answer="a b"), request(1, answer="c e")], repetition=1)
-    write_run(folder, "bound", 2, [request(0, answer="a x"), request(1, answer="c d")], repetition=1)
+    write_run(folder, "full-cache", 2, [request(0, answer="a x"), request(1, answer="c d")], repetition=1)
     again = Counting()
     assert score_runs(folder, minilm=again).num_compared == 1
     assert again.compared == [("a x", "a b")]
-    assert scores(folder)["ours", 1, 2.0, 1].minilm_bound == 0.25
+    assert scores(folder)["ours", 1, 2.0, 1].minilm_full_cache == 0.25
 
 
 def test_a_run_that_was_made_again_is_scored_anew(folder: Path) -> None:
     score_runs(folder, minilm=Counting())
     write_run(folder, "ours", 2, [request(0, answer="z"), request(1, answer="c e")])
     score_runs(folder, minilm=Counting())
-    assert scores(folder)["ours", 0, 2.0, 0].f1_bound == 0.0
+    assert scores(folder)["ours", 0, 2.0, 0].f1_full_cache == 0.0
 
 
 def test_scoring_twice_writes_the_same(folder: Path) -> None:
@@ -88,22 +88,22 @@ def test_scoring_twice_writes_the_same(folder: Path) -> None:
 
 
 def test_repetitions_and_levels_have_bounds_of_their_own(folder: Path) -> None:
-    for repetition, level in ((1, 2), (0, 4)):
-        write_run(folder, "bound", level, [request(0, answer="p q")], repetition=repetition)
-        write_run(folder, "ours", level, [request(0, answer="a b")], repetition=repetition)
+    for repetition, rate in ((1, 2), (0, 4)):
+        write_run(folder, "full-cache", rate, [request(0, answer="p q")], repetition=repetition)
+        write_run(folder, "ours", rate, [request(0, answer="a b")], repetition=repetition)
     score_runs(folder, minilm=Counting())
     found = scores(folder)
-    assert [found["ours", *key, 0].f1_bound for key in ((0, 2.0), (1, 2.0), (0, 4.0))] == [1.0, 0.0, 0.0]
+    assert [found["ours", *key, 0].f1_full_cache for key in ((0, 2.0), (1, 2.0), (0, 4.0))] == [1.0, 0.0, 0.0]
 
 
 def test_what_failed_has_no_score_and_is_no_reference(folder: Path) -> None:
-    write_run(folder, "bound", 2, requests([None, 0.1], ["", "c d"]))
+    write_run(folder, "full-cache", 2, requests([None, 0.1], ["", "c d"]))
     write_run(folder, "ours", 2, requests([0.1, None], ["a b", ""]))
     score_runs(folder, minilm=Counting())
     found = scores(folder)
     assert found["ours", 0, 2.0, 0] == Score(None, None, None)
     assert ("ours", 0, 2.0, 1) not in found
-    assert ("bound", 0, 2.0, 0) not in found
+    assert ("full-cache", 0, 2.0, 0) not in found
 
 
 def test_without_the_bound_there_is_only_the_truth(tmp_path: Path) -> None:
@@ -120,10 +120,10 @@ def test_without_minilm_the_rest_is_scored(folder: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(quality, "get_scorer", missing)
     assert score_runs(folder).why_no_minilm == "no minilm"
     found = scores(folder)
-    assert {score.minilm_bound for score in found.values()} == {None}
-    assert found["ours", 0, 2.0, 1].f1_bound == 0.5
+    assert {score.minilm_full_cache for score in found.values()} == {None}
+    assert found["ours", 0, 2.0, 1].f1_full_cache == 0.5
     score_runs(folder, minilm=Counting())
-    assert scores(folder)["ours", 0, 2.0, 1].minilm_bound == 0.25
+    assert scores(folder)["ours", 0, 2.0, 1].minilm_full_cache == 0.25
 
 
 def test_a_folder_without_a_plan_is_refused(tmp_path: Path) -> None:

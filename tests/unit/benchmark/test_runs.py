@@ -19,7 +19,7 @@ import yaml
 from sglang_evicpress.benchmark import profiling, server
 from sglang_evicpress.benchmark.config import Config, load_config
 from sglang_evicpress.benchmark.contexts import Context, Question
-from sglang_evicpress.benchmark.raw import read_raw
+from sglang_evicpress.benchmark.results import read_results
 from sglang_evicpress.benchmark.runs import Done, launch_command, run_all
 from sglang_evicpress.benchmark.server import ServerError
 from sglang_evicpress.benchmark.systems import System, expand, sizes_of
@@ -80,9 +80,9 @@ def make(folder: Path, **values: object) -> Bench:
         "contexts": {"command": "true"},
         "requests": 5,
         "memory": {"gpu": 0.5, "host": 0.5, "ssd": 1},
-        "levels": [0, 200],
+        "rates": [0, 200],
         "repetitions": 2,
-        "systems": ["bound", "tiers-lru"],
+        "systems": ["full-cache", "tiers-lru"],
         **values,
     }
     path = folder / "c.yaml"
@@ -102,16 +102,19 @@ def test_every_run_is_made_once_with_systems_in_turn(tmp_path: Path) -> None:
     bench = make(tmp_path)
     assert bench.run() == Done(num_runs=8, num_before=0, num_failed=0)
     assert bench.lines("start") == ["stock bound", "tiers-lru", "stock bound", "tiers-lru"]
-    raw = read_raw(bench.out)
-    assert [(run.system, run.repetition, run.level) for run in raw.runs] == [
-        (system, repetition, level) for system in ("bound", "tiers-lru") for repetition in (0, 1) for level in (0, 200)
+    results = read_results(bench.out)
+    assert [(run.system, run.repetition, run.rate) for run in results.runs] == [
+        (system, repetition, rate)
+        for system in ("full-cache", "tiers-lru")
+        for repetition in (0, 1)
+        for rate in (0, 200)
     ]
-    assert all(request.is_complete for run in raw.runs for request in run.requests.values())
-    assert all(list(run.requests) == [0, 1, 2, 3, 4] for run in raw.runs)
+    assert all(request.is_complete for run in results.runs for request in run.requests.values())
+    assert all(list(run.requests) == [0, 1, 2, 3, 4] for run in results.runs)
 
 
 def test_every_system_is_asked_the_same_in_one_repetition(tmp_path: Path) -> None:
-    bench = make(tmp_path, levels=[0], repetitions=1)
+    bench = make(tmp_path, rates=[0], repetitions=1)
     bench.run()
     asked = bench.lines("ask")
     half = len(asked) // 2
@@ -120,16 +123,16 @@ def test_every_system_is_asked_the_same_in_one_repetition(tmp_path: Path) -> Non
 
 
 def test_each_context_is_asked_about_once_before_the_first_level(tmp_path: Path) -> None:
-    bench = make(tmp_path, repetitions=1, systems=["bound"])
+    bench = make(tmp_path, repetitions=1, systems=["full-cache"])
     bench.run()
     assert sorted(bench.lines("ask")[:4]) == [f"context {i} training?" for i in range(4)]
     assert len(bench.lines("ask")) == 4 + 2 * 5
 
 
 def test_a_run_says_what_was_seen(tmp_path: Path) -> None:
-    bench = make(tmp_path, levels=[200], repetitions=1)
+    bench = make(tmp_path, rates=[200], repetitions=1)
     bench.run()
-    of = {run.system: run for run in read_raw(bench.out).runs}
+    of = {run.system: run for run in read_results(bench.out).runs}
     header = of["tiers-lru"].header
     assert header["stats"]["asked"] == header["stats_before"]["asked"] + 5
     assert header["tiers"] == header["tiers_before"] == {"tiers": {"gpu": {"used_bytes": 150}}}
@@ -143,7 +146,7 @@ def test_a_run_says_what_was_seen(tmp_path: Path) -> None:
     nodes = orjson.loads((bench.out / "runs/tiers-lru/0-200.tree.json").read_bytes())
     assert [(node["tier"], node["num_tokens"]) for node in nodes] == [("gpu", 10), ("gpu", 5), ("ssd", 8)]
     assert not (bench.out / "runs/bound/0-200.tree.json").exists()
-    header = of["bound"].header
+    header = of["full-cache"].header
     assert header["is_stock_checked"] is True
     assert [header[name] for name in ("stats", "stats_before", "tiers", "resident", "check")] == [None] * 5
     _, *lines = map(orjson.loads, (bench.out / "runs/bound/0-200.jsonl").read_bytes().splitlines())
@@ -154,21 +157,21 @@ def test_a_run_says_what_was_seen(tmp_path: Path) -> None:
 
 
 def test_the_plan_says_how_it_was_measured(tmp_path: Path) -> None:
-    bench = make(tmp_path, levels=[0], repetitions=1, systems=["bound", "hicache"], server="--device cpu")
+    bench = make(tmp_path, rates=[0], repetitions=1, systems=["full-cache", "hicache"], server="--device cpu")
     bench.run()
-    plan = read_raw(bench.out).plan
+    plan = read_results(bench.out).plan
     assert plan["settings"]["num_contexts"] == 4
     assert plan["settings"]["working_set_tokens"] == 4000
     assert plan["settings"]["arrivals"] == "poisson"
     assert plan["environment"]["command"] == "evicpress bench serve ..."
     assert plan["environment"]["num_cpus"] >= 1
     assert set(plan["environment"]["versions"]) == {"sglang", "torch", "sglang-evicpress", "python"}
-    assert [system["name"] for system in plan["systems"]] == ["bound"]
+    assert [system["name"] for system in plan["systems"]] == ["full-cache"]
     assert [each["name"] for each in plan["left_out"]] == ["hicache"]
 
 
 def test_a_system_that_runs_once_is_not_repeated(tmp_path: Path) -> None:
-    bench = make(tmp_path, levels=[0], once=["bound"])
+    bench = make(tmp_path, rates=[0], once=["full-cache"])
     assert bench.run().num_runs == 3
     assert bench.lines("start") == ["stock bound", "tiers-lru", "tiers-lru"]
 
@@ -184,31 +187,31 @@ def test_only_what_is_missing_is_run(tmp_path: Path) -> None:
     bench.log.unlink()
     assert bench.run() == Done(num_runs=1, num_before=7, num_failed=0)
     assert bench.lines("start") == ["tiers-lru"]
-    assert len(bench.lines("ask")) == 4 + 5  # the warm-up and one level
+    assert len(bench.lines("ask")) == 4 + 5  # the warm-up and one rate
     after = {name: (bench.out / "runs" / name).read_bytes() for name in bench.files()}
     assert [name for name in before if before[name] != after[name]] == ["tiers-lru/0-200.jsonl"]
-    assert len(read_raw(bench.out).plan["resumed"]) == 1
+    assert len(read_results(bench.out).plan["resumed"]) == 1
 
 
 def test_nothing_is_started_when_nothing_is_missing(tmp_path: Path) -> None:
-    bench = make(tmp_path, levels=[0])
-    bench.run("bound")
+    bench = make(tmp_path, rates=[0])
+    bench.run("full-cache")
     bench.log.unlink()
-    assert bench.run("bound") == Done(num_runs=0, num_before=2, num_failed=0)
+    assert bench.run("full-cache") == Done(num_runs=0, num_before=2, num_failed=0)
     assert bench.lines("start") == []
     assert bench.run().num_runs == 2  # those of the other system
     assert bench.lines("start") == ["tiers-lru", "tiers-lru"]
 
 
 def test_runs_of_another_benchmark_are_refused_and_moved_away_when_asked(tmp_path: Path) -> None:
-    make(tmp_path, levels=[0], repetitions=1).run()
+    make(tmp_path, rates=[0], repetitions=1).run()
     (tmp_path / "out/scores.jsonl").write_text("")
-    bench = make(tmp_path, levels=[0], repetitions=1, seed=3)
+    bench = make(tmp_path, rates=[0], repetitions=1, seed=3)
     with pytest.raises(ValueError, match=r"out has runs of another benchmark, which differs in seed: expected another"):
         bench.run()
     assert bench.run(is_fresh=True).num_runs == 2
     assert sorted(path.name for path in (bench.out / "runs.old-1").iterdir()) == [
-        *("bound", "plan.json", "scores.jsonl", "tiers-lru")
+        *("full-cache", "plan.json", "scores.jsonl", "tiers-lru")
     ]
     assert bench.run(is_fresh=True).num_runs == 2
     assert (bench.out / "runs.old-2/bound/0-0.jsonl").exists()
@@ -216,12 +219,12 @@ def test_runs_of_another_benchmark_are_refused_and_moved_away_when_asked(tmp_pat
 
 
 def test_more_repetitions_go_on_from_fewer(tmp_path: Path) -> None:
-    make(tmp_path, levels=[0], repetitions=1).run()
-    assert make(tmp_path, levels=[0], repetitions=3).run() == Done(num_runs=4, num_before=2, num_failed=0)
+    make(tmp_path, rates=[0], repetitions=1).run()
+    assert make(tmp_path, rates=[0], repetitions=3).run() == Done(num_runs=4, num_before=2, num_failed=0)
 
 
 def test_other_contexts_are_another_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = make(tmp_path, levels=[0], repetitions=1)
+    bench = make(tmp_path, rates=[0], repetitions=1)
     bench.run()
     other = [dataclasses.replace(CONTEXTS[0], text="another"), *CONTEXTS[1:]]
     monkeypatch.setitem(globals(), "CONTEXTS", other)
@@ -269,17 +272,17 @@ def test_a_cache_that_is_not_in_order_ends_the_benchmark(tmp_path: Path) -> None
 
 
 def test_a_run_counts_with_one_failure_in_a_hundred(tmp_path: Path) -> None:
-    bench = make(tmp_path, levels=[0], repetitions=1, requests=100, systems=["bound"])
-    bench.words = {"bound": ("fail=0.01",)}
+    bench = make(tmp_path, rates=[0], repetitions=1, requests=100, systems=["full-cache"])
+    bench.words = {"full-cache": ("fail=0.01",)}
     assert bench.run() == Done(num_runs=1, num_before=0, num_failed=1)
-    (run,) = read_raw(bench.out).runs
+    (run,) = read_results(bench.out).runs
     errors = [request.error for request in run.requests.values() if not request.is_complete]
     assert errors == ["status 500: made to fail"]
 
 
 def test_more_failures_end_the_benchmark(tmp_path: Path) -> None:
-    bench = make(tmp_path, levels=[0], repetitions=1, requests=10)
-    bench.words = {"bound": ("fail=0.1",)}
+    bench = make(tmp_path, rates=[0], repetitions=1, requests=10)
+    bench.words = {"full-cache": ("fail=0.1",)}
     with pytest.raises(ServerError, match="1 of 10 requests failed, such as by: status 500: made to fail; see"):
         bench.run()
     assert bench.files() == ["bound/0-0.jsonl.failed"]
@@ -287,8 +290,8 @@ def test_more_failures_end_the_benchmark(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [2, 7])
 def test_a_server_that_dies_ends_the_benchmark_at_once(tmp_path: Path, number: int) -> None:
-    bench = make(tmp_path, levels=[20], requests=10_000)
-    bench.words = {"bound": (f"die={number}",)}
+    bench = make(tmp_path, rates=[20], requests=10_000)
+    bench.words = {"full-cache": (f"die={number}",)}
     match = r"bound, repetition 1 of 2.*(warm-up failed|the server ended).*out/logs/bound"
     with pytest.raises(ServerError, match=match):
         bench.run()
@@ -296,7 +299,7 @@ def test_a_server_that_dies_ends_the_benchmark_at_once(tmp_path: Path, number: i
 
 
 def test_no_ssd_folder_is_left(tmp_path: Path) -> None:
-    bench = make(tmp_path, levels=[0], repetitions=1)
+    bench = make(tmp_path, rates=[0], repetitions=1)
     left = bench.out / "ssd/tiers-lru/left-from-before"
     left.parent.mkdir(parents=True)
     left.write_text("")
@@ -316,14 +319,14 @@ def test_no_ssd_folder_is_left(tmp_path: Path) -> None:
 
 def test_servers_do_not_inherit_what_would_change_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_EVICPRESS", "attention")
-    bench = make(tmp_path, levels=[0], repetitions=1, env={"SAID": "hello"})
+    bench = make(tmp_path, rates=[0], repetitions=1, env={"SAID": "hello"})
     show = "import os, sys; open(sys.argv[2], 'a').write(f'env {[*map(os.environ.get, sys.argv[3:])]}')"
     bench.launch = lambda config, system, port: [  # type: ignore[method-assign]
         *(sys.executable, "-c", show, str(port), str(bench.log)),
         *("SGLANG_EVICPRESS", "SAID", "SGLANG_PLUGINS"),
     ]
     with pytest.raises(ServerError):
-        bench.run("bound")
+        bench.run("full-cache")
     (line,) = bench.lines("env")
     inherited, said, listed = ast.literal_eval(line)
     assert (inherited, said) == (None, "hello")
@@ -348,9 +351,11 @@ sys.exit(STATUS)
 def test_profiles_are_measured_once_before_the_runs_that_need_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = make(tmp_path, levels=[0], systems=["bound", "evicpress"], profiles={"questions": 1, "forms": "knorm@0.5"})
+    bench = make(
+        tmp_path, rates=[0], systems=["full-cache", "evicpress"], profiles={"questions": 1, "forms": "knorm@0.5"}
+    )
     monkeypatch.setattr(profiling, "_CLI", PROFILER.replace("STATUS", "0"))
-    bench.run("bound")
+    bench.run("full-cache")
     assert bench.lines("profile") == []
     bench.run()
     assert bench.lines("profile") == ["knorm@0.5 4"]
@@ -358,7 +363,7 @@ def test_profiles_are_measured_once_before_the_runs_that_need_them(
     bench.run(is_fresh=True)
     assert bench.lines("profile") == ["knorm@0.5 4"]
     other = make(
-        tmp_path, levels=[0], systems=["evicpress"], profiles={"questions": 1, "forms": "knorm@0.2"}, repetitions=1
+        tmp_path, rates=[0], systems=["evicpress"], profiles={"questions": 1, "forms": "knorm@0.2"}, repetitions=1
     )
     other.run(is_fresh=True)
     assert other.lines("profile") == ["knorm@0.5 4", "knorm@0.2 4"]
@@ -366,7 +371,7 @@ def test_profiles_are_measured_once_before_the_runs_that_need_them(
 
 
 def test_interrupted_profiling_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = make(tmp_path, levels=[0], systems=["evicpress"], profiles={"questions": 1, "forms": "knorm@0.5"})
+    bench = make(tmp_path, rates=[0], systems=["evicpress"], profiles={"questions": 1, "forms": "knorm@0.5"})
     monkeypatch.setattr(profiling, "_CLI", PROFILER.replace("STATUS", "1"))
     with pytest.raises(ServerError, match="profiling the contexts ended with status 1; its output is in .*profile.log"):
         bench.run()
@@ -400,7 +405,7 @@ def test_an_interrupted_benchmark_leaves_whole_files_and_no_server_and_goes_on(
     words = [sys.executable, "-c", PROGRAM, str(Path(__file__).parent), str(tmp_path)]
     with subprocess.Popen(words, stderr=subprocess.DEVNULL) as process:
         bench = make(tmp_path)
-        while len(bench.lines("ask")) < (4 + 5 + 5) + 4 + 3:  # in the first level of the second system
+        while len(bench.lines("ask")) < (4 + 5 + 5) + 4 + 3:  # in the first rate of the second system
             assert process.poll() is None
             time.sleep(0.02)
         process.send_signal(sign)
@@ -414,7 +419,7 @@ def test_an_interrupted_benchmark_leaves_whole_files_and_no_server_and_goes_on(
     assert bench.files() == ["bound/0-0.jsonl", "bound/0-200.jsonl"]
     assert not (bench.out / "ssd").exists()
     assert bench.run() == Done(num_runs=6, num_before=2, num_failed=0)
-    assert len(read_raw(bench.out).runs) == 8
+    assert len(read_results(bench.out).runs) == 8
 
 
 def _command_of(entry: Path) -> str:

@@ -11,28 +11,28 @@ from tests.unit.benchmark.raw import request, requests, write_plan, write_run, w
 
 from sglang_evicpress.benchmark.curves import Curve, Point, best_at_quality, capacity, curve, gaps, unloaded_p95
 from sglang_evicpress.benchmark.ratios import paired
-from sglang_evicpress.benchmark.raw import read_raw
+from sglang_evicpress.benchmark.results import read_results
 from sglang_evicpress.benchmark.summary import Cell, Summary, summarise
 from sglang_evicpress.benchmark.tables import write_report
 
 
 def summary_of(folder: Path, family: str | None = None) -> Summary:
-    return summarise(read_raw(folder), family)
+    return summarise(read_results(folder), family)
 
 
-def cell_of(folder: Path, system: str = "ours", level: float = 2.0) -> Cell:
-    found = summary_of(folder).cell(system, level)
+def cell_of(folder: Path, system: str = "ours", rate: float = 2.0) -> Cell:
+    found = summary_of(folder).cell(system, rate)
     assert found is not None
     return found
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two systems at two levels, two repetitions of four requests."""
-    write_plan(tmp_path, {"bound": "bound", "ours": "evicpress"})
+    """Two systems at two rates, two repetitions of four requests."""
+    write_plan(tmp_path, {"full-cache": "full-cache", "ours": "evicpress"})
     for repetition in (0, 1):
-        write_run(tmp_path, "bound", 0, requests([0.1, 0.1, 0.2, 0.4]), repetition)
-        write_run(tmp_path, "bound", 2, requests([0.2, 0.2, 0.2, 0.2]), repetition)
+        write_run(tmp_path, "full-cache", 0, requests([0.1, 0.1, 0.2, 0.4]), repetition)
+        write_run(tmp_path, "full-cache", 2, requests([0.2, 0.2, 0.2, 0.2]), repetition)
         write_run(tmp_path, "ours", 0, requests([0.2, 0.2, 0.2, 0.2]), repetition)
     write_run(tmp_path, "ours", 2, requests([0.1, 0.2, 0.3, 0.4]), 0)
     write_run(tmp_path, "ours", 2, requests([0.5, 0.6, 0.7, None]), 1)
@@ -60,7 +60,7 @@ def test_latency_begins_at_the_planned_arrival_and_with_one_client_at_sending(tm
     write_run(tmp_path, "ours", 0, [late])
     assert cell_of(tmp_path).latency_mean_s == pytest.approx(3.0)
     assert cell_of(tmp_path).late_p95_s == pytest.approx(0.5)
-    assert cell_of(tmp_path, level=0.0).latency_mean_s == pytest.approx(2.5)
+    assert cell_of(tmp_path, rate=0.0).latency_mean_s == pytest.approx(2.5)
     assert (
         "the client was late: its 95th percentile reaches 500 ms after the planned arrivals"
         in summary_of(tmp_path).notes
@@ -72,46 +72,48 @@ def test_overhead_is_the_bounds_median_with_one_client(folder: Path) -> None:
 
 
 def test_overhead_is_that_of_the_faster_of_two_bounds(tmp_path: Path) -> None:
-    write_plan(tmp_path, {"bound": "bound", "bound+attention": "bound+attention", "ours": "evicpress"})
-    for system, ttft_s in (("bound", 0.3), ("bound+attention", 0.1), ("ours", 0.05)):
+    write_plan(
+        tmp_path, {"full-cache": "full-cache", "full-cache+attention": "full-cache+attention", "ours": "evicpress"}
+    )
+    for system, ttft_s in (("full-cache", 0.3), ("full-cache+attention", 0.1), ("ours", 0.05)):
         write_run(tmp_path, system, 0, requests([ttft_s, ttft_s, 2 * ttft_s]))
     assert summary_of(tmp_path).overhead_s == pytest.approx(0.1)
 
 
 def test_the_bound_is_compared_by_pairs_with_and_without_overhead(folder: Path) -> None:
     cell = cell_of(folder)
-    assert cell.over_bound is not None
-    assert cell.over_bound_net is not None
-    assert cell.over_bound.ratio == pytest.approx(2.0)
-    assert cell.over_bound.num_pairs == 7  # what failed in one is left out in both
-    assert cell.over_bound.median_of_repetitions == pytest.approx((1.25 + 3.0) / 2)
-    assert cell.over_bound.median_of_pairs == pytest.approx(2.0)
-    assert cell.over_bound_net.ratio == pytest.approx((0.4 - 0.15) / (0.2 - 0.15))
+    assert cell.over_full_cache is not None
+    assert cell.over_full_cache_net is not None
+    assert cell.over_full_cache.ratio == pytest.approx(2.0)
+    assert cell.over_full_cache.num_pairs == 7  # what failed in one is left out in both
+    assert cell.over_full_cache.median_of_repetitions == pytest.approx((1.25 + 3.0) / 2)
+    assert cell.over_full_cache.median_of_pairs == pytest.approx(2.0)
+    assert cell.over_full_cache_net.ratio == pytest.approx((0.4 - 0.15) / (0.2 - 0.15))
 
 
 def test_ratios_are_of_shared_repetitions_only(folder: Path) -> None:
     write_run(folder, "ours", 2, requests([9.0] * 4), 2)
-    found = paired(read_raw(folder), "ours", "bound", 2.0)
+    found = paired(read_results(folder), "ours", "full-cache", 2.0)
     assert found is not None
     assert (found.num_repetitions, found.ratio) == (2, pytest.approx(2.0))
 
 
 def test_an_interval_is_a_point_where_every_pair_has_the_same_ratio(tmp_path: Path) -> None:
-    write_plan(tmp_path, {"bound": "bound", "ours": "evicpress"})
-    write_run(tmp_path, "bound", 2, requests([0.1, 0.2, 0.3, 0.4]))
+    write_plan(tmp_path, {"full-cache": "full-cache", "ours": "evicpress"})
+    write_run(tmp_path, "full-cache", 2, requests([0.1, 0.2, 0.3, 0.4]))
     write_run(tmp_path, "ours", 2, requests([0.3, 0.6, 0.9, 1.2]))
-    found = paired(read_raw(tmp_path), "ours", "bound", 2.0)
+    found = paired(read_results(tmp_path), "ours", "full-cache", 2.0)
     assert found is not None
     assert [found.low, found.ratio, found.high] == pytest.approx([3.0, 3.0, 3.0])
 
 
 def test_an_interval_holds_the_ratio_and_widens_with_the_spread(tmp_path: Path) -> None:
-    write_plan(tmp_path, {"bound": "bound", "calm": "lru", "wild": "lru"})
-    write_run(tmp_path, "bound", 2, requests([0.1] * 100))
+    write_plan(tmp_path, {"full-cache": "full-cache", "calm": "lru", "wild": "lru"})
+    write_run(tmp_path, "full-cache", 2, requests([0.1] * 100))
     write_run(tmp_path, "calm", 2, requests(random.Random(1).sample([0.19, 0.21] * 50, 100)))
     write_run(tmp_path, "wild", 2, requests([0.01] * 50 + [0.39] * 50))
-    raw = read_raw(tmp_path)
-    calm, wild = (paired(raw, name, "bound", 2.0) for name in ("calm", "wild"))
+    results = read_results(tmp_path)
+    calm, wild = (paired(results, name, "full-cache", 2.0) for name in ("calm", "wild"))
     assert calm is not None
     assert wild is not None
     assert calm.low < calm.ratio < calm.high
@@ -119,12 +121,12 @@ def test_an_interval_holds_the_ratio_and_widens_with_the_spread(tmp_path: Path) 
 
 
 def test_no_ratio_over_what_is_all_overhead(folder: Path) -> None:
-    assert paired(read_raw(folder), "ours", "bound", 2.0, overhead_s=0.2) is None
+    assert paired(read_results(folder), "ours", "full-cache", 2.0, overhead_s=0.2) is None
 
 
 def test_itl_and_latency_are_compared_too(folder: Path) -> None:
-    raw = read_raw(folder)
-    itl, latency = (paired(raw, "ours", "bound", 2.0, measure=name) for name in ("itl_s", "latency_s"))
+    results = read_results(folder)
+    itl, latency = (paired(results, "ours", "full-cache", 2.0, measure=name) for name in ("itl_s", "latency_s"))
     assert itl is not None
     assert latency is not None
     assert itl.ratio == pytest.approx(1.0)
@@ -132,23 +134,23 @@ def test_itl_and_latency_are_compared_too(folder: Path) -> None:
 
 
 def test_a_family_has_its_own_figures(tmp_path: Path) -> None:
-    write_plan(tmp_path, {"bound": "bound", "ours": "evicpress"})
-    for name, other in (("bound", 0.1), ("ours", 0.5)):
+    write_plan(tmp_path, {"full-cache": "full-cache", "ours": "evicpress"})
+    for name, other in (("full-cache", 0.1), ("ours", 0.5)):
         write_run(tmp_path, name, 2, [request(0, 0.1, family="a"), request(1, other, family="b")])
     write_scores(tmp_path, [("ours", 0, 2.0, 0, 1.0), ("ours", 0, 2.0, 1, 0.5)])
     cell = summary_of(tmp_path, "b").cell("ours", 2.0)
     assert cell is not None
-    assert cell.over_bound is not None
-    assert (cell.num_requests, cell.ttft_mean_s, cell.f1_bound) == (1, pytest.approx(0.5), 0.5)
-    assert cell.over_bound.ratio == pytest.approx(5.0)
-    assert read_raw(tmp_path).families == ["a", "b"]
+    assert cell.over_full_cache is not None
+    assert (cell.num_requests, cell.ttft_mean_s, cell.f1_full_cache) == (1, pytest.approx(0.5), 0.5)
+    assert cell.over_full_cache.ratio == pytest.approx(5.0)
+    assert read_results(tmp_path).families == ["a", "b"]
 
 
 def test_quality_is_the_mean_of_what_has_a_score(folder: Path) -> None:
     write_scores(folder, [("ours", 0, 2.0, 0, 1.0), ("ours", 0, 2.0, 1, 0.5), ("ours", 1, 2.0, 0, None)])
     cell = cell_of(folder)
-    assert (cell.f1_bound, cell.minilm_bound, cell.f1_truth) == (0.75, 0.75, 0.75)
-    assert cell_of(folder, "bound").f1_bound is None
+    assert (cell.f1_full_cache, cell.minilm_full_cache, cell.f1_truth) == (0.75, 0.75, 0.75)
+    assert cell_of(folder, "full-cache").f1_full_cache is None
     with pytest.raises(ValueError, match="'taste' is not measured"):
         cell.quality("taste")
 
@@ -215,17 +217,17 @@ def test_utility_lost_is_what_was_lost_in_the_runs_over_their_requests(tmp_path:
 
 
 def test_notes_say_what_casts_doubt(folder: Path) -> None:
-    write_run(folder, "bound", 2, requests([0.1]), 1, is_stock_checked=False, commit="aaa")
+    write_run(folder, "full-cache", 2, requests([0.1]), 1, is_stock_checked=False, commit="aaa")
     write_run(folder, "ours", 0, requests([0.1]), 1, check={"ok": False}, commit="bbb")
     (folder / "runs" / "ours" / "0-0.jsonl").unlink()
     notes = summary_of(folder).notes
     assert "1 runs of the plan are missing" in notes
     assert "hicache was left out: it needs CUDA" in notes
-    assert "it was not checked that these were stock: bound" in notes
+    assert "it was not checked that these were stock: full-cache" in notes
     assert "the cache was not in order after a run of: ours" in notes
     assert "the runs are of several commits: aaa, bbb" in notes
     assert "the answers were not scored" in notes
-    assert "ours failed 1 of 8 requests at level 2" in notes
+    assert "ours failed 1 of 8 requests at rate 2" in notes
 
 
 def test_a_run_that_is_not_complete_does_not_count(folder: Path) -> None:
@@ -275,7 +277,7 @@ def settings(tmp_path: Path) -> Path:
     write_settings(
         tmp_path,
         {
-            "bound": ("bound", {0: (0.1, 1.0), 2: (0.1, 1.0), 4: (0.1, 1.0)}),
+            "full-cache": ("full-cache", {0: (0.1, 1.0), 2: (0.1, 1.0), 4: (0.1, 1.0)}),
             "fixed low": ("fixed", {0: (0.1, 0.5), 2: (0.2, 0.5), 4: (0.3, 0.5)}),
             "fixed high": ("fixed", {0: (0.1, 0.95), 2: (0.4, 0.95), 4: (0.9, 0.95)}),
             "ours 1": ("evicpress", {0: (0.1, 0.98), 2: (0.15, 0.98), 4: (0.25, 0.9)}),
@@ -310,7 +312,7 @@ def test_a_kinds_curve_has_a_point_for_each_setting(settings: Path) -> None:
 @pytest.mark.parametrize(
     ("system", "limit_s", "rps", "is_at_least"),
     [
-        ("bound", 0.2, 4.0, True),
+        ("full-cache", 0.2, 4.0, True),
         ("fixed high", 0.2, 2 * 0.1 / 0.3, False),
         ("ours 1", 0.2, 3.0, False),
         ("ours 1", 0.3, 4.0, True),
@@ -349,7 +351,7 @@ def test_report_has_a_table_for_each_level_and_a_row_for_each_system(settings: P
         "## One client, the next request after each answer",
         "## 2 requests/s",
         "## 4 requests/s",
-        "## Requests/s that are borne at F1 with the bound of 0.8 and more",
+        "## Requests/s that are sustained at F1 with the full cache of 0.8 and more",
     ]
     assert sum(line.startswith("| ours 1 |") for line in lines) == 3 * 2 + 1
     (row,) = [line for line in lines if line.startswith("| fixed high | 400 | 400 | 400 | 4.00 (4.00 to 4.00)")]
@@ -366,13 +368,13 @@ def test_report_can_be_read_by_a_program(settings: Path) -> None:
     told = orjson.loads((settings / "summary.json").read_bytes())
     assert told["settings"]["pool_tokens"] == 4000
     assert told["overhead_s"] == pytest.approx(0.1)
-    cells = {(cell["system"], cell["level"]): cell for cell in told["cells"]}
-    assert cells["fixed high", 2.0]["over_bound"]["ratio"] == pytest.approx(4.0)
+    cells = {(cell["system"], cell["rate"]): cell for cell in told["cells"]}
+    assert cells["fixed high", 2.0]["over_full_cache"]["ratio"] == pytest.approx(4.0)
     assert cells["ours 2", 4.0]["ttft_p95_of_all_s"] is None  # endless
     assert cells["ours 2", 4.0]["num_failed"] == 2
 
 
 def test_report_of_nothing_but_a_plan_is_still_one(tmp_path: Path) -> None:
-    write_plan(tmp_path, {"bound": "bound"})
+    write_plan(tmp_path, {"full-cache": "full-cache"})
     assert write_report(tmp_path).cells == ()
     assert "4 runs of the plan are missing" in (tmp_path / "tables.md").read_text()

@@ -52,10 +52,10 @@ def value(flags: Sequence[str], flag: str) -> str:
 
 def test_every_kind_expands_in_the_order_of_the_config(tmp_path: Path) -> None:
     assert list(systems(make(tmp_path))) == [
-        *("bound", "prefill-only", "lru", "tiers-lru"),
+        *("full-cache", "prefill-only", "lru", "tiers-lru"),
         *("keydiff@0.5+lru", "keydiff@0.2+lru", "snapkv@0.5+lru", "snapkv@0.2+lru"),
         *("adaptcache", "impress@0.5", "evicpress a=0.1", "evicpress a=3"),
-        *("bound+attention", "prefill-only+attention", "lru+attention"),
+        *("full-cache+attention", "prefill-only+attention", "lru+attention"),
     ]
     assert list(systems(make(tmp_path, systems=["evicpress", "lru"]))) == ["evicpress a=0.1", "evicpress a=3", "lru"]
 
@@ -63,7 +63,7 @@ def test_every_kind_expands_in_the_order_of_the_config(tmp_path: Path) -> None:
 def test_stock_systems_have_no_flag_of_ours_and_every_plugin_but_ours(tmp_path: Path) -> None:
     found = systems(make(tmp_path, policy_flags=["--kv-sinks", "8"]))
     stock = [system for system in found.values() if system.is_stock]
-    assert [system.name for system in stock] == ["bound", "prefill-only", "lru"]
+    assert [system.name for system in stock] == ["full-cache", "prefill-only", "lru"]
     listed = {point.name for point in entry_points(group="sglang.srt.plugins")}
     for system in stock:
         assert not [flag for flag in system.flags if flag.startswith("--kv-")]
@@ -75,7 +75,7 @@ def test_stock_systems_have_no_flag_of_ours_and_every_plugin_but_ours(tmp_path: 
 def test_all_have_the_same_pool_but_the_bound_that_holds_everything(tmp_path: Path) -> None:
     found = systems(make(tmp_path, tokens=3000, max_new_tokens=10))
     for system in found.values():
-        assert system.pool_tokens == (125_000 + 16 * 3010 if system.kind.startswith("bound") else 10_000)
+        assert system.pool_tokens == (125_000 + 16 * 3010 if system.kind.startswith("full-cache") else 10_000)
         assert value(system.flags, "--max-total-tokens") == str(system.pool_tokens)
         assert "--enable-cache-report" in system.flags
     assert "--disable-radix-cache" in found["prefill-only"].flags
@@ -84,7 +84,7 @@ def test_all_have_the_same_pool_but_the_bound_that_holds_everything(tmp_path: Pa
 
 def test_controls_are_stock_but_for_our_attention(tmp_path: Path) -> None:
     found = systems(make(tmp_path, ssd_bandwidth=2e8))
-    for name in ("bound", "prefill-only", "lru"):
+    for name in ("full-cache", "prefill-only", "lru"):
         stock, control = found[name], found[f"{name}+attention"]
         assert control.flags == stock.flags and control.env == {"SGLANG_EVICPRESS": "attention"}
         assert not control.is_stock and not control.has_policy
@@ -111,7 +111,7 @@ def test_policies_are_told_apart_and_only_those_that_weigh_choose_forms(tmp_path
             continue
         learns = system.kind in ("adaptcache", "evicpress")
         assert value(system.flags, "--kv-forms") == ("keydiff@0.5,knorm@0.2" if learns else "exact"), name
-        assert ("--kv-profiles" in system.flags) == ("--kv-no-recording" in system.flags) == learns
+        assert ("--kv-profile-path" in system.flags) == ("--kv-disable-online-profiling" in system.flags) == learns
         assert system.profiles == (Path("/out/profiles.log") if learns else None)
         assert value(system.flags, "--kv-sinks") == "8"
     evicpress, fixed = found["evicpress a=0.1"], found["keydiff@0.2+lru"]
@@ -122,13 +122,13 @@ def test_policies_are_told_apart_and_only_those_that_weigh_choose_forms(tmp_path
 def test_without_profiles_a_policy_makes_its_own_while_it_runs(tmp_path: Path) -> None:
     system = systems(make(tmp_path, profiles=None))["evicpress a=3"]
     assert value(system.flags, "--kv-forms") == "keydiff@0.5,keydiff@0.2,snapkv@0.5,snapkv@0.2"
-    assert "--kv-profiles" not in system.flags and "--kv-no-recording" not in system.flags
+    assert "--kv-profile-path" not in system.flags and "--kv-disable-online-profiling" not in system.flags
 
 
 def test_profiling_has_the_pool_of_the_bound_and_writes_what_the_systems_read(tmp_path: Path) -> None:
     config = make(tmp_path)
     system, found = profiling_system(config, WORKING_SET, KV_BYTES, Path("/out")), systems(config)
-    assert system.pool_tokens == found["bound"].pool_tokens and not system.is_stock and system.ssd_dir is None
+    assert system.pool_tokens == found["full-cache"].pool_tokens and not system.is_stock and system.ssd_dir is None
     assert system.profiles == found["adaptcache"].profiles == found["evicpress a=3"].profiles
     assert value(system.flags, "--kv-forms") == "keydiff@0.5,knorm@0.2"
 
@@ -153,7 +153,11 @@ def test_hicache_runs_where_cuda_is_with_the_same_shares_of_memory(tmp_path: Pat
     assert out.name == "hicache" and "CUDA" in out.why
     assert left_out(make(tmp_path, systems=["lru"])) == []
     config = make(tmp_path, server="--device=cuda:1")
-    assert [each.name for each in left_out(config)] == ["bound+attention", "prefill-only+attention", "lru+attention"]
+    assert [each.name for each in left_out(config)] == [
+        "full-cache+attention",
+        "prefill-only+attention",
+        "lru+attention",
+    ]
     system = systems(config)["hicache"]
     assert system.is_stock and float(value(system.flags, "--hicache-ratio")) == 2.5
     assert system.env["SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE"] == str(round(WORKING_SET * KV_BYTES))

@@ -42,13 +42,13 @@ def test_the_same_config_plans_the_same_and_everything_else_something_else(tmp_p
 
 def test_requests_come_in_order_at_the_rate_of_their_level(tmp_path: Path) -> None:
     config = make(tmp_path, requests=2000)
-    for level in (0.5, 8.0):
-        planned = plan(config, CONTEXTS, 3, level)
+    for rate in (0.5, 8.0):
+        planned = plan(config, CONTEXTS, 3, rate)
         times = [request.arrival_s for request in planned]
         assert len(planned) == 2000 and all(earlier < later for earlier, later in pairwise(times))
-        assert times[-1] == pytest.approx(2000 / level, rel=0.1)
+        assert times[-1] == pytest.approx(2000 / rate, rel=0.1)
         assert [request.index for request in planned] == list(range(2000))
-        assert {(request.repetition, request.level) for request in planned} == {(3, level)}
+        assert {(request.repetition, request.rate) for request in planned} == {(3, rate)}
 
 
 def test_one_client_at_a_time_has_all_its_requests_from_the_start(tmp_path: Path) -> None:
@@ -113,14 +113,14 @@ def test_warm_up_asks_about_every_context_once(tmp_path: Path) -> None:
 
 
 def test_rates_may_have_fewer_requests(tmp_path: Path) -> None:
-    config = make(tmp_path, levels=[0, 3], requests=7, rates={"levels": [2, 3], "systems": ["lru"], "requests": 4})
-    assert [len(plan(config, CONTEXTS, 0, level)) for level in (0.0, 2.0, 3.0)] == [7, 4, 7]
+    config = make(tmp_path, rates=[0, 3], requests=7, extra_rates={"rates": [2, 3], "systems": ["lru"], "requests": 4})
+    assert [len(plan(config, CONTEXTS, 0, rate)) for rate in (0.0, 2.0, 3.0)] == [7, 4, 7]
 
 
 def test_a_high_rate_lasts_as_long_as_a_low_one(tmp_path: Path) -> None:
-    rates = {"levels": [1, 2.5], "systems": ["lru"], "seconds": 3, "requests": 4}
-    config = make(tmp_path, levels=[0], requests=7, rates=[rates, {"levels": [1], "systems": ["bound"]}])
-    assert [len(plan(config, CONTEXTS, 0, level)) for level in (0.0, 1.0, 2.5)] == [7, 7, 8]
+    extra_rates = {"rates": [1, 2.5], "systems": ["lru"], "seconds": 3, "requests": 4}
+    config = make(tmp_path, rates=[0], requests=7, extra_rates=[extra_rates, {"rates": [1], "systems": ["full-cache"]}])
+    assert [len(plan(config, CONTEXTS, 0, rate)) for rate in (0.0, 1.0, 2.5)] == [7, 7, 8]
 
 
 def write_trace(folder: Path, text: str) -> Path:
@@ -171,12 +171,12 @@ def test_poisson_gaps_have_the_spread_of_a_poisson_process() -> None:
 
 def test_arrivals_of_a_level_under_load_fill_its_time_exactly(tmp_path: Path) -> None:
     given = {"of_saturation": [0.5, 2], "reference": "evicpress a=1", "seconds": 20}
-    config = make(tmp_path, levels=[0], load=given).saturated_at(10.04)
-    assert config.levels == (0.0, 5.02, 20.1)
+    config = make(tmp_path, rates=[0], load=given).saturated_at(10.04)
+    assert config.rates == (0.0, 5.02, 20.1)
     assert config.load is not None
     assert config.load.multiples == {5.02: 0.5, 20.1: 2.0}
-    for level, count in ((5.02, 100), (20.1, 402)):
-        times = [request.arrival_s for request in plan(config, CONTEXTS, 0, level)]
+    for rate, count in ((5.02, 100), (20.1, 402)):
+        times = [request.arrival_s for request in plan(config, CONTEXTS, 0, rate)]
         assert len(times) == count and times == sorted(times)
         assert times[0] > 0 and 20 * 0.9 < times[-1] < 20
     assert len(plan(config, CONTEXTS, 0, 0.0)) == 400

@@ -224,7 +224,7 @@ def test_pages_by_rank_do_not_let_one_layer_decide():
 
 
 @pytest.mark.parametrize(
-    ("protect", "num_pages", "worst"),
+    ("protected_pages", "num_pages", "worst"),
     [
         ((0, 0), 1, [0]),
         ((1, 0), 1, [4]),
@@ -235,9 +235,9 @@ def test_pages_by_rank_do_not_let_one_layer_decide():
         ((0, 0), 5, [0, 1, 2, 3, 4]),
     ],
 )
-def test_the_lowest_unprotected_pages_are_freed(protect, num_pages, worst):
+def test_the_lowest_unprotected_pages_are_freed(protected_pages, num_pages, worst):
     means = torch.tensor([0.1, 0.4, 0.3, 0.5, 0.2])
-    assert worst_pages(means, protect, num_pages).tolist() == worst
+    assert worst_pages(means, protected_pages, num_pages).tolist() == worst
 
 
 def test_of_equal_pages_the_first_is_freed_and_what_is_no_number_before_all():
@@ -245,7 +245,7 @@ def test_of_equal_pages_the_first_is_freed_and_what_is_no_number_before_all():
     assert worst_pages(torch.tensor([0.2, 0.1, float("nan")]), (0, 0)).tolist() == [2]
 
 
-@pytest.mark.parametrize(("protect", "num_pages"), [((1, 1), 1), ((0, 0), 3), ((1, 0), 0)])
-def test_protected_pages_are_never_freed(protect, num_pages):
+@pytest.mark.parametrize(("protected_pages", "num_pages"), [((1, 1), 1), ((0, 0), 3), ((1, 0), 0)])
+def test_protected_pages_are_never_freed(protected_pages, num_pages):
     with pytest.raises(ValueError, match=f"cannot free {num_pages} pages"):
-        worst_pages(torch.tensor([0.2, 0.1]), protect, num_pages)
+        worst_pages(torch.tensor([0.2, 0.1]), protected_pages, num_pages)

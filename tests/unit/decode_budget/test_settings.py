@@ -12,11 +12,11 @@ from sglang_evicpress.decode_budget.settings import (
     client_settings,
     fields_of,
     from_request,
-    least_every,
-    parse_protect,
+    least_interval,
+    parse_protected_pages,
 )
 
-SERVER = DecodeSettings(tokens=1024, method="repack", score="knorm", every=64)
+SERVER = DecodeSettings(tokens=1024, method="repack", score="knorm", interval=64)
 OFF = DecodeSettings()
 
 
@@ -31,8 +31,8 @@ def test_a_request_replaces_what_it_names_and_keeps_the_rest():
     params = {"kv_decode_budget": 256, "kv_decode_method": "holefill", "other": object()}
     assert from_request(params, SERVER) == DecodeSettings(256, "holefill", "knorm", 64)
     assert from_request({"kv_decode_score": "h2o"}, SERVER) == DecodeSettings(1024, "repack", "h2o", 64)
-    params = {"kv_decode_budget": 8, "kv_decode_every": 2, "kv_decode_protect": "newest"}
-    assert from_request(params, OFF) == DecodeSettings(8, every=2, protect=("newest",))
+    params = {"kv_decode_budget": 8, "kv_decode_interval": 2, "kv_decode_protected_pages": "newest"}
+    assert from_request(params, OFF) == DecodeSettings(8, interval=2, protected_pages=("newest",))
 
 
 def test_budget_0_turns_the_budget_of_the_server_off():
@@ -71,15 +71,15 @@ def test_only_scores_by_attention_are_lost_without_queries():
             {"kv_decode_score": "snapkv"},
             "kv_decode_score is 'snapkv': expected value_key_ratio, knorm, keydiff, streaming, r_kv, tova or h2o",
         ),
-        ({"kv_decode_every": 0}, "kv_decode_every is 0: expected a whole number, at least 1"),
+        ({"kv_decode_interval": 0}, "kv_decode_interval is 0: expected a whole number, at least 1"),
         (
-            {"kv_decode_protect": "last"},
-            "kv_decode_protect is 'last': expected 'first', 'newest', 'first,newest' or 'none'",
+            {"kv_decode_protected_pages": "last"},
+            "kv_decode_protected_pages is 'last': expected 'first', 'newest', 'first,newest' or 'none'",
         ),
         (
             {"kv_decode_window": 8},
             "kv_decode_window is not known: expected kv_decode_budget, kv_decode_method, kv_decode_score, "
-            "kv_decode_every or kv_decode_protect",
+            "kv_decode_interval or kv_decode_protected_pages",
         ),
     ],
 )
@@ -95,19 +95,19 @@ def test_a_method_without_a_budget_is_refused():
 
 
 def test_protected_pages_are_read_in_either_order():
-    assert parse_protect("first,newest") == parse_protect("newest,first") == ("first", "newest")
-    assert parse_protect("first") == ("first",)
-    assert parse_protect("none") == ()
+    assert parse_protected_pages("first,newest") == parse_protected_pages("newest,first") == ("first", "newest")
+    assert parse_protected_pages("first") == ("first",)
+    assert parse_protected_pages("none") == ()
 
 
 @pytest.mark.parametrize("text", ["", "first,first", "first,", "none,first", None, ["first"]])
 def test_other_protections_are_refused(text):
-    with pytest.raises(ValueError, match="kv_decode_protect is"):
-        parse_protect(text)
+    with pytest.raises(ValueError, match="kv_decode_protected_pages is"):
+        parse_protected_pages(text)
 
 
 @pytest.mark.parametrize(
-    "fields", [{"protect": "first"}, {"protect": ("newest", "first")}, {"window": 0}, {"window": 257}]
+    "fields", [{"protected_pages": "first"}, {"protected_pages": ("newest", "first")}, {"window": 0}, {"window": 257}]
 )
 def test_settings_of_the_server_are_checked_as_well(fields):
     with pytest.raises(ValueError, match=f"kv_decode_{next(iter(fields))} is"):
@@ -119,16 +119,16 @@ def test_settings_of_the_server_are_checked_as_well(fields):
 
 @pytest.mark.parametrize(("own", "least"), [(1, 16), (4, 16), (16, 16), (20, 20), (32, 32), (128, 32), (5000, 32)])
 def test_no_client_asks_for_passes_more_often_than_the_floor(own, least):
-    default = DecodeSettings(every=own)
-    assert least_every(default) == least
-    accepted, _ = client_settings({"kv_decode_budget": 64, "kv_decode_every": least}, default)
-    assert accepted is not None and accepted.every == least
+    default = DecodeSettings(interval=own)
+    assert least_interval(default) == least
+    accepted, _ = client_settings({"kv_decode_budget": 64, "kv_decode_interval": least}, default)
+    assert accepted is not None and accepted.interval == least
     for asked in (1, least - 1):
         with pytest.raises(ValueError) as refusal:
-            client_settings({"kv_decode_budget": 64, "kv_decode_every": asked}, default)
-        assert str(refusal.value) == f"kv_decode_every is {asked}: expected at least {least} on this server"
+            client_settings({"kv_decode_budget": 64, "kv_decode_interval": asked}, default)
+        assert str(refusal.value) == f"kv_decode_interval is {asked}: expected at least {least} on this server"
     inherited, _ = client_settings({"kv_decode_budget": 64}, default)
-    assert inherited is not None and inherited.every == own, "the server's own is the server's choice"
+    assert inherited is not None and inherited.interval == own, "the server's own is the server's choice"
 
 
 @pytest.mark.parametrize("choice", [{"score": "r_kv"}, {"method": "holefill"}, {"method": "compact"}])
@@ -180,7 +180,7 @@ def test_whatever_a_client_sends_is_taken_or_refused_with_one_sentence():
         *("", "64", "x" * 10_000_000, "," * 10_000_000, "first", "paged", b"paged", "\0", "\ud800"),
         *([], [1], {}, {"a": nested}, nested, [0] * 1_000_000, ("first",), {1, 2}, object()),
     ]
-    names = [*("budget", "method", "score", "every", "protect", "trace", "size"), "y" * 100_000]
+    names = [*("budget", "method", "score", "interval", "protected_pages", "trace", "size"), "y" * 100_000]
     draw = random.Random(5)
     taken = refused = 0
     for name in names:

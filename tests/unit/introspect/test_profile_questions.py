@@ -11,12 +11,14 @@ from sglang_evicpress.core import Form
 from sglang_evicpress.introspect.arguments import IntrospectionError, Json
 from sglang_evicpress.introspect.operations import encode, read_object, read_question
 from sglang_evicpress.introspect.profile_operations import PROFILE_OPERATIONS, Profiled
-from sglang_evicpress.quality.evidence import Evidence
 from sglang_evicpress.quality.profile import Profile
+from sglang_evicpress.quality.running_stats import RunningStats
 from sglang_evicpress.tiers.entry.identity import MAX_TOKEN
 
 KEY = "0123456789abcdef" * 2
-PROFILE = Profile(bytes.fromhex(KEY), 128, {Form("knorm", 0.5): Evidence(4.0, 0.75, 0.1)}, "logprob", "0" * 16, 4, 1e9)
+PROFILE = Profile(
+    bytes.fromhex(KEY), 128, {Form("knorm", 0.5): RunningStats(4.0, 0.75, 0.1)}, "logprob", "0" * 16, 4, 1e9
+)
 PROFILE_NAMES = [operation.name for operation in PROFILE_OPERATIONS]
 ARGUMENTS: dict[str, Json] = {
     "open_shadow": {"token_ids": [1, 2, 3], "extra_key": "a", "may_evict": True},

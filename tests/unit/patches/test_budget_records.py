@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sglang_evicpress.decode_budget.settings import DecodeSettings
-from sglang_evicpress.decode_budget.stats import PassRecord, RequestTally
+from sglang_evicpress.decode_budget.stats import PassRecord, RequestStats
 from sglang_evicpress.device import HostCopy
 from sglang_evicpress.introspect.arguments import IntrospectionError
 from sglang_evicpress.patches.decode_budget.inspection import RequestsInspection
@@ -22,7 +22,7 @@ from sglang_evicpress.patches.tree.node import PrefixView
 def request(records: BudgetRecords, rid: str, *, num_slots: int = 6) -> Any:
     """A running request of its own slots, of which it has dropped two."""
     trace = DecodeTrace()
-    state = DecodeState(DecodeSettings(128), RequestTally(), trace=trace, number=records.note_request())
+    state = DecodeState(DecodeSettings(128), RequestStats(), trace=trace, number=records.note_request())
     state.has_left_tree, state.num_dropped = True, 2
     return SimpleNamespace(
         rid=rid,
@@ -88,4 +88,4 @@ def test_a_request_that_is_sent_back_has_not_ended() -> None:
     records = BudgetRecords("cpu")
     req = request(records, "a")
     records.note_end(req, req.kv_budget)
-    assert req.kv_budget.sent_back == [8] and not records.ended
+    assert req.kv_budget.retracted == [8] and not records.ended

@@ -8,10 +8,10 @@ import pytest
 
 from sglang_evicpress.core import EXACT, Decision, Form, NodeStats, Tier
 from sglang_evicpress.policy.menu import Menu
-from sglang_evicpress.policy.planner import Policy
+from sglang_evicpress.policy.planner import Planner
 
 MakeNode = Callable[..., NodeStats]
-CarryOut = Callable[[Policy, Iterable[Decision]], None]
+Execute = Callable[[Planner, Iterable[Decision]], None]
 
 
 @pytest.fixture(scope="session")
@@ -55,32 +55,32 @@ def make_node() -> MakeNode:
 
 
 @pytest.fixture(scope="session")
-def carry_out() -> CarryOut:
+def execute() -> Execute:
     """Tell the policy that decisions were carried out as planned."""
 
-    def carry(policy: Policy, decisions: Iterable[Decision]) -> None:
+    def carry(planner: Planner, decisions: Iterable[Decision]) -> None:
         for decision in decisions:
-            option, record = decision.option, policy.book.records[decision.node_id]
+            option, candidate = decision.option, planner.index.candidates[decision.node_id]
             if option.form is None or option.tier is None:
-                policy.forget(decision.node_id)
+                planner.remove(decision.node_id)
                 continue
-            policy.put(
+            planner.add(
                 NodeStats(
-                    record.id,
-                    record.parent_id,
+                    candidate.id,
+                    candidate.parent_id,
                     option.tier,
                     option.form,
-                    record.num_tokens,
+                    candidate.num_tokens,
                     option.num_bytes,
-                    record.depth_tokens,
+                    candidate.depth_tokens,
                     decision.quality,
-                    record.curve,
-                    record.reachable & policy.rule.menu.smaller(option.form),
-                    record.weight,
-                    record.num_hits,
-                    record.last_use,
-                    record.sinks,
-                    record.is_locked,
+                    candidate.curve,
+                    candidate.allowed_forms & planner.policy.menu.smaller(option.form),
+                    candidate.weight,
+                    candidate.num_hits,
+                    candidate.last_use,
+                    candidate.sinks,
+                    candidate.is_locked,
                 )
             )
 

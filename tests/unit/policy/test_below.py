@@ -1,4 +1,4 @@
-"""Nodes below the GPU, of which nothing else can be made where they are: every rule on every tier."""
+"""Nodes below the GPU, of which nothing else can be made where they are: every policy on every tier."""
 
 from __future__ import annotations
 
@@ -11,33 +11,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_evicpress.core import EXACT, Decision, Form, NodeStats, Tier
-from sglang_evicpress.policy import POLICY_NAMES, Policy, make_policy, policy_forms
-from sglang_evicpress.policy.cost_model import Costs, PrefillLaw, TransferLaw
+from sglang_evicpress.policy import POLICY_NAMES, Planner, make_planner, policy_forms
+from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.promotion import Budget
 
 NAMES = [{"PRESS@KEPT+lru": "keydiff@0.5+lru", "impress@X": "impress@0.1"}.get(name, name) for name in POLICY_NAMES]
 TIERS = (Tier.GPU, Tier.HOST, Tier.SSD)
 MENU = Menu((Form("keydiff", 0.5), *policy_forms("impress@0.1")), TIERS)
-COSTS = Costs(PrefillLaw(0.0, 1.0, 1e-6), {Tier.HOST: TransferLaw(1e-3, 1e4), Tier.SSD: TransferLaw(1e-2, 1e3)}, {})
+COSTS = CostSnapshot(
+    PrefillCost(0.0, 1.0, 1e-6), {Tier.HOST: TransferCost(1e-3, 1e4), Tier.SSD: TransferCost(1e-2, 1e3)}, {}
+)
 
 MakeNode = Callable[..., NodeStats]
-CarryOut = Callable[[Policy, Sequence[Decision]], None]
+Execute = Callable[[Planner, Sequence[Decision]], None]
 
 each_policy = pytest.mark.parametrize("name", NAMES)
 
 
-def _policy(name: str, *nodes: NodeStats) -> Policy:
+def _policy(name: str, *nodes: NodeStats) -> Planner:
     curve = [form.kept_fraction for form in MENU.forms]
-    policy = make_policy(name, MENU, alpha=1.0, costs=COSTS, mean_curve=curve, next_use={})
-    policy.put_all(nodes)
-    return policy
+    planner = make_planner(name, MENU, alpha=1.0, costs=COSTS, mean_curve=curve, next_use={})
+    planner.add_all(nodes)
+    return planner
 
 
 @each_policy
 def test_nodes_go_down_tier_by_tier_and_then_away(name: str, make_node: MakeNode) -> None:
     """One node per tier, full below: each pushes the next one on."""
-    nodes = [replace(make_node(int(tier), menu=MENU, tier=tier, last_use=9 - tier), reachable=0) for tier in TIERS]
+    nodes = [replace(make_node(int(tier), menu=MENU, tier=tier, last_use=9 - tier), allowed_forms=0) for tier in TIERS]
     plan = _policy(name, *nodes).plan(Tier.GPU, 100)
     moves = [(decision.node_id, str(decision.option)) for decision in plan]
     assert moves == [(2, "drop"), (1, "exact/ssd"), (0, "exact/host")]
@@ -46,7 +48,7 @@ def test_nodes_go_down_tier_by_tier_and_then_away(name: str, make_node: MakeNode
 @each_policy
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.SSD])
 def test_a_lower_tier_is_relieved_by_itself(name: str, tier: Tier, make_node: MakeNode) -> None:
-    nodes = [replace(make_node(i, menu=MENU, tier=tier, last_use=i), reachable=0) for i in range(4)]
+    nodes = [replace(make_node(i, menu=MENU, tier=tier, last_use=i), allowed_forms=0) for i in range(4)]
     room = {Tier.SSD: 1000} if tier == Tier.HOST else {}
     plan = _policy(name, *nodes[:3], replace(nodes[3], is_locked=True)).plan(tier, 250, room)
     assert {decision.node_id for decision in plan} == {0, 1, 2}
@@ -58,7 +60,7 @@ def test_a_lower_tier_is_relieved_by_itself(name: str, tier: Tier, make_node: Ma
 @each_policy
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_no_form_changes_below_the_gpu(name: str, seed: int, make_node: MakeNode, carry_out: CarryOut) -> None:
+def test_no_form_changes_below_the_gpu(name: str, seed: int, make_node: MakeNode, execute: Execute) -> None:
     draw = random.Random(seed)
     nodes: list[NodeStats] = []
     for i in range(draw.randint(1, 20)):
@@ -77,16 +79,16 @@ def test_no_form_changes_below_the_gpu(name: str, seed: int, make_node: MakeNode
             is_locked=parent is None and draw.random() < 0.2,
         )
         below = node.tier > Tier.GPU
-        node = replace(node, reachable=0 if below else node.reachable)
-        nodes.append(replace(node, num_bytes=0, reachable=0) if draw.random() < 0.15 else node)
-    policy = _policy(name, *nodes)
-    held = list(policy.book.num_bytes)
+        node = replace(node, allowed_forms=0 if below else node.allowed_forms)
+        nodes.append(replace(node, num_bytes=0, allowed_forms=0) if draw.random() < 0.15 else node)
+    planner = _policy(name, *nodes)
+    held = list(planner.index.num_bytes)
     tier = draw.choice(TIERS)
     room = {lower: draw.choice((0, draw.randint(0, 200))) for lower in TIERS if lower > tier}
     demand = draw.randint(1, 1 + held[tier])
-    plan = policy.plan(tier, demand, room)
+    plan = planner.plan(tier, demand, room)
     for node in nodes:
-        told = policy.explain(node.id)
+        told = planner.explain(node.id)
         assert node.is_locked or told["next"] is not None or told["why"]
     for decision in plan:
         if decision.source.tier != Tier.GPU and not decision.option.is_drop:
@@ -94,23 +96,23 @@ def test_no_form_changes_below_the_gpu(name: str, seed: int, make_node: MakeNode
                 decision.source.form,
                 decision.source.num_bytes,
             )
-        carry_out(policy, [decision])
+        execute(planner, [decision])
         for lower, free in room.items():
-            assert policy.book.num_bytes[lower] <= held[lower] + free
-        for record in policy.book.records.values():
-            parent_record = None if record.parent_id is None else policy.book.records[record.parent_id]
-            assert parent_record is None or parent_record.rank <= record.rank
+            assert planner.index.num_bytes[lower] <= held[lower] + free
+        for candidate in planner.index.candidates.values():
+            parent_candidate = None if candidate.parent_id is None else planner.index.candidates[candidate.parent_id]
+            assert parent_candidate is None or parent_candidate.tier <= candidate.tier
     movable = sum(node.num_bytes for node in nodes if node.tier == tier and not node.is_locked)
-    assert held[tier] - policy.book.num_bytes[tier] >= min(demand, movable)
+    assert held[tier] - planner.index.num_bytes[tier] >= min(demand, movable)
 
 
 def test_a_node_below_is_explained_and_brought_up_as_it_is(make_node: MakeNode) -> None:
     half = MENU.forms[1]
-    node = replace(make_node(1, menu=MENU, tier=Tier.SSD, form=half), reachable=0)
-    policy = _policy("evicpress", node)
-    rows = policy.explain(1)["options"]
+    node = replace(make_node(1, menu=MENU, tier=Tier.SSD, form=half), allowed_forms=0)
+    planner = _policy("evicpress", node)
+    rows = planner.explain(1)["options"]
     assert isinstance(rows, list) and [row["option"] for row in rows] == [f"{half}/ssd", "drop"]
-    (decision,) = policy.rearrange({Tier.GPU: 1000}, Budget(10**9, 1e9))
+    (decision,) = planner.plan_promotions({Tier.GPU: 1000}, Budget(10**9, 1e9))
     assert (str(decision.option), decision.option.num_bytes) == (f"{half}/gpu", node.num_bytes)
 
 
@@ -118,21 +120,22 @@ def test_a_node_below_is_explained_and_brought_up_as_it_is(make_node: MakeNode) 
 def test_nodes_of_holes_below_go_only_for_what_is_above_them(name: str, make_node: MakeNode) -> None:
     """A chain on the host whose lower two hold nothing; another node is enough, then all have to go."""
     hollow = [
-        replace(make_node(i, i - 1, menu=MENU, depth=100 * i, tier=Tier.HOST), num_bytes=0, reachable=0) for i in (2, 3)
+        replace(make_node(i, i - 1, menu=MENU, depth=100 * i, tier=Tier.HOST), num_bytes=0, allowed_forms=0)
+        for i in (2, 3)
     ]
-    top = replace(make_node(1, menu=MENU, tier=Tier.HOST, last_use=9, hits=99, weight=99.0), reachable=0)
-    other = replace(make_node(4, menu=MENU, tier=Tier.HOST, tokens=101), reachable=0)
-    policy = _policy(name, top, *hollow, other)
-    assert policy.plan(Tier.HOST, 1) != []
+    top = replace(make_node(1, menu=MENU, tier=Tier.HOST, last_use=9, hits=99, weight=99.0), allowed_forms=0)
+    other = replace(make_node(4, menu=MENU, tier=Tier.HOST, tokens=101), allowed_forms=0)
+    planner = _policy(name, top, *hollow, other)
+    assert planner.plan(Tier.HOST, 1) != []
     if name != "belady":  # to which all are alike, and the smaller id goes first
-        assert [decision.node_id for decision in policy.plan(Tier.HOST, 1)] == [4]
-    everything = [decision.node_id for decision in policy.plan(Tier.HOST, 201)]
+        assert [decision.node_id for decision in planner.plan(Tier.HOST, 1)] == [4]
+    everything = [decision.node_id for decision in planner.plan(Tier.HOST, 201)]
     assert sorted(everything) == [1, 2, 3, 4] and everything.index(3) < everything.index(2) < everything.index(1)
 
 
 def test_a_node_of_holes_stays_where_what_is_above_it_only_shrinks(make_node: MakeNode) -> None:
     top = make_node(1, menu=MENU, last_use=9)
-    hollow = replace(make_node(2, 1, menu=MENU, depth=100), num_bytes=0, reachable=0)
-    other = replace(make_node(3, menu=MENU, last_use=1), reachable=0)
+    hollow = replace(make_node(2, 1, menu=MENU, depth=100), num_bytes=0, allowed_forms=0)
+    other = replace(make_node(3, menu=MENU, last_use=1), allowed_forms=0)
     plan = _policy("keydiff@0.5+lru", top, hollow, other).plan(Tier.GPU, 60)
     assert [(decision.node_id, str(decision.option)) for decision in plan] == [(3, "drop"), (1, "keydiff@0.5/gpu")]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from sglang_evicpress.core import Tier
-from sglang_evicpress.policy.cost_model import Costs, PrefillLaw, TransferLaw
+from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.wait_cost import Congestion
 
 
@@ -36,7 +36,7 @@ def test_it_has_a_limit_and_no_time_that_goes_back() -> None:
 
 
 def test_recomputing_weighs_more_and_loading_does_not() -> None:
-    costs = Costs(PrefillLaw(0.1, 1e-3, 1e-7), {Tier.HOST: TransferLaw(1e-3, 1e9)}, {})
+    costs = CostSnapshot(PrefillCost(0.1, 1e-3, 1e-7), {Tier.HOST: TransferCost(1e-3, 1e9)}, {})
     weighed = costs.with_recompute_weight(3.0)
     assert weighed.prefill.seconds(100, 1000) == pytest.approx(3.0 * costs.prefill.seconds(100, 1000))
     assert weighed.load == costs.load

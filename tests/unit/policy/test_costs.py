@@ -1,4 +1,4 @@
-"""The cost model against laws it does not know: it finds them, follows them, and is not thrown off."""
+"""The cost model against costs it does not know: it finds them, follows them, and is not thrown off."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_evicpress.core import Tier
-from sglang_evicpress.policy.cost_model import CostModel, Costs, PrefillLaw, TransferLaw
+from sglang_evicpress.policy.cost_model import CostModel, CostSnapshot, PrefillCost, TransferCost
 
-START = Costs(
-    PrefillLaw(0.01, 1e-4, 1e-9),
-    {Tier.HOST: TransferLaw(1e-4, 1e10), Tier.SSD: TransferLaw(1e-3, 1e9)},
-    {"int8": TransferLaw(1e-4, 2e10)},
+START = CostSnapshot(
+    PrefillCost(0.01, 1e-4, 1e-9),
+    {Tier.HOST: TransferCost(1e-4, 1e10), Tier.SSD: TransferCost(1e-3, 1e9)},
+    {"int8": TransferCost(1e-4, 2e10)},
 )
-HIDDEN = TransferLaw(7e-4, 3e9)
-HIDDEN_PREFILL = PrefillLaw(0.03, 5e-5, 4e-9)
+HIDDEN = TransferCost(7e-4, 3e9)
+HIDDEN_PREFILL = PrefillCost(0.03, 5e-5, 4e-9)
 SIZES = tuple(2**power for power in range(16, 31))
 NOISE = 0.05
 SEEDS = range(5)
@@ -31,12 +31,12 @@ def sizes(rng: random.Random, count: int) -> list[int]:
     return [int(2 ** rng.uniform(16, 30)) for _ in range(count)]
 
 
-def feed(model: CostModel, law: TransferLaw, rng: random.Random, num_bytes: list[int]) -> None:
+def feed(model: CostModel, cost: TransferCost, rng: random.Random, num_bytes: list[int]) -> None:
     for size in num_bytes:
-        model.observe_load(Tier.HOST, size, law.seconds(size) * (1 + rng.gauss(0, NOISE)))
+        model.observe_load(Tier.HOST, size, cost.seconds(size) * (1 + rng.gauss(0, NOISE)))
 
 
-def off(found: TransferLaw, true: TransferLaw, at: tuple[int, ...] = SIZES) -> float:
+def off(found: TransferCost, true: TransferCost, at: tuple[int, ...] = SIZES) -> float:
     """The largest relative error over the sizes."""
     return max(abs(found.seconds(size) / true.seconds(size) - 1) for size in at)
 
@@ -49,24 +49,26 @@ def batches(rng: random.Random, count: int, requests: int, deepest: int = 17) ->
     return [[chunk() for _ in range(rng.randint(1, requests))] for _ in range(count)]
 
 
-def feed_prefill(model: CostModel, law: PrefillLaw, rng: random.Random, observed: list[Chunks]) -> None:
+def feed_prefill(model: CostModel, cost: PrefillCost, rng: random.Random, observed: list[Chunks]) -> None:
     for chunks in observed:
-        seconds = law.fixed_s + sum(law.marginal_seconds(*chunk) for chunk in chunks)
+        seconds = cost.fixed_s + sum(cost.marginal_seconds(*chunk) for chunk in chunks)
         model.observe_prefill(chunks, seconds * (1 + rng.gauss(0, NOISE)))
 
 
-def prefill_off(found: PrefillLaw, true: PrefillLaw, depths: tuple[int, ...] = (0, 1024, 16384, 131072)) -> list[float]:
+def prefill_off(
+    found: PrefillCost, true: PrefillCost, depths: tuple[int, ...] = (0, 1024, 16384, 131072)
+) -> list[float]:
     at = [(tokens, depth) for tokens in (128, 512, 2048, 8192, 16384) for depth in depths]
     return [abs(found.seconds(*chunk) / true.seconds(*chunk) - 1) for chunk in at]
 
 
-# The laws.
+# The costs.
 
 
 def test_prefill_law_is_the_sum_of_its_terms() -> None:
-    law = PrefillLaw(0.5, 0.25, 0.125)
-    assert law.marginal_seconds(4, 10) == 0.25 * 4 + 0.125 * 4 * (10 + 2)
-    assert law.seconds(4, 10) == 0.5 + law.marginal_seconds(4, 10)
+    cost = PrefillCost(0.5, 0.25, 0.125)
+    assert cost.marginal_seconds(4, 10) == 0.25 * 4 + 0.125 * 4 * (10 + 2)
+    assert cost.seconds(4, 10) == 0.5 + cost.marginal_seconds(4, 10)
 
 
 def test_load_is_transfer_and_decode_and_nothing_on_the_gpu() -> None:
@@ -121,7 +123,7 @@ def test_a_snapshot_does_not_change() -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("fixed_s", [1e-5, 7e-4, 0.05])
 def test_a_hidden_transfer_law_is_found(fixed_s: float, seed: int) -> None:
-    rng, model, hidden = random.Random(seed), CostModel(START), TransferLaw(fixed_s, 3e9)
+    rng, model, hidden = random.Random(seed), CostModel(START), TransferCost(fixed_s, 3e9)
     feed(model, hidden, rng, sizes(rng, 150))
     assert off(START.load[Tier.HOST], hidden) > 0.5
     assert off(model.costs.load[Tier.HOST], hidden) < 0.05
@@ -141,8 +143,8 @@ def test_a_hidden_prefill_law_is_found(requests: int, seed: int) -> None:
 def test_a_hidden_prefill_law_without_noise_is_found_exactly() -> None:
     rng, model = random.Random(0), CostModel(START)
     for chunks in batches(rng, 300, 6):
-        law = HIDDEN_PREFILL
-        model.observe_prefill(chunks, law.fixed_s + sum(law.marginal_seconds(*chunk) for chunk in chunks))
+        cost = HIDDEN_PREFILL
+        model.observe_prefill(chunks, cost.fixed_s + sum(cost.marginal_seconds(*chunk) for chunk in chunks))
     assert max(prefill_off(model.costs.prefill, HIDDEN_PREFILL)) < 1e-3
 
 
@@ -151,7 +153,7 @@ def test_a_hidden_prefill_law_without_noise_is_found_exactly() -> None:
 def test_a_changed_bandwidth_is_followed_within_20_observations(factor: float, seed: int) -> None:
     rng, model = random.Random(seed), CostModel(START)
     feed(model, HIDDEN, rng, sizes(rng, 150))
-    changed = TransferLaw(HIDDEN.fixed_s, HIDDEN.bytes_per_s * factor)
+    changed = TransferCost(HIDDEN.fixed_s, HIDDEN.bytes_per_s * factor)
     feed(model, changed, rng, sizes(rng, 20))
     assert off(model.costs.load[Tier.HOST], HIDDEN) > 0.8
     assert model.costs.load[Tier.HOST].bytes_per_s == pytest.approx(changed.bytes_per_s, rel=0.1)
@@ -163,7 +165,7 @@ def test_a_changed_bandwidth_is_followed_within_20_observations(factor: float, s
 def test_a_changed_bandwidth_is_followed_at_one_size(factor: float) -> None:
     rng, model = random.Random(0), CostModel(START)
     feed(model, HIDDEN, rng, [2**24] * 150)
-    changed = TransferLaw(HIDDEN.fixed_s, HIDDEN.bytes_per_s * factor)
+    changed = TransferCost(HIDDEN.fixed_s, HIDDEN.bytes_per_s * factor)
     feed(model, changed, rng, [2**24] * 20)
     assert off(model.costs.load[Tier.HOST], changed, (2**24,)) < 0.1
 
@@ -198,7 +200,7 @@ def test_noisy_observations_of_one_size_stay_near_the_scaled_law() -> None:
     rng, model, start = random.Random(0), CostModel(START), START.load[Tier.HOST]
     for _ in range(500):
         model.observe_load(Tier.HOST, 2**20, 8 * start.seconds(2**20) * (1 + rng.gauss(0, NOISE)))
-    scaled = TransferLaw(8 * start.fixed_s, start.bytes_per_s / 8)
+    scaled = TransferCost(8 * start.fixed_s, start.bytes_per_s / 8)
     assert off(model.costs.load[Tier.HOST], scaled) < 0.1
 
 
@@ -214,12 +216,12 @@ def test_prefill_batches_all_alike_scale_the_starting_law() -> None:
     model, start = CostModel(START), START.prefill
     for _ in range(50):
         model.observe_prefill([(512, 0)], 3 * start.seconds(512, 0))
-    scaled = PrefillLaw(3 * start.fixed_s, 3 * start.per_token_s, 3 * start.per_pair_s)
+    scaled = PrefillCost(3 * start.fixed_s, 3 * start.per_token_s, 3 * start.per_pair_s)
     assert max(prefill_off(model.costs.prefill, scaled)) < 1e-6
 
 
 def test_decode_is_learned_and_not_put_down_to_the_tier() -> None:
-    rng, model, decode = random.Random(0), CostModel(START), TransferLaw(2e-3, 1e9)
+    rng, model, decode = random.Random(0), CostModel(START), TransferCost(2e-3, 1e9)
     for size in sizes(rng, 100):
         model.observe_decode("int4", size, decode.seconds(size))
     for size in sizes(rng, 100):
@@ -230,7 +232,7 @@ def test_decode_is_learned_and_not_put_down_to_the_tier() -> None:
 
 def test_a_start_of_zeros_learns_too() -> None:
     rng = random.Random(0)
-    model = CostModel(dataclasses.replace(START, prefill=PrefillLaw(0.0, 0.0, 0.0)))
+    model = CostModel(dataclasses.replace(START, prefill=PrefillCost(0.0, 0.0, 0.0)))
     feed_prefill(model, HIDDEN_PREFILL, rng, batches(rng, 300, 1))
     assert max(prefill_off(model.costs.prefill, HIDDEN_PREFILL)) < 0.1
 
@@ -283,23 +285,23 @@ def test_a_load_from_a_tier_without_a_law_is_refused(tier: Tier) -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        dataclasses.replace(START, prefill=PrefillLaw(0.01, 1.3e-4, 1e-9)),
-        dataclasses.replace(START, prefill=PrefillLaw(0.01, 1e-4, 2e-9)),
-        dataclasses.replace(START, load={**START.load, Tier.SSD: TransferLaw(1e-3, 1.3e9)}),
-        dataclasses.replace(START, load={**START.load, Tier.SSD: TransferLaw(2e-3, 1e9)}),
-        dataclasses.replace(START, decode={"int8": TransferLaw(1e-4, 1e10)}),
+        dataclasses.replace(START, prefill=PrefillCost(0.01, 1.3e-4, 1e-9)),
+        dataclasses.replace(START, prefill=PrefillCost(0.01, 1e-4, 2e-9)),
+        dataclasses.replace(START, load={**START.load, Tier.SSD: TransferCost(1e-3, 1.3e9)}),
+        dataclasses.replace(START, load={**START.load, Tier.SSD: TransferCost(2e-3, 1e9)}),
+        dataclasses.replace(START, decode={"int8": TransferCost(1e-4, 1e10)}),
         dataclasses.replace(START, load={Tier.HOST: START.load[Tier.HOST]}),
         dataclasses.replace(START, decode={}),
     ],
 )
-def test_any_law_that_changed_has_drifted(changed: Costs) -> None:
+def test_any_law_that_changed_has_drifted(changed: CostSnapshot) -> None:
     assert changed.drifted_from(START, 0.2)
     assert START.drifted_from(changed, 0.2)
 
 
 def test_small_changes_are_no_drift() -> None:
     assert not START.drifted_from(START, 0.0)
-    slower = dataclasses.replace(START, load={**START.load, Tier.HOST: TransferLaw(1.1e-4, 0.92e10)})
+    slower = dataclasses.replace(START, load={**START.load, Tier.HOST: TransferCost(1.1e-4, 0.92e10)})
     assert not slower.drifted_from(START, 0.2)
     assert slower.drifted_from(START, 0.05)
 
@@ -332,7 +334,7 @@ OBSERVATIONS = st.lists(
 )
 
 
-def after(observations: list[tuple[int | Chunks, float]]) -> Costs:
+def after(observations: list[tuple[int | Chunks, float]]) -> CostSnapshot:
     model = CostModel(START)
     for what, seconds in observations:
         if isinstance(what, int):
@@ -346,7 +348,7 @@ def after(observations: list[tuple[int | Chunks, float]]) -> Costs:
 @settings(max_examples=60, deadline=None)
 @given(OBSERVATIONS)
 def test_laws_are_never_negative_nor_infinite_and_repeat(observations: list[tuple[int | Chunks, float]]) -> None:
-    """The laws check their own coefficients; what they predict is finite and above 0 too."""
+    """The costs check their own coefficients; what they predict is finite and above 0 too."""
     costs = after(observations)
     predicted = [costs.load_seconds(Tier.HOST, size, "new") for size in SIZES]
     predicted += [costs.prefill.seconds(*chunk) for chunk in ((1, 0), (10**5, 10**6))]

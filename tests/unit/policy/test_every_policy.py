@@ -11,28 +11,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_evicpress.core import Decision, Form, NodeStats, Tier
-from sglang_evicpress.policy import POLICY_NAMES, SERVER_POLICY_NAMES, Policy, make_policy, policy_forms
+from sglang_evicpress.policy import POLICY_NAMES, SERVER_POLICY_NAMES, Planner, make_planner, policy_forms
 from sglang_evicpress.policy.base import DROPPED
-from sglang_evicpress.policy.cost_model import Costs, PrefillLaw, TransferLaw
+from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.menu import Menu
 
 PATTERNS = {"PRESS@KEPT+lru": "keydiff@0.5+lru", "impress@X": "impress@0.1"}
 NAMES = [PATTERNS.get(name, name) for name in POLICY_NAMES]
 FORMS = {form for name in NAMES for form in policy_forms(name)}
 MENU = Menu((*FORMS, Form("knorm", 0.2)), (Tier.GPU, Tier.HOST, Tier.SSD), page_size=4)
-COSTS = Costs(PrefillLaw(0.01, 1e-3, 1e-6), {Tier.HOST: TransferLaw(1e-3, 1e5), Tier.SSD: TransferLaw(1e-2, 1e4)}, {})
+COSTS = CostSnapshot(
+    PrefillCost(0.01, 1e-3, 1e-6), {Tier.HOST: TransferCost(1e-3, 1e5), Tier.SSD: TransferCost(1e-2, 1e4)}, {}
+)
 CURVE = [form.kept_fraction**0.5 for form in MENU.forms]
 ROOM = {Tier.HOST: 150, Tier.SSD: 100}
 
 MakeNode = Callable[..., NodeStats]
-CarryOut = Callable[[Policy, list[Decision]], None]
+Execute = Callable[[Planner, list[Decision]], None]
 
 each_policy = pytest.mark.parametrize("name", NAMES)
 
 
-def _policy(name: str) -> Policy:
+def _policy(name: str) -> Planner:
     next_use = {node_id: float(node_id * 7 % 5) for node_id in range(20)}
-    return make_policy(name, MENU, alpha=1.0, costs=COSTS, mean_curve=CURVE, next_use=next_use)
+    return make_planner(name, MENU, alpha=1.0, costs=COSTS, mean_curve=CURVE, next_use=next_use)
 
 
 @st.composite
@@ -71,34 +73,34 @@ def _trees(draw: st.DrawFn) -> Callable[[MakeNode], list[NodeStats]]:
 Tree = Callable[[MakeNode], list[NodeStats]]
 
 
-def _assert_closed(policy: Policy) -> None:
+def _assert_closed(planner: Planner) -> None:
     """No node is on a faster tier than its parent, and none is without it."""
-    for record in policy.book.records.values():
-        if record.parent_id is not None:
-            assert policy.book.records[record.parent_id].rank <= record.rank < DROPPED
+    for candidate in planner.index.candidates.values():
+        if candidate.parent_id is not None:
+            assert planner.index.candidates[candidate.parent_id].tier <= candidate.tier < DROPPED
 
 
 @each_policy
 @given(tree=_trees(), demand=st.integers(1, 400))
 @settings(max_examples=40)
 def test_plans_free_enough_keep_prefixes_and_leave_locked_nodes(
-    name: str, tree: Tree, demand: int, make_node: MakeNode, carry_out: CarryOut
+    name: str, tree: Tree, demand: int, make_node: MakeNode, execute: Execute
 ) -> None:
-    policy = _policy(name)
+    planner = _policy(name)
     nodes = tree(make_node)
-    policy.put_all(nodes)
-    before = list(policy.book.num_bytes)
+    planner.add_all(nodes)
+    before = list(planner.index.num_bytes)
     locked = {node.id for node in nodes if node.is_locked}
-    movable = before[0] - policy.book.locked_bytes[0]
-    plan = policy.plan(Tier.GPU, demand, ROOM)
+    movable = before[0] - planner.index.locked_bytes[0]
+    plan = planner.plan(Tier.GPU, demand, ROOM)
     assert len({decision.node_id for decision in plan}) == len(plan)
     assert not locked & {decision.node_id for decision in plan}
     for decision in plan:
-        carry_out(policy, [decision])
-        _assert_closed(policy)
-    assert before[0] - policy.book.num_bytes[0] >= min(demand, movable)
+        execute(planner, [decision])
+        _assert_closed(planner)
+    assert before[0] - planner.index.num_bytes[0] >= min(demand, movable)
     for tier, room in ROOM.items():
-        assert policy.book.num_bytes[tier] <= before[tier] + room
+        assert planner.index.num_bytes[tier] <= before[tier] + room
 
 
 @each_policy
@@ -108,37 +110,37 @@ def test_the_plan_depends_neither_on_the_order_of_nodes_nor_on_planning_before(
     name: str, tree: Tree, demand: int, data: st.DataObject, make_node: MakeNode
 ) -> None:
     nodes = tree(make_node)
-    policy, other = _policy(name), _policy(name)
-    policy.put_all(nodes)
+    planner, other = _policy(name), _policy(name)
+    planner.add_all(nodes)
     waiting = list(nodes)
     known: set[int | None] = {None}
     while waiting:  # any order in which parents come before their children
-        ready = [node for node in waiting if node.parent_id in known]
-        node = data.draw(st.sampled_from(ready))
+        next_nodes = [node for node in waiting if node.parent_id in known]
+        node = data.draw(st.sampled_from(next_nodes))
         waiting.remove(node)
         known.add(node.id)
-        other.put(node)
-    plan = policy.plan(Tier.GPU, demand, ROOM)
+        other.add(node)
+    plan = planner.plan(Tier.GPU, demand, ROOM)
     assert other.plan(Tier.GPU, demand, ROOM) == plan
-    assert policy.plan(Tier.GPU, demand, ROOM) == plan
+    assert planner.plan(Tier.GPU, demand, ROOM) == plan
 
 
 @each_policy
 @given(tree=_trees(), rounds=st.lists(st.tuples(st.integers(0, 13), st.integers(1, 80)), max_size=8))
 @settings(max_examples=25)
 def test_a_book_kept_in_step_plans_as_one_whose_heaps_are_new(
-    name: str, tree: Tree, rounds: list[tuple[int, int]], make_node: MakeNode, carry_out: CarryOut
+    name: str, tree: Tree, rounds: list[tuple[int, int]], make_node: MakeNode, execute: Execute
 ) -> None:
-    policy = _policy(name)
-    policy.put_all(tree(make_node))
+    planner = _policy(name)
+    planner.add_all(tree(make_node))
     for tick, (node_id, demand) in enumerate(rounds, start=10):
-        record = policy.book.records.get(node_id)
-        if record is not None:
-            policy.touch(node_id, record.weight + 1.0, record.num_hits + 1, tick)
-        plan = policy.plan(Tier.GPU, demand, ROOM)
-        policy.book.rebuild()
-        assert policy.plan(Tier.GPU, demand, ROOM) == plan
-        carry_out(policy, plan)
+        candidate = planner.index.candidates.get(node_id)
+        if candidate is not None:
+            planner.touch(node_id, candidate.weight + 1.0, candidate.num_hits + 1, tick)
+        plan = planner.plan(Tier.GPU, demand, ROOM)
+        planner.index.rebuild()
+        assert planner.plan(Tier.GPU, demand, ROOM) == plan
+        execute(planner, plan)
 
 
 @each_policy
@@ -149,12 +151,12 @@ def test_a_policy_has_the_name_it_was_asked_for(name: str) -> None:
 def test_only_the_simulator_knows_the_future() -> None:
     assert set(POLICY_NAMES) - set(SERVER_POLICY_NAMES) == {"belady"}
     with pytest.raises(ValueError, match="'belady' has no next_use"):
-        make_policy("belady", MENU, alpha=1.0, costs=COSTS)
+        make_planner("belady", MENU, alpha=1.0, costs=COSTS)
 
 
 def test_adaptcache_needs_its_offline_curve() -> None:
     with pytest.raises(ValueError, match="'adaptcache' has no mean_curve"):
-        make_policy("adaptcache", MENU, alpha=1.0, costs=COSTS)
+        make_planner("adaptcache", MENU, alpha=1.0, costs=COSTS)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +165,7 @@ def test_adaptcache_needs_its_offline_curve() -> None:
     + ["impress@", "impress@0", "impress@1", "impress@nan", "impress@few", "keydiff@0.5+lfu"],
 )
 def test_an_unknown_name_prints_the_list(name: str) -> None:
-    for refuse in (lambda: policy_forms(name), lambda: make_policy(name, MENU, alpha=1.0, costs=COSTS)):
+    for refuse in (lambda: policy_forms(name), lambda: make_planner(name, MENU, alpha=1.0, costs=COSTS)):
         with pytest.raises(ValueError, match="is not known: expected one of") as error:
             refuse()
         assert repr(name) in str(error.value)

@@ -8,23 +8,23 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from sglang_evicpress.core import EXACT, Decision, Form, NodeStats, Tier
-from sglang_evicpress.policy import Policy, make_policy
-from sglang_evicpress.policy.cost_model import Costs, PrefillLaw, TransferLaw
+from sglang_evicpress.policy import Planner, make_planner
+from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.menu import Menu
 
 K80, K50, K20 = (Form("keydiff", kept) for kept in (0.8, 0.5, 0.2))
 MENU = Menu((K80, K50, K20))
 CURVE = (1.0, 0.98, 0.9, 0.4)
-PREFILL = PrefillLaw(0.5, 1e-3, 0.0)  # a millisecond a token: 1 s for 1,000, and half a second for any batch
+PREFILL = PrefillCost(0.5, 1e-3, 0.0)  # a millisecond a token: 1 s for 1,000, and half a second for any batch
 
 MakeNode = Callable[..., NodeStats]
-CarryOut = Callable[[Policy, Sequence[Decision]], None]
+Execute = Callable[[Planner, Sequence[Decision]], None]
 
 
-def _policy(*nodes: NodeStats, alpha: float = 1.0, prefill: PrefillLaw = PREFILL) -> Policy:
-    policy = make_policy("evicpress", MENU, alpha=alpha, costs=Costs(prefill, {}, {}))
-    policy.put_all(nodes)
-    return policy
+def _policy(*nodes: NodeStats, alpha: float = 1.0, prefill: PrefillCost = PREFILL) -> Planner:
+    planner = make_planner("evicpress", MENU, alpha=alpha, costs=CostSnapshot(prefill, {}, {}))
+    planner.add_all(nodes)
+    return planner
 
 
 @pytest.fixture
@@ -35,38 +35,38 @@ def node(make_node: MakeNode) -> MakeNode:
     )
 
 
-def _taken(policy: Policy, num_bytes: int) -> list[tuple[int, str]]:
-    return [(decision.node_id, str(decision.option)) for decision in policy.plan(Tier.GPU, num_bytes)]
+def _taken(planner: Planner, num_bytes: int) -> list[tuple[int, str]]:
+    return [(decision.node_id, str(decision.option)) for decision in planner.plan(Tier.GPU, num_bytes)]
 
 
 def test_a_cold_node_is_dropped_and_a_hot_one_compressed(node: MakeNode) -> None:
     # cold: a drop loses 0.05 * 1 s over 1,000 bytes, 5e-5 a byte; hot: 0.02 over 200, 1e-4 a byte
-    policy = _policy(node(1, weight=0.05), node(2))
-    assert _taken(policy, 1000) == [(1, "drop")]
-    assert _taken(policy, 1200) == [(1, "drop"), (2, "keydiff@0.8/gpu")]
+    planner = _policy(node(1, weight=0.05), node(2))
+    assert _taken(planner, 1000) == [(1, "drop")]
+    assert _taken(planner, 1200) == [(1, "drop"), (2, "keydiff@0.8/gpu")]
 
 
 def test_a_node_that_takes_several_steps_is_decided_once(node: MakeNode) -> None:
-    policy = _policy(node(1))
-    assert _taken(policy, 200) == [(1, "keydiff@0.8/gpu")]
-    assert _taken(policy, 500) == [(1, "keydiff@0.5/gpu")]
-    (decision,) = policy.plan(Tier.GPU, 500)
+    planner = _policy(node(1))
+    assert _taken(planner, 200) == [(1, "keydiff@0.8/gpu")]
+    assert _taken(planner, 500) == [(1, "keydiff@0.5/gpu")]
+    (decision,) = planner.plan(Tier.GPU, 500)
     assert (decision.freed_bytes, decision.loss) == (500, pytest.approx(0.1))
-    assert _taken(policy, 1000) == [(1, "drop")]
+    assert _taken(planner, 1000) == [(1, "drop")]
 
 
 def test_a_hot_shared_prefix_shrinks_under_its_children(node: MakeNode) -> None:
-    policy = _policy(node(1), node(2, 1, weight=100.0), node(3, 1, weight=100.0))
-    assert _taken(policy, 200) == [(1, "keydiff@0.8/gpu")]
+    planner = _policy(node(1), node(2, 1, weight=100.0), node(3, 1, weight=100.0))
+    assert _taken(planner, 200) == [(1, "keydiff@0.8/gpu")]
 
 
 def test_a_parent_leaves_after_its_last_child(node: MakeNode) -> None:
-    policy = _policy(node(1, weight=0.0), node(2, 1, weight=0.001), node(3, 1, weight=0.002))
-    assert _taken(policy, 3000) == [(2, "drop"), (3, "drop"), (1, "drop")]
+    planner = _policy(node(1, weight=0.0), node(2, 1, weight=0.001), node(3, 1, weight=0.002))
+    assert _taken(planner, 3000) == [(2, "drop"), (3, "drop"), (1, "drop")]
 
 
 def test_a_drop_is_charged_the_share_of_a_batch_that_grows_with_its_tokens(node: MakeNode) -> None:
-    (decision,) = _policy(node(1, depth=500), prefill=PrefillLaw(9.0, 1e-3, 1e-6)).plan(Tier.GPU, 1000)
+    (decision,) = _policy(node(1, depth=500), prefill=PrefillCost(9.0, 1e-3, 1e-6)).plan(Tier.GPU, 1000)
     assert decision.delay_s == pytest.approx(1.0 + 1e-6 * 1000 * (500 + 500))
 
 
@@ -76,9 +76,9 @@ def test_alpha_decides_between_compressing_and_dropping(node: MakeNode) -> None:
 
 
 def test_a_node_without_reuse_goes_first_and_the_oldest_of_them_before_the_others(node: MakeNode) -> None:
-    policy = _policy(node(1, weight=0.0, last_use=5), node(2, weight=0.0, last_use=4), node(3))
-    assert _taken(policy, 200) == [(2, "keydiff@0.8/gpu")]  # losing nothing either way, the smaller step is taken
-    assert {taken for taken, _ in _taken(policy, 2000)} == {1, 2}
+    planner = _policy(node(1, weight=0.0, last_use=5), node(2, weight=0.0, last_use=4), node(3))
+    assert _taken(planner, 200) == [(2, "keydiff@0.8/gpu")]  # losing nothing either way, the smaller step is taken
+    assert {taken for taken, _ in _taken(planner, 2000)} == {1, 2}
 
 
 @pytest.mark.parametrize("alpha", [-0.1, math.nan, math.inf])
@@ -88,8 +88,8 @@ def test_a_bad_alpha_is_refused(alpha: float) -> None:
 
 
 def test_a_tier_of_the_menu_without_a_law_is_refused() -> None:
-    with pytest.raises(ValueError, match="no law for tier host"):
-        make_policy("evicpress", Menu((), (Tier.HOST,)), alpha=1.0, costs=Costs(PREFILL, {}, {}))
+    with pytest.raises(ValueError, match="no cost for tier host"):
+        make_planner("evicpress", Menu((), (Tier.HOST,)), alpha=1.0, costs=CostSnapshot(PREFILL, {}, {}))
 
 
 # --- Figure 2 and section 1: two contexts, of 4 GB that can be kept to 5 % without loss and of 8 GB whose quality
@@ -103,8 +103,8 @@ def test_a_tier_of_the_menu_without_a_law_is_refused() -> None:
 MB = 10**6
 KEPT_5, KEPT_50 = Form("keydiff", 0.05), Form("keydiff", 0.5)
 TWO = Menu((KEPT_5, KEPT_50), (Tier.GPU, Tier.HOST, Tier.SSD), MB)
-BANDWIDTHS = {Tier.HOST: TransferLaw(0.0, 20e9), Tier.SSD: TransferLaw(0.0, 2e9)}
-LONG_PREFILL = Costs(PrefillLaw(0.0, 1e-3, 0.0), BANDWIDTHS, {})  # 4 and 8 s: nothing is worth recomputing
+BANDWIDTHS = {Tier.HOST: TransferCost(0.0, 20e9), Tier.SSD: TransferCost(0.0, 2e9)}
+LONG_PREFILL = CostSnapshot(PrefillCost(0.0, 1e-3, 0.0), BANDWIDTHS, {})  # 4 and 8 s: nothing is worth recomputing
 FAST_MB, SIZES_MB = 8000, {1: 4000, 2: 8000}
 CURVES = {1: (1.0, 1.0, 1.0), 2: (1.0, 0.5, 0.5)}
 State = dict[int, tuple[Form, Tier]]
@@ -126,21 +126,21 @@ def _figure(state: State) -> tuple[float, float]:
     return quality, sum(delays)
 
 
-def _chosen(policy: Policy, carry_out: CarryOut) -> State:
-    held = policy.book.num_bytes[Tier.HOST]
-    carry_out(policy, policy.plan(Tier.HOST, held - FAST_MB * MB, {Tier.SSD: 1 << 60}))
-    return {record.id: (record.form, Tier(record.rank)) for record in policy.book.records.values()}
+def _chosen(planner: Planner, execute: Execute) -> State:
+    held = planner.index.num_bytes[Tier.HOST]
+    execute(planner, planner.plan(Tier.HOST, held - FAST_MB * MB, {Tier.SSD: 1 << 60}))
+    return {candidate.id: (candidate.form, Tier(candidate.tier)) for candidate in planner.index.candidates.values()}
 
 
-def test_figure_2_the_joint_choice(make_node: MakeNode, carry_out: CarryOut) -> None:
-    joint = make_policy("evicpress", TWO, alpha=1.0, costs=LONG_PREFILL)
-    joint.put_all(_contexts(make_node))
-    state = _chosen(joint, carry_out)
+def test_figure_2_the_joint_choice(make_node: MakeNode, execute: Execute) -> None:
+    joint = make_planner("evicpress", TWO, alpha=1.0, costs=LONG_PREFILL)
+    joint.add_all(_contexts(make_node))
+    state = _chosen(joint, execute)
     assert state == {1: (KEPT_5, Tier.SSD), 2: (EXACT, Tier.HOST)}
 
-    evicting = make_policy("lru", TWO, alpha=1.0, costs=LONG_PREFILL)
-    evicting.put_all(_contexts(make_node))
-    evicted = _chosen(evicting, carry_out)
+    evicting = make_planner("lru", TWO, alpha=1.0, costs=LONG_PREFILL)
+    evicting.add_all(_contexts(make_node))
+    evicted = _chosen(evicting, execute)
     assert evicted == {1: (EXACT, Tier.SSD), 2: (EXACT, Tier.HOST)}
 
     compressed: State = dict.fromkeys((1, 2), (KEPT_50, Tier.HOST))
@@ -154,11 +154,11 @@ def test_figure_2_the_joint_choice(make_node: MakeNode, carry_out: CarryOut) -> 
 
 
 def test_figure_2_at_full_quality_the_joint_choice_is_faster_than_either_method_alone(
-    make_node: MakeNode, carry_out: CarryOut
+    make_node: MakeNode, execute: Execute
 ) -> None:
-    joint = make_policy("evicpress", TWO, alpha=1.0, costs=LONG_PREFILL)
-    joint.put_all(_contexts(make_node))
-    joint_s = _figure(_chosen(joint, carry_out))[1]
+    joint = make_planner("evicpress", TWO, alpha=1.0, costs=LONG_PREFILL)
+    joint.add_all(_contexts(make_node))
+    joint_s = _figure(_chosen(joint, execute))[1]
     # Compression alone at full quality: 0.2 and 8 GB do not fit, so one of the two is recomputed.
     assert TWO.num_bytes(KEPT_5, SIZES_MB[1]) + SIZES_MB[2] * MB > FAST_MB * MB
     prefill_s = [LONG_PREFILL.prefill.seconds(size, 0) for size in SIZES_MB.values()]
@@ -167,7 +167,7 @@ def test_figure_2_at_full_quality_the_joint_choice_is_faster_than_either_method_
 
 
 def test_figure_2_with_room_for_both_compresses_in_place(make_node: MakeNode) -> None:
-    policy = make_policy("evicpress", TWO, alpha=1.0, costs=LONG_PREFILL)
-    policy.put_all(_contexts(make_node))
-    (decision,) = policy.plan(Tier.HOST, (12_000 - 8_200) * MB, {Tier.SSD: 1 << 60})
+    planner = make_planner("evicpress", TWO, alpha=1.0, costs=LONG_PREFILL)
+    planner.add_all(_contexts(make_node))
+    (decision,) = planner.plan(Tier.HOST, (12_000 - 8_200) * MB, {Tier.SSD: 1 << 60})
     assert (decision.node_id, decision.option.form, decision.option.tier) == (1, KEPT_5, Tier.HOST)

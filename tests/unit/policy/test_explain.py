@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 
 from sglang_evicpress.core import Form, NodeStats, Tier
-from sglang_evicpress.policy import make_policy
-from sglang_evicpress.policy.cost_model import Costs, PrefillLaw
+from sglang_evicpress.policy import make_planner
+from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost
 from sglang_evicpress.policy.menu import Menu
-from sglang_evicpress.policy.planner import Policy
+from sglang_evicpress.policy.planner import Planner
 
 MakeNode = Callable[..., NodeStats]
 MENU = Menu((Form("keydiff", 0.8), Form("keydiff", 0.5), Form("keydiff", 0.2)))
-COSTS = Costs(PrefillLaw(0.0, 1e-3, 0.0), {}, {})
+COSTS = CostSnapshot(PrefillCost(0.0, 1e-3, 0.0), {}, {})
 
 
-def policy_with(node: NodeStats, name: str = "evicpress") -> Policy:
-    policy = make_policy(name, MENU, alpha=2.0, costs=COSTS, mean_curve=node.curve)
-    policy.put(node)
-    return policy
+def policy_with(node: NodeStats, name: str = "evicpress") -> Planner:
+    planner = make_planner(name, MENU, alpha=2.0, costs=COSTS, mean_curve=node.curve)
+    planner.add(node)
+    return planner
 
 
 @pytest.mark.parametrize("value_of_hit", [1.0, 2.0**40])
@@ -43,10 +43,10 @@ def test_every_row_is_utility_by_hand_in_hits_of_now(make_node: MakeNode, value_
 
 
 def test_the_next_step_is_what_a_plan_takes_and_explaining_changes_nothing(make_node: MakeNode) -> None:
-    policy = policy_with(make_node(7, menu=MENU, tokens=200, curve=(1.0, 0.97, 0.9, 0.3)))
-    before = policy.plan(Tier.GPU, 200)
-    assert policy.explain(7, 2.0**40)["next"] == str(before[0].option)
-    assert policy.plan(Tier.GPU, 200) == before
+    planner = policy_with(make_node(7, menu=MENU, tokens=200, curve=(1.0, 0.97, 0.9, 0.3)))
+    before = planner.plan(Tier.GPU, 200)
+    assert planner.explain(7, 2.0**40)["next"] == str(before[0].option)
+    assert planner.plan(Tier.GPU, 200) == before
 
 
 def test_a_locked_node_and_a_policy_without_utility(make_node: MakeNode) -> None:

@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_evicpress.core import Form, NodeStats, Tier
-from sglang_evicpress.policy import Policy, make_policy
-from sglang_evicpress.policy.cost_model import Costs, PrefillLaw, TransferLaw
+from sglang_evicpress.policy import Planner, make_planner
+from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.menu import Menu
 
 MENU = Menu(tuple(Form("keydiff", kept) for kept in (0.8, 0.5, 0.2)), (Tier.GPU, Tier.HOST))
-COSTS = Costs(PrefillLaw(0.0, 0.01, 0.0), {Tier.HOST: TransferLaw(0.0, 1e3)}, {})
+COSTS = CostSnapshot(PrefillCost(0.0, 0.01, 0.0), {Tier.HOST: TransferCost(0.0, 1e3)}, {})
 
 MakeNode = Callable[..., NodeStats]
 
 
-def _policy(alpha: float = 1.0) -> Policy:
-    return make_policy("evicpress", MENU, alpha=alpha, costs=COSTS)
+def _policy(alpha: float = 1.0) -> Planner:
+    return make_planner("evicpress", MENU, alpha=alpha, costs=COSTS)
 
 
 def _rows(told: dict[str, object]) -> list[dict[str, object]]:
@@ -31,9 +31,9 @@ def _rows(told: dict[str, object]) -> list[dict[str, object]]:
 
 
 def test_the_table_by_hand(make_node: MakeNode) -> None:
-    policy = _policy()
-    policy.put(make_node(1, menu=MENU, curve=(1.0, 0.99, 0.915, 0.4), weight=2.0))
-    told = policy.explain(1)
+    planner = _policy()
+    planner.add(make_node(1, menu=MENU, curve=(1.0, 0.99, 0.915, 0.4), weight=2.0))
+    told = planner.explain(1)
     rows = {row["option"]: row for row in _rows(told)}
     assert told["next"] == "keydiff@0.8/gpu"
     assert rows["keydiff@0.8/gpu"]["role"] == "next"
@@ -51,12 +51,12 @@ def test_the_table_by_hand(make_node: MakeNode) -> None:
 
 
 def test_a_locked_node_and_a_parent_say_why_they_stay(make_node: MakeNode) -> None:
-    policy = _policy()
+    planner = _policy()
     smallest = Form("keydiff", 0.2)
-    policy.put(make_node(1, menu=MENU, form=smallest))
-    policy.put(make_node(2, 1, menu=MENU, is_locked=True))
-    assert (policy.explain(2)["next"], policy.explain(2)["why"]) == (None, "locked by a running request")
-    told = policy.explain(1)
+    planner.add(make_node(1, menu=MENU, form=smallest))
+    planner.add(make_node(2, 1, menu=MENU, is_locked=True))
+    assert (planner.explain(2)["next"], planner.explain(2)["why"]) == (None, "locked by a running request")
+    told = planner.explain(1)
     assert told["next"] is None
     assert "only once its children have" in str(told["why"])
     assert {row["role"] for row in _rows(told)} == {"held", "a child is above"}
@@ -65,17 +65,17 @@ def test_a_locked_node_and_a_parent_say_why_they_stay(make_node: MakeNode) -> No
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 2**32), alpha=st.sampled_from((0.0, 0.5, 1.0, 5.0)))
 def test_the_table_agrees_with_the_step_that_is_taken(seed: int, alpha: float, make_node: MakeNode) -> None:
-    draw, policy = random.Random(seed), _policy(alpha)
+    draw, planner = random.Random(seed), _policy(alpha)
     curve = (1.0, *(round(draw.random(), 2) for _ in MENU.forms[1:]))
     tier = Tier(draw.randrange(2))
-    policy.put(
+    planner.add(
         make_node(1, menu=MENU, tokens=draw.randint(1, 300), tier=tier, form=draw.choice(MENU.forms), curve=curve)
     )
     if draw.random() < 0.3:
-        policy.put(make_node(2, 1, menu=MENU, tier=Tier(max(tier, draw.randrange(2))), curve=curve))
-    told = policy.explain(1)
-    record = policy.book.records[1]
-    step = policy.rule.step(record)
+        planner.add(make_node(2, 1, menu=MENU, tier=Tier(max(tier, draw.randrange(2))), curve=curve))
+    told = planner.explain(1)
+    candidate = planner.index.candidates[1]
+    step = planner.policy.step(candidate)
     assert (step is None) == (told["next"] is None)
     if step is None:
         return
@@ -90,7 +90,7 @@ def test_the_table_agrees_with_the_step_that_is_taken(seed: int, alpha: float, m
 
 
 def test_a_policy_that_weighs_nothing_tells_its_key(make_node: MakeNode) -> None:
-    policy = make_policy("lru", MENU, alpha=1.0, costs=COSTS)
-    policy.put(make_node(1, menu=MENU, last_use=7))
-    told = policy.explain(1)
+    planner = make_planner("lru", MENU, alpha=1.0, costs=COSTS)
+    planner.add(make_node(1, menu=MENU, last_use=7))
+    told = planner.explain(1)
     assert (told["key"], told["options"], told["next"]) == (7.0, [], "exact/host")

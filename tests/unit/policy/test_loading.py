@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_evicpress.core import Tier
-from sglang_evicpress.policy.cost_model import Costs, PrefillLaw, TransferLaw
+from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.load_or_recompute import Piece, deadline_s, num_worth_loading
 
-COSTS = Costs(
-    PrefillLaw(5.0, 1.0, 0.0),  # a second per token; the fixed cost is paid anyhow
-    {Tier.HOST: TransferLaw(0.0, 10.0), Tier.SSD: TransferLaw(4.0, 1.0)},
-    {"int8": TransferLaw(1.0, 10.0)},
+COSTS = CostSnapshot(
+    PrefillCost(5.0, 1.0, 0.0),  # a second per token; the fixed cost is paid anyhow
+    {Tier.HOST: TransferCost(0.0, 10.0), Tier.SSD: TransferCost(4.0, 1.0)},
+    {"int8": TransferCost(1.0, 10.0)},
 )
 
 TERMS = st.integers(0, 64).map(lambda number: number / 16)  # sums of few of them are exact, so that ties are ties
@@ -29,7 +29,7 @@ def _path(*parts: tuple[int, Tier, int], codec: str = "raw") -> list[Piece]:
     return pieces
 
 
-def _predicted_s(pieces: list[Piece], costs: Costs, number: int, overlap: float) -> float:
+def _predicted_s(pieces: list[Piece], costs: CostSnapshot, number: int, overlap: float) -> float:
     load_s = sum(costs.load_seconds(one.tier, one.num_bytes, one.codec) for one in pieces[:number])
     recompute_s = sum(costs.prefill.marginal_seconds(one.num_tokens, one.depth_tokens) for one in pieces[number:])
     return load_s + recompute_s - overlap * min(load_s, recompute_s)
@@ -81,7 +81,7 @@ def test_an_overlap_that_is_no_share_is_refused(overlap: float) -> None:
 
 
 def test_a_tier_without_a_law_is_refused() -> None:
-    with pytest.raises(ValueError, match="no load law for tier EXTERNAL"):
+    with pytest.raises(ValueError, match="no load cost for tier EXTERNAL"):
         num_worth_loading(_path((1, Tier.EXTERNAL, 1)), COSTS)
 
 
@@ -103,9 +103,9 @@ def test_it_is_the_best_of_all_splits_with_the_fewest_pieces(
     codec: str,
     depth: int,
 ) -> None:
-    laws = [TransferLaw(fixed_s, speed) for fixed_s, speed in zip(fixed, speeds, strict=True)]
-    load = dict(zip((Tier.HOST, Tier.SSD), laws, strict=True))
-    costs = Costs(PrefillLaw(*prefill), load, {"int8": TransferLaw(0.5, 4.0)})
+    costs_by_tier = [TransferCost(fixed_s, speed) for fixed_s, speed in zip(fixed, speeds, strict=True)]
+    load = dict(zip((Tier.HOST, Tier.SSD), costs_by_tier, strict=True))
+    costs = CostSnapshot(PrefillCost(*prefill), load, {"int8": TransferCost(0.5, 4.0)})
     pieces = [
         Piece(one.num_tokens, depth + one.depth_tokens, one.tier, one.num_bytes, one.codec)
         for one in _path(*parts, codec=codec)
@@ -126,7 +126,7 @@ def test_it_is_the_best_of_all_splits_with_the_fewest_pieces(
 def test_like_pieces_on_one_tier_are_loaded_all_or_not_at_all(
     count: int, tokens: int, num_bytes: int, per_pair_s: float, tier: Tier
 ) -> None:
-    costs = Costs(PrefillLaw(0.0, 1.0, per_pair_s), COSTS.load, {})
+    costs = CostSnapshot(PrefillCost(0.0, 1.0, per_pair_s), COSTS.load, {})
     assert num_worth_loading(_path(*[(tokens, tier, num_bytes)] * count), costs) in (0, count)
 
 

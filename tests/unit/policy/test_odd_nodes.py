@@ -8,17 +8,17 @@ import random
 import pytest
 
 from sglang_evicpress.core import Form, NodeStats, Tier
-from sglang_evicpress.policy import make_policy
-from sglang_evicpress.policy.cost_model import Costs, PrefillLaw, TransferLaw
+from sglang_evicpress.policy import make_planner
+from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.menu import Menu
-from sglang_evicpress.policy.planner import Policy
+from sglang_evicpress.policy.planner import Planner
 
 MENU = Menu((Form("keydiff", 0.5),), (Tier.GPU, Tier.HOST))
-COSTS = Costs(PrefillLaw(0.0, 1.0, 0.0), {Tier.HOST: TransferLaw(0.0, 10.0)}, {})
+COSTS = CostSnapshot(PrefillCost(0.0, 1.0, 0.0), {Tier.HOST: TransferCost(0.0, 10.0)}, {})
 
 
-def a_policy(name: str) -> Policy:
-    return make_policy(name, MENU, alpha=1.0, costs=COSTS, mean_curve=(1.0, 0.8))
+def a_policy(name: str) -> Planner:
+    return make_planner(name, MENU, alpha=1.0, costs=COSTS, mean_curve=(1.0, 0.8))
 
 
 def chain(length: int, weight: float = 1.0) -> list[NodeStats]:
@@ -34,7 +34,7 @@ def chain(length: int, weight: float = 1.0) -> list[NodeStats]:
             depth_tokens=10 * index,
             quality=1.0,
             curve=(1.0, 0.8),
-            reachable=MENU.everything,
+            allowed_forms=MENU.everything,
             weight=weight,
             num_hits=1,
             last_use=index,
@@ -47,18 +47,18 @@ def chain(length: int, weight: float = 1.0) -> list[NodeStats]:
 def test_all_nodes_at_once_may_come_in_any_order(name: str) -> None:
     nodes = chain(6)
     known = a_policy(name)
-    known.put_all(nodes)
+    known.add_all(nodes)
     expected = known.plan(Tier.GPU, 35, {Tier.HOST: 20})
     assert expected
     for seed in range(10):
-        policy = a_policy(name)
-        policy.put_all(random.Random(seed).sample(nodes, len(nodes)))
-        assert policy.plan(Tier.GPU, 35, {Tier.HOST: 20}) == expected
+        planner = a_policy(name)
+        planner.add_all(random.Random(seed).sample(nodes, len(nodes)))
+        assert planner.plan(Tier.GPU, 35, {Tier.HOST: 20}) == expected
 
 
 @pytest.mark.parametrize("weight", [0.0, 5e-324, 1e-300])
 def test_losses_of_adaptcache_are_numbers_however_small_the_weight(weight: float) -> None:
-    policy = a_policy("adaptcache")
-    policy.put_all(chain(3, weight))
-    plan = policy.plan(Tier.GPU, 30, {Tier.HOST: 10})
+    planner = a_policy("adaptcache")
+    planner.add_all(chain(3, weight))
+    plan = planner.plan(Tier.GPU, 30, {Tier.HOST: 10})
     assert plan and all(math.isfinite(decision.loss) for decision in plan)

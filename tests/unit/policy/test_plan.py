@@ -14,61 +14,63 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_evicpress.core import EXACT, Decision, Form, NodeStats, Tier
-from sglang_evicpress.policy import Policy, make_policy
-from sglang_evicpress.policy.cost_model import Costs, PrefillLaw, TransferLaw
+from sglang_evicpress.policy import Planner, make_planner
+from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.menu import Menu
 
 HALF = Form("keydiff", 0.5)
 TIERS = (Tier.GPU, Tier.HOST, Tier.SSD)
 MENU = Menu((HALF, Form("knorm", 0.25)), TIERS)
 PLAIN = Menu((), TIERS)
-COSTS = Costs(PrefillLaw(0.0, 0.01, 1e-6), {Tier.HOST: TransferLaw(0.0, 1e4), Tier.SSD: TransferLaw(0.0, 1e3)}, {})
+COSTS = CostSnapshot(
+    PrefillCost(0.0, 0.01, 1e-6), {Tier.HOST: TransferCost(0.0, 1e4), Tier.SSD: TransferCost(0.0, 1e3)}, {}
+)
 
 MakeNode = Callable[..., NodeStats]
-CarryOut = Callable[[Policy, Sequence[Decision]], None]
+Execute = Callable[[Planner, Sequence[Decision]], None]
 
 
-def _policy(*nodes: NodeStats, menu: Menu = PLAIN) -> Policy:
-    policy = make_policy("evicpress", menu, alpha=1.0, costs=COSTS)
-    policy.put_all(nodes)
-    return policy
+def _policy(*nodes: NodeStats, menu: Menu = PLAIN) -> Planner:
+    planner = make_planner("evicpress", menu, alpha=1.0, costs=COSTS)
+    planner.add_all(nodes)
+    return planner
 
 
-def _taken(policy: Policy, num_bytes: int, room: dict[Tier, int]) -> list[tuple[int, str]]:
-    return [(decision.node_id, str(decision.option)) for decision in policy.plan(Tier.GPU, num_bytes, room)]
+def _taken(planner: Planner, num_bytes: int, room: dict[Tier, int]) -> list[tuple[int, str]]:
+    return [(decision.node_id, str(decision.option)) for decision in planner.plan(Tier.GPU, num_bytes, room)]
 
 
 def test_a_full_host_passes_on_to_the_ssd_before_it_takes(make_node: MakeNode) -> None:
-    policy = _policy(make_node(1, menu=PLAIN), make_node(2, menu=PLAIN, tier=Tier.HOST, weight=0.5))
-    assert _taken(policy, 100, {Tier.HOST: 100}) == [(1, "exact/host")]
-    assert _taken(policy, 100, {Tier.SSD: 100}) == [(2, "exact/ssd"), (1, "exact/host")]
+    planner = _policy(make_node(1, menu=PLAIN), make_node(2, menu=PLAIN, tier=Tier.HOST, weight=0.5))
+    assert _taken(planner, 100, {Tier.HOST: 100}) == [(1, "exact/host")]
+    assert _taken(planner, 100, {Tier.SSD: 100}) == [(2, "exact/ssd"), (1, "exact/host")]
 
 
 def test_full_lower_tiers_end_in_a_drop_first_of_all(make_node: MakeNode) -> None:
     below = [make_node(i, menu=PLAIN, tier=tier, weight=w) for i, tier, w in ((2, Tier.HOST, 0.5), (3, Tier.SSD, 0.1))]
-    policy = _policy(make_node(1, menu=PLAIN), *below)
-    assert _taken(policy, 100, {}) == [(3, "drop"), (2, "exact/ssd"), (1, "exact/host")]
+    planner = _policy(make_node(1, menu=PLAIN), *below)
+    assert _taken(planner, 100, {}) == [(3, "drop"), (2, "exact/ssd"), (1, "exact/host")]
 
 
 def test_a_node_larger_than_the_host_goes_on_to_the_ssd(make_node: MakeNode) -> None:
-    policy = _policy(make_node(1, menu=PLAIN, tokens=300), make_node(2, menu=PLAIN, tier=Tier.HOST))
-    assert _taken(policy, 300, {Tier.HOST: 50, Tier.SSD: 300}) == [(1, "exact/ssd")]
-    assert _taken(policy, 300, {Tier.HOST: 50, Tier.SSD: 10}) == [(1, "drop")]
+    planner = _policy(make_node(1, menu=PLAIN, tokens=300), make_node(2, menu=PLAIN, tier=Tier.HOST))
+    assert _taken(planner, 300, {Tier.HOST: 50, Tier.SSD: 300}) == [(1, "exact/ssd")]
+    assert _taken(planner, 300, {Tier.HOST: 50, Tier.SSD: 10}) == [(1, "drop")]
 
 
 def test_what_is_locked_below_makes_no_room(make_node: MakeNode) -> None:
-    policy = _policy(make_node(1, menu=PLAIN), make_node(2, menu=PLAIN, tier=Tier.HOST, is_locked=True))
-    assert _taken(policy, 100, {Tier.SSD: 100}) == [(1, "exact/ssd")]
+    planner = _policy(make_node(1, menu=PLAIN), make_node(2, menu=PLAIN, tier=Tier.HOST, is_locked=True))
+    assert _taken(planner, 100, {Tier.SSD: 100}) == [(1, "exact/ssd")]
 
 
 def test_of_a_cache_that_is_all_locked_nothing_is_planned(make_node: MakeNode) -> None:
-    policy = _policy(*(make_node(i, menu=MENU, is_locked=True) for i in range(3)), menu=MENU)
-    assert policy.plan(Tier.GPU, 100, {Tier.HOST: 1000}) == []
+    planner = _policy(*(make_node(i, menu=MENU, is_locked=True) for i in range(3)), menu=MENU)
+    assert planner.plan(Tier.GPU, 100, {Tier.HOST: 1000}) == []
 
 
 def test_what_can_be_freed_is_planned_even_if_it_is_not_enough(make_node: MakeNode) -> None:
-    policy = _policy(make_node(1, menu=PLAIN), make_node(2, menu=PLAIN, is_locked=True))
-    assert _taken(policy, 200, {}) == [(1, "drop")]
+    planner = _policy(make_node(1, menu=PLAIN), make_node(2, menu=PLAIN, is_locked=True))
+    assert _taken(planner, 200, {}) == [(1, "drop")]
 
 
 def test_a_parent_whose_child_is_stuck_below_is_felled_with_it(make_node: MakeNode) -> None:
@@ -83,9 +85,9 @@ def test_a_parent_whose_child_is_stuck_below_is_felled_with_it(make_node: MakeNo
 
 def test_a_node_of_holes_only_goes_when_its_parent_must_and_not_before(make_node: MakeNode) -> None:
     hollow = make_node(2, 1, menu=MENU, tokens=0, depth=100)
-    policy = _policy(make_node(1, menu=MENU, curve=(1.0, 0.9, 0.9)), hollow, menu=MENU)
-    assert [one for one, _ in _taken(policy, 60, {})] == [1]
-    assert [one for one, _ in _taken(policy, 100, {})] == [2, 1]
+    planner = _policy(make_node(1, menu=MENU, curve=(1.0, 0.9, 0.9)), hollow, menu=MENU)
+    assert [one for one, _ in _taken(planner, 60, {})] == [1]
+    assert [one for one, _ in _taken(planner, 100, {})] == [2, 1]
 
 
 def test_the_last_step_is_the_one_that_loses_least_where_it_frees_far_too_much(make_node: MakeNode) -> None:
@@ -126,55 +128,57 @@ def _cache(make_node: MakeNode, seed: int, menu: Menu = MENU) -> tuple[list[Node
     return nodes, room, draw.randint(1, 1 + sum(node.num_bytes for node in nodes if node.tier == Tier.GPU))
 
 
-def _walk(policy: Policy, plan: Sequence[Decision], limits: list[int], carry_out: CarryOut) -> None:
-    """Carry out one decision after the other, and look at the whole cache after each."""
+def _walk(planner: Planner, plan: Sequence[Decision], limits: list[int], execute: Execute) -> None:
+    """Execute one decision after the other, and look at the whole cache after each."""
     for decision in plan:
-        record = policy.book.records[decision.node_id]
-        assert (record.rank, record.form, record.num_bytes) == (
+        candidate = planner.index.candidates[decision.node_id]
+        assert (candidate.tier, candidate.form, candidate.num_bytes) == (
             decision.source.tier,
             decision.source.form,
             decision.source.num_bytes,
         )
-        carry_out(policy, [decision])
+        execute(planner, [decision])
         for tier in (Tier.HOST, Tier.SSD):
-            assert policy.book.num_bytes[tier] <= limits[tier]
-        for record in policy.book.records.values():
-            parent = None if record.parent_id is None else policy.book.records[record.parent_id]
-            assert parent is None or parent.rank <= record.rank
+            assert planner.index.num_bytes[tier] <= limits[tier]
+        for candidate in planner.index.candidates.values():
+            parent = None if candidate.parent_id is None else planner.index.candidates[candidate.parent_id]
+            assert parent is None or parent.tier <= candidate.tier
 
 
 @settings(max_examples=300, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_every_decision_of_a_plan_leaves_tiers_within_bounds_and_prefixes_closed(
-    seed: int, make_node: MakeNode, carry_out: CarryOut
+    seed: int, make_node: MakeNode, execute: Execute
 ) -> None:
     nodes, room, demand = _cache(make_node, seed)
-    policy = _policy(*nodes, menu=MENU)
-    held = list(policy.book.num_bytes)
-    plan = policy.plan(Tier.GPU, demand, room)
-    _walk(policy, plan, [held[tier] + room.get(tier, 0) for tier in Tier], carry_out)
-    assert held[0] - policy.book.num_bytes[0] >= min(demand, held[0])
-    assert held[0] - policy.book.num_bytes[0] == sum(d.freed_bytes for d in plan if d.source.tier == Tier.GPU)
+    planner = _policy(*nodes, menu=MENU)
+    held = list(planner.index.num_bytes)
+    plan = planner.plan(Tier.GPU, demand, room)
+    _walk(planner, plan, [held[tier] + room.get(tier, 0) for tier in Tier], execute)
+    assert held[0] - planner.index.num_bytes[0] >= min(demand, held[0])
+    assert held[0] - planner.index.num_bytes[0] == sum(d.freed_bytes for d in plan if d.source.tier == Tier.GPU)
 
 
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_planning_changes_nothing(seed: int, make_node: MakeNode) -> None:
     nodes, room, demand = _cache(make_node, seed)
-    policy = _policy(*nodes, menu=MENU)
-    book = policy.book
+    planner = _policy(*nodes, menu=MENU)
+    index = planner.index
 
     def picture() -> object:
-        slots = [name for name in next(iter(book.records.values())).__slots__ if name not in ("memo", "queued")]
-        records = {i: [copy.copy(getattr(record, name)) for name in slots] for i, record in book.records.items()}
-        queued = [sorted(e for e in heap if book.records[e[2]].queued is e) for heap in book.heaps]
-        return records, queued, list(book.num_bytes), list(book.num_on), list(book.locked_bytes)
+        slots = [name for name in next(iter(index.candidates.values())).__slots__ if name not in ("memo", "queued")]
+        candidates = {
+            i: [copy.copy(getattr(candidate, name)) for name in slots] for i, candidate in index.candidates.items()
+        }
+        queued = [sorted(e for e in heap if index.candidates[e[2]].queued is e) for heap in index.heaps]
+        return candidates, queued, list(index.num_bytes), list(index.num_on), list(index.locked_bytes)
 
-    policy.plan(Tier.GPU, demand, room)  # brings outdated heap entries up to date, which changes no order
+    planner.plan(Tier.GPU, demand, room)  # brings outdated heap entries up to date, which changes no order
     before = picture()
-    plan = policy.plan(Tier.GPU, demand, room)
+    plan = planner.plan(Tier.GPU, demand, room)
     assert picture() == before
-    assert policy.plan(Tier.GPU, demand, room) == plan
+    assert planner.plan(Tier.GPU, demand, room) == plan
 
 
 def _many_ties() -> list[NodeStats]:

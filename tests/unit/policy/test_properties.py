@@ -11,18 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_evicpress.core import EXACT, Decision, Form, NodeStats, Tier
-from sglang_evicpress.policy import Policy, make_policy
-from sglang_evicpress.policy.cost_model import Costs, PrefillLaw, TransferLaw
+from sglang_evicpress.policy import Planner, make_planner
+from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.menu import Menu
-from sglang_evicpress.policy.rules.evicpress import EvicPressRule
+from sglang_evicpress.policy.rules.evicpress import EvicPressPolicy
 
 FORMS = tuple(Form(press, kept) for press in ("keydiff", "snapkv") for kept in (0.75, 0.5, 0.25))
 MENU = Menu(FORMS)
 THREE = Menu(FORMS, (Tier.GPU, Tier.HOST, Tier.SSD))
-COSTS = Costs(PrefillLaw(0.01, 1e-3, 1e-6), {Tier.HOST: TransferLaw(0.0, 1e4), Tier.SSD: TransferLaw(0.0, 2e3)}, {})
+COSTS = CostSnapshot(
+    PrefillCost(0.01, 1e-3, 1e-6), {Tier.HOST: TransferCost(0.0, 1e4), Tier.SSD: TransferCost(0.0, 2e3)}, {}
+)
 
 MakeNode = Callable[..., NodeStats]
-CarryOut = Callable[[Policy, Sequence[Decision]], None]
+Execute = Callable[[Planner, Sequence[Decision]], None]
 
 
 def _forest(make_node: MakeNode, menu: Menu, seed: int, most: int = 20, trees: bool = True) -> list[NodeStats]:
@@ -48,14 +50,14 @@ def _forest(make_node: MakeNode, menu: Menu, seed: int, most: int = 20, trees: b
     return nodes
 
 
-def _policy(nodes: Sequence[NodeStats], menu: Menu = MENU, alpha: float = 1.0) -> Policy:
-    policy = make_policy("evicpress", menu, alpha=alpha, costs=COSTS)
-    policy.put_all(nodes)
-    return policy
+def _policy(nodes: Sequence[NodeStats], menu: Menu = MENU, alpha: float = 1.0) -> Planner:
+    planner = make_planner("evicpress", menu, alpha=alpha, costs=COSTS)
+    planner.add_all(nodes)
+    return planner
 
 
-def _loss(policy: Policy, demand: int) -> float:
-    return sum(decision.loss for decision in policy.plan(Tier.GPU, demand))
+def _loss(planner: Planner, demand: int) -> float:
+    return sum(decision.loss for decision in planner.plan(Tier.GPU, demand))
 
 
 @settings(max_examples=150, deadline=None)
@@ -64,12 +66,12 @@ def test_more_capacity_never_lowers_total_utility(seed: int, data: st.DataObject
     """Exactly so, last steps included, on one tier of exact nodes without children: no step of them gains.
 
     A parent that has shrunk under its child may gain by a drop once the child has gone, so that there more demand can
-    do better than less; such gains are for ``rearrange``.
+    do better than less; such gains are for ``plan_promotions``.
     """
     nodes = _forest(make_node, MENU, seed, trees=False)
-    policy, total = _policy(nodes), sum(node.num_bytes for node in nodes)
+    planner, total = _policy(nodes), sum(node.num_bytes for node in nodes)
     demands = sorted(data.draw(st.lists(st.integers(0, total), min_size=2, max_size=12)))
-    losses = [_loss(policy, demand) for demand in demands]
+    losses = [_loss(planner, demand) for demand in demands]
     for less, more in itertools.pairwise(losses):
         assert less <= more + 1e-9
 
@@ -95,20 +97,20 @@ def test_more_alpha_lowers_the_weighted_quality_by_no_more_than_the_last_steps(
         return
     weighted, slack = [], 0.0
     for alpha in (low, high):
-        policy = _policy(nodes, alpha=alpha)
-        plan = policy.plan(Tier.GPU, demand)
+        planner = _policy(nodes, alpha=alpha)
+        plan = planner.plan(Tier.GPU, demand)
         weighted.append(sum(node.weight for node in nodes) * _mean_quality(nodes, plan))
-        slack += _last_step(policy, demand)
+        slack += _last_step(planner, demand)
     assert weighted[1] >= weighted[0] - slack / (high - low) - 1e-9
 
 
-def _last_step(policy: Policy, demand: int) -> float:
+def _last_step(planner: Planner, demand: int) -> float:
     """Largest loss of the greedy's last step: that of all steps on hulls whose turn can come last."""
-    assert isinstance(policy.rule, EvicPressRule)
+    assert isinstance(planner.policy, EvicPressPolicy)
     largest = 0.0
-    for record in policy.book.records.values():
-        steps = policy.rule.choices(record)
-        largest = max([largest, *(step.loss * record.weight for step in steps if step.num_bytes or step.rank)])
+    for candidate in planner.index.candidates.values():
+        steps = planner.policy.choices(candidate)
+        largest = max([largest, *(step.loss * candidate.weight for step in steps if step.num_bytes or step.tier)])
     return largest if demand > 0 else 0.0
 
 
@@ -153,10 +155,10 @@ def test_without_its_largest_step_a_plan_of_one_tier_falls_short(seed: int, shar
 def test_the_loss_is_within_one_step_of_the_best_of_all_choices(seed: int, share: float, make_node: MakeNode) -> None:
     """All combinations of four nodes, by brute force; one change of one node is the most that the greedy misses by."""
     nodes = _forest(make_node, MENU, seed, most=4, trees=False)
-    policy = _policy(nodes)
-    assert isinstance(policy.rule, EvicPressRule)
+    planner = _policy(nodes)
+    assert isinstance(planner.policy, EvicPressPolicy)
     demand = max(1, int(share * sum(node.num_bytes for node in nodes)))
-    loss = _loss(policy, demand)
+    loss = _loss(planner, demand)
     changes: list[list[tuple[int, float]]] = []
     for node in nodes:
         states = [(0, 0.0)]

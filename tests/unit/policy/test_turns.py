@@ -1,4 +1,4 @@
-"""Expected turns: by Little's law, from a rate that only time with a queue is measured in."""
+"""Expected turns: by Little's formula, from a rate that only time with a queue is measured in."""
 
 from __future__ import annotations
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_evicpress.core import EXACT, Decision, Form, NodeStats, Tier, Way
-from sglang_evicpress.policy import POLICY_NAMES, Policy, make_policy, policy_forms
-from sglang_evicpress.policy.cost_model import Costs, PrefillLaw, TransferLaw
+from sglang_evicpress.core import EXACT, Decision, Form, LowerCopy, NodeStats, Tier
+from sglang_evicpress.policy import POLICY_NAMES, Planner, make_planner, policy_forms
+from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.plan import AHEAD
 
@@ -21,49 +21,56 @@ TIERS = (Tier.GPU, Tier.HOST, Tier.SSD)
 NAMES = [{"PRESS@KEPT+lru": "keydiff@0.5+lru", "impress@X": "impress@0.1"}.get(name, name) for name in POLICY_NAMES]
 MENU = Menu((HALF, Form("knorm", 0.25), *policy_forms("impress@0.1")), TIERS)
 PLAIN = Menu((), TIERS)
-COSTS = Costs(PrefillLaw(0.0, 0.01, 1e-6), {Tier.HOST: TransferLaw(0.0, 1e4), Tier.SSD: TransferLaw(0.0, 1e3)}, {})
+COSTS = CostSnapshot(
+    PrefillCost(0.0, 0.01, 1e-6), {Tier.HOST: TransferCost(0.0, 1e4), Tier.SSD: TransferCost(0.0, 1e3)}, {}
+)
 ON_HOST, ON_SSD = 1 << Tier.HOST, 1 << Tier.SSD
 ENDLESS = {Tier.HOST: 10**9, Tier.SSD: 10**9}
 
 MakeNode = Callable[..., NodeStats]
-CarryOut = Callable[[Policy, Sequence[Decision]], None]
+Execute = Callable[[Planner, Sequence[Decision]], None]
 
 each_policy = pytest.mark.parametrize("name", NAMES)
 
 
-def _policy(*nodes: NodeStats, menu: Menu = PLAIN, name: str = "evicpress") -> Policy:
+def _policy(*nodes: NodeStats, menu: Menu = PLAIN, name: str = "evicpress") -> Planner:
     next_use = {node_id: float(node_id * 7 % 5) for node_id in range(30)}
     mean_curve = [form.kept_fraction for form in menu.forms]
-    policy = make_policy(name, menu, alpha=1.0, costs=COSTS, mean_curve=mean_curve, next_use=next_use)
-    policy.put_all(nodes)
-    return policy
+    planner = make_planner(name, menu, alpha=1.0, costs=COSTS, mean_curve=mean_curve, next_use=next_use)
+    planner.add_all(nodes)
+    return planner
 
 
-def _ways(policy: Policy, on: Mapping[int, int]) -> dict[int, tuple[Way, ...]]:
+def _ways(planner: Planner, on: Mapping[int, int]) -> dict[int, tuple[LowerCopy, ...]]:
     """Copies of nodes as they are, on the tiers below theirs whose bits are set."""
     found = {}
     for node_id, bits in on.items():
-        if node_id not in policy.book.records:
+        if node_id not in planner.index.candidates:
             continue
-        record = policy.book.records[node_id]
-        tiers = [tier for tier in TIERS if tier > record.rank and bits >> tier & 1]
-        found[node_id] = tuple(Way(tier, record.form, record.num_bytes, record.quality) for tier in tiers)
+        candidate = planner.index.candidates[node_id]
+        tiers = [tier for tier in TIERS if tier > candidate.tier and bits >> tier & 1]
+        found[node_id] = tuple(
+            LowerCopy(tier, candidate.form, candidate.num_bytes, candidate.quality) for tier in tiers
+        )
     return found
 
 
-def _taken(policy: Policy, num_bytes: int, ready: Mapping[int, int]) -> list[tuple[int, str]]:
-    plan = policy.plan(Tier.GPU, num_bytes, ENDLESS, ready=_ways(policy, ready))
+def _taken(planner: Planner, num_bytes: int, lower_copies_of: Mapping[int, int]) -> list[tuple[int, str]]:
+    plan = planner.plan(Tier.GPU, num_bytes, ENDLESS, lower_copies_of=_ways(planner, lower_copies_of))
     return [(decision.node_id, str(decision.option)) for decision in plan]
 
 
 @pytest.mark.parametrize(
-    ("ready", "taken"), [({}, "drop"), ({1: ON_HOST}, "exact/host"), ({1: ON_SSD}, "exact/ssd"), ({1: 6}, "exact/host")]
+    ("lower_copies_of", "taken"),
+    [({}, "drop"), ({1: ON_HOST}, "exact/host"), ({1: ON_SSD}, "exact/ssd"), ({1: 6}, "exact/host")],
 )
 @pytest.mark.parametrize("name", ["evicpress", "lru", "gdsf"])
-def test_a_node_goes_only_where_a_copy_lies(name: str, ready: dict[int, int], taken: str, make_node: MakeNode) -> None:
-    policy = _policy(make_node(1, menu=PLAIN), name=name)
-    assert _taken(policy, 100, ready) == [(1, taken)]
-    plan = policy.plan(Tier.GPU, 100, ready=_ways(policy, ready))  # and it needs no room there
+def test_a_node_goes_only_where_a_copy_lies(
+    name: str, lower_copies_of: dict[int, int], taken: str, make_node: MakeNode
+) -> None:
+    planner = _policy(make_node(1, menu=PLAIN), name=name)
+    assert _taken(planner, 100, lower_copies_of) == [(1, taken)]
+    plan = planner.plan(Tier.GPU, 100, lower_copies_of=_ways(planner, lower_copies_of))  # and it needs no room there
     assert [str(decision.option) for decision in plan] == [taken]
 
 
@@ -75,19 +82,19 @@ def test_what_has_no_copy_shrinks_rather_than_going_below(make_node: MakeNode) -
 
 def test_a_smaller_form_below_is_passed_over_for_the_copy_that_is_there(make_node: MakeNode) -> None:
     node = make_node(1, menu=MENU, curve=(1.0, 1.0, 0.0, 0.0))
-    policy = _policy(replace(node, num_tokens=1000, num_bytes=1000), menu=MENU)
-    (normal,) = policy.plan(Tier.GPU, 1000, ENDLESS)
+    planner = _policy(replace(node, num_tokens=1000, num_bytes=1000), menu=MENU)
+    (normal,) = planner.plan(Tier.GPU, 1000, ENDLESS)
     assert str(normal.option) == "keydiff@0.5/host"
-    assert _taken(policy, 1000, {1: ON_HOST}) == [(1, "exact/host")]
+    assert _taken(planner, 1000, {1: ON_HOST}) == [(1, "exact/host")]
 
 
 @pytest.mark.parametrize("name", ["keydiff@0.5+lru", "adaptcache", "evicpress"])
 def test_what_the_plan_shrank_first_may_still_leave_as_the_copy_is(name: str, make_node: MakeNode) -> None:
     node = make_node(1, menu=MENU, curve=(1.0, 0.999, 0.0, 0.0), tokens=1000, hits=9)
-    policy = make_policy(name, MENU, alpha=1.0, costs=COSTS, mean_curve=node.curve)
-    policy.put(node)
-    assert _taken(policy, 300, {1: ON_HOST}) == [(1, "keydiff@0.5/gpu")]
-    (decision,) = policy.plan(Tier.GPU, 1000, ready=_ways(policy, {1: ON_HOST}))
+    planner = make_planner(name, MENU, alpha=1.0, costs=COSTS, mean_curve=node.curve)
+    planner.add(node)
+    assert _taken(planner, 300, {1: ON_HOST}) == [(1, "keydiff@0.5/gpu")]
+    (decision,) = planner.plan(Tier.GPU, 1000, lower_copies_of=_ways(planner, {1: ON_HOST}))
     assert (str(decision.option), decision.option.num_bytes, decision.quality) == ("exact/host", 1000, 1.0)
     if name == "evicpress":
         assert decision.loss == pytest.approx(0.1)
@@ -95,11 +102,12 @@ def test_what_the_plan_shrank_first_may_still_leave_as_the_copy_is(name: str, ma
 
 def test_a_node_is_dropped_where_loading_takes_longer_than_recomputing(make_node: MakeNode) -> None:
     node = make_node(1, menu=PLAIN)
-    fast = Costs(PrefillLaw(0.0, 5e-4, 0.0), COSTS.load, {})  # 0.05 s, against 0.1 s from the SSD, 0.01 from the host
-    policy = make_policy("evicpress", PLAIN, alpha=1.0, costs=fast)
-    policy.put(node)
-    assert _taken(policy, 1, {1: ON_SSD}) == [(1, "drop")]
-    assert _taken(policy, 1, {1: ON_HOST}) == [(1, "exact/host")]
+    # 0.05 s, against 0.1 s from the SSD, 0.01 from the host
+    fast = CostSnapshot(PrefillCost(0.0, 5e-4, 0.0), COSTS.load, {})
+    planner = make_planner("evicpress", PLAIN, alpha=1.0, costs=fast)
+    planner.add(node)
+    assert _taken(planner, 1, {1: ON_SSD}) == [(1, "drop")]
+    assert _taken(planner, 1, {1: ON_HOST}) == [(1, "exact/host")]
 
 
 @pytest.mark.parametrize("name", ["evicpress", "lru"])
@@ -125,10 +133,10 @@ def test_of_what_is_felled_nothing_is_lost_that_lies_below_as_well(name: str, ma
         make_node(3, 2, menu=PLAIN, tokens=5, depth=906, tier=Tier.HOST),
         make_node(4, 1, menu=PLAIN, tokens=800, depth=6, tier=Tier.HOST),
     ]
-    ready = {1: ON_SSD, 2: ON_SSD}
-    taken = _taken(_policy(*nodes, name=name), 6, ready)
+    lower_copies_of = {1: ON_SSD, 2: ON_SSD}
+    taken = _taken(_policy(*nodes, name=name), 6, lower_copies_of)
     assert taken == [(4, "drop"), (3, "drop"), (2, "exact/ssd"), (1, "exact/ssd")]
-    assert [one for one, _ in _taken(_policy(*nodes[:3], name=name), 6, ready)] == [3, 2, 1]
+    assert [one for one, _ in _taken(_policy(*nodes[:3], name=name), 6, lower_copies_of)] == [3, 2, 1]
 
 
 @pytest.mark.parametrize("name", ["evicpress", "lru"])
@@ -168,8 +176,8 @@ def test_nothing_above_a_locked_node_is_felled(make_node: MakeNode) -> None:
 
 def test_a_ready_node_is_found_behind_many_that_are_not(make_node: MakeNode) -> None:
     cold = [make_node(i, menu=PLAIN, weight=1.0) for i in range(1, AHEAD)]
-    policy = _policy(*cold, make_node(0, menu=PLAIN, weight=5.0))
-    assert _taken(policy, 100, {0: ON_HOST}) == [(0, "exact/host")]  # 5 * 0.01 s lost, against 1 s of prefill
+    planner = _policy(*cold, make_node(0, menu=PLAIN, weight=5.0))
+    assert _taken(planner, 100, {0: ON_HOST}) == [(0, "exact/host")]  # 5 * 0.01 s lost, against 1 s of prefill
 
 
 def test_a_drop_may_be_the_last_step_that_loses_least(make_node: MakeNode) -> None:
@@ -180,21 +188,23 @@ def test_a_drop_may_be_the_last_step_that_loses_least(make_node: MakeNode) -> No
 
 def test_a_node_becomes_what_its_copy_is(make_node: MakeNode) -> None:
     node = make_node(1, menu=MENU, curve=(1.0, 0.9, 0.5, 0.1), tokens=1000, weight=2.0)
-    smaller, exact = Way(Tier.HOST, HALF, 500, 0.9), Way(Tier.SSD, EXACT, 1000, 1.0)
-    (decision,) = _policy(node, menu=MENU).plan(Tier.GPU, 1000, ready={1: (smaller, exact)})
+    smaller, exact = LowerCopy(Tier.HOST, HALF, 500, 0.9), LowerCopy(Tier.SSD, EXACT, 1000, 1.0)
+    (decision,) = _policy(node, menu=MENU).plan(Tier.GPU, 1000, lower_copies_of={1: (smaller, exact)})
     assert (str(decision.option), decision.option.num_bytes, decision.quality) == ("keydiff@0.5/host", 500, 0.9)
     assert decision.loss == pytest.approx(2.0 * (0.1 + 0.05))  # alpha is 1, the host gives 1e4 bytes a second
-    (decision,) = _policy(node, menu=MENU).plan(Tier.GPU, 1000, ready={1: (smaller._replace(quality=0.0), exact)})
+    (decision,) = _policy(node, menu=MENU).plan(
+        Tier.GPU, 1000, lower_copies_of={1: (smaller._replace(quality=0.0), exact)}
+    )
     assert str(decision.option) == "exact/ssd"
 
 
 def test_a_better_copy_than_the_node_is_a_way_out_too(make_node: MakeNode) -> None:
     node = make_node(1, menu=MENU, form=HALF, curve=(1.0, 0.5, 0.5, 0.1), tokens=1000)
-    as_it_is, exact = Way(Tier.HOST, HALF, 500, 0.5), Way(Tier.SSD, EXACT, 1000, 1.0)
-    slow = _policy(node, menu=MENU).plan(Tier.GPU, 500, ready={1: (as_it_is, exact)})
+    as_it_is, exact = LowerCopy(Tier.HOST, HALF, 500, 0.5), LowerCopy(Tier.SSD, EXACT, 1000, 1.0)
+    slow = _policy(node, menu=MENU).plan(Tier.GPU, 500, lower_copies_of={1: (as_it_is, exact)})
     assert [str(one.option) for one in slow] == ["keydiff@0.5/host"]  # 0.45 against 1 - 1 s
-    near = exact._replace(rank=Tier.HOST)
-    (decision,) = _policy(node, menu=MENU).plan(Tier.GPU, 500, ready={1: (near,)})
+    near = exact._replace(tier=Tier.HOST)
+    (decision,) = _policy(node, menu=MENU).plan(Tier.GPU, 500, lower_copies_of={1: (near,)})
     assert (str(decision.option), decision.option.num_bytes) == ("exact/host", 1000)
     assert decision.loss == pytest.approx(-(0.5 - 0.1))
 
@@ -204,17 +214,17 @@ def test_also_without_haste_a_copy_that_is_better_than_the_node_is_a_way_out(mak
     room = {Tier.SSD: 10**6}
     (dropped,) = _policy(node, menu=MENU).plan(Tier.HOST, 10, room)
     assert dropped.option.is_drop  # 0.2 s of prefill for all of the quality, against half of it in 0.01 s
-    node = replace(node, ways=(Way(Tier.SSD, EXACT, 20, 1.0),))
+    node = replace(node, lower_copies=(LowerCopy(Tier.SSD, EXACT, 20, 1.0),))
     (sent,) = _policy(node, menu=MENU).plan(Tier.HOST, 10, room)
     assert (str(sent.option), sent.quality) == ("exact/ssd", 1.0)
 
 
 def test_nothing_shrinks_below_the_gpu_while_someone_waits(make_node: MakeNode) -> None:
     node = make_node(1, menu=MENU, curve=(1.0, 1.0, 0.0, 0.0), tier=Tier.HOST, tokens=1000)
-    policy = _policy(node, menu=MENU)
-    assert [str(one.option) for one in policy.plan(Tier.HOST, 500)] == ["keydiff@0.5/host"]
-    assert [str(one.option) for one in policy.plan(Tier.HOST, 500, ready={})] == ["drop"]
-    (decision,) = policy.plan(Tier.HOST, 500, ready=_ways(policy, {1: ON_SSD}))
+    planner = _policy(node, menu=MENU)
+    assert [str(one.option) for one in planner.plan(Tier.HOST, 500)] == ["keydiff@0.5/host"]
+    assert [str(one.option) for one in planner.plan(Tier.HOST, 500, lower_copies_of={})] == ["drop"]
+    (decision,) = planner.plan(Tier.HOST, 500, lower_copies_of=_ways(planner, {1: ON_SSD}))
     assert str(decision.option) == "exact/ssd"
 
 
@@ -243,65 +253,67 @@ def _cache(make_node: MakeNode, seed: int, menu: Menu = MENU) -> tuple[list[Node
             is_locked=parent is None and draw.random() < 0.2,
         )
         if draw.random() < 0.1:
-            node = replace(node, num_bytes=0, reachable=0)  # holes only
-        nodes.append(node if node.tier == Tier.GPU else replace(node, reachable=0))
-    ready = {node.id: draw.choice((ON_HOST, ON_SSD, ON_HOST | ON_SSD)) for node in nodes if draw.random() < 0.5}
-    return nodes, ready, draw.randint(1, 1 + sum(node.num_bytes for node in nodes if node.tier == Tier.GPU))
+            node = replace(node, num_bytes=0, allowed_forms=0)  # holes only
+        nodes.append(node if node.tier == Tier.GPU else replace(node, allowed_forms=0))
+    lower_copies_of = {
+        node.id: draw.choice((ON_HOST, ON_SSD, ON_HOST | ON_SSD)) for node in nodes if draw.random() < 0.5
+    }
+    return nodes, lower_copies_of, draw.randint(1, 1 + sum(node.num_bytes for node in nodes if node.tier == Tier.GPU))
 
 
 @each_policy
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_an_urgent_plan_frees_enough_waits_for_nothing_and_keeps_prefixes(
-    name: str, seed: int, make_node: MakeNode, carry_out: CarryOut
+    name: str, seed: int, make_node: MakeNode, execute: Execute
 ) -> None:
-    nodes, ready, demand = _cache(make_node, seed)
-    policy = _policy(*nodes, menu=MENU, name=name)
-    before, movable = policy.book.num_bytes[0], policy.book.num_bytes[0] - policy.book.locked_bytes[0]
-    plan = policy.plan(Tier.GPU, demand, ready=_ways(policy, ready))
-    assert policy.plan(Tier.GPU, demand, ENDLESS, ready=_ways(policy, ready)) == plan
+    nodes, lower_copies_of, demand = _cache(make_node, seed)
+    planner = _policy(*nodes, menu=MENU, name=name)
+    before, movable = planner.index.num_bytes[0], planner.index.num_bytes[0] - planner.index.locked_bytes[0]
+    plan = planner.plan(Tier.GPU, demand, lower_copies_of=_ways(planner, lower_copies_of))
+    assert planner.plan(Tier.GPU, demand, ENDLESS, lower_copies_of=_ways(planner, lower_copies_of)) == plan
     assert len({decision.node_id for decision in plan}) == len(plan)
     for decision in plan:
         source, option = decision.source, decision.option
         if option.tier is not None and option.tier != source.tier:
-            assert ready[decision.node_id] >> option.tier & 1
+            assert lower_copies_of[decision.node_id] >> option.tier & 1
             assert (option.form, option.num_bytes) == (source.form, source.num_bytes)
-            assert decision.quality == policy.book.records[decision.node_id].quality
-        assert not policy.book.records[decision.node_id].is_locked
+            assert decision.quality == planner.index.candidates[decision.node_id].quality
+        assert not planner.index.candidates[decision.node_id].is_locked
     for decision in plan:
-        carry_out(policy, [decision])
-        for record in policy.book.records.values():
-            parent = None if record.parent_id is None else policy.book.records[record.parent_id]
-            assert parent is None or parent.rank <= record.rank
-    assert before - policy.book.num_bytes[0] >= min(demand, movable)
+        execute(planner, [decision])
+        for candidate in planner.index.candidates.values():
+            parent = None if candidate.parent_id is None else planner.index.candidates[candidate.parent_id]
+            assert parent is None or parent.tier <= candidate.tier
+    assert before - planner.index.num_bytes[0] >= min(demand, movable)
 
 
 @each_policy
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_whatever_the_copies_are_a_node_goes_only_as_one_of_them(
-    name: str, seed: int, make_node: MakeNode, carry_out: CarryOut
+    name: str, seed: int, make_node: MakeNode, execute: Execute
 ) -> None:
     nodes, on, demand = _cache(make_node, seed)
-    policy, draw = _policy(*nodes, menu=MENU, name=name), random.Random(seed)
-    movable = policy.book.num_bytes[0] - policy.book.locked_bytes[0]
+    planner, draw = _policy(*nodes, menu=MENU, name=name), random.Random(seed)
+    movable = planner.index.num_bytes[0] - planner.index.locked_bytes[0]
     forms = (EXACT, *MENU.forms[1:])
-    ready = {
+    lower_copies_of = {
         node_id: tuple(
-            way if draw.random() < 0.3 else Way(way.rank, draw.choice(forms), draw.randint(0, 90), draw.random())
-            for way in ways
+            way if draw.random() < 0.3 else LowerCopy(way.tier, draw.choice(forms), draw.randint(0, 90), draw.random())
+            for way in lower_copies
         )
-        for node_id, ways in _ways(policy, on).items()
+        for node_id, lower_copies in _ways(planner, on).items()
     }
-    before = policy.book.num_bytes[0]
-    plan = policy.plan(Tier.GPU, demand, ready=ready)
+    before = planner.index.num_bytes[0]
+    plan = planner.plan(Tier.GPU, demand, lower_copies_of=lower_copies_of)
     for decision in plan:
         option = decision.option
         if option.tier is not None and option.tier != decision.source.tier:
-            ways = [way[:3] for way in ready[decision.node_id]]
-            assert (option.tier, option.form, option.num_bytes) in ways
-        carry_out(policy, [decision])
-    assert before - policy.book.num_bytes[0] >= min(demand, movable)
+            lower_copies = [way[:3] for way in lower_copies_of[decision.node_id]]
+            assert (option.tier, option.form, option.num_bytes) in lower_copies
+        execute(planner, [decision])
+    assert before - planner.index.num_bytes[0] >= min(demand, movable)
 
 
 @each_policy
@@ -310,14 +322,14 @@ def test_whatever_the_copies_are_a_node_goes_only_as_one_of_them(
 def test_an_urgent_plan_depends_on_nodes_and_ready_alone(
     name: str, seed: int, data: st.DataObject, make_node: MakeNode
 ) -> None:
-    nodes, ready, demand = _cache(make_node, seed)
+    nodes, lower_copies_of, demand = _cache(make_node, seed)
     told = sorted(nodes, key=lambda node: (node.depth_tokens, node.id, data.draw(st.integers(0, 9))))
-    policy, other = _policy(*nodes, menu=MENU, name=name), _policy(menu=MENU, name=name)
-    other.put_all(reversed(told))
-    shuffled = dict(data.draw(st.permutations(list(ready.items()))))
-    plan = policy.plan(Tier.GPU, demand, ready=_ways(policy, ready))
+    planner, other = _policy(*nodes, menu=MENU, name=name), _policy(menu=MENU, name=name)
+    other.add_all(reversed(told))
+    shuffled = dict(data.draw(st.permutations(list(lower_copies_of.items()))))
+    plan = planner.plan(Tier.GPU, demand, lower_copies_of=_ways(planner, lower_copies_of))
     other.plan(Tier.GPU, demand // 2, {Tier.HOST: 100})
-    assert other.plan(Tier.GPU, demand, ready=_ways(other, shuffled)) == plan
+    assert other.plan(Tier.GPU, demand, lower_copies_of=_ways(other, shuffled)) == plan
 
 
 @each_policy
@@ -327,30 +339,34 @@ def test_with_all_ready_it_is_the_plan_with_endless_room_where_forms_stay(
     name: str, seed: int, make_node: MakeNode
 ) -> None:
     nodes, _, demand = _cache(make_node, seed)
-    fixed = [replace(node, reachable=0) for node in nodes]
-    policy = _policy(*fixed, menu=MENU, name=name)
-    plan = policy.plan(Tier.GPU, demand, ready=_ways(policy, {node.id: ON_HOST | ON_SSD for node in nodes}))
-    assert plan == policy.plan(Tier.GPU, demand, ENDLESS)
+    fixed = [replace(node, allowed_forms=0) for node in nodes]
+    planner = _policy(*fixed, menu=MENU, name=name)
+    plan = planner.plan(Tier.GPU, demand, lower_copies_of=_ways(planner, {node.id: ON_HOST | ON_SSD for node in nodes}))
+    assert plan == planner.plan(Tier.GPU, demand, ENDLESS)
 
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_more_copies_never_lose_more_when_everything_must_go(seed: int, make_node: MakeNode) -> None:
-    nodes, ready, _ = _cache(make_node, seed)
+    nodes, lower_copies_of, _ = _cache(make_node, seed)
     leaves = [replace(node, parent_id=None, tier=Tier.GPU) for node in nodes if node.num_bytes]
-    policy = _policy(*leaves, menu=MENU)
+    planner = _policy(*leaves, menu=MENU)
     everything = sum(node.num_bytes for node in leaves)
     losses = []
-    for copies in ({}, ready, {node.id: ON_HOST | ON_SSD for node in leaves}):
-        losses.append(sum(decision.loss for decision in policy.plan(Tier.GPU, everything, ready=_ways(policy, copies))))
+    for copies in ({}, lower_copies_of, {node.id: ON_HOST | ON_SSD for node in leaves}):
+        losses.append(
+            sum(
+                decision.loss for decision in planner.plan(Tier.GPU, everything, lower_copies_of=_ways(planner, copies))
+            )
+        )
     assert losses[0] + 1e-9 >= losses[1] and losses[1] + 1e-9 >= losses[2]
 
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_an_urgent_plan_changes_no_plan_after_it(seed: int, make_node: MakeNode) -> None:
-    nodes, ready, demand = _cache(make_node, seed)
-    policy, room = _policy(*nodes, menu=MENU), {Tier.HOST: 100, Tier.SSD: 50}
-    before = policy.plan(Tier.GPU, demand, room)
-    policy.plan(Tier.GPU, demand, ready=_ways(policy, ready))
-    assert policy.plan(Tier.GPU, demand, room) == before
+    nodes, lower_copies_of, demand = _cache(make_node, seed)
+    planner, room = _policy(*nodes, menu=MENU), {Tier.HOST: 100, Tier.SSD: 50}
+    before = planner.plan(Tier.GPU, demand, room)
+    planner.plan(Tier.GPU, demand, lower_copies_of=_ways(planner, lower_copies_of))
+    assert planner.plan(Tier.GPU, demand, room) == before

@@ -78,9 +78,9 @@ def test_a_profile_has_what_the_table_says(scorer: LogProb | SameTokens) -> None
 
 
 def test_queries_that_suffer_differently_show_as_spread() -> None:
-    evidence = profile(FakeEngine({HARD: 0.5}, of_question={(9,): 0.5}), forms=[HARD]).forms[HARD]
-    assert evidence.mean == pytest.approx((0.5 + 0.25) / 2)
-    assert evidence.variance == pytest.approx(2 * 0.125**2)
+    stats = profile(FakeEngine({HARD: 0.5}, of_question={(9,): 0.5}), forms=[HARD]).forms[HARD]
+    assert stats.mean == pytest.approx((0.5 + 0.25) / 2)
+    assert stats.variance == pytest.approx(2 * 0.125**2)
 
 
 def test_one_form_at_a_time_is_held_beside_the_exact_copy() -> None:
@@ -251,8 +251,8 @@ def test_forms_of_an_open_shadow_come_as_they_are_complete() -> None:
     shadow = engine.open_shadow(CONTEXT, None)
     exact = engine.generate(shadow.namespace, [[*CONTEXT, *query.tokens] for query in QUERIES], 256)
     results = measure_forms(engine, shadow, CONTEXT, QUERIES, list(TABLE), LogProb(), exact)
-    form, evidence = next(results)
-    assert (form, evidence.mean) == (MILD, pytest.approx(0.95))
+    form, stats = next(results)
+    assert (form, stats.mean) == (MILD, pytest.approx(0.95))
     results.close()
     assert (list(engine.open), engine.made) == ([shadow.id], {})
     assert engine.num_forwards == 2 * 20 + 2

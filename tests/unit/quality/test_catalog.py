@@ -13,16 +13,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from sglang_evicpress.core import EXACT, Form
 from sglang_evicpress.policy.quality_curves import Curves
 from sglang_evicpress.quality.catalog import LOW_QUANTILE, UNPOOLED_VARIANCE, Catalog
-from sglang_evicpress.quality.evidence import Evidence
 from sglang_evicpress.quality.profile import Profile
+from sglang_evicpress.quality.running_stats import RunningStats
 
 HALF, MOST, KNORM = Form("keydiff", 0.5), Form("keydiff", 0.8), Form("knorm", 0.5)
 FORMS = (HALF, MOST, KNORM)
 
 
 def make_profile(key: int, forms: Mapping[Form, list[float]]) -> Profile:
-    evidence = {form: Evidence.of(values) for form, values in forms.items()}
-    return Profile(b"%016d" % key, 64, evidence, "logprob", "0" * 16, 4, 1.0)
+    stats = {form: RunningStats.of(values) for form, values in forms.items()}
+    return Profile(b"%016d" % key, 64, stats, "logprob", "0" * 16, 4, 1.0)
 
 
 def filled(*profiles: Profile, prior: Curves | None = None) -> Catalog:
@@ -171,7 +171,7 @@ class AgainstDictionary(RuleBasedStateMachine):
             bounds = []
             for key, forms in self.profiles.items():
                 if form in forms:
-                    bound = max(0.0, Evidence.of(forms[form]).lower_bound(variance))
+                    bound = max(0.0, RunningStats.of(forms[form]).lower_bound(variance))
                     bounds.append(bound)
                     # Of a variance that is 0, what is left of sums that came and went is not, and has a root.
                     assert self.catalog.curves_of(b"%016d" % key).quality(form) == pytest.approx(bound, abs=1e-6)

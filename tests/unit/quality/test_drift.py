@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_evicpress.quality.drift import Bootstrap, Observe, Reprofile, Watch
+from sglang_evicpress.quality.drift import Bootstrap, DriftMonitor, Observe, Reprofile
 from sglang_evicpress.quality.profile import query_set
 from sglang_evicpress.quality.recorder import Query, Recorder
 
@@ -30,61 +30,61 @@ class Traffic(Recorder):
         return self.queries_of(key)[-1].tokens[0]
 
 
-def drift(watch: Watch, traffic: Traffic, key: bytes) -> None:
+def drift(drift_monitor: DriftMonitor, traffic: Traffic, key: bytes) -> None:
     """One lossy hit, observed to be much worse than predicted."""
     traffic.hit(key)
-    job = watch.next_job(traffic, ALL, {key: 1.0})
+    job = drift_monitor.next_job(traffic, ALL, {key: 1.0})
     assert isinstance(job, Observe)
-    assert watch.observe(key, 0.9, 0.1)
+    assert drift_monitor.observe(key, 0.9, 0.1)
 
 
 def test_the_first_lossy_hit_is_observed_and_then_every_8th() -> None:
-    watch, traffic = Watch(every=8), Traffic()
+    drift_monitor, traffic = DriftMonitor(every=8), Traffic()
     traffic.hit(ONE, 3, predicted=None)
     observed_at = []
     for num_lossy_hits in range(1, 30):
         traffic.hit(ONE)
-        job = watch.next_job(traffic, ALL, HERE)
-        assert (job is not None) == watch.is_due(ONE, num_lossy_hits)
+        job = drift_monitor.next_job(traffic, ALL, HERE)
+        assert (job is not None) == drift_monitor.is_due(ONE, num_lossy_hits)
         if job is not None:
             assert isinstance(job, Observe)
             observed_at.append(num_lossy_hits)
-            assert not watch.observe(ONE, 0.9, 0.8)
-            watch.observe(ONE, 0.9, 0.8)  # a second question of the same job does not count as a later look
+            assert not drift_monitor.observe(ONE, 0.9, 0.8)
+            drift_monitor.observe(ONE, 0.9, 0.8)  # a second question of the same job does not count as a later look
     assert observed_at == [1, 9, 17, 25]
 
 
 def test_what_is_observed_are_the_newest_lossy_hits_not_yet_looked_at() -> None:
-    watch, traffic = Watch(every=2), Traffic()
+    drift_monitor, traffic = DriftMonitor(every=2), Traffic()
     traffic.hit(ONE, question=1)
     traffic.hit(ONE, question=2, predicted=None)
-    job = watch.next_job(traffic, ALL, HERE)
+    job = drift_monitor.next_job(traffic, ALL, HERE)
     assert isinstance(job, Observe)
     assert [query.tokens[0] for query in job.queries] == [1]
-    watch.observe(ONE, 0.9, 0.9)
+    drift_monitor.observe(ONE, 0.9, 0.9)
     traffic.hit(ONE, question=3)
     traffic.hit(ONE, question=1)
-    job = watch.next_job(traffic, ALL, HERE)
+    job = drift_monitor.next_job(traffic, ALL, HERE)
     assert isinstance(job, Observe)
     assert [query.tokens[0] for query in job.queries] == [3, 1]
-    watch.observe(ONE, 0.9, 0.9)
+    drift_monitor.observe(ONE, 0.9, 0.9)
     traffic.hit(ONE, 5)
-    job = watch.next_job(traffic, ALL, HERE)
+    job = drift_monitor.next_job(traffic, ALL, HERE)
     assert isinstance(job, Observe)
     assert job.queries == traffic.queries_of(ONE)[-4:]
 
 
 def test_an_answer_that_was_not_kept_cannot_be_observed() -> None:
-    watch, recorder = Watch(), Recorder()
+    drift_monitor, recorder = DriftMonitor(), Recorder()
     recorder.record(ONE, [1], None, Query((4,), (), True, 0.9))
-    assert watch.is_due(ONE, 1)
-    assert watch.next_job(recorder, ALL, HERE) is None
+    assert drift_monitor.is_due(ONE, 1)
+    assert drift_monitor.next_job(recorder, ALL, HERE) is None
 
 
 def test_exact_hits_are_not_observed() -> None:
-    watch, traffic = Watch(), Traffic()
+    drift_monitor, traffic = DriftMonitor(), Traffic()
     traffic.hit(ONE, 50, predicted=None)
-    assert watch.next_job(traffic, ALL, HERE) is None
+    assert drift_monitor.next_job(traffic, ALL, HERE) is None
 
 
 @pytest.mark.parametrize(
@@ -98,138 +98,138 @@ def test_exact_hits_are_not_observed() -> None:
     ],
 )
 def test_the_mean_of_the_last_four_gaps_decides(observed: list[float], is_drifted: bool) -> None:
-    watch = Watch(threshold=0.3)
-    said = [watch.observe(ONE, 0.9, quality) for quality in observed]
-    assert said[-1] == watch.is_drifted(ONE) == is_drifted
-    assert not watch.is_drifted(TWO)
+    drift_monitor = DriftMonitor(threshold=0.3)
+    said = [drift_monitor.observe(ONE, 0.9, quality) for quality in observed]
+    assert said[-1] == drift_monitor.is_drifted(ONE) == is_drifted
+    assert not drift_monitor.is_drifted(TWO)
 
 
 def test_a_new_profile_starts_anew() -> None:
-    watch, traffic = Watch(), Traffic()
-    drift(watch, traffic, ONE)
-    job = watch.next_job(traffic, ALL, HERE)
+    drift_monitor, traffic = DriftMonitor(), Traffic()
+    drift(drift_monitor, traffic, ONE)
+    job = drift_monitor.next_job(traffic, ALL, HERE)
     assert isinstance(job, Reprofile)
     assert (job.key, job.why, job.queries) == (ONE, "drift", traffic.queries_of(ONE))
     traffic.hit(ONE, 3)  # while it was measured, still on the old prediction
-    watch.profiled(ONE, num_lossy_hits=4)
-    assert not watch.is_drifted(ONE)
-    assert watch.next_job(traffic, ALL, HERE) is None
+    drift_monitor.profiled(ONE, num_lossy_hits=4)
+    assert not drift_monitor.is_drifted(ONE)
+    assert drift_monitor.next_job(traffic, ALL, HERE) is None
     traffic.hit(ONE)
-    job = watch.next_job(traffic, ALL, HERE)
+    job = drift_monitor.next_job(traffic, ALL, HERE)
     assert isinstance(job, Observe)
     assert [query.tokens[0] for query in job.queries] == [traffic.newest(ONE)]
-    assert not watch.observe(ONE, 0.5, 0.4)
+    assert not drift_monitor.observe(ONE, 0.5, 0.4)
 
 
 def test_a_context_is_not_profiled_again_on_the_questions_of_its_profile() -> None:
-    watch, traffic = Watch(every=1), Traffic()
-    drift(watch, traffic, ONE)
-    assert isinstance(watch.next_job(traffic, ALL, HERE), Reprofile)
-    watch.profiled(ONE)
+    drift_monitor, traffic = DriftMonitor(every=1), Traffic()
+    drift(drift_monitor, traffic, ONE)
+    assert isinstance(drift_monitor.next_job(traffic, ALL, HERE), Reprofile)
+    drift_monitor.profiled(ONE)
     traffic.hit(ONE, question=traffic.newest(ONE))
-    job = watch.next_job(traffic, ALL, HERE)
+    job = drift_monitor.next_job(traffic, ALL, HERE)
     assert isinstance(job, Observe)
-    assert watch.observe(ONE, 0.9, 0.1)
-    assert watch.next_job(traffic, ALL, HERE) is None
+    assert drift_monitor.observe(ONE, 0.9, 0.1)
+    assert drift_monitor.next_job(traffic, ALL, HERE) is None
     traffic.hit(ONE, question=77, predicted=None)
-    assert isinstance(watch.next_job(traffic, ALL, HERE), Reprofile)
+    assert isinstance(drift_monitor.next_job(traffic, ALL, HERE), Reprofile)
 
 
 def test_the_questions_of_a_profile_from_elsewhere_count_as_well() -> None:
-    watch, traffic = Watch(), Traffic()
-    drift(watch, traffic, ONE)
+    drift_monitor, traffic = DriftMonitor(), Traffic()
+    drift(drift_monitor, traffic, ONE)
     traffic.hit(ONE, predicted=None)
-    watch.profiled(ONE, asked=query_set([query.tokens for query in traffic.queries_of(ONE)]))
-    watch.observe(ONE, 0.9, 0.1)
-    assert watch.next_job(traffic, ALL, HERE) is None
+    drift_monitor.profiled(ONE, asked=query_set([query.tokens for query in traffic.queries_of(ONE)]))
+    drift_monitor.observe(ONE, 0.9, 0.1)
+    assert drift_monitor.next_job(traffic, ALL, HERE) is None
     traffic.hit(ONE, predicted=None)
-    assert isinstance(watch.next_job(traffic, ALL, HERE), Reprofile)
+    assert isinstance(drift_monitor.next_job(traffic, ALL, HERE), Reprofile)
 
 
 def test_drifted_comes_before_due_and_due_before_unprofiled() -> None:
-    watch, traffic = Watch(), Traffic()
-    drift(watch, traffic, ONE)
+    drift_monitor, traffic = DriftMonitor(), Traffic()
+    drift(drift_monitor, traffic, ONE)
     traffic.hit(TWO)
     traffic.hit(THREE, 2, predicted=None)
     weights, known = {ONE: 1.0, TWO: 2.0, THREE: 3.0}, {ONE, TWO}
     jobs = []
     for _ in range(3):
-        job = watch.next_job(traffic, known, weights)
+        job = drift_monitor.next_job(traffic, known, weights)
         assert job is not None
-        assert watch.next_job(traffic, known, weights) == job  # choosing changes nothing
+        assert drift_monitor.next_job(traffic, known, weights) == job  # choosing changes nothing
         jobs.append((type(job), job.key))
         if isinstance(job, Observe):
-            watch.observe(job.key, 0.9, 0.9)
+            drift_monitor.observe(job.key, 0.9, 0.9)
         else:
-            watch.profiled(job.key)
+            drift_monitor.profiled(job.key)
             known.add(job.key)
     assert jobs == [(Reprofile, ONE), (Observe, TWO), (Bootstrap, THREE)]
-    assert watch.next_job(traffic, known, weights) is None
+    assert drift_monitor.next_job(traffic, known, weights) is None
 
 
 def test_the_most_reused_is_profiled_first_and_what_left_the_tree_never() -> None:
-    watch, traffic = Watch(), Traffic()
+    drift_monitor, traffic = DriftMonitor(), Traffic()
     for key in (ONE, TWO, THREE):
         traffic.hit(key, 2, predicted=None)
-    job = watch.next_job(traffic, set(), {ONE: 1.0, TWO: 2.0, THREE: 0.0})
+    job = drift_monitor.next_job(traffic, set(), {ONE: 1.0, TWO: 2.0, THREE: 0.0})
     assert isinstance(job, Bootstrap)
     assert (job.key, job.why, job.queries) == (TWO, "unprofiled", traffic.queries_of(TWO))
-    assert watch.next_job(traffic, set(), {THREE: 0.0, b"unknown": 9.0}) is None
-    drift(watch, traffic, THREE)
-    assert watch.next_job(traffic, ALL, {ONE: 1.0}) is None
+    assert drift_monitor.next_job(traffic, set(), {THREE: 0.0, b"unknown": 9.0}) is None
+    drift(drift_monitor, traffic, THREE)
+    assert drift_monitor.next_job(traffic, ALL, {ONE: 1.0}) is None
 
 
 def test_a_context_is_profiled_once_it_was_hit_twice() -> None:
-    watch, traffic = Watch(), Traffic()
+    drift_monitor, traffic = DriftMonitor(), Traffic()
     traffic.hit(ONE, predicted=None)
-    assert watch.next_job(traffic, set(), HERE) is None
+    assert drift_monitor.next_job(traffic, set(), HERE) is None
     traffic.hit(ONE, predicted=None)
-    assert isinstance(watch.next_job(traffic, set(), HERE), Bootstrap)
+    assert isinstance(drift_monitor.next_job(traffic, set(), HERE), Bootstrap)
 
 
 def test_what_failed_is_left_alone_for_8_hits_and_others_are_not() -> None:
-    watch, traffic = Watch(every=8), Traffic()
+    drift_monitor, traffic = DriftMonitor(every=8), Traffic()
     traffic.hit(ONE, 2, predicted=None)
-    assert watch.next_job(traffic, set(), HERE) == Bootstrap(ONE, traffic.queries_of(ONE))
-    watch.failed(ONE)
+    assert drift_monitor.next_job(traffic, set(), HERE) == Bootstrap(ONE, traffic.queries_of(ONE))
+    drift_monitor.failed(ONE)
     for _ in range(8):
-        assert watch.next_job(traffic, set(), HERE) is None
+        assert drift_monitor.next_job(traffic, set(), HERE) is None
         traffic.hit(ONE, predicted=None)
-    assert isinstance(watch.next_job(traffic, set(), HERE), Bootstrap)
-    watch.failed(ONE)
+    assert isinstance(drift_monitor.next_job(traffic, set(), HERE), Bootstrap)
+    drift_monitor.failed(ONE)
     traffic.hit(TWO)
-    assert isinstance(watch.next_job(traffic, ALL, HERE), Observe)
+    assert isinstance(drift_monitor.next_job(traffic, ALL, HERE), Observe)
 
 
 def test_a_profile_from_elsewhere_ends_the_wait_after_a_failure() -> None:
-    watch, traffic = Watch(every=8), Traffic()
+    drift_monitor, traffic = DriftMonitor(every=8), Traffic()
     traffic.hit(ONE, 2, predicted=None)
-    watch.next_job(traffic, set(), HERE)
-    watch.failed(ONE)
-    watch.profiled(ONE)
+    drift_monitor.next_job(traffic, set(), HERE)
+    drift_monitor.failed(ONE)
+    drift_monitor.profiled(ONE)
     traffic.hit(ONE)
-    assert isinstance(watch.next_job(traffic, ALL, HERE), Observe)
+    assert isinstance(drift_monitor.next_job(traffic, ALL, HERE), Observe)
 
 
 def test_what_the_recorder_forgot_is_forgotten() -> None:
-    watch, traffic = Watch(), Traffic()
+    drift_monitor, traffic = DriftMonitor(), Traffic()
     traffic.hit(ONE, 20)
-    drift(watch, traffic, ONE)
+    drift(drift_monitor, traffic, ONE)
     traffic.forget(ONE)
-    assert watch.next_job(traffic, ALL, HERE) is None
-    assert not watch.is_drifted(ONE)
+    assert drift_monitor.next_job(traffic, ALL, HERE) is None
+    assert not drift_monitor.is_drifted(ONE)
     traffic.hit(ONE)
-    assert isinstance(watch.next_job(traffic, ALL, HERE), Observe)
+    assert isinstance(drift_monitor.next_job(traffic, ALL, HERE), Observe)
 
 
 def test_a_context_that_is_recorded_anew_unseen_is_due_again() -> None:
-    watch, traffic = Watch(), Traffic()
+    drift_monitor, traffic = DriftMonitor(), Traffic()
     traffic.hit(ONE, 20)
-    watch.next_job(traffic, ALL, HERE)
-    watch.observe(ONE, 0.9, 0.9)
+    drift_monitor.next_job(traffic, ALL, HERE)
+    drift_monitor.observe(ONE, 0.9, 0.9)
     traffic.forget(ONE)
     traffic.hit(ONE)
-    job = watch.next_job(traffic, ALL, HERE)
+    job = drift_monitor.next_job(traffic, ALL, HERE)
     assert isinstance(job, Observe)
     assert job.queries == traffic.queries_of(ONE)
 
@@ -237,12 +237,12 @@ def test_a_context_that_is_recorded_anew_unseen_is_due_again() -> None:
 @pytest.mark.parametrize("figures", [(-0.1, 8, 2), (1.1, 8, 2), (float("nan"), 8, 2), (0.3, 0, 2), (0.3, 8, 0)])
 def test_figures_out_of_range_are_refused(figures: tuple[float, int, int]) -> None:
     with pytest.raises(ValueError, match="expected"):
-        Watch(*figures)
+        DriftMonitor(*figures)
 
 
 def test_a_quality_that_is_no_number_is_refused() -> None:
     with pytest.raises(ValueError, match="finite"):
-        Watch().observe(ONE, 0.9, float("nan"))
+        DriftMonitor().observe(ONE, 0.9, float("nan"))
 
 
 EVENTS = st.lists(
@@ -254,22 +254,22 @@ EVENTS = st.lists(
 @given(events=EVENTS)
 def test_work_runs_out_when_no_hit_comes(events: list[tuple[bytes, str]]) -> None:
     """Whatever happened before, doing every job as it is chosen ends: nothing is measured round and round."""
-    watch, traffic, known = Watch(every=3), Traffic(max_queries=3), set[bytes]()
+    drift_monitor, traffic, known = DriftMonitor(every=3), Traffic(max_queries=3), set[bytes]()
 
     def work(observed: float, *, fails: bool = False) -> bool:
-        job = watch.next_job(traffic, known, HERE)
+        job = drift_monitor.next_job(traffic, known, HERE)
         if job is None:
             return False
         assert job.queries
         if fails:
-            watch.failed(job.key)
+            drift_monitor.failed(job.key)
         elif isinstance(job, Observe):
             for query in job.queries:
                 assert query.predicted is not None
-                watch.observe(job.key, query.predicted, observed)
+                drift_monitor.observe(job.key, query.predicted, observed)
         else:
-            assert (job.key in known) or isinstance(job, Bootstrap) or watch.is_drifted(job.key)
-            watch.profiled(job.key)
+            assert (job.key in known) or isinstance(job, Bootstrap) or drift_monitor.is_drifted(job.key)
+            drift_monitor.profiled(job.key)
             known.add(job.key)
         return True
 

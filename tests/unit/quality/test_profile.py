@@ -14,15 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_evicpress.core import EXACT, PRESSES, Form
-from sglang_evicpress.quality.evidence import Evidence
 from sglang_evicpress.quality.profile import BLOCK_TOKENS, Profile, context_keys, query_set
+from sglang_evicpress.quality.running_stats import RunningStats
 from sglang_evicpress.tiers.entry.identity import PathHash
 
 KEYDIFF, KNORM = Form("keydiff", 0.5), Form("knorm", 0.4)
 IDENTITY = b"an identity....."
 
 forms = st.builds(Form, st.sampled_from(sorted(PRESSES)), st.floats(0.0, 1.0, exclude_min=True, exclude_max=True))
-evidences = st.lists(st.floats(0.0, 1.0), min_size=1, max_size=8).map(Evidence.of)
+evidences = st.lists(st.floats(0.0, 1.0), min_size=1, max_size=8).map(RunningStats.of)
 profiles = st.builds(
     Profile,
     key=st.binary(min_size=16, max_size=16),
@@ -39,7 +39,7 @@ def make_profile(**changes: object) -> Profile:
     profile = Profile(
         bytes(16),
         128,
-        {KEYDIFF: Evidence.of([0.5, 0.7]), KNORM: Evidence.of([0.1])},
+        {KEYDIFF: RunningStats.of([0.5, 0.7]), KNORM: RunningStats.of([0.1])},
         "logprob",
         "0123456789abcdef",
         2,
@@ -74,20 +74,20 @@ def test_json_has_the_names_of_the_forms() -> None:
 
 
 def test_later_profile_takes_over_an_earlier_one_that_counts_for_no_more() -> None:
-    earlier = make_profile(forms={KEYDIFF: Evidence.of([0.0] * 50), KNORM: Evidence.of([0.3])}, measured_s=1.0)
-    later = make_profile(forms={KEYDIFF: Evidence.of([1.0, 1.0])}, query_set="f" * 16, num_tokens=192)
+    earlier = make_profile(forms={KEYDIFF: RunningStats.of([0.0] * 50), KNORM: RunningStats.of([0.3])}, measured_s=1.0)
+    later = make_profile(forms={KEYDIFF: RunningStats.of([1.0, 1.0])}, query_set="f" * 16, num_tokens=192)
     joined = later.merged(earlier)
     assert joined.forms[KEYDIFF].count == 4.0
     assert joined.forms[KEYDIFF].mean == pytest.approx(0.5)
-    assert joined.forms[KNORM] == Evidence.of([0.3])  # not measured again: holds on
+    assert joined.forms[KNORM] == RunningStats.of([0.3])  # not measured again: holds on
     assert replace(joined, forms={}) == replace(later, forms={})
-    assert later.forms == {KEYDIFF: Evidence.of([1.0, 1.0])} and len(earlier.forms) == 2  # untouched
+    assert later.forms == {KEYDIFF: RunningStats.of([1.0, 1.0])} and len(earlier.forms) == 2  # untouched
 
 
 def test_nothing_is_taken_over_from_another_scorer_or_from_none() -> None:
     later = make_profile()
     assert later.merged(None) == later
-    assert later.merged(make_profile(scorer="minilm", forms={KNORM: Evidence.of([0.9])})) == later
+    assert later.merged(make_profile(scorer="minilm", forms={KNORM: RunningStats.of([0.9])})) == later
 
 
 def _without(name: str) -> dict[str, object]:
@@ -161,7 +161,7 @@ def test_bad_profiles_are_refused_by_name(obj: object, names: list[str]) -> None
 def test_form_with_a_codec_has_no_json_that_is_read() -> None:
     for form in (Form("keydiff", 0.5, "int8"), EXACT):
         with pytest.raises(ValueError, match="expected"):
-            Profile.from_json(make_profile(forms={form: Evidence(1.0, 1.0)}).to_json())
+            Profile.from_json(make_profile(forms={form: RunningStats(1.0, 1.0)}).to_json())
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=300), st.none() | st.text(max_size=3))

@@ -22,8 +22,8 @@ import pytest
 import xxhash
 
 from sglang_evicpress.core import PRESSES, Form
-from sglang_evicpress.quality.evidence import Evidence
 from sglang_evicpress.quality.profile import Profile
+from sglang_evicpress.quality.running_stats import RunningStats
 from sglang_evicpress.quality.store import MAX_MODELS, ProfileStore, StoreError, read_all
 
 OURS, THEIRS = b"ours............", b"theirs.........."
@@ -35,10 +35,8 @@ def make_profile(key: int, version: int = 0, num_forms: int = 15) -> Profile:
     draw = random.Random(f"{key} {version}")
     kept = (0.2, 0.4, 0.5, 0.6, 0.8) if num_forms <= 15 else tuple(index / 70 for index in range(1, 70))
     forms = [Form(press, fraction) for press in tuple(PRESSES)[:3] for fraction in kept][:num_forms]
-    evidence = {form: Evidence.of(draw.random() for _ in range(4)) for form in forms}
-    return Profile(
-        b"%016d" % key, 64 * (1 + version % 1000), evidence, "logprob", "0123456789abcdef", 4, 1.5e9 + version
-    )
+    stats = {form: RunningStats.of(draw.random() for _ in range(4)) for form in forms}
+    return Profile(b"%016d" % key, 64 * (1 + version % 1000), stats, "logprob", "0123456789abcdef", 4, 1.5e9 + version)
 
 
 def load(path: Path, identity: bytes = OURS, max_profiles: int = 10_000) -> list[Profile]:
@@ -94,8 +92,8 @@ def test_profile_that_would_not_read_back_is_not_put(path: Path) -> None:
     for num_tokens, measured_s in ((65, 0.0), (64, float("nan"))):
         with pytest.raises(ValueError, match="expected"):
             store.put(Profile(good.key, num_tokens, good.forms, "logprob", good.query_set, 1, measured_s))
-    evidence = Evidence.of(np.array([0.25, 0.5], dtype=np.float64))
-    of_numpy = Profile(b"k" * 16, 64, {Form("knorm", 0.5): evidence}, "logprob", "0" * 16, 2, 1.0)
+    stats = RunningStats.of(np.array([0.25, 0.5], dtype=np.float64))
+    of_numpy = Profile(b"k" * 16, 64, {Form("knorm", 0.5): stats}, "logprob", "0" * 16, 2, 1.0)
     store.put(of_numpy)
     assert store.load() == [good, of_numpy]
 

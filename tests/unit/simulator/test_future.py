@@ -6,15 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_evicpress.core import Tier
-from sglang_evicpress.policy.cost_model import Costs, PrefillLaw
+from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost
 from sglang_evicpress.simulator.future import Future, all_stairs
 from sglang_evicpress.simulator.replay import Machine
-from sglang_evicpress.simulator.runs import Run, Setting, make_replay
+from sglang_evicpress.simulator.runs import Run, Settings, make_replay
 from sglang_evicpress.simulator.tree import Node
 from sglang_evicpress.traces import Request, Trace
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), max_size=6).map(tuple), min_size=1, max_size=25)
-COSTS = Costs(PrefillLaw(0.0, 1.0, 0.0), {}, {})
+COSTS = CostSnapshot(PrefillCost(0.0, 1.0, 0.0), {}, {})
 
 
 def trace_of(prompts: list[tuple[int, ...]]) -> Trace:
@@ -34,10 +34,10 @@ def prefix(node: Node) -> tuple[int, ...]:
 def test_next_use_of_every_node_at_every_time(prompts: list[tuple[int, ...]], capacity: int) -> None:
     trace = trace_of(prompts)
     future = Future(trace)
-    replay = make_replay(trace, Run("belady"), Setting(Machine({Tier.GPU: capacity}, COSTS), 1, ()), future)
+    replay = make_replay(trace, Run("belady"), Settings(Machine({Tier.GPU: capacity}, COSTS), 1, ()), future)
     for index, request in enumerate(trace.requests):
         replay.serve(request)
-        for node in replay.tree.walk():
+        for node in replay.tree.iter_nodes():
             wanted = prefix(node)
             uses = (j for j in range(index + 1, len(prompts)) if prompts[j][: len(wanted)] == wanted)
             assert future.get(node.id) == next(uses, None)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from sglang_evicpress.core import EXACT, Form, Tier
-from sglang_evicpress.policy.cost_model import Costs, PrefillLaw, TransferLaw
+from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.quality_curves import Curves
 from sglang_evicpress.simulator.replay import Machine
 from sglang_evicpress.simulator.runs import (
     GivenCurves,
     Run,
-    Setting,
+    Settings,
     all_runs,
     make_replay,
     offline_curve,
@@ -21,7 +21,7 @@ from sglang_evicpress.simulator.sensitivity import Sensitivities
 from sglang_evicpress.traces import Request, Trace
 
 KNORM, SNAPKV = Form("knorm", 0.4), Form("snapkv", 0.4)
-COSTS = Costs(PrefillLaw(1.0, 0.5, 0.0), {Tier.SSD: TransferLaw(0.0, 1.0)}, {})
+COSTS = CostSnapshot(PrefillCost(1.0, 0.5, 0.0), {Tier.SSD: TransferCost(0.0, 1.0)}, {})
 TRACE = Trace("two", 10, [Request(2.0, (1,), 10), Request(6.0, (2,), 12)])
 
 
@@ -52,17 +52,17 @@ def test_offline_curve_is_a_mean() -> None:
 
 
 def test_a_tier_may_be_left_out_and_a_policy_brings_its_form() -> None:
-    setting = Setting(Machine({Tier.GPU: 100, Tier.SSD: 100}, COSTS), 1, (KNORM,))
-    replay = make_replay(TRACE, Run("snapkv@0.4+lru"), setting)
+    settings = Settings(Machine({Tier.GPU: 100, Tier.SSD: 100}, COSTS), 1, (KNORM,))
+    replay = make_replay(TRACE, Run("snapkv@0.4+lru"), settings)
     assert replay.menu.tiers == (Tier.GPU, Tier.SSD)
     assert set(replay.menu.forms) == {EXACT, KNORM, SNAPKV}
-    assert set(make_replay(TRACE, Run("lru"), setting).menu.forms) == {EXACT, KNORM}
+    assert set(make_replay(TRACE, Run("lru"), settings).menu.forms) == {EXACT, KNORM}
     assert replay.learner is None
 
 
 def test_noise_makes_policies_learn() -> None:
-    setting = Setting(Machine({Tier.GPU: 100}, COSTS, noise=0.1), 1, ())
-    assert make_replay(TRACE, Run("lru"), setting).learner is not None
+    settings = Settings(Machine({Tier.GPU: 100}, COSTS, noise=0.1), 1, ())
+    assert make_replay(TRACE, Run("lru"), settings).learner is not None
 
 
 def test_servers_at_load() -> None:

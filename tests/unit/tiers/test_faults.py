@@ -166,7 +166,7 @@ def test_store_on_a_bad_disk_serves_nothing_that_is_wrong(tmp_path: Path, text: 
         for _ in range(100):
             number = draw.randrange(60)
             header, payload = make_entry(number)
-            refs = store.find(header.edge)
+            refs = store.find(header.lookup_key)
             if refs and draw.random() < 0.2:
                 store.remove(draw.choice(refs))
             elif refs:
@@ -206,7 +206,7 @@ def test_store_on_a_bad_disk_serves_nothing_that_is_wrong(tmp_path: Path, text: 
     store = SsdStore(tmp_path, 8 * MiB, bytes(16), sync="none")
     for number in range(60):
         header, payload = make_entry(number)
-        for ref in store.find(header.edge):
+        for ref in store.find(header.lookup_key):
             data = bytearray(len(payload))
             try:
                 store.read(ref, store.read_header(ref), [memoryview(data)])

@@ -1,4 +1,4 @@
-"""KV through a scratch, in any order that its lanes allow: the bytes and checksums of the copy in place."""
+"""KV through a scratch, in any order that its streams allow: the bytes and checksums of the copy in place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sglang_evicpress.device import HostCopy
 from sglang_evicpress.survivors import SurvivorLayout
 from sglang_evicpress.tiers.entry.payload import PayloadCopier
 from sglang_evicpress.tiers.host.arena import Arena, Run
-from sglang_evicpress.tiers.transfers import CudaLanes, Transfers
+from sglang_evicpress.tiers.transfers import CudaStreams, Transfers
 
 SLOTS = 40
 GRANULE = 64
@@ -38,7 +38,7 @@ class Point:
 
 
 class Queue:
-    """A lane: what is queued is done later, one after the other."""
+    """A stream: what is queued is done later, one after the other."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -50,7 +50,7 @@ class Queue:
         self.queued.append((None, work))
         self.device.go_on()
 
-    def mark(self) -> Point:
+    def event(self) -> Point:
         point = Point(self.device)
         self.queued.append((None, point.reach))
         return point
@@ -63,13 +63,13 @@ class Queue:
 
 
 class Device:
-    """Does what lanes have queued in any order that their waits allow, some of it while more is queued."""
+    """Does what streams have queued in any order that their waits allow, some of it while more is queued."""
 
     def __init__(self, seed: int, eagerness: float = 0.5) -> None:
         self.draw, self.eagerness = random.Random(seed), eagerness
-        self.lanes: list[Queue] = []
+        self.streams: list[Queue] = []
         self.kernels = [Queue(self), Queue(self)]
-        self.lanes += self.kernels
+        self.streams += self.kernels
         self.here = 0
         self.num_waits = 0
 
@@ -77,18 +77,18 @@ class Device:
         return self.kernels[self.here]
 
     def another(self) -> Queue:
-        self.lanes.append(Queue(self))
-        return self.lanes[-1]
+        self.streams.append(Queue(self))
+        return self.streams[-1]
 
     def step(self) -> None:
-        self.draw.choice([lane for lane in self.lanes if lane.is_ready()]).queued.popleft()[1]()
+        self.draw.choice([stream for stream in self.streams if stream.is_ready()]).queued.popleft()[1]()
 
     def go_on(self) -> None:
-        while self.draw.random() < self.eagerness and any(lane.is_ready() for lane in self.lanes):
+        while self.draw.random() < self.eagerness and any(stream.is_ready() for stream in self.streams):
             self.step()
 
     def finish(self) -> None:
-        while any(lane.queued for lane in self.lanes):
+        while any(stream.queued for stream in self.streams):
             self.step()
 
 
@@ -174,7 +174,7 @@ def test_entries_saved_and_loaded_are_those_of_the_copy_in_place(
             begin = draw.randrange(num_slots)
             target = target[: num_slots - begin]
             expected[:, :, target.numpy()] = saved[:, :, begin : begin + len(target)]
-            device.here = draw.randrange(2)  # whoever waits for a late layer copies it in the lane it computes in
+            device.here = draw.randrange(2)  # whoever waits for a late layer copies it in the stream it computes in
             for layer in range(num_layers):
                 copier.load_layer(layer, target, arena, runs, extents[layer], begin, num_slots)
         device.finish()
@@ -193,7 +193,7 @@ def test_as_many_layers_go_at_once_as_half_a_scratch_holds(rows_at_once: int, nu
     transfers = Transfers(k_buffers, v_buffers, device, scratch_bytes=4 * rows_at_once * 32)
     arena, runs = arena_of(5 * 2 * 12 * 32, random.Random(0), is_torn=False)
     transfers.save(torch.arange(12), arena, runs)
-    gathers, copies = (lane.num_launches for lane in (device.kernels[0], device.lanes[-1]))
+    gathers, copies = (stream.num_launches for stream in (device.kernels[0], device.streams[-1]))
     assert gathers == copies == num_launches
 
 
@@ -224,7 +224,7 @@ def test_no_copy_is_on_its_way_any_more_when_a_save_fails() -> None:
     arena, runs = arena_of(3 * 2 * 12 * 32, random.Random(0), is_torn=False)
     with pytest.raises(ValueError, match="the runs end"):
         transfers.save(torch.arange(12), arena, runs)
-    assert device.lanes[-1].num_launches == 3 and not device.lanes[-1].queued
+    assert device.streams[-1].num_launches == 3 and not device.streams[-1].queued
 
 
 def test_survivors_follow_the_layers() -> None:
@@ -251,8 +251,8 @@ def test_interpreted_kernels_save_and_load_the_same(device: str) -> None:
     if device != "cpu":
         pytest.skip("kernels are compiled here, and the pool is on the CPU")
     k_buffers, v_buffers = buffers = pool_of(torch.bfloat16, 3, 2, 16)
-    lanes = Device(3)
-    transfers = Transfers(k_buffers, v_buffers, lanes, scratch_bytes=4 * 7 * 64, backend="triton")
+    streams = Device(3)
+    transfers = Transfers(k_buffers, v_buffers, streams, scratch_bytes=4 * 7 * 64, backend="triton")
     slots = any_slots(random.Random(1), 17)
     arena, runs = arena_of(3 * 2 * 17 * 64, random.Random(0), is_torn=True)
     extents = transfers.save(slots, arena, runs)
@@ -263,12 +263,12 @@ def test_interpreted_kernels_save_and_load_the_same(device: str) -> None:
     expected[:, :, target.numpy()] = expected[:, :, slots[4:13].numpy()]
     for layer, extent in enumerate(extents):
         transfers.load(layer, target, arena, runs, extent.offset, 4, 17)
-    lanes.finish()
+    streams.finish()
     assert np.array_equal(bits(buffers), expected)
 
 
 class Now:
-    """Lanes in which everything is done at once."""
+    """Streams in which everything is done at once."""
 
     def current(self) -> Now:
         return self
@@ -276,7 +276,7 @@ class Now:
     def another(self) -> Now:
         return self
 
-    def mark(self) -> Now:
+    def event(self) -> Now:
         return self
 
     def run(self, work: Callable[[], None]) -> None:
@@ -327,7 +327,7 @@ def test_the_lanes_of_a_cuda_device_lose_nothing(rows_at_once: int) -> None:
     pool = [[torch.randint(-(2**15), 2**15, size, dtype=torch.int16).cuda() for _ in range(4)] for _ in range(2)]
     rows = [[buffer.view(torch.bfloat16) for buffer in buffers] for buffers in pool]
     device = pool[0][0].device
-    transfers = Transfers(*rows, CudaLanes(device), scratch_bytes=4 * rows_at_once * 2048)
+    transfers = Transfers(*rows, CudaStreams(device), scratch_bytes=4 * rows_at_once * 2048)
     copier = PayloadCopier(*rows, 1, transfers=transfers)
     num_bytes = sum(copier.sizes(3000, False))
     arena = Arena(3 * num_bytes, is_pinned=True)

@@ -18,9 +18,9 @@ PATIENCE_S = 30.0
 class Noted(Job):
     """Notes on which thread its parts ran; ``work`` is called in between."""
 
-    def __init__(self, name: str = "", rank: int = 1, work: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, name: str = "", priority: int = 1, work: Callable[[], object] = lambda: None) -> None:
         super().__init__()
-        self.name, self.rank, self.work = name, rank, work
+        self.name, self.priority, self.work = name, priority, work
         self.ran_on: str | None = None
 
     def run(self) -> None:
@@ -71,8 +71,8 @@ def hold_up(workers: Workers) -> threading.Event:
 def test_lower_ranks_go_first_and_equal_ones_in_order_of_arrival(make_workers: Callable[..., Workers]) -> None:
     workers = make_workers()
     may_end = hold_up(workers)
-    for name, rank in (("a", 2), ("b", 1), ("c", 0), ("d", 1), ("e", 0), ("f", 2)):
-        workers.submit(Noted(name, rank))
+    for name, priority in (("a", 2), ("b", 1), ("c", 0), ("d", 1), ("e", 0), ("f", 2)):
+        workers.submit(Noted(name, priority))
     may_end.set()
     assert [job.name for job in finished(workers, 7)] == ["first", "c", "e", "b", "d", "a", "f"]
 
@@ -145,7 +145,7 @@ def test_groups_share_what_says_that_something_has_arrived(make_workers: Callabl
 
 def test_every_job_of_many_threads_ends_once(make_workers: Callable[..., Workers]) -> None:
     workers = make_workers(num_threads=4)
-    jobs = [Noted(str(index), rank=index % 3) for index in range(300)]
+    jobs = [Noted(str(index), priority=index % 3) for index in range(300)]
     for job in jobs:
         workers.submit(job)
     found = finished(workers, 300)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_evicpress.benchmark.raw import Raw, read_raw
+from sglang_evicpress.benchmark.results import Results, read_results
 from sglang_evicpress.benchmark.summary import QUALITIES, Summary
 from sglang_evicpress.benchmark.tables import setting_lines
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 FOLDER = "figures"
 STYLES = {
-    "bound": ("k", "*"),
-    "bound+attention": ("k", "+"),
+    "full-cache": ("k", "*"),
+    "full-cache+attention": ("k", "+"),
     "prefill-only": ("tab:gray", "s"),
     "prefill-only+attention": ("tab:gray", "+"),
     "lru": ("tab:brown", "D"),
@@ -37,47 +37,49 @@ STYLES = {
 """Colour and mark of each kind of system."""
 
 QUALITY_NAMES = {
-    "f1_bound": "token F1 with the bound's answer",
-    "minilm_bound": "MiniLM cosine with the bound's answer",
+    "f1_full_cache": "token F1 with the full cache's answer",
+    "minilm_full_cache": "MiniLM cosine with the full cache's answer",
     "f1_truth": "token F1 with the true answer",
 }
 
 
 def options_of(doc: str | None, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """``out``, ``quality`` and ``level`` (None for all, or the figure's own choice)."""
+    """``out``, ``quality`` and ``rate`` (None for all, or the figure's own choice)."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("out", type=Path, metavar="OUT_FOLDER", help="what `evicpress bench serve` wrote")
-    parser.add_argument("--quality", choices=QUALITIES, default="f1_bound", help="its measure (default: %(default)s)")
-    parser.add_argument("--level", type=float, help="requests/s (default: the lowest above 0)")
+    parser.add_argument(
+        "--quality", choices=QUALITIES, default="f1_full_cache", help="its measure (default: %(default)s)"
+    )
+    parser.add_argument("--rate", type=float, help="requests/s (default: the lowest above 0)")
     return parser.parse_args(arguments)
 
 
-def raw_of(options: argparse.Namespace) -> Raw:
-    """Ends the program with one sentence when the folder is not a benchmark's, or lacks the level."""
+def results_of(options: argparse.Namespace) -> Results:
+    """Ends the program with one sentence when the folder is not a benchmark's, or lacks the rate."""
     try:
-        raw = read_raw(options.out)
+        results = read_results(options.out)
     except ValueError as error:
         raise SystemExit(str(error)) from None
-    if not raw.runs:
+    if not results.runs:
         raise SystemExit(f"{options.out} has no complete run: expected one at least")
-    if options.level is not None and options.level not in raw.levels:
-        known = ", ".join(f"{level:g}" for level in raw.levels)
-        raise SystemExit(f"level {options.level:g} was not run: expected one of {known}")
-    return raw
+    if options.rate is not None and options.rate not in results.rates:
+        known = ", ".join(f"{rate:g}" for rate in results.rates)
+        raise SystemExit(f"rate {options.rate:g} was not run: expected one of {known}")
+    return results
 
 
-def level_of(options: argparse.Namespace, raw: Raw) -> float:
+def rate_of(options: argparse.Namespace, results: Results) -> float:
     """The one that was asked for, else the lowest at which requests meet."""
-    if options.level is not None:
-        return float(options.level)
-    return next((level for level in raw.levels if level > 0), raw.levels[0])
+    if options.rate is not None:
+        return float(options.rate)
+    return next((rate for rate in results.rates if rate > 0), results.rates[0])
 
 
-def save(raw: Raw, name: str, figure: Figure, lines: Iterable[str]) -> None:
+def save(results: Results, name: str, figure: Figure, lines: Iterable[str]) -> None:
     """Both with the settings below; the table is printed as well."""
-    folder = raw.folder / FOLDER
+    folder = results.run_dir / FOLDER
     folder.mkdir(exist_ok=True)
-    settings = list(setting_lines(raw))
+    settings = list(setting_lines(results))
     figure.supxlabel("\n".join(_wrapped(settings, int(17 * figure.get_figwidth()))), fontsize=6.5, color="dimgray")
     figure.savefig(folder / f"{name}.png", dpi=110)
     text = "\n".join([*lines, "", *(f"- {line}" for line in settings)])
@@ -100,7 +102,7 @@ def panels(count: int, *, width: float = 4.2, height: float = 3.6, columns: int 
 
 def kinds_of(summary: Summary) -> list[str]:
     """Kinds of the systems that ran, in the plan's order."""
-    return list(dict.fromkeys(system["kind"] for system in summary.raw.systems))
+    return list(dict.fromkeys(system["kind"] for system in summary.results.systems))
 
 
 def look(kind: str) -> dict[str, Any]:
@@ -125,10 +127,10 @@ def legend_above(figure: Figure, axes: Sequence[Axes], columns: int = 5) -> None
         figure.legend(found.values(), found.keys(), loc="outside upper center", ncols=columns, fontsize="small")
 
 
-def run(doc: str | None, draw: Callable[[argparse.Namespace, Raw], None]) -> None:
+def run(doc: str | None, draw: Callable[[argparse.Namespace, Results], None]) -> None:
     """Run a script."""
     options = options_of(doc)
-    draw(options, raw_of(options))
+    draw(options, results_of(options))
 
 
 def _wrapped(lines: Iterable[str], width: int) -> list[str]:

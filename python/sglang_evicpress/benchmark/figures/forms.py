@@ -9,21 +9,21 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 
-from sglang_evicpress.benchmark.figures.drawing import level_of, run, save
-from sglang_evicpress.benchmark.raw import TIERS, Raw
+from sglang_evicpress.benchmark.figures.drawing import rate_of, run, save
+from sglang_evicpress.benchmark.results import TIERS, Results
 from sglang_evicpress.benchmark.summary import Cell, summarise
-from sglang_evicpress.benchmark.tables import level_name
+from sglang_evicpress.benchmark.tables import rate_label
 from sglang_evicpress.core import Form
 from sglang_evicpress.tables import markdown, number, share
 
 
-def draw(options: argparse.Namespace, raw: Raw) -> None:
+def draw(options: argparse.Namespace, results: Results) -> None:
     from matplotlib.figure import Figure
 
-    level = level_of(options, raw)
-    cells = [cell for cell in summarise(raw).at(level) if cell.forms]
+    rate = rate_of(options, results)
+    cells = [cell for cell in summarise(results).at(rate) if cell.forms]
     if not cells:
-        raise SystemExit(f"{raw.folder} does not say at level {level:g} which forms were resident")
+        raise SystemExit(f"{results.run_dir} does not say at rate {rate:g} which forms were resident")
     cells.sort(key=lambda cell: cell.kind != "evicpress")
     names = sorted({form for cell in cells for held in (cell.forms or {}).values() for form in held}, key=_order)
     figure = Figure(figsize=(9.0, 1.6 * len(cells) + 1.6), layout="constrained")
@@ -41,8 +41,8 @@ def draw(options: argparse.Namespace, raw: Raw) -> None:
     figure.legend(handles, labels, loc="outside right upper", fontsize="x-small")
     rows = [_row(cell, tier, names) for cell in cells for tier in TIERS if tier in (cell.forms or {})]
     head = ("system", "tier", "tokens", "mean kept fraction", *names)
-    text = [f"After the runs at this level: {level_name(level)}. Shares of the tokens held.", ""]
-    save(raw, "forms", figure, [*text, *markdown(head, rows)])
+    text = [f"After the runs at this rate: {rate_label(rate)}. Shares of the tokens held.", ""]
+    save(results, "forms", figure, [*text, *markdown(head, rows)])
 
 
 def shares_of(held: Mapping[str, float]) -> dict[str, float]:

@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import argparse
 
-from sglang_evicpress.benchmark.figures.drawing import QUALITY_NAMES, legend_above, level_of, run, save
-from sglang_evicpress.benchmark.raw import TIERS, Raw
+from sglang_evicpress.benchmark.figures.drawing import QUALITY_NAMES, legend_above, rate_of, run, save
+from sglang_evicpress.benchmark.results import TIERS, Results
 from sglang_evicpress.benchmark.summary import summarise
-from sglang_evicpress.benchmark.tables import level_name
+from sglang_evicpress.benchmark.tables import rate_label
 from sglang_evicpress.tables import markdown, ms, number, share
 
 COLOURS = {"gpu": "tab:red", "host": "tab:orange", "ssd": "tab:blue"}
 
 
-def draw(options: argparse.Namespace, raw: Raw) -> None:
+def draw(options: argparse.Namespace, results: Results) -> None:
     from matplotlib.figure import Figure
 
-    level = level_of(options, raw)
-    cells = [cell for cell in summarise(raw).at(level) if cell.hit_share is not None]
+    rate = rate_of(options, results)
+    cells = [cell for cell in summarise(results).at(rate) if cell.hit_share is not None]
     if not cells:
-        raise SystemExit(f"{raw.folder} says of no request at level {level:g} how much of it was cached")
+        raise SystemExit(f"{results.run_dir} says of no request at rate {rate:g} how much of it was cached")
     figure = Figure(figsize=(9.0, 1.8 + 0.26 * len(cells)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(2, 1))
     names = [cell.system for cell in cells]
@@ -37,7 +37,7 @@ def draw(options: argparse.Namespace, raw: Raw) -> None:
     right.barh(names, [cell.quality(options.quality) or 0.0 for cell in cells], color="tab:gray")
     left.set(xlabel="prompt tokens from a cache, %", xlim=(0, 100))
     right.set(xlabel=QUALITY_NAMES[options.quality], xlim=(0, 1.02))
-    left.set_title(level_name(level), fontsize="small", loc="left")
+    left.set_title(rate_label(rate), fontsize="small", loc="left")
     left.margins(y=0.01)
     left.invert_yaxis()
     legend_above(figure, (left,))
@@ -49,8 +49,8 @@ def draw(options: argparse.Namespace, raw: Raw) -> None:
         for cell in cells
     ]
     head = ("system", "cached", *(f"by {tier}" for tier in TIERS), "computed", options.quality, "TTFT mean, ms")
-    lines = [f"{level_name(level)}; shares of the prompts' tokens.", "", *markdown(head, rows)]
-    save(raw, "hits", figure, lines)
+    lines = [f"{rate_label(rate)}; shares of the prompts' tokens.", "", *markdown(head, rows)]
+    save(results, "hits", figure, lines)
 
 
 if __name__ == "__main__":

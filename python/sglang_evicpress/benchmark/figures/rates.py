@@ -1,4 +1,4 @@
-"""EvicPress, figure 8: TTFT and ITL against requests/s, of settings whose quality is 0.8 and more at every level.
+"""EvicPress, figure 8: TTFT and ITL against requests/s, of settings whose quality is 0.8 and more at every rate.
 
 Run as `python -m sglang_evicpress.benchmark.figures.rates OUT_FOLDER`.
 Of each kind the picture shows the setting that bears most
@@ -21,23 +21,23 @@ from sglang_evicpress.benchmark.figures.drawing import (
     run,
     save,
 )
-from sglang_evicpress.benchmark.raw import Raw
+from sglang_evicpress.benchmark.results import Results
 from sglang_evicpress.benchmark.summary import Cell, Summary, summarise
 from sglang_evicpress.benchmark.tables import LEAST_QUALITY
 from sglang_evicpress.tables import markdown, ms, number
 
 
-def draw(options: argparse.Namespace, raw: Raw) -> None:
-    summary = summarise(raw)
+def draw(options: argparse.Namespace, results: Results) -> None:
+    summary = summarise(results)
     settings = good_settings(summary, options.quality)
     if not settings:
-        raise SystemExit(f"{raw.folder} has no setting whose {options.quality} is {LEAST_QUALITY:g} at every level")
+        raise SystemExit(f"{results.run_dir} has no setting whose {options.quality} is {LEAST_QUALITY:g} at every rate")
     figure, (left, right) = panels(2, width=5.0)
     for cells in best_of_kinds(summary, settings, options.quality):
         label, style = cells[0].system, look(cells[0].kind)
-        levels = [cell.level for cell in cells]
-        left.plot(levels, [_ms(cell.ttft_mean_s) for cell in cells], label=label, **style)
-        right.plot(levels, [_ms(cell.itl_mean_s) for cell in cells], label=label, **style)
+        rates = [cell.rate for cell in cells]
+        left.plot(rates, [_ms(cell.ttft_mean_s) for cell in cells], label=label, **style)
+        right.plot(rates, [_ms(cell.itl_mean_s) for cell in cells], label=label, **style)
     left.set(xlabel="requests/s", ylabel="mean TTFT, ms")
     milliseconds(left.yaxis)
     right.set(xlabel="requests/s", ylabel="mean ITL, ms")
@@ -45,12 +45,12 @@ def draw(options: argparse.Namespace, raw: Raw) -> None:
         each.grid(alpha=0.3)
     left.set_title(f"{QUALITY_NAMES[options.quality]} at least {LEAST_QUALITY:g}", fontsize="small", loc="left")
     legend_above(figure, (left, right))
-    save(raw, "rates", figure, list(_table(summary, settings, options.quality)))
+    save(results, "rates", figure, list(_table(summary, settings, options.quality)))
 
 
 def good_settings(summary: Summary, measure: str) -> list[list[Cell]]:
-    """The cells, by level, of each system that answers, well enough, wherever it ran."""
-    found = [summary.of(system["name"]) for system in summary.raw.systems]
+    """The cells, by rate, of each system that answers, well enough, wherever it ran."""
+    found = [summary.of(system["name"]) for system in summary.results.systems]
     return [cells for cells in found if all(_is_good(cell, measure) for cell in cells)]
 
 
@@ -64,29 +64,29 @@ def best_of_kinds(summary: Summary, settings: Sequence[list[Cell]], measure: str
 
 
 def _merit(summary: Summary, cells: Sequence[Cell], measure: str) -> tuple[float, float]:
-    limit = None if summary.raw.bound is None else unloaded_p95(summary, summary.raw.bound)
+    limit = None if summary.results.full_cache is None else unloaded_p95(summary, summary.results.full_cache)
     found = None if limit is None else capacity(summary, cells[0].system, 2 * limit, measure=measure)
     return 0.0 if found is None else found.rps, -math.fsum(cell.ttft_mean_s or 0.0 for cell in cells)
 
 
 def _table(summary: Summary, settings: Sequence[list[Cell]], measure: str) -> list[str]:
-    bound = None if summary.raw.bound is None else unloaded_p95(summary, summary.raw.bound)
-    rows, borne = [], []
+    full_cache = None if summary.results.full_cache is None else unloaded_p95(summary, summary.results.full_cache)
+    rows, sustained = [], []
     for cells in settings:
         for cell in cells:
             rate = number(cell.completed_rps, 2)
             ttft = (ms(cell.ttft_mean_s), ms(cell.ttft_p95_s), ms(cell.itl_mean_s))
-            rows.append([cell.system, f"{cell.level:g}", rate, *ttft, number(cell.quality(measure))])
+            rows.append([cell.system, f"{cell.rate:g}", rate, *ttft, number(cell.quality(measure))])
         system, row = cells[0].system, []
-        for limit in (bound, unloaded_p95(summary, system)):
+        for limit in (full_cache, unloaded_p95(summary, system)):
             found = None if limit is None else capacity(summary, system, 2 * limit, measure=measure)
             row.append("-" if found is None else f"{'>= ' if found.is_at_least else ''}{found.rps:.2f}")
-        borne.append([system, *row])
+        sustained.append([system, *row])
     head = ("system", "offered, requests/s", "completed", "TTFT mean, ms", "TTFT p95, ms", "ITL mean, ms", "quality")
-    limits = ("system", "requests/s with TTFT p95 within 2x the bound's with one client", "within 2x its own")
+    limits = ("system", "requests/s with TTFT p95 within 2x the full cache's with one client", "within 2x its own")
     return [
-        f"Settings whose {measure} is {LEAST_QUALITY:g} and more at every level; 0 offered is one client.",
-        *("", *markdown(head, rows), "", *markdown(limits, borne)),
+        f"Settings whose {measure} is {LEAST_QUALITY:g} and more at every rate; 0 offered is one client.",
+        *("", *markdown(head, rows), "", *markdown(limits, sustained)),
     ]
 
 

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Panels = Mapping[str, tuple[Summary, float]]
-"""Title -> what is shown, at which level."""
+"""Title -> what is shown, at which rate."""
 
 
 def draw_panels(shown: Panels, kinds: Sequence[str], measure: str) -> Figure:
     """A mark for each setting, a line along each kind's envelope; up and to the left is better."""
     figure, axes = panels(len(shown))
-    for each, (title, (summary, level)) in zip(axes, shown.items(), strict=True):
+    for each, (title, (summary, rate)) in zip(axes, shown.items(), strict=True):
         for kind in kinds:
-            found = curve(summary, (kind,), level, measure)
+            found = curve(summary, (kind,), rate, measure)
             if not found.points:
                 continue
             style = look(kind)
@@ -41,24 +41,24 @@ def draw_panels(shown: Panels, kinds: Sequence[str], measure: str) -> Figure:
 def point_rows(shown: Panels, kinds: Sequence[str], measure: str) -> Iterator[str]:
     """One row for each setting, panel by panel."""
     rows = []
-    for title, (summary, level) in shown.items():
-        on_envelope = {point.system for kind in kinds for point in curve(summary, (kind,), level, measure).envelope}
-        for cell in summary.at(level):
+    for title, (summary, rate) in shown.items():
+        on_envelope = {point.system for kind in kinds for point in curve(summary, (kind,), rate, measure).envelope}
+        for cell in summary.at(rate):
             if cell.kind in kinds:
                 quality = number(cell.quality(measure))
                 best = "yes" if cell.system in on_envelope else "no"
-                rows.append([title, cell.system, quality, ms(cell.ttft_mean_s), times(cell.over_bound), best])
-    head = ("panel", "system", "quality", "TTFT mean, ms", "of the bound's (95 %)", "best of its kind")
+                rows.append([title, cell.system, quality, ms(cell.ttft_mean_s), times(cell.over_full_cache), best])
+    head = ("panel", "system", "quality", "TTFT mean, ms", "of the full cache's (95 %)", "best of its kind")
     yield from markdown(head, rows)
 
 
 def gap_rows(shown: Panels, ours: str, others: Sequence[str], measure: str) -> Iterator[str]:
     """Rows of one kind against each other one: times faster at equal quality, better at equal TTFT."""
     rows = []
-    for title, (summary, level) in shown.items():
-        left = curve(summary, (ours,), level, measure)
+    for title, (summary, rate) in shown.items():
+        left = curve(summary, (ours,), rate, measure)
         for kind in others:
-            right = curve(summary, (kind,), level, measure)
+            right = curve(summary, (kind,), rate, measure)
             if left.points and right.points:
                 rows.append([title, kind, *_faster(left, right), *_better(left, right)])
     head = (

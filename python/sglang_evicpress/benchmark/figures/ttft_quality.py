@@ -1,7 +1,7 @@
-"""EvicPress, figures 7 and 12: TTFT against quality, a point for each setting, at every level and for every family.
+"""EvicPress, figures 7 and 12: TTFT against quality, a point for each setting, at every rate and for every family.
 
 Run as `python -m sglang_evicpress.benchmark.figures.ttft_quality OUT_FOLDER`.
-ttft_quality.png shows every level; families.png every family
+ttft_quality.png shows every rate; families.png every family
 of contexts at one of them.
 """
 
@@ -9,38 +9,38 @@ from __future__ import annotations
 
 import argparse
 
-from sglang_evicpress.benchmark.figures.drawing import kinds_of, level_of, run, save
+from sglang_evicpress.benchmark.figures.drawing import kinds_of, rate_of, run, save
 from sglang_evicpress.benchmark.figures.trade_off import Panels, draw_panels, gap_rows, point_rows
-from sglang_evicpress.benchmark.raw import Raw
+from sglang_evicpress.benchmark.results import Results
 from sglang_evicpress.benchmark.summary import summarise
-from sglang_evicpress.benchmark.tables import level_name
+from sglang_evicpress.benchmark.tables import rate_label
 
 
-def draw(options: argparse.Namespace, raw: Raw) -> None:
-    summary = summarise(raw)
-    levels = raw.levels if options.level is None else [options.level]
+def draw(options: argparse.Namespace, results: Results) -> None:
+    summary = summarise(results)
+    rates = results.rates if options.rate is None else [options.rate]
     kinds = kinds_of(summary)
-    _save(options, raw, "ttft_quality", {_title(level): (summary, level) for level in levels}, kinds)
-    level = level_of(options, raw)
+    _save(options, results, "ttft_quality", {_title(rate): (summary, rate) for rate in rates}, kinds)
+    rate = rate_of(options, results)
     families: Panels = {
-        f"all, {_title(level)}": (summary, level),
-        **{family or "?": (summarise(raw, family), level) for family in raw.families},
+        f"all, {_title(rate)}": (summary, rate),
+        **{family or "?": (summarise(results, family), rate) for family in results.families},
     }
-    _save(options, raw, "families", families, kinds)
+    _save(options, results, "families", families, kinds)
 
 
-def _save(options: argparse.Namespace, raw: Raw, name: str, shown: Panels, kinds: list[str]) -> None:
+def _save(options: argparse.Namespace, results: Results, name: str, shown: Panels, kinds: list[str]) -> None:
     lines = [f"Quality is {options.quality}.", "", *point_rows(shown, kinds, options.quality), ""]
     if name == "families":
-        lines[:0] = [f"{level_name(level_of(options, raw))}.", ""]
+        lines[:0] = [f"{rate_label(rate_of(options, results))}.", ""]
     if "evicpress" in kinds:
-        others = [kind for kind in kinds if kind not in ("evicpress", "bound")]
+        others = [kind for kind in kinds if kind not in ("evicpress", "full-cache")]
         lines += gap_rows(shown, "evicpress", others, options.quality)
-    save(raw, name, draw_panels(shown, kinds, options.quality), lines)
+    save(results, name, draw_panels(shown, kinds, options.quality), lines)
 
 
-def _title(level: float) -> str:
-    return f"{level:g} requests/s" if level else "one client"
+def _title(rate: float) -> str:
+    return f"{rate:g} requests/s" if rate else "one client"
 
 
 if __name__ == "__main__":

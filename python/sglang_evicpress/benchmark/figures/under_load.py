@@ -12,22 +12,22 @@ import math
 from sglang_evicpress.benchmark.figures.drawing import legend_above, look, milliseconds, panels, run, save
 from sglang_evicpress.benchmark.load import loaded, median
 from sglang_evicpress.benchmark.load_tables import load_lines, of
-from sglang_evicpress.benchmark.raw import Raw
+from sglang_evicpress.benchmark.results import Results
 
 
-def draw(options: argparse.Namespace, raw: Raw) -> None:
-    if not raw.multiples:
-        raise SystemExit(f"{raw.folder} has no levels at multiples of saturation: expected a config with a load")
-    runs = median(loaded(raw))
+def draw(options: argparse.Namespace, results: Results) -> None:
+    if not results.multiples:
+        raise SystemExit(f"{results.run_dir} has no rates at multiples of saturation: expected a config with a load")
+    runs = median(loaded(results))
     figure, (answers, goodput, ttft) = panels(3, width=4.0)
-    for system in raw.systems:
-        levels = [each for each in of(runs, system["name"], None) if each.level > 0]
-        offered = [each.level for each in levels]
+    for system in results.systems:
+        rates = [each for each in of(runs, system["name"], None) if each.rate > 0]
+        offered = [each.rate for each in rates]
         style = {"label": system["name"], **look(system["kind"])}
-        answers.plot(offered, [_known(each.answers_rps) for each in levels], **style)
-        goodput.plot(offered, [_known(each.goodput_rps) for each in levels], **style)
-        ttft.plot(offered, [1e3 * _known(each.ttft_p95_s) for each in levels], **style)
-    most = max(raw.multiples)
+        answers.plot(offered, [_known(each.answers_rps) for each in rates], **style)
+        goodput.plot(offered, [_known(each.goodput_rps) for each in rates], **style)
+        ttft.plot(offered, [1e3 * _known(each.ttft_p95_s) for each in rates], **style)
+    most = max(results.multiples)
     answers.plot([0, most], [0, most], color="lightgray", linewidth=1)
     answers.set(xlabel="requests/s offered", ylabel="answers/s")
     goodput.set(xlabel="requests/s offered", ylabel="goodput/s")
@@ -36,7 +36,7 @@ def draw(options: argparse.Namespace, raw: Raw) -> None:
     for each in (answers, goodput, ttft):
         each.grid(alpha=0.3)
     legend_above(figure, (answers, goodput, ttft))
-    save(raw, "under_load", figure, list(load_lines(raw)))
+    save(results, "under_load", figure, list(load_lines(results)))
 
 
 def _known(value: float | None) -> float:

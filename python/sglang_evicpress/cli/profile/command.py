@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from sglang_evicpress.cli.profile.chat import ChatEndpoint
 from sglang_evicpress.cli.profile.connection import ADMIN_KEY_VARIABLE, KEY_VARIABLE, connect, read_flag
 from sglang_evicpress.cli.profile.offline import Plan, Run, read_server
-from sglang_evicpress.cli.profile.question_cache import MadeQuestions
+from sglang_evicpress.cli.profile.question_cache import QuestionCache
 from sglang_evicpress.cli.profile.questions import PART_CHARS, ask_questions, extract_questions, question_prompt
 from sglang_evicpress.cli.profile.report import records, table
 from sglang_evicpress.cli.profile.show import show
@@ -64,13 +64,13 @@ example:
 Parser = Callable[..., argparse.ArgumentParser]
 
 
-def profile(words: Sequence[str], make_parser: Parser) -> int:
+def profile(argv: Sequence[str], make_parser: Parser) -> int:
     """Run what stands behind ``evicpress profile`` and give its exit status. ``make_parser`` is a class of parsers that
     raise ValueError. Raises ValueError for bad input, and when there is no server or store to work with.
     """
-    if words[:1] == ["show"]:
-        return show(words[1:], make_parser)
-    args = _parser(make_parser).parse_args(words)
+    if argv[:1] == ["show"]:
+        return show(argv[1:], make_parser)
+    args = _parser(make_parser).parse_args(argv)
     try:
         run = _prepare(args)
     except EngineError as error:
@@ -174,7 +174,7 @@ def _kept(
     settings = (args.questions_from, args.questions_model, num_questions, question_prompt(), PART_CHARS)
     folder = f"{args.contexts}.questions"
     return read_flag(
-        "--questions-from", lambda path: MadeQuestions(Path(path), settings, make, is_read=args.resume), folder
+        "--questions-from", lambda path: QuestionCache(Path(path), settings, make, is_read=args.resume), folder
     ).of
 
 

@@ -12,7 +12,7 @@ from sglang_evicpress.files import write_whole
 from sglang_evicpress.profiler.contexts import GivenQuestion
 
 
-class MadeQuestions:
+class QuestionCache:
     """``make`` makes questions about a text; ``settings`` are all that they depend on besides it. What is kept in
     ``folder`` is only used where ``is_read``, and always replaced by what is made.
     """

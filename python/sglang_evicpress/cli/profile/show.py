@@ -96,7 +96,7 @@ class Stored:
         return profile, {form: curves.quality(form) for form in profile.forms}
 
 
-def show(words: Sequence[str], make_parser: Callable[..., argparse.ArgumentParser]) -> int:
+def show(argv: Sequence[str], make_parser: Callable[..., argparse.ArgumentParser]) -> int:
     """Run ``evicpress profile show`` and give its exit status. Raises ValueError."""
     parser = make_parser(
         prog="evicpress profile show",
@@ -106,11 +106,11 @@ def show(words: Sequence[str], make_parser: Callable[..., argparse.ArgumentParse
     parser.add_argument("key", metavar="HASH", nargs="?", help="of a context; its first digits are enough")
     sources = parser.add_mutually_exclusive_group(required=True)
     sources.add_argument("--url", metavar="URL", help="of a server, such as http://127.0.0.1:30000")
-    sources.add_argument("--store", metavar="FILE", type=Path, help="what --kv-profiles was; it is not changed")
+    sources.add_argument("--store", metavar="FILE", type=Path, help="what --kv-profile-path was; it is not changed")
     parser.add_argument("--png", metavar="FILE", help="draw there; needs sglang-evicpress[plot]")
     parser.add_argument("--api-key", metavar="KEY", help=f"of the server; default: the variable {KEY_VARIABLE}")
     parser.add_argument("--admin-api-key", metavar="KEY", help=f"if it has one; default: {ADMIN_KEY_VARIABLE}")
-    args = parser.parse_args(words)
+    args = parser.parse_args(argv)
     if args.png is not None:
         _check_png(args.png, has_key=args.key is not None)
     try:

@@ -1,4 +1,4 @@
-"""``evicpress replay``: from the words of the command line to the table and the files."""
+"""``evicpress replay``: from the arguments to the table and the files."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_evicpress.cli.replay.flags import Plan, Words, read_plan
+from sglang_evicpress.cli.replay.flags import Args, Plan, read_plan
 from sglang_evicpress.cli.replay.plot import check_plot, draw
 from sglang_evicpress.cli.replay.report import Result, Tally, lru_over, table
-from sglang_evicpress.cli.replay.settings import header, make_setting, setting_record
+from sglang_evicpress.cli.replay.settings import header, make_settings, settings_record
 from sglang_evicpress.files import WholeFile
 from sglang_evicpress.policy import sees_future
 from sglang_evicpress.simulator.future import Future
 from sglang_evicpress.simulator.replay import NO_QUEUE, Outcome, Replay
-from sglang_evicpress.simulator.runs import Run, Setting, all_runs, make_replay
+from sglang_evicpress.simulator.runs import Run, Settings, all_runs, make_replay
 from sglang_evicpress.traces import Trace, read_trace
 
 INTERRUPTED = 130
@@ -29,7 +29,7 @@ class Prepared:
     """A replay about to begin: everything is read and checked. ``outputs`` are paths by flag."""
 
     plan: Plan
-    setting: Setting
+    settings: Settings
     trace: Trace
     working_set_tokens: int
     outputs: Mapping[str, str]
@@ -37,35 +37,37 @@ class Prepared:
     command: str
 
 
-def prepare(words: Words, command: str) -> Prepared:
+def prepare(args: Args, command: str) -> Prepared:
     """Read everything; ``command`` is what was typed. Whatever is wrong with the input is a ValueError here."""
-    plan = read_plan(words)
-    outputs = _outputs(words)
-    trace = read_trace(str(words["trace"]), skip_bad=plan.skip_bad, limit=plan.limit, on_bad=_warn)
+    plan = read_plan(args)
+    outputs = _outputs(args)
+    trace = read_trace(str(args["trace"]), skip_bad=plan.skip_bad, limit=plan.limit, on_bad=_warn)
     working_set = trace.working_set_tokens
-    setting = make_setting(plan, trace, working_set)
-    shows_progress = sys.stderr.isatty() and not words["no_progress"]
-    return Prepared(plan, setting, trace, working_set, outputs, shows_progress, command)
+    settings = make_settings(plan, trace, working_set)
+    shows_progress = sys.stderr.isatty() and not args["no_progress"]
+    return Prepared(plan, settings, trace, working_set, outputs, shows_progress, command)
 
 
-def replay(given: Prepared) -> int:
+def replay(prepared: Prepared) -> int:
     """Replay, print, and write the files, all of them at the end; the exit status."""
-    plan, setting, trace, outputs = given.plan, given.setting, given.trace, given.outputs
+    plan, settings, trace, outputs = prepared.plan, prepared.settings, prepared.trace, prepared.outputs
     with ExitStack() as stack:
         files = {name: stack.enter_context(WholeFile(path)) for name, path in outputs.items() if name != "plot"}
-        about = header(plan, setting, trace, given.working_set_tokens, given.command)
+        about = header(plan, settings, trace, prepared.working_set_tokens, prepared.command)
         print("\n".join(f"{name:<12}{text}" for name, text in about.items()), end="\n\n", flush=True)
         results: list[Result] = []
-        is_done = _run_all(given, results, files.get("requests"))
+        is_done = _run_all(prepared, results, files.get("requests"))
         if results:
-            print(table(results, queued=setting.machine.num_servers != NO_QUEUE), flush=True)
+            print(table(results, queued=settings.machine.num_servers != NO_QUEUE), flush=True)
         if not is_done:
             _warn(f"interrupted{'; no file was written' if outputs else ''}")
             return INTERRUPTED
         if "jsonl" in files:
-            shared = setting_record(plan, setting, trace, given.working_set_tokens, given.command)
+            shared = settings_record(plan, settings, trace, prepared.working_set_tokens, prepared.command)
             for result in results:
-                files["jsonl"].write({**result.record(), "lru_over_this": lru_over(result, results), "setting": shared})
+                files["jsonl"].write(
+                    {**result.record(), "lru_over_this": lru_over(result, results), "settings": shared}
+                )
         if "plot" in outputs:
             draw(results, outputs["plot"], about["trace"])
         for file in files.values():
@@ -73,16 +75,16 @@ def replay(given: Prepared) -> int:
     return 0
 
 
-def _run_all(given: Prepared, results: list[Result], requests_file: WholeFile | None) -> bool:
+def _run_all(prepared: Prepared, results: list[Result], requests_file: WholeFile | None) -> bool:
     """Append a result per run, a partial one for a run that Ctrl-C ends; whether all were done."""
-    trace, plan = given.trace, given.plan
+    trace, plan = prepared.trace, prepared.plan
     tally: Tally | None = None
     try:
         future = Future(trace) if any(map(sees_future, plan.policies)) else None
         for run in all_runs(plan.policies, plan.alphas):
-            this = make_replay(trace, run, given.setting, future)
+            this = make_replay(trace, run, prepared.settings, future)
             tally, begin = Tally(run, this.menu.tiers, len(trace.requests)), time.perf_counter()
-            for outcome in _outcomes(this, run, given.shows_progress):
+            for outcome in _outcomes(this, run, prepared.shows_progress):
                 if requests_file is not None:
                     requests_file.write(_request_record(run, tally.num_requests, outcome))
                 tally.add(outcome)
@@ -124,12 +126,12 @@ def _request_record(run: Run, index: int, outcome: Outcome) -> dict[str, object]
     }
 
 
-def _outputs(words: Words) -> dict[str, str]:
+def _outputs(args: Args) -> dict[str, str]:
     """Flag -> path of what will be written. ValueError if it cannot be, or is another of them or the trace."""
-    taken = {Path(str(words["trace"])).resolve(): "TRACE"}
+    taken = {Path(str(args["trace"])).resolve(): "TRACE"}
     outputs = {}
     for name in ("jsonl", "requests", "plot"):
-        path = words[name]
+        path = args[name]
         if path is None:
             continue
         other = taken.setdefault(Path(str(path)).resolve(), f"--{name}")

@@ -12,7 +12,7 @@ from typing import TypeVar
 from sglang_evicpress.cli.replay.units import Size, parse_number, parse_rate
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.policy import policy_forms
-from sglang_evicpress.policy.cost_model import Costs, PrefillLaw, TransferLaw
+from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.quality_curves import Curves
 from sglang_evicpress.simulator.runs import Recompute
 
@@ -23,7 +23,7 @@ MOST_NOISE = 10.0
 MOST_ALPHA_S = 1e9
 """Beyond these sums of seconds and utilities leave the range of a float."""
 
-Words = Mapping[str, object]
+Args = Mapping[str, object]
 """What argparse found: text, True, False, or None for what was left out."""
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class Plan:
     half_life_s: float | None
     forms: tuple[Form, ...]
     slot_bytes: int
-    costs: Costs
+    costs: CostSnapshot
     noise: float
     servers: Servers
     seed: int
@@ -58,37 +58,37 @@ class Plan:
     recompute: Recompute
 
 
-def read_plan(words: Words) -> Plan:
+def read_plan(args: Args) -> Plan:
     """ValueError for the first bad value, naming it and what is accepted."""
-    sizes = {tier: _read(words, tier.label, Size.parse) for tier in (Tier.GPU, Tier.HOST, Tier.SSD)}
+    sizes = {tier: _read(args, tier.label, Size.parse) for tier in (Tier.GPU, Tier.HOST, Tier.SSD)}
     if not sizes[Tier.GPU].amount:
-        raise ValueError(f"--gpu: {words['gpu']!r} is nothing: expected a size above 0")
+        raise ValueError(f"--gpu: {args['gpu']!r} is nothing: expected a size above 0")
     load = {
-        tier: TransferLaw(fixed_s, _read(words, f"{tier.label}_bandwidth", parse_rate))
+        tier: TransferCost(fixed_s, _read(args, f"{tier.label}_bandwidth", parse_rate))
         for tier, fixed_s in FIXED_LOAD_S.items()
     }
     return Plan(
-        policies=_read(words, "policy", _policies),
-        alphas=_read(words, "alpha", _alphas),
+        policies=_read(args, "policy", _policies),
+        alphas=_read(args, "alpha", _alphas),
         sizes={tier: size for tier, size in sizes.items() if size.amount},
-        half_life_s=_read(words, "half_life", _half_life),
-        forms=_read(words, "forms", _forms),
-        slot_bytes=_read(words, "slot_bytes", lambda text: _whole(text, 1)),
-        costs=Costs(_read(words, "prefill", _prefill), load, {}),
-        noise=_read(words, "noise", lambda text: _at_most(MOST_NOISE, text, "a number from 0 to 10, such as 0.1")),
-        servers=Servers() if words["servers"] is None else _read(words, "servers", _servers),
-        seed=_read(words, "seed", lambda text: _whole(text, 0)),
-        curves=None if words["curves"] is None else _read(words, "curves", _curves),
-        curves_file=None if words["curves"] is None else str(words["curves"]),
-        limit=None if words["limit"] is None else _read(words, "limit", lambda text: _whole(text, 1)),
-        skip_bad=bool(words["skip_bad"]),
-        recompute=_read(words, "recompute", _recompute),
+        half_life_s=_read(args, "half_life", _half_life),
+        forms=_read(args, "forms", _forms),
+        slot_bytes=_read(args, "slot_bytes", lambda text: _whole(text, 1)),
+        costs=CostSnapshot(_read(args, "prefill", _prefill), load, {}),
+        noise=_read(args, "noise", lambda text: _at_most(MOST_NOISE, text, "a number from 0 to 10, such as 0.1")),
+        servers=Servers() if args["servers"] is None else _read(args, "servers", _servers),
+        seed=_read(args, "seed", lambda text: _whole(text, 0)),
+        curves=None if args["curves"] is None else _read(args, "curves", _curves),
+        curves_file=None if args["curves"] is None else str(args["curves"]),
+        limit=None if args["limit"] is None else _read(args, "limit", lambda text: _whole(text, 1)),
+        skip_bad=bool(args["skip_bad"]),
+        recompute=_read(args, "recompute", _recompute),
     )
 
 
-def _read(words: Words, name: str, reader: Callable[[str], T]) -> T:
+def _read(args: Args, name: str, reader: Callable[[str], T]) -> T:
     try:
-        return reader(str(words[name]))
+        return reader(str(args[name]))
     except ValueError as error:
         raise ValueError(f"--{name.replace('_', '-')}: {error}") from None
 
@@ -131,15 +131,15 @@ def _recompute(text: str) -> Recompute:
     return known[text]
 
 
-def _prefill(text: str) -> PrefillLaw:
+def _prefill(text: str) -> PrefillCost:
     expected = "FIXED,PER_TOKEN,PER_PAIR in seconds of 0 or more, such as 0.01,3.5e-5,1.3e-9"
     parts = text.split(",")
     if len(parts) != 3:
         raise ValueError(f"{text!r}: expected {expected}")
-    law = PrefillLaw(*(parse_number(part, expected) for part in parts))
-    if not law.seconds(1, 0) > 0.0:
+    cost = PrefillCost(*(parse_number(part, expected) for part in parts))
+    if not cost.seconds(1, 0) > 0.0:
         raise ValueError(f"{text!r} takes no time at all: expected {expected}, not all 0")
-    return law
+    return cost
 
 
 def _servers(text: str) -> Servers:

@@ -12,11 +12,11 @@ from sglang_evicpress.cli.replay.flags import Plan
 from sglang_evicpress.cli.replay.units import Size, plain, show_bytes, three_digits
 from sglang_evicpress.core import Tier
 from sglang_evicpress.simulator.replay import NO_QUEUE, Machine
-from sglang_evicpress.simulator.runs import Setting, servers_at_load
+from sglang_evicpress.simulator.runs import Settings, servers_at_load
 from sglang_evicpress.traces import Trace
 
 
-def make_setting(plan: Plan, trace: Trace, working_set_tokens: int) -> Setting:
+def make_settings(plan: Plan, trace: Trace, working_set_tokens: int) -> Settings:
     """Sizes become bytes, a load becomes servers. ValueError for a tier too small for one token, or no load."""
     capacity = {tier: _capacity(tier, size, working_set_tokens, plan.slot_bytes) for tier, size in plan.sizes.items()}
     number = plan.servers.number
@@ -26,7 +26,7 @@ def make_setting(plan: Plan, trace: Trace, working_set_tokens: int) -> Setting:
         except ValueError as error:
             raise ValueError(f"--servers: {error}") from None
     machine = Machine(capacity, plan.costs, plan.noise, number)
-    return Setting(machine, plan.slot_bytes, plan.forms, plan.half_life_s, plan.seed, plan.curves, plan.recompute)
+    return Settings(machine, plan.slot_bytes, plan.forms, plan.half_life_s, plan.seed, plan.curves, plan.recompute)
 
 
 def _capacity(tier: Tier, size: Size, working_set_tokens: int, slot_bytes: int) -> int:
@@ -39,23 +39,23 @@ def _capacity(tier: Tier, size: Size, working_set_tokens: int, slot_bytes: int) 
     return num_bytes
 
 
-def header(plan: Plan, setting: Setting, trace: Trace, working_set_tokens: int, command: str) -> dict[str, str]:
+def header(plan: Plan, settings: Settings, trace: Trace, working_set_tokens: int, command: str) -> dict[str, str]:
     """Settings needed to replay again, by name, for people."""
     skipped = f", {trace.num_skipped:,} bad lines skipped" if trace.num_skipped else ""
-    slot = setting.slot_bytes
-    machine = setting.machine
+    slot = settings.slot_bytes
+    machine = settings.machine
     prefill = machine.costs.prefill
     costs = f"prefill {prefill.fixed_s:g} + {prefill.per_token_s:g} n + {prefill.per_pair_s:g} n (depth + n/2) s"
-    for tier, law in machine.costs.load.items():
+    for tier, cost in machine.costs.load.items():
         if tier in machine.capacity:
-            costs += f"; {tier.label} {law.fixed_s:g} s + bytes / {show_bytes(law.bytes_per_s)}/s"
+            costs += f"; {tier.label} {cost.fixed_s:g} s + bytes / {show_bytes(cost.bytes_per_s)}/s"
     if machine.noise:
-        costs += f"; times exp(normal(0, {machine.noise:g})), seed {setting.seed}, and learned"
+        costs += f"; times exp(normal(0, {machine.noise:g})), seed {settings.seed}, and learned"
     servers = "nothing waits"
     if machine.num_servers != NO_QUEUE:
         load = f", busy {plan.servers.number:g} of the time if nothing is cached" if plan.servers.is_load else ""
         servers = f"{three_digits(machine.num_servers)}{load}"
-    half_life = "learned" if setting.half_life_s is None else f"{setting.half_life_s:g} s"
+    half_life = "learned" if settings.half_life_s is None else f"{settings.half_life_s:g} s"
     about = {
         "trace": f"{trace.name}: {len(trace.requests):,} requests{skipped}, blocks of {trace.block_tokens:,} tokens",
         "working set": _both(working_set_tokens * slot, slot),
@@ -63,20 +63,20 @@ def header(plan: Plan, setting: Setting, trace: Trace, working_set_tokens: int, 
         "costs": costs,
         "servers": servers,
         "half-life": half_life,
-        "recompute": f"{setting.recompute} may prefill again what takes longer to load",
-        "forms": ", ".join(map(str, setting.forms)) or "exact only",
-        "quality": f"drawn per context, seed {setting.seed}" if plan.curves_file is None else plan.curves_file,
+        "recompute": f"{settings.recompute} may prefill again what takes longer to load",
+        "forms": ", ".join(map(str, settings.forms)) or "exact only",
+        "quality": f"drawn per context, seed {settings.seed}" if plan.curves_file is None else plan.curves_file,
         "versions": ", ".join(f"{name} {number}" for name, number in versions().items()),
         "command": command,
     }
     return {name: plain(text) for name, text in about.items()}
 
 
-def setting_record(
-    plan: Plan, setting: Setting, trace: Trace, working_set_tokens: int, command: str
+def settings_record(
+    plan: Plan, settings: Settings, trace: Trace, working_set_tokens: int, command: str
 ) -> dict[str, object]:
     """The same as JSON takes it: bytes and seconds. ``num_servers`` is None where nothing waits."""
-    machine = setting.machine
+    machine = settings.machine
     return {
         "trace": plain(trace.name),
         "num_requests": len(trace.requests),
@@ -84,14 +84,14 @@ def setting_record(
         "block_tokens": trace.block_tokens,
         "working_set_tokens": working_set_tokens,
         "capacity_bytes": {tier.label: size for tier, size in machine.capacity.items()},
-        "slot_bytes": setting.slot_bytes,
+        "slot_bytes": settings.slot_bytes,
         "prefill": asdict(machine.costs.prefill),
-        "load": {tier.label: asdict(law) for tier, law in machine.costs.load.items()},
+        "load": {tier.label: asdict(cost) for tier, cost in machine.costs.load.items()},
         "num_servers": None if machine.num_servers == NO_QUEUE else machine.num_servers,
         "noise": machine.noise,
-        "half_life_s": "auto" if setting.half_life_s is None else setting.half_life_s,
-        "forms": [str(form) for form in setting.forms],
-        "seed": setting.seed,
+        "half_life_s": "auto" if settings.half_life_s is None else settings.half_life_s,
+        "forms": [str(form) for form in settings.forms],
+        "seed": settings.seed,
         "curves": None if plan.curves_file is None else plain(plan.curves_file),
         "versions": dict(versions()),
         "command": plain(command),

@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence
 from typing import ClassVar
 
-from sglang_evicpress.core import Form, Tier, Way
-from sglang_evicpress.policy.base import DROPPED, Record, Step
-from sglang_evicpress.policy.cost_model import Costs
+from sglang_evicpress.core import Form, LowerCopy, Tier
+from sglang_evicpress.policy.base import DROPPED, Candidate, Step
+from sglang_evicpress.policy.cost_model import CostSnapshot
 from sglang_evicpress.policy.menu import Menu
-from sglang_evicpress.policy.rules.lru import CascadeRule
+from sglang_evicpress.policy.rules.lru import CascadePolicy
 
 
-class AdaptCacheRule(CascadeRule):
+class AdaptCachePolicy(CascadePolicy):
     """AdaptCache (Feng et al., 2025) section 2.
 
     ``Utility(i) = Freq(i) * (alpha * Quality(i, M_i, R_i)) - size(i, M_i, R_i) / Bandwidth``, as printed: the loading
@@ -30,7 +30,7 @@ class AdaptCacheRule(CascadeRule):
     name: ClassVar[str] = "adaptcache"
     weighs_quality: ClassVar[bool] = True
 
-    def __init__(self, menu: Menu, alpha: float, costs: Costs, curve: Sequence[float]) -> None:
+    def __init__(self, menu: Menu, alpha: float, costs: CostSnapshot, curve: Sequence[float]) -> None:
         super().__init__(menu)
         self.compresses = len(menu.forms) > 1
         if not (math.isfinite(alpha) and alpha >= 0.0):
@@ -41,75 +41,79 @@ class AdaptCacheRule(CascadeRule):
         self._quality: dict[Form, float] = dict(zip(menu.forms, curve, strict=True))
         self.read_costs(costs)
 
-    def read_costs(self, costs: Costs) -> None:
-        """Take other costs; the book must be rebuilt after it."""
+    def read_costs(self, costs: CostSnapshot) -> None:
+        """Take other costs; the index must be rebuilt after it."""
         self._seconds_per_byte = [0.0] * DROPPED
         for tier in self.menu.tiers:
             if tier != Tier.GPU:
                 self._seconds_per_byte[tier] = 1.0 / costs.load[tier].bytes_per_s
 
-    def utility(self, record: Record, form: Form, rank: int, num_bytes: int) -> float:
+    def utility(self, candidate: Candidate, form: Form, tier: int, num_bytes: int) -> float:
         """The printed utility of holding ``form`` in ``num_bytes`` on a tier; 0 where nothing is held."""
-        if rank == DROPPED:
+        if tier == DROPPED:
             return 0.0
-        quality = self._quality.get(form, record.quality)
-        return record.num_hits * self.alpha * quality - num_bytes * self._seconds_per_byte[rank]
+        quality = self._quality.get(form, candidate.quality)
+        return candidate.num_hits * self.alpha * quality - num_bytes * self._seconds_per_byte[tier]
 
-    def lost(self, record: Record, form: Form, rank: int, num_bytes: int) -> float:
+    def lost(self, candidate: Candidate, form: Form, tier: int, num_bytes: int) -> float:
         """The utility given up by going there. Qualities and delays are taken off apart: the difference of two
-        utilities is rounded, so that a hit could make it smaller, and the book counts on that it does not."""
-        if rank == DROPPED:
-            return self.utility(record, record.form, record.rank, record.num_bytes)
-        given_up = self._quality.get(record.form, record.quality) - self._quality.get(form, record.quality)
-        delay_s = num_bytes * self._seconds_per_byte[rank]
-        return record.num_hits * self.alpha * given_up + (delay_s - self.delay_s(record))
+        utilities is rounded, so that a hit could make it smaller, and the index counts on that it does not."""
+        if tier == DROPPED:
+            return self.utility(candidate, candidate.form, candidate.tier, candidate.num_bytes)
+        given_up = self._quality.get(candidate.form, candidate.quality) - self._quality.get(form, candidate.quality)
+        delay_s = num_bytes * self._seconds_per_byte[tier]
+        return candidate.num_hits * self.alpha * given_up + (delay_s - self.delay_s(candidate))
 
-    def delay_s(self, record: Record) -> float:
-        return record.num_bytes * self._seconds_per_byte[record.rank]
+    def delay_s(self, candidate: Candidate) -> float:
+        return candidate.num_bytes * self._seconds_per_byte[candidate.tier]
 
-    def step(self, record: Record, barred: int = 0, ways: Sequence[Way] | None = None) -> Step | None:
-        rank, held = record.rank, record.num_bytes
-        evicted = self.next_rank(record, barred)
-        if held == 0:
-            if evicted is None or evicted == DROPPED or ways is None:
-                return None if evicted is None else Step(math.inf, evicted, None, 0, record.quality)
-            return Step(math.inf, *next(way for way in ways if way.rank == evicted))
+    def step(
+        self, candidate: Candidate, excluded_tiers: int = 0, lower_copies: Sequence[LowerCopy] | None = None
+    ) -> Step | None:
+        tier, size_now = candidate.tier, candidate.num_bytes
+        evicted = self.next_tier(candidate, excluded_tiers)
+        if size_now == 0:
+            if evicted is None or evicted == DROPPED or lower_copies is None:
+                return None if evicted is None else Step(math.inf, evicted, None, 0, candidate.quality)
+            return Step(math.inf, *next(lower_copy for lower_copy in lower_copies if lower_copy.tier == evicted))
         best: Step | None = None
-        for index, num_bytes in self._smaller(record):
+        for index, num_bytes in self._smaller(candidate):
             form = self.menu.forms[index]
-            lost = self.lost(record, form, rank, num_bytes)
-            if best is None or lost / (held - num_bytes) < best.key:
-                delay_s = num_bytes * self._seconds_per_byte[rank]
-                key = lost / (held - num_bytes)
-                best = Step(key, rank, form, num_bytes, record.curve[index], delay_s, self._per_weight(record, lost))
+            lost = self.lost(candidate, form, tier, num_bytes)
+            if best is None or lost / (size_now - num_bytes) < best.key:
+                delay_s = num_bytes * self._seconds_per_byte[tier]
+                key = lost / (size_now - num_bytes)
+                best = Step(
+                    key, tier, form, num_bytes, candidate.curve[index], delay_s, self._per_weight(candidate, lost)
+                )
         if evicted is not None:
-            left = Way(evicted, record.form, record.num_bytes, record.quality)
-            if ways is not None and evicted < DROPPED:
-                left = next(way for way in ways if way.rank == evicted)
-            lost = self.lost(record, left.form, evicted, left.num_bytes)
-            key, per_weight = lost / held, self._per_weight(record, lost)
+            left = LowerCopy(evicted, candidate.form, candidate.num_bytes, candidate.quality)
+            if lower_copies is not None and evicted < DROPPED:
+                left = next(lower_copy for lower_copy in lower_copies if lower_copy.tier == evicted)
+            lost = self.lost(candidate, left.form, evicted, left.num_bytes)
+            key, per_weight = lost / size_now, self._per_weight(candidate, lost)
             if best is not None and key >= best.key:
                 return best
             if evicted == DROPPED:
                 return Step(key, DROPPED, None, 0, 1.0, 0.0, per_weight)
             delay_s = left.num_bytes * self._seconds_per_byte[evicted]
-            kept_form = None if ways is None else left.form
+            kept_form = None if lower_copies is None else left.form
             best = Step(key, evicted, kept_form, left.num_bytes, left.quality, delay_s, per_weight)
         return best
 
-    def _smaller(self, record: Record) -> list[tuple[int, int]]:
+    def _smaller(self, candidate: Candidate) -> list[tuple[int, int]]:
         """(index of a form, bytes) for the forms that can be made of the node and are smaller than what it holds."""
-        if not isinstance(record.memo, list):
-            record.memo = [
+        if not isinstance(candidate.memo, list):
+            candidate.memo = [
                 (index, size)
-                for index, size in enumerate(self.menu.sizes(record.num_tokens, record.sinks))
-                if record.reachable >> index & 1 and size < record.num_bytes
+                for index, size in enumerate(self.menu.sizes(candidate.num_tokens, candidate.sinks))
+                if candidate.allowed_forms >> index & 1 and size < candidate.num_bytes
             ]
-        return record.memo
+        return candidate.memo
 
     @staticmethod
-    def _per_weight(record: Record, lost: float) -> float:
+    def _per_weight(candidate: Candidate, lost: float) -> float:
         """A step's loss is weighted by the plan; this utility has its own frequency in it. 0 for a node whose weight
         has faded so far that the quotient is no number."""
-        found = lost / record.weight if record.weight else 0.0
-        return found if math.isfinite(found) else 0.0
+        per_weight = lost / candidate.weight if candidate.weight else 0.0
+        return per_weight if math.isfinite(per_weight) else 0.0

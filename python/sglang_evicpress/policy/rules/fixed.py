@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from sglang_evicpress.core import Form, Way
-from sglang_evicpress.policy.base import Record, Step
+from sglang_evicpress.core import Form, LowerCopy
+from sglang_evicpress.policy.base import Candidate, Step
 from sglang_evicpress.policy.menu import Menu
-from sglang_evicpress.policy.rules.lru import CascadeRule
+from sglang_evicpress.policy.rules.lru import CascadePolicy
 
 CHUNK_TOKENS = 64
 RUN_TOKENS = 16
 
 
-class FixedFormRule(CascadeRule):
+class FixedFormPolicy(CascadePolicy):
     """Fixed compression with LRU, the baseline of EvicPress section 6.1.
 
     A tier that is short first brings every node that is still exact to ``form``, least recently used first; only when
@@ -33,15 +33,17 @@ class FixedFormRule(CascadeRule):
         self.form = form
         self._index = menu.forms.index(form)
 
-    def key(self, record: Record) -> float:
+    def key(self, candidate: Candidate) -> float:
         return 1.0
 
-    def step(self, record: Record, barred: int = 0, ways: Sequence[Way] | None = None) -> Step | None:
-        if record.form.is_exact and record.reachable >> self._index & 1:
-            num_bytes = self.menu.num_bytes(self.form, record.num_tokens, record.sinks)
-            if num_bytes < record.num_bytes:
-                return Step(0.0, record.rank, self.form, num_bytes, record.curve[self._index])
-        return super().step(record, barred, ways)
+    def step(
+        self, candidate: Candidate, excluded_tiers: int = 0, lower_copies: Sequence[LowerCopy] | None = None
+    ) -> Step | None:
+        if candidate.form.is_exact and candidate.allowed_forms >> self._index & 1:
+            num_bytes = self.menu.num_bytes(self.form, candidate.num_tokens, candidate.sinks)
+            if num_bytes < candidate.num_bytes:
+                return Step(0.0, candidate.tier, self.form, num_bytes, candidate.curve[self._index])
+        return super().step(candidate, excluded_tiers, lower_copies)
 
 
 def grown_fraction(important: float, chunk_tokens: int = CHUNK_TOKENS, run_tokens: float = RUN_TOKENS) -> float:
@@ -65,7 +67,7 @@ def impress_form(important: float) -> Form:
     return Form("snapkv", min(999, math.ceil(grown_fraction(important) * 1000.0)) / 1000.0)
 
 
-class ImpressRule(FixedFormRule):
+class ImpressPolicy(FixedFormPolicy):
     """IMPRESS (Chen et al., FAST 2025) as EvicPress section 6.1 describes it, then LRU.
 
     IMPRESS finds the top X % of tokens by the attention of three of eight heads, splits the KV into chunks and loads

@@ -6,13 +6,13 @@ import math
 from typing import ClassVar
 
 from sglang_evicpress.core import Tier
-from sglang_evicpress.policy.base import Record
-from sglang_evicpress.policy.cost_model import Costs
+from sglang_evicpress.policy.base import Candidate
+from sglang_evicpress.policy.cost_model import CostSnapshot
 from sglang_evicpress.policy.menu import Menu
-from sglang_evicpress.policy.rules.lru import CascadeRule
+from sglang_evicpress.policy.rules.lru import CascadePolicy
 
 
-class GdsfRule(CascadeRule):
+class GdsfPolicy(CascadePolicy):
     """Greedy-Dual-Size-Frequency (Cherkasova, HP Labs technical report HPL-98-69R1, 1998).
 
     The node with the smallest ``age + frequency * cost / size`` goes first. Cost is the seconds of prefilling the
@@ -26,29 +26,29 @@ class GdsfRule(CascadeRule):
 
     name: ClassVar[str] = "gdsf"
 
-    def __init__(self, menu: Menu, costs: Costs) -> None:
+    def __init__(self, menu: Menu, costs: CostSnapshot) -> None:
         super().__init__(menu)
         self.costs = costs
         self._ages = [0.0] * len(Tier)
         self._since: dict[int, tuple[int, float]] = {}
 
-    def read_costs(self, costs: Costs) -> None:
-        """Take other costs; the book must be rebuilt after it."""
+    def read_costs(self, costs: CostSnapshot) -> None:
+        """Take other costs; the index must be rebuilt after it."""
         self.costs = costs
 
-    def key(self, record: Record) -> float:
-        if not record.num_bytes:
+    def key(self, candidate: Candidate) -> float:
+        if not candidate.num_bytes:
             return math.inf
-        rank, age = self._since[record.id]
-        if rank != record.rank:  # a plan has moved it: it will come at the age of the tier it goes to
-            age = self._ages[record.rank]
-        cost_s = self.costs.prefill.marginal_seconds(record.num_tokens, record.depth_tokens)
-        return age + max(1, record.num_hits) * cost_s / record.num_bytes
+        tier, age = self._since[candidate.id]
+        if tier != candidate.tier:  # a plan has moved it: it will come at the age of the tier it goes to
+            age = self._ages[candidate.tier]
+        cost_s = self.costs.prefill.marginal_seconds(candidate.num_tokens, candidate.depth_tokens)
+        return age + max(1, candidate.num_hits) * cost_s / candidate.num_bytes
 
-    def used(self, record: Record) -> None:
-        self._since[record.id] = record.rank, self._ages[record.rank]
+    def used(self, candidate: Candidate) -> None:
+        self._since[candidate.id] = candidate.tier, self._ages[candidate.tier]
 
-    def left(self, record: Record, rank: int) -> None:
-        if rank > record.rank and record.num_bytes:
-            self._ages[record.rank] = max(self._ages[record.rank], self.key(record))
-        del self._since[record.id]
+    def left(self, candidate: Candidate, tier: int) -> None:
+        if tier > candidate.tier and candidate.num_bytes:
+            self._ages[candidate.tier] = max(self._ages[candidate.tier], self.key(candidate))
+        del self._since[candidate.id]

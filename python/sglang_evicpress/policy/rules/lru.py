@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from sglang_evicpress.core import Way
-from sglang_evicpress.policy.base import DROPPED, Record, Step
+from sglang_evicpress.core import LowerCopy
+from sglang_evicpress.policy.base import DROPPED, Candidate, Step
 from sglang_evicpress.policy.menu import Menu
 
 
-class CascadeRule:
+class CascadePolicy:
     """A node goes to the next tier below that can take it, as it is; from the last one it is dropped."""
 
     rises_only: ClassVar[bool] = True
@@ -21,51 +21,53 @@ class CascadeRule:
     def __init__(self, menu: Menu) -> None:
         self.menu = menu
 
-    def key(self, record: Record) -> float:
+    def key(self, candidate: Candidate) -> float:
         """The smallest goes first, ties by last use; here the last use itself."""
-        return float(record.last_use)
+        return float(candidate.last_use)
 
-    def step(self, record: Record, barred: int = 0, ways: Sequence[Way] | None = None) -> Step | None:
-        rank = self.next_rank(record, barred)
-        if rank is None:
+    def step(
+        self, candidate: Candidate, excluded_tiers: int = 0, lower_copies: Sequence[LowerCopy] | None = None
+    ) -> Step | None:
+        tier = self.next_tier(candidate, excluded_tiers)
+        if tier is None:
             return None
-        if rank == DROPPED:
-            return Step(self.key(record), DROPPED, None, 0)
-        if ways is not None:
-            way = next(way for way in ways if way.rank == rank)
-            return Step(self.key(record), rank, way.form, way.num_bytes, way.quality)
-        return Step(self.key(record), rank, None, record.num_bytes, record.quality)
+        if tier == DROPPED:
+            return Step(self.key(candidate), DROPPED, None, 0)
+        if lower_copies is not None:
+            lower_copy = next(lower_copy for lower_copy in lower_copies if lower_copy.tier == tier)
+            return Step(self.key(candidate), tier, lower_copy.form, lower_copy.num_bytes, lower_copy.quality)
+        return Step(self.key(candidate), tier, None, candidate.num_bytes, candidate.quality)
 
-    def next_rank(self, record: Record, barred: int) -> int | None:
+    def next_tier(self, candidate: Candidate, excluded_tiers: int) -> int | None:
         """The tier below that can take the node, DROPPED if none is left, None while a child is above that."""
-        floor = record.floor
-        if floor <= record.rank:
+        lowest_tier = candidate.lowest_tier
+        if lowest_tier <= candidate.tier:
             return None
         for tier in self.menu.tiers:
-            if tier > record.rank and not barred >> tier & 1:
-                return int(tier) if tier <= floor else None
-        return DROPPED if floor == DROPPED else None
+            if tier > candidate.tier and not excluded_tiers >> tier & 1:
+                return int(tier) if tier <= lowest_tier else None
+        return DROPPED if lowest_tier == DROPPED else None
 
-    def delay_s(self, record: Record) -> float:
+    def delay_s(self, candidate: Candidate) -> float:
         return 0.0
 
 
-class LruRule(CascadeRule):
+class LruPolicy(CascadePolicy):
     """Least recently used first, as SGLang's own radix cache."""
 
     name: ClassVar[str] = "lru"
 
 
-class LfuRule(CascadeRule):
+class LfuPolicy(CascadePolicy):
     """Least frequently used first, then least recently (SGLang's ``lfu``)."""
 
     name: ClassVar[str] = "lfu"
 
-    def key(self, record: Record) -> float:
-        return float(record.num_hits)
+    def key(self, candidate: Candidate) -> float:
+        return float(candidate.num_hits)
 
 
-class SlruRule(CascadeRule):
+class SlruPolicy(CascadePolicy):
     """Nodes used once before those used at least ``threshold`` times, each by last use (SGLang's ``slru``)."""
 
     name: ClassVar[str] = "slru"
@@ -74,11 +76,11 @@ class SlruRule(CascadeRule):
         super().__init__(menu)
         self.threshold = threshold
 
-    def key(self, record: Record) -> float:
-        return float(record.num_hits >= self.threshold)
+    def key(self, candidate: Candidate) -> float:
+        return float(candidate.num_hits >= self.threshold)
 
 
-class HptRule(CascadeRule):
+class HptPolicy(CascadePolicy):
     """Fewest hits per token first, then least recently used (``hpt``, proposed in sglang pull request 30300).
 
     The pull request is open and its arithmetic may change: the plain quotient of its name is used, over the logical
@@ -87,11 +89,11 @@ class HptRule(CascadeRule):
 
     name: ClassVar[str] = "hpt"
 
-    def key(self, record: Record) -> float:
-        return record.num_hits / max(1, record.num_tokens)
+    def key(self, candidate: Candidate) -> float:
+        return candidate.num_hits / max(1, candidate.num_tokens)
 
 
-class BeladyRule(CascadeRule):
+class BeladyPolicy(CascadePolicy):
     """The node whose next use is farthest away goes first (Belady, IBM Systems Journal 5(2), 1966).
 
     ``next_use`` maps a node to the time of its next use, in any unit; whoever knows the future keeps it up to date,
@@ -106,5 +108,5 @@ class BeladyRule(CascadeRule):
         super().__init__(menu)
         self.next_use = next_use
 
-    def key(self, record: Record) -> float:
-        return -self.next_use.get(record.id, math.inf)
+    def key(self, candidate: Candidate) -> float:
+        return -self.next_use.get(candidate.id, math.inf)

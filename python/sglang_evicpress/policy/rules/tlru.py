@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from sglang_evicpress.policy.base import DROPPED, Record
+from sglang_evicpress.policy.base import DROPPED, Candidate
 from sglang_evicpress.policy.menu import Menu
-from sglang_evicpress.policy.rules.lru import CascadeRule
+from sglang_evicpress.policy.rules.lru import CascadePolicy
 
 
-class TlruRule(CascadeRule):
+class TlruPolicy(CascadePolicy):
     """Tail-optimized LRU (Zhang et al., arXiv 2510.15152; SGLang's ``tlru``, sglang pull request 34012).
 
     A conversation of ``history`` tokens whose next prompt adds ``prompt_tokens`` prefills at most ``threshold_tokens``
@@ -33,17 +33,17 @@ class TlruRule(CascadeRule):
         self._history: dict[int, int] = {}
         self._parents: dict[int, int | None] = {}
 
-    def key(self, record: Record) -> float:
-        return float(record.depth_tokens < self._history[record.id] - self._slack)
+    def key(self, candidate: Candidate) -> float:
+        return float(candidate.depth_tokens < self._history[candidate.id] - self._slack)
 
-    def used(self, record: Record) -> None:
-        end = max(self._history.get(record.id, 0), record.depth_tokens + record.num_tokens)
-        self._history[record.id] = end
-        self._parents[record.id] = node = record.parent_id
+    def used(self, candidate: Candidate) -> None:
+        end = max(self._history.get(candidate.id, 0), candidate.depth_tokens + candidate.num_tokens)
+        self._history[candidate.id] = end
+        self._parents[candidate.id] = node = candidate.parent_id
         while node is not None and self._history.get(node, end) < end:
             self._history[node] = end
             node = self._parents[node]
 
-    def left(self, record: Record, rank: int) -> None:
-        if rank == DROPPED:
-            del self._history[record.id], self._parents[record.id]
+    def left(self, candidate: Candidate, tier: int) -> None:
+        if tier == DROPPED:
+            del self._history[candidate.id], self._parents[candidate.id]

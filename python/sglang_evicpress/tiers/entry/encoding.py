@@ -34,7 +34,7 @@ from sglang_evicpress.tiers.entry.header import (
     parse_form,
     problem_of,
 )
-from sglang_evicpress.tiers.entry.identity import FORMAT_VERSION, MAX_EDGE
+from sglang_evicpress.tiers.entry.identity import FORMAT_VERSION, MAX_LOOKUP_KEY
 from sglang_evicpress.tiers.entry.key import SEAL_BYTES, Key
 
 __all__ = [
@@ -66,8 +66,8 @@ _ENTRY, _TOMBSTONE = 1, 2
 _SEALED = 0x100  # of the kind
 _CHECKSUM_BYTES = 16
 _PREFIX = Struct("<8sHHI")  # magic, version, kind, length of the whole record in bytes
-# fingerprint, namespace, parent key, key, edge, start, payload offset and bytes, numbers of tokens, slots, extents,
-# layers and heads, head_dim, page_size, bytes of dtype and form, flags
+# fingerprint, namespace, parent key, key, lookup key, start, payload offset and bytes, numbers of tokens, slots,
+# extents, layers and heads, head_dim, page_size, bytes of dtype and form, flags
 _FIXED = Struct("<16s16s16s16sQQQQIIIIIIIBBH")
 _PEEKED = Struct("<16s32x16sQ8xQQI")
 _NUMBER = Struct("<Q")
@@ -78,7 +78,7 @@ class Peek(NamedTuple):
     """Fields of an entry's record that a start-up scan needs."""
 
     fingerprint: bytes
-    edge: int
+    lookup_key: int
     num_tokens: int
     payload_offset: int
     payload_bytes: int
@@ -108,7 +108,7 @@ def encode(header: Header, key: Key | None = None) -> bytes:
         header.namespace,
         header.parent_key,
         header.key,
-        header.edge,
+        header.lookup_key,
         header.start,
         header.payload_offset,
         header.payload_bytes,
@@ -150,7 +150,7 @@ def decode(buffer: Buffer, offset: int = 0, key: Key | None = None) -> tuple[Hea
         namespace,
         parent_key,
         path_key,
-        edge,
+        lookup_key,
         start,
         payload_offset,
         payload_bytes,
@@ -195,8 +195,8 @@ def decode(buffer: Buffer, offset: int = 0, key: Key | None = None) -> tuple[Hea
     )
     if problem := problem_of(header):
         raise BadEntry("header", problem)
-    if (header.edge, header.payload_bytes) != (edge, payload_bytes):
-        raise BadEntry("header", "its edge or payload size is not that of its tokens and extents")
+    if (header.lookup_key, header.payload_bytes) != (lookup_key, payload_bytes):
+        raise BadEntry("header", "its lookup key or payload size is not that of its tokens and extents")
     return header, offset + len(record)
 
 
@@ -206,9 +206,9 @@ def peek(buffer: Buffer, offset: int = 0, key: Key | None = None) -> Peek | Tomb
     kind, record, tail_bytes = _open(buffer, offset)
     is_ours = _is_ours(record, tail_bytes, key)
     if kind == _ENTRY and len(record) >= _PREFIX.size + _FIXED.size + tail_bytes:
-        fingerprint, path_key, edge, at, num_bytes, num_tokens = _PEEKED.unpack_from(record, _PREFIX.size)
-        if edge <= MAX_EDGE and at + num_bytes <= MAX_OFFSET:
-            return Peek(fingerprint, edge, num_tokens, at, num_bytes, len(record), path_key, is_ours)
+        fingerprint, path_key, lookup_key, at, num_bytes, num_tokens = _PEEKED.unpack_from(record, _PREFIX.size)
+        if lookup_key <= MAX_LOOKUP_KEY and at + num_bytes <= MAX_OFFSET:
+            return Peek(fingerprint, lookup_key, num_tokens, at, num_bytes, len(record), path_key, is_ours)
     elif kind == _TOMBSTONE and len(record) == _PREFIX.size + _NUMBER.size + tail_bytes:
         (number,) = _NUMBER.unpack_from(record, _PREFIX.size)
         if number <= MAX_OFFSET:

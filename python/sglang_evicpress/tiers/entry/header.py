@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from sglang_evicpress.core import Form
-from sglang_evicpress.tiers.entry.identity import KEY_BYTES, edge_of
+from sglang_evicpress.tiers.entry.identity import KEY_BYTES, lookup_key_of
 from sglang_evicpress.tiers.entry.key import SEAL_BYTES, Key
 
 Buffer = bytes | bytearray | memoryview | mmap.mmap
@@ -180,9 +180,9 @@ class Header:
         return self.extents[-1].offset + self.extents[-1].num_bytes if self.extents else 0
 
     @property
-    def edge(self) -> int:
-        """The number under which it is looked up: see ``edge_of``."""
-        return edge_of(self.parent_key, np.frombuffer(self.tokens[: 4 * self.shape.page_size], "<u4"))
+    def lookup_key(self) -> int:
+        """The number under which it is looked up: see ``lookup_key_of``."""
+        return lookup_key_of(self.parent_key, np.frombuffer(self.tokens[: 4 * self.shape.page_size], "<u4"))
 
 
 def problem_of(header: Header) -> str | None:

@@ -1,7 +1,7 @@
 """Identity of an entry's KV: the model's fingerprint, the namespace, and all tokens from the path's start.
 
 Keys are cut from sha256, because namespaces and tokens come from users and a collision would serve one user's KV to
-another. Edges only look entries up; what they find is compared by key and tokens afterwards.
+another. Lookup keys only look entries up; what they find is compared by key and tokens afterwards.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import xxhash
 FORMAT_VERSION = 1
 KEY_BYTES = 16
 MAX_TOKEN = 2**32 - 1
-MAX_EDGE = 2**63 - 1
+MAX_LOOKUP_KEY = 2**63 - 1
 
 Tokens: TypeAlias = "Sequence[int] | array[int] | np.ndarray"  # integers from 0 to MAX_TOKEN
 
@@ -59,12 +59,12 @@ def token_bytes(tokens: Tokens) -> bytes:
     return row.tobytes()
 
 
-def edge_of(key: bytes, first_page: Tokens) -> int:
+def lookup_key_of(key: bytes, first_page: Tokens) -> int:
     """A 63-bit number for the way out of the path ``key`` that begins with these tokens (one page of them).
 
-    All entries that could follow a path are found under one edge; two edges may collide.
+    All entries that could follow a path are found under one lookup key; two lookup keys may collide.
     """
-    return xxhash.xxh3_64_intdigest(key + token_bytes(first_page)) & MAX_EDGE
+    return xxhash.xxh3_64_intdigest(key + token_bytes(first_page)) & MAX_LOOKUP_KEY
 
 
 class PathHash:

@@ -36,14 +36,14 @@ class Key:
             why = error.strerror if isinstance(error, OSError) else str(error)
             raise ValueError(f"{where} cannot be read ({why}): expected a file with the key") from None
         try:
-            found, user = os.fstat(fd), os.geteuid()
-            if not stat.S_ISREG(found.st_mode):
+            status, user = os.fstat(fd), os.geteuid()
+            if not stat.S_ISREG(status.st_mode):
                 raise ValueError(f"{where} is not a plain file: expected one with the key")
-            if found.st_uid not in (user, 0):
-                raise ValueError(f"{where} belongs to user {found.st_uid}: expected a file of user {user} or root")
-            if found.st_mode & 0o027:  # a group may read it: so containers are given secrets
+            if status.st_uid not in (user, 0):
+                raise ValueError(f"{where} belongs to user {status.st_uid}: expected a file of user {user} or root")
+            if status.st_mode & 0o027:  # a group may read it: so containers are given secrets
                 raise ValueError(
-                    f"{where} can be read by all or written by others (mode 0{stat.S_IMODE(found.st_mode):o}): "
+                    f"{where} can be read by all or written by others (mode 0{stat.S_IMODE(status.st_mode):o}): "
                     "expected mode 0600, 0400 or 0440 (chmod 600)"
                 )
             secret = os.read(fd, MOST_KEY_BYTES + 1)

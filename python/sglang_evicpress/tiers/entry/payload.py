@@ -18,7 +18,7 @@ from sglang_evicpress.device import HostCopy
 from sglang_evicpress.survivors import SurvivorLayout
 from sglang_evicpress.tiers.entry.encoding import Extent, Shape
 from sglang_evicpress.tiers.host.arena import Arena, Run, read_pieces, write_pieces
-from sglang_evicpress.tiers.transfers import CudaLanes, Transfers
+from sglang_evicpress.tiers.transfers import CudaStreams, Transfers
 
 _PIECE_BYTES = 1 << 18
 """Hashed right after it was copied, while it is in the cache."""
@@ -52,7 +52,7 @@ class PayloadCopier:
         self._is_cuda = first.is_cuda
         self._transfers = transfers
         if self._is_cuda and transfers is None:
-            self._transfers = Transfers(k_buffers, v_buffers, CudaLanes(self._device))
+            self._transfers = Transfers(k_buffers, v_buffers, CudaStreams(self._device))
             self._transfers.compile()
 
     @property
@@ -61,8 +61,8 @@ class PayloadCopier:
 
     def sizes(self, num_slots: int, is_lossy: bool) -> list[int]:
         """Bytes of every extent."""
-        found = [num_slots * sum(_row_bytes(buffer) for buffer in pair) for pair in self._buffers]
-        return [*found, 4 * num_slots * (self.num_layers * self.shape.num_heads + 1)] if is_lossy else found
+        sizes = [num_slots * sum(_row_bytes(buffer) for buffer in pair) for pair in self._buffers]
+        return [*sizes, 4 * num_slots * (self.num_layers * self.shape.num_heads + 1)] if is_lossy else sizes
 
     def save(
         self,
@@ -109,7 +109,7 @@ class PayloadCopier:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V, [count, heads, head_dim] each, of rows [begin, begin + count) of a layer of an entry of
         ``num_slots``: on the pool's device, and on the CPU perhaps the arena's own memory."""
-        found, offset = [], extent.offset
+        pair, offset = [], extent.offset
         for buffer in self._buffers[layer]:
             at = offset + begin * _row_bytes(buffer)
             if self._is_cuda:
@@ -118,9 +118,9 @@ class PayloadCopier:
                 read_pieces(pieces, rows.view(-1).view(torch.uint8))
             else:
                 rows = _rows(buffer, arena, runs, at, count)
-            found.append(rows)
+            pair.append(rows)
             offset += num_slots * _row_bytes(buffer)
-        return found[0], found[1]
+        return pair[0], pair[1]
 
     def write_layer(
         self, pair: tuple[torch.Tensor, torch.Tensor], arena: Arena, runs: Sequence[Run], offset: int, stream: Any
@@ -173,7 +173,7 @@ class PayloadCopier:
         event.record(torch.cuda.current_stream())
         return event
 
-    def mark(self) -> Any:
+    def event(self) -> Any:
         """A point in what this thread's copies have queued, for ``seconds_between``; None on the CPU."""
         if not self._is_cuda:
             return None

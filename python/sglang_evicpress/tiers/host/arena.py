@@ -139,13 +139,13 @@ def _advise(memory: mmap.mmap, option: int) -> bool:
 
 def _available_bytes() -> int:
     """Bytes that can be taken without swapping: the kernel's estimate, and no more than a container's limit."""
-    found = int(psutil.virtual_memory().available)
+    available = int(psutil.virtual_memory().available)
     try:
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
         anonymous = int(Path("/sys/fs/cgroup/memory.stat").read_text().split(maxsplit=2)[1])  # first line: anon N
     except (OSError, IndexError, ValueError):
-        return found  # no container, or no limit ("max")
-    return min(found, max(0, limit - anonymous))
+        return available  # no container, or no limit ("max")
+    return min(available, max(0, limit - anonymous))
 
 
 def _pin(data: torch.Tensor) -> None:

@@ -39,7 +39,7 @@ class HostTier:
         self._entries[id(entry)] = entry
         entry.owners.add(node_id)
 
-    def let_go(self, entry: HostEntry, node_id: int) -> None:
+    def release(self, entry: HostEntry, node_id: int) -> None:
         entry.owners.discard(node_id)
         self._free_unused(entry)
 

@@ -79,15 +79,15 @@ class Folder:
         return open_file(name, flags, self.fd)
 
     def _check(self) -> None:
-        found, user = os.fstat(self.fd), os.geteuid()
-        if found.st_uid != user:
+        status, user = os.fstat(self.fd), os.geteuid()
+        if status.st_uid != user:
             raise StoreError(
-                f"SSD folder {self.path} belongs to user {found.st_uid}: expected one of user {user} "
+                f"SSD folder {self.path} belongs to user {status.st_uid}: expected one of user {user} "
                 f"(chown {user} {self.path}, or name another)"
             )
-        if found.st_mode & _WRITABLE_BY_OTHERS:
+        if status.st_mode & _WRITABLE_BY_OTHERS:
             raise StoreError(
-                f"SSD folder {self.path} can be written by others (mode 0{stat.S_IMODE(found.st_mode):o}): expected "
+                f"SSD folder {self.path} can be written by others (mode 0{stat.S_IMODE(status.st_mode):o}): expected "
                 f"one that only its owner can (chmod go-w {self.path}, or name a folder in it that is not there yet)"
             )
 
@@ -130,12 +130,12 @@ def allowed_root(folder: str, roots: Sequence[str]) -> str:
 def allowed_roots(ssd_dir: str | None, allow_dirs: Sequence[str]) -> list[str]:
     """Folders below which one may be attached at run time: the parent of ``ssd_dir``, or itself if that is ``/``, and
     ``allow_dirs``."""
-    found = []
+    roots = []
     if ssd_dir is not None:
         real = os.path.realpath(ssd_dir)
         parent = os.path.dirname(real)  # noqa: PTH120 - paths are plain texts here
-        found.append(real if parent == os.sep else parent)
-    return [*found, *allow_dirs]
+        roots.append(real if parent == os.sep else parent)
+    return [*roots, *allow_dirs]
 
 
 def _split(path: str) -> tuple[str, list[str]]:
@@ -181,16 +181,16 @@ def _refusal(path: str, error: OSError, what: str) -> StoreError:
 
 
 def _check_file(fd: int, name: str) -> None:
-    found, user = os.fstat(fd), os.geteuid()
-    if not stat.S_ISREG(found.st_mode):
+    status, user = os.fstat(fd), os.geteuid()
+    if not stat.S_ISREG(status.st_mode):
         why = "is not a plain file"
-    elif found.st_uid not in (user, 0):
-        why = f"belongs to user {found.st_uid}"
-    elif found.st_mode & _WRITABLE_BY_OTHERS:
-        why = f"can be written by others (mode 0{stat.S_IMODE(found.st_mode):o})"
-    elif found.st_nlink > 1:
-        why = f"has {found.st_nlink} names"
-    elif found.st_nlink == 0:
+    elif status.st_uid not in (user, 0):
+        why = f"belongs to user {status.st_uid}"
+    elif status.st_mode & _WRITABLE_BY_OTHERS:
+        why = f"can be written by others (mode 0{stat.S_IMODE(status.st_mode):o})"
+    elif status.st_nlink > 1:
+        why = f"has {status.st_nlink} names"
+    elif status.st_nlink == 0:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)  # removed since it was opened
     else:
         return

@@ -14,7 +14,7 @@ from sglang_evicpress.tiers.entry.encoding import BadEntry, Header, decode
 from sglang_evicpress.tiers.entry.key import Key
 from sglang_evicpress.tiers.ssd.folder import UnsafeFileError
 from sglang_evicpress.tiers.ssd.os_files import BLOCK_BYTES, Files, Folder, StoreError, lock_folder, reason_of, round_up
-from sglang_evicpress.tiers.ssd.scan import Records
+from sglang_evicpress.tiers.ssd.scan import ScannedRecords
 from sglang_evicpress.tiers.ssd.segments import SegmentFiles, check_arriving, gaps
 
 __all__ = ["Report", "StoreError", "fsck"]
@@ -42,22 +42,22 @@ class Report:
 
     def lines(self) -> list[str]:
         """For people."""
-        found = [
+        lines = [
             f"{len(self.folders)} folders, {self.num_segments} segments: {self.ok} entries are good "
             f"({self.ok_bytes} bytes)"
         ]
-        found += [f"bad by {reason}: {count}" for reason, count in sorted(self.bad.items())]
+        lines += [f"bad by {reason}: {count}" for reason, count in sorted(self.bad.items())]
         if self.unsealed:
-            found.append(f"of another key, or of none, and not checked: {self.unsealed}")
+            lines.append(f"of another key, or of none, and not checked: {self.unsealed}")
         if self.torn_tails:
-            found.append(f"torn tails: {self.torn_tails}")
+            lines.append(f"torn tails: {self.torn_tails}")
         if self.orphan_bytes:
-            found.append(f"bytes without a good entry: {self.orphan_bytes}")
+            lines.append(f"bytes without a good entry: {self.orphan_bytes}")
         if self.is_clean:
-            found.append("clean")
+            lines.append("clean")
         else:
-            found.append("repaired" if self.is_repaired else "not clean: run again with --repair")
-        return found
+            lines.append("repaired" if self.is_repaired else "not clean: run again with --repair")
+        return lines
 
 
 def fsck(folder: Path, *, repair: bool, key: Key | None = None) -> Report:
@@ -110,25 +110,25 @@ class _Checker:
                 self.disk.unlink(number)
             return
         try:
-            found = self.disk.read_head(number, self._key)
+            scanned = self.disk.read_head(number, self._key)
         except UnsafeFileError:
             report.bad["unsafe"] += 1
             if self._repair:
                 self.disk.unlink(number)
             return
-        is_torn = found.end < found.num_bytes
+        is_torn = scanned.end < scanned.num_bytes
         num_bad = report.bad.total()
         report.torn_tails += is_torn
-        report.bad.update(reason for offset, reason in found.bad if offset < found.end)
+        report.bad.update(reason for offset, reason in scanned.bad if offset < scanned.end)
         good, taken = [], []
-        for offset, num_bytes, begin, size in self._unsealed(found.records):
+        for offset, num_bytes, begin, size in self._unsealed(scanned.records):
             if kv is None or begin % BLOCK_BYTES or begin + size > kv[0]:
                 report.bad["missing" if kv is None else "length"] += 1
                 continue
             good.append(self.disk.read_record(number, offset, num_bytes))
             taken.append((begin, round_up(size)))
             report.unsealed += 1
-        for header, record in self._good(number, found.records.select(found.records.is_ours)):
+        for header, record in self._good(number, scanned.records.select(scanned.records.is_ours)):
             good.append(record)
             taken.append((header.payload_offset, round_up(header.payload_bytes)))
             report.ok += 1
@@ -147,13 +147,13 @@ class _Checker:
             self.disk.cut(number, kv_bytes=max(sum(range_) for range_ in taken))
             self.disk.punch(number, holes)
 
-    def _unsealed(self, records: Records) -> Iterator[tuple[int, int, int, int]]:
+    def _unsealed(self, records: ScannedRecords) -> Iterator[tuple[int, int, int, int]]:
         """Offset and bytes of the record and of the payload of each entry that is not ours."""
         others = records.select(~records.is_ours)
         columns = (others.offsets, others.record_bytes, others.payload_offsets, others.payload_bytes)
         yield from zip(*(column.tolist() for column in columns), strict=True)
 
-    def _good(self, number: int, records: Records) -> Iterator[tuple[Header, bytes]]:
+    def _good(self, number: int, records: ScannedRecords) -> Iterator[tuple[Header, bytes]]:
         for offset, num_bytes in zip(records.offsets.tolist(), records.record_bytes.tolist(), strict=True):
             try:
                 record = self.disk.read_record(number, offset, num_bytes)

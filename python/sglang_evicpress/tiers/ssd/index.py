@@ -10,12 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from sglang_evicpress.tiers.ssd.os_files import BLOCK_BYTES
-from sglang_evicpress.tiers.ssd.scan import Records
+from sglang_evicpress.tiers.ssd.scan import ScannedRecords
 
 MAX_PAYLOAD_OFFSET = BLOCK_BYTES << 32
 """A payload begins before this byte of its segment."""
 
-_NONE, _DEAD = -1, -2
+_NONE, _GARBAGE = -1, -2
 _ROW_BITS = 32
 
 
@@ -42,11 +42,21 @@ class Place(NamedTuple):
 class _Rows:
     """The entries of one segment, in the order in which they were published. Rows are never used again."""
 
-    __slots__ = ("blocks", "edges", "first", "num_live", "older", "record_bytes", "record_offsets", "sizes", "tokens")
+    __slots__ = (
+        "blocks",
+        "first",
+        "lookup_keys",
+        "num_live",
+        "older",
+        "record_bytes",
+        "record_offsets",
+        "sizes",
+        "tokens",
+    )
 
     def __init__(self) -> None:
-        self.edges = array("q")  # _DEAD for a removed entry
-        self.older = array("q")  # handle of the next older entry of the same edge, or _NONE
+        self.lookup_keys = array("q")  # _DEAD for a removed entry
+        self.older = array("q")  # handle of the next older entry of the same lookup key, or _NONE
         self.record_offsets = array("Q")
         self.record_bytes = array("I")
         self.blocks = array("I")
@@ -69,7 +79,7 @@ class Index:
     """All entries of a store: 44 bytes in columns and a dict item each. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._newest: dict[int, int] = {}  # edge -> handle
+        self._newest: dict[int, int] = {}  # lookup key -> handle
         self._segments: dict[int, _Rows] = {}
         self._num_live = 0
 
@@ -79,44 +89,44 @@ class Index:
     def __contains__(self, ref: Ref) -> bool:
         return self.place(ref) is not None
 
-    def add(self, segment: int, edge: int, place: Place) -> Ref:
-        """Publish an entry as the newest of its edge and of its segment."""
+    def add(self, segment: int, lookup_key: int, place: Place) -> Ref:
+        """Publish an entry as the newest of its lookup key and of its segment."""
         rows = self._segments.setdefault(segment, _Rows())
-        row = len(rows.edges)
+        row = len(rows.lookup_keys)
         rows.record_offsets.append(place.record_offset)
         rows.record_bytes.append(place.record_bytes)
         rows.blocks.append(place.payload_offset // BLOCK_BYTES)
         rows.sizes.append(place.payload_bytes)
         rows.tokens.append(place.num_tokens)
-        self._link(segment, rows, row, [edge])
+        self._link(segment, rows, row, [lookup_key])
         return Ref(segment, row, place.payload_bytes, place.num_tokens)
 
-    def add_all(self, segment: int, records: Records) -> None:
+    def add_all(self, segment: int, records: ScannedRecords) -> None:
         """Publish the entries of a segment that was read."""
         rows = self._segments.setdefault(segment, _Rows())
-        row = len(rows.edges)
+        row = len(rows.lookup_keys)
         _extend(rows.record_offsets, records.offsets)
         _extend(rows.record_bytes, records.record_bytes)
         _extend(rows.blocks, records.payload_offsets // BLOCK_BYTES)
         _extend(rows.sizes, records.payload_bytes)
         _extend(rows.tokens, records.num_tokens)
-        self._link(segment, rows, row, records.edges.tolist())
+        self._link(segment, rows, row, records.lookup_keys.tolist())
 
-    def find(self, edge: int) -> list[Ref]:
-        """The entries of an edge, newest first."""
-        found = []
-        handle = self._newest.get(edge, _NONE)
+    def find(self, lookup_key: int) -> list[Ref]:
+        """The entries of a lookup key, newest first."""
+        refs = []
+        handle = self._newest.get(lookup_key, _NONE)
         while handle != _NONE:
             segment, row = _split(handle)
             rows = self._segments[segment]
-            found.append(Ref(segment, row, rows.sizes[row], rows.tokens[row]))
+            refs.append(Ref(segment, row, rows.sizes[row], rows.tokens[row]))
             handle = rows.older[row]
-        return found
+        return refs
 
     def place(self, ref: Ref) -> Place | None:
         """Place of an entry, or None once it was removed."""
         rows = self._segments.get(ref.segment)
-        if rows is None or ref.row >= len(rows.edges) or rows.edges[ref.row] == _DEAD:
+        if rows is None or ref.row >= len(rows.lookup_keys) or rows.lookup_keys[ref.row] == _GARBAGE:
             return None
         return rows.place(ref.row)
 
@@ -133,8 +143,8 @@ class Index:
         if rows is None:
             return 0
         num_live = rows.num_live
-        for row in range(rows.first, len(rows.edges)):
-            if rows.edges[row] != _DEAD:
+        for row in range(rows.first, len(rows.lookup_keys)):
+            if rows.lookup_keys[row] != _GARBAGE:
                 self._unlink(segment, rows, row)
         del self._segments[segment]
         return num_live
@@ -147,41 +157,41 @@ class Index:
         """Places of the entries of a segment, in the order in which they were published."""
         rows = self._segments.get(segment)
         if rows is not None:
-            for row in range(rows.first, len(rows.edges)):
-                if rows.edges[row] != _DEAD:
+            for row in range(rows.first, len(rows.lookup_keys)):
+                if rows.lookup_keys[row] != _GARBAGE:
                     yield rows.place(row)
 
     def refs_behind(self, last: Ref | None, limit: int) -> list[Ref]:
         """At most ``limit`` entries published after ``last`` (which may be gone by now), or the first ones."""
-        found: list[Ref] = []
+        refs: list[Ref] = []
         for segment in sorted(self._segments):
             if last is not None and segment < last.segment:
                 continue
             rows = self._segments[segment]
-            while rows.first < len(rows.edges) and rows.edges[rows.first] == _DEAD:
+            while rows.first < len(rows.lookup_keys) and rows.lookup_keys[rows.first] == _GARBAGE:
                 rows.first += 1
             begin = rows.first if last is None or segment != last.segment else max(rows.first, last.row + 1)
-            for row in range(begin, len(rows.edges)):
-                if rows.edges[row] != _DEAD:
-                    found.append(Ref(segment, row, rows.sizes[row], rows.tokens[row]))
-                    if len(found) == limit:
-                        return found
-        return found
+            for row in range(begin, len(rows.lookup_keys)):
+                if rows.lookup_keys[row] != _GARBAGE:
+                    refs.append(Ref(segment, row, rows.sizes[row], rows.tokens[row]))
+                    if len(refs) == limit:
+                        return refs
+        return refs
 
-    def _link(self, segment: int, rows: _Rows, row: int, edges: Sequence[int]) -> None:
+    def _link(self, segment: int, rows: _Rows, row: int, lookup_keys: Sequence[int]) -> None:
         newest, older = self._newest, rows.older
         handle = segment << _ROW_BITS | row
-        for edge in edges:
-            older.append(newest.get(edge, _NONE))
-            newest[edge] = handle
+        for lookup_key in lookup_keys:
+            older.append(newest.get(lookup_key, _NONE))
+            newest[lookup_key] = handle
             handle += 1
-        rows.edges.extend(edges)
-        rows.num_live += len(edges)
-        self._num_live += len(edges)
+        rows.lookup_keys.extend(lookup_keys)
+        rows.num_live += len(lookup_keys)
+        self._num_live += len(lookup_keys)
 
     def _unlink(self, segment: int, rows: _Rows, row: int) -> None:
-        edge, handle = rows.edges[row], segment << _ROW_BITS | row
-        newer, at = None, self._newest[edge]
+        lookup_key, handle = rows.lookup_keys[row], segment << _ROW_BITS | row
+        newer, at = None, self._newest[lookup_key]
         while at != handle:
             newer = at
             number, other = _split(at)
@@ -190,10 +200,10 @@ class Index:
             number, other = _split(newer)
             self._segments[number].older[other] = rows.older[row]
         elif rows.older[row] == _NONE:
-            del self._newest[edge]
+            del self._newest[lookup_key]
         else:
-            self._newest[edge] = rows.older[row]
-        rows.edges[row] = _DEAD
+            self._newest[lookup_key] = rows.older[row]
+        rows.lookup_keys[row] = _GARBAGE
         rows.num_live -= 1
         self._num_live -= 1
 

@@ -92,7 +92,7 @@ class Files:
 
     def data_bytes(self, fd: int, offset: int, num_bytes: int) -> int:
         """Bytes of this range that are not a hole, in whole blocks of the file system."""
-        found, end = 0, offset + num_bytes
+        num_data_bytes, end = 0, offset + num_bytes
         while offset < end:
             try:
                 begin = os.lseek(fd, offset, os.SEEK_DATA)
@@ -101,24 +101,24 @@ class Files:
                     break
                 raise
             offset = os.lseek(fd, begin, os.SEEK_HOLE)
-            found += max(0, min(offset, end) - begin)
-        return found
+            num_data_bytes += max(0, min(offset, end) - begin)
+        return num_data_bytes
 
     def stat(self, path: str) -> tuple[int, int] | None:
         """Size and allocated bytes, of a link itself; None where there is no such file."""
         try:
-            found = os.stat(path, dir_fd=self._at, follow_symlinks=False)
+            status = os.stat(path, dir_fd=self._at, follow_symlinks=False)
         except FileNotFoundError:
             return None
-        return found.st_size, found.st_blocks * 512
+        return status.st_size, status.st_blocks * 512
 
     def names(self) -> list[str]:
         return os.listdir(self._opened.fd)  # noqa: PTH208 - names, not paths
 
     def free_bytes(self) -> tuple[int, int]:
         """Free bytes of the file system for this user, and its size."""
-        found = os.fstatvfs(self._opened.fd)
-        return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+        status = os.fstatvfs(self._opened.fd)
+        return status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
 
     @property
     def _at(self) -> int | None:
@@ -222,18 +222,18 @@ def transfer(
 
 def pieces(buffers: Sequence[memoryview], num_bytes: int) -> list[list[memoryview]]:
     """The buffers in groups of at most ``num_bytes`` (a multiple of the block); long ones are cut."""
-    found: list[list[memoryview]] = []
+    groups: list[list[memoryview]] = []
     room = 0
     for buffer in buffers:
         while len(buffer):
             if not room:
-                found.append([])
+                groups.append([])
                 room = num_bytes
             part = buffer[:room]
-            found[-1].append(part)
+            groups[-1].append(part)
             room -= len(part)
             buffer = buffer[len(part) :]
-    return found
+    return groups
 
 
 def parts(buffers: Sequence[memoryview], sizes: Sequence[int]) -> Iterator[list[memoryview]]:

@@ -8,7 +8,7 @@ MOST_TOGETHER = 16
 """Reads that are measured together at most, where there is always another one."""
 
 
-class ReadMeter:
+class ReadTimer:
     """Sums up reads from the first that begins while there is none to the last that ends. Thread-safe.
 
     A small read that waits behind a large one would otherwise be seen to take as long as that, and a law fitted to
@@ -36,9 +36,9 @@ class ReadMeter:
             self._num_bytes += num_bytes
             if self._num_running > 0 and self._num_ended < MOST_TOGETHER:
                 return None
-            found = self._num_bytes, now_s - self._begin_s
+            period = self._num_bytes, now_s - self._begin_s
             self._start(now_s)
-            return found
+            return period
 
     def _start(self, now_s: float) -> None:
         self._begin_s, self._num_ended, self._num_bytes = now_s, 0, 0

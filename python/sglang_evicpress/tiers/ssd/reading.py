@@ -49,9 +49,9 @@ class Reader:
         header = self._sealed(ref, place, header)
         extent = header.extents[number]
         with self._pulse.transfer(extent.num_bytes):
-            found = self._disk.read_part(ref.segment, place.payload_offset + extent.offset, extent.num_bytes)
-        check_extent(extent, [found], seal_of(header, number, self._key))
-        return found
+            data = self._disk.read_part(ref.segment, place.payload_offset + extent.offset, extent.num_bytes)
+        check_extent(extent, [data], seal_of(header, number, self._key))
+        return data
 
     def _sealed(self, ref: Ref, place: Place, header: Header) -> Header:
         if self._key is None or header.seals:

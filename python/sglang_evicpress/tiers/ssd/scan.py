@@ -15,13 +15,13 @@ _LENGTH_AT = 12  # of a record, in every version of the format: its length in by
 
 
 @dataclass(frozen=True, slots=True)
-class Records:
+class ScannedRecords:
     """Fields of a segment's entries for a start: one array each, in the order in which they were published."""
 
     fingerprints: np.ndarray
     offsets: np.ndarray  # of the records
     record_bytes: np.ndarray
-    edges: np.ndarray
+    lookup_keys: np.ndarray
     payload_offsets: np.ndarray
     payload_bytes: np.ndarray
     num_tokens: np.ndarray
@@ -30,9 +30,9 @@ class Records:
     def __len__(self) -> int:
         return len(self.offsets)
 
-    def select(self, mask: np.ndarray) -> Records:
+    def select(self, mask: np.ndarray) -> ScannedRecords:
         """Records for which the mask is true."""
-        return Records(*(getattr(self, name)[mask] for name in self.__slots__))
+        return ScannedRecords(*(getattr(self, name)[mask] for name in self.__slots__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Head:
     ``is_whole``."""
 
     num_bytes: int
-    records: Records
+    records: ScannedRecords
     bad: Sequence[tuple[int, str]]
     end: int
     is_whole: bool = True
@@ -52,9 +52,9 @@ def scan(data: bytearray, key: Key | None = None) -> Head:
     """The records in ``data``, and what is no record; goes on at the next one behind damage."""
     columns = [array("q") for _ in range(6)]
     fingerprints, ours = bytearray(), bytearray()
-    dead: dict[bool, list[int]] = {True: [], False: []}  # one buries only what has the same key
+    garbage: dict[bool, list[int]] = {True: [], False: []}  # one buries only what has the same key
     bad: list[tuple[int, str]] = []
-    add_offset, add_record, add_edge, add_payload, add_size, add_tokens = (column.append for column in columns)
+    add_offset, add_record, add_lookup_key, add_payload, add_size, add_tokens = (column.append for column in columns)
     offset, end, size = 0, 0, len(data)
     while offset < size:
         try:
@@ -66,23 +66,25 @@ def scan(data: bytearray, key: Key | None = None) -> Head:
                 end = offset
             continue
         if isinstance(record, Peek):  # kept in columns: a million tuples would keep the garbage collector busy
-            fingerprint, edge, num_tokens, payload_offset, payload_bytes, record_bytes, _, has_seal = record
+            fingerprint, lookup_key, num_tokens, payload_offset, payload_bytes, record_bytes, _, has_seal = record
             add_offset(offset)
             add_record(record_bytes)
-            add_edge(edge)
+            add_lookup_key(lookup_key)
             add_payload(payload_offset)
             add_size(payload_bytes)
             add_tokens(num_tokens)
             fingerprints += fingerprint
             ours.append(has_seal)
         else:
-            dead[record.is_ours].append(record.number)
+            garbage[record.is_ours].append(record.number)
         end = offset = offset + record.record_bytes
     is_ours = np.frombuffer(ours, dtype=bool)
-    records = Records(*[np.frombuffer(fingerprints, dtype="S16"), *map(np.asarray, columns), is_ours])
-    if any(dead.values()):
-        is_dead = np.isin(records.offsets, dead[True]) & is_ours | np.isin(records.offsets, dead[False]) & ~is_ours
-        records = records.select(~is_dead)
+    records = ScannedRecords(*[np.frombuffer(fingerprints, dtype="S16"), *map(np.asarray, columns), is_ours])
+    if any(garbage.values()):
+        is_garbage = (
+            np.isin(records.offsets, garbage[True]) & is_ours | np.isin(records.offsets, garbage[False]) & ~is_ours
+        )
+        records = records.select(~is_garbage)
     return Head(size, records, bad, end)
 
 
@@ -92,5 +94,5 @@ def _behind(data: bytearray, offset: int, reason: str) -> int:
         behind = offset + int.from_bytes(data[offset + _LENGTH_AT : offset + _LENGTH_AT + 4], "little")
         if offset + _LENGTH_AT < behind <= len(data) and data[behind : behind + len(MAGIC)] in (MAGIC, b""):
             return behind
-    found = data.find(MAGIC, offset + 1)
-    return len(data) if found < 0 else found
+    next_magic = data.find(MAGIC, offset + 1)
+    return len(data) if next_magic < 0 else next_magic

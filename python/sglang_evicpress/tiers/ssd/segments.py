@@ -1,7 +1,7 @@
 """Segments on disk: ``segment-NNNNNN.kv`` holds payloads, ``segment-NNNNNN.head`` the records that publish them.
 
-Both only grow. Payloads begin on block boundaries, in any order and with gaps; a payload without a record is dead. A
-record of an entry publishes it; a tombstone, appended later, says that the record at some byte of the file is dead.
+Both only grow. Payloads begin on block boundaries, in any order and with gaps; a payload without a record is garbage. A
+record of an entry publishes it; a tombstone, appended later, says that the record at some byte of the file is garbage.
 Space inside a segment is given back by punching holes and never used again, so a reader that races with a removal
 reads zeros, or no file, and not another entry.
 """
@@ -42,7 +42,7 @@ class SegmentFiles:
 
     def numbers(self) -> list[int]:
         """Numbers of the segments that have a file, ascending."""
-        return sorted({int(found[1]) for name in self._files.names() if (found := _NAME.fullmatch(name))})
+        return sorted({int(match[1]) for name in self._files.names() if (match := _NAME.fullmatch(name))})
 
     def sizes(self, number: int) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
         """Size and allocated bytes of the .kv and of the .head file; None for a file that is not there."""
@@ -204,7 +204,7 @@ class SegmentFiles:
             self._files.close(fd)
 
     def unlink(self, number: int) -> None:
-        """The .head first: without it the payloads are dead, all at once, whatever happens next. Raises OSError."""
+        """The .head first: without it the payloads are garbage, all at once, whatever happens next. Raises OSError."""
         self._files.unlink(self._head(number))
         self._files.unlink(self._kv(number))
 
@@ -299,26 +299,26 @@ class _Payload:
 
 def merged(holes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """The same (offset, bytes) in order, those that touch or overlap as one."""
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for offset, num_bytes in sorted(holes):
-        if found and offset <= sum(found[-1]):
-            begin, size = found.pop()
-            found.append((begin, max(size, offset + num_bytes - begin)))
+        if ranges and offset <= sum(ranges[-1]):
+            begin, size = ranges.pop()
+            ranges.append((begin, max(size, offset + num_bytes - begin)))
         elif num_bytes:
-            found.append((offset, num_bytes))
-    return found
+            ranges.append((offset, num_bytes))
+    return ranges
 
 
 def gaps(taken: Sequence[tuple[int, int]], end: int) -> list[tuple[int, int]]:
     """Parts of [0, end) that are not in ``taken``, as (offset, bytes)."""
-    found, at = [], 0
+    ranges, at = [], 0
     for offset, num_bytes in merged(taken):
         if offset > at:
-            found.append((at, offset - at))
+            ranges.append((at, offset - at))
         at = offset + num_bytes
     if at < end:
-        found.append((at, end - at))
-    return found
+        ranges.append((at, end - at))
+    return ranges
 
 
 def check_arriving(header: Header, arriving: Iterator[Sequence[memoryview]], key: Key | None = None) -> None:

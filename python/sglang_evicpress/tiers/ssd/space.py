@@ -32,33 +32,33 @@ class Reservation:
 class Segment:
     """The bytes of one segment, payloads in whole blocks, and what is to be done for it.
 
-    ``holes`` are dead ranges (offset, bytes) to give back; ``has_gaps`` says that all between its entries is one.
-    ``buried`` bytes of its head only say what is dead. A foreign one holds what we do not serve; a doomed one goes as
-    soon as it can.
+    ``holes`` are garbage ranges (offset, bytes) to give back; ``has_gaps`` says that all between its entries is one.
+    ``tombstoned`` bytes of its head only say what is garbage. A foreign one holds what we do not serve; an obsolete one
+    goes as soon as it can.
     """
 
     number: int
     end: int = 0
     live: int = 0
-    dead: int = 0
+    garbage: int = 0
     reserved: int = 0
     head: int = 0
-    buried: int = 0
+    tombstoned: int = 0
     num_live: int = 0
     num_reserved: int = 0
     is_sealed: bool = False
     is_foreign: bool = False
-    is_doomed: bool = False
+    is_obsolete: bool = False
     has_gaps: bool = False
     is_synced: bool = True
     is_named: bool = False
     holes: list[tuple[int, int]] = field(default_factory=list)
-    unburied: list[int] = field(default_factory=list)
+    untombstoned: list[int] = field(default_factory=list)
 
     @property
     def held(self) -> int:
         """Bytes that it takes of the disk, or may take."""
-        return self.live + self.dead + self.reserved + round_up(self.head)
+        return self.live + self.garbage + self.reserved + round_up(self.head)
 
 
 class Space:
@@ -71,7 +71,7 @@ class Space:
         self.used = 0
         self.reserved = 0
         self.can_punch = True
-        self.touched: set[int] = set()  # where something can be given back
+        self.reclaimable: set[int] = set()  # where something can be given back
         self._open: Segment | None = None
         self._last_number = 0
         self._foreign: list[int] = []
@@ -79,9 +79,9 @@ class Space:
     @contextmanager
     def change(self, segment: Segment) -> Iterator[None]:
         """Whatever is changed of the segment meanwhile is counted."""
-        held, reserved = segment.held, segment.reserved
+        former, reserved = segment.held, segment.reserved
         yield
-        self.used += segment.held - held
+        self.used += segment.held - former
         self.reserved += segment.reserved - reserved
 
     def put(self, segment: Segment) -> None:
@@ -92,35 +92,36 @@ class Space:
         self.used += segment.held
         if segment.is_foreign:
             self._foreign.append(segment.number)
-        if segment.is_doomed or segment.has_gaps:
-            self.touched.add(segment.number)
+        if segment.is_obsolete or segment.has_gaps:
+            self.reclaimable.add(segment.number)
 
     def reserve(self, num_bytes: int) -> Reservation | None:
-        """Space at the end of the open segment, or None when there is not enough; then foreign segments are doomed."""
+        """Space at the end of the open segment, or None when there is not enough; then foreign segments are
+        obsolete."""
         size = round_up(num_bytes)
         record_bytes = BLOCK_BYTES + num_bytes // 32  # records are smaller than this, unless payloads are tiny
         lacking = self.used + size + record_bytes - self.capacity_bytes
         if lacking > 0:
-            self._doom_foreign(lacking)
+            self._make_foreign_obsolete(lacking)
             return None
         segment = self._segment_for(size)
-        found = Reservation(segment.number, segment.end, num_bytes, record_bytes)
+        reservation = Reservation(segment.number, segment.end, num_bytes, record_bytes)
         with self.change(segment):
             segment.end += size
             segment.reserved += size + record_bytes
             segment.num_reserved += 1
-        return found
+        return reservation
 
     def give_back(self, reservation: Reservation, *, is_written: bool) -> None:
-        """End a reservation; what may have been written is dead."""
+        """End a reservation; what may have been written is garbage."""
         segment = self._end(reservation)
         if is_written and reservation.size:
             with self.change(segment):
-                segment.dead += reservation.size
+                segment.garbage += reservation.size
                 segment.holes.append((reservation.offset, reservation.size))
         elif not segment.is_sealed and segment.end == reservation.offset + reservation.size:
             segment.end = reservation.offset
-        self.touched.add(segment.number)
+        self.reclaimable.add(segment.number)
 
     def publish(self, reservation: Reservation) -> None:
         """End a reservation; what was written is live."""
@@ -129,59 +130,59 @@ class Space:
             segment.live += reservation.size
             segment.num_live += 1
 
-    def kill(self, number: int, offset: int, payload_bytes: int, record_bytes: int) -> None:
+    def mark_garbage(self, number: int, offset: int, payload_bytes: int, record_bytes: int) -> None:
         """Mark an entry as garbage."""
         segment, size = self.segments[number], round_up(payload_bytes)
         with self.change(segment):
             segment.live -= size
-            segment.dead += size
+            segment.garbage += size
             segment.num_live -= 1
-            segment.buried += record_bytes
+            segment.tombstoned += record_bytes
         if size:
             segment.holes.append((offset, size))
-        self.touched.add(number)
+        self.reclaimable.add(number)
 
-    def set_head(self, segment: Segment, num_bytes: int, *, buried: int = 0) -> None:
-        """Its .head file has grown to this, ``buried`` bytes of it by a tombstone."""
+    def set_head(self, segment: Segment, num_bytes: int, *, tombstoned: int = 0) -> None:
+        """Its .head file has grown to this, ``tombstoned`` bytes of it by a tombstone."""
         with self.change(segment):
             segment.head = num_bytes
-            segment.buried += buried
+            segment.tombstoned += tombstoned
             segment.is_synced = False
 
     def forget(self, segment: Segment) -> int:
         """Its files are gone; the bytes that it held."""
         del self.segments[segment.number]
-        self.touched.discard(segment.number)
+        self.reclaimable.discard(segment.number)
         self.used -= segment.held
         return segment.held
 
-    def doom_excess(self) -> list[int]:
+    def make_excess_obsolete(self) -> list[int]:
         """Doom segments until what was found fits the capacity, foreign and then oldest ones first.
 
-        What is dead does not count: it can be given back, and a killed server may have left any amount of it.
+        What is garbage does not count: it can be given back, and a killed server may have left any amount of it.
         """
-        excess = self.used - self.capacity_bytes - sum(segment.dead for segment in self.segments.values())
-        doomed = []
+        excess = self.used - self.capacity_bytes - sum(segment.garbage for segment in self.segments.values())
+        obsolete = []
         for number in sorted(self.segments, key=lambda number: (number not in self._foreign, number)):
             if excess > 0:
-                excess -= self._doom(number) - self.segments[number].dead
-                doomed.append(number)
-        self._foreign = [number for number in self._foreign if number not in doomed]
-        return doomed
+                excess -= self._make_obsolete(number) - self.segments[number].garbage
+                obsolete.append(number)
+        self._foreign = [number for number in self._foreign if number not in obsolete]
+        return obsolete
 
     def is_spent(self, segment: Segment) -> bool:
         """True if the whole segment may go: nothing in it is live, or less than what it wastes and cannot give back.
 
-        Without holes that are its dead payloads, and with them its dead records once they are many."""
-        if not self.can_punch and segment is self._open and 2 * segment.dead > self.segment_bytes:
+        Without holes that are its garbage payloads, and with them its garbage records once they are many."""
+        if not self.can_punch and segment is self._open and 2 * segment.garbage > self.segment_bytes:
             self._seal()
         if not segment.is_sealed or segment.num_reserved:
             return False
-        if segment.is_doomed or not (segment.num_live or segment.is_foreign):
+        if segment.is_obsolete or not (segment.num_live or segment.is_foreign):
             return True
-        wasted = segment.buried if segment.buried > self.segment_bytes // 16 else 0
+        wasted = segment.tombstoned if segment.tombstoned > self.segment_bytes // 16 else 0
         if not self.can_punch:
-            wasted += segment.dead
+            wasted += segment.garbage
         return wasted > segment.live
 
     def _end(self, reservation: Reservation) -> Segment:
@@ -207,18 +208,18 @@ class Space:
     def _seal(self) -> None:
         assert self._open is not None
         self._open.is_sealed = True
-        self.touched.add(self._open.number)
+        self.reclaimable.add(self._open.number)
         self._open = None
 
-    def _doom_foreign(self, num_bytes: int) -> None:
-        for number in self.touched:
+    def _make_foreign_obsolete(self, num_bytes: int) -> None:
+        for number in self.reclaimable:
             segment = self.segments[number]
-            num_bytes -= segment.held if segment.is_doomed else segment.dead if self.can_punch else 0
+            num_bytes -= segment.held if segment.is_obsolete else segment.garbage if self.can_punch else 0
         while self._foreign and num_bytes > 0:
-            num_bytes -= self._doom(self._foreign.pop(0))
+            num_bytes -= self._make_obsolete(self._foreign.pop(0))
 
-    def _doom(self, number: int) -> int:
+    def _make_obsolete(self, number: int) -> int:
         segment = self.segments[number]
-        segment.is_doomed = True
-        self.touched.add(number)
+        segment.is_obsolete = True
+        self.reclaimable.add(number)
         return segment.held

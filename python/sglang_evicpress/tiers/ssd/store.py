@@ -1,7 +1,7 @@
 """Entries on SSD: bounded, found again after a restart, and never served unless every check holds.
 
 A writer reserves space, writes the payload and appends the record that publishes it; only then can it be found. An
-entry that fails a check is a miss: it is counted by reason, forgotten, and its record is marked dead.
+entry that fails a check is a miss: it is counted by reason, forgotten, and its record is marked garbage.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class SsdStore:
                 segment, records = recover(self._disk, number, fingerprint, self.errors, key)
                 self._space.put(segment)
                 self._index.add_all(number, records)
-            for number in self._space.doom_excess():
+            for number in self._space.make_excess_obsolete():
                 self._index.remove_segment(number)
         except OSError as error:
             unlock(self._lock_fd)
@@ -156,13 +156,13 @@ class SsdStore:
         with self._lock:
             return ref in self._index
 
-    def find(self, edge: int) -> list[Ref]:
-        """The entries that leave a path by this edge, newest first; two edges may be the same number. None while the
-        disk does not answer."""
+    def find(self, lookup_key: int) -> list[Ref]:
+        """The entries that leave a path by this lookup key, newest first; two lookup keys may be the same number. None
+        while the disk does not answer."""
         if not self.is_answering:
             return []
         with self._lock:
-            return self._index.find(edge)
+            return self._index.find(lookup_key)
 
     def reserve(self, num_bytes: int) -> Reservation | None:
         """Space for a payload; None when the capacity or what is free on the disk forbids it, or nothing is written
@@ -182,10 +182,10 @@ class SsdStore:
                 self._space.give_back(reservation, is_written=False)
 
     @property
-    def dead_bytes(self) -> int:
+    def garbage_bytes(self) -> int:
         """Bytes of garbage payloads, which are not found any more and which ``reclaim`` gives back."""
         with self._lock:
-            return sum(self._space.segments[number].dead for number in self._space.touched)
+            return sum(self._space.segments[number].garbage for number in self._space.reclaimable)
 
     def remove(self, ref: Ref, *, is_lazy: bool = False) -> None:
         """Forget an entry, on disk as well; ``reclaim`` gives its space back. Nothing happens if it is gone. A lazy
@@ -194,15 +194,15 @@ class SsdStore:
             place = self._index.remove(ref)
             if place is None:
                 return
-            self._space.kill(ref.segment, place.payload_offset, place.payload_bytes, place.record_bytes)
+            self._space.mark_garbage(ref.segment, place.payload_offset, place.payload_bytes, place.record_bytes)
             if is_lazy:
-                self._space.segments[ref.segment].unburied.append(place.record_offset)
+                self._space.segments[ref.segment].untombstoned.append(place.record_offset)
         if not is_lazy:
-            self._bury(ref.segment, place.record_offset)
+            self._tombstone(ref.segment, place.record_offset)
 
     def oldest(self, num_bytes: int, is_used: Callable[[Ref], bool]) -> list[Ref]:
         """Entries that are not used, oldest first, whose removal gives that many bytes; all there are if too few."""
-        found: list[Ref] = []
+        refs: list[Ref] = []
         last = None
         while num_bytes > 0:
             with self._lock:
@@ -211,10 +211,10 @@ class SsdStore:
                 break
             for ref in batch:
                 if num_bytes > 0 and not is_used(ref):
-                    found.append(ref)
+                    refs.append(ref)
                     num_bytes -= round_up(ref.num_bytes)
             last = batch[-1]
-        return found
+        return refs
 
     def entries_behind(self, last: Ref | None, limit: int) -> list[Ref]:
         """At most ``limit`` entries, oldest first, published after ``last`` (which may be gone), or the first ones."""
@@ -296,9 +296,9 @@ class SsdStore:
     def read_extent(self, ref: Ref, header: Header, number: int) -> bytes:
         """One extent of the payload, checked, without the others. Raises BadEntry; the entry is gone then."""
         with self._whole(ref) as place:
-            found = bytes(self._reader.extent(ref, place, header, number))
-        self._count_read(len(found))
-        return found
+            data = bytes(self._reader.extent(ref, place, header, number))
+        self._count_read(len(data))
+        return data
 
     def reclaim(self) -> int:
         """Give the space of what was removed back to the file system; the bytes."""
@@ -306,13 +306,13 @@ class SsdStore:
             if self._is_closed:
                 return 0
             with self._lock:
-                numbers = sorted(self._space.touched)
-                self._space.touched.clear()
-            found = 0
+                numbers = sorted(self._space.reclaimable)
+                self._space.reclaimable.clear()
+            num_bytes = 0
             for number in numbers:
                 with self._pulse.beat():
-                    found += self._reclaim(number)
-            return found
+                    num_bytes += self._reclaim(number)
+            return num_bytes
 
     def sync(self) -> None:
         """Make all that was published durable. Errors are counted."""
@@ -355,7 +355,7 @@ class SsdStore:
         unlock(self._lock_fd)
 
     def _publish(self, reservation: Reservation, header: Header, record: bytes) -> Ref:
-        number, edge = reservation.segment, header.edge
+        number, lookup_key = reservation.segment, header.lookup_key
         if self._sync_mode == "always":
             self._disk.sync(number, is_head=False)
         with self._appending:
@@ -370,15 +370,15 @@ class SsdStore:
                 self._disk.sync(number, is_payload=False, is_folder=not segment.is_named)
                 segment.is_named = True
             except OSError:
-                self._bury(number, offset)
+                self._tombstone(number, offset)
                 raise
         place = Place(offset, len(record), reservation.offset, reservation.num_bytes, header.num_tokens)
         with self._lock:
             self._space.publish(reservation)
             self.written_bytes += reservation.num_bytes
-            return self._index.add(number, edge, place)
+            return self._index.add(number, lookup_key, place)
 
-    def _bury(self, number: int, offset: int) -> None:
+    def _tombstone(self, number: int, offset: int) -> None:
         """Append the tombstone of the record at ``offset``, or have ``reclaim`` try again."""
         record = encode_tombstone(offset, self._key)
         try:
@@ -388,27 +388,27 @@ class SsdStore:
                 _, end = self._disk.append(number, record, is_new=False)
                 with self._lock:
                     if segment := self._space.segments.get(number):
-                        self._space.set_head(segment, end, buried=len(record))
+                        self._space.set_head(segment, end, tombstoned=len(record))
         except FileNotFoundError:
             return
         except OSError as error:
             self._count(error)
             with self._lock:
                 if segment := self._space.segments.get(number):
-                    segment.unburied.append(offset)
-                    self._space.touched.add(number)
+                    segment.untombstoned.append(offset)
+                    self._space.reclaimable.add(number)
 
     def _reclaim(self, number: int) -> int:
-        """Give back what is dead of one segment, or all of it; the bytes."""
+        """Give back what is garbage of one segment, or all of it; the bytes."""
         with self._lock:
             segment = self._space.segments.get(number)
             if segment is None:
                 return 0
             if is_spent := self._space.is_spent(segment):
-                segment.is_doomed = True
+                segment.is_obsolete = True
                 self._index.remove_segment(number)
-            unburied, segment.unburied = segment.unburied, []
-            dead, holes, segment.holes = segment.dead, segment.holes, []
+            untombstoned, segment.untombstoned = segment.untombstoned, []
+            garbage, holes, segment.holes = segment.garbage, segment.holes, []
             if segment.has_gaps:
                 taken = [(place.payload_offset, round_up(place.payload_bytes)) for place in self._index.places(number)]
                 holes = gaps(taken, segment.end)
@@ -417,9 +417,9 @@ class SsdStore:
                 self._disk.unlink(number)
                 with self._lock:
                     return self._space.forget(segment)
-            for offset in unburied:
-                self._bury(number, offset)
-            if not self._space.can_punch or not (dead or holes):
+            for offset in untombstoned:
+                self._tombstone(number, offset)
+            if not self._space.can_punch or not (garbage or holes):
                 return 0
             self._disk.punch(number, holes)
         except OSError as error:
@@ -430,12 +430,12 @@ class SsdStore:
                 self._space.can_punch = False
             with self._lock:
                 segment.holes += holes
-                self._space.touched.add(number)
+                self._space.reclaimable.add(number)
             return 0
         with self._lock, self._space.change(segment):
-            segment.dead -= dead
+            segment.garbage -= garbage
             segment.has_gaps = False
-        return dead
+        return garbage
 
     def _place(self, ref: Ref) -> Place:
         with self._lock:

@@ -158,7 +158,7 @@ class SsdTier:
         """Bytes still to be removed before so many fit; 0 when what is removed has only to be given
         back."""
         store = self.store
-        return max(0, store.used_bytes - store.dead_bytes + num_bytes + SLACK_BYTES - store.capacity_bytes)
+        return max(0, store.used_bytes - store.garbage_bytes + num_bytes + SLACK_BYTES - store.capacity_bytes)
 
     def drop_unused(self, num_bytes: int, limit: int, workers: Workers) -> int:
         """Make room of entries that no node holds, the oldest first, at most ``limit`` of them; returns how many went.

@@ -20,8 +20,8 @@ from sglang_evicpress.profiler.contexts import GivenQuestion
 from sglang_evicpress.profiler.prompts import Template
 from sglang_evicpress.profiler.transport import HttpTransport
 from sglang_evicpress.progress import Progress
-from sglang_evicpress.quality.evidence import Evidence
 from sglang_evicpress.quality.profile import Profile, context_keys
+from sglang_evicpress.quality.running_stats import RunningStats
 from sglang_evicpress.quality.store import ProfileStore
 
 FIRST = "the first context, " * 12
@@ -546,5 +546,5 @@ def stored(path: Path, *profiles: Profile, identity: bytes = IDENTITY) -> None:
 
 
 def some_profile(number: int, form: str = "keydiff@0.5", *qualities: float) -> Profile:
-    evidence = Evidence.of(qualities or (0.9, 0.8))
+    evidence = RunningStats.of(qualities or (0.9, 0.8))
     return Profile(bytes([number] * 16), 640, {Form.parse(form): evidence}, "logprob", "0" * 16, 2, 1.7e9)

@@ -17,8 +17,8 @@ from tests.unit.profiler.fake_server import IDENTITY, FakeServer, serving
 from sglang_evicpress.cli.main import main
 from sglang_evicpress.cli.profile.plot import COLUMNS, MARKS, ROWS, plot
 from sglang_evicpress.core import PRESSES, Form
-from sglang_evicpress.quality.evidence import Evidence
 from sglang_evicpress.quality.profile import Profile
+from sglang_evicpress.quality.running_stats import RunningStats
 from sglang_evicpress.quality.store import ProfileStore
 
 QUALITIES = {"keydiff@0.8": [1.0, 0.98], "keydiff@0.5": [0.9, 0.8], "knorm@0.5": [0.5, 0.5], "snapkv@0.2": [0.25]}
@@ -26,7 +26,7 @@ OTHER = bytes(16)
 
 
 def profile_of(key: bytes, qualities: dict[str, list[float]] = QUALITIES) -> Profile:
-    forms = {Form.parse(form): Evidence.of(values) for form, values in qualities.items()}
+    forms = {Form.parse(form): RunningStats.of(values) for form, values in qualities.items()}
     return Profile(key, 640, forms, "logprob", "0" * 16, 2, 1.7e9)
 
 
@@ -174,8 +174,10 @@ FORMS = st.builds(Form, st.sampled_from(sorted(PRESSES)), st.floats(0.01, 0.99))
 
 @given(st.dictionaries(FORMS, st.lists(QUALITY, min_size=1, max_size=3), min_size=1, max_size=12))
 def test_any_profile_fits_the_terminal_with_every_form_on_it(qualities: dict[Form, list[float]]) -> None:
-    forms = {form: Evidence.of(values) for form, values in qualities.items()}
-    forms = {form: Evidence(seen.count, min(max(seen.mean, 0.0), 1.0), seen.squares) for form, seen in forms.items()}
+    forms = {form: RunningStats.of(values) for form, values in qualities.items()}
+    forms = {
+        form: RunningStats(seen.count, min(max(seen.mean, 0.0), 1.0), seen.squares) for form, seen in forms.items()
+    }
     lines = plot(Profile(bytes(16), 64, forms, "logprob", "0" * 16, 1, 0.0))
     assert max(map(len, lines)) <= COLUMNS
     grid = "".join(line[8:] for line in lines[1 : ROWS + 1])

@@ -23,7 +23,7 @@ REQUESTS = (
     Request(20.0, (1, 2), 20),
 )
 # A slot is a byte, a token takes 0.1 s to prefill, and 20 tokens fit.
-LAWS = ("--slot-bytes", "1", "--prefill", "0,0.1,0", "--host-bandwidth", "20B/s", "--gpu", "20")
+TRANSFER_COSTS = ("--slot-bytes", "1", "--prefill", "0,0.1,0", "--host-bandwidth", "20B/s", "--gpu", "20")
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def run(*words: str) -> int:
 
 def test_lru_by_hand(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Prefill 20, hit 20 and prefill 5, prefill 20, prefill 20 again: 2 + 0.5 + 2 + 2 seconds."""
-    assert run(trace, "--policy", "lru", *LAWS) == 0
+    assert run(trace, "--policy", "lru", *TRANSFER_COSTS) == 0
     (row,) = rows(capsys.readouterr().out)
     assert row.pop("requests/min")
     assert row == {
@@ -84,7 +84,7 @@ def test_lru_by_hand(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_host_tier_by_hand(trace: str, tmp_path: Path) -> None:
     """The prefix comes back from the host: 0.0005 s and 20 bytes at 20 B/s, and one token is always prefilled."""
     out = tmp_path / "out.jsonl"
-    assert run(trace, "--policy", "lru", *LAWS, "--host", "20", "--jsonl", str(out)) == 0
+    assert run(trace, "--policy", "lru", *TRANSFER_COSTS, "--host", "20", "--jsonl", str(out)) == 0
     (record,) = records(out)
     assert record["ttft"] == pytest.approx(
         {"mean_s": (2 + 0.5 + 2 + 1.1005) / 4, "p50_s": (1.1005 + 2) / 2, "p95_s": 2.0}
@@ -98,7 +98,7 @@ def test_a_host_tier_by_hand(trace: str, tmp_path: Path) -> None:
 def test_a_fixed_press_by_hand(trace: str, curves: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Both prefixes fit at half the slots, so the last request hits at quality 0.8."""
     out = tmp_path / "out.jsonl"
-    words = ("--policy", "lru,keydiff@0.5+lru", "--curves", curves, *LAWS, "--jsonl", str(out))
+    words = ("--policy", "lru,keydiff@0.5+lru", "--curves", curves, *TRANSFER_COSTS, "--jsonl", str(out))
     assert run(trace, *words) == 0
     lru, fixed = records(out)
     assert (lru["policy"], lru["hit_quality"], lru["lru_over_this"]) == ("lru", 1.0, 1.0)
@@ -110,7 +110,7 @@ def test_a_fixed_press_by_hand(trace: str, curves: str, tmp_path: Path, capsys: 
 
 def test_waiting_by_hand(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     """With one server the second request waits a second for the first."""
-    assert run(trace, "--policy", "lru", *LAWS, "--servers", "1") == 0
+    assert run(trace, "--policy", "lru", *TRANSFER_COSTS, "--servers", "1") == 0
     (row,) = rows(capsys.readouterr().out)
     assert (row["TTFT s"], row["alone s"]) == ("1.88", "1.62")  # 1.875 and 1.625
 
@@ -118,12 +118,12 @@ def test_waiting_by_hand(trace: str, capsys: pytest.CaptureFixture[str]) -> None
 def test_a_load_becomes_servers(trace: str, tmp_path: Path) -> None:
     """85 tokens take 8.5 s, arrivals span 20 s."""
     out = tmp_path / "out.jsonl"
-    assert run(trace, "--policy", "lru", *LAWS, "--servers", "load=0.5", "--jsonl", str(out)) == 0
-    assert records(out)[0]["setting"]["num_servers"] == pytest.approx(0.85)  # type: ignore[index]
+    assert run(trace, "--policy", "lru", *TRANSFER_COSTS, "--servers", "load=0.5", "--jsonl", str(out)) == 0
+    assert records(out)[0]["settings"]["num_servers"] == pytest.approx(0.85)  # type: ignore[index]
 
 
 def test_each_alpha_is_a_run_of_those_that_have_one(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(trace, "--policy", "evicpress,lru,adaptcache", "--alpha", "0.5,4", *LAWS) == 0
+    assert run(trace, "--policy", "evicpress,lru,adaptcache", "--alpha", "0.5,4", *TRANSFER_COSTS) == 0
     found = [(row["policy"], row["alpha"]) for row in rows(capsys.readouterr().out)]
     pairs = list(itertools.product(("evicpress",), ("0.5", "4")))
     assert found == [*pairs, ("lru", "-"), ("adaptcache", "0.5"), ("adaptcache", "4")]
@@ -133,14 +133,14 @@ def test_belady_knows_the_future(tmp_path: Path, capsys: pytest.CaptureFixture[s
     """Three prompts in turn where two fit: lru never hits, who knows the future does."""
     path = tmp_path / "turns.jsonl"
     write_trace(Trace("turns", 10, [Request(float(t), (t % 3,), 10) for t in range(30)]), path)
-    assert run(str(path), "--policy", "lru,belady", *LAWS) == 0
+    assert run(str(path), "--policy", "lru,belady", *TRANSFER_COSTS) == 0
     lru, belady = (float(row["gpu %"]) for row in rows(capsys.readouterr().out))
     assert lru == 0.0
     assert belady > 40.0
 
 
 def test_the_header_tells_how_to_do_it_again(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [trace, "--policy", "lru", *LAWS, "--host", "50%", "--seed", "7", "--half-life", "60"]
+    words = [trace, "--policy", "lru", *TRANSFER_COSTS, "--host", "50%", "--seed", "7", "--half-life", "60"]
     assert run(*words) == 0
     header = capsys.readouterr().out.split("\n\n")[0]
     for text in (
@@ -176,14 +176,14 @@ def test_the_same_command_gives_the_same_figures(tmp_path: Path) -> None:
         assert run(*words, "--seed", "3", "--jsonl", str(tmp_path / name)) == 0
         (record,) = records(tmp_path / name)
         found.append(
-            {key: value for key, value in record.items() if key not in ("wall_s", "requests_per_minute", "setting")}
+            {key: value for key, value in record.items() if key not in ("wall_s", "requests_per_minute", "settings")}
         )
     assert found[0] == found[1]
 
 
 def test_one_line_for_each_request(trace: str, tmp_path: Path) -> None:
     out = tmp_path / "requests.jsonl"
-    assert run(trace, "--policy", "lru,lfu", *LAWS, "--requests", str(out)) == 0
+    assert run(trace, "--policy", "lru,lfu", *TRANSFER_COSTS, "--requests", str(out)) == 0
     lines = records(out)
     assert [(line["policy"], line["index"]) for line in lines] == list(itertools.product(("lru", "lfu"), range(4)))
     assert lines[1]["hit_tokens"] == {"gpu": 20}
@@ -192,7 +192,7 @@ def test_one_line_for_each_request(trace: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "start"), [("out.png", b"\x89PNG"), ("out.svg", b"<?xml")])
 def test_plot(trace: str, tmp_path: Path, name: str, start: bytes) -> None:
-    assert run(trace, *LAWS, "--plot", str(tmp_path / name)) == 0
+    assert run(trace, *TRANSFER_COSTS, "--plot", str(tmp_path / name)) == 0
     assert (tmp_path / name).read_bytes().startswith(start)
 
 
@@ -202,7 +202,7 @@ def test_plot_without_matplotlib(
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert run(trace, *LAWS, "--plot", str(tmp_path / "out.png")) == 2
+    assert run(trace, *TRANSFER_COSTS, "--plot", str(tmp_path / "out.png")) == 2
     printed = capsys.readouterr()
     assert "pip install 'sglang-evicpress[plot]'" in printed.err
     assert printed.out == ""
@@ -257,7 +257,7 @@ def test_a_bad_flag_is_one_line(
     said: tuple[str, ...],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run("four.jsonl", *LAWS, *words) == 2
+    assert run("four.jsonl", *TRANSFER_COSTS, *words) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     (line,) = printed.err.splitlines()
@@ -273,7 +273,7 @@ def test_a_bad_flag_is_one_line(
 def test_bad_curves(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, said: str) -> None:
     path = tmp_path / "curves.json"
     path.write_text(content, encoding="latin-1")
-    assert run(trace, *LAWS, "--curves", str(path)) == 2
+    assert run(trace, *TRANSFER_COSTS, "--curves", str(path)) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("evicpress: error: --curves: ")
     assert said in line or "no JSON" in line
@@ -282,10 +282,10 @@ def test_bad_curves(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_a_bad_trace_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing = str(tmp_path / "missing.jsonl")
     for words, said in (
-        ((missing, *LAWS), "does not exist"),
-        ((str(tmp_path), *LAWS), "is a directory"),
-        (("synthetic:nonsense", *LAWS), "unknown kind"),
-        (LAWS, "TRACE"),
+        ((missing, *TRANSFER_COSTS), "does not exist"),
+        ((str(tmp_path), *TRANSFER_COSTS), "is a directory"),
+        (("synthetic:nonsense", *TRANSFER_COSTS), "unknown kind"),
+        (TRANSFER_COSTS, "TRACE"),
         ((missing,), "--gpu"),
     ):
         assert run(*words) == 2
@@ -297,9 +297,9 @@ def test_a_bad_trace_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_bad_lines_are_skipped_only_when_asked(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = Path(trace)
     path.write_text(path.read_text(encoding="utf-8") + '{"t": "never"}\n', encoding="utf-8")
-    assert run(trace, "--policy", "lru", *LAWS) == 2
+    assert run(trace, "--policy", "lru", *TRANSFER_COSTS) == 2
     assert "four.jsonl, line 6: " in capsys.readouterr().err
-    assert run(trace, "--policy", "lru", *LAWS, "--skip-bad") == 0
+    assert run(trace, "--policy", "lru", *TRANSFER_COSTS, "--skip-bad") == 0
     printed = capsys.readouterr()
     assert "line 6: " in printed.err
     assert "4 requests, 1 bad lines skipped" in printed.out
@@ -308,7 +308,7 @@ def test_bad_lines_are_skipped_only_when_asked(trace: str, capsys: pytest.Captur
 def test_a_load_needs_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "one.jsonl"
     write_trace(Trace("one", 10, REQUESTS[:1]), path)
-    assert run(str(path), *LAWS, "--servers", "load=1") == 2
+    assert run(str(path), *TRANSFER_COSTS, "--servers", "load=1") == 2
     assert "--servers: all requests arrive at once" in capsys.readouterr().err
 
 
@@ -332,7 +332,7 @@ def test_ctrl_c_prints_what_is_done(
     out.write_text("of yesterday\n", encoding="utf-8")
     before = {path.name for path in tmp_path.iterdir()}
     words = ("--policy", "lru,evicpress,lfu", "--jsonl", str(out), "--requests", str(requests))
-    assert run(trace, *LAWS, *words) == 130
+    assert run(trace, *TRANSFER_COSTS, *words) == 130
     printed = capsys.readouterr()
     assert printed.err == "evicpress: interrupted; no file was written\n"
     names, lru, evicpress, note = printed.out.split("\n\n")[1].splitlines()
@@ -348,7 +348,7 @@ def test_ctrl_c_before_the_first_request(
     trace: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     interrupt_at(monkeypatch, 1)
-    assert run(trace, *LAWS) == 130
+    assert run(trace, *TRANSFER_COSTS) == 130
     printed = capsys.readouterr()
     assert printed.err == "evicpress: interrupted\n"
     assert "TTFT" not in printed.out
@@ -357,24 +357,24 @@ def test_ctrl_c_before_the_first_request(
 def test_an_existing_file_is_replaced_at_the_end(trace: str, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text("of yesterday\n", encoding="utf-8")
-    assert run(trace, "--policy", "lru", *LAWS, "--jsonl", str(out)) == 0
+    assert run(trace, "--policy", "lru", *TRANSFER_COSTS, "--jsonl", str(out)) == 0
     (record,) = records(out)
     assert record["num_requests"] == record["num_expected"] == 4
     assert not record["is_partial"]
-    assert record["setting"]["capacity_bytes"] == {"gpu": 20}  # type: ignore[index]
-    assert record["setting"]["load"]["host"] == {"fixed_s": 0.0005, "bytes_per_s": 20.0}  # type: ignore[index]
+    assert record["settings"]["capacity_bytes"] == {"gpu": 20}  # type: ignore[index]
+    assert record["settings"]["load"]["host"] == {"fixed_s": 0.0005, "bytes_per_s": 20.0}  # type: ignore[index]
     assert {path.name for path in tmp_path.iterdir()} == {"four.jsonl", "out.jsonl"}
 
 
 def test_progress_only_on_a_terminal(
     trace: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(trace, "--policy", "lru", *LAWS) == 0
+    assert run(trace, "--policy", "lru", *TRANSFER_COSTS) == 0
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert run(trace, "--policy", "lru", *LAWS, "--no-progress") == 0
+    assert run(trace, "--policy", "lru", *TRANSFER_COSTS, "--no-progress") == 0
     assert capsys.readouterr().err == ""
-    assert run(trace, "--policy", "lru", *LAWS) == 0
+    assert run(trace, "--policy", "lru", *TRANSFER_COSTS) == 0
     assert "lru:   0%" in capsys.readouterr().err
 
 
@@ -407,6 +407,6 @@ def test_help_imports_next_to_nothing(words: list[str]) -> None:
 
 
 def test_replaying_imports_neither_torch_nor_sglang(trace: str) -> None:
-    found = imported(["replay", trace, *LAWS])
+    found = imported(["replay", trace, *TRANSFER_COSTS])
     assert "numpy" in found
     assert not found & {"matplotlib", "sglang", "torch", "tqdm", "triton"}

@@ -62,7 +62,7 @@ def test_a_path_that_cannot_be_is_bad_input(name: str, tmp_path: Path) -> None:
 def test_a_path_that_is_no_utf8_is_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace, out = a_trace(tmp_path / os.fsdecode(b"n\xff.jsonl")), tmp_path / "out.jsonl"
     assert main(["replay", trace, "--gpu", "50%", "--policy", "lru", "--jsonl", str(out)]) == 0
-    assert json.loads(out.read_text())["setting"]["trace"] == "n\\udcff.jsonl"
+    assert json.loads(out.read_text())["settings"]["trace"] == "n\\udcff.jsonl"
     assert "n\\udcff.jsonl" in capsys.readouterr().out
 
 

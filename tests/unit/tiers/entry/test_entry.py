@@ -35,14 +35,14 @@ from sglang_evicpress.tiers.entry.encoding import (
     extent_of,
     peek,
 )
-from sglang_evicpress.tiers.entry.identity import edge_of, token_bytes
+from sglang_evicpress.tiers.entry.identity import lookup_key_of, token_bytes
 
 DIGEST = bytes(range(100, 116))
 # Byte offsets and formats of the fixed fields of format 1.
 FIELDS = {
     "kind": (10, "<H"),
     "length": (12, "<I"),
-    "edge": (80, "<Q"),
+    "lookup_key": (80, "<Q"),
     "start": (88, "<Q"),
     "payload_offset": (96, "<Q"),
     "payload_bytes": (104, "<Q"),
@@ -190,7 +190,7 @@ def test_what_is_written_is_read(header: Header, before: bytes, behind: bytes) -
         assert decode(buffer, len(before)) == (header, end)
         assert peek(buffer, len(before)) == Peek(
             header.fingerprint,
-            header.edge,
+            header.lookup_key,
             header.num_tokens,
             header.payload_offset,
             header.payload_bytes,
@@ -204,7 +204,7 @@ def test_what_follows_from_the_fields() -> None:
     layer, survivors = 2 * 2 * 2 * 8 * 2, (3 * 2 * 2 + 2) * 4
     assert (header.shape.layer_bytes(2), header.shape.survivors_bytes(2)) == (layer, survivors)
     assert (header.num_tokens, header.payload_bytes) == (4, 3 * layer + survivors)
-    assert header.edge == edge_of(header.parent_key, [5, 6])
+    assert header.lookup_key == lookup_key_of(header.parent_key, [5, 6])
     assert decode(encode(header))[0] == header
 
 
@@ -317,7 +317,7 @@ def test_a_sealed_lie_is_refused_or_is_the_one_record_of_its_header(header: Head
     except BadEntry as error:
         assert error.reason in ("header", "length")
     else:
-        assert isinstance(seen, Tombstone) or (0 <= seen.edge < 2**63 and seen.payload_offset < 2**63)
+        assert isinstance(seen, Tombstone) or (0 <= seen.lookup_key < 2**63 and seen.payload_offset < 2**63)
 
 
 @pytest.mark.parametrize(
@@ -325,8 +325,8 @@ def test_a_sealed_lie_is_refused_or_is_the_one_record_of_its_header(header: Head
     [
         ("kind", 3),
         ("kind", 2),
-        ("edge", 5),
-        ("edge", 2**64 - 1),
+        ("lookup_key", 5),
+        ("lookup_key", 2**64 - 1),
         ("start", 2**31),
         ("start", 2**31 - 3),
         ("start", 2**64 - 1),
@@ -360,7 +360,7 @@ def test_a_field_that_cannot_be_is_refused(name: str, value: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("edge", 2**63), ("payload_offset", 2**63 - 1), ("payload_bytes", 2**64 - 1)]
+    ("name", "value"), [("lookup_key", 2**63), ("payload_offset", 2**63 - 1), ("payload_bytes", 2**64 - 1)]
 )
 def test_a_scan_sees_no_number_above_63_bits(name: str, value: int) -> None:
     assert reason_of(peek, patched(encode(EXACT_HEADER), name, value)) == "header"

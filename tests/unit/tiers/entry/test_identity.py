@@ -16,8 +16,8 @@ from sglang_evicpress.tiers.entry.identity import (
     KEY_BYTES,
     MAX_TOKEN,
     PathHash,
-    edge_of,
     fingerprint,
+    lookup_key_of,
     namespace_digest,
     token_bytes,
 )
@@ -156,14 +156,14 @@ def test_what_is_no_row_of_integers_is_refused(row: object) -> None:
 
 @given(st.binary(min_size=16, max_size=16), st.lists(st.integers(0, MAX_TOKEN), min_size=1, max_size=16))
 def test_an_edge_is_a_63_bit_number(key: bytes, page: list[int]) -> None:
-    assert 0 <= edge_of(key, page) < 2**63
-    assert edge_of(key, page) == edge_of(bytes(key), np.array(page))
+    assert 0 <= lookup_key_of(key, page) < 2**63
+    assert lookup_key_of(key, page) == lookup_key_of(bytes(key), np.array(page))
 
 
 def test_edges_differ_by_path_and_by_first_page() -> None:
-    edges = {edge_of(bytes([key] * 16), [token]) for key in range(64) for token in range(64)}
-    assert len(edges) == 64 * 64
-    assert any(edge >= 2**62 for edge in edges)
+    lookup_keys = {lookup_key_of(bytes([key] * 16), [token]) for key in range(64) for token in range(64)}
+    assert len(lookup_keys) == 64 * 64
+    assert any(lookup_key >= 2**62 for lookup_key in lookup_keys)
 
 
 def test_fingerprint_depends_on_every_part_and_not_on_their_order() -> None:
@@ -199,5 +199,5 @@ def test_keys_of_format_1_do_not_change() -> None:
     path.update([1, 2, 3])
     assert path.key.hex() == "cf09df0a3a0147bf344929bd1fa0c050"
     assert namespace_digest("tenant").hex() == "e7af7867dd9909accb623eeb824f9352"
-    assert edge_of(path.key, [4]) == 282884730598451415
+    assert lookup_key_of(path.key, [4]) == 282884730598451415
     assert fingerprint({"a": 1}).hex() == "c64846ebffd345f97e474f92964d66a1"

@@ -31,7 +31,7 @@ def served(folder: Path, key: Key | None, seed: int = 1) -> tuple[bool, dict[str
     store = open_store(folder, key)
     header, payload = make_entry(seed)
     is_hit = False
-    for ref in store.find(header.edge):
+    for ref in store.find(header.lookup_key):
         try:
             is_hit = is_hit or fetch(store, ref) == payload
         except BadEntry:
@@ -78,12 +78,12 @@ def test_an_extent_of_another_key_is_a_miss(rank: Callable[[Key | None], Path]) 
     """It is not even found; a header from elsewhere helps nobody."""
     folder = rank(OURS)
     store = open_store(folder, OURS)
-    found = [(ref, store.read_header(ref)) for ref in store.find(make_entry(1)[0].edge)]
+    found = [(ref, store.read_header(ref)) for ref in store.find(make_entry(1)[0].lookup_key)]
     store.close()
     for key in (OTHERS, None):
         store = open_store(folder, key)
         for ref, sealed in found:
-            assert store.find(sealed.edge) == []
+            assert store.find(sealed.lookup_key) == []
             with pytest.raises(BadEntry):
                 store.read_extent(ref, sealed, 0)
         store.close()
@@ -125,7 +125,7 @@ def test_a_record_that_was_changed_with_its_checksum_is_a_miss(rank: Callable[[K
     record[at] ^= 1
     _own_checksums(record)
     head.write_bytes(data[:end] + record)
-    assert served(folder, OURS) == (False, {"key": 1})  # what is left of this edge is the larger one
+    assert served(folder, OURS) == (False, {"key": 1})  # what is left of this lookup key is the larger one
 
 
 @pytest.mark.parametrize("is_alone", [False, True], ids=["payload", "extent"])
@@ -138,7 +138,7 @@ def test_a_payload_that_was_changed_with_its_checksums_is_a_miss(
         file.seek(300 * 384 - 300 * 384 % 4096 + 4096)  # the second payload
         file.write(b"planted")
     store = open_store(folder, OURS)
-    (small,) = [ref for ref in store.find(make_entry(1)[0].edge) if ref.num_bytes < 100_000]
+    (small,) = [ref for ref in store.find(make_entry(1)[0].lookup_key) if ref.num_bytes < 100_000]
     found = store.read_header(small)
     sums = [(extent.num_bytes, extent.digest) for extent in reversed(found.extents)]
 

@@ -41,7 +41,7 @@ class AgainstMap(RuleBasedStateMachine):
             position += size
         return runs
 
-    def mark(self, runs: Sequence[Run], before: int, after: int) -> None:
+    def event(self, runs: Sequence[Run], before: int, after: int) -> None:
         for begin, num_bytes in runs:
             assert begin % UNIT == 0 and num_bytes % UNIT == 0 and num_bytes > 0
             for granule in range(begin // UNIT, (begin + num_bytes) // UNIT):
@@ -65,7 +65,7 @@ class AgainstMap(RuleBasedStateMachine):
             ), "not the best fit"
         assert sum(run.num_bytes for run in runs) == need
         assert len(runs) <= self.extents.max_runs
-        self.mark(runs, 0, self.next_id)
+        self.event(runs, 0, self.next_id)
         self.live[self.next_id] = runs
         self.next_id += 1
 
@@ -76,7 +76,7 @@ class AgainstMap(RuleBasedStateMachine):
         runs = self.live.pop(key)
         given_back = data.draw(st.permutations(runs))[: data.draw(st.integers(1, len(runs)))]
         self.extents.free(given_back)
-        self.mark(given_back, key, 0)
+        self.event(given_back, key, 0)
         self.freed += given_back
         if len(given_back) < len(runs):
             self.live[key] = tuple(run for run in runs if run not in given_back)
@@ -101,8 +101,8 @@ class AgainstMap(RuleBasedStateMachine):
             again = self.extents.alloc(run.num_bytes)
             assert again is not None
             key = next(key for key, runs in self.live.items() if run in runs)
-            self.mark([run], key, 0)
-            self.mark(again, 0, key)
+            self.event([run], key, 0)
+            self.event(again, 0, key)
             self.live[key] = (*(other for other in self.live[key] if other != run), *again)
 
     def begins(self) -> set[int]:

@@ -50,10 +50,10 @@ def test_an_entry_lives_as_long_as_somebody_holds_it_or_has_it_pinned(host: Host
     host.hold(entry, 2)
     host.pin(entry)
     host.unpin(entry)
-    host.let_go(entry, 1)
-    host.let_go(entry, 1)  # twice is once
+    host.release(entry, 1)
+    host.release(entry, 1)  # twice is once
     assert entry.owners == {2}
-    host.let_go(entry, 2)
+    host.release(entry, 2)
     assert host.arena.extents.used_bytes == used and host.entries() == [entry]
     host.unpin(entry)
     assert host.arena.extents.used_bytes == host.num_entries == 0 and not entry.runs
@@ -74,7 +74,7 @@ def test_any_order_of_holders_and_pins_frees_once(host: HostTier) -> None:
             if kind == 0:
                 host.hold(entry, step)
             elif kind == 1 and entry.owners:
-                host.let_go(entry, rng.choice(sorted(entry.owners)))
+                host.release(entry, rng.choice(sorted(entry.owners)))
             elif kind == 2:
                 host.pin(entry)
             elif entry.pins:

@@ -96,15 +96,15 @@ def test_a_question_for_room_that_hangs_takes_the_store_out_of_use(
     ref = put(store, header, payload)
     may_go_on = faults.hang("free_bytes")
     assert store.reserve(len(payload)) is None
-    assert not store.is_answering and not store.is_writable and store.find(header.edge) == []
+    assert not store.is_answering and not store.is_writable and store.find(header.lookup_key) == []
     assert store.errors["deadline"] >= 1
     counted = store.errors["deadline"]
     for _ in range(3):
-        assert store.find(header.edge) == []  # each hang is counted once
+        assert store.find(header.lookup_key) == []  # each hang is counted once
     assert store.errors["deadline"] == counted
     may_go_on.set()
     until(lambda: store.is_answering)
-    assert store.find(header.edge) == [ref] and fetch(store, ref) == payload
+    assert store.find(header.lookup_key) == [ref] and fetch(store, ref) == payload
     assert store.reserve(len(payload)) is not None
     store.close()
 
@@ -123,10 +123,10 @@ def test_a_transfer_that_hangs_takes_the_store_out_of_use(
     thread.start()
     until(lambda: faults.counts["hang"] > 0)
     monkeypatch.setattr(store_module, "HANG_S", 0.0)
-    assert store.find(header.edge) == [] and not store.is_writable and store.errors == {"deadline": 1}
+    assert store.find(header.lookup_key) == [] and not store.is_writable and store.errors == {"deadline": 1}
     may_go_on.set()
     thread.join(PATIENCE_S)
-    assert store.find(header.edge) == [ref] and store.is_writable
+    assert store.find(header.lookup_key) == [ref] and store.is_writable
     store.close()
 
 
@@ -142,4 +142,4 @@ def test_close_waits_for_the_syncing_thread_no_longer_than_its_deadline(
     faults.hung["fdatasync"] = threading.Event()  # the thread hangs on the old one
     faults.hung["fdatasync"].set()
     store.close()
-    assert store.find(make_entry(1)[0].edge) == []
+    assert store.find(make_entry(1)[0].lookup_key) == []

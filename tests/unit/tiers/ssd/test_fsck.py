@@ -44,7 +44,7 @@ def found(folder: Path) -> list[int]:
     numbers = []
     for number in range(NUM_ENTRIES):
         header, payload = make_entry(number)
-        for ref in store.find(header.edge):
+        for ref in store.find(header.lookup_key):
             data = bytearray(len(payload))
             store.read(ref, store.read_header(ref), [memoryview(data)])
             assert data == payload
@@ -63,7 +63,7 @@ def rank(tmp_path: Path) -> Path:
         for number in numbers:
             put(store, number)
         if 3 in numbers:
-            store.remove(*store.find(make_entry(3)[0].edge))
+            store.remove(*store.find(make_entry(3)[0].lookup_key))
         store.close()
     return folder
 

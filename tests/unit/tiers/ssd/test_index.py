@@ -13,22 +13,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sglang_evicpress.tiers.ssd.index import Index, Place, Ref
-from sglang_evicpress.tiers.ssd.scan import Records
+from sglang_evicpress.tiers.ssd.scan import ScannedRecords
 
-EDGES = [0, 5, 2**63 - 1]
+LOOKUP_KEYS = [0, 5, 2**63 - 1]
 
 
 def place_of(number: int) -> Place:
     return Place(100 * number, 90 + number % 7, 4096 * number, 1000 * number, number)
 
 
-def records_of(numbers: list[int], edges: list[int]) -> Records:
+def records_of(numbers: list[int], lookup_keys: list[int]) -> ScannedRecords:
     places = [place_of(number) for number in numbers]
-    return Records(
+    return ScannedRecords(
         np.array([b""] * len(numbers), dtype="S16"),
         np.array([place.record_offset for place in places], dtype=np.int64),
         np.array([place.record_bytes for place in places], dtype=np.int64),
-        np.array(edges, dtype=np.int64),
+        np.array(lookup_keys, dtype=np.int64),
         np.array([place.payload_offset for place in places], dtype=np.int64),
         np.array([place.payload_bytes for place in places], dtype=np.int64),
         np.array([place.num_tokens for place in places], dtype=np.int64),
@@ -47,21 +47,21 @@ class _Machine(RuleBasedStateMachine):
         self.segment = 1
         self.number = 0
 
-    @rule(edge=st.sampled_from(EDGES))
-    def add(self, edge: int) -> None:
+    @rule(lookup_key=st.sampled_from(LOOKUP_KEYS))
+    def add(self, lookup_key: int) -> None:
         self.number += 1
         place = place_of(self.number)
-        self.held.append((self.index.add(self.segment, edge, place), edge, place))
+        self.held.append((self.index.add(self.segment, lookup_key, place), lookup_key, place))
 
-    @rule(edges=st.lists(st.sampled_from(EDGES), max_size=5))
-    def add_all(self, edges: list[int]) -> None:
+    @rule(lookup_keys=st.lists(st.sampled_from(LOOKUP_KEYS), max_size=5))
+    def add_all(self, lookup_keys: list[int]) -> None:
         self.segment += 1
-        numbers = list(range(self.number + 1, self.number + 1 + len(edges)))
-        self.number += len(edges)
-        self.index.add_all(self.segment, records_of(numbers, edges))
-        for row, (number, edge) in enumerate(zip(numbers, edges, strict=True)):
+        numbers = list(range(self.number + 1, self.number + 1 + len(lookup_keys)))
+        self.number += len(lookup_keys)
+        self.index.add_all(self.segment, records_of(numbers, lookup_keys))
+        for row, (number, lookup_key) in enumerate(zip(numbers, lookup_keys, strict=True)):
             place = place_of(number)
-            self.held.append((Ref(self.segment, row, place.payload_bytes, place.num_tokens), edge, place))
+            self.held.append((Ref(self.segment, row, place.payload_bytes, place.num_tokens), lookup_key, place))
 
     @rule()
     def next_segment(self) -> None:
@@ -88,8 +88,8 @@ class _Machine(RuleBasedStateMachine):
     def agrees(self) -> None:
         index = self.index
         assert len(index) == len(self.held)
-        for edge in [*EDGES, 77]:
-            assert index.find(edge) == [ref for ref, other, _ in reversed(self.held) if other == edge]
+        for lookup_key in [*LOOKUP_KEYS, 77]:
+            assert index.find(lookup_key) == [ref for ref, other, _ in reversed(self.held) if other == lookup_key]
         refs = [ref for ref, _, _ in self.held]
         assert index.refs_behind(None, 1000) == refs
         for at, (ref, _, place) in enumerate(self.held):
@@ -116,9 +116,9 @@ def test_entry_takes_less_than_200_bytes(num_entries: int) -> None:
         per_segment = 10_000
         for segment in range(-(-num_entries // per_segment)):
             count = min(per_segment, num_entries - segment * per_segment)
-            edges = [draw.getrandbits(63) for _ in range(count)]
-            index.add_all(segment + 1, records_of(list(range(count)), edges))
-            del edges
+            lookup_keys = [draw.getrandbits(63) for _ in range(count)]
+            index.add_all(segment + 1, records_of(list(range(count)), lookup_keys))
+            del lookup_keys
         gc.collect()
         used, _ = tracemalloc.get_traced_memory()
     finally:

@@ -108,7 +108,7 @@ def _compare(folder: Path, before: set[int], reports: list[list[str]]) -> Result
         payloads, found = 0, set()
         for number in started:
             header, payload = make_entry(number)
-            refs = store.find(header.edge)
+            refs = store.find(header.lookup_key)
             if refs:
                 found.add(number)
                 payloads += sum(round_up(ref.num_bytes) for ref in refs)

@@ -104,11 +104,11 @@ def test_a_planted_segment_is_a_miss_and_changes_nothing(
     path.unlink()
     plant(path, victim)
     store = open_store(rank)
-    for ref in store.find(make_entry(1)[0].edge):
+    for ref in store.find(make_entry(1)[0].lookup_key):
         with pytest.raises(BadEntry):
             fetch(store, ref)
     assert store.errors.total() > 0
-    assert store.find(make_entry(1)[0].edge) == []
+    assert store.find(make_entry(1)[0].lookup_key) == []
     header, payload = make_entry(2)
     assert fetch(store, put(store, header, payload)) == payload
     store.reclaim()
@@ -146,7 +146,7 @@ def fetch_one(rank: Path) -> bool:
     store = open_store(rank)
     header, payload = make_entry(1)
     try:
-        return any(fetch(store, ref) == payload for ref in store.find(header.edge))
+        return any(fetch(store, ref) == payload for ref in store.find(header.lookup_key))
     except BadEntry:
         return False
     finally:

@@ -32,7 +32,7 @@ MiB = 1 << 20
 
 
 def make_entry(seed: int, num_pages: int = 3, fingerprint: bytes = FINGERPRINT) -> tuple[Header, memoryview]:
-    """Three layers of 16 bytes per token and side: 384 bytes a page. The seed alone makes the edge."""
+    """Three layers of 16 bytes per token and side: 384 bytes a page. The seed alone makes the lookup key."""
     draw = np.random.default_rng(seed)
     num_tokens = PAGE * num_pages
     shape = Shape(3, 2, 4, "float16", PAGE)
@@ -152,7 +152,7 @@ def test_an_extent_is_read_without_the_others(
     files = _Noted()
     if is_restarted:
         store = open_store(files=files)
-    (ref,) = store.find(header.edge)
+    (ref,) = store.find(header.lookup_key)
     found = store.read_header(ref)
     size = len(payload) // 3
     for number in range(3):
@@ -209,9 +209,9 @@ def test_entry_is_found_only_once_it_is_written(open_store: Callable[..., SsdSto
     header, payload = make_entry(1)
     reservation = store.reserve(len(payload))
     assert reservation is not None
-    assert store.find(header.edge) == [] and store.num_entries == 0
+    assert store.find(header.lookup_key) == [] and store.num_entries == 0
     ref = store.write(reservation, header, [payload])
-    assert store.find(header.edge) == [ref] and store.num_entries == 1
+    assert store.find(header.lookup_key) == [ref] and store.num_entries == 1
     with pytest.raises(ValueError, match="not held any more"):
         store.write(reservation, header, [payload])
 
@@ -220,9 +220,9 @@ def test_newest_entry_of_an_edge_is_found_first(open_store: Callable[..., SsdSto
     store = open_store()
     header, payload = make_entry(1)
     refs = [put(store, header, payload) for _ in range(3)]
-    assert store.find(header.edge) == refs[::-1]
+    assert store.find(header.lookup_key) == refs[::-1]
     store.remove(refs[1])
-    assert store.find(header.edge) == [refs[2], refs[0]]
+    assert store.find(header.lookup_key) == [refs[2], refs[0]]
     assert open_store().num_entries == 2
 
 
@@ -262,7 +262,7 @@ def test_restart_finds_what_was_published_and_not_removed(open_store: Callable[.
     store = open_store(segment_bytes=4 * MiB)
     assert store.num_entries == 40 and not store.errors
     for number, (header, payload) in enumerate(entries):
-        found = store.find(header.edge)
+        found = store.find(header.lookup_key)
         assert [fetch(store, ref) for ref in found] == ([payload] if number % 3 else [])
 
 
@@ -281,7 +281,7 @@ def test_space_is_counted_as_the_disk_does(open_store: Callable[..., SsdStore], 
     store.reclaim()
     assert store.used_bytes == used
     for header in (make_entry(seed, 100)[0] for seed in range(1, 150, 2)):
-        store.remove(*store.find(header.edge))
+        store.remove(*store.find(header.lookup_key))
     store.reclaim()
     assert store.used_bytes == disk_bytes(tmp_path / "rank-0") == 0
 
@@ -348,7 +348,7 @@ def test_smaller_capacity_drops_the_oldest_segments(open_store: Callable[..., Ss
     store = open_store(9 * MiB)
     store.reclaim()
     assert store.num_entries == 20 and store.used_bytes <= 9 * MiB and not store.errors
-    assert [bool(store.find(header.edge)) for header, _ in entries] == [False] * 10 + [True] * 20
+    assert [bool(store.find(header.lookup_key)) for header, _ in entries] == [False] * 10 + [True] * 20
     assert disk_bytes(tmp_path / "rank-0") <= 9 * MiB
     assert open_store(MiB).num_entries == 0
 
@@ -481,16 +481,16 @@ def test_bad_entry_is_a_miss_once_and_never_served_again(
     spoil(tmp_path / "rank-0")
     if is_restarted:
         store = open_store()
-    for ref in store.find(header.edge):
+    for ref in store.find(header.lookup_key):
         with pytest.raises(BadEntry) as caught:
             fetch(store, ref)
         assert caught.value.reason == reason
         assert ref not in store
-    assert store.find(header.edge) == [] and store.num_entries == 0
+    assert store.find(header.lookup_key) == [] and store.num_entries == 0
     is_without_trace = is_restarted and spoil is _lose_record
     assert store.errors == ({} if is_without_trace else {reason: 1})
     store = open_store()
-    assert store.find(header.edge) == []
+    assert store.find(header.lookup_key) == []
     ref = put(store, header, payload)
     assert fetch(store, ref) == payload
 
@@ -507,8 +507,11 @@ def test_torn_tail_costs_only_the_last_entry(open_store: Callable[..., SsdStore]
     for size in [*range(kept, len(whole), 7), len(whole) - 1]:
         head.write_bytes(whole[:size])
         store = open_store()
-        assert [fetch(store, store.find(header.edge)[0]) == payload for header, payload in entries[:2]] == [True, True]
-        assert store.find(entries[2][0].edge) == []
+        assert [fetch(store, store.find(header.lookup_key)[0]) == payload for header, payload in entries[:2]] == [
+            True,
+            True,
+        ]
+        assert store.find(entries[2][0].lookup_key) == []
         assert store.errors == ({} if size == kept else {"length": 1})
         store.close()
         assert head.stat().st_size == kept
@@ -530,9 +533,9 @@ def test_damage_between_records_costs_only_what_is_damaged(open_store: Callable[
         _flip(head, offset)
         shutil.copy(head, tmp_path / "damaged")
         store = open_store()
-        found = [len(store.find(header.edge)) for header, _ in entries]
+        found = [len(store.find(header.lookup_key)) for header, _ in entries]
         assert found == [0, 0, 1, 1] and store.errors.total() == 1
-        assert fetch(store, store.find(entries[3][0].edge)[0]) == entries[3][1]
+        assert fetch(store, store.find(entries[3][0].lookup_key)[0]) == entries[3][1]
         store.close()
 
 
@@ -668,7 +671,7 @@ def test_failed_write_is_counted_and_its_space_given_back(
     files.code = code
     with pytest.raises(OSError):
         store.write(reservation, header, [payload])
-    assert store.errors == {reason: 1} and store.used_bytes == used and store.find(header.edge) == []
+    assert store.errors == {reason: 1} and store.used_bytes == used and store.find(header.lookup_key) == []
     assert disk_bytes(tmp_path / "rank-0") == used
     files.code = None
     while not store.is_writable:
@@ -676,7 +679,7 @@ def test_failed_write_is_counted_and_its_space_given_back(
     assert fetch(store, put(store, header, payload)) == payload
     store = open_store()
     assert store.num_entries == 2 and not store.errors
-    assert fetch(store, store.find(make_entry(1)[0].edge)[0]) and kept.num_bytes == 1152
+    assert fetch(store, store.find(make_entry(1)[0].lookup_key)[0]) and kept.num_bytes == 1152
 
 
 def test_writing_pauses_after_a_failure(open_store: Callable[..., SsdStore]) -> None:
@@ -728,7 +731,7 @@ def test_tombstone_that_could_not_be_written_is_tried_again(open_store: Callable
     files.code = None
     store.reclaim()
     store = open_store()
-    assert store.num_entries == 1 and store.find(make_entry(0)[0].edge) == []
+    assert store.num_entries == 1 and store.find(make_entry(0)[0].lookup_key) == []
 
 
 class _Small(Files):
@@ -805,7 +808,7 @@ def test_closed_store_serves_nothing(open_store: Callable[..., SsdStore]) -> Non
     assert reservation is not None
     store.close()
     store.close()
-    assert store.find(header.edge) == [] and store.reserve(1) is None and not store.is_writable
+    assert store.find(header.lookup_key) == [] and store.reserve(1) is None and not store.is_writable
     with pytest.raises(BadEntry):
         store.read_header(ref)
     with pytest.raises(OSError):
@@ -823,7 +826,7 @@ def test_many_threads_may_use_it(open_store: Callable[..., SsdStore], tmp_path: 
         for _ in range(100):
             number = draw.randrange(8)
             header, payload = make_entry(number, 50 + 20 * draw.randrange(30))
-            found = store.find(header.edge)
+            found = store.find(header.lookup_key)
             if found and draw.random() < 0.7:
                 ref = draw.choice(found)
                 if draw.random() < 0.2:
@@ -893,7 +896,7 @@ class _Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def read(self, data: st.DataObject) -> None:
         ref, header, payload = data.draw(st.sampled_from(self.held))
-        assert ref in self.store.find(header.edge)
+        assert ref in self.store.find(header.lookup_key)
         assert fetch(self.store, ref) == payload
 
     @precondition(lambda self: self.held)
@@ -914,12 +917,12 @@ class _Machine(RuleBasedStateMachine):
         self.store.close()
         self.open()
         assert not self.store.errors
-        by_edge: dict[int, list[tuple[Header, memoryview]]] = {}
+        by_lookup_key: dict[int, list[tuple[Header, memoryview]]] = {}
         for _, header, payload in self.held:
-            by_edge.setdefault(header.edge, []).insert(0, (header, payload))
+            by_lookup_key.setdefault(header.lookup_key, []).insert(0, (header, payload))
         self.held = []
-        for edge, entries in by_edge.items():
-            refs = self.store.find(edge)
+        for lookup_key, entries in by_lookup_key.items():
+            refs = self.store.find(lookup_key)
             assert [ref.num_bytes for ref in refs] == [len(payload) for _, payload in entries]
             self.held += [(ref, *entry) for ref, entry in zip(refs, entries, strict=True)]
         self.held.sort(key=lambda held: (held[0].segment, held[0].row))

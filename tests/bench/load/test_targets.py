@@ -9,7 +9,7 @@ from evicbench.load.promises import Grid, load_s, one_client_ratio, promises
 from evicbench.report import Line
 from tests.unit.benchmark.loads import OURS, Runs, changed, good_runs, write_load
 
-from sglang_evicpress.benchmark.raw import read_raw
+from sglang_evicpress.benchmark.results import read_results
 
 MEAN, P95, ANSWERS = (
     "mean TTFT of evicpress a=0.5, how",
@@ -20,14 +20,14 @@ FALL, FIXED_FALL, GOODPUT = "answers/s of evicpress", "answers/s of fixed presse
 HELD, DROPPED = "recomputed by evicpress although", "recomputed by evicpress because"
 RATE = "requests/s at TTFT p95 <= 2x its own with one client and F1 >= 0.97, beside"
 EXACT_RATE, FIXED_RATE = f"{RATE} exact LRU", f"{RATE} the best fixed press"
-BOUND, ONE_CLIENT = "p95 TTFT of evicpress a=0.5 at half", "one client"
+FULL_CACHE, ONE_CLIENT = "p95 TTFT of evicpress a=0.5 at half", "one client"
 FIXED, LOW = "keydiff@0.8+lru", "keydiff@0.5+lru"
 
 
 def line(folder: Path, runs: Runs, name: str, **config: object) -> Line:
     """The only line of that name, or the only one that begins with it, on a folder made anew."""
     number = sum(1 for _ in folder.glob("made-*"))
-    found = list(promises(read_raw(write_load(folder / f"made-{number}", runs, **config))))
+    found = list(promises(read_results(write_load(folder / f"made-{number}", runs, **config))))
     called = {each.what.removeprefix("made-up: "): each for each in found}
     if name in called:
         return called[name]
@@ -36,7 +36,7 @@ def line(folder: Path, runs: Runs, name: str, **config: object) -> Line:
 
 
 def test_every_line_holds_in_a_good_folder(tmp_path: Path) -> None:
-    found = list(promises(read_raw(write_load(tmp_path, good_runs()))))
+    found = list(promises(read_results(write_load(tmp_path, good_runs()))))
     assert [f"{each.what}: {each.figure}" for each in found if not each.ok] == []
     assert len(found) == 3 + 2 + 2 + 2 + 1 + 1
     assert all(each.what.startswith("made-up: ") for each in found)
@@ -116,7 +116,7 @@ def test_servers_that_do_not_say_why_miss_both(tmp_path: Path) -> None:
     write_load(tmp_path, good_runs(1))
     path = tmp_path / "runs" / "evicpress-a=2" / "0-8.jsonl"
     path.write_text(path.read_text().replace('"admission"', '"older"'))
-    found = [each for each in promises(read_raw(tmp_path)) if "recomputed" in each.what]
+    found = [each for each in promises(read_results(tmp_path)) if "recomputed" in each.what]
     assert [each.ok for each in found] == [False, False]
     assert {each.figure for each in found} == {"the server does not say why tokens were computed"}
 
@@ -143,19 +143,19 @@ def test_requests_per_second_are_those_of_answers_that_are_good_enough(tmp_path:
 
 
 def test_at_half_of_saturation_ttft_is_near_that_of_infinite_memory(tmp_path: Path) -> None:
-    raw = read_raw(write_load(tmp_path / "raw", good_runs()))
-    assert load_s(raw) == pytest.approx(2500 * 2048 / 5e8)
-    limit_s = 1.5 * 0.1 + load_s(raw)
-    found = line(tmp_path, changed(good_runs(), OURS, 0.5, ttft_s=limit_s + 0.001), BOUND)
+    results = read_results(write_load(tmp_path / "results", good_runs()))
+    assert load_s(results) == pytest.approx(2500 * 2048 / 5e8)
+    limit_s = 1.5 * 0.1 + load_s(results)
+    found = line(tmp_path, changed(good_runs(), OURS, 0.5, ttft_s=limit_s + 0.001), FULL_CACHE)
     assert not found.ok and "bound 100 ms" in found.figure and "+ 10 ms" in found.target
-    assert line(tmp_path, changed(good_runs(), OURS, 0.5, ttft_s=limit_s - 0.001), BOUND).ok
-    without = {key: at for key, at in good_runs().items() if key[0] != "bound+attention"}
-    assert not line(tmp_path, without, BOUND).ok
+    assert line(tmp_path, changed(good_runs(), OURS, 0.5, ttft_s=limit_s - 0.001), FULL_CACHE).ok
+    without = {key: at for key, at in good_runs().items() if key[0] != "full-cache+attention"}
+    assert not line(tmp_path, without, FULL_CACHE).ok
 
 
 def test_one_client_is_a_ratio_to_exact_lru(tmp_path: Path) -> None:
-    raw = read_raw(write_load(tmp_path / "raw", good_runs()))
-    assert one_client_ratio(Grid.of(raw)) == pytest.approx(0.5)
+    results = read_results(write_load(tmp_path / "results", good_runs()))
+    assert one_client_ratio(Grid.of(results)) == pytest.approx(0.5)
     found = line(tmp_path, good_runs(), ONE_CLIENT)
     assert found.ok and found.figure == "0.500x"
     without = {key: at for key, at in good_runs().items() if key[0] != "tiers-lru"}
@@ -163,6 +163,6 @@ def test_one_client_is_a_ratio_to_exact_lru(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_load_says_so(tmp_path: Path) -> None:
-    raw = read_raw(write_load(tmp_path, good_runs(1), load=None))
-    with pytest.raises(ValueError, match="no levels at multiples of saturation"):
-        list(promises(raw))
+    results = read_results(write_load(tmp_path, good_runs(1), load=None))
+    with pytest.raises(ValueError, match="no rates at multiples of saturation"):
+        list(promises(results))

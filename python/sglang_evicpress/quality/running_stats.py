@@ -15,10 +15,10 @@ PRIOR_COUNT = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class RunningStats:
     """``count`` observations with their ``mean`` and ``squares``, the sum of squared differences from it (Welford).
 
-    Nothing observed is ``Evidence()``. Raises ValueError for a count below 0, or figures that are not finite.
+    Nothing observed is ``RunningStats()``. Raises ValueError for a count below 0, or figures that are not finite.
     """
 
     count: float = 0.0
@@ -35,10 +35,10 @@ class Evidence:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Self:
-        evidence = cls()
+        stats = cls()
         for value in values:
-            evidence = evidence.plus(cls(1.0, value))
-        return evidence
+            stats = stats.plus(cls(1.0, value))
+        return stats
 
     @property
     def variance(self) -> float:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from sglang_evicpress.decode_budget.settings import DecodeSettings
-from sglang_evicpress.decode_budget.stats import NUM_PASSES_SHOWN, PassRecord, RequestTally, Totals
+from sglang_evicpress.decode_budget.stats import NUM_PASSES_SHOWN, PassRecord, RequestStats, Totals
 
 
 def record(kind="repack", before=192, after=128, pages=4, copies=50.0, seconds=0.25):
@@ -13,7 +13,7 @@ def record(kind="repack", before=192, after=128, pages=4, copies=50.0, seconds=0
 
 
 def test_a_pass_counts_for_its_request_and_for_the_server():
-    totals, first, second = Totals(num_requests=2), RequestTally(), RequestTally()
+    totals, first, second = Totals(num_requests=2), RequestStats(), RequestStats()
     totals.add(first, record())
     totals.add(first, record("page", 128, 112, 1, 0.0, 0.5))
     totals.add(second, record("unshare", 100, 100, 0, 64.0, 0.125))
@@ -33,29 +33,29 @@ def test_a_pass_counts_for_its_request_and_for_the_server():
         "slot_copies": 114.0,
         "seconds": 0.875,
         "longest_pass_seconds": 0.5,
-        "passes_put_off": 0,
+        "passes_deferred": 0,
         "passes_by_kind": {"repack": 1, "page": 1, "unshare": 1},
     }
 
 
 def test_copies_that_come_later_are_counted_once():
-    totals, tally, late = Totals(), RequestTally(), record(copies=None)
-    totals.add(tally, late)
-    assert tally.to_json(DecodeSettings(128), 1000, 128)["last_passes"][0]["slot_copies"] is None
+    totals, stats, late = Totals(), RequestStats(), record(copies=None)
+    totals.add(stats, late)
+    assert stats.to_json(DecodeSettings(128), 1000, 128)["last_passes"][0]["slot_copies"] is None
     assert totals.counts.slot_copies == 0
-    totals.settle(tally, late, 12.5)
-    assert (late.copies, tally.counts.slot_copies, totals.counts.slot_copies) == (12.5, 12.5, 12.5)
+    totals.settle(stats, late, 12.5)
+    assert (late.copies, stats.counts.slot_copies, totals.counts.slot_copies) == (12.5, 12.5, 12.5)
     with pytest.raises(ValueError, match="copies of this pass are 12.5"):
-        totals.settle(tally, late, 1.0)
+        totals.settle(stats, late, 1.0)
 
 
 def test_a_request_shows_its_budget_and_its_last_passes():
-    tally, totals = RequestTally(), Totals()
+    stats, totals = RequestStats(), Totals()
     for number in range(NUM_PASSES_SHOWN + 4):
-        totals.add(tally, record(copies=float(number)))
-    tally.see(192)
-    tally.see(128)
-    shown = json.loads(json.dumps(tally.to_json(DecodeSettings(256, "repack", "keydiff"), 1064, 192)))
+        totals.add(stats, record(copies=float(number)))
+    stats.see(192)
+    stats.see(128)
+    shown = json.loads(json.dumps(stats.to_json(DecodeSettings(256, "repack", "keydiff"), 1064, 192)))
     assert [entry["slot_copies"] for entry in shown.pop("last_passes")] == list(range(4, NUM_PASSES_SHOWN + 4))
     assert shown == {
         "budget_tokens": 256,

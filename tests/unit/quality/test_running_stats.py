@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_evicpress.quality.evidence import PRIOR_COUNT, Evidence
+from sglang_evicpress.quality.running_stats import PRIOR_COUNT, RunningStats
 
 qualities = st.lists(st.floats(0.0, 1.0), max_size=30)
 
 
 @given(qualities)
 def test_evidence_has_the_count_mean_and_variance_of_what_was_observed(values: list[float]) -> None:
-    seen = Evidence.of(values)
+    seen = RunningStats.of(values)
     assert seen.count == len(values)
     if values:
         assert seen.mean == pytest.approx(statistics.fmean(values), abs=1e-12)
@@ -30,7 +30,7 @@ def test_evidence_has_the_count_mean_and_variance_of_what_was_observed(values: l
 
 @given(qualities, qualities)
 def test_two_parts_are_together_what_the_whole_is(one: list[float], other: list[float]) -> None:
-    together, whole = Evidence.of(one).plus(Evidence.of(other)), Evidence.of(one + other)
+    together, whole = RunningStats.of(one).plus(RunningStats.of(other)), RunningStats.of(one + other)
     assert together.count == whole.count
     assert together.mean == pytest.approx(whole.mean, abs=1e-12)
     assert together.squares == pytest.approx(whole.squares, abs=1e-9)
@@ -38,16 +38,16 @@ def test_two_parts_are_together_what_the_whole_is(one: list[float], other: list[
 
 @given(qualities)
 def test_nothing_adds_nothing(values: list[float]) -> None:
-    seen = Evidence.of(values)
-    assert seen.plus(Evidence()) == seen
-    assert Evidence().plus(seen) == seen
+    seen = RunningStats.of(values)
+    assert seen.plus(RunningStats()) == seen
+    assert RunningStats().plus(seen) == seen
 
 
 @given(st.lists(st.floats(0.0, 1.0), min_size=2, max_size=30), st.floats(1.5, 40.0))
 def test_aged_evidence_keeps_mean_and_variance_and_counts_for_at_most_so_much(
     values: list[float], max_count: float
 ) -> None:
-    seen = Evidence.of(values)
+    seen = RunningStats.of(values)
     aged = seen.aged(max_count)
     assert aged.count == min(len(values), max_count)
     assert aged.mean == seen.mean
@@ -55,13 +55,13 @@ def test_aged_evidence_keeps_mean_and_variance_and_counts_for_at_most_so_much(
 
 
 def test_newer_evidence_outweighs_older_once_that_is_aged() -> None:
-    old, new = Evidence.of([0.2] * 100), Evidence.of([0.8] * 4)
+    old, new = RunningStats.of([0.2] * 100), RunningStats.of([0.8] * 4)
     assert new.plus(old).mean < 0.25
     assert new.plus(old.aged(4)).mean == pytest.approx(0.5)
 
 
 def test_one_observation_of_many_is_left_without_a_spread() -> None:
-    assert Evidence.of([0.0, 1.0]).aged(1.0) == Evidence(1.0, 0.5, 0.0)
+    assert RunningStats.of([0.0, 1.0]).aged(1.0) == RunningStats(1.0, 0.5, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -78,17 +78,17 @@ def test_lower_bound_is_one_standard_error_below_the_mean(
     values: list[float], variance: float, expected: float
 ) -> None:
     assert PRIOR_COUNT == 2.0
-    assert Evidence.of(values).lower_bound(variance) == pytest.approx(expected)
+    assert RunningStats.of(values).lower_bound(variance) == pytest.approx(expected)
 
 
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=30), st.floats(0.0, 0.25), st.floats(0.0, 0.25))
 def test_lower_bound_falls_with_the_variance_and_rises_with_repetition(
     values: list[float], one: float, other: float
 ) -> None:
-    seen = Evidence.of(values)
+    seen = RunningStats.of(values)
     low, high = sorted((one, other))
     assert seen.lower_bound(high) <= seen.lower_bound(low) <= seen.mean
-    assert Evidence.of(values * 4).lower_bound(low) >= seen.lower_bound(low) - 1e-12
+    assert RunningStats.of(values * 4).lower_bound(low) >= seen.lower_bound(low) - 1e-12
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 20])
@@ -96,13 +96,13 @@ def test_four_of_five_lower_bounds_hold(count: int) -> None:
     """For a spread that is as expected; when qualities crowd at 1, somewhat fewer of those of few observations."""
     draw = np.random.default_rng(count)
     rows = draw.normal(0.6, 0.2, (4000, count))
-    held = np.mean([Evidence.of(row.tolist()).lower_bound(0.04) <= 0.6 for row in rows])
+    held = np.mean([RunningStats.of(row.tolist()).lower_bound(0.04) <= 0.6 for row in rows])
     assert 0.8 < held < 0.88
 
 
 def test_lower_bound_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="nothing was observed"):
-        Evidence().lower_bound(0.05)
+        RunningStats().lower_bound(0.05)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +111,6 @@ def test_lower_bound_of_nothing_is_refused() -> None:
 )
 def test_impossible_evidence_is_refused(figures: tuple[float, float, float]) -> None:
     with pytest.raises(ValueError, match="expected"):
-        Evidence(*figures)
+        RunningStats(*figures)
     with pytest.raises(ValueError, match="expected finite"):
-        Evidence.of([0.5, math.inf])
+        RunningStats.of([0.5, math.inf])

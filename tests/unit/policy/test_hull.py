@@ -12,12 +12,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sglang_evicpress.core import Form, NodeStats, Tier, Way
-from sglang_evicpress.policy.cost_model import Costs, PrefillLaw, TransferLaw
+from sglang_evicpress.core import Form, LowerCopy, NodeStats, Tier
+from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.hull import Point, next_on_hull, upper_hull
-from sglang_evicpress.policy.index import Book
+from sglang_evicpress.policy.index import NodeIndex
 from sglang_evicpress.policy.menu import Menu
-from sglang_evicpress.policy.rules.evicpress import EvicPressRule
+from sglang_evicpress.policy.rules.evicpress import EvicPressPolicy
 
 MakeNode = Callable[..., NodeStats]
 
@@ -109,23 +109,23 @@ def test_many_at_once_are_bit_for_bit_what_one_by_one_are(
     forms = [Form(press, kept) for press in ("keydiff", "snapkv") for kept in (0.75, 1 / 3, 0.1)]
     coded = Form(None, 1.0, "int8")
     menu = Menu((*forms[:num_forms], coded), tuple(Tier)[:3], 3, page_size, {"raw": 1.0, "int8": 0.53})
-    costs = Costs(
-        PrefillLaw(0.01, 1e-3, 1e-6),
-        {Tier.HOST: TransferLaw(1e-3, 1e4), Tier.SSD: TransferLaw(1e-2, 1e3)},
-        {"int8": TransferLaw(1e-4, 3e4)},
+    costs = CostSnapshot(
+        PrefillCost(0.01, 1e-3, 1e-6),
+        {Tier.HOST: TransferCost(1e-3, 1e4), Tier.SSD: TransferCost(1e-2, 1e3)},
+        {"int8": TransferCost(1e-4, 3e4)},
     )
-    rule = EvicPressRule(menu, alpha, costs)
-    book = Book(rule)
+    policy = EvicPressPolicy(menu, alpha, costs)
+    index = NodeIndex(policy)
     draw = random.Random(seed)
     for node in _random_nodes(make_node, menu, seed):
         tiers = [tier for tier in (Tier.HOST, Tier.SSD) if draw.random() < 0.4]  # also where it is, or above that
-        ways = [Way(tier, draw.choice(menu.forms), draw.randint(0, 900), draw.random()) for tier in tiers]
-        book.put(replace(node, ways=ways))
-    records = list(book.records.values())
-    for record in records:
-        record.memo = None
-    alone = [rule.step(record) for record in records]
-    for record in records:
-        record.memo = None
-    rule.prepare(records)
-    assert [rule.step(record) for record in records] == alone
+        lower_copies = [LowerCopy(tier, draw.choice(menu.forms), draw.randint(0, 900), draw.random()) for tier in tiers]
+        index.add(replace(node, lower_copies=lower_copies))
+    candidates = list(index.candidates.values())
+    for candidate in candidates:
+        candidate.memo = None
+    alone = [policy.step(candidate) for candidate in candidates]
+    for candidate in candidates:
+        candidate.memo = None
+    policy.prepare(candidates)
+    assert [policy.step(candidate) for candidate in candidates] == alone

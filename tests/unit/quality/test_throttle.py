@@ -6,115 +6,115 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_evicpress.quality.throttle import Pacer
+from sglang_evicpress.quality.throttle import Throttle
 
 FULL = 32
 
 
 def test_a_user_who_waits_goes_first() -> None:
-    assert Pacer().allowance(0, 1, 8) == 0
+    assert Throttle().allowance(0, 1, 8) == 0
 
 
 def test_nothing_is_added_to_a_full_batch() -> None:
-    pacer = Pacer()
+    throttle = Throttle()
     for _ in range(130):
-        pacer.user_step()
-    assert (pacer.allowance(8, 0, 8), pacer.allowance(9, 0, 8), pacer.allowance(7, 0, 8)) == (0, 0, 256)
+        throttle.user_step()
+    assert (throttle.allowance(8, 0, 8), throttle.allowance(9, 0, 8), throttle.allowance(7, 0, 8)) == (0, 0, 256)
 
 
 def test_without_users_credit_does_not_count() -> None:
-    pacer = Pacer(max_step_tokens=100)
+    throttle = Throttle(max_step_tokens=100)
     for _ in range(5):
-        pacer.took_part()
-    assert pacer.allowance(0, 0, FULL) == 100
+        throttle.took_part()
+    assert throttle.allowance(0, 0, FULL) == 100
 
 
 def test_with_users_one_step_in_128_is_given() -> None:
     """To what ends in the step that it begins in, and comes one at a time."""
-    pacer, given_at = Pacer(), []
+    throttle, given_at = Throttle(), []
     for step in range(1, 400):
-        pacer.user_step()
-        if pacer.credit >= 1.0:
-            assert pacer.allowance(1, 0, FULL)
+        throttle.user_step()
+        if throttle.credit >= 1.0:
+            assert throttle.allowance(1, 0, FULL)
             given_at.append(step)
-            pacer.took_part()
+            throttle.took_part()
     assert given_at == [128, 256, 384]
 
 
-def rich() -> Pacer:
+def rich() -> Throttle:
     """A pacer on a full credit."""
-    pacer = Pacer()
+    throttle = Throttle()
     for _ in range(128):
-        pacer.user_step()
-    return pacer
+        throttle.user_step()
+    return throttle
 
 
 def test_more_may_join_from_step_to_step_until_the_debt_is_full() -> None:
-    pacer, num_joined = rich(), 0
-    while pacer.allowance(1, 0, FULL):
-        pacer.took_part(in_own_batch=True)
+    throttle, num_joined = rich(), 0
+    while throttle.allowance(1, 0, FULL):
+        throttle.took_part(in_own_batch=True)
         num_joined += 1
-        pacer.user_step()
+        throttle.user_step()
         assert num_joined < 1000
-    assert not pacer.may_go_on and num_joined == pytest.approx(pacer.max_debt * 128 / 127, abs=2)
+    assert not throttle.may_go_on and num_joined == pytest.approx(throttle.max_debt * 128 / 127, abs=2)
 
 
 def test_users_decode_between_two_batches_of_profiling() -> None:
-    pacer = rich()
-    pacer.took_part(in_own_batch=True)
-    assert pacer.allowance(1, 0, FULL) == 0
-    pacer.user_step()
-    assert pacer.allowance(1, 0, FULL) > 0
+    throttle = rich()
+    throttle.took_part(in_own_batch=True)
+    assert throttle.allowance(1, 0, FULL) == 0
+    throttle.user_step()
+    assert throttle.allowance(1, 0, FULL) > 0
 
 
 def test_who_does_not_join_at_once_waits_for_credit() -> None:
-    pacer = rich()
-    pacer.took_part(in_own_batch=True)
-    pacer.user_step()
-    pacer.user_step()
-    assert pacer.allowance(1, 0, FULL) == 0
+    throttle = rich()
+    throttle.took_part(in_own_batch=True)
+    throttle.user_step()
+    throttle.user_step()
+    assert throttle.allowance(1, 0, FULL) == 0
 
 
 def test_what_runs_in_a_gap_opens_no_door_when_users_come() -> None:
-    pacer = Pacer()
-    pacer.user_step()
-    assert pacer.allowance(0, 0, FULL) > 0
-    assert pacer.allowance(1, 0, FULL) == 0 and not pacer.may_go_on
+    throttle = Throttle()
+    throttle.user_step()
+    assert throttle.allowance(0, 0, FULL) > 0
+    assert throttle.allowance(1, 0, FULL) == 0 and not throttle.may_go_on
 
 
 def test_a_long_time_without_profiling_saves_up_one_step_only() -> None:
-    pacer = Pacer()
+    throttle = Throttle()
     for _ in range(10_000):
-        pacer.user_step()
-    assert pacer.credit == 1.0
+        throttle.user_step()
+    assert throttle.credit == 1.0
 
 
 def test_a_generation_that_decodes_along_is_paid_for_afterwards() -> None:
-    pacer = Pacer(per_step=0.25)
+    throttle = Throttle(per_step=0.25)
     for _ in range(4):
-        pacer.user_step()
+        throttle.user_step()
     for _ in range(10):
-        pacer.user_step()
-        pacer.took_part()
+        throttle.user_step()
+        throttle.took_part()
     for _ in range(2):  # without it: what begins next needs credit again
-        pacer.user_step()
+        throttle.user_step()
     num_steps = 2
-    while not pacer.allowance(1, 0, FULL):
-        pacer.user_step()
+    while not throttle.allowance(1, 0, FULL):
+        throttle.user_step()
         num_steps += 1
     assert num_steps == 4 * 10 - 9  # the first of the ten found credit full, the others earned while they cost
 
 
 def test_one_generation_of_as_many_tokens_as_may_be_owed_always_ends() -> None:
-    pacer = rich()
-    for _ in range(pacer.max_debt):
-        assert pacer.may_go_on
-        pacer.user_step()
-        pacer.took_part()
+    throttle = rich()
+    for _ in range(throttle.max_debt):
+        assert throttle.may_go_on
+        throttle.user_step()
+        throttle.took_part()
     for _ in range(3):
-        pacer.user_step()
-        pacer.took_part()
-    assert not pacer.may_go_on
+        throttle.user_step()
+        throttle.took_part()
+    assert not throttle.may_go_on
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_one_generation_of_as_many_tokens_as_may_be_owed_always_ends() -> None:
 )
 def test_figures_out_of_range_are_refused(figures: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="expected"):
-        Pacer(**figures)  # type: ignore[arg-type]
+        Throttle(**figures)  # type: ignore[arg-type]
 
 
 @given(
@@ -136,24 +136,24 @@ def test_few_steps_of_users_are_touched(
     per_step: float, max_debt: int, longest: int, minutes: list[tuple[int, int, int]]
 ) -> None:
     """A scheduler that begins a generation whenever it may, gaps between users included, in batches of its own."""
-    pacer = Pacer(per_step=per_step, max_debt=max_debt)
+    throttle = Throttle(per_step=per_step, max_debt=max_debt)
     num_steps = num_touched = num_left = 0
     for num_running, num_waiting, num_times in minutes:
         for _ in range(num_times):
-            if num_running and not pacer.may_go_on:
+            if num_running and not throttle.may_go_on:
                 num_left = 0
-            if pacer.allowance(num_running, num_waiting, 5):
+            if throttle.allowance(num_running, num_waiting, 5):
                 assert num_waiting == 0 and num_running < 5
                 num_left = longest
                 if num_running:
                     num_touched += 1
-                    pacer.took_part(in_own_batch=True)
-                    assert not pacer.allowance(num_running, num_waiting, 5)
+                    throttle.took_part(in_own_batch=True)
+                    assert not throttle.allowance(num_running, num_waiting, 5)
             elif num_running:
                 num_steps += 1
-                pacer.user_step()
+                throttle.user_step()
                 if num_left:
                     num_touched += 1
-                    pacer.took_part()
+                    throttle.took_part()
             num_left = max(0, num_left - 1)
             assert num_touched <= per_step * num_steps + max_debt + 1

@@ -9,7 +9,7 @@ from itertools import islice
 from sglang_evicpress.tiers.entry.copies import SsdEntry
 
 
-class HostSpares:
+class RedundantHostCopies:
     """Resident nodes with a host copy, by id, the hottest last; those that are planned to leave the GPU by it apart.
     Every call costs the same however many there are, but ``plan``, which costs as much as there are planned."""
 
@@ -59,7 +59,7 @@ class HostSpares:
         self._planned.clear()
 
 
-class SsdSpares:
+class RedundantSsdEntries:
     """SSD entries of which every piece lies on a faster tier too, in the order in which they came to be so."""
 
     def __init__(self) -> None:

@@ -55,11 +55,11 @@ class Run:
 def runs(draw: st.DrawFn) -> Run:
     page_size = draw(st.sampled_from(PAGE_SIZES))
     method = draw(st.sampled_from(METHODS))
-    protect = draw(st.sampled_from([(), ("first",), ("newest",), PROTECTIONS]))
+    protected_pages = draw(st.sampled_from([(), ("first",), ("newest",), PROTECTIONS]))
     sinks = draw(st.integers(0, 80))
-    settings = DecodeSettings(1, method, every=draw(st.integers(1, 70)), protect=protect)
+    settings = DecodeSettings(1, method, interval=draw(st.integers(1, 70)), protected_pages=protected_pages)
     tokens = least_tokens(settings, page_size, sinks) + draw(st.integers(0, 3 * page_size))
-    settings = DecodeSettings(tokens, method, every=settings.every, protect=protect)
+    settings = DecodeSettings(tokens, method, interval=settings.interval, protected_pages=protected_pages)
     check(settings, page_size, sinks)
     run = Run(
         settings, page_size, draw(st.integers(1, 2 * tokens + 70)), draw(st.integers(0, 5 * block_size(page_size) + 80))
@@ -82,7 +82,7 @@ def test_a_second_visit_without_a_decode_step_does_nothing(run):
 
 @given(runs())
 def test_a_decoding_request_stays_below_its_bound(run):
-    bound = run.settings.tokens + (0 if run.settings.method == "paged" else run.settings.every)
+    bound = run.settings.tokens + (0 if run.settings.method == "paged" else run.settings.interval)
     assert all(before <= bound for before, _ in run.visits[1:])
     assert all(after <= run.settings.tokens for _, after in run.passes)
 
@@ -104,7 +104,7 @@ def test_paged_frees_one_unprotected_block_whenever_a_block_fills_at_the_budget(
         if before != after:
             assert before - after == block
             assert before % block == 0
-            assert before // block > sum(protected_blocks(run.settings.protect, block, 0))
+            assert before // block > sum(protected_blocks(run.settings.protected_pages, block, 0))
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 4, 8])
@@ -123,15 +123,19 @@ def test_every_block_with_a_sink_is_protected(page_size, sinks, blocks):
 
 
 @given(st.sampled_from(PAGE_SIZES), st.integers(0, 70), st.sampled_from([("first",), PROTECTIONS]), st.integers(0, 90))
-def test_a_pass_that_was_put_off_is_made_up_for_at_the_next_token(page_size, sinks, protect, late):
-    settings = DecodeSettings(1, protect=protect)
-    settings = DecodeSettings(least_tokens(settings, page_size, sinks) + 5, protect=protect)
+def test_a_pass_that_was_put_off_is_made_up_for_at_the_next_token(page_size, sinks, protected_pages, late):
+    settings = DecodeSettings(1, protected_pages=protected_pages)
+    settings = DecodeSettings(least_tokens(settings, page_size, sinks) + 5, protected_pages=protected_pages)
     most, block = peak(settings, page_size), block_size(page_size)
     held = most + late
     assert is_due(settings, held, page_size)
     left = target(settings, held, page_size)
     assert left <= most and not is_due(settings, left, page_size) and (held - left) % block == 0
-    num_free = held // block - sum(protected_blocks(protect, block, sinks)) + bool(held % block and len(protect) == 2)
+    num_free = (
+        held // block
+        - sum(protected_blocks(protected_pages, block, sinks))
+        + bool(held % block and len(protected_pages) == 2)
+    )
     assert num_free >= (held - left) // block, "what lies behind the last full block is the newest"
 
 
@@ -141,13 +145,13 @@ def test_the_others_drop_every_so_many_tokens(run):
         return
     times = [step for step, (before, after) in enumerate(run.visits[1:]) if before != after]
     gaps = [late - early for early, late in zip(times, times[1:], strict=False)]
-    assert all(run.settings.every <= gap < run.settings.every + run.page_size for gap in gaps)
+    assert all(run.settings.interval <= gap < run.settings.interval + run.page_size for gap in gaps)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 32, 64])
 def test_a_peak_is_reached_where_pages_divide_the_budget(page_size):
     for method in METHODS:
-        settings = DecodeSettings(256, method, every=64)
+        settings = DecodeSettings(256, method, interval=64)
         run = Run(settings, page_size, prompt=300, steps=400)
         assert max(before for before, _ in run.visits[1:]) == peak(settings, page_size)
 
@@ -171,12 +175,12 @@ def test_paged_with_a_budget_of_no_whole_pages_stays_below_it():
     ("settings", "page_size", "sinks", "least"),
     [
         (DecodeSettings(1, "paged"), 16, 4, 48),
-        (DecodeSettings(1, "paged", protect=("first",)), 16, 4, 32),
-        (DecodeSettings(1, "paged", protect=()), 16, 4, 32),
-        (DecodeSettings(1, "paged", protect=()), 16, 16, 48),
+        (DecodeSettings(1, "paged", protected_pages=("first",)), 16, 4, 32),
+        (DecodeSettings(1, "paged", protected_pages=()), 16, 4, 32),
+        (DecodeSettings(1, "paged", protected_pages=()), 16, 16, 48),
         (DecodeSettings(1, "paged"), 1, 4, 48),
         (DecodeSettings(1, "paged"), 16, 20, 64),
-        (DecodeSettings(1, "paged", protect=()), 2, 4, 32),
+        (DecodeSettings(1, "paged", protected_pages=()), 2, 4, 32),
         (DecodeSettings(1, "repack"), 16, 4, 20),
         (DecodeSettings(1, "holefill"), 1, 0, 1),
     ],
@@ -207,6 +211,6 @@ def test_a_budget_that_is_too_small_is_refused_in_one_sentence():
 def test_a_pass_is_near_when_one_of_the_next_tokens_makes_it_due(
     method: str, page_size: int, num_slots: int, tokens: int, within: int
 ) -> None:
-    settings = DecodeSettings(tokens=tokens, method=method, every=50)
+    settings = DecodeSettings(tokens=tokens, method=method, interval=50)
     expected = any(is_due(settings, num_slots + more, page_size) for more in range(within + 1))
     assert is_near(settings, num_slots, page_size, within) == expected

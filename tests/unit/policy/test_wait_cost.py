@@ -7,14 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from sglang_evicpress.core import DROP, EXACT, Decision, Form, NodeStats, Option, Tier, Way
-from sglang_evicpress.policy import make_policy
-from sglang_evicpress.policy.cost_model import Costs, PrefillLaw, TransferLaw
+from sglang_evicpress.core import DROP, EXACT, Decision, Form, LowerCopy, NodeStats, Option, Tier
+from sglang_evicpress.policy import make_planner
+from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.wait_cost import bytes_to_copy, is_wasteful, seconds_lost
 
 HALF = Form("keydiff", 0.5)
-COSTS = Costs(PrefillLaw(1.0, 0.01, 0.0), {Tier.HOST: TransferLaw(0.5, 1e4), Tier.SSD: TransferLaw(0.5, 1e3)}, {})
+COSTS = CostSnapshot(
+    PrefillCost(1.0, 0.01, 0.0), {Tier.HOST: TransferCost(0.5, 1e4), Tier.SSD: TransferCost(0.5, 1e3)}, {}
+)
 ON_GPU = Option(EXACT, Tier.GPU, 100)
 
 MakeNode = Callable[..., NodeStats]
@@ -25,18 +27,18 @@ def decision(node_id: int, option: Option, loss: float = 0.0, source: Option = O
 
 
 def test_the_utility_lost_is_in_units_of_one_certain_use() -> None:
-    policy = make_policy("evicpress", Menu((), (Tier.GPU,)), alpha=1.0, costs=COSTS)
+    planner = make_planner("evicpress", Menu((), (Tier.GPU,)), alpha=1.0, costs=COSTS)
     plan = [decision(1, DROP, 6.0), decision(2, Option(HALF, Tier.GPU, 50), -2.0)]
-    assert seconds_lost(plan, policy, COSTS, 8.0) == pytest.approx(0.5)
-    assert seconds_lost([], policy, COSTS, 8.0) == 0.0
+    assert seconds_lost(plan, planner, COSTS, 8.0) == pytest.approx(0.5)
+    assert seconds_lost([], planner, COSTS, 8.0) == 0.0
 
 
 def test_of_a_policy_without_utility_what_is_dropped_counts_without_the_fixed_cost(make_node: MakeNode) -> None:
     menu = Menu((), (Tier.GPU, Tier.HOST))
-    policy = make_policy("lru", menu, alpha=1.0, costs=COSTS)
-    policy.put_all([make_node(1, menu=menu, tokens=30), make_node(2, menu=menu, tokens=50)])
+    planner = make_planner("lru", menu, alpha=1.0, costs=COSTS)
+    planner.add_all([make_node(1, menu=menu, tokens=30), make_node(2, menu=menu, tokens=50)])
     plan = [decision(1, DROP, 1e9), decision(2, Option(EXACT, Tier.HOST, 100))]
-    assert seconds_lost(plan, policy, COSTS, 8.0) == pytest.approx(0.3)
+    assert seconds_lost(plan, planner, COSTS, 8.0) == pytest.approx(0.3)
 
 
 def test_only_what_leaves_the_gpu_for_a_copy_that_is_not_there_is_copied() -> None:
@@ -48,8 +50,11 @@ def test_only_what_leaves_the_gpu_for_a_copy_that_is_not_there_is_copied() -> No
         decision(5, Option(HALF, Tier.SSD, 50)),
         decision(6, Option(EXACT, Tier.SSD, 100), source=Option(EXACT, Tier.HOST, 100)),
     ]
-    ready = {4: (Way(Tier.HOST, EXACT, 70, 1.0),), 5: (Way(Tier.SSD, EXACT, 100, 1.0), Way(Tier.HOST, HALF, 50, 0.9))}
-    assert bytes_to_copy(plan, ready) == 100 + 50
+    lower_copies_of = {
+        4: (LowerCopy(Tier.HOST, EXACT, 70, 1.0),),
+        5: (LowerCopy(Tier.SSD, EXACT, 100, 1.0), LowerCopy(Tier.HOST, HALF, 50, 0.9)),
+    }
+    assert bytes_to_copy(plan, lower_copies_of) == 100 + 50
 
 
 @pytest.mark.parametrize(("num_bytes", "is_forced", "wastes"), [(3, True, True), (3, False, False), (400, True, False)])
@@ -57,12 +62,12 @@ def test_a_plan_is_wasteful_that_loses_more_tokens_than_it_frees_slots(
     num_bytes: int, is_forced: bool, wastes: bool, make_node: MakeNode
 ) -> None:
     menu = Menu((), (Tier.GPU, Tier.SSD))
-    policy = make_policy("lru", menu, alpha=1.0, costs=COSTS)
-    policy.put_all([make_node(1, menu=menu), make_node(2, 1, menu=menu, tokens=300, depth=100, tier=Tier.SSD)])
+    planner = make_planner("lru", menu, alpha=1.0, costs=COSTS)
+    planner.add_all([make_node(1, menu=menu), make_node(2, 1, menu=menu, tokens=300, depth=100, tier=Tier.SSD)])
     below = decision(2, DROP, source=Option(EXACT, Tier.SSD, 300))
     plan = [replace(below, is_forced=is_forced), decision(1, DROP, source=Option(EXACT, Tier.GPU, num_bytes))]
-    assert is_wasteful(plan, policy) == wastes
-    assert not is_wasteful([], policy)
+    assert is_wasteful(plan, planner) == wastes
+    assert not is_wasteful([], planner)
 
 
 def test_a_part_of_a_path_pays_what_is_its_own() -> None:

@@ -11,7 +11,7 @@ import torch
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from sglang_evicpress.decode_budget.settings import DecodeSettings
-from sglang_evicpress.decode_budget.stats import RequestTally
+from sglang_evicpress.decode_budget.stats import RequestStats
 from sglang_evicpress.patches.decode_budget import admission
 from sglang_evicpress.patches.decode_budget.budgets import DecodeBudgets
 from sglang_evicpress.patches.decode_budget.records import BudgetRecords
@@ -32,7 +32,7 @@ def request(num_tokens: int, max_new: int, budget: DecodeSettings | None = None,
         output_ids=[0] * num_out,
         prefix_indices=torch.empty(0, dtype=torch.int64),
         sampling_params=SimpleNamespace(max_new_tokens=max_new, ignore_eos=False, custom_params=None),
-        kv_budget=None if budget is None else DecodeState(budget, RequestTally()),
+        kv_budget=None if budget is None else DecodeState(budget, RequestStats()),
         extra_key=None,
         retraction_count=0,
         kv_allocated_len=0,
@@ -109,7 +109,7 @@ def test_a_short_answer_is_charged_by_its_length() -> None:
 
 def test_a_prompt_over_the_budget_needs_room_for_what_survives_as_well() -> None:
     adder = Adder()
-    adder.add_one_req(request(120, 4000, DecodeSettings(64, "repack", every=32)))
+    adder.add_one_req(request(120, 4000, DecodeSettings(64, "repack", interval=32)))
     assert adder.rem_total_token_offset == 128 + PAGE + 64
 
 
@@ -151,47 +151,47 @@ def test_what_a_running_request_shares_is_to_be_copied_before_it_drops() -> None
     assert offset == 128 - 16
 
 
-# ---- in pieces
+# ---- in chunks
 
 
-def sent_back(num_tokens: int) -> Any:
+def retracted(num_tokens: int) -> Any:
     req = request(num_tokens, 4000, DecodeSettings(64), num_out=num_tokens - 60)
     req.retraction_count = 1
     return req
 
 
 def test_a_request_that_outgrew_the_pool_is_computed_anew_in_pieces() -> None:
-    adder, req = Adder(), sent_back(600)
+    adder, req = Adder(), retracted(600)
     assert adder.add_one_req(req) is AddReqResult.CONTINUE
-    assert adder.new_chunked_req is req and req.kv_budget.in_pieces
+    assert adder.new_chunked_req is req and req.kv_budget.is_chunked
     assert adder.rem_chunk_tokens == 0, "no other request joins the batch of a piece"
     assert adder.rem_total_token_offset == 64 + 2 * PAGE
 
 
 @pytest.mark.parametrize("num_tokens", [400, 470])
 def test_a_request_that_fits_is_computed_anew_at_once(num_tokens: int) -> None:
-    adder, req = Adder(chunk=None), sent_back(num_tokens)
+    adder, req = Adder(chunk=None), retracted(num_tokens)
     assert adder.add_one_req(req) is AddReqResult.CONTINUE
-    assert not req.kv_budget.in_pieces
+    assert not req.kv_budget.is_chunked
 
 
 def test_pieces_wait_for_room_and_for_the_chunks_of_others() -> None:
-    req = sent_back(600)
+    req = retracted(600)
     assert Adder(num_free=100).add_one_req(req) is AddReqResult.NO_TOKEN
     assert Adder().add_one_req(req, has_chunked_req=True) is AddReqResult.OTHER
-    assert not req.kv_budget.in_pieces
+    assert not req.kv_budget.is_chunked
 
 
 def test_without_chunks_there_are_no_pieces_and_the_request_is_given_up() -> None:
     adder = Adder(chunk=None)
-    assert adder.add_one_req(sent_back(600)) is AddReqResult.CONTINUE
+    assert adder.add_one_req(retracted(600)) is AddReqResult.CONTINUE
     assert len(adder.given_up) == 1
     assert "600 tokens" in adder.given_up[0] and "--chunked-prefill-size" in adder.given_up[0]
 
 
 def test_a_next_piece_without_room_stays_open() -> None:
-    adder, req = Adder(num_free=40), sent_back(600)
-    req.kv_budget.in_pieces = req.kv_budget.has_left_tree = True
+    adder, req = Adder(num_free=40), retracted(600)
+    req.kv_budget.is_chunked = req.kv_budget.has_left_tree = True
 
     def never(*_: Any) -> Any:
         raise AssertionError("a piece was added")
@@ -297,7 +297,7 @@ def test_requests_that_measure_prefixes_have_no_budget() -> None:
         ({"kv_decode_budget": 64, "kv_decode_score": "h2o"}, "does not keep: start it with --kv-decode-score h2o"),
         ({"kv_decode_trace": "yes"}, "kv_decode_trace is 'yes'"),
         ({"kv_decode_budget": 64, "kv_decode_trace": True}, "--kv-decode-client-budgets trace"),
-        ({"kv_decode_budget": 64, "kv_decode_every": 1}, "kv_decode_every is 1: expected at least 32"),
+        ({"kv_decode_budget": 64, "kv_decode_interval": 1}, "kv_decode_interval is 1: expected at least 32"),
     ],
 )
 def test_what_cannot_be_ends_the_request_with_a_sentence(params: dict[str, Any], words: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from sglang_evicpress.benchmark.config import levels_at
+from sglang_evicpress.benchmark.config import rates_at
 
 PLAN, RUNS, SCORES = "plan.json", "runs", "scores.jsonl"
 TIERS = ("gpu", "host", "ssd")
@@ -21,8 +21,8 @@ _SGLANG_TIERS = {"device": "gpu", "storage": "ssd"}
 class Request:
     """One line of a run. ``latency_s`` ends with the answer and begins as ``ttft_s`` does; both are None for one that
     failed. ``late_s`` is how long after its planned arrival it was sent; ``hits`` are its cached tokens by tier, None
-    when the server did not say where they were. ``end_s`` is when it ended, from the start of the level. ``is_cut``: it
-    was cancelled at the end of the level, and had waited for its first token for ``waited_s``; ``is_refused``: the
+    when the server did not say where they were. ``end_s`` is when it ended, from the start of the rate. ``is_cut``: it
+    was cancelled at the end of the rate, and had waited for its first token for ``waited_s``; ``is_refused``: the
     server answered 503. Neither is complete, nor did it fail."""
 
     index: int
@@ -53,11 +53,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One level of one repetition of a system. ``header`` is the first line of the file ``path``."""
+    """One rate of one repetition of a system. ``header`` is the first line of the file ``path``."""
 
     system: str
     repetition: int
-    level: float
+    rate: float
     header: Mapping[str, Any]
     requests: Mapping[int, Request]
     path: Path
@@ -67,20 +67,20 @@ class Run:
 class Score:
     """Similarity of an answer to the full-cache one and to the true one; None without one to compare with.
 
-    ``pair`` names the two texts that ``minilm_bound`` compares.
+    ``pair`` names the two texts that ``minilm_full_cache`` compares.
     """
 
-    f1_bound: float | None
-    minilm_bound: float | None
+    f1_full_cache: float | None
+    minilm_full_cache: float | None
     f1_truth: float | None
     pair: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Raw:
-    """An out folder. ``scores`` are by (system, repetition, level, index)."""
+class Results:
+    """An out folder. ``scores`` are by (system, repetition, rate, index)."""
 
-    folder: Path
+    run_dir: Path
     plan: Mapping[str, Any]
     runs: tuple[Run, ...]
     scores: Mapping[tuple[str, int, float, int], Score]
@@ -92,36 +92,36 @@ class Raw:
         return [system for system in self.plan["systems"] if system["name"] in ran]
 
     @property
-    def levels(self) -> list[float]:
-        return sorted({run.level for run in self.runs})
+    def rates(self) -> list[float]:
+        return sorted({run.rate for run in self.runs})
 
     @property
     def families(self) -> list[str]:
         return sorted({request.family for run in self.runs for request in run.requests.values()})
 
     @property
-    def bound(self) -> str | None:
-        """The name of the system whose answers and times the others are compared with: the bound, or, where it did not
-        run, the one with our attention."""
+    def full_cache(self) -> str | None:
+        """The name of the system whose answers and times the others are compared with: the full cache, or, where it did
+        not run, the one with our attention."""
         named = {system["kind"]: system["name"] for system in reversed(self.systems)}
-        return named.get("bound", named.get("bound+attention"))
+        return named.get("full-cache", named.get("full-cache+attention"))
 
     @property
     def multiples(self) -> dict[float, float]:
-        """Level -> its multiple of saturation, for the levels that were planned as such."""
+        """Rate -> its multiple of saturation, for the rates that were planned as such."""
         load = self.plan.get("config", {}).get("load") or {}
         rps = load.get("saturation_rps")
-        return {} if rps is None else levels_at(rps, load["of_saturation"])
+        return {} if rps is None else rates_at(rps, load["of_saturation"])
 
-    def runs_of(self, system: str, level: float) -> list[Run]:
+    def runs_of(self, system: str, rate: float) -> list[Run]:
         """By repetition."""
-        found = [run for run in self.runs if run.system == system and run.level == level]
+        found = [run for run in self.runs if run.system == system and run.rate == rate]
         return sorted(found, key=lambda run: run.repetition)
 
 
-def read_raw(folder: Path) -> Raw:
+def read_results(folder: Path) -> Results:
     """Raises ValueError when the folder has no plan, or a file of it is not what a benchmark writes."""
-    return Raw(folder, read_plan(folder), tuple(read_runs(folder)), read_scores(folder))
+    return Results(folder, read_plan(folder), tuple(read_runs(folder)), read_scores(folder))
 
 
 def read_plan(folder: Path) -> Mapping[str, Any]:
@@ -140,18 +140,18 @@ def read_plan(folder: Path) -> Mapping[str, Any]:
 
 
 def read_runs(folder: Path) -> Iterator[Run]:
-    """Every run that is complete, in the order of systems' folders, repetitions and levels."""
+    """Every run that is complete, in the order of systems' folders, repetitions and rates."""
     found = [read_run(path) for path in (folder / RUNS).glob("*/*.jsonl")]
-    yield from sorted(found, key=lambda run: (run.system, run.repetition, run.level))
+    yield from sorted(found, key=lambda run: (run.system, run.repetition, run.rate))
 
 
 def read_run(path: Path) -> Run:
     try:
         first, *rest = (orjson.loads(line) for line in path.read_bytes().splitlines())
         header = first["run"]
-        level = float(header["level"])
-        requests = {request.index: request for request in (_request(line, level) for line in rest)}
-        return Run(header["system"], int(header["repetition"]), level, header, requests, path)
+        rate = float(header["rate"])
+        requests = {request.index: request for request in (_request(line, rate) for line in rest)}
+        return Run(header["system"], int(header["repetition"]), rate, header, requests, path)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is not a run of `evicpress bench serve` ({error!r:.200}): move it away, and run it again"
@@ -169,9 +169,9 @@ def read_tree(run: Run) -> list[Mapping[str, Any]]:
     return list(orjson.loads(path.read_bytes())) if path.exists() else []
 
 
-def _request(line: Mapping[str, Any], level: float) -> Request:
+def _request(line: Mapping[str, Any], rate: float) -> Request:
     error = line.get("error")
-    begin_s = line["sent_s"] if level == 0 else line["arrival_s"]  # one client sends once it has the last answer
+    begin_s = line["sent_s"] if rate == 0 else line["arrival_s"]  # one client sends once it has the last answer
     is_cut = bool(line.get("is_cut"))
     has_failed = error is not None or line.get("ttft_s") is None or is_cut
     waited_s = line["end_s"] - begin_s if line.get("ttft_s") is None else line["ttft_s"]
@@ -204,8 +204,8 @@ def read_scores(folder: Path) -> dict[tuple[str, int, float, int], Score]:
     scores = {}
     try:
         for line in map(orjson.loads, path.read_bytes().splitlines()):
-            key = (line["system"], int(line["repetition"]), float(line["level"]), int(line["index"]))
-            scores[key] = Score(line["f1_bound"], line["minilm_bound"], line["f1_truth"], line.get("pair"))
+            key = (line["system"], int(line["repetition"]), float(line["rate"]), int(line["index"]))
+            scores[key] = Score(line["f1_full_cache"], line["minilm_full_cache"], line["f1_truth"], line.get("pair"))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not what scoring writes ({error!r:.200}): remove it, and score again") from None
     return scores

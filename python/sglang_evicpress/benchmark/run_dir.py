@@ -15,7 +15,7 @@ from pathlib import Path
 
 import orjson
 
-from sglang_evicpress.benchmark.raw import PLAN, RUNS, SCORES, tree_file
+from sglang_evicpress.benchmark.results import PLAN, RUNS, SCORES, tree_file
 from sglang_evicpress.benchmark.systems import System
 from sglang_evicpress.files import write_whole
 
@@ -23,7 +23,7 @@ _FAILED = ".failed"
 
 
 @dataclass(frozen=True, slots=True)
-class Folder:
+class RunDir:
     """``path`` is absolute."""
 
     path: Path
@@ -88,8 +88,8 @@ class Folder:
 
     # ---- runs
 
-    def run_file(self, system: System, repetition: int, level: float) -> Path:
-        return self.path / RUNS / system.slug / f"{repetition}-{level:g}.jsonl"
+    def run_file(self, system: System, repetition: int, rate: float) -> Path:
+        return self.path / RUNS / system.slug / f"{repetition}-{rate:g}.jsonl"
 
     def write_run(self, path: Path, header: Mapping[str, object], lines: Iterable[Mapping[str, object]]) -> None:
         """The file appears whole or not at all."""

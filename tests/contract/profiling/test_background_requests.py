@@ -1,4 +1,5 @@
-"""Guests and users of one server: the real cache and its hooks, and a scheduler that makes batches as SGLang's does."""
+"""Background requests and users of one server: the real cache and its hooks, and a scheduler that makes batches as
+SGLang's does."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from tests.contract.profiling.test_shadows import ShadowWalk
 
 from sglang_evicpress.patches.scheduler import hooks
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
-from sglang_evicpress.policy.cost_model import PrefillLaw
+from sglang_evicpress.policy.cost_model import PrefillCost
 
 pytestmark = pytest.mark.sglang
 
@@ -50,12 +51,13 @@ class Batch:
 
 
 class Server(ShadowWalk):
-    """``num_touched`` of ``num_user_steps`` steps in which users decode had guests in them, or waited for theirs."""
+    """``num_touched`` of ``num_user_steps`` steps in which users decode had background requests in them, or waited for
+    theirs."""
 
     def __init__(self, *, max_running: int = 8, num_slots: int = 2048, seed: int = 0) -> None:
         self.max_running = max_running
         super().__init__(seed, 1, num_slots=num_slots)
-        self.num_user_steps = self.num_touched = self.num_guest_tokens = 0
+        self.num_user_steps = self.num_touched = self.num_background_tokens = 0
         self.left: dict[str, int] = {}  # tokens that a request is still to generate
         self.done: list[str] = []
 
@@ -69,7 +71,7 @@ class Server(ShadowWalk):
 
     def scheduler(self) -> object:
         stub = super().scheduler()
-        del self.cache.background._send_back  # here guests do make way
+        del self.cache.background._retract  # here background requests do make way
         stub.running_batch = Batch(self, [], ForwardMode.DECODE)
         stub.max_running_requests, stub.server_args = self.max_running, None
         stub._add_request_to_queue = self.put_back
@@ -82,7 +84,7 @@ class Server(ShadowWalk):
 
     def request(self, name: str | None, tokens: list[int], num_new: int = 1) -> Request:
         self.count += 1
-        request = Request(f"{'guest' if name else 'user'}-{self.count}", list(tokens), len(tokens), name)
+        request = Request(f"{'background' if name else 'user'}-{self.count}", list(tokens), len(tokens), name)
         self.left[request.rid] = num_new
         self.waiting.append(request)
         hooks._after_add_request_to_queue(None, self.stub, request)
@@ -94,7 +96,7 @@ class Server(ShadowWalk):
     def open_whole(self, num_tokens: int = 64) -> str:
         return self.whole(self.random_tokens(num_tokens)).exact
 
-    def guest(self, name: str, num_new: int = 1, *, num_tokens: int = 5) -> Request:
+    def background(self, name: str, num_new: int = 1, *, num_tokens: int = 5) -> Request:
         """A question in a shadow."""
         spaces = {each: shadow for shadow in self.open.values() for each in (shadow.exact, *shadow.forms.values())}
         asked = [self.rng.randrange(50, 60) for _ in range(num_tokens)]
@@ -127,7 +129,7 @@ class Server(ShadowWalk):
         hooks._after_get_next_batch_to_run(batch, stub)
         stub.cur_batch = batch
         if batch is not None:
-            self.book(batch, users_waited)
+            self.index(batch, users_waited)
             self.run_batch(batch)
         stub.last_batch = batch
         self.check()
@@ -193,27 +195,29 @@ class Server(ShadowWalk):
     def users_running(self) -> list[Request]:
         return [req for req in self.running if not is_shadow_name(req.extra_key)]
 
-    def book(self, batch: Batch, users_waited: list[Request]) -> None:
-        guests = [req for req in batch.reqs if is_shadow_name(req.extra_key)]
+    def index(self, batch: Batch, users_waited: list[Request]) -> None:
+        background_requests = [req for req in batch.reqs if is_shadow_name(req.extra_key)]
         if batch.forward_mode.is_extend():
-            assert not guests or not users_waited, "a guest begins while a user waits"
-            lengths = [num for req, num in zip(batch.reqs, batch.extend_lens, strict=True) if req in guests]
-            assert sum(lengths[:-1]) < self.cache.background.pacer.max_step_tokens
-            self.num_guest_tokens += sum(lengths)
-            self.num_touched += bool(guests and self.users_running())
+            assert not background_requests or not users_waited, "a background request begins while a user waits"
+            lengths = [
+                num for req, num in zip(batch.reqs, batch.extend_lens, strict=True) if req in background_requests
+            ]
+            assert sum(lengths[:-1]) < self.cache.background.throttle.max_step_tokens
+            self.num_background_tokens += sum(lengths)
+            self.num_touched += bool(background_requests and self.users_running())
             return
-        self.num_guest_tokens += len(guests)
-        if len(guests) < len(batch.reqs):
+        self.num_background_tokens += len(background_requests)
+        if len(background_requests) < len(batch.reqs):
             self.num_user_steps += 1
-            self.num_touched += bool(guests)
+            self.num_touched += bool(background_requests)
 
     def bound(self) -> float:
-        pacer = self.cache.background.pacer
-        return pacer.per_step * self.num_user_steps + pacer.max_debt + 1
+        throttle = self.cache.background.throttle
+        return throttle.per_step * self.num_user_steps + throttle.max_debt + 1
 
 
-def cost(server: Server, law: PrefillLaw) -> None:
-    server.cache.costs = replace(server.cache.costs, prefill=law)
+def set_cost(server: Server, cost: PrefillCost) -> None:
+    server.cache.costs = replace(server.cache.costs, prefill=cost)
 
 
 @pytest.fixture
@@ -222,7 +226,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Server]]:
 
     def start(**settings: int) -> Server:
         server = Server(**settings)
-        cost(server, PrefillLaw(1.0, 1e-6, 0.0))
+        set_cost(server, PrefillCost(1.0, 1e-6, 0.0))
         return server
 
     monkeypatch.setattr(hooks, "_cache", None)
@@ -236,35 +240,36 @@ def server(serve: Callable[..., Server]) -> Server:
 
 def test_with_no_user_guests_run_at_once(server: Server) -> None:
     name = server.open_whole()
-    asked = [server.guest(name, 3) for _ in range(4)]
+    asked = [server.background(name, 3) for _ in range(4)]
     for _ in range(4):
         server.round()
     assert sorted(server.done) == sorted(req.rid for req in asked)
     assert (server.num_touched, server.cache.background.counts["user_steps_touched"]) == (0, 0)
     server.round()
-    assert server.cache.background.guests == []
+    assert server.cache.background.background_requests == []
 
 
 def test_guests_do_not_begin_while_a_user_waits(server: Server) -> None:
     name = server.open_whole()
-    guest, users = server.guest(name), [server.user(), server.user()]  # the guest was first
+    background, users = server.background(name), [server.user(), server.user()]  # the background request was first
     batch = server.round()
-    assert batch is not None and batch.reqs == users and guest in server.waiting
-    server.until(guest, at_most=200)
+    assert batch is not None and batch.reqs == users and background in server.waiting
+    server.until(background, at_most=200)
 
 
 def test_guests_wait_for_credit_while_users_decode(server: Server) -> None:
     name = server.open_whole()
     user = server.user(num_new=400)
     server.round()
-    guest = server.guest(name)
+    background = server.background(name)
     assert (
-        server.until(guest, at_most=200) >= 1 / server.cache.background.pacer.per_step and user.req_pool_idx is not None
+        server.until(background, at_most=200) >= 1 / server.cache.background.throttle.per_step
+        and user.req_pool_idx is not None
     )
     for _ in range(5):  # else it would go on with what has begun
         server.round()
-    second = server.guest(name)
-    assert server.until(second, at_most=200) >= 1 / server.cache.background.pacer.per_step - 7
+    second = server.background(name)
+    assert server.until(second, at_most=200) >= 1 / server.cache.background.throttle.per_step - 7
     assert server.num_touched == 2 == server.cache.background.counts["user_steps_touched"]
 
 
@@ -273,29 +278,29 @@ def test_a_user_that_was_just_prefilled_is_not_overlooked(server: Server) -> Non
     name = server.open_whole()
     user = server.user(num_new=100)
     server.round()
-    guest = server.guest(name)
+    background = server.background(name)
     assert server.stub.running_batch.reqs == []
     batch = server.round()
-    assert batch is not None and batch.reqs == [user] and guest in server.waiting
+    assert batch is not None and batch.reqs == [user] and background in server.waiting
 
 
 @pytest.mark.parametrize(
-    ("law", "most"),
-    [(PrefillLaw(1.0, 1e-6, 0.0), 3), (PrefillLaw(0.015, 1e-4, 0.0), 2), (PrefillLaw(0.0, 1e-4, 0.0), 1)],
+    ("cost", "most"),
+    [(PrefillCost(1.0, 1e-6, 0.0), 3), (PrefillCost(0.015, 1e-4, 0.0), 2), (PrefillCost(0.0, 1e-4, 0.0), 1)],
 )
-def test_what_guests_compute_in_one_batch_is_bounded(server: Server, law: PrefillLaw, most: int) -> None:
+def test_what_guests_compute_in_one_batch_is_bounded(server: Server, cost: PrefillCost, most: int) -> None:
     """By tokens, and by what they add to the time of a batch: a user who comes meanwhile waits for it."""
-    cost(server, law)
+    set_cost(server, cost)
     name = server.open_whole()
     for _ in range(6):
-        server.guest(name, num_tokens=100)
+        server.background(name, num_tokens=100)
     batch = server.round()
     assert batch is not None and len(batch.reqs) == most
 
 
 def test_a_user_waits_for_no_guest_that_has_the_last_place(server: Server) -> None:
     name = server.open_whole()
-    server.until(*(server.guest(name, 100) for _ in range(server.max_running)), at_most=20)
+    server.until(*(server.background(name, 100) for _ in range(server.max_running)), at_most=20)
     user = server.user(num_new=5)
     assert server.until(user, at_most=4) >= 1
     for _ in range(10):
@@ -306,7 +311,7 @@ def test_a_user_waits_for_no_guest_that_has_the_last_place(server: Server) -> No
 def test_a_user_waits_for_no_guest_that_has_the_last_room(serve: Callable[..., Server]) -> None:
     server = serve(num_slots=512)
     name = server.open_whole(128)
-    server.until(*(server.guest(name, 20, num_tokens=100) for _ in range(3)), at_most=10)
+    server.until(*(server.background(name, 20, num_tokens=100) for _ in range(3)), at_most=10)
     user = server.user(num_tokens=300, num_new=5)
     assert server.until(user, at_most=6) >= 1
 
@@ -316,10 +321,10 @@ def test_a_guest_without_room_keeps_no_user_out(serve: Callable[..., Server]) ->
     name = server.open_whole(64)
     first = server.user(num_tokens=300, num_new=60)
     server.round()
-    guest = server.guest(name, 200, num_tokens=60)
+    background = server.background(name, 200, num_tokens=60)
     for _ in range(50):
         server.round()
-    assert guest in server.waiting and first.req_pool_idx is not None
+    assert background in server.waiting and first.req_pool_idx is not None
     small = server.user(num_tokens=10, num_new=2)
     assert server.until(small, at_most=1) == 1
 
@@ -329,19 +334,19 @@ def test_only_the_stray_itself_is_aborted(server: Server) -> None:
     name = server.open_whole()
     stray = server.request("evicpress/shadow/nobody's/exact", server.random_tokens(80))
     stray.rid = ""
-    user, guest = server.user(), server.guest(name)
+    user, background = server.user(), server.background(name)
     server.round()
     assert server.aborted == [""] and stray not in server.waiting
-    server.until(user, guest, at_most=200)
+    server.until(user, background, at_most=200)
     assert server.cache.background.counts["aborted"] == 1
 
 
 def test_guests_of_a_shadow_that_is_closed_are_aborted_and_those_that_run_end(server: Server) -> None:
     name = server.open_whole()
-    running = server.guest(name, 5)
+    running = server.background(name, 5)
     server.round()
     (shadow,) = server.open.values()
-    waiting = server.guest(name)
+    waiting = server.background(name)
     server.put_away(shadow)
     for _ in range(6):
         server.round()
@@ -351,44 +356,44 @@ def test_guests_of_a_shadow_that_is_closed_are_aborted_and_those_that_run_end(se
 
 def test_a_guest_that_is_retracted_is_counted_once(server: Server) -> None:
     name = server.open_whole()
-    guest = server.guest(name, 10)
-    server.until(guest, at_most=5)
+    background = server.background(name, 10)
+    server.until(background, at_most=5)
     server.round()
     before = server.cache.background.counts["requests"]
     running = server.stub.running_batch
-    running.release_req(running.reqs.index(guest), 0, None)
-    running.filter_batch(keep_indices=[index for index, req in enumerate(running.reqs) if req is not guest])
-    server.put_back(guest, True)
-    server.until(guest, at_most=20)
+    running.release_req(running.reqs.index(background), 0, None)
+    running.filter_batch(keep_indices=[index for index, req in enumerate(running.reqs) if req is not background])
+    server.put_back(background, True)
+    server.until(background, at_most=20)
     assert server.cache.background.counts["requests"] == before
-    assert sum(req is guest for req in server.cache.background.guests) == 1
+    assert sum(req is background for req in server.cache.background.background_requests) == 1
 
 
 def test_guests_that_owe_too_much_make_way_and_come_back(server: Server) -> None:
-    server.cache.background.pacer.max_debt = 3
+    server.cache.background.throttle.max_debt = 3
     name = server.open_whole()
-    guest, user = server.guest(name, 40), server.user(num_new=200)
+    background, user = server.background(name, 40), server.user(num_new=200)
     for _ in range(170):
         server.round()
-    assert guest.rid not in server.done and 0 < server.num_touched <= server.bound()
+    assert background.rid not in server.done and 0 < server.num_touched <= server.bound()
     for _ in range(200):
         server.round()
-    assert {guest.rid, user.rid} <= {*server.done}
-    assert server.left[guest.rid] == 0, "it was cut short"
+    assert {background.rid, user.rid} <= {*server.done}
+    assert server.left[background.rid] == 0, "it was cut short"
 
 
 def test_guests_that_run_when_a_user_comes_make_way_at_once(server: Server) -> None:
     name = server.open_whole()
-    guest = server.guest(name, 40)
+    background = server.background(name, 40)
     for _ in range(10):
         server.round()
     user = server.user(num_new=50)
     while user.rid not in server.done:
         server.round()
-    assert (server.num_touched, guest.rid in server.done) == (0, False)
+    assert (server.num_touched, background.rid in server.done) == (0, False)
     for _ in range(40):
         server.round()
-    assert guest.rid in server.done and server.left[guest.rid] == 0, "it was cut short"
+    assert background.rid in server.done and server.left[background.rid] == 0, "it was cut short"
 
 
 def test_claims_are_those_of_users(server: Server) -> None:
@@ -396,21 +401,22 @@ def test_claims_are_those_of_users(server: Server) -> None:
     user = server.user(num_new=50)
     server.round()
     for _ in range(3):
-        server.guest(name)
+        server.background(name)
     gone = server.user()
-    assert len(server.cache.claims) == 1
+    assert len(server.cache.queued_hits) == 1
     server.waiting.remove(gone)  # its client has left
     server.round()
-    assert len(server.cache.claims) == 0 and user.req_pool_idx is not None
+    assert len(server.cache.queued_hits) == 0 and user.req_pool_idx is not None
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_users_feel_no_more_than_was_promised(serve: Callable[..., Server], seed: int) -> None:
-    """In n steps in which users decode, guests touch at most per_step * n + max_debt + 1, whatever both do."""
+    """In n steps in which users decode, background requests touch at most per_step * n + max_debt + 1, whatever both
+    do."""
     server = serve(seed=seed, num_slots=1024)
-    rng, pacer = server.rng, server.cache.background.pacer
-    pacer.max_debt = rng.choice([0, 3, 20])
-    cost(server, rng.choice([PrefillLaw(1.0, 1e-6, 0.0), PrefillLaw(0.01, 1e-4, 0.0)]))
+    rng, throttle = server.rng, server.cache.background.throttle
+    throttle.max_debt = rng.choice([0, 3, 20])
+    set_cost(server, rng.choice([PrefillCost(1.0, 1e-6, 0.0), PrefillCost(0.01, 1e-4, 0.0)]))
     busy = rng.choice([0.02, 0.1, 0.3])
     for _ in range(250):
         if rng.random() < busy and len(server.waiting) < 10:
@@ -426,14 +432,14 @@ def test_users_feel_no_more_than_was_promised(serve: Callable[..., Server], seed
                 server.make_form()
             elif kind < 0.7:
                 name = rng.choice([shadow.exact, *shadow.forms.values()])
-                server.guest(name, rng.choice([1, 1, 30]), num_tokens=rng.randrange(1, 40))
+                server.background(name, rng.choice([1, 1, 30]), num_tokens=rng.randrange(1, 40))
             elif kind < 0.72:
                 server.put_away(shadow)
         server.round()
         assert server.num_touched <= server.bound()
     counts = server.cache.background.counts
     assert (counts["user_steps"], counts["user_steps_touched"]) == (server.num_user_steps, server.num_touched)
-    assert counts["tokens"] == server.num_guest_tokens > 0
+    assert counts["tokens"] == server.num_background_tokens > 0
     for _ in range(300):
         if server.running or server.waiting:
             server.round()

@@ -66,12 +66,12 @@ def test_a_waiting_request_is_a_hit_until_it_is_aborted(server: Server) -> None:
     busy = in_background(server, document(2, 20), document(3, 20), num_new=2500)
     until(lambda: server.get("/evicpress/tree")["num_nodes"] >= 3)  # both prompts are in the tree: they run
     waiting = in_background(server, *([*shared, 8 + index] for index in range(3)))
-    until(lambda: server.get("/evicpress/stats")["waiting"] == {"requests": 3, "claimed_nodes": 3})
+    until(lambda: server.get("/evicpress/stats")["waiting"] == {"requests": 3, "queued_hit_nodes": 3})
     assert root_hits(server, 600) == [4]
     server.post("/abort_request", {"abort_all": True})
     for thread in (*busy, *waiting):
         thread.join(DEADLINE_S)
-    until(lambda: server.get("/evicpress/stats")["waiting"] == {"requests": 0, "claimed_nodes": 0})
+    until(lambda: server.get("/evicpress/stats")["waiting"] == {"requests": 0, "queued_hit_nodes": 0})
     assert root_hits(server, 600) == [1]
     assert server.post("/evicpress/check")["ok"]
 
@@ -86,7 +86,7 @@ def test_a_waiting_request_that_runs_is_one_hit(server: Server) -> None:
     for thread in (*busy, *waiting):
         thread.join(DEADLINE_S)
     assert root_hits(server, 500) == [4]
-    assert server.get("/evicpress/stats")["waiting"] == {"requests": 0, "claimed_nodes": 0}
+    assert server.get("/evicpress/stats")["waiting"] == {"requests": 0, "queued_hit_nodes": 0}
 
 
 def test_prefill_times_are_learned_from_real_batches(server: Server) -> None:
