@@ -58,7 +58,7 @@ class FakeCache:
         self.visited: list[object] = []
         self.decode_budgets = SimpleNamespace(visit_budgets=self.visited.append)
         self.told: list[str] = []
-        self.background = self.policy = self.tiers = self.admission = self.weights = self
+        self.background = self.planner = self.tiers = self.admission = self.weights = self
         self.adapters = self
 
     def advance(self, stamp_s: float, costs: CostSnapshot, congestion: float) -> None:
