@@ -33,7 +33,7 @@ class ServerArgs(Protocol):
     host: str
 
 
-class TokenizerManager(Frontend, GeneratingServer, shutdown.StoppableServer, Protocol):
+class HttpFrontend(Frontend, GeneratingServer, shutdown.StoppableServer, Protocol):
     """SGLang's TokenizerManager."""
 
     context_len: int
@@ -42,7 +42,7 @@ class TokenizerManager(Frontend, GeneratingServer, shutdown.StoppableServer, Pro
 class Served(Protocol):
     """Whoever has a tokenizer manager, if any."""
 
-    tokenizer_manager: TokenizerManager | None
+    tokenizer_manager: HttpFrontend | None
 
 
 def install_frontend(registry: type[HookRegistry], hook_type: type[HookType]) -> None:
@@ -69,7 +69,7 @@ def install_frontend(registry: type[HookRegistry], hook_type: type[HookType]) ->
 def _around_http_server(
     original: Callable[..., object],
     server_args: ServerArgs,
-    tokenizer_manager: TokenizerManager,
+    tokenizer_manager: HttpFrontend,
     *args: object,
     **kwargs: object,
 ) -> object:

@@ -46,9 +46,7 @@ class StoppableScheduler(Protocol):
     """The scheduler, as far as it is stopped."""
 
     tree_cache: object
-
-    def handle_shutdown(self, message: None) -> None:
-        """Stop at the next step."""
+    handle_shutdown: Callable[[None], None]  # at the next step
 
 
 class ServerArgs(Protocol):
