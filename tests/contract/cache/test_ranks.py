@@ -127,7 +127,7 @@ def test_one_rank_without_memory_makes_all_drop_the_node(
 
     def press(walk: ShadowWalk) -> Callable[[], int]:
         first, second = nodes_of(walk)
-        return lambda: walk.cache.compress(first.id, HALF) + 1000 * walk.cache.compress(second.id, HALF)
+        return lambda: walk.cache.moves.compress(first.id, HALF) + 1000 * walk.cache.moves.compress(second.id, HALF)
 
     freed = ranks.run(*map(press, walks))
     assert freed == [128 + 64_000] * 2
@@ -178,7 +178,7 @@ def test_one_rank_without_memory_to_trim_makes_all_drop_the_node(ranks: Ranks, m
     def replace(walk: ShadowWalk, rank: int) -> Callable[[], None]:
         def run() -> None:
             (node,) = nodes_of(walk)
-            walk.cache.compress(node.id, Form("random", 0.2))
+            walk.cache.moves.compress(node.id, Form("random", 0.2))
             upper = walk.cache._split_node(node.key, node, 100)
             if rank == 1:
                 monkeypatch.setattr(compressor, "select_survivors", fail)
