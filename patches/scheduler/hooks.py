@@ -190,7 +190,7 @@ class HookedGuests(Protocol):
 class HookedCache:
     """The parts of the cache that the scheduler tells something."""
 
-    planner: HookedPolicy
+    policy: HookedPolicy
     prefill_times: LearnedCosts
     queued_hits: WaitingHits
     tiers: HookedTiers

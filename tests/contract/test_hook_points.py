@@ -101,7 +101,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Any:
         _patched: set[str] = set()
 
     monkeypatch.setattr(_hook, "__module__", "sglang_evicpress.patches.attention.req_to_token")
-    monkeypatch.setattr("sglang_evicpress.patches.hook_points.Target", _Target, promoting=False)
+    monkeypatch.setattr("sglang_evicpress.patches.hook_points.Target", _Target, raising=False)
     for name in ("method", "made"):
         monkeypatch.setattr(_Target, name, _Target.__dict__[name])  # restored afterwards
     return Registry

@@ -125,7 +125,7 @@ def test_load_does_what_the_process_needs(
     monkeypatch.setattr(server_args, "add_flags", lambda: calls.append("flags"))
     monkeypatch.setattr(install, "install_scheduler", lambda: calls.append("hooks"))
     monkeypatch.setattr(install, "install_attention", lambda: calls.append("attention"))
-    monkeypatch.delenv(install.ENVIRONMENT_FLAG, promoting=False)
+    monkeypatch.delenv(install.ENVIRONMENT_FLAG, raising=False)
     if flag is not None:
         monkeypatch.setenv(install.ENVIRONMENT_FLAG, flag)
     plugin.load()

@@ -366,7 +366,7 @@ class TestFlashInfer:
         backend = flashinfer_backend_over(world)
         indices = torch.full((8 * CONTEXT,), -1, dtype=torch.int32, device=device)
         wrapper = Wrapper(indices)
-        monkeypatch.setattr(flashinfer_backend, "fast_decode_plan", Wrapper.begin_forward, promoting=False)
+        monkeypatch.setattr(flashinfer_backend, "fast_decode_plan", Wrapper.begin_forward, raising=False)
         monkeypatch.setattr(wrapper, "begin_forward", partial(Wrapper.begin_forward, wrapper))
         backend.decode_cuda_graph_metadata[4] = [wrapper]
         backend.init_forward_metadata_out_graph(physical_view(replay_view(world, requests, bucket=4), world.table))

@@ -58,7 +58,7 @@ class FakeCache:
         self.visited: list[object] = []
         self.decode_budgets = SimpleNamespace(visit_budgets=self.visited.append)
         self.told: list[str] = []
-        self.background = self.policy = self.tiers = self.admission = self.weights = self
+        self.background = self.planner = self.tiers = self.admission = self.weights = self
         self.adapters = self
 
     def advance(self, stamp_s: float, costs: CostSnapshot, congestion: float) -> None:
@@ -114,7 +114,7 @@ class FakeCache:
     def without_background(self, waiting: list[str]) -> list[str]:
         return [req for req in waiting if not self.is_background(req)]
 
-    def expect(self, req: str) -> None:
+    def on_queued(self, req: str) -> None:
         self.expected.append(req)
 
 
