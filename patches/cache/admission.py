@@ -113,7 +113,7 @@ class Admission:
             is_behind = other.cache_protected_len <= begin  # else the tree had it, and this request could not use it
             is_same = is_behind and other is not req and other.extra_key == req.extra_key
             if is_same and theirs[begin:end] == missing and theirs[:begin] == tokens[:begin]:
-                self.tier_counts["waits_for_a_duplicate"] += 1
+                self.storage.counts["waits_for_a_duplicate"] += 1
                 return True
         return False
 
@@ -141,7 +141,7 @@ class Admission:
         if has_room or not is_patient or (self.scheduler.running_batch.is_empty() and not self.is_freeing_host):
             return False
         self.is_out_of_room = True
-        self.tier_counts["loads_deferred"] += 1
+        self.storage.counts["loads_deferred"] += 1
         return True
 
     def key_of_waiting(self: Any, req: Any) -> RadixKey:
@@ -211,7 +211,7 @@ class Admission:
             before = [*above.key.raw_token_ids()[-TAIL_TOKENS:], *before]
             above = above.parent
         page = node.key.raw_token_ids()[: self.page_size]
-        needed, room = self.menu.slot_bytes * len(node.key), self.room()
+        needed, room = self.menu.slot_bytes * len(node.key), self.host_room.room()
         self.recomputed.drop(
             place_of(before, page, start, node.key.extra_key),
             Drop(

@@ -10,16 +10,14 @@ what is short of them. ``evict`` frees what it is asked for; a hook of ``evict_f
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
 
 from sglang_evicpress.controller.controller import BY_UTILITY, NO_COPY
-from sglang_evicpress.core import Form, Tier
-from sglang_evicpress.patches.tiers.backup import Backup
-from sglang_evicpress.patches.tree.node import has_child_on_gpu, size_of, start_of
+from sglang_evicpress.core import Tier
 from sglang_evicpress.policy.wait_cost import bytes_to_copy, is_wasteful, seconds_lost
 
 MOST_ROUNDS = 4
@@ -32,8 +30,6 @@ class Eviction:
     """The part of EvicPressCache that frees slots. Everything here runs on the scheduler thread."""
 
     def open_eviction(self: Any) -> None:
-        self.evictions: Counter[str] = Counter()
-        self.eviction_seconds: Counter[str] = Counter()
         self.last_evictions: deque[dict[str, object]] = deque(maxlen=NUM_LOGGED)
 
     def evict(self: Any, params: EvictParams) -> EvictResult:
@@ -103,7 +99,7 @@ class Eviction:
                 break
         if freed < needed:
             plan = self.planner.plan(
-                Tier.GPU, (needed - freed) * self.menu.slot_bytes, lower_copies_of=self.lower_copies_of
+                Tier.GPU, (needed - freed) * self.menu.slot_bytes, lower_copies_of=self.placement.ready
             )
             if may_force or not any(decision.option.is_drop for decision in plan):
                 freed += self.controller.execute(plan, NO_COPY)
@@ -116,11 +112,11 @@ class Eviction:
         other. A plan that drops whole branches for the few slots above them is the last choice, and none at all unless
         ``may_force``."""
         slot_bytes = self.menu.slot_bytes
-        patient = self.planner.plan(Tier.GPU, wanted * slot_bytes, self.room())
-        num_bytes, wastes = bytes_to_copy(patient, self.lower_copies_of), is_wasteful(patient, self.planner)
+        patient = self.planner.plan(Tier.GPU, wanted * slot_bytes, self.host_room.room())
+        num_bytes, wastes = bytes_to_copy(patient, self.placement.ready), is_wasteful(patient, self.planner)
         if not num_bytes and not wastes:
             return int(self.controller.execute(patient, at_once=True))
-        urgent = self.planner.plan(Tier.GPU, needed * slot_bytes, lower_copies_of=self.lower_copies_of)
+        urgent = self.planner.plan(Tier.GPU, needed * slot_bytes, lower_copies_of=self.placement.ready)
         terms = self.planner, self.costs, self.value_of_hit()
         copy_s = self.costs.load_seconds(Tier.HOST, num_bytes)
         lost_s = {name: seconds_lost(plan, *terms) for name, plan in (("patient", patient), ("urgent", urgent))}
@@ -161,54 +157,6 @@ class Eviction:
     def _num_running(self: Any) -> int:
         batch = getattr(self.scheduler, "running_batch", None)
         return 0 if batch is None else len(batch.reqs)
-
-    def demote_at_once(self: Any, node_id: int, tier: Tier, form: Form) -> int:
-        """Bring a node off the GPU now, as what it is or as a copy that is below; it goes on to ``tier`` and ``form``
-        in the background. Returns the slots freed: none where there is no room for a copy, unless the node can shrink
-        to ``form`` where it is."""
-        node, freed = self.nodes[node_id], 0
-        if node.value is None or node.lock_ref > 0 or has_child_on_gpu(node):
-            return int(self.demote(node_id, tier, form))
-        below = node.kv.copies.get(tier)
-        if below is not None and below.form == form:
-            return int(self.evict_from_gpu(node_id, tier))
-        if not self._is_on_host(node, form) and not self.copy_at_once(node):
-            if form == node.kv.form or self.slots_in(node, form, start_of(node)) is None:
-                return 0
-            freed = int(self.compress(node_id, form))
-            if node_id not in self.nodes or not self.copy_at_once(node):
-                return freed
-        freed += int(self.evict_from_gpu(node_id, Tier.HOST))
-        if tier != Tier.HOST or form != node.kv.form:
-            self.demote(node_id, tier, form)
-        return freed
-
-    def _is_on_host(self: Any, node: Any, form: Form) -> bool:
-        """True if the host has the node as it is, or as it is to be."""
-        copy = node.kv.copies.get(Tier.HOST)
-        return copy is not None and (self.has_same(node, Tier.HOST) or copy.form == form)
-
-    def copy_at_once(self: Any, node: Any) -> bool:
-        """Copy what a node holds to the host, so that its slots may be freed; whether that is so. On a device the copy
-        is only queued. One that is on its way already is not waited for."""
-        if not node.kv.is_text:
-            return False
-        if self.has_same(node, Tier.HOST):
-            return True
-        num_bytes = max(1, sum(self.copier.sizes(size_of(node), node.kv.layout is not None)))
-        runs = self.host_room(num_bytes, keep=(node.id,))
-        if runs is None:
-            self._host_wanted = max(self._host_wanted, num_bytes)
-            self.evictions["copies_without_room"] += 1
-            return False
-        begin = time.perf_counter()
-        with self.given_back_after_an_error(runs):
-            job = Backup(self, node, runs, goes_on=False)
-            job.begin_here()
-        self.evictions["copies"] += 1
-        self.evictions["copied_bytes"] += num_bytes
-        self.eviction_seconds["copying"] += time.perf_counter() - begin
-        return bool(self.has_same(node, Tier.HOST))
 
     def describe_evictions(self: Any) -> dict[str, object]:
         return {

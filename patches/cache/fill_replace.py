@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
-from sglang_evicpress.core import EXACT, Tier
+from sglang_evicpress.core import EXACT
 from sglang_evicpress.device import to_device
 from sglang_evicpress.patches.tiers.placement import NOWHERE, tier_of
 from sglang_evicpress.patches.tree.node import (
@@ -47,7 +47,7 @@ class FillReplace:
         if copy.layout is not None:
             copy.origin = node.id
         self.nodes[node.id] = node
-        self.add_copy(node, copy)
+        self.placement.add_copy(node, copy)
         self.quality.find_profiles(node)
         return node
 
@@ -101,22 +101,21 @@ class FillReplace:
             self._fill_with_all(node, value, is_lossy_prefix)
         for child in node.children.values():
             if child.value is None:
-                self.backup_parent(child)
+                self.backup.backup_parent(child)
                 break
 
     def _fill_with_all(self: Any, node: Any, value: torch.Tensor, is_lossy_prefix: bool) -> None:
         kv = node.kv
         if is_lossy_prefix or is_lossy(node):
-            self.remove_copies(node, lossy_only=True)
+            self.placement.remove_copies(node, lossy_only=True)
         node.value, kv.is_leaving = value.clone(), False
         kv.form, kv.slots, kv.layout, kv.is_lossy_prefix, kv.origin = EXACT, None, None, is_lossy_prefix, None
         kv.version += 1
-        if Tier.HOST in kv.copies:
-            self._redundant.add(node.id)
+        self.placement.note_resident(node)
         self.ledger.add(len(node.key))
         self._record_store_event(node)
         self.changes.changed(node)
-        self.drop_overlaps(node)
+        self.removal.drop_overlaps(node)
 
     def _fill_as(self: Any, node: Any, layout: SurvivorLayout, value: torch.Tensor) -> None:
         """Give it what its copy, of this layout, has kept of its tokens, whose exact KV is in ``value``."""
@@ -137,13 +136,13 @@ class FillReplace:
         kv.origin = None
         kv.version += 1
         self.drop_window(node)
-        self.remove_copies(node, lossy_only=True)
+        self.placement.remove_copies(node, lossy_only=True)
         self.changes.changed(node)
         begin = start_of(node)
         for below in list(iter_nodes(node)):
             if below.value is not None and below.kv.layout is not None and below.id in self.nodes:
                 self._trim(below, (begin, begin + len(node.key)))
-        self.drop_overlaps(node)
+        self.removal.drop_overlaps(node)
 
     def _trim(self: Any, node: Any, replaced: tuple[int, int]) -> None:
         """Take from a compressed node what an ancestor's new KV holds as well; see ``Compressor.trim``."""
@@ -156,11 +155,11 @@ class FillReplace:
                 start=start_of(node),
                 num_tokens=len(node.key),
                 replaced=replaced,
-                window=self.window_of(node),
+                window=self.gpu_ops.window_of(node),
             )
         except torch.OutOfMemoryError as error:  # on every rank; its KV may be in part moved
             logger.warning("evicpress: node %d was dropped: no device memory to trim it: %s", node.id, error)
-            self.drop_tree(node)
+            self.removal.drop_tree(node)
             return
         if trimmed is None:
             return
@@ -169,5 +168,5 @@ class FillReplace:
         kv.version += 1
         self.ledger.free(slots[kv.layout.num_slots :])
         self.ledger.remove(before - kv.layout.num_slots)
-        self.remove_copies(node, lossy_only=True)
+        self.placement.remove_copies(node, lossy_only=True)
         self.changes.changed(node)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from sglang_evicpress.config import EvicPressConfig
+from sglang_evicpress.controller.controller import NOT_MEASURED
 from sglang_evicpress.core import NodeStats, Tier
 from sglang_evicpress.introspect.census import Census
 from sglang_evicpress.patches.cache.queued_hits import QueuedHits
@@ -27,7 +28,6 @@ from sglang_evicpress.patches.tree.node import (
 from sglang_evicpress.patches.tree.types import Node
 from sglang_evicpress.policy import make_planner
 from sglang_evicpress.policy.cost_model import CostModel, CostSnapshot, PrefillCost, TransferCost
-from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.reuse import ReuseClock
 from sglang_evicpress.policy.turns import Turns
 from sglang_evicpress.press import get_press
@@ -52,8 +52,7 @@ class PolicySync:
     goes back and is equal on every rank, as are the ``costs`` in use. ``cost_model`` is this rank's own.
     """
 
-    def open_index(self: Any, config: EvicPressConfig, slot_bytes: int, page_size: int) -> None:
-        self.menu = Menu(config.menu_forms, self.tiers, slot_bytes, page_size)
+    def open_index(self: Any, config: EvicPressConfig) -> None:
         self.costs = CostSnapshot(
             PrefillCost(config.prefill_fixed_s, config.prefill_per_token_s, config.prefill_per_pair_s), START_LOADS, {}
         )
@@ -127,7 +126,7 @@ class PolicySync:
             self.planner.remove(node.id)
         self.census.remove(node.id)
         self.aside.forget(node.id)
-        self.lower_copies_of.pop(node.id, None)
+        self.placement.forget(node.id)
         self.queued_hits.forget(node)
         self.drop_window(node)
 
@@ -165,7 +164,7 @@ class PolicySync:
         is_open = tier == Tier.GPU or (tier == Tier.HOST and policy.weighs_quality)
         if is_open and num_tokens >= self.config.min_compress_tokens and policy.compresses:
             allowed_forms = self.menu.smaller(form)
-            if self.window_of(node) is None:
+            if self.gpu_ops.window_of(node) is None:
                 allowed_forms &= self._blind
             if policy.weighs_quality:
                 allowed_forms &= expectation.known  # what nobody measured is not chosen
@@ -183,10 +182,10 @@ class PolicySync:
             weight=kv.weight,
             num_hits=kv.num_hits,
             last_use=kv.last_use,
-            sinks=self.sinks_of(num_tokens, start),
+            sinks=self.gpu_ops.sinks_of(num_tokens, start),
             is_locked=node.lock_ref > 0 or is_reserved(node),
             exact_on=self.exact_tier_of(node),
-            lower_copies=self.lower_copies_of.get(node.id, ()),
+            lower_copies=self.placement.ready.get(node.id, ()),
         )
 
     def exact_tier_of(self: Any, node: Any) -> Tier | None:
@@ -196,9 +195,33 @@ class PolicySync:
         own_tier = tier_of(node)
         return min((tier for tier, copy in node.kv.copies.items() if tier > own_tier and copy.is_exact), default=None)
 
-    def sinks_of(self: Any, num_tokens: int, start: int) -> int:
-        """Number of a node's tokens among the first of the prompt, which every press keeps."""
-        return max(0, min(num_tokens, self.config.sinks - start))
+    def cause_of_drop(self: Any, node: Any) -> str | None:
+        """Why a node can become nothing else, where that is that no form of it was measured."""
+        could_shrink = (
+            self.planner.policy.compresses and len(node.key) >= self.config.min_compress_tokens and not is_lossy(node)
+        )
+        if self.planner.policy.weighs_quality and could_shrink and not self.quality.expectation_of(node).known:
+            return NOT_MEASURED
+        return None
+
+    def retry_set_aside(self: Any) -> None:
+        """Plan again with nodes that were set aside for long enough, and free what could not be freed."""
+        self.aside.return_due(self.now_s)
+        for slots in self.ledger.take_unfreed():
+            try:
+                self.ledger.free_or_keep(slots)
+            except Exception as error:
+                if not self.is_alone:
+                    raise
+                self.controller.num_failed[f"free {type(error).__name__}"] += 1
+
+    @property
+    def num_failed_moves(self: Any) -> int:
+        return sum(self.controller.num_failed.values())
+
+    @property
+    def is_alone(self: Any) -> bool:
+        return bool(self.compressor.is_alone)
 
     # ---- hits
 

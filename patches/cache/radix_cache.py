@@ -12,7 +12,6 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,10 +31,10 @@ from sglang_evicpress.patches.attention.prompt_queries import PromptQueries
 from sglang_evicpress.patches.cache.admission import Admission
 from sglang_evicpress.patches.cache.eviction import Eviction
 from sglang_evicpress.patches.cache.fill_replace import FillReplace
-from sglang_evicpress.patches.cache.gpu_ops import GpuOps
 from sglang_evicpress.patches.cache.inspection import TreeInspection
 from sglang_evicpress.patches.cache.inspector import Inspector
 from sglang_evicpress.patches.cache.integrity import Integrity
+from sglang_evicpress.patches.cache.parts import Outside, Parts
 from sglang_evicpress.patches.cache.policy_sync import PolicySync
 from sglang_evicpress.patches.cache.statistics import Statistics
 from sglang_evicpress.patches.decode_budget.budgets import DecodeBudgets
@@ -47,21 +46,15 @@ from sglang_evicpress.patches.decode_budget.state import budget_of
 from sglang_evicpress.patches.profiling.background_requests import BackgroundRequests
 from sglang_evicpress.patches.profiling.shadows import Shadows
 from sglang_evicpress.patches.scheduler import hooks
-from sglang_evicpress.patches.scheduler.paged_allocator import free_whole_pages
 from sglang_evicpress.patches.scheduler.prefill_times import PrefillTimes
 from sglang_evicpress.patches.tiers.admin import TierInspection
 from sglang_evicpress.patches.tiers.background import BackgroundDemotion
 from sglang_evicpress.patches.tiers.grafting import Grafting
-from sglang_evicpress.patches.tiers.host_compression import HostCompression
-from sglang_evicpress.patches.tiers.host_room import HostRoom
 from sglang_evicpress.patches.tiers.load_back import LoadBack
-from sglang_evicpress.patches.tiers.placement import NOWHERE, Placement
+from sglang_evicpress.patches.tiers.placement import NOWHERE
 from sglang_evicpress.patches.tiers.prefetch import Prefetcher
 from sglang_evicpress.patches.tiers.promotion import Promotion
-from sglang_evicpress.patches.tiers.ssd_io import SsdMoves
 from sglang_evicpress.patches.tiers.weights import Weights
-from sglang_evicpress.patches.tree.adapters import Adapters
-from sglang_evicpress.patches.tree.changes import NodeChanges
 from sglang_evicpress.patches.tree.compressor import Compressor
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
 from sglang_evicpress.patches.tree.node import (
@@ -75,8 +68,6 @@ from sglang_evicpress.patches.tree.node import (
     servable_steps,
     slots_of,
 )
-from sglang_evicpress.patches.tree.set_aside import SetAside
-from sglang_evicpress.patches.tree.slot_ledger import SlotLedger
 from sglang_evicpress.patches.tree.types import Request
 from sglang_evicpress.patches.unsupported import decode_settings
 from sglang_evicpress.policy.reuse import weight_of_new
@@ -88,19 +79,14 @@ logger = logging.getLogger(__name__)
 class EvicPressCache(
     PolicySync,
     FillReplace,
-    Placement,
     Weights,
-    HostRoom,
-    HostCompression,
     BackgroundDemotion,
-    SsdMoves,
     Prefetcher,
     Grafting,
     Admission,
     LoadBack,
     Promotion,
     Eviction,
-    GpuOps,
     TierInspection,
     RadixCache,
 ):
@@ -116,41 +102,67 @@ class EvicPressCache(
     ) -> None:
         self.config = config
         self.compressor = compressor
-        self.controller = Controller(self)
         self.nodes: dict[int, Any] = {}
-        self.changes = NodeChanges()
-        self.ledger = SlotLedger(partial(free_whole_pages, params.token_to_kv_pool_allocator))
-        self.aside = SetAside(self.nodes, self.changes.changed)
-        self.adapters = Adapters(
-            identity,
-            lambda: (top.key.extra_key for top in self.root_node.children.values()),
-            has_tiers=config.has_tiers,
+        allocator, page_size = params.token_to_kv_pool_allocator, params.page_size
+        outside = Outside(
+            root_of=lambda: self.root_node,
+            namespaces=lambda: (top.key.extra_key for top in self.root_node.children.values()),
+            delete=self._delete_leaf,
+            tell_removed=lambda node: self._record_remove_event(node),
+            policy=lambda: self.planner,
+            now_s=lambda: self.now_s,
+            costs=lambda: self.costs,
+            observe_load=lambda tier, num_bytes, seconds: self.observe_load(tier, num_bytes, seconds),
+            free_slots=lambda tier, num_bytes: self.controller.free_bytes(tier, num_bytes),
+            mark_dirty=lambda: self.mark_dirty(at_once=True),
+            on_drop=self.note_drop,
+            stats_of=self.stats_of,
+            quality_of_copy=lambda node, copy: self.quality.quality_of_copy(node, copy),
+            cause_of_drop=self.cause_of_drop,
+            is_arriving=self.is_arriving,
         )
-        self.open_tiers(config, compressor, identity)
+        parts = Parts(self.nodes, allocator, page_size, config, compressor, identity, outside)
+        self.changes, self.ledger, self.aside, self.adapters = parts.changes, parts.ledger, parts.aside, parts.adapters
+        self.storage, self.placement, self.removal = parts.storage, parts.placement, parts.removal
+        self.menu, self.plans, self.gpu_ops, self.moves = parts.menu, parts.plans, parts.gpu_ops, parts.moves
+        self.host_room, self.ssd_io, self.backup = parts.host_room, parts.ssd_io, parts.backup
+        self.host_compression, self.demotion, self.evictions = parts.host_compression, parts.demotion, parts.evictions
+        self.eviction_seconds, self.workers = parts.eviction_seconds, parts.storage.workers
+        self.controller, self.arrival = Controller(parts.moves), parts.storage.arrival
+        parts.changes.subscribe(self.on_node_changed)
+        self.open_weights()
+        self.open_background()
         self.open_prefetches()
         self.open_admission()
         self.open_eviction()
         self.open_promotion()
-        self.open_loads(params.token_to_kv_pool_allocator.get_kvcache())
-        self.open_index(config, compressor.slot_bytes, params.page_size)
+        self.open_loads(allocator.get_kvcache())
+        self.open_index(config)
         background_requests: list[Request] = []
-        signals = self.adapters.adapter_of, self.changes.changed, self.drop
+        signals = parts.adapters.adapter_of, parts.changes.changed, parts.removal.drop
         self.shadows = Shadows(
-            self, self, self, self.menu, self.ledger, compressor, self.quality, *signals, background_requests, seed
+            self,
+            self,
+            parts.gpu_ops,
+            self.menu,
+            self.ledger,
+            compressor,
+            self.quality,
+            *signals,
+            background_requests,
+            seed,
         )
         self.background = BackgroundRequests(self, self.shadows, background_requests)
         self.prefill_times = PrefillTimes(self.cost_model)
         self.scheduler: Any = None
         self.name_profiles: Callable[[Any], bytes] = lambda tokenizer: bytes(KEY_BYTES)
         self.vocab_size, self._tick = MAX_TOKEN + 1, 0  # the model's, where it is known
-        self.changes.subscribe(self.note_copies)
-        self.changes.subscribe(self.on_node_changed)
-        self.changes.subscribe_to_leaving(self.backup_parent)
         super().__init__(params)
         records, settings = BudgetRecords(self.device), decode_settings(config)
         passes = DecodePasses(self, compressor, records)
         self.decode_budgets = DecodeBudgets(self, compressor, passes, records, settings, config.decode_client_budgets)
-        inspection = TreeInspection(self, self, self, self, self, self.controller.journal, secrets.token_bytes(32))
+        key, journal = secrets.token_bytes(32), self.controller.journal
+        inspection = TreeInspection(self, parts.gpu_ops, parts.moves, self, self, journal, key)
         statistics = Statistics(
             config, self, self.prefill_times, self.queued_hits, self, self.ledger, self.controller, self
         )
@@ -332,7 +344,7 @@ class EvicPressCache(
         self.nodes[upper.id] = upper
         if not kv.is_text:
             self._note_text(upper)
-        self.split_copies(upper, child)
+        self.placement.split_copies(upper, child)
         self.split_reserved(upper, child)
         self.split_hold(upper.id, child.id)
         self.on_node_split(upper, child)

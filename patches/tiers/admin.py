@@ -43,12 +43,12 @@ class TierInspection:
             "requests_waiting_for_a_copy": self.num_prefetching,
             "survivors": survivor_bytes(),
             "slots_set_apart": sum(len(slots) for slots in self.set_apart.values()),
-            "counts": dict(self.tier_counts),
+            "counts": dict(self.storage.counts),
             "errors": self._errors(),
         }
 
     def _errors(self: Any) -> dict[str, int]:
-        counts = dict(self.tier_errors)
+        counts = dict(self.storage.errors)
         if self.ssd is not None:
             counts |= {f"ssd_store_{reason}": count for reason, count in self.ssd.store.errors.items()}
         return counts
@@ -60,8 +60,8 @@ class TierInspection:
             "used_bytes": extents.used_bytes,
             "num_nodes": self.planner.index.num_on[Tier.HOST],
             "num_entries": self.host.num_entries,
-            "redundant_copies": len(self._redundant),
-            "copying_bytes": self._copying_bytes,
+            "redundant_copies": self.placement.num_spare,
+            "copying_bytes": self.host_room.copying_bytes,
             "fragmentation": extents.fragmentation,
             "largest_free_bytes": extents.largest_free,
             "is_pinned": self.host.arena.is_pinned,
@@ -93,7 +93,9 @@ class TierInspection:
     def flush_tier(self: Any, tier: Tier) -> dict[str, object]:
         if tier not in self.tiers:
             raise ValueError(f"there is no {tier.label} tier: expected one of {_labels(self.tiers)}")
-        self.flush_tier_copies(tier)
+        if tier == Tier.GPU:
+            self.shadows.release_shadows()
+        self.removal.flush_tier_copies(tier)
         self._settle(lambda: False)
         return {"tier": tier.label, **self.describe_tiers()}
 
@@ -125,7 +127,7 @@ class TierInspection:
             if node.lock_ref > 0:  # a request that waits keeps it where it is
                 raise NodeBusy(node_id)
             if node.kv.job is None and not node.kv.is_leaving:
-                self.demote(node_id, tier if node.value is None else Tier.HOST, node.kv.form)
+                self.moves.demote(node_id, tier if node.value is None else Tier.HOST, node.kv.form)
             if not is_there() and not self.num_pending_jobs:
                 break  # there is no room, or nothing may be written now
             self._settle(is_there)
@@ -152,7 +154,9 @@ class TierInspection:
         size, sync, faults = int(gb * GB), self.config.ssd_fsync, self.host.faults
         identity = self.adapters.identity
         try:
-            self.use_ssd(SsdTier.attach(folder, size, per_day, sync, identity, faults, key=self.ssd_key, roots=roots))
+            self.use_ssd(
+                SsdTier.attach(folder, size, per_day, sync, identity, faults, key=self.storage.ssd_key, roots=roots)
+            )
         except NotAllowedError as error:
             raise IntrospectionError(403, str(error)) from None
         except (StoreError, OSError) as error:
@@ -168,9 +172,9 @@ class TierInspection:
         self.use_ssd(None)
         for node in list(iter_nodes(self.root_node))[::-1]:
             if node.id in self.nodes and Tier.SSD in node.kv.copies:
-                self.remove_copy(node, Tier.SSD)
+                self.placement.remove_copy(node, Tier.SSD)
                 if node.lock_ref == 0 or node.value is not None:
-                    self.after_loss(node)
+                    self.removal.after_loss(node)
         for entry in self.host.entries():
             entry.ssd = None
         self._change_menu()
@@ -214,7 +218,7 @@ class TierInspection:
     def close_ssd(self: Any, ssd: SsdTier, seconds: float | None = None) -> None:
         """Let go of a folder; one that does not answer is counted, and waited for no longer."""
         if not ssd.close(seconds):
-            self.tier_errors["ssd_close_deadline"] += 1
+            self.storage.errors["ssd_close_deadline"] += 1
 
     def _save_for_the_next(self: Any, deadline_s: float) -> None:
         """Write to the SSD what the next server would sooner read than compute, the most used first."""
@@ -228,7 +232,9 @@ class TierInspection:
             load_s = self.costs.load_seconds(Tier.SSD, size)
             if Tier.SSD in copies or load_s >= self.costs.prefill.marginal_seconds(len(node.key), start_of(node)):
                 continue
-            while time.monotonic() < deadline_s and not self.start_copy(node, Tier.SSD) and self.num_pending_jobs:
+            while (
+                time.monotonic() < deadline_s and not self.backup.start_copy(node, Tier.SSD) and self.num_pending_jobs
+            ):
                 self.arrival.wait(0.01)
                 self.tick()
                 if node.id not in self.nodes:

@@ -46,9 +46,8 @@ class Grafting:
         if num_worth_loading(pieces, self.costs, congestion=self._congestion(prefetch)) == 0:
             return
         self._set_max_wait(prefetch, pieces)
-        job = Lookup(self, refs, token_bytes(tokens[begin:]), hashed.key, namespace_digest(scope.namespace))
-        self.workers["read"].submit(job)
-        prefetch.jobs.append(job)
+        ahead, namespace = token_bytes(tokens[begin:]), namespace_digest(scope.namespace)
+        prefetch.jobs.append(self.ssd_io.look_up(refs, ahead, hashed.key, namespace))
 
     def _graft(self: Any, prefetch: Prefetch, job: Lookup) -> None:
         """Put what a lookup has found into the tree, if it still continues a path there."""
@@ -82,7 +81,7 @@ class Grafting:
             Tier.SSD, header.form, self.ssd.hold(ref, header), 0, header.num_slots, layout, header.is_lossy_prefix, None
         )
         self.add_absent_leaf(parent, key_found, copy)
-        self.tier_counts["found_again"] += 1
+        self.storage.counts["found_again"] += 1
 
 
 def _repeats(path: list[Any], layout: SurvivorLayout) -> bool:

@@ -4,15 +4,19 @@ layer by layer, and written to the host anew; it has its old copy until the smal
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Protocol
 
 import torch
 
 from sglang_evicpress.core import Form, Tier
-from sglang_evicpress.patches.tiers.placement import MOST_COPIED_SHARE
 from sglang_evicpress.patches.tiers.ssd_io import LEAST_HELD_SHARE
+from sglang_evicpress.patches.tiers.types import EntryCopies, GpuForms, HostMemory, Removals, Runs, SsdWrites, Tiers
 from sglang_evicpress.patches.tree.node import has_child_on_gpu, is_reserved, start_of
+from sglang_evicpress.patches.tree.types import Node
+from sglang_evicpress.press import QueryWindow
+from sglang_evicpress.survivors import SurvivorLayout
 from sglang_evicpress.tiers.entry.copies import Copy, HostEntry
 from sglang_evicpress.tiers.jobs import Job
 
@@ -20,59 +24,105 @@ RECENT_S = 1.0
 """A host entry that was verified so shortly before is not verified again before it is written anew."""
 
 
+class LayerPress(Protocol):
+    """Compressing one layer at a time, off the pool."""
+
+    def written_event(self) -> torch.cuda.Event | None:
+        """An event behind all that was launched until now."""
+
+    def kept_of_layer(
+        self,
+        *,
+        form: Form,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        layout: SurvivorLayout | None,
+        start: int,
+        num_tokens: int,
+        num_kept: int,
+        window: QueryWindow | None,
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Rows that are kept of a layer, K and V, and their positions."""
+
+    def layout_of(self, positions: torch.Tensor, start: int) -> SurvivorLayout:
+        """The layout of survivors of ``positions``."""
+
+
 class HostCompression:
-    """The part of EvicPressCache that compresses below the GPU. Everything here runs on the scheduler thread."""
+    """Compresses below the GPU. On the scheduler thread but for ``run`` of its job."""
+
+    def __init__(
+        self,
+        nodes: Mapping[int, Node],
+        storage: Tiers,
+        placement: EntryCopies,
+        removal: Removals,
+        room: HostMemory,
+        ssd: SsdWrites,
+        gpu: GpuForms,
+        press: LayerPress,
+        slot_bytes: int,
+    ) -> None:
+        self.nodes = nodes
+        self.storage = storage
+        self.placement = placement
+        self.removal = removal
+        self.room = room
+        self.ssd = ssd
+        self.gpu = gpu
+        self.press = press
+        self._slot_bytes = slot_bytes
 
     def compress_on_host(
-        self: Any, node: Any, form: Form, *, leaves_for: Tier | None = None, keeps_planned: bool = False
+        self, node: Node, form: Form, *, leaves_for: Tier | None = None, keeps_planned: bool = False
     ) -> bool:
         """Begin to bring what the host has of a node to ``form``; the node goes to the tier ``leaves_for`` then. False
         when it cannot be now: there is nothing, or only something too small, something is done with it already, or
         there is no room for both copies, for which redundant copies are given up; with ``keeps_planned`` not those of
         nodes that are to leave the GPU soon."""
         copy = node.kv.copies.get(Tier.HOST)
-        num_kept = None if copy is None else self.slots_in(node, form, start_of(node), copy.form)
+        num_kept = None if copy is None else self.gpu.slots_in(node, form, start_of(node), copy.form)
         if copy is None or num_kept is None or num_kept >= copy.num_slots:
             return False
         if node.lock_ref > 0 or is_reserved(node) or self._is_copied(node):
             return False
-        num_bytes = sum(self.copier.sizes(num_kept, True))
-        runs = self.host_room(num_bytes, keep=(node.id,), keeps_planned=keeps_planned)
+        num_bytes = sum(self.storage.copier.sizes(num_kept, True))
+        runs = self.room.host_room(num_bytes, keep=(node.id,), keeps_planned=keeps_planned)
         if runs is None:
-            self._host_wanted = max(self._host_wanted, num_bytes)
-            self.tier_counts["compressions_without_room"] += 1
+            self.room.want(num_bytes)
+            self.storage.counts["compressions_without_room"] += 1
             return False
         if node.kv.copies.get(Tier.HOST) is not copy:  # it had to make room itself
-            self.host.arena.extents.free(runs)
+            self.room.give_back(runs)
             return False
-        with self.given_back_after_an_error(runs):
+        with self.room.given_back_after_an_error(runs):
             Compression(self, node, copy, form, num_kept, runs, leaves_for=leaves_for).start()
         return True
 
-    def repack(self: Any) -> None:
+    def repack(self) -> None:
         """Give pieces of host entries of which most is nobody's any more entries of their own: until then all of such
         an entry is taken."""
-        for entry in list(self._fragments):
-            del self._fragments[entry]
+        for entry in self.placement.take_host_fragments():
             nodes = [self.nodes[node_id] for node_id in sorted(entry.owners)]
-            num_bytes = sum(node.kv.copies[Tier.HOST].num_slots for node in nodes) * self.menu.slot_bytes
+            num_bytes = sum(node.kv.copies[Tier.HOST].num_slots for node in nodes) * self._slot_bytes
             for node in nodes if num_bytes < LEAST_HELD_SHARE * entry.num_bytes else ():
                 self._repack_piece(node, node.kv.copies[Tier.HOST])
 
-    def _repack_piece(self: Any, node: Any, copy: Copy) -> None:
-        num_bytes = max(1, sum(self.copier.sizes(copy.num_slots, copy.layout is not None)))
-        runs = None if self._is_copied(node) else self.host.arena.extents.alloc(num_bytes)
+    def _repack_piece(self, node: Node, copy: Copy) -> None:
+        num_bytes = max(1, sum(self.storage.copier.sizes(copy.num_slots, copy.layout is not None)))
+        runs = None if self._is_copied(node) else self.room.free_room(num_bytes)
         if runs is None:
-            self._fragments[copy.entry] = None  # later
+            self.placement.note_fragment(copy.entry)  # later
             return
-        with self.given_back_after_an_error(runs):
+        with self.room.given_back_after_an_error(runs):
             Compression(self, node, copy, copy.form, copy.num_slots, runs, leaves_for=None).start()
 
-    def _is_copied(self: Any, node: Any) -> bool:
+    def _is_copied(self, node: Node) -> bool:
         """True if something is done with it already, or too much with others."""
         copy = node.kv.copies.get(Tier.HOST)
         is_busy = node.kv.job is not None or node.kv.is_leaving or (copy is not None and copy.entry.arrival is not None)
-        return is_busy or self._copying_bytes > MOST_COPIED_SHARE * self.host.num_bytes
+        return is_busy or self.room.is_busy
 
 
 class Compression(Job):
@@ -82,33 +132,42 @@ class Compression(Job):
     rank = 2  # what is copied off the GPU first
 
     def __init__(
-        self, cache: Any, node: Any, copy: Copy, form: Form, num_kept: int, runs: Any, *, leaves_for: Tier | None
-    ):
+        self,
+        owner: HostCompression,
+        node: Node,
+        copy: Copy,
+        form: Form,
+        num_kept: int,
+        runs: Runs,
+        *,
+        leaves_for: Tier | None,
+    ) -> None:
         super().__init__()
-        self.cache, self.node_id, self.copy, self.form, self.leaves_for = cache, node.id, copy, form, leaves_for
+        self.owner, self.node_id, self.copy, self.form, self.leaves_for = owner, node.id, copy, form, leaves_for
         self.start_token, self.num_tokens, self.num_kept = start_of(node), len(node.key), num_kept
-        self.window = cache.window_of(node)
-        self.after = cache.compressor.written_event()
+        self.window = owner.gpu.window_of(node)
+        self.after = owner.press.written_event()
         self.num_bytes = sum(run.num_bytes for run in runs)
-        header = replace(cache.header_of(node, ()), form=form, num_slots=num_kept, is_lossy_prefix=copy.is_lossy_prefix)
+        header = owner.placement.header_of(node)
+        header = replace(header, form=form, num_slots=num_kept, is_lossy_prefix=copy.is_lossy_prefix)
         self.entry = HostEntry(header, runs)
-        self.layout: Any = None
+        self.layout: SurvivorLayout | None = None
 
     def start(self) -> None:
-        cache = self.cache
-        cache.host.pin(self.copy.entry)
+        owner = self.owner
+        owner.storage.host.pin(self.copy.entry)
         try:
-            cache.workers["copy"].submit(self)
+            owner.storage.submit("copy", self)
         except Exception:
-            cache.host.unpin(self.copy.entry)
+            owner.storage.host.unpin(self.copy.entry)
             raise
-        cache.nodes[self.node_id].kv.job = self
-        cache._copying_bytes += self.num_bytes
-        cache.host.pin(self.entry)
+        owner.nodes[self.node_id].kv.job = self
+        owner.room.begin_copy(self.num_bytes)
+        owner.storage.host.pin(self.entry)
 
     def run(self) -> None:
-        cache, copy, offset = self.cache, self.copy, 0
-        host, copier, source = cache.host, cache.copier, copy.entry
+        owner, copy, offset = self.owner, self.copy, 0
+        host, copier, source = owner.storage.host, owner.storage.copier, copy.entry
         if source.checked_s < time.perf_counter() - RECENT_S:
             host.check(source)  # the new checksums must not bless damaged bytes
         extents, positions, is_kept = [], [], self.form == copy.form
@@ -120,7 +179,7 @@ class Compression(Job):
                 )
                 pair = keys, values
                 if not is_kept:
-                    pair, kept = cache.compressor.kept_of_layer(
+                    pair, kept = owner.press.kept_of_layer(
                         form=self.form,
                         layer=layer,
                         keys=keys,
@@ -136,22 +195,22 @@ class Compression(Job):
                 offset += extents[-1].num_bytes
         self.layout = copy.layout
         if not is_kept:
-            self.layout = cache.compressor.layout_of(torch.stack(positions), self.start_token)
+            self.layout = owner.press.layout_of(torch.stack(positions), self.start_token)
         if self.layout is not None:
             extents.append(copier.write_layout(self.layout, host.arena, self.entry.runs, offset))
         self.entry.header = replace(self.entry.header, extents=tuple(extents))
         self.entry.checked_s = time.perf_counter()
 
     def finish(self) -> None:
-        cache, copy = self.cache, self.copy
-        cache._copying_bytes -= self.num_bytes
-        node = cache.nodes.get(self.node_id)
+        owner, copy = self.owner, self.copy
+        owner.room.end_copy(self.num_bytes)
+        node = owner.nodes.get(self.node_id)
         if node is not None and node.kv.job is self:
             node.kv.job = None
         if self.error is not None:
-            for owner in [cache.nodes.get(owner) for owner in sorted(copy.entry.owners)]:
-                if owner is not None and owner.id in cache.nodes:
-                    cache.invalidate_copy(owner, Tier.HOST, self.error)
+            for each in [owner.nodes.get(node_id) for node_id in sorted(copy.entry.owners)]:
+                if each is not None and each.id in owner.nodes:
+                    owner.removal.invalidate_copy(each, Tier.HOST, self.error)
         elif (
             node is not None
             and node.kv.copies.get(Tier.HOST) is copy
@@ -159,25 +218,25 @@ class Compression(Job):
         ):
             self._replace(node)
         else:
-            cache.tier_counts["copies_outdated"] += 1
-        cache.host.unpin(copy.entry)
-        cache.host.unpin(self.entry)
+            owner.storage.counts["copies_outdated"] += 1
+        owner.storage.host.unpin(copy.entry)
+        owner.storage.host.unpin(self.entry)
 
-    def _replace(self, node: Any) -> None:
+    def _replace(self, node: Node) -> None:
         """The node has the smaller copy from now on."""
-        cache, copy, kv = self.cache, self.copy, node.kv
+        owner, copy, kv = self.owner, self.copy, node.kv
         is_kept = self.form == copy.form
         origin = node.id if copy.origin is None and not is_kept else copy.origin
-        cache.add_copy(
+        owner.placement.add_copy(
             node,
             Copy(Tier.HOST, self.form, self.entry, 0, self.num_kept, self.layout, copy.is_lossy_prefix, origin),
         )
-        cache.tier_counts["repacked" if is_kept else "compressed_on_host"] += 1
+        owner.storage.counts["repacked" if is_kept else "compressed_on_host"] += 1
         if self.leaves_for is None or node.lock_ref > 0 or is_reserved(node) or has_child_on_gpu(node):
             return
         if self.leaves_for == Tier.SSD:
             kv.is_leaving = node.value is None
-            if not cache.start_write(self.entry):
+            if not owner.ssd.start_write(self.entry):
                 kv.is_leaving = False
         if node.value is not None:
-            cache.evict_from_gpu(node.id, Tier.HOST)
+            owner.removal.release(node.id, Tier.HOST)

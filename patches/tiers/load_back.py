@@ -158,14 +158,14 @@ class Load(Job):
             return
         cache.loads.remove(self)
         if self.error is not None:
-            cache.tier_errors[f"host_load_{self.error}"] += 1
+            cache.storage.errors[f"host_load_{self.error}"] += 1
             self.join()  # what was promised to the batch is still there to be copied
         entries = {id(part.copy.entry): part.copy.entry for part in self.parts}.values()
         check_s = sum(entry.take_check_seconds() for entry in entries)
         copy_s = self.copy_seconds()
         if copy_s is not None:
             cache.observe_load(Tier.HOST, self.num_bytes, copy_s + check_s)
-        cache.tier_counts["late_layers"] += self.num_late
+        cache.storage.counts["late_layers"] += self.num_late
         for event in (self._end, *self._late_events):
             if event is not None:  # reached, unless it has failed
                 event.synchronize()
@@ -247,7 +247,7 @@ class LoadBack:
         self.make_room(needed)
         slots = allocator.alloc(needed) if len(copies) == len(wanted) else None
         if slots is None:
-            self.tier_counts["loads_without_room"] += 1
+            self.storage.counts["loads_without_room"] += 1
             req.evicpress_without_room = True
             self.dec_lock_ref(last)
             for copy in copies:
@@ -266,8 +266,8 @@ class LoadBack:
         from_ssd = set() if prefetch is None else prefetch.from_ssd  # the nodes may have been split since
         taken = zip(wanted, copies, strict=True)
         req.storage_hit_length = sum(len(node.key) for node, copy in taken if copy.entry in from_ssd)
-        self.tier_counts["loaded_tokens"] += sum(len(node.key) for node in wanted)
-        self.tier_counts["loads"] += 1
+        self.storage.counts["loaded_tokens"] += sum(len(node.key) for node in wanted)
+        self.storage.counts["loads"] += 1
         req.evicpress = self._view_of(path)
         return torch.cat([node.value for node in wanted]), last
 
@@ -283,7 +283,6 @@ class LoadBack:
             node.value = torch.zeros(len(node.key), dtype=torch.int64, device=slots.device)
             node.value[to_device(copy.layout.logical, slots.device)] = slots
         self.ledger.add(len(slots), is_locked=node.lock_ref > 0)
-        if Tier.HOST in kv.copies:
-            self._redundant.add(node.id)
+        self.placement.note_resident(node)
         self._record_store_event(node)
         self.changes.changed(node)

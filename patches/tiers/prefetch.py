@@ -104,13 +104,11 @@ class Prefetcher:
 
     def open_prefetches(self: Any) -> None:
         self.prefetches: dict[int, Prefetch] = {}
-        self.reads: dict[Any, None] = {}  # from the SSD, now
         self.prefetch_nodes: dict[int, None] = {}  # nodes that are held, by id
         self.pins: dict[int, int] = {}  # slots that were locked for a prefetch, by its id()
         self.pinned_slots = 0
         self.congestion = Congestion()
         self.num_ready = 0  # requests at the head of the queue for which nothing is on its way
-        self.ssd_seen_s = time.perf_counter()
 
     def begin_prefetch(self: Any, req: Any) -> None:
         """A request has entered the waiting queue."""
@@ -143,7 +141,7 @@ class Prefetcher:
         if now <= prefetch.turn_s + prefetch.max_wait_s:
             return True
         prefetch.is_late = True
-        self.tier_counts["prefetches_late"] += 1
+        self.storage.counts["prefetches_late"] += 1
         return False
 
     def is_passed_over(self: Any, req: Any) -> bool:
@@ -196,7 +194,7 @@ class Prefetcher:
         """Factor by which a second of computing counts: others that are ready wait for it, and those for whom something
         is being read are ready after half of it, as likely as not."""
         num_ready = max(0, self.num_ready - (not prefetch.is_waiting))
-        num_soon = sum(read not in prefetch.jobs for read in self.reads)
+        num_soon = sum(read not in prefetch.jobs for read in self.ssd_io.reads)
         return min(MOST_CONGESTION, 1.0 + num_ready + num_soon / 2)
 
     def _pieces(self: Any, steps: list[tuple[Any, int]]) -> list[Piece]:
@@ -288,8 +286,8 @@ class Prefetcher:
         return bool(num_bytes <= MOST_PREFETCH_SHARE * self.host.num_bytes)
 
     def _prefetch_entries(self: Any) -> dict[int, Any]:
-        """Host entries reserved for waiting requests, and those being read, whose memory is taken; by ``id``."""
-        entries: dict[int, Any] = {id(read.entry): read.entry for read in self.reads}
+        """What waiting requests hold on the host, and what is being read, whose memory is taken; by ``id``."""
+        entries: dict[int, Any] = {id(read.entry): read.entry for read in self.ssd_io.reads}
         for node_id in self.prefetch_nodes:
             node = self.nodes.get(node_id)
             copy = None if node is None else node.kv.copies.get(Tier.HOST)
@@ -353,11 +351,11 @@ class Prefetcher:
         """The job that reads an SSD entry for a request; None where it cannot begin now: then the prefetch says for
         want of what, unless nothing is on its way that would give room."""
         if entry.read is None and not self._is_first(prefetch):
-            is_early = prefetch.turn_s is None and len(self.reads) >= MOST_READS
+            is_early = prefetch.turn_s is None and len(self.ssd_io.reads) >= MOST_READS
             if is_early or not self._may_reserve(entry):
                 prefetch.short_of = "turn"
                 return None
-        read = self.start_read(entry)
+        read = self.ssd_io.start_read(entry)
         if read is not None:
             prefetch.from_ssd.add(read.host)
             return read
@@ -372,7 +370,7 @@ class Prefetcher:
     @property
     def is_freeing_host(self: Any) -> bool:
         """True if host memory will become free of itself."""
-        return bool(self.reads) or any(self.workers[name].num_pending for name in ("copy", "write", "load"))
+        return bool(self.ssd_io.reads) or any(self.workers[name].num_pending for name in ("copy", "write", "load"))
 
     def start_check(self: Any, entry: HostEntry) -> Job:
         """The job that verifies a host entry, or fills it."""
@@ -391,14 +389,14 @@ class Prefetcher:
         now = time.perf_counter()
         for node in unwanted:
             copy = node.kv.copies.get(Tier.SSD)
-            if now - self.ssd_seen_s < EXPLORE_S or node.id not in self.nodes:
+            if now - self.ssd_io.seen_s < EXPLORE_S or node.id not in self.nodes:
                 return
-            if copy is not None and Tier.HOST not in node.kv.copies and self.start_read(copy.entry) is not None:
-                self.ssd_seen_s = now
+            if copy is not None and Tier.HOST not in node.kv.copies and self.ssd_io.start_read(copy.entry) is not None:
+                self.ssd_io.note_seen(now)
 
     def _reads_s(self: Any, prefetch: Prefetch) -> float:
         """Seconds that the reads begun for others are predicted to take: the disk does those first."""
-        others = sum(read.num_bytes for read in self.reads if read not in prefetch.jobs)
+        others = sum(read.num_bytes for read in self.ssd_io.reads if read not in prefetch.jobs)
         return self.costs.load_seconds(Tier.SSD, others) if others else 0.0
 
     def _set_max_wait(self: Any, prefetch: Prefetch, pieces: list[Piece]) -> None:
@@ -444,5 +442,5 @@ class Check(Job):
         if self.error is not None:
             for node in [cache.nodes.get(node_id) for node_id in sorted(entry.owners)]:
                 if node is not None and node.id in cache.nodes:
-                    cache.invalidate_copy(node, Tier.HOST, self.error)
+                    cache.removal.invalidate_copy(node, Tier.HOST, self.error)
         cache.host.unpin(entry)

@@ -59,7 +59,7 @@ class Promotion:
         if not self.set_apart:
             self.token_to_kv_pool_allocator.clear = self._clear_but_for_these
         self.set_apart[job] = torch.cat([part.slots for part in job.parts])
-        self.tier_errors["load_deadline"] += 1
+        self.storage.errors["load_deadline"] += 1
         logger.error("evicpress: a load has not ended within %g s: its slots are set apart until it does", END_S)
 
     def _clear_but_for_these(self: Any) -> None:
@@ -113,7 +113,7 @@ class Promotion:
     def promote(self: Any) -> None:
         """Go on with what is being promoted; when that is done, look for more."""
         now = time.monotonic()
-        if not self.promoting and now >= self._next_look_s and self.num_pending_jobs == 0:
+        if not self.promoting and now >= self._next_look_s and self.storage.num_pending_jobs == 0:
             self.promoting = self._worth_promoting()
             took = time.monotonic() - now
             self._next_look_s = now + max(PAUSE_S, 20 * took)
@@ -127,7 +127,8 @@ class Promotion:
         if free <= 0:
             return {}
         source_tiers: dict[int, Tier] = {}
-        for decision in self.planner.plan_promotions({**self.room(), Tier.GPU: free}, Budget(free, 1.0), self._held()):
+        room = {**self.host_room.room(), Tier.GPU: free}
+        for decision in self.planner.plan_promotions(room, Budget(free, 1.0), self._held()):
             option, node = decision.option, self.nodes[decision.node_id]
             if option.tier != Tier.GPU:
                 continue
@@ -156,9 +157,9 @@ class Promotion:
             if node.value is not None and not below.is_exact:
                 return False  # it was promoted as it is
             num_bytes = below.entry.header.payload_bytes
-            if self.reads or time.monotonic() - self.busy_s < self.costs.load_seconds(Tier.SSD, num_bytes):
+            if self.ssd_io.reads or time.monotonic() - self.busy_s < self.costs.load_seconds(Tier.SSD, num_bytes):
                 return True  # a request that comes now would have to wait for it: none came for as long as it takes
-            read = self.start_read(below.entry)
+            read = self.ssd_io.start_read(below.entry)
             below.entry.tried = read is None
             return read is not None
         if copy.entry.checked_s < time.perf_counter() - VERIFIED_S:
@@ -210,10 +211,10 @@ class PromotionLoad(Load):
             cache.ledger.free(slots)
         elif node.value is None:
             cache.place(node, copy, slots)
-            cache.tier_counts["promoted"] += 1
+            cache.storage.counts["promoted"] += 1
         else:
             cache._replace(node, slots, is_lossy_prefix=False)
-            cache.tier_counts["upgraded"] += 1
+            cache.storage.counts["upgraded"] += 1
 
     def _fits(self, node: Any) -> bool:
         """True if the node is still what it was when the load began."""

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from sglang_evicpress.core import Tier
+from sglang_evicpress.patches.tiers.host_room import MOST_GIVEN_UP
 from sglang_evicpress.patches.tiers.placement import tier_of
+from sglang_evicpress.patches.tiers.types import (
+    Changes,
+    EntryCopies,
+    HostMemory,
+    Names,
+    Plans,
+    Removals,
+    Runs,
+    Tiers,
+)
 from sglang_evicpress.patches.tree.node import is_reserved, start_of
+from sglang_evicpress.patches.tree.types import Node
+from sglang_evicpress.policy.cost_model import CostSnapshot
 from sglang_evicpress.tiers.entry.copies import HostEntry, SsdEntry
 from sglang_evicpress.tiers.entry.encoding import BadEntry, Header, check_identity
 from sglang_evicpress.tiers.jobs import Job
+from sglang_evicpress.tiers.ssd.index import Ref
+from sglang_evicpress.tiers.ssd.space import Reservation
+from sglang_evicpress.tiers.ssd.tier import SsdTier
 
 LEAST_HELD_SHARE = 1 / 2
 """Of an entry: where nodes hold less of it, it is given up."""
@@ -22,31 +38,90 @@ MAX_CANDIDATES = 4
 """Entries under one lookup key that a lookup reads the header of."""
 
 
-class SsdMoves:
-    """The part of EvicPressCache that writes and reads SSD entries. Runs on the scheduler thread but for ``run``."""
+class SsdIo:
+    """Writes and reads SSD entries. On the scheduler thread but for ``run`` of the jobs. ``free_slots``: carries out
+    the policy's plan that frees so many bytes of a tier; ``observe``: is told what bringing bytes back from a tier
+    took; ``mark_dirty``: somebody waits for host memory. ``reads`` are those that are not over, ``seen_s`` is when one
+    last ended (``time.perf_counter``)."""
 
-    def start_write(self: Any, entry: HostEntry) -> bool:
+    def __init__(
+        self,
+        nodes: Mapping[int, Node],
+        storage: Tiers,
+        names: Names,
+        placement: EntryCopies,
+        removal: Removals,
+        room: HostMemory,
+        plans: Plans,
+        changes: Changes,
+        *,
+        costs: Callable[[], CostSnapshot],
+        free_slots: Callable[[Tier, int], int],
+        observe: Callable[[Tier, int, float], None],
+        mark_dirty: Callable[[], None],
+        slot_bytes: int,
+        page_size: int,
+    ) -> None:
+        self.nodes = nodes
+        self.storage = storage
+        self.names = names
+        self.removal = removal
+        self.observe = observe
+        self.costs = costs
+        self.page_size = page_size
+        self._placement = placement
+        self._room = room
+        self._plans = plans
+        self._changes = changes
+        self._relieve = free_slots
+        self._mark_dirty = mark_dirty
+        self._slot_bytes = slot_bytes
+        self._num_to_give_up = MOST_GIVEN_UP
+        self.reads: dict[Read, None] = {}
+        self.seen_s = time.perf_counter()
+
+    def begin_round(self) -> None:
+        """Begin to count anew the entries given up: so many between any two ticks."""
+        self._num_to_give_up = MOST_GIVEN_UP
+
+    def note_seen(self, now_s: float) -> None:
+        """The disk is looked at now."""
+        self.seen_s = now_s
+
+    def look_up(self, refs: Sequence[Ref], tokens: bytes, parent_key: bytes, namespace: bytes) -> Lookup:
+        """The job, begun, that looks for the entry of these that shares most with ``tokens``."""
+        job = Lookup(self, refs, tokens, parent_key, namespace)
+        self.storage.submit("read", job)
+        return job
+
+    def start_write(self, entry: HostEntry) -> bool:
         """Begin to write a host entry to the SSD, for all nodes that hold a piece of it."""
-        if self.ssd is None or entry.write is not None:
-            return self.ssd is not None
+        if self.storage.ssd is None or entry.write is not None:
+            return self.storage.ssd is not None
         if entry.arrival is not None:
             entry.arrival.goes_on = True  # once it is there
             return True
         if entry.ssd is not None and entry.ssd.owners:
-            self._share(entry, entry.ssd)
+            self.share(entry, entry.ssd)
             return True
         owners = (self.nodes[node_id] for node_id in entry.owners)
-        if any(self.adapters.ssd_scope(node.key.extra_key) is None for node in owners):
-            self.tier_counts["writes_refused"] += 1
+        if any(self.names.ssd_scope(node.key.extra_key) is None for node in owners):
+            self.storage.counts["writes_refused"] += 1
             return False
         reservation = self.ssd_room(entry.header.payload_bytes)
         if reservation is None:
-            self.tier_counts["writes_refused"] += 1
+            self.storage.counts["writes_refused"] += 1
             return False
         Write(self, entry, reservation).start()
         return True
 
-    def ssd_room(self: Any, num_bytes: int) -> Any:
+    @property
+    def ssd(self) -> SsdTier:
+        if self.storage.ssd is None:
+            raise RuntimeError("evicpress: there is no SSD tier")
+        return self.storage.ssd
+
+    def ssd_room(self, num_bytes: int) -> Reservation | None:
         """A reservation, if the wear budget and the tier's bound allow it now. If it is full, room is made for later:
         giving bytes back takes the file system a while."""
         ssd = self.ssd
@@ -62,123 +137,123 @@ class SsdMoves:
             ssd.wear.take(num_bytes)
         return reservation
 
-    def make_ssd_room(self: Any, num_bytes: int) -> None:
+    def make_ssd_room(self, num_bytes: int) -> None:
         """Remove what so many bytes more need: first entries that no node holds, then those whose nodes are all on a
         faster tier, then nodes that lose least by it. Between two ticks no more than ``MOST_GIVEN_UP`` of them."""
-        ssd, writers = self.ssd, self.workers["write"]
-        self.num_to_give_up -= ssd.drop_unused(ssd.lacking(num_bytes), self.num_to_give_up, writers)
+        ssd, writers = self.ssd, self.storage.workers["write"]
+        self._num_to_give_up -= ssd.drop_unused(ssd.lacking(num_bytes), self._num_to_give_up, writers)
         self._drop_redundant(ssd.lacking(num_bytes))
         lacking = ssd.lacking(num_bytes)
-        if lacking and self.num_to_give_up > 0:
-            former = self.planner.index.num_on[Tier.SSD]
-            self.controller.free_bytes(Tier.SSD, self._bounded(Tier.SSD, lacking))
-            self.num_to_give_up -= max(1, former - self.planner.index.num_on[Tier.SSD])
+        if lacking and self._num_to_give_up > 0:
+            former = self._plans.num_nodes(Tier.SSD)
+            self._relieve(Tier.SSD, self._plans.bounded(Tier.SSD, lacking))
+            self._num_to_give_up -= max(1, former - self._plans.num_nodes(Tier.SSD))
         ssd.reclaim(writers)
 
-    def drop_fragments(self: Any) -> None:
+    def drop_fragments(self) -> None:
         """Give up pieces of SSD entries of which most is nobody's any more: until then all of such an entry is taken,
         and to get a piece all of it is read. Those of nodes on a faster tier, and those that are computed sooner."""
-        for entry in list(self.ssd_fragments):
-            del self.ssd_fragments[entry]
+        for entry in self._placement.take_ssd_fragments():
             nodes, whole = [self.nodes[node_id] for node_id in sorted(entry.owners)], entry.header.payload_bytes
-            num_bytes = sum(node.kv.copies[Tier.SSD].num_slots for node in nodes) * self.menu.slot_bytes
+            num_bytes = sum(node.kv.copies[Tier.SSD].num_slots for node in nodes) * self._slot_bytes
             if num_bytes >= LEAST_HELD_SHARE * whole:
                 continue
-            load_s = self.costs.load_seconds(Tier.SSD, whole)
+            load_s = self.costs().load_seconds(Tier.SSD, whole)
             for node in nodes:
-                recompute_s = self.costs.prefill.marginal_seconds(len(node.key), start_of(node))
+                recompute_s = self.costs().prefill.marginal_seconds(len(node.key), start_of(node))
                 if tier_of(node) < Tier.SSD:
-                    self.remove_copy(node, Tier.SSD)
-                    self.changes.changed(node)
+                    self._placement.remove_copy(node, Tier.SSD)
+                    self._changes.changed(node)
                 elif not (node.children or node.lock_ref or is_reserved(node)) and recompute_s < load_s:
-                    self.drop(node.id)
+                    self.removal.drop(node.id)
 
-    def _drop_redundant(self: Any, wanted: int) -> None:
-        for entry in self.redundant_ssd.first(max(0, self.num_to_give_up)) if wanted > 0 else ():
+    def _drop_redundant(self, wanted: int) -> None:
+        for entry in self._placement.spare_ssd_entries(max(0, self._num_to_give_up)) if wanted > 0 else ():
             if wanted <= 0:
                 return
             wanted -= entry.header.payload_bytes
-            self.num_to_give_up -= 1
+            self._num_to_give_up -= 1
             for node in [self.nodes[node_id] for node_id in sorted(entry.owners)]:
-                self.remove_copy(node, Tier.SSD)
-                self.changes.changed(node)
+                self._placement.remove_copy(node, Tier.SSD)
+                self._changes.changed(node)
 
-    def start_read(self: Any, entry: SsdEntry) -> Any:
+    def start_read(self, entry: SsdEntry) -> Read | None:
         """Begin to read an SSD entry into the host, for all nodes that hold a piece of it; the job, None without
         room, or while the disk does not answer."""
         if entry.read is None:
             if not self.ssd.store.is_answering:
-                self.tier_counts["reads_of_a_hung_ssd"] += 1
+                self.storage.counts["reads_of_a_hung_ssd"] += 1
                 return None
-            runs = self.host_room(entry.header.payload_bytes)
+            runs = self._room.host_room(entry.header.payload_bytes)
             if runs is None:
-                self._host_wanted = max(self._host_wanted, entry.header.payload_bytes)
-                self.mark_dirty(at_once=True)
-                self.tier_counts["reads_without_room"] += 1
+                self._room.want(entry.header.payload_bytes)
+                self._mark_dirty()
+                self.storage.counts["reads_without_room"] += 1
                 return None
             entry.read = Read(self, entry, runs)
             entry.read.start()
-        return entry.read
+        read: Read = entry.read
+        return read
 
-    def _share(self: Any, entry: HostEntry, ssd: SsdEntry) -> None:
+    def share(self, entry: HostEntry, ssd: SsdEntry) -> None:
         """Give every node with a piece of the host entry the same piece on SSD."""
         for node in [self.nodes[node_id] for node_id in sorted(entry.owners)]:
             copy = node.kv.copies[Tier.HOST]
             if node.id not in ssd.owners:  # else giving it up first could be the end of the entry
-                self.add_copy(node, replace(copy, tier=Tier.SSD, entry=ssd))
+                self._placement.add_copy(node, replace(copy, tier=Tier.SSD, entry=ssd))
             is_leaving, node.kv.is_leaving = node.kv.is_leaving, False
             if is_leaving and node.lock_ref == 0 and node.value is None and not is_reserved(node):
-                self.evict_from_gpu(node.id, Tier.SSD)
+                self.removal.release(node.id, Tier.SSD)
 
-    def arrived(self: Any, entry: SsdEntry, host: HostEntry) -> None:
+    def arrived(self, entry: SsdEntry, host: HostEntry) -> None:
         """An SSD entry is on the host as well, unless there is better."""
         for node in [self.nodes[node_id] for node_id in sorted(entry.owners)]:
             copy, present = node.kv.copies[Tier.SSD], node.kv.copies.get(Tier.HOST)
             if present is None or (node.value is not None and copy.is_exact and not present.is_exact):
-                self.add_copy(node, replace(copy, tier=Tier.HOST, entry=host))
+                self._placement.add_copy(node, replace(copy, tier=Tier.HOST, entry=host))
 
 
 class Write(Job):
     """Host to SSD."""
 
-    def __init__(self, cache: Any, entry: HostEntry, reservation: Any) -> None:
+    def __init__(self, owner: SsdIo, entry: HostEntry, reservation: Reservation) -> None:
         super().__init__()
-        self.cache, self.entry, self.reservation = cache, entry, reservation
-        self.ssd = cache.ssd
-        self.layouts = [cache.nodes[node_id].kv.copies[Tier.HOST].layout for node_id in entry.owners]
-        self.ref: Any = None
+        self.owner, self.entry, self.reservation = owner, entry, reservation
+        self.ssd = owner.ssd
+        self.layouts = [owner.nodes[node_id].kv.copies[Tier.HOST].layout for node_id in entry.owners]
+        self.ref: Ref | None = None
 
     def start(self) -> None:
         self.entry.write = self
-        self.cache.host.pin(self.entry)
-        self.cache.workers["write"].submit(self)
+        self.owner.storage.host.pin(self.entry)
+        self.owner.storage.submit("write", self)
 
     def run(self) -> None:
         header = self.entry.header
-        chunks = self.cache.host.arena.buffers(self.entry.runs, 0, header.payload_bytes)
+        chunks = self.owner.storage.host.arena.buffers(self.entry.runs, 0, header.payload_bytes)
         self.ref = self.ssd.store.write(self.reservation, header, chunks)
         for layout in self.layouts:
             if layout is not None:
                 layout.prepare_pack()  # for when the SSD alone has it
 
     def finish(self) -> None:
-        cache, entry = self.cache, self.entry
+        owner, entry = self.owner, self.entry
         entry.write = None
         if self.error is not None:
-            cache.tier_errors[f"ssd_write_{self.error}"] += 1
+            owner.storage.errors[f"ssd_write_{self.error}"] += 1
             for node_id in entry.owners:
-                cache.nodes[node_id].kv.is_leaving = False
-        elif self.ssd is cache.ssd:  # else it was detached meanwhile, and keeps what was published
+                owner.nodes[node_id].kv.is_leaving = False
+        elif self.ssd is owner.storage.ssd:  # else it was detached meanwhile, and keeps what was published
             if entry.owners:
-                cache.tier_counts["written"] += 1
+                owner.storage.counts["written"] += 1
                 entry.ssd = self.ssd.hold(self.ref, entry.header)
-                cache._share(entry, entry.ssd)
+                owner.share(entry, entry.ssd)
             else:
-                self.ssd.forget(self.ref, cache.workers["write"])
+                self.ssd.forget(self.ref, owner.storage.workers["write"])
         else:
             for node_id in entry.owners:
-                cache.nodes[node_id].kv.is_leaving = False
-        cache.host.unpin(entry)
+                owner.nodes[node_id].kv.is_leaving = False
+        owner.storage.host.unpin(entry)
 
 
 class Read(Job):
@@ -186,10 +261,10 @@ class Read(Job):
 
     rank = 0
 
-    def __init__(self, cache: Any, entry: SsdEntry, runs: Any) -> None:
+    def __init__(self, owner: SsdIo, entry: SsdEntry, runs: Runs) -> None:
         super().__init__()
-        self.cache, self.entry = cache, entry
-        self.ssd = cache.ssd
+        self.owner, self.entry = owner, entry
+        self.ssd = owner.ssd
         self.host = HostEntry(entry.header, runs, ssd=entry)
         self.measured: tuple[int, float] | None = None
 
@@ -198,13 +273,13 @@ class Read(Job):
         return self.entry.header.payload_bytes
 
     def start(self) -> None:
-        self.cache.reads[self] = None
-        self.cache.host.pin(self.host)
-        self.cache.workers["read"].submit(self)
+        self.owner.reads[self] = None
+        self.owner.storage.host.pin(self.host)
+        self.owner.storage.submit("read", self)
 
     def run(self) -> None:
-        header, meter, num_bytes = self.entry.header, self.cache.read_timer, 0
-        chunks = self.cache.host.arena.buffers(self.host.runs, 0, header.payload_bytes)
+        header, meter, num_bytes = self.entry.header, self.owner.storage.read_timer, 0
+        chunks = self.owner.storage.host.arena.buffers(self.host.runs, 0, header.payload_bytes)
         meter.begin(time.perf_counter())
         try:
             self.ssd.store.read(self.entry.ref, header, chunks)
@@ -214,21 +289,21 @@ class Read(Job):
         self.host.checked_s = time.perf_counter()
 
     def finish(self) -> None:
-        cache, entry = self.cache, self.entry
+        owner, entry = self.owner, self.entry
         entry.read = None
-        cache.reads.pop(self, None)
+        owner.reads.pop(self, None)
         if self.error is None:
-            cache.tier_counts["read"] += 1
-            cache.ssd_seen_s = time.perf_counter()
-            cache.arrived(entry, self.host)
+            owner.storage.counts["read"] += 1
+            owner.note_seen(time.perf_counter())
+            owner.arrived(entry, self.host)
         else:
-            for node in [cache.nodes[node_id] for node_id in sorted(entry.owners)]:
-                if node.id in cache.nodes:
-                    cache.invalidate_copy(node, Tier.SSD, self.error)
+            for node in [owner.nodes[node_id] for node_id in sorted(entry.owners)]:
+                if node.id in owner.nodes:
+                    owner.removal.invalidate_copy(node, Tier.SSD, self.error)
         if self.measured is not None:
             num_bytes, seconds = self.measured
-            cache.observe_load(Tier.SSD, num_bytes, seconds + cache.costs.load_seconds(Tier.HOST, num_bytes))
-        cache.host.unpin(self.host)
+            owner.observe(Tier.SSD, num_bytes, seconds + owner.costs().load_seconds(Tier.HOST, num_bytes))
+        owner.storage.host.unpin(self.host)
 
 
 class Lookup(Job):
@@ -236,12 +311,12 @@ class Lookup(Job):
 
     rank = 0
 
-    def __init__(self, cache: Any, refs: list[Any], tokens: bytes, parent_key: bytes, namespace: bytes) -> None:
+    def __init__(self, owner: SsdIo, refs: Sequence[Ref], tokens: bytes, parent_key: bytes, namespace: bytes) -> None:
         super().__init__()
-        self.cache, self.refs, self.tokens = cache, refs[:MAX_CANDIDATES], tokens
+        self.owner, self.refs, self.tokens = owner, refs[:MAX_CANDIDATES], tokens
         self.parent_key, self.namespace = parent_key, namespace
-        self.ssd = cache.ssd
-        self.found: tuple[Any, Header] | None = None
+        self.ssd = owner.ssd
+        self.found: tuple[Ref, Header] | None = None
         self.survivors: bytes | None = None
         self.num_shared = 0
 
@@ -251,7 +326,7 @@ class Lookup(Job):
                 header = self.ssd.store.read_header(ref)
                 check_identity(
                     header,
-                    fingerprint=self.cache.adapters.identity,
+                    fingerprint=self.owner.names.identity,
                     namespace=self.namespace,
                     parent_key=self.parent_key,
                 )
@@ -260,14 +335,14 @@ class Lookup(Job):
             if header.num_slots == 0:
                 continue  # holes only: nothing is gained
             num_shared = shared_tokens(header.tokens, self.tokens)
-            if num_shared < self.cache.page_size:
+            if num_shared < self.owner.page_size:
                 continue  # another way out of the path, under a lookup key of the same number
-            if header.shape == self.cache.copier.shape and num_shared > self.num_shared:
+            if header.shape == self.owner.storage.copier.shape and num_shared > self.num_shared:
                 self.found, self.num_shared = (ref, header), num_shared
         if self.found is not None and len(self.found[1].extents) > self.found[1].shape.num_layers:
             self._read_survivors(*self.found)
 
-    def _read_survivors(self, ref: Any, header: Header) -> None:
+    def _read_survivors(self, ref: Ref, header: Header) -> None:
         """A lossy entry can only be matched in part by its survivors, which are the last of its payload. They are too
         few bytes to show what a read costs; the KV is read, and checked, once the entry is wanted."""
         try:

@@ -66,6 +66,26 @@ class Weights:
             self.detach_ssd()
             self._parted_ssd = former
 
+    def use_ssd(self: Any, ssd: SsdTier | None) -> None:
+        """The SSD tier is this one from now on; whoever calls sees to the nodes."""
+        self.storage.use_ssd(ssd)
+        self.placement.use_no_ssd_entry()
+
+    def reset_tiers(self: Any) -> None:
+        """The tree is gone, and with it every copy: an SSD entry too, as the weights may be others now."""
+        for node in self.nodes.values():
+            node.kv.version += 1
+            self.placement.remove_copies(node)
+        self.prefetches.clear()
+        self.prefetch_nodes.clear()
+        self.placement.clear()
+        if self.ssd is not None and self.nodes:
+            self.ssd.clear(self.workers["write"])
+        self.is_mixed = False
+        identity = self.identity_now()
+        if identity != self.adapters.identity or self._parted_ssd is not None:
+            self.change_identity(identity)
+
     def change_identity(self: Any, identity: bytes) -> None:
         """The model has other weights now: what is on the SSD is none of its business, and must not look like it."""
         self.adapters.use_identity(identity)

@@ -13,6 +13,7 @@ import torch
 from sglang_evicpress.core import EXACT, Form, Tier
 from sglang_evicpress.introspect.census import Counted
 from sglang_evicpress.survivors import SurvivorLayout
+from sglang_evicpress.tiers.entry.copies import Copy
 
 
 @dataclass(slots=True)
@@ -51,7 +52,7 @@ class NodeKV:
     window: int | None = None
     origin: int | None = None
     queued_hits: dict[int, Any] = field(default_factory=dict)
-    copies: dict[Tier, Any] = field(default_factory=dict)
+    copies: dict[Tier, Copy] = field(default_factory=dict)
     version: int = 0
     job: Any = None
     is_leaving: bool = False

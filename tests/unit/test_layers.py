@@ -227,7 +227,7 @@ BENCH = Path(__file__).parents[2] / "bench" / "evicbench"
 BENCH_FLOORS = (
     ("__init__", "paths", "report", "testbed"),
     ("plugins", "pytest_runs"),
-    ("correctness", "demo", "policy"),
+    ("correctness", "demo", "house", "policy"),
     ("decode_budget", "kernels_cpu", "serving", "tiers"),
     ("gpu", "load", "mend", "profiler"),
 )

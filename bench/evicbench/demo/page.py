@@ -41,7 +41,9 @@ def _page(summary: Summary) -> Iterator[str]:
     yield from (f"<tr>{''.join(f'<td>{escape(cell)}' for cell in row)}" for row in rows(summary))
     yield f"</table><ul>{''.join(f'<li>{escape(line)}' for line in comparisons(summary))}</ul>"
     yield _plots(summary)
-    if (ours := cells(summary).get("evicpress")) and (nodes := read_tree(summary.results.runs_of(ours.system, 0.0)[-1])):
+    if (ours := cells(summary).get("evicpress")) and (
+        nodes := read_tree(summary.results.runs_of(ours.system, 0.0)[-1])
+    ):
         yield "<h2>Radix tree of evicpress after the last request</h2><p>One row for each context, from its first token"
         yield "on the left to its last on the right. Colour is the fastest tier that has it:"
         yield from (f'<span class=key style="background:{COLOURS[tier]}">{tier}</span>' for tier in TIERS)

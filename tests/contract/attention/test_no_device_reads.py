@@ -151,7 +151,10 @@ def test_pages_that_are_freed(count: int) -> None:
 
 def test_a_node_that_is_loaded_gets_its_slots(pinned: list[torch.Tensor]) -> None:
     cache = SimpleNamespace(
-        ledger=SlotLedger(lambda slots: None), changes=NodeChanges(), _record_store_event=lambda node: None
+        ledger=SlotLedger(lambda slots: None),
+        changes=NodeChanges(),
+        placement=SimpleNamespace(note_resident=lambda node: None),
+        _record_store_event=lambda node: None,
     )
     node = SimpleNamespace(kv=NodeKV(), key=[0] * 20, value=None, lock_ref=1)
     held = layout(8, 20)

@@ -34,7 +34,7 @@ def full(walk: TierWalk) -> list[object]:
     nodes = [cached(walk, 100)[1] for _ in range(3)]
     walk.settle()
     for node in nodes:
-        walk.cache.remove_copies(node)
+        walk.cache.placement.remove_copies(node)
         walk.cache.changes.changed(node)
     return nodes
 
@@ -74,7 +74,7 @@ def under_a_few_tokens(walk: TierWalk) -> tuple[object, list[object]]:
     for node in (head, *contexts):
         node.kv.weight = 1e-9
         walk.cache.changes.changed(node)
-    walk.cache.remove_copies(head)
+    walk.cache.placement.remove_copies(head)
     walk.cache.changes.changed(head)
     return head, contexts
 
@@ -106,7 +106,7 @@ def test_evicting_waits_for_no_thread(opened: Callable[..., TierWalk]) -> None:
     walk = opened(is_exact=True, cost=DEAR, host_bytes=400 << 10)
     nodes = full(walk)
     blocks = [*blocked(walk, "copy"), *blocked(walk, "write"), *blocked(walk, "read", 2)]
-    assert walk.cache.start_copy(nodes[0], Tier.HOST)  # never ends
+    assert walk.cache.backup.start_copy(nodes[0], Tier.HOST)  # never ends
     walk.cache.arrival.wait = None  # whoever waits fails
     assert walk.cache.evict(EvictParams(num_tokens=300)).num_tokens_evicted == 300
     del walk.cache.arrival.wait
@@ -114,7 +114,7 @@ def test_evicting_waits_for_no_thread(opened: Callable[..., TierWalk]) -> None:
     for block in blocks:
         block.may_end.set()
     walk.settle()
-    assert walk.cache.tier_counts["copies_outdated"] == 1
+    assert walk.cache.storage.counts["copies_outdated"] == 1
     walk.check()
     walk.check_rows()
 
@@ -123,7 +123,9 @@ def on_a_device(walk: TierWalk) -> Device:
     """Copies go through lanes in which nothing is done before somebody waits for it."""
     device, pool = Device(0, eagerness=0.0), walk.cache.compressor
     transfers = Transfers(pool.k_buffers, pool.v_buffers, device)
-    walk.cache.copier = PayloadCopier(pool.k_buffers, pool.v_buffers, walk.cache.page_size, transfers=transfers)
+    walk.cache.storage._copier = PayloadCopier(
+        pool.k_buffers, pool.v_buffers, walk.cache.page_size, transfers=transfers
+    )
     return device
 
 
@@ -136,11 +138,11 @@ def test_slots_are_free_before_the_copy_of_what_they_held_is_made(opened: Callab
     arena, num_bytes = Arena(1 << 20), sum(copier.sizes(len(slots), False))
     expected = copier.save(slots, None, arena, arena.extents.alloc(num_bytes))
     (block,) = blocked(walk, "copy")
-    assert walk.cache.demote(node.id, Tier.HOST, EXACT, at_once=True) == len(slots)
+    assert walk.cache.moves.demote(node.id, Tier.HOST, EXACT, at_once=True) == len(slots)
     assert node.value is None and device.num_waits == 0
     entry = node.kv.copies[Tier.HOST].entry
     assert walk.cache.start_check(entry) is entry.arrival  # who wants to load it waits for it
-    assert walk.cache.start_write(entry) and entry.write is None
+    assert walk.cache.ssd_io.start_write(entry) and entry.write is None
 
     def overwrite() -> None:
         for buffer in buffers:
@@ -151,7 +153,7 @@ def test_slots_are_free_before_the_copy_of_what_they_held_is_made(opened: Callab
     walk.settle()
     assert entry.header.extents == expected and tier_of(node) == Tier.HOST
     walk.cache.host.check(entry)
-    assert entry.arrival is None and Tier.SSD in node.kv.copies and walk.cache.tier_errors == {}
+    assert entry.arrival is None and Tier.SSD in node.kv.copies and walk.cache.storage.errors == {}
     arena.close()
 
 
@@ -159,10 +161,10 @@ def test_what_left_and_never_arrived_is_lost(opened: Callable[..., TierWalk]) ->
     walk = opened(is_exact=True, cost=DEAR)
     tokens, node = cached(walk, 100)
     walk.settle()
-    walk.cache.remove_copies(node)
+    walk.cache.placement.remove_copies(node)
     on_a_device(walk)
     (block,) = blocked(walk, "copy")
-    assert walk.cache.demote(node.id, Tier.HOST, EXACT, at_once=True) == 100
+    assert walk.cache.moves.demote(node.id, Tier.HOST, EXACT, at_once=True) == 100
     upper = walk.cache._split_node(node.key, node, 40)
     entry = node.kv.copies[Tier.HOST].entry
 
@@ -172,7 +174,7 @@ def test_what_left_and_never_arrived_is_lost(opened: Callable[..., TierWalk]) ->
     entry.arrival.run = fail
     block.may_end.set()
     walk.settle()
-    assert {node.id, upper.id}.isdisjoint(walk.cache.nodes) and walk.cache.tier_errors == {"host_io": 2}
+    assert {node.id, upper.id}.isdisjoint(walk.cache.nodes) and walk.cache.storage.errors == {"host_io": 2}
     assert not entry.runs
     walk.check()
 
@@ -191,7 +193,7 @@ def test_what_has_no_room_below_is_dropped_and_missed(opened: Callable[..., Tier
     asked = [cached(walk, 100) for _ in range(3)]
     walk.settle()
     for _, node in asked:
-        walk.cache.remove_copies(node)
+        walk.cache.placement.remove_copies(node)
         walk.cache.changes.changed(node)
     walk.cache.use_ssd(None)
     assert walk.cache.free_slots(300) == 300
@@ -216,13 +218,13 @@ def test_what_has_no_room_below_is_dropped_and_missed(opened: Callable[..., Tier
 def test_a_node_that_is_copied_ahead_leaves_by_that_copy(opened: Callable[..., TierWalk]) -> None:
     walk = opened(is_exact=True)
     node = full(walk)[0]
-    made = walk.cache.tier_counts["backed_up"]
+    made = walk.cache.storage.counts["backed_up"]
     (block,) = blocked(walk, "copy")
-    assert walk.cache.start_copy(node, Tier.HOST)
-    assert walk.cache.demote(node.id, Tier.SSD, EXACT) == 0 and node.value is not None
+    assert walk.cache.backup.start_copy(node, Tier.HOST)
+    assert walk.cache.moves.demote(node.id, Tier.SSD, EXACT) == 0 and node.value is not None
     block.may_end.set()
     walk.settle()
-    assert walk.cache.tier_counts["backed_up"] == made + 1 and Tier.SSD in node.kv.copies and node.value is None
+    assert walk.cache.storage.counts["backed_up"] == made + 1 and Tier.SSD in node.kv.copies and node.value is None
     walk.check()
 
 
@@ -237,16 +239,16 @@ def test_all_that_counts_as_evictable_can_be_evicted(
     upper = walk.cache._split_node(node.key, node, 100)
     sent(walk, node, Tier.HOST)
     walk.settle()
-    walk.cache.remove_copies(upper)
+    walk.cache.placement.remove_copies(upper)
     if has_ssd_parent:
-        assert walk.cache.start_copy(upper, Tier.SSD)
+        assert walk.cache.backup.start_copy(upper, Tier.SSD)
         walk.settle()
     if is_waited_for:
         request = walk.wait([*tokens, 59])
         walk.until(lambda: not walk.cache.is_prefetching(request))
         walk.settle()
         assert node.kv.num_prefetches == 1
-    walk.cache.remove_copy(upper, Tier.HOST)
+    walk.cache.placement.remove_copy(upper, Tier.HOST)
     walk.cache.changes.changed(upper)
     assert walk.allocator.available_size() == SLOTS - 100 and walk.cache.evictable_size_ == 100
     walk.cache.evict(EvictParams(num_tokens=SLOTS))
@@ -266,7 +268,7 @@ def rested(walk: TierWalk) -> None:
     for _ in range(3):
         walk.cache._next_look_s = 0.0
         walk.tick()
-        walk.until(lambda: not walk.cache.promoting and walk.cache.num_pending_jobs == 0)
+        walk.until(lambda: not walk.cache.promoting and walk.cache.storage.num_pending_jobs == 0)
 
 
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.SSD])
@@ -282,7 +284,7 @@ def test_a_node_demoted_by_hand_stays_where_it_was_put_until_the_hold_ends(
     assert tier_of(node) == tier
     walk.cache.hold(node.id, 0.0)
     rested(walk)
-    assert tier_of(node) == Tier.GPU and walk.cache.tier_counts["promoted"] == 1
+    assert tier_of(node) == Tier.GPU and walk.cache.storage.counts["promoted"] == 1
     walk.check()
 
 
@@ -319,14 +321,14 @@ def test_a_node_compressed_by_hand_is_not_made_exact_again_before_the_hold_ends(
 ) -> None:
     walk = opened(cost=DEAR)
     _, node = cached(walk, 100)
-    assert walk.cache.start_copy(node, Tier.HOST)
+    assert walk.cache.backup.start_copy(node, Tier.HOST)
     walk.settle()
     walk.cache.inspector.compress_node(node.id, Form("random", 0.5), 60.0)
     rested(walk)
     assert node.kv.layout is not None
     walk.cache.hold(node.id, 0.0)
     rested(walk)
-    assert node.kv.layout is None and walk.cache.tier_counts["upgraded"] == 1
+    assert node.kv.layout is None and walk.cache.storage.counts["upgraded"] == 1
     walk.check()
 
 
@@ -334,7 +336,7 @@ def test_pressure_moves_a_held_node_further_down(opened: Callable[..., TierWalk]
     walk = opened(is_exact=True, cost=DEAR)
     _, node = cached(walk, 100)
     walk.until(lambda: walk.cache.demote_node(node.id, Tier.HOST, 60.0)["is_there"])
-    walk.cache.controller.free_bytes(Tier.HOST, walk.cache.host.num_bytes, room=walk.cache.room())
+    walk.cache.controller.free_bytes(Tier.HOST, walk.cache.host.num_bytes, room=walk.cache.host_room.room())
     walk.settle()
     assert node.id not in walk.cache.nodes or tier_of(node) == Tier.SSD
     walk.check()
@@ -432,7 +434,7 @@ def test_what_is_read_for_a_waiting_request_stays_until_it_is_loaded(opened: Cal
     request = walk.wait([*tokens, 59])
     walk.until(lambda: not walk.cache.is_prefetching(request))
     assert tier_of(node) == Tier.HOST and walk.cache.planner.index.candidates[node.id].is_locked
-    assert walk.cache.controller.free_bytes(Tier.HOST, 1 << 20, room=walk.cache.room()) == 0
+    assert walk.cache.controller.free_bytes(Tier.HOST, 1 << 20, room=walk.cache.host_room.room()) == 0
     assert tier_of(node) == Tier.HOST
     assert walk.admit(request) == 60
     walk.end_all()
@@ -445,7 +447,7 @@ def test_what_is_written_to_the_ssd_does_not_leave_a_waiting_request(opened: Cal
     tokens, node = cached(walk, 60)
     sent(walk, node, Tier.HOST)
     (block,) = blocked(walk, "write")
-    walk.cache.demote(node.id, Tier.SSD, EXACT)
+    walk.cache.moves.demote(node.id, Tier.SSD, EXACT)
     request = walk.wait([*tokens, 59])
     block.may_end.set()
     walk.settle()
@@ -510,7 +512,7 @@ def test_waiting_requests_hold_no_more_than_a_share_of_the_host(opened: Callable
 
 def on_ssd_too(walk: TierWalk) -> tuple[list[int], object]:
     tokens, node = cached(walk, 100)
-    walk.cache.start_copy(node, Tier.SSD)
+    walk.cache.backup.start_copy(node, Tier.SSD)
     walk.settle()
     assert Tier.SSD in node.kv.copies and node.value is not None
     return tokens, node
@@ -534,7 +536,7 @@ def test_a_small_piece_of_an_ssd_entry_is_given_up(
 def test_the_exact_kv_of_a_lossy_node_is_kept_however_small(opened: Callable[..., TierWalk]) -> None:
     walk = opened()
     _, node = on_ssd_too(walk)
-    walk.cache.compress(node.id, Form("random", 0.5))
+    walk.cache.moves.compress(node.id, Form("random", 0.5))
     upper = walk.cache._split_node(node.key, node, 10)
     assert upper.kv.copies[Tier.SSD].is_exact and node.kv.copies[Tier.SSD].is_exact
 
@@ -546,12 +548,12 @@ def test_a_compression_that_was_begun_before_does_not_change_what_a_request_wait
     tokens, node = cached(walk, 100)
     sent(walk, node, Tier.HOST)
     (block,) = blocked(walk, "copy")
-    assert walk.cache.compress_on_host(node, Form("random", 0.5))
+    assert walk.cache.host_compression.compress_on_host(node, Form("random", 0.5))
     request = walk.wait([*tokens, 59])
     walk.until(lambda: not walk.cache.is_prefetching(request))
     block.may_end.set()
     walk.settle()
-    assert node.kv.copies[Tier.HOST].is_exact and walk.cache.tier_counts["copies_outdated"] == 1
+    assert node.kv.copies[Tier.HOST].is_exact and walk.cache.storage.counts["copies_outdated"] == 1
     assert walk.admit(request) == 100
     walk.end_all()
     walk.check()
@@ -570,7 +572,7 @@ def test_a_small_piece_that_is_nowhere_else_is_kept(opened: Callable[..., TierWa
 def test_an_entry_is_taken_to_be_read_whole_and_once(opened: Callable[..., TierWalk]) -> None:
     walk = opened()
     _, node = cached(walk, 100)
-    walk.cache.compress(node.id, Form("random", 0.5))
+    walk.cache.moves.compress(node.id, Form("random", 0.5))
     sent(walk, node, Tier.SSD)
     upper = walk.cache._split_node(node.key, node, 40)
     whole = node.kv.copies[Tier.SSD].entry.header.payload_bytes

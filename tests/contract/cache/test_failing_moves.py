@@ -13,7 +13,7 @@ from tests.contract.tiers import test_tiers_model
 from tests.contract.tiers.test_tiers_model import TierWalk, cached
 
 from sglang_evicpress.core import EXACT, Tier
-from sglang_evicpress.patches.tiers import placement
+from sglang_evicpress.patches.tiers import backup
 from sglang_evicpress.patches.tiers.placement import tier_of
 from sglang_evicpress.patches.tree.node import num_slots
 
@@ -24,28 +24,28 @@ Part = Callable[[Walk], tuple[object, str]]
 
 OF_A_DROP: list[Part] = [
     lambda walk: (walk.cache.planner, "remove"),
-    lambda walk: (walk.cache, "remove_copies"),
+    lambda walk: (walk.cache.placement, "remove_copies"),
     lambda walk: (walk.cache, "_record_remove_event"),
     lambda walk: (walk.cache.ledger, "free"),
-    lambda walk: (walk.cache, "drop"),
+    lambda walk: (walk.cache.removal, "drop"),
 ]
 OF_A_COMPRESSION: list[Part] = [
-    lambda walk: (walk.cache, "slots_in"),
+    lambda walk: (walk.cache.gpu_ops, "slots_in"),
     lambda walk: (walk.cache.compressor, "compress"),
     lambda walk: (walk.cache.ledger, "free"),
-    lambda walk: (walk.cache, "compress"),
+    lambda walk: (walk.cache.gpu_ops, "compress"),
 ]
 OF_A_DEMOTION: list[Part] = [
-    lambda walk: (walk.cache, "host_room"),
-    lambda walk: (placement.Backup, "__init__"),
+    lambda walk: (walk.cache.host_room, "host_room"),
+    lambda walk: (backup.BackupJob, "__init__"),
     lambda walk: (walk.cache.workers["copy"], "submit"),
-    lambda walk: (walk.cache, "header_of"),
-    lambda walk: (walk.cache, "demote"),
+    lambda walk: (walk.cache.placement, "header_of"),
+    lambda walk: (walk.cache.demotion, "demote"),
 ]
 OF_A_RELEASE: list[Part] = [
     lambda walk: (walk.cache.ledger, "free"),
-    lambda walk: (walk.cache, "_leave_gpu"),
-    lambda walk: (walk.cache, "remove_copy"),
+    lambda walk: (walk.cache.removal, "leave_gpu"),
+    lambda walk: (walk.cache.placement, "remove_copy"),
     lambda walk: (walk.cache.changes, "left_gpu"),
 ]
 
@@ -104,7 +104,7 @@ def test_a_demotion_that_cannot_begin_leaves_the_node_where_it_is(
     walk = opened(is_exact=True)
     _, node = cached(walk, 100)
     failed = failing(monkeypatch, walk, part)
-    (decision, *_) = walk.cache.planner.plan(Tier.GPU, walk.cache.menu.slot_bytes, walk.cache.room())
+    (decision, *_) = walk.cache.planner.plan(Tier.GPU, walk.cache.menu.slot_bytes, walk.cache.host_room.room())
     assert decision.option.tier == Tier.HOST
     assert walk.cache.controller.execute([decision]) == 0
     assert failed and walk.cache.controller.num_failed == {"demote RuntimeError": 1}
@@ -125,17 +125,17 @@ def test_a_release_that_fails_leaves_a_whole_tree(
 ) -> None:
     walk = opened(is_exact=True)
     _, node = cached(walk, 100)
-    walk.cache.start_copy(node, Tier.SSD)
+    walk.cache.backup.start_copy(node, Tier.SSD)
     walk.settle()
     assert set(node.kv.copies) == {Tier.HOST, Tier.SSD}
     failed = failing(monkeypatch, walk, part)
     with pytest.raises(RuntimeError, match="an assumption"):
-        walk.cache.demote(node.id, Tier.SSD, EXACT)
+        walk.cache.moves.demote(node.id, Tier.SSD, EXACT)
     assert failed
     walk.check()
     walk.check_rows()
     monkeypatch.undo()
-    walk.cache.demote(node.id, Tier.SSD, EXACT)
+    walk.cache.moves.demote(node.id, Tier.SSD, EXACT)
     walk.settle()
     assert tier_of(node) == Tier.SSD
     walk.check()
@@ -150,7 +150,7 @@ def test_the_log_is_not_flooded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     def fail(node_id: int, *why: object) -> int:
         raise ValueError("never")
 
-    monkeypatch.setattr(walk.cache, "drop", fail)
+    monkeypatch.setattr(walk.cache.removal, "drop", fail)
     walk.cache.evict(EvictParams(num_tokens=walk.allocator.size))
     walk.check()
     assert walk.cache.controller.num_failed == {"drop ValueError": 2 * len(nodes_of(walk))} and len(caplog.records) == 1
@@ -161,7 +161,7 @@ def test_with_other_ranks_it_ends_the_server(monkeypatch: pytest.MonkeyPatch) ->
     walk = Walk(0, 1, "lru")
     full(walk)
     monkeypatch.setattr(type(walk.cache.compressor), "is_alone", property(lambda self: False))
-    failing(monkeypatch, walk, lambda walk: (walk.cache, "drop"))
+    failing(monkeypatch, walk, lambda walk: (walk.cache.removal, "drop"))
     with pytest.raises(RuntimeError, match="an assumption"):
         walk.cache.free_slots(100)
 
@@ -182,7 +182,7 @@ def test_a_request_whose_view_is_not_that_of_its_prefix_is_served_the_prefix(pag
     tokens = [walk.rng.randrange(50) for _ in range(128)]
     finished(walk, tokens)
     (node,) = nodes_of(walk)
-    walk.cache.compress(node.id, walk.cache.menu.forms[2])
+    walk.cache.moves.compress(node.id, walk.cache.menu.forms[2])
     request = Request("odd", [*tokens, 51, 52], 130, None)
     walk.waiting.append(request)
     walk.cache.on_queued(request)
@@ -225,7 +225,7 @@ def test_what_was_set_aside_is_the_last_resort(monkeypatch: pytest.MonkeyPatch) 
     """Every node fails once: SGLang counts all of them as room that can be made."""
     walk = Walk(0, 1, "lru")
     full(walk)
-    drop, seen = walk.cache.drop, set[int]()
+    drop, seen = walk.cache.removal.drop, set[int]()
 
     def fail_first(node_id: int, *why: object) -> int:
         if node_id not in seen:
@@ -233,7 +233,7 @@ def test_what_was_set_aside_is_the_last_resort(monkeypatch: pytest.MonkeyPatch) 
             raise ValueError("once")
         return int(drop(node_id, *why))
 
-    monkeypatch.setattr(walk.cache, "drop", fail_first)
+    monkeypatch.setattr(walk.cache.removal, "drop", fail_first)
     evictable = walk.cache.evictable_size()
     assert walk.cache.evict(EvictParams(num_tokens=evictable)).num_tokens_evicted == evictable
     assert not walk.cache.aside

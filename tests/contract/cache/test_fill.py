@@ -20,7 +20,7 @@ def lossy_below(walk: TierWalk, tier: Tier) -> list[int]:
     """A context of 100 tokens of which only a tier has half."""
     walk.stamp(DEAR)
     tokens, node = cached(walk, 100)
-    walk.cache.compress(node.id, Form("random", 0.5))
+    walk.cache.moves.compress(node.id, Form("random", 0.5))
     sent(walk, node, tier)
     return tokens
 

@@ -50,23 +50,23 @@ def started(walk: TierWalk, tokens: list[int]) -> Request:
 def test_a_node_that_is_compressed(strict: TierWalk, kept: float) -> None:
     _, node = cached(strict, 128)
     free = strict.allocator.available_size()
-    freed = strict.cache.compress(node.id, Form("random", kept))
+    freed = strict.cache.moves.compress(node.id, Form("random", kept))
     assert freed > 0 and strict.allocator.available_size() == free + freed
 
 
 def test_a_compressed_node_that_is_split_and_goes_in_parts(strict: TierWalk) -> None:
     tokens, node = cached(strict, 128)
-    strict.cache.compress(node.id, Form("random", 0.5))
+    strict.cache.moves.compress(node.id, Form("random", 0.5))
     strict.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", [*tokens[:80], *[59] * 48]), None)))
     assert len(nodes_of(strict)) == 2 and len(node.key) == 48
     held, free = num_slots(node), strict.allocator.available_size()
-    assert 0 < held < 48 and strict.cache.drop(node.id) == held
+    assert 0 < held < 48 and strict.cache.removal.drop(node.id) == held
     assert strict.allocator.available_size() == free + held
 
 
 def test_a_node_that_is_dropped(strict: TierWalk) -> None:
     _, node = cached(strict, 128)
-    assert strict.cache.drop(node.id) == 128
+    assert strict.cache.removal.drop(node.id) == 128
     assert strict.allocator.available_size() == strict.allocator.size
 
 
@@ -79,7 +79,7 @@ def test_a_node_that_goes_to_the_host(strict: TierWalk) -> None:
 def test_a_node_that_is_upgraded_and_one_below_it_that_is_trimmed(strict: TierWalk) -> None:
     object.__setattr__(strict.cache.config, "min_match_kept", 1.0)
     tokens, node = cached(strict, 128)
-    strict.cache.compress(node.id, Form("random", 0.5))
+    strict.cache.moves.compress(node.id, Form("random", 0.5))
     before = num_slots(node)
     strict.serve([*tokens[:48], *[58] * 8])  # too few slots are left of these: they are computed anew
     upper = node.parent
@@ -89,10 +89,10 @@ def test_a_node_that_is_upgraded_and_one_below_it_that_is_trimmed(strict: TierWa
 
 def test_a_lossy_node_that_is_given_exact_kv(strict: TierWalk) -> None:
     _, node = cached(strict, 128)
-    strict.cache.compress(node.id, Form("random", 0.5))
+    strict.cache.moves.compress(node.id, Form("random", 0.5))
     strict.cache._replace(node, strict.allocator.alloc(128), is_lossy_prefix=False)
     assert num_slots(node) == 128 and strict.allocator.available_size() == strict.allocator.size - 128
-    assert strict.cache.drop(node.id) == 128
+    assert strict.cache.removal.drop(node.id) == 128
 
 
 def test_what_two_requests_compute_at_once(strict: TierWalk) -> None:

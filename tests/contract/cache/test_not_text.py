@@ -85,13 +85,13 @@ def test_what_a_vocabulary_does_not_have_stays_off_the_lower_tiers(opened: Calla
     number = walk.cache.ssd.store.num_entries
     walk.serve([*tokens[:50], odd, *tokens[51:]])  # splits it
     leaf = next(each for each in nodes_of(walk) if odd in each.key.raw_token_ids())
-    walk.cache.demote(leaf.id, Tier.SSD, EXACT)
+    walk.cache.moves.demote(leaf.id, Tier.SSD, EXACT)
     walk.settle()
     assert not leaf.kv.copies and leaf.kv.job is None and not leaf.kv.is_leaving
     assert walk.cache.ssd.store.num_entries <= number
     walk.serve([*tokens[:50], odd, *tokens[51:], 3])  # and so is what continues it
     (below,) = leaf.children.values()
-    assert not walk.cache.start_copy(below, Tier.HOST) and not below.kv.copies
+    assert not walk.cache.backup.start_copy(below, Tier.HOST) and not below.kv.copies
     walk.check()
     assert walk.cache.free_slots(num_slots(leaf)) > 0
     walk.cache.close()
@@ -106,10 +106,10 @@ def test_a_split_gives_the_part_in_the_vocabulary_its_way_down_back(opened: Call
     walk.serve([*tokens, odd, 1, 2])
     walk.serve([*tokens, 3])
     upper = next(each for each in nodes_of(walk) if len(each.key) == 100)
-    assert walk.cache.start_copy(upper, Tier.SSD)
+    assert walk.cache.backup.start_copy(upper, Tier.SSD)
     walk.settle()
     assert Tier.SSD in upper.kv.copies
     for below in upper.children.values():
-        assert walk.cache.start_copy(below, Tier.HOST) == (odd not in below.key.raw_token_ids())
+        assert walk.cache.backup.start_copy(below, Tier.HOST) == (odd not in below.key.raw_token_ids())
     walk.settle()
     walk.check()

@@ -256,11 +256,11 @@ class Walk:
             self.rows.free_slots.append(request.req_pool_idx)
 
     def press(self) -> None:
-        options = {node.id: self.cache.options_of(node) for node in self.cache.nodes.values()}
+        options = {node.id: self.cache.gpu_ops.options_of(node) for node in self.cache.nodes.values()}
         candidates = [node_id for node_id, found in options.items() if len(found) > 1]
         if candidates:
             node_id = self.rng.choice(candidates)
-            self.cache.compress(node_id, self.rng.choice(options[node_id][:-1]).form)
+            self.cache.moves.compress(node_id, self.rng.choice(options[node_id][:-1]).form)
             self.num_pressed += 1
 
     def evict(self) -> None:
@@ -378,7 +378,7 @@ def test_short_partial_match_falls_back_to_the_parent_and_its_recomputed_kv_upgr
     tokens = [walk.rng.randrange(50) for _ in range(100)]
     finished(walk, tokens)
     (node,) = nodes_of(walk)
-    walk.cache.compress(node.id, Form("streaming", 0.2))  # keeps 4 sinks and the last 16
+    walk.cache.moves.compress(node.id, Form("streaming", 0.2))  # keeps 4 sinks and the last 16
     match = walk.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", [*tokens[:60], 58]))))
     assert len(match.device_indices) == 0 and len(nodes_of(walk)) == 1  # 4 slots for 60 tokens: nothing is split
     finished(walk, [*tokens[:60], 58])
@@ -401,7 +401,7 @@ def test_a_split_loses_nothing_on_the_original_path() -> None:
     walk = Walk(0, 1)
     tokens = skewed(walk, 200)
     (node,) = nodes_of(walk)
-    walk.cache.compress(node.id, Form("knorm", 0.2))
+    walk.cache.moves.compress(node.id, Form("knorm", 0.2))
     walk.cache.inc_lock_ref(node)  # a request runs on it, so nothing of it can be replaced
     assert len(walk.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens)))).device_indices) == 200
     other = [*tokens[:150], 58, 57]
@@ -416,11 +416,11 @@ def test_a_lossy_node_only_ever_gets_smaller_forms_and_counts_as_what_it_holds()
     walk = Walk(0, 1)
     tokens = skewed(walk, 200)
     (node,) = nodes_of(walk)
-    walk.cache.compress(node.id, Form("knorm", 0.5))
+    walk.cache.moves.compress(node.id, Form("knorm", 0.5))
     walk.cache._split_node(node.key, node, 100)
     stats = {each.id: walk.cache.stats_of(each) for each in nodes_of(walk)}
     for each in nodes_of(walk):
-        kept = [option.form.kept_fraction for option in walk.cache.options_of(each) if option.form]
+        kept = [option.form.kept_fraction for option in walk.cache.gpu_ops.options_of(each) if option.form]
         assert all(fraction < 0.5 for fraction in kept)
         held = Form("knorm", min(0.5, num_slots(each) / len(each.key)))
         assert stats[each.id].quality == Curves.from_json(CURVES).quality(held)
@@ -434,7 +434,7 @@ def test_what_an_upgraded_node_holds_again_leaves_the_nodes_below_it() -> None:
     tokens = [walk.rng.randrange(50) for _ in range(100)]
     finished(walk, tokens)
     (node,) = nodes_of(walk)
-    walk.cache.compress(node.id, Form("random", 0.5))
+    walk.cache.moves.compress(node.id, Form("random", 0.5))
     finished(
         walk, [*tokens[:20], 58]
     )  # too few slots for 20 tokens: computed anew, and put in the place of the split's upper part
@@ -453,13 +453,13 @@ def test_kv_computed_on_a_lossy_prefix_is_marked_and_an_exact_copy_replaces_it()
     tokens = [walk.rng.randrange(50) for _ in range(80)]
     finished(walk, tokens)
     (node,) = nodes_of(walk)
-    walk.cache.compress(node.id, Form("random", 0.5))
+    walk.cache.moves.compress(node.id, Form("random", 0.5))
     longer = [*tokens, *range(50, 60)]
     finished(walk, longer)
     child = next(each for each in nodes_of(walk) if each.parent is node)
     assert child.kv.is_lossy_prefix and child.kv.form.is_exact
-    walk.cache.drop(child.id)
-    walk.cache.drop(node.id)
+    walk.cache.removal.drop(child.id)
+    walk.cache.removal.drop(node.id)
     finished(walk, longer)
     assert not any(is_lossy(each) for each in nodes_of(walk))
 
@@ -477,11 +477,11 @@ def test_a_locked_node_is_neither_compressed_nor_dropped() -> None:
     finished(walk, [walk.rng.randrange(50) for _ in range(80)])
     (node,) = nodes_of(walk)
     walk.cache.inc_lock_ref(node)
-    assert walk.cache.options_of(node) == ()
+    assert walk.cache.gpu_ops.options_of(node) == ()
     with pytest.raises(RuntimeError, match="cannot be brought to"):
-        walk.cache.compress(node.id, FORMS[0])
+        walk.cache.moves.compress(node.id, FORMS[0])
     with pytest.raises(RuntimeError, match="locked or has children"):
-        walk.cache.drop(node.id)
+        walk.cache.removal.drop(node.id)
     assert walk.cache.free_slots(10) == 0
 
 
@@ -619,7 +619,7 @@ def test_a_claim_survives_that_its_node_is_dropped_or_all_are_flushed() -> None:
     tokens = [walk.rng.randrange(50) for _ in range(100)]
     finished(walk, tokens)
     first, second = waiting(walk, [*tokens, 59]), waiting(walk, [*tokens, 58])
-    walk.cache.drop(nodes_of(walk)[0].id)
+    walk.cache.removal.drop(nodes_of(walk)[0].id)
     finished(walk, tokens)
     ran(walk, first)
     assert hits_of(walk) == {100: (2.0, 2)}

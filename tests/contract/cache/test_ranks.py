@@ -127,7 +127,7 @@ def test_one_rank_without_memory_makes_all_drop_the_node(
 
     def press(walk: ShadowWalk) -> Callable[[], int]:
         first, second = nodes_of(walk)
-        return lambda: walk.cache.compress(first.id, HALF) + 1000 * walk.cache.compress(second.id, HALF)
+        return lambda: walk.cache.moves.compress(first.id, HALF) + 1000 * walk.cache.moves.compress(second.id, HALF)
 
     freed = ranks.run(*map(press, walks))
     assert freed == [128 + 64_000] * 2
@@ -178,7 +178,7 @@ def test_one_rank_without_memory_to_trim_makes_all_drop_the_node(ranks: Ranks, m
     def replace(walk: ShadowWalk, rank: int) -> Callable[[], None]:
         def run() -> None:
             (node,) = nodes_of(walk)
-            walk.cache.compress(node.id, Form("random", 0.2))
+            walk.cache.moves.compress(node.id, Form("random", 0.2))
             upper = walk.cache._split_node(node.key, node, 100)
             if rank == 1:
                 monkeypatch.setattr(compressor, "select_survivors", fail)
@@ -237,7 +237,7 @@ def test_profiles_are_those_that_rank_0_reads(ranks: Ranks, tmp_path: Path) -> N
     for rank_0, expected in (("rank-0.jsonl", 1), ("none/at/all.jsonl", 0)):
         walks = of_ranks(ranks, ProfiledWalk)
         for walk, name in zip(walks, (rank_0, "rank-1.jsonl"), strict=True):
-            object.__setattr__(walk.cache.config, "profiles", str(tmp_path / name))
+            object.__setattr__(walk.cache.config, "profile_path", str(tmp_path / name))
             walk.cache.quality.profile_identity = bytes(16)
         assert ranks.run(*(walk.cache.quality.identify_profiles for walk in walks)) == [True, True]
         catalogs = [[profile.to_json() for profile in walk.cache.quality.catalog] for walk in walks]

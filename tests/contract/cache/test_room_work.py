@@ -57,7 +57,7 @@ def on_ssd(walk: TierWalk, number: int) -> list[object]:
 
 def on_host_too(walk: TierWalk, node: object) -> None:
     header = SimpleNamespace(payload_bytes=0, num_slots=NUM_TOKENS, extents=())
-    walk.cache.add_copy(node, Copy(Tier.HOST, EXACT, HostEntry(header, ()), 0, NUM_TOKENS, None, False, None))
+    walk.cache.placement.add_copy(node, Copy(Tier.HOST, EXACT, HostEntry(header, ()), 0, NUM_TOKENS, None, False, None))
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def make_room_calls(roomy: Callable[[], TierWalk], number: int, is_on_host: Call
         if is_on_host(index):
             on_host_too(walk, node)
     num_bytes = 4 * entry_bytes(walk)
-    num_calls = calls_of(lambda: walk.cache.make_ssd_room(num_bytes))
+    num_calls = calls_of(lambda: walk.cache.ssd_io.make_ssd_room(num_bytes))
     assert walk.cache.ssd.store.given_up == num_bytes
     walk.cache.ssd.store.close()
     walk.is_closed = True
@@ -112,9 +112,9 @@ def test_so_many_entries_go_between_two_ticks_and_no_more(roomy: Callable[[], Ti
     gone = []
     for _ in range(2):
         for _ in range(3):  # as often as writes find no room
-            walk.cache.make_ssd_room(10_000 * entry_bytes(walk))
+            walk.cache.ssd_io.make_ssd_room(10_000 * entry_bytes(walk))
         gone.append(walk.cache.ssd.store.given_up // entry_bytes(walk))
-        walk.cache.num_to_give_up = 512  # as the tick sets it
+        walk.cache.ssd_io.begin_round()
     assert 500 <= gone[0] <= 520 and 1000 <= gone[1] <= 1040, gone
     walk.cache.ssd.store.close()
     walk.is_closed = True
@@ -133,14 +133,14 @@ def test_room_on_the_host_costs_no_more_where_there_are_more_spare_copies(
             on_host_too(walk, node)
         if num_planned:
             walk.cache._plan_to_leave([node.id for node in nodes[:num_planned]])
-        spare, extents = walk.cache._redundant, walk.cache.host.arena.extents
+        spare, extents = walk.cache.placement._redundant, walk.cache.host.arena.extents
 
         def alloc(self: object, num_bytes: int, spare: object = spare, least: int = number - 3) -> tuple[()] | None:
             return () if len(spare) <= least else None
 
         monkeypatch.setattr(type(extents), "alloc", alloc)
         monkeypatch.setattr(type(extents), "free_bytes", property(lambda self: 1 << 40))
-        counts.append(calls_of(lambda walk=walk, nodes=nodes: walk.cache.host_room(64, keep=(nodes[-1].id,))))
+        counts.append(calls_of(lambda walk=walk, nodes=nodes: walk.cache.host_room.host_room(64, keep=(nodes[-1].id,))))
         assert len(spare) == number - 3 and nodes[-1].id in spare
         walk.cache.ssd.store.close()
         walk.is_closed = True

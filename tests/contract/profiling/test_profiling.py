@@ -103,7 +103,7 @@ def test_with_nothing_known_only_the_exact_form_may_be_chosen() -> None:
     finished(walk, walk.random_tokens(128))
     (node,) = walk.cache.nodes.values()
     assert walk.expected(node, *map(str, FORMS)) == [None] * len(FORMS)
-    assert [str(option.form or "drop") for option in walk.cache.options_of(node)] == ["drop"]
+    assert [str(option.form or "drop") for option in walk.cache.gpu_ops.options_of(node)] == ["drop"]
     walk.cache.free_slots(64)
     assert walk.cache.controller.num_dropped == 1 and not walk.cache.controller.num_compressed
     assert walk.cache.inspector.list_profiles()["default"] == {}
@@ -183,7 +183,7 @@ def test_a_profile_is_found_by_hash_when_its_context_comes_into_the_tree(page_si
     assert upper.kv.profiles == lower.kv.profiles == both
     of = [walk.cache.quality.catalog.curves_of(key).quality(HALF) for key in both]
     assert walk.expected(upper, "knorm@0.5") == walk.expected(lower, "knorm@0.5") == [pytest.approx(sum(of) / 2)]
-    walk.cache.drop(lower.id)
+    walk.cache.removal.drop(lower.id)
     other = [*tokens[:80], *walk.random_tokens(176)]
     finished(walk, other)
     assert walk.parts(other)[0] is upper and walk.parts(other)[1].kv.profiles == {}
@@ -433,10 +433,10 @@ def test_a_lossy_hit_is_recorded_with_what_was_predicted() -> None:
     walk.answer(tokens[:256])
     walk.answer(tokens)
     upper, lower = walk.parts(tokens)
-    walk.cache.compress(lower.id, Form("knorm", 0.2))
+    walk.cache.moves.compress(lower.id, Form("knorm", 0.2))
     walk.answer([*tokens[:256], 51], 7)
     walk.answer([*tokens, 52], 7)
-    walk.cache.compress(upper.id, HALF)
+    walk.cache.moves.compress(upper.id, HALF)
     walk.answer([*tokens, 53], 7)
     walk.answer([*tokens[:256], 54], 7)
     recorder = walk.cache.quality.recorder
@@ -449,7 +449,7 @@ def test_a_request_computed_on_lossy_kv_is_no_worse_than_that() -> None:
     walk = ProfiledWalk(curves=CURVES)
     tokens = walk.random_tokens(320)
     walk.answer(tokens[:256])
-    walk.cache.compress(walk.parts(tokens)[0].id, HALF)
+    walk.cache.moves.compress(walk.parts(tokens)[0].id, HALF)
     walk.answer(tokens)  # lossy below, though all of it is there
     walk.answer([*tokens, 52], 7)
     (query,) = walk.cache.quality.recorder.queries_of(walk.key_of(tokens))
@@ -523,7 +523,7 @@ def test_the_context_that_is_used_more_comes_first() -> None:
         for question in range(times):
             walk.answer([*context, 50 + question], 7)
     assert walk.job()["key"] == walk.key_of(often).hex()
-    walk.cache.drop_tree(walk.parts(often)[0])
+    walk.cache.removal.drop_tree(walk.parts(often)[0])
     assert walk.job()["key"] == walk.key_of(seldom).hex(), "what is not in the tree is of no use"
 
 
@@ -552,7 +552,7 @@ def test_a_context_that_is_worse_than_predicted_is_observed_then_profiled_anew()
     (node,) = walk.parts(tokens)
     walk.answer([*tokens, 50], 7)
     assert walk.job() == {}
-    walk.cache.compress(node.id, HALF)
+    walk.cache.moves.compress(node.id, HALF)
     predicted = walk.cache.quality.quality_of(node)
     walk.answer([*tokens, 51], 7)
     job = walk.job()

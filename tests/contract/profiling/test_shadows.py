@@ -217,9 +217,9 @@ class ShadowMoves:
             if len(self.running) < ROWS - 2:
                 asked = self.begin(shadow.exact, tokens)
                 for node, _ in self.cache._steps(RadixKey(array("q", tokens), namespace)):
-                    options = self.cache.options_of(node)[:-1]
+                    options = self.cache.gpu_ops.options_of(node)[:-1]
                     if options and self.rng.random() < 0.8:
-                        self.cache.compress(node.id, self.rng.choice(options).form)
+                        self.cache.moves.compress(node.id, self.rng.choice(options).form)
                 self.check()
                 if self.rng.random() < 0.9:
                     self.end(asked)
@@ -372,7 +372,7 @@ def test_a_form_of_a_shadow_is_bit_for_bit_what_compressing_a_node_keeps(
     tokens = plain.random_tokens(128)
     finished(plain, tokens)
     node = plain.node(None, tokens)
-    plain.cache.compress(node.id, form)
+    plain.cache.moves.compress(node.id, form)
     finished(shadowed, tokens)
     users = shadowed.node(None, tokens)
     before = shadowed.kv_of(users)
@@ -438,9 +438,9 @@ def test_lossy_and_absent_parts_are_not_copied() -> None:
     finished(walk, tokens[:80])
     finished(walk, tokens)
     upper, lower = walk.parts(tokens)
-    walk.cache.compress(lower.id, HALF)
+    walk.cache.moves.compress(lower.id, HALF)
     assert walk.copy(tokens).num_present == 80
-    walk.cache.compress(upper.id, HALF)
+    walk.cache.moves.compress(upper.id, HALF)
     assert walk.copy(tokens).num_present == 0
     assert walk.copy(tokens, "lora-a").num_present == 0
     walk.check()
@@ -482,7 +482,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
     walk = ShadowWalk(0, 1)
     tokens = walk.random_tokens(128)
     finished(walk, tokens)
-    walk.cache.compress(walk.node(None, tokens).id, HALF)
+    walk.cache.moves.compress(walk.node(None, tokens).id, HALF)
     for wrong in ([], tokens[:63], tokens[:65]):
         refused(walk, f"the context has {len(wrong)} tokens: expected whole blocks of 64", walk.copy, wrong)
     shadow = walk.copy(tokens)
@@ -758,7 +758,7 @@ def test_shadows_are_no_kv_events() -> None:
     walk.ask(shadow.exact, [*tokens, 51])
     walk.put_away(shadow)
     assert walk.cache.take_events() == []
-    walk.cache.drop(walk.node(None, tokens).id)
+    walk.cache.removal.drop(walk.node(None, tokens).id)
     assert len(walk.cache.take_events()) == 1
 
 
@@ -775,7 +775,7 @@ def test_users_lossy_nodes_get_the_exact_copy_token_for_token(page_size: int) ->
     finished(walk, [*tokens[:160], *other])  # parts a node of it
     shadow = walk.whole(tokens)
     for node in walk.parts([*tokens, *other])[::2]:
-        walk.cache.compress(node.id, HALF)
+        walk.cache.moves.compress(node.id, HALF)
     lossy = [node for node in walk.parts(tokens) if is_lossy(node)]
     below = walk.parts([*tokens, *other])[-1]
     assert 0 < len(lossy) < len(walk.parts(tokens)) and is_lossy(below)
@@ -797,7 +797,7 @@ def test_a_node_that_goes_beyond_the_context_is_split_for_it(press: str, page_si
     shadow = walk.whole(tokens[:128])
     finished(walk, tokens)
     (node,) = walk.parts(tokens)
-    walk.cache.compress(node.id, Form(press, 0.5))
+    walk.cache.moves.compress(node.id, Form(press, 0.5))
     assert walk.put_away(shadow, adopt=True) == 1
     upper, lower = walk.parts(tokens)
     assert (len(upper.key), is_lossy(upper), is_lossy(lower)) == (128, False, True)
@@ -813,7 +813,7 @@ def test_what_a_user_runs_on_is_not_exchanged() -> None:
     finished(walk, tokens)
     shadow = walk.whole(tokens)
     for node in walk.parts(tokens):
-        walk.cache.compress(node.id, HALF)
+        walk.cache.moves.compress(node.id, HALF)
     user = walk.begin_user([*tokens[:64], 51, 52])
     assert walk.put_away(shadow, adopt=True) == 1
     assert [is_lossy(node) for node in walk.parts(tokens)] == [True, False]
@@ -827,7 +827,7 @@ def test_what_was_computed_on_lossy_kv_is_replaced_too() -> None:
     walk = ShadowWalk(0, 1)
     tokens = walk.random_tokens(128)
     finished(walk, tokens[:64])
-    walk.cache.compress(walk.node(None, tokens[:64]).id, HALF)
+    walk.cache.moves.compress(walk.node(None, tokens[:64]).id, HALF)
     finished(walk, tokens)
     assert [node.kv.is_lossy_prefix for node in walk.parts(tokens)] == [False, True]
     shadow = walk.whole(tokens)
@@ -844,14 +844,14 @@ def test_nothing_is_adopted_where_nothing_is_lossy_or_the_copy_is_in_use_or_has_
     finished(walk, tokens)
     assert walk.put_away(walk.whole(tokens), adopt=True) == 0
     used, gapped = walk.whole(tokens), walk.copy(tokens)
-    walk.cache.compress(walk.node(None, tokens).id, HALF)
+    walk.cache.moves.compress(walk.node(None, tokens).id, HALF)
     request = walk.begin(used.exact, [*tokens, 51])
     assert walk.put_away(used, adopt=True) == 0
     walk.end(request)
     walk.cache.background.begin_round(walk.stub)
     walk.check()
     (node,) = [node for node in walk.cache.nodes.values() if node.key.extra_key == gapped.exact]
-    walk.cache.drop(node.id)
+    walk.cache.removal.drop(node.id)
     assert walk.put_away(gapped, adopt=True) == 0
     assert is_lossy(walk.node(None, tokens))
     walk.check()
@@ -864,7 +864,7 @@ def test_adoption_is_of_one_namespace() -> None:
         finished(walk, tokens, namespace)
     shadow = walk.whole(tokens, "lora-a")
     for namespace in (None, "lora-a"):
-        walk.cache.compress(walk.node(namespace, tokens).id, HALF)
+        walk.cache.moves.compress(walk.node(namespace, tokens).id, HALF)
     assert walk.put_away(shadow, adopt=True) == 1
     assert is_lossy(walk.node(None, tokens)) and not is_lossy(walk.node("lora-a", tokens))
     walk.check_rows()
@@ -944,4 +944,4 @@ def test_random_walk_with_shadows_over_tiers_keeps_every_row(
     walk = tiered(20 + page_size, page_size)
     walk.cost = None
     walk.run(400)
-    assert walk.cache.shadows.counts["forms"] > 0 and walk.cache.tier_counts["released"] > 0
+    assert walk.cache.shadows.counts["forms"] > 0 and walk.cache.storage.counts["released"] > 0

@@ -36,7 +36,7 @@ def test_an_entry_that_shares_less_than_its_first_page_is_not_taken(
     (lookup_key,) = walk.cache.ssd.store._index._newest
     other = [*tokens[: PAGE - 1], 55, *tokens[PAGE:]]
     assert walk.serve([*other, 59]) == 0
-    assert walk.cache.tier_counts["found_again"] == 0
+    assert walk.cache.storage.counts["found_again"] == 0
     walk.check()
     assert walk.serve([*tokens, 59]) == 4 * PAGE  # its own path finds it still
     walk.check()

@@ -26,13 +26,13 @@ KNORM = Form("knorm", 0.5)
 
 
 def start(walk: TierWalk, node: object, form: Form) -> None:
-    assert walk.cache.compress_on_host(node, form)
+    assert walk.cache.host_compression.compress_on_host(node, form)
 
 
 def compressed(walk: TierWalk, node: object, form: Form) -> None:
     start(walk, node, form)
     walk.settle()
-    assert walk.cache.tier_counts["compressed_on_host"] > 0 and node.kv.form == form
+    assert walk.cache.storage.counts["compressed_on_host"] > 0 and node.kv.form == form
 
 
 class HostWalk(TierWalk):
@@ -43,7 +43,8 @@ class HostWalk(TierWalk):
         nodes = [node for node in self.cache.nodes.values() if Tier.HOST in node.kv.copies]
         if nodes:
             tier = self.rng.choice([None, None, *self.cache.tiers[1:]])
-            self.cache.compress_on_host(self.rng.choice(nodes), self.rng.choice(FORMS), leaves_for=tier)
+            node, form = self.rng.choice(nodes), self.rng.choice(FORMS)
+            self.cache.host_compression.compress_on_host(node, form, leaves_for=tier)
 
     def moves(self) -> dict[Callable[[], None], float]:
         return {**super().moves(), self.shrink: 10.0}
@@ -59,7 +60,7 @@ def test_random_walks_keep_every_row(tmp_path: Path, page_size: int, has_ssd: bo
         walk.run(400)
     finally:
         walk.close()
-    assert host_bytes < 192 << 10 or walk.cache.tier_counts["compressed_on_host"] > 0  # else there may be no room
+    assert host_bytes < 192 << 10 or walk.cache.storage.counts["compressed_on_host"] > 0  # else there may be no room
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -73,12 +74,12 @@ def test_it_is_what_compressing_on_the_gpu_makes(
         walk = opened(0, page_size, has_ssd=False, dtype=dtype)
         tokens, node = cached(walk, 128)
         if first is not None:
-            walk.cache.compress(node.id, first)
+            walk.cache.moves.compress(node.id, first)
         if is_on_host:
             sent(walk, node, Tier.HOST)
             compressed(walk, node, KNORM)
         else:
-            walk.cache.compress(node.id, KNORM)
+            walk.cache.moves.compress(node.id, KNORM)
         served.append(walk.serve([*tokens, 59]))
         assert node.value is not None and num_slots(node) == node.kv.layout.num_slots
         rows.append(walk.read(node.kv.slots))
@@ -132,7 +133,7 @@ def test_damaged_bytes_are_not_given_new_checksums(opened: Callable[..., TierWal
     walk.damage(node.kv.copies[Tier.HOST].entry)
     start(walk, node, KNORM)
     walk.settle()
-    assert walk.cache.tier_errors == {"host_checksum": 1} and node.id not in walk.cache.nodes
+    assert walk.cache.storage.errors == {"host_checksum": 1} and node.id not in walk.cache.nodes
     assert walk.serve([*tokens, 59]) == 0
     walk.check_rows()
     walk.check_nothing_leaks()
@@ -144,13 +145,13 @@ def test_a_node_that_was_wanted_meanwhile_stays_as_it_was_on_the_gpu(opened: Cal
     sent(walk, node, Tier.HOST)
     (block,) = blocked(walk, "copy")
     start(walk, node, KNORM)
-    assert not walk.cache.compress_on_host(node, KNORM)  # once is enough
+    assert not walk.cache.host_compression.compress_on_host(node, KNORM)  # once is enough
     assert walk.serve([*tokens, 59]) == 100
     block.may_end.set()
     walk.settle()
     assert node.value is not None and node.kv.form == EXACT and node.kv.job is None
-    assert walk.cache.compress(node.id, Form("knorm", 0.8)) == 20  # and what it becomes there is its own affair
-    assert [way.form for way in walk.cache.lower_copies_of[node.id]] == [KNORM]
+    assert walk.cache.moves.compress(node.id, Form("knorm", 0.8)) == 20  # and what it becomes there is its own affair
+    assert [way.form for way in walk.cache.placement.ready[node.id]] == [KNORM]
     walk.check()
     walk.check_rows()
     walk.check_nothing_leaks()
@@ -161,11 +162,11 @@ def test_what_goes_on_is_on_the_ssd_in_its_smaller_form_and_its_exact_copy_is_no
 ) -> None:
     walk = opened()
     tokens, node = cached(walk, 100)
-    walk.cache.start_copy(node, Tier.SSD)
+    walk.cache.backup.start_copy(node, Tier.SSD)
     walk.settle()
     sent(walk, node, Tier.HOST)
     assert node.kv.copies[Tier.SSD].is_exact
-    walk.cache.demote(node.id, Tier.SSD, KNORM)
+    walk.cache.moves.demote(node.id, Tier.SSD, KNORM)
     walk.settle()
     assert tier_of(node) == Tier.SSD and node.kv.form == KNORM and not node.kv.is_leaving
     assert walk.cache.host.num_entries == 0 and walk.cache.ssd.store.num_entries == 1
@@ -177,12 +178,12 @@ def test_what_goes_on_is_on_the_ssd_in_its_smaller_form_and_its_exact_copy_is_no
 def test_a_lossy_node_is_sent_as_it_is_even_where_the_ssd_has_it_exact(opened: Callable[..., TierWalk]) -> None:
     walk = opened()
     tokens, node = cached(walk, 100)
-    walk.cache.start_copy(node, Tier.SSD)
+    walk.cache.backup.start_copy(node, Tier.SSD)
     walk.settle()
     sent(walk, node, Tier.HOST)
     compressed(walk, node, KNORM)
     assert node.kv.copies[Tier.SSD].is_exact
-    walk.cache.demote(node.id, Tier.SSD, KNORM)
+    walk.cache.moves.demote(node.id, Tier.SSD, KNORM)
     walk.settle()
     assert tier_of(node) == Tier.SSD and node.kv.form == KNORM
     assert walk.serve([*tokens, 59]) == 100
@@ -193,8 +194,8 @@ def test_without_room_for_both_copies_a_node_stays_as_it_is(opened: Callable[...
     walk = opened(has_ssd=False, host_bytes=64 << 10)
     _, node = cached(walk, 120)  # 60 KiB
     sent(walk, node, Tier.HOST)
-    assert not walk.cache.compress_on_host(node, KNORM)
-    assert walk.cache.tier_counts["compressions_without_room"] == 1
+    assert not walk.cache.host_compression.compress_on_host(node, KNORM)
+    assert walk.cache.storage.counts["compressions_without_room"] == 1
     assert node.kv.job is None and node.kv.form == EXACT
     walk.settle()
     walk.check()
@@ -209,9 +210,9 @@ def test_a_copy_to_fall_back_on_is_not_given_up_to_make_room(opened: Callable[..
     walk.end_all()
     walk.settle()
     (tail,) = node.children.values()
-    walk.cache.drop(tail.id)
-    walk.cache.compress(node.id, KNORM)
-    assert walk.cache.demote(node.id, Tier.HOST, node.kv.form) == 60
+    walk.cache.removal.drop(tail.id)
+    walk.cache.moves.compress(node.id, KNORM)
+    assert walk.cache.moves.demote(node.id, Tier.HOST, node.kv.form) == 60
     walk.settle()
     assert tier_of(node) == Tier.HOST and node.kv.form == EXACT
     assert walk.serve([*tokens, 59]) == 120
@@ -234,9 +235,9 @@ def test_a_piece_of_an_entry_that_is_nobodys_any_more_gets_one_of_its_own(opened
     start(walk, upper, KNORM)
     walk.settle()
     assert upper.kv.copies[Tier.HOST].form == KNORM
-    walk.cache.repack()
+    walk.cache.host_compression.repack()
     walk.settle()
-    assert walk.cache.tier_counts["repacked"] == 1 and not entry.runs
+    assert walk.cache.storage.counts["repacked"] == 1 and not entry.runs
     held = sum(sum(walk.cache.copier.sizes(count, is_lossy)) for count, is_lossy in ((55, True), (10, False)))
     assert walk.cache.host.arena.extents.used_bytes <= held + 3 * 4096
     assert walk.serve([*tokens, 59]) == 120 - 110 * (upper.value is not None)
@@ -247,8 +248,8 @@ def test_a_piece_of_an_entry_that_is_nobodys_any_more_gets_one_of_its_own(opened
 def test_a_way_out_that_is_gone_is_not_taken(opened: Callable[..., TierWalk]) -> None:
     walk = opened(has_ssd=False)
     _, node = cached(walk, 100)
-    walk.cache.compress(node.id, KNORM)
-    assert walk.cache.demote(node.id, Tier.HOST, EXACT) == 0  # as which it lay there when the plan was made
+    walk.cache.moves.compress(node.id, KNORM)
+    assert walk.cache.moves.demote(node.id, Tier.HOST, EXACT) == 0  # as which it lay there when the plan was made
     assert node.value is not None and node.kv.form == KNORM and not node.kv.is_leaving
     walk.check()
 

@@ -41,7 +41,7 @@ def test_only_the_very_same_model_finds_the_entries(
     tokens, _ = cached(walk, 100)
     walk.close()
     walk = opened(identity=others)
-    assert walk.serve([*tokens, 59]) == 0 and walk.cache.tier_counts["found_again"] == 0
+    assert walk.serve([*tokens, 59]) == 0 and walk.cache.storage.counts["found_again"] == 0
     walk.close()
     walk = opened(identity=ours)
     assert walk.serve([*tokens, 59]) == 100
@@ -152,7 +152,7 @@ def test_released_weights_are_not_read_and_what_is_kept_meanwhile_is_never_found
     walk.reset()
     updated.resume("weights")
     assert walk.cache.adapters.identity == updated.first and not walk.cache.is_mixed
-    assert walk.serve([*tokens, 59]) == 0 and walk.cache.tier_counts["found_again"] == 0
+    assert walk.serve([*tokens, 59]) == 0 and walk.cache.storage.counts["found_again"] == 0
     walk.check()
 
 
@@ -162,7 +162,7 @@ def test_the_pool_is_given_back_only_when_no_thread_copies_from_it(
     walk = updated.walk
     _, node = cached(walk, 100)
     (block,) = blocked(walk, "copy")
-    walk.cache.start_copy(node, Tier.HOST)
+    walk.cache.backup.start_copy(node, Tier.HOST)
     copy = node.kv.job
     threading.Timer(0.05, block.may_end.set).start()
     hooks._before_release_memory(updated.updater, SimpleNamespace(tags=None))  # all of it
@@ -217,7 +217,7 @@ def test_an_adapter_trained_anew_at_its_name_and_path_finds_nothing_of_the_old_o
     serve(walk, tokens, LORA_ID, salt)
     walk.close()
     walk = with_adapters(opened(), **{LORA_ID: b"new"})
-    assert serve(walk, [*tokens, 59], LORA_ID, salt) == 0 and walk.cache.tier_counts["found_again"] == 0
+    assert serve(walk, [*tokens, 59], LORA_ID, salt) == 0 and walk.cache.storage.counts["found_again"] == 0
     walk.close()
     walk = with_adapters(opened(), **{LORA_ID: b"old"})
     assert serve(walk, [*tokens, 59], LORA_ID, "other" + salt) == 0, "the namespace is another"
@@ -253,15 +253,15 @@ def test_kv_of_an_adapter_that_nothing_is_known_of_is_neither_written_nor_looked
     tokens = some_tokens(walk, 100)
     serve(walk, tokens, LORA_ID)
     (node,) = (node for node in nodes_of(walk) if node is not other)
-    assert walk.cache.start_copy(node, Tier.SSD)  # by way of the host, where it may be
+    assert walk.cache.backup.start_copy(node, Tier.SSD)  # by way of the host, where it may be
     walk.settle()
-    assert list(node.kv.copies) == [Tier.HOST] and walk.cache.tier_counts["writes_refused"] == 1
-    assert not walk.cache.start_copy(node, Tier.SSD)
-    walk.cache.evict_from_gpu(node.id, Tier.HOST)
+    assert list(node.kv.copies) == [Tier.HOST] and walk.cache.storage.counts["writes_refused"] == 1
+    assert not walk.cache.backup.start_copy(node, Tier.SSD)
+    walk.cache.removal.release(node.id, Tier.HOST)
     assert serve(walk, [*tokens, 59], LORA_ID) == 100
     walk.settle()
     for each in [each for each in nodes_of(walk) if each is not other][::-1]:
-        walk.cache.demote(each.id, Tier.SSD, each.kv.form)
+        walk.cache.moves.demote(each.id, Tier.SSD, each.kv.form)
     walk.settle()
     assert nodes_of(walk) == [other], "what a plan would have on the SSD goes"
     walk.check()
@@ -304,7 +304,7 @@ def test_nothing_is_published_or_waited_for_after_an_exception(
     _, second = cached(walk, 80)
     (block,) = blocked(walk, "write")
     sent(walk, second, Tier.HOST)
-    walk.cache.start_copy(second, Tier.SSD)
+    walk.cache.backup.start_copy(second, Tier.SSD)
     _, third = cached(walk, 60)
     store, writers = walk.cache.ssd.store, walk.cache.workers["write"]
     with monkeypatch.context() as patched:

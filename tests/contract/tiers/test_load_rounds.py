@@ -57,7 +57,7 @@ def test_the_loads_of_a_batch_are_one_and_each_path_is_unlocked(opened: Callable
     walk.cache.start_loads(batch_of(*requests))
     (load,) = walk.cache.loads
     assert len(load.parts) == 2 and walk.cache.loads_of(batch_of(requests[1])) == [load]
-    assert walk.cache.tier_counts["loads"] == 2
+    assert walk.cache.storage.counts["loads"] == 2
     block.may_end.set()
     walk.settle()
     assert [node.lock_ref for _, node in contexts] == [0, 0]
@@ -107,7 +107,7 @@ def test_a_batch_uses_a_load_that_was_begun_for_another_request(opened: Callable
     walk.cache.start_loads(None)
     (load,) = walk.cache.loads
     assert walk.cache.loads_of(batch_of(follower)) == [load] and walk.cache.loads_of(None) == []
-    assert walk.cache.is_arriving(node.parent) and not walk.cache.start_copy(node.parent, Tier.HOST)
+    assert walk.cache.is_arriving(node.parent) and not walk.cache.backup.start_copy(node.parent, Tier.HOST)
     block.may_end.set()
     walk.settle()
     assert walk.cache.loads == [] and node.kv.load is None and node.parent.kv.load is None
@@ -122,15 +122,15 @@ def test_what_arrives_is_not_copied_from_before_it_is_there(opened: Callable[...
     request = asked(walk, tokens)
     (block,) = blocked(walk, "load")
     assert matched(walk, request) == 60
-    walk.cache.remove_copy(node, Tier.HOST)
+    walk.cache.placement.remove_copy(node, Tier.HOST)
     walk.cache.changes.changed(node)
-    assert not walk.cache.start_copy(node, Tier.HOST)
+    assert not walk.cache.backup.start_copy(node, Tier.HOST)
     block.may_end.set()
     walk.settle()
     walk.check_rows()
-    assert walk.cache.start_copy(node, Tier.HOST)
+    assert walk.cache.backup.start_copy(node, Tier.HOST)
     walk.settle()
-    assert walk.cache.has_same(node, Tier.HOST)
+    assert walk.cache.placement.has_same(node, Tier.HOST)
 
 
 def test_a_round_without_a_batch_and_a_flush_start_what_was_begun(opened: Callable[..., TierWalk]) -> None:

@@ -117,8 +117,7 @@ class World:
             host=host,
             loads=[],
             workers={"load": SimpleNamespace(submit=self.submitted.append)},
-            tier_counts=Counter(),
-            tier_errors=Counter(),
+            storage=SimpleNamespace(errors=Counter(), counts=Counter()),
             menu=SimpleNamespace(slot_bytes=1),
             observe_load=lambda tier, num_bytes, seconds: self.seen.append((num_bytes, seconds)),
             dec_lock_ref=lambda node: self.log.append("unlocked"),
@@ -251,7 +250,7 @@ def test_nothing_is_learned_of_a_load_that_two_streams_have_worked_on(world: Wor
     world.run(load)
     world.device.now_s = 1.0
     load.finish()
-    assert world.seen == [] and world.cache.tier_counts["late_layers"] == 1
+    assert world.seen == [] and world.cache.storage.counts["late_layers"] == 1
 
 
 # ---- the gate

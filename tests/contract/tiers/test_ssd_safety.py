@@ -133,7 +133,7 @@ def test_a_hung_disk_is_a_miss_for_requests_and_a_hit_again_later(
     may_go_on = walk.cache.host.faults.hang("free_bytes")
     assert walk.cache.ssd.store.reserve(1) is None
     assert walk.serve([*tokens, 59]) == 0
-    assert walk.cache.tier_counts["reads_of_a_hung_ssd"] > 0
+    assert walk.cache.storage.counts["reads_of_a_hung_ssd"] > 0
     assert walk.cache.describe_tiers()["errors"]["ssd_store_deadline"] > 0
     walk.check_rows()
     may_go_on.set()
@@ -159,7 +159,7 @@ def test_slots_of_a_load_that_hangs_are_set_apart_by_a_flush(
     walk.reset()
     walk.check()
     assert walk.allocator.available_size() == SLOTS - 100 and walk.cache.protected_size() == 100
-    assert walk.cache.tier_errors["load_deadline"] == 1 and not walk.cache.loads
+    assert walk.cache.storage.errors["load_deadline"] == 1 and not walk.cache.loads
     assert walk.cache.describe_tiers()["slots_set_apart"] == 100
     assert walk.cache.host.num_entries == 1  # what it reads from
     for _ in range(3):  # others get none of these slots, and their rows stay right

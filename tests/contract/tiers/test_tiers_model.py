@@ -31,7 +31,8 @@ from sglang_evicpress.introspect.operations import IntrospectionError
 from sglang_evicpress.patches.cache import policy_sync
 from sglang_evicpress.patches.cache.radix_cache import EvicPressCache
 from sglang_evicpress.patches.tiers import admin, load_back
-from sglang_evicpress.patches.tiers.placement import FAULTS_FLAG, tier_of
+from sglang_evicpress.patches.tiers.placement import tier_of
+from sglang_evicpress.patches.tiers.storage import FAULTS_FLAG
 from sglang_evicpress.patches.tree.compressor import Compressor
 from sglang_evicpress.patches.tree.node import iter_nodes, num_slots, path_to, slots_of, start_of
 from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost
@@ -223,7 +224,7 @@ class TierWalk(Walk):
             self.tick()
 
     def settle(self) -> None:
-        self.until(lambda: self.cache.num_pending_jobs == 0)
+        self.until(lambda: self.cache.storage.num_pending_jobs == 0)
 
     def end_all(self) -> None:
         super().end_all()
@@ -350,16 +351,15 @@ class TierWalk(Walk):
 
     def check(self) -> None:
         super().check()
-        assert not [name for name in self.cache.tier_errors if name.endswith("internal")], self.cache.tier_errors
+        assert not [name for name in self.cache.storage.errors if name.endswith("internal")], self.cache.storage.errors
         if self.rng.random() < 0.5:
             self.check_rows()
 
     def check_nothing_leaks(self) -> None:
         """All is settled and nothing runs."""
         cache = self.cache
-        assert (
-            not cache.loads and not cache.promotion_loads and cache._copying_bytes == 0 and cache.ledger.reserved == 0
-        )
+        assert not cache.loads and not cache.promotion_loads
+        assert cache.host_room.copying_bytes == cache.ledger.reserved == 0
         entries = cache.host.entries()
         assert all(entry.owners and not entry.pins and entry.check is None is entry.write for entry in entries)
         assert cache.host.arena.extents.used_bytes == sum(entry.num_bytes for entry in entries)
@@ -441,7 +441,7 @@ def test_random_walk_keeps_every_row(
     walk = opened(seed, page_size, dtype=dtype, is_exact=is_exact)
     walk.cost = None
     walk.run(400)
-    assert walk.cache.tier_counts["released"] > 0
+    assert walk.cache.storage.counts["released"] > 0
 
 
 def test_a_drop_weighs_double_where_a_tier_lies_below(opened: Callable[..., TierWalk]) -> None:
@@ -456,7 +456,7 @@ def test_random_walk_with_the_host_alone_keeps_every_row(opened: Callable[..., T
     walk = opened(8, has_ssd=False)
     walk.cost = None
     walk.run(400)
-    assert walk.cache.tier_counts["released"] > 0
+    assert walk.cache.storage.counts["released"] > 0
 
 
 @pytest.mark.parametrize("seed", range(9, 11))
@@ -504,7 +504,7 @@ def test_what_was_demoted_comes_back_bit_for_bit(
     walk = opened(0, page_size, dtype=dtype)
     tokens, node = cached(walk, 128)
     if not form.is_exact:
-        walk.cache.compress(node.id, form)
+        walk.cache.moves.compress(node.id, form)
     held, layout = num_slots(node), node.kv.layout
     sent(walk, node, tier)
     assert walk.allocator.available_size() == SLOTS
@@ -520,12 +520,12 @@ def test_what_was_demoted_comes_back_bit_for_bit(
 def test_a_damaged_host_copy_is_a_miss_and_the_ssd_serves(opened: Callable[..., TierWalk]) -> None:
     walk = opened()
     tokens, node = cached(walk, 100)
-    walk.cache.start_copy(node, Tier.SSD)
+    walk.cache.backup.start_copy(node, Tier.SSD)
     walk.settle()
     sent(walk, node, Tier.HOST)
     walk.damage(node.kv.copies[Tier.HOST].entry)
     assert walk.serve([*tokens, 59]) == 100
-    assert walk.cache.tier_errors == {"host_checksum": 1} and walk.cache.tier_counts["read"] == 1
+    assert walk.cache.storage.errors == {"host_checksum": 1} and walk.cache.storage.counts["read"] == 1
     walk.check_rows()
 
 
@@ -536,7 +536,7 @@ def test_what_is_damaged_everywhere_is_computed_again(opened: Callable[..., Tier
     walk.damage(node.kv.copies[Tier.HOST].entry)
     sent(walk, node, Tier.SSD)  # written as it is: whoever reads it will see that it is not what was saved
     assert walk.serve([*tokens, 59]) == 0
-    assert walk.cache.tier_errors == {"ssd_checksum": 1} and node.id not in walk.cache.nodes
+    assert walk.cache.storage.errors == {"ssd_checksum": 1} and node.id not in walk.cache.nodes
     assert walk.cache.ssd.store.num_entries == 0
     walk.check_rows()
     walk.check_nothing_leaks()
@@ -577,10 +577,10 @@ def test_what_is_left_of_an_ssd_entry_does_not_keep_all_of_it(opened: Callable[.
     walk.settle()
     entry = node.kv.copies[Tier.SSD].entry
     assert len(entry.owners) == 2 and tier_of(node) == Tier.HOST
-    walk.cache.remove_copy(node, Tier.HOST)
-    walk.cache.after_loss(node)
+    walk.cache.placement.remove_copy(node, Tier.HOST)
+    walk.cache.removal.after_loss(node)
     walk.stamp(CHEAP if is_cheap else DEAR)
-    walk.cache.remove_copy(node.parent, Tier.SSD)
+    walk.cache.placement.remove_copy(node.parent, Tier.SSD)
     walk.cache.changes.changed(node.parent)
     walk.tick()
     assert (node.id in walk.cache.nodes) != is_cheap  # else it is computed anew: sooner than reading all of the entry
@@ -595,16 +595,16 @@ def test_an_urgent_evict_frees_at_once_and_leaves_nothing_to_wait_for(opened: Ca
         cached(walk, 100)
     for workers in walk.cache.workers.values():
         assert workers.num_pending == 0 or walk.settle() is None
-    free, copies = walk.allocator.available_size(), walk.cache.num_pending_jobs
+    free, copies = walk.allocator.available_size(), walk.cache.storage.num_pending_jobs
     assert walk.cache.free_slots(150) >= 150
-    assert walk.allocator.available_size() - free >= 150 and walk.cache.num_pending_jobs == copies
+    assert walk.allocator.available_size() - free >= 150 and walk.cache.storage.num_pending_jobs == copies
     walk.check()
 
 
 def test_each_tier_can_be_emptied(opened: Callable[..., TierWalk]) -> None:
     walk = opened()
     first, second, third = (cached(walk, 60)[1] for _ in range(3))
-    walk.cache.start_copy(first, Tier.SSD)
+    walk.cache.backup.start_copy(first, Tier.SSD)
     walk.settle()
     sent(walk, first, Tier.HOST)
     sent(walk, second, Tier.HOST)
@@ -627,7 +627,7 @@ def test_a_detached_ssd_keeps_its_entries_and_gives_them_back(opened: Callable[.
     assert not nodes_of(walk) and walk.cache.tiers == (Tier.GPU, Tier.HOST)
     walk.check()
     walk.change_ssd()
-    assert walk.serve([*tokens, 59]) == 100 and walk.cache.tier_counts["found_again"] == 1
+    assert walk.serve([*tokens, 59]) == 100 and walk.cache.storage.counts["found_again"] == 1
     walk.check_rows()
 
 
@@ -653,7 +653,7 @@ def test_the_ssd_is_left_alone_while_the_tree_holds_kv_of_two_models(opened: Cal
     walk.check()
     walk.close()
     walk = opened()  # the first model again
-    assert walk.serve([*tokens, 59]) == 100 and walk.cache.tier_counts["found_again"] == 1
+    assert walk.serve([*tokens, 59]) == 100 and walk.cache.storage.counts["found_again"] == 1
     walk.check_rows()
 
 
@@ -685,7 +685,7 @@ def test_a_read_that_never_ends_is_given_up_at_its_deadline(opened: Callable[...
     tokens, node = cached(walk, 100)
     sent(walk, node, Tier.SSD)
     blocks = blocked(walk, "read", 2)
-    assert walk.serve([*tokens, 59]) == 0 and walk.cache.tier_counts["prefetches_late"] == 1
+    assert walk.serve([*tokens, 59]) == 0 and walk.cache.storage.counts["prefetches_late"] == 1
     for block in blocks:
         block.may_end.set()
     walk.settle()
@@ -718,7 +718,7 @@ def test_a_layer_that_is_late_is_copied_by_whoever_waits(
     assert walk.cache.loads and node.lock_ref == 1  # its thread has not begun
     block.may_end.set()
     walk.settle()
-    assert walk.cache.tier_counts["late_layers"] == LAYERS and node.lock_ref == 0
+    assert walk.cache.storage.counts["late_layers"] == LAYERS and node.lock_ref == 0
     walk.check_rows()
 
 
@@ -745,13 +745,13 @@ def test_a_node_stays_while_a_child_of_it_is_still_on_its_way(opened: Callable[.
     tokens, node = cached(walk, 60)
     walk.serve([*tokens, *some_tokens(walk, 60)])
     (child,) = node.children.values()
-    walk.cache.start_copy(node, Tier.HOST)
+    walk.cache.backup.start_copy(node, Tier.HOST)
     walk.settle()
-    assert walk.cache.demote(child.id, Tier.HOST, EXACT) == 0  # its copy takes a while
-    assert walk.cache.demote(node.id, Tier.HOST, EXACT) == 0
+    assert walk.cache.moves.demote(child.id, Tier.HOST, EXACT) == 0  # its copy takes a while
+    assert walk.cache.moves.demote(node.id, Tier.HOST, EXACT) == 0
     walk.check()
     walk.settle()
-    assert child.value is None and walk.cache.demote(node.id, Tier.HOST, EXACT) == 60
+    assert child.value is None and walk.cache.moves.demote(node.id, Tier.HOST, EXACT) == 60
     walk.check()
 
 
@@ -766,13 +766,13 @@ def test_a_copy_that_fails_or_comes_too_late_can_be_made_again(
 
     with monkeypatch.context() as patched:
         patched.setattr(type(walk.cache.copier), "save", fail)
-        walk.cache.demote(node.id, Tier.HOST, EXACT)
+        walk.cache.moves.demote(node.id, Tier.HOST, EXACT)
         walk.settle()
-    assert walk.cache.tier_errors == {"host_io": 1}
-    walk.cache.demote(node.id, Tier.HOST, EXACT)
-    walk.cache.compress(node.id, Form("random", 0.5))
+    assert walk.cache.storage.errors == {"host_io": 1}
+    walk.cache.moves.demote(node.id, Tier.HOST, EXACT)
+    walk.cache.moves.compress(node.id, Form("random", 0.5))
     walk.settle()
-    assert walk.cache.tier_counts["copies_outdated"] == 1 and node.value is not None
+    assert walk.cache.storage.counts["copies_outdated"] == 1 and node.value is not None
     sent(walk, node, Tier.HOST)
     walk.check()
     walk.check_nothing_leaks()
@@ -782,7 +782,7 @@ def test_a_copy_that_fails_or_comes_too_late_can_be_made_again(
 def parted(walk: TierWalk) -> tuple[list[int], object, object]:
     """A context, compressed and then split in two: the lower part holds survivors from above the split."""
     tokens, node = cached(walk, 120)
-    walk.cache.compress(node.id, Form("random", 0.5))
+    walk.cache.moves.compress(node.id, Form("random", 0.5))
     upper = walk.cache._split_node(node.key, node, 60)
     assert int(node.kv.layout.positions.min()) < 60
     return tokens, upper, node
@@ -827,7 +827,7 @@ def test_survivors_from_above_a_split_are_only_served_behind_what_they_were_spli
 def test_what_is_left_of_a_path_without_its_absent_end_must_be_worth_it_alone(opened: Callable[..., TierWalk]) -> None:
     walk = opened()
     tokens, node = cached(walk, 100)
-    walk.cache.compress(node.id, Form("streaming", 0.2))  # keeps 4 sinks and the last 16
+    walk.cache.moves.compress(node.id, Form("streaming", 0.2))  # keeps 4 sinks and the last 16
     upper = walk.cache._split_node(node.key, node, 80)
     sent(walk, node, Tier.HOST)
     assert num_slots(upper) == 4
@@ -840,7 +840,7 @@ def test_what_is_left_of_a_path_without_its_absent_end_must_be_worth_it_alone(op
 def test_a_node_of_holes_goes_down_and_comes_back(opened: Callable[..., TierWalk]) -> None:
     walk = opened()
     tokens, node = cached(walk, 100)
-    walk.cache.compress(node.id, Form("streaming", 0.2))
+    walk.cache.moves.compress(node.id, Form("streaming", 0.2))
     upper = walk.cache._split_node(node.key, node, 80)
     middle = walk.cache._split_node(upper.key, upper, 40)
     assert [num_slots(each) for each in (middle, upper, node)] == [4, 0, 16]
@@ -859,11 +859,11 @@ def test_a_read_may_take_the_room_of_the_node_below_it(opened: Callable[..., Tie
     longer = [*tokens, *some_tokens(walk, 60)]
     walk.serve(longer)
     (child,) = node.children.values()
-    walk.cache.start_copy(node, Tier.SSD)
+    walk.cache.backup.start_copy(node, Tier.SSD)
     walk.settle()
     walk.cache.flush_tier(Tier.HOST)
     sent(walk, child, Tier.HOST)
-    walk.cache.evict_from_gpu(node.id, Tier.SSD)
+    walk.cache.removal.release(node.id, Tier.SSD)
     assert tier_of(node) == Tier.SSD and tier_of(child) == Tier.HOST
     assert walk.serve([*longer, 59]) == 100
     assert Tier.SSD in child.kv.copies  # it was written first: nothing is lost for a read
@@ -884,7 +884,7 @@ def test_the_next_server_finds_the_entries(
     walk = opened(0, page_size, dtype=torch.bfloat16)
     tokens, node = cached(walk, 128)
     if not form.is_exact:
-        walk.cache.compress(node.id, form)
+        walk.cache.moves.compress(node.id, form)
     held = node.kv.layout
     walk.close()
     walk = opened(0, page_size, dtype=torch.bfloat16)
@@ -892,7 +892,7 @@ def test_the_next_server_finds_the_entries(
     prompt = [*tokens[:kept], *(55 for _ in range(added))]
     allowed_forms = min(kept, len(prompt) - 1) // page_size * page_size
     assert walk.serve(prompt) == allowed_forms
-    assert walk.cache.tier_counts["found_again"] == 1 and walk.cache.tier_counts["loads"] == 1
+    assert walk.cache.storage.counts["found_again"] == 1 and walk.cache.storage.counts["loads"] == 1
     found = min(nodes_of(walk), key=start_of)
     assert found.kv.form == form
     if held is not None and len(found.key) == 128:
@@ -908,7 +908,7 @@ def test_to_find_a_lossy_entry_again_no_more_than_its_survivors_is_read(
 ) -> None:
     walk = opened(0, page_size)
     tokens, node = cached(walk, 128)
-    walk.cache.compress(node.id, Form("random", 0.5))
+    walk.cache.moves.compress(node.id, Form("random", 0.5))
     walk.close()
     walk = opened(0, page_size)
     assert walk.serve([*tokens, 59]) == 128
@@ -920,7 +920,7 @@ def test_to_find_a_lossy_entry_again_no_more_than_its_survivors_is_read(
 def test_a_damaged_lossy_entry_is_a_miss(opened: Callable[..., TierWalk], at: str) -> None:
     walk = opened()
     tokens, node = cached(walk, 100)
-    walk.cache.compress(node.id, Form("random", 0.5))
+    walk.cache.moves.compress(node.id, Form("random", 0.5))
     survivors = 4 * num_slots(node) * (LAYERS * HEADS + 1)
     num_bytes = sum(walk.cache.copier.sizes(num_slots(node), True))
     walk.close()
@@ -930,7 +930,7 @@ def test_a_damaged_lossy_entry_is_a_miss(opened: Callable[..., TierWalk], at: st
     path.write_bytes(data)
     walk = opened()
     assert walk.serve([*tokens, 59]) == 0 and walk.cache.ssd.store.num_entries == 0
-    assert walk.cache.tier_counts["found_again"] == (1 if at == "kv" else 0)
+    assert walk.cache.storage.counts["found_again"] == (1 if at == "kv" else 0)
     assert walk.cache.ssd.store.errors == {"checksum": 1}
     walk.check()
     walk.check_rows()
@@ -944,7 +944,7 @@ def test_the_next_server_follows_a_path_of_many_entries(opened: Callable[..., Ti
     walk.close()
     walk = opened()
     assert [walk.serve([*stem, *branch, 59], "lora-a") for branch in branches] == [120, 60, 60]
-    assert walk.cache.tier_counts["found_again"] == 4
+    assert walk.cache.storage.counts["found_again"] == 4
     walk.check()
     walk.check_rows()
 
@@ -952,7 +952,7 @@ def test_the_next_server_follows_a_path_of_many_entries(opened: Callable[..., Ti
 def test_lossy_prefixes_stay_marked_over_a_restart(opened: Callable[..., TierWalk]) -> None:
     walk = opened()
     tokens, node = cached(walk, 60)
-    walk.cache.compress(node.id, Form("random", 0.5))
+    walk.cache.moves.compress(node.id, Form("random", 0.5))
     longer = [*tokens, *some_tokens(walk, 60)]
     walk.serve(longer)
     assert next(iter(node.children.values())).kv.is_lossy_prefix
@@ -972,7 +972,7 @@ def test_no_entry_is_served_to_another_namespace(opened: Callable[..., TierWalk]
     walk = opened()
     for extra_key in (None, "lora-b", ""):
         assert walk.serve([*tokens, 59], extra_key) == 0
-    assert walk.cache.tier_counts["found_again"] == 0
+    assert walk.cache.storage.counts["found_again"] == 0
     assert walk.serve([*tokens, 59], "lora-a") == 100
     walk.check_rows()
 
@@ -988,7 +988,7 @@ def test_no_entry_is_served_to_another_model(opened: Callable[..., TierWalk], ch
         "page_size": lambda: opened(0, 4),
         "dtype": lambda: opened(dtype=torch.float16),
     }[change]()
-    assert walk.serve([*tokens, 59]) == 0 and walk.cache.tier_counts["found_again"] == 0
+    assert walk.serve([*tokens, 59]) == 0 and walk.cache.storage.counts["found_again"] == 0
     walk.check_rows()
 
 
@@ -1003,7 +1003,7 @@ def test_a_damaged_entry_is_not_found_again(opened: Callable[..., TierWalk], kin
     path.write_bytes(data)
     walk = opened()
     assert walk.serve([*tokens, 59]) == 0 and walk.cache.ssd.store.num_entries == 0
-    assert walk.cache.tier_counts["found_again"] == (1 if kind == "payload" else 0)
+    assert walk.cache.storage.counts["found_again"] == (1 if kind == "payload" else 0)
     walk.check()
     walk.check_rows()
 
@@ -1020,7 +1020,7 @@ def test_the_next_server_after_a_walk_serves_nothing_wrong(opened: Callable[...,
             walk.cache.attach_ssd(str(walk.folder), walk.ssd_bytes / GB, None)
         for node in nodes_of(walk):
             if node.id in walk.cache.nodes:
-                walk.cache.start_copy(node, Tier.SSD)
+                walk.cache.backup.start_copy(node, Tier.SSD)
                 walk.settle()
         walk.close()
         for _ in range(num_spoilt):
@@ -1032,5 +1032,5 @@ def test_the_next_server_after_a_walk_serves_nothing_wrong(opened: Callable[...,
             walk.serve(tokens, extra_key)
             walk.check()
             walk.check_rows()
-        num_found += walk.cache.tier_counts["found_again"]
+        num_found += walk.cache.storage.counts["found_again"]
     assert num_found > 0

@@ -63,7 +63,7 @@ def test_nobody_is_late_before_the_turn(opened: Callable[..., TierWalk]) -> None
         block.may_end.set()
     walk.settle()
     walk.until(lambda: not walk.cache.is_prefetching(request))
-    assert walk.admit(request) == 100 and walk.cache.tier_counts["prefetches_late"] == 0
+    assert walk.admit(request) == 100 and walk.cache.storage.counts["prefetches_late"] == 0
     walk.end_all()
     walk.check()
     walk.check_rows()
@@ -77,7 +77,7 @@ def test_a_late_read_serves_the_request_all_the_same_if_it_could_not_be_admitted
     blocks = blocked(walk, "read", 2)
     request = walk.wait([*tokens, 59])
     walk.until(lambda: not walk.cache.is_prefetching(request))
-    assert walk.cache.tier_counts["prefetches_late"] == 1  # and then there was no room for it
+    assert walk.cache.storage.counts["prefetches_late"] == 1  # and then there was no room for it
     for block in blocks:
         block.may_end.set()
     walk.settle()
@@ -90,7 +90,7 @@ def test_what_was_verified_stays_good_while_it_stays_where_it_is(opened: Callabl
     """Also where the node was on the GPU when the request came, and left it since."""
     walk = opened(is_exact=True, cost=SLOW)
     tokens, node = cached(walk, 100)
-    assert walk.cache.start_copy(node, Tier.HOST)
+    assert walk.cache.backup.start_copy(node, Tier.HOST)
     walk.settle()
     entry = node.kv.copies[Tier.HOST].entry
     entry.checked_s -= prefetch.VERIFIED_S / 2
@@ -119,12 +119,12 @@ def test_only_the_next_reads_are_begun_ahead(opened: Callable[..., TierWalk], mo
     contexts = [staged_on(walk, Tier.SSD) for _ in range(4)]
     blocks = blocked(walk, "read", 2)
     requests = [walk.wait([*tokens, 59]) for tokens, _ in contexts]
-    assert len(walk.cache.reads) == 2
+    assert len(walk.cache.ssd_io.reads) == 2
     prefetches = [walk.cache.prefetches[id(request)] for request in requests]
     assert [each.short_of for each in prefetches] == [None, None, "turn", "turn"]
     walk.waiting.pop(0)
     walk.cache.keep_prefetches(walk.waiting)
-    assert walk.cache.is_prefetching(requests[3]) and len(walk.cache.reads) == 3  # its turn has come
+    assert walk.cache.is_prefetching(requests[3]) and len(walk.cache.ssd_io.reads) == 3  # its turn has come
     for block in blocks:
         block.may_end.set()
     walk.settle()
@@ -190,7 +190,7 @@ def test_reads_take_no_more_of_the_host_than_waiting_requests_may_hold(opened: C
     blocks = blocked(walk, "read", 2)
     requests = [walk.wait([*tokens, 59]) for tokens, _ in contexts]
     assert all(walk.cache.is_prefetching(request) for request in requests)
-    assert len(walk.cache.reads) == 2 and walk.cache.prefetch_bytes <= walk.cache.host.num_bytes / 2
+    assert len(walk.cache.ssd_io.reads) == 2 and walk.cache.prefetch_bytes <= walk.cache.host.num_bytes / 2
     for block in blocks:
         block.may_end.set()
     for request in requests:
@@ -383,7 +383,7 @@ def test_a_load_without_room_waits_while_others_run(
     taken = walk.allocator.alloc(SLOTS - 60)
     walk.cache.scheduler = SimpleNamespace(running_batch=SimpleNamespace(is_empty=lambda: not is_running, reqs=[]))
     assert lacks_room(walk, matched(node)) is waits
-    assert walk.cache.tier_counts["loads_deferred"] == int(waits) and node.lock_ref == 0
+    assert walk.cache.storage.counts["loads_deferred"] == int(waits) and node.lock_ref == 0
     assert walk.cache.is_out_of_room is waits
     walk.allocator.free(taken)
     assert not lacks_room(walk, matched(node))

@@ -53,7 +53,7 @@ def test_systems_are_chosen_by_name_or_kind_in_the_order_they_have(tmp_path: Pat
         "keydiff@0.2+lru",
         "evicpress a=3",
     ]
-    with pytest.raises(ValueError, match="--systems 'evicpress a=2': expected some of bound, .*evicpress a=1"):
+    with pytest.raises(ValueError, match="--systems 'evicpress a=2': expected some of full-cache, .*evicpress a=1"):
         choose(systems, "evicpress a=2")
 
 
@@ -72,7 +72,7 @@ def test_the_longest_context_must_fit_in_the_pool(tmp_path: Path) -> None:
         ({"requests": 0}, (), "c.yaml: requests is 0"),
         ({}, ("--repetitions", "0"), "--repetitions 0: expected at least 1"),
         ({}, ("--repetitions", "x"), "invalid int value: 'x'"),
-        ({}, ("--systems", "lur"), "--systems 'lur': expected some of bound"),
+        ({}, ("--systems", "lur"), "--systems 'lur': expected some of full-cache"),
         ({"memory": {"gpu": 0.5}}, (), "is a pool of 500: expected at least"),
         ({"contexts": {"command": "false"}}, (), "'false' in .* ended with 1"),
         ({"memory": {"gpu": 2, "host": 1}}, (), "memory host of 1000 tokens, in GB, is 1e-05"),
