@@ -99,7 +99,7 @@ class Eviction:
                 break
         if freed < needed:
             plan = self.planner.plan(
-                Tier.GPU, (needed - freed) * self.menu.slot_bytes, lower_copies_of=self.placement.ready
+                Tier.GPU, (needed - freed) * self.menu.slot_bytes, lower_copies_of=self.placement.lower_copies_of
             )
             if may_force or not any(decision.option.is_drop for decision in plan):
                 freed += self.controller.execute(plan, NO_COPY)
@@ -113,10 +113,10 @@ class Eviction:
         ``may_force``."""
         slot_bytes = self.menu.slot_bytes
         patient = self.planner.plan(Tier.GPU, wanted * slot_bytes, self.host_room.room())
-        num_bytes, wastes = bytes_to_copy(patient, self.placement.ready), is_wasteful(patient, self.planner)
+        num_bytes, wastes = bytes_to_copy(patient, self.placement.lower_copies_of), is_wasteful(patient, self.planner)
         if not num_bytes and not wastes:
             return int(self.controller.execute(patient, at_once=True))
-        urgent = self.planner.plan(Tier.GPU, needed * slot_bytes, lower_copies_of=self.placement.ready)
+        urgent = self.planner.plan(Tier.GPU, needed * slot_bytes, lower_copies_of=self.placement.lower_copies_of)
         terms = self.planner, self.costs, self.value_of_hit()
         copy_s = self.costs.load_seconds(Tier.HOST, num_bytes)
         lost_s = {name: seconds_lost(plan, *terms) for name, plan in (("patient", patient), ("urgent", urgent))}

@@ -185,7 +185,7 @@ class PolicySync:
             sinks=self.gpu_ops.sinks_of(num_tokens, start),
             is_locked=node.lock_ref > 0 or is_reserved(node),
             exact_on=self.exact_tier_of(node),
-            lower_copies=self.placement.ready.get(node.id, ()),
+            lower_copies=self.placement.lower_copies_of.get(node.id, ()),
         )
 
     def exact_tier_of(self: Any, node: Any) -> Tier | None:

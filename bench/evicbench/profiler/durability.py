@@ -174,7 +174,7 @@ def with_tokenizer(folder: Path) -> Path:
 
 
 def damage_line(file: Path, real: str, prompt: list[int]) -> Line:
-    """One byte of one profile is another one: it is left out, the others are used. Then the whole file is noise."""
+    """One byte of one profile is another one: it is left out, the others are used. Then half of the file is noise."""
     before = len(read_all(file))
     data = bytearray(file.read_bytes())
     at = data.index(b"measured_s", len(data) // 2)
@@ -183,13 +183,14 @@ def damage_line(file: Path, real: str, prompt: list[int]) -> Line:
     with Server(*arguments(file)) as server:
         num_listed, num_used = len(listed(server)), profiled_nodes(server, prompt)
         is_there = real in listed(server)
-    file.write_bytes(noise := b"noise" * 1000)
+    noise = bytes(data[: len(data) // 2]) + b"noise" * 1000
+    file.write_bytes(noise)
     with Server(*arguments(file)) as server:
         num_after = len(listed(server))
     is_aside = file.with_name(f"{file.name}.bad").read_bytes() == noise
     return Line(
-        "a byte of the file is changed; then all of it",
-        "the damaged profile is left out, and the file that is none is set aside",
+        "a byte of the file is changed; then half of it",
+        "the damaged profile is left out, and the damaged file is set aside",
         f"{num_listed} of {before} listed, {num_used} nodes go by one; then {num_after} listed, "
         f"{'' if is_aside else 'NOT '}set aside",
         num_listed == before - 1 and is_there and num_used > 0 and num_after == 0 and is_aside,

@@ -50,8 +50,9 @@ class ProfileStore:
     """
 
     def __init__(self, path: Path, identity: bytes, max_profiles: int = 10_000) -> None:
-        """Check the file through, or make it and its folder. What is damaged or no profile store becomes NAME.bad, and
-        the lines of the text file of earlier versions become rows. Raises ValueError when it cannot be used."""
+        """Check the file through, or make it and its folder. A damaged store becomes NAME.bad, and the lines of the
+        text file of earlier versions become rows. Raises ValueError when it cannot be used, and for a file that is no
+        profile store, which stays as it is."""
         if len(identity) != KEY_BYTES:
             raise ValueError(f"identity has {len(identity)} bytes: expected {KEY_BYTES}")
         if max_profiles < 1:
@@ -61,6 +62,8 @@ class ProfileStore:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             old = _old_profiles(self._path)
+            if not old and (kind := _other_kind(self._path)):
+                raise ValueError(f"profile store {path} is {kind}: expected a file that a server made, or none yet")
             problem = "it was a text file of an earlier version" if old else _problem(self._path)
             if problem:
                 logger.warning("profile store %s is set aside as %s: %s", self._path, _set_aside(self._path), problem)
@@ -117,12 +120,10 @@ def read_all(path: Path) -> list[tuple[str, Profile]]:
     path = _real_path(path)
     if not path.exists():
         raise ValueError(f"profile store {path} does not exist: expected a file that --kv-profile-path made")
-    if problem := _problem(path):
-        raise StoreError(f"profile store {path} is damaged or of another kind: {problem}; a server sets it aside")
+    if problem := _other_kind(path) or _problem(path):
+        raise StoreError(f"profile store {path} cannot be read ({problem}): expected a file that a server made")
     try:
         with _reading(path) as database:
-            if not database.execute("PRAGMA application_id").fetchone()[0]:
-                return []
             rows = database.execute("SELECT identity, profile, checksum FROM profiles ORDER BY number").fetchall()
     except sqlite3.Error as error:
         raise StoreError(f"profile store {path} cannot be read ({error})") from error
@@ -154,16 +155,28 @@ def _profile(path: Path, text: bytes, checksum: bytes) -> Profile | None:
     return None
 
 
+def _other_kind(path: Path) -> str:
+    """The kind of a file that is no profile store, by SQLite's header (its file format, section 1.3); else empty, as
+    for a file that is not there or empty. Raises OSError."""
+    if not path.exists() or path.stat().st_size == 0:
+        return ""
+    with path.open("rb") as file:
+        header = file.read(100)
+    if not header.startswith(b"SQLite format 3\0"):
+        return "no database"
+    version, application = (int.from_bytes(header[at : at + 4], "big") for at in (60, 68))
+    if application != APPLICATION_ID:
+        return "a database of something else"
+    return "" if version == VERSION else f"of version {version}, not {VERSION}"
+
+
 def _problem(path: Path) -> str:
-    """Empty for a whole store, and for a file that is not there or empty. Raises StoreError, OSError."""
+    """Damage that SQLite finds; empty for a whole store and for a file that is not there or empty. Raises StoreError,
+    OSError."""
     if not path.exists() or path.stat().st_size == 0:
         return ""
     try:
         with _reading(path) as database:
-            if database.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
-                return "it is a database of something else"
-            if (version := database.execute("PRAGMA user_version").fetchone()[0]) != VERSION:
-                return f"its version is {version}, expected {VERSION}"
             told = str(database.execute("PRAGMA integrity_check").fetchone()[0])
             return "" if told == "ok" else " ".join(told.split())
     except sqlite3.OperationalError as error:

@@ -151,7 +151,7 @@ def test_a_node_that_was_wanted_meanwhile_stays_as_it_was_on_the_gpu(opened: Cal
     walk.settle()
     assert node.value is not None and node.kv.form == EXACT and node.kv.job is None
     assert walk.cache.moves.compress(node.id, Form("knorm", 0.8)) == 20  # and what it becomes there is its own affair
-    assert [way.form for way in walk.cache.placement.ready[node.id]] == [KNORM]
+    assert [way.form for way in walk.cache.placement.lower_copies_of[node.id]] == [KNORM]
     walk.check()
     walk.check_rows()
     walk.check_nothing_leaks()

@@ -101,7 +101,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_run_is_made_once_with_systems_in_turn(tmp_path: Path) -> None:
     bench = make(tmp_path)
     assert bench.run() == Done(num_runs=8, num_before=0, num_failed=0)
-    assert bench.lines("start") == ["stock bound", "tiers-lru", "stock bound", "tiers-lru"]
+    assert bench.lines("start") == ["stock full-cache", "tiers-lru", "stock full-cache", "tiers-lru"]
     results = read_results(bench.out)
     assert [(run.system, run.repetition, run.rate) for run in results.runs] == [
         (system, repetition, rate)
@@ -145,11 +145,11 @@ def test_a_run_says_what_was_seen(tmp_path: Path) -> None:
     assert header["start_s"] > 0 and header["took_s"] > 0 and len(header["load_average"]) == 3
     nodes = orjson.loads((bench.out / "runs/tiers-lru/0-200.tree.json").read_bytes())
     assert [(node["tier"], node["num_tokens"]) for node in nodes] == [("gpu", 10), ("gpu", 5), ("ssd", 8)]
-    assert not (bench.out / "runs/bound/0-200.tree.json").exists()
+    assert not (bench.out / "runs/full-cache/0-200.tree.json").exists()
     header = of["full-cache"].header
     assert header["is_stock_checked"] is True
     assert [header[name] for name in ("stats", "stats_before", "tiers", "resident", "check")] == [None] * 5
-    _, *lines = map(orjson.loads, (bench.out / "runs/bound/0-200.jsonl").read_bytes().splitlines())
+    _, *lines = map(orjson.loads, (bench.out / "runs/full-cache/0-200.jsonl").read_bytes().splitlines())
     assert lines[0]["answer"] == f"to context {lines[0]['context']}\n\n{lines[0]['question']}"
     assert (lines[0]["prompt_tokens"], lines[0]["cached_tokens"]) == (9, 4)
     assert {line["reference"] for line in lines} <= {None, "a0", "a1", "a2", "a3"}
@@ -173,7 +173,7 @@ def test_the_plan_says_how_it_was_measured(tmp_path: Path) -> None:
 def test_a_system_that_runs_once_is_not_repeated(tmp_path: Path) -> None:
     bench = make(tmp_path, rates=[0], once=["full-cache"])
     assert bench.run().num_runs == 3
-    assert bench.lines("start") == ["stock bound", "tiers-lru", "tiers-lru"]
+    assert bench.lines("start") == ["stock full-cache", "tiers-lru", "tiers-lru"]
 
 
 # ---- going on
@@ -214,7 +214,7 @@ def test_runs_of_another_benchmark_are_refused_and_moved_away_when_asked(tmp_pat
         *("full-cache", "plan.json", "scores.jsonl", "tiers-lru")
     ]
     assert bench.run(is_fresh=True).num_runs == 2
-    assert (bench.out / "runs.old-2/bound/0-0.jsonl").exists()
+    assert (bench.out / "runs.old-2/full-cache/0-0.jsonl").exists()
     assert len(bench.files()) == 2
 
 
@@ -253,7 +253,7 @@ def test_a_system_that_is_not_stock_is_refused(tmp_path: Path) -> None:
         *(sys.executable, str(FAKE), str(port), str(bench.log), system.slug)
     ]
     with pytest.raises(
-        ServerError, match="bound is to be stock SGLang, but GET /evicpress/stats answered 200, not 404"
+        ServerError, match="full-cache is to be stock SGLang, but GET /evicpress/stats answered 200, not 404"
     ):
         bench.run()
     assert bench.files() == []
@@ -265,7 +265,7 @@ def test_a_cache_that_is_not_in_order_ends_the_benchmark(tmp_path: Path) -> None
     bench.words = {"tiers-lru": ("violate",)}
     with pytest.raises(ServerError, match="the cache is not in order: node 7 holds 2 slots; see .*0-0.jsonl.failed"):
         bench.run()
-    assert bench.files() == ["bound/0-0.jsonl", "bound/0-200.jsonl", "tiers-lru/0-0.jsonl.failed"]
+    assert bench.files() == ["full-cache/0-0.jsonl", "full-cache/0-200.jsonl", "tiers-lru/0-0.jsonl.failed"]
     bench.words = {}
     assert bench.run() == Done(num_runs=6, num_before=2, num_failed=0)
     assert not [name for name in bench.files() if name.endswith(".failed")]
@@ -285,14 +285,14 @@ def test_more_failures_end_the_benchmark(tmp_path: Path) -> None:
     bench.words = {"full-cache": ("fail=0.1",)}
     with pytest.raises(ServerError, match="1 of 10 requests failed, such as by: status 500: made to fail; see"):
         bench.run()
-    assert bench.files() == ["bound/0-0.jsonl.failed"]
+    assert bench.files() == ["full-cache/0-0.jsonl.failed"]
 
 
 @pytest.mark.parametrize("number", [2, 7])
 def test_a_server_that_dies_ends_the_benchmark_at_once(tmp_path: Path, number: int) -> None:
     bench = make(tmp_path, rates=[20], requests=10_000)
     bench.words = {"full-cache": (f"die={number}",)}
-    match = r"bound, repetition 1 of 2.*(warm-up failed|the server ended).*out/logs/bound"
+    match = r"full-cache, repetition 1 of 2.*(warm-up failed|the server ended).*out/logs/full-cache"
     with pytest.raises(ServerError, match=match):
         bench.run()
     assert bench.files() == []
@@ -359,7 +359,8 @@ def test_profiles_are_measured_once_before_the_runs_that_need_them(
     assert bench.lines("profile") == []
     bench.run()
     assert bench.lines("profile") == ["knorm@0.5 4"]
-    assert bench.lines("start") == ["stock bound", "stock bound", "profiling", "evicpress-a=1", "evicpress-a=1"]
+    first = ["stock full-cache", "stock full-cache", "profiling"]
+    assert bench.lines("start") == [*first, "evicpress-a=1", "evicpress-a=1"]
     bench.run(is_fresh=True)
     assert bench.lines("profile") == ["knorm@0.5 4"]
     other = make(
@@ -416,7 +417,7 @@ def test_an_interrupted_benchmark_leaves_whole_files_and_no_server_and_goes_on(
         if entry.name.isdigit() and int(entry.name) != os.getpid() and str(bench.log) in _command_of(entry)
     ]
     assert alive == []
-    assert bench.files() == ["bound/0-0.jsonl", "bound/0-200.jsonl"]
+    assert bench.files() == ["full-cache/0-0.jsonl", "full-cache/0-200.jsonl"]
     assert not (bench.out / "ssd").exists()
     assert bench.run() == Done(num_runs=6, num_before=2, num_failed=0)
     assert len(read_results(bench.out).runs) == 8

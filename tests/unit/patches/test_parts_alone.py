@@ -88,7 +88,7 @@ class World:
         del node.parent.children[node.id], self.nodes[node.id]
         self.ledger.remove(0 if node.value is None else 4)
 
-    def forget(self, node_id: int) -> None:
+    def remove(self, node_id: int) -> None:
         self.told.append(("forgotten", node_id))
 
     def back_up(self, node: Node) -> HostEntry:
@@ -102,9 +102,9 @@ def test_a_copy_below_is_spare_until_the_node_has_left_the_gpu() -> None:
     node = world.nodes[1]
     entry = world.back_up(node)
     assert world.placement.num_spare == 1 and entry.owners == {1} and tier_of(node) == Tier.GPU
-    assert [way.num_bytes for way in world.placement.ready[1]] == [64]
+    assert [way.num_bytes for way in world.placement.lower_copies_of[1]] == [64]
     assert world.removal.release(1, Tier.HOST) == 4
-    assert tier_of(node) == Tier.HOST and world.placement.num_spare == 0 and not world.placement.ready
+    assert tier_of(node) == Tier.HOST and world.placement.num_spare == 0 and not world.placement.lower_copies_of
     assert world.freed == [4, 5, 6, 7] and world.ledger.evictable == 0 and world.counts == {"released": 1}
 
 

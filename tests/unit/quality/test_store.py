@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import sqlite3
 import subprocess
@@ -150,24 +151,41 @@ def of_something_else(path: Path) -> None:
         database.commit()
 
 
+def of_version_2(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("PRAGMA user_version = 2")
+
+
+OTHER_KINDS: dict[str, Callable[[Path], object]] = {
+    "no database": lambda path: path.write_text("no store at all\n" * 50),
+    "a database of something else": of_something_else,
+    "of version 2, not 1": of_version_2,
+}
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    "text": lambda path: path.write_text("no store at all\n" * 50),
-    "short": lambda path: path.write_text("x"),
     "cut": lambda path: os.truncate(path, path.stat().st_size // 2),
     "zeros": lambda path: path.write_bytes(path.read_bytes()[:4096] + bytes(path.stat().st_size - 4096)),
-    "of something else": of_something_else,
 }
 
 
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_what_is_no_profile_store_is_refused_and_stays_as_it_is(path: Path, kind: str) -> None:
+    fill(path, [make_profile(1)])
+    OTHER_KINDS[kind](path)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=re.escape(f"profile store {path} is {kind}: expected a file that")):
+        ProfileStore(path, OURS)
+    with pytest.raises(StoreError, match=f"cannot be read .{kind}"):
+        read_all(path)
+    assert path.read_bytes() == before and not list(path.parent.glob("*.bad*"))
+
+
 @pytest.mark.parametrize("name", DAMAGES)
-def test_what_is_damaged_or_foreign_is_set_aside_and_said(
-    path: Path, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_damaged_is_set_aside_and_said(path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     for count in ("", "1"):
         fill(path, [make_profile(key) for key in range(40)])
         DAMAGES[name](path)
         damaged = path.read_bytes()
-        with pytest.raises(StoreError, match="damaged or of another kind"):
+        with pytest.raises(StoreError, match="cannot be read"):
             read_all(path)
         caplog.clear()
         assert load(path) == []

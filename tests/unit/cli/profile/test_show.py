@@ -119,7 +119,7 @@ def test_nothing_there_is_said(server: FakeServer, capsys: pytest.CaptureFixture
 def test_a_damaged_file_and_none_at_all_are_status_2(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_bytes(b"noise" + file.read_bytes())
     assert main(["profile", "show", "--store", str(file)]) == 2
-    assert f"profile store {file} is damaged or of another kind" in capsys.readouterr().err
+    assert f"profile store {file} cannot be read (no database)" in capsys.readouterr().err
     assert main(["profile", "show", "--store", f"{file}-none"]) == 2
     assert main(["profile", "show", "--url", "http://127.0.0.1:1"]) == 2
     assert "cannot be reached" in capsys.readouterr().err
