@@ -138,21 +138,11 @@ class EvicPressCache(
         self.open_promotion()
         self.open_loads(allocator.get_kvcache())
         self.open_index(config)
-        background_requests: list[Request] = []
+        requests: list[Request] = []  # the profiler's
+        tree = self, self, parts.gpu_ops, self.menu, self.ledger, compressor, self.quality
         signals = parts.adapters.adapter_of, parts.changes.changed, parts.removal.drop
-        self.shadows = Shadows(
-            self,
-            self,
-            parts.gpu_ops,
-            self.menu,
-            self.ledger,
-            compressor,
-            self.quality,
-            *signals,
-            background_requests,
-            seed,
-        )
-        self.background = BackgroundRequests(self, self.shadows, background_requests)
+        self.shadows = Shadows(*tree, *signals, requests, seed)
+        self.background = BackgroundRequests(self, self.shadows, requests)
         self.prefill_times = PrefillTimes(self.cost_model)
         self.scheduler: Any = None
         self.name_profiles: Callable[[Any], bytes] = lambda tokenizer: bytes(KEY_BYTES)
@@ -163,14 +153,11 @@ class EvicPressCache(
         self.decode_budgets = DecodeBudgets(self, compressor, passes, records, settings, config.decode_client_budgets)
         key, journal = secrets.token_bytes(32), self.controller.journal
         inspection = TreeInspection(self, parts.gpu_ops, parts.moves, self, self, journal, key)
-        statistics = Statistics(
-            config, self, self.prefill_times, self.queued_hits, self, self.ledger, self.controller, self
-        )
+        seen = self, self.prefill_times, self.queued_hits, self, self.ledger, self.controller, self
+        statistics = Statistics(config, *seen)
         integrity = Integrity(self, self.ledger, self, self.aside, self, self.shadows.shadow_nodes)
-        requests = RequestsInspection(self, records, self.device)
-        self.inspector = Inspector(
-            inspection, statistics, integrity, self, requests, self.shadows, self.quality, self.background.counts
-        )
+        shown = inspection, statistics, integrity, self, RequestsInspection(self, records, self.device)
+        self.inspector = Inspector(*shown, self.shadows, self.quality, self.background.counts)
 
     def attach_scheduler(self, scheduler: Any) -> None:
         """Called once the scheduler is complete; compression then orders itself behind its forward stream."""

@@ -60,14 +60,14 @@ PRESS = FakePress()
     ),
     "Add a policy": Change(
         registry="policy/__init__.py",
-        table="RULES: dict[str, RuleInfo] = {",
-        row='    "fake_policy": RuleInfo(lambda given: FakeRule(given.menu)),',
-        imports="from sglang_evicpress.policy.rules.fake import FakeRule",
+        table="POLICIES: dict[str, PolicyInfo] = {",
+        row='    "fake_policy": PolicyInfo(lambda inputs: FakePolicy(inputs.menu)),',
+        imports="from sglang_evicpress.policy.rules.fake import FakePolicy",
         file="policy/rules/fake.py",
         source="""
 from sglang_evicpress.policy.rules.lru import LruPolicy
 
-class FakeRule(LruPolicy):
+class FakePolicy(LruPolicy):
     name = "fake_policy"
 """,
     ),

@@ -44,7 +44,7 @@ def _belady(inputs: Inputs) -> Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class RuleInfo:
+class PolicyInfo:
     """A policy as registered. ``weighs_quality``: by alpha and quality curves. ``sees_future``: for a simulator
     only."""
 
@@ -54,16 +54,18 @@ class RuleInfo:
     sees_future: bool = False
 
 
-POLICIES: dict[str, RuleInfo] = {
-    "evicpress": RuleInfo(lambda inputs: EvicPressPolicy(inputs.menu, inputs.alpha, inputs.costs), weighs_quality=True),
-    "lru": RuleInfo(lambda inputs: LruPolicy(inputs.menu)),
-    "lfu": RuleInfo(lambda inputs: LfuPolicy(inputs.menu)),
-    "slru": RuleInfo(lambda inputs: SlruPolicy(inputs.menu)),
-    "tlru": RuleInfo(lambda inputs: TlruPolicy(inputs.menu)),
-    "hpt": RuleInfo(lambda inputs: HptPolicy(inputs.menu)),
-    "gdsf": RuleInfo(lambda inputs: GdsfPolicy(inputs.menu, inputs.costs)),
-    "adaptcache": RuleInfo(_adaptcache, weighs_quality=True, has_mean_curve=True),
-    "belady": RuleInfo(_belady, sees_future=True),
+POLICIES: dict[str, PolicyInfo] = {
+    "evicpress": PolicyInfo(
+        lambda inputs: EvicPressPolicy(inputs.menu, inputs.alpha, inputs.costs), weighs_quality=True
+    ),
+    "lru": PolicyInfo(lambda inputs: LruPolicy(inputs.menu)),
+    "lfu": PolicyInfo(lambda inputs: LfuPolicy(inputs.menu)),
+    "slru": PolicyInfo(lambda inputs: SlruPolicy(inputs.menu)),
+    "tlru": PolicyInfo(lambda inputs: TlruPolicy(inputs.menu)),
+    "hpt": PolicyInfo(lambda inputs: HptPolicy(inputs.menu)),
+    "gdsf": PolicyInfo(lambda inputs: GdsfPolicy(inputs.menu, inputs.costs)),
+    "adaptcache": PolicyInfo(_adaptcache, weighs_quality=True, has_mean_curve=True),
+    "belady": PolicyInfo(_belady, sees_future=True),
 }
 
 _PATTERNS = ("PRESS@KEPT+lru", "impress@X")  # such as keydiff@0.5+lru, impress@0.1

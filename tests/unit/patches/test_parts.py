@@ -11,8 +11,8 @@ import pytest
 SOURCE = Path(__file__).parents[3] / "patches"
 
 MIXINS_LEFT = {
-    *("Admission", "PolicySync", "Eviction", "Grafting", "FillReplace", "LoadBack", "Staging", "TierInspection"),
-    *("Upgrades", "BackgroundDemotion", "Weights"),
+    *("Admission", "PolicySync", "Eviction", "Grafting", "FillReplace", "LoadBack", "Prefetcher", "TierInspection"),
+    *("Promotion", "BackgroundDemotion", "Weights"),
 }
 """Parts of the cache that are mixins still. Take off what becomes an object."""
 

@@ -91,7 +91,7 @@ class World:
     def remove(self, node_id: int) -> None:
         self.told.append(("forgotten", node_id))
 
-    def back_up(self, node: Node) -> HostEntry:
+    def backup(self, node: Node) -> HostEntry:
         entry = HostEntry(Header(), self.host.arena.extents.alloc(4096))
         self.placement.add_copy(node, Copy(Tier.HOST, EXACT, entry, 0, 4, None, False, None))
         return entry
@@ -100,7 +100,7 @@ class World:
 def test_a_copy_below_is_spare_until_the_node_has_left_the_gpu() -> None:
     world = World(1)
     node = world.nodes[1]
-    entry = world.back_up(node)
+    entry = world.backup(node)
     assert world.placement.num_spare == 1 and entry.owners == {1} and tier_of(node) == Tier.GPU
     assert [way.num_bytes for way in world.placement.lower_copies_of[1]] == [64]
     assert world.removal.release(1, Tier.HOST) == 4
@@ -111,7 +111,7 @@ def test_a_copy_below_is_spare_until_the_node_has_left_the_gpu() -> None:
 def test_what_loses_its_last_copy_goes_with_all_below_it() -> None:
     world = World(2)
     for node_id in (1, 2):
-        world.back_up(world.nodes[node_id])
+        world.backup(world.nodes[node_id])
     for node_id in (2, 1):
         world.removal.release(node_id, Tier.HOST)
     world.removal.invalidate_copy(world.nodes[1], Tier.HOST, "checksum")
@@ -121,7 +121,7 @@ def test_what_loses_its_last_copy_goes_with_all_below_it() -> None:
 
 def test_a_locked_node_is_neither_dropped_nor_released() -> None:
     world = World(1)
-    world.back_up(world.nodes[1])
+    world.backup(world.nodes[1])
     world.nodes[1].lock_ref = 1
     with pytest.raises(RuntimeError, match="locked"):
         world.removal.drop(1)
@@ -141,7 +141,7 @@ class NoPlans:
 def test_host_room_is_made_of_spare_copies_but_not_of_those_to_keep() -> None:
     world = World(4)
     for node in world.nodes.values():
-        world.back_up(node)
+        world.backup(node)
     room = HostRoom(world.nodes, world, world.placement, world.removal, NoPlans(), world.changes)
     assert room.free_room(4096) is None
     assert room.host_room(4096, keep=(4,)) is not None
