@@ -9,7 +9,7 @@ ifeq ($(wildcard /dev/nvidiactl),)
 export SGLANG_USE_CPU_ENGINE ?= 1
 endif
 
-SHOWS := $(addprefix show-,foundation policy tiers profiler bench decode kernels mend load)
+SHOWS := $(addprefix show-,foundation policy tiers profiler bench decode kernels mend load house)
 
 .PHONY: help setup test check contract dist demo $(SHOWS) chaos bench bench-load clean
 
@@ -28,6 +28,7 @@ help:
 	@echo "make show-kernels     compile and interpret every kernel, attention over compact rows, the GPU script's packing; at most 20 minutes"
 	@echo "make show-mend        hostile clients, SSD folders that others prepared, what users saw go wrong; at most 25 minutes"
 	@echo "make show-load        a setting under load up to twice saturation, chaos there, the published grid; at most 40 minutes"
+	@echo "make show-house       measure the structure: sizes, types, names, prose, parts, and every other area at its quick size; 15 minutes"
 	@echo "make show-... QUICK=1 the same in at most 2 minutes: smaller sizes, and what they cannot judge is not judged"
 	@echo "make chaos            the real server on host memory and an SSD that fail on purpose, 5 minutes and two starts"
 	@echo "make bench            the serving benchmark: every system side by side on the CPU testbed; goes on where it was stopped"

@@ -229,8 +229,8 @@ class EvicPressConfig:
     max_queue_s: float | None = _setting(
         None,
         "finite seconds above 0",
-        "Answer 503 with Retry-After at once to a request that would wait longer than this for its turn, by the rate "
-        "at which the queue moves",
+        "Answer 503 with Retry-After at once to a request that may wait longer than this for its first token, by the "
+        "rate at which the queue moves and the waits of those before",
         shown="no limit",
         key="max_queue_seconds",
         gt=0,
