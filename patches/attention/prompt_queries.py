@@ -108,7 +108,7 @@ class PromptQueries:
             **kwargs: object,
         ) -> torch.Tensor:
             prompt_queries.observe(q, layer)
-            return attend(q, k, v, layer, *args, **kwargs)
+            return attend(q, k, v, layer, forward_batch, *args, **kwargs)
 
         backend.forward_extend = forward_extend
 
