@@ -105,7 +105,8 @@ class PrefillTimes:
         run = getattr(result, "evicpress_run", None)
         if run is None:
             return
-        copy_done, ids = result.copy_done, result.next_token_ids
+        copy_done = result.copy_done
+        ids = getattr(result, "next_token_ids", None)  # embeddings have none
         if copy_done is not None:
             copy_done.synchronize()
         elif isinstance(ids, torch.Tensor) and ids.is_cuda:
