@@ -33,7 +33,7 @@ TESTS = (
 def measure_tests() -> Iterator[Line]:
     for what, path in TESTS:
         if (ROOT / path).exists():
-            yield verdict(f"{what}: {path}", "all pass", together(run_tests(path)))
+            yield verdict(f"{what}: {path}", "all pass", together(run_tests(path), ""))
         else:
             yield Line(f"{what}: {path}", "all pass", "there is no such test", False)
 
