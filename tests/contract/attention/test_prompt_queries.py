@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sglang_evicpress.config import EvicPressConfig
+from sglang_evicpress.patches.attention import prompt_queries as prompt_queries_module
 from sglang_evicpress.patches.attention.prompt_queries import MAX_HELD_REQUESTS, PromptQueries
 
 LAYERS, HEADS, DIM, WINDOW = 2, 4, 8, 6
@@ -191,3 +193,18 @@ def test_a_window_does_not_keep_those_of_the_other_requests() -> None:
     prefill(prompt_queries, {"a": (0, 9), "b": (0, 9), "c": (0, 2)})
     window = prompt_queries.window_of("c", 0)
     assert window is not None and window.queries.untyped_storage().nbytes() == LAYERS * 2 * HEADS * DIM * 4
+
+
+def test_attention_is_given_all_that_it_was_given_without_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[object, ...]] = []
+    backend = SimpleNamespace(forward_extend=lambda *args, **kwargs: calls.append((*args, kwargs)))
+    pool = SimpleNamespace(
+        head_num=HEADS, head_dim=DIM, store_dtype=torch.float32, layer_num=LAYERS, size=8, start_layer=0
+    )
+    config = EvicPressConfig.from_flags("evicpress", None, forms="snapkv@0.5")
+    monkeypatch.setattr(prompt_queries_module, "config_of", lambda server_args: config)
+    monkeypatch.setattr(PromptQueries, "active", None)
+    PromptQueries.install_on(SimpleNamespace(server_args=None, token_to_kv_pool=pool, attn_backend=backend))  # type: ignore[arg-type]
+    layer = SimpleNamespace(layer_id=0, tp_q_head_num=HEADS, qk_head_dim=DIM)
+    backend.forward_extend(q := queries(2, 0, 0), "k", "v", layer, "batch", save_kv_cache=True)
+    assert calls == [(q, "k", "v", layer, "batch", {"save_kv_cache": True})]
