@@ -20,8 +20,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sglang_evicpress.kernels import compact, fill_holes, redundancy, score, select, stage, window_attention
-from sglang_evicpress.kernels.pool import IS_INTERPRETED, tile_constants
+from sglang_evicpress.codec.layout import BITS, layout_of
+from sglang_evicpress.kernels import (
+    compact,
+    fill_holes,
+    group_codec,
+    lossless_codec,
+    redundancy,
+    score,
+    select,
+    stage,
+    window_attention,
+)
+from sglang_evicpress.kernels.pool import IS_INTERPRETED, move_constants, tile_constants
 
 ARCHS = (80, 90, 100)
 HEAD_DIMS = (64, 128, 256)
@@ -43,7 +54,8 @@ class Launch:
 @dataclass(frozen=True, slots=True)
 class Report:
     """Resources of one kernel on one architecture; widths are those of its widest global access in bits, ``order`` that
-    of its wide loads (ld), barriers (bar) and wide stores (st), repeats left out."""
+    of its wide loads (ld), barriers (bar) and wide stores (st), repeats left out. ``arithmetic``: its operations on
+    float32 that round, each once."""
 
     kernel: str
     arch: str
@@ -55,6 +67,7 @@ class Report:
     load_bits: int
     store_bits: int
     order: str
+    arithmetic: str
 
     def __str__(self) -> str:
         return (
@@ -92,22 +105,36 @@ def launches(head_dim: int, dtype: torch.dtype) -> Iterator[Launch]:
     kept = {"scores": "*fp32", "out": "*i32", "num_tokens": "i32", "num_kept": "i32"}
     yield Launch("select_survivors", select._select_survivors_kernel, kept, select.SELECT_CONSTANTS)
     moves = {"table": "*u64", "slots": "*i64", "survivors": "*i32", "num_slots": "i32", "num_kept": "i32"}
-    constants = compact.compact_constants(_NUM_LAYERS, _NUM_HEADS, head_dim, dtype)
+    constants = move_constants(_NUM_LAYERS, _NUM_HEADS, head_dim, dtype, compact.TILE_BYTES)
     yield Launch("compact", compact._compact_kernel, moves, constants)
     moves = {"table": "*u64", "slots": "*i64", "targets": "*i32", "sources": "*i32", "num_moves": "i32"}
-    constants = fill_holes.fill_holes_constants(_NUM_LAYERS, _NUM_HEADS, head_dim, dtype)
+    constants = move_constants(_NUM_LAYERS, _NUM_HEADS, head_dim, dtype, fill_holes.TILE_BYTES)
     yield Launch("fill_holes", fill_holes._fill_holes_kernel, moves, constants)
     rows = stage.stage_constants(_NUM_HEADS * head_dim * dtype.itemsize)
-    copies = {"table": "*u64", "slots": "*i64", "out": "*i32", "num_slots": "i32"}
-    yield Launch("gather", stage._gather_kernel, copies, rows)
     copies = {"table": "*u64", "slots": "*i64", "staged": "*i32", "num_slots": "i32"}
-    yield Launch("scatter", stage._scatter_kernel, copies | {"begin": "i32", "num_staged": "i32"}, rows)
+    yield Launch("gather", stage._stage_kernel, copies, {"IS_GATHER": True, **rows})
+    yield Launch("scatter", stage._stage_kernel, copies, {"IS_GATHER": False, **rows})
+    to_rows = {"table": "*u64", "slots": "*i64", "stored": "*u8"}
+    to_rows |= dict.fromkeys(group_codec.SIZES, "i32")
+    for codec in BITS:
+        layout = layout_of(codec, _WINDOW, _NUM_HEADS * head_dim, dtype.itemsize)
+        keys, values = group_codec.group_constants(layout, dtype)
+        encoded = to_rows | {"flag": "*i32"}
+        yield Launch(f"encode_keys_{codec}", group_codec._encode_keys_kernel, encoded, keys)
+        yield Launch(f"encode_values_{codec}", group_codec._encode_values_kernel, encoded, values)
+        yield Launch(f"decode_keys_{codec}", group_codec._decode_keys_kernel, to_rows, keys)
+        yield Launch(f"decode_values_{codec}", group_codec._decode_values_kernel, to_rows, values)
+    # Words of 16 bits, whichever dtype: the codec's launcher takes bfloat16 alone.
+    constants = dict(lossless_codec.lossless_constants(_NUM_HEADS * head_dim))
+    encoded = to_rows | {"flag": "*i32"}
+    yield Launch("encode_lossless", lossless_codec._encode_lossless_kernel, encoded, constants)
+    yield Launch("decode_lossless", lossless_codec._decode_lossless_kernel, to_rows, constants)
 
 
 def compile_launch(launch: Launch, arch: int, head_dim: int, dtype: torch.dtype) -> Report:
     """Compile one kernel for ``sm_<arch>`` and read the assembler's log of the same PTX."""
     constants = dict(launch.constants)
-    options = {"num_warps": constants.pop("num_warps")}
+    options = {name: constants.pop(name) for name in ("num_warps", "enable_fp_fusion") if name in constants}
     parameters = launch.kernel.params
     signature = {parameter.name: launch.signature.get(parameter.name, "constexpr") for parameter in parameters}
     aligned = {
@@ -133,6 +160,7 @@ def compile_launch(launch: Launch, arch: int, head_dim: int, dtype: torch.dtype)
         load_bits=_widest("ld", ptx),
         store_bits=_widest("st", ptx),
         order=_order(ptx),
+        arithmetic=" ".join(sorted(set(re.findall(r"\b((?:fma|mul|add|sub|div|rcp)\.[\w.]*f32)(?:x2)?\b", ptx)))),
     )
 
 

@@ -11,15 +11,14 @@ from torch import Tensor
 
 from sglang_evicpress.kernels.pool import (
     Backend,
-    block_dim,
-    check_pool,
+    check_pools,
     layer_pointer,
+    move_constants,
     pointer_table,
     runs_triton,
 )
 
-# Rows move as integers of their width, so that no bit of a NaN or a subnormal can change.
-_INTEGERS = {2: tl.int16, 4: tl.int32}
+TILE_BYTES = 16384  # what one program keeps in flight
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_kept"])
@@ -79,9 +78,7 @@ def compact(
     Raises ValueError for shapes that do not fit, and as ``check_pool`` and ``runs_triton`` do.
     """
     slots, survivors = _as_nodes(slots, survivors)
-    pool = check_pool(k_buffers, slots.flatten())
-    if check_pool(v_buffers, slots.flatten()) != pool:
-        raise ValueError("k_buffers and v_buffers must have the same layers, shape and dtype")
+    pool = check_pools(k_buffers, v_buffers, slots.flatten())
     if survivors.dtype != torch.int32 or survivors.dim() != 4 or slots.dim() != 2 or survivors.device != pool.device:
         raise ValueError(f"survivors must be int32 [layers, heads, m], or [layers, heads, nodes, m], on {pool.device}")
     num_nodes, num_kept = survivors.shape[2:]
@@ -94,7 +91,7 @@ def compact(
     if not runs_triton(backend, pool.device):
         compact_torch(k_buffers, v_buffers, slots, survivors)
     elif num_kept and num_nodes:
-        constants = compact_constants(pool.num_layers, pool.num_heads, pool.head_dim, pool.dtype)
+        constants = move_constants(pool.num_layers, pool.num_heads, pool.head_dim, pool.dtype, TILE_BYTES)
         table = pointer_table([*k_buffers, *v_buffers])
         grid = (2 * pool.num_layers, pool.num_heads, num_nodes)
         indices = slots.contiguous(), survivors.contiguous()
@@ -104,20 +101,6 @@ def compact(
 def _as_nodes(slots: Tensor, survivors: Tensor) -> tuple[Tensor, Tensor]:
     one = slots.dim() == 1 and survivors.dim() == 3
     return (slots.unsqueeze(0), survivors.unsqueeze(2)) if one else (slots, survivors)
-
-
-def compact_constants(num_layers: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> dict[str, object]:
-    """Launch constants of ``compact``: tiles of about 16 KiB, what one program keeps in flight."""
-    columns = block_dim(head_dim)
-    return {
-        "NUM_LAYERS": num_layers,
-        "NUM_HEADS": num_heads,
-        "HEAD_DIM": head_dim,
-        "DTYPE": _INTEGERS[dtype.itemsize],
-        "BLOCK_TOKENS": max(16, 16384 // (columns * dtype.itemsize)),
-        "BLOCK_DIM": columns,
-        "num_warps": 4,
-    }
 
 
 def compact_torch(k_buffers: Sequence[Tensor], v_buffers: Sequence[Tensor], slots: Tensor, survivors: Tensor) -> None:

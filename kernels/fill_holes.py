@@ -11,15 +11,14 @@ from torch import Tensor
 
 from sglang_evicpress.kernels.pool import (
     Backend,
-    block_dim,
-    check_pool,
+    check_pools,
     layer_pointer,
+    move_constants,
     pointer_table,
     runs_triton,
 )
 
-# Rows move as integers of their width, so that no bit of a NaN or a subnormal can change.
-_INTEGERS = {2: tl.int16, 4: tl.int32}
+TILE_BYTES = 8192  # what one program keeps in flight
 
 
 @triton.jit(do_not_specialize=["num_moves"])
@@ -72,9 +71,7 @@ def fill_holes(
     int64 ``[n]``, holds no slot twice.
     Raises ValueError for shapes that do not fit, and as ``check_pool`` and ``runs_triton`` do.
     """
-    pool = check_pool(k_buffers, slots)
-    if check_pool(v_buffers, slots) != pool:
-        raise ValueError("k_buffers and v_buffers must have the same layers, shape and dtype")
+    pool = check_pools(k_buffers, v_buffers, slots)
     for moves in (targets, sources):
         if moves.dtype != torch.int32 or moves.dim() != 3 or moves.device != pool.device:
             raise ValueError(f"targets and sources must be int32 [layers, heads, k] on {pool.device}")
@@ -87,25 +84,11 @@ def fill_holes(
     if not runs_triton(backend, pool.device):
         fill_holes_torch(k_buffers, v_buffers, slots, targets, sources)
     elif num_moves:
-        constants = fill_holes_constants(pool.num_layers, pool.num_heads, pool.head_dim, pool.dtype)
+        constants = move_constants(pool.num_layers, pool.num_heads, pool.head_dim, pool.dtype, TILE_BYTES)
         table = pointer_table([*k_buffers, *v_buffers])
         grid = (2 * pool.num_layers, pool.num_heads, triton.cdiv(num_moves, constants["BLOCK_TOKENS"]))
         indices = targets.contiguous(), sources.contiguous()
         _fill_holes_kernel[grid](table, slots.contiguous(), *indices, num_moves, **constants)
-
-
-def fill_holes_constants(num_layers: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> dict[str, object]:
-    """Launch constants of ``fill_holes``: tiles of about 8 KiB."""
-    columns = block_dim(head_dim)
-    return {
-        "NUM_LAYERS": num_layers,
-        "NUM_HEADS": num_heads,
-        "HEAD_DIM": head_dim,
-        "DTYPE": _INTEGERS[dtype.itemsize],
-        "BLOCK_TOKENS": max(16, 8192 // (columns * dtype.itemsize)),
-        "BLOCK_DIM": columns,
-        "num_warps": 4,
-    }
 
 
 def fill_holes_torch(

@@ -22,6 +22,8 @@ Backend = Literal["auto", "triton", "torch"]
 IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+# Rows move as integers of their width, so that no bit of a NaN or a subnormal can change.
+_INTEGERS = {2: tl.int16, 4: tl.int32}
 _TILE_ELEMENTS = 4096
 ACCESS_BYTES = 16
 _FEW_BUFFERS = 2  # K and V of one layer
@@ -45,6 +47,24 @@ def layer_pointer(table: tl.tensor, layer: tl.tensor, DTYPE: tl.constexpr) -> tl
     return tl.multiple_of(tl.load(table + layer).to(tl.pointer_type(DTYPE)), 16)
 
 
+@triton.jit
+def load_rows(
+    rows: tl.tensor,
+    slots: tl.tensor,
+    tokens: tl.tensor,
+    inside: tl.tensor,
+    head: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+) -> tl.tensor:
+    # One head of the slots that these tokens lie in; rows of tokens that are not inside are zero.
+    dims = tl.arange(0, BLOCK_DIM)
+    slot = tl.load(slots + tokens, mask=inside, other=0).to(tl.int64)
+    offset = (slot[:, None] * NUM_HEADS + head) * HEAD_DIM + dims[None, :]
+    return tl.load(rows + offset, mask=inside[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+
+
 def check_pool(
     buffers: Sequence[Tensor], slots: Tensor, dtypes: Collection[torch.dtype] | None = tuple(TRITON_DTYPES)
 ) -> PoolShape:
@@ -60,7 +80,8 @@ def check_pool(
     if first.dim() != 3:
         raise ValueError(f"a layer is {tuple(first.shape)}: expected [num_slots, num_heads, head_dim]")
     if dtypes is not None and first.dtype not in dtypes:
-        raise ValueError(f"a pool is of {first.dtype}: expected float16, bfloat16 or float32")
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"a pool is of {first.dtype}: expected {' or '.join(names.rsplit(', ', 1))}")
     for buffer in buffers:
         if buffer.shape != first.shape or buffer.dtype != first.dtype or buffer.device != first.device:
             raise ValueError("all layers of a pool must agree in shape, dtype and device")
@@ -72,6 +93,41 @@ def check_pool(
         )
     num_slots, num_heads, head_dim = first.shape
     return PoolShape(len(buffers), num_slots, num_heads, head_dim, first.dtype, first.device)
+
+
+def check_pools(
+    k_buffers: Sequence[Tensor],
+    v_buffers: Sequence[Tensor],
+    slots: Tensor,
+    dtypes: Collection[torch.dtype] | None = tuple(TRITON_DTYPES),
+) -> PoolShape:
+    """``check_pool`` of K, and of V, which must be alike."""
+    pool = check_pool(k_buffers, slots, dtypes)
+    if check_pool(v_buffers, slots, dtypes) != pool:
+        raise ValueError("k_buffers and v_buffers must have the same layers, shape and dtype")
+    return pool
+
+
+def check_stored(pool: PoolShape, stored: Tensor, num_bytes: int, table: Tensor | None) -> None:
+    """Raise ValueError unless ``stored`` has a row of so many bytes for each layer, uint8 ``[num_layers, num_bytes]``,
+    and ``table``, where there is one, an address for K and for V of each."""
+    if table is not None and (
+        table.dtype != torch.uint64 or table.shape != (2 * pool.num_layers,) or table.device != pool.device
+    ):
+        raise ValueError(f"table is {table.dtype} {tuple(table.shape)}: expected uint64 [{2 * pool.num_layers}]")
+    expected = (pool.num_layers, num_bytes)
+    is_alike = stored.dtype == torch.uint8 and stored.shape == expected and stored.device == pool.device
+    if not is_alike or not stored.is_contiguous() or stored.data_ptr() % ACCESS_BYTES:
+        raise ValueError(
+            f"stored is {stored.dtype} {tuple(stored.shape)} on {stored.device}: expected contiguous torch.uint8 "
+            f"{expected} on {pool.device}, from a {ACCESS_BYTES}-byte boundary on"
+        )
+
+
+def check_flag(pool: PoolShape, flag: Tensor) -> None:
+    """Raise ValueError unless ``flag`` is int32 ``[1]`` on the pool's device."""
+    if flag.dtype != torch.int32 or flag.shape != (1,) or flag.device != pool.device:
+        raise ValueError(f"flag is {flag.dtype} {tuple(flag.shape)} on {flag.device}: expected int32 [1]")
 
 
 def runs_triton(backend: Backend, device: torch.device) -> bool:
@@ -126,6 +182,22 @@ def tile_constants(num_heads: int, head_dim: int, dtype: torch.dtype) -> dict[st
         "HEAD_DIM": head_dim,
         "DTYPE": TRITON_DTYPES[dtype],
         "BLOCK_TOKENS": max(16, _TILE_ELEMENTS // columns),
+        "BLOCK_DIM": columns,
+        "num_warps": 4,
+    }
+
+
+def move_constants(
+    num_layers: int, num_heads: int, head_dim: int, dtype: torch.dtype, tile_bytes: int
+) -> dict[str, object]:
+    """Launch constants of a kernel that moves rows of one head within the layers, in tiles of about ``tile_bytes``."""
+    columns = block_dim(head_dim)
+    return {
+        "NUM_LAYERS": num_layers,
+        "NUM_HEADS": num_heads,
+        "HEAD_DIM": head_dim,
+        "DTYPE": _INTEGERS[dtype.itemsize],
+        "BLOCK_TOKENS": max(16, tile_bytes // (columns * dtype.itemsize)),
         "BLOCK_DIM": columns,
         "num_warps": 4,
     }

@@ -15,6 +15,7 @@ from sglang_evicpress.kernels.pool import (
     check_pool,
     gather_layer,
     layer_pointer,
+    load_rows,
     pointer_table,
     runs_triton,
     tile_constants,
@@ -22,20 +23,10 @@ from sglang_evicpress.kernels.pool import (
 
 
 @triton.jit
-def _load_directions(
-    keys: tl.tensor,
-    slot: tl.tensor,
-    inside: tl.tensor,
-    head: tl.tensor,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-) -> tl.tensor:
-    # Keys of length one, those of length zero as they are; rows outside are zero.
-    dims = tl.arange(0, BLOCK_DIM)
-    offset = (slot[:, None] * NUM_HEADS + head) * HEAD_DIM + dims[None, :]
-    key = tl.load(keys + offset, mask=inside[:, None] & (dims < HEAD_DIM)[None, :], other=0.0).to(tl.float32)
-    return key / tl.maximum(tl.sqrt(tl.sum(key * key, 1)), 1e-12)[:, None]
+def _directions(keys: tl.tensor) -> tl.tensor:
+    # Keys of length one, those of length zero as they are.
+    keys = keys.to(tl.float32)
+    return keys / tl.maximum(tl.sqrt(tl.sum(keys * keys, 1)), 1e-12)[:, None]
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_recent", "num_nodes"])
@@ -66,8 +57,7 @@ def _recent_direction_kernel(
         entry = start + tl.arange(0, BLOCK_TOKENS)
         inside = entry < num_recent
         token = tl.load(recent + row * num_recent + entry, mask=inside, other=0)
-        slot = tl.load(slots + token, mask=inside, other=0).to(tl.int64)
-        total += tl.sum(_load_directions(keys, slot, inside, head, NUM_HEADS, HEAD_DIM, BLOCK_DIM), 0)
+        total += tl.sum(_directions(load_rows(keys, slots, token, inside, head, NUM_HEADS, HEAD_DIM, BLOCK_DIM)), 0)
     tl.store(out + row * HEAD_DIM + dims, total / num_recent, mask=dims < HEAD_DIM)
 
 
@@ -95,8 +85,7 @@ def _redundancy_kernel(
     row = ((layer * NUM_HEADS + head) * num_nodes + node).to(tl.int64)
     dims = tl.arange(0, BLOCK_DIM)
     anchor = tl.load(anchors + row * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
-    slot = tl.load(slots + tokens, mask=inside, other=0).to(tl.int64)
-    direction = _load_directions(keys, slot, inside, head, NUM_HEADS, HEAD_DIM, BLOCK_DIM)
+    direction = _directions(load_rows(keys, slots, tokens, inside, head, NUM_HEADS, HEAD_DIM, BLOCK_DIM))
     tl.store(out + row * num_tokens + tokens, tl.sum(direction * anchor[None, :], 1), mask=inside)
 
 

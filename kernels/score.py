@@ -18,8 +18,10 @@ from torch import Tensor
 from sglang_evicpress.kernels.pool import (
     Backend,
     check_pool,
+    check_pools,
     gather_layer,
     layer_pointer,
+    load_rows,
     pointer_table,
     runs_triton,
     tile_constants,
@@ -27,24 +29,6 @@ from sglang_evicpress.kernels.pool import (
 
 CHUNK_TOKENS = 512  # tokens that one program of the anchor's first pass adds up
 PAGE_TILE_ELEMENTS = 2048
-
-
-@triton.jit
-def _load_rows(
-    rows: tl.tensor,
-    slots: tl.tensor,
-    tokens: tl.tensor,
-    num_tokens: tl.tensor,
-    head: tl.tensor,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-) -> tl.tensor:
-    inside = tokens < num_tokens
-    dims = tl.arange(0, BLOCK_DIM)
-    slot = tl.load(slots + tokens, mask=inside, other=0).to(tl.int64)
-    offset = (slot[:, None] * NUM_HEADS + head) * HEAD_DIM + dims[None, :]
-    return tl.load(rows + offset, mask=inside[:, None] & (dims < HEAD_DIM)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -62,10 +46,11 @@ def _key_norm_kernel(
     head = tl.program_id(0)
     tokens = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     layer = tl.program_id(2)
+    inside = tokens < num_tokens
     keys = layer_pointer(k_table, layer, DTYPE)
-    key = _load_rows(keys, slots, tokens, num_tokens, head, NUM_HEADS, HEAD_DIM, BLOCK_DIM)
+    key = load_rows(keys, slots, tokens, inside, head, NUM_HEADS, HEAD_DIM, BLOCK_DIM).to(tl.float32)
     row = (layer * NUM_HEADS + head).to(tl.int64) * num_tokens
-    tl.store(out + row + tokens, tl.sqrt(tl.sum(key * key, 1)), mask=tokens < num_tokens)
+    tl.store(out + row + tokens, tl.sqrt(tl.sum(key * key, 1)), mask=inside)
 
 
 def key_norm(k_buffers: Sequence[Tensor], slots: Tensor, *, backend: Backend = "auto") -> Tensor:
@@ -110,11 +95,12 @@ def _value_key_ratio_kernel(
     layer = tl.program_id(2)
     keys = layer_pointer(k_table, layer, DTYPE)
     values = layer_pointer(v_table, layer, DTYPE)
-    key = _load_rows(keys, slots, tokens, num_tokens, head, NUM_HEADS, HEAD_DIM, BLOCK_DIM)
-    value = _load_rows(values, slots, tokens, num_tokens, head, NUM_HEADS, HEAD_DIM, BLOCK_DIM)
+    inside = tokens < num_tokens
+    key = load_rows(keys, slots, tokens, inside, head, NUM_HEADS, HEAD_DIM, BLOCK_DIM).to(tl.float32)
+    value = load_rows(values, slots, tokens, inside, head, NUM_HEADS, HEAD_DIM, BLOCK_DIM).to(tl.float32)
     ratio = tl.sqrt(tl.sum(value * value, 1)) / tl.maximum(tl.sqrt(tl.sum(key * key, 1)), 1e-6)
     row = (layer * NUM_HEADS + head).to(tl.int64) * num_tokens
-    tl.store(out + row + tokens, ratio, mask=tokens < num_tokens)
+    tl.store(out + row + tokens, ratio, mask=inside)
 
 
 def value_key_ratio(
@@ -125,9 +111,7 @@ def value_key_ratio(
 
     Raises ValueError as ``check_pool`` and ``runs_triton`` do, and when K and V differ in shape.
     """
-    pool = check_pool(k_buffers, slots)
-    if check_pool(v_buffers, slots) != pool:
-        raise ValueError("k_buffers and v_buffers must have the same layers, shape and dtype")
+    pool = check_pools(k_buffers, v_buffers, slots)
     if not runs_triton(backend, pool.device):
         return value_key_ratio_torch(k_buffers, v_buffers, slots)
     n = slots.numel()
@@ -170,7 +154,8 @@ def _direction_sum_kernel(
     total = tl.zeros([BLOCK_DIM], tl.float32)
     for start in range(0, CHUNK, BLOCK_TOKENS):
         tokens = chunk * CHUNK + start + tl.arange(0, BLOCK_TOKENS)
-        key = _load_rows(keys, slots, tokens, num_tokens, head, NUM_HEADS, HEAD_DIM, BLOCK_DIM)
+        inside = tokens < num_tokens
+        key = load_rows(keys, slots, tokens, inside, head, NUM_HEADS, HEAD_DIM, BLOCK_DIM).to(tl.float32)
         norm = tl.maximum(tl.sqrt(tl.sum(key * key, 1)), 1e-12)
         total += tl.sum(key / norm[:, None], 0)
     row = ((layer * NUM_HEADS + head) * num_nodes + node).to(tl.int64) * tl.num_programs(1) + chunk
@@ -200,11 +185,12 @@ def _key_difference_kernel(
     row = ((layer * NUM_HEADS + head) * num_nodes + node).to(tl.int64)
     anchor = tl.load(anchors + row * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
     anchor_norm = tl.maximum(tl.sqrt(tl.sum(anchor * anchor, 0)), 1e-8)
+    inside = tokens < num_tokens
     keys = layer_pointer(k_table, layer, DTYPE)
-    key = _load_rows(keys, slots, tokens, num_tokens, head, NUM_HEADS, HEAD_DIM, BLOCK_DIM)
+    key = load_rows(keys, slots, tokens, inside, head, NUM_HEADS, HEAD_DIM, BLOCK_DIM).to(tl.float32)
     key_norm = tl.maximum(tl.sqrt(tl.sum(key * key, 1)), 1e-8)
     cosine = tl.sum(key * anchor[None, :], 1) / (key_norm * anchor_norm)
-    tl.store(out + row * num_tokens + tokens, -cosine, mask=tokens < num_tokens)
+    tl.store(out + row * num_tokens + tokens, -cosine, mask=inside)
 
 
 def key_difference(k_buffers: Sequence[Tensor], slots: Tensor, *, backend: Backend = "auto") -> Tensor:

@@ -17,8 +17,7 @@ from torch import Tensor
 from sglang_evicpress.kernels.pool import (
     ACCESS_BYTES,
     Backend,
-    PoolShape,
-    check_pool,
+    check_pools,
     layer_pointer,
     pointer_table,
     runs_triton,
@@ -31,11 +30,12 @@ _MOST_ROW_WORDS = 512
 
 # Neither the number of slots nor where a caller's slots begin compiles a kernel anew while a load is waited for.
 @triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["slots"])
-def _gather_kernel(
+def _stage_kernel(
     table: tl.tensor,
     slots: tl.tensor,
-    out: tl.tensor,
+    staged: tl.tensor,
     num_slots: tl.tensor,
+    IS_GATHER: tl.constexpr,
     ROW_WORDS: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
@@ -50,66 +50,33 @@ def _gather_kernel(
     mask = inside[:, None] & (words < ROW_WORDS)[None, :]
     slot = tl.load(slots + tokens, mask=inside, other=0).to(tl.int64)
     place = section.to(tl.int64) * num_slots + tokens
-    tile = tl.load(rows + slot[:, None] * ROW_WORDS + words[None, :], mask=mask, other=0)
-    tl.store(out + place[:, None] * ROW_WORDS + words[None, :], tile, mask=mask)
-
-
-@triton.jit(do_not_specialize=["num_slots", "begin", "num_staged"], do_not_specialize_on_alignment=["slots"])
-def _scatter_kernel(
-    table: tl.tensor,
-    slots: tl.tensor,
-    staged: tl.tensor,
-    num_slots: tl.tensor,
-    begin: tl.tensor,
-    num_staged: tl.tensor,
-    ROW_WORDS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
-) -> None:
-    section = tl.program_id(1)
-    rows = layer_pointer(table, section, DTYPE)
-    tokens = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    words = tl.program_id(2) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
-    inside = tokens < num_slots
-    mask = inside[:, None] & (words < ROW_WORDS)[None, :]
-    slot = tl.load(slots + tokens, mask=inside, other=0).to(tl.int64)
-    place = section.to(tl.int64) * num_staged + begin + tokens
-    tile = tl.load(staged + place[:, None] * ROW_WORDS + words[None, :], mask=mask, other=0)
-    tl.store(rows + slot[:, None] * ROW_WORDS + words[None, :], tile, mask=mask)
+    in_pool = rows + slot[:, None] * ROW_WORDS + words[None, :]
+    in_staged = staged + place[:, None] * ROW_WORDS + words[None, :]
+    if IS_GATHER:
+        tl.store(in_staged, tl.load(in_pool, mask=mask, other=0), mask=mask)
+    else:
+        tl.store(in_pool, tl.load(in_staged, mask=mask, other=0), mask=mask)
 
 
 def gather(
     k_buffers: Sequence[Tensor],
     v_buffers: Sequence[Tensor],
     slots: Tensor,
-    out: Tensor,
+    staged: Tensor,
     *,
     table: Tensor | None = None,
     backend: Backend = "auto",
 ) -> None:
-    """Write slot ``slots[j]`` of K and of V of every layer l to ``out[l, 0, j]`` and ``out[l, 1, j]``, bit for bit.
+    """Write slot ``slots[j]`` of K and of V of every layer l to ``staged[l, 0, j]`` and ``staged[l, 1, j]``, bit for
+    bit.
 
-    ``out``: contiguous, of the pool's dtype, which may be any, from a 16-byte boundary on; rows of no multiple of 16
+    ``staged``: contiguous, of the pool's dtype, which may be any, from a 16-byte boundary on; rows of no multiple of 16
     bytes move in narrower accesses. ``table``: these layers' part of a ``stage_table``; without it there may be a copy
     from the host, which waits for the device.
-    Raises ValueError for an ``out`` that does not fit, and as ``check_pool``, ``pointer_table`` and ``runs_triton`` do.
+    Raises ValueError for buffers that do not fit, and as ``check_pool``, ``pointer_table`` and ``runs_triton`` do.
     """
-    pool = _check(k_buffers, v_buffers, slots, table)
-    expected = (pool.num_layers, 2, slots.numel(), pool.num_heads, pool.head_dim)
-    if out.shape != expected or not _is_staging(out, pool):
-        raise ValueError(
-            f"out is {_text(out)}: expected contiguous {pool.dtype} {expected} on {pool.device}, from a "
-            f"{ACCESS_BYTES}-byte boundary on"
-        )
-    if not runs_triton(backend, pool.device):
-        gather_torch(k_buffers, v_buffers, slots, out)
-    elif slots.numel():
-        constants = stage_constants(_row_bytes(pool))
-        if table is None:
-            table = stage_table(k_buffers, v_buffers)
-        arguments = table, slots.contiguous(), _words(out), slots.numel()
-        _gather_kernel[_grid(pool, slots, constants)](*arguments, **constants)
+    if not _launch(True, k_buffers, v_buffers, slots, staged, table, backend):
+        gather_torch(k_buffers, v_buffers, slots, staged)
 
 
 def scatter(
@@ -118,33 +85,13 @@ def scatter(
     slots: Tensor,
     staged: Tensor,
     *,
-    begin: int = 0,
     table: Tensor | None = None,
     backend: Backend = "auto",
 ) -> None:
-    """Write ``staged[l, 0, begin + j]`` and ``staged[l, 1, begin + j]`` into slot ``slots[j]`` of K and of V of every
-    layer l, in place and bit for bit; other slots keep their bytes. The inverse of ``gather``.
-
-    ``staged``: as ``out`` of ``gather``, of at least ``begin`` + n rows; ``slots`` holds no slot twice; ``table``, and
-    what is raised, as there.
-    """
-    pool = _check(k_buffers, v_buffers, slots, table)
-    shape = (pool.num_layers, 2, pool.num_heads, pool.head_dim)
-    if staged.dim() != 5 or (*staged.shape[:2], *staged.shape[3:]) != shape or not _is_staging(staged, pool):
-        raise ValueError(
-            f"staged is {_text(staged)}: expected contiguous {pool.dtype} [{pool.num_layers}, 2, rows, "
-            f"{pool.num_heads}, {pool.head_dim}] on {pool.device}, from a {ACCESS_BYTES}-byte boundary on"
-        )
-    if not 0 <= begin <= staged.shape[2] - slots.numel():
-        raise ValueError(f"{slots.numel()} rows from {begin} on are not among the {staged.shape[2]} staged")
-    if not runs_triton(backend, pool.device):
-        scatter_torch(k_buffers, v_buffers, slots, staged, begin=begin)
-    elif slots.numel():
-        constants = stage_constants(_row_bytes(pool))
-        if table is None:
-            table = stage_table(k_buffers, v_buffers)
-        arguments = table, slots.contiguous(), _words(staged), slots.numel(), begin, staged.shape[2]
-        _scatter_kernel[_grid(pool, slots, constants)](*arguments, **constants)
+    """Write ``staged[l, 0, j]`` and ``staged[l, 1, j]`` into slot ``slots[j]`` of K and of V of every layer l, in place
+    and bit for bit; other slots keep their bytes. The inverse of ``gather``; ``slots`` holds no slot twice."""
+    if not _launch(False, k_buffers, v_buffers, slots, staged, table, backend):
+        scatter_torch(k_buffers, v_buffers, slots, staged)
 
 
 def stage_table(k_buffers: Sequence[Tensor], v_buffers: Sequence[Tensor]) -> Tensor:
@@ -167,50 +114,56 @@ def stage_constants(row_bytes: int) -> dict[str, object]:
     }
 
 
-def gather_torch(k_buffers: Sequence[Tensor], v_buffers: Sequence[Tensor], slots: Tensor, out: Tensor) -> None:
+def gather_torch(k_buffers: Sequence[Tensor], v_buffers: Sequence[Tensor], slots: Tensor, staged: Tensor) -> None:
     """Reference of ``gather``, and its CPU path: no scratch."""
-    for layer, pair in enumerate(zip(k_buffers, v_buffers, strict=True)):
-        for section, buffer in enumerate(pair):
-            torch.index_select(_words(buffer), 0, slots, out=_words(out[layer, section]))
+    for layer, pair in zip(staged, zip(k_buffers, v_buffers, strict=True), strict=True):
+        for section, buffer in zip(layer, pair, strict=True):
+            torch.index_select(_words(buffer), 0, slots, out=_words(section))
 
 
-def scatter_torch(
-    k_buffers: Sequence[Tensor], v_buffers: Sequence[Tensor], slots: Tensor, staged: Tensor, *, begin: int = 0
-) -> None:
+def scatter_torch(k_buffers: Sequence[Tensor], v_buffers: Sequence[Tensor], slots: Tensor, staged: Tensor) -> None:
     """Reference of ``scatter``, and its CPU path: no scratch."""
-    rows = slice(begin, begin + slots.numel())
-    for layer, pair in enumerate(zip(k_buffers, v_buffers, strict=True)):
-        for section, buffer in enumerate(pair):
-            _words(buffer).index_copy_(0, slots, _words(staged[layer, section, rows]))
+    for layer, pair in zip(staged, zip(k_buffers, v_buffers, strict=True), strict=True):
+        for section, buffer in zip(layer, pair, strict=True):
+            _words(buffer).index_copy_(0, slots, _words(section))
 
 
-def _check(k_buffers: Sequence[Tensor], v_buffers: Sequence[Tensor], slots: Tensor, table: Tensor | None) -> PoolShape:
-    pool = check_pool(k_buffers, slots, dtypes=None)
-    if check_pool(v_buffers, slots, dtypes=None) != pool:
-        raise ValueError("k_buffers and v_buffers must have the same layers, shape and dtype")
+def _launch(
+    is_gather: bool,
+    k_buffers: Sequence[Tensor],
+    v_buffers: Sequence[Tensor],
+    slots: Tensor,
+    staged: Tensor,
+    table: Tensor | None,
+    backend: Backend,
+) -> bool:
+    """Check all of it; False if it is for the torch path."""
+    pool = check_pools(k_buffers, v_buffers, slots, dtypes=None)
     if table is not None and (
         table.dtype != torch.uint64 or table.shape != (2 * pool.num_layers,) or table.device != pool.device
     ):
         raise ValueError(f"table is {_text(table)}: expected uint64 [{2 * pool.num_layers}] on {pool.device}")
-    return pool
-
-
-def _is_staging(tensor: Tensor, pool: PoolShape) -> bool:
-    is_alike = tensor.dtype == pool.dtype and tensor.device == pool.device
-    return is_alike and tensor.is_contiguous() and tensor.data_ptr() % ACCESS_BYTES == 0
+    expected = (pool.num_layers, 2, slots.numel(), pool.num_heads, pool.head_dim)
+    is_alike = staged.shape == expected and staged.dtype == pool.dtype and staged.device == pool.device
+    if not is_alike or not staged.is_contiguous() or staged.data_ptr() % ACCESS_BYTES:
+        raise ValueError(
+            f"staged is {_text(staged)}: expected contiguous {pool.dtype} {expected} on {pool.device}, from a "
+            f"{ACCESS_BYTES}-byte boundary on"
+        )
+    if not runs_triton(backend, pool.device):
+        return False
+    if slots.numel():
+        constants = stage_constants(pool.num_heads * pool.head_dim * pool.dtype.itemsize)
+        if table is None:
+            table = stage_table(k_buffers, v_buffers)
+        blocks = triton.cdiv(slots.numel(), constants["BLOCK_TOKENS"])
+        grid = blocks, 2 * pool.num_layers, triton.cdiv(constants["ROW_WORDS"], constants["BLOCK_WORDS"])
+        _stage_kernel[grid](table, slots.contiguous(), _words(staged), slots.numel(), IS_GATHER=is_gather, **constants)
+    return True
 
 
 def _text(tensor: Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
-
-
-def _grid(pool: PoolShape, slots: Tensor, constants: dict[str, object]) -> tuple[int, int, int]:
-    blocks = triton.cdiv(slots.numel(), constants["BLOCK_TOKENS"])
-    return blocks, 2 * pool.num_layers, triton.cdiv(constants["ROW_WORDS"], constants["BLOCK_WORDS"])
-
-
-def _row_bytes(pool: PoolShape) -> int:
-    return pool.num_heads * pool.head_dim * pool.dtype.itemsize
 
 
 def _word_bytes(row_bytes: int) -> int:

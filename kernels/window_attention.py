@@ -18,6 +18,7 @@ from sglang_evicpress.kernels.pool import (
     check_pool,
     gather_layer,
     layer_pointer,
+    load_rows,
     pointer_table,
     runs_triton,
     tile_constants,
@@ -75,10 +76,7 @@ def _window_logits(
     BLOCK_DIM: tl.constexpr,
 ) -> tl.tensor:
     inside = tokens < num_tokens
-    dims = tl.arange(0, BLOCK_DIM)
-    slot = tl.load(slots + tokens, mask=inside, other=0).to(tl.int64)
-    offset = (slot[:, None] * NUM_HEADS + kv_head) * HEAD_DIM + dims[None, :]
-    key = tl.load(keys + offset, mask=inside[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    key = load_rows(keys, slots, tokens, inside, kv_head, NUM_HEADS, HEAD_DIM, BLOCK_DIM)
     logits = tl.dot(query, tl.trans(key.to(DOT_DTYPE)), input_precision="ieee") * scale
     key_position = tl.load(key_positions + tokens, mask=inside, other=0)
     visible = inside[None, :] & (key_position[None, :] <= position[:, None])

@@ -17,13 +17,16 @@ import dataclasses, json, sys
 from sglang_evicpress.kernels.aot import compile_all
 print(json.dumps([dataclasses.asdict(report) for report in compile_all(archs=[int(sys.argv[1])])]))
 """
-READS_THE_POOL = {
+CODECS = ("int8", "int4", "int2")
+ENCODES, DECODES = (
+    {f"{step}_{rows}_{codec}" for rows in ("keys", "values") for codec in CODECS} for step in ("encode", "decode")
+)
+READS_THE_POOL = ENCODES | {
     "key_norm", "value_key_ratio", "direction_sum", "key_difference", "window_normalizer", "window_attention",
     "recent_direction", "redundancy", "compact", "fill_holes", "gather", "scatter",
+    "encode_lossless", "decode_lossless",
 }  # fmt: skip
-MOVES_ROWS = {"compact", "fill_holes", "gather", "scatter"}
-
-
+WRITES_THE_POOL = DECODES | {"compact", "fill_holes", "gather", "scatter", "decode_lossless"}
 SCORES_ONLY = {"page_mean", "select_survivors"}
 
 
@@ -39,7 +42,7 @@ def reports(request, tmp_path_factory):
 
 
 def test_every_kernel_compiles_without_spilling_a_register(reports):
-    every = itertools.product(READS_THE_POOL | SCORES_ONLY, aot.HEAD_DIMS, ("bf16", "fp16"))
+    every = itertools.product(READS_THE_POOL | WRITES_THE_POOL | SCORES_ONLY, aot.HEAD_DIMS, ("bf16", "fp16"))
     assert set(reports) == set(every)
     assert {key: report["spill_bytes"] for key, report in reports.items() if report["spill_bytes"]} == {}
 
@@ -47,13 +50,23 @@ def test_every_kernel_compiles_without_spilling_a_register(reports):
 def test_rows_of_the_pool_move_in_accesses_of_128_bits(reports):
     widths = {key: (report["load_bits"], report["store_bits"]) for key, report in reports.items()}
     assert {key: load for key, (load, _) in widths.items() if key[0] in READS_THE_POOL and load != 128} == {}
-    assert {key: store for key, (_, store) in widths.items() if key[0] in MOVES_ROWS and store != 128} == {}
+    assert {key: store for key, (_, store) in widths.items() if key[0] in WRITES_THE_POOL and store != 128} == {}
 
 
 def test_compact_waits_for_all_warps_between_its_loads_and_its_stores(reports):
     orders = [report["order"] for key, report in reports.items() if key[0] == "compact"]
     assert orders
     assert [order for order in orders if "ld bar st" not in order or "ld st" in order] == []
+
+
+def test_codecs_round_every_step_and_fuse_none(reports):
+    """So that what they compute is what torch does on the CPU, bit for bit."""
+    coded = {key[0]: report["arithmetic"] for key, report in reports.items() if key[0] in ENCODES | DECODES}
+    found = {(kernel.partition("_")[0], arithmetic) for kernel, arithmetic in coded.items()}
+    assert found == {
+        ("encode", "add.rn.f32 div.rn.f32 mul.rn.f32 sub.rn.f32"),
+        ("decode", "add.rn.f32 mul.rn.f32 sub.rn.f32"),
+    }
 
 
 def test_interpreted_kernels_are_not_compiled_by_mistake(monkeypatch):
