@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from sglang_evicpress.benchmark.config import Config, load_config
@@ -17,11 +16,9 @@ from sglang_evicpress.benchmark.saturation import at_saturation
 from sglang_evicpress.benchmark.server import ServerError
 from sglang_evicpress.benchmark.systems import Sizes, System, expand, left_out, sizes_of
 from sglang_evicpress.benchmark.tables import TABLES, write_report
+from sglang_evicpress.cli.parser import INTERRUPTED, say
 
 FOLDER = Path("bench/out/serve")
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as a shell reports a process that SIGINT ended."""
-
 _ROOM_TOKENS = 256
 """Around a context in the pool: the question, and what the server keeps for itself."""
 
@@ -32,25 +29,25 @@ def serve(args: argparse.Namespace, command: str) -> int:
     if args.repetitions is not None:
         if args.repetitions < 1:
             raise ValueError(f"--repetitions {args.repetitions}: expected at least 1")
-        config = replace(config, repetitions=args.repetitions)
+        config = config.model_copy(update={"repetitions": args.repetitions})
     folder = (args.out or FOLDER / config.name).resolve()
     try:
         contexts = load_contexts(config, folder)
         sizes = sizes_of(config, sum(context.tokens for context in contexts), kv_bytes_per_token(config))
         check_pool(config, sizes, contexts)
-        systems = expand(config, sizes.working_set_tokens, sizes.kv_bytes_per_token, folder)
+        systems = expand(config, sizes, folder)
         chosen = systems if args.systems is None else choose(systems, args.systems)
-        for each in left_out(config):
-            _say(f"{each.name} is left out: {each.why}")
+        for name, why in left_out(config).items():
+            say(f"{name} is left out: {why}")
         config = at_saturation(config, systems, contexts, sizes, folder, is_fresh=args.fresh)
         done = run_all(config, systems, chosen, contexts, sizes, folder, command=command, is_fresh=args.fresh)
         score_runs(folder, is_shown=sys.stderr.isatty())
         write_report(folder)
     except KeyboardInterrupt:
-        _say(f"interrupted; every run that was complete is in {folder}, and the same command goes on")
+        say(f"interrupted; every run that was complete is in {folder}, and the same command goes on")
         return INTERRUPTED
     except ServerError as error:
-        _say(f"error: {error}")
+        say(f"error: {error}")
         return 1
     before = f"; {done.num_before} were there before" if done.num_before else ""
     failed = f"; {done.num_failed} requests failed" if done.num_failed else ""
@@ -69,13 +66,9 @@ def choose(systems: Sequence[System], names: str) -> list[System]:
 
 def check_pool(config: Config, sizes: Sizes, contexts: Sequence[Context]) -> None:
     """Raises ValueError where the longest context does not fit in the pool with its question and answer."""
-    need = max(context.tokens for context in contexts) + config.max_new_tokens + _ROOM_TOKENS
+    need = max(context.tokens for context in contexts) + config.workload.max_new_tokens + _ROOM_TOKENS
     if sizes.pool_tokens < need:
         raise ValueError(
             f"{config.path}: memory gpu {config.memory.gpu:g} of {sizes.working_set_tokens} tokens is a pool of "
             f"{sizes.pool_tokens}: expected at least {need}, for the longest context with a question and an answer"
         )
-
-
-def _say(message: str) -> None:
-    print(f"evicpress: {message}", file=sys.stderr, flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from sglang_evicpress.controller.journal import Journal
@@ -37,6 +37,9 @@ class NodeOps(Protocol):
         """Bring a node to a lower tier, ``at_once`` or, where it has to be copied, in the background; returns the slots
         freed now."""
 
+    def promote(self, node_id: int) -> None:
+        """Begin to bring a node onto the GPU, or to give it its exact KV if it is there."""
+
     def cause_of_drop(self, node_id: int) -> str | None:
         """Why a node that is to be dropped could not become anything else, if so."""
 
@@ -51,26 +54,50 @@ class NodeOps(Protocol):
         """True if no other rank must do as this one does."""
 
 
+class PolicyInUse(Protocol):
+    """Policy, which is replaced when the cache is flushed."""
+
+    @property
+    def planner(self) -> Planner:
+        """The present one."""
+
+
+class Terms(Protocol):
+    """Logical time and what a hit is worth at it, for the journal."""
+
+    now_s: float
+
+    def value_of_hit(self) -> float:
+        """Worth of a hit now."""
+
+
 class Controller:
-    """The only one that compresses or drops because memory is short.
+    """The only one that compresses or drops because memory is short. ``num_failed`` counts moves by their errors."""
 
-    ``policy`` is replaced when the cache is flushed. ``now_s`` and ``value_of_hit`` are the logical time and what a hit
-    is worth at it, for the journal.
-    """
-
-    def __init__(self, ops: NodeOps) -> None:
-        self.planner: Planner
+    def __init__(self, ops: NodeOps, policy: PolicyInUse, terms: Terms, num_failed: Counter[str]) -> None:
         self.ops = ops
-        self.now_s = 0.0
-        self.value_of_hit = 1.0
+        self._policy = policy
+        self._terms = terms
+        self.num_failed = num_failed
         self.journal = Journal()
         self.num_compressed: Counter[str] = Counter()
         self.num_demoted: Counter[str] = Counter()
-        self.num_failed: Counter[str] = Counter()
         self.num_dropped = 0
         self.freed_slots = 0
         self.dropped_tokens = 0
         self._next_log_s = 0.0
+
+    @property
+    def planner(self) -> Planner:
+        return self._policy.planner
+
+    @property
+    def now_s(self) -> float:
+        return self._terms.now_s
+
+    @property
+    def value_of_hit(self) -> float:
+        return self._terms.value_of_hit()
 
     def free_bytes(
         self,
@@ -96,34 +123,37 @@ class Controller:
         others. Not where there are other ranks: they have made the move, and to go on would be to go on with other
         trees, so the exception ends the server.
         """
-        if self.ops.is_alone:
-            return self._execute_all(decisions, cause, at_once)
-        decisions = list(decisions)
-        with self.ops.together(decisions):
-            return self._execute_all(decisions, cause, at_once)
+        decisions, is_alone, freed = list(decisions), self.ops.is_alone, 0
+        with nullcontext() if is_alone else self.ops.together(decisions):
+            for decision in decisions:
+                if decision.node_id not in self.planner.index.candidates:
+                    continue  # a move before it made room below, which cost it
+                try:
+                    freed += self._execute(decision, cause, at_once)
+                except Exception as error:
+                    if not is_alone:
+                        raise
+                    self._skip(decision, error)
+        self.freed_slots += freed
+        return freed
 
-    def _execute_all(self, decisions: Iterable[Decision], cause: str, at_once: bool) -> int:
-        freed = 0
-        for decision in decisions:
-            if decision.node_id not in self.planner.index.candidates:
-                continue  # a move before it made room below, which cost it
-            try:
-                freed += self._execute(decision, cause, at_once)
-            except Exception as error:
-                if not self.ops.is_alone:
-                    raise
-                self._skip(decision, error)
+    def execute_asked(self, decision: Decision) -> int:
+        """Make a move that somebody asked for, of a node that is set aside as well; returns the slots freed at once.
+        What fails is raised: who asked is told."""
+        freed = self._execute(decision, BY_UTILITY, False)
         self.freed_slots += freed
         return freed
 
     def _execute(self, decision: Decision, cause: str, at_once: bool) -> int:
-        option, node_id = decision.option, decision.node_id
-        num_tokens, freed = self.planner.index.candidates[node_id].num_tokens, 0
+        option, node_id, freed = decision.option, decision.node_id, 0
         if option.is_drop:
+            num_tokens = self.planner.index.candidates[node_id].num_tokens
             cause = FORCED if decision.is_forced else self.ops.cause_of_drop(node_id) or cause
             freed = self.ops.drop(node_id, cause, self.journal.next_number)
             self.num_dropped += 1
             self.dropped_tokens += num_tokens
+        elif decision.is_promotion:
+            self.ops.promote(node_id)
         elif option.tier == decision.source.tier and option.form is not None:
             freed = self.ops.compress(node_id, option.form)
             self.num_compressed[str(option.form)] += 1
@@ -135,7 +165,8 @@ class Controller:
 
     def _skip(self, decision: Decision, error: Exception) -> None:
         option = decision.option
-        move = "drop" if option.is_drop else "compress" if option.tier == decision.source.tier else "demote"
+        move = "compress" if option.tier == decision.source.tier else "demote"
+        move = "drop" if option.is_drop else "promote" if decision.is_promotion else move
         self.num_failed[f"{move} {type(error).__name__}"] += 1
         self.ops.set_aside(decision.node_id)
         if self.now_s >= self._next_log_s:

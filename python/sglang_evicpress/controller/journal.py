@@ -75,32 +75,26 @@ class Journal:
         return [self._described(entry) for entry in islice(entries, MOST_ABOUT)][::-1]
 
     def _described(self, entry: Entry) -> dict[str, object]:
-        described = describe(entry)
+        """An entry as a JSON object; weight and loss in hits of that time."""
+        decision, loss = entry.decision, entry.decision.loss / entry.value_of_hit
+        verb = "gains" if loss < 0 else "loses"
+        described = {
+            "number": entry.number,
+            "time_s": entry.now_s,
+            "node_id": decision.node_id,
+            "from": str(decision.source),
+            "to": str(decision.option),
+            "bytes_before": decision.source.num_bytes,
+            "bytes": decision.option.num_bytes,
+            "freed_bytes": decision.freed_bytes,
+            "weight": decision.weight / entry.value_of_hit,
+            "quality_before": decision.quality_before,
+            "quality": decision.quality,
+            "delay_before_s": decision.delay_before_s,
+            "delay_s": decision.delay_s,
+            "loss": loss,
+            "reason": f"{decision.option}: {verb} {abs(loss):.4g} over {decision.freed_bytes} bytes",
+        }
         if entry.cause:
-            described["cause"] = entry.cause
-            described["regret_s"] = self._regrets.get(entry.number, 0.0)
+            described |= {"cause": entry.cause, "regret_s": self._regrets.get(entry.number, 0.0)}
         return described
-
-
-def describe(entry: Entry) -> dict[str, object]:
-    """An entry as a JSON object; weight and loss in hits of that time."""
-    decision = entry.decision
-    loss = decision.loss / entry.value_of_hit
-    verb = "gains" if loss < 0 else "loses"
-    return {
-        "number": entry.number,
-        "time_s": entry.now_s,
-        "node_id": decision.node_id,
-        "from": str(decision.source),
-        "to": str(decision.option),
-        "bytes_before": decision.source.num_bytes,
-        "bytes": decision.option.num_bytes,
-        "freed_bytes": decision.freed_bytes,
-        "weight": decision.weight / entry.value_of_hit,
-        "quality_before": decision.quality_before,
-        "quality": decision.quality,
-        "delay_before_s": decision.delay_before_s,
-        "delay_s": decision.delay_s,
-        "loss": loss,
-        "reason": f"{decision.option}: {verb} {abs(loss):.4g} over {decision.freed_bytes} bytes",
-    }

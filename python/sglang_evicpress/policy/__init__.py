@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sglang_evicpress.core import PRESSES, Form
+from sglang_evicpress.core import CODECS, EXACT, PRESSES, Form
 from sglang_evicpress.policy.base import Policy
 from sglang_evicpress.policy.cost_model import CostSnapshot
 from sglang_evicpress.policy.menu import Menu
@@ -45,10 +45,12 @@ def _belady(inputs: Inputs) -> Policy:
 
 @dataclass(frozen=True, slots=True)
 class PolicyInfo:
-    """A policy as registered. ``weighs_quality``: by alpha and quality curves. ``sees_future``: for a simulator
+    """A policy as registered. ``forms``: those it needs on the menu besides the configured ones. ``weighs_quality``: by
+    alpha and quality curves. ``has_mean_curve``: it goes by one curve for all nodes. ``sees_future``: for a simulator
     only."""
 
     make: Callable[[Inputs], Policy]
+    forms: tuple[Form, ...] = ()
     weighs_quality: bool = False
     has_mean_curve: bool = False
     sees_future: bool = False
@@ -68,7 +70,7 @@ POLICIES: dict[str, PolicyInfo] = {
     "belady": PolicyInfo(_belady, sees_future=True),
 }
 
-_PATTERNS = ("PRESS@KEPT+lru", "impress@X")  # such as keydiff@0.5+lru, impress@0.1
+_PATTERNS = ("PRESS@KEPT+lru", "FORM+CODEC+lru", "impress@X")  # keydiff@0.5+lru, exact+int4+lru, impress@0.1
 SERVER_POLICY_NAMES = (*(name for name, policy in POLICIES.items() if not policy.sees_future), *_PATTERNS)
 """Names and patterns that a server accepts, as help texts show them."""
 
@@ -85,52 +87,33 @@ def make_planner(
     mean_curve: Sequence[float] | None = None,
     next_use: Mapping[int, float] | None = None,
 ) -> Planner:
-    """The policy called ``name``; the menu must hold ``policy_forms(name)``.
+    """The policy called ``name``; the menu must hold the ``forms`` of its ``policy_info``.
 
     ``mean_curve``, the offline quality of every form of the menu, is needed by adaptcache, ``next_use`` by belady.
     Raises ValueError for a name that is not known, listing those that are, and for an input that is missing or wrong.
     """
-    policy = POLICIES.get(name)
-    if policy is not None:
-        return Planner(policy.make(Inputs(menu, alpha, costs, mean_curve, next_use)))
-    form, important = _patterned(name)
-    return Planner(FixedFormPolicy(menu, form) if important is None else ImpressPolicy(menu, important))
+    return Planner(policy_info(name).make(Inputs(menu, alpha, costs, mean_curve, next_use)))
 
 
-def weighs_quality(name: str) -> bool:
-    """True if the policy chooses forms by alpha and their quality."""
-    return name in POLICIES and POLICIES[name].weighs_quality
-
-
-def has_mean_curve(name: str) -> bool:
-    """True if the policy goes by one curve for all nodes."""
-    return name in POLICIES and POLICIES[name].has_mean_curve
-
-
-def sees_future(name: str) -> bool:
-    """True if only a simulator can run the policy."""
-    return name in POLICIES and POLICIES[name].sees_future
-
-
-def policy_forms(name: str) -> tuple[Form, ...]:
-    """The forms a policy needs on the menu besides the configured ones. Raises ValueError for an unknown name."""
-    return () if name in POLICIES else (_patterned(name)[0],)
-
-
-def _patterned(name: str) -> tuple[Form, float | None]:
-    """The form of a name that follows a pattern, and the X of impress@X."""
+def policy_info(name: str) -> PolicyInfo:
+    """The policy of that name, or of one that follows a pattern. Raises ValueError for an unknown name."""
+    if name in POLICIES:
+        return POLICIES[name]
     press, at, number = name.partition("@")
     try:
         if name.endswith("+lru"):
-            form = Form.parse(name.removesuffix("+lru"))
-            if not form.is_exact:
-                return form, None
+            form = Form.parse_stored(name.removesuffix("+lru"))
+            if form != EXACT:
+                forms = tuple(dict.fromkeys((Form(form.press, form.kept_fraction), form)))
+                return PolicyInfo(lambda inputs: FixedFormPolicy(inputs.menu, form), forms)
         elif press == "impress" and at:
             important = float(number)
-            return impress_form(important), important
+            return PolicyInfo(lambda inputs: ImpressPolicy(inputs.menu, important), (impress_form(important),))
     except ValueError:
         pass  # said below, with everything else that is accepted
+    codecs = ", ".join(codec for codec in CODECS if codec != "raw")
     raise ValueError(
         f"policy {name!r} is not known: expected one of {', '.join(POLICY_NAMES)}, with PRESS one of "
-        f"{', '.join(PRESSES)}, 0 < KEPT < 1, 0 < X < 1, such as keydiff@0.5+lru or impress@0.1"
+        f"{', '.join(PRESSES)}, FORM exact or PRESS@KEPT, CODEC one of {codecs}, 0 < KEPT < 1, 0 < X < 1, "
+        "such as keydiff@0.5+lru, exact+int4+lru or impress@0.1"
     )

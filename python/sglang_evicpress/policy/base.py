@@ -60,47 +60,36 @@ class Candidate:
         "weight",
     )
 
-    def __init__(self, node: NodeStats) -> None:
+    def __init__(self, node: NodeStats | Candidate) -> None:
         self.num_children: list[int] | None = None
         self.queued: Entry | None = None
         self.read(node)
 
-    def read(self, node: NodeStats) -> None:
-        self.id = node.id
-        self.parent_id = node.parent_id
+    def read(self, node: NodeStats | Candidate) -> None:
+        self.id: int = node.id
+        self.parent_id: int | None = node.parent_id
         self.tier: int = int(node.tier)
         self.form: Form = node.form
-        self.num_tokens = node.num_tokens
-        self.num_bytes = node.num_bytes
-        self.depth_tokens = node.depth_tokens
-        self.quality = node.quality
+        self.num_tokens: int = node.num_tokens
+        self.num_bytes: int = node.num_bytes
+        self.depth_tokens: int = node.depth_tokens
+        self.quality: float = node.quality
         self.curve: Sequence[float] = node.curve
-        self.allowed_forms = node.allowed_forms
-        self.weight = node.weight
-        self.num_hits = node.num_hits
-        self.last_use = node.last_use
-        self.sinks = node.sinks
-        self.is_locked = node.is_locked
-        self.exact_on = node.exact_on
-        self.lower_copies = node.lower_copies
+        self.allowed_forms: int = node.allowed_forms
+        self.weight: float = node.weight
+        self.num_hits: int = node.num_hits
+        self.last_use: int = node.last_use
+        self.sinks: int = node.sinks
+        self.is_locked: bool = node.is_locked
+        self.exact_on: Tier | None = node.exact_on
+        self.lower_copies: Sequence[LowerCopy] = node.lower_copies
         self.memo: object = None
 
     def copy(self) -> Candidate:
         """A candidate a plan may change: the same node, in no heap."""
-        twin = Candidate.__new__(Candidate)
-        twin.id, twin.parent_id, twin.tier, twin.form = self.id, self.parent_id, self.tier, self.form
-        twin.num_tokens, twin.num_bytes, twin.depth_tokens = self.num_tokens, self.num_bytes, self.depth_tokens
-        twin.quality, twin.curve, twin.allowed_forms, twin.sinks = (
-            self.quality,
-            self.curve,
-            self.allowed_forms,
-            self.sinks,
-        )
-        twin.weight, twin.num_hits, twin.last_use = self.weight, self.num_hits, self.last_use
-        twin.is_locked, twin.exact_on, twin.memo = self.is_locked, self.exact_on, self.memo
-        twin.lower_copies = self.lower_copies
+        twin = Candidate(self)
+        twin.memo = self.memo
         twin.num_children = None if self.num_children is None else list(self.num_children)
-        twin.queued = None
         return twin
 
     @property
@@ -119,28 +108,49 @@ class Candidate:
             self.num_children[tier] += change
 
 
+def smaller_forms(menu: Menu, candidate: Candidate) -> list[tuple[int, int]]:
+    """(index of a form, bytes) for the forms that can be made of the node where it is and are smaller than what it
+    holds. On the GPU its codec only says what it was stored with: there it stays."""
+    allowed_forms = candidate.allowed_forms
+    if allowed_forms and candidate.tier == Tier.GPU:
+        allowed_forms &= menu.of_codec(candidate.form.codec)
+    return _smaller_than(candidate.num_bytes, menu, candidate, allowed_forms, candidate.tier)
+
+
+def lower_forms(menu: Menu, candidate: Candidate) -> list[tuple[int, int]]:
+    """(index of a form, bytes) for the forms it can be in below the GPU that are smaller there than what it holds."""
+    return _smaller_than(lower_bytes(menu, candidate), menu, candidate, candidate.allowed_forms, Tier.HOST)
+
+
+def lower_bytes(menu: Menu, candidate: Candidate) -> int:
+    """Bytes of the node, as it is, below the GPU."""
+    num_bytes = candidate.num_bytes
+    return menu.stored_bytes(candidate.form, num_bytes) if candidate.tier == Tier.GPU else num_bytes
+
+
+def _smaller_than(
+    num_bytes: int, menu: Menu, candidate: Candidate, allowed_forms: int, tier: int
+) -> list[tuple[int, int]]:
+    if not allowed_forms:
+        return []
+    sizes = menu.sizes(candidate.num_tokens, candidate.sinks, tier)
+    return [(index, size) for index, size in enumerate(sizes) if size < num_bytes and allowed_forms >> index & 1]
+
+
 class Policy(Protocol):
-    """Policy: the order of nodes and the step for the first of them."""
+    """Policy: the order of nodes and the step for the first of them.
 
-    @property
-    def name(self) -> str:
-        """Name, as it was asked for."""
-        ...
+    ``name``: as it was asked for. ``menu``: the forms and tiers it chooses from. ``rises_only``: a hit never makes a
+    key of 0 or more smaller; its entry may then wait in the heap until on top. ``weighs_quality``: it chooses forms by
+    their quality; then it is only offered those whose quality is known. ``compresses``: it may choose another form
+    than the exact one.
+    """
 
-    @property
-    def menu(self) -> Menu:
-        """The forms and tiers it chooses from."""
-        ...
-
-    @property
-    def rises_only(self) -> bool:
-        """True if a hit never makes a key of 0 or more smaller; its entry may then wait in the heap until on top."""
-        ...
-
-    @property
-    def weighs_quality(self) -> bool:
-        """True if it chooses forms by their quality; then it is only offered those whose quality is known."""
-        ...
+    name: str
+    menu: Menu
+    rises_only: bool
+    weighs_quality: bool
+    compresses: bool
 
     def step(
         self, candidate: Candidate, excluded_tiers: int = 0, lower_copies: Sequence[LowerCopy] | None = None

@@ -1,4 +1,4 @@
-"""Costs of delays: costs for loading, decoding and prefilling, learned from measured durations.
+"""Costs of delays: of loading and prefilling, learned from measured durations, and of decoding, as it was given.
 
 Costs are measured while serving, not configured; only starting values are given. A cost is a sum of terms with
 coefficients of 0 or more (``regression``).
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from sglang_evicpress.core import Tier
-from sglang_evicpress.policy.regression import Fit, clamped_seconds
+from sglang_evicpress.policy.regression import Fit
 
 _REFERENCE_BYTES = tuple(2**power for power in (16, 20, 24, 28, 32))
 _REFERENCE_CHUNKS = ((64, 0), (1024, 0), (1024, 16384), (16384, 0), (16384, 65536))
@@ -133,7 +133,6 @@ class CostModel:
     def __init__(self, start: CostSnapshot) -> None:
         self._prefill = Fit((start.prefill.fixed_s, start.prefill.per_token_s, start.prefill.per_pair_s))
         self._load = {tier: _transfer_fit(cost) for tier, cost in start.load.items()}
-        self._decode = {codec: _transfer_fit(cost) for codec, cost in start.decode.items()}
         self._costs = CostSnapshot(start.prefill, dict(start.load), dict(start.decode))
 
     @property
@@ -141,35 +140,20 @@ class CostModel:
         """A snapshot that later observations do not change; the same object until the next observation."""
         return self._costs
 
-    def observe_load(self, tier: Tier, num_bytes: int, seconds: float, codec: str = "raw") -> None:
-        """``num_bytes`` stored on ``tier`` were raw KV on the GPU after ``seconds``.
+    def observe_load(self, tier: Tier, num_bytes: int, seconds: float) -> None:
+        """``num_bytes`` stored raw on ``tier`` were on the GPU after ``seconds``.
 
-        What decoding is predicted to take is not put down to the tier, but at least a tenth of the time is.
         Raises ValueError for a tier without a starting cost (the GPU has none), and unless both are above 0.
         """
-        _check_transfer("load", num_bytes, seconds)
+        if not (math.isfinite(num_bytes) and num_bytes > 0):
+            raise ValueError(f"load num_bytes is {num_bytes!r}: expected a finite number above 0")
+        _check_seconds("load", seconds)
         fit = self._load.get(tier)
         if fit is None:
             raise ValueError(f"load from tier {_name(tier)} has no starting cost: expected {_names(self._load)}")
-        decode = self._costs.decode.get(codec)
-        decode_s = decode.seconds(num_bytes) if decode is not None else 0.0
-        fit.observe((1.0, float(num_bytes)), max(seconds - decode_s, 0.1 * seconds))
+        fit.observe((1.0, float(num_bytes)), seconds)
         load = {**self._costs.load, tier: _transfer_cost(fit)}
         self._costs = CostSnapshot(self._costs.prefill, load, self._costs.decode)
-
-    def observe_decode(self, codec: str, num_bytes: int, seconds: float) -> None:
-        """Turning ``num_bytes`` stored by ``codec`` back to raw took ``seconds``.
-
-        A codec without a starting cost gets one with its first observation. Raises ValueError unless both are
-        above 0.
-        """
-        _check_transfer("decode", num_bytes, seconds)
-        if codec not in self._decode:
-            self._decode[codec] = Fit((0.0, clamped_seconds(seconds) / num_bytes))
-        fit = self._decode[codec]
-        fit.observe((1.0, float(num_bytes)), seconds)
-        decode = {**self._costs.decode, codec: _transfer_cost(fit)}
-        self._costs = CostSnapshot(self._costs.prefill, self._costs.load, decode)
 
     def observe_prefill(self, chunks: Sequence[tuple[int, int]], seconds: float) -> None:
         """One batch took ``seconds``; ``chunks`` holds (new tokens, prefix length) of each of its requests.
@@ -210,12 +194,6 @@ def _pairs(num_tokens: int, depth_tokens: int) -> float:
 def _check_seconds(what: str, seconds: float) -> None:
     if not (math.isfinite(seconds) and seconds > 0.0):
         raise ValueError(f"{what} seconds is {seconds!r}: expected a finite number above 0")
-
-
-def _check_transfer(what: str, num_bytes: int, seconds: float) -> None:
-    if not (math.isfinite(num_bytes) and num_bytes > 0):
-        raise ValueError(f"{what} num_bytes is {num_bytes!r}: expected a finite number above 0")
-    _check_seconds(what, seconds)
 
 
 def _name(tier: int) -> str:

@@ -58,58 +58,52 @@ def _table(policy: EvicPressPolicy, candidate: Candidate, chosen: object) -> lis
     points = policy.points(candidate)
     leaving: list[Point] = [] if best_exit is None else [(0, best_exit[4], -2)]
     hull = upper_hull([current, *points, *leaving])
-    rows = [
-        _row(policy, candidate, candidate.form, candidate.tier, candidate.num_bytes, candidate.quality, now, "held")
-    ]
+    utility_now = utility(candidate.weight, policy.alpha, candidate.quality, policy.delay_s(candidate))
+
+    def row(form: Form | None, tier: int, num_bytes: int, quality: float, per_use: float, role: str) -> Row:
+        freed = candidate.num_bytes - (num_bytes if tier == candidate.tier else 0)
+        delay_s = policy.alpha * quality - per_use
+        worth = utility(candidate.weight, policy.alpha, quality, delay_s)
+        return {
+            "option": _option(form, tier),
+            "num_bytes": num_bytes,
+            "q": quality,
+            "d": delay_s,
+            "U": worth,
+            "freed_bytes": freed,
+            "drop_per_byte": (utility_now - worth) / freed if freed > 0 else None,
+            "role": role,
+        }
+
+    rows = [row(candidate.form, candidate.tier, candidate.num_bytes, candidate.quality, now, "held")]
     for point in points:
         form, quality = policy.menu.forms[point[2]], candidate.curve[point[2]]
-        role = "hull" if point in hull else _why_left_out(point, [current, *points, *leaving])
-        rows.append(_row(policy, candidate, form, candidate.tier, point[0], quality, point[1], role))
+        others = (other for other in (current, *points, *leaving) if other != point)
+        is_dominated = any(other[0] <= point[0] and other[1] >= point[1] for other in others)
+        role = "hull" if point in hull else "dominated" if is_dominated else "LP-dominated"
+        rows.append(row(form, candidate.tier, point[0], quality, point[1], role))
     for exit_ in exits:
-        tier, left_as, num_bytes, quality, per_use = exit_
-        if tier > candidate.lowest_tier:
+        if exit_[0] > candidate.lowest_tier:
             role = "a child is above"
         elif exit_ is not best_exit:
             role = "dominated by a better way out"
         else:
             role = "hull" if leaving[0] in hull else "dominated"
-        rows.append(_row(policy, candidate, left_as, tier, num_bytes, quality, per_use, role))
-    for row in rows:
-        if row["option"] == chosen and row["role"] == "hull":
-            row["role"] = "next"
+        tier, left_as, num_bytes, quality, per_use = exit_
+        rows.append(row(left_as, tier, num_bytes, quality, per_use, role))
+    rows = _once(rows)
+    for each in rows:
+        if each["option"] == chosen and each["role"] == "hull":
+            each["role"] = "next"
     return rows
 
 
-def _row(
-    policy: EvicPressPolicy,
-    candidate: Candidate,
-    form: Form | None,
-    tier: int,
-    num_bytes: int,
-    quality: float,
-    per_use: float,
-    role: str,
-) -> Row:
-    freed = candidate.num_bytes - (num_bytes if tier == candidate.tier else 0)
-    delay_s = policy.alpha * quality - per_use
-    worth = utility(candidate.weight, policy.alpha, quality, delay_s)
-    lost = utility(candidate.weight, policy.alpha, candidate.quality, policy.delay_s(candidate)) - worth
-    return {
-        "option": _option(form, tier),
-        "num_bytes": num_bytes,
-        "q": quality,
-        "d": delay_s,
-        "U": worth,
-        "freed_bytes": freed,
-        "drop_per_byte": lost / freed if freed > 0 else None,
-        "role": role,
-    }
-
-
-def _why_left_out(point: Point, points: list[Point]) -> str:
-    if any(other != point and other[0] <= point[0] and other[1] >= point[1] for other in points):
-        return "dominated"
-    return "LP-dominated"
+def _once(rows: list[Row]) -> list[Row]:
+    """Each option once: one that a lower tier has already may be made anew, too."""
+    first: dict[tuple[object, ...], Row] = {}
+    for each in rows:
+        first.setdefault((each["option"], each["num_bytes"], each["q"], each["d"]), each)
+    return list(first.values())
 
 
 def _why_nothing(candidate: Candidate) -> str:

@@ -75,7 +75,9 @@ class ForcedDrops:
         return best
 
     def _drops_for(self, root: Candidate, look: Callable[[int], Candidate]) -> list[ForcedDrop]:
-        lowest, roots = self._lowest_copy(root), [root.id]
+        copies = self._lower_copies_of.get(root.id, ())
+        lowest = max((copy.tier for copy in copies if copy.tier > root.tier), default=DROPPED)
+        roots = [root.id]
         if lowest < DROPPED:
             roots = [child for child in self._children[root.id] if look(child).tier < lowest] or roots
         drops: list[ForcedDrop] = []
@@ -93,13 +95,3 @@ class ForcedDrops:
             ]
         drops.reverse()
         return drops
-
-    def _lowest_copy(self, candidate: Candidate) -> int:
-        return max(
-            (
-                lower_copy.tier
-                for lower_copy in self._lower_copies_of.get(candidate.id, ())
-                if lower_copy.tier > candidate.tier
-            ),
-            default=DROPPED,
-        )

@@ -32,7 +32,7 @@ class NodeIndex:
         candidate = self.candidates.get(node.id)
         if candidate is None:
             candidate = self.candidates[node.id] = Candidate(node)
-            self._join(candidate)
+            self._place(candidate, 1)
         elif candidate.parent_id == node.parent_id and candidate.tier == node.tier:
             is_used = candidate.last_use < node.last_use
             self._count(candidate, -1)
@@ -45,17 +45,15 @@ class NodeIndex:
         else:
             if candidate.tier != node.tier and self._watcher is not None:
                 self._watcher.left(candidate, int(node.tier))
-            former = self._parent(candidate)
-            self._leave(candidate)
+            former = self.parent(candidate)
+            self._place(candidate, -1)
             candidate.read(node)
-            self._join(candidate)
+            self._place(candidate, 1)
             if former is not None and candidate.parent_id != former.id:
                 self.requeue(former, anew=True)
         if self._watcher is not None:
             self._watcher.used(candidate)
-        parent = self._parent(candidate)
-        if parent is not None:
-            self.requeue(parent, anew=True)
+        self._requeue_parent(candidate)
         self.requeue(candidate, anew=True)
 
     def remove(self, node_id: int) -> None:
@@ -65,11 +63,9 @@ class NodeIndex:
             raise ValueError(f"node {node_id} has children: expected them to be dropped first")
         if self._watcher is not None:
             self._watcher.left(candidate, DROPPED)
-        self._leave(candidate)
+        self._place(candidate, -1)
         del self.candidates[node_id]
-        parent = self._parent(candidate)
-        if parent is not None:
-            self.requeue(parent, anew=True)
+        self._requeue_parent(candidate)
 
     def touch(self, node_id: int, weight: float, num_hits: int, last_use: int) -> None:
         """The node was used, or is about to be, or no longer is."""
@@ -79,7 +75,7 @@ class NodeIndex:
         candidate.weight, candidate.num_hits, candidate.last_use = weight, num_hits, last_use
         if is_used and self._watcher is not None:
             self._watcher.used(candidate)
-        gains = candidate.queued is not None and candidate.queued[0] < 0.0  # then more weight makes the key smaller
+        gains = candidate.queued is not None and candidate.queued[0] <= 0.0  # then more weight makes the key smaller
         if falls or gains or not self.policy.rises_only:
             self.requeue(candidate)
 
@@ -168,21 +164,20 @@ class NodeIndex:
         ]
         heapq.heapify(heap)
 
-    def _parent(self, candidate: Candidate) -> Candidate | None:
+    def parent(self, candidate: Candidate) -> Candidate | None:
+        """None for a node below the root."""
         return None if candidate.parent_id is None else self.candidates.get(candidate.parent_id)
 
-    def _join(self, candidate: Candidate) -> None:
-        self._count(candidate, 1)
-        parent = self._parent(candidate)
-        if parent is not None:
-            parent.count_child(candidate.tier, 1)
+    def _requeue_parent(self, candidate: Candidate) -> None:
+        if (parent := self.parent(candidate)) is not None:
+            self.requeue(parent, anew=True)
 
-    def _leave(self, candidate: Candidate) -> None:
-        self._count(candidate, -1)
+    def _place(self, candidate: Candidate, sign: int) -> None:
+        """The candidate comes to its tier and parent (1), or leaves them (-1)."""
+        self._count(candidate, sign)
         candidate.queued = None
-        parent = self._parent(candidate)
-        if parent is not None:
-            parent.count_child(candidate.tier, -1)
+        if (parent := self.parent(candidate)) is not None:
+            parent.count_child(candidate.tier, sign)
 
     def _count(self, candidate: Candidate, sign: int) -> None:
         self.num_on[candidate.tier] += sign

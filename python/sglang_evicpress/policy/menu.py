@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
-from sglang_evicpress.core import EXACT, Form, Tier
+from sglang_evicpress.core import CODECS, EXACT, Form, Tier
 
 MAX_REMEMBERED = 8192
 
-RAW_ONLY: Mapping[str, float] = {"raw": 1.0}
+RATIOS: Mapping[str, float] = {name: codec.ratio for name, codec in CODECS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,16 +19,18 @@ class Menu:
     """``forms`` (the exact one first, whatever is given) on ``tiers`` (fastest first; the GPU always).
 
     ``slot_bytes`` is what one slot takes over all layers, ``page_size`` the slots of a page; ``codec_ratio`` gives
-    stored bytes over raw bytes of each codec. Raises ValueError for a form whose codec has no ratio, or sizes below 1.
+    stored bytes over raw bytes of each codec below the GPU; on it every form is raw. Raises ValueError for a form whose
+    codec has no ratio, or sizes below 1.
     """
 
     forms: tuple[Form, ...]
     tiers: tuple[Tier, ...] = (Tier.GPU,)
     slot_bytes: int = 1
     page_size: int = 1
-    codec_ratio: Mapping[str, float] = field(default_factory=lambda: RAW_ONLY)
-    _sizes: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _smaller: dict[Form, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+    codec_ratio: Mapping[str, float] = field(default_factory=lambda: RATIOS)
+    _sizes: Callable[[int, int, bool], tuple[int, ...]] = field(init=False, repr=False, compare=False)
+    _smaller: Callable[[Form], int] = field(init=False, repr=False, compare=False)
+    _of_codec: Mapping[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("slot_bytes", "page_size"):
@@ -36,12 +39,17 @@ class Menu:
         for form in self.forms:
             if form.codec not in self.codec_ratio:
                 raise ValueError(f"form {form} has no codec ratio: expected one of {', '.join(self.codec_ratio)}")
-        lossy = sorted(
-            {form for form in self.forms if not form.is_exact},
+        others = sorted(
+            {form for form in self.forms if form != EXACT},
             key=lambda form: (-form.kept_fraction * self.codec_ratio[form.codec], form.press or "", form.codec),
         )
-        object.__setattr__(self, "forms", (EXACT, *lossy))
+        object.__setattr__(self, "forms", (EXACT, *others))
         object.__setattr__(self, "tiers", tuple(sorted({Tier.GPU, *self.tiers})))
+        object.__setattr__(self, "_sizes", lru_cache(MAX_REMEMBERED)(self._sizes_of))
+        object.__setattr__(self, "_smaller", lru_cache(MAX_REMEMBERED)(self._smaller_than))
+        bits = [(form.codec, 1 << index) for index, form in enumerate(self.forms)]
+        masks = {codec: sum(bit for other, bit in bits if other == codec) for codec, _ in bits}
+        object.__setattr__(self, "_of_codec", masks)
 
     @property
     def everything(self) -> int:
@@ -53,41 +61,43 @@ class Menu:
         kept = max(1, sinks, math.ceil(num_tokens * form.kept_fraction - 1e-9))
         return min(num_tokens, -(-kept // self.page_size) * self.page_size)
 
-    def num_bytes(self, form: Form, num_tokens: int, sinks: int = 0) -> int:
-        """Bytes of those slots as the form's codec stores them."""
-        slots = self.num_slots(form, num_tokens, sinks)
-        return math.ceil(slots * self.slot_bytes * self.codec_ratio[form.codec])
+    def num_bytes(self, form: Form, num_tokens: int, sinks: int = 0, tier: int = Tier.GPU) -> int:
+        """Bytes of those slots on a tier: raw on the GPU, below it as the form's codec stores them."""
+        raw = self.num_slots(form, num_tokens, sinks) * self.slot_bytes
+        return raw if tier == Tier.GPU else self.stored_bytes(form, raw)
+
+    def stored_bytes(self, form: Form, num_bytes: int) -> int:
+        """Bytes below the GPU of what takes ``num_bytes`` on it."""
+        return math.ceil(num_bytes * self.codec_ratio[form.codec])
+
+    def of_codec(self, codec: str) -> int:
+        """The ``allowed_forms`` mask of the forms with a codec."""
+        return self._of_codec.get(codec, 0)
 
     def smaller(self, form: Form) -> int:
         """The ``allowed_forms`` mask of a node that holds ``form``: what can be made of it without the exact KV.
 
-        From the exact form everything; from a lossy one its own press at a smaller fraction, or the same tokens in
-        another codec only if it is stored raw.
+        From the exact form everything; from a lossy one fewer of its tokens by its press. If its codec is a fine one,
+        also in a coarser one, and by any press if it has all tokens.
         """
-        known = self._smaller.get(form)
-        if known is None:
-            if len(self._smaller) >= MAX_REMEMBERED:
-                self._smaller.clear()
-            known = self._smaller[form] = self._smaller_than(form)
-        return known
+        return self._smaller(form)
 
     def _smaller_than(self, form: Form) -> int:
         if form.is_exact:
             return self.everything
-        mask = 0
+        mask, ratio, is_fine = 0, self.codec_ratio, form.codec in CODECS and CODECS[form.codec].is_fine
         for index, other in enumerate(self.forms):
-            is_less = other.kept_fraction < form.kept_fraction and other.codec == form.codec
-            is_recoded = other.kept_fraction <= form.kept_fraction and form.codec == "raw" != other.codec
-            if other.press == form.press and (is_less or is_recoded):
+            has_tokens = other.press == form.press or (form.press is None and is_fine)
+            is_coarser = is_fine and ratio[other.codec] < ratio.get(form.codec, 0.0)
+            is_made = has_tokens and other.kept_fraction <= form.kept_fraction
+            if other != form and is_made and (other.codec == form.codec or is_coarser):
                 mask |= 1 << index
         return mask
 
-    def sizes(self, num_tokens: int, sinks: int = 0) -> tuple[int, ...]:
+    def sizes(self, num_tokens: int, sinks: int = 0, tier: int = Tier.GPU) -> tuple[int, ...]:
         """``num_bytes`` of every form, in the order of ``forms``. Remembers some thousand answers."""
-        known = self._sizes.get((num_tokens, sinks))
-        if known is None:
-            if len(self._sizes) >= MAX_REMEMBERED:
-                self._sizes.clear()
-            known = tuple(self.num_bytes(form, num_tokens, sinks) for form in self.forms)
-            self._sizes[num_tokens, sinks] = known
-        return known
+        return self._sizes(num_tokens, sinks, tier != Tier.GPU)
+
+    def _sizes_of(self, num_tokens: int, sinks: int, is_stored: bool) -> tuple[int, ...]:
+        tier = Tier.HOST if is_stored else Tier.GPU
+        return tuple(self.num_bytes(form, num_tokens, sinks, tier) for form in self.forms)

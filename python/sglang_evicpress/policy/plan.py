@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sglang_evicpress.core import DROP, Decision, LowerCopy, Option, Tier
-from sglang_evicpress.policy.base import DROPPED, Candidate, Entry, Step
+from sglang_evicpress.policy.base import DROPPED, Candidate, Entry, Step, lower_bytes
 from sglang_evicpress.policy.forced_drops import ForcedDrops
 from sglang_evicpress.policy.index import NodeIndex
 from sglang_evicpress.policy.rules.evicpress import EvicPressPolicy
@@ -207,7 +207,7 @@ class Plan:
         return freed
 
     def _tell_parent(self, copy: Candidate, old_tier: int) -> None:
-        parent = None if copy.parent_id is None else self.index.candidates.get(copy.parent_id)
+        parent = self.index.parent(copy)
         if parent is None:
             return
         parent = self._copy(parent)
@@ -221,12 +221,6 @@ class Plan:
         copy.queued = None
         if not copy.is_locked:
             self._waiting[copy.tier].append(copy)
-
-    def _queue_waiting(self, tier: int) -> None:
-        for copy in self._waiting[tier]:
-            if copy.tier == tier:
-                self._push(copy)
-        self._waiting[tier].clear()
 
     def _push(self, copy: Candidate) -> None:
         step = self.index.policy.step(copy, *self._terms(copy))
@@ -245,7 +239,10 @@ class Plan:
     def _take_first(self, tier: int) -> tuple[Candidate, Step] | None:
         """The node whose step on the tier comes first, as a copy taken out of its heap, and the step."""
         index, own = self.index, self._heaps[tier]
-        self._queue_waiting(tier)
+        for copy in self._waiting[tier]:
+            if copy.tier == tier:
+                self._push(copy)
+        self._waiting[tier].clear()
         shared = self._first_shared(tier)
         while own and (self._copies[own[0][2]].queued is not own[0]):
             heapq.heappop(own)
@@ -277,15 +274,12 @@ class Plan:
             self._taken[tier].append(heapq.heappop(self.index.heaps[tier]))
         return first
 
-    @staticmethod
-    def _is_open(candidate: Candidate, step: Step, lower_copies_of: Mapping[int, Sequence[LowerCopy]]) -> bool:
+    def _is_open(self, candidate: Candidate, step: Step, lower_copies_of: Mapping[int, Sequence[LowerCopy]]) -> bool:
         """True if an urgent plan may take the step; being the best of all, it is then the best of those it may take.
         Not where a copy is something else than the node: that could be better still."""
         lower_copies = lower_copies_of.get(candidate.id, ())
-        if any(
-            lower_copy.num_bytes != candidate.num_bytes or lower_copy.form != candidate.form
-            for lower_copy in lower_copies
-        ):
+        num_bytes = lower_bytes(self.index.policy.menu, candidate)
+        if any(lower_copy.num_bytes != num_bytes or lower_copy.form != candidate.form for lower_copy in lower_copies):
             return False
         if step.tier == DROPPED or step.tier == candidate.tier == Tier.GPU:
             return True

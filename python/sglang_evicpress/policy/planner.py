@@ -99,11 +99,9 @@ class Planner:
     def plan_promotions(self, room: Mapping[Tier, int], budget: Budget, held: Collection[int] = ()) -> list[Decision]:
         """Moves that raise the total utility; see ``promotion.plan_promotions``. None for a policy that has no
         utility."""
-        return (
-            plan_promotions(self.index, self.policy, room, budget, held)
-            if isinstance(self.policy, EvicPressPolicy)
-            else []
-        )
+        if not isinstance(self.policy, EvicPressPolicy):
+            return []
+        return plan_promotions(self.index, self.policy, room, budget, held)
 
     def explain(self, node_id: int, value_of_hit: float = 1.0) -> dict[str, object]:
         """See ``explain.explain``. KeyError for a node that is not in the index."""

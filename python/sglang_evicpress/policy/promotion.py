@@ -144,9 +144,14 @@ def _options(index: NodeIndex, policy: EvicPressPolicy, held: Collection[int]) -
             added = step.num_bytes if step.tier != tier else 0
             form = step.form or candidate.form
             yield _option(policy, candidate, step.tier, form, step.num_bytes, step.quality, step.delay_s, added, added)
-        if tier > Tier.GPU and _parent_tier(index, candidate) == Tier.GPU:
-            size = candidate.num_bytes
-            yield _option(policy, candidate, Tier.GPU, candidate.form, size, candidate.quality, 0.0, size, size)
+        parent = index.parent(candidate)
+        if tier > Tier.GPU and (parent is None or parent.tier == Tier.GPU):
+            size = moved = candidate.num_bytes
+            if candidate.form.codec != "raw":
+                size = policy.menu.num_bytes(candidate.form, candidate.num_tokens, candidate.sinks)
+            yield _option(
+                policy, candidate, Tier.GPU, candidate.form.decoded, size, candidate.quality, 0.0, size, moved
+            )
         if exact_on is not None and exact_on > tier and not candidate.form.is_exact:
             size = policy.menu.num_bytes(EXACT, candidate.num_tokens)
             delay_s = policy.costs.load_seconds(Tier(tier), size)
@@ -176,7 +181,7 @@ def _seconds(policy: EvicPressPolicy, candidate: Candidate, option: PromotionOpt
         return 0.0
     if candidate.exact_on is not None and option.form.is_exact and not candidate.form.is_exact:
         return policy.costs.load_seconds(candidate.exact_on, option.moved_bytes)
-    return policy.costs.load_seconds(Tier(candidate.tier), option.moved_bytes, option.form.codec)
+    return policy.costs.load_seconds(Tier(candidate.tier), option.moved_bytes, candidate.form.codec)
 
 
 def _decision(policy: EvicPressPolicy, candidate: Candidate, option: PromotionOption) -> Decision:
@@ -193,9 +198,3 @@ def _decision(policy: EvicPressPolicy, candidate: Candidate, option: PromotionOp
         option.delay_s,
         -option.gain,
     )
-
-
-def _parent_tier(index: NodeIndex, candidate: Candidate) -> int:
-    """The tier of the parent; a node below the root can be on any tier."""
-    parent = None if candidate.parent_id is None else index.candidates.get(candidate.parent_id)
-    return Tier.GPU if parent is None else parent.tier

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sglang_evicpress.core import PRESSES, Form
 
@@ -25,76 +25,131 @@ _SHAPE = 'expected an object such as {"keydiff": {"0.8": 0.99, "0.5": 0.9}, "def
 @dataclass(frozen=True, slots=True)
 class Curves:
     """One curve per press; ``default`` serves the presses that have none. Without it nothing is known of those.
+    ``stored`` has the forms with a codec that were measured.
 
     Build it with ``from_json`` or ``prior``, which fill in ``default``, or with ``measured``, which does not. They
     check the points.
     """
 
     by_press: Mapping[str, Curve]
+    stored: Mapping[Form, float] = field(default_factory=dict)
 
     def quality(self, form: Form) -> float:
         """Quality of ``form`` in [0, 1]; 1 is as good as the exact KV.
 
         Linear between the points around ``form.kept_fraction``; below the lowest measured one, on the line
-        from it down to 0 at nothing kept, so that what was never measured is not taken for good. A form of
-        which nothing is known counts 0.
+        from it down to 0 at nothing kept, so that what was never measured is not taken for good. A press and a
+        codec of which only each was measured lose what both lose; and of fewer tokens than both together were
+        measured with, no more is believed than of those. A form of which nothing is known counts 0.
         """
         if form.is_exact:
             return 1.0
+        if form.has_lossy_codec:
+            if form in self.stored:
+                return self.stored[form]
+            curve = self._stored_curve_of(form)
+            together = None if curve is None else _interpolate(curve, form.kept_fraction)
+            if not self._knows_parts(form):
+                return 0.0 if together is None else together
+            apart = max(0.0, self.quality(form.pressed) + self.stored[Form(codec=form.codec)] - 1.0)
+            return apart if together is None else min(apart, together)
         curve = self._curve_of(form)
         return 0.0 if curve is None else _interpolate(curve, form.kept_fraction)
 
     def knows(self, form: Form) -> bool:
-        """True if there is a curve for ``form``. The exact form needs none, a codec other than ``raw`` has none."""
+        """True if its quality was measured, or follows from what was. That of the exact form is 1."""
+        if form.has_lossy_codec:
+            return form in self.stored or self._knows_parts(form) or self._stored_curve_of(form) is not None
         return form.is_exact or self._curve_of(form) is not None
 
+    def _knows_parts(self, form: Form) -> bool:
+        """True if of a form with a codec each, press and codec, is known."""
+        return Form(codec=form.codec) in self.stored and self.knows(form.pressed)
+
+    def _stored_curve_of(self, form: Form) -> Curve | None:
+        """Points up to the most tokens with which its press and codec were measured together, None if it keeps more."""
+        points = {
+            other.kept_fraction: quality
+            for other, quality in self.stored.items()
+            if other.press is not None and (other.press, other.codec) == (form.press, form.codec)
+        }
+        return ((0.0, 0.0), *sorted(points.items())) if max(points, default=0.0) >= form.kept_fraction else None
+
     def _curve_of(self, form: Form) -> Curve | None:
-        if form.codec != "raw" or form.press is None:
+        if form.press is None:
             return None
         return self.by_press.get(form.press, self.by_press.get(DEFAULT))
 
     @classmethod
     def from_json(cls, obj: object) -> Curves:
-        """Read ``{PRESS: {KEPT: QUALITY, ...}, ...}``, as JSON gives it.
+        """Read ``{PRESS: {KEPT: QUALITY, ...}, FORM: QUALITY, ...}``, as JSON gives it.
 
-        PRESS is one of the presses or ``default``, KEPT a number in (0, 1] written as a string, QUALITY a
-        number in [0, 1]. Keeping everything is quality 1 whether the point is given or not. Quality need not
-        rise with what is kept: measurements are noisy and are taken as they are. Without ``default``, a press
-        that is not given gets the lowest of the given curves at every fraction.
+        PRESS is one of the presses or ``default``, KEPT a number in (0, 1] written as a string, FORM one with a
+        codec, such as ``exact+int4`` or ``keydiff@0.5+int4``, QUALITY a number in [0, 1]. Keeping everything is
+        quality 1 whether the point is given or not. Quality need not rise with what is kept: measurements are noisy
+        and are taken as they are. Without ``default``, a press that is not given gets the lowest of the given curves
+        at every fraction.
 
         Raises ValueError naming the key or value and what is accepted.
         """
         if not isinstance(obj, Mapping) or not obj:
             raise ValueError(f"quality curves are {obj!r}: {_SHAPE}")
         by_press: dict[str, Curve] = {}
-        for press, points in obj.items():
-            if press not in PRESSES and press != DEFAULT:
+        stored: dict[Form, float] = {}
+        for name, points in obj.items():
+            if isinstance(name, str) and "+" in name:
+                stored[_stored_form(name)] = _quality(points, f"quality curve of form {name!r}")
+            elif name in PRESSES or name == DEFAULT:
+                by_press[name] = _curve(name, points, _number_in_text, " as a string, such as '0.5'")
+            else:
                 raise ValueError(
-                    f"quality curve of press {press!r}: expected one of {', '.join(PRESSES)} or {DEFAULT!r}"
+                    f"quality curve of press {name!r}: expected one of {', '.join(PRESSES)} or {DEFAULT!r}, or a form "
+                    "with a codec, such as exact+int4"
                 )
-            by_press[press] = _curve(press, points, _number_in_text, " as a string, such as '0.5'")
-        by_press.setdefault(DEFAULT, _lowest(by_press.values()))
-        return cls(by_press)
+        if by_press:
+            by_press.setdefault(DEFAULT, _lowest(by_press.values()))
+        return cls(by_press, stored)
 
     @classmethod
-    def measured(cls, points: Mapping[str, Mapping[float, float]]) -> Curves:
-        """Curves of only the presses that ``points`` has: quality by kept fraction. Without any, only the exact form
-        is known. Raises ValueError as ``from_json`` does.
+    def measured(cls, qualities: Mapping[Form, float]) -> Curves:
+        """Curves of what was measured only: without any, only the exact form is known. Raises ValueError as
+        ``from_json`` does.
         """
-        for press in points:
-            if press not in PRESSES:
-                raise ValueError(f"quality curve of press {press!r}: expected one of {', '.join(PRESSES)}")
-        return cls({press: _curve(press, curve, _number, "") for press, curve in points.items()})
+        points: dict[str, dict[float, float]] = {}
+        for form, quality in qualities.items():
+            if form.press is not None and form.press not in PRESSES:
+                raise ValueError(f"quality curve of press {form.press!r}: expected one of {', '.join(PRESSES)}")
+            if form.press is not None and not form.has_lossy_codec:
+                points.setdefault(form.press, {})[form.kept_fraction] = quality
+        by_press = {press: _curve(press, curve, _number, "") for press, curve in points.items()}
+        stored = {
+            form: _quality(quality, f"quality curve of form {form}")
+            for form, quality in qualities.items()
+            if form.has_lossy_codec
+        }
+        return cls(by_press, stored)
 
     @classmethod
     def prior(cls) -> Curves:
         """A guess to start with, the same for every context; it is not measured.
 
         quality = 1 - (1 - kept)**3 on a grid of hundredths (0.99 at 0.8, 0.875 at 0.5, 0.49 at 0.2) for every
-        press; for the control ``random``, which looks at nothing, quality = kept.
+        press; for the control ``random``, which looks at nothing, quality = kept; 0.999, 0.99 and 0.8 for codes of 8,
+        4 and 2 bits.
         """
         guess = tuple((index / 100, 1 - (1 - index / 100) ** 3) for index in range(101))
-        return cls({DEFAULT: guess, "random": ((0.0, 0.0), (1.0, 1.0))})
+        codecs = {Form(codec="int8"): 0.999, Form(codec="int4"): 0.99, Form(codec="int2"): 0.8}
+        return cls({DEFAULT: guess, "random": ((0.0, 0.0), (1.0, 1.0))}, codecs)
+
+
+def _stored_form(name: str) -> Form:
+    try:
+        form = Form.parse_stored(name)
+    except ValueError as error:
+        raise ValueError(f"quality curve of form {name!r}: {error}") from None
+    if not form.has_lossy_codec:
+        raise ValueError(f"quality curve of form {name!r}: expected a codec that loses anything")
+    return form
 
 
 def _number_in_text(key: object) -> float:
@@ -121,13 +176,18 @@ def _curve(press: str, points: object, number_of: Callable[[object], float], how
             raise ValueError(f"{where}: expected a number in (0, 1]{how}")
         if kept in seen:
             raise ValueError(f"{where}: expected each kept fraction once")
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 <= value <= 1.0:
-            raise ValueError(f"{where} is {value!r}: expected a number in [0, 1]")
-        if kept == 1.0 and value != 1.0:
+        quality = _quality(value, where)
+        if kept == 1.0 and quality != 1.0:
             raise ValueError(f"{where} is {value!r}: expected 1, everything is kept")
         seen.add(kept)
-        curve[kept] = float(value)
+        curve[kept] = quality
     return tuple(sorted(curve.items()))
+
+
+def _quality(value: object, where: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 <= value <= 1.0:
+        raise ValueError(f"{where} is {value!r}: expected a number in [0, 1]")
+    return float(value)
 
 
 def _lowest(curves: Iterable[Curve]) -> Curve:

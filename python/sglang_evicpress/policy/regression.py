@@ -58,7 +58,7 @@ class Fit:
         columns = list(zip(*rows, strict=True))
         weights = [math.exp(birth - self._clock) for birth in births]
         anchored = _weighted_sum(self._anchor, columns)
-        scale = _median([y / p for y, p in zip(took, anchored, strict=True)], weights) if all(anchored) else 1.0
+        scale = weighted_median([y / p for y, p in zip(took, anchored, strict=True)], weights) if all(anchored) else 1.0
         expected = [scale * coefficient for coefficient in self._anchor]
         for _ in range(_PASSES):
             self.cost = _refined(self.cost, columns, took, weights, expected)
@@ -120,7 +120,8 @@ def _weighted_sum(cost: Sequence[float], columns: Sequence[Sequence[float]]) -> 
     return [_dot(cost, terms) for terms in zip(*columns, strict=True)]
 
 
-def _median(values: Sequence[float], weights: Sequence[float]) -> float:
+def weighted_median(values: Sequence[float], weights: Sequence[float]) -> float:
+    """The first of the sorted values with half of all weight up to it."""
     half = sum(weights) / 2
     for value, weight in sorted(zip(values, weights, strict=True)):
         half -= weight

@@ -6,6 +6,8 @@ import math
 from collections import deque
 from collections.abc import Callable
 
+from sglang_evicpress.policy.regression import weighted_median
+
 START_HALF_LIFE_S = 1.0
 """Before anything is learned: so short that the last use decides, as in LRU."""
 
@@ -64,7 +66,7 @@ class ReuseClock:
         self._gaps.append((max(gap_s, 0.0), num_tokens))
         self._num_observed += 1
         if self._num_observed in _LOOKS or self._num_observed % _GAPS_PER_LOOK == 0:
-            wanted = HALF_LIFE_PER_GAP * _weighted_median(sorted(self._gaps))
+            wanted = HALF_LIFE_PER_GAP * weighted_median(*zip(*self._gaps, strict=True))
             self._wanted_s = min(max(wanted, _LEAST_S), _MOST_S)
 
     def is_due(self, now_s: float) -> bool:
@@ -104,12 +106,3 @@ def weight_of_new(hit: float, parent_weight: float, num_children: int) -> float:
     is not. At least one hit, its own; ``hit`` is ``ReuseClock.value_of_hit`` now. 0 children: it is below the root.
     """
     return max(hit, parent_weight / num_children) if num_children else hit
-
-
-def _weighted_median(gaps: list[tuple[float, int]]) -> float:
-    half = sum(num_tokens for _, num_tokens in gaps) / 2
-    for gap_s, num_tokens in gaps:
-        half -= num_tokens
-        if half <= 0:
-            return gap_s
-    raise ValueError("no gaps: expected at least one")

@@ -11,14 +11,10 @@ from sglang_evicpress.press.base import Press, PressInput, QueryWindow, select
 __all__ = ["Press", "PressInput", "QueryWindow", "get_press", "select"]
 
 
+@cache
 def get_press(name: str) -> Press:
     """The press of that name with its default settings. Raises ValueError with the names there are."""
     if name not in PRESSES:
         raise ValueError(f"press {name!r} is not known: expected one of {', '.join(PRESSES)}")
-    return _load(name)
-
-
-@cache
-def _load(name: str) -> Press:
     press: Press = import_module(f"{__name__}.{name}").PRESS
     return press

@@ -42,7 +42,6 @@ class PressInput:
     num_tokens: int
     window: QueryWindow | None
     scale: float
-    page_size: int
 
     def __post_init__(self) -> None:
         num_layers, num_slots = len(self.k_buffers), self.slots.numel()

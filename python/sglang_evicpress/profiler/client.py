@@ -17,7 +17,8 @@ FILL_TOKENS = 256
 
 
 class ServerEngine:
-    """``Engine`` by way of ``transport``. One thread at a time.
+    """Asks a server, by way of ``transport``, for what a profiler needs. One thread at a time; any call may raise
+    EngineError.
 
     ``fill_tokens`` is how much of a shadow that users' KV does not cover is computed by one request; ``may_evict``
     lets shadows push out users' idle KV.
@@ -34,6 +35,8 @@ class ServerEngine:
         self._forms: dict[int, dict[Form, str]] = {}
 
     def open_shadow(self, tokens: Sequence[int], namespace: str | None) -> Shadow:
+        """Copy, or where it is not there compute, the exact KV of ``tokens`` as users' requests with ``extra_key``
+        ``namespace`` have it. ``tokens`` are whole blocks. Raises ShadowRefused."""
         ids = [int(token) for token in tokens]
         body = {"token_ids": ids, "extra_key": namespace, "may_evict": self._may_evict}
         opened = self._transport.ask("POST", "/evicpress/shadows", body)
@@ -57,6 +60,8 @@ class ServerEngine:
         return shadow
 
     def make_form(self, shadow: Shadow, form: Form) -> str:
+        """Compress a further copy of the shadow; returns its namespace. Raises ShadowRefused or ShadowLost, and
+        EngineError when the form cannot be made of this context."""
         made = self._ask_shadow(shadow, "forms", {"form": str(form)})
         namespace = made.get("extra_key")
         if not isinstance(namespace, str):
@@ -66,6 +71,7 @@ class ServerEngine:
         return namespace
 
     def drop_form(self, shadow: Shadow, form: Form) -> None:
+        """Free that copy."""
         namespace = self._forms.get(shadow.id, {}).pop(form, None)
         if namespace is not None:
             self._shadow_tokens.pop(namespace, None)
@@ -73,7 +79,8 @@ class ServerEngine:
             self._ask_shadow(shadow, "drop", {"form": str(form)})
 
     def close_shadow(self, shadow: Shadow, *, adopt: bool = False) -> None:
-        """A shadow that is gone already is closed."""
+        """Free the shadow and what was made of it; one that is gone already is closed. ``adopt``: users' lossy nodes of
+        this context get its exact KV."""
         self._shadow_tokens.pop(shadow.namespace, None)
         for namespace in self._forms.pop(shadow.id, {}).values():
             self._shadow_tokens.pop(namespace, None)
@@ -81,12 +88,16 @@ class ServerEngine:
             self._ask_shadow(shadow, "close", {"adopt": adopt})
 
     def generate(self, namespace: str, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Answer]:
+        """The greedy answer to each prompt. The prompts begin with the shadow's tokens; raises ShadowLost when those
+        did not come from the cache."""
         results = self._ask_prompts(namespace, prompts, {"return_logprob": True}, max_new_tokens)
         return [_answer(result) for result in results]
 
     def score(
         self, namespace: str, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], *, top: int = 0
     ) -> list[Likelihood]:
+        """Likelihood of each answer behind its prompt, in one forward pass each. ``top``: with how many of the
+        likeliest tokens ``best`` and ``expected`` are made; 0 leaves them empty. Raises ShadowLost as ``generate``."""
         inputs = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
         # The server answers from that position on, and nothing for the position itself: the answer's tokens follow.
         fields = {"return_logprob": True, "logprob_start_len": [len(prompt) - 1 for prompt in prompts]}

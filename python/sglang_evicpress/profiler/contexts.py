@@ -7,30 +7,62 @@ TEXT, "id": TEXT}``, all but ``context`` optional. Blank lines are skipped.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Annotated
 
 import orjson
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from sglang_evicpress.validation import checked, fields_of
+
+CHECKED = ConfigDict(extra="forbid", validate_by_name=True, validate_by_alias=True)
+_TEXT = "a string that is not empty"
 
 
-@dataclass(frozen=True, slots=True)
+def _not_blank(text: str) -> str:
+    if not text.strip():
+        raise ValueError("nothing is in it")
+    return text
+
+
+def _asked(value: object) -> object:
+    """A list of questions, each of which may be a bare text."""
+    if not isinstance(value, list):
+        return value
+    return tuple({"question": each} if isinstance(each, str) else each for each in value)
+
+
+def _distinct(questions: tuple[GivenQuestion, ...]) -> tuple[GivenQuestion, ...]:
+    if len({question.text for question in questions}) < len(questions):
+        raise ValueError("a question is there twice")
+    return questions
+
+
+Text = Annotated[str, AfterValidator(_not_blank)]
+
+
+@dataclass(frozen=True, slots=True, config=CHECKED)
 class GivenQuestion:
     """``answer`` is the reference answer, where one is known."""
 
-    text: str
-    answer: str | None = None
+    text: Text = Field(alias="question", title=_TEXT)
+    answer: str | None = Field(None, title="a text or null")
 
 
-@dataclass(frozen=True, slots=True)
+Questions = Annotated[tuple[GivenQuestion, ...], BeforeValidator(_asked), AfterValidator(_distinct)]
+
+
+@dataclass(frozen=True, slots=True, config=CHECKED)
 class GivenContext:
     """``namespace`` is the ``extra_key`` that users' requests with this context carry. ``id`` names it in reports:
     ``line 3`` when the file says nothing. Without ``questions``, they are to be made."""
 
-    id: str
-    text: str
-    questions: tuple[GivenQuestion, ...] = ()
-    namespace: str | None = None
+    id: Text = Field(title=_TEXT)
+    text: Text = Field(alias="context", title=_TEXT)
+    questions: Questions = Field((), title="a list of texts, or objects with question and answer, every question once")
+    namespace: Text | None = Field(None, alias="extra_key", title=f"{_TEXT}, or null")
 
 
 def read_contexts(path: Path) -> list[GivenContext]:
@@ -39,7 +71,7 @@ def read_contexts(path: Path) -> list[GivenContext]:
     lines_of: dict[bytes | str, int] = {}
     for number, line in _lines(path):
         where = f"{path} line {number}"
-        context = _context(where, number, line)
+        context = checked(GivenContext, {"id": f"line {number}", **read_object(GivenContext, line, where)}, where)
         digest = sha256(repr((context.namespace, context.text)).encode("utf-8", "surrogatepass")).digest()
         for seen, what in ((digest, "context and extra_key"), (context.id, f"id {context.id!r:.100}")):
             if (earlier := lines_of.setdefault(seen, number)) != number:
@@ -62,52 +94,13 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
         raise ValueError(f"{path} cannot be read ({error.strerror}): expected a file of JSON lines") from None
 
 
-_ACCEPTED = {"context", "questions", "extra_key", "id"}
-
-
-def _context(where: str, number: int, line: bytes) -> GivenContext:
+def read_object(kind: type, line: bytes, where: str) -> Mapping[str, object]:
+    """The JSON object in a line that is to become a ``kind``. Raises ValueError."""
     try:
         value = orjson.loads(line)
     except orjson.JSONDecodeError as error:
         shown = line[:60].decode("utf-8", "replace")
         raise ValueError(f"{where} is {shown!r}, which is no JSON ({error.msg}): expected one object") from None
     if not isinstance(value, Mapping):
-        raise ValueError(f"{where} is {value!r:.100}: expected an object with context and questions")
-    if unknown := sorted(set(value) - _ACCEPTED):
-        raise ValueError(f"{where} has {', '.join(unknown)!r:.100}: expected only {', '.join(sorted(_ACCEPTED))}")
-    questions = value.get("questions", [])
-    if not isinstance(questions, list):
-        raise ValueError(f"{where} has questions {questions!r:.100}: expected a list")
-    return GivenContext(
-        id=_text(where, "id", value.get("id", f"line {number}")),
-        text=_text(where, "context", value.get("context")),
-        questions=_unique(where, [_question(where, place, given) for place, given in enumerate(questions, start=1)]),
-        namespace=None if value.get("extra_key") is None else _text(where, "extra_key", value["extra_key"]),
-    )
-
-
-def _question(where: str, place: int, given: object) -> GivenQuestion:
-    name = f"question {place}"
-    if not isinstance(given, Mapping):
-        return GivenQuestion(_text(where, name, given))
-    if not {"question"} <= set(given) <= {"question", "answer"}:
-        raise ValueError(f"{where} has {name} {given!r:.100}: expected a string, or an object with question and answer")
-    answer = given.get("answer")
-    return GivenQuestion(
-        _text(where, name, given["question"]),
-        None if answer is None else _text(where, f"the answer to {name}", answer),
-    )
-
-
-def _unique(where: str, questions: list[GivenQuestion]) -> tuple[GivenQuestion, ...]:
-    places: dict[str, int] = {}
-    for place, question in enumerate(questions, start=1):
-        if (earlier := places.setdefault(question.text, place)) != place:
-            raise ValueError(f"{where} has question {place} equal to question {earlier}: expected every one once")
-    return tuple(questions)
-
-
-def _text(where: str, name: str, value: object) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{where} has {name} {value!r:.100}: expected a string that is not empty")
+        raise ValueError(f"{where} is {value!r:.100}: expected an object with {', '.join(fields_of(kind))}")
     return value

@@ -1,12 +1,8 @@
-"""Interface of a server to the profiler: shadows of a context, answers, and the likelihood of a given answer."""
+"""Values and errors between a profiler and a server: shadows of a context, answers, likelihoods of given answers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-from sglang_evicpress.core import Form
 
 
 class EngineError(Exception):
@@ -51,31 +47,3 @@ class Likelihood:
     logprobs: tuple[float, ...]
     best: tuple[float, ...] = ()
     expected: tuple[float, ...] = ()
-
-
-class Engine(Protocol):
-    """A server, or something that answers like one. Any call may raise EngineError."""
-
-    def open_shadow(self, tokens: Sequence[int], namespace: str | None) -> Shadow:
-        """Copy, or where it is not there compute, the exact KV of ``tokens`` as users' requests with ``extra_key``
-        ``namespace`` have it. ``tokens`` are whole blocks. Raises ShadowRefused."""
-
-    def make_form(self, shadow: Shadow, form: Form) -> str:
-        """Compress a further copy of the shadow; returns its namespace. Raises ShadowRefused or ShadowLost, and
-        EngineError when the form cannot be made of this context."""
-
-    def drop_form(self, shadow: Shadow, form: Form) -> None:
-        """Free that copy."""
-
-    def close_shadow(self, shadow: Shadow, *, adopt: bool = False) -> None:
-        """Free the shadow and what was made of it. ``adopt``: users' lossy nodes of this context get its exact KV."""
-
-    def generate(self, namespace: str, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Answer]:
-        """The greedy answer to each prompt. The prompts begin with the shadow's tokens; raises ShadowLost when those
-        did not come from the cache."""
-
-    def score(
-        self, namespace: str, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], *, top: int = 0
-    ) -> list[Likelihood]:
-        """Likelihood of each answer behind its prompt, in one forward pass each. ``top``: with how many of the
-        likeliest tokens ``best`` and ``expected`` are made; 0 leaves them empty. Raises ShadowLost as ``generate``."""

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from sglang_evicpress.core import Form
-from sglang_evicpress.profiler.engine import Answer, Engine, EngineError, Shadow, ShadowLost, ShadowRefused
+from sglang_evicpress.profiler.client import ServerEngine
+from sglang_evicpress.profiler.engine import Answer, EngineError, Shadow, ShadowLost, ShadowRefused
 from sglang_evicpress.profiler.scorers import Scorer
 from sglang_evicpress.profiler.scorers.logprob import observed_quality
 from sglang_evicpress.quality.profile import Profile, query_set
@@ -24,10 +24,6 @@ class NothingMade(EngineError):
     """Not one of the forms can be made of the context."""
 
 
-Progress: TypeAlias = Callable[[Form, int, int], None]
-"""(form just done or left out, number of forms done or left out, number of forms)"""
-
-
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A question: the ``tokens`` behind the context, at least one, and the ``reference`` answer where one is known."""
@@ -37,7 +33,7 @@ class Asked:
 
 
 def profile_context(
-    engine: Engine,
+    engine: ServerEngine,
     tokens: Sequence[int],
     namespace: str | None,
     queries: Sequence[Asked],
@@ -45,25 +41,24 @@ def profile_context(
     scorer: Scorer,
     *,
     max_new_tokens: int = 256,
-    exact: Sequence[Answer] | None = None,
-    adopt: bool = False,
     clock: Callable[[], float] = time.time,
-    on_progress: Progress | None = None,
+    on_progress: Callable[[], None] | None = None,
 ) -> Profile:
     """The qualities of ``forms`` of the context ``tokens``, whole blocks, in a shadow that is closed whatever happens.
 
-    ``exact`` are the answers on exact KV where they are known already; ``adopt`` is that of ``close_shadow``. Forms
-    that cannot be made of this context are left out. When the room ends midway, the profile has those that were
+    Forms that cannot be made of this context are left out. When the room ends midway, the profile has those that were
     complete by then; with none, ShadowRefused or ShadowLost is raised, and NothingMade when not one form can be made.
-    Raises ValueError without queries or lossy forms.
+    Raises ValueError without queries or lossy forms. ``on_progress`` is called for each form done or left out.
     """
     wanted = [form for form in dict.fromkeys(forms) if not form.is_exact]
-    _check(queries, wanted)
+    if not queries or not all(len(query.tokens) for query in queries):
+        raise ValueError(f"{len(queries)} queries are given: expected at least one, and in each at least one token")
+    if not wanted:
+        raise ValueError("no form is given: expected at least one that is not exact")
     measured: dict[Form, RunningStats] = {}
     shadow = engine.open_shadow(tokens, namespace)
     try:
-        if exact is None:
-            exact = answer(engine, shadow.namespace, tokens, queries, max_new_tokens)
+        exact = answer(engine, shadow.namespace, tokens, queries, max_new_tokens)
         results = measure_forms(
             engine,
             shadow,
@@ -86,7 +81,7 @@ def profile_context(
             engine.close_shadow(shadow)
         raise
     with suppress(ShadowLost):  # there is nothing left to free
-        engine.close_shadow(shadow, adopt=adopt)
+        engine.close_shadow(shadow)
     if not measured:
         raise NothingMade(f"none of {', '.join(map(str, wanted))} can be made of context {shadow.key.hex()}")
     asked = query_set([query.tokens for query in queries])
@@ -94,7 +89,7 @@ def profile_context(
 
 
 def measure_forms(
-    engine: Engine,
+    engine: ServerEngine,
     shadow: Shadow,
     tokens: Sequence[int],
     queries: Sequence[Asked],
@@ -103,7 +98,7 @@ def measure_forms(
     exact: Sequence[Answer],
     *,
     max_new_tokens: int = 256,
-    on_progress: Progress | None = None,
+    on_progress: Callable[[], None] | None = None,
 ) -> Generator[tuple[Form, RunningStats], None, None]:
     """Each form that can be made of an open shadow, one at a time, as soon as it is complete; ``exact`` are the
     answers on the exact copy. Raises what the engine raises; the form at hand is dropped before.
@@ -113,7 +108,7 @@ def measure_forms(
     """
     if not scorer.needs_generation and not any(best.token_ids for best in exact):
         raise EngineError("every answer on exact KV is empty: expected at least one token of one of them")
-    for num_done, form in enumerate(forms, start=1):
+    for form in forms:
         try:
             copy = engine.make_form(shadow, form)
         except (ShadowRefused, ShadowLost):
@@ -128,17 +123,17 @@ def measure_forms(
                     engine.drop_form(shadow, form)
             yield form, RunningStats.of(qualities)
         if on_progress is not None:
-            on_progress(form, num_done, len(forms))
+            on_progress()
 
 
 def answer(
-    engine: Engine, namespace: str, tokens: Sequence[int], queries: Sequence[Asked], max_new_tokens: int
+    engine: ServerEngine, namespace: str, tokens: Sequence[int], queries: Sequence[Asked], max_new_tokens: int
 ) -> list[Answer]:
     """The greedy answers to ``queries`` about the copy of ``tokens`` in ``namespace``."""
     return engine.generate(namespace, [[*tokens, *query.tokens] for query in queries], max_new_tokens)
 
 
-def observe(engine: Engine, shadow: Shadow, tokens: Sequence[int], queries: Sequence[Query]) -> list[float]:
+def observe(engine: ServerEngine, shadow: Shadow, tokens: Sequence[int], queries: Sequence[Query]) -> list[float]:
     """The quality in [0, 1] of each answer that was served, judged by how likely exact KV finds it.
 
     Raises ValueError for an empty answer, and what ``score`` raises.
@@ -154,7 +149,7 @@ def observe(engine: Engine, shadow: Shadow, tokens: Sequence[int], queries: Sequ
 
 
 def _qualities(
-    engine: Engine,
+    engine: ServerEngine,
     namespace: str,
     tokens: Sequence[int],
     queries: Sequence[Asked],
@@ -176,10 +171,3 @@ def _qualities(
         scorer.score(best, None, likelihood, query.reference)
         for (query, best), likelihood in zip(pairs, likelihoods, strict=True)
     ]
-
-
-def _check(queries: Sequence[Asked], forms: Sequence[Form]) -> None:
-    if not queries or not all(len(query.tokens) for query in queries):
-        raise ValueError(f"{len(queries)} queries are given: expected at least one, and in each at least one token")
-    if not forms:
-        raise ValueError("no form is given: expected at least one that is not exact")

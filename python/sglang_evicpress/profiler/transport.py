@@ -45,6 +45,23 @@ def refusal(status: int, reason: str, where: str) -> EngineError:
 _TOTALS = ("/evicpress/stats", "/evicpress/tiers")  # for every user of the server
 
 
+def is_server_url(url: str) -> bool:
+    """True for http:// or https:// and a host, without a user name."""
+    try:
+        parts = urlsplit(url)
+        return (
+            parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and "@" not in parts.netloc
+        )
+    except ValueError:
+        return False
+
+
+def check_key(key: str | None) -> None:
+    """Raise ValueError, one sentence, for an API key that no header can carry."""
+    if key is not None and not (key.isascii() and key.isprintable()):
+        raise ValueError("the API key has characters that no header can carry: expected printable ASCII")
+
+
 class Transport(Protocol):
     """Carries requests to a server. Both raise EngineError: for a refused one, what ``refusal`` makes."""
 
@@ -73,15 +90,10 @@ class HttpTransport:
         num_retries: int = 0,
         wait_s: float = 2.0,
     ) -> None:
-        try:
-            parts = urlsplit(url)
-            is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port)
-        except ValueError:
-            is_good = False
-        if not is_good or parts.query or parts.fragment or parts.username is not None:
+        if not is_server_url(url) or set(url) & {"?", "#"}:
             raise ValueError(f"URL {url!r}: expected one of a server, such as http://127.0.0.1:30000")
-        if not all(key.isascii() and key.isprintable() for key in (api_key, admin_api_key) if key is not None):
-            raise ValueError("the API key has characters that no header can carry: expected printable ASCII")
+        for key in (api_key, admin_api_key):
+            check_key(key)
         self.url = url.rstrip("/")
         self._api_key = api_key
         self._admin_api_key = admin_api_key or api_key

@@ -92,7 +92,9 @@ class Catalog:
         """Curves of an unprofiled context: per form a low quantile of what the profiled ones' qualities are
         hardly below, so that less is believed of it than of nine in ten of them."""
         if self._default is None:
-            self._default = self._over_profiles(lambda pool: _low(pool.lower_bounds()))
+            self._default = self._over_profiles(
+                lambda pool: float(np.quantile(pool.lower_bounds(), LOW_QUANTILE, method="lower"))
+            )
         return self._default
 
     @property
@@ -155,13 +157,5 @@ class _Pool:
             self.squares = self.freedom = 0.0
 
 
-def _low(qualities: NDArray[np.float64]) -> float:
-    return float(np.quantile(qualities, LOW_QUANTILE, method="lower"))
-
-
 def _curves(qualities: dict[Form, float]) -> Curves:
-    points: dict[str, dict[float, float]] = {}
-    for form, quality in qualities.items():
-        if form.press is not None and form.codec == "raw":  # curves know no codecs
-            points.setdefault(form.press, {})[form.kept_fraction] = min(max(quality, 0.0), 1.0)
-    return Curves.measured(points)
+    return Curves.measured({form: min(max(quality, 0.0), 1.0) for form, quality in qualities.items()})

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Literal
 
 from sglang_evicpress.quality.profile import query_set
 from sglang_evicpress.quality.recorder import Context, Query, Recorder
@@ -16,33 +16,14 @@ MAX_OBSERVATIONS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Observe:
-    """Score the answers served to ``queries``, lossy hits all, under the exact KV; then call
-    ``DriftMonitor.observe``."""
+class Job:
+    """``observe``: score the answers served to ``queries``, lossy hits all, under the exact KV, then call
+    ``DriftMonitor.observe``. ``drift``: profile a context anew that is served worse than its profile says.
+    ``unprofiled``: profile a context of which nothing is known."""
 
+    why: Literal["observe", "drift", "unprofiled"]
     key: bytes
     queries: tuple[Query, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Reprofile:
-    """Profile a context anew that was profiled once and is served worse than its profile says."""
-
-    key: bytes
-    queries: tuple[Query, ...]
-    why: str = "drift"
-
-
-@dataclass(frozen=True, slots=True)
-class Bootstrap:
-    """Profile a context of which nothing is known."""
-
-    key: bytes
-    queries: tuple[Query, ...]
-    why: str = "unprofiled"
-
-
-Job: TypeAlias = Observe | Reprofile | Bootstrap
 
 
 @dataclass(slots=True)
@@ -82,14 +63,14 @@ class DriftMonitor:
 
     def is_due(self, key: bytes, num_lossy_hits: int) -> bool:
         """True if lossy hits of the context are to be observed, now that there were so many."""
-        state = self._states.get(key)
-        if state is None or num_lossy_hits < state.num_seen:  # the recorder forgot it and began to count anew
+        state = self._known(key)
+        if num_lossy_hits < state.num_seen:  # the recorder forgot it and began to count anew
             return num_lossy_hits >= 1
         return num_lossy_hits >= state.num_seen + (1 if state.is_new else self.every)
 
     def is_drifted(self, key: bytes) -> bool:
-        state = self._states.get(key)
-        return state is not None and bool(state.gaps) and math.fsum(state.gaps) / len(state.gaps) > self.threshold
+        gaps = self._known(key).gaps
+        return bool(gaps) and math.fsum(gaps) / len(gaps) > self.threshold
 
     def observe(self, key: bytes, predicted: float, observed: float) -> bool:
         """Note an observation; True if the context has drifted. The hits up to when it was chosen are done with.
@@ -117,8 +98,7 @@ class DriftMonitor:
 
     def was_profiled(self, key: bytes) -> bool:
         """Since it was first asked about here: what could not be measured then cannot be now."""
-        state = self._states.get(key)
-        return state is not None and state.asked is not None
+        return self._known(key).asked is not None
 
     def failed(self, key: bytes) -> None:
         """The job could not be done: the context is left alone until ``every`` more hits than when it was chosen."""
@@ -138,7 +118,7 @@ class DriftMonitor:
         best: tuple[int, Job, Context] | None = None
         for _, key in sorted((pair for pair in candidates if pair[0] > 0.0), reverse=True):
             context = recorder.context_of(key)
-            if context is None or context.num_hits < self._retry_at(key):
+            if context is None or context.num_hits < self._known(key).retry_at:
                 continue
             rank, job = self._job(key, context, recorder, profiled)
             if job is not None and (best is None or rank < best[0]):
@@ -158,21 +138,21 @@ class DriftMonitor:
     ) -> tuple[int, Job | None]:
         """The most urgent that this context needs, and how urgent: 0 is the most."""
         queries = recorder.queries_of(key)
-        if self.is_drifted(key) and queries and self._states[key].asked != _set_of(queries):
-            return 0, Reprofile(key, queries)
+        if self.is_drifted(key) and queries and self._known(key).asked != _set_of(queries):
+            return 0, Job("drift", key, queries)
         if self.is_due(key, context.num_lossy_hits):
-            seen = self._states[key].num_seen if key in self._states else 0
+            seen = self._known(key).num_seen
             seen = seen if context.num_lossy_hits >= seen else 0
             served = tuple(query for query in queries if query.lossy_hit > seen and query.answer)
             if served:
-                return 1, Observe(key, served[-MAX_OBSERVATIONS:])
+                return 1, Job("observe", key, served[-MAX_OBSERVATIONS:])
         if key not in profiled and context.num_hits >= self.min_hits and queries:
-            return 2, Bootstrap(key, queries)
+            return 2, Job("unprofiled", key, queries)
         return 3, None
 
-    def _retry_at(self, key: bytes) -> int:
-        state = self._states.get(key)
-        return 0 if state is None else state.retry_at
+    def _known(self, key: bytes) -> _State:
+        """To be read only: that of a context that was never chosen is not kept."""
+        return self._states.get(key) or _State()
 
     def _state(self, key: bytes) -> _State:
         return self._states.setdefault(key, _State())

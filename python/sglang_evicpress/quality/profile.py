@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import re
+import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from hashlib import sha256
 
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
 from sglang_evicpress.core import Form
 from sglang_evicpress.quality.running_stats import RunningStats
+from sglang_evicpress.tiers.entry.header import form_text
 from sglang_evicpress.tiers.entry.identity import PathHash, Tokens, token_bytes
+from sglang_evicpress.validation import checked, fields_of
 
 BLOCK_TOKENS = 64
 """Contexts are told apart by whole blocks of tokens, so that it does not matter where exactly a question begins."""
@@ -22,7 +27,7 @@ FORMS_VERSION = 1
 """Raised whenever a press keeps other tokens than before: what was measured of it holds no more."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Profile:
     """``key`` (16 bytes) is the hash of the context's first ``num_tokens`` tokens, whole blocks, in its namespace.
 
@@ -62,7 +67,7 @@ class Profile:
         return {
             "key": self.key.hex(),
             "num_tokens": self.num_tokens,
-            "forms": {_text(form): _figures(seen) for form, seen in self.forms.items()},
+            "forms": {form_text(form): _figures(seen) for form, seen in self.forms.items()},
             "scorer": self.scorer,
             "query_set": self.query_set,
             "num_queries": self.num_queries,
@@ -72,47 +77,44 @@ class Profile:
     @classmethod
     def from_json(cls, obj: object) -> Profile:
         """Raises ValueError, one sentence naming the field and what is accepted."""
-        if not isinstance(obj, Mapping) or set(obj) != _FIELDS:
-            given = sorted(map(str, obj)) if isinstance(obj, Mapping) else obj
-            raise ValueError(f"profile has {given!r:.200}: expected an object with {', '.join(sorted(_FIELDS))}")
-        key, forms = obj["key"], obj["forms"]
-        if not isinstance(key, str) or not _KEY.fullmatch(key):
-            raise ValueError(f"profile has key {key!r:.100}: expected 32 hex digits")
-        if not isinstance(forms, Mapping) or not forms:
-            raise ValueError(f"profile {key} has forms {forms!r:.100}: expected an object of at least one form")
-        if not isinstance(obj["query_set"], str) or not _QUERY_SET.fullmatch(obj["query_set"]):
-            raise ValueError(f"profile {key} has query_set {obj['query_set']!r:.100}: expected 16 hex digits")
-        if not isinstance(obj["scorer"], str) or not _SCORER.fullmatch(obj["scorer"]):
-            raise ValueError(f"profile {key} has scorer {obj['scorer']!r:.100}: expected a name such as logprob")
-        num_tokens = _whole(key, "num_tokens", obj["num_tokens"], MAX_CONTEXT_TOKENS)
-        num_queries = _whole(key, "num_queries", obj["num_queries"], 2**53 - 1)
-        if num_tokens % BLOCK_TOKENS:
-            raise ValueError(f"profile {key} has num_tokens {num_tokens}: expected whole blocks of {BLOCK_TOKENS}")
-        measured_s = obj["measured_s"]
-        if isinstance(measured_s, bool) or not isinstance(measured_s, int | float) or not 0 <= measured_s < 1e11:
-            raise ValueError(f"profile {key} has measured_s {measured_s!r:.100}: expected Unix seconds")
-        stats: dict[Form, RunningStats] = {}
-        for text, figures in forms.items():
-            form = _form(key, text)
-            if form in stats:
-                raise ValueError(f"profile {key} has form {text!r:.100} again: expected each form once")
-            stats[form] = _stats(key, text, figures)
-        return cls(
-            bytes.fromhex(key), num_tokens, stats, obj["scorer"], obj["query_set"], num_queries, float(measured_s)
-        )
+        if not isinstance(obj, Mapping):
+            raise ValueError(f"profile is {obj!r:.200}: expected an object with {', '.join(fields_of(_Json))}")
+        where = f"profile {obj['key']}" if isinstance(obj.get("key"), str) else "profile"
+        read = checked(_Json, {str(name): value for name, value in obj.items()}, where)
+        forms: dict[Form, RunningStats] = {}
+        try:
+            for text, figures in read.forms.items():
+                form = _parse(text)
+                if form.is_exact or form in forms:
+                    raise ValueError(f"form {text!r:.100} is given: expected lossy forms, each of them once")
+                forms[form] = _stats(text, figures)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        figures_of = read.scorer, read.query_set, read.num_queries, read.measured_s
+        return cls(bytes.fromhex(read.key), read.num_tokens, forms, *figures_of)
 
 
-_FIELDS = {"key", "num_tokens", "forms", "scorer", "query_set", "num_queries", "measured_s"}
-_KEY = re.compile(r"[0-9a-f]{32}")
-_QUERY_SET = re.compile(r"[0-9a-f]{16}")
-_SCORER = re.compile(r"[a-z0-9-]{1,32}")
-_MAX_COUNT = 2.0**53
-_NUMBERS = [[first, second, third] for first in (float, int) for second in (float, int) for third in (float, int)]
+_STATS = "[count, mean, squares] of at least 1 quality from 0 to 1"
+_MAX_COUNT = 2**53
 
 
-def _text(form: Form) -> str:
-    """Reads back as the very same form; ``str`` rounds the kept fraction to six digits."""
-    return str(form) if form.press is None or form.codec != "raw" else f"{form.press}@{float(form.kept_fraction)!r}"
+@dataclass(config=ConfigDict(strict=True, extra="forbid"))
+class _Json:
+    key: str = Field(title="32 hex digits", pattern="^[0-9a-f]{32}$")
+    num_tokens: int = Field(
+        title=f"whole blocks of {BLOCK_TOKENS} tokens, at most {MAX_CONTEXT_TOKENS}",
+        gt=0,
+        le=MAX_CONTEXT_TOKENS,
+        multiple_of=BLOCK_TOKENS,
+    )
+    forms: dict[str, list[float]] = Field(title=f"an object of at least one form, each with {_STATS}", min_length=1)
+    scorer: str = Field(title="a name such as logprob", pattern="^[a-z0-9-]{1,32}$")
+    query_set: str = Field(title="16 hex digits", pattern="^[0-9a-f]{16}$")
+    num_queries: int = Field(title="a whole number of at least 1", ge=1, lt=2**53)
+    measured_s: float = Field(title="Unix seconds", ge=0, lt=1e11)
+
+
+_parse = lru_cache(4096)(Form.parse_stored)  # the same few forms come again in every profile
 
 
 def _figures(seen: RunningStats) -> list[float]:
@@ -120,44 +122,16 @@ def _figures(seen: RunningStats) -> list[float]:
     return [float(seen.count), float(seen.mean), float(seen.squares)]
 
 
-def _whole(key: str, name: str, value: object, most: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise ValueError(f"profile {key} has {name} {value!r:.100}: expected a whole number from 1 to {most}")
-    return value
-
-
-@lru_cache(4096)
-def _parse(text: str) -> Form:
-    """The same few forms come again in every profile."""
-    return Form.parse(text)
-
-
-def _form(key: str, text: object) -> Form:
+def _stats(text: str, figures: Sequence[float]) -> RunningStats:
     try:
-        form = _parse(str(text))
-    except ValueError as error:
-        raise ValueError(f"profile {key}: {error}") from None
-    if form.is_exact:
-        raise ValueError(f"profile {key} has form 'exact', whose quality is 1 by definition: expected lossy forms")
-    return form
-
-
-def _stats(key: str, text: object, figures: object) -> RunningStats:
-    problem = ""
-    if isinstance(figures, Sequence) and not isinstance(figures, str) and [*map(type, figures)] in _NUMBERS:
-        try:
-            stats = RunningStats(*map(float, figures))
-        except (ValueError, OverflowError) as error:
-            problem = f" ({error})"
-        else:
-            if 1.0 <= stats.count <= _MAX_COUNT and 0.0 <= stats.mean <= 1.0:
-                if stats.squares <= stats.count * 0.2500001:  # half of them 0, half of them 1
-                    return stats
-                problem = ", which no qualities from 0 to 1 give"
-    raise ValueError(
-        f"profile {key} has {figures!r:.100} for form {text!r:.100}{problem}: "
-        "expected [count, mean, squares] of at least 1 quality from 0 to 1"
-    )
+        stats = RunningStats(*figures)
+        is_of_qualities = len(figures) == 3 and 1 <= stats.count <= _MAX_COUNT and 0 <= stats.mean <= 1
+        if is_of_qualities and stats.squares <= stats.count * 0.2500001:  # half of them 0, half of them 1
+            return stats
+        problem = ""
+    except (TypeError, ValueError) as error:
+        problem = f" ({error})"
+    raise ValueError(f"form {text!r:.100} has {figures!r:.100}{problem}: expected {_STATS}")
 
 
 def context_keys(identity: bytes, namespace: str | None, tokens: Tokens, start: int = 0) -> list[bytes]:

@@ -33,8 +33,6 @@ PRAGMA application_id = {APPLICATION_ID};
 PRAGMA user_version = {VERSION};
 COMMIT;
 """
-_OLD_HEADER = b'{"format":"evicpress profiles"'
-_OLD_DIGEST = 32
 
 
 class StoreError(Exception):
@@ -50,9 +48,8 @@ class ProfileStore:
     """
 
     def __init__(self, path: Path, identity: bytes, max_profiles: int = 10_000) -> None:
-        """Check the file through, or make it and its folder. A damaged store becomes NAME.bad, and the lines of the
-        text file of earlier versions become rows. Raises ValueError when it cannot be used, and for a file that is no
-        profile store, which stays as it is."""
+        """Check the file through, or make it and its folder. A damaged store becomes NAME.bad. Raises ValueError when
+        it cannot be used, and for a file that is no profile store, which stays as it is."""
         if len(identity) != KEY_BYTES:
             raise ValueError(f"identity has {len(identity)} bytes: expected {KEY_BYTES}")
         if max_profiles < 1:
@@ -61,15 +58,13 @@ class ProfileStore:
         self._path = _real_path(path)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            old = _old_profiles(self._path)
-            if not old and (kind := _other_kind(self._path)):
+            has_content = self._path.exists() and self._path.stat().st_size > 0
+            if has_content and (kind := _other_kind(self._path)):
                 raise ValueError(f"profile store {path} is {kind}: expected a file that a server made, or none yet")
-            problem = "it was a text file of an earlier version" if old else _problem(self._path)
-            if problem:
+            if has_content and (problem := _problem(self._path)):
                 logger.warning("profile store %s is set aside as %s: %s", self._path, _set_aside(self._path), problem)
-            with self._open("used") as database:
-                for row in old:
-                    _insert(database, *row)
+            with self._open("used"):
+                pass
         except (OSError, StoreError) as error:
             why = error.strerror if isinstance(error, OSError) else error.__cause__
             raise ValueError(f"profile store {path} cannot be used ({why}): expected a file") from error
@@ -91,7 +86,10 @@ class ProfileStore:
             raise ValueError(f"profile {profile.key.hex()} would not read back as it is: expected finite figures")
         surplus = "DELETE FROM profiles WHERE number IN (SELECT number FROM profiles {} ORDER BY number DESC LIMIT -1 "
         with self._open("written") as database:
-            _insert(database, self._identity, profile.key, text)
+            row = (self._identity, profile.key, text, xxhash.xxh3_128_digest(text))
+            database.execute(
+                "INSERT OR REPLACE INTO profiles (identity, key, profile, checksum) VALUES (?, ?, ?, ?)", row
+            )
             one, all_ = (surplus.format(where) + "OFFSET ?)" for where in ("WHERE identity = ?", ""))
             database.execute(one, (self._identity, self._max_profiles))
             database.execute(all_, (MAX_MODELS * self._max_profiles,))
@@ -112,25 +110,6 @@ class ProfileStore:
             raise StoreError(f"profile store {self._path} cannot be {done} ({why})") from error
 
 
-def read_all(path: Path) -> list[tuple[str, Profile]]:
-    """Every profile in the file with the identity (in hex) of its model, the oldest put first; makes no file.
-
-    Raises StoreError, and ValueError when there is no such file.
-    """
-    path = _real_path(path)
-    if not path.exists():
-        raise ValueError(f"profile store {path} does not exist: expected a file that --kv-profile-path made")
-    if problem := _other_kind(path) or _problem(path):
-        raise StoreError(f"profile store {path} cannot be read ({problem}): expected a file that a server made")
-    try:
-        with _reading(path) as database:
-            rows = database.execute("SELECT identity, profile, checksum FROM profiles ORDER BY number").fetchall()
-    except sqlite3.Error as error:
-        raise StoreError(f"profile store {path} cannot be read ({error})") from error
-    found = [(identity.hex(), _profile(path, *row)) for identity, *row in rows]
-    return [(identity, profile) for identity, profile in found if profile is not None]
-
-
 def _make(database: sqlite3.Connection) -> None:
     try:
         database.executescript(_SCHEMA)
@@ -138,11 +117,6 @@ def _make(database: sqlite3.Connection) -> None:
         if "already exists" not in str(error):
             raise
         database.rollback()
-
-
-def _insert(database: sqlite3.Connection, identity: bytes, key: bytes, text: bytes) -> None:
-    row = (identity, key, text, xxhash.xxh3_128_digest(text))
-    database.execute("INSERT OR REPLACE INTO profiles (identity, key, profile, checksum) VALUES (?, ?, ?, ?)", row)
 
 
 def _profile(path: Path, text: bytes, checksum: bytes) -> Profile | None:
@@ -156,10 +130,8 @@ def _profile(path: Path, text: bytes, checksum: bytes) -> Profile | None:
 
 
 def _other_kind(path: Path) -> str:
-    """The kind of a file that is no profile store, by SQLite's header (its file format, section 1.3); else empty, as
-    for a file that is not there or empty. Raises OSError."""
-    if not path.exists() or path.stat().st_size == 0:
-        return ""
+    """The kind of a file that is no profile store, by SQLite's header (its file format, section 1.3); else empty.
+    Raises OSError."""
     with path.open("rb") as file:
         header = file.read(100)
     if not header.startswith(b"SQLite format 3\0"):
@@ -171,41 +143,15 @@ def _other_kind(path: Path) -> str:
 
 
 def _problem(path: Path) -> str:
-    """Damage that SQLite finds; empty for a whole store and for a file that is not there or empty. Raises StoreError,
-    OSError."""
-    if not path.exists() or path.stat().st_size == 0:
-        return ""
-    try:
-        with _reading(path) as database:
+    """Damage that SQLite finds; empty for a whole store. Raises StoreError, OSError."""
+    try:  # not read-only: SQLite first takes back what a kill left unfinished
+        with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=rw", uri=True, timeout=_WAIT_S)) as database:
             told = str(database.execute("PRAGMA integrity_check").fetchone()[0])
             return "" if told == "ok" else " ".join(told.split())
     except sqlite3.OperationalError as error:
         raise StoreError(f"profile store {path} cannot be read ({error})") from error
     except sqlite3.DatabaseError as error:
         return str(error)
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[sqlite3.Connection]:
-    """Not read-only: SQLite first takes back what a kill left unfinished."""
-    with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=rw", uri=True, timeout=_WAIT_S)) as database:
-        yield database
-
-
-def _old_profiles(path: Path) -> list[tuple[bytes, bytes, bytes]]:
-    """Identity, key and text of every whole line of the text file of earlier versions; none of another file."""
-    if not path.exists():
-        return []
-    with path.open("rb") as file:
-        if not file.readline(200)[_OLD_DIGEST:].startswith(_OLD_HEADER):
-            return []
-        rows = []
-        for line in file:
-            text = line[_OLD_DIGEST:-1]
-            if line[:_OLD_DIGEST] == xxhash.xxh3_128_hexdigest(text).encode():
-                profile = Profile.from_json((found := orjson.loads(text))["profile"])
-                rows.append((bytes.fromhex(found["identity"]), profile.key, orjson.dumps(profile.to_json())))
-        return rows
 
 
 def _set_aside(path: Path) -> Path:

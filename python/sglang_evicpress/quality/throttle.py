@@ -46,11 +46,8 @@ class Throttle:
         """
         if num_user_waiting > 0 or num_user_running >= max_running:
             return 0
-        return self.max_step_tokens if num_user_running <= 0 or self._may_begin else 0
-
-    @property
-    def _may_begin(self) -> bool:
-        return self.may_go_on and not self._is_users_turn
+        may_begin = num_user_running <= 0 or (self.may_go_on and not self._is_users_turn)
+        return self.max_step_tokens if may_begin else 0
 
     @property
     def may_go_on(self) -> bool:

@@ -39,25 +39,13 @@ class Outcome:
     prefill_s: float
     ttft_s: float
     recompute_s: float
+    regret_s: float
     predicted_regret_s: float
     quality: float
 
     @property
     def service_s(self) -> float:
         return self.load_s + self.prefill_s
-
-    @property
-    def regret_s(self) -> float:
-        return max(0.0, self.service_s - self.recompute_s)
-
-
-@dataclass(slots=True)
-class Ledger:
-    """Moves and decisions of a replay."""
-
-    moved_bytes: Counter[str] = field(default_factory=Counter)
-    decisions: Counter[str] = field(default_factory=Counter)
-    num_refreshed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +62,7 @@ class Machine:
     num_servers: float = NO_QUEUE
 
 
+@dataclass
 class Replay:
     """One trace under one policy; requests are served in the order of arrival, nothing is decided by their future.
 
@@ -81,36 +70,25 @@ class Replay:
     is loaded, as engines do today. ``learns``: the policy starts with ``machine.costs`` too but follows what it sees.
     """
 
-    def __init__(
-        self,
-        trace: Trace,
-        policy: Planner,
-        menu: Menu,
-        machine: Machine,
-        clock: ReuseClock,
-        sensitivities: Sensitivities,
-        *,
-        may_recompute: bool = True,
-        learns: bool = False,
-        seed: int = 0,
-    ) -> None:
-        for tier in menu.tiers:
-            if tier not in machine.capacity:
-                raise ValueError(f"the machine has no capacity for tier {tier.label}, which is on the menu")
-        self.trace = trace
-        self.planner = policy
-        self.menu = menu
-        self.machine = machine
-        self.clock = clock
-        self.sensitivities = sensitivities
-        self.may_recompute = may_recompute
-        self.learner = CostModel(machine.costs) if learns else None
-        self.known = machine.costs
-        self.tree = Tree(trace.block_tokens)
-        self.used = dict.fromkeys(menu.tiers, 0)
-        self.ledger = Ledger()
-        self._random = random.Random(seed)
-        self._free_at = dict.fromkeys(menu.tiers, 0.0)
+    trace: Trace
+    planner: Planner
+    menu: Menu
+    machine: Machine
+    clock: ReuseClock
+    sensitivities: Sensitivities
+    may_recompute: bool = True
+    learns: bool = False
+    seed: int = 0
+    moved_bytes: Counter[str] = field(default_factory=Counter)
+    decisions: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.learner = CostModel(self.machine.costs) if self.learns else None
+        self.known = self.machine.costs
+        self.tree = Tree(self.trace.block_tokens)
+        self.used = dict.fromkeys(self.menu.tiers, 0)
+        self._random = random.Random(self.seed)
+        self._free_at = dict.fromkeys(self.menu.tiers, 0.0)
         self._tick = 0
 
     def run(self) -> Iterator[Outcome]:
@@ -161,7 +139,7 @@ class Replay:
     def _split(self, lower: Node, num_blocks: int) -> Node:
         before = lower.num_bytes
         upper = self.tree.split(lower, num_blocks)
-        upper.num_bytes = min(before, self.menu.num_bytes(upper.form, upper.num_tokens))
+        upper.num_bytes = min(before, self.menu.num_bytes(upper.form, upper.num_tokens, tier=upper.tier))
         lower.num_bytes = before - upper.num_bytes
         self.planner.add(self._stats(upper))
         self.planner.add(self._stats(lower))
@@ -203,38 +181,31 @@ class Replay:
         predicted_s = self.known.prefill.seconds(*chunk) - self.known.prefill.seconds(*whole)
         predicted_s += sum(self.known.load_seconds(tier, size) for tier, size in bytes_from.items())
         if self.learner is not None and self._tick % OBSERVE_EVERY == 0:
-            self._learn(chunk, prefill_s, bytes_from, loads)
+            self.learner.observe_prefill([chunk], prefill_s)
+            for tier, size in bytes_from.items():
+                if size:
+                    self.learner.observe_load(tier, size, loads[tier])
+            if self.learner.costs.drifted_from(self.known, DRIFT):
+                self.known = self.learner.costs
+                self.planner.refresh(self.known)
         for tier, size in bytes_from.items():
-            self.ledger.moved_bytes[f"{tier.label} to gpu"] += size
+            self.moved_bytes[f"{tier.label} to gpu"] += size
+        load_s = float(sum(loads.values()))
         return Outcome(
             arrival,
             request.num_tokens,
             hits,
-            sum(loads.values()),
+            load_s,
             prefill_s,
             self._queue(arrival, loads, prefill_s),
             recompute_s,
+            max(0.0, load_s + prefill_s - recompute_s),
             max(0.0, predicted_s),
             1.0 - loss / cached if cached else 1.0,
         )
 
     def _noise(self) -> float:
         return math.exp(self._random.gauss(0.0, self.machine.noise)) if self.machine.noise else 1.0
-
-    def _learn(
-        self, chunk: tuple[int, int], prefill_s: float, bytes_from: Mapping[Tier, int], loads: Mapping[Tier, float]
-    ) -> None:
-        learner = self.learner
-        if learner is None:
-            return
-        learner.observe_prefill([chunk], prefill_s)
-        for tier, size in bytes_from.items():
-            if size:
-                learner.observe_load(tier, size, loads[tier])
-        if learner.costs.drifted_from(self.known, DRIFT):
-            self.known = learner.costs
-            self.planner.refresh(self.known)
-            self.ledger.num_refreshed += 1
 
     def _queue(self, arrival: float, loads: Mapping[Tier, float], prefill_s: float) -> float:
         """Seconds to the first token when each tier's link and the GPUs serve one after the other, in order of arrival.
@@ -256,9 +227,9 @@ class Replay:
     def _value_of_hit(self, now: float) -> float:
         if self.clock.is_due(now):
             restate = self.clock.rebase(now)
-            for node in self.tree.iter_nodes():
+            for node in self.tree.nodes.values():
                 node.weight = restate(node.weight, node.last_use_s)
-            self.planner.reweigh({node.id: node.weight for node in self.tree.iter_nodes()})
+            self.planner.reweigh({node.id: node.weight for node in self.tree.nodes.values()})
         return self.clock.value_of_hit(now)
 
     # ---- moves
@@ -266,10 +237,12 @@ class Replay:
     def _bring(self, node: Node, exact: bool) -> None:
         """The node is on the GPU now: loaded, or recomputed, which makes it exact."""
         self.used[node.tier] -= node.num_bytes
-        node.tier = Tier.GPU
         if exact:
             node.form, node.quality = EXACT, 1.0
             node.num_bytes = node.num_tokens * self.menu.slot_bytes
+        elif node.tier != Tier.GPU and node.form.codec != "raw":
+            node.num_bytes, node.form = self.menu.num_bytes(node.form, node.num_tokens), node.form.decoded
+        node.tier = Tier.GPU
         self.used[Tier.GPU] += node.num_bytes
 
     def _insert(self, parent: Node, blocks: tuple[int, ...], hit: float, now: float) -> Node:
@@ -288,7 +261,7 @@ class Replay:
     def _execute(self, decisions: list[Decision]) -> None:
         for decision in decisions:
             node = self.tree.nodes[decision.node_id]
-            self.ledger.decisions[str(decision.option)] += 1
+            self.decisions[str(decision.option)] += 1
             self.used[node.tier] -= node.num_bytes
             if decision.option.tier is None or decision.option.form is None:
                 self.tree.remove(node)
@@ -296,7 +269,7 @@ class Replay:
                 continue
             if decision.option.tier != node.tier:
                 name = f"{node.tier.label} to {decision.option.tier.label}"
-                self.ledger.moved_bytes[name] += decision.option.num_bytes
+                self.moved_bytes[name] += decision.option.num_bytes
             if decision.option.form != node.form:
                 node.quality = node.curve[self.menu.forms.index(decision.option.form)]
             node.tier, node.form, node.num_bytes = decision.option.tier, decision.option.form, decision.option.num_bytes

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Literal
 
 from sglang_evicpress.core import Form
-from sglang_evicpress.policy import has_mean_curve, make_planner, policy_forms, weighs_quality
+from sglang_evicpress.policy import make_planner, policy_info
 from sglang_evicpress.policy.cost_model import CostSnapshot
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.quality_curves import Curves
@@ -53,7 +53,7 @@ def all_runs(policies: tuple[str, ...], alphas: tuple[float, ...]) -> tuple[Run,
     """Each policy once, those that have an alpha once for each."""
     runs = []
     for policy in policies:
-        runs += [Run(policy, alpha) for alpha in alphas] if weighs_quality(policy) else [Run(policy)]
+        runs += [Run(policy, alpha) for alpha in alphas] if policy_info(policy).weighs_quality else [Run(policy)]
     return tuple(runs)
 
 
@@ -74,7 +74,7 @@ def make_replay(trace: Trace, run: Run, settings: Settings, future: Future | Non
     A run's menu holds the forms of the setting and those its own policy asks for. ValueError as ``make_planner``.
     """
     machine = settings.machine
-    menu = Menu((*settings.forms, *policy_forms(run.policy)), tuple(machine.capacity), settings.slot_bytes)
+    menu = Menu((*settings.forms, *policy_info(run.policy).forms), tuple(machine.capacity), settings.slot_bytes)
     curves = (
         Sensitivities(menu.forms, settings.seed)
         if settings.curves is None
@@ -85,21 +85,13 @@ def make_replay(trace: Trace, run: Run, settings: Settings, future: Future | Non
         menu,
         alpha=1.0 if run.alpha is None else run.alpha,
         costs=machine.costs,
-        mean_curve=offline_curve(curves) if has_mean_curve(run.policy) else None,
+        mean_curve=offline_curve(curves) if policy_info(run.policy).has_mean_curve else None,
         next_use=future,
     )
     clock = ReuseClock(settings.half_life_s)
     may_recompute = settings.recompute == "all" or settings.recompute == run.policy
     replay = Replay(
-        trace,
-        policy,
-        menu,
-        machine,
-        clock,
-        curves,
-        may_recompute=may_recompute,
-        learns=machine.noise > 0.0,
-        seed=settings.seed,
+        *(trace, policy, menu, machine, clock, curves), may_recompute, learns=machine.noise > 0.0, seed=settings.seed
     )
     if future is not None:
         future.follow(replay.tree)

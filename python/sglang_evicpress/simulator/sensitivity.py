@@ -19,6 +19,10 @@ VARIATIONS = (0.078, 0.394)
 SHAPE = ((0.1, 1.0), (0.4, 0.35 / 0.681), (0.6, 0.18 / 0.681), (0.8, 0.08 / 0.681), (1.0, 0.0))
 """(kept fraction, loss over the loss at 0.1); 2WikimQA, section 4.2."""
 
+CODEC_LOSS = {"int8": (0.0, 0.002), "int4": (0.0, 0.02), "int2": (0.02, 0.3)}
+"""Range of what a codec loses, whatever is kept: ours. KIVI (arXiv 2402.02750, section 4) loses less on long contexts,
+with its newest tokens raw."""
+
 OTHER_PRESS = (0.75, 1.6)
 """Range of a press's sensitivity over that of keydiff on the same context: ours, so that none dominates."""
 
@@ -40,7 +44,14 @@ class Sensitivities:
             if form.press not in by_press:
                 factor = random.Random(f"{self.seed}/{key}/{form.press}").uniform(*OTHER_PRESS)
                 by_press[form.press] = min(keydiff * factor, 1.0)
-        return tuple(max(0.0, 1.0 - by_press[form.press] * loss_share(form.kept_fraction)) for form in self.forms)
+        by_codec = {
+            codec: random.Random(f"{self.seed}/{key}/{codec}").uniform(*CODEC_LOSS.get(codec, (0.0, 0.0)))
+            for codec in {form.codec for form in self.forms}
+        }
+        return tuple(
+            max(0.0, 1.0 - by_press[form.press] * loss_share(form.kept_fraction) - by_codec[form.codec])
+            for form in self.forms
+        )
 
 
 def loss_share(kept_fraction: float) -> float:

@@ -2,50 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from sglang_evicpress.core import EXACT, Form, Tier
 from sglang_evicpress.traces import Request
+from sglang_evicpress.traces.base import shared_blocks
 
 
+@dataclass(slots=True, eq=False)
 class Node:
     """Consecutive blocks that are kept together. ``curve`` is the quality per form of the menu of its tokens alone,
     ``quality`` that of the form it holds."""
 
-    __slots__ = (
-        "blocks",
-        "children",
-        "curve",
-        "depth_tokens",
-        "form",
-        "id",
-        "last_use",
-        "last_use_s",
-        "num_bytes",
-        "num_hits",
-        "num_tokens",
-        "parent",
-        "quality",
-        "tier",
-        "weight",
-    )
-
-    def __init__(self, id: int, parent: Node | None, blocks: tuple[int, ...], num_tokens: int) -> None:
-        self.id = id
-        self.parent = parent
-        self.blocks = blocks
-        self.num_tokens = num_tokens
-        self.children: dict[int, Node] = {}
-        self.depth_tokens: int = 0 if parent is None else parent.depth_tokens + parent.num_tokens
-        self.tier = Tier.GPU
-        self.form: Form = EXACT
-        self.num_bytes = 0
-        self.quality = 1.0
-        self.curve: Sequence[float] = ()
-        self.weight = 0.0
-        self.num_hits = 0
-        self.last_use = 0
-        self.last_use_s = 0.0
+    id: int
+    parent: Node | None
+    blocks: tuple[int, ...]
+    num_tokens: int
+    depth_tokens: int = 0
+    children: dict[int, Node] = field(default_factory=dict)
+    tier: Tier = Tier.GPU
+    form: Form = EXACT
+    num_bytes: int = 0
+    quality: float = 1.0
+    curve: Sequence[float] = ()
+    weight: float = 0.0
+    num_hits: int = 0
+    last_use: int = 0
+    last_use_s: float = 0.0
 
 
 class Tree:
@@ -67,14 +51,15 @@ class Tree:
             path.append(child)
             size = len(child.blocks)
             if blocks[begin : begin + size] != child.blocks:
-                return path, _common(blocks, begin, child.blocks)
+                return path, shared_blocks(blocks, child.blocks, begin)
             begin += size
             node = child
         return path, 0 if not path else len(path[-1].blocks)
 
     def add(self, parent: Node, blocks: tuple[int, ...]) -> Node:
         self._num_made += 1
-        node = Node(self._num_made, parent, blocks, len(blocks) * self.block_tokens)
+        depth_tokens = parent.depth_tokens + parent.num_tokens
+        node = Node(self._num_made, parent, blocks, len(blocks) * self.block_tokens, depth_tokens)
         parent.children[blocks[0]] = node
         self.nodes[node.id] = node
         return node
@@ -100,18 +85,3 @@ class Tree:
             raise ValueError(f"node {node.id} has children: expected a leaf")
         del node.parent.children[node.blocks[0]]
         del self.nodes[node.id]
-
-    def iter_nodes(self) -> Iterator[Node]:
-        yield from self.nodes.values()
-
-
-def _common(blocks: tuple[int, ...], begin: int, other: tuple[int, ...]) -> int:
-    """Number of blocks of ``other`` equal to ``blocks`` from ``begin`` on, by halving: comparing slices is fast."""
-    low, high = 0, min(len(other), len(blocks) - begin)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if blocks[begin + low : begin + middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

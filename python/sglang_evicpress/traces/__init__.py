@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from sglang_evicpress.traces.base import Request, Trace
-from sglang_evicpress.traces.jsonl import write_trace
 from sglang_evicpress.traces.reader import read_trace
 
-__all__ = ["Request", "Trace", "read_trace", "write_trace"]
+__all__ = ["Request", "Trace", "read_trace"]

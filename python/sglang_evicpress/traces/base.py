@@ -70,14 +70,15 @@ class Format(Protocol):
         ...
 
 
-def shared_blocks(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    """Length of the longest common prefix, in blocks; compares slices, which C does, not elements."""
-    low, high = 0, min(len(a), len(b))
-    if a[:high] == b[:high]:
+def shared_blocks(a: tuple[int, ...], b: tuple[int, ...], begin: int = 0) -> int:
+    """Length of the longest common prefix of ``a`` from ``begin`` on and ``b``, in blocks; compares slices, which C
+    does, not elements."""
+    low, high = 0, min(len(a) - begin, len(b))
+    if a[begin : begin + high] == b[:high]:
         return high
     while low + 1 < high:
         middle = (low + high) // 2
-        if a[low:middle] == b[low:middle]:
+        if a[begin + low : begin + middle] == b[low:middle]:
             low = middle
         else:
             high = middle
@@ -95,7 +96,7 @@ def count(record: Mapping[str, object], key: str, least: int = 0) -> int:
     """An integer in [least, 2**63)."""
     value = member(record, key)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_ID:
-        raise ValueError(f"{key!r} is {short(value)}: expected an integer of at least {least}")
+        raise ValueError(f"{key!r} is {value!r:.60}: expected an integer of at least {least}")
     return value
 
 
@@ -103,7 +104,7 @@ def number(record: Mapping[str, object], key: str) -> float | int:
     """A finite number of at least 0, as it stands: a large integer keeps all its digits."""
     value = member(record, key)
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"{key!r} is {short(value)}: expected a finite number of at least 0")
+        raise ValueError(f"{key!r} is {value!r:.60}: expected a finite number of at least 0")
     return value
 
 
@@ -111,7 +112,7 @@ def text(record: Mapping[str, object], key: str) -> str:
     """A string."""
     value = member(record, key)
     if not isinstance(value, str):
-        raise ValueError(f"{key!r} is {short(value)}: expected a string")
+        raise ValueError(f"{key!r} is {value!r:.60}: expected a string")
     return value
 
 
@@ -119,12 +120,12 @@ def ids(record: Mapping[str, object], key: str) -> list[int]:
     """A list of integers in [0, 2**63); may be empty."""
     value = member(record, key)
     if not isinstance(value, list):
-        raise ValueError(f"{key!r} is {short(value)}: expected a list of block ids")
+        raise ValueError(f"{key!r} is {value!r:.60}: expected a list of block ids")
     # The two questions below are answered by C loops; which id is to blame is only asked when one is.
     if value and (set(map(type, value)) != {int} or min(value) < 0 or max(value) > MAX_ID):
         for index, item in enumerate(value):
             if type(item) is not int or not 0 <= item <= MAX_ID:
-                raise ValueError(f"{key}[{index}] is {short(item)}: expected an integer of at least 0")
+                raise ValueError(f"{key}[{index}] is {item!r:.60}: expected an integer of at least 0")
     return value
 
 
@@ -135,9 +136,3 @@ def full_blocks(blocks: list[int], num_tokens: int, block_tokens: int, key: str)
             f"{key!r} has {len(blocks)} blocks of {block_tokens} tokens for a prompt of {num_tokens} tokens"
         )
     return blocks[: num_tokens // block_tokens]
-
-
-def short(value: object) -> str:
-    """``repr`` of a value from a file, cut to what fits into a message."""
-    shown = repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."

@@ -7,11 +7,9 @@ other formats it knows full blocks only, and takes ``t`` as it stands.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 
-from sglang_evicpress.files import WholeFile
-from sglang_evicpress.traces.base import Request, Trace, count, ids, member, number, short, text
+from sglang_evicpress.traces.base import Request, count, ids, member, number, text
 
 FORMAT = "evicpress-trace"
 VERSION = 1
@@ -24,10 +22,10 @@ class Jsonl:
 
     def __init__(self, header: Mapping[str, object]) -> None:
         if header["format"] != FORMAT:
-            raise ValueError(f"'format' is {short(header['format'])}: expected {FORMAT!r}")
+            raise ValueError(f"'format' is {header['format']!r:.60}: expected {FORMAT!r}")
         version = member(header, "version")
         if version != VERSION or isinstance(version, bool):
-            raise ValueError(f"'version' is {short(version)}: expected {VERSION}")
+            raise ValueError(f"'version' is {version!r:.60}: expected {VERSION}")
         self.block_tokens = count(header, "block_tokens", least=1)
         self.name = text(header, "name") if "name" in header else None
         self._shared: dict[int, int] = {}
@@ -44,30 +42,3 @@ class Jsonl:
             )
         shared = tuple(map(self._shared.setdefault, blocks, blocks))
         return (Request(arrival_s, shared, num_tokens, output_tokens),)
-
-
-def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Write ``trace`` so that ``read_trace`` gives it back (``num_skipped`` apart).
-
-    The file appears whole or not at all. ValueError when the trace has no request, or one that could not be read back,
-    and for a path that ``WholeFile`` refuses; then nothing is left behind.
-    """
-    if not trace.requests:
-        raise ValueError(f"trace {trace.name!r} has no requests: nothing to write to {path}")
-    header = {"format": FORMAT, "version": VERSION, "block_tokens": trace.block_tokens, "name": trace.name}
-    check = Jsonl(header)
-    with WholeFile(os.fspath(path)) as file:
-        file.write(header)
-        for index, request in enumerate(trace.requests):
-            record = {
-                "t": float(request.arrival_s),
-                "tokens": request.num_tokens,
-                "blocks": list(request.blocks),
-                "out": request.output_tokens,
-            }
-            try:
-                check.requests(record)
-            except ValueError as error:
-                raise ValueError(f"request {index} of trace {trace.name!r}: {error}") from None
-            file.write(record)
-        file.commit()

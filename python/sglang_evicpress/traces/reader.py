@@ -11,7 +11,7 @@ from pathlib import Path
 import orjson
 
 from sglang_evicpress.traces.agent_text import AgentText
-from sglang_evicpress.traces.base import Format, Request, Trace, short
+from sglang_evicpress.traces.base import Format, Request, Trace
 from sglang_evicpress.traces.jsonl import Jsonl
 from sglang_evicpress.traces.lines import read_lines
 from sglang_evicpress.traces.mooncake import Mooncake
@@ -68,80 +68,60 @@ def read_trace(
     if source.startswith(PREFIX):
         trace = synthetic_trace(source)
         return trace if limit is None else dataclasses.replace(trace, requests=trace.requests[:limit])
-    return _Reading(Path(source), skip_bad, limit, on_bad).trace()
+    return _read_file(Path(source), skip_bad, limit, on_bad)
 
 
-class _Reading:
-    """One pass over one file."""
-
-    def __init__(self, path: Path, skip_bad: bool, limit: int | None, on_bad: Callable[[str], None] | None) -> None:
-        self._path = path
-        self._skip_bad = skip_bad
-        self._limit = limit
-        self._on_bad = on_bad
-        self._format: Format | None = None
-        self._requests: list[Request] = []
-        self._num_skipped = 0
-
-    def trace(self) -> Trace:
-        num_lines = 0
-        for line_number, line in enumerate(read_lines(self._path), 1):
-            if not line.strip():
-                continue
-            num_lines += 1
-            self._take(line, f"{self._path}, line {line_number}")
-            if self._limit is not None and len(self._requests) >= self._limit:
-                break
-        if not num_lines:
-            raise ValueError(f"{self._path} is empty: expected a trace, one JSON object a line")
-        if self._format is None or not self._requests:
-            skipped = f"; {self._num_skipped} bad lines were skipped" if self._num_skipped else ""
-            raise ValueError(f"{self._path} has no requests{skipped}")
-        name = self._format.name if isinstance(self._format, Jsonl) else None
-        return Trace(name or self._path.name, self._format.block_tokens, self._sorted(), self._num_skipped)
-
-    def _take(self, line: bytes, where: str) -> None:
+def _read_file(path: Path, skip_bad: bool, limit: int | None, on_bad: Callable[[str], None] | None) -> Trace:
+    format: Format | None = None
+    requests: list[Request] = []
+    is_empty, num_skipped = True, 0
+    for line_number, line in enumerate(read_lines(path), 1):
+        if not line.strip():
+            continue
+        is_empty = is_opening = False
         try:
             record = _parsed(line)
-            if self._format is None:
+            has_header = False
+            if format is None:
                 reader = _reader_of(record)
-                self._format = _opened(reader, record)
-                if reader.has_header:
-                    return
-            found = self._format.requests(record)
-        except _HeaderError as error:
-            raise ValueError(f"{where}: {error}") from None
+                is_opening, has_header = True, reader.has_header
+                format = reader.open(record)
+                is_opening = False
+            found = () if has_header else format.requests(record)
         except ValueError as error:
-            message = f"{where}: {error}"
-            if not self._skip_bad or (self._format is None and self._num_skipped >= PATIENCE):
+            message = f"{path}, line {line_number}: {error}"
+            # With a wrong header no line after it can be read.
+            if not skip_bad or is_opening or (format is None and num_skipped >= PATIENCE):
                 raise ValueError(message) from None
-            self._num_skipped += 1
-            if self._on_bad is not None:
-                self._on_bad(message)
-            return
-        if self._limit is not None:
-            found = sorted(found, key=attrgetter("arrival_s"))[: self._limit - len(self._requests)]
-        self._requests.extend(found)
-
-    def _sorted(self) -> tuple[Request, ...]:
-        ordered = sorted(self._requests, key=attrgetter("arrival_s"))
-        start_s = ordered[0].arrival_s
-        if self._format is not None and self._format.relative and start_s:
-            ordered = [dataclasses.replace(request, arrival_s=request.arrival_s - start_s) for request in ordered]
-        return tuple(ordered)
-
-
-class _HeaderError(ValueError):
-    """The header of a format is wrong: no line after it can be read."""
+            num_skipped += 1
+            if on_bad is not None:
+                on_bad(message)
+            continue
+        if limit is not None:
+            found = sorted(found, key=attrgetter("arrival_s"))[: limit - len(requests)]
+        requests.extend(found)
+        if len(requests) == limit:
+            break
+    if is_empty:
+        raise ValueError(f"{path} is empty: expected a trace, one JSON object a line")
+    if format is None or not requests:
+        skipped = f"; {num_skipped} bad lines were skipped" if num_skipped else ""
+        raise ValueError(f"{path} has no requests{skipped}")
+    requests.sort(key=attrgetter("arrival_s"))
+    start_s = requests[0].arrival_s if format.relative else 0.0
+    if start_s:
+        requests = [dataclasses.replace(request, arrival_s=request.arrival_s - start_s) for request in requests]
+    name = format.name if isinstance(format, Jsonl) else None
+    return Trace(name or path.name, format.block_tokens, tuple(requests), num_skipped)
 
 
 def _parsed(line: bytes) -> dict[str, object]:
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error}): {short(line[:200])}") from None
+        raise ValueError(f"not JSON ({error}): {line[:200]!r:.60}") from None
     if not isinstance(record, dict):
-        raise ValueError(f"{short(record)} is no JSON object")
+        raise ValueError(f"{record!r:.60} is no JSON object")
     return record
 
 
@@ -151,11 +131,4 @@ def _reader_of(record: Mapping[str, object]) -> Reader:
         if any(key in record for key in reader.keys):
             return reader
     known = ", ".join(reader.about for reader in READERS)
-    raise ValueError(f"unknown format, keys {short(sorted(record))}: expected one of {known}")
-
-
-def _opened(reader: Reader, record: Mapping[str, object]) -> Format:
-    try:
-        return reader.open(record)
-    except ValueError as error:
-        raise _HeaderError(str(error)) from None
+    raise ValueError(f"unknown format, keys {sorted(record)!r:.60}: expected one of {known}")

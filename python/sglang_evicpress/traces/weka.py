@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count as counter
 
-from sglang_evicpress.traces.base import Request, count, full_blocks, ids, member, number, short, text
+from sglang_evicpress.traces.base import Request, count, full_blocks, ids, member, number, text
 
 SCOPES = ("local", "global")
 
@@ -70,7 +70,7 @@ def _flat(session: Mapping[str, object], block_tokens: int) -> Iterator[tuple[fl
             continue
         where = f"{path}requests[{index}]"
         if not isinstance(entry, dict):
-            raise ValueError(f"{where} is {short(entry)}: expected an object")
+            raise ValueError(f"{where} is {entry!r:.60}: expected an object")
         try:
             arrival_s = start_s + number(entry, "t")
             if math.isinf(arrival_s):
@@ -89,5 +89,5 @@ def _flat(session: Mapping[str, object], block_tokens: int) -> Iterator[tuple[fl
 def _entries(holder: Mapping[str, object]) -> Iterator[tuple[int, object]]:
     entries = member(holder, "requests")
     if not isinstance(entries, list):
-        raise ValueError(f"'requests' is {short(entries)}: expected a list")
+        raise ValueError(f"'requests' is {entries!r:.60}: expected a list")
     return iter(enumerate(entries))

@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
+from sglang_evicpress.profiler.transport import check_key, is_server_url
+
 MAX_TRIES = 5
 
 
@@ -24,18 +26,12 @@ class ChatEndpoint:
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        try:
-            parts = urlsplit(self.url)
-            is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:
-            is_usable = False
-        if not is_usable or "@" in parts.netloc or not self.url.isascii() or not self.url.isprintable():
+        if not is_server_url(self.url) or not self.url.isascii() or not self.url.isprintable():
             raise ValueError(
                 f"endpoint {self.url.rpartition('@')[2]!r:.200} cannot be asked: expected http:// or https:// and a "
                 f"host, without a user name"
             )
-        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
-            raise ValueError("the API key has characters that no header may have: expected printable ASCII")
+        check_key(self.api_key)
 
     @property
     def name(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
 
 from sglang_evicpress.cli.profile.chat import EndpointError
@@ -23,21 +23,7 @@ FILL_TOKENS = 2048
 
 PROFILES = "/evicpress/profiles"
 
-"""They need queries of the prompt, which a server keeps when its own forms name one of them."""
-
-_FIELDS = {field.name for field in fields(Profile)}
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """``make_questions`` makes those of a context that has none."""
-
-    contexts: Sequence[GivenContext]
-    forms: tuple[Form, ...]
-    scorer: Scorer
-    max_new_tokens: int
-    is_resumed: bool
-    make_questions: Callable[[str], list[GivenQuestion]]
+_FIELDS = {each.name for each in fields(Profile)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,27 +41,32 @@ class Outcome:
 @dataclass(slots=True)
 class Run:
     """``outcomes`` has those of the contexts done so far, also after Ctrl-C. ``identity`` is that of the server, which
-    can make ``forms`` of those that are planned."""
+    can make the ``makeable`` ones of ``forms``. ``make_questions`` makes those of a context that has none."""
 
-    plan: Plan
+    contexts: Sequence[GivenContext]
+    forms: tuple[Form, ...]
+    scorer: Scorer
+    max_new_tokens: int
+    is_resumed: bool
+    make_questions: Callable[[str], list[GivenQuestion]]
     transport: Transport
     prompts: Prompts
     identity: bytes
-    forms: Sequence[Form]
-    outcomes: list[Outcome]
+    makeable: Sequence[Form]
+    outcomes: list[Outcome] = field(default_factory=list)
 
     def run(self, progress: Progress) -> None:
         """Raises Unreachable when the server is gone; the context at hand is the last of ``outcomes`` then."""
         engine = ServerEngine(self.transport, fill_tokens=FILL_TOKENS, may_evict=True)
-        num_forms = len(self.plan.forms)
-        for context in self.plan.contexts:
+        num_forms = len(self.forms)
+        for context in self.contexts:
             progress.name(context.id[:20])
             num_done = 0
 
-            def step(form: Form, done: int, of: int) -> None:
+            def step() -> None:
                 nonlocal num_done
-                progress.step(done - num_done)
-                num_done = done
+                progress.step()
+                num_done += 1
 
             try:
                 outcome = self._profile(engine, context, step)
@@ -91,14 +82,11 @@ class Run:
             if outcome.error:
                 progress.say(f"{context.id!r} {'is left out' if outcome.is_skipped else 'failed'}: {outcome.error}")
 
-    def _profile(
-        self, engine: ServerEngine, context: GivenContext, on_progress: Callable[[Form, int, int], None]
-    ) -> Outcome:
-        plan = self.plan
-        questions = context.questions or self.plan.make_questions(context.text)
+    def _profile(self, engine: ServerEngine, context: GivenContext, on_progress: Callable[[], None]) -> Outcome:
+        questions = context.questions or self.make_questions(context.text)
         tokens, queries = self.prompts.split(context.text, questions)
-        known = self._known(tokens, context.namespace, queries) if plan.is_resumed else None
-        missing = [form for form in self.forms if known is None or form not in known.forms]
+        known = self._known(tokens, context.namespace, queries) if self.is_resumed else None
+        missing = [form for form in self.makeable if known is None or form not in known.forms]
         if known is not None and not missing:
             return Outcome(context.id, known, was_there=True)
         try:
@@ -108,15 +96,15 @@ class Run:
                 context.namespace,
                 queries,
                 missing,
-                plan.scorer,
-                max_new_tokens=plan.max_new_tokens,
+                self.scorer,
+                max_new_tokens=self.max_new_tokens,
                 on_progress=on_progress,
             )
         except NothingMade:
             if known is None:
                 raise
             return Outcome(context.id, known, was_there=True)
-        profile = replace(profile, query_set=asked_set(queries, plan.scorer, plan.max_new_tokens))
+        profile = replace(profile, query_set=asked_set(queries, self.scorer, self.max_new_tokens))
         self.transport.ask("POST", PROFILES, {"profile": profile.to_json(), "is_fresh": True})
         return Outcome(context.id, profile.completed(known))  # as the server does
 
@@ -127,8 +115,8 @@ class Run:
             profile = profile_of(self.transport.ask("GET", f"{PROFILES}/{key.hex()}"), key.hex())
         except NotThere:
             return None
-        asked = asked_set(queries, self.plan.scorer, self.plan.max_new_tokens)
-        return profile if (profile.scorer, profile.query_set) == (self.plan.scorer.name, asked) else None
+        asked = asked_set(queries, self.scorer, self.max_new_tokens)
+        return profile if (profile.scorer, profile.query_set) == (self.scorer.name, asked) else None
 
 
 def asked_set(queries: Sequence[Asked], scorer: Scorer, max_new_tokens: int) -> str:

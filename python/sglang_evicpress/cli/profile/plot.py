@@ -1,8 +1,7 @@
-"""The quality of one context's forms against the tokens they keep, a curve for each press: as text or as a picture."""
+"""The quality of one context's forms against the tokens they keep, a curve for each press, as text."""
 
 from __future__ import annotations
 
-import io
 import math
 import time
 
@@ -43,27 +42,6 @@ def plot(profile: Profile) -> list[str]:
     keys = [f"{MARKS.get(press, '?')} {press}" for press in presses]
     lines += [" " * 7 + "+" + "-" * (width - 1), " " * 8 + "".join(axis).rstrip(), " " * 8 + "kept fraction"]
     return [*lines, "  ".join(keys), "* several presses  = exact"]
-
-
-def png(profile: Profile) -> bytes:
-    """The same as a picture, with the standard deviation over the queries."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.0, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for press in sorted({form.press or "" for form in profile.forms}):
-        points = sorted((form.kept_fraction, seen) for form, seen in profile.forms.items() if form.press == press)
-        kept = [fraction for fraction, _ in points]
-        spread = [math.sqrt(seen.variance) for _, seen in points]
-        axes.errorbar(kept, [seen.mean for _, seen in points], spread, marker="o", capsize=3, label=press)
-    axes.plot([1.0], [1.0], "k*", markersize=10, label="exact")
-    axes.set(xlabel="kept fraction", ylabel=f"quality ({profile.scorer})", title="\n".join(about(profile)))
-    axes.set_xlim(0.0, 1.05)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    data = io.BytesIO()
-    figure.savefig(data, format="png")
-    return data.getvalue()
 
 
 def about(profile: Profile) -> list[str]:

@@ -64,25 +64,18 @@ MAX_REPLIES = 3
 
 
 def ask_questions(
-    url: str,
-    model: str,
-    text: str,
-    num_questions: int,
-    api_key: str | None = None,
-    *,
-    part_chars: int = PART_CHARS,
+    endpoint: ChatEndpoint, text: str, num_questions: int, *, part_chars: int = PART_CHARS
 ) -> list[GivenQuestion]:
-    """Questions with short answers, all different, from the ``model`` behind an OpenAI-compatible ``url``.
+    """Questions with short answers, all different, from the model behind an ``endpoint``.
 
     At least one and at most ``num_questions``, as evenly from the parts of ``text`` as it has them; where it has more
     parts than questions are wanted, some are not shown. Raises EndpointError, naming the address, when the server does
-    not answer or the first part gives no question, and ValueError for a text, number, URL or key that cannot be used.
+    not answer or the first part gives no question, and ValueError for a text or number that cannot be used.
     """
     if num_questions < 1 or part_chars < 1:
         raise ValueError(f"num_questions is {num_questions}, part_chars {part_chars}: expected at least 1")
     if not text.strip():
         raise ValueError("the text is empty: expected something to ask about")
-    endpoint = ChatEndpoint(url, model, api_key)
     prompt = Template(question_prompt())
     found: dict[str, GivenQuestion] = {}
     wanted = 0

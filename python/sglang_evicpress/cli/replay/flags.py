@@ -1,103 +1,109 @@
-"""The command line of ``evicpress replay``, read: every bad value is one ValueError that names its flag."""
+"""The command line of ``evicpress replay``: every flag, and the reader of its value."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable, Mapping
+import argparse
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TypeVar
+from typing import get_args
 
+from sglang_evicpress.cli.parser import Parser, whole
 from sglang_evicpress.cli.replay.units import Size, parse_number, parse_rate
-from sglang_evicpress.core import Form, Tier
-from sglang_evicpress.policy import policy_forms
-from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
+from sglang_evicpress.core import Form
+from sglang_evicpress.files import read_json
+from sglang_evicpress.policy import policy_info
+from sglang_evicpress.policy.cost_model import PrefillCost
 from sglang_evicpress.policy.quality_curves import Curves
 from sglang_evicpress.simulator.runs import Recompute
 
-FIXED_LOAD_S = {Tier.HOST: 0.0005, Tier.SSD: 0.002}
-"""Seconds every load takes besides its bytes."""
+DEFAULT_FORMS = ",".join(
+    (
+        *(f"{press}@{kept}" for press in ("keydiff", "snapkv", "knorm") for kept in (0.8, 0.6, 0.4, 0.2)),
+        *("exact+int8", "exact+int4", "keydiff@0.8+int4", "keydiff@0.6+int4"),
+    )
+)
 
 MOST_NOISE = 10.0
 MOST_ALPHA_S = 1e9
 """Beyond these sums of seconds and utilities leave the range of a float."""
 
-Args = Mapping[str, object]
-"""What argparse found: text, True, False, or None for what was left out."""
+_EPILOG = """SIZE: 1% of the trace's working set; 30GB or 30GiB; 500000, 500ktok or 5Mtok tokens of exact KV.
 
-T = TypeVar("T")
+TRACE: a file of the Mooncake, WEKA or LMCache-agent kind or of our own, plain or .zst, or synthetic:KIND[:SEED].
+
+Prints one row for each policy and alpha. Ctrl-C prints what is done so far and writes no file.
+
+example:
+  evicpress replay conversation_trace.jsonl --policy evicpress,lru,keydiff@0.5+lru --gpu 1% --host 4% --ssd 20%
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Servers:
-    """``number`` servers, or as many as are busy the share ``number`` of the time; inf: nothing waits."""
+    """``number`` servers, or as many as are busy the share ``number`` of the time."""
 
-    number: float = math.inf
-    is_load: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Flags of a replay, before the trace is known. ``sizes`` has the tiers; ``half_life_s`` None is learned."""
-
-    policies: tuple[str, ...]
-    alphas: tuple[float, ...]
-    sizes: Mapping[Tier, Size]
-    half_life_s: float | None
-    forms: tuple[Form, ...]
-    slot_bytes: int
-    costs: CostSnapshot
-    noise: float
-    servers: Servers
-    seed: int
-    curves: Curves | None
-    curves_file: str | None
-    limit: int | None
-    skip_bad: bool
-    recompute: Recompute
+    number: float
+    is_load: bool
 
 
-def read_plan(args: Args) -> Plan:
-    """ValueError for the first bad value, naming it and what is accepted."""
-    sizes = {tier: _read(args, tier.label, Size.parse) for tier in (Tier.GPU, Tier.HOST, Tier.SSD)}
-    if not sizes[Tier.GPU].amount:
-        raise ValueError(f"--gpu: {args['gpu']!r} is nothing: expected a size above 0")
-    load = {
-        tier: TransferCost(fixed_s, _read(args, f"{tier.label}_bandwidth", parse_rate))
-        for tier, fixed_s in FIXED_LOAD_S.items()
-    }
-    return Plan(
-        policies=_read(args, "policy", _policies),
-        alphas=_read(args, "alpha", _alphas),
-        sizes={tier: size for tier, size in sizes.items() if size.amount},
-        half_life_s=_read(args, "half_life", _half_life),
-        forms=_read(args, "forms", _forms),
-        slot_bytes=_read(args, "slot_bytes", lambda text: _whole(text, 1)),
-        costs=CostSnapshot(_read(args, "prefill", _prefill), load, {}),
-        noise=_read(args, "noise", lambda text: _at_most(MOST_NOISE, text, "a number from 0 to 10, such as 0.1")),
-        servers=Servers() if args["servers"] is None else _read(args, "servers", _servers),
-        seed=_read(args, "seed", lambda text: _whole(text, 0)),
-        curves=None if args["curves"] is None else _read(args, "curves", _curves),
-        curves_file=None if args["curves"] is None else str(args["curves"]),
-        limit=None if args["limit"] is None else _read(args, "limit", lambda text: _whole(text, 1)),
-        skip_bad=bool(args["skip_bad"]),
-        recompute=_read(args, "recompute", _recompute),
+def make_parser() -> Parser:
+    parser = Parser(
+        prog="evicpress replay",
+        description="Replay a trace under one or more policies on simulated tiers.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-
-
-def _read(args: Args, name: str, reader: Callable[[str], T]) -> T:
-    try:
-        return reader(str(args[name]))
-    except ValueError as error:
-        raise ValueError(f"--{name.replace('_', '-')}: {error}") from None
+    add, add_value = parser.add_argument, parser.add_value
+    add("trace", metavar="TRACE", help="what to replay")
+    named = "separated by commas; default %(default)s; a wrong one prints all"
+    add_value("--policy", _policies, "NAMES", named, "evicpress,lru")
+    add_value("--gpu", _gpu, "SIZE", "cache on the GPU, above 0", required=True)
+    add_value("--host", Size.parse, "SIZE", "cache in host memory; 0, the default: none", "0")
+    add_value("--ssd", Size.parse, "SIZE", "cache on SSD; 0, the default: none", "0")
+    add_value("--alpha", _alphas, "NUMBERS", "seconds full quality is worth; each makes a run of its own", "1.0")
+    add_value("--half-life", _half_life, "SECONDS", "of a use of a node; auto, the default: learned", "auto")
+    add_value("--forms", _forms, "FORMS", "on the menu; none: exact only; default %(default)s", DEFAULT_FORMS)
+    add_value("--slot-bytes", whole(1), "BYTES", "exact KV of one token; default %(default)s", "131072")
+    add_value("--prefill", _prefill, "FIXED,PER_TOKEN,PER_PAIR", "s; default %(default)s", "0.01,3.5e-5,1.3e-9")
+    add_value("--host-bandwidth", parse_rate, "RATE", "default %(default)s, behind 0.5 ms", "20GB/s")
+    add_value("--ssd-bandwidth", parse_rate, "RATE", "default %(default)s, behind 2 ms", "2GB/s")
+    add_value("--noise", _noise, "SIGMA", "of the logarithm of every cost; above 0, policies learn costs", "0")
+    add_value(
+        *("--servers", _servers, "N|load=X"),
+        "requests wait for N servers, or for as many as prefilling every whole prompt would keep busy the share X of "
+        "the time; left out: nothing waits",
+    )
+    add(
+        "--recompute",
+        choices=get_args(Recompute),
+        default="evicpress",
+        metavar="WHO",
+        help="which policies may prefill again what would take longer to load: evicpress, the default, all or none; "
+        "engines today always load",
+    )
+    add_value("--seed", whole(0), "N", "of the quality curves drawn for each context; default %(default)s", "0")
+    add_value(*("--curves", _curves, "FILE"), "JSON quality curves, the same for every context, instead of drawn ones")
+    add_value("--limit", whole(1), "N", "only the first N requests")
+    add("--skip-bad", action="store_true", help="leave bad lines out, and say which")
+    add("--jsonl", metavar="FILE", help="write one object for each run")
+    add("--requests", metavar="FILE", help="write one object for each request of each run")
+    add("--plot", metavar="FILE", help="draw a .png or .svg; needs sglang-evicpress[plot]")
+    add("--no-progress", action="store_true", help="no progress bar; there is none either where stderr is no terminal")
+    return parser
 
 
 def _policies(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
-        policy_forms(name)  # knows what is known
+        policy_info(name)  # knows what is known
     return names
+
+
+def _gpu(text: str) -> Size:
+    size = Size.parse(text)
+    if not size.amount:
+        raise ValueError(f"{text!r} is nothing: expected a size above 0")
+    return size
 
 
 def _alphas(text: str) -> tuple[float, ...]:
@@ -112,23 +118,16 @@ def _at_most(most: float, text: str, expected: str) -> float:
     return value
 
 
+def _noise(text: str) -> float:
+    return _at_most(MOST_NOISE, text, "a number from 0 to 10, such as 0.1")
+
+
 def _half_life(text: str) -> float | None:
-    if text.strip() == "auto":
-        return None
-    return parse_number(text, "seconds above 0, or auto", is_above=True)
+    return None if text.strip() == "auto" else parse_number(text, "seconds above 0, or auto", is_above=True)
 
 
 def _forms(text: str) -> tuple[Form, ...]:
-    if text.strip() == "none":
-        return ()
-    return tuple(dict.fromkeys(Form.parse(part) for part in text.split(",")))
-
-
-def _recompute(text: str) -> Recompute:
-    known: dict[str, Recompute] = {"evicpress": "evicpress", "all": "all", "none": "none"}
-    if text not in known:
-        raise ValueError(f"{text!r}: expected evicpress, all or none")
-    return known[text]
+    return () if text.strip() == "none" else tuple(dict.fromkeys(map(Form.parse_stored, text.split(","))))
 
 
 def _prefill(text: str) -> PrefillCost:
@@ -151,21 +150,10 @@ def _servers(text: str) -> Servers:
         raise ValueError(f"{text!r}: expected {expected}") from None
 
 
-def _whole(text: str, least: int) -> int:
-    expected = f"a whole number of at least {least}"
-    if not (text.isascii() and text.isdigit()) or len(text) > 18 or int(text) < least:
-        raise ValueError(f"{text!r}: expected {expected}")
-    return int(text)
-
-
-def _curves(path: str) -> Curves:
+def _curves(path: str) -> tuple[str, Curves]:
+    """With the file that they are of."""
+    curves = read_json(path, repr(path), file="a JSON file of quality curves", content="quality curves")
     try:
-        return Curves.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
-    except OSError as error:
-        raise ValueError(f"{path!r} cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{path!r} is no UTF-8: expected a JSON file") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path!r} is no JSON: {error}") from None
+        return path, Curves.from_json(curves)
     except ValueError as error:
         raise ValueError(f"{path!r}: {error}") from None

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from sglang_evicpress.cli.replay.units import show_bytes, three_digits
-from sglang_evicpress.core import Tier
 from sglang_evicpress.quantiles import quantile
-from sglang_evicpress.simulator.replay import Ledger, Outcome
+from sglang_evicpress.simulator.replay import Outcome, Replay
 from sglang_evicpress.simulator.runs import Run
 from sglang_evicpress.tables import aligned
 
@@ -25,9 +23,6 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """ValueError if there are none."""
-        if not values:
-            raise ValueError("no seconds to sum up: expected at least one request")
         return cls(math.fsum(values) / len(values), quantile(values, 0.5), quantile(values, 0.95))
 
 
@@ -62,6 +57,41 @@ class Result:
     half_life_s: float
     wall_s: float
 
+    @classmethod
+    def of(cls, run: Run, replay: Replay, outcomes: Sequence[Outcome], wall_s: float) -> Result:
+        """Sums over the ``outcomes`` that there are, at least one."""
+        ttft = [outcome.ttft_s for outcome in outcomes]
+        total_s = math.fsum(ttft)
+        num_tokens = sum(outcome.num_tokens for outcome in outcomes)
+        hits = {
+            tier: sum(outcome.hit_tokens.get(tier, 0) for outcome in outcomes) / max(num_tokens, 1)
+            for tier in replay.menu.tiers
+        }
+        of_hits = [outcome.quality for outcome in outcomes if outcome.hit_tokens]
+        regret_s = sum(outcome.regret_s for outcome in outcomes)
+        predicted_s = sum(outcome.predicted_regret_s for outcome in outcomes)
+        return cls(
+            policy=run.policy,
+            alpha=run.alpha,
+            num_requests=len(outcomes),
+            num_expected=len(replay.trace.requests),
+            num_tokens=num_tokens,
+            ttft=Spread.of(ttft),
+            alone=Spread.of([outcome.service_s for outcome in outcomes]),
+            hit_share={tier.label: share for tier, share in hits.items()},
+            prefilled_share=1.0 - sum(hits.values()),
+            moved_bytes=dict(sorted(replay.moved_bytes.items())),
+            decisions=dict(sorted(replay.decisions.items())),
+            quality=sum(outcome.quality for outcome in outcomes) / len(outcomes),
+            hit_quality=sum(of_hits) / len(of_hits) if of_hits else None,
+            regret_s=regret_s,
+            regret_share=regret_s / total_s if total_s else 0.0,
+            predicted_regret_s=predicted_s,
+            predicted_regret_share=predicted_s / total_s if total_s else 0.0,
+            half_life_s=replay.clock.half_life_s,
+            wall_s=wall_s,
+        )
+
     @property
     def is_partial(self) -> bool:
         return self.num_requests < self.num_expected
@@ -72,72 +102,7 @@ class Result:
 
     def record(self) -> dict[str, object]:
         """JSON object of it."""
-        return {
-            **asdict(self),
-            "is_partial": self.is_partial,
-            "requests_per_minute": self.requests_per_minute,
-        }
-
-
-class Tally:
-    """Sums over the outcomes of one run."""
-
-    def __init__(self, run: Run, tiers: Sequence[Tier], num_expected: int) -> None:
-        self._run = run
-        self._num_expected = num_expected
-        self._ttft = array("d")
-        self._alone = array("d")
-        self._num_tokens = 0
-        self._hits = dict.fromkeys(tiers, 0)
-        self._quality = 0.0
-        self._hit_quality = 0.0
-        self._num_hit = 0
-        self._regret_s = 0.0
-        self._predicted_regret_s = 0.0
-
-    @property
-    def num_requests(self) -> int:
-        return len(self._ttft)
-
-    def add(self, outcome: Outcome) -> None:
-        self._ttft.append(outcome.ttft_s)
-        self._alone.append(outcome.service_s)
-        self._num_tokens += outcome.num_tokens
-        self._quality += outcome.quality
-        self._regret_s += outcome.regret_s
-        self._predicted_regret_s += outcome.predicted_regret_s
-        if outcome.hit_tokens:
-            self._num_hit += 1
-            self._hit_quality += outcome.quality
-            for tier, num_tokens in outcome.hit_tokens.items():
-                self._hits[tier] += num_tokens
-
-    def result(self, ledger: Ledger, half_life_s: float, wall_s: float) -> Result:
-        """ValueError before the first outcome."""
-        ttft = Spread.of(self._ttft)
-        total_s = math.fsum(self._ttft)
-        hit_share = {tier.label: hits / max(self._num_tokens, 1) for tier, hits in self._hits.items()}
-        return Result(
-            policy=self._run.policy,
-            alpha=self._run.alpha,
-            num_requests=self.num_requests,
-            num_expected=self._num_expected,
-            num_tokens=self._num_tokens,
-            ttft=ttft,
-            alone=Spread.of(self._alone),
-            hit_share=hit_share,
-            prefilled_share=1.0 - sum(hit_share.values()),
-            moved_bytes=dict(sorted(ledger.moved_bytes.items())),
-            decisions=dict(sorted(ledger.decisions.items())),
-            quality=self._quality / self.num_requests,
-            hit_quality=self._hit_quality / self._num_hit if self._num_hit else None,
-            regret_s=self._regret_s,
-            regret_share=self._regret_s / total_s if total_s else 0.0,
-            predicted_regret_s=self._predicted_regret_s,
-            predicted_regret_share=self._predicted_regret_s / total_s if total_s else 0.0,
-            half_life_s=half_life_s,
-            wall_s=wall_s,
-        )
+        return {**asdict(self), "is_partial": self.is_partial, "requests_per_minute": self.requests_per_minute}
 
 
 def lru_over(result: Result, results: Sequence[Result]) -> float | None:

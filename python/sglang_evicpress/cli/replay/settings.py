@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+import argparse
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 
 from sglang_evicpress import __version__
-from sglang_evicpress.cli.replay.flags import Plan
+from sglang_evicpress.cli.parser import naming
 from sglang_evicpress.cli.replay.units import Size, plain, show_bytes, three_digits
 from sglang_evicpress.core import Tier
+from sglang_evicpress.policy.cost_model import CostSnapshot, TransferCost
 from sglang_evicpress.simulator.replay import NO_QUEUE, Machine
 from sglang_evicpress.simulator.runs import Settings, servers_at_load
 from sglang_evicpress.traces import Trace
 
+FIXED_LOAD_S = {Tier.HOST: 0.0005, Tier.SSD: 0.002}
+"""Seconds every load takes besides its bytes."""
 
-def make_settings(plan: Plan, trace: Trace, working_set_tokens: int) -> Settings:
+
+def make_settings(args: argparse.Namespace, trace: Trace, working_set_tokens: int) -> Settings:
     """Sizes become bytes, a load becomes servers. ValueError for a tier too small for one token, or no load."""
-    capacity = {tier: _capacity(tier, size, working_set_tokens, plan.slot_bytes) for tier, size in plan.sizes.items()}
-    number = plan.servers.number
-    if plan.servers.is_load:
-        try:
-            number = servers_at_load(trace, plan.costs, number)
-        except ValueError as error:
-            raise ValueError(f"--servers: {error}") from None
-    machine = Machine(capacity, plan.costs, plan.noise, number)
-    return Settings(machine, plan.slot_bytes, plan.forms, plan.half_life_s, plan.seed, plan.curves, plan.recompute)
+    sizes: dict[Tier, Size] = {Tier.GPU: args.gpu, Tier.HOST: args.host, Tier.SSD: args.ssd}
+    capacity = {
+        tier: _capacity(tier, size, working_set_tokens, args.slot_bytes) for tier, size in sizes.items() if size.amount
+    }
+    rates = {Tier.HOST: args.host_bandwidth, Tier.SSD: args.ssd_bandwidth}
+    load = {tier: TransferCost(fixed_s, rates[tier]) for tier, fixed_s in FIXED_LOAD_S.items()}
+    costs = CostSnapshot(args.prefill, load, {})
+    number = NO_QUEUE if args.servers is None else args.servers.number
+    if args.servers is not None and args.servers.is_load:
+        with naming("--servers"):
+            number = servers_at_load(trace, costs, number)
+    curves = None if args.curves is None else args.curves[1]
+    machine = Machine(capacity, costs, args.noise, number)
+    return Settings(machine, args.slot_bytes, args.forms, args.half_life, args.seed, curves, args.recompute)
 
 
 def _capacity(tier: Tier, size: Size, working_set_tokens: int, slot_bytes: int) -> int:
@@ -39,7 +49,9 @@ def _capacity(tier: Tier, size: Size, working_set_tokens: int, slot_bytes: int) 
     return num_bytes
 
 
-def header(plan: Plan, settings: Settings, trace: Trace, working_set_tokens: int, command: str) -> dict[str, str]:
+def header(
+    args: argparse.Namespace, settings: Settings, trace: Trace, working_set_tokens: int, command: str
+) -> dict[str, str]:
     """Settings needed to replay again, by name, for people."""
     skipped = f", {trace.num_skipped:,} bad lines skipped" if trace.num_skipped else ""
     slot = settings.slot_bytes
@@ -53,7 +65,7 @@ def header(plan: Plan, settings: Settings, trace: Trace, working_set_tokens: int
         costs += f"; times exp(normal(0, {machine.noise:g})), seed {settings.seed}, and learned"
     servers = "nothing waits"
     if machine.num_servers != NO_QUEUE:
-        load = f", busy {plan.servers.number:g} of the time if nothing is cached" if plan.servers.is_load else ""
+        load = f", busy {args.servers.number:g} of the time if nothing is cached" if args.servers.is_load else ""
         servers = f"{three_digits(machine.num_servers)}{load}"
     half_life = "learned" if settings.half_life_s is None else f"{settings.half_life_s:g} s"
     about = {
@@ -65,7 +77,7 @@ def header(plan: Plan, settings: Settings, trace: Trace, working_set_tokens: int
         "half-life": half_life,
         "recompute": f"{settings.recompute} may prefill again what takes longer to load",
         "forms": ", ".join(map(str, settings.forms)) or "exact only",
-        "quality": f"drawn per context, seed {settings.seed}" if plan.curves_file is None else plan.curves_file,
+        "quality": f"drawn per context, seed {settings.seed}" if args.curves is None else args.curves[0],
         "versions": ", ".join(f"{name} {number}" for name, number in versions().items()),
         "command": command,
     }
@@ -73,7 +85,7 @@ def header(plan: Plan, settings: Settings, trace: Trace, working_set_tokens: int
 
 
 def settings_record(
-    plan: Plan, settings: Settings, trace: Trace, working_set_tokens: int, command: str
+    args: argparse.Namespace, settings: Settings, trace: Trace, working_set_tokens: int, command: str
 ) -> dict[str, object]:
     """The same as JSON takes it: bytes and seconds. ``num_servers`` is None where nothing waits."""
     machine = settings.machine
@@ -92,7 +104,7 @@ def settings_record(
         "half_life_s": "auto" if settings.half_life_s is None else settings.half_life_s,
         "forms": [str(form) for form in settings.forms],
         "seed": settings.seed,
-        "curves": None if plan.curves_file is None else plain(plan.curves_file),
+        "curves": None if args.curves is None else plain(args.curves[0]),
         "versions": dict(versions()),
         "command": plain(command),
     }

@@ -12,17 +12,9 @@ _SIZE = re.compile(rf"({_NUMBER})\s*([a-z%]*)", re.IGNORECASE)
 _RATE = re.compile(rf"({_NUMBER})\s*([a-z]+)/s", re.IGNORECASE)
 
 TOKEN_UNITS = {"": 1, "tok": 1, "ktok": 10**3, "mtok": 10**6, "gtok": 10**9}
-BYTE_UNITS = {
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
+BYTE_UNITS = {"b": 1}
+for _power, _prefix in enumerate("kmgt", start=1):
+    BYTE_UNITS |= {f"{_prefix}b": 1000**_power, f"{_prefix}ib": 1024**_power}
 
 SIZE_HELP = (
     "a share of the working set such as 1%, bytes such as 30GB or 30GiB, "

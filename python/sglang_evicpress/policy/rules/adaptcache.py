@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar
 
 from sglang_evicpress.core import Form, LowerCopy, Tier
-from sglang_evicpress.policy.base import DROPPED, Candidate, Step
+from sglang_evicpress.policy.base import DROPPED, Candidate, Step, lower_bytes, smaller_forms
 from sglang_evicpress.policy.cost_model import CostSnapshot
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.rules.lru import CascadePolicy
@@ -27,8 +26,8 @@ class AdaptCachePolicy(CascadePolicy):
     if alpha is negative or not finite, or unless the curve gives a quality in [0, 1] for every form.
     """
 
-    name: ClassVar[str] = "adaptcache"
-    weighs_quality: ClassVar[bool] = True
+    name: str = "adaptcache"
+    weighs_quality: bool = True
 
     def __init__(self, menu: Menu, alpha: float, costs: CostSnapshot, curve: Sequence[float]) -> None:
         super().__init__(menu)
@@ -77,7 +76,9 @@ class AdaptCachePolicy(CascadePolicy):
                 return None if evicted is None else Step(math.inf, evicted, None, 0, candidate.quality)
             return Step(math.inf, *next(lower_copy for lower_copy in lower_copies if lower_copy.tier == evicted))
         best: Step | None = None
-        for index, num_bytes in self._smaller(candidate):
+        if not isinstance(candidate.memo, list):
+            candidate.memo = smaller_forms(self.menu, candidate)
+        for index, num_bytes in candidate.memo:
             form = self.menu.forms[index]
             lost = self.lost(candidate, form, tier, num_bytes)
             if best is None or lost / (size_now - num_bytes) < best.key:
@@ -87,7 +88,7 @@ class AdaptCachePolicy(CascadePolicy):
                     key, tier, form, num_bytes, candidate.curve[index], delay_s, self._per_weight(candidate, lost)
                 )
         if evicted is not None:
-            left = LowerCopy(evicted, candidate.form, candidate.num_bytes, candidate.quality)
+            left = LowerCopy(evicted, candidate.form, lower_bytes(self.menu, candidate), candidate.quality)
             if lower_copies is not None and evicted < DROPPED:
                 left = next(lower_copy for lower_copy in lower_copies if lower_copy.tier == evicted)
             lost = self.lost(candidate, left.form, evicted, left.num_bytes)
@@ -100,16 +101,6 @@ class AdaptCachePolicy(CascadePolicy):
             kept_form = None if lower_copies is None else left.form
             best = Step(key, evicted, kept_form, left.num_bytes, left.quality, delay_s, per_weight)
         return best
-
-    def _smaller(self, candidate: Candidate) -> list[tuple[int, int]]:
-        """(index of a form, bytes) for the forms that can be made of the node and are smaller than what it holds."""
-        if not isinstance(candidate.memo, list):
-            candidate.memo = [
-                (index, size)
-                for index, size in enumerate(self.menu.sizes(candidate.num_tokens, candidate.sinks))
-                if candidate.allowed_forms >> index & 1 and size < candidate.num_bytes
-            ]
-        return candidate.memo
 
     @staticmethod
     def _per_weight(candidate: Candidate, lost: float) -> float:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sglang_evicpress.core import Form, LowerCopy, Tier
-from sglang_evicpress.policy.base import DROPPED, Candidate, Step
+from sglang_evicpress.policy.base import DROPPED, Candidate, Step, lower_bytes, lower_forms, smaller_forms
 from sglang_evicpress.policy.cost_model import CostSnapshot
 from sglang_evicpress.policy.hull import HullState, Point, first_points, next_on_hull, sizes_of
 from sglang_evicpress.policy.menu import Menu
@@ -29,9 +28,9 @@ class EvicPressPolicy:
     costs lack a tier of the menu.
     """
 
-    name: ClassVar[str] = "evicpress"
-    weighs_quality: ClassVar[bool] = True
-    rises_only: ClassVar[bool] = True
+    name: str = "evicpress"
+    weighs_quality: bool = True
+    rises_only: bool = True
 
     def __init__(self, menu: Menu, alpha: float, costs: CostSnapshot) -> None:
         if not (math.isfinite(alpha) and alpha >= 0.0):
@@ -44,15 +43,13 @@ class EvicPressPolicy:
     def read_costs(self, costs: CostSnapshot) -> None:
         """Take other costs; the hulls made before are outdated (``Planner.refresh`` drops them)."""
         self.costs = costs
-        self._transfer_costs = [self._transfer_costs_of(tier) if tier in self.menu.tiers else [] for tier in Tier]
-
-    def _transfer_costs_of(self, tier: Tier) -> list[tuple[float, float]]:
-        """Per form of the menu the (fixed seconds, seconds per byte) of getting it back from the tier."""
-        if tier == Tier.GPU:
-            return [(0.0, 0.0)] * len(self.menu.forms)
-        return [self._transfer_cost(tier, form) for form in self.menu.forms]
+        forms, tiers = self.menu.forms, self.menu.tiers  # per tier, and there per form
+        self._transfer_costs = [[self._transfer_cost(tier, form) for form in forms if tier in tiers] for tier in Tier]
 
     def _transfer_cost(self, tier: Tier, form: Form) -> tuple[float, float]:
+        """(fixed seconds, seconds per byte) of getting the form back from the tier."""
+        if tier == Tier.GPU:
+            return 0.0, 0.0
         load, decode = self.costs.load.get(tier), self.costs.decode.get(form.codec)
         if load is None:
             raise ValueError(f"the costs have no cost for tier {tier.label}, which is on the menu")
@@ -61,11 +58,9 @@ class EvicPressPolicy:
         return load.fixed_s + decode.fixed_s, 1.0 / load.bytes_per_s + 1.0 / decode.bytes_per_s
 
     def delay_s(self, candidate: Candidate) -> float:
-        return (
-            0.0
-            if candidate.tier == Tier.GPU
-            else self.costs.load_seconds(Tier(candidate.tier), candidate.num_bytes, candidate.form.codec)
-        )
+        if candidate.tier == Tier.GPU:
+            return 0.0
+        return self.costs.load_seconds(Tier(candidate.tier), candidate.num_bytes, candidate.form.codec)
 
     def step(
         self, candidate: Candidate, excluded_tiers: int = 0, lower_copies: Sequence[LowerCopy] | None = None
@@ -138,22 +133,33 @@ class EvicPressPolicy:
         sinks = np.fromiter((candidate.sinks for candidate in group), np.int64, num)
         allowed_forms = np.fromiter((candidate.allowed_forms for candidate in group), np.int64, num)
         curves = np.array([candidate.curve for candidate in group], np.float64)
-        slot_bytes = [menu.slot_bytes * menu.codec_ratio[form.codec] for form in forms]
-        sizes = sizes_of([form.kept_fraction for form in forms], slot_bytes, menu.page_size, tokens, sinks)
-        is_open = (allowed_forms[:, None] >> np.arange(len(forms)) & 1).astype(bool) & (sizes < held[:, None])
+        kept = [form.kept_fraction for form in forms]
+        raw = sizes_of(kept, [menu.slot_bytes] * len(forms), menu.page_size, tokens, sinks)
+        stored = np.ceil(raw * [menu.codec_ratio[form.codec] for form in forms])
+        stored_whole = np.fromiter((lower_bytes(menu, candidate) for candidate in group), np.float64, num)
+        is_allowed = (allowed_forms[:, None] >> np.arange(len(forms)) & 1).astype(bool)
+        sizes, is_open = stored, is_allowed & (stored < stored_whole[:, None])
+        is_open_below = is_open
+        if tier == Tier.GPU:
+            own_codec = np.fromiter((menu.of_codec(candidate.form.codec) for candidate in group), np.int64, num)
+            is_of_codec = (own_codec[:, None] >> np.arange(len(forms)) & 1).astype(bool)
+            sizes, is_open = raw, is_allowed & is_of_codec & (raw < held[:, None])
 
-        def worths(tier: int) -> NDArray[np.float64]:
+        def worths(tier: int, sizes: NDArray[np.float64]) -> NDArray[np.float64]:
             fixed, per_byte = np.array(self._transfer_costs[tier]).T
             worth: NDArray[np.float64] = alpha * curves - fixed - sizes * per_byte
             return worth
 
         def delays(tier: int) -> NDArray[np.float64]:
             costs = self.costs
-            seconds = (costs.load_seconds(Tier(tier), candidate.num_bytes, candidate.form.codec) for candidate in group)
+            seconds = (
+                costs.load_seconds(Tier(tier), lower_bytes(menu, candidate), candidate.form.codec)
+                for candidate in group
+            )
             return np.fromiter(seconds, np.float64, num)
 
         utility = alpha * quality - (delays(tier) if tier else 0.0)
-        worth_here = worths(tier)
+        worth_here = worths(tier, sizes)
         first = first_points(held, utility, sizes, worth_here, is_open)
         first[held == 0] = -1
         exits: list[
@@ -161,38 +167,27 @@ class EvicPressPolicy:
         ] = []  # tier, delay as it is, best form, its worth
         for lower in menu.tiers:
             if tier < lower <= lowest_tier:
-                there = np.where(is_open, worths(lower), -math.inf)
+                there = np.where(is_open_below, worths(lower, stored), -math.inf)
                 best = there.argmax(axis=1)
                 exits.append((int(lower), delays(lower), best, there[np.arange(num), best]))
         for row, candidate in enumerate(group):
             index = int(first[row])
             shrunk = None if index < 0 else (int(sizes[row, index]), float(worth_here[row, index]), index)
             state = candidate.memo = HullState(float(utility[row]), shrunk, lowest_tier)
-            if lowest_tier >= DROPPED:
-                delay_s = self.costs.prefill.marginal_seconds(candidate.num_tokens, candidate.depth_tokens)
-                state.leave, state.leave_utility = Step(0.0, DROPPED, None, 0, 1.0, delay_s), alpha - delay_s
-            for lower_copy in candidate.lower_copies:
-                if tier < lower_copy.tier <= lowest_tier:
-                    delay_s = self.costs.load_seconds(
-                        Tier(lower_copy.tier), lower_copy.num_bytes, lower_copy.form.codec
-                    )
-                    worth = alpha * lower_copy.quality - delay_s
-                    if worth > state.leave_utility:
-                        state.leave = Step(
-                            0.0, lower_copy.tier, lower_copy.form, lower_copy.num_bytes, lower_copy.quality, delay_s
-                        )
-                        state.leave_utility = worth
+            state.leave, state.leave_utility = self._leave_at_once(candidate, lowest_tier, 0, candidate.lower_copies)
             for below, as_it_is, best_form, best_worth in exits:
                 delay_s = float(as_it_is[row])
                 worth = alpha * candidate.quality - delay_s
                 if worth > state.leave_utility:
-                    state.leave = Step(0.0, below, candidate.form, candidate.num_bytes, candidate.quality, delay_s)
+                    state.leave = Step(
+                        0.0, below, candidate.form, lower_bytes(menu, candidate), candidate.quality, delay_s
+                    )
                     state.leave_utility = worth
                 worth = float(best_worth[row])
                 if worth > state.leave_utility:
                     index = int(best_form[row])
                     value = candidate.curve[index]
-                    state.leave = Step(0.0, below, forms[index], int(sizes[row, index]), value, alpha * value - worth)
+                    state.leave = Step(0.0, below, forms[index], int(stored[row, index]), value, alpha * value - worth)
                     state.leave_utility = worth
 
     def _shrink(self, candidate: Candidate, point: Point, key: float, loss: float) -> Step:
@@ -212,18 +207,10 @@ class EvicPressPolicy:
         """Points of the forms the node can take in place, with fewer bytes than it holds."""
         transfer_costs, curve, alpha = self._transfer_costs[candidate.tier], candidate.curve, self.alpha
         points = []
-        for index, size in self._smaller(candidate):
+        for index, size in smaller_forms(self.menu, candidate):
             fixed_s, per_byte_s = transfer_costs[index]
             points.append((size, alpha * curve[index] - fixed_s - size * per_byte_s, index))
         return points
-
-    def _smaller(self, candidate: Candidate) -> list[tuple[int, int]]:
-        """(index of a form, bytes) for the forms that can be made of the node and are smaller than what it holds."""
-        allowed_forms, num_bytes = candidate.allowed_forms, candidate.num_bytes
-        if not allowed_forms:
-            return []
-        sizes = self.menu.sizes(candidate.num_tokens, candidate.sinks)
-        return [(index, size) for index, size in enumerate(sizes) if size < num_bytes and allowed_forms >> index & 1]
 
     def exits(
         self, candidate: Candidate, lower_copies: Sequence[LowerCopy] | None = None
@@ -232,9 +219,10 @@ class EvicPressPolicy:
         delay_s = self.costs.prefill.marginal_seconds(candidate.num_tokens, candidate.depth_tokens)
         exits: list[tuple[int, Form | None, int, float, float]] = [(DROPPED, None, 0, 1.0, self.alpha - delay_s)]
         if lower_copies is None:
-            states = [(candidate.form, candidate.num_bytes, candidate.quality)]
+            states = [(candidate.form, lower_bytes(self.menu, candidate), candidate.quality)]
             states += [
-                (self.menu.forms[index], size, candidate.curve[index]) for index, size in self._smaller(candidate)
+                (self.menu.forms[index], size, candidate.curve[index])
+                for index, size in lower_forms(self.menu, candidate)
             ]
             lower_copies = [lower_copy for lower_copy in candidate.lower_copies if lower_copy.tier > candidate.tier]
             lower_copies += [
@@ -245,6 +233,23 @@ class EvicPressPolicy:
             exits.append((tier, form, size, quality, worth))
         return exits
 
+    def _leave_at_once(
+        self, candidate: Candidate, lowest_tier: int, excluded_tiers: int, lower_copies: Sequence[LowerCopy]
+    ) -> tuple[Step | None, float]:
+        """The best way off the tier without a byte to be written: a drop, or as one of these copies."""
+        best: Step | None = None
+        best_utility = -math.inf
+        if lowest_tier >= DROPPED:
+            delay_s = self.costs.prefill.marginal_seconds(candidate.num_tokens, candidate.depth_tokens)
+            best, best_utility = Step(0.0, DROPPED, None, 0, 1.0, delay_s), self.alpha - delay_s
+        for tier, form, num_bytes, quality in lower_copies:
+            if candidate.tier < tier <= lowest_tier and not excluded_tiers >> tier & 1:
+                delay_s = self.costs.load_seconds(Tier(tier), num_bytes, form.codec)
+                worth = self.alpha * quality - delay_s
+                if worth > best_utility:
+                    best, best_utility = Step(0.0, tier, form, num_bytes, quality, delay_s), worth
+        return best, best_utility
+
     def _leave(
         self,
         candidate: Candidate,
@@ -253,31 +258,19 @@ class EvicPressPolicy:
         lower_copies: Sequence[LowerCopy] | None = None,
     ) -> tuple[Step | None, float]:
         """The best way off the tier and its utility per use; of equal ones the first."""
-        best: Step | None = None
-        best_utility = -math.inf
-        if lowest_tier >= DROPPED:
-            delay_s = self.costs.prefill.marginal_seconds(candidate.num_tokens, candidate.depth_tokens)
-            best, best_utility = Step(0.0, DROPPED, None, 0, 1.0, delay_s), self.alpha - delay_s
-        alpha, curve, forms = self.alpha, candidate.curve, self.menu.forms
-        for tier, form, num_bytes, quality in candidate.lower_copies if lower_copies is None else lower_copies:
-            if candidate.tier < tier <= lowest_tier and not excluded_tiers >> tier & 1:
-                delay_s = self.costs.load_seconds(Tier(tier), num_bytes, form.codec)
-                worth = alpha * quality - delay_s
-                if worth > best_utility:
-                    best, best_utility = Step(0.0, tier, form, num_bytes, quality, delay_s), worth
         if lower_copies is not None:
-            return best, best_utility
-        smaller = self._smaller(candidate)
+            return self._leave_at_once(candidate, lowest_tier, excluded_tiers, lower_copies)
+        best, best_utility = self._leave_at_once(candidate, lowest_tier, excluded_tiers, candidate.lower_copies)
+        alpha, curve, forms = self.alpha, candidate.curve, self.menu.forms
+        smaller, as_it_is = lower_forms(self.menu, candidate), lower_bytes(self.menu, candidate)
         for lower in self.menu.tiers:
             if not candidate.tier < lower <= lowest_tier or excluded_tiers >> lower & 1:
                 continue
-            delay_s = self.costs.load_seconds(lower, candidate.num_bytes, candidate.form.codec)
+            delay_s = self.costs.load_seconds(lower, as_it_is, candidate.form.codec)
             worth = alpha * candidate.quality - delay_s
             if worth > best_utility:
-                best, best_utility = (
-                    Step(0.0, int(lower), candidate.form, candidate.num_bytes, candidate.quality, delay_s),
-                    worth,
-                )
+                best = Step(0.0, int(lower), candidate.form, as_it_is, candidate.quality, delay_s)
+                best_utility = worth
             transfer_costs, best_index = self._transfer_costs[lower], -1
             for index, size in smaller:
                 fixed_s, per_byte_s = transfer_costs[index]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from sglang_evicpress.core import Form, LowerCopy
-from sglang_evicpress.policy.base import Candidate, Step
+from sglang_evicpress.core import EXACT, Form, LowerCopy, Tier
+from sglang_evicpress.policy.base import DROPPED, Candidate, Step
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.rules.lru import CascadePolicy
 
@@ -15,22 +15,26 @@ RUN_TOKENS = 16
 
 
 class FixedFormPolicy(CascadePolicy):
-    """Fixed compression with LRU, the baseline of EvicPress section 6.1.
+    """Fixed compression with LRU, the baseline of EvicPress section 6.1; with a codec, that of AdaptCache.
 
     A tier that is short first brings every node that is still exact to ``form``, least recently used first; only when
     none is left do nodes go down, by last use. A node that the form does not make smaller, or that is in another
-    lossy form, stays as it is. Simplified: a node is compressed when memory first runs short, not when it is
-    stored, so an idle cache stays exact. Raises ValueError if the form is not on the menu.
+    lossy form, stays as it is. The codec of the form is that below the GPU, to which nodes are brought on their way
+    down; on the GPU they are pressed only. Simplified: a node is compressed when memory first runs short, not when it
+    is stored, so an idle cache stays exact. Raises ValueError if the form is not on the menu.
     """
 
     def __init__(self, menu: Menu, form: Form, name: str | None = None) -> None:
         super().__init__(menu)
         self.compresses = True
-        if form not in menu.forms or form.is_exact:
-            lossy = ", ".join(str(other) for other in menu.forms[1:])
-            raise ValueError(f"form {form} is not on the menu: expected one of {lossy or 'none, it has no lossy form'}")
+        if form not in menu.forms or form == EXACT:
+            others = ", ".join(str(other) for other in menu.forms[1:])
+            raise ValueError(
+                f"form {form} is not on the menu: expected one of {others or 'none, it has no other form'}"
+            )
         self.name = f"{form}+lru" if name is None else name
         self.form = form
+        self._pressed = Form(form.press, form.kept_fraction)
         self._index = menu.forms.index(form)
 
     def key(self, candidate: Candidate) -> float:
@@ -39,11 +43,20 @@ class FixedFormPolicy(CascadePolicy):
     def step(
         self, candidate: Candidate, excluded_tiers: int = 0, lower_copies: Sequence[LowerCopy] | None = None
     ) -> Step | None:
-        if candidate.form.is_exact and candidate.allowed_forms >> self._index & 1:
-            num_bytes = self.menu.num_bytes(self.form, candidate.num_tokens, candidate.sinks)
+        form = self._pressed if candidate.tier == Tier.GPU else self.form
+        if candidate.form.is_exact and form != EXACT and candidate.allowed_forms >> self._index & 1:
+            num_bytes = self.menu.num_bytes(form, candidate.num_tokens, candidate.sinks, candidate.tier)
             if num_bytes < candidate.num_bytes:
-                return Step(0.0, candidate.tier, self.form, num_bytes, candidate.curve[self._index])
-        return super().step(candidate, excluded_tiers, lower_copies)
+                return Step(0.0, candidate.tier, form, num_bytes, candidate.curve[self.menu.forms.index(form)])
+        step = super().step(candidate, excluded_tiers, lower_copies)
+        if step is not None and step.form is None and step.tier < DROPPED and self._is_coded(candidate):
+            num_bytes = self.menu.stored_bytes(self.form, candidate.num_bytes)
+            return step._replace(form=self.form, num_bytes=num_bytes, quality=candidate.curve[self._index])
+        return step
+
+    def _is_coded(self, candidate: Candidate) -> bool:
+        """True if only the codec of the form is missing, and may be used."""
+        return candidate.form == self._pressed and bool(candidate.allowed_forms >> self._index & 1)
 
 
 def grown_fraction(important: float, chunk_tokens: int = CHUNK_TOKENS, run_tokens: float = RUN_TOKENS) -> float:

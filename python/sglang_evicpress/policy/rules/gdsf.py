@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
 from sglang_evicpress.core import Tier
 from sglang_evicpress.policy.base import Candidate
@@ -24,7 +23,7 @@ class GdsfPolicy(CascadePolicy):
     frees nothing and goes last.
     """
 
-    name: ClassVar[str] = "gdsf"
+    name: str = "gdsf"
 
     def __init__(self, menu: Menu, costs: CostSnapshot) -> None:
         super().__init__(menu)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
 
 from sglang_evicpress.core import LowerCopy
-from sglang_evicpress.policy.base import DROPPED, Candidate, Step
+from sglang_evicpress.policy.base import DROPPED, Candidate, Step, lower_bytes
 from sglang_evicpress.policy.menu import Menu
 
 
 class CascadePolicy:
     """A node goes to the next tier below that can take it, as it is; from the last one it is dropped."""
 
-    rises_only: ClassVar[bool] = True
+    rises_only: bool = True
     compresses: bool = False
-    weighs_quality: ClassVar[bool] = False
+    weighs_quality: bool = False
 
     def __init__(self, menu: Menu) -> None:
         self.menu = menu
@@ -36,7 +35,7 @@ class CascadePolicy:
         if lower_copies is not None:
             lower_copy = next(lower_copy for lower_copy in lower_copies if lower_copy.tier == tier)
             return Step(self.key(candidate), tier, lower_copy.form, lower_copy.num_bytes, lower_copy.quality)
-        return Step(self.key(candidate), tier, None, candidate.num_bytes, candidate.quality)
+        return Step(self.key(candidate), tier, None, lower_bytes(self.menu, candidate), candidate.quality)
 
     def next_tier(self, candidate: Candidate, excluded_tiers: int) -> int | None:
         """The tier below that can take the node, DROPPED if none is left, None while a child is above that."""
@@ -55,13 +54,13 @@ class CascadePolicy:
 class LruPolicy(CascadePolicy):
     """Least recently used first, as SGLang's own radix cache."""
 
-    name: ClassVar[str] = "lru"
+    name: str = "lru"
 
 
 class LfuPolicy(CascadePolicy):
     """Least frequently used first, then least recently (SGLang's ``lfu``)."""
 
-    name: ClassVar[str] = "lfu"
+    name: str = "lfu"
 
     def key(self, candidate: Candidate) -> float:
         return float(candidate.num_hits)
@@ -70,7 +69,7 @@ class LfuPolicy(CascadePolicy):
 class SlruPolicy(CascadePolicy):
     """Nodes used once before those used at least ``threshold`` times, each by last use (SGLang's ``slru``)."""
 
-    name: ClassVar[str] = "slru"
+    name: str = "slru"
 
     def __init__(self, menu: Menu, threshold: int = 2) -> None:
         super().__init__(menu)
@@ -87,7 +86,7 @@ class HptPolicy(CascadePolicy):
     tokens of the node, with nothing that lets old hits fade.
     """
 
-    name: ClassVar[str] = "hpt"
+    name: str = "hpt"
 
     def key(self, candidate: Candidate) -> float:
         return candidate.num_hits / max(1, candidate.num_tokens)
@@ -101,8 +100,8 @@ class BeladyPolicy(CascadePolicy):
     nodes of one size and cost in one tier: neither sizes nor delays are weighed.
     """
 
-    name: ClassVar[str] = "belady"
-    rises_only: ClassVar[bool] = False
+    name: str = "belady"
+    rises_only: bool = False
 
     def __init__(self, menu: Menu, next_use: Mapping[int, float]) -> None:
         super().__init__(menu)

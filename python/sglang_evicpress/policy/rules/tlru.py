@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from sglang_evicpress.policy.base import DROPPED, Candidate
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.rules.lru import CascadePolicy
@@ -22,7 +20,7 @@ class TlruPolicy(CascadePolicy):
     lost. SGLang's own defaults, 0 and 0, make plain LRU; ours let a conversation lose its last 1,536 tokens.
     """
 
-    name: ClassVar[str] = "tlru"
+    name: str = "tlru"
 
     def __init__(self, menu: Menu, threshold_tokens: int = 2048, prompt_tokens: int = 512) -> None:
         super().__init__(menu)

@@ -37,10 +37,7 @@ class WordOverlap:
 
 def token_f1(answer: str, reference: str) -> float:
     """Harmonic mean of precision and recall over two bags of words; two answers without a word agree."""
-    left, right = words(answer), words(reference)
-    if not left and not right:
-        return 1.0
-    return 2 * (Counter(left) & Counter(right)).total() / (len(left) + len(right))
+    return _harmonic(answer, reference, lambda left, right: (Counter(left) & Counter(right)).total())
 
 
 def exact_match(answer: str, reference: str) -> float:
@@ -50,10 +47,12 @@ def exact_match(answer: str, reference: str) -> float:
 
 def rouge_l(answer: str, reference: str) -> float:
     """Harmonic mean of the shares of both answers that their longest common subsequence of words is."""
+    return _harmonic(answer, reference, longest_common_subsequence)
+
+
+def _harmonic(answer: str, reference: str, shared: Callable[[list[str], list[str]], int]) -> float:
     left, right = words(answer), words(reference)
-    if not left and not right:
-        return 1.0
-    return 2 * longest_common_subsequence(left, right) / (len(left) + len(right))
+    return 2 * shared(left, right) / (len(left) + len(right)) if left or right else 1.0
 
 
 MEASURES: dict[str, Callable[[str, str], float]] = {"f1": token_f1, "exact": exact_match, "rouge-l": rouge_l}

@@ -1,0 +1,66 @@
+"""Parsers of command lines: what is wrong is one line, and every value is read as it is parsed."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as a shell reports a process that SIGINT ended."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ValueError, one line that names the flag."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message.removeprefix("argument "))
+
+    def add_value(
+        self,
+        flag: str,
+        read: Callable[[str], object],
+        metavar: str,
+        help: str,
+        default: str | None = None,
+        *,
+        required: bool = False,
+    ) -> None:
+        """A flag whose value is what ``read`` makes of the text; its ValueError says what was expected."""
+
+        def typed(text: str) -> object:
+            try:
+                return read(text)
+            except ValueError as error:
+                raise argparse.ArgumentTypeError(str(error)) from None
+
+        self.add_argument(flag, type=typed, metavar=metavar, help=help, default=default, required=required)
+
+
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Reader of a whole number."""
+    expected = f"a whole number {f'of at least {least}' if most is None else f'from {least} to {most}'}"
+
+    def read(text: str) -> int:
+        is_number = text.isascii() and text.isdigit() and len(text) <= 18
+        if not is_number or int(text) < least or (most is not None and int(text) > most):
+            raise ValueError(f"{text!r}: expected {expected}")
+        return int(text)
+
+    return read
+
+
+@contextmanager
+def naming(flag: str) -> Iterator[None]:
+    """A ValueError of what is done inside begins with the flag's name."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from None
+
+
+def say(message: str) -> None:
+    """A line on stderr."""
+    print(f"evicpress: {message}", file=sys.stderr, flush=True)
