@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonValue
 from pydantic.dataclasses import dataclass
 
 from sglang_evicpress.core import Form
-from sglang_evicpress.policy import SERVER_POLICY_NAMES, policy_forms, sees_future, weighs_quality
+from sglang_evicpress.files import read_json
+from sglang_evicpress.policy import SERVER_POLICY_NAMES, policy_info
 from sglang_evicpress.policy.quality_curves import Curves
-from sglang_evicpress.validation import fields_of, sentence
+from sglang_evicpress.validation import checked, fields_of
 
 MAX_WINDOW = 256  # what the attention score kernel takes
-DEFAULT_FORMS = (Form("keydiff", 0.8), Form("keydiff", 0.5), Form("keydiff", 0.2))
+DEFAULT_FORMS = tuple(
+    map(
+        Form.parse_stored,
+        (
+            *("keydiff@0.8", "keydiff@0.5", "keydiff@0.2"),
+            *("exact+int8", "exact+int4", "keydiff@0.8+int4", "keydiff@0.5+int4"),
+        ),
+    )
+)
 GB = 10**9  # as SGLang's --hicache-size counts
-SYNC_MODES = ("none", "batch", "always")
 _MIN_GB, _MAX_GB = 0.016, 1e9
-_HOST_GB_OF_SSD = 1.0  # when an SSD folder is given alone
-_GB = "a number of GB (1e9 bytes)"
+MIN_TIER_BYTES = round(_MIN_GB * GB)
+AUTO: Literal["auto"] = "auto"
+_TIER_GB = f"a number of GB (1e9 bytes) from {_MIN_GB} to 1e9"
 _PATH = "the path of a file"
 _AT_LEAST_0 = "a finite number of at least 0"
 
 
 def _known_policy(name: str) -> str:
     try:
-        policy_forms(name)
-        is_known = not sees_future(name)
+        is_known = not policy_info(name).sees_future
     except ValueError:
         is_known = False
     if not is_known:
@@ -52,7 +59,7 @@ def _texts(value: object) -> object:
 def _forms(value: object) -> object:
     texts = _texts(value)
     if isinstance(texts, tuple) and all(isinstance(text, str) for text in texts):
-        return tuple(dict.fromkeys(map(Form.parse, texts)))
+        return tuple(dict.fromkeys(map(Form.parse_stored, texts)))
     return texts
 
 
@@ -60,6 +67,36 @@ def _curves(value: object) -> object:
     if isinstance(value, dict):
         Curves.from_json(value)
     return value
+
+
+def _path(text: str) -> str:
+    if not text.strip() or "\0" in text:
+        raise ValueError("no file has this name")
+    return text
+
+
+_Path = Annotated[str, AfterValidator(_path)]
+
+
+def _absolute(folders: tuple[str, ...]) -> tuple[str, ...]:
+    for folder in folders:
+        if not folder.startswith("/") or "\0" in folder:
+            raise ValueError(f"ssd_allow_dir {folder!r} is no absolute path: expected folders such as /mnt/a,/mnt/b")
+    return folders
+
+
+def _number(value: object) -> object:
+    """The number that the text of a flag spells; any other value as it is."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _host_size(size_gb: float | Literal["auto"]) -> float | Literal["auto"]:
+    if size_gb != AUTO and size_gb and not _MIN_GB <= size_gb <= _MAX_GB:
+        raise ValueError("no tier has this size")
+    return size_gb
 
 
 def _setting(default: object, expected: str, text: str | None = None, **more: Any) -> Any:
@@ -73,14 +110,64 @@ def _setting(default: object, expected: str, text: str | None = None, **more: An
     return Field(default, title=expected, description=text, alias=key, json_schema_extra=extra, **more)
 
 
-@dataclass(frozen=True, slots=True, config=ConfigDict(strict=True, validate_by_name=True, validate_by_alias=True))
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False, validate_by_name=True, validate_by_alias=True)
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class DecodeFlags:
+    """Budgets of running requests, as flags and files give them; ``decode_budget.settings`` checks the values."""
+
+    budget: int = _setting(
+        0,
+        "a whole number",
+        "Tokens of KV that a running request keeps at most. A request may ask for another budget, or 0 for none: "
+        '"custom_params": {"kv_decode_budget": 1024}',
+        shown="all",
+        key="decode_budget",
+    )
+    method: str = _setting(
+        "paged",
+        "a string",
+        "How --kv-decode-budget is kept: paged frees whole pages, of at least 16 tokens; repack, holefill and compact "
+        "drop single tokens and move the rest together",
+        key="decode_method",
+    )
+    score: str = _setting(
+        "value_key_ratio",
+        "a string",
+        "What survives under --kv-decode-budget: value_key_ratio, knorm, keydiff, streaming, r_kv, or tova and h2o, "
+        "which keep the last queries of every request",
+        key="decode_score",
+    )
+    interval: int = _setting(
+        128,
+        "a whole number",
+        "Tokens that may come on top of --kv-decode-budget before repack, holefill and compact drop again",
+        key="decode_interval",
+    )
+    protected_pages: str = _setting(
+        "first,newest",
+        "a string",
+        "Pages that paged never frees: first (all with sinks), newest, first,newest or none",
+        key="decode_protected_pages",
+    )
+    client_budgets: str = _setting(
+        "trace",
+        "a string",
+        "Choice of budgets by requests, in their custom_params: off, on, or trace, which also lets them ask for the "
+        "trace of their passes",
+        key="decode_client_budgets",
+    )
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
 class EvicPressConfig:
     """The checked settings of one server: each field says what it is, what it accepts, and the help of its flag.
 
     A match that ends inside a compressed node and would keep less than ``min_match_kept`` of what the node's form
     promises for those tokens falls back to the parent node. ``window`` is the number of last prompt queries a press
     with queries looks at. The three ``prefill_`` figures, in seconds, are the cost of prefilling to start with, before
-    batches were observed. The values of ``decode_`` settings are checked by ``decode_budget.settings``.
+    batches were observed. Flags and files name all settings, those of ``decode`` too, side by side.
 
     Raises ValueError for a value out of its range. What depends on this machine (memory, the folder) is checked by
     ``from_flags``, whose errors are one sentence.
@@ -99,7 +186,6 @@ class EvicPressConfig:
         _AT_LEAST_0,
         "Seconds that full answer quality is worth: higher keeps quality, lower keeps more prefixes",
         ge=0,
-        allow_inf_nan=False,
     )
     half_life_s: float | None = _setting(
         None,
@@ -108,12 +194,12 @@ class EvicPressConfig:
         shown="learned from how soon prefixes are used again",
         key="half_life",
         gt=0,
-        allow_inf_nan=False,
     )
     forms: Annotated[tuple[Form, ...], BeforeValidator(_forms)] = _setting(
         DEFAULT_FORMS,
         "at least one form, such as keydiff@0.5 or exact, separated by commas or in a list",
-        "Forms that --kv-policy may choose, separated by commas: PRESS@KEPT, or exact, which alone forbids compression",
+        "Forms that --kv-policy may choose, separated by commas: PRESS@KEPT, that or exact with +CODEC (below the "
+        "GPU), or exact, which alone forbids compression",
         min_length=1,
     )
     min_compress_tokens: int = _setting(
@@ -121,7 +207,7 @@ class EvicPressConfig:
     )
     sinks: int = _setting(4, "a whole number of at least 0", "First tokens of a prompt that are always kept", ge=0)
     window: int = _setting(32, f"a whole number of at least 1, at most {MAX_WINDOW} queries", ge=1, le=MAX_WINDOW)
-    min_match_kept: float = _setting(0.5, "a number from 0 to 1", ge=0, le=1, allow_inf_nan=False)
+    min_match_kept: float = _setting(0.5, "a number from 0 to 1", ge=0, le=1)
     curves: Annotated[Mapping[str, object] | None, BeforeValidator(_curves)] = _setting(
         None,
         "a JSON object of quality curves",
@@ -130,14 +216,14 @@ class EvicPressConfig:
         shown="none, and nothing is compressed until then",
         flag="quality_curves",
     )
-    prefill_fixed_s: float = _setting(0.0, _AT_LEAST_0, ge=0, allow_inf_nan=False)
-    prefill_per_token_s: float = _setting(1e-4, _AT_LEAST_0, ge=0, allow_inf_nan=False)
-    prefill_per_pair_s: float = _setting(0.0, _AT_LEAST_0, ge=0, allow_inf_nan=False)
-    host_gb: float = _setting(
-        0.0,
-        _GB,
-        "Host memory, in GB of 1e9 bytes, for the KV of prefixes that leave the GPU",
-        shown=f"0, none; {_HOST_GB_OF_SSD:g} with --kv-ssd-dir, as all goes through it",
+    prefill_fixed_s: float = _setting(0.0, _AT_LEAST_0, ge=0)
+    prefill_per_token_s: float = _setting(1e-4, _AT_LEAST_0, ge=0)
+    prefill_per_pair_s: float = _setting(0.0, _AT_LEAST_0, ge=0)
+    host_gb: Annotated[float | Literal["auto"], AfterValidator(_host_size)] = _setting(
+        AUTO,
+        f"auto, 0 for no host tier, or {_TIER_GB}",
+        "Host memory, in GB of 1e9 bytes, for the KV of prefixes that leave the GPU, or 0 for none. auto is half of "
+        "what is free beyond 4 GB or a tenth of all memory, at most 4 times the KV pool, and 0 where no tier can be",
     )
     ssd_dir: str | None = _setting(
         None,
@@ -145,33 +231,37 @@ class EvicPressConfig:
         "Folder, on an SSD of this machine, for KV that leaves host memory; a later server with the same model finds "
         "it again. Needs --kv-ssd-gb",
     )
-    ssd_gb: float | None = _setting(None, _GB, "GB of 1e9 bytes that may be used in --kv-ssd-dir")
+    ssd_gb: float | None = _setting(
+        None, _TIER_GB, "GB of 1e9 bytes that may be used in --kv-ssd-dir", ge=_MIN_GB, le=_MAX_GB
+    )
     ssd_write_gb_per_day: float | None = _setting(
         None,
-        _GB,
+        "a number of GB (1e9 bytes) above 0, up to 1e9",
         "GB of 1e9 bytes that may be written to --kv-ssd-dir in a day, to spare the SSD",
         shown="no limit",
+        gt=0,
+        le=_MAX_GB,
     )
-    ssd_fsync: str = _setting(
+    ssd_fsync: Literal["none", "batch", "always"] = _setting(
         "batch",
-        f"a string, one of {', '.join(SYNC_MODES)}",
+        "one of none, batch, always",
         "When what was written to --kv-ssd-dir survives a power failure: none leaves it to the system, batch makes it "
         "durable in the background within about 2 s, always before it counts as written",
     )
-    ssd_allow_dirs: Annotated[tuple[str, ...], BeforeValidator(_texts)] = _setting(
+    ssd_allow_dirs: Annotated[tuple[str, ...], BeforeValidator(_texts), AfterValidator(_absolute)] = _setting(
         (),
         "absolute folders separated by commas, or a list of them",
         "Absolute folders, separated by commas, in which POST /evicpress/tiers/ssd may attach one",
         shown="none but the parent of --kv-ssd-dir",
         key="ssd_allow_dir",
     )
-    ssd_key_file: str | None = _setting(
+    ssd_key_file: _Path | None = _setting(
         None,
         _PATH,
         "File of 32 to 4096 bytes, such as those of head -c 32 /dev/urandom, readable for its owner only: what is on "
         "the SSD is sealed with it, and what has no such seal is a miss",
     )
-    profile_path: str | None = _setting(
+    profile_path: _Path | None = _setting(
         None,
         _PATH,
         "File that keeps the measured quality curves of contexts for later servers; made where it is missing",
@@ -191,41 +281,7 @@ class EvicPressConfig:
         shown="they are kept",
         flag="disable_online_profiling",
     )
-    decode_budget: int = _setting(
-        0,
-        "a whole number",
-        "Tokens of KV that a running request keeps at most. A request may ask for another budget, or 0 for none: "
-        '"custom_params": {"kv_decode_budget": 1024}',
-        shown="all",
-    )
-    decode_method: str = _setting(
-        "paged",
-        "a string",
-        "How --kv-decode-budget is kept: paged frees whole pages, of at least 16 tokens; repack, holefill and compact "
-        "drop single tokens and move the rest together",
-    )
-    decode_score: str = _setting(
-        "value_key_ratio",
-        "a string",
-        "What survives under --kv-decode-budget: value_key_ratio, knorm, keydiff, streaming, r_kv, or tova and h2o, "
-        "which keep the last queries of every request",
-    )
-    decode_interval: int = _setting(
-        128,
-        "a whole number",
-        "Tokens that may come on top of --kv-decode-budget before repack, holefill and compact drop again",
-    )
-    decode_protected_pages: str = _setting(
-        "first,newest",
-        "a string",
-        "Pages that paged never frees: first (all with sinks), newest, first,newest or none",
-    )
-    decode_client_budgets: str = _setting(
-        "trace",
-        "a string",
-        "Choice of budgets by requests, in their custom_params: off, on, or trace, which also lets them ask for the "
-        "trace of their passes",
-    )
+    decode: DecodeFlags = Field(default_factory=DecodeFlags)
     max_queue_s: float | None = _setting(
         None,
         "finite seconds above 0",
@@ -234,41 +290,21 @@ class EvicPressConfig:
         shown="no limit",
         key="max_queue_seconds",
         gt=0,
-        allow_inf_nan=False,
     )
 
     def __post_init__(self) -> None:
-        if self.profile_path is not None and (not self.profile_path.strip() or "\0" in self.profile_path):
-            raise ValueError(f"profile_path is {self.profile_path!r}: expected {_PATH}")
-        self._check_tiers()
-
-    def _check_tiers(self) -> None:
-        if self.ssd_fsync not in SYNC_MODES:
-            raise ValueError(f"ssd_fsync is {self.ssd_fsync!r}: expected one of {', '.join(SYNC_MODES)}")
-        for folder in self.ssd_allow_dirs:
-            if not folder.startswith("/") or "\0" in folder:
-                raise ValueError(
-                    f"ssd_allow_dir {folder!r} is no absolute path: expected folders such as /mnt/a,/mnt/b"
-                )
-        if self.ssd_key_file is not None:
-            if not self.ssd_key_file.strip() or "\0" in self.ssd_key_file:
-                raise ValueError(f"ssd_key_file is {self.ssd_key_file!r}: expected the path of a file")
-            if self.ssd_dir is None and not self.ssd_allow_dirs:
-                raise ValueError(
-                    f"ssd_key_file is {self.ssd_key_file!r} without ssd_dir and ssd_allow_dir: give one, or leave out "
-                    "ssd_key_file"
-                )
-        if self.host_gb != 0:
-            check_size("host_gb", self.host_gb, "0 for no host tier, or ")
+        if self.ssd_key_file is not None and self.ssd_dir is None and not self.ssd_allow_dirs:
+            raise ValueError(
+                f"ssd_key_file is {self.ssd_key_file!r} without ssd_dir and ssd_allow_dir: give one, or leave out "
+                "ssd_key_file"
+            )
         if self.ssd_dir is None:
             for name in ("ssd_gb", "ssd_write_gb_per_day"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name} is {getattr(self, name)} without ssd_dir: give both, or leave out {name}")
-            return
-        if self.ssd_gb is None:
+        elif self.ssd_gb is None:
             raise ValueError(f"ssd_dir is {self.ssd_dir!r} without ssd_gb: expected the GB that may be used there")
-        check_ssd_sizes(self.ssd_gb, self.ssd_write_gb_per_day)
-        if self.host_gb == 0:
+        elif self.host_gb == 0:
             raise ValueError(
                 f"host_gb is 0 with ssd_dir {self.ssd_dir!r}: KV reaches the SSD through host memory, so expected at "
                 f"least {_MIN_GB}"
@@ -276,7 +312,9 @@ class EvicPressConfig:
 
     @property
     def host_bytes(self) -> int:
-        """Size of the host tier; 0 without one."""
+        """Size of the host tier; 0 without one. Raises RuntimeError while it is to be chosen."""
+        if self.host_gb == AUTO:
+            raise RuntimeError("host_gb is auto: expected the size that the scheduler chose")
         return round(self.host_gb * GB)
 
     @property
@@ -286,43 +324,42 @@ class EvicPressConfig:
 
     @property
     def has_tiers(self) -> bool:
-        """True if KV that leaves the GPU is kept anywhere."""
-        return self.host_bytes > 0
+        """True if KV that leaves the GPU is kept anywhere, or may be once the host tier's size is chosen."""
+        return self.host_gb != 0
 
     @property
     def profiles_online(self) -> bool:
         """True if contexts are profiled while the server runs: where it would change what the policy does."""
         has_lossy = any(not form.is_exact for form in self.menu_forms)
-        return self.online_profiling and has_lossy and weighs_quality(self.policy)
+        return self.online_profiling and has_lossy and policy_info(self.policy).weighs_quality
 
     @property
     def menu_forms(self) -> tuple[Form, ...]:
-        """``forms`` and what the policy brings along."""
-        return tuple(dict.fromkeys((*self.forms, *policy_forms(self.policy))))
+        """``forms``, without a tier below the GPU those without a codec, and what the policy brings along."""
+        forms = [form for form in self.forms if self.has_tiers or form.codec == "raw"]
+        return tuple(dict.fromkeys((*forms, *policy_info(self.policy).forms)))
 
     @classmethod
     def from_flags(cls, policy: str | None, config_file: str | None = None, **flags: object) -> Self:
         """Join the flags with the JSON config file, which may name the policy too; a flag that is given wins.
 
-        ``flags`` are keys of the file, None where they are not given. An SSD tier without ``host_gb`` gets 1 GB of host
-        memory. Raises ValueError, one sentence naming the value and what is accepted, for anything wrong in either.
+        ``flags`` are keys of the file, None where they are not given. Raises ValueError, one sentence naming the value
+        and what is accepted, for anything wrong in either.
         """
         values = {} if config_file is None else _read_file(config_file)
-        values |= {name: value for name, value in {"policy": policy, **flags}.items() if value is not None}
+        given = {"policy": policy, **flags, "host_gb": _number(flags.get("host_gb"))}
+        values |= {name: value for name, value in given.items() if value is not None}
         if "policy" not in values:
             raise ValueError("no kv policy is given: expected --kv-policy, or a policy config with the key 'policy'")
         if "quality_curves" in values:
             if values.get("curves") is not None:
                 raise ValueError("quality_curves and curves are both given: expected one of them, they say the same")
-            values["curves"] = _quality_curves(values.pop("quality_curves"))
-        if values.get("ssd_dir") is not None:
-            values.setdefault("host_gb", _HOST_GB_OF_SSD)
-        try:
-            config = cls(**values)  # type: ignore[arg-type]  # pydantic checks them
-        except ValidationError as error:
-            raise ValueError(sentence(error, cls, values)) from None
+            values["curves"] = _read_curves(values.pop("quality_curves"))
+        decode = {name: values.pop(name) for name in fields_of(DecodeFlags) if name in values}
+        values["decode"] = checked(DecodeFlags, decode)
+        config = checked(cls, values)
         memory_gb = _memory_bytes() / GB
-        if config.host_gb > memory_gb:
+        if config.host_gb != AUTO and config.host_gb > memory_gb:
             raise ValueError(
                 f"host_gb is {config.host_gb:g}, and this machine has {memory_gb:.1f} GB of memory: expected less"
             )
@@ -331,8 +368,14 @@ class EvicPressConfig:
         return config
 
 
-KEYS = (*fields_of(EvicPressConfig), "quality_curves")
-"""Keys of the config file."""
+FIELDS = {
+    name: field
+    for key, given in fields_of(EvicPressConfig).items()
+    for name, field in (fields_of(DecodeFlags) if key == "decode" else {key: given}).items()
+}
+"""Every setting by its key in the config file."""
+
+KEYS = (*FIELDS, "quality_curves")
 
 
 def policy_in(config_file: str) -> str | None:
@@ -343,19 +386,10 @@ def policy_in(config_file: str) -> str | None:
     return value
 
 
-def check_size(name: str, size_gb: float, or_else: str = "") -> None:
-    """Raise ValueError, one sentence, for a size no tier can have; ``or_else`` says what else is accepted."""
+def check_size(name: str, size_gb: float) -> None:
+    """Raise ValueError, one sentence, for a size no tier can have."""
     if not _MIN_GB <= size_gb <= _MAX_GB:  # also nan
-        raise ValueError(f"{name} is {size_gb}: expected {or_else}a number of GB (1e9 bytes) from {_MIN_GB} to 1e9")
-
-
-def check_ssd_sizes(ssd_gb: float, write_gb_per_day: float | None) -> None:
-    """Raise ValueError, one sentence, for sizes no SSD tier can have."""
-    check_size("ssd_gb", ssd_gb)
-    if write_gb_per_day is not None and not 0 < write_gb_per_day <= _MAX_GB:
-        raise ValueError(
-            f"ssd_write_gb_per_day is {write_gb_per_day}: expected a number of GB (1e9 bytes) above 0, up to 1e9"
-        )
+        raise ValueError(f"{name} is {size_gb}: expected {_TIER_GB}")
 
 
 def check_ssd_folder(folder: str) -> None:
@@ -379,16 +413,7 @@ def _memory_bytes() -> int:
 
 def _read_file(config_file: str) -> dict[str, object]:
     where = f"the kv policy config {config_file!r}"
-    try:
-        text = Path(config_file).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ValueError(f"{where} does not exist: expected the path of a JSON file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{where} cannot be read ({error}): expected a JSON file") from None
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:  # also a number of too many digits
-        raise ValueError(f"{where} is not JSON ({error}): expected one JSON object") from None
+    values = read_json(config_file, where, content="one JSON object")
     if not isinstance(values, dict):
         raise ValueError(f"{where} holds a JSON {type(values).__name__}: expected an object")
     for name in values:
@@ -397,20 +422,11 @@ def _read_file(config_file: str) -> dict[str, object]:
     return values
 
 
-def _quality_curves(path: object) -> Mapping[str, object]:
+def _read_curves(path: object) -> object:
     if not isinstance(path, str):
         raise ValueError(f"prior is {path!r:.100}: expected a string")
     where = f"prior {path!r}"
-    try:
-        curves = json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{where} does not exist: expected a JSON file of quality curves") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{where} cannot be read ({error}): expected a JSON file of quality curves") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON ({error}): expected quality curves") from None
-    if not isinstance(curves, dict):
-        raise ValueError(f"{where} holds {curves!r:.100}: expected a JSON object of quality curves")
+    curves = read_json(path, where, file="a JSON file of quality curves", content="quality curves")
     try:
         Curves.from_json(curves)
     except ValueError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -26,12 +26,33 @@ PRESSES: dict[str, PressTraits] = {
 """Every press by name; the module ``press/NAME.py`` has it, with its default settings, as ``PRESS``."""
 
 
+@dataclass(frozen=True, slots=True)
+class CodecTraits:
+    """A codec as far as it is known without tensors. ``ratio``: its bytes over raw ones of many slots of 16-bit values;
+    ``is_exact``: what it stores comes back bit for bit; ``is_fine``: what it stores can be stored anew by a coarser
+    codec, whose loss is then hardly more than from the exact values."""
+
+    ratio: float
+    is_exact: bool = False
+    is_fine: bool = False
+
+
+CODECS: dict[str, CodecTraits] = {
+    "raw": CodecTraits(1.0, is_exact=True, is_fine=True),
+    "lossless": CodecTraits(49 / 64, is_exact=True, is_fine=True),
+    "int8": CodecTraits(9 / 16, is_fine=True),
+    "int4": CodecTraits(5 / 16),
+    "int2": CodecTraits(3 / 16),
+}
+"""Every codec by name; the module ``codec/NAME.py`` has it, with its default settings, as ``CODEC``."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Form:
     """Form of a node's bytes: the tokens a press keeps, stored by a codec.
 
     ``kept_fraction`` is tokens kept / tokens, in (0, 1]; the exact form keeps them all and has no press.
-    Written ``exact``, ``keydiff@0.4`` or ``keydiff@0.4+int8``.
+    Written ``exact``, ``keydiff@0.4``, ``exact+int8`` or ``keydiff@0.4+int8``.
     """
 
     press: str | None = None
@@ -40,7 +61,32 @@ class Form:
 
     @property
     def is_exact(self) -> bool:
-        return self.press is None and self.codec == "raw"
+        return self.press is None and not self.has_lossy_codec
+
+    @property
+    def has_lossy_codec(self) -> bool:
+        """True if what the codec stores may not come back bit for bit; so of one that is not known."""
+        return self.codec not in CODECS or not CODECS[self.codec].is_exact
+
+    @property
+    def pressed(self) -> Form:
+        """The same tokens, raw."""
+        return Form(self.press, self.kept_fraction)
+
+    def can_take(self, codec: str) -> bool:
+        """True if what is in this form can be stored by ``codec`` and is then no more than it says: by its own, by one
+        that loses as little as its own, or, from a fine one, by a coarser."""
+        if codec == self.codec:
+            return True
+        own, other = CODECS.get(self.codec), CODECS.get(codec)
+        if own is None or other is None:
+            return False
+        return (own.is_exact and other.is_exact) or (own.is_fine and other.ratio < own.ratio)
+
+    @property
+    def decoded(self) -> Form:
+        """The form on the GPU of what is stored in this one: a codec that loses nothing leaves no trace there."""
+        return self if self.has_lossy_codec else self.pressed
 
     def __str__(self) -> str:
         text = "exact" if self.press is None else f"{self.press}@{self.kept_fraction:g}"
@@ -63,6 +109,16 @@ class Form:
         if not 0.0 < kept_fraction < 1.0:
             raise ValueError(f"form {text!r} keeps {kept}: expected {accepted}")
         return cls(press, kept_fraction)
+
+    @classmethod
+    def parse_stored(cls, text: str) -> Form:
+        """Read what ``parse`` reads, or that and ``+CODEC``. Raises ValueError as ``parse``."""
+        base, plus, codec = text.strip().partition("+")
+        form = cls.parse(base)
+        if plus and (codec not in CODECS or codec == "raw"):
+            coded = ", ".join(name for name in CODECS if name != "raw")
+            raise ValueError(f"form {text!r} has codec {codec!r}: expected one of {coded}, or no '+'")
+        return replace(form, codec=codec) if plus else form
 
 
 EXACT = Form()
@@ -165,3 +221,12 @@ class Decision:
     delay_s: float = 0.0
     loss: float = 0.0
     is_forced: bool = False
+
+    @property
+    def is_promotion(self) -> bool:
+        """True if the node comes to a faster tier, or gets its exact form back."""
+        source, option = self.source, self.option
+        if source.form is None or source.tier is None or option.form is None or option.tier is None:
+            return False
+        is_restored = option.form.is_exact and not source.form.is_exact
+        return option.tier < source.tier or (option.tier == source.tier and is_restored)

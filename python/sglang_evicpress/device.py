@@ -33,11 +33,6 @@ class HostCopy:
     def shape(self) -> torch.Size:
         return self._tensor.shape
 
-    @property
-    def size(self) -> int:
-        """Its elements; waits for nothing."""
-        return self._tensor.numel()
-
     def read(self) -> torch.Tensor:
         event = self._event  # another thread may be here as well
         if event is not None:
@@ -48,6 +43,7 @@ class HostCopy:
 
     @property
     def num_elements(self) -> int:
+        """Waits for nothing."""
         return self._tensor.numel()
 
     @property

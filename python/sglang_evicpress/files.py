@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 
 import orjson
 
 
-def check_output(path: str, *, inputs: Iterable[str] = ()) -> str:
-    """``path``, if a file can be written there that is none of ``inputs``; else ValueError, before work is done."""
+def check_output(path: str, inputs: Mapping[str, str]) -> None:
+    """Raise ValueError, before work is done, if no file can be written to ``path``, or ``inputs`` name it by another
+    flag."""
     real = Path(path).resolve()
-    if any(real == Path(given).resolve() for given in inputs):
-        raise ValueError(f"{path!r} is read from: expected a file of its own")
-    if real.exists() and not real.is_file():
-        raise ValueError(f"{path!r} is no file: expected the path of one")
-    if not real.parent.is_dir():
-        raise ValueError(f"{path!r}: the folder {str(Path(path).parent)!r} does not exist")
-    if not os.access(real.parent, os.W_OK | os.X_OK):
-        raise ValueError(f"{path!r}: nothing can be written to the folder {str(Path(path).parent)!r}")
-    return path
+    for flag, other in inputs.items():
+        if real == Path(other).resolve():
+            raise ValueError(f"{path!r} is also {flag}: expected a file of its own")
+    with WholeFile(path):
+        pass  # it can be written
+
+
+def read_text(path: str | Path, where: str, expected: str) -> str:
+    """Content of a file in UTF-8. Raises ValueError, one sentence about ``where`` that says what is expected."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ValueError(f"{where} does not exist: expected {expected}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{where} cannot be read ({error}): expected {expected}") from None
+
+
+def read_json(path: str, where: str, *, file: str = "a JSON file", content: str = "JSON") -> object:
+    """Content of a JSON file. Raises ValueError as ``read_text``, and where it is no JSON."""
+    text = read_text(path, where, file)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # also a number of too many digits
+        raise ValueError(f"{where} is not JSON ({error}): expected {content}") from None
 
 
 def write_whole(path: str, data: bytes) -> None:
@@ -73,8 +89,6 @@ class WholeFile:
     def __enter__(self) -> WholeFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stream.close()
         self._temporary.unlink(missing_ok=True)

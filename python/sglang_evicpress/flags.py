@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args, get_origin
 
-from sglang_evicpress.config import EvicPressConfig
-from sglang_evicpress.validation import fields_of
+from sglang_evicpress.config import FIELDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +39,12 @@ POLICY_CONFIG = Flag(
 
 def _flags() -> Iterator[Flag]:
     kinds: tuple[type[bool] | type[int] | type[float], ...] = (bool, int, float)
-    for key, field in fields_of(EvicPressConfig).items():
+    for key, field in FIELDS.items():
         if field.description is not None:
             extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
             types = (field.annotation, *get_args(field.annotation))
-            kind = next((kind for kind in kinds if kind in types), str)
+            has_words = any(get_origin(found) is Literal for found in types)
+            kind = str if has_words else next((kind for kind in kinds if kind in types), str)
             flag = str(extra.get("flag", key))
             shown = extra.get("shown", _shown(field.default))
             yield Flag(f"kv_{flag}", key, kind, field.description, str(shown))

@@ -48,7 +48,12 @@ class _PackedPositions:
             bits[begin : begin + heads] = np.packbits(mask, axis=1, bitorder="little")
         return cls(bits, low, (layers, heads, num_slots))
 
-    def open(self) -> torch.Tensor:
+    def of_layer(self, layer: int) -> _PackedPositions:
+        """Those of one layer, as the only one."""
+        _, heads, num_slots = self.shape
+        return _PackedPositions(self.bits[layer * heads : (layer + 1) * heads], self.low, (1, heads, num_slots))
+
+    def read(self) -> torch.Tensor:
         """The positions, int32 [layers, heads, slots]."""
         layers, heads, num_slots = self.shape
         positions = np.empty((layers * heads, num_slots), dtype=np.int32)
@@ -67,34 +72,20 @@ class _PackedPositions:
         return bool(part[:, first % 8 : first % 8 + last - first].any())
 
 
-class _Ledger:
-    """Bytes that all layouts of this process hold. What goes is noted without a lock: it may go at any point."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._changes: deque[tuple[int, int]] = deque()
-        self._totals = [0, 0]
-
-    def note(self, num_open: int, num_packed: int) -> None:
-        self._changes.append((num_open, num_packed))
-
-    def totals(self) -> tuple[int, int]:
-        with self._lock:
-            while self._changes:
-                num_open, num_packed = self._changes.popleft()
-                self._totals[0] += num_open
-                self._totals[1] += num_packed
-            return self._totals[0], self._totals[1]
-
-
-_LEDGER = _Ledger()
+_CHANGES: deque[tuple[int, int]] = deque()
+"""Of what all layouts hold, noted without a lock: a layout may go at any point."""
+_TOTALS = {"open_bytes": 0, "packed_bytes": 0}
 _COUNTING = threading.Lock()
 
 
 def survivor_bytes() -> dict[str, int]:
     """Host memory of all layouts, in bytes: as numbers, and packed, as those of nodes that only the SSD has are."""
-    num_open, num_packed = _LEDGER.totals()
-    return {"open_bytes": num_open, "packed_bytes": num_packed}
+    with _COUNTING:
+        while _CHANGES:
+            num_open, num_packed = _CHANGES.popleft()
+            _TOTALS["open_bytes"] += num_open
+            _TOTALS["packed_bytes"] += num_packed
+        return dict(_TOTALS)
 
 
 class SurvivorLayout:
@@ -108,7 +99,7 @@ class SurvivorLayout:
     __slots__ = ("__weakref__", "_counted", "_last_split", "_logical", "_packed", "_positions", "num_slots")
 
     def __init__(self, positions: HostCopy, logical: HostCopy, num_slots: int) -> None:
-        self._positions: HostCopy | None = positions
+        self._positions: HostCopy | _PackedPositions = positions
         self._packed: _PackedPositions | None = None
         self._logical = logical
         self._last_split: tuple[int, weakref.ref[SurvivorLayout], weakref.ref[SurvivorLayout]] | None = None
@@ -117,35 +108,24 @@ class SurvivorLayout:
         self._count()
 
     def __del__(self) -> None:
-        _LEDGER.note(-self._counted[0], -self._counted[1])
+        _CHANGES.append((-self._counted[0], -self._counted[1]))
 
     @property
     def positions(self) -> torch.Tensor:
-        packed = self._packed  # before the other: it is there once that is gone
-        positions = self._positions
-        if positions is not None:
-            return positions.read()
-        assert packed is not None
-        return packed.open()
+        return self._positions.read()
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """[layers, kv_heads, m] of the positions, without reading them."""
-        packed = self._packed
-        positions = self._positions
-        layers, heads, num_slots = positions.shape if positions is not None else packed.shape  # type: ignore[union-attr]
+        layers, heads, num_slots = self._positions.shape
         return layers, heads, num_slots
 
     def positions_of(self, layer: int) -> torch.Tensor:
         """int32 [kv_heads, m]: the positions of one layer, without opening the others."""
-        packed = self._packed  # before the other: it is there once that is gone
         positions = self._positions
-        if positions is not None:
+        if isinstance(positions, HostCopy):
             return positions.read()[layer]
-        assert packed is not None
-        _, heads, num_slots = packed.shape
-        bits = packed.bits[layer * heads : (layer + 1) * heads]
-        return _PackedPositions(bits, packed.low, (1, heads, num_slots)).open()[0]
+        return positions.of_layer(layer).read()[0]
 
     @property
     def logical(self) -> torch.Tensor:
@@ -165,8 +145,8 @@ class SurvivorLayout:
     def pack(self) -> None:
         """Keep the positions in a sixth or less of the memory, where that can be."""
         self.prepare_pack()
-        if self._packed is not None and self._positions is not None:
-            self._positions = None
+        if self._packed is not None and self._positions is not self._packed:
+            self._positions = self._packed
             self._count()
 
     def has_any(self, begin: int, end: int) -> bool:
@@ -203,9 +183,9 @@ class SurvivorLayout:
         """Positions are int32, logical indices int64."""
         with _COUNTING:
             positions, packed = self._positions, self._packed
-            num_open = 0 if positions is None else 4 * positions.num_elements
+            num_open = 4 * positions.num_elements if isinstance(positions, HostCopy) else 0
             counted = num_open + 8 * self.num_slots, 0 if packed is None else packed.bits.nbytes
-            _LEDGER.note(counted[0] - self._counted[0], counted[1] - self._counted[1])
+            _CHANGES.append((counted[0] - self._counted[0], counted[1] - self._counted[1]))
             self._counted = counted
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import get_args
+from typing import TypeVar, get_args
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
+
+T = TypeVar("T")
 
 
 def sentence(error: ValidationError, kind: type, values: Mapping[str, object], where: str = "") -> str:
@@ -38,6 +40,14 @@ def sentence(error: ValidationError, kind: type, values: Mapping[str, object], w
             return f"{where} has no {name}: expected {field.title}"
         return f"{where}{': ' if where else ''}{name} is {held!r:.100}: expected {field.title}"
     return f"{where}{': ' if where else ''}{own or first['msg']}"
+
+
+def checked(kind: type[T], values: Mapping[str, object], where: str = "") -> T:
+    """The pydantic dataclass ``kind`` made of ``values``. Raises ValueError, which ``sentence`` words."""
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        raise ValueError(sentence(error, kind, values, where)) from None
 
 
 def fields_of(kind: type) -> dict[str, FieldInfo]:

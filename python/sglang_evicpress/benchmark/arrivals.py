@@ -6,20 +6,12 @@ import math
 import random
 from collections.abc import Sequence
 from datetime import datetime
+from itertools import accumulate
 from pathlib import Path
 
 
-def closed(count: int) -> list[float]:
-    """All there from the start: one client sends each when it has the answer to the one before."""
-    return [0.0] * count
-
-
 def poisson(count: int, per_s: float, draw: random.Random) -> list[float]:
-    times, now_s = [], 0.0
-    for _ in range(count):
-        now_s += draw.expovariate(per_s)
-        times.append(now_s)
-    return times
+    return list(accumulate(draw.expovariate(per_s) for _ in range(count)))
 
 
 def spread(count: int, seconds: float, shape: float, draw: random.Random) -> list[float]:
@@ -29,11 +21,8 @@ def spread(count: int, seconds: float, shape: float, draw: random.Random) -> lis
     variance of a gap is its squared mean over the shape. The last gap is behind the last arrival.
     """
     gaps = [draw.gammavariate(shape, 1.0) for _ in range(count + 1)]
-    scale, now_s, times = seconds / sum(gaps), 0.0, []
-    for gap in gaps[:-1]:
-        now_s += gap * scale
-        times.append(now_s)
-    return times
+    scale = seconds / sum(gaps)
+    return list(accumulate(gap * scale for gap in gaps[:-1]))
 
 
 def stretched(trace_s: Sequence[float], count: int, per_s: float, window: int) -> list[float]:
@@ -46,11 +35,7 @@ def stretched(trace_s: Sequence[float], count: int, per_s: float, window: int) -
     took_s = sum(gaps)
     if took_s <= 0.0:
         raise ValueError(f"arrivals {window * count} to {(window + 1) * count} of the trace all come at one time")
-    times, now_s = [], 0.0
-    for gap_s in gaps:
-        now_s += gap_s * (count / per_s) / took_s
-        times.append(now_s)
-    return times
+    return list(accumulate(gap_s * (count / per_s) / took_s for gap_s in gaps))
 
 
 def read_trace(path: Path) -> list[float]:

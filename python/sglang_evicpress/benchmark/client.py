@@ -8,9 +8,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import orjson
+
+from sglang_evicpress.benchmark.workload import Planned
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession
@@ -22,22 +24,6 @@ _PATH = "/v1/chat/completions"
 _NO_ROOM = 503
 _PAUSE_S = 0.1
 """Of a client that keeps asking, behind a request that failed."""
-
-
-class Asked(Protocol):
-    """Item as ``drive`` sees it."""
-
-    @property
-    def messages(self) -> Sequence[Mapping[str, str]]: ...
-
-
-class Arrival(Protocol):
-    """Planned request as ``drive`` sees it; ``arrival_s`` counts from the start of the rate."""
-
-    @property
-    def arrival_s(self) -> float: ...
-    @property
-    def item(self) -> Asked: ...
 
 
 @dataclass(slots=True)
@@ -155,7 +141,7 @@ class _Answer:
 async def drive(
     url: str,
     model: str,
-    planned: Sequence[Arrival],
+    planned: Sequence[Planned],
     *,
     max_new_tokens: int,
     is_closed: bool = False,
@@ -197,7 +183,7 @@ async def drive(
 async def keep_asking(
     url: str,
     model: str,
-    planned: Sequence[Arrival],
+    planned: Sequence[Planned],
     *,
     max_new_tokens: int,
     num_clients: int,
@@ -216,6 +202,8 @@ async def keep_asking(
             while time.perf_counter() - begin < seconds:
                 body = _body(model, next(entries), max_new_tokens)
                 outcomes.append(await _ask(session, url + _PATH, body, begin, None, timeout_s, seconds))
+                if outcomes[-1].is_cut:  # its timer may have fired before its time
+                    return
                 if outcomes[-1].error is not None:
                     await asyncio.sleep(_PAUSE_S)
 
@@ -238,11 +226,11 @@ def _session() -> ClientSession:
     return ClientSession(connector=TCPConnector(limit=0, force_close=True), timeout=ClientTimeout(total=None))
 
 
-def _body(model: str, entry: Arrival, max_new_tokens: int) -> bytes:
+def _body(model: str, entry: Planned, max_new_tokens: int) -> bytes:
     return orjson.dumps(
         {
             "model": model,
-            "messages": [dict(message) for message in entry.item.messages],
+            "messages": entry.item.messages,
             "max_tokens": max_new_tokens,
             "temperature": 0,
             "stream": True,

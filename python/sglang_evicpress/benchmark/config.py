@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Annotated, Any, Self, TypeVar
 
-from sglang_evicpress.benchmark.fields import Fields, each, number, one_of, text, texts_by_name, whole, words
-from sglang_evicpress.core import PRESSES, Form
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+
+from sglang_evicpress.core import CODECS, EXACT, PRESSES, Form
+from sglang_evicpress.files import read_text
+from sglang_evicpress.validation import fields_of, sentence
 
 CONTROLS = ("full-cache+attention", "prefill-only+attention", "lru+attention")
 """Stock SGLang but for our CPU attention, so that what our cache gains is told from what our attention does."""
@@ -32,51 +45,198 @@ _OWN_FLAGS = (
 """Given by the benchmark to each system, so not to be given for all."""
 
 _WHICH_RUNS = (
-    "path",
-    "name",
-    "systems",
-    "repetitions",
-    "once",
-    "alphas",
-    "presses",
-    "kept",
-    "extra_rates",
-    "ttft_limit_s",
+    *(
+        "path",
+        "name",
+        "systems",
+        "repetitions",
+        "once",
+        "alphas",
+        "presses",
+        "kept",
+        "codecs",
+        "extra_rates",
+        "ttft_limit_s",
+    ),
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not value.strip() or "\0" in value:
+        raise ValueError
+    return value
+
+
+def _word(value: object) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError
+    return str(value)
+
+
+def _words(value: object) -> tuple[str, ...]:
+    """A list of texts and numbers, or one text that is split as a shell does."""
+    if isinstance(value, str):
+        return tuple(shlex.split(value))
+    if not isinstance(value, list | tuple):
+        raise ValueError
+    return tuple(map(_word, value))
+
+
+def _variables(value: object) -> object:
+    return {name: _word(each) for name, each in value.items()} if isinstance(value, dict) else value
+
+
+def _number(value: object) -> object:
+    """``2e8``, which is a text to YAML, is a number too."""
+    return float(value) if isinstance(value, str) else value
+
+
+def _listed(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    if len(set(values)) < len(values):
+        raise ValueError
+    return values
+
+
+def _known(*names: str) -> AfterValidator:
+    def check(name: str) -> str:
+        if name not in names:
+            raise ValueError
+        return name
+
+    return AfterValidator(check)
+
+
+def _beside(value: object, info: ValidationInfo[Path]) -> Path:
+    path: Path = (info.context / _text(value)).resolve()
+    if not path.is_file():
+        raise ValueError
+    return path
+
+
+def _folder(value: object, info: ValidationInfo[Path]) -> Path:
+    path: Path = (info.context / (value if isinstance(value, Path) else _text(value))).resolve()
+    if not path.is_dir():
+        raise ValueError
+    return path
+
+
+def _model(name: str, info: ValidationInfo[Path]) -> str:
+    """Absolute where it is a folder; a name on the hub stays as it is."""
+    if (info.context / name).is_dir():
+        return str((info.context / name).resolve())
+    if name.startswith((".", "/")) or name.count("/") > 1:
+        raise ValueError
+    return name
+
+
+def _file_name(name: str) -> str:
+    if name != Path(name).name or name.startswith("."):
+        raise ValueError
+    return name
+
+
+def _template(text: str) -> str:
+    from sglang_evicpress.profiler.prompts import Template
+
+    try:
+        Template.parse(text)
+    except ValueError:
+        raise ValueError from None
+    return text.replace(r"\n", "\n")
+
+
+def _arrivals(value: str, info: ValidationInfo[Path]) -> str:
+    kind, _, rest = value.strip().partition(" ")
+    if kind == "trace":
+        return f"trace {_beside(rest.strip(), info)}"
+    if value.strip() != "poisson" and (kind != "gamma" or not 0.0 < float(rest) < float("inf")):
+        raise ValueError
+    return value.strip()
+
+
+def _compressed(value: object) -> str:
+    names = value.split(",") if isinstance(value, str) else _words(value)
+    forms = dict.fromkeys(Form.parse_stored(name) for name in names)
+    if not forms or any(form == EXACT for form in forms):
+        raise ValueError
+    return ",".join(map(str, forms))
+
+
+def _not_ours(flags: tuple[str, ...]) -> tuple[str, ...]:
+    for flag in flags:
+        if flag.partition("=")[0] in _OWN_FLAGS:
+            raise ValueError(f"server has {flag!r}, which the benchmark gives to each system: expected none of these")
+    return flags
+
+
+T = TypeVar("T")
+Text = Annotated[str, BeforeValidator(_text)]
+Words = Annotated[tuple[str, ...], BeforeValidator(_words)]
+Number = Annotated[float, BeforeValidator(_number), Field(ge=0.0, allow_inf_nan=False)]
+Positive = Annotated[Number, Field(gt=0.0)]
+Whole = Annotated[int, Field(ge=1)]
+Several = Annotated[tuple[T, ...], BeforeValidator(_listed), AfterValidator(_distinct)]
+Kind = Annotated[str, _known(*KINDS)]
+
+_WHOLE, _SHARE, _LIST_OF_KINDS = "a whole number of at least 1", "a share of the working set", ", ".join(KINDS)
+
+
+class _Settings(BaseModel):
+    """The ``title`` of a field says what it accepts; paths are beside the folder that is the context of validation."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", validate_default=True)
+
+
+class Source(_Settings):
     """Source of the contexts: a JSONL ``file``, or a ``command`` that prints one, run in ``folder``."""
 
-    file: Path | None
-    command: tuple[str, ...]
-    folder: Path
+    file: Annotated[Path, BeforeValidator(_beside)] | None = Field(None, title="a JSONL file beside this one")
+    command: Words = Field((), title="a program and its arguments")
+    folder: Annotated[Path, BeforeValidator(_folder)] = Field(Path(), title="a folder to run the command in")
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if (self.file is None) == (not self.command):
+            given = self.model_dump(mode="json", exclude_unset=True)
+            raise ValueError(f"contexts is {given!r:.100}: expected either file or command")
+        return self
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The command, with this interpreter for ``python``."""
+        return (sys.executable, *self.command[1:]) if self.command[:1] == ("python",) else self.command
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
+class Memory(_Settings):
     """Shares of the working set; ``host`` and ``ssd`` may be 0, for no such tier."""
 
-    gpu: float
-    host: float
-    ssd: float
+    gpu: Positive = Field(title=f"{_SHARE}, above 0")
+    host: Number = Field(0.0, title=f"{_SHARE}, of at least 0")
+    ssd: Number = Field(0.0, title=f"{_SHARE}, of at least 0")
+
+    @model_validator(mode="after")
+    def _goes_through_host(self) -> Self:
+        if self.ssd and not self.host:
+            raise ValueError(f"memory: host is 0 with ssd {self.ssd:g}: expected some, all goes through it")
+        return self
 
 
-@dataclass(frozen=True, slots=True)
-class ExtraRates:
+class ExtraRates(_Settings):
     """More ``extra_rates``, in the first repetition, for the systems of these names or kinds only. Each has
     ``requests``, and at least as many as come in ``seconds``: in a burst shorter than a queue takes to build any server
     keeps up."""
 
-    rates: tuple[float, ...]
-    systems: tuple[str, ...]
-    requests: int | None = None
-    seconds: float | None = None
+    rates: Several[Positive] = Field(title="a list of requests/s above 0", min_length=1)
+    systems: Several[Text] = Field(title="a list of systems or kinds of systems", min_length=1)
+    requests: Whole | None = Field(None, title=_WHOLE)
+    seconds: Positive | None = Field(None, title="seconds above 0")
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(_Settings):
     """Open-loop rates for all systems and repetitions, at multiples of saturation: what ``reference``, the name of a
     system, answers per second while ``clients`` ask without a pause for ``seconds``.
 
@@ -84,12 +244,12 @@ class Load:
     ``saturation_rps`` is None until it is measured.
     """
 
-    of_saturation: tuple[float, ...]
-    reference: str
-    seconds: float
-    cut_s: float
-    clients: int
-    saturation_rps: float | None = None
+    of_saturation: Several[Positive] = Field(title="a list of multiples above 0", min_length=1)
+    reference: Text = Field(title="the name of a system")
+    seconds: Positive = Field(title="seconds above 0")
+    cut_s: Number = Field(10.0, title="seconds of at least 0")
+    clients: int = Field(16, title="a whole number from 1 to 1000", ge=1, le=1000)
+    saturation_rps: Positive | None = Field(None, title="requests/s above 0")
 
     @property
     def multiples(self) -> dict[float, float]:
@@ -102,66 +262,95 @@ def rates_at(saturation_rps: float, multiples: Iterable[float]) -> dict[float, f
     return {float(f"{multiple * saturation_rps:.3g}"): multiple for multiple in multiples}
 
 
-@dataclass(frozen=True, slots=True)
-class Profiling:
+class Profiling(_Settings):
     """Before the runs, each context is profiled by its first ``questions``, in ``forms`` (separated by commas)."""
 
-    questions: int
-    forms: str
+    questions: int = Field(title="a whole number from 1 to 1000", ge=1, le=1000)
+    forms: Annotated[str, BeforeValidator(_compressed)] | None = Field(
+        None, title="compressed forms such as keydiff@0.5, separated by commas"
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class Config:
+class Workload(_Settings):
+    """The requests of a rate.
+
+    Contexts of more than ``tokens`` tokens are left out. ``template`` holds ``{context}`` and ``{question}``.
+    ``warm_up``: how often each context is asked about unmeasured before the first rate. Contexts are asked about by
+    rank ** -``popularity``. ``arrivals`` have the gaps of a Poisson process, of a gamma distribution (of shape 1 it is
+    a Poisson process, of less it comes in bursts), or of the file of a trace.
+    """
+
+    contexts: Source = Field(title="file or command")
+    tokens: Whole | None = Field(None, title=_WHOLE)
+    template: Annotated[Text, AfterValidator(_template)] = Field(
+        DEFAULT_TEMPLATE, title="a text with {context} and, behind it, {question}"
+    )
+    requests: Whole = Field(title=_WHOLE)
+    warm_up: int = Field(1, title="how often each context is asked about, a whole number of 0 or more", ge=0)
+    popularity: Number = Field(1.0, title="an exponent of at least 0")
+    seed: int = Field(0, title="a whole number of at least 0", ge=0)
+    max_new_tokens: Whole = Field(32, title=_WHOLE)
+    arrivals: Annotated[Text, AfterValidator(_arrivals)] = Field(
+        "poisson", title="poisson, gamma SHAPE (above 0; 1 is poisson, less comes in bursts), or trace FILE.csv"
+    )
+
+    @property
+    def trace(self) -> Path | None:
+        kind, _, rest = self.arrivals.partition(" ")
+        return Path(rest) if kind == "trace" else None
+
+    @property
+    def gaps_shape(self) -> float:
+        kind, _, rest = self.arrivals.partition(" ")
+        return float(rest) if kind == "gamma" else 1.0
+
+
+class Config(_Settings):
     """A benchmark. ``load_config`` makes and checks it.
 
     ``model`` is a folder or a name on the hub; ``server`` are flags and ``env`` variables of every server, stock ones
-    included; ``policy_flags`` are flags of every server with a kv policy. ``template`` holds ``{context}`` and
-    ``{question}``. Contexts of more than ``tokens`` tokens are left out. ``requests`` are sent at each of
-    ``extra_rates``, in requests/s; rate 0 is one client that waits for each answer. ``warm_up``: how often each context
-    is asked about unmeasured before the first rate. Contexts are asked about by rank ** -``popularity``. ``trace`` is
-    the file whose gaps arrivals have; where it is None they have those of a gamma distribution of ``gaps_shape``: 1 is
-    a Poisson process, less comes in bursts. ``ssd_bandwidth`` is what reads of the SSD tier are slowed to, in bytes/s.
+    included; ``policy_flags`` are flags of every server with a kv policy. ``rates`` are in requests/s; rate 0 is one
+    client that waits for each answer. ``ssd_bandwidth`` is what reads of the SSD tier are slowed to, in bytes/s.
     Systems in ``once`` run in the first repetition only. ``load`` adds rates, and ``ttft_limit_s`` is the TTFT within
     which an answer counts for goodput.
     """
 
     path: Path
-    name: str
-    model: str
-    server: tuple[str, ...]
-    env: Mapping[str, str] = field(hash=False)
-    policy_flags: tuple[str, ...]
-    template: str
-    contexts: Source
-    tokens: int | None
-    requests: int
-    warm_up: int
-    popularity: float
-    seed: int
-    max_new_tokens: int
-    trace: Path | None
-    gaps_shape: float
-    rates: tuple[float, ...]
-    repetitions: int
-    memory: Memory
-    kv_bytes_per_token: int | None
-    ssd_bandwidth: float | None
-    alphas: tuple[float, ...]
-    presses: tuple[str, ...]
-    kept: tuple[float, ...]
-    systems: tuple[str, ...]
-    profiles: Profiling | None
-    once: tuple[str, ...]
-    extra_rates: tuple[ExtraRates, ...]
-    load: Load | None
-    ttft_limit_s: float | None
+    workload: Workload
+    name: Annotated[Text, AfterValidator(_file_name)] = Field(title="a name that can be that of a folder")
+    model: Annotated[Text, AfterValidator(_model)] = Field(title="a folder beside this file, or a hub name")
+    server: Annotated[Words, AfterValidator(_not_ours)] = Field((), title="flags of sglang.launch_server")
+    env: Annotated[Mapping[Text, str], BeforeValidator(_variables)] = Field({}, title="a mapping of variables to texts")
+    policy_flags: Words = Field((), title="kv flags of sglang.launch_server")
+    rates: Several[Number] = Field((0.0,), title="a list of requests/s, 0 for one client at a time", min_length=1)
+    repetitions: int = Field(1, title="a whole number from 1 to 1000", ge=1, le=1000)
+    memory: Memory = Field(title="gpu, host and ssd")
+    kv_bytes_per_token: Whole | None = Field(None, title=_WHOLE)
+    ssd_bandwidth: Positive | None = Field(None, title="bytes/s above 0")
+    alphas: Several[Number] = Field((1.0,), title="a list of numbers of at least 0", min_length=1)
+    presses: Several[Annotated[str, _known(*PRESSES)]] = Field(
+        DEFAULT_PRESSES, title=f"a list of {', '.join(PRESSES)}", min_length=1
+    )
+    kept: Several[Annotated[Positive, Field(lt=1.0)]] = Field(
+        DEFAULT_KEPT, title="a list of numbers above 0, below 1", min_length=1
+    )
+    codecs: Several[Annotated[str, _known(*CODECS)]] = Field(
+        ("raw",), title=f"a list of {', '.join(CODECS)}", min_length=1
+    )
+    systems: Several[Kind] = Field(KINDS, title=f"a list of {_LIST_OF_KINDS}", min_length=1)
+    profiles: Profiling | None = Field(None, title="questions and forms")
+    once: Several[Kind] = Field((), title=f"a list of {_LIST_OF_KINDS}")
+    extra_rates: Several[ExtraRates] = Field((), title="rates and systems")
+    load: Load | None = Field(None, title="of_saturation, reference and seconds")
+    ttft_limit_s: Positive | None = Field(None, title="seconds above 0")
 
     def saturated_at(self, rps: float) -> Config:
         """With the rates of ``load`` for a saturation of so many requests/s. Raises ValueError without a load."""
         if self.load is None:
             raise ValueError(f"{self.path} has no load: expected one, of_saturation, reference and seconds")
-        load = replace(self.load, saturation_rps=rps)
-        return replace(self, load=load, rates=tuple(dict.fromkeys((*self.rates, *sorted(load.multiples)))))
+        load = self.load.model_copy(update={"saturation_rps": rps})
+        rates = tuple(dict.fromkeys((*self.rates, *sorted(load.multiples))))
+        return self.model_copy(update={"load": load, "rates": rates})
 
     def rates_of(self, kind: str, name: str, repetition: int) -> tuple[float, ...]:
         """Rates of one repetition, counted from 0, of such a system; none where it does not run."""
@@ -169,233 +358,71 @@ class Config:
             return ()
         if repetition:
             return self.rates
-        more = [
-            rate
-            for extra_rates in self.extra_rates
-            if {kind, name} & {*extra_rates.systems}
-            for rate in extra_rates.rates
-        ]
+        more = [rate for extra in self.extra_rates if {kind, name} & {*extra.systems} for rate in extra.rates]
         return tuple(dict.fromkeys((*self.rates, *sorted(more))))
+
+    @property
+    def num_training(self) -> int:
+        """How many of the first questions about each context are for profiling."""
+        return 0 if self.profiles is None else self.profiles.questions
+
+    @property
+    def fixed_forms(self) -> list[Form]:
+        """Forms of the systems ``fixed``: every press with every kept fraction, and the exact form, by every codec."""
+        pressed = [(press, kept) for press in self.presses for kept in self.kept]
+        forms = [Form(*one, codec) for codec in self.codecs for one in ((None, 1.0), *pressed)]
+        return [form for form in forms if form != EXACT]
 
     @property
     def forms(self) -> str:
         """Forms that evicpress and adaptcache choose from."""
-        return self.profiles.forms if self.profiles is not None else _grid(self.presses, self.kept)
+        if self.profiles is not None and self.profiles.forms is not None:
+            return self.profiles.forms
+        return ",".join(str(Form(press, fraction)) for press in self.presses for fraction in self.kept)
 
-    def record(self) -> dict[str, object]:
-        """All of it as JSON takes it, for ``plan.json``."""
-        return {name: _plain(value) for name, value in asdict(self).items()}
+    def record(self) -> dict[str, Any]:
+        """All of it as JSON takes it, for ``plan.json``: by the keys of the file."""
+        return {**self.model_dump(mode="json", exclude={"workload"}), **self.workload.model_dump(mode="json")}
 
-    def identity(self) -> dict[str, object]:
+    def identity(self) -> dict[str, Any]:
         """The part of ``record`` that two benchmarks share whose runs may lie in one folder: all but which systems run
         and how often."""
         kept = {name: value for name, value in self.record().items() if name not in _WHICH_RUNS}
         return {**kept, "forms": self.forms}
 
 
-def _plain(value: object) -> object:
-    if isinstance(value, Mapping):
-        return {str(name): _plain(each_) for name, each_ in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(each_) for each_ in value]
-    return str(value) if isinstance(value, Path) else value
-
-
 def load_config(path: Path) -> Config:
     """Raises ValueError naming the file, the key, the value and what is accepted."""
-    fields = Fields.of(str(path), _read_yaml(path))
-    need, get = fields.need, fields.get
-    presses = get("presses", each(one_of(tuple(PRESSES))), f"a list of {', '.join(PRESSES)}", DEFAULT_PRESSES)
-    kept = get("kept", each(number(above=0.0, below=1.0)), "a list of numbers above 0, below 1", DEFAULT_KEPT)
-    kinds = f"a list of {', '.join(KINDS)}"
-    arrivals = "poisson, gamma SHAPE (above 0; 1 is poisson, less comes in bursts), or trace FILE.csv"
-    poisson: tuple[Path | None, float] = (None, 1.0)
-    trace, shape = get("arrivals", lambda value: _arrivals(text(value), path.parent), arrivals, poisson)
-    config = Config(
-        path=path,
-        name=get("name", _file_name, "a name that can be that of a folder", path.stem),
-        model=need("model", lambda value: _model(text(value), path.parent), "a folder beside this file, or a hub name"),
-        server=get("server", words, "flags of sglang.launch_server", ()),
-        env=get("env", texts_by_name, "a mapping of variables to texts", {}),
-        policy_flags=get("policy_flags", words, "kv flags of sglang.launch_server", ()),
-        template=get("template", _template, "a text with {context} and, behind it, {question}", DEFAULT_TEMPLATE),
-        contexts=_source(Fields.of(f"{path}: contexts", need("contexts", _any, "file or command")), path.parent),
-        tokens=get("tokens", whole(1), "a whole number of at least 1", None),
-        requests=need("requests", whole(1), "a whole number of at least 1"),
-        warm_up=get("warm_up", whole(0), "how often each context is asked about, a whole number of 0 or more", 1),
-        popularity=get("popularity", number(), "an exponent of at least 0", 1.0),
-        seed=get("seed", whole(0), "a whole number of at least 0", 0),
-        max_new_tokens=get("max_new_tokens", whole(1), "a whole number of at least 1", 32),
-        trace=trace,
-        gaps_shape=shape,
-        rates=get("rates", each(number()), "a list of requests/s, 0 for one client at a time", (0.0,)),
-        repetitions=get("repetitions", whole(1, 1000), "a whole number from 1 to 1000", 1),
-        memory=_memory(Fields.of(f"{path}: memory", need("memory", _any, "gpu, host and ssd"))),
-        kv_bytes_per_token=get("kv_bytes_per_token", whole(1), "a whole number of at least 1", None),
-        ssd_bandwidth=get("ssd_bandwidth", number(above=0.0), "bytes/s above 0", None),
-        alphas=get("alphas", each(number()), "a list of numbers of at least 0", (1.0,)),
-        presses=presses,
-        kept=kept,
-        systems=get("systems", each(one_of(KINDS)), kinds, KINDS),
-        profiles=_profiling(path, get("profiles", _any, "questions and forms", None), _grid(presses, kept)),
-        once=get("once", each(one_of(KINDS), may_be_empty=True), kinds, ()),
-        extra_rates=_extra_rates(path, get("extra_rates", _any, "rates and systems", None)),
-        load=_load(path, get("load", _any, "of_saturation, reference and seconds", None)),
-        ttft_limit_s=get("ttft_limit_s", number(above=0.0), "seconds above 0", None),
-    )
-    fields.finish()
-    for flag in config.server:
-        if flag.partition("=")[0] in _OWN_FLAGS:
-            raise ValueError(f"{path}: server has {flag!r}, which the benchmark gives to each system: leave it out")
-    return config
+    given = {key: value for key, value in _read_yaml(path).items() if value is not None}
+    asked, others = fields_of(Workload), [name for name in fields_of(Config) if name not in ("path", "workload")]
+    if unknown := [key for key in given if key not in (*others, *asked)]:
+        raise ValueError(f"{path} has the unknown key {unknown[0]!r:.100}: expected {', '.join((*others, *asked))}")
+    if isinstance(extra := given.get("extra_rates"), dict):
+        given["extra_rates"] = [extra]
+    workload = _checked(Workload, {key: value for key, value in given.items() if key in asked}, path)
+    own = {key: value for key, value in given.items() if key in others}
+    return _checked(Config, {"name": path.stem, **own, "path": path, "workload": workload}, path)
 
 
-def _read_yaml(path: Path) -> object:
+S = TypeVar("S", Config, Workload)
+
+
+def _checked(kind: type[S], values: Mapping[str, object], path: Path) -> S:
+    try:
+        return kind.model_validate(values, context=path.parent)
+    except ValidationError as error:
+        raise ValueError(sentence(error, kind, values, str(path))) from None
+
+
+def _read_yaml(path: Path) -> dict[object, object]:
     import yaml  # type: ignore[import-untyped]
 
+    text = read_text(path, str(path), "a YAML file")
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist: expected the path of a YAML file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read ({error}): expected a YAML file") from None
+        found = yaml.safe_load(text)
     except yaml.YAMLError as error:
         what = " ".join(str(error).split())
         raise ValueError(f"{path} is not YAML ({what:.200}): expected a mapping of names to values") from None
-
-
-def _source(fields: Fields, folder: Path) -> Source:
-    file = fields.get("file", lambda value: _beside(text(value), folder), "a JSONL file beside this one", None)
-    command: tuple[str, ...] = fields.get("command", words, "a program and its arguments", ())
-    cwd = fields.get("folder", lambda value: _folder(text(value), folder), "a folder to run the command in", folder)
-    fields.finish()
-    if (file is None) == (not command):
-        raise ValueError(f"{fields.where} is {dict(fields.values)!r:.100}: expected either file or command")
-    if command[:1] == ("python",):
-        command = (sys.executable, *command[1:])
-    return Source(file, command, cwd.resolve())
-
-
-def _memory(fields: Fields) -> Memory:
-    memory = Memory(
-        gpu=fields.need("gpu", number(above=0.0), "a share of the working set, above 0"),
-        host=fields.get("host", number(), "a share of the working set, of at least 0", 0.0),
-        ssd=fields.get("ssd", number(), "a share of the working set, of at least 0", 0.0),
-    )
-    fields.finish()
-    if memory.ssd and not memory.host:
-        raise ValueError(f"{fields.where}: host is 0 with ssd {memory.ssd:g}: expected some, all goes through it")
-    return memory
-
-
-def _profiling(path: Path, value: object, forms: str) -> Profiling | None:
-    if value is None:
-        return None
-    fields = Fields.of(f"{path}: profiles", value)
-    profiling = Profiling(
-        questions=fields.need("questions", whole(1, 1000), "a whole number from 1 to 1000"),
-        forms=fields.get("forms", _forms, "compressed forms such as keydiff@0.5, separated by commas", forms),
-    )
-    fields.finish()
-    return profiling
-
-
-def _extra_rates(path: Path, value: object) -> tuple[ExtraRates, ...]:
-    """One mapping or a list of them."""
-    if value is None:
-        return ()
-    found = []
-    for part in value if isinstance(value, list | tuple) else [value]:
-        fields = Fields.of(f"{path}: extra_rates", part)
-        extra_rates = ExtraRates(
-            rates=fields.need("rates", each(number(above=0.0)), "a list of requests/s above 0"),
-            systems=fields.need("systems", each(text), "a list of systems or kinds of systems"),
-            requests=fields.get("requests", whole(1), "a whole number of 1 or more", None),
-            seconds=fields.get("seconds", number(above=0.0), "seconds above 0", None),
-        )
-        fields.finish()
-        found.append(extra_rates)
-    return tuple(found)
-
-
-def _load(path: Path, value: object) -> Load | None:
-    if value is None:
-        return None
-    fields = Fields.of(f"{path}: load", value)
-    load = Load(
-        of_saturation=fields.need("of_saturation", each(number(above=0.0)), "a list of multiples above 0"),
-        reference=fields.need("reference", text, "the name of a system"),
-        seconds=fields.need("seconds", number(above=0.0), "seconds above 0"),
-        cut_s=fields.get("cut_s", number(), "seconds of at least 0", 10.0),
-        clients=fields.get("clients", whole(1, 1000), "a whole number from 1 to 1000", 16),
-    )
-    fields.finish()
-    return load
-
-
-def _any(value: object) -> object:
-    return value
-
-
-def _file_name(value: object) -> str:
-    name = text(value)
-    if name != Path(name).name or name.startswith("."):
-        raise ValueError
-    return name
-
-
-def _model(name: str, folder: Path) -> str:
-    """Absolute where it is a folder; a name on the hub stays as it is."""
-    if (folder / name).is_dir():
-        return str((folder / name).resolve())
-    if name.startswith((".", "/")) or name.count("/") > 1:
-        raise ValueError
-    return name
-
-
-def _template(value: object) -> str:
-    from sglang_evicpress.profiler.prompts import Template
-
-    Template.parse(text(value))
-    return str(value).replace(r"\n", "\n")
-
-
-def _arrivals(value: str, folder: Path) -> tuple[Path | None, float]:
-    """The trace, and the shape of the gaps where there is none."""
-    kind, _, rest = value.strip().partition(" ")
-    match kind:
-        case "poisson" if not rest:
-            return None, 1.0
-        case "gamma":
-            return None, number(above=0.0)(rest)
-        case "trace":
-            return _beside(rest.strip(), folder), 1.0
-        case _:
-            raise ValueError
-
-
-def _beside(name: str, folder: Path) -> Path:
-    """A file that is there. Raises ValueError."""
-    path = (folder / name).resolve()
-    if not path.is_file():
-        raise ValueError
-    return path
-
-
-def _folder(name: str, folder: Path) -> Path:
-    path = folder / name
-    if not path.is_dir():
-        raise ValueError
-    return path
-
-
-def _forms(value: object) -> str:
-    names = value.split(",") if isinstance(value, str) else words(value)
-    forms = dict.fromkeys(Form.parse(name) for name in names)
-    if not forms or any(form.is_exact for form in forms):
-        raise ValueError
-    return ",".join(map(str, forms))
-
-
-def _grid(presses: tuple[str, ...], kept: tuple[float, ...]) -> str:
-    return ",".join(str(Form(press, fraction)) for press in presses for fraction in kept)
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is {found!r:.100}: expected a mapping of names to values")
+    return found

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from sglang_evicpress.benchmark.summary import Cell, Summary
 
 
@@ -34,32 +36,18 @@ class Curve:
 
     def ttft_at(self, quality: float) -> float | None:
         """Seconds to reach at least this quality; None below the worst and above the best quality measured."""
-        if not self.points or not self._worst <= quality <= self._best:
-            return None
-        envelope = self.envelope
-        for low, high in zip(envelope, envelope[1:], strict=False):
-            if low.quality <= quality <= high.quality:
-                return _between(quality, low.quality, high.quality, low.ttft_s, high.ttft_s)
-        return envelope[0].ttft_s if quality <= envelope[0].quality else envelope[-1].ttft_s
+        return self._at(quality, "quality", "ttft_s")
 
     def quality_at(self, ttft_s: float) -> float | None:
         """The best that is reached within so many seconds; None below the least and above the largest TTFT measured."""
-        times = [point.ttft_s for point in self.points]
-        if not times or not min(times) <= ttft_s <= max(times):
+        return self._at(ttft_s, "ttft_s", "quality")
+
+    def _at(self, value: float, along: str, wanted: str) -> float | None:
+        measured = [getattr(point, along) for point in self.points]
+        if not measured or not min(measured) <= value <= max(measured):
             return None
-        envelope = self.envelope
-        for low, high in zip(envelope, envelope[1:], strict=False):
-            if low.ttft_s <= ttft_s <= high.ttft_s:
-                return _between(ttft_s, low.ttft_s, high.ttft_s, low.quality, high.quality)
-        return envelope[-1].quality
-
-    @property
-    def _worst(self) -> float:
-        return min(point.quality for point in self.points)
-
-    @property
-    def _best(self) -> float:
-        return max(point.quality for point in self.points)
+        known, found = ([getattr(point, name) for point in self.envelope] for name in (along, wanted))
+        return float(np.interp(value, known, found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +73,8 @@ def curve(summary: Summary, kinds: Iterable[str], rate: float, measure: str = "f
     points = []
     for cell in comparable(summary, kinds, rate):
         quality = cell.quality(measure)
-        if quality is not None and cell.ttft_mean_s is not None:
-            points.append(Point(cell.system, quality, cell.ttft_mean_s))
+        if quality is not None and cell.ttft.mean_s is not None:
+            points.append(Point(cell.system, quality, cell.ttft.mean_s))
     return Curve(tuple(points))
 
 
@@ -111,8 +99,8 @@ def best_at_quality(
     summary: Summary, kinds: Iterable[str], rate: float, least: float, measure: str = "f1_full_cache"
 ) -> Cell | None:
     """The system of these kinds with the lowest mean TTFT among those whose quality is ``least`` at least."""
-    good = [cell for cell in comparable(summary, kinds, rate) if _is_good(cell, least, measure)]
-    return min(good, key=lambda cell: cell.ttft_mean_s or 0.0, default=None)
+    good = [cell for cell in comparable(summary, kinds, rate) if is_good(cell, least, measure)]
+    return min(good, key=lambda cell: cell.ttft.mean_s or 0.0, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +123,7 @@ def capacity(
     for cell in summary.of(system):
         if cell.quality(measure) is None or cell.ttft_p95_of_all_s is None:
             continue
-        if cell.ttft_p95_of_all_s > limit_s or not _is_good(cell, least, measure):
+        if cell.ttft_p95_of_all_s > limit_s or not is_good(cell, least, measure):
             return Capacity(system, 0.0 if last is None else _crossing(last, cell, limit_s, least, measure), False)
         last = cell
     return None if last is None else Capacity(system, last.rate, True)
@@ -161,7 +149,8 @@ def _crossing(below: Cell, above: Cell, limit_s: float, least: float, measure: s
     return min(rates)
 
 
-def _is_good(cell: Cell, least: float, measure: str) -> bool:
+def is_good(cell: Cell, least: float, measure: str) -> bool:
+    """True if the quality is known, and at least that."""
     quality = cell.quality(measure)
     return quality is not None and quality >= least
 

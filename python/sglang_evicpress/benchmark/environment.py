@@ -35,8 +35,12 @@ def commit() -> str:
 
 def machine() -> str:
     """The processor, the memory and, where there are any, the GPUs with their driver."""
-    processors = (line for line in _lines("/proc/cpuinfo") if line.startswith("model name"))
-    processor = next(processors, "").partition(":")[2].strip() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    processor = next(models, "") or platform.machine()
     gib = psutil.virtual_memory().total / 2**30
     gpus = _said(("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"), Path("/"))
     return "; ".join((processor, f"{gib:.0f} GiB", *gpus.splitlines()))
@@ -47,13 +51,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []
 
 
 def _said(command: tuple[str, ...], folder: Path) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from sglang_evicpress.benchmark.load import DROPPED, NEW, NOT_WORTH, Loaded, knee, loaded, median
+from sglang_evicpress.benchmark.load import knee, loaded, median
 from sglang_evicpress.benchmark.results import Results
+from sglang_evicpress.benchmark.summary import DROPPED, NEW, NOT_WORTH, Cell
 from sglang_evicpress.tables import markdown, ms, number, share
 
 
@@ -17,7 +18,7 @@ def load_lines(results: Results) -> Iterator[str]:
     for rate in results.rates:
         yield from ("", f"## Under load: {rate_name(rate, results.multiples)}", "")
         at = [each for each in median(runs) if each.rate == rate]
-        yield from markdown(_HEAD, [_row(each) for each in at])
+        yield from markdown(_HEAD, [_row(each, results.f1) for each in at])
         yield ""
         yield from markdown(_REASONS_HEAD, [_reasons_row(each) for each in at])
     limit_s = results.plan.get("config", {}).get("ttft_limit_s")
@@ -42,7 +43,7 @@ def rate_name(rate: float, multiples: Mapping[float, float]) -> str:
     return f"{rate:g}/s" + ("" if known is None else f", {known:g} x saturation")
 
 
-def of(runs: Sequence[Loaded], system: str, repetition: int | None) -> list[Loaded]:
+def of(runs: Sequence[Cell], system: str, repetition: int | None) -> list[Cell]:
     """One system's, of one repetition, by rate."""
     found = [each for each in runs if (each.system, each.repetition) == (system, repetition)]
     return sorted(found, key=lambda each: each.rate)
@@ -58,34 +59,34 @@ _REASONS_HEAD = (
 )
 
 
-def _row(each: Loaded) -> list[str]:
+def _row(each: Cell, measure: str) -> list[str]:
     return [
         each.system,
-        *(number(value, 2) for value in (each.offered_rps, each.answers_rps, each.goodput_rps)),
-        *(ms(value) for value in (each.ttft_mean_s, each.ttft_p50_s, each.ttft_p95_s, each.ttft_p99_s)),
-        number(each.f1),
-        share(each.cached),
+        *(number(value, 2) for value in (each.offered_rps, each.completed_rps, each.goodput_rps)),
+        *(ms(value) for value in (each.ttft.mean_s, each.ttft.p50_s, each.ttft.p95_s, each.ttft.p99_s)),
+        number(each.quality(measure)),
+        share(each.held.hit_share),
         *(f"{value:g}" for value in (each.num_requests, each.num_refused, each.num_cut, each.num_failed)),
     ]
 
 
-def _reasons_row(each: Loaded) -> list[str]:
+def _reasons_row(each: Cell) -> list[str]:
     others = {
         reason: part
-        for reason, part in sorted((each.computed or {}).items(), key=lambda item: -item[1])
+        for reason, part in sorted((each.work.computed or {}).items(), key=lambda item: -item[1])
         if reason not in (NEW, NOT_WORTH, DROPPED) and part
     }
-    seconds = each.not_worth_s or {}
+    seconds = each.work.not_worth_s or {}
     return [
         each.system,
-        share(each.computed_for(NEW)),
-        share(each.computed_for(NOT_WORTH)),
+        share(each.work.computed_for(NEW)),
+        share(each.work.computed_for(NOT_WORTH)),
         ", ".join(number(seconds.get(name), 1) for name in ("predicted", "actual")) if seconds else "-",
-        share(each.computed_for(DROPPED)),
-        share(each.held),
+        share(each.work.computed_for(DROPPED)),
+        share(each.work.recomputed),
         ", ".join(f"{reason} {share(part)}" for reason, part in others.items()) or "-",
-        _counts(each.evictions),
-        _counts(each.drops),
+        _counts(each.work.evictions),
+        _counts(each.work.drops),
     ]
 
 

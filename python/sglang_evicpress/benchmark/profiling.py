@@ -66,20 +66,18 @@ class Profiles:
         self._part.replace(self._done)
 
     def _command(self, url: str) -> list[str]:
-        profiling = self._config.profiles
-        assert profiling is not None
         return [
             *(sys.executable, "-P", "-c", _CLI, "profile", "--url", url, "--contexts", str(self._training)),
-            *("--forms", profiling.forms, "--template", self._config.template, "--resume"),
-            *("--max-new-tokens", str(self._config.max_new_tokens)),
+            *("--forms", self._config.forms, "--template", self._config.workload.template, "--resume"),
+            *("--max-new-tokens", str(self._config.workload.max_new_tokens)),
         ]
 
     def _identity(self) -> bytes:
         config = self._config
         parts = {
-            **{name: config.identity().get(name) for name in ("model", "server", "env", "policy_flags", "template")},
+            **{name: config.identity()[name] for name in ("model", "server", "env", "policy_flags", "template")},
             "forms": config.forms,
-            "max_new_tokens": config.max_new_tokens,
+            "max_new_tokens": config.workload.max_new_tokens,
             "training": sha256(self._training.read_bytes()).hexdigest(),
         }
         return orjson.dumps(parts, option=orjson.OPT_SORT_KEYS)

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Protocol
 
 import orjson
 
 from sglang_evicpress.benchmark.results import SCORES, Request, Results, Run, Score, read_results
 from sglang_evicpress.files import write_whole
-from sglang_evicpress.profiler.engine import Answer, Likelihood
-from sglang_evicpress.profiler.scorers import get_scorer
+from sglang_evicpress.profiler.engine import Answer
+from sglang_evicpress.profiler.scorers import Scorer, get_scorer
 from sglang_evicpress.profiler.scorers.reference import token_f1
+from sglang_evicpress.progress import Progress
 
 _PAIRS_AT_ONCE = 1024
-
-
-class Similarity(Protocol):
-    """Comparison of two answers; the profiler's scorer ``minilm`` is one."""
-
-    def prepare(self, texts: Sequence[str]) -> None: ...
-
-    def score(self, exact: Answer, given: Answer | None, likelihood: Likelihood | None, reference: str | None) -> float:
-        """In [0, 1]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +28,7 @@ class Scored:
     why_no_minilm: str | None = None
 
 
-def score_runs(folder: Path, *, minilm: Similarity | None = None, is_shown: bool = False) -> Scored:
+def score_runs(folder: Path, *, minilm: Scorer | None = None, is_shown: bool = False) -> Scored:
     """Write ``scores.jsonl`` of an out folder; what an earlier one says of the same two texts is not measured again.
 
     A request that failed has no score; one whose counterpart in the full cache failed, or is missing, only
@@ -78,22 +69,15 @@ def _answered(results: Results) -> Iterator[tuple[Run, Request, Request | None]]
                 yield run, request, other if other is not None and other.is_complete else None
 
 
-def _compare(wanted: dict[str, tuple[str, str]], minilm: Similarity, is_shown: bool) -> Iterator[tuple[str, float]]:
+def _compare(wanted: dict[str, tuple[str, str]], minilm: Scorer, is_shown: bool) -> Iterator[tuple[str, float]]:
     pairs = list(wanted.items())
-    for start in _steps(range(0, len(pairs), _PAIRS_AT_ONCE), is_shown):
-        batch = pairs[start : start + _PAIRS_AT_ONCE]
-        minilm.prepare(sorted({text for _, texts in batch for text in texts}))
-        for pair, (exact, given) in batch:
-            yield pair, minilm.score(Answer((), (), exact), Answer((), (), given), None, None)
-
-
-def _steps(steps: range, is_shown: bool) -> Iterable[int]:
-    if not is_shown:
-        return steps
-    from tqdm import tqdm  # type: ignore[import-untyped]
-
-    shown: Iterable[int] = tqdm(steps, desc="comparing answers", unit=f" x {_PAIRS_AT_ONCE} pairs", leave=False)
-    return shown
+    with Progress(len(pairs), "pairs compared", is_shown=is_shown) as progress:
+        for start in range(0, len(pairs), _PAIRS_AT_ONCE):
+            batch = pairs[start : start + _PAIRS_AT_ONCE]
+            minilm.prepare(sorted({text for _, texts in batch for text in texts}))
+            for pair, (exact, given) in batch:
+                yield pair, minilm.score(Answer((), (), exact), Answer((), (), given), None, None)
+            progress.step(len(batch))
 
 
 def _scores(

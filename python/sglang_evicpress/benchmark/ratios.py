@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_evicpress.benchmark.results import Request, Results
+from sglang_evicpress.benchmark.results import Results
 
 DRAWS = 1000
 
@@ -37,28 +36,26 @@ def paired(
     over: str,
     rate: float,
     *,
-    measure: str = "ttft_s",
     overhead_s: float = 0.0,
     family: str | None = None,
 ) -> Paired | None:
-    """``system`` over ``over`` at one rate; ``overhead_s`` is taken off every time before.
+    """TTFT of ``system`` over that of ``over`` at one rate; ``overhead_s`` is taken off every time before.
 
-    ``measure`` is ``ttft_s``, ``latency_s`` or ``itl_s`` (a request's mean). None where they share no request, or
-    ``over`` takes no longer than ``overhead_s``.
+    None where they share no request, or ``over`` takes no longer than ``overhead_s``.
     """
-    repetitions = list(_shared(results, system, over, rate, measure, overhead_s, family))
+    repetitions = list(_shared(results, system, over, rate, overhead_s, family))
     if not repetitions:
         return None
     ones, others = (np.concatenate(each) for each in zip(*repetitions, strict=True))
     if others.mean() <= 0.0:
         return None
     low, high = np.quantile(_resampled(repetitions), (0.025, 0.975), method="nearest")
-    means = [_over(float(one.mean()), float(other.mean())) for one, other in repetitions]
+    means = np.array([(one.mean(), other.mean()) for one, other in repetitions])
     return Paired(
         ratio=float(ones.mean() / others.mean()),
         low=float(low),
         high=float(high),
-        median_of_repetitions=statistics.median(means),
+        median_of_repetitions=float(np.median(_divided(means[:, 0], means[:, 1]))),
         median_of_pairs=float(np.median(_divided(ones, others))),
         num_pairs=len(ones),
         num_repetitions=len(repetitions),
@@ -66,10 +63,9 @@ def paired(
 
 
 def _shared(
-    results: Results, system: str, over: str, rate: float, measure: str, overhead_s: float, family: str | None
+    results: Results, system: str, over: str, rate: float, overhead_s: float, family: str | None
 ) -> Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]]:
     """Times of the requests that both answered, per repetition that both ran, in the order of arrival."""
-    value = _MEASURES[measure]
     others = {run.repetition: run for run in results.runs_of(over, rate)}
     found = []
     for run in results.runs_of(system, rate):
@@ -78,10 +74,9 @@ def _shared(
             continue
         pairs = []
         for index in sorted(run.requests.keys() & other.requests.keys()):
-            one = run.requests[index]
-            left, right = value(one), value(other.requests[index])
-            if left is not None and right is not None and family in (None, one.family):
-                pairs.append((left - overhead_s, right - overhead_s))
+            one, right = run.requests[index], other.requests[index].ttft_s
+            if one.ttft_s is not None and right is not None and family in (None, one.family):
+                pairs.append((one.ttft_s - overhead_s, right - overhead_s))
         if pairs:
             columns = np.array(pairs, np.float64)
             found.append((columns[:, 0], columns[:, 1]))
@@ -109,14 +104,3 @@ def _divided(ones: NDArray[np.float64], others: NDArray[np.float64]) -> NDArray[
     result = np.full(ones.shape, np.inf)
     np.divide(ones, others, out=result, where=others > 0.0)
     return result
-
-
-def _over(one: float, other: float) -> float:
-    return one / other if other > 0.0 else float("inf")
-
-
-_MEASURES: dict[str, Callable[[Request], float | None]] = {
-    "ttft_s": lambda request: request.ttft_s,
-    "latency_s": lambda request: request.latency_s,
-    "itl_s": lambda request: statistics.fmean(request.itl_s) if request.is_complete and request.itl_s else None,
-}

@@ -107,6 +107,11 @@ class Results:
         return named.get("full-cache", named.get("full-cache+attention"))
 
     @property
+    def f1(self) -> str:
+        """The token F1 that is known: with the full cache's answers or, where it did not run, with the true ones."""
+        return "f1_truth" if self.full_cache is None else "f1_full_cache"
+
+    @property
     def multiples(self) -> dict[float, float]:
         """Rate -> its multiple of saturation, for the rates that were planned as such."""
         load = self.plan.get("config", {}).get("load") or {}
@@ -137,6 +142,19 @@ def read_plan(folder: Path) -> Mapping[str, Any]:
     if not isinstance(plan, dict) or not isinstance(plan.get("systems"), list):
         raise ValueError(f"{path} lists no systems: expected a plan of `evicpress bench serve`")
     return plan
+
+
+def read_object(path: Path, expected: str) -> dict[str, Any] | None:
+    """The JSON object in a file of an out folder; None where there is no such file. Raises ValueError."""
+    try:
+        found = orjson.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except orjson.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is not what a benchmark writes: expected {expected}")
+    return found
 
 
 def read_runs(folder: Path) -> Iterator[Run]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import orjson
 
-from sglang_evicpress.benchmark.results import PLAN, RUNS, SCORES, tree_file
+from sglang_evicpress.benchmark.results import PLAN, RUNS, SCORES, read_object, tree_file
 from sglang_evicpress.benchmark.systems import System
 from sglang_evicpress.files import write_whole
 
@@ -48,7 +48,7 @@ class RunDir:
         ``is_fresh``: older runs are moved away, with their plan and scores. Without it, raises ValueError where the
         plan has another ``identity`` than the one they were made by.
         """
-        older = self._older_plan()
+        older = read_object(self.path / PLAN, "another --out")
         if is_fresh and older is not None:
             self._move_away()
             older = None
@@ -63,18 +63,6 @@ class RunDir:
             resumed = [*(earlier if isinstance(earlier, list) else ()), plan["environment"]]
             plan = {**plan, "environment": older.get("environment"), "resumed": resumed}
         write_whole(str(self.path / PLAN), orjson.dumps(plan, option=orjson.OPT_INDENT_2) + b"\n")
-
-    def _older_plan(self) -> dict[str, object] | None:
-        path = self.path / PLAN
-        try:
-            older = orjson.loads(path.read_bytes())
-        except FileNotFoundError:
-            return None
-        except orjson.JSONDecodeError:
-            older = None
-        if not isinstance(older, dict):
-            raise ValueError(f"{path} is not what a benchmark writes: expected another --out")
-        return older
 
     def _move_away(self) -> None:
         number = 1
@@ -91,22 +79,22 @@ class RunDir:
     def run_file(self, system: System, repetition: int, rate: float) -> Path:
         return self.path / RUNS / system.slug / f"{repetition}-{rate:g}.jsonl"
 
-    def write_run(self, path: Path, header: Mapping[str, object], lines: Iterable[Mapping[str, object]]) -> None:
-        """The file appears whole or not at all."""
+    def write_run(
+        self, path: Path, header: Mapping[str, object], lines: Iterable[Mapping[str, object]], *, is_failed: bool
+    ) -> Path:
+        """Write a run, whole or not at all; a failed one, which does not count, beside its place. Returns the file."""
+        failed = path.with_name(path.name + _FAILED)
+        file = failed if is_failed else path
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(str(path), _jsonl(header, lines))
-        failed_file(path).unlink(missing_ok=True)
+        write_whole(str(file), b"".join(orjson.dumps(line) + b"\n" for line in ({"run": header}, *lines)))
+        if not is_failed:
+            failed.unlink(missing_ok=True)
+        return file
 
     def write_tree(self, path: Path, nodes: Sequence[Mapping[str, object]]) -> None:
         """Beside the run that left the cache so."""
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(str(tree_file(path)), orjson.dumps(nodes))
-
-    def write_failed(self, path: Path, header: Mapping[str, object], lines: Iterable[Mapping[str, object]]) -> Path:
-        """Write an unfinished run, which does not count, beside its place; return the file."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(str(failed_file(path)), _jsonl(header, lines))
-        return failed_file(path)
 
     def log_file(self, system: str, repetition: int | None = None) -> Path:
         return self.path / "logs" / f"{system}{'' if repetition is None else f'-{repetition}'}.log"
@@ -130,14 +118,6 @@ class RunDir:
             shutil.rmtree(system.ssd_dir, ignore_errors=True)
             if not any(above.iterdir()):
                 above.rmdir()
-
-
-def failed_file(path: Path) -> Path:
-    return path.with_name(path.name + _FAILED)
-
-
-def _jsonl(header: Mapping[str, object], lines: Iterable[Mapping[str, object]]) -> bytes:
-    return b"".join(orjson.dumps(line) + b"\n" for line in ({"run": header}, *lines))
 
 
 def _differing(older: object, newer: object) -> list[str]:

@@ -8,7 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from itertools import product
 from pathlib import Path
@@ -88,9 +88,7 @@ def run_all(
         num_requests_missing = sum(num_requests(config, rate) for rates in missing.values() for rate in rates)
         with Progress(num_requests_missing, "requests", is_shown=sys.stderr.isatty()) as progress:
             if any(system.profiles for system, _ in missing):
-                bench.profile(
-                    profiling_system(config, sizes.working_set_tokens, sizes.kv_bytes_per_token, out), progress
-                )
+                bench.profile(profiling_system(config, sizes, out), progress)
             for (system, repetition), rates in missing.items():
                 bench.run(system, repetition, rates, progress)
         num_wanted = sum(len(rates_of(config, *pair)) for pair in wanted)
@@ -148,8 +146,8 @@ class Bench:
             progress.name(f"{where}: {clients} clients for {seconds:g} s")
             outcomes = asyncio.run(
                 keep_asking(
-                    *(server.url, MODEL, plan(replace(self._config, requests=_NUM_QUESTIONS), self._contexts, 0, 0.0)),
-                    max_new_tokens=self._config.max_new_tokens,
+                    *(server.url, MODEL, plan(self._config, self._contexts, 0, 0.0, count=_NUM_QUESTIONS)),
+                    max_new_tokens=self._config.workload.max_new_tokens,
                     num_clients=clients,
                     seconds=seconds,
                     timeout_s=self._timeout_s,
@@ -225,7 +223,7 @@ class Bench:
         failed = [outcome for outcome in outcomes if outcome.error is not None and not outcome.is_refused]
         violations = [] if check is None or check.get("ok") else check.get("violations") or [repr(check)]
         if violations or len(failed) > MOST_FAILED * len(outcomes):
-            written = self._run_dir.write_failed(path, header, lines)
+            written = self._run_dir.write_run(path, header, lines, is_failed=True)
             what = f"{len(failed)} of {len(outcomes)} requests failed"
             if violations:
                 what = f"the cache is not in order: {'; '.join(map(str, violations))}"
@@ -234,7 +232,7 @@ class Bench:
             raise server.error(f"{where}: {what}; see {written}")
         if "tree" in after:
             self._run_dir.write_tree(path, after["tree"])
-        self._run_dir.write_run(path, header, lines)
+        self._run_dir.write_run(path, header, lines, is_failed=False)
         self.num_failed += len(failed)
         times = [outcome.ttft_s for outcome in outcomes if outcome.error is None and outcome.ttft_s is not None]
         lost = {
@@ -276,7 +274,7 @@ class Bench:
                 server.url,
                 MODEL,
                 planned,
-                max_new_tokens=self._config.max_new_tokens,
+                max_new_tokens=self._config.workload.max_new_tokens,
                 is_closed=is_closed,
                 timeout_s=self._timeout_s,
                 until_s=until_s,
@@ -337,9 +335,7 @@ def plan_of(
     config: Config, systems: Sequence[System], contexts: Sequence[Context], sizes: Sizes, command: str
 ) -> Mapping[str, object]:
     """Content of ``plan.json``."""
-    arrivals = "poisson" if config.gaps_shape == 1.0 else f"gamma {config.gaps_shape:g}"
-    arrivals = arrivals if config.trace is None else f"trace {config.trace}"
-    settings = {**asdict(sizes), "num_contexts": len(contexts), "arrivals": arrivals}
+    settings = {**asdict(sizes), "num_contexts": len(contexts), "arrivals": config.workload.arrivals}
     digest = sha256(repr(list(contexts)).encode("utf-8", "surrogatepass")).hexdigest()
     return {
         "config": config.record(),
@@ -347,5 +343,5 @@ def plan_of(
         "identity": {**config.identity(), **asdict(sizes), "contexts_sha256": digest},
         "environment": environment(command),
         "systems": [system.record() for system in systems],
-        "left_out": [{"name": each.name, "why": each.why} for each in left_out(config)],
+        "left_out": [{"name": name, "why": why} for name, why in left_out(config).items()],
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import orjson
@@ -15,6 +15,7 @@ from sglang_evicpress.benchmark.config import Config
 from sglang_evicpress.benchmark.contexts import Context
 from sglang_evicpress.benchmark.environment import commit
 from sglang_evicpress.benchmark.interrupts import raising_interrupts
+from sglang_evicpress.benchmark.results import read_object
 from sglang_evicpress.benchmark.run_dir import RunDir
 from sglang_evicpress.benchmark.runs import Bench, Launch, launch_command, plan_of
 from sglang_evicpress.benchmark.systems import Sizes, System, profiling_system
@@ -22,6 +23,7 @@ from sglang_evicpress.files import write_whole
 from sglang_evicpress.progress import Progress
 
 SATURATION = "saturation.json"
+ANEW = "another --out, or --fresh to measure anew"
 SETTLE = 0.25
 """The first share of the time, which does not count: all clients begin at once."""
 
@@ -54,15 +56,13 @@ def at_saturation(
     folder = RunDir(out.resolve())
     with raising_interrupts(), folder.locked():
         path = folder.path / SATURATION
-        known = None if is_fresh else _read(path)
+        known = None if is_fresh else read_object(path, ANEW)
         if known is None:
             begin_unix_s, load_average = time.time(), os.getloadavg()
             bench = Bench(config, contexts, folder, timeout_s, launch)
             with Progress(0, "requests", is_shown=sys.stderr.isatty()) as progress:
                 if reference.profiles is not None:
-                    bench.profile(
-                        profiling_system(config, sizes.working_set_tokens, sizes.kv_bytes_per_token, out), progress
-                    )
+                    bench.profile(profiling_system(config, sizes, out), progress)
                 outcomes = bench.saturate(reference, load.clients, load.seconds, progress)
             answered = within(outcomes, SETTLE * load.seconds, load.seconds)
             if not answered:
@@ -78,22 +78,10 @@ def at_saturation(
             write_whole(str(path), orjson.dumps(known, option=orjson.OPT_INDENT_2) + b"\n")
         rps = known.get("rps")
         if not isinstance(rps, float) or known.get("identity") != orjson.loads(orjson.dumps(identity)):
-            raise ValueError(f"{path} is that of another benchmark: expected another --out, or --fresh to measure anew")
+            raise ValueError(f"{path} is that of another benchmark: expected {ANEW}")
     return config.saturated_at(rps)
 
 
 def within(outcomes: Sequence[Outcome], begin_s: float, end_s: float) -> int:
     """Number of answers complete in that time."""
     return sum(each.error is None and not each.is_cut and begin_s < each.end_s <= end_s for each in outcomes)
-
-
-def _read(path: Path) -> Mapping[str, object] | None:
-    try:
-        found = orjson.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except orjson.JSONDecodeError:
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} is not what a benchmark writes: expected another --out, or --fresh to measure anew")
-    return found

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from os import getsid, kill
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import httpx
@@ -85,9 +84,7 @@ class Server:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def start(self) -> None:

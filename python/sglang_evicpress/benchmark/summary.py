@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sglang_evicpress.benchmark.ratios import Paired, paired
@@ -19,18 +19,83 @@ MOST_FAILED = 0.01
 """A system that fails more of its requests than this share is not compared: those left may be the easy ones."""
 
 
+NEW, NOT_WORTH, DROPPED = "new", "not_worth", "dropped"
+"""Reasons to compute a token of a prompt that the server tells apart: it was in no tier; loading it would have taken
+longer; it was dropped although a lower tier had room. By every other reason it was held."""
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Mean and percentiles of some seconds; None without any."""
+
+    mean_s: float | None = None
+    p50_s: float | None = None
+    p95_s: float | None = None
+    p99_s: float | None = None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Times:
+        return cls(_mean(values), *(known_quantile(values, share) for share in (0.5, 0.95, 0.99)))
+
+
+@dataclass(frozen=True, slots=True)
+class Qualities:
+    """Mean scores by each of ``QUALITIES``."""
+
+    f1_full_cache: float | None = None
+    minilm_full_cache: float | None = None
+    f1_truth: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Content of the cache. ``hit_share`` is of the prompts' tokens, and ``hits`` the same by tier. ``tier_bytes`` (by
+    tier) and ``forms`` (tier -> form -> tokens) are the means of what was there after the runs."""
+
+    hit_share: float | None = None
+    hits: Mapping[str, float] | None = None
+    tier_bytes: Mapping[str, float] | None = None
+    forms: Mapping[str, Mapping[str, float]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Sums of what a server counts, in the runs; None where it does not say.
+
+    ``utility_lost_s`` is what its decisions gave up by EvicPress's own estimate, per request: alpha times quality less
+    delay, in seconds, times the uses expected. ``computed`` are shares of the admitted prompts' tokens, by reason;
+    ``not_worth_s`` the seconds predicted, and those it took, for tokens that were not worth loading.
+    """
+
+    decisions: Mapping[str, float] | None = None
+    utility_lost_s: float | None = None
+    computed: Mapping[str, float] | None = None
+    not_worth_s: Mapping[str, float] | None = None
+    evictions: Mapping[str, float] | None = None
+    drops: Mapping[str, float] | None = None
+
+    def computed_for(self, reason: str) -> float | None:
+        """The share of the prompts' tokens computed for one reason."""
+        return None if self.computed is None else self.computed.get(reason, 0.0)
+
+    @property
+    def recomputed(self) -> float | None:
+        """The share of the prompts' tokens computed although held, but for those not worth loading."""
+        if self.computed is None:
+            return None
+        return sum(share for reason, share in self.computed.items() if reason not in (NEW, NOT_WORTH, DROPPED))
+
+
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One system at one rate. Times are those of complete requests, except ``ttft_p95_of_all_s``, for which any other
-    lasts for ever; None is what could not be measured. A request that was cut counts with the TTFT it had, or the time
-    it had waited for it, so that TTFT cannot look short because a queue was cut. ``completed_rps`` of a rate that ends
-    at a set time are the answers complete while requests arrived, over that time.
+    """One system at one rate, in one ``repetition`` or, where that is None, in all.
 
-    ``hit_share`` is of the prompts' tokens, and ``hits`` the same by tier. ``tier_bytes`` (by tier) and ``forms``
-    (tier -> form -> tokens) are the means of what was there after the runs; ``decisions`` are sums of those taken in
-    them. ``utility_lost_s`` is what these gave up by EvicPress's own estimate, per request: alpha times quality less
-    delay, in seconds, times the uses expected; None for a policy that does not weigh that. ``over_full_cache`` compares
-    TTFT with the full cache's, ``over_full_cache_net`` without the fixed overhead of both.
+    Times are those of complete requests, except ``ttft_p95_of_all_s``, for which any other lasts for ever; None is what
+    could not be measured. A request that was cut counts with the TTFT it had, or the time it had waited for it, so that
+    TTFT cannot look short because a queue was cut. Rates of a run that ends at a set time are those while requests
+    arrived: ``completed_rps`` counts the answers, ``goodput_rps`` those whose TTFT was within the config's limit; one
+    client offers nothing. ``over_full_cache`` compares TTFT with the full cache's, ``over_full_cache_net`` without the
+    fixed overhead of both; neither is known of one repetition.
     """
 
     system: str
@@ -41,25 +106,18 @@ class Cell:
     num_failed: int
     num_cut: int = 0
     num_refused: int = 0
+    repetition: int | None = None
+    offered_rps: float | None = None
     completed_rps: float | None = None
+    goodput_rps: float | None = None
     late_p95_s: float | None = None
-    ttft_mean_s: float | None = None
-    ttft_p50_s: float | None = None
-    ttft_p95_s: float | None = None
+    ttft: Times = Times()
     ttft_p95_of_all_s: float | None = None
-    itl_mean_s: float | None = None
-    itl_p95_s: float | None = None
-    latency_mean_s: float | None = None
-    latency_p95_s: float | None = None
-    f1_full_cache: float | None = None
-    minilm_full_cache: float | None = None
-    f1_truth: float | None = None
-    hit_share: float | None = None
-    hits: Mapping[str, float] | None = None
-    tier_bytes: Mapping[str, float] | None = None
-    forms: Mapping[str, Mapping[str, float]] | None = None
-    decisions: Mapping[str, float] | None = None
-    utility_lost_s: float | None = None
+    itl: Times = Times()
+    latency: Times = Times()
+    qualities: Qualities = Qualities()
+    held: Held = Held()
+    work: Work = Work()
     over_full_cache: Paired | None = None
     over_full_cache_net: Paired | None = None
 
@@ -67,12 +125,21 @@ class Cell:
         """``measure`` is one of ``QUALITIES``. Raises ValueError for another."""
         if measure not in QUALITIES:
             raise ValueError(f"quality {measure!r:.60} is not measured: expected one of {', '.join(QUALITIES)}")
-        value: float | None = getattr(self, measure)
+        value: float | None = getattr(self.qualities, measure)
         return value
 
     @property
     def is_comparable(self) -> bool:
-        return self.ttft_mean_s is not None and self.num_failed <= MOST_FAILED * self.num_requests
+        return self.ttft.mean_s is not None and self.num_failed <= MOST_FAILED * self.num_requests
+
+    def record(self) -> dict[str, Any]:
+        """All figures by one name each, for ``summary.json``."""
+        told = asdict(self)
+        for name in ("ttft", "itl", "latency"):
+            told |= {f"{name}_{key}": value for key, value in told.pop(name).items()}
+        for name in ("qualities", "held", "work"):
+            told |= told.pop(name)
+        return told
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +154,6 @@ class Summary:
     cells: tuple[Cell, ...]
     notes: tuple[str, ...] = field(default=())
 
-    @property
-    def rates(self) -> list[float]:
-        return self.results.rates
-
     def at(self, rate: float) -> list[Cell]:
         return [cell for cell in self.cells if cell.rate == rate]
 
@@ -102,14 +165,14 @@ class Summary:
         return next((cell for cell in self.cells if (cell.system, cell.rate) == (system, rate)), None)
 
 
-def summarise(results: Results, family: str | None = None) -> Summary:
-    """Summary of all requests, or of those about contexts of one ``family``."""
+def summarise(results: Results, family: str | None = None, repetition: int | None = None) -> Summary:
+    """Summary of all requests, or of those about contexts of one ``family``, or in one ``repetition``."""
     overhead_s = _overhead(results)
     cells = [
-        _cell(results, system, rate, runs, family, overhead_s)
+        _cell(results, system, rate, runs, family, repetition, overhead_s)
         for system in results.systems
         for rate in results.rates
-        if (runs := results.runs_of(system["name"], rate))
+        if (runs := [each for each in results.runs_of(system["name"], rate) if repetition in (None, each.repetition)])
     ]
     return Summary(results, family, overhead_s, tuple(cells), tuple(_notes(results, cells)))
 
@@ -130,58 +193,66 @@ def _cell(
     rate: float,
     runs: Sequence[Run],
     family: str | None,
+    repetition: int | None,
     overhead_s: float | None,
 ) -> Cell:
-    name = system["name"]
+    name, limit_s = system["name"], results.plan.get("config", {}).get("ttft_limit_s")
     asked = [(run, request) for run in runs for request in run.requests.values() if family in (None, request.family)]
-    complete = [request for _, request in asked if request.is_complete]
-    scores = [
-        score
-        for run, request in asked
-        if (score := results.scores.get((name, run.repetition, rate, request.index))) is not None
-    ]
-    cut = [request for _, request in asked if request.is_cut]
+    requests = [request for _, request in asked]
+    complete = [request for request in requests if request.is_complete]
     answered = [request.ttft_s for request in complete if request.ttft_s is not None]
-    ttft = [*answered, *(request.waited_s for request in cut if request.waited_s is not None)]
-    latency = [request.latency_s for request in complete if request.latency_s is not None]
-    itl = [gap for request in complete for gap in request.itl_s]
-    took_s = sum(run.header.get("seconds") or run.header.get("took_s") or 0.0 for run in runs)
-    in_time = [request for run, request in asked if request.is_complete and _is_in_window(run, request)]
+    waited = [request.waited_s for request in requests if request.waited_s is not None]
+    scores = [results.scores.get((name, run.repetition, rate, request.index)) for run, request in asked]
+    known = [score for score in scores if score is not None]
+    window_s = sum(run.header.get("seconds") or 0.0 for run in runs)
+    took_s = window_s or sum(run.header.get("took_s") or 0.0 for run in runs)
+    # Where requests arrive for a set time, those that ended within it.
+    ended = [request for run, request in asked if request.end_s <= (run.header.get("seconds") or float("inf"))]
+    in_time = [request for request in ended if request.is_complete]
+    good = [request for request in in_time if limit_s is not None and (request.ttft_s or 0.0) <= limit_s]
     num_prompt_tokens = sum(request.prompt_tokens for request in complete)
     num_cached_tokens = sum(request.cached_tokens for request in complete)
-    compared = {"results": results, "system": name, "over": results.full_cache, "rate": rate, "family": family}
+    computed, not_worth_s = _admission(runs)
+    over, over_net = None, None
+    if results.full_cache is not None and repetition is None:
+        over = paired(results, name, results.full_cache, rate, family=family)
+        if overhead_s is not None:
+            over_net = paired(results, name, results.full_cache, rate, family=family, overhead_s=overhead_s)
     return Cell(
         system=name,
         kind=system["kind"],
         rate=rate,
         num_repetitions=len(runs),
         num_requests=len(asked),
-        num_failed=sum(request.has_failed for _, request in asked),
-        num_cut=len(cut),
-        num_refused=sum(request.is_refused for _, request in asked),
-        completed_rps=len(in_time) / took_s if took_s > 0 else None,
-        late_p95_s=known_quantile([request.late_s for _, request in asked], 0.95),
-        ttft_mean_s=_mean(ttft),
-        ttft_p50_s=known_quantile(ttft, 0.5),
-        ttft_p95_s=known_quantile(ttft, 0.95),
+        num_failed=sum(request.has_failed for request in requests),
+        num_cut=sum(request.is_cut for request in requests),
+        num_refused=sum(request.is_refused for request in requests),
+        repetition=repetition,
+        offered_rps=(len(asked) / window_s if window_s else rate) if rate else None,
+        completed_rps=len(in_time) / took_s if took_s else None,
+        goodput_rps=len(good) / took_s if took_s and limit_s is not None else None,
+        late_p95_s=known_quantile([request.late_s for request in requests], 0.95),
+        ttft=Times.of([*answered, *waited]),
         ttft_p95_of_all_s=known_quantile([*answered, *[float("inf")] * (len(asked) - len(answered))], 0.95),
-        itl_mean_s=_mean(itl),
-        itl_p95_s=known_quantile(itl, 0.95),
-        latency_mean_s=_mean(latency),
-        latency_p95_s=known_quantile(latency, 0.95),
-        f1_full_cache=_mean([score.f1_full_cache for score in scores]),
-        minilm_full_cache=_mean([score.minilm_full_cache for score in scores]),
-        f1_truth=_mean([score.f1_truth for score in scores]),
-        hit_share=num_cached_tokens / num_prompt_tokens if num_prompt_tokens else None,
-        hits=_hits(complete, num_prompt_tokens),
-        tier_bytes=_mean_of_maps([_tier_bytes(run, results) for run in runs]),
-        forms=_forms(runs),
-        decisions=_decisions(runs),
-        utility_lost_s=_utility_lost(runs),
-        over_full_cache=None if results.full_cache is None else paired(**compared),
-        over_full_cache_net=None
-        if results.full_cache is None or overhead_s is None
-        else paired(**compared, overhead_s=overhead_s),
+        itl=Times.of([gap for request in complete for gap in request.itl_s]),
+        latency=Times.of([request.latency_s for request in complete if request.latency_s is not None]),
+        qualities=Qualities(*(_mean([getattr(score, measure) for score in known]) for measure in QUALITIES)),
+        held=Held(
+            num_cached_tokens / num_prompt_tokens if num_prompt_tokens else None,
+            _hits(complete, num_prompt_tokens),
+            _mean_of_maps([_tier_bytes(run, results) for run in runs]),
+            _forms(runs),
+        ),
+        work=Work(
+            _growth(runs, "decisions"),
+            _utility_lost(runs),
+            computed,
+            not_worth_s,
+            _growth(runs, "evictions"),
+            _growth(runs, "drops"),
+        ),
+        over_full_cache=over,
+        over_full_cache_net=over_net,
     )
 
 
@@ -193,12 +264,6 @@ def _mean(values: Sequence[float | None]) -> float | None:
 def known_quantile(values: Sequence[float], share: float) -> float | None:
     """None without a value."""
     return quantile(values, share) if values else None
-
-
-def _is_in_window(run: Run, request: Request) -> bool:
-    """True if it ended while requests arrived, where that is a set time."""
-    seconds = run.header.get("seconds")
-    return seconds is None or request.end_s <= seconds
 
 
 def _hits(requests: Sequence[Request], num_prompt_tokens: int) -> dict[str, float] | None:
@@ -238,14 +303,27 @@ def _mean_of_maps(maps: Sequence[Mapping[str, float] | None]) -> dict[str, float
     return {name: sum(each.get(name, 0.0) for each in known) / len(known) for name in names} or None
 
 
-def _decisions(runs: Sequence[Run]) -> dict[str, float] | None:
+def _admission(runs: Sequence[Run]) -> tuple[dict[str, float] | None, dict[str, float] | None]:
+    """Shares of the tokens of admitted prompts that were computed, by reason, and the seconds of those not worth it."""
+    found = _growth(runs, "admission")
+    if found is None or found.get("prompt_tokens", 0.0) <= 0:
+        return None, None
+    parts: dict[str, dict[str, float]] = {}
+    for name, value in found.items():
+        part, _, rest = name.partition(" ")
+        parts.setdefault(part, {})[rest] = value
+    computed = {reason: tokens / found["prompt_tokens"] for reason, tokens in parts.get("computed_tokens", {}).items()}
+    return computed, parts.get("not_worth_s")
+
+
+def _growth(runs: Sequence[Run], name: str) -> dict[str, float] | None:
+    """Growth of each number below one name of the servers' statistics, in the runs; None where there is none."""
     total: dict[str, float] = {}
     for run in runs:
-        before, after = ((run.header.get(name) or {}).get("decisions") for name in ("stats_before", "stats"))
-        if before is not None and after is not None:
-            started = dict(numbers(before))
-            for name, count in numbers(after):
-                total[name] = total.get(name, 0.0) + count - started.get(name, 0.0)
+        before, after = ((run.header.get(when) or {}).get(name) or {} for when in ("stats_before", "stats"))
+        started = dict(numbers(before))
+        for key, value in numbers(after):
+            total[key] = total.get(key, 0.0) + value - started.get(key, 0.0)
     return total or None
 
 

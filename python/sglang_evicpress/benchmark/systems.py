@@ -61,25 +61,8 @@ class System:
 
     def record(self) -> dict[str, object]:
         """Entry of ``plan.json``."""
-        return {
-            "name": self.name,
-            "kind": self.kind,
-            "is_stock": self.is_stock,
-            "alpha": self.alpha,
-            "press": self.press,
-            "kept": self.kept,
-            "flags": list(self.flags),
-            "env": dict(self.env),
-            "pool_tokens": self.pool_tokens,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class LeftOut:
-    """A system that does not run here, and ``why``."""
-
-    name: str
-    why: str
+        names = ("name", "kind", "is_stock", "alpha", "press", "kept", "flags", "env", "pool_tokens")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,29 +92,26 @@ def sizes_of(config: Config, working_set_tokens: int, kv_bytes_per_token: int) -
     return sizes
 
 
-def expand(config: Config, working_set_tokens: int, kv_bytes_per_token: int, folder: Path) -> list[System]:
+def expand(config: Config, sizes: Sizes, folder: Path) -> list[System]:
     """Every system of the config that runs on this machine, in its order; their files go below ``folder``."""
-    shelf = _Shelf(config, sizes_of(config, working_set_tokens, kv_bytes_per_token), folder)
-    out = {each.name for each in left_out(config)}
+    shelf, out = _Shelf(config, sizes, folder), left_out(config)
     return [system for kind in config.systems if kind not in out for system in shelf.systems(kind)]
 
 
-def profiling_system(config: Config, working_set_tokens: int, kv_bytes_per_token: int, folder: Path) -> System:
+def profiling_system(config: Config, sizes: Sizes, folder: Path) -> System:
     """System on which contexts are profiled before the runs: the full-cache pool; only it writes its profiles."""
-    shelf = _Shelf(config, sizes_of(config, working_set_tokens, kv_bytes_per_token), folder)
+    shelf = _Shelf(config, sizes, folder)
     return shelf.ours("profiling", "profiling", "evicpress", *shelf.learned, has_tiers=False, is_whole=True)
 
 
-def left_out(config: Config) -> list[LeftOut]:
-    """The systems of the config that do not."""
-    out = []
+def left_out(config: Config) -> dict[str, str]:
+    """Systems of the config that do not run here -> why."""
+    out = {"hicache": "SGLang's hierarchical cache needs CUDA"}
     if _has_cuda(config):
-        out += [LeftOut(name, "on a GPU the attention is SGLang's own") for name in CONTROLS]
+        out = dict.fromkeys(CONTROLS, "on a GPU the attention is SGLang's own")
         if config.memory.host <= config.memory.gpu:
-            out.append(LeftOut("hicache", "SGLang's hierarchical cache needs more host memory than GPU memory"))
-    else:
-        out.append(LeftOut("hicache", "SGLang's hierarchical cache needs CUDA"))
-    return [each for each in out if each.name in config.systems]
+            out["hicache"] = "SGLang's hierarchical cache needs more host memory than GPU memory"
+    return {name: why for name, why in out.items() if name in config.systems}
 
 
 def stock_environment() -> dict[str, str]:
@@ -164,10 +144,9 @@ class _Shelf:
             case "tiers-lru":
                 yield self.ours(kind, kind, "lru", "--kv-forms", "exact")
             case "fixed":
-                for press in self.config.presses:
-                    for kept in self.config.kept:
-                        name = f"{press}@{kept:g}+lru"
-                        yield self.ours(name, kind, name, "--kv-forms", "exact", press=press, kept=kept)
+                for form in self.config.fixed_forms:
+                    name = f"{form}+lru"
+                    yield self.ours(name, kind, name, "--kv-forms", "exact", press=form.press, kept=form.kept_fraction)
             case "impress":
                 name = f"impress@{IMPRESS:g}"
                 yield self.ours(name, kind, name, "--kv-forms", "exact")
@@ -192,8 +171,7 @@ class _Shelf:
             "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(store),
             "SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE": str(self.sizes.ssd_bytes),
         }
-        system = self.stock("hicache", *flags, "--hicache-storage-backend", "file", env=env)
-        return System("hicache", "hicache", system.flags, system.env, True, system.pool_tokens, ssd_dir=store)
+        return replace(self.stock("hicache", *flags, "--hicache-storage-backend", "file", env=env), ssd_dir=store)
 
     def ours(
         self,
@@ -207,7 +185,8 @@ class _Shelf:
         has_tiers: bool = True,
         is_whole: bool = False,
     ) -> System:
-        pool, tiers, env = self.pool(is_whole), tuple[str, ...](), dict[str, str]()
+        pool, env = self.pool(is_whole), dict[str, str]()
+        tiers: tuple[str, ...] = ("--kv-host-gb", "0")
         ssd_dir = None
         if has_tiers and self.sizes.host_bytes:
             tiers = ("--kv-host-gb", _gb(self.sizes.host_bytes))
@@ -245,7 +224,7 @@ class _Shelf:
     def pool(self, is_whole: bool) -> int:
         if not is_whole:
             return self.sizes.pool_tokens
-        longest = (self.config.tokens or _DEFAULT_TOKENS) + self.config.max_new_tokens
+        longest = (self.config.workload.tokens or _DEFAULT_TOKENS) + self.config.workload.max_new_tokens
         return round(FULL_CACHE_FACTOR * self.sizes.working_set_tokens) + NUM_RUNNING * longest
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +45,13 @@ def report_lines(summary: Summary) -> Iterator[str]:
     yield from (f"- {line}" for line in setting_lines(results))
     if summary.overhead_s is not None:
         yield f"- fixed overhead: {ms(summary.overhead_s)} ms, the median TTFT of the faster full cache with one client"
-    if any(cell.utility_lost_s is not None for cell in summary.cells):
+    if any(cell.work.utility_lost_s is not None for cell in summary.cells):
         yield (
             "- utility lost: what EvicPress's decisions gave up by its own estimate: alpha * quality - delay, in "
             "seconds, times the uses expected; with another alpha it has another scale"
         )
     yield from (f"- **note:** {note}" for note in summary.notes)
-    for rate in summary.rates:
+    for rate in results.rates:
         yield from ("", f"## {rate_label(rate)}", "")
         yield from markdown(_LATENCY_HEAD, [_latency_row(cell, summary) for cell in summary.at(rate)])
         yield ""
@@ -119,14 +118,14 @@ _LATENCY_HEAD = (
 
 def _latency_row(cell: Cell, summary: Summary) -> list[str]:
     overhead = summary.overhead_s
-    part = None if overhead is None or not cell.ttft_mean_s else min(1.0, overhead / cell.ttft_mean_s)
+    part = None if overhead is None or not cell.ttft.mean_s else min(1.0, overhead / cell.ttft.mean_s)
     return [
         cell.system,
-        *(ms(value) for value in (cell.ttft_mean_s, cell.ttft_p50_s, cell.ttft_p95_s)),
+        *(ms(value) for value in (cell.ttft.mean_s, cell.ttft.p50_s, cell.ttft.p95_s)),
         times(cell.over_full_cache),
         number(None if cell.over_full_cache_net is None else cell.over_full_cache_net.ratio, 2),
         share(part),
-        *(ms(value) for value in (cell.itl_mean_s, cell.itl_p95_s, cell.latency_mean_s, cell.latency_p95_s)),
+        *(ms(value) for value in (cell.itl.mean_s, cell.itl.p95_s, cell.latency.mean_s, cell.latency.p95_s)),
         number(cell.completed_rps, 2),
         f"{cell.num_failed} of {cell.num_requests}",
         *(number(cell.quality(measure)) for measure in QUALITIES),
@@ -141,21 +140,21 @@ _CACHE_HEAD = (
 
 
 def _cache_row(cell: Cell) -> list[str]:
-    hits, held = cell.hits or {}, cell.tier_bytes or {}
+    hits, held = cell.held.hits or {}, cell.held.tier_bytes or {}
     forms: dict[str, float] = {}
-    for kept in (cell.forms or {}).values():
+    for kept in (cell.held.forms or {}).values():
         for form, tokens in kept.items():
             forms[form] = forms.get(form, 0.0) + tokens
     total = sum(forms.values())
     largest = sorted(forms.items(), key=lambda item: -item[1])
     return [
         cell.system,
-        share(cell.hit_share),
+        share(cell.held.hit_share),
         *(share(hits.get(tier)) for tier in TIERS),
         *(number(held[tier] / 1e6, 1) if tier in held else "-" for tier in TIERS),
-        number(cell.utility_lost_s, 4),
+        number(cell.work.utility_lost_s, 4),
         ", ".join(f"{form} {100 * tokens / total:.0f} %" for form, tokens in largest if tokens) or "-",
-        ", ".join(f"{name} {count:.0f}" for name, count in (cell.decisions or {}).items() if count) or "-",
+        ", ".join(f"{name} {count:.0f}" for name, count in (cell.work.decisions or {}).items() if count) or "-",
     ]
 
 
@@ -192,23 +191,30 @@ def _within_3_percent(summary: Summary, kind: str, rate: float) -> str:
         return "-"
     one = best_at_quality(summary, OURS, rate, 0.97 * best)
     other = best_at_quality(summary, (kind,), rate, 0.97 * best)
-    if one is None or other is None or not one.ttft_mean_s or other.ttft_mean_s is None:
+    if one is None or other is None or not one.ttft.mean_s or other.ttft.mean_s is None:
         return "-"
-    return f"{other.ttft_mean_s / one.ttft_mean_s:.2f}x ({one.system} against {other.system})"
+    return f"{other.ttft.mean_s / one.ttft.mean_s:.2f}x ({one.system} against {other.system})"
 
 
 _CAPACITY_HEAD = ("system", "TTFT p95 within 2x the full cache's with one client", "within 2x its own")
 
 
 def _capacity_rows(summary: Summary) -> Iterator[list[str]]:
-    full_cache = None if summary.results.full_cache is None else unloaded_p95(summary, summary.results.full_cache)
     for system in summary.results.systems:
-        row = []
-        for limit in (full_cache, unloaded_p95(summary, system["name"])):
-            found = None if limit is None else capacity(summary, system["name"], 2 * limit, least=LEAST_QUALITY)
-            row.append("-" if found is None else f"{'>= ' if found.is_at_least else ''}{found.rps:.2f}")
+        row = sustained(summary, system["name"])
         if row != ["-", "-"]:
             yield [system["name"], *row]
+
+
+def sustained(summary: Summary, system: str, measure: str = "f1_full_cache") -> list[str]:
+    """Requests/s of a system with a 95th percentile of TTFT of at most twice the full cache's with one client, and of
+    at most twice its own."""
+    row = []
+    for unloaded in (summary.results.full_cache, system):
+        limit = None if unloaded is None else unloaded_p95(summary, unloaded)
+        found = None if limit is None else capacity(summary, system, 2 * limit, least=LEAST_QUALITY, measure=measure)
+        row.append("-" if found is None else f"{'>= ' if found.is_at_least else ''}{found.rps:.2f}")
+    return row
 
 
 def _everything(summary: Summary, families: Sequence[Summary]) -> Mapping[str, Any]:
@@ -217,9 +223,9 @@ def _everything(summary: Summary, families: Sequence[Summary]) -> Mapping[str, A
         **{name: plan.get(name) for name in ("config", "settings", "environment", "systems", "left_out")},
         "notes": summary.notes,
         "overhead_s": summary.overhead_s,
-        "cells": [asdict(cell) for cell in summary.cells],
-        "load": [asdict(each) for each in loaded(summary.results)],
-        "families": {each.family: [asdict(cell) for cell in each.cells] for each in families},
+        "cells": [cell.record() for cell in summary.cells],
+        "load": [each.record() for each in loaded(summary.results)],
+        "families": {each.family: [cell.record() for cell in each.cells] for each in families},
     }
 
 

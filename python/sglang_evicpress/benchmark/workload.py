@@ -10,10 +10,11 @@ from pathlib import Path
 
 import orjson
 
-from sglang_evicpress.benchmark.arrivals import closed, poisson, read_trace, spread, stretched
+from sglang_evicpress.benchmark.arrivals import poisson, read_trace, spread, stretched
 from sglang_evicpress.benchmark.config import Config
-from sglang_evicpress.benchmark.contexts import Context, Question
+from sglang_evicpress.benchmark.contexts import Context
 from sglang_evicpress.files import write_whole
+from sglang_evicpress.profiler.contexts import GivenQuestion
 from sglang_evicpress.profiler.prompts import Template
 
 
@@ -24,7 +25,6 @@ class Item:
 
     context: int
     family: str
-    context_text: str
     question: str
     reference: str | None
     content: str
@@ -46,21 +46,23 @@ class Planned:
     rate: float
 
 
-def plan(config: Config, contexts: Sequence[Context], repetition: int, rate: float) -> list[Planned]:
-    """The requests of one rate of one repetition (counted from 0), in order of arrival.
+def plan(
+    config: Config, contexts: Sequence[Context], repetition: int, rate: float, *, count: int | None = None
+) -> list[Planned]:
+    """The requests of one rate of one repetition (counted from 0), in order of arrival; ``count`` of one client.
 
     Which contexts are popular is the same in all of them, and says nothing about their families. About a context no
     question is asked again before all others were. Raises ValueError for a trace of arrivals that cannot be read.
     """
-    draw = random.Random(f"requests {config.seed} {repetition} {rate:g}")
-    times = _times(config, draw, repetition, rate)
+    draw = random.Random(f"requests {config.workload.seed} {repetition} {rate:g}")
+    times = [0.0] * count if count is not None else _times(config, draw, repetition, rate)
     numbers = draw.choices(range(len(contexts)), popularity(config, len(contexts)), k=len(times))
-    template = Template.parse(config.template)
-    left: dict[int, list[Question]] = {}
+    template = Template.parse(config.workload.template)
+    left: dict[int, list[GivenQuestion]] = {}
     planned = []
     for index, (arrival_s, number) in enumerate(zip(times, numbers, strict=True)):
         if not left.get(number):
-            left[number] = list(_asked(config, contexts[number]))
+            left[number] = list(contexts[number].questions[config.num_training :])
             draw.shuffle(left[number])
         item = _item(template, number, contexts[number], left[number].pop())
         planned.append(Planned(index, arrival_s, item, repetition, rate))
@@ -72,12 +74,11 @@ def num_requests(config: Config, rate: float) -> int:
     if is_loaded(config, rate):
         assert config.load is not None
         return max(1, round(rate * config.load.seconds))
-    extra = [
-        extra_rates for extra_rates in config.extra_rates if rate in extra_rates.rates and rate not in config.rates
-    ]
-    wanted = [config.requests if extra_rates.requests is None else extra_rates.requests for extra_rates in extra]
-    wanted += [math.ceil(rate * extra_rates.seconds) for extra_rates in extra if extra_rates.seconds is not None]
-    return max(wanted, default=config.requests)
+    least = config.workload.requests
+    extra = [each for each in config.extra_rates if rate in each.rates and rate not in config.rates]
+    wanted = [least if each.requests is None else each.requests for each in extra]
+    wanted += [math.ceil(rate * each.seconds) for each in extra if each.seconds is not None]
+    return max(wanted, default=least)
 
 
 def is_loaded(config: Config, rate: float) -> bool:
@@ -87,8 +88,8 @@ def is_loaded(config: Config, rate: float) -> bool:
 
 def popularity(config: Config, num_contexts: int) -> list[float]:
     """Relative frequency of questions about each context."""
-    shares = [float(rank**-config.popularity) for rank in range(1, num_contexts + 1)]
-    random.Random(f"popularity {config.seed}").shuffle(shares)
+    shares = [float(rank**-config.workload.popularity) for rank in range(1, num_contexts + 1)]
+    random.Random(f"popularity {config.workload.seed}").shuffle(shares)
     return shares
 
 
@@ -97,52 +98,42 @@ def warm_up(config: Config, contexts: Sequence[Context]) -> list[Item]:
 
     They are those of training, where there are any.
     """
-    template, draw, items = Template.parse(config.template), random.Random(f"warm-up {config.seed}"), []
-    for turn in range(config.warm_up):
+    template, items = Template.parse(config.workload.template), list[Item]()
+    draw = random.Random(f"warm-up {config.workload.seed}")
+    for turn in range(config.workload.warm_up):
         asked = []
         for number, context in enumerate(contexts):
-            count = len(context.questions) if config.profiles is None else config.profiles.questions
+            count = config.num_training or len(context.questions)
             asked.append(_item(template, number, context, context.questions[turn % count]))
         draw.shuffle(asked)
         items += asked
     return items
 
 
-def training_questions(config: Config, contexts: Sequence[Context]) -> list[tuple[Question, ...]]:
-    """For each context those it is profiled by, which no run asks."""
-    count = 0 if config.profiles is None else config.profiles.questions
-    return [context.questions[:count] for context in contexts]
-
-
 def write_training(config: Config, contexts: Sequence[Context], path: Path) -> None:
-    """Write what ``evicpress profile --contexts`` takes: each context with its training questions.
+    """Write what ``evicpress profile --contexts`` takes: each context with its training questions, which no run asks.
 
     Without the true answers: what an answer is compared with is that of exact KV.
     """
-    training = training_questions(config, contexts)
-    lines = [
-        orjson.dumps({"context": context.text, "questions": [question.text for question in questions]})
-        for context, questions in zip(contexts, training, strict=True)
-    ]
+    lines = []
+    for context in contexts:
+        questions = [question.text for question in context.questions[: config.num_training]]
+        lines.append(orjson.dumps({"context": context.text, "questions": questions}))
     write_whole(str(path), b"\n".join(lines) + b"\n")
 
 
-def _asked(config: Config, context: Context) -> tuple[Question, ...]:
-    return context.questions[0 if config.profiles is None else config.profiles.questions :]
-
-
-def _item(template: Template, number: int, context: Context, question: Question) -> Item:
+def _item(template: Template, number: int, context: Context, question: GivenQuestion) -> Item:
     content = template.fill(context.text, question.text)
-    return Item(number, context.family, context.text, question.text, question.answer, content)
+    return Item(number, context.family, question.text, question.answer, content)
 
 
 def _times(config: Config, draw: random.Random, repetition: int, rate: float) -> list[float]:
+    work, count = config.workload, num_requests(config, rate)
     if rate == 0:
-        return closed(config.requests)
-    count = num_requests(config, rate)
+        return [0.0] * count  # one client sends each request when it has the answer to the one before
     seconds = config.load.seconds if config.load is not None and is_loaded(config, rate) else None
-    if config.trace is not None:
-        return stretched(read_trace(config.trace), count, rate if seconds is None else count / seconds, repetition)
-    if seconds is None and config.gaps_shape == 1.0:
+    if work.trace is not None:
+        return stretched(read_trace(work.trace), count, rate if seconds is None else count / seconds, repetition)
+    if seconds is None and work.gaps_shape == 1.0:
         return poisson(count, rate, draw)
-    return spread(count, count / rate if seconds is None else seconds, config.gaps_shape, draw)
+    return spread(count, count / rate if seconds is None else seconds, work.gaps_shape, draw)

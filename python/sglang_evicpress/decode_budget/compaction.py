@@ -8,8 +8,6 @@ in the order of their positions. Nothing here waits for the device unless it say
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
@@ -29,7 +27,8 @@ def hole_moves(survivors: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
     """Moves of hole-filling: ``(targets, sources)``, int32 [L, H, k] with k = min(m, num_slots - m).
 
     Per head, in ascending order, the survivors at m and above go to the dropped indices below m; entries beyond
-    a head's moves are -1 in both. Where a repack would copy no more, the moves are the repack's own.
+    a head's moves are -1 in both. Where a repack would copy no more, the moves are the repack's own, so that these are
+    the cheaper ones in each head.
     Raises ValueError when there are more survivors than slots.
     """
     num_kept = survivors.shape[-1]
@@ -59,15 +58,6 @@ def holefill_positions(positions: Tensor, targets: Tensor, sources: Tensor, num_
     moved = positions.gather(-1, sources.clamp(min=0).long())
     front.scatter_(-1, targets.long().masked_fill(targets < 0, num_kept), moved)
     return front[..., :num_kept].contiguous()
-
-
-def cheaper(survivors: Tensor) -> Literal["repack", "holefill"]:
-    """The way with fewer copies in all, repack when they are equal (its order costs nothing then).
-
-    Waits for the device. A pass that only wants the copies does not need it: ``hole_moves`` are the cheaper moves
-    in each head, and the repack's own where both copy the same.
-    """
-    return "holefill" if bool(holefill_copies(survivors).sum() < repack_copies(survivors).sum()) else "repack"
 
 
 def dead_pages(slots: Tensor, is_alive: Tensor, page_size: int) -> Tensor:

@@ -94,17 +94,13 @@ def _select(scores: Tensor, num_kept: int) -> Tensor:
     return select_survivors(scores.flatten(1, -2), num_kept).view(*scores.shape[:-1], num_kept)
 
 
-def page_means(scores: Tensor, page_size: int, *, by_rank: bool = False) -> Tensor:
+def page_means(scores: Tensor, page_size: int) -> Tensor:
     """fp32 [..., ceil(n / page_size)] of ``scores`` [L, H, ..., n]: the mean score of each page over its slots, layers
     and heads (PagedEviction, algorithm 1, "block"; the pages of SGLang hold all layers and heads, so that one choice is
-    made for all).
-
-    ``by_rank`` takes the rank of a page within each (layer, head) instead, from 0 to 1, so that layers with large
-    scores do not decide alone.
-    """
+    made for all)."""
     means = page_mean(scores.flatten(1, -2), page_size).view(*scores.shape[:-1], -1)
     # Wide sums: the order in which a device adds up, which may change with the rows beside, does not show.
-    return (_ranks(means) if by_rank else means).mean((0, 1), dtype=torch.float64).float()
+    return means.mean((0, 1), dtype=torch.float64).float()
 
 
 def worst_pages(means: Tensor, protected: tuple[int, int], num_pages: int = 1) -> Tensor:
@@ -140,10 +136,6 @@ def pages_of(values: Tensor, pages: Tensor, page_size: int) -> Tensor:
     return values.gather(-1, index.expand(*values.shape[:-1], -1))
 
 
-def _num_queries(rows: Rows, window: int) -> int:
-    return 0 if rows.queries is None else min(window, rows.queries.shape[2])
-
-
 def _attention(rows: Rows, window: int) -> Tensor:
     """fp32 [L, H, R, n]: attention of the last ``window`` queries, mean over them and over the heads of a group."""
     assert rows.queries is not None and rows.query_positions is not None
@@ -177,26 +169,12 @@ def _knorm(rows: Rows, window: int) -> Tensor:
     return key_norm(rows.k_buffers, rows.slots.flatten()).view(rows.positions.shape).neg()
 
 
-def _keydiff(rows: Rows, window: int) -> Tensor:
-    """By the mean of each row, as the press of that name."""
-    return key_difference(rows.k_buffers, rows.slots)
-
-
-def _streaming(rows: Rows, window: int) -> Tensor:
-    """By position, as the press of that name."""
-    return rows.positions.to(torch.float32)
-
-
-def _tova(rows: Rows, window: int) -> Tensor:
-    """Attention of the last query, averaged over the query heads of a kv head (TOVA, arXiv 2401.06104, which averages
-    over all heads of a layer)."""
-    return _attention(rows, 1)
-
-
 def _h2o(rows: Rows, window: int) -> Tensor:
     """Attention of the last ``window`` queries, added up; the ``window`` newest slots come first. An approximation: H2O
     (arXiv 2306.14048) adds up over all queries, which no fused attention kernel reports."""
-    return _newest_first(_attention(rows, window).mul_(_num_queries(rows, window)), rows, window)
+    assert rows.queries is not None
+    num_queries = min(window, rows.queries.shape[2])
+    return _newest_first(_attention(rows, window).mul_(num_queries), rows, window)
 
 
 def _r_kv(rows: Rows, window: int) -> Tensor:
@@ -223,9 +201,11 @@ class Score:
 SCORES: dict[str, Score] = {
     "value_key_ratio": Score(_value_key_ratio),
     "knorm": Score(_knorm),
-    "keydiff": Score(_keydiff),
-    "streaming": Score(_streaming),
+    # By the mean of each row, and by position, as the presses of these names.
+    "keydiff": Score(lambda rows, window: key_difference(rows.k_buffers, rows.slots)),
+    "streaming": Score(lambda rows, window: rows.positions.to(torch.float32)),
     "r_kv": Score(_r_kv, reads_window=True, sorts_rows=True),
-    "tova": Score(_tova, reads_window=True, needs_queries=True),
+    # The last query alone (TOVA, arXiv 2401.06104, which averages over all heads of a layer, not of a group).
+    "tova": Score(lambda rows, window: _attention(rows, 1), reads_window=True, needs_queries=True),
     "h2o": Score(_h2o, reads_window=True, needs_queries=True),
 }

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from sglang_evicpress.decode_budget.scores import SCORES
+from sglang_evicpress.error_text import short_repr
 
 METHODS = ("paged", "repack", "holefill", "compact")
 PROTECTIONS = ("first", "newest")
@@ -25,15 +24,10 @@ TRACE = "kv_decode_trace"
 _PREFIX = "kv_decode_"
 _MAX_PARAMS = 256
 _SORTING_METHODS = ("holefill", "compact")
-_FIELDS: Mapping[str, str] = MappingProxyType(
-    {
-        "kv_decode_budget": "tokens",
-        "kv_decode_method": "method",
-        "kv_decode_score": "score",
-        "kv_decode_interval": "interval",
-        "kv_decode_protected_pages": "protected_pages",
-    }
-)
+_FIELDS = {
+    f"{_PREFIX}budget": "tokens",
+    **{f"{_PREFIX}{name}": name for name in ("method", "score", "interval", "protected_pages")},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +61,8 @@ class DecodeSettings:
         _check_int("kv_decode_window", self.window, 1, MAX_WINDOW)
         if self.protected_pages not in ((), ("first",), ("newest",), PROTECTIONS):
             raise ValueError(
-                f"kv_decode_protected_pages is {_shown(self.protected_pages)}: expected (), ('first',), ('newest',) "
-                f"or both in order"
+                f"kv_decode_protected_pages is {short_repr(self.protected_pages)}: expected (), ('first',), "
+                "('newest',) or both in order"
             )
 
     @property
@@ -109,12 +103,12 @@ def client_settings(
     fields = fields_of(params)
     if fields and clients == "off":
         raise ValueError(
-            f"{_shown(next(iter(fields)))} is given, but this server was started with --kv-decode-client-budgets off: "
-            "leave it out"
+            f"{short_repr(next(iter(fields)))} is given, but this server was started with "
+            "--kv-decode-client-budgets off: leave it out"
         )
     wants_trace = fields.pop(TRACE, False)
     if not isinstance(wants_trace, bool):
-        raise ValueError(f"{TRACE} is {_shown(wants_trace)}: expected true or false")
+        raise ValueError(f"{TRACE} is {short_repr(wants_trace)}: expected true or false")
     if wants_trace and clients != "trace":
         raise ValueError(f"{TRACE} is true: expected a server started with --kv-decode-client-budgets trace, or false")
     settings = from_request(fields, default)
@@ -148,7 +142,7 @@ def from_request(params: Mapping[str, object] | None, default: DecodeSettings) -
     asked = {key: value for key, value in (params or {}).items() if str(key).startswith(_PREFIX)}
     for key in asked:
         if key not in _FIELDS:
-            shown = key if key.isidentifier() and len(key) <= 60 else _shown(key)
+            shown = key if key.isidentifier() and len(key) <= 60 else short_repr(key)
             raise ValueError(f"{shown} is not known: expected {_either(tuple(_FIELDS))}")
     changes = {_FIELDS[key]: value for key, value in asked.items()}
     if "protected_pages" in changes:
@@ -168,7 +162,7 @@ def parse_protected_pages(text: object) -> tuple[str, ...]:
     pages = text.split(",", len(PROTECTIONS)) if isinstance(text, str) else []
     if not pages or len(set(pages)) != len(pages) or any(page not in PROTECTIONS for page in pages):
         raise ValueError(
-            f"kv_decode_protected_pages is {_shown(text)}: expected 'first', 'newest', 'first,newest' or 'none'"
+            f"kv_decode_protected_pages is {short_repr(text)}: expected 'first', 'newest', 'first,newest' or 'none'"
         )
     return tuple(page for page in PROTECTIONS if page in pages)
 
@@ -179,21 +173,11 @@ def _either(names: tuple[str, ...]) -> str:
 
 def _check_name(key: str, value: object, names: tuple[str, ...]) -> None:
     if not isinstance(value, str) or value not in names:
-        raise ValueError(f"{key} is {_shown(value)}: expected {_either(names)}")
+        raise ValueError(f"{key} is {short_repr(value)}: expected {_either(names)}")
 
 
 def _check_int(key: str, value: object, least: int, most: int | None = None) -> None:
     if type(value) is not int or value < least or value > (MAX_TOKENS if most is None else most):
         is_large = type(value) is int and value > MAX_TOKENS
         bound = f"at least {least}" if most is None and not is_large else f"{least} to {most or MAX_TOKENS}"
-        raise ValueError(f"{key} is {_shown(value)}: expected a whole number, {bound}")
-
-
-def _shown(value: object) -> str:
-    """``repr`` of what a client sent, cut to a few words: it may be huge, or nested beyond what ``repr`` survives."""
-    return _REPR.repr(value)
-
-
-_REPR = reprlib.Repr()
-_REPR.maxlevel = 2
-_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 60
+        raise ValueError(f"{key} is {short_repr(value)}: expected a whole number, {bound}")

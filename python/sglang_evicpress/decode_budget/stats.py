@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from sglang_evicpress.decode_budget.settings import DecodeSettings
@@ -56,7 +56,7 @@ class Counts:
     pages_freed: int = 0
     slot_copies: float = 0.0
     seconds: float = 0.0
-    longest_pass_s: float = 0.0
+    longest_pass_seconds: float = 0.0
 
     def add(self, record: PassRecord) -> None:
         """Count a pass; copies that are not known yet count when they are settled."""
@@ -65,18 +65,12 @@ class Counts:
         self.pages_freed += record.pages_freed
         self.slot_copies += record.copies or 0.0
         self.seconds += record.seconds
-        self.longest_pass_s = max(self.longest_pass_s, record.seconds)
+        self.longest_pass_seconds = max(self.longest_pass_seconds, record.seconds)
 
     def to_json(self) -> dict[str, object]:
         """The sums as the endpoints show them."""
-        return {
-            "passes": self.num_passes,
-            "tokens_evicted": self.tokens_evicted,
-            "pages_freed": self.pages_freed,
-            "slot_copies": self.slot_copies,
-            "seconds": self.seconds,
-            "longest_pass_seconds": self.longest_pass_s,
-        }
+        counts = asdict(self)
+        return {"passes": counts.pop("num_passes"), **counts}
 
 
 @dataclass(slots=True)

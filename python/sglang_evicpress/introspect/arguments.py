@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-from sglang_evicpress.core import Form, Tier
+from sglang_evicpress.core import CODECS, Form, Tier
 from sglang_evicpress.error_text import short_repr
 
 PAGE_NODES = 100
@@ -33,6 +33,12 @@ class IntrospectionError(Exception):
         return {"error": {"reason": self.reason}}
 
 
+def refused(arguments: Mapping[str, object], name: str, expected: str) -> IntrospectionError:
+    """Status 400 for the argument ``name``."""
+    what = f"is {short_repr(arguments[name])}" if name in arguments else "is missing"
+    return IntrospectionError(400, f"{name} {what}: expected {expected}")
+
+
 def accept_only(arguments: Mapping[str, object], *names: str) -> None:
     accepted = ", ".join(names) if names else "none"
     for name in arguments:
@@ -40,14 +46,14 @@ def accept_only(arguments: Mapping[str, object], *names: str) -> None:
             raise IntrospectionError(400, f"argument {short_repr(name)} is not known here: accepted are {accepted}")
 
 
-def integer(arguments: Mapping[str, object], name: str, *, least: int) -> int:
-    value = arguments.get(name)
+def integer(arguments: Mapping[str, object], name: str, *, least: int, default: int | None = None) -> int:
+    """``default`` where it is left out, if there is one."""
+    value = arguments.get(name, default)
     if isinstance(value, int | str) and not isinstance(value, bool) and _INTEGER.fullmatch(str(value)):
         number = int(value)
         if number >= least:
             return number
-    what = f"is {short_repr(value)}" if name in arguments else "is missing"
-    raise IntrospectionError(400, f"{name} {what}: expected an integer >= {least} of at most 18 digits")
+    raise refused(arguments, name, f"an integer >= {least} of at most 18 digits")
 
 
 def name(arguments: Mapping[str, object], name: str) -> str | None:
@@ -55,7 +61,7 @@ def name(arguments: Mapping[str, object], name: str) -> str | None:
     value = arguments.get(name)
     if value is None or (isinstance(value, str) and value):
         return value
-    raise IntrospectionError(400, f"{name} is {short_repr(value)}: expected a text, or nothing")
+    raise refused(arguments, name, "a text, or nothing")
 
 
 def flag(arguments: Mapping[str, object], name: str) -> bool:
@@ -64,16 +70,32 @@ def flag(arguments: Mapping[str, object], name: str) -> bool:
         return True
     if value is False or value in ("false", "0"):
         return False
-    raise IntrospectionError(400, f"{name} is {short_repr(value)}: expected true or false")
+    raise refused(arguments, name, "true or false")
 
 
-def form(arguments: Mapping[str, object]) -> Form:
-    text = arguments.get("form")
+def form(arguments: Mapping[str, object], name: str) -> Form:
+    """A form that the GPU holds, where KV is raw."""
+    return _lossy_form(arguments, name, Form.parse)
+
+
+def stored_form(arguments: Mapping[str, object], name: str) -> Form:
+    """A form, perhaps with a codec."""
+    return _lossy_form(arguments, name, Form.parse_stored)
+
+
+def codec(arguments: Mapping[str, object], name: str) -> str:
+    for codec in CODECS:
+        if arguments.get(name) == codec:
+            return codec
+    raise refused(arguments, name, f"one of {', '.join(CODECS)}")
+
+
+def _lossy_form(arguments: Mapping[str, object], name: str, parse: Callable[[str], Form]) -> Form:
+    text = arguments.get(name)
     if not isinstance(text, str):
-        what = f"is {short_repr(text)}" if "form" in arguments else "is missing"
-        raise IntrospectionError(400, f"form {what}: expected a string such as 'keydiff@0.5'")
+        raise refused(arguments, name, "a string such as 'keydiff@0.5'")
     try:
-        form = Form.parse(text)
+        form = parse(text)
     except ValueError as error:
         raise IntrospectionError(400, str(error)) from None
     if form.is_exact:
@@ -81,29 +103,25 @@ def form(arguments: Mapping[str, object]) -> Form:
     return form
 
 
-def tier(arguments: Mapping[str, object], *accepted: Tier) -> Tier:
-    text = arguments.get("tier")
+def tier(arguments: Mapping[str, object], name: str, *, accepted: Sequence[Tier]) -> Tier:
     for tier in accepted:
-        if text == tier.label:
+        if arguments.get(name) == tier.label:
             return tier
-    what = f"is {short_repr(text)}" if "tier" in arguments else "is missing"
-    raise IntrospectionError(400, f"tier {what}: expected one of {', '.join(tier.label for tier in accepted)}")
+    raise refused(arguments, name, f"one of {', '.join(tier.label for tier in accepted)}")
 
 
-def folder(arguments: Mapping[str, object]) -> str:
-    folder = arguments.get("dir")
+def folder(arguments: Mapping[str, object], name: str) -> str:
+    folder = arguments.get(name)
     if isinstance(folder, str) and folder.startswith("/") and "\0" not in folder:
         return folder
-    what = f"is {short_repr(folder)}" if "dir" in arguments else "is missing"
-    raise IntrospectionError(400, f"dir {what}: expected the absolute path of a folder on the machine of the server")
+    raise refused(arguments, name, "the absolute path of a folder on the machine of the server")
 
 
 def gigabytes(arguments: Mapping[str, object], name: str) -> float:
     value = arguments.get(name)
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1e9:
         return float(value)
-    what = f"is {short_repr(value)}" if name in arguments else "is missing"
-    raise IntrospectionError(400, f"{name} {what}: expected a number of GB (1e9 bytes) above 0, up to 1e9")
+    raise refused(arguments, name, "a number of GB (1e9 bytes) above 0, up to 1e9")
 
 
 def seconds(arguments: Mapping[str, object], name: str, *, default: float) -> float:
@@ -111,6 +129,4 @@ def seconds(arguments: Mapping[str, object], name: str, *, default: float) -> fl
     value = arguments.get(name, default)
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MOST_SECONDS:
         return float(value)
-    raise IntrospectionError(
-        400, f"{name} is {short_repr(value)}: expected a number of seconds from 0 to {MOST_SECONDS}"
-    )
+    raise refused(arguments, name, f"a number of seconds from 0 to {MOST_SECONDS}")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 
-from sglang_evicpress.core import Form
+from sglang_evicpress.core import Form, Tier
 
 
 @dataclass(slots=True)
@@ -15,22 +15,35 @@ class _Totals:
     slots: int = 0
 
 
+@dataclass(slots=True)
+class _Held:
+    nodes: int = 0
+    slots: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Counts of a node: its form, logical tokens, slots on the GPU, and whether it belongs to a shadow."""
+    """Counts of a node: its form, logical tokens, slots on the GPU, whether it belongs to a shadow, and what is held of
+    it: per tier the form and the slots in it."""
 
     form: Form
     num_tokens: int
     num_slots: int
     is_shadow: bool
+    held: tuple[tuple[Tier, Form, int], ...] = ()
 
 
 class Census:
     """Every node is counted once, by id. O(1) per change."""
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Every node is gone."""
         self._counted: dict[int, Counted] = {}
         self._by_form: dict[Form, _Totals] = {}
+        self._held: dict[Tier, dict[Form, _Held]] = {}
         self.num_tokens = 0
         self.num_slots = 0
         self.num_shadow_slots = 0
@@ -57,10 +70,11 @@ class Census:
 
     def by_form(self) -> dict[str, dict[str, int]]:
         """Nodes, tokens and slots by the name of the form."""
-        return {
-            str(form): {field.name: getattr(totals, field.name) for field in fields(totals)}
-            for form, totals in self._by_form.items()
-        }
+        return {str(form): asdict(totals) for form, totals in self._by_form.items()}
+
+    def held_on(self, tier: Tier) -> dict[Form, tuple[int, int]]:
+        """By form, how many nodes a tier holds in it, copies of those on a faster tier too, and their slots."""
+        return {form: (held.nodes, held.slots) for form, held in self._held.get(tier, {}).items()}
 
     def differences(self, node_id: int, counted: Counted) -> Iterator[str]:
         """One sentence where the census has a node as something else than it is."""
@@ -75,6 +89,12 @@ class Census:
         totals.slots += sign * counted.num_slots
         if totals.nodes == 0:
             del self._by_form[counted.form]
+        for tier, form, num_slots in counted.held:
+            held = self._held.setdefault(tier, {}).setdefault(form, _Held())
+            held.nodes += sign
+            held.slots += sign * num_slots
+            if held.nodes == 0:
+                del self._held[tier][form]
         self.num_tokens += sign * counted.num_tokens
         self.num_slots += sign * counted.num_slots
         self.num_shadow_slots += sign * counted.num_slots * counted.is_shadow

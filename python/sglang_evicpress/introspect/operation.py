@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeAlias
 
-from sglang_evicpress.introspect.arguments import Json
+from sglang_evicpress.introspect.arguments import Json, accept_only
 
 Question: TypeAlias = Callable[[Any], Json]
 """Asks a cache, between two scheduler steps."""
+
+Arguments: TypeAlias = Mapping[str, object]
 
 MAX_BODY_BYTES = 65_536
 MAX_PROFILE_BYTES = 1 << 20
@@ -42,13 +44,33 @@ class Operation:
     """
 
     name: str
-    read: Callable[[Mapping[str, object]], Question]
+    read: Callable[[Arguments], Question]
     method: str = "GET"
     path: str = ""
     access: Access = Access.READ
     may_conflict: bool = False
     takes_query: bool = False
     max_body_bytes: int = MAX_BODY_BYTES
+
+
+def asks(
+    method: Callable[..., Json],
+    *readers: tuple[str, Callable[[Arguments, str], object]],
+    **given: Callable[[Arguments, str], object],
+) -> Callable[[Arguments], Question]:
+    """Reader of the arguments of ``method``, one of the protocols' here, which the question then calls.
+
+    ``readers`` read its positional arguments by the names that requests give them; ``given`` those of its keywords that
+    a request has.
+    """
+
+    def read(arguments: Arguments) -> Question:
+        accept_only(arguments, *(name for name, _ in readers), *given)
+        values = [reader(arguments, name) for name, reader in readers]
+        named = {name: reader(arguments, name) for name, reader in given.items() if name in arguments}
+        return lambda cache: getattr(cache, method.__name__)(*values, **named)
+
+    return read
 
 
 def by_name(*operations: Operation) -> dict[str, Operation]:

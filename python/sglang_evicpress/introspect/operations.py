@@ -9,7 +9,8 @@ this cache cannot be inspected.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import orjson
@@ -18,7 +19,7 @@ from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.error_text import code_path, short_repr
 from sglang_evicpress.introspect import arguments as checked
 from sglang_evicpress.introspect.arguments import PAGE_NODES, IntrospectionError, Json
-from sglang_evicpress.introspect.operation import Access, Operation, Question, by_name
+from sglang_evicpress.introspect.operation import Access, Arguments, Operation, Question, asks, by_name
 from sglang_evicpress.introspect.profile_operations import PROFILE_OPERATIONS
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,9 @@ class InspectableTree(Protocol):
         """Up to ``limit`` nodes, and never more than PAGE_NODES, with ids above ``after``, without their tokens and
         positions. ``next``: ``after`` of the following page, None at the end."""
 
-    def describe_node(self, node_id: int, *, positions: bool, tokens: bool, layer: int | None = None) -> Json:
+    def describe_node(
+        self, node_id: int, *, positions: bool = False, tokens: bool = False, layer: int | None = None
+    ) -> Json:
         """One node, with the survivors' positions (of one layer, or all) and the token ids if asked. Raises
         UnknownNode, or IntrospectionError 400 for too many positions at once."""
 
@@ -74,20 +77,6 @@ class InspectableTree(Protocol):
         """Free at least ``num_slots`` slots if unlocked nodes allow it; the result says how many it were."""
 
 
-class InspectableStats(Protocol):
-    """Counters of the cache."""
-
-    def describe_stats(self) -> Json:
-        """Counters and sizes of the whole cache."""
-
-
-class InspectableInvariants(Protocol):
-    """Invariants of the cache."""
-
-    def check_integrity(self) -> Json:
-        """``{"ok": bool, "violations": [str, ...]}``; a broken invariant is a finding, not an exception."""
-
-
 class InspectableTiers(Protocol):
     """The tiers below the GPU."""
 
@@ -97,9 +86,10 @@ class InspectableTiers(Protocol):
     def flush_tier(self, tier: Tier) -> Json:
         """Forget what ``tier`` (GPU, HOST or SSD) holds and nothing uses. Raises ValueError, one sentence."""
 
-    def demote_node(self, node_id: int, tier: Tier, hold_s: float) -> Json:
-        """Begin to move a node to ``tier`` (HOST or SSD) and hold it there: no idle server brings it back before a
-        request matches it, or ``hold_s`` seconds are over. Pressure still moves it further down, or drops it.
+    def demote_node(self, node_id: int, tier: Tier, hold_s: float, *, codec: str | None = None) -> Json:
+        """Begin to move a node to ``tier`` (HOST or SSD), stored by ``codec`` if one is given, and hold it there: no
+        idle server brings it back before a request matches it, or ``hold_s`` seconds are over. Pressure still moves it
+        further down, or drops it.
 
         Raises UnknownNode, NodeBusy, or ValueError, one sentence.
         """
@@ -123,88 +113,21 @@ class InspectableRequests(Protocol):
 
 
 @runtime_checkable
-class Inspectable(
-    InspectableTree, InspectableStats, InspectableInvariants, InspectableTiers, InspectableRequests, Protocol
-):
+class Inspectable(InspectableTree, InspectableTiers, InspectableRequests, Protocol):
     """Cache that can be inspected. Called between scheduler steps: it has milliseconds.
 
     Results are JSON objects (numbers, strings, lists, dicts; numpy scalars and arrays are fine, tensors are
     not).
     """
 
+    def describe_stats(self) -> Json:
+        """Counters and sizes of the whole cache."""
 
-def _nothing(question: Question) -> Callable[[Mapping[str, object]], Question]:
-    """Reader of an operation without arguments."""
-
-    def read(arguments: Mapping[str, object]) -> Question:
-        checked.accept_only(arguments)
-        return question
-
-    return read
+    def check_integrity(self) -> Json:
+        """``{"ok": bool, "violations": [str, ...]}``; a broken invariant is a finding, not an exception."""
 
 
-def _tree(arguments: Mapping[str, object]) -> Question:
-    checked.accept_only(arguments, "after", "limit")
-    page = {name: checked.integer(arguments, name, least=name == "limit") for name in arguments}
-    return lambda cache: cache.describe_tree(**page)
-
-
-def _node(arguments: Mapping[str, object]) -> Question:
-    checked.accept_only(arguments, "node_id", "positions", "tokens", "layer")
-    node_id = checked.integer(arguments, "node_id", least=0)
-    positions, tokens = checked.flag(arguments, "positions"), checked.flag(arguments, "tokens")
-    layer = {"layer": checked.integer(arguments, "layer", least=0)} if "layer" in arguments else {}
-    return lambda cache: cache.describe_node(node_id, positions=positions, tokens=tokens, **layer)
-
-
-def _explain(arguments: Mapping[str, object]) -> Question:
-    checked.accept_only(arguments, "node_id")
-    node_id = checked.integer(arguments, "node_id", least=0)
-    return lambda cache: cache.explain_node(node_id)
-
-
-def _journal(arguments: Mapping[str, object]) -> Question:
-    checked.accept_only(arguments, "since", "limit")
-    since = checked.integer({"since": 0, **arguments}, "since", least=0)
-    limit = checked.integer({"limit": 100, **arguments}, "limit", least=1)
-    return lambda cache: cache.read_journal(since, limit)
-
-
-def _compress(arguments: Mapping[str, object]) -> Question:
-    checked.accept_only(arguments, "node_id", "form", "hold_seconds")
-    node_id, form = checked.integer(arguments, "node_id", least=0), checked.form(arguments)
-    hold_s = checked.seconds(arguments, "hold_seconds", default=HOLD_S)
-    return lambda cache: cache.compress_node(node_id, form, hold_s)
-
-
-def _evict(arguments: Mapping[str, object]) -> Question:
-    checked.accept_only(arguments, "num_slots")
-    num_slots = checked.integer(arguments, "num_slots", least=1)
-    return lambda cache: cache.evict_slots(num_slots)
-
-
-def _flush(arguments: Mapping[str, object]) -> Question:
-    checked.accept_only(arguments, "tier")
-    tier = checked.tier(arguments, Tier.GPU, Tier.HOST, Tier.SSD)
-    return lambda cache: cache.flush_tier(tier)
-
-
-def _demote(arguments: Mapping[str, object]) -> Question:
-    checked.accept_only(arguments, "node_id", "tier", "hold_seconds")
-    node_id, tier = checked.integer(arguments, "node_id", least=0), checked.tier(arguments, Tier.HOST, Tier.SSD)
-    hold_s = checked.seconds(arguments, "hold_seconds", default=HOLD_S)
-    return lambda cache: cache.demote_node(node_id, tier, hold_s)
-
-
-def _attach_ssd(arguments: Mapping[str, object]) -> Question:
-    checked.accept_only(arguments, "dir", "gb", "write_gb_per_day")
-    folder, gb = checked.folder(arguments), checked.gigabytes(arguments, "gb")
-    is_limited = arguments.get("write_gb_per_day") is not None
-    write_gb = checked.gigabytes(arguments, "write_gb_per_day") if is_limited else None
-    return lambda cache: cache.attach_ssd(folder, gb, write_gb)
-
-
-def _requests(arguments: Mapping[str, object]) -> Question:
+def _requests(arguments: Arguments) -> Question:
     checked.accept_only(arguments, "rid", "positions", "offset", "after", "limit")
     rid, positions = checked.name(arguments, "rid"), checked.flag(arguments, "positions")
     if positions and rid is None:
@@ -213,28 +136,91 @@ def _requests(arguments: Mapping[str, object]) -> Question:
         raise IntrospectionError(400, "offset is given without positions: expected positions=true")
     if rid is not None and ("after" in arguments or "limit" in arguments):
         raise IntrospectionError(400, "after and limit list requests: expected them without rid")
-    offset = checked.integer({"offset": 0, **arguments}, "offset", least=0)
-    after = checked.integer({"after": 0, **arguments}, "after", least=0)
-    limit = checked.integer({"limit": 100, **arguments}, "limit", least=1)
+    offset = checked.integer(arguments, "offset", least=0, default=0)
+    after = checked.integer(arguments, "after", least=0, default=0)
+    limit = checked.integer(arguments, "limit", least=1, default=100)
     return lambda cache: cache.describe_requests(rid, positions=positions, offset=offset, after=after, limit=limit)
 
 
+_INDEX = partial(checked.integer, least=0)
+_AMOUNT = partial(checked.integer, least=1)
+_HOLD = ("hold_seconds", partial(checked.seconds, default=HOLD_S))
+
+
+def _write_limit(arguments: Arguments, name: str) -> float | None:
+    return None if arguments.get(name) is None else checked.gigabytes(arguments, name)
+
+
 OPERATIONS: dict[str, Operation] = by_name(
-    Operation("tree", _tree, "GET", "/evicpress/tree"),
-    Operation("node", _node, "GET", "/evicpress/nodes/{node_id}"),  # with tokens=true as Access.PROMPT
-    Operation("stats", _nothing(lambda cache: cache.describe_stats()), "GET", "/evicpress/stats", Access.OPEN),
-    Operation("explain", _explain, "GET", "/evicpress/explain/{node_id}"),
-    Operation("journal", _journal, "GET", "/evicpress/journal"),
-    Operation("compress", _compress, "POST", "/evicpress/nodes/{node_id}/compress", Access.ACT, may_conflict=True),
-    Operation("check", _nothing(lambda cache: cache.check_integrity()), "POST", "/evicpress/check", Access.ACT),
-    Operation("evict", _evict, "POST", "/evicpress/evict", Access.ACT),
-    Operation("tiers", _nothing(lambda cache: cache.describe_tiers()), "GET", "/evicpress/tiers", Access.OPEN),
-    Operation("flush", _flush, "POST", "/evicpress/flush", Access.ACT, may_conflict=True, takes_query=True),
-    Operation("demote", _demote, "POST", "/evicpress/nodes/{node_id}/demote", Access.ACT, may_conflict=True),
-    Operation("attach_ssd", _attach_ssd, "POST", "/evicpress/tiers/ssd", Access.FOLDER, may_conflict=True),
+    Operation("tree", asks(InspectableTree.describe_tree, after=_INDEX, limit=_AMOUNT), "GET", "/evicpress/tree"),
+    Operation(  # with tokens=true as Access.PROMPT
+        "node",
+        asks(
+            InspectableTree.describe_node,
+            ("node_id", _INDEX),
+            positions=checked.flag,
+            tokens=checked.flag,
+            layer=_INDEX,
+        ),
+        *("GET", "/evicpress/nodes/{node_id}"),
+    ),
+    Operation("stats", asks(Inspectable.describe_stats), "GET", "/evicpress/stats", Access.OPEN),
+    Operation(
+        "explain", asks(InspectableTree.explain_node, ("node_id", _INDEX)), "GET", "/evicpress/explain/{node_id}"
+    ),
+    Operation(
+        "journal",
+        asks(
+            InspectableTree.read_journal,
+            ("since", partial(_INDEX, default=0)),
+            ("limit", partial(_AMOUNT, default=100)),
+        ),
+        *("GET", "/evicpress/journal"),
+    ),
+    Operation(
+        "compress",
+        asks(InspectableTree.compress_node, ("node_id", _INDEX), ("form", checked.form), _HOLD),
+        *("POST", "/evicpress/nodes/{node_id}/compress", Access.ACT),
+        may_conflict=True,
+    ),
+    Operation("check", asks(Inspectable.check_integrity), "POST", "/evicpress/check", Access.ACT),
+    Operation(
+        "evict", asks(InspectableTree.evict_slots, ("num_slots", _AMOUNT)), "POST", "/evicpress/evict", Access.ACT
+    ),
+    Operation("tiers", asks(InspectableTiers.describe_tiers), "GET", "/evicpress/tiers", Access.OPEN),
+    Operation(
+        "flush",
+        asks(InspectableTiers.flush_tier, ("tier", partial(checked.tier, accepted=(Tier.GPU, Tier.HOST, Tier.SSD)))),
+        *("POST", "/evicpress/flush", Access.ACT),
+        may_conflict=True,
+        takes_query=True,
+    ),
+    Operation(
+        "demote",
+        asks(
+            InspectableTiers.demote_node,
+            ("node_id", _INDEX),
+            ("tier", partial(checked.tier, accepted=(Tier.HOST, Tier.SSD))),
+            _HOLD,
+            codec=checked.codec,
+        ),
+        *("POST", "/evicpress/nodes/{node_id}/demote", Access.ACT),
+        may_conflict=True,
+    ),
+    Operation(
+        "attach_ssd",
+        asks(
+            InspectableTiers.attach_ssd,
+            ("dir", checked.folder),
+            ("gb", checked.gigabytes),
+            ("write_gb_per_day", _write_limit),
+        ),
+        *("POST", "/evicpress/tiers/ssd", Access.FOLDER),
+        may_conflict=True,
+    ),
     Operation(
         "detach_ssd",
-        _nothing(lambda cache: cache.detach_ssd()),
+        asks(InspectableTiers.detach_ssd),
         *("POST", "/evicpress/tiers/ssd/detach", Access.ACT),
         may_conflict=True,
     ),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
 
 from sglang_evicpress.core import Form
 from sglang_evicpress.error_text import short_repr
@@ -13,18 +14,20 @@ from sglang_evicpress.introspect.arguments import (
     PAGE_PROFILES,
     IntrospectionError,
     Json,
-    accept_only,
     flag,
-    form,
     integer,
+    refused,
+    stored_form,
 )
 from sglang_evicpress.introspect.operation import (
     MAX_BODY_BYTES,
     MAX_CONTEXT_BYTES,
     MAX_PROFILE_BYTES,
     Access,
+    Arguments,
     Operation,
     Question,
+    asks,
 )
 from sglang_evicpress.quality.profile import Profile
 from sglang_evicpress.tiers.entry.identity import MAX_TOKEN
@@ -33,7 +36,7 @@ _KEY = re.compile(r"[0-9a-fA-F]{32}")
 
 
 class InspectableShadows(Protocol):
-    """Shadows, as a profiler uses them."""
+    """Shadows, as a profiler uses them. Where it cannot be done now: ValueError or IntrospectionError, one sentence."""
 
     def open_shadow(self, tokens: Sequence[int], namespace: str | None, may_evict: bool) -> Json:
         """Copy a context's exact KV into a namespace of its own."""
@@ -72,129 +75,55 @@ class InspectableProfiles(Protocol):
         """A job came to nothing."""
 
 
-@runtime_checkable
-class Profiled(InspectableShadows, InspectableProfiles, Protocol):
-    """Cache that can be profiled. Called between scheduler steps. Where it cannot be done now: ValueError or
-    IntrospectionError, one sentence."""
-
-
-def _of(cache: object) -> Profiled:
-    if not isinstance(cache, Profiled):
-        raise IntrospectionError(501, f"the cache is a {type(cache).__name__}, which cannot be profiled")
-    return cache
-
-
-def _tokens(arguments: Mapping[str, object]) -> array[int]:
-    value = arguments.get("token_ids")
+def _tokens(arguments: Arguments, name: str) -> array[int]:
+    value = arguments.get(name)
     if not isinstance(value, list) or not value:
-        what = f"is {short_repr(value)}" if "token_ids" in arguments else "is missing"
-        raise IntrospectionError(400, f"token_ids {what}: expected a list of token ids")
+        raise refused(arguments, name, "a list of token ids")
     for token in value:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= MAX_TOKEN:
-            raise IntrospectionError(400, f"token_ids has {short_repr(token)}: expected whole numbers of at least 0")
+            raise IntrospectionError(400, f"{name} has {short_repr(token)}: expected whole numbers of at least 0")
     return array("q", value)
 
 
-def _namespace(arguments: Mapping[str, object]) -> str | None:
-    value = arguments.get("extra_key")
+def _namespace(arguments: Arguments, name: str) -> str | None:
+    value = arguments.get(name)
     if value is None or isinstance(value, str):
         return value
-    raise IntrospectionError(400, f"extra_key is {short_repr(value)}: expected a string or null")
+    raise refused(arguments, name, "a string or null")
 
 
-def _key(arguments: Mapping[str, object]) -> bytes:
-    value = arguments.get("key")
+def _key(arguments: Arguments, name: str) -> bytes:
+    value = arguments.get(name)
     if isinstance(value, str) and _KEY.fullmatch(value):
         return bytes.fromhex(value)
     raise IntrospectionError(400, f"context {short_repr(value)} is no hash: expected 32 hex digits")
 
 
-def _profile(arguments: Mapping[str, object]) -> Profile:
+def _profile(arguments: Arguments, name: str) -> Profile:
     try:
-        return Profile.from_json(arguments.get("profile"))
+        return Profile.from_json(arguments.get(name))
     except ValueError as error:
         raise IntrospectionError(400, str(error)) from None
 
 
-def _pairs(arguments: Mapping[str, object]) -> list[tuple[float, float]]:
-    value = arguments.get("pairs")
-    pairs = value if isinstance(value, list) else [value]
-    read_pairs = []
-    for pair in pairs:
+def _pairs(arguments: Arguments, name: str) -> list[tuple[float, float]]:
+    value = arguments.get(name)
+    pairs = []
+    for pair in value if isinstance(value, list) else [value]:
         match pair:
             case [int() | float() as predicted, int() | float() as observed] if (
                 0.0 <= predicted <= 1.0 and 0.0 <= observed <= 1.0
             ):
-                read_pairs.append((float(predicted), float(observed)))
+                pairs.append((float(predicted), float(observed)))
             case _:
-                reason = f"pairs has {short_repr(pair)}: expected [predicted, observed], each from 0 to 1"
+                reason = f"{name} has {short_repr(pair)}: expected [predicted, observed], each from 0 to 1"
                 raise IntrospectionError(400, reason)
-    return read_pairs
-
-
-def _open_shadow(arguments: Mapping[str, object]) -> Question:
-    accept_only(arguments, "token_ids", "extra_key", "may_evict")
-    tokens, namespace, may_evict = _tokens(arguments), _namespace(arguments), flag(arguments, "may_evict")
-    return lambda cache: _of(cache).open_shadow(tokens, namespace, may_evict)
-
-
-def _make_shadow_form(arguments: Mapping[str, object]) -> Question:
-    accept_only(arguments, "shadow_id", "form")
-    space_id, made = integer(arguments, "shadow_id", least=0), form(arguments)
-    return lambda cache: _of(cache).make_shadow_form(space_id, made)
-
-
-def _drop_shadow_form(arguments: Mapping[str, object]) -> Question:
-    accept_only(arguments, "shadow_id", "form")
-    space_id, dropped = integer(arguments, "shadow_id", least=0), form(arguments)
-    return lambda cache: _of(cache).drop_shadow_form(space_id, dropped)
-
-
-def _close_shadow(arguments: Mapping[str, object]) -> Question:
-    accept_only(arguments, "shadow_id", "adopt")
-    space_id, adopt = integer(arguments, "shadow_id", least=0), flag(arguments, "adopt")
-    return lambda cache: _of(cache).close_shadow(space_id, adopt)
-
-
-def _list_profiles(arguments: Mapping[str, object]) -> Question:
-    accept_only(arguments, "after", "limit")
-    after = _key({"key": arguments["after"]}) if "after" in arguments else b""
-    limit = integer({"limit": PAGE_PROFILES, **arguments}, "limit", least=1)
-    return lambda cache: _of(cache).list_profiles(after, limit)
-
-
-def _show_profile(arguments: Mapping[str, object]) -> Question:
-    accept_only(arguments, "key")
-    key = _key(arguments)
-    return lambda cache: _of(cache).show_profile(key)
-
-
-def _put_profile(arguments: Mapping[str, object]) -> Question:
-    accept_only(arguments, "profile", "is_fresh")
-    profile, is_fresh = _profile(arguments), flag(arguments, "is_fresh")
-    return lambda cache: _of(cache).put_profile(profile, is_fresh)
-
-
-def _profiling_job(arguments: Mapping[str, object]) -> Question:
-    accept_only(arguments)
-    return lambda cache: _of(cache).next_profiling_job()
-
-
-def _note_observed(arguments: Mapping[str, object]) -> Question:
-    accept_only(arguments, "key", "pairs")
-    key, pairs = _key(arguments), _pairs(arguments)
-    return lambda cache: _of(cache).note_observed(key, pairs)
-
-
-def _note_failed(arguments: Mapping[str, object]) -> Question:
-    accept_only(arguments, "key")
-    key = _key(arguments)
-    return lambda cache: _of(cache).note_failed(key)
+    return pairs
 
 
 def _operation(
     name: str,
-    read: Callable[[Mapping[str, object]], Question],
+    read: Callable[[Arguments], Question],
     method: str = "POST",
     path: str = "",
     max_body_bytes: int = MAX_BODY_BYTES,
@@ -203,15 +132,40 @@ def _operation(
     return Operation(name, read, method, path, access, may_conflict=True, max_body_bytes=max_body_bytes)
 
 
+_SHADOW = ("shadow_id", partial(integer, least=0))
+_LIMIT = partial(integer, least=1)
+
 PROFILE_OPERATIONS = (
-    _operation("open_shadow", _open_shadow, "POST", "/evicpress/shadows", MAX_CONTEXT_BYTES),
-    _operation("make_shadow_form", _make_shadow_form, "POST", "/evicpress/shadows/{shadow_id}/forms"),
-    _operation("drop_shadow_form", _drop_shadow_form, "POST", "/evicpress/shadows/{shadow_id}/drop"),
-    _operation("close_shadow", _close_shadow, "POST", "/evicpress/shadows/{shadow_id}/close"),
-    _operation("profiles", _list_profiles, "GET", "/evicpress/profiles"),
-    _operation("profile", _show_profile, "GET", "/evicpress/profiles/{key}"),
-    _operation("put_profile", _put_profile, "POST", "/evicpress/profiles", MAX_PROFILE_BYTES),
-    _operation("profiling_job", _profiling_job),
-    _operation("note_observed", _note_observed),
-    _operation("note_failed", _note_failed),
+    _operation(
+        "open_shadow",
+        asks(InspectableShadows.open_shadow, ("token_ids", _tokens), ("extra_key", _namespace), ("may_evict", flag)),
+        *("POST", "/evicpress/shadows", MAX_CONTEXT_BYTES),
+    ),
+    _operation(
+        "make_shadow_form",
+        asks(InspectableShadows.make_shadow_form, _SHADOW, ("form", stored_form)),
+        *("POST", "/evicpress/shadows/{shadow_id}/forms"),
+    ),
+    _operation(
+        "drop_shadow_form",
+        asks(InspectableShadows.drop_shadow_form, _SHADOW, ("form", stored_form)),
+        *("POST", "/evicpress/shadows/{shadow_id}/drop"),
+    ),
+    _operation(
+        "close_shadow",
+        asks(InspectableShadows.close_shadow, _SHADOW, ("adopt", flag)),
+        *("POST", "/evicpress/shadows/{shadow_id}/close"),
+    ),
+    _operation(
+        "profiles", asks(InspectableProfiles.list_profiles, after=_key, limit=_LIMIT), "GET", "/evicpress/profiles"
+    ),
+    _operation("profile", asks(InspectableProfiles.show_profile, ("key", _key)), "GET", "/evicpress/profiles/{key}"),
+    _operation(
+        "put_profile",
+        asks(InspectableProfiles.put_profile, ("profile", _profile), ("is_fresh", flag)),
+        *("POST", "/evicpress/profiles", MAX_PROFILE_BYTES),
+    ),
+    _operation("profiling_job", asks(InspectableProfiles.next_profiling_job)),
+    _operation("note_observed", asks(InspectableProfiles.note_observed, ("key", _key), ("pairs", _pairs))),
+    _operation("note_failed", asks(InspectableProfiles.note_failed, ("key", _key))),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 MOST_DROPS = 16384
 """Drops that are remembered, the last ones: some 4 MB."""
@@ -95,15 +95,7 @@ class Recomputed:
         }
 
     def describe_drops(self) -> dict[str, object]:
-        return {
-            reason: {
-                "nodes": counts.nodes,
-                "tokens": counts.tokens,
-                "missed_tokens": counts.missed_tokens,
-                "missed_s": counts.missed_s,
-            }
-            for reason, counts in sorted(self.drops.items())
-        }
+        return {reason: asdict(counts) for reason, counts in sorted(self.drops.items())}
 
 
 def place_of(before: Sequence[int], page: Sequence[int], start: int, namespace: str | None) -> int:

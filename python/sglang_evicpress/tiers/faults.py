@@ -146,8 +146,7 @@ class FaultyFiles(Files):
         return super().free_bytes()
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        self.faults.maybe_hang("preadv")
-        self._before("eio")
+        self._before("preadv", "eio")
         done = super().preadv(fd, buffers, offset)
         self.faults.pace(done)
         if done and self.faults.happens("short"):
@@ -158,8 +157,7 @@ class FaultyFiles(Files):
         return done
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        self.faults.maybe_hang("pwritev")
-        self._before("eio")
+        self._before("pwritev", "eio")
         total = sum(map(len, buffers))
         for kind in ("short", "enospc"):
             if self.faults.happens(kind):
@@ -172,7 +170,7 @@ class FaultyFiles(Files):
         return super().pwritev(fd, buffers, offset)
 
     def append(self, fd: int, data: bytes) -> int:
-        self._before("eio", "enospc")
+        self._before("append", "eio", "enospc")
         if self.faults.happens("short"):
             return super().append(fd, data[: self.faults.below(len(data))])
         changed = bytearray(data)
@@ -180,23 +178,23 @@ class FaultyFiles(Files):
         return super().append(fd, bytes(changed))
 
     def truncate(self, fd: int, num_bytes: int) -> None:
-        self._before("eio")
+        self._before("truncate", "eio")
         super().truncate(fd, num_bytes)
 
     def fdatasync(self, fd: int) -> None:
-        self.faults.maybe_hang("fdatasync")
-        self._before("eio")
+        self._before("fdatasync", "eio")
         super().fdatasync(fd)
 
     def punch_hole(self, fd: int, offset: int, num_bytes: int) -> None:
-        self._before("eio")
+        self._before("punch_hole", "eio")
         super().punch_hole(fd, offset, num_bytes)
 
     def unlink(self, path: str) -> None:
-        self._before("eio")
+        self._before("unlink", "eio")
         super().unlink(path)
 
-    def _before(self, *kinds: str) -> None:
+    def _before(self, call: str, *kinds: str) -> None:
+        self.faults.maybe_hang(call)
         self.faults.maybe_delay()
         for kind in kinds:
             self.faults.maybe_fail(kind)

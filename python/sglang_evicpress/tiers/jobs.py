@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import logging
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
+from queue import PriorityQueue
 
 import torch
 
+from sglang_evicpress.codec import DoesNotFitError, NotFiniteError
 from sglang_evicpress.error_text import code_path
 from sglang_evicpress.threads import WatchedThread
-from sglang_evicpress.tiers.entry.encoding import BadEntry
+from sglang_evicpress.tiers.entry.header import BadEntry
 
 logger = logging.getLogger(__name__)
+
+NOT_FINITE = "not_finite"
+"""Error of a job that was to encode NaN or Inf."""
+
+DOES_NOT_FIT = "does_not_fit"
+"""Error of a job that was to encode what its codec has no room for."""
 
 
 class Job(ABC):
@@ -41,6 +49,10 @@ class Job(ABC):
             self.error = None
         except BadEntry as error:
             self.error = error.reason
+        except NotFiniteError:
+            self.error = NOT_FINITE
+        except DoesNotFitError:
+            self.error = DOES_NOT_FIT
         except OSError as error:
             self.error = "io"
             logger.warning("evicpress: %s failed: %s", type(self).__name__, error)
@@ -69,11 +81,9 @@ class Workers:
     def __init__(self, name: str, num_threads: int, arrival: threading.Event) -> None:
         self._arrival = arrival
         self._numbers = itertools.count()
-        self._queue: list[tuple[int, int, Job]] = []
-        self._wake = threading.Condition()
+        self._queue: PriorityQueue[tuple[float, int, Job | None]] = PriorityQueue()
         self._done: deque[Job] = deque()
         self._on_device: list[Job] = []  # their ``run`` is over, what it has queued is not
-        self._is_closed = False
         self.num_pending = 0
         self.threads = tuple(WatchedThread(f"evicpress-{name}-{index}", self._work) for index in range(num_threads))
         for thread in self.threads:
@@ -81,9 +91,7 @@ class Workers:
 
     def submit(self, job: Job) -> None:
         self.num_pending += 1
-        with self._wake:
-            heapq.heappush(self._queue, (job.priority, next(self._numbers), job))
-            self._wake.notify()
+        self._queue.put((job.priority, next(self._numbers), job))
 
     def finished(self) -> list[Job]:
         """The jobs that have ended and whose ``finish`` is due."""
@@ -101,23 +109,15 @@ class Workers:
 
     def close(self, deadline_s: float) -> None:
         """Take no job more; wait until ``deadline_s`` (``time.monotonic``) for those that run."""
-        with self._wake:
-            self._is_closed = True
-            self._wake.notify_all()
         for thread in self.threads:
             thread.stop()
+            self._queue.put((-math.inf, next(self._numbers), None))
         for thread in self.threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
 
     def _work(self) -> None:
         torch.set_num_threads(1)  # of this thread: the barriers of a parallel copy cost more than they gain
-        while True:
-            with self._wake:
-                while not self._queue and not self._is_closed:
-                    self._wake.wait()
-                if self._is_closed:
-                    return
-                job = heapq.heappop(self._queue)[2]
+        while (job := self._queue.get()[2]) is not None:
             self._run(job)
 
     def _run(self, job: Job) -> None:

@@ -6,6 +6,7 @@ A figure reads only an out folder of `evicpress bench serve`, and writes NAME.pn
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,18 +44,20 @@ QUALITY_NAMES = {
 }
 
 
-def options_of(doc: str | None, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """``out``, ``quality`` and ``rate`` (None for all, or the figure's own choice)."""
+def run(doc: str | None, draw: Callable[[argparse.Namespace, Results], None]) -> None:
+    """Run the script of a figure. Its options are ``out``, ``quality`` and ``rate`` (None for all, or the figure's own
+    choice)."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("out", type=Path, metavar="OUT_FOLDER", help="what `evicpress bench serve` wrote")
     parser.add_argument(
         "--quality", choices=QUALITIES, default="f1_full_cache", help="its measure (default: %(default)s)"
     )
     parser.add_argument("--rate", type=float, help="requests/s (default: the lowest above 0)")
-    return parser.parse_args(arguments)
+    options = parser.parse_args()
+    draw(options, _results(options))
 
 
-def results_of(options: argparse.Namespace) -> Results:
+def _results(options: argparse.Namespace) -> Results:
     """Ends the program with one sentence when the folder is not a benchmark's, or lacks the rate."""
     try:
         results = read_results(options.out)
@@ -80,7 +83,8 @@ def save(results: Results, name: str, figure: Figure, lines: Iterable[str]) -> N
     folder = results.run_dir / FOLDER
     folder.mkdir(exist_ok=True)
     settings = list(setting_lines(results))
-    figure.supxlabel("\n".join(_wrapped(settings, int(17 * figure.get_figwidth()))), fontsize=6.5, color="dimgray")
+    wrapped = [part for line in settings for part in textwrap.wrap(line, int(17 * figure.get_figwidth()))]
+    figure.supxlabel("\n".join(wrapped), fontsize=6.5, color="dimgray")
     figure.savefig(folder / f"{name}.png", dpi=110)
     text = "\n".join([*lines, "", *(f"- {line}" for line in settings)])
     (folder / f"{name}.md").write_text(text + "\n", encoding="utf-8")
@@ -125,15 +129,3 @@ def legend_above(figure: Figure, axes: Sequence[Axes], columns: int = 5) -> None
     found = {label: line for each in axes for line, label in zip(*each.get_legend_handles_labels(), strict=True)}
     if found:
         figure.legend(found.values(), found.keys(), loc="outside upper center", ncols=columns, fontsize="small")
-
-
-def run(doc: str | None, draw: Callable[[argparse.Namespace, Results], None]) -> None:
-    """Run a script."""
-    options = options_of(doc)
-    draw(options, results_of(options))
-
-
-def _wrapped(lines: Iterable[str], width: int) -> list[str]:
-    import textwrap
-
-    return [part for line in lines for part in textwrap.wrap(line, width)]

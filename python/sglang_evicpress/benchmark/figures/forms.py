@@ -21,17 +21,17 @@ def draw(options: argparse.Namespace, results: Results) -> None:
     from matplotlib.figure import Figure
 
     rate = rate_of(options, results)
-    cells = [cell for cell in summarise(results).at(rate) if cell.forms]
+    cells = [cell for cell in summarise(results).at(rate) if cell.held.forms]
     if not cells:
         raise SystemExit(f"{results.run_dir} does not say at rate {rate:g} which forms were resident")
     cells.sort(key=lambda cell: cell.kind != "evicpress")
-    names = sorted({form for cell in cells for held in (cell.forms or {}).values() for form in held}, key=_order)
+    names = sorted({form for cell in cells for held in (cell.held.forms or {}).values() for form in held}, key=_order)
     figure = Figure(figsize=(9.0, 1.6 * len(cells) + 1.6), layout="constrained")
     for axes, cell in zip(figure.subplots(len(cells), 1, squeeze=False, sharex=True)[:, 0], cells, strict=True):
-        tiers = [tier for tier in TIERS if tier in (cell.forms or {})]
+        tiers = [tier for tier in TIERS if tier in (cell.held.forms or {})]
         begin = [0.0] * len(tiers)
         for number_, name in enumerate(names):
-            widths = [100 * shares_of((cell.forms or {})[tier]).get(name, 0.0) for tier in tiers]
+            widths = [100 * shares_of((cell.held.forms or {})[tier]).get(name, 0.0) for tier in tiers]
             axes.barh(tiers, widths, left=begin, label=name, color=f"C{number_ % 10}", hatch="//" * (number_ // 10))
             begin = [start + width for start, width in zip(begin, widths, strict=True)]
         axes.set_title(cell.system, fontsize="small")
@@ -39,7 +39,7 @@ def draw(options: argparse.Namespace, results: Results) -> None:
     axes.set(xlabel="tokens held, %", xlim=(0, 100))
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", fontsize="x-small")
-    rows = [_row(cell, tier, names) for cell in cells for tier in TIERS if tier in (cell.forms or {})]
+    rows = [_row(cell, tier, names) for cell in cells for tier in TIERS if tier in (cell.held.forms or {})]
     head = ("system", "tier", "tokens", "mean kept fraction", *names)
     text = [f"After the runs at this rate: {rate_label(rate)}. Shares of the tokens held.", ""]
     save(results, "forms", figure, [*text, *markdown(head, rows)])
@@ -54,18 +54,18 @@ def shares_of(held: Mapping[str, float]) -> dict[str, float]:
 def mean_kept(held: Mapping[str, float]) -> float | None:
     """The fraction of a tier's tokens whose KV it holds."""
     shares = shares_of(held)
-    return sum(part * Form.parse(form).kept_fraction for form, part in shares.items()) if shares else None
+    return sum(part * Form.parse_stored(form).kept_fraction for form, part in shares.items()) if shares else None
 
 
 def _row(cell: Cell, tier: str, names: list[str]) -> list[str]:
-    held = (cell.forms or {})[tier]
+    held = (cell.held.forms or {})[tier]
     shares = shares_of(held)
     kept = number(mean_kept(held), 2)
     return [cell.system, tier, f"{sum(held.values()):.0f}", kept, *(share(shares.get(name, 0.0)) for name in names)]
 
 
 def _order(name: str) -> tuple[str, float]:
-    form = Form.parse(name)
+    form = Form.parse_stored(name)
     return form.press or "", -form.kept_fraction
 
 

@@ -20,7 +20,7 @@ def draw(options: argparse.Namespace, results: Results) -> None:
     from matplotlib.figure import Figure
 
     rate = rate_of(options, results)
-    cells = [cell for cell in summarise(results).at(rate) if cell.hit_share is not None]
+    cells = [cell for cell in summarise(results).at(rate) if cell.held.hit_share is not None]
     if not cells:
         raise SystemExit(f"{results.run_dir} says of no request at rate {rate:g} how much of it was cached")
     figure = Figure(figsize=(9.0, 1.8 + 0.26 * len(cells)), layout="constrained")
@@ -28,10 +28,10 @@ def draw(options: argparse.Namespace, results: Results) -> None:
     names = [cell.system for cell in cells]
     begin = [0.0] * len(cells)
     for tier in TIERS:
-        widths = [100 * (cell.hits or {}).get(tier, 0.0) for cell in cells]
+        widths = [100 * (cell.held.hits or {}).get(tier, 0.0) for cell in cells]
         left.barh(names, widths, left=begin, color=COLOURS[tier], label=tier)
         begin = [start + width for start, width in zip(begin, widths, strict=True)]
-    rest = [100 * (cell.hit_share or 0.0) if cell.hits is None else 0.0 for cell in cells]
+    rest = [100 * (cell.held.hit_share or 0.0) if cell.held.hits is None else 0.0 for cell in cells]
     if any(rest):
         left.barh(names, rest, left=begin, color="lightgray", label="cached, tier unknown")
     right.barh(names, [cell.quality(options.quality) or 0.0 for cell in cells], color="tab:gray")
@@ -43,8 +43,8 @@ def draw(options: argparse.Namespace, results: Results) -> None:
     legend_above(figure, (left,))
     rows = [
         [
-            *(cell.system, share(cell.hit_share), *(share((cell.hits or {}).get(tier)) for tier in TIERS)),
-            *(share(1.0 - (cell.hit_share or 0.0)), number(cell.quality(options.quality)), ms(cell.ttft_mean_s)),
+            *(cell.system, share(cell.held.hit_share), *(share((cell.held.hits or {}).get(tier)) for tier in TIERS)),
+            *(share(1.0 - (cell.held.hit_share or 0.0)), number(cell.quality(options.quality)), ms(cell.ttft.mean_s)),
         ]
         for cell in cells
     ]

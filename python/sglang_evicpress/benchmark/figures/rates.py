@@ -11,7 +11,7 @@ import argparse
 import math
 from collections.abc import Sequence
 
-from sglang_evicpress.benchmark.curves import capacity, unloaded_p95
+from sglang_evicpress.benchmark.curves import capacity, is_good, unloaded_p95
 from sglang_evicpress.benchmark.figures.drawing import (
     QUALITY_NAMES,
     legend_above,
@@ -23,7 +23,7 @@ from sglang_evicpress.benchmark.figures.drawing import (
 )
 from sglang_evicpress.benchmark.results import Results
 from sglang_evicpress.benchmark.summary import Cell, Summary, summarise
-from sglang_evicpress.benchmark.tables import LEAST_QUALITY
+from sglang_evicpress.benchmark.tables import LEAST_QUALITY, sustained
 from sglang_evicpress.tables import markdown, ms, number
 
 
@@ -36,8 +36,8 @@ def draw(options: argparse.Namespace, results: Results) -> None:
     for cells in best_of_kinds(summary, settings, options.quality):
         label, style = cells[0].system, look(cells[0].kind)
         rates = [cell.rate for cell in cells]
-        left.plot(rates, [_ms(cell.ttft_mean_s) for cell in cells], label=label, **style)
-        right.plot(rates, [_ms(cell.itl_mean_s) for cell in cells], label=label, **style)
+        left.plot(rates, [_ms(cell.ttft.mean_s) for cell in cells], label=label, **style)
+        right.plot(rates, [_ms(cell.itl.mean_s) for cell in cells], label=label, **style)
     left.set(xlabel="requests/s", ylabel="mean TTFT, ms")
     milliseconds(left.yaxis)
     right.set(xlabel="requests/s", ylabel="mean ITL, ms")
@@ -51,7 +51,11 @@ def draw(options: argparse.Namespace, results: Results) -> None:
 def good_settings(summary: Summary, measure: str) -> list[list[Cell]]:
     """The cells, by rate, of each system that answers, well enough, wherever it ran."""
     found = [summary.of(system["name"]) for system in summary.results.systems]
-    return [cells for cells in found if all(_is_good(cell, measure) for cell in cells)]
+    return [
+        cells
+        for cells in found
+        if all(cell.ttft.mean_s is not None and is_good(cell, LEAST_QUALITY, measure) for cell in cells)
+    ]
 
 
 def best_of_kinds(summary: Summary, settings: Sequence[list[Cell]], measure: str) -> list[list[Cell]]:
@@ -66,33 +70,24 @@ def best_of_kinds(summary: Summary, settings: Sequence[list[Cell]], measure: str
 def _merit(summary: Summary, cells: Sequence[Cell], measure: str) -> tuple[float, float]:
     limit = None if summary.results.full_cache is None else unloaded_p95(summary, summary.results.full_cache)
     found = None if limit is None else capacity(summary, cells[0].system, 2 * limit, measure=measure)
-    return 0.0 if found is None else found.rps, -math.fsum(cell.ttft_mean_s or 0.0 for cell in cells)
+    return 0.0 if found is None else found.rps, -math.fsum(cell.ttft.mean_s or 0.0 for cell in cells)
 
 
 def _table(summary: Summary, settings: Sequence[list[Cell]], measure: str) -> list[str]:
-    full_cache = None if summary.results.full_cache is None else unloaded_p95(summary, summary.results.full_cache)
-    rows, sustained = [], []
+    rows, limits = [], []
     for cells in settings:
         for cell in cells:
             rate = number(cell.completed_rps, 2)
-            ttft = (ms(cell.ttft_mean_s), ms(cell.ttft_p95_s), ms(cell.itl_mean_s))
+            ttft = (ms(cell.ttft.mean_s), ms(cell.ttft.p95_s), ms(cell.itl.mean_s))
             rows.append([cell.system, f"{cell.rate:g}", rate, *ttft, number(cell.quality(measure))])
-        system, row = cells[0].system, []
-        for limit in (full_cache, unloaded_p95(summary, system)):
-            found = None if limit is None else capacity(summary, system, 2 * limit, measure=measure)
-            row.append("-" if found is None else f"{'>= ' if found.is_at_least else ''}{found.rps:.2f}")
-        sustained.append([system, *row])
+        system = cells[0].system
+        limits.append([system, *sustained(summary, system, measure)])
     head = ("system", "offered, requests/s", "completed", "TTFT mean, ms", "TTFT p95, ms", "ITL mean, ms", "quality")
-    limits = ("system", "requests/s with TTFT p95 within 2x the full cache's with one client", "within 2x its own")
+    limits_head = ("system", "requests/s with TTFT p95 within 2x the full cache's with one client", "within 2x its own")
     return [
         f"Settings whose {measure} is {LEAST_QUALITY:g} and more at every rate; 0 offered is one client.",
-        *("", *markdown(head, rows), "", *markdown(limits, sustained)),
+        *("", *markdown(head, rows), "", *markdown(limits_head, limits)),
     ]
-
-
-def _is_good(cell: Cell, measure: str) -> bool:
-    quality = cell.quality(measure)
-    return quality is not None and quality >= LEAST_QUALITY and cell.ttft_mean_s is not None
 
 
 def _ms(seconds: float | None) -> float:

@@ -47,7 +47,7 @@ def point_rows(shown: Panels, kinds: Sequence[str], measure: str) -> Iterator[st
             if cell.kind in kinds:
                 quality = number(cell.quality(measure))
                 best = "yes" if cell.system in on_envelope else "no"
-                rows.append([title, cell.system, quality, ms(cell.ttft_mean_s), times(cell.over_full_cache), best])
+                rows.append([title, cell.system, quality, ms(cell.ttft.mean_s), times(cell.over_full_cache), best])
     head = ("panel", "system", "quality", "TTFT mean, ms", "of the full cache's (95 %)", "best of its kind")
     yield from markdown(head, rows)
 

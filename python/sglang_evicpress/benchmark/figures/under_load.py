@@ -24,9 +24,9 @@ def draw(options: argparse.Namespace, results: Results) -> None:
         rates = [each for each in of(runs, system["name"], None) if each.rate > 0]
         offered = [each.rate for each in rates]
         style = {"label": system["name"], **look(system["kind"])}
-        answers.plot(offered, [_known(each.answers_rps) for each in rates], **style)
+        answers.plot(offered, [_known(each.completed_rps) for each in rates], **style)
         goodput.plot(offered, [_known(each.goodput_rps) for each in rates], **style)
-        ttft.plot(offered, [1e3 * _known(each.ttft_p95_s) for each in rates], **style)
+        ttft.plot(offered, [1e3 * _known(each.ttft.p95_s) for each in rates], **style)
     most = max(results.multiples)
     answers.plot([0, most], [0, most], color="lightgray", linewidth=1)
     answers.set(xlabel="requests/s offered", ylabel="answers/s")

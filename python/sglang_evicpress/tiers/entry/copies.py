@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.survivors import SurvivorLayout
-from sglang_evicpress.tiers.entry.encoding import Header
-from sglang_evicpress.tiers.host.arena import Run
+from sglang_evicpress.tiers.entry.header import Header
+from sglang_evicpress.tiers.host.allocator import Run
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +70,13 @@ class Copy:
     @property
     def is_exact(self) -> bool:
         """True if it holds the exact KV of its tokens."""
-        return self.layout is None and not self.is_lossy_prefix
+        return self.form.is_exact and not self.is_lossy_prefix
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the KV of its slots, as an entry of their own would have it."""
+        shape = self.entry.header.shape
+        return int(shape.num_layers * shape.stored_bytes(self.num_slots, self.form.codec))
 
     def split(self, num_tokens: int) -> tuple[Copy, Copy]:
         """The copies of the node's first ``num_tokens`` tokens and of the rest."""
@@ -78,15 +84,7 @@ class Copy:
         if self.layout is not None:
             above, below = self.layout.split(num_tokens)
             cut = above.num_slots
-        left = Copy(self.tier, self.form, self.entry, self.begin, cut, above, self.is_lossy_prefix, self.origin)
-        right = Copy(
-            self.tier,
-            self.form,
-            self.entry,
-            self.begin + cut,
-            self.num_slots - cut,
-            below,
-            self.is_lossy_prefix,
-            self.origin,
+        return (
+            replace(self, num_slots=cut, layout=above),
+            replace(self, begin=self.begin + cut, num_slots=self.num_slots - cut, layout=below),
         )
-        return left, right

@@ -17,47 +17,18 @@ from typing import NamedTuple
 import xxhash
 
 from sglang_evicpress.tiers.entry.header import (
-    ITEM_BYTES,
+    EXTENT,
     MAX_OFFSET,
-    REASONS,
     BadEntry,
-    Buffer,
-    Extent,
     ExtentTable,
     Header,
     Shape,
-    check_extent,
-    check_identity,
-    extent_of,
-    fields_of,
     form_text,
     parse_form,
     problem_of,
 )
 from sglang_evicpress.tiers.entry.identity import FORMAT_VERSION, MAX_LOOKUP_KEY
-from sglang_evicpress.tiers.entry.key import SEAL_BYTES, Key
-
-__all__ = [
-    "FORMAT_VERSION",
-    "ITEM_BYTES",
-    "MAGIC",
-    "MAX_RECORD_BYTES",
-    "REASONS",
-    "BadEntry",
-    "Buffer",
-    "Extent",
-    "Header",
-    "Peek",
-    "Shape",
-    "Tombstone",
-    "check_extent",
-    "check_identity",
-    "decode",
-    "encode",
-    "encode_tombstone",
-    "extent_of",
-    "peek",
-]
+from sglang_evicpress.tiers.entry.key import SEAL_BYTES, Buffer, Key
 
 MAGIC = b"EVPENTRY"
 MAX_RECORD_BYTES = 64 << 20
@@ -71,7 +42,6 @@ _PREFIX = Struct("<8sHHI")  # magic, version, kind, length of the whole record i
 _FIXED = Struct("<16s16s16s16sQQQQIIIIIIIBBH")
 _PEEKED = Struct("<16s32x16sQ8xQQI")
 _NUMBER = Struct("<Q")
-_EXTENT = Struct("<QQ16s")
 
 
 class Peek(NamedTuple):
@@ -123,7 +93,7 @@ def encode(header: Header, key: Key | None = None) -> bytes:
         len(form),
         header.is_lossy_prefix,
     )
-    extents = b"".join(_EXTENT.pack(*fields) for fields in fields_of(header.extents))
+    extents = ExtentTable.of(header.extents).packed
     return _seal(_ENTRY, fixed + extents + header.tokens + dtype + form + header.seals, key)
 
 
@@ -166,7 +136,7 @@ def decode(buffer: Buffer, offset: int = 0, key: Key | None = None) -> tuple[Hea
         flags,
     ) = _FIXED.unpack_from(record, _PREFIX.size)
     extents_at = _PREFIX.size + _FIXED.size
-    tokens_at = extents_at + num_extents * _EXTENT.size
+    tokens_at = extents_at + num_extents * EXTENT.size
     dtype_at = tokens_at + 4 * num_tokens
     form_at = dtype_at + dtype_bytes
     seals_at = form_at + form_bytes

@@ -1,27 +1,30 @@
 """Header of an entry, and the checks that keep a wrong one from being served.
 
 An entry is one radix-tree node in one form. Its payload is, for each layer, K rows [num_slots, num_heads, head_dim]
-then V rows, and, where a press dropped tokens, positions int32 [num_layers, num_heads, num_slots] then logical int32
-[num_slots]; it has no gaps.
+then V rows, or what a codec makes of both, and, where a press dropped tokens, positions int32 [num_layers, num_heads,
+num_slots] then logical int32 [num_slots]; it has no gaps.
 """
 
 from __future__ import annotations
 
-import mmap
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from struct import Struct
-from typing import overload
+from struct import error as StructError
+from typing import TYPE_CHECKING, NamedTuple, overload
 
 import numpy as np
 import xxhash
 
-from sglang_evicpress.core import Form
+from sglang_evicpress.codec import Codec, get_codec
+from sglang_evicpress.codec.layout import can_store, stored_bytes, stored_header
+from sglang_evicpress.core import CODECS, Form
 from sglang_evicpress.tiers.entry.identity import KEY_BYTES, lookup_key_of
-from sglang_evicpress.tiers.entry.key import SEAL_BYTES, Key
+from sglang_evicpress.tiers.entry.key import SEAL_BYTES, Buffer, Key
 
-Buffer = bytes | bytearray | memoryview | mmap.mmap
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_OFFSET = 2**63 - 1
 REASONS = (
@@ -54,7 +57,8 @@ ITEM_BYTES = {
 
 _MAX_POSITION = 2**31 - 1  # positions are int32
 _CODEC = re.compile(r"[0-9A-Za-z_.-]{1,32}")
-_PACKED = Struct("<QQ16s")
+EXTENT = Struct("<QQ16s")
+"""An extent in a record: offset, bytes, digest."""
 
 
 class BadEntry(Exception):
@@ -67,8 +71,7 @@ class BadEntry(Exception):
         self.reason = reason
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """``num_bytes`` of the payload from ``offset`` on, and their xxh3-128 digest (16 bytes)."""
 
     offset: int
@@ -85,16 +88,17 @@ class ExtentTable(Sequence[Extent]):
         self.packed = packed
 
     @classmethod
-    def of(cls, extents: Sequence[Extent]) -> Sequence[Extent]:
-        """The table of these extents; they themselves where no record could have them."""
+    def of(cls, extents: Sequence[Extent]) -> ExtentTable:
+        """The table of these extents. Raises ValueError for numbers that a record cannot have."""
         if isinstance(extents, cls):
             return extents
-        if all(len(extent.digest) == KEY_BYTES and _fits(extent.offset, extent.num_bytes) for extent in extents):
-            return cls(b"".join(_PACKED.pack(extent.offset, extent.num_bytes, extent.digest) for extent in extents))
-        return extents
+        try:
+            return cls(b"".join(EXTENT.pack(*extent) for extent in extents))
+        except StructError as error:
+            raise ValueError(f"extents {extents} cannot be written: {error}") from error
 
     def __len__(self) -> int:
-        return len(self.packed) // _PACKED.size
+        return len(self.packed) // EXTENT.size
 
     @overload
     def __getitem__(self, index: int) -> Extent: ...
@@ -103,19 +107,12 @@ class ExtentTable(Sequence[Extent]):
     def __getitem__(self, index: int | slice) -> Extent | tuple[Extent, ...]:
         if isinstance(index, slice):
             return tuple(self)[index]
-        number = range(len(self))[index]
-        return Extent(*_PACKED.unpack_from(self.packed, number * _PACKED.size))
+        return Extent(*EXTENT.unpack_from(self.packed, range(len(self))[index] * EXTENT.size))
 
     def __iter__(self) -> Iterator[Extent]:
-        return (Extent(*fields) for fields in self.fields())
-
-    def fields(self) -> Iterator[tuple[int, int, bytes]]:
-        """Fields of every extent, without making it."""
-        return _PACKED.iter_unpack(self.packed)
+        return map(Extent._make, EXTENT.iter_unpack(self.packed))
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, ExtentTable):
-            return self.packed == other.packed
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
 
     def __hash__(self) -> int:
@@ -135,9 +132,26 @@ class Shape:
     dtype: str
     page_size: int
 
+    @classmethod
+    def of(cls, k_buffers: Sequence[Tensor], page_size: int) -> Shape:
+        """That of a pool with these buffers, [slots, heads, head_dim] each."""
+        first = k_buffers[0]
+        dtype = str(first.dtype).removeprefix("torch.")
+        return cls(len(k_buffers), int(first.shape[1]), int(first.shape[2]), dtype, page_size)
+
     def layer_bytes(self, num_slots: int) -> int:
         """K and V of one layer, as they are in the pool."""
         return 2 * num_slots * self.num_heads * self.head_dim * ITEM_BYTES[self.dtype]
+
+    def stored_bytes(self, num_slots: int, codec: str) -> int:
+        """K and V of one layer, as a codec stores them."""
+        if codec == "raw":
+            return self.layer_bytes(num_slots)
+        return stored_bytes(codec, num_slots, self.num_heads * self.head_dim, ITEM_BYTES[self.dtype])
+
+    def can_be_stored(self, codec: str) -> bool:
+        """True if a codec stores such rows."""
+        return codec == "raw" or can_store(codec, self.num_heads * self.head_dim, self.dtype)
 
     def survivors_bytes(self, num_slots: int) -> int:
         """Positions and logical indices of the tokens that a press kept."""
@@ -211,25 +225,19 @@ def problem_of(header: Header) -> str | None:
         return f"it has {len(header.seals)} bytes of seals for {len(header.extents)} extents"
     if len(header.extents) != shape.num_layers + (form.press is not None):
         return f"it has {len(header.extents)} extents for {shape.num_layers} layers"
-    end, layer_bytes = 0, shape.layer_bytes(num_slots)
-    for number, (offset, num_bytes, digest) in enumerate(fields_of(header.extents)):
-        if number == shape.num_layers:
-            expected = shape.survivors_bytes(num_slots)
-        else:
-            expected = layer_bytes if form.codec == "raw" else num_bytes
-        if offset != end or not 0 <= num_bytes == expected or len(digest) != KEY_BYTES:
+    if form.codec not in CODECS:
+        return f"codec {form.codec!r} is not known"
+    if not shape.can_be_stored(form.codec):
+        return f"codec {form.codec} stores no rows of {shape.num_heads} heads of {shape.head_dim} {shape.dtype}"
+    end, layer_bytes = 0, shape.stored_bytes(num_slots, form.codec)
+    for number, (offset, num_bytes, _) in enumerate(header.extents):
+        expected = layer_bytes if number < shape.num_layers else shape.survivors_bytes(num_slots)
+        if offset != end or num_bytes != expected:
             return f"extent {number} is {num_bytes} bytes at {offset}: expected {expected} at {end}"
         end += num_bytes
     if not 0 <= header.payload_offset <= MAX_OFFSET - end:
         return f"{end} bytes at {header.payload_offset} end above {MAX_OFFSET}"
     return None
-
-
-def fields_of(extents: Sequence[Extent]) -> Iterable[tuple[int, int, bytes]]:
-    """Offset, bytes and digest of each."""
-    if isinstance(extents, ExtentTable):
-        return extents.fields()
-    return ((extent.offset, extent.num_bytes, extent.digest) for extent in extents)
 
 
 def check_identity(
@@ -275,6 +283,38 @@ def check_extent(extent: Extent, chunks: Iterable[Buffer], seal: tuple[Key, byte
         raise BadEntry("key", f"the {extent.num_bytes} bytes at {extent.offset} of the payload are not sealed with it")
 
 
+def check_part(header: Header, number: int, chunks: Iterable[Buffer], seal: tuple[Key, bytes] | None = None) -> None:
+    """``check_extent`` of that extent; and BadEntry("header") where a layer does not begin as its codec has it: to
+    decode it could fail then, when it is too late for a miss."""
+    expected = stored_header(header.form.codec, header.num_slots) if number < header.shape.num_layers else b""
+    begin = bytearray()
+    check_extent(header.extents[number], _watched(chunks, begin, len(expected)), seal)
+    if begin != expected:
+        raise BadEntry("header", f"layer {number} is not of codec {header.form.codec} as we have it")
+
+
+def _watched(chunks: Iterable[Buffer], begin: bytearray, size: int) -> Iterator[Buffer]:
+    """The chunks; their first ``size`` bytes are in ``begin`` then."""
+    for chunk in chunks:
+        begin += memoryview(chunk)[: size - len(begin)]
+        yield chunk
+
+
+def coder_of(codec: str) -> Codec:
+    """The codec of that name. Raises ValueError for one that is not known, and for ``raw``."""
+    coder = get_codec(codec)
+    if coder is None:
+        raise ValueError("codec 'raw' encodes nothing")
+    return coder
+
+
+def ratios_of(shape: Shape, num_slots: int = 1024) -> dict[str, float]:
+    """Stored bytes over raw bytes, of so many slots, by each codec that stores such rows."""
+    raw = shape.layer_bytes(num_slots)
+    able = filter(shape.can_be_stored, CODECS)
+    return {codec: shape.stored_bytes(num_slots, codec) / raw for codec in able}
+
+
 def form_text(form: Form) -> str:
     """Text of a form like ``str(form)``, with every digit of the kept fraction."""
     text = "exact" if form.press is None else f"{form.press}@{float(form.kept_fraction)!r}"
@@ -289,7 +329,3 @@ def parse_form(text: str) -> Form:
     if form_text(form) != text or not _CODEC.fullmatch(form.codec):
         raise ValueError(f"form {text!r} is not written the one way it can be")
     return form
-
-
-def _fits(*numbers: int) -> bool:
-    return all(0 <= number < 2**64 for number in numbers)

@@ -16,7 +16,8 @@ from typing import TypeAlias
 import numpy as np
 import xxhash
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""2: layers may be what a codec makes of them."""
 KEY_BYTES = 16
 MAX_TOKEN = 2**32 - 1
 MAX_LOOKUP_KEY = 2**63 - 1

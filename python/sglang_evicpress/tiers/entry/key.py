@@ -73,10 +73,6 @@ class Key:
             digest.update(chunk)
         return digest.digest()
 
-    def seal_extents(self, extents: Iterable[Iterable[Buffer]]) -> bytes:
-        """The seals of all extents of a payload, one behind the other."""
-        return b"".join(map(self.seal_extent, extents))
-
     def watch_extent(self, chunks: Iterable[Buffer]) -> tuple[Iterator[Buffer], Callable[[bytes], bool]]:
         """The same chunks, and a function that says, once they were taken, whether a seal is theirs."""
         digest = blake2b(digest_size=SEAL_BYTES, key=self._secret, person=_EXTENT)

@@ -1,29 +1,28 @@
 """KV between SGLang's pool and an entry's payload: gather, check and scatter.
 
-A payload holds, for each layer in order, the K rows then the V rows of the entry's slots, contiguous; for a lossy form
-one more extent: the survivors' positions, int32 [layers, heads, slots], then their logical indices, int32 [slots].
+A payload holds, for each layer in order, the K rows then the V rows of the entry's slots, contiguous, or what a codec
+makes of them; for a press one more extent: the survivors' positions, int32 [layers, heads, slots], then their logical
+indices, int32 [slots].
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 
+from sglang_evicpress.codec.layout import BITS, LOSSLESS
 from sglang_evicpress.device import HostCopy
 from sglang_evicpress.survivors import SurvivorLayout
-from sglang_evicpress.tiers.entry.encoding import Extent, Shape
-from sglang_evicpress.tiers.host.arena import Arena, Run, read_pieces, write_pieces
+from sglang_evicpress.tiers.entry.header import Extent, Shape, coder_of, extent_of
+from sglang_evicpress.tiers.host.allocator import Run
+from sglang_evicpress.tiers.host.arena import Arena, read_pieces, write_pieces
 from sglang_evicpress.tiers.transfers import CudaStreams, Transfers
-
-_PIECE_BYTES = 1 << 18
-"""Hashed right after it was copied, while it is in the cache."""
-
-Check = Callable[[Extent, Iterable[memoryview]], None]
 
 
 class PayloadCopier:
@@ -32,7 +31,8 @@ class PayloadCopier:
     Every call may run on a worker thread. On CUDA each thread has a stream of its own; ``after`` is then an event that
     the copy has to wait for. What is saved or written has arrived when the call returns, what is loaded or read has
     when the stream has done it, and until then its runs must stay. ``transfers``: how it goes between the pool's
-    device and the arena; without it over CUDA's streams, and where the pool is on the CPU in place.
+    device and the arena; without it over CUDA's streams, and where the pool is on the CPU in place. Kernels
+    of ``codecs`` are compiled at once.
     """
 
     def __init__(
@@ -42,27 +42,26 @@ class PayloadCopier:
         page_size: int,
         *,
         transfers: Transfers | None = None,
+        codecs: Iterable[str] = (),
     ) -> None:
         self._buffers = [tuple(pair) for pair in zip(k_buffers, v_buffers, strict=True)]
         self._streams = threading.local()
         first = k_buffers[0]
-        dtype = str(first.dtype).removeprefix("torch.")
-        self.shape = Shape(len(self._buffers), int(first.shape[1]), int(first.shape[2]), dtype, page_size)
+        self.shape = Shape.of(k_buffers, page_size)
+        self.num_layers = len(self._buffers)
         self._device = first.device
         self._is_cuda = first.is_cuda
         self._transfers = transfers
         if self._is_cuda and transfers is None:
             self._transfers = Transfers(k_buffers, v_buffers, CudaStreams(self._device))
-            self._transfers.compile()
+            self._transfers.compile(
+                codec for codec in codecs if self._has_kernels(codec) and self.shape.can_be_stored(codec)
+            )
 
-    @property
-    def num_layers(self) -> int:
-        return len(self._buffers)
-
-    def sizes(self, num_slots: int, is_lossy: bool) -> list[int]:
+    def sizes(self, num_slots: int, is_pressed: bool, codec: str = "raw") -> list[int]:
         """Bytes of every extent."""
-        sizes = [num_slots * sum(_row_bytes(buffer) for buffer in pair) for pair in self._buffers]
-        return [*sizes, 4 * num_slots * (self.num_layers * self.shape.num_heads + 1)] if is_lossy else sizes
+        sizes = [self.shape.stored_bytes(num_slots, codec)] * self.num_layers
+        return [*sizes, self.shape.survivors_bytes(num_slots)] if is_pressed else sizes
 
     def save(
         self,
@@ -71,29 +70,40 @@ class PayloadCopier:
         arena: Arena,
         runs: Sequence[Run],
         after: Any = None,
+        codec: str = "raw",
     ) -> tuple[Extent, ...]:
-        """Copy the KV of ``slots`` [n] into ``runs``; the extents carry the checksums of what is there now."""
-        with self._stream(after):
-            if self._transfers is not None:
-                extents = self._transfers.save(slots, arena, runs)
-            else:
-                extents = self._save(slots, arena, runs)
-        if layout is not None:
-            extents.append(self.write_layout(layout, arena, runs, extents[-1].offset + extents[-1].num_bytes))
-        return tuple(extents)
+        """Copy the KV of ``slots`` [n] into ``runs``; the extents carry the checksums of what is there now. Raises
+        NotFiniteError for KV with NaN or Inf, which no codec stores, and DoesNotFitError as the codec does."""
+        with self.stream(after):
+            if codec == "raw" or self._has_kernels(codec):
+                return self.begin_save(slots, layout, arena, runs, codec)()
+            rows = (self._rows_of(layer, slots) for layer in range(self.num_layers))
+            return self._save_coded(rows, layout, arena, runs, codec)
 
-    @property
-    def is_in_place(self) -> bool:
-        """True if a save is there when it is begun: where the pool is memory of the host."""
-        return self._transfers is None
+    def is_in_place(self, codec: str) -> bool:
+        """True if a save is there when it is begun: where the pool is memory of the host, and nothing is encoded."""
+        return self._transfers is None and codec == "raw"
 
     def begin_save(
-        self, slots: torch.Tensor, layout: SurvivorLayout | None, arena: Arena, runs: Sequence[Run]
+        self, slots: torch.Tensor, layout: SurvivorLayout | None, arena: Arena, runs: Sequence[Run], codec: str = "raw"
     ) -> Callable[[], tuple[Extent, ...]]:
         """Begin to copy the KV of ``slots`` [n] into ``runs`` in this thread's lane: what is queued there next may
-        overwrite them. Returns what waits for it, on any thread, and returns the extents."""
+        overwrite them. Returns what waits for it, on any thread, and returns the extents. What is to be encoded without
+        a kernel is only put aside now, on the pool's device."""
         transfers = self._transfers
-        queued = None if transfers is None else transfers.queue_save(slots, arena, runs)
+        if codec != "raw" and not self._has_kernels(codec):
+            aside = [self._rows_of(layer, slots) for layer in range(self.num_layers)]
+            here = self.event(is_timed=False)
+
+            def encode() -> tuple[Extent, ...]:
+                with self.stream(here):
+                    return self._save_coded(aside, layout, arena, runs, codec)
+
+            return encode
+        queued = None
+        if transfers is not None:
+            queue = transfers.queue_save if codec == "raw" else partial(transfers.queue_encode, codec=codec)
+            queued = queue(slots, arena, runs)
         saved = self._save(slots, arena, runs) if queued is None else []
 
         def finish() -> tuple[Extent, ...]:
@@ -105,10 +115,20 @@ class PayloadCopier:
         return finish
 
     def read_layer(
-        self, layer: int, arena: Arena, runs: Sequence[Run], extent: Extent, begin: int, count: int, num_slots: int
+        self,
+        layer: int,
+        arena: Arena,
+        runs: Sequence[Run],
+        extent: Extent,
+        begin: int,
+        count: int,
+        num_slots: int,
+        codec: str = "raw",
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V, [count, heads, head_dim] each, of rows [begin, begin + count) of a layer of an entry of
         ``num_slots``: on the pool's device, and on the CPU perhaps the arena's own memory."""
+        if codec != "raw":
+            return self._decoded(layer, arena, runs, extent, begin, count, num_slots, codec)
         pair, offset = [], extent.offset
         for buffer in self._buffers[layer]:
             at = offset + begin * _row_bytes(buffer)
@@ -123,23 +143,34 @@ class PayloadCopier:
         return pair[0], pair[1]
 
     def write_layer(
-        self, pair: tuple[torch.Tensor, torch.Tensor], arena: Arena, runs: Sequence[Run], offset: int, stream: Any
+        self,
+        pair: tuple[torch.Tensor, torch.Tensor],
+        arena: Arena,
+        runs: Sequence[Run],
+        offset: int,
+        stream: Any,
+        codec: str = "raw",
     ) -> Extent:
         """Put K and V rows, [slots, heads, head_dim] each, where a payload has one layer; within ``stream``."""
+        if self._transfers is not None and self._has_kernels(codec):
+            keys, values = (rows.contiguous() for rows in pair)
+            slots = torch.arange(len(keys), device=self._device)
+            queued = self._transfers.queue_encode(slots, arena, runs, codec, pair=(keys, values), offset=offset)
+            return queued.finish()[0]
         begin = offset
-        for rows in pair:
+        for rows in pair if codec == "raw" else (self._encoded(pair, codec),):
             flat = rows.contiguous().view(-1).view(torch.uint8)
             write_pieces(arena.tensors(runs, begin, len(flat)), flat)
             begin += len(flat)
         if stream is not None:
             stream.synchronize()
-        return _extent(arena, runs, offset, begin - offset)
+        return extent_of(offset, arena.buffers(runs, offset, begin - offset))
 
     def write_layout(self, layout: SurvivorLayout, arena: Arena, runs: Sequence[Run], offset: int) -> Extent:
         """Put the last extent of a lossy payload where it is to be."""
         numbers = torch.cat([layout.positions.reshape(-1), layout.logical.to(torch.int32)]).view(torch.uint8)
         write_pieces(arena.tensors(runs, offset, len(numbers)), numbers)
-        return _extent(arena, runs, offset, len(numbers))
+        return extent_of(offset, arena.buffers(runs, offset, len(numbers)))
 
     def load_layer(
         self,
@@ -150,11 +181,20 @@ class PayloadCopier:
         extent: Extent,
         begin: int,
         num_slots: int,
+        codec: str = "raw",
     ) -> None:
         """Put rows [begin, begin + len(slots)) of a layer of an entry of ``num_slots`` into ``slots``."""
         if not len(slots):
             return
         offset = extent.offset
+        if self._transfers is not None and self._has_kernels(codec):
+            self._transfers.decode(layer, slots, arena, runs, extent, begin, num_slots, codec)
+            return
+        if codec != "raw":
+            decoded = self._decoded(layer, arena, runs, extent, begin, len(slots), num_slots, codec)
+            for buffer, rows in zip(self._buffers[layer], decoded, strict=True):
+                buffer.index_copy_(0, slots, rows)
+            return
         if self._transfers is not None:
             self._transfers.load(layer, slots, arena, runs, offset, begin, num_slots)
             return
@@ -167,17 +207,13 @@ class PayloadCopier:
     def finish_layer(self) -> Any:
         """Event for waiters on the device: once it is reached, the layers loaded by this thread are there; an event on
         CUDA, nothing on the CPU."""
-        if not self._is_cuda:
-            return None
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream())
-        return event
+        return self.event(is_timed=False)
 
-    def event(self) -> Any:
+    def event(self, *, is_timed: bool = True) -> Any:
         """A point in what this thread's copies have queued, for ``seconds_between``; None on the CPU."""
         if not self._is_cuda:
             return None
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=is_timed)
         event.record(torch.cuda.current_stream())
         return event
 
@@ -188,7 +224,60 @@ class PayloadCopier:
     def stream(self, after: Any, *, is_awaited: bool = True) -> Any:
         """A context in which this thread's copies run, behind ``after``. They are done when it ends, however it does,
         or unless it ``is_awaited`` only queued."""
-        return self._stream(after, is_awaited=is_awaited)
+        return _CudaStream(self._streams, self._device, after, is_awaited) if self._is_cuda else nullcontext()
+
+    def _has_kernels(self, codec: str) -> bool:
+        """True if kernels encode and decode it between the pool's device and the arena."""
+        return self._transfers is not None and (codec in BITS or codec == LOSSLESS)
+
+    def _rows_of(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = (buffer.index_select(0, slots) for buffer in self._buffers[layer])
+        return keys, values
+
+    def _save_coded(
+        self,
+        rows: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        layout: SurvivorLayout | None,
+        arena: Arena,
+        runs: Sequence[Run],
+        codec: str,
+    ) -> tuple[Extent, ...]:
+        stream = torch.cuda.current_stream(self._device) if self._is_cuda else None
+        extents, offset = [], 0
+        for pair in rows:
+            extents.append(self.write_layer(pair, arena, runs, offset, stream, codec))
+            offset += extents[-1].num_bytes
+        if layout is not None:
+            extents.append(self.write_layout(layout, arena, runs, offset))
+        return tuple(extents)
+
+    def _encoded(self, pair: tuple[torch.Tensor, torch.Tensor], codec: str) -> torch.Tensor:
+        keys, values = (rows.flatten(1) for rows in pair)
+        stored = torch.empty(self.shape.stored_bytes(len(keys), codec), dtype=torch.uint8, device=keys.device)
+        coder_of(codec).encode(keys, values, stored)
+        return stored
+
+    def _decoded(
+        self,
+        layer: int,
+        arena: Arena,
+        runs: Sequence[Run],
+        extent: Extent,
+        begin: int,
+        count: int,
+        num_slots: int,
+        codec: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        like = self._buffers[layer][0]
+        keys, values = (like.new_empty((count, *like.shape[1:])) for _ in range(2))
+        if self._transfers is not None and self._has_kernels(codec):
+            slots = torch.arange(count, device=self._device)
+            self._transfers.decode((keys, values), slots, arena, runs, extent, begin, num_slots, codec)
+            return keys, values
+        stored = torch.empty(extent.num_bytes, dtype=torch.uint8, device=self._device)
+        read_pieces(arena.tensors(runs, extent.offset, extent.num_bytes), stored)
+        coder_of(codec).decode(stored, num_slots, begin, keys.flatten(1), values.flatten(1))
+        return keys, values
 
     def _save(self, slots: torch.Tensor, arena: Arena, runs: Sequence[Run]) -> list[Extent]:
         """One buffer after the other, in place where the arena has it in one run; for the CPU."""
@@ -199,19 +288,8 @@ class PayloadCopier:
                 num_bytes = len(slots) * _row_bytes(buffer)
                 _gather(buffer, slots, arena.tensors(runs, offset, num_bytes))
                 offset += num_bytes
-            extents.append(_extent(arena, runs, begin, offset - begin))
+            extents.append(extent_of(begin, arena.buffers(runs, begin, offset - begin)))
         return extents
-
-    def _stream(self, after: Any, *, is_awaited: bool = True) -> Any:
-        return _CudaStream(self._streams, self._device, after, is_awaited) if self._is_cuda else _NoStream()
-
-
-class _NoStream:
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        return None
 
 
 class _CudaStream:
@@ -237,11 +315,6 @@ class _CudaStream:
                 self._stream.synchronize()  # whoever gives away what is copied, after a failure too, does so later
         finally:
             self._context.__exit__(*error)
-
-
-def read_layout(arena: Arena, runs: Sequence[Run], extent: Extent, shape: Shape, num_slots: int) -> SurvivorLayout:
-    """The survivors of a lossy entry from its last extent."""
-    return layout_of(torch.cat(arena.tensors(runs, extent.offset, extent.num_bytes)), shape, num_slots)
 
 
 def layout_of(numbers: torch.Tensor, shape: Shape, num_slots: int) -> SurvivorLayout:
@@ -291,10 +364,3 @@ def _gather(buffer: torch.Tensor, slots: torch.Tensor, pieces: Sequence[torch.Te
         np.copyto(_words(rows), _words(buffer)[selector])
     else:
         torch.index_select(buffer, 0, slots, out=rows)
-
-
-def _extent(arena: Arena, runs: Sequence[Run], offset: int, num_bytes: int) -> Extent:
-    digest = xxhash.xxh3_128()
-    for chunk in arena.buffers(runs, offset, num_bytes):
-        digest.update(chunk)
-    return Extent(offset, num_bytes, digest.digest())

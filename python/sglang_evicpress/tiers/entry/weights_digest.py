@@ -31,13 +31,13 @@ def weights_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
     Takes any strided layout, dtype and device, 0-dimensional and empty tensors, and subclasses made of other tensors.
     Raises ValueError for a tensor without bytes of its own (meta, sparse), RuntimeError when one cannot be read.
     """
-    factors = _Factors()
+    factors = cache(lambda device: _factors().to(device))  # moved to each device once
     labels: list[tuple[str, torch.device, int]] = []
     sums: dict[torch.device, list[torch.Tensor]] = {}
     with torch.no_grad():
         for name, tensor in tensors:
             for label, part in _plain_parts(name, tensor):
-                own = [each for block in _blocks(part) for each in _chunk_sums(block, factors)]
+                own = [each for block in _blocks(part) for each in _chunk_sums(block, factors(part.device))]
                 labels.append((label, part.device, sum(map(len, own))))
                 sums.setdefault(part.device, []).extend(own)
         rows = {device: _on_host(own) for device, own in sums.items()}
@@ -59,20 +59,9 @@ def named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"buffer {name}", buffer
 
 
-class _Factors:
-    """The fixed numbers of the places in a chunk, int64 [2, CHUNK_WORDS], moved to each device once."""
-
-    def __init__(self) -> None:
-        self._on: dict[torch.device, torch.Tensor] = {}
-
-    def on(self, device: torch.device) -> torch.Tensor:
-        if device not in self._on:
-            self._on[device] = _factors_on_host().to(device)
-        return self._on[device]
-
-
 @cache
-def _factors_on_host() -> torch.Tensor:
+def _factors() -> torch.Tensor:
+    """The fixed numbers of the places in a chunk, int64 [2, CHUNK_WORDS]."""
     drawn = hashlib.shake_256(b"evicpress weights digest 1").digest(2 * CHUNK_WORDS * 8)
     return torch.from_numpy((np.frombuffer(drawn, "<i8").astype(np.int64) | 1).reshape(2, CHUNK_WORDS))
 
@@ -124,9 +113,8 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _chunk_sums(block: torch.Tensor, factors: _Factors) -> Iterator[torch.Tensor]:
+def _chunk_sums(block: torch.Tensor, factor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The sums of the chunks of bytes uint8 [n]: int64 [chunks, 2] each, on the same device."""
-    factor = factors.on(block.device)
     is_aligned = block.data_ptr() % WORD_BYTES == 0 and block.storage_offset() % WORD_BYTES == 0
     chunk_bytes = CHUNK_WORDS * WORD_BYTES
     num_whole = len(block) // chunk_bytes

@@ -51,19 +51,19 @@ class Extents:
         return self._by_size[-1][0] if self._by_size else 0
 
     @property
-    def num_free_runs(self) -> int:
-        return len(self._by_size)
-
-    @property
-    def free_runs(self) -> list[Run]:
-        """By address."""
-        return [Run(*item) for item in sorted(self._free.items())]
-
-    @property
     def fragmentation(self) -> float:
         """Share of the free bytes that the next allocation could not use, for it takes at most ``max_runs`` runs."""
         free = self.free_bytes
         return 1.0 - self._reachable() / free if free else 0.0
+
+    def grow(self, num_bytes: int) -> None:
+        """Have so many bytes in all, rounded down to a multiple of ``granule``. Raises ValueError for less than now."""
+        begin, end = self.num_bytes, num_bytes - num_bytes % self.granule
+        if end < begin:
+            raise ValueError(f"{begin} bytes cannot grow to {num_bytes}")
+        if end > begin:
+            self.num_bytes = end
+            self._add(begin, end)
 
     def alloc(self, num_bytes: int) -> tuple[Run, ...] | None:
         """The free run that fits best; without one the largest, the rest where it fits best; None if it does not fit.
@@ -100,22 +100,25 @@ class Extents:
                 )
         if len(runs) > 1 and len({begin for begin, _ in runs}) != len(runs):
             raise ValueError(f"a run comes twice among the {len(runs)} to be freed")
-        free, by_end, by_size = self._free, self._by_end, self._by_size
         for begin, num_bytes in runs:
             del used[begin]
             self.used_bytes -= num_bytes
-            end = begin + num_bytes
-            before = by_end.pop(begin, None)
-            if before is not None:
-                del by_size[bisect_left(by_size, (free[before], before))]
-                begin = before
-            after = free.pop(end, None)
-            if after is not None:
-                del by_size[bisect_left(by_size, (after, end))]
-                end += after
-            free[begin] = end - begin
-            by_end[end] = begin
-            insort(by_size, (end - begin, begin))
+            self._add(begin, begin + num_bytes)
+
+    def _add(self, begin: int, end: int) -> None:
+        """Have the bytes [begin, end) free, in one run with free neighbours."""
+        free, by_end, by_size = self._free, self._by_end, self._by_size
+        before = by_end.pop(begin, None)
+        if before is not None:
+            del by_size[bisect_left(by_size, (free[before], before))]
+            begin = before
+        after = free.pop(end, None)
+        if after is not None:
+            del by_size[bisect_left(by_size, (after, end))]
+            end += after
+        free[begin] = end - begin
+        by_end[end] = begin
+        insort(by_size, (end - begin, begin))
 
     def _take(self, position: int, need: int) -> Run:
         """Hand out the first ``need`` bytes of a free run."""

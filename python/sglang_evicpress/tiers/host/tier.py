@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from sglang_evicpress.tiers.entry.copies import HostEntry
-from sglang_evicpress.tiers.entry.encoding import check_extent
+from sglang_evicpress.tiers.entry.header import check_part
 from sglang_evicpress.tiers.faults import Faults
 from sglang_evicpress.tiers.host.arena import Arena
 
@@ -27,12 +27,13 @@ class HostTier:
         return list(self._entries.values())
 
     @property
-    def free_bytes(self) -> int:
-        return self.arena.extents.free_bytes
+    def num_bytes(self) -> int:
+        """Bytes that the tier may hold; fewer while memory to grow into is not to be had."""
+        return self.arena.num_bytes
 
     @property
-    def num_bytes(self) -> int:
-        return self.arena.extents.num_bytes
+    def free_bytes(self) -> int:
+        return max(0, self.num_bytes - self.arena.extents.used_bytes)
 
     def hold(self, entry: HostEntry, node_id: int) -> None:
         """The node holds a piece of the entry."""
@@ -59,14 +60,15 @@ class HostTier:
             del self._entries[id(entry)]
 
     def check(self, entry: HostEntry) -> None:
-        """Verify every checksum; on any thread, while the entry is pinned. Raises BadEntry."""
+        """Verify every checksum, and what the codec says of each layer; on any thread, while the entry is pinned.
+        Raises BadEntry."""
         if self.faults is not None:
             self.faults.maybe_delay()
-        for extent in entry.header.extents:
+        for number, extent in enumerate(entry.header.extents):
             chunks = self.arena.buffers(entry.runs, extent.offset, extent.num_bytes)
             if self.faults is not None and chunks:
                 self.faults.maybe_flip(chunks[0])
-            check_extent(extent, chunks)
+            check_part(entry.header, number, chunks)
         entry.checked_s = time.perf_counter()
 
     def close(self) -> None:

@@ -54,29 +54,23 @@ class Folder:
             fd = os.open(top, _FOLDER_FLAGS)
         except OSError as error:
             raise _refusal(where, error, "made" if names else "opened") from error
-        for name in names:
-            try:
-                fd = _enter(fd, name, is_made=is_made)
-            except OSError as error:
-                raise _refusal(where, error, "made" if is_made else "opened") from error
-        folder = cls(where, fd)
-        folder._check()
-        return folder
+        return cls._below(where, fd, names, is_made)
 
     def child(self, name: str, *, is_made: bool = True) -> Folder:
         """The folder ``name`` in this one, made where it is missing. Raises StoreError."""
-        path = f"{self.path}/{name}"
+        return self._below(f"{self.path}/{name}", os.dup(self.fd), [name], is_made)
+
+    @classmethod
+    def _below(cls, path: str, fd: int, names: Sequence[str], is_made: bool) -> Folder:
+        """The folder ``path``, reached by these names from that of ``fd``, which is closed."""
         try:
-            fd = _enter(os.dup(self.fd), name, is_made=is_made)
+            for name in names:
+                fd = _enter(fd, name, is_made=is_made)
         except OSError as error:
             raise _refusal(path, error, "made" if is_made else "opened") from error
-        folder = Folder(path, fd)
+        folder = cls(path, fd)
         folder._check()
         return folder
-
-    def file(self, name: str, flags: int) -> int:
-        """A descriptor of the file ``name``; new ones are for their owner only. Raises OSError."""
-        return open_file(name, flags, self.fd)
 
     def _check(self) -> None:
         status, user = os.fstat(self.fd), os.geteuid()

@@ -10,26 +10,26 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sglang_evicpress.tiers.entry.encoding import BadEntry, Header, decode
+from sglang_evicpress.tiers.entry.encoding import decode
+from sglang_evicpress.tiers.entry.header import BadEntry, Header
 from sglang_evicpress.tiers.entry.key import Key
-from sglang_evicpress.tiers.ssd.folder import UnsafeFileError
-from sglang_evicpress.tiers.ssd.os_files import BLOCK_BYTES, Files, Folder, StoreError, lock_folder, reason_of, round_up
+from sglang_evicpress.tiers.ssd.folder import Folder, StoreError, UnsafeFileError
+from sglang_evicpress.tiers.ssd.os_files import BLOCK_BYTES, Files, lock_folder, reason_of, round_up
 from sglang_evicpress.tiers.ssd.scan import ScannedRecords
 from sglang_evicpress.tiers.ssd.segments import SegmentFiles, check_arriving, gaps
-
-__all__ = ["Report", "StoreError", "fsck"]
 
 
 @dataclass(slots=True)
 class Report:
-    """Findings: entries ``ok`` and their payload bytes, ``bad`` records and entries by reason, bytes of payload
-    that no good entry owns, .head files that end within a record, and entries that are intact but ``unsealed``: the
-    key that was given, or that none was, does not vouch for them. They are kept."""
+    """Findings: entries ``ok`` and their payload bytes, in all and by form as [entries, bytes], ``bad`` records and
+    entries by reason, bytes of payload that no good entry owns, .head files that end within a record, and entries that
+    are intact but ``unsealed``: the key that was given, or that none was, does not vouch for them. They are kept."""
 
     folders: list[Path] = field(default_factory=list)
     num_segments: int = 0
     ok: int = 0
     ok_bytes: int = 0
+    forms: dict[str, list[int]] = field(default_factory=dict)
     bad: Counter[str] = field(default_factory=Counter)
     orphan_bytes: int = 0
     torn_tails: int = 0
@@ -46,6 +46,7 @@ class Report:
             f"{len(self.folders)} folders, {self.num_segments} segments: {self.ok} entries are good "
             f"({self.ok_bytes} bytes)"
         ]
+        lines += [f"{form}: {count} entries, {size} bytes" for form, (count, size) in sorted(self.forms.items())]
         lines += [f"bad by {reason}: {count}" for reason, count in sorted(self.bad.items())]
         if self.unsealed:
             lines.append(f"of another key, or of none, and not checked: {self.unsealed}")
@@ -121,7 +122,9 @@ class _Checker:
         report.torn_tails += is_torn
         report.bad.update(reason for offset, reason in scanned.bad if offset < scanned.end)
         good, taken = [], []
-        for offset, num_bytes, begin, size in self._unsealed(scanned.records):
+        others = scanned.records.select(~scanned.records.is_ours)
+        columns = (others.offsets, others.record_bytes, others.payload_offsets, others.payload_bytes)
+        for offset, num_bytes, begin, size in zip(*(column.tolist() for column in columns), strict=True):
             if kv is None or begin % BLOCK_BYTES or begin + size > kv[0]:
                 report.bad["missing" if kv is None else "length"] += 1
                 continue
@@ -133,6 +136,9 @@ class _Checker:
             taken.append((header.payload_offset, round_up(header.payload_bytes)))
             report.ok += 1
             report.ok_bytes += header.payload_bytes
+            of_form = report.forms.setdefault(str(header.form), [0, 0])
+            of_form[0] += 1
+            of_form[1] += header.payload_bytes
         holes = gaps(taken, round_up(kv[0])) if kv else []
         orphans = self.disk.data_bytes(number, holes) if kv else 0
         report.orphan_bytes += orphans
@@ -146,12 +152,6 @@ class _Checker:
         if orphans:
             self.disk.cut(number, kv_bytes=max(sum(range_) for range_ in taken))
             self.disk.punch(number, holes)
-
-    def _unsealed(self, records: ScannedRecords) -> Iterator[tuple[int, int, int, int]]:
-        """Offset and bytes of the record and of the payload of each entry that is not ours."""
-        others = records.select(~records.is_ours)
-        columns = (others.offsets, others.record_bytes, others.payload_offsets, others.payload_bytes)
-        yield from zip(*(column.tolist() for column in columns), strict=True)
 
     def _good(self, number: int, records: ScannedRecords) -> Iterator[tuple[Header, bytes]]:
         for offset, num_bytes in zip(records.offsets.tolist(), records.record_bytes.tolist(), strict=True):

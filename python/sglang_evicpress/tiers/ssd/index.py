@@ -46,7 +46,6 @@ class _Rows:
         "blocks",
         "first",
         "lookup_keys",
-        "num_live",
         "older",
         "record_bytes",
         "record_offsets",
@@ -62,8 +61,12 @@ class _Rows:
         self.blocks = array("I")
         self.sizes = array("Q")
         self.tokens = array("I")
-        self.num_live = 0
         self.first = 0  # no row before it is live
+
+    def live(self, begin: int = 0) -> Iterator[int]:
+        """The rows from ``begin`` on of entries that were not removed."""
+        keys = self.lookup_keys
+        return (row for row in range(max(self.first, begin), len(keys)) if keys[row] != _GARBAGE)
 
     def place(self, row: int) -> Place:
         return Place(
@@ -137,29 +140,17 @@ class Index:
             self._unlink(ref.segment, self._segments[ref.segment], ref.row)
         return place
 
-    def remove_segment(self, segment: int) -> int:
-        """Forget all entries of a segment, and the segment; how many there were."""
-        rows = self._segments.get(segment)
-        if rows is None:
-            return 0
-        num_live = rows.num_live
-        for row in range(rows.first, len(rows.lookup_keys)):
-            if rows.lookup_keys[row] != _GARBAGE:
+    def remove_segment(self, segment: int) -> None:
+        """Forget all entries of a segment, and the segment."""
+        if (rows := self._segments.get(segment)) is not None:
+            for row in rows.live():
                 self._unlink(segment, rows, row)
-        del self._segments[segment]
-        return num_live
+            del self._segments[segment]
 
-    def num_live(self, segment: int) -> int:
-        rows = self._segments.get(segment)
-        return 0 if rows is None else rows.num_live
-
-    def places(self, segment: int) -> Iterator[Place]:
+    def places(self, segment: int) -> list[Place]:
         """Places of the entries of a segment, in the order in which they were published."""
         rows = self._segments.get(segment)
-        if rows is not None:
-            for row in range(rows.first, len(rows.lookup_keys)):
-                if rows.lookup_keys[row] != _GARBAGE:
-                    yield rows.place(row)
+        return [] if rows is None else [rows.place(row) for row in rows.live()]
 
     def refs_behind(self, last: Ref | None, limit: int) -> list[Ref]:
         """At most ``limit`` entries published after ``last`` (which may be gone by now), or the first ones."""
@@ -170,12 +161,10 @@ class Index:
             rows = self._segments[segment]
             while rows.first < len(rows.lookup_keys) and rows.lookup_keys[rows.first] == _GARBAGE:
                 rows.first += 1
-            begin = rows.first if last is None or segment != last.segment else max(rows.first, last.row + 1)
-            for row in range(begin, len(rows.lookup_keys)):
-                if rows.lookup_keys[row] != _GARBAGE:
-                    refs.append(Ref(segment, row, rows.sizes[row], rows.tokens[row]))
-                    if len(refs) == limit:
-                        return refs
+            for row in rows.live(last.row + 1 if last is not None and segment == last.segment else 0):
+                refs.append(Ref(segment, row, rows.sizes[row], rows.tokens[row]))
+                if len(refs) == limit:
+                    return refs
         return refs
 
     def _link(self, segment: int, rows: _Rows, row: int, lookup_keys: Sequence[int]) -> None:
@@ -186,7 +175,6 @@ class Index:
             newest[lookup_key] = handle
             handle += 1
         rows.lookup_keys.extend(lookup_keys)
-        rows.num_live += len(lookup_keys)
         self._num_live += len(lookup_keys)
 
     def _unlink(self, segment: int, rows: _Rows, row: int) -> None:
@@ -204,7 +192,6 @@ class Index:
         else:
             self._newest[lookup_key] = rows.older[row]
         rows.lookup_keys[row] = _GARBAGE
-        rows.num_live -= 1
         self._num_live -= 1
 
 

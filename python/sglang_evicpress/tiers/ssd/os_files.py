@@ -8,26 +8,11 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from sglang_evicpress.tiers.ssd.folder import Folder, StoreError, UnsafeFileError, open_file
-
-__all__ = [
-    "BLOCK_BYTES",
-    "Aligned",
-    "Files",
-    "Folder",
-    "StoreError",
-    "lock_folder",
-    "parts",
-    "pieces",
-    "reason_of",
-    "round_up",
-    "transfer",
-    "unlock_folder",
-]
 
 BLOCK_BYTES = 4096
 """Payloads begin and end on multiples of this; direct I/O moves multiples of it from and to multiples of it."""
@@ -52,6 +37,15 @@ class Files:
 
     def close(self, fd: int) -> None:
         os.close(fd)
+
+    @contextlib.contextmanager
+    def opened(self, path: str, flags: int) -> Iterator[int]:
+        """``open``, and ``close`` at the end."""
+        fd = self.open(path, flags)
+        try:
+            yield fd
+        finally:
+            self.close(fd)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         return os.preadv(fd, buffers, offset)
@@ -140,7 +134,7 @@ def lock_folder(folder: Folder) -> int:
     """Take a folder's ``lock`` for as long as the descriptor is open. Raises StoreError naming who holds it."""
     where = f"SSD folder {folder.path}"
     try:
-        fd = folder.file("lock", os.O_RDWR | os.O_CREAT)
+        fd = open_file("lock", os.O_RDWR | os.O_CREAT, folder.fd)
     except OSError as error:
         what = error.strerror if isinstance(error, UnsafeFileError) else f"its file 'lock': {error.strerror}"
         raise StoreError(f"{where} cannot be locked: {what}") from error
@@ -220,35 +214,23 @@ def transfer(
     return done
 
 
-def pieces(buffers: Sequence[memoryview], num_bytes: int) -> list[list[memoryview]]:
-    """The buffers in groups of at most ``num_bytes`` (a multiple of the block); long ones are cut."""
-    groups: list[list[memoryview]] = []
-    room = 0
-    for buffer in buffers:
-        while len(buffer):
-            if not room:
-                groups.append([])
-                room = num_bytes
-            part = buffer[:room]
-            groups[-1].append(part)
-            room -= len(part)
-            buffer = buffer[len(part) :]
-    return groups
+def parts(buffers: Iterable[memoryview], sizes: Iterable[int]) -> Iterator[Iterator[memoryview]]:
+    """The buffers, one after the other, cut into parts of these sizes in bytes; each has to be taken before the next,
+    and takes a buffer when it comes to it."""
+    stream = iter(buffers)
+    rest = memoryview(b"")
 
+    def take(num_bytes: int) -> Iterator[memoryview]:
+        nonlocal rest
+        while num_bytes:
+            if not rest:
+                rest = next(stream)
+            part = rest[:num_bytes]
+            rest = rest[len(part) :]
+            num_bytes -= len(part)
+            yield part
 
-def parts(buffers: Sequence[memoryview], sizes: Sequence[int]) -> Iterator[list[memoryview]]:
-    """The buffers, one after the other, cut into parts of these sizes in bytes."""
-    left = list(buffers)[::-1]
-    for size in sizes:
-        part: list[memoryview] = []
-        while size:
-            buffer = left.pop()
-            if len(buffer) > size:
-                left.append(buffer[size:])
-                buffer = buffer[:size]
-            part.append(buffer)
-            size -= len(buffer)
-        yield part
+    return map(take, sizes)
 
 
 def reason_of(error: OSError) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 
-from sglang_evicpress.tiers.entry.encoding import BadEntry, Header, check_extent, decode
+from sglang_evicpress.tiers.entry.encoding import decode
+from sglang_evicpress.tiers.entry.header import BadEntry, Header, check_extent
 from sglang_evicpress.tiers.entry.key import Key
 from sglang_evicpress.tiers.ssd.deadline import Pulse
 from sglang_evicpress.tiers.ssd.index import Place, Ref

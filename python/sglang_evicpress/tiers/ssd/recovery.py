@@ -41,7 +41,10 @@ def recover(
     is_sound = (records.payload_offsets % BLOCK_BYTES == 0) & (records.payload_offsets < MAX_PAYLOAD_OFFSET)
     is_kept = is_there & is_sound
     is_own = is_kept & records.is_ours & (records.fingerprints == np.array(fingerprint, dtype="S16"))
-    _count(errors, scanned)
+    # Damage between records by its reason, and what is behind the last one once, as torn if it may be.
+    errors.update(reason for offset, reason in scanned.bad if offset < scanned.end)
+    if scanned.end < scanned.num_bytes:
+        errors["header" if scanned.bad[-1] == (scanned.end, "header") else "length"] += 1
     for reason, mask in (
         ("length" if kv else "missing", ~is_there),
         ("header", is_there & ~is_sound),
@@ -62,13 +65,6 @@ def recover(
     # A damaged tombstone counts holes as live, and can hide as many garbage bytes.
     segment.has_gaps = bool(segment.garbage or scanned.bad) and not segment.is_foreign
     return segment, records.select(is_own)
-
-
-def _count(errors: Counter[str], scanned: Head) -> None:
-    """Damage between records by its reason, and what is behind the last one once, as torn if it may be."""
-    errors.update(reason for offset, reason in scanned.bad if offset < scanned.end)
-    if scanned.end < scanned.num_bytes:
-        errors["header" if scanned.bad[-1] == (scanned.end, "header") else "length"] += 1
 
 
 def _cut(disk: SegmentFiles, segment: Segment, scanned: Head, kv_bytes: int, errors: Counter[str]) -> int:

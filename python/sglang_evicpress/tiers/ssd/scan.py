@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_evicpress.tiers.entry.encoding import MAGIC, BadEntry, Peek, peek
+from sglang_evicpress.tiers.entry.encoding import MAGIC, Peek, peek
+from sglang_evicpress.tiers.entry.header import BadEntry
 from sglang_evicpress.tiers.entry.key import Key
 
 _LENGTH_AT = 12  # of a record, in every version of the format: its length in bytes, 4 bytes

@@ -8,6 +8,7 @@ reads zeros, or no file, and not another entry.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -16,10 +17,11 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from itertools import chain
 
-from sglang_evicpress.tiers.entry.encoding import BadEntry, Header, check_extent
+from sglang_evicpress.tiers.entry.header import BadEntry, Header, check_part
 from sglang_evicpress.tiers.entry.key import SEAL_BYTES, Key
-from sglang_evicpress.tiers.ssd.os_files import BLOCK_BYTES, Aligned, Files, pieces, round_up, transfer
+from sglang_evicpress.tiers.ssd.os_files import BLOCK_BYTES, Aligned, Files, parts, round_up, transfer
 from sglang_evicpress.tiers.ssd.scan import Head, scan
 
 PIECE_BYTES = 8 << 20
@@ -68,7 +70,9 @@ class SegmentFiles:
         aligned = Aligned(chunks)
         if not aligned.num_bytes:
             return
-        groups = pieces(aligned.buffers, PIECE_BYTES)
+        total = sum(map(len, aligned.buffers))
+        sizes = (min(PIECE_BYTES, total - at) for at in range(0, total, PIECE_BYTES))
+        groups = [list(part) for part in parts(aligned.buffers, sizes)]
         with self._payload(number, os.O_RDONLY, aligned.is_direct) as file:
 
             def read(group: Sequence[memoryview], at: int) -> None:
@@ -112,9 +116,8 @@ class SegmentFiles:
         Raises OSError, and leaves no part of the record behind if it can. Without ``is_new`` the file has to be there.
         """
         files = self._files
-        fd = files.open(self._head(number), os.O_WRONLY | os.O_APPEND | (os.O_CREAT if is_new else 0))
-        try:
-            offset = self._files.size(fd)
+        with files.opened(self._head(number), os.O_WRONLY | os.O_APPEND | (os.O_CREAT if is_new else 0)) as fd:
+            offset = files.size(fd)
             try:
                 done = files.append(fd, record)
                 if done != len(record):
@@ -122,24 +125,18 @@ class SegmentFiles:
             except OSError:
                 files.truncate(fd, offset)
                 raise
-        finally:
-            files.close(fd)
         return offset, offset + len(record)
 
     def read_record(self, number: int, offset: int, num_bytes: int) -> bytes:
         """The bytes there, fewer at the end of the file. Raises OSError."""
-        fd = self._files.open(self._head(number), os.O_RDONLY)
-        try:
+        with self._files.opened(self._head(number), os.O_RDONLY) as fd:
             data = bytearray(num_bytes)
             return bytes(data[: self._read(fd, offset, memoryview(data))])
-        finally:
-            self._files.close(fd)
 
     def read_head(self, number: int, key: Key | None = None) -> Head:
         """Read and check every record; those that ``key`` has sealed are ours. What cannot be read counts as damaged,
         and the file as not whole."""
-        fd = self._files.open(self._head(number), os.O_RDONLY)
-        try:
+        with self._files.opened(self._head(number), os.O_RDONLY) as fd:
             num_bytes = self._files.size(fd)
             data, is_whole = bytearray(num_bytes), True
             view = memoryview(data)
@@ -149,32 +146,24 @@ class SegmentFiles:
                     is_whole &= self._read(fd, begin, piece) == len(piece)
                 except OSError:
                     is_whole = False
-        finally:
-            self._files.close(fd)
         return replace(scan(data, key), is_whole=is_whole)
 
     def cut(self, number: int, *, kv_bytes: int | None = None, head_bytes: int | None = None) -> None:
         """Shorten one of the files, or both, to these sizes. Raises OSError."""
         for path, size in ((self._kv(number), kv_bytes), (self._head(number), head_bytes)):
             if size is not None:
-                fd = self._files.open(path, os.O_WRONLY)
-                try:
+                with self._files.opened(path, os.O_WRONLY) as fd:
                     self._files.truncate(fd, size)
-                finally:
-                    self._files.close(fd)
 
     def rewrite_head(self, number: int, records: Sequence[bytes]) -> None:
         """Replace the .head file, all at once, by one with these records. Raises OSError."""
         path = self._head(number)
         self._files.unlink(path + _LEFTOVER)
-        fd = self._files.open(path + _LEFTOVER, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL)
-        try:
+        with self._files.opened(path + _LEFTOVER, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL) as fd:
             for record in records:
                 if self._files.append(fd, record) != len(record):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._files.fdatasync(fd)
-        finally:
-            self._files.close(fd)
         self._files.rename(path + _LEFTOVER, path)
 
     def remove_leftovers(self) -> None:
@@ -185,23 +174,14 @@ class SegmentFiles:
 
     def data_bytes(self, number: int, holes: Sequence[tuple[int, int]]) -> int:
         """Bytes of these (offset, bytes) of a .kv file that take space. Raises OSError."""
-        fd = self._files.open(self._kv(number), os.O_RDONLY)
-        try:
+        with self._files.opened(self._kv(number), os.O_RDONLY) as fd:
             return sum(self._files.data_bytes(fd, offset, num_bytes) for offset, num_bytes in holes)
-        finally:
-            self._files.close(fd)
 
     def punch(self, number: int, holes: Sequence[tuple[int, int]]) -> None:
         """Give back (offset, bytes) of a .kv file; one that is not there has none. Raises OSError."""
-        try:
-            fd = self._files.open(self._kv(number), os.O_WRONLY)
-        except FileNotFoundError:
-            return
-        try:
+        with contextlib.suppress(FileNotFoundError), self._files.opened(self._kv(number), os.O_WRONLY) as fd:
             for offset, num_bytes in merged(holes):
                 self._files.punch_hole(fd, offset, num_bytes)
-        finally:
-            self._files.close(fd)
 
     def unlink(self, number: int) -> None:
         """The .head first: without it the payloads are garbage, all at once, whatever happens next. Raises OSError."""
@@ -212,14 +192,8 @@ class SegmentFiles:
         """Make what was written durable: payloads, then records, then the names of the files. Raises OSError."""
         for path, is_wanted in ((self._kv(number), is_payload), (self._head(number), is_head)):
             if is_wanted:
-                try:
-                    fd = self._files.open(path, os.O_RDONLY)
-                except FileNotFoundError:
-                    continue
-                try:
+                with contextlib.suppress(FileNotFoundError), self._files.opened(path, os.O_RDONLY) as fd:
                     self._files.fdatasync(fd)
-                finally:
-                    self._files.close(fd)
         if is_folder:
             self._files.sync_folder()
 
@@ -323,21 +297,9 @@ def gaps(taken: Sequence[tuple[int, int]], end: int) -> list[tuple[int, int]]:
 
 def check_arriving(header: Header, arriving: Iterator[Sequence[memoryview]], key: Key | None = None) -> None:
     """Compare every extent of the header with its bytes, as they arrive, and its seal with ``key``. Raises BadEntry."""
-    stream = (chunk for group in arriving for chunk in group)
-    rest = memoryview(b"")
-
-    def take(num_bytes: int) -> Iterator[memoryview]:
-        nonlocal rest
-        while num_bytes:
-            if not rest:
-                rest = next(stream)
-            part = rest[:num_bytes]
-            rest = rest[len(part) :]
-            num_bytes -= len(part)
-            yield part
-
-    for number, extent in enumerate(header.extents):
-        check_extent(extent, take(extent.num_bytes), seal_of(header, number, key))
+    payload = parts(chain.from_iterable(arriving), (extent.num_bytes for extent in header.extents))
+    for number, (_, part) in enumerate(zip(header.extents, payload, strict=True)):
+        check_part(header, number, part, seal_of(header, number, key))
 
 
 def seal_of(header: Header, number: int, key: Key | None) -> tuple[Key, bytes] | None:

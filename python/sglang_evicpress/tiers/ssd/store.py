@@ -10,28 +10,23 @@ import contextlib
 import errno
 import logging
 import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 from sglang_evicpress.threads import WatchedThread
-from sglang_evicpress.tiers.entry.encoding import BadEntry, Header, encode, encode_tombstone
+from sglang_evicpress.tiers.entry.encoding import encode, encode_tombstone
+from sglang_evicpress.tiers.entry.header import BadEntry, Header
 from sglang_evicpress.tiers.entry.key import Key
-from sglang_evicpress.tiers.ssd.deadline import Pulse
-from sglang_evicpress.tiers.ssd.free_space import FreeSpace
+from sglang_evicpress.tiers.ssd.folder import Folder, StoreError
+from sglang_evicpress.tiers.ssd.health import DiskHealth
 from sglang_evicpress.tiers.ssd.index import Index, Place, Ref
-from sglang_evicpress.tiers.ssd.os_files import Files, Folder, StoreError, parts, reason_of, round_up
-from sglang_evicpress.tiers.ssd.os_files import lock_folder as lock
-from sglang_evicpress.tiers.ssd.os_files import unlock_folder as unlock
+from sglang_evicpress.tiers.ssd.os_files import Files, lock_folder, parts, reason_of, round_up, unlock_folder
 from sglang_evicpress.tiers.ssd.reading import Reader
 from sglang_evicpress.tiers.ssd.recovery import recover
 from sglang_evicpress.tiers.ssd.segments import SegmentFiles, gaps
 from sglang_evicpress.tiers.ssd.space import Reservation, Space
-
-__all__ = ["Ref", "Reservation", "SsdStore", "StoreError"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +34,8 @@ SEGMENT_BYTES = 256 << 20
 SYNC_MODES = ("none", "batch", "always")
 
 _MIN_SEGMENT_BYTES = 4 << 20
-_MAX_BACKOFF_S = 60.0
 _SYNC_PERIOD_S = 2.0
 _CLOSE_S = 10.0  # for writers to end, and the thread that syncs
-ANSWER_S = 0.5
-"""A question about the file system's room is waited for."""
-HANG_S = 30.0
-"""Something that takes longer on the disk hangs: the store is out of use until it comes back."""
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)  # say nothing about the entry
 
 
@@ -75,7 +65,7 @@ class SsdStore:
             raise ValueError(f"sync mode {sync!r} is not known: expected one of {', '.join(SYNC_MODES)}")
         if capacity_bytes <= 0 or segment_bytes <= 0:
             raise ValueError(f"capacity {capacity_bytes} and segments of {segment_bytes} bytes: expected more than 0")
-        self.errors: Counter[str] = Counter()
+        self.capacity_bytes = capacity_bytes
         self.written_bytes = 0
         self.read_bytes = 0
         opened = folder if isinstance(folder, Folder) else Folder.open(folder)
@@ -83,12 +73,9 @@ class SsdStore:
         self._key = key
         self._tombstone_bytes = len(encode_tombstone(0, key))
         self._sync_mode = sync
-        self._backoff_s = backoff_s
-        self._pause_s = 0.0
-        self._retry_at = 0.0
-        self._files = Files() if files is None else files
-        self._files.folder = opened
-        self._disk = SegmentFiles(self._files)
+        files = Files() if files is None else files
+        files.folder = opened
+        self._disk = SegmentFiles(files)
         self._index = Index()
         self._space = Space(capacity_bytes, max(_MIN_SEGMENT_BYTES, min(segment_bytes, capacity_bytes // 8)))
         self._lock = threading.Condition(threading.Lock())  # of the bookkeeping: never held while a file is used
@@ -97,11 +84,11 @@ class SsdStore:
         self._num_writing = 0
         self._is_closed = False
         self._stop = threading.Event()
-        self._pulse = Pulse()
+        self._health = DiskHealth(opened.path, files.free_bytes, backoff_s)
+        self.errors = self._health.errors  # by reason
+        self._pulse = self._health.pulse
         self._reader = Reader(self._disk, self._pulse, fingerprint, key)
-        self._room = FreeSpace(self._files.free_bytes)
-        self._did_hang = False
-        self._lock_fd = lock(opened)
+        self._lock_fd = lock_folder(opened)
         try:
             self._disk.remove_leftovers()
             for number in self._disk.numbers():
@@ -111,20 +98,12 @@ class SsdStore:
             for number in self._space.make_excess_obsolete():
                 self._index.remove_segment(number)
         except OSError as error:
-            unlock(self._lock_fd)
-            raise StoreError(f"SSD folder {self._folder} cannot be read: {error.strerror}") from error
+            unlock_folder(self._lock_fd)
+            raise StoreError(f"SSD folder {opened.path} cannot be read: {error.strerror}") from error
         self._syncer = WatchedThread("evicpress-ssd-sync", self._sync_in_background)
+        self.threads = (self._syncer,)
         if sync == "batch":
             self._syncer.start()
-
-    @property
-    def threads(self) -> tuple[WatchedThread, ...]:
-        """Threads that work for the store."""
-        return self._syncer, self._room.thread
-
-    @property
-    def capacity_bytes(self) -> int:
-        return self._space.capacity_bytes
 
     @property
     def num_entries(self) -> int:
@@ -138,19 +117,12 @@ class SsdStore:
     @property
     def is_writable(self) -> bool:
         """Not while it is closed or does not answer, nor for some seconds after a write has failed."""
-        return not self._is_closed and time.monotonic() >= self._retry_at and self.is_answering
+        return not (self._is_closed or self._stop.is_set()) and self._health.is_writable
 
     @property
     def is_answering(self) -> bool:
-        """True if the disk does what it is asked to, or has not been asked for long enough to tell; each time it ceases
-        to is counted as "deadline". Takes no lock."""
-        is_answering = not self._room.hangs and self._pulse.oldest_s() <= HANG_S
-        if is_answering == self._did_hang:
-            self._did_hang = not is_answering
-            self.errors["deadline"] += not is_answering
-            what = "answers again" if is_answering else "does not answer: the tier is out of use until it does"
-            logger.warning("SSD folder %s %s", self._folder, what)
-        return is_answering
+        """True if the disk does what it is asked to, as far as is known."""
+        return self._health.is_answering
 
     def __contains__(self, ref: Ref) -> bool:
         with self._lock:
@@ -167,11 +139,7 @@ class SsdStore:
     def reserve(self, num_bytes: int) -> Reservation | None:
         """Space for a payload; None when the capacity or what is free on the disk forbids it, or nothing is written
         now. ``reclaim`` may help, and then the removal of others."""
-        try:
-            has_room = self._room.take(round_up(num_bytes), self._space.reserved, ANSWER_S)
-        except OSError as error:
-            self._back_off(error)
-            return None
+        has_room = self._health.has_room(round_up(num_bytes), self._space.reserved)
         with self._lock:
             return self._space.reserve(num_bytes) if has_room and self.is_writable else None
 
@@ -199,22 +167,6 @@ class SsdStore:
                 self._space.segments[ref.segment].untombstoned.append(place.record_offset)
         if not is_lazy:
             self._tombstone(ref.segment, place.record_offset)
-
-    def oldest(self, num_bytes: int, is_used: Callable[[Ref], bool]) -> list[Ref]:
-        """Entries that are not used, oldest first, whose removal gives that many bytes; all there are if too few."""
-        refs: list[Ref] = []
-        last = None
-        while num_bytes > 0:
-            with self._lock:
-                batch = self._index.refs_behind(last, 256)
-            if not batch:
-                break
-            for ref in batch:
-                if num_bytes > 0 and not is_used(ref):
-                    refs.append(ref)
-                    num_bytes -= round_up(ref.num_bytes)
-            last = batch[-1]
-        return refs
 
     def entries_behind(self, last: Ref | None, limit: int) -> list[Ref]:
         """At most ``limit`` entries, oldest first, published after ``last`` (which may be gone), or the first ones."""
@@ -250,20 +202,21 @@ class SsdStore:
                 )
             seals = b""
             if self._key is not None:
-                seals = self._key.seal_extents(parts(chunks, [extent.num_bytes for extent in header.extents]))
+                payload = parts(chunks, [extent.num_bytes for extent in header.extents])
+                seals = b"".join(map(self._key.seal_extent, payload))
             sealed = replace(header, payload_offset=reservation.offset, seals=seals)
             record = encode(sealed, self._key)
-            self._check_room(len(record) + self._tombstone_bytes - reservation.record_bytes)
+            excess = len(record) + self._tombstone_bytes - reservation.record_bytes  # over what was reserved for it
+            with self._lock:
+                if excess > 0 and self._space.used + excess > self._space.capacity_bytes:
+                    raise OSError(errno.ENOSPC, f"there is no room for a record that is {excess} bytes longer")
             is_written = True
             with self._pulse.transfer(header.payload_bytes):
                 self._disk.write_payload(reservation.segment, reservation.offset, chunks)
                 ref = self._publish(reservation, header, record)
             return ref
         except OSError as error:
-            if is_written:
-                self._back_off(error)
-            else:
-                self._count(error)
+            (self._health.pause if is_written else self._health.count)(error)
             raise
         finally:
             with self._lock:
@@ -272,7 +225,7 @@ class SsdStore:
                 if ref is None:
                     self._space.give_back(reservation, is_written=is_written)
                 else:
-                    self._pause_s = 0.0
+                    self._health.succeed()
             if ref is None and is_written:
                 self.reclaim()
 
@@ -326,12 +279,11 @@ class SsdStore:
                     self._disk.sync(segment.number, is_folder=not segment.is_named)
                 segment.is_named = True
             except OSError as error:
-                self._count(error)
+                self._health.count(error)
 
     def abandon(self) -> None:
         """Publish nothing any more, without waiting for what is being written. The folder stays locked until ``close``
         or the end of the process."""
-        self._retry_at = float("inf")
         self._is_closed = True
 
     def close(self) -> None:
@@ -340,7 +292,6 @@ class SsdStore:
             if self._stop.is_set():
                 return
             self._stop.set()
-            self._retry_at = float("inf")
             self._lock.wait_for(lambda: not self._num_writing, _CLOSE_S)
         self.reclaim()
         with self._reclaiming, self._appending:
@@ -348,11 +299,10 @@ class SsdStore:
         self._syncer.stop()
         self._syncer.join(_CLOSE_S)
         self.sync()
-        self._room.close()
         self._disk.close()
         with self._lock:
             self._index = Index()
-        unlock(self._lock_fd)
+        unlock_folder(self._lock_fd)
 
     def _publish(self, reservation: Reservation, header: Header, record: bytes) -> Ref:
         number, lookup_key = reservation.segment, header.lookup_key
@@ -392,7 +342,7 @@ class SsdStore:
         except FileNotFoundError:
             return
         except OSError as error:
-            self._count(error)
+            self._health.count(error)
             with self._lock:
                 if segment := self._space.segments.get(number):
                     segment.untombstoned.append(offset)
@@ -424,7 +374,7 @@ class SsdStore:
             self._disk.punch(number, holes)
         except OSError as error:
             if is_spent or error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
-                self._count(error)
+                self._health.count(error)
             else:
                 logger.info("SSD folder %s cannot give back parts of files: whole segments are dropped", self._folder)
                 self._space.can_punch = False
@@ -437,17 +387,13 @@ class SsdStore:
             segment.has_gaps = False
         return garbage
 
-    def _place(self, ref: Ref) -> Place:
+    @contextlib.contextmanager
+    def _whole(self, ref: Ref) -> Iterator[Place]:
+        """Place of the entry, while it is read; one that cannot be read is gone then. Raises BadEntry."""
         with self._lock:
             place = self._index.place(ref)
         if place is None:
             raise BadEntry("missing", "it was removed")
-        return place
-
-    @contextlib.contextmanager
-    def _whole(self, ref: Ref) -> Iterator[Place]:
-        """Place of the entry, while it is read; one that cannot be read is gone then. Raises BadEntry."""
-        place = self._place(ref)
         try:
             yield place
         except (OSError, BadEntry) as error:
@@ -463,32 +409,11 @@ class SsdStore:
         with self._lock:
             if ref not in self._index:
                 raise BadEntry("missing", "it was removed while it was read") from error
-            self.errors[reason] += 1
+            self._health.count(reason)
         if not isinstance(error, OSError) or error.errno not in _SHORTAGES:
             logger.warning("an entry on SSD was dropped: %s", error)
             self.remove(ref)
         raise BadEntry(reason, str(error)) from error
-
-    def _check_room(self, num_bytes: int) -> None:
-        """Raise OSError where a record is that much longer than was reserved for it, and there is no room."""
-        with self._lock:
-            if num_bytes > 0 and self._space.used + num_bytes > self._space.capacity_bytes:
-                raise OSError(errno.ENOSPC, f"there is no room for a record that is {num_bytes} bytes longer")
-
-    def _count(self, error: OSError) -> None:
-        with self._lock:
-            self.errors[reason_of(error)] += 1
-
-    def _back_off(self, error: OSError) -> None:
-        """Count a failure to write, and write nothing for a while: longer each time until a write succeeds."""
-        self._count(error)
-        with self._lock:
-            now = time.monotonic()
-            if now < self._retry_at:
-                return
-            self._pause_s = min(_MAX_BACKOFF_S, 2 * self._pause_s or self._backoff_s)
-            self._retry_at = now + self._pause_s
-        logger.warning("writing to SSD folder %s pauses for %g s: %s", self._folder, self._pause_s, error)
 
     def _sync_in_background(self) -> None:
         while not self._stop.wait(_SYNC_PERIOD_S):

@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang_evicpress.config import GB
 from sglang_evicpress.tiers.entry.copies import SsdEntry
-from sglang_evicpress.tiers.entry.encoding import Header
+from sglang_evicpress.tiers.entry.header import Header
 from sglang_evicpress.tiers.entry.key import Key
 from sglang_evicpress.tiers.faults import Faults, FaultyFiles
 from sglang_evicpress.tiers.jobs import Job, Workers
@@ -181,8 +181,9 @@ class SsdTier:
 
     def clear(self, workers: Workers) -> None:
         """Forget every entry, also those of earlier servers."""
-        for ref in self.store.oldest(ENDLESS, lambda _: False):
-            self.forget(ref, workers)
+        while refs := self.store.entries_behind(None, MOST_LOOKED_AT):
+            for ref in refs:
+                self.forget(ref, workers)
         self._held.clear()
         self._held_bytes = 0
 
@@ -190,7 +191,7 @@ class SsdTier:
 class Reclaim(Job):
     """Gives the bytes of removed entries back to the file system."""
 
-    rank = 2
+    priority = 2
 
     def __init__(self, tier: SsdTier, workers: Workers) -> None:
         super().__init__()
