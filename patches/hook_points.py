@@ -7,9 +7,13 @@ so that a rename upstream stops the server with one sentence rather than a wrong
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 SUPPORTED_SGLANG = ("0.5.15.post1",)
+
+Kind = Literal["seam", "hook", "read"]
+Process = Literal["scheduler", "frontend"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +26,8 @@ class HookPoint:
     """
 
     path: str
-    kind: Literal["seam", "hook", "read"]
-    process: Literal["scheduler", "frontend"]
+    kind: Kind
+    process: Process
     parameters: tuple[str, ...] | None
 
 
@@ -36,148 +40,89 @@ _POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
 _KV_CACHE = "sglang.srt.mem_cache.memory_pool.KVCache"
 _ALLOCATOR = "sglang.srt.mem_cache.allocator"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_ENGINE = "sglang.srt.entrypoints.engine.Engine"
+_BATCH = "sglang.srt.managers.schedule_batch"
 _ATTENTION = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend"
+
+
+def _point(kind: Kind, path: str, parameters: str | None = None, *, process: Process = "scheduler") -> HookPoint:
+    """``parameters`` with a space between them; None: the name must be there."""
+    return HookPoint(path, kind, process, None if parameters is None else tuple(parameters.split()))
+
+
+_hook, _read, _seam = partial(_point, "hook"), partial(_point, "read"), partial(_point, "seam")
 
 HOOK_POINTS = (
     # rows: compact rows of req_to_token
-    HookPoint(f"{_COMMON}.alloc_for_extend", "hook", "scheduler", ("batch",)),
-    HookPoint(
+    _hook(f"{_COMMON}.alloc_for_extend", "batch"),
+    _hook(
         f"{_COMMON}.write_cache_indices",
-        "hook",
-        "scheduler",
-        (
-            "out_cache_loc",
-            "req_pool_indices_tensor",
-            "req_pool_indices_cpu",
-            "prefix_lens_tensor",
-            "prefix_lens_cpu",
-            "seq_lens_tensor",
-            "seq_lens_cpu",
-            "extend_lens_tensor",
-            "extend_lens_cpu",
-            "prefix_tensors",
-            "req_to_token_pool",
-        ),
+        "out_cache_loc req_pool_indices_tensor req_pool_indices_cpu prefix_lens_tensor prefix_lens_cpu "
+        "seq_lens_tensor seq_lens_cpu extend_lens_tensor extend_lens_cpu prefix_tensors req_to_token_pool",
     ),
-    HookPoint(f"{_COMMON}.alloc_for_decode", "hook", "scheduler", ("batch", "token_per_req")),
+    _hook(f"{_COMMON}.alloc_for_decode", "batch token_per_req"),
     # attention: the view of the batch, HOLES before CUDA-graph capture
-    HookPoint(f"{_RUNNER}.init_attention_backend", "hook", "scheduler", ("self",)),
-    HookPoint(
-        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
-        "hook",
-        "scheduler",
-        ("batch", "model_runner"),
-    ),
-    HookPoint(f"{_ATTENTION}.init_forward_metadata", "read", "scheduler", ("self", "forward_batch")),
-    HookPoint(
-        f"{_ATTENTION}.init_forward_metadata_out_graph",
-        "read",
-        "scheduler",
-        ("self", "forward_batch", "in_capture"),
-    ),
-    HookPoint(f"{_ATTENTION}.init_forward_metadata_in_graph", "read", "scheduler", ("self", "forward_batch")),
+    _hook(f"{_RUNNER}.init_attention_backend", "self"),
+    _hook("sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", "batch model_runner"),
+    _read(f"{_ATTENTION}.init_forward_metadata", "self forward_batch"),
+    _read(f"{_ATTENTION}.init_forward_metadata_out_graph", "self forward_batch in_capture"),
+    _read(f"{_ATTENTION}.init_forward_metadata_in_graph", "self forward_batch"),
     # control messages
-    HookPoint(f"{_SCHEDULER}.init_request_dispatcher", "hook", "scheduler", ("self",)),
-    HookPoint(
+    _hook(f"{_SCHEDULER}.init_request_dispatcher", "self"),
+    _hook(
         f"{_SCHEDULER}.__init__",
-        "hook",
-        "scheduler",
-        (
-            "self",
-            "server_args",
-            "port_args",
-            "gpu_id",
-            "tp_rank",
-            "moe_ep_rank",
-            "pp_rank",
-            "attn_cp_rank",
-            "moe_dp_rank",
-            "dp_rank",
-        ),
+        "self server_args port_args gpu_id tp_rank moe_ep_rank pp_rank attn_cp_rank moe_dp_rank dp_rank",
     ),
     # a clean stop
-    HookPoint(f"{_SCHEDULER}.run_event_loop", "hook", "scheduler", ("self",)),
-    HookPoint(f"{_SCHEDULER}.handle_shutdown", "read", "scheduler", ("self", "recv_req")),
-    HookPoint(
+    _hook(f"{_SCHEDULER}.run_event_loop", "self"),
+    _read(f"{_SCHEDULER}.handle_shutdown", "self recv_req"),
+    _hook(
         "sglang.srt.managers.tokenizer_manager.SignalHandler.running_phase_sigquit_handler",
-        "hook",
-        "frontend",
-        ("self", "signum", "frame"),
+        "self signum frame",
+        process="frontend",
     ),
-    HookPoint("sglang.srt.entrypoints.engine.Engine.shutdown", "hook", "frontend", ("self",)),
-    HookPoint("sglang.srt.managers.io_struct.ShutdownReq", "read", "frontend", None),
-    HookPoint("sglang.srt.utils.watchdog.SubprocessWatchdog.stop", "read", "frontend", ("self",)),
-    HookPoint("sglang.srt.utils.cudacore_pyspy_dump_utils.collect_scheduler_processes", "read", "frontend", ()),
-    HookPoint(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager._async_dispatch_to_scheduler",
-        "read",
-        "frontend",
-        ("self", "obj"),
-    ),
+    _hook(f"{_ENGINE}.shutdown", "self", process="frontend"),
+    _read("sglang.srt.managers.io_struct.ShutdownReq", process="frontend"),
+    _read("sglang.srt.utils.watchdog.SubprocessWatchdog.stop", "self", process="frontend"),
+    _read("sglang.srt.utils.cudacore_pyspy_dump_utils.collect_scheduler_processes", "", process="frontend"),
+    _read(f"{_TOKENIZER}._async_dispatch_to_scheduler", "self obj", process="frontend"),
     # a request that would wait too long
-    HookPoint(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_abort_finish_reason",
-        "hook",
-        "frontend",
-        ("self", "out", "state", "is_stream"),
-    ),
+    _hook(f"{_TOKENIZER}._handle_abort_finish_reason", "self out state is_stream", process="frontend"),
     # a refusal, said last
-    HookPoint(
-        "sglang.srt.entrypoints.engine.Engine._launch_subprocesses",
-        "hook",
-        "frontend",
-        (
-            "server_args",
-            "init_tokenizer_manager_func",
-            "run_scheduler_process_func",
-            "run_detokenizer_process_func",
-            "port_args",
-        ),
+    _hook(
+        f"{_ENGINE}._launch_subprocesses",
+        "server_args init_tokenizer_manager_func run_scheduler_process_func run_detokenizer_process_func port_args",
+        process="frontend",
     ),
-    HookPoint(
+    _hook(
         "sglang.srt.entrypoints.http_server.launch_server",
-        "hook",
-        "frontend",
-        (
-            "server_args",
-            "init_tokenizer_manager_func",
-            "run_scheduler_process_func",
-            "run_detokenizer_process_func",
-            "execute_warmup_func",
-            "launch_callback",
-        ),
+        "server_args init_tokenizer_manager_func run_scheduler_process_func run_detokenizer_process_func "
+        "execute_warmup_func launch_callback",
+        process="frontend",
     ),
-    HookPoint("sglang.srt.utils.kill_process_tree", "read", "frontend", None),
+    _read("sglang.srt.utils.kill_process_tree", process="frontend"),
     # the clock, the queue and the times of batches
-    HookPoint(
-        "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver._pull_raw_reqs",
-        "hook",
-        "scheduler",
-        ("self",),
-    ),
-    HookPoint(f"{_SCHEDULER}._add_request_to_queue", "hook", "scheduler", ("self", "req", "is_retracted")),
-    HookPoint(f"{_SCHEDULER}.get_next_batch_to_run", "hook", "scheduler", ("self",)),
-    HookPoint(f"{_SCHEDULER}.on_idle", "hook", "scheduler", ("self",)),
-    HookPoint(
-        f"{_ADDER}.add_one_req", "hook", "scheduler", ("self", "req", "has_chunked_req", "truncation_align_size")
-    ),
+    _hook("sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver._pull_raw_reqs", "self"),
+    _hook(f"{_SCHEDULER}._add_request_to_queue", "self req is_retracted"),
+    _hook(f"{_SCHEDULER}.get_next_batch_to_run", "self"),
+    _hook(f"{_SCHEDULER}.on_idle", "self"),
+    _hook(f"{_ADDER}.add_one_req", "self req has_chunked_req truncation_align_size"),
     # budgets of running requests
-    HookPoint(f"{_SCHEDULER}.init_req_max_new_tokens", "hook", "scheduler", ("self", "req")),
-    HookPoint(f"{_ADDER}.add_chunked_req", "hook", "scheduler", ("self", "req")),
-    HookPoint(f"{_ADDER}._get_running_request_total_token_offset", "hook", "scheduler", ("self", "req")),
-    HookPoint("sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend", "hook", "scheduler", ("self",)),
-    HookPoint("sglang.srt.managers.schedule_policy.CLIP_MAX_NEW_TOKENS", "read", "scheduler", None),
-    HookPoint(
-        "sglang.srt.managers.schedule_batch.Req.set_finish_with_abort", "read", "scheduler", ("self", "error_msg")
-    ),
-    HookPoint(f"{_COMMON}.evict_from_tree_cache", "hook", "scheduler", ("tree_cache", "num_tokens")),
-    HookPoint("sglang.srt.managers.schedule_policy.AddReqResult.CONTINUE", "read", "scheduler", None),
-    HookPoint("sglang.srt.managers.schedule_policy.AddReqResult.NO_TOKEN", "read", "scheduler", None),
-    HookPoint(f"{_SCHEDULER}.run_batch", "hook", "scheduler", ("self", "batch", "pp_proxy_tensors")),
-    HookPoint(f"{_SCHEDULER}.process_batch_result", "hook", "scheduler", ("self", "batch", "result")),
+    _hook(f"{_SCHEDULER}.init_req_max_new_tokens", "self req"),
+    _hook(f"{_ADDER}.add_chunked_req", "self req"),
+    _hook(f"{_ADDER}._get_running_request_total_token_offset", "self req"),
+    _hook(f"{_BATCH}.ScheduleBatch.prepare_for_extend", "self"),
+    _read("sglang.srt.managers.schedule_policy.CLIP_MAX_NEW_TOKENS"),
+    _read(f"{_BATCH}.Req.set_finish_with_abort", "self error_msg"),
+    _hook(f"{_COMMON}.evict_from_tree_cache", "tree_cache num_tokens"),
+    _read("sglang.srt.managers.schedule_policy.AddReqResult.CONTINUE"),
+    _read("sglang.srt.managers.schedule_policy.AddReqResult.NO_TOKEN"),
+    _hook(f"{_SCHEDULER}.run_batch", "self batch pp_proxy_tensors"),
+    _hook(f"{_SCHEDULER}.process_batch_result", "self batch result"),
     # the weights, and the adapters
     *(
-        HookPoint(f"{_UPDATER}.{name}", "hook", "scheduler", ("self", "recv_req"))
+        _hook(f"{_UPDATER}.{name}", "self recv_req")
         for name in (
             "update_weights_from_disk",
             "update_weights_from_distributed",
@@ -188,104 +133,58 @@ HOOK_POINTS = (
             "check_weights",
         )
     ),
-    HookPoint("sglang.srt.constants.GPU_MEMORY_ALL_TYPES", "read", "scheduler", None),
-    HookPoint("sglang.srt.constants.GPU_MEMORY_TYPE_KV_CACHE", "read", "scheduler", None),
-    HookPoint("sglang.srt.constants.GPU_MEMORY_TYPE_WEIGHTS", "read", "scheduler", None),
-    HookPoint(f"{_UPDATER}.offload_tags", "read", "scheduler", None),
-    HookPoint(f"{_SCHEDULER}.load_lora_adapter", "hook", "scheduler", ("self", "recv_req")),
-    HookPoint(f"{_SCHEDULER}.load_lora_adapter_from_tensors", "hook", "scheduler", ("self", "recv_req")),
-    HookPoint("sglang.srt.lora.lora_manager.LoRAManager", "read", "scheduler", None),
-    HookPoint("sglang.srt.managers.io_struct.hook_custom_types", "seam", "scheduler", ("new_types",)),
+    _read("sglang.srt.constants.GPU_MEMORY_ALL_TYPES"),
+    _read("sglang.srt.constants.GPU_MEMORY_TYPE_KV_CACHE"),
+    _read("sglang.srt.constants.GPU_MEMORY_TYPE_WEIGHTS"),
+    _read(f"{_UPDATER}.offload_tags"),
+    _hook(f"{_SCHEDULER}.load_lora_adapter", "self recv_req"),
+    _hook(f"{_SCHEDULER}.load_lora_adapter_from_tensors", "self recv_req"),
+    _read("sglang.srt.lora.lora_manager.LoRAManager"),
+    _seam("sglang.srt.managers.io_struct.hook_custom_types", "new_types"),
     # profiling: requests of our own, sending them back, and giving them up
-    HookPoint(
-        "sglang.srt.managers.schedule_batch.ScheduleBatch.release_req",
-        "read",
-        "scheduler",
-        ("self", "idx", "remaing_req_count", "server_args"),
-    ),
-    HookPoint(
-        "sglang.srt.managers.schedule_batch.ScheduleBatch.filter_batch",
-        "read",
-        "scheduler",
-        ("self", "chunked_req_to_exclude", "keep_indices"),
-    ),
-    HookPoint("sglang.srt.managers.io_struct.AbortReq", "read", "scheduler", None),
-    HookPoint("sglang.srt.managers.schedule_batch.FINISH_ABORT", "read", "scheduler", None),
-    HookPoint("sglang.srt.managers.io_struct.GenerateReqInput", "read", "frontend", None),
-    HookPoint(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
-        "read",
-        "frontend",
-        ("self", "obj", "request"),
-    ),
-    HookPoint(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager._dispatch_to_scheduler", "read", "frontend", None
-    ),
-    HookPoint(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager.auto_create_handle_loop", "read", "frontend", ("self",)
-    ),
-    HookPoint(
+    _read(f"{_BATCH}.ScheduleBatch.release_req", "self idx remaing_req_count server_args"),
+    _read(f"{_BATCH}.ScheduleBatch.filter_batch", "self chunked_req_to_exclude keep_indices"),
+    _read("sglang.srt.managers.io_struct.AbortReq"),
+    _read(f"{_BATCH}.FINISH_ABORT"),
+    _read("sglang.srt.managers.io_struct.GenerateReqInput", process="frontend"),
+    _read(f"{_TOKENIZER}.generate_request", "self obj request", process="frontend"),
+    _read(f"{_TOKENIZER}._dispatch_to_scheduler", process="frontend"),
+    _read(f"{_TOKENIZER}.auto_create_handle_loop", "self", process="frontend"),
+    _hook(
         "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
-        "hook",
-        "frontend",
-        (
-            "server_args",
-            "tokenizer_manager",
-            "template_manager",
-            "port_args",
-            "scheduler_infos",
-            "subprocess_watchdog",
-            "execute_warmup_func",
-            "launch_callback",
-        ),
+        "server_args tokenizer_manager template_manager port_args scheduler_infos subprocess_watchdog "
+        "execute_warmup_func launch_callback",
+        process="frontend",
     ),
-    HookPoint("sglang.srt.entrypoints.http_server.app", "read", "frontend", None),
-    HookPoint("sglang.srt.utils.auth.auth_level", "read", "frontend", ("level",)),
+    _read("sglang.srt.entrypoints.http_server.app", process="frontend"),
+    _read("sglang.srt.utils.auth.auth_level", "level", process="frontend"),
     # the cache
-    HookPoint("sglang.srt.mem_cache.registry.register_radix_cache_backend", "seam", "scheduler", ("name", "factory")),
-    HookPoint(f"{_RADIX}.__init__", "read", "scheduler", ("self", "params")),
-    HookPoint(f"{_RADIX}.reset", "read", "scheduler", ("self",)),
-    HookPoint(f"{_RADIX}.match_prefix", "read", "scheduler", ("self", "params")),
-    HookPoint(f"{_RADIX}.insert", "read", "scheduler", ("self", "params")),
-    HookPoint(f"{_RADIX}.evict", "read", "scheduler", ("self", "params")),
-    HookPoint(f"{_RADIX}.cache_finished_req", "read", "scheduler", ("self", "req", "is_insert")),
-    HookPoint(f"{_RADIX}.cache_unfinished_req", "read", "scheduler", ("self", "req", "chunked")),
-    HookPoint(f"{_RADIX}.inc_lock_ref", "read", "scheduler", ("self", "node")),
-    HookPoint(f"{_RADIX}.dec_lock_ref", "read", "scheduler", ("self", "node", "params")),
-    HookPoint(f"{_RADIX}._match_prefix_helper", "read", "scheduler", ("self", "node", "key")),
-    HookPoint(f"{_RADIX}._split_node", "read", "scheduler", ("self", "key", "child", "split_len")),
-    HookPoint(f"{_RADIX}._delete_leaf", "read", "scheduler", ("self", "node")),
-    HookPoint(f"{_RADIX}._update_leaf_status", "read", "scheduler", ("self", "node")),
-    HookPoint("sglang.srt.mem_cache.radix_cache.TreeNode.__init__", "read", "scheduler", ("self", "id", "priority")),
+    _seam("sglang.srt.mem_cache.registry.register_radix_cache_backend", "name factory"),
+    _read(f"{_RADIX}.__init__", "self params"),
+    _read(f"{_RADIX}.reset", "self"),
+    _read(f"{_RADIX}.match_prefix", "self params"),
+    _read(f"{_RADIX}.insert", "self params"),
+    _read(f"{_RADIX}.evict", "self params"),
+    _read(f"{_RADIX}.cache_finished_req", "self req is_insert"),
+    _read(f"{_RADIX}.cache_unfinished_req", "self req chunked"),
+    _read(f"{_RADIX}.inc_lock_ref", "self node"),
+    _read(f"{_RADIX}.dec_lock_ref", "self node params"),
+    _read(f"{_RADIX}._match_prefix_helper", "self node key"),
+    _read(f"{_RADIX}._split_node", "self key child split_len"),
+    _read(f"{_RADIX}._delete_leaf", "self node"),
+    _read(f"{_RADIX}._update_leaf_status", "self node"),
+    _read("sglang.srt.mem_cache.radix_cache.TreeNode.__init__", "self id priority"),
     # loads, as the hierarchical cache has them
-    HookPoint(
-        "sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache.init_load_back", "read", "scheduler", ("self", "params")
-    ),
-    HookPoint(f"{_KV_CACHE}.register_layer_transfer_counter", "read", "scheduler", ("self", "layer_transfer_counter")),
+    _read("sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache.init_load_back", "self params"),
+    _read(f"{_KV_CACHE}.register_layer_transfer_counter", "self layer_transfer_counter"),
     # the pool and its allocators
-    HookPoint(f"{_ALLOCATOR}.token.TokenToKVPoolAllocator.free", "read", "scheduler", ("self", "free_index")),
-    HookPoint(f"{_ALLOCATOR}.paged.PagedTokenToKVPoolAllocator.free", "read", "scheduler", ("self", "free_index")),
-    HookPoint(
+    _read(f"{_ALLOCATOR}.token.TokenToKVPoolAllocator.free", "self free_index"),
+    _read(f"{_ALLOCATOR}.paged.PagedTokenToKVPoolAllocator.free", "self free_index"),
+    _hook(
         f"{_ALLOCATOR}.paged.PagedTokenToKVPoolAllocator.alloc_extend",
-        "hook",
-        "scheduler",
-        (
-            "self",
-            "prefix_lens",
-            "prefix_lens_cpu",
-            "seq_lens",
-            "seq_lens_cpu",
-            "last_loc",
-            "extend_num_tokens",
-            "num_new_pages",
-        ),
+        "self prefix_lens prefix_lens_cpu seq_lens seq_lens_cpu last_loc extend_num_tokens num_new_pages",
     ),
-    HookPoint(
-        f"{_ALLOCATOR}.paged.PagedTokenToKVPoolAllocator.alloc_decode",
-        "hook",
-        "scheduler",
-        ("self", "seq_lens", "seq_lens_cpu", "last_loc"),
-    ),
-    HookPoint(f"{_POOL}._get_key_buffer", "read", "scheduler", ("self", "layer_id")),
-    HookPoint(f"{_POOL}._get_value_buffer", "read", "scheduler", ("self", "layer_id")),
+    _hook(f"{_ALLOCATOR}.paged.PagedTokenToKVPoolAllocator.alloc_decode", "self seq_lens seq_lens_cpu last_loc"),
+    _read(f"{_POOL}._get_key_buffer", "self layer_id"),
+    _read(f"{_POOL}._get_value_buffer", "self layer_id"),
 )

@@ -13,11 +13,12 @@ import functools
 import importlib.util
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from sglang_evicpress import spawn
-from sglang_evicpress.config import EvicPressConfig, policy_in
+from sglang_evicpress.config import AUTO, EvicPressConfig, policy_in
 from sglang_evicpress.flags import FLAGS, Flag
 from sglang_evicpress.patches import install, last_word, unsupported
 from sglang_evicpress.patches.hook_check import version_problem
@@ -81,6 +82,7 @@ def _wrap_post_init(cls: Any) -> None:
             return
         config = _prepare(self)
         original(self)
+        config = _without_refused_tiers(self, config)  # for what SGLang has chosen
         unsupported.check(self, config)
         if hasattr(self, "model_config"):  # absent for the placeholder models 'none' and 'dummy'
             unsupported.check_model_config(self.model_config)
@@ -113,6 +115,7 @@ def _prepare(server_args: Any) -> EvicPressConfig:
         config = config_of(server_args)
     except ValueError as error:
         raise unsupported.UnsupportedError(str(error)) from None
+    config = _without_refused_tiers(server_args, config)
     unsupported.check(server_args, config)
     _check_profiles(config)
     _check_ssd(config)
@@ -126,6 +129,16 @@ def _prepare(server_args: Any) -> EvicPressConfig:
         if server_args.grammar_backend is not None:
             logger.info("kv policy %s: grammar backend %s", config.policy, server_args.grammar_backend)
     return config
+
+
+def _without_refused_tiers(server_args: Any, config: EvicPressConfig) -> EvicPressConfig:
+    """Take ``--kv-host-gb auto`` for 0 where there can be no tier, for all processes, and say so in the log."""
+    reason = unsupported.no_tiers_reason(server_args)
+    if reason is None or config.host_gb != AUTO or config.ssd_dir is not None:
+        return config
+    server_args.kv_host_gb = "0"
+    logger.info("evicpress: --kv-host-gb auto is 0, no host tier, as one %s", reason)
+    return replace(config, host_gb=0.0)
 
 
 def _check_ssd(config: EvicPressConfig) -> None:

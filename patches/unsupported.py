@@ -5,11 +5,11 @@ Each refusal is one sentence that names what was asked for, says why it cannot w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_evicpress.config import EvicPressConfig
+from sglang_evicpress.config import AUTO, EvicPressConfig
 from sglang_evicpress.core import PRESSES
 from sglang_evicpress.decode_budget import schedule
 from sglang_evicpress.decode_budget.scores import SCORES
@@ -25,13 +25,17 @@ class UnsupportedError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """One row: ``flag`` as the user types it, the ``attribute`` of ServerArgs (or of SGLang's ``envs``) whose
-    value ``conflicts``, and the ``reason`` with the way out."""
+    """One row: the ``attribute`` of ServerArgs (or of SGLang's ``envs``) whose value ``conflicts``, and the ``reason``
+    with the way out."""
 
-    flag: str
     attribute: str
     conflicts: Callable[[Any], bool]
     reason: str
+
+    @property
+    def flag(self) -> str:
+        """As the user types it."""
+        return self.attribute if self.attribute.isupper() else "--" + self.attribute.replace("_", "-")
 
 
 def _other_than(*allowed: Any) -> Callable[[Any], bool]:
@@ -50,94 +54,67 @@ _OTHER_CACHE = "it brings its own prefix cache, so leave out one of the two"
 _LAYOUT = "only plain [slot, head, dim] pools can be compressed, so leave it out"
 
 UNSUPPORTED = (
-    Unsupported("--disable-radix-cache", "disable_radix_cache", bool, "a kv policy needs prefixes, so leave it out"),
-    Unsupported("--radix-cache-backend", "radix_cache_backend", _other_than(None, BACKEND_NAME), _OTHER_CACHE),
+    Unsupported("disable_radix_cache", bool, "a kv policy needs prefixes, so leave it out"),
+    Unsupported("radix_cache_backend", _other_than(None, BACKEND_NAME), _OTHER_CACHE),
+    Unsupported("radix_eviction_policy", _other_than("lru"), "the kv policy decides what is evicted, so leave it out"),
+    Unsupported("enable_hierarchical_cache", bool, _OTHER_CACHE),
+    Unsupported("enable_lmcache", bool, _OTHER_CACHE),
+    Unsupported("enable_streaming_session", bool, _READS_ROWS),
+    Unsupported("enable_session_radix_cache", bool, _READS_ROWS),
+    Unsupported("strip_thinking_cache", bool, _READS_ROWS),
+    Unsupported("enable_return_routed_experts", bool, _READS_ROWS),
+    Unsupported("enable_return_indexer_topk", bool, _READS_ROWS),
+    Unsupported("kv_canary", _other_than("none"), _READS_ROWS),
+    Unsupported("speculative_algorithm", bool, _READS_ROWS),
+    Unsupported("decoupled_spec_role", _other_than("null"), _READS_ROWS),
+    Unsupported("dllm_algorithm", bool, _READS_ROWS),
+    Unsupported("enable_hisparse", bool, _READS_ROWS),
+    Unsupported("enable_mis", bool, _READS_ROWS),
     Unsupported(
-        "--radix-eviction-policy",
-        "radix_eviction_policy",
-        _other_than("lru"),
-        "the kv policy decides what is evicted, so leave it out",
-    ),
-    Unsupported("--enable-hierarchical-cache", "enable_hierarchical_cache", bool, _OTHER_CACHE),
-    Unsupported("--enable-lmcache", "enable_lmcache", bool, _OTHER_CACHE),
-    Unsupported("--enable-streaming-session", "enable_streaming_session", bool, _READS_ROWS),
-    Unsupported("--enable-session-radix-cache", "enable_session_radix_cache", bool, _READS_ROWS),
-    Unsupported("--strip-thinking-cache", "strip_thinking_cache", bool, _READS_ROWS),
-    Unsupported("--enable-return-routed-experts", "enable_return_routed_experts", bool, _READS_ROWS),
-    Unsupported("--enable-return-indexer-topk", "enable_return_indexer_topk", bool, _READS_ROWS),
-    Unsupported("--kv-canary", "kv_canary", _other_than("none"), _READS_ROWS),
-    Unsupported("--speculative-algorithm", "speculative_algorithm", bool, _READS_ROWS),
-    Unsupported("--decoupled-spec-role", "decoupled_spec_role", _other_than("null"), _READS_ROWS),
-    Unsupported("--dllm-algorithm", "dllm_algorithm", bool, _READS_ROWS),
-    Unsupported("--enable-hisparse", "enable_hisparse", bool, _READS_ROWS),
-    Unsupported("--enable-mis", "enable_mis", bool, _READS_ROWS),
-    Unsupported(
-        "--disaggregation-mode",
         "disaggregation_mode",
         _other_than("null"),
         "a compressed prefix cannot be sent to another server, so serve prefill and decode together",
     ),
-    Unsupported("--encoder-only", "encoder_only", bool, "an encoder keeps no KV cache, so leave out --kv-policy"),
+    Unsupported("encoder_only", bool, "an encoder keeps no KV cache, so leave out --kv-policy"),
+    Unsupported("pp_size", _more_than_one, "pipeline stages do not agree on slots yet, so use --tp-size instead"),
     Unsupported(
-        "--pp-size",
-        "pp_size",
-        _more_than_one,
-        "pipeline stages do not agree on slots yet, so use --tp-size instead",
+        "dp_size", _more_than_one, f"the data-parallel controller does not pass on our messages, so {_ONE_SERVER_EACH}"
     ),
+    Unsupported("attn_cp_size", _more_than_one, _SPLITS_WORK),
+    Unsupported("dcp_size", _more_than_one, _SPLITS_WORK),
+    Unsupported("enable_prefill_cp", bool, _SPLITS_WORK),
+    Unsupported("enable_two_batch_overlap", bool, _SPLITS_WORK),
+    Unsupported("enable_pdmux", bool, _SPLITS_WORK),
     Unsupported(
-        "--dp-size",
-        "dp_size",
-        _more_than_one,
-        f"the data-parallel controller does not pass on our messages, so {_ONE_SERVER_EACH}",
-    ),
-    Unsupported("--attn-cp-size", "attn_cp_size", _more_than_one, _SPLITS_WORK),
-    Unsupported("--dcp-size", "dcp_size", _more_than_one, _SPLITS_WORK),
-    Unsupported("--enable-prefill-cp", "enable_prefill_cp", bool, _SPLITS_WORK),
-    Unsupported("--enable-two-batch-overlap", "enable_two_batch_overlap", bool, _SPLITS_WORK),
-    Unsupported("--enable-pdmux", "enable_pdmux", bool, _SPLITS_WORK),
-    Unsupported(
-        "--tokenizer-worker-num",
         "tokenizer_worker_num",
         _more_than_one,
         f"its workers load no plugins and would lack the /evicpress routes, so use 1 or {_ONE_SERVER_EACH}",
     ),
-    Unsupported("--grpc-mode", "grpc_mode", bool, "the /evicpress routes are HTTP only, so serve over HTTP"),
-    Unsupported("--use-ray", "use_ray", bool, "Ray workers load no plugins, so leave it out"),
-    Unsupported("--enable-unified-memory", "enable_unified_memory", bool, _LAYOUT),
-    Unsupported("--enable-page-major-kv-layout", "enable_page_major_kv_layout", bool, _LAYOUT),
-    Unsupported("--prefill-only-disable-kv-cache", "prefill_only_disable_kv_cache", bool, _LAYOUT),
+    Unsupported("grpc_mode", bool, "the /evicpress routes are HTTP only, so serve over HTTP"),
+    Unsupported("use_ray", bool, "Ray workers load no plugins, so leave it out"),
+    Unsupported("enable_unified_memory", bool, _LAYOUT),
+    Unsupported("enable_page_major_kv_layout", bool, _LAYOUT),
+    Unsupported("prefill_only_disable_kv_cache", bool, _LAYOUT),
     Unsupported(
-        "--kv-cache-dtype",
         "kv_cache_dtype",
         lambda value: str(value).startswith(("fp4", "fp8")),
         "quantised KV cannot be scored and moved by slot yet, so use auto or bf16",
     ),
     Unsupported(
-        "--device",
         "device",
         lambda value: value is not None and value.split(":")[0] not in ("cpu", "cuda"),
         "only cpu and cuda are served, so use one of them",
     ),
-    Unsupported("--attention-backend", "attention_backend", _other_than(None, *ATTENTION_BACKENDS), _BACKENDS),
-    Unsupported(
-        "--prefill-attention-backend",
-        "prefill_attention_backend",
-        _other_than(None, *ATTENTION_BACKENDS),
-        _BACKENDS,
-    ),
-    Unsupported(
-        "--decode-attention-backend",
-        "decode_attention_backend",
-        _other_than(None, *ATTENTION_BACKENDS),
-        _BACKENDS,
-    ),
+    Unsupported("attention_backend", _other_than(None, *ATTENTION_BACKENDS), _BACKENDS),
+    Unsupported("prefill_attention_backend", _other_than(None, *ATTENTION_BACKENDS), _BACKENDS),
+    Unsupported("decode_attention_backend", _other_than(None, *ATTENTION_BACKENDS), _BACKENDS),
 )
 
 UNSUPPORTED_ENVIRONMENT = (
-    Unsupported("SGLANG_USE_HND_KVCACHE", "SGLANG_USE_HND_KVCACHE", bool, _LAYOUT),
-    Unsupported("SGLANG_AITER_KV_CACHE_LAYOUT", "SGLANG_AITER_KV_CACHE_LAYOUT", _other_than("nhd"), _LAYOUT),
-    Unsupported("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", bool, _OTHER_CACHE),
-    Unsupported("SGLANG_ENABLE_UNIFIED_RADIX_TREE", "SGLANG_ENABLE_UNIFIED_RADIX_TREE", bool, _OTHER_CACHE),
+    Unsupported("SGLANG_USE_HND_KVCACHE", bool, _LAYOUT),
+    Unsupported("SGLANG_AITER_KV_CACHE_LAYOUT", _other_than("nhd"), _LAYOUT),
+    Unsupported("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", bool, _OTHER_CACHE),
+    Unsupported("SGLANG_ENABLE_UNIFIED_RADIX_TREE", bool, _OTHER_CACHE),
 )
 
 
@@ -170,37 +147,51 @@ def check(server_args: Any, config: EvicPressConfig) -> None:
             f"--kv-policy {config.policy} cannot be combined with --attention-backend torch_native on cuda: it would "
             "wait for the device in every step, so choose flashinfer, triton or fa3"
         )
-    if config.has_tiers and server_args.tp_size > 1:
-        raise UnsupportedError(
-            f"--kv-host-gb {config.host_gb:g} cannot be combined with --tp-size {server_args.tp_size}: ranks do not "
-            "agree yet on when copies arrive, so leave out --kv-host-gb and --kv-ssd-dir, or use --tp-size 1"
-        )
+    reason = no_tiers_reason(server_args)
+    if reason is not None and config.host_gb not in (AUTO, 0):
+        raise UnsupportedError(f"--kv-host-gb {config.host_gb:g} {reason}")
+    if reason is not None and config.ssd_dir is not None:
+        raise UnsupportedError(f"--kv-ssd-dir {config.ssd_dir} {reason}")
     _check_decode(config, server_args.page_size)
-    if SCORES[config.decode_score].needs_queries and server_args.tp_size > 1:
+    if SCORES[config.decode.score].needs_queries and server_args.tp_size > 1:
         raise UnsupportedError(
-            f"--kv-decode-score {config.decode_score} cannot be combined with --tp-size {server_args.tp_size}: that "
+            f"--kv-decode-score {config.decode.score} cannot be combined with --tp-size {server_args.tp_size}: that "
             "ranks agree on what goes by queries of decode steps has not been shown yet, so choose another score, "
             "or use --tp-size 1"
         )
-    graphs = server_args.cuda_graph_config
-    if "full" in (server_args.cuda_graph_backend_prefill, graphs and graphs.prefill.backend):
-        if config.has_tiers:
-            raise UnsupportedError(
-                f"--kv-host-gb {config.host_gb:g} cannot be combined with --cuda-graph-backend-prefill full: a full "
-                "graph does not wait for the layers that are loaded back, so choose another graph backend, or leave "
-                "out --kv-host-gb and --kv-ssd-dir"
-            )
+    if _has_full_prefill_graph(server_args):
         for form in config.menu_forms:
             if form.press is not None and PRESSES[form.press].needs_queries:
                 raise UnsupportedError(
                     f"--kv-forms {form} cannot be combined with --cuda-graph-backend-prefill full: a full "
                     f"graph hides the queries that {form.press} looks at, so choose another press or graph backend"
                 )
-        if SCORES[config.decode_score].needs_queries:
+        if SCORES[config.decode.score].needs_queries:
             raise UnsupportedError(
-                f"--kv-decode-score {config.decode_score} cannot be combined with --cuda-graph-backend-prefill full: a "
+                f"--kv-decode-score {config.decode.score} cannot be combined with --cuda-graph-backend-prefill full: a "
                 "full graph hides the queries that it goes by, so choose another score or graph backend"
             )
+
+
+def no_tiers_reason(server_args: Any) -> str | None:
+    """Whatever keeps KV on the GPU alone, with the way out, as it goes on behind the flag that asked for a tier; None
+    where there may be tiers. Before SGLang has resolved its defaults, by what the user gave."""
+    if server_args.tp_size > 1:
+        return (
+            f"cannot be combined with --tp-size {server_args.tp_size}: ranks do not agree yet on when copies arrive, "
+            "so leave out --kv-host-gb and --kv-ssd-dir, or use --tp-size 1"
+        )
+    if _has_full_prefill_graph(server_args):
+        return (
+            "cannot be combined with --cuda-graph-backend-prefill full: a full graph does not wait for the layers that "
+            "are loaded back, so choose another graph backend, or leave out --kv-host-gb and --kv-ssd-dir"
+        )
+    return None
+
+
+def _has_full_prefill_graph(server_args: Any) -> bool:
+    graphs = server_args.cuda_graph_config
+    return "full" in (server_args.cuda_graph_backend_prefill, graphs and graphs.prefill.backend)
 
 
 def is_deterministic(server_args: Any) -> bool:
@@ -210,16 +201,16 @@ def is_deterministic(server_args: Any) -> bool:
 
 def decode_settings(config: EvicPressConfig) -> DecodeSettings:
     """The budget of requests that ask for none themselves. Raises ValueError, one sentence."""
-    if config.decode_client_budgets not in CLIENT_BUDGETS:
+    if config.decode.client_budgets not in CLIENT_BUDGETS:
         raise ValueError(
-            f"kv_decode_client_budgets is {config.decode_client_budgets!r}: expected {', '.join(CLIENT_BUDGETS)}"
+            f"kv_decode_client_budgets is {config.decode.client_budgets!r}: expected {', '.join(CLIENT_BUDGETS)}"
         )
     return DecodeSettings(
-        config.decode_budget,
-        config.decode_method,
-        config.decode_score,
-        config.decode_interval,
-        parse_protected_pages(config.decode_protected_pages),
+        config.decode.budget,
+        config.decode.method,
+        config.decode.score,
+        config.decode.interval,
+        parse_protected_pages(config.decode.protected_pages),
     )
 
 
@@ -275,9 +266,14 @@ def check_model_config(model_config: Any) -> None:
             "reads images, video or audio, which its tokens do not tell apart for good",
         ),
     )
+    _refuse(f"{architecture} cannot be served with a kv policy, because it", reasons)
+
+
+def _refuse(subject: str, reasons: Iterable[tuple[object, str]]) -> None:
+    """By the first reason that is present."""
     for is_present, what in reasons:
         if is_present:
-            raise UnsupportedError(f"{architecture} cannot be served with a kv policy, because it {what}: {_WAY_OUT}")
+            raise UnsupportedError(f"{subject} {what}: {_WAY_OUT}")
 
 
 def check_layers(model: Any) -> None:
@@ -294,12 +290,8 @@ def check_layers(model: Any) -> None:
             (layer.attn_type != AttentionType.DECODER, f"is {layer.attn_type.value} attention"),
             (layer.xai_temperature_len > 0, "scales attention by position"),
         )
-        for is_present, what in reasons:
-            if is_present:
-                raise UnsupportedError(
-                    f"{type(model).__name__} cannot be served with a kv policy, because attention layer "
-                    f"{layer.layer_id} {what}: {_WAY_OUT}"
-                )
+        name = type(model).__name__
+        _refuse(f"{name} cannot be served with a kv policy, because attention layer {layer.layer_id}", reasons)
 
 
 def check_model(model_config: Any, kv_pool: Any, is_hybrid_swa: bool, is_hybrid_ssm: bool) -> None:
@@ -312,9 +304,8 @@ def check_model(model_config: Any, kv_pool: Any, is_hybrid_swa: bool, is_hybrid_
 
     check_model_config(model_config)
     architecture = model_config.hf_config.architectures[0]
-    for is_present, what in ((is_hybrid_swa, "has sliding-window layers"), (is_hybrid_ssm, "has Mamba layers")):
-        if is_present:
-            raise UnsupportedError(f"{architecture} cannot be served with a kv policy, because it {what}: {_WAY_OUT}")
+    reasons = (is_hybrid_swa, "has sliding-window layers"), (is_hybrid_ssm, "has Mamba layers")
+    _refuse(f"{architecture} cannot be served with a kv policy, because it", reasons)
     if type(kv_pool) is not MHATokenToKVPool or kv_pool.kv_cache_layout != "nhd":
         layout = getattr(kv_pool, "kv_cache_layout", "its own")
         raise UnsupportedError(

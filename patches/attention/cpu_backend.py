@@ -41,30 +41,6 @@ class SdpaBackend(TorchNativeAttnBackend):
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
-        return self._attend(q, k, v, layer, forward_batch, save_kv_cache)
-
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: AttentionLayer,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-    ) -> torch.Tensor:
-        return self._attend(
-            q.reshape(-1, layer.tp_q_head_num * layer.qk_head_dim), k, v, layer, forward_batch, save_kv_cache
-        )
-
-    def _attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: AttentionLayer,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool,
-    ) -> torch.Tensor:
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:
             pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
@@ -78,6 +54,19 @@ class SdpaBackend(TorchNativeAttnBackend):
             layer.scaling,
         )
         return output
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        rows = q.reshape(-1, layer.tp_q_head_num * layer.qk_head_dim)
+        # Not self.forward_extend: on the instance that may watch the queries of prompts.
+        return SdpaBackend.forward_extend(self, rows, k, v, layer, forward_batch, save_kv_cache)
 
 
 def replace_torch_native(model_runner: ModelRunner) -> None:

@@ -16,6 +16,7 @@ import torch
 from sglang_evicpress.device import to_device
 from sglang_evicpress.patches.attention.types import AttentionLayer, ForwardMode, ModelRunner
 from sglang_evicpress.patches.kv_flags import config_of
+from sglang_evicpress.patches.tree.types import Request
 from sglang_evicpress.press import QueryWindow, get_press
 
 MAX_HELD_REQUESTS = 64  # a window waits from the prefill of a request until its node is in the tree
@@ -50,20 +51,15 @@ class _Pass:
         self.seen: set[int] = set()
 
 
-class NamedRequest(Protocol):
-    """A request."""
-
-    rid: str
-
-
 class AnnouncedBatch(Protocol):
     """SGLang's ScheduleBatch, before its forward pass."""
 
     forward_mode: ForwardMode
-    reqs: Sequence[NamedRequest]
-    decoding_reqs: Sequence[NamedRequest] | None
+    reqs: Sequence[Request]
+    decoding_reqs: Sequence[Request] | None
     extend_lens: Sequence[int]
     seq_lens_cpu: torch.Tensor
+    req_pool_indices_cpu: torch.Tensor
 
 
 class PromptQueries:
@@ -99,16 +95,10 @@ class PromptQueries:
         attend = backend.forward_extend
 
         def forward_extend(
-            q: torch.Tensor,
-            k: object,
-            v: object,
-            layer: AttentionLayer,
-            forward_batch: object,
-            *args: object,
-            **kwargs: object,
+            q: torch.Tensor, k: object, v: object, layer: AttentionLayer, *args: object, **kwargs: object
         ) -> torch.Tensor:
             prompt_queries.observe(q, layer)
-            return attend(q, k, v, layer, forward_batch, *args, **kwargs)
+            return attend(q, k, v, layer, *args, **kwargs)
 
         backend.forward_extend = forward_extend
 

@@ -18,7 +18,6 @@ from sglang_evicpress.device import to_device
 from sglang_evicpress.patches.attention.types import AttentionLayer, ForwardBatch, ModelRunner
 from sglang_evicpress.patches.kv_flags import config_of
 from sglang_evicpress.patches.unsupported import decode_settings
-from sglang_evicpress.press import QueryWindow
 
 POOL_SHARE = 32  # the ring takes at most this part of the pool's bytes
 STEPS_AHEAD = 2  # of the host: launched before it looks at lengths again
@@ -129,12 +128,3 @@ class QueryRing:
         ends, index = to_device(torch.tensor([nums_tokens, rows]), self.queries.device)
         positions = ends[:, None] + torch.arange(-size, 0, device=self.queries.device)
         return self.queries[:, index[:, None], positions % self.window], positions
-
-    def window_of(self, row: int, num_computed: int, num_tokens: int) -> QueryWindow | None:
-        """The queries of the last tokens of a request of ``num_tokens``, of which it has computed ``num_computed``
-        itself; None without any."""
-        size = min(self.window, num_computed)
-        if size <= 0:
-            return None
-        queries, positions = self.windows_of([row], size, [num_tokens])
-        return QueryWindow(queries[:, 0], positions[0])

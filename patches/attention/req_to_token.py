@@ -67,11 +67,16 @@ class RequestHoles:
         return bool(self._with_holes) and not self._with_holes.isdisjoint(rows_host.tolist())
 
 
+class AdoptedViews(Protocol):
+    """Prefixes that requests take from the cache."""
+
+    def adopt(self, req: object) -> PrefixView: ...
+
+
 class AdoptingCache(Protocol):
     """The cache, which knows what each request took from it."""
 
-    def adopt(self, req: object) -> PrefixView:
-        """The view that a request's row is written from."""
+    views: AdoptedViews
 
 
 class ExtendBatch(Protocol):
@@ -88,12 +93,6 @@ class DecodeBatch(Protocol):
     req_pool_indices_cpu: torch.Tensor
     seq_lens: torch.Tensor
     seq_lens_cpu: torch.Tensor
-
-
-class RowBatch(AnnouncedBatch, Protocol):
-    """A batch that is about to run."""
-
-    req_pool_indices_cpu: torch.Tensor
 
 
 _table: RequestHoles | None = None
@@ -138,7 +137,7 @@ def _around_write_cache_indices(
     """AROUND ``write_cache_indices``: write physical, left-justified rows and record their holes."""
     batch = _extending[-1]
     cache = batch.tree_cache
-    views = [cache.adopt(req) for req in batch.reqs]
+    views = [cache.views.adopt(req) for req in batch.reqs]
     holes = [view.holes for view in views]
     holes_device = table().write(rows, rows_cpu, holes)
     holes_cpu = torch.tensor(holes, dtype=torch.int64)
@@ -177,7 +176,7 @@ def _around_alloc_for_decode(original: Callable[..., object], batch: DecodeBatch
         batch.seq_lens, batch.seq_lens_cpu = seq_lens, seq_lens_cpu
 
 
-def _after_init_new(result: object, cls: object, batch: RowBatch, model_runner: object) -> None:
+def _after_init_new(result: object, cls: object, batch: AnnouncedBatch, model_runner: object) -> None:
     """AFTER ``ForwardBatch.init_new``: a ForwardBatch has no host copy of its rows; copies lose attributes."""
     if _table is not None:
         _table.begin_batch(batch.req_pool_indices_cpu)

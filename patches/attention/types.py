@@ -11,8 +11,7 @@ import torch
 class ForwardMode(Protocol):
     """Kind of a forward pass."""
 
-    def is_extend(self, *, include_draft_extend_v2: bool = False) -> bool:
-        """Prompts are computed."""
+    def is_extend(self, *, include_draft_extend_v2: bool = False) -> bool: ...
 
 
 class AttentionLayer(Protocol):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import secrets
+from dataclasses import replace
 from typing import Any
 
 import torch
+from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.registry import get_radix_cache_factory, register_radix_cache_backend
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_evicpress import spawn
+from sglang_evicpress.config import AUTO, GB, EvicPressConfig
 from sglang_evicpress.introspect.keyed_hash import key_of
 from sglang_evicpress.patches.cache.radix_cache import EvicPressCache
 from sglang_evicpress.patches.hook_check import check_applied
@@ -20,7 +23,8 @@ from sglang_evicpress.patches.tree.compressor import Compressor
 from sglang_evicpress.patches.tree.model_identity import ModelIdentity, adapter_digest, agreed
 from sglang_evicpress.patches.unsupported import BACKEND_NAME, check_layers, check_model
 from sglang_evicpress.tiers.entry.identity import KEY_BYTES
-from sglang_evicpress.tiers.ssd.store import StoreError
+from sglang_evicpress.tiers.host.memory import auto_bytes, read_memory
+from sglang_evicpress.tiers.ssd.folder import StoreError
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +32,29 @@ logger = logging.getLogger(__name__)
 def attention_scale(model: torch.nn.Module) -> float | None:
     """The factor its attention puts on q.k, None when no layer tells."""
     return next((float(layer.scaling) for layer in model.modules() if isinstance(layer, RadixAttention)), None)
+
+
+def are_weights_released(scheduler: Any) -> bool:
+    """True if SGLang has given the memory of the weights back for now: it must not be read."""
+    return scheduler is not None and GPU_MEMORY_TYPE_WEIGHTS in scheduler.weight_updater.offload_tags
+
+
+def with_host_size(config: EvicPressConfig, pool_bytes: int) -> EvicPressConfig:
+    """The settings with a host tier's size in place of auto. Raises ValueError, one sentence, where an SSD needs it."""
+    if config.host_gb != AUTO:
+        return config
+    memory = read_memory()
+    num_bytes = auto_bytes(memory, pool_bytes)
+    if not num_bytes and config.ssd_dir is not None:
+        raise ValueError(
+            f"host_gb is auto with ssd_dir {config.ssd_dir!r}, and only {memory.free / GB:.1f} GB are free, of which "
+            f"{memory.reserve / GB:.1f} GB stay so: expected memory, or the GB that KV may go through on its way"
+        )
+    logger.info(
+        "evicpress: --kv-host-gb auto is %.3f: %.3f GB free, of which %.3f GB stay so, and a KV pool of %.3f GB",
+        *(size / GB for size in (num_bytes, memory.free, memory.reserve, pool_bytes)),
+    )
+    return replace(config, host_gb=num_bytes / GB)
 
 
 def build(context: Any) -> EvicPressCache:
@@ -46,18 +73,19 @@ def build(context: Any) -> EvicPressCache:
     compressor = Compressor(pool, params.page_size, config.sinks, window=config.window, scale=scale, group=group)
     runner = context.tp_worker.model_runner
     model = ModelIdentity(runner, context.model_config, pool, params.page_size, context.tp_size, group)
+    admin_key = context.server_args.admin_api_key
+    hash_key = key_of(admin_key) if admin_key else b""
     try:
+        config = with_host_size(config, pool.size * compressor.slot_bytes)
         identity = model.of_model() if config.has_tiers else bytes(KEY_BYTES)
-        cache = EvicPressCache(params, config, compressor, identity, agreed(secrets.token_bytes(16), group))
+        cache = EvicPressCache(params, config, compressor, identity, agreed(secrets.token_bytes(16), group), hash_key)
     except (StoreError, RuntimeError, ValueError) as error:
         raise spawn.refusal(str(error)) from error
-    if admin_key := context.server_args.admin_api_key:
-        cache.inspector.rekey(key_of(admin_key))  # before the first question
-    model.is_released = lambda: cache.are_weights_released
-    cache.identify, cache.name_profiles, cache.forget_weights = model.of_model, model.of_profiles, model.forget_weights
+    model.is_released = lambda: are_weights_released(cache.scheduler)
+    cache.know_model(model)
     manager = getattr(runner, "lora_manager", None)  # only there with --enable-lora
     if manager is not None:
-        cache.adapters.attach(lambda lora_id: adapter_digest(manager, lora_id), lambda: manager.loras)
+        cache.parts.tree.adapters.attach(lambda lora_id: adapter_digest(manager, lora_id), lambda: manager.loras)
     cache.vocab_size = context.model_config.vocab_size
     logger.info(
         "evicpress: policy %s, alpha %g, forms %s, page size %d",

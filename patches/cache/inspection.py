@@ -3,143 +3,77 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Protocol
 
 import numpy as np
 
 from sglang_evicpress.controller.journal import Journal
-from sglang_evicpress.core import Form, Option
+from sglang_evicpress.core import Decision, Form, Option, Tier
 from sglang_evicpress.introspect.arguments import PAGE_DECISIONS, PAGE_NODES, PAGE_NUMBERS, IntrospectionError
 from sglang_evicpress.introspect.keyed_hash import keyed_hash
 from sglang_evicpress.introspect.operations import NodeBusy, UnknownNode
-from sglang_evicpress.patches.cache.statistics import described_cost
+from sglang_evicpress.patches.cache.integrity import CheckedTree, PolicyInUse
+from sglang_evicpress.patches.cache.statistics import TermFigures, described_cost
 from sglang_evicpress.patches.tiers.placement import tier_of
+from sglang_evicpress.patches.tiers.types import GpuForms, NodeHolds
 from sglang_evicpress.patches.tree.node import is_lossy, num_slots, start_of
 from sglang_evicpress.patches.tree.types import Allocator, Node
-from sglang_evicpress.policy.cost_model import CostSnapshot
-from sglang_evicpress.policy.menu import Menu
-from sglang_evicpress.policy.planner import Planner
-from sglang_evicpress.policy.reuse import ReuseClock
-from sglang_evicpress.press import QueryWindow
 from sglang_evicpress.survivors import SurvivorLayout
 
 MAX_CHILDREN = 256  # named in a node's description
 MAX_NAMESPACES = 1024  # whose hashes are kept
 
 
-class InspectedTree(Protocol):
-    """The tree."""
-
-    page_size: int
-    root_node: Node
-    nodes: dict[int, Node]
-
-
-class NodeOperations(Protocol):
-    """Options of nodes."""
-
-    def window_of(self, node: Node) -> QueryWindow | None:
-        """The queries kept for a node."""
-
-    def options_of(self, node: Node) -> tuple[Option, ...]:
-        """Options of a node now."""
-
-    def slots_in(self, node: Node, form: Form, start: int) -> int | None:
-        """Slots of a node in a form; None where it cannot be brought there."""
-
-
-class NodeMoves(Protocol):
-    """Changes of nodes."""
-
-    def compress(self, node_id: int, form: Form) -> int:
-        """Bring a node to a form in place; the slots freed."""
-
-
-class NodeRoom(Protocol):
-    """Slots, and holds that keep idle promotion from nodes."""
-
-    token_to_kv_pool_allocator: Allocator
-
-    def free_slots(self, wanted: int) -> int:
-        """Free so many slots by the policy's plan."""
-
-    def hold(self, node_id: int, seconds: float) -> None:
-        """Keep idle promotion from a node."""
-
-    def hold_left_s(self, node_id: int) -> float:
-        """Seconds until idle promotion may raise a node."""
-
-
-class InspectedPolicy(Protocol):
-    """The policy, with what it goes by."""
-
-    now_s: float
-    planner: Planner
-    menu: Menu
-    clock: ReuseClock
-    costs: CostSnapshot
-    recompute_weight: float
-
-    def value_of_hit(self) -> float:
-        """Worth of a hit now."""
-
-
+@dataclass(eq=False, repr=False)
 class TreeInspection:
     """Answers to questions about the tree; ``key`` is what namespaces and tokens are hashed with. Changes only through
-    operations of the cache."""
+    ``execute``, which has a decision carried out, and ``free_slots``."""
 
-    def __init__(
-        self,
-        tree: InspectedTree,
-        operations: NodeOperations,
-        moves: NodeMoves,
-        room: NodeRoom,
-        policy: InspectedPolicy,
-        journal: Journal,
-        key: bytes,
-    ) -> None:
-        self._tree = tree
-        self._operations = operations
-        self._moves = moves
-        self._room = room
-        self._policy = policy
-        self._journal = journal
-        self._key = key
+    tree: CheckedTree
+    operations: GpuForms
+    options_of: Callable[[Node], tuple[Option, ...]]
+    execute: Callable[[Decision], int]
+    allocator: Allocator
+    free_slots: Callable[[int], int]
+    holds: NodeHolds
+    policy: PolicyInUse
+    terms: TermFigures
+    journal: Journal
+    key: bytes
+
+    def __post_init__(self) -> None:
         self._shown_namespaces: dict[str, str] = {}
 
-    def rekey(self, key: bytes) -> None:
-        """Hash with another key, before the first question."""
-        self._key = key
-
     def describe_tree(self, after: int = 0, limit: int = PAGE_NODES) -> dict[str, object]:
-        ids = list(self._tree.nodes)  # in ascending order: ids are never reused
+        ids = list(self.tree.nodes)  # in ascending order: ids are never reused
         begin = bisect_right(ids, after)
         page = ids[begin : begin + min(limit, PAGE_NODES)]
-        starts: dict[int, int] = {self._tree.root_node.id: 0}
-        by_start = sorted((_start_of(self._tree.nodes[node_id], starts), node_id) for node_id in page)
-        nodes = [self._summary(self._tree.nodes[node_id], start) for start, node_id in by_start]  # parents first
+        starts: dict[int, int] = {self.tree.root_node.id: 0}
+        by_start = sorted((_start_of(self.tree.nodes[node_id], starts), node_id) for node_id in page)
+        nodes = [self._summary(self.tree.nodes[node_id], start) for start, node_id in by_start]  # parents first
         return {
-            "page_size": self._tree.page_size,
+            "page_size": self.tree.page_size,
             "num_nodes": len(ids),
             "nodes": nodes,
             "next": page[-1] if page and page[-1] != ids[-1] else None,
         }
 
     def describe_node(
-        self, node_id: int, *, positions: bool, tokens: bool, layer: int | None = None
+        self, node_id: int, *, positions: bool = False, tokens: bool = False, layer: int | None = None
     ) -> dict[str, object]:
         node = self._node(node_id)
         layout = node.kv.layout
         tokens_of_node = node.key.raw_token_ids()
         described = self._summary(node, start_of(node))
-        described["tokens_hash"] = self._keyed_hash(tokens_of_node.tobytes(), 32)
+        described["tokens_hash"] = keyed_hash(tokens_of_node.tobytes(), self.key, 32)
         described["options"] = [
-            {"form": str(option.form or "drop"), "num_slots": option.num_bytes // self._policy.menu.slot_bytes}
-            for option in self._operations.options_of(node)
+            {"form": str(option.form or "drop"), "num_slots": option.num_bytes // self.policy.menu.slot_bytes}
+            for option in self.options_of(node)
         ]
-        described["hold_seconds_left"] = self._room.hold_left_s(node_id)
-        described["decisions"] = self._journal.about(node_id)
+        described["hold_seconds_left"] = self.holds.left_s(node_id)
+        described["decisions"] = self.journal.about(node_id)
         if positions:
             described["positions"] = None if layout is None else _numbers_of(layout, node_id, layer)
             described["logical_indices"] = None if layout is None else layout.logical.numpy()
@@ -150,17 +84,17 @@ class TreeInspection:
     def explain_node(self, node_id: int) -> dict[str, object]:
         node = self._node(node_id)
         return {
-            **self._policy.planner.explain(node_id, self._policy.value_of_hit()),
+            **self.policy.planner.explain(node_id, self.terms.value_of_hit()),
             "num_hits": node.kv.num_hits,
-            "half_life_s": self._policy.clock.half_life_s,
-            "half_life_is_learned": self._policy.clock.is_learned,
-            "costs": described_cost(self._policy.costs.prefill),
-            "recompute_weight": self._policy.recompute_weight,
-            "decisions": self._journal.about(node_id),
+            "half_life_s": self.terms.clock.half_life_s,
+            "half_life_is_learned": self.terms.clock.is_learned,
+            "costs": described_cost(self.terms.costs.prefill),
+            "recompute_weight": self.terms.recompute_weight,
+            "decisions": self.journal.about(node_id),
         }
 
     def read_journal(self, since: int, limit: int) -> dict[str, object]:
-        return {"now_s": self._policy.now_s, **self._journal.read(since, min(limit, PAGE_DECISIONS))}
+        return {"now_s": self.terms.now_s, **self.journal.read(since, min(limit, PAGE_DECISIONS))}
 
     def compress_node(self, node_id: int, form: Form, hold_s: float = 0.0) -> dict[str, object]:
         """See ``Inspectable.compress_node``."""
@@ -169,7 +103,8 @@ class TreeInspection:
             raise NodeBusy(node_id)
         if node.kv.is_shadow:
             raise NodeBusy(node_id, "it belongs to a shadow")
-        before, after = num_slots(node), self._operations.slots_in(node, form, start_of(node))
+        form = replace(form, codec=node.kv.form.codec)  # what that has taken does not come back
+        before, after = num_slots(node), self.operations.slots_in(node, form, start_of(node))
         if after is None:
             why = "its press needs queries of the prompt, and none were kept (they are when --kv-forms names the press)"
             if form.is_exact or not node.kv.form.is_exact:
@@ -178,23 +113,27 @@ class TreeInspection:
         if after >= before:
             raise ValueError(
                 f"node {node_id} cannot be brought to {form}: it holds {before} slots and would keep {after} "
-                f"(whole pages of {self._tree.page_size})"
+                f"(whole pages of {self.tree.page_size})"
             )
-        freed = self._moves.compress(node_id, form)
-        if node_id not in self._tree.nodes:
+        slot_bytes = self.policy.menu.slot_bytes
+        source = Option(node.kv.form, Tier.GPU, before * slot_bytes)
+        option = Option(form, Tier.GPU, after * slot_bytes)
+        freed_bytes = source.num_bytes - option.num_bytes
+        freed = self.execute(Decision(node_id, source, option, freed_bytes, node.kv.weight))
+        if node_id not in self.tree.nodes:
             raise IntrospectionError(507, f"node {node_id} was dropped: the device has no memory to compress it")
-        self._room.hold(node_id, hold_s)
-        hold = {"hold_seconds_left": self._room.hold_left_s(node_id)}
+        self.holds.hold(node_id, hold_s)
+        hold = {"hold_seconds_left": self.holds.left_s(node_id)}
         return {**self._summary(node, start_of(node)), "freed_slots": freed, **hold}
 
     def evict_slots(self, num_slots: int) -> dict[str, object]:
-        freed = self._room.free_slots(num_slots)
-        return {"freed_slots": freed, "free_slots": self._room.token_to_kv_pool_allocator.available_size()}
+        freed = self.free_slots(num_slots)
+        return {"freed_slots": freed, "free_slots": self.allocator.available_size()}
 
     # ---- parts
 
     def _node(self, node_id: int) -> Node:
-        node = self._tree.nodes.get(node_id)
+        node = self.tree.nodes.get(node_id)
         if node is None:
             raise UnknownNode(node_id)
         return node
@@ -203,7 +142,7 @@ class TreeInspection:
         kv, extra_key = node.kv, node.key.extra_key  # a cache salt is a secret: only its hash is shown
         return {
             "id": node.id,
-            "parent_id": None if node.parent is self._tree.root_node else node.parent.id,
+            "parent_id": None if node.parent is self.tree.root_node else node.parent.id,
             "children": [child.id for child in islice(node.children.values(), MAX_CHILDREN)],
             "num_children": len(node.children),
             "start": start,
@@ -218,10 +157,10 @@ class TreeInspection:
             "lineage": "lossy" if is_lossy(node) else "exact",
             "computed_on": "lossy" if kv.is_lossy_prefix else "exact",
             "lock_ref": node.lock_ref,
-            "weight": self._policy.clock.faded(kv.weight, self._policy.now_s),
+            "weight": self.terms.clock.faded(kv.weight, self.terms.now_s),
             "num_hits": kv.num_hits,
             "last_use": kv.last_use,
-            "has_queries": self._operations.window_of(node) is not None,
+            "has_queries": self.operations.window_of(node) is not None,
             "namespace": None if extra_key is None else self._shown_namespace(extra_key),
         }
 
@@ -230,11 +169,8 @@ class TreeInspection:
         if extra_key not in self._shown_namespaces:
             while len(self._shown_namespaces) >= MAX_NAMESPACES:
                 del self._shown_namespaces[next(iter(self._shown_namespaces))]
-            self._shown_namespaces[extra_key] = self._keyed_hash(extra_key.encode(), 8)
+            self._shown_namespaces[extra_key] = keyed_hash(extra_key.encode(), self.key, 8)
         return self._shown_namespaces[extra_key]
-
-    def _keyed_hash(self, value: bytes, num_bytes: int) -> str:
-        return keyed_hash(value, self._key, num_bytes)
 
 
 def _start_of(node: Node, starts: dict[int, int]) -> int:

@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from sglang_evicpress.introspect.arguments import PAGE_PROFILES, Json
-from sglang_evicpress.introspect.operations import (
-    InspectableInvariants,
-    InspectableRequests,
-    InspectableStats,
-    InspectableTiers,
-    InspectableTree,
-)
+from sglang_evicpress.introspect.operations import InspectableRequests, InspectableTiers, InspectableTree
 from sglang_evicpress.introspect.profile_operations import InspectableProfiles, InspectableShadows
-
-
-class KeyedTree(InspectableTree, Protocol):
-    """The tree, whose namespaces and tokens are shown as hashes."""
-
-    def rekey(self, key: bytes) -> None:
-        """Hash with another key, before the first question."""
 
 
 class ExpiringShadows(InspectableShadows, Protocol):
@@ -39,13 +26,13 @@ class CountedProfiles(InspectableProfiles, Protocol):
 
 
 class Inspector:
-    """``Inspectable`` and ``Profiled`` in one object."""
+    """``Inspectable``, with shadows and profiles."""
 
     def __init__(
         self,
-        tree: KeyedTree,
-        statistics: InspectableStats,
-        invariants: InspectableInvariants,
+        tree: InspectableTree,
+        describe_stats: Callable[[], Json],
+        check_integrity: Callable[[], Json],
         tiers: InspectableTiers,
         requests: InspectableRequests,
         shadows: ExpiringShadows,
@@ -55,14 +42,13 @@ class Inspector:
         self._shadows = shadows
         self._profiles = profiles
         self._guest_counts = background_counts
-        self.rekey = tree.rekey
         self.describe_tree = tree.describe_tree
         self.describe_node = tree.describe_node
-        self.describe_stats = statistics.describe_stats
+        self.describe_stats = describe_stats
         self.explain_node = tree.explain_node
         self.read_journal = tree.read_journal
         self.compress_node = tree.compress_node
-        self.check_integrity = invariants.check_integrity
+        self.check_integrity = check_integrity
         self.evict_slots = tree.evict_slots
         self.describe_tiers = tiers.describe_tiers
         self.flush_tier = tiers.flush_tier
@@ -80,12 +66,12 @@ class Inspector:
         self.note_failed = profiles.note_failed
 
     def list_profiles(self, after: bytes = b"", limit: int = PAGE_PROFILES) -> Json:
-        """See ``Profiled``; with the counts of shadows and of the requests in them."""
+        """See ``InspectableProfiles``; with the counts of shadows and of the requests in them."""
         listed = self._profiles.list_profiles(after, limit)
         counts = {**self._profiles.counts, **self._shadows.counts, "background_requests": dict(self._guest_counts)}
         return {**listed, "counts": counts}
 
     def next_profiling_job(self) -> Json:
-        """See ``Profiled``."""
+        """See ``InspectableProfiles``."""
         self._shadows.expire_shadows()
         return self._profiles.next_profiling_job()

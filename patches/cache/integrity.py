@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -10,18 +11,13 @@ import torch
 from sglang_evicpress.core import NodeStats, Tier
 from sglang_evicpress.introspect.census import Census
 from sglang_evicpress.patches.attention.types import RowPool
+from sglang_evicpress.patches.decode_budget.rows import PoolAllocator
+from sglang_evicpress.patches.decode_budget.state import BudgetedRequest
+from sglang_evicpress.patches.decode_budget.types import RunningBatch
 from sglang_evicpress.patches.tiers.placement import tier_of
-from sglang_evicpress.patches.tree.node import (
-    PrefixView,
-    census_of,
-    holes_of,
-    iter_nodes,
-    num_slots,
-    size_of,
-    slots_of,
-    start_of,
-)
-from sglang_evicpress.patches.tree.types import Allocator, Node, Request
+from sglang_evicpress.patches.tiers.types import Slots
+from sglang_evicpress.patches.tree.node import census_of, holes_of, iter_nodes, num_slots, size_of, slots_of, start_of
+from sglang_evicpress.patches.tree.types import Node
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.planner import Planner
 from sglang_evicpress.tiers.entry.copies import HostEntry, SsdEntry
@@ -35,34 +31,13 @@ _INDEXED = (
 )
 
 
-class RunningRequest(Request, Protocol):
-    """A request that runs, with its slots."""
-
-    evicpress: PrefixView
-    kv_allocated_len: int
-    kv_committed_freed: bool
-
-
-class RunningBatch(Protocol):
-    """Requests that run together."""
-
-    reqs: list[RunningRequest]
-
-
 class RunningScheduler(Protocol):
     """The scheduler, with all that runs."""
 
     last_batch: RunningBatch | None
     running_batch: RunningBatch | None
     cur_batch: RunningBatch | None
-    chunked_req: RunningRequest | None
-
-
-class FreeLists(Allocator, Protocol):
-    """SGLang's allocator, with the pages that are free."""
-
-    free_pages: torch.Tensor
-    release_pages: torch.Tensor
+    chunked_req: BudgetedRequest | None
 
 
 class CheckedTree(Protocol):
@@ -72,30 +47,18 @@ class CheckedTree(Protocol):
     root_node: Node
     nodes: dict[int, Node]
     req_to_token_pool: RowPool
-    token_to_kv_pool_allocator: FreeLists
+    token_to_kv_pool_allocator: PoolAllocator
 
     @property
-    def scheduler(self) -> RunningScheduler | None:
-        """None until it is complete."""
+    def scheduler(self) -> RunningScheduler | None: ...
 
 
-class CheckedSlots(Protocol):
-    """Counts of slots."""
-
-    evictable: int
-    protected: int
-    reserved: int
-
-
-class CheckedPolicy(Protocol):
+class PolicyInUse(Protocol):
     """The policy and the census, which are kept in step with the tree."""
 
     planner: Planner
     menu: Menu
     census: Census
-
-    def stats_of(self, node: Node) -> NodeStats:
-        """The node as the policy is to see it."""
 
 
 class CheckedTiers(Protocol):
@@ -104,12 +67,12 @@ class CheckedTiers(Protocol):
     host: HostTier | None
 
 
-def in_flight(scheduler: RunningScheduler | None, page_size: int) -> Iterator[tuple[RunningRequest, int]]:
+def in_flight(scheduler: RunningScheduler | None, page_size: int) -> Iterator[tuple[BudgetedRequest, int]]:
     """Requests that hold slots of their own, with how many: allocated (whole pages) less what the tree owns."""
     if scheduler is None:
         return
     seen: set[int] = set()
-    reqs: list[RunningRequest] = []
+    reqs: list[BudgetedRequest] = []
     for batch in (scheduler.last_batch, scheduler.running_batch, scheduler.cur_batch):
         reqs.extend(batch.reqs if batch is not None else [])
     if scheduler.chunked_req is not None:
@@ -122,36 +85,35 @@ def in_flight(scheduler: RunningScheduler | None, page_size: int) -> Iterator[tu
         yield req, allocated - req.cache_protected_len
 
 
-class Integrity:
-    """Check of all invariants; the policy takes ``shadow_nodes`` and those ``aside`` for locked."""
+def num_running(scheduler: RunningScheduler | None) -> int:
+    batch = None if scheduler is None else scheduler.running_batch
+    return 0 if batch is None else len(batch.reqs)
 
-    def __init__(
-        self,
-        tree: CheckedTree,
-        slots: CheckedSlots,
-        policy: CheckedPolicy,
-        aside: Iterable[int],
-        tiers: CheckedTiers,
-        shadow_nodes: Callable[[], Iterable[Node]],
-    ) -> None:
-        self._tree = tree
-        self._slots = slots
-        self._policy = policy
-        self._aside = aside
-        self._tiers = tiers
-        self._shadow_nodes = shadow_nodes
+
+@dataclass(eq=False, repr=False)
+class Integrity:
+    """Check of all invariants; the policy takes ``shadow_nodes`` and those ``aside`` for locked. ``stats_of``: a node
+    as the policy is to see it."""
+
+    tree: CheckedTree
+    slots: Slots
+    policy: PolicyInUse
+    stats_of: Callable[[Node], NodeStats]
+    aside: Iterable[int]
+    tiers: CheckedTiers
+    shadow_nodes: Callable[[], Iterable[Node]]
 
     def check_integrity(self) -> dict[str, object]:
         """Every invariant that can be seen between two steps; lists each one that is broken."""
         found = list(self._violations())
-        return {"ok": not found, "violations": found[:MAX_VIOLATIONS], "num_nodes": len(self._tree.nodes)}
+        return {"ok": not found, "violations": found[:MAX_VIOLATIONS], "num_nodes": len(self.tree.nodes)}
 
     def _violations(self) -> Iterator[str]:
-        allocator = self._tree.token_to_kv_pool_allocator
-        page = self._tree.page_size
+        allocator = self.tree.token_to_kv_pool_allocator
+        page = self.tree.page_size
         evictable = protected = 0
         owners: list[tuple[str, torch.Tensor]] = []
-        for node in iter_nodes(self._tree.root_node):
+        for node in iter_nodes(self.tree.root_node):
             name = f"node {node.id}"
             slots = slots_of(node)
             owners.append((name, slots))
@@ -159,9 +121,9 @@ class Integrity:
                 protected += num_slots(node)
             else:
                 evictable += num_slots(node)
-            if self._tree.nodes.get(node.id) is not node:
+            if self.tree.nodes.get(node.id) is not node:
                 yield f"{name} is not in the table of nodes"
-            if node.parent is not self._tree.root_node and node.lock_ref > node.parent.lock_ref:
+            if node.parent is not self.tree.root_node and node.lock_ref > node.parent.lock_ref:
                 yield f"{name} has {node.lock_ref} locks, its parent {node.parent.lock_ref}"
             if node.value is None:
                 continue
@@ -170,23 +132,23 @@ class Integrity:
             if len(slots) != num_slots(node) or int((node.value != 0).sum()) != len(slots):
                 yield f"{name} holds {len(slots)} slots but counts {num_slots(node)}"
             yield from self._layout_violations(node)
-            yield from self._policy.census.differences(node.id, census_of(node))
-        if self._policy.census.num_nodes != len(owners):
-            yield f"the census has {self._policy.census.num_nodes} nodes, the tree {len(owners)}"
-        if len(self._tree.nodes) != len(owners):
-            yield f"the table knows {len(self._tree.nodes)} nodes, the tree holds {len(owners)}"
-        protected += self._slots.reserved
-        counted = self._slots.evictable, self._slots.protected
+            yield from self.policy.census.differences(node.id, census_of(node))
+        if self.policy.census.num_nodes != len(owners):
+            yield f"the census has {self.policy.census.num_nodes} nodes, the tree {len(owners)}"
+        if len(self.tree.nodes) != len(owners):
+            yield f"the table knows {len(self.tree.nodes)} nodes, the tree holds {len(owners)}"
+        protected += self.slots.reserved
+        counted = self.slots.evictable, self.slots.protected
         if (evictable, protected) != counted:
             yield (
                 f"evictable {counted[0]} and protected {counted[1]} slots are counted, "
                 f"{evictable} and {protected} are held"
             )
         num_in_flight = 0
-        for req, held in in_flight(self._tree.scheduler, page):
+        for req, held in in_flight(self.tree.scheduler, page):
             num_in_flight += held
             holes = holes_of(req)
-            row = self._tree.req_to_token_pool.req_to_token[req.req_pool_idx]
+            row = self.tree.req_to_token_pool.req_to_token[req.req_pool_idx]
             own = row[req.cache_protected_len - holes : req.kv_allocated_len - holes].to(torch.int64)
             owners.append((f"request {req.rid}", torch.unique(own // page) if page > 1 else own))
         free = allocator.available_size()
@@ -201,13 +163,13 @@ class Integrity:
 
     def _index_violations(self) -> Iterator[str]:
         """The policy's index against the tree."""
-        index = self._policy.planner.index
-        for node in iter_nodes(self._tree.root_node):
+        index = self.policy.planner.index
+        for node in iter_nodes(self.tree.root_node):
             candidate = index.candidates.get(node.id)
             if candidate is None:
                 yield f"node {node.id} is not in the policy's index"
                 continue
-            now = self._policy.stats_of(node)
+            now = self.stats_of(node)
             for name in ("parent_id", "form", *_INDEXED):
                 noted, held = getattr(candidate, name), getattr(now, name)
                 if noted != held:
@@ -217,13 +179,13 @@ class Integrity:
             for queued_hit in node.kv.queued_hits.values():
                 if queued_hit.nodes.get(node.id) is not node:
                     yield f"node {node.id} carries a queued hit that does not know of it"
-        if len(index.candidates) != len(self._tree.nodes):
-            yield f"the policy's index has {len(index.candidates)} nodes, the tree {len(self._tree.nodes)}"
-        held_bytes = sum(map(num_slots, self._tree.nodes.values())) * self._policy.menu.slot_bytes
-        idle = [node for node in self._shadow_nodes() if node.lock_ref == 0]  # counted as locked, like those aside
-        aside = [node for node in map(self._tree.nodes.__getitem__, self._aside) if node.lock_ref == 0]
-        num_locked = self._slots.protected - self._slots.reserved + sum(map(num_slots, [*idle, *aside]))
-        locked = num_locked * self._policy.menu.slot_bytes
+        if len(index.candidates) != len(self.tree.nodes):
+            yield f"the policy's index has {len(index.candidates)} nodes, the tree {len(self.tree.nodes)}"
+        held_bytes = sum(map(num_slots, self.tree.nodes.values())) * self.policy.menu.slot_bytes
+        idle = [node for node in self.shadow_nodes() if node.lock_ref == 0]  # counted as locked, like those aside
+        aside = [node for node in map(self.tree.nodes.__getitem__, self.aside) if node.lock_ref == 0]
+        num_locked = self.slots.protected - self.slots.reserved + sum(map(num_slots, [*idle, *aside]))
+        locked = num_locked * self.policy.menu.slot_bytes
         if (index.num_bytes[Tier.GPU], index.locked_bytes[Tier.GPU]) != (held_bytes, locked):
             yield (
                 f"the policy's index has {index.num_bytes[Tier.GPU]} bytes, {index.locked_bytes[Tier.GPU]} locked; "
@@ -233,7 +195,7 @@ class Integrity:
     def _layout_violations(self, node: Node) -> Iterator[str]:
         layout, name = node.kv.layout, f"node {node.id}"
         if layout is None:
-            if not node.kv.form.is_exact:
+            if node.kv.form.press is not None:
                 yield f"{name} is {node.kv.form} but has no survivors' positions"
             return
         logical, positions = layout.logical, layout.positions
@@ -247,14 +209,14 @@ class Integrity:
         if not bool((positions[..., 1:] > positions[..., :-1]).all()):
             yield f"{name}: survivors' positions are not ascending"
         start = start_of(node)
-        page = self._tree.page_size
+        page = self.tree.page_size
         bound = (logical // page + 1) * page + start
         if not bool((positions < bound).all()):
             yield f"{name}: a survivor sits before its position"
         # After a split the lower part may hold, in some heads, survivors from above it; nobody else may hold those too.
         overlaps = [(layer, head) for layer, head in ((positions[..., 0] < start).nonzero().tolist())]
         above, end = node.parent, start
-        while overlaps and above is not self._tree.root_node:
+        while overlaps and above is not self.tree.root_node:
             begin = end - len(above.key)
             for layer, head in overlaps:
                 held = positions[layer, head]
@@ -266,7 +228,7 @@ class Integrity:
             above, end = above.parent, begin
 
     def _sharing_violations(self, owners: list[tuple[str, torch.Tensor]]) -> Iterator[str]:
-        allocator, page = self._tree.token_to_kv_pool_allocator, self._tree.page_size
+        allocator, page = self.tree.token_to_kv_pool_allocator, self.tree.page_size
         pages: dict[int, str] = {}
         for index in torch.cat([allocator.free_pages, allocator.release_pages]).tolist():
             if index in pages:
@@ -284,14 +246,14 @@ class Integrity:
 
     def _tier_violations(self) -> Iterator[str]:
         """Broken invariants of copies and entries, as far as they can be seen between two steps."""
-        if self._tiers.host is None:
+        if self.tiers.host is None:
             return
         owners: dict[int, tuple[HostEntry | SsdEntry, set[int]]] = {}
-        for node in iter_nodes(self._tree.root_node):
+        for node in iter_nodes(self.tree.root_node):
             name, parent = f"node {node.id}", node.parent
             if node.value is None and not node.kv.copies:
                 yield f"{name} is on no tier"
-            if node.value is not None and parent is not self._tree.root_node and parent.value is None:
+            if node.value is not None and parent is not self.tree.root_node and parent.value is None:
                 yield f"{name} is on the GPU, its parent {parent.id} is not"
             for tier, copy in node.kv.copies.items():
                 owners.setdefault(id(copy.entry), (copy.entry, set()))[1].add(node.id)
@@ -313,10 +275,10 @@ class Integrity:
         for entry, held_by in owners.values():
             if entry.owners != held_by:
                 yield f"an entry is held by the nodes {sorted(held_by)} and lists {sorted(entry.owners)}"
-        runs = sorted(run for entry in self._tiers.host.entries() for run in entry.runs)
+        runs = sorted(run for entry in self.tiers.host.entries() for run in entry.runs)
         for (begin, size), (after, _) in zip(runs, runs[1:], strict=False):
             if begin + size > after:
                 yield f"two host entries share byte {after}"
         held = sum(size for _, size in runs)
-        if held != self._tiers.host.arena.extents.used_bytes:
-            yield f"host entries hold {held} bytes, {self._tiers.host.arena.extents.used_bytes} are taken"
+        if held != self.tiers.host.arena.extents.used_bytes:
+            yield f"host entries hold {held} bytes, {self.tiers.host.arena.extents.used_bytes} are taken"

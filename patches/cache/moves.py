@@ -2,107 +2,102 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 from sglang_evicpress.core import Decision, Form, Tier
-from sglang_evicpress.patches.tree.types import Node
+from sglang_evicpress.patches.tiers.types import HostForms, Removals, Slots
+from sglang_evicpress.patches.tree.types import LogicalTime, Node
 
 
 class OnGpu(Protocol):
     """Compressing on the GPU."""
 
-    def compress(self, node_id: int, form: Form) -> int:
-        """Bring a node to ``form`` in place; the slots freed."""
-
-    def together(self, decisions: Sequence[Decision]) -> AbstractContextManager[None]:
-        """While a plan is carried out on several ranks."""
-
-
-class OnHost(Protocol):
-    """Compressing in host memory."""
-
-    def compress_on_host(self, node: Node, form: Form) -> bool:
-        """Begin to bring what the host has of a node to ``form``."""
-
-
-class Drops(Protocol):
-    """Nodes that go."""
-
-    def drop(self, node_id: int, cause: str = "lost", number: int | None = None) -> int:
-        """Forget a childless, unlocked node; the slots freed."""
+    @property
+    def is_alone(self) -> bool: ...
+    def compress(self, node_id: int, form: Form) -> int: ...
+    def together(self, decisions: Sequence[Decision]) -> AbstractContextManager[None]: ...
 
 
 class Sends(Protocol):
     """Nodes that move down."""
 
-    def demote(self, node_id: int, tier: Tier, form: Form, *, at_once: bool = False) -> int:
-        """Bring a node to a lower tier; the slots freed now."""
+    def demote(self, node_id: int, tier: Tier, form: Form, *, at_once: bool = False) -> int: ...
+
+
+class Raises(Protocol):
+    """Nodes that come up."""
+
+    def promote(self, node_id: int) -> None: ...
 
 
 class Aside(Protocol):
     """Nodes of which a move has failed."""
 
-    def add(self, node_id: int, now_s: float) -> None:
-        """A move of the node has failed."""
+    def add(self, node_id: int, now_s: float) -> None: ...
+    def return_due(self, now_s: float) -> None: ...
 
 
+@dataclass(eq=False, repr=False)
 class NodeMoves:
-    """The controller's ``GpuOps``. ``cause_of_drop``: why a node can become nothing else; ``now_s``: logical time."""
+    """The controller's ``NodeOps``. ``reason_to_drop``: why a node can become nothing else; ``num_failed`` counts by
+    error what has failed."""
 
-    def __init__(
-        self,
-        nodes: Mapping[int, Node],
-        gpu: OnGpu,
-        host: OnHost,
-        removal: Drops,
-        demotion: Sends,
-        aside: Aside,
-        cause_of_drop: Callable[[Node], str | None],
-        now_s: Callable[[], float],
-        *,
-        is_alone: Callable[[], bool],
-    ) -> None:
-        self._nodes = nodes
-        self._gpu = gpu
-        self._host = host
-        self._removal = removal
-        self._demotion = demotion
-        self._aside = aside
-        self._cause_of_drop = cause_of_drop
-        self._now_s = now_s
-        self._is_alone = is_alone
+    nodes: Mapping[int, Node]
+    gpu: OnGpu
+    host: HostForms
+    removal: Removals
+    demotion: Sends
+    promotion: Raises
+    aside: Aside
+    ledger: Slots
+    time: LogicalTime
+    reason_to_drop: Callable[[Node], str | None]
+    num_failed: Counter[str]
 
     @property
     def is_alone(self) -> bool:
         """True if no other rank must do as this one does."""
-        return self._is_alone()
+        return self.gpu.is_alone
 
     def compress(self, node_id: int, form: Form) -> int:
         """Bring a node to ``form``; returns the slots freed. What is on the host is brought there in the background."""
-        node = self._nodes[node_id]
+        node = self.nodes[node_id]
         if node.value is not None:
-            return self._gpu.compress(node_id, form)
-        self._host.compress_on_host(node, form)
+            return self.gpu.compress(node_id, form)
+        self.host.compress_on_host(node, form)
         return 0
 
     def drop(self, node_id: int, cause: str = "lost", number: int | None = None) -> int:
-        """See ``Removal.drop``."""
-        return self._removal.drop(node_id, cause, number)
+        return self.removal.drop(node_id, cause, number)
 
     def demote(self, node_id: int, tier: Tier, form: Form, *, at_once: bool = False) -> int:
-        """See ``Demotion.demote``."""
-        return self._demotion.demote(node_id, tier, form, at_once=at_once)
+        return self.demotion.demote(node_id, tier, form, at_once=at_once)
+
+    def promote(self, node_id: int) -> None:
+        self.promotion.promote(node_id)
 
     def cause_of_drop(self, node_id: int) -> str | None:
         """Why a node can become nothing else, where that is that no form of it was measured."""
-        return self._cause_of_drop(self._nodes[node_id])
+        return self.reason_to_drop(self.nodes[node_id])
 
     def set_aside(self, node_id: int) -> None:
         """A move of the node failed: plans make room of others for a while."""
-        self._aside.add(node_id, self._now_s())
+        self.aside.add(node_id, self.time.now_s)
+
+    def retry_failed(self) -> None:
+        """Plan again with nodes that were set aside for long enough, and free what could not be freed."""
+        self.aside.return_due(self.time.now_s)
+        for slots in self.ledger.take_unfreed():
+            try:
+                self.ledger.free_or_keep(slots)
+            except Exception as error:
+                if not self.is_alone:
+                    raise
+                self.num_failed[f"free {type(error).__name__}"] += 1
 
     def together(self, decisions: Sequence[Decision]) -> AbstractContextManager[None]:
-        """See ``GpuOps.together``."""
-        return self._gpu.together(decisions)
+        return self.gpu.together(decisions)

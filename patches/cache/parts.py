@@ -1,75 +1,41 @@
-"""The parts of the cache, each made after those that it is given."""
+"""The parts of the cache: what knows the tree, what keeps KV in the tiers, and what decides and serves."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import partial
-from typing import Protocol
+from collections.abc import Mapping
+
+import torch
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
 from sglang_evicpress.config import EvicPressConfig
-from sglang_evicpress.core import NodeStats, Tier
-from sglang_evicpress.patches.cache.gpu_ops import GpuOps
+from sglang_evicpress.controller.controller import Controller
+from sglang_evicpress.patches.cache.admission import Admission
+from sglang_evicpress.patches.cache.eviction import Eviction
 from sglang_evicpress.patches.cache.moves import NodeMoves
-from sglang_evicpress.patches.cache.plans import CurrentPlans
-from sglang_evicpress.patches.scheduler.paged_allocator import PagedPool, free_whole_pages
-from sglang_evicpress.patches.tiers.backup import Backup
-from sglang_evicpress.patches.tiers.demotion import Demotion
-from sglang_evicpress.patches.tiers.host_compression import HostCompression
-from sglang_evicpress.patches.tiers.host_room import HostRoom
-from sglang_evicpress.patches.tiers.placement import Placement
-from sglang_evicpress.patches.tiers.removal import Removal
-from sglang_evicpress.patches.tiers.ssd_io import SsdIo
-from sglang_evicpress.patches.tiers.storage import Storage
-from sglang_evicpress.patches.tree.adapters import Adapters
-from sglang_evicpress.patches.tree.changes import NodeChanges
+from sglang_evicpress.patches.cache.outside import Later, Outside, Pool
+from sglang_evicpress.patches.cache.policy_view import PolicyView
+from sglang_evicpress.patches.cache.prefix_views import PrefixViews
+from sglang_evicpress.patches.cache.recomputation import Recomputation
+from sglang_evicpress.patches.cache.tier_parts import TierParts
+from sglang_evicpress.patches.cache.tree_parts import TreeParts
+from sglang_evicpress.patches.profiling.background_requests import BackgroundRequests
+from sglang_evicpress.patches.profiling.shadows import Shadows
+from sglang_evicpress.patches.scheduler.hooks import is_first_come_first_served
+from sglang_evicpress.patches.scheduler.prefill_times import note_not_loaded
+from sglang_evicpress.patches.tiers.admin import TierAdmin
+from sglang_evicpress.patches.tiers.background import BackgroundDemotion
+from sglang_evicpress.patches.tiers.idle_promotion import IdlePromotion
+from sglang_evicpress.patches.tiers.report import TierReport
+from sglang_evicpress.patches.tiers.rounds import TierRounds
+from sglang_evicpress.patches.tiers.shutdown import TierShutdown
+from sglang_evicpress.patches.tiers.ssd_attachment import SsdAttachment
+from sglang_evicpress.patches.tiers.weights import Weights
 from sglang_evicpress.patches.tree.compressor import Compressor
-from sglang_evicpress.patches.tree.set_aside import SetAside
-from sglang_evicpress.patches.tree.slot_ledger import SlotLedger
-from sglang_evicpress.patches.tree.types import Allocator, Node
-from sglang_evicpress.policy.cost_model import CostSnapshot
-from sglang_evicpress.policy.menu import Menu
-from sglang_evicpress.policy.planner import Planner
-from sglang_evicpress.tiers.entry.copies import Copy
-
-
-class Pool(Allocator, PagedPool, Protocol):
-    """SGLang's allocator, with its pages."""
-
-
-@dataclass(frozen=True)
-class Outside:
-    """What the parts ask of the tree and of the parts above them, each by one function."""
-
-    root_of: Callable[[], Node]
-    namespaces: Callable[[], Iterable[str | None]]
-    delete: Callable[[Node], None]
-    tell_removed: Callable[[Node], None]
-    policy: Callable[[], Planner]
-    now_s: Callable[[], float]
-    costs: Callable[[], CostSnapshot]
-    observe_load: Callable[[Tier, int, float], None]
-    free_slots: Callable[[Tier, int], int]
-    mark_dirty: Callable[[], None]
-    on_drop: Callable[[Node, str, int | None], None]
-    stats_of: Callable[[Node], NodeStats]
-    quality_of_copy: Callable[[Node, Copy], float]
-    cause_of_drop: Callable[[Node], str | None]
-    is_arriving: Callable[[Node], bool]
-
-    @property
-    def root(self) -> Node:
-        return self.root_of()
-
-    def remove(self, node_id: int) -> None:
-        """Let no plan be about the node any more."""
-        self.policy().remove(node_id)
+from sglang_evicpress.patches.tree.types import Node, Request
 
 
 class Parts:
-    """Those that are objects of their own; the others are mixins of ``EvicPressCache`` still. ``evictions`` and
-    ``eviction_seconds`` count what evicting did, copying at once included."""
+    """All of them, each made after those that it is given."""
 
     def __init__(
         self,
@@ -80,84 +46,226 @@ class Parts:
         compressor: Compressor,
         identity: bytes,
         outside: Outside,
+        seed: bytes,
     ) -> None:
-        self.evictions, self.eviction_seconds = Counter[str](), defaultdict[str, float](float)
+        later = Later(
+            lower_copies_of=lambda: self.tiers.placement.lower_copies_of,
+            stats_of=lambda node: self.view.stats_of(node),
+            note_drop=lambda node, cause, number: self.recomputation.note_drop(node, cause, number),
+            free_bytes=lambda tier, num_bytes: self.controller.free_bytes(tier, num_bytes),
+            make_room=lambda num_slots: self.eviction.make_room(num_slots),
+        )
         slot_bytes = compressor.slot_bytes
-        self.changes = NodeChanges()
-        self.ledger = SlotLedger(partial(free_whole_pages, allocator))
-        self.aside = SetAside(nodes, self.changes.changed)
-        self.adapters = Adapters(identity, outside.namespaces, has_tiers=config.has_tiers)
-        self.storage = Storage.open(config, compressor.payload_copier, identity, is_cuda=compressor.is_cuda)
-        self.menu = Menu(config.menu_forms, self.storage.tiers, slot_bytes, page_size)
-        self.placement = Placement(
-            self.storage, self.adapters, outside.quality_of_copy, self.changes.changed, slot_bytes
-        )
-        self.removal = Removal(nodes, outside, self.storage, self.placement, self.ledger, self.changes, outside.on_drop)
-        self.plans = CurrentPlans(outside.policy, self.placement.lower_copies_of)
-        self.gpu_ops = GpuOps(
-            nodes,
-            self.menu,
-            config.sinks,
-            compressor,
+        tree = self.tree = TreeParts(nodes, allocator, page_size, config, compressor, identity, outside, later)
+        tiers = self.tiers = TierParts(tree, nodes, allocator, page_size, config, compressor, outside, later)
+        self.idle_promotion = IdlePromotion(
+            tree.storage,
             allocator,
-            self.ledger,
-            self.changes,
-            self.removal,
-            outside.stats_of,
-        )
-        self.host_room = HostRoom(nodes, self.storage, self.placement, self.removal, self.plans, self.changes)
-        self.ssd_io = SsdIo(
-            nodes,
-            self.storage,
-            self.adapters,
-            self.placement,
-            self.removal,
-            self.host_room,
-            self.plans,
-            self.changes,
-            costs=outside.costs,
-            free_slots=outside.free_slots,
-            observe=outside.observe_load,
-            mark_dirty=outside.mark_dirty,
-            slot_bytes=slot_bytes,
-            page_size=page_size,
-        )
-        self.backup = Backup(
-            nodes,
-            self.storage,
-            self.placement,
-            self.removal,
-            self.host_room,
-            self.ssd_io,
-            compressor,
-            outside.is_arriving,
-            self.evictions,
-            self.eviction_seconds,
-        )
-        self.host_compression = HostCompression(
-            nodes,
-            self.storage,
-            self.placement,
-            self.removal,
-            self.host_room,
-            self.ssd_io,
-            self.gpu_ops,
-            compressor,
+            tree.policy.plan_promotions,
+            tiers.promotion,
+            tiers.host_room.room,
+            tiers.holds.node_ids,
+            lambda decisions: self.controller.execute(decisions),
             slot_bytes,
         )
-        self.demotion = Demotion(
-            nodes, self.adapters, self.placement, self.removal, self.gpu_ops, self.host_compression, self.backup
+        self.view = PolicyView(
+            tree.menu,
+            config.min_compress_tokens,
+            tree.policy,
+            tree.quality,
+            tiers.gpu_ops,
+            tiers.placement.lower_copies_of,
         )
         self.moves = NodeMoves(
             nodes,
-            self.gpu_ops,
-            self.host_compression,
-            self.removal,
-            self.demotion,
-            self.aside,
-            outside.cause_of_drop,
-            outside.now_s,
-            is_alone=lambda: compressor.is_alone,
+            tiers.gpu_ops,
+            tiers.host_compression,
+            tiers.removal,
+            tiers.demotion,
+            tiers.promotion,
+            tree.aside,
+            tree.ledger,
+            tree.terms,
+            self.view.cause_of_drop,
+            tree.num_failed,
         )
-        self.changes.subscribe(self.placement.note_copies)
-        self.changes.subscribe_to_leaving(self.backup.backup_parent)
+        self.controller = Controller(self.moves, tree.policy, tree.terms, tree.num_failed)
+        self.eviction = Eviction(
+            allocator,
+            tree.ledger,
+            self.controller,
+            tiers.host_room.room,
+            tiers.placement.lower_copies_of,
+            tree.eviction_log,
+            costs=lambda: tree.terms.costs,
+            mark_dirty=tree.background_clock.mark_dirty,
+            num_running=outside.num_running,
+            release_from_tail=tiers.prefetches.release_from_tail,
+            release_shadows=lambda: self.shadows.release_shadows(),
+            return_aside=lambda: compressor.is_alone and tree.aside.return_all(),
+            slot_bytes=slot_bytes,
+            has_tiers=config.has_tiers,
+        )
+        background_requests: list[Request] = []
+        self.shadows = Shadows(
+            outside.tree,
+            tree.terms,
+            tree.policy.census,
+            tiers.gpu_ops,
+            tree.menu,
+            tree.ledger,
+            compressor,
+            tree.quality,
+            tree.adapters.adapter_of,
+            tree.changes.changed,
+            tiers.removal.drop,
+            tiers.fill_replace.replace,
+            tiers.loads.join_all,
+            self.eviction.free_slots,
+            background_requests,
+            seed,
+        )
+        self.background = BackgroundRequests(
+            outside.tree, tree.terms, self.shadows, tiers.prefetches.by_request, background_requests
+        )
+        self.recomputation = Recomputation(
+            outside.tree,
+            tiers.prefetches.by_request,
+            tiers.load_terms.pieces,
+            tree.terms,
+            tiers.host_room.room,
+            self.controller.journal.regret,
+            note_not_loaded,
+            slot_bytes=slot_bytes,
+            page_size=page_size,
+            min_match_kept=config.min_match_kept,
+        )
+        self.admission = Admission(
+            outside.tree,
+            tiers.prefetches,
+            tiers.prefetcher,
+            self.background,
+            tree.queued_hits,
+            tree.terms,
+            tree.adapters.note_adapter,
+            self.eviction.has_room,
+            lambda: tiers.ssd_io.is_freeing_host,
+            allocator.available_size,
+            is_first_come_first_served,
+            tree.storage.counts,
+            has_host=tree.storage.has_host,
+            page_size=page_size,
+            most_new_tokens=CLIP_MAX_NEW_TOKENS,
+        )
+        self.views = PrefixViews(torch.device(allocator.device), tree.num_failed)
+        self.background_demotion = BackgroundDemotion(
+            nodes,
+            allocator,
+            tree.ledger,
+            self.controller,
+            tree.storage,
+            tree.adapters,
+            tiers.placement,
+            tiers.host_room,
+            tree.policy,
+            tiers.backup,
+            tiers.host_compression,
+            tiers.ssd_io,
+            config,
+            costs=lambda: tree.terms.costs,
+            num_slots_needed=lambda: tiers.prefetches.num_slots_needed,
+            slot_bytes=slot_bytes,
+        )
+        self.rounds = TierRounds(
+            tree.storage,
+            tree.background_clock,
+            tiers.promotion,
+            self.idle_promotion.promote,
+            first=(lambda: tiers.loads.start(None), tiers.ssd_io.begin_round),  # of a round that has come to no batch
+            keep_room=self.background_demotion.keep_room,
+            last=tiers.prefetcher.advance,
+        )
+        self.ssd_attachment = SsdAttachment(
+            nodes,
+            allocator,
+            tree.storage,
+            tree.adapters,
+            tiers.placement,
+            tiers.removal,
+            self.rounds,
+            config,
+            tree.storage.ssd_key,
+            tree.policy.rebuild,
+        )
+        self.weights = Weights(
+            tree.storage,
+            lambda: tiers.loads.unfinished,
+            (self.shadows.release_shadows, tree.quality.identify_profiles, self.ssd_attachment.model_changed),
+        )
+        self.report = TierReport(
+            allocator,
+            tree.storage,
+            tiers.host_room,
+            tree.policy,
+            transfer_costs=lambda: tree.terms.cost_model.costs.load,
+            num_prefetching=lambda: tiers.prefetches.num_waiting,
+            num_redundant=lambda: tiers.placement.num_spare,
+            num_set_apart=lambda: tiers.late_loads.num_slots,
+            slot_bytes=slot_bytes,
+        )
+        self.admin = TierAdmin(
+            nodes,
+            tree.storage,
+            tiers.removal,
+            self.controller.execute,
+            tiers.holds,
+            self.rounds,
+            self.ssd_attachment,
+            self.report.describe_tiers,
+            self.shadows.release_shadows,
+            tree.menu,
+        )
+        self.shutdown = TierShutdown(
+            outside.root_of,
+            nodes,
+            tree.storage,
+            tree.adapters,
+            tiers.backup,
+            self.rounds,
+            self.ssd_attachment.close,
+            costs=lambda: tree.terms.costs,
+            join_loads=tiers.loads.join_all,
+            release_shadows=self.shadows.release_shadows,
+            slot_bytes=slot_bytes,
+        )
+        self._connect()
+
+    def _connect(self) -> None:
+        """Let each part know of what the others signal."""
+        tree, tiers = self.tree, self.tiers
+        changes, terms = tree.changes, tree.terms
+        changes.changed.subscribe(tiers.placement.note_copies, tree.policy.on_node_changed)
+        changes.left_gpu.subscribe(tiers.backup.backup_parent)
+        changes.split.subscribe(
+            tiers.placement.split_copies,
+            tiers.prefetches.split,
+            lambda upper, lower: tiers.holds.split(upper.id, lower.id),
+            tree.queued_hits.split,
+            tree.quality.split_profiles,
+            tree.queries.split,
+        )
+        changes.deleted.subscribe(
+            tree.policy.on_node_deleted,
+            tree.aside.forget,
+            tiers.placement.forget,
+            tree.queued_hits.forget,
+            tree.queries.drop,
+        )
+        changes.flushed.subscribe(
+            tree.aside.clear, tree.ledger.clear, tree.policy.clear, tree.queries.clear, tree.queued_hits.clear
+        )
+        terms.advanced.subscribe(tree.queued_hits.follow_clock, self.moves.retry_failed, tree.quality.refresh_default)
+        terms.costs_changed.subscribe(tree.policy.refresh)
+        self.views.admitted.subscribe(
+            tree.quality.note_question, tree.queued_hits.on_prefill, self.recomputation.count_admitted
+        )

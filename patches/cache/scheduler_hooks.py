@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from sglang_evicpress.patches.attention import physical_lengths, req_to_token
-from sglang_evicpress.patches.cache import eviction, factory
+from sglang_evicpress.patches.cache import factory
+from sglang_evicpress.patches.cache.radix_cache import EvicPressCache
 from sglang_evicpress.patches.decode_budget import admission
 from sglang_evicpress.patches.scheduler import hooks, paged_allocator, queries, queue_limit
+
+EVICT = "sglang.srt.mem_cache.common.evict_from_tree_cache"
+
+
+def _around_evict_from_tree_cache(original: Callable[..., object], tree_cache: object, num_tokens: int) -> None:
+    """AROUND ``evict_from_tree_cache``: SGLang 0.5.15.post1 asks ``evict`` for all the slots that it is about to take,
+    free ones included, later releases for what is short of them. Our cache is asked for the shortfall."""
+    if isinstance(tree_cache, EvicPressCache):
+        tree_cache.make_room(num_tokens)
+    else:
+        original(tree_cache, num_tokens)
 
 
 def register(registry: Any, hook_type: Any) -> None:
@@ -18,5 +31,5 @@ def register(registry: Any, hook_type: Any) -> None:
     queries.install(registry, hook_type)
     hooks.install(registry, hook_type)
     queue_limit.install(registry, hook_type)
-    eviction.install(registry, hook_type)
+    registry.register(EVICT, _around_evict_from_tree_cache, hook_type.AROUND)
     admission.install(registry, hook_type)

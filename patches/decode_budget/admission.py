@@ -16,8 +16,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang_evicpress.decode_budget import schedule
 from sglang_evicpress.decode_budget.settings import DecodeSettings
 from sglang_evicpress.patches.decode_budget import chunked_recompute
-from sglang_evicpress.patches.decode_budget.budgets import DecodeBudgets
-from sglang_evicpress.patches.decode_budget.chunked_recompute import BudgetedAdder
+from sglang_evicpress.patches.decode_budget.chunked_recompute import BudgetedAdder, BudgetedCache
 from sglang_evicpress.patches.decode_budget.state import BudgetedRequest, DecodeState, budget_of, num_physical
 from sglang_evicpress.patches.decode_budget.types import ArrivingRequest, PrefillAdder, WaitingRequest
 
@@ -29,12 +28,6 @@ class ModelConfig(Protocol):
     """SGLang's ModelConfig."""
 
     context_len: int
-
-
-class BudgetedCache(Protocol):
-    """The cache, with its budgets."""
-
-    decode_budgets: DecodeBudgets
 
 
 class AdmittingScheduler(Protocol):

@@ -7,7 +7,8 @@ with overlap drops at the same tokens as one without.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Protocol
 
@@ -20,7 +21,7 @@ from sglang_evicpress.decode_budget.settings import DecodeSettings, client_setti
 from sglang_evicpress.decode_budget.stats import RequestStats, Totals
 from sglang_evicpress.patches.attention.query_ring import STEPS_AHEAD, QueryRing
 from sglang_evicpress.patches.decode_budget.metrics import BudgetMetrics
-from sglang_evicpress.patches.decode_budget.rows import DecodeCompressor, DecodeTree, row_of, unshare
+from sglang_evicpress.patches.decode_budget.rows import DecodeTree, row_of, unshare
 from sglang_evicpress.patches.decode_budget.state import (
     BudgetedRequest,
     DecodeState,
@@ -31,16 +32,10 @@ from sglang_evicpress.patches.decode_budget.state import (
 )
 from sglang_evicpress.patches.decode_budget.trace import DecodeTrace
 from sglang_evicpress.patches.decode_budget.types import ArrivingRequest, DecodeScheduler
+from sglang_evicpress.patches.tree.compressor import Compressor
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
 from sglang_evicpress.patches.tree.node import PrefixView
 from sglang_evicpress.patches.unsupported import check_decode
-
-
-class Passes(Protocol):
-    """Maker of the passes."""
-
-    def make_passes(self, reqs: Sequence[BudgetedRequest]) -> bool:
-        """The passes of all these requests, which are due; whether anything was dropped."""
 
 
 class BudgetLog(Protocol):
@@ -48,42 +43,31 @@ class BudgetLog(Protocol):
 
     totals: Totals
 
-    def note_request(self) -> int:
-        """Count a request that comes with a budget; its number."""
-
-    def settle_copies(self, state: DecodeState, *, but_last: bool = False) -> None:
-        """Fill in what the device has counted."""
-
-    def note_end(self, req: BudgetedRequest, state: DecodeState) -> None:
-        """The request is about to give its slots back."""
+    def note_request(self) -> int: ...
+    def settle_copies(self, state: DecodeState, *, but_last: bool = False) -> None: ...
+    def note_end(self, req: BudgetedRequest, state: DecodeState) -> None: ...
 
 
+@dataclass(eq=False, repr=False)
 class DecodeBudgets:
     """Budgets of running requests: ``default`` is the server's, ``clients`` what requests may choose."""
 
-    def __init__(
-        self,
-        tree: DecodeTree,
-        compressor: DecodeCompressor,
-        passes: Passes,
-        log: BudgetLog,
-        default: DecodeSettings,
-        clients: str,
-    ) -> None:
+    tree: DecodeTree
+    compressor: Compressor
+    make_passes: Callable[[Sequence[BudgetedRequest]], bool]
+    log: BudgetLog
+    default: DecodeSettings
+    clients: str
+
+    def __post_init__(self) -> None:
         self.has_budgets = False  # until the first request comes with one
-        self._tree = tree
-        self._compressor = compressor
-        self._passes = passes
-        self._log = log
-        self._default = default
-        self._clients = clients
         self._metrics: BudgetMetrics | None = None
         self._given_up: list[tuple[BudgetedRequest, str]] = []
 
     @property
     def totals(self) -> Totals:
         """Counts of this server."""
-        return self._log.totals
+        return self.log.totals
 
     # ---- requests that come
 
@@ -94,17 +78,17 @@ class DecodeBudgets:
         """
         if is_shadow_name(req.extra_key):  # measures the KV of prefixes, as they are
             return None, False
-        settings, wants_trace = client_settings(req.sampling_params.custom_params, self._default, self._clients)
+        settings, wants_trace = client_settings(req.sampling_params.custom_params, self.default, self.clients)
         if settings is not None:
-            reads_queries = self._default.reads_queries
-            check_decode(settings, self._tree.page_size, self._compressor.sinks, keeps_queries=reads_queries)
+            reads_queries = self.default.reads_queries
+            check_decode(settings, self.tree.page_size, self.compressor.sinks, keeps_queries=reads_queries)
         return settings, wants_trace
 
     def begin(self, req: ArrivingRequest, settings: DecodeSettings, *, wants_trace: bool) -> None:
         """The request has this budget from now on."""
         self.has_budgets = True
         trace = DecodeTrace() if wants_trace else None
-        req.kv_budget = DecodeState(settings, RequestStats(), trace=trace, number=self._log.note_request())
+        req.kv_budget = DecodeState(settings, RequestStats(), trace=trace, number=self.log.note_request())
 
     # ---- requests that run
 
@@ -139,14 +123,14 @@ class DecodeBudgets:
         if not state.settings.reads_queries:
             return False
         within = ring.window + STEPS_AHEAD
-        return state.is_first_visit or is_near(state.settings, num_physical(req), self._tree.page_size, within)
+        return state.is_first_visit or is_near(state.settings, num_physical(req), self.tree.page_size, within)
 
     def _is_due(self, req: BudgetedRequest, state: DecodeState) -> bool:
         """True if a request that has its prompt computed is to drop anything now."""
         if not state.in_tree:  # with overlap the prefill is in flight, and its result comes after the next launch
-            self._compressor.wait_for_forward(self._compressor.k_buffers[0])  # for the queries that its node keeps
-            self._tree.cache_unfinished_req(req)
-        num_slots, page = num_physical(req), self._tree.page_size
+            self.compressor.wait_for_forward(self.compressor.k_buffers[0])  # for the queries that its node keeps
+            self.tree.cache_unfinished_req(req)
+        num_slots, page = num_physical(req), self.tree.page_size
         if state.is_first_visit and is_over(state.settings, num_slots, page):
             return True
         state.is_first_visit = False
@@ -155,7 +139,7 @@ class DecodeBudgets:
     def _visit(self, reqs: list[BudgetedRequest]) -> bool:
         """The passes that are due; whether anything was dropped."""
         before = [num_physical(req) for req in reqs]
-        has_dropped = self._passes.make_passes(reqs)
+        has_dropped = self.make_passes(reqs)
         for req, num_slots in zip(reqs, before, strict=True):
             if num_physical(req) < num_slots:
                 req.kv_budget.is_first_visit = False
@@ -180,7 +164,7 @@ class DecodeBudgets:
         state = budget_of(req)
         if state is None:
             return True
-        self._log.note_end(req, state)
+        self.log.note_end(req, state)
         return not state.has_left_tree
 
     def end(self, req: BudgetedRequest) -> None:
@@ -193,11 +177,11 @@ class DecodeBudgets:
         """A piece (chunked_recompute.py) is computed, or in flight: drop what is over the budget, and show SGLang the
         rest as the prefix of the next one, with holes."""
         state.in_tree = True
-        if is_over(state.settings, num_physical(req), self._tree.page_size):
-            self._passes.make_passes([req])
+        if is_over(state.settings, num_physical(req), self.tree.page_size):
+            self.make_passes([req])
         elif not state.has_left_tree:
-            unshare(self._tree, self._compressor, [req])
-        slots = row_of(self._tree, req, num_physical(req))
+            unshare(self.tree, self.compressor, [req])
+        slots = row_of(self.tree, req, num_physical(req))
         if not state.has_left_tree:  # there was no room to copy what it shares: another try after the next piece
             req.prefix_indices = torch.cat([req.prefix_indices[: req.cache_protected_len], slots[num_shared(req) :]])
             req.evicpress = PrefixView(slots, req.evicpress.holes, req.evicpress.is_lossy, True)
@@ -231,7 +215,7 @@ class DecodeBudgets:
         for req in scheduler.running_batch.reqs:
             state = budget_of(req)
             if state is not None and holds_kv(req):
-                self._log.settle_copies(state, but_last=True)  # that of a pass just made would be waited for
+                self.log.settle_copies(state, but_last=True)  # that of a pass just made would be waited for
                 held += num_physical(req)
                 granted += state.settings.tokens
-        self._metrics.publish(self._log.totals, held, granted)
+        self._metrics.publish(self.log.totals, held, granted)

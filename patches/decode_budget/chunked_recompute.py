@@ -14,9 +14,9 @@ from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_evicpress.decode_budget import schedule
-from sglang_evicpress.patches.decode_budget.state import BudgetedRequest, DecodeState, budget_of, num_shared
+from sglang_evicpress.patches.decode_budget.budgets import DecodeBudgets
+from sglang_evicpress.patches.decode_budget.state import DecodeState, budget_of, num_shared
 from sglang_evicpress.patches.decode_budget.types import PrefillAdder, RunningBatch, WaitingRequest
-from sglang_evicpress.patches.tree.node import PrefixView
 
 BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch."
 TOO_LONG = (
@@ -25,23 +25,16 @@ TOO_LONG = (
 )
 
 
-class Budgets(Protocol):
-    """Budgets, as far as pieces are concerned."""
-
-    def give_up(self, req: BudgetedRequest, why: str) -> None:
-        """Abort a waiting request before the next round."""
-
-
-class CacheOfAdder(Protocol):
+class BudgetedCache(Protocol):
     """The cache, with its budgets."""
 
-    decode_budgets: Budgets
+    decode_budgets: DecodeBudgets
 
 
 class BudgetedAdder(PrefillAdder, Protocol):
     """A PrefillAdder over our cache."""
 
-    tree_cache: CacheOfAdder
+    tree_cache: BudgetedCache
 
 
 def is_too_long(adder: PrefillAdder, req: WaitingRequest, state: DecodeState) -> bool:
@@ -107,11 +100,6 @@ def _add_chunk(
     adder.rem_chunk_tokens = 0 if is_open else chunk_tokens - used  # a batch may hold chunks of one request only
     adder.rem_total_token_offset = before + (used + 2 * adder.page_size if is_added else 0)
     return result
-
-
-def view_between(req: BudgetedRequest, state: DecodeState) -> PrefixView:
-    """View from which a request's row is written for its next chunk: its own slots, and all that has none."""
-    return PrefixView(req.prefix_indices[state.num_dropped :], state.num_dropped, True, True)
 
 
 def _after_prepare_for_extend(_: None, batch: RunningBatch) -> None:

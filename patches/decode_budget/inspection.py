@@ -36,8 +36,7 @@ class Watched(Protocol):
     """A cache that knows its scheduler, once that is complete."""
 
     @property
-    def scheduler(self) -> DecodeScheduler | None:
-        """None until then."""
+    def scheduler(self) -> DecodeScheduler | None: ...
 
 
 class Records(Protocol):
@@ -46,11 +45,8 @@ class Records(Protocol):
     totals: Totals
 
     @property
-    def ended(self) -> Iterable[Ended]:
-        """Requests that ended lately."""
-
-    def describe_request(self, req: BudgetedRequest, state: DecodeState) -> dict[str, object]:
-        """A request that waits or runs, without its positions and its trace."""
+    def ended(self) -> Iterable[Ended]: ...
+    def describe_request(self, req: BudgetedRequest, state: DecodeState) -> dict[str, object]: ...
 
 
 Told: TypeAlias = Ended | tuple[BudgetedRequest, DecodeState]
@@ -107,7 +103,7 @@ class RequestsInspection:
         if isinstance(told, Ended):
             trace, final = told.trace, None if told.trace is None else told.trace.final
             shape = None if final is None else list(final.shape)
-            num_held = 0 if final is None else final.size
+            num_held = 0 if final is None else final.num_elements
             final_positions = np.empty(0, np.int32) if final is None else final.read().numpy().reshape(-1)[offset:end]
         else:
             req, state = told

@@ -39,7 +39,6 @@ from sglang_evicpress.kernels.compact import compact
 from sglang_evicpress.kernels.fill_holes import fill_holes
 from sglang_evicpress.patches.attention.query_ring import QueryRing
 from sglang_evicpress.patches.decode_budget.rows import (
-    DecodeCompressor,
     DecodeTree,
     leave_tree,
     path_positions,
@@ -59,6 +58,7 @@ from sglang_evicpress.patches.decode_budget.state import (
     positions_of_rows,
 )
 from sglang_evicpress.patches.scheduler.paged_allocator import free_whole_pages
+from sglang_evicpress.patches.tree.compressor import Compressor
 
 logger = logging.getLogger(__name__)
 
@@ -81,20 +81,17 @@ class Survey:
 class PassLog(Protocol):
     """Counts of passes."""
 
-    def note_pass(self, state: DecodeState, record: PassRecord, copies: tuple[HostCopy, int] | None) -> None:
-        """Count a pass. ``copies``: where the device counts what it copies, and the place of the row there."""
-
-    def note_deferred(self) -> int:
-        """Count a pass for which the device had no memory; how many there were."""
+    def note_pass(self, state: DecodeState, record: PassRecord, copies: tuple[HostCopy, int] | None) -> None: ...
+    def note_deferred(self) -> int: ...
 
 
+@dataclass(eq=False, repr=False)
 class DecodePasses:
     """Passes over running requests, counted in ``log``."""
 
-    def __init__(self, tree: DecodeTree, compressor: DecodeCompressor, log: PassLog) -> None:
-        self._tree = tree
-        self._compressor = compressor
-        self._log = log
+    tree: DecodeTree
+    compressor: Compressor
+    log: PassLog
 
     def make_passes(self, reqs: Sequence[BudgetedRequest]) -> bool:
         """The passes of all these requests, which are due; whether anything was dropped."""
@@ -117,14 +114,14 @@ class DecodePasses:
             alike.setdefault(self._shape_of(req, req.kv_budget), []).append(req)
         parts = []
         for group in alike.values():
-            scores = self._compressor.num_layers * self._compressor.num_heads * num_physical(group[0])
+            scores = self.compressor.num_layers * self.compressor.num_heads * num_physical(group[0])
             most = max(1, MAX_BATCH_SCORES // scores)
             parts += [group[begin : begin + most] for begin in range(0, len(group), most)]
         return parts
 
     def _shape_of(self, req: BudgetedRequest, state: DecodeState) -> Hashable:
         settings, num_slots, positions = state.settings, num_physical(req), state.positions
-        num_kept = schedule.target(settings, num_slots, self._tree.page_size)
+        num_kept = schedule.target(settings, num_slots, self.tree.page_size)
         is_shared, shape = num_shared(req) > 0, None if positions is None else tuple(positions.shape)
         if not state.has_left_tree:
             shape = (req.evicpress.holes > 0, num_shared(req)) if req.evicpress.holes > 0 else None
@@ -137,7 +134,7 @@ class DecodePasses:
             if pass_over(reqs):
                 return True
         except torch.OutOfMemoryError as error:
-            if not self._compressor.is_alone:  # other ranks make theirs, and would no longer hold the same
+            if not self.compressor.is_alone:  # other ranks make theirs, and would no longer hold the same
                 raise
             if len(reqs) == 1:
                 self._defer(reqs[0], error)
@@ -149,7 +146,7 @@ class DecodePasses:
 
     def _defer(self, req: BudgetedRequest, error: torch.OutOfMemoryError) -> None:
         """The device has no memory for a pass now: the request stays as it is, and the next round tries again."""
-        count = self._log.note_deferred()
+        count = self.log.note_deferred()
         if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th: every round may try
             text = "evicpress: a pass over request %.64r was put off, the device has no memory for it (time %d): %s"
             logger.warning(text, req.rid, count, error)
@@ -158,7 +155,7 @@ class DecodePasses:
         """Part them from the tree, as far as there is room; the slots that each had to copy and the seconds that it
         took the host, by ``id`` of the request."""
         parted: dict[int, tuple[int, float]] = {}
-        begin, most = 0, MAX_BATCH_SCORES // (self._compressor.num_layers * self._compressor.num_heads)
+        begin, most = 0, MAX_BATCH_SCORES // (self.compressor.num_layers * self.compressor.num_heads)
         while begin < len(reqs):
             end, num_slots = begin + 1, num_shared(reqs[begin])
             while end < len(reqs) and num_slots + num_shared(reqs[end]) <= most:
@@ -166,7 +163,7 @@ class DecodePasses:
                 end += 1
             part = reqs[begin:end]
             began, copied = time.perf_counter(), [num_shared(req) for req in part]
-            self._make(partial(unshare, self._tree, self._compressor), part)
+            self._make(partial(unshare, self.tree, self.compressor), part)
             seconds = (time.perf_counter() - began) / len(part)
             parted |= {id(req): (count, seconds) for req, count in zip(part, copied, strict=True)}
             begin = end
@@ -180,29 +177,29 @@ class DecodePasses:
         as it is. Raises torch.OutOfMemoryError before anything is changed.
         """
         began = time.perf_counter()
-        state, num_slots, page = reqs[0].kv_budget, num_physical(reqs[0]), self._tree.page_size
+        state, num_slots, page = reqs[0].kv_budget, num_physical(reqs[0]), self.tree.page_size
         num_kept = schedule.target(state.settings, num_slots, page)
         whole = -(-num_kept // page) * page
         shared = [num_shared(req) for req in reqs]
         fresh = None
         if shared[0] > 0:
-            fresh = take_slots(self._tree, len(reqs) * whole)
+            fresh = take_slots(self.tree, len(reqs) * whole)
             if fresh is None:
                 return False
         try:
-            index = rows_on_device(self._tree, reqs)
-            slots = rows_of(self._tree, index, num_slots)
-            self._compressor.wait_for_forward(slots)
+            index = rows_on_device(self.tree, reqs)
+            slots = rows_of(self.tree, index, num_slots)
+            self.compressor.wait_for_forward(slots)
             into = None if fresh is None else fresh.view(len(reqs), whole)[:, :num_kept]
             survey = self._survey(reqs, slots, num_kept, into)
             known = None if survey.copies is None else HostCopy(survey.copies.mean((0, 1), dtype=torch.float64))
         except torch.OutOfMemoryError:
             if fresh is not None:
-                self._tree.token_to_kv_pool_allocator.free(fresh)
+                self.tree.token_to_kv_pool_allocator.free(fresh)
             raise
         for req in reqs:
             if not req.kv_budget.has_left_tree:
-                leave_tree(self._tree, req)
+                leave_tree(self.tree, req)
         if into is not None:
             runs = [row[count:] for row, count in zip(slots, shared, strict=True)]
             kept = into
@@ -210,8 +207,8 @@ class DecodePasses:
             runs = list(slots[:, whole:])
             kept = slots[:, :num_kept]
             self._compact(slots, survey)
-        free_whole_pages(self._tree.token_to_kv_pool_allocator, *runs)
-        put_rows(self._tree, reqs, index, kept, num_slots - num_kept)
+        free_whole_pages(self.tree.token_to_kv_pool_allocator, *runs)
+        put_rows(self.tree, reqs, index, kept, num_slots - num_kept)
         seconds = (time.perf_counter() - began) / len(reqs)
         for place, req in enumerate(reqs):
             state = req.kv_budget
@@ -223,7 +220,7 @@ class DecodePasses:
                 *(kind, num_logical(req), num_slots, num_kept),
                 *(-(-runs[place].numel() // page), None if known is not None else float(num_kept), seconds),
             )
-            self._log.note_pass(state, record, None if known is None else (known, place))
+            self.log.note_pass(state, record, None if known is None else (known, place))
         return True
 
     def _survey(
@@ -234,10 +231,10 @@ class DecodePasses:
         state = reqs[0].kv_budget
         rows = self._rows(reqs, slots)
         scores = score_rows(state.settings.score, rows, state.settings.window)
-        chosen = survivors(scores, rows.positions, num_kept, self._compressor.sinks, in_order=state.is_in_order)
+        chosen = survivors(scores, rows.positions, num_kept, self.compressor.sinks, in_order=state.is_in_order)
         if into is not None:
             row, survivors_of_all = _as_one_row(slots, chosen)
-            self._compressor.copy_survivors(row, survivors_of_all, into.flatten())
+            self.compressor.copy_survivors(row, survivors_of_all, into.flatten())
             return Survey(chosen, repack_positions(rows.positions, chosen), None, None)
         if _way(state) == "repack":
             return Survey(chosen, repack_positions(rows.positions, chosen), None, repack_copies(chosen))
@@ -247,7 +244,7 @@ class DecodePasses:
 
     def _compact(self, slots: torch.Tensor, survey: Survey) -> None:
         """Bring the survivors to the first slots of the rows, in place."""
-        buffers = self._compressor.k_buffers, self._compressor.v_buffers
+        buffers = self.compressor.k_buffers, self.compressor.v_buffers
         if survey.moves is None:
             compact(*buffers, slots, survey.chosen)
             return
@@ -263,47 +260,45 @@ class DecodePasses:
         torch.OutOfMemoryError before anything is changed.
         """
         began = time.perf_counter()
-        settings, num_slots, page = reqs[0].kv_budget.settings, num_physical(reqs[0]), self._tree.page_size
+        settings, num_slots, page = reqs[0].kv_budget.settings, num_physical(reqs[0]), self.tree.page_size
         block, num_kept = schedule.block_size(page), schedule.target(settings, num_slots, page)
-        first, newest = schedule.protected_blocks(settings.protected_pages, block, self._compressor.sinks)
+        first, newest = schedule.protected_blocks(settings.protected_pages, block, self.compressor.sinks)
         whole = num_slots // block * block
         if whole < num_slots:
             newest = 0  # it is not full yet, and is not among those that can go
-        index = rows_on_device(self._tree, reqs)
-        slots = rows_of(self._tree, index, num_slots)
-        self._compressor.wait_for_forward(slots)
+        index = rows_on_device(self.tree, reqs)
+        slots = rows_of(self.tree, index, num_slots)
+        self.compressor.wait_for_forward(slots)
         positions = self._positions(reqs, num_slots)
         rows = self._rows(reqs, slots, positions)
         scores = score_rows(settings.score, rows, settings.window)[..., :whole]
-        means = self._compressor.summed(page_means(scores, block))
+        means = self.compressor.summed(page_means(scores, block))
         dropped = worst_pages(means, (first, newest), (num_slots - num_kept) // block)
         positions = without_pages(positions, dropped, block)
         freed, kept = pages_of(slots, dropped, block).flatten(), without_pages(slots, dropped, block)
-        free_whole_pages(self._tree.token_to_kv_pool_allocator, freed)
-        put_rows(self._tree, reqs, index, kept, num_slots - num_kept)
+        free_whole_pages(self.tree.token_to_kv_pool_allocator, freed)
+        put_rows(self.tree, reqs, index, kept, num_slots - num_kept)
         seconds, num_freed = (time.perf_counter() - began) / len(reqs), (num_slots - num_kept) // page
         for place, req in enumerate(reqs):
             state, (copies, more) = req.kv_budget, parted.get(id(req), (0, 0.0))
             state.positions = positions[..., place, :]
             counts = num_logical(req), num_slots, num_kept, num_freed
-            self._log.note_pass(state, PassRecord("page", *counts, float(copies), seconds + more), None)
+            self.log.note_pass(state, PassRecord("page", *counts, float(copies), seconds + more), None)
         return True
 
     def _positions(self, reqs: Sequence[BudgetedRequest], num_slots: int) -> torch.Tensor:
         """int32 [R, n] where all heads of a row hold the same, else [L, H, R, n]."""
         known = [
-            req.kv_budget.positions
-            if req.kv_budget.has_left_tree
-            else path_positions(self._tree, self._compressor, req)
+            req.kv_budget.positions if req.kv_budget.has_left_tree else path_positions(self.tree, self.compressor, req)
             for req in reqs
         ]
-        return positions_of_rows(known, [num_logical(req) for req in reqs], num_slots, self._tree.device)
+        return positions_of_rows(known, [num_logical(req) for req in reqs], num_slots, self.tree.device)
 
     def _rows(
         self, reqs: Sequence[BudgetedRequest], slots: torch.Tensor, positions: torch.Tensor | None = None
     ) -> Rows:
         """The rows ``slots`` [R, n] with all that a score looks at."""
-        compressor = self._compressor
+        compressor = self.compressor
         if positions is None:
             positions = self._positions(reqs, slots.shape[1])
         positions = positions.expand(compressor.num_layers, compressor.num_heads, *slots.shape)

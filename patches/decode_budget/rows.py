@@ -15,6 +15,7 @@ from sglang_evicpress.patches.attention import req_to_token
 from sglang_evicpress.patches.attention.types import RowPool
 from sglang_evicpress.patches.decode_budget.state import BudgetedRequest, num_shared
 from sglang_evicpress.patches.scheduler.paged_allocator import PagedPool
+from sglang_evicpress.patches.tree.compressor import Compressor
 from sglang_evicpress.patches.tree.node import PrefixView, path_to
 from sglang_evicpress.patches.tree.types import Allocator, Node
 
@@ -32,47 +33,10 @@ class DecodeTree(Protocol):
     req_to_token_pool: RowPool
     token_to_kv_pool_allocator: PoolAllocator
 
-    def make_room(self, num_tokens: int) -> None:
-        """Evict what is short of so many free slots."""
-
-    def dec_lock_ref(self, node: Node) -> object:
-        """Give up a lock."""
-
+    def make_room(self, num_tokens: int) -> None: ...
+    def dec_lock_ref(self, node: Node) -> object: ...
     def cache_unfinished_req(self, req: BudgetedRequest) -> None:
         """Offer its prompt to the tree."""
-
-
-class DecodeCompressor(Protocol):
-    """The compressor, as far as passes use it."""
-
-    sinks: int
-    scale: float
-    k_buffers: list[torch.Tensor]
-    v_buffers: list[torch.Tensor]
-
-    @property
-    def num_layers(self) -> int:
-        """On this rank."""
-
-    @property
-    def num_heads(self) -> int:
-        """KV heads on this rank."""
-
-    @property
-    def is_alone(self) -> bool:
-        """No other rank must do as this one does."""
-
-    def wait_for_forward(self, slots: torch.Tensor) -> None:
-        """Order what is launched from here on behind the forward pass in flight."""
-
-    def copy(self, parts: Sequence[torch.Tensor], target: torch.Tensor) -> None:
-        """Copy exact KV into other slots."""
-
-    def copy_survivors(self, slots: torch.Tensor, survivors: torch.Tensor, into: torch.Tensor) -> None:
-        """Copy the survivors of a row into other slots."""
-
-    def summed(self, values: torch.Tensor) -> torch.Tensor:
-        """Elementwise sum over all ranks."""
 
 
 def row_indices(reqs: Sequence[BudgetedRequest]) -> list[int]:
@@ -134,7 +98,7 @@ def leave_tree(tree: DecodeTree, req: BudgetedRequest) -> None:
     req.evicpress = PrefixView(req.prefix_indices, 0, True, True)
 
 
-def unshare(tree: DecodeTree, compressor: DecodeCompressor, reqs: Sequence[BudgetedRequest]) -> bool:
+def unshare(tree: DecodeTree, compressor: Compressor, reqs: Sequence[BudgetedRequest]) -> bool:
     """Copy what the tree owns of these rows into slots of the requests, in one batch; whether there was room for it.
     Nothing is changed where there is not, nor where this raises torch.OutOfMemoryError."""
     counts = [num_shared(req) for req in reqs]
@@ -159,7 +123,7 @@ def unshare(tree: DecodeTree, compressor: DecodeCompressor, reqs: Sequence[Budge
     return True
 
 
-def path_positions(tree: DecodeTree, compressor: DecodeCompressor, req: BudgetedRequest) -> torch.Tensor | None:
+def path_positions(tree: DecodeTree, compressor: Compressor, req: BudgetedRequest) -> torch.Tensor | None:
     """Positions in the slots of its prefix in the tree, int32 [L, H, n]; None when that is their order in the text."""
     if req.evicpress.holes == 0:
         return None

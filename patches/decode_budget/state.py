@@ -71,6 +71,11 @@ def budget_of(req: object) -> DecodeState | None:
     return state
 
 
+def view_between(req: Request, state: DecodeState) -> PrefixView:
+    """View from which a request's row is written for its next chunk: its own slots, and all that has none."""
+    return PrefixView(req.prefix_indices[state.num_dropped :], state.num_dropped, True, True)
+
+
 def num_physical(req: BudgetedRequest) -> int:
     """The slots of its row, the token in flight included."""
     return req.kv_allocated_len - holes_of(req)

@@ -37,7 +37,7 @@ class DecodeTrace:
     @property
     def num_values(self) -> int:
         """Positions of all passes together."""
-        return sum(positions.size for _, positions in self.passes)
+        return sum(positions.num_elements for _, positions in self.passes)
 
     def values(self, begin: int, end: int) -> np.ndarray:
         """int32 [at most end - begin]: of the positions of all passes, one after the other, those from ``begin`` on."""
@@ -45,9 +45,9 @@ class DecodeTrace:
         for _, positions in self.passes:
             if at >= end:
                 break
-            if at + positions.size > begin:
+            if at + positions.num_elements > begin:
                 parts.append(positions.read().numpy().reshape(-1)[max(0, begin - at) : end - at])
-            at += positions.size
+            at += positions.num_elements
         return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
     def to_json(self) -> list[dict[str, object]]:

@@ -56,8 +56,7 @@ class ArrivingRequest(Protocol):
     kv_refusal: str
     kv_budget: DecodeState
 
-    def set_finish_with_abort(self, why: str) -> None:
-        """End it before it runs."""
+    def set_finish_with_abort(self, why: str) -> None: ...
 
 
 class WaitingRequest(BudgetedRequest, Protocol):
@@ -77,9 +76,6 @@ class PrefillAdder(Protocol):
     new_chunked_req: object
 
     @property
-    def rem_total_tokens(self) -> int:
-        """Slots that are left of the pool."""
-
+    def rem_total_tokens(self) -> int: ...
     @property
-    def cur_rem_tokens(self) -> int:
-        """Slots that are left of the pool for this batch."""
+    def cur_rem_tokens(self) -> int: ...

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from concurrent.futures import CancelledError
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from fastapi import HTTPException
@@ -52,15 +53,13 @@ class GeneratingServer(Protocol):
         """The answers, as they come."""
 
 
+@dataclass(eq=False, repr=False)
 class InProcess:
     """``Transport`` to the scheduler behind this process, from another thread than the event loop's."""
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, tokenizer_manager: GeneratingServer, calls: SchedulerCalls
-    ) -> None:
-        self._loop = loop
-        self._tokenizer_manager = tokenizer_manager
-        self._calls = calls
+    loop: asyncio.AbstractEventLoop
+    tokenizer_manager: GeneratingServer
+    calls: SchedulerCalls
 
     def ask(self, method: str, path: str, body: Mapping[str, object] | None = None) -> Json:
         route, path_arguments = find_route(method, path)
@@ -80,7 +79,7 @@ class InProcess:
         return self._wait(self._generate(GenerateReqInput(**body)))
 
     def _wait(self, coroutine: Coroutine[object, object, Result]) -> Result:
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
             return future.result(REQUEST_S)
         except TimeoutError:
@@ -91,14 +90,14 @@ class InProcess:
 
     async def _call(self, op: str, arguments: Json) -> tuple[int, bytes]:
         try:
-            response = await self._calls.call(op, arguments)
+            response = await self.calls.call(op, arguments)
         except IntrospectionError as error:
             raise EngineError(error.reason) from None
         return response.status, response.payload
 
     async def _generate(self, request: GenerateReqInput) -> list[Json]:
         try:
-            async for results in self._tokenizer_manager.generate_request(request, None):
+            async for results in self.tokenizer_manager.generate_request(request, None):
                 return list(results)
         except Exception as error:  # SGLang refuses and aborts requests by ValueError and by web errors
             words = f": {error}" if isinstance(error, ValueError | HTTPException) else ""  # others' may be a prompt
@@ -177,7 +176,7 @@ class OnlineProfiler:
 
     def _profile(self, shadow: Shadow, job: Json) -> None:
         queries = [Asked(query["token_ids"]) for query in job["queries"]]
-        forms = [Form.parse(text) for text in job["forms"]]
+        forms = [Form.parse_stored(text) for text in job["forms"]]
         tokens, engine = job["token_ids"], self._engine
         exact = answer(engine, shadow.namespace, tokens, queries, MAX_NEW_TOKENS)
         measured: dict[Form, RunningStats] = {}

@@ -45,11 +45,8 @@ class Frontend(Protocol):
 
     _result_dispatcher: TypeBasedDispatcher
 
-    def auto_create_handle_loop(self) -> None:
-        """Begin to receive answers."""
-
-    def _dispatch_to_scheduler(self, message: object) -> None:
-        """Send, within the event loop."""
+    def auto_create_handle_loop(self) -> None: ...
+    def _dispatch_to_scheduler(self, message: object) -> None: ...
 
 
 class SchedulerCalls:

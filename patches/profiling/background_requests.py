@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-from array import array
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
-from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from sglang_evicpress.patches.profiling.shadows import Space
+from sglang_evicpress.patches.tiers.prefetches import Prefetch
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
-from sglang_evicpress.patches.tree.types import Batch, Node, Request, Scheduler
-from sglang_evicpress.policy.cost_model import CostSnapshot
+from sglang_evicpress.patches.tree.types import Batch, CostTerms, Request, Scheduler, WaitingTree
 from sglang_evicpress.quality.throttle import Throttle
 
 logger = logging.getLogger(__name__)
@@ -25,66 +25,29 @@ BACKGROUND_COUNTS = (
 )
 
 
-class Shadow(Protocol):
-    """A shadow that is open."""
-
-    tokens: array[int]
-    used_s: float
-
-
 class OpenShadows(Protocol):
     """All shadows."""
 
-    def space_of(self, name: str | None) -> Shadow | None:
-        """The shadow of this namespace; None for one that is not there, or not any more."""
-
-    def release_retired(self) -> None:
-        """Delete what no request runs on any more of those that are closed."""
+    def space_of(self, name: str | None) -> Space | None: ...
+    def release_retired(self) -> None: ...
 
 
-class LoadStage(Protocol):
-    """Prefetch of a request that waits."""
-
-    is_late: bool
-
-    @property
-    def is_waiting(self) -> bool:
-        """Anything is on its way, or will be."""
-
-
-class WaitingTree(Protocol):
-    """The cache, as far as it knows of requests that wait."""
-
-    now_s: float
-    costs: CostSnapshot
-
-    @property
-    def scheduler(self) -> Scheduler | None:
-        """None until it is complete."""
-
-    @property
-    def prefetches(self) -> Mapping[int, LoadStage]:
-        """Stages of requests, by ``id()``."""
-
-    def key_of_waiting(self, req: Request) -> RadixKey:
-        """Key that it will be matched with."""
-
-    def _steps(self, key: RadixKey) -> list[tuple[Node, int]]:
-        """The nodes that spell the longest known prefix with the tokens each matches."""
-
-
+@dataclass(eq=False, repr=False)
 class BackgroundRequests:
     """Requests in shadows, called background requests, and how they are held back. Everything here runs on the
     scheduler thread.
 
-    ``background requests`` is kept to those that wait or run."""
+    ``background requests`` is kept to those that wait or run; ``prefetches`` are by ``id()`` of the request."""
 
-    def __init__(self, tree: WaitingTree, shadows: OpenShadows, background_requests: list[Request]) -> None:
+    tree: WaitingTree
+    terms: CostTerms
+    shadows: OpenShadows
+    prefetches: Mapping[int, Prefetch]
+    background_requests: list[Request]
+
+    def __post_init__(self) -> None:
         self.throttle = Throttle()
-        self.background_requests = background_requests
         self.counts = dict.fromkeys(BACKGROUND_COUNTS, 0)
-        self._tree = tree
-        self._shadows = shadows
         self._allowance = 0
         self._budget_s = 0.0
         self._num_users_running = 0
@@ -96,8 +59,8 @@ class BackgroundRequests:
         """A request in a shadow has entered the queue."""
         if all(req is not background for background in self.background_requests):  # else it was retracted
             self.background_requests.append(req)
-            if (space := self._shadows.space_of(req.extra_key)) is not None:
-                space.used_s = self._tree.now_s
+            if (space := self.shadows.space_of(req.extra_key)) is not None:
+                space.used_s = self.terms.now_s
             self.counts["requests"] += 1
 
     def begin_round(self, scheduler: Scheduler) -> None:
@@ -114,7 +77,7 @@ class BackgroundRequests:
             if id(req) in waiting or (req.req_pool_idx is not None and not req.finished())
         ]
         self._whole &= {id(req) for req in self.background_requests}
-        self._shadows.release_retired()
+        self.shadows.release_retired()
         if not self.background_requests:
             return
         self._num_users_running = num_users_running(scheduler)
@@ -122,7 +85,7 @@ class BackgroundRequests:
         if scheduler.chunked_req is not None and not is_shadow_name(scheduler.chunked_req.extra_key):
             num_waiting += 1
         self._allowance = self.throttle.allowance(self._num_users_running, num_waiting, scheduler.max_running_requests)
-        self._budget_s = self._tree.costs.prefill.fixed_s
+        self._budget_s = self.terms.costs.prefill.fixed_s
         if self._num_users_running > 0 and not self.throttle.may_go_on:
             self._retract(scheduler)
 
@@ -157,14 +120,14 @@ class BackgroundRequests:
         depth = len(req.prefix_indices)
         num_new = len(req.full_untruncated_fill_ids) - depth
         self._allowance -= num_new
-        self._budget_s -= self._tree.costs.prefill.marginal_seconds(num_new, depth)
+        self._budget_s -= self.terms.costs.prefill.marginal_seconds(num_new, depth)
         if self._budget_s <= 0.0:
             self._allowance = 0
         return False
 
     def end_round(self, batch: Batch | None) -> None:
         """The batch that runs next is made."""
-        scheduler, holds_users_up = self._tree.scheduler, False
+        scheduler, holds_users_up = self.tree.scheduler, False
         if self.background_requests and scheduler is not None:
             holds_users_up = self._holds_users_up(scheduler, batch)
             if holds_users_up:
@@ -230,7 +193,8 @@ class BackgroundRequests:
         need."""
         if batch is not None and not batch.forward_mode.is_decode():
             return False
-        prefetches = (self._tree.prefetches.get(id(req)) for req in self.without_background(scheduler.waiting_queue))
+        waiting = self.without_background(scheduler.waiting_queue)
+        prefetches = (self.prefetches.get(id(req)) for req in waiting)
         return any(prefetch is None or prefetch.is_late or not prefetch.is_waiting for prefetch in prefetches)
 
     def _is_stray(self, req: Request) -> bool:
@@ -240,7 +204,7 @@ class BackgroundRequests:
         """
         if not is_shadow_name(req.extra_key):
             return False
-        space = self._shadows.space_of(req.extra_key)
+        space = self.shadows.space_of(req.extra_key)
         if space is not None and id(req) not in self._whole:
             is_whole = len(req.origin_input_ids) <= len(space.tokens) + 1 or self._is_whole(space, req)
             if is_whole:
@@ -248,9 +212,9 @@ class BackgroundRequests:
             return not is_whole
         return space is None
 
-    def _is_whole(self, space: Shadow, req: Request) -> bool:
+    def _is_whole(self, space: Space, req: Request) -> bool:
         """True if the namespace that a question is asked in holds all of the context."""
-        num_tokens = sum(matched for _, matched in self._tree._steps(self._tree.key_of_waiting(req)))
+        num_tokens = sum(matched for _, matched in self.tree.known_of(req))
         return num_tokens >= len(space.tokens)
 
 

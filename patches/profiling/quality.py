@@ -16,14 +16,15 @@ import orjson
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_evicpress.config import EvicPressConfig
-from sglang_evicpress.core import Form
+from sglang_evicpress.core import EXACT, Form
 from sglang_evicpress.introspect.arguments import PAGE_PROFILES, IntrospectionError
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
-from sglang_evicpress.patches.tree.node import NodeKV, first_outside, path_to, size_of, start_of, tokens_to
-from sglang_evicpress.patches.tree.types import Node, Request, Scheduler
+from sglang_evicpress.patches.tree.node import NodeKV, first_outside, is_lossy, path_to, size_of, start_of, tokens_to
+from sglang_evicpress.patches.tree.types import LogicalTime, Node, Scheduler, ServedRequest
+from sglang_evicpress.policy import policy_info
 from sglang_evicpress.policy.quality_curves import Curves
 from sglang_evicpress.quality.catalog import Catalog
-from sglang_evicpress.quality.drift import DriftMonitor, Observe
+from sglang_evicpress.quality.drift import DriftMonitor
 from sglang_evicpress.quality.profile import BLOCK_TOKENS, Profile, context_keys
 from sglang_evicpress.quality.recorder import Query, Recorder
 from sglang_evicpress.quality.store import ProfileStore, StoreError
@@ -51,7 +52,7 @@ class Expectation:
 
     @classmethod
     def of(cls, curves: Sequence[Curves], forms: Sequence[Form]) -> Expectation:
-        known = sum(1 << index for index, form in enumerate(forms) if any(each.knows(form) for each in curves))
+        known = sum(1 << index for index, form in enumerate(forms) if _is_known(curves, form))
         return cls(tuple(curves), tuple(_mean(curves, form) for form in forms), known)
 
     def quality(self, form: Form) -> float:
@@ -68,7 +69,14 @@ def _read_profiles(path: Path, identity: bytes) -> bytes:
         return b"[]"
 
 
+def _is_known(curves: Sequence[Curves], form: Form) -> bool:
+    is_stored_exactly = form.is_exact and form != EXACT  # which needs no measurement
+    return is_stored_exactly or any(each.knows(form) for each in curves)
+
+
 def _mean(curves: Sequence[Curves], form: Form) -> float:
+    if form.is_exact:
+        return 1.0
     qualities = [each.quality(form) for each in curves if each.knows(form)]
     return math.fsum(qualities) / len(qualities) if qualities else 0.0
 
@@ -76,7 +84,6 @@ def _mean(curves: Sequence[Curves], form: Form) -> float:
 class QualityTree(Protocol):
     """The cache, as far as contexts and profiles of it are concerned."""
 
-    now_s: float
     nodes: dict[int, Node]
     root_node: Node
     page_size: int
@@ -84,87 +91,62 @@ class QualityTree(Protocol):
     name_profiles: Callable[[object], bytes]
 
     @property
-    def scheduler(self) -> Scheduler | None:
-        """None until it is complete."""
-
-    def _steps(self, key: RadixKey) -> list[tuple[Node, int]]:
-        """The nodes that spell the longest known prefix with the tokens each matches."""
+    def scheduler(self) -> Scheduler | None: ...
+    def _steps(self, key: RadixKey) -> list[tuple[Node, int]]: ...
 
 
 class PolicyRefresh(Protocol):
     """Policy that is told of changed expectations."""
 
-    def rebuild_policy(self) -> None:
-        """Make the policy anew, with all nodes."""
-
-    def tell_policy(self, nodes: Iterable[Node]) -> None:
-        """Show it these nodes again."""
-
-    def mark_dirty(self) -> None:
-        """Look again: something may be improved that could not be."""
+    def rebuild(self) -> None: ...
+    def add(self, nodes: Iterable[Node]) -> None: ...
 
 
 class Ranks(Protocol):
     """Tensor-parallel ranks, which must know alike."""
 
     @property
-    def is_first_rank(self) -> bool:
-        """The others do as this one says."""
-
-    def as_first_rank(self, value: bytes) -> bytes:
-        """Value that rank 0 has here."""
+    def is_first_rank(self) -> bool: ...
+    def as_first_rank(self, value: bytes) -> bytes: ...
 
 
-class AnsweredRequest(Request, Protocol):
-    """A request whose answer may be recorded; ``evicpress_use`` is what it had of the tree."""
-
-    lora_id: str | None
-    multimodal_inputs: object
-    input_embeds: object
-    evicpress_use: tuple[int, float | None]
-
-
+@dataclass(eq=False, repr=False)
 class Quality:
     """Profiles of contexts, and what nodes of the tree are worth by them. Everything here runs on the scheduler thread.
 
     ``identify_profiles`` is to be called before the first request. ``changed`` is told of nodes of which more is known.
     """
 
-    def __init__(
-        self,
-        tree: QualityTree,
-        policy: PolicyRefresh,
-        ranks: Ranks,
-        config: EvicPressConfig,
-        forms: tuple[Form, ...],
-        changed: Callable[[Node], None],
-    ) -> None:
+    tree: QualityTree
+    time: LogicalTime
+    policy: PolicyRefresh
+    mark_dirty: Callable[[], None]
+    ranks: Ranks
+    config: EvicPressConfig
+    forms: tuple[Form, ...]
+    changed: Callable[[Node], None]
+
+    def __post_init__(self) -> None:
         self.profile_identity = bytes(KEY_BYTES)
         self.counts = dict.fromkeys(("recorded", "observed", "drifted", "profiled", "failed"), 0)
-        self._tree = tree
-        self._policy = policy
-        self._ranks = ranks
-        self._config = config
-        self._forms = forms
-        self._changed = changed
-        self._prior = None if config.curves is None else Curves.from_json(config.curves)
+        self._prior = None if self.config.curves is None else Curves.from_json(self.config.curves)
         self._contexts: OrderedDict[bytes, tuple[array[int], str | None]] = OrderedDict()
         self._node_of_context: dict[bytes, int] = {}
         self._is_default_stale = False
         self._default_s = -DEFAULT_PAUSE_S
         self.forget_profiles()
-        self.default_expectation = Expectation.of((self.catalog.default,), forms)
+        self.default_expectation = Expectation.of((self.catalog.default,), self.forms)
 
     @property
     def mean_curve(self) -> tuple[float, ...]:
         """The quality of every form of the menu, over all contexts that were profiled."""
-        return Expectation.of((self.catalog.mean,), self._forms).vector
+        return Expectation.of((self.catalog.mean,), self.forms).vector
 
     def forget_profiles(self) -> None:
         """Nothing is known of any context, nor was any question asked."""
         self.catalog = Catalog(self._prior)
-        self.recorder = Recorder() if self._config.profiles_online else None
-        self._watch = DriftMonitor(self._config.drift_threshold)
+        self.recorder = Recorder() if self.config.profiles_online else None
+        self._watch = DriftMonitor(self.config.drift_threshold)
         self._contexts.clear()
         self._node_of_context.clear()
 
@@ -174,17 +156,20 @@ class Quality:
 
         The file is only read here, by rank 0, which tells the others: each could find other profiles in it, or none.
         The process that answers HTTP writes it, so that the scheduler never waits for a disk once it serves."""
-        identity = self._tree.name_profiles(None if self._tree.scheduler is None else self._tree.scheduler.tokenizer)
+        identity = self.tree.name_profiles(None if self.tree.scheduler is None else self.tree.scheduler.tokenizer)
         if identity == self.profile_identity:
             return False
         self.profile_identity = identity
         self.forget_profiles()
-        if self._config.profile_path is not None:
-            is_reader = self._ranks.is_first_rank
-            text = _read_profiles(Path(self._config.profile_path), identity) if is_reader else b""
-            for profile in orjson.loads(self._ranks.as_first_rank(text)):
+        if self.config.profile_path is not None:
+            is_reader = self.ranks.is_first_rank
+            text = _read_profiles(Path(self.config.profile_path), identity) if is_reader else b""
+            for profile in orjson.loads(self.ranks.as_first_rank(text)):
                 self.catalog.put(Profile.from_json(profile))
         self.renew_default()
+        for node in self.tree.nodes.values():
+            node.kv.profiles, node.kv.curve = {}, None
+            self.changed(node)
         return True
 
     # ---- curves
@@ -192,20 +177,20 @@ class Quality:
     def renew_default(self) -> None:
         """Unprofiled nodes are taken for what the catalog says now."""
         self._is_default_stale = False
-        self._default_s = self._tree.now_s
+        self._default_s = self.time.now_s
         before = self.default_expectation
-        now = self.default_expectation = Expectation.of((self.catalog.default,), self._forms)
-        if self._config.policy == "adaptcache":  # its rule goes by one curve for all nodes
-            self._policy.rebuild_policy()
+        now = self.default_expectation = Expectation.of((self.catalog.default,), self.forms)
+        if policy_info(self.config.policy).has_mean_curve:  # it goes by one curve for all nodes
+            self.policy.rebuild()
         elif (before.vector, before.known) != (now.vector, now.known):
-            self._policy.tell_policy(node for node in self._tree.nodes.values() if node.kv.curve is None)
+            self.policy.add(node for node in self.tree.nodes.values() if node.kv.curve is None)
         else:
             return
-        self._policy.mark_dirty()
+        self.mark_dirty()
 
     def refresh_default(self) -> None:
         """Called as the clock goes on."""
-        if self._is_default_stale and self._tree.now_s - self._default_s >= DEFAULT_PAUSE_S:
+        if self._is_default_stale and self.time.now_s - self._default_s >= DEFAULT_PAUSE_S:
             self.renew_default()
 
     def expectation_of(self, node: Node) -> Expectation:
@@ -214,11 +199,11 @@ class Quality:
     def quality_of(self, node: Node) -> float:
         """Quality of a node's present form."""
         kv: NodeKV = node.kv
-        return 1.0 if kv.layout is None else self._quality_as(node, kv.form, size_of(node))
+        return 1.0 if kv.form.is_exact else self._quality_as(node, kv.form, size_of(node))
 
     def quality_of_copy(self, node: Node, copy: Copy) -> float:
         """Quality of a node's copy on a lower tier."""
-        return 1.0 if copy.layout is None else self._quality_as(node, copy.form, copy.num_slots)
+        return 1.0 if copy.form.is_exact else self._quality_as(node, copy.form, copy.num_slots)
 
     def _quality_as(self, node: Node, form: Form, num_slots: int) -> float:
         kept = min(form.kept_fraction, num_slots / len(node.key))  # a piece of a split may hold less
@@ -254,14 +239,14 @@ class Quality:
             while len(known) > MAX_NODE_PROFILES:
                 del known[next(iter(known))]
             self._expect_of(node)
-            self._changed(node)
+            self.changed(node)
 
     def _expect_of(self, node: Node) -> None:
         """By the contexts that make up most of the node."""
         least = start_of(node) + len(node.key) / 2
         known_keys = [key for key, length in node.kv.profiles.items() if length > least and key in self.catalog]
         curves = [self.catalog.curves_of(key) for key in known_keys]
-        node.kv.curve = Expectation.of(curves, self._forms) if curves else None
+        node.kv.curve = Expectation.of(curves, self.forms) if curves else None
 
     def know_context(self, key: bytes, tokens: array[int], namespace: str | None) -> None:
         """A shadow is made of it: a profile of it may follow."""
@@ -272,23 +257,23 @@ class Quality:
 
     # ---- what real requests ask
 
-    def note_question(self, req: AnsweredRequest, path: list[Node], num_tokens: int) -> None:
+    def note_question(self, req: ServedRequest, path: list[Node], num_tokens: int) -> None:
         """A request runs on ``num_tokens`` that the tree had, spelled by ``path``."""
         if self.recorder is not None:
-            lossy = [self.quality_of(node) for node in path if node.kv.layout is not None or node.kv.is_lossy_prefix]
+            lossy = [self.quality_of(node) for node in path if is_lossy(node)]
             req.evicpress_use = (num_tokens, min(lossy) if lossy else None)
 
-    def record_answer(self, req: AnsweredRequest) -> None:
+    def record_answer(self, req: ServedRequest) -> None:
         """A request has its answer; nothing of it ever leaves this process but to the profiler beside it. What is more
         than text is not recorded: it could not be asked again."""
         shared, predicted = getattr(req, "evicpress_use", (0, None))
-        unit = math.lcm(BLOCK_TOKENS, self._tree.page_size)
+        unit = math.lcm(BLOCK_TOKENS, self.tree.page_size)
         end = min(shared, len(req.origin_input_ids) - 1) // unit * unit  # a retracted one may find its own answer
         if self.recorder is None or end < MIN_CONTEXT_TOKENS or req.lora_id is not None or not req.output_ids:
             return
         if req.multimodal_inputs is not None or req.input_embeds is not None:
             return
-        if any(first_outside(row, self._tree.vocab_size) is not None for row in (req.origin_input_ids, req.output_ids)):
+        if any(first_outside(row, self.tree.vocab_size) is not None for row in (req.origin_input_ids, req.output_ids)):
             return
         question = req.origin_input_ids[end:]
         if len(question) > self.recorder.max_query_tokens or is_shadow_name(req.extra_key):
@@ -298,9 +283,9 @@ class Quality:
         is_greedy = req.sampling_params.top_k == 1
         self.recorder.record(key, tokens, req.extra_key, Query(question, req.output_ids, is_greedy, predicted))
         node = req.last_node
-        while node is not None and node is not self._tree.root_node and start_of(node) >= end:
+        while node is not None and node is not self.tree.root_node and start_of(node) >= end:
             node = node.parent
-        if node is not None and node is not self._tree.root_node:
+        if node is not None and node is not self.tree.root_node:
             self._node_of_context[key] = node.id
         if len(self._node_of_context) > 2 * len(self.recorder):
             self._forget_contexts()
@@ -324,16 +309,15 @@ class Quality:
             return {}
         weights = {}
         for key, node_id in self._node_of_context.items():
-            node = self._tree.nodes.get(node_id)
+            node = self.tree.nodes.get(node_id)
             weights[key] = 0.0 if node is None else max(node.kv.weight, 1e-300)
         job = self._watch.next_job(self.recorder, [key for key in weights if self._is_profiled(key)], weights)
         context = None if job is None else self.recorder.context_of(job.key)
         if job is None or context is None:
             return {}
-        kind, why = ("observe", "observe") if isinstance(job, Observe) else ("profile", job.why)
         return {
-            "kind": kind,
-            "why": why,
+            "kind": "observe" if job.why == "observe" else "profile",
+            "why": job.why,
             "key": job.key.hex(),
             "token_ids": list(context.tokens),
             "extra_key": context.namespace,
@@ -343,7 +327,7 @@ class Quality:
                  "predicted": query.predicted}
                 for query in job.queries
             ],
-            "forms": [str(form) for form in self._forms[1:]],
+            "forms": [str(form) for form in self.forms[1:]],
         }  # fmt: skip
 
     def _is_profiled(self, key: bytes) -> bool:
@@ -351,7 +335,7 @@ class Quality:
         if key not in self.catalog:
             return False
         curves = self.catalog.curves_of(key)
-        return self._watch.was_profiled(key) or all(curves.knows(form) for form in self._forms[1:])
+        return self._watch.was_profiled(key) or all(curves.knows(form) for form in self.forms[1:])
 
     def note_observed(self, key: bytes, pairs: Sequence[tuple[float, float]]) -> dict[str, object]:
         """Answers about a context were scored under its exact KV: (predicted, observed) qualities."""
@@ -379,21 +363,21 @@ class Quality:
         context = self.recorder.context_of(profile.key) if self.recorder is not None else None
         if context is not None:
             self._watch.profiled(profile.key, num_lossy_hits=context.num_lossy_hits, asked=profile.query_set)
-        nodes = {node.id: node for node in self._tree.nodes.values() if profile.key in node.kv.profiles}
+        nodes = {node.id: node for node in self.tree.nodes.values() if profile.key in node.kv.profiles}
         known = self._contexts.get(profile.key) or self._find_context(profile)
         if known is not None:
-            steps = self._tree._steps(RadixKey(*known).page_aligned(self._tree.page_size))
+            steps = self.tree._steps(RadixKey(*known).page_aligned(self.tree.page_size))
             if sum(matched for _, matched in steps) == len(known[0]):
                 nodes |= {node.id: node for node, _ in steps}
         self._attach(profile.key, nodes.values())
         self.counts["profiled"] += 1
-        self._policy.mark_dirty()
+        self.mark_dirty()
         return {"identity": self.profile_identity.hex(), "profile": profile.to_json(), "num_nodes": len(nodes)}
 
     def _find_context(self, profile: Profile) -> tuple[array[int], str | None] | None:
         """Its tokens and namespace, where users' nodes spell it."""
         end = profile.num_tokens
-        for node in self._tree.nodes.values():
+        for node in self.tree.nodes.values():
             start = start_of(node)
             if node.kv.is_shadow or not node.kv.is_text or not start < end <= start + len(node.key):
                 continue
@@ -405,13 +389,13 @@ class Quality:
         return None
 
     def list_profiles(self, after: bytes = b"", limit: int = PAGE_PROFILES) -> dict[str, object]:
-        forms = self._forms[1:]
+        forms = self.forms[1:]
         page = self.catalog.page(after, min(limit, PAGE_PROFILES))
         default = self.default_expectation
         return {
             "identity": self.profile_identity.hex(),
-            "file": self._config.profile_path,
-            "prior": None if self._config.curves is None else dict(self._config.curves),
+            "file": self.config.profile_path,
+            "prior": None if self.config.curves is None else dict(self.config.curves),
             "forms": [str(form) for form in forms],
             "default": {
                 str(form): quality
@@ -450,13 +434,13 @@ class Quality:
             }
             for form, seen in profile.forms.items()
         }
-        looked_at = islice(self._tree.nodes.values(), MAX_LOOKED_AT)  # the oldest: contexts end in nodes that stay
+        looked_at = islice(self.tree.nodes.values(), MAX_LOOKED_AT)  # the oldest: contexts end in nodes that stay
         nodes = [node.id for node in looked_at if key in node.kv.profiles][:MAX_NODES_SHOWN]
         return {**profile.to_json(), "curve": curve, "nodes": nodes}
 
     def _has_free_cycles(self) -> bool:
         """EvicPress section 4.3: fewer requests run than could, and none waits."""
-        scheduler = self._tree.scheduler
+        scheduler = self.tree.scheduler
         if scheduler is None:
             return False
         num_running = len(scheduler.running_batch.reqs)

@@ -21,19 +21,15 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_evicpress.core import Form
 from sglang_evicpress.device import to_device
 from sglang_evicpress.introspect.arguments import IntrospectionError
+from sglang_evicpress.introspect.census import Census
 from sglang_evicpress.patches.attention.prompt_queries import PromptQueries
-from sglang_evicpress.patches.profiling.types import (
-    FormSizes,
-    KnownContexts,
-    ShadowCompressor,
-    ShadowLedger,
-    ShadowNodes,
-    ShadowSlots,
-    ShadowTree,
-)
+from sglang_evicpress.patches.profiling.types import KnownContexts, ShadowTree
+from sglang_evicpress.patches.tiers.types import GpuForms, Slots
+from sglang_evicpress.patches.tree.compressor import Compressor
 from sglang_evicpress.patches.tree.namespaces import SHADOW_PREFIX, is_shadow_name
 from sglang_evicpress.patches.tree.node import first_outside, is_lossy, iter_nodes
-from sglang_evicpress.patches.tree.types import Node, Request
+from sglang_evicpress.patches.tree.types import LogicalTime, Node, Request
+from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.press import get_press
 from sglang_evicpress.quality.profile import BLOCK_TOKENS, context_keys
 from sglang_evicpress.survivors import SurvivorLayout
@@ -62,43 +58,36 @@ class Space:
         return (self.exact, *self.forms.values())
 
 
+@dataclass(eq=False, repr=False)
 class Shadows:
     """All shadows of a tree, on the scheduler thread. ``background requests`` are the requests in them, which keep them
     from expiring; ``adapter_of`` tells the LoRA adapter of a namespace, ``changed`` is told of nodes that hold less,
-    ``drop`` forgets a leaf."""
+    ``drop`` forgets a leaf, ``replace`` gives a node full KV in place of what it holds, ``join_loads`` waits until all
+    that comes to the GPU is queued, ``free_slots`` frees so many by the policy's plan."""
 
-    def __init__(
-        self,
-        tree: ShadowTree,
-        room: ShadowSlots,
-        nodes: ShadowNodes,
-        menu: FormSizes,
-        ledger: ShadowLedger,
-        compressor: ShadowCompressor,
-        contexts: KnownContexts,
-        adapter_of: Callable[[str | None], str | None],
-        changed: Callable[[Node], None],
-        drop: Callable[[int], object],
-        background_requests: Sequence[Request],
-        seed: bytes,
-    ) -> None:
+    tree: ShadowTree
+    time: LogicalTime
+    census: Census
+    nodes: GpuForms
+    menu: Menu
+    ledger: Slots
+    compressor: Compressor
+    contexts: KnownContexts
+    adapter_of: Callable[[str | None], str | None]
+    changed: Callable[[Node], None]
+    drop: Callable[[int], object]
+    replace: Callable[[Node, torch.Tensor, bool], None]
+    join_loads: Callable[[], None]
+    free_slots: Callable[[int], int]
+    background_requests: Sequence[Request]
+    seed: bytes
+
+    def __post_init__(self) -> None:
         self.spaces: dict[int, Space] = {}
         self.counts = dict.fromkeys(("opened", "refused", "forms", "released", "expired", "adopted_nodes"), 0)
         self._space_of: dict[str, Space] = {}  # by extra key
         self._retired: set[str] = set()
         self._next_space = 1
-        self._tree = tree
-        self._room = room
-        self._nodes = nodes
-        self._menu = menu
-        self._ledger = ledger
-        self._adapter_of = adapter_of
-        self._changed = changed
-        self._drop = drop
-        self._compressor = compressor
-        self._contexts = contexts
-        self._guests = background_requests
-        self._seed = seed
 
     def space_of(self, name: str | None) -> Space | None:
         """The shadow of this namespace; None for one that is not there, or not any more."""
@@ -112,7 +101,7 @@ class Shadows:
 
     def shadow_nodes(self) -> Iterator[Node]:
         """Every node of a shadow, also of one that was closed while a request ran on it."""
-        for child in self._tree.root_node.children.values():
+        for child in self.tree.root_node.children.values():
             if child.kv.is_shadow:
                 yield child
                 yield from iter_nodes(child)
@@ -132,43 +121,42 @@ class Shadows:
         row = array("q", tokens)  # what it cannot hold no request can be asked with: see arguments.py
         if is_shadow_name(namespace):
             raise ValueError("the context is a shadow's: expected the extra_key of users' requests")
-        if not row or len(row) % BLOCK_TOKENS or len(row) % self._tree.page_size:
+        if not row or len(row) % BLOCK_TOKENS or len(row) % self.tree.page_size:
             raise ValueError(
                 f"the context has {len(row)} tokens: expected whole blocks of {BLOCK_TOKENS} and pages of "
-                f"{self._tree.page_size}"
+                f"{self.tree.page_size}"
             )
-        odd = first_outside(row, self._tree.vocab_size)
+        odd = first_outside(row, self.tree.vocab_size)
         if odd is not None:
-            raise ValueError(f"the context has token {row[odd]} at {odd}: expected 0 to {self._tree.vocab_size - 1}")
+            raise ValueError(f"the context has token {row[odd]} at {odd}: expected 0 to {self.tree.vocab_size - 1}")
         self.expire_shadows()
         if len(self.spaces) >= MAX_SPACES:
             raise ValueError(f"no room for a shadow: {MAX_SPACES} are open already")
         path, num_present = self._exact_part(RadixKey(row, namespace))
         if PromptQueries.active is not None:  # computing the last block shows the queries that some presses look at
-            num_present = min(num_present, (len(row) - BLOCK_TOKENS) // self._tree.page_size * self._tree.page_size)
-        last = path[-1] if path else self._tree.root_node
-        self._tree.inc_lock_ref(last)
+            num_present = min(num_present, (len(row) - BLOCK_TOKENS) // self.tree.page_size * self.tree.page_size)
+        last = path[-1] if path else self.tree.root_node
+        self.tree.inc_lock_ref(last)
         try:
             self._find_room(len(row), may_evict)
             slots = None if num_present == 0 else self._take_slots(num_present)
         finally:
-            self._tree.dec_lock_ref(last)
+            self.tree.dec_lock_ref(last)
         if slots is not None:
             with self._given_back_after_an_error(slots):
-                for load in self._room.loads:
-                    load.join()  # some of it may still be on its way, with no batch that waited for it
-                self._compressor.copy(_values(path), slots[:num_present])
+                self.join_loads()  # some of it may still be on its way, with no batch that waited for it
+                self.compressor.copy(_values(path), slots[:num_present])
         space = Space(
             self._next_space,
-            context_keys(self._contexts.profile_identity, namespace, row)[-1],
+            context_keys(self.contexts.profile_identity, namespace, row)[-1],
             row,
             namespace,
             self._name("exact"),
             may_evict,
-            self._tree.now_s,
+            self.time.now_s,
         )
         self._next_space += 1
-        self._contexts.know_context(space.key, row, namespace)
+        self.contexts.know_context(space.key, row, namespace)
         self.spaces[space.id] = self._space_of[space.exact] = space
         if slots is not None:
             self._add_shadow_node(space.exact, row[:num_present], slots)
@@ -193,28 +181,29 @@ class Shadows:
                 f"shadow {space_id} holds {num_present} of {num_tokens} tokens: expected requests in its namespace to "
                 "compute the rest first"
             )
-        window = self._nodes.window_of(path[-1])
-        if get_press(form.press or "").needs_queries and window is None:
+        window = self.nodes.window_of(path[-1])
+        if form.press is not None and get_press(form.press).needs_queries and window is None:
             raise ValueError(
                 f"shadow {space_id} cannot be brought to {form}: its press needs queries of the prompt, and none were "
                 "kept (they are when --kv-forms names the press)"
             )
-        num_kept = self._menu.num_slots(form, num_tokens, self._nodes.sinks_of(num_tokens, 0))
+        num_kept = self.menu.num_slots(form, num_tokens, self.nodes.sinks_of(num_tokens, 0))
         last = path[-1]
-        self._tree.inc_lock_ref(last)
+        self.tree.inc_lock_ref(last)
         try:
             self._find_room(num_kept, space.may_evict)
             slots = self._take_slots(num_kept)
         finally:
-            self._tree.dec_lock_ref(last)
+            self.tree.dec_lock_ref(last)
         with self._given_back_after_an_error(slots):
-            layout, value = self._compressor.copy_compressed(
-                form=form,
-                parts=_values(path),
-                num_tokens=num_tokens,
-                into=slots,
-                window=window,
-            )
+            if form.press is None:
+                self.compressor.copy(_values(path), slots)
+                layout, value = None, slots
+            else:
+                layout, value = self.compressor.copy_compressed(
+                    form=form, parts=_values(path), num_tokens=num_tokens, into=slots, window=window
+                )
+            self.compressor.recode(slots, form.codec)
         name = space.forms[form] = self._name(str(form))
         self._space_of[name] = space
         self._add_shadow_node(name, space.tokens, slots, form=form, layout=layout, value=value)
@@ -233,7 +222,7 @@ class Shadows:
         """The space ends. ``adopt``: users' lossy nodes of the context are given its exact KV first; ValueError where
         that is a LoRA adapter's, which no request in the shadow ran with."""
         space = self._space(space_id)
-        if adopt and self._adapter_of(space.namespace) is not None:
+        if adopt and self.adapter_of(space.namespace) is not None:
             raise ValueError(
                 f"shadow {space_id} holds KV of the base model in the namespace of a LoRA adapter: expected adopt false"
             )
@@ -245,19 +234,19 @@ class Shadows:
 
     def release_shadows(self) -> int:
         """Give up every shadow that no request runs on; returns the slots freed. Whoever asks in them finds nothing."""
-        before = self._room.token_to_kv_pool_allocator.available_size()
+        before = self.tree.token_to_kv_pool_allocator.available_size()
         for space in list(self.spaces.values()):
             self._close(space)
             self.counts["released"] += 1
         self.release_retired()
-        return int(self._room.token_to_kv_pool_allocator.available_size() - before)
+        return int(self.tree.token_to_kv_pool_allocator.available_size() - before)
 
     def expire_shadows(self) -> None:
         """Close those that nobody uses any more."""
-        for req in self._guests:
+        for req in self.background_requests:
             if (space := self.space_of(req.extra_key)) is not None:
-                space.used_s = self._tree.now_s
-        for space in [space for space in self.spaces.values() if self._tree.now_s - space.used_s > IDLE_S]:
+                space.used_s = self.time.now_s
+        for space in [space for space in self.spaces.values() if self.time.now_s - space.used_s > IDLE_S]:
             self._close(space)
             self.counts["expired"] += 1
 
@@ -271,15 +260,18 @@ class Shadows:
             if name not in self._retired:
                 continue
             if node.lock_ref == 0 and not node.children:
-                self._drop(node.id)
+                self.drop(node.id)
             else:
                 left.add(name)
         self._retired = left
 
     def _find_room(self, num_slots: int, may_evict: bool) -> None:
-        allocator = self._room.token_to_kv_pool_allocator
-        num_held, most = self._room.num_shadow_slots + self._num_unfilled(), int(POOL_SHARE[may_evict] * allocator.size)
-        unlocked = allocator.available_size() + self._ledger.evictable - num_held
+        allocator = self.tree.token_to_kv_pool_allocator
+        num_held, most = (
+            self.census.num_shadow_slots + self._num_unfilled(),
+            int(POOL_SHARE[may_evict] * allocator.size),
+        )
+        unlocked = allocator.available_size() + self.ledger.evictable - num_held
         if num_slots > most:
             raise ValueError(f"a shadow of {num_slots} slots never fits: shadows may hold {most}")
         if num_held + num_slots > most or unlocked - num_slots < allocator.size // 8:
@@ -290,16 +282,16 @@ class Shadows:
             )
         missing = num_slots - allocator.available_size()
         if missing > 0:
-            self._room.free_slots(missing)
+            self.free_slots(missing)
 
     def _num_unfilled(self) -> int:
         """Slots that open shadows are still to be given by requests."""
         keys = (RadixKey(space.tokens, space.exact) for space in self.spaces.values())
-        return sum(len(key) - sum(matched for _, matched in self._tree._steps(key)) for key in keys)
+        return sum(len(key) - sum(matched for _, matched in self.tree._steps(key)) for key in keys)
 
     def _take_slots(self, num_slots: int) -> torch.Tensor:
-        pages = -(-num_slots // self._tree.page_size) * self._tree.page_size
-        slots = self._room.token_to_kv_pool_allocator.alloc(pages)
+        pages = -(-num_slots // self.tree.page_size) * self.tree.page_size
+        slots = self.tree.token_to_kv_pool_allocator.alloc(pages)
         if slots is None:
             self.counts["refused"] += 1
             raise ValueError(f"no room for a shadow of {num_slots} slots: making room for it did not free as many")
@@ -311,28 +303,28 @@ class Shadows:
         try:
             yield
         except Exception:
-            self._ledger.free(slots)
+            self.ledger.free(slots)
             raise
 
     # ---- parts
 
     def _name(self, what: str) -> str:
         """A namespace that nobody guesses, the same on every rank."""
-        secret = sha256(self._seed + f"{self._next_space}/{self.counts['forms']}".encode()).hexdigest()
+        secret = sha256(self.seed + f"{self._next_space}/{self.counts['forms']}".encode()).hexdigest()
         return f"{SHADOW_PREFIX}{secret[:32]}/{what}"
 
     def _space(self, space_id: int) -> Space:
         space = self.spaces.get(space_id)
         if space is None:
             raise IntrospectionError(409, f"the shadow is gone: {space_id} was closed, or had to make room")
-        space.used_s = self._tree.now_s
+        space.used_s = self.time.now_s
         return space
 
     def _exact_part(self, key: RadixKey) -> tuple[list[Node], int]:
         """The nodes on the GPU that spell the longest exact prefix of ``key``, and how many tokens of it."""
         path: list[Node] = []
         num_tokens = 0
-        for node, matched in self._tree._steps(key.page_aligned(self._tree.page_size)):
+        for node, matched in self.tree._steps(key.page_aligned(self.tree.page_size)):
             if node.value is None or is_lossy(node):
                 break
             path.append(node)
@@ -349,14 +341,17 @@ class Shadows:
         layout: SurvivorLayout | None = None,
         value: torch.Tensor | None = None,
     ) -> None:
-        node = self._tree._add_leaf(
-            self._tree.root_node, RadixKey(tokens, name), slots if value is None else value, 0, False
+        node = self.tree._add_leaf(
+            self.tree.root_node, RadixKey(tokens, name), slots if value is None else value, 0, False
         )
-        if form is not None and layout is not None:
+        if form is not None:
+            node.kv.form = form
+        if layout is not None:
             kv = node.kv
-            kv.form, kv.layout, kv.slots, kv.origin = form, layout, slots.clone(), node.id
-            self._ledger.remove(len(tokens) - len(slots))
-            self._changed(node)
+            kv.layout, kv.slots, kv.origin = layout, slots.clone(), node.id
+            self.ledger.remove(len(tokens) - len(slots))
+        if form is not None:
+            self.changed(node)
 
     def _close(self, space: Space) -> None:
         del self.spaces[space.id]
@@ -375,19 +370,19 @@ class Shadows:
             return 0
         if any(len(node.children) > 1 for node in copy_path) or copy_path[-1].children:
             return 0
-        key = RadixKey(space.tokens, space.namespace).page_aligned(self._tree.page_size)
-        steps = self._tree._steps(key)
+        key = RadixKey(space.tokens, space.namespace).page_aligned(self.tree.page_size)
+        steps = self.tree._steps(key)
         if not any(node.value is not None and is_lossy(node) and not node.lock_ref for node, _ in steps):
             return 0
         exact = torch.cat(_values(copy_path))
         is_left = torch.ones(len(exact), dtype=torch.bool)
-        ends = list(accumulate(len(node.key) for node in self._tree._take(steps)))
+        ends = list(accumulate(len(node.key) for node in self.tree._take(steps)))
         num_adopted = 0
-        for (node, _), end in zip(self._tree._steps(key)[::-1], ends[::-1], strict=True):  # from the end: see _give
+        for (node, _), end in zip(self.tree._steps(key)[::-1], ends[::-1], strict=True):  # from the end: see _give
             if node.value is None or not is_lossy(node) or node.lock_ref:
                 continue
             begin = end - len(node.key)
-            self._tree._replace(node, exact[begin:end].clone(), False)
+            self.replace(node, exact[begin:end].clone(), False)
             is_left[begin:end] = False
             num_adopted += 1
         end = len(exact)
@@ -396,8 +391,8 @@ class Shadows:
             rest = value[to_device(left, value.device)]
             end -= len(node.key)
             if len(rest):
-                self._ledger.free(rest)
-            self._tree._delete_leaf(node)
+                self.ledger.free(rest)
+            self.tree._delete_leaf(node)
         self.counts["adopted_nodes"] += num_adopted
         return num_adopted
 

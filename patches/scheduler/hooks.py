@@ -8,18 +8,17 @@ two steps. Nothing is added when nothing was received, and never a collective.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from threading import Event
 from typing import Protocol
 
 from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS
-from sglang.srt.managers.schedule_policy import AddReqResult
+from sglang.srt.managers.schedule_policy import AddReqResult, CacheAgnosticPolicy
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.utils import TypeBasedDispatcher
 
-from sglang_evicpress.patches.tree.types import Batch, Request, Scheduler
+from sglang_evicpress.patches.tree.types import Batch, QueuedRequest, Request, Scheduler
 from sglang_evicpress.policy.cost_model import CostSnapshot
 
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
@@ -40,10 +39,18 @@ class Stamp:
     congestion: float
 
 
+class QueueOrder(Protocol):
+    """SGLang's SchedulePolicy."""
+
+    policy: object
+
+
 class HookedScheduler(Scheduler, Protocol):
-    """The scheduler, with its device and with what it does with the messages that come."""
+    """The scheduler, with its device, the order of its queue and what it does with the messages that come."""
 
     device: str
+    policy: QueueOrder
+    enable_priority_scheduling: bool
     _request_dispatcher: TypeBasedDispatcher
 
 
@@ -54,8 +61,7 @@ class HookedAdder(Protocol):
     rem_chunk_tokens: int | None
 
     @property
-    def rem_total_tokens(self) -> int:
-        """Slots that are left of the pool."""
+    def rem_total_tokens(self) -> int: ...
 
 
 class Value(Protocol):
@@ -68,135 +74,98 @@ class LearnedCosts(Protocol):
     """Batches that are timed, and what they show."""
 
     @property
-    def costs(self) -> CostSnapshot:
-        """All that was seen to cost time."""
-
+    def costs(self) -> CostSnapshot: ...
     @property
-    def run(self) -> Callable[..., object]:
-        """Launch a batch, timed."""
-
+    def run(self) -> Callable[..., object]: ...
     @property
-    def finish(self) -> Callable[..., None]:
-        """The scheduler is about to look at a result."""
+    def finish(self) -> Callable[..., None]: ...
 
 
 class WaitingHits(Protocol):
     """Hits that waiting requests are expected to be."""
 
-    def keep_only(self, waiting: Collection[Request]) -> None:
-        """Take back those of requests that do not wait any more."""
+    def keep_only(self, waiting: Collection[Request]) -> None: ...
 
 
-class HookedPolicy(Protocol):
-    """Policy that is told of time, costs and requests."""
-
-    congestion: Value
-
-    def advance(self, stamp_s: float, costs: CostSnapshot, congestion: float) -> None:
-        """Take a stamp."""
-
-    def on_queued(self, req: Request) -> None:
-        """A request waits."""
-
-
-class HookedTiers(Protocol):
+class HookedRounds(Protocol):
     """Work on tiers between two batches."""
 
-    host: object
-    arrival: Event
-    has_work: bool
-    num_prefetching: int
-    loads: Sequence[object]
+    @property
+    def has_tiers(self) -> bool: ...
+    @property
+    def has_work(self) -> bool: ...
+    def tick(self, *, is_idle: bool) -> None: ...
+    def wait(self, seconds: float) -> None: ...
 
-    def tick(self, *, is_idle: bool) -> None:
-        """Take in what the threads have done, and keep room free."""
 
-    def keep_prefetches(self, waiting: Collection[Request]) -> None:
-        """Forget what was got ready for requests that do not wait any more."""
+class HookedPrefetches(Protocol):
+    """Prefetches of the requests that wait."""
 
-    def release_from_tail(self, until: Request | None = None) -> Iterator[None]:
-        """Give up what those at the end of the queue hold, one after the other."""
+    @property
+    def congestion(self) -> Value: ...
+    @property
+    def num_waiting(self) -> int: ...
+    def keep_only(self, waiting: Collection[Request]) -> None: ...
+    def release_from_tail(self, until: Request | None = None) -> Iterator[None]: ...
 
-    def start_loads(self, batch: Batch | None) -> None:
-        """Start the loads of this round."""
 
-    def launching(self, batch: Batch) -> AbstractContextManager[None]:
-        """While the batch is launched."""
+class HookedLoads(Protocol):
+    """Loads that are not over."""
 
-    def stalled_s(self) -> float:
-        """Seconds that the batch launched last has waited for loads."""
+    def __len__(self) -> int: ...
+    def start(self, batch: Batch | None) -> None: ...
+    def launching(self, batch: Batch) -> AbstractContextManager[None]: ...
+    def stalled_s(self) -> float: ...
 
 
 class HookedAdmission(Protocol):
     """Choice of who is passed over."""
 
-    def hide_waiting(self, scheduler: Scheduler) -> None:
-        """Take those of which nothing new can be said out of the queue."""
-
-    def show_waiting(self, scheduler: Scheduler) -> None:
-        """The queue in its order again."""
-
-    def is_passed_by(self, adder: HookedAdder, req: Request) -> bool:
-        """The batch that is made goes on without the request."""
-
-    def note_admitted(self, req: Request) -> None:
-        """The request is in the batch."""
+    def on_queued(self, req: QueuedRequest) -> None: ...
+    def hide_waiting(self, scheduler: HookedScheduler) -> None: ...
+    def show_waiting(self, scheduler: HookedScheduler) -> None: ...
+    def is_passed_by(self, adder: HookedAdder, req: QueuedRequest) -> bool: ...
+    def note_admitted(self, req: QueuedRequest) -> None: ...
 
 
 class HookedWeights(Protocol):
     """Users of the weights."""
 
-    forget_weights: Callable[[], None]
-
-    def weights_changed(self) -> None:
-        """They may be others."""
-
-    def end_copies(self) -> None:
-        """No thread reads or writes the pool any more."""
-
-
-class HookedAdapters(Protocol):
-    """LoRA adapters."""
-
-    def know_adapters(self) -> None:
-        """Some were loaded."""
+    def forget_weights(self) -> None: ...
+    def weights_changed(self) -> None: ...
+    def end_copies(self) -> None: ...
 
 
 class HookedBudgets(Protocol):
     """Decode-time budgets."""
 
     @property
-    def visit_budgets(self) -> Callable[..., None]:
-        """Drop what is due, given the scheduler."""
+    def visit_budgets(self) -> Callable[..., None]: ...
 
 
 class HookedGuests(Protocol):
     """Requests that give way to users'."""
 
-    def begin_round(self, scheduler: Scheduler) -> None:
-        """Work out what they may compute."""
-
-    def end_round(self, batch: Batch | None) -> None:
-        """The batch is made."""
-
-    def without_background(self, waiting: list[Request]) -> list[Request]:
-        """Users' requests."""
-
-    def is_background(self, req: Request) -> bool:
-        """Not a user's."""
+    def begin_round(self, scheduler: Scheduler) -> None: ...
+    def end_round(self, batch: Batch | None) -> None: ...
+    def without_background(self, waiting: list[Request]) -> list[Request]: ...
+    def is_background(self, req: Request) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
 class HookedCache:
-    """The parts of the cache that the scheduler tells something."""
+    """The parts of the cache that the scheduler tells something. ``advance`` takes a stamp: its time, its costs and how
+    many requests a second of computing delays."""
 
-    planner: HookedPolicy
+    advance: Callable[[float, CostSnapshot, float], None]
     prefill_times: LearnedCosts
     queued_hits: WaitingHits
-    tiers: HookedTiers
+    rounds: HookedRounds
+    prefetches: HookedPrefetches
+    loads: HookedLoads
     admission: HookedAdmission
     weights: HookedWeights
-    adapters: HookedAdapters
+    know_adapters: Callable[[], None]
     decode_budgets: HookedBudgets
     background: HookedGuests
 
@@ -225,7 +194,7 @@ def attach(cache: HookedCache) -> None:
 def _after_pull_raw_reqs(received: list[object] | None, receiver: object) -> None:
     """AFTER ``_pull_raw_reqs``: a list only on the rank that receives."""
     if received and _cache is not None:
-        received.insert(0, Stamp(time.monotonic(), _cache.prefill_times.costs, _cache.planner.congestion.value))
+        received.insert(0, Stamp(time.monotonic(), _cache.prefill_times.costs, _cache.prefetches.congestion.value))
 
 
 def _after_init_request_dispatcher(_: None, scheduler: HookedScheduler) -> None:
@@ -234,46 +203,51 @@ def _after_init_request_dispatcher(_: None, scheduler: HookedScheduler) -> None:
 
 def _take_stamp(stamp: Stamp) -> None:
     if _cache is not None:
-        _cache.planner.advance(stamp.now_s, stamp.costs, stamp.congestion)
+        _cache.advance(stamp.now_s, stamp.costs, stamp.congestion)
 
 
-def _after_add_request_to_queue(_: None, scheduler: Scheduler, req: Request, *__: object, **___: object) -> None:
+def _after_add_request_to_queue(_: None, scheduler: Scheduler, req: QueuedRequest, *__: object, **___: object) -> None:
     """AFTER ``_add_request_to_queue``, which may also refuse the request."""
     queue = scheduler.waiting_queue
     if _cache is not None and queue and queue[-1] is req:
-        _cache.planner.on_queued(req)
+        _cache.admission.on_queued(req)
 
 
-def _before_get_next_batch_to_run(scheduler: Scheduler) -> None:
+def _before_get_next_batch_to_run(scheduler: HookedScheduler) -> None:
     """BEFORE ``get_next_batch_to_run``."""
     if _cache is None:
         return
     _cache.decode_budgets.visit_budgets(scheduler)
-    _cache.tiers.tick(is_idle=scheduler.running_batch.is_empty() and not scheduler.waiting_queue)
+    _cache.rounds.tick(is_idle=scheduler.running_batch.is_empty() and not scheduler.waiting_queue)
     _cache.background.begin_round(scheduler)
-    if _cache.tiers.host is not None and scheduler.running_batch.is_empty():
+    if _cache.rounds.has_tiers and scheduler.running_batch.is_empty():
         # SGLang takes a pool without room for one more request as full until one ends. Nodes that are being loaded
         # are locked with no request running, and they are done without one.
         scheduler.running_batch.batch_is_full = False
     _cache.admission.hide_waiting(scheduler)
 
 
-def _after_get_next_batch_to_run(batch: Batch | None, scheduler: Scheduler) -> None:
+def is_first_come_first_served(scheduler: HookedScheduler) -> bool:
+    """True if SGLang looks at the queue in its own order; it sorts by other rules after some of it was hidden."""
+    return scheduler.policy.policy == CacheAgnosticPolicy.FCFS and not scheduler.enable_priority_scheduling
+
+
+def _after_get_next_batch_to_run(batch: Batch | None, scheduler: HookedScheduler) -> None:
     """AFTER ``get_next_batch_to_run``: whoever left the queue since without running was aborted."""
     if _cache is None:
         return
     _cache.admission.show_waiting(scheduler)
     waiting = _cache.background.without_background(scheduler.waiting_queue)
     _cache.queued_hits.keep_only(waiting)
-    _cache.tiers.keep_prefetches(waiting)
+    _cache.prefetches.keep_only(waiting)
     _cache.background.end_round(batch)
-    _cache.tiers.start_loads(batch)
-    if batch is None and _cache.tiers.num_prefetching:
-        _cache.tiers.arrival.wait(PREFETCH_POLL_S)  # a busy loop would hold up the threads that it waits for
+    _cache.loads.start(batch)
+    if batch is None and _cache.prefetches.num_waiting:
+        _cache.rounds.wait(PREFETCH_POLL_S)  # a busy loop would hold up the threads that it waits for
 
 
 def _around_add_one_req(
-    original: Callable[..., object], adder: HookedAdder, req: Request, *args: object, **kwargs: object
+    original: Callable[..., object], adder: HookedAdder, req: QueuedRequest, *args: object, **kwargs: object
 ) -> object:
     """AROUND ``PrefillAdder.add_one_req``: a request whose prefix is on its way, or is computed by another, waits for
     another round, and one in a shadow for users' requests. What those behind it in the queue hold makes way for it."""
@@ -286,7 +260,7 @@ def _around_add_one_req(
     if result is AddReqResult.NO_TOKEN and not is_admitted:
         if _cache.background.is_background(req):
             return AddReqResult.CONTINUE  # SGLang would admit nobody any more until some request ends
-        for _ in _cache.tiers.release_from_tail(until=req):
+        for _ in _cache.prefetches.release_from_tail(until=req):
             result = original(adder, req, *args, **kwargs)
             is_admitted = _is_last(adder, req)
             if is_admitted or result is not AddReqResult.NO_TOKEN:
@@ -304,7 +278,7 @@ def _around_add_chunked_req(original: Callable[..., object], adder: HookedAdder,
         num_new = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
         wanted = min(adder.rem_chunk_tokens, num_new)
         if adder.rem_total_tokens < wanted:
-            for _ in _cache.tiers.release_from_tail():
+            for _ in _cache.prefetches.release_from_tail():
                 if adder.rem_total_tokens >= wanted:
                     break
     result = original(adder, req)
@@ -320,9 +294,9 @@ def _is_last(adder: HookedAdder, req: Request) -> bool:
 
 def _around_on_idle(original: Callable[..., object], scheduler: Scheduler, *args: object, **kwargs: object) -> object:
     """AROUND ``on_idle``, which may sleep for a second: not while threads still work for the cache."""
-    if _cache is not None and _cache.tiers.host is not None and _cache.tiers.has_work:
+    if _cache is not None and _cache.rounds.has_work:
         # Nobody tells when a device has ended a load, which a request may need the room of.
-        _cache.tiers.arrival.wait(PREFETCH_POLL_S if _cache.tiers.loads else IDLE_POLL_S)
+        _cache.rounds.wait(PREFETCH_POLL_S if _cache.loads else IDLE_POLL_S)
         return None
     return original(scheduler, *args, **kwargs)
 
@@ -337,10 +311,10 @@ def _around_run_batch(
         return original(scheduler, batch, *args, **kwargs)
 
     def launch() -> object:
-        with cache.tiers.launching(batch):
+        with cache.loads.launching(batch):
             return original(scheduler, batch, *args, **kwargs)
 
-    return cache.prefill_times.run(batch, launch, scheduler.device == "cpu", cache.tiers.stalled_s)
+    return cache.prefill_times.run(batch, launch, scheduler.device == "cpu", cache.loads.stalled_s)
 
 
 def _before_process_batch_result(scheduler: object, batch: object, result: object) -> None:
@@ -393,7 +367,7 @@ def _after_check_weights(_: object, updater: object, recv_req: CheckReq) -> None
 def _after_load_adapter(_: object, scheduler: object, *__: object) -> None:
     """AFTER a LoRA adapter was loaded, or could not be."""
     if _cache is not None:
-        _cache.adapters.know_adapters()
+        _cache.know_adapters()
 
 
 def install(registry: type[HookRegistry], hook_type: type[HookType]) -> None:

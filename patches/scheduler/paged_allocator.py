@@ -25,11 +25,8 @@ class PagedPool(Protocol):
     free_pages: torch.Tensor
     release_pages: torch.Tensor
 
-    def free(self, slots: torch.Tensor) -> None:
-        """Take slots back."""
-
-    def merge_and_sort_free(self) -> None:
-        """Make the pages that were given back free."""
+    def free(self, slots: torch.Tensor) -> None: ...
+    def merge_and_sort_free(self) -> None: ...
 
 
 def _around_alloc_extend(
@@ -46,14 +43,7 @@ def _around_alloc_extend(
     """AROUND ``alloc_extend``: fill each sequence's last partial page, then take free pages in order."""
     if self.device != "cpu":
         return original(
-            self,
-            prefix_lens,
-            prefix_lens_cpu,
-            seq_lens,
-            seq_lens_cpu,
-            last_loc,
-            extend_num_tokens,
-            num_new_pages,
+            self, prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens, num_new_pages
         )
     page = self.page_size
     begins, ends, lasts = prefix_lens_cpu.tolist(), seq_lens_cpu.tolist(), last_loc.tolist()

@@ -17,6 +17,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_evicpress.patches.tree.node import holes_of
+from sglang_evicpress.patches.tree.types import QueuedRequest
 from sglang_evicpress.policy.cost_model import CostModel, CostSnapshot, PrefillCost
 
 NUM_WARM_UP = 2
@@ -34,17 +35,11 @@ NUM_TRUSTED = 8
 """Observations before the cost they show is used."""
 
 
-class TimedRequest(Protocol):
-    """A request, with how many tokens it computes that it could have loaded."""
-
-    evicpress_not_loaded: int
-
-
 class TimedBatch(Protocol):
     """SGLang's ScheduleBatch."""
 
     forward_mode: ForwardMode
-    reqs: list[TimedRequest]
+    reqs: list[QueuedRequest]
     extend_lens: list[int]
     prefix_lens: list[int]
 
@@ -130,12 +125,12 @@ class PrefillTimes:
             self.num_observed += 1
 
 
-def note_not_loaded(req: TimedRequest, num_tokens: int) -> None:
+def note_not_loaded(req: QueuedRequest, num_tokens: int) -> None:
     """A request that is about to run computes so many tokens that it could have loaded."""
     req.evicpress_not_loaded = num_tokens
 
 
-def _take_not_loaded(req: TimedRequest, num_new: int) -> int:
+def _take_not_loaded(req: QueuedRequest, num_new: int) -> int:
     """Tokens not loaded among the next ``num_new`` computed: of a prompt in chunks the first are counted first."""
     num_tokens = getattr(req, "evicpress_not_loaded", 0)
     taken = min(num_tokens, num_new)

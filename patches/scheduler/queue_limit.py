@@ -28,10 +28,9 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sglang_evicpress.config import EvicPressConfig
-from sglang_evicpress.patches.tree.types import Batch, Channels, Request
-from sglang_evicpress.policy.turns import Turns
-from sglang_evicpress.policy.wait_margin import WaitMargin
+from sglang_evicpress.patches.scheduler.hooks import HookedGuests
+from sglang_evicpress.patches.tree.types import Batch, Channels, LogicalTime, Request
+from sglang_evicpress.policy.turns import Turns, WaitMargin
 
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 ABORTED = "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_abort_finish_reason"
@@ -83,8 +82,7 @@ class FirstTokens:
 class AbortTrace(Protocol):
     """SGLang's trace of a request."""
 
-    def abort(self, *, abort_info: Mapping[str, object]) -> None:
-        """It ends."""
+    def abort(self, *, abort_info: Mapping[str, object]) -> None: ...
 
 
 class TracedTimes(Protocol):
@@ -100,25 +98,44 @@ class LimitedRequest(Request, Protocol):
     time_stats: TracedTimes
 
 
-class UserRequests(Protocol):
-    """Requests that give way to users'."""
+class QueueTimes:
+    """Turns and first tokens of users' requests; ``num_refused`` of them would have waited longer than ``limit_s``."""
 
-    def without_background(self, waiting: list[Request]) -> list[Request]:
-        """Users' requests."""
+    def __init__(self, limit_s: float | None) -> None:
+        self.limit_s = limit_s
+        self.num_refused = 0
+        self.turns = Turns()
+        self.first_tokens = None if limit_s is None else FirstTokens(limit_s)
 
-    def is_background(self, req: Request) -> bool:
-        """Not a user's."""
+    def begin_round(self, now_s: float) -> None:
+        """The batch of the round before has its tokens."""
+        if self.first_tokens is not None:
+            self.first_tokens.arrive(now_s)
+
+    def end_round(self, now_s: float, num_waiting: int, admitted: Sequence[object]) -> None:
+        """So many users' requests wait still, and these are in the batch of this round."""
+        self.turns.observe(now_s, num_waiting, len(admitted))
+        if self.first_tokens is not None:
+            self.first_tokens.begin(admitted, now_s)
+
+    def enter(self, req: object, num_ahead: int, now_s: float) -> float | None:
+        """A user's request comes: None where it may wait, else the seconds that it would, and it is refused."""
+        if self.limit_s is None or self.first_tokens is None:
+            return None
+        wait_s = self.turns.wait_s(num_ahead) + (self.first_tokens.margin.seconds if num_ahead else 0.0)
+        if wait_s > self.limit_s:
+            self.num_refused += 1
+            return wait_s
+        self.first_tokens.enter(req, now_s)
+        return None
 
 
 class LimitedCache(Protocol):
     """The cache, as far as it counts on the queue."""
 
-    now_s: float
-    config: EvicPressConfig
-    turns: Turns
-    num_refused: int
-    first_tokens: FirstTokens | None
-    background: UserRequests
+    terms: LogicalTime
+    queue: QueueTimes
+    background: HookedGuests
 
 
 class LimitedScheduler(Protocol):
@@ -133,17 +150,12 @@ def _around_get_next_batch_to_run(original: Callable[..., Batch | None], schedul
     """AROUND ``get_next_batch_to_run``: who waited before it and is in its batch was admitted."""
     cache = scheduler.tree_cache
     before = cache.background.without_background(scheduler.waiting_queue)
-    if cache.first_tokens is not None:
-        cache.first_tokens.arrive(cache.now_s)
+    cache.queue.begin_round(cache.terms.now_s)
     batch = original(scheduler)
-    admitted = []
-    if batch is not None and before:
-        waited = {id(req) for req in before}
-        admitted = [req for req in batch.reqs if id(req) in waited]
+    waited = {id(req) for req in before}
+    admitted = [req for req in batch.reqs if id(req) in waited] if batch is not None and before else []
     num_waiting = len(cache.background.without_background(scheduler.waiting_queue))
-    cache.turns.observe(cache.now_s, num_waiting, len(admitted))
-    if cache.first_tokens is not None:
-        cache.first_tokens.begin(admitted, cache.now_s)
+    cache.queue.end_round(cache.terms.now_s, num_waiting, admitted)
     return batch
 
 
@@ -152,18 +164,14 @@ def _around_add_request_to_queue(
 ) -> None:
     """AROUND ``_add_request_to_queue``, which also takes back who ran before, and who will only be told of an error."""
     cache = scheduler.tree_cache
-    limit_s, first_tokens = cache.config.max_queue_s, cache.first_tokens
+    limit_s = cache.queue.limit_s
     is_new_user = not (req.is_retracted or req.to_finish is not None or cache.background.is_background(req))
-    if limit_s is not None and first_tokens is not None and is_new_user:
+    if limit_s is not None and is_new_user:
         num_ahead = len(cache.background.without_background(scheduler.waiting_queue))
-        wait_s = cache.turns.wait_s(num_ahead)
-        if num_ahead:
-            wait_s += first_tokens.margin.seconds
-        if wait_s > limit_s:
-            cache.num_refused += 1
+        wait_s = cache.queue.enter(req, num_ahead, cache.terms.now_s)
+        if wait_s is not None:
             _refuse(scheduler, req, wait_s, limit_s)
             return
-        first_tokens.enter(req, cache.now_s)
     original(scheduler, req, *args, **kwargs)
 
 
@@ -250,12 +258,7 @@ async def _refuse_http(head: Message, message: Message, refusals: list[Unsupport
     error = {"object": "error", "message": refusals[0]["message"], "type": str(status), "param": None, "code": status}
     body = json.dumps(error).encode()
     kept = [header for header in head.get("headers", ()) if not header[0].lower().startswith(b"content-")]
-    headers = [
-        *kept,
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        retry_after,
-    ]
+    headers = [*kept, (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), retry_after]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 

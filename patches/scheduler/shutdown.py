@@ -38,8 +38,7 @@ Reaction: TypeAlias = Callable[[int, FrameType | None], None] | signal.Handlers
 class ClosableCache(Protocol):
     """A cache that has something to save."""
 
-    def close(self, *, save: bool = True) -> None:
-        """Let go of everything."""
+    def close(self, *, save: bool = True) -> None: ...
 
 
 class StoppableScheduler(Protocol):
@@ -58,8 +57,7 @@ class ServerArgs(Protocol):
 class Watchdog(Protocol):
     """SGLang's watchdog over its processes."""
 
-    def stop(self) -> None:
-        """Watch no longer."""
+    def stop(self) -> None: ...
 
 
 class StoppableServer(Protocol):
@@ -68,11 +66,8 @@ class StoppableServer(Protocol):
     server_args: ServerArgs
     _subprocess_watchdog: Watchdog | None
 
-    def _dispatch_to_scheduler(self, message: object) -> None:
-        """Send, within the event loop."""
-
-    async def _async_dispatch_to_scheduler(self, message: object) -> None:
-        """Send."""
+    def _dispatch_to_scheduler(self, message: object) -> None: ...
+    async def _async_dispatch_to_scheduler(self, message: object) -> None: ...
 
 
 def around_event_loop(

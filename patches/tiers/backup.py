@@ -3,60 +3,39 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, MutableMapping
-from contextlib import AbstractContextManager
-from dataclasses import replace
-from typing import Protocol
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import torch
-
-from sglang_evicpress.core import Tier
-from sglang_evicpress.patches.tiers.types import Copies, HostMemory, Removals, Runs, SsdWrites, Tiers
+from sglang_evicpress.core import Form, Tier
+from sglang_evicpress.patches.tiers.types import Copies, Evictions, HostMemory, Removals, Runs, SsdWrites, Tiers
 from sglang_evicpress.patches.tree.node import has_child_on_gpu, size_of, slots_of
 from sglang_evicpress.patches.tree.types import Node
 from sglang_evicpress.tiers.entry.copies import Copy, HostEntry
-from sglang_evicpress.tiers.entry.encoding import Extent
-from sglang_evicpress.tiers.jobs import Job
+from sglang_evicpress.tiers.entry.header import Extent
+from sglang_evicpress.tiers.jobs import DOES_NOT_FIT, NOT_FINITE, Job
+
+if TYPE_CHECKING:
+    from sglang_evicpress.patches.tree.compressor import Compressor
 
 
-class Streams(Protocol):
-    """Order of what is queued on the device."""
-
-    def written_event(self) -> torch.cuda.Event | None:
-        """An event behind all that was launched until now."""
-
-    def ahead_of_next_pass(self) -> AbstractContextManager[None]:
-        """Put all that is queued within before whatever is written to the pool next."""
-
-
+@dataclass(eq=False, repr=False)
 class Backup:
-    """Begins copies to the host. ``is_arriving``: a load still brings what a node is to hold. ``counts`` and
-    ``seconds`` are those of evictions, in which copies are made at once."""
+    """Begins copies to the host. ``is_arriving``: a load still brings what a node is to hold. ``evictions``: those in
+    which copies are made at once."""
 
-    def __init__(
-        self,
-        nodes: Mapping[int, Node],
-        storage: Tiers,
-        placement: Copies,
-        removal: Removals,
-        room: HostMemory,
-        ssd: SsdWrites,
-        streams: Streams,
-        is_arriving: Callable[[Node], bool],
-        counts: Counter[str],
-        seconds: MutableMapping[str, float],
-    ) -> None:
-        self.nodes = nodes
-        self.storage = storage
-        self.placement = placement
-        self.removal = removal
-        self.room = room
-        self.ssd = ssd
-        self.streams = streams
-        self._is_arriving = is_arriving
-        self._counts = counts
-        self._seconds = seconds
+    nodes: Mapping[int, Node]
+    storage: Tiers
+    placement: Copies
+    removal: Removals
+    room: HostMemory
+    ssd: SsdWrites
+    streams: Compressor
+    is_arriving: Callable[[Node], bool]
+    evictions: Evictions
+
+    def __post_init__(self) -> None:
+        self.unfit_codecs = set[str]()  # that had no room for a node: no copy that is made at once is by one of them
 
     def backup_parent(self, node: Node) -> None:
         """A node that is not on the GPU holds its parent there until that has a copy: see that it gets one."""
@@ -71,24 +50,28 @@ class Backup:
         tier: Tier,
         keep: Collection[int] = (),
         *,
+        codec: str | None = None,
         keeps_planned: bool = False,
         is_modest: bool = False,
     ) -> bool:
-        """Begin to copy what a node holds to a lower tier. False when there is no room or no budget for it; the spare
-        copies of the nodes ``keep`` (few), and with ``keeps_planned`` of those that are to leave the GPU soon, do not
-        make room, and nothing does for a modest copy."""
-        if not node.kv.is_text:
-            return False  # no entry can say what it is of
+        """Begin to copy what a node holds to a lower tier, by another ``codec`` if one is given. False when there is no
+        room or no budget for it; the spare copies of the nodes ``keep`` (few), and with ``keeps_planned`` of those that
+        are to leave the GPU soon, do not make room, and nothing does for a modest copy."""
+        if not (node.kv.is_text and node.kv.is_finite):
+            return False  # no entry can say what it is of, or none may hold it
         if node.value is None:
             copy = node.kv.copies.get(Tier.HOST)
             return copy is not None and tier == Tier.SSD and self.ssd.start_write(copy.entry)
-        if self.placement.has_same(node, Tier.HOST):
+        form = _form_by(node, codec, node.kv.unfit_codec)
+        if not node.kv.form.can_take(form.codec):
+            return False  # it was to become what a copy was that it has no more
+        if self.placement.has_same(node, Tier.HOST, form):
             return tier == Tier.SSD and self.ssd.start_write(node.kv.copies[Tier.HOST].entry)
-        if self._is_arriving(node):
+        if self.is_arriving(node):
             return False  # its slots do not hold it yet
         if node.kv.job is not None or self.room.is_busy:
             return False
-        num_bytes = self._num_bytes(node)
+        num_bytes = self._num_bytes(node, form)
         if is_modest:
             runs = self.room.free_room(num_bytes)
         else:
@@ -98,11 +81,12 @@ class Backup:
             self.storage.counts["copies_without_room"] += 1
             return False
         with self.room.given_back_after_an_error(runs):
-            BackupJob(self, node, runs, goes_on=tier == Tier.SSD).start()
+            BackupJob(self, node, form, runs, goes_on=tier == Tier.SSD).start()
         return True
 
-    def leave_by_copy(self, node: Node, tier: Tier) -> bool:
-        """Begin to copy a node to a lower tier; it leaves its own when it is there. Whether it was begun."""
+    def leave_by_copy(self, node: Node, tier: Tier, codec: str | None = None) -> bool:
+        """Begin to copy a node to a lower tier, as ``start_copy``; it leaves its own when it is there. Whether it was
+        begun."""
         job = node.kv.job
         if isinstance(job, BackupJob) and job.version == node.kv.version:  # it is copied ahead right now
             job.goes_on = job.goes_on or tier == Tier.SSD
@@ -110,48 +94,59 @@ class Backup:
             return True
         node.kv.is_leaving, is_begun = True, False  # before: the copy may be there at once
         try:
-            is_begun = self.start_copy(node, tier, keep=(node.id,))
+            is_begun = self.start_copy(node, tier, keep=(node.id,), codec=codec)
         finally:
             node.kv.is_leaving = node.kv.is_leaving and is_begun
         return is_begun
 
-    def copy_at_once(self, node: Node) -> bool:
-        """Copy what a node holds to the host, so that its slots may be freed; whether that is so. On a device the copy
-        is only queued. One that is on its way already is not waited for."""
-        if not node.kv.is_text:
+    def copy_at_once(self, node: Node, codec: str | None = None) -> bool:
+        """Copy what a node holds to the host, as ``start_copy``, so that its slots may be freed; whether that is so. On
+        a device the copy is only queued. One that is on its way already is not waited for."""
+        if not (node.kv.is_text and node.kv.is_finite):
             return False
-        if self.placement.has_same(node, Tier.HOST):
+        form = _form_by(node, codec, node.kv.unfit_codec, *self.unfit_codecs)
+        if not node.kv.form.can_take(form.codec):
+            return False
+        if self.placement.has_same(node, Tier.HOST, form):
             return True
-        num_bytes = self._num_bytes(node)
+        num_bytes = self._num_bytes(node, form)
         runs = self.room.host_room(num_bytes, keep=(node.id,))
         if runs is None:
             self.room.want(num_bytes)
-            self._counts["copies_without_room"] += 1
+            self.evictions.counts["copies_without_room"] += 1
             return False
         begin = time.perf_counter()
         with self.room.given_back_after_an_error(runs):
-            BackupJob(self, node, runs, goes_on=False).begin_here()
-        self._counts["copies"] += 1
-        self._counts["copied_bytes"] += num_bytes
-        self._seconds["copying"] += time.perf_counter() - begin
-        return self.placement.has_same(node, Tier.HOST)
+            BackupJob(self, node, form, runs, goes_on=False).begin_here()
+        self.evictions.counts["copies"] += 1
+        self.evictions.counts["copied_bytes"] += num_bytes
+        self.evictions.seconds["copying"] += time.perf_counter() - begin
+        return self.placement.has_same(node, Tier.HOST, form)
 
-    def _num_bytes(self, node: Node) -> int:
-        return max(1, sum(self.storage.copier.sizes(size_of(node), node.kv.layout is not None)))  # or all are holes
+    def _num_bytes(self, node: Node, form: Form) -> int:
+        sizes = self.storage.copier.sizes(size_of(node), form.press is not None, form.codec)
+        return max(1, sum(sizes))  # all of it may be holes
+
+
+def _form_by(node: Node, codec: str | None, *unfit_codecs: str | None) -> Form:
+    """The form of a copy by a codec, None for that of what the node holds."""
+    form = node.kv.form if codec is None else replace(node.kv.form, codec=codec)
+    return form.pressed if form.codec in unfit_codecs else form
 
 
 class BackupJob(Job):
-    """Copies what a resident node holds to the host. What the node holds when it is done must be what it held."""
+    """Copies what a resident node holds to the host in ``form``, which may differ by its codec. What the node holds
+    when it is done must be what it held."""
 
-    def __init__(self, owner: Backup, node: Node, runs: Runs, *, goes_on: bool) -> None:
+    def __init__(self, owner: Backup, node: Node, form: Form, runs: Runs, *, goes_on: bool) -> None:
         super().__init__()
         kv = node.kv
         self.owner, self.node_id, self.version, self.goes_on = owner, node.id, kv.version, goes_on
-        self.form, self.layout, self.origin = kv.form, kv.layout, kv.origin
+        self.form, self.layout, self.origin = form, kv.layout, kv.origin
         self.slots = slots_of(node).clone()
         self.num_bytes = sum(run.num_bytes for run in runs)
         self.after = owner.streams.written_event()
-        self.entry = HostEntry(owner.placement.header_of(node), runs)
+        self.entry = HostEntry(replace(owner.placement.header_of(node), form=form), runs)
         self.end_saving: Callable[[], tuple[Extent, ...]] | None = None
 
     def start(self) -> None:
@@ -168,12 +163,12 @@ class BackupJob(Job):
         owner, node = self.owner, self.owner.nodes[self.node_id]
         copier, host = owner.storage.copier, owner.storage.host
         with owner.streams.ahead_of_next_pass():
-            self.end_saving = copier.begin_save(self.slots, self.layout, host.arena, self.entry.runs)
+            self.end_saving = copier.begin_save(self.slots, self.layout, host.arena, self.entry.runs, self.form.codec)
         owner.room.begin_copy(self.num_bytes)
         host.pin(self.entry)
         self.entry.arrival = self
         owner.placement.add_copy(node, self._copy_of(node))
-        if copier.is_in_place:
+        if copier.is_in_place(self.form.codec):
             self.execute()
             self.is_finished = True
             self.finish()
@@ -188,7 +183,9 @@ class BackupJob(Job):
         if self.end_saving is not None:
             extents = self.end_saving()
         else:
-            extents = storage.copier.save(self.slots, self.layout, host.arena, self.entry.runs, self.after)
+            extents = storage.copier.save(
+                self.slots, self.layout, host.arena, self.entry.runs, self.after, self.form.codec
+            )
         header = self.entry.header
         self.entry.header = replace(header, extents=extents)
         self.entry.checked_s = time.perf_counter()
@@ -205,6 +202,13 @@ class BackupJob(Job):
             is_leaving, node.kv.is_leaving = node.kv.is_leaving, False
         if self.error is not None:
             owner.storage.errors[f"host_{self.error}"] += 1
+            if self.error == DOES_NOT_FIT:
+                owner.unfit_codecs.add(self.form.codec)
+            if node is not None and node.kv.version == self.version:
+                if self.error == NOT_FINITE:
+                    node.kv.is_finite = False
+                elif self.error == DOES_NOT_FIT:
+                    owner.placement.note_unfit(node, self.form.codec)
         elif node is not None and node.kv.version == self.version:
             owner.placement.add_copy(node, self._copy_of(node))
             owner.storage.counts["backed_up"] += 1
@@ -224,10 +228,10 @@ class BackupJob(Job):
         """The copy that nodes have already is there, or never will be."""
         owner, entry = self.owner, self.entry
         entry.arrival = None
+        if self.error == DOES_NOT_FIT:
+            owner.unfit_codecs.add(self.form.codec)
         if self.error is not None:
-            for node in [owner.nodes.get(node_id) for node_id in sorted(entry.owners)]:
-                if node is not None and node.id in owner.nodes:
-                    owner.removal.invalidate_copy(node, Tier.HOST, self.error)
+            owner.removal.invalidate_entry(entry, Tier.HOST, self.error)
         else:
             owner.storage.counts["backed_up"] += 1
             if self.goes_on and entry.owners:

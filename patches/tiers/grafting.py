@@ -2,74 +2,104 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_evicpress.core import Tier
-from sglang_evicpress.patches.tiers.prefetch import Prefetch
-from sglang_evicpress.patches.tiers.ssd_io import Lookup
+from sglang_evicpress.patches.tiers.prefetches import Prefetch, Worth
+from sglang_evicpress.patches.tiers.types import Names, Steps, Tiers
 from sglang_evicpress.patches.tree.node import first_outside, start_of
-from sglang_evicpress.policy.load_or_recompute import Piece, num_worth_loading
+from sglang_evicpress.patches.tree.types import Node, Request
+from sglang_evicpress.policy.load_or_recompute import Piece
 from sglang_evicpress.survivors import SurvivorLayout
 from sglang_evicpress.tiers.entry.copies import Copy
 from sglang_evicpress.tiers.entry.identity import PathHash, lookup_key_of, namespace_digest, token_bytes
 from sglang_evicpress.tiers.entry.payload import layout_of
+from sglang_evicpress.tiers.ssd.index import Ref
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    from sglang_evicpress.patches.tiers.ssd_io import Lookup
 
 
+class GraftedTree(Protocol):
+    """The tree, and the keys that waiting requests will be matched with."""
+
+    root_node: Node
+    vocab_size: int
+
+    def key_of_waiting(self, req: Request) -> RadixKey: ...
+    def _steps(self, key: RadixKey) -> Steps: ...
+    def _take(self, steps: Steps) -> list[Node]: ...
+    def add_absent_leaf(self, parent: Node, key: RadixKey, copy: Copy) -> object: ...
+
+
+@dataclass(eq=False, repr=False)
 class Grafting:
-    """The part of EvicPressCache that does it. Everything here runs on the scheduler thread."""
+    """Looks for entries that continue a path, and adds what was found."""
 
-    def _look_up(self: Any, prefetch: Prefetch, key: RadixKey, steps: list[tuple[Any, int]]) -> None:
+    storage: Tiers
+    names: Names
+    start_lookup: Callable[[Sequence[Ref], bytes, bytes, bytes], Lookup]
+    terms: Worth
+    tree: GraftedTree
+    slot_bytes: int
+    page_size: int
+
+    def look_up(self, prefetch: Prefetch, key: RadixKey, steps: Steps) -> None:
         """Ask the SSD for entries that continue the path where the tree ends."""
-        begin = sum(matched for _, matched in steps)
-        if self.ssd is None or begin in prefetch.looked_at or len(key) - begin < self.page_size:
+        ssd, begin = self.storage.ssd, sum(matched for _, matched in steps)
+        if ssd is None or begin in prefetch.looked_at or len(key) - begin < self.page_size:
             return
         prefetch.looked_at.add(begin)
-        if not self.ssd.store.num_entries:
+        if not ssd.store.num_entries:
             return
-        scope = self.adapters.ssd_scope(key.extra_key)
+        scope = self.names.ssd_scope(key.extra_key)
         if scope is None:
             return
         tokens = key.token_ids[: len(key)]
-        if first_outside(tokens, self.vocab_size) is not None:
+        if first_outside(tokens, self.tree.vocab_size) is not None:
             return  # nothing of it was ever written
         hashed = PathHash(*scope)
         hashed.update(tokens[:begin])
-        refs = self.ssd.store.find(lookup_key_of(hashed.key, tokens[begin : begin + self.page_size]))
-        refs = [ref for ref in refs if not self.ssd.is_held(ref)]
+        refs = ssd.store.find(lookup_key_of(hashed.key, tokens[begin : begin + self.page_size]))
+        refs = [ref for ref in refs if not ssd.is_held(ref)]
         if not refs:
             return
         num_tokens = min(max(ref.num_tokens for ref in refs), len(key) - begin)
-        pieces = [Piece(num_tokens, begin, Tier.SSD, num_tokens * self.menu.slot_bytes)]
-        if num_worth_loading(pieces, self.costs, congestion=self._congestion(prefetch)) == 0:
+        pieces = [Piece(num_tokens, begin, Tier.SSD, num_tokens * self.slot_bytes)]
+        if self.terms.num_worth(prefetch, pieces) == 0:
             return
-        self._set_max_wait(prefetch, pieces)
+        prefetch.max_wait_s = max(prefetch.max_wait_s, self.terms.max_wait_s(prefetch, pieces))
         ahead, namespace = token_bytes(tokens[begin:]), namespace_digest(scope.namespace)
-        prefetch.jobs.append(self.ssd_io.look_up(refs, ahead, hashed.key, namespace))
+        prefetch.jobs.append(self.start_lookup(refs, ahead, hashed.key, namespace))
 
-    def _graft(self: Any, prefetch: Prefetch, job: Lookup) -> None:
-        """Put what a lookup has found into the tree, if it still continues a path there."""
-        if job.found is None or job.error is not None or job.ssd is not self.ssd:
+    def graft(self, req: Request, job: Lookup) -> None:
+        """Put what a lookup for a request has found into the tree, if it still continues a path there."""
+        ssd, tree = self.storage.ssd, self.tree
+        if ssd is None or job.found is None or job.error is not None or job.ssd is not ssd:
             return
         ref, header = job.found
-        if self.ssd.is_held(ref) or ref not in self.ssd.store:
+        if ssd.is_held(ref) or ref not in ssd.store:
             return
-        key = self.key_of_waiting(prefetch.req)
+        key, vocab_size = tree.key_of_waiting(req), tree.vocab_size
         ahead = key.token_ids[: len(key)][header.start :][: len(job.tokens) // 4]
-        if first_outside(ahead, self.vocab_size) is not None or token_bytes(ahead) != job.tokens:
+        if first_outside(ahead, vocab_size) is not None or token_bytes(ahead) != job.tokens:
             return
-        steps = self._steps(key)
+        steps = tree._steps(key)
         if sum(matched for _, matched in steps) != header.start:
             return
-        path = self._take(steps)
-        parent = path[-1] if path else self.root_node
+        path = tree._take(steps)
+        parent = path[-1] if path else tree.root_node
         tokens = key.token_ids[:0]
         tokens.extend(int.from_bytes(header.tokens[i : i + 4], "little") for i in range(0, len(header.tokens), 4))
-        key_found = RadixKey(tokens, key.extra_key)
+        key_found = type(key)(tokens, key.extra_key)
         is_new = key_found.child_key(self.page_size) not in parent.children
-        if not is_new or not parent.kv.is_text or first_outside(tokens, self.vocab_size) is not None:
+        if not is_new or not parent.kv.is_text or first_outside(tokens, vocab_size) is not None:
             return
         layout = None
         if job.survivors is not None:
@@ -77,14 +107,13 @@ class Grafting:
             layout = layout_of(numbers, header.shape, header.num_slots)
             if _repeats(path, layout):
                 return
-        copy = Copy(
-            Tier.SSD, header.form, self.ssd.hold(ref, header), 0, header.num_slots, layout, header.is_lossy_prefix, None
-        )
-        self.add_absent_leaf(parent, key_found, copy)
+        entry = ssd.hold(ref, header)
+        copy = Copy(Tier.SSD, header.form, entry, 0, header.num_slots, layout, header.is_lossy_prefix, None)
+        tree.add_absent_leaf(parent, key_found, copy)
         self.storage.counts["found_again"] += 1
 
 
-def _repeats(path: list[Any], layout: SurvivorLayout) -> bool:
+def _repeats(path: list[Node], layout: SurvivorLayout) -> bool:
     """True if survivors behind a path are of positions that the path holds itself in the same head: the entry is the
     lower part of a node that was split after it was compressed, and the path holds other KV now (see drop_overlaps)."""
     positions = layout.positions

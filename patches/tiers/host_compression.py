@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,64 +15,29 @@ from sglang_evicpress.patches.tiers.ssd_io import LEAST_HELD_SHARE
 from sglang_evicpress.patches.tiers.types import EntryCopies, GpuForms, HostMemory, Removals, Runs, SsdWrites, Tiers
 from sglang_evicpress.patches.tree.node import has_child_on_gpu, is_reserved, start_of
 from sglang_evicpress.patches.tree.types import Node
-from sglang_evicpress.press import QueryWindow
 from sglang_evicpress.survivors import SurvivorLayout
 from sglang_evicpress.tiers.entry.copies import Copy, HostEntry
-from sglang_evicpress.tiers.jobs import Job
+from sglang_evicpress.tiers.jobs import DOES_NOT_FIT, Job
+
+if TYPE_CHECKING:
+    from sglang_evicpress.patches.tree.compressor import Compressor
 
 RECENT_S = 1.0
 """A host entry that was verified so shortly before is not verified again before it is written anew."""
 
 
-class LayerPress(Protocol):
-    """Compressing one layer at a time, off the pool."""
-
-    def written_event(self) -> torch.cuda.Event | None:
-        """An event behind all that was launched until now."""
-
-    def kept_of_layer(
-        self,
-        *,
-        form: Form,
-        layer: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        layout: SurvivorLayout | None,
-        start: int,
-        num_tokens: int,
-        num_kept: int,
-        window: QueryWindow | None,
-    ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-        """Rows that are kept of a layer, K and V, and their positions."""
-
-    def layout_of(self, positions: torch.Tensor, start: int) -> SurvivorLayout:
-        """The layout of survivors of ``positions``."""
-
-
+@dataclass(eq=False, repr=False)
 class HostCompression:
     """Compresses below the GPU. On the scheduler thread but for ``run`` of its job."""
 
-    def __init__(
-        self,
-        nodes: Mapping[int, Node],
-        storage: Tiers,
-        placement: EntryCopies,
-        removal: Removals,
-        room: HostMemory,
-        ssd: SsdWrites,
-        gpu: GpuForms,
-        press: LayerPress,
-        slot_bytes: int,
-    ) -> None:
-        self.nodes = nodes
-        self.storage = storage
-        self.placement = placement
-        self.removal = removal
-        self.room = room
-        self.ssd = ssd
-        self.gpu = gpu
-        self.press = press
-        self._slot_bytes = slot_bytes
+    nodes: Mapping[int, Node]
+    storage: Tiers
+    placement: EntryCopies
+    removal: Removals
+    room: HostMemory
+    ssd: SsdWrites
+    gpu: GpuForms
+    press: Compressor
 
     def compress_on_host(
         self, node: Node, form: Form, *, leaves_for: Tier | None = None, keeps_planned: bool = False
@@ -82,12 +47,18 @@ class HostCompression:
         there is no room for both copies, for which redundant copies are given up; with ``keeps_planned`` not those of
         nodes that are to leave the GPU soon."""
         copy = node.kv.copies.get(Tier.HOST)
-        num_kept = None if copy is None else self.gpu.slots_in(node, form, start_of(node), copy.form)
-        if copy is None or num_kept is None or num_kept >= copy.num_slots:
+        if copy is None or form in (copy.form, copy.form.decoded) or form.codec == node.kv.unfit_codec:
             return False
+        if not copy.form.can_take(form.codec):
+            return False
+        num_kept = copy.num_slots
+        if form.pressed != copy.form.pressed:
+            num_kept = self.gpu.slots_in(node, form, start_of(node), copy.form) or num_kept
+            if num_kept >= copy.num_slots:
+                return False
         if node.lock_ref > 0 or is_reserved(node) or self._is_copied(node):
             return False
-        num_bytes = sum(self.storage.copier.sizes(num_kept, True))
+        num_bytes = sum(self.storage.copier.sizes(num_kept, form.press is not None, form.codec))
         runs = self.room.host_room(num_bytes, keep=(node.id,), keeps_planned=keeps_planned)
         if runs is None:
             self.room.want(num_bytes)
@@ -105,12 +76,12 @@ class HostCompression:
         an entry is taken."""
         for entry in self.placement.take_host_fragments():
             nodes = [self.nodes[node_id] for node_id in sorted(entry.owners)]
-            num_bytes = sum(node.kv.copies[Tier.HOST].num_slots for node in nodes) * self._slot_bytes
+            num_bytes = sum(node.kv.copies[Tier.HOST].num_bytes for node in nodes)
             for node in nodes if num_bytes < LEAST_HELD_SHARE * entry.num_bytes else ():
                 self._repack_piece(node, node.kv.copies[Tier.HOST])
 
     def _repack_piece(self, node: Node, copy: Copy) -> None:
-        num_bytes = max(1, sum(self.storage.copier.sizes(copy.num_slots, copy.layout is not None)))
+        num_bytes = max(1, sum(self.storage.copier.sizes(copy.num_slots, copy.layout is not None, copy.form.codec)))
         runs = None if self._is_copied(node) else self.room.free_room(num_bytes)
         if runs is None:
             self.placement.note_fragment(copy.entry)  # later
@@ -129,7 +100,7 @@ class Compression(Job):
     """Makes a smaller copy of what a node has on the host, instead of that, or, with the form it has already, one that
     is no piece of a larger entry. The node must have the same still when it is done."""
 
-    rank = 2  # what is copied off the GPU first
+    priority = 2  # what is copied off the GPU first
 
     def __init__(
         self,
@@ -170,12 +141,19 @@ class Compression(Job):
         host, copier, source = owner.storage.host, owner.storage.copier, copy.entry
         if source.checked_s < time.perf_counter() - RECENT_S:
             host.check(source)  # the new checksums must not bless damaged bytes
-        extents, positions, is_kept = [], [], self.form == copy.form
+        extents, positions, is_kept = [], [], self.form.pressed == copy.form.pressed
         with copier.stream(self.after) as stream:
             for layer in range(copier.num_layers):
                 header = source.header
                 keys, values = copier.read_layer(
-                    layer, host.arena, source.runs, header.extents[layer], copy.begin, copy.num_slots, header.num_slots
+                    layer,
+                    host.arena,
+                    source.runs,
+                    header.extents[layer],
+                    copy.begin,
+                    copy.num_slots,
+                    header.num_slots,
+                    header.form.codec,
                 )
                 pair = keys, values
                 if not is_kept:
@@ -191,7 +169,7 @@ class Compression(Job):
                         window=self.window,
                     )
                     positions.append(kept.cpu())
-                extents.append(copier.write_layer(pair, host.arena, self.entry.runs, offset, stream))
+                extents.append(copier.write_layer(pair, host.arena, self.entry.runs, offset, stream, self.form.codec))
                 offset += extents[-1].num_bytes
         self.layout = copy.layout
         if not is_kept:
@@ -207,10 +185,12 @@ class Compression(Job):
         node = owner.nodes.get(self.node_id)
         if node is not None and node.kv.job is self:
             node.kv.job = None
-        if self.error is not None:
-            for each in [owner.nodes.get(node_id) for node_id in sorted(copy.entry.owners)]:
-                if each is not None and each.id in owner.nodes:
-                    owner.removal.invalidate_copy(each, Tier.HOST, self.error)
+        if self.error == DOES_NOT_FIT:
+            owner.storage.errors[f"host_{self.error}"] += 1
+            if node is not None:
+                owner.placement.note_unfit(node, self.form.codec)
+        elif self.error is not None:
+            owner.removal.invalidate_entry(copy.entry, Tier.HOST, self.error)
         elif (
             node is not None
             and node.kv.copies.get(Tier.HOST) is copy
@@ -225,13 +205,12 @@ class Compression(Job):
     def _replace(self, node: Node) -> None:
         """The node has the smaller copy from now on."""
         owner, copy, kv = self.owner, self.copy, node.kv
-        is_kept = self.form == copy.form
+        is_kept = self.form.pressed == copy.form.pressed
         origin = node.id if copy.origin is None and not is_kept else copy.origin
         owner.placement.add_copy(
-            node,
-            Copy(Tier.HOST, self.form, self.entry, 0, self.num_kept, self.layout, copy.is_lossy_prefix, origin),
+            node, Copy(Tier.HOST, self.form, self.entry, 0, self.num_kept, self.layout, copy.is_lossy_prefix, origin)
         )
-        owner.storage.counts["repacked" if is_kept else "compressed_on_host"] += 1
+        owner.storage.counts["repacked" if self.form == copy.form else "compressed_on_host"] += 1
         if self.leaves_for is None or node.lock_ref > 0 or is_reserved(node) or has_child_on_gpu(node):
             return
         if self.leaves_for == Tier.SSD:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from sglang_evicpress.core import Tier
-from sglang_evicpress.patches.tiers.types import Changes, Plans, Removals, Runs, SpareCopies, Tiers
+from sglang_evicpress.patches.tiers.types import Changes, EntryCopies, Plans, Removals, Runs, Tiers
 from sglang_evicpress.patches.tree.types import Node
 
 MOST_ROUNDS = 8  # of plans for one allocation, each for twice as much as the last
@@ -14,31 +15,25 @@ MOST_GIVEN_UP = 512  # copies, for one allocation, and SSD entries between two t
 MOST_COPIED_SHARE = 1 / 4  # of the host tier: bytes on their way at once
 
 
+@dataclass(eq=False, repr=False)
 class HostRoom:
     """Finds host memory. ``copying_bytes`` are on their way there; ``wanted_bytes`` were not to be had when asked for
-    last, the most of them."""
+    since the last of ``num_plans``, the most of them."""
 
-    def __init__(
-        self,
-        nodes: Mapping[int, Node],
-        storage: Tiers,
-        placement: SpareCopies,
-        removal: Removals,
-        plans: Plans,
-        changes: Changes,
-    ) -> None:
-        self._nodes = nodes
-        self._storage = storage
-        self._placement = placement
-        self._removal = removal
-        self._plans = plans
-        self._changes = changes
-        self.copying_bytes = self.wanted_bytes = 0
+    nodes: Mapping[int, Node]
+    storage: Tiers
+    placement: EntryCopies
+    removal: Removals
+    plans: Plans
+    changes: Changes
+
+    def __post_init__(self) -> None:
+        self.copying_bytes = self.wanted_bytes = self.num_plans = 0
 
     @property
     def is_busy(self) -> bool:
         """Too much is on its way to begin another copy."""
-        return self.copying_bytes > MOST_COPIED_SHARE * self._storage.host.num_bytes
+        return self.copying_bytes > MOST_COPIED_SHARE * self.storage.host.num_bytes
 
     def begin_copy(self, num_bytes: int) -> None:
         self.copying_bytes += num_bytes
@@ -50,9 +45,10 @@ class HostRoom:
         """There was no room for so many bytes."""
         self.wanted_bytes = max(self.wanted_bytes, num_bytes)
 
-    def forget_wanted(self) -> None:
+    def end_plan(self) -> None:
         """Room was made, as far as it could be."""
         self.wanted_bytes = 0
+        self.num_plans += 1
 
     @contextmanager
     def given_back_after_an_error(self, runs: Runs) -> Iterator[None]:
@@ -64,59 +60,59 @@ class HostRoom:
             raise
 
     def give_back(self, runs: Runs) -> None:
-        self._storage.host.arena.extents.free(runs)
+        self.storage.host.arena.extents.free(runs)
 
     def free_room(self, num_bytes: int) -> Runs | None:
         """Runs of memory that is free now."""
-        return self._storage.host.arena.extents.alloc(num_bytes)
+        return self.storage.host.arena.alloc(num_bytes)
 
     def host_room(self, num_bytes: int, *, keep: Collection[int] = (), keeps_planned: bool = False) -> Runs | None:
         """Runs of host memory: free ones, else those of redundant copies but of the nodes ``keep`` (few), last, and not
         with ``keeps_planned``, of nodes that are to leave the GPU soon, else of what is on the SSD as well. Nothing is
-        lost for it: what the SSD does not have yet makes room when it has (``keep_host_room``)."""
-        extents = self._storage.host.arena.extents
+        lost for it: what the SSD does not have yet makes room when it has (see ``BackgroundDemotion``)."""
+        host = self.storage.host
         num_bytes = max(1, num_bytes)  # a node may be all holes
-        runs: Runs | None = extents.alloc(num_bytes)
-        if runs is not None or num_bytes > extents.num_bytes:
+        runs: Runs | None = host.arena.alloc(num_bytes)
+        if runs is not None or num_bytes > host.num_bytes:
             return runs
         for _ in range(MOST_GIVEN_UP):
-            node_id = self._placement.next_spare(keep, keeps_planned=keeps_planned)
+            node_id = self.placement.next_spare(keep, keeps_planned=keeps_planned)
             if runs is not None or node_id is None:
                 break
-            node = self._nodes[node_id]
-            self._placement.remove_copy(node, Tier.HOST)
-            self._changes.changed(node)
-            if extents.free_bytes >= num_bytes:
-                runs = extents.alloc(num_bytes)
-        if runs is None and self._storage.ssd is not None:
+            node = self.nodes[node_id]
+            self.placement.remove_copy(node, Tier.HOST)
+            self.changes.changed(node)
+            if host.arena.extents.free_bytes >= num_bytes:
+                runs = host.arena.alloc(num_bytes)
+        if runs is None and self.storage.ssd is not None:
             runs = self._room_of_what_is_on_ssd(num_bytes)
         return runs
 
     def _room_of_what_is_on_ssd(self, num_bytes: int) -> Runs | None:
         """Release what the SSD has as well, least useful first. The pieces of an entry free its memory only together:
         more may have to go than was missing."""
-        extents = self._storage.host.arena.extents
-        missing = num_bytes - extents.free_bytes
+        arena = self.storage.host.arena
+        missing = num_bytes - arena.extents.free_bytes
         for _ in range(MOST_ROUNDS):
             num_released = 0
-            for decision in self._plans.plan_without_copies(Tier.HOST, missing):
+            for decision in self.plans.plan_without_copies(Tier.HOST, missing):
                 is_move = decision.option.tier == Tier.SSD and decision.source.tier == Tier.HOST
-                node = self._nodes.get(decision.node_id)
+                node = self.nodes.get(decision.node_id)
                 if is_move and node is not None and node.value is None and Tier.SSD in node.kv.copies:
-                    self._removal.release(node.id, Tier.SSD)  # else a release before it took its copy
+                    self.removal.release(node.id, Tier.SSD)  # else a release before it took its copy
                     num_released += 1
-            runs = extents.alloc(num_bytes)
+            runs = arena.alloc(num_bytes)
             if runs is not None or not num_released:
                 return runs
-            missing = max(2 * missing, num_bytes - extents.free_bytes)
+            missing = max(2 * missing, num_bytes - arena.extents.free_bytes)
         return None
 
     def room(self) -> dict[Tier, int]:
         """Free bytes below the GPU, redundant copies counted as free."""
         free_bytes = {}
-        if self._storage.has_host:
-            num_bytes = self._plans.held_bytes(Tier.HOST)
-            free_bytes[Tier.HOST] = max(0, self._storage.host.num_bytes - num_bytes - self.copying_bytes)
-        if self._storage.ssd is not None:
-            free_bytes[Tier.SSD] = self._storage.ssd.room
+        if self.storage.has_host:
+            num_bytes = self.plans.held_bytes(Tier.HOST)
+            free_bytes[Tier.HOST] = max(0, self.storage.host.num_bytes - num_bytes - self.copying_bytes)
+        if self.storage.ssd is not None:
+            free_bytes[Tier.SSD] = self.storage.ssd.room
         return free_bytes

@@ -16,19 +16,10 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 
-
-class Arrival(Protocol):
-    """A load, as the gate sees it; see load_back.py."""
-
-    def wait_for(self, layer: int) -> None: ...
-
-    def join(self) -> None: ...
-
-    def has_ended(self) -> bool: ...
+from sglang_evicpress.patches.tiers.load import Load
 
 
 class LayerGate:
@@ -38,15 +29,15 @@ class LayerGate:
     ``stalled_s``: seconds that the batch launched last has waited for loads; infinite on a device that does so itself.
     """
 
-    def __init__(self, loads: Sequence[Arrival], *, is_cuda: bool) -> None:
+    def __init__(self, loads: Sequence[Load], *, is_cuda: bool) -> None:
         self._loads = loads
         self._is_cuda = is_cuda
-        self._used: Sequence[Arrival] | None = None
+        self._used: Sequence[Load] | None = None
         self._layer = -1
         self.stalled_s = 0.0
 
     @contextmanager
-    def launch(self, used: Sequence[Arrival], *, asks: bool) -> Iterator[None]:
+    def launch(self, used: Sequence[Load], *, asks: bool) -> Iterator[None]:
         """While a batch is launched that uses these loads. One that is replayed from a graph ``asks`` for no layer, and
         waits for all of them here."""
         self.stalled_s, self._layer = 0.0, -1

@@ -7,19 +7,22 @@ spare: they make a later move down free, or hold the exact KV of a node that is 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
-from sglang_evicpress.core import LowerCopy, Tier
+from sglang_evicpress.core import Form, LowerCopy, Tier
+from sglang_evicpress.device import to_device
 from sglang_evicpress.patches.tiers.redundant import RedundantHostCopies, RedundantSsdEntries
-from sglang_evicpress.patches.tiers.types import Names, Tiers
+from sglang_evicpress.patches.tiers.types import Names, Slots, Tiers
 from sglang_evicpress.patches.tree.adapters import SsdScope
 from sglang_evicpress.patches.tree.changes import Listener
 from sglang_evicpress.patches.tree.node import NodeKV, is_lossy, path_to, size_of, start_of
 from sglang_evicpress.patches.tree.types import Node
+from sglang_evicpress.survivors import SurvivorLayout
 from sglang_evicpress.tiers.entry.copies import Copy, HostEntry, SsdEntry
-from sglang_evicpress.tiers.entry.encoding import Extent, Header
+from sglang_evicpress.tiers.entry.header import Extent, Header
 from sglang_evicpress.tiers.entry.identity import PathHash, namespace_digest, token_bytes
 
 Entry = TypeVar("Entry", HostEntry, SsdEntry)
@@ -27,23 +30,22 @@ NOWHERE = torch.empty(0, dtype=torch.int64)
 SMALL_SHARE = 1 / 4  # of an SSD entry
 
 
+@dataclass(eq=False, repr=False)
 class Placement:
     """Table of copies. ``lower_copies_of``: by node id, what lower tiers have of it. ``on_changed`` is told
-    every node whose copies change."""
+    every node whose copies change, ``tell_stored`` every node that comes back to the GPU. ``stored_bytes``: what a form
+    takes below the GPU, by its raw bytes."""
 
-    def __init__(
-        self,
-        storage: Tiers,
-        names: Names,
-        quality_of_copy: Callable[[Node, Copy], float],
-        on_changed: Listener,
-        slot_bytes: int,
-    ) -> None:
-        self._storage = storage
-        self._names = names
-        self._quality_of_copy = quality_of_copy
-        self._changed = on_changed
-        self._slot_bytes = slot_bytes
+    storage: Tiers
+    names: Names
+    ledger: Slots
+    quality_of_copy: Callable[[Node, Copy], float]
+    on_changed: Listener
+    tell_stored: Listener
+    stored_bytes: Callable[[Form, int], int]
+    slot_bytes: int
+
+    def __post_init__(self) -> None:
         self.lower_copies_of: dict[int, tuple[LowerCopy, ...]] = {}
         self._redundant, self._ssd_spare = RedundantHostCopies(), RedundantSsdEntries()
         self._host_fragments: dict[HostEntry, None] = {}  # of which a node has given up its piece
@@ -51,9 +53,14 @@ class Placement:
 
     def note_copies(self, node: Node) -> None:
         """Work out anew as what the node can be on lower tiers at once."""
-        own_tier, slot_bytes = tier_of(node), self._slot_bytes
+        own_tier, slot_bytes = tier_of(node), self.slot_bytes
         lower_copies = tuple(
-            LowerCopy(int(tier), copy.form, copy.num_slots * slot_bytes, self._quality_of_copy(node, copy))
+            LowerCopy(
+                int(tier),
+                copy.form,
+                self.stored_bytes(copy.form, copy.num_slots * slot_bytes),
+                self.quality_of_copy(node, copy),
+            )
             for tier, copy in sorted(node.kv.copies.items())
             if tier > own_tier
         )
@@ -65,10 +72,10 @@ class Placement:
         if copy is not None:
             self._ssd_spare.note(copy.entry, node.id, is_lowest=own_tier == Tier.SSD)
 
-    def has_same(self, node: Node, tier: Tier) -> bool:
-        """True if a lower tier has just what the node holds now."""
+    def has_same(self, node: Node, tier: Tier, form: Form | None = None) -> bool:
+        """True if a lower tier has just what the node holds now, in ``form`` if one is given, or bit for bit that."""
         copy = node.kv.copies.get(tier)
-        return copy is not None and _same(node.kv, copy, size_of(node))
+        return copy is not None and _same(node.kv, copy, size_of(node), form or node.kv.form)
 
     def add_copy(self, node: Node, copy: Copy) -> None:
         """The node has ``copy`` from now on, instead of one that it had on that tier."""
@@ -76,14 +83,14 @@ class Placement:
         kv = node.kv
         kv.copies[copy.tier] = copy
         if copy.tier == Tier.HOST:
-            self._storage.host.hold(copy.entry, node.id)
+            self.storage.host.hold(copy.entry, node.id)
             if node.value is not None:
                 self._redundant.add(node.id, is_coldest=True)
         else:
             copy.entry.owners.add(node.id)
         if node.value is None and tier_of(node) == copy.tier:
             self.show(node)
-        self._changed(node)
+        self.on_changed(node)
 
     def remove_copy(self, node: Node, tier: Tier) -> None:
         """Give a copy up, if there is one. Whoever calls sees to the node when that was all it had."""
@@ -92,7 +99,7 @@ class Placement:
             return
         if tier == Tier.HOST:
             self._redundant.discard(node.id)
-            self._storage.host.release(copy.entry, node.id)
+            self.storage.host.release(copy.entry, node.id)
             if copy.entry.owners:
                 self._host_fragments[copy.entry] = None
         else:
@@ -100,31 +107,57 @@ class Placement:
             self._ssd_spare.leave(copy.entry, node.id)
             if copy.entry.owners:
                 self._ssd_fragments[copy.entry] = None
-            elif self._storage.ssd is not None:
-                self._storage.ssd.remove(copy.entry, self._storage.workers["write"])
+            elif self.storage.ssd is not None:
+                self.storage.ssd.remove(copy.entry, self.storage.workers["write"])
 
     def remove_copies(self, node: Node, *, lossy_only: bool = False) -> None:
         for tier, copy in list(node.kv.copies.items()):
             if not (lossy_only and copy.is_exact):
                 self.remove_copy(node, tier)
 
+    def note_unfit(self, node: Node, codec: str) -> None:
+        """A codec has no room for what the node holds: it goes down without."""
+        node.kv.unfit_codec = codec
+        self.on_changed(node)
+
+    def place(self, node: Node, copy: Copy, slots: torch.Tensor) -> torch.Tensor:
+        """Give a node its slots; what they hold is there, or on its way and the node locked. Returns its value."""
+        kv = node.kv
+        _describe(kv, copy)
+        kv.form = copy.form.decoded
+        kv.version += 1
+        if copy.layout is None:
+            kv.slots, value = None, slots.clone()
+        else:
+            kv.slots = slots.clone()
+            value = torch.zeros(len(node.key), dtype=torch.int64, device=slots.device)
+            value[to_device(copy.layout.logical, slots.device)] = slots
+        node.value = value
+        self.ledger.add(len(slots), is_locked=node.lock_ref > 0)
+        self.note_resident(node)
+        self.tell_stored(node)
+        self.on_changed(node)
+        return value
+
     def show(self, node: Node) -> None:
         """Let the record of a node that is not on the GPU say what its fastest copy is."""
         copy, kv = node.kv.copies[tier_of(node)], node.kv
-        kv.form, kv.layout, kv.is_lossy_prefix, kv.origin = copy.form, copy.layout, copy.is_lossy_prefix, copy.origin
+        _describe(kv, copy)
         kv.slots = NOWHERE
         if copy.tier == Tier.SSD and copy.layout is not None:
             copy.layout.pack()
 
     def split_copies(self, upper: Node, lower: Node) -> None:
         """``upper`` was split off ``lower``: both have their pieces of every copy. While the GPU has it, a small piece
-        of an SSD entry is given up: to get it back all of that would be read, and by itself it is soon written."""
+        of an SSD entry is given up: to get it back all of that would be read, and by itself it is soon written. So is
+        the lower piece of a compressed copy that has survivors from above the split, unless ``upper`` shows the other
+        piece of it: behind other KV of these tokens they would be attended to twice."""
         upper.kv.copies = {}
         for tier, copy in list(lower.kv.copies.items()):
             left, right = copy.split(len(upper.key))
             upper.kv.copies[tier], lower.kv.copies[tier] = left, right
             if tier == Tier.HOST:
-                self._storage.host.hold(copy.entry, upper.id)
+                self.storage.host.hold(copy.entry, upper.id)
                 if upper.value is not None:
                     self._redundant.add(upper.id)
                 continue
@@ -132,18 +165,24 @@ class Placement:
             least = SMALL_SHARE * copy.entry.header.payload_bytes
             for node, piece in ((upper, left), (lower, right)) if upper.value is not None else ():
                 # but the exact KV of what is lossy now, which only the SSD has
-                if piece.num_slots * self._slot_bytes < least and not (piece.is_exact and is_lossy(node)):
+                if piece.num_bytes < least and not (piece.is_exact and is_lossy(node)):
                     self.remove_copy(node, tier)
             if upper.value is None and tier_of(lower) == Tier.SSD:
                 for piece in (left, right):
                     if piece.layout is not None:
                         piece.layout.pack()
+        for tier, copy in list(lower.kv.copies.items()):
+            layout = copy.layout
+            if layout is None or is_same_layout(layout, lower.kv.layout):
+                continue
+            if layout.has_any(start_of(upper), start_of(lower)):
+                self.remove_copy(lower, tier)
 
     def header_of(self, node: Node, extents: tuple[Extent, ...] = ()) -> Header:
         """Identity of an entry that holds what the node holds now."""
         kv, path = node.kv, path_to(node)
-        identity, namespace = self._names.identity, node.key.extra_key
-        scope = self._names.ssd_scope(namespace) or SsdScope(identity, namespace)  # else never written
+        identity, namespace = self.names.identity, node.key.extra_key
+        scope = self.names.ssd_scope(namespace) or SsdScope(identity, namespace)  # else never written
         hashed = PathHash(*scope)
         for above in path[:-1]:
             hashed.update(above.key.raw_token_ids())
@@ -160,7 +199,7 @@ class Placement:
             form=kv.form,
             is_lossy_prefix=kv.is_lossy_prefix,
             num_slots=size_of(node),
-            shape=self._storage.copier.shape,
+            shape=self.storage.copier.shape,
             extents=extents,
         )
 
@@ -201,12 +240,15 @@ class Placement:
         """A host entry is to be looked at again."""
         self._host_fragments[entry] = None
 
-    def forget(self, node_id: int) -> None:
+    def forget(self, node: Node) -> None:
         """The node is gone."""
-        self.lower_copies_of.pop(node_id, None)
+        self.lower_copies_of.pop(node.id, None)
 
-    def clear(self) -> None:
-        """The tree is gone."""
+    def clear(self, nodes: Iterable[Node]) -> None:
+        """The tree of these nodes goes, and with it every copy."""
+        for node in nodes:
+            node.kv.version += 1
+            self.remove_copies(node)
         self.lower_copies_of.clear()
         self._redundant.clear()
         self._host_fragments.clear()
@@ -224,15 +266,33 @@ def tier_of(node: Node) -> Tier:
     return Tier(min(node.kv.copies, default=Tier.GPU))
 
 
+def exact_tier_of(node: Node) -> Tier | None:
+    """The fastest tier below that holds the exact KV of a lossy node as well."""
+    if not is_lossy(node):
+        return None
+    own_tier = tier_of(node)
+    return min((tier for tier, copy in node.kv.copies.items() if tier > own_tier and copy.is_exact), default=None)
+
+
+def _describe(kv: NodeKV, copy: Copy) -> None:
+    kv.form, kv.layout, kv.is_lossy_prefix, kv.origin = copy.form, copy.layout, copy.is_lossy_prefix, copy.origin
+
+
+def is_same_layout(left: SurvivorLayout, right: SurvivorLayout | None) -> bool:
+    if right is None or left.num_slots != right.num_slots:
+        return False
+    return left is right or torch.equal(left.positions, right.positions)
+
+
 def _taken(fragments: dict[Entry, None]) -> Iterator[Entry]:
     for entry in list(fragments):
         del fragments[entry]
         yield entry
 
 
-def _same(kv: NodeKV, copy: Copy, num_held: int) -> bool:
+def _same(kv: NodeKV, copy: Copy, num_held: int, form: Form) -> bool:
     return (
-        kv.form == copy.form
+        form in (copy.form, copy.form.decoded)
         and kv.is_lossy_prefix == copy.is_lossy_prefix
         and num_held == copy.num_slots
         and (kv.layout is None) == (copy.layout is None)

@@ -1,146 +1,75 @@
-"""Bettering what the GPU holds while the server is idle: lossy nodes get their exact KV back from a copy below, nodes
-that are below come up, as far as there is free room. The policy chooses (``Planner.plan_promotions``).
-
-A hold keeps a node that was moved or compressed by hand out of that, until a request matches it or the time is over.
-Pressure still moves a held node down, or drops it."""
+"""Promoting nodes, a step at a time: lossy ones get their exact KV back from a copy below, nodes that are below come
+up. A load has its slots to itself until it is over."""
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from sglang_evicpress.core import Tier
-from sglang_evicpress.patches.tiers.load_back import Load, Part
-from sglang_evicpress.patches.tiers.prefetch import VERIFIED_S
+from sglang_evicpress.patches.tiers.host_checks import is_verified
+from sglang_evicpress.patches.tiers.load import Load, Part
+from sglang_evicpress.patches.tiers.placement import exact_tier_of
+from sglang_evicpress.patches.tiers.ssd_io import SsdReads
+from sglang_evicpress.patches.tiers.types import Slots, Tiers
 from sglang_evicpress.patches.tree.node import is_lossy
-from sglang_evicpress.policy.promotion import Budget
-
-logger = logging.getLogger(__name__)
-
-END_S = 5.0
-"""What loads have to end when the tree goes."""
-
-PAUSE_S = 0.5
-"""Between two looks at all nodes."""
+from sglang_evicpress.patches.tree.types import Allocator, Node
+from sglang_evicpress.policy.cost_model import CostSnapshot
+from sglang_evicpress.tiers.entry.copies import Copy, HostEntry
+from sglang_evicpress.tiers.jobs import Job
 
 FREE_SHARE = 1 / 8
 """Of the pool: stays free, so that nothing that comes up is pushed down by the next request."""
 
 
+@dataclass(eq=False, repr=False)
 class Promotion:
-    """The part of EvicPressCache that promotes nodes. Everything here runs on the scheduler thread."""
+    """Carries promotions out. ``start_unseen`` begins a load that no request waits for, ``start_check`` verifies a host
+    entry; ``place`` and ``replace`` give slots to a node that is below, or lossy on the GPU; ``hold_left_s``: seconds
+    until a node may be promoted; ``busy_s``: when a request last ran or waited (``time.monotonic``)."""
 
-    def open_promotion(self: Any) -> None:
-        self.promoting: dict[int, Tier] = {}  # node ids, with the tier they are to be loaded from
-        self.promotion_loads: list[PromotionLoad] = []
-        self.set_apart: dict[Load, torch.Tensor] = {}  # slots of loads that did not end when the tree went
-        self._holds: dict[int, float] = {}  # by node id, until when, time.monotonic
-        self._next_look_s = 0.0
+    nodes: Mapping[int, Node]
+    storage: Tiers
+    allocator: Allocator
+    ledger: Slots
+    ssd: SsdReads
+    start_unseen: Callable[[Part, Callable[[Load], None]], Load]
+    start_check: Callable[[HostEntry], Job]
+    place: Callable[[Node, Copy, torch.Tensor], torch.Tensor]
+    replace: Callable[[Node, torch.Tensor, bool], None]
+    hold_left_s: Callable[[int], float]
+    costs: Callable[[], CostSnapshot]
+    busy_s: Callable[[], float]
 
-    def end_transfers(self: Any) -> None:
-        """Before the tree goes: nothing writes any more into slots that will be others'."""
-        deadline_s = time.monotonic() + END_S
-        self.promoting.clear()
-        for jobs in (self.loads, self.promotion_loads):
-            for job in list(jobs):
-                if job.await_end(deadline_s):
-                    job.finish()
-                else:
-                    jobs.remove(job)
-                    self.keep_apart(job)
+    def __post_init__(self) -> None:
+        self._source_tiers: dict[int, Tier] = {}  # by node id
 
-    def keep_apart(self: Any, job: Load) -> None:
-        """The tree goes, and a load has not ended in time: it may still write into its slots, so nobody gets these, nor
-        the host memory that it reads, before it has."""
-        if not self.set_apart:
-            self.token_to_kv_pool_allocator.clear = self._clear_but_for_these
-        self.set_apart[job] = torch.cat([part.slots for part in job.parts])
-        self.storage.errors["load_deadline"] += 1
-        logger.error("evicpress: a load has not ended within %g s: its slots are set apart until it does", END_S)
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._source_tiers)
 
-    def _clear_but_for_these(self: Any) -> None:
-        """In place of the allocator's ``clear``, which makes every slot free: not those that are set apart, which count
-        as protected."""
-        allocator = self.token_to_kv_pool_allocator
-        type(allocator).clear(allocator)
-        taken = torch.unique(torch.cat(list(self.set_apart.values())) // allocator.page_size)
-        for name in ("free_pages", "release_pages"):
-            pages = getattr(allocator, name)
-            setattr(allocator, name, pages[~torch.isin(pages, taken)])
-        self.ledger.clear(sum(len(slots) for slots in self.set_apart.values()))
+    def promote(self, node_id: int) -> None:
+        """Begin to bring a node onto the GPU, or to give it its exact KV if it is there."""
+        node = self.nodes[node_id]
+        tier = min(node.kv.copies) if node.value is None else exact_tier_of(node)
+        if tier is not None:
+            self._source_tiers[node_id] = tier
 
-    def take_back(self: Any, job: Load) -> None:
-        """A job has ended after the tree it was for was gone."""
-        slots = self.set_apart.pop(job, None)
-        if slots is None:
-            return
-        allocator = self.token_to_kv_pool_allocator
-        self.ledger.release(len(slots))
-        self.ledger.free(slots)
-        for part in job.parts:
-            self.host.unpin(part.copy.entry)
-        if not self.set_apart:
-            del allocator.clear
+    def advance(self) -> None:
+        """Go on with what is being promoted."""
+        for node_id, tier in list(self._source_tiers.items()):
+            if not self._take_step(node_id, tier):
+                del self._source_tiers[node_id]
 
-    def hold(self: Any, node_id: int, seconds: float) -> None:
-        """Keep idle promotion from a node for so long; 0 ends a hold."""
-        self._holds[node_id] = time.monotonic() + seconds
+    def clear(self) -> None:
+        """The tree goes."""
+        self._source_tiers.clear()
 
-    def end_holds(self: Any, node_ids: Iterable[int]) -> None:
-        """These nodes are used."""
-        if self._holds:
-            for node_id in node_ids:
-                self._holds.pop(node_id, None)
-
-    def hold_left_s(self: Any, node_id: int) -> float:
-        """Seconds until idle promotion may promote a node; 0 without a hold."""
-        return max(0.0, float(self._holds.get(node_id, 0.0)) - time.monotonic())
-
-    def split_hold(self: Any, upper_id: int, lower_id: int) -> None:
-        """The upper part of a node that was split is held as long as the lower."""
-        if lower_id in self._holds:
-            self._holds[upper_id] = self._holds[lower_id]
-
-    def _held(self: Any) -> frozenset[int]:
-        now = time.monotonic()
-        self._holds = {each: until for each, until in self._holds.items() if until > now and each in self.nodes}
-        return frozenset(self._holds)
-
-    def promote(self: Any) -> None:
-        """Go on with what is being promoted; when that is done, look for more."""
-        now = time.monotonic()
-        if not self.promoting and now >= self._next_look_s and self.storage.num_pending_jobs == 0:
-            self.promoting = self._worth_promoting()
-            took = time.monotonic() - now
-            self._next_look_s = now + max(PAUSE_S, 20 * took)
-        for node_id, tier in list(self.promoting.items()):
-            if not self._promote_step(node_id, tier):
-                del self.promoting[node_id]
-
-    def _worth_promoting(self: Any) -> dict[int, Tier]:
-        allocator = self.token_to_kv_pool_allocator
-        free = (allocator.available_size() - int(FREE_SHARE * allocator.size)) * self.menu.slot_bytes
-        if free <= 0:
-            return {}
-        source_tiers: dict[int, Tier] = {}
-        room = {**self.host_room.room(), Tier.GPU: free}
-        for decision in self.planner.plan_promotions(room, Budget(free, 1.0), self._held()):
-            option, node = decision.option, self.nodes[decision.node_id]
-            if option.tier != Tier.GPU:
-                continue
-            if node.value is None:
-                source_tiers[node.id] = min(node.kv.copies)
-            elif option.form is not None and option.form.is_exact:
-                tier = self.exact_tier_of(node)
-                if tier is not None:
-                    source_tiers[node.id] = tier
-        return source_tiers
-
-    def _promote_step(self: Any, node_id: int, tier: Tier) -> bool:
+    def _take_step(self, node_id: int, tier: Tier) -> bool:
         """The next step of promoting a node; False when it is done, or cannot be any more."""
         node = self.nodes.get(node_id)
         if node is None or node.lock_ref > 0 or (node.value is not None and not is_lossy(node)):
@@ -156,68 +85,49 @@ class Promotion:
                 return False
             if node.value is not None and not below.is_exact:
                 return False  # it was promoted as it is
-            num_bytes = below.entry.header.payload_bytes
-            if self.ssd_io.reads or time.monotonic() - self.busy_s < self.costs.load_seconds(Tier.SSD, num_bytes):
+            load_s = self.costs().load_seconds(Tier.SSD, below.entry.header.payload_bytes)
+            if self.ssd.reads or time.monotonic() - self.busy_s() < load_s:
                 return True  # a request that comes now would have to wait for it: none came for as long as it takes
-            read = self.ssd_io.start_read(below.entry)
+            read = self.ssd.start_read(below.entry)
             below.entry.tried = read is None
             return read is not None
-        if copy.entry.checked_s < time.perf_counter() - VERIFIED_S:
+        if not is_verified(copy.entry):
             self.start_check(copy.entry)
             return True
-        self._start_promotion(node, copy)
+        self._start_load(node, copy)
         return node.kv.job is not None
 
-    def _start_promotion(self: Any, node: Any, copy: Any) -> None:
-        allocator = self.token_to_kv_pool_allocator
-        parent = node.parent
-        is_reachable = parent is self.root_node or parent.value is not None
-        if not is_reachable or allocator.available_size() - copy.num_slots < FREE_SHARE * allocator.size / 2:
+    def _start_load(self, node: Node, copy: Copy) -> None:
+        allocator = self.allocator
+        if not _is_reachable(node) or allocator.available_size() - copy.num_slots < FREE_SHARE * allocator.size / 2:
             return
         slots = allocator.alloc(copy.num_slots)
-        if slots is None:
-            return
-        self.ledger.reserve(len(slots))
-        node.kv.job = PromotionLoad(self, node, copy, slots)
-        self.promotion_loads.append(node.kv.job)
-        node.kv.job.start()
+        if slots is not None:
+            self.ledger.reserve(len(slots))
+            end = partial(self._end_load, node.id, node.kv.version)
+            node.kv.job = self.start_unseen(Part(copy, slots), end)
 
-
-class PromotionLoad(Load):
-    """A load into slots that nobody sees before it is over."""
-
-    def __init__(self, cache: Any, node: Any, copy: Any, slots: Any) -> None:
-        super().__init__(cache, [Part(copy, slots)])
-        self.node_id, self.version = node.id, node.kv.version
-
-    def start(self) -> None:
-        if not self.is_started:
-            self.cache.host.pin(self.parts[0].copy.entry)
-        super().start()
-
-    def finish(self) -> None:
-        cache, part = self.cache, self.parts[0]
-        if self not in cache.promotion_loads:
-            cache.take_back(self)  # the cache was flushed
-            return
-        cache.promotion_loads.remove(self)
-        slots, copy = part.slots, part.copy
-        cache.ledger.release(len(slots))
-        node = cache.nodes.get(self.node_id)
-        if node is not None and node.kv.job is self:
+    def _end_load(self, node_id: int, version: int, load: Load) -> None:
+        (part,) = load.parts
+        self.ledger.release(len(part.slots))
+        node = self.nodes.get(node_id)
+        if node is not None and node.kv.job is load:
             node.kv.job = None
-        cache.host.unpin(copy.entry)
-        if self.error is not None or node is None or not self._fits(node):
-            cache.ledger.free(slots)
+        if load.error is not None or node is None or not self._fits(node, version, part.copy):
+            self.ledger.free(part.slots)
         elif node.value is None:
-            cache.place(node, copy, slots)
-            cache.storage.counts["promoted"] += 1
+            self.place(node, part.copy, part.slots)
+            self.storage.counts["promoted"] += 1
         else:
-            cache._replace(node, slots, is_lossy_prefix=False)
-            cache.storage.counts["upgraded"] += 1
+            self.replace(node, part.slots, False)
+            self.storage.counts["upgraded"] += 1
 
-    def _fits(self, node: Any) -> bool:
+    def _fits(self, node: Node, version: int, copy: Copy) -> bool:
         """True if the node is still what it was when the load began."""
-        is_same = node.kv.version == self.version and node.kv.copies.get(Tier.HOST) is self.parts[0].copy
-        is_reachable = node.parent is self.cache.root_node or node.parent.value is not None
-        return is_same and is_reachable and node.lock_ref == 0 and not self.cache.hold_left_s(node.id)
+        is_same = node.kv.version == version and node.kv.copies.get(Tier.HOST) is copy
+        return is_same and _is_reachable(node) and node.lock_ref == 0 and not self.hold_left_s(node.id)
+
+
+def _is_reachable(node: Node) -> bool:
+    parent = node.parent
+    return parent.parent is None or parent.value is not None

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
 from sglang_evicpress.core import Tier
-from sglang_evicpress.patches.tiers.placement import tier_of
+from sglang_evicpress.patches.tiers.placement import is_same_layout, tier_of
 from sglang_evicpress.patches.tiers.types import Changes, Copies, Slots, Tiers
 from sglang_evicpress.patches.tree.node import has_child_on_gpu, iter_nodes, num_slots, slots_of, start_of
 from sglang_evicpress.patches.tree.types import Node
-from sglang_evicpress.survivors import SurvivorLayout
+from sglang_evicpress.tiers.entry.copies import HostEntry, SsdEntry
 
 
 class Leaves(Protocol):
@@ -22,57 +21,44 @@ class Leaves(Protocol):
     def root(self) -> Node:
         """Another one after a flush."""
 
-    def delete(self, node: Node, /) -> None:
-        """Take a leaf out of the tree."""
-
-    def tell_removed(self, node: Node, /) -> None:
-        """Tell whoever follows the cache that the GPU has the node no more."""
-
-    def remove(self, node_id: int, /) -> None:
-        """Let no plan be about the node any more."""
+    def delete(self, node: Node, /) -> None: ...
+    def tell_removed(self, node: Node, /) -> None: ...
 
 
+@dataclass(eq=False, repr=False)
 class Removal:
-    """Frees what nodes hold. ``on_drop`` is told of a node, the cause and the decision's number before it goes."""
+    """Frees what nodes hold. ``on_drop`` is told of a node, the cause and the decision's number before it goes,
+    ``leave_plans`` lets no plan be about it any more."""
 
-    def __init__(
-        self,
-        nodes: Mapping[int, Node],
-        leaves: Leaves,
-        storage: Tiers,
-        placement: Copies,
-        ledger: Slots,
-        changes: Changes,
-        on_drop: Callable[[Node, str, int | None], None],
-    ) -> None:
-        self._nodes = nodes
-        self._leaves = leaves
-        self._storage = storage
-        self._placement = placement
-        self._ledger = ledger
-        self._changes = changes
-        self._on_drop = on_drop
+    nodes: Mapping[int, Node]
+    leaves: Leaves
+    storage: Tiers
+    placement: Copies
+    ledger: Slots
+    changes: Changes
+    on_drop: Callable[[Node, str, int | None], None]
+    leave_plans: Callable[[int], None]
 
     def drop(self, node_id: int, cause: str = "lost", number: int | None = None) -> int:
         """Forget a childless, unlocked node, for ``cause``, by the decision of that number in the journal if any;
         returns the slots freed."""
-        node = self._nodes[node_id]
+        node = self.nodes[node_id]
         if node.lock_ref > 0 or node.children:
             raise RuntimeError(f"evicpress: node {node_id} is locked or has children and cannot be dropped")
         freed = num_slots(node)
-        self._on_drop(node, cause, number)
-        self._leaves.remove(node_id)  # what can fail comes first
+        self.on_drop(node, cause, number)
+        self.leave_plans(node_id)  # what can fail comes first
         try:
-            self._placement.remove_copies(node)
+            self.placement.remove_copies(node)
             if node.value is not None:
                 if not node.kv.is_shadow:  # users' nodes of the same tokens would be taken for gone
-                    self._leaves.tell_removed(node)
-                self._ledger.free(slots_of(node))
+                    self.leaves.tell_removed(node)
+                self.ledger.free(slots_of(node))
         except Exception:
             if node.value is not None or node.kv.copies:
-                self._changes.changed(node)
+                self.changes.changed(node)
                 raise
-        self._leaves.delete(node)
+        self.leaves.delete(node)
         return freed
 
     def drop_tree(self, node: Node) -> None:
@@ -82,7 +68,7 @@ class Removal:
 
     def release(self, node_id: int, tier: Tier) -> int:
         """Free what a node holds above ``tier``, where it has a copy, and is as that is. Returns the slots freed."""
-        node, placement = self._nodes[node_id], self._placement
+        node, placement = self.nodes[node_id], self.placement
         if node.lock_ref > 0 or tier not in node.kv.copies or tier <= tier_of(node):
             raise RuntimeError(f"evicpress: node {node_id} is locked or has no copy on tier {tier.label} below its own")
         freed, former, is_resident = num_slots(node), node.kv.layout, node.value is not None
@@ -94,34 +80,40 @@ class Removal:
         except Exception:
             if node.value is None:
                 placement.show(node)
-            self._changes.changed(node)
+            self.changes.changed(node)
             raise
         if not is_resident:
             placement.show(node)
-            self._changes.changed(node)
-        if former is not None and not _is_same_layout(former, node.kv.layout):
+            self.changes.changed(node)
+        if former is not None and not is_same_layout(former, node.kv.layout):
             self.drop_overlaps(node)
-        self._storage.counts["released"] += 1
+        self.storage.counts["released"] += 1
         return freed
 
     def leave_gpu(self, node: Node) -> None:
         freed = num_slots(node)
-        self._ledger.free(slots_of(node))  # first: where it fails nothing has changed
+        self.ledger.free(slots_of(node))  # first: where it fails nothing has changed
         node.kv.version += 1
         node.value = None
-        self._placement.note_left_gpu(node)
-        self._placement.show(node)
-        self._ledger.remove(freed)
-        self._leaves.tell_removed(node)
-        self._changes.changed(node)
-        self._changes.left_gpu(node)
+        self.placement.note_left_gpu(node)
+        self.placement.show(node)
+        self.ledger.remove(freed)
+        self.leaves.tell_removed(node)
+        self.changes.changed(node)
+        self.changes.left_gpu(node)
 
     def invalidate_copy(self, node: Node, tier: Tier, reason: str) -> None:
         """A copy cannot be read: a miss. What is below it is shown instead; a node that has nothing left goes, and all
         below it in the tree."""
-        self._storage.errors[f"{tier.label}_{reason}"] += 1
-        self._placement.remove_copy(node, tier)
+        self.storage.errors[f"{tier.label}_{reason}"] += 1
+        self.placement.remove_copy(node, tier)
         self.after_loss(node)
+
+    def invalidate_entry(self, entry: HostEntry | SsdEntry, tier: Tier, reason: str) -> None:
+        """An entry cannot be read: no node that has a piece of it has that copy any more."""
+        for node in [self.nodes.get(node_id) for node_id in sorted(entry.owners)]:
+            if node is not None and node.id in self.nodes:
+                self.invalidate_copy(node, tier, reason)
 
     def after_loss(self, node: Node) -> None:
         """A copy of the node was given up."""
@@ -129,9 +121,9 @@ class Removal:
             self.drop_tree(node)
             return
         if node.value is None:
-            self._placement.show(node)
+            self.placement.show(node)
             self.drop_overlaps(node)
-        self._changes.changed(node)
+        self.changes.changed(node)
 
     def drop_overlaps(self, node: Node) -> None:
         """A node holds other KV than before: give up compressed copies below it that hold some of its positions too.
@@ -142,17 +134,25 @@ class Removal:
         begin = start_of(node)
         end = begin + len(node.key)
         for below in list(iter_nodes(node)):
-            if below.id not in self._nodes:
+            if below.id not in self.nodes:
                 continue
             for tier, copy in list(below.kv.copies.items()):
                 if copy.layout is not None and copy.layout.has_any(begin, end):
-                    self._placement.remove_copy(below, tier)
+                    self.placement.remove_copy(below, tier)
                     self.after_loss(below)
+
+    def forget_ssd(self) -> None:
+        """Forget every copy on the SSD, which is gone."""
+        for node in list(iter_nodes(self.leaves.root))[::-1]:
+            if node.id in self.nodes and Tier.SSD in node.kv.copies:
+                self.placement.remove_copy(node, Tier.SSD)
+                if node.lock_ref == 0 or node.value is not None:
+                    self.after_loss(node)
 
     def flush_tier_copies(self, tier: Tier) -> None:
         """Forget every copy on a tier that nobody uses now; nodes that have one below stay."""
-        for node in list(iter_nodes(self._leaves.root))[::-1]:
-            if node.id not in self._nodes or node.lock_ref > 0:
+        for node in list(iter_nodes(self.leaves.root))[::-1]:
+            if node.id not in self.nodes or node.lock_ref > 0:
                 continue
             if tier == Tier.GPU:
                 if node.value is None or has_child_on_gpu(node):
@@ -163,13 +163,7 @@ class Removal:
                     self.leave_gpu(node)
                     self.drop_overlaps(node)
             elif tier in node.kv.copies:
-                self._placement.remove_copy(node, tier)
+                self.placement.remove_copy(node, tier)
                 self.after_loss(node)
-        if tier == Tier.SSD and self._storage.ssd is not None:
-            self._storage.ssd.clear(self._storage.workers["write"])
-
-
-def _is_same_layout(left: SurvivorLayout, right: SurvivorLayout | None) -> bool:
-    if right is None or left.num_slots != right.num_slots:
-        return False
-    return left is right or torch.equal(left.positions, right.positions)
+        if tier == Tier.SSD and self.storage.ssd is not None:
+            self.storage.ssd.clear(self.storage.workers["write"])

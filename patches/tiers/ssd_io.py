@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
 from sglang_evicpress.core import Tier
 from sglang_evicpress.patches.tiers.host_room import MOST_GIVEN_UP
 from sglang_evicpress.patches.tiers.placement import tier_of
-from sglang_evicpress.patches.tiers.types import (
-    Changes,
-    EntryCopies,
-    HostMemory,
-    Names,
-    Plans,
-    Removals,
-    Runs,
-    Tiers,
-)
+from sglang_evicpress.patches.tiers.types import Changes, EntryCopies, HostMemory, Names, Plans, Removals, Runs, Tiers
 from sglang_evicpress.patches.tree.node import is_reserved, start_of
 from sglang_evicpress.patches.tree.types import Node
 from sglang_evicpress.policy.cost_model import CostSnapshot
 from sglang_evicpress.tiers.entry.copies import HostEntry, SsdEntry
-from sglang_evicpress.tiers.entry.encoding import BadEntry, Header, check_identity
+from sglang_evicpress.tiers.entry.header import BadEntry, Header, check_identity
 from sglang_evicpress.tiers.jobs import Job
 from sglang_evicpress.tiers.ssd.index import Ref
 from sglang_evicpress.tiers.ssd.space import Reservation
@@ -38,44 +30,41 @@ MAX_CANDIDATES = 4
 """Entries under one lookup key that a lookup reads the header of."""
 
 
+class SsdReads(Protocol):
+    """Reading SSD entries into the host; ``reads`` are those that are not over, ``seen_s`` is when one last ended."""
+
+    reads: dict[Read, None]
+    seen_s: float
+
+    @property
+    def is_freeing_host(self) -> bool: ...
+    def start_read(self, entry: SsdEntry) -> Read | None: ...
+    def note_seen(self, now_s: float) -> None: ...
+
+
+@dataclass(eq=False, repr=False)
 class SsdIo:
     """Writes and reads SSD entries. On the scheduler thread but for ``run`` of the jobs. ``free_slots``: carries out
     the policy's plan that frees so many bytes of a tier; ``observe``: is told what bringing bytes back from a tier
     took; ``mark_dirty``: somebody waits for host memory. ``reads`` are those that are not over, ``seen_s`` is when one
     last ended (``time.perf_counter``)."""
 
-    def __init__(
-        self,
-        nodes: Mapping[int, Node],
-        storage: Tiers,
-        names: Names,
-        placement: EntryCopies,
-        removal: Removals,
-        room: HostMemory,
-        plans: Plans,
-        changes: Changes,
-        *,
-        costs: Callable[[], CostSnapshot],
-        free_slots: Callable[[Tier, int], int],
-        observe: Callable[[Tier, int, float], None],
-        mark_dirty: Callable[[], None],
-        slot_bytes: int,
-        page_size: int,
-    ) -> None:
-        self.nodes = nodes
-        self.storage = storage
-        self.names = names
-        self.removal = removal
-        self.observe = observe
-        self.costs = costs
-        self.page_size = page_size
-        self._placement = placement
-        self._room = room
-        self._plans = plans
-        self._changes = changes
-        self._relieve = free_slots
-        self._mark_dirty = mark_dirty
-        self._slot_bytes = slot_bytes
+    nodes: Mapping[int, Node]
+    storage: Tiers
+    names: Names
+    placement: EntryCopies
+    removal: Removals
+    room: HostMemory
+    plans: Plans
+    changes: Changes
+    _: KW_ONLY
+    costs: Callable[[], CostSnapshot]
+    free_slots: Callable[[Tier, int], int]
+    observe: Callable[[Tier, int, float], None]
+    mark_dirty: Callable[[], None]
+    page_size: int
+
+    def __post_init__(self) -> None:
         self._num_to_give_up = MOST_GIVEN_UP
         self.reads: dict[Read, None] = {}
         self.seen_s = time.perf_counter()
@@ -121,6 +110,11 @@ class SsdIo:
             raise RuntimeError("evicpress: there is no SSD tier")
         return self.storage.ssd
 
+    @property
+    def is_freeing_host(self) -> bool:
+        """True if host memory will become free of itself."""
+        return bool(self.reads) or any(self.storage.workers[name].num_pending for name in ("copy", "write", "load"))
+
     def ssd_room(self, num_bytes: int) -> Reservation | None:
         """A reservation, if the wear budget and the tier's bound allow it now. If it is full, room is made for later:
         giving bytes back takes the file system a while."""
@@ -145,37 +139,37 @@ class SsdIo:
         self._drop_redundant(ssd.lacking(num_bytes))
         lacking = ssd.lacking(num_bytes)
         if lacking and self._num_to_give_up > 0:
-            former = self._plans.num_nodes(Tier.SSD)
-            self._relieve(Tier.SSD, self._plans.bounded(Tier.SSD, lacking))
-            self._num_to_give_up -= max(1, former - self._plans.num_nodes(Tier.SSD))
+            former = self.plans.num_nodes(Tier.SSD)
+            self.free_slots(Tier.SSD, self.plans.bounded(Tier.SSD, lacking))
+            self._num_to_give_up -= max(1, former - self.plans.num_nodes(Tier.SSD))
         ssd.reclaim(writers)
 
     def drop_fragments(self) -> None:
         """Give up pieces of SSD entries of which most is nobody's any more: until then all of such an entry is taken,
         and to get a piece all of it is read. Those of nodes on a faster tier, and those that are computed sooner."""
-        for entry in self._placement.take_ssd_fragments():
+        for entry in self.placement.take_ssd_fragments():
             nodes, whole = [self.nodes[node_id] for node_id in sorted(entry.owners)], entry.header.payload_bytes
-            num_bytes = sum(node.kv.copies[Tier.SSD].num_slots for node in nodes) * self._slot_bytes
+            num_bytes = sum(node.kv.copies[Tier.SSD].num_bytes for node in nodes)
             if num_bytes >= LEAST_HELD_SHARE * whole:
                 continue
             load_s = self.costs().load_seconds(Tier.SSD, whole)
             for node in nodes:
                 recompute_s = self.costs().prefill.marginal_seconds(len(node.key), start_of(node))
                 if tier_of(node) < Tier.SSD:
-                    self._placement.remove_copy(node, Tier.SSD)
-                    self._changes.changed(node)
+                    self.placement.remove_copy(node, Tier.SSD)
+                    self.changes.changed(node)
                 elif not (node.children or node.lock_ref or is_reserved(node)) and recompute_s < load_s:
                     self.removal.drop(node.id)
 
     def _drop_redundant(self, wanted: int) -> None:
-        for entry in self._placement.spare_ssd_entries(max(0, self._num_to_give_up)) if wanted > 0 else ():
+        for entry in self.placement.spare_ssd_entries(max(0, self._num_to_give_up)) if wanted > 0 else ():
             if wanted <= 0:
                 return
             wanted -= entry.header.payload_bytes
             self._num_to_give_up -= 1
             for node in [self.nodes[node_id] for node_id in sorted(entry.owners)]:
-                self._placement.remove_copy(node, Tier.SSD)
-                self._changes.changed(node)
+                self.placement.remove_copy(node, Tier.SSD)
+                self.changes.changed(node)
 
     def start_read(self, entry: SsdEntry) -> Read | None:
         """Begin to read an SSD entry into the host, for all nodes that hold a piece of it; the job, None without
@@ -184,10 +178,10 @@ class SsdIo:
             if not self.ssd.store.is_answering:
                 self.storage.counts["reads_of_a_hung_ssd"] += 1
                 return None
-            runs = self._room.host_room(entry.header.payload_bytes)
+            runs = self.room.host_room(entry.header.payload_bytes)
             if runs is None:
-                self._room.want(entry.header.payload_bytes)
-                self._mark_dirty()
+                self.room.want(entry.header.payload_bytes)
+                self.mark_dirty()
                 self.storage.counts["reads_without_room"] += 1
                 return None
             entry.read = Read(self, entry, runs)
@@ -200,7 +194,7 @@ class SsdIo:
         for node in [self.nodes[node_id] for node_id in sorted(entry.owners)]:
             copy = node.kv.copies[Tier.HOST]
             if node.id not in ssd.owners:  # else giving it up first could be the end of the entry
-                self._placement.add_copy(node, replace(copy, tier=Tier.SSD, entry=ssd))
+                self.placement.add_copy(node, replace(copy, tier=Tier.SSD, entry=ssd))
             is_leaving, node.kv.is_leaving = node.kv.is_leaving, False
             if is_leaving and node.lock_ref == 0 and node.value is None and not is_reserved(node):
                 self.removal.release(node.id, Tier.SSD)
@@ -210,7 +204,7 @@ class SsdIo:
         for node in [self.nodes[node_id] for node_id in sorted(entry.owners)]:
             copy, present = node.kv.copies[Tier.SSD], node.kv.copies.get(Tier.HOST)
             if present is None or (node.value is not None and copy.is_exact and not present.is_exact):
-                self._placement.add_copy(node, replace(copy, tier=Tier.HOST, entry=host))
+                self.placement.add_copy(node, replace(copy, tier=Tier.HOST, entry=host))
 
 
 class Write(Job):
@@ -241,9 +235,7 @@ class Write(Job):
         entry.write = None
         if self.error is not None:
             owner.storage.errors[f"ssd_write_{self.error}"] += 1
-            for node_id in entry.owners:
-                owner.nodes[node_id].kv.is_leaving = False
-        elif self.ssd is owner.storage.ssd:  # else it was detached meanwhile, and keeps what was published
+        if self.error is None and self.ssd is owner.storage.ssd:  # else it was detached, and keeps what was published
             if entry.owners:
                 owner.storage.counts["written"] += 1
                 entry.ssd = self.ssd.hold(self.ref, entry.header)
@@ -259,7 +251,7 @@ class Write(Job):
 class Read(Job):
     """SSD to host, verified."""
 
-    rank = 0
+    priority = 0
 
     def __init__(self, owner: SsdIo, entry: SsdEntry, runs: Runs) -> None:
         super().__init__()
@@ -297,9 +289,7 @@ class Read(Job):
             owner.note_seen(time.perf_counter())
             owner.arrived(entry, self.host)
         else:
-            for node in [owner.nodes[node_id] for node_id in sorted(entry.owners)]:
-                if node.id in owner.nodes:
-                    owner.removal.invalidate_copy(node, Tier.SSD, self.error)
+            owner.removal.invalidate_entry(entry, Tier.SSD, self.error)
         if self.measured is not None:
             num_bytes, seconds = self.measured
             owner.observe(Tier.SSD, num_bytes, seconds + owner.costs().load_seconds(Tier.HOST, num_bytes))
@@ -309,7 +299,7 @@ class Read(Job):
 class Lookup(Job):
     """Reads the headers of entries that may continue a path, and keeps the one that shares most with ``tokens``."""
 
-    rank = 0
+    priority = 0
 
     def __init__(self, owner: SsdIo, refs: Sequence[Ref], tokens: bytes, parent_key: bytes, namespace: bytes) -> None:
         super().__init__()
@@ -325,10 +315,7 @@ class Lookup(Job):
             try:
                 header = self.ssd.store.read_header(ref)
                 check_identity(
-                    header,
-                    fingerprint=self.owner.names.identity,
-                    namespace=self.namespace,
-                    parent_key=self.parent_key,
+                    header, fingerprint=self.owner.names.identity, namespace=self.namespace, parent_key=self.parent_key
                 )
             except BadEntry:
                 continue  # counted by the store, or the lookup key of another path

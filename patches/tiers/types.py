@@ -1,28 +1,49 @@
-"""Narrow views that the parts of the tiers have of each other."""
+"""Narrow views that the parts of the tiers have of each other; each member is described where it is implemented."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 
+from sglang_evicpress.controller.controller import BY_UTILITY
 from sglang_evicpress.core import Decision, Form, Tier
 from sglang_evicpress.patches.tree.adapters import SsdScope
 from sglang_evicpress.patches.tree.types import Node
+from sglang_evicpress.policy.planner import Planner
 from sglang_evicpress.press import QueryWindow
 from sglang_evicpress.tiers.entry.copies import Copy, HostEntry, SsdEntry
-from sglang_evicpress.tiers.entry.encoding import Extent, Header
+from sglang_evicpress.tiers.entry.header import Extent, Header
 from sglang_evicpress.tiers.entry.payload import PayloadCopier
-from sglang_evicpress.tiers.host.arena import Run
+from sglang_evicpress.tiers.host.allocator import Run
 from sglang_evicpress.tiers.host.tier import HostTier
 from sglang_evicpress.tiers.jobs import Job, Workers
 from sglang_evicpress.tiers.ssd.read_timer import ReadTimer
 from sglang_evicpress.tiers.ssd.tier import SsdTier
 
 Runs = Sequence[Run]
+Steps = list[tuple[Node, int]]
+"""Nodes of a path, with the tokens of each that a key matches."""
+
+
+class Controlling(Protocol):
+    """The controller, with the policy in use and its time."""
+
+    num_failed: Counter[str]
+
+    @property
+    def planner(self) -> Planner:
+        """The present one."""
+
+    @property
+    def now_s(self) -> float: ...
+    @property
+    def value_of_hit(self) -> float: ...
+    def free_bytes(self, tier: Tier, num_bytes: int, *, room: Mapping[Tier, int] | None = None) -> int: ...
+    def execute(self, decisions: Iterable[Decision], cause: str = BY_UTILITY, *, at_once: bool = False) -> int: ...
 
 
 class Tiers(Protocol):
@@ -35,200 +56,184 @@ class Tiers(Protocol):
     read_timer: ReadTimer
 
     @property
-    def has_host(self) -> bool:
-        """There is any tier below the GPU."""
-
+    def has_host(self) -> bool: ...
     @property
-    def host(self) -> HostTier:
-        """Raises RuntimeError where there is none."""
-
+    def host(self) -> HostTier: ...
     @property
-    def copier(self) -> PayloadCopier:
-        """Raises RuntimeError where nothing is copied."""
-
-    def submit(self, name: str, job: Job) -> None:
-        """Hand a job to the threads of that name."""
+    def copier(self) -> PayloadCopier: ...
+    @property
+    def num_pending_jobs(self) -> int: ...
+    @property
+    def tiers(self) -> tuple[Tier, ...]: ...
+    def use_ssd(self, ssd: SsdTier | None) -> None: ...
+    def submit(self, name: str, job: Job) -> None: ...
 
 
 class Names(Protocol):
     """Names that KV has on the SSD."""
 
     @property
-    def identity(self) -> bytes:
-        """Identity of the model now."""
-
-    def ssd_scope(self, namespace: str | None) -> SsdScope | None:
-        """Scope of a namespace's KV; None: it must not be on the SSD."""
+    def identity(self) -> bytes: ...
+    def ssd_scope(self, namespace: str | None) -> SsdScope | None: ...
+    def may_reach_ssd(self, node: Node) -> bool: ...
+    def use_identity(self, identity: bytes) -> None: ...
 
 
 class Slots(Protocol):
     """Counts of slots, and giving them back."""
 
-    def add(self, num_slots: int, *, is_locked: bool = False) -> None:
-        """A node holds so many more."""
+    evictable: int
+    protected: int
+    reserved: int
 
-    def remove(self, num_slots: int) -> None:
-        """An unlocked node holds so many less."""
-
-    def free(self, slots: torch.Tensor) -> None:
-        """Give slots [n] back to the pool."""
-
-    def free_or_keep(self, slots: torch.Tensor) -> None:
-        """Give slots [n] back that no node holds; where that fails they are nobody's."""
+    def add(self, num_slots: int, *, is_locked: bool = False) -> None: ...
+    def remove(self, num_slots: int) -> None: ...
+    def reserve(self, num_slots: int) -> None: ...
+    def release(self, num_slots: int) -> None: ...
+    def free(self, slots: torch.Tensor) -> None: ...
+    def free_or_keep(self, slots: torch.Tensor) -> None: ...
+    def take_unfreed(self) -> list[torch.Tensor]: ...
+    def clear(self, num_reserved: int = 0) -> None: ...
 
 
 class Changes(Protocol):
     """Signals of the tree."""
 
-    def changed(self, node: Node) -> None:
-        """Tell that a node holds something else."""
-
-    def left_gpu(self, node: Node) -> None:
-        """A node's slots were freed."""
+    def changed(self, node: Node) -> None: ...
+    def left_gpu(self, node: Node) -> None: ...
 
 
 class Copies(Protocol):
     """Table of the copies that nodes have below the GPU."""
 
-    def has_same(self, node: Node, tier: Tier) -> bool:
-        """A lower tier has just what the node holds now."""
-
-    def add_copy(self, node: Node, copy: Copy) -> None:
-        """The node has ``copy`` from now on."""
-
-    def remove_copy(self, node: Node, tier: Tier) -> None:
-        """Give a copy up, if there is one."""
-
-    def remove_copies(self, node: Node, *, lossy_only: bool = False) -> None:
-        """Give all copies up."""
-
-    def show(self, node: Node) -> None:
-        """Let the record of a node that is not on the GPU say what its fastest copy is."""
-
-    def note_left_gpu(self, node: Node) -> None:
-        """Count what the host has of the node as spare no more."""
-
-    def note_resident(self, node: Node) -> None:
-        """Count what the host has of the node as spare."""
-
-    def header_of(self, node: Node, extents: tuple[Extent, ...] = ()) -> Header:
-        """Identity of an entry that holds what the node holds now."""
-
-
-class SpareCopies(Protocol):
-    """Host copies of nodes that the GPU has too."""
-
-    def remove_copy(self, node: Node, tier: Tier) -> None:
-        """Give a copy up."""
-
-    def next_spare(self, keep: Collection[int], *, keeps_planned: bool) -> int | None:
-        """The node whose host copy is to be given up first."""
+    def has_same(self, node: Node, tier: Tier, form: Form | None = None) -> bool: ...
+    def add_copy(self, node: Node, copy: Copy) -> None: ...
+    def remove_copy(self, node: Node, tier: Tier) -> None: ...
+    def remove_copies(self, node: Node, *, lossy_only: bool = False) -> None: ...
+    def note_unfit(self, node: Node, codec: str) -> None: ...
+    def place(self, node: Node, copy: Copy, slots: torch.Tensor) -> torch.Tensor: ...
+    def show(self, node: Node) -> None: ...
+    def note_left_gpu(self, node: Node) -> None: ...
+    def note_resident(self, node: Node) -> None: ...
+    def use_no_ssd_entry(self) -> None: ...
+    def plan_to_leave(self, node_ids: Iterable[int]) -> None: ...
+    def header_of(self, node: Node, extents: tuple[Extent, ...] = ()) -> Header: ...
 
 
 class EntryCopies(Protocol):
     """Copies in entries, and entries that are to be looked at."""
 
-    def add_copy(self, node: Node, copy: Copy) -> None:
-        """The node has ``copy`` from now on."""
-
-    def remove_copy(self, node: Node, tier: Tier) -> None:
-        """Give a copy up."""
-
-    def header_of(self, node: Node, extents: tuple[Extent, ...] = ()) -> Header:
-        """Identity of an entry that holds what the node holds now."""
-
-    def note_fragment(self, entry: HostEntry) -> None:
-        """A host entry is to be looked at again."""
-
-    def spare_ssd_entries(self, limit: int) -> list[SsdEntry]:
-        """Entries of which every piece lies on a faster tier too."""
-
-    def take_host_fragments(self) -> Iterator[HostEntry]:
-        """Entries of which a node has given up its piece."""
-
-    def take_ssd_fragments(self) -> Iterator[SsdEntry]:
-        """Entries of which a node has given up its piece."""
+    def add_copy(self, node: Node, copy: Copy) -> None: ...
+    def remove_copy(self, node: Node, tier: Tier) -> None: ...
+    def note_unfit(self, node: Node, codec: str) -> None: ...
+    def header_of(self, node: Node, extents: tuple[Extent, ...] = ()) -> Header: ...
+    def next_spare(self, keep: Collection[int], *, keeps_planned: bool) -> int | None: ...
+    def note_fragment(self, entry: HostEntry) -> None: ...
+    def spare_ssd_entries(self, limit: int) -> list[SsdEntry]: ...
+    def take_host_fragments(self) -> Iterator[HostEntry]: ...
+    def take_ssd_fragments(self) -> Iterator[SsdEntry]: ...
 
 
 class Removals(Protocol):
     """Nodes and copies that go."""
 
-    def drop(self, node_id: int, cause: str = "lost", number: int | None = None) -> int:
-        """Forget a childless, unlocked node; the slots freed."""
+    def drop(self, node_id: int, cause: str = "lost", number: int | None = None) -> int: ...
+    def drop_tree(self, node: Node) -> None: ...
+    def invalidate_entry(self, entry: HostEntry | SsdEntry, tier: Tier, reason: str) -> None: ...
+    def drop_overlaps(self, node: Node) -> None: ...
+    def release(self, node_id: int, tier: Tier) -> int: ...
+    def flush_tier_copies(self, tier: Tier) -> None: ...
+    def forget_ssd(self) -> None: ...
 
-    def drop_tree(self, node: Node) -> None:
-        """Forget a node and all below it in the tree."""
 
-    def invalidate_copy(self, node: Node, tier: Tier, reason: str) -> None:
-        """A copy cannot be read."""
+class NodeHolds(Protocol):
+    """Holds that keep idle promotion from nodes."""
 
-    def drop_overlaps(self, node: Node) -> None:
-        """Give up compressed copies below a node that hold positions of it."""
+    def hold(self, node_id: int, seconds: float) -> None: ...
+    def left_s(self, node_id: int) -> float: ...
 
-    def release(self, node_id: int, tier: Tier) -> int:
-        """Free what a node holds above ``tier``; the slots freed."""
+
+class Rounds(Protocol):
+    """Work between two steps of the scheduler."""
+
+    @property
+    def has_jobs(self) -> bool: ...
+    def settle(self, is_settled: Callable[[], bool], deadline_s: float) -> None: ...
 
 
 class Plans(Protocol):
     """The policy in use."""
 
-    def plan_without_copies(self, tier: Tier, num_bytes: int) -> Sequence[Decision]:
-        """Decisions that free so many bytes on a tier at once."""
-
-    def held_bytes(self, tier: Tier) -> int:
-        """Bytes that nodes hold on a tier."""
-
-    def num_nodes(self, tier: Tier) -> int:
-        """Nodes on a tier."""
-
-    def bounded(self, tier: Tier, num_bytes: int) -> int:
-        """So many of the bytes as a plan of bounded length frees."""
+    def plan_without_copies(self, tier: Tier, num_bytes: int) -> Sequence[Decision]: ...
+    def held_bytes(self, tier: Tier) -> int: ...
+    def num_nodes(self, tier: Tier) -> int: ...
+    def forms_on(self, tier: Tier) -> dict[str, dict[str, int]]: ...
+    def bounded(self, tier: Tier, num_bytes: int) -> int: ...
 
 
 class HostMemory(Protocol):
-    """Room in host memory, and what is being copied into it."""
+    """Room in host memory: ``copying_bytes`` are on their way into it, ``wanted_bytes`` were not to be had."""
+
+    copying_bytes: int
+    wanted_bytes: int
 
     @property
-    def is_busy(self) -> bool:
-        """Too much is on its way to begin another copy."""
+    def is_busy(self) -> bool: ...
+    def host_room(self, num_bytes: int, *, keep: Collection[int] = (), keeps_planned: bool = False) -> Runs | None: ...
+    def free_room(self, num_bytes: int) -> Runs | None: ...
+    def give_back(self, runs: Runs) -> None: ...
+    def given_back_after_an_error(self, runs: Runs) -> AbstractContextManager[None]: ...
+    def want(self, num_bytes: int) -> None: ...
+    def begin_copy(self, num_bytes: int) -> None: ...
+    def end_copy(self, num_bytes: int) -> None: ...
+    def end_plan(self) -> None: ...
+    def room(self) -> Mapping[Tier, int]: ...
 
-    def host_room(self, num_bytes: int, *, keep: Collection[int] = (), keeps_planned: bool = False) -> Runs | None:
-        """Runs of host memory; None without room."""
 
-    def free_room(self, num_bytes: int) -> Runs | None:
-        """Runs of memory that is free now."""
+class Evictions(Protocol):
+    """Log of evictions, and of what they took."""
 
-    def give_back(self, runs: Runs) -> None:
-        """Free runs that nothing was copied to."""
+    counts: Counter[str]
+    seconds: defaultdict[str, float]
 
-    def given_back_after_an_error(self, runs: Runs) -> AbstractContextManager[None]:
-        """Free runs for which a copy could not be begun."""
+    def add(self, way: str, seconds: float, **terms: object) -> None: ...
 
-    def want(self, num_bytes: int) -> None:
-        """So many bytes were wanted, and there was no room."""
 
-    def begin_copy(self, num_bytes: int) -> None:
-        """So many bytes are on their way."""
+class HostForms(Protocol):
+    """Compressing in host memory."""
 
-    def end_copy(self, num_bytes: int) -> None:
-        """They are not any more."""
+    def compress_on_host(
+        self, node: Node, form: Form, *, leaves_for: Tier | None = None, keeps_planned: bool = False
+    ) -> bool: ...
+    def repack(self) -> None: ...
+
+
+class Backups(Protocol):
+    """Copying to lower tiers."""
+
+    def start_copy(
+        self,
+        node: Node,
+        tier: Tier,
+        keep: Collection[int] = (),
+        *,
+        codec: str | None = None,
+        keeps_planned: bool = False,
+    ) -> bool: ...
+    def leave_by_copy(self, node: Node, tier: Tier, codec: str | None = None) -> bool: ...
+    def copy_at_once(self, node: Node, codec: str | None = None) -> bool: ...
 
 
 class SsdWrites(Protocol):
     """Writing host entries to the SSD."""
 
-    def start_write(self, entry: HostEntry) -> bool:
-        """Begin to write a host entry, for all nodes that hold a piece of it."""
+    def start_write(self, entry: HostEntry) -> bool: ...
 
 
 class GpuForms(Protocol):
     """Forms that nodes can be brought to."""
 
-    def slots_in(self, node: Node, form: Form, start: int, current: Form | None = None) -> int | None:
-        """Slots of a node once brought to ``form``; None when it cannot be."""
-
-    def window_of(self, node: Node) -> QueryWindow | None:
-        """The queries kept for a node, if any."""
-
-    def compress(self, node_id: int, form: Form) -> int:
-        """Bring a node on the GPU to ``form`` in place; the slots freed."""
+    def slots_in(self, node: Node, form: Form, start: int, current: Form | None = None) -> int | None: ...
+    def window_of(self, node: Node) -> QueryWindow | None: ...
+    def compress(self, node_id: int, form: Form) -> int: ...
+    def sinks_of(self, num_tokens: int, start: int) -> int: ...

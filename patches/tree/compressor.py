@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,15 +12,20 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 
+from sglang_evicpress.codec import NotFiniteError
+from sglang_evicpress.codec.layout import layout_of
 from sglang_evicpress.core import Form
 from sglang_evicpress.device import HostCopy, to_device
 from sglang_evicpress.error_text import code_path
 from sglang_evicpress.kernels.compact import compact
+from sglang_evicpress.kernels.group_codec import decode, encode
 from sglang_evicpress.kernels.select import select_survivors
 from sglang_evicpress.patches.tree.model_identity import agreed
+from sglang_evicpress.patches.tree.node import NodeSlots
 from sglang_evicpress.press import Press, PressInput, QueryWindow, get_press, select
 from sglang_evicpress.press.snapkv import SnapKV
 from sglang_evicpress.survivors import SurvivorLayout, place
+from sglang_evicpress.tiers.entry.header import Shape
 from sglang_evicpress.tiers.entry.payload import PayloadCopier
 
 logger = logging.getLogger(__name__)
@@ -70,8 +75,13 @@ class Compressor:
     def is_cuda(self) -> bool:
         return bool(self.k_buffers[0].is_cuda)
 
-    def payload_copier(self) -> PayloadCopier:
-        return PayloadCopier(self.k_buffers, self.v_buffers, self.page_size)
+    @property
+    def shape(self) -> Shape:
+        return Shape.of(self.k_buffers, self.page_size)
+
+    def payload_copier(self, codecs: Iterable[str] = ()) -> PayloadCopier:
+        """The copier of the pool; ``codecs`` are those it will be asked for."""
+        return PayloadCopier(self.k_buffers, self.v_buffers, self.page_size, codecs=codecs)
 
     def written_event(self) -> Any:
         """An event behind all that was launched until now, the forward pass in flight included; None on the CPU."""
@@ -108,18 +118,8 @@ class Compressor:
         """Bytes of one slot over all layers, keys and values, on this rank."""
         return sum(buffer[0].nbytes for buffer in (*self.k_buffers, *self.v_buffers))
 
-    def compress(
-        self,
-        *,
-        form: Form,
-        slots: torch.Tensor,
-        layout: SurvivorLayout | None,
-        start: int,
-        num_tokens: int,
-        num_kept: int,
-        window: QueryWindow | None,
-    ) -> tuple[SurvivorLayout, torch.Tensor]:
-        """Keep ``num_kept`` entries of every (layer, head), moved to the first ``num_kept`` of ``slots`` [n].
+    def compress(self, form: Form, node: NodeSlots, num_kept: int) -> Placed:
+        """Keep ``num_kept`` entries of every (layer, head), moved to the first of its slots.
 
         Returns the layout and the node's logical value: int64 [num_tokens], those slots at their logical indices and
         holes (0) elsewhere. Waits for nothing on the device unless ranks must agree. Starts behind the forward pass
@@ -128,39 +128,27 @@ class Compressor:
         Raises torch.OutOfMemoryError on every rank where one has no device memory left. The node's KV may be in part
         moved by then.
         """
-        if id(slots) in self._ahead:
-            return _raised(self._ahead.pop(id(slots))[1])
-        return self._placed(self._choice(form, slots, layout, start, num_tokens, num_kept, window), num_kept)
+        if id(node.slots) in self._ahead:
+            return _raised(self._ahead.pop(id(node.slots))[1])
+        return self._placed(partial(self._choose, form, node, num_kept), num_kept)
 
     @contextmanager
-    def together(self, asked: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+    def together(self, asked: Sequence[tuple[Form, NodeSlots, int]]) -> Iterator[None]:
         """Within this, ``compress`` of each of these (its arguments) gives what was made of all of them at the begin,
         when ranks agreed once for all. Each must come to that, unless it is given up. Nothing where there is one rank.
         """
         if self._group is not None and len(asked) > 1:
-            placed = self._placed_by_all([(self._choice(**each), each["num_kept"]) for each in asked])
-            self._ahead = {id(each["slots"]): (each["slots"], made) for each, made in zip(asked, placed, strict=True)}
+            placed = self._placed_by_all([(partial(self._choose, *each), each[2]) for each in asked])
+            self._ahead = {id(node.slots): (node.slots, made) for (_, node, _), made in zip(asked, placed, strict=True)}
         try:
             yield
         finally:
             self._ahead = {}
 
-    def _choice(
-        self,
-        form: Form,
-        slots: torch.Tensor,
-        layout: SurvivorLayout | None,
-        start: int,
-        num_tokens: int,
-        num_kept: int,
-        window: QueryWindow | None,
-    ) -> Callable[[], Chosen]:
-        def choose() -> Chosen:
-            node = self._input(slots, layout, start, num_tokens, window)
-            self.wait_for_forward(slots)
-            return self._compacted(node, select(self._press(form), node, num_kept, self.sinks))
-
-        return choose
+    def _choose(self, form: Form, node: NodeSlots, num_kept: int) -> Chosen:
+        given = self._input(node)
+        self.wait_for_forward(node.slots)
+        return self._compacted(given, select(self._press(form), given, num_kept, self.sinks))
 
     def copy(self, parts: Sequence[torch.Tensor], target: torch.Tensor) -> None:
         """Bring what the first slots of ``parts`` (each [n]) hold, exact KV, into the slots ``target`` [m] as well.
@@ -184,19 +172,32 @@ class Compressor:
         num_tokens: int,
         into: torch.Tensor,
         window: QueryWindow | None,
-    ) -> tuple[SurvivorLayout, torch.Tensor]:
+    ) -> Placed:
         """Result of ``compress`` for an exact prefix in the slots of ``parts`` [num_tokens in all], written to the
         slots ``into`` [m] instead; ``parts`` keep what they hold. Raises as ``compress`` does."""
 
         def choose() -> Chosen:
             slots = torch.cat(list(parts))
-            node = self._input(slots, None, 0, num_tokens, window)
+            node = self._input(NodeSlots(slots, None, 0, num_tokens, window))
             self.wait_for_forward(slots)
             survivors = select(self._press(form), node, len(into), self.sinks)
             self.copy_survivors(slots, survivors, into)
             return node, survivors, into
 
         return self._placed(choose, len(into))
+
+    def recode(self, slots: torch.Tensor, codec: str) -> None:
+        """Let the slots [n] hold what is decoded of what they hold. Raises NotFiniteError for KV with NaN or Inf."""
+        if not Form(codec=codec).has_lossy_codec:
+            return
+        layout = layout_of(codec, len(slots), self.k_buffers[0][0].numel(), self.k_buffers[0].element_size())
+        stored = torch.empty((1, layout.num_bytes), dtype=torch.uint8, device=slots.device)
+        flag = torch.zeros(1, dtype=torch.int32, device=slots.device)
+        for k_buffer, v_buffer in zip(self.k_buffers, self.v_buffers, strict=True):
+            encode([k_buffer], [v_buffer], slots, layout, stored, flag)
+            decode([k_buffer], [v_buffer], slots, layout, stored, 0)
+        if bool(flag.any()):
+            raise NotFiniteError("rows hold NaN or Inf")
 
     def kept_of_layer(
         self,
@@ -229,7 +230,6 @@ class Compressor:
             num_tokens=num_tokens,
             window=window,
             scale=self.scale,
-            page_size=self.page_size,
         )
         survivors = select(self._press(form), node, num_kept, self.sinks)[0].to(torch.int64)
         heads = torch.arange(self.num_heads, device=keys.device)[None, :]
@@ -248,17 +248,7 @@ class Compressor:
             for buffer, kept in zip(buffers, survivors.to(torch.int64), strict=True):
                 buffer[into[None, :], heads] = buffer[slots[kept], heads]
 
-    def trim(
-        self,
-        *,
-        form: Form,
-        slots: torch.Tensor,
-        layout: SurvivorLayout,
-        start: int,
-        num_tokens: int,
-        replaced: tuple[int, int],
-        window: QueryWindow | None,
-    ) -> tuple[SurvivorLayout, torch.Tensor] | None:
+    def trim(self, form: Form, node: NodeSlots, replaced: tuple[int, int]) -> Placed | None:
         """Rid a compressed node of entries for positions [replaced[0], replaced[1]), which an ancestor now holds
         itself.
 
@@ -267,6 +257,9 @@ class Compressor:
         its overlaps, then its lowest scores. None when there are none; num_slots 0 when (whole pages of) nothing is
         left. Raises as ``compress`` does.
         """
+        layout, window = node.layout, node.window
+        if layout is None:
+            return None
         overlaps = (layout.positions >= replaced[0]) & (layout.positions < replaced[1])
         most = int(self._most(overlaps.sum(-1).max()))
         if most == 0:
@@ -274,14 +267,14 @@ class Compressor:
         num_kept = (layout.num_slots - most) // self.page_size * self.page_size
 
         def choose() -> Chosen:
-            node = self._input(slots, layout, start, num_tokens, window)
-            self.wait_for_forward(slots)
+            given = self._input(node)
+            self.wait_for_forward(node.slots)
             press = self._press(form)
             if press.needs_queries and window is None:
                 press = get_press("keydiff")  # its queries had to make room; every press gives an order
-            scores = press.score(node).nan_to_num()  # finite, so that overlaps really come last
-            scores = scores.masked_fill(to_device(overlaps, slots.device), float("-inf"))
-            return self._compacted(node, select_survivors(scores, num_kept))
+            scores = press.score(given).nan_to_num()  # finite, so that overlaps really come last
+            scores = scores.masked_fill(to_device(overlaps, node.slots.device), float("-inf"))
+            return self._compacted(given, select_survivors(scores, num_kept))
 
         return self._placed(choose, num_kept)
 
@@ -375,36 +368,28 @@ class Compressor:
                 results.append(failure)
         return results
 
-    def _input(
-        self,
-        slots: torch.Tensor,
-        layout: SurvivorLayout | None,
-        start: int,
-        num_tokens: int,
-        window: QueryWindow | None,
-    ) -> PressInput:
+    def _input(self, node: NodeSlots) -> PressInput:
+        if node.layout is not None:
+            positions = to_device(node.layout.positions, node.slots.device)
+        else:
+            end = node.start + len(node.slots)
+            every = torch.arange(node.start, end, dtype=torch.int32, device=node.slots.device)
+            positions = every.expand(self.num_layers, self.num_heads, -1)
         return PressInput(
             k_buffers=self.k_buffers,
             v_buffers=self.v_buffers,
-            slots=slots,
-            positions=self._positions(slots, layout, start),
-            start=start,
-            num_tokens=num_tokens,
-            window=window,
+            slots=node.slots,
+            positions=positions,
+            start=node.start,
+            num_tokens=node.num_tokens,
+            window=node.window,
             scale=self.scale,
-            page_size=self.page_size,
         )
 
     def wait_for_forward(self, slots: torch.Tensor) -> None:
         """Whatever is launched from here on starts behind the forward pass in flight; the host waits for nothing."""
         if self.forward_stream is not None and slots.is_cuda:
             torch.cuda.current_stream().wait_stream(self.forward_stream)
-
-    def _positions(self, slots: torch.Tensor, layout: SurvivorLayout | None, start: int) -> torch.Tensor:
-        if layout is not None:
-            return to_device(layout.positions, slots.device)
-        every = torch.arange(start, start + len(slots), dtype=torch.int32, device=slots.device)
-        return every.expand(self.num_layers, self.num_heads, -1)
 
     @property
     def is_alone(self) -> bool:

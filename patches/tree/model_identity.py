@@ -6,6 +6,7 @@ import hashlib
 import logging
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -20,6 +21,7 @@ UNREADABLE = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, 
 """What reading a tensor raises: on a full GPU, of a kind without bytes, or of a quantisation nobody has seen."""
 
 
+@dataclass(eq=False, repr=False)
 class ModelIdentity:
     """Identity of the model that ``runner`` serves: another for other weights, settings, KV dtype, layout or rank.
 
@@ -29,15 +31,14 @@ class ModelIdentity:
     weights changed, they then see alike.
     """
 
-    def __init__(
-        self, runner: Any, model_config: Any, pool: Any, page_size: int, tp_size: int, group: Any = None
-    ) -> None:
-        self.runner = runner
-        self.model_config = model_config
-        self.pool = pool
-        self.page_size = page_size
-        self.tp_size = tp_size
-        self.group = group
+    runner: Any
+    model_config: Any
+    pool: Any
+    page_size: int
+    tp_size: int
+    group: Any = None
+
+    def __post_init__(self) -> None:
         self.is_released: Callable[[], bool] = lambda: False
         self._weights = ""
         self._is_known = False

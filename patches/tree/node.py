@@ -12,6 +12,7 @@ import torch
 
 from sglang_evicpress.core import EXACT, Form, Tier
 from sglang_evicpress.introspect.census import Counted
+from sglang_evicpress.press import QueryWindow
 from sglang_evicpress.survivors import SurvivorLayout
 from sglang_evicpress.tiers.entry.copies import Copy
 
@@ -37,8 +38,10 @@ class NodeKV:
     ``profiles`` are the profiled contexts that end in the node or below it, newest last, by key, with their length;
     ``curve`` is the quality of every form of the menu that those show which make up most of the node, None while that
     is what an unprofiled node is taken for. ``is_text``: every token of it and of the path above it is in the
-    model's vocabulary; what is not has no profile, and goes to no lower tier. ``is_aside``: a move of it has failed,
-    and no plan is about it for a while.
+    model's vocabulary; what is not has no profile, and goes to no lower tier; nor does what is not ``is_finite``: it
+    holds NaN or Inf, which no codec stores. ``unfit_codec``: one that has no room for what it holds. ``is_aside``: a
+    move of it has failed, and no plan is about it for a while; ``has_failed``: one did, and it is not compressed any
+    more.
     """
 
     form: Form = EXACT
@@ -62,7 +65,22 @@ class NodeKV:
     profiles: dict[bytes, Any] = field(default_factory=dict)
     curve: Any = None
     is_text: bool = True
+    is_finite: bool = True
+    unfit_codec: str | None = None
     is_aside: bool = False
+    has_failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSlots:
+    """KV of a node in the pool: its ``slots`` [n], the ``layout`` of its survivors, None where it is full, the position
+    ``start`` of the first of its ``num_tokens``, and the queries kept for it."""
+
+    slots: torch.Tensor
+    layout: SurvivorLayout | None
+    start: int
+    num_tokens: int
+    window: QueryWindow | None
 
 
 @dataclass(slots=True)
@@ -74,6 +92,19 @@ class PrefixView:
     holes: int = 0
     is_lossy: bool = False
     is_counted: bool = False
+
+
+def view_of_path(path: Sequence[Any], device: torch.device) -> PrefixView:
+    """The prefix that a request takes from the tree with these nodes."""
+    parts = [slots_of(node) for node in path] or [torch.empty(0, dtype=torch.int64, device=device)]
+    holes = sum(len(node.key) - num_slots(node) for node in path)
+    return PrefixView(torch.cat(parts), holes, any(is_lossy(node) for node in path))
+
+
+def own_slots(req: Any, rows: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Slots that a request computed itself: logical [cache_protected_len, num_tokens) of its compact row."""
+    holes = holes_of(req)
+    return rows[req.req_pool_idx][req.cache_protected_len - holes : num_tokens - holes].to(torch.int64, copy=True)
 
 
 def holes_of(req: Any) -> int:
@@ -88,6 +119,11 @@ def slots_of(node: Any) -> torch.Tensor:
     return node.value if slots is None else slots
 
 
+def kv_of(node: Any, window: QueryWindow | None) -> NodeSlots:
+    """KV of a node that is on the GPU, with the queries kept for it."""
+    return NodeSlots(slots_of(node), node.kv.layout, start_of(node), len(node.key), window)
+
+
 def num_slots(node: Any) -> int:
     """The physical slots of a node: none while it is not on the GPU."""
     return 0 if node.value is None else size_of(node)
@@ -95,7 +131,11 @@ def num_slots(node: Any) -> int:
 
 def census_of(node: Any) -> Counted:
     """The node as it is counted in the totals of ``/evicpress/stats``."""
-    return Counted(node.kv.form, len(node.key), num_slots(node), bool(node.kv.is_shadow))
+    kv, on_gpu = node.kv, num_slots(node)
+    held = [(copy.tier, copy.form, copy.num_slots) for _, copy in sorted(kv.copies.items())]
+    if node.value is not None:
+        held.insert(0, (Tier.GPU, kv.form, on_gpu))
+    return Counted(kv.form, len(node.key), on_gpu, bool(kv.is_shadow), tuple(held))
 
 
 def is_reserved(node: Any) -> bool:
@@ -115,11 +155,26 @@ def has_child_on_gpu(node: Any) -> bool:
 
 
 def is_lossy(node: Any) -> bool:
-    return node.kv.layout is not None or node.kv.is_lossy_prefix
+    return not node.kv.form.is_exact or node.kv.is_lossy_prefix
 
 
 MOST_SHORT = 1 / 64
 """Slots that pieces of another compression lack, of the tokens behind them, where these are served all the same."""
+
+
+def steps_of(root: Any, key: Any, page_size: int) -> list[tuple[Any, int]]:
+    """The nodes that spell the longest known prefix of ``key``, a RadixKey, with the tokens each matches."""
+    node, steps = root, []
+    while len(key) > 0:
+        node = node.children.get(key.child_key(page_size))
+        if node is None:
+            break
+        matched = node.key.match(key, page_size=page_size)
+        steps.append((node, matched))
+        if matched < len(node.key):
+            break
+        key = key[matched:]
+    return steps
 
 
 def servable_steps(steps: list[tuple[Any, int]], min_match_kept: float) -> int:

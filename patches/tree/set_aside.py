@@ -31,7 +31,7 @@ class SetAside:
         node = self._nodes.get(node_id)
         if node is not None:
             self._until_s[node_id] = now_s + ASIDE_S
-            node.kv.is_aside = True
+            node.kv.is_aside = node.kv.has_failed = True
             self._on_changed(node)
 
     def return_due(self, now_s: float) -> None:
@@ -44,9 +44,9 @@ class SetAside:
         self._return(node_ids)
         return bool(node_ids)
 
-    def forget(self, node_id: int) -> None:
+    def forget(self, node: Node) -> None:
         """The node is gone."""
-        self._until_s.pop(node_id, None)
+        self._until_s.pop(node.id, None)
 
     def clear(self) -> None:
         """The tree is gone."""

@@ -10,7 +10,8 @@ import torch
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_evicpress.patches.tree.node import NodeKV
+from sglang_evicpress.patches.tree.node import NodeKV, PrefixView
+from sglang_evicpress.policy.cost_model import CostSnapshot
 
 
 class Node(Protocol):
@@ -23,6 +24,18 @@ class Node(Protocol):
     children: dict[object, Node]
     lock_ref: int
     kv: NodeKV
+
+
+class LogicalTime(Protocol):
+    """Seconds since rank 0's first stamp, equal on every rank."""
+
+    now_s: float
+
+
+class CostTerms(LogicalTime, Protocol):
+    """Time, and what it is spent on."""
+
+    costs: CostSnapshot
 
 
 class SamplingParams(Protocol):
@@ -48,8 +61,29 @@ class Request(Protocol):
     to_finish: object
     full_untruncated_fill_ids: Sequence[int]
 
-    def finished(self) -> bool:
-        """It has its whole answer."""
+    def finished(self) -> bool: ...
+
+
+class QueuedRequest(Request, Protocol):
+    """A request that waits: what it would load, and whether it ran before. ``evicpress_not_loaded``: tokens that it
+    computes and could have loaded."""
+
+    lora_id: str | None
+    host_hit_length: int
+    best_match_node: Node
+    is_retracted: bool
+    retracted_stain: bool
+    evicpress_not_loaded: int
+
+
+class ServedRequest(QueuedRequest, Protocol):
+    """A request that runs or has its answer. ``evicpress`` is the prefix it took from the tree, ``evicpress_use`` how
+    many tokens that has, and its least quality where it is lossy."""
+
+    multimodal_inputs: object
+    input_embeds: object
+    evicpress: PrefixView
+    evicpress_use: tuple[int, float | None]
 
 
 class Allocator(Protocol):
@@ -57,21 +91,18 @@ class Allocator(Protocol):
 
     size: int
 
-    def available_size(self) -> int:
-        """Slots that are free."""
-
+    def available_size(self) -> int: ...
     def alloc(self, num_slots: int) -> torch.Tensor | None:
         """Slots in whole pages; None without so many."""
 
-    def free(self, slots: torch.Tensor) -> None:
-        """Take slots back."""
+    def free(self, slots: torch.Tensor) -> None: ...
 
 
 class ForwardMode(Protocol):
     """Kind of a batch."""
 
-    def is_decode(self) -> bool:
-        """One more token for each of its requests."""
+    def is_decode(self) -> bool: ...
+    def is_extend(self) -> bool: ...
 
 
 class Batch(Protocol):
@@ -82,21 +113,17 @@ class Batch(Protocol):
     forward_mode: ForwardMode
     extend_lens: list[int]
 
-    def is_empty(self) -> bool:
-        """No request is in it."""
-
+    def is_empty(self) -> bool: ...
     def release_req(self, index: int, num_left: int, server_args: object) -> None:
         """Give back the slots of a request that is to wait again."""
 
-    def filter_batch(self, *, keep_indices: list[int]) -> None:
-        """Go on with these requests alone."""
+    def filter_batch(self, *, keep_indices: list[int]) -> None: ...
 
 
 class Sender(Protocol):
     """Socket to the tokenizer process."""
 
-    def send_output(self, message: object, request: Request) -> None:
-        """Send what is told of a request."""
+    def send_output(self, message: object, request: Request) -> None: ...
 
 
 class Channels(Protocol):
@@ -129,3 +156,9 @@ class Attached(Protocol):
     @property
     def scheduler(self) -> Scheduler | None:
         """None until then."""
+
+
+class WaitingTree(Attached, Protocol):
+    """The tree, in which requests are looked up that wait."""
+
+    def known_of(self, req: Request) -> list[tuple[Node, int]]: ...

@@ -1,0 +1,83 @@
+"""Time and costs that the policy goes by."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+
+from sglang_evicpress.config import EvicPressConfig
+from sglang_evicpress.core import Tier
+from sglang_evicpress.patches.tree.changes import Signal
+from sglang_evicpress.policy.cost_model import CostModel, CostSnapshot, PrefillCost, TransferCost
+from sglang_evicpress.policy.reuse import ReuseClock
+
+START_LOADS = {Tier.HOST: TransferCost(1e-3, 4e9), Tier.SSD: TransferCost(3e-3, 1e9)}
+"""What loading is taken to cost before any was observed."""
+
+FAR = 1.0  # twice or half of it: looked at ten times as soon
+DRIFT = 0.1  # of a predicted duration: costs that differ less are not worth another look at every node
+REFRESH_S = 10.0  # nor is it more often than this,
+REFRESH_S_PER_NODE = 1e-3  # or than takes a hundredth of the time: each node costs some 10 us
+
+DROP_WEIGHT = 2.0
+"""How many times recomputing counts at least where there is a tier below the GPU: a drop is for good, while what lies
+below can still be computed anew when that is sooner."""
+
+
+class PolicyTerms:
+    """The logical time ``now_s`` is what rank 0 last stamped (``scheduler``), in seconds since its first stamp; it
+    never goes back and is equal on every rank, as are the ``costs`` in use and ``weighed``, which are these as the
+    policy has them. ``cost_model`` is this rank's own.
+
+    ``advanced`` tells that time goes on, ``costs_changed`` that the policy is to look at all ``nodes`` again.
+    """
+
+    def __init__(self, config: EvicPressConfig, nodes: Sized, *, has_host: bool) -> None:
+        self._nodes = nodes
+        self.advanced = Signal[[]]()
+        self.costs_changed = Signal[[CostSnapshot]]()
+        self.clock = ReuseClock(config.half_life_s)
+        self.now_s = 0.0
+        self.costs = CostSnapshot(
+            PrefillCost(config.prefill_fixed_s, config.prefill_per_token_s, config.prefill_per_pair_s), START_LOADS, {}
+        )
+        self.cost_model = CostModel(self.costs)
+        self._least_weight = self.recompute_weight = DROP_WEIGHT if has_host else 1.0
+        self.weighed = _weighed(self.costs, self.recompute_weight)
+        self._first_stamp_s: float | None = None
+        self._refreshed_s = -REFRESH_S
+
+    def value_of_hit(self) -> float:
+        """Worth of a hit now, in the units of the clock."""
+        return self.clock.value_of_hit(self.now_s)
+
+    def observe_load(self, tier: Tier, num_bytes: int, seconds: float) -> None:
+        """So many bytes were brought back from a tier; ranks learn of it by rank 0's next stamp."""
+        if num_bytes > 0 and seconds > 0.0:
+            self.cost_model.observe_load(tier, num_bytes, seconds)
+
+    def advance(self, stamp_s: float, costs: CostSnapshot, congestion: float = 1.0) -> None:
+        """Rank 0's clock shows ``stamp_s`` and it has seen these costs; called on every rank between two steps.
+        ``congestion``: how many requests a second of computing delays there."""
+        if self._first_stamp_s is None:
+            self._first_stamp_s = stamp_s
+        self.now_s = max(self.now_s, stamp_s - self._first_stamp_s)
+        self.advanced()
+        self._take(costs, max(self._least_weight, congestion))
+
+    def _take(self, costs: CostSnapshot, weight: float) -> None:
+        """Tell the policy, where that changes a prediction enough and the last time is long enough ago."""
+        pause_s = max(REFRESH_S, REFRESH_S_PER_NODE * len(self._nodes))
+        since_s = self.now_s - self._refreshed_s
+        if since_s < pause_s / 10:
+            return
+        weighed, known = _weighed(costs, weight), self.weighed
+        tolerance = DRIFT if since_s >= pause_s else FAR  # loads that take twice as long as predicted come late
+        if weighed.drifted_from(known, tolerance) or known.drifted_from(weighed, tolerance):
+            self._refreshed_s = self.now_s
+            self.costs, self.recompute_weight, self.weighed = costs, weight, weighed
+            self.costs_changed(weighed)
+
+
+def _weighed(costs: CostSnapshot, weight: float) -> CostSnapshot:
+    """Costs as the policy sees them: a second of recomputing delays all who could run meanwhile."""
+    return costs.of_a_part().with_recompute_weight(weight)

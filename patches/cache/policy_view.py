@@ -1,0 +1,111 @@
+"""Nodes as the policy sees them: sizes, quality, and what they may become."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from sglang_evicpress.controller.controller import NOT_MEASURED
+from sglang_evicpress.core import DROP, LowerCopy, NodeStats, Option, Tier
+from sglang_evicpress.patches.tiers.placement import exact_tier_of, tier_of
+from sglang_evicpress.patches.tiers.types import GpuForms
+from sglang_evicpress.patches.tree.node import is_lossy, is_reserved, size_of, start_of
+from sglang_evicpress.patches.tree.types import Node
+from sglang_evicpress.policy.menu import Menu
+from sglang_evicpress.policy.planner import Planner
+from sglang_evicpress.press import get_press
+
+if TYPE_CHECKING:
+    from sglang_evicpress.patches.profiling.quality import Expectation
+
+
+class NodeQuality(Protocol):
+    """Quality of nodes."""
+
+    def expectation_of(self, node: Node) -> Expectation: ...
+    def quality_of(self, node: Node) -> float: ...
+
+
+class PresentPolicy(Protocol):
+    """The policy in use."""
+
+    @property
+    def planner(self) -> Planner:
+        """Another one after a flush."""
+
+
+@dataclass(eq=False, repr=False)
+class PolicyView:
+    """``lower_copies_of``: what lower tiers have of nodes, by id."""
+
+    menu: Menu
+    min_compress_tokens: int
+    policy: PresentPolicy
+    quality: NodeQuality
+    pressed: GpuForms
+    lower_copies_of: Mapping[int, Sequence[LowerCopy]]
+
+    def __post_init__(self) -> None:
+        self._blind = self.menu.everything  # the forms that can be made without queries
+        for index, form in enumerate(self.menu.forms):
+            if form.press is not None and get_press(form.press).needs_queries:
+                self._blind &= ~(1 << index)
+
+    def stats_of(self, node: Node) -> NodeStats:
+        """The node as the policy sees it."""
+        kv, start, num_tokens, tier = node.kv, start_of(node), len(node.key), tier_of(node)
+        num_bytes = size_of(node) * self.menu.slot_bytes
+        expectation, policy = self.quality.expectation_of(node), self.policy.planner.policy
+        allowed_forms = 0
+        # those that do not weigh quality compress on the GPU only, before anything goes down
+        is_open = tier == Tier.GPU or (tier == Tier.HOST and policy.weighs_quality)
+        if is_open and num_tokens >= self.min_compress_tokens and policy.compresses and not kv.has_failed:
+            allowed_forms = self.menu.smaller(kv.form)
+            if kv.unfit_codec is not None:
+                allowed_forms &= ~self.menu.of_codec(kv.unfit_codec)
+            if self.pressed.window_of(node) is None:
+                allowed_forms &= self._blind
+            if policy.weighs_quality:
+                allowed_forms &= expectation.known  # what nobody measured is not chosen
+        return NodeStats(
+            id=node.id,
+            parent_id=None if node.parent.parent is None else node.parent.id,
+            tier=tier,
+            form=kv.form,
+            num_tokens=num_tokens,
+            num_bytes=num_bytes if tier == Tier.GPU else self.menu.stored_bytes(kv.form, num_bytes),
+            depth_tokens=start,
+            quality=self.quality.quality_of(node),
+            curve=expectation.vector,
+            allowed_forms=allowed_forms,
+            weight=kv.weight,
+            num_hits=kv.num_hits,
+            last_use=kv.last_use,
+            sinks=self.pressed.sinks_of(num_tokens, start),
+            is_locked=node.lock_ref > 0 or is_reserved(node),
+            exact_on=exact_tier_of(node),
+            lower_copies=tuple(self.lower_copies_of.get(node.id, ())),
+        )
+
+    def options_of(self, node: Node) -> tuple[Option, ...]:
+        """What can be done now with a node; nothing while it is locked.
+
+        Whether its children allow a drop is the plan's business.
+        """
+        if node.lock_ref > 0 or node.value is None:
+            return ()
+        stats, menu = self.stats_of(node), self.menu
+        options, allowed_forms = [], stats.allowed_forms & menu.of_codec(stats.form.codec)
+        for index, form in enumerate(menu.forms):
+            num_bytes = menu.num_bytes(form, stats.num_tokens, stats.sinks)
+            if allowed_forms >> index & 1 and num_bytes < stats.num_bytes:
+                options.append(Option(form, Tier.GPU, num_bytes))
+        return (*options, DROP)
+
+    def cause_of_drop(self, node: Node) -> str | None:
+        """Why a node can become nothing else, where that is that no form of it was measured."""
+        policy = self.policy.planner.policy
+        could_shrink = policy.compresses and len(node.key) >= self.min_compress_tokens and not is_lossy(node)
+        is_unmeasured = policy.weighs_quality and could_shrink and not self.quality.expectation_of(node).known
+        return NOT_MEASURED if is_unmeasured else None

@@ -1,0 +1,38 @@
+"""Times of the work in the background: when it is to plan again, and when a request last ran."""
+
+from __future__ import annotations
+
+import time
+
+PLAN_SHARE = 1 / 20  # of the time, for plans in the background
+
+
+class BackgroundClock:
+    """``is_dirty``: something has changed that may call for room. ``busy_s``: when a request last ran or waited, by
+    ``time.monotonic``."""
+
+    def __init__(self) -> None:
+        self.is_dirty = False
+        self.busy_s = 0.0
+        self._next_plan_s = 0.0
+
+    def mark_dirty(self, *, at_once: bool = False) -> None:
+        """Something has changed; ``at_once``: somebody waits for room."""
+        self.is_dirty = True
+        if at_once:
+            self._next_plan_s = 0.0
+
+    def note_busy(self, now_s: float) -> None:
+        """A request runs or waits."""
+        self.busy_s = now_s
+
+    def begin_plan(self, now_s: float, *, is_idle: bool) -> bool:
+        """True if plans are due: what changes from now on calls for others."""
+        is_due = self.is_dirty and (is_idle or now_s >= self._next_plan_s)
+        if is_due:
+            self.is_dirty = False
+        return is_due
+
+    def end_plan(self, begin_s: float) -> None:
+        """Plans were made since ``begin_s``: the next ones wait until they take ``PLAN_SHARE`` of the time."""
+        self._next_plan_s = begin_s + (time.monotonic() - begin_s) / PLAN_SHARE

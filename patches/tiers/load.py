@@ -1,0 +1,167 @@
+"""A load of nodes from the host, layer by layer, while the batch that wants them already computes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sglang_evicpress.patches.tiers.types import Tiers
+from sglang_evicpress.patches.tree.types import Node
+from sglang_evicpress.tiers.entry.copies import Copy
+from sglang_evicpress.tiers.jobs import Job
+
+LAYER_DEADLINE_S = 0.5
+"""What attention waits for a layer; then the waiting thread copies it itself, and those after it that are not there."""
+
+END_POLL_S = 0.001
+"""Between two looks at a load that must have ended before something else is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One node's share of a load."""
+
+    copy: Copy
+    slots: torch.Tensor
+
+
+class Load(Job):
+    """Host to GPU, layer by layer. Only ``run`` is for its worker thread; it queues the copies on a device and waits
+    for none of them, so that the next load is queued behind them at once. ``last_nodes`` end the paths that are locked
+    for it; the entries of its parts are pinned by whoever makes it, who is told when it is ``on_end``. It begins behind
+    what ``written_event`` marks."""
+
+    priority = 0
+
+    def __init__(
+        self,
+        storage: Tiers,
+        written_event: Callable[[], torch.cuda.Event | None],
+        on_end: Callable[[Load], None],
+        parts: Sequence[Part],
+    ) -> None:
+        super().__init__()
+        self._storage, self._written_event, self._on_end = storage, written_event, on_end
+        self.parts = list(parts)
+        self.last_nodes: list[Node] = []
+        self.joined: Load | None = None
+        self.is_started = False
+        self._after: torch.cuda.Event | None = None
+        num_layers = storage.copier.num_layers
+        self._here = [threading.Event() for _ in range(num_layers)]
+        self._events: list[torch.cuda.Event | None] = [None] * num_layers
+        self._seconds = [0.0] * num_layers
+        self._begin: torch.cuda.Event | None = None
+        self._end: torch.cuda.Event | None = None
+        self._late_events: list[torch.cuda.Event | None] = []
+        self.num_late = 0
+
+    @property
+    def num_slots(self) -> int:
+        return sum(len(part.slots) for part in self.parts)
+
+    @property
+    def whole(self) -> Load:
+        """The load that this one has become a part of, else itself."""
+        return self if self.joined is None else self.joined
+
+    def take_over(self, other: Load) -> None:
+        """Load what ``other`` was to load as well; neither has started."""
+        self.parts += other.parts
+        self.last_nodes += other.last_nodes
+        other.joined = self
+
+    def start(self) -> None:
+        """Hand it to its thread, once; it begins behind all that was launched until now."""
+        if not self.is_started:
+            self.is_started = True
+            self._after = self._written_event()
+            self._storage.submit("load", self)
+
+    def run(self) -> None:
+        faults, copier = self._storage.host.faults, self._storage.copier
+        with copier.stream(self._after, is_awaited=False):
+            self._begin = copier.event()
+            try:
+                for layer in range(len(self._here)):
+                    if faults is not None:
+                        faults.maybe_delay()
+                    if not self._here[layer].is_set():
+                        self._copy(layer)
+            finally:
+                self._end = copier.event()  # also after a failure: what was queued until then is still copied
+
+    def finish(self) -> None:
+        self._on_end(self)
+
+    def unpin(self) -> None:
+        """The host memory that it read may be another's."""
+        for part in self.parts:
+            self._storage.host.unpin(part.copy.entry)
+
+    def has_ended(self) -> bool:
+        return self.has_run.is_set() and all(event.query() for event in self._last_events())
+
+    def await_end(self, deadline_s: float) -> bool:
+        """Wait until it has ended, at most until ``deadline_s`` (``time.monotonic``); whether it has."""
+        self.start()
+        is_over = self.has_run.wait(max(0.0, deadline_s - time.monotonic()))
+        while is_over and not self.has_ended():
+            if time.monotonic() >= deadline_s:
+                return False
+            time.sleep(END_POLL_S)
+        return is_over
+
+    def synchronize(self) -> None:
+        """Wait for all that it has queued, which has been reached unless it has failed."""
+        for event in self._last_events():
+            event.synchronize()
+
+    def _last_events(self) -> list[torch.cuda.Event]:
+        return [event for event in (self._end, *self._late_events) if event is not None]
+
+    def copy_seconds(self) -> float | None:
+        """Seconds of the copies themselves, once it has ended: of the device from the first to the last of them, on
+        the CPU of the threads' own time. None where that says nothing: it failed, or the device has worked on it in two
+        streams."""
+        if self.error is not None:
+            return None
+        if self._begin is None:
+            return sum(self._seconds)
+        return None if self.num_late else self._storage.copier.seconds_between(self._begin, self._end)
+
+    def join(self) -> None:
+        """Wait for all of it."""
+        for layer in range(len(self._here)):
+            self.wait_for(layer)
+
+    def wait_for(self, layer: int) -> None:
+        """Return when the layer is there, or ordered before what this thread's device stream does next."""
+        self.start()
+        is_given_up = self.num_late > 0 or self.has_run.is_set()
+        if not self._here[layer].wait(0.0 if is_given_up else LAYER_DEADLINE_S):
+            self.num_late += 1
+            self._late_events.append(self._copy(layer))
+        event = self._events[layer]
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+
+    def _copy(self, layer: int) -> torch.cuda.Event | None:
+        """Twice is harmless: the bytes are the same. Returns an event behind it on CUDA."""
+        arena, copier = self._storage.host.arena, self._storage.copier
+        begin_s = time.thread_time()
+        for part in self.parts:
+            entry = part.copy.entry
+            header, codec = entry.header, entry.header.form.codec
+            copier.load_layer(
+                layer, part.slots, arena, entry.runs, header.extents[layer], part.copy.begin, header.num_slots, codec
+            )
+        self._seconds[layer] = time.thread_time() - begin_s
+        event: torch.cuda.Event | None = copier.finish_layer()
+        self._events[layer] = event
+        self._here[layer].set()
+        return event

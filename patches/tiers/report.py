@@ -1,0 +1,97 @@
+"""Sizes, speeds and counts of the tiers: the answer to ``/evicpress/tiers``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
+
+from sglang_evicpress.core import Tier
+from sglang_evicpress.patches.tiers.types import HostMemory, Plans, Tiers
+from sglang_evicpress.patches.tree.types import Allocator
+from sglang_evicpress.policy.cost_model import TransferCost
+from sglang_evicpress.survivors import survivor_bytes
+from sglang_evicpress.tiers.ssd.tier import SsdTier
+
+
+@dataclass(eq=False, repr=False)
+class TierReport:
+    """Reader of all tiers. ``transfer_costs`` are what loads have taken."""
+
+    allocator: Allocator
+    storage: Tiers
+    room: HostMemory
+    plans: Plans
+    _: KW_ONLY
+    transfer_costs: Callable[[], Mapping[Tier, TransferCost]]
+    num_prefetching: Callable[[], int]
+    num_set_apart: Callable[[], int]
+    num_redundant: Callable[[], int]
+    slot_bytes: int
+
+    def describe_tiers(self) -> dict[str, object]:
+        """See ``InspectableTiers.describe_tiers``."""
+        allocator, storage = self.allocator, self.storage
+        tiers: dict[str, object] = {
+            "gpu": {
+                "capacity_bytes": allocator.size * self.slot_bytes,
+                "used_bytes": (allocator.size - allocator.available_size()) * self.slot_bytes,
+                "num_nodes": self.plans.num_nodes(Tier.GPU),
+                "forms": self.plans.forms_on(Tier.GPU),
+            }
+        }
+        errors = dict(storage.errors)
+        if storage.has_host:
+            tiers["host"] = self._described_host()
+            if storage.host.arena.num_failed:
+                errors["host_not_grown"] = storage.host.arena.num_failed
+        if storage.ssd is not None:
+            tiers["ssd"] = self._described_ssd(storage.ssd)
+            errors |= {f"ssd_store_{reason}": count for reason, count in storage.ssd.store.errors.items()}
+        return {
+            "tiers": tiers,
+            "queue": {name: workers.num_pending for name, workers in storage.workers.items()},
+            "requests_waiting_for_a_copy": self.num_prefetching(),
+            "survivors": survivor_bytes(),
+            "slots_set_apart": self.num_set_apart(),
+            "counts": dict(storage.counts),
+            "errors": errors,
+        }
+
+    def _described_host(self) -> dict[str, object]:
+        host = self.storage.host
+        extents = host.arena.extents
+        return {
+            "capacity_bytes": host.num_bytes,
+            "taken_bytes": extents.num_bytes,
+            "used_bytes": extents.used_bytes,
+            "num_nodes": self.plans.num_nodes(Tier.HOST),
+            "forms": self.plans.forms_on(Tier.HOST),
+            "num_entries": host.num_entries,
+            "redundant_copies": self.num_redundant(),
+            "copying_bytes": self.room.copying_bytes,
+            "fragmentation": extents.fragmentation,
+            "largest_free_bytes": extents.largest_free,
+            "is_pinned": host.arena.is_pinned,
+            "load": self._described_load(Tier.HOST),
+        }
+
+    def _described_ssd(self, ssd: SsdTier) -> dict[str, object]:
+        store = ssd.store
+        return {
+            "dir": ssd.folder,
+            "capacity_bytes": store.capacity_bytes,
+            "used_bytes": store.used_bytes,
+            "num_nodes": self.plans.num_nodes(Tier.SSD),
+            "forms": self.plans.forms_on(Tier.SSD),
+            "num_entries": store.num_entries,
+            "is_writable": store.is_writable,
+            "read_bytes": store.read_bytes,
+            "written_bytes": store.written_bytes,
+            "wear": ssd.wear.describe(ssd.now_s),
+            "load": self._described_load(Tier.SSD),
+        }
+
+    def _described_load(self, tier: Tier) -> dict[str, object]:
+        """Learned cost of loading from a tier."""
+        cost = self.transfer_costs()[tier]
+        return {"fixed_s": cost.fixed_s, "bytes_per_s": cost.bytes_per_s}

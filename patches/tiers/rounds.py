@@ -1,0 +1,97 @@
+"""Work on the tiers between two steps of the scheduler."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Protocol
+
+from sglang_evicpress.patches.tiers.idle_promotion import PromotionSteps
+from sglang_evicpress.tiers.jobs import Workers
+
+
+class Threads(Protocol):
+    """Threads that work for the tiers."""
+
+    workers: dict[str, Workers]
+    arrival: threading.Event
+
+    @property
+    def has_host(self) -> bool: ...
+    @property
+    def num_pending_jobs(self) -> int: ...
+
+
+class Clock(Protocol):
+    """Times of the work in the background."""
+
+    is_dirty: bool
+
+    def mark_dirty(self) -> None: ...
+    def note_busy(self, now_s: float) -> None: ...
+    def begin_plan(self, now_s: float, *, is_idle: bool) -> bool: ...
+    def end_plan(self, begin_s: float) -> None: ...
+
+
+@dataclass(eq=False, repr=False)
+class TierRounds:
+    """Takes in what the threads have done and calls those who have something to do. Of every round, ``first`` are
+    called one after the other, ``keep_room`` where plans are due, and ``last``."""
+
+    threads: Threads
+    clock: Clock
+    promotion: PromotionSteps
+    promote: Callable[[], None]
+    _: KW_ONLY
+    first: Sequence[Callable[[], None]]
+    keep_room: Callable[[], None]
+    last: Callable[[], None]
+
+    def tick(self, *, is_idle: bool = False) -> None:
+        """``is_idle``: no request runs or waits."""
+        if not self.has_tiers:
+            return
+        self.threads.arrival.clear()
+        for begin in self.first:
+            begin()
+        for job in [job for workers in self.threads.workers.values() for job in workers.finished()]:
+            job.finish()
+            self.clock.mark_dirty()
+        now_s = time.monotonic()
+        if not is_idle:
+            self.clock.note_busy(now_s)
+        if self.clock.begin_plan(now_s, is_idle=is_idle):
+            self.keep_room()
+            self.clock.end_plan(now_s)
+        elif is_idle:
+            self.promote()
+        self.last()
+
+    @property
+    def has_tiers(self) -> bool:
+        """True if there is any tier below the GPU."""
+        return self.threads.has_host
+
+    @property
+    def has_work(self) -> bool:
+        """True if there is more to be done than to wait for requests."""
+        has_any = self.clock.is_dirty or self.has_jobs or self.promotion.is_busy
+        return has_any and self.has_tiers
+
+    @property
+    def has_jobs(self) -> bool:
+        """True if threads work, or are about to."""
+        return self.threads.num_pending_jobs > 0
+
+    def wait(self, seconds: float) -> None:
+        """Until a thread has ended a job, for so long at most."""
+        self.threads.arrival.wait(seconds)
+
+    def settle(self, is_settled: Callable[[], bool], deadline_s: float) -> None:
+        """Let the threads work until it is settled or they have nothing to do, at most until ``deadline_s`` by
+        ``time.monotonic``."""
+        while time.monotonic() < deadline_s and not is_settled() and self.has_jobs:
+            self.wait(0.01)
+            self.tick()
