@@ -9,7 +9,7 @@ ifeq ($(wildcard /dev/nvidiactl),)
 export SGLANG_USE_CPU_ENGINE ?= 1
 endif
 
-SHOWS := $(addprefix show-,foundation policy tiers profiler bench decode kernels mend load house)
+SHOWS := $(addprefix show-,foundation policy tiers profiler bench decode kernels mend load house codecs)
 
 .PHONY: help setup test check contract dist demo $(SHOWS) chaos bench bench-load clean
 
@@ -29,6 +29,7 @@ help:
 	@echo "make show-mend        hostile clients, SSD folders that others prepared, what users saw go wrong; at most 25 minutes"
 	@echo "make show-load        a setting under load up to twice saturation, chaos there, the published grid; at most 40 minutes"
 	@echo "make show-house       measure the structure: sizes, types, names, prose, parts, and every other area at its quick size; 15 minutes"
+	@echo "make show-codecs      codecs: bytes, speed, loss, servers with bfloat16 KV beside a grid of fixed forms, simulation; at most 60 minutes"
 	@echo "make show-... QUICK=1 the same in at most 2 minutes: smaller sizes, and what they cannot judge is not judged"
 	@echo "make chaos            the real server on host memory and an SSD that fail on purpose, 5 minutes and two starts"
 	@echo "make bench            the serving benchmark: every system side by side on the CPU testbed; goes on where it was stopped"
@@ -69,7 +70,7 @@ $(SHOWS): setup
 	$(PY) bench/show.py $(@:show-%=%) $(if $(QUICK),--quick)
 
 chaos: setup
-	$(BENCH) -m evicbench.tiers.chaos
+	$(PY) bench/show.py tiers --only chaos
 
 bench: setup
 	.venv/bin/evicpress bench serve --config bench/configs/cpu-testbed.yaml

@@ -27,6 +27,7 @@ AREAS = {
     "mend": "mend",
     "load": "load",
     "house": "house",
+    "codecs": "codecs",
 }
 """Area -> its room of evicbench, whose module ``measurements`` lists what is measured."""
 

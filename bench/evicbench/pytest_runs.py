@@ -52,3 +52,8 @@ def verdict(what: str, target: str, found: Counter[str]) -> Line:
     """Nothing may fail, nothing may be skipped, and something must have run."""
     figure = f"{found['passed']} passed, {found['failed']} failed, {found['skipped']} skipped"
     return Line(what, target, figure, bool(found["passed"]) and not found["failed"] and not found["skipped"])
+
+
+def passed(what: str, target: str, *words: str, interpreted: bool = False) -> Line:
+    """The line of one run of pytest."""
+    return verdict(what, target, together(run_tests(*words, interpreted=interpreted), ""))

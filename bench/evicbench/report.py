@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -48,14 +49,21 @@ def print_line(line: Line) -> None:
 
 
 def run_measurements(measurements: Mapping[str, Measure]) -> int:
-    """The exit status: 1 if a line is MISSED or nothing was measured, else 0."""
+    """The exit status: 1 if a line is MISSED or nothing was measured, else 0. A measurement that raises is MISSED, and
+    the next one follows."""
     begin = time.monotonic()
     lines = []
     for name, measure in measurements.items():
         start = time.monotonic()
-        for line in measure():
-            print_line(line)
-            lines.append(line)
+        try:
+            for line in measure():
+                print_line(line)
+                lines.append(line)
+        except (RuntimeError, OSError) as error:  # a server that does not start, a disk that is full
+            traceback.print_exc()
+            said = f"{type(error).__name__}: {error}".partition("\n")[0]
+            lines.append(Line(name, "measured to its end", said, False))
+            print_line(lines[-1])
         print(f"    {name}: {time.monotonic() - start:.0f} s", flush=True)
     missed = sum(line.ok is False for line in lines)
     print(f"{len(lines)} lines, {missed} missed, {(time.monotonic() - begin) / 60:.1f} minutes")

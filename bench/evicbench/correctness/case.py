@@ -108,10 +108,12 @@ class Case:
         """
         prompt = text.token_ids + tuple(suffix or self.words(self._rng.randint(12, 40)))
         path = self.path(prompt)
-        answer = self._server.generate(
-            list(prompt), NUM_ANSWER_TOKENS, extra_key=self.name, return_logprob=True, top_logprobs_num=NUM_TOP
-        )
-        return self.check(text, path, prompt, answer, cached=cached, with_controls=with_controls)
+        return self.check(text, path, prompt, self.generate(prompt), cached=cached, with_controls=with_controls)
+
+    def generate(self, prompt: Sequence[int]) -> Any:
+        """The server's answer in this case's namespace, with what ``check`` needs."""
+        fields = {"extra_key": self.name, "return_logprob": True, "top_logprobs_num": NUM_TOP}
+        return self._server.generate(list(prompt), NUM_ANSWER_TOKENS, **fields)
 
     def check(
         self,
@@ -123,34 +125,28 @@ class Case:
         cached: int | None = None,
         with_controls: bool = False,
     ) -> Text:
-        meta = answer["meta_info"]
-        self.expect(
-            "cached tokens",
-            meta["cached_tokens"],
-            expected_match(path, prompt, self.page_size) if cached is None else cached,
-        )
+        meta, output = answer["meta_info"], tuple(answer["output_ids"])
+        wanted = expected_match(path, prompt, self.page_size) if cached is None else cached
+        self.expect("cached tokens", meta["cached_tokens"], wanted)
         cached = int(meta["cached_tokens"])
-        output = tuple(answer["output_ids"])
         held = survivors(path, text.kv, cached)
-        if held.numel() and int(held.max()) >= cached:
-            self.findings.append(Finding(self.name, (f"position {int(held.max())} in a match of {cached} tokens",)))
+        if held.numel():
+            self.expect("a position beyond the match", int(held.max()) >= cached, False)
         new = prompt[cached:] + output
         extension = self._reference.extend(text.kv.gather(held), cached, new)
-        logprobs = extension.logprobs[-len(output) - 1 : -1]
-        difference = largest_difference(logprobs, meta["output_top_logprobs"])
+        logprobs, top = extension.logprobs[-len(output) - 1 : -1], meta["output_top_logprobs"]
         best = logprobs.topk(2).values
         differs = logprobs.argmax(-1) != torch.tensor(output)
         is_tie = differs & (best[:, 0] - logprobs[torch.arange(len(output)), list(output)] < self.tie)
-        controls = self._controls(text.kv, held, cached, new, meta["output_top_logprobs"]) if with_controls else None
         self.findings.append(
             Finding(
                 self.name,
                 () if len(output) == NUM_ANSWER_TOKENS else (f"{len(output)} tokens came back",),
-                difference,
+                largest_difference(logprobs, top),
                 len(output),
                 int((differs & ~is_tie).sum()),
                 int(is_tie.sum()),
-                controls,
+                self._controls(text.kv, held, cached, new, top) if with_controls else None,
             )
         )
         return self._joined(text, cached, prompt + output, extension, len(prompt))
@@ -181,16 +177,8 @@ class Case:
         """One request of many prompts, which the scheduler runs as one batch."""
         prompts = [text.token_ids + member.words(self._rng.randint(5, 60)) for member, text in members]
         paths = [member.path(prompt) for (member, _), prompt in zip(members, prompts, strict=True)]
-        answers = self._server.post(
-            "/generate",
-            {
-                "input_ids": [list(prompt) for prompt in prompts],
-                "extra_key": [member.name for member, _ in members],
-                "sampling_params": {"temperature": 0, "max_new_tokens": NUM_ANSWER_TOKENS, "ignore_eos": True},
-                "return_logprob": True,
-                "top_logprobs_num": NUM_TOP,
-            },
-        )
+        fields = {"return_logprob": True, "top_logprobs_num": NUM_TOP, "extra_key": [each.name for each, _ in members]}
+        answers = self._server.generate([list(prompt) for prompt in prompts], NUM_ANSWER_TOKENS, **fields)
         given = zip(members, paths, prompts, answers, strict=True)
         return [(member, member.check(text, path, prompt, answer)) for (member, text), path, prompt, answer in given]
 

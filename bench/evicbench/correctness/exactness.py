@@ -7,6 +7,7 @@ has a namespace of its own (``extra_key``), so cases run side by side on one ser
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -32,16 +33,9 @@ CHUNK_TOKENS = 1024
 def server_arguments(page_size: int) -> tuple[str, ...]:
     """Arguments of the server: all forms (snapkv's queries are kept only when it is named), and room."""
     return (
-        *(
-            "--kv-policy",
-            "evicpress",
-            "--kv-disable-online-profiling",
-            "--kv-forms",
-            ",".join(FORMS),
-            "--page-size",
-            str(page_size),
-        ),
+        *("--kv-policy", "evicpress", "--kv-disable-online-profiling", "--kv-forms", ",".join(FORMS)),
         *("--max-total-tokens", "131072", "--chunked-prefill-size", str(CHUNK_TOKENS), "--skip-tokenizer-init"),
+        *("--page-size", str(page_size)),
     )
 
 
@@ -238,17 +232,16 @@ def run_jobs(
 
 
 def measure(
-    server: Server, model: Path, page_size: int, *, name: str, contexts_per_cell: int = 3, num_points: int = 20
+    server: Server, model: Path, page_size: int, *, name: str, contexts_per_cell: int, num_points: int = 20
 ) -> Iterator[Line]:
     """All cases on a running server, started with ``server_arguments(page_size)``, that serves ``model``."""
     reference = Reference(model)
     where = f"({name}, page size {page_size})"
-    parts = (
+    for what, jobs in (
         (f"{len(PRESSES)} presses x kept {', '.join(map(str, KEPT_FRACTIONS))}", grid(contexts_per_cell)),
         ("two nodes, splits, turns, compressed again, chunks, batches", shapes()),
         (f"{num_points} partial matches per press, falling back", matches(num_points)),
-    )
-    for what, jobs in parts:
+    ):
         findings = run_jobs(server, reference, page_size, jobs)
         yield summary(f"exactness: {what} {where}", findings)
         if any(finding.controls for finding in findings):
@@ -257,8 +250,10 @@ def measure(
     yield Line(f"exactness: integrity afterwards {where}", "no violation", f"{violations or 'none'}", not violations)
 
 
-def measure_all(folder: Path, contexts_per_cell: int = 3) -> Iterator[Line]:
-    """Start a server per model and page size, one after the other. ``folder`` gets the peaky model."""
-    for (name, model), page_size in product((("peaky", make_peaky_model(folder)), ("testbed", MODEL)), (1, 16)):
-        with Server(*server_arguments(page_size), model=model) as server:
-            yield from measure(server, model, page_size, name=name, contexts_per_cell=contexts_per_cell)
+def measure_all(contexts_per_cell: int) -> Iterator[Line]:
+    """Start a server per model and page size, one after the other."""
+    with tempfile.TemporaryDirectory() as folder:
+        models = {"peaky": make_peaky_model(Path(folder)), "testbed": MODEL}
+        for (name, model), page_size in product(models.items(), (1, 16)):
+            with Server(*server_arguments(page_size), model=model) as server:
+                yield from measure(server, model, page_size, name=name, contexts_per_cell=contexts_per_cell)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,19 +29,27 @@ class Finding:
 
     @property
     def ok(self) -> bool:
-        return not self.problems and not self.wrong and self.difference <= TOLERANCE
+        return self.is_within(TOLERANCE)
+
+    def is_within(self, tolerance: float) -> bool:
+        return not self.problems and not self.wrong and self.difference <= tolerance
+
+
+def judged(findings: Sequence[Finding], tolerance: float = TOLERANCE) -> tuple[bool, float, str]:
+    """True if there are answers and all is well; the largest difference of an answer; tokens and faults in words."""
+    bad = [finding for finding in findings if not finding.is_within(tolerance)]
+    answers = [finding for finding in findings if finding.num_tokens]
+    wrong, tokens = sum(finding.wrong for finding in answers), sum(finding.num_tokens for finding in answers)
+    said = f"{len(answers)} answers, {wrong} of {tokens} tokens wrong ({sum(each.ties for each in answers)} ties)"
+    if bad:
+        said += f"; {len(bad)} bad, first {bad[0].case}: {'; '.join(bad[0].problems) or f'{bad[0].difference:.1e}'}"
+    return bool(answers) and not bad, max((finding.difference for finding in answers), default=math.nan), said
 
 
 def summary(what: str, findings: Sequence[Finding]) -> Line:
-    bad = [finding for finding in findings if not finding.ok]
-    answers = [finding for finding in findings if finding.num_tokens]
-    worst = max((finding.difference for finding in answers), default=0.0)
-    wrong, tokens = sum(finding.wrong for finding in answers), sum(finding.num_tokens for finding in answers)
-    ties = sum(finding.ties for finding in answers)
-    figure = f"{len(answers)} answers: {worst:.1e}, {wrong} of {tokens} tokens wrong ({ties} ties)"
-    if bad:
-        figure += f"; {len(bad)} bad, first {bad[0].case}: {'; '.join(bad[0].problems) or f'{bad[0].difference:.1e}'}"
-    return Line(what, f"log probabilities within {TOLERANCE:.0e}, no token wrong", figure, bool(answers) and not bad)
+    ok, worst, said = judged(findings)
+    target = f"log probabilities within {TOLERANCE:.0e}, no token wrong"
+    return Line(what, target, f"{worst:.1e}, {said}", ok)
 
 
 def sensitivity(what: str, findings: Sequence[Finding]) -> Line:

@@ -6,15 +6,12 @@ ratios are reported.
 
 from __future__ import annotations
 
-import http.client
-import json
 import random
 import statistics
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from evicbench.report import Line
+from evicbench.streams import stream
 from evicbench.testbed.server import Server
 
 OVERHEAD_BOUND = 1.05
@@ -25,42 +22,15 @@ COMMON = ("--max-total-tokens", "120000")
 OURS = ("--kv-policy", "evicpress", "--kv-disable-online-profiling", *COMMON)
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Seconds to the first token, and between later ones on average."""
-
-    first: float
-    between: float
-
-
-def timed(server: Server, input_ids: list[int], num_tokens: int) -> Timing:
-    """Stream one greedy request and time its tokens as a client sees them."""
-    sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
-    body = json.dumps({"input_ids": input_ids, "sampling_params": sampling, "stream": True})
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
-    begin = time.perf_counter()
-    connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
-    arrivals = [time.perf_counter() for _ in _events(connection.getresponse())]
-    connection.close()
-    gaps = (arrivals[-1] - arrivals[0]) / max(1, len(arrivals) - 1)
-    return Timing(arrivals[0] - begin, gaps)
-
-
-def _events(response: http.client.HTTPResponse) -> Iterator[bytes]:
-    for line in response:
-        if line.startswith(b"data:") and b"[DONE]" not in line:
-            yield line
-
-
 def paired(servers: Sequence[Server], prompts: Sequence[list[int]], num_tokens: int) -> tuple[list[float], list[float]]:
     """Ratios (second server / first) of time to first token and of time between tokens, one pair a prompt."""
     first, between = [], []
     for index, prompt in enumerate(prompts):
         order = (0, 1) if index // 2 % 2 == 0 else (1, 0)  # by twos: every other prompt is of another kind
-        seen = {which: timed(servers[which], prompt, num_tokens) for which in order}
-        first.append(seen[1].first / seen[0].first)
-        if seen[0].between > 0.0:  # else all tokens came at once
-            between.append(seen[1].between / seen[0].between)
+        seen = {which: stream(servers[which], prompt, num_tokens) for which in order}
+        first.append(seen[1].first_s / seen[0].first_s)
+        if seen[0].between_s > 0.0:  # else all tokens came at once
+            between.append(seen[1].between_s / seen[0].between_s)
     return first, between
 
 
@@ -72,13 +42,10 @@ def overhead(pairs: int, seed: int = 0, most: float = OVERHEAD_BOUND) -> list[Li
     for index in range(pairs):
         fresh = [rng.randrange(6, 480) for _ in range(600)]
         prompts.append(fresh if index % 2 else contexts[index // 2 % len(contexts)] + fresh[:20])
-    with (
-        Server(*COMMON, env=ATTENTION_ONLY) as stock,
-        Server(*OURS) as ours,
-    ):
+    with Server(*COMMON, env=ATTENTION_ONLY) as stock, Server(*OURS) as ours:
         for server in (stock, ours):
             for context in contexts:
-                timed(server, context, 4)
+                stream(server, context, 4)
         first, between = paired((stock, ours), prompts, 24)
         dropped = ours.get("/evicpress/stats")["decisions"]
     lines = []
@@ -106,7 +73,7 @@ def attention_speedup(rounds: int, seed: int = 1) -> Line:
         Server(*OURS) as ours,
     ):
         for server in (stock, ours):
-            timed(server, prefix, 2)
+            stream(server, prefix, 2)
         first, _ = paired((stock, ours), prompts, 2)
     speedup = 1 / statistics.median(first)
     return Line(

@@ -7,13 +7,15 @@ are written down anew from the papers' formulas.
 
 from __future__ import annotations
 
+import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import max_pool1d
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -171,27 +173,18 @@ class Node:
     @classmethod
     def shown(cls, node: Any) -> Self:
         """From the JSON of ``/evicpress/nodes/{id}?positions=true&tokens=true``."""
-        positions, logical = node["positions"], node["logical_indices"]
-        return cls(
-            node["id"],
-            node["start"],
-            tuple(node["token_ids"]),
-            node["form"],
-            node["lineage"],
-            node["num_slots"],
-            None if positions is None else torch.tensor(positions, dtype=torch.int64),
-            None if logical is None else torch.tensor(logical, dtype=torch.int64),
-            node["origin"],
-            node["has_queries"],
-        )
+        values = {name: node[name] for name in ("id", "start", "form", "lineage", "num_slots", "origin", "has_queries")}
+        kept = {"positions": node["positions"], "logical": node["logical_indices"]}
+        tensors = {name: None if of is None else torch.tensor(of, dtype=torch.int64) for name, of in kept.items()}
+        return cls(token_ids=tuple(node["token_ids"]), **values, **tensors)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Text:
     """A prompt with its answer and the KV that belongs to them on the server: exact, or computed on a lossy prefix.
 
-    ``queries`` [layers, q_heads, tokens, head_dim] are of the
-    passes that computed the KV, ``prompt_end`` is the length of the prompt.
+    ``queries`` [layers, q_heads, tokens, head_dim] are of the passes that computed the KV, ``prompt_end`` is the length
+    of the prompt.
     """
 
     token_ids: tuple[int, ...]
@@ -224,7 +217,7 @@ def expected_match(path: list[Node], token_ids: Sequence[int], page_size: int) -
             given = reached
         else:
             kept += int((node.logical < common).sum())
-            promised += MIN_MATCH_KEPT * float(node.form.partition("@")[2]) * common
+            promised += MIN_MATCH_KEPT * float(node.form.partition("@")[2].partition("+")[0]) * common
             if 0 < kept >= promised:
                 given = reached
         if common < len(node.token_ids):
@@ -318,15 +311,8 @@ def make_peaky_model(folder: Path, head_dim: int = 32) -> Path:
         tie_word_embeddings=False,
     )
     generator = torch.Generator().manual_seed(20240501)
-    spreads = {
-        "q_proj": 0.15,
-        "k_proj": 0.15,
-        "v_proj": 0.12,
-        "o_proj": 0.12,
-        "embed": 1.0,
-        "lm_head": 0.25,
-        "mlp": 0.05,
-    }
+    spreads = {"q_proj": 0.15, "k_proj": 0.15, "v_proj": 0.12, "o_proj": 0.12, "mlp": 0.05}
+    spreads |= {"embed": 1.0, "lm_head": 0.25}
     model = LlamaForCausalLM(config).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -334,4 +320,13 @@ def make_peaky_model(folder: Path, head_dim: int = 32) -> Path:
                 if part in name:
                     parameter.normal_(0.0, spread, generator=generator)
     model.save_pretrained(folder)
+    return folder
+
+
+def changed_model(model: Path, folder: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
+    """The same model but for its weights, which ``change`` gets by name."""
+    shutil.copytree(model, folder)
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

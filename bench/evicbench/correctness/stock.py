@@ -7,13 +7,14 @@ import random
 import re
 import subprocess
 import sys
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
+
+import httpx
 
 from evicbench.report import Line
 from evicbench.testbed.server import Server
@@ -23,14 +24,8 @@ from evicbench.testbed.vocabulary import load_vocabulary
 OTHER_PLUGINS = [point.name for point in entry_points(group="sglang.srt.plugins") if point.name != "evicpress"]
 WITHOUT_PLUGIN = {"SGLANG_PLUGINS": ",".join(OTHER_PLUGINS) or "none"}  # ours is then never imported
 POOL = (
-    "--random-seed",
-    "7",
-    "--max-total-tokens",
-    "3000",
-    "--max-running-requests",
-    "6",
-    "--chunked-prefill-size",
-    "256",
+    *("--random-seed", "7", "--max-total-tokens", "3000", "--max-running-requests", "6"),
+    *("--chunked-prefill-size", "256"),
 )
 EXACT = ("--kv-policy", "evicpress", "--kv-forms", "exact")
 NUM_CONCURRENT = 4
@@ -50,9 +45,8 @@ class Ask:
     raw: bytes | None = None
     method: str = "POST"
 
-    @property
-    def is_stream(self) -> bool:
-        return bool(self.body and self.body.get("stream") is True)
+
+Answered = list[tuple[int, bytes]]
 
 
 def mixed_requests(count: int, seed: int) -> list[Ask]:
@@ -124,52 +118,34 @@ def _refused(rng: random.Random, context: Context) -> Ask:
 
 def fetch(server: Server, ask: Ask) -> tuple[int, bytes]:
     """Status and body, the body without ids and times; a stream as what its events add up to."""
-    data = ask.raw if ask.raw is not None else None if ask.body is None else json.dumps(ask.body).encode()
-    request = urllib.request.Request(
-        server.url + ask.path, data=data, method=ask.method, headers={"Content-Type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            status, body = answer.status, answer.read()
-    except urllib.error.HTTPError as error:
-        status, body = error.code, error.read()
-    if ask.is_stream and status == 200:
-        body = _joined(body)
-    return status, _VOLATILE.sub(rb'"\1":"-"', body)
+    data = ask.raw if ask.raw is not None or ask.body is None else json.dumps(ask.body).encode()
+    given: dict[str, Any] = {"headers": {"Content-Type": "application/json"}, "timeout": 120.0, "trust_env": False}
+    response = httpx.request(ask.method, server.url + ask.path, content=data, **given)
+    is_stream = bool(ask.body and ask.body.get("stream") is True) and response.status_code == 200
+    body = _joined(response.content.splitlines()) if is_stream else response.content
+    return response.status_code, _VOLATILE.sub(rb'"\1":"-"', body)
 
 
-def _joined(stream: bytes) -> bytes:
+def _joined(lines: Sequence[bytes]) -> bytes:
     """Join the events of a stream, whose cuts depend on timing: texts are joined, of all else the last one counts."""
     last: dict[str, Any] = {}
-    texts: dict[int, str] = {}
-    others: dict[int, list[Any]] = {}
-    for event in _events(stream):
-        for choice in event.get("choices") or ():
-            index = choice["index"]
-            delta = choice.pop("delta", {})
-            text = choice.pop("text", None) or delta.get("content") or ""
-            logprobs = choice.pop("logprobs", None)
-            texts[index] = texts.get(index, "") + text
-            others.setdefault(index, []).extend(_tokens(logprobs))
+    texts: dict[int, str] = defaultdict(str)
+    others: dict[int, list[Any]] = defaultdict(list)
+    for line in lines:
+        if not line.startswith(b"data: {"):
+            continue
+        event = json.loads(line[6:])
+        for choice in event.pop("choices", None) or ():
+            index, delta, logprobs = choice["index"], choice.pop("delta", {}), choice.pop("logprobs", None) or {}
+            texts[index] += choice.pop("text", None) or delta.get("content") or ""
+            others[index] += logprobs.get("content") or ()  # of a chat
+            if "tokens" in logprobs:
+                given = logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"] or ()
+                others[index] += zip(*given, strict=False)
             if choice.get("finish_reason"):
                 others[index].append(choice)
-        last = {**last, **event}
-    last.pop("choices", None)
+        last |= event
     return json.dumps([last, sorted(texts.items()), sorted(others.items())]).replace(": ", ":").encode()
-
-
-def _tokens(logprobs: Any) -> list[Any]:
-    if not logprobs:
-        return []
-    if "content" in logprobs:  # chat
-        return list(logprobs["content"] or ())
-    return list(zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"] or (), strict=False))
-
-
-def _events(stream: bytes) -> Iterator[dict[str, Any]]:
-    for line in stream.splitlines():
-        if line.startswith(b"data: ") and line != b"data: [DONE]":
-            yield json.loads(line[6:])
 
 
 _IMPORTS = """
@@ -198,12 +174,8 @@ def compare_import() -> Line:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """Greedy token ids, and by how much the best token's log probability led the second's at each."""
-
-    ids: list[int]
-    leads: list[float]
+Generated = list[tuple[int, float]]
+"""Greedy token ids, and by how much each token's log probability led the second's."""
 
 
 def shared_prompts(count: int, seed: int) -> list[tuple[list[int], int]]:
@@ -223,9 +195,9 @@ def shared_prompts(count: int, seed: int) -> list[tuple[list[int], int]]:
 
 def generate_all(server: Server, prompts: Sequence[tuple[list[int], int]]) -> list[Generated]:
     def generate(prompt: tuple[list[int], int]) -> Generated:
-        answer = server.generate(prompt[0], prompt[1], return_logprob=True, top_logprobs_num=2)
-        top = answer["meta_info"]["output_top_logprobs"]
-        return Generated(answer["output_ids"], [best[0] - second[0] for best, second in top])
+        answer = server.generate(*prompt, return_logprob=True, top_logprobs_num=2)
+        leads = (best[0] - second[0] for best, second in answer["meta_info"]["output_top_logprobs"])
+        return list(zip(answer["output_ids"], leads, strict=True))
 
     with ThreadPoolExecutor(NUM_CONCURRENT) as pool:
         return list(pool.map(generate, prompts))
@@ -272,17 +244,12 @@ def compare(num_asks: int = 200, num_prompts: int = 160, seed: int = 0) -> tuple
     return lines, unlike + wrong
 
 
-def _answers(asks: Sequence[Ask], env: dict[str, str] | None = None) -> list[tuple[int, bytes]]:
+def _answers(asks: Sequence[Ask], env: dict[str, str] | None = None) -> Answered:
     with Server(*POOL, env=env) as server:
         return [fetch(server, ask) for ask in asks]
 
 
-def _never_alike(
-    asks: Sequence[Ask],
-    differing: Sequence[int],
-    ours: Sequence[tuple[int, bytes]],
-    stock: Sequence[tuple[int, bytes]],
-) -> list[int]:
+def _never_alike(asks: Sequence[Ask], differing: Sequence[int], ours: Answered, stock: Answered) -> list[int]:
     """Differing answers that differ in a second run of both servers too.
 
     SGLang's streamed log probabilities race with themselves: stock now and then gives a token the top_logprobs of the
@@ -295,13 +262,12 @@ def _never_alike(
 def _differences(ours: Sequence[Generated], stock: Sequence[Generated]) -> tuple[int, list[str]]:
     """Number of outputs that part at a tie, and in words those that part where one token clearly led."""
     num_ties, wrong = 0, []
-    for i, (mine, theirs) in enumerate(zip(ours, stock, strict=True)):
-        at = next((j for j, pair in enumerate(zip(mine.ids, theirs.ids, strict=True)) if pair[0] != pair[1]), None)
-        if at is None:
-            continue
-        lead = min(mine.leads[at], theirs.leads[at])
-        if lead < TIE:
-            num_ties += 1
-        else:
-            wrong.append(f"prompt {i}: token {at} is {mine.ids[at]}, stock {theirs.ids[at]}, which led by {lead:.2e}")
+    for i, pairs in enumerate(zip(ours, stock, strict=True)):
+        for at, (mine, theirs) in enumerate(zip(*pairs, strict=True)):
+            if mine[0] != theirs[0]:
+                lead = min(mine[1], theirs[1])
+                num_ties += lead < TIE
+                if lead >= TIE:
+                    wrong.append(f"prompt {i}: token {at} is {mine[0]}, stock {theirs[0]}, which led by {lead:.2e}")
+                break
     return num_ties, wrong

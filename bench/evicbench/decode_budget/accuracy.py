@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from evicbench.decode_budget.requests import FAMILIES, Request
-from evicbench.paths import OUT
+from evicbench.decode_budget.requests import FAMILIES, Request, server_flags
+from evicbench.paths import out_file
 from evicbench.report import Line
 from evicbench.testbed.server import Server
 from evicbench.testbed.tasks import make_context
@@ -33,7 +33,6 @@ EVERY, MAX_NEW = 4, 14
 LONG_EVERY, LONG_NEW = 32, 128
 NUM_CLIENTS = 8
 LEAST_EQUAL = 0.95
-TABLE = OUT / "decode" / "accuracy.md"
 
 Cell = tuple[int, str, str, int]
 """Page size, method, score and budget."""
@@ -57,18 +56,7 @@ def draw_questions() -> list[Question]:
 
 
 def arguments(page_size: int, score: str) -> tuple[str, ...]:
-    return (
-        *(
-            "--kv-policy",
-            "lru",
-            "--kv-disable-online-profiling",
-            "--skip-tokenizer-init",
-            "--page-size",
-            str(page_size),
-        ),
-        *("--max-total-tokens", "32768", "--max-running-requests", str(NUM_CLIENTS), "--kv-decode-score", score),
-        *("--kv-decode-interval", str(EVERY)),
-    )
+    return server_flags(page_size, 32768, NUM_CLIENTS, "--kv-decode-score", score, "--kv-decode-interval", str(EVERY))
 
 
 def answers(
@@ -196,7 +184,6 @@ def measure() -> Iterator[Line]:
                 cells[cell] = mean_f1(given, wanted)
                 request = Request((), LONG_NEW, budget, method, score, LONG_EVERY)
                 long[cell] = mean_f1(answers(server, firsts, request, LONG_NEW, goes_on=True), exact_long)
-    TABLE.parent.mkdir(parents=True, exist_ok=True)
-    TABLE.write_text(tables(full, cells, long), encoding="utf-8")
+    out_file("decode", "accuracy.md").write_text(tables(full, cells, long), encoding="utf-8")
     print(tables(full, cells, long), flush=True)
     yield line(full, cells, long, num_same, len(questions))

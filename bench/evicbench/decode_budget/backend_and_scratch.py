@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from evicbench.decode_budget.requests import Request, ask_all, context_prompt
+from evicbench.decode_budget.requests import Request, ask_all, context_prompt, server_flags
 from evicbench.decode_budget.watch import watched
 from evicbench.report import Line
 from evicbench.testbed.server import Server
@@ -84,7 +84,7 @@ class Row:
         window = QueryWindow(queries, torch.arange(num_slots - WINDOW, num_slots))
         positions = torch.arange(num_slots, dtype=torch.int32).expand(LAYERS, HEADS, -1)
         slots = torch.arange(PAGE, num_slots + PAGE)
-        node = PressInput(k_buffers, v_buffers, slots, positions, 0, num_slots, window, DIM**-0.5, PAGE)
+        node = PressInput(k_buffers, v_buffers, slots, positions, 0, num_slots, window, DIM**-0.5)
         return cls(node, num_slots)
 
     def drop(self, method: str, score: str) -> None:
@@ -138,10 +138,8 @@ def scratch_line(peaks: dict[tuple[str, str], list[int]]) -> Line:
 def backends(requests: Sequence[Request]) -> tuple[str, set[str], int]:
     """SGLang's name of its attention backend, the types that it ran, and the passes that ``requests`` led to."""
     score = "tova" if any(request.budget for request in requests) else "value_key_ratio"
-    limits = ("--max-total-tokens", "16384", "--max-running-requests", "8", "--kv-decode-score", score)
-    limits += ("--kv-decode-interval", "16")
-    policy = ("--kv-policy", "lru", "--kv-disable-online-profiling", "--skip-tokenizer-init", "--page-size", str(PAGE))
-    with watched() as watch, Server(*policy, *limits, env=watch.env) as server:
+    flags = server_flags(PAGE, 16384, 8, "--kv-decode-score", score, "--kv-decode-interval", "16")
+    with watched() as watch, Server(*flags, env=watch.env) as server:
         ask_all(server, requests)
         return (
             str(server.get("/server_info")["attention_backend"]),

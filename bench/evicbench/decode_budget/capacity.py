@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from evicbench.decode_budget.requests import Request, ask_all, context_prompt
+from evicbench.decode_budget.requests import Request, ask_all, context_prompt, server_flags
 from evicbench.report import Line
 from evicbench.testbed.server import Server
 
@@ -38,11 +38,8 @@ class Run:
 
 def arguments(budget: int) -> tuple[str, ...]:
     """Both servers may run all requests, and tell of every step."""
-    return (
-        *("--kv-policy", "lru", "--kv-disable-online-profiling", "--skip-tokenizer-init", "--page-size", str(PAGE)),
-        *("--max-total-tokens", str(POOL), "--max-running-requests", str(NUM_REQUESTS), "--decode-log-interval", "1"),
-        *(("--kv-decode-budget", str(budget)) if budget else ()),
-    )
+    own = ("--kv-decode-budget", str(budget)) if budget else ()
+    return server_flags(PAGE, POOL, NUM_REQUESTS, "--decode-log-interval", "1", *own)
 
 
 def run(server: Server, prompts: Sequence[Sequence[int]]) -> Run:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from evicbench.decode_budget.requests import Request, ask_all, context_prompt
+from evicbench.decode_budget.requests import Request, ask_all, context_prompt, server_flags
 from evicbench.decode_budget.watch import Pass, Round, step_seconds, watched
 from evicbench.report import Line
 from evicbench.testbed.server import Server
@@ -52,26 +52,13 @@ class Run:
         return [made for each in self.rounds for made in each.passes]
 
 
-def arguments(score: str, page_size: int) -> tuple[str, ...]:
-    return (
-        *(
-            "--kv-policy",
-            "lru",
-            "--kv-disable-online-profiling",
-            "--skip-tokenizer-init",
-            "--page-size",
-            str(page_size),
-        ),
-        *("--max-total-tokens", "65536", "--max-running-requests", "32", "--kv-decode-score", score),
-    )
-
-
 def run_all(
     score: str, page_size: int, batches: Sequence[int] = BATCHES, methods: Sequence[str] = METHODS
 ) -> Iterator[Run]:
     """All batches and methods, one after the other, on one server."""
     draw = random.Random(f"cost {page_size}")
-    with watched() as watch, Server(*arguments(score, page_size), env=watch.env) as server:
+    flags = server_flags(page_size, 65536, 32, "--kv-decode-score", score)
+    with watched() as watch, Server(*flags, env=watch.env) as server:
         for batch in batches:
             for method in methods:
                 since = watch.num_lines

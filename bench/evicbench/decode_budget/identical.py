@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from evicbench.correctness.findings import TOLERANCE, Finding
+from evicbench.correctness.findings import TOLERANCE, Finding, judged
 from evicbench.correctness.reference import Reference, make_peaky_model
-from evicbench.correctness.storm import CHECKS
 from evicbench.decode_budget.generation import check_answer
-from evicbench.decode_budget.requests import Request, ask_all, prompt_for, shown_of
+from evicbench.decode_budget.requests import Request, ask_all, prompt_for, server_flags, shown_of
 from evicbench.report import Line
+from evicbench.stress import CHECKS
 from evicbench.testbed.server import MODEL, Server
 from sglang_evicpress.decode_budget.scores import SCORES
 from sglang_evicpress.decode_budget.settings import METHODS
@@ -54,18 +54,8 @@ SETUPS = (
 
 def arguments(page_size: int) -> tuple[str, ...]:
     """Room for all queries that tova and h2o want kept."""
-    return (
-        *(
-            "--kv-policy",
-            "lru",
-            "--kv-disable-online-profiling",
-            "--skip-tokenizer-init",
-            "--page-size",
-            str(page_size),
-        ),
-        *("--max-total-tokens", "16384", "--max-running-requests", "8", "--kv-decode-score", "tova"),
-        *("--kv-decode-interval", str(min(EVERY)), "--kv-decode-client-budgets", "trace"),
-    )
+    more = ("--kv-decode-score", "tova", "--kv-decode-interval", str(min(EVERY)), "--kv-decode-client-budgets", "trace")
+    return server_flags(page_size, 16384, 8, *more)
 
 
 def draw_requests(model: Path, page_size: int, seed: int) -> list[Request]:
@@ -133,24 +123,17 @@ def _compare_one(
 
 
 def exact_line(setup: Setup, outcome: Outcome) -> Line:
-    bad = [finding for finding in outcome.findings if not finding.ok]
-    worst = max(finding.difference for finding in outcome.findings)
-    tokens = sum(finding.num_tokens for finding in outcome.findings)
-    wrong, ties = (sum(getattr(each, name) for each in outcome.findings) for name in ("wrong", "ties"))
-    figure = (
-        f"{wrong} of {tokens} tokens ({ties} ties), {worst:.1e}; passes of kinds {', '.join(sorted(outcome.kinds))}"
-    )
+    ok, worst, said = judged(outcome.findings)
+    figure = f"{said}; {worst:.1e}; passes of kinds {', '.join(sorted(outcome.kinds))}"
     if outcome.num_retracted:
         figure += f"; sent back {outcome.num_retracted} times"
-    if bad:
-        figure += f"; {len(bad)} bad, first {bad[0].case}: {'; '.join(bad[0].problems) or f'{bad[0].difference:.1e}'}"
     return Line(
         f"token-identical: {NUM_PROMPTS} prompts with a budget and {NUM_PLAIN} without side by side, all methods "
         f"and scores, {setup.model} model, pages of {setup.page_size}, {setup.what}; survivors checked but for r_kv",
         f"no token another than transformers' over the same survivors uncompacted, log probabilities within "
         f"{TOLERANCE:.0e}",
         figure,
-        not bad and {"copy_out", "page", "repack", "holefill"} <= outcome.kinds,
+        ok and {"copy_out", "page", "repack", "holefill"} <= outcome.kinds,
     )
 
 

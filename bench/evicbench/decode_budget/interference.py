@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from evicbench.decode_budget.requests import Request, ask_all, context_prompt
+from evicbench.decode_budget.requests import Request, ask_all, context_prompt, server_flags
 from evicbench.report import Line
 from evicbench.testbed.server import Server
 
@@ -31,14 +31,6 @@ class Seen:
     @property
     def hit_rate(self) -> float:
         return sum(self.cached) / (NUM_OTHERS * PREFIX)
-
-
-def arguments() -> tuple[str, ...]:
-    """Room for the prefixes, the others and the long ones within their budget, not for the long ones in full."""
-    return (
-        *("--kv-policy", "lru", "--kv-disable-online-profiling", "--skip-tokenizer-init", "--page-size", str(PAGE)),
-        *("--max-total-tokens", str(POOL), "--max-running-requests", "16"),
-    )
 
 
 def others(server: Server, prefixes: Sequence[list[int]], long: Sequence[Request], draw: random.Random) -> Seen:
@@ -96,7 +88,8 @@ def measure() -> Iterator[Line]:
         Request(context_prompt(draw, LONG), NUM_NEW_LONG, BUDGET, method, interval=32)
         for _, method in zip(range(NUM_LONG), ("paged", "repack", "holefill") * NUM_LONG, strict=False)
     ]
-    with Server(*arguments()) as server:
+    # Room for the prefixes, the others and the long ones within their budget, not for the long ones in full.
+    with Server(*server_flags(PAGE, POOL, 16)) as server:
         alone = others(server, prefixes, (), random.Random("questions"))
         unbudgeted = others(
             server, prefixes, [replace(request, budget=0) for request in long], random.Random("questions")

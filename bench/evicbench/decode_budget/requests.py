@@ -17,6 +17,15 @@ WINDOW = 8
 FAMILIES = ("needle", "multikv", "record", "hop")
 
 
+def server_flags(page_size: int, num_slots: int, num_running: int, *more: str) -> tuple[str, ...]:
+    """Flags of a server of token ids whose cache is exact: only budgets drop anything."""
+    return (
+        *("--kv-policy", "lru", "--kv-disable-online-profiling", "--skip-tokenizer-init"),
+        *("--page-size", str(page_size), "--max-total-tokens", str(num_slots)),
+        *("--max-running-requests", str(num_running), *more),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One request; ``budget`` 0 asks for none, ``interval`` None for the interval of the server. Its answer has

@@ -6,19 +6,13 @@ and notes the passes that it made. Nothing of the product is replaced.
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from evicbench.plugins import path_with, plugin_folder
-
-LOG = "EVICPRESS_BENCH_WATCH"
+from evicbench.plugins import PluginLog, Tell, plugin_folder, watch_scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,28 +43,16 @@ class Round:
         return cls(line["began"], line["running"], line["visit"], line["rise"], line["ring"], passes)
 
 
-class Watch:
+class Watch(PluginLog):
     """``with watched() as watch, Server(..., env=watch.env): ...``, then ``watch.rounds()``."""
-
-    def __init__(self, folder: Path) -> None:
-        self.log = folder / "rounds.jsonl"
-        self.env = {LOG: str(self.log), "PYTHONPATH": path_with(folder)}
-
-    def _lines(self) -> list[Any]:
-        whole, _, _ = self.log.read_text(encoding="utf-8").rpartition("\n")
-        return [json.loads(line) for line in whole.splitlines()]
-
-    @property
-    def num_lines(self) -> int:
-        return len(self._lines())
 
     def backends(self) -> set[str]:
         """The types of attention backend that the server has had in its rounds."""
-        return {line["backend"] for line in self._lines()}
+        return {line["backend"] for line in self.lines()}
 
     def rounds(self, since: int = 0) -> list[Round]:
         """Rounds with a running batch or a pass, from line ``since`` on."""
-        return [Round.read(line) for line in self._lines()[since:]]
+        return [Round.read(line) for line in self.lines(since)]
 
 
 @contextmanager
@@ -93,31 +75,12 @@ def step_seconds(rounds: Sequence[Round], num_running: int) -> list[float]:
 
 
 def load() -> None:
-    """SGLang calls this in each of its processes; only the scheduler's is watched."""
-    if LOG not in os.environ or multiprocessing.parent_process() is None:
-        return
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    from sglang_evicpress.patches.attention.query_ring import QueryRing
-
-    ring_s = [0.0]
-    observe = QueryRing.observe_decode
-
-    def timed(ring: Any, *args: Any, **kwargs: Any) -> None:
-        begin = time.perf_counter()
-        observe(ring, *args, **kwargs)
-        ring_s[0] += time.perf_counter() - begin
-
-    QueryRing.observe_decode = timed  # type: ignore[method-assign]
-
-    def after_init(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-        _attach(scheduler, ring_s)
-
-    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.__init__", after_init, HookType.AFTER)
+    watch_scheduler(_attach)
 
 
-def _attach(scheduler: Any, ring_s: list[float]) -> None:
+def _attach(scheduler: Any, tell: Tell) -> None:
     from sglang_evicpress.decode_budget.stats import PassRecord, RequestStats, Totals
+    from sglang_evicpress.patches.attention.query_ring import QueryRing
 
     class SeenTotals(Totals):
         def add(self, stats: RequestStats, record: PassRecord) -> None:
@@ -125,14 +88,15 @@ def _attach(scheduler: Any, ring_s: list[float]) -> None:
             made.append(record)
 
     made: list[PassRecord] = []
-    cache, page = scheduler.tree_cache, scheduler.page_size
-    cache.decode_budgets._log.totals = SeenTotals()
+    ring_s = [0.0]
+    cache, page, observe = scheduler.tree_cache, scheduler.page_size, QueryRing.observe_decode
+    cache.decode_budgets.log.totals = SeenTotals()
     visit, allocator = cache.decode_budgets.visit_budgets, scheduler.token_to_kv_pool_allocator
-    log = Path(os.environ[LOG]).open("w", encoding="utf-8", buffering=1)  # noqa: SIM115
 
-    def tell(**line: Any) -> None:
-        backend = type(scheduler.tp_worker.model_runner.attn_backend).__name__
-        log.write(json.dumps({"backend": backend, **line}) + "\n")
+    def timed(ring: Any, *args: Any, **kwargs: Any) -> None:
+        begin = time.perf_counter()
+        observe(ring, *args, **kwargs)
+        ring_s[0] += time.perf_counter() - begin
 
     def watched_visit(given: Any) -> None:
         running, free = len(given.running_batch.reqs), allocator.available_size()
@@ -141,11 +105,16 @@ def _attach(scheduler: Any, ring_s: list[float]) -> None:
         visit(given)
         seconds = time.perf_counter() - begin
         if running or made:
+            backend = type(scheduler.tp_worker.model_runner.attn_backend).__name__
             passes = [(each.kind, each.pages_freed, _taken(each, page), each.seconds) for each in made]
             rise = allocator.available_size() - free
-            tell(began=begin, running=running, visit=seconds, rise=rise, ring=ring_s[0], passes=passes)
+            tell(
+                **{"backend": backend, "began": begin, "running": running, "visit": seconds},
+                **{"rise": rise, "ring": ring_s[0], "passes": passes},
+            )
         ring_s[0] = 0.0
 
+    QueryRing.observe_decode = timed  # type: ignore[method-assign,assignment]
     cache.decode_budgets.visit_budgets = watched_visit
 
 

@@ -61,8 +61,8 @@ def _plots(summary: Summary) -> str:
     with mpl.rc_context({"svg.fonttype": "none", "font.size": 9}):
         figure = Figure(figsize=(10, 5.6), layout="constrained")
         (means, spread), (tokens, quality) = figure.subplots(2, 2)
-        means.barh(names, [1e3 * (cell.ttft_p95_s or 0) for cell in named.values()], color="lightgray", label="p95")
-        means.barh(names, [1e3 * (cell.ttft_mean_s or 0) for cell in named.values()], color="tab:red", label="mean")
+        means.barh(names, [1e3 * (cell.ttft.p95_s or 0) for cell in named.values()], color="lightgray", label="p95")
+        means.barh(names, [1e3 * (cell.ttft.mean_s or 0) for cell in named.values()], color="tab:red", label="mean")
         means.set(xlabel="TTFT, ms")
         means.legend()
         for name, cell in named.items():
@@ -80,7 +80,7 @@ def _plots(summary: Summary) -> str:
             begin = [start + width for start, width in zip(begin, widths, strict=True)]
         tokens.set(xlabel="prompt tokens, %", xlim=(0, 100))
         tokens.legend(ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
-        quality.barh(names, [cell.f1_full_cache or 0.0 for cell in named.values()], color="tab:green")
+        quality.barh(names, [cell.qualities.f1_full_cache or 0.0 for cell in named.values()], color="tab:green")
         quality.set(xlabel="token F1 with the answer of the full cache", xlim=(0, 1.02))
         for axes in (means, tokens, quality):
             axes.invert_yaxis()
@@ -106,7 +106,7 @@ def tree(nodes: Sequence[Mapping[str, Any]]) -> str:
         end = max(end, row + 1)
         node = drawn[node_id]
         left, width = scale * node["start"], scale * node["num_tokens"] - 1
-        kept = Form.parse(node["form"]).kept_fraction
+        kept = Form.parse_stored(node["form"]).kept_fraction
         colour, height = COLOURS[node["tier"]], _ROW * (end - row) - 2
         text = f"{node['form']} on {node['tier']}, {node['num_tokens']} tokens, matched {node['num_hits']} times"
         for share, opacity in ((1.0, 0.2), (kept, 0.7)):

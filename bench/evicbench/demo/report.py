@@ -31,8 +31,8 @@ def opening(config: Config, out: Path) -> Iterator[str]:
     """Printed before anything starts."""
     memory = config.memory
     yield (
-        f"{config.requests} questions about shared contexts, by one client, the same for four servers one after the "
-        "other: about 6 minutes on 2 cores."
+        f"{config.workload.requests} questions about shared contexts, by one client, the same for four servers one "
+        "after the other: about 6 minutes on 2 cores."
     )
     told = {
         "lru": f"drops what the GPU pool, {memory.gpu:.0%} of the contexts' KV, cannot hold",
@@ -54,8 +54,8 @@ def rows(summary: Summary) -> list[list[str]]:
     """Rows of the table below ``HEAD``."""
     return [
         [
-            *(name, ms(cell.ttft_mean_s), ms(cell.ttft_p95_s), share(cell.hit_share)),
-            *(number(cell.f1_full_cache), share(same_answers(summary, cell))),
+            *(name, ms(cell.ttft.mean_s), ms(cell.ttft.p95_s), share(cell.held.hit_share)),
+            *(number(cell.qualities.f1_full_cache), share(same_answers(summary, cell))),
         ]
         for name, cell in cells(summary).items()
     ]
@@ -76,7 +76,7 @@ def _answers(run: Run) -> dict[int, str]:
 
 def tokens_by_source(cell: Cell) -> dict[str, float]:
     """Shares of the prompts' tokens: by tier, and computed."""
-    hits = cell.hits or {}
+    hits = cell.held.hits or {}
     by_tier = {tier: hits.get(tier, 0.0) for tier in TIERS}
     return {**by_tier, "computed": max(0.0, 1.0 - sum(by_tier.values()))}
 
@@ -98,10 +98,10 @@ def report(summary: Summary, page: Path, took_s: float) -> Iterator[str]:
     """Printed at the end."""
     named = cells(summary)
     yield from ("", *aligned([HEAD, *rows(summary)]), "", "TTFT mean, ms")
-    longest = max((cell.ttft_mean_s or 0.0 for cell in named.values()), default=0.0) or 1.0
+    longest = max((cell.ttft.mean_s or 0.0 for cell in named.values()), default=0.0) or 1.0
     for name, cell in named.items():
-        bar = "█" * max(1, round(_WIDTH * (cell.ttft_mean_s or 0.0) / longest))
-        yield f"  {name:<15} {bar} {ms(cell.ttft_mean_s)}"
+        bar = "█" * max(1, round(_WIDTH * (cell.ttft.mean_s or 0.0) / longest))
+        yield f"  {name:<15} {bar} {ms(cell.ttft.mean_s)}"
     yield from ("", f"Prompt tokens from: {', '.join(f'{shade} {name}' for name, shade in _SHADES.items())}")
     for name, cell in named.items():
         yield f"  {name:<15} {stacked(tokens_by_source(cell))}"

@@ -6,15 +6,17 @@ that it must not touch included.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from evicbench.gpu.pools import Pool, Shape
+from sglang_evicpress.codec.layout import BITS, HEADER, GroupLayout, LosslessLayout, layout_of
+from sglang_evicpress.kernels import group_codec, lossless_codec
 from sglang_evicpress.kernels.compact import compact, compact_torch
 from sglang_evicpress.kernels.fill_holes import fill_holes, fill_holes_torch
 from sglang_evicpress.kernels.redundancy import redundancy, redundancy_torch
@@ -29,22 +31,13 @@ from sglang_evicpress.kernels.score import (
     value_key_ratio_torch,
 )
 from sglang_evicpress.kernels.select import select_survivors, select_survivors_torch
+from sglang_evicpress.kernels.stage import gather, gather_torch, scatter, scatter_torch
 from sglang_evicpress.kernels.window_attention import window_attention, window_attention_torch
 
 SUMS = 1e-5  # relative error allowed to sums in float32
 DOTS = 1e-4  # and to what matrix units and exponentials add
 INTEGERS = {2: torch.int16, 4: torch.int32}
 GROUP = 4  # query heads per kv head
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """``run(pool, shape, generator)``, the pool on the device and the generator on the CPU, yields errors: relative
-    ones, or 0 and infinity where every bit counts."""
-
-    name: str
-    tolerance: float
-    run: Callable[[Pool, Shape, torch.Generator], Iterator[float]]
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -66,12 +59,13 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def bits(layer: Tensor) -> Tensor:
-    return layer.cpu().view(INTEGERS[layer.dtype.itemsize])
+    """The same memory as integers."""
+    return layer.view(INTEGERS[layer.dtype.itemsize])
 
 
-def same_bits(actual: Pool, expected: Pool) -> float:
-    pairs = zip([*actual.k, *actual.v], [*expected.k, *expected.v], strict=True)
-    return 0.0 if all(torch.equal(bits(one), bits(other)) for one, other in pairs) else float("inf")
+def same_bits(actual: list[Tensor], expected: list[Tensor]) -> float:
+    pairs = zip(actual, expected, strict=True)
+    return 0.0 if all(torch.equal(bits(one.cpu()), bits(other)) for one, other in pairs) else float("inf")
 
 
 def random_survivors(shape: Shape, num_kept: int, generator: torch.Generator) -> Tensor:
@@ -87,117 +81,166 @@ def dense_survivors(shape: Shape, generator: torch.Generator) -> Tensor:
     return (kept + (kept >= dropped)).int()
 
 
-def random_bits(pool: Pool, generator: torch.Generator) -> Pool:
-    """Every bit pattern, NaN payloads and subnormals included."""
-    device = pool.slots.device
-    made = pool.to("cpu")
-    for layer in (*made.k, *made.v):
-        size = 8 * layer.dtype.itemsize
-        layer.view(INTEGERS[layer.dtype.itemsize]).random_(-(2 ** (size - 1)), 2 ** (size - 1), generator=generator)
-    return made.to(str(device))
+def staging(shape: Shape, rows: int, device: str = "cpu") -> Tensor:
+    """A buffer ``[L, 2, rows, H, D]`` of NaN."""
+    size = (shape.num_layers, 2, rows, shape.num_heads, shape.head_dim)
+    return torch.full(size, float("nan"), dtype=shape.dtype, device=device)
 
 
-def _key_norm(pool: Pool, shape: Shape, generator: torch.Generator) -> Iterator[float]:
-    host = pool.to("cpu")
-    yield relative_error(key_norm(pool.k, pool.slots, backend="triton"), key_norm_torch(host.k, host.slots))
+def copied(given: Any, device: str) -> Any:
+    """Tensors on the device, lists of them too, never the ones given; all else as it is."""
+    if isinstance(given, tuple | list):
+        return [copied(each, device) for each in given]
+    return given.to(device, copy=True) if isinstance(given, Tensor) else given
 
 
-def _value_key_ratio(pool: Pool, shape: Shape, generator: torch.Generator) -> Iterator[float]:
-    host = pool.to("cpu")
-    actual = value_key_ratio(pool.k, pool.v, pool.slots, backend="triton")
-    yield relative_error(actual, value_key_ratio_torch(host.k, host.v, host.slots))
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A pool on the CPU, its kernels on a device. Errors are relative, or 0 and infinity where every bit counts."""
+
+    pool: Pool
+    shape: Shape
+    generator: torch.Generator
+    device: str
+
+    def scored(self, kernel: Callable[..., Tensor], reference: Callable[..., Tensor], *given: Any) -> float:
+        """Error of the result."""
+        return relative_error(kernel(*copied(given, self.device), backend="triton"), reference(*given))
+
+    def moved(self, kernel: Callable[..., None], reference: Callable[..., None], *given: Any) -> float:
+        """Error of K and V afterwards, which hold random bits before."""
+        self.fill_with_bits()
+        every = (self.pool.k, self.pool.v, self.pool.slots, *given)
+        here, there = copied(every, self.device), copied(every, "cpu")
+        reference(*there)
+        kernel(*here, backend="triton")
+        return same_bits([*here[0], *here[1]], [*there[0], *there[1]])
+
+    def fill_with_bits(self) -> None:
+        """Every bit pattern into the pool, NaN payloads and subnormals included."""
+        for layer in (*self.pool.k, *self.pool.v):
+            most = 2 ** (8 * layer.dtype.itemsize - 1)
+            bits(layer).random_(-most, most, generator=self.generator)
+
+    def randn(self, *size: int) -> Tensor:
+        return torch.randn(self.shape.num_layers, *size, generator=self.generator)
+
+    def survivors(self, num_kept: int) -> Tensor:
+        return random_survivors(self.shape, num_kept, self.generator)
 
 
-def _key_difference(pool: Pool, shape: Shape, generator: torch.Generator) -> Iterator[float]:
-    host = pool.to("cpu")
-    actual = key_difference(pool.k, pool.slots, backend="triton")
-    yield relative_error(actual, key_difference_torch(host.k, host.slots))
+def _page_mean(it: Trial) -> Iterator[float]:
+    scores = it.randn(it.shape.num_heads, it.shape.n)
+    yield from (it.scored(page_mean, page_mean_torch, scores, page_size) for page_size in (1, 3, 16, 64))
 
 
-def _page_mean(pool: Pool, shape: Shape, generator: torch.Generator) -> Iterator[float]:
-    scores = torch.randn(shape.num_layers, shape.num_heads, shape.n, generator=generator)
-    for page_size in (1, 3, 16, 64):
-        actual = page_mean(scores.to(pool.slots.device), page_size, backend="triton")
-        yield relative_error(actual, page_mean_torch(scores, page_size))
+def _redundancy(it: Trial) -> Iterator[float]:
+    for window in {1, min(37, it.shape.n)}:
+        yield it.scored(redundancy, redundancy_torch, it.pool.k, it.pool.slots, it.survivors(window))
 
 
-def _redundancy(pool: Pool, shape: Shape, generator: torch.Generator) -> Iterator[float]:
-    host = pool.to("cpu")
-    for window in {1, min(37, shape.n)}:
-        recent = random_survivors(shape, window, generator)
-        actual = redundancy(pool.k, pool.slots, recent.to(pool.slots.device), backend="triton")
-        yield relative_error(actual, redundancy_torch(host.k, host.slots, recent))
-
-
-def _window_attention(pool: Pool, shape: Shape, generator: torch.Generator) -> Iterator[float]:
-    host, device = pool.to("cpu"), pool.slots.device
+def _window_attention(it: Trial) -> Iterator[float]:
+    shape = it.shape
     positions = torch.arange(shape.n, dtype=torch.int32).expand(shape.num_layers, shape.num_heads, -1).contiguous()
     for window in (5, 32):
-        queries = torch.randn(
-            shape.num_layers, window, GROUP * shape.num_heads, shape.head_dim, generator=generator
-        ).to(shape.dtype)
-        first = max(0, shape.n - window)
-        asked = torch.arange(first, first + window)
-        scale = shape.head_dim**-0.5
-        actual = window_attention(
-            queries.to(device), pool.k, pool.slots, asked.to(device), positions.to(device), scale, backend="triton"
-        )
-        yield relative_error(actual, window_attention_torch(queries, host.k, host.slots, asked, positions, scale))
+        queries = it.randn(window, GROUP * shape.num_heads, shape.head_dim).to(shape.dtype)
+        asked = torch.arange(window) + max(0, shape.n - window)
+        given = queries, it.pool.k, it.pool.slots, asked, positions, shape.head_dim**-0.5
+        yield it.scored(window_attention, window_attention_torch, *given)
 
 
-def _select(pool: Pool, shape: Shape, generator: torch.Generator) -> Iterator[float]:
-    scores = torch.randn(shape.num_layers, shape.num_heads, shape.n, generator=generator)
+def _select(it: Trial) -> Iterator[float]:
+    n, scores = it.shape.n, it.randn(it.shape.num_heads, it.shape.n)
     odd = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-45, 3e38])
-    special = odd[torch.randint(0, len(odd), scores.shape, generator=generator)]
+    special = odd[torch.randint(0, len(odd), scores.shape, generator=it.generator)]
     for given in (scores, scores.round(), special):
-        for num_kept in {1, shape.n // 5, shape.n // 2, shape.n - 1, shape.n}:
-            actual = select_survivors(given.to(pool.slots.device), num_kept, backend="triton")
+        for num_kept in {1, n // 5, n // 2, n - 1, n}:
+            actual = select_survivors(given.to(it.device), num_kept, backend="triton")
             yield 0.0 if torch.equal(actual.cpu(), select_survivors_torch(given, num_kept)) else float("inf")
 
 
-def _compact(pool: Pool, shape: Shape, generator: torch.Generator) -> Iterator[float]:
-    keeps = [random_survivors(shape, num_kept, generator) for num_kept in {shape.n // 4, shape.n * 3 // 4, shape.n}]
-    if shape.n > 1:
-        keeps += [dense_survivors(shape, generator) for _ in range(4)]
-    for survivors in keeps:
-        here = random_bits(pool, generator)
-        expected = here.to("cpu")
-        compact_torch(expected.k, expected.v, expected.slots, survivors)
-        compact(here.k, here.v, here.slots, survivors.to(here.slots.device), backend="triton")
-        yield same_bits(here, expected)
+def _compact(it: Trial) -> Iterator[float]:
+    keeps = [it.survivors(num_kept) for num_kept in {it.shape.n // 4, it.shape.n * 3 // 4, it.shape.n}]
+    if it.shape.n > 1:
+        keeps += [dense_survivors(it.shape, it.generator) for _ in range(4)]
+    yield from (it.moved(compact, compact_torch, survivors) for survivors in keeps)
 
 
-def _fill_holes(pool: Pool, shape: Shape, generator: torch.Generator) -> Iterator[float]:
-    width = shape.n // 3
-    rows = (shape.num_layers, shape.num_heads)
-    targets = torch.rand(*rows, shape.n - width, generator=generator).argsort(-1)[..., :width].sort(-1).values.int()
-    sources = (shape.n - width + torch.rand(*rows, width, generator=generator).argsort(-1)).int()
-    count = torch.randint(0, width + 1, (*rows, 1), generator=generator)
-    absent = torch.arange(width) >= count  # every head as many moves as it likes
+def _fill_holes(it: Trial) -> Iterator[float]:
+    width, generator = it.shape.n // 3, it.generator
+    rows, left = (it.shape.num_layers, it.shape.num_heads), it.shape.n - width
+    targets = torch.rand(*rows, left, generator=generator).argsort(-1)[..., :width].sort(-1).values.int()
+    sources = (left + torch.rand(*rows, width, generator=generator).argsort(-1)).int()
+    absent = torch.arange(width) >= torch.randint(0, width + 1, (*rows, 1), generator=generator)
     for moves in ((targets, sources), (targets.masked_fill(absent, -1), sources.masked_fill(absent, -1))):
-        here = random_bits(pool, generator)
-        expected = here.to("cpu")
-        fill_holes_torch(expected.k, expected.v, expected.slots, *moves)
-        fill_holes(here.k, here.v, here.slots, *(move.to(here.slots.device) for move in moves), backend="triton")
-        yield same_bits(here, expected)
+        yield it.moved(fill_holes, fill_holes_torch, *moves)  # every head as many moves as it likes
 
 
-def stage_module() -> ModuleType | None:
-    """``kernels/stage.py``, None where this version of the package has none."""
-    try:
-        return importlib.import_module("sglang_evicpress.kernels.stage")
-    except ModuleNotFoundError:
-        return None
+def _gather(it: Trial) -> Iterator[float]:
+    it.fill_with_bits()
+    out, expected = staging(it.shape, it.shape.n, it.device), staging(it.shape, it.shape.n)
+    gather(*copied((it.pool.k, it.pool.v, it.pool.slots), it.device), out, backend="triton")
+    gather_torch(it.pool.k, it.pool.v, it.pool.slots, expected)
+    yield same_bits([out], [expected])
 
 
-CHECKS = (
-    Check("key_norm", SUMS, _key_norm),
-    Check("value_key_ratio", SUMS, _value_key_ratio),
-    Check("key_difference", SUMS, _key_difference),
-    Check("page_mean", SUMS, _page_mean),
-    Check("redundancy", SUMS, _redundancy),
-    Check("window_attention", DOTS, _window_attention),
-    Check("select_survivors", 0.0, _select),
-    Check("compact", 0.0, _compact),
-    Check("fill_holes", 0.0, _fill_holes),
-)
+def _scatter(it: Trial) -> Iterator[float]:
+    yield it.moved(scatter, scatter_torch, staging(it.shape, it.shape.n).normal_(generator=it.generator))
+
+
+def _codecs(shape: Shape) -> Iterator[tuple[ModuleType, GroupLayout | LosslessLayout]]:
+    num_channels = shape.num_heads * shape.head_dim
+    for codec in BITS:
+        yield group_codec, layout_of(codec, shape.n, num_channels, shape.dtype.itemsize)
+    if shape.dtype == torch.bfloat16:
+        yield lossless_codec, LosslessLayout(shape.n, num_channels)
+
+
+def _encode(it: Trial) -> Iterator[float]:
+    shape, rows = it.shape, (it.pool.k, it.pool.v, it.pool.slots)
+    for kernels, layout in _codecs(shape):
+        expected = torch.empty((shape.num_layers, layout.num_bytes), dtype=torch.uint8)
+        out, flags = torch.empty_like(expected, device=it.device), torch.zeros(2, dtype=torch.int32)
+        here = flags[:1].to(it.device, copy=True)
+        kernels.encode(*copied(rows, it.device), layout, out, here, backend="triton")
+        kernels.encode_torch(*rows, layout, expected, flags[1:])
+        is_same = torch.equal(out.cpu()[:, HEADER.size :], expected[:, HEADER.size :])
+        yield 0.0 if is_same and not here.any() and not flags.any() else float("inf")
+
+
+def _decode(it: Trial) -> Iterator[float]:
+    shape = it.shape
+    for kernels, layout in _codecs(shape):
+        stored = torch.empty((shape.num_layers, layout.num_bytes), dtype=torch.uint8)
+        flag = torch.zeros(1, dtype=torch.int32)
+        kernels.encode_torch(it.pool.k, it.pool.v, it.pool.slots, layout, stored, flag)
+        for begin, end in {(0, shape.n), (shape.n // 3, shape.n - shape.n // 5)}:
+            every = it.pool.k, it.pool.v, it.pool.slots[: end - begin], stored
+            (*here, moved), (*there, _) = copied(every, it.device), copied(every, "cpu")
+            kernels.decode(*here, layout, moved, begin, backend="triton")
+            kernels.decode_torch(*there, layout, stored, begin)
+            yield same_bits([*here[0], *here[1]], [*there[0], *there[1]])
+
+
+CHECKS: dict[str, tuple[float, Callable[[Trial], Iterator[float]]]] = {
+    "key_norm": (SUMS, lambda it: iter([it.scored(key_norm, key_norm_torch, it.pool.k, it.pool.slots)])),
+    "value_key_ratio": (
+        SUMS,
+        lambda it: iter([it.scored(value_key_ratio, value_key_ratio_torch, it.pool.k, it.pool.v, it.pool.slots)]),
+    ),
+    "key_difference": (
+        SUMS,
+        lambda it: iter([it.scored(key_difference, key_difference_torch, it.pool.k, it.pool.slots)]),
+    ),
+    "page_mean": (SUMS, _page_mean),
+    "redundancy": (SUMS, _redundancy),
+    "window_attention": (DOTS, _window_attention),
+    "select_survivors": (0.0, _select),
+    "compact": (0.0, _compact),
+    "fill_holes": (0.0, _fill_holes),
+    "gather": (0.0, _gather),
+    "scatter": (0.0, _scatter),
+    "encode": (0.0, _encode),
+    "decode": (0.0, _decode),
+}
+"""By kernel: the error allowed, 0 where every bit counts, and what yields errors."""

@@ -10,7 +10,7 @@ from itertools import product
 
 import torch
 
-from evicbench.gpu.figures import Figure, Part, missing
+from evicbench.gpu.figures import Figure, Part
 from evicbench.gpu.machine import Settings, run_phase, settings
 from evicbench.gpu.pools import Shape, random_pool
 
@@ -44,58 +44,41 @@ def shapes(tiny: bool) -> list[Shape]:
 
 def measure_kernels(chosen: Settings) -> Iterator[Figure]:
     """One line a kernel: the worst of all shapes and rounds."""
-    from evicbench.gpu.checks import CHECKS, stage_module
-    from evicbench.gpu.stage_checks import STAGE_CHECKS
+    from evicbench.gpu.checks import CHECKS, Trial
 
     generator = torch.Generator().manual_seed(chosen.seed)
-    staged = stage_module()
-    for each in (*CHECKS, *(STAGE_CHECKS if staged is not None else ())):
+    for name, (tolerance, check) in CHECKS.items():
         worst, where, count = 0.0, "", 0
         with poisoned():
             for _, shape in product(range(1 if chosen.tiny else ROUNDS), shapes(chosen.tiny)):
-                pool = random_pool(shape, generator).to(chosen.device)
-                for error in each.run(pool, shape, generator):
+                for error in check(Trial(random_pool(shape, generator), shape, generator, chosen.device)):
                     count += 1
                     if not error <= worst:
                         worst, where = error, str(shape)
         yield Figure(
-            f"kernel {each.name}",
+            f"kernel {name}",
             worst,
-            "relative error" if each.tolerance else "(0: every bit equal)",
-            f"<= {each.tolerance:g}" if each.tolerance else "bit for bit",
-            worst <= each.tolerance,
+            "relative error" if tolerance else "(0: every bit equal)",
+            f"<= {tolerance:g}" if tolerance else "bit for bit",
+            worst <= tolerance,
             f"{count} comparisons" + (f", worst at {where}" if where else ""),
         )
-    if staged is None:
-        for each in STAGE_CHECKS:
-            yield missing(f"kernel {each.name}", "this version has no kernels/stage.py")
 
 
 def measure_race(chosen: Settings) -> Iterator[Figure]:
     """Dense keeps again and again: only a device runs the warps of ``compact`` at the same time."""
-    from evicbench.gpu.checks import dense_survivors, same_bits
+    from evicbench.gpu.checks import Trial, dense_survivors
     from sglang_evicpress.kernels.compact import compact, compact_torch
 
     n, rounds = (40, 2) if chosen.tiny else (RACE_TOKENS, RACE_ROUNDS)
     generator = torch.Generator().manual_seed(chosen.seed)
     bad = 0
     for index in range(rounds):
-        dtype = DTYPES[index % len(DTYPES)]
-        shape = Shape(n, 2, 4, 64 if chosen.tiny else 128, dtype, n + 9)
-        here = random_pool(shape, generator).to(chosen.device)
-        expected = here.to(chosen.device)
-        survivors = dense_survivors(shape, generator).to(chosen.device)
-        compact_torch(expected.k, expected.v, expected.slots, survivors)
-        compact(here.k, here.v, here.slots, survivors, backend="triton")
-        bad += same_bits(here, expected) != 0.0
-    yield Figure(
-        "compact under dense keeps",
-        float(bad),
-        f"of {rounds} rounds wrong",
-        "0",
-        bad == 0,
-        f"{n} tokens, all but one kept",
-    )
+        shape = Shape(n, 2, 4, 64 if chosen.tiny else 128, DTYPES[index % len(DTYPES)], n + 9)
+        trial = Trial(random_pool(shape, generator), shape, generator, chosen.device)
+        bad += trial.moved(compact, compact_torch, dense_survivors(shape, generator)) != 0.0
+    what = f"{n} tokens, all but one kept"
+    yield Figure("compact under dense keeps", float(bad), f"of {rounds} rounds wrong", "0", bad == 0, what)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -106,11 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def parts() -> list[Part]:
         from evicbench.gpu.checks import CHECKS
         from evicbench.gpu.greedy import parts as greedy_parts
-        from evicbench.gpu.stage_checks import STAGE_CHECKS
 
-        names = tuple(f"kernel {each.name}" for each in (*CHECKS, *STAGE_CHECKS))
         return [
-            Part("kernels", names, lambda: measure_kernels(chosen)),
+            Part("kernels", tuple(f"kernel {name}" for name in CHECKS), lambda: measure_kernels(chosen)),
             Part("kernels race", ("compact under dense keeps",), lambda: measure_race(chosen)),
             *greedy_parts(chosen),
         ]

@@ -110,28 +110,27 @@ def run_parts(
     begin, figures, is_whole = time.monotonic(), [], True
     for index, part in enumerate(parts):
         found: list[Figure] = []
-        why, is_measured = f"not asked for (--only {only})", False
-        if only in part.name:
-            why = f"no time left: the phase stops after {limit_s:g} s"
-            if time.monotonic() - begin < limit_s:
-                start, is_measured = time.monotonic(), True
-                print(f"-- {part.name}", flush=True)
-                try:
-                    for figure in part.measure():
-                        say(figure)
-                        found.append(figure)
-                    why = "the part ended without it"
-                except Exception as error:  # noqa: BLE001  the parts after it are still worth their time
-                    traceback.print_exc()
-                    is_whole = False
-                    why = f"the part failed: {type(error).__name__}: {error}".partition("\n")[0]
-                print(f"   {part.name}: {time.monotonic() - start:.0f} s", flush=True)
-        for target_text in part.targets:
-            if not any(figure.what.startswith(target_text) for figure in found):
-                found.append(missing(target_text, why))
-                say(found[-1])
+        is_late, is_asked_for = time.monotonic() - begin >= limit_s, only in part.name
+        why = f"no time left: the phase stops after {limit_s:g} s" if is_asked_for else f"not asked for (--only {only})"
+        if is_measured := is_asked_for and not is_late:
+            start = time.monotonic()
+            print(f"-- {part.name}", flush=True)
+            try:
+                for figure in part.measure():
+                    say(figure)
+                    found.append(figure)
+                why = "the part ended without it"
+            except Exception as error:  # noqa: BLE001  the parts after it are still worth their time
+                traceback.print_exc()
+                is_whole = False
+                why = f"the part failed: {type(error).__name__}: {error}".partition("\n")[0]
+            print(f"   {part.name}: {time.monotonic() - start:.0f} s", flush=True)
+        left = [text for text in part.targets if not any(figure.what.startswith(text) for figure in found)]
+        for text in left:
+            found.append(missing(text, why))
+            say(found[-1])
         figures += found
-        later = [missing(target_text, CUT_OFF) for other in parts[index + 1 :] for target_text in other.targets]
+        later = [missing(text, CUT_OFF) for other in parts[index + 1 :] for text in other.targets]
         if is_measured or not later:
             keep([*figures, *later])
     return figures, is_whole
@@ -194,4 +193,4 @@ def _earlier(lines: Path, machine: Mapping[str, Any], replaced: set[str]) -> lis
 
 
 def _shown(value: float) -> str:
-    return f"{value:.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
+    return f"{value:.0f}" if abs(value) >= 1000 or float(value).is_integer() else f"{value:.3g}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,12 +16,11 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from evicbench.correctness import exactness
 from evicbench.correctness.case import Case
-from evicbench.correctness.findings import TOLERANCE, Finding
-from evicbench.correctness.reference import Reference, make_peaky_model
+from evicbench.correctness.findings import TOLERANCE, Finding, judged
+from evicbench.correctness.reference import Reference, changed_model, make_peaky_model
 from evicbench.gpu import native
 from evicbench.gpu.figures import Figure, Part, check
 from evicbench.gpu.machine import Settings
@@ -99,14 +97,16 @@ def jobs(tiny: bool) -> exactness.Jobs:
         yield from exactness.shapes()
 
 
+def round_all(weights: dict[str, torch.Tensor]) -> None:
+    """To values that float16 holds."""
+    weights.update({name: tensor.half().float() for name, tensor in weights.items()})
+
+
 def rounded_model(source: Path, folder: Path, dtype: str) -> Path:
     """The model with weights that float16 holds, kept in float32: server and reference begin with equal weights."""
     if dtype == "float32":
         return source
-    shutil.copytree(source, folder)
-    weights = load_file(source / "model.safetensors")
-    save_file({name: tensor.half().float() for name, tensor in weights.items()}, folder / "model.safetensors",
-              metadata={"format": "pt"})  # fmt: skip
+    changed_model(source, folder, round_all)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
     return folder
@@ -120,21 +120,11 @@ def measure_config(chosen: Settings, config: Config) -> Iterator[Figure]:
         folder = Path(made)
         source = MODEL if config.model == "testbed" else make_peaky_model(folder / "peaky", HEAD_DIM)
         model = rounded_model(source, folder / "rounded", config.dtype)
-        launch = Launch(
-            model,
-            chosen.device,
-            backend=config.backend,
-            dtype=config.dtype,
-            graphs=16 if config.graphs else 0,
-            page_size=config.page_size,
-            memory=0.3,
-            context=4096,
-        )
+        graphs = 16 if config.graphs else 0
+        given = {"backend": config.backend, "dtype": config.dtype, "graphs": graphs, "page_size": config.page_size}
+        launch = Launch(model, chosen.device, memory=0.3, context=4096, **given)
         log = chosen.out / f"greedy-{config.model}-{config.backend}-{int(config.graphs)}-{config.page_size}.log"
-        arguments = (
-            *("--kv-policy", "evicpress", "--kv-disable-online-profiling", "--kv-forms", ",".join(exactness.FORMS)),
-            *("--max-total-tokens", "131072", "--chunked-prefill-size", str(exactness.CHUNK_TOKENS)),
-        )
+        arguments = exactness.server_arguments(config.page_size)
         torch.manual_seed(chosen.seed)
         env = {} if config.is_half else {native.SWITCH: "1", "PYTHONPATH": path_with(plugin)}
         with Server(launch, *arguments, log=log, env=env) as server:
@@ -148,22 +138,10 @@ def measure_config(chosen: Settings, config: Config) -> Iterator[Figure]:
 def verdicts(config: Config, findings: list[Finding], violations: list[str]) -> Iterator[Figure]:
     """The lines of one server: tokens, how far off wrong caches are, and the integrity of the cache."""
     tolerance = HALF_TOLERANCE if config.is_half else TOLERANCE
-    answers = [finding for finding in findings if finding.num_tokens]
-    bad = [each for each in findings if each.problems or each.wrong or not each.difference <= tolerance]
-    worst = max((each.difference for each in answers), default=float("nan"))
-    tokens, wrong = sum(each.num_tokens for each in answers), sum(each.wrong for each in answers)
-    detail = f"{len(answers)} answers, {wrong} of {tokens} tokens wrong, {sum(each.ties for each in answers)} ties"
-    if bad:
-        detail += f"; {len(bad)} bad, first {bad[0].case}: {'; '.join(bad[0].problems) or f'{bad[0].difference:.1e}'}"
-    yield Figure(
-        f"greedy: {config}",
-        worst,
-        "largest difference of a log probability",
-        f"no token wrong but ties, within {tolerance:g}",
-        bool(answers) and not bad,
-        detail,
-    )
-    controls = [finding.controls for finding in answers if finding.controls]
+    ok, worst, said = judged(findings, tolerance)
+    what, unit = f"greedy: {config}", "largest difference of a log probability"
+    yield Figure(what, worst, unit, f"no token wrong but ties, within {tolerance:g}", ok, said)
+    controls = [finding.controls for finding in findings if finding.controls]
     what = f"greedy controls: {config}"
     if not controls and config.judges_controls:
         yield check(what, False, "no answer was compared with wrong caches", "at least one")

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,14 @@ from evicbench.gpu.figures import (
     Figure,
     Part,
     Sample,
+    check,
     print_figure,
     run_parts,
     status_of,
     untimed,
     write_results,
 )
-from evicbench.gpu.provenance import running_commit
+from evicbench.gpu.pack import running_commit
 from evicbench.paths import ROOT
 
 NO_GPU = 2
@@ -91,12 +93,12 @@ def run_phase(phase: str, chosen: Settings, parts: Callable[[], Sequence[Part]])
             write_results(chosen.out, phase, {**machine, "seed": chosen.seed}, figures)
 
     figures, is_whole = run_parts(parts(), only=chosen.only, limit_s=chosen.seconds, say=say, keep=keep)
-    if not chosen.is_published:
-        figures = [untimed(figure) for figure in figures]
-    else:
+    if chosen.is_published:
         print(f"table: {chosen.out / f'{phase}.md'}")
-    counts = [sum(figure.ok is False for figure in figures), sum(figure.value is None for figure in figures)]
-    print(f"{phase}: {len(figures)} lines, {counts[0]} missed, {counts[1]} not measured")
+    else:
+        figures = [untimed(figure) for figure in figures]
+    num_missed, num_left = sum(each.ok is False for each in figures), sum(each.value is None for each in figures)
+    print(f"{phase}: {len(figures)} lines, {num_missed} missed, {num_left} not measured")
     return status_of(figures, is_whole)
 
 
@@ -104,27 +106,21 @@ def describe(device: str) -> dict[str, Any]:
     """Names and versions that belong to a figure. Raises CannotMeasure where there is no GPU that computes."""
     found: dict[str, Any] = {"gpu": "none (CPU)", "driver": "none"}
     if device == "cuda":
-        _check_gpu()
-        properties = torch.cuda.get_device_properties(0)
-        found["gpu"] = (
-            f"{properties.name} ({properties.multi_processor_count} SMs, {properties.total_memory >> 30} GiB)"
-        )
+        if "libcudart" in os.environ.get("LD_PRELOAD", ""):
+            raise CannotMeasure("the CUDA runtime is replaced by LD_PRELOAD: expected a real GPU")
+        if not torch.cuda.is_available():
+            raise CannotMeasure("torch finds no CUDA device: expected an NVIDIA GPU and its driver")
+        numbers = torch.randn(4096, dtype=torch.float64)
+        if not torch.equal((numbers.cuda() * 2 + 1).cpu(), numbers * 2 + 1):
+            raise CannotMeasure("the CUDA device does not compute: expected a real GPU")
+        its = torch.cuda.get_device_properties(0)
+        found["gpu"] = f"{its.name} ({its.multi_processor_count} SMs, {its.total_memory >> 30} GiB)"
         found["driver"] = _driver()
     carry = os.environ.get("EVICPRESS_CARRY")
     found |= {"commit": running_commit(ROOT, carry), "python": platform.python_version(), "torch": torch.__version__}
     found |= {name: _version(name) for name in PACKAGES}
     found |= {"cpus": os.cpu_count(), "kernel": platform.release()}
     return found | {"when": time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime())}
-
-
-def _check_gpu() -> None:
-    if "libcudart" in os.environ.get("LD_PRELOAD", ""):
-        raise CannotMeasure("the CUDA runtime is replaced by LD_PRELOAD: expected a real GPU")
-    if not torch.cuda.is_available():
-        raise CannotMeasure("torch finds no CUDA device: expected an NVIDIA GPU and its driver")
-    numbers = torch.randn(4096, dtype=torch.float64)
-    if not torch.equal((numbers.cuda() * 2 + 1).cpu(), numbers * 2 + 1):
-        raise CannotMeasure("the CUDA device does not compute: expected a real GPU")
 
 
 def _driver() -> str:
@@ -150,7 +146,11 @@ def time_calls(call: Callable[[], object], device: str, *, repeats: int = 20, wa
     for _ in range(warm_up):
         call()
     if device == "cpu":
-        return Sample(tuple(_clocked(call) for _ in range(repeats)))
+        times = [time.perf_counter()]
+        for _ in range(repeats):
+            call()
+            times.append(time.perf_counter())
+        return Sample(tuple(after - before for before, after in pairwise(times)))
     torch.cuda.synchronize()
     pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
     for start, end in pairs:
@@ -159,12 +159,6 @@ def time_calls(call: Callable[[], object], device: str, *, repeats: int = 20, wa
         end.record()
     torch.cuda.synchronize()
     return Sample(tuple(start.elapsed_time(end) / 1e3 for start, end in pairs))
-
-
-def _clocked(call: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
 
 
 def main() -> int:
@@ -179,13 +173,11 @@ def main() -> int:
     import sgl_kernel
 
     importlib.import_module("sglang.srt.server_args")  # what a server imports first
-
+    print(f"    sgl_kernel         {sgl_kernel.__file__}")
     plugins = [point.name for point in importlib.metadata.entry_points(group="sglang.srt.plugins")]
-    print_figure(Figure("sgl_kernel", 1.0, detail=f"{sgl_kernel.__file__}"))
-    print_figure(
-        Figure("plugin is found", float("evicpress" in plugins), ok="evicpress" in plugins, detail=str(plugins))
-    )
-    return 0 if "evicpress" in plugins else 1
+    found = check("plugin is found", "evicpress" in plugins, str(plugins), "evicpress")
+    print_figure(found)
+    return 0 if found.ok else 1
 
 
 if __name__ == "__main__":

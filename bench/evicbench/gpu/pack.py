@@ -1,8 +1,8 @@
-"""Pack a folder that a bare GPU machine can run everything here from: SGLang, our source, model shapes, kernels.
+"""Pack a folder that a bare GPU machine can run everything here from: SGLang, our source, kernels; and name what runs.
 
 Runs where pip reaches PyPI; downloads about 660 MB once. The folder holds ``site.tar.xz`` (Python packages),
-``source.tar.xz`` (this repository as it is, without what only people read), ``models/``, ``boot.sh``, ``run.sh``,
-``manifest.json`` and, with ``--compiled``, ``compiled.tar.xz`` (kernels that need not be compiled there).
+``source.tar.xz`` (this repository as it is, without what only people read), ``boot.sh``, ``run.sh``, ``manifest.json``
+and, with ``--compiled``, ``compiled.tar.xz`` (kernels that need not be compiled there).
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ import tarfile
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from evicbench.gpu.models import MODELS, write_model
 from evicbench.gpu.wheels import WHEELS, fetch, unpack, write_stubs
 from evicbench.paths import ROOT
 
@@ -40,46 +38,18 @@ class PackError(RuntimeError):
     """The folder cannot be packed, or is too large; one sentence."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A line of the table of contents."""
-
-    name: str
-    num_bytes: int
-    num_files: int
-    what: str
+def contents(folder: Path) -> dict[str, int]:
+    """Bytes of each file at the top of the folder, the largest first."""
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
 
-def contents(folder: Path) -> list[Entry]:
-    """Content of the folder: one entry per file or folder at its top, the largest first."""
-    notes = {
-        "site.tar.xz": "SGLang and what it needs",
-        "source.tar.xz": "this repository: package, kernels, patches, bench, testbed model",
-        "compiled.tar.xz": "compiled kernels of FlashInfer, SGLang and Triton",
-        "models": "config.json and tokenizer of each model shape, no weights",
-        "manifest.json": "commit, digest, versions, sizes",
-    }
-    entries = []
-    for path in sorted(folder.iterdir()):
-        files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-        size = sum(file.stat().st_size for file in files)
-        entries.append(Entry(path.name, size, len(files), notes.get(path.name, "")))
-    return sorted(entries, key=lambda entry: -entry.num_bytes)
-
-
-def table(entries: Sequence[Entry]) -> str:
-    total = sum(entry.num_bytes for entry in entries)
-    rows = [f"    {entry.name:18} {entry.num_bytes / MIB:8.2f} MiB  {entry.what}" for entry in entries]
-    return "\n".join([*rows, f"    {'total':18} {total / MIB:8.2f} MiB"])
-
-
-def check_limit(entries: Sequence[Entry], limit_mib: float, beside_bytes: int = 0) -> None:
-    """Raise PackError when the entries, and ``beside_bytes`` that travel with them, exceed the limit."""
-    total = sum(entry.num_bytes for entry in entries) + beside_bytes
+def check_limit(sizes: Mapping[str, int], limit_mib: float) -> None:
+    """Raise PackError when the files exceed the limit."""
+    total = sum(sizes.values())
     if total > limit_mib * MIB:
         raise PackError(
-            f"{total / MIB:.1f} MiB are over the limit of {limit_mib:g} MiB: raise --limit-mib, or leave out "
-            "the CUDA sources with --no-compile-sources, or --compiled"
+            f"{total / MIB:.1f} MiB are over the limit of {limit_mib:g} MiB: raise --limit-mib, or leave out --compiled"
         )
 
 
@@ -106,6 +76,49 @@ def commit_of(root: Path = ROOT) -> str:
     left_out = [f":(exclude){folder}" for folder in NOT_SOURCE]
     is_changed = git("status", "--porcelain", "--", ".", *left_out) != ""
     return (git("rev-parse", "--short=12", "HEAD") or "unknown") + ("+" if is_changed else "")
+
+
+def running_commit(root: Path, carry: str | os.PathLike[str] | None) -> str:
+    """The commit of the tree at ``root``: git's where there is a ``.git``, else that of the manifest in the packed
+    folder ``carry``, with ``+`` where a file of the tree differs from the packed one; else ``unknown``."""
+    if (root / ".git").exists():
+        found = commit_of(root)
+        if not found.startswith("unknown"):
+            return found
+    folder = None if carry is None else Path(carry)
+    if folder is None or not (folder / "manifest.json").exists() or not (folder / "source.tar.xz").exists():
+        return "unknown"
+    packed = str(json.loads((folder / "manifest.json").read_text())["commit"])
+    is_marked = packed.endswith("+")  # the tree had changes when it was packed
+    return packed + ("+" if not is_marked and differing(root, folder / "source.tar.xz") else "")
+
+
+def differing(root: Path, archive: Path) -> list[str]:
+    """Files of ``root`` that are absent or not as in the archive of the source, and modules that it does not hold."""
+    found, packed = [], set()
+    with tarfile.open(archive, "r:xz") as tar:
+        for member in tar:
+            packed.add(member.name)
+            here = root / member.name
+            if member.issym():
+                is_same = here.is_symlink() and str(here.readlink()) == member.linkname
+            else:
+                content = tar.extractfile(member)
+                is_same = content is not None and here.is_file() and here.read_bytes() == content.read()
+            found += [] if is_same else [member.name]
+    return found + sorted(_modules(root) - packed)
+
+
+def _modules(root: Path) -> set[str]:
+    """Python files where the source is; links to folders are not followed."""
+    names = {
+        str(Path(folder, file).relative_to(root))
+        for top in SOURCE
+        for folder, _, files in os.walk(root / top)
+        for file in files
+        if file.endswith(".py")
+    }
+    return {name for name in names if not name.startswith(NOT_SOURCE)}
 
 
 def digest_of(folder: Path) -> str:
@@ -145,10 +158,8 @@ def write_plugin(site: Path, root: Path = ROOT) -> None:
     (folder / "entry_points.txt").write_text("\n".join(lines))
 
 
-def pack_site(archive: Path, cache: Path, stage: Path, *, compile_sources: bool) -> None:
-    left_out = 0
-    for wheel in fetch(cache):
-        left_out += unpack(wheel, stage, compile_sources=compile_sources)
+def pack_site(archive: Path, cache: Path, stage: Path) -> None:
+    left_out = sum(unpack(wheel, stage) for wheel in fetch(cache))
     write_stubs(stage)
     write_plugin(stage)
     files = [file.relative_to(stage) for file in stage.rglob("*") if file.is_file()]
@@ -175,7 +186,7 @@ def pack_compiled(archive: Path, compiled: Path, stage: Path) -> None:
     write_archive(archive, stage, files)
 
 
-def pack(options: argparse.Namespace) -> list[Entry]:
+def pack(options: argparse.Namespace) -> dict[str, int]:
     out: Path = options.out
     if out.exists() and any(out.iterdir()) and not (out / "manifest.json").exists():
         raise PackError(f"{out} holds something else: expected an empty folder or one packed before")
@@ -183,29 +194,21 @@ def pack(options: argparse.Namespace) -> list[Entry]:
     out.mkdir(parents=True)
     with tempfile.TemporaryDirectory(prefix="evicpress-pack-") as made:
         stage = Path(made)
-        pack_site(out / "site.tar.xz", options.cache, stage / "site", compile_sources=options.compile_sources)
+        pack_site(out / "site.tar.xz", options.cache, stage / "site")
         if options.compiled is not None:
             pack_compiled(out / "compiled.tar.xz", options.compiled, stage / "compiled")
     write_archive(out / "source.tar.xz", ROOT, tracked_files())
-    for model in MODELS:
-        write_model(model, out / "models" / model.name)
     for script in ("boot.sh", "run.sh"):
         shutil.copy2(HERE / script, out / script)
-    (out / "manifest.json").write_text(
-        json.dumps(
-            {
-                "commit": commit_of(),
-                "digest": digest_of(out),
-                "packed": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-                "wheels": list(WHEELS),
-                "compile_sources": options.compile_sources,
-                "compiled": options.compiled is not None,
-                "sizes": {entry.name: entry.num_bytes for entry in contents(out)},
-            },
-            indent=1,
-        )
-        + "\n"
-    )
+    manifest = {
+        "commit": commit_of(),
+        "digest": digest_of(out),
+        "packed": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "wheels": list(WHEELS),
+        "compiled": options.compiled is not None,
+        "sizes": contents(out),
+    }
+    (out / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
     return contents(out)
 
 
@@ -219,32 +222,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="folder that keeps downloaded wheels (default: ~/.cache/evicpress-wheels)",
     )
     parser.add_argument("--compiled", type=Path, help="folder of compiled kernels, from precompile.py (default: none)")
-    parser.add_argument(
-        "--no-compile-sources", dest="compile_sources", action="store_false", help="leave FlashInfer's CUDA headers out"
-    )
     parser.add_argument("--limit-mib", type=float, default=DEFAULT_LIMIT_MIB, help="size allowed (default: 64)")
-    parser.add_argument(
-        "--with-checkout", action="store_true", help="count this repository too, where it travels beside the folder"
-    )
     options = parser.parse_args(arguments)
     begin = time.monotonic()
     try:
-        entries = pack(options)
-        print(f"{options.out}, {time.monotonic() - begin:.0f} s:\n{table(entries)}")
-        beside = 0
-        if options.with_checkout:
-            beside = sum((ROOT / name).lstat().st_size for name in _checkout())
-            print(f"    {'the checkout':18} {beside / MIB:8.2f} MiB  beside it")
-        check_limit(entries, options.limit_mib, beside)
+        sizes = pack(options)
+        print(f"{options.out}, {time.monotonic() - begin:.0f} s:")
+        for name, size in sizes.items():
+            print(f"    {name:18} {size / MIB:8.2f} MiB")
+        check_limit(sizes, options.limit_mib)
     except (PackError, RuntimeError, OSError) as error:
         print(f"pack: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _checkout() -> list[str]:
-    done = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, check=True)
-    return [name for name in done.stdout.decode().split("\0") if name and os.path.lexists(ROOT / name)]
 
 
 if __name__ == "__main__":

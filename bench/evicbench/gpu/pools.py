@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from evicbench.gpu.models import LLAMA_8B, Model
+from sglang_evicpress.codec.layout import layout_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +25,8 @@ class Shape:
 
     @classmethod
     def of_model(cls, model: Model, n: int) -> Shape:
-        layers, heads = model.num_hidden_layers, model.num_key_value_heads
-        return cls(n, layers, heads, model.head_dim, torch.bfloat16, n + n // 8 + 1)
+        shape = (model.config[name] for name in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
+        return cls(n, *shape, torch.bfloat16, n + n // 8 + 1)
 
     @property
     def kv_bytes(self) -> int:
@@ -43,11 +44,6 @@ class Pool:
     k: list[Tensor]
     v: list[Tensor]
     slots: Tensor
-
-    def to(self, device: str) -> Pool:
-        """A copy, on the same device too."""
-        k, v = ([layer.to(device, copy=True) for layer in layers] for layers in (self.k, self.v))
-        return Pool(k, v, self.slots.to(device))
 
 
 def random_pool(shape: Shape, generator: torch.Generator) -> Pool:
@@ -74,7 +70,7 @@ def contiguous(pool: Pool) -> Pool:
 
 
 BYTES: dict[str, Callable[[Shape, int], int]] = {
-    # name of the kernel: bytes that it must move for m survivors (page size, window, moves: see each)
+    # name of the kernel: bytes it must move for m survivors (page size, window, moves, bits, query heads: see each)
     "key_norm": lambda s, _: _lh(s) * s.n * (_row(s) + 4),
     "value_key_ratio": lambda s, _: _lh(s) * s.n * (2 * _row(s) + 4),
     "key_difference": lambda s, _: _lh(s) * s.n * (2 * _row(s) + 4),
@@ -85,16 +81,22 @@ BYTES: dict[str, Callable[[Shape, int], int]] = {
     "fill_holes": lambda s, moves: 4 * _row(s) * moves * _lh(s) + 8 * _lh(s) * moves,
     "gather": lambda s, m: 4 * _lh(s) * m * _row(s),
     "scatter": lambda s, m: 4 * _lh(s) * m * _row(s),
+    "encode": lambda s, bits: s.kv_bytes + _encoded(s, bits),
+    "decode": lambda s, bits: s.kv_bytes + _encoded(s, bits),
+    # keys and their positions twice, one weight a query head and token
+    "window_attention": lambda s, q: _lh(s) * s.n * (2 * _row(s) + 8) + 4 * s.num_layers * q * s.n,
 }
-
-
-def window_bytes(shape: Shape, query_heads: int) -> int:
-    """``window_attention``: keys and their positions twice, one weight a query head and token."""
-    return _lh(shape) * shape.n * (2 * _row(shape) + 8) + 4 * shape.num_layers * query_heads * shape.n
 
 
 def _lh(shape: Shape) -> int:
     return shape.num_layers * shape.num_heads
+
+
+def _encoded(shape: Shape, bits: int) -> int:
+    return (
+        shape.num_layers
+        * layout_of(f"int{bits}", shape.n, shape.num_heads * shape.head_dim, shape.dtype.itemsize).num_bytes
+    )
 
 
 def _row(shape: Shape) -> int:

@@ -12,10 +12,12 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,10 +25,12 @@ import torch
 from evicbench.gpu.figures import Figure, Part, Sample, check, missing
 from evicbench.gpu.machine import Settings, run_phase, settings, time_calls
 from evicbench.gpu.models import LLAMA_8B, QWEN_14B, Model, write_model
-from evicbench.gpu.serving import Answer, Launch, Prompts, Server, ask, compress_all, push_all, wait_until_idle
-from evicbench.gpu.watch import Watch, watched
+from evicbench.gpu.serving import Launch, Prompts, Server, compress_all
+from evicbench.gpu.watch import Loaded, Plan, Watch, watched
+from evicbench.moves import nodes_of, push_all, sources, wait_until_idle
+from evicbench.streams import Streamed, stream
+from evicbench.stress import started
 from evicbench.testbed.server import GUESSED, MODEL
-from evicbench.tiers.prompts import nodes_of
 
 PRESS = "keydiff"
 KEPT = (1.0, 0.5, 0.2)
@@ -58,6 +62,10 @@ class Subject:
     def forms(self) -> str:
         return ",".join(f"{PRESS}@{kept}" for kept in KEPT if kept < 1.0)
 
+    @property
+    def policy(self) -> tuple[str, ...]:
+        return "--kv-policy", "evicpress", "--kv-disable-online-profiling", "--kv-forms", self.forms
+
 
 def subject_of(model: Model, chosen: Settings, made: Path) -> Subject:
     """Whole sizes on the GPU; on the CPU the testbed's model, at sizes that only show that the script works."""
@@ -66,8 +74,8 @@ def subject_of(model: Model, chosen: Settings, made: Path) -> Subject:
         return Subject(f"testbed for {model.name}", MODEL, 512, launch, 1200, 8, 24, 4, 1024, 0.2, 1.0, True)
     folder = write_model(model, made / model.name)
     launch = Launch(folder, "cuda", graphs=32, is_dummy=True, memory=0.85)
-    is_small = model is LLAMA_8B
-    return Subject(model.name, folder, model.vocab_size, launch, 32768, 32, 128, 32, 131072, 16.0, 40.0, is_small)
+    vocabulary, is_small = model.config["vocab_size"], model is LLAMA_8B
+    return Subject(model.name, folder, vocabulary, launch, 32768, 32, 128, 32, 131072, 16.0, 40.0, is_small)
 
 
 # ---- TTFT by tier
@@ -77,97 +85,87 @@ def measure_tiers(chosen: Settings, subject: Subject) -> Iterator[Figure]:
     copy_rate = host_to_device_rate(chosen)
     if chosen.device == "cuda":
         torch.cuda.empty_cache()  # the server may have it all
-    with ExitStack() as stack:
-        ssd = stack.enter_context(tempfile.TemporaryDirectory(prefix="evicpress-ssd-"))
-        watch = stack.enter_context(watched())
-        server = stack.enter_context(
-            Server(
-                subject.launch,
-                *("--kv-policy", "evicpress", "--kv-disable-online-profiling", "--kv-forms", subject.forms),
-                *("--kv-host-gb", str(subject.host_gb), "--kv-ssd-dir", ssd, "--kv-ssd-gb", str(subject.ssd_gb)),
-                log=chosen.out / f"{subject.folder.name}-tiers.log",
-                env=watch.env,
-            )
-        )
-        prompts = Prompts(chosen.seed, subject.vocabulary)
-        for _ in range(2):  # kernels are compiled, costs are learned
-            ask(server, prompts.draw(subject.context), 4)
-        computed = _first_tokens(server, subject, prompts, "computed", [])
-        yield _ttft_figure(subject, "computed anew", 1.0, computed)
-        at_gpu: dict[float, float] = {}
-        for kept in KEPT:
-            server.flush()
-            context = prompts.draw(subject.context)
-            ask(server, context)
-            wait_until_idle(server)
-            num_slots = subject.context if kept == 1.0 else compress_all(server, f"{PRESS}@{kept}")
-            for tier in TIERS:
-                since = watch.num_lines
-                answers = _first_tokens(server, subject, prompts, tier, context)
-                yield _ttft_figure(subject, f"from {tier}", kept, answers, computed)
-                if tier == "gpu":
-                    at_gpu[kept] = _median_first(answers)
-                if tier == "host":
-                    yield _load_figure(subject, kept, watch, since, copy_rate, answers, at_gpu[kept], num_slots)
-        described = server.get("/evicpress/tiers")
-        pinned = bool(described["tiers"]["host"]["is_pinned"])
-        if chosen.device == "cuda":
-            yield check(f"{subject.name}: host memory is pinned", pinned, str(pinned), "pinned")
-        errors = described["errors"]
-        yield check(f"{subject.name}: errors of the tiers", not errors, json.dumps(errors), "none")
-        yield _integrity(subject, "tiers", server)
+    log = chosen.out / f"{subject.folder.name}-tiers.log"
+    with tempfile.TemporaryDirectory(prefix="evicpress-ssd-") as ssd, watched() as watch:
+        tiers = ("--kv-host-gb", str(subject.host_gb), "--kv-ssd-dir", ssd, "--kv-ssd-gb", str(subject.ssd_gb))
+        with Server(subject.launch, *subject.policy, *tiers, log=log, env=watch.env) as server:
+            yield from _measure_tiers(chosen, subject, server, watch, copy_rate)
 
 
-def _first_tokens(server: Server, subject: Subject, prompts: Prompts, tier: str, context: list[int]) -> list[Answer]:
+def _measure_tiers(
+    chosen: Settings, subject: Subject, server: Server, watch: Watch, copy_rate: float
+) -> Iterator[Figure]:
+    prompts = Prompts(chosen.seed, subject.vocabulary)
+    for _ in range(2):  # kernels are compiled, costs are learned
+        stream(server, prompts.draw(subject.context), 4)
+    computed = _first_tokens(server, subject, prompts, "computed", [])
+    yield _ttft_figure(subject, "computed anew", 1.0, computed)
+    for kept in KEPT:
+        server.flush()
+        context = prompts.draw(subject.context)
+        stream(server, context)
+        wait_until_idle(server)
+        num_slots = subject.context if kept == 1.0 else compress_all(server, f"{PRESS}@{kept}")
+        at_gpu_s = 0.0
+        for tier in TIERS:
+            since = watch.num_lines
+            answers = _first_tokens(server, subject, prompts, tier, context)
+            yield _ttft_figure(subject, f"from {tier}", kept, answers, computed)
+            if tier == "gpu":
+                at_gpu_s = _median_first(answers)
+            if tier == "host":
+                extra_s = max(1e-9, _median_first(answers) - at_gpu_s)
+                yield _load_figure(subject, kept, watch.loads(since), copy_rate, extra_s, num_slots)
+    described = server.get("/evicpress/tiers")
+    pinned, errors = bool(described["tiers"]["host"]["is_pinned"]), described["errors"]
+    if chosen.device == "cuda":
+        yield check(f"{subject.name}: host memory is pinned", pinned, str(pinned), "pinned")
+    yield check(f"{subject.name}: errors of the tiers", not errors, json.dumps(errors), "none")
+    yield _integrity(subject, "tiers", server)
+
+
+def _first_tokens(server: Server, subject: Subject, prompts: Prompts, tier: str, context: list[int]) -> list[Streamed]:
     """Answers to new questions about a context that is put on the tier before each."""
     answers = []
     for _ in range(ROUNDS[tier]):
         if tier == "computed":
             server.flush()
             context = prompts.draw(subject.context)
-        elif tier != "gpu":
-            problems = push_all(server, tier)
-            if problems and all(node["tier"] != tier for node in nodes_of(server)):
-                raise server.error(f"the context could not be put on {tier}: {problems[0]}")
-        answers.append(ask(server, context + prompts.draw(subject.question)))
+        elif tier != "gpu" and (above := push_all(server, tier)) and len(above) == len(nodes_of(server)):
+            raise server.error(f"the context could not be put on {tier}: nodes {above[:3]} stay elsewhere")
+        answers.append(stream(server, context + prompts.draw(subject.question)))
         if tier != "computed":
             wait_until_idle(server)
     return answers
 
 
 def _ttft_figure(
-    subject: Subject, what: str, kept: float, answers: Sequence[Answer], computed: Sequence[Answer] = ()
+    subject: Subject, what: str, kept: float, answers: Sequence[Streamed], computed: Sequence[Streamed] = ()
 ) -> Figure:
     sample = Sample(tuple(1e3 * answer.first_s for answer in answers))
     ratio = f"{sample.median / (1e3 * _median_first(computed)):.3f} of computing; " if computed else ""
+    found = [sources(answer.last) for answer in answers]
     return Figure(
         f"{subject.name}: TTFT of {subject.context} shared and {subject.question} new tokens, kept {kept}, {what}",
         sample.median,
         "ms",
         spread=sample.quartiles,
-        detail=f"{ratio}{len(answers)} requests; tokens of the last from {answers[-1].sources}",
-        extra={"ms": list(sample.values), "sources": [answer.sources for answer in answers]},
+        detail=f"{ratio}{len(answers)} requests; tokens of the last from {found[-1]}",
+        extra={"ms": list(sample.values), "sources": found},
     )
 
 
 def _load_figure(
-    subject: Subject,
-    kept: float,
-    watch: Watch,
-    since: int,
-    copy_rate: float,
-    answers: Sequence[Answer],
-    gpu_s: float,
-    num_slots: int,
+    subject: Subject, kept: float, loads: Sequence[Loaded], copy_rate: float, extra_s: float, num_slots: int
 ) -> Figure:
+    """``extra_s``: by so much longer the client waits than for a hit on the GPU."""
     what = f"{subject.name}: load back from host, kept {kept}"
     target = f">= {MIN_LOAD_SHARE:.0%}"
-    loads = [load for load in watch.loads(since) if load.seconds > 0]
+    loads = [load for load in loads if load.seconds > 0]
     if not loads:
         return missing(what, "nothing was loaded: the server computed instead", target)
     largest = max(load.num_bytes for load in loads)
     rates = Sample(tuple(load.num_bytes / load.seconds for load in loads if 2 * load.num_bytes > largest))
-    extra_s = max(1e-9, _median_first(answers) - gpu_s)
     return Figure(
         what,
         100 * rates.median / copy_rate,
@@ -192,89 +190,80 @@ def host_to_device_rate(chosen: Settings) -> float:
 # ---- steps
 
 
+LABELS = ("without holes", "with holes")
+
+
 @dataclass(frozen=True, slots=True)
 class Stepper:
-    """A running server and the context it answers about; ``label`` says how it holds it."""
+    """A running server and contexts that it answers about, by the size of the batch."""
 
     label: str
     server: Server
-    context: list[int]
-    batch_context: list[int]
+    contexts: dict[int, list[int]]
 
 
 def measure_steps(chosen: Settings, subject: Subject) -> Iterator[Figure]:
     """Inter-token latency and planning, at the same physical length: stock, ours without holes, ours with half."""
-    physical, rows = subject.context // 2, subject.batch_rows // subject.batch
-    launch = subject.launch
-    ours = ("--kv-policy", "evicpress", "--kv-disable-online-profiling", "--kv-forms", subject.forms)
-    steps: dict[tuple[str, int], list[float]] = {}
-
-    def measure(stepper: Stepper, rounds: int) -> None:
-        for batch, context in ((1, stepper.context), (subject.batch, stepper.batch_context)):
-            found = steps.setdefault((stepper.label, batch), [])
-            for _ in range(rounds):
-                found.append(step_seconds(stepper.server, context, prompts, subject, batch))
-
-    def prepared(label: str, server: Server, has_holes: bool) -> Stepper:
-        factor = 2 if has_holes else 1
-        contexts = [prompts.draw(factor * length) for length in (physical, rows)]
-        for context in contexts:
-            ask(server, context, 4)
-        if has_holes:
-            compress_all(server, f"{PRESS}@0.5")
-        return Stepper(label, server, *contexts)
-
+    lengths = {1: subject.context // 2, subject.batch: subject.batch_rows // subject.batch}
+    steps: dict[tuple[str, int], list[float]] = defaultdict(list)
+    plans: dict[str, list[Plan]] = {}
     prompts = Prompts(chosen.seed, subject.vocabulary)
-    logs = chosen.out / f"{subject.folder.name}-stock.log", chosen.out / f"{subject.folder.name}-steps.log"
-    plan_counts: dict[str, list[float]] = {}
+
+    def measure(stepper: Stepper, rounds: int = 1) -> None:
+        for batch, context in stepper.contexts.items():
+            taken = (step_seconds(stepper.server, context, prompts, subject, batch) for _ in range(rounds))
+            steps[stepper.label, batch] += taken
+
+    def prepared(label: str, server: Server, factor: int = 1) -> Stepper:
+        contexts = {batch: prompts.draw(factor * length) for batch, length in lengths.items()}
+        for context in contexts.values():
+            stream(server, context, 4)
+        return Stepper(label, server, contexts)
+
+    logs = [chosen.out / f"{subject.folder.name}-{which}.log" for which in ("stock", "steps")]
     with ExitStack() as every:
         stock_stack = every.enter_context(ExitStack())
         stock_watch = every.enter_context(watched(is_stock=True))
         both = subject.fits_twice and chosen.device == "cuda"
-        first = replace(launch, memory=0.45) if both else launch
-        stock_server = stock_stack.enter_context(Server(first, log=logs[0], env=stock_watch.env))
-        stock = prepared("stock", stock_server, has_holes=False)
+        first = replace(subject.launch, memory=0.45) if both else subject.launch
+        stock = prepared("stock", stock_stack.enter_context(Server(first, log=logs[0], env=stock_watch.env)))
         if not subject.fits_twice:
             measure(stock, 5)
             stock_stack.close()
         watch = every.enter_context(watched())
-        server = every.enter_context(Server(launch, *ours, log=logs[1], env=watch.env))
+        server = every.enter_context(Server(subject.launch, *subject.policy, log=logs[1], env=watch.env))
         # One server serves both: what is planned with holes and without is told apart by when it was asked for.
-        for label, has_holes in (("without holes", False), ("with holes", True)):
+        for label in LABELS:
             server.flush()
-            stepper = prepared(label, server, has_holes)
+            stepper = prepared(label, server, 2 if label == "with holes" else 1)
+            if label == "with holes":
+                compress_all(server, f"{PRESS}@0.5")
             since = watch.num_lines
             for _ in range(5):
                 if subject.fits_twice:
-                    measure(stock, 1)
-                measure(stepper, 1)
-            found = watch.plans(subject.batch, since)
-            plan_counts[f"{label} host"] = [plan.host_s for plan in found]
-            plan_counts[f"{label} device"] = [plan.device_s for plan in found]
-        found = stock_watch.plans(subject.batch)
-        plan_counts |= {"stock host": [p.host_s for p in found], "stock device": [p.device_s for p in found]}
+                    measure(stock)
+                measure(stepper)
+            plans[label] = watch.plans(subject.batch, since)
+        plans["stock"] = stock_watch.plans(subject.batch)
         yield _integrity(subject, "steps", server)
-    for batch, length in ((1, physical), (subject.batch, rows)):
-        yield from _step_figures(subject, steps, batch, length)
-    yield from _plan_figures(subject, plan_counts)
+    for batch, length in lengths.items():
+        yield from _step_figures(subject, {label: steps[label, batch] for label in ("stock", *LABELS)}, batch, length)
+    yield from _plan_figures(subject, plans)
 
 
 def step_seconds(server: Server, context: list[int], prompts: Prompts, subject: Subject, batch: int) -> float:
     """Median over a batch of a request's mean inter-token latency, of requests that decode together."""
     questions = [context + prompts.draw(subject.question) for _ in range(batch)]
     with ThreadPoolExecutor(batch) as clients:
-        answers = list(clients.map(lambda ids: ask(server, ids, subject.answer), questions))
+        answers = list(clients.map(lambda ids: stream(server, ids, subject.answer), questions))
     return statistics.median(statistics.fmean(answer.steps_s) for answer in answers)
 
 
-def _step_figures(
-    subject: Subject, steps: dict[tuple[str, int], list[float]], batch: int, length: int
-) -> Iterator[Figure]:
-    stock = Sample(tuple(1e3 * seconds for seconds in steps["stock", batch]))
-    where = f"batch {batch}, {length} physical tokens each"
+def _step_figures(subject: Subject, steps: dict[str, list[float]], batch: int, length: int) -> Iterator[Figure]:
+    samples = {label: Sample(tuple(1e3 * seconds for seconds in found)) for label, found in steps.items()}
+    stock, where = samples.pop("stock"), f"batch {batch}, {length} physical tokens each"
     yield Figure(f"{subject.name}: ITL of stock, {where}", stock.median, "ms", spread=stock.quartiles)
-    for label in ("without holes", "with holes"):
-        ours = Sample(tuple(1e3 * seconds for seconds in steps[label, batch]))
+    for label, ours in samples.items():
         ratio = ours.median / stock.median
         yield Figure(
             f"{subject.name}: ITL {label}, {where}",
@@ -287,13 +276,13 @@ def _step_figures(
         )
 
 
-def _plan_figures(subject: Subject, plans: dict[str, list[float]]) -> Iterator[Figure]:
-    for side, what in (("host", "call"), ("device", "GPU time line")):
-        stock = plans[f"stock {side}"]
-        for label in ("without holes", "with holes"):
+def _plan_figures(subject: Subject, plans: dict[str, list[Plan]]) -> Iterator[Figure]:
+    for field, what in (("host_s", "call"), ("device_s", "GPU time line")):
+        times = {label: [getattr(plan, field) for plan in found] for label, found in plans.items()}
+        stock, target = times["stock"], f"<= {MOST_PLAN_RATIO}"
+        for label in LABELS:
             name = f"{subject.name}: metadata of a step {label}, {what}, batch {subject.batch}"
-            ours = plans[f"{label} {side}"]
-            target = f"<= {MOST_PLAN_RATIO}"
+            ours = times[label]
             if not (stock and ours):
                 yield missing(name, "no step of that batch was planned", target)
                 continue
@@ -315,69 +304,47 @@ def _plan_figures(subject: Subject, plans: dict[str, list[float]]) -> Iterator[F
 
 def measure_storm(chosen: Settings, subject: Subject, seconds: float = 60.0) -> Iterator[Figure]:
     """Clients with more contexts than fit anywhere, on a pool that must evict, compress and move all the time."""
-    seconds = 8.0 if chosen.device == "cpu" else seconds
-    length, clients, pool = (300, 4, 3000) if chosen.device == "cpu" else (4096, 32, 65536)
-    host_gb, ssd_gb = (0.02, 0.1) if chosen.device == "cpu" else (8.0, 16.0)
-    with ExitStack() as stack:
-        ssd = stack.enter_context(tempfile.TemporaryDirectory(prefix="evicpress-ssd-"))
-        server = stack.enter_context(
-            Server(
-                subject.launch,
-                *("--kv-policy", "evicpress", *GUESSED, "--kv-forms", subject.forms, "--max-total-tokens", str(pool)),
-                *("--kv-host-gb", str(host_gb), "--kv-ssd-dir", ssd, "--kv-ssd-gb", str(ssd_gb)),
-                log=chosen.out / f"{subject.folder.name}-storm.log",
-            )
-        )
-        prompts = Prompts(chosen.seed, subject.vocabulary)
-        contexts = [prompts.draw(length) for _ in range(6 * pool // length)]
-        ask(server, contexts[0], 4)
-        deadline = time.monotonic() + seconds
+    length, clients, pool, host_gb, ssd_gb = 4096, 32, 65536, 8.0, 16.0
+    if chosen.device == "cpu":
+        seconds, length, clients, pool, host_gb, ssd_gb = 8.0, 300, 4, 3000, 0.02, 0.1
+    what, log = f"{subject.name}: eviction storm", chosen.out / f"{subject.folder.name}-storm.log"
+    flags = ("--kv-policy", "evicpress", *GUESSED, "--kv-forms", subject.forms, "--max-total-tokens", str(pool))
+    with tempfile.TemporaryDirectory(prefix="evicpress-ssd-") as ssd:
+        tiers = ("--kv-host-gb", str(host_gb), "--kv-ssd-dir", ssd, "--kv-ssd-gb", str(ssd_gb))
+        with Server(subject.launch, *flags, *tiers, log=log) as server:
+            prompts = Prompts(chosen.seed, subject.vocabulary)
+            contexts = [prompts.draw(length) for _ in range(6 * pool // length)]
+            stream(server, contexts[0], 4)
+            deadline = time.monotonic() + seconds
+            answers, problems = list[Streamed](), list[str]()
 
-        def client(number: int) -> tuple[list[Answer], list[str]]:
-            mine, answers, problems = Prompts((chosen.seed, number), subject.vocabulary), [], []
-            while time.monotonic() < deadline:
-                context = contexts[min(int(len(contexts) * mine.chance() ** 2), len(contexts) - 1)]
-                try:
-                    answers.append(ask(server, context + mine.draw(subject.question), 16))
-                except (OSError, RuntimeError) as error:
-                    problems.append(f"{type(error).__name__}: {error}".partition("\n")[0])
-            return answers, problems
+            def client(number: int) -> None:
+                mine = Prompts((chosen.seed, number), subject.vocabulary)
+                while time.monotonic() < deadline:
+                    context = contexts[min(int(len(contexts) * mine.chance() ** 2), len(contexts) - 1)]
+                    try:
+                        answers.append(stream(server, context + mine.draw(subject.question), 16))
+                    except (OSError, RuntimeError) as error:
+                        problems.append(f"{type(error).__name__}: {error}".partition("\n")[0])
 
-        with ThreadPoolExecutor(clients) as pool_of_clients:
-            ended = list(pool_of_clients.map(client, range(clients)))
-        answers = [answer for found, _ in ended for answer in found]
-        problems = [problem for _, found in ended for problem in found]
-        decisions = server.get("/evicpress/stats")["decisions"]
-        yield check(
-            f"{subject.name}: eviction storm, every request answered",
-            bool(answers) and not problems,
-            f"{len(answers)} answers in {seconds:g} s by {clients} clients, {len(problems)} failed"
-            + (f", first {problems[0]}" if problems else ""),
-            "none fails",
-        )
-        if answers:
-            first = Sample(tuple(1e3 * answer.first_s for answer in answers))
-            yield Figure(
-                f"{subject.name}: eviction storm, TTFT",
-                first.median,
-                "ms",
-                spread=first.quartiles,
-                detail=f"decisions {json.dumps(decisions)}",
-            )
-        freed = decisions["dropped"] + sum(decisions["compressed"].values()) + sum(decisions["demoted"].values())
-        yield check(
-            f"{subject.name}: eviction storm, the policy had to decide", freed > 0, f"{freed} decisions", "more than 0"
-        )
-        yield _integrity(subject, "storm", server)
-        wait_until_idle(server)
-        server.flush()
-        stats = server.get("/evicpress/stats")
-        yield check(
-            f"{subject.name}: eviction storm, every slot is free after a flush",
-            stats["free_slots"] == stats["total_slots"],
-            f"{stats['free_slots']} of {stats['total_slots']}",
-            "all",
-        )
+            for thread in started([partial(client, number) for number in range(clients)]):
+                thread.join()
+            decisions = server.get("/evicpress/stats")["decisions"]
+            said = f"{len(answers)} answers in {seconds:g} s by {clients} clients, {len(problems)} failed"
+            said += f", first {problems[0]}" if problems else ""
+            yield check(f"{what}, every request answered", bool(answers) and not problems, said, "none fails")
+            if answers:
+                first = Sample(tuple(1e3 * answer.first_s for answer in answers))
+                said = f"decisions {json.dumps(decisions)}"
+                yield Figure(f"{what}, TTFT", first.median, "ms", spread=first.quartiles, detail=said)
+            freed = decisions["dropped"] + sum(decisions["compressed"].values()) + sum(decisions["demoted"].values())
+            yield check(f"{what}, the policy had to decide", freed > 0, f"{freed} decisions", "more than 0")
+            yield _integrity(subject, "storm", server)
+            wait_until_idle(server)
+            server.flush()
+            stats = server.get("/evicpress/stats")
+            free, total = stats["free_slots"], stats["total_slots"]
+            yield check(f"{what}, every slot is free after a flush", free == total, f"{free} of {total}", "all")
 
 
 # ---- shared
@@ -388,7 +355,7 @@ def _integrity(subject: Subject, what: str, server: Server) -> Figure:
     return check(f"{subject.name}: integrity after {what}", not found, str(found[:1] or "no violation"), "no violation")
 
 
-def _median_first(answers: Sequence[Answer]) -> float:
+def _median_first(answers: Sequence[Streamed]) -> float:
     return statistics.median(answer.first_s for answer in answers)
 
 

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import sys
 import tempfile
-import time
-import urllib.request
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from evicbench.correctness.stock import WITHOUT_PLUGIN
+from evicbench.moves import nodes_of
 from evicbench.testbed import server as testbed_server
-from evicbench.tiers.prompts import nodes_of, push_down, sources
 from sglang_evicpress.benchmark import server as plain_server
 from sglang_evicpress.benchmark.server import free_port
 
 START_S = 400.0
 PREFILL_GRAPHS = 512  # tokens: questions run in graphs; long prefills compute long enough, and need not be captured
-IDLE_S = 60.0
 COMMON = (
     *("--skip-server-warmup", "--skip-tokenizer-init", "--log-level", "info", "--stream-interval", "1"),
     # xgrammar is not carried; compiling a kernel in the first forward may outrun the default watchdog
@@ -67,22 +61,23 @@ class Launch:
 
 
 class Server(testbed_server.Server):
-    """``with Server(launch, "--kv-policy", "evicpress", log=file) as server``; ``is_stock``: without our plugin."""
+    """``with Server(launch, "--kv-policy", "evicpress", log=file) as server``."""
 
-    def __init__(
-        self, launch: Launch, *arguments: str, log: Path, is_stock: bool = False, env: dict[str, str] | None = None
-    ) -> None:
+    def __init__(self, launch: Launch, *arguments: str, log: Path, env: dict[str, str] | None = None) -> None:
         port = free_port()
         self._own_folder = Path(tempfile.mkdtemp(prefix="evicpress-server-"))
-        command = [sys.executable, "-m", "sglang.launch_server", *launch.arguments(), "--port", str(port), *arguments]
+        command = [sys.executable, "-m", "sglang.launch_server", *launch.arguments(), "--port", str(port)]
+        command += testbed_server.explicit(arguments)
+        command += ["--admin-api-key", testbed_server.ADMIN_KEY]  # cases read the tokens of nodes
         plain_server.Server.__init__(
             self,
             command,
             port=port,
             log=log,
-            env={**launch.environment(), **(WITHOUT_PLUGIN if is_stock else {}), **(env or {})},
+            env={**launch.environment(), **(env or {})},
             folder=self._own_folder,
             timeout_s=START_S,
+            admin_api_key=testbed_server.ADMIN_KEY,
         )
 
 
@@ -101,62 +96,9 @@ class Prompts:
         return self._rng.choices(range(3, self._vocabulary), k=num_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Seconds to the first token, and of each token after it; what of the prompt came from where."""
-
-    first_s: float
-    steps_s: tuple[float, ...]
-    sources: dict[str, int]
-
-
-def ask(server: Server, ids: Sequence[int], num_tokens: int = 1) -> Answer:
-    """One greedy streamed answer, timed as its client sees it."""
-    sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
-    body = json.dumps({"input_ids": list(ids), "sampling_params": sampling, "stream": True}).encode()
-    request = urllib.request.Request(f"{server.url}/generate", body, {"Content-Type": "application/json"})
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    begin, times, last = time.perf_counter(), [], b""
-    with opener.open(request, timeout=300.0) as response:
-        for line in response:
-            if line.startswith(b"data:") and not line.startswith(b"data: [DONE]"):
-                times.append(time.perf_counter())
-                last = line
-    if not times:
-        raise server.error("a request was answered by no event")
-    final = json.loads(last[5:])
-    if "error" in final:
-        raise server.error(f"a request was answered by an error: {final['error']}")
-    steps = tuple(after - before for before, after in zip(times, times[1:], strict=False))
-    return Answer(times[0] - begin, steps, sources(final))
-
-
-def wait_until_idle(server: Server) -> None:
-    """Until no copy is on its way. Raises ServerError after ``IDLE_S``."""
-    deadline = time.monotonic() + IDLE_S
-    while any(server.get("/evicpress/tiers")["queue"].values()):
-        if time.monotonic() > deadline:
-            raise server.error(f"copies still wait after {IDLE_S:g} s")
-        time.sleep(0.02)
-
-
 def compress_all(server: Server, form: str) -> int:
     """Bring every node of the cache to a form; returns how many slots they hold then."""
     for node in nodes_of(server):
         if node["num_tokens"] > 1:
             server.post(f"/evicpress/nodes/{node['id']}/compress", {"form": form})
     return sum(node["num_slots"] for node in nodes_of(server))
-
-
-def push_all(server: Server, tier: str) -> list[str]:
-    """Put every node on ``host`` or ``ssd`` and nowhere above; the refusals and what stayed above."""
-    problems: list[str] = []
-    for _ in range(20):
-        wait_until_idle(server)
-        problems = push_down(server, tier)
-        wait_until_idle(server)
-        above = [node["id"] for node in nodes_of(server) if node["tier"] != tier]
-        if not above:
-            return problems
-        problems.append(f"nodes {above[:3]} are not on {tier}")
-    return problems

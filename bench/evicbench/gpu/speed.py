@@ -11,34 +11,31 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
+from itertools import product
 
 import torch
 
-from evicbench.gpu.figures import Figure, Part, Sample, missing
+from evicbench.gpu.figures import Figure, Part, Sample
 from evicbench.gpu.machine import Settings, run_phase, settings, time_calls
-from evicbench.gpu.pools import BYTES, LLAMA_32K, Pool, Shape, contiguous, random_pool, window_bytes
+from evicbench.gpu.pools import BYTES, LLAMA_32K, Pool, Shape, contiguous, random_pool
 
-MIN_MATCH_KEPT = 0.8
+MIN_SHARE, MIN_CODEC_SHARE = 0.8, 0.6
 MOST_READS = 2.5
 COPY_BYTES = 1 << 30
 KEPT = (0.5, 0.2)
 PAGE_SIZE, WINDOW, QUERY_HEADS = 16, 32, 32
 TINY = Shape(96, 2, 2, 64, torch.bfloat16, 128)
 
-JUDGED = ("key_norm", "value_key_ratio", "key_difference", "redundancy", "compact", "fill_holes", "gather", "scatter")
-"""Bound by memory. ``page_mean`` reads what fits the L2, ``select_survivors`` counts in registers, ``window_attention``
-multiplies: these are timed and not judged by themselves."""
+_MOVERS = "key_norm", "value_key_ratio", "key_difference", "redundancy", "compact", "fill_holes", "gather", "scatter"
+JUDGED = dict.fromkeys(_MOVERS, MIN_SHARE) | dict.fromkeys(("encode", "decode"), MIN_CODEC_SHARE)
+"""Least share of the copy rate of what is bound by memory. ``page_mean`` reads what fits the L2, ``select_survivors``
+counts in registers, ``window_attention`` multiplies: these are timed and not judged by themselves."""
 
 
-@dataclass(frozen=True, slots=True)
-class Timed:
-    """A call to be timed, and the bytes it must move."""
-
-    name: str
-    kernel: str
-    num_bytes: int
-    call: Callable[[], object]
+Timed = tuple[str, str, int, Callable[[], object]]
+"""A kernel, a note, the bytes it must move, and the call."""
 
 
 class Bench:
@@ -61,8 +58,7 @@ class Bench:
         rates = _rates(2 * size, self.time(lambda: target.copy_(source)))
         self.copy_rate = rates.median
         yield _rate_figure("device-to-device copy, bytes read and written", rates)
-        is_cuda = self.device == "cuda"
-        host = torch.empty(size, dtype=torch.uint8, pin_memory=is_cuda)
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=self.device == "cuda")
         host.copy_(source)
         for what, call in (
             ("host-to-device copy, pinned", lambda: target.copy_(host, non_blocking=True)),
@@ -71,27 +67,22 @@ class Bench:
             yield _rate_figure(what, _rates(size, self.time(call, 10)))
 
     def measure_kernels(self, is_shuffled: bool) -> Iterator[Figure]:
-        where = "shuffled slots" if is_shuffled else "slots in order"
         pool = random_pool(self.shape, self._generator)
-        for timed in self.calls(pool if is_shuffled else contiguous(pool)):
-            yield self.kernel_figure(f"{timed.name}, {where}", timed, self.time(timed.call))
-        for name in _unmeasured():
-            yield missing(f"kernel {name}, {where}", "this version has no kernels/stage.py")
-
-    def kernel_figure(self, what: str, timed: Timed, sample: Sample) -> Figure:
-        share = _rates(timed.num_bytes, sample).median / self.copy_rate
-        is_judged = timed.kernel in JUDGED
-        low, high = sample.quartiles
-        return Figure(
-            f"kernel {what}",
-            100 * share,
-            "% of the copy rate",
-            f">= {MIN_MATCH_KEPT:.0%}" if is_judged else "",
-            share >= MIN_MATCH_KEPT if is_judged else None,
-            f"{1e3 * sample.median:.3f} ms ({1e3 * low:.3f} to {1e3 * high:.3f}) for {timed.num_bytes / 1e9:.3f} GB",
-            extra={"seconds": sample.median, "bytes": timed.num_bytes},
-            is_timed=True,
-        )
+        for kernel, note, num_bytes, call in self.calls(pool if is_shuffled else contiguous(pool)):
+            sample = self.time(call)
+            share = _rates(num_bytes, sample).median / self.copy_rate
+            least = JUDGED.get(kernel)
+            low, high = sample.quartiles
+            yield Figure(
+                f"kernel {kernel}{note}, {'shuffled slots' if is_shuffled else 'slots in order'}",
+                100 * share,
+                "% of the copy rate",
+                "" if least is None else f">= {least:.0%}",
+                None if least is None else share >= least,
+                f"{1e3 * sample.median:.3f} ms ({1e3 * low:.3f} to {1e3 * high:.3f}) for {num_bytes / 1e9:.3f} GB",
+                extra={"seconds": sample.median, "bytes": num_bytes},
+                is_timed=True,
+            )
 
     def measure_together(self) -> Iterator[Figure]:
         """Score, select and compact one after the other, as a compression does, against reading that KV once."""
@@ -105,15 +96,14 @@ class Bench:
             "knorm": lambda: -key_norm(pool.k, pool.slots, backend="triton"),
             "value_key_ratio": lambda: value_key_ratio(pool.k, pool.v, pool.slots, backend="triton"),
         }
+
+        def compress(score: Callable[[], torch.Tensor], num_kept: int) -> None:
+            survivors = select_survivors(score(), num_kept, backend="triton")
+            compact(pool.k, pool.v, pool.slots, survivors, backend="triton")
+
         read_s = self.shape.kv_bytes / self.copy_rate
-        for (press, score), kept in [(item, kept) for item in scores.items() for kept in KEPT]:
-            num_kept = int(self.shape.n * kept)
-
-            def compress(score: Callable[[], torch.Tensor] = score, num_kept: int = num_kept) -> None:
-                survivors = select_survivors(score(), num_kept, backend="triton")
-                compact(pool.k, pool.v, pool.slots, survivors, backend="triton")
-
-            sample = self.time(compress)
+        for (press, score), kept in product(scores.items(), KEPT):
+            sample = self.time(partial(compress, score, int(self.shape.n * kept)))
             yield Figure(
                 f"score + select + compact, {press}@{kept}",
                 sample.median / read_s,
@@ -127,90 +117,59 @@ class Bench:
             )
 
     def calls(self, pool: Pool) -> Iterator[Timed]:
-        """Every kernel once on this pool; those that write leave it a valid one."""
-        from evicbench.gpu.checks import random_survivors
+        """Every kernel on this pool; those that write leave a valid one."""
+        from evicbench.gpu.checks import random_survivors, staging
+        from sglang_evicpress.codec.layout import BITS, layout_of
+        from sglang_evicpress.kernels import group_codec, score, stage
         from sglang_evicpress.kernels.compact import compact
         from sglang_evicpress.kernels.fill_holes import fill_holes
         from sglang_evicpress.kernels.redundancy import redundancy
-        from sglang_evicpress.kernels.score import key_difference, key_norm, page_mean, value_key_ratio
         from sglang_evicpress.kernels.select import select_survivors
         from sglang_evicpress.kernels.window_attention import window_attention
 
         shape, k, v, slots = self.shape, pool.k, pool.v, pool.slots
+        layers, heads, n = shape.num_layers, shape.num_heads, shape.n
         host = torch.Generator().manual_seed(self.chosen.seed)
 
-        def timed(kernel: str, count: int, call: Callable[[], object], note: str = "") -> Timed:
-            return Timed(kernel + note, kernel, BYTES[kernel](shape, count), call)
+        def survivors(num_kept: int, among: Shape = shape) -> torch.Tensor:
+            return random_survivors(among, num_kept, host).to(self.device)
 
-        yield timed("key_norm", 0, lambda: key_norm(k, slots, backend="triton"))
-        yield timed("value_key_ratio", 0, lambda: value_key_ratio(k, v, slots, backend="triton"))
-        yield timed("key_difference", 0, lambda: key_difference(k, slots, backend="triton"))
-        recent = random_survivors(shape, min(WINDOW, shape.n), host).to(self.device)
-        yield timed("redundancy", recent.shape[-1], lambda: redundancy(k, slots, recent, backend="triton"))
-        scores = torch.randn(shape.num_layers, shape.num_heads, shape.n, device=self.device, generator=self._generator)
-        yield timed("page_mean", PAGE_SIZE, lambda: page_mean(scores, PAGE_SIZE, backend="triton"))
-        query_heads = 2 * shape.num_heads if self.chosen.tiny else QUERY_HEADS
-        queries = torch.randn(
-            shape.num_layers, WINDOW, query_heads, shape.head_dim, device=self.device, generator=self._generator
-        ).to(shape.dtype)
-        positions = torch.arange(shape.n, dtype=torch.int32, device=self.device)
-        positions = positions.expand(shape.num_layers, shape.num_heads, -1).contiguous()
-        asked = torch.arange(shape.n - WINDOW, shape.n, device=self.device)
-        given = queries, k, slots, asked, positions, shape.head_dim**-0.5
-        yield Timed(
-            "window_attention",
-            "window_attention",
-            window_bytes(shape, query_heads),
-            lambda: window_attention(*given, backend="triton"),
-        )
+        def randn(*size: int) -> torch.Tensor:
+            return torch.randn(layers, *size, device=self.device, generator=self._generator)
+
+        def timed(kernel: Callable[..., object], count: int, *given: object, note: str = "", **named: object) -> Timed:
+            name = kernel.__name__
+            return name, note, BYTES[name](shape, count), partial(kernel, *given, **named, backend="triton")
+
+        yield timed(score.key_norm, 0, k, slots)
+        yield timed(score.value_key_ratio, 0, k, v, slots)
+        yield timed(score.key_difference, 0, k, slots)
+        recent = survivors(min(WINDOW, n))
+        yield timed(redundancy, recent.shape[-1], k, slots, recent)
+        scores = randn(heads, n)
+        yield timed(score.page_mean, PAGE_SIZE, scores, PAGE_SIZE)
+        query_heads = 2 * heads if self.chosen.tiny else QUERY_HEADS
+        queries = randn(WINDOW, query_heads, shape.head_dim).to(shape.dtype)
+        positions = torch.arange(n, dtype=torch.int32, device=self.device).expand(layers, heads, -1).contiguous()
+        asked = torch.arange(n - WINDOW, n, device=self.device)
+        yield timed(window_attention, query_heads, queries, k, slots, asked, positions, shape.head_dim**-0.5)
         for kept in KEPT:
-            num_kept = int(shape.n * kept)
-            survivors = random_survivors(shape, num_kept, host).to(self.device)
-            yield timed(
-                "select_survivors",
-                num_kept,
-                lambda num_kept=num_kept: select_survivors(scores, num_kept, backend="triton"),
-                f" kept {kept}",
-            )
-            yield timed(
-                "compact",
-                num_kept,
-                lambda survivors=survivors: compact(k, v, slots, survivors, backend="triton"),
-                f" kept {kept}",
-            )
-        moves = shape.n // 4
-        targets = random_survivors(Shape(shape.n - moves, *_rest(shape)), moves, host).to(self.device)
-        sources = (shape.n - moves + torch.arange(moves)).expand_as(targets).int().contiguous().to(self.device)
-        yield timed("fill_holes", moves, lambda: fill_holes(k, v, slots, targets, sources, backend="triton"))
-        yield from self._stage_calls(pool)
-
-    def _stage_calls(self, pool: Pool) -> Iterator[Timed]:
-        from evicbench.gpu.checks import stage_module
-        from evicbench.gpu.stage_checks import staging
-
-        stage, shape = stage_module(), self.shape
-        if stage is None:
-            return
-        staged = staging(pool, shape, shape.n, self.device)
-        table = stage.stage_table(pool.k, pool.v)
-        for name in ("gather", "scatter"):
-            move = getattr(stage, name)
-            yield Timed(
-                name,
-                name,
-                BYTES[name](shape, shape.n),
-                lambda move=move: move(pool.k, pool.v, pool.slots, staged, table=table, backend="triton"),
-            )
-
-
-def _unmeasured() -> tuple[str, ...]:
-    from evicbench.gpu.checks import stage_module
-
-    return () if stage_module() is not None else ("gather", "scatter")
-
-
-def _rest(shape: Shape) -> tuple[int, int, int, torch.dtype, int]:
-    return shape.num_layers, shape.num_heads, shape.head_dim, shape.dtype, shape.num_slots
+            num_kept, note = int(n * kept), f" kept {kept}"
+            yield timed(select_survivors, num_kept, scores, num_kept, note=note)
+            yield timed(compact, num_kept, k, v, slots, survivors(num_kept), note=note)
+        moves = n // 4
+        targets = survivors(moves, replace(shape, n=n - moves))
+        sources = (n - moves + torch.arange(moves, device=self.device)).expand_as(targets).int().contiguous()
+        yield timed(fill_holes, moves, k, v, slots, targets, sources)
+        for codec, bits in BITS.items():
+            layout = layout_of(codec, n, heads * shape.head_dim, shape.dtype.itemsize)
+            stored = torch.empty((layers, layout.num_bytes), dtype=torch.uint8, device=self.device)
+            flag = torch.zeros(1, dtype=torch.int32, device=self.device)
+            yield timed(group_codec.encode, bits, k, v, slots, layout, stored, flag, note=f" {codec}")
+            yield timed(group_codec.decode, bits, k, v, slots, layout, stored, 0, note=f" {codec}")
+        staged, table = staging(shape, n, self.device), stage.stage_table(k, v)
+        for move in (stage.gather, stage.scatter):
+            yield timed(move, n, k, v, slots, staged, table=table)
 
 
 def _rates(num_bytes: int, sample: Sample) -> Sample:

@@ -4,20 +4,15 @@ what planning attention for a decode step takes, and how long loads from the hos
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from evicbench.plugins import path_with, plugin_folder
+from evicbench.plugins import PluginLog, Tell, plugin_folder, watch_scheduler
 
-LOG = "EVICPRESS_GPU_WATCH"
 NAME = "evicpress_gpu_watch"
 
 
@@ -38,61 +33,40 @@ class Loaded:
     seconds: float
 
 
-class Watch:
-    """``with watched(stock=False) as watch, Server(..., env=watch.env): ...``."""
-
-    def __init__(self, folder: Path, is_stock: bool) -> None:
-        self._log = folder / "watch.jsonl"
-        self.env = {LOG: str(self._log), "PYTHONPATH": path_with(folder)}
-        if is_stock:
-            self.env["SGLANG_PLUGINS"] = NAME  # and no other
-
-    @property
-    def num_lines(self) -> int:
-        return len(self._lines())
+class Watch(PluginLog):
+    """``with watched() as watch, Server(..., env=watch.env): ...``."""
 
     def plans(self, batch: int, since: int = 0) -> list[Plan]:
-        return [Plan(*line["plan"]) for line in self._lines()[since:] if line.get("plan", [None])[0] == batch]
+        return [Plan(*line["plan"]) for line in self.lines(since) if line.get("plan", [None])[0] == batch]
 
     def loads(self, since: int = 0) -> list[Loaded]:
-        return [Loaded(*line["load"]) for line in self._lines()[since:] if "load" in line]
-
-    def _lines(self) -> list[Any]:
-        if not self._log.exists():
-            return []
-        whole, _, _ = self._log.read_text(encoding="utf-8").rpartition("\n")
-        return [json.loads(line) for line in whole.splitlines()]
+        return [Loaded(*line["load"]) for line in self.lines(since) if "load" in line]
 
 
 @contextmanager
 def watched(is_stock: bool = False) -> Iterator[Watch]:
+    """``is_stock``: no other plugin is loaded."""
     with plugin_folder(NAME, "evicbench.gpu.watch:load") as folder:
-        yield Watch(folder, is_stock)
+        watch = Watch(folder)
+        if is_stock:
+            watch.env["SGLANG_PLUGINS"] = NAME
+        yield watch
 
 
 # ---- in the server
 
 
 def load() -> None:
-    """SGLang calls this in each of its processes; only the scheduler's is watched."""
-    if LOG not in os.environ or multiprocessing.parent_process() is None:
-        return
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    def after_init(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-        log = Path(os.environ[LOG]).open("w", encoding="utf-8", buffering=1)  # noqa: SIM115
-
-        def tell(**line: Any) -> None:
-            log.write(json.dumps(line) + "\n")
-
-        _watch_plans(scheduler.tp_worker.model_runner.attn_backend, tell)
-        if hasattr(scheduler.tree_cache, "loads"):
-            _watch_loads(tell)
-
-    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.__init__", after_init, HookType.AFTER)
+    watch_scheduler(_attach)
 
 
-def _watch_plans(backend: Any, tell: Callable[..., None]) -> None:
+def _attach(scheduler: Any, tell: Tell) -> None:
+    _watch_plans(scheduler.tp_worker.model_runner.attn_backend, tell)
+    if hasattr(scheduler.tree_cache, "compressor"):  # ours
+        _watch_loads(scheduler.tree_cache.compressor.slot_bytes, tell)
+
+
+def _watch_plans(backend: Any, tell: Tell) -> None:
     """Outside of what we wrapped around the same calls: the physical view is part of what planning costs."""
     import torch
 
@@ -133,13 +107,13 @@ def _watch_plans(backend: Any, tell: Callable[..., None]) -> None:
             setattr(backend, name, wrap(getattr(backend, name)))
 
 
-def _watch_loads(tell: Callable[..., None]) -> None:
-    from sglang_evicpress.patches.tiers.load_back import Load
+def _watch_loads(slot_bytes: int, tell: Tell) -> None:
+    from sglang_evicpress.patches.tiers.load import Load
 
     finish = Load.finish
 
     def finished(self: Any) -> None:
-        tell(load=(self.num_bytes, self.copy_seconds() or 0.0))
+        tell(load=(self.num_slots * slot_bytes, self.copy_seconds() or 0.0))
         finish(self)
 
     Load.finish = finished  # type: ignore[method-assign]

@@ -51,9 +51,6 @@ LEFT_OUT = re.compile(
 """Kept on purpose: srt/hardware_backend/npu (compressed_tensors imports it), sglang/test/scripted_runtime, and
 flashinfer/data/csrc, whose templates are read even for compiled modules."""
 
-COMPILE_SOURCES = re.compile(r"flashinfer/data/(cutlass|cccl|spdlog|include)/")
-"""Headers that only compiling on the GPU machine needs."""
-
 STUBS = {
     "IPython/__init__.py": "def get_ipython():\n    return None\n",
     "IPython/display.py": "def display(*args, **kwargs):\n    return None\n\n\nHTML = display\n",
@@ -70,18 +67,13 @@ def fetch(cache: Path, wheels: Sequence[str] = WHEELS) -> list[Path]:
     return [_cached(cache, wheel) or _download(cache, wheel) for wheel in wheels]
 
 
-def unpack(wheel: Path, site: Path, *, compile_sources: bool = True) -> int:
+def unpack(wheel: Path, site: Path) -> int:
     """Unpack what is carried of a wheel; returns how many files were left out."""
-    left_out = 0
     with zipfile.ZipFile(wheel) as archive:
-        for name in archive.namelist():
-            if name.endswith("/"):
-                continue
-            if LEFT_OUT.match(name) or (not compile_sources and COMPILE_SOURCES.match(name)):
-                left_out += 1
-                continue
-            archive.extract(name, site)
-    return left_out
+        files = [name for name in archive.namelist() if not name.endswith("/")]
+        carried = [name for name in files if not LEFT_OUT.match(name)]
+        archive.extractall(site, carried)
+    return len(files) - len(carried)
 
 
 def write_stubs(site: Path) -> None:
@@ -106,25 +98,19 @@ def _cached(cache: Path, wheel: str) -> Path | None:
 
 
 @functools.cache
-def _pip(cache: Path) -> tuple[str, ...]:
+def _pip() -> tuple[str, ...]:
     """A pip that runs: this Python's, which an environment made by uv has not, or the first other one.
 
     Raises RuntimeError where there is none.
     """
     for command in ((sys.executable, "-m", "pip"), ("python3", "-m", "pip"), ("pip",), ("uvx", "pip")):
-        if shutil.which(command[0]) is None:
-            continue
-        if subprocess.run([*command, "--version"], capture_output=True, check=False).returncode == 0:
+        if shutil.which(command[0]) and not subprocess.run([*command, "--version"], capture_output=True).returncode:
             return command
-    folder = cache / "pip"
-    made = subprocess.run([sys.executable, "-m", "venv", str(folder)], capture_output=True, text=True, check=False)
-    if made.returncode:
-        raise RuntimeError("packing fetches wheels by pip, and there is none: install python3-pip or python3-venv")
-    return str(folder / "bin" / "python"), "-m", "pip"
+    raise RuntimeError("packing fetches wheels by pip, and there is none: install python3-pip or uv")
 
 
 def _download(cache: Path, wheel: str) -> Path:
-    command = [*_pip(cache), "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    command = [*_pip(), "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     command += ["--python-version", PYTHON_VERSION, "--implementation", "cp", "--dest", str(cache)]
     for platform in PLATFORMS:
         command += ["--platform", platform]

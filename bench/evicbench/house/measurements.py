@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from evicbench.house.source import classes, modules, num_lines, num_untyped
 from evicbench.paths import ROOT
-from evicbench.pytest_runs import run_tests, together, verdict
+from evicbench.pytest_runs import passed
 from evicbench.report import Line, Measurement
 
 PRODUCT = ("python", "patches", "kernels", "bench")
@@ -32,10 +32,7 @@ TESTS = (
 
 def measure_tests() -> Iterator[Line]:
     for what, path in TESTS:
-        if (ROOT / path).exists():
-            yield verdict(f"{what}: {path}", "all pass", together(run_tests(path), ""))
-        else:
-            yield Line(f"{what}: {path}", "all pass", "there is no such test", False)
+        yield passed(f"{what}: {path}", "all pass", path)
 
 
 def measure_types() -> Iterator[Line]:
@@ -65,9 +62,8 @@ def measure_sizes() -> Iterator[Line]:
 
 
 def _fewer(what: str, before: int, now: int, least: int) -> Line:
-    return Line(
-        what, f"at least {least:,} fewer than {before:,}", f"{now:,}, {before - now:,} fewer", before - now >= least
-    )
+    change = f"{abs(before - now):,} {'fewer' if now <= before else 'more'}"
+    return Line(what, f"at least {least:,} fewer than {before:,}", f"{now:,}, {change}", before - now >= least)
 
 
 def measure_classes() -> Iterator[Line]:

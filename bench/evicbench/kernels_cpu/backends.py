@@ -5,28 +5,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
-from typing import Any
 
 from evicbench.correctness.case import Case
 from evicbench.correctness.exactness import server_arguments
 from evicbench.correctness.findings import sensitivity, summary
 from evicbench.correctness.reference import Reference
-from evicbench.pytest_runs import run_tests, together, verdict
+from evicbench.pytest_runs import passed
 from evicbench.report import Line
 from evicbench.testbed.server import MODEL, Server
 
 PAGE_SIZES = (1, 16)
 ON_CUDA = ("fa3", "flashinfer", "triton")
 FORMS = ("keydiff@0.5", "snapkv@0.2", "knorm@0.8")
-
-
-def interpreted_server(page_size: int) -> Server:
-    return Server(
-        *server_arguments(page_size),
-        *("--attention-backend", "triton", "--max-running-requests", "8", "--context-length", "4096"),
-        env={"TRITON_INTERPRET": "1"},
-    )
 
 
 def check(case: Case, form: str) -> None:
@@ -40,9 +32,10 @@ def check(case: Case, form: str) -> None:
 
 def answers() -> Iterator[Line]:
     reference = Reference(MODEL)
+    flags = ("--attention-backend", "triton", "--max-running-requests", "8", "--context-length", "4096")
     for page_size in PAGE_SIZES:
         findings = []
-        with interpreted_server(page_size) as server:
+        with Server(*server_arguments(page_size), *flags, env={"TRITON_INTERPRET": "1"}) as server:
             for form, turn in product(FORMS, range(2)):
                 case = Case(f"{form} {turn} p{page_size}", server, reference, page_size)
                 check(case, form)
@@ -50,27 +43,8 @@ def answers() -> Iterator[Line]:
             is_triton = "compact rows on TritonAttnBackend" in server.log_tail(100_000)
             violations = server.post("/evicpress/check")["violations"]
         line = summary(f"greedy answers on SGLang's Triton backend, interpreted, page size {page_size}", findings)
-        yield Line(line.what, line.target, line.figure, line.ok and is_triton and not violations)
+        yield replace(line, ok=line.ok and is_triton and not violations)
         yield sensitivity(f"controls of these answers, page size {page_size}", findings)
-
-
-def plans() -> Iterator[Line]:
-    """Plans of the backends' own code for the view, compared with the slots in the rows."""
-    found = run_tests("tests/contract/attention/test_backend_inputs.py", interpreted=True)
-    yield verdict(
-        "what triton, flashinfer and fa3 plan from the view: indptr, indices, page tables, lengths; eager and replay",
-        "every case equals the slots that the rows hold",
-        together(found, ""),
-    )
-
-
-class Listener(logging.Handler):
-    def __init__(self, messages: list[str]) -> None:
-        super().__init__()
-        self._messages = messages
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._messages.append(record.getMessage())
 
 
 def choice() -> Iterator[Line]:
@@ -81,29 +55,30 @@ def choice() -> Iterator[Line]:
 
     server_args.add_flags()
     logged: list[str] = []
-    server_args.logger.addHandler(Listener(logged))
     server_args.logger.setLevel(logging.INFO)
+    server_args.logger.addFilter(lambda record: bool(logged.append(record.getMessage())) or True)
 
-    def started(backend: str | None) -> tuple[Any, str]:
+    def started(backend: str | None) -> str:
+        """The backend that is taken, or why none is."""
         asked = ServerArgs(model_path="dummy")
         asked.kv_policy, asked.device, asked.attention_backend = "evicpress", "cuda", backend
         try:
             server_args._prepare(asked)
         except unsupported.UnsupportedError as error:
-            return None, str(error)
-        return asked.attention_backend, ""
+            return str(error)
+        return str(asked.attention_backend)
 
-    chosen, problem = started(None)
+    chosen = started(None)
     is_logged = any("attention backend flashinfer" in message for message in logged)
     yield Line(
         "--kv-policy evicpress on CUDA without --attention-backend",
         "flashinfer, and the log says so",
-        f"{chosen or problem}, {'logged' if is_logged else 'not logged'}",
+        f"{chosen}, {'logged' if is_logged else 'not logged'}",
         chosen == "flashinfer" and is_logged,
     )
     outcomes = {name: started(name) for name in ATTENTION_BACKEND_CHOICES}
-    taken = sorted(name for name, (backend, _) in outcomes.items() if backend == name)
-    told = [name for name, (_, said) in outcomes.items() if name in said and "so choose " in said]
+    taken = sorted(name for name, said in outcomes.items() if said == name)
+    told = [name for name, said in outcomes.items() if name in said and "so choose " in said]
     others = [name for name in outcomes if name not in taken and name not in told]
     yield Line(
         f"each of SGLang's {len(outcomes)} attention backends asked for by name on CUDA",
@@ -114,6 +89,11 @@ def choice() -> Iterator[Line]:
 
 
 def measure() -> Iterator[Line]:
-    yield from plans()
+    yield passed(
+        "what triton, flashinfer and fa3 plan from the view: indptr, indices, page tables, lengths; eager and replay",
+        "every case equals the slots that the rows hold",
+        "tests/contract/attention/test_backend_inputs.py",
+        interpreted=True,
+    )
     yield from answers()
     yield from choice()

@@ -6,45 +6,42 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
 from multiprocessing import get_context
-from pathlib import Path
 
 import torch
 import triton
 
 from evicbench.kernels_cpu.interpreter import kernel_files, parts
-from evicbench.paths import OUT
+from evicbench.paths import out_file
 from evicbench.report import Line
+from sglang_evicpress.codec.layout import BITS
 from sglang_evicpress.kernels import aot
 from sglang_evicpress.kernels.aot import ARCHS, DTYPES, HEAD_DIMS, HEADER, Report
 
-TABLE = OUT / "kernels" / "compiled.txt"
 WHOLE_ROWS = 128  # bits of the widest access of what reads or writes rows of the pool
 SCORES_ONLY = {"page_mean", "select_survivors"}  # these read float32 scores, not rows
-MOVES_ROWS = {"compact", "fill_holes", "gather", "scatter"}
+MOVES_ROWS = {"compact", "fill_holes", "gather", "scatter", "decode_lossless"}
+MOVES_ROWS |= {f"decode_{rows}_{codec}" for rows in ("keys", "values") for codec in BITS}
 
 
 def device_kernels() -> list[str]:
-    """The names of all device kernels in the folder, whether they are compiled or not."""
-    modules = [import_module(f"sglang_evicpress.kernels.{name}") for name in kernel_files()]
-    return sorted({name.removeprefix("_").removesuffix("_kernel") for module in modules for name in parts(module)[0]})
+    """The names of all launches, and of device kernels in the folder that no launch is of."""
+    launches = {launch.name: launch.kernel.__name__ for launch in aot.launches(HEAD_DIMS[0], DTYPES[0])}
+    kernels = {name for file in kernel_files() for name in parts(import_module(f"sglang_evicpress.kernels.{file}"))[0]}
+    return sorted({*launches, *(kernels - set(launches.values()))})
 
 
 def compile_for(arch: int) -> list[Report]:
     return aot.compile_all(archs=(arch,))
 
 
-def write_table(reports: Sequence[Report], table: Path = TABLE) -> None:
-    table.parent.mkdir(parents=True, exist_ok=True)
-    head = f"triton {triton.__version__}, torch {torch.__version__}: compiled without a GPU, run on none"
-    table.write_text("\n".join([head, HEADER, *map(str, reports)]) + "\n", encoding="utf-8")
-
-
 def measure() -> Iterator[Line]:
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as workers:
         reports = [report for found in workers.map(compile_for, ARCHS) for report in found]
-    write_table(reports)
+    head = f"triton {triton.__version__}, torch {torch.__version__}: compiled without a GPU, run on none"
+    table = out_file("kernels", "compiled.txt")
+    table.write_text("\n".join([head, HEADER, *map(str, reports)]) + "\n", encoding="utf-8")
     yield from lines(reports, device_kernels())
-    print(f"    the table of all {len(reports)}: {TABLE}", flush=True)
+    print(f"    the table of all {len(reports)}: {table}", flush=True)
 
 
 def lines(reports: Sequence[Report], kernels: Sequence[str]) -> Iterator[Line]:

@@ -31,12 +31,11 @@ def structure() -> Line:
     for name in kernel_files():
         module = import_module(f"sglang_evicpress.kernels.{name}")
         kernels, launchers = parts(module)
-        of_file = [each for each in launchers if getattr(module, each).__module__ == module.__name__]
-        test = ROOT / "tests/kernels" / f"test_{name}.py"
-        text = test.read_text() if test.exists() else ""
-        found += of_file
-        incomplete += [name] if not kernels or not of_file else []
-        untested += [each for each in of_file if each not in text]
+        here = [each for each in launchers if getattr(module, each).__module__ == module.__name__]
+        text = (ROOT / "tests/kernels" / f"test_{name}.py").read_text()
+        found += here
+        incomplete += [] if kernels and here else [name]
+        untested += [each for each in here if each not in text]
     return Line(
         f"kernel files: {', '.join(kernel_files())}",
         "each has a device kernel, its launcher and a torch reference; tests name every launcher",

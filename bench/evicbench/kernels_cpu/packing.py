@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from evicbench.gpu.pack import differing
 from evicbench.paths import ROOT
 from evicbench.report import Line
 
@@ -19,89 +20,42 @@ SCRIPT = ROOT / "bench" / "evicbench" / "gpu" / "run.sh"
 LIMIT_MIB = 64
 MIB = 1 << 20
 SOURCES = ("python/sglang_evicpress", "kernels", "patches", "bench/evicbench/gpu")
+SITE = ("sglang/launch_server.py", "sgl_kernel/__init__.py", "flashinfer/__init__.py")
 PHASES = ("correctness", "speed", "server", "all")
 NO_GPU = 2
-NEEDS_A_GPU = (
-    "bandwidth of every kernel",
-    "score + select + compact of 32k tokens",
-    "metadata per step",
-    "decode ITL with holes",
-    "load back from pinned memory",
-    "TTFT by tier",
-    "greedy answers on CUDA",
-)
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", str(SCRIPT), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "EVICPRESS_PYTHON": sys.executable},
-    )
+    env = {**os.environ, "EVICPRESS_PYTHON": sys.executable}
+    return subprocess.run(["bash", str(SCRIPT), *arguments], capture_output=True, text=True, check=False, env=env)
 
 
-def total_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-
-
-def differing(folder: Path) -> tuple[int, list[str]]:
-    """Files of the packed source, and those that are not in this checkout as they were packed."""
-    different, count = [], 0
+def absent(folder: Path) -> tuple[int, list[str]]:
+    """Number of files of the packed source, and the files that a GPU machine needs and the folder lacks."""
     with tarfile.open(folder / "source.tar.xz", "r:xz") as archive:
-        for member in archive:
-            here = ROOT / member.name
-            count += 1
-            if member.issym():
-                same = here.is_symlink() and str(here.readlink()) == member.linkname
-            else:
-                packed = archive.extractfile(member)
-                same = packed is not None and here.is_file() and packed.read() == here.read_bytes()
-            different += [] if same else [member.name]
-    return count, different
-
-
-def absent(folder: Path) -> list[str]:
-    """Files that a GPU machine needs and the folder lacks."""
-    with tarfile.open(folder / "source.tar.xz", "r:xz") as archive:
-        source = set(archive.getnames())
+        source = archive.getnames()
     with tarfile.open(folder / "site.tar.xz", "r:xz") as archive:
         site = set(archive.getnames())
     tracked = subprocess.run(["git", "-C", str(ROOT), "ls-files", *SOURCES], capture_output=True, text=True, check=True)
-    missing = sorted(set(tracked.stdout.split()) - source)
-    for needed in ("sglang/launch_server.py", "sgl_kernel/__init__.py", "flashinfer/__init__.py"):
-        missing += [] if needed in site else [needed]
+    missing = sorted(set(tracked.stdout.split()) - set(source)) + [name for name in SITE if name not in site]
     if not any(name.startswith("sglang_evicpress") and name.endswith("entry_points.txt") for name in site):
         missing.append("the plugin's entry points")
-    return missing
+    return len(source), missing
 
 
 def booted(folder: Path) -> tuple[bool, str]:
     """Run boot.sh on the folder in an empty environment, under run.sh's strict settings. This Python stands for
     the one on the GPU machine, so its check of versions is passed over and nothing is compiled."""
     stub = folder.parent / "python-there"
-    stub.write_text(
-        f"""#!/bin/bash
-if [ "$*" = - ]; then cat > /dev/null; exit 0; fi
-if [ "$1 $2" = "-m compileall" ]; then exit 0; fi
-exec {sys.executable} "$@"
-"""
-    )
+    skipped = 'if [ "$*" = - ]; then cat >/dev/null; exit 0; fi\nif [ "${2:-}" = compileall ]; then exit 0; fi\n'
+    stub.write_text(f'#!/bin/sh\n{skipped}exec {sys.executable} "$@"\n')
     stub.chmod(0o755)
     script = f'. "{folder}/boot.sh" && test -e "$EVICPRESS_SOURCE/python/sglang_evicpress/kernels/compact.py"'
-    done = subprocess.run(
-        ["bash", "-u", "-o", "pipefail", "-c", script],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={
-            **{"PATH": os.environ["PATH"], "HOME": str(folder.parent), "EVICPRESS_PYTHON": str(stub)},
-            "EVICPRESS_PLACE": str(folder.parent / "there"),
-        },
-    )
-    said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
-    return done.returncode == 0, said
+    env = {"PATH": os.environ["PATH"], "HOME": str(folder.parent), "EVICPRESS_PYTHON": str(stub)}
+    env["EVICPRESS_PLACE"] = str(folder.parent / "there")
+    command = ["bash", "-u", "-o", "pipefail", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    return done.returncode == 0, (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
 
 
 def packed() -> Iterator[Line]:
@@ -109,13 +63,11 @@ def packed() -> Iterator[Line]:
         folder = Path(made, "carry")
         done = run("pack", "--out", str(folder), "--limit-mib", str(LIMIT_MIB))
         if done.returncode:
-            said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
-            yield Line("run.sh pack", "status 0", f"status {done.returncode}: {said}", False)
-            return
-        size = total_bytes(folder)
+            raise RuntimeError(f"run.sh pack ended with {done.returncode}: {done.stderr.strip()[-300:]}")
+        size = sum(file.stat().st_size for file in folder.iterdir())
         manifest = json.loads((folder / "manifest.json").read_text())
-        count, different = differing(folder)
-        lacking = absent(folder)
+        different = differing(ROOT, folder / "source.tar.xz")
+        count, lacking = absent(folder)
         is_up, said = booted(folder)
     yield Line(
         f"run.sh pack: {len(manifest['wheels'])} pinned wheels, this repository, model shapes, scripts",
@@ -163,4 +115,3 @@ def phases_here() -> Iterator[Line]:
         print("    there is a GPU here: run bench/evicbench/gpu/run.sh all", flush=True)
     else:
         yield phases()
-        print(f"    not measured without a GPU, for bench/evicbench/gpu/run.sh: {', '.join(NEEDS_A_GPU)}", flush=True)

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from evicbench.report import Line
 from sglang_evicpress.benchmark.curves import capacity, unloaded_p95
-from sglang_evicpress.benchmark.load import NOT_WORTH, UNLOADED, Loaded, loaded, median
+from sglang_evicpress.benchmark.load import UNLOADED, loaded, median
 from sglang_evicpress.benchmark.load_tables import rate_name
 from sglang_evicpress.benchmark.results import Results
-from sglang_evicpress.benchmark.summary import Cell, Summary
+from sglang_evicpress.benchmark.summary import NOT_WORTH, Cell, Summary
 
 LEAST_RATIO = 1.3
 """How many times lower mean TTFT is, and how many times more requests/s, than with the best fixed press."""
@@ -39,7 +39,7 @@ class Grid:
     """A folder's runs. ``ours`` is the system that is judged."""
 
     results: Results
-    runs: tuple[Loaded, ...]
+    runs: tuple[Cell, ...]
     ours: str
 
     @classmethod
@@ -66,21 +66,19 @@ class Grid:
     def systems(self, *kinds: str) -> list[str]:
         return [system["name"] for system in self.results.systems if system["kind"] in kinds]
 
-    def at(self, system: str, rate: float, repetition: int) -> Loaded | None:
+    def at(self, system: str, rate: float, repetition: int) -> Cell | None:
         key = (system, rate, repetition)
         return next((run for run in self.runs if (run.system, run.rate, run.repetition) == key), None)
 
-    def rival(self, one: Loaded) -> Loaded | None:
+    def rival(self, one: Cell) -> Cell | None:
         """Run that one of ours is compared with: at its rate, in its repetition."""
+
         found = [run for run in self.runs if (run.rate, run.repetition) == (one.rate, one.repetition)]
-        good = [
-            run
-            for run in found
-            if run.kind == "fixed" and None not in (run.f1, one.f1) and (run.f1 or 0) >= (one.f1 or 0) - F1_TOLERANCE
-        ]
+        least = (one.quality(self.results.f1) or math.inf) - F1_TOLERANCE
+        good = [run for run in found if run.kind == "fixed" and (run.quality(self.results.f1) or 0.0) >= least]
         rivals = good or [run for run in found if run.kind == "tiers-lru"]
         return min(
-            (run for run in rivals if run.ttft_mean_s is not None), key=lambda run: run.ttft_mean_s or 0.0, default=None
+            (run for run in rivals if run.ttft.mean_s is not None), key=lambda run: run.ttft.mean_s or 0.0, default=None
         )
 
     def rate(self, rate: float) -> str:
@@ -111,21 +109,21 @@ def against_fixed(grid: Grid) -> Iterator[Line]:
         grid,
         f"{grid.name}: mean TTFT of {grid.ours}, how many times lower than {of}, at every rate up to saturation",
         f">= {LEAST_RATIO:g}x, median of the repetitions",
-        lambda one, other: _over(other.ttft_mean_s, one.ttft_mean_s),
+        lambda one, other: _over(other.ttft.mean_s, one.ttft.mean_s),
         lambda ratio: ratio >= LEAST_RATIO,
     )
     yield _compared(
         grid,
         f"{grid.name}: p95 TTFT of {grid.ours} over {of}, at every rate up to saturation",
         "<= 1, median of the repetitions",
-        lambda one, other: _over(one.ttft_p95_s, other.ttft_p95_s),
+        lambda one, other: _over(one.ttft.p95_s, other.ttft.p95_s),
         lambda ratio: ratio <= 1.0,
     )
     yield _compared(
         grid,
         f"{grid.name}: answers/s of {grid.ours} over {of}, at every rate up to saturation",
         f">= {1 - IN_FLIGHT:g} (less 1 % for what is in flight when arrivals end), median of the repetitions",
-        lambda one, other: _over(one.answers_rps, other.answers_rps),
+        lambda one, other: _over(one.completed_rps, other.completed_rps),
         lambda ratio: ratio >= 1.0 - IN_FLIGHT,
     )
 
@@ -134,7 +132,7 @@ def _compared(
     grid: Grid,
     what: str,
     target: str,
-    ratio: Callable[[Loaded, Loaded], float | None],
+    ratio: Callable[[Cell, Cell], float | None],
     holds: Callable[[float], bool],
 ) -> Line:
     told, ok = [], bool(grid.rates(1.0)) and bool(grid.repetitions)
@@ -164,8 +162,8 @@ def _compared(
 def no_collapse(grid: Grid) -> Iterator[Line]:
     """Answers/s at every rate beside the most at any lower one."""
     ours, fixed = grid.systems("evicpress"), grid.systems("fixed")
-    yield _falls(grid, "answers/s of evicpress", ours, lambda run: run.answers_rps)
-    yield _falls(grid, "answers/s of fixed presses on our tiers", fixed, lambda run: run.answers_rps)
+    yield _falls(grid, "answers/s of evicpress", ours, lambda run: run.completed_rps)
+    yield _falls(grid, "answers/s of fixed presses on our tiers", fixed, lambda run: run.completed_rps)
 
 
 def goodput(grid: Grid) -> Line:
@@ -173,7 +171,7 @@ def goodput(grid: Grid) -> Line:
     return _falls(grid, f"goodput with {REFUSING}", systems, lambda run: run.goodput_rps)
 
 
-def _falls(grid: Grid, what: str, systems: Sequence[str], value: Callable[[Loaded], float | None]) -> Line:
+def _falls(grid: Grid, what: str, systems: Sequence[str], value: Callable[[Cell], float | None]) -> Line:
     target = f"falls by at most {MOST_FALL:.0%} up to 2x saturation, median of the repetitions"
     told, ok = [], bool(systems)
     middle = {(run.system, run.rate): run for run in median(grid.runs)}
@@ -199,25 +197,25 @@ def recomputed(grid: Grid) -> Iterator[Line]:
     names = grid.systems("evicpress")
     runs = [run for run in grid.runs if run.system in names]
     target = f"<= {MOST_RECOMPUTED:.0%} of prompt tokens at every rate"
-    held = _worst(grid, runs, lambda run: run.held)
-    not_worth = _worst(grid, runs, lambda run: run.computed_for(NOT_WORTH))
+    held = _worst(grid, runs, lambda run: run.work.recomputed)
+    not_worth = _worst(grid, runs, lambda run: run.work.computed_for(NOT_WORTH))
     more = f"; not worth loading, at most {not_worth[1]}" if not_worth is not None else ""
     yield _share_line(
         f"{grid.name}: recomputed by evicpress although held below, not counting not_worth", target, held, more
     )
-    dropped = _worst(grid, runs, lambda run: run.computed_for("dropped"))
+    dropped = _worst(grid, runs, lambda run: run.work.computed_for("dropped"))
     yield _share_line(
         f"{grid.name}: recomputed by evicpress because dropped while a lower tier had room", target, dropped
     )
 
 
-def _worst(grid: Grid, runs: Sequence[Loaded], value: Callable[[Loaded], float | None]) -> tuple[float, str] | None:
+def _worst(grid: Grid, runs: Sequence[Cell], value: Callable[[Cell], float | None]) -> tuple[float, str] | None:
     """None where some run does not say."""
     known = [(share, run) for run in runs if (share := value(run)) is not None]
     if not known or len(known) < len(runs):
         return None
     share, run = max(known, key=lambda each: each[0])
-    seconds = run.not_worth_s or {}
+    seconds = run.work.not_worth_s or {}
     told = f"{share:.2%} ({run.system}, {grid.rate(run.rate)}, repetition {(run.repetition or 0) + 1}"
     if seconds:
         told += "; not worth it: " + ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items())
@@ -236,7 +234,10 @@ def _share_line(what: str, target: str, found: tuple[float, str] | None, more: s
 def requests_per_second(grid: Grid) -> Iterator[Line]:
     """Two lines; on straight lines between rates, up to the first at which a limit is not kept."""
     what = f"{grid.name}: requests/s at TTFT p95 <= 2x its own with one client and F1 >= {LEAST_F1:g}"
-    summaries = [_summary(grid, repetition) for repetition in grid.repetitions]
+    summaries = [
+        Summary(grid.results, None, None, tuple(run for run in grid.runs if run.repetition == repetition))
+        for repetition in grid.repetitions
+    ]
     for kind, least, name in (
         ("tiers-lru", LEAST_OVER_EXACT, "exact LRU over the same tiers"),
         ("fixed", LEAST_RATIO, "the best fixed press + LRU"),
@@ -256,20 +257,6 @@ def requests_per_second(grid: Grid) -> Iterator[Line]:
         )
 
 
-def _summary(grid: Grid, repetition: int) -> Summary:
-    """Summary of one repetition for ``capacity``. Its F1 is the one that is known."""
-    cells = (
-        Cell(
-            *(run.system, run.kind, run.rate, 1, int(run.num_requests), int(run.num_failed)),
-            ttft_p95_of_all_s=run.ttft_p95_of_all_s,
-            f1_full_cache=run.f1,
-        )
-        for run in grid.runs
-        if run.repetition == repetition
-    )
-    return Summary(grid.results, None, None, tuple(cells))
-
-
 def _most(grid: Grid, summary: Summary, kind: str) -> tuple[float, str]:
     """The most that a system of the kind bears, and in words."""
     best, told = 0.0, f"{kind} 0"
@@ -277,7 +264,7 @@ def _most(grid: Grid, summary: Summary, kind: str) -> tuple[float, str]:
         limit_s = unloaded_p95(summary, system)
         if limit_s is None:
             continue
-        found = capacity(summary, system, UNLOADED * limit_s, least=LEAST_F1)
+        found = capacity(summary, system, UNLOADED * limit_s, least=LEAST_F1, measure=grid.results.f1)
         if found is not None and found.rps > best:
             best, told = found.rps, f"{system} {'>= ' if found.is_at_least else ''}{found.rps:.2f}"
     return best, told
@@ -308,10 +295,10 @@ def near_the_full_cache(grid: Grid) -> Line:
     parts, told = [], []
     for repetition in grid.repetitions if rate is not None else ():
         one, full_cache = (grid.at(name, rate or 0.0, repetition) for name in (grid.ours, "full-cache+attention"))
-        if one is None or full_cache is None or one.ttft_p95_s is None or full_cache.ttft_p95_s is None:
+        if one is None or full_cache is None or one.ttft.p95_s is None or full_cache.ttft.p95_s is None:
             return Line(what, target, f"repetition {repetition + 1} was not measured with both", False)
-        parts.append(one.ttft_p95_s / (MOST_OVER_FULL_CACHE * full_cache.ttft_p95_s + tier_s))
-        told.append(f"{1e3 * one.ttft_p95_s:.0f} ms, bound {1e3 * full_cache.ttft_p95_s:.0f} ms")
+        parts.append(one.ttft.p95_s / (MOST_OVER_FULL_CACHE * full_cache.ttft.p95_s + tier_s))
+        told.append(f"{1e3 * one.ttft.p95_s:.0f} ms, bound {1e3 * full_cache.ttft.p95_s:.0f} ms")
     if not parts:
         return Line(what, target, "half of saturation was not measured", False)
     share = statistics.median(parts)
@@ -331,7 +318,7 @@ def one_client_ratio(grid: Grid) -> float | None:
     for repetition in grid.repetitions:
         one = grid.at(grid.ours, 0.0, repetition)
         for other in (grid.at(name, 0.0, repetition) for name in grid.systems("tiers-lru")):
-            found = None if one is None or other is None else _over(one.ttft_mean_s, other.ttft_mean_s)
+            found = None if one is None or other is None else _over(one.ttft.mean_s, other.ttft.mean_s)
             ratios += [] if found is None else [found]
     return statistics.median(ratios) if ratios else None
 

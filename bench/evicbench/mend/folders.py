@@ -7,20 +7,31 @@ import random
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 
-from evicbench.correctness.reference import make_peaky_model
+from evicbench.correctness.reference import changed_model, make_peaky_model
 from evicbench.report import Line
 from evicbench.testbed.server import Server, ServerError
 from evicbench.tiers.inputs import scratch
-from evicbench.tiers.prompts import Ids, Question
-from evicbench.tiers.restart import Answers, Stoppable, arguments, ask, draw_contexts, push_until_there
+from evicbench.tiers.prompts import Question
+from evicbench.tiers.restart import (
+    Answers,
+    arguments,
+    ask,
+    ask_again,
+    ask_other,
+    draw_contexts,
+    put_on_ssd,
+    swap_rows,
+)
 
 NUM_CONTEXTS = 8
 NOBODY = 65534
+
+Plant = Callable[[Path, Path], None]
 
 
 def measure() -> Iterator[Line]:
@@ -29,50 +40,47 @@ def measure() -> Iterator[Line]:
     with scratch(1 << 30) as folder, tempfile.TemporaryDirectory() as models:
         model = make_peaky_model(Path(models) / "peaky")
         ssd = folder / "ssd"
-        contexts = draw_contexts(rng, NUM_CONTEXTS)
-        with Stoppable(*arguments(ssd), model=model) as server:
-            questions = ask(server, contexts, extra_key="salt")
-            push_until_there(server)
-        with Stoppable(*arguments(ssd), model=model) as server:
-            yield _hits_line("the same model and salt", _ask_salted(server, questions, "salt"), wants_hits=True)
-            yield _hits_line("the same model, another salt", _ask_salted(server, questions, "pepper"))
-        for what, change in (("one byte of the weights other", _other_byte), ("two rows swapped", _swapped_rows)):
-            other = _copy(model, Path(models) / what.replace(" ", "-"), change)
-            with Stoppable(*arguments(ssd), model=other) as server:
-                yield _hits_line(what, _ask_other(server, contexts))
-        yield from _tampered(ssd, folder, model, questions)
+        with Server(*arguments(ssd), model=model) as server:
+            questions = ask(server, draw_contexts(rng, NUM_CONTEXTS), extra_key="salt")
+            put_on_ssd(server)
+        with Server(*arguments(ssd), model=model) as server:
+            answers = ask_again(server, questions, extra_key="salt")
+            yield _hits_line("the same model and salt", answers, wants_hits=True)
+            answers = ask_again(server, questions, extra_key="pepper")
+            yield _hits_line("the same model, another salt", answers)
+        for what, change in (("one byte of the weights other", change_byte), ("two rows swapped", swap_rows)):
+            other = changed_model(model, Path(models) / what.replace(" ", "-"), change)
+            with Server(*arguments(ssd), model=other) as server:
+                yield _hits_line(what, ask_other(server, questions, extra_key="salt"))
+        for what, plant in PLANTS.items():
+            yield _planted_line(what, plant, ssd, folder, model, questions)
 
 
-def _tampered(ssd: Path, folder: Path, model: Path, questions: Sequence[Question]) -> Iterator[Line]:
-    outside = folder / "outside"
-    outside.mkdir()
-    for what, plant in PLANTS.items():
-        planted = folder / "planted"
-        shutil.copytree(ssd, planted)
-        treasure = outside / "treasure"
-        treasure.write_bytes(b"of somebody else")
-        before = _state(outside)
-        plant(planted, treasure)
-        refusal, answers = "", Answers()
-        try:
-            with Stoppable(*arguments(planted), model=model) as server:
-                answers = _ask_salted(server, questions, "salt")
-        except ServerError as error:
-            refusal = str(error).rstrip().splitlines()[-1]
-        is_same = _state(outside) == before
-        figure = f"refused: {refusal}" if refusal else str(answers)
-        is_refused = str(planted) in refusal and "error:" in refusal
-        yield Line(
-            f"SSD folder with {what}",
-            "refused in one sentence, or no hit from it; nothing outside touched",
-            f"{figure}; outside {'as it was' if is_same else 'CHANGED'}",
-            is_same and (is_refused or (bool(answers.num_asked) and not answers.num_hits and not answers.problems)),
-        )
-        os.chown(planted, os.geteuid(), os.getegid(), follow_symlinks=False)
-        if planted.is_symlink():
-            planted.unlink()
-        shutil.rmtree(planted, ignore_errors=True)
-        shutil.rmtree(folder / "elsewhere", ignore_errors=True)
+def _planted_line(what: str, plant: Plant, ssd: Path, folder: Path, model: Path, questions: Sequence[Question]) -> Line:
+    """A copy of the SSD folder, tampered with, beside a file that is not its own."""
+    planted, treasure = folder / "planted", folder / "outside" / "treasure"
+    treasure.parent.mkdir(exist_ok=True)
+    treasure.write_bytes(b"of somebody else")
+    before = _state(treasure.parent)
+    shutil.copytree(ssd, planted)
+    plant(planted, treasure)
+    refusal, answers = "", Answers()
+    try:
+        with Server(*arguments(planted), model=model) as server:
+            answers = ask_again(server, questions, extra_key="salt")
+    except ServerError as error:
+        refusal = str(error).rstrip().splitlines()[-1]
+    is_same = _state(treasure.parent) == before
+    is_refused = str(planted) in refusal and "error:" in refusal
+    os.chown(planted, os.geteuid(), os.getegid())
+    for left in (planted, folder / "elsewhere"):
+        shutil.rmtree(left, ignore_errors=True)
+    return Line(
+        f"SSD folder with {what}",
+        "refused in one sentence, or no hit from it; nothing outside touched",
+        f"{f'refused: {refusal}' if refusal else answers}; outside {'as it was' if is_same else 'CHANGED'}",
+        is_same and (is_refused or (bool(answers.num_asked) and not answers.num_hits and not answers.problems)),
+    )
 
 
 def _segments(planted: Path) -> list[Path]:
@@ -100,13 +108,8 @@ def _pipes(planted: Path, treasure: Path) -> None:
         os.mkfifo(path)
 
 
-def _of_another_user(planted: Path, treasure: Path) -> None:
-    for path in (planted, *planted.rglob("*")):
-        os.chown(path, NOBODY, NOBODY)
-
-
-def _files_of_another_user(planted: Path, treasure: Path) -> None:
-    for path in _segments(planted):
+def _of_another_user(planted: Path, treasure: Path, pattern: str = "*") -> None:
+    for path in (*([planted] if pattern == "*" else []), *planted.rglob(pattern)):
         os.chown(path, NOBODY, NOBODY)
 
 
@@ -114,12 +117,12 @@ def _writable_by_all(planted: Path, treasure: Path) -> None:
     planted.chmod(0o777)
 
 
-PLANTS: dict[str, Callable[[Path, Path], None]] = {
+PLANTS: dict[str, Plant] = {
     "a lock that links to another's file": _link_lock,
     "segments that are links": _link_segments,
     "pipes in the place of segments": _pipes,
     "everything of another user": _of_another_user,
-    "segments of another user": _files_of_another_user,
+    "segments of another user": partial(_of_another_user, pattern="segment-*"),
     "write permission for all": _writable_by_all,
 }
 
@@ -128,41 +131,8 @@ def _state(folder: Path) -> list[tuple[str, bytes, int]]:
     return [(path.name, path.read_bytes(), path.stat().st_mode) for path in sorted(folder.iterdir())]
 
 
-def _copy(model: Path, folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
-    shutil.copytree(model, folder)
-    (file,) = folder.glob("*.safetensors")
-    weights = load_file(file)
-    change(weights)
-    save_file(weights, file, metadata={"format": "pt"})
-    return folder
-
-
-def _other_byte(weights: dict[str, torch.Tensor]) -> None:
-    weight = weights["model.embed_tokens.weight"]
-    weight.view(torch.uint8)[7, 5] ^= 1  # of the mantissa
-
-
-def _swapped_rows(weights: dict[str, torch.Tensor]) -> None:
-    weight = weights["model.embed_tokens.weight"]
-    weight[[10, 11]] = weight[[11, 10]]
-
-
-def _ask_salted(server: Server, questions: Sequence[Question], salt: str) -> Answers:
-    answers = Answers()
-    for question in questions:
-        given = server.generate(list(question.prompt), len(question.answer), extra_key=salt)
-        from_ssd = dict(given["meta_info"].get("cached_tokens_details") or {}).get("storage", 0)
-        answers.num_asked += 1
-        answers.num_tokens += from_ssd
-        answers.num_hits += 2 * from_ssd >= len(question.prompt)
-        if tuple(given["output_ids"]) != question.answer:
-            answers.problems.append(f"{len(question.prompt)} tokens, {from_ssd} from SSD: another answer")
-    return answers
-
-
-def _ask_other(server: Server, contexts: Sequence[Ids]) -> Answers:
-    """Its own answers, computed in a namespace where nothing can be found, must be those in the entries' namespace."""
-    return _ask_salted(server, ask(server, contexts, extra_key="nobody else"), "salt")
+def change_byte(weights: dict[str, torch.Tensor]) -> None:
+    weights["model.embed_tokens.weight"].view(torch.uint8)[7, 5] ^= 1  # of the mantissa
 
 
 def _hits_line(what: str, answers: Answers, *, wants_hits: bool = False) -> Line:

@@ -8,19 +8,17 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from urllib.parse import quote
 
 import aiohttp
+import psutil
 
-from evicbench.mend.memory import resident_bytes
 from evicbench.mend.values import any_text, any_value
 from evicbench.report import Line
-from evicbench.testbed.server import ADMIN_KEY, Server
+from evicbench.testbed.server import ADMIN_KEY, Server, greedy
 
 SECONDS = 300.0
 SETTLED_S = 120.0  # into the run: memory is looked at then
@@ -31,12 +29,10 @@ MOST_CPU_MS = 5.0
 MOST_GROWTH_MB = 50.0
 FORWARDED = {"X-Forwarded-For": "203.0.113.7"}  # as a proxy marks clients from elsewhere
 
-OPERATORS = frozenset(
-    (
-        *("compress", "check", "evict", "flush", "demote", "attach_ssd", "detach_ssd", "put_profile"),
-        *("open_shadow", "make_shadow_form", "drop_shadow_form", "close_shadow"),
-    )
-)
+OPERATORS = {
+    *("compress", "check", "evict", "flush", "demote", "attach_ssd", "detach_ssd", "put_profile"),
+    *("open_shadow", "make_shadow_form", "drop_shadow_form", "close_shadow"),
+}
 """Operations that no client reaches: with an admin key they need it, without one a caller on the server's machine."""
 
 ROUTES = (
@@ -47,23 +43,9 @@ ROUTES = (
     *(("POST", f"/evicpress/shadows/ID/{name}") for name in ("forms", "drop", "close")),
 )
 ARGUMENTS = (
-    *(
-        "node_id",
-        "positions",
-        "tokens",
-        "layer",
-        "since",
-        "after",
-        "limit",
-        "offset",
-        "rid",
-        "form",
-        "tier",
-        "dir",
-        "gb",
-    ),
-    *("write_gb_per_day", "num_slots", "token_ids", "extra_key", "may_evict", "adopt", "profile", "is_fresh", "key"),
-    *("shadow_id", "hold_seconds", "pairs"),
+    *("node_id", "positions", "tokens", "layer", "since", "after", "limit", "offset", "rid", "form", "tier", "dir"),
+    *("gb", "write_gb_per_day", "num_slots", "token_ids", "extra_key", "may_evict", "adopt", "profile", "is_fresh"),
+    *("key", "shadow_id", "hold_seconds", "pairs"),
 )
 FIELDS = (
     *("kv_decode_budget", "kv_decode_method", "kv_decode_score", "kv_decode_interval", "kv_decode_protected_pages"),
@@ -71,38 +53,23 @@ FIELDS = (
 )
 
 
-@dataclass(slots=True)
-class Outcome:
-    """``statuses`` by who asked; ``problems`` in one sentence each, as they were first seen."""
-
-    statuses: Counter[str] = field(default_factory=Counter)
-    problems: Counter[str] = field(default_factory=Counter)
-    num_answers: int = 0
-    settled_bytes: int = 0
-    end_bytes: int = 0
-    calls: dict[str, dict[str, float]] = field(default_factory=dict)
-
-
 def measure(seconds: float = SECONDS, admin_keys: Sequence[str | None] = (None, ADMIN_KEY)) -> Iterator[Line]:
     """Two servers, one after the other: without an admin key, and with one that the hostile clients do not have."""
     for admin_key in admin_keys:
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            Server(*_arguments(Path(folder)), admin_api_key=admin_key) as server,
-        ):
-            outcome = asyncio.run(_Storm(server, admin_key, seconds).run())
+        with tempfile.TemporaryDirectory() as folder, Server(*_arguments(folder), admin_api_key=admin_key) as server:
+            outcome = asyncio.run(Hostile(server, admin_key, seconds).run())
             yield from _lines(outcome, "with an admin key" if admin_key else "without an admin key", seconds)
 
 
-def _arguments(folder: Path) -> tuple[str, ...]:
+def _arguments(folder: str) -> tuple[str, ...]:
     return (
         *("--kv-policy", "evicpress", "--kv-forms", "exact", "--max-total-tokens", "16000"),
         *("--max-running-requests", "8", "--chunked-prefill-size", "512", "--skip-tokenizer-init"),
-        *("--kv-host-gb", "0.05", "--kv-ssd-dir", str(folder / "ssd"), "--kv-ssd-gb", "0.2"),
+        *("--kv-host-gb", "0.05", "--kv-ssd-dir", f"{folder}/ssd", "--kv-ssd-gb", "0.2"),
     )
 
 
-def _lines(outcome: Outcome, when: str, seconds: float) -> Iterator[Line]:
+def _lines(outcome: Hostile, when: str, seconds: float) -> Iterator[Line]:
     who = f"hostile clients, {when}, {seconds:g} s"
     statuses = ", ".join(f"{status} {count}" for status, count in sorted(outcome.statuses.items()))
     bad = sum(outcome.problems.values())
@@ -114,16 +81,15 @@ def _lines(outcome: Outcome, when: str, seconds: float) -> Iterator[Line]:
         not bad and bool(outcome.statuses),
     )
     open_calls = {op: spent for op, spent in outcome.calls.items() if op not in OPERATORS}
-    dearest = max(open_calls, key=lambda op: open_calls[op]["max_cpu_ms"])
-    cpu_ms, wall_ms = open_calls[dearest]["max_cpu_ms"], open_calls[dearest]["max_wall_ms"]
-    num_calls = sum(int(spent["count"]) for spent in open_calls.values())
-    num_operators = sum(int(spent["count"]) for op, spent in outcome.calls.items() if op in OPERATORS)
+    dearest, spent = max(open_calls.items(), key=lambda item: item[1]["max_cpu_ms"])
+    num_open = sum(int(each["count"]) for each in open_calls.values())
+    num_operators = sum(int(each["count"]) for each in outcome.calls.values()) - num_open
     yield Line(
         f"{who}: scheduler CPU of the dearest call",
         f"<= {MOST_CPU_MS:g} ms of the thread's time, operators' calls 0",
-        f"{cpu_ms:.2f} ms ({dearest}; {wall_ms:.1f} ms by the clock; {num_calls} calls), "
+        f"{spent['max_cpu_ms']:.2f} ms ({dearest}; {spent['max_wall_ms']:.1f} ms by the clock; {num_open} calls), "
         f"{num_operators} operators' calls",
-        cpu_ms <= MOST_CPU_MS and num_operators == 0,
+        spent["max_cpu_ms"] <= MOST_CPU_MS and num_operators == 0,
     )
     grown = (outcome.end_bytes - outcome.settled_bytes) / 1e6
     yield Line(
@@ -141,39 +107,39 @@ def _lines(outcome: Outcome, when: str, seconds: float) -> Iterator[Line]:
     )
 
 
-class _Storm:
+class Hostile:
+    """Clients of one server. ``statuses`` by who asked; ``problems`` in one sentence each, as they were first seen."""
+
     def __init__(self, server: Server, admin_key: str | None, seconds: float) -> None:
+        self.statuses, self.problems = Counter[str](), Counter[str]()
+        self.num_answers = self.settled_bytes = self.end_bytes = 0
+        self.calls: dict[str, dict[str, float]] = {}
         self._server = server
         self._seconds = seconds
         self._headers = {} if admin_key is None else {"Authorization": f"Bearer {admin_key}"}
-        self._outcome = Outcome()
         rng = random.Random("users")
         self._prompts = [_tokens(rng, rng.randrange(100, 900)) for _ in range(24)]
         self._answers: list[list[int]] = []
         self._node_ids = [1]
 
-    async def run(self) -> Outcome:
+    async def run(self) -> Self:
         timeout = aiohttp.ClientTimeout(total=90.0)
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(self._server.url, timeout=timeout, connector=connector) as session:
             self._answers = [await self._answer_to(session, prompt) for prompt in self._prompts]
             begin = time.monotonic()
             self._deadline = begin + self._seconds
-            hostile: tuple[Callable[[aiohttp.ClientSession, random.Random], Awaitable[None]], ...] = (
-                *((self._ask_anything,) * 6),
-                *((self._generate_anything,) * 2),
-                *((self._look,) * 2),
-            )
+            hostile = (*(self._ask_anything,) * 6, *(self._generate_anything,) * 2, *(self._look,) * 2)
             tasks = [self._repeat(number, hostile, session) for number in range(NUM_HOSTILE)]
             tasks += [self._repeat(1000 + number, (self._send_slowly,), session) for number in range(NUM_SLOW)]
             tasks += [self._use(number, session) for number in range(NUM_USERS)]
             tasks.append(self._watch(begin, session))
             await asyncio.gather(*tasks)
             await asyncio.sleep(5.0)
-            self._outcome.end_bytes = resident_bytes(self._server.pid)
+            self.end_bytes = resident_bytes(self._server.pid)
             async with session.get("/evicpress/stats") as response:
-                self._outcome.calls = (await response.json())["calls"]
-        return self._outcome
+                self.calls = (await response.json())["calls"]
+        return self
 
     async def _repeat(self, seed: int, kinds: Any, session: aiohttp.ClientSession) -> None:
         rng = random.Random(f"hostile-{seed}")
@@ -181,20 +147,20 @@ class _Storm:
             try:
                 await rng.choice(kinds)(session, rng)
             except TimeoutError:
-                self._outcome.problems["no answer within 90 s"] += 1
+                self.problems["no answer within 90 s"] += 1
             except (aiohttp.ClientError, OSError, ValueError) as error:
                 if isinstance(error, aiohttp.ClientConnectorError):
-                    self._outcome.problems[f"the server took no connection: {type(error).__name__}"] += 1
+                    self.problems[f"the server took no connection: {type(error).__name__}"] += 1
                     return
-                self._outcome.statuses["cut by the server"] += 1
+                self.statuses["cut by the server"] += 1
             await asyncio.sleep(rng.uniform(0.1, 0.6))
 
     async def _note(self, response: aiohttp.ClientResponse, what: str) -> None:
         await response.read()
-        self._outcome.statuses[str(response.status)] += 1
+        self.statuses[str(response.status)] += 1
         if response.status in (500, 502) or (response.status == 503 and "Retry-After" not in response.headers):
             text = (await response.text())[:160]
-            self._outcome.problems[f"{what}: {response.status} {text}"] += 1
+            self.problems[f"{what}: {response.status} {text}"] += 1
 
     # ---- what hostile clients do
 
@@ -250,7 +216,7 @@ class _Storm:
                 await writer.drain()
                 with suppress(TimeoutError):
                     if line := await asyncio.wait_for(reader.readline(), 0.5):
-                        self._outcome.statuses[f"slow {line.split()[1].decode()}"] += 1
+                        self.statuses[f"slow {line.split()[1].decode()}"] += 1
                         return
         finally:
             writer.close()
@@ -258,8 +224,7 @@ class _Storm:
     # ---- users, and who watches
 
     async def _answer_to(self, session: aiohttp.ClientSession, prompt: list[int]) -> list[int]:
-        body = {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}}
-        async with session.post("/generate", json=body) as response:
+        async with session.post("/generate", json=greedy(prompt, 8)) as response:
             answer = await response.json()
             if response.status != 200:
                 raise ValueError(f"a user was answered {response.status}: {answer}")
@@ -272,12 +237,12 @@ class _Storm:
             try:
                 answer = await self._answer_to(session, self._prompts[index])
             except (TimeoutError, aiohttp.ClientError, ValueError) as error:
-                self._outcome.problems[f"a user got no answer: {type(error).__name__}: {error}"[:200]] += 1
+                self.problems[f"a user got no answer: {type(error).__name__}: {error}"[:200]] += 1
                 await asyncio.sleep(1.0)
                 continue
-            self._outcome.num_answers += 1
+            self.num_answers += 1
             if answer != self._answers[index]:
-                self._outcome.statuses["user wrong"] += 1
+                self.statuses["user wrong"] += 1
 
     async def _watch(self, begin: float, session: aiohttp.ClientSession) -> None:
         """Nodes for the hostile to ask about, and the memory once it has settled."""
@@ -287,9 +252,15 @@ class _Storm:
                 if response.status == 200:
                     nodes = (await response.json())["nodes"]
                     self._node_ids = [node["id"] for node in nodes] or self._node_ids
-            if not self._outcome.settled_bytes and time.monotonic() >= settled:
-                self._outcome.settled_bytes = resident_bytes(self._server.pid)
+            if not self.settled_bytes and time.monotonic() >= settled:
+                self.settled_bytes = resident_bytes(self._server.pid)
             await asyncio.sleep(2.0)
+
+
+def resident_bytes(pid: int) -> int:
+    """Unique set size of a process and all its descendants: what would be free without them."""
+    first = psutil.Process(pid)
+    return sum(process.memory_full_info().uss for process in (first, *first.children(recursive=True)))
 
 
 def _tokens(rng: random.Random, number: int) -> list[int]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,8 +14,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from evicbench.moves import nodes_of
+from evicbench.pytest_runs import passed
 from evicbench.report import Line
-from evicbench.testbed.server import GUESSED, MODEL, Server, ServerError
+from evicbench.testbed.server import GUESSED, Server, ServerError, greedy
 
 HOLD_S = 6.0
 PAGE_1_BUDGET = 64
@@ -43,7 +43,11 @@ def measure() -> Iterator[Line]:
         model = make_byte_model(Path(made))
         with Server("--kv-policy", "evicpress", "--max-total-tokens", "8000", model=model) as server:
             yield _grammar_line(server)
-    yield _refusal_line()
+    yield passed(
+        "--kv-decode-score h2o with too many running requests, which only the scheduler can refuse",
+        "the refusal is the last line on stderr, status 2",
+        "tests/e2e/test_refusals.py",
+    )
 
 
 def make_byte_model(folder: Path) -> Path:
@@ -107,7 +111,8 @@ def _hold_lines(server: Server) -> Iterator[Line]:
     """A node moved by hand stays while it is held, on an idle server, and a use of it ends that."""
     rng = random.Random("hold")
     server.generate([rng.randrange(5, 200) for _ in range(1000)], 1)
-    node = max(_nodes(server), key=lambda each: (each["tier"] == "gpu") * each["num_tokens"])
+    leaves = [node for node in nodes_of(server) if not node["children"]]
+    node = max(leaves, key=lambda each: (each["tier"] == "gpu") * each["num_tokens"])
     server.post(f"/evicpress/nodes/{node['id']}/demote", {"tier": "host", "hold_seconds": HOLD_S})
     begin, seen = time.monotonic(), []
     while time.monotonic() - begin < HOLD_S - 1.0:
@@ -156,9 +161,8 @@ def _passes_line(server: Server) -> Line:
     """Decode budgets with pages of one token, SGLang's default on a GPU."""
     before = server.get("/evicpress/requests")["totals"]
     rng = random.Random("passes")
-    params = {"kv_decode_budget": PAGE_1_BUDGET, "kv_decode_method": "paged"}
-    sampling = {"temperature": 0, "max_new_tokens": PAGE_1_TOKENS, "ignore_eos": True, "custom_params": params}
-    body = {"input_ids": [rng.randrange(5, 200) for _ in range(80)], "sampling_params": sampling}
+    body = greedy([rng.randrange(5, 200) for _ in range(80)], PAGE_1_TOKENS)
+    body["sampling_params"]["custom_params"] = {"kv_decode_budget": PAGE_1_BUDGET, "kv_decode_method": "paged"}
     server.post("/generate", body)
     after = server.get("/evicpress/requests")["totals"]
     passes, evicted = after["passes"] - before["passes"], after["tokens_evicted"] - before["tokens_evicted"]
@@ -197,29 +201,6 @@ def _folder_line(server: Server, folder: Path) -> Line:
         f"{sum(refused)} of {len(refused)} refused; the allowed one answered {status}",
         all(refused) and status == 200,
     )
-
-
-def _refusal_line() -> Line:
-    """A refusal that only the scheduler can make: queries of all layers for too many running requests."""
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(MODEL), "--device", "cpu"]
-    command += ["--kv-policy", "evicpress", "--kv-decode-score", "h2o", "--kv-decode-budget", "256"]
-    command += ["--max-total-tokens", "4096", "--max-running-requests", "4000000", "--skip-server-warmup"]
-    env = Server("--kv-policy", "evicpress")._env
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=env)
-    last = (done.stdout + done.stderr).rstrip().splitlines()[-1] if done.stdout + done.stderr else ""
-    err = done.stderr.rstrip().splitlines()[-1:] or [""]
-    is_sentence = "error:" in err[0] and "h2o" in err[0]
-    return Line(
-        "--kv-decode-score h2o with too many running requests",
-        "the refusal is the last line on stderr, status not 0",
-        f"status {done.returncode}, last line: {err[0] or last:.200}",
-        is_sentence and done.returncode != 0,
-    )
-
-
-def _nodes(server: Server) -> list[dict[str, Any]]:
-    nodes: list[dict[str, Any]] = server.get("/evicpress/tree")["nodes"]
-    return [node for node in nodes if not node["children"]]
 
 
 def _tier_of(server: Server, node_id: int) -> str:

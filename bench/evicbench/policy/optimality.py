@@ -15,7 +15,6 @@ from sglang_evicpress.quantiles import quantile
 
 NUM_SNAPSHOTS = 200
 MEAN, WORST, MANY = 0.99, 0.97, 100
-NUM_CONTROLS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +26,7 @@ class Score:
     already worth something and most of the total.
     """
 
-    seed: int
     num_nodes: int
-    num_tiers: int
     is_exact: bool
     of_total: float | None
     of_gain: float
@@ -55,9 +52,9 @@ def total_utility(given: Snapshot, plan: Sequence[Decision]) -> tuple[float, flo
     return total, dropped
 
 
-def score(seed: int, like_a_tree: bool = True) -> Score:
+def score(seed: int) -> Score:
     """Raises RuntimeError when the plan does not free what it must."""
-    given = snapshot(seed, like_a_tree)
+    given = snapshot(seed)
     plan = given.policy().plan(Tier.GPU, given.demand, given.room)
     freed = sum(decision.freed_bytes for decision in plan if decision.source.tier == Tier.GPU)
     if freed < given.demand:
@@ -65,9 +62,7 @@ def score(seed: int, like_a_tree: bool = True) -> Score:
     total, dropped = total_utility(given, plan)
     best = optimum(given)
     return Score(
-        seed,
         len(given.nodes),
-        len(given.menu.tiers),
         best.is_exact,
         total / best.value if best.value > 0.0 else None,
         (total - dropped) / (best.value - dropped) if best.value > dropped else 1.0,
@@ -111,12 +106,4 @@ def measure_optimality(num_snapshots: int = NUM_SNAPSHOTS) -> Iterator[Line]:
         f"median >= {MEAN:.0%}",
         f"{spread(gains)}; {sum(gain >= MEAN for gain in gains)} at {MEAN:.0%} or more",
         statistics.median(gains) >= MEAN,
-    )
-    controls = [score(seed, like_a_tree=False) for seed in range(num_snapshots, num_snapshots + NUM_CONTROLS)]
-    of_total = [found.of_total for found in controls if found.of_total is not None]
-    yield Line(
-        "control: weights that no tree has, parents worth less than their children",
-        f"mean of the total >= {MEAN:.0%}",
-        f"total {spread(of_total)}; gained {spread([found.of_gain for found in controls])}",
-        statistics.fmean(of_total) >= MEAN,
     )

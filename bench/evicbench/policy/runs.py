@@ -58,7 +58,6 @@ class Result:
     run: Run
     num_requests: int
     ttft_s: float
-    load_s: float
     quality: float
     quality_of_hits: float
     hits: tuple[float, ...]
@@ -95,7 +94,6 @@ def replay(run: Run) -> Result:
         run,
         len(outcomes),
         statistics.fmean(outcome.ttft_s for outcome in outcomes),
-        statistics.fmean(outcome.load_s for outcome in outcomes),
         statistics.fmean(outcome.quality for outcome in outcomes),
         statistics.fmean([outcome.quality for outcome in outcomes if outcome.hit_tokens] or [1.0]),
         tuple(sum(outcome.hit_tokens.get(tier, 0) for outcome in outcomes) / tokens for tier in sizes),

@@ -8,6 +8,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from evicbench.policy.runs import SLOT_BYTES
 from sglang_evicpress.core import Form, NodeStats, Tier
 from sglang_evicpress.policy import make_planner
 from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
@@ -15,7 +16,6 @@ from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.planner import Planner
 from sglang_evicpress.simulator.sensitivity import Sensitivities
 
-SLOT_BYTES = 131_072  # Llama-3.1-8B, bf16: 32 layers, 8 KV heads of 128, keys and values
 PRESSES = ("keydiff", "snapkv", "knorm")
 FRACTIONS = (0.8, 0.6, 0.4, 0.2, 0.7, 0.5, 0.3, 0.1, 0.9, 0.75, 0.65, 0.55, 0.45, 0.35)
 MIN_NODES, MAX_NODES = 10, 2_000
@@ -33,25 +33,19 @@ class Snapshot:
     demand: int
     room: Mapping[Tier, int]
 
-    @property
-    def num_options(self) -> int:
-        """Number of options of a node on the GPU in exact form: every form on every tier, and the drop."""
-        return len(self.menu.forms) * len(self.menu.tiers) + 1
-
     def policy(self) -> Planner:
         planner = make_planner("evicpress", self.menu, alpha=self.alpha, costs=self.costs)
         planner.add_all(self.nodes)
         return planner
 
 
-def snapshot(seed: int, like_a_tree: bool = True) -> Snapshot:
+def snapshot(seed: int) -> Snapshot:
     """The snapshot of a seed: 10 to 2,000 nodes (log-uniform), 15 to 45 options, 1 to 3 tiers; on the GPU all is exact.
 
     With more than one tier, some nodes are on those below in the form that is best there, unless prefilling is faster
     than that; the tiers below have room for 0 to 50 % of what the GPU must free, 5 to 95 % of what it holds.
     Tokens are log-uniform, hits heavy-tailed (Pareto, exponent 1.2). A request that hits a node has hit all above, so
-    a weight is the node's own hits and those below; ``like_a_tree`` False draws each weight by itself, which no radix
-    tree has, and a parent may then be worth less than its child.
+    a weight is the node's own hits and those below.
     """
     draw = random.Random(f"snapshot/{seed}")
     num_nodes = round(math.exp(draw.uniform(math.log(MIN_NODES), math.log(MAX_NODES))))
@@ -66,11 +60,10 @@ def snapshot(seed: int, like_a_tree: bool = True) -> Snapshot:
     curves = Sensitivities(menu.forms, seed)
     parents = [draw.randrange(i) if i and draw.random() < 0.7 else None for i in range(num_nodes)]
     weights = [draw.paretovariate(1.2) - 0.9 for _ in range(num_nodes)]
-    if like_a_tree:
-        for i in range(num_nodes - 1, -1, -1):
-            parent = parents[i]
-            if parent is not None:
-                weights[parent] += weights[i]
+    for i in range(num_nodes - 1, -1, -1):
+        parent = parents[i]
+        if parent is not None:
+            weights[parent] += weights[i]
     nodes: list[NodeStats] = []
     for i, parent in enumerate(parents):
         above = None if parent is None else nodes[parent]

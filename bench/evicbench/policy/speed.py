@@ -12,12 +12,11 @@ import tracemalloc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from evicbench.paths import OUT
-from evicbench.policy.snapshots import SLOT_BYTES
+from evicbench.paths import out_file
+from evicbench.policy.runs import COSTS, SLOT_BYTES
 from evicbench.report import Line
 from sglang_evicpress.core import EXACT, Decision, Form, NodeStats, Tier
 from sglang_evicpress.policy import make_planner
-from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.planner import Planner
 
@@ -25,10 +24,6 @@ NUM_NODES = 100_000
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 FORMS = tuple(Form(press, kept) for press, kept in itertools.product(("keydiff", "snapkv", "knorm"), (0.75, 0.5, 0.25)))
 MENU = Menu(FORMS[:-1], tuple(Tier)[:3], SLOT_BYTES)  # 8 forms and the exact one on 3 tiers: 27 options, and the drop
-COSTS = CostSnapshot(
-    PrefillCost(0.01, 3.5e-5, 1.3e-9), {Tier.HOST: TransferCost(5e-4, 20e9), Tier.SSD: TransferCost(2e-3, 2e9)}, {}
-)
-PLOT = OUT / "policy" / "scaling.svg"
 NUM_DECISIONS = 4_000
 NUM_HITS = 20_000
 FULL_HOST = 0.0005
@@ -250,19 +245,14 @@ def scaling(sizes: Sequence[int]) -> Line:
 def draw_scaling(
     sizes: Sequence[int], medians: Sequence[float], means: Sequence[float], slope: float, base: float
 ) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = PLOT.stem
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6.0, 3.6), layout="constrained")
+    figure = Figure(figsize=(6.0, 3.6), layout="constrained")
+    axes = figure.subplots()
     axes.plot(sizes, [mean * 1e6 for mean in means], "o-", label="mean of the fastest 99 %")
     axes.plot(sizes, [median * 1e6 for median in medians], "s--", label="median")
     axes.plot(sizes, [(base + slope * math.log2(size)) * 1e6 for size in sizes], ":", label="fitted a + b log n")
     axes.set(xscale="log", xlabel="nodes", ylabel="processor time of a decision, us", ylim=(0.0, None))
     axes.set_title("Planning for one node's bytes and carrying it out")
     axes.legend()
-    PLOT.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(PLOT, metadata={"Date": None})
-    pyplot.close(figure)
+    figure.savefig(out_file("policy", "scaling.svg"), metadata={"Date": None})

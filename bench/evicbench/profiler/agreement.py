@@ -4,40 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import combinations
 
 from scipy.stats import spearmanr
 
-from evicbench.profiler import plots
 from evicbench.profiler.study import FORMS, NUM_JUDGED, Measured, study
 from evicbench.report import Line
 
 TARGET = 0.8
-APART = 0.02
-"""Qualities that differ by less are near ties."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pairs:
-    """Pairs of forms of a context: ``tied``, which minilm finds equal; ``apart``, which both scorers tell apart
-    by more than ``APART``; ``same``, of those in the same order."""
-
-    total: int
-    tied: int
-    apart: int
-    same: int
-
-    @classmethod
-    def of(cls, ours: Sequence[float], theirs: Sequence[float]) -> Pairs:
-        gaps = [(ours[i] - ours[j], theirs[i] - theirs[j]) for i, j in combinations(range(len(ours)), 2)]
-        apart = [(one, other) for one, other in gaps if abs(one) > APART and abs(other) > APART]
-        return cls(
-            len(gaps),
-            sum(other == 0.0 for _, other in gaps),
-            len(apart),
-            sum(one * other > 0.0 for one, other in apart),
-        )
 
 
 def rank_correlation(ours: Sequence[float], theirs: Sequence[float]) -> float | None:
@@ -56,10 +29,6 @@ def qualities(context: Measured, scorer: str) -> list[float]:
 def measure_agreement() -> Iterator[Line]:
     contexts = study()
     both = [(qualities(context, "logprob"), qualities(context, "minilm")) for context in contexts]
-    points: dict[str, list[tuple[float, float]]] = {}
-    for context, (ours, theirs) in zip(contexts, both, strict=True):
-        points.setdefault(context.family, []).extend(zip(ours, theirs, strict=True))
-    plots.draw_agreement(points)
     found = [rank_correlation(*pair) for pair in both]
     known = [value for value in found if value is not None]
     low: dict[str, list[float]] = {}
@@ -67,10 +36,6 @@ def measure_agreement() -> Iterator[Line]:
         if value is not None and value < TARGET:
             low.setdefault(context.family, []).append(value)
     below = ", ".join(f"{family} {' '.join(f'{value:.2f}' for value in values)}" for family, values in low.items())
-    pairs = [Pairs.of(*pair) for pair in both]
-    total, tied, apart, same = (
-        sum(getattr(each, name) for each in pairs) for name in ("total", "tied", "apart", "same")
-    )
     pooled = rank_correlation([value for ours, _ in both for value in ours], [v for _, theirs in both for v in theirs])
     mean = statistics.fmean(known)
     what = f"Spearman of logprob and minilm over {len(FORMS)} forms"
@@ -78,8 +43,7 @@ def measure_agreement() -> Iterator[Line]:
         f"{what} of a context, mean of {len(known)} contexts",
         f">= {TARGET}",
         f"{mean:.3f}, worst {min(known):.2f}; {len(known) - sum(map(len, low.values()))} of {len(known)} contexts at "
-        f"{TARGET} or more, below: {below or 'none'}; of {total} pairs of forms minilm ties {tied / total:.0%}, and of "
-        f"the {apart / total:.0%} that both tell apart by {APART:g} {same / apart:.1%} are in the same order",
+        f"{TARGET} or more, below: {below or 'none'}",
         len(known) == len(contexts) and mean >= TARGET,
     )
     yield Line(

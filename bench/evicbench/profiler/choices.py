@@ -22,17 +22,6 @@ LOAD_S = 1.0
 """Time to the first token of a context that is loaded exact, in whatever unit: only its ratio to alpha counts."""
 
 
-def best_press(kept: float) -> Chooser:
-    """The form of best quality of those that keep exactly ``kept``."""
-    columns = np.flatnonzero(kept == KEPT)
-
-    def choose(table: Table) -> Choice:
-        found: Choice = columns[table[:, columns].argmax(axis=1)]
-        return found
-
-    return choose
-
-
 def most_useful(alpha: float) -> Chooser:
     """The form of most utility where loading takes time in proportion to what is kept."""
 

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
 
-from evicbench.profiler.study import FORMS, LONGEST_ANSWER, one_thread, served
+from evicbench.profiler.study import FORMS, LONGEST_ANSWER, SERVER
 from evicbench.profiler.subjects import NUM_TOKENS, StudyContext, make_study_context
 from evicbench.report import Line
 from evicbench.testbed.server import ADMIN_KEY, Server
 from evicbench.testbed.tasks import FAMILIES
+from evicbench.tiers.inputs import one_thread
 from sglang_evicpress.core import Form
 from sglang_evicpress.profiler.client import ServerEngine
 from sglang_evicpress.profiler.measure import Asked, profile_context
@@ -93,7 +94,7 @@ def background_requests(server: Server) -> dict[str, int]:
 
 def measure_cost(families: Sequence[str] = FAMILIES, forms: Sequence[Form] = FORMS) -> Iterator[Line]:
     costs: dict[str, dict[str, Cost]] = {}
-    with served() as server, one_thread():
+    with Server(*SERVER) as server, one_thread():
         for family in families:
             study_context = make_study_context(family, 0)
             costs[family] = {

@@ -6,20 +6,22 @@ import json
 import random
 import shutil
 import signal
+import sqlite3
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from http.client import HTTPException
 from pathlib import Path
 
+from evicbench.correctness.reference import changed_model
 from evicbench.report import Line
 from evicbench.testbed.server import ADMIN_KEY, MODEL, Server, ServerError
 from evicbench.testbed.tasks import make_context
 from evicbench.testbed.vocabulary import load_vocabulary
-from evicbench.tiers.restart import Stoppable, make_other_model
+from evicbench.tiers.restart import Stoppable, scale_all
 from sglang_evicpress.core import Form
 from sglang_evicpress.profiler.client import ServerEngine
 from sglang_evicpress.profiler.measure import Asked, profile_context
@@ -27,7 +29,6 @@ from sglang_evicpress.profiler.scorers import get_scorer
 from sglang_evicpress.profiler.transport import HttpTransport
 from sglang_evicpress.quality.profile import Profile
 from sglang_evicpress.quality.running_stats import RunningStats
-from sglang_evicpress.quality.store import read_all
 
 FORMS = (Form("keydiff", 0.8), Form("keydiff", 0.5), Form("keydiff", 0.2))
 NUM_KILLS = 3
@@ -46,37 +47,26 @@ def made_up(number: int) -> Profile:
     return Profile(number.to_bytes(16, "big"), 1984, forms, "logprob", "0123456789abcdef", 4, 1.7e9)
 
 
-@dataclass(slots=True)
-class Puts:
-    """Threads that put profiles until the server is gone; ``kept`` are those it acknowledged, by key."""
+def kill_while_putting(server: Stoppable, first: int, seconds: float) -> dict[str, object]:
+    """Profiles that the server acknowledged to threads that put them until all its processes were killed, by key."""
+    kept: dict[str, object] = {}
+    is_over = threading.Event()
 
-    server: Server
-    first: int
-    kept: dict[str, object] = field(default_factory=dict)
-    is_over: threading.Event = field(default_factory=threading.Event)
-
-    def run(self, index: int) -> None:
-        number = self.first + index
+    def put(number: int) -> None:
         with suppress(ServerError, HTTPException, OSError):  # the server is gone, perhaps in the middle of an answer
-            while not self.is_over.is_set():
+            while not is_over.is_set():
                 profile = made_up(number).to_json()
-                self.server.post("/evicpress/profiles", {"profile": profile, "is_fresh": True})
-                self.kept[str(profile["key"])] = profile
+                server.post("/evicpress/profiles", {"profile": profile, "is_fresh": True})
+                kept[str(profile["key"])] = profile
                 number += NUM_WRITERS
 
-
-def kill_while_putting(server: Stoppable, first: int, seconds: float) -> dict[str, object]:
-    """Acknowledged profiles of the server when all its processes were killed."""
-    puts = Puts(server, first)
-    threads = [threading.Thread(target=puts.run, args=(index,)) for index in range(NUM_WRITERS)]
-    for thread in threads:
-        thread.start()
-    time.sleep(seconds)
-    server.end(signal.SIGKILL)
-    puts.is_over.set()
-    for thread in threads:
-        thread.join()
-    return puts.kept
+    with ThreadPoolExecutor(NUM_WRITERS) as writers:
+        for index in range(NUM_WRITERS):
+            writers.submit(put, first + index)
+        time.sleep(seconds)
+        server.end(signal.SIGKILL)
+        is_over.set()
+    return kept
 
 
 def measure_one(server: Server) -> tuple[str, list[int]]:
@@ -146,11 +136,16 @@ def kill_often(file: Path) -> tuple[dict[str, object], int, str, list[int], int]
         return acknowledged, lost, real, prompt, profiled_nodes(server, prompt)
 
 
+def num_profiles(file: Path) -> int:
+    with closing(sqlite3.connect(file)) as database:
+        return int(database.execute("SELECT count(*) FROM profiles").fetchone()[0])
+
+
 def foreign_line(folder: Path, file: Path, prompt: list[int]) -> Line:
-    before = len(read_all(file))
+    before = num_profiles(file)
     figures, is_ok = [], True
     models = {
-        "weights 1 % off": make_other_model(MODEL, with_tokenizer(folder / "weights")),
+        "weights 1 % off": changed_model(MODEL, folder / "weights", scale_all),
         "another tokenizer": other_tokenizer(folder / "tokenizer"),
     }
     for what, model in models.items():
@@ -158,7 +153,7 @@ def foreign_line(folder: Path, file: Path, prompt: list[int]) -> Line:
             num_listed, num_used = len(listed(server)), profiled_nodes(server, prompt)
         figures.append(f"{what}: {num_listed} listed, {num_used} nodes go by one")
         is_ok &= num_listed == num_used == 0
-    after = len(read_all(file))
+    after = num_profiles(file)
     return Line(
         f"the same file of {before} profiles under another model, and under another tokenizer",
         "none is used, all stay in the file",
@@ -167,15 +162,9 @@ def foreign_line(folder: Path, file: Path, prompt: list[int]) -> Line:
     )
 
 
-def with_tokenizer(folder: Path) -> Path:
-    """A folder with all of the model but its weights."""
-    shutil.copytree(MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    return folder
-
-
 def damage_line(file: Path, real: str, prompt: list[int]) -> Line:
     """One byte of one profile is another one: it is left out, the others are used. Then half of the file is noise."""
-    before = len(read_all(file))
+    before = num_profiles(file)
     data = bytearray(file.read_bytes())
     at = data.index(b"measured_s", len(data) // 2)
     data[at] ^= 1

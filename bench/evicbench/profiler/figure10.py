@@ -23,14 +23,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from evicbench.profiler.arrivals import arrivals
-from evicbench.profiler.output import save_figure, save_text
-from evicbench.profiler.subjects import ONE_QUESTION
+from evicbench.paths import ROOT, out_file
+from evicbench.profiler.plots import save_figure
 from evicbench.report import Line
 from evicbench.testbed.server import ADMIN_KEY, Server
-from evicbench.testbed.tasks import FAMILIES, Context, make_context
+from evicbench.testbed.tasks import FAMILIES, ONE_QUESTION, Context, make_context
 from evicbench.testbed.vocabulary import ASK
+from sglang_evicpress.benchmark.arrivals import read_trace, spread, stretched
 from sglang_evicpress.profiler.scorers.reference import token_f1
+from sglang_evicpress.quantiles import quantile
 
 CLI = "import sys; from sglang_evicpress.cli.main import main; sys.exit(main())"
 FORMS = "keydiff@0.8,keydiff@0.5,keydiff@0.2,snapkv@0.5,snapkv@0.2,streaming@0.5,streaming@0.2"
@@ -56,6 +57,22 @@ NEAR_S = 2.0
 """A request that runs within so much of a profiling event counts as served beside it."""
 
 
+AZURE = ROOT.parent / "shared/data/traces-azure-llm-2023/AzureLLMInferenceTrace_conv.csv"
+"""Beside the repository, where it is there at all: https://github.com/Azure/AzurePublicDataset (CC-BY-4.0)."""
+
+BURSTY = 0.5
+"""Shape of the gamma distribution of made-up gaps: in bursts, as arrivals at chat services are."""
+
+
+def arrivals(count: int, seconds: float, trace: Path = AZURE) -> tuple[list[float], str]:
+    """``count`` times within ``seconds``, in order, and in words where they are from."""
+    if trace.is_file():
+        times = stretched(read_trace(trace), count, count / seconds, 0)
+        return times, f"the first {count} arrivals of the Azure conversation trace, made {seconds:.0f} s"
+    times = spread(count, seconds, BURSTY, random.Random("arrivals"))
+    return times, f"{count} made-up arrivals (the Azure trace is not there), {seconds:.0f} s"
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """Question and its time, in seconds from the start of a run."""
@@ -73,7 +90,6 @@ class Served:
     begin_s: float
     end_s: float
     quality: float
-    cached_tokens: int
 
     @property
     def latency_s(self) -> float:
@@ -110,11 +126,9 @@ def make_requests(times: Sequence[float], seed: int = 10) -> tuple[list[Context]
     return contexts, requests
 
 
-def ask(server: Server, prompt: str) -> tuple[str, int]:
-    """The answer, and how many tokens of the prompt were cached."""
+def ask(server: Server, prompt: str) -> str:
     sampling = {"temperature": 0, "max_new_tokens": MAX_NEW_TOKENS}
-    given = server.post("/generate", {"text": prompt, "sampling_params": sampling})
-    return given["text"].strip(), int(given["meta_info"]["cached_tokens"])
+    return str(server.post("/generate", {"text": prompt, "sampling_params": sampling})["text"]).strip()
 
 
 def prepare(folder: Path, contexts: Sequence[Context], requests: Sequence[Request]) -> tuple[Path, dict[str, str]]:
@@ -128,7 +142,7 @@ def prepare(folder: Path, contexts: Sequence[Context], requests: Sequence[Reques
         exact = {}
         for request in sorted(requests, key=lambda request: request.context):
             if request.prompt not in exact:
-                exact[request.prompt], _ = ask(server, request.prompt)
+                exact[request.prompt] = ask(server, request.prompt)
         decisions = server.get("/evicpress/stats")["decisions"]
         if decisions["compressed"] or decisions["dropped"]:
             raise RuntimeError(f"exact answers were asked of a cache that was not: {decisions}")
@@ -142,17 +156,8 @@ def prepare(folder: Path, contexts: Sequence[Context], requests: Sequence[Reques
 
 
 def _arguments(pool_tokens: int, profiles: Path) -> tuple[str, ...]:
-    policy = (
-        "--kv-policy",
-        "evicpress",
-        "--kv-forms",
-        FORMS,
-        "--kv-profile-path",
-        str(profiles),
-        "--kv-alpha",
-        str(ALPHA),
-    )
-    return (*policy, "--max-total-tokens", str(pool_tokens))
+    policy = ("--kv-policy", "evicpress", "--kv-forms", FORMS, "--kv-profile-path", str(profiles))
+    return (*policy, "--kv-alpha", str(ALPHA), "--max-total-tokens", str(pool_tokens))
 
 
 def replay(server: Server, requests: Sequence[Request], exact: dict[str, str]) -> Replay:
@@ -165,8 +170,8 @@ def replay(server: Server, requests: Sequence[Request], exact: dict[str, str]) -
     def serve(request: Request) -> Served:
         time.sleep(max(0.0, begin + request.arrival_s - time.time()))
         begin_s = time.time() - begin
-        answer, num_cached = ask(server, request.prompt)
-        return Served(begin_s, time.time() - begin, token_f1(answer, exact[request.prompt]), num_cached)
+        answer = ask(server, request.prompt)
+        return Served(begin_s, time.time() - begin, token_f1(answer, exact[request.prompt]))
 
     with moments, ThreadPoolExecutor(NUM_CLIENTS) as pool:
         served = list(pool.map(serve, requests))
@@ -175,7 +180,7 @@ def replay(server: Server, requests: Sequence[Request], exact: dict[str, str]) -
     if not (found := server.post("/evicpress/check"))["ok"]:
         raise RuntimeError(f"the cache is not in order: {found['violations']}")
     profiled_s = sorted(moment - begin for moment in moments.measured_s if moment >= begin)
-    return Replay(served, profiled_s, counts, decisions["compressed"], decisions["dropped"])
+    return Replay(served, profiled_s, counts, sum(decisions["compressed"].values()), decisions["dropped"])
 
 
 class ProfilingMoments:
@@ -243,7 +248,7 @@ def measure_figure10(num_requests: int = NUM_REQUESTS, seconds: float = RUN_S) -
             with Server(*_arguments(POOL_TOKENS, own), *more) as server:
                 replays[which] = replay(server, requests, exact)
     on, off = replays["on"], replays["off"]
-    save_text("figure10.json", json.dumps(_everything(origin, requests, replays), indent=1))
+    out_file("profiler", "figure10.json").write_text(json.dumps(_everything(origin, requests, replays), indent=1))
     draw(requests, on, off)
     yield from lines_of(origin, on, off)
 
@@ -277,7 +282,7 @@ def lines_of(origin: str, on: Replay, off: Replay) -> Iterator[Line]:
     )
 
 
-_p95 = partial(lambda values: sorted(values)[int(0.95 * len(values))])
+_p95 = partial(quantile, share=0.95)
 
 
 def _ms(what: Any, replay_: Replay) -> str:

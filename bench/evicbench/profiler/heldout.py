@@ -14,26 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from evicbench.profiler import plots
-from evicbench.profiler.choices import (
-    COLUMNS,
-    KEPT,
-    Chooser,
-    Table,
-    best_press,
-    most_useful,
-    picked,
-    usefulness,
-    within,
-)
-from evicbench.profiler.study import FORMS, FRACTIONS, JUDGES, Measured, study
+from evicbench.profiler.choices import COLUMNS, KEPT, Chooser, Table, most_useful, picked, usefulness, within
+from evicbench.profiler.study import FORMS, JUDGES, Measured, study
 from evicbench.report import Line
 from sglang_evicpress.quality.catalog import Catalog
 
 TARGET = 0.97
 ALPHAS = (1.0, 2.0, 5.0, 10.0)
 ROOMS = (0.8, 0.6, 0.4)
-ALL_ROOMS = (0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +86,10 @@ def _with_exact(table: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def measure_heldout() -> Iterator[Line]:
     tables = Tables.of([context for context in study() if context.has_training])
-    draw(tables)
     yield bounds_line(tables)
     yield utility_line(tables)
     for room in ROOMS:
         yield choice_line(tables, f"best mean quality with {room:g} of all contexts' tokens kept", within(room))
-    for kept in FRACTIONS:
-        print(f"    {fixed_note(tables, kept)}", flush=True)
 
 
 def bounds_line(tables: Tables) -> Line:
@@ -161,32 +146,5 @@ def choice_line(tables: Tables, what: str, choose: Chooser) -> Line:
     )
 
 
-def fixed_note(tables: Tables, kept: float) -> str:
-    """The best press where every context must keep the same fraction, however much that hurts."""
-    choose = best_press(kept)
-    oracle = tables.quality(choose, tables.held_out["logprob"])
-    return (
-        f"best press where every context must keep {kept:g}: {tables.share(choose):.1%} of the oracle's {oracle:.3f} "
-        f"({judged(tables, choose)}); without hindsight an oracle has {tables.without_hindsight(choose) / oracle:.1%}"
-    )
-
-
 def judged(tables: Tables, choose: Chooser) -> str:
     return ", ".join(f"{scorer} {tables.share(choose, scorer):.1%}" for scorer in JUDGES)
-
-
-def draw(tables: Tables) -> None:
-    found = tables.held_out["logprob"]
-    chosen_by = {
-        "oracle": found,
-        "lower bounds (product)": tables.bounds,
-        "means of training questions": tables.means,
-        "lower bounds, keydiff alone": tables.keydiff_alone,
-    }
-    curves = {name: [tables.quality(within(room), table) for room in ALL_ROOMS] for name, table in chosen_by.items()}
-    plain = [tables.without_hindsight(within(room)) for room in ALL_ROOMS]
-    first, *others = curves
-    plots.draw_rooms(
-        ALL_ROOMS,
-        {first: curves[first], "oracle without hindsight": plain, **{name: curves[name] for name in others}},
-    )

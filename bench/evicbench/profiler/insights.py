@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from evicbench.paths import out_file
 from evicbench.profiler import plots
-from evicbench.profiler.output import save_text
-from evicbench.profiler.study import FIGURE_4, FRACTIONS, PRESSES, Measured, Scores, study
+from evicbench.profiler.study import FIGURE_4, FRACTIONS, PRESSES, Measured, study
 from evicbench.report import Line
 from sglang_evicpress.core import Form
 from sglang_evicpress.tables import markdown
@@ -73,39 +73,14 @@ def by_press(context: Measured, kept: float, scorer: str = "logprob") -> dict[st
     return {press: context.quality(Form(press, kept), scorer) for press in PRESSES}
 
 
-def means(scores: Scores, kept: float) -> dict[str, float]:
-    return {press: statistics.fmean(scores[Form(press, kept)]) for press in PRESSES}
-
-
 def wins(contexts: Sequence[Measured], kept: float, scorer: str = "logprob") -> Counter[str]:
     """Number of contexts that each press wins, and of ties."""
     return Counter(winner(by_press(each, kept, scorer)) for each in contexts)
 
 
-def among_best(contexts: Sequence[Measured], kept: float) -> Counter[str]:
-    """For how many contexts each press is within ``MARGIN`` of the best one."""
-    found: Counter[str] = Counter()
-    for context in contexts:
-        qualities = by_press(context, kept)
-        best = max(qualities.values())
-        found.update(press for press, quality in qualities.items() if quality >= best - MARGIN)
-    return found
-
-
-def confirmed(contexts: Sequence[Measured], kept: float) -> tuple[int, int]:
-    """(contexts whose winner by training questions is the best by held-out questions too, contexts with a winner)"""
-    good = total = 0
-    for context in contexts:
-        if context.has_training and (name := winner(means(context.training, kept))) != TIE:
-            held_out = means(context.held_out["logprob"], kept)
-            total += 1
-            good += held_out[name] == max(held_out.values())
-    return good, total
-
-
 def measure_insights() -> Iterator[Line]:
     contexts = study()
-    save_text("insights.md", tables(contexts))
+    out_file("profiler", "insights.md").write_text(tables(contexts))
     plots.draw_sensitivity(
         {
             kept: {family: [sensitivity(each, kept) for each in some] for family, some in by_family(contexts).items()}
@@ -146,15 +121,11 @@ def sensitivity_line(contexts: Sequence[Measured]) -> Line:
 
 def wins_line(contexts: Sequence[Measured], kept: float) -> Line:
     found = wins(contexts, kept)
-    best = among_best(contexts, kept)
-    good, total = confirmed(contexts, kept)
     winners = [press for press in PRESSES if found[press]]
     return Line(
         f"contexts won per press with {kept:g} kept (led by > {MARGIN:g}), {len(contexts)} contexts",
         "at least 2 presses win some, none wins all",
-        f"{shares(found, len(contexts))}; within {MARGIN:g} of the best: "
-        f"{', '.join(f'{press} {best[press] / len(contexts):.0%}' for press in PRESSES)}; "
-        f"{good} of {total} winners by training questions are best by held-out ones too",
+        shares(found, len(contexts)),
         len(winners) >= 2 and max(found[press] for press in PRESSES) < len(contexts),
     )
 

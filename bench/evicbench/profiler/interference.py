@@ -13,18 +13,20 @@ import random
 import signal
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 from evicbench.correctness.reference import PEAKY_VOCABULARY, make_peaky_model
-from evicbench.profiler.output import save_text
-from evicbench.profiler.streams import Stream, steady_load
+from evicbench.paths import out_file
 from evicbench.report import Line
+from evicbench.streams import Streamed, stream
 from evicbench.testbed.server import Server, ServerError
 from sglang_evicpress.quantiles import quantile
 
@@ -87,7 +89,7 @@ class Round:
     could have begun. ``num_left``: contexts that were still to be profiled at the end.
     ``waited``: the share of the time that the server's busiest thread could have run but had no CPU."""
 
-    streams: Sequence[Stream]
+    streams: Sequence[Streamed]
     num_steps: int = 0
     num_touched: int = 0
     num_held_up: int = 0
@@ -98,11 +100,11 @@ class Round:
 
     @property
     def itl_s(self) -> list[float]:
-        return [gap for each in self.streams for gap in each.gaps_s]
+        return [gap for each in self.streams for gap in each.steps_s]
 
     @property
     def ttft_s(self) -> list[float]:
-        return [each.ttft_s for each in self.streams]
+        return [each.first_s for each in self.streams]
 
 
 @dataclass(slots=True)
@@ -156,21 +158,40 @@ def seed(server: Server, prompts: Sequence[Sequence[Ids]]) -> None:
         list(pool.map(ask, prompts))
 
 
+def steady_load(server: Server, prompts: Sequence[Sequence[Ids]], mean_pause_s: float, seed: str) -> list[Streamed]:
+    """Streams of the clients, each of which asks, waits about ``mean_pause_s`` and asks again, and begins nothing after
+    a round's time. Prompts and pauses are the same for the same ``seed``. Raises ServerError at a request that fails.
+    """
+    end_s = time.perf_counter() + ROUND_S
+    has_failed = threading.Event()
+
+    def client(number: int) -> list[Streamed]:
+        rng = random.Random(f"{seed}-{number}")
+        streams: list[Streamed] = []
+        while not has_failed.is_set():
+            pause_s = rng.expovariate(1.0 / mean_pause_s) if mean_pause_s > 0.0 else 0.0
+            prompt = rng.choice(prompts[-rng.randint(1, NUM_OPEN)])
+            if time.perf_counter() + pause_s >= end_s:
+                break
+            time.sleep(pause_s)
+            try:
+                streams.append(stream(server, prompt, NUM_NEW))
+            except (ServerError, OSError, HTTPException):
+                has_failed.set()
+                raise
+        return streams
+
+    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        return [each for part in pool.map(client, range(NUM_CLIENTS)) for each in part]
+
+
 def run_round(server: Freezable, prompts: Sequence[Sequence[Ids]], mean_pause_s: float, name: str) -> Round:
     """Only this server runs, for as long as it takes."""
     server.thaw()
     try:
         before = server.get("/evicpress/profiles")
         waited_s, begin_s = server.waited_s(), time.perf_counter()
-        streams = steady_load(
-            server.url,
-            lambda rng: rng.choice(prompts[-rng.randint(1, NUM_OPEN)]),
-            num_clients=NUM_CLIENTS,
-            seconds=ROUND_S,
-            num_new=NUM_NEW,
-            mean_pause_s=mean_pause_s,
-            seed=name,
-        )
+        streams = steady_load(server, prompts, mean_pause_s, name)
         took_s, later_s = time.perf_counter() - begin_s, server.waited_s()
         after = server.get("/evicpress/profiles")
     finally:
@@ -230,7 +251,8 @@ def _in_turn(pair: Sequence[Any], number: int) -> Sequence[Any]:
 
 def measure_interference(num_pairs: int = NUM_PAIRS) -> Iterator[Line]:
     found = measure_rounds(num_pairs)
-    save_text("interference.json", json.dumps({name: _figures(rounds) for name, rounds in found.items()}, indent=1))
+    figures = {name: _figures(rounds) for name, rounds in found.items()}
+    out_file("profiler", "interference.json").write_text(json.dumps(figures, indent=1))
     for name, rounds in found.items():
         yield from lines_of(name, rounds)
 

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from evicbench.profiler.output import save_figure
+from evicbench.paths import out_file
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def save_figure(name: str, figure: Figure) -> None:
+    figure.savefig(out_file("profiler", name), dpi=110)
 
 
 def draw_sensitivity(values: Mapping[float, Mapping[str, Sequence[float]]]) -> None:
@@ -44,31 +51,3 @@ def draw_wins(counts: Mapping[float, Mapping[str, int]], presses: Sequence[str],
     axes.invert_yaxis()
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     save_figure("wins.png", figure)
-
-
-def draw_rooms(rooms: Sequence[float], curves: Mapping[str, Sequence[float]]) -> None:
-    """``curves``: who chooses -> mean held-out quality at each of ``rooms``, the share of all tokens kept."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.0, 4.0), layout="constrained")
-    axes = figure.subplots()
-    for (name, qualities), style in zip(curves.items(), ("k--", "k:", "o-", "s-", "^-"), strict=False):
-        axes.plot(rooms, qualities, style, label=name, markersize=4)
-    axes.set(xlabel="share of all contexts' tokens that is kept", ylabel="mean quality on held-out questions (logprob)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    save_figure("heldout.png", figure)
-
-
-def draw_agreement(points: Mapping[str, Sequence[tuple[float, float]]]) -> None:
-    """``points``: family -> (quality by logprob, by minilm) of each form of each context."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.5, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for index, (family, found) in enumerate(points.items()):
-        axes.plot(*zip(*found, strict=True), "os^"[index % 3], markersize=3, alpha=0.6, label=family)
-    axes.set(xlabel="quality by logprob", ylabel="quality by minilm")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
-    save_figure("agreement.png", figure)

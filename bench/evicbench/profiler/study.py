@@ -9,21 +9,19 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import ClassVar
 
-import torch
-
-from evicbench.profiler.output import save_text
-from evicbench.profiler.subjects import NUM_TOKENS, NUM_TRAINING, ONE_QUESTION, StudyContext, make_study_context
+from evicbench.paths import out_file
+from evicbench.profiler.subjects import NUM_TOKENS, NUM_TRAINING, StudyContext, make_study_context
 from evicbench.testbed.server import ADMIN_KEY, Server
-from evicbench.testbed.tasks import FAMILIES
+from evicbench.testbed.tasks import FAMILIES, ONE_QUESTION
+from evicbench.tiers.inputs import one_thread
 from sglang_evicpress.core import Form
 from sglang_evicpress.profiler.client import ServerEngine
-from sglang_evicpress.profiler.engine import Answer, Engine, Likelihood
+from sglang_evicpress.profiler.engine import Answer, Likelihood
 from sglang_evicpress.profiler.measure import Asked, answer, measure_forms
 from sglang_evicpress.profiler.scorers import Scorer, get_scorer
 from sglang_evicpress.profiler.transport import HttpTransport
@@ -33,7 +31,7 @@ from sglang_evicpress.quality.running_stats import RunningStats
 PRESSES = ("keydiff", "snapkv", "knorm", "value_key_ratio", "streaming")
 FRACTIONS = (0.8, 0.5, 0.2)
 FORMS = tuple(Form(press, kept) for press in PRESSES for kept in FRACTIONS)
-"""Those that `evicpress profile` measures by default."""
+"""Those without a codec that `evicpress profile` measures by default."""
 
 FIGURE_4 = 0.4
 """What is kept where the EvicPress paper's figure 4 compares presses: its "ratio of 0.6", see insights.py."""
@@ -89,24 +87,6 @@ class Measured:
         return Profile(self.key, self.num_tokens, forms, "logprob", query_set([]), NUM_TRAINING, 0.0)
 
 
-@contextmanager
-def served() -> Iterator[Server]:
-    """The server that contexts are profiled on."""
-    with Server(*SERVER) as server:
-        yield server
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """MiniLM in this process runs on one core: on the server's core its other threads would mostly wait for a turn."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 @dataclass(slots=True)
 class Noting:
     """A scorer that is several at once, all with or all without generation, and notes every score; its own is that of
@@ -136,7 +116,7 @@ class Noting:
         return noted
 
 
-def measure_study_context(engine: Engine, study_context: StudyContext, judges: Sequence[Scorer]) -> Measured:
+def measure_study_context(engine: ServerEngine, study_context: StudyContext, judges: Sequence[Scorer]) -> Measured:
     """All forms by logprob, and by ``judges`` as far as they are asked."""
     asked = [Asked(tokens) for tokens in study_context.questions]
     num_training = 0 if study_context.family in ONE_QUESTION else NUM_TRAINING
@@ -189,7 +169,7 @@ def study() -> tuple[Measured, ...]:
     """All contexts of all families; measured once, whichever part asks first."""
     judges = [get_scorer(name) for name in JUDGES]
     begin = time.monotonic()
-    with served() as server, one_thread():
+    with Server(*SERVER) as server, one_thread():  # MiniLM's others would wait for the server's core
         engine = ServerEngine(
             HttpTransport(server.url, admin_api_key=ADMIN_KEY), fill_tokens=NUM_TOKENS, may_evict=True
         )
@@ -199,7 +179,7 @@ def study() -> tuple[Measured, ...]:
             for family in FAMILIES
         )
     print(f"    {len(found)} contexts measured in {time.monotonic() - begin:.0f} s", flush=True)
-    save_text("study.json", to_json(found))
+    out_file("profiler", "study.json").write_text(to_json(found))
     return found
 
 

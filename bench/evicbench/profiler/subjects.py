@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from evicbench.testbed.tasks import Context, compose
-from evicbench.testbed.vocabulary import BOS, load_vocabulary
+from evicbench.testbed.tasks import make_context
+from evicbench.testbed.vocabulary import load_vocabulary
 
 NUM_TOKENS = 31 * 64
 """Whole blocks: all that is asked about lies in the part that is compressed."""
@@ -16,9 +16,6 @@ NUM_TRAINING = 30
 
 NUM_HELD_OUT = 20
 NUM_QUESTIONS = NUM_TRAINING + NUM_HELD_OUT
-ONE_QUESTION = ("title", "note")
-"""Families whose contexts can be asked one thing only: they have no held-out questions."""
-
 _COUNTS = {"multikv": 180, "hop": 52, "record": 62, "mapping": 25, "mixed": 12}
 """Facts (labels, chains, logs, rounds) in a context; in the others as many as questions. `needle`, `redundant` and
 `mapping` have more of them than in the testbed, where 4 make too few questions."""
@@ -37,11 +34,7 @@ def make_study_context(family: str, number: int) -> StudyContext:
     """A context of ``NUM_TOKENS`` tokens with ``NUM_QUESTIONS`` different questions, or the one there is; the same for
     the same number."""
     draw = random.Random(f"profiler-{family}-{number}")
-    sentences, questions = compose(family, NUM_TOKENS, draw, count=_COUNTS.get(family, NUM_QUESTIONS))
-    words = [word for sentence in sentences for word in sentence]
-    opening = len(sentences[0]) if words[0] == "title" else 0
-    words[opening:opening] = ["."] * (NUM_TOKENS - 1 - len(words))
-    context = Context(family, (BOS, *words), tuple(questions[:NUM_QUESTIONS]))
+    context = make_context(family, NUM_TOKENS, draw, _COUNTS.get(family, NUM_QUESTIONS))
     encode = load_vocabulary().encode
-    prompts = [tuple(encode(context.prompt(question.text))) for question in context.questions]
+    prompts = [tuple(encode(context.prompt(question.text))) for question in context.questions[:NUM_QUESTIONS]]
     return StudyContext(family, prompts[0][:NUM_TOKENS], tuple(prompt[NUM_TOKENS:] for prompt in prompts))

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 
+from evicbench.correctness.overhead import overhead
 from evicbench.report import Measurement, unjudged
-from evicbench.serving import targets, unloaded
+from evicbench.serving import targets
+
+MOST_OVERHEAD = 1.03
+"""Of TTFT where everything fits: two servers side by side, the same requests in turn."""
 
 MEASUREMENTS = {
     "systems": Measurement(targets.measure),
-    "overhead": Measurement(unloaded.measure, unjudged(partial(unloaded.measure, 8))),
+    "overhead": Measurement(
+        partial(overhead, 240, most=MOST_OVERHEAD), unjudged(partial(overhead, 8, most=MOST_OVERHEAD))
+    ),
 }

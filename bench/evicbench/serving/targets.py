@@ -19,9 +19,10 @@ from sglang_evicpress.benchmark.ratios import Paired, paired
 from sglang_evicpress.benchmark.results import read_results
 from sglang_evicpress.benchmark.summary import Cell, Summary, summarise
 from sglang_evicpress.benchmark.tables import setting_lines, write_report
+from sglang_evicpress.tables import number
 
 CONFIG = "show"
-FIGURES = ("ttft_quality", "extra_rates", "hits", "forms", "adaptcache")
+FIGURES = ("ttft_quality", "rates", "hits", "forms", "adaptcache")
 OURS = ("evicpress",)
 MEASURES = {"minilm_full_cache": "MiniLM", "f1_full_cache": "token F1"}
 STOCK = ("lru", "prefill-only")
@@ -145,7 +146,7 @@ def against_full_cache(summary: Summary) -> Line:
     found = paired(summary.results, one.system, "full-cache", 0.0)
     control = paired(summary.results, one.system, "full-cache+attention", 0.0)
     better = best_at_quality(summary, OURS, 0.0, 0.99)
-    more = "" if better is None else f"; at {better.f1_full_cache:.3f}: {_multiple(summary, better)}"
+    more = "" if better is None else f"; at {better.qualities.f1_full_cache:.3f}: {_multiple(summary, better)}"
     if found is None:
         return Line(what, "<= 2x", "the full cache did not run", False)
     figure = f"{found.ratio:.2f}x ({found.low:.2f} to {found.high:.2f}; {_told(one)})"
@@ -158,9 +159,9 @@ def overhead_share(summary: Summary) -> Line:
     """Share of fixed overhead, which no cache can take away, so what the ratios above are diluted by."""
     overhead_s = summary.overhead_s or 0.0
     shares = [
-        f"{cell.system} {overhead_s / cell.ttft_mean_s:.0%}"
+        f"{cell.system} {overhead_s / cell.ttft.mean_s:.0%}"
         for cell in summary.at(0.0)
-        if cell.kind in ("lru+attention", "tiers-lru", "evicpress") and cell.ttft_mean_s
+        if cell.kind in ("lru+attention", "tiers-lru", "evicpress") and cell.ttft.mean_s
     ]
     return Line(
         "share of mean TTFT that is fixed overhead, the median TTFT of the faster full cache, one client",
@@ -191,17 +192,17 @@ def _multiple(summary: Summary, cell: Cell) -> str:
 
 
 def _told(cell: Cell) -> str:
-    minilm = "none" if cell.minilm_full_cache is None else f"{cell.minilm_full_cache:.3f}"
-    return f"{cell.system}: {_ms(cell.ttft_mean_s)}, token F1 {cell.f1_full_cache:.3f}, MiniLM {minilm}"
+    f1, minilm = (number(cell.quality(measure)) for measure in ("f1_full_cache", "minilm_full_cache"))
+    return f"{cell.system}: {_ms(cell.ttft.mean_s)}, token F1 {f1}, MiniLM {minilm}"
 
 
 def _ttft(summary: Summary, system: str) -> float | None:
     cell = summary.cell(system, 0.0)
-    return None if cell is None else cell.ttft_mean_s
+    return None if cell is None else cell.ttft.mean_s
 
 
 def _fast(cell: Cell) -> float:
-    return sum((cell.hits or {}).get(tier, 0.0) for tier in FAST)
+    return sum((cell.held.hits or {}).get(tier, 0.0) for tier in FAST)
 
 
 def _ms(seconds: float | None) -> str:

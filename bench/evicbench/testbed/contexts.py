@@ -11,11 +11,7 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 
-from evicbench.testbed.tasks import FAMILIES, MIN_CONTEXT_TOKENS, Context, compose, make_context
-from evicbench.testbed.vocabulary import BOS
-
-ONE_QUESTION = ("title", "note")
-"""Families whose contexts can be asked one thing only."""
+from evicbench.testbed.tasks import FAMILIES, MIN_CONTEXT_TOKENS, ONE_QUESTION, Context, make_context
 
 FEW_FACTS = ("needle", "redundant", "mapping")
 """Families that state four facts (labels, for `mapping`) where nobody asks for more."""
@@ -32,22 +28,13 @@ def generate(
         family = families[number % len(families)]
         length = tokens[number // len(families) % len(tokens)]
         draw = random.Random(f"contexts {seed} {number} {family} {length}")
-        context = _make(family, length, num_questions, draw)
+        context = make_context(family, length, draw, num_questions if family in FEW_FACTS else None)
         if len(context.questions) < num_questions:
             raise ValueError(
                 f"a context of family {family} and {length} tokens has {len(context.questions)} questions: expected "
                 f"{num_questions}, so leave the family out or ask less"
             )
         yield context
-
-
-def _make(family: str, length: int, num_questions: int, draw: random.Random) -> Context:
-    if family not in FEW_FACTS:
-        return make_context(family, length, draw)
-    sentences, questions = compose(family, length, draw, count=num_questions)
-    words = [word for sentence in sentences for word in sentence]
-    words[:0] = ["."] * (length - 1 - len(words))
-    return Context(family, (BOS, *words), tuple(questions))
 
 
 def line(context: Context, num_questions: int) -> str:

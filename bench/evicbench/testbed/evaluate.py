@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,63 +18,35 @@ from evicbench.testbed.vocabulary import EOS, MODEL_DIR, PAD, load_vocabulary
 from sglang_evicpress.profiler.scorers.reference import exact_match, token_f1
 from sglang_evicpress.tables import markdown
 
-_BATCH_TOKENS = 16 * 1024
 _MAX_NEW_TOKENS = 14  # the longest answer has 12 words, then <eos>
-
-
-@dataclass(frozen=True, slots=True)
-class Accuracy:
-    """Means over the questions of one family at one context length, both in [0, 1]."""
-
-    num_questions: int
-    exact: float
-    f1: float
 
 
 @torch.inference_mode()
 def answer(model: LlamaForCausalLM, prompts: Sequence[str]) -> list[str]:
-    """Greedy answers in the order of the prompts; only prompts of equal length share a batch, unpadded."""
+    """Greedy answers."""
     vocabulary = load_vocabulary()
     words = {token_id: word for word, token_id in vocabulary.ids.items()}
-    by_length: dict[int, list[int]] = defaultdict(list)
-    encoded = [vocabulary.encode(prompt) for prompt in prompts]
-    for index, ids in enumerate(encoded):
-        by_length[len(ids)].append(index)
-    answers = [""] * len(prompts)
-    for length, indices in by_length.items():
-        size = max(1, _BATCH_TOKENS // length)
-        for start in range(0, len(indices), size):
-            batch = indices[start : start + size]
-            inputs = torch.tensor([encoded[i] for i in batch])
-            output = model.generate(
-                inputs,
-                attention_mask=torch.ones_like(inputs),
-                do_sample=False,
-                max_new_tokens=_MAX_NEW_TOKENS,
-            )
-            for i, row in zip(batch, output[:, length:].tolist(), strict=True):
-                spoken = [words[token_id] for token_id in row]
-                answers[i] = " ".join(word for word in spoken if word not in (EOS, PAD))
+    answers = []
+    for prompt in prompts:
+        inputs = torch.tensor([vocabulary.encode(prompt)])
+        mask = torch.ones_like(inputs)
+        output = model.generate(inputs, attention_mask=mask, do_sample=False, max_new_tokens=_MAX_NEW_TOKENS)
+        spoken = [words[token_id] for token_id in output[0, inputs.shape[1] :].tolist()]
+        answers.append(" ".join(word for word in spoken if word not in (EOS, PAD)))
     return answers
 
 
 def measure(
     model: LlamaForCausalLM, family: str, num_tokens: int, *, num_contexts: int, num_questions: int, seed: int
-) -> Accuracy:
-    """Ask up to `num_questions` about each of `num_contexts` fresh contexts."""
+) -> tuple[int, float, float]:
+    """Number of questions on fresh contexts of a family, mean exact match and mean token F1 of the answers."""
     rng = random.Random(f"evaluate-{family}-{num_tokens}-{seed}")
-    prompts, references = [], []
-    for _ in range(num_contexts):
-        context = make_context(family, num_tokens, rng)
-        for question in context.questions[:num_questions]:
-            prompts.append(context.prompt(question.text))
-            references.append(question.answer)
-    pairs = list(zip(answer(model, prompts), references, strict=True))
-    return Accuracy(
-        num_questions=len(pairs),
-        exact=sum(exact_match(*pair) for pair in pairs) / len(pairs),
-        f1=sum(token_f1(*pair) for pair in pairs) / len(pairs),
-    )
+    contexts = [make_context(family, num_tokens, rng) for _ in range(num_contexts)]
+    asked = [(context, each) for context in contexts for each in context.questions[:num_questions]]
+    answers = answer(model, [context.prompt(question.text) for context, question in asked])
+    pairs = [(text, question.answer) for text, (_, question) in zip(answers, asked, strict=True)]
+    exact, f1 = (sum(score(*pair) for pair in pairs) / len(pairs) for score in (exact_match, token_f1))
+    return len(pairs), exact, f1
 
 
 def main() -> None:
@@ -95,15 +65,13 @@ def main() -> None:
     for family in args.families:
         cells = []
         for num_tokens in args.tokens:
-            cell = measure(
-                model,
-                family,
-                num_tokens,
+            num_questions, exact, f1 = measure(
+                *(model, family, num_tokens),
                 num_contexts=args.contexts,
                 num_questions=args.questions,
                 seed=args.seed,
             )
-            cells.append(f"{100 * cell.exact:.0f} / {100 * cell.f1:.0f} ({cell.num_questions})")
+            cells.append(f"{100 * exact:.0f} / {100 * f1:.0f} ({num_questions})")
         rows.append([family, *cells])
     print("\n".join(markdown(["family", *(f"{num_tokens} tokens" for num_tokens in args.tokens)], rows)))
 

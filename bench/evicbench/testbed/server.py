@@ -14,7 +14,7 @@ from typing import Any
 from sglang_evicpress.benchmark import server
 from sglang_evicpress.benchmark.server import NoAnswerInTime, ServerError, free_port
 
-__all__ = ["ADMIN_KEY", "GUESSED", "MODEL", "NoAnswerInTime", "Server", "ServerError"]
+__all__ = ["ADMIN_KEY", "GUESSED", "MODEL", "NoAnswerInTime", "Server", "ServerError", "explicit", "greedy"]
 
 MODEL = Path(__file__).parent / "model"
 START_S = 300.0
@@ -27,12 +27,25 @@ GUESSED = ("--kv-quality-curves", str(Path(__file__).with_name("guess.json")), "
 press is taken to keep a quality of 1 - (1 - kept)^3, the control ``random`` one of what it keeps."""
 
 
+def explicit(arguments: tuple[str, ...]) -> tuple[str, ...]:
+    """Arguments of a server that has no tier below the GPU but where they ask for one: what is measured shall not
+    depend on the memory that happens to be free."""
+    is_silent = "--kv-policy" in arguments and "--kv-host-gb" not in arguments
+    return (*arguments, "--kv-host-gb", "0") if is_silent else arguments
+
+
+def greedy(input_ids: object, max_new_tokens: int, **fields: Any) -> dict[str, Any]:
+    """Body for /generate: greedy, <eos> ignored; ``input_ids`` of one prompt or of a batch."""
+    sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+    return {"input_ids": input_ids, "sampling_params": sampling, **fields}
+
+
 class Server(server.Server):
     """``with Server("--kv-policy", "evicpress") as server: server.get("/evicpress/tree")``.
 
-    Model, device, dtype (float32), an admin key and a free port are given; every further argument goes to
-    ``sglang.launch_server`` as it is. ``env`` adds to the environment. It runs in a folder of its own with its log in
-    it, which is removed at the end of a block that ends well.
+    Model, device, dtype (float32), an admin key and a free port are given, and no tier below the GPU but where one is
+    asked for; every further argument goes to ``sglang.launch_server`` as it is. ``env`` adds to the environment. It
+    runs in a folder of its own with its log in it, which is removed at the end of a block that ends well.
     """
 
     def __init__(
@@ -48,7 +61,7 @@ class Server(server.Server):
             [
                 *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu"),
                 *("--dtype", "float32", "--port", str(port), "--mem-fraction-static", "0.2"),
-                *("--skip-server-warmup", "--sleep-on-idle", "--log-level", "info", *arguments),
+                *("--skip-server-warmup", "--sleep-on-idle", "--log-level", "info", *explicit(arguments)),
                 *(() if admin_api_key is None else ("--admin-api-key", admin_api_key)),
             ],
             port=port,
@@ -73,10 +86,9 @@ class Server(server.Server):
         if error is None:
             shutil.rmtree(self._own_folder, ignore_errors=True)
 
-    def generate(self, input_ids: list[int], max_new_tokens: int, **fields: Any) -> Any:
-        """SGLang's own /generate, greedy, ignoring <eos>; further fields go into the request."""
-        sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
-        return self.post("/generate", {"input_ids": input_ids, "sampling_params": sampling, **fields})
+    def generate(self, input_ids: list[int] | list[list[int]], max_new_tokens: int, **fields: Any) -> Any:
+        """SGLang's own /generate, greedy, ignoring <eos>; further fields go into the request. Of a batch, a list."""
+        return self.post("/generate", greedy(input_ids, max_new_tokens, **fields))
 
     def flush(self) -> None:
         """Empty the cache; waits until running requests are gone."""

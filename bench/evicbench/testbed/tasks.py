@@ -118,18 +118,21 @@ class Draft:
             self.add(("the", subject, noun, verb, "the", thing, other, "."))
 
 
-def _add_codes(draft: Draft, count: int) -> None:
-    for _ in range(count):
-        if not draft.state("code", _CODE_VALUES):
-            return
+def _until_full(add: Callable[[Draft], bool]) -> Callable[[Draft, int], None]:
+    """Add so many, or as many as there is room for."""
+
+    def build(draft: Draft, count: int) -> None:
+        for _ in range(count):
+            if not add(draft):
+                return
+
+    return build
 
 
 def _add_repeated_codes(draft: Draft, count: int) -> None:
     share = draft.rng.uniform(0.4, 0.8)
     repeats = max(2, int(draft.room * share / _CODE_TOKENS / count))
-    for _ in range(count):
-        if not draft.state("code", _CODE_VALUES, repeats):
-            return
+    _until_full(lambda each: each.state("code", _CODE_VALUES, repeats))(draft, count)
 
 
 def _add_mapping(draft: Draft, count: int) -> None:
@@ -145,18 +148,6 @@ def _add_mapping(draft: Draft, count: int) -> None:
             return
         if is_new:
             draft.ask(("->", name), label)
-
-
-def _add_chains(draft: Draft, count: int) -> None:
-    for _ in range(count):
-        if not draft.chain():
-            return
-
-
-def _add_logs(draft: Draft, count: int) -> None:
-    for _ in range(count):
-        if not draft.state("log", _LOG_VALUES):
-            return
 
 
 def _add_headings_only(draft: Draft, count: int) -> None:
@@ -180,18 +171,23 @@ def _add_mixture(draft: Draft, count: int) -> None:
             draft.ask(("->", name), label)
 
 
+_add_codes = _until_full(lambda draft: draft.state("code", _CODE_VALUES))
+
 _BUILDERS: dict[str, Callable[[Draft, int], None]] = {
     "needle": _add_codes,
     "multikv": _add_codes,
     "redundant": _add_repeated_codes,
     "mapping": _add_mapping,
-    "hop": _add_chains,
-    "record": _add_logs,
+    "hop": _until_full(Draft.chain),
+    "record": _until_full(lambda draft: draft.state("log", _LOG_VALUES)),
     "title": _add_headings_only,
     "note": _add_headings_only,
     "mixed": _add_mixture,
 }
 FAMILIES: tuple[str, ...] = tuple(_BUILDERS)
+ONE_QUESTION = ("title", "note")
+"""Families whose contexts can be asked one thing only."""
+
 _NAMES_PER_COUNT = {"mapping": 6, "hop": 2, "mixed": 5}
 _SPARE_NAMES = 8  # the small mapping of `mixed` draws six more
 
@@ -240,15 +236,17 @@ def compose(
     return [*title, *draft.sentences, *note], draft.questions
 
 
-def make_context(family: str, num_tokens: int, rng: random.Random) -> Context:
+def make_context(family: str, num_tokens: int, rng: random.Random, count: int | None = None) -> Context:
     """A context of exactly `num_tokens` tokens, `<bos>` counted; the same for the same state of `rng`.
+
+    `count` sizes the family as for `compose`; by default it goes by the length.
 
     Room too small for a sentence is made up by full stops at the start, behind the title if there is one.
     Raises ValueError for an unknown family or fewer than `MIN_CONTEXT_TOKENS` tokens.
     """
     if num_tokens < MIN_CONTEXT_TOKENS:
         raise ValueError(f"a context has at least {MIN_CONTEXT_TOKENS} tokens, not {num_tokens}")
-    sentences, questions = compose(family, num_tokens, rng, count=_usual_count(family, num_tokens))
+    sentences, questions = compose(family, num_tokens, rng, count=count or _usual_count(family, num_tokens))
     words = [word for sentence in sentences for word in sentence]
     opening = _HEADING_TOKENS if words[0] == "title" else 0
     words[opening:opening] = ["."] * (num_tokens - 1 - len(words))

@@ -1,7 +1,7 @@
 """Train the testbed model from scratch on a CPU, in stages of growing length, and export it for serving.
 
-Run as `PYTHONPATH=bench python -m evicbench.testbed.train --out DIR` from the repository root; run again to continue a
-broken run, and add `--smoke` for a few seconds that only show that it works.
+Run as `PYTHONPATH=bench python -m evicbench.testbed.train --out DIR` from the repository root; add `--smoke` for a few
+seconds that only show that it works.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from evicbench.testbed.vocabulary import MODEL_DIR
 
 _EMBEDDING_LR_SHARE = 0.15
 _WARM_UP_STEPS = 50
-_CHECKPOINT_EVERY = 100
 _REPORT_EVERY = 20
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
@@ -62,14 +61,13 @@ class Step:
     lr: float
 
 
-def schedule(stages: Sequence[Stage], first: int = 0) -> Iterator[Step]:
-    """Steps from number `first` on; the rate rises linearly over the first 50 steps of the whole run."""
+def schedule(stages: Sequence[Stage]) -> Iterator[Step]:
+    """All steps; the rate rises linearly over the first 50 of them."""
     number = 0
     for stage in stages:
         for i in range(stage.steps):
             lr = stage.lr + (stage.lr_end - stage.lr) * i / stage.steps
-            if number >= first:
-                yield Step(number, stage, lr * min(1.0, (number + 1) / _WARM_UP_STEPS))
+            yield Step(number, stage, lr * min(1.0, (number + 1) / _WARM_UP_STEPS))
             number += 1
 
 
@@ -91,7 +89,7 @@ class Batch:
 
 
 def draw_batch(step: Step, seed: int) -> Batch:
-    """The same batch for the same step and seed, so that a resumed run goes on like an unbroken one.
+    """The same batch for the same step and seed.
 
     A third of the steps use rows of half or a quarter of the length and as many tokens.
     """
@@ -150,29 +148,6 @@ class Optimizers:
                 group["lr"] = rate
             optimizer.step()
 
-    def state(self) -> dict[str, object]:
-        return {"muon": self._muon.state_dict(), "adam": self._adam.state_dict()}
-
-    def load(self, state: dict[str, dict[str, object]]) -> None:
-        self._muon.load_state_dict(state["muon"])
-        self._adam.load_state_dict(state["adam"])
-
-
-def save_checkpoint(path: Path, model: LlamaForCausalLM, optimizers: Optimizers, num_steps: int) -> None:
-    """Replace the checkpoint at once, so that an interrupted save leaves the previous one."""
-    state = {"model": model.state_dict(), "optimizers": optimizers.state(), "num_steps": num_steps}
-    partial = path.with_suffix(".partial")
-    torch.save(state, partial)
-    partial.replace(path)
-
-
-def load_checkpoint(path: Path, model: LlamaForCausalLM, optimizers: Optimizers) -> int:
-    """Restore the weights and the optimizers; returns the number of steps already done."""
-    saved = torch.load(path, weights_only=True)
-    model.load_state_dict(saved["model"])
-    optimizers.load(saved["optimizers"])
-    return int(saved["num_steps"])
-
 
 def export(model: LlamaForCausalLM, out: Path) -> None:
     """Write a directory that transformers and SGLang load: fp32 weights, config, tokenizer, chat template."""
@@ -186,30 +161,18 @@ def export(model: LlamaForCausalLM, out: Path) -> None:
 
 
 def train(stages: Sequence[Stage], out: Path, seed: int) -> list[float]:
-    """Run what is left of the schedule, then export to `out`; returns the loss of every step it ran.
-
-    `out/checkpoint.pt`, if there, is continued; it must come from the same stages and seed.
-    """
-    out.mkdir(parents=True, exist_ok=True)
-    checkpoint = out / "checkpoint.pt"
+    """Run the schedule, then export to ``out``; returns the loss of every step."""
     model = build_model(seed).train()
     optimizers = Optimizers(model)
-    first = load_checkpoint(checkpoint, model, optimizers) if checkpoint.exists() else 0
     losses: list[float] = []
     started = time.monotonic()
-    for step in schedule(stages, first):
+    for step in schedule(stages):
         loss = batch_loss(model, draw_batch(step, seed))
         optimizers.step(loss, step.lr)
         losses.append(loss.item())
-        done = step.number + 1
-        if done % _REPORT_EVERY == 0:
-            recent = losses[-_REPORT_EVERY:]
-            elapsed = time.monotonic() - started
-            mean = sum(recent) / len(recent)
-            print(f"step {done} length {step.stage.length} loss {mean:.3f} {elapsed:.0f} s", flush=True)
-        if done % _CHECKPOINT_EVERY == 0:
-            save_checkpoint(checkpoint, model, optimizers, done)
-    save_checkpoint(checkpoint, model, optimizers, sum(stage.steps for stage in stages))
+        if len(losses) % _REPORT_EVERY == 0:
+            mean, elapsed = sum(losses[-_REPORT_EVERY:]) / _REPORT_EVERY, time.monotonic() - started
+            print(f"step {len(losses)} length {step.stage.length} loss {mean:.3f} {elapsed:.0f} s", flush=True)
     export(model.eval(), out)
     return losses
 
@@ -222,10 +185,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     losses = train(SMOKE if args.smoke else RECIPE, args.out, args.seed)
-    if losses:
-        print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
-    else:
-        print("nothing left to do")
+    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
 
 
 if __name__ == "__main__":

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from evicbench.correctness.reference import make_peaky_model
+from evicbench.moves import nodes_of, push_down, sources
 from evicbench.report import Line
 from evicbench.testbed.server import GUESSED, Server
 from evicbench.tiers.inputs import scratch
-from evicbench.tiers.prompts import Question, Texts, answered, nodes_of, num_changed, push_down, reference, sources
+from evicbench.tiers.prompts import Question, Texts, answered, num_changed, reference
 
 NUM_REQUESTS = 200
 NUM_LOSSY = 120
@@ -51,9 +52,32 @@ class Outcome:
     @property
     def has_moved(self) -> bool:
         """True if KV really went down and came back."""
-        often = LEAST_SHARE * self.num_requests
-        is_often = all(self.requests[place] >= often for place in ("host", "storage"))
+        is_often = all(self.requests[place] >= LEAST_SHARE * self.num_requests for place in ("host", "storage"))
         return is_often and all(self.counts.get(name, 0) > 0 for name in ("backed_up", "written", "read", "loads"))
+
+    def take(self, question: Question, answer: Any, is_exact: bool) -> None:
+        self.num_requests += 1
+        self.num_tokens += len(question.answer)
+        found = sources(answer)
+        self.tokens.update(found)
+        self.requests.update(place for place, count in found.items() if count)
+        ids = tuple(answer["output_ids"])
+        if len(ids) != len(question.answer) or (is_exact and ids != question.answer):
+            came_from = f"prompt of {len(question.prompt)} tokens, {found}"
+            self.problems.append(f"request {self.num_requests} ({came_from}): {ids}, expected {question.answer}")
+
+    def check(self, server: Server) -> None:
+        self.num_checks += 1
+        found = server.post("/evicpress/check")
+        if not found["ok"]:
+            self.problems.append(f"check after {self.num_requests} requests: {found['violations']}")
+
+    @property
+    def moves(self) -> str:
+        names = ("backed_up", "written", "read", "loads", "late_layers")
+        return ", ".join(f"{name} {self.counts.get(name, 0)}" for name in names) + (
+            f"; first: {self.problems[0][:300]}" if self.problems else ""
+        )
 
 
 def draw_questions(model: Path, num_requests: int, seed: int) -> tuple[list[Question], int, int]:
@@ -77,45 +101,26 @@ def ask_all(server: Server, questions: Sequence[Question], seed: int, *, is_exac
         while left:
             group, left = left[: (size := rng.randint(1, 3))], left[size:]
             ways = ways or rng.sample(WAYS, len(WAYS))
-            _move_down(server, ways.pop(), rng, outcome)
+            _move_down(server, ways.pop(), rng)
             given = clients.map(lambda one: server.generate(list(one.prompt), len(one.answer)), group)
             for question, answer in zip(group, given, strict=True):
-                _take(outcome, question, answer, is_exact)
+                outcome.take(question, answer, is_exact)
             if outcome.num_requests // CHECK_EVERY > outcome.num_checks:
-                _check(server, outcome)
-    _check(server, outcome)
+                outcome.check(server)
+    outcome.check(server)
     outcome.counts = server.get("/evicpress/tiers")["counts"]
     return outcome
 
 
-def _move_down(server: Server, way: str, rng: random.Random, outcome: Outcome) -> None:
+def _move_down(server: Server, way: str, rng: random.Random) -> None:
     if way.startswith("flush"):
         server.post(f"/evicpress/flush?tier={way[6:]}")
     elif way.startswith("all to"):
-        outcome.problems += push_down(server, way[7:])
+        push_down(server, way[7:])
     elif way != "nothing":
         nodes = [node["id"] for node in nodes_of(server)]
         chosen = set(rng.sample(nodes, len(nodes) // 3))
-        outcome.problems += push_down(server, way, lambda node: node["id"] in chosen)
-
-
-def _take(outcome: Outcome, question: Question, answer: Any, is_exact: bool) -> None:
-    outcome.num_requests += 1
-    outcome.num_tokens += len(question.answer)
-    for place, count in sources(answer).items():
-        outcome.tokens[place] += count
-        outcome.requests[place] += count > 0
-    ids = tuple(answer["output_ids"])
-    if len(ids) != len(question.answer) or (is_exact and ids != question.answer):
-        came_from = f"prompt of {len(question.prompt)} tokens, {sources(answer)}"
-        outcome.problems.append(f"request {outcome.num_requests} ({came_from}): {ids}, expected {question.answer}")
-
-
-def _check(server: Server, outcome: Outcome) -> None:
-    outcome.num_checks += 1
-    found = server.post("/evicpress/check")
-    if not found["ok"]:
-        outcome.problems.append(f"check after {outcome.num_requests} requests: {found['violations']}")
+        push_down(server, way, lambda node: node["id"] in chosen)
 
 
 def exact_line(outcome: Outcome, num_seen: int, num_controls: int) -> Line:
@@ -124,9 +129,8 @@ def exact_line(outcome: Outcome, num_seen: int, num_controls: int) -> Line:
         f"{outcome.num_requests} random requests, KV going to host and SSD and back, against a server without cache",
         f"every token equal; host and SSD hits in {LEAST_SHARE:.0%} of them each; "
         "a change of one cached token shows in most answers",
-        f"{outcome.num_tokens} tokens, {wrong} problems; KV from GPU, host, SSD in "
-        f"{_places(outcome.requests)} requests ({_places(outcome.tokens)} tokens); "
-        f"{_moves(outcome)}; changes seen: {num_seen} of {num_controls}" + _first(outcome),
+        f"{outcome.num_tokens} tokens, {wrong} problems; KV from GPU, host, SSD in {_places(outcome.requests)} "
+        f"requests ({_places(outcome.tokens)} tokens); changes seen: {num_seen} of {num_controls}; {outcome.moves}",
         not wrong and outcome.has_moved and num_seen > num_controls // 2,
     )
 
@@ -136,7 +140,7 @@ def lossy_line(outcome: Outcome) -> Line:
         f"{outcome.num_requests} such requests with the default, compressing forms, pages of 16",
         f"the cache is whole after every {CHECK_EVERY} requests, every answer complete",
         f"{outcome.num_checks} checks, {len(outcome.problems)} problems; KV from GPU, host, SSD in "
-        f"{_places(outcome.requests)} requests; {_moves(outcome)}" + _first(outcome),
+        f"{_places(outcome.requests)} requests; {outcome.moves}",
         not outcome.problems and outcome.requests["host"] > 0 and outcome.requests["storage"] > 0,
     )
 
@@ -145,16 +149,7 @@ def _places(counts: Counter[str]) -> str:
     return "/".join(str(counts[place]) for place in ("device", "host", "storage"))
 
 
-def _moves(outcome: Outcome) -> str:
-    names = ("backed_up", "written", "read", "loads", "late_layers")
-    return ", ".join(f"{name} {outcome.counts.get(name, 0)}" for name in names)
-
-
-def _first(outcome: Outcome) -> str:
-    return f"; first: {outcome.problems[0][:300]}" if outcome.problems else ""
-
-
-def measure_identical(num_requests: int = NUM_REQUESTS, num_lossy: int = NUM_LOSSY, seed: int = 0) -> Iterator[Line]:
+def measure(num_requests: int = NUM_REQUESTS, num_lossy: int = NUM_LOSSY, seed: int = 0) -> Iterator[Line]:
     with scratch(1 << 30) as folder, tempfile.TemporaryDirectory() as models:
         model = make_peaky_model(Path(models) / "peaky")
         questions, num_seen, num_controls = draw_questions(model, num_requests, seed)

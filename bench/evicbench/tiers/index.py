@@ -17,10 +17,12 @@ from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 from evicbench.report import Line
-from evicbench.tiers.inputs import FINGERPRINT, make_header, scratch
-from evicbench.tiers.peer import forget
-from sglang_evicpress.tiers.entry.encoding import Extent, Shape, encode
+from evicbench.tiers.inputs import FINGERPRINT, forget, make_header, scratch
+from sglang_evicpress.tiers.entry.encoding import encode
+from sglang_evicpress.tiers.entry.header import Extent, Shape
 from sglang_evicpress.tiers.ssd.store import SsdStore
 
 NUM_ENTRIES = 1_000_000
@@ -47,7 +49,7 @@ def write_heads(folder: Path, num_entries: int) -> int:
         size = SHAPE.layer_bytes(tokens)
         extents[tokens] = tuple(Extent(layer * size, size, draw.randbytes(16)) for layer in range(SHAPE.num_layers))
     (folder / "store").mkdir()
-    sample, keys, records = array("q"), bytearray(), bytearray()
+    sample, records = array("q"), bytearray()
     segment, offset, num_bytes = 1, 0, 0
     for number in range(num_entries):
         tokens = draw.choice(TOKENS)
@@ -60,10 +62,8 @@ def write_heads(folder: Path, num_entries: int) -> int:
         offset += -(-payload // BLOCK_BYTES) * BLOCK_BYTES
         if number % SAMPLE == 0:
             sample.append(header.lookup_key)
-            keys += header.key
     num_bytes += _write_segment(folder / "store", segment, records, offset)
     (folder / "lookup_keys").write_bytes(sample.tobytes())
-    (folder / "keys").write_bytes(keys)
     return num_bytes
 
 
@@ -77,35 +77,27 @@ def _write_segment(folder: Path, number: int, records: bytearray, num_bytes: int
 def scan(folder: Path) -> dict[str, float]:
     """Open the store here and look entries up. ``rss_bytes``: resident after the scan less before it."""
     lookup_keys = array("q", (folder / "lookup_keys").read_bytes())
-    keys = (folder / "keys").read_bytes()
-    others = array("q", [lookup_key ^ 1 << 40 for lookup_key in lookup_keys])
-    order = list(range(len(lookup_keys)))
-    random.Random(4).shuffle(order)
+    order = random.Random(4).sample(range(len(lookup_keys)), len(lookup_keys))
     gc.collect()
-    before = _resident_bytes()
+    before = psutil.Process().memory_info().rss
     begin, begin_cpu = time.perf_counter(), time.process_time()
     store = SsdStore(folder / "store", CAPACITY_BYTES, FINGERPRINT)
     seconds, cpu_s = time.perf_counter() - begin, time.process_time() - begin_cpu
     gc.collect()
-    rss_bytes = _resident_bytes() - before
-    num_found = num_right = num_wrong = 0
+    rss_bytes = psutil.Process().memory_info().rss - before
     begin = time.perf_counter()
-    for index in order:
-        num_found += len(store.find(lookup_keys[index])) == 1
-    found_s = time.perf_counter() - begin
-    begin = time.perf_counter()
-    for index in order:
-        num_wrong += len(store.find(others[index]))
-    absent_s = time.perf_counter() - begin
-    for index in order[:200]:
-        header = store.read_header(store.find(lookup_keys[index])[0])
-        num_right += header.key == keys[16 * index : 16 * index + 16]
+    num_found = sum(len(store.find(lookup_keys[index])) == 1 for index in order)
+    middle = time.perf_counter()
+    num_wrong = sum(len(store.find(lookup_keys[index] ^ 1 << 40)) for index in order)
+    absent_s = time.perf_counter() - middle
+    looked_up = [lookup_keys[index] for index in order[:200]]
+    num_right = sum(store.read_header(store.find(each)[0]).lookup_key == each for each in looked_up)
     figures = {
         "seconds": seconds,
         "cpu_s": cpu_s,
         "num_entries": store.num_entries,
         "rss_bytes": rss_bytes,
-        "find_us": 1e6 * found_s / len(order),
+        "find_us": 1e6 * (middle - begin) / len(order),
         "absent_us": 1e6 * absent_s / len(order),
         "is_right": num_found == len(order) and num_right == 200 and not num_wrong and not store.errors,
     }
@@ -113,32 +105,21 @@ def scan(folder: Path) -> dict[str, float]:
     return figures
 
 
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-
-
-def measure_index(num_entries: int = NUM_ENTRIES) -> Iterator[Line]:
+def measure(num_entries: int = NUM_ENTRIES) -> Iterator[Line]:
     with scratch(DISK_BYTES) as folder:
         num_bytes = write_heads(folder, num_entries)
         os.sync()
-        results = {}
-        for how in ("cold", "warm"):
-            if how == "cold":
-                for path in (folder / "store").iterdir():
-                    forget(path)
-            path = os.pathsep.join(sys.path)
-            run = subprocess.run(
-                [sys.executable, "-m", "evicbench.tiers.index", str(folder)],
-                capture_output=True,
-                text=True,
-                check=False,
-                env={**os.environ, "PYTHONPATH": path},
-            )
+        forget(folder / "store")
+        results = []
+        for _ in ("cold", "warm"):
+            command = [sys.executable, "-m", "evicbench.tiers.index", str(folder)]
+            env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+            run = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
             if run.returncode:
                 raise RuntimeError(f"the scan failed: {run.stderr.strip().splitlines()[-1]}")
-            results[how] = json.loads(run.stdout)
-    cold, warm = results["cold"], results["warm"]
-    is_right = all(found["num_entries"] == num_entries and found["is_right"] for found in (cold, warm))
+            results.append(json.loads(run.stdout))
+    cold, warm = results
+    is_right = all(found["num_entries"] == num_entries and found["is_right"] for found in results)
     size = f"{num_bytes / num_entries:.0f} bytes a header"
     verdict = "all found, none that is not there" if is_right else "WRONG ENTRIES"
     yield Line(

@@ -6,17 +6,22 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from evicbench.paths import OUT
 from sglang_evicpress.core import EXACT
-from sglang_evicpress.tiers.entry.encoding import Extent, Header, Shape, extent_of
+from sglang_evicpress.tiers.entry.header import Extent, Header, Shape, extent_of
 from sglang_evicpress.tiers.entry.identity import fingerprint, namespace_digest
-from sglang_evicpress.tiers.host.arena import Arena, Run
+from sglang_evicpress.tiers.host.allocator import Extents, Run
+from sglang_evicpress.tiers.host.arena import Arena
+from sglang_evicpress.tiers.ssd.index import Ref
+from sglang_evicpress.tiers.ssd.store import SsdStore
 
 FINGERPRINT = fingerprint({"model": "bench"})
 SHAPE_8B = Shape(32, 8, 128, "bfloat16", 1)
@@ -33,6 +38,58 @@ def scratch(num_bytes: int) -> Iterator[Path]:
         raise OSError(f"{place} has {free / 1e9:.1f} GB free, {num_bytes / 1e9:.1f} are needed")
     with tempfile.TemporaryDirectory(dir=place, prefix="tiers-") as folder:
         yield Path(folder)
+
+
+def take(extents: Extents, num_bytes: int) -> Sequence[Run]:
+    """Runs of the arena. Raises RuntimeError where there is no room."""
+    runs = extents.alloc(num_bytes)
+    if runs is None:
+        raise RuntimeError(f"the arena has no room for {num_bytes} bytes")
+    return runs
+
+
+def put(store: SsdStore, header: Header, chunks: Sequence[memoryview]) -> Ref:
+    """Write an entry. Raises RuntimeError where there is no room."""
+    reservation = store.reserve(header.payload_bytes)
+    if reservation is None:
+        raise RuntimeError(f"no room: {store.used_bytes} of {store.capacity_bytes} bytes are used")
+    return store.write(reservation, header, chunks)
+
+
+def forget(folder: Path) -> None:
+    """Its files out of the page cache; what was not written back stays there."""
+    for path in folder.iterdir():
+        file = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)
+
+
+def timed(
+    seconds: dict[str, list[float]],
+    ways: Mapping[str, Callable[[], object]],
+    number: int = 0,
+    check: Callable[[], object] = lambda: None,
+) -> None:
+    """Add the seconds of each way, another one first in every round, so that all of a round meet the same disk;
+    ``check`` follows each."""
+    names = list(ways)
+    first = number % len(names)
+    for name in names[first:] + names[:first]:
+        begin = time.perf_counter()
+        ways[name]()
+        seconds.setdefault(name, []).append(time.perf_counter() - begin)
+        check()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch computes in one thread, as the workers of the tiers do."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def checksums(arena: Arena, runs: Sequence[Run], shape: Shape, num_slots: int) -> tuple[Extent, ...]:

@@ -25,6 +25,7 @@ NUM_CHAINS = 2
 """Folders side by side, each with its share of the kills."""
 
 DISK_BYTES = 1 << 30
+COUNTS = ("num_published", "num_removed", "num_found")
 
 
 def _load_test() -> Any:
@@ -45,38 +46,30 @@ def _run(folder: Path, seeds: Sequence[int]) -> tuple[Counter[str], list[str]]:
     problems = []
     for seed in seeds:
         result = test.kill_once(folder, seed)
-        for name in ("num_published", "num_removed", "num_found"):
-            counts[name] += getattr(result, name)
+        counts.update({name: getattr(result, name) for name in COUNTS})
         problems += [f"kill {seed}: {problem}" for problem in result.problems[:1]]
     return counts, problems
 
 
-def measure_kills(num_kills: int = NUM_KILLS) -> Iterator[Line]:
+def measure(num_kills: int = NUM_KILLS) -> Iterator[Line]:
     begin = time.monotonic()
     counts: Counter[str] = Counter()
     problems = []
     # In processes, not threads: a child that is being started would hold on to the lock of another thread's store.
     processes = ProcessPoolExecutor(NUM_CHAINS, multiprocessing.get_context("spawn"))
     with scratch(DISK_BYTES) as folder, processes:
-        seeds = range(num_kills)
-        chains = [
-            processes.submit(_run, folder / f"rank-{chain}", seeds[chain::NUM_CHAINS]) for chain in range(NUM_CHAINS)
-        ]
-        for chain in chains:
-            found, bad = chain.result()
+        folders = [folder / f"rank-{chain}" for chain in range(NUM_CHAINS)]
+        seeds = [range(num_kills)[chain::NUM_CHAINS] for chain in range(NUM_CHAINS)]
+        for found, bad in processes.map(_run, folders, seeds):
             counts += found
             problems += bad
     seconds = (time.monotonic() - begin) * NUM_CHAINS / num_kills
-    published, removed, num_read = (counts[name] for name in ("num_published", "num_removed", "num_found"))
-    figure = (
-        f"{num_kills} kills, {seconds:.1f} s each: {published} published and {removed} removed, {num_read} times an "
-    )
-    figure += f"entry was found, read and verified; {len(problems)} kills with a problem"
-    if problems:
-        figure += f", the first: {problems[0]}"
+    published, removed, num_read = (counts[name] for name in COUNTS)
     yield Line(
         f"kill -9 at {num_kills} random moments of writing and removing, sync {', '.join(_load_test().MODES)} in turn",
         "every published entry is read back and verified, every removed one gone, index and bytes used are right",
-        figure,
+        f"{num_kills} kills, {seconds:.1f} s each: {published} published and {removed} removed, {num_read} times an "
+        f"entry was found, read and verified; {len(problems)} kills with a problem"
+        + (f", the first: {problems[0]}" if problems else ""),
         not problems and published > num_kills and removed > num_kills,
     )

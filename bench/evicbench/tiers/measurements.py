@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
-from evicbench.report import Measurement, unjudged
-from evicbench.tiers.bandwidth import measure_bandwidth
-from evicbench.tiers.chaos import measure_chaos
-from evicbench.tiers.fragmentation import measure_fragmentation
-from evicbench.tiers.host import measure_host
-from evicbench.tiers.identical import measure_identical
-from evicbench.tiers.index import measure_index
-from evicbench.tiers.kills import measure_kills
-from evicbench.tiers.restart import measure_restart
-from evicbench.tiers.roundtrip import measure_roundtrip
-from evicbench.tiers.ttft import measure_ttft
+from evicbench.pytest_runs import passed
+from evicbench.report import Line, Measurement, unjudged
+from evicbench.tiers import bandwidth, chaos, fragmentation, host, identical, index, kills, restart, ttft
+
+PAYLOADS = ("tests/unit/tiers/entry/test_payload.py", "-k", "bit_for_bit or random_walk")
+
+
+def measure_roundtrip(*more: str) -> Iterator[Line]:
+    yield passed(
+        "random KV of every dtype of a pool through payloads; random walks of the cache over host memory and SSD",
+        "every bit is back, wherever it has been",
+        *(*PAYLOADS, *more),
+    )
+
 
 MEASUREMENTS = {
-    "roundtrip": Measurement(measure_roundtrip, partial(measure_roundtrip, 2)),
-    "bandwidth": Measurement(measure_bandwidth, unjudged(partial(measure_bandwidth, 3, with_others=False))),
-    "host": Measurement(measure_host),
-    "fragmentation": Measurement(measure_fragmentation, unjudged(partial(measure_fragmentation, 20_000))),
-    "index": Measurement(measure_index, unjudged(partial(measure_index, 20_000))),
-    "kills": Measurement(measure_kills, partial(measure_kills, 8)),
-    "ttft": Measurement(measure_ttft),
-    "restart": Measurement(measure_restart),
-    "identical": Measurement(measure_identical),
-    "chaos": Measurement(measure_chaos),
+    "roundtrip": Measurement(partial(measure_roundtrip, "tests/contract/tiers/test_tiers_model.py"), measure_roundtrip),
+    "bandwidth": Measurement(bandwidth.measure, unjudged(partial(bandwidth.measure, 3, with_others=False))),
+    "host": Measurement(host.measure),
+    "fragmentation": Measurement(fragmentation.measure, unjudged(partial(fragmentation.measure, 20_000))),
+    "index": Measurement(index.measure, unjudged(partial(index.measure, 20_000))),
+    "kills": Measurement(kills.measure, partial(kills.measure, 8)),
+    "ttft": Measurement(ttft.measure),
+    "restart": Measurement(restart.measure),
+    "identical": Measurement(identical.measure),
+    "chaos": Measurement(chaos.measure),
 }

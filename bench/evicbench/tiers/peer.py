@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import shutil
 import statistics
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from evicbench.report import Line
-from evicbench.tiers.inputs import SHAPE_8B, checksums, make_header
+from evicbench.tiers.inputs import SHAPE_8B, checksums, forget, make_header, one_thread, put, take, timed
 from sglang_evicpress.tiers.host.arena import Arena
 from sglang_evicpress.tiers.ssd.store import SsdStore
 
@@ -56,7 +56,6 @@ class Peer:
         pool.kv_buffer.view(torch.uint8).view(-1).copy_(torch.from_numpy(np.frombuffer(memory, np.uint8)))
         self.pool = pool
         self.page_size = page_size
-        self.ready = torch.zeros((NUM_TOKENS // page_size, NUM_BYTES // (NUM_TOKENS // page_size)), dtype=torch.uint8)
         self.keys = _page_keys(page_size)
 
     def save(self) -> None:
@@ -73,93 +72,56 @@ class Peer:
             for i, page in enumerate(pages):
                 self.pool.set_from_flat_data_page((begin + i) * self.page_size, page)
 
-    def load_pages(self) -> None:
-        """The backend alone, into memory that is there already: less than SGLang does."""
-        for begin, keys in self._batches():
-            self.backend.batch_get(keys, list(self.ready[begin : begin + len(keys)]))
-
-    def drop(self) -> None:
-        """Out of the page cache with it; what was not written back would stay there."""
-        for path in self.folder.iterdir():
-            forget(path)
-
     def _batches(self) -> Iterator[tuple[int, Sequence[str]]]:
         for begin in range(0, len(self.keys), self._batch):
             yield begin, self.keys[begin : begin + self._batch]
 
 
-def forget(path: Path) -> None:
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(file)
-
-
 def measure_peer(store: SsdStore, arena: Arena, folder: Path) -> Iterator[Line]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as both sides' IO threads copy: the barriers of a parallel copy cost more than they gain
-    try:
+    with one_thread():  # as both sides' IO threads copy: the barriers of a parallel copy cost more than they gain
         for page_size in PAGE_SIZES:
             yield _compare(store, arena, folder, page_size)
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 def _compare(store: SsdStore, arena: Arena, folder: Path, page_size: int) -> Line:
-    source, target = arena.extents.alloc(NUM_BYTES), arena.extents.alloc(NUM_BYTES)
-    if source is None or target is None:
-        raise RuntimeError("the arena is too small")
+    source, target = take(arena.extents, NUM_BYTES), take(arena.extents, NUM_BYTES)
     (memory,), pieces = arena.buffers(source, 0, NUM_BYTES), arena.buffers(target, 0, NUM_BYTES)
     header = make_header(random.Random(2), SHAPE_8B, NUM_TOKENS, checksums(arena, source, SHAPE_8B, NUM_TOKENS))
-    reservation = store.reserve(NUM_BYTES)
-    if reservation is None:
-        raise RuntimeError("the store has no room")
-    ref = store.write(reservation, header, [memory])
+    ref = put(store, header, [memory])
     store.sync()
     peer = Peer(folder / f"peer-{page_size}", page_size, memory)
     peer.save()
     os.sync()
-    expected = hashlib.blake2b(memory).digest()
-    ours, theirs, alone = [], [], []
-    for _ in range(NUM_ROUNDS):
-        for path in (folder / "ours").iterdir():
-            forget(path)
-        begin = time.perf_counter()
+    expected, seconds = hashlib.blake2b(memory).digest(), dict[str, list[float]]()
+    ours, theirs = arena.tensors(target, 0, NUM_BYTES)[0], peer.pool.kv_buffer.view(torch.uint8).view(-1)
+
+    def read() -> None:
         found = store.find(header.lookup_key)[0]
         store.read(found, store.read_header(found), pieces)
-        ours.append(time.perf_counter() - begin)
-        if hashlib.blake2b(pieces[0]).digest() != expected:
-            raise RuntimeError("our store gave other bytes back")
-        arena.tensors(target, 0, NUM_BYTES)[0].zero_()
-        peer.pool.kv_buffer.zero_()
-        peer.drop()
-        begin = time.perf_counter()
-        peer.load()
-        theirs.append(time.perf_counter() - begin)
-        if hashlib.blake2b(peer.pool.kv_buffer.view(torch.uint8).view(-1).numpy()).digest() != expected:
-            raise RuntimeError("SGLang's file backend gave other bytes back")
-        peer.drop()
-        begin = time.perf_counter()
-        peer.load_pages()
-        alone.append(time.perf_counter() - begin)
+
+    for _ in range(NUM_ROUNDS):
+        for files, name, load, memory_read in (
+            (folder / "ours", "ours", read, ours),
+            (peer.folder, "theirs", peer.load, theirs),
+        ):
+            memory_read.zero_()
+            forget(files)
+            timed(seconds, {name: load})
+            if hashlib.blake2b(memory_read.numpy()).digest() != expected:
+                raise RuntimeError(f"reading gave other bytes back: {name}")
     store.remove(ref)
     store.reclaim()
     arena.extents.free(source)
     arena.extents.free(target)
-    num_files = len(peer.keys)
-    for path in peer.folder.iterdir():
-        path.unlink()
-    ratio = statistics.median(other / own for own, other in zip(ours, theirs, strict=True))
-    of_alone = statistics.median(other / own for own, other in zip(ours, alone, strict=True))
-    median = statistics.median
+    shutil.rmtree(peer.folder)
+    ratio = statistics.median(other / own for own, other in zip(seconds["ours"], seconds["theirs"], strict=True))
+    median, best = ({name: 1e3 * of(took) for name, took in seconds.items()} for of in (statistics.median, min))
     return Line(
         f"cold read of a context of {NUM_BYTES / 1e6:.0f} MB into host memory: SGLang's file backend over ours, at its "
-        f"page size {page_size}: {num_files} files",
+        f"page size {page_size}: {len(peer.keys)} files",
         f">= {TIMES:.0f}x",
-        f"{ratio:.1f}x, the median of {NUM_ROUNDS} paired rounds: {1e3 * median(theirs):.0f} ms over "
-        f"{1e3 * median(ours):.0f} ms (best {1e3 * min(theirs):.0f} over {1e3 * min(ours):.0f}); its files alone, "
-        f"without the copy into its pool, {1e3 * median(alone):.0f} ms, {of_alone:.1f}x; it verifies nothing",
+        f"{ratio:.1f}x, the median of {NUM_ROUNDS} paired rounds: {median['theirs']:.0f} ms over "
+        f"{median['ours']:.0f} ms (best {best['theirs']:.0f} over {best['ours']:.0f}); it verifies nothing",
         ratio >= TIMES,
     )
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
 
 from evicbench.correctness.reference import PEAKY_VOCABULARY
 from evicbench.testbed.server import Server
@@ -36,13 +35,12 @@ class _Part:
 class Texts:
     """A forest of random texts: prompts are drawn as a walk from a root, cut anywhere, and a few tokens of their own.
 
-    ``num_roots`` texts, every part of which is continued in up to ``branching`` ways.
+    ``num_roots`` texts, every part of which is continued in up to two ways.
     """
 
-    def __init__(self, rng: random.Random, num_roots: int, branching: int = 2) -> None:
+    def __init__(self, rng: random.Random, num_roots: int) -> None:
         self._rng = rng
         self._roots = [_Part(self.noise(rng.randint(80, 700))) for _ in range(num_roots)]
-        self._branching = branching
 
     def noise(self, num_tokens: int) -> Ids:
         return tuple(self._rng.randrange(3, PEAKY_VOCABULARY) for _ in range(num_tokens))
@@ -53,19 +51,17 @@ class Texts:
         part = rng.choice(self._roots)
         tokens = part.tokens
         while len(tokens) < size:
-            if len(part.next_parts) < self._branching:
+            if len(part.next_parts) < 2:
                 part.next_parts.append(_Part(self.noise(rng.randint(40, 500))))
             part = rng.choice(part.next_parts)
             tokens += part.tokens
         return tokens[:size] + self.noise(rng.randint(1, 4))
 
 
-@contextmanager
-def reference(model: Any, *arguments: str) -> Iterator[Server]:
+def reference(model: Path) -> Server:
     """A server that caches nothing and knows nothing of the plugin."""
-    flags = ("--disable-radix-cache", "--max-total-tokens", "16384", "--skip-tokenizer-init", *arguments)
-    with Server(*flags, model=model, env={"SGLANG_PLUGINS": "none"}) as server:
-        yield server
+    flags = ("--disable-radix-cache", "--max-total-tokens", "16384", "--skip-tokenizer-init")
+    return Server(*flags, model=model, env={"SGLANG_PLUGINS": "none"})
 
 
 def answered(server: Server, prompts: Sequence[Ids], num_tokens: Sequence[int]) -> list[Question]:
@@ -81,11 +77,6 @@ def _answered(server: Server, prompt: Ids, num_tokens: int) -> Question | None:
     return Question(prompt, tuple(given["output_ids"])) if min(leads) > SURE else None
 
 
-def sources(given: Any) -> dict[str, int]:
-    """Numbers of tokens of a prompt that came from "device", "host" and "storage"."""
-    return dict(given["meta_info"].get("cached_tokens_details") or {})
-
-
 def num_changed(server: Server, questions: Sequence[Question], rng: random.Random) -> int:
     """Number of answers that change with one token in the first half of the prompt: a wrong cache would be seen."""
     count = 0
@@ -95,24 +86,3 @@ def num_changed(server: Server, questions: Sequence[Question], rng: random.Rando
         changed[place] = 3 + (changed[place] - 2) % (PEAKY_VOCABULARY - 3)
         count += tuple(server.generate(changed, len(question.answer))["output_ids"]) != question.answer
     return count
-
-
-def nodes_of(server: Server) -> list[dict[str, Any]]:
-    """Every node of the tree, parents before their children."""
-    found: list[dict[str, Any]] = server.get("/evicpress/tree")["nodes"]
-    return found
-
-
-def push_down(server: Server, tier: str, is_chosen: Any = None) -> list[str]:
-    """Move nodes to a lower tier, children first; the refusals. A node is passed over that is locked, dropped
-    meanwhile, there already, or above whose children are not."""
-    problems = []
-    for node in reversed(nodes_of(server)):
-        if is_chosen is not None and not is_chosen(node):
-            continue
-        status, said = server.request(
-            "POST", f"/evicpress/nodes/{node['id']}/demote", {"tier": tier, "hold_seconds": 0}
-        )
-        if status not in (200, 404, 409):
-            problems.append(f"demotion to {tier} answered {status}: {said}")
-    return problems

@@ -6,22 +6,22 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import LlamaForCausalLM
 
-from evicbench.correctness.reference import PEAKY_VOCABULARY, make_peaky_model
+from evicbench.correctness.reference import PEAKY_VOCABULARY, changed_model, make_peaky_model
+from evicbench.moves import push_all, push_down, sources
 from evicbench.report import Line
 from evicbench.testbed.server import Server, ServerError
 from evicbench.tiers.inputs import scratch
-from evicbench.tiers.prompts import Ids, Question, push_down, sources
+from evicbench.tiers.prompts import Ids, Question
 
 NUM_CONTEXTS = 12
 NUM_MORE = 40
@@ -38,21 +38,15 @@ class Stoppable(Server):
 
     def end(self, sign: signal.Signals) -> float:
         """SIGTERM to its main process, or SIGKILL to all of them; the seconds it took. Nothing is left behind."""
-        process = self._process
-        if process is None:
-            raise ServerError("the server does not run")
         begin = time.monotonic()
-        if sign == signal.SIGKILL:
-            os.killpg(process.pid, sign)
-        else:
-            process.send_signal(sign)
-        try:
-            process.wait(timeout=STOP_S)
-        except subprocess.TimeoutExpired:
-            raise ServerError(f"the server did not stop within {STOP_S:g} s\n{self.log_tail()}") from None
-        finally:
-            self.stop()
-        return time.monotonic() - begin
+        (os.killpg if sign == signal.SIGKILL else os.kill)(self.pid, sign)
+        while self.is_alive() and time.monotonic() < begin + STOP_S:
+            time.sleep(0.02)
+        took_s, is_alive = time.monotonic() - begin, self.is_alive()
+        self.stop()
+        if is_alive:
+            raise self.error(f"the server did not stop within {STOP_S:g} s")
+        return took_s
 
 
 @dataclass(slots=True)
@@ -79,24 +73,16 @@ def arguments(folder: Path, *more: str) -> tuple[str, ...]:
     )
 
 
-def make_other_model(model: Path, folder: Path) -> Path:
-    """The same model but for its weights, each of which is a little off."""
-    other = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.mul_(1.01)
-    other.save_pretrained(folder)
-    return folder
+def swap_rows(weights: dict[str, torch.Tensor]) -> None:
+    """Each of two tokens gets the other's embedding."""
+    rows = weights["model.embed_tokens.weight"]
+    rows[[10, 11]] = rows[[11, 10]]
 
 
-def make_model_with_rows_swapped(model: Path, folder: Path) -> Path:
-    """The same model but for the embeddings of two tokens, each of which has the other's."""
-    other = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)
-    with torch.no_grad():
-        rows = other.model.embed_tokens.weight
-        rows[[10, 11]] = rows[[11, 10]]
-    other.save_pretrained(folder)
-    return folder
+def scale_all(weights: dict[str, torch.Tensor]) -> None:
+    """Every weight is a little off."""
+    for weight in weights.values():
+        weight.mul_(1.01)
 
 
 def draw_contexts(rng: random.Random, count: int) -> list[Ids]:
@@ -105,18 +91,15 @@ def draw_contexts(rng: random.Random, count: int) -> list[Ids]:
 
 
 def ask(server: Server, contexts: Sequence[Ids], **fields: object) -> list[Question]:
-    found = []
-    for ids in contexts:
-        given = server.generate(list(ids), NUM_ANSWER_TOKENS, **fields)
-        found.append(Question(ids, tuple(given["output_ids"])))
-    return found
+    given = ((ids, server.generate(list(ids), NUM_ANSWER_TOKENS, **fields)) for ids in contexts)
+    return [Question(ids, tuple(answer["output_ids"])) for ids, answer in given]
 
 
-def ask_again(server: Server, questions: Sequence[Question]) -> Answers:
+def ask_again(server: Server, questions: Sequence[Question], **fields: object) -> Answers:
     """Ask what another server has answered, and check the cache."""
     answers = Answers()
     for question in questions:
-        given = server.generate(list(question.prompt), len(question.answer))
+        given = server.generate(list(question.prompt), len(question.answer), **fields)
         from_ssd = sources(given).get("storage", 0)
         answers.num_asked += 1
         answers.num_tokens += from_ssd
@@ -129,26 +112,25 @@ def ask_again(server: Server, questions: Sequence[Question]) -> Answers:
     return answers
 
 
+def ask_other(server: Server, questions: Sequence[Question], **fields: object) -> Answers:
+    """Its own answers, computed in a namespace where nothing is found, must be those where entries are looked for."""
+    return ask_again(server, ask(server, [each.prompt for each in questions], extra_key="nobody else"), **fields)
+
+
+def put_on_ssd(server: Server) -> None:
+    if above := push_all(server, "ssd"):
+        raise server.error(f"nodes {above[:5]} did not come to the SSD")
+
+
 def fill(folder: Path, model: Path, contexts: Sequence[Ids]) -> tuple[list[Question], int, float]:
     """A server whose first half of ``contexts`` is on SSD and the others where they are when it is told to stop: the
     answers, how many entries were on SSD before that, and the seconds of stopping."""
     with Stoppable(*arguments(folder), model=model) as server:
         questions = ask(server, contexts[: len(contexts) // 2])
-        push_until_there(server)
+        put_on_ssd(server)
         questions += ask(server, contexts[len(contexts) // 2 :])
         num_written = server.get("/evicpress/tiers")["tiers"]["ssd"]["num_entries"]
         return questions, num_written, server.end(signal.SIGTERM)
-
-
-def push_until_there(server: Server) -> None:
-    """Everything to the SSD. Raises ServerError where that takes too long."""
-    deadline = time.monotonic() + WRITE_S
-    while time.monotonic() < deadline:
-        push_down(server, "ssd")
-        tiers = server.get("/evicpress/tiers")["tiers"]
-        if tiers["gpu"]["num_nodes"] == tiers["host"]["num_nodes"] == 0:
-            return
-    raise ServerError(f"not everything came to the SSD within {WRITE_S:g} s: {tiers}")
 
 
 def kill_while_writing(server: Stoppable, contexts: Sequence[Ids], rng: random.Random) -> list[Question]:
@@ -158,14 +140,12 @@ def kill_while_writing(server: Stoppable, contexts: Sequence[Ids], rng: random.R
     has_begun = threading.Event()
 
     def write() -> None:
-        for ids in contexts:
-            try:
+        with suppress(OSError, ValueError, ServerError):  # it is dead
+            for ids in contexts:
                 questions.extend(ask(server, [ids]))
                 push_down(server, "ssd")
-            except (OSError, ValueError, ServerError):  # it is dead
-                return
-            if len(questions) >= 3:
-                has_begun.set()
+                if len(questions) >= 3:
+                    has_begun.set()
 
     writer = threading.Thread(target=write)
     writer.start()
@@ -181,15 +161,14 @@ def flip_bytes(folder: Path) -> int:
     count = 0
     for path in sorted(folder.glob("rank-*/segment-*.kv")):
         data = bytearray(path.read_bytes())
-        places = range(FLIP_EVERY // 3, len(data) // 2, FLIP_EVERY)
-        for place in places:
+        for place in range(FLIP_EVERY // 3, len(data) // 2, FLIP_EVERY):
             data[place] ^= 0x41
+            count += 1
         path.write_bytes(data)
-        count += len(places)
     return count
 
 
-def measure_restart(seed: int = 0, *, with_others: bool = True) -> Iterator[Line]:
+def measure(seed: int = 0, *, with_others: bool = True) -> Iterator[Line]:
     """``with_others``: also those of another dtype and with other weights, each of which costs a start."""
     rng = random.Random(f"restart-{seed}")
     with scratch(1 << 30) as folder, tempfile.TemporaryDirectory() as models:
@@ -199,63 +178,44 @@ def measure_restart(seed: int = 0, *, with_others: bool = True) -> Iterator[Line
         questions, num_written, took_s = fill(ssd, model, contexts[:NUM_CONTEXTS])
         with Stoppable(*arguments(ssd), model=model) as server:
             answers = ask_again(server, questions)
-            yield _stopped_line(answers, num_written, took_s)
+            yield Line(
+                f"restart after SIGTERM: {answers.num_asked} contexts, half of them on SSD, the others still above",
+                "every one is a hit from SSD, same outputs, no error",
+                f"{answers}; {num_written} entries before SIGTERM, which took {took_s:.1f} s",
+                answers.num_hits == answers.num_asked and not answers.problems and not answers.errors,
+            )
             questions += kill_while_writing(server, contexts[NUM_CONTEXTS:], rng)
         with Stoppable(*arguments(ssd), model=model) as server:
-            yield _killed_line(ask_again(server, questions))
+            answers = ask_again(server, questions)
+            yield Line(
+                "restart after kill -9 in the middle of writing",
+                f"starts, same outputs, at least {NUM_CONTEXTS // 2} hits from SSD",
+                str(answers),
+                answers.num_hits >= NUM_CONTEXTS // 2 and not answers.problems and answers.num_asked > NUM_CONTEXTS,
+            )
             server.end(signal.SIGTERM)
+        others = {"in bfloat16": (model, ("--dtype", "bfloat16"))} if with_others else {}
         if with_others:
-            with Stoppable(*arguments(ssd, "--dtype", "bfloat16"), model=model) as server:
-                yield _other_line("in bfloat16", _ask_other(server, questions[:4]))
-                server.end(signal.SIGTERM)
-            other = make_model_with_rows_swapped(model, Path(models) / "other")
-            with Stoppable(*arguments(ssd), model=other) as server:
-                yield _other_line("with two rows of its embeddings swapped", _ask_other(server, questions[:4]))
+            swapped = changed_model(model, Path(models) / "other", swap_rows)
+            others["with two rows of its embeddings swapped"] = (swapped, ())
+        for what, (other, flags) in others.items():
+            with Stoppable(*arguments(ssd, *flags), model=other) as server:
+                answers = ask_other(server, questions[:4])
+                unlike = [reason for reason in answers.errors if "fingerprint" not in reason]
+                yield Line(
+                    f"restart of the same model {what} on that folder",
+                    "no hit, its own outputs, no error but foreign entries counted",
+                    str(answers),
+                    answers.num_tokens == 0 and not answers.problems and not unlike,
+                )
                 server.end(signal.SIGTERM)
         num_flipped = flip_bytes(ssd)
         with Stoppable(*arguments(ssd), model=model) as server:
-            yield _flipped_line(ask_again(server, questions), num_flipped)
-
-
-def _ask_other(server: Server, questions: Sequence[Question]) -> Answers:
-    """Its own answers, computed in a namespace where nothing can be found, must be those without a namespace."""
-    own = ask(server, [question.prompt for question in questions], extra_key="nobody else")
-    return ask_again(server, own)
-
-
-def _stopped_line(answers: Answers, num_written: int, took_s: float) -> Line:
-    return Line(
-        f"restart after SIGTERM: {answers.num_asked} contexts, half of them on SSD, the others still above",
-        "every one is a hit from SSD, same outputs, no error",
-        f"{answers}; {num_written} entries before SIGTERM, which took {took_s:.1f} s",
-        answers.num_hits == answers.num_asked and not answers.problems and not answers.errors,
-    )
-
-
-def _killed_line(answers: Answers) -> Line:
-    return Line(
-        "restart after kill -9 in the middle of writing",
-        f"starts, same outputs, at least {NUM_CONTEXTS // 2} hits from SSD",
-        str(answers),
-        answers.num_hits >= NUM_CONTEXTS // 2 and not answers.problems and answers.num_asked > NUM_CONTEXTS,
-    )
-
-
-def _other_line(what: str, answers: Answers) -> Line:
-    others = [reason for reason in answers.errors if "fingerprint" not in reason]
-    return Line(
-        f"restart of the same model {what} on that folder",
-        "no hit, its own outputs, no error but foreign entries counted",
-        str(answers),
-        answers.num_tokens == 0 and not answers.problems and not others,
-    )
-
-
-def _flipped_line(answers: Answers, num_flipped: int) -> Line:
-    found = sum(count for reason, count in answers.errors.items() if "checksum" in reason)
-    return Line(
-        f"restart after {num_flipped} bytes of the payloads were changed",
-        "misses counted, same outputs",
-        str(answers),
-        found > 0 and not answers.problems and answers.num_hits < answers.num_asked,
-    )
+            answers = ask_again(server, questions)
+        found = sum(count for reason, count in answers.errors.items() if "checksum" in reason)
+        yield Line(
+            f"restart after {num_flipped} bytes of the payloads were changed",
+            "misses counted, same outputs",
+            str(answers),
+            found > 0 and not answers.problems and answers.num_hits < answers.num_asked,
+        )

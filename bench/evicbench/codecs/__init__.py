@@ -1,0 +1,1 @@
+"""Codecs: sizes, speed and loss, and what they give a server and a simulated one: `make show-codecs`."""
