@@ -25,7 +25,15 @@ SYSTEMS = {
     "evicpress a=1": ("evicpress", 0.1, 0.5, {"device": 50, "host": 40}),
 }
 NODES: list[dict[str, Any]] = [
-    {"id": 1, "parent_id": None, "start": 0, "num_tokens": 100, "num_hits": 1, "form": "knorm@0.5", "tier": "host"},
+    {
+        "id": 1,
+        "parent_id": None,
+        "start": 0,
+        "num_tokens": 100,
+        "num_hits": 1,
+        "form": "knorm@0.5+int4",
+        "tier": "host",
+    },
     {"id": 2, "parent_id": 1, "start": 100, "num_tokens": 80, "num_hits": 1, "form": "exact", "tier": "gpu"},
     {"id": 3, "parent_id": 1, "start": 100, "num_tokens": 300, "num_hits": 1, "form": "exact", "tier": "ssd"},
     {"id": 4, "parent_id": 3, "start": 400, "num_tokens": 9, "num_hits": 1, "form": "exact", "tier": "gpu"},
@@ -90,4 +98,6 @@ def test_a_node_spans_its_leaves_and_shows_what_it_kept() -> None:
 def test_what_begins_is_said_with_the_sizes_of_the_config() -> None:
     config = load_config(CONFIG)
     text = "\n".join(opening(config, Path("/out")))
-    assert f"{config.requests} questions" in text and f"SSD ({config.memory.ssd:.0%})" in text and "/out" in text
+    assert (
+        f"{config.workload.requests} questions" in text and f"SSD ({config.memory.ssd:.0%})" in text and "/out" in text
+    )

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import show
-from evicbench.report import Line, Measurement, unjudged
+from evicbench.report import Line, Measurement, run_measurements, unjudged
 
 
 def good() -> Iterator[Line]:
@@ -16,6 +16,11 @@ def good() -> Iterator[Line]:
 
 def bad() -> Iterator[Line]:
     yield Line("that", "1", "0", False)
+
+
+def broken() -> Iterator[Line]:
+    yield Line("this", "1", "1", True)
+    raise RuntimeError("the server ended\nits log")
 
 
 @pytest.fixture
@@ -43,6 +48,13 @@ def test_status_is_non_zero_if_a_line_is_missed_or_there_is_none(
 ) -> None:
     assert show.main(["policy", *words]) == status
     assert printed in capsys.readouterr().out
+
+
+def test_a_measurement_that_raises_is_missed_and_the_next_one_follows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_measurements({"broken": broken, "good": good}) == 1
+    printed = capsys.readouterr().out
+    assert "MISSED broken | target: measured to its end | measured: RuntimeError: the server ended\n" in printed
+    assert "3 lines, 1 missed" in printed
 
 
 @pytest.mark.usefixtures("area")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from sglang_evicpress import spawn
-from sglang_evicpress.config import EvicPressConfig
+from sglang_evicpress.config import DecodeFlags, EvicPressConfig
 from sglang_evicpress.patches import last_word
 from sglang_evicpress.patches.attention import query_ring
 from sglang_evicpress.patches.cache import factory
@@ -126,7 +126,7 @@ def test_a_model_that_the_scheduler_refuses_ends_it_without_a_traceback(monkeypa
 def test_queries_that_take_too_much_memory_are_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    config = EvicPressConfig("lru", decode_budget=64, decode_score="h2o")
+    config = EvicPressConfig("lru", decode=DecodeFlags(64, score="h2o"))
     monkeypatch.setattr(query_ring, "config_of", lambda _: config)
     pool = SimpleNamespace(layer_num=2, size=1024, head_num=2, head_dim=8, store_dtype=torch.float32)
     runner = SimpleNamespace(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang_evicpress.config import EvicPressConfig
+from sglang_evicpress.config import DecodeFlags, EvicPressConfig
 from sglang_evicpress.core import Form
 from sglang_evicpress.patches import unsupported
 from sglang_evicpress.patches.unsupported import UnsupportedError
@@ -132,10 +132,10 @@ def test_tiers_are_refused_with_more_than_one_rank(server_args: Any) -> None:
 
 @pytest.mark.parametrize("score", ["tova", "h2o"])
 def test_scores_by_attention_are_refused_with_more_than_one_rank(server_args: Any, score: str) -> None:
-    by_attention = EvicPressConfig("evicpress", decode_score=score)
+    by_attention = EvicPressConfig("evicpress", decode=DecodeFlags(score=score))
     unsupported.check(server_args, by_attention)
     server_args.tp_size = 2
-    unsupported.check(server_args, EvicPressConfig("evicpress", decode_budget=256, decode_score="r_kv"))
+    unsupported.check(server_args, EvicPressConfig("evicpress", decode=DecodeFlags(256, score="r_kv")))
     sentence = _refuse(f"--kv-decode-score {score} cannot be combined with --tp-size 2", server_args, by_attention)
     assert "choose another score, or use --tp-size 1" in sentence
 

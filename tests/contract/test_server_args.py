@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sglang_evicpress import spawn
-from sglang_evicpress.config import EvicPressConfig
+from sglang_evicpress.config import AUTO, EvicPressConfig
 from sglang_evicpress.core import Form
 from sglang_evicpress.flags import FLAGS, Flag
 from sglang_evicpress.patches import hook_check, install, kv_flags, server_args
@@ -113,6 +113,22 @@ def test_the_flag_chooses_our_cache_and_an_attention_backend(model: str, fronten
     assert (args.radix_cache_backend, args.attention_backend) == ("evicpress", "torch_native")
     assert frontends == ["frontend"]
     assert kv_flags.config_of(args) == EvicPressConfig("evicpress")
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [({"tp_size": 2}, "--tp-size 2"), ({"cuda_graph_backend_prefill": "full"}, "--cuda-graph-backend-prefill full")],
+)
+def test_auto_is_no_host_tier_where_it_is_refused_and_one_line_says_so(
+    model: str, caplog: pytest.LogCaptureFixture, values: dict[str, Any], why: str
+) -> None:
+    with caplog.at_level("INFO", logger=server_args.logger.name):
+        args = _make(model, kv_policy="lru", **values)
+    (line,) = (record.message for record in caplog.records if "auto is 0" in record.message)
+    assert why in line
+    assert not kv_flags.config_of(args).has_tiers
+    assert not kv_flags.config_of(pickle.loads(pickle.dumps(args))).has_tiers, "nor in a scheduler process"
+    assert kv_flags.config_of(_make(model, kv_policy="lru")).host_gb == AUTO
 
 
 def test_an_attention_backend_that_was_asked_for_is_kept(model: str) -> None:
@@ -265,7 +281,7 @@ WRONG = [
     (("--kv-policy", "evicpress", "--kv-half-life", "0"), "half_life is 0.0: expected finite seconds above 0"),
     (("--kv-alpha", "1"), "--kv-alpha does nothing without --kv-policy"),
     (("--kv-host-gb", "1"), "--kv-host-gb does nothing without --kv-policy"),
-    (("--kv-policy", "lru", "--kv-host-gb", "-1"), "host_gb is -1.0: expected 0 for no host tier, or a number"),
+    (("--kv-policy", "lru", "--kv-host-gb", "-1"), "host_gb is -1.0: expected auto, 0 for no host tier, or"),
     (("--kv-policy", "lru", "--kv-ssd-dir", "/kv"), "ssd_dir is '/kv' without ssd_gb: expected"),
     (("--kv-policy", "lru", "--kv-ssd-gb", "1"), "ssd_gb is 1.0 without ssd_dir: give both"),
     (("--kv-policy", "lru", "--kv-ssd-fsync", "often"), "ssd_fsync is 'often': expected one of none, batch, always"),
@@ -276,6 +292,11 @@ WRONG = [
     (
         ("--kv-policy", "lru", "--kv-host-gb", "0.5", "--tp-size", "2"),
         "--kv-host-gb 0.5 cannot be combined with --tp-size 2: ranks do not agree yet",
+    ),
+    (("--kv-policy", "lru", "--kv-host-gb", "x"), "host_gb is 'x': expected auto, 0 for no host tier, or a number"),
+    (
+        ("--kv-policy", "lru", "--kv-ssd-dir", "/tmp", "--kv-ssd-gb", "1", "--tp-size", "2"),
+        "--kv-ssd-dir /tmp cannot be combined with --tp-size 2: ranks do not agree yet",
     ),
     (
         ("--kv-policy", "lru", "--disable-radix-cache"),

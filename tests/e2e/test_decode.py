@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from evicbench.correctness.reference import KV, Reference, make_peaky_model, press_scores
-from evicbench.correctness.storm import CHECKS
 from evicbench.decode_budget.requests import shown_of as whole_of
+from evicbench.stress import CHECKS
 from evicbench.testbed.server import Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.sglang, pytest.mark.slow]

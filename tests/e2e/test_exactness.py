@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from evicbench.codecs import path
 from evicbench.correctness.exactness import FORMS, PRESSES, Jobs, grid, matches, run_jobs, server_arguments, shapes
 from evicbench.correctness.findings import TOLERANCE, Finding
 from evicbench.correctness.reference import (
@@ -89,6 +90,24 @@ def test_answers_after_partial_matches_equal_the_reference(running: Running) -> 
 @pytest.mark.e2e
 def test_the_cache_is_whole_after_all_that(running: Running) -> None:
     assert running.server.post("/evicpress/check")["violations"] == []
+
+
+@pytest.mark.e2e
+def test_answers_over_kv_that_went_down_as_int4_equal_the_reference_through_the_codec(tmp_path: Path) -> None:
+    model, folder = path.make_model(tmp_path), tmp_path / "ssd"
+    with Server(*path.server_arguments(folder, 16), model=model) as server:
+        setting = path.Setting(server, Reference(model), folder, 16)
+        findings = path.play(setting, {"whole": path.whole_node, "split": path.split_node})
+        lost = path.not_finite(setting)
+        assert server.post("/evicpress/check")["violations"] == []
+    assert not _bad(findings)
+    controls = [finding.controls for finding in findings if finding.controls]
+    assert len(controls) == 2
+    assert min(min(control) for control in controls) > 100 * TOLERANCE
+    tally = setting.tally
+    assert tally.num_values > 0 and tally.num_wrong == 0
+    assert (tally.num_again, tally.num_changed) == (1, 0)
+    assert lost.ok, lost.figure
 
 
 # ---- the yardstick itself; no server

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 from evicbench.correctness import frees
-from evicbench.correctness.storm import CHECKS, Storm, arguments
+from evicbench.correctness.storm import Storm, arguments
+from evicbench.stress import CHECKS
 from evicbench.testbed.server import Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.sglang, pytest.mark.slow]

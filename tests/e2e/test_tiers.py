@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from evicbench.correctness.reference import make_peaky_model
 from evicbench.testbed.server import Server
+from evicbench.tiers import restart
 from evicbench.tiers.identical import arguments, ask_all, draw_questions, exact_line, lossy_line
 from evicbench.tiers.prompts import Question
-from evicbench.tiers.restart import measure_restart
 
 pytestmark = [pytest.mark.e2e, pytest.mark.sglang, pytest.mark.slow]
 
@@ -60,5 +60,5 @@ def test_the_next_server_hits_what_the_last_one_left_and_serves_nothing_that_cha
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EVICPRESS_SSD", str(tmp_path))
-    missed = [line for line in measure_restart(seed=1, with_others=False) if not line.ok]
+    missed = [line for line in restart.measure(seed=1, with_others=False) if not line.ok]
     assert not missed, "\n".join(f"{line.what}: {line.target}, measured {line.figure}" for line in missed)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sglang_evicpress import config as config_module
-from sglang_evicpress.config import DEFAULT_FORMS, EvicPressConfig, check_ssd_folder, policy_in
+from sglang_evicpress.config import AUTO, DEFAULT_FORMS, DecodeFlags, EvicPressConfig, check_ssd_folder, policy_in
 from sglang_evicpress.core import EXACT, Form
 
 
@@ -28,7 +28,7 @@ POLICIES = ("evicpress", "lru", "lfu", "slru", "tlru", "hpt", "gdsf", "adaptcach
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_policy_alone_has_the_defaults(policy: str) -> None:
     assert EvicPressConfig.from_flags(policy) == EvicPressConfig(policy)
-    assert EvicPressConfig(policy).forms == DEFAULT_FORMS == tuple(map(Form.parse, map(str, DEFAULT_FORMS)))
+    assert EvicPressConfig(policy).forms == DEFAULT_FORMS == tuple(map(Form.parse_stored, map(str, DEFAULT_FORMS)))
     assert EvicPressConfig(policy).half_life_s is None
 
 
@@ -37,6 +37,12 @@ def test_a_policy_brings_its_form_to_the_menu() -> None:
     assert EvicPressConfig("evicpress", forms=forms).menu_forms == forms
     assert EvicPressConfig("keydiff@0.7+lru", forms=forms).menu_forms == (*forms, Form("keydiff", 0.7))
     assert EvicPressConfig("knorm@0.5+lru", forms=forms).menu_forms == forms
+
+
+def test_forms_with_a_codec_are_for_tiers_below_the_gpu() -> None:
+    forms = (Form("knorm", 0.5), Form("knorm", 0.5, "int8"))
+    assert EvicPressConfig("evicpress", forms=forms, host_gb=0.0).menu_forms == forms[:1]
+    assert EvicPressConfig("evicpress", forms=forms, host_gb=1.0).menu_forms == forms
 
 
 def test_flags_are_taken() -> None:
@@ -83,8 +89,9 @@ def test_a_file_may_give_every_field(tmp_path: Path) -> None:
     path = _file(tmp_path, values)
     renamed = {"half_life": "half_life_s", "ssd_allow_dir": "ssd_allow_dirs", "max_queue_seconds": "max_queue_s"}
     fields = {renamed.get(name, name): value for name, value in values.items()}
-    tuples = {"forms": (Form("knorm", 0.3),), "ssd_allow_dirs": ("/mnt/a", "/mnt/b")}
-    config = EvicPressConfig(**(fields | tuples))  # type: ignore[arg-type]
+    decode = {name: fields.pop(f"decode_{name}") for name in DecodeFlags.__dataclass_fields__}
+    fields |= {"forms": (Form("knorm", 0.3),), "ssd_allow_dirs": ("/mnt/a", "/mnt/b"), "decode": DecodeFlags(**decode)}  # type: ignore[arg-type]
+    config = EvicPressConfig(**fields)  # type: ignore[arg-type]
     assert EvicPressConfig.from_flags(None, path) == config
     assert EvicPressConfig.from_flags("hpt", path) == dataclasses.replace(config, policy="hpt")
     assert policy_in(path) == "lru"
@@ -105,8 +112,8 @@ def test_a_prior_is_read_from_its_file(tmp_path: Path) -> None:
     [
         (None, ("does not exist", "expected a JSON file")),
         ("{", ("not JSON", "expected quality curves")),
-        ("null", ("holds None", "expected a JSON object")),
-        ("[]", ("holds []", "expected a JSON object")),
+        ("null", ("are None", "expected an object")),
+        ("[]", ("are []", "expected an object")),
         ('{"zip": {"0.5": 0.9}}', ("'zip'", "expected one of")),
         ('{"keydiff": {"0.5": 2}}', ("is 2", "expected a number in [0, 1]")),
     ],
@@ -158,7 +165,7 @@ def test_without_a_policy_there_is_nothing_to_configure(tmp_path: Path) -> None:
 
 def test_without_tiers_nothing_is_kept_below_the_gpu() -> None:
     config = EvicPressConfig.from_flags("evicpress", host_gb=0)
-    assert config == EvicPressConfig("evicpress")
+    assert config == EvicPressConfig("evicpress", host_gb=0.0)
     assert (config.has_tiers, config.host_bytes, config.ssd_bytes, config.ssd_fsync) == (False, 0, 0, "batch")
 
 
@@ -169,12 +176,20 @@ def test_a_gigabyte_is_a_billion_bytes_as_sglang_counts(tmp_path: Path) -> None:
     assert EvicPressConfig.from_flags("evicpress", host_gb=0.25).ssd_bytes == 0
 
 
-def test_an_ssd_folder_alone_brings_a_gigabyte_of_host_memory(tmp_path: Path) -> None:
-    flags = {"ssd_dir": str(tmp_path), "ssd_gb": 2.0, "ssd_fsync": "none", "ssd_write_gb_per_day": 0.5}
-    config = EvicPressConfig.from_flags("evicpress", **flags)  # type: ignore[arg-type]
-    assert config == EvicPressConfig("evicpress", host_gb=1.0, **flags)  # type: ignore[arg-type]
-    from_file = EvicPressConfig.from_flags("evicpress", _file(tmp_path, {"ssd_dir": str(tmp_path)}), ssd_gb=2)
-    assert (from_file.host_gb, from_file.ssd_gb) == (1.0, 2.0)
+def test_there_is_a_host_tier_whose_size_is_to_be_chosen_by_default(tmp_path: Path) -> None:
+    path = _file(tmp_path, {"host_gb": "auto"})
+    for config in (EvicPressConfig.from_flags("lru"), EvicPressConfig.from_flags("lru", path), EvicPressConfig("lru")):
+        assert config.host_gb == AUTO and config.has_tiers
+    with pytest.raises(RuntimeError, match="host_gb is auto"):
+        _ = config.host_bytes
+    assert EvicPressConfig.from_flags("lru", path, host_gb="0.5").host_bytes == 500_000_000
+    assert EvicPressConfig.from_flags("lru", _file(tmp_path, {"host_gb": 2}), host_gb="auto").host_gb == AUTO
+    assert EvicPressConfig.from_flags("lru", ssd_dir=str(tmp_path), ssd_gb=2.0).host_gb == AUTO
+
+
+def test_a_file_says_numbers_as_numbers(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="host_gb is '2': expected auto, 0 for no host tier, or a number"):
+        EvicPressConfig.from_flags("lru", _file(tmp_path, {"host_gb": "2"}))
 
 
 def test_more_host_memory_than_the_machine_has_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,6 +260,8 @@ def test_null_curves_are_the_prior(tmp_path: Path) -> None:
         ({"sinks": 1.5}, ("sinks", "1.5", "whole number")),
         ({"host_gb": -1}, ("host_gb", "-1", "0 for no host tier", "0.016")),
         ({"host_gb": float("nan")}, ("host_gb", "nan", "0.016")),
+        ({"host_gb": "x"}, ("host_gb is 'x'", "auto, 0 for no host tier, or a number of GB")),
+        ({"host_gb": "nan"}, ("host_gb", "nan", "0.016")),
         ({"host_gb": 0.0159}, ("host_gb", "0.0159", "from 0.016")),
         ({"ssd_dir": "/kv"}, ("'/kv'", "without ssd_gb", "GB")),
         ({"ssd_dir": "", "ssd_gb": 1}, ("''", "no path", "folder")),
@@ -254,7 +271,7 @@ def test_null_curves_are_the_prior(tmp_path: Path) -> None:
         ({"ssd_dir": "/kv", "ssd_gb": 1, "host_gb": 0}, ("host_gb is 0", "'/kv'", "0.016")),
         ({"ssd_gb": 5}, ("ssd_gb", "5.0", "without ssd_dir", "leave out ssd_gb")),
         ({"ssd_write_gb_per_day": 5}, ("ssd_write_gb_per_day", "5.0", "without ssd_dir")),
-        ({"ssd_dir": "/kv", "ssd_gb": 1, "ssd_write_gb_per_day": 0}, ("ssd_write_gb_per_day", "0.0", "above 0")),
+        ({"ssd_dir": "/kv", "ssd_gb": 1, "ssd_write_gb_per_day": 0}, ("ssd_write_gb_per_day", "0", "above 0")),
         ({"ssd_dir": "/kv", "ssd_gb": 1, "ssd_write_gb_per_day": float("nan")}, ("nan", "above 0")),
         ({"ssd_allow_dir": "/kv,kv"}, ("ssd_allow_dir 'kv'", "absolute")),
         ({"ssd_allow_dir": ""}, ("ssd_allow_dir ''", "absolute")),
@@ -293,7 +310,7 @@ def test_a_wrong_flag_is_one_sentence(flags: dict[str, object], parts: tuple[str
         ({"prefill_per_token_s": None}, ("prefill_per_token_s", "None", "number")),
         ({"curves": [1]}, ("curves", "[1]", "object")),
         ({"ssd_dir": 8}, ("ssd_dir", "8", "a string")),
-        ({"ssd_fsync": None}, ("ssd_fsync", "None", "a string")),
+        ({"ssd_fsync": None}, ("ssd_fsync", "None", "one of none")),
         ({"curves": {"lz4": {"0.5": 1}}}, ("'lz4'", "keydiff")),
     ],
 )

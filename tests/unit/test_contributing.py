@@ -132,7 +132,7 @@ def refusal(ask):
 
 cache = type("Cache", (), {name: print for name in dir(Inspectable) if not name.startswith("_")})()
 layers = [torch.zeros(8, 1, 4)]
-node = PressInput(layers, layers, torch.arange(8), torch.arange(8, dtype=torch.int32).view(1, 1, 8), 0, 8, None, 1.0, 1)
+node = PressInput(layers, layers, torch.arange(8), torch.arange(8, dtype=torch.int32).view(1, 1, 8), 0, 8, None, 1.0)
 trace = Path("fake.jsonl")
 trace.write_text('{"at": 1.0, "ids": [1, 2]}\\n{"at": 2.0, "ids": [1, 3]}\\n')
 Path("other.jsonl").write_text('{"what": 1}\\n')

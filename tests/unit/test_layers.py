@@ -38,41 +38,43 @@ TABLE = {
     "core": Layer(),
     "policy": Layer(("core",), NUMPY),
     # Settings, checked by pydantic.
+    "files": Layer((), ("orjson",)),
     "validation": Layer((), ("pydantic",)),
-    "config": Layer((*PURE, "validation"), ("pydantic",)),
-    "flags": Layer(("config", "validation")),
+    "config": Layer((*PURE, "files", "validation"), ("pydantic",)),
+    "flags": Layer(("config",)),
     # Small things of the standard library that many parts use.
     "error_text": Layer(),
     "threads": Layer(("error_text",)),
-    "files": Layer((), ("orjson",)),
     "quantiles": Layer((), NUMPY),
     "tables": Layer(),
     "progress": Layer((), ("tqdm",)),
     # Traces, and what a policy would do with them.
-    "traces": Layer(("files",), ("numpy", "orjson", "tqdm", "zstandard")),
+    "traces": Layer((), ("numpy", "orjson", "zstandard")),
     "simulator": Layer(("core", "policy", "traces"), ("numpy",)),
     # Tensors.
-    "kernels": Layer((), ("torch", "triton")),
+    "codec": Layer(("core",), ("torch",)),
+    "kernels": Layer(("codec",), ("torch", "triton")),
     "device": Layer((), ("torch",)),
     "survivors": Layer(("core", "device"), ("numpy", "torch")),
     "press": Layer(("core", "kernels", "survivors"), ("torch",)),
     # Budgets of running requests: when, how much and which, for the patches to carry out.
-    "decode_budget": Layer(("kernels", "press"), ("torch",)),
+    "decode_budget": Layer(("error_text", "kernels", "press"), ("torch",)),
     "cpu_attention": Layer(("core", "kernels"), ("torch",)),
     # Where KV is kept below the GPU.
     "tiers": Layer(
-        ("config", "core", "device", "error_text", "kernels", "survivors", "threads"),
+        ("codec", "config", "core", "device", "error_text", "kernels", "survivors", "threads"),
         ("numpy", "psutil", "torch", "xxhash"),
     ),
     # What is known of the quality of contexts, and how it is measured.
-    "quality": Layer(("core", "policy", "tiers"), ("numpy", "orjson", "xxhash")),
+    "quality": Layer(("core", "policy", "tiers", "validation"), ("numpy", "orjson", "pydantic", "xxhash")),
     "profiler": Layer(
-        ("core", "quality"), ("httpx", "numpy", "safetensors", "tokenizers", "torch", "transformers", "orjson")
+        ("core", "quality", "validation"),
+        ("httpx", "numpy", "orjson", "pydantic", "safetensors", "tokenizers", "torch", "transformers"),
     ),
     # Systems side by side, as users meet them: real servers, which it only talks to.
     "benchmark": Layer(
-        ("config", "core", "files", "profiler", "progress", "quantiles", "tables"),
-        ("aiohttp", "httpx", "matplotlib", "numpy", "orjson", "psutil", "tqdm", "transformers", "yaml"),
+        ("config", "core", "files", "profiler", "progress", "quantiles", "tables", "validation"),
+        ("aiohttp", "httpx", "matplotlib", "numpy", "orjson", "psutil", "pydantic", "transformers", "yaml"),
     ),
     # The only writer of state, and what is asked and shown of it.
     "controller": Layer((*PURE, "error_text")),
@@ -81,8 +83,8 @@ TABLE = {
     "patches": Layer(
         (
             *SETTINGS,
-            *("controller", "cpu_attention", "decode_budget", "device", "error_text", "introspect", "kernels", "press"),
-            *("profiler", "quality", "spawn", "survivors", "threads", "tiers"),
+            *("codec", "controller", "cpu_attention", "decode_budget", "device", "error_text", "introspect", "kernels"),
+            *("press", "profiler", "quality", "spawn", "survivors", "threads", "tiers"),
         ),
         ("fastapi", "flashinfer", "numpy", "orjson", "prometheus_client", "sglang", "starlette", "torch"),
     ),
@@ -93,7 +95,7 @@ TABLE = {
             *("benchmark", "files", "profiler", "progress", "quality", "quantiles", "simulator", "tables", "tiers"),
             "traces",
         ),
-        ("matplotlib", "numpy", "openai", "orjson", "tqdm"),
+        ("matplotlib", "numpy", "openai", "orjson", "pydantic"),
     ),
 }
 
@@ -226,10 +228,10 @@ def test_an_import_upwards_is_found() -> None:
 BENCH = Path(__file__).parents[2] / "bench" / "evicbench"
 BENCH_FLOORS = (
     ("__init__", "paths", "report", "testbed"),
-    ("plugins", "pytest_runs"),
+    ("moves", "plugins", "pytest_runs", "streams", "stress"),
     ("correctness", "demo", "house", "policy"),
-    ("decode_budget", "kernels_cpu", "serving", "tiers"),
-    ("gpu", "load", "mend", "profiler"),
+    ("decode_budget", "gpu", "serving", "tiers"),
+    ("codecs", "kernels_cpu", "load", "mend", "profiler"),
 )
 """Rooms of the benchmarks, the lowest floor first: a room imports itself and rooms of lower floors."""
 

@@ -47,9 +47,7 @@ def test_logical_indices_ascend_strictly_within_the_node(node: tuple[torch.Tenso
 
 
 @given(compressed_nodes())
-def test_every_cut_takes_only_what_lies_before_it_in_every_layer_and_head(
-    node: tuple[torch.Tensor, int, int],
-) -> None:
+def test_every_cut_takes_only_what_lies_before_it_in_every_layer_and_head(node: tuple[torch.Tensor, int, int]) -> None:
     positions, start, num_tokens = node
     layout = layout_of(positions, start, 1)
     for cut in range(num_tokens + 1):

@@ -15,7 +15,8 @@ from sglang_evicpress import device
 from sglang_evicpress.core import Form
 from sglang_evicpress.device import HostCopy
 from sglang_evicpress.survivors import SurvivorLayout, survivor_bytes
-from sglang_evicpress.tiers.entry.encoding import Extent, Header, Shape, decode, encode
+from sglang_evicpress.tiers.entry.encoding import decode, encode
+from sglang_evicpress.tiers.entry.header import Extent, Header, Shape
 
 
 def make_layout(num_tokens: int, num_kept: int, *, layers: int = 2, heads: int = 3, start: int = 0) -> SurvivorLayout:

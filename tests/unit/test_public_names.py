@@ -22,6 +22,8 @@ PUBLIC = {
     "sglang_evicpress.core": {
         "DROP",
         "EXACT",
+        "CODECS",
+        "CodecTraits",
         "PRESSES",
         "Decision",
         "Form",

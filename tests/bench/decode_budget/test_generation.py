@@ -53,7 +53,6 @@ class Server:
 def best(num_kept: int) -> Any:
     def choose(kv: KV, positions: torch.Tensor) -> torch.Tensor:
         scores = press_scores("knorm", kv, positions, torch.empty(0), 0)
-        assert scores is not None
         return scores.masked_fill(positions < 4, torch.inf).topk(num_kept, -1).indices.sort(-1).values
 
     return choose

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from evicbench.gpu import pack
-from evicbench.gpu.provenance import differing, running_commit
+from evicbench.gpu.pack import differing, running_commit
 
 FEW = (
     "bench/evicbench/gpu/run.sh",
@@ -38,11 +38,12 @@ def carry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     compiled = tmp_path / "compiled-there"
     (compiled / "triton").mkdir(parents=True)
     (compiled / "triton" / "kernel.json").write_text("{}")
-    monkeypatch.setattr(pack, "fetch", lambda cache: [wheel])
-    monkeypatch.setattr(pack, "tracked_files", lambda: list(FEW))
-    monkeypatch.setattr(pack, "commit_of", lambda: "abc")
     out = tmp_path / "beside" / "carry"
-    pack.pack(argparse.Namespace(out=out, cache=tmp_path, compiled=compiled, compile_sources=True))
+    with monkeypatch.context() as packing:
+        packing.setattr(pack, "fetch", lambda cache: [wheel])
+        packing.setattr(pack, "tracked_files", lambda: list(FEW))
+        packing.setattr(pack, "commit_of", lambda: "abc")
+        pack.pack(argparse.Namespace(out=out, cache=tmp_path, compiled=compiled))
     return out
 
 

@@ -14,7 +14,7 @@ from evicbench.gpu import machine
 from evicbench.gpu.checks import relative_error
 from evicbench.gpu.figures import CUT_OFF, Figure, Part, Sample, missing, run_parts, status_of, write_results
 from evicbench.gpu.greedy import Config, configs, parts, verdicts
-from evicbench.gpu.pools import BYTES, LLAMA_32K, Shape, random_pool, window_bytes
+from evicbench.gpu.pools import BYTES, LLAMA_32K, Shape, random_pool
 
 MACHINE = {"gpu": "H100", "driver": "1", "commit": "abc"}
 
@@ -36,6 +36,15 @@ def test_a_sample_is_its_median_and_quartiles() -> None:
 )
 def test_verdicts(figure: Figure, verdict: str) -> None:
     assert figure.verdict == verdict
+
+
+def test_a_figure_of_no_answers_is_shown_as_such() -> None:
+    assert [Figure("a", value, "s").measured for value in (math.nan, math.inf, 2, 0.25)] == [
+        "nan s",
+        "inf s",
+        "2 s",
+        "0.25 s",
+    ]
 
 
 def test_what_fails_or_is_left_out_is_listed_and_never_measured() -> None:
@@ -162,9 +171,11 @@ def test_bytes_are_those_of_the_formulas() -> None:
     assert BYTES["value_key_ratio"](LLAMA_32K, 0) == BYTES["key_difference"](LLAMA_32K, 0) == 2 * keys + scores
     assert BYTES["compact"](LLAMA_32K, half) == LLAMA_32K.kv_bytes  # half of it read, half written
     assert BYTES["gather"](LLAMA_32K, LLAMA_32K.n) == BYTES["scatter"](LLAMA_32K, LLAMA_32K.n) == 2 * LLAMA_32K.kv_bytes
+    ratio = (BYTES["encode"](LLAMA_32K, 4) - LLAMA_32K.kv_bytes) / LLAMA_32K.kv_bytes
+    assert 0.31 < ratio < 0.32 and BYTES["decode"](LLAMA_32K, 4) == BYTES["encode"](LLAMA_32K, 4)
     assert BYTES["select_survivors"](LLAMA_32K, half) == 5 * scores + scores // 2
     assert BYTES["page_mean"](LLAMA_32K, 16) == scores + scores // 16
-    assert window_bytes(LLAMA_32K, 32) == 2 * keys + 2 * scores + 4 * 32 * 32 * 32768
+    assert BYTES["window_attention"](LLAMA_32K, 32) == 2 * keys + 2 * scores + 4 * 32 * 32 * 32768
 
 
 def test_a_pool_has_its_node_in_scattered_slots_and_nan_elsewhere() -> None:

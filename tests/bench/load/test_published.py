@@ -59,7 +59,6 @@ def test_what_is_published_is_read_back(tmp_path: Path, root: Path) -> None:
     for said in ("# b", "sglang 1.2.3", "a machine, 2 CPUs", "## Under load: 4/s, 1 x saturation", "## The knee"):
         assert said in text
     found = newest(tmp_path)
-    assert found is not None
     assert (found.path, found.commit, len(found.lines)) == (path, sha, 24)
     lines = list(published_lines(tmp_path, root))
     assert all(line.ok and line.what.startswith(f"published {sha}: ") for line in lines)
@@ -146,14 +145,13 @@ def test_one_client_is_compared_with_the_published_ratio() -> None:
 def test_the_settings_are_as_promised() -> None:
     configs = {name: load_config(CONFIGS / f"{name}.yaml") for name in (*GRID, measurements.SHOW)}
     assert measurements.OUTSIDE in configs
-    assert len({config.seed for config in configs.values()}) == len(configs)
+    assert len({config.workload.seed for config in configs.values()}) == len(configs)
     for name, config in configs.items():
-        assert config.load is not None
         assert config.load.reference in {f"evicpress a={alpha:g}" for alpha in config.alphas}
         assert {1.0, 2.0} <= set(config.load.of_saturation) and 0.0 in config.rates
         assert (0.5 in config.load.of_saturation) == (name != "load-refusing")
         assert (config.policy_flags == ("--kv-max-queue-seconds", f"{config.ttft_limit_s:g}")) == (
             name == "load-refusing"
         )
-        assert str(config.seed) in config.contexts.command
+        assert str(config.workload.seed) in config.workload.contexts.command
         assert (config.load.seconds, config.repetitions) == ((30, 2) if name == measurements.SHOW else (60, 3))

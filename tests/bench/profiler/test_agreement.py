@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from evicbench.profiler.agreement import Pairs, qualities, rank_correlation
+from evicbench.profiler.agreement import qualities, rank_correlation
 from evicbench.profiler.study import FORMS, NUM_JUDGED, Measured
 from tests.bench.profiler.measured import context
 
@@ -21,11 +21,6 @@ def test_tied_forms_share_their_rank() -> None:
 def test_nothing_is_said_where_all_forms_are_equal() -> None:
     assert rank_correlation([0.1, 0.2], [1.0, 1.0]) is None
     assert rank_correlation([1.0, 1.0], [0.1, 0.2]) is None
-
-
-def test_pairs_count_only_what_both_tell_apart() -> None:
-    pairs = Pairs.of([0.1, 0.5, 0.9, 0.91], [0.3, 0.2, 0.7, 0.7])
-    assert (pairs.total, pairs.tied, pairs.apart, pairs.same) == (6, 1, 5, 4)
 
 
 def test_both_scorers_are_asked_about_the_same_questions() -> None:

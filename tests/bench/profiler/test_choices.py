@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from evicbench.profiler.choices import COLUMNS, KEPT, Table, best_press, most_useful, picked, usefulness, within
+from evicbench.profiler.choices import COLUMNS, KEPT, Table, most_useful, picked, usefulness, within
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,14 +26,6 @@ def test_the_last_column_is_the_exact_form() -> None:
     assert COLUMNS[-1].is_exact
     assert KEPT[-1] == 1.0
     assert not any(form.is_exact for form in COLUMNS[:-1])
-
-
-@given(TABLES, st.sampled_from([0.8, 0.5, 0.2]))
-def test_best_press_is_the_best_of_those_that_keep_as_much(table: Table, kept: float) -> None:
-    chosen = best_press(kept)(table)
-    for row, column in zip(table, chosen, strict=True):
-        assert COLUMNS[column].kept_fraction == kept
-        assert row[column] == max(row[i] for i, form in enumerate(COLUMNS) if form.kept_fraction == kept)
 
 
 @given(TABLES, st.floats(0.1, 20.0))

@@ -17,7 +17,7 @@ from evicbench.profiler.figure10 import (
 
 
 def replay(qualities: list[float], *, profiled_s: tuple[float, ...] = (), touched: int = 0, drifted: int = 1) -> Replay:
-    served = [Served(float(i), i + 0.1 * (i + 1), quality, 0) for i, quality in enumerate(qualities)]
+    served = [Served(float(i), i + 0.1 * (i + 1), quality) for i, quality in enumerate(qualities)]
     background_requests = {"user_steps": 100, "user_steps_touched": touched}
     counts = {"profiled": 1, "drifted": drifted, "observed": 2, "background_requests": background_requests}
     return Replay(served, profiled_s, counts, 3, 4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from evicbench.profiler.choices import COLUMNS, KEPT, best_press, most_useful, within
+from evicbench.profiler.choices import COLUMNS, KEPT, most_useful, within
 from evicbench.profiler.heldout import Tables, bounds_line, choice_line, utility_line
 from evicbench.profiler.study import Measured
 from tests.bench.profiler.measured import NUM_HELD_OUT, NUM_TRAINING, context
@@ -45,7 +45,7 @@ def test_bounds_are_below_means_where_scores_spread() -> None:
     assert tables.bounds[0, column] < tables.means[0, column] == pytest.approx(0.9)
 
 
-@pytest.mark.parametrize("choose", [best_press(0.5), within(0.5), most_useful(1.5)])
+@pytest.mark.parametrize("choose", [within(0.5), most_useful(1.5)])
 def test_a_choice_that_holds_reaches_the_oracle(choose: object) -> None:
     tables = Tables.of([same(1), same(2)])
     assert tables.share(choose) == pytest.approx(1.0)
@@ -54,8 +54,8 @@ def test_a_choice_that_holds_reaches_the_oracle(choose: object) -> None:
 
 def test_a_choice_that_does_not_hold_is_missed() -> None:
     tables = Tables.of([misled(1), misled(2)])
-    assert tables.share(best_press(0.5)) == pytest.approx(0.4 / 0.9)
-    line = choice_line(tables, "anything", best_press(0.5))
+    assert tables.share(within(0.5)) == pytest.approx(0.4 / 0.9)
+    line = choice_line(tables, "anything", within(0.5))
     assert not line.ok
     assert line.figure.startswith("44.4%")
 
@@ -68,8 +68,8 @@ def test_bounds_line_is_missed_where_bounds_are_too_bold() -> None:
 
 def test_keydiff_alone_never_chooses_another_press() -> None:
     tables = Tables.of([same(1)])
-    (column,) = best_press(0.5)(tables.keydiff_alone)
-    assert COLUMNS[column] == Form("keydiff", 0.5)
+    (column,) = within(0.5)(tables.keydiff_alone)
+    assert COLUMNS[column].press == "keydiff"
 
 
 def test_questions_that_disagree_cost_an_oracle_its_hindsight() -> None:
@@ -79,7 +79,7 @@ def test_questions_that_disagree_cost_an_oracle_its_hindsight() -> None:
     held_out = {form: turns.get(form.press or "", scores) for form, scores in base.held_out["logprob"].items()}
     contexts = [Measured("needle", base.key, 1984, base.training, {**base.held_out, "logprob": held_out})]
     tables = Tables.of(contexts)
-    choose = best_press(0.5)
+    choose = within(0.5)
     assert tables.quality(choose, tables.held_out["logprob"]) == pytest.approx(0.5)
     assert tables.without_hindsight(choose) == 0.0
 

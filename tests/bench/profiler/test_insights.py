@@ -9,8 +9,6 @@ from evicbench.profiler.insights import (
     MARGIN,
     TIE,
     Spread,
-    among_best,
-    confirmed,
     halves,
     sensitivity,
     sensitivity_line,
@@ -70,12 +68,6 @@ def test_a_lead_within_the_margin_is_a_tie() -> None:
 def test_wins_count_every_context_once() -> None:
     contexts = [favours(1, "keydiff"), favours(2, "keydiff"), favours(3, "knorm"), favours(4, "snapkv", 0.01)]
     assert wins(contexts, 0.5) == {"keydiff": 2, "knorm": 1, TIE: 1}
-    assert among_best(contexts, 0.5) == {"keydiff": 3, "knorm": 2, "snapkv": 1, "value_key_ratio": 1, "streaming": 1}
-
-
-def test_a_win_is_confirmed_by_held_out_questions() -> None:
-    kept = [favours(1, "keydiff"), favours(2, "snapkv", 0.01), favours(3, "knorm", held_out="snapkv")]
-    assert confirmed(kept, 0.5) == (1, 2)
 
 
 @pytest.mark.parametrize(

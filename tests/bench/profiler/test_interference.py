@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from evicbench.profiler.interference import Round, Rounds, lines_of
-from evicbench.profiler.streams import Stream
+from evicbench.streams import Streamed
 
 
-def stream(gap_s: float, ttft_s: float = 0.5, count: int = 20) -> Stream:
-    return Stream(10.0, tuple(10.0 + ttft_s + i * gap_s for i in range(count + 1)))
+def stream(gap_s: float, ttft_s: float = 0.5, count: int = 20) -> Streamed:
+    return Streamed(ttft_s, (gap_s,) * count, None)
 
 
 def on(gap_s: float, ttft_s: float = 0.5, **counts: Any) -> Round:
@@ -19,12 +19,6 @@ def on(gap_s: float, ttft_s: float = 0.5, **counts: Any) -> Round:
 
 def rounds(gaps_on: list[float], gaps_off: list[float], **counts: Any) -> Rounds:
     return Rounds([on(gap, **counts) for gap in gaps_on], [Round([stream(gap)]) for gap in gaps_off])
-
-
-def test_a_stream_knows_its_first_token_and_its_gaps() -> None:
-    each = stream(0.25, ttft_s=0.75, count=3)
-    assert each.ttft_s == pytest.approx(0.75)
-    assert each.gaps_s == pytest.approx([0.25] * 3)
 
 
 def test_ratios_are_of_pairs_and_of_all() -> None:

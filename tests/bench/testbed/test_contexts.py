@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from evicbench.testbed.contexts import ONE_QUESTION, generate, line
-from evicbench.testbed.tasks import FAMILIES
+from evicbench.testbed.contexts import generate, line
+from evicbench.testbed.tasks import FAMILIES, ONE_QUESTION
 from evicbench.testbed.vocabulary import ASK, BOS, load_vocabulary
 from transformers import AutoTokenizer
 
 from sglang_evicpress.benchmark.config import Config, load_config
-from sglang_evicpress.benchmark.contexts import Context, Question, load_contexts, parse_contexts
+from sglang_evicpress.benchmark.contexts import Context, load_contexts, parse_contexts
+from sglang_evicpress.profiler.contexts import GivenQuestion as Question
 
 MODEL = Path(__file__).parents[3] / "bench" / "evicbench" / "testbed" / "model"
 MANY = tuple(family for family in FAMILIES if family not in ONE_QUESTION)
@@ -69,19 +70,25 @@ def test_a_question_is_left_to_ask_besides_those_of_profiling(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "in line 1 is no JSON"),
-        ("[]", r"in line 1 has \[\]: expected context and questions"),
-        ('{"context": "a"}', "line 1 has context: expected context and questions"),
-        ('{"context": "a", "questions": ["q"], "id": 1}', "line 1 has context, questions, id: expected"),
-        ('{"context": " ", "questions": ["q"]}', "line 1 context is ' ': expected a text"),
-        ('{"context": "a", "questions": []}', r"line 1 has questions \[\]: expected a list of at least one"),
-        ('{"context": "a", "questions": [3]}', "line 1 question 1 is 3: expected a text"),
-        ('{"context": "a", "questions": ["q", {"q": 1}]}', "line 1 question 2 is {'q': 1}: expected a text, or"),
-        ('{"context": "a", "questions": [{"question": "q", "answer": 1}]}', "question 1 has answer 1: expected a text"),
-        ('{"context": "a", "questions": ["q", "q"]}', "line 1 has a question twice"),
-        ('{"context": "a", "questions": ["q"], "tokens": 0}', "line 1 has tokens 0: expected a whole number"),
-        ('{"context": "a", "questions": ["q"], "tokens": true}', "line 1 has tokens True: expected a whole number"),
-        ('{"context": "a", "questions": ["q"], "family": ""}', "line 1 family is '': expected a text"),
+        ("{", "in line 1 is .{., which is no JSON"),
+        ("[]", r"in line 1 is \[\]: expected an object with context, questions"),
+        ('{"context": "a"}', "line 1 has no questions: expected a list of at least one"),
+        (
+            '{"context": "a", "questions": ["q"], "id": 1}',
+            "line 1 has the unknown key 'id': expected context, questions",
+        ),
+        ('{"context": " ", "questions": ["q"]}', "line 1: context is ' ': expected a text"),
+        ('{"context": "a", "questions": []}', r"line 1: questions is \[\]: expected a list of at least one"),
+        ('{"context": "a", "questions": [3]}', r"line 1: questions is \[3\]: expected a list of at least one text"),
+        ('{"context": "a", "questions": ["q", {"q": 1}]}', "line 1: questions has .*question"),
+        (
+            '{"context": "a", "questions": [{"question": "q", "answer": 1}]}',
+            "line 1: questions: answer is 1: expected a text",
+        ),
+        ('{"context": "a", "questions": ["q", "q"]}', r"line 1: questions is \['q', 'q'\]: expected .* every one once"),
+        ('{"context": "a", "questions": ["q"], "tokens": 0}', "line 1: tokens is 0: expected a whole number"),
+        ('{"context": "a", "questions": ["q"], "tokens": true}', "line 1: tokens is True: expected a whole number"),
+        ('{"context": "a", "questions": ["q"], "family": ""}', "line 1: family is '': expected a text"),
         ('\n{"context": "a", "questions": ["q"]}\n{"context": "a", "questions": ["r"]}', "line 3 has the context of"),
     ],
 )

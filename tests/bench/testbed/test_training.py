@@ -121,32 +121,11 @@ def test_position_gaps_do_not_split_a_row_into_documents() -> None:
         assert batch_loss(model, batch).item() < 0.3
 
 
-def test_the_rate_warms_up_and_a_resumed_schedule_is_the_rest_of_the_whole_one() -> None:
+def test_the_rate_warms_up_and_falls() -> None:
     steps = list(schedule(train.RECIPE))
     assert [step.number for step in steps] == list(range(len(steps)))
     assert steps[0].lr < steps[25].lr < steps[60].lr == 2e-2
     assert steps[-1].lr < 3e-4
-    assert list(schedule(train.RECIPE, first=1234)) == steps[1234:]
-
-
-def test_an_interrupted_run_continues_to_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "_CHECKPOINT_EVERY", 1)
-    whole = train.train(TINY, tmp_path / "whole", seed=5)
-    real_save = train.save_checkpoint
-
-    def save_and_stop(path: Path, model: LlamaForCausalLM, optimizers: Optimizers, num_steps: int) -> None:
-        real_save(path, model, optimizers, num_steps)
-        if num_steps == 3:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(train, "save_checkpoint", save_and_stop)
-    with pytest.raises(KeyboardInterrupt):
-        train.train(TINY, tmp_path / "broken", seed=5)
-    monkeypatch.setattr(train, "save_checkpoint", real_save)
-    rest = train.train(TINY, tmp_path / "broken", seed=5)
-    assert rest == whole[3:]
-    weights = [(tmp_path / run / "model.safetensors").read_bytes() for run in ("whole", "broken")]
-    assert weights[0] == weights[1]
 
 
 def test_an_export_loads_and_answers_and_names_its_rope_base_twice(tmp_path: Path) -> None:
@@ -162,12 +141,17 @@ def test_an_export_loads_and_answers_and_names_its_rope_base_twice(tmp_path: Pat
     ]
 
 
+def test_a_run_ends_with_a_model_that_loads(tmp_path: Path) -> None:
+    assert len(train.train(TINY, tmp_path, seed=5)) == 4
+    assert LlamaForCausalLM.from_pretrained(tmp_path).config.num_hidden_layers > 0
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_committed_model_answers_every_family_with_the_full_cache(family: str) -> None:
     model = LlamaForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
-    accuracy = measure(model, family, 512, num_contexts=3, num_questions=4, seed=1)
-    assert accuracy.num_questions == (3 if family in ("title", "note") else 12)
-    assert accuracy.f1 >= 0.85
+    num_questions, _, f1 = measure(model, family, 512, num_contexts=3, num_questions=4, seed=1)
+    assert num_questions == (3 if family in ("title", "note") else 12)
+    assert f1 >= 0.85
 
 
 def test_the_shares_of_each_mix_sum_to_one() -> None:

@@ -41,7 +41,7 @@ def _no_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chaos, "sources", lambda given: {})
 
 
-def storm(folder: Path, answer: tuple[int, ...], **values: Any) -> chaos.Outcome:
+def storm(folder: Path, answer: tuple[int, ...], **values: Any) -> chaos.Chaos:
     server: Any = Slow(folder / "log", answer)
     return chaos.Chaos(server, [Question([1, 2, 3], (7, 8, 9))], folder, 0.9, 0, **values).run()
 

@@ -49,12 +49,11 @@ def decode(ring: QueryRing, *rows: tuple[int, int]) -> None:
 
 
 def check(ring: QueryRing, row: int, num_computed: int, num_tokens: int) -> None:
-    window = ring.window_of(row, num_computed, num_tokens)
-    assert window is not None
+    queries, positions = ring.windows_of([row], min(WINDOW, num_computed), [num_tokens])
     expected = list(range(num_tokens - min(WINDOW, num_computed), num_tokens))
-    assert window.positions.tolist() == expected
+    assert positions[0].tolist() == expected
     for layer in range(LAYERS):
-        assert torch.equal(window.queries[layer], torch.stack([query(row, at, layer) for at in expected]))
+        assert torch.equal(queries[layer, 0], torch.stack([query(row, at, layer) for at in expected]))
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 11])
@@ -68,10 +67,6 @@ def test_what_another_request_left_in_the_row_is_not_shown(ring: QueryRing) -> N
     extend(ring, (2, 0, 9))
     extend(ring, (2, 20, 1))  # all but its last token were cached
     check(ring, 2, 1, 21)
-
-
-def test_nothing_computed_is_no_window(ring: QueryRing) -> None:
-    assert ring.window_of(1, 0, 20) is None
 
 
 @pytest.mark.parametrize("seed", range(5))

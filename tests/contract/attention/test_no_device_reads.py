@@ -30,8 +30,7 @@ from sglang_evicpress.patches.decode_budget.records import BudgetRecords
 from sglang_evicpress.patches.decode_budget.state import DecodeState, num_physical
 from sglang_evicpress.patches.decode_budget.trace import DecodeTrace
 from sglang_evicpress.patches.scheduler.paged_allocator import free_whole_pages
-from sglang_evicpress.patches.tiers.load_back import LoadBack
-from sglang_evicpress.patches.tree.changes import NodeChanges
+from sglang_evicpress.patches.tiers.placement import Placement
 from sglang_evicpress.patches.tree.compressor import Compressor
 from sglang_evicpress.patches.tree.node import NodeKV, PrefixView
 from sglang_evicpress.patches.tree.slot_ledger import SlotLedger
@@ -119,8 +118,8 @@ def test_the_ring_of_queries() -> None:
     for index in range(LAYERS):
         ring.observe_decode(torch.zeros(3, Q_HEADS * DIM, device=META), layer(index), decode)
         ring.observe_extend(torch.zeros(12, Q_HEADS * DIM, device=META), layer(index), extend)
-    window = ring.window_of(2, 30, 40)
-    assert window is not None and window.queries.shape == (LAYERS, 4, Q_HEADS, DIM)
+    queries, positions = ring.windows_of([2], 4, [40])
+    assert queries.shape == (LAYERS, 1, 4, Q_HEADS, DIM) and positions.shape == (1, 4)
 
 
 def test_windows_of_prompts() -> None:
@@ -150,17 +149,14 @@ def test_pages_that_are_freed(count: int) -> None:
 
 
 def test_a_node_that_is_loaded_gets_its_slots(pinned: list[torch.Tensor]) -> None:
-    cache = SimpleNamespace(
-        ledger=SlotLedger(lambda slots: None),
-        changes=NodeChanges(),
-        placement=SimpleNamespace(note_resident=lambda node: None),
-        _record_store_event=lambda node: None,
-    )
+    ledger, told = SlotLedger(lambda slots: None), list[object]()
+    told_of = lambda *_: 1.0, told.append, told.append
+    placement = Placement(SimpleNamespace(), SimpleNamespace(), ledger, *told_of, lambda form, size: size, 16)
     node = SimpleNamespace(kv=NodeKV(), key=[0] * 20, value=None, lock_ref=1)
     held = layout(8, 20)
     copy = Copy(Tier.HOST, Form("keydiff", 0.5), None, 0, 8, held, False, None)  # type: ignore[arg-type]
-    LoadBack.place(cache, node, copy, slots(8))
-    assert node.value.is_meta and len(node.value) == 20 and cache.ledger.protected == 8
+    placement.place(node, copy, slots(8))
+    assert node.value.is_meta and len(node.value) == 20 and ledger.protected == 8 and told == [node, node]
     assert any(each is held.logical for each in pinned)
 
 

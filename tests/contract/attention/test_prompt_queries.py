@@ -40,7 +40,6 @@ def prefill(prompt_queries: PromptQueries, parts: dict[str, tuple[int, int]], de
 
 def kept(prompt_queries: PromptQueries, rid: str, start: int = 0) -> list[int]:
     window = prompt_queries.window_of(rid, start)
-    assert window is not None
     assert window.queries.shape == (LAYERS, len(window.positions), HEADS, DIM)
     for layer in range(LAYERS):
         assert window.queries[layer, :, 0, 0].tolist() == [

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from sglang_evicpress.core import Form
 from sglang_evicpress.patches.tree import compressor as module
 from sglang_evicpress.patches.tree.compressor import Compressor
+from sglang_evicpress.patches.tree.node import NodeSlots
 
 NUM_TOKENS, NUM_KEPT = 96, 48
 
@@ -31,36 +32,19 @@ def make_compressor(rank: int, group: object) -> Compressor:
 def compress(rank: int, group: object) -> tuple[torch.Tensor, torch.Tensor]:
     compressor = make_compressor(rank, group)
     slots = torch.arange(1, NUM_TOKENS + 1)
-    layout, value = compressor.compress(
-        form=Form("knorm", 0.5),
-        slots=slots,
-        layout=None,
-        start=0,
-        num_tokens=NUM_TOKENS,
-        num_kept=NUM_KEPT,
-        window=None,
-    )
+    node = NodeSlots(slots, None, 0, NUM_TOKENS, None)
+    layout, value = compressor.compress(Form("knorm", 0.5), node, NUM_KEPT)
     assert int((value != 0).sum()) == NUM_KEPT
-    trimmed = compressor.trim(
-        form=Form("knorm", 0.5),
-        slots=slots[:NUM_KEPT],
-        layout=layout,
-        start=0,
-        num_tokens=NUM_TOKENS,
-        replaced=(10, 20 + rank),  # ranks may have other overlaps: all give up as many entries as the one with most
-        window=None,
-    )
-    assert trimmed is not None
+    # ranks may have other overlaps: all give up as many entries as the one with most
+    left = NodeSlots(slots[:NUM_KEPT], layout, 0, NUM_TOKENS, None)
+    trimmed = compressor.trim(Form("knorm", 0.5), left, (10, 20 + rank))
     return layout.logical, trimmed[0].logical
 
 
-def asked_of(index: int) -> dict[str, object]:
+def asked_of(index: int) -> tuple[Form, NodeSlots, int]:
     """The compression of one of two nodes of a plan, each in 60 slots of its own."""
     slots = torch.arange(1 + 60 * index, 61 + 60 * index)
-    form = Form("knorm", 0.5)
-    return {
-        "form": form, "slots": slots, "layout": None, "start": 0, "num_tokens": 60, "num_kept": 30, "window": None
-    }  # fmt: skip
+    return Form("knorm", 0.5), NodeSlots(slots, None, 0, 60, None), 30
 
 
 def compress_a_plan(rank: int, group: object) -> None:
@@ -75,11 +59,11 @@ def compress_a_plan(rank: int, group: object) -> None:
     module.dist.all_reduce = counted
     alone, together = make_compressor(rank, group), make_compressor(rank, group)
     asked = [asked_of(index) for index in range(2)]
-    apart = [alone.compress(**each) for each in asked]
+    apart = [alone.compress(*each) for each in asked]
     assert len(num_reduced) == 2
     with together.together(asked):
         assert len(num_reduced) == 3
-        found = [together.compress(**each) for each in reversed(asked)][::-1]
+        found = [together.compress(*each) for each in reversed(asked)][::-1]
     assert len(num_reduced) == 3
     for (layout, value), (mine, shown) in zip(apart, found, strict=True):
         assert torch.equal(layout.logical, mine.logical) and torch.equal(layout.positions, mine.positions)
@@ -97,10 +81,10 @@ def compress_a_plan(rank: int, group: object) -> None:
     failing = make_compressor(rank, group)
     with failing.together(asked):
         try:
-            failing.compress(**asked[0])
+            failing.compress(*asked[0])
             raise AssertionError("it was compressed")
         except torch.OutOfMemoryError:
-            assert torch.equal(failing.compress(**asked[1])[0].logical, apart[1][0].logical)
+            assert torch.equal(failing.compress(*asked[1])[0].logical, apart[1][0].logical)
     module.dist.all_reduce = all_reduce
 
 

@@ -33,12 +33,16 @@ class View:
 
 @dataclass(slots=True)
 class Cache:
-    views: dict[str, View]
+    view_of: dict[str, View]
     adopted: list[str] = field(default_factory=list)
+
+    @property
+    def views(self) -> Cache:
+        return self
 
     def adopt(self, req: Any) -> View:
         self.adopted.append(req.rid)
-        return self.views[req.rid]
+        return self.view_of[req.rid]
 
 
 def put_rows(

@@ -2,51 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
-from tests.contract.tiers.test_tiers_model import CHEAP, DEAR, TierWalk, cached, nodes_of, opened, sent
+from tests.contract.tiers.test_tiers_model import CHEAP, DEAR, TierWalk, cached, nodes_of, sent
 
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.patches.tree.node import servable_steps
 
 pytestmark = pytest.mark.sglang
 
-__all__ = ["opened"]  # the fixture
-
 
 def lossy_below(walk: TierWalk, tier: Tier) -> list[int]:
     """A context of 100 tokens of which only a tier has half."""
     walk.stamp(DEAR)
     tokens, node = cached(walk, 100)
-    walk.cache.moves.compress(node.id, Form("random", 0.5))
+    walk.cache.parts.moves.compress(node.id, Form("random", 0.5))
     sent(walk, node, tier)
     return tokens
 
 
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.SSD])
 @pytest.mark.parametrize("num_shared", [1, 7, 30])
-def test_the_larger_part_of_a_lossy_context_outlives_a_split(
-    opened: Callable[..., TierWalk], tier: Tier, num_shared: int
-) -> None:
+def test_the_larger_part_of_a_lossy_context_outlives_a_split(walk: TierWalk, tier: Tier, num_shared: int) -> None:
     """In some heads it holds positions above the split: behind their exact KV they would be attended to twice."""
-    walk = opened()
     tokens = lossy_below(walk, tier)
     walk.stamp(CHEAP)  # nothing is worth loading
     other = [*tokens[:num_shared], 49 - tokens[num_shared], *walk_tokens(walk, 60)]
     assert walk.serve(other) == 0
     walk.check()
     walk.check_rows()
-    assert sum(len(node.key) for node in nodes_of(walk)) >= 160 and not walk.cache.recomputed.describe_drops().get(
-        "lost"
-    )
+    assert sum(len(node.key) for node in nodes_of(walk)) >= 160
+    assert "lost" not in walk.cache.parts.recomputation.counts.describe_drops()
     walk.stamp(DEAR)
     walk.serve([*tokens, 59])
     walk.serve([*other, 58])
-    assert walk.cache.recomputed.computed["not_servable"] == 0
-    walk.check()
-    walk.check_rows()
+    assert walk.cache.parts.recomputation.counts.computed["not_servable"] == 0
 
 
 def piece(origin: int | None, num_tokens: int, num_slots: int) -> tuple[object, int]:

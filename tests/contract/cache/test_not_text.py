@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 from tests.contract.profiling.test_profiling import GOOD, ProfiledWalk
 from tests.contract.profiling.test_shadows import ShadowWalk
-from tests.contract.tiers import test_tiers_model
-from tests.contract.tiers.test_tiers_model import TierWalk, cached, nodes_of, sent
+from tests.contract.tiers.test_tiers_model import Opened, cached, nodes_of
 
 from sglang_evicpress.core import EXACT, Tier
 from sglang_evicpress.patches.tree.node import num_slots
 
 pytestmark = pytest.mark.sglang
-opened = test_tiers_model.opened
 
 VOCABULARY = 60
 ODD = [VOCABULARY, -1, 2**32 + 5, 10**6]
@@ -63,7 +60,6 @@ def test_a_node_of_tokens_outside_the_vocabulary_has_no_profile(odd: int) -> Non
     walk.answer([*tokens[:100], odd, *tokens[101:]])
     assert not any(node.kv.profiles for node in nodes_of(walk))
     walk.put(walk.random_tokens(64), GOOD)  # looks at every node for the context
-    walk.check()
 
 
 @pytest.mark.parametrize("odd", ODD)
@@ -76,40 +72,37 @@ def test_a_shadow_of_tokens_outside_the_vocabulary_is_refused(odd: int) -> None:
 
 
 @pytest.mark.parametrize("odd", ODD)
-def test_what_a_vocabulary_does_not_have_stays_off_the_lower_tiers(opened: Callable[..., TierWalk], odd: int) -> None:
+def test_what_a_vocabulary_does_not_have_stays_off_the_lower_tiers(opened: Opened, odd: int) -> None:
     walk = opened(is_exact=True)
     walk.cache.vocab_size = VOCABULARY
-    tokens, node = cached(walk, 100)
-    sent(walk, node, Tier.SSD)
+    tokens, node = cached(walk, 100, Tier.SSD)
     assert walk.serve([*tokens, 59]) == 100
     number = walk.cache.ssd.store.num_entries
     walk.serve([*tokens[:50], odd, *tokens[51:]])  # splits it
     leaf = next(each for each in nodes_of(walk) if odd in each.key.raw_token_ids())
-    walk.cache.moves.demote(leaf.id, Tier.SSD, EXACT)
+    walk.cache.parts.moves.demote(leaf.id, Tier.SSD, EXACT)
     walk.settle()
     assert not leaf.kv.copies and leaf.kv.job is None and not leaf.kv.is_leaving
     assert walk.cache.ssd.store.num_entries <= number
     walk.serve([*tokens[:50], odd, *tokens[51:], 3])  # and so is what continues it
     (below,) = leaf.children.values()
-    assert not walk.cache.backup.start_copy(below, Tier.HOST) and not below.kv.copies
+    assert not walk.tiers.backup.start_copy(below, Tier.HOST) and not below.kv.copies
     walk.check()
-    assert walk.cache.free_slots(num_slots(leaf)) > 0
+    assert walk.cache.parts.eviction.free_slots(num_slots(leaf)) > 0
     walk.cache.close()
     walk.is_closed = True
 
 
 @pytest.mark.parametrize("odd", ODD)
-def test_a_split_gives_the_part_in_the_vocabulary_its_way_down_back(opened: Callable[..., TierWalk], odd: int) -> None:
+def test_a_split_gives_the_part_in_the_vocabulary_its_way_down_back(opened: Opened, odd: int) -> None:
     walk = opened(is_exact=True)
     walk.cache.vocab_size = VOCABULARY
     tokens = [walk.rng.randrange(50) for _ in range(100)]
     walk.serve([*tokens, odd, 1, 2])
     walk.serve([*tokens, 3])
     upper = next(each for each in nodes_of(walk) if len(each.key) == 100)
-    assert walk.cache.backup.start_copy(upper, Tier.SSD)
-    walk.settle()
+    walk.copy_to(upper, Tier.SSD)
     assert Tier.SSD in upper.kv.copies
     for below in upper.children.values():
-        assert walk.cache.backup.start_copy(below, Tier.HOST) == (odd not in below.key.raw_token_ids())
+        assert walk.tiers.backup.start_copy(below, Tier.HOST) == (odd not in below.key.raw_token_ids())
     walk.settle()
-    walk.check()

@@ -13,11 +13,12 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
@@ -25,13 +26,14 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import Form, Tier
-from sglang_evicpress.patches.cache import policy_sync
+from sglang_evicpress.patches.cache import policy_terms
 from sglang_evicpress.patches.cache.radix_cache import EvicPressCache
 from sglang_evicpress.patches.scheduler.prefill_times import _chunks_of
 from sglang_evicpress.patches.tree.compressor import Compressor
-from sglang_evicpress.patches.tree.node import holes_of, is_lossy, num_slots, start_of
+from sglang_evicpress.patches.tree.node import holes_of, is_lossy, iter_nodes, num_slots, slots_of, start_of, tokens_to
 from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost
 from sglang_evicpress.policy.quality_curves import Curves
+from sglang_evicpress.tiers.entry.identity import KEY_BYTES
 
 pytestmark = pytest.mark.sglang
 
@@ -68,6 +70,8 @@ class Request:
     cache_protected_len: int = 0
     kv_allocated_len: int = 0
     kv_committed_freed: bool = False
+    is_retracted: bool = False
+    retracted_stain: bool = False
     lora_id: str | None = None
     to_finish: object = None
     multimodal_inputs: object = None
@@ -103,33 +107,46 @@ class Request:
 
 
 def costs_of(cost: PrefillCost) -> CostSnapshot:
-    return CostSnapshot(cost, policy_sync.START_LOADS, {})
+    return CostSnapshot(cost, policy_terms.START_LOADS, {})
 
 
 class Walk:
     """``settings`` are those of EvicPressConfig."""
 
+    dim, dtype, identity = DIM, torch.float32, bytes(KEY_BYTES)
+    is_sound = True  # what it holds is looked at when its test ends
+    is_closed = False
+    made: ClassVar[list[Walk]] = []
+    tree = property(lambda self: self.cache.parts.tree)
+    tiers = property(lambda self: self.cache.parts.tiers)
+
     def __init__(
         self, seed: int, page_size: int, policy: str = "evicpress", *, num_slots: int = SLOTS, **settings: object
     ) -> None:
+        self.made.append(self)
         self.rng = random.Random(seed)
         self.page = page_size
         self.rows = ReqToTokenPool(ROWS, CONTEXT + 8, "cpu", False)
-        self.pool = MHATokenToKVPool(num_slots, page_size, torch.float32, HEADS, DIM, LAYERS, "cpu", False)
+        self.pool = MHATokenToKVPool(num_slots, page_size, self.dtype, HEADS, self.dim, LAYERS, "cpu", False)
         if page_size == 1:
-            self.allocator = TokenToKVPoolAllocator(num_slots, torch.float32, "cpu", self.pool, False)
+            self.allocator = TokenToKVPoolAllocator(num_slots, self.dtype, "cpu", self.pool, False)
         else:
-            self.allocator = PagedTokenToKVPoolAllocator(num_slots, page_size, torch.float32, "cpu", self.pool, False)
+            self.allocator = PagedTokenToKVPoolAllocator(num_slots, page_size, self.dtype, "cpu", self.pool, False)
         params = CacheInitParams(False, self.rows, self.allocator, page_size)
-        config = EvicPressConfig(
-            policy, **{"alpha": 0.3, "forms": FORMS, "min_compress_tokens": 8, "curves": CURVES, **settings}
-        )
-        self.cache = EvicPressCache(params, config, Compressor(self.pool, page_size, config.sinks))
+        config = self.configured(policy, settings)
+        self.cache = EvicPressCache(params, config, Compressor(self.pool, page_size, config.sinks), self.identity)
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.documents = [[self.rng.randrange(50) for _ in range(150)] for _ in range(3)]
         self.count = self.num_pressed = 0
         self.cache.attach_scheduler(self.scheduler())
+
+    def configured(self, policy: str, settings: dict[str, object]) -> EvicPressConfig:
+        given = {"alpha": 0.3, "forms": FORMS, "min_compress_tokens": 8, "curves": CURVES, "host_gb": 0.0, **settings}
+        return EvicPressConfig(policy, **given)
+
+    def close(self) -> None:
+        """Close like a server that ends."""
 
     def adapter_of(self, extra_key: str | None) -> str | None:
         """Adapter of a namespace: here every namespace is another adapter's."""
@@ -145,7 +162,7 @@ class Walk:
         """A request enters the queue."""
         if len(self.waiting) > 6:
             return
-        self.cache.advance(self.count * 7.0, costs_of(PrefillCost(0.01, self.rng.choice([1e-4, 3e-4]), 0.0)))
+        self.cache.terms.advance(self.count * 7.0, costs_of(PrefillCost(0.01, self.rng.choice([1e-4, 3e-4]), 0.0)))
         document = self.rng.choice(self.documents)
         tokens = document[: self.rng.randrange(1, len(document))] + [
             self.rng.randrange(50, 60) for _ in range(self.rng.randrange(1, 30))
@@ -153,7 +170,7 @@ class Walk:
         self.count += 1
         request = Request(f"r{self.count}", tokens, len(tokens), self.rng.choice([None, None, "lora-a"]))
         self.waiting.append(request)
-        self.cache.on_queued(request)
+        self.cache.parts.admission.on_queued(request)
 
     def leave(self) -> None:
         """A waiting request is aborted."""
@@ -166,17 +183,26 @@ class Walk:
             return
         request = self.waiting.pop(self.rng.randrange(len(self.waiting)))
         tokens = request.tokens
-        key = RadixKey(array("q", tokens), request.extra_key, limit=len(tokens) - 1)
+        self.look_up(request)
+        self.cache.inc_lock_ref(request.last_node)
+        upto = self.rng.choice([len(tokens), len(tokens), self.rng.randrange(1, len(tokens) + 1)])
+        if not self.extend(request, upto):
+            self.cache.dec_lock_ref(request.last_node)
+            self.waiting.append(request)  # its queued hit, if it was settled, is gone; it counts when it runs
+            self.cache.parts.admission.on_queued(request)
+
+    def match(self, tokens: list[int], extra_key: str | None = None) -> int:
+        """Number of tokens that the GPU has of a context."""
+        key = RadixKey(array("q", tokens), extra_key)
+        return len(self.cache.match_prefix(MatchPrefixParams(key=key)).device_indices)
+
+    def look_up(self, request: Request) -> MatchResult:
+        """Match a request as SGLang does before it runs."""
+        key = RadixKey(array("q", request.tokens), request.extra_key, limit=len(request.tokens) - 1)
         match = self.cache.match_prefix(MatchPrefixParams(key=key, req=request))
         request.prefix_indices, request.last_node = match.device_indices, match.last_device_node
         request.cache_protected_len = len(match.device_indices)
-        self.cache.inc_lock_ref(request.last_node)
-        if not self.extend(
-            request, self.rng.choice([len(tokens), len(tokens), self.rng.randrange(1, len(tokens) + 1)])
-        ):
-            self.cache.dec_lock_ref(request.last_node)
-            self.waiting.append(request)  # its queued hit, if it was settled, is gone; it counts when it runs
-            self.cache.on_queued(request)
+        return match
 
     def extend(self, request: Request, upto: int) -> bool:
         """Prefill up to ``upto`` tokens (a chunk, or all); False when memory does not allow it."""
@@ -185,7 +211,7 @@ class Walk:
         slots = self.alloc(request, begin, upto)
         if slots is None:
             return False
-        view = self.cache.adopt(request)
+        view = self.cache.views.adopt(request)
         if request.req_pool_idx is None:
             request.req_pool_idx = self.rows.free_slots.pop()
             self.running.append(request)
@@ -207,11 +233,13 @@ class Walk:
             last = int(self.rows.req_to_token[request.req_pool_idx, begin - 1 - request.evicpress.holes])
             tail = list(range(last + 1, last + 1 + min(end, own_end) - begin))
         needed = -(-max(0, end - own_end) // self.page) * self.page
-        self.cache.make_room(needed)
+        promised = self.allocator.available_size() + self.cache.evictable_size()
+        self.cache.parts.eviction.make_room(needed)
         if needed == 0:
             return torch.tensor(tail, dtype=torch.int64)
         fresh = self.allocator.alloc(needed)
         if fresh is None:
+            assert promised < needed, "SGLang ends the server"
             return None
         return torch.cat([torch.tensor(tail, dtype=torch.int64), fresh[: end - begin - len(tail)]])
 
@@ -251,20 +279,23 @@ class Walk:
 
     def finish(self) -> None:
         if self.running:
-            request = self.running.pop(self.rng.randrange(len(self.running)))
-            self.cache.cache_finished_req(request, is_insert=self.rng.random() < 0.85)
-            self.rows.free_slots.append(request.req_pool_idx)
+            self.end(self.rng.choice(self.running), is_insert=self.rng.random() < 0.85)
+
+    def end(self, request: Request, *, is_insert: bool = True) -> None:
+        self.running.remove(request)
+        self.cache.cache_finished_req(request, is_insert=is_insert)
+        self.rows.free_slots.append(request.req_pool_idx)
 
     def press(self) -> None:
-        options = {node.id: self.cache.gpu_ops.options_of(node) for node in self.cache.nodes.values()}
+        options = {node.id: self.cache.parts.view.options_of(node) for node in self.cache.nodes.values()}
         candidates = [node_id for node_id, found in options.items() if len(found) > 1]
         if candidates:
             node_id = self.rng.choice(candidates)
-            self.cache.moves.compress(node_id, self.rng.choice(options[node_id][:-1]).form)
+            self.cache.parts.moves.compress(node_id, self.rng.choice(options[node_id][:-1]).form)
             self.num_pressed += 1
 
     def evict(self) -> None:
-        self.cache.free_slots(self.rng.randrange(1, 120))
+        self.cache.parts.eviction.free_slots(self.rng.randrange(1, 120))
 
     # ---- the oracle
 
@@ -301,10 +332,23 @@ class Walk:
         for request in self.running:
             self.verify(request)
         for node in self.cache.nodes.values():
-            assert 0 <= len(node.kv.queued_hits) < node.kv.num_hits, (
-                "a queued hit is no hit of its own, or was taken back twice"
-            )
+            assert 0 <= len(node.kv.queued_hits) < node.kv.num_hits, "a queued hit is its own, and taken back once"
         assert len(self.cache.queued_hits) == len(self.waiting)
+
+    def check_rows(self) -> None:
+        """Every node holds what was computed for its tokens."""
+        for node in iter_nodes(self.cache.root_node):
+            if node.value is None:
+                continue
+            tokens = tokens_to(node)
+            hashes = torch.tensor(path_hashes(tokens, self.adapter_of(node.key.extra_key)), dtype=torch.float32)
+            every = torch.arange(start_of(node), len(tokens)).expand(LAYERS, HEADS, -1)
+            positions = every if node.kv.layout is None else node.kv.layout.positions.long()
+            for layer in range(LAYERS):
+                for head in range(HEADS):
+                    keys = self.pool.k_buffer[layer][slots_of(node), head]
+                    at = positions[layer, head]
+                    assert torch.equal(keys[:, 1].long(), at) and torch.equal(keys[:, 0], hashes[at]), node.id
 
     def moves(self) -> dict[Callable[[], None], float]:
         """Next moves, with weights."""
@@ -328,9 +372,14 @@ class Walk:
         self.end_all()
         self.check()
         assert len(self.cache.queued_hits) == 0 and not any(node.kv.queued_hits for node in self.cache.nodes.values())
-        self.cache.free_slots(self.allocator.size)
+        self.cache.parts.eviction.free_slots(self.allocator.size)
         self.check()
         assert self.allocator.available_size() == self.allocator.size
+
+
+@pytest.fixture
+def walk() -> Walk:
+    return Walk(0, 1)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -338,7 +387,7 @@ class Walk:
 def test_random_walk_keeps_every_invariant(seed: int, page_size: int) -> None:
     walk = Walk(seed, page_size)
     walk.run(150)
-    assert walk.cache.controller.num_dropped > 0 and walk.num_pressed > 0
+    assert walk.cache.parts.controller.num_dropped > 0 and walk.num_pressed > 0
 
 
 def test_stats_tell_the_utility_lost_as_the_journal_does_where_the_policy_weighs_it() -> None:
@@ -357,70 +406,65 @@ def test_stats_tell_the_utility_lost_as_the_journal_does_where_the_policy_weighs
 
 def finished(walk: Walk, tokens: list[int], extra_key: str | None = None) -> None:
     request = Request("x", list(tokens), len(tokens), extra_key)
-    match = walk.cache.match_prefix(
-        MatchPrefixParams(key=RadixKey(array("q", tokens), extra_key, limit=len(tokens) - 1), req=request)
-    )
-    request.prefix_indices, request.last_node = match.device_indices, match.last_device_node
-    request.cache_protected_len = len(match.device_indices)
+    walk.look_up(request)
     walk.cache.inc_lock_ref(request.last_node)
     assert walk.extend(request, len(tokens))
-    walk.running.remove(request)
-    walk.cache.cache_finished_req(request)
-    walk.rows.free_slots.append(request.req_pool_idx)
+    walk.end(request)
+
+
+def served(walk: Walk, num_tokens: int) -> list[int]:
+    """A context that nobody knew, after a request for it."""
+    tokens = [walk.rng.randrange(50) for _ in range(num_tokens)]
+    finished(walk, tokens)
+    return tokens
 
 
 def nodes_of(walk: Walk) -> list[object]:
     return list(walk.cache.nodes.values())
 
 
-def test_short_partial_match_falls_back_to_the_parent_and_its_recomputed_kv_upgrades_the_node() -> None:
-    walk = Walk(0, 1)
-    tokens = [walk.rng.randrange(50) for _ in range(100)]
-    finished(walk, tokens)
+def test_short_partial_match_falls_back_to_the_parent_and_its_recomputed_kv_upgrades_the_node(walk: Walk) -> None:
+    tokens = served(walk, 100)
     (node,) = nodes_of(walk)
-    walk.cache.moves.compress(node.id, Form("streaming", 0.2))  # keeps 4 sinks and the last 16
-    match = walk.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", [*tokens[:60], 58]))))
-    assert len(match.device_indices) == 0 and len(nodes_of(walk)) == 1  # 4 slots for 60 tokens: nothing is split
+    walk.cache.parts.moves.compress(node.id, Form("streaming", 0.2))  # keeps 4 sinks and the last 16
+    assert walk.match([*tokens[:60], 58]) == 0 and len(nodes_of(walk)) == 1  # 4 slots for 60 tokens: nothing is split
     finished(walk, [*tokens[:60], 58])
     upper = next(node for node in nodes_of(walk) if node.parent is walk.cache.root_node)
     assert len(upper.key) == 60 and num_slots(upper) == 60 and not is_lossy(upper)
-    walk.check()
 
 
 def skewed(walk: Walk, num_tokens: int) -> list[int]:
     """A cached context whose first head has its smallest keys, those knorm keeps, all at the end."""
-    tokens = [walk.rng.randrange(50) for _ in range(num_tokens)]
-    finished(walk, tokens)
+    tokens = served(walk, num_tokens)
+    walk.is_sound = False
     (node,) = nodes_of(walk)
     for layer in range(LAYERS):
         walk.pool.k_buffer[layer][node.value, 0] = 1.0 / (1 + torch.arange(num_tokens))[:, None].expand(-1, DIM)
     return tokens
 
 
-def test_a_split_loses_nothing_on_the_original_path() -> None:
-    walk = Walk(0, 1)
+def test_a_split_loses_nothing_on_the_original_path(walk: Walk) -> None:
     tokens = skewed(walk, 200)
     (node,) = nodes_of(walk)
-    walk.cache.moves.compress(node.id, Form("knorm", 0.2))
+    walk.cache.parts.moves.compress(node.id, Form("knorm", 0.2))
     walk.cache.inc_lock_ref(node)  # a request runs on it, so nothing of it can be replaced
-    assert len(walk.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens)))).device_indices) == 200
+    assert walk.match(tokens) == 200
     other = [*tokens[:150], 58, 57]
-    assert len(walk.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", other)))).device_indices) == 0
+    assert walk.match(other) == 0
     finished(walk, other)  # splits it at 150, where far too few slots lie before
     assert node.parent is not walk.cache.root_node
-    assert len(walk.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens)))).device_indices) == 200
+    assert walk.match(tokens) == 200
     walk.cache.dec_lock_ref(node)
 
 
-def test_a_lossy_node_only_ever_gets_smaller_forms_and_counts_as_what_it_holds() -> None:
-    walk = Walk(0, 1)
+def test_a_lossy_node_only_ever_gets_smaller_forms_and_counts_as_what_it_holds(walk: Walk) -> None:
     tokens = skewed(walk, 200)
     (node,) = nodes_of(walk)
-    walk.cache.moves.compress(node.id, Form("knorm", 0.5))
+    walk.cache.parts.moves.compress(node.id, Form("knorm", 0.5))
     walk.cache._split_node(node.key, node, 100)
-    stats = {each.id: walk.cache.stats_of(each) for each in nodes_of(walk)}
+    stats = {each.id: walk.cache.parts.view.stats_of(each) for each in nodes_of(walk)}
     for each in nodes_of(walk):
-        kept = [option.form.kept_fraction for option in walk.cache.gpu_ops.options_of(each) if option.form]
+        kept = [option.form.kept_fraction for option in walk.cache.parts.view.options_of(each) if option.form]
         assert all(fraction < 0.5 for fraction in kept)
         held = Form("knorm", min(0.5, num_slots(each) / len(each.key)))
         assert stats[each.id].quality == Curves.from_json(CURVES).quality(held)
@@ -428,66 +472,56 @@ def test_a_lossy_node_only_ever_gets_smaller_forms_and_counts_as_what_it_holds()
     assert len(tokens) == sum(each.num_tokens for each in stats.values())
 
 
-def test_what_an_upgraded_node_holds_again_leaves_the_nodes_below_it() -> None:
-    walk = Walk(0, 1)
+def test_what_an_upgraded_node_holds_again_leaves_the_nodes_below_it(walk: Walk) -> None:
     walk.cache.config = replace(walk.cache.config, min_match_kept=1.0)
-    tokens = [walk.rng.randrange(50) for _ in range(100)]
-    finished(walk, tokens)
+    tokens = served(walk, 100)
     (node,) = nodes_of(walk)
-    walk.cache.moves.compress(node.id, Form("random", 0.5))
-    finished(
-        walk, [*tokens[:20], 58]
-    )  # too few slots for 20 tokens: computed anew, and put in the place of the split's upper part
+    walk.cache.parts.moves.compress(node.id, Form("random", 0.5))
+    finished(walk, [*tokens[:20], 58])  # too few slots for 20 tokens: computed anew, in the split's upper part
     upper = node.parent
     assert num_slots(upper) == len(upper.key) == 20
     assert int(node.kv.layout.positions.min()) >= 20
     walk.check()
     request = Request("y", [*tokens, 59], 101, None)
-    match = walk.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens)), req=request))
+    match = walk.look_up(request)
     held = walk.pool.k_buffer[0][request.evicpress.slots][:, 0, 1].tolist()
     assert len(match.device_indices) in (20, 100) and len(set(held)) == len(held)
 
 
-def test_kv_computed_on_a_lossy_prefix_is_marked_and_an_exact_copy_replaces_it() -> None:
-    walk = Walk(0, 1)
-    tokens = [walk.rng.randrange(50) for _ in range(80)]
-    finished(walk, tokens)
+def test_kv_computed_on_a_lossy_prefix_is_marked_and_an_exact_copy_replaces_it(walk: Walk) -> None:
+    tokens = served(walk, 80)
     (node,) = nodes_of(walk)
-    walk.cache.moves.compress(node.id, Form("random", 0.5))
+    walk.cache.parts.moves.compress(node.id, Form("random", 0.5))
     longer = [*tokens, *range(50, 60)]
     finished(walk, longer)
     child = next(each for each in nodes_of(walk) if each.parent is node)
     assert child.kv.is_lossy_prefix and child.kv.form.is_exact
-    walk.cache.removal.drop(child.id)
-    walk.cache.removal.drop(node.id)
+    walk.tiers.removal.drop(child.id)
+    walk.tiers.removal.drop(node.id)
     finished(walk, longer)
     assert not any(is_lossy(each) for each in nodes_of(walk))
 
 
-def test_namespaces_never_share() -> None:
-    walk = Walk(0, 1)
-    tokens = [walk.rng.randrange(50) for _ in range(40)]
-    finished(walk, tokens)
-    match = walk.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens), "lora-a")))
-    assert len(match.device_indices) == 0
+def test_namespaces_never_share(walk: Walk) -> None:
+    tokens = served(walk, 40)
+    assert walk.match(tokens, "lora-a") == 0
 
 
-def test_a_locked_node_is_neither_compressed_nor_dropped() -> None:
-    walk = Walk(0, 1)
-    finished(walk, [walk.rng.randrange(50) for _ in range(80)])
+def test_a_locked_node_is_neither_compressed_nor_dropped(walk: Walk) -> None:
+    served(walk, 80)
     (node,) = nodes_of(walk)
     walk.cache.inc_lock_ref(node)
-    assert walk.cache.gpu_ops.options_of(node) == ()
+    assert walk.cache.parts.view.options_of(node) == ()
     with pytest.raises(RuntimeError, match="cannot be brought to"):
-        walk.cache.moves.compress(node.id, FORMS[0])
+        walk.cache.parts.moves.compress(node.id, FORMS[0])
     with pytest.raises(RuntimeError, match="locked or has children"):
-        walk.cache.removal.drop(node.id)
-    assert walk.cache.free_slots(10) == 0
+        walk.tiers.removal.drop(node.id)
+    assert walk.cache.parts.eviction.free_slots(10) == 0
 
 
-def test_check_integrity_sees_a_slot_with_two_owners_and_a_lost_one() -> None:
-    walk = Walk(0, 1)
-    finished(walk, [walk.rng.randrange(50) for _ in range(80)])
+def test_check_integrity_sees_a_slot_with_two_owners_and_a_lost_one(walk: Walk) -> None:
+    walk.is_sound = False
+    served(walk, 80)
     (node,) = nodes_of(walk)
     node.value[3] = node.value[4]
     assert not walk.cache.inspector.check_integrity()["ok"]
@@ -508,15 +542,13 @@ def unmatched(walk: Walk, num_tokens: int = 20) -> Request:
     return request
 
 
-def test_a_request_that_was_never_matched_is_adopted_with_an_empty_prefix() -> None:
-    walk = Walk(0, 1)
-    view = walk.cache.adopt(unmatched(walk))
+def test_a_request_that_was_never_matched_is_adopted_with_an_empty_prefix(walk: Walk) -> None:
+    view = walk.cache.views.adopt(unmatched(walk))
     assert (len(view.slots), view.holes, view.is_lossy) == (0, 0, False)
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_request_that_was_never_matched_hands_in_what_it_computed(chunked: bool) -> None:
-    walk = Walk(0, 1)
+def test_a_request_that_was_never_matched_hands_in_what_it_computed(walk: Walk, chunked: bool) -> None:
     request = unmatched(walk)
     walk.cache.cache_unfinished_req(request, chunked=chunked)
     (node,) = nodes_of(walk)
@@ -524,21 +556,17 @@ def test_a_request_that_was_never_matched_hands_in_what_it_computed(chunked: boo
     walk.check()
     walk.finish()
     assert node.lock_ref == 0
-    walk.check()
 
 
 @pytest.mark.parametrize("is_insert", [False, True])
-def test_a_request_that_was_never_matched_ends(is_insert: bool) -> None:
-    walk = Walk(0, 1)
+def test_a_request_that_was_never_matched_ends(walk: Walk, is_insert: bool) -> None:
     request = unmatched(walk)
     walk.running.clear()
     walk.cache.cache_finished_req(request, is_insert=is_insert)
     assert sum(map(num_slots, nodes_of(walk))) == 20 * is_insert
-    walk.check()
 
 
-def test_a_request_that_was_never_matched_is_looked_into() -> None:
-    walk = Walk(0, 1)
+def test_a_request_that_was_never_matched_is_looked_into(walk: Walk) -> None:
     unmatched(walk)
     assert walk.cache.inspector.describe_stats()["in_flight_slots"] == 20
     assert walk.cache.inspector.check_integrity()["ok"]
@@ -560,37 +588,33 @@ def hits_of(walk: Walk) -> dict[int, tuple[float, int]]:
 def waiting(walk: Walk, tokens: list[int]) -> Request:
     walk.count += 1
     request = Request(f"w{walk.count}", list(tokens), len(tokens), None)
-    walk.cache.on_queued(request)
+    walk.cache.parts.admission.on_queued(request)
     return request
 
 
 def ran(walk: Walk, request: Request) -> None:
     """The scheduler matches the request, locks its prefix and adopts it; then it ends without giving anything back."""
-    match = walk.cache.match_prefix(
-        MatchPrefixParams(key=RadixKey(array("q", request.tokens), None, limit=len(request.tokens) - 1), req=request)
-    )
-    request.prefix_indices, request.last_node = match.device_indices, match.last_device_node
-    walk.cache.adopt(request)
-    walk.cache.adopt(request)  # as for the next chunk: counted already
+    walk.look_up(request)
+    walk.cache.views.adopt(request)
+    walk.cache.views.adopt(request)  # as for the next chunk: counted already
 
 
-def test_a_waiting_request_counts_at_once_and_only_once() -> None:
-    walk = Walk(0, 1)
-    tokens = [walk.rng.randrange(50) for _ in range(100)]
-    finished(walk, tokens)
+def test_a_waiting_request_counts_at_once_and_only_once(walk: Walk) -> None:
+    tokens = served(walk, 100)
     assert hits_of(walk) == {100: (1.0, 1)}
     request = waiting(walk, [*tokens, 59])
-    assert hits_of(walk) == {100: (2.0, 2)} and walk.cache.planner.index.candidates[nodes_of(walk)[0].id].weight == 2.0
+    assert (
+        hits_of(walk) == {100: (2.0, 2)}
+        and walk.cache.policy.planner.index.candidates[nodes_of(walk)[0].id].weight == 2.0
+    )
     ran(walk, request)
     assert hits_of(walk) == {100: (2.0, 2)} and len(walk.cache.queued_hits) == 0
     ran(walk, Request("never waited", [*tokens, 58], 101, None))
     assert hits_of(walk) == {100: (3.0, 3)}
 
 
-def test_a_request_that_leaves_the_queue_takes_its_hit_with_it() -> None:
-    walk = Walk(0, 1)
-    tokens = [walk.rng.randrange(50) for _ in range(100)]
-    finished(walk, tokens)
+def test_a_request_that_leaves_the_queue_takes_its_hit_with_it(walk: Walk) -> None:
+    tokens = served(walk, 100)
     first, second = waiting(walk, [*tokens, 59]), waiting(walk, [*tokens, 58])
     walk.cache._split_node(nodes_of(walk)[0].key, nodes_of(walk)[0], 40)  # meanwhile another request parts the node
     assert hits_of(walk) == {40: (3.0, 3), 100: (3.0, 3)}
@@ -600,111 +624,99 @@ def test_a_request_that_leaves_the_queue_takes_its_hit_with_it() -> None:
     ran(walk, second)
     assert hits_of(walk) == {40: (2.0, 2), 100: (2.0, 2)}
     walk.cache.queued_hits.release(first)  # twice is once
-    walk.check()
 
 
-def test_what_a_waiting_request_turns_out_not_to_use_loses_the_hit() -> None:
-    walk = Walk(0, 1)
-    tokens = [walk.rng.randrange(50) for _ in range(100)]
-    finished(walk, tokens)
+def test_what_a_waiting_request_turns_out_not_to_use_loses_the_hit(walk: Walk) -> None:
+    tokens = served(walk, 100)
     request = waiting(walk, [*tokens[:40], 59])  # only a part of the node, which is not split for it
     assert hits_of(walk) == {100: (2.0, 2)}
     ran(walk, request)
     assert hits_of(walk) == {40: (2.0, 2), 100: (1.0, 1)}
-    walk.check()
 
 
-def test_a_claim_survives_that_its_node_is_dropped_or_all_are_flushed() -> None:
-    walk = Walk(0, 1)
-    tokens = [walk.rng.randrange(50) for _ in range(100)]
-    finished(walk, tokens)
+def test_a_claim_survives_that_its_node_is_dropped_or_all_are_flushed(walk: Walk) -> None:
+    tokens = served(walk, 100)
     first, second = waiting(walk, [*tokens, 59]), waiting(walk, [*tokens, 58])
-    walk.cache.removal.drop(nodes_of(walk)[0].id)
+    walk.tiers.removal.drop(nodes_of(walk)[0].id)
     finished(walk, tokens)
     ran(walk, first)
     assert hits_of(walk) == {100: (2.0, 2)}
     third = waiting(walk, [*tokens, 57])
     walk.cache.reset()
-    assert len(walk.cache.queued_hits) == 2 and walk.cache.planner.index.candidates == {}
+    assert len(walk.cache.queued_hits) == 2 and walk.cache.policy.planner.index.candidates == {}
     ran(walk, second)
     walk.cache.queued_hits.release(third)
     assert len(walk.cache.queued_hits) == 0
+    walk.is_sound = False  # it was reset without its pools
 
 
 def test_a_waiting_request_saves_its_prefix_from_being_the_victim() -> None:
     for waits, dropped in ((False, "old"), (True, "new")):
-        walk = Walk(0, 1)
-        walk.cache.config = replace(walk.cache.config, min_compress_tokens=1000)  # nothing is compressed
+        walk = Walk(0, 1, min_compress_tokens=1000)  # nothing is compressed
+        walk.is_sound = False
         old, new = ([walk.rng.randrange(50) for _ in range(60)] for _ in range(2))
         finished(walk, old)
         finished(walk, new)
         if waits:
             waiting(walk, [*old, 59])
-        walk.cache.free_slots(1)
+        walk.cache.parts.eviction.free_slots(1)
         (left,) = nodes_of(walk)
         assert (left.key.token_ids[0] == (new if dropped == "old" else old)[0]) and left.key.token_ids[1:4] == array(
             "q", (new if dropped == "old" else old)[1:4]
         )
 
 
-def test_hits_fade_by_the_stamped_clock_which_never_goes_back() -> None:
-    walk = Walk(0, 1)
-    cost = walk.cache.costs.prefill
-    half_life = walk.cache.clock.half_life_s
-    walk.cache.advance(1e6, costs_of(cost))
+def test_hits_fade_by_the_stamped_clock_which_never_goes_back(walk: Walk) -> None:
+    cost = walk.cache.terms.costs.prefill
+    half_life = walk.cache.terms.clock.half_life_s
+    walk.cache.terms.advance(1e6, costs_of(cost))
     first = [walk.rng.randrange(50) for _ in range(60)]
     finished(walk, first)
-    walk.cache.advance(1e6 + half_life, costs_of(cost))
-    walk.cache.advance(5.0, costs_of(cost))  # a stamp from the past
-    assert walk.cache.now_s == half_life
+    walk.cache.terms.advance(1e6 + half_life, costs_of(cost))
+    walk.cache.terms.advance(5.0, costs_of(cost))  # a stamp from the past
+    assert walk.cache.terms.now_s == half_life
     finished(walk, [55, *first])
     assert sorted(hits_of(walk).values()) == [(1.0, 1), (2.0, 1)]
     request = waiting(walk, [*first, 59])
-    walk.cache.advance(1e6 + 600 * half_life, costs_of(cost))  # so far that the epoch moves
-    assert walk.cache.clock.epoch_s == 600 * half_life
+    walk.cache.terms.advance(1e6 + 600 * half_life, costs_of(cost))  # so far that the epoch moves
+    assert walk.cache.terms.clock.epoch_s == 600 * half_life
     walk.cache.queued_hits.release(request)
     assert [hits for _, hits in hits_of(walk).values()] == [1, 1]
     finished(walk, [56, *first])
     assert max(weight for weight, _ in hits_of(walk).values()) == 1.0
-    walk.check()
 
 
-def test_recomputing_weighs_as_many_times_as_requests_wait_for_it() -> None:
-    walk = Walk(0, 1)
-    cost = walk.cache.costs.prefill
-    assert walk.cache.host is None and walk.cache.recompute_weight == 1.0
+def test_recomputing_weighs_as_many_times_as_requests_wait_for_it(walk: Walk) -> None:
+    cost = walk.cache.terms.costs.prefill
+    assert walk.cache.host is None and walk.cache.terms.recompute_weight == 1.0
     for number, (congestion, weight) in enumerate([(1.0, 1.0), (4.0, 4.0), (1.0, 1.0)], start=1):
-        walk.cache.advance(1000.0 * number, costs_of(cost), congestion)
-        seen = walk.cache.planner.policy.costs.prefill
+        walk.cache.terms.advance(1000.0 * number, costs_of(cost), congestion)
+        seen = walk.cache.policy.planner.policy.costs.prefill
         assert seen.per_token_s == pytest.approx(weight * cost.per_token_s)
-        assert walk.cache.costs.prefill == cost
+        assert walk.cache.terms.costs.prefill == cost
         assert walk.cache.inspector.describe_stats()["costs"]["recompute_weight"] == weight
         walk.check()
 
 
-def test_the_half_life_is_learned_from_reuse_and_weights_follow() -> None:
-    walk = Walk(0, 1)
-    cost, clock = walk.cache.costs.prefill, walk.cache.clock
-    tokens = [walk.rng.randrange(50) for _ in range(60)]
-    finished(walk, tokens)
+def test_the_half_life_is_learned_from_reuse_and_weights_follow(walk: Walk) -> None:
+    cost, clock = walk.cache.terms.costs.prefill, walk.cache.terms.clock
+    tokens = served(walk, 60)
     before = clock.half_life_s
     for index in range(70):
-        walk.cache.advance(10.0 * index, costs_of(cost))
+        walk.cache.terms.advance(10.0 * index, costs_of(cost))
         ran(walk, waiting(walk, [*tokens, 59]))
         walk.check()
     assert clock.is_learned and clock.half_life_s == 15.0 != before
-    assert walk.cache.planner.index.candidates[nodes_of(walk)[0].id].weight == hits_of(walk)[60][0]
+    assert walk.cache.policy.planner.index.candidates[nodes_of(walk)[0].id].weight == hits_of(walk)[60][0]
     assert walk.cache.inspector.describe_stats()["half_life_s"] == 15.0
 
 
-def test_the_half_life_is_that_between_bursts_not_within_them() -> None:
-    walk = Walk(0, 1)
-    cost, clock = walk.cache.costs.prefill, walk.cache.clock
-    tokens = [walk.rng.randrange(50) for _ in range(60)]
-    finished(walk, tokens)
+def test_the_half_life_is_that_between_bursts_not_within_them(walk: Walk) -> None:
+    cost, clock = walk.cache.terms.costs.prefill, walk.cache.terms.clock
+    tokens = served(walk, 60)
     (node,) = nodes_of(walk)
     for index in range(1, 40):
-        walk.cache.advance(10.0 * index, costs_of(cost))
+        walk.cache.terms.advance(10.0 * index, costs_of(cost))
         burst = [waiting(walk, [*tokens, 59]) for _ in range(4)]  # while one waits already
         ran(walk, burst.pop())
         walk.cache.inc_lock_ref(node)
@@ -712,14 +724,12 @@ def test_the_half_life_is_that_between_bursts_not_within_them() -> None:
         for request in burst:
             ran(walk, request)
         walk.cache.dec_lock_ref(node)
-    walk.cache.advance(400.0, costs_of(cost))
+    walk.cache.terms.advance(400.0, costs_of(cost))
     assert clock.half_life_s == 15.0
 
 
-def test_a_node_below_another_shares_its_expected_reuse_with_its_siblings() -> None:
-    walk = Walk(0, 1)
-    tokens = [walk.rng.randrange(50) for _ in range(60)]
-    finished(walk, tokens)
+def test_a_node_below_another_shares_its_expected_reuse_with_its_siblings(walk: Walk) -> None:
+    tokens = served(walk, 60)
     for _ in range(5):
         ran(walk, waiting(walk, [*tokens, 59]))
     finished(walk, [*tokens, 57, 57, 57])
@@ -727,46 +737,48 @@ def test_a_node_below_another_shares_its_expected_reuse_with_its_siblings() -> N
     assert hits_of(walk) == {60: (8.0, 8), 63: (7.0, 1), 62: (4.0, 1)}
 
 
-def test_costs_that_drift_reach_the_policy_and_small_changes_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    walk = Walk(0, 1)
-    walk.cache.advance(0.0, costs_of(PrefillCost(0.0, 1.05e-4, 0.0)))
-    assert walk.cache.costs.prefill.per_token_s == 1e-4
-    walk.cache.advance(20.0, costs_of(PrefillCost(0.0, 5e-4, 0.0)))
-    assert walk.cache.costs.prefill.per_token_s == walk.cache.planner.policy.costs.prefill.per_token_s == 5e-4
-    walk.cache.advance(21.0, costs_of(PrefillCost(0.0, 9e-4, 0.0)))
-    assert walk.cache.costs.prefill.per_token_s == 5e-4  # not so soon again
-    walk.cache.advance(40.0, costs_of(PrefillCost(0.0, 9e-4, 0.0)))
-    assert walk.cache.costs.prefill.per_token_s == 9e-4
+def test_costs_that_drift_reach_the_policy_and_small_changes_do_not(
+    walk: Walk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walk.cache.terms.advance(0.0, costs_of(PrefillCost(0.0, 1.05e-4, 0.0)))
+    assert walk.cache.terms.costs.prefill.per_token_s == 1e-4
+    walk.cache.terms.advance(20.0, costs_of(PrefillCost(0.0, 5e-4, 0.0)))
+    assert (
+        walk.cache.terms.costs.prefill.per_token_s == walk.cache.policy.planner.policy.costs.prefill.per_token_s == 5e-4
+    )
+    walk.cache.terms.advance(21.0, costs_of(PrefillCost(0.0, 9e-4, 0.0)))
+    assert walk.cache.terms.costs.prefill.per_token_s == 5e-4  # not so soon again
+    walk.cache.terms.advance(40.0, costs_of(PrefillCost(0.0, 9e-4, 0.0)))
+    assert walk.cache.terms.costs.prefill.per_token_s == 9e-4
     for now_s, given, expected in ((40.9, 4e-4, 9e-4), (41.1, 5e-4, 9e-4), (41.1, 4e-4, 4e-4), (42.2, 9e-4, 9e-4)):
-        walk.cache.advance(now_s, costs_of(PrefillCost(0.0, given, 0.0)))  # soon where it doubled or halved
-        assert walk.cache.costs.prefill.per_token_s == expected
-    monkeypatch.setattr(policy_sync, "REFRESH_S_PER_NODE", 30.0)  # as if there were thirty thousand times as many
-    finished(walk, [walk.rng.randrange(50) for _ in range(60)])
+        walk.cache.terms.advance(now_s, costs_of(PrefillCost(0.0, given, 0.0)))  # soon where it doubled or halved
+        assert walk.cache.terms.costs.prefill.per_token_s == expected
+    monkeypatch.setattr(policy_terms, "REFRESH_S_PER_NODE", 30.0)  # as if there were thirty thousand times as many
+    served(walk, 60)
     for now_s, expected in ((44.0, 9e-4), (46.0, 2e-4)):
-        walk.cache.advance(now_s, costs_of(PrefillCost(0.0, 2e-4, 0.0)))
-        assert walk.cache.costs.prefill.per_token_s == expected
+        walk.cache.terms.advance(now_s, costs_of(PrefillCost(0.0, 2e-4, 0.0)))
+        assert walk.cache.terms.costs.prefill.per_token_s == expected
 
 
-def test_check_integrity_sees_a_book_that_is_out_of_step() -> None:
-    walk = Walk(0, 1)
-    finished(walk, [walk.rng.randrange(50) for _ in range(80)])
+def test_check_integrity_sees_a_book_that_is_out_of_step(walk: Walk) -> None:
+    walk.is_sound = False
+    served(walk, 80)
     (node,) = nodes_of(walk)
-    record = walk.cache.planner.index.candidates[node.id]
+    record = walk.cache.policy.planner.index.candidates[node.id]
     for name, wrong in (("num_bytes", 1), ("is_locked", True), ("weight", 9.0), ("parent_id", 77), ("tier", Tier.HOST)):
         right = getattr(record, name)
         setattr(record, name, wrong)
         assert any("policy's index" in text for text in walk.cache.inspector.check_integrity()["violations"]), name
         setattr(record, name, right)
     walk.check()
-    del walk.cache.planner.index.candidates[node.id]
+    del walk.cache.policy.planner.index.candidates[node.id]
     assert any("not in the policy's index" in text for text in walk.cache.inspector.check_integrity()["violations"])
 
 
-def test_decisions_are_journalled_with_what_they_rest_on() -> None:
-    walk = Walk(0, 1)
-    finished(walk, [walk.rng.randrange(50) for _ in range(100)])
-    walk.cache.free_slots(10)
-    walk.cache.free_slots(SLOTS)
+def test_decisions_are_journalled_with_what_they_rest_on(walk: Walk) -> None:
+    served(walk, 100)
+    walk.cache.parts.eviction.free_slots(10)
+    walk.cache.parts.eviction.free_slots(SLOTS)
     journal = walk.cache.inspector.read_journal(0, 100)
     numbers = [entry["number"] for entry in journal["entries"]]
     assert numbers == list(range(1, len(numbers) + 1)) and journal["num_lost"] == 0
@@ -788,10 +800,12 @@ def test_ranks_that_get_the_same_stamps_decide_alike_whatever_they_measure(monke
         monkeypatch.setattr(TreeNode, "counter", 0)  # a process of its own
         walk = Walk(11, 1)
         for _ in range(20):
-            walk.cache.cost_model.observe_prefill([(100, 0)], 1.0 + 99.0 * rank)
+            walk.cache.terms.cost_model.observe_prefill([(100, 0)], 1.0 + 99.0 * rank)
         monkeypatch.setattr(time, "monotonic", lambda rank=rank: 1e6 * rank)
         walk.run(150)
-        assert walk.cache.cost_model.costs.prefill.seconds(100, 0) == pytest.approx(1.0 + 99.0 * rank, rel=0.1)
-        seen.append((walk.cache.inspector.read_journal(0, 10_000), walk.cache.costs, walk.cache.clock.half_life_s))
+        assert walk.cache.terms.cost_model.costs.prefill.seconds(100, 0) == pytest.approx(1.0 + 99.0 * rank, rel=0.1)
+        seen.append(
+            (walk.cache.inspector.read_journal(0, 10_000), walk.cache.terms.costs, walk.cache.terms.clock.half_life_s)
+        )
     assert seen[0] == seen[1]
     assert seen[0][0]["num_decisions"] > 20

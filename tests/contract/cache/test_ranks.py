@@ -127,7 +127,9 @@ def test_one_rank_without_memory_makes_all_drop_the_node(
 
     def press(walk: ShadowWalk) -> Callable[[], int]:
         first, second = nodes_of(walk)
-        return lambda: walk.cache.moves.compress(first.id, HALF) + 1000 * walk.cache.moves.compress(second.id, HALF)
+        return lambda: (
+            walk.cache.parts.moves.compress(first.id, HALF) + 1000 * walk.cache.parts.moves.compress(second.id, HALF)
+        )
 
     freed = ranks.run(*map(press, walks))
     assert freed == [128 + 64_000] * 2
@@ -146,7 +148,7 @@ def test_a_plan_takes_one_collective_and_leaves_ranks_alike(
             finished(walk, [first, *range(1, 64)])
     if is_short:
         fail_at(monkeypatch, ranks, "select")
-    freed = ranks.run(*(lambda walk=walk: walk.cache.free_slots(96) for walk in walks))
+    freed = ranks.run(*(lambda walk=walk: walk.cache.parts.eviction.free_slots(96) for walk in walks))
     assert freed == [64 + 2 * 32 if is_short else 3 * 32] * 2
     assert ranks.num_meetings == 1
     assert state_of(walks[0]) == state_of(walks[1])
@@ -157,6 +159,7 @@ def test_what_else_fails_on_one_rank_ends_all(ranks: Ranks, monkeypatch: pytest.
     """The rank cannot know whether the others went on: it must not."""
     walks = of_ranks(ranks, lambda: ShadowWalk(0, 1, "knorm@0.5+lru"))
     for walk in walks:
+        walk.is_sound = False
         finished(walk, list(range(128)))
     select = compressor.select
     broken = RuntimeError("a kernel is broken")
@@ -167,7 +170,7 @@ def test_what_else_fails_on_one_rank_ends_all(ranks: Ranks, monkeypatch: pytest.
         return select(*given)
 
     monkeypatch.setattr(compressor, "select", fail)
-    raised = ranks.run(*(lambda walk=walk: walk.cache.free_slots(64) for walk in walks))
+    raised = ranks.run(*(lambda walk=walk: walk.cache.parts.eviction.free_slots(64) for walk in walks))
     assert all(isinstance(error, RuntimeError) and "a rank failed" in str(error) for error in raised), raised
     assert raised[1].__cause__ is broken
 
@@ -178,13 +181,13 @@ def test_one_rank_without_memory_to_trim_makes_all_drop_the_node(ranks: Ranks, m
     def replace(walk: ShadowWalk, rank: int) -> Callable[[], None]:
         def run() -> None:
             (node,) = nodes_of(walk)
-            walk.cache.moves.compress(node.id, Form("random", 0.2))
+            walk.cache.parts.moves.compress(node.id, Form("random", 0.2))
             upper = walk.cache._split_node(node.key, node, 100)
             if rank == 1:
                 monkeypatch.setattr(compressor, "select_survivors", fail)
             slots = walk.allocator.alloc(100)
             walk.compute(request, 0, 100, slots)
-            walk.cache._replace(upper, slots, False)
+            walk.tiers.fill_replace.replace(upper, slots, False)
 
         request = walk.begin_user(list(range(128)))
         walk.end(request)

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from tests.contract.tiers import test_tiers_model
-from tests.contract.tiers.test_tiers_model import TierWalk
+from tests.contract.tiers.test_tiers_model import Opened, TierWalk
 
 from sglang_evicpress.core import EXACT, Tier
 from sglang_evicpress.tiers.entry.copies import Copy, HostEntry
@@ -18,7 +17,6 @@ from sglang_evicpress.tiers.ssd.index import Ref
 from sglang_evicpress.tiers.ssd.tier import SsdTier
 
 pytestmark = pytest.mark.sglang
-opened = test_tiers_model.opened
 
 NUM_TOKENS, FEW, MANY = 8, 300, 1200
 
@@ -40,7 +38,7 @@ def calls_of(task: Callable[[], object]) -> int:
 
 
 def entry_bytes(walk: TierWalk) -> int:
-    return NUM_TOKENS * int(walk.cache.menu.slot_bytes)
+    return NUM_TOKENS * int(walk.cache.policy.menu.slot_bytes)
 
 
 def on_ssd(walk: TierWalk, number: int) -> list[object]:
@@ -61,7 +59,7 @@ def on_host_too(walk: TierWalk, node: object) -> None:
 
 
 @pytest.fixture
-def roomy(opened: Callable[..., TierWalk], monkeypatch: pytest.MonkeyPatch) -> Callable[[], TierWalk]:
+def roomy(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> Callable[[], TierWalk]:
     """Makes walks whose SSD lacks just what is asked for."""
 
     def open_one() -> TierWalk:
@@ -87,7 +85,7 @@ def make_room_calls(roomy: Callable[[], TierWalk], number: int, is_on_host: Call
         if is_on_host(index):
             on_host_too(walk, node)
     num_bytes = 4 * entry_bytes(walk)
-    num_calls = calls_of(lambda: walk.cache.ssd_io.make_ssd_room(num_bytes))
+    num_calls = calls_of(lambda: walk.tiers.ssd_io.make_ssd_room(num_bytes))
     assert walk.cache.ssd.store.given_up == num_bytes
     walk.cache.ssd.store.close()
     walk.is_closed = True
@@ -112,9 +110,9 @@ def test_so_many_entries_go_between_two_ticks_and_no_more(roomy: Callable[[], Ti
     gone = []
     for _ in range(2):
         for _ in range(3):  # as often as writes find no room
-            walk.cache.ssd_io.make_ssd_room(10_000 * entry_bytes(walk))
+            walk.tiers.ssd_io.make_ssd_room(10_000 * entry_bytes(walk))
         gone.append(walk.cache.ssd.store.given_up // entry_bytes(walk))
-        walk.cache.ssd_io.begin_round()
+        walk.tiers.ssd_io.begin_round()
     assert 500 <= gone[0] <= 520 and 1000 <= gone[1] <= 1040, gone
     walk.cache.ssd.store.close()
     walk.is_closed = True
@@ -122,7 +120,7 @@ def test_so_many_entries_go_between_two_ticks_and_no_more(roomy: Callable[[], Ti
 
 @pytest.mark.parametrize("num_planned", [0, 100])
 def test_room_on_the_host_costs_no_more_where_there_are_more_spare_copies(
-    opened: Callable[..., TierWalk], monkeypatch: pytest.MonkeyPatch, num_planned: int
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, num_planned: int
 ) -> None:
     counts = []
     for number in (FEW, MANY):
@@ -132,7 +130,7 @@ def test_room_on_the_host_costs_no_more_where_there_are_more_spare_copies(
             node.value = node.key  # as if it were on the GPU
             on_host_too(walk, node)
         if num_planned:
-            walk.cache._plan_to_leave([node.id for node in nodes[:num_planned]])
+            walk.cache.placement.plan_to_leave([node.id for node in nodes[:num_planned]])
         spare, extents = walk.cache.placement._redundant, walk.cache.host.arena.extents
 
         def alloc(self: object, num_bytes: int, spare: object = spare, least: int = number - 3) -> tuple[()] | None:
@@ -140,7 +138,7 @@ def test_room_on_the_host_costs_no_more_where_there_are_more_spare_copies(
 
         monkeypatch.setattr(type(extents), "alloc", alloc)
         monkeypatch.setattr(type(extents), "free_bytes", property(lambda self: 1 << 40))
-        counts.append(calls_of(lambda walk=walk, nodes=nodes: walk.cache.host_room.host_room(64, keep=(nodes[-1].id,))))
+        counts.append(calls_of(lambda walk=walk, nodes=nodes: walk.tiers.host_room.host_room(64, keep=(nodes[-1].id,))))
         assert len(spare) == number - 3 and nodes[-1].id in spare
         walk.cache.ssd.store.close()
         walk.is_closed = True

@@ -214,8 +214,8 @@ def test_adders_of_sglang_keep_their_books_under_the_names_that_are_touched(name
 def scheduler(default: DecodeSettings | None = None) -> Any:
     """With a pool of 512 slots under a model of 4,096 tokens."""
     tree, compressor = SimpleNamespace(page_size=PAGE), SimpleNamespace(sinks=4)
-    passes, records = SimpleNamespace(), BudgetRecords("cpu")
-    budgets = DecodeBudgets(tree, compressor, passes, records, default or DecodeSettings(), "on")
+    records = BudgetRecords("cpu")
+    budgets = DecodeBudgets(tree, compressor, lambda reqs: False, records, default or DecodeSettings(), "on")
     cache = SimpleNamespace(decode_budgets=budgets)
     return SimpleNamespace(
         tree_cache=cache,

@@ -21,11 +21,12 @@ from sglang.srt.managers.tokenizer_manager import SignalHandler, TokenizerManage
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.utils.auth import AuthLevel, _get_auth_level_from_app_and_scope, add_api_key_middleware
 from sglang.utils import TypeBasedDispatcher
+from tests.unit.introspect.fake_cache import FakeCache
 
-from sglang_evicpress.core import Form, Tier
+from sglang_evicpress.core import Form
 from sglang_evicpress.introspect.call_times import CallTimes
 from sglang_evicpress.introspect.operation import MAX_BODY_BYTES, Operation
-from sglang_evicpress.introspect.operations import OPERATIONS, IntrospectionError, Json, NodeBusy, UnknownNode
+from sglang_evicpress.introspect.operations import OPERATIONS, IntrospectionError, Json
 from sglang_evicpress.patches.http import routes
 from sglang_evicpress.patches.http import start as http_start
 from sglang_evicpress.patches.http.access import AccessRules
@@ -43,68 +44,9 @@ from sglang_evicpress.threads import WatchedThread
 pytestmark = pytest.mark.sglang
 
 KEYDIFF = {"form": "keydiff@0.5"}
+TREE = FakeCache().describe_tree()
 OPEN = ("stats", "tiers")  # totals only
 ADMIN_RULES = AccessRules(has_admin_key=True)
-
-
-class FakeCache:
-    """Node 1 can be compressed, node 2 is locked."""
-
-    def __init__(self) -> None:
-        self.scheduler: object = None
-
-    def attach_scheduler(self, scheduler: object) -> None:
-        self.scheduler = scheduler
-
-    def describe_tree(self, after: int = 0, limit: int = 100) -> Json:
-        return {"nodes": [{"id": 1}, {"id": 2}]}
-
-    def describe_node(self, node_id: int, *, positions: bool, tokens: bool, layer: int | None = None) -> Json:
-        if node_id not in (1, 2):
-            raise UnknownNode(node_id)
-        return {"id": node_id, "positions": positions, "tokens": tokens}
-
-    def describe_stats(self) -> Json:
-        raise RuntimeError("no stats today")
-
-    def explain_node(self, node_id: int) -> Json:
-        return {"id": node_id}
-
-    def read_journal(self, since: int, limit: int) -> Json:
-        return {"since": since, "limit": limit}
-
-    def compress_node(self, node_id: int, form: Form, hold_s: float) -> Json:
-        if node_id == 2:
-            raise NodeBusy(node_id)
-        return {"id": node_id, "form": str(form)}
-
-    def check_integrity(self) -> Json:
-        return {"ok": False, "violations": ["slot 7 is owned twice"]}
-
-    def evict_slots(self, num_slots: int) -> Json:
-        return {"freed_slots": num_slots}
-
-    def describe_tiers(self) -> Json:
-        return {"host": {"used_bytes": 0}}
-
-    def flush_tier(self, tier: Tier) -> Json:
-        return {"tier": tier.label}
-
-    def demote_node(self, node_id: int, tier: Tier, hold_s: float) -> Json:
-        if node_id == 2:
-            raise NodeBusy(node_id, change="demoted")
-        return {"id": node_id, "tier": tier.label}
-
-    def attach_ssd(self, folder: str, gb: float, write_gb_per_day: float | None) -> Json:
-        return {"dir": folder, "gb": gb, "write_gb_per_day": write_gb_per_day}
-
-    def detach_ssd(self) -> Json:
-        raise ValueError("there is no SSD tier to detach")
-
-    def describe_requests(
-        self, rid: str | None, *, positions: bool, offset: int = 0, after: int = 0, limit: int = 100
-    ) -> Json:
-        return {"requests": [], "rid": rid, "positions": positions}
 
 
 class FakeScheduler:
@@ -153,6 +95,13 @@ def manager() -> FakeTokenizerManager:
     return FakeTokenizerManager(FakeScheduler(FakeCache()))
 
 
+def client_of(cache: object, *given: Any, headers: Any = None, **options: Any) -> TestClient:
+    """A client of a server of its own, to whose routes the rest is given."""
+    app = FastAPI()
+    add_routes(app, FakeTokenizerManager(FakeScheduler(cache)), *given, **options)
+    return TestClient(app, headers=headers)
+
+
 @pytest.fixture
 def client(manager: FakeTokenizerManager) -> TestClient:
     app = FastAPI()
@@ -193,24 +142,22 @@ def test_fake_tokenizer_manager_has_the_names_of_the_real_one() -> None:
 
 
 def test_answers_come_back_as_json(client: TestClient) -> None:
-    assert client.get("/evicpress/tree").json() == {"nodes": [{"id": 1}, {"id": 2}]}
-    assert client.get("/evicpress/nodes/2?tokens=true").json() == {
-        "id": 2,
-        "positions": False,
-        "tokens": True,
-    }
-    assert client.get("/evicpress/explain/2").json() == {"id": 2}
+    assert client.get("/evicpress/tree").json() == TREE
+    assert client.get("/evicpress/nodes/2?tokens=true").json() == {"id": 2, "form": "exact", "tokens": [7, 8, 9]}
+    assert client.get("/evicpress/explain/2").json() == {"id": 2, "options": []}
     assert client.get("/evicpress/journal?since=3&limit=5").json() == {"since": 3, "limit": 5}
-    assert client.post("/evicpress/nodes/1/compress", json=KEYDIFF).json() == {"id": 1, "form": "keydiff@0.5"}
+    made = client.post("/evicpress/nodes/1/compress", json=KEYDIFF).json()
+    assert made == {"id": 1, "form": "keydiff@0.5", "freed_slots": 5, "hold_s": 60.0}
     assert client.post("/evicpress/evict", json={"num_slots": 4}).json() == {"freed_slots": 4}
-    assert client.get("/evicpress/tiers").json() == {"host": {"used_bytes": 0}}
+    assert client.get("/evicpress/tiers").json() == {"tiers": ["gpu", "host"]}
     shown = client.get("/evicpress/requests?rid=a&positions=true").json()
-    assert shown == {"requests": [], "rid": "a", "positions": True}
+    assert shown == {"rid": "a", "positions": True, "offset": 0, "after": 0, "limit": 100}
     assert client.post("/evicpress/flush?tier=host").json() == {"tier": "host"}
+    demoted = client.post("/evicpress/nodes/1/demote", json={"tier": "ssd"}).json()
+    assert demoted == {"id": 1, "tier": "ssd", "hold_s": 60.0}
+    assert client.post("/evicpress/tiers/ssd", json={"dir": "/kv", "gb": 2}).json() == {"dir": "/kv"}
     assert client.post("/evicpress/flush", json={"tier": "ssd"}).json() == {"tier": "ssd"}
-    assert client.post("/evicpress/nodes/1/demote", json={"tier": "ssd"}).json() == {"id": 1, "tier": "ssd"}
-    attached = client.post("/evicpress/tiers/ssd", json={"dir": "/kv", "gb": 2})
-    assert attached.json() == {"dir": "/kv", "gb": 2.0, "write_gb_per_day": None}
+    assert client.post("/evicpress/check").json() == {"ok": True, "violations": []}
 
 
 class ProfiledCache(FakeCache):
@@ -254,9 +201,7 @@ PROFILE = Profile(bytes(16), 64, {Form("knorm", 0.5): RunningStats(2.0, 0.5, 0.1
 
 
 def profiled_client(path: Path) -> TestClient:
-    app = FastAPI()
-    add_routes(app, FakeTokenizerManager(FakeScheduler(ProfiledCache())), ProfileFile(str(path)))
-    return TestClient(app)
+    return client_of(ProfiledCache(), ProfileFile(str(path)))
 
 
 def test_shadows_and_profiles_are_reached_by_their_paths(tmp_path: Path) -> None:
@@ -291,9 +236,7 @@ def test_a_context_may_be_longer_than_other_bodies(tmp_path: Path) -> None:
 def test_an_operation_with_a_path_is_served_by_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Operation("fake", lambda arguments: lambda cache: {"seen": arguments}, "GET", "/evicpress/fake/{number}")
     monkeypatch.setitem(OPERATIONS, "fake", fake)
-    app = FastAPI()
-    add_routes(app, FakeTokenizerManager(FakeScheduler(FakeCache())), rules=ADMIN_RULES)
-    client = TestClient(app)
+    client = client_of(FakeCache(), rules=ADMIN_RULES)
     assert client.get("/evicpress/fake/7").json() == {"seen": {"number": "7"}}
     assert "GET /evicpress/fake/{number}" in reason_of(client.get("/evicpress/no"))
 
@@ -318,46 +261,27 @@ def test_a_profile_that_cannot_be_saved_is_507(tmp_path: Path) -> None:
     assert reason_of(response).startswith("the profile is used, but was not saved: ")
 
 
-def test_broken_integrity_is_answered_with_200(client: TestClient) -> None:
-    response = client.post("/evicpress/check")
-    assert response.status_code == 200
-    assert response.json() == {"ok": False, "violations": ["slot 7 is owned twice"]}
-
-
 @pytest.mark.parametrize(
     ("method", "path", "body", "status", "words"),
     [
         ("GET", "/evicpress/tree?depth=1", b"", 400, ("'depth'", "accepted are after, limit")),
-        ("GET", "/evicpress/explain/one", b"", 400, ("'one'", "integer")),
-        ("GET", "/evicpress/journal?since=x", b"", 400, ("since", "'x'")),
         ("GET", "/evicpress/nodes/one", b"", 400, ("'one'", "integer")),
-        ("GET", "/evicpress/nodes/1?positions=yes", b"", 400, ("'yes'", "true or false")),
         ("GET", "/evicpress/nodes/1?node_id=2", b"", 400, ("'node_id'", "path")),
         ("GET", "/evicpress/nodes/99", b"", 404, ("node 99", "/evicpress/tree")),
-        ("GET", "/evicpress/stats", b"", 500, ("RuntimeError", "no stats today")),
-        ("POST", "/evicpress/nodes/1/compress", b"", 400, ("form is missing",)),
+        ("GET", "/evicpress/stats", b"", 500, ("RuntimeError", "the pool is on fire")),
         ("POST", "/evicpress/nodes/1/compress", b"{form", 400, ("not JSON",)),
-        ("POST", "/evicpress/nodes/1/compress", b"[1]", 400, ("expected a JSON object",)),
         ("POST", "/evicpress/check", b"[" * 1000 + b"]" * 1000, 400, ("expected a JSON object",)),
         ("POST", "/evicpress/evict", b'{"num_slots": ' + b"[" * 1000 + b"]" * 1000 + b"}", 400, ("num_slots is [[",)),
-        ("POST", "/evicpress/nodes/1/compress", b'{"form": "zip@0.5"}', 400, ("'zip@0.5'", "keydiff")),
-        ("POST", "/evicpress/nodes/1/compress", b'{"form": "knorm@0.5", "now": 1}', 400, ("'now'",)),
         ("POST", "/evicpress/nodes/1/compress", b'{"node_id": 2, "form": "knorm@0.5"}', 400, ("'node_id'",)),
         ("POST", "/evicpress/nodes/1/compress?form=knorm@0.5", b"", 400, ("'form'", "JSON body")),
         ("POST", "/evicpress/nodes/2/compress", b'{"form": "knorm@0.5"}', 409, ("node 2", "locked")),
-        ("POST", "/evicpress/check", b'{"repair": true}', 400, ("'repair'",)),
         ("POST", "/evicpress/check", b" " * (MAX_BODY_BYTES + 1), 413, (str(MAX_BODY_BYTES),)),
-        ("POST", "/evicpress/evict", b'{"num_slots": "many"}', 400, ("'many'",)),
-        ("GET", "/evicpress/tiers?tier=ssd", b"", 400, ("'tier'",)),
         ("POST", "/evicpress/flush", b"", 400, ("tier is missing", "gpu, host, ssd")),
-        ("POST", "/evicpress/flush?tier=external", b"", 400, ("'external'", "gpu, host, ssd")),
         ("POST", "/evicpress/flush?tier=gpu", b'{"tier": "ssd"}', 400, ("'tier'", "JSON body")),
         ("POST", "/evicpress/flush?tier=gpu&when=now", b"", 400, ("'when'",)),
         ("POST", "/evicpress/flush?node_id=1&tier=gpu", b"", 400, ("'node_id'",)),
         ("POST", "/evicpress/nodes/1/demote?tier=host", b"", 400, ("'tier'", "JSON body")),
-        ("POST", "/evicpress/nodes/1/demote", b'{"tier": "gpu"}', 400, ("'gpu'", "host, ssd")),
         ("POST", "/evicpress/nodes/2/demote", b'{"tier": "host"}', 409, ("node 2", "demoted", "locked")),
-        ("POST", "/evicpress/tiers/ssd", b'{"dir": "kv", "gb": 1}', 400, ("'kv'", "absolute")),
         ("POST", "/evicpress/tiers/ssd/detach", b"", 409, ("no SSD tier",)),
         ("GET", "/evicpress/tiers/ssd", b"", 404, ("POST /evicpress/tiers/ssd",)),
         ("GET", "/evicpress/forest", b"", 404, ("/evicpress/forest", "GET /evicpress/tree")),
@@ -382,9 +306,7 @@ def test_bad_input_never_reaches_the_scheduler(client: TestClient, manager: Fake
 
 
 def test_scheduler_with_another_cache_answers_501() -> None:
-    app = FastAPI()
-    add_routes(app, FakeTokenizerManager(FakeScheduler(SimpleNamespace())))
-    response = TestClient(app).get("/evicpress/tree")
+    response = client_of(SimpleNamespace()).get("/evicpress/tree")
     assert response.status_code == 501
     assert "SimpleNamespace" in reason_of(response)
 
@@ -498,12 +420,7 @@ def test_sglang_sees_the_auth_level_of_every_route(client: TestClient, route: An
     ],
 )
 def test_reads_and_writes_take_the_admin_key_where_there_is_one_and_else_the_api_key(
-    manager: FakeTokenizerManager,
-    api_key: str | None,
-    admin_key: str | None,
-    given: str | None,
-    read: int,
-    write: int,
+    manager: FakeTokenizerManager, api_key: str | None, admin_key: str | None, given: str | None, read: int, write: int
 ) -> None:
     app = FastAPI()
     add_routes(app, manager, rules=AccessRules(has_admin_key=admin_key is not None))
@@ -524,7 +441,9 @@ def test_reads_and_writes_take_the_admin_key_where_there_is_one_and_else_the_api
     assert client.post("/evicpress/flush?tier=gpu").status_code == write
     assert client.post("/evicpress/nodes/1/demote", json={"tier": "ssd"}).status_code == write
     assert client.post("/evicpress/tiers/ssd", json={"dir": "/kv", "gb": 1}).status_code == shows_prompts
-    assert client.post("/evicpress/tiers/ssd/detach").status_code == (409 if write == 200 else write)
+    assert client.post("/evicpress/tiers/ssd/detach").status_code == (
+        409 if write == 200 and shows_prompts == 403 else write
+    )
 
 
 @pytest.mark.parametrize(
@@ -605,9 +524,7 @@ def test_a_long_tree_is_read_page_by_page_and_parents_come_first() -> None:
 
 
 def test_a_long_journal_is_read_up_to_the_limit() -> None:
-    app = FastAPI()
-    add_routes(app, FakeTokenizerManager(FakeScheduler(LongCache())))
-    client = TestClient(app)
+    client = client_of(LongCache())
     assert len(client.get("/evicpress/journal").json()["entries"]) == 100
     found = client.get("/evicpress/journal?limit=450").json()
     assert [entry["number"] for entry in found["entries"]] == list(range(1, 451)) and found["last"] == 450
@@ -628,9 +545,7 @@ def test_the_positions_of_a_request_are_put_together_from_pages() -> None:
             }  # fmt: skip
             return {"requests": [shown], "totals": {}}
 
-    app = FastAPI()
-    add_routes(app, FakeTokenizerManager(FakeScheduler(DroppingCache())))
-    client = TestClient(app)
+    client = client_of(DroppingCache())
     (shown,) = client.get("/evicpress/requests?rid=a&positions=true").json()["requests"]
     assert shown["positions"] == [[0, 1, 2], [3, 4, 5]] and shown["trace"] == [{"positions": [6, 7, 8, 9]}]
     (page,) = client.get("/evicpress/requests?rid=a&positions=true&offset=4").json()["requests"]
@@ -704,10 +619,9 @@ def test_a_body_that_trickles_in_is_given_up(client: TestClient, monkeypatch: py
     asyncio.run(scenario())
 
 
-def test_a_context_longer_than_the_model_takes_is_413(tmp_path: Path) -> None:
-    app = FastAPI()
-    add_routes(app, FakeTokenizerManager(FakeScheduler(ProfiledCache())), max_context_bytes=1000)
-    response = TestClient(app).post("/evicpress/shadows", json={"token_ids": [100_000] * 200})
+def test_a_context_longer_than_the_model_takes_is_413() -> None:
+    client = client_of(ProfiledCache(), max_context_bytes=1000)
+    response = client.post("/evicpress/shadows", json={"token_ids": [100_000] * 200})
     assert (response.status_code, "1000 bytes" in reason_of(response)) == (413, True)
 
 
@@ -719,10 +633,8 @@ def test_stats_show_the_threads_of_both_processes_and_what_calls_cost() -> None:
         def describe_stats(self) -> Json:
             return {"threads": [{"name": "evicpress-copy-0"}]}
 
-    app = FastAPI()
-    add_routes(app, FakeTokenizerManager(FakeScheduler(CountingCache())))
-    routes.watch_threads(app, (WatchedThread("evicpress-profiler", lambda: None),))
-    client = TestClient(app)
+    client = client_of(CountingCache())
+    routes.watch_threads(client.app, (WatchedThread("evicpress-profiler", lambda: None),))
     client.get("/evicpress/nodes/1")
     client.get("/evicpress/nodes/99")
     stats = client.get("/evicpress/stats").json()
@@ -805,7 +717,7 @@ def test_real_app_serves_the_routes_with_the_flag(
     scope = {"type": "http", "method": "POST", "path": "/evicpress/check", "root_path": "", "headers": []}
     assert _get_auth_level_from_app_and_scope(sglang_http_server.app, scope) is AuthLevel.ADMIN_OPTIONAL
     client = TestClient(sglang_http_server.app)  # no lifespan: nothing of SGLang starts
-    assert client.get("/evicpress/tree").json() == {"nodes": [{"id": 1}, {"id": 2}]}
+    assert client.get("/evicpress/tree").json() == TREE
     assert reason_of(client.get("/evicpress/forest")).startswith("GET /evicpress/forest is not served")
 
 
@@ -923,12 +835,14 @@ def test_schedulers_are_asked_to_stop_before_sglang_kills_them(
     assert (stops[1:], started[1:]) == (["the engine's"], [(engine, "engine ended")])
 
 
-def test_scheduler_answers_after_its_dispatcher_is_built(
-    monkeypatch: pytest.MonkeyPatch, registry: type[HookRegistry]
-) -> None:
-    monkeypatch.setattr(Scheduler, "init_request_dispatcher", Scheduler.init_request_dispatcher)
-    monkeypatch.setattr(Scheduler, "__init__", Scheduler.__init__)
-    monkeypatch.setattr(Scheduler, "run_event_loop", Scheduler.run_event_loop)
+@pytest.fixture
+def own_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is hooked of SGLang's scheduler is as it was after the test."""
+    for name in ("init_request_dispatcher", "__init__", "run_event_loop"):
+        monkeypatch.setattr(Scheduler, name, getattr(Scheduler, name))
+
+
+def test_scheduler_answers_after_its_dispatcher_is_built(own_scheduler: None, registry: type[HookRegistry]) -> None:
     queries.install(registry, HookType)
     queries.install(registry, HookType)
     registry.apply_hooks()
@@ -937,35 +851,33 @@ def test_scheduler_answers_after_its_dispatcher_is_built(
     Scheduler.init_request_dispatcher(scheduler)
     given = scheduler._request_dispatcher(EvicPressReqInput(rid="evicpress-0", op="node", payload=b'{"node_id":1}'))
     assert (given.rid, given.status) == ("evicpress-0", 200)
-    assert json.loads(given.payload) == {"id": 1, "positions": False, "tokens": False}
+    assert json.loads(given.payload) == {"id": 1, "form": "exact"}
     own = scheduler._request_dispatcher._mapping
     assert io_struct.FlushCacheReqInput in own
     assert list(own).count(EvicPressReqInput) == 1
 
 
-@pytest.mark.parametrize("cache", [FakeCache(), SimpleNamespace()], ids=["ours", "stock"])
+@pytest.mark.parametrize("is_ours", [True, False])
 def test_only_our_cache_is_shown_its_scheduler(
-    monkeypatch: pytest.MonkeyPatch, registry: type[HookRegistry], cache: Any
+    own_scheduler: None, monkeypatch: pytest.MonkeyPatch, registry: type[HookRegistry], is_ours: bool
 ) -> None:
-    def build(scheduler: Any, server_args: object, *, gpu_id: int) -> None:
-        scheduler.tree_cache = cache
+    shown: list[object] = []
 
-    monkeypatch.setattr(Scheduler, "init_request_dispatcher", Scheduler.init_request_dispatcher)
+    def build(scheduler: Any, server_args: object, *, gpu_id: int) -> None:
+        scheduler.tree_cache = SimpleNamespace(attach_scheduler=shown.append) if is_ours else SimpleNamespace()
+
     monkeypatch.setattr(Scheduler, "__init__", build)
-    monkeypatch.setattr(Scheduler, "run_event_loop", Scheduler.run_event_loop)
     queries.install(registry, HookType)
     registry.apply_hooks()
     scheduler = Scheduler.__new__(Scheduler)
     Scheduler.__init__(scheduler, object(), gpu_id=0)
-    assert getattr(cache, "scheduler", scheduler) is scheduler
+    assert shown == [scheduler] * is_ours
 
 
 def test_the_cache_is_closed_when_its_scheduler_ends(
-    monkeypatch: pytest.MonkeyPatch, registry: type[HookRegistry]
+    own_scheduler: None, monkeypatch: pytest.MonkeyPatch, registry: type[HookRegistry]
 ) -> None:
     done: list[str] = []
-    for name in ("init_request_dispatcher", "__init__"):
-        monkeypatch.setattr(Scheduler, name, getattr(Scheduler, name))
     monkeypatch.setattr(Scheduler, "run_event_loop", lambda scheduler: done.append("loop"))
     queries.install(registry, HookType)
     registry.apply_hooks()

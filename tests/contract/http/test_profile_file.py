@@ -13,7 +13,7 @@ from sglang_evicpress.patches.http import profile_writer
 from sglang_evicpress.patches.http.profile_writer import ProfileFile
 from sglang_evicpress.quality.profile import Profile
 from sglang_evicpress.quality.running_stats import RunningStats
-from sglang_evicpress.quality.store import read_all
+from sglang_evicpress.quality.store import ProfileStore
 
 OURS, THEIRS = "aa" * 16, "bb" * 16
 
@@ -25,7 +25,11 @@ def answered(number: int, mean: float = 0.5, identity: str = OURS) -> Json:
 
 
 def saved(path: Path) -> list[tuple[str, int, float]]:
-    return [(identity, each.key[0], each.forms[Form("knorm", 0.5)].mean) for identity, each in read_all(path)]
+    return [
+        (identity, each.key[0], each.forms[Form("knorm", 0.5)].mean)
+        for identity in (OURS, THEIRS)
+        for each in ProfileStore(path, bytes.fromhex(identity)).load()
+    ]
 
 
 @pytest.fixture

@@ -217,7 +217,7 @@ class Server(ShadowWalk):
 
 
 def set_cost(server: Server, cost: PrefillCost) -> None:
-    server.cache.costs = replace(server.cache.costs, prefill=cost)
+    server.cache.terms.costs = replace(server.cache.terms.costs, prefill=cost)
 
 
 @pytest.fixture
@@ -351,7 +351,9 @@ def test_guests_of_a_shadow_that_is_closed_are_aborted_and_those_that_run_end(se
     for _ in range(6):
         server.round()
     assert server.aborted == [waiting.rid] and server.done == [running.rid]
-    assert server.cache.num_shadow_slots == 0 and server.allocator.available_size() == server.allocator.size
+    assert (
+        server.cache.policy.census.num_shadow_slots == 0 and server.allocator.available_size() == server.allocator.size
+    )
 
 
 def test_a_guest_that_is_retracted_is_counted_once(server: Server) -> None:

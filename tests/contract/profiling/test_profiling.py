@@ -10,7 +10,6 @@ from array import array
 from pathlib import Path
 
 import pytest
-from sglang.srt.mem_cache.radix_cache import RadixKey
 from tests.contract.cache.test_radix_cache_model import CURVES, FORMS, Request, costs_of, finished
 from tests.contract.profiling.test_shadows import HALF, ShadowWalk
 
@@ -59,20 +58,16 @@ class ProfiledWalk(ShadowWalk):
 
     def expected(self, node: object, *forms: str) -> list[float | None]:
         """The quality that the policy's index has of forms of a node, None of those that it may not choose."""
-        stats, menu = self.cache.stats_of(node), self.cache.menu.forms
-        record = self.cache.planner.index.candidates[node.id]
+        stats, menu = self.cache.parts.view.stats_of(node), self.cache.policy.menu.forms
+        record = self.cache.policy.planner.index.candidates[node.id]
         assert (list(record.curve), record.allowed_forms) == (list(stats.curve), stats.allowed_forms)
         indices = [menu.index(Form.parse(form)) for form in forms]
         return [stats.curve[index] if stats.allowed_forms >> index & 1 else None for index in indices]
 
-    def parts(self, tokens: list[int], namespace: str | None = None) -> list[object]:
-        """The nodes that spell a context."""
-        return [node for node, _ in self.cache._steps(RadixKey(array("q", tokens), namespace))]
-
     def wait_s(self, seconds: float) -> None:
         self.count += 1
         self.stamped_s = getattr(self, "stamped_s", 0.0) + seconds
-        self.cache.advance(self.stamped_s, costs_of(COST))
+        self.cache.terms.advance(self.stamped_s, costs_of(COST))
 
     def answer(self, tokens: list[int], *answer: int, namespace: str | None = None, lora_id: str | None = None) -> None:
         """A user's request from its arrival to its end."""
@@ -98,22 +93,26 @@ class ProfiledWalk(ShadowWalk):
 # ---- curves
 
 
-def test_with_nothing_known_only_the_exact_form_may_be_chosen() -> None:
-    walk = ProfiledWalk()
-    finished(walk, walk.random_tokens(128))
+@pytest.fixture
+def walk() -> ProfiledWalk:
+    return ProfiledWalk()
+
+
+def test_with_nothing_known_only_the_exact_form_may_be_chosen(walk: ProfiledWalk) -> None:
+    walk.served(128)
     (node,) = walk.cache.nodes.values()
     assert walk.expected(node, *map(str, FORMS)) == [None] * len(FORMS)
-    assert [str(option.form or "drop") for option in walk.cache.gpu_ops.options_of(node)] == ["drop"]
-    walk.cache.free_slots(64)
-    assert walk.cache.controller.num_dropped == 1 and not walk.cache.controller.num_compressed
+    assert [str(option.form or "drop") for option in walk.cache.parts.view.options_of(node)] == ["drop"]
+    walk.cache.parts.eviction.free_slots(64)
+    assert walk.cache.parts.controller.num_dropped == 1 and not walk.cache.parts.controller.num_compressed
     assert walk.cache.inspector.list_profiles()["default"] == {}
 
 
 def test_a_policy_that_weighs_no_quality_compresses_without_any() -> None:
     walk = ProfiledWalk(policy="knorm@0.5+lru")
-    finished(walk, walk.random_tokens(128))
-    walk.cache.free_slots(64)
-    assert walk.cache.controller.num_compressed == {"knorm@0.5": 1}
+    walk.served(128)
+    walk.cache.parts.eviction.free_slots(64)
+    assert walk.cache.parts.controller.num_compressed == {"knorm@0.5": 1}
 
 
 def test_a_prior_is_gone_by_until_something_is_profiled() -> None:
@@ -183,27 +182,25 @@ def test_a_profile_is_found_by_hash_when_its_context_comes_into_the_tree(page_si
     assert upper.kv.profiles == lower.kv.profiles == both
     of = [walk.cache.quality.catalog.curves_of(key).quality(HALF) for key in both]
     assert walk.expected(upper, "knorm@0.5") == walk.expected(lower, "knorm@0.5") == [pytest.approx(sum(of) / 2)]
-    walk.cache.removal.drop(lower.id)
+    walk.tiers.removal.drop(lower.id)
     other = [*tokens[:80], *walk.random_tokens(176)]
     finished(walk, other)
     assert walk.parts(other)[0] is upper and walk.parts(other)[1].kv.profiles == {}
-    walk.check()
 
 
-def test_shadows_carry_no_profile() -> None:
-    walk = ProfiledWalk()
+def test_shadows_carry_no_profile(walk: ProfiledWalk) -> None:
     tokens = walk.random_tokens(128)
     walk.put(tokens, GOOD)
     finished(walk, tokens)
     shadow = walk.whole(tokens)
     walk.form(shadow)
     assert all(not node.kv.profiles for node in walk.cache.shadows.shadow_nodes())
-    walk.check()
 
 
 @pytest.mark.parametrize(("at", "of_upper", "of_lower"), [(64, 3, 3), (80, 3, 2), (128, 3, 1), (150, 3, 1)])
-def test_a_split_leaves_the_lower_part_what_ends_in_it(at: int, of_upper: int, of_lower: int) -> None:
-    walk = ProfiledWalk()
+def test_a_split_leaves_the_lower_part_what_ends_in_it(
+    walk: ProfiledWalk, at: int, of_upper: int, of_lower: int
+) -> None:
     tokens = walk.random_tokens(192)
     for length in (64, 128, 192):
         walk.put(tokens[:length], {"knorm@0.5": 0.5 + length / 1000})
@@ -212,13 +209,10 @@ def test_a_split_leaves_the_lower_part_what_ends_in_it(at: int, of_upper: int, o
     upper = walk.cache._split_node(node.key, node, at)
     assert list(upper.kv.profiles.values()) == [64, 128, 192][:of_upper]
     assert list(node.kv.profiles.values()) == [length for length in (64, 128, 192) if length > at]
-    walk.check()
 
 
-def test_the_parts_of_a_split_carry_profiles_of_their_own() -> None:
-    walk = ProfiledWalk()
-    tokens = walk.random_tokens(192)
-    finished(walk, tokens)
+def test_the_parts_of_a_split_carry_profiles_of_their_own(walk: ProfiledWalk) -> None:
+    tokens = walk.served(192)
     (node,) = walk.parts(tokens)
     walk.cache._split_node(node.key, node, 128)
     walk.put_away(walk.copy(tokens[:128]))
@@ -227,7 +221,6 @@ def test_the_parts_of_a_split_carry_profiles_of_their_own() -> None:
     assert node.kv.profiles == {} and walk.expected(node, "knorm@0.5") == [default]  # as any unprofiled node
     walk.cache._split_node(node.key, node, 32)
     assert [len(part.kv.profiles) for part in walk.parts(tokens)] == [1, 0, 0]
-    walk.check()
 
 
 def test_a_node_that_is_mostly_something_else_is_not_taken_for_the_context() -> None:
@@ -252,9 +245,8 @@ def test_a_node_that_is_mostly_something_else_is_not_taken_for_the_context() -> 
         walk.check()
 
 
-def test_an_unprofiled_context_is_taken_for_a_low_quantile() -> None:
+def test_an_unprofiled_context_is_taken_for_a_low_quantile(walk: ProfiledWalk) -> None:
     """A low quantile of the others' lower bounds: no context is trusted more for not having been profiled."""
-    walk = ProfiledWalk()
     unprofiled = walk.random_tokens(128)
     finished(walk, unprofiled)
     (node,) = walk.parts(unprofiled)
@@ -275,7 +267,6 @@ def test_an_unprofiled_context_is_taken_for_a_low_quantile() -> None:
     assert walk.expected(node, "knorm@0.5") == [first]  # the others when some time has passed
     walk.wait_s(quality.DEFAULT_PAUSE_S)
     assert walk.expected(node, "knorm@0.5") == [pytest.approx(bounds()[2])]
-    walk.check()
 
 
 def test_forms_that_are_known_to_be_worthless_are_known() -> None:
@@ -288,8 +279,7 @@ def test_forms_that_are_known_to_be_worthless_are_known() -> None:
     assert walk.expected(node, "knorm@0.2") == [0.0]
 
 
-def test_what_is_put_again_is_gone_by_from_then_on() -> None:
-    walk = ProfiledWalk()
+def test_what_is_put_again_is_gone_by_from_then_on(walk: ProfiledWalk) -> None:
     tokens = walk.random_tokens(128)
     walk.put(tokens, GOOD)
     finished(walk, tokens)  # no shadow was ever made of it
@@ -300,8 +290,7 @@ def test_what_is_put_again_is_gone_by_from_then_on() -> None:
     assert walk.expected(node, "knorm@0.5") < before
 
 
-def test_a_profile_that_is_not_fresh_is_merged_with_the_one_before() -> None:
-    walk = ProfiledWalk()
+def test_a_profile_that_is_not_fresh_is_merged_with_the_one_before(walk: ProfiledWalk) -> None:
     tokens = walk.random_tokens(64)
     walk.put(tokens, {"knorm@0.5": 0.9})
     answered = walk.cache.quality.put_profile(walk.profile(tokens, {"knorm@0.5": 0.5, "knorm@0.2": 0.4}), False)
@@ -331,19 +320,16 @@ def test_profiles_are_read_at_the_start_and_those_of_another_model_are_not(tmp_p
     assert walk.expected(walk.parts(tokens)[0], "knorm@0.5") == [None]
 
 
-def test_profiles_of_another_model_are_not_gone_by_when_the_tree_was_kept(tmp_path: Path) -> None:
-    walk = ProfiledWalk()
-    tokens = walk.random_tokens(128)
-    finished(walk, tokens)
+def test_profiles_of_another_model_are_not_gone_by_when_the_tree_was_kept(walk: ProfiledWalk, tmp_path: Path) -> None:
+    tokens = walk.served(128)
     walk.put(tokens, GOOD)
     walk.copy(tokens)
     walk.identity = bytes(reversed(IDENTITY))  # other weights, without a flush
-    walk.cache.weights_changed()
+    walk.cache.parts.weights.weights_changed()
     walk.open.clear()
     assert not walk.cache.shadows.spaces and len(walk.cache.quality.catalog) == 0
     (node,) = walk.parts(tokens)
     assert walk.expected(node, "knorm@0.5") == [None]
-    walk.check()
 
 
 def test_adaptcache_goes_by_the_mean_of_all_profiles() -> None:
@@ -352,10 +338,9 @@ def test_adaptcache_goes_by_the_mean_of_all_profiles() -> None:
     walk.wait_s(0.0)
     for mean in (0.9, 0.5):
         walk.put(walk.random_tokens(64), {"knorm@0.5": mean})
-    finished(walk, walk.random_tokens(128))
+    walk.served(128)
     walk.wait_s(100.0)
-    assert walk.cache.planner.policy._quality[HALF] == pytest.approx(0.7)
-    walk.check()
+    assert walk.cache.policy.planner.policy._quality[HALF] == pytest.approx(0.7)
 
 
 def test_an_unknown_context_has_no_profile_to_show() -> None:
@@ -388,11 +373,9 @@ def test_what_users_ask_about_a_shared_prefix_is_recorded(page_size: int) -> Non
         walk.cache.quality.counts["recorded"] == 3
         and walk.cache.inspector.list_profiles()["num_recorded_contexts"] == 2
     )
-    walk.check()
 
 
-def test_what_is_not_recorded() -> None:
-    walk = ProfiledWalk()
+def test_what_is_not_recorded(walk: ProfiledWalk) -> None:
     tokens, short = walk.random_tokens(256), walk.random_tokens(255)
     for namespace in (None, "lora-a"):
         for prompt in (tokens, short):
@@ -433,10 +416,10 @@ def test_a_lossy_hit_is_recorded_with_what_was_predicted() -> None:
     walk.answer(tokens[:256])
     walk.answer(tokens)
     upper, lower = walk.parts(tokens)
-    walk.cache.moves.compress(lower.id, Form("knorm", 0.2))
+    walk.cache.parts.moves.compress(lower.id, Form("knorm", 0.2))
     walk.answer([*tokens[:256], 51], 7)
     walk.answer([*tokens, 52], 7)
-    walk.cache.moves.compress(upper.id, HALF)
+    walk.cache.parts.moves.compress(upper.id, HALF)
     walk.answer([*tokens, 53], 7)
     walk.answer([*tokens[:256], 54], 7)
     recorder = walk.cache.quality.recorder
@@ -449,15 +432,28 @@ def test_a_request_computed_on_lossy_kv_is_no_worse_than_that() -> None:
     walk = ProfiledWalk(curves=CURVES)
     tokens = walk.random_tokens(320)
     walk.answer(tokens[:256])
-    walk.cache.moves.compress(walk.parts(tokens)[0].id, HALF)
+    walk.cache.parts.moves.compress(walk.parts(tokens)[0].id, HALF)
     walk.answer(tokens)  # lossy below, though all of it is there
     walk.answer([*tokens, 52], 7)
     (query,) = walk.cache.quality.recorder.queries_of(walk.key_of(tokens))
     assert query.predicted == 0.875
 
 
-def test_a_retracted_request_that_finds_its_own_answer_in_the_tree_is_asked_about_its_prompt() -> None:
-    walk = ProfiledWalk()
+def test_a_hit_of_what_was_decoded_is_a_lossy_one() -> None:
+    walk = ProfiledWalk(curves={**CURVES, "exact+int8": 0.9})
+    tokens = walk.random_tokens(320)
+    walk.answer(tokens)
+    (node,) = walk.parts(tokens)
+    node.kv.form = Form(codec="int8")  # as a load leaves it
+    walk.cache.parts.tree.changes.changed(node)
+    walk.answer([*tokens, 52], 7)
+    (query,) = walk.cache.quality.recorder.queries_of(walk.key_of(tokens))
+    assert query.predicted == 0.9
+
+
+def test_a_retracted_request_that_finds_its_own_answer_in_the_tree_is_asked_about_its_prompt(
+    walk: ProfiledWalk,
+) -> None:
     tokens, answer = walk.random_tokens(300), [7] * 60
     walk.answer(tokens[:280])
     request = walk.enqueue(None, tokens)
@@ -480,8 +476,7 @@ def test_a_retracted_request_that_finds_its_own_answer_in_the_tree_is_asked_abou
 # ---- jobs
 
 
-def test_a_context_that_was_asked_about_twice_is_to_be_profiled() -> None:
-    walk = ProfiledWalk()
+def test_a_context_that_was_asked_about_twice_is_to_be_profiled(walk: ProfiledWalk) -> None:
     tokens, other = walk.random_tokens(256), walk.random_tokens(256)
     for context in (tokens, other):
         walk.answer(context)
@@ -503,8 +498,7 @@ def test_a_context_that_was_asked_about_twice_is_to_be_profiled() -> None:
     assert walk.job() == {} and walk.cache.quality.counts["failed"] == 1
 
 
-def test_a_context_that_was_profiled_in_other_presses_only_is_to_be_profiled_once() -> None:
-    walk = ProfiledWalk()
+def test_a_context_that_was_profiled_in_other_presses_only_is_to_be_profiled_once(walk: ProfiledWalk) -> None:
     tokens = walk.random_tokens(256)
     walk.put(tokens, {"random@0.5": 0.9})
     for question in (51, 52, 53):
@@ -516,19 +510,17 @@ def test_a_context_that_was_profiled_in_other_presses_only_is_to_be_profiled_onc
     assert walk.job() == {}
 
 
-def test_the_context_that_is_used_more_comes_first() -> None:
-    walk = ProfiledWalk()
+def test_the_context_that_is_used_more_comes_first(walk: ProfiledWalk) -> None:
     often, seldom = walk.random_tokens(256), walk.random_tokens(256)
     for context, times in ((often, 5), (seldom, 3)):
         for question in range(times):
             walk.answer([*context, 50 + question], 7)
     assert walk.job()["key"] == walk.key_of(often).hex()
-    walk.cache.removal.drop_tree(walk.parts(often)[0])
+    walk.tiers.removal.drop_tree(walk.parts(often)[0])
     assert walk.job()["key"] == walk.key_of(seldom).hex(), "what is not in the tree is of no use"
 
 
-def test_there_are_jobs_only_while_cycles_are_free() -> None:
-    walk = ProfiledWalk()
+def test_there_are_jobs_only_while_cycles_are_free(walk: ProfiledWalk) -> None:
     tokens = walk.random_tokens(256)
     for question in (51, 52, 53):
         walk.answer([*tokens, question], 7)
@@ -552,7 +544,7 @@ def test_a_context_that_is_worse_than_predicted_is_observed_then_profiled_anew()
     (node,) = walk.parts(tokens)
     walk.answer([*tokens, 50], 7)
     assert walk.job() == {}
-    walk.cache.moves.compress(node.id, HALF)
+    walk.cache.parts.moves.compress(node.id, HALF)
     predicted = walk.cache.quality.quality_of(node)
     walk.answer([*tokens, 51], 7)
     job = walk.job()
@@ -574,8 +566,7 @@ def test_a_context_that_is_worse_than_predicted_is_observed_then_profiled_anew()
     assert (counts["observed"], counts["drifted"], counts["profiled"]) == (5, 1, 2)
 
 
-def test_contexts_that_are_forgotten_are_not_kept_while_no_cycle_is_ever_free() -> None:
-    walk = ProfiledWalk()
+def test_contexts_that_are_forgotten_are_not_kept_while_no_cycle_is_ever_free(walk: ProfiledWalk) -> None:
     walk.cache.quality.recorder = Recorder(max_contexts=4)
     walk.stub.max_running_requests = 0  # a server that always has a queue
     for _ in range(24):

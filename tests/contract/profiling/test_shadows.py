@@ -7,7 +7,6 @@ back. In a shadow the model computes what it would in the namespace that the sha
 from __future__ import annotations
 
 import contextlib
-import threading
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from tests.contract.cache.test_radix_cache_model import (
     DIM,
@@ -28,16 +27,16 @@ from tests.contract.cache.test_radix_cache_model import (
     finished,
     path_hashes,
 )
-from tests.contract.tiers.test_tiers_model import TierWalk
+from tests.contract.tiers.test_tiers_model import TierWalk, blocked
 
+from sglang_evicpress.codec import get_codec
 from sglang_evicpress.core import PRESSES, Form, Tier
 from sglang_evicpress.introspect.arguments import IntrospectionError
 from sglang_evicpress.patches.attention.prompt_queries import PromptQueries
 from sglang_evicpress.patches.profiling import shadows
 from sglang_evicpress.patches.tiers import admin
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
-from sglang_evicpress.patches.tree.node import is_lossy, iter_nodes, num_slots, path_to, slots_of, start_of
-from sglang_evicpress.tiers.jobs import Job
+from sglang_evicpress.patches.tree.node import is_lossy, iter_nodes, num_slots, path_to, slots_of
 
 pytestmark = pytest.mark.sglang
 
@@ -99,7 +98,7 @@ class ShadowMoves:
         self.count += 1
         request = Request(f"r{self.count}", list(tokens), len(tokens), name)
         self.waiting.append(request)
-        self.cache.on_queued(request)
+        self.cache.parts.admission.on_queued(request)
         return request
 
     def begin(self, name: str, tokens: list[int]) -> Request | None:
@@ -113,17 +112,9 @@ class ShadowMoves:
 
     def prefill(self, request: Request, upto: int | None = None) -> None:
         self.waiting.remove(request)
-        key = RadixKey(array("q", request.tokens), request.extra_key, limit=len(request.tokens) - 1)
-        match = self.cache.match_prefix(MatchPrefixParams(key=key, req=request))
-        request.prefix_indices, request.last_node = match.device_indices, match.last_device_node
-        request.cache_protected_len = request.num_cached = len(match.device_indices)
+        request.num_cached = len(self.look_up(request).device_indices)
         self.cache.inc_lock_ref(request.last_node)
         assert self.extend(request, len(request.tokens) if upto is None else upto)
-
-    def end(self, request: Request) -> None:
-        self.running.remove(request)
-        self.cache.cache_finished_req(request)
-        self.rows.free_slots.append(request.req_pool_idx)
 
     def ask(self, name: str, tokens: list[int]) -> int | None:
         """A background request from its arrival to its end; returns how many of its tokens were there, None if it was
@@ -164,6 +155,12 @@ class ShadowMoves:
 
     def random_tokens(self, num_tokens: int) -> list[int]:
         return [self.rng.randrange(50) for _ in range(num_tokens)]
+
+    def served(self, num_tokens: int) -> list[int]:
+        """A context that nobody knew, after a request for it."""
+        tokens = self.random_tokens(num_tokens)
+        finished(self, tokens)
+        return tokens
 
     # ---- moves of a random walk
 
@@ -217,9 +214,9 @@ class ShadowMoves:
             if len(self.running) < ROWS - 2:
                 asked = self.begin(shadow.exact, tokens)
                 for node, _ in self.cache._steps(RadixKey(array("q", tokens), namespace)):
-                    options = self.cache.gpu_ops.options_of(node)[:-1]
+                    options = self.cache.parts.view.options_of(node)[:-1]
                     if options and self.rng.random() < 0.8:
-                        self.cache.moves.compress(node.id, self.rng.choice(options).form)
+                        self.cache.parts.moves.compress(node.id, self.rng.choice(options).form)
                 self.check()
                 if self.rng.random() < 0.9:
                     self.end(asked)
@@ -243,7 +240,7 @@ class ShadowMoves:
         """A batch that needs all that SGLang was told could be had."""
         cache = self.cache
         wanted = self.allocator.available_size() + cache.evictable_size()
-        cache.make_room(wanted)
+        cache.parts.eviction.make_room(wanted)
         assert self.allocator.available_size() >= wanted, "room that was promised is not there"
 
     def end_all(self) -> None:
@@ -253,26 +250,15 @@ class ShadowMoves:
             if shadow.id in self.cache.shadows.spaces:
                 self.put_away(shadow)
         self.open.clear()
-        assert self.cache.num_shadow_slots == 0 and not self.cache.shadows._space_of and not self.cache.shadows._retired
+        assert (
+            self.cache.policy.census.num_shadow_slots == 0
+            and not self.cache.shadows._space_of
+            and not self.cache.shadows._retired
+        )
 
     # ---- the oracle
 
     num_adopted = 0
-
-    def check_rows(self) -> None:
-        """Every node holds what was computed for its tokens."""
-        for node in iter_nodes(self.cache.root_node):
-            if node.value is None:
-                continue
-            tokens = [token for above in path_to(node) for token in above.key.raw_token_ids()]
-            hashes = torch.tensor(path_hashes(tokens, self.adapter_of(node.key.extra_key)), dtype=torch.float32)
-            every = torch.arange(start_of(node), len(tokens)).expand(LAYERS, HEADS, -1)
-            positions = every if node.kv.layout is None else node.kv.layout.positions.long()
-            for layer in range(LAYERS):
-                for head in range(HEADS):
-                    keys = self.pool.k_buffer[layer][slots_of(node), head]
-                    at = positions[layer, head]
-                    assert torch.equal(keys[:, 1].long(), at) and torch.equal(keys[:, 0], hashes[at]), node.id
 
     def check(self) -> None:
         background_requests = [request for request in self.waiting if is_shadow_name(request.extra_key)]
@@ -301,9 +287,6 @@ class ShadowWalk(ShadowMoves, Walk):
 
 
 class ShadowTierWalk(ShadowMoves, TierWalk):
-    def check_rows(self) -> None:
-        TierWalk.check_rows(self)
-
     def moves(self) -> dict[Callable[[], None], float]:
         moves = super().moves()
         del moves[self.fill_up]  # what has to be copied first is not waited for
@@ -313,9 +296,14 @@ class ShadowTierWalk(ShadowMoves, TierWalk):
         """Users' nodes: those of shadows stay where they are."""
         for node in self.rng.sample(list(self.cache.nodes.values()), len(self.cache.nodes)):
             with contextlib.suppress(ValueError, IntrospectionError):
-                self.cache.demote_node(node.id, self.rng.choice(self.cache.tiers[1:]))
+                self.cache.parts.admin.demote_node(node.id, self.rng.choice(self.tree.storage.tiers[1:]))
                 assert not node.kv.is_shadow
                 return
+
+
+@pytest.fixture
+def walk() -> ShadowWalk:
+    return ShadowWalk(0, 1)
 
 
 class RichWalk(ShadowWalk):
@@ -348,6 +336,9 @@ class RichWalk(ShadowWalk):
         """Rows do not tell where they belong."""
         return []
 
+    def check_rows(self) -> None:
+        """Nor do those of nodes."""
+
     def kv_of(self, node: object) -> torch.Tensor:
         slots = slots_of(node)
         return torch.stack([buffer[slots] for buffer in (*self.pool.k_buffer, *self.pool.v_buffer)])
@@ -372,7 +363,7 @@ def test_a_form_of_a_shadow_is_bit_for_bit_what_compressing_a_node_keeps(
     tokens = plain.random_tokens(128)
     finished(plain, tokens)
     node = plain.node(None, tokens)
-    plain.cache.moves.compress(node.id, form)
+    plain.cache.parts.moves.compress(node.id, form)
     finished(shadowed, tokens)
     users = shadowed.node(None, tokens)
     before = shadowed.kv_of(users)
@@ -390,24 +381,42 @@ def test_a_form_of_a_shadow_is_bit_for_bit_what_compressing_a_node_keeps(
     assert shadowed.cache.inspector.check_integrity()["violations"] == []
 
 
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("form", [Form(codec="int8"), Form(codec="int4"), Form("knorm", 0.5, "int4")], ids=str)
+def test_a_form_with_a_codec_holds_what_is_decoded_of_its_stored_bytes(form: Form, page_size: int) -> None:
+    walk = RichWalk(0, page_size, num_slots=1024)
+    tokens = walk.served(128)
+    before = walk.kv_of(walk.node(None, tokens))
+    shadow = walk.whole(tokens)
+    raw = before if form.press is None else walk.kv_of(walk.node(walk.form(shadow, form.pressed), tokens))
+    copy = walk.node(walk.form(shadow, form), tokens)
+    expected, codec = raw.clone(), get_codec(form.codec)
+    for keys, values in zip(expected[:LAYERS].flatten(2), expected[LAYERS:].flatten(2), strict=True):
+        stored = torch.empty(codec.num_bytes(*keys.shape, keys.dtype), dtype=torch.uint8)
+        codec.encode(keys, values, stored)
+        codec.decode(stored, len(keys), 0, keys, values)
+    assert torch.equal(walk.kv_of(copy), expected) and not torch.equal(expected, raw)
+    assert (copy.kv.form, is_lossy(copy), num_slots(copy)) == (form, True, raw.shape[1])
+    assert torch.equal(walk.kv_of(walk.node(None, tokens)), before), "users' KV was touched"
+    assert walk.cache.inspector.check_integrity()["violations"] == []
+    walk.put_away(shadow)
+
+
 @pytest.mark.parametrize(("page_size", "present"), [(1, 192), (16, 192), (64, 192), (128, 128)])
 def test_the_last_block_is_computed_where_a_press_needs_its_queries(
     prompt_queries: PromptQueries, page_size: int, present: int
 ) -> None:
     walk = RichWalk(0, page_size, num_slots=2048)
-    tokens = walk.random_tokens(256)
-    finished(walk, tokens)
+    tokens = walk.served(256)
     shadow = walk.copy(tokens)
     assert shadow.num_present == present
     assert walk.ask(shadow.exact, tokens) == present
     walk.form(shadow, Form("snapkv", 0.5))
-    walk.check()
 
 
 def test_a_form_that_needs_queries_is_refused_without_them() -> None:
     walk = RichWalk(0, 1, num_slots=1024)
-    tokens = walk.random_tokens(64)
-    finished(walk, tokens)
+    tokens = walk.served(64)
     shadow = walk.whole(tokens)
     assert shadow.num_present == 64
     refused(walk, "cannot be brought to snapkv@0.5: its press needs queries", walk.form, shadow, Form("snapkv", 0.5))
@@ -428,26 +437,21 @@ def test_what_users_have_is_copied_and_a_guest_computes_the_rest(page_size: int)
     assert sum(matched for _, matched in found) == 100 // page_size * page_size
     assert walk.ask(shadow.exact, tokens) == 100 // page_size * page_size
     walk.form(shadow)
-    walk.check()
-    walk.check_rows()
 
 
-def test_lossy_and_absent_parts_are_not_copied() -> None:
-    walk = ShadowWalk(0, 1)
+def test_lossy_and_absent_parts_are_not_copied(walk: ShadowWalk) -> None:
     tokens = walk.random_tokens(128)
     finished(walk, tokens[:80])
     finished(walk, tokens)
     upper, lower = walk.parts(tokens)
-    walk.cache.moves.compress(lower.id, HALF)
+    walk.cache.parts.moves.compress(lower.id, HALF)
     assert walk.copy(tokens).num_present == 80
-    walk.cache.moves.compress(upper.id, HALF)
+    walk.cache.parts.moves.compress(upper.id, HALF)
     assert walk.copy(tokens).num_present == 0
     assert walk.copy(tokens, "lora-a").num_present == 0
-    walk.check()
 
 
-def test_a_context_in_another_namespace_has_another_key() -> None:
-    walk = ShadowWalk(0, 1)
+def test_a_context_in_another_namespace_has_another_key(walk: ShadowWalk) -> None:
     tokens = walk.random_tokens(64)
     keys = {walk.copy(tokens, namespace).key for namespace in (None, "lora-a", "", None)}
     assert len(keys) == 3
@@ -478,11 +482,9 @@ def refused(walk: ShadowWalk, match: str, call: Callable[..., object], *args: ob
     walk.check()
 
 
-def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
-    walk = ShadowWalk(0, 1)
-    tokens = walk.random_tokens(128)
-    finished(walk, tokens)
-    walk.cache.moves.compress(walk.node(None, tokens).id, HALF)
+def test_what_cannot_be_is_refused_and_changes_nothing(walk: ShadowWalk) -> None:
+    tokens = walk.served(128)
+    walk.cache.parts.moves.compress(walk.node(None, tokens).id, HALF)
     for wrong in ([], tokens[:63], tokens[:65]):
         refused(walk, f"the context has {len(wrong)} tokens: expected whole blocks of 64", walk.copy, wrong)
     shadow = walk.copy(tokens)
@@ -504,11 +506,9 @@ def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
 
 @pytest.mark.parametrize("name", ["copy", "copy_compressed"])
 def test_without_device_memory_for_the_copy_its_slots_are_given_back(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    walk: ShadowWalk, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    walk = ShadowWalk(0, 1)
-    tokens = walk.random_tokens(128)
-    finished(walk, tokens)
+    tokens = walk.served(128)
     shadow = walk.copy(tokens) if name == "copy_compressed" else None
     before = walk.allocator.available_size()
 
@@ -519,11 +519,9 @@ def test_without_device_memory_for_the_copy_its_slots_are_given_back(
     with pytest.raises(RuntimeError, match="out of memory"):
         walk.copy(tokens) if shadow is None else walk.form(shadow)
     assert walk.allocator.available_size() == before and len(walk.cache.shadows.spaces) == (shadow is not None)
-    walk.check()
 
 
-def test_shadows_take_no_more_than_their_share() -> None:
-    walk = ShadowWalk(0, 1)
+def test_shadows_take_no_more_than_their_share(walk: ShadowWalk) -> None:
     tokens = walk.random_tokens(128)
     small = walk.copy(tokens, may_evict=False)
     walk.ask(small.exact, tokens)
@@ -551,39 +549,35 @@ def test_a_shadow_that_nobody_uses_any_more_is_closed_for_the_next() -> None:
     left, asked, held = (walk.copy(walk.random_tokens(64)) for _ in range(3))
     background = walk.begin(held.exact, held.tokens)
     half = shadows.IDLE_S / 2 + 1
-    walk.cache.now_s += half
+    walk.cache.terms.now_s += half
     assert walk.ask(asked.exact, asked.tokens) is not None
-    walk.cache.now_s += half
+    walk.cache.terms.now_s += half
     walk.copy(walk.random_tokens(64))
     assert left.id not in walk.cache.shadows.spaces and walk.cache.shadows.counts["expired"] == 1
     refused(walk, f"the shadow is gone: {left.id} was closed", walk.form, walk.open.pop(left.id))
     walk.end(background)
     walk.cache.background.begin_round(walk.stub)
-    walk.cache.now_s += half
+    walk.cache.terms.now_s += half
     walk.form(asked)
     walk.cache.shadows.expire_shadows()
     assert {held.id, asked.id} <= {*walk.cache.shadows.spaces}
-    walk.cache.now_s += half
+    walk.cache.terms.now_s += half
     walk.cache.shadows.expire_shadows()
     assert held.id not in walk.cache.shadows.spaces and asked.id in walk.cache.shadows.spaces
     walk.open.pop(held.id)
-    walk.check()
 
 
-def test_a_shadow_that_never_fits_is_not_waited_for() -> None:
-    walk = ShadowWalk(0, 1)
+def test_a_shadow_that_never_fits_is_not_waited_for(walk: ShadowWalk) -> None:
     refused(walk, "a shadow of 192 slots never fits: shadows may hold 128", walk.copy, walk.random_tokens(192),
             may_evict=False)  # fmt: skip
 
 
-def test_shadows_that_are_to_be_filled_yet_count_as_full() -> None:
-    walk = ShadowWalk(0, 1)
+def test_shadows_that_are_to_be_filled_yet_count_as_full(walk: ShadowWalk) -> None:
     walk.copy(walk.random_tokens(128), may_evict=False)
     refused(walk, "no room for a shadow of 64 slots", walk.copy, walk.random_tokens(64), may_evict=False)
 
 
-def test_users_that_run_keep_an_eighth_of_the_pool() -> None:
-    walk = ShadowWalk(0, 1)
+def test_users_that_run_keep_an_eighth_of_the_pool(walk: ShadowWalk) -> None:
     tokens = walk.random_tokens(64)
     held = [walk.begin_user(walk.random_tokens(190)) for _ in range(2)]
     refused(walk, "no room for a shadow of 128 slots: .* 132 are free or users' that could make room", walk.copy,
@@ -608,14 +602,10 @@ def test_users_never_find_a_shadow_and_shadows_never_users(page_size: int) -> No
     walk.put_away(shadow)
     assert walk.use([*question, 1]) == len(question) // page_size * page_size
     assert walk.ask(shadow.exact, question) is None, "it would compute the whole context"
-    walk.check()
-    walk.check_rows()
 
 
-def test_questions_leave_nothing_behind() -> None:
-    walk = ShadowWalk(0, 1)
-    tokens = walk.random_tokens(64)
-    shadow = walk.whole(tokens)
+def test_questions_leave_nothing_behind(walk: ShadowWalk) -> None:
+    shadow = walk.whole(tokens := walk.random_tokens(64))
     name = walk.form(shadow)
     before = walk.cache.inspector.describe_tree()["num_nodes"], walk.allocator.available_size()
     for of in (shadow.exact, name):
@@ -627,8 +617,7 @@ def test_questions_leave_nothing_behind() -> None:
     assert (walk.cache.inspector.describe_tree()["num_nodes"], walk.allocator.available_size()) == before
 
 
-def test_a_question_in_a_shadow_that_is_not_whole_is_aborted() -> None:
-    walk = ShadowWalk(0, 1)
+def test_a_question_in_a_shadow_that_is_not_whole_is_aborted(walk: ShadowWalk) -> None:
     tokens = walk.random_tokens(128)
     finished(walk, tokens[:64])
     shadow = walk.copy(tokens)
@@ -639,59 +628,49 @@ def test_a_question_in_a_shadow_that_is_not_whole_is_aborted() -> None:
     assert len(walk.aborted) == 2 == walk.cache.background.counts["aborted"]
 
 
-def test_the_policy_plans_without_shadows() -> None:
-    walk = ShadowWalk(0, 1)
-    tokens = walk.random_tokens(64)
-    finished(walk, tokens)
+def test_the_policy_plans_without_shadows(walk: ShadowWalk) -> None:
+    tokens = walk.served(64)
     shadow = walk.whole(tokens)
     walk.form(shadow)
     cached = walk.cache.evictable_size()
     assert cached == 64 + 64 + 32
-    assert walk.cache.free_slots(cached) == 64 and walk.parts(tokens) == []
+    assert walk.cache.parts.eviction.free_slots(cached) == 64 and walk.parts(tokens) == []
     assert {node.key.extra_key for node in walk.cache.nodes.values()} == {shadow.exact, shadow.forms[HALF]}
     assert walk.cache.evictable_size() == 96, "SGLang may count on it"
-    assert walk.cache.free_slots(1) == 0
-    walk.check()
+    assert walk.cache.parts.eviction.free_slots(1) == 0
 
 
-def test_shadows_make_room_when_nothing_else_does() -> None:
-    walk = ShadowWalk(0, 1)
-    tokens = walk.random_tokens(128)
-    finished(walk, tokens)
+def test_shadows_make_room_when_nothing_else_does(walk: ShadowWalk) -> None:
+    tokens = walk.served(128)
     shadow = walk.whole(tokens)
     walk.form(shadow)
     wanted = walk.allocator.available_size() + 128
-    walk.cache.make_room(wanted)
+    walk.cache.parts.eviction.make_room(wanted)
     assert shadow.id in walk.cache.shadows.spaces and walk.cache.shadows.counts["released"] == 0
-    walk.cache.make_room(wanted + 1)
+    walk.cache.parts.eviction.make_room(wanted + 1)
     assert walk.allocator.available_size() == walk.allocator.size and not walk.cache.nodes
     assert walk.cache.shadows.counts["released"] == 1
     refused(walk, "the shadow is gone", walk.form, shadow)
-    walk.check()
 
 
-def test_a_shadow_that_is_closed_while_a_request_runs_on_it_goes_when_that_ends() -> None:
-    walk = ShadowWalk(0, 1)
-    tokens = walk.random_tokens(64)
-    shadow = walk.whole(tokens)
+def test_a_shadow_that_is_closed_while_a_request_runs_on_it_goes_when_that_ends(walk: ShadowWalk) -> None:
+    shadow = walk.whole(tokens := walk.random_tokens(64))
     name = walk.form(shadow)
     asked, filling = walk.begin(name, [*tokens, 51]), walk.begin(shadow.exact, tokens)
     walk.put_away(shadow)
     walk.check()
-    assert walk.cache.num_shadow_slots == 96
+    assert walk.cache.policy.census.num_shadow_slots == 96
     walk.decode()
     walk.end(asked)
     walk.cache.background.begin_round(walk.stub)
     walk.check()
-    assert walk.cache.num_shadow_slots == 64
+    assert walk.cache.policy.census.num_shadow_slots == 64
     walk.end(filling)
     walk.cache.background.begin_round(walk.stub)
-    assert walk.cache.num_shadow_slots == 0 and walk.allocator.available_size() == walk.allocator.size
-    walk.check()
+    assert walk.cache.policy.census.num_shadow_slots == 0 and walk.allocator.available_size() == walk.allocator.size
 
 
-def test_a_guest_that_is_computing_a_shadow_when_it_is_closed_leaves_nothing() -> None:
-    walk = ShadowWalk(0, 1)
+def test_a_guest_that_is_computing_a_shadow_when_it_is_closed_leaves_nothing(walk: ShadowWalk) -> None:
     tokens = walk.random_tokens(128)
     shadow = walk.copy(tokens)
     request = walk.enqueue(shadow.exact, tokens)
@@ -702,63 +681,53 @@ def test_a_guest_that_is_computing_a_shadow_when_it_is_closed_leaves_nothing() -
     walk.end(request)
     walk.cache.background.begin_round(walk.stub)
     assert walk.allocator.available_size() == walk.allocator.size
-    walk.check()
 
 
-def test_room_of_a_closed_shadow_is_there_as_soon_as_its_requests_end() -> None:
+def test_room_of_a_closed_shadow_is_there_as_soon_as_its_requests_end(walk: ShadowWalk) -> None:
     """Whoever still runs in another one."""
-    walk = ShadowWalk(0, 1)
     first, second = (walk.whole(walk.random_tokens(64)) for _ in range(2))
     asked = [walk.begin(shadow.exact, [*shadow.tokens, 51]) for shadow in (first, second)]
     walk.cache.shadows.release_shadows()
     walk.end(asked[0])
     wanted = walk.allocator.available_size() + walk.cache.evictable_size()
-    walk.cache.make_room(wanted)
+    walk.cache.parts.eviction.make_room(wanted)
     assert walk.allocator.available_size() == wanted, "SGLang was promised more than there is"
-    walk.check()
 
 
-def test_a_flush_takes_all_shadows() -> None:
-    walk = ShadowWalk(0, 1)
-    tokens = walk.random_tokens(64)
-    shadow = walk.whole(tokens)
+def test_a_flush_takes_all_shadows(walk: ShadowWalk) -> None:
+    shadow = walk.whole(tokens := walk.random_tokens(64))
     walk.form(shadow)
     walk.flush_all()
     walk.check()
-    assert walk.cache.num_shadow_slots == 0 and not walk.cache.shadows._space_of
+    assert walk.cache.policy.census.num_shadow_slots == 0 and not walk.cache.shadows._space_of
     refused(walk, "the shadow is gone", walk.form, shadow)
     assert walk.ask(shadow.exact, tokens) is None
     assert walk.copy(tokens).exact != shadow.exact, "a name is given once"
 
 
-def test_a_flush_of_the_gpu_takes_all_shadows() -> None:
-    walk = ShadowWalk(0, 1)
-    tokens = walk.random_tokens(64)
-    shadow = walk.whole(tokens)
+def test_a_flush_of_the_gpu_takes_all_shadows(walk: ShadowWalk) -> None:
+    shadow = walk.whole(tokens := walk.random_tokens(64))
     name = walk.form(shadow)
     asked = walk.begin(name, [*tokens, 51])
-    walk.cache.flush_tier(Tier.GPU)
+    walk.cache.parts.admin.flush_tier(Tier.GPU)
     walk.check()
     refused(walk, "the shadow is gone", walk.form, shadow, Form("knorm", 0.2))
     assert walk.ask(name, [*tokens, 51]) is None
     walk.end(asked)
     walk.cache.shadows.release_shadows()
-    assert walk.cache.num_shadow_slots == 0
-    walk.check()
+    assert walk.cache.policy.census.num_shadow_slots == 0
 
 
-def test_shadows_are_no_kv_events() -> None:
+def test_shadows_are_no_kv_events(walk: ShadowWalk) -> None:
     """They name blocks by their tokens alone."""
-    walk = ShadowWalk(0, 1)
-    tokens = walk.random_tokens(64)
-    finished(walk, tokens)
+    tokens = walk.served(64)
     walk.cache.enable_kv_cache_events = True
     shadow = walk.whole(tokens)
     walk.form(shadow)
     walk.ask(shadow.exact, [*tokens, 51])
     walk.put_away(shadow)
     assert walk.cache.take_events() == []
-    walk.cache.removal.drop(walk.node(None, tokens).id)
+    walk.tiers.removal.drop(walk.node(None, tokens).id)
     assert len(walk.cache.take_events()) == 1
 
 
@@ -775,7 +744,7 @@ def test_users_lossy_nodes_get_the_exact_copy_token_for_token(page_size: int) ->
     finished(walk, [*tokens[:160], *other])  # parts a node of it
     shadow = walk.whole(tokens)
     for node in walk.parts([*tokens, *other])[::2]:
-        walk.cache.moves.compress(node.id, HALF)
+        walk.cache.parts.moves.compress(node.id, HALF)
     lossy = [node for node in walk.parts(tokens) if is_lossy(node)]
     below = walk.parts([*tokens, *other])[-1]
     assert 0 < len(lossy) < len(walk.parts(tokens)) and is_lossy(below)
@@ -784,7 +753,7 @@ def test_users_lossy_nodes_get_the_exact_copy_token_for_token(page_size: int) ->
     assert not any(map(is_lossy, walk.parts(tokens))) and is_lossy(below)
     walk.check()
     walk.check_rows()
-    assert walk.cache.num_shadow_slots == 0
+    assert walk.cache.policy.census.num_shadow_slots == 0
     assert walk.allocator.available_size() == before + held
     assert walk.use([*tokens, 51]) == 192
 
@@ -797,135 +766,93 @@ def test_a_node_that_goes_beyond_the_context_is_split_for_it(press: str, page_si
     shadow = walk.whole(tokens[:128])
     finished(walk, tokens)
     (node,) = walk.parts(tokens)
-    walk.cache.moves.compress(node.id, Form(press, 0.5))
+    walk.cache.parts.moves.compress(node.id, Form(press, 0.5))
     assert walk.put_away(shadow, adopt=True) == 1
     upper, lower = walk.parts(tokens)
     assert (len(upper.key), is_lossy(upper), is_lossy(lower)) == (128, False, True)
     assert not bool((lower.kv.layout.positions < 128).any()), "what is exact above would be attended to twice"
-    walk.check()
-    walk.check_rows()
 
 
-def test_what_a_user_runs_on_is_not_exchanged() -> None:
-    walk = ShadowWalk(0, 1)
+def test_what_a_user_runs_on_is_not_exchanged(walk: ShadowWalk) -> None:
     tokens = walk.random_tokens(128)
     finished(walk, tokens[:64])
     finished(walk, tokens)
     shadow = walk.whole(tokens)
     for node in walk.parts(tokens):
-        walk.cache.moves.compress(node.id, HALF)
+        walk.cache.parts.moves.compress(node.id, HALF)
     user = walk.begin_user([*tokens[:64], 51, 52])
     assert walk.put_away(shadow, adopt=True) == 1
     assert [is_lossy(node) for node in walk.parts(tokens)] == [True, False]
     walk.check()  # and that the request sees what it saw
     walk.check_rows()
     walk.end(user)
-    walk.check()
 
 
-def test_what_was_computed_on_lossy_kv_is_replaced_too() -> None:
-    walk = ShadowWalk(0, 1)
+def test_what_was_computed_on_lossy_kv_is_replaced_too(walk: ShadowWalk) -> None:
     tokens = walk.random_tokens(128)
     finished(walk, tokens[:64])
-    walk.cache.moves.compress(walk.node(None, tokens[:64]).id, HALF)
+    walk.cache.parts.moves.compress(walk.node(None, tokens[:64]).id, HALF)
     finished(walk, tokens)
     assert [node.kv.is_lossy_prefix for node in walk.parts(tokens)] == [False, True]
     shadow = walk.whole(tokens)
     assert shadow.num_present == 0
     assert walk.put_away(shadow, adopt=True) == 2
     assert not any(map(is_lossy, walk.parts(tokens)))
-    walk.check()
-    walk.check_rows()
 
 
-def test_nothing_is_adopted_where_nothing_is_lossy_or_the_copy_is_in_use_or_has_a_gap() -> None:
-    walk = ShadowWalk(0, 1)
-    tokens = walk.random_tokens(128)
-    finished(walk, tokens)
+def test_nothing_is_adopted_where_nothing_is_lossy_or_the_copy_is_in_use_or_has_a_gap(walk: ShadowWalk) -> None:
+    tokens = walk.served(128)
     assert walk.put_away(walk.whole(tokens), adopt=True) == 0
     used, gapped = walk.whole(tokens), walk.copy(tokens)
-    walk.cache.moves.compress(walk.node(None, tokens).id, HALF)
+    walk.cache.parts.moves.compress(walk.node(None, tokens).id, HALF)
     request = walk.begin(used.exact, [*tokens, 51])
     assert walk.put_away(used, adopt=True) == 0
     walk.end(request)
     walk.cache.background.begin_round(walk.stub)
     walk.check()
     (node,) = [node for node in walk.cache.nodes.values() if node.key.extra_key == gapped.exact]
-    walk.cache.removal.drop(node.id)
+    walk.tiers.removal.drop(node.id)
     assert walk.put_away(gapped, adopt=True) == 0
     assert is_lossy(walk.node(None, tokens))
-    walk.check()
 
 
-def test_adoption_is_of_one_namespace() -> None:
-    walk = ShadowWalk(0, 1)
+def test_adoption_is_of_one_namespace(walk: ShadowWalk) -> None:
     tokens = walk.random_tokens(64)
     for namespace in (None, "lora-a"):
         finished(walk, tokens, namespace)
     shadow = walk.whole(tokens, "lora-a")
     for namespace in (None, "lora-a"):
-        walk.cache.moves.compress(walk.node(namespace, tokens).id, HALF)
+        walk.cache.parts.moves.compress(walk.node(namespace, tokens).id, HALF)
     assert walk.put_away(shadow, adopt=True) == 1
     assert is_lossy(walk.node(None, tokens)) and not is_lossy(walk.node("lora-a", tokens))
-    walk.check_rows()
 
 
 # ---- random walks
 
 
 @pytest.fixture
-def tiered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., ShadowTierWalk]]:
+def tiered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int, int], ShadowTierWalk]:
     monkeypatch.setattr(admin, "MOVE_WAIT_S", 0.02)
-    walks: list[ShadowTierWalk] = []
-
-    def open_one(seed: int, page_size: int) -> ShadowTierWalk:
-        walks.append(ShadowTierWalk(seed, page_size, tmp_path, num_slots=512))
-        return walks[-1]
-
-    yield open_one
-    for each in walks:
-        each.close()
+    return lambda seed, page_size: ShadowTierWalk(seed, page_size, tmp_path, num_slots=512)
 
 
-class Hold(Job):
-    """Keeps a worker busy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_over = threading.Event()
-
-    def run(self) -> None:
-        self.is_over.wait(60.0)
-
-    def finish(self) -> None:
-        pass
-
-
-def test_what_is_still_being_loaded_is_waited_for(tiered: Callable[..., ShadowTierWalk]) -> None:
+def test_what_is_still_being_loaded_is_waited_for(tiered: Callable[[int, int], ShadowTierWalk]) -> None:
     """SGLang may refuse a request after its prefix was begun to be loaded: no batch waits for that."""
     walk = tiered(0, 1)
     tokens = walk.random_tokens(64)
     walk.serve(tokens)
-    walk.cache.demote_node(walk.node(None, tokens).id, Tier.HOST)
+    walk.cache.parts.admin.demote_node(walk.node(None, tokens).id, Tier.HOST)
     walk.settle()
     assert walk.node(None, tokens).value is None
-    request = walk.wait([*tokens, 51, 52])
-    walk.until(lambda: not walk.cache.is_prefetching(request))
-    key = RadixKey(array("q", request.tokens), None, limit=65)
-    match = walk.cache.match_prefix(MatchPrefixParams(key=key, req=request))
-    hold = Hold()
-    walk.cache.workers["load"].submit(hold)
+    request = walk.ready([*tokens, 51, 52])
+    match = walk.look_up(request)
+    (block,) = blocked(walk, "load")
     params = InitLoadBackParams(match.best_match_node, match.host_hit_length, req=request)
     loaded, _ = walk.cache.init_load_back(params)
-    assert len(loaded) == 64 and walk.cache.loads
-    try:
-        assert walk.copy(tokens).num_present == 64
-    finally:
-        hold.is_over.set()
-    walk.settle()
+    assert len(loaded) == 64 and walk.tiers.loads
+    assert walk.copy(tokens).num_present == 64
+    walk.go_on(block)
     walk.leave()
-    walk.check()
-    walk.check_rows()
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -939,9 +866,9 @@ def test_random_walk_with_shadows_keeps_every_invariant(seed: int, page_size: in
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_random_walk_with_shadows_over_tiers_keeps_every_row(
-    tiered: Callable[..., ShadowTierWalk], page_size: int
+    tiered: Callable[[int, int], ShadowTierWalk], page_size: int
 ) -> None:
     walk = tiered(20 + page_size, page_size)
     walk.cost = None
     walk.run(400)
-    assert walk.cache.shadows.counts["forms"] > 0 and walk.cache.storage.counts["released"] > 0
+    assert walk.cache.shadows.counts["forms"] > 0 and walk.tree.storage.counts["released"] > 0

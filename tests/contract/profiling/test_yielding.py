@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_evicpress.patches.profiling.background_requests import BackgroundRequests
-from sglang_evicpress.patches.tiers.prefetch import Prefetch
+from sglang_evicpress.patches.tiers.prefetches import Prefetch
 from sglang_evicpress.patches.tree.namespaces import SHADOW_PREFIX
 from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost
 
@@ -50,7 +50,7 @@ class Cache:
             _add_request_to_queue=self.queue,
         )
         self.num_lookups = 0
-        self.background = BackgroundRequests(self, self, [])
+        self.background = BackgroundRequests(self, self, self, self.prefetches, [])
 
     def queue(self, req: Any, is_retracted: bool = False) -> None:
         self.scheduler.waiting_queue.append(req)
@@ -63,10 +63,7 @@ class Cache:
     def release_retired(self) -> None:
         """Nothing was closed."""
 
-    def key_of_waiting(self, req: Any) -> Any:
-        return req
-
-    def _steps(self, req: Any) -> list[tuple[None, int]]:
+    def known_of(self, req: Any) -> list[tuple[None, int]]:
         self.num_lookups += 1
         return [(None, NUM_CONTEXT)]
 

@@ -22,7 +22,6 @@ from tests.contract.cache.test_radix_cache_model import Walk, waiting
 
 from sglang_evicpress.patches.scheduler import queue_limit
 from sglang_evicpress.patches.scheduler.queue_limit import RETRY_AFTER, RetryAfter
-from sglang_evicpress.policy.turns import Turns
 
 pytestmark = pytest.mark.sglang
 
@@ -37,10 +36,9 @@ class FakeReq:
 
 class FakeCache:
     def __init__(self, max_queue_s: float | None) -> None:
-        self.config = SimpleNamespace(max_queue_s=max_queue_s)
-        self.turns, self.num_refused, self.now_s = Turns(), 0, 0.0
+        self.queue = queue_limit.QueueTimes(max_queue_s)
+        self.terms = SimpleNamespace(now_s=0.0)
         self.background = self
-        self.first_tokens = None if max_queue_s is None else queue_limit.FirstTokens(max_queue_s)
 
     def is_background(self, req: FakeReq) -> bool:
         return req.rid.startswith("background")
@@ -71,13 +69,10 @@ class FakeScheduler:
 
     def round(self, make_batch: Callable[[Any], Any] | None = None) -> Any:
         def admit(scheduler: FakeScheduler) -> Any:
-            admitted, self.waiting_queue = (
-                self.waiting_queue[: self.num_slots],
-                self.waiting_queue[self.num_slots :],
-            )
+            admitted, self.waiting_queue = (self.waiting_queue[: self.num_slots], self.waiting_queue[self.num_slots :])
             return SimpleNamespace(reqs=admitted)
 
-        self.tree_cache.now_s += 0.2
+        self.tree_cache.terms.now_s += 0.2
         return queue_limit._around_get_next_batch_to_run(make_batch or admit, self)
 
 
@@ -104,7 +99,7 @@ def test_who_would_wait_too_long_is_refused_and_told_when_to_come_back() -> None
     text = str(reason["message"])
     assert "--kv-max-queue-seconds is 4," in text and "wait 10.0 s" in text and "in 6 s" in text and "\n" not in text
     assert reason[RETRY_AFTER] == 6
-    assert late.traced and scheduler.tree_cache.num_refused == 1
+    assert late.traced and scheduler.tree_cache.queue.num_refused == 1
 
 
 def test_the_limit_is_what_a_request_that_comes_would_wait() -> None:
@@ -123,10 +118,10 @@ def test_of_those_admitted_few_are_late() -> None:
         for index in range(rng.randrange(3)):
             req = FakeReq(f"{number}.{index}")
             if scheduler.add(req):
-                queued_s[req.rid] = scheduler.tree_cache.now_s
+                queued_s[req.rid] = scheduler.tree_cache.terms.now_s
         scheduler.num_slots = rng.choice([0, 0, 0, 2])
         batch = scheduler.round()
-        waits += [scheduler.tree_cache.now_s + 0.2 - queued_s.pop(req.rid) for req in batch.reqs]
+        waits += [scheduler.tree_cache.terms.now_s + 0.2 - queued_s.pop(req.rid) for req in batch.reqs]
     late = sum(wait_s > 6.0 for wait_s in waits[200:]) / len(waits[200:])
     assert 0.02 < late < 0.08 and len(waits) > 0.9 * 2000
 
@@ -158,7 +153,7 @@ def test_before_anything_is_known_nobody_is_refused() -> None:
 )
 def test_who_ran_before_or_is_not_a_users_request_is_not_refused(req: FakeReq, given: dict[str, bool]) -> None:
     scheduler = busy(1.0, 100)
-    assert scheduler.add(req, **given) and scheduler.tree_cache.num_refused == 0
+    assert scheduler.add(req, **given) and scheduler.tree_cache.queue.num_refused == 0
 
 
 def test_guests_that_wait_are_nobody_ahead() -> None:
@@ -171,7 +166,7 @@ def test_only_who_waited_and_runs_was_admitted() -> None:
     """Not who decodes, not a background request, not who was aborted, and not the rest of a long prompt."""
     scheduler = FakeScheduler(None, num_waiting=100)
     seen: list[tuple[int, int]] = []
-    scheduler.tree_cache.turns.observe = lambda now_s, *counts: seen.append(counts)  # type: ignore[method-assign]
+    scheduler.tree_cache.queue.turns.observe = lambda now_s, *counts: seen.append(counts)  # type: ignore[method-assign]
     scheduler.waiting_queue.insert(0, FakeReq("background"))
 
     def make(_: object) -> Any:
@@ -187,6 +182,7 @@ def test_only_who_waited_and_runs_was_admitted() -> None:
 
 def test_stats_show_the_queue_as_the_next_request_meets_it() -> None:
     cache = (walk := Walk(0, 1)).cache
+    walk.is_sound = False
     assert cache.inspector.describe_stats()["queue"] == {
         "expected_wait_s": 0.0,
         "margin_s": 0.0,
@@ -194,10 +190,10 @@ def test_stats_show_the_queue_as_the_next_request_meets_it() -> None:
         "refused": 0,
     }
     for number in range(40):
-        cache.turns.observe(number * 0.5, 9, 1)
+        cache.queue.turns.observe(number * 0.5, 9, 1)
     for start in range(3):
         waiting(walk, [start, 1, 2])
-    cache.num_refused += 2
+    cache.queue.num_refused += 2
     shown = cache.inspector.describe_stats()["queue"]
     assert shown == {
         "expected_wait_s": pytest.approx(1.5),

@@ -6,7 +6,6 @@ import math
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,20 +45,19 @@ class FakeCache:
         self.expected: list[str] = []
         self.prefill_times = SimpleNamespace(costs=SEEN)
         self.queued_hits = SimpleNamespace(keep_only=lambda waiting: self.expected.append(f"keep {waiting}"))
-        self.arrival = Event()
-        self.host: object = None
-        self.loads: list[object] = []
+        self.has_tiers = False
         self.started: list[object] = []
-        self.num_prefetching = 0
+        self.loads = SimpleNamespace(start=self.started.append)
+        self.num_waiting = 0
         self.has_work = False
         self.ticks: list[bool] = []
+        self.waits: list[float] = []
         self.passed_by: set[str] = set()
         self.holders: list[str] = []
         self.visited: list[object] = []
         self.decode_budgets = SimpleNamespace(visit_budgets=self.visited.append)
         self.told: list[str] = []
-        self.background = self.planner = self.tiers = self.admission = self.weights = self
-        self.adapters = self
+        self.background = self.rounds = self.prefetches = self.admission = self.weights = self
 
     def advance(self, stamp_s: float, costs: CostSnapshot, congestion: float) -> None:
         self.stamps.append((stamp_s, costs, congestion))
@@ -76,11 +74,14 @@ class FakeCache:
     def know_adapters(self) -> None:
         self.told.append("adapters")
 
-    def keep_prefetches(self, waiting: list[str]) -> None:
+    def keep_only(self, waiting: list[str]) -> None:
         self.expected.append(f"keep stages {waiting}")
 
     def tick(self, *, is_idle: bool) -> None:
         self.ticks.append(is_idle)
+
+    def wait(self, seconds: float) -> None:
+        self.waits.append(seconds)
 
     def begin_round(self, scheduler: Any) -> None:
         self.expected.append("a round begins")
@@ -93,9 +94,6 @@ class FakeCache:
 
     def end_round(self, batch: Any) -> None:
         self.expected.append(f"a round ends with {batch}")
-
-    def start_loads(self, batch: Any) -> None:
-        self.started.append(batch)
 
     def is_passed_by(self, adder: Any, req: str) -> bool:
         return req in self.passed_by
@@ -274,7 +272,7 @@ def test_a_pool_is_not_taken_as_full_for_ever_while_nothing_runs(cache: FakeCach
     scheduler = SimpleNamespace(waiting_queue=[], running_batch=Batch(is_empty=True))
     hooks._before_get_next_batch_to_run(scheduler)
     assert scheduler.running_batch.batch_is_full, "without tiers SGLang's own accounting stands"
-    cache.host = object()
+    cache.has_tiers = True
     hooks._before_get_next_batch_to_run(scheduler)
     assert not scheduler.running_batch.batch_is_full
     scheduler.running_batch = Batch(is_empty=False)
@@ -396,13 +394,12 @@ def test_a_chunk_that_is_short_for_want_of_room_leaves_none_for_a_second_request
 
 def test_an_idle_scheduler_does_not_sleep_while_threads_work_for_the_cache(cache: FakeCache) -> None:
     slept: list[object] = []
-    cache.arrival.set()
     hooks._around_on_idle(slept.append, "scheduler")
-    cache.host, cache.has_work = object(), True
+    cache.loads, cache.has_work = [], True
     hooks._around_on_idle(slept.append, "scheduler")
     cache.has_work = False
     hooks._around_on_idle(slept.append, "scheduler")
-    assert slept == ["scheduler", "scheduler"]
+    assert slept == ["scheduler", "scheduler"] and cache.waits == [hooks.IDLE_POLL_S]
 
 
 def test_loads_begin_with_the_batch_of_their_round_and_are_waited_for_while_it_is_launched(cache: FakeCache) -> None:
@@ -420,7 +417,7 @@ def test_loads_begin_with_the_batch_of_their_round_and_are_waited_for_while_it_i
     def run(batch: object, launch: Any, is_synchronous: bool, stalled: Any) -> Any:
         return launch(), is_synchronous, stalled()
 
-    cache.launching, cache.stalled_s = launching, lambda: 0.25  # type: ignore[attr-defined]
+    cache.loads.launching, cache.loads.stalled_s = launching, lambda: 0.25
     cache.prefill_times = SimpleNamespace(run=run)
     found = hooks._around_run_batch(lambda _, batch: launched.append(batch), scheduler, "batch")
     assert (launched, found) == (["launching batch", "batch", "launched"], (None, True, 0.25))

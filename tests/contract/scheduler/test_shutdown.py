@@ -196,7 +196,8 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     [
         ({}, True),
         ({"kv_policy": None}, False),
-        ({"kv_host_gb": None}, False),
+        ({"kv_host_gb": None}, True),
+        ({"kv_host_gb": "0"}, False),
         ({"kv_policy_config": "/a/file/that/is/gone.json"}, True),
     ],
 )
@@ -225,7 +226,7 @@ def test_schedulers_are_asked_from_within_a_loop_too(processes: list[list[str]])
     assert manager.loops == [True]
 
 
-@pytest.mark.parametrize("manager", [None, TokenizerManager(kv_policy=None), TokenizerManager(kv_host_gb=None)])
+@pytest.mark.parametrize("manager", [None, TokenizerManager(kv_policy=None), TokenizerManager(kv_host_gb=0)])
 def test_a_server_without_tiers_is_left_alone(processes: list[list[str]], manager: TokenizerManager | None) -> None:
     processes += [["scheduler"]]
     shutdown.stop_schedulers(manager)

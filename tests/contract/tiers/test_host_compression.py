@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.contract.cache.test_radix_cache_model import FORMS
-from tests.contract.tiers.test_tiers_model import SLOTS, TierWalk, blocked, cached, opened, sent, some_tokens
+from tests.contract.tiers.test_tiers_model import SLOTS, Opened, TierWalk, blocked, cached, sent, some_tokens
 
 from sglang_evicpress.core import EXACT, Form, Tier
 from sglang_evicpress.introspect.arguments import IntrospectionError
@@ -20,19 +20,17 @@ from sglang_evicpress.press import QueryWindow
 
 pytestmark = pytest.mark.sglang
 
-__all__ = ["opened"]  # the fixture
-
 KNORM = Form("knorm", 0.5)
 
 
 def start(walk: TierWalk, node: object, form: Form) -> None:
-    assert walk.cache.host_compression.compress_on_host(node, form)
+    assert walk.tiers.host_compression.compress_on_host(node, form)
 
 
 def compressed(walk: TierWalk, node: object, form: Form) -> None:
     start(walk, node, form)
     walk.settle()
-    assert walk.cache.storage.counts["compressed_on_host"] > 0 and node.kv.form == form
+    assert walk.tree.storage.counts["compressed_on_host"] > 0 and node.kv.form == form
 
 
 class HostWalk(TierWalk):
@@ -42,9 +40,9 @@ class HostWalk(TierWalk):
         """A node, a form it can have, and perhaps on to the SSD."""
         nodes = [node for node in self.cache.nodes.values() if Tier.HOST in node.kv.copies]
         if nodes:
-            tier = self.rng.choice([None, None, *self.cache.tiers[1:]])
+            tier = self.rng.choice([None, None, *self.tree.storage.tiers[1:]])
             node, form = self.rng.choice(nodes), self.rng.choice(FORMS)
-            self.cache.host_compression.compress_on_host(node, form, leaves_for=tier)
+            self.tiers.host_compression.compress_on_host(node, form, leaves_for=tier)
 
     def moves(self) -> dict[Callable[[], None], float]:
         return {**super().moves(), self.shrink: 10.0}
@@ -60,26 +58,26 @@ def test_random_walks_keep_every_row(tmp_path: Path, page_size: int, has_ssd: bo
         walk.run(400)
     finally:
         walk.close()
-    assert host_bytes < 192 << 10 or walk.cache.storage.counts["compressed_on_host"] > 0  # else there may be no room
+    assert host_bytes < 192 << 10 or walk.tree.storage.counts["compressed_on_host"] > 0  # else there may be no room
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("first", [None, Form("knorm", 0.8)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_is_what_compressing_on_the_gpu_makes(
-    opened: Callable[..., TierWalk], page_size: int, first: Form | None, dtype: torch.dtype
+    opened: Opened, page_size: int, first: Form | None, dtype: torch.dtype
 ) -> None:
     rows, layouts, served = [], [], []
     for is_on_host in (True, False):
         walk = opened(0, page_size, has_ssd=False, dtype=dtype)
         tokens, node = cached(walk, 128)
         if first is not None:
-            walk.cache.moves.compress(node.id, first)
+            walk.cache.parts.moves.compress(node.id, first)
         if is_on_host:
             sent(walk, node, Tier.HOST)
             compressed(walk, node, KNORM)
         else:
-            walk.cache.moves.compress(node.id, KNORM)
+            walk.cache.parts.moves.compress(node.id, KNORM)
         served.append(walk.serve([*tokens, 59]))
         assert node.value is not None and num_slots(node) == node.kv.layout.num_slots
         rows.append(walk.read(node.kv.slots))
@@ -93,7 +91,22 @@ def test_it_is_what_compressing_on_the_gpu_makes(
     assert torch.equal(*(layout.logical for layout in layouts))
 
 
-def test_one_layer_at_a_time_keeps_what_all_at_once_do(opened: Callable[..., TierWalk]) -> None:
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_compressed_copy_is_not_split_from_exact_kv(opened: Opened, page_size: int) -> None:
+    """Its lower piece has, in some heads, survivors from above the split, where the upper node keeps its exact KV."""
+    walk = opened(0, page_size)
+    tokens, node = cached(walk, 160)
+    walk.copy_to(node, Tier.HOST)
+    assert walk.tiers.host_compression.compress_on_host(node, Form("random", 0.5))
+    walk.settle()
+    assert node.kv.form == EXACT and not node.kv.copies[Tier.HOST].is_exact
+    walk.serve([*tokens[:80], 59])
+    for tier in list(node.kv.copies):
+        walk.tiers.removal.release(node.id, tier)
+    walk.serve([*tokens, 58])  # sees that no request attends to an entry twice
+
+
+def test_one_layer_at_a_time_keeps_what_all_at_once_do(opened: Opened) -> None:
     """With the queries of a window, which the walks do not capture."""
     pool = opened().pool
     compressor = Compressor(pool, 1, 4, window=8)
@@ -126,101 +139,79 @@ def test_one_layer_at_a_time_keeps_what_all_at_once_do(opened: Callable[..., Tie
             assert torch.equal(kept_values, pool.v_buffer[layer][into])
 
 
-def test_damaged_bytes_are_not_given_new_checksums(opened: Callable[..., TierWalk]) -> None:
+def test_damaged_bytes_are_not_given_new_checksums(opened: Opened) -> None:
     walk = opened(has_ssd=False)
-    tokens, node = cached(walk, 100)
-    sent(walk, node, Tier.HOST)
+    tokens, node = cached(walk, 100, Tier.HOST)
     walk.damage(node.kv.copies[Tier.HOST].entry)
     start(walk, node, KNORM)
     walk.settle()
-    assert walk.cache.storage.errors == {"host_checksum": 1} and node.id not in walk.cache.nodes
+    assert walk.tree.storage.errors == {"host_checksum": 1} and node.id not in walk.cache.nodes
     assert walk.serve([*tokens, 59]) == 0
     walk.check_rows()
     walk.check_nothing_leaks()
 
 
-def test_a_node_that_was_wanted_meanwhile_stays_as_it_was_on_the_gpu(opened: Callable[..., TierWalk]) -> None:
-    walk = opened()
-    tokens, node = cached(walk, 100)
-    sent(walk, node, Tier.HOST)
+def test_a_node_that_was_wanted_meanwhile_stays_as_it_was_on_the_gpu(walk: TierWalk) -> None:
+    tokens, node = cached(walk, 100, Tier.HOST)
     (block,) = blocked(walk, "copy")
     start(walk, node, KNORM)
-    assert not walk.cache.host_compression.compress_on_host(node, KNORM)  # once is enough
+    assert not walk.tiers.host_compression.compress_on_host(node, KNORM)  # once is enough
     assert walk.serve([*tokens, 59]) == 100
-    block.may_end.set()
-    walk.settle()
+    walk.go_on(block)
     assert node.value is not None and node.kv.form == EXACT and node.kv.job is None
-    assert walk.cache.moves.compress(node.id, Form("knorm", 0.8)) == 20  # and what it becomes there is its own affair
+    assert (
+        walk.cache.parts.moves.compress(node.id, Form("knorm", 0.8)) == 20
+    )  # and what it becomes there is its own affair
     assert [way.form for way in walk.cache.placement.lower_copies_of[node.id]] == [KNORM]
     walk.check()
     walk.check_rows()
     walk.check_nothing_leaks()
 
 
+@pytest.mark.parametrize("is_lossy", [False, True])
 def test_what_goes_on_is_on_the_ssd_in_its_smaller_form_and_its_exact_copy_is_not(
-    opened: Callable[..., TierWalk],
+    walk: TierWalk, is_lossy: bool
 ) -> None:
-    walk = opened()
     tokens, node = cached(walk, 100)
-    walk.cache.backup.start_copy(node, Tier.SSD)
-    walk.settle()
+    walk.copy_to(node, Tier.SSD)
     sent(walk, node, Tier.HOST)
+    if is_lossy:
+        compressed(walk, node, KNORM)
     assert node.kv.copies[Tier.SSD].is_exact
-    walk.cache.moves.demote(node.id, Tier.SSD, KNORM)
+    walk.cache.parts.moves.demote(node.id, Tier.SSD, KNORM)
     walk.settle()
     assert tier_of(node) == Tier.SSD and node.kv.form == KNORM and not node.kv.is_leaving
     assert walk.cache.host.num_entries == 0 and walk.cache.ssd.store.num_entries == 1
     assert walk.serve([*tokens, 59]) == 100 and node.kv.form == KNORM
-    walk.check()
-    walk.check_rows()
 
 
-def test_a_lossy_node_is_sent_as_it_is_even_where_the_ssd_has_it_exact(opened: Callable[..., TierWalk]) -> None:
-    walk = opened()
-    tokens, node = cached(walk, 100)
-    walk.cache.backup.start_copy(node, Tier.SSD)
-    walk.settle()
-    sent(walk, node, Tier.HOST)
-    compressed(walk, node, KNORM)
-    assert node.kv.copies[Tier.SSD].is_exact
-    walk.cache.moves.demote(node.id, Tier.SSD, KNORM)
-    walk.settle()
-    assert tier_of(node) == Tier.SSD and node.kv.form == KNORM
-    assert walk.serve([*tokens, 59]) == 100
-    walk.check_rows()
-
-
-def test_without_room_for_both_copies_a_node_stays_as_it_is(opened: Callable[..., TierWalk]) -> None:
+def test_without_room_for_both_copies_a_node_stays_as_it_is(opened: Opened) -> None:
     walk = opened(has_ssd=False, host_bytes=64 << 10)
     _, node = cached(walk, 120)  # 60 KiB
     sent(walk, node, Tier.HOST)
-    assert not walk.cache.host_compression.compress_on_host(node, KNORM)
-    assert walk.cache.storage.counts["compressions_without_room"] == 1
+    assert not walk.tiers.host_compression.compress_on_host(node, KNORM)
+    assert walk.tree.storage.counts["compressions_without_room"] == 1
     assert node.kv.job is None and node.kv.form == EXACT
     walk.settle()
-    walk.check()
 
 
-def test_a_copy_to_fall_back_on_is_not_given_up_to_make_room(opened: Callable[..., TierWalk]) -> None:
+def test_a_copy_to_fall_back_on_is_not_given_up_to_make_room(opened: Opened) -> None:
     """A node compressed on the GPU has its exact copy in a host memory that has no room for both."""
     walk = opened(has_ssd=False, host_bytes=64 << 10)
-    tokens, node = cached(walk, 120)
-    sent(walk, node, Tier.HOST)
+    tokens, node = cached(walk, 120, Tier.HOST)
     assert walk.serve([*tokens, 59]) == 120
     walk.end_all()
     walk.settle()
     (tail,) = node.children.values()
-    walk.cache.removal.drop(tail.id)
-    walk.cache.moves.compress(node.id, KNORM)
-    assert walk.cache.moves.demote(node.id, Tier.HOST, node.kv.form) == 60
+    walk.tiers.removal.drop(tail.id)
+    walk.cache.parts.moves.compress(node.id, KNORM)
+    assert walk.cache.parts.moves.demote(node.id, Tier.HOST, node.kv.form) == 60
     walk.settle()
     assert tier_of(node) == Tier.HOST and node.kv.form == EXACT
     assert walk.serve([*tokens, 59]) == 120
-    walk.check()
-    walk.check_rows()
 
 
-def test_a_piece_of_an_entry_that_is_nobodys_any_more_gets_one_of_its_own(opened: Callable[..., TierWalk]) -> None:
+def test_a_piece_of_an_entry_that_is_nobodys_any_more_gets_one_of_its_own(opened: Opened) -> None:
     walk = opened(has_ssd=False)
     tokens = some_tokens(walk, 120)
     walk.serve(tokens)
@@ -235,23 +226,20 @@ def test_a_piece_of_an_entry_that_is_nobodys_any_more_gets_one_of_its_own(opened
     start(walk, upper, KNORM)
     walk.settle()
     assert upper.kv.copies[Tier.HOST].form == KNORM
-    walk.cache.host_compression.repack()
+    walk.tiers.host_compression.repack()
     walk.settle()
-    assert walk.cache.storage.counts["repacked"] == 1 and not entry.runs
-    held = sum(sum(walk.cache.copier.sizes(count, is_lossy)) for count, is_lossy in ((55, True), (10, False)))
+    assert walk.tree.storage.counts["repacked"] == 1 and not entry.runs
+    held = sum(sum(walk.tree.storage.copier.sizes(count, is_lossy)) for count, is_lossy in ((55, True), (10, False)))
     assert walk.cache.host.arena.extents.used_bytes <= held + 3 * 4096
     assert walk.serve([*tokens, 59]) == 120 - 110 * (upper.value is not None)
-    walk.check()
-    walk.check_rows()
 
 
-def test_a_way_out_that_is_gone_is_not_taken(opened: Callable[..., TierWalk]) -> None:
+def test_a_way_out_that_is_gone_is_not_taken(opened: Opened) -> None:
     walk = opened(has_ssd=False)
     _, node = cached(walk, 100)
-    walk.cache.moves.compress(node.id, KNORM)
-    assert walk.cache.moves.demote(node.id, Tier.HOST, EXACT) == 0  # as which it lay there when the plan was made
+    walk.cache.parts.moves.compress(node.id, KNORM)
+    assert walk.cache.parts.moves.demote(node.id, Tier.HOST, EXACT) == 0  # as which it lay there when the plan was made
     assert node.value is not None and node.kv.form == KNORM and not node.kv.is_leaving
-    walk.check()
 
 
 # ---- without device memory
@@ -259,17 +247,18 @@ def test_a_way_out_that_is_gone_is_not_taken(opened: Callable[..., TierWalk]) ->
 
 @pytest.mark.parametrize("has_tiers", [False, True])
 def test_without_device_memory_to_compress_it_a_node_is_dropped(
-    opened: Callable[..., TierWalk], monkeypatch: pytest.MonkeyPatch, has_tiers: bool
+    walk: TierWalk, monkeypatch: pytest.MonkeyPatch, has_tiers: bool
 ) -> None:
-    walk = opened()
     tokens, node = cached(walk, 100)
     walk.serve([*tokens, 57, 58, 59])
     walk.end_all()
     walk.settle()
     if has_tiers:
-        walk.until(lambda: walk.cache.demote_node(next(iter(node.children.values())).id, Tier.HOST)["is_there"])
+        walk.until(
+            lambda: walk.cache.parts.admin.demote_node(next(iter(node.children.values())).id, Tier.HOST)["is_there"]
+        )
 
-    def fail(**_: object) -> None:
+    def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("none left")
 
     monkeypatch.setattr(walk.cache.compressor, "compress", fail)
@@ -291,11 +280,11 @@ def test_random_walks_go_on_where_device_memory_runs_out(
     compressor, failures = walk.cache.compressor, []
     compress = compressor.compress
 
-    def perhaps(**arguments: object) -> object:
+    def perhaps(*arguments: object) -> object:
         if walk.rng.random() < 0.7:
             failures.append(arguments)
             raise torch.OutOfMemoryError("none left")
-        return compress(**arguments)
+        return compress(*arguments)
 
     monkeypatch.setattr(compressor, "compress", perhaps)
     try:

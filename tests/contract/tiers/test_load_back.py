@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_evicpress.patches.tiers import load_back
-from sglang_evicpress.patches.tiers.load_back import Load, Part
+from sglang_evicpress.core import EXACT
+from sglang_evicpress.patches.tiers import load
+from sglang_evicpress.patches.tiers.load import Part
+from sglang_evicpress.patches.tiers.loads import Loads
 
 NUM_LAYERS = 3
 
@@ -44,49 +46,48 @@ class Copier:
 def load_of(log: list[str]) -> Any:
     """A load of one entry whose thread never begins."""
     entry = SimpleNamespace(
-        runs=(), header=SimpleNamespace(extents=[None] * NUM_LAYERS, num_slots=4), take_check_seconds=lambda: 0.0
+        runs=(),
+        header=SimpleNamespace(extents=[None] * NUM_LAYERS, num_slots=4, form=EXACT),
+        take_check_seconds=lambda: 0.0,
     )
-    cache = SimpleNamespace(
-        compressor=SimpleNamespace(written_event=lambda: None),
+    storage = SimpleNamespace(
         copier=Copier(log),
         host=SimpleNamespace(arena=None, faults=None, unpin=lambda _: log.append("unpin")),
-        menu=SimpleNamespace(slot_bytes=8),
-        storage=SimpleNamespace(errors=Counter(), counts=Counter()),
-        observe_load=lambda *_: None,
-        dec_lock_ref=lambda _: log.append("unlock"),
-        workers={"load": SimpleNamespace(submit=lambda _: None)},
-        loads=[],
+        errors=Counter(),
+        counts=Counter(),
+        submit=lambda *_: None,
+        has_host=True,
     )
-    load = Load(cache, [Part(SimpleNamespace(entry=entry, begin=0), torch.arange(4))])
-    load.last_nodes.append(SimpleNamespace(parent=None))
-    cache.loads.append(load)
-    return load
+    loads = Loads(storage, [], lambda: None, lambda *_: None, lambda _: log.append("unlock"), is_cuda=True)
+    return loads.add(
+        [Part(SimpleNamespace(entry=entry, begin=0, num_bytes=32), torch.arange(4))], SimpleNamespace(parent=None)
+    )
 
 
 @pytest.fixture(autouse=True)
 def waiting_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_back, "LAYER_DEADLINE_S", 0.001)
+    monkeypatch.setattr(load, "LAYER_DEADLINE_S", 0.001)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_event=lambda _: None))
 
 
 @pytest.mark.parametrize("num_late", [1, NUM_LAYERS])
 def test_an_entry_stays_until_the_device_has_copied_the_late_layers(num_late: int) -> None:
     log: list[str] = []
-    load = load_of(log)
+    began = load_of(log)
     for layer in range(num_late):
-        load.wait_for(layer)
+        began.wait_for(layer)
     assert log == [f"copy {layer}" for layer in range(num_late)]
-    load.has_run.set()
-    assert not load.has_ended()  # not before the device has
-    load.finish()
+    began.has_run.set()
+    assert not began.has_ended()  # not before the device has
+    began.finish()
     assert log[num_late:] == ["reached"] * num_late + ["unpin", "unlock"]
 
 
 def test_an_entry_stays_until_what_a_failed_load_left_is_copied() -> None:
     log: list[str] = []
-    load = load_of(log)
-    load.error = "internal"
-    load.has_run.set()
-    load.finish()
+    began = load_of(log)
+    began.error = "internal"
+    began.has_run.set()
+    began.finish()
     copies = [f"copy {layer}" for layer in range(NUM_LAYERS)]
     assert log == [*copies, *["reached"] * NUM_LAYERS, "unpin", "unlock"]

@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_evicpress.patches.tiers import load_back
+from sglang_evicpress.core import EXACT, Tier
+from sglang_evicpress.patches.tiers import load as load_module
 from sglang_evicpress.patches.tiers.layer_gate import LayerGate
-from sglang_evicpress.patches.tiers.load_back import Load, Part
+from sglang_evicpress.patches.tiers.load import Load, Part
+from sglang_evicpress.patches.tiers.loads import Loads
 from sglang_evicpress.tiers.entry.payload import PayloadCopier
 
 pytestmark = pytest.mark.sglang
@@ -111,18 +113,22 @@ class World:
         host = SimpleNamespace(faults=None, arena=None, unpin=lambda entry: self.log.append("unpinned"))
         self.submitted: list[Load] = []
         self.seen: list[tuple[int, float]] = []
-        self.cache = SimpleNamespace(
-            compressor=SimpleNamespace(written_event=self.written_event, is_cuda=True),
+        self.copier = copier
+        self.storage = SimpleNamespace(
             copier=copier,
             host=host,
-            loads=[],
-            workers={"load": SimpleNamespace(submit=self.submitted.append)},
-            storage=SimpleNamespace(errors=Counter(), counts=Counter()),
-            menu=SimpleNamespace(slot_bytes=1),
-            observe_load=lambda tier, num_bytes, seconds: self.seen.append((num_bytes, seconds)),
-            dec_lock_ref=lambda node: self.log.append("unlocked"),
+            errors=Counter(),
+            counts=Counter(),
+            submit=lambda name, load: self.submitted.append(load),
+            has_host=True,
         )
-        monkeypatch.setattr(load_back, "LAYER_DEADLINE_S", 0.001)
+        self.loads = Loads(
+            self.storage, [], self.written_event, self.observe, lambda _: self.log.append("unlocked"), is_cuda=True
+        )
+        monkeypatch.setattr(load_module, "LAYER_DEADLINE_S", 0.001)
+
+    def observe(self, tier: Tier, num_bytes: int, seconds: float) -> None:
+        self.seen.append((num_bytes, seconds))
 
     def written_event(self) -> Event:
         event = Event(self.device)
@@ -133,13 +139,15 @@ class World:
         """One of 4 slots from ``slot`` on."""
         extents = [SimpleNamespace(offset=0)] * LAYERS
         entry = SimpleNamespace(
-            runs=(), header=SimpleNamespace(extents=extents, num_slots=4), take_check_seconds=lambda: check_s
+            runs=(),
+            header=SimpleNamespace(extents=extents, num_slots=4, form=EXACT),
+            take_check_seconds=lambda: check_s,
         )
-        part = Part(SimpleNamespace(entry=entry, begin=0), torch.arange(slot, slot + 4))  # type: ignore[arg-type]
-        load = Load(self.cache, [part])
-        load.last_nodes = [SimpleNamespace(parent=None)]
-        self.cache.loads.append(load)
-        return load
+        part = Part(SimpleNamespace(entry=entry, begin=0, num_bytes=4), torch.arange(slot, slot + 4))  # type: ignore[arg-type]
+        return self.loads.add([part], SimpleNamespace(parent=None))
+
+    def gate(self, *, is_cuda: bool = True) -> LayerGate:
+        return LayerGate(self.loads._loads, is_cuda=is_cuda)
 
     def run(self, load: Load) -> Load:
         """Run a load like its thread, which takes some of the host's time."""
@@ -182,7 +190,7 @@ def test_a_load_is_over_when_the_device_has_done_it(world: World) -> None:
     assert load.has_ended() and load.await_end(0.0)
     world.log.clear()
     load.finish()
-    assert world.log[-2:] == ["unpinned", "unlocked"] and not world.cache.loads
+    assert world.log[-2:] == ["unpinned", "unlocked"] and not world.loads
     assert world.device.now_s == 1.0
 
 
@@ -196,7 +204,7 @@ def test_a_load_that_fails_halfway_is_over_when_what_it_has_queued_is(
         if layer == 1:
             raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(world.cache.copier._transfers, "load", fail)
+    monkeypatch.setattr(world.copier._transfers, "load", fail)
     load.start()
     with pytest.raises(RuntimeError):
         load.run()
@@ -205,7 +213,7 @@ def test_a_load_that_fails_halfway_is_over_when_what_it_has_queued_is(
     assert not load.has_ended()
     world.device.now_s = 1.0
     assert load.has_ended()
-    monkeypatch.setattr(world.cache.copier._transfers, "load", copy)
+    monkeypatch.setattr(world.copier._transfers, "load", copy)
     load.finish()
     late = [f"forward copies {layer} to 0" for layer in (1, 2)]
     assert [line for line in world.log if line in late] == late and world.device.now_s > 1.0  # they were waited for
@@ -229,14 +237,14 @@ def test_on_the_cpu_a_load_is_learned_to_take_its_threads_own_time(
 ) -> None:
     """Not what it had to wait for a core, or for the interpreter."""
     thread_s = [100.0]
-    world.cache.copier._is_cuda = False
-    world.cache.compressor.written_event = lambda: None
-    monkeypatch.setattr(load_back, "time", SimpleNamespace(thread_time=lambda: thread_s[0]))
+    world.copier._is_cuda = False
+    monkeypatch.setattr(world.loads, "written_event", lambda: None)
+    monkeypatch.setattr(load_module, "time", SimpleNamespace(thread_time=lambda: thread_s[0]))
 
     def copy(*_: object) -> None:
         thread_s[0] += COPY_S
 
-    monkeypatch.setattr(world.cache.copier._transfers, "load", copy)
+    monkeypatch.setattr(world.copier._transfers, "load", copy)
     load = world.run(world.load())
     thread_s[0] += FORWARD_S
     assert load.has_ended()
@@ -250,7 +258,7 @@ def test_nothing_is_learned_of_a_load_that_two_streams_have_worked_on(world: Wor
     world.run(load)
     world.device.now_s = 1.0
     load.finish()
-    assert world.seen == [] and world.cache.storage.counts["late_layers"] == 1
+    assert world.seen == [] and world.storage.counts["late_layers"] == 1
 
 
 # ---- the gate
@@ -258,7 +266,7 @@ def test_nothing_is_learned_of_a_load_that_two_streams_have_worked_on(world: Wor
 
 def test_attention_is_ordered_behind_the_copy_of_its_layer(world: World) -> None:
     load = world.run(world.load())
-    gate = LayerGate(world.cache.loads, is_cuda=True)
+    gate = world.gate()
     with gate.launch([load], asks=True):
         for layer in range(LAYERS):
             gate.wait_until(layer)  # keys
@@ -270,7 +278,7 @@ def test_attention_is_ordered_behind_the_copy_of_its_layer(world: World) -> None
 def test_a_batch_waits_only_for_the_loads_that_it_uses(world: World) -> None:
     """Batch n is computed while round n+1 begins a load, or one was begun for a request that did not get in."""
     used, others = world.run(world.load(0)), world.load(8)
-    gate = LayerGate(world.cache.loads, is_cuda=True)
+    gate = world.gate()
     with gate.launch([used], asks=True):
         for layer in range(LAYERS):
             gate.wait_until(layer)
@@ -286,7 +294,7 @@ def test_a_batch_waits_only_for_the_loads_that_it_uses(world: World) -> None:
 
 
 def test_the_same_layer_is_asked_for_anew_in_the_next_batch(world: World) -> None:
-    first, gate = world.run(world.load(0)), LayerGate(world.cache.loads, is_cuda=True)
+    first, gate = world.run(world.load(0)), world.gate()
     with gate.launch([first], asks=True):
         gate.wait_until(0)
     second = world.run(world.load(8))
@@ -299,13 +307,13 @@ def test_the_same_layer_is_asked_for_anew_in_the_next_batch(world: World) -> Non
 def test_a_batch_that_asks_for_no_layer_is_launched_behind_the_whole_load(world: World) -> None:
     """A batch replayed from a graph asks for no layer."""
     load = world.run(world.load())
-    gate = LayerGate(world.cache.loads, is_cuda=True)
+    gate = world.gate()
     with gate.launch([load], asks=False):
         assert world.device.forward.end_s == pytest.approx(LAYERS * COPY_S)
 
 
 def test_outside_a_launch_every_load_is_waited_for(world: World) -> None:
-    load, gate = world.load(), LayerGate(world.cache.loads, is_cuda=True)
+    load, gate = world.load(), world.gate()
     gate.wait_until(0)
     gate.wait_until(0)
     assert world.submitted == [load] and load.num_late == 1
@@ -313,7 +321,7 @@ def test_outside_a_launch_every_load_is_waited_for(world: World) -> None:
 
 
 def test_a_batch_whose_loads_are_over_has_not_stalled(world: World) -> None:
-    load, gate = world.run(world.load()), LayerGate(world.cache.loads, is_cuda=True)
+    load, gate = world.run(world.load()), world.gate()
     with gate.launch([load], asks=True):
         pass
     assert gate.stalled_s == math.inf
@@ -360,7 +368,7 @@ def test_a_graph_that_is_captured_meanwhile_holds_no_wait(world: World) -> None:
     world.run(world.load())
     world.log.clear()
     world.device.is_capturing = True
-    LayerGate(world.cache.loads, is_cuda=True).wait_until(0)
+    world.gate().wait_until(0)
     assert world.log == []
 
 
@@ -370,5 +378,5 @@ def test_where_there_is_no_cuda_it_is_not_asked(world: World, monkeypatch: pytes
 
     world.run(world.load())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", fail)
-    LayerGate(world.cache.loads, is_cuda=False).wait_until(0)
+    world.gate(is_cuda=False).wait_until(0)
     assert world.log[-1] == "forward waits for copies"

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.contract.tiers.test_tiers_model import SLOTS, TierWalk, blocked, cached, nodes_of, opened, sent
+from tests.contract.tiers.test_tiers_model import SLOTS, Opened, TierWalk, blocked, cached, nodes_of, sent
 
-from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.introspect.operations import answer
-from sglang_evicpress.patches.tiers import promotion
+from sglang_evicpress.patches.tiers import loads
 from sglang_evicpress.patches.tiers.placement import tier_of
 from sglang_evicpress.survivors import survivor_bytes
 from sglang_evicpress.tiers.faults import Faults
-from sglang_evicpress.tiers.ssd import free_space, store, tier
+from sglang_evicpress.tiers.ssd import health, tier
 
 pytestmark = pytest.mark.sglang
-__all__ = ["opened"]
 
 SIZE_GB = 0.0005
 
@@ -32,7 +29,7 @@ def attach(walk: TierWalk, folder: Path, gb: float = SIZE_GB) -> tuple[int, str]
 
 
 def allow(walk: TierWalk, ssd_dir: Path | None, *folders: Path) -> None:
-    walk.cache.config = replace(
+    walk.cache.parts.ssd_attachment.config = replace(
         walk.cache.config,
         host_gb=1.0,
         ssd_dir=None if ssd_dir is None else str(ssd_dir),
@@ -41,16 +38,14 @@ def allow(walk: TierWalk, ssd_dir: Path | None, *folders: Path) -> None:
     )
 
 
-def test_without_a_flag_no_folder_can_be_attached(opened: Callable[..., TierWalk], tmp_path: Path) -> None:
+def test_without_a_flag_no_folder_can_be_attached(opened: Opened, tmp_path: Path) -> None:
     walk = opened(has_ssd=False)
     status, reason = attach(walk, tmp_path / "kv")
     assert status == 403 and "--kv-ssd-dir or --kv-ssd-allow-dir" in reason and str(tmp_path / "kv") in reason
     assert walk.cache.ssd is None and not (tmp_path / "kv").exists()
 
 
-def test_a_folder_is_attached_only_where_the_command_line_allows_it(
-    opened: Callable[..., TierWalk], tmp_path: Path
-) -> None:
+def test_a_folder_is_attached_only_where_the_command_line_allows_it(opened: Opened, tmp_path: Path) -> None:
     walk = opened(has_ssd=False)
     mine, allowed, outside = (tmp_path / name for name in ("mine", "allowed", "outside"))
     for folder in (mine, allowed, outside):
@@ -73,16 +68,16 @@ def test_a_folder_is_attached_only_where_the_command_line_allows_it(
     for accepted in (mine / "other", allowed, allowed / "a" / "b"):
         assert attach(walk, accepted) == (200, "")
         assert (accepted / "rank-0").stat().st_mode & 0o777 == 0o700
-        walk.cache.detach_ssd()
+        walk.cache.parts.admin.detach_ssd()
 
 
-def test_beside_a_folder_at_the_root_nothing_is_allowed(opened: Callable[..., TierWalk]) -> None:
+def test_beside_a_folder_at_the_root_nothing_is_allowed(opened: Opened) -> None:
     walk = opened(has_ssd=False)
     allow(walk, Path("/evicpress-kv"))
     assert attach(walk, Path("/etc"))[0] == 403
 
 
-def test_more_than_the_file_system_has_cannot_be_attached(opened: Callable[..., TierWalk], tmp_path: Path) -> None:
+def test_more_than_the_file_system_has_cannot_be_attached(opened: Opened, tmp_path: Path) -> None:
     walk = opened(has_ssd=False)
     allow(walk, None, tmp_path)
     status, reason = attach(walk, tmp_path / "kv", 1e9)
@@ -90,7 +85,7 @@ def test_more_than_the_file_system_has_cannot_be_attached(opened: Callable[..., 
 
 
 def test_a_folder_that_does_not_answer_is_refused_and_serving_goes_on(
-    opened: Callable[..., TierWalk], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tier, "ANSWER_S", 0.05)
     walk = opened(has_ssd=False)
@@ -104,17 +99,15 @@ def test_a_folder_that_does_not_answer_is_refused_and_serving_goes_on(
     may_go_on.set()
     monkeypatch.setattr(tier, "ANSWER_S", 30.0)
     walk.until(lambda: attach(walk, tmp_path / "kv")[0] == 200)  # once the late one has let go of it
-    walk.check()
 
 
-def test_a_detach_from_a_disk_that_hangs_ends(opened: Callable[..., TierWalk], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_detach_from_a_disk_that_hangs_ends(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier, "ANSWER_S", 0.05)
     monkeypatch.setenv("SGLANG_EVICPRESS_FAULTS", "seed=1")
     walk = opened()
-    tokens, node = cached(walk, 100)
-    sent(walk, node, Tier.SSD)
+    tokens, node = cached(walk, 100, Tier.SSD)
     may_go_on = walk.cache.host.faults.hang("fdatasync")
-    described = walk.cache.detach_ssd()
+    described = walk.cache.parts.admin.detach_ssd()
     assert "ssd" not in described["tiers"] and described["errors"]["ssd_close_deadline"] == 1
     walk.serve(tokens)
     walk.check()
@@ -122,45 +115,41 @@ def test_a_detach_from_a_disk_that_hangs_ends(opened: Callable[..., TierWalk], m
 
 
 def test_a_hung_disk_is_a_miss_for_requests_and_a_hit_again_later(
-    opened: Callable[..., TierWalk], monkeypatch: pytest.MonkeyPatch
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "ANSWER_S", 0.05)
-    monkeypatch.setattr(free_space, "FRESH_S", 0.0)
+    monkeypatch.setattr(health, "ANSWER_S", 0.05)
+    monkeypatch.setattr(health, "FRESH_S", 0.0)
     monkeypatch.setenv("SGLANG_EVICPRESS_FAULTS", "seed=1")
     walk = opened()
-    tokens, node = cached(walk, 100)
-    sent(walk, node, Tier.SSD)
+    tokens, node = cached(walk, 100, Tier.SSD)
     may_go_on = walk.cache.host.faults.hang("free_bytes")
     assert walk.cache.ssd.store.reserve(1) is None
     assert walk.serve([*tokens, 59]) == 0
-    assert walk.cache.storage.counts["reads_of_a_hung_ssd"] > 0
-    assert walk.cache.describe_tiers()["errors"]["ssd_store_deadline"] > 0
+    assert walk.tree.storage.counts["reads_of_a_hung_ssd"] > 0
+    assert walk.cache.parts.admin.describe_tiers()["errors"]["ssd_store_deadline"] > 0
     walk.check_rows()
     may_go_on.set()
     walk.until(lambda: walk.cache.ssd.store.is_answering)
     walk.settle()
-    walk.check()
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_slots_of_a_load_that_hangs_are_set_apart_by_a_flush(
-    opened: Callable[..., TierWalk], monkeypatch: pytest.MonkeyPatch, page_size: int
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, page_size: int
 ) -> None:
-    monkeypatch.setattr(promotion, "END_S", 0.02)
+    monkeypatch.setattr(loads, "END_S", 0.02)
     walk = opened(page_size=page_size)
-    tokens, node = cached(walk, 100)
-    sent(walk, node, Tier.HOST)
+    tokens, node = cached(walk, 100, Tier.HOST)
     (block,) = blocked(walk, "load")
-    request = walk.wait([*tokens, 59])
-    walk.until(lambda: not walk.cache.is_prefetching(request))
+    request = walk.ready([*tokens, 59])
     assert walk.admit(request) == 100
-    (load,) = walk.cache.loads
+    (load,) = walk.tiers.loads
     slots = load.parts[0].slots
     walk.reset()
     walk.check()
     assert walk.allocator.available_size() == SLOTS - 100 and walk.cache.protected_size() == 100
-    assert walk.cache.storage.errors["load_deadline"] == 1 and not walk.cache.loads
-    assert walk.cache.describe_tiers()["slots_set_apart"] == 100
+    assert walk.tree.storage.errors["load_deadline"] == 1 and not walk.tiers.loads
+    assert walk.cache.parts.admin.describe_tiers()["slots_set_apart"] == 100
     assert walk.cache.host.num_entries == 1  # what it reads from
     for _ in range(3):  # others get none of these slots, and their rows stay right
         _, other = cached(walk, 80)
@@ -169,17 +158,16 @@ def test_slots_of_a_load_that_hangs_are_set_apart_by_a_flush(
     walk.reset()  # once more while it still hangs
     assert walk.allocator.available_size() == SLOTS - 100
     _, other = cached(walk, 80)
-    block.may_end.set()
-    walk.settle()
+    walk.go_on(block)
     walk.check_rows()
     walk.reset()
     walk.settle()
     walk.check()
     assert walk.allocator.available_size() == SLOTS and walk.cache.host.num_entries == 0
-    assert walk.cache.describe_tiers()["slots_set_apart"] == 0 and walk.cache.protected_size() == 0
+    assert walk.cache.parts.admin.describe_tiers()["slots_set_apart"] == 0 and walk.cache.protected_size() == 0
 
 
-def test_positions_of_nodes_that_only_the_ssd_has_are_packed(opened: Callable[..., TierWalk]) -> None:
+def test_positions_of_nodes_that_only_the_ssd_has_are_packed(opened: Opened) -> None:
     before = survivor_bytes()
     walk = opened(num_slots=768, host_bytes=1 << 20, ssd_bytes=8 << 20)
     tokens, node = cached(walk, 400)
@@ -189,7 +177,7 @@ def test_positions_of_nodes_that_only_the_ssd_has_are_packed(opened: Callable[..
     assert numbers == 4 * expected.numel() + 8 * node.kv.layout.num_slots
     sent(walk, node, Tier.SSD)
     layout = node.kv.layout
-    after = walk.cache.describe_tiers()["survivors"]
+    after = walk.cache.parts.admin.describe_tiers()["survivors"]
     assert after["open_bytes"] - before["open_bytes"] == 8 * layout.num_slots
     assert after["packed_bytes"] - before["packed_bytes"] <= 4 * expected.numel() / 8
     assert layout.positions.equal(expected)
@@ -202,31 +190,22 @@ def test_positions_of_nodes_that_only_the_ssd_has_are_packed(opened: Callable[..
     assert not nodes_of(walk)
 
 
-def test_a_server_with_another_key_finds_nothing_and_the_same_key_all(
-    opened: Callable[..., TierWalk], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_with_another_key_finds_nothing_and_the_same_key_all(opened: Opened, tmp_path: Path) -> None:
     keys = [tmp_path.parent / f"{tmp_path.name}-{name}.key" for name in ("one", "two")]
     for number, path in enumerate(keys):
         path.write_bytes(bytes([number]) * 32)
         path.chmod(0o600)
     tokens: list[int] = []
     for key, num_found in ((0, 0), (1, 0), (None, 0), (0, 100)):
-        monkeypatch.setattr(
-            "tests.contract.tiers.test_tiers_model.EvicPressConfig",
-            lambda *args, key=key, **options: EvicPressConfig(
-                *args, **options, ssd_key_file=None if key is None else str(keys[key])
-            ),
-        )
-        walk = opened()
+        walk = opened(ssd_key_file=None if key is None else str(keys[key]))
         if not tokens:
-            tokens, node = cached(walk, 100)
-            sent(walk, node, Tier.SSD)
+            tokens, node = cached(walk, 100, Tier.SSD)
         else:
             assert walk.serve([*tokens, 59]) == num_found, key
         walk.check_rows()
         is_counted = walk.cache.ssd.store.errors["key"] > 0
         assert is_counted == (key != 0)
-        assert str(bytes([0]) * 32) not in str(walk.cache.describe_tiers()) + repr(walk.cache.config)
+        assert str(bytes([0]) * 32) not in str(walk.cache.parts.admin.describe_tiers()) + repr(walk.cache.config)
         if key != 0:  # what it has computed it does not leave behind
-            walk.cache.flush_tier(Tier.GPU)
+            walk.cache.parts.admin.flush_tier(Tier.GPU)
         walk.close()

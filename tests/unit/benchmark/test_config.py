@@ -25,16 +25,19 @@ def load(folder: Path, **values: object) -> Config:
 
 def test_what_is_left_out_has_a_default(tmp_path: Path) -> None:
     config = load(tmp_path)
-    assert (config.name, config.model, config.server, config.template) == (
+    assert (config.name, config.model, config.server, config.workload.template) == (
         "this",
         "org/name",
         (),
         "{context}\n\n{question}",
     )
-    assert (config.rates, config.repetitions, config.warm_up, config.trace) == ((0.0,), 1, 1, None)
+    assert (config.rates, config.repetitions, config.workload.warm_up, config.workload.trace) == ((0.0,), 1, 1, None)
     assert (config.presses, config.kept, config.systems) == (DEFAULT_PRESSES, DEFAULT_KEPT, KINDS)
-    assert config.memory == Memory(0.1, 0.0, 0.0)
-    assert config.contexts.command == (sys.executable, "-c", "0") and config.contexts.folder == tmp_path.resolve()
+    assert config.memory == Memory(gpu=0.1)
+    assert (
+        config.workload.contexts.arguments == (sys.executable, "-c", "0")
+        and config.workload.contexts.folder == tmp_path.resolve()
+    )
 
 
 def test_paths_are_beside_the_file(tmp_path: Path) -> None:
@@ -44,10 +47,13 @@ def test_paths_are_beside_the_file(tmp_path: Path) -> None:
         (tmp_path / "in" / name).touch()
     config = load(tmp_path, model="model", contexts={"file": "in/c.jsonl"}, arrivals="trace in/t.csv")
     assert config.model == str(tmp_path / "model")
-    assert config.contexts.file == tmp_path / "in" / "c.jsonl" and config.trace == tmp_path / "in" / "t.csv"
+    assert (
+        config.workload.contexts.file == tmp_path / "in" / "c.jsonl"
+        and config.workload.trace == tmp_path / "in" / "t.csv"
+    )
     config = load(tmp_path, contexts={"command": "python -m x --tokens '1 2'", "folder": "in"})
-    assert config.contexts.folder == tmp_path / "in"
-    assert config.contexts.command[1:] == ("-m", "x", "--tokens", "1 2")
+    assert config.workload.contexts.folder == tmp_path / "in"
+    assert config.workload.contexts.command[1:] == ("-m", "x", "--tokens", "1 2")
 
 
 def test_flags_are_a_list_or_a_line_and_variables_are_texts(tmp_path: Path) -> None:
@@ -112,7 +118,7 @@ def test_the_record_is_json_and_the_identity_leaves_out_which_systems_run(tmp_pa
         ({"contexts": {}}, "contexts is {}: expected either file or command"),
         ({"contexts": {"file": "gone.jsonl"}}, "contexts: file is 'gone.jsonl': expected a JSONL file"),
         ({"contexts": {"command": ["x"], "folder": "gone"}}, "contexts: folder is 'gone': expected a folder"),
-        ({"contexts": "x.jsonl"}, "contexts is 'x.jsonl': expected a mapping"),
+        ({"contexts": "x.jsonl"}, "contexts is 'x.jsonl': expected file or command"),
         ({"memory": {"gpu": 0}}, "memory: gpu is 0: expected a share"),
         ({"memory": {"host": 1}}, "memory has no gpu: expected a share"),
         ({"memory": {"gpu": 1, "ssd": 1}}, "memory: host is 0 with ssd 1"),
@@ -182,7 +188,6 @@ def test_rates_may_be_several_groups(tmp_path: Path) -> None:
 def test_a_load_has_levels_once_saturation_is_known(tmp_path: Path) -> None:
     given = {"of_saturation": [2, 0.5], "reference": "tiers-lru", "seconds": 60}
     config = load(tmp_path, rates=[0], load=given)
-    assert config.load is not None
     assert (config.load.cut_s, config.load.clients, config.load.multiples) == (10.0, 16, {})
     assert config.rates == (0.0,)
     saturated = config.saturated_at(12.345)

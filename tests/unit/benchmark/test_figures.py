@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.unit.benchmark.loads import good_runs, write_load
-from tests.unit.benchmark.raw import request, write_plan, write_run, write_scores
+from tests.unit.benchmark.raw import request, requests, write_plan, write_run, write_scores
 
 SYSTEMS = {
     "full-cache": ("full-cache", 0.05, 1.0),
@@ -114,3 +114,42 @@ def test_load_is_drawn_against_what_is_offered(tmp_path: Path, monkeypatch: pyte
     assert (tmp_path / "figures" / "under_load.png").read_bytes().startswith(b"\x89PNG")
     text = (tmp_path / "figures" / "under_load.md").read_text()
     assert "## Under load: 8/s, 2 x saturation" in text and "| evicpress a=0.5 | 8.00 | 4.00 | 4.00 |" in text
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("adaptcache", "has no run of adaptcache: name it among the systems of the benchmark"),
+        ("hits", "says of no request at rate 1 how much of it was cached"),
+        ("forms", "does not say at rate 1 which forms were resident"),
+        ("rates", "has no setting whose f1_full_cache is 0.8 at every rate"),
+        ("under_load", "has no rates at multiples of saturation: expected a config with a load"),
+    ],
+)
+def test_a_figure_without_its_data_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, said: str
+) -> None:
+    write_plan(tmp_path, {"lru": "lru"}, repetitions=1, rates=[1])
+    monkeypatch.setattr(sys, "argv", [script, str(tmp_path)])
+    with pytest.raises(SystemExit, match="has no complete run: expected one at least"):
+        runpy.run_module(f"sglang_evicpress.benchmark.figures.{script}", run_name="__main__")
+    write_run(tmp_path, "lru", 1, requests([None, None]))
+    with pytest.raises(SystemExit, match=said):
+        runpy.run_module(f"sglang_evicpress.benchmark.figures.{script}", run_name="__main__")
+
+
+def test_of_one_kind_the_setting_with_the_lower_ttft_is_drawn_and_unknown_tiers_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_plan(tmp_path, {"keydiff@0.8+lru": "fixed", "keydiff@0.9+lru": "fixed"}, repetitions=1, rates=[1])
+    scores = []
+    for system, ttft_s in (("keydiff@0.8+lru", 0.4), ("keydiff@0.9+lru", 0.3)):
+        write_run(tmp_path, system, 1, requests([ttft_s] * 2, cached_tokens=50))
+        scores += [(system, 0, 1.0, index, 1.0) for index in range(2)]
+    write_scores(tmp_path, scores)
+    for script in ("rates", "hits"):
+        monkeypatch.setattr(sys, "argv", [script, str(tmp_path)])
+        runpy.run_module(f"sglang_evicpress.benchmark.figures.{script}", run_name="__main__")
+    text = capsys.readouterr().out
+    assert "| keydiff@0.9+lru | 1 | 1.00 | 300 |" in text
+    assert "| keydiff@0.8+lru | 50.0 % | - | - | - | 50.0 % |" in text

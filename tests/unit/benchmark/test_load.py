@@ -9,10 +9,10 @@ import pytest
 from tests.unit.benchmark.loads import OURS, changed, good_runs, write_load
 from tests.unit.benchmark.raw import request, write_plan, write_run, write_scores
 
-from sglang_evicpress.benchmark.load import Loaded, knee, loaded, median
+from sglang_evicpress.benchmark.load import knee, loaded, median
 from sglang_evicpress.benchmark.load_tables import of, rate_name
 from sglang_evicpress.benchmark.results import Results, read_results
-from sglang_evicpress.benchmark.summary import summarise
+from sglang_evicpress.benchmark.summary import Cell, summarise
 from sglang_evicpress.benchmark.tables import write_report
 
 LOAD = {"of_saturation": [1], "reference": "ours", "seconds": 4.0, "saturation_rps": 2.0}
@@ -60,40 +60,44 @@ def test_answers_and_goodput_are_per_second_in_which_requests_arrive(folder: Pat
     _, one, other = loaded(results_of(folder))
     assert (one.rate, one.repetition, one.num_requests) == (2.0, 0, 8)
     assert (one.num_refused, one.num_cut, one.num_failed) == (1, 1, 0)
-    assert (one.offered_rps, one.answers_rps, one.goodput_rps) == (2.0, 5 / 4, 3 / 4)
-    assert (other.offered_rps, other.answers_rps, other.goodput_rps) == (1 / 4, 1 / 4, 0.0)
+    assert (one.offered_rps, one.completed_rps, one.goodput_rps) == (2.0, 5 / 4, 3 / 4)
+    assert (other.offered_rps, other.completed_rps, other.goodput_rps) == (1 / 4, 1 / 4, 0.0)
     cell = summarise(results_of(folder)).cell("ours", 2.0)
-    assert cell is not None
     assert cell.completed_rps == pytest.approx(6 / 8)
 
 
 def test_one_client_offers_nothing(folder: Path) -> None:
     first = loaded(results_of(folder))[0]
-    assert (first.rate, first.offered_rps, first.answers_rps) == (0.0, None, 1.0)
+    assert (first.rate, first.offered_rps, first.completed_rps) == (0.0, None, 1.0)
 
 
 def test_a_request_that_was_cut_counts_with_the_time_it_waited(folder: Path) -> None:
     _, one, _ = loaded(results_of(folder))
-    assert one.ttft_mean_s == pytest.approx((0.1 + 0.2 + 0.3 + 0.6 + 0.8 + 0.4 + 3.0) / 7)
-    assert one.ttft_p50_s == pytest.approx(0.4)
-    assert one.ttft_p95_s == pytest.approx(0.8 + 0.7 * 2.2)
-    assert one.ttft_p99_s == pytest.approx(0.8 + 0.94 * 2.2)
+    assert one.ttft.mean_s == pytest.approx((0.1 + 0.2 + 0.3 + 0.6 + 0.8 + 0.4 + 3.0) / 7)
+    assert one.ttft.p50_s == pytest.approx(0.4)
+    assert one.ttft.p95_s == pytest.approx(0.8 + 0.7 * 2.2)
+    assert one.ttft.p99_s == pytest.approx(0.8 + 0.94 * 2.2)
     assert one.ttft_p95_of_all_s == float("inf")
 
 
 def test_quality_is_that_of_the_truth_without_a_bound(folder: Path) -> None:
-    assert loaded(results_of(folder))[1].f1 == pytest.approx(0.5 + 0.1 / 6)
+    assert loaded(results_of(folder))[1].qualities.f1_truth == pytest.approx(0.5 + 0.1 / 6)
 
 
 def test_tokens_computed_are_shares_of_what_was_admitted_in_the_run_by_reason(folder: Path) -> None:
-    _, one, other = loaded(results_of(folder))
+    one, other = (each.work for each in loaded(results_of(folder))[1:])
     assert one.computed == pytest.approx({"new": 0.1, "late": 0.02, "split": 0.01, "not_worth": 0.05, "dropped": 0.03})
-    assert one.held == pytest.approx(0.03)
+    assert one.recomputed == pytest.approx(0.03)
     assert (one.computed_for("dropped"), one.computed_for("no_host_room")) == (pytest.approx(0.03), 0.0)
     assert one.not_worth_s == {"predicted": 2.0, "actual": 4.0}
     assert one.drops == {"forced nodes": 3.0}
     assert one.evictions == {"urgent": 7.0}
-    assert (other.computed, other.held, other.computed_for("new"), other.not_worth_s) == (None, None, None, None)
+    assert (other.computed, other.recomputed, other.computed_for("new"), other.not_worth_s) == (
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 def test_the_median_is_of_each_figure_by_itself(tmp_path: Path) -> None:
@@ -103,12 +107,12 @@ def test_the_median_is_of_each_figure_by_itself(tmp_path: Path) -> None:
     found = median(loaded(results_of(write_load(tmp_path, runs))))
     (one,) = [each for each in found if (each.system, each.rate) == (OURS, 4.0)]
     assert one.repetition is None
-    assert one.ttft_mean_s == pytest.approx(0.2)
-    assert one.computed == {"late": 0.003}
-    assert one.f1 == pytest.approx(0.98)
+    assert one.ttft.mean_s == pytest.approx(0.2)
+    assert one.work.computed == {"late": 0.003}
+    assert one.qualities.f1_full_cache == pytest.approx(0.98)
 
 
-def rates(folder: Path, system: str) -> list[Loaded]:
+def rates(folder: Path, system: str) -> list[Cell]:
     return of(loaded(results_of(folder)), system, 0)
 
 

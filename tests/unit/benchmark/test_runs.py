@@ -18,15 +18,21 @@ import yaml
 
 from sglang_evicpress.benchmark import profiling, server
 from sglang_evicpress.benchmark.config import Config, load_config
-from sglang_evicpress.benchmark.contexts import Context, Question
+from sglang_evicpress.benchmark.contexts import Context
 from sglang_evicpress.benchmark.results import read_results
 from sglang_evicpress.benchmark.runs import Done, launch_command, run_all
 from sglang_evicpress.benchmark.server import ServerError
 from sglang_evicpress.benchmark.systems import System, expand, sizes_of
+from sglang_evicpress.profiler.contexts import GivenQuestion as Question
 
 FAKE = Path(__file__).with_name("fake_sglang.py")
 CONTEXTS = [
-    Context(f"context {i}", (Question("training?", None), Question("q1?", f"a{i}"), Question("q2?", None)), "f", 1000)
+    Context(
+        f"context {i}",
+        (Question("training?", None), Question("q1?", f"a{i}"), Question("q2?", None)),
+        "f",
+        1000,
+    )
     for i in range(4)
 ]
 SIZES = {"working_set_tokens": 4000, "kv_bytes_per_token": 100_000}
@@ -42,7 +48,7 @@ class Bench:
 
     @property
     def systems(self) -> list[System]:
-        return expand(self.config, **SIZES, folder=self.out)
+        return expand(self.config, sizes_of(self.config, **SIZES), self.out)
 
     @property
     def log(self) -> Path:

@@ -100,7 +100,6 @@ def test_what_has_no_answer_when_a_level_ends_is_cut_and_the_server_is_empty_bef
     num_cut = sum(line["is_cut"] for line in lines)
     assert num_cut > 0
     cell = summarise(results).cell("tiers-lru", 10.0)
-    assert cell is not None
     assert (cell.num_requests, cell.num_cut, cell.num_failed, cell.num_refused) == (6, num_cut, 0, 0)
     assert cell.ttft_p95_of_all_s == float("inf")
     # One more was asked for behind each rate that was cut, and seen to be answered.
@@ -113,7 +112,6 @@ def test_refused_requests_are_counted_apart_and_do_not_end_a_benchmark(tmp_path:
     bench.words = {"tiers-lru": ("refuse=0.5",)}
     assert bench.run() == Done(num_runs=3, num_before=0, num_failed=0)
     cell = summarise(read_results(bench.out)).cell("tiers-lru", 40.0)
-    assert cell is not None
     assert (cell.num_requests, cell.num_refused, cell.num_failed, cell.num_cut) == (24, 12, 0, 0)
 
 

@@ -146,7 +146,6 @@ except KeyboardInterrupt:
     sys.exit(130)
 """
     process = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     if is_up:
         assert process.stdout.readline() == "up\n"
     else:

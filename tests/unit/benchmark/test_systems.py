@@ -43,7 +43,7 @@ def make(folder: Path, **values: object) -> Config:
 
 
 def systems(config: Config, folder: Path = Path("/out")) -> dict[str, System]:
-    return {system.name: system for system in expand(config, WORKING_SET, KV_BYTES, folder)}
+    return {system.name: system for system in expand(config, sizes_of(config, WORKING_SET, KV_BYTES), folder)}
 
 
 def value(flags: Sequence[str], flag: str) -> str:
@@ -127,8 +127,10 @@ def test_without_profiles_a_policy_makes_its_own_while_it_runs(tmp_path: Path) -
 
 def test_profiling_has_the_pool_of_the_bound_and_writes_what_the_systems_read(tmp_path: Path) -> None:
     config = make(tmp_path)
-    system, found = profiling_system(config, WORKING_SET, KV_BYTES, Path("/out")), systems(config)
+    system = profiling_system(config, sizes_of(config, WORKING_SET, KV_BYTES), Path("/out"))
+    found = systems(config)
     assert system.pool_tokens == found["full-cache"].pool_tokens and not system.is_stock and system.ssd_dir is None
+    assert value(system.flags, "--kv-host-gb") == "0"
     assert system.profiles == found["adaptcache"].profiles == found["evicpress a=3"].profiles
     assert value(system.flags, "--kv-forms") == "keydiff@0.5,knorm@0.2"
 
@@ -137,7 +139,7 @@ def test_tiers_that_are_not_wanted_are_not_there(tmp_path: Path) -> None:
     host_only = systems(make(tmp_path, memory={"gpu": 0.1, "host": 0.25}))["tiers-lru"]
     assert "--kv-host-gb" in host_only.flags and "--kv-ssd-dir" not in host_only.flags and host_only.ssd_dir is None
     neither = systems(make(tmp_path, memory={"gpu": 0.1}))["tiers-lru"]
-    assert "--kv-host-gb" not in neither.flags and "--kv-ssd-dir" not in neither.flags
+    assert value(neither.flags, "--kv-host-gb") == "0" and "--kv-ssd-dir" not in neither.flags
 
 
 def test_an_ssd_is_slowed_where_there_is_one_of_ours(tmp_path: Path) -> None:
@@ -149,22 +151,18 @@ def test_an_ssd_is_slowed_where_there_is_one_of_ours(tmp_path: Path) -> None:
 
 
 def test_hicache_runs_where_cuda_is_with_the_same_shares_of_memory(tmp_path: Path) -> None:
-    (out,) = left_out(make(tmp_path))
-    assert out.name == "hicache" and "CUDA" in out.why
-    assert left_out(make(tmp_path, systems=["lru"])) == []
+    ((name, why),) = left_out(make(tmp_path)).items()
+    assert name == "hicache" and "CUDA" in why
+    assert left_out(make(tmp_path, systems=["lru"])) == {}
     config = make(tmp_path, server="--device=cuda:1")
-    assert [each.name for each in left_out(config)] == [
-        "full-cache+attention",
-        "prefill-only+attention",
-        "lru+attention",
-    ]
+    assert list(left_out(config)) == ["full-cache+attention", "prefill-only+attention", "lru+attention"]
     system = systems(config)["hicache"]
     assert system.is_stock and float(value(system.flags, "--hicache-ratio")) == 2.5
     assert system.env["SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE"] == str(round(WORKING_SET * KV_BYTES))
     assert system.env["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] == str(system.ssd_dir)
     assert stock_environment().items() <= system.env.items()
     small = make(tmp_path, server="--device cuda", memory={"gpu": 0.3, "host": 0.25})
-    assert "more host memory" in left_out(small)[-1].why and "hicache" not in systems(small)
+    assert "more host memory" in left_out(small)["hicache"] and "hicache" not in systems(small)
 
 
 def test_sizes_are_shares_of_the_working_set(tmp_path: Path) -> None:

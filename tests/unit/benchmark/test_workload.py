@@ -12,12 +12,14 @@ import yaml
 
 from sglang_evicpress.benchmark.arrivals import poisson, read_trace, spread, stretched
 from sglang_evicpress.benchmark.config import Config, load_config
-from sglang_evicpress.benchmark.contexts import Context, Question
-from sglang_evicpress.benchmark.workload import plan, popularity, training_questions, warm_up, write_training
-from sglang_evicpress.profiler.contexts import read_contexts
+from sglang_evicpress.benchmark.contexts import Context
+from sglang_evicpress.benchmark.workload import plan, popularity, warm_up, write_training
+from sglang_evicpress.profiler.contexts import GivenQuestion, read_contexts
 
 CONTEXTS = [
-    Context(f"text {i}", tuple(Question(f"q{i}.{j}", f"a{i}.{j}") for j in range(6)), "even" if i % 2 else "odd", 100)
+    Context(
+        f"text {i}", tuple(GivenQuestion(f"q{i}.{j}", f"a{i}.{j}") for j in range(6)), "even" if i % 2 else "odd", 100
+    )
     for i in range(20)
 ]
 
@@ -81,14 +83,13 @@ def test_an_item_is_a_question_in_the_template(tmp_path: Path) -> None:
     for request in plan(config, CONTEXTS, 0, 1.0):
         item, context = request.item, CONTEXTS[request.item.context]
         question = next(each for each in context.questions if each.text == item.question)
-        assert (item.context_text, item.family, item.reference) == (context.text, context.family, question.answer)
+        assert (item.family, item.reference) == (context.family, question.answer)
         assert item.messages == [{"role": "user", "content": f"<{context.text}|{item.question}>"}]
 
 
 def test_training_questions_are_never_asked_and_go_to_the_profiler(tmp_path: Path) -> None:
     config = make(tmp_path, profiles={"questions": 4})
-    training = training_questions(config, CONTEXTS)
-    assert training == [context.questions[:4] for context in CONTEXTS]
+    training = [context.questions[:4] for context in CONTEXTS]
     asked = {request.item.question for request in plan(config, CONTEXTS, 0, 1.0)}
     assert asked and not asked & {question.text for each in training for question in each}
     write_training(config, CONTEXTS, tmp_path / "t.jsonl")
@@ -97,7 +98,6 @@ def test_training_questions_are_never_asked_and_go_to_the_profiler(tmp_path: Pat
     for context, questions in zip(given, training, strict=True):
         assert [each.text for each in context.questions] == [each.text for each in questions]
         assert all(each.answer is None for each in context.questions)  # compared with that of exact KV
-    assert training_questions(make(tmp_path), CONTEXTS) == [()] * len(CONTEXTS)
 
 
 def test_warm_up_asks_about_every_context_once(tmp_path: Path) -> None:
@@ -173,7 +173,6 @@ def test_arrivals_of_a_level_under_load_fill_its_time_exactly(tmp_path: Path) ->
     given = {"of_saturation": [0.5, 2], "reference": "evicpress a=1", "seconds": 20}
     config = make(tmp_path, rates=[0], load=given).saturated_at(10.04)
     assert config.rates == (0.0, 5.02, 20.1)
-    assert config.load is not None
     assert config.load.multiples == {5.02: 0.5, 20.1: 2.0}
     for rate, count in ((5.02, 100), (20.1, 402)):
         times = [request.arrival_s for request in plan(config, CONTEXTS, 0, rate)]

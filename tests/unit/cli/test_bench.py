@@ -14,10 +14,11 @@ import pytest
 import yaml
 
 from sglang_evicpress.benchmark.config import Config, load_config
-from sglang_evicpress.benchmark.contexts import Context, Question
+from sglang_evicpress.benchmark.contexts import Context
 from sglang_evicpress.benchmark.systems import expand, sizes_of
 from sglang_evicpress.cli.bench import check_pool, choose
 from sglang_evicpress.cli.main import main
+from sglang_evicpress.profiler.contexts import GivenQuestion as Question
 
 INTERRUPTING = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(0.2)"
 
@@ -47,7 +48,7 @@ def make(folder: Path, **values: object) -> Config:
 
 def test_systems_are_chosen_by_name_or_kind_in_the_order_they_have(tmp_path: Path) -> None:
     config = make(tmp_path, alphas=[1, 3], presses=["keydiff"], kept=[0.5, 0.2])
-    systems = expand(config, 1000, 10, tmp_path)
+    systems = expand(config, sizes_of(config, 1000, 10), tmp_path)
     assert [system.name for system in choose(systems, "evicpress, lru")] == ["lru", "evicpress a=1", "evicpress a=3"]
     assert [system.name for system in choose(systems, "evicpress a=3,keydiff@0.2+lru")] == [
         "keydiff@0.2+lru",

@@ -37,7 +37,6 @@ def make_request(seed=0, num_queries=12, shuffled=True):
         num_tokens=LENGTH,
         window=QueryWindow(queries, torch.arange(LENGTH - num_queries, LENGTH)) if num_queries else None,
         scale=HEAD_DIM**-0.5,
-        page_size=16,
     )
 
 
@@ -148,7 +147,7 @@ def test_scores_belong_to_the_tokens_and_not_to_where_they_lie(name):
         buffers.append(sorted_layers)
     in_order = PressInput(
         buffers[0], buffers[1], torch.arange(NUM_SLOTS), shuffled.positions.sort(-1).values, 0, LENGTH,
-        shuffled.window, shuffled.scale, 16,
+        shuffled.window, shuffled.scale,
     )  # fmt: skip
     torch.testing.assert_close(score(name, shuffled, WINDOW).gather(-1, order), score(name, in_order, WINDOW))
 
@@ -158,7 +157,7 @@ def test_a_request_shorter_than_the_window_has_scores(name):
     whole = make_request()
     node = PressInput(
         whole.k_buffers, whole.v_buffers, whole.slots[:1], whole.positions[..., :1].contiguous(), 0, LENGTH,
-        whole.window, whole.scale, 16,
+        whole.window, whole.scale,
     )  # fmt: skip
     scores = score(name, node, WINDOW)
     assert scores.shape == (NUM_LAYERS, NUM_HEADS, 1)
@@ -214,13 +213,6 @@ def test_page_means_are_algorithm_1_over_all_layers_and_heads():
     scores = torch.rand(3, 2, 40)
     want = [scores[..., first : first + 16].mean() for first in (0, 16)] + [scores[..., 32:].mean()]
     torch.testing.assert_close(page_means(scores, 16), torch.stack(want))
-
-
-def test_pages_by_rank_do_not_let_one_layer_decide():
-    scores = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, 3.0], [300.0, 200.0, 100.0]]).view(3, 1, 3)
-    assert worst_pages(page_means(scores, 1), (0, 0)).tolist() == [2]
-    assert worst_pages(page_means(scores, 1, by_rank=True), (0, 0)).tolist() == [0]
-    torch.testing.assert_close(page_means(scores, 1, by_rank=True), torch.tensor([1 / 3, 0.5, 2 / 3]))
 
 
 @pytest.mark.parametrize(

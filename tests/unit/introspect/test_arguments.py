@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -65,7 +66,7 @@ def test_what_is_neither_true_nor_false_is_refused(value: object) -> None:
 @given(st.sampled_from(sorted(PRESSES)), st.integers(1, 99))
 def test_a_form_reads_as_it_is_written(press: str, percent: int) -> None:
     form = Form(press, percent / 100)
-    assert checked.form({"form": str(form)}) == form
+    assert checked.form({"form": str(form)}, "form") == form
 
 
 @pytest.mark.parametrize(
@@ -80,26 +81,35 @@ def test_a_form_reads_as_it_is_written(press: str, percent: int) -> None:
         ({"form": "knorm@"}, ("'knorm@'", "no number")),
         ({"form": "knorm@0"}, ("keeps 0", "0 < KEPT < 1")),
         ({"form": "knorm@1"}, ("keeps 1",)),
+        ({"form": "knorm@1.5"}, ("keeps 1.5",)),
         ({"form": "knorm@nan"}, ("keeps nan",)),
         ({"form": "knorm@0.5+int8"}, ("'knorm@0.5+int8'",)),
     ],
 )
 def test_what_is_no_lossy_form_is_refused(arguments: Json, words: tuple[str, ...]) -> None:
-    reason = refusal(checked.form, arguments)
+    reason = refusal(checked.form, arguments, "form")
     assert [word for word in words if word not in reason] == []
 
 
+def test_a_stored_form_may_have_a_codec() -> None:
+    assert str(checked.stored_form({"form": "knorm@0.5+int8"}, "form")) == "knorm@0.5+int8"
+    assert "'knorm@0.5+zip'" in refusal(checked.stored_form, {"form": "knorm@0.5+zip"}, "form")
+
+
 def test_a_tier_is_one_of_those_accepted() -> None:
-    assert checked.tier({"tier": "host"}, Tier.HOST, Tier.SSD) is Tier.HOST
-    assert refusal(checked.tier, {"tier": "gpu"}, Tier.HOST, Tier.SSD) == "tier is 'gpu': expected one of host, ssd"
-    assert refusal(checked.tier, {}, Tier.GPU) == "tier is missing: expected one of gpu"
+    tier = partial(checked.tier, accepted=(Tier.HOST, Tier.SSD))
+    assert tier({"tier": "host"}, "tier") is Tier.HOST
+    assert refusal(tier, {"tier": "gpu"}, "tier") == "tier is 'gpu': expected one of host, ssd"
+    assert refusal(tier, {}, "tier") == "tier is missing: expected one of host, ssd"
 
 
 def test_a_folder_is_an_absolute_path() -> None:
-    assert checked.folder({"dir": "/kv"}) == "/kv"
+    assert checked.folder({"dir": "/kv"}, "dir") == "/kv"
     for value in ("kv", "", "/kv\0", None, 1):
-        assert refusal(checked.folder, {"dir": value}).startswith(f"dir is {value!r}: expected the absolute path")
-    assert refusal(checked.folder, {}).startswith("dir is missing")
+        assert refusal(checked.folder, {"dir": value}, "dir").startswith(
+            f"dir is {value!r}: expected the absolute path"
+        )
+    assert refusal(checked.folder, {}, "dir").startswith("dir is missing")
 
 
 @pytest.mark.parametrize("value", [1, 0.5, 1e9])

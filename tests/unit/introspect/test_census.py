@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 
-from sglang_evicpress.core import EXACT, Form
+from sglang_evicpress.core import EXACT, Form, Tier
 from sglang_evicpress.introspect.census import Census, Counted
 
 FORMS = (EXACT, Form("keydiff", 0.5), Form("knorm", 0.25))
@@ -16,7 +16,9 @@ def test_totals_are_those_of_the_nodes_after_any_changes() -> None:
             census.remove(node_id)
             nodes.pop(node_id, None)
         else:
-            nodes[node_id] = Counted(rng.choice(FORMS), rng.randrange(1, 100), rng.randrange(100), rng.random() < 0.2)
+            held = [(tier, rng.choice(FORMS), rng.randrange(100)) for tier in Tier if rng.random() < 0.5]
+            form, num_tokens, num_slots = rng.choice(FORMS), rng.randrange(1, 100), rng.randrange(100)
+            nodes[node_id] = Counted(form, num_tokens, num_slots, rng.random() < 0.2, tuple(held))
             census.put(node_id, nodes[node_id])
         if step % 50:
             continue
@@ -33,6 +35,13 @@ def test_totals_are_those_of_the_nodes_after_any_changes() -> None:
             for form in FORMS
             if (found := [node for node in nodes.values() if node.form == form])
         }
+        for tier in Tier:
+            copies = [copy for node in nodes.values() for copy in node.held if copy[0] == tier]
+            assert census.held_on(tier) == {
+                form: (len(slots), sum(slots))
+                for form in FORMS
+                if (slots := [num_slots for _, copied, num_slots in copies if copied == form])
+            }
 
 
 def test_a_difference_names_the_node() -> None:

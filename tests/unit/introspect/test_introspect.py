@@ -5,13 +5,13 @@ import logging
 
 import numpy as np
 import pytest
+from tests.unit.introspect.fake_cache import FakeCache
 
-from sglang_evicpress.core import Form, Tier
+from sglang_evicpress.core import Tier
 from sglang_evicpress.introspect.operations import (
     Inspectable,
     IntrospectionError,
     Json,
-    NodeBusy,
     UnknownNode,
     answer,
     answer_encoded,
@@ -19,88 +19,6 @@ from sglang_evicpress.introspect.operations import (
     read_object,
     read_question,
 )
-
-
-class FakeCache:
-    """Three nodes: 1 can be compressed, 2 is locked, 3 is too short."""
-
-    def __init__(self) -> None:
-        self.forms = {1: "exact", 2: "exact", 3: "exact"}
-        self.broken: list[str] = []
-        self.flushed: list[Tier] = []
-        self.ssd: tuple[str, float, float | None] | None = None
-
-    def _known(self, node_id: int) -> int:
-        if node_id not in self.forms:
-            raise UnknownNode(node_id)
-        return node_id
-
-    def describe_tree(self) -> Json:
-        return {"nodes": [{"id": node_id, "form": form} for node_id, form in self.forms.items()]}
-
-    def describe_node(self, node_id: int, *, positions: bool, tokens: bool) -> Json:
-        node: Json = {"id": np.int64(self._known(node_id)), "form": self.forms[node_id]}
-        if positions:
-            node["positions"] = np.arange(3, dtype=np.int32)
-        if tokens:
-            node["tokens"] = [7, 8, 9]
-        return node
-
-    def describe_stats(self) -> Json:
-        raise RuntimeError("the pool is on fire")
-
-    def explain_node(self, node_id: int) -> Json:
-        return {"id": self._known(node_id), "options": []}
-
-    def read_journal(self, since: int, limit: int) -> Json:
-        return {"since": since, "limit": limit}
-
-    def compress_node(self, node_id: int, form: Form, hold_s: float) -> Json:
-        if self._known(node_id) == 2:
-            raise NodeBusy(node_id)
-        if node_id == 3:
-            raise ValueError(f"node 3 cannot be brought to {form}: its 3 tokens are under the 64 needed")
-        self.forms[node_id] = str(form)
-        return {"id": node_id, "form": str(form), "freed_slots": 5, "hold_s": hold_s}
-
-    def check_integrity(self) -> Json:
-        return {"ok": not self.broken, "violations": self.broken}
-
-    def evict_slots(self, num_slots: int) -> Json:
-        return {"freed_slots": num_slots}
-
-    def describe_tiers(self) -> Json:
-        return {"tiers": [tier.label for tier in (Tier.GPU, Tier.HOST)]}
-
-    def flush_tier(self, tier: Tier) -> Json:
-        if tier is Tier.SSD and self.ssd is None:
-            raise ValueError("there is no SSD tier: attach one first")
-        self.flushed.append(tier)
-        return {"tier": tier.label}
-
-    def demote_node(self, node_id: int, tier: Tier, hold_s: float) -> Json:
-        if self._known(node_id) == 2:
-            raise NodeBusy(node_id, change="demoted")
-        if node_id == 3:
-            raise ValueError("node 3 cannot be demoted to host: the host tier is full")
-        return {"id": node_id, "tier": tier.label, "hold_s": hold_s}
-
-    def attach_ssd(self, folder: str, gb: float, write_gb_per_day: float | None) -> Json:
-        if self.ssd is not None:
-            raise ValueError(f"the SSD tier is at {self.ssd[0]!r}: detach it first")
-        self.ssd = (folder, gb, write_gb_per_day)
-        return {"dir": folder}
-
-    def detach_ssd(self) -> Json:
-        if self.ssd is None:
-            raise ValueError("there is no SSD tier to detach")
-        self.ssd = None
-        return {"dir": None}
-
-    def describe_requests(
-        self, rid: str | None, *, positions: bool, offset: int = 0, after: int = 0, limit: int = 100
-    ) -> Json:
-        return {"rid": rid, "positions": positions, "offset": offset, "after": after, "limit": limit}
 
 
 def reason_of(body: Json) -> str:
@@ -114,16 +32,6 @@ def reason_of(body: Json) -> str:
 def test_fake_offers_what_the_protocol_asks() -> None:
     cache: Inspectable = FakeCache()
     assert isinstance(cache, Inspectable)
-
-
-def test_tree_lists_the_nodes() -> None:
-    status, body = answer(FakeCache(), "tree", {})
-    assert status == 200
-    assert body["nodes"] == [
-        {"id": 1, "form": "exact"},
-        {"id": 2, "form": "exact"},
-        {"id": 3, "form": "exact"},
-    ]
 
 
 @pytest.mark.parametrize(
@@ -140,6 +48,36 @@ def test_node_shows_positions_and_tokens_only_when_asked(flags: Json, keys: set[
     assert (status, set(body)) == (200, keys)
 
 
+def shown_requests(
+    rid: str | None = None, positions: bool = False, offset: int = 0, after: int = 0, limit: int = 100
+) -> Json:
+    return {"rid": rid, "positions": positions, "offset": offset, "after": after, "limit": limit}
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments", "expected"),
+    [
+        ("tree", {}, {"nodes": [{"id": node_id, "form": "exact"} for node_id in (1, 2, 3)]}),
+        ("explain", {"node_id": "2"}, {"id": 2, "options": []}),
+        ("journal", {}, {"since": 0, "limit": 100}),
+        ("journal", {"since": "7", "limit": "2"}, {"since": 7, "limit": 2}),
+        ("evict", {"num_slots": 12}, {"freed_slots": 12}),
+        ("tiers", {}, {"tiers": ["gpu", "host"]}),
+        ("demote", {"node_id": "1", "tier": "ssd"}, {"id": 1, "tier": "ssd", "hold_s": 60.0}),
+        (
+            *("demote", {"node_id": "1", "tier": "ssd", "codec": "int4"}),
+            {"id": 1, "tier": "ssd", "hold_s": 60.0, "codec": "int4"},
+        ),
+        ("requests", {}, shown_requests()),
+        ("requests", {"rid": "a"}, shown_requests("a")),
+        ("requests", {"rid": "a", "positions": "true", "offset": "65536"}, shown_requests("a", True, 65536)),
+        ("requests", {"after": "7", "limit": 3}, shown_requests(after=7, limit=3)),
+    ],
+)
+def test_a_question_reaches_the_cache_with_its_arguments(op: str, arguments: Json, expected: Json) -> None:
+    assert answer(FakeCache(), op, arguments) == (200, expected)
+
+
 def test_compress_reaches_the_node_with_the_parsed_form() -> None:
     cache = FakeCache()
     status, body = answer(cache, "compress", {"node_id": "1", "form": "keydiff@0.50"})
@@ -151,34 +89,6 @@ def test_check_that_finds_a_broken_invariant_is_an_answer_not_an_error() -> None
     cache = FakeCache()
     cache.broken = ["slot 7 belongs to nodes 1 and 2"]
     assert answer(cache, "check", {}) == (200, {"ok": False, "violations": cache.broken})
-
-
-def test_explain_reaches_the_node() -> None:
-    assert answer(FakeCache(), "explain", {"node_id": "2"}) == (200, {"id": 2, "options": []})
-    assert answer(FakeCache(), "explain", {"node_id": "9"})[0] == 404
-
-
-def test_the_journal_is_read_from_where_one_likes() -> None:
-    assert answer(FakeCache(), "journal", {}) == (200, {"since": 0, "limit": 100})
-    assert answer(FakeCache(), "journal", {"since": "7", "limit": "2"}) == (200, {"since": 7, "limit": 2})
-
-
-def test_evict_passes_the_number_of_slots() -> None:
-    assert answer(FakeCache(), "evict", {"num_slots": 12}) == (200, {"freed_slots": 12})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "shown"),
-    [
-        ({}, (None, False, 0, 0, 100)),
-        ({"rid": "a"}, ("a", False, 0, 0, 100)),
-        ({"rid": "a", "positions": "true", "offset": "65536"}, ("a", True, 65536, 0, 100)),
-        ({"after": "7", "limit": 3}, (None, False, 0, 7, 3)),
-    ],
-)
-def test_requests_are_described(arguments: dict[str, object], shown: tuple[str | None, bool, int, int, int]) -> None:
-    names = ("rid", "positions", "offset", "after", "limit")
-    assert answer(FakeCache(), "requests", arguments) == (200, dict(zip(names, shown, strict=True)))
 
 
 @pytest.mark.parametrize(
@@ -198,21 +108,12 @@ def test_what_would_show_too_much_at_once_is_refused(arguments: dict[str, object
     assert status == 400 and words in reason_of(body)
 
 
-def test_tiers_are_described() -> None:
-    assert answer(FakeCache(), "tiers", {}) == (200, {"tiers": ["gpu", "host"]})
-
-
 def test_each_tier_of_ours_can_be_flushed() -> None:
     cache = FakeCache()
     cache.ssd = ("/kv", 1.0, None)
     for tier in ("gpu", "host", "ssd"):
         assert answer(cache, "flush", {"tier": tier}) == (200, {"tier": tier})
     assert cache.flushed == [Tier.GPU, Tier.HOST, Tier.SSD]
-
-
-def test_demote_reaches_the_node_with_the_tier() -> None:
-    expected = {"id": 1, "tier": "ssd", "hold_s": 60.0}
-    assert answer(FakeCache(), "demote", {"node_id": "1", "tier": "ssd"}) == (200, expected)
 
 
 @pytest.mark.parametrize("seconds", [0, 0.5, 86400])
@@ -251,46 +152,27 @@ def test_an_ssd_is_attached_and_detached(arguments: Json, given: tuple[str, floa
     [
         ("melt", {}, 404, ("'melt'", "tree, node, stats", "check, evict, tiers, flush", "requests, open_shadow")),
         ("open_shadow", {}, 400, ("token_ids is missing",)),
-        ("profiles", {}, 501, ("FakeCache", "cannot be profiled")),
         ("tree", {"depth": "2"}, 400, ("'depth'", "accepted are after, limit")),
         ("check", {"repair": True}, 400, ("'repair'",)),
         ("explain", {"node_id": "1", "tokens": "1"}, 400, ("'tokens'", "node_id")),
         ("journal", {"since": "-1"}, 400, ("since", "'-1'", ">= 0")),
         ("journal", {"limit": "0"}, 400, ("limit", "'0'", ">= 1")),
         ("node", {}, 400, ("node_id is missing", ">= 0")),
-        ("node", {"node_id": "abc"}, 400, ("'abc'", "integer")),
-        ("node", {"node_id": "-1"}, 400, ("'-1'", ">= 0")),
-        ("node", {"node_id": "1.0"}, 400, ("'1.0'",)),
-        ("node", {"node_id": "٣"}, 400, ("integer",)),  # a digit, but not one of ours
         ("node", {"node_id": "9" * 5000}, 400, ("18 digits",)),
-        ("node", {"node_id": True}, 400, ("True",)),
         ("node", {"node_id": "1", "positions": "maybe"}, 400, ("positions", "'maybe'", "true or false")),
-        ("node", {"node_id": "1", "tokens": 2}, 400, ("tokens is 2",)),
         ("node", {"node_id": "1", "values": "1"}, 400, ("'values'", "node_id, positions, tokens")),
         ("node", {"node_id": "99"}, 404, ("node 99", "/evicpress/tree")),
         ("compress", {"node_id": "99", "form": "knorm@0.5"}, 404, ("node 99",)),
+        ("explain", {"node_id": "9"}, 404, ("node 9",)),
         ("compress", {"node_id": "1"}, 400, ("form is missing", "keydiff@0.5")),
-        ("compress", {"node_id": "1", "form": 0.5}, 400, ("form is 0.5", "string")),
         ("compress", {"node_id": "1", "form": "gzip@0.5"}, 400, ("'gzip@0.5'", "keydiff")),
-        ("compress", {"node_id": "1", "form": "keydiff@much"}, 400, ("'keydiff@much'",)),
-        ("compress", {"node_id": "1", "form": "keydiff@nan"}, 400, ("nan",)),
-        ("compress", {"node_id": "1", "form": "keydiff@1.5"}, 400, ("1.5", "0 < KEPT < 1")),
-        ("compress", {"node_id": "1", "form": "exact"}, 400, ("'exact'", "keydiff@0.5")),
         ("compress", {"node_id": "1", "form": "knorm@0.5", "force": True}, 400, ("'force'", "node_id, form")),
         ("compress", {"node_id": "2", "form": "knorm@0.5"}, 409, ("node 2", "locked")),
-        (
-            "compress",
-            {"node_id": "3", "form": "knorm@0.5"},
-            409,
-            ("node 3", "knorm@0.5", "under the 64"),
-        ),
+        ("compress", {"node_id": "3", "form": "knorm@0.5"}, 409, ("node 3", "knorm@0.5", "under the 64")),
         ("evict", {}, 400, ("num_slots is missing", ">= 1")),
         ("evict", {"num_slots": 0}, 400, ("num_slots is 0", ">= 1")),
-        ("evict", {"num_slots": 1.5}, 400, ("1.5",)),
-        ("evict", {"num_slots": None}, 400, ("None",)),
         ("tiers", {"tier": "gpu"}, 400, ("'tier'", "accepted are none")),
         ("flush", {}, 400, ("tier is missing", "gpu, host, ssd")),
-        ("flush", {"tier": "tape"}, 400, ("'tape'", "gpu, host, ssd")),
         ("flush", {"tier": "external"}, 400, ("'external'", "gpu, host, ssd")),
         ("flush", {"tier": 0}, 400, ("tier is 0",)),
         ("flush", {"tier": ["gpu"]}, 400, ("['gpu']",)),
@@ -299,20 +181,14 @@ def test_an_ssd_is_attached_and_detached(arguments: Json, given: tuple[str, floa
         ("demote", {"node_id": "1", "tier": "gpu"}, 400, ("'gpu'", "host, ssd")),
         ("demote", {"node_id": "1", "tier": "external"}, 400, ("'external'",)),
         ("demote", {"tier": "host"}, 400, ("node_id is missing",)),
+        ("demote", {"node_id": "1", "tier": "ssd", "codec": "int3"}, 400, ("'int3'", "raw, lossless, int8")),
         ("demote", {"node_id": "99", "tier": "host"}, 404, ("node 99",)),
         ("demote", {"node_id": "2", "tier": "host"}, 409, ("node 2 cannot be demoted now", "locked")),
         ("demote", {"node_id": "3", "tier": "host"}, 409, ("the host tier is full",)),
         ("attach_ssd", {"gb": 1}, 400, ("dir is missing", "absolute path")),
         ("attach_ssd", {"dir": "kv", "gb": 1}, 400, ("'kv'", "absolute path")),
-        ("attach_ssd", {"dir": "", "gb": 1}, 400, ("''", "absolute path")),
-        ("attach_ssd", {"dir": "/kv\0", "gb": 1}, 400, ("absolute path",)),
-        ("attach_ssd", {"dir": 1, "gb": 1}, 400, ("dir is 1",)),
         ("attach_ssd", {"dir": "/kv"}, 400, ("gb is missing", "GB")),
-        ("attach_ssd", {"dir": "/kv", "gb": "5"}, 400, ("gb is '5'", "a number")),
-        ("attach_ssd", {"dir": "/kv", "gb": True}, 400, ("gb is True",)),
         ("attach_ssd", {"dir": "/kv", "gb": 0}, 400, ("gb is 0", "above 0")),
-        ("attach_ssd", {"dir": "/kv", "gb": float("nan")}, 400, ("gb is nan",)),
-        ("attach_ssd", {"dir": "/kv", "gb": 1e10}, 400, ("gb is 10000000000.0", "1e9")),
         ("attach_ssd", {"dir": "/kv", "gb": 1, "write_gb_per_day": -1}, 400, ("write_gb_per_day is -1",)),
         ("attach_ssd", {"dir": "/kv", "gb": 1, "sync": "none"}, 400, ("'sync'", "dir, gb, write_gb_per_day")),
         ("detach_ssd", {"dir": "/kv"}, 400, ("'dir'",)),
@@ -336,7 +212,7 @@ def test_unexpected_exception_is_500_and_logged_with_where_it_came_from(caplog: 
     with caplog.at_level(logging.ERROR):
         status, body = answer(FakeCache(), "stats", {})
     assert (status, reason_of(body)) == (500, "stats failed with RuntimeError: the pool is on fire")
-    assert "RuntimeError at test_introspect.py:" in caplog.text and "in describe_stats" in caplog.text
+    assert "RuntimeError at fake_cache.py:" in caplog.text and "in describe_stats" in caplog.text
 
 
 def test_no_prompt_is_logged_with_a_failure(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sglang_evicpress.core import Form
 from sglang_evicpress.introspect.arguments import IntrospectionError, Json
 from sglang_evicpress.introspect.operations import encode, read_object, read_question
-from sglang_evicpress.introspect.profile_operations import PROFILE_OPERATIONS, Profiled
+from sglang_evicpress.introspect.profile_operations import PROFILE_OPERATIONS
 from sglang_evicpress.quality.profile import Profile
 from sglang_evicpress.quality.running_stats import RunningStats
 from sglang_evicpress.tiers.entry.identity import MAX_TOKEN
@@ -72,10 +72,6 @@ def asked(op: str, arguments: Json) -> object:
     return read_question(op, arguments)(FakeCache())["asked"]
 
 
-def test_fake_offers_what_the_protocol_asks() -> None:
-    assert isinstance(FakeCache(), Profiled)
-
-
 def test_every_operation_reaches_the_cache_with_what_was_given() -> None:
     key, form = bytes.fromhex(KEY), Form("knorm", 0.5)
     assert set(ARGUMENTS) == set(PROFILE_NAMES)
@@ -120,23 +116,18 @@ def test_any_tokens_of_a_vocabulary_are_taken(tokens: list[int]) -> None:
         ("open_shadow", {"token_ids": [MAX_TOKEN + 1]}, (f"token_ids has {MAX_TOKEN + 1}",)),
         ("open_shadow", {"token_ids": ["x" * 5000]}, ("token_ids has 'xxx",)),
         ("open_shadow", {"token_ids": [1], "extra_key": 3}, ("extra_key is 3", "a string or null")),
-        ("open_shadow", {"token_ids": [1], "may_evict": "maybe"}, ("may_evict is 'maybe'",)),
         ("make_shadow_form", {"form": "knorm@0.5"}, ("shadow_id is missing",)),
-        ("make_shadow_form", {"shadow_id": "one", "form": "knorm@0.5"}, ("shadow_id is 'one'",)),
         ("make_shadow_form", {"shadow_id": 1}, ("form is missing",)),
-        ("make_shadow_form", {"shadow_id": 1, "form": "exact"}, ("'exact'",)),
-        ("drop_shadow_form", {"shadow_id": -1, "form": "knorm@0.5"}, ("shadow_id is -1",)),
         ("drop_shadow_form", {"shadow_id": 1, "form": "gone"}, ("'gone'",)),
         ("close_shadow", {}, ("shadow_id is missing",)),
         ("close_shadow", {"shadow_id": 1, "adopt": 1}, ("adopt is 1",)),
         ("profile", {}, ("context None is no hash", "32 hex digits")),
         ("profile", {"key": KEY[:-1]}, (KEY[:-1], "32 hex digits")),
-        ("profile", {"key": "g" * 32}, ("g" * 32,)),
         ("profile", {"key": " " * 32}, ("is no hash",)),
         ("profile", {"key": "ab " * 10 + "ab"}, ("is no hash",)),
         ("profile", {"key": 7}, ("context 7",)),
-        ("put_profile", {}, ("profile has None",)),
-        ("put_profile", {"profile": {**PROFILE.to_json(), "num_tokens": 100}}, ("num_tokens 100", "blocks of 64")),
+        ("put_profile", {}, ("profile is None",)),
+        ("put_profile", {"profile": {**PROFILE.to_json(), "num_tokens": 100}}, ("num_tokens is 100", "blocks of 64")),
         ("put_profile", {"profile": PROFILE.to_json(), "is_fresh": 2}, ("is_fresh is 2",)),
         ("note_observed", {"key": KEY}, ("pairs has None", "[predicted, observed]")),
         ("note_observed", {"key": KEY, "pairs": [[0.5]]}, ("pairs has [0.5]",)),
@@ -145,7 +136,6 @@ def test_any_tokens_of_a_vocabulary_are_taken(tokens: list[int]) -> None:
         ("note_observed", {"key": KEY, "pairs": [[float("nan"), 1]]}, ("pairs has [nan, 1]",)),
         ("note_observed", {"key": KEY, "pairs": [["0.5", 1]]}, ("pairs has ['0.5', 1]",)),
         ("note_observed", {"key": KEY, "pairs": {"0.5": 1}}, ("pairs has {",)),
-        ("note_observed", {"key": "x", "pairs": []}, ("context 'x'",)),
         ("note_failed", {"key": None}, ("context None",)),
     ],
 )
@@ -156,14 +146,6 @@ def test_refusals_name_the_value_and_what_is_accepted(op: str, arguments: Json, 
     assert caught.value.status == 400
     assert [word for word in words if word not in reason] == []
     assert "\n" not in reason and len(reason) < 500
-
-
-@pytest.mark.parametrize("op", PROFILE_NAMES)
-def test_a_cache_that_cannot_be_profiled_is_501(op: str) -> None:
-    question = read_question(op, ARGUMENTS[op])
-    with pytest.raises(IntrospectionError, match="the cache is a dict, which cannot be profiled") as caught:
-        question({})  # type: ignore[arg-type]
-    assert caught.value.status == 501
 
 
 @pytest.mark.parametrize("op", PROFILE_NAMES)

@@ -9,12 +9,8 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[3] / "patches"
-
-MIXINS_LEFT = {
-    *("Admission", "PolicySync", "Eviction", "Grafting", "FillReplace", "LoadBack", "Prefetcher", "TierInspection"),
-    *("Promotion", "BackgroundDemotion", "Weights"),
-}
-"""Parts of the cache that are mixins still. Take off what becomes an object."""
+STAGES = ("TreeParts", "TierParts", "Parts")
+HOLDERS = ("self", "tree", "tiers")  # names by which the three know each other
 
 
 @cache
@@ -36,10 +32,21 @@ def init_of(part: str) -> ast.FunctionDef:
 
 
 @cache
+def parameters(part: str) -> dict[str, ast.expr | None]:
+    """Annotations of what a part is given: the fields of a dataclass, else the parameters of its constructor."""
+    _, definition = classes()[part]
+    if any("dataclass" in ast.unparse(each) for each in definition.decorator_list):
+        fields = [each for each in definition.body if isinstance(each, ast.AnnAssign)]
+        return {ast.unparse(each.target): each.annotation for each in fields if "init=False" not in ast.unparse(each)}
+    arguments = init_of(part).args
+    return {each.arg: each.annotation for each in [*arguments.args[1:], *arguments.kwonlyargs]}
+
+
+@cache
 def made() -> dict[str, tuple[str, ast.Call]]:
     """Class and call that makes each part, by its name, in the order in which they are made."""
     parts: dict[str, tuple[str, ast.Call]] = {}
-    for line in init_of("Parts").body:
+    for line in (line for stage in STAGES for line in init_of(stage).body):
         match line:
             case ast.Assign([ast.Attribute(ast.Name("self"), name)], ast.Call() as call):
                 made_of = call.func.value if isinstance(call.func, ast.Attribute) else call.func
@@ -53,31 +60,34 @@ def given(name: str) -> dict[str, str]:
     part, call = made()[name]
     if isinstance(call.func, ast.Attribute):
         return {}  # opened by itself
-    parameters = [each.arg for each in init_of(part).args.args[1:]]
-    pairs = [*zip(parameters, call.args, strict=False), *((each.arg, each.value) for each in call.keywords)]
+    names = (name for name in parameters(part) if name != "_")
+    pairs = [*zip(names, call.args, strict=False), *((each.arg, each.value) for each in call.keywords)]
     found = {}
     for parameter, value in pairs:
         match value:
-            case ast.Attribute(ast.Name("self"), other) | ast.Attribute(ast.Attribute(ast.Name("self"), other)):
-                if other in made():
-                    found[str(parameter)] = other
+            case ast.Attribute(ast.Name(holder), other) | ast.Attribute(ast.Attribute(ast.Name(holder), other)) if (
+                holder in HOLDERS and other in made()
+            ):
+                found[str(parameter)] = other
     return found
 
 
 def attributes(name: str) -> dict[str, str]:
     """Attributes of a part that hold other parts."""
-    found = {}
     parts = given(name)
-    for line in ast.walk(init_of(made()[name][0])):
+    _, definition = classes()[made()[name][0]]
+    if definition.decorator_list:
+        return parts
+    found = {}
+    for line in ast.walk(init_of(definition.name)):
         match line:
             case ast.Assign([ast.Attribute(ast.Name("self"), attribute)], ast.Name(parameter)) if parameter in parts:
                 found[attribute] = parts[parameter]
     return found
 
 
-def annotated(function: ast.FunctionDef) -> set[str]:
-    arguments = [*function.args.args, *function.args.kwonlyargs]
-    names = (ast.walk(each.annotation) for each in arguments if each.annotation is not None)
+def annotated(part: str) -> set[str]:
+    names = (ast.walk(each) for each in parameters(part).values() if each is not None)
     return {node.id for found in names for node in found if isinstance(node, ast.Name)}
 
 
@@ -93,7 +103,7 @@ def test_each_part_is_given_parts_that_were_made_before() -> None:
 @pytest.mark.parametrize("name", made())
 def test_a_part_is_given_protocols_and_values_only(name: str) -> None:
     part, _ = made()[name]
-    named = annotated(init_of(part))
+    named = annotated(part)
     others = {other for other, _ in made().values()}
     assert not named & others, f"{part} is given a class of another part"
     assert not named & {"EvicPressCache", "Any", "cast"}, f"{part} is given more than it may use"
@@ -134,6 +144,5 @@ def test_shared_protocols_have_twelve_members_at_most(room: str) -> None:
     test_what_a_part_is_given_has_twelve_members_at_most(SOURCE / room / "types.py")
 
 
-def test_the_mixins_that_are_left_are_known() -> None:
-    bases = {ast.unparse(base) for base in classes()["EvicPressCache"][1].bases}
-    assert bases == MIXINS_LEFT | {"RadixCache"}
+def test_the_cache_has_no_mixins() -> None:
+    assert [ast.unparse(base) for base in classes()["EvicPressCache"][1].bases] == ["RadixCache"]

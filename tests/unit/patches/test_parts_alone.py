@@ -4,28 +4,70 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from array import array
 from collections import Counter
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from sglang_evicpress.core import EXACT, Tier
+from sglang_evicpress.config import EvicPressConfig
+from sglang_evicpress.controller.controller import NOT_MEASURED
+from sglang_evicpress.core import DROP, EXACT, Tier
+from sglang_evicpress.patches.cache.fill_replace import FillReplace
+from sglang_evicpress.patches.cache.policy_sync import PolicySync
+from sglang_evicpress.patches.cache.policy_terms import PolicyTerms
+from sglang_evicpress.patches.cache.policy_view import PolicyView
+from sglang_evicpress.patches.cache.queued_hits import QueuedHits
+from sglang_evicpress.patches.tiers import loads
+from sglang_evicpress.patches.tiers.backup import BackupJob
+from sglang_evicpress.patches.tiers.grafting import Grafting
+from sglang_evicpress.patches.tiers.holds import Holds
+from sglang_evicpress.patches.tiers.host_checks import HostChecks
+from sglang_evicpress.patches.tiers.host_compression import Compression
 from sglang_evicpress.patches.tiers.host_room import HostRoom
+from sglang_evicpress.patches.tiers.late_loads import LateLoads
+from sglang_evicpress.patches.tiers.load import Part
+from sglang_evicpress.patches.tiers.load_back import LoadBack
+from sglang_evicpress.patches.tiers.load_terms import LoadTerms
+from sglang_evicpress.patches.tiers.loads import Loads
 from sglang_evicpress.patches.tiers.placement import Placement, tier_of
+from sglang_evicpress.patches.tiers.prefetch import Prefetcher
+from sglang_evicpress.patches.tiers.prefetches import Prefetch, Prefetches
+from sglang_evicpress.patches.tiers.promotion import Promotion
 from sglang_evicpress.patches.tiers.removal import Removal
+from sglang_evicpress.patches.tiers.reservations import Reservations
+from sglang_evicpress.patches.tiers.ssd_io import Lookup, Read
 from sglang_evicpress.patches.tree.adapters import Adapters
 from sglang_evicpress.patches.tree.changes import NodeChanges
-from sglang_evicpress.patches.tree.node import NodeKV
+from sglang_evicpress.patches.tree.node import NodeKV, PrefixView
+from sglang_evicpress.patches.tree.node_queries import NodeQueries
 from sglang_evicpress.patches.tree.set_aside import ASIDE_S, SetAside
 from sglang_evicpress.patches.tree.slot_ledger import SlotLedger
+from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
+from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.tiers.entry.copies import Copy, HostEntry
+from sglang_evicpress.tiers.entry.header import Shape
 from sglang_evicpress.tiers.host.tier import HostTier
+from sglang_evicpress.tiers.ssd.index import Ref
 
 MODULES = (
     *("tree.slot_ledger", "tree.changes", "tree.set_aside", "tree.adapters", "tiers.storage", "tiers.placement"),
     *("tiers.removal", "tiers.host_room", "tiers.ssd_io", "tiers.backup", "tiers.host_compression", "tiers.demotion"),
-    *("cache.plans", "cache.moves"),
+    *(
+        "cache.moves",
+        "cache.fill_replace",
+        "cache.policy_sync",
+        "cache.policy_terms",
+        "cache.policy_view",
+    ),
+    *("cache.queued_hits", "tree.node_queries", "tiers.idle_promotion"),
+    *("tiers.holds", "tiers.late_loads", "tiers.loads", "tiers.load_back", "tiers.host_checks", "tiers.promotion"),
+    *("tiers.idle_promotion", "tiers.prefetches", "tiers.reservations", "tiers.load_terms", "tiers.grafting"),
+    *("tiers.prefetch", "cache.eviction", "cache.eviction_log", "tiers.background", "tiers.background_clock"),
+    *("tiers.rounds", "tiers.ssd_attachment", "tiers.weights", "tiers.admin", "tiers.report", "tiers.shutdown"),
 )
 
 
@@ -41,7 +83,9 @@ class Node:
 
 
 class Header:
-    payload_bytes, num_slots = 64, 4
+    form = EXACT
+    payload_bytes, num_slots, extents, form = 64, 4, (None,), EXACT
+    shape = Shape(1, 1, 2, "float32", 1)
 
 
 class World:
@@ -58,8 +102,17 @@ class World:
         self.ledger = SlotLedger(lambda slots: self.freed.extend(slots.tolist()))
         self.changes = NodeChanges()
         self.adapters = Adapters(bytes(16), lambda: (), has_tiers=True)
-        self.placement = Placement(self, self.adapters, lambda node, copy: 1.0, self.changes.changed, 16)
-        self.changes.subscribe(self.placement.note_copies)
+        self.placement = Placement(
+            self,
+            self.adapters,
+            self.ledger,
+            lambda node, copy: 1.0,
+            self.changes.changed,
+            self.tell_stored,
+            lambda form, size: size,
+            16,
+        )
+        self.changes.changed.subscribe(self.placement.note_copies)
         self.removal = Removal(
             self.nodes,
             self,
@@ -68,6 +121,7 @@ class World:
             self.ledger,
             self.changes,
             self.tell_dropped,
+            self.remove,
         )
         above = self.root
         for index in range(1, num_nodes + 1):
@@ -80,6 +134,9 @@ class World:
 
     def tell_dropped(self, node: Node, cause: str, number: int | None) -> None:
         self.tell(cause, node)
+
+    def tell_stored(self, node: Node) -> None:
+        self.tell("stored", node)
 
     def tell_removed(self, node: Node) -> None:
         self.tell("removed", node)
@@ -108,6 +165,17 @@ def test_a_copy_below_is_spare_until_the_node_has_left_the_gpu() -> None:
     assert world.freed == [4, 5, 6, 7] and world.ledger.evictable == 0 and world.counts == {"released": 1}
 
 
+def test_a_node_is_placed_on_the_gpu_again() -> None:
+    world = World(1)
+    node = world.nodes[1]
+    world.backup(node)
+    world.removal.release(1, Tier.HOST)
+    node.lock_ref = 1
+    world.placement.place(node, node.kv.copies[Tier.HOST], torch.arange(8, 12))
+    assert tier_of(node) == Tier.GPU and world.placement.num_spare == 1 and world.told[-1] == ("stored", 1)
+    assert node.value.tolist() == [8, 9, 10, 11] and (world.ledger.evictable, world.ledger.protected) == (0, 4)
+
+
 def test_what_loses_its_last_copy_goes_with_all_below_it() -> None:
     world = World(2)
     for node_id in (1, 2):
@@ -128,6 +196,119 @@ def test_a_locked_node_is_neither_dropped_nor_released() -> None:
     with pytest.raises(RuntimeError, match="locked"):
         world.removal.release(1, Tier.HOST)
     assert not world.freed
+
+
+def test_a_node_without_slots_takes_those_of_a_request() -> None:
+    world = World(2)
+    for node_id in (1, 2):
+        world.backup(world.nodes[node_id])
+    for node_id in (2, 1):
+        world.removal.release(node_id, Tier.HOST)
+    unused = lambda node: None  # noqa: E731
+    terms = SimpleNamespace(is_alone=True), 0.5, unused, unused, lambda node: world.tell("wanted", node)
+    parts = world.placement, world.removal, world.ledger, world.changes
+    fill = FillReplace(world.nodes, *parts, *terms, lambda node: world.tell("stored", node))
+    fill.fill(world.nodes[1], torch.arange(40, 44), is_lossy_prefix=False)
+    assert world.nodes[1].value.tolist() == [40, 41, 42, 43] and world.ledger.evictable == 4
+    assert world.placement.num_spare == 1, "its host copy is one that can be given up again"
+    assert world.told[-2:] == [("stored", 1), ("wanted", 2)]
+    assert fill.would_change_view([(world.nodes[1], 4)], 0, PrefixView(torch.arange(4), is_lossy=True))
+    assert not fill.would_change_view([(world.nodes[1], 4)], 0, PrefixView(torch.arange(4)))
+
+
+def test_queries_that_made_room_are_no_nodes_any_more() -> None:
+    world, changed = World(3), list[int]()
+    queries = NodeQueries(lambda node: changed.append(node.id))
+    queries.keep(world.nodes[1], 7, ())
+    world.nodes[2].kv.window = 7
+    queries.split(world.nodes[2], world.nodes[1])
+    queries.keep(world.nodes[3], 8, (7, 5))
+    assert [node.kv.window for node in world.nodes.values()] == [None, None, 8] and changed == [1, 2]
+
+
+TERMS = EvicPressConfig(policy="evicpress", forms=("keydiff@0.5",))
+
+
+class Unmeasured:
+    """Quality of nodes of which nothing is known."""
+
+    mean_curve = vector = (1.0, 0.5)
+    known = 0
+
+    def expectation_of(self, node: Node) -> Unmeasured:
+        return self
+
+    def quality_of(self, node: Node) -> float:
+        return 1.0
+
+
+class Followed(World):
+    """A world whose nodes the policy follows."""
+
+    def __init__(self, num_nodes: int) -> None:
+        super().__init__(num_nodes)
+        self.terms, self.num_failed, quality = PolicyTerms(TERMS, self.nodes, has_host=True), Counter(), Unmeasured()
+        menu, copies = Menu(TERMS.menu_forms, (Tier.GPU, Tier.HOST), 16, 4), self.placement.lower_copies_of
+        follow = lambda node: self.view.stats_of(node)  # noqa: E731
+        self.policy = PolicySync(
+            TERMS,
+            menu,
+            self.nodes,
+            self.terms,
+            lambda: menu.tiers,
+            lambda: quality.mean_curve,
+            lambda: copies,
+            follow,
+            self.tick,
+            self.num_failed,
+        )
+        self.policy.renew()
+        pressed = SimpleNamespace(window_of=lambda node: None, sinks_of=lambda num_tokens, start: 0)
+        self.view = PolicyView(menu, 1, self.policy, quality, pressed, copies)
+        self.changes.changed.subscribe(self.policy.on_node_changed)
+        for node in self.nodes.values():
+            self.changes.changed(node)
+        self.hits = QueuedHits(self.nodes, self.terms, self.policy)
+
+    def tick(self) -> None:
+        """Something may be planned that could not be."""
+
+
+def test_the_policy_knows_each_node_as_it_is() -> None:
+    world = Followed(2)
+    assert world.policy.held_bytes(Tier.GPU) == 128 and world.policy.num_nodes(Tier.GPU) == 2
+    assert world.policy.census.num_slots == 8 and world.view.options_of(world.nodes[1]) == (DROP,)
+    assert world.view.cause_of_drop(world.nodes[1]) == NOT_MEASURED
+    world.nodes[1].kv.weight = float("nan")
+    world.changes.changed(world.nodes[1])
+    assert world.nodes[1].kv.weight == 0.0 and world.num_failed == {"note weight": 1}
+    (decision,) = world.policy.plan_without_copies(Tier.GPU, 64)
+    assert decision.node_id == 2 and decision.option.is_drop
+    world.policy.on_node_deleted(world.nodes[2])
+    assert world.policy.num_nodes(Tier.GPU) == 1 and world.policy.census.num_nodes == 1
+
+
+def test_a_waiting_request_hits_what_it_will_use_until_it_goes() -> None:
+    world, request = Followed(2), object()
+    before = world.nodes[1].kv.weight
+    world.hits.on_queued(request, [(world.nodes[1], 4)])
+    assert len(world.hits) == 1 and world.nodes[1].kv.weight == before + 1.0
+    assert world.policy.planner.index.candidates[1].weight == before + 1.0
+    world.hits.keep_only([])
+    assert not len(world.hits) and world.nodes[1].kv.weight == before
+
+
+def test_time_goes_on_by_stamps_and_costs_change_when_they_must() -> None:
+    world, told = Followed(0), list[object]()
+    world.terms.advanced.subscribe(lambda: told.append(world.terms.now_s))
+    world.terms.costs_changed.subscribe(told.append)
+    costs = world.terms.costs
+    world.terms.advance(100.0, costs)
+    world.terms.advance(90.0, costs)
+    world.terms.advance(130.0, costs, 5.0)
+    assert told == [0.0, 0.0, 30.0, world.terms.weighed] and world.terms.recompute_weight == 5.0
+    world.terms.observe_load(Tier.HOST, 0, 1.0)
+    assert world.terms.cost_model.costs.load == costs.load, "nothing was loaded"
 
 
 class NoPlans:
@@ -162,6 +343,256 @@ def test_a_node_is_set_aside_for_a_while() -> None:
     assert not aside and not world.nodes[1].kv.is_aside and changed == [1, 1]
 
 
+def test_a_hold_ends_with_its_time_or_a_use_and_a_split_keeps_it() -> None:
+    holds = Holds({1, 2, 3})
+    for node_id in (1, 2, 9):
+        holds.hold(node_id, 60.0)
+    holds.split(3, 1)
+    holds.end([2])
+    assert holds.node_ids() == {1, 3} and holds.left_s(2) == 0.0 < holds.left_s(1) <= 60.0
+    holds.hold(1, 0.0)
+    assert holds.node_ids() == {3}
+
+
+class Pool:
+    """An allocator with free pages of one slot."""
+
+    page_size, size, device = 1, 16, "cpu"
+
+    def __init__(self) -> None:
+        self.release_pages = torch.arange(0)
+        self.clear()
+
+    def clear(self) -> None:
+        self.free_pages = torch.arange(1, 17)
+
+    def available_size(self) -> int:
+        return len(self.free_pages)
+
+    def alloc(self, num_slots: int) -> torch.Tensor | None:
+        if num_slots > len(self.free_pages):
+            return None
+        taken, self.free_pages = self.free_pages[:num_slots], self.free_pages[num_slots:]
+        return taken
+
+
+class Copier:
+    """Copies nothing; there is one layer."""
+
+    num_layers = 1
+
+    def load_layer(self, *_: object) -> None: ...
+
+    def finish_layer(self) -> None: ...
+
+
+class Loading(World):
+    """A node on the host, a pool to load it into, and a thread that never begins."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        (self.node,) = self.nodes.values()
+        self.entry = self.backup(self.node)
+        self.removal.release(1, Tier.HOST)
+        self.freed.clear()
+        self.pool, self.copier, self.submitted = Pool(), Copier(), list[object]()
+        self.late = LateLoads(self, self.pool, self.ledger)
+        self.loads = Loads(self, self.late, lambda: None, lambda *_: None, self.unlock, is_cuda=False)
+
+    def submit(self, name: str, job: object) -> None:
+        self.submitted.append(job)
+
+    def lock(self, node: Node) -> None:
+        node.lock_ref += 1
+
+    def unlock(self, node: Node) -> None:
+        node.lock_ref -= 1
+
+
+def test_a_request_takes_a_node_from_the_host_once_there_is_room() -> None:
+    world, request = Loading(), SimpleNamespace(last_node=None)
+    wanted: list[int] = []
+    load_back = LoadBack(
+        world,
+        world.pool,
+        world.loads.add,
+        world.placement.place,
+        world.lock,
+        world.unlock,
+        wanted.append,
+        lambda req: [world.entry],
+        "cpu",
+    )
+    taken = world.pool.alloc(16)
+    assert len(load_back.bring_back(request, world.node)[0]) == 0 and request.evicpress_without_room
+    assert (world.node.lock_ref, world.entry.pins, wanted) == (0, 0, [4])
+    world.pool.free_pages = taken
+    indices, last = load_back.bring_back(request, world.node)
+    assert indices.tolist() == [1, 2, 3, 4] and last is world.node and world.loads.is_arriving(world.node)
+    assert (world.node.lock_ref, world.entry.pins, request.storage_hit_length) == (1, 1, 4)
+    world.loads.start(None)
+    (load,) = world.submitted
+    load.join()
+    load.finish()
+    assert (world.node.lock_ref, world.entry.pins, len(world.loads)) == (0, 0, 0)
+
+
+def test_nobody_gets_the_slots_of_a_load_that_outlives_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loads, "END_S", 0.0)
+    world, ended = Loading(), list[object]()
+    slots = world.pool.alloc(4)
+    load = world.loads.start_unseen(Part(world.node.kv.copies[Tier.HOST], slots), ended.append)
+    world.loads.end_all()
+    world.pool.clear()
+    assert world.pool.free_pages.tolist() == list(range(5, 17)) and world.ledger.reserved == 4
+    assert world.loads.unfinished == [load] and world.entry.pins == 1
+    load.finish()
+    assert world.freed == [1, 2, 3, 4] and (world.ledger.reserved, world.entry.pins, ended) == (0, 0, [])
+    world.pool.clear()
+    assert world.pool.available_size() == 16
+
+
+@pytest.mark.parametrize("is_used_meanwhile", [False, True])
+def test_a_node_is_verified_loaded_and_promoted_unless_it_was_used_meanwhile(is_used_meanwhile: bool) -> None:
+    world = Loading()
+    checks = HostChecks(world, world.removal.invalidate_entry)
+    promotion = Promotion(
+        world.nodes,
+        world,
+        world.pool,
+        world.ledger,
+        SimpleNamespace(reads=()),
+        world.loads.start_unseen,
+        checks.start,
+        world.placement.place,
+        lambda node, slots, is_lossy: None,
+        lambda node_id: 0.0,
+        lambda: None,
+        lambda: 0.0,
+    )
+    promotion.promote(1)
+    promotion.advance()
+    (check,) = world.submitted
+    check.finish()
+    world.entry.checked_s = time.perf_counter()
+    promotion.advance()
+    assert world.node.kv.job is world.submitted[1] and world.ledger.reserved == 4 and promotion.is_busy
+    world.node.kv.version += is_used_meanwhile
+    world.node.kv.job.finish()
+    assert world.node.kv.job is None and (world.ledger.reserved, world.entry.pins) == (0, 0)
+    assert (tier_of(world.node) == Tier.HOST, world.freed == [1, 2, 3, 4]) == (is_used_meanwhile, is_used_meanwhile)
+
+
+class Waiting(Loading):
+    """A node on the host that two requests wait for; the disk reads nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: dict[object, None] = {}
+        self.seen_s, self.is_freeing_host, self.looked_up, self.used = time.perf_counter(), False, 0, 0
+        self.reservations = Reservations(
+            self.nodes, self, self, self.changes.changed, self.lock, self.unlock, self.pool.size
+        )
+        self.prefetches = Prefetches(self.reservations)
+        self.cost = PrefillCost(0.0, 1.0, 0.0)
+        self.terms = LoadTerms(
+            lambda: CostSnapshot(
+                self.cost, {Tier.HOST: TransferCost(1e-3, 1e9), Tier.SSD: TransferCost(1e-3, 1e9)}, {}
+            ),
+            self,
+            lambda: self.prefetches.num_ready,
+        )
+        self.prefetcher = Prefetcher(
+            self.nodes,
+            self,
+            self.prefetches,
+            self.reservations,
+            self.terms,
+            self,
+            self,
+            self,
+            lambda num_ahead: 0.0,
+            lambda: 0,
+            HostChecks(self, self.removal.invalidate_entry).start,
+            0.9,
+            1,
+        )
+
+    def key_of_waiting(self, req: object) -> list[int]:
+        return [1] * 4
+
+    def _steps(self, key: object) -> list[tuple[Node, int]]:
+        return [(self.node, 4)]
+
+    def touch(self, node: Node) -> None:
+        self.used += 1
+
+    def look_up(self, *_: object) -> None:
+        self.looked_up += 1
+
+
+def test_a_request_is_passed_over_until_what_it_waits_for_was_verified() -> None:
+    world, first, second = Waiting(), SimpleNamespace(), SimpleNamespace()
+    for request in (first, second):
+        world.prefetcher.begin(request)
+    assert world.prefetches.num_waiting == 2 and world.node.kv.num_prefetches == 2 and len(world.submitted) == 1
+    assert world.prefetcher.is_prefetching(first) and world.prefetches.is_passed_over(first)
+    assert world.prefetcher.ready_to_load(first, [(world.node, 4)], 0) == 0
+    (check,) = world.submitted
+    world.entry.checked_s, check.is_finished = time.perf_counter(), True
+    check.finish()
+    assert not world.prefetcher.is_prefetching(first) and world.looked_up == 1
+    assert world.prefetcher.ready_to_load(first, [(world.node, 4)], 0) == 1
+    world.prefetches.keep_only([second])
+    assert world.node.kv.num_prefetches == 1 and list(world.reservations.node_ids) == [1]
+    assert len(list(world.prefetches.release_from_tail())) == 1 and not world.reservations.node_ids
+
+
+def test_what_is_sooner_computed_is_not_waited_for() -> None:
+    world, request = Waiting(), SimpleNamespace()
+    world.cost = PrefillCost(0.0, 1e-9, 0.0)
+    world.prefetcher.begin(request)
+    assert not world.prefetcher.is_prefetching(request) and not world.submitted and not world.reservations.node_ids
+
+
+def test_a_request_pins_what_is_on_the_gpu_within_its_share() -> None:
+    world, request = Waiting(), SimpleNamespace()
+    world.placement.place(world.node, world.node.kv.copies[Tier.HOST], torch.arange(4))
+    world.prefetcher.begin(request)
+    assert world.node.lock_ref == 1 and world.reservations.pinned_slots == 4  # a quarter of the pool
+    other = Prefetch(SimpleNamespace())
+    world.node.lock_ref = 0
+    world.reservations.pin(other, [world.node])
+    assert other.pinned is None and world.reservations.pinned_slots == 4
+    world.node.lock_ref = 1
+    world.prefetches.keep_only([])
+    assert world.node.lock_ref == 0 and world.reservations.pinned_slots == 0
+
+
+def test_a_lookup_is_for_text_whose_namespace_may_be_on_the_ssd() -> None:
+    world, prefetch = Waiting(), Prefetch(SimpleNamespace())
+    world.asked, world.page_size, world.vocab_size = list[object](), 1, 50
+    ref = Ref(1, 1, 64, 4)
+    store = SimpleNamespace(num_entries=1, find=lambda key: [ref])
+    world.ssd = SimpleNamespace(store=store, is_held=lambda ref: False)
+    disk = SimpleNamespace(look_up=lambda *asked: world.asked.append(asked) or "job")
+    grafting = Grafting(world, world.adapters, disk.look_up, world.terms, world, 16, 1)
+
+    class Key(SimpleNamespace):
+        extra_key = None
+
+        def __len__(self) -> int:
+            return len(self.token_ids)
+
+    grafting.look_up(prefetch, Key(token_ids=array("q", [7, 51])), [])
+    assert not world.asked  # 51 is no token of the model
+    grafting.look_up(prefetch, Key(token_ids=array("q", [7, 8])), [])
+    assert not world.asked  # it has been looked at from there
+    prefetch.looked_at.clear()
+    grafting.look_up(prefetch, Key(token_ids=array("q", [7, 8])), [])
+    assert prefetch.jobs == ["job"] and world.asked[0][0] == [ref] and prefetch.max_wait_s > 0.0
+
+
 def test_an_adapter_that_came_with_other_tensors_stays_off_the_ssd() -> None:
     loaded = {"a" * 32: b"one"}
     adapters = Adapters(bytes(16), lambda: (), has_tiers=True)
@@ -171,6 +602,10 @@ def test_an_adapter_that_came_with_other_tensors_stays_off_the_ssd() -> None:
     loaded["a" * 32] = b"two"
     adapters.know_adapters()
     assert adapters.ssd_scope("tenant" + "a" * 32) is None and adapters.ssd_scope("tenant") is not None
+
+
+def test_what_is_copied_off_the_gpu_goes_before_what_is_compressed_on_the_host() -> None:
+    assert BackupJob.priority < Compression.priority and Read.priority == Lookup.priority == 0
 
 
 def test_no_part_needs_sglang() -> None:

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unit.policy.nodes import NAMES, assert_closed, each_policy, execute, make_node, random_forest
 
-from sglang_evicpress.core import EXACT, Decision, Form, NodeStats, Tier
-from sglang_evicpress.policy import POLICY_NAMES, Planner, make_planner, policy_forms
+from sglang_evicpress.core import NodeStats, Tier
+from sglang_evicpress.policy import Planner, make_planner, policy_info
 from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.promotion import Budget
 
-NAMES = [{"PRESS@KEPT+lru": "keydiff@0.5+lru", "impress@X": "impress@0.1"}.get(name, name) for name in POLICY_NAMES]
 TIERS = (Tier.GPU, Tier.HOST, Tier.SSD)
-MENU = Menu((Form("keydiff", 0.5), *policy_forms("impress@0.1")), TIERS)
+MENU = Menu(tuple(form for name in NAMES for form in policy_info(name).forms), TIERS)
 COSTS = CostSnapshot(
     PrefillCost(0.0, 1.0, 1e-6), {Tier.HOST: TransferCost(1e-3, 1e4), Tier.SSD: TransferCost(1e-2, 1e3)}, {}
 )
-
-MakeNode = Callable[..., NodeStats]
-Execute = Callable[[Planner, Sequence[Decision]], None]
-
-each_policy = pytest.mark.parametrize("name", NAMES)
 
 
 def _policy(name: str, *nodes: NodeStats) -> Planner:
@@ -37,7 +31,7 @@ def _policy(name: str, *nodes: NodeStats) -> Planner:
 
 
 @each_policy
-def test_nodes_go_down_tier_by_tier_and_then_away(name: str, make_node: MakeNode) -> None:
+def test_nodes_go_down_tier_by_tier_and_then_away(name: str) -> None:
     """One node per tier, full below: each pushes the next one on."""
     nodes = [replace(make_node(int(tier), menu=MENU, tier=tier, last_use=9 - tier), allowed_forms=0) for tier in TIERS]
     plan = _policy(name, *nodes).plan(Tier.GPU, 100)
@@ -47,7 +41,7 @@ def test_nodes_go_down_tier_by_tier_and_then_away(name: str, make_node: MakeNode
 
 @each_policy
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.SSD])
-def test_a_lower_tier_is_relieved_by_itself(name: str, tier: Tier, make_node: MakeNode) -> None:
+def test_a_lower_tier_is_relieved_by_itself(name: str, tier: Tier) -> None:
     nodes = [replace(make_node(i, menu=MENU, tier=tier, last_use=i), allowed_forms=0) for i in range(4)]
     room = {Tier.SSD: 1000} if tier == Tier.HOST else {}
     plan = _policy(name, *nodes[:3], replace(nodes[3], is_locked=True)).plan(tier, 250, room)
@@ -60,27 +54,10 @@ def test_a_lower_tier_is_relieved_by_itself(name: str, tier: Tier, make_node: Ma
 @each_policy
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_no_form_changes_below_the_gpu(name: str, seed: int, make_node: MakeNode, execute: Execute) -> None:
+def test_no_form_changes_below_the_gpu(name: str, seed: int) -> None:
     draw = random.Random(seed)
-    nodes: list[NodeStats] = []
-    for i in range(draw.randint(1, 20)):
-        parent = draw.choice(nodes) if nodes and draw.random() < 0.7 else None
-        node = make_node(
-            i,
-            None if parent is None else parent.id,
-            menu=MENU,
-            tokens=draw.randint(1, 80),
-            depth=0 if parent is None else parent.depth_tokens + parent.num_tokens,
-            tier=Tier(max(draw.choice((0, 1, 2)), 0 if parent is None else parent.tier)),
-            form=draw.choice((EXACT, *MENU.forms)),
-            curve=[1.0, *(draw.random() for _ in MENU.forms[1:])],
-            weight=draw.choice((0.0, 1.0, draw.random() * 5)),
-            last_use=draw.randrange(4),
-            is_locked=parent is None and draw.random() < 0.2,
-        )
-        below = node.tier > Tier.GPU
-        node = replace(node, allowed_forms=0 if below else node.allowed_forms)
-        nodes.append(replace(node, num_bytes=0, allowed_forms=0) if draw.random() < 0.15 else node)
+    forest = random_forest(draw, MENU, draw.randint(1, 20), tiers=(0, 1, 2), empty=0.15, locked=0.1)
+    nodes = [node if node.tier == Tier.GPU else replace(node, allowed_forms=0) for node in forest]
     planner = _policy(name, *nodes)
     held = list(planner.index.num_bytes)
     tier = draw.choice(TIERS)
@@ -99,14 +76,12 @@ def test_no_form_changes_below_the_gpu(name: str, seed: int, make_node: MakeNode
         execute(planner, [decision])
         for lower, free in room.items():
             assert planner.index.num_bytes[lower] <= held[lower] + free
-        for candidate in planner.index.candidates.values():
-            parent_candidate = None if candidate.parent_id is None else planner.index.candidates[candidate.parent_id]
-            assert parent_candidate is None or parent_candidate.tier <= candidate.tier
+        assert_closed(planner)
     movable = sum(node.num_bytes for node in nodes if node.tier == tier and not node.is_locked)
     assert held[tier] - planner.index.num_bytes[tier] >= min(demand, movable)
 
 
-def test_a_node_below_is_explained_and_brought_up_as_it_is(make_node: MakeNode) -> None:
+def test_a_node_below_is_explained_and_brought_up_as_it_is() -> None:
     half = MENU.forms[1]
     node = replace(make_node(1, menu=MENU, tier=Tier.SSD, form=half), allowed_forms=0)
     planner = _policy("evicpress", node)
@@ -117,7 +92,7 @@ def test_a_node_below_is_explained_and_brought_up_as_it_is(make_node: MakeNode) 
 
 
 @each_policy
-def test_nodes_of_holes_below_go_only_for_what_is_above_them(name: str, make_node: MakeNode) -> None:
+def test_nodes_of_holes_below_go_only_for_what_is_above_them(name: str) -> None:
     """A chain on the host whose lower two hold nothing; another node is enough, then all have to go."""
     hollow = [
         replace(make_node(i, i - 1, menu=MENU, depth=100 * i, tier=Tier.HOST), num_bytes=0, allowed_forms=0)
@@ -133,7 +108,7 @@ def test_nodes_of_holes_below_go_only_for_what_is_above_them(name: str, make_nod
     assert sorted(everything) == [1, 2, 3, 4] and everything.index(3) < everything.index(2) < everything.index(1)
 
 
-def test_a_node_of_holes_stays_where_what_is_above_it_only_shrinks(make_node: MakeNode) -> None:
+def test_a_node_of_holes_stays_where_what_is_above_it_only_shrinks() -> None:
     top = make_node(1, menu=MENU, last_use=9)
     hollow = replace(make_node(2, 1, menu=MENU, depth=100), num_bytes=0, allowed_forms=0)
     other = replace(make_node(3, menu=MENU, last_use=1), allowed_forms=0)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
+from tests.unit.policy.nodes import execute, make_node
 
-from sglang_evicpress.core import Form, NodeStats, Tier
-from sglang_evicpress.policy import Planner, make_planner, policy_forms
+from sglang_evicpress.core import Form, Tier
+from sglang_evicpress.policy import Planner, make_planner, policy_info
 from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.rules.fixed import grown_fraction, impress_form
@@ -20,9 +20,6 @@ COSTS = CostSnapshot(
     PrefillCost(0.0, 1.0, 0.0), {Tier.HOST: TransferCost(9.0, 100.0), Tier.SSD: TransferCost(9.0, 10.0)}, {}
 )
 ROOMY = {Tier.HOST: 10**6, Tier.SSD: 10**6}
-
-MakeNode = Callable[..., NodeStats]
-Execute = Callable[..., None]
 
 
 def _moves(planner: Planner, num_bytes: int, room: dict[Tier, int], tier: Tier = Tier.GPU) -> list[tuple[int, str]]:
@@ -36,14 +33,14 @@ def _fixed() -> Planner:
     return make_planner("keydiff@0.5+lru", MENU, alpha=1.0, costs=COSTS)
 
 
-def test_fixed_compresses_least_recently_used_first(make_node: MakeNode) -> None:
+def test_fixed_compresses_least_recently_used_first() -> None:
     planner = _fixed()
     for node_id, last_use in ((1, 3), (2, 1), (3, 2)):
         planner.add(make_node(node_id, menu=MENU, last_use=last_use))
     assert _moves(planner, 100, ROOMY) == [(2, "keydiff@0.5/gpu"), (3, "keydiff@0.5/gpu")]
 
 
-def test_fixed_compresses_all_before_it_demotes_any(make_node: MakeNode, execute: Execute) -> None:
+def test_fixed_compresses_all_before_it_demotes_any() -> None:
     planner = _fixed()
     for node_id in range(5):
         planner.add(make_node(node_id, menu=MENU, last_use=node_id, hits=9 - node_id))
@@ -58,14 +55,14 @@ def test_fixed_compresses_all_before_it_demotes_any(make_node: MakeNode, execute
     ]
 
 
-def test_fixed_does_both_to_a_node_in_one_plan_if_it_must(make_node: MakeNode) -> None:
+def test_fixed_does_both_to_a_node_in_one_plan_if_it_must() -> None:
     planner = _fixed()
     planner.add(make_node(1, menu=MENU, last_use=1))
     planner.add(make_node(2, menu=MENU, last_use=2))
     assert _moves(planner, 150, ROOMY) == [(1, "keydiff@0.5/host"), (2, "keydiff@0.5/gpu")]
 
 
-def test_fixed_compresses_on_lower_tiers_too(make_node: MakeNode) -> None:
+def test_fixed_compresses_on_lower_tiers_too() -> None:
     planner = _fixed()
     planner.add(make_node(1, menu=MENU, tier=Tier.HOST, last_use=9))
     planner.add(make_node(2, menu=MENU, tier=Tier.HOST, form=K50, last_use=1))
@@ -73,14 +70,14 @@ def test_fixed_compresses_on_lower_tiers_too(make_node: MakeNode) -> None:
     assert _moves(planner, 51, ROOMY, Tier.HOST) == [(2, "keydiff@0.5/ssd"), (1, "keydiff@0.5/host")]
 
 
-def test_fixed_leaves_other_forms_and_tiny_nodes_as_they_are(make_node: MakeNode) -> None:
+def test_fixed_leaves_other_forms_and_tiny_nodes_as_they_are() -> None:
     planner = _fixed()
     planner.add(make_node(1, menu=MENU, form=V50, last_use=1))
     planner.add(make_node(2, menu=MENU, tokens=1, last_use=2))
     assert _moves(planner, 51, ROOMY) == [(1, "knorm@0.5/host"), (2, "exact/host")]
 
 
-def test_fixed_compresses_nothing_twice(make_node: MakeNode) -> None:
+def test_fixed_compresses_nothing_twice() -> None:
     menu = Menu((K50, Form("keydiff", 0.8)), TIERS)
     planner = make_planner("keydiff@0.5+lru", menu, alpha=1.0, costs=COSTS)
     planner.add(make_node(1, menu=menu, form=Form("keydiff", 0.8)))
@@ -125,8 +122,8 @@ def test_chunks_and_runs_below_a_token_are_refused() -> None:
         grown_fraction(0.1, 0)
 
 
-def test_impress_keeps_the_grown_fraction_then_demotes(make_node: MakeNode) -> None:
-    (form,) = policy_forms("impress@0.1")
+def test_impress_keeps_the_grown_fraction_then_demotes() -> None:
+    (form,) = policy_info("impress@0.1").forms
     assert form == impress_form(0.1) == Form("snapkv", 0.42)
     menu = Menu((form,), TIERS)
     planner = make_planner("impress@0.1", menu, alpha=1.0, costs=COSTS)
@@ -148,7 +145,7 @@ def _adaptcache(alpha: float = 10.0) -> Planner:
     return make_planner("adaptcache", MENU, alpha=alpha, costs=COSTS, mean_curve=[1.0, 0.9, 0.8, 0.4])
 
 
-def test_adaptcache_computes_the_printed_utility(make_node: MakeNode) -> None:
+def test_adaptcache_computes_the_printed_utility() -> None:
     planner = _adaptcache()
     planner.add(make_node(1, menu=MENU, tier=Tier.HOST, hits=3, weight=0.5))
     (decision,) = planner.plan(Tier.HOST, 1, ROOMY)
@@ -159,7 +156,7 @@ def test_adaptcache_computes_the_printed_utility(make_node: MakeNode) -> None:
     assert (decision.delay_before_s, decision.delay_s) == pytest.approx((1.0, 0.5))
 
 
-def test_adaptcache_drops_with_utility_zero_from_the_last_tier(make_node: MakeNode) -> None:
+def test_adaptcache_drops_with_utility_zero_from_the_last_tier() -> None:
     planner = _adaptcache()
     planner.add(make_node(1, menu=MENU, tier=Tier.SSD, hits=1))
     (decision,) = planner.plan(Tier.SSD, 1)
@@ -173,7 +170,7 @@ def test_adaptcache_drops_with_utility_zero_from_the_last_tier(make_node: MakeNo
     assert decision.loss == pytest.approx(-2.0)
 
 
-def test_the_delay_is_not_multiplied_by_the_frequency(make_node: MakeNode) -> None:
+def test_the_delay_is_not_multiplied_by_the_frequency() -> None:
     """To the SSD from the host costs 9 s whatever the hits: with 30 hits compressing costs 10 times as much."""
     planner = _adaptcache()
     planner.add(make_node(1, menu=MENU, tier=Tier.HOST, hits=30))
@@ -182,7 +179,7 @@ def test_the_delay_is_not_multiplied_by_the_frequency(make_node: MakeNode) -> No
     assert decision.loss == pytest.approx(9.0)
 
 
-def test_adaptcache_chooses_by_the_offline_curve_and_reports_the_nodes_own(make_node: MakeNode) -> None:
+def test_adaptcache_chooses_by_the_offline_curve_and_reports_the_nodes_own() -> None:
     planner = _adaptcache()
     planner.add(make_node(1, menu=MENU, tier=Tier.HOST, hits=3, curve=[1.0, 0.1, 1.0, 0.1]))
     (decision,) = planner.plan(Tier.HOST, 1, ROOMY)
@@ -190,7 +187,7 @@ def test_adaptcache_chooses_by_the_offline_curve_and_reports_the_nodes_own(make_
     assert decision.quality == 0.1
 
 
-def test_adaptcache_takes_the_least_drop_per_byte_first(make_node: MakeNode) -> None:
+def test_adaptcache_takes_the_least_drop_per_byte_first() -> None:
     planner = _adaptcache()
     planner.add(make_node(1, menu=MENU, tier=Tier.HOST, hits=5, last_use=1))
     planner.add(make_node(2, menu=MENU, tier=Tier.HOST, hits=2, last_use=9))
@@ -199,7 +196,7 @@ def test_adaptcache_takes_the_least_drop_per_byte_first(make_node: MakeNode) -> 
     assert _moves(planner, 1, ROOMY, Tier.HOST) == [(1, "keydiff@0.5/host")]
 
 
-def test_a_use_counts_at_once_where_compressing_is_said_to_help(make_node: MakeNode) -> None:
+def test_a_use_counts_at_once_where_compressing_is_said_to_help() -> None:
     planner = make_planner("adaptcache", MENU, alpha=1.0, costs=COSTS, mean_curve=[0.5, 1.0, 1.0, 1.0])
     planner.add(make_node(1, menu=MENU, hits=1))
     planner.add(make_node(2, menu=MENU, hits=2))

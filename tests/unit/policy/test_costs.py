@@ -115,7 +115,6 @@ def test_a_snapshot_does_not_change() -> None:
     model = CostModel(START)
     before = model.costs
     feed(model, HIDDEN, random.Random(0), [10**6])
-    model.observe_decode("int4", 10**6, 0.1)
     model.observe_prefill([(10, 0)], 1.0)
     assert before == START
 
@@ -220,16 +219,6 @@ def test_prefill_batches_all_alike_scale_the_starting_law() -> None:
     assert max(prefill_off(model.costs.prefill, scaled)) < 1e-6
 
 
-def test_decode_is_learned_and_not_put_down_to_the_tier() -> None:
-    rng, model, decode = random.Random(0), CostModel(START), TransferCost(2e-3, 1e9)
-    for size in sizes(rng, 100):
-        model.observe_decode("int4", size, decode.seconds(size))
-    for size in sizes(rng, 100):
-        model.observe_load(Tier.HOST, size, HIDDEN.seconds(size) + decode.seconds(size), "int4")
-    assert off(model.costs.decode["int4"], decode) < 0.01
-    assert off(model.costs.load[Tier.HOST], HIDDEN) < 0.02
-
-
 def test_a_start_of_zeros_learns_too() -> None:
     rng = random.Random(0)
     model = CostModel(dataclasses.replace(START, prefill=PrefillCost(0.0, 0.0, 0.0)))
@@ -245,8 +234,6 @@ def test_bad_seconds_are_named_and_change_nothing(bad: float) -> None:
     model = CostModel(START)
     with pytest.raises(ValueError, match=f"load seconds is {bad!r}"):
         model.observe_load(Tier.HOST, 1, bad)
-    with pytest.raises(ValueError, match=f"decode seconds is {bad!r}"):
-        model.observe_decode("int4", 1, bad)
     with pytest.raises(ValueError, match=f"prefill seconds is {bad!r}"):
         model.observe_prefill([(1, 0)], bad)
     assert model.costs == START
@@ -257,8 +244,6 @@ def test_bad_sizes_are_named(bad: int) -> None:
     model = CostModel(START)
     with pytest.raises(ValueError, match=f"load num_bytes is {bad!r}"):
         model.observe_load(Tier.HOST, bad, 1.0)
-    with pytest.raises(ValueError, match=f"decode num_bytes is {bad!r}"):
-        model.observe_decode("int4", bad, 1.0)
     assert model.costs == START
 
 
@@ -315,11 +300,10 @@ def test_a_bad_tolerance_is_named(bad: float) -> None:
 @pytest.mark.parametrize("seconds", [1e-300, 1e300])
 def test_a_first_duration_that_cannot_be_spoils_no_law(seconds: float) -> None:
     model = CostModel(START)
-    model.observe_decode("new", 2**20, seconds)
-    model.observe_load(Tier.HOST, 2**20, 1.0, "new")
+    model.observe_load(Tier.HOST, 2**20, seconds)
     for _ in range(40):
-        model.observe_decode("new", 2**20, 0.01)
-    assert model.costs.decode["new"].seconds(2**20) == pytest.approx(0.01, rel=0.1)
+        model.observe_load(Tier.HOST, 2**20, 0.01)
+    assert model.costs.load[Tier.HOST].seconds(2**20) == pytest.approx(0.01, rel=0.1)
 
 
 # Properties.
@@ -339,7 +323,6 @@ def after(observations: list[tuple[int | Chunks, float]]) -> CostSnapshot:
     for what, seconds in observations:
         if isinstance(what, int):
             model.observe_load(Tier.HOST, what, seconds)
-            model.observe_decode("new", what, seconds)
         else:
             model.observe_prefill(what, seconds)
     return model.costs

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_evicpress.core import EXACT, PRESSES, Form
+from sglang_evicpress.core import CODECS, EXACT, PRESSES, Form
 from sglang_evicpress.policy.quality_curves import Curves
 
 MEASURED = {"keydiff": {"0.8": 0.99, "0.5": 0.9}, "snapkv": {"0.4": 0.6}, "default": {"0.5": 0.7}}
@@ -36,10 +36,41 @@ def test_quality_is_linear_between_the_points_and_towards_zero_below_them(form: 
     assert Curves.from_json(MEASURED).quality(Form.parse(form)) == pytest.approx(expected)
 
 
-def test_a_codec_without_a_curve_counts_nothing() -> None:
+def test_a_codec_of_which_nothing_is_given_counts_nothing() -> None:
     curves = Curves.from_json(MEASURED)
     assert curves.quality(Form("keydiff", 0.5, "int8")) == 0.0
     assert curves.quality(Form(codec="fp8")) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        ("exact+int4", 0.95),
+        ("keydiff@0.5+int4", 0.7),  # as it was measured
+        ("keydiff@0.8+int4", 0.94),  # 1 - 0.01 - 0.05
+        ("snapkv@0.4+int4", 0.55),
+        ("snapkv@0.4+int2", 0.1),
+        ("knorm@0.1+int2", 0.0),
+        ("keydiff@0.8", 0.99),
+    ],
+)
+def test_what_was_not_measured_together_loses_what_both_lose(form: str, expected: float) -> None:
+    given_curves = {**MEASURED, "exact+int4": 0.95, "exact+int2": 0.5, "keydiff@0.5+int4": 0.7}
+    curves = Curves.from_json(given_curves)
+    assert curves.knows(Form.parse_stored(form))
+    assert curves.quality(Form.parse_stored(form)) == pytest.approx(expected)
+
+
+@given(kept_fractions, unit, unit)
+def test_press_and_codec_are_never_expected_to_be_better_than_either(kept: float, pressed: float, coded: float) -> None:
+    curves = Curves.measured({Form("keydiff", kept): pressed, Form(codec="int4"): coded})
+    assert curves.quality(Form("keydiff", kept, "int4")) <= min(pressed, coded) + 1e-12
+
+
+def test_codecs_alone_may_be_given() -> None:
+    curves = Curves.from_json({"exact+int8": 0.999})
+    assert curves.quality(Form(codec="int8")) == 0.999
+    assert not curves.knows(Form("keydiff", 0.5)) and not curves.knows(Form("keydiff", 0.5, "int8"))
 
 
 def test_a_press_that_is_not_given_gets_the_lowest_curve_when_there_is_no_default() -> None:
@@ -114,6 +145,10 @@ def test_the_prior_has_the_figures_of_its_docstring() -> None:
         ({"keydiff": {"0.5": True}}, ["True", "[0, 1]"]),
         ({"keydiff": {"0.5": None}}, ["None", "[0, 1]"]),
         ({"default": {"1": 0.9}}, ["'default'", "'1'", "0.9", "expected 1"]),
+        ({"exact+int4": {"0.5": 0.9}}, ["'exact+int4'", "0.9", "[0, 1]"]),
+        ({"exact+int4": 1.5}, ["'exact+int4'", "1.5", "[0, 1]"]),
+        ({"exact+fp8": 0.9}, ["'exact+fp8'", "'fp8'", "int4"]),
+        ({"keydiff@2+int4": 0.9}, ["'keydiff@2+int4'", "keydiff@0.5"]),
     ],
 )
 def test_bad_curves_are_refused_by_name(obj: object, names: list[str]) -> None:
@@ -123,13 +158,14 @@ def test_bad_curves_are_refused_by_name(obj: object, names: list[str]) -> None:
         assert name in str(error.value)
 
 
-def test_measured_curves_know_only_the_presses_they_were_given() -> None:
-    curves = Curves.measured({"keydiff": {0.8: 0.99, 0.5: 0.9}, "snapkv": {0.4: 0.6}})
+def test_measured_curves_know_only_what_they_were_given() -> None:
+    points = {("keydiff", 0.8): 0.99, ("keydiff", 0.5): 0.9, ("snapkv", 0.4): 0.6, (None, 1.0, "int8"): 0.98}
+    curves = Curves.measured({Form(*form): quality for form, quality in points.items()})
     assert curves.quality(Form("keydiff", 0.65)) == pytest.approx(0.945)
     assert curves.quality(Form("snapkv", 0.2)) == pytest.approx(0.3)
-    for form in (EXACT, Form("keydiff", 0.3), Form("snapkv", 0.9)):
+    for form in (EXACT, Form("keydiff", 0.3), Form("snapkv", 0.9), Form("keydiff", 0.5, "int8"), Form(codec="int8")):
         assert curves.knows(form)
-    for form in (Form("knorm", 0.5), Form("keydiff", 0.5, "int8"), Form(codec="fp8")):
+    for form in (Form("knorm", 0.5), Form("knorm", 0.5, "int8"), Form("keydiff", 0.5, "int4"), Form(codec="fp8")):
         assert not curves.knows(form)
         assert curves.quality(form) == 0.0
     assert curves.quality(EXACT) == 1.0
@@ -142,36 +178,57 @@ def test_nothing_measured_knows_only_the_exact_form() -> None:
 
 
 def test_default_serves_every_press_and_no_codec() -> None:
-    for curves in (Curves.prior(), Curves.from_json({"keydiff": {"0.5": 0.9}})):
-        assert all(curves.knows(Form(press, 0.5)) for press in PRESSES)
-        assert curves.knows(EXACT) and not curves.knows(Form("keydiff", 0.5, "int8"))
+    curves = Curves.from_json({"keydiff": {"0.5": 0.9}})
+    assert all(curves.knows(Form(press, 0.5)) for press in PRESSES)
+    assert curves.knows(EXACT) and not curves.knows(Form("keydiff", 0.5, "int8"))
+
+
+def test_the_prior_knows_every_press_with_every_codec() -> None:
+    prior = Curves.prior()
+    assert all(prior.knows(Form(press, 0.5, codec)) for press in PRESSES for codec in CODECS)
+    assert [prior.quality(Form(codec=codec)) for codec in ("int8", "int4", "int2")] == [0.999, 0.99, 0.8]
 
 
 @given(st.dictionaries(st.sampled_from(list(PRESSES)), st.dictionaries(kept_fractions, unit, min_size=1), min_size=1))
 def test_measured_curves_read_as_the_same_points_from_json(points: dict[str, dict[float, float]]) -> None:
-    curves = Curves.measured(points)
+    curves = Curves.measured(
+        {Form(press, kept): quality for press, curve in points.items() for kept, quality in curve.items()}
+    )
     written = {press: {repr(kept): quality for kept, quality in curve.items()} for press, curve in points.items()}
     read = Curves.from_json(written)
     assert curves.by_press == {press: curve for press, curve in read.by_press.items() if press != "default"}
 
 
 @pytest.mark.parametrize(
-    ("points", "names"),
+    ("form", "quality", "names"),
     [
-        ({"h2o": {0.5: 0.9}}, ["'h2o'", "keydiff"]),
-        ({"default": {0.5: 0.9}}, ["'default'", "keydiff"]),
-        ({"keydiff": {}}, ["'keydiff'", "{}"]),
-        ({"keydiff": {0.0: 0.9}}, ["0.0", "(0, 1]"]),
-        ({"keydiff": {10**400: 0.9}}, ["(0, 1]"]),
-        ({"keydiff": {math.nan: 0.9}}, ["nan", "(0, 1]"]),
-        ({"keydiff": {"0.5": 0.9}}, ["'0.5'", "(0, 1]"]),
-        ({"keydiff": {0.5: 1.1}}, ["1.1", "[0, 1]"]),
-        ({"keydiff": {0.5: math.nan}}, ["nan", "[0, 1]"]),
-        ({"keydiff": {1.0: 0.9}}, ["0.9", "expected 1"]),
+        (Form("h2o", 0.5), 0.9, ["'h2o'", "keydiff"]),
+        (Form("default", 0.5), 0.9, ["'default'", "keydiff"]),
+        (Form("keydiff", 0.0), 0.9, ["0.0", "(0, 1]"]),
+        (Form("keydiff", math.nan), 0.9, ["nan", "(0, 1]"]),
+        (Form("keydiff", 0.5), 1.1, ["1.1", "[0, 1]"]),
+        (Form("keydiff", 0.5), math.nan, ["nan", "[0, 1]"]),
+        (Form("keydiff", 1.0), 0.9, ["0.9", "expected 1"]),
+        (Form(codec="int4"), -0.1, ["exact+int4", "-0.1", "[0, 1]"]),
     ],
 )
-def test_bad_measured_curves_are_refused_by_name(points: dict[str, dict[float, float]], names: list[str]) -> None:
+def test_bad_measured_curves_are_refused_by_name(form: Form, quality: float, names: list[str]) -> None:
     with pytest.raises(ValueError, match="quality curve") as error:
-        Curves.measured(points)
+        Curves.measured({form: quality})
     for name in names:
         assert name in str(error.value)
+
+
+def test_fewer_tokens_are_not_taken_for_better_than_more_by_the_same_press_and_codec() -> None:
+    poor = {**{"keydiff": {"0.5": 0.9, "0.8": 0.95}, "exact+int4": 0.98}, "keydiff@0.5+int4": 0.6}
+    curves = Curves.from_json(poor)
+    assert curves.quality(Form("keydiff", 0.5, "int4")) == 0.6
+    assert curves.quality(Form("keydiff", 0.49, "int4")) == pytest.approx(0.6 * 0.49 / 0.5)
+    assert curves.quality(Form("keydiff", 0.8, "int4")) == pytest.approx(0.95 + 0.98 - 1.0)
+
+
+def test_a_piece_of_a_form_with_a_codec_is_known_where_that_alone_was_measured() -> None:
+    curves = Curves.measured({Form("keydiff", 0.5, "int4"): 0.8})
+    piece, more = Form("keydiff", 0.25, "int4"), Form("keydiff", 0.75, "int4")
+    assert curves.knows(piece) and curves.quality(piece) == pytest.approx(0.4)
+    assert not curves.knows(more) and curves.quality(more) == 0.0

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unit.policy.nodes import NAMES, assert_closed, each_policy, execute, random_forest
 
-from sglang_evicpress.core import Decision, Form, NodeStats, Tier
-from sglang_evicpress.policy import POLICY_NAMES, SERVER_POLICY_NAMES, Planner, make_planner, policy_forms
-from sglang_evicpress.policy.base import DROPPED
+from sglang_evicpress.core import Form, NodeStats, Tier
+from sglang_evicpress.policy import POLICY_NAMES, SERVER_POLICY_NAMES, Planner, make_planner, policy_info
 from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.menu import Menu
 
-PATTERNS = {"PRESS@KEPT+lru": "keydiff@0.5+lru", "impress@X": "impress@0.1"}
-NAMES = [PATTERNS.get(name, name) for name in POLICY_NAMES]
-FORMS = {form for name in NAMES for form in policy_forms(name)}
+FORMS = {form for name in NAMES for form in policy_info(name).forms}
 MENU = Menu((*FORMS, Form("knorm", 0.2)), (Tier.GPU, Tier.HOST, Tier.SSD), page_size=4)
 COSTS = CostSnapshot(
     PrefillCost(0.01, 1e-3, 1e-6), {Tier.HOST: TransferCost(1e-3, 1e5), Tier.SSD: TransferCost(1e-2, 1e4)}, {}
@@ -26,10 +20,10 @@ COSTS = CostSnapshot(
 CURVE = [form.kept_fraction**0.5 for form in MENU.forms]
 ROOM = {Tier.HOST: 150, Tier.SSD: 100}
 
-MakeNode = Callable[..., NodeStats]
-Execute = Callable[[Planner, list[Decision]], None]
 
-each_policy = pytest.mark.parametrize("name", NAMES)
+trees = st.builds(
+    lambda draw, size: random_forest(draw, MENU, size, tokens=(1, 60), locked=0.15), st.randoms(), st.integers(0, 14)
+)
 
 
 def _policy(name: str) -> Planner:
@@ -37,57 +31,11 @@ def _policy(name: str) -> Planner:
     return make_planner(name, MENU, alpha=1.0, costs=COSTS, mean_curve=CURVE, next_use=next_use)
 
 
-@st.composite
-def _trees(draw: st.DrawFn) -> Callable[[MakeNode], list[NodeStats]]:
-    """Parents first; no node on a faster tier than its parent, and what is above a locked node is locked."""
-    seed, size = draw(st.integers(0, 2**32)), draw(st.integers(0, 14))
-
-    def grow(make_node: MakeNode) -> list[NodeStats]:
-        rng = random.Random(seed)
-        nodes: list[NodeStats] = []
-        for node_id in range(size):
-            parent = rng.choice(nodes) if nodes and rng.random() < 0.7 else None
-            node = make_node(
-                node_id,
-                None if parent is None else parent.id,
-                menu=MENU,
-                tokens=rng.randint(1, 60),
-                depth=0 if parent is None else parent.depth_tokens + parent.num_tokens,
-                tier=Tier(max(rng.choice([0, 0, 1, 2]), 0 if parent is None else parent.tier)),
-                form=rng.choice(MENU.forms),
-                curve=[1.0, *(rng.random() for _ in MENU.forms[1:])],
-                weight=rng.choice([0.5, 1.0, 3.0]),
-                hits=rng.randint(1, 4),
-                last_use=rng.randint(0, 3),
-            )
-            nodes.append(node)
-        held: set[int] = set()
-        for node in reversed(nodes):
-            if node.id in held or (node.tier == Tier.GPU and rng.random() < 0.15):
-                held |= {node.id} if node.parent_id is None else {node.id, node.parent_id}
-        return [replace(node, is_locked=node.id in held) for node in nodes]
-
-    return grow
-
-
-Tree = Callable[[MakeNode], list[NodeStats]]
-
-
-def _assert_closed(planner: Planner) -> None:
-    """No node is on a faster tier than its parent, and none is without it."""
-    for candidate in planner.index.candidates.values():
-        if candidate.parent_id is not None:
-            assert planner.index.candidates[candidate.parent_id].tier <= candidate.tier < DROPPED
-
-
 @each_policy
-@given(tree=_trees(), demand=st.integers(1, 400))
+@given(nodes=trees, demand=st.integers(1, 400))
 @settings(max_examples=40)
-def test_plans_free_enough_keep_prefixes_and_leave_locked_nodes(
-    name: str, tree: Tree, demand: int, make_node: MakeNode, execute: Execute
-) -> None:
+def test_plans_free_enough_keep_prefixes_and_leave_locked_nodes(name: str, nodes: list[NodeStats], demand: int) -> None:
     planner = _policy(name)
-    nodes = tree(make_node)
     planner.add_all(nodes)
     before = list(planner.index.num_bytes)
     locked = {node.id for node in nodes if node.is_locked}
@@ -97,19 +45,18 @@ def test_plans_free_enough_keep_prefixes_and_leave_locked_nodes(
     assert not locked & {decision.node_id for decision in plan}
     for decision in plan:
         execute(planner, [decision])
-        _assert_closed(planner)
+        assert_closed(planner)
     assert before[0] - planner.index.num_bytes[0] >= min(demand, movable)
     for tier, room in ROOM.items():
         assert planner.index.num_bytes[tier] <= before[tier] + room
 
 
 @each_policy
-@given(tree=_trees(), demand=st.integers(1, 400), data=st.data())
+@given(nodes=trees, demand=st.integers(1, 400), data=st.data())
 @settings(max_examples=25)
 def test_the_plan_depends_neither_on_the_order_of_nodes_nor_on_planning_before(
-    name: str, tree: Tree, demand: int, data: st.DataObject, make_node: MakeNode
+    name: str, nodes: list[NodeStats], demand: int, data: st.DataObject
 ) -> None:
-    nodes = tree(make_node)
     planner, other = _policy(name), _policy(name)
     planner.add_all(nodes)
     waiting = list(nodes)
@@ -126,13 +73,13 @@ def test_the_plan_depends_neither_on_the_order_of_nodes_nor_on_planning_before(
 
 
 @each_policy
-@given(tree=_trees(), rounds=st.lists(st.tuples(st.integers(0, 13), st.integers(1, 80)), max_size=8))
+@given(nodes=trees, rounds=st.lists(st.tuples(st.integers(0, 13), st.integers(1, 80)), max_size=8))
 @settings(max_examples=25)
 def test_a_book_kept_in_step_plans_as_one_whose_heaps_are_new(
-    name: str, tree: Tree, rounds: list[tuple[int, int]], make_node: MakeNode, execute: Execute
+    name: str, nodes: list[NodeStats], rounds: list[tuple[int, int]]
 ) -> None:
     planner = _policy(name)
-    planner.add_all(tree(make_node))
+    planner.add_all(nodes)
     for tick, (node_id, demand) in enumerate(rounds, start=10):
         candidate = planner.index.candidates.get(node_id)
         if candidate is not None:
@@ -165,7 +112,7 @@ def test_adaptcache_needs_its_offline_curve() -> None:
     + ["impress@", "impress@0", "impress@1", "impress@nan", "impress@few", "keydiff@0.5+lfu"],
 )
 def test_an_unknown_name_prints_the_list(name: str) -> None:
-    for refuse in (lambda: policy_forms(name), lambda: make_planner(name, MENU, alpha=1.0, costs=COSTS)):
+    for refuse in (lambda: policy_info(name), lambda: make_planner(name, MENU, alpha=1.0, costs=COSTS)):
         with pytest.raises(ValueError, match="is not known: expected one of") as error:
             refuse()
         assert repr(name) in str(error.value)
@@ -178,4 +125,4 @@ def test_an_unknown_name_prints_the_list(name: str) -> None:
     [("lru", ()), ("evicpress", ()), ("keydiff@0.5+lru", (Form("keydiff", 0.5),))],
 )
 def test_the_forms_a_name_needs(name: str, forms: tuple[Form, ...]) -> None:
-    assert policy_forms(name) == forms
+    assert policy_info(name).forms == forms

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
+from tests.unit.policy.nodes import execute, make_node
 
-from sglang_evicpress.core import EXACT, Decision, Form, NodeStats, Tier
+from sglang_evicpress.core import EXACT, Form, NodeStats, Tier
 from sglang_evicpress.policy import Planner, make_planner
 from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.menu import Menu
@@ -17,9 +18,6 @@ MENU = Menu((K80, K50, K20))
 CURVE = (1.0, 0.98, 0.9, 0.4)
 PREFILL = PrefillCost(0.5, 1e-3, 0.0)  # a millisecond a token: 1 s for 1,000, and half a second for any batch
 
-MakeNode = Callable[..., NodeStats]
-Execute = Callable[[Planner, Sequence[Decision]], None]
-
 
 def _policy(*nodes: NodeStats, alpha: float = 1.0, prefill: PrefillCost = PREFILL) -> Planner:
     planner = make_planner("evicpress", MENU, alpha=alpha, costs=CostSnapshot(prefill, {}, {}))
@@ -27,26 +25,23 @@ def _policy(*nodes: NodeStats, alpha: float = 1.0, prefill: PrefillCost = PREFIL
     return planner
 
 
-@pytest.fixture
-def node(make_node: MakeNode) -> MakeNode:
+def node(node_id: int, parent_id: int | None = None, **given: Any) -> NodeStats:
     """A node of 1,000 tokens, a byte each, among others that keep the tier from being small."""
-    return lambda node_id, parent_id=None, **given: make_node(
-        node_id, parent_id, **{"menu": MENU, "tokens": 1000, "curve": CURVE} | given
-    )
+    return make_node(node_id, parent_id, **{"menu": MENU, "tokens": 1000, "curve": CURVE} | given)
 
 
 def _taken(planner: Planner, num_bytes: int) -> list[tuple[int, str]]:
     return [(decision.node_id, str(decision.option)) for decision in planner.plan(Tier.GPU, num_bytes)]
 
 
-def test_a_cold_node_is_dropped_and_a_hot_one_compressed(node: MakeNode) -> None:
+def test_a_cold_node_is_dropped_and_a_hot_one_compressed() -> None:
     # cold: a drop loses 0.05 * 1 s over 1,000 bytes, 5e-5 a byte; hot: 0.02 over 200, 1e-4 a byte
     planner = _policy(node(1, weight=0.05), node(2))
     assert _taken(planner, 1000) == [(1, "drop")]
     assert _taken(planner, 1200) == [(1, "drop"), (2, "keydiff@0.8/gpu")]
 
 
-def test_a_node_that_takes_several_steps_is_decided_once(node: MakeNode) -> None:
+def test_a_node_that_takes_several_steps_is_decided_once() -> None:
     planner = _policy(node(1))
     assert _taken(planner, 200) == [(1, "keydiff@0.8/gpu")]
     assert _taken(planner, 500) == [(1, "keydiff@0.5/gpu")]
@@ -55,27 +50,27 @@ def test_a_node_that_takes_several_steps_is_decided_once(node: MakeNode) -> None
     assert _taken(planner, 1000) == [(1, "drop")]
 
 
-def test_a_hot_shared_prefix_shrinks_under_its_children(node: MakeNode) -> None:
+def test_a_hot_shared_prefix_shrinks_under_its_children() -> None:
     planner = _policy(node(1), node(2, 1, weight=100.0), node(3, 1, weight=100.0))
     assert _taken(planner, 200) == [(1, "keydiff@0.8/gpu")]
 
 
-def test_a_parent_leaves_after_its_last_child(node: MakeNode) -> None:
+def test_a_parent_leaves_after_its_last_child() -> None:
     planner = _policy(node(1, weight=0.0), node(2, 1, weight=0.001), node(3, 1, weight=0.002))
     assert _taken(planner, 3000) == [(2, "drop"), (3, "drop"), (1, "drop")]
 
 
-def test_a_drop_is_charged_the_share_of_a_batch_that_grows_with_its_tokens(node: MakeNode) -> None:
+def test_a_drop_is_charged_the_share_of_a_batch_that_grows_with_its_tokens() -> None:
     (decision,) = _policy(node(1, depth=500), prefill=PrefillCost(9.0, 1e-3, 1e-6)).plan(Tier.GPU, 1000)
     assert decision.delay_s == pytest.approx(1.0 + 1e-6 * 1000 * (500 + 500))
 
 
-def test_alpha_decides_between_compressing_and_dropping(node: MakeNode) -> None:
+def test_alpha_decides_between_compressing_and_dropping() -> None:
     assert _taken(_policy(node(1)), 500) == [(1, "keydiff@0.5/gpu")]
     assert _taken(_policy(node(1), alpha=100.0), 500) == [(1, "drop")]
 
 
-def test_a_node_without_reuse_goes_first_and_the_oldest_of_them_before_the_others(node: MakeNode) -> None:
+def test_a_node_without_reuse_goes_first_and_the_oldest_of_them_before_the_others() -> None:
     planner = _policy(node(1, weight=0.0, last_use=5), node(2, weight=0.0, last_use=4), node(3))
     assert _taken(planner, 200) == [(2, "keydiff@0.8/gpu")]  # losing nothing either way, the smaller step is taken
     assert {taken for taken, _ in _taken(planner, 2000)} == {1, 2}
@@ -110,7 +105,7 @@ CURVES = {1: (1.0, 1.0, 1.0), 2: (1.0, 0.5, 0.5)}
 State = dict[int, tuple[Form, Tier]]
 
 
-def _contexts(make_node: MakeNode) -> list[NodeStats]:
+def _contexts() -> list[NodeStats]:
     return [
         make_node(one, menu=TWO, tokens=size, tier=Tier.HOST, curve=CURVES[one], last_use=one)
         for one, size in SIZES_MB.items()
@@ -126,21 +121,21 @@ def _figure(state: State) -> tuple[float, float]:
     return quality, sum(delays)
 
 
-def _chosen(planner: Planner, execute: Execute) -> State:
+def _chosen(planner: Planner) -> State:
     held = planner.index.num_bytes[Tier.HOST]
     execute(planner, planner.plan(Tier.HOST, held - FAST_MB * MB, {Tier.SSD: 1 << 60}))
     return {candidate.id: (candidate.form, Tier(candidate.tier)) for candidate in planner.index.candidates.values()}
 
 
-def test_figure_2_the_joint_choice(make_node: MakeNode, execute: Execute) -> None:
+def test_figure_2_the_joint_choice() -> None:
     joint = make_planner("evicpress", TWO, alpha=1.0, costs=LONG_PREFILL)
-    joint.add_all(_contexts(make_node))
-    state = _chosen(joint, execute)
+    joint.add_all(_contexts())
+    state = _chosen(joint)
     assert state == {1: (KEPT_5, Tier.SSD), 2: (EXACT, Tier.HOST)}
 
     evicting = make_planner("lru", TWO, alpha=1.0, costs=LONG_PREFILL)
-    evicting.add_all(_contexts(make_node))
-    evicted = _chosen(evicting, execute)
+    evicting.add_all(_contexts())
+    evicted = _chosen(evicting)
     assert evicted == {1: (EXACT, Tier.SSD), 2: (EXACT, Tier.HOST)}
 
     compressed: State = dict.fromkeys((1, 2), (KEPT_50, Tier.HOST))
@@ -153,12 +148,10 @@ def test_figure_2_the_joint_choice(make_node: MakeNode, execute: Execute) -> Non
     assert worth["j"] > worth["c"] > worth["e"]
 
 
-def test_figure_2_at_full_quality_the_joint_choice_is_faster_than_either_method_alone(
-    make_node: MakeNode, execute: Execute
-) -> None:
+def test_figure_2_at_full_quality_the_joint_choice_is_faster_than_either_method_alone() -> None:
     joint = make_planner("evicpress", TWO, alpha=1.0, costs=LONG_PREFILL)
-    joint.add_all(_contexts(make_node))
-    joint_s = _figure(_chosen(joint, execute))[1]
+    joint.add_all(_contexts())
+    joint_s = _figure(_chosen(joint))[1]
     # Compression alone at full quality: 0.2 and 8 GB do not fit, so one of the two is recomputed.
     assert TWO.num_bytes(KEPT_5, SIZES_MB[1]) + SIZES_MB[2] * MB > FAST_MB * MB
     prefill_s = [LONG_PREFILL.prefill.seconds(size, 0) for size in SIZES_MB.values()]
@@ -166,8 +159,8 @@ def test_figure_2_at_full_quality_the_joint_choice_is_faster_than_either_method_
     assert joint_s < 2.4 < compressing_s
 
 
-def test_figure_2_with_room_for_both_compresses_in_place(make_node: MakeNode) -> None:
+def test_figure_2_with_room_for_both_compresses_in_place() -> None:
     planner = make_planner("evicpress", TWO, alpha=1.0, costs=LONG_PREFILL)
-    planner.add_all(_contexts(make_node))
+    planner.add_all(_contexts())
     (decision,) = planner.plan(Tier.HOST, (12_000 - 8_200) * MB, {Tier.SSD: 1 << 60})
     assert (decision.node_id, decision.option.form, decision.option.tier) == (1, KEPT_5, Tier.HOST)

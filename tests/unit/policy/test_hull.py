@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.unit.policy.nodes import random_forest
 
-from sglang_evicpress.core import Form, LowerCopy, NodeStats, Tier
+from sglang_evicpress.core import Form, LowerCopy, Tier
 from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.hull import Point, next_on_hull, upper_hull
 from sglang_evicpress.policy.index import NodeIndex
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.rules.evicpress import EvicPressPolicy
-
-MakeNode = Callable[..., NodeStats]
 
 
 @pytest.mark.parametrize(
@@ -74,27 +72,6 @@ def test_the_hull_is_what_no_line_between_others_is_above(start: Point, points: 
     assert slopes == sorted(slopes) or all(x <= y + 1e-12 for x, y in itertools.pairwise(slopes))
 
 
-def _random_nodes(make_node: MakeNode, menu: Menu, seed: int) -> list[NodeStats]:
-    draw = random.Random(seed)
-    nodes: list[NodeStats] = []
-    for i in range(draw.randint(1, 30)):
-        parent = draw.choice(nodes) if nodes and draw.random() < 0.6 else None
-        nodes.append(
-            make_node(
-                i,
-                None if parent is None else parent.id,
-                menu=menu,
-                tokens=draw.randint(1, 300),
-                depth=draw.randint(0, 500),
-                tier=Tier(max(draw.randrange(3), 0 if parent is None else parent.tier)),
-                form=draw.choice(menu.forms),
-                curve=[1.0, *(draw.choice((0.0, 0.5, 1.0, draw.random())) for _ in menu.forms[1:])],
-                weight=draw.choice((0.0, 1.0, draw.random())),
-            )
-        )
-    return nodes
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
@@ -104,7 +81,7 @@ def _random_nodes(make_node: MakeNode, menu: Menu, seed: int) -> list[NodeStats]
 )
 @example(seed=3091015, page_size=16, num_forms=3, alpha=0.0)  # pages make a form larger than the one before it
 def test_many_at_once_are_bit_for_bit_what_one_by_one_are(
-    seed: int, page_size: int, num_forms: int, alpha: float, make_node: MakeNode
+    seed: int, page_size: int, num_forms: int, alpha: float
 ) -> None:
     forms = [Form(press, kept) for press in ("keydiff", "snapkv") for kept in (0.75, 1 / 3, 0.1)]
     coded = Form(None, 1.0, "int8")
@@ -117,7 +94,7 @@ def test_many_at_once_are_bit_for_bit_what_one_by_one_are(
     policy = EvicPressPolicy(menu, alpha, costs)
     index = NodeIndex(policy)
     draw = random.Random(seed)
-    for node in _random_nodes(make_node, menu, seed):
+    for node in random_forest(draw, menu, draw.randint(1, 30), tiers=(0, 1, 2), tokens=(1, 300)):
         tiers = [tier for tier in (Tier.HOST, Tier.SSD) if draw.random() < 0.4]  # also where it is, or above that
         lower_copies = [LowerCopy(tier, draw.choice(menu.forms), draw.randint(0, 900), draw.random()) for tier in tiers]
         index.add(replace(node, lower_copies=lower_copies))

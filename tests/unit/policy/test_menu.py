@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,6 +49,27 @@ def test_only_a_smaller_form_of_the_same_press_can_be_made_of_a_lossy_node() -> 
     assert menu.smaller(Form("knorm", 0.7)) == 0
 
 
+@pytest.mark.parametrize(
+    ("form", "made"),
+    [
+        ("exact+int8", "keydiff@0.5+int8 exact+int4 keydiff@0.5+int4"),
+        ("exact+int4", ""),  # coarse: another press or codec would lose more than was measured
+        ("keydiff@0.8", "keydiff@0.5 keydiff@0.5+int8 keydiff@0.5+int4"),
+        ("keydiff@0.8+int4", "keydiff@0.5+int4"),
+        ("keydiff@0.5+int8", "keydiff@0.5+int4"),
+        ("snapkv@0.8+int8", ""),
+        ("exact+fp8", ""),
+    ],
+)
+def test_of_a_fine_codec_everything_smaller_is_made(form: str, made: str) -> None:
+    names = "keydiff@0.5", "exact+int8", "exact+int4", "keydiff@0.5+int8", "keydiff@0.5+int4"
+    menu = Menu(tuple(map(Form.parse_stored, names)))
+    press, _, codec = form.partition("+")
+    mask = menu.smaller(replace(Form.parse(press), codec=codec or "raw"))
+    found = [str(each) for index, each in enumerate(menu.forms) if mask >> index & 1]
+    assert sorted(found) == sorted(made.split())
+
+
 def test_a_codec_without_a_ratio_is_refused() -> None:
     with pytest.raises(ValueError, match=r"form keydiff@0.5\+int8 has no codec ratio: expected one of raw"):
-        Menu((Form("keydiff", 0.5, "int8"),))
+        Menu((Form("keydiff", 0.5, "int8"),), codec_ratio={"raw": 1.0})

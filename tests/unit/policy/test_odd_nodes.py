@@ -6,6 +6,7 @@ import math
 import random
 
 import pytest
+from tests.unit.policy.nodes import make_node
 
 from sglang_evicpress.core import Form, NodeStats, Tier
 from sglang_evicpress.policy import make_planner
@@ -24,22 +25,10 @@ def a_policy(name: str) -> Planner:
 def chain(length: int, weight: float = 1.0) -> list[NodeStats]:
     """Nodes of 10 tokens, each below the one before, the deeper the more recently used."""
     return [
-        NodeStats(
-            id=index,
-            parent_id=index - 1 if index else None,
-            tier=Tier.GPU,
-            form=Form(),
-            num_tokens=10,
-            num_bytes=10,
-            depth_tokens=10 * index,
-            quality=1.0,
-            curve=(1.0, 0.8),
-            allowed_forms=MENU.everything,
-            weight=weight,
-            num_hits=1,
-            last_use=index,
+        make_node(
+            i, i - 1 if i else None, menu=MENU, tokens=10, depth=10 * i, weight=weight, last_use=i, curve=(1.0, 0.8)
         )
-        for index in range(length)
+        for i in range(length)
     ]
 
 

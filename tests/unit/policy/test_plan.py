@@ -7,11 +7,12 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unit.policy.nodes import assert_closed, execute, make_node, random_forest
 
 from sglang_evicpress.core import EXACT, Decision, Form, NodeStats, Tier
 from sglang_evicpress.policy import Planner, make_planner
@@ -26,9 +27,6 @@ COSTS = CostSnapshot(
     PrefillCost(0.0, 0.01, 1e-6), {Tier.HOST: TransferCost(0.0, 1e4), Tier.SSD: TransferCost(0.0, 1e3)}, {}
 )
 
-MakeNode = Callable[..., NodeStats]
-Execute = Callable[[Planner, Sequence[Decision]], None]
-
 
 def _policy(*nodes: NodeStats, menu: Menu = PLAIN) -> Planner:
     planner = make_planner("evicpress", menu, alpha=1.0, costs=COSTS)
@@ -40,40 +38,35 @@ def _taken(planner: Planner, num_bytes: int, room: dict[Tier, int]) -> list[tupl
     return [(decision.node_id, str(decision.option)) for decision in planner.plan(Tier.GPU, num_bytes, room)]
 
 
-def test_a_full_host_passes_on_to_the_ssd_before_it_takes(make_node: MakeNode) -> None:
+def test_a_full_host_passes_on_to_the_ssd_before_it_takes() -> None:
     planner = _policy(make_node(1, menu=PLAIN), make_node(2, menu=PLAIN, tier=Tier.HOST, weight=0.5))
     assert _taken(planner, 100, {Tier.HOST: 100}) == [(1, "exact/host")]
     assert _taken(planner, 100, {Tier.SSD: 100}) == [(2, "exact/ssd"), (1, "exact/host")]
 
 
-def test_full_lower_tiers_end_in_a_drop_first_of_all(make_node: MakeNode) -> None:
+def test_full_lower_tiers_end_in_a_drop_first_of_all() -> None:
     below = [make_node(i, menu=PLAIN, tier=tier, weight=w) for i, tier, w in ((2, Tier.HOST, 0.5), (3, Tier.SSD, 0.1))]
     planner = _policy(make_node(1, menu=PLAIN), *below)
     assert _taken(planner, 100, {}) == [(3, "drop"), (2, "exact/ssd"), (1, "exact/host")]
 
 
-def test_a_node_larger_than_the_host_goes_on_to_the_ssd(make_node: MakeNode) -> None:
+def test_a_node_larger_than_the_host_goes_on_to_the_ssd() -> None:
     planner = _policy(make_node(1, menu=PLAIN, tokens=300), make_node(2, menu=PLAIN, tier=Tier.HOST))
     assert _taken(planner, 300, {Tier.HOST: 50, Tier.SSD: 300}) == [(1, "exact/ssd")]
     assert _taken(planner, 300, {Tier.HOST: 50, Tier.SSD: 10}) == [(1, "drop")]
 
 
-def test_what_is_locked_below_makes_no_room(make_node: MakeNode) -> None:
+def test_what_is_locked_below_makes_no_room() -> None:
     planner = _policy(make_node(1, menu=PLAIN), make_node(2, menu=PLAIN, tier=Tier.HOST, is_locked=True))
     assert _taken(planner, 100, {Tier.SSD: 100}) == [(1, "exact/ssd")]
 
 
-def test_of_a_cache_that_is_all_locked_nothing_is_planned(make_node: MakeNode) -> None:
-    planner = _policy(*(make_node(i, menu=MENU, is_locked=True) for i in range(3)), menu=MENU)
-    assert planner.plan(Tier.GPU, 100, {Tier.HOST: 1000}) == []
-
-
-def test_what_can_be_freed_is_planned_even_if_it_is_not_enough(make_node: MakeNode) -> None:
+def test_what_can_be_freed_is_planned_even_if_it_is_not_enough() -> None:
     planner = _policy(make_node(1, menu=PLAIN), make_node(2, menu=PLAIN, is_locked=True))
     assert _taken(planner, 200, {}) == [(1, "drop")]
 
 
-def test_a_parent_whose_child_is_stuck_below_is_felled_with_it(make_node: MakeNode) -> None:
+def test_a_parent_whose_child_is_stuck_below_is_felled_with_it() -> None:
     # The tiers below are full, and smaller than the parent: it can only be dropped, after what is below it.
     nodes = [
         make_node(1, menu=PLAIN, tokens=500),
@@ -83,14 +76,14 @@ def test_a_parent_whose_child_is_stuck_below_is_felled_with_it(make_node: MakeNo
     assert _taken(_policy(*nodes), 500, {}) == [(3, "drop"), (2, "drop"), (1, "drop")]
 
 
-def test_a_node_of_holes_only_goes_when_its_parent_must_and_not_before(make_node: MakeNode) -> None:
+def test_a_node_of_holes_only_goes_when_its_parent_must_and_not_before() -> None:
     hollow = make_node(2, 1, menu=MENU, tokens=0, depth=100)
     planner = _policy(make_node(1, menu=MENU, curve=(1.0, 0.9, 0.9)), hollow, menu=MENU)
     assert [one for one, _ in _taken(planner, 60, {})] == [1]
     assert [one for one, _ in _taken(planner, 100, {})] == [2, 1]
 
 
-def test_the_last_step_is_the_one_that_loses_least_where_it_frees_far_too_much(make_node: MakeNode) -> None:
+def test_the_last_step_is_the_one_that_loses_least_where_it_frees_far_too_much() -> None:
     # Per byte the large node loses least; 10 bytes are had for much less from the small one.
     large = make_node(1, menu=PLAIN, tokens=1000, weight=1.0)
     small = make_node(2, menu=PLAIN, tokens=20, weight=1.5)
@@ -104,31 +97,15 @@ def test_the_last_step_is_the_one_that_loses_least_where_it_frees_far_too_much(m
 # --- random caches
 
 
-def _cache(make_node: MakeNode, seed: int, menu: Menu = MENU) -> tuple[list[NodeStats], dict[Tier, int], int]:
-    """A forest over three tiers, parents first and nowhere below a child; the free bytes below; what must be freed."""
+def _cache(seed: int) -> tuple[list[NodeStats], dict[Tier, int], int]:
+    """A forest over three tiers; the free bytes below; what must be freed."""
     draw = random.Random(seed)
-    nodes: list[NodeStats] = []
-    for i in range(draw.randint(1, 25)):
-        parent = draw.choice(nodes) if nodes and draw.random() < 0.7 else None
-        nodes.append(
-            make_node(
-                i,
-                None if parent is None else parent.id,
-                menu=menu,
-                tokens=draw.randint(1, 80),
-                depth=0 if parent is None else parent.depth_tokens + parent.num_tokens,
-                tier=Tier(max(draw.choice((0, 0, 1, 2)), 0 if parent is None else parent.tier)),
-                form=draw.choice((EXACT, *menu.forms)),
-                curve=[1.0, *(draw.random() for _ in menu.forms[1:])],
-                weight=draw.choice((0.0, 1.0, draw.random() * 5)),
-                last_use=draw.randrange(4),
-            )
-        )
+    nodes = random_forest(draw, MENU, draw.randint(1, 25))
     room = {tier: draw.choice((0, draw.randint(0, 200))) for tier in (Tier.HOST, Tier.SSD)}
     return nodes, room, draw.randint(1, 1 + sum(node.num_bytes for node in nodes if node.tier == Tier.GPU))
 
 
-def _walk(planner: Planner, plan: Sequence[Decision], limits: list[int], execute: Execute) -> None:
+def _walk(planner: Planner, plan: Sequence[Decision], limits: list[int]) -> None:
     """Execute one decision after the other, and look at the whole cache after each."""
     for decision in plan:
         candidate = planner.index.candidates[decision.node_id]
@@ -140,29 +117,25 @@ def _walk(planner: Planner, plan: Sequence[Decision], limits: list[int], execute
         execute(planner, [decision])
         for tier in (Tier.HOST, Tier.SSD):
             assert planner.index.num_bytes[tier] <= limits[tier]
-        for candidate in planner.index.candidates.values():
-            parent = None if candidate.parent_id is None else planner.index.candidates[candidate.parent_id]
-            assert parent is None or parent.tier <= candidate.tier
+        assert_closed(planner)
 
 
 @settings(max_examples=300, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_every_decision_of_a_plan_leaves_tiers_within_bounds_and_prefixes_closed(
-    seed: int, make_node: MakeNode, execute: Execute
-) -> None:
-    nodes, room, demand = _cache(make_node, seed)
+def test_every_decision_of_a_plan_leaves_tiers_within_bounds_and_prefixes_closed(seed: int) -> None:
+    nodes, room, demand = _cache(seed)
     planner = _policy(*nodes, menu=MENU)
     held = list(planner.index.num_bytes)
     plan = planner.plan(Tier.GPU, demand, room)
-    _walk(planner, plan, [held[tier] + room.get(tier, 0) for tier in Tier], execute)
+    _walk(planner, plan, [held[tier] + room.get(tier, 0) for tier in Tier])
     assert held[0] - planner.index.num_bytes[0] >= min(demand, held[0])
     assert held[0] - planner.index.num_bytes[0] == sum(d.freed_bytes for d in plan if d.source.tier == Tier.GPU)
 
 
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_planning_changes_nothing(seed: int, make_node: MakeNode) -> None:
-    nodes, room, demand = _cache(make_node, seed)
+def test_planning_changes_nothing(seed: int) -> None:
+    nodes, room, demand = _cache(seed)
     planner = _policy(*nodes, menu=MENU)
     index = planner.index
 
@@ -199,7 +172,7 @@ def _plan_of_many_ties() -> str:
 @pytest.mark.parametrize("hash_seed", ["1", "2"])
 def test_another_process_makes_the_same_plan(hash_seed: str) -> None:
     environment = os.environ | {"PYTHONHASHSEED": hash_seed}
-    command = [sys.executable, __file__]
+    command = [sys.executable, "-m", __name__]
     made = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     assert made == _plan_of_many_ties()
 

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.policy.nodes import execute, make_node
 
-from sglang_evicpress.core import EXACT, Decision, Form, NodeStats, Tier
+from sglang_evicpress.core import EXACT, Form, NodeStats, Tier
 from sglang_evicpress.policy import make_planner
 from sglang_evicpress.policy.base import DROPPED
 from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
@@ -23,9 +23,6 @@ COSTS = CostSnapshot(
 )
 PLENTY = Budget(10**9, 1e9)
 LOSSY = (1.0, 0.6)
-
-MakeNode = Callable[..., NodeStats]
-Execute = Callable[[Planner, Iterable[Decision]], None]
 
 
 def planner_of(*nodes: NodeStats, alpha: float = 1.0) -> Planner:
@@ -43,14 +40,14 @@ def total_utility(planner: Planner) -> float:
     )
 
 
-def test_a_node_below_is_promoted_when_there_is_room(make_node: MakeNode) -> None:
+def test_a_node_below_is_promoted_when_there_is_room() -> None:
     planner = planner_of(make_node(1, menu=MENU, tier=Tier.HOST))
     (decision,) = planner.plan_promotions({Tier.GPU: 100}, PLENTY)
     assert (decision.option.tier, decision.option.form, decision.loss) == (Tier.GPU, EXACT, pytest.approx(-0.1))
     assert planner.plan_promotions({Tier.GPU: 99}, PLENTY) == []
 
 
-def test_an_exact_copy_below_upgrades_a_lossy_node_when_there_is_room(make_node: MakeNode) -> None:
+def test_an_exact_copy_below_upgrades_a_lossy_node_when_there_is_room() -> None:
     lossy = replace(make_node(1, menu=MENU, form=HALF, curve=LOSSY), exact_on=Tier.SSD)
     (decision,) = planner_of(lossy).plan_promotions({Tier.GPU: 50}, PLENTY)
     assert (str(decision.option), decision.option.num_bytes) == ("exact/gpu", 100)
@@ -59,7 +56,7 @@ def test_an_exact_copy_below_upgrades_a_lossy_node_when_there_is_room(make_node:
     assert planner_of(replace(lossy, exact_on=None)).plan_promotions({Tier.GPU: 50}, PLENTY) == []
 
 
-def test_an_exchange_is_made_only_if_more_is_gained_than_lost(make_node: MakeNode, execute: Execute) -> None:
+def test_an_exchange_is_made_only_if_more_is_gained_than_lost() -> None:
     cold = make_node(1, menu=MENU, weight=1.0, curve=(1.0, 0.0))
     for weight, pays in ((5.0, True), (0.5, False)):
         hot = make_node(2, menu=MENU, tier=Tier.HOST, weight=weight, curve=(1.0, 0.0))
@@ -71,7 +68,7 @@ def test_an_exchange_is_made_only_if_more_is_gained_than_lost(make_node: MakeNod
         assert total_utility(planner) == pytest.approx(before + (0.4 if pays else 0.0))
 
 
-def test_a_curve_that_turned_out_flat_shrinks_a_node_on_a_slow_tier(make_node: MakeNode) -> None:
+def test_a_curve_that_turned_out_flat_shrinks_a_node_on_a_slow_tier() -> None:
     planner = planner_of(make_node(1, menu=MENU, tier=Tier.SSD, curve=(1.0, 0.0)))
     assert planner.plan_promotions({}, PLENTY) == []
     planner.add(make_node(1, menu=MENU, tier=Tier.SSD, curve=(1.0, 0.99)))
@@ -81,24 +78,24 @@ def test_a_curve_that_turned_out_flat_shrinks_a_node_on_a_slow_tier(make_node: M
 
 
 @pytest.mark.parametrize("budget", [Budget(99, 1e9), Budget(10**9, 0.09)])
-def test_nothing_is_moved_beyond_the_budget(make_node: MakeNode, budget: Budget) -> None:
+def test_nothing_is_moved_beyond_the_budget(budget: Budget) -> None:
     planner = planner_of(make_node(1, menu=MENU, tier=Tier.HOST))
     assert planner.plan_promotions({Tier.GPU: 1000}, budget) == []
 
 
-def test_the_best_per_byte_comes_first_when_the_budget_is_for_one(make_node: MakeNode) -> None:
+def test_the_best_per_byte_comes_first_when_the_budget_is_for_one() -> None:
     nodes = [make_node(number, menu=MENU, tier=Tier.HOST, weight=float(number)) for number in (1, 3, 2)]
     (decision,) = planner_of(*nodes).plan_promotions({Tier.GPU: 1000}, Budget(150, 1e9))
     assert decision.node_id == 3
 
 
-def test_a_policy_without_utility_rearranges_nothing(make_node: MakeNode) -> None:
+def test_a_policy_without_utility_rearranges_nothing() -> None:
     planner = make_planner("lru", MENU, alpha=1.0, costs=COSTS)
     planner.add(make_node(1, menu=MENU, tier=Tier.HOST))
     assert planner.plan_promotions({Tier.GPU: 1000}, PLENTY) == []
 
 
-def test_what_would_be_the_next_to_leave_stays_where_it_is(make_node: MakeNode) -> None:
+def test_what_would_be_the_next_to_leave_stays_where_it_is() -> None:
     # 900 bytes are free. Per byte, at a second per 1000 bytes from the host, what is lost is the weight.
     large = make_node(1, menu=MENU, tier=Tier.HOST, tokens=1000, weight=1.0, curve=(1.0, 0.0))
     small = make_node(2, menu=MENU, tokens=100, weight=2.0, curve=(1.0, 0.0))
@@ -113,7 +110,7 @@ def test_what_would_be_the_next_to_leave_stays_where_it_is(make_node: MakeNode) 
         assert [str(decision.option) for decision in planner.plan_promotions({Tier.GPU: 1000}, PLENTY)] == options
 
 
-def test_what_a_plan_has_taken_is_not_brought_back(make_node: MakeNode, execute: Execute) -> None:
+def test_what_a_plan_has_taken_is_not_brought_back() -> None:
     nodes = [make_node(i, menu=MENU, tokens=100 * i, weight=float(10 - i), curve=(1.0, 0.0)) for i in range(1, 9)]
     planner = planner_of(*nodes)
     plan = planner.plan(Tier.GPU, 1500, {Tier.HOST: 10_000})
@@ -126,7 +123,7 @@ def test_what_a_plan_has_taken_is_not_brought_back(make_node: MakeNode, execute:
     assert [decision.node_id for decision in planner.plan_promotions(room, PLENTY)] == [back]
 
 
-def test_room_that_fells_what_is_worth_more_is_not_made(make_node: MakeNode) -> None:
+def test_room_that_fells_what_is_worth_more_is_not_made() -> None:
     # The node on the GPU is larger than the host, and its child keeps it from the SSD: it could only be dropped.
     parent = make_node(1, menu=MENU, tokens=500, curve=(1.0, 0.0))
     child = make_node(2, 1, menu=MENU, tokens=50, depth=500, tier=Tier.HOST, curve=(1.0, 0.0))
@@ -137,13 +134,13 @@ def test_room_that_fells_what_is_worth_more_is_not_made(make_node: MakeNode) -> 
     assert planner.plan_promotions({}, PLENTY) == []
 
 
-def test_only_so_many_candidates_are_looked_at(make_node: MakeNode) -> None:
+def test_only_so_many_candidates_are_looked_at() -> None:
     nodes = [make_node(number, menu=MENU, tier=Tier.HOST, weight=float(number)) for number in range(1, 9)]
     decisions = planner_of(*nodes).plan_promotions({Tier.GPU: 1000}, replace(PLENTY, num_options=3))
     assert [decision.node_id for decision in decisions] == [8, 7, 6]
 
 
-def test_an_upgrade_takes_the_time_of_the_tier_of_the_exact_copy(make_node: MakeNode) -> None:
+def test_an_upgrade_takes_the_time_of_the_tier_of_the_exact_copy() -> None:
     for tier in (Tier.GPU, Tier.HOST):
         lossy = replace(make_node(1, menu=MENU, tier=tier, form=HALF, curve=LOSSY, weight=9.0), exact_on=Tier.SSD)
         planner, upgrade_s = planner_of(lossy), COSTS.load_seconds(Tier.SSD, 100)
@@ -155,9 +152,7 @@ def test_an_upgrade_takes_the_time_of_the_tier_of_the_exact_copy(make_node: Make
 
 
 @given(st.data())
-def test_utility_rises_capacities_hold_and_tiers_stay_prefix_closed(
-    make_node: MakeNode, execute: Execute, data: st.DataObject
-) -> None:
+def test_utility_rises_capacities_hold_and_tiers_stay_prefix_closed(data: st.DataObject) -> None:
     nodes: list[NodeStats] = []
     for node_id in range(1, data.draw(st.integers(1, 12)) + 1):
         parent = data.draw(st.sampled_from([None, *nodes]))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unit.policy.nodes import make_node
 
-from sglang_evicpress.core import EXACT, Decision, Form, NodeStats, Tier
+from sglang_evicpress.core import Decision, Form, NodeStats, Tier
 from sglang_evicpress.policy import Planner, make_planner
 from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.menu import Menu
@@ -23,11 +24,8 @@ COSTS = CostSnapshot(
     PrefillCost(0.01, 1e-3, 1e-6), {Tier.HOST: TransferCost(0.0, 1e4), Tier.SSD: TransferCost(0.0, 2e3)}, {}
 )
 
-MakeNode = Callable[..., NodeStats]
-Execute = Callable[[Planner, Sequence[Decision]], None]
 
-
-def _forest(make_node: MakeNode, menu: Menu, seed: int, most: int = 20, trees: bool = True) -> list[NodeStats]:
+def _forest(menu: Menu, seed: int, most: int = 20, trees: bool = True) -> list[NodeStats]:
     draw = random.Random(seed)
     nodes: list[NodeStats] = []
     for i in range(draw.randint(1, most)):
@@ -62,13 +60,13 @@ def _loss(planner: Planner, demand: int) -> float:
 
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 2**32), data=st.data())
-def test_more_capacity_never_lowers_total_utility(seed: int, data: st.DataObject, make_node: MakeNode) -> None:
+def test_more_capacity_never_lowers_total_utility(seed: int, data: st.DataObject) -> None:
     """Exactly so, last steps included, on one tier of exact nodes without children: no step of them gains.
 
     A parent that has shrunk under its child may gain by a drop once the child has gone, so that there more demand can
     do better than less; such gains are for ``plan_promotions``.
     """
-    nodes = _forest(make_node, MENU, seed, trees=False)
+    nodes = _forest(MENU, seed, trees=False)
     planner, total = _policy(nodes), sum(node.num_bytes for node in nodes)
     demands = sorted(data.draw(st.lists(st.integers(0, total), min_size=2, max_size=12)))
     losses = [_loss(planner, demand) for demand in demands]
@@ -84,13 +82,13 @@ def _mean_quality(nodes: Sequence[NodeStats], plan: Sequence[Decision]) -> float
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 2**32), share=st.floats(0.05, 0.95), low=st.floats(0.05, 4.0), factor=st.floats(1.0, 20.0))
 def test_more_alpha_lowers_the_weighted_quality_by_no_more_than_the_last_steps(
-    seed: int, share: float, low: float, factor: float, make_node: MakeNode
+    seed: int, share: float, low: float, factor: float
 ) -> None:
     """Two optima O(a), O(b) of sum w (a q - d) give (b - a) (Q(b) - Q(a)) >= 0: quality rises with alpha.
 
     Each greedy total is within its last step's loss of the optimum: Q(b) >= Q(a) - (slack(a) + slack(b)) / (b - a).
     """
-    nodes = [node for node in _forest(make_node, MENU, seed, trees=False) if node.weight > 0.0]
+    nodes = [node for node in _forest(MENU, seed, trees=False) if node.weight > 0.0]
     demand = int(share * sum(node.num_bytes for node in nodes))
     high = low * factor
     if not nodes or high - low < 1e-6:
@@ -116,10 +114,8 @@ def _last_step(planner: Planner, demand: int) -> float:
 
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32), low=st.floats(0.05, 4.0), factor=st.floats(1.0, 20.0))
-def test_for_one_node_more_alpha_never_lowers_quality(
-    seed: int, low: float, factor: float, make_node: MakeNode
-) -> None:
-    (node,) = _forest(make_node, THREE, seed, most=1)
+def test_for_one_node_more_alpha_never_lowers_quality(seed: int, low: float, factor: float) -> None:
+    (node,) = _forest(THREE, seed, most=1)
     qualities = []
     for alpha in (low, low * factor):
         plan = _policy([node], THREE, alpha).plan(Tier.GPU, node.num_bytes, {Tier.HOST: 10**6, Tier.SSD: 10**6})
@@ -127,22 +123,11 @@ def test_for_one_node_more_alpha_never_lowers_quality(
     assert qualities[0] <= qualities[1] + 1e-12
 
 
-@settings(max_examples=100, deadline=None)
-@given(seed=st.integers(0, 2**32), share=st.floats(0.05, 1.0), data=st.data())
-def test_the_order_in_which_nodes_are_told_does_not_change_the_plan(
-    seed: int, share: float, data: st.DataObject, make_node: MakeNode
-) -> None:
-    nodes = _forest(make_node, THREE, seed)
-    demand, room = int(share * sum(node.num_bytes for node in nodes)), {Tier.HOST: 50, Tier.SSD: 80}
-    told = sorted(nodes, key=lambda node: (node.depth_tokens, data.draw(st.integers(0, 99))))  # parents first
-    assert _policy(told, THREE).plan(Tier.GPU, demand, room) == _policy(nodes, THREE).plan(Tier.GPU, demand, room)
-
-
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 2**32), share=st.floats(0.01, 0.99))
-def test_without_its_largest_step_a_plan_of_one_tier_falls_short(seed: int, share: float, make_node: MakeNode) -> None:
+def test_without_its_largest_step_a_plan_of_one_tier_falls_short(seed: int, share: float) -> None:
     """Not more than one step beyond the shortfall: what is freed too much is less than one node's part of it."""
-    nodes = _forest(make_node, MENU, seed)
+    nodes = _forest(MENU, seed)
     demand = max(1, int(share * sum(node.num_bytes for node in nodes)))
     plan = _policy(nodes).plan(Tier.GPU, demand)
     freed = [decision.freed_bytes for decision in plan]
@@ -152,9 +137,9 @@ def test_without_its_largest_step_a_plan_of_one_tier_falls_short(seed: int, shar
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), share=st.floats(0.05, 0.95))
-def test_the_loss_is_within_one_step_of_the_best_of_all_choices(seed: int, share: float, make_node: MakeNode) -> None:
+def test_the_loss_is_within_one_step_of_the_best_of_all_choices(seed: int, share: float) -> None:
     """All combinations of four nodes, by brute force; one change of one node is the most that the greedy misses by."""
-    nodes = _forest(make_node, MENU, seed, most=4, trees=False)
+    nodes = _forest(MENU, seed, most=4, trees=False)
     planner = _policy(nodes)
     assert isinstance(planner.policy, EvicPressPolicy)
     demand = max(1, int(share * sum(node.num_bytes for node in nodes)))
@@ -175,14 +160,6 @@ def test_the_loss_is_within_one_step_of_the_best_of_all_choices(seed: int, share
     assert best - 1e-9 <= loss <= best + largest + 1e-9
 
 
-def test_a_plan_of_locked_nodes_moves_none_of_them(make_node: MakeNode) -> None:
-    nodes = [make_node(i, menu=MENU, is_locked=i % 2 == 0, weight=float(i)) for i in range(10)]
-    plan = _policy(nodes).plan(Tier.GPU, 10**6)
-    assert {decision.node_id for decision in plan} == {1, 3, 5, 7, 9}
-    assert sum(decision.freed_bytes for decision in plan) == 500
-    assert all(nodes[decision.node_id].form == EXACT for decision in plan)
-
-
 @pytest.mark.parametrize("demand", [0, -5])
-def test_no_demand_needs_no_plan(demand: int, make_node: MakeNode) -> None:
+def test_no_demand_needs_no_plan(demand: int) -> None:
     assert _policy([make_node(1, menu=MENU)]).plan(Tier.GPU, demand) == []

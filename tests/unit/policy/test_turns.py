@@ -91,10 +91,13 @@ def test_a_gap_without_a_queue_is_not_service_time() -> None:
     assert rounds.turns.rate == pytest.approx(5, rel=0.01)
 
 
-def test_who_is_admitted_without_waiting_says_nothing() -> None:
+@pytest.mark.parametrize(("step_s", "num_waiting"), [(1.0, 0), (0.0, 20)])
+def test_who_is_admitted_without_waiting_and_a_clock_that_never_moves_say_nothing(
+    step_s: float, num_waiting: int
+) -> None:
     turns = Turns()
     for round_ in range(100):
-        turns.observe(round_ * 1.0, 0, 3)
+        turns.observe(round_ * step_s, num_waiting, 3)
     assert turns.rate is None
 
 
@@ -138,13 +141,6 @@ def test_a_queue_that_went_while_the_clock_stood_still_says_nothing() -> None:
     rounds.turns.observe(rounds.now_s, 5, 0)
     rounds.turns.observe(rounds.now_s + 60.0, 4, 1)
     assert rounds.turns.rate == pytest.approx(before)
-
-
-def test_a_clock_that_never_moves_says_nothing() -> None:
-    turns = Turns()
-    for _ in range(100):
-        turns.observe(7.0, 20, 2)
-    assert turns.rate is None
 
 
 def test_one_slow_start_is_not_yet_a_rate() -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
+from tests.unit.policy.nodes import execute, make_node
 
-from sglang_evicpress.core import DROP, Form, NodeStats, Option, Tier
+from sglang_evicpress.core import DROP, Form, Option, Tier
 from sglang_evicpress.policy import Planner, make_planner
 from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.menu import Menu
@@ -15,8 +14,6 @@ from sglang_evicpress.policy.rules.tlru import TlruPolicy
 K50 = Form("keydiff", 0.5)
 MENU = Menu((K50,), (Tier.GPU, Tier.HOST))
 COSTS = CostSnapshot(PrefillCost(0.0, 1.0, 0.0), {Tier.HOST: TransferCost(0.0, 1e9)}, {})  # a second per token
-
-MakeNode = Callable[..., NodeStats]
 
 
 def _policy(name: str, *, next_use: dict[int, float] | None = None) -> Planner:
@@ -27,7 +24,7 @@ def _victims(planner: Planner, num_bytes: int = 10**9, tier: Tier = Tier.GPU) ->
     return [decision.node_id for decision in planner.plan(tier, num_bytes)]
 
 
-def _fill(planner: Planner, make_node: MakeNode) -> None:
+def _fill(planner: Planner) -> None:
     """Uses 5, 1, 2, 1 of nodes 1 to 4, last at 10, 40, 30, 20."""
     for node_id, hits, last_use in ((1, 5, 10), (2, 1, 40), (3, 2, 30), (4, 1, 20)):
         planner.add(make_node(node_id, menu=MENU, tokens=100 * node_id, hits=hits, last_use=last_use))
@@ -43,20 +40,20 @@ def _fill(planner: Planner, make_node: MakeNode) -> None:
         ("tlru", [1, 4, 3, 2]),  # all shorter than the threshold, hence all safe: by last use
     ],
 )
-def test_the_order_of_victims(name: str, order: list[int], make_node: MakeNode) -> None:
+def test_the_order_of_victims(name: str, order: list[int]) -> None:
     planner = _policy(name)
-    _fill(planner, make_node)
+    _fill(planner)
     assert _victims(planner) == order
 
 
-def test_equal_keys_go_by_last_use_and_then_by_id(make_node: MakeNode) -> None:
+def test_equal_keys_go_by_last_use_and_then_by_id() -> None:
     planner = _policy("lfu")
     for node_id, last_use in ((5, 7), (3, 7), (9, 6)):
         planner.add(make_node(node_id, menu=MENU, last_use=last_use))
     assert _victims(planner) == [9, 3, 5]
 
 
-def test_size_counts_for_hpt_only(make_node: MakeNode) -> None:
+def test_size_counts_for_hpt_only() -> None:
     nodes = [make_node(1, menu=MENU, tokens=1000, hits=4), make_node(2, menu=MENU, tokens=10, hits=2)]
     hpt, lfu = _policy("hpt"), _policy("lfu")
     hpt.add_all(nodes)
@@ -65,14 +62,14 @@ def test_size_counts_for_hpt_only(make_node: MakeNode) -> None:
     assert _victims(lfu) == [2, 1]
 
 
-def test_a_use_saves_a_node(make_node: MakeNode) -> None:
+def test_a_use_saves_a_node() -> None:
     planner = _policy("lru")
-    _fill(planner, make_node)
+    _fill(planner)
     planner.touch(1, 6.0, 6, 50)
     assert _victims(planner, 1) == [4]
 
 
-def test_a_parent_follows_its_last_child(make_node: MakeNode) -> None:
+def test_a_parent_follows_its_last_child() -> None:
     planner = _policy("lru")
     planner.add(make_node(1, menu=MENU, last_use=1))
     planner.add(make_node(2, 1, menu=MENU, depth=100, last_use=3))
@@ -83,7 +80,7 @@ def test_a_parent_follows_its_last_child(make_node: MakeNode) -> None:
     assert [decision.node_id for decision in plan] == [3, 2, 1, 4]
 
 
-def test_a_node_goes_one_tier_down_and_from_the_last_one_away(make_node: MakeNode) -> None:
+def test_a_node_goes_one_tier_down_and_from_the_last_one_away() -> None:
     planner = _policy("lru")
     planner.add(make_node(1, menu=MENU, tier=Tier.HOST, last_use=5))
     planner.add(make_node(2, menu=MENU, last_use=1))
@@ -94,17 +91,17 @@ def test_a_node_goes_one_tier_down_and_from_the_last_one_away(make_node: MakeNod
 # belady
 
 
-def test_belady_takes_the_farthest_next_use(make_node: MakeNode) -> None:
+def test_belady_takes_the_farthest_next_use() -> None:
     next_use = {1: 10.0, 2: 30.0, 3: 20.0}
     planner = _policy("belady", next_use=next_use)
-    _fill(planner, make_node)
+    _fill(planner)
     assert _victims(planner) == [4, 2, 3, 1]  # 4 is never used again
 
 
-def test_belady_learns_of_a_new_next_use_with_the_use(make_node: MakeNode) -> None:
+def test_belady_learns_of_a_new_next_use_with_the_use() -> None:
     next_use = {1: 0.0, 2: 30.0, 3: 20.0, 4: 40.0}
     planner = _policy("belady", next_use=next_use)
-    _fill(planner, make_node)
+    _fill(planner)
     assert _victims(planner, 1) == [4]
     next_use[1] = 50.0
     planner.touch(1, 6.0, 6, 50)
@@ -118,7 +115,7 @@ def _tlru(threshold: int, prompt: int) -> Planner:
     return Planner(TlruPolicy(MENU, threshold, prompt))
 
 
-def test_tlru_trims_what_the_next_prompt_can_do_without(make_node: MakeNode) -> None:
+def test_tlru_trims_what_the_next_prompt_can_do_without() -> None:
     planner = _tlru(300, 100)  # the last 200 tokens of a conversation are safe to lose
     planner.add(make_node(1, menu=MENU, tokens=500, last_use=1))
     planner.add(make_node(2, 1, menu=MENU, tokens=150, depth=500, last_use=9))
@@ -128,7 +125,7 @@ def test_tlru_trims_what_the_next_prompt_can_do_without(make_node: MakeNode) -> 
     assert _victims(planner) == [2, 1, 4, 3]
 
 
-def test_a_trimmed_conversation_is_not_trimmed_again(make_node: MakeNode) -> None:
+def test_a_trimmed_conversation_is_not_trimmed_again() -> None:
     planner = _tlru(300, 100)
     for node_id, parent_id, depth in ((1, None, 0), (2, 1, 150), (3, 2, 300), (4, 3, 450)):
         planner.add(make_node(node_id, parent_id, menu=MENU, tokens=150, depth=depth, last_use=9))
@@ -140,13 +137,13 @@ def test_a_trimmed_conversation_is_not_trimmed_again(make_node: MakeNode) -> Non
     assert _victims(planner, 1) == [5]
 
 
-def test_tlru_without_a_threshold_is_lru(make_node: MakeNode) -> None:
+def test_tlru_without_a_threshold_is_lru() -> None:
     planner = _tlru(0, 0)
-    _fill(planner, make_node)
+    _fill(planner)
     assert _victims(planner) == [1, 4, 3, 2]
 
 
-def test_tlru_sees_a_conversation_grow_through_a_split_node(make_node: MakeNode) -> None:
+def test_tlru_sees_a_conversation_grow_through_a_split_node() -> None:
     planner = _tlru(300, 100)
     planner.add(make_node(2, menu=MENU, tokens=400, last_use=9))
     planner.add(make_node(1, menu=MENU, tokens=250, last_use=9))  # the upper part of 2, which keeps the lower
@@ -165,7 +162,7 @@ def test_tlru_refuses_negative_tokens() -> None:
 # gdsf
 
 
-def test_gdsf_keys_by_hand(make_node: MakeNode, execute: Callable[..., None]) -> None:
+def test_gdsf_keys_by_hand() -> None:
     """key = age + hits * cost / size, a second per token, a byte per slot: the key of an exact node is its hits."""
     planner = _policy("gdsf")
     planner.add(make_node(1, menu=MENU, hits=3, last_use=1))
@@ -182,7 +179,7 @@ def test_gdsf_keys_by_hand(make_node: MakeNode, execute: Callable[..., None]) ->
     assert _victims(planner) == [4, 5, 1, 3]
 
 
-def test_planning_ages_nothing(make_node: MakeNode) -> None:
+def test_planning_ages_nothing() -> None:
     planner = _policy("gdsf")
     planner.add(make_node(1, menu=MENU, hits=9, last_use=1))
     first = planner.plan(Tier.GPU, 1)
@@ -191,7 +188,7 @@ def test_planning_ages_nothing(make_node: MakeNode) -> None:
     assert _victims(planner, 1) == [2]
 
 
-def test_gdsf_ages_each_tier_for_itself(make_node: MakeNode, execute: Callable[..., None]) -> None:
+def test_gdsf_ages_each_tier_for_itself() -> None:
     planner = _policy("gdsf")
     planner.add(make_node(1, menu=MENU, hits=5, last_use=1))
     planner.add(make_node(2, menu=MENU, tier=Tier.HOST, hits=6, last_use=2))
@@ -206,9 +203,7 @@ def test_gdsf_ages_each_tier_for_itself(make_node: MakeNode, execute: Callable[.
     assert _victims(planner, tier=Tier.HOST)[:2] == [6, 1]
 
 
-def test_a_plan_gives_a_demoted_node_the_age_of_the_tier_it_comes_to(
-    make_node: MakeNode, execute: Callable[..., None]
-) -> None:
+def test_a_plan_gives_a_demoted_node_the_age_of_the_tier_it_comes_to() -> None:
     planner = _policy("gdsf")
     planner.add(make_node(1, menu=MENU, hits=5, last_use=1))
     execute(planner, planner.plan(Tier.GPU, 1))  # the age of the GPU is now 5, that of the host 0
@@ -219,7 +214,7 @@ def test_a_plan_gives_a_demoted_node_the_age_of_the_tier_it_comes_to(
     assert [(decision.node_id, str(decision.option)) for decision in plan] == [(2, "drop"), (3, "exact/host")]
 
 
-def test_a_deep_node_costs_more_to_lose(make_node: MakeNode) -> None:
+def test_a_deep_node_costs_more_to_lose() -> None:
     costs = CostSnapshot(PrefillCost(0.0, 1.0, 0.01), COSTS.load, {})
     planner = make_planner("gdsf", MENU, alpha=1.0, costs=costs)
     planner.add(make_node(1, menu=MENU, last_use=1, depth=1000))
@@ -227,7 +222,7 @@ def test_a_deep_node_costs_more_to_lose(make_node: MakeNode) -> None:
     assert _victims(planner) == [2, 1]
 
 
-def test_decisions_name_what_was_held(make_node: MakeNode) -> None:
+def test_decisions_name_what_was_held() -> None:
     planner = _policy("lru")
     planner.add(make_node(1, menu=MENU, form=K50))
     (decision,) = planner.plan(Tier.GPU, 1, {Tier.HOST: 1000})

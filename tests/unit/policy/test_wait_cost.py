@@ -1,25 +1,23 @@
-"""Losses of plans in comparable seconds, and the bytes they would have copied."""
+"""Losses of plans in comparable seconds, the bytes they would have copied, and how many wait for a computation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from tests.unit.policy.nodes import make_node
 
-from sglang_evicpress.core import DROP, EXACT, Decision, Form, LowerCopy, NodeStats, Option, Tier
+from sglang_evicpress.core import DROP, EXACT, Decision, Form, LowerCopy, Option, Tier
 from sglang_evicpress.policy import make_planner
 from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.menu import Menu
-from sglang_evicpress.policy.wait_cost import bytes_to_copy, is_wasteful, seconds_lost
+from sglang_evicpress.policy.wait_cost import Congestion, bytes_to_copy, is_wasteful, seconds_lost
 
 HALF = Form("keydiff", 0.5)
 COSTS = CostSnapshot(
     PrefillCost(1.0, 0.01, 0.0), {Tier.HOST: TransferCost(0.5, 1e4), Tier.SSD: TransferCost(0.5, 1e3)}, {}
 )
 ON_GPU = Option(EXACT, Tier.GPU, 100)
-
-MakeNode = Callable[..., NodeStats]
 
 
 def decision(node_id: int, option: Option, loss: float = 0.0, source: Option = ON_GPU) -> Decision:
@@ -33,7 +31,7 @@ def test_the_utility_lost_is_in_units_of_one_certain_use() -> None:
     assert seconds_lost([], planner, COSTS, 8.0) == 0.0
 
 
-def test_of_a_policy_without_utility_what_is_dropped_counts_without_the_fixed_cost(make_node: MakeNode) -> None:
+def test_of_a_policy_without_utility_what_is_dropped_counts_without_the_fixed_cost() -> None:
     menu = Menu((), (Tier.GPU, Tier.HOST))
     planner = make_planner("lru", menu, alpha=1.0, costs=COSTS)
     planner.add_all([make_node(1, menu=menu, tokens=30), make_node(2, menu=menu, tokens=50)])
@@ -59,7 +57,7 @@ def test_only_what_leaves_the_gpu_for_a_copy_that_is_not_there_is_copied() -> No
 
 @pytest.mark.parametrize(("num_bytes", "is_forced", "wastes"), [(3, True, True), (3, False, False), (400, True, False)])
 def test_a_plan_is_wasteful_that_loses_more_tokens_than_it_frees_slots(
-    num_bytes: int, is_forced: bool, wastes: bool, make_node: MakeNode
+    num_bytes: int, is_forced: bool, wastes: bool
 ) -> None:
     menu = Menu((), (Tier.GPU, Tier.SSD))
     planner = make_planner("lru", menu, alpha=1.0, costs=COSTS)
@@ -75,3 +73,41 @@ def test_a_part_of_a_path_pays_what_is_its_own() -> None:
     assert part.load_seconds(Tier.HOST, 1e4) == pytest.approx(1.0)
     assert part.load_seconds(Tier.SSD, 1e3) == COSTS.load_seconds(Tier.SSD, 1e3) == pytest.approx(1.5)
     assert part.prefill is COSTS.prefill
+
+
+# Congestion.
+
+
+def test_congestion_is_the_mean_number_of_requests_that_a_second_of_computing_delays() -> None:
+    congestion = Congestion()
+    assert congestion.value == 1.0
+    for step in range(1000):
+        congestion.observe(step / 10, 4 if step % 2 else 0)
+    assert congestion.value == pytest.approx(3.0, abs=0.05)
+
+
+def test_congestion_is_forgotten_when_nobody_waits_any_more() -> None:
+    congestion = Congestion()
+    congestion.observe(0.0, 0)
+    congestion.observe(100.0, 5)
+    assert congestion.value == pytest.approx(6.0, abs=0.01)
+    congestion.observe(100.0 + Congestion.MEMORY_S, 0)
+    assert 1.0 < congestion.value < 3.0
+    congestion.observe(500.0, 0)
+    assert congestion.value == pytest.approx(1.0, abs=1e-6)
+
+
+def test_congestion_has_a_limit_and_no_time_that_goes_back() -> None:
+    congestion = Congestion()
+    congestion.observe(10.0, 0)
+    congestion.observe(5.0, 1000)
+    assert congestion.value == 1.0
+    congestion.observe(1000.0, 1000)
+    assert congestion.value == pytest.approx(Congestion.MOST)
+
+
+def test_recomputing_weighs_more_and_loading_does_not() -> None:
+    costs = CostSnapshot(PrefillCost(0.1, 1e-3, 1e-7), {Tier.HOST: TransferCost(1e-3, 1e9)}, {})
+    weighed = costs.with_recompute_weight(3.0)
+    assert weighed.prefill.seconds(100, 1000) == pytest.approx(3.0 * costs.prefill.seconds(100, 1000))
+    assert weighed.load == costs.load

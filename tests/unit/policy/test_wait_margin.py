@@ -6,21 +6,17 @@ import random
 
 import pytest
 
-from sglang_evicpress.policy.wait_margin import LARGEST, LATE_SHARE, WaitMargin
+from sglang_evicpress.policy.turns import LARGEST, LATE_SHARE, WaitMargin
 
 
-def test_it_starts_at_none_and_stays_there_while_nobody_is_late() -> None:
+@pytest.mark.parametrize(("waited_s", "margin_s"), [(2.0, 0.0), (9.0, 2.0 * LARGEST)])
+def test_it_stays_at_none_while_nobody_is_late_and_is_bounded_where_everybody_is(
+    waited_s: float, margin_s: float
+) -> None:
     margin = WaitMargin(2.0)
     for _ in range(1000):
-        margin.observe(2.0)
-    assert margin.seconds == 0.0
-
-
-def test_it_is_bounded_where_everybody_is_late() -> None:
-    margin = WaitMargin(2.0)
-    for _ in range(1000):
-        margin.observe(9.0)
-    assert margin.seconds == pytest.approx(2.0 * LARGEST)
+        margin.observe(waited_s)
+    assert margin.seconds == pytest.approx(margin_s)
 
 
 @pytest.mark.parametrize("spread_s", [0.1, 0.5])

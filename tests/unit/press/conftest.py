@@ -58,7 +58,6 @@ class NodeMaker:
             num_tokens=num_tokens,
             window=QueryWindow(queries.to(dtype), torch.arange(first, end)),
             scale=HEAD_DIM**-0.5,
-            page_size=page_size,
         )
 
 

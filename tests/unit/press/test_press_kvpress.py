@@ -73,7 +73,6 @@ def prefill(model, token_ids) -> PressInput:
         num_tokens=n,
         window=QueryWindow(torch.stack(queries)[:, -64:], torch.arange(n - 64, n)),
         scale=config.head_dim**-0.5,
-        page_size=1,
     )
 
 

@@ -11,13 +11,11 @@ from sglang_evicpress import core
 from sglang_evicpress.press import get_press, select
 from sglang_evicpress.press.random import Random
 from sglang_evicpress.press.snapkv import SnapKV
-from sglang_evicpress.press.value_key_ratio import ValueKeyRatio
 
 ALL = {
     **{name: get_press(name) for name in core.PRESSES},
     "snapkv-avg": SnapKV(kernel_size=5, pooling="avg"),
     "snapkv-short": SnapKV(window=3, kernel_size=1),
-    "value_key_ratio-page": ValueKeyRatio(per="page"),
     "random-7": Random(seed=7),
 }
 NODES = {

@@ -57,21 +57,6 @@ def test_value_key_ratio_is_algorithm_1_per_token(node):
         close(scores[layer, head], values.norm(dim=-1) / keys.norm(dim=-1))
 
 
-@pytest.mark.parametrize("num_tokens", [48, 40, 7])
-def test_value_key_ratio_is_algorithm_1_per_page(make_node, num_tokens):
-    node = make_node(num_tokens, page_size=16)
-    scores = ValueKeyRatio(per="page").score(node)
-    for layer, head, keys, values in rows(node):
-        ratios = (values.norm(dim=-1) / keys.norm(dim=-1)).split(16)
-        close(scores[layer, head], torch.cat([page.mean().expand(len(page)) for page in ratios]))
-
-
-def test_value_key_ratio_per_page_keeps_whole_pages(make_node):
-    kept = select(ValueKeyRatio(per="page"), make_node(128, page_size=16), 48, sinks=0)
-    pages = kept.view(-1, 3, 16)
-    assert torch.equal(pages, pages[..., :1] // 16 * 16 + torch.arange(16, dtype=torch.int32))
-
-
 def test_streaming_keeps_the_sinks_and_the_most_recent(make_node):
     kept = select(Streaming(), make_node(100), 10, sinks=4)
     assert (kept == torch.tensor([0, 1, 2, 3, 94, 95, 96, 97, 98, 99])).all()
@@ -193,11 +178,6 @@ def test_snapkv_keeps_what_the_window_looks_at(make_node):
 def test_snapkv_settings_out_of_range_are_refused(settings, named):
     with pytest.raises(ValueError, match=named):
         SnapKV(**settings)
-
-
-def test_value_key_ratio_of_something_else_is_refused():
-    with pytest.raises(ValueError, match="'block'"):
-        ValueKeyRatio(per="block")
 
 
 def test_snapkv_with_heads_that_do_not_divide_is_refused(make_node):

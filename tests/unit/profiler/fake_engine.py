@@ -49,7 +49,6 @@ class FakeEngine:
         """Tokens that went through the model, shadows' own left out."""
         self.num_opened = 0
         self.most_tokens = 0
-        self.adopted: list[bytes] = []
         self.open: dict[int, Shadow] = {}
         self.made: dict[tuple[int, Form], str] = {}
         self._tokens: dict[int, tuple[int, ...]] = {}
@@ -86,8 +85,6 @@ class FakeEngine:
         if self.open.pop(shadow.id, None) is None:
             raise ShadowLost(f"shadow {shadow.id} is gone")
         self.made = {key: name for key, name in self.made.items() if key[0] != shadow.id}
-        if adopt:
-            self.adopted.append(shadow.key)
 
     def generate(self, namespace: str, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Answer]:
         shadow, form = self._find(namespace)

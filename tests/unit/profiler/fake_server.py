@@ -47,6 +47,15 @@ class FakeServer:
         self.profiles: dict[str, dict[str, Any]] = {}
         self.menu = ["keydiff@0.5", "snapkv@0.5"]  # its --kv-forms
 
+    def refuse(self, error: Exception, ending: str = "", of: Callable[[Any], bool] = lambda body: True) -> None:
+        """From now on requests to paths that end so, of whose bodies ``of`` is true, fail like this."""
+
+        def raise_it(method: str, path: str, body: Any) -> None:
+            if path.endswith(ending) and of(body):
+                raise error
+
+        self.before = raise_it
+
     def posted(self, ending: str) -> list[Any]:
         return [body for method, path, body in self.log if method == "POST" and path.endswith(ending)]
 
@@ -114,7 +123,7 @@ class FakeServer:
         if what == "close":
             del self.shadows[number]
             return {}
-        form = Form.parse(body["form"])
+        form = Form.parse_stored(body["form"])
         if what == "forms" and form.press == "snapkv" and "snapkv@0.5" not in self.menu:
             raise no(409, f"shadow {number} cannot be brought to {form}: its press needs queries of the prompt")
         extra_key = f"{shadow['extra_key']}/{form}"

@@ -232,10 +232,7 @@ def test_a_refusal_is_told_by_its_status_and_first_words(status: int, reason: st
 def test_what_a_server_says_against_a_request_is_passed_on(
     server: FakeServer, status: int, body: object, said: str
 ) -> None:
-    def refuse(method: str, path: str, given: Any) -> None:
-        raise Refused(status, body)
-
-    server.before = refuse
+    server.refuse(Refused(status, body))
     with pytest.raises(EngineError, match=said) as raised:
         HttpTransport(server.url).ask("GET", "/evicpress/profiles")
     assert f"GET {server.url}/evicpress/profiles" in str(raised.value)
@@ -243,19 +240,13 @@ def test_what_a_server_says_against_a_request_is_passed_on(
 
 
 def test_a_batch_is_answered_by_a_list(server: FakeServer) -> None:
-    def refuse(method: str, path: str, given: Any) -> None:
-        raise Refused(200, {"text": ""})
-
-    server.before = refuse
+    server.refuse(Refused(200, {"text": ""}))
     with pytest.raises(EngineError, match="expected a list of objects"):
         HttpTransport(server.url).generate({})
 
 
 def test_no_server_a_slow_one_and_one_that_hangs_up_are_one_sentence(server: FakeServer) -> None:
-    def hang_up(method: str, path: str, given: Any) -> None:
-        raise ConnectionAbortedError
-
-    server.before = hang_up
+    server.refuse(ConnectionAbortedError())
     with pytest.raises(EngineError, match="the connection broke"):
         HttpTransport(server.url).ask("GET", "/")
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -274,24 +265,18 @@ def test_a_refused_shadow_is_asked_for_again_for_a_while(server: FakeServer, mon
         if len(waits) == 2:
             server.before = lambda method, path, body: None
 
-    def refuse(method: str, path: str, body: Any) -> None:
-        raise no(409, "no room: users need it")
-
     monkeypatch.setattr("sglang_evicpress.profiler.transport.time.sleep", wait)
-    server.before = refuse
+    server.refuse(no(409, "no room: users need it"))
     ServerEngine(HttpTransport(server.url, num_retries=2, wait_s=1.5)).open_shadow(CONTEXT, None)
     assert waits == [1.5, 3.0]
-    server.before = refuse
+    server.refuse(no(409, "no room: users need it"))
     with pytest.raises(ShadowRefused, match="users need it"):
         HttpTransport(server.url).ask("POST", "/evicpress/shadows", {})
     assert waits == [1.5, 3.0]
 
 
 def test_the_key_goes_along_and_is_never_shown(server: FakeServer) -> None:
-    def refuse(method: str, path: str, body: Any) -> None:
-        raise Refused(401, {"error": "Unauthorized"})
-
-    server.before = refuse
+    server.refuse(Refused(401, {"error": "Unauthorized"}))
     with pytest.raises(EngineError) as raised:
         HttpTransport(server.url, api_key="secret-1").ask("GET", "/evicpress/profiles")
     assert server.keys == ["Bearer secret-1"]
@@ -319,9 +304,6 @@ def test_half_a_surrogate_pair_is_an_error_of_the_request(server: FakeServer) ->
 
 @pytest.mark.parametrize("answer", [{}, {"shadow": 1, "key": "zz", "num_tokens": 640, "num_present": 0}])
 def test_an_odd_answer_to_a_shadow_is_an_error(server: FakeServer, answer: dict[str, object]) -> None:
-    def odd(method: str, path: str, body: Any) -> None:
-        raise Refused(200, answer)
-
-    server.before = odd
+    server.refuse(Refused(200, answer))
     with pytest.raises(EngineError, match="/evicpress/shadows answered"):
         engine_of(server).open_shadow(CONTEXT, None)

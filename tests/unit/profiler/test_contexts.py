@@ -61,21 +61,27 @@ def test_the_same_text_in_two_namespaces_is_two_contexts(tmp_path: Path) -> None
         ("{context: 1}", r"is '\{context: 1\}', which is no JSON \(.*\): expected one object"),
         ('{"context": "cut', "which is no JSON"),
         ("\x28\udcb5\udcff", "which is no JSON"),
-        ([1, 2], r"is \[1, 2\]: expected an object with context and questions"),
-        ({}, "has context None: expected a string that is not empty"),
-        ({"context": " \n"}, "has context .*: expected a string that is not empty"),
-        ({"context": 7}, "has context 7: expected a string"),
-        ({"context": "a", "question": "b?"}, "has 'question': expected only context, extra_key, id, questions"),
-        ({"context": "a", "questions": "b?"}, "has questions 'b\\?': expected a list"),
-        ({"context": "a", "questions": ["b?", ""]}, "has question 2 '': expected a string that is not empty"),
-        ({"context": "a", "questions": [None]}, "has question 1 None: expected a string"),
-        ({"context": "a", "questions": [{"answer": "b"}]}, "question 1 .*: expected a string, or an object"),
-        ({"context": "a", "questions": [{"question": "b?", "answers": []}]}, "expected a string, or an object"),
-        ({"context": "a", "questions": [{"question": 3}]}, "has question 1 3: expected a string"),
-        ({"context": "a", "questions": [{"question": "b?", "answer": 3}]}, "has the answer to question 1 3: expected"),
-        ({"context": "a", "questions": ["b?", {"question": "b?"}]}, "has question 2 equal to question 1: expected"),
-        ({"context": "a", "extra_key": ""}, "has extra_key '': expected a string that is not empty"),
-        ({"context": "a", "id": 3}, "has id 3: expected a string"),
+        ([1, 2], r"is \[1, 2\]: expected an object with id, context, questions, extra_key"),
+        ({}, "has no context: expected a string that is not empty"),
+        ({"context": " \n"}, "context is .*: expected a string that is not empty"),
+        ({"context": 7}, "context is 7: expected a string"),
+        (
+            {"context": "a", "question": "b?"},
+            "has the unknown key 'question': expected id, context, questions, extra_key",
+        ),
+        ({"context": "a", "questions": "b?"}, "questions is 'b\\?': expected a list"),
+        ({"context": "a", "questions": ["b?", ""]}, "questions has no question: expected a string that is not empty"),
+        ({"context": "a", "questions": [None]}, "questions is .None.: expected a list of texts, or objects"),
+        ({"context": "a", "questions": [{"answer": "b"}]}, "questions has no question: expected a string"),
+        (
+            {"context": "a", "questions": [{"question": "b?", "answers": []}]},
+            "has the unknown key 'answers': expected question, answer",
+        ),
+        ({"context": "a", "questions": [{"question": 3}]}, "questions: question is 3: expected a string"),
+        ({"context": "a", "questions": [{"question": "b?", "answer": 3}]}, "questions: answer is 3: expected"),
+        ({"context": "a", "questions": ["b?", {"question": "b?"}]}, "expected a list of .*, every question once"),
+        ({"context": "a", "extra_key": ""}, "extra_key is '': expected a string that is not empty"),
+        ({"context": "a", "id": 3}, "id is 3: expected a string"),
         ({"context": "first"}, "has the same context and extra_key as line 1: expected every one once"),
         ({"context": "a", "id": "one"}, "has the same id 'one' as line 1: expected every one once"),
     ],
@@ -86,7 +92,7 @@ def test_a_wrong_line_is_refused_by_its_number(tmp_path: Path, line: object, mes
     path.write_bytes(b'{"context": "first", "id": "one"}\n\n' + wrong.encode("utf-8", "surrogateescape") + b"\n")
     with pytest.raises(ValueError, match=message) as refused:
         read_contexts(path)
-    assert str(refused.value).startswith(f"{path} line 3 ")
+    assert str(refused.value).startswith(f"{path} line 3")
     assert "\n" not in str(refused.value)
 
 

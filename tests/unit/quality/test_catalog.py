@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Mapping
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -64,16 +63,6 @@ def test_own_curve_is_the_lower_bound_by_the_spread_within_all_contexts() -> Non
     assert not curves.knows(Form("snapkv", 0.5))
 
 
-def test_one_measurement_alone_has_the_spread_that_is_taken_for_granted() -> None:
-    curves = filled(make_profile(1, {HALF: [0.9]})).curves_of(b"%016d" % 1)
-    assert curves.quality(HALF) == pytest.approx(0.9 - UNPOOLED_VARIANCE**0.5)
-
-
-def test_lower_bound_is_cut_off_at_nothing() -> None:
-    curves = filled(make_profile(1, {HALF: [0.1]})).curves_of(b"%016d" % 1)
-    assert curves.quality(HALF) == 0.0 and curves.knows(HALF)
-
-
 def test_unprofiled_context_is_trusted_as_the_least_of_few_and_the_second_of_eleven() -> None:
     means = [0.9, 0.3, 0.8, 0.5, 0.7, 0.6, 0.95, 0.4, 0.25, 0.85]
     catalog = filled(*(make_profile(key, {HALF: [mean]}) for key, mean in enumerate(means)))
@@ -88,28 +77,13 @@ def test_unprofiled_context_is_trusted_as_the_least_of_few_and_the_second_of_ele
     assert catalog.mean.quality(HALF) == pytest.approx(statistics.fmean([*means, 1.0]))
 
 
-def test_codec_has_no_curve() -> None:
-    profile = make_profile(1, {HALF: [0.5], Form("keydiff", 0.5, "int8"): [0.9], Form(codec="int8"): [0.9]})
+def test_a_codec_has_a_quality_of_its_own_alone_and_with_a_press() -> None:
+    alone, both = Form(codec="int8"), Form("keydiff", 0.5, "int8")
+    profile = make_profile(1, {HALF: [0.5, 0.5], both: [0.3, 0.3], alone: [0.9, 0.9]})
     catalog = filled(profile)
     for curves in (catalog.default, catalog.mean, catalog.curves_of(profile.key)):
-        assert set(curves.by_press) == {"keydiff"}
-        assert curves.quality(HALF) <= 0.5
-
-
-def test_looking_is_no_use_and_touching_is() -> None:
-    profiles = [make_profile(key, {HALF: [0.5]}) for key in range(5)]
-    catalog = Catalog(None, max_profiles=3)
-    assert [catalog.put(profile) for profile in profiles[:3]] == [None] * 3
-    assert catalog.get(profiles[0].key) == profiles[0]
-    catalog.curves_of(profiles[0].key)
-    catalog.touch(profiles[1].key)
-    catalog.touch(b"not there.......")
-    assert list(catalog) == [profiles[0], profiles[2], profiles[1]]
-    assert catalog.put(profiles[3]) == profiles[0]
-    assert catalog.put(profiles[1]) is None  # there already
-    assert catalog.put(profiles[4]) == profiles[2]
-    assert list(catalog) == [profiles[3], profiles[1], profiles[4]]
-    assert profiles[1].key in catalog and profiles[2].key not in catalog
+        assert [curves.quality(form) for form in (HALF, both, alone)] == pytest.approx([0.5, 0.3, 0.9])
+        assert curves.quality(Form("keydiff", 0.75, "int8")) == pytest.approx(0.65)  # 1 - 0.25 - 0.1
 
 
 def test_catalog_may_be_put_into_while_it_is_walked() -> None:
@@ -156,6 +130,9 @@ class AgainstDictionary(RuleBasedStateMachine):
     def holds_what_was_put(self) -> None:
         assert list(self.catalog) == [make_profile(key, forms) for key, forms in self.profiles.items()]
         assert len(self.catalog) == len(self.profiles)
+        for key in range(7):  # whom looking at leaves as old as it was
+            name = b"%016d" % key
+            assert (name in self.catalog) == (self.catalog.get(name) is not None) == (key in self.profiles)
 
     @invariant()
     def curves_are_those_of_what_it_holds(self) -> None:
@@ -181,12 +158,3 @@ class AgainstDictionary(RuleBasedStateMachine):
 
 
 TestAgainstDictionary = AgainstDictionary.TestCase
-
-
-@given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=40))
-def test_default_is_below_nine_of_ten(means: list[float]) -> None:
-    catalog = filled(*(make_profile(key, {HALF: [mean]}) for key, mean in enumerate(means)))
-    low = catalog.default.quality(HALF)
-    trusted = [catalog.curves_of(b"%016d" % key).quality(HALF) for key in range(len(means))]
-    assert sum(quality < low for quality in trusted) <= len(means) / 10
-    assert low in trusted

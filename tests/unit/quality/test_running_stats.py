@@ -36,13 +36,6 @@ def test_two_parts_are_together_what_the_whole_is(one: list[float], other: list[
     assert together.squares == pytest.approx(whole.squares, abs=1e-9)
 
 
-@given(qualities)
-def test_nothing_adds_nothing(values: list[float]) -> None:
-    seen = RunningStats.of(values)
-    assert seen.plus(RunningStats()) == seen
-    assert RunningStats().plus(seen) == seen
-
-
 @given(st.lists(st.floats(0.0, 1.0), min_size=2, max_size=30), st.floats(1.5, 40.0))
 def test_aged_evidence_keeps_mean_and_variance_and_counts_for_at_most_so_much(
     values: list[float], max_count: float

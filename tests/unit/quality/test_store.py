@@ -18,14 +18,12 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
-import orjson
 import pytest
-import xxhash
 
 from sglang_evicpress.core import PRESSES, Form
 from sglang_evicpress.quality.profile import Profile
 from sglang_evicpress.quality.running_stats import RunningStats
-from sglang_evicpress.quality.store import MAX_MODELS, ProfileStore, StoreError, read_all
+from sglang_evicpress.quality.store import MAX_MODELS, ProfileStore, StoreError
 
 OURS, THEIRS = b"ours............", b"theirs.........."
 CAP = 20  # of a store that writers are killed in
@@ -68,7 +66,6 @@ def test_profiles_of_another_model_are_kept_and_never_returned(path: Path) -> No
     assert load(path) == [make_profile(1), make_profile(2)]
     assert load(path, THEIRS) == [make_profile(1, 5)]
     assert load(path, b"nobody's........") == []
-    assert [identity for identity, _ in read_all(path)] == [OURS.hex(), OURS.hex(), THEIRS.hex()]
 
 
 def test_oldest_put_of_the_model_makes_room(path: Path) -> None:
@@ -82,7 +79,8 @@ def test_oldest_put_of_the_model_makes_room(path: Path) -> None:
 def test_oldest_of_all_models_make_room_when_there_are_many(path: Path) -> None:
     for model in range(MAX_MODELS + 1):
         fill(path, [make_profile(model), make_profile(100 + model)], b"%016d" % model, max_profiles=2)
-    assert len(read_all(path)) == 2 * MAX_MODELS
+    with closing(sqlite3.connect(path)) as database:
+        assert database.execute("SELECT count(*) FROM profiles").fetchone() == (2 * MAX_MODELS,)
     assert load(path, b"%016d" % 0) == []
 
 
@@ -103,12 +101,10 @@ def test_what_cannot_be_the_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"profile store {tmp_path} is a folder: expected a file"):
         load(tmp_path)
     with pytest.raises(ValueError, match="profile store /dev/null is a device: expected a file"):
-        read_all(Path("/dev/null"))
+        load(Path("/dev/null"))
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="file/profiles cannot be used .*: expected a file"):
         load(tmp_path / "file" / "profiles")
-    with pytest.raises(ValueError, match="does not exist"):
-        read_all(tmp_path / "none")
     for identity, max_profiles in ((b"short", 10), (OURS, 0)):
         with pytest.raises(ValueError, match="expected"):
             ProfileStore(tmp_path / "none", identity, max_profiles)
@@ -174,8 +170,6 @@ def test_what_is_no_profile_store_is_refused_and_stays_as_it_is(path: Path, kind
     before = path.read_bytes()
     with pytest.raises(ValueError, match=re.escape(f"profile store {path} is {kind}: expected a file that")):
         ProfileStore(path, OURS)
-    with pytest.raises(StoreError, match=f"cannot be read .{kind}"):
-        read_all(path)
     assert path.read_bytes() == before and not list(path.parent.glob("*.bad*"))
 
 
@@ -185,8 +179,6 @@ def test_what_is_damaged_is_set_aside_and_said(path: Path, name: str, caplog: py
         fill(path, [make_profile(key) for key in range(40)])
         DAMAGES[name](path)
         damaged = path.read_bytes()
-        with pytest.raises(StoreError, match="cannot be read"):
-            read_all(path)
         caplog.clear()
         assert load(path) == []
         aside = path.with_name(f"{path.name}.bad{count}")
@@ -202,19 +194,6 @@ def test_profile_with_another_byte_is_left_out_and_said(path: Path, caplog: pyte
     kept = load(path)
     assert len(kept) == 4 and all(profile in [make_profile(key, num_forms=1) for key in range(5)] for profile in kept)
     assert "does not match its checksum" in caplog.text
-
-
-def test_text_file_of_earlier_versions_is_imported(path: Path) -> None:
-    profiles = [make_profile(key) for key in (3, 1, 2)]
-    lines: list[dict[str, object]] = [{"format": "evicpress profiles", "version": 1}]
-    lines += [{"identity": OURS.hex(), "profile": profile.to_json()} for profile in profiles]
-    texts = [orjson.dumps(line) for line in lines]
-    old = b"".join(xxhash.xxh3_128_hexdigest(text).encode() + text + b"\n" for text in texts) + b"0123 cut off"
-    path.parent.mkdir()
-    path.write_bytes(old)
-    assert load(path) == profiles
-    assert path.with_name(f"{path.name}.bad").read_bytes() == old
-    assert load(path) == profiles
 
 
 def test_full_disk_leaves_the_file_whole(path: Path) -> None:

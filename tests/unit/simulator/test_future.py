@@ -37,7 +37,7 @@ def test_next_use_of_every_node_at_every_time(prompts: list[tuple[int, ...]], ca
     replay = make_replay(trace, Run("belady"), Settings(Machine({Tier.GPU: capacity}, COSTS), 1, ()), future)
     for index, request in enumerate(trace.requests):
         replay.serve(request)
-        for node in replay.tree.iter_nodes():
+        for node in replay.tree.nodes.values():
             wanted = prefix(node)
             uses = (j for j in range(index + 1, len(prompts)) if prompts[j][: len(wanted)] == wanted)
             assert future.get(node.id) == next(uses, None)

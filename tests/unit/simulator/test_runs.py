@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sglang_evicpress.core import EXACT, Form, Tier
@@ -37,6 +39,14 @@ def test_a_context_is_the_same_whatever_else_is_on_the_menu() -> None:
     for key in range(50):
         assert small.curve(key) == (1.0, large.curve(key)[3])
     assert [small.curve(key) for key in range(9)] != [other.curve(key) for key in range(9)]
+
+
+def test_a_codec_loses_alike_with_any_press() -> None:
+    forms = EXACT, KNORM, Form(codec="int8"), Form(codec="int4"), replace(KNORM, codec="int4")
+    for key in range(50):
+        exact, pressed, int8, int4, both = Sensitivities(forms, seed=3).curve(key)
+        assert (exact, 1.0 - int4) == (1.0, pytest.approx(pressed - both))
+        assert 0.998 <= int8 <= 1.0 and 0.98 <= int4 < 1.0
 
 
 def test_given_curves_are_those_of_every_context() -> None:

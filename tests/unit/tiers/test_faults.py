@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.unit.tiers.ssd.test_ssd import oldest
 
 from sglang_evicpress.core import EXACT
-from sglang_evicpress.tiers.entry.encoding import BadEntry, Header, Shape, extent_of
+from sglang_evicpress.tiers.entry.header import BadEntry, Header, Shape, extent_of
 from sglang_evicpress.tiers.faults import KINDS, Faults, FaultyFiles
 from sglang_evicpress.tiers.ssd.store import SsdStore
 
@@ -188,7 +189,7 @@ def test_store_on_a_bad_disk_serves_nothing_that_is_wrong(tmp_path: Path, text: 
                     outcomes["not written"] += 1
             else:
                 outcomes["no room"] += 1
-                for ref in store.oldest(2 * MiB, lambda ref: False):
+                for ref in oldest(store, 2 * MiB):
                     store.remove(ref)
             if draw.random() < 0.1:
                 store.reclaim()

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -14,14 +15,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_evicpress.codec import DoesNotFitError, NotFiniteError, StoredFormError
 from sglang_evicpress.device import HostCopy
 from sglang_evicpress.survivors import SurvivorLayout
+from sglang_evicpress.tiers import transfers as transfers_module
 from sglang_evicpress.tiers.entry.payload import PayloadCopier
-from sglang_evicpress.tiers.host.arena import Arena, Run
+from sglang_evicpress.tiers.host.allocator import Run
+from sglang_evicpress.tiers.host.arena import Arena
 from sglang_evicpress.tiers.transfers import CudaStreams, Transfers
 
 SLOTS = 40
 GRANULE = 64
+DTYPES = (torch.bfloat16, torch.float32)
 
 
 class Point:
@@ -184,6 +189,108 @@ def test_entries_saved_and_loaded_are_those_of_the_copy_in_place(
         assert torch.equal(arena.data, others)
 
 
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 1 << 30),
+    codec_and_dtype=st.sampled_from([*product(["int8", "int4", "int2"], DTYPES), ("lossless", torch.bfloat16)]),
+    num_layers=st.integers(1, 4),
+    head_dim=st.sampled_from([8, 32]),
+    rows_at_once=st.sampled_from([1, 40, 70, 1000]),
+    eagerness=st.sampled_from([0.0, 0.6]),
+    is_torn=st.booleans(),
+)
+def test_entries_of_a_codec_are_those_of_the_copy_in_place(
+    seed: int,
+    codec_and_dtype: tuple[str, torch.dtype],
+    num_layers: int,
+    head_dim: int,
+    rows_at_once: int,
+    eagerness: float,
+    is_torn: bool,
+) -> None:
+    torch.manual_seed(seed)
+    draw = random.Random(seed)
+    codec, dtype = codec_and_dtype
+    there, here = [], []
+    for _ in range(2):
+        there.append([torch.randn(150, 2, head_dim).to(dtype) for _ in range(num_layers)])
+        here.append([buffer.clone() for buffer in there[-1]])
+    device = Device(seed, eagerness)
+    transfers = Transfers(*here, device, scratch_bytes=4 * rows_at_once * here[0][0][0].nbytes)
+    copier, in_place = PayloadCopier(*here, 1, transfers=transfers), PayloadCopier(*there, 1)
+    num_slots = draw.choice([0, 1, 32, 70, 128, 133])
+    slots = torch.tensor(draw.sample(range(150), num_slots), dtype=torch.int64)
+    sizes = copier.sizes(num_slots, False, codec)
+    arena, runs = arena_of(sum(sizes), draw, is_torn=is_torn)
+    same, same_runs = arena_of(sum(sizes), draw, is_torn=False)
+    others = arena.data.clone()
+    extents = copier.save(slots, None, arena, runs, codec=codec)
+    assert extents == in_place.save(slots, None, same, same_runs, codec=codec)
+    assert payload(arena, runs, sum(sizes)) == payload(same, same_runs, sum(sizes))
+    begin = draw.randint(0, num_slots)
+    target = torch.tensor(draw.sample(range(150), draw.randint(0, num_slots - begin)), dtype=torch.int64)
+    for layer in range(num_layers):
+        for each, its, its_runs in ((copier, arena, runs), (in_place, same, same_runs)):
+            each.load_layer(layer, target, its, its_runs, extents[layer], begin, num_slots, codec)
+        read = copier.read_layer(layer, arena, runs, extents[layer], begin, len(target), num_slots, codec)
+        device.finish()
+        expected = in_place.read_layer(layer, same, same_runs, extents[layer], begin, len(target), num_slots, codec)
+        assert all(torch.equal(rows, its) for rows, its in zip(read, expected, strict=True))
+        assert torch.equal(here[0][layer], there[0][layer]) and torch.equal(here[1][layer], there[1][layer])
+        pair = there[0][layer][slots], there[1][layer][slots]
+        written = [each.write_layer(pair, its, its_runs, extents[layer].offset, None, codec)
+                   for each, its, its_runs in ((copier, arena, runs), (in_place, same, same_runs))]  # fmt: skip
+        assert written[0] == written[1]
+    assert payload(arena, runs, sum(sizes)) == payload(same, same_runs, sum(sizes))
+    for at, size in runs:
+        others[at : at + size] = arena.data[at : at + size]
+    assert torch.equal(arena.data, others)
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 1000])
+@pytest.mark.parametrize(("layer", "slot"), [(0, 0), (1, 69), (2, 33)])
+def test_what_is_not_finite_is_known_when_the_save_has_ended(layer: int, slot: int, rows_at_once: int) -> None:
+    buffers = [[torch.randn(80, 1, 16) for _ in range(3)] for _ in range(2)]
+    buffers[1][layer][slot, 0, 3] = torch.nan
+    device = Device(0)
+    transfers = Transfers(*buffers, device, scratch_bytes=4 * rows_at_once * 64)
+    arena, runs = arena_of(1 << 16, random.Random(0), is_torn=True)
+    saving = transfers.queue_encode(torch.arange(70), arena, runs, "int4")
+    with pytest.raises(NotFiniteError):
+        saving.finish()
+    transfers.queue_encode(torch.arange(70, 80), arena, runs, "int4").finish()
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 1000])
+@pytest.mark.parametrize(
+    ("rows", "error"), [([33], None), ([33, 34], DoesNotFitError), ([33, 65], None), ([33, 34, 35], NotFiniteError)]
+)
+def test_what_a_lossless_codec_has_no_room_for_is_known_when_the_save_has_ended(
+    rows: list[int], error: type[ValueError] | None, rows_at_once: int
+) -> None:
+    buffers = [[torch.ones(80, 1, 16).bfloat16() for _ in range(3)] for _ in range(2)]
+    buffers[0][1][rows, 0, 1:] = 2.0**-20  # escapes: a block of 32 rows has room for 16
+    buffers[1][2][5, 0, 3] = torch.nan if error is NotFiniteError else 1.0
+    transfers = Transfers(*buffers, Device(0), scratch_bytes=4 * rows_at_once * 32)
+    arena, runs = arena_of(1 << 16, random.Random(0), is_torn=True)
+    saving = transfers.queue_encode(torch.arange(70), arena, runs, "lossless")
+    if error is None:
+        assert len(saving.finish()) == 3
+        return
+    with pytest.raises(error):
+        saving.finish()
+
+
+def test_bytes_of_another_codec_are_not_decoded() -> None:
+    buffers = [[torch.randn(80, 1, 16)] for _ in range(2)]
+    transfers = Transfers(*buffers, Device(0))
+    arena, runs = arena_of(1 << 16, random.Random(0), is_torn=True)
+    (extent,) = transfers.queue_encode(torch.arange(70), arena, runs, "int4").finish()
+    for codec, num_slots in (("int8", 70), ("int4", 69), ("lossless", 70)):
+        with pytest.raises(StoredFormError):
+            transfers.decode(0, torch.arange(3), arena, runs, extent, 0, num_slots, codec)
+
+
 @pytest.mark.parametrize(
     ("rows_at_once", "num_launches"), [(1000, 1), (60, 1), (59, 2), (30, 3), (12, 5), (11, 10), (4, 15)]
 )
@@ -192,7 +299,7 @@ def test_as_many_layers_go_at_once_as_half_a_scratch_holds(rows_at_once: int, nu
     device = Device(0)
     transfers = Transfers(k_buffers, v_buffers, device, scratch_bytes=4 * rows_at_once * 32)
     arena, runs = arena_of(5 * 2 * 12 * 32, random.Random(0), is_torn=False)
-    transfers.save(torch.arange(12), arena, runs)
+    transfers.queue_save(torch.arange(12), arena, runs).finish()
     gathers, copies = (stream.num_launches for stream in (device.kernels[0], device.streams[-1]))
     assert gathers == copies == num_launches
 
@@ -213,7 +320,7 @@ def test_all_is_queued_before_the_host_waits_and_a_part_is_gathered_while_the_on
         step()
 
     device.step = first_step  # type: ignore[method-assign]
-    transfers.save(torch.arange(12), arena, runs)
+    transfers.queue_save(torch.arange(12), arena, runs).finish()
     assert found[0] == (5, 1, 3)
 
 
@@ -223,7 +330,7 @@ def test_no_copy_is_on_its_way_any_more_when_a_save_fails() -> None:
     transfers = Transfers(k_buffers, v_buffers, device, scratch_bytes=4 * 12 * 32)
     arena, runs = arena_of(3 * 2 * 12 * 32, random.Random(0), is_torn=False)
     with pytest.raises(ValueError, match="the runs end"):
-        transfers.save(torch.arange(12), arena, runs)
+        transfers.queue_save(torch.arange(12), arena, runs).finish()
     assert device.streams[-1].num_launches == 3 and not device.streams[-1].queued
 
 
@@ -240,11 +347,18 @@ def test_survivors_follow_the_layers() -> None:
     assert found[0] == found[1] and len(found[0][0]) == 4
 
 
-def test_the_kernels_are_compiled_without_a_change_to_the_pool() -> None:
-    buffers = pool_of(torch.float16, 2, 2, 16)
+def test_the_kernels_are_compiled_without_a_change_to_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers, compiled = pool_of(torch.float16, 2, 2, 16), []
+    for name in ("encode", "decode"):
+        call = partial(lambda name, *args, **options: compiled.append((name, args[3].bits)), name)
+        monkeypatch.setattr(transfers_module, name, call)
     before = bits(buffers)
-    Transfers(*buffers, Device(0)).compile()
-    assert np.array_equal(bits(buffers), before)
+    transfers = Transfers(*buffers, Device(0))
+    transfers.compile(["int4"])
+    assert np.array_equal(bits(buffers), before) and compiled == [("encode", 4), ("decode", 4)]
+    arena, runs = arena_of(1 << 12, random.Random(0), is_torn=False)
+    transfers.queue_encode(torch.arange(3), arena, runs, "int4").finish()
+    assert compiled[2:] == [("encode", 4)]  # nothing that would be waited for
 
 
 def test_interpreted_kernels_save_and_load_the_same(device: str) -> None:
@@ -255,7 +369,7 @@ def test_interpreted_kernels_save_and_load_the_same(device: str) -> None:
     transfers = Transfers(k_buffers, v_buffers, streams, scratch_bytes=4 * 7 * 64, backend="triton")
     slots = any_slots(random.Random(1), 17)
     arena, runs = arena_of(3 * 2 * 17 * 64, random.Random(0), is_torn=True)
-    extents = transfers.save(slots, arena, runs)
+    extents = transfers.queue_save(slots, arena, runs).finish()
     rows = [buffer[slots] for pair in zip(k_buffers, v_buffers, strict=True) for buffer in pair]
     assert payload(arena, runs, 3 * 2 * 17 * 64) == b"".join(row.view(torch.uint8).numpy().tobytes() for row in rows)
     expected = bits(buffers)
@@ -265,6 +379,25 @@ def test_interpreted_kernels_save_and_load_the_same(device: str) -> None:
         transfers.load(layer, target, arena, runs, extent.offset, 4, 17)
     streams.finish()
     assert np.array_equal(bits(buffers), expected)
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4", "int2", "lossless"])
+def test_interpreted_kernels_encode_and_decode_the_same(device: str, codec: str) -> None:
+    if device != "cpu":
+        pytest.skip("kernels are compiled here, and the pool is on the CPU")
+    found = []
+    for backend in ("triton", "torch"):
+        torch.manual_seed(0)
+        buffers = [[torch.randn(150, 2, 64).bfloat16() for _ in range(2)] for _ in range(2)]
+        streams = Device(3)
+        transfers = Transfers(*buffers, streams, scratch_bytes=4 * 40 * 256, backend=backend)  # type: ignore[arg-type]
+        arena, runs = arena_of(1 << 17, random.Random(0), is_torn=True)
+        extents = transfers.queue_encode(torch.arange(100), arena, runs, codec).finish()
+        for layer, extent in enumerate(extents):
+            transfers.decode(layer, torch.arange(60, 140), arena, runs, extent, 10, 100, codec)
+        streams.finish()
+        found.append((extents, bits(buffers)))
+    assert found[0][0] == found[1][0] and np.array_equal(found[0][1], found[1][1])
 
 
 class Now:
@@ -307,10 +440,10 @@ def test_threads_do_not_share_a_scratch() -> None:
     in_place = PayloadCopier(k_buffers, v_buffers, 1)
     entries = [(torch.arange(12), arena_of(4 * 2 * 12 * 32, random.Random(0), is_torn=False)) for _ in range(2)]
     entries[1][0].add_(20)
-    first = threading.Thread(target=partial(transfers.save, entries[0][0], *entries[0][1]), name="first")
+    first = threading.Thread(target=partial(transfers.queue_save, entries[0][0], *entries[0][1]), name="first")
     first.start()
     assert paused.wait(30)
-    transfers.save(entries[1][0], *entries[1][1])
+    transfers.queue_save(entries[1][0], *entries[1][1]).finish()
     go_on.set()
     first.join(30)
     for slots, (arena, runs) in entries:
@@ -351,4 +484,32 @@ def test_the_lanes_of_a_cuda_device_lose_nothing(rows_at_once: int) -> None:
             for section, buffer in zip(before, after, strict=True):
                 section[target] = section[slots[300:2800]]
                 assert torch.equal(buffer, section)
+    arena.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("codec", ["int8", "int4", "int2", "lossless"])
+@pytest.mark.parametrize("rows_at_once", [100, 6000])
+def test_a_cuda_device_encodes_and_decodes_as_the_cpu(rows_at_once: int, codec: str) -> None:
+    there = [[torch.randn(4096, 8, 128).bfloat16() for _ in range(3)] for _ in range(2)]
+    here = [[buffer.cuda() for buffer in buffers] for buffers in there]
+    device = here[0][0].device
+    transfers = Transfers(*here, CudaStreams(device), scratch_bytes=4 * rows_at_once * 2048)
+    copier, in_place = PayloadCopier(*here, 1, transfers=transfers), PayloadCopier(*there, 1)
+    num_bytes = sum(copier.sizes(3000, False, codec))
+    arena, same = Arena(2 * num_bytes, is_pinned=True), Arena(2 * num_bytes)
+    runs, same_runs = (each.extents.alloc(num_bytes) for each in (arena, same))
+    assert runs is not None and same_runs is not None
+    slots, target = torch.randperm(4096)[:3000], torch.randperm(4096)[:2500]
+    begun = torch.cuda.Event()
+    begun.record()
+    extents = copier.save(slots.to(device), None, arena, runs, begun, codec)
+    assert extents == in_place.save(slots, None, same, same_runs, codec=codec)
+    with copier.stream(begun):
+        for layer, extent in enumerate(extents):
+            copier.load_layer(layer, target.to(device), arena, runs, extent, 300, 3000, codec)
+            in_place.load_layer(layer, target, same, same_runs, extent, 300, 3000, codec)
+    for expected, found in zip(there, here, strict=True):
+        assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(found, expected, strict=True))
     arena.close()

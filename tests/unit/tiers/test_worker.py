@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from sglang_evicpress.tiers.entry.encoding import BadEntry
+from sglang_evicpress.tiers.entry.header import BadEntry
 from sglang_evicpress.tiers.jobs import Job, Workers
+from sglang_evicpress.tiers.ssd.tier import Reclaim
 
 PATIENCE_S = 30.0
 
@@ -68,13 +69,17 @@ def hold_up(workers: Workers) -> threading.Event:
     return may_end
 
 
-def test_lower_ranks_go_first_and_equal_ones_in_order_of_arrival(make_workers: Callable[..., Workers]) -> None:
+def test_lower_priorities_go_first_and_equal_ones_in_order_of_arrival(make_workers: Callable[..., Workers]) -> None:
     workers = make_workers()
     may_end = hold_up(workers)
     for name, priority in (("a", 2), ("b", 1), ("c", 0), ("d", 1), ("e", 0), ("f", 2)):
         workers.submit(Noted(name, priority))
     may_end.set()
     assert [job.name for job in finished(workers, 7)] == ["first", "c", "e", "b", "d", "a", "f"]
+
+
+def test_writes_go_before_giving_bytes_back() -> None:
+    assert Reclaim.priority > Job.priority
 
 
 @pytest.mark.parametrize(

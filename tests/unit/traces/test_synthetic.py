@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.unit.traces.written import write_trace
 
-from sglang_evicpress.traces import Trace, read_trace, write_trace
+from sglang_evicpress.traces import Trace, read_trace
 
 KINDS = ("chat", "agent", "rag")
 CODE = """

@@ -14,6 +14,7 @@ from tests.unit.profiler.fake_server import HEAD, IDENTITY, LOSS, FakeServer, no
 
 from sglang_evicpress.cli.main import main
 from sglang_evicpress.cli.profile import command, connection
+from sglang_evicpress.cli.profile.chat import ChatEndpoint
 from sglang_evicpress.core import PRESSES, Form
 from sglang_evicpress.press import get_press
 from sglang_evicpress.profiler.contexts import GivenQuestion
@@ -66,7 +67,7 @@ def profile_of(server: FakeServer, text: str, namespace: str | None = None) -> P
 
 
 def quality(form: str) -> float:
-    parsed = Form.parse(form)
+    parsed = Form.parse_stored(form)
     return math.exp(-LOSS[parsed.press or ""] * (1.0 - parsed.kept_fraction) ** 2)
 
 
@@ -187,7 +188,7 @@ def test_resume_does_not_wait_for_presses_that_the_server_has_no_queries_for(
     server.log.clear()
     assert run(server, contexts, *every, "--resume") == 0
     assert {body["form"].partition("@")[0] for body in server.posted("/forms")} == {"snapkv"}
-    assert len(profile_of(server, FIRST).forms) == 15
+    assert len(profile_of(server, FIRST).forms) == 19
 
 
 def test_presses_that_need_queries_are_known() -> None:
@@ -209,11 +210,7 @@ def test_resume_measures_the_forms_that_are_missing(
 def test_resume_keeps_what_is_known_where_no_other_form_can_be_made(
     server: FakeServer, contexts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(method: str, path: str, body: Any) -> None:
-        if path.endswith("/forms") and body["form"].startswith("knorm"):
-            raise no(409, "it cannot be made")
-
-    server.before = refuse
+    server.refuse(no(409, "it cannot be made"), "/forms", lambda body: body["form"].startswith("knorm"))
     assert run(server, contexts) == 0
     before = dict(server.profiles)
     capsys.readouterr()
@@ -274,11 +271,7 @@ def test_ctrl_c_before_anything_is_measured_prints_no_table(
 def test_a_context_that_fails_is_listed_and_the_others_are_measured(
     server: FakeServer, contexts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(method: str, path: str, body: Any) -> None:
-        if path.endswith("/shadows") and body["extra_key"] is None:
-            raise no(409, "no room for a shadow of 192 slots")
-
-    server.before = refuse
+    server.refuse(no(409, "no room for a shadow of 192 slots"), "/shadows", lambda body: body["extra_key"] is None)
     assert run(server, contexts, "--jsonl", str(tmp_path / "out")) == 1
     assert len(server.posted("/shadows")) == command.NUM_RETRIES + 2
     output = capsys.readouterr()
@@ -292,11 +285,7 @@ def test_a_context_that_fails_is_listed_and_the_others_are_measured(
 
 
 def test_a_context_the_server_will_not_keep_has_failed(server: FakeServer, contexts: Path) -> None:
-    def refuse(method: str, path: str, body: Any) -> None:
-        if method == "POST" and path.endswith("/profiles"):
-            raise no(400, "profile has no key")
-
-    server.before = refuse
+    server.refuse(no(400, "profile has no key"), "/profiles", bool)  # a body: it is to be kept
     assert run(server, contexts) == 1
     assert server.profiles == {}
 
@@ -304,11 +293,8 @@ def test_a_context_the_server_will_not_keep_has_failed(server: FakeServer, conte
 def test_forms_that_cannot_be_made_are_named(
     server: FakeServer, contexts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(method: str, path: str, body: Any) -> None:
-        if path.endswith("/forms") and body["form"].startswith("knorm"):
-            raise no(409, "its press needs queries of the prompt")
-
-    server.before = refuse
+    reason = "its press needs queries of the prompt"
+    server.refuse(no(409, reason), "/forms", lambda body: body["form"].startswith("knorm"))
     assert run(server, contexts) == 0
     assert "'one' could not be measured in knorm@0.5, knorm@0.2" in capsys.readouterr().out
     assert {form.press for form in profile_of(server, FIRST).forms} == {"keydiff"}
@@ -332,11 +318,7 @@ def test_a_server_that_goes_away_ends_the_run(
 ) -> None:
     write(contexts, *({"context": f"{number}{FIRST}", "questions": ["What?"]} for number in range(5)))
 
-    def hang_up(method: str, path: str, body: Any) -> None:
-        if len(server.profiles) == 2:
-            raise ConnectionAbortedError
-
-    server.before = hang_up
+    server.refuse(ConnectionAbortedError(), of=lambda body: len(server.profiles) == 2)
     assert run(server, contexts) == 1
     output = capsys.readouterr()
     assert "the server keeps the profiles of 2 of 5 contexts" in output.err
@@ -383,7 +365,7 @@ def test_an_endpoint_makes_questions_and_gets_its_own_key(
     write(tmp_path / "c", {"context": FIRST}, {"context": SECOND, "questions": ["Given?"]})
     words = ["--questions-from", url, "--questions-model", "m", "--num-questions", "7", "--api-key", "ours"]
     assert run(server, tmp_path / "c", *words) == 0
-    assert calls == [(url, "m", FIRST, 7, key)]
+    assert calls == [(ChatEndpoint(url, "m", key), FIRST, 7)]
 
 
 def test_resume_asks_the_endpoint_for_no_questions_twice(
@@ -392,7 +374,7 @@ def test_resume_asks_the_endpoint_for_no_questions_twice(
     calls: list[str] = []
     interruptions = [KeyboardInterrupt()]
 
-    def ask(url: str, model: str, text: str, num_questions: int, key: str | None) -> list[GivenQuestion]:
+    def ask(endpoint: ChatEndpoint, text: str, num_questions: int) -> list[GivenQuestion]:
         calls.append(text)
         if text == SECOND and interruptions:
             raise interruptions.pop()
@@ -457,7 +439,7 @@ BAD: list[tuple[list[str], str]] = [
     (["--forms", "keydiff"], "--forms: form 'keydiff' is not known"),
     (["--forms", "exact"], "--forms: 'exact' has exact"),
     (["--scorer", "taste"], "--scorer: scorer 'taste' is unknown"),
-    (["--prompt", "email"], "--prompt: 'email': expected chat or text"),
+    (["--prompt", "email"], "--prompt: invalid choice: 'email'"),
     (["--template", "{context}"], "--template: '{context}': expected"),
     (["--template", "{question} {context}"], "--template: '{question} {context}': expected"),
     (["--num-questions", "0"], "--num-questions: '0': expected a whole number from 1 to 1000"),
@@ -497,10 +479,7 @@ def test_the_contexts_are_not_written_over(server: FakeServer, contexts: Path) -
 def test_no_such_server_is_status_2(
     server: FakeServer, contexts: Path, capsys: pytest.CaptureFixture[str], answer: Exception, said: str
 ) -> None:
-    def refuse(method: str, path: str, body: Any) -> None:
-        raise answer
-
-    server.before = refuse
+    server.refuse(answer)
     assert run(server, contexts) == 2
     assert said in capsys.readouterr().err
 
@@ -509,7 +488,7 @@ def test_help_lists_the_command_and_its_own_words(capsys: pytest.CaptureFixture[
     for words, said in (
         (["--help"], "profile"),
         (["profile", "--help"], "--resume"),
-        (["profile", "show", "--help"], "--png"),
+        (["profile", "show", "--help"], "--admin-api-key"),
     ):
         with pytest.raises(SystemExit) as stopped:
             main(words)
@@ -517,8 +496,8 @@ def test_help_lists_the_command_and_its_own_words(capsys: pytest.CaptureFixture[
         assert said in capsys.readouterr().out
 
 
-def test_the_default_forms_are_fifteen() -> None:
-    assert len({Form.parse(text) for text in command.DEFAULT_FORMS.split(",")}) == 15
+def test_the_default_forms_are_nineteen() -> None:
+    assert len({Form.parse_stored(text) for text in command.DEFAULT_FORMS.split(",")}) == 19
 
 
 @pytest.mark.parametrize("text", ["{context}{question}", "a {context} b {question} c", r"{context}\n{question}"])

@@ -221,8 +221,15 @@ class Endpoint:
         return [body["messages"][0]["content"] for body in self.asked]  # type: ignore[index]
 
 
+Serve = Callable[[Reply], Endpoint]
+
+
+def asked_of(endpoint: Endpoint, num_questions: int) -> list[GivenQuestion]:
+    return ask_questions(ChatEndpoint(endpoint.url, "m"), "Some text.", num_questions)
+
+
 @pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Reply], Endpoint]]:
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
     monkeypatch.setenv("no_proxy", "*")
     monkeypatch.setenv("OPENAI_API_KEY", "sk-of-another-endpoint")
     started: list[Endpoint] = []
@@ -249,10 +256,10 @@ def asked_for(prompt: str) -> int:
     return int(number)
 
 
-def test_the_prompt_shows_the_text_and_asks_for_so_many_lines(serve: Callable[[Reply], Endpoint]) -> None:
+def test_the_prompt_shows_the_text_and_asks_for_so_many_lines(serve: Serve) -> None:
     endpoint = serve(lambda _, body: completion(lines("a", "b", "c")))
     text = "Costs are $text, {braces} and $5.\nUnd \u00fcber."
-    questions = ask_questions(endpoint.url, "some-model", text, 3, "secret")
+    questions = ask_questions(ChatEndpoint(endpoint.url, "some-model", "secret"), text, 3)
     assert questions == [GivenQuestion(f"What is {name}?", name) for name in "abc"]
     (prompt,) = endpoint.prompts
     assert text in prompt and asked_for(prompt) == 3
@@ -261,7 +268,7 @@ def test_the_prompt_shows_the_text_and_asks_for_so_many_lines(serve: Callable[[R
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/", "/v1/chat/completions"])
-def test_the_address_may_be_given_with_or_without_its_path(serve: Callable[[Reply], Endpoint], suffix: str) -> None:
+def test_the_address_may_be_given_with_or_without_its_path(serve: Serve, suffix: str) -> None:
     endpoint = serve(lambda _, body: completion("Hello"))
     assert ChatEndpoint(endpoint.url + suffix, "m").complete("Hi") == "Hello"
     assert endpoint.paths == ["/v1/chat/completions"]
@@ -290,60 +297,51 @@ def test_the_address_may_be_given_with_or_without_its_path(serve: Callable[[Repl
     ],
     ids=["fence", "numbers", "dashes", "array", "object", "thoughts", "repeats", "incomplete", "long and cut"],
 )
-def test_whatever_is_around_the_lines_they_are_found(serve: Callable[[Reply], Endpoint], content: str) -> None:
+def test_whatever_is_around_the_lines_they_are_found(serve: Serve, content: str) -> None:
     endpoint = serve(lambda _, body: completion(content))
-    questions = ask_questions(endpoint.url, "m", "Some text.", 2)
+    questions = asked_of(endpoint, 2)
     assert questions == [GivenQuestion("What is a?", "a"), GivenQuestion("What is b?", "b")]
     assert len(endpoint.asked) == 1
 
 
-def test_a_number_is_an_answer(serve: Callable[[Reply], Endpoint]) -> None:
+def test_a_number_is_an_answer(serve: Serve) -> None:
     endpoint = serve(lambda _, body: completion('{"question": "How many?", "answer": 12}'))
-    assert ask_questions(endpoint.url, "m", "Some text.", 1) == [GivenQuestion("How many?", "12")]
+    assert asked_of(endpoint, 1) == [GivenQuestion("How many?", "12")]
 
 
-def test_what_is_missing_is_asked_for_again_and_what_is_too_much_is_left(serve: Callable[[Reply], Endpoint]) -> None:
+def test_what_is_missing_is_asked_for_again_and_what_is_too_much_is_left(serve: Serve) -> None:
     replies = iter([lines("a", "b"), lines("b", "c"), lines("d", "e", "f", "g")])
     endpoint = serve(lambda _, body: completion(next(replies)))
-    questions = ask_questions(endpoint.url, "m", "Some text.", 5)
+    questions = asked_of(endpoint, 5)
     assert [question.answer for question in questions] == ["a", "b", "c", "d", "e"]
     assert [asked_for(prompt) for prompt in endpoint.prompts] == [5, 3, 2]
     assert [body["temperature"] for body in endpoint.asked] == [0.0, 0.7, 0.7]
 
 
-def test_fewer_than_wanted_are_returned_after_the_last_try(serve: Callable[[Reply], Endpoint]) -> None:
+def test_fewer_than_wanted_are_returned_after_the_last_try(serve: Serve) -> None:
     endpoint = serve(lambda _, body: completion(lines("a")))
-    assert len(ask_questions(endpoint.url, "m", "Some text.", 4)) == 1
+    assert len(asked_of(endpoint, 4)) == 1
     assert len(endpoint.asked) == 3
 
 
 @pytest.mark.parametrize(
     "garbage", ["", "I cannot do that.", "Q1: What is a?\nA1: a", "{" * 3000, '{"a":' * 5000, "[]", '{"question": {}}']
 )
-def test_replies_without_a_question_are_an_error_that_names_the_address(
-    serve: Callable[[Reply], Endpoint], garbage: str
-) -> None:
+def test_replies_without_a_question_are_an_error_that_names_the_address(serve: Serve, garbage: str) -> None:
     endpoint = serve(lambda _, body: completion(garbage))
     with pytest.raises(EndpointError) as refused:
-        ask_questions(endpoint.url, "m", "Some text.", 2)
+        asked_of(endpoint, 2)
     assert str(refused.value).startswith(f"{endpoint.url}/v1/chat/completions gave no question in 3 replies, at last ")
     assert len(endpoint.asked) == 3
 
 
 @pytest.mark.parametrize(
-    "data",
-    [
-        b"<html>",
-        b"[]",
-        b'{"choices": []}',
-        b'{"choices": [{"message": {"content": null}}]}',
-    ],
-    ids=["html", "list", "no choice", "no content"],
+    "data", [b"<html>", b"[]", b'{"choices": []}', b'{"choices": [{"message": {"content": null}}]}']
 )
-def test_what_is_no_chat_completion_is_an_error(serve: Callable[[Reply], Endpoint], data: bytes) -> None:
+def test_what_is_no_chat_completion_is_an_error(serve: Serve, data: bytes) -> None:
     endpoint = serve(lambda _, body: (200, data, {}))
     with pytest.raises(EndpointError, match=f"^{endpoint.url}/v1/chat/completions replied .*: expected a"):
-        ask_questions(endpoint.url, "m", "Some text.", 2)
+        asked_of(endpoint, 2)
     assert len(endpoint.asked) == 1
 
 
@@ -355,7 +353,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return waits
 
 
-def test_a_busy_server_is_asked_again_when_it_says(serve: Callable[[Reply], Endpoint], waits: list[float]) -> None:
+def test_a_busy_server_is_asked_again_when_it_says(serve: Serve, waits: list[float]) -> None:
     busy = iter([(429, {}), (503, {"Retry-After": "7"}), (502, {"Retry-After": "soon"})])
 
     def reply(_: Endpoint, body: object) -> tuple[int, bytes, dict[str, str]]:
@@ -363,46 +361,42 @@ def test_a_busy_server_is_asked_again_when_it_says(serve: Callable[[Reply], Endp
         return completion(lines("a")) if status == 200 else (status, b"busy", headers)
 
     endpoint = serve(reply)
-    assert len(ask_questions(endpoint.url, "m", "Some text.", 1)) == 1
+    assert len(asked_of(endpoint, 1)) == 1
     assert len(waits) == 3 and waits[1] == 7.0
 
 
-def test_a_server_that_stays_busy_is_given_up(serve: Callable[[Reply], Endpoint], waits: list[float]) -> None:
+def test_a_server_that_stays_busy_is_given_up(serve: Serve, waits: list[float]) -> None:
     endpoint = serve(lambda _, body: (503, b"loading\nthe model", {}))
     with pytest.raises(EndpointError, match=r"did not answer in 5 tries, at last: status 503, loading the model$"):
-        ask_questions(endpoint.url, "m", "Some text.", 1)
+        asked_of(endpoint, 1)
     assert len(endpoint.asked) == MAX_TRIES == len(waits) + 1
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 302, 307])
-def test_a_refusal_is_final_names_the_address_and_hides_the_key(
-    serve: Callable[[Reply], Endpoint], status: int
-) -> None:
+def test_a_refusal_is_final_names_the_address_and_hides_the_key(serve: Serve, status: int) -> None:
     other = serve(lambda _, body: completion(lines("a")))
     endpoint = serve(lambda _, body: (status, b"bad key sk-123", {"Location": other.url}))
     with pytest.raises(EndpointError) as refused:
-        ask_questions(endpoint.url + "/v1?version=2", "m", "Some text.", 1, "sk-123")
+        ask_questions(ChatEndpoint(endpoint.url + "/v1?version=2", "m", "sk-123"), "Some text.", 1)
     assert str(refused.value) == f"{endpoint.url}/v1/chat/completions refused: status {status}, bad key ***"
     assert len(endpoint.asked) == 1 and endpoint.paths == ["/v1/chat/completions?version=2"]
     assert other.paths == []
     assert "sk-123" not in repr(ChatEndpoint(endpoint.url, "m", "sk-123"))
 
 
-def test_a_server_that_is_away_is_an_error_that_names_the_address(
-    serve: Callable[[Reply], Endpoint], waits: list[float]
-) -> None:
+def test_a_server_that_is_away_is_an_error_that_names_the_address(serve: Serve, waits: list[float]) -> None:
     endpoint = serve(lambda _, body: completion(""))
     endpoint.stop()
     with pytest.raises(
         EndpointError, match=f"^{endpoint.url}/v1/chat/completions did not answer in 5 tries, at last: "
     ):
-        ask_questions(endpoint.url, "m", "Some text.", 1)
+        asked_of(endpoint, 1)
 
 
-def test_a_long_text_is_shown_in_parts_that_share_the_questions(serve: Callable[[Reply], Endpoint]) -> None:
+def test_a_long_text_is_shown_in_parts_that_share_the_questions(serve: Serve) -> None:
     paragraphs = [f"Paragraph {n} says {'so ' * 30}much." for n in range(50)]
     endpoint = serve(lambda end, body: completion(lines(*(f"{len(end.asked)}-{n}" for n in range(9)))))
-    questions = ask_questions(endpoint.url, "m", "\n".join(paragraphs), 7, part_chars=2000)
+    questions = ask_questions(ChatEndpoint(endpoint.url, "m"), "\n".join(paragraphs), 7, part_chars=2000)
     assert len(questions) == 7
     shown = ["\n".join(re.findall("^Paragraph.*$", prompt, re.MULTILINE)) for prompt in endpoint.prompts]
     assert [paragraph for part in shown for paragraph in part.split("\n")] == paragraphs
@@ -410,10 +404,10 @@ def test_a_long_text_is_shown_in_parts_that_share_the_questions(serve: Callable[
     assert [asked_for(prompt) for prompt in endpoint.prompts] == [2, 2, 3]
 
 
-def test_of_more_parts_than_questions_some_are_shown_over_the_whole_text(serve: Callable[[Reply], Endpoint]) -> None:
+def test_of_more_parts_than_questions_some_are_shown_over_the_whole_text(serve: Serve) -> None:
     text = "\n".join(f"Paragraph {n}." for n in range(1000))
     endpoint = serve(lambda end, body: completion(lines(len(end.asked))))
-    assert len(ask_questions(endpoint.url, "m", text, 4, part_chars=100)) == 4
+    assert len(ask_questions(ChatEndpoint(endpoint.url, "m"), text, 4, part_chars=100)) == 4
     first = [int(re.findall(r"Paragraph (\d+)\.", prompt)[0]) for prompt in endpoint.prompts]
     assert all(abs(place - wanted) < 20 for place, wanted in zip(first, (240, 490, 740, 990), strict=True))
 
@@ -427,7 +421,7 @@ def test_of_more_parts_than_questions_some_are_shown_over_the_whole_text(serve: 
         ("http://host:99999", None, "cannot be asked"),
         ("http://host/a b\n", None, "cannot be asked"),
         ("https://me:word@host", None, "'host' cannot be asked: .* without a user name"),
-        ("http://host", "two\nlines", "the API key has characters that no header may have"),
+        ("http://host", "two\nlines", "the API key has characters that no header can carry"),
         ("http://host", "\u20ac", "the API key has characters"),
     ],
 )
@@ -435,15 +429,15 @@ def test_an_address_or_key_that_cannot_be_used_is_refused_before_anything_is_sen
     url: str, key: str | None, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message) as refused:
-        ask_questions(url, "m", "Some text.", 1, key)
+        ask_questions(ChatEndpoint(url, "m", key), "Some text.", 1)
     assert "me:word" not in str(refused.value) and "two" not in str(refused.value)
 
 
 def test_an_empty_text_or_number_is_refused_before_anything_is_sent() -> None:
     with pytest.raises(ValueError, match="the text is empty"):
-        ask_questions("http://127.0.0.1:1", "m", " \n", 1)
+        ask_questions(ChatEndpoint("http://127.0.0.1:1", "m"), " \n", 1)
     with pytest.raises(ValueError, match="num_questions is 0"):
-        ask_questions("http://127.0.0.1:1", "m", "Some text.", 0)
+        ask_questions(ChatEndpoint("http://127.0.0.1:1", "m"), "Some text.", 0)
 
 
 def test_what_the_package_reads_beside_its_modules_is_package_data() -> None:

@@ -1,4 +1,4 @@
-"""``evicpress profile show``: what is listed and drawn, from a server and from a file, and what is not found."""
+"""``evicpress profile show``: lists, plots, and what is not found."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -19,7 +18,6 @@ from sglang_evicpress.cli.profile.plot import COLUMNS, MARKS, ROWS, plot
 from sglang_evicpress.core import PRESSES, Form
 from sglang_evicpress.quality.profile import Profile
 from sglang_evicpress.quality.running_stats import RunningStats
-from sglang_evicpress.quality.store import ProfileStore
 
 QUALITIES = {"keydiff@0.8": [1.0, 0.98], "keydiff@0.5": [0.9, 0.8], "knorm@0.5": [0.5, 0.5], "snapkv@0.2": [0.25]}
 OTHER = bytes(16)
@@ -40,15 +38,6 @@ def server() -> Iterator[FakeServer]:
         yield server
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "profiles"
-    for identity, profile in ((IDENTITY, FIRST), (OTHER, SECOND)):
-        store = ProfileStore(path, identity)
-        store.put(profile)
-    return path
-
-
 def figures(text: str) -> dict[str, list[str]]:
     """The rows of the table by form."""
     rows = [line.split() for line in text.splitlines() if re.match(r"\w+@", line)]
@@ -66,17 +55,6 @@ def test_a_server_lists_its_profiles(server: FakeServer, capsys: pytest.CaptureF
     assert lines[1][-1] == IDENTITY.hex()[:8]
 
 
-def test_a_file_lists_those_of_every_model_and_is_not_changed(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = file.read_bytes()
-    assert main(["profile", "show", "--store", str(file)]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [(line[0], line[-1]) for line in lines[1:]] == [
-        ("abababababab", IDENTITY.hex()[:8]),
-        ("acabacabacab", OTHER.hex()[:8]),
-    ]
-    assert file.read_bytes() == before
-
-
 def test_one_context_is_plotted_with_its_figures(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "show", "AB", "--url", server.url]) == 0
     text = capsys.readouterr().out
@@ -84,12 +62,6 @@ def test_one_context_is_plotted_with_its_figures(server: FakeServer, capsys: pyt
     assert max(map(len, text.splitlines())) <= COLUMNS
     assert list(figures(text)) == ["keydiff@0.8", "keydiff@0.5", "knorm@0.5", "snapkv@0.2"]
     assert figures(text)["keydiff@0.5"] == ["0.850", f"{math.sqrt(0.005):.3f}", "2", "0.840"]
-
-
-def test_a_file_knows_what_quality_is_hardly_below(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["profile", "show", "abab", "--store", str(file)]) == 0
-    mean, _, _, bound = figures(capsys.readouterr().out)["keydiff@0.5"]
-    assert 0.0 < float(bound) < float(mean) == 0.85
 
 
 @pytest.mark.parametrize(
@@ -102,9 +74,9 @@ def test_a_file_knows_what_quality_is_hardly_below(file: Path, capsys: pytest.Ca
     ],
 )
 def test_a_hash_that_names_no_one_context_is_an_error(
-    file: Path, capsys: pytest.CaptureFixture[str], start: str, said: str
+    server: FakeServer, capsys: pytest.CaptureFixture[str], start: str, said: str
 ) -> None:
-    assert main(["profile", "show", start, "--store", str(file)]) == 2
+    assert main(["profile", "show", start, "--url", server.url]) == 2
     output = capsys.readouterr()
     assert said in output.err
     assert output.err.count("\n") == 1
@@ -116,37 +88,17 @@ def test_nothing_there_is_said(server: FakeServer, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == "no profiles\n"
 
 
-def test_a_damaged_file_and_none_at_all_are_status_2(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file.write_bytes(b"noise" + file.read_bytes())
-    assert main(["profile", "show", "--store", str(file)]) == 2
-    assert f"profile store {file} cannot be read (no database)" in capsys.readouterr().err
-    assert main(["profile", "show", "--store", f"{file}-none"]) == 2
+def test_no_server_and_an_odd_one_are_status_2(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "show", "--url", "http://127.0.0.1:1"]) == 2
     assert "cannot be reached" in capsys.readouterr().err
+    server.profiles["ab" * 16]["num_tokens"] = "many"
+    assert main(["profile", "show", "--url", server.url]) == 2
+    assert "GET /evicpress/profiles answered {" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["show"],
-        ["show", "ab", "--url", "http://a", "--store", "b"],
-        ["show", "--store", "b", "--png", "c.png"],
-        ["show", "ab", "--store", "b", "--png", "c.svg"],
-        ["show", "ab", "--store", "b", "--png", "/none/c.png"],
-    ],
-)
-def test_bad_usage_is_one_line_and_status_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["profile", *words]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_a_picture_is_drawn(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "curve.png"
-    assert main(["profile", "show", "ab", "--store", str(file), "--png", str(path)]) == 0
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert capsys.readouterr().out == ""
-    assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".evicpress")] == []
+def test_bad_usage_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "show"]) == 2
+    assert capsys.readouterr().err == "evicpress: error: the following arguments are required: --url\n"
 
 
 def grid_of(profile: Profile) -> list[str]:

@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.unit.traces.written import write_trace
 
 from sglang_evicpress import __version__
 from sglang_evicpress.cli.main import main
 from sglang_evicpress.simulator.replay import Outcome, Replay
-from sglang_evicpress.traces import Request, Trace, write_trace
+from sglang_evicpress.traces import Request, Trace
 
 # Blocks of 10 tokens; the prefix (1, 2) is used at once again, and once more after (3, 4) has taken its place.
 REQUESTS = (
@@ -237,7 +238,7 @@ BAD = [
     (("--servers", "load=x"), ("--servers", "'load=x'")),
     (("--seed", "-1"), ("--seed", "'-1'")),
     (("--limit", "0"), ("--limit", "'0'", "at least 1")),
-    (("--curves", "nowhere.json"), ("--curves", "nowhere.json", "cannot be read")),
+    (("--curves", "nowhere.json"), ("--curves", "nowhere.json", "does not exist")),
     (("--jsonl", "nowhere/out.jsonl"), ("--jsonl", "'nowhere'", "does not exist")),
     (("--requests", "."), ("--requests", "directory")),
     (("--plot", "out.gif"), ("--plot", "'out.gif'", ".png or .svg")),
@@ -268,7 +269,13 @@ def test_a_bad_flag_is_one_line(
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [("", "expected"), ("[]", "curves.json"), ("{", "no JSON"), ('{"keydiff": {"2": 1}}', "(0, 1]"), ("\xff", "JSON")],
+    [
+        ("", "expected"),
+        ("[]", "curves.json"),
+        ("{", "is not JSON"),
+        ('{"keydiff": {"2": 1}}', "(0, 1]"),
+        ("\xff", "JSON"),
+    ],
 )
 def test_bad_curves(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, said: str) -> None:
     path = tmp_path / "curves.json"
@@ -276,7 +283,7 @@ def test_bad_curves(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert run(trace, *TRANSFER_COSTS, "--curves", str(path)) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("evicpress: error: --curves: ")
-    assert said in line or "no JSON" in line
+    assert said in line
 
 
 def test_a_bad_trace_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -401,12 +408,11 @@ def imported(words: list[str]) -> set[str]:
     return set(done.stdout.splitlines()[-1].split()[1:])
 
 
-@pytest.mark.parametrize("words", [["--version"], ["--help"], ["replay", "--help"], ["replay", "--nonsense"]])
+@pytest.mark.parametrize("words", [["--version"], ["--help"], ["fsck", "--help"], ["--nonsense"]])
 def test_help_imports_next_to_nothing(words: list[str]) -> None:
     assert not imported(words) & {"matplotlib", "numpy", "orjson", "sglang", "torch", "tqdm", "zstandard"}
 
 
-def test_replaying_imports_neither_torch_nor_sglang(trace: str) -> None:
-    found = imported(["replay", trace, *TRANSFER_COSTS])
-    assert "numpy" in found
-    assert not found & {"matplotlib", "sglang", "torch", "tqdm", "triton"}
+@pytest.mark.parametrize("words", [["--help"], [*TRANSFER_COSTS]])
+def test_replaying_imports_neither_torch_nor_sglang(trace: str, words: list[str]) -> None:
+    assert not imported(["replay", trace, *words]) & {"matplotlib", "sglang", "torch", "tqdm", "triton"}

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
-from sglang_evicpress.cli.replay.report import Result, Spread, Tally, lru_over, table
+from sglang_evicpress.cli.replay.report import Result, Spread, lru_over, table
 from sglang_evicpress.cli.replay.units import Size, parse_rate, show_bytes, three_digits
 from sglang_evicpress.core import Tier
-from sglang_evicpress.simulator.replay import Ledger, Outcome
-from sglang_evicpress.simulator.runs import Run
+from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
+from sglang_evicpress.simulator.replay import Machine, Outcome
+from sglang_evicpress.simulator.runs import Run, Settings, make_replay
+from sglang_evicpress.traces import Request, Trace
 
 TIERS = (Tier.GPU, Tier.SSD)
+COSTS = CostSnapshot(PrefillCost(0.0, 1.0, 0.0), {Tier.SSD: TransferCost(0.0, 1.0)}, {})
 
 
 def outcome(ttft_s: float, hits: dict[Tier, int], quality: float = 1.0, recompute_s: float = 9.0) -> Outcome:
@@ -25,25 +29,32 @@ def outcome(ttft_s: float, hits: dict[Tier, int], quality: float = 1.0, recomput
         prefill_s=ttft_s - 0.5,
         ttft_s=ttft_s,
         recompute_s=recompute_s,
+        regret_s=max(0.0, ttft_s - 0.5 - recompute_s),
         predicted_regret_s=0.25,
         quality=quality,
     )
 
 
+def summed(run: Run, num_expected: int, outcomes: Sequence[Outcome], **counted: Counter[str]) -> Result:
+    trace = Trace("none", 1, [Request(0.0, (), 100)] * num_expected)
+    settings = Settings(Machine(dict.fromkeys(TIERS, 100), COSTS), 1, (), half_life_s=60.0)
+    replay = make_replay(trace, run, settings)
+    vars(replay).update(counted)
+    return Result.of(run, replay, outcomes, wall_s=1.5)
+
+
 def result(policy: str, ttft_s: float, num_expected: int = 2) -> Result:
-    tally = Tally(Run(policy), TIERS, num_expected)
-    tally.add(outcome(ttft_s, {}))
-    tally.add(outcome(ttft_s, {}))
-    return tally.result(Ledger(), 1.0, 1.0)
+    return summed(Run(policy), num_expected, [outcome(ttft_s, {})] * 2)
 
 
 def test_sums() -> None:
-    tally = Tally(Run("evicpress", 2.0), TIERS, 5)
-    tally.add(outcome(1.0, {}))
-    tally.add(outcome(2.0, {Tier.GPU: 50}, quality=0.5))
-    tally.add(outcome(5.0, {Tier.GPU: 30, Tier.SSD: 60}, quality=0.9, recompute_s=4.0))
-    ledger = Ledger(Counter({"ssd to gpu": 7}), Counter({"drop": 3}))
-    found = tally.result(ledger, half_life_s=60.0, wall_s=1.5)
+    outcomes = [
+        outcome(1.0, {}),
+        outcome(2.0, {Tier.GPU: 50}, quality=0.5),
+        outcome(5.0, {Tier.GPU: 30, Tier.SSD: 60}, quality=0.9, recompute_s=4.0),
+    ]
+    counted = {"moved_bytes": Counter({"ssd to gpu": 7}), "decisions": Counter({"drop": 3})}
+    found = summed(Run("evicpress", 2.0), 5, outcomes, **counted)
     assert (found.num_requests, found.num_expected, found.num_tokens, found.is_partial) == (3, 5, 300, True)
     assert found.ttft == Spread(*map(pytest.approx, (8 / 3, 2.0, 4.7)))
     assert found.alone == Spread(*map(pytest.approx, (6.5 / 3, 1.5, 4.2)))
@@ -58,11 +69,6 @@ def test_sums() -> None:
     record = found.record()
     assert record["ttft"] == {"mean_s": pytest.approx(8 / 3), "p50_s": 2.0, "p95_s": pytest.approx(4.7)}
     assert record["is_partial"] is True
-
-
-def test_nothing_to_sum_up() -> None:
-    with pytest.raises(ValueError, match="at least one request"):
-        Tally(Run("lru"), TIERS, 5).result(Ledger(), 1.0, 1.0)
 
 
 def test_ratio_to_lru_only_over_the_same_requests() -> None:

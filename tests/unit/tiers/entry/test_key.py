@@ -13,7 +13,8 @@ import xxhash
 from tests.unit.tiers.ssd.test_ssd import CAPACITY, FINGERPRINT, fetch, make_entry, put
 
 from sglang_evicpress.tiers.entry import header
-from sglang_evicpress.tiers.entry.encoding import BadEntry, decode, encode_tombstone, peek
+from sglang_evicpress.tiers.entry.encoding import decode, encode_tombstone, peek
+from sglang_evicpress.tiers.entry.header import BadEntry
 from sglang_evicpress.tiers.entry.key import Key
 from sglang_evicpress.tiers.ssd.fsck import fsck
 from sglang_evicpress.tiers.ssd.store import SsdStore
@@ -206,50 +207,20 @@ def test_a_key_is_read_and_never_shown(tmp_path: Path, mode: int) -> None:
         pickle.dumps(key)
 
 
-def _missing(path: Path) -> None:
-    path.unlink()
-
-
-def _short(path: Path) -> None:
-    path.write_bytes(SECRET[:31])
-
-
-def _long(path: Path) -> None:
-    path.write_bytes(SECRET * 100)
-
-
-def _open_to_all(path: Path) -> None:
-    path.chmod(0o604)
-
-
-def _writable_by_a_group(path: Path) -> None:
-    path.chmod(0o620)
-
-
-def _pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path, 0o600)
-
-
-def _folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir(0o700)
-
-
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (_missing, "cannot be read (No such file or directory)"),
-        (_short, "holds 31 bytes: expected 32 to 4096"),
-        (_long, "holds more bytes: expected 32 to 4096"),
-        (_open_to_all, "(mode 0604): expected mode 0600"),
-        (_writable_by_a_group, "(mode 0620): expected mode 0600"),
-        (_pipe, "is not a plain file"),
-        (_folder, "is not a plain file"),
+        (Path.unlink, "cannot be read (No such file or directory)"),
+        (lambda path: path.write_bytes(SECRET[:31]), "holds 31 bytes: expected 32 to 4096"),
+        (lambda path: path.write_bytes(SECRET * 100), "holds more bytes: expected 32 to 4096"),
+        (lambda path: path.chmod(0o604), "(mode 0604): expected mode 0600"),
+        (lambda path: path.chmod(0o620), "(mode 0620): expected mode 0600"),
+        (lambda path: (path.unlink(), os.mkfifo(path, 0o600)), "is not a plain file"),
+        (lambda path: (path.unlink(), path.mkdir(0o700)), "is not a plain file"),
     ],
 )
 def test_a_key_file_that_cannot_be_one_is_one_sentence(
-    tmp_path: Path, spoil: Callable[[Path], None], words: str
+    tmp_path: Path, spoil: Callable[[Path], object], words: str
 ) -> None:
     path = key_file(tmp_path)
     spoil(path)

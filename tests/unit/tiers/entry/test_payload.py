@@ -10,13 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_evicpress.codec import NotFiniteError
 from sglang_evicpress.core import EXACT, Form
 from sglang_evicpress.device import HostCopy
 from sglang_evicpress.survivors import SurvivorLayout
-from sglang_evicpress.tiers.entry.encoding import ITEM_BYTES, BadEntry, Extent, Header, check_extent
-from sglang_evicpress.tiers.entry.header import problem_of
+from sglang_evicpress.tiers.entry.header import ITEM_BYTES, BadEntry, Extent, Header, check_extent, coder_of, problem_of
 from sglang_evicpress.tiers.entry.payload import PayloadCopier, layout_of
-from sglang_evicpress.tiers.host.arena import Arena, Run
+from sglang_evicpress.tiers.host.allocator import Run
+from sglang_evicpress.tiers.host.arena import Arena
 
 GRANULE = 64
 DTYPES = sorted(ITEM_BYTES)
@@ -223,3 +224,47 @@ def test_the_same_on_a_cuda_device(dtype: str) -> None:
     expected[:, target.cpu().numpy()] = before[:, slots[4:13].cpu().numpy()]
     assert np.array_equal(bits([buffer.cpu() for buffer in (*k_buffers, *v_buffers)]), expected)
     arena.close()
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4", "int2"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("is_aside", [False, True])
+def test_what_a_codec_stored_is_loaded_as_it_decodes(is_aside: bool, dtype: str, codec: str) -> None:
+    torch.manual_seed(1)
+    rows = [[torch.randn(150, 2, 16).to(getattr(torch, dtype)) for _ in range(2)] for _ in range(2)]
+    copier = PayloadCopier(*rows, 1)
+    layout, slots = layout_with(2, 2, 70, random.Random(0)), torch.randperm(150)[:70]
+    sizes = copier.sizes(70, True, codec)
+    arena = Arena(1 << 20, granule=GRANULE, max_runs=10_000)
+    runs = torn_runs(arena, sum(sizes), random.Random(2))
+    if is_aside:
+        end = copier.begin_save(slots, layout, arena, runs, codec)
+        before = [[buffer.clone() for buffer in buffers] for buffers in rows]
+        for buffer in (*rows[0], *rows[1]):
+            buffer.zero_()  # whoever began it may overwrite them
+        extents = end()
+    else:
+        before = [[buffer.clone() for buffer in buffers] for buffers in rows]
+        extents = copier.save(slots, layout, arena, runs, codec=codec)
+    assert [extent.num_bytes for extent in extents] == sizes and not copier.is_in_place(codec)
+    for extent in extents:
+        check_extent(extent, arena.buffers(runs, extent.offset, extent.num_bytes))
+    coder = coder_of(codec)
+    target = torch.randperm(150)[:33]
+    for layer in range(2):
+        keys, values = (before[which][layer][slots].flatten(1) for which in (0, 1))
+        stored = torch.empty(sizes[layer], dtype=torch.uint8)
+        coder.encode(keys, values, stored)
+        coder.decode(stored, 70, 0, keys, values)
+        copier.load_layer(layer, target, arena, runs, extents[layer], 20, 70, codec)
+        pair = copier.read_layer(layer, arena, runs, extents[layer], 20, 33, 70, codec)
+        for expected, found, buffers in zip((keys, values), pair, rows, strict=True):
+            assert torch.equal(buffers[layer][target].flatten(1), expected[20:53])
+            assert torch.equal(found.flatten(1), expected[20:53])
+
+
+def test_what_is_not_finite_is_not_stored_by_a_codec() -> None:
+    rows = [[torch.full((40, 1, 8), torch.nan)] for _ in range(2)]
+    copier, arena = PayloadCopier(*rows, 1), Arena(1 << 16)
+    with pytest.raises(NotFiniteError):
+        copier.save(torch.arange(40), None, arena, arena.extents.alloc(1 << 14), codec="int4")

@@ -16,9 +16,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sglang_evicpress.tiers.host import arena as module
-from sglang_evicpress.tiers.host.arena import GRANULE, Arena, Extents, Run
+from sglang_evicpress.tiers.host.allocator import GRANULE, Extents, Run
+from sglang_evicpress.tiers.host.arena import Arena
+from sglang_evicpress.tiers.host.memory import Memory
 
 UNIT = 16
+
+
+def free_runs(extents: Extents) -> list[Run]:
+    """By address."""
+    return [Run(*item) for item in sorted(extents._free.items())]
 
 
 class AgainstMap(RuleBasedStateMachine):
@@ -69,6 +76,11 @@ class AgainstMap(RuleBasedStateMachine):
         self.live[self.next_id] = runs
         self.next_id += 1
 
+    @rule(granules=st.integers(0, 8), spare=st.integers(0, UNIT - 1))
+    def grow(self, granules: int, spare: int) -> None:
+        self.extents.grow(self.extents.num_bytes + granules * UNIT + spare)
+        self.owner += [0] * granules
+
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
@@ -92,10 +104,10 @@ class AgainstMap(RuleBasedStateMachine):
         chosen = [data.draw(st.sampled_from(bad))]
         if held:
             chosen = data.draw(st.sampled_from([chosen, [held[0], *chosen], [held[0], held[0]]]))
-        before = (self.extents.free_runs, self.extents.used_bytes)
+        before = (free_runs(self.extents), self.extents.used_bytes)
         with pytest.raises(ValueError, match=r"not in use|comes twice"):
             self.extents.free(chosen)
-        assert (self.extents.free_runs, self.extents.used_bytes) == before
+        assert (free_runs(self.extents), self.extents.used_bytes) == before
         for run in held[:1]:  # still in use: the map gets it back only once
             self.extents.free([run])
             again = self.extents.alloc(run.num_bytes)
@@ -113,8 +125,7 @@ class AgainstMap(RuleBasedStateMachine):
         free = self.free_runs()
         sizes = sorted((run.num_bytes for run in free), reverse=True)
         extents = self.extents
-        assert extents.free_runs == free
-        assert extents.num_free_runs == len(free)
+        assert free_runs(extents) == free
         assert extents.largest_free == max(sizes, default=0)
         assert extents.free_bytes == sum(sizes)
         assert extents.used_bytes + extents.free_bytes == extents.num_bytes == len(self.owner) * UNIT
@@ -132,7 +143,7 @@ def test_gathers_the_largest_runs_and_ends_with_the_best_fit() -> None:
     for block in blocks[::2]:
         assert block is not None
         extents.free(block)
-    assert [run.num_bytes // UNIT for run in extents.free_runs] == [5, 3, 2, 7]
+    assert [run.num_bytes // UNIT for run in free_runs(extents)] == [5, 3, 2, 7]
     assert extents.alloc(9 * UNIT) == (Run(13 * UNIT, 7 * UNIT), Run(10 * UNIT, 2 * UNIT))
 
 
@@ -166,6 +177,8 @@ def arena() -> Iterator[Arena]:
 
 def test_arena_is_page_aligned_and_rounded_down(arena: Arena) -> None:
     assert arena.num_bytes == arena.extents.num_bytes == arena.data.numel() == 8 * GRANULE
+    with pytest.raises(ValueError, match="cannot grow"):
+        arena.extents.grow(7 * GRANULE)
     assert arena.data.dtype == torch.uint8
     assert arena.data.data_ptr() % mmap.PAGESIZE == 0
 
@@ -238,18 +251,34 @@ class FakeCuda:
         return 0
 
 
-def test_pinned_and_unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_and_unpinned_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
-    arena = Arena(2 * GRANULE, is_pinned=True)
+    arena = Arena(5 * GRANULE, is_pinned=True, step_bytes=2 * GRANULE)
     address = arena.data.data_ptr()
-    assert arena.is_pinned
+    assert arena.is_pinned and cuda.calls == [(address, 2 * GRANULE, 0)]
+    arena.alloc(5 * GRANULE)
+    arena.join_growth()
+    assert cuda.calls[1:] == [(address + 2 * GRANULE, 2 * GRANULE, 0), (address + 4 * GRANULE, GRANULE, 0)]
     arena.close()
     arena.close()
-    assert cuda.calls == [(address, 2 * GRANULE, 0), (address,)]
+    assert sorted(cuda.calls[3:]) == [(address + offset * GRANULE,) for offset in (0, 2, 4)]
     Arena(GRANULE).close()
-    assert len(cuda.calls) == 2
+    assert len(cuda.calls) == 6
+
+
+def test_a_later_step_that_cannot_be_pinned_is_a_full_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    arena = Arena(4 * GRANULE, is_pinned=True, step_bytes=2 * GRANULE)
+    cuda.status = 2
+    assert arena.alloc(2 * GRANULE) is not None
+    arena.join_growth()
+    assert arena.alloc(GRANULE) is None and arena.num_bytes == 2 * GRANULE and arena.num_failed == 1
+    arena.close()
+    assert len(cuda.calls) == 3, "what was not pinned is not unpinned"
 
 
 def test_pinning_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,18 +311,84 @@ def test_closed_under_a_view(arena: Arena, kind: str) -> None:
         arena.tensors(runs, 0, 1)
 
 
-@pytest.mark.parametrize("takes_advice", [True, False])
-def test_memory_is_there_from_the_start_to_the_end(monkeypatch: pytest.MonkeyPatch, takes_advice: bool) -> None:
-    """Also on a kernel that does not know how to populate."""
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
-    if not takes_advice:
-        monkeypatch.setattr(module, "_advise", lambda *_: False)
-    num_bytes = 64 << 20
-    before = resident()
-    arena = Arena(num_bytes)
-    assert resident() - before > num_bytes * 3 // 4
+def test_memory_is_taken_in_steps_before_it_is_needed_and_given_back() -> None:
+    """Of 8 steps: none at the start, the second with the first allocation, the others as it fills."""
+    step, before = 16 << 20, resident()
+    arena = Arena(8 * step, step_bytes=step)
+    assert arena.num_bytes == 8 * step and arena.extents.num_bytes == step
+    assert resident() - before < step
+    held, taken = [], []
+    while (runs := arena.alloc(step // 2)) is not None:
+        held.append(runs)
+        arena.data[runs[0].begin :][: step // 2].fill_(1)
+        arena.join_growth()
+        taken.append(resident() - before)
+    assert len(held) == 16 and arena.extents.used_bytes == arena.num_bytes
+    for count, num_bytes in enumerate(taken, 1):
+        assert min(count * step // 2 + step, 8 * step) - step // 4 < num_bytes < count * step // 2 + 3 * step
     arena.close()
-    assert resident() - before < num_bytes // 4
+    assert resident() - before < step
+
+
+def test_more_than_is_there_yet_is_none_until_it_is_there() -> None:
+    arena = Arena(64 * GRANULE, step_bytes=4 * GRANULE)
+    assert arena.alloc(40 * GRANULE) is None
+    arena.join_growth()
+    runs = arena.alloc(40 * GRANULE)
+    assert runs is not None and sum(run.num_bytes for run in runs) == 40 * GRANULE
+    arena.close()
+
+
+def test_a_step_that_cannot_be_had_leaves_a_full_arena_that_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena, clock = Arena(8 * GRANULE, step_bytes=2 * GRANULE), [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(module, "read_memory", lambda: Memory(10**12, 0))
+
+    def filled() -> int:
+        arena.alloc(GRANULE)
+        arena.join_growth()
+        while arena.alloc(GRANULE) is not None:
+            arena.join_growth()
+        return arena.extents.used_bytes
+
+    assert filled() == arena.num_bytes == arena.extents.num_bytes == 2 * GRANULE
+    assert arena.num_failed == 1, "not tried with each allocation"
+    monkeypatch.setattr(module, "read_memory", lambda: Memory(10**12, 10**12))
+    assert filled() == 2 * GRANULE
+    clock[0] += module.RETRY_S
+    assert filled() == arena.num_bytes == 8 * GRANULE
+    assert arena.num_failed == 1
+    arena.close()
+
+
+def test_growth_leaves_the_reserve_alone_or_what_was_left_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = [Memory(10**12, 10**12)]
+    monkeypatch.setattr(module, "read_memory", lambda: memory[0])
+    arena = Arena(8 * GRANULE, step_bytes=2 * GRANULE)
+    memory[0] = Memory(10**12, 10**11 + GRANULE)
+    arena.alloc(GRANULE)
+    arena.join_growth()
+    assert arena.num_failed == 1, "a tenth of all stays free"
+    arena.close()
+    memory[0] = Memory(10**12, 9 * GRANULE)
+    arena = Arena(8 * GRANULE, step_bytes=2 * GRANULE)
+    memory[0] = Memory(10**12, 7 * GRANULE)
+    assert arena.alloc(4 * GRANULE) is None
+    arena.join_growth()
+    assert arena.alloc(4 * GRANULE) is not None and arena.num_failed == 0
+    arena.close()
+
+
+def test_no_piece_lies_in_two_steps() -> None:
+    arena = Arena(4 * GRANULE, step_bytes=2 * GRANULE)
+    arena.alloc(GRANULE)
+    arena.join_growth()
+    runs = arena.alloc(3 * GRANULE)
+    assert runs == (Run(GRANULE, 3 * GRANULE),)
+    assert [len(piece) for piece in arena.buffers(runs, 7, 3 * GRANULE - 7)] == [GRANULE - 7, 2 * GRANULE]
+    assert [len(piece) for piece in arena.tensors(runs, 0, GRANULE)] == [GRANULE]
+    arena.close()

@@ -9,7 +9,7 @@ import pytest
 
 from sglang_evicpress.core import EXACT
 from sglang_evicpress.tiers.entry.copies import HostEntry
-from sglang_evicpress.tiers.entry.encoding import BadEntry, Header, Shape, extent_of
+from sglang_evicpress.tiers.entry.header import BadEntry, Header, Shape, extent_of
 from sglang_evicpress.tiers.faults import Faults
 from sglang_evicpress.tiers.host.tier import HostTier
 

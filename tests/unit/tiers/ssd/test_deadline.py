@@ -11,10 +11,11 @@ import pytest
 from tests.unit.tiers.ssd.test_ssd import CAPACITY, FINGERPRINT, fetch, make_entry, put
 
 from sglang_evicpress.tiers.faults import Faults, FaultyFiles
-from sglang_evicpress.tiers.ssd import deadline, free_space
+from sglang_evicpress.tiers.ssd import deadline, health
 from sglang_evicpress.tiers.ssd import store as store_module
 from sglang_evicpress.tiers.ssd.deadline import Caller, Pulse, within
-from sglang_evicpress.tiers.ssd.store import SsdStore, StoreError
+from sglang_evicpress.tiers.ssd.folder import StoreError
+from sglang_evicpress.tiers.ssd.store import SsdStore
 
 PATIENCE_S = 30.0
 
@@ -60,7 +61,7 @@ def test_late_work_is_refused_and_undone_when_it_ends() -> None:
 
 
 def test_a_caller_fails_at_once_while_a_call_hangs_and_works_again_after_it() -> None:
-    caller, may_end = Caller("test"), threading.Event()
+    caller, may_end = Caller(), threading.Event()
     assert caller.call(lambda: 1, PATIENCE_S) == 1
     with pytest.raises(TimeoutError, match="did not answer within 0.01 s"):
         caller.call(lambda: may_end.wait(PATIENCE_S), 0.01)
@@ -72,7 +73,6 @@ def test_a_caller_fails_at_once_while_a_call_hangs_and_works_again_after_it() ->
     may_end.set()
     until(lambda: not caller.hangs)
     assert caller.call(lambda: 3, PATIENCE_S) == 3
-    caller.close()
 
 
 def test_a_pulse_tells_how_long_something_goes_on() -> None:
@@ -89,8 +89,8 @@ def test_a_pulse_tells_how_long_something_goes_on() -> None:
 def test_a_question_for_room_that_hangs_takes_the_store_out_of_use(
     open_store: Callable[..., SsdStore], faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "ANSWER_S", 0.01)
-    monkeypatch.setattr(free_space, "FRESH_S", 0.0)
+    monkeypatch.setattr(health, "ANSWER_S", 0.01)
+    monkeypatch.setattr(health, "FRESH_S", 0.0)
     store = open_store()
     header, payload = make_entry(1)
     ref = put(store, header, payload)
@@ -122,7 +122,7 @@ def test_a_transfer_that_hangs_takes_the_store_out_of_use(
     thread = threading.Thread(target=work)
     thread.start()
     until(lambda: faults.counts["hang"] > 0)
-    monkeypatch.setattr(store_module, "HANG_S", 0.0)
+    monkeypatch.setattr(health, "HANG_S", 0.0)
     assert store.find(header.lookup_key) == [] and not store.is_writable and store.errors == {"deadline": 1}
     may_go_on.set()
     thread.join(PATIENCE_S)

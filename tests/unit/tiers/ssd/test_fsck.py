@@ -6,48 +6,31 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
+from tests.unit.tiers.ssd.test_ssd import FINGERPRINT, MiB, fetch, put
+from tests.unit.tiers.ssd.test_ssd import make_entry as make_any_entry
 
-from sglang_evicpress.core import EXACT
-from sglang_evicpress.tiers.entry.encoding import Header, Shape, extent_of
-from sglang_evicpress.tiers.ssd.fsck import Report, StoreError, fsck
+from sglang_evicpress.tiers.entry.header import Header
+from sglang_evicpress.tiers.ssd.folder import StoreError
+from sglang_evicpress.tiers.ssd.fsck import Report, fsck
 from sglang_evicpress.tiers.ssd.store import SsdStore
 
-MiB = 1 << 20
 NUM_ENTRIES = 12
-SIZE = 53_248  # of the first payloads, in whole blocks
+SIZE = 53_248  # of a payload, in whole blocks
 
 
 def make_entry(number: int) -> tuple[Header, memoryview]:
-    draw = np.random.default_rng(number)
-    num_tokens = 4 * (100 + number)
-    shape = Shape(2, 2, 8, "float16", 4)
-    size = shape.layer_bytes(num_tokens)
-    payload = memoryview(draw.bytes(2 * size))
-    extents = tuple(extent_of(begin, [payload[begin : begin + size]]) for begin in (0, size))
-    tokens = np.full(num_tokens, number, dtype="<u4").tobytes()
-    keys = b"%16d" % number, b"%15d." % number
-    return Header(bytes(16), bytes(16), *keys, 0, tokens, EXACT, False, num_tokens, shape, extents), payload
-
-
-def put(store: SsdStore, number: int) -> None:
-    header, payload = make_entry(number)
-    reservation = store.reserve(len(payload))
-    assert reservation is not None
-    store.write(reservation, header, [payload])
+    return make_any_entry(number, 138)
 
 
 def found(folder: Path) -> list[int]:
     """The numbers of the entries that a store serves."""
-    store = SsdStore(folder, 100 * MiB, bytes(16), sync="none")
+    store = SsdStore(folder, 100 * MiB, FINGERPRINT, sync="none")
     numbers = []
     for number in range(NUM_ENTRIES):
         header, payload = make_entry(number)
         for ref in store.find(header.lookup_key):
-            data = bytearray(len(payload))
-            store.read(ref, store.read_header(ref), [memoryview(data)])
-            assert data == payload
+            assert fetch(store, ref) == payload
             numbers.append(number)
     assert not store.errors
     store.close()
@@ -59,9 +42,9 @@ def rank(tmp_path: Path) -> Path:
     """A rank's folder with two segments, in which entry 3 was removed."""
     folder = tmp_path / "rank-0"
     for numbers in (range(6), range(6, NUM_ENTRIES)):
-        store = SsdStore(folder, 100 * MiB, bytes(16), sync="none")
+        store = SsdStore(folder, 100 * MiB, FINGERPRINT, sync="none")
         for number in numbers:
-            put(store, number)
+            put(store, *make_entry(number))
         if 3 in numbers:
             store.remove(*store.find(make_entry(3)[0].lookup_key))
         store.close()
@@ -81,14 +64,16 @@ def test_folder_of_a_stopped_server_is_clean(rank: Path) -> None:
     assert report.is_clean and report.folders == [rank]
     assert (report.num_segments, report.ok) == (2, NUM_ENTRIES - 1)
     assert report.ok_bytes == sum(len(make_entry(number)[1]) for number in range(NUM_ENTRIES) if number != 3)
+    assert report.forms == {str(make_entry(0)[0].form): [NUM_ENTRIES - 1, report.ok_bytes]}
+    assert f"{make_entry(0)[0].form}: {NUM_ENTRIES - 1} entries, {report.ok_bytes} bytes" in report.lines()
     assert report.lines()[-1] == "clean"
     assert fsck(rank, repair=True).is_clean
     assert found(rank) == [0, 1, 2, *range(4, NUM_ENTRIES)]
 
 
 def test_every_rank_is_checked(rank: Path) -> None:
-    store = SsdStore(rank.parent / "rank-1", 100 * MiB, bytes(16), sync="none")
-    put(store, 3)
+    store = SsdStore(rank.parent / "rank-1", 100 * MiB, FINGERPRINT, sync="none")
+    put(store, *make_entry(3))
     store.close()
     report = fsck(rank.parent, repair=False)
     assert len(report.folders) == 2 and report.ok == NUM_ENTRIES
@@ -184,11 +169,8 @@ def test_all_that_is_wrong_is_said(rank: Path) -> None:
     for spoil in (_flip_payload, _tear, _add_payload):
         spoil(rank)
     lines = fsck(rank, repair=False).lines()
-    assert (
-        "bad by checksum: 1" in lines
-        and "torn tails: 1" in lines
-        and lines[-2] == f"bytes without a good entry: {SIZE + MiB}"
-    )
+    assert {"bad by checksum: 1", "torn tails: 1"} <= set(lines)
+    assert lines[-2] == f"bytes without a good entry: {SIZE + MiB}"
 
 
 def test_leftover_of_a_repair_is_removed(rank: Path) -> None:
@@ -201,7 +183,7 @@ def test_leftover_of_a_repair_is_removed(rank: Path) -> None:
 
 
 def test_folder_in_use_is_refused(rank: Path) -> None:
-    store = SsdStore(rank, 100 * MiB, bytes(16), sync="none")
+    store = SsdStore(rank, 100 * MiB, FINGERPRINT, sync="none")
     with pytest.raises(StoreError, match=f"rank-0 is in use by process {os.getpid()}"):
         fsck(rank.parent, repair=True)
     store.close()

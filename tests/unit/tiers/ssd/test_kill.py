@@ -19,9 +19,10 @@ import numpy as np
 import xxhash
 
 from sglang_evicpress.core import EXACT
-from sglang_evicpress.tiers.entry.encoding import BadEntry, Header, Shape, check_identity, extent_of
+from sglang_evicpress.tiers.entry.header import BadEntry, Header, Shape, check_identity, extent_of
+from sglang_evicpress.tiers.ssd.index import Ref
 from sglang_evicpress.tiers.ssd.os_files import round_up
-from sglang_evicpress.tiers.ssd.store import Ref, SsdStore
+from sglang_evicpress.tiers.ssd.store import SsdStore
 
 FINGERPRINT = b"a fingerprint..."
 CAPACITY = 24 << 20
@@ -62,11 +63,10 @@ def kill_once(folder: Path, seed: int) -> Result:
     """Start the writing process, kill it at a random moment, open the store again and compare."""
     draw = random.Random(seed)
     with closing(_open(folder)) as store:
-        before = {_number_of(store, ref) for ref in store.oldest(1 << 60, lambda ref: False)}
+        before = {_number_of(store, ref) for ref in store.entries_behind(None, 1 << 30)}
     process = subprocess.Popen(
         [sys.executable, __file__, str(folder), str(seed), MODES[seed % len(MODES)]], stdout=subprocess.PIPE
     )
-    assert process.stdout is not None
     lines: list[bytes] = []
     try:
         if draw.random() < 0.1:
@@ -165,7 +165,7 @@ def _write_forever(folder: Path, seed: int, sync: str) -> None:
     """Report each step before and after it is taken; entry numbers are the process's own."""
     draw = random.Random(seed)
     store = _open(folder, sync)
-    refs = [(_number_of(store, ref), ref) for ref in store.oldest(1 << 60, lambda ref: False)]
+    refs = [(_number_of(store, ref), ref) for ref in store.entries_behind(None, 1 << 30)]
 
     def report(verb: str, number: int) -> None:
         os.write(1, b"%s %d\n" % (verb.encode(), number))

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from tests.unit.tiers.ssd.test_ssd import CAPACITY, FINGERPRINT, disk_bytes, fetch, make_entry, put
 
-from sglang_evicpress.tiers.entry.encoding import BadEntry
+from sglang_evicpress.tiers.entry.header import BadEntry
+from sglang_evicpress.tiers.ssd.folder import StoreError
 from sglang_evicpress.tiers.ssd.fsck import fsck
-from sglang_evicpress.tiers.ssd.store import SsdStore, StoreError
+from sglang_evicpress.tiers.ssd.store import SsdStore
 
 NOBODY = 65534
 VICTIM = b"what the server's user holds dear\n" * 200
@@ -47,18 +48,6 @@ def disown(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "geteuid", lambda: NOBODY)
 
 
-def _links(path: Path, victim: Path) -> None:
-    path.symlink_to(victim)
-
-
-def _hard_links(path: Path, victim: Path) -> None:
-    os.link(victim, path)
-
-
-def _pipes(path: Path, victim: Path) -> None:
-    os.mkfifo(path)
-
-
 def _listens(path: Path, victim: Path) -> None:
     here = Path.cwd()
     os.chdir(path.parent)  # names of sockets are short
@@ -69,20 +58,19 @@ def _listens(path: Path, victim: Path) -> None:
         os.chdir(here)
 
 
-def _nests(path: Path, victim: Path) -> None:
-    path.mkdir()
+PLANTS: dict[str, Callable[[Path, Path], object]] = {
+    "link": lambda path, victim: path.symlink_to(victim),
+    "hard link": lambda path, victim: os.link(victim, path),
+    "pipe": lambda path, victim: os.mkfifo(path),
+    "socket": _listens,
+    "folder": lambda path, victim: path.mkdir(),
+    "dangling link": lambda path, victim: path.symlink_to(victim.with_name("made")),
+}
 
 
-def _dangles(path: Path, victim: Path) -> None:
-    path.symlink_to(victim.with_name("made"))
-
-
-PLANTS = (_links, _hard_links, _pipes, _listens, _nests, _dangles)
-
-
-@pytest.mark.parametrize("plant", PLANTS)
+@pytest.mark.parametrize("plant", PLANTS.values(), ids=PLANTS)
 def test_a_planted_lock_is_refused_and_changes_nothing(
-    rank: Path, victim: Path, plant: Callable[[Path, Path], None]
+    rank: Path, victim: Path, plant: Callable[[Path, Path], object]
 ) -> None:
     (rank / "lock").unlink()
     plant(rank / "lock", victim)
@@ -93,10 +81,10 @@ def test_a_planted_lock_is_refused_and_changes_nothing(
     assert victim.read_bytes() == VICTIM and not victim.with_name("made").exists()
 
 
-@pytest.mark.parametrize("plant", PLANTS)
+@pytest.mark.parametrize("plant", PLANTS.values(), ids=PLANTS)
 @pytest.mark.parametrize("suffix", ["head", "kv"])
 def test_a_planted_segment_is_a_miss_and_changes_nothing(
-    rank: Path, victim: Path, suffix: str, plant: Callable[[Path, Path], None]
+    rank: Path, victim: Path, suffix: str, plant: Callable[[Path, Path], object]
 ) -> None:
     path = rank / f"segment-000001.{suffix}"
     victim.write_bytes(path.read_bytes())  # even where it says just what the entry was
@@ -125,7 +113,6 @@ def test_a_file_planted_for_the_next_segment_is_not_written_to(rank: Path, victi
     (rank / f"segment-000002.{suffix}").symlink_to(victim)
     header, payload = make_entry(2)
     reservation = store.reserve(len(payload))
-    assert reservation is not None
     with pytest.raises(OSError):
         store.write(reservation, header, [payload])
     store.close()

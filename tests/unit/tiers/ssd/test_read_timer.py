@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from sglang_evicpress.tiers.ssd.read_timer import MOST_TOGETHER, ReadTimer
 
 
@@ -13,12 +15,21 @@ def test_reads_one_after_the_other_are_measured_one_by_one() -> None:
     assert timer.end(3.25, 10) == (10, 0.25)
 
 
-def test_a_small_read_behind_a_large_one_is_measured_with_it() -> None:
+@pytest.mark.parametrize(
+    ("first", "then", "measured"),
+    [
+        ((1.0, 1000), (1.001, 1), (1001, 1.001)),  # a small read behind a large one
+        ((1.0, 0), (2.0, 50), (50, 2.0)),  # what failed takes time and brings nothing
+    ],
+)
+def test_reads_at_once_are_measured_together(
+    first: tuple[float, int], then: tuple[float, int], measured: tuple[int, float]
+) -> None:
     timer = ReadTimer()
     timer.begin(0.0)
     timer.begin(0.0)
-    assert timer.end(1.0, 1000) is None
-    assert timer.end(1.001, 1) == (1001, 1.001)
+    assert timer.end(*first) is None
+    assert timer.end(*then) == measured
 
 
 def test_a_chain_of_overlapping_reads_is_one_measurement() -> None:
@@ -29,14 +40,6 @@ def test_a_chain_of_overlapping_reads_is_one_measurement() -> None:
     timer.begin(1.5)
     assert timer.end(2.0, 10) is None
     assert timer.end(3.0, 10) == (30, 3.0)
-
-
-def test_what_failed_takes_time_and_brings_nothing() -> None:
-    timer = ReadTimer()
-    timer.begin(0.0)
-    timer.begin(0.0)
-    assert timer.end(1.0, 0) is None
-    assert timer.end(2.0, 50) == (50, 2.0)
 
 
 def test_without_a_pause_there_is_a_measurement_all_the_same() -> None:

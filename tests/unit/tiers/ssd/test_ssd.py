@@ -20,10 +20,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sglang_evicpress.core import EXACT
-from sglang_evicpress.tiers.entry.encoding import BadEntry, Header, Shape, extent_of
+from sglang_evicpress.tiers.entry.header import BadEntry, Header, Shape, extent_of
 from sglang_evicpress.tiers.ssd import segments
+from sglang_evicpress.tiers.ssd.folder import StoreError
+from sglang_evicpress.tiers.ssd.index import Ref
 from sglang_evicpress.tiers.ssd.os_files import BLOCK_BYTES, Files
-from sglang_evicpress.tiers.ssd.store import Ref, SsdStore, StoreError
+from sglang_evicpress.tiers.ssd.store import SsdStore
 
 FINGERPRINT = bytes(range(16))
 CAPACITY = 1 << 30
@@ -46,7 +48,6 @@ def make_entry(seed: int, num_pages: int = 3, fingerprint: bytes = FINGERPRINT) 
 
 def put(store: SsdStore, header: Header, payload: memoryview) -> Ref:
     reservation = store.reserve(header.payload_bytes)
-    assert reservation is not None
     return store.write(reservation, header, [payload])
 
 
@@ -77,6 +78,21 @@ def open_store(tmp_path: Path) -> Iterator[Callable[..., SsdStore]]:
         opened.pop().close()
 
 
+@pytest.fixture
+def store(open_store: Callable[..., SsdStore]) -> SsdStore:
+    return open_store()
+
+
+def oldest(store: SsdStore, num_bytes: int, used: Sequence[Ref] = ()) -> list[Ref]:
+    """Entries that are not ``used``, oldest first, until they have that many bytes."""
+    refs: list[Ref] = []
+    for ref in store.entries_behind(None, 1 << 30):
+        if num_bytes > 0 and ref not in used:
+            refs.append(ref)
+            num_bytes -= ref.num_bytes
+    return refs
+
+
 def pages_of(size: int) -> memoryview:
     return memoryview(mmap.mmap(-1, size))
 
@@ -96,7 +112,6 @@ def test_payload_is_read_back_into_runs_of_pages(
     chunks[0][:] = payload[:cut]
     later[: len(payload) - cut] = payload[cut:]
     reservation = store.reserve(len(payload))
-    assert reservation is not None
     ref = store.write(reservation, header, chunks)
     assert fetch(store, ref) == payload
     memory[:] = bytes(len(memory))
@@ -107,8 +122,7 @@ def test_payload_is_read_back_into_runs_of_pages(
 
 
 @pytest.mark.parametrize("cuts", [[1], [100, 5000], [4097], [38_000, 38_300]])
-def test_chunks_may_lie_anywhere(open_store: Callable[..., SsdStore], cuts: list[int]) -> None:
-    store = open_store()
+def test_chunks_may_lie_anywhere(store: SsdStore, cuts: list[int]) -> None:
     header, payload = make_entry(2, 100)
     data = bytearray(len(payload) + 1)
     bounds = [0, *cuts, len(payload)]
@@ -116,7 +130,6 @@ def test_chunks_may_lie_anywhere(open_store: Callable[..., SsdStore], cuts: list
     for chunk, begin in zip(chunks, bounds, strict=False):
         chunk[:] = payload[begin : begin + len(chunk)]
     reservation = store.reserve(len(payload))
-    assert reservation is not None
     ref = store.write(reservation, header, chunks)
     data[:] = bytes(len(data))
     store.read(ref, store.read_header(ref), chunks)
@@ -164,8 +177,7 @@ def test_an_extent_is_read_without_the_others(
     assert store.read_bytes == len(payload) and not store.errors
 
 
-def test_damage_elsewhere_is_none_of_an_extents_business(open_store: Callable[..., SsdStore], tmp_path: Path) -> None:
-    store = open_store()
+def test_damage_elsewhere_is_none_of_an_extents_business(store: SsdStore, tmp_path: Path) -> None:
     header, payload = make_entry(1, 100)
     ref = put(store, header, payload)
     _flip(tmp_path / "rank-0" / "segment-000001.kv", len(payload) // 2)
@@ -179,10 +191,7 @@ def test_damage_elsewhere_is_none_of_an_extents_business(open_store: Callable[..
 
 
 @pytest.mark.parametrize("is_cut", [True, False])
-def test_an_extent_that_is_not_there_is_a_miss(
-    open_store: Callable[..., SsdStore], tmp_path: Path, is_cut: bool
-) -> None:
-    store = open_store()
+def test_an_extent_that_is_not_there_is_a_miss(store: SsdStore, tmp_path: Path, is_cut: bool) -> None:
     header, payload = make_entry(1, 100)
     ref = put(store, header, payload)
     path = tmp_path / "rank-0" / "segment-000001.kv"
@@ -195,8 +204,7 @@ def test_an_extent_that_is_not_there_is_a_miss(
     assert caught.value.reason == ("length" if is_cut else "missing") and store.num_entries == 0
 
 
-def test_header_comes_back_with_the_place_of_its_payload(open_store: Callable[..., SsdStore]) -> None:
-    store = open_store()
+def test_header_comes_back_with_the_place_of_its_payload(store: SsdStore) -> None:
     put(store, *make_entry(1))
     header, payload = make_entry(2)
     ref = put(store, header, payload)
@@ -204,11 +212,9 @@ def test_header_comes_back_with_the_place_of_its_payload(open_store: Callable[..
     assert (ref.num_bytes, ref.num_tokens) == (len(payload), header.num_tokens)
 
 
-def test_entry_is_found_only_once_it_is_written(open_store: Callable[..., SsdStore]) -> None:
-    store = open_store()
+def test_entry_is_found_only_once_it_is_written(store: SsdStore) -> None:
     header, payload = make_entry(1)
     reservation = store.reserve(len(payload))
-    assert reservation is not None
     assert store.find(header.lookup_key) == [] and store.num_entries == 0
     ref = store.write(reservation, header, [payload])
     assert store.find(header.lookup_key) == [ref] and store.num_entries == 1
@@ -216,18 +222,7 @@ def test_entry_is_found_only_once_it_is_written(open_store: Callable[..., SsdSto
         store.write(reservation, header, [payload])
 
 
-def test_newest_entry_of_an_edge_is_found_first(open_store: Callable[..., SsdStore]) -> None:
-    store = open_store()
-    header, payload = make_entry(1)
-    refs = [put(store, header, payload) for _ in range(3)]
-    assert store.find(header.lookup_key) == refs[::-1]
-    store.remove(refs[1])
-    assert store.find(header.lookup_key) == [refs[2], refs[0]]
-    assert open_store().num_entries == 2
-
-
-def test_released_space_is_used_again(open_store: Callable[..., SsdStore]) -> None:
-    store = open_store()
+def test_released_space_is_used_again(store: SsdStore) -> None:
     first = store.reserve(10_000)
     assert first is not None and store.used_bytes >= 12_288
     store.release(first)
@@ -239,31 +234,14 @@ def test_released_space_is_used_again(open_store: Callable[..., SsdStore]) -> No
 
 
 @pytest.mark.parametrize("sizes", [(1000, 1152, 1152), (1152, 1000, 1152), (1152, 1152, 1000)])
-def test_sizes_that_differ_are_refused_and_cost_nothing(
-    open_store: Callable[..., SsdStore], sizes: tuple[int, int, int]
-) -> None:
-    store = open_store()
+def test_sizes_that_differ_are_refused_and_cost_nothing(store: SsdStore, sizes: tuple[int, int, int]) -> None:
     header, payload = make_entry(1)
     assert len(payload) == 1152
     reservation = store.reserve(sizes[0])
-    assert reservation is not None
     smaller = make_entry(1, 2)[0] if sizes[1] != 1152 else header
     with pytest.raises(ValueError, match="reserved"):
         store.write(reservation, smaller, [payload[: sizes[2]]])
     assert store.used_bytes == 0 and not store.errors
-
-
-def test_restart_finds_what_was_published_and_not_removed(open_store: Callable[..., SsdStore]) -> None:
-    store = open_store(segment_bytes=4 * MiB)
-    entries = [make_entry(seed, 1 + seed * 37 % 400) for seed in range(60)]
-    refs = [put(store, *entry) for entry in entries]
-    for ref in refs[::3]:
-        store.remove(ref)
-    store = open_store(segment_bytes=4 * MiB)
-    assert store.num_entries == 40 and not store.errors
-    for number, (header, payload) in enumerate(entries):
-        found = store.find(header.lookup_key)
-        assert [fetch(store, ref) for ref in found] == ([payload] if number % 3 else [])
 
 
 def test_space_is_counted_as_the_disk_does(open_store: Callable[..., SsdStore], tmp_path: Path) -> None:
@@ -327,12 +305,11 @@ def test_capacity_is_kept_and_room_is_made(open_store: Callable[..., SsdStore], 
         reservation = store.reserve(len(payload))
         if reservation is None:
             assert store.used_bytes > 7.9 * MiB
-            for ref in store.oldest(MiB, lambda ref: ref in refs[:2]):
+            for ref in oldest(store, MiB, refs[:2]):
                 store.remove(ref)
                 number += 1
             assert store.reclaim() >= MiB
             reservation = store.reserve(len(payload))
-            assert reservation is not None
         refs.append(store.write(reservation, header, [payload]))
         assert store.used_bytes <= 8 * MiB
     assert number and store.num_entries == 400 - number and not store.errors
@@ -376,19 +353,15 @@ def test_entry_larger_than_a_segment_has_one_of_its_own(open_store: Callable[...
     assert [fetch(store, ref) == payload for ref, (_, payload) in zip(refs, entries, strict=True)] == [True] * 3
 
 
-def test_oldest_unused_entries_come_first(open_store: Callable[..., SsdStore]) -> None:
+def test_entries_come_oldest_first(open_store: Callable[..., SsdStore]) -> None:
     store = open_store(segment_bytes=4 * MiB)
     refs = [put(store, *make_entry(seed, 1000)) for seed in range(30)]
     store.remove(refs[1])
-    assert store.oldest(1, lambda ref: False) == [refs[0]]
-    size = 385_024
-    assert store.oldest(3 * size, lambda ref: ref == refs[3]) == [refs[0], refs[2], refs[4]]
-    assert store.oldest(1 << 40, lambda ref: False) == [refs[0], *refs[2:]]
-    assert store.oldest(1 << 40, lambda ref: True) == []
+    assert store.entries_behind(None, 1) == [refs[0]]
+    assert store.entries_behind(refs[0], 1000) == refs[2:]
 
 
-def test_removed_entry_is_a_miss_and_no_error(open_store: Callable[..., SsdStore]) -> None:
-    store = open_store()
+def test_removed_entry_is_a_miss_and_no_error(store: SsdStore) -> None:
     header, payload = make_entry(1)
     ref = put(store, header, payload)
     store.remove(ref)
@@ -430,45 +403,22 @@ def _flip(path: Path, offset: int) -> None:
     path.write_bytes(data)
 
 
-def _spoil_payload(folder: Path) -> None:
-    _flip(folder / "segment-000001.kv", 1000)
-
-
-def _cut_payload(folder: Path) -> None:
-    os.truncate(folder / "segment-000001.kv", 1000)
-
-
-def _lose_payload(folder: Path) -> None:
-    (folder / "segment-000001.kv").unlink()
-
-
-def _spoil_record(folder: Path) -> None:
-    _flip(folder / "segment-000001.head", 200)
-
-
-def _lose_record(folder: Path) -> None:
-    (folder / "segment-000001.head").unlink()
-
-
-def _cut_record(folder: Path) -> None:
-    os.truncate(folder / "segment-000001.head", 40)
-
-
 @pytest.mark.parametrize(
-    ("spoil", "reason"),
+    ("suffix", "spoil", "reason"),
     [
-        (_spoil_payload, "checksum"),
-        (_cut_payload, "length"),
-        (_lose_payload, "missing"),
-        (_spoil_record, "header"),
-        (_cut_record, "length"),
-        (_lose_record, "missing"),
+        ("kv", lambda path: _flip(path, 1000), "checksum"),
+        ("kv", lambda path: os.truncate(path, 1000), "length"),
+        ("kv", Path.unlink, "missing"),
+        ("head", lambda path: _flip(path, 200), "header"),
+        ("head", lambda path: os.truncate(path, 40), "length"),
+        ("head", Path.unlink, "missing"),
     ],
 )
 @pytest.mark.parametrize("is_restarted", [False, True])
 def test_bad_entry_is_a_miss_once_and_never_served_again(
     open_store: Callable[..., SsdStore],
     tmp_path: Path,
+    suffix: str,
     spoil: Callable[[Path], None],
     reason: str,
     is_restarted: bool,
@@ -478,7 +428,7 @@ def test_bad_entry_is_a_miss_once_and_never_served_again(
     put(store, header, payload)
     if is_restarted:
         store.close()
-    spoil(tmp_path / "rank-0")
+    spoil(tmp_path / "rank-0" / f"segment-000001.{suffix}")
     if is_restarted:
         store = open_store()
     for ref in store.find(header.lookup_key):
@@ -487,7 +437,7 @@ def test_bad_entry_is_a_miss_once_and_never_served_again(
         assert caught.value.reason == reason
         assert ref not in store
     assert store.find(header.lookup_key) == [] and store.num_entries == 0
-    is_without_trace = is_restarted and spoil is _lose_record
+    is_without_trace = is_restarted and (suffix, reason) == ("head", "missing")
     assert store.errors == ({} if is_without_trace else {reason: 1})
     store = open_store()
     assert store.find(header.lookup_key) == []
@@ -667,7 +617,6 @@ def test_failed_write_is_counted_and_its_space_given_back(
     used = store.used_bytes
     header, payload = make_entry(2, 1000)
     reservation = store.reserve(len(payload))
-    assert reservation is not None
     files.code = code
     with pytest.raises(OSError):
         store.write(reservation, header, [payload])
@@ -689,7 +638,6 @@ def test_writing_pauses_after_a_failure(open_store: Callable[..., SsdStore]) -> 
     reservations = [store.reserve(len(payload)) for _ in range(2)]
     files.code = errno.EIO
     for reservation in reservations:
-        assert reservation is not None
         with pytest.raises(OSError):
             store.write(reservation, header, [payload])
     assert not store.is_writable and store.reserve(1) is None and store.errors == {"io": 2}
@@ -842,7 +790,7 @@ def test_many_threads_may_use_it(open_store: Callable[..., SsdStore], tmp_path: 
                 continue
             reservation = store.reserve(len(payload))
             if reservation is None:
-                for ref in store.oldest(MiB, lambda ref: False):
+                for ref in oldest(store, MiB):
                     store.remove(ref)
                 store.reclaim()
             elif draw.random() < 0.1:
@@ -896,7 +844,8 @@ class _Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def read(self, data: st.DataObject) -> None:
         ref, header, payload = data.draw(st.sampled_from(self.held))
-        assert ref in self.store.find(header.lookup_key)
+        same = [other for other, of, _ in self.held if of.lookup_key == header.lookup_key]
+        assert self.store.find(header.lookup_key) == same[::-1], "the newest comes first"
         assert fetch(self.store, ref) == payload
 
     @precondition(lambda self: self.held)

@@ -1,4 +1,4 @@
-"""The real server counts waiting requests as evidence, learns prefill times, and tells what it decided and why."""
+"""The real server counts waiting requests as hits, learns prefill times, and tells what it decided and why."""
 
 from __future__ import annotations
 

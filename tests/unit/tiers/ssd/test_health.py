@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from sglang_evicpress.tiers.ssd import free_space
-from sglang_evicpress.tiers.ssd.free_space import FreeSpace
+from sglang_evicpress.tiers.ssd import health
+from sglang_evicpress.tiers.ssd.health import FreeSpace
 
 MiB = 1 << 20
 TOTAL = 200 * MiB  # 64 MiB of it are left to others
@@ -28,11 +26,9 @@ def disk() -> Disk:
 
 
 @pytest.fixture
-def space(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> Iterator[FreeSpace]:
-    monkeypatch.setattr(free_space, "FRESH_S", 3600.0)
-    space = FreeSpace(disk.answer)
-    yield space
-    space.close()
+def space(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> FreeSpace:
+    monkeypatch.setattr(health, "FRESH_S", 3600.0)
+    return FreeSpace(disk.answer)
 
 
 def test_many_small_ones_are_taken_on_one_answer(disk: Disk, space: FreeSpace) -> None:
@@ -52,6 +48,6 @@ def test_an_old_answer_refuses_nothing_and_grants_no_more_than_it_said(disk: Dis
 
 def test_an_answer_ages(disk: Disk, space: FreeSpace, monkeypatch: pytest.MonkeyPatch) -> None:
     assert space.take(MiB, 0, 5.0)
-    monkeypatch.setattr(free_space, "FRESH_S", 0.0)
+    monkeypatch.setattr(health, "FRESH_S", 0.0)
     disk.free = 0
     assert not space.take(MiB, 0, 5.0) and disk.num_asked == 2
