@@ -68,6 +68,11 @@ HOOK_POINTS = (
     _read(f"{_ATTENTION}.init_forward_metadata", "self forward_batch"),
     _read(f"{_ATTENTION}.init_forward_metadata_out_graph", "self forward_batch in_capture"),
     _read(f"{_ATTENTION}.init_forward_metadata_in_graph", "self forward_batch"),
+    # what wakes an idle scheduler up
+    _read(
+        "sglang.srt.managers.scheduler_components.ipc_channels.SchedulerIpcChannels",
+        "recv_from_tokenizer recv_from_rpc send_to_tokenizer send_to_detokenizer send_metrics_from_scheduler",
+    ),
     # control messages
     _hook(f"{_SCHEDULER}.init_request_dispatcher", "self"),
     _hook(

@@ -139,6 +139,8 @@ class EvicPressCache(RadixCache):
                 background=parts.background,
             )
         )
+        channels = scheduler.ipc_channels
+        tree.storage.arrival.watch((channels.recv_from_tokenizer, channels.recv_from_rpc))
         self.compressor.forward_stream = getattr(scheduler, "forward_stream", None)
         self.quality.identify_profiles()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -12,11 +11,20 @@ from sglang_evicpress.patches.tiers.idle_promotion import PromotionSteps
 from sglang_evicpress.tiers.jobs import Workers
 
 
+class Wakeup(Protocol):
+    """Event that a thread sets which has ended a job."""
+
+    def clear(self) -> None: ...
+    def wait(self, seconds: float, /) -> bool: ...
+
+
 class Threads(Protocol):
     """Threads that work for the tiers."""
 
     workers: dict[str, Workers]
-    arrival: threading.Event
+
+    @property
+    def arrival(self) -> Wakeup: ...
 
     @property
     def has_host(self) -> bool: ...
@@ -86,7 +94,7 @@ class TierRounds:
         return self.threads.num_pending_jobs > 0
 
     def wait(self, seconds: float) -> None:
-        """Until a thread has ended a job, for so long at most."""
+        """Until a thread has ended a job or a message has come, for so long at most."""
         self.threads.arrival.wait(seconds)
 
     def settle(self, is_settled: Callable[[], bool], deadline_s: float) -> None:

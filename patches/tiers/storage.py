@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections import Counter
 from collections.abc import Callable
 
 from sglang_evicpress.config import GB, EvicPressConfig
 from sglang_evicpress.core import Tier
+from sglang_evicpress.patches.tiers.arrival import Arrival
 from sglang_evicpress.tiers.entry.key import Key
 from sglang_evicpress.tiers.entry.payload import PayloadCopier
 from sglang_evicpress.tiers.faults import Faults
@@ -29,7 +29,7 @@ class Storage:
         self.ssd_key: Key | None = None
         self.counts: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
-        self.arrival, self.read_timer = threading.Event(), ReadTimer()
+        self.arrival, self.read_timer = Arrival(), ReadTimer()
         self.workers: dict[str, Workers] = {}
         self._host: HostTier | None = None
         self._copier: PayloadCopier | None = None

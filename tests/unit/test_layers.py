@@ -86,7 +86,7 @@ TABLE = {
             *("codec", "controller", "cpu_attention", "decode_budget", "device", "error_text", "introspect", "kernels"),
             *("press", "profiler", "quality", "spawn", "survivors", "threads", "tiers"),
         ),
-        ("fastapi", "flashinfer", "numpy", "orjson", "prometheus_client", "sglang", "starlette", "torch"),
+        ("fastapi", "flashinfer", "numpy", "orjson", "prometheus_client", "sglang", "starlette", "torch", "zmq"),
     ),
     "plugin": Layer(("config", "patches", "spawn")),
     "cli": Layer(

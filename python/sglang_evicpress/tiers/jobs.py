@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from queue import PriorityQueue
+from typing import Protocol
 
 import torch
 
@@ -74,11 +75,17 @@ class Job(ABC):
         return True
 
 
+class Signal(Protocol):
+    """Wakes up who takes over what jobs have brought."""
+
+    def set(self) -> None: ...
+
+
 class Workers:
     """``num_threads`` threads and what they have finished. ``submit``, ``finished`` and ``wait`` are for one thread,
-    the scheduler's; ``arrival`` is an event that several groups may share."""
+    the scheduler's; ``arrival`` may be shared by several groups."""
 
-    def __init__(self, name: str, num_threads: int, arrival: threading.Event) -> None:
+    def __init__(self, name: str, num_threads: int, arrival: Signal) -> None:
         self._arrival = arrival
         self._numbers = itertools.count()
         self._queue: PriorityQueue[tuple[float, int, Job | None]] = PriorityQueue()
