@@ -71,7 +71,6 @@ HOOK_POINTS = (
     # what wakes an idle scheduler up
     _read(
         "sglang.srt.managers.scheduler_components.ipc_channels.SchedulerIpcChannels",
-        "recv_from_tokenizer recv_from_rpc send_to_tokenizer send_to_detokenizer send_metrics_from_scheduler",
     ),
     # control messages
     _hook(f"{_SCHEDULER}.init_request_dispatcher", "self"),

@@ -154,7 +154,15 @@ class Walk:
 
     def scheduler(self) -> SimpleNamespace:
         batch = SimpleNamespace(reqs=self.running)
-        return SimpleNamespace(last_batch=batch, running_batch=None, cur_batch=None, chunked_req=None, tokenizer=None)
+        channels = SimpleNamespace(recv_from_tokenizer=None, recv_from_rpc=None)
+        return SimpleNamespace(
+            last_batch=batch,
+            running_batch=None,
+            cur_batch=None,
+            chunked_req=None,
+            tokenizer=None,
+            ipc_channels=channels,
+        )
 
     # ---- what a scheduler does
 

@@ -75,7 +75,14 @@ class BudgetWalk(Walk):
     def scheduler(self) -> SimpleNamespace:
         batch = SimpleNamespace(reqs=self.running, batch_is_full=False)
         batches = {"last_batch": batch, "running_batch": batch, "cur_batch": None}
-        return SimpleNamespace(**batches, chunked_req=None, waiting_queue=[], metrics_reporter=None, tokenizer=None)
+        return SimpleNamespace(
+            **batches,
+            chunked_req=None,
+            waiting_queue=[],
+            metrics_reporter=None,
+            tokenizer=None,
+            ipc_channels=SimpleNamespace(recv_from_tokenizer=None, recv_from_rpc=None),
+        )
 
     def arrive(self) -> None:
         before = self.count

@@ -61,7 +61,7 @@ class ShadowMoves:
             tokenizer=None,
             waiting_queue=self.waiting,
             max_running_requests=ROWS - 2,
-            ipc_channels=SimpleNamespace(send_to_tokenizer=sender),
+            ipc_channels=SimpleNamespace(send_to_tokenizer=sender, recv_from_tokenizer=None, recv_from_rpc=None),
         )
         return self.stub
 
