@@ -20,6 +20,9 @@ per step, for what they may do instead. That can lose far more: to be sure of th
 MAX_COMPARED = 16
 """Nodes whose changes are compared for the last step on a tier."""
 
+SCARCE_SHARE = 1 / 4
+"""Of a lower tier: with less of it free, its bytes are worth something to what arrives."""
+
 NOTABLE_SHARE = 1 / 16
 """What the last step may free too much, of the bytes that stay on the tier, before a better one is looked for. The next
 plan finds free what this one frees too much, so that in a large cache nothing is lost; always to look for the least
@@ -67,6 +70,7 @@ class Plan:
         self._heaps: list[list[Entry]] = [[] for _ in range(DROPPED)]
         self._waiting: list[list[Candidate]] = [[] for _ in range(DROPPED)]
         self._taken: list[list[Entry]] = [[] for _ in range(DROPPED)]
+        self._prices: dict[int, float] = {}
         self._num_steps = self._num_ahead = 0
         self._forced_drops: ForcedDrops | None = None
         self._forced: set[int] = set()
@@ -95,8 +99,34 @@ class Plan:
                 self._excluded_tiers[copy.id] = self._excluded_tiers.get(copy.id, 0) | 1 << step.tier
                 self._queue(copy)
                 continue
+            if self._weigher is not None and self.lower_copies_of is None and tier < step.tier < DROPPED:
+                step = self._priced(self._weigher, copy, step)
             num_bytes -= self._move(copy, step)
         return 0
+
+    def _priced(self, weigher: EvicPressPolicy, copy: Candidate, step: Step) -> Step:
+        """``step``, to a lower tier, or the same in the form of which the bytes pay there: each costs what that tier
+        loses next for one. In what has most utility the node would be the next to shrink there, once more of work."""
+        price = self._price_of_room(step.tier)
+        if price <= 0.0:
+            return step
+        best, least = step, step.loss * copy.weight + price * step.num_bytes
+        excluded_tiers, _ = self._terms(copy)
+        for choice in weigher.choices(copy, excluded_tiers):
+            cost = choice.loss * copy.weight + price * choice.num_bytes
+            if choice.tier == step.tier and cost < least and choice.num_bytes < step.num_bytes:
+                best, least = choice, cost
+        return best
+
+    def _price_of_room(self, tier: int) -> float:
+        """What a byte of a tier is worth to this plan: nothing until little of it is free."""
+        price = self._prices.get(tier)
+        if price is None:
+            room = self.room[tier]
+            is_scarce = room < SCARCE_SHARE * (room + self.index.num_bytes[tier])
+            price = self._price(tier) if is_scarce else 0.0
+            price = self._prices[tier] = 0.0 if math.isinf(price) else price
+        return price
 
     def decisions(self) -> list[Decision]:
         """The moves in an order that keeps every tier within its bounds and resident nodes prefix-closed: drops first,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -11,8 +12,12 @@ from sglang_evicpress.policy.cost_model import CostSnapshot
 from sglang_evicpress.policy.explain import explain
 from sglang_evicpress.policy.index import NodeIndex
 from sglang_evicpress.policy.plan import Plan
-from sglang_evicpress.policy.promotion import Budget, plan_promotions
+from sglang_evicpress.policy.promotion import CLEARLY, Budget, plan_promotions
+from sglang_evicpress.policy.rewrites import plan_rewrites
 from sglang_evicpress.policy.rules.evicpress import EvicPressPolicy
+
+FULL_SHARE = 1 / 16
+"""Of a tier: with less of it free, nodes are rewritten in fewer bytes rather than soon dropped."""
 
 
 @runtime_checkable
@@ -102,6 +107,16 @@ class Planner:
         if not isinstance(self.policy, EvicPressPolicy):
             return []
         return plan_promotions(self.index, self.policy, room, budget, held)
+
+    def plan_rewrites(self, nodes: Iterable[NodeStats], tier: Tier, room: int) -> list[Decision]:
+        """Smaller forms for these nodes of ``tier``, of which ``room`` bytes are free; see ``rewrites.plan_rewrites``.
+        None for a policy that has no utility."""
+        if not isinstance(self.policy, EvicPressPolicy):
+            return []
+        price = 0.0
+        if room < FULL_SHARE * (room + self.index.num_bytes[tier]) and (first := self.index.first(tier)) is not None:
+            price = max(0.0, first[1].key) * CLEARLY  # else the node that loses least would stay as it is
+        return plan_rewrites(self.policy, nodes, price if math.isfinite(price) else 0.0)
 
     def explain(self, node_id: int, value_of_hit: float = 1.0) -> dict[str, object]:
         """See ``explain.explain``. KeyError for a node that is not in the index."""
