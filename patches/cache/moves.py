@@ -28,6 +28,12 @@ class Sends(Protocol):
     def demote(self, node_id: int, tier: Tier, form: Form, *, at_once: bool = False) -> int: ...
 
 
+class OnSsd(Protocol):
+    """Compressing what only the SSD has."""
+
+    def begin(self, node_id: int, form: Form) -> None: ...
+
+
 class Raises(Protocol):
     """Nodes that come up."""
 
@@ -49,6 +55,7 @@ class NodeMoves:
     nodes: Mapping[int, Node]
     gpu: OnGpu
     host: HostForms
+    ssd: OnSsd
     removal: Removals
     demotion: Sends
     promotion: Raises
@@ -64,11 +71,14 @@ class NodeMoves:
         return self.gpu.is_alone
 
     def compress(self, node_id: int, form: Form) -> int:
-        """Bring a node to ``form``; returns the slots freed. What is on the host is brought there in the background."""
+        """Bring a node to ``form``; returns the slots freed. What is below it is brought there in the background."""
         node = self.nodes[node_id]
         if node.value is not None:
             return self.gpu.compress(node_id, form)
-        self.host.compress_on_host(node, form)
+        if Tier.HOST in node.kv.copies:
+            self.host.compress_on_host(node, form)
+        else:
+            self.ssd.begin(node_id, form)
         return 0
 
     def drop(self, node_id: int, cause: str = "lost", number: int | None = None) -> int:

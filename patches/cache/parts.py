@@ -24,6 +24,7 @@ from sglang_evicpress.patches.scheduler.hooks import is_first_come_first_served
 from sglang_evicpress.patches.scheduler.prefill_times import note_not_loaded
 from sglang_evicpress.patches.tiers.admin import TierAdmin
 from sglang_evicpress.patches.tiers.background import BackgroundDemotion
+from sglang_evicpress.patches.tiers.idle_compression import IdleCompression
 from sglang_evicpress.patches.tiers.idle_promotion import IdlePromotion
 from sglang_evicpress.patches.tiers.report import TierReport
 from sglang_evicpress.patches.tiers.rounds import TierRounds
@@ -80,6 +81,7 @@ class Parts:
             nodes,
             tiers.gpu_ops,
             tiers.host_compression,
+            tiers.ssd_compression,
             tiers.removal,
             tiers.demotion,
             tiers.promotion,
@@ -88,6 +90,15 @@ class Parts:
             tree.terms,
             self.view.cause_of_drop,
             tree.num_failed,
+        )
+        self.idle_compression = IdleCompression(
+            nodes,
+            tree.storage,
+            tiers.ssd_compression,
+            self.view.plan_rewrites,
+            tiers.host_room.room,
+            tiers.holds.node_ids,
+            lambda decisions: self.controller.execute(decisions),
         )
         self.controller = Controller(self.moves, tree.policy, tree.terms, tree.num_failed)
         self.eviction = Eviction(
@@ -179,8 +190,7 @@ class Parts:
         self.rounds = TierRounds(
             tree.storage,
             tree.background_clock,
-            tiers.promotion,
-            self.idle_promotion.promote,
+            (self.idle_promotion, self.idle_compression),
             first=(lambda: tiers.loads.start(None), tiers.ssd_io.begin_round),  # of a round that has come to no batch
             keep_room=self.background_demotion.keep_room,
             last=tiers.prefetcher.advance,

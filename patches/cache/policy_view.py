@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from sglang_evicpress.controller.controller import NOT_MEASURED
-from sglang_evicpress.core import DROP, LowerCopy, NodeStats, Option, Tier
+from sglang_evicpress.core import DROP, Decision, LowerCopy, NodeStats, Option, Tier
 from sglang_evicpress.patches.tiers.placement import exact_tier_of, tier_of
 from sglang_evicpress.patches.tiers.types import GpuForms
 from sglang_evicpress.patches.tree.node import is_lossy, is_reserved, size_of, start_of
@@ -52,14 +52,14 @@ class PolicyView:
             if form.press is not None and get_press(form.press).needs_queries:
                 self._blind &= ~(1 << index)
 
-    def stats_of(self, node: Node) -> NodeStats:
-        """The node as the policy sees it."""
+    def stats_of(self, node: Node, *, may_rewrite: bool = False) -> NodeStats:
+        """The node as the policy sees it; ``may_rewrite``: what lies on the SSD may be read and written anew."""
         kv, start, num_tokens, tier = node.kv, start_of(node), len(node.key), tier_of(node)
         num_bytes = size_of(node) * self.menu.slot_bytes
         expectation, policy = self.quality.expectation_of(node), self.policy.planner.policy
         allowed_forms = 0
         # those that do not weigh quality compress on the GPU only, before anything goes down
-        is_open = tier == Tier.GPU or (tier == Tier.HOST and policy.weighs_quality)
+        is_open = tier == Tier.GPU or ((tier == Tier.HOST or may_rewrite) and policy.weighs_quality)
         if is_open and num_tokens >= self.min_compress_tokens and policy.compresses and not kv.has_failed:
             allowed_forms = self.menu.smaller(kv.form)
             if kv.unfit_codec is not None:
@@ -87,6 +87,11 @@ class PolicyView:
             exact_on=exact_tier_of(node),
             lower_copies=tuple(self.lower_copies_of.get(node.id, ())),
         )
+
+    def plan_rewrites(self, nodes: Iterable[Node], room: int) -> Sequence[Decision]:
+        """Decisions that bring nodes that only the SSD has to smaller forms there, of which ``room`` bytes are free."""
+        stats = [self.stats_of(node, may_rewrite=True) for node in nodes]
+        return self.policy.planner.plan_rewrites(stats, Tier.SSD, room)
 
     def options_of(self, node: Node) -> tuple[Option, ...]:
         """What can be done now with a node; nothing while it is locked.

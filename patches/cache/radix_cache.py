@@ -147,6 +147,7 @@ class EvicPressCache(RadixCache):
     def reset(self) -> None:
         tiers = self.parts.tiers
         tiers.promotion.clear()
+        tiers.ssd_compression.clear()
         tiers.loads.end_all()
         super().reset()
         tiers.placement.clear(self.nodes.values())

@@ -27,6 +27,7 @@ from sglang_evicpress.patches.tiers.prefetches import Prefetches
 from sglang_evicpress.patches.tiers.promotion import Promotion
 from sglang_evicpress.patches.tiers.removal import Removal
 from sglang_evicpress.patches.tiers.reservations import Reservations
+from sglang_evicpress.patches.tiers.ssd_compression import SsdCompression
 from sglang_evicpress.patches.tiers.ssd_io import SsdIo
 from sglang_evicpress.patches.tree.compressor import Compressor
 from sglang_evicpress.patches.tree.types import Node
@@ -138,6 +139,15 @@ class TierParts:
             self.ssd_io,
             self.gpu_ops,
             compressor,
+        )
+        self.ssd_compression = SsdCompression(
+            nodes,
+            tree.storage,
+            self.ssd_io,
+            self.host_compression,
+            self.removal,
+            costs=lambda: tree.terms.costs,
+            busy_s=lambda: tree.background_clock.busy_s,
         )
         self.demotion = Demotion(
             nodes, tree.adapters, self.placement, self.removal, self.gpu_ops, self.host_compression, self.backup

@@ -94,7 +94,7 @@ class HookedRounds(Protocol):
     def has_tiers(self) -> bool: ...
     @property
     def has_work(self) -> bool: ...
-    def tick(self, *, is_idle: bool) -> None: ...
+    def tick(self, *, is_idle: bool, delays_token: bool) -> None: ...
     def wait(self, seconds: float) -> None: ...
 
 
@@ -218,7 +218,12 @@ def _before_get_next_batch_to_run(scheduler: HookedScheduler) -> None:
     if _cache is None:
         return
     _cache.decode_budgets.visit_budgets(scheduler)
-    _cache.rounds.tick(is_idle=scheduler.running_batch.is_empty() and not scheduler.waiting_queue)
+    last, is_running = scheduler.last_batch, not scheduler.running_batch.is_empty()
+    # What was just prefilled joins those that run later, and its token is sent after the next batch is launched.
+    _cache.rounds.tick(
+        is_idle=last is None and not is_running and not scheduler.waiting_queue,
+        delays_token=last.forward_mode.is_extend() if last is not None else not is_running,
+    )
     _cache.background.begin_round(scheduler)
     if _cache.rounds.has_tiers and scheduler.running_batch.is_empty():
         # SGLang takes a pool without room for one more request as full until one ends. Nodes that are being loaded

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Protocol
 
 from sglang_evicpress.config import EvicPressConfig
-from sglang_evicpress.core import Decision, Option, Tier
+from sglang_evicpress.core import Decision, Form, Option, Tier
 from sglang_evicpress.patches.tiers.types import (
     Backups,
     Controlling,
@@ -159,11 +159,22 @@ class BackgroundDemotion:
             if node is None or not self.names.may_reach_ssd(node):
                 continue  # it had to make room on the SSD, or never goes there
             is_move = decision.option.tier == Tier.SSD and node.value is None
-            is_there = self.placement.has_same(node, Tier.SSD)
-            if decision.option.form != node.kv.form:  # it is written as it is only to be there if need be
-                is_there = Tier.SSD in node.kv.copies
-            if is_move and not is_there and not self.backup.start_copy(node, Tier.SSD):
+            if is_move and not self._prepare_on_ssd(node, decision.option.form):
                 break
+
+    def _prepare_on_ssd(self, node: Node, form: Form | None) -> bool:
+        """See that the SSD has a node that only the host has in the form in which it is to go there: what lies there in
+        a larger one takes longer to read. False when there is no room for it."""
+        there = node.kv.copies.get(Tier.SSD)
+        if node.kv.job is not None or (there is not None and there.form == form):
+            return True
+        if form is None or form == node.kv.form:
+            return self.placement.has_same(node, Tier.SSD) or self.backup.start_copy(node, Tier.SSD)
+        if self.room.is_busy:
+            return False
+        if self.host_forms.copy_to_ssd(node, form) or there is not None:
+            return True
+        return self.backup.start_copy(node, Tier.SSD)  # as it is, to be there if need be
 
     def _prepared_bytes(self) -> int:
         """Bytes of host copies whose nodes are to leave the GPU soon."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 PLAN_SHARE = 1 / 20  # of the time, for plans in the background
+MOST_DEFERRED_S = 0.05  # by which a plan that is due waits for a first token
 
 
 class BackgroundClock:
@@ -26,9 +27,11 @@ class BackgroundClock:
         """A request runs or waits."""
         self.busy_s = now_s
 
-    def begin_plan(self, now_s: float, *, is_idle: bool) -> bool:
-        """True if plans are due: what changes from now on calls for others."""
-        is_due = self.is_dirty and (is_idle or now_s >= self._next_plan_s)
+    def begin_plan(self, now_s: float, *, is_idle: bool, delays_token: bool = False) -> bool:
+        """True if plans are due: what changes from now on calls for others. ``delays_token``: somebody would wait for
+        them for a first token, and they can follow it."""
+        due_s = self._next_plan_s + (MOST_DEFERRED_S if delays_token else 0.0)
+        is_due = self.is_dirty and (is_idle or now_s >= due_s)
         if is_due:
             self.is_dirty = False
         return is_due

@@ -1,5 +1,6 @@
 """Compressing what lies in host memory: a node below the GPU is brought to a smaller form off the scheduler thread,
-layer by layer, and written to the host anew; it has its old copy until the smaller one is complete."""
+layer by layer, and written to the host anew; it has its old copy until the smaller one is complete, and keeps it where
+the smaller one is for the SSD."""
 
 from __future__ import annotations
 
@@ -39,8 +40,19 @@ class HostCompression:
     gpu: GpuForms
     press: Compressor
 
+    def copy_to_ssd(self, node: Node, form: Form) -> bool:
+        """Begin to give a node that the host has a copy on the SSD in a smaller form, instead of one that is there.
+        False as ``compress_on_host`` says."""
+        return self.compress_on_host(node, form, keeps_planned=True, is_for_ssd=True)
+
     def compress_on_host(
-        self, node: Node, form: Form, *, leaves_for: Tier | None = None, keeps_planned: bool = False
+        self,
+        node: Node,
+        form: Form,
+        *,
+        leaves_for: Tier | None = None,
+        keeps_planned: bool = False,
+        is_for_ssd: bool = False,
     ) -> bool:
         """Begin to bring what the host has of a node to ``form``; the node goes to the tier ``leaves_for`` then. False
         when it cannot be now: there is nothing, or only something too small, something is done with it already, or
@@ -68,7 +80,7 @@ class HostCompression:
             self.room.give_back(runs)
             return False
         with self.room.given_back_after_an_error(runs):
-            Compression(self, node, copy, form, num_kept, runs, leaves_for=leaves_for).start()
+            Compression(self, node, copy, form, num_kept, runs, leaves_for=leaves_for, is_for_ssd=is_for_ssd).start()
         return True
 
     def repack(self) -> None:
@@ -112,9 +124,11 @@ class Compression(Job):
         runs: Runs,
         *,
         leaves_for: Tier | None,
+        is_for_ssd: bool = False,
     ) -> None:
         super().__init__()
         self.owner, self.node_id, self.copy, self.form, self.leaves_for = owner, node.id, copy, form, leaves_for
+        self.is_for_ssd = is_for_ssd
         self.start_token, self.num_tokens, self.num_kept = start_of(node), len(node.key), num_kept
         self.window = owner.gpu.window_of(node)
         self.after = owner.press.written_event()
@@ -196,20 +210,27 @@ class Compression(Job):
             and node.kv.copies.get(Tier.HOST) is copy
             and (self.form == copy.form or not is_reserved(node))  # who waits for it counts on what it was
         ):
-            self._replace(node)
+            made = self._made(node)
+            if self.is_for_ssd:
+                owner.ssd.start_write_of(node, made)
+            else:
+                self._replace(node, made)
         else:
             owner.storage.counts["copies_outdated"] += 1
         owner.storage.host.unpin(copy.entry)
         owner.storage.host.unpin(self.entry)
 
-    def _replace(self, node: Node) -> None:
-        """The node has the smaller copy from now on."""
-        owner, copy, kv = self.owner, self.copy, node.kv
+    def _made(self, node: Node) -> Copy:
+        """The smaller copy, on the host."""
+        copy = self.copy
         is_kept = self.form.pressed == copy.form.pressed
         origin = node.id if copy.origin is None and not is_kept else copy.origin
-        owner.placement.add_copy(
-            node, Copy(Tier.HOST, self.form, self.entry, 0, self.num_kept, self.layout, copy.is_lossy_prefix, origin)
-        )
+        return Copy(Tier.HOST, self.form, self.entry, 0, self.num_kept, self.layout, copy.is_lossy_prefix, origin)
+
+    def _replace(self, node: Node, made: Copy) -> None:
+        """The node has the smaller copy from now on."""
+        owner, copy, kv = self.owner, self.copy, node.kv
+        owner.placement.add_copy(node, made)
         owner.storage.counts["repacked" if self.form == copy.form else "compressed_on_host"] += 1
         if self.leaves_for is None or node.lock_ref > 0 or is_reserved(node) or has_child_on_gpu(node):
             return

@@ -42,7 +42,12 @@ class IdlePromotion:
     def __post_init__(self) -> None:
         self._next_look_s = 0.0
 
-    def promote(self) -> None:
+    @property
+    def is_busy(self) -> bool:
+        """True if something is being promoted."""
+        return self.promotion.is_busy
+
+    def advance(self) -> None:
         """Go on with what is being promoted; when that is done, look for more."""
         now = time.monotonic()
         if not self.promotion.is_busy and now >= self._next_look_s and self.storage.num_pending_jobs == 0:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Protocol
 
-from sglang_evicpress.patches.tiers.idle_promotion import PromotionSteps
 from sglang_evicpress.tiers.jobs import Workers
 
 
@@ -39,26 +38,34 @@ class Clock(Protocol):
 
     def mark_dirty(self) -> None: ...
     def note_busy(self, now_s: float) -> None: ...
-    def begin_plan(self, now_s: float, *, is_idle: bool) -> bool: ...
+    def begin_plan(self, now_s: float, *, is_idle: bool, delays_token: bool = False) -> bool: ...
     def end_plan(self, begin_s: float) -> None: ...
+
+
+class IdleWork(Protocol):
+    """Work, a step at a time, for rounds in which nothing else is done."""
+
+    @property
+    def is_busy(self) -> bool: ...
+    def advance(self) -> None: ...
 
 
 @dataclass(eq=False, repr=False)
 class TierRounds:
     """Takes in what the threads have done and calls those who have something to do. Of every round, ``first`` are
-    called one after the other, ``keep_room`` where plans are due, and ``last``."""
+    called one after the other, ``keep_room`` where plans are due or else, of an idle one, ``idle``, and ``last``."""
 
     threads: Threads
     clock: Clock
-    promotion: PromotionSteps
-    promote: Callable[[], None]
+    idle: Sequence[IdleWork]
     _: KW_ONLY
     first: Sequence[Callable[[], None]]
     keep_room: Callable[[], None]
     last: Callable[[], None]
 
-    def tick(self, *, is_idle: bool = False) -> None:
-        """``is_idle``: no request runs or waits."""
+    def tick(self, *, is_idle: bool = False, delays_token: bool = False) -> None:
+        """``is_idle``: no request runs or waits; ``delays_token``: one waits for its first token, and for nothing but
+        this round."""
         if not self.has_tiers:
             return
         self.threads.arrival.clear()
@@ -70,11 +77,12 @@ class TierRounds:
         now_s = time.monotonic()
         if not is_idle:
             self.clock.note_busy(now_s)
-        if self.clock.begin_plan(now_s, is_idle=is_idle):
+        if self.clock.begin_plan(now_s, is_idle=is_idle, delays_token=delays_token):
             self.keep_room()
             self.clock.end_plan(now_s)
         elif is_idle:
-            self.promote()
+            for work in self.idle:
+                work.advance()
         self.last()
 
     @property
@@ -85,7 +93,7 @@ class TierRounds:
     @property
     def has_work(self) -> bool:
         """True if there is more to be done than to wait for requests."""
-        has_any = self.clock.is_dirty or self.has_jobs or self.promotion.is_busy
+        has_any = self.clock.is_dirty or self.has_jobs or any(work.is_busy for work in self.idle)
         return has_any and self.has_tiers
 
     @property

@@ -16,7 +16,7 @@ from sglang_evicpress.patches.tiers.types import Changes, EntryCopies, HostMemor
 from sglang_evicpress.patches.tree.node import is_reserved, start_of
 from sglang_evicpress.patches.tree.types import Node
 from sglang_evicpress.policy.cost_model import CostSnapshot
-from sglang_evicpress.tiers.entry.copies import HostEntry, SsdEntry
+from sglang_evicpress.tiers.entry.copies import Copy, HostEntry, SsdEntry
 from sglang_evicpress.tiers.entry.header import BadEntry, Header, check_identity
 from sglang_evicpress.tiers.jobs import Job
 from sglang_evicpress.tiers.ssd.index import Ref
@@ -93,16 +93,24 @@ class SsdIo:
         if entry.ssd is not None and entry.ssd.owners:
             self.share(entry, entry.ssd)
             return True
-        owners = (self.nodes[node_id] for node_id in entry.owners)
-        if any(self.names.ssd_scope(node.key.extra_key) is None for node in owners):
-            self.storage.counts["writes_refused"] += 1
-            return False
-        reservation = self.ssd_room(entry.header.payload_bytes)
+        reservation = self._reserve(entry, [self.nodes[node_id] for node_id in entry.owners])
+        if reservation is not None:
+            Write(self, entry, reservation).start()
+        return reservation is not None
+
+    def start_write_of(self, node: Node, made: Copy) -> bool:
+        """Begin to write what was made on the host of a node's copy there, for the SSD alone."""
+        reservation = None if self.storage.ssd is None else self._reserve(made.entry, [node])
+        if reservation is not None:
+            NodeWrite(self, node, made, reservation).start()
+        return reservation is not None
+
+    def _reserve(self, entry: HostEntry, owners: Sequence[Node]) -> Reservation | None:
+        may_be_there = all(self.names.ssd_scope(node.key.extra_key) is not None for node in owners)
+        reservation = self.ssd_room(entry.header.payload_bytes) if may_be_there else None
         if reservation is None:
             self.storage.counts["writes_refused"] += 1
-            return False
-        Write(self, entry, reservation).start()
-        return True
+        return reservation
 
     @property
     def ssd(self) -> SsdTier:
@@ -246,6 +254,41 @@ class Write(Job):
             for node_id in entry.owners:
                 owner.nodes[node_id].kv.is_leaving = False
         owner.storage.host.unpin(entry)
+
+
+class NodeWrite(Write):
+    """Host to SSD, of what one node is to have there and the host does not keep. ``made``: its copy on the host; what
+    it was made of must be the node's still when it is written."""
+
+    def __init__(self, owner: SsdIo, node: Node, made: Copy, reservation: Reservation) -> None:
+        super().__init__(owner, made.entry, reservation)
+        self.node_id, self.made, self.source = node.id, made, node.kv.copies[Tier.HOST]
+        self.layouts = [made.layout]
+
+    def start(self) -> None:
+        super().start()
+        self.owner.nodes[self.node_id].kv.job = self
+
+    def finish(self) -> None:
+        owner, node = self.owner, self.owner.nodes.get(self.node_id)
+        self.entry.write = None
+        if node is not None and node.kv.job is self:
+            node.kv.job = None
+        if self.error is not None:
+            owner.storage.errors[f"ssd_write_{self.error}"] += 1
+        elif self.ssd is owner.storage.ssd:  # else it was detached, and keeps what was published
+            if node is not None and self._is_wanted_by(node):
+                owner.storage.counts["compressed_for_ssd"] += 1
+                ssd_entry = self.ssd.hold(self.ref, self.entry.header)
+                owner.placement.add_copy(node, replace(self.made, tier=Tier.SSD, entry=ssd_entry))
+            else:
+                owner.storage.counts["copies_outdated"] += 1
+                self.ssd.forget(self.ref, owner.storage.workers["write"])
+        owner.storage.host.unpin(self.entry)
+
+    def _is_wanted_by(self, node: Node) -> bool:
+        """True unless the node has changed, or a request waits for what the SSD has of it now."""
+        return node.value is None and not is_reserved(node) and node.kv.copies.get(Tier.HOST) is self.source
 
 
 class Read(Job):

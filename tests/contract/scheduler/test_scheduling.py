@@ -50,7 +50,7 @@ class FakeCache:
         self.loads = SimpleNamespace(start=self.started.append)
         self.num_waiting = 0
         self.has_work = False
-        self.ticks: list[bool] = []
+        self.ticks: list[tuple[bool, bool]] = []
         self.waits: list[float] = []
         self.passed_by: set[str] = set()
         self.holders: list[str] = []
@@ -77,8 +77,8 @@ class FakeCache:
     def keep_only(self, waiting: list[str]) -> None:
         self.expected.append(f"keep stages {waiting}")
 
-    def tick(self, *, is_idle: bool) -> None:
-        self.ticks.append(is_idle)
+    def tick(self, *, is_idle: bool, delays_token: bool) -> None:
+        self.ticks.append((is_idle, delays_token))
 
     def wait(self, seconds: float) -> None:
         self.waits.append(seconds)
@@ -248,7 +248,7 @@ def test_every_step_looks_who_has_left_the_queue(cache: FakeCache) -> None:
 
 
 def test_what_guests_may_do_is_worked_out_before_a_batch_is_made_and_booked_after(cache: FakeCache) -> None:
-    scheduler = SimpleNamespace(waiting_queue=[], running_batch=Batch(is_empty=False))
+    scheduler = SimpleNamespace(waiting_queue=[], running_batch=Batch(is_empty=False), last_batch=None)
     hooks._before_get_next_batch_to_run(scheduler)
     hooks._after_get_next_batch_to_run("a batch", scheduler)
     assert cache.visited == [scheduler]
@@ -269,7 +269,7 @@ class Batch:
 
 
 def test_a_pool_is_not_taken_as_full_for_ever_while_nothing_runs(cache: FakeCache) -> None:
-    scheduler = SimpleNamespace(waiting_queue=[], running_batch=Batch(is_empty=True))
+    scheduler = SimpleNamespace(waiting_queue=[], running_batch=Batch(is_empty=True), last_batch=None)
     hooks._before_get_next_batch_to_run(scheduler)
     assert scheduler.running_batch.batch_is_full, "without tiers SGLang's own accounting stands"
     cache.has_tiers = True
@@ -278,7 +278,18 @@ def test_a_pool_is_not_taken_as_full_for_ever_while_nothing_runs(cache: FakeCach
     scheduler.running_batch = Batch(is_empty=False)
     hooks._before_get_next_batch_to_run(scheduler)
     assert scheduler.running_batch.batch_is_full
-    assert cache.ticks == [True, True, False]
+    assert cache.ticks == [(True, True), (True, True), (False, False)]
+
+
+def test_a_server_is_not_idle_between_a_prefill_and_its_token(cache: FakeCache) -> None:
+    prefill, decode = (SimpleNamespace(forward_mode=mode) for mode in (ForwardMode.EXTEND, ForwardMode.DECODE))
+    scheduler = SimpleNamespace(waiting_queue=[], running_batch=Batch(is_empty=True), last_batch=prefill)
+    hooks._before_get_next_batch_to_run(scheduler)  # what was prefilled has not joined those that run
+    scheduler.last_batch, scheduler.running_batch = decode, Batch(is_empty=False)
+    hooks._before_get_next_batch_to_run(scheduler)
+    scheduler.last_batch, scheduler.running_batch, scheduler.waiting_queue = None, Batch(is_empty=True), ["waits"]
+    hooks._before_get_next_batch_to_run(scheduler)
+    assert cache.ticks == [(False, True), (False, False), (False, True)], "(is idle, plans would delay a first token)"
 
 
 def adder(*admitted: str) -> Any:

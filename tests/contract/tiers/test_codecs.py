@@ -279,10 +279,12 @@ def test_random_walk_keeps_every_bit(
 ) -> None:
     walk = coded(seed, page_size, dtype=torch.bfloat16, policy=policy, has_ssd=has_ssd)
     walk.cost, seen = None, set()
-    for _ in range(40):
+    for number in range(200):
         walk.step(10)
         seen |= {copy.form.codec for node in nodes_of(walk) for copy in node.kv.copies.values()}
         assert not any(node.kv.form.codec == "lossless" for node in nodes_of(walk) if node.value is not None)
+        if number >= 40 and "lossless" in seen:
+            break  # when memory is short first depends on how fast the threads are
     walk.run(1)
     assert walk.tree.storage.counts["released"] > 0 and "lossless" in seen
     assert not walk.tree.storage.errors["host_does_not_fit"]

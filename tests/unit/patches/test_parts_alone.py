@@ -7,6 +7,7 @@ import sys
 import time
 from array import array
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ import torch
 
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.controller.controller import NOT_MEASURED
-from sglang_evicpress.core import DROP, EXACT, Tier
+from sglang_evicpress.core import DROP, EXACT, Form, Tier
 from sglang_evicpress.patches.cache.fill_replace import FillReplace
 from sglang_evicpress.patches.cache.policy_sync import PolicySync
 from sglang_evicpress.patches.cache.policy_terms import PolicyTerms
@@ -28,6 +29,7 @@ from sglang_evicpress.patches.tiers.holds import Holds
 from sglang_evicpress.patches.tiers.host_checks import HostChecks
 from sglang_evicpress.patches.tiers.host_compression import Compression
 from sglang_evicpress.patches.tiers.host_room import HostRoom
+from sglang_evicpress.patches.tiers.idle_compression import IdleCompression
 from sglang_evicpress.patches.tiers.late_loads import LateLoads
 from sglang_evicpress.patches.tiers.load import Part
 from sglang_evicpress.patches.tiers.load_back import LoadBack
@@ -39,6 +41,7 @@ from sglang_evicpress.patches.tiers.prefetches import Prefetch, Prefetches
 from sglang_evicpress.patches.tiers.promotion import Promotion
 from sglang_evicpress.patches.tiers.removal import Removal
 from sglang_evicpress.patches.tiers.reservations import Reservations
+from sglang_evicpress.patches.tiers.ssd_compression import SsdCompression
 from sglang_evicpress.patches.tiers.ssd_io import Lookup, Read
 from sglang_evicpress.patches.tree.adapters import Adapters
 from sglang_evicpress.patches.tree.changes import NodeChanges
@@ -48,7 +51,7 @@ from sglang_evicpress.patches.tree.set_aside import ASIDE_S, SetAside
 from sglang_evicpress.patches.tree.slot_ledger import SlotLedger
 from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.menu import Menu
-from sglang_evicpress.tiers.entry.copies import Copy, HostEntry
+from sglang_evicpress.tiers.entry.copies import Copy, HostEntry, SsdEntry
 from sglang_evicpress.tiers.entry.header import Shape
 from sglang_evicpress.tiers.host.tier import HostTier
 from sglang_evicpress.tiers.ssd.index import Ref
@@ -67,6 +70,7 @@ MODULES = (
     *("tiers.holds", "tiers.late_loads", "tiers.loads", "tiers.load_back", "tiers.host_checks", "tiers.promotion"),
     *("tiers.idle_promotion", "tiers.prefetches", "tiers.reservations", "tiers.load_terms", "tiers.grafting"),
     *("tiers.prefetch", "cache.eviction", "cache.eviction_log", "tiers.background", "tiers.background_clock"),
+    *("tiers.ssd_compression", "tiers.idle_compression"),
     *("tiers.rounds", "tiers.ssd_attachment", "tiers.weights", "tiers.admin", "tiers.report", "tiers.shutdown"),
 )
 
@@ -606,6 +610,70 @@ def test_an_adapter_that_came_with_other_tensors_stays_off_the_ssd() -> None:
 
 def test_what_is_copied_off_the_gpu_goes_before_what_is_compressed_on_the_host() -> None:
     assert BackupJob.priority < Compression.priority and Read.priority == Lookup.priority == 0
+
+
+class Disk(World):
+    """One node, which the SSD alone has, with a disk that reads at once and compresses when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.node, self.reads, self.asked, self.busy_s = self.nodes[1], {}, list[tuple[str, object]](), 0.0
+        entry = SsdEntry(Header(), None)
+        self.placement.add_copy(self.node, Copy(Tier.SSD, EXACT, entry, 0, 4, None, False, None))
+        self.removal.release(1, Tier.SSD)
+        self.num_pending_jobs = 0
+        costs = CostSnapshot(PrefillCost(0.0, 1.0, 0.0), {Tier.SSD: TransferCost(5.0, 1e9)}, {})
+        self.ssd_compression = SsdCompression(
+            self.nodes, self, self, self, self.removal, costs=lambda: costs, busy_s=lambda: self.busy_s
+        )
+
+    def start_read(self, entry: SsdEntry) -> object:
+        self.asked.append(("read", entry))
+        self.backup(self.node)
+        return entry
+
+    def copy_to_ssd(self, node: Node, form: Form) -> bool:
+        self.asked.append(("compress", form))
+        return self.can_compress
+
+    can_compress = True
+
+
+@pytest.mark.parametrize("can_compress", [True, False])
+def test_what_shrinks_on_the_ssd_leaves_host_memory_as_it_was(can_compress: bool) -> None:
+    world, form = Disk(), Form("knorm", 0.5)
+    world.can_compress = can_compress
+    assert tier_of(world.node) == Tier.SSD and not world.ssd_compression.is_busy
+    world.ssd_compression.begin(1, form)
+    world.busy_s = time.monotonic()
+    world.ssd_compression.advance()
+    assert not world.asked, "a request that comes within the time of the read would wait for it"
+    world.busy_s -= 6.0
+    while world.ssd_compression.is_busy:
+        world.ssd_compression.advance()
+    assert [what for what, _ in world.asked] == ["read", "compress"]
+    assert tier_of(world.node) == Tier.SSD and world.host.num_entries == 0
+
+
+def test_an_idle_look_is_about_what_only_the_ssd_has_and_nobody_holds() -> None:
+    world, looked, held = Disk(), list[list[int]](), set[int]()
+    world.ssd = object()
+
+    def plan(nodes: Iterable[Node], room: int) -> list[object]:
+        looked.append([node.id for node in nodes])
+        return []
+
+    made = IdleCompression(
+        world.nodes, world, world.ssd_compression, plan, lambda: {Tier.SSD: 7}, lambda: held, lambda decisions: None
+    )
+    made.advance()
+    made.advance()
+    assert looked == [[1]], "what was looked at in vain is not looked at again at once"
+    for change in (lambda: held.add(1), lambda: (held.clear(), world.backup(world.node))):
+        change()
+        made._next_look_s = 0.0
+        made.advance()
+    assert looked == [[1]] and not made.is_busy
 
 
 def test_no_part_needs_sglang() -> None:

@@ -121,8 +121,12 @@ def test_plans_take_a_share_of_the_time_unless_somebody_waits() -> None:
     clock.end_plan(now_s - 1.0)  # a second: nineteen more have to pass
     clock.mark_dirty()
     assert not clock.begin_plan(now_s + 18.0, is_idle=False) and clock.begin_plan(now_s + 18.0, is_idle=True)
+    clock.mark_dirty()
+    clock.end_plan(now_s)
+    assert not clock.begin_plan(now_s + 0.04, is_idle=False, delays_token=True), "after the first token"
+    assert clock.begin_plan(now_s + 0.06, is_idle=False, delays_token=True), "but not for ever"
     clock.mark_dirty(at_once=True)
-    assert clock.begin_plan(now_s, is_idle=False)
+    assert clock.begin_plan(now_s, is_idle=False, delays_token=True)
 
 
 class Told(Job):
@@ -157,8 +161,8 @@ def rounds(told: list[str]) -> tuple[TierRounds, Workers, BackgroundClock]:
     workers = Workers("copy", 1, arrival)
     threads = Threads(workers, arrival)
     calls = {name: (lambda name=name: told.append(name)) for name in ("begin", "room", "promote", "end")}
-    promotion = SimpleNamespace(is_busy=False), calls["promote"]
-    made = TierRounds(threads, clock, *promotion, first=[calls["begin"]], keep_room=calls["room"], last=calls["end"])
+    idle = [SimpleNamespace(is_busy=False, advance=calls["promote"])]
+    made = TierRounds(threads, clock, idle, first=[calls["begin"]], keep_room=calls["room"], last=calls["end"])
     return made, workers, clock
 
 

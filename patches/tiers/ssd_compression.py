@@ -1,0 +1,94 @@
+"""Compressing what only the SSD has, a node at a time and without the GPU: its entry is read into host memory, made
+smaller there and written anew, while no request runs or waits and the disk has nothing else to do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
+
+from sglang_evicpress.core import Form, Tier
+from sglang_evicpress.patches.tiers.ssd_io import SsdReads
+from sglang_evicpress.patches.tiers.types import HostForms, Removals, Tiers
+from sglang_evicpress.patches.tree.node import is_reserved
+from sglang_evicpress.patches.tree.types import Node
+from sglang_evicpress.policy.cost_model import CostSnapshot
+
+
+@dataclass(slots=True)
+class _Rewrite:
+    """A node on its way to ``form``; ``is_read``, ``is_made``: the host has what the SSD had, and is at work on it."""
+
+    node_id: int
+    form: Form
+    is_read: bool = False
+    is_made: bool = False
+
+
+@dataclass(eq=False, repr=False)
+class SsdCompression:
+    """Carries one rewrite out at a time. ``busy_s``: when a request last ran or waited (``time.monotonic``)."""
+
+    nodes: Mapping[int, Node]
+    storage: Tiers
+    ssd: SsdReads
+    host: HostForms
+    removal: Removals
+    _: KW_ONLY
+    costs: Callable[[], CostSnapshot]
+    busy_s: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        self._rewrite: _Rewrite | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        return self._rewrite is not None
+
+    def begin(self, node_id: int, form: Form) -> None:
+        """Bring a node that only the SSD has to ``form``; nothing where another one is on its way."""
+        if self._rewrite is None:
+            self._rewrite = _Rewrite(node_id, form)
+
+    def clear(self) -> None:
+        """The tree goes."""
+        self._rewrite = None
+
+    def advance(self) -> None:
+        """Go on with what was begun."""
+        if self._rewrite is not None and not self._take_step(self._rewrite):
+            self._rewrite = None
+
+    def _take_step(self, rewrite: _Rewrite) -> bool:
+        """The next step; False when there is none, or a request wants the node."""
+        node = self.nodes.get(rewrite.node_id)
+        if node is None or node.value is not None or node.lock_ref > 0 or is_reserved(node):
+            return False
+        copy = node.kv.copies.get(Tier.SSD)
+        if copy is None:
+            return False
+        if node.kv.job is not None:
+            return True
+        if rewrite.is_made:
+            self._release(node)
+            return False
+        if Tier.HOST in node.kv.copies:
+            rewrite.is_made = rewrite.is_read and self.host.copy_to_ssd(node, rewrite.form)
+            if rewrite.is_read and not rewrite.is_made:
+                self._release(node)
+            return rewrite.is_made
+        if copy.entry.read is not None:
+            return True
+        # Of an entry of which others have pieces all would come to the host, and stay there.
+        if rewrite.is_read or len(copy.entry.owners) > 1:
+            return False
+        load_s = self.costs().load_seconds(Tier.SSD, copy.entry.header.payload_bytes)
+        if self.ssd.reads or time.monotonic() - self.busy_s() < load_s:
+            return True  # a request that comes now would have to wait for it: none came for as long as it takes
+        rewrite.is_read = self.ssd.start_read(copy.entry) is not None
+        return rewrite.is_read
+
+    def _release(self, node: Node) -> None:
+        """The SSD alone has the node again."""
+        if Tier.HOST in node.kv.copies:
+            self.removal.release(node.id, Tier.SSD)
