@@ -95,6 +95,7 @@ class Parts:
             nodes,
             tree.storage,
             tiers.ssd_compression,
+            tiers.ssd_io,
             self.view.plan_rewrites,
             tiers.host_room.room,
             tiers.holds.node_ids,

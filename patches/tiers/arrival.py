@@ -17,8 +17,9 @@ class Arrival:
     def __init__(self) -> None:
         self._counter = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._counter)
-        self._poller = zmq.Poller()
-        self._poller.register(self._counter, zmq.POLLIN)
+        self._poller, self._jobs = zmq.Poller(), zmq.Poller()
+        for poller in (self._poller, self._jobs):
+            poller.register(self._counter, zmq.POLLIN)
 
     def watch(self, sockets: Iterable[object]) -> None:
         """End waits as soon as one of ``sockets`` can be read; what is no socket of ZeroMQ is left out."""
@@ -38,3 +39,7 @@ class Arrival:
     def wait(self, seconds: float) -> bool:
         """Wait at most so long; whether a thread has ended a job or a socket can be read."""
         return bool(self._poller.poll(math.ceil(1e3 * seconds)))
+
+    def wait_for_job(self, seconds: float) -> bool:
+        """Wait at most so long for a thread alone: nobody reads the sockets meanwhile."""
+        return bool(self._jobs.poll(math.ceil(1e3 * seconds)))

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Protocol
 
 from sglang_evicpress.config import EvicPressConfig
-from sglang_evicpress.core import Decision, Form, Option, Tier
+from sglang_evicpress.core import Decision, Option, Tier
 from sglang_evicpress.patches.tiers.types import (
     Backups,
     Controlling,
@@ -159,14 +159,16 @@ class BackgroundDemotion:
             if node is None or not self.names.may_reach_ssd(node):
                 continue  # it had to make room on the SSD, or never goes there
             is_move = decision.option.tier == Tier.SSD and node.value is None
-            if is_move and not self._prepare_on_ssd(node, decision.option.form):
+            if is_move and not self._prepare_on_ssd(node, decision.option):
                 break
 
-    def _prepare_on_ssd(self, node: Node, form: Form | None) -> bool:
-        """See that the SSD has a node that only the host has in the form in which it is to go there: what lies there in
-        a larger one takes longer to read. False when there is no room for it."""
-        there = node.kv.copies.get(Tier.SSD)
-        if node.kv.job is not None or (there is not None and there.form == form):
+    def _prepare_on_ssd(self, node: Node, option: Option) -> bool:
+        """See that the SSD has a node that only the host has in the form in which it is to go there, or a smaller one:
+        what lies there in a larger one takes longer to read. False when there is no room for it."""
+        there, form = node.kv.copies.get(Tier.SSD), option.form
+        if node.kv.job is not None:
+            return True
+        if there is not None and (there.form == form or there.num_bytes <= option.num_bytes):
             return True
         if form is None or form == node.kv.form:
             return self.placement.has_same(node, Tier.SSD) or self.backup.start_copy(node, Tier.SSD)

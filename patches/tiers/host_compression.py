@@ -18,7 +18,7 @@ from sglang_evicpress.patches.tree.node import has_child_on_gpu, is_reserved, st
 from sglang_evicpress.patches.tree.types import Node
 from sglang_evicpress.survivors import SurvivorLayout
 from sglang_evicpress.tiers.entry.copies import Copy, HostEntry
-from sglang_evicpress.tiers.jobs import DOES_NOT_FIT, Job
+from sglang_evicpress.tiers.jobs import DOES_NOT_FIT, INTERNAL, IO, NOT_FINITE, Job
 
 if TYPE_CHECKING:
     from sglang_evicpress.patches.tree.compressor import Compressor
@@ -71,6 +71,8 @@ class HostCompression:
         if node.lock_ref > 0 or is_reserved(node) or self._is_copied(node):
             return False
         num_bytes = sum(self.storage.copier.sizes(num_kept, form.press is not None, form.codec))
+        if is_for_ssd and not self.ssd.has_room_for(num_bytes):
+            return False
         runs = self.room.host_room(num_bytes, keep=(node.id,), keeps_planned=keeps_planned)
         if runs is None:
             self.room.want(num_bytes)
@@ -203,6 +205,10 @@ class Compression(Job):
             owner.storage.errors[f"host_{self.error}"] += 1
             if node is not None:
                 owner.placement.note_unfit(node, self.form.codec)
+        elif self.error in (INTERNAL, IO, NOT_FINITE) and self.is_for_ssd:  # the host has good bytes still
+            owner.storage.errors[f"host_{self.error}"] += 1
+            if node is not None:
+                node.kv.has_failed = True
         elif self.error is not None:
             owner.removal.invalidate_entry(copy.entry, Tier.HOST, self.error)
         elif (

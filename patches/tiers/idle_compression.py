@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from sglang_evicpress.core import Decision, Tier
 from sglang_evicpress.patches.tiers.placement import tier_of
@@ -21,6 +22,19 @@ MOST_LOOKED = 256
 """Nodes that one look is about: some milliseconds."""
 
 
+class Rewrites(IdleWork, Protocol):
+    """Rewriting, a step at a time."""
+
+    def has_failed(self, node: Node) -> bool: ...
+
+
+class SsdWriting(Protocol):
+    """Whether the SSD takes writes."""
+
+    @property
+    def may_write(self) -> bool: ...
+
+
 @dataclass(eq=False, repr=False)
 class IdleCompression:
     """Looks at some of the nodes at a time. ``plan``: decisions for nodes, by the free bytes of the SSD; ``room``: free
@@ -28,7 +42,8 @@ class IdleCompression:
 
     nodes: Mapping[int, Node]
     storage: Tiers
-    compression: IdleWork
+    compression: Rewrites
+    ssd: SsdWriting
     plan: Callable[[Iterable[Node], int], Sequence[Decision]]
     room: Callable[[], Mapping[Tier, int]]
     held: Callable[[], Collection[int]]
@@ -47,7 +62,7 @@ class IdleCompression:
         """Go on with what is being compressed; when that is done, look for more."""
         now_s = time.monotonic()
         is_due = now_s >= self._next_look_s and self.storage.num_pending_jobs == 0
-        is_free = is_due and not self.compression.is_busy and self.storage.ssd is not None
+        is_free = is_due and not self.compression.is_busy and self.ssd.may_write
         if is_free and not self._look():
             self._next_look_s = now_s + PAUSE_S
         self.compression.advance()
@@ -58,14 +73,16 @@ class IdleCompression:
         looked, self._left = self._left[:MOST_LOOKED], self._left[MOST_LOOKED:]
         held = self.held()
         present = [node for one in looked if one not in held and (node := self.nodes.get(one)) is not None]
-        on_ssd = [node for node in present if _is_free_on_ssd(node)]
+        on_ssd = [node for node in present if self._is_free_on_ssd(node)]
         decisions = self.plan(on_ssd, self.room().get(Tier.SSD, 0)) if on_ssd else ()
         self.execute(decisions[:1])
         return bool(decisions)
 
-
-def _is_free_on_ssd(node: Node) -> bool:
-    """True if only the SSD has it, in an entry of its own, and nobody waits for it."""
-    if node.lock_ref > 0 or is_reserved(node) or node.kv.job is not None or tier_of(node) != Tier.SSD:
-        return False
-    return Tier.SSD in node.kv.copies and len(node.kv.copies[Tier.SSD].entry.owners) == 1
+    def _is_free_on_ssd(self, node: Node) -> bool:
+        """True if only the SSD has it, in an entry of its own for which host memory is free, and nobody waits for
+        it."""
+        if node.lock_ref > 0 or is_reserved(node) or node.kv.job is not None or tier_of(node) != Tier.SSD:
+            return False
+        entry = node.kv.copies[Tier.SSD].entry
+        fits = entry.header.payload_bytes <= self.storage.host.free_bytes
+        return fits and len(entry.owners) == 1 and not self.compression.has_failed(node)

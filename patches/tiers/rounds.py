@@ -15,6 +15,7 @@ class Wakeup(Protocol):
 
     def clear(self) -> None: ...
     def wait(self, seconds: float, /) -> bool: ...
+    def wait_for_job(self, seconds: float, /) -> bool: ...
 
 
 class Threads(Protocol):
@@ -109,5 +110,5 @@ class TierRounds:
         """Let the threads work until it is settled or they have nothing to do, at most until ``deadline_s`` by
         ``time.monotonic``."""
         while time.monotonic() < deadline_s and not is_settled() and self.has_jobs:
-            self.wait(0.01)
+            self.threads.arrival.wait_for_job(0.01)
             self.tick()

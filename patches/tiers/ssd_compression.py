@@ -13,6 +13,10 @@ from sglang_evicpress.patches.tiers.types import HostForms, Removals, Tiers
 from sglang_evicpress.patches.tree.node import is_reserved
 from sglang_evicpress.patches.tree.types import Node
 from sglang_evicpress.policy.cost_model import CostSnapshot
+from sglang_evicpress.tiers.entry.copies import SsdEntry
+
+MOST_REMEMBERED = 4096
+"""Nodes that could not be made smaller."""
 
 
 @dataclass(slots=True)
@@ -40,6 +44,7 @@ class SsdCompression:
 
     def __post_init__(self) -> None:
         self._rewrite: _Rewrite | None = None
+        self._failed: dict[int, SsdEntry] = {}  # by node id
 
     @property
     def is_busy(self) -> bool:
@@ -50,9 +55,14 @@ class SsdCompression:
         if self._rewrite is None:
             self._rewrite = _Rewrite(node_id, form)
 
+    def has_failed(self, node: Node) -> bool:
+        """True if what the SSD has of the node could not be made smaller."""
+        return self._failed.get(node.id) is node.kv.copies[Tier.SSD].entry
+
     def clear(self) -> None:
         """The tree goes."""
         self._rewrite = None
+        self._failed.clear()
 
     def advance(self) -> None:
         """Go on with what was begun."""
@@ -70,12 +80,12 @@ class SsdCompression:
         if node.kv.job is not None:
             return True
         if rewrite.is_made:
-            self._release(node)
+            self._end(node, rewrite)
             return False
         if Tier.HOST in node.kv.copies:
             rewrite.is_made = rewrite.is_read and self.host.copy_to_ssd(node, rewrite.form)
             if rewrite.is_read and not rewrite.is_made:
-                self._release(node)
+                self._end(node, rewrite)
             return rewrite.is_made
         if copy.entry.read is not None:
             return True
@@ -85,10 +95,19 @@ class SsdCompression:
         load_s = self.costs().load_seconds(Tier.SSD, copy.entry.header.payload_bytes)
         if self.ssd.reads or time.monotonic() - self.busy_s() < load_s:
             return True  # a request that comes now would have to wait for it: none came for as long as it takes
-        rewrite.is_read = self.ssd.start_read(copy.entry) is not None
+        # Nothing makes room for it: what the host has is of more use than a smaller form on the SSD.
+        is_free = self.storage.host.free_bytes >= copy.entry.header.payload_bytes
+        rewrite.is_read = is_free and self.ssd.start_read(copy.entry) is not None
         return rewrite.is_read
 
-    def _release(self, node: Node) -> None:
-        """The SSD alone has the node again."""
+    def _end(self, node: Node, rewrite: _Rewrite) -> None:
+        """The SSD alone has the node again; what could not be made of it is not tried again."""
+        copy = node.kv.copies.get(Tier.SSD)
+        if copy is None:  # it made room there: the host keeps the node
+            return
+        if copy.form != rewrite.form:
+            if len(self._failed) >= MOST_REMEMBERED:
+                self._failed.clear()
+            self._failed[node.id] = copy.entry
         if Tier.HOST in node.kv.copies:
             self.removal.release(node.id, Tier.SSD)

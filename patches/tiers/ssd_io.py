@@ -98,6 +98,22 @@ class SsdIo:
             Write(self, entry, reservation).start()
         return reservation is not None
 
+    @property
+    def may_write(self) -> bool:
+        """True if the SSD takes writes now, and the wear budget allows them."""
+        ssd = self.storage.ssd
+        return ssd is not None and ssd.store.is_writable and ssd.wear.allows(ssd.now_s)
+
+    def has_room_for(self, num_bytes: int) -> bool:
+        """True if so many bytes may be written now; where room is all that is missing, it is made for later."""
+        if not self.may_write:
+            return False
+        store = self.ssd.store
+        has_room = store.used_bytes + num_bytes <= store.capacity_bytes
+        if not has_room and num_bytes <= store.capacity_bytes:
+            self.make_ssd_room(num_bytes)
+        return has_room
+
     def start_write_of(self, node: Node, made: Copy) -> bool:
         """Begin to write what was made on the host of a node's copy there, for the SSD alone."""
         reservation = None if self.storage.ssd is None else self._reserve(made.entry, [node])
@@ -267,10 +283,12 @@ class NodeWrite(Write):
 
     def start(self) -> None:
         super().start()
+        self.owner.room.begin_copy(self.entry.num_bytes)  # until then nobody holds it
         self.owner.nodes[self.node_id].kv.job = self
 
     def finish(self) -> None:
         owner, node = self.owner, self.owner.nodes.get(self.node_id)
+        owner.room.end_copy(self.entry.num_bytes)
         self.entry.write = None
         if node is not None and node.kv.job is self:
             node.kv.job = None

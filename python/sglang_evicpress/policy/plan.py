@@ -91,16 +91,13 @@ class Plan:
             excess = copy.num_bytes - (step.num_bytes if step.tier == tier else 0) - num_bytes
             if self._weigher is not None and excess > notable:
                 copy, step = self._best_last(self._weigher, tier, num_bytes, copy, step)
-            if (
-                self.lower_copies_of is None
-                and tier < step.tier < DROPPED
-                and not self._make_room(step.tier, step.num_bytes)
-            ):
+            needs_room = self.lower_copies_of is None and tier < step.tier < DROPPED
+            if needs_room and self._weigher is not None:
+                step = self._priced(self._weigher, copy, step)
+            if needs_room and not self._make_room(step.tier, step.num_bytes):
                 self._excluded_tiers[copy.id] = self._excluded_tiers.get(copy.id, 0) | 1 << step.tier
                 self._queue(copy)
                 continue
-            if self._weigher is not None and self.lower_copies_of is None and tier < step.tier < DROPPED:
-                step = self._priced(self._weigher, copy, step)
             num_bytes -= self._move(copy, step)
         return 0
 

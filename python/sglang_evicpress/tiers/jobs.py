@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 NOT_FINITE = "not_finite"
 """Error of a job that was to encode NaN or Inf."""
 
+INTERNAL, IO = "internal", "io"
+"""Errors of a job that raised what it should not, and of one that the system failed."""
+
 DOES_NOT_FIT = "does_not_fit"
 """Error of a job that was to encode what its codec has no room for."""
 
@@ -44,7 +47,7 @@ class Job(ABC):
     def execute(self) -> None:
         """``run``, with its error and the seconds that it took noted."""
         begin = time.perf_counter()
-        self.error = "internal"
+        self.error = INTERNAL
         try:
             self.run()
             self.error = None
@@ -55,7 +58,7 @@ class Job(ABC):
         except DoesNotFitError:
             self.error = DOES_NOT_FIT
         except OSError as error:
-            self.error = "io"
+            self.error = IO
             logger.warning("evicpress: %s failed: %s", type(self).__name__, error)
         except Exception as error:  # noqa: BLE001 - a failed job is a miss: counted, logged and recomputed
             logger.error("evicpress: %s failed: %s", type(self).__name__, code_path(error))

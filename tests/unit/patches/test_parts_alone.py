@@ -653,6 +653,7 @@ def test_what_shrinks_on_the_ssd_leaves_host_memory_as_it_was(can_compress: bool
         world.ssd_compression.advance()
     assert [what for what, _ in world.asked] == ["read", "compress"]
     assert tier_of(world.node) == Tier.SSD and world.host.num_entries == 0
+    assert world.ssd_compression.has_failed(world.node), "here nothing was written: it is not tried again"
 
 
 def test_an_idle_look_is_about_what_only_the_ssd_has_and_nobody_holds() -> None:
@@ -663,8 +664,16 @@ def test_an_idle_look_is_about_what_only_the_ssd_has_and_nobody_holds() -> None:
         looked.append([node.id for node in nodes])
         return []
 
+    writing = SimpleNamespace(may_write=True)
     made = IdleCompression(
-        world.nodes, world, world.ssd_compression, plan, lambda: {Tier.SSD: 7}, lambda: held, lambda decisions: None
+        world.nodes,
+        world,
+        world.ssd_compression,
+        writing,
+        plan,
+        lambda: {Tier.SSD: 7},
+        lambda: held,
+        lambda decisions: None,
     )
     made.advance()
     made.advance()
@@ -674,6 +683,11 @@ def test_an_idle_look_is_about_what_only_the_ssd_has_and_nobody_holds() -> None:
         made._next_look_s = 0.0
         made.advance()
     assert looked == [[1]] and not made.is_busy
+    held.clear()
+    world.removal.release(1, Tier.SSD)
+    writing.may_write, made._next_look_s = False, 0.0
+    made.advance()
+    assert looked == [[1]], "nothing is read that could not be written"
 
 
 def test_no_part_needs_sglang() -> None:

@@ -18,6 +18,7 @@ from sglang_evicpress.patches.cache.eviction import Eviction
 from sglang_evicpress.patches.cache.eviction_log import EvictionLog
 from sglang_evicpress.patches.tiers import weights
 from sglang_evicpress.patches.tiers.admin import TierAdmin
+from sglang_evicpress.patches.tiers.arrival import Arrival
 from sglang_evicpress.patches.tiers.background import BackgroundDemotion
 from sglang_evicpress.patches.tiers.background_clock import BackgroundClock
 from sglang_evicpress.patches.tiers.report import TierReport
@@ -144,7 +145,7 @@ class Told(Job):
 @dataclass
 class Threads:
     copying: Workers
-    arrival: threading.Event
+    arrival: Arrival
     has_host = True
 
     @property
@@ -157,7 +158,7 @@ class Threads:
 
 
 def rounds(told: list[str]) -> tuple[TierRounds, Workers, BackgroundClock]:
-    arrival, clock = threading.Event(), BackgroundClock()
+    arrival, clock = Arrival(), BackgroundClock()
     workers = Workers("copy", 1, arrival)
     threads = Threads(workers, arrival)
     calls = {name: (lambda name=name: told.append(name)) for name in ("begin", "room", "promote", "end")}
