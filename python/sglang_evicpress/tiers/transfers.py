@@ -247,10 +247,10 @@ class Transfers:
     def _compile_codec(self, codec: str) -> None:
         """Compile the kernels by a row that nobody reads."""
         self._compiled.add(codec)
-        layout, row = self._layout_of(codec, 1), torch.empty_like(self._pool.k_buffers[0][:1])
+        layout, row = self._layout_of(codec, 1), torch.zeros_like(self._pool.k_buffers[0][:1])
         slots, stored = (torch.zeros(size, dtype=dtype, device=self._device)
                          for size, dtype in ((1, torch.int64), (layout.num_bytes, torch.uint8)))  # fmt: skip
-        rows = _Rows.of([row], [torch.empty_like(row)])
+        rows = _Rows.of([row], [torch.zeros_like(row)])
         self._encode(rows, slots, layout, torch.zeros(1, dtype=torch.int32, device=self._device), stored)
         self._decode(rows, slots, layout, 0, stored)
 
