@@ -86,8 +86,7 @@ class TreeInspection:
         return {
             **self.policy.planner.explain(node_id, self.terms.value_of_hit()),
             "num_hits": node.kv.num_hits,
-            "half_life_s": self.terms.clock.half_life_s,
-            "half_life_is_learned": self.terms.clock.is_learned,
+            "weight_horizon_s": self.terms.reuse.model.horizon_s,
             "costs": described_cost(self.terms.costs.prefill),
             "recompute_weight": self.terms.recompute_weight,
             "decisions": self.journal.about(node_id),
@@ -157,7 +156,7 @@ class TreeInspection:
             "lineage": "lossy" if is_lossy(node) else "exact",
             "computed_on": "lossy" if kv.is_lossy_prefix else "exact",
             "lock_ref": node.lock_ref,
-            "weight": self.terms.clock.faded(kv.weight, self.terms.now_s),
+            "weight": kv.weight / self.terms.value_of_hit(),
             "num_hits": kv.num_hits,
             "last_use": kv.last_use,
             "has_queries": self.operations.window_of(node) is not None,

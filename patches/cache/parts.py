@@ -275,7 +275,7 @@ class Parts:
         changes.flushed.subscribe(
             tree.aside.clear, tree.ledger.clear, tree.policy.clear, tree.queries.clear, tree.queued_hits.clear
         )
-        terms.advanced.subscribe(tree.queued_hits.follow_clock, self.moves.retry_failed, tree.quality.refresh_default)
+        terms.advanced.subscribe(tree.queued_hits.grow_older, self.moves.retry_failed, tree.quality.refresh_default)
         terms.costs_changed.subscribe(tree.policy.refresh)
         self.views.admitted.subscribe(
             tree.quality.note_question, tree.queued_hits.on_prefill, self.recomputation.count_admitted

@@ -8,7 +8,7 @@ from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import Tier
 from sglang_evicpress.patches.tree.changes import Signal
 from sglang_evicpress.policy.cost_model import CostModel, CostSnapshot, PrefillCost, TransferCost
-from sglang_evicpress.policy.reuse import ReuseClock
+from sglang_evicpress.policy.reuse_tracker import ReuseTracker
 
 START_LOADS = {Tier.HOST: TransferCost(1e-3, 4e9), Tier.SSD: TransferCost(3e-3, 1e9)}
 """What loading is taken to cost before any was observed."""
@@ -35,7 +35,7 @@ class PolicyTerms:
         self._nodes = nodes
         self.advanced = Signal[[]]()
         self.costs_changed = Signal[[CostSnapshot]]()
-        self.clock = ReuseClock(config.half_life_s)
+        self.reuse = ReuseTracker()
         self.now_s = 0.0
         self.costs = CostSnapshot(
             PrefillCost(config.prefill_fixed_s, config.prefill_per_token_s, config.prefill_per_pair_s), START_LOADS, {}
@@ -47,8 +47,8 @@ class PolicyTerms:
         self._refreshed_s = -REFRESH_S
 
     def value_of_hit(self) -> float:
-        """Worth of a hit now, in the units of the clock."""
-        return self.clock.value_of_hit(self.now_s)
+        """Weight of a node that is expected to be used once, soon enough to be kept for that: uses per second."""
+        return 1.0 / self.reuse.model.horizon_s
 
     def observe_load(self, tier: Tier, num_bytes: int, seconds: float) -> None:
         """So many bytes were brought back from a tier; ranks learn of it by rank 0's next stamp."""

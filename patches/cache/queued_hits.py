@@ -1,8 +1,9 @@
-"""Waiting requests as evidence: the nodes they will hit carry the hit while they wait, before they run.
+"""Uses of nodes, by requests that run and by those that wait: what each node weighs.
 
-A queued hit is taken back when its request leaves the queue without running; once it runs, nodes of its real prefix
-that were not queued get the hit, and queued ones that it does not use lose it (a match may end inside a node, or the
-tree may have changed). Both pieces of a split node carry its queued hits, as they carry its weight.
+A waiting request's nodes count as used while it waits, before it runs. Such a queued hit is taken back when its request
+leaves the queue without running; once it runs, nodes of its real prefix that were not queued get the hit, and queued
+ones that it does not use lose it (a match may end inside a node, or the tree may have changed). Both pieces of a split
+node carry its queued hits, as they carry its uses.
 """
 
 from __future__ import annotations
@@ -12,36 +13,34 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from sglang_evicpress.patches.tree.types import Node
-from sglang_evicpress.policy.reuse import ReuseClock
+from sglang_evicpress.policy.reuse_tracker import ReuseTracker
 
 MAX_NODES = 256
 """Nodes, from the root, that a waiting request marks at most."""
 
+QUEUED_RATE = 1.0
+"""Uses per second that a waiting request is: it is sure to come, within about a second."""
 
-class ReuseTerms(Protocol):
-    """Time, and the clock that says what a hit is worth."""
+
+class LogicalTime(Protocol):
+    """Time, equal on every rank, and the reuse of nodes until then."""
 
     now_s: float
-    clock: ReuseClock
-
-    def value_of_hit(self) -> float: ...
+    reuse: ReuseTracker
 
 
 class WeightedNodes(Protocol):
     """Policy that goes by the weights of nodes."""
 
     def touch(self, node: Node) -> None: ...
-    def reweigh(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
 class QueuedHit:
-    """``value`` is what the hit was worth at ``made_s``, when the request came; ``nodes`` carry it, by id."""
+    """``nodes`` carry it, by id."""
 
     number: int
     req: object
-    value: float
-    made_s: float
     nodes: dict[int, Node] = field(default_factory=dict)
 
 
@@ -49,9 +48,10 @@ class QueuedHits:
     """Hits of nodes: one queued hit per waiting request, empty or not, and those of requests that run. Nothing here
     depends on anything a rank has for itself."""
 
-    def __init__(self, nodes: Mapping[int, Node], terms: ReuseTerms, policy: WeightedNodes) -> None:
+    def __init__(self, nodes: Mapping[int, Node], terms: LogicalTime, policy: WeightedNodes) -> None:
         self._nodes = nodes
         self._terms = terms
+        self._reuse = terms.reuse
         self._policy = policy
         self._hits_by_request: dict[int, QueuedHit] = {}  # by id() of the request, which the queued hit keeps alive
         self._num_made = 0
@@ -63,56 +63,75 @@ class QueuedHits:
     def num_nodes(self) -> int:
         return sum(len(queued_hit.nodes) for queued_hit in self._hits_by_request.values())
 
-    def hit(self, node: Node, value: float, num_hits: int = 1) -> None:
-        """Add this to a node's weight and to its number of hits."""
-        kv = node.kv
-        kv.weight = max(0.0, kv.weight + value)
-        kv.num_hits += num_hits
-        if num_hits > 0:
-            kv.last_use_s = self._terms.now_s
-        self._policy.touch(node)
+    # ---- nodes
+
+    def add(self, node: Node, num_siblings: int) -> None:
+        """A new node, its parent's child number ``num_siblings``; 0: it is below the root."""
+        self._reuse.add(node.id, self._terms.now_s, len(node.key), num_siblings)
+        node.kv.weight = self._weight_of(node)
+
+    def use(self, node: Node) -> None:
+        """A request uses the node that was not queued for it."""
+        self._reuse.use(node.id, self._terms.now_s)
+        self._hit(node, 1)
+
+    def split(self, upper: Node, lower: Node) -> None:
+        """``upper`` was split off ``lower``, with its weight and hits."""
+        self._reuse.split(upper.id, lower.id)
+        upper.kv.queued_hits = {}
+        for queued_hit in lower.kv.queued_hits.values():
+            self._carry(queued_hit, upper)
+
+    def forget(self, node: Node) -> None:
+        """The node is gone."""
+        self._reuse.remove(node.id)
+        for queued_hit in node.kv.queued_hits.values():
+            del queued_hit.nodes[node.id]
+        node.kv.queued_hits = {}
+
+    def clear(self) -> None:
+        """Every node is gone; the requests still wait."""
+        self._reuse.clear()
+        for queued_hit in self._hits_by_request.values():
+            queued_hit.nodes = {}
+
+    def grow_older(self) -> None:
+        """Time has gone on: nodes that nobody used weigh something else now."""
+        for node_id in self._reuse.advance(self._terms.now_s):
+            self._reweigh(self._nodes[node_id])
+
+    # ---- requests
 
     def on_queued(self, req: object, steps: Sequence[tuple[Node, int]]) -> None:
         """A request enters the queue and is expected to use the nodes of ``steps``, with the tokens each matches."""
         path = [node for node, _ in steps]
         if path and path[-1].lock_ref == 0 and not path[-1].kv.queued_hits:
-            # What runs or waits is held for that: such a gap says nothing of how long to remember the others.
-            gap_s = self._terms.now_s - path[-1].kv.last_use_s
-            self._terms.clock.observe_reuse(gap_s, sum(matched for _, matched in steps))
+            # What runs or waits is held for that: such a gap says nothing of the others.
+            self._reuse.observe_request(path[-1].id, self._terms.now_s)
         self.release(req)
         self._num_made += 1
-        value = self._terms.value_of_hit()
-        queued_hit = self._hits_by_request[id(req)] = QueuedHit(self._num_made, req, value, self._terms.now_s)
+        queued_hit = self._hits_by_request[id(req)] = QueuedHit(self._num_made, req)
         for node in path[:MAX_NODES]:
             self._carry(queued_hit, node)
-            self.hit(node, value)
+            self._hit(node, 1)
 
     def on_prefill(self, req: object, path: list[Node], num_tokens: int) -> None:
         """A request runs on ``path``, which holds ``num_tokens``: every node of it has its hit now, once."""
-        gap_s = self._terms.now_s - path[-1].kv.last_use_s if path else 0.0
-        was_queued = self._resolve(req, path, self._terms.value_of_hit())
-        if path and not was_queued:
-            self._terms.clock.observe_reuse(gap_s, num_tokens)
-
-    def _resolve(self, req: object, path: list[Node], value: float) -> bool:
-        """Every node of ``path`` gets the hit once, and no other keeps it. Returns whether any of it had been
-        queued."""
         queued_hit = self._hits_by_request.pop(id(req), None)
+        if path and (queued_hit is None or not queued_hit.nodes):
+            self._reuse.observe_request(path[-1].id, self._terms.now_s)
         queued = {} if queued_hit is None else queued_hit.nodes
-        for node in path:
-            if node.id not in queued:
-                self.hit(node, value)
         if queued_hit is not None:
-            used = {node.id for node in path}
-            for node in queued.values():
-                del node.kv.queued_hits[queued_hit.number]
-                if node.id not in used:
-                    self.hit(node, -queued_hit.value, -1)
-        return bool(queued)
+            self._take_back(queued_hit, {node.id for node in path})
+        for node in path:
+            self._reuse.use(node.id, self._terms.now_s)
+            self._hit(node, 0 if node.id in queued else 1)
 
     def release(self, req: object) -> None:
         """The request will not run: its hits are taken back."""
-        self._resolve(req, [], 0.0)
+        queued_hit = self._hits_by_request.pop(id(req), None)
+        if queued_hit is not None:
+            self._take_back(queued_hit, ())
 
     def keep_only(self, waiting: Collection[object]) -> None:
         """Release every queued hit whose request is not among the waiting ones. Free while none has left."""
@@ -121,35 +140,24 @@ class QueuedHits:
             for queued_hit in [queued_hit for key, queued_hit in self._hits_by_request.items() if key not in ids]:
                 self.release(queued_hit.req)
 
-    def split(self, upper: Node, lower: Node) -> None:
-        """``upper`` was split off ``lower``, with its weight and hits."""
-        upper.kv.queued_hits = {}
-        for queued_hit in lower.kv.queued_hits.values():
-            self._carry(queued_hit, upper)
-
-    def forget(self, node: Node) -> None:
-        """The node is gone."""
-        for queued_hit in node.kv.queued_hits.values():
-            del queued_hit.nodes[node.id]
-        node.kv.queued_hits = {}
-
-    def follow_clock(self) -> None:
-        """Restate every weight where the clock takes another epoch or half-life."""
-        clock = self._terms.clock
-        if not clock.is_due(self._terms.now_s):
-            return
-        restate = clock.rebase(self._terms.now_s)
-        for node in self._nodes.values():
-            node.kv.weight = restate(node.kv.weight, node.kv.last_use_s)
-        for queued_hit in self._hits_by_request.values():
-            queued_hit.value = restate(queued_hit.value, queued_hit.made_s)
-        self._policy.reweigh()
-
-    def clear(self) -> None:
-        """Every node is gone; the requests still wait."""
-        for queued_hit in self._hits_by_request.values():
-            queued_hit.nodes = {}
+    def _take_back(self, queued_hit: QueuedHit, used: Collection[int]) -> None:
+        """Nobody carries it any more; what is not ``used`` was not hit by it either."""
+        for node in queued_hit.nodes.values():
+            del node.kv.queued_hits[queued_hit.number]
+            if node.id not in used:
+                self._hit(node, -1)
 
     def _carry(self, queued_hit: QueuedHit, node: Node) -> None:
         queued_hit.nodes[node.id] = node
         node.kv.queued_hits[queued_hit.number] = queued_hit
+
+    def _hit(self, node: Node, num_hits: int) -> None:
+        node.kv.num_hits += num_hits
+        self._reweigh(node)
+
+    def _reweigh(self, node: Node) -> None:
+        node.kv.weight = self._weight_of(node)
+        self._policy.touch(node)
+
+    def _weight_of(self, node: Node) -> float:
+        return self._reuse.rate(node.id) + QUEUED_RATE * len(node.kv.queued_hits)

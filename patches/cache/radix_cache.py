@@ -58,7 +58,6 @@ from sglang_evicpress.patches.tree.node import (
     view_of_path,
 )
 from sglang_evicpress.patches.unsupported import decode_settings
-from sglang_evicpress.policy.reuse import weight_of_new
 from sglang_evicpress.tiers.entry.copies import Copy
 from sglang_evicpress.tiers.entry.identity import KEY_BYTES, MAX_TOKEN
 
@@ -323,7 +322,7 @@ class EvicPressCache(RadixCache):
         value = torch.tensor(key.token_ids[: len(key)]) if params.value is None else params.value
         path = self._take(self._steps(key))
         for node in () if params.chunked else path:
-            self.queued_hits.hit(node, self.terms.value_of_hit())
+            self.queued_hits.use(node)
         num_known = sum(len(node.key) for node in path)
         num_resident = sum(len(node.key) for node in path if node.value is not None)
         end = num_known
@@ -338,7 +337,7 @@ class EvicPressCache(RadixCache):
         return InsertResult(prefix_len=num_resident, last_device_node=last)
 
     def _add_leaf(self, parent: Any, key: RadixKey, value: torch.Tensor, priority: int, is_lossy_prefix: bool) -> Any:
-        kv = NodeKV(is_lossy_prefix=is_lossy_prefix, last_use=self._tick, last_use_s=self.terms.now_s)
+        kv = NodeKV(is_lossy_prefix=is_lossy_prefix, last_use=self._tick)
         node = self._attach_leaf(parent, key, value.clone(), kv, priority)
         self.ledger.add(len(key))
         if not kv.is_shadow:
@@ -352,7 +351,7 @@ class EvicPressCache(RadixCache):
         that way already."""
         if key.child_key(self.page_size) in parent.children:
             raise RuntimeError(f"evicpress: node {parent.id} has a child that begins with the same page")
-        kv = NodeKV(last_use=self._tick, last_use_s=self.terms.now_s, slots=NOWHERE)
+        kv = NodeKV(last_use=self._tick, slots=NOWHERE)
         node = self._attach_leaf(parent, key, None, kv, 0)
         if copy.layout is not None:
             copy.origin = node.id
@@ -364,8 +363,7 @@ class EvicPressCache(RadixCache):
         node = TreeNode(priority=priority)
         node.parent, node.key, node.value, node.kv, node.hit_count = parent, key, value, kv, 1
         parent.children[key.child_key(self.page_size)] = self.nodes[node.id] = node
-        num_siblings = 0 if parent is self.root_node else len(parent.children)
-        kv.weight = weight_of_new(self.terms.value_of_hit(), parent.kv.weight, num_siblings)
+        self.queued_hits.add(node, 0 if parent is self.root_node else len(parent.children))
         kv.is_shadow = is_shadow_name(key.extra_key)
         kv.is_text = parent.kv.is_text and first_outside(key.raw_token_ids(), self.vocab_size) is None
         return node

@@ -14,7 +14,7 @@ from sglang_evicpress.patches.cache.integrity import CheckedTree, PolicyInUse, i
 from sglang_evicpress.patches.scheduler.queue_limit import FirstTokens
 from sglang_evicpress.patches.tiers.types import Slots, Tiers
 from sglang_evicpress.policy.cost_model import CostModel, CostSnapshot, PrefillCost
-from sglang_evicpress.policy.reuse import ReuseClock
+from sglang_evicpress.policy.reuse_tracker import ReuseTracker
 from sglang_evicpress.policy.turns import Turns
 from sglang_evicpress.threads import WatchedThread
 
@@ -41,7 +41,7 @@ class TermFigures(Protocol):
     """Time and costs that the policy goes by."""
 
     now_s: float
-    clock: ReuseClock
+    reuse: ReuseTracker
     costs: CostSnapshot
     cost_model: CostModel
     recompute_weight: float
@@ -94,8 +94,7 @@ class Statistics:
         return {
             "policy": self.config.policy,
             "alpha": self.config.alpha,
-            "half_life_s": self.terms.clock.half_life_s,
-            "half_life_is_learned": self.terms.clock.is_learned,
+            "reuse": self.terms.reuse.describe(),
             "forms": [str(form) for form in self.policy.menu.forms[1:]],
             "host_gb": self.config.host_gb,
             "now_s": self.terms.now_s,

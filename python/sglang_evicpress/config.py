@@ -187,14 +187,6 @@ class EvicPressConfig:
         "Seconds that full answer quality is worth: higher keeps quality, lower keeps more prefixes",
         ge=0,
     )
-    half_life_s: float | None = _setting(
-        None,
-        "finite seconds above 0",
-        "Seconds after which the use of a cached prefix counts half",
-        shown="learned from how soon prefixes are used again",
-        key="half_life",
-        gt=0,
-    )
     forms: Annotated[tuple[Form, ...], BeforeValidator(_forms)] = _setting(
         DEFAULT_FORMS,
         "at least one form, such as keydiff@0.5 or exact, separated by commas or in a list",

@@ -180,7 +180,7 @@ def test_flags_and_the_file_become_one_config(model: str, tmp_path: Path) -> Non
     (tmp_path / "policy.json").write_text('{"window": 8, "alpha": 3}', encoding="utf-8")
     (tmp_path / "prior.json").write_text('{"knorm": {"0.5": 0.75}}', encoding="utf-8")
     files = ("--kv-policy-config", str(tmp_path / "policy.json"), "--kv-quality-curves", str(tmp_path / "prior.json"))
-    numbers = ("--kv-half-life", "45", "--kv-host-gb", "0.5", "--kv-max-queue-seconds", "7.5", "--kv-sinks", "2")
+    numbers = ("--kv-host-gb", "0.5", "--kv-max-queue-seconds", "7.5", "--kv-sinks", "2")
     texts = ("--kv-policy", "evicpress", "--kv-forms", "knorm@0.5,exact", "--kv-ssd-allow-dir", "/mnt/a,/mnt/b")
     args = _from_command_line(
         "--model-path", model, "--device", "cpu", *files, *numbers, *texts, "--kv-disable-online-profiling"
@@ -188,7 +188,6 @@ def test_flags_and_the_file_become_one_config(model: str, tmp_path: Path) -> Non
     assert kv_flags.config_of(args) == EvicPressConfig(
         "evicpress",
         alpha=3.0,
-        half_life_s=45.0,
         forms=(Form("knorm", 0.5), Form()),
         sinks=2,
         window=8,
@@ -278,7 +277,6 @@ WRONG = [
     (("--kv-policy", "evicpress", "--kv-forms", "lz4@0.5"), "form 'lz4@0.5' is not known: expected"),
     (("--kv-policy", "evicpress", "--kv-policy-config", "/none.json"), "'/none.json' does not exist"),
     (("--kv-policy", "fifo"), "kv policy 'fifo' is not known: expected one of evicpress, lru"),
-    (("--kv-policy", "evicpress", "--kv-half-life", "0"), "half_life is 0.0: expected finite seconds above 0"),
     (("--kv-alpha", "1"), "--kv-alpha does nothing without --kv-policy"),
     (("--kv-host-gb", "1"), "--kv-host-gb does nothing without --kv-policy"),
     (("--kv-policy", "lru", "--kv-host-gb", "-1"), "host_gb is -1.0: expected auto, 0 for no host tier, or"),

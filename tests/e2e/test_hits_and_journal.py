@@ -18,7 +18,7 @@ DEADLINE_S = 60.0
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    flags = ("--max-total-tokens", "6000", "--max-running-requests", "2", "--kv-half-life", "900")
+    flags = ("--max-total-tokens", "6000", "--max-running-requests", "2")
     with Server("--kv-policy", "evicpress", *GUESSED, *flags) as running:
         yield running
 
@@ -108,7 +108,6 @@ def test_the_journal_and_the_explanation_tell_what_was_decided(server: Server) -
     assert journal["entries"] and all(entry["freed_bytes"] >= 0 for entry in journal["entries"])
     for node in server.get("/evicpress/tree")["nodes"][:20]:
         explained = server.get(f"/evicpress/explain/{node['id']}")
-        assert (
-            explained["half_life_s"] == 900 and explained["costs"] == server.get("/evicpress/stats")["costs"]["in_use"]
-        )
+        assert explained["costs"] == server.get("/evicpress/stats")["costs"]["in_use"]
+        assert explained["weight_horizon_s"] > 0.0
     assert server.post("/evicpress/check")["ok"]

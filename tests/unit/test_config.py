@@ -29,7 +29,6 @@ POLICIES = ("evicpress", "lru", "lfu", "slru", "tlru", "hpt", "gdsf", "adaptcach
 def test_a_policy_alone_has_the_defaults(policy: str) -> None:
     assert EvicPressConfig.from_flags(policy) == EvicPressConfig(policy)
     assert EvicPressConfig(policy).forms == DEFAULT_FORMS == tuple(map(Form.parse_stored, map(str, DEFAULT_FORMS)))
-    assert EvicPressConfig(policy).half_life_s is None
 
 
 def test_a_policy_brings_its_form_to_the_menu() -> None:
@@ -47,10 +46,10 @@ def test_forms_with_a_codec_are_for_tiers_below_the_gpu() -> None:
 
 def test_flags_are_taken() -> None:
     config = EvicPressConfig.from_flags(
-        "evicpress", alpha=0, half_life=30, forms="keydiff@0.5, exact,keydiff@0.5", min_compress_tokens=1, sinks=0
+        "evicpress", alpha=0, forms="keydiff@0.5, exact,keydiff@0.5", min_compress_tokens=1, sinks=0
     )
     assert config == EvicPressConfig(
-        "evicpress", alpha=0.0, half_life_s=30.0, forms=(Form("keydiff", 0.5), EXACT), min_compress_tokens=1, sinks=0
+        "evicpress", alpha=0.0, forms=(Form("keydiff", 0.5), EXACT), min_compress_tokens=1, sinks=0
     )
 
 
@@ -58,7 +57,6 @@ def test_a_file_may_give_every_field(tmp_path: Path) -> None:
     values = {
         "policy": "lru",
         "alpha": 2,
-        "half_life": 90,
         "forms": ["knorm@0.3"],
         "min_compress_tokens": 128,
         "sinks": 8,
@@ -87,7 +85,7 @@ def test_a_file_may_give_every_field(tmp_path: Path) -> None:
         "max_queue_seconds": 7.5,
     }
     path = _file(tmp_path, values)
-    renamed = {"half_life": "half_life_s", "ssd_allow_dir": "ssd_allow_dirs", "max_queue_seconds": "max_queue_s"}
+    renamed = {"ssd_allow_dir": "ssd_allow_dirs", "max_queue_seconds": "max_queue_s"}
     fields = {renamed.get(name, name): value for name, value in values.items()}
     decode = {name: fields.pop(f"decode_{name}") for name in DecodeFlags.__dataclass_fields__}
     fields |= {"forms": (Form("knorm", 0.3),), "ssd_allow_dirs": ("/mnt/a", "/mnt/b"), "decode": DecodeFlags(**decode)}  # type: ignore[arg-type]
@@ -247,8 +245,8 @@ def test_null_curves_are_the_prior(tmp_path: Path) -> None:
         ({"policy": "belady"}, ("'belady'", "evicpress, lru")),
         ({"policy": "lz4@0.5+lru"}, ("'lz4@0.5+lru'", "PRESS@KEPT+lru")),
         ({"policy": "impress@2"}, ("'impress@2'", "impress@X")),
-        ({"half_life": 0}, ("half_life", "0", "above 0")),
-        ({"half_life": float("nan")}, ("half_life", "nan", "finite")),
+        ({"max_queue_seconds": 0}, ("max_queue_seconds", "0", "above 0")),
+        ({"max_queue_seconds": float("nan")}, ("max_queue_seconds", "nan", "finite")),
         ({"max_queue_seconds": 0}, ("max_queue_seconds", "0", "above 0")),
         ({"alpha": float("nan")}, ("alpha", "nan", "finite")),
         ({"alpha": -0.1}, ("alpha", "-0.1", "at least 0")),
@@ -292,9 +290,9 @@ def test_a_wrong_flag_is_one_sentence(flags: dict[str, object], parts: tuple[str
         ("{", ("is not JSON", "JSON object")),
         ("", ("is not JSON", "JSON object")),
         ([1], ("list", "expected an object")),
-        ({"alhpa": 1}, ("'alhpa'", "alpha, half_life, forms, min_compress_tokens")),
+        ({"alhpa": 1}, ("'alhpa'", "alpha, forms, min_compress_tokens")),
         ({"policy": 3}, ("policy", "3", "a string")),
-        ({"half_life": "10"}, ("half_life", "'10'", "expected finite seconds")),
+        ({"max_queue_seconds": "10"}, ("max_queue_seconds", "'10'", "expected finite seconds")),
         ({"alpha": True}, ("alpha", "True", "number")),
         ({"forms": [0.5]}, ("forms", "[0.5]", "list")),
         ({"forms": []}, ("forms", "at least one form")),
@@ -302,8 +300,8 @@ def test_a_wrong_flag_is_one_sentence(flags: dict[str, object], parts: tuple[str
         ({"sinks": False}, ("sinks", "False", "whole number")),
         ({"window": 0}, ("window", "0", "at least 1")),
         ({"min_match_kept": 1.5}, ("min_match_kept", "1.5", "from 0 to 1")),
-        ('{"half_life": 1' + "0" * 400 + "}", ("half_life", "1000", "finite seconds")),
-        ('{"half_life": 1' + "0" * 5000 + "}", ("is not JSON", "JSON object")),
+        ('{"max_queue_seconds": 1' + "0" * 400 + "}", ("max_queue_seconds", "1000", "finite seconds")),
+        ('{"alpha": 1' + "0" * 5000 + "}", ("is not JSON", "JSON object")),
         ("[" * 100_000, ("is not JSON", "JSON object")),
         ('{"min_match_kept": NaN}', ("min_match_kept", "nan", "from 0 to 1")),
         ({"prefill_fixed_s": -1}, ("prefill_fixed_s", "-1", "at least 0")),

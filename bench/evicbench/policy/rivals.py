@@ -166,5 +166,5 @@ def row(result: Result) -> str:
     hits = " ".join(f"{share:.3f}" for share in result.hits)
     return (
         f"{what:28s} TTFT {result.ttft_s:.4f} s, quality {result.quality:.4f} (hits {result.quality_of_hits:.4f}), "
-        f"hits by tier {hits}, regret {result.regret:.2%}, half-life {result.half_life_s:.0f} s"
+        f"hits by tier {hits}, regret {result.regret:.2%}, typical gap {result.typical_gap_s:.0f} s"
     )

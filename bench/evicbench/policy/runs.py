@@ -63,7 +63,7 @@ class Result:
     hits: tuple[float, ...]
     regret: float
     predicted_regret: float
-    half_life_s: float
+    typical_gap_s: float
 
 
 def trace_file(name: str) -> str:
@@ -99,7 +99,7 @@ def replay(run: Run) -> Result:
         tuple(sum(outcome.hit_tokens.get(tier, 0) for outcome in outcomes) / tokens for tier in sizes),
         sum(outcome.regret_s for outcome in outcomes) / total_s,
         sum(outcome.predicted_regret_s for outcome in outcomes) / total_s,
-        replayed.clock.half_life_s,
+        replayed.reuse.model.typical_gap_s,
     )
 
 

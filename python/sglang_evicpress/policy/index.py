@@ -89,7 +89,7 @@ class NodeIndex:
                 self.requeue(candidate)
 
     def reweigh(self, weights: Mapping[int, float]) -> None:
-        """Other weights for the nodes given, all at once: the reuse clock has another epoch or half-life."""
+        """Other weights for the nodes given, all at once."""
         for node_id, weight in weights.items():
             self.candidates[node_id].weight = weight
         self._refill()

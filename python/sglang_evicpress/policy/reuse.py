@@ -1,108 +1,243 @@
-"""Expected reuse of a node: hits that fade with one half-life, kept so that time alone never reorders nodes."""
+"""Probability and time of a node's next use, learned from the uses of all nodes: the weight of each in the utility.
+
+A node's *rate* is the most uses per second that keeping it for some time is expected to bring: the maximum over t of
+P(used within t) / E[time until it is used, t at most], which is the Gittins index of a job that pays once (Gittins,
+Journal of the Royal Statistical Society B 41(2), 1979), and what hit density is for one horizon (LHD: Beckmann et al.,
+NSDI 2018, section 3). Both probabilities come from the hazard of a use by age, the time since the last use, counted
+for each class of nodes: a node used once by its size and by whether its parent goes on elsewhere too, others by how
+often and how far apart they have been used. (SAECache, arXiv 2605.18825, finds reuse to differ up to 756 times between
+kinds of tokens and learns its times online too.)
+"""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from dataclasses import dataclass
 
-from sglang_evicpress.policy.regression import weighted_median
+import numpy as np
+from numpy.typing import NDArray
 
-START_HALF_LIFE_S = 1.0
-"""Before anything is learned: so short that the last use decides, as in LRU."""
+NUM_AGES = 40
+FIRST_AGE_S = 0.05
+AGES_PER_DOUBLING = 2
+BORDERS_S = (0.0, *(FIRST_AGE_S * 2.0 ** (index / AGES_PER_DOUBLING) for index in range(NUM_AGES - 1)))
+"""Where each bucket of ages begins, in seconds; the last one is open."""
 
-HALF_LIFE_PER_GAP = 1.5
-"""A learned half-life over the median reuse gap; of 0.5 to 8 the best compromise on three public traces."""
+SIZES = (128, 1024, 8192)
+"""Most tokens of the first three classes of size, for nodes used once."""
 
-_LEAST_S, _MOST_S = 0.1, 86_400.0
-_NUM_GAPS = 512
-_LOOKS = (8, 16, 32)  # observations after which the half-life is learned anew, and then
-_GAPS_PER_LOOK = 64
-_WORTH_A_CHANGE = 1.5
-_REBASE_EXPONENT = 500.0  # a double ends at 2**1023: sums of weights stay far below
+USES = (3, 6)
+"""Uses from which on a node is in the second and third class of how often it was used; the first has two."""
 
-Restate = Callable[[float, float], float]
-"""(weight, last use in seconds) -> the weight in the units of the new epoch and half-life."""
+_PER_GAP_CLASS = 4  # buckets of ages: a class of gaps is four times as long as the one before
+_FIRST_GAP = 6  # the bucket whose beginning is the shortest gap that is told apart, 0.28 s
+NUM_GAP_CLASSES = 8
+_ONCE = 2 * (len(SIZES) + 1)
+NUM_CLASSES = _ONCE + (len(USES) + 1) * NUM_GAP_CLASSES
+
+WINDOW = 16
+"""Gaps, at most, that the mean gap of a node remembers."""
+
+DEATH = 0.02
+"""Of nodes used again and again, so many are taken to be used no more, each time, before anything is counted."""
+
+PRIOR, POOL = 8.0, 32.0
+"""Nodes that count as much as what is assumed of all, and as what is counted of similar classes."""
+
+LOOK = 100
+"""Uses after which the rates are worked out anew."""
+
+FADE = 4000
+"""Uses after which all counts are halved."""
+
+HORIZON_PER_GAP = 2.2
+"""Time for which a node is kept, in typical gaps: rates times this are numbers of uses."""
+
+_START_GAP_S = 1.0
+_LEAST_GAP_S = 1e-3
+_MOST_HAZARD = 0.98
+_NUM_GAPS = 256
+
+Floats = NDArray[np.float64]
+
+_BORDERS = np.array(BORDERS_S)
+_ENDS = np.append(_BORDERS[1:], BORDERS_S[-1] * 3.0)
+_WIDTHS = _ENDS - _BORDERS
+_GAPS_S = tuple(BORDERS_S[_FIRST_GAP + _PER_GAP_CLASS * index] for index in range(NUM_GAP_CLASSES))
 
 
-class ReuseClock:
-    """Value of a hit now, in the units of a reference epoch.
+@dataclass(slots=True)
+class History:
+    """Uses of one node: how many, the last one, the mean of the last ``WINDOW`` gaps between them (the first of which
+    is a typical gap of all nodes) in seconds, its class, and the bucket of its age. ``entry`` is the tracker's."""
 
-    A hit at time t counts 2**(-(now - t) / half_life_s) at time now. All nodes share the half-life, so the factor
-    2**(now / half_life_s) is common to all of them and is left out: a hit adds ``value_of_hit(t)`` =
-    2**((t - epoch_s) / half_life_s) to its node once, and no weight changes until the next hit.
-    Weights can be compared with each other at any time; ``faded`` gives the number of hits they stand for.
+    kind: int
+    last_use_s: float
+    num_uses: int = 1
+    gap_sum_s: float = 0.0
+    gap_s: float = _START_GAP_S
+    row: int = 0
+    age: int = 0
+    entry: int = 0
 
-    ``half_life_s`` is in seconds, above 0 (inf: plain counts); None lets it be learned. What is reused within seconds
-    by agents is reused within minutes by people, and a half-life far from that either forgets what will come back or
-    remembers what is dead; the learned one is ``HALF_LIFE_PER_GAP`` times the median time between two uses, weighted
-    by the tokens reused, over the last hits. Reads no clock. Raises ValueError for a half-life that is not above 0.
+
+def kind_of(num_tokens: int, num_siblings: int) -> int:
+    """Class of a node used once: by tokens, and by whether it is its parent's only child, as the next turn of a
+    conversation is, or one of several, as a question about a document is. 0 siblings: it is below the root."""
+    size = sum(num_tokens > most for most in SIZES)
+    return size if num_siblings == 1 else len(SIZES) + 1 + size
+
+
+class ReuseModel:
+    """Counts of uses by class and age, and the rates that follow from them.
+
+    Counts are whole numbers, told by events that all ranks see, so every rank has the same rates. Reads no clock.
     """
 
-    def __init__(self, half_life_s: float | None, epoch_s: float = 0.0) -> None:
-        if half_life_s is not None and not half_life_s > 0.0:
-            raise ValueError(f"half life is {half_life_s!r}: expected seconds above 0")
-        if not math.isfinite(epoch_s):
-            raise ValueError(f"epoch is {epoch_s!r}: expected finite seconds")
-        self.is_learned = half_life_s is None
-        self.half_life_s = START_HALF_LIFE_S if half_life_s is None else half_life_s
-        self.epoch_s = epoch_s
-        self._wanted_s = self.half_life_s
-        self._gaps: deque[tuple[float, int]] = deque(maxlen=_NUM_GAPS)
-        self._num_observed = 0
+    def __init__(self) -> None:
+        self._uses = np.zeros((NUM_CLASSES, NUM_AGES), np.int64)
+        self._halves = np.zeros((NUM_CLASSES, NUM_AGES), np.int64)  # nodes that reached an age, twice
+        self.num_uses = 0
+        self.typical_gap_s = _START_GAP_S
+        self._gaps: deque[float] = deque(maxlen=_NUM_GAPS)
+        self._rates: Floats
+        self.learn()
 
-    def value_of_hit(self, now_s: float) -> float:
-        """Weight that a hit at ``now_s`` adds."""
-        return float(2.0 ** ((now_s - self.epoch_s) / self.half_life_s))
+    @property
+    def horizon_s(self) -> float:
+        """Seconds for which a rate is taken to hold."""
+        return HORIZON_PER_GAP * self.typical_gap_s
 
-    def faded(self, weight: float, now_s: float) -> float:
-        """The decayed number of hits that ``weight`` stands for at ``now_s``."""
-        return weight / self.value_of_hit(now_s)
+    def rate(self, history: History) -> float:
+        """Uses per second expected of the node if it is kept."""
+        rate = float(self._rates[history.row, history.age])
+        if history.num_uses == 1:
+            return rate
+        class_gap_s: float = _GAPS_S[_gap_class(history.gap_s)]
+        return rate * class_gap_s / history.gap_s  # within its class by its own gap
 
-    def observe_reuse(self, gap_s: float, num_tokens: int) -> None:
-        """A request reuses ``num_tokens`` tokens, the last of which were last used ``gap_s`` seconds ago."""
-        if not self.is_learned or num_tokens < 1:
-            return
-        self._gaps.append((max(gap_s, 0.0), num_tokens))
-        self._num_observed += 1
-        if self._num_observed in _LOOKS or self._num_observed % _GAPS_PER_LOOK == 0:
-            wanted = HALF_LIFE_PER_GAP * weighted_median(*zip(*self._gaps, strict=True))
-            self._wanted_s = min(max(wanted, _LEAST_S), _MOST_S)
+    def begin(self, history: History) -> None:
+        """The node is new, or was used just now."""
+        history.age = 0
+        if history.num_uses == 1:
+            history.row = history.kind
+        else:
+            often = sum(history.num_uses >= least for least in USES)
+            history.row = _ONCE + often * NUM_GAP_CLASSES + _gap_class(history.gap_s)
+        self._halves[history.row, 0] += 2
 
-    def is_due(self, now_s: float) -> bool:
-        """True if every weight should be restated: ``rebase`` says how."""
-        ratio = self._wanted_s / self.half_life_s
-        if ratio > _WORTH_A_CHANGE or ratio * _WORTH_A_CHANGE < 1.0:
-            return True
-        return (now_s - self.epoch_s) / self.half_life_s > _REBASE_EXPONENT
+    def use(self, history: History, now_s: float) -> bool:
+        """The node is used again. Returns True if rates should be learned anew."""
+        gap_s = max(now_s - history.last_use_s, _LEAST_GAP_S)
+        history.last_use_s = now_s
+        self._uses[history.row, history.age] += 1
+        history.num_uses += 1
+        num_gaps = history.num_uses - 1
+        if num_gaps > WINDOW:
+            history.gap_sum_s -= history.gap_sum_s / WINDOW
+        history.gap_sum_s += gap_s
+        history.gap_s = (history.gap_sum_s + self.typical_gap_s) / (min(num_gaps, WINDOW) + 1)
+        self.begin(history)
+        self.num_uses += 1
+        if self.num_uses % FADE == 0:
+            self._uses //= 2
+            self._halves //= 2
+        return self.num_uses % LOOK == 0 or self.num_uses in (1, 2, 4, 8, 16, 32, 64)
 
-    def rebase(self, now_s: float) -> Restate:
-        """Move the epoch to ``now_s`` and take the learned half-life; returns how to restate every weight.
+    def observe_gap(self, gap_s: float) -> None:
+        """A request uses a prefix whose last token was last used ``gap_s`` ago: what a typical gap is."""
+        self._gaps.append(max(gap_s, _LEAST_GAP_S))
 
-        With another half-life a weight stands for the same number of hits at its node's last use as before.
-        """
-        old_epoch_s, old_half_life_s = self.epoch_s, self.half_life_s
-        self.epoch_s, self.half_life_s = now_s, self._wanted_s
-        new_half_life_s = self.half_life_s
-        if new_half_life_s == old_half_life_s:  # one factor for all: not even rounding reorders them
-            factor = float(2.0 ** ((old_epoch_s - now_s) / old_half_life_s))
-            return lambda weight, last_use_s: weight * factor
+    def grow(self, history: History) -> None:
+        """The node has reached the next bucket of ages."""
+        history.age += 1
+        self._halves[history.row, history.age] += 2
 
-        def restate(weight: float, last_use_s: float) -> float:
-            faded = (last_use_s - now_s) / new_half_life_s
-            if faded == -math.inf:
-                return 0.0  # and not the difference of two infinities, which is no number
-            exponent = faded - (last_use_s - old_epoch_s) / old_half_life_s
-            return weight * float(2.0 ** min(exponent, _REBASE_EXPONENT))
+    def end(self, history: History) -> None:
+        """The node is gone: whether it would have been used, nobody will know."""
+        self._halves[history.row, history.age] -= 1
 
-        return restate
+    def learn(self) -> None:
+        """Work out the rates: about a millisecond."""
+        if self._gaps:
+            self.typical_gap_s = sorted(self._gaps)[len(self._gaps) // 2]
+        hazards = np.empty((NUM_CLASSES, NUM_AGES))
+        shortest = np.empty(NUM_CLASSES)  # no class is judged by less time than this
+        uses: Floats = self._uses.astype(np.float64)
+        reached: Floats = self._halves.astype(np.float64) / 2.0
+        gap_s = self.typical_gap_s
+        once = _smoothed(_sum(uses[:_ONCE]), _sum(reached[:_ONCE]), PRIOR, _fading(gap_s))
+        hazards[:_ONCE] = _smoothed(uses[:_ONCE], reached[:_ONCE], POOL, once)
+        shortest[:_ONCE] = gap_s
+        for first in range(_ONCE, NUM_CLASSES, NUM_GAP_CLASSES):
+            rows = slice(first, first + NUM_GAP_CLASSES)
+            pooled_uses, pooled = _by_relative_age(uses[rows]), _by_relative_age(reached[rows])
+            for index, own_gap_s in enumerate(_GAPS_S):
+                there = slice(_PER_GAP_CLASS * (NUM_GAP_CLASSES - 1 - index), None)
+                alike = (pooled_uses[there][:NUM_AGES], pooled[there][:NUM_AGES])
+                row = first + index
+                hazards[row] = _smoothed(uses[row], reached[row], POOL, _smoothed(*alike, PRIOR, _recurring(own_gap_s)))
+                shortest[row] = 0.5 * own_gap_s
+        self._rates = _best_rates(np.clip(hazards, 1e-7, _MOST_HAZARD), shortest)
 
 
-def weight_of_new(hit: float, parent_weight: float, num_children: int) -> float:
-    """The weight of a node that has just been added below one of ``parent_weight``, which has now ``num_children``.
+def _gap_class(gap_s: float) -> int:
+    steps = math.log2(gap_s / _GAPS_S[0]) * AGES_PER_DOUBLING / _PER_GAP_CLASS
+    return min(NUM_GAP_CLASSES - 1, max(0, round(steps)))
 
-    Its parent's expected reuse is shared among the children: the next turn of a conversation or an agent goes on from
-    its end, so that end is as likely to be used again as what leads there, while one of many questions about a document
-    is not. At least one hit, its own; ``hit`` is ``ReuseClock.value_of_hit`` now. 0 children: it is below the root.
-    """
-    return max(hit, parent_weight / num_children) if num_children else hit
+
+def _smoothed(uses: Floats, reached: Floats, strength: float, expected: Floats) -> Floats:
+    """Share of those who reached an age that were used in it, ``strength`` of them as ``expected``."""
+    smoothed: Floats = (uses + strength * expected) / (np.maximum(reached, uses) + strength)
+    return smoothed
+
+
+def _sum(rows: Floats) -> Floats:
+    """Sum of rows, one after the other: the same bits on every machine."""
+    total = np.zeros(rows.shape[1])
+    for row in rows:
+        total = total + row
+    return total
+
+
+def _by_relative_age(rows: Floats) -> Floats:
+    """Sum of the rows of all classes of gaps, moved so that the same column is the same age in gaps of each."""
+    moved = np.zeros((len(rows), NUM_AGES + _PER_GAP_CLASS * (NUM_GAP_CLASSES - 1)))
+    for index, row in enumerate(rows):
+        begin = _PER_GAP_CLASS * (NUM_GAP_CLASSES - 1 - index)
+        moved[index, begin : begin + NUM_AGES] = row
+    return _sum(moved)
+
+
+def _fading(gap_s: float) -> Floats:
+    """Hazards assumed of nodes used once: the older, the less likely, in seconds about as in typical gaps."""
+    middles = 0.5 * (_BORDERS + _ENDS)
+    hazards: Floats = np.minimum(0.3 * _WIDTHS / (middles + gap_s), 0.5)
+    return hazards
+
+
+def _recurring(gap_s: float) -> Floats:
+    """Hazards assumed of nodes used every ``gap_s`` seconds on average, independently, until they die unseen (the model
+    of Schmittlein et al., Management Science 33(1), 1987, with one chance of death at each use)."""
+    alive = [DEATH + (1.0 - DEATH) * math.exp(-border / gap_s) for border in (*BORDERS_S, float(_ENDS[-1]))]
+    return np.array([1.0 - after / before for before, after in zip(alive, alive[1:], strict=False)])
+
+
+def _best_rates(hazards: Floats, shortest_s: Floats) -> Floats:
+    """For each class and age the most uses per second, over all times of ``shortest_s`` or more for which a node of
+    that age may be kept until it is used."""
+    num = len(hazards)
+    survive = np.cumprod(np.hstack([np.ones((num, 1)), 1.0 - hazards]), axis=1)
+    used = survive[:, :-1] * hazards
+    seconds = (survive[:, 1:] + 0.5 * used) * _WIDTHS
+    start = np.zeros((num, 1))
+    all_used, all_seconds = np.hstack([start, used.cumsum(axis=1)]), np.hstack([start, seconds.cumsum(axis=1)])
+    rates = np.empty_like(hazards)
+    for age in range(NUM_AGES):
+        gained = all_used[:, age + 1 :] - all_used[:, age : age + 1]
+        spent = all_seconds[:, age + 1 :] - all_seconds[:, age : age + 1]
+        is_long = (_ENDS[age:] - _BORDERS[age])[None, :] >= shortest_s[:, None]
+        is_long[:, -1] = True
+        rates[:, age] = np.where(is_long, gained / np.maximum(spent, 1e-300), 0.0).max(axis=1)
+    return rates

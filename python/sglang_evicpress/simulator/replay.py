@@ -12,7 +12,7 @@ from sglang_evicpress.core import EXACT, Decision, NodeStats, Tier
 from sglang_evicpress.policy.cost_model import CostModel, CostSnapshot
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.planner import Planner
-from sglang_evicpress.policy.reuse import ReuseClock, weight_of_new
+from sglang_evicpress.policy.reuse_tracker import ReuseTracker
 from sglang_evicpress.simulator.sensitivity import Sensitivities
 from sglang_evicpress.simulator.tree import Node, Tree
 from sglang_evicpress.traces import Request, Trace
@@ -74,7 +74,6 @@ class Replay:
     planner: Planner
     menu: Menu
     machine: Machine
-    clock: ReuseClock
     sensitivities: Sensitivities
     may_recompute: bool = True
     learns: bool = False
@@ -90,6 +89,7 @@ class Replay:
         self._random = random.Random(self.seed)
         self._free_at = dict.fromkeys(self.menu.tiers, 0.0)
         self._tick = 0
+        self.reuse = ReuseTracker()
 
     def run(self) -> Iterator[Outcome]:
         for request in self.trace.requests:
@@ -99,16 +99,17 @@ class Replay:
         self._tick += 1
         now = request.arrival_s
         path = self._match(request)
+        self._grow_older(now)
         if path:
-            self.clock.observe_reuse(now - path[-1].last_use_s, sum(node.num_tokens for node in path))
-        hit = self._value_of_hit(now)
+            self.reuse.observe_request(path[-1].id, now)
         kept = self._worth_loading(path)
         outcome = self._time(request, path[:kept])
         promoted = []
         for index, node in enumerate(path):
-            node.weight += hit
+            self.reuse.use(node.id, now)
+            node.weight = self.reuse.rate(node.id)
             node.num_hits += 1
-            node.last_use, node.last_use_s = self._tick, now
+            node.last_use = self._tick
             if node.tier != Tier.GPU or index >= kept:
                 self._bring(node, exact=index >= kept)
                 promoted.append(node)
@@ -116,7 +117,7 @@ class Replay:
                 self.planner.touch(node.id, node.weight, node.num_hits, self._tick)
         known = sum(len(node.blocks) for node in path)
         if known < len(request.blocks):
-            promoted.append(self._insert(path[-1] if path else self.tree.root, request.blocks[known:], hit, now))
+            promoted.append(self._insert(path[-1] if path else self.tree.root, request.blocks[known:], now))
         for node in promoted:
             self.planner.add(self._stats(node))
         over = self.used[Tier.GPU] - self.machine.capacity[Tier.GPU]
@@ -139,6 +140,7 @@ class Replay:
     def _split(self, lower: Node, num_blocks: int) -> Node:
         before = lower.num_bytes
         upper = self.tree.split(lower, num_blocks)
+        self.reuse.split(upper.id, lower.id)
         upper.num_bytes = min(before, self.menu.num_bytes(upper.form, upper.num_tokens, tier=upper.tier))
         lower.num_bytes = before - upper.num_bytes
         self.planner.add(self._stats(upper))
@@ -224,13 +226,12 @@ class Replay:
         self._free_at[Tier.GPU] = max(free_at, arrival) + prefill_s / servers
         return max(ready, free_at) + prefill_s - arrival
 
-    def _value_of_hit(self, now: float) -> float:
-        if self.clock.is_due(now):
-            restate = self.clock.rebase(now)
-            for node in self.tree.nodes.values():
-                node.weight = restate(node.weight, node.last_use_s)
-            self.planner.reweigh({node.id: node.weight for node in self.tree.nodes.values()})
-        return self.clock.value_of_hit(now)
+    def _grow_older(self, now: float) -> None:
+        while self.reuse.is_behind(now):  # a server has many steps between two requests
+            for node_id in self.reuse.advance(now):
+                node = self.tree.nodes[node_id]
+                node.weight = self.reuse.rate(node_id)
+                self.planner.touch(node_id, node.weight, node.num_hits, node.last_use)
 
     # ---- moves
 
@@ -245,13 +246,14 @@ class Replay:
         node.tier = Tier.GPU
         self.used[Tier.GPU] += node.num_bytes
 
-    def _insert(self, parent: Node, blocks: tuple[int, ...], hit: float, now: float) -> Node:
+    def _insert(self, parent: Node, blocks: tuple[int, ...], now: float) -> Node:
         node = self.tree.add(parent, blocks)
         node.curve = self.sensitivities.curve(blocks[0])
         node.num_bytes = node.num_tokens * self.menu.slot_bytes
         siblings = 0 if parent is self.tree.root else len(parent.children)
-        node.weight = weight_of_new(hit, parent.weight, siblings)
-        node.num_hits, node.last_use, node.last_use_s = 1, self._tick, now
+        self.reuse.add(node.id, now, node.num_tokens, siblings)
+        node.weight = self.reuse.rate(node.id)
+        node.num_hits, node.last_use = 1, self._tick
         self.used[Tier.GPU] += node.num_bytes
         return node
 
@@ -266,6 +268,7 @@ class Replay:
             if decision.option.tier is None or decision.option.form is None:
                 self.tree.remove(node)
                 self.planner.remove(node.id)
+                self.reuse.remove(node.id)
                 continue
             if decision.option.tier != node.tier:
                 name = f"{node.tier.label} to {decision.option.tier.label}"

@@ -11,7 +11,6 @@ from sglang_evicpress.policy import make_planner, policy_info
 from sglang_evicpress.policy.cost_model import CostSnapshot
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.quality_curves import Curves
-from sglang_evicpress.policy.reuse import ReuseClock
 from sglang_evicpress.simulator.future import Future
 from sglang_evicpress.simulator.replay import Machine, Replay
 from sglang_evicpress.simulator.sensitivity import Sensitivities
@@ -27,15 +26,14 @@ NUM_OFFLINE_CONTEXTS = 1000
 class Settings:
     """All that the runs over one trace have in common.
 
-    ``machine`` has the tiers there are, the GPU always; if its costs are noisy, policies learn them. ``half_life_s``
-    None is learned; ``curves`` None draws a curve for each context from ``seed``. ``recompute`` says which policies may
-    prefill again what would take longer to load; engines today always load.
+    ``machine`` has the tiers there are, the GPU always; if its costs are noisy, policies learn them. ``curves`` None
+    draws a curve for each context from ``seed``. ``recompute`` says which policies may prefill again what would take
+    longer to load; engines today always load.
     """
 
     machine: Machine
     slot_bytes: int
     forms: tuple[Form, ...]
-    half_life_s: float | None = None
     seed: int = 0
     curves: Curves | None = None
     recompute: Recompute = "evicpress"
@@ -88,10 +86,9 @@ def make_replay(trace: Trace, run: Run, settings: Settings, future: Future | Non
         mean_curve=offline_curve(curves) if policy_info(run.policy).has_mean_curve else None,
         next_use=future,
     )
-    clock = ReuseClock(settings.half_life_s)
     may_recompute = settings.recompute == "all" or settings.recompute == run.policy
     replay = Replay(
-        *(trace, policy, menu, machine, clock, curves), may_recompute, learns=machine.noise > 0.0, seed=settings.seed
+        *(trace, policy, menu, machine, curves), may_recompute, learns=machine.noise > 0.0, seed=settings.seed
     )
     if future is not None:
         future.follow(replay.tree)

@@ -29,7 +29,6 @@ class Node:
     weight: float = 0.0
     num_hits: int = 0
     last_use: int = 0
-    last_use_s: float = 0.0
 
 
 class Tree:
@@ -70,7 +69,7 @@ class Tree:
         if parent is None or not 0 < num_blocks < len(lower.blocks):
             raise ValueError(f"node {lower.id} of {len(lower.blocks)} blocks cannot be split at {num_blocks}")
         upper = self.add(parent, lower.blocks[:num_blocks])
-        for name in ("tier", "form", "quality", "curve", "weight", "num_hits", "last_use", "last_use_s"):
+        for name in ("tier", "form", "quality", "curve", "weight", "num_hits", "last_use"):
             setattr(upper, name, getattr(lower, name))
         lower.blocks = lower.blocks[num_blocks:]
         lower.num_tokens -= upper.num_tokens

@@ -27,6 +27,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.patches.cache import policy_terms
+from sglang_evicpress.patches.cache.queued_hits import QUEUED_RATE
 from sglang_evicpress.patches.cache.radix_cache import EvicPressCache
 from sglang_evicpress.patches.scheduler.prefill_times import _chunks_of
 from sglang_evicpress.patches.tree.compressor import Compressor
@@ -587,10 +588,14 @@ def test_the_prefill_of_a_request_that_was_never_matched_is_timed_by_its_whole_p
     assert _chunks_of(batch) == [(70, 30)]
 
 
-def hits_of(walk: Walk) -> dict[int, tuple[float, int]]:
-    """Weight and number of hits of every node, by where it ends."""
+def hits_of(walk: Walk) -> dict[int, tuple[int, int]]:
+    """Waiting requests that hit a node and the number of its hits, by where it ends."""
+    for node in nodes_of(walk):
+        rate = walk.cache.terms.reuse.rate(node.id)
+        assert node.kv.weight == rate + QUEUED_RATE * len(node.kv.queued_hits)
+        assert walk.cache.policy.planner.index.candidates[node.id].weight == node.kv.weight
     ends = {node.id: start_of(node) + len(node.key) for node in nodes_of(walk)}
-    return {ends[node.id]: (node.kv.weight, node.kv.num_hits) for node in nodes_of(walk)}
+    return {ends[node.id]: (len(node.kv.queued_hits), node.kv.num_hits) for node in nodes_of(walk)}
 
 
 def waiting(walk: Walk, tokens: list[int]) -> Request:
@@ -609,37 +614,35 @@ def ran(walk: Walk, request: Request) -> None:
 
 def test_a_waiting_request_counts_at_once_and_only_once(walk: Walk) -> None:
     tokens = served(walk, 100)
-    assert hits_of(walk) == {100: (1.0, 1)}
+    assert hits_of(walk) == {100: (0, 1)}
     request = waiting(walk, [*tokens, 59])
-    assert (
-        hits_of(walk) == {100: (2.0, 2)}
-        and walk.cache.policy.planner.index.candidates[nodes_of(walk)[0].id].weight == 2.0
-    )
+    assert hits_of(walk) == {100: (1, 2)} and walk.cache.terms.reuse.model.num_uses == 0
     ran(walk, request)
-    assert hits_of(walk) == {100: (2.0, 2)} and len(walk.cache.queued_hits) == 0
+    assert hits_of(walk) == {100: (0, 2)} and len(walk.cache.queued_hits) == 0
+    assert walk.cache.terms.reuse.model.num_uses == 1
     ran(walk, Request("never waited", [*tokens, 58], 101, None))
-    assert hits_of(walk) == {100: (3.0, 3)}
+    assert hits_of(walk) == {100: (0, 3)} and walk.cache.terms.reuse.model.num_uses == 2
 
 
 def test_a_request_that_leaves_the_queue_takes_its_hit_with_it(walk: Walk) -> None:
     tokens = served(walk, 100)
     first, second = waiting(walk, [*tokens, 59]), waiting(walk, [*tokens, 58])
     walk.cache._split_node(nodes_of(walk)[0].key, nodes_of(walk)[0], 40)  # meanwhile another request parts the node
-    assert hits_of(walk) == {40: (3.0, 3), 100: (3.0, 3)}
+    assert hits_of(walk) == {40: (2, 3), 100: (2, 3)}
     walk.cache.queued_hits.keep_only([second])
-    assert hits_of(walk) == {40: (2.0, 2), 100: (2.0, 2)}
+    assert hits_of(walk) == {40: (1, 2), 100: (1, 2)}
     walk.cache.queued_hits.keep_only([second])
     ran(walk, second)
-    assert hits_of(walk) == {40: (2.0, 2), 100: (2.0, 2)}
+    assert hits_of(walk) == {40: (0, 2), 100: (0, 2)}
     walk.cache.queued_hits.release(first)  # twice is once
 
 
 def test_what_a_waiting_request_turns_out_not_to_use_loses_the_hit(walk: Walk) -> None:
     tokens = served(walk, 100)
     request = waiting(walk, [*tokens[:40], 59])  # only a part of the node, which is not split for it
-    assert hits_of(walk) == {100: (2.0, 2)}
+    assert hits_of(walk) == {100: (1, 2)}
     ran(walk, request)
-    assert hits_of(walk) == {40: (2.0, 2), 100: (1.0, 1)}
+    assert hits_of(walk) == {40: (0, 2), 100: (0, 1)}
 
 
 def test_a_claim_survives_that_its_node_is_dropped_or_all_are_flushed(walk: Walk) -> None:
@@ -648,7 +651,7 @@ def test_a_claim_survives_that_its_node_is_dropped_or_all_are_flushed(walk: Walk
     walk.tiers.removal.drop(nodes_of(walk)[0].id)
     finished(walk, tokens)
     ran(walk, first)
-    assert hits_of(walk) == {100: (2.0, 2)}
+    assert hits_of(walk) == {100: (0, 2)}
     third = waiting(walk, [*tokens, 57])
     walk.cache.reset()
     assert len(walk.cache.queued_hits) == 2 and walk.cache.policy.planner.index.candidates == {}
@@ -674,24 +677,21 @@ def test_a_waiting_request_saves_its_prefix_from_being_the_victim() -> None:
         )
 
 
-def test_hits_fade_by_the_stamped_clock_which_never_goes_back(walk: Walk) -> None:
-    cost = walk.cache.terms.costs.prefill
-    half_life = walk.cache.terms.clock.half_life_s
-    walk.cache.terms.advance(1e6, costs_of(cost))
+def test_weights_fall_by_the_stamped_clock_which_never_goes_back(walk: Walk) -> None:
+    cost = costs_of(walk.cache.terms.costs.prefill)
+    walk.cache.terms.advance(1e6, cost)
     first = [walk.rng.randrange(50) for _ in range(60)]
     finished(walk, first)
-    walk.cache.terms.advance(1e6 + half_life, costs_of(cost))
-    walk.cache.terms.advance(5.0, costs_of(cost))  # a stamp from the past
-    assert walk.cache.terms.now_s == half_life
-    finished(walk, [55, *first])
-    assert sorted(hits_of(walk).values()) == [(1.0, 1), (2.0, 1)]
-    request = waiting(walk, [*first, 59])
-    walk.cache.terms.advance(1e6 + 600 * half_life, costs_of(cost))  # so far that the epoch moves
-    assert walk.cache.terms.clock.epoch_s == 600 * half_life
-    walk.cache.queued_hits.release(request)
-    assert [hits for _, hits in hits_of(walk).values()] == [1, 1]
-    finished(walk, [56, *first])
-    assert max(weight for weight, _ in hits_of(walk).values()) == 1.0
+    (node,) = nodes_of(walk)
+    fresh = node.kv.weight
+    walk.cache.terms.advance(5.0, cost)  # a stamp from the past
+    assert walk.cache.terms.now_s == 0.0 and node.kv.weight == fresh
+    for _ in range(20):
+        walk.cache.terms.advance(1e6 + 100.0, cost)
+    old = node.kv.weight
+    assert walk.cache.terms.now_s == 100.0 and old < fresh / 10.0 and hits_of(walk) == {60: (0, 1)}
+    ran(walk, waiting(walk, [*first, 59]))
+    assert node.kv.weight > old and hits_of(walk) == {60: (0, 2)}
 
 
 def test_recomputing_weighs_as_many_times_as_requests_wait_for_it(walk: Walk) -> None:
@@ -706,21 +706,8 @@ def test_recomputing_weighs_as_many_times_as_requests_wait_for_it(walk: Walk) ->
         walk.check()
 
 
-def test_the_half_life_is_learned_from_reuse_and_weights_follow(walk: Walk) -> None:
-    cost, clock = walk.cache.terms.costs.prefill, walk.cache.terms.clock
-    tokens = served(walk, 60)
-    before = clock.half_life_s
-    for index in range(70):
-        walk.cache.terms.advance(10.0 * index, costs_of(cost))
-        ran(walk, waiting(walk, [*tokens, 59]))
-        walk.check()
-    assert clock.is_learned and clock.half_life_s == 15.0 != before
-    assert walk.cache.policy.planner.index.candidates[nodes_of(walk)[0].id].weight == hits_of(walk)[60][0]
-    assert walk.cache.inspector.describe_stats()["half_life_s"] == 15.0
-
-
-def test_the_half_life_is_that_between_bursts_not_within_them(walk: Walk) -> None:
-    cost, clock = walk.cache.terms.costs.prefill, walk.cache.terms.clock
+def test_gaps_are_those_between_bursts_not_within_them(walk: Walk) -> None:
+    cost, model = walk.cache.terms.costs.prefill, walk.cache.terms.reuse.model
     tokens = served(walk, 60)
     (node,) = nodes_of(walk)
     for index in range(1, 40):
@@ -733,16 +720,23 @@ def test_the_half_life_is_that_between_bursts_not_within_them(walk: Walk) -> Non
             ran(walk, request)
         walk.cache.dec_lock_ref(node)
     walk.cache.terms.advance(400.0, costs_of(cost))
-    assert clock.half_life_s == 15.0
+    assert model.typical_gap_s == 10.0
+    assert walk.cache.inspector.describe_stats()["reuse"]["typical_gap_s"] == 10.0
 
 
-def test_a_node_below_another_shares_its_expected_reuse_with_its_siblings(walk: Walk) -> None:
-    tokens = served(walk, 60)
-    for _ in range(5):
-        ran(walk, waiting(walk, [*tokens, 59]))
-    finished(walk, [*tokens, 57, 57, 57])
-    finished(walk, [*tokens, 58, 58])
-    assert hits_of(walk) == {60: (8.0, 8), 63: (7.0, 1), 62: (4.0, 1)}
+def test_what_is_used_every_few_seconds_stays_and_what_was_used_once_goes(walk: Walk) -> None:
+    cost = costs_of(walk.cache.terms.costs.prefill)
+    often = served(walk, 60)
+    (kept,) = nodes_of(walk)
+    for index in range(1, 40):
+        walk.cache.terms.advance(3.0 * index, cost)
+        ran(walk, waiting(walk, [*often, 59]))
+        if index % 10 == 0:
+            once = served(walk, 60)
+    assert len(once) == 60 and len(nodes_of(walk)) == 4
+    others = [node.kv.weight for node in nodes_of(walk) if node is not kept]
+    assert kept.kv.weight > 3.0 * max(others) and kept.kv.weight == pytest.approx(1.0 / 3.0, rel=0.5)
+    walk.check()
 
 
 def test_costs_that_drift_reach_the_policy_and_small_changes_do_not(
@@ -791,7 +785,7 @@ def test_decisions_are_journalled_with_what_they_rest_on(walk: Walk) -> None:
     numbers = [entry["number"] for entry in journal["entries"]]
     assert numbers == list(range(1, len(numbers) + 1)) and journal["num_lost"] == 0
     first, last = journal["entries"][0], journal["entries"][-1]
-    assert first["from"] == "exact/gpu" and first["weight"] == 1.0 and last["to"] == "drop"
+    assert first["from"] == "exact/gpu" and first["weight"] > 0.0 and last["to"] == "drop"
     assert first["freed_bytes"] == first["bytes_before"] - first["bytes"]
     assert walk.cache.inspector.read_journal(numbers[-1], 5)["entries"] == []
 
@@ -813,7 +807,7 @@ def test_ranks_that_get_the_same_stamps_decide_alike_whatever_they_measure(monke
         walk.run(150)
         assert walk.cache.terms.cost_model.costs.prefill.seconds(100, 0) == pytest.approx(1.0 + 99.0 * rank, rel=0.1)
         seen.append(
-            (walk.cache.inspector.read_journal(0, 10_000), walk.cache.terms.costs, walk.cache.terms.clock.half_life_s)
+            (walk.cache.inspector.read_journal(0, 10_000), walk.cache.terms.costs, walk.cache.terms.reuse.describe())
         )
     assert seen[0] == seen[1]
     assert seen[0][0]["num_decisions"] > 20

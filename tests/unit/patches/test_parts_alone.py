@@ -273,6 +273,8 @@ class Followed(World):
         for node in self.nodes.values():
             self.changes.changed(node)
         self.hits = QueuedHits(self.nodes, self.terms, self.policy)
+        for node in self.nodes.values():
+            self.hits.add(node, 1)
 
     def tick(self) -> None:
         """Something may be planned that could not be."""

@@ -1,89 +1,194 @@
-"""Weights that fade without being touched, and a half-life that is learned."""
+"""Rates of reuse: what is counted, what is made of it, and what each event costs."""
 
 from __future__ import annotations
 
-import itertools
+import math
 import random
+from collections.abc import Callable, Iterable
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_evicpress.policy.reuse import HALF_LIFE_PER_GAP, ReuseClock, weight_of_new
+from sglang_evicpress.policy.reuse import BORDERS_S, FADE, NUM_AGES, History, ReuseModel, kind_of
+from sglang_evicpress.policy.reuse_tracker import MOST_GROWN, MOST_REVISED, ReuseTracker
 
 
-def test_a_hit_counts_half_after_a_half_life() -> None:
-    clock = ReuseClock(10.0)
-    weight = clock.value_of_hit(0.0) + clock.value_of_hit(10.0)
-    assert clock.faded(weight, 10.0) == pytest.approx(1.5)
-    assert clock.faded(weight, 30.0) == pytest.approx(1.5 / 4)
+def advance(tracker: ReuseTracker, now_s: float) -> None:
+    while tracker.is_behind(now_s):
+        tracker.advance(now_s)
 
 
-@pytest.mark.parametrize("half_life_s", [0.0, -1.0, float("nan")])
-def test_a_half_life_must_be_above_0(half_life_s: float) -> None:
-    with pytest.raises(ValueError, match="seconds above 0"):
-        ReuseClock(half_life_s)
+def live(tracker: ReuseTracker, uses: Iterable[tuple[float, int]], tokens: int = 2000) -> None:
+    """Nodes by id, each new at its first use, none of them anybody's child."""
+    known = set[int]()
+    for now_s, node_id in uses:
+        advance(tracker, now_s)
+        if node_id in known:
+            tracker.observe_request(node_id, now_s)
+            tracker.use(node_id, now_s)
+        else:
+            tracker.add(node_id, now_s, tokens, 0)
+            known.add(node_id)
 
 
-@given(
-    weights=st.lists(st.tuples(st.floats(1e-3, 1e3), st.floats(0.0, 100.0)), min_size=2, max_size=20),
-    later=st.floats(0.0, 1000.0),
-)
-def test_with_one_half_life_a_new_epoch_reorders_nothing(weights: list[tuple[float, float]], later: float) -> None:
-    """Not even nodes of nearly equal weight that were last used at different times."""
-    weights += [(weight * (1.0 + 1e-15), last_use_s / 3.0) for weight, last_use_s in weights]
-    clock = ReuseClock(7.0)
-    now_s = 100.0 + later
-    before = [clock.faded(weight, now_s) for weight, _ in weights]
-    restate = clock.rebase(now_s)
-    restated = [restate(weight, last_use_s) for weight, last_use_s in weights]
-    assert clock.value_of_hit(now_s) == 1.0
-    assert restated == pytest.approx(before)
-    for (one, new_one), (other, new_other) in itertools.combinations(
-        [(weight, new) for (weight, _), new in zip(weights, restated, strict=True)], 2
-    ):
-        assert (one <= other) <= (new_one <= new_other)
+def poisson(gap_of: Callable[[int], float], num_nodes: int, seconds: float, seed: int = 1) -> list[tuple[float, int]]:
+    draw = random.Random(seed)
+    uses = list[tuple[float, int]]()
+    for node in range(num_nodes):
+        now_s = draw.random()
+        while now_s < seconds:
+            uses.append((now_s, node))
+            now_s += draw.expovariate(1.0 / gap_of(node))
+    return sorted(uses)
 
 
-def test_a_server_that_runs_for_ever_never_overflows() -> None:
-    clock = ReuseClock(0.1)
-    weight = last_use_s = now_s = 0.0
-    for _ in range(2000):
-        now_s += 7.0
-        if clock.is_due(now_s):
-            weight = clock.rebase(now_s)(weight, last_use_s)
-        weight, last_use_s = weight + clock.value_of_hit(now_s), now_s
-        assert clock.faded(weight, now_s) == pytest.approx(1.0)
+def test_independent_uses_are_told_by_their_rates() -> None:
+    gaps = [2.0, 6.0, 18.0, 54.0]
+    tracker = ReuseTracker()
+    live(tracker, poisson(lambda node: gaps[node % 4], 40, 1000.0))
+    advance(tracker, 1000.0)
+    rates = [[tracker.rate(node) for node in range(group, 40, 4)] for group in range(4)]
+    for gap_s, group in zip(gaps, rates, strict=True):
+        assert math.exp(float(np.mean(np.log(group)))) == pytest.approx(1.0 / gap_s, rel=0.5)
+    assert min(rates[0]) > max(rates[2]) and min(rates[1]) > max(rates[3])
 
 
-def test_the_half_life_follows_the_gaps_by_tokens() -> None:
-    clock, rng = ReuseClock(None), random.Random(3)
-    for _ in range(64):
-        clock.observe_reuse(rng.uniform(39.0, 41.0), 1000)
-        clock.observe_reuse(0.5, 10)  # short prefixes come back sooner, and are little to lose
-    assert clock.is_due(100.0)
-    clock.rebase(100.0)
-    assert clock.half_life_s == pytest.approx(40.0 * HALF_LIFE_PER_GAP, rel=0.05)
-    assert not clock.is_due(200.0)
+def test_what_is_used_in_a_burst_and_then_no_more_sinks_below_what_comes_back_slowly() -> None:
+    draw = random.Random(2)
+    uses = list[tuple[float, int]]()
+    for burst in range(60):  # sessions of ten uses a second apart, which then end
+        uses += [(10.0 * burst + index + draw.random() / 4, burst) for index in range(10)]
+    uses += [(25.0 * index + draw.random(), 1000 + node) for index in range(25) for node in range(4)]
+    tracker = ReuseTracker()
+    now_s = 597.0  # in the middle of the last session
+    live(tracker, sorted(use for use in uses if use[0] < now_s))
+    advance(tracker, now_s)
+    slow = [tracker.rate(1000 + node) for node in range(4)]
+    in_burst, ended = tracker.rate(59), [tracker.rate(burst) for burst in range(50)]
+    assert in_burst > max(slow) > min(slow) > max(ended)
 
 
-def test_a_half_life_that_was_given_is_kept() -> None:
-    clock = ReuseClock(5.0)
-    for _ in range(100):
-        clock.observe_reuse(900.0, 1000)
-    assert not clock.is_due(1.0) and clock.half_life_s == 5.0
+def test_nodes_used_once_are_told_apart_by_size_and_place() -> None:
+    tracker = ReuseTracker()
+    now_s, node = 0.0, 0
+    for _ in range(400):  # questions of 50 tokens about documents of 2,000: the documents are asked about again
+        tracker.add(node, now_s, 2000, 0)
+        tracker.add(node + 1, now_s, 50, 3)
+        now_s += 1.0
+        advance(tracker, now_s)
+        tracker.use(node, now_s)
+        node += 2
+    tracker.add(node, now_s, 2000, 0)
+    tracker.add(node + 1, now_s, 50, 3)
+    assert tracker.rate(node) > 5.0 * tracker.rate(node + 1)
+    assert kind_of(2000, 0) == kind_of(2000, 2) != kind_of(2000, 1) and kind_of(128, 1) != kind_of(129, 1)
 
 
-def test_another_half_life_leaves_a_node_its_hits_at_its_last_use() -> None:
-    clock = ReuseClock(None)
-    weight = 3.0 * clock.value_of_hit(20.0)
-    for _ in range(8):
-        clock.observe_reuse(40.0, 100)
-    restated = clock.rebase(50.0)(weight, 20.0)
-    assert restated / clock.value_of_hit(20.0) == pytest.approx(3.0)
+def test_before_anything_is_seen_the_rate_falls_with_age() -> None:
+    tracker = ReuseTracker()
+    tracker.add(1, 0.0, 100, 0)
+    rates = []
+    for border_s in BORDERS_S[1:]:
+        rates.append(tracker.rate(1))
+        assert tracker.advance(border_s) == [1]
+    assert rates == sorted(rates, reverse=True) and rates[0] > 20.0 * rates[-1] > 0.0
+    assert not tracker.is_behind(1e9) and tracker.advance(1e9) == []
 
 
-def test_a_new_node_shares_its_parents_reuse() -> None:
-    assert weight_of_new(1.0, 8.0, 0) == 1.0
-    assert weight_of_new(1.0, 8.0, 2) == 4.0
-    assert weight_of_new(1.0, 8.0, 100) == 1.0
+def test_pieces_of_a_split_node_have_been_used_alike_and_go_on_alone() -> None:
+    tracker = ReuseTracker()
+    live(tracker, [(0.0, 1), (5.0, 1), (9.0, 1)])
+    advance(tracker, 10.0)
+    tracker.split(2, 1)
+    assert tracker.rate(2) == tracker.rate(1)
+    tracker.use(2, 11.0)
+    assert tracker.rate(2) > tracker.rate(1)
+    tracker.remove(1)
+    with pytest.raises(KeyError):
+        tracker.rate(1)
+    assert tracker.advance(100.0) == [2] and len(tracker) == 1
+
+
+def test_a_call_does_a_bounded_number_of_nodes_and_the_next_goes_on() -> None:
+    tracker = ReuseTracker()
+    for node in range(3 * MOST_GROWN):
+        tracker.add(node, 0.0, 100, 0)
+    done = list[int]()
+    for _ in range(3):
+        done += (once := tracker.advance(BORDERS_S[1]))
+        assert len(once) == MOST_GROWN
+    assert sorted(done) == list(range(3 * MOST_GROWN)) and not tracker.is_behind(BORDERS_S[1])
+    tracker.use(0, BORDERS_S[1])  # the first use of all: rates are worked out anew
+    seen = set[int]()
+    while tracker.is_behind(BORDERS_S[1]):
+        seen.update(once := tracker.advance(BORDERS_S[1]))
+        assert len(once) <= MOST_REVISED
+    assert seen == set(range(3 * MOST_GROWN))
+
+
+def test_entries_of_past_uses_do_not_pile_up() -> None:
+    tracker = ReuseTracker()
+    tracker.add(1, 0.0, 100, 0)
+    for index in range(1, 20_000):
+        tracker.advance(0.03 * index)
+        tracker.use(1, 0.03 * index)
+    assert len(tracker._due) < 10
+
+
+def test_a_flush_forgets_nodes_and_keeps_what_was_learned() -> None:
+    tracker = ReuseTracker()
+    live(tracker, poisson(lambda node: 3.0, 20, 200.0))
+    gap_s, num_uses = tracker.model.typical_gap_s, tracker.model.num_uses
+    tracker.clear()
+    assert len(tracker) == 0 and not tracker.advance(1e6)
+    assert (tracker.model.typical_gap_s, tracker.model.num_uses) == (gap_s, num_uses) and num_uses > 500
+    assert tracker.describe() == {"num_uses": num_uses, "typical_gap_s": gap_s, "horizon_s": tracker.model.horizon_s}
+
+
+def test_old_counts_fade() -> None:
+    model = ReuseModel()
+    history = History(kind_of(100, 0), 0.0)
+    model.begin(history)
+    for index in range(1, 3 * FADE):
+        model.use(history, float(index))
+    assert model._uses.sum() < 2 * FADE and model._halves.sum() < 5 * FADE
+
+
+events = st.lists(st.tuples(st.sampled_from(["add", "use", "split", "remove", "wait"]), st.integers(0, 7)), max_size=80)
+
+
+@given(events, st.floats(0.001, 500.0))
+def test_rates_are_numbers_above_0_and_alike_on_two_ranks(steps: list[tuple[str, int]], pause_s: float) -> None:
+    ranks = [ReuseTracker(), ReuseTracker()]
+    known, now_s = list[int](), 0.0
+    for number, (what, which) in enumerate(steps):
+        now_s += pause_s
+        node = known[which % len(known)] if known else None
+        for tracker in ranks:
+            tracker.advance(now_s)
+            if what == "add":
+                tracker.add(100 + number, now_s, 10**which, which % 3)
+            elif node is not None and what == "use":
+                tracker.observe_request(node, now_s)
+                tracker.use(node, now_s)
+            elif node is not None and what == "split":
+                tracker.split(100 + number, node)
+            elif node is not None and what == "remove":
+                tracker.remove(node)
+        if what == "add" or (what == "split" and node is not None):
+            known.append(100 + number)
+        elif what == "remove" and node is not None:
+            known.remove(node)
+        first, second = ([tracker.rate(one) for one in known] for tracker in ranks)
+        assert first == second and all(0.0 < rate < math.inf for rate in first)
+
+
+def test_the_oldest_age_has_no_end() -> None:
+    model = ReuseModel()
+    history = History(0, 0.0)
+    model.begin(history)
+    for _ in range(NUM_AGES - 1):
+        model.grow(history)
+    assert model.rate(history) > 0.0 and history.age == NUM_AGES - 1

@@ -61,7 +61,6 @@ def make_parser() -> Parser:
     add_value("--host", Size.parse, "SIZE", "cache in host memory; 0, the default: none", "0")
     add_value("--ssd", Size.parse, "SIZE", "cache on SSD; 0, the default: none", "0")
     add_value("--alpha", _alphas, "NUMBERS", "seconds full quality is worth; each makes a run of its own", "1.0")
-    add_value("--half-life", _half_life, "SECONDS", "of a use of a node; auto, the default: learned", "auto")
     add_value("--forms", _forms, "FORMS", "on the menu; none: exact only; default %(default)s", DEFAULT_FORMS)
     add_value("--slot-bytes", whole(1), "BYTES", "exact KV of one token; default %(default)s", "131072")
     add_value("--prefill", _prefill, "FIXED,PER_TOKEN,PER_PAIR", "s; default %(default)s", "0.01,3.5e-5,1.3e-9")
@@ -120,10 +119,6 @@ def _at_most(most: float, text: str, expected: str) -> float:
 
 def _noise(text: str) -> float:
     return _at_most(MOST_NOISE, text, "a number from 0 to 10, such as 0.1")
-
-
-def _half_life(text: str) -> float | None:
-    return None if text.strip() == "auto" else parse_number(text, "seconds above 0, or auto", is_above=True)
 
 
 def _forms(text: str) -> tuple[Form, ...]:

@@ -54,7 +54,7 @@ class Result:
     regret_share: float
     predicted_regret_s: float
     predicted_regret_share: float
-    half_life_s: float
+    typical_gap_s: float
     wall_s: float
 
     @classmethod
@@ -88,7 +88,7 @@ class Result:
             regret_share=regret_s / total_s if total_s else 0.0,
             predicted_regret_s=predicted_s,
             predicted_regret_share=predicted_s / total_s if total_s else 0.0,
-            half_life_s=replay.clock.half_life_s,
+            typical_gap_s=replay.reuse.model.typical_gap_s,
             wall_s=wall_s,
         )
 

@@ -36,7 +36,7 @@ def make_settings(args: argparse.Namespace, trace: Trace, working_set_tokens: in
             number = servers_at_load(trace, costs, number)
     curves = None if args.curves is None else args.curves[1]
     machine = Machine(capacity, costs, args.noise, number)
-    return Settings(machine, args.slot_bytes, args.forms, args.half_life, args.seed, curves, args.recompute)
+    return Settings(machine, args.slot_bytes, args.forms, args.seed, curves, args.recompute)
 
 
 def _capacity(tier: Tier, size: Size, working_set_tokens: int, slot_bytes: int) -> int:
@@ -67,14 +67,12 @@ def header(
     if machine.num_servers != NO_QUEUE:
         load = f", busy {args.servers.number:g} of the time if nothing is cached" if args.servers.is_load else ""
         servers = f"{three_digits(machine.num_servers)}{load}"
-    half_life = "learned" if settings.half_life_s is None else f"{settings.half_life_s:g} s"
     about = {
         "trace": f"{trace.name}: {len(trace.requests):,} requests{skipped}, blocks of {trace.block_tokens:,} tokens",
         "working set": _both(working_set_tokens * slot, slot),
         "sizes": "; ".join(f"{tier.label} {_both(size, slot)}" for tier, size in machine.capacity.items()),
         "costs": costs,
         "servers": servers,
-        "half-life": half_life,
         "recompute": f"{settings.recompute} may prefill again what takes longer to load",
         "forms": ", ".join(map(str, settings.forms)) or "exact only",
         "quality": f"drawn per context, seed {settings.seed}" if args.curves is None else args.curves[0],
@@ -101,7 +99,6 @@ def settings_record(
         "load": {tier.label: asdict(cost) for tier, cost in machine.costs.load.items()},
         "num_servers": None if machine.num_servers == NO_QUEUE else machine.num_servers,
         "noise": machine.noise,
-        "half_life_s": "auto" if settings.half_life_s is None else settings.half_life_s,
         "forms": [str(form) for form in settings.forms],
         "seed": settings.seed,
         "curves": None if args.curves is None else plain(args.curves[0]),

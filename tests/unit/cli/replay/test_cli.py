@@ -141,7 +141,7 @@ def test_belady_knows_the_future(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_the_header_tells_how_to_do_it_again(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [trace, "--policy", "lru", *TRANSFER_COSTS, "--host", "50%", "--seed", "7", "--half-life", "60"]
+    words = [trace, "--policy", "lru", *TRANSFER_COSTS, "--host", "50%", "--seed", "7"]
     assert run(*words) == 0
     header = capsys.readouterr().out.split("\n\n")[0]
     for text in (
@@ -150,7 +150,6 @@ def test_the_header_tells_how_to_do_it_again(trace: str, capsys: pytest.CaptureF
         "gpu 20 tokens (20 B); host 20 tokens (20 B)",
         "prefill 0 + 0.1 n + 0 n (depth + n/2) s; host 0.0005 s + bytes / 20 B/s",
         "nothing waits",
-        "60 s",
         "seed 7",
         f"sglang-evicpress {__version__}",
         "evicpress replay " + " ".join(words),
@@ -223,7 +222,6 @@ BAD = [
     (("--alpha", "x"), ("--alpha", "'x'")),
     (("--alpha", "1,-2"), ("--alpha", "'-2'", "0 or more")),
     (("--alpha", "inf"), ("--alpha", "'inf'")),
-    (("--half-life", "0"), ("--half-life", "'0'", "auto")),
     (("--forms", "keydiff"), ("--forms", "'keydiff'", "PRESS@KEPT")),
     (("--forms", "magic@0.5"), ("--forms", "magic", "snapkv")),
     (("--slot-bytes", "0"), ("--slot-bytes", "'0'", "at least 1")),

@@ -37,7 +37,7 @@ def outcome(ttft_s: float, hits: dict[Tier, int], quality: float = 1.0, recomput
 
 def summed(run: Run, num_expected: int, outcomes: Sequence[Outcome], **counted: Counter[str]) -> Result:
     trace = Trace("none", 1, [Request(0.0, (), 100)] * num_expected)
-    settings = Settings(Machine(dict.fromkeys(TIERS, 100), COSTS), 1, (), half_life_s=60.0)
+    settings = Settings(Machine(dict.fromkeys(TIERS, 100), COSTS), 1, ())
     replay = make_replay(trace, run, settings)
     vars(replay).update(counted)
     return Result.of(run, replay, outcomes, wall_s=1.5)

@@ -1,0 +1,119 @@
+"""Reuse of every node of a tree, followed over time: each event costs O(log n), and so does each bucket of ages that a
+node grows into."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import replace
+
+from sglang_evicpress.policy.reuse import BORDERS_S, NUM_AGES, History, ReuseModel, kind_of
+
+MOST_GROWN = 256
+"""Entries, at most, that one call of ``advance`` looks at; the others wait for the next."""
+
+MOST_REVISED = 16
+"""Nodes of which the rate is read anew in one call of ``advance``, after the model has learned."""
+
+
+class ReuseTracker:
+    """Histories of nodes, by id, and what is due for them.
+
+    ``now_s`` never goes back and is, like every call, the same on all ranks. Whoever keeps weights by these rates asks
+    ``rate`` after its own calls, and for the nodes that ``advance`` returns.
+    """
+
+    def __init__(self) -> None:
+        self.model = ReuseModel()
+        self._histories: dict[int, History] = {}
+        self._due: list[tuple[float, int, int]] = []  # (when a node is of its next age, entry, id), a heap
+        self._num_entries = 0
+        self._ring: deque[int] = deque()
+        self._num_to_revise = 0
+        self._has_to_learn = False
+
+    def __len__(self) -> int:
+        return len(self._histories)
+
+    def rate(self, node_id: int) -> float:
+        """Uses per second expected of the node. KeyError for a node that is not known."""
+        return self.model.rate(self._histories[node_id])
+
+    def add(self, node_id: int, now_s: float, num_tokens: int, num_siblings: int) -> None:
+        """A node is used for the first time; ``num_siblings`` with itself, 0 below the root."""
+        history = History(kind_of(num_tokens, num_siblings), now_s)
+        self.model.begin(history)
+        self._take(node_id, history)
+
+    def split(self, upper_id: int, lower_id: int) -> None:
+        """A new upper node takes the first tokens of a lower one: both have been used alike."""
+        self._take(upper_id, replace(self._histories[lower_id]))
+
+    def use(self, node_id: int, now_s: float) -> None:
+        """A request uses the node."""
+        history = self._histories[node_id]
+        self._has_to_learn |= self.model.use(history, now_s)
+        self._schedule(node_id, history)
+
+    def observe_request(self, last_node_id: int, now_s: float) -> None:
+        """A request is about to use a prefix that ends in this node."""
+        self.model.observe_gap(now_s - self._histories[last_node_id].last_use_s)
+
+    def remove(self, node_id: int) -> None:
+        """The node is gone."""
+        self.model.end(self._histories.pop(node_id))
+
+    def clear(self) -> None:
+        """All nodes are gone; what was learned stays."""
+        for history in self._histories.values():
+            self.model.end(history)
+        self._histories.clear()
+        self._due.clear()
+        self._ring.clear()
+
+    def describe(self) -> dict[str, object]:
+        """JSON: uses seen, the typical seconds between two uses, and the seconds for which a weight is told."""
+        model = self.model
+        return {"num_uses": model.num_uses, "typical_gap_s": model.typical_gap_s, "horizon_s": model.horizon_s}
+
+    def is_behind(self, now_s: float) -> bool:
+        """True if another call of ``advance`` has more to do."""
+        return self._num_to_revise > 0 or self._has_to_learn or bool(self._due and self._due[0][0] <= now_s)
+
+    def advance(self, now_s: float) -> list[int]:
+        """Let nodes grow older; returns those whose rate may have changed, each once, a bounded number."""
+        changed = dict[int, None]()
+        for _ in range(MOST_GROWN):
+            if not self._due or self._due[0][0] > now_s:
+                break
+            _, entry, node_id = heapq.heappop(self._due)
+            history = self._histories.get(node_id)
+            if history is not None and history.entry == entry:
+                self.model.grow(history)
+                self._schedule(node_id, history)
+                changed[node_id] = None
+        if self._has_to_learn:
+            self._has_to_learn = False
+            self.model.learn()
+            self._num_to_revise = len(self._ring)
+        num = min(MOST_REVISED, self._num_to_revise, len(self._ring))
+        self._num_to_revise -= num
+        for _ in range(num):
+            node_id = self._ring.popleft()
+            if node_id in self._histories:
+                self._ring.append(node_id)
+                changed[node_id] = None
+        return list(changed)
+
+    def _take(self, node_id: int, history: History) -> None:
+        self._histories[node_id] = history
+        self._ring.append(node_id)
+        self._schedule(node_id, history)
+
+    def _schedule(self, node_id: int, history: History) -> None:
+        """An entry for the node's next age; the one before, if any, counts no more and goes when its time comes."""
+        self._num_entries += 1
+        history.entry = self._num_entries
+        if history.age + 1 < NUM_AGES:
+            due_s = history.last_use_s + BORDERS_S[history.age + 1]
+            heapq.heappush(self._due, (due_s, history.entry, node_id))
