@@ -17,7 +17,7 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_evicpress.decode_budget.schedule import is_due, is_near, is_over
-from sglang_evicpress.decode_budget.settings import DecodeSettings, client_settings
+from sglang_evicpress.decode_budget.settings import DecodeSettings, client_settings, fields_of
 from sglang_evicpress.decode_budget.stats import RequestStats, Totals
 from sglang_evicpress.patches.attention.query_ring import STEPS_AHEAD, QueryRing
 from sglang_evicpress.patches.decode_budget.metrics import BudgetMetrics
@@ -83,7 +83,7 @@ class DecodeBudgets:
         check_quality(params)
         settings, wants_trace = client_settings(params, self.default, self.clients)
         if settings is not None and asks_exact(params):
-            if "kv_decode_budget" in params:
+            if "kv_decode_budget" in fields_of(params):
                 raise ValueError(
                     f"kv_quality is 'exact' and kv_decode_budget is {settings.tokens}, which drops KV: leave one out"
                 )

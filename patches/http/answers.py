@@ -1,7 +1,7 @@
 """Quality that HTTP requests ask for, and what their answers say of the KV that was served.
 
-SGLang's OpenAI routes drop fields that they do not know. ``RequestQuality`` around the app moves ``kv_quality`` from the
-top level of a body to ``custom_params``, which reach the scheduler, and refuses values that are not known. What the
+SGLang's routes drop fields that they do not know. ``RequestQuality`` around the app moves ``kv_quality`` from the top
+level of a body to ``custom_params``, which reach the scheduler, and refuses values that are not known. What the
 scheduler says with the first token of an answer (``cache/served_kv.py``) is met where SGLang's routes take their
 answers, ``TokenizerManager.generate_request``, and put into ``meta_info`` there; the middleware adds it to ``usage``.
 """
@@ -57,10 +57,14 @@ _served: ContextVar[ServedPrompts | None] = ContextVar("evicpress_served", defau
 
 
 async def around_generate_request(
-    original: Callable[..., AsyncGenerator[object, None]], manager: object, asked: Asked, *args: object, **kwargs: object
+    original: Callable[..., AsyncGenerator[object, None]],
+    manager: object,
+    asked: Asked,
+    *args: object,
+    **kwargs: object,
 ) -> AsyncGenerator[object, None]:
-    """AROUND ``TokenizerManager.generate_request``, an iterator of answers, or of lists of them: ``kv_cache`` comes as a
-    list with one value for the first token, and only with that where answers are sent in pieces."""
+    """AROUND ``TokenizerManager.generate_request``, an iterator of answers, or of lists of them: ``kv_cache`` comes as
+    a list with one value for the first token, and only with that where answers are sent in pieces."""
     prompts, known = _served.get(), dict[object, ServedKV]()
     async with aclosing(original(manager, asked, *args, **kwargs)) as answers:
         async for answer in answers:

@@ -47,9 +47,9 @@ class Answer:
 
 @dataclass(slots=True)
 class Findings:
-    """``num_met``: exact requests whose prefix was known and lossy; ``num_lossy`` answers of the others were served from
-    lossy KV, and ``num_changed`` of these differ from stock's. ``problems``: exact answers that are not stock's, and
-    counts that do not add up."""
+    """``num_met``: exact requests whose prefix was known and lossy, ``num_reused``: that took exact KV from the cache.
+    Of the other requests ``num_lossy`` took lossy KV, and ``num_changed`` of their answers differ from stock's.
+    ``problems``: exact answers that are not stock's, and counts that do not add up."""
 
     num_exact: int = 0
     num_met: int = 0
@@ -134,12 +134,14 @@ def measure_exact_requests(num_answers: int = NUM_ANSWERS) -> Iterator[Line]:
     right = answer_all(prompts)
     with Server(*server_arguments()) as server:
         found = play(server, prompts, right, num_answers)
-    yield Line(
-        'kv_quality: "exact" under pressure, beside requests that take any KV',
-        f"{num_answers} answers equal stock SGLang's (log probabilities within {TOLERANCE:.0e}), some met lossy KV, and "
-        "lossy KV changes some of the others' answers",
+    figure = (
         f"{found.num_exact} answers, {len(found.problems)} problems; {found.num_met} met lossy KV, {found.num_reused} "
         f"took exact KV; of the others {found.num_lossy} took lossy KV, which changed {found.num_changed}"
-        + (f"; first problem: {found.problems[0]}" if found.problems else ""),
+    )
+    yield Line(
+        'kv_quality: "exact" under pressure, beside requests that take any KV',
+        f"{num_answers} answers equal stock SGLang's (log probabilities within {TOLERANCE:.0e}), some met lossy KV; "
+        "lossy KV changes some of the others' answers",
+        figure + (f"; first problem: {found.problems[0]}" if found.problems else ""),
         found.num_exact == num_answers and not found.problems and found.num_met > 0 and found.num_changed > 0,
     )
