@@ -13,13 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from evicbench.correctness.findings import TOLERANCE
 from evicbench.report import Line
 from evicbench.testbed.server import GUESSED, Server, greedy
 from evicbench.testbed.tasks import make_context
 from evicbench.testbed.vocabulary import load_vocabulary
 
 NUM_ANSWERS = 100
+TOLERANCE = 5e-4  # difference of a log probability in fp32, by the shapes of batches
 NUM_TOKENS = 8
 POOL_SLOTS = 3_000
 CONTEXT_TOKENS = (400, 700)
