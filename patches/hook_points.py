@@ -91,6 +91,9 @@ HOOK_POINTS = (
     _read("sglang.srt.utils.watchdog.SubprocessWatchdog.stop", "self", process="frontend"),
     _read("sglang.srt.utils.cudacore_pyspy_dump_utils.collect_scheduler_processes", "", process="frontend"),
     _read(f"{_TOKENIZER}._async_dispatch_to_scheduler", "self obj", process="frontend"),
+    # what answers say of the KV that was served
+    _hook(f"{_TOKENIZER}.generate_request", "self obj request", process="frontend"),
+    _read("sglang.srt.managers.io_struct.BatchTokenIDOutput.customized_info"),
     # a request that would wait too long
     _hook(f"{_TOKENIZER}._handle_abort_finish_reason", "self out state is_stream", process="frontend"),
     # a refusal, said last
@@ -151,7 +154,6 @@ HOOK_POINTS = (
     _read("sglang.srt.managers.io_struct.AbortReq"),
     _read(f"{_BATCH}.FINISH_ABORT"),
     _read("sglang.srt.managers.io_struct.GenerateReqInput", process="frontend"),
-    _read(f"{_TOKENIZER}.generate_request", "self obj request", process="frontend"),
     _read(f"{_TOKENIZER}._dispatch_to_scheduler", process="frontend"),
     _read(f"{_TOKENIZER}.auto_create_handle_loop", "self", process="frontend"),
     _hook(

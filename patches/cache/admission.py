@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from sglang_evicpress.core import Tier
 from sglang_evicpress.patches.tiers.prefetches import WINDOW, Prefetch
+from sglang_evicpress.patches.tree.exact_requests import computes_lossy, first_lossy, is_exact_request
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
 from sglang_evicpress.patches.tree.node import path_to
 from sglang_evicpress.patches.tree.types import Attached, CostTerms, Node, QueuedRequest, Request, Scheduler
@@ -62,6 +63,7 @@ class LockedTree(Attached, Protocol):
 
     def inc_lock_ref(self, node: Node) -> object: ...
     def dec_lock_ref(self, node: Node) -> object: ...
+    def known_of(self, req: Request) -> list[tuple[Node, int]]: ...
     def steps_of_waiting(self, req: Request) -> list[tuple[Node, int]]: ...
 
 
@@ -188,9 +190,16 @@ class Admission:
             is_behind = other.cache_protected_len <= begin  # else the tree had it, and this request could not use it
             is_same = is_behind and other is not req and other.extra_key == req.extra_key
             if is_same and theirs[begin:end] == missing and theirs[:begin] == tokens[:begin]:
+                if is_exact_request(req) and not self._becomes_exact(req, other):
+                    continue
                 self.counts["waits_for_a_duplicate"] += 1
                 return True
         return False
+
+    def _becomes_exact(self, req: QueuedRequest, other: QueuedRequest) -> bool:
+        """True if what ``other`` computes is exact and can take the place of what is lossy on the path of ``req``."""
+        lossy = first_lossy(self.tree.known_of(req))
+        return not computes_lossy(other) and (lossy is None or lossy.lock_ref == 0)
 
     def lacks_room(self, adder: HookedAdder, req: QueuedRequest) -> bool:
         """True if what is to be loaded for a request, or computed of it in this batch, has no room on the GPU now, but

@@ -16,6 +16,7 @@ from sglang_evicpress.patches.cache.outside import Later, Outside, Pool
 from sglang_evicpress.patches.cache.policy_view import PolicyView
 from sglang_evicpress.patches.cache.prefix_views import PrefixViews
 from sglang_evicpress.patches.cache.recomputation import Recomputation
+from sglang_evicpress.patches.cache.served_kv import note_served_kv
 from sglang_evicpress.patches.cache.tier_parts import TierParts
 from sglang_evicpress.patches.cache.tree_parts import TreeParts
 from sglang_evicpress.patches.profiling.background_requests import BackgroundRequests
@@ -278,5 +279,5 @@ class Parts:
         terms.advanced.subscribe(tree.queued_hits.grow_older, self.moves.retry_failed, tree.quality.refresh_default)
         terms.costs_changed.subscribe(tree.policy.refresh)
         self.views.admitted.subscribe(
-            tree.quality.note_question, tree.queued_hits.on_prefill, self.recomputation.count_admitted
+            note_served_kv, tree.quality.note_question, tree.queued_hits.on_prefill, self.recomputation.count_admitted
         )

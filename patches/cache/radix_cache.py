@@ -44,6 +44,7 @@ from sglang_evicpress.patches.scheduler import hooks
 from sglang_evicpress.patches.scheduler.prefill_times import PrefillTimes
 from sglang_evicpress.patches.tiers.placement import NOWHERE
 from sglang_evicpress.patches.tree.compressor import Compressor
+from sglang_evicpress.patches.tree.exact_requests import usable_steps
 from sglang_evicpress.patches.tree.model_identity import ModelIdentity
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
 from sglang_evicpress.patches.tree.node import (
@@ -183,8 +184,7 @@ class EvicPressCache(RadixCache):
         path: list[Any] = []
         num_resident = 0
         if not self.disable:
-            steps = self._steps(key)
-            steps = steps[: servable_steps(steps, self.config.min_match_kept)]
+            steps = usable_steps(params.req, self._steps(key), self.config.min_match_kept)
             num_resident = sum(node.value is not None for node, _ in steps)
             num_ready = self.parts.tiers.prefetcher.ready_to_load(params.req, steps, num_resident)
             steps = steps[: num_resident + num_ready]  # the last pieces of a compression may be left out by that
@@ -226,8 +226,7 @@ class EvicPressCache(RadixCache):
 
     def steps_of_waiting(self, req: Any) -> list[tuple[Any, int]]:
         """Those of them that it would be served from."""
-        steps = self.known_of(req)
-        return steps[: servable_steps(steps, self.config.min_match_kept)]
+        return usable_steps(req, self.known_of(req), self.config.min_match_kept)
 
     def _take(self, steps: list[tuple[Any, int]]) -> list[Any]:
         """Make the path that ``steps`` describe end at a node boundary, by a split, and note its use."""

@@ -8,7 +8,8 @@ from dataclasses import KW_ONLY, dataclass
 from sglang_evicpress.core import Tier
 from sglang_evicpress.introspect.recomputed import TAIL_TOKENS, Drop, Recomputed, place_of
 from sglang_evicpress.patches.tiers.prefetches import Prefetch
-from sglang_evicpress.patches.tree.node import servable_steps, start_of
+from sglang_evicpress.patches.tree.exact_requests import first_lossy, is_exact_request, usable_steps
+from sglang_evicpress.patches.tree.node import start_of
 from sglang_evicpress.patches.tree.types import CostTerms, Node, QueuedRequest, WaitingTree
 from sglang_evicpress.policy.load_or_recompute import Piece
 
@@ -59,13 +60,15 @@ class Recomputation:
 
     def _why_not_used(self, req: QueuedRequest, known: list[tuple[Node, int]], num_cached: int) -> tuple[str, float]:
         """Why a request does not take all that the tree knows of its prompt, with what loading the rest would take."""
-        usable = known[: servable_steps(known, self.min_match_kept)]
+        usable = usable_steps(req, known, self.min_match_kept)
         begin, unused = 0, []
         for node, matched in usable:
             if begin >= num_cached:
                 unused.append((node, matched))
             begin += matched
         absent = [(node, matched) for node, matched in unused if node.value is None and node.kv.copies]
+        if not absent and not unused and is_exact_request(req) and first_lossy(known):
+            return "asked_exact", 0.0
         if not absent:
             return ("came_meanwhile" if unused else "not_servable"), 0.0
         pieces = self.pieces(absent)

@@ -17,7 +17,7 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_evicpress.decode_budget.schedule import is_due, is_near, is_over
-from sglang_evicpress.decode_budget.settings import DecodeSettings, client_settings
+from sglang_evicpress.decode_budget.settings import DecodeSettings, client_settings, fields_of
 from sglang_evicpress.decode_budget.stats import RequestStats, Totals
 from sglang_evicpress.patches.attention.query_ring import STEPS_AHEAD, QueryRing
 from sglang_evicpress.patches.decode_budget.metrics import BudgetMetrics
@@ -36,6 +36,7 @@ from sglang_evicpress.patches.tree.compressor import Compressor
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
 from sglang_evicpress.patches.tree.node import PrefixView
 from sglang_evicpress.patches.unsupported import check_decode
+from sglang_evicpress.quality.asked import asks_exact, check_quality
 
 
 class BudgetLog(Protocol):
@@ -78,7 +79,15 @@ class DecodeBudgets:
         """
         if is_shadow_name(req.extra_key):  # measures the KV of prefixes, as they are
             return None, False
-        settings, wants_trace = client_settings(req.sampling_params.custom_params, self.default, self.clients)
+        params = req.sampling_params.custom_params
+        check_quality(params)
+        settings, wants_trace = client_settings(params, self.default, self.clients)
+        if settings is not None and asks_exact(params):
+            if "kv_decode_budget" in fields_of(params):
+                raise ValueError(
+                    f"kv_quality is 'exact' and kv_decode_budget is {settings.tokens}, which drops KV: leave one out"
+                )
+            return None, False  # the server's own budget is for requests that take any KV
         if settings is not None:
             reads_queries = self.default.reads_queries
             check_decode(settings, self.tree.page_size, self.compressor.sinks, keeps_queries=reads_queries)

@@ -19,7 +19,7 @@ from sglang_evicpress.patches.tiers.host_checks import VERIFIED_S, is_verified
 from sglang_evicpress.patches.tiers.prefetches import Held, Prefetch, Worth
 from sglang_evicpress.patches.tiers.ssd_io import Lookup, Read, SsdReads
 from sglang_evicpress.patches.tiers.types import Steps, Tiers
-from sglang_evicpress.patches.tree.node import servable_steps
+from sglang_evicpress.patches.tree.exact_requests import usable_steps
 from sglang_evicpress.patches.tree.types import Node, Request
 from sglang_evicpress.tiers.entry.copies import Copy, HostEntry, SsdEntry
 from sglang_evicpress.tiers.jobs import Job
@@ -142,7 +142,7 @@ class Prefetcher:
             self.grafting.graft(prefetch.req, job)
         key = self.tree.key_of_waiting(prefetch.req)
         known = self.tree._steps(key)
-        steps = known[: servable_steps(known, self.min_match_kept)]
+        steps = usable_steps(prefetch.req, known, self.min_match_kept)
         num_resident = sum(node.value is not None for node, _ in steps)
         self.reservations.pin(prefetch, [node for node, _ in steps[:num_resident]])
         pieces = self.terms.pieces(steps[num_resident:])

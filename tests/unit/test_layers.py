@@ -66,7 +66,9 @@ TABLE = {
         ("numpy", "psutil", "torch", "xxhash"),
     ),
     # What is known of the quality of contexts, and how it is measured.
-    "quality": Layer(("core", "policy", "tiers", "validation"), ("numpy", "orjson", "pydantic", "xxhash")),
+    "quality": Layer(
+        ("core", "error_text", "policy", "tiers", "validation"), ("numpy", "orjson", "pydantic", "xxhash")
+    ),
     "profiler": Layer(
         ("core", "quality", "validation"),
         ("httpx", "numpy", "orjson", "pydantic", "safetensors", "tokenizers", "torch", "transformers"),

@@ -40,6 +40,7 @@ pytestmark = pytest.mark.sglang
 
 LAYERS, HEADS, DIM, SLOTS, ROWS, CONTEXT = 2, 2, 4, 512, 12, 400
 SLOT_BYTES = 2 * LAYERS * HEADS * DIM * 4
+EXACT_EVERY = 4  # of the requests: one takes exact KV only
 FORMS = tuple(Form(press, kept) for press in ("knorm", "streaming", "random") for kept in (0.8, 0.5, 0.2))
 CURVES = {"default": {"0.8": 0.99, "0.5": 0.875, "0.2": 0.49}, "random": {"0.5": 0.5}}  # without, nothing is compressed
 
@@ -77,6 +78,8 @@ class Request:
     to_finish: object = None
     multimodal_inputs: object = None
     input_embeds: object = None
+    customized_info: dict[str, list[object]] | None = None
+    is_exact: bool = False
     filled: int = 0
     frozen_view: list[set[tuple[int, int]]] = field(default_factory=list)
 
@@ -94,7 +97,8 @@ class Request:
 
     @property
     def sampling_params(self) -> SimpleNamespace:
-        return SimpleNamespace(top_k=1, max_new_tokens=9)
+        params = {"kv_quality": "exact"} if self.is_exact else None
+        return SimpleNamespace(top_k=1, max_new_tokens=9, custom_params=params)
 
     def finished(self) -> bool:
         return self.kv_committed_freed
@@ -178,6 +182,7 @@ class Walk:
         ]
         self.count += 1
         request = Request(f"r{self.count}", tokens, len(tokens), self.rng.choice([None, None, "lora-a"]))
+        request.is_exact = self.count % EXACT_EVERY == 0
         self.waiting.append(request)
         self.cache.parts.admission.on_queued(request)
 
@@ -328,12 +333,14 @@ class Walk:
             assert len(entries) == request.kv_allocated_len - holes_of(request)
             for value, position in entries:
                 assert position < len(hashes) and hashes[position] == value, "KV of another token path"
-            missing = set(range(request.cache_protected_len, len(hashes))) - {position for _, position in entries}
-            assert not missing, "the request's own KV is not all there"
+            begin = 0 if request.is_exact else request.cache_protected_len
+            missing = set(range(begin, len(hashes))) - {position for _, position in entries}
+            assert not missing, "the request's own KV is not all there, or an exact request lacks some of its prefix"
         for before, now in zip(request.frozen_view, self.view_of(request), strict=True):
             assert before <= now, "the KV view of a running request changed"
         if holes_of(request):
             assert request.evicpress.is_lossy
+        assert not (request.is_exact and request.evicpress.is_lossy)
 
     def check(self) -> None:
         result = self.cache.inspector.check_integrity()

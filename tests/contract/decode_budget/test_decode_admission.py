@@ -251,6 +251,22 @@ def test_an_answer_may_outgrow_the_pool_but_not_the_context() -> None:
     assert made.tree_cache.decode_budgets.has_budgets and made.tree_cache.decode_budgets.totals.num_requests == 1
 
 
+def test_an_exact_request_has_no_budget_and_may_not_ask_for_one() -> None:
+    exact = {"kv_quality": "exact"}
+    for params in (exact, {**exact, "kv_decode_budget": 0}):
+        req = request(100, 1000)
+        take(req, params, DecodeSettings(256))
+        assert req.kv_budget is None and req.to_finish is None
+    take(req, {**exact, "kv_decode_budget": 64})
+    assert req.to_finish == "kv_quality is 'exact' and kv_decode_budget is 64, which drops KV: leave one out"
+
+
+def test_a_quality_that_is_not_known_is_refused() -> None:
+    req = request(100, 1000)
+    take(req, {"kv_quality": "exakt"})
+    assert req.to_finish == "kv_quality is 'exakt': expected 'exact'"
+
+
 @pytest.mark.parametrize(("num_tokens", "budget"), [(100, 512), (300, 256), (16, 4096)])
 def test_an_answer_is_cut_to_the_pool_where_the_budget_does_not_fit_in_it(num_tokens: int, budget: int) -> None:
     req = request(num_tokens, 100_000)

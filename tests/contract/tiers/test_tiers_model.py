@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
-from tests.contract.cache.test_radix_cache_model import ROWS, Request, Walk, path_hashes
+from tests.contract.cache.test_radix_cache_model import EXACT_EVERY, ROWS, Request, Walk, path_hashes
 
 from sglang_evicpress.config import GB, EvicPressConfig
 from sglang_evicpress.core import EXACT, Form, Tier
@@ -136,18 +136,18 @@ class TierWalk(Walk):
         tokens = tokens[: self.rng.choice([200, 200, self.rng.randrange(1, 200)])]
         tokens = [*tokens, *(self.rng.randrange(50, 60) for _ in range(self.rng.randrange(1, 30)))]
         self.asked.append((tokens, extra_key))
-        self.wait(tokens, extra_key)
+        self.wait(tokens, extra_key, is_exact=self.count % EXACT_EVERY == 0)
 
-    def wait(self, tokens: Sequence[int], extra_key: str | None = None) -> Request:
+    def wait(self, tokens: Sequence[int], extra_key: str | None = None, *, is_exact: bool = False) -> Request:
         self.count += 1
-        request = Request(f"r{self.count}", list(tokens), len(tokens), extra_key)
+        request = Request(f"r{self.count}", list(tokens), len(tokens), extra_key, is_exact=is_exact)
         self.waiting.append(request)
         self.cache.parts.admission.on_queued(request)
         return request
 
-    def ready(self, tokens: Sequence[int], extra_key: str | None = None) -> Request:
+    def ready(self, tokens: Sequence[int], extra_key: str | None = None, *, is_exact: bool = False) -> Request:
         """A request that could be admitted now."""
-        request = self.wait(tokens, extra_key)
+        request = self.wait(tokens, extra_key, is_exact=is_exact)
         self.until_ready(request)
         return request
 

@@ -283,6 +283,7 @@ def request_of(tokens: list[int], num_cached: int = 0, extra_key: str | None = N
         cache_protected_len=num_cached,
         is_retracted=False,
         finished=lambda: False,
+        sampling_params=SimpleNamespace(custom_params=None),
     )
 
 

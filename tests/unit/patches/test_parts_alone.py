@@ -489,6 +489,11 @@ def test_a_node_is_verified_loaded_and_promoted_unless_it_was_used_meanwhile(is_
     assert (tier_of(world.node) == Tier.HOST, world.freed == [1, 2, 3, 4]) == (is_used_meanwhile, is_used_meanwhile)
 
 
+def any_request() -> SimpleNamespace:
+    """A request that takes any KV."""
+    return SimpleNamespace(sampling_params=SimpleNamespace(custom_params=None))
+
+
 class Waiting(Loading):
     """A node on the host that two requests wait for; the disk reads nothing."""
 
@@ -538,7 +543,7 @@ class Waiting(Loading):
 
 
 def test_a_request_is_passed_over_until_what_it_waits_for_was_verified() -> None:
-    world, first, second = Waiting(), SimpleNamespace(), SimpleNamespace()
+    world, first, second = Waiting(), any_request(), any_request()
     for request in (first, second):
         world.prefetcher.begin(request)
     assert world.prefetches.num_waiting == 2 and world.node.kv.num_prefetches == 2 and len(world.submitted) == 1
@@ -555,14 +560,14 @@ def test_a_request_is_passed_over_until_what_it_waits_for_was_verified() -> None
 
 
 def test_what_is_sooner_computed_is_not_waited_for() -> None:
-    world, request = Waiting(), SimpleNamespace()
+    world, request = Waiting(), any_request()
     world.cost = PrefillCost(0.0, 1e-9, 0.0)
     world.prefetcher.begin(request)
     assert not world.prefetcher.is_prefetching(request) and not world.submitted and not world.reservations.node_ids
 
 
 def test_a_request_pins_what_is_on_the_gpu_within_its_share() -> None:
-    world, request = Waiting(), SimpleNamespace()
+    world, request = Waiting(), any_request()
     world.placement.place(world.node, world.node.kv.copies[Tier.HOST], torch.arange(4))
     world.prefetcher.begin(request)
     assert world.node.lock_ref == 1 and world.reservations.pinned_slots == 4  # a quarter of the pool

@@ -1,0 +1,22 @@
+"""Exact and lossy tokens of the prompt that the cache served, on their way to the answer.
+
+SGLang hands ``customized_info`` on with the tokens of an answer, a value for each; ours goes with the first token, and
+``http/answers.py`` takes it from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sglang_evicpress.patches.tree.exact_requests import count_lossy
+from sglang_evicpress.patches.tree.types import Node, ServedRequest
+from sglang_evicpress.quality.asked import KV_CACHE, served_kv
+
+
+def note_served_kv(req: ServedRequest, path: Sequence[Node], num_cached: int) -> None:
+    """A request runs with so many tokens of its prompt from the nodes of ``path``. As SGLang counts cached tokens, only
+    the first time: not after it was retracted."""
+    if req.customized_info is None or KV_CACHE not in req.customized_info:
+        num_lossy = min(count_lossy(path), num_cached)
+        info = req.customized_info = req.customized_info or {}
+        info[KV_CACHE] = [served_kv(num_cached - num_lossy, num_lossy)]
