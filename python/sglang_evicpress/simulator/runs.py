@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
@@ -113,4 +114,6 @@ def servers_at_load(trace: Trace, costs: CostSnapshot, load: float) -> float:
     if not span_s > 0.0:
         raise ValueError("all requests arrive at once: expected a number of servers, not a load")
     busy_s = sum(costs.prefill.seconds(max(request.num_tokens, 1), 0) for request in trace.requests)
-    return busy_s / span_s / load
+    if not math.isfinite(number := busy_s / span_s / load):
+        raise ValueError(f"a load of {load:g} takes endless servers: expected a larger share of the time")
+    return number
