@@ -14,7 +14,7 @@ from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.quality_curves import Curves
 from sglang_evicpress.policy.reuse import ReuseClock
 from sglang_evicpress.simulator.future import Future
-from sglang_evicpress.simulator.replay import Machine, Replay
+from sglang_evicpress.simulator.replay import MIN_COMPRESS_TOKENS, Machine, Replay
 from sglang_evicpress.simulator.sensitivity import Sensitivities
 from sglang_evicpress.traces import Trace
 
@@ -30,7 +30,8 @@ class Settings:
 
     ``machine`` has the tiers there are, the GPU always; if its costs are noisy, policies learn them. ``half_life_s``
     None is learned; ``curves`` None draws a curve for each context from ``seed``. ``recompute`` says which policies may
-    prefill again what would take longer to load; engines today always load.
+    prefill again what would take longer to load; engines today always load. Nodes of less than
+    ``min_compress_tokens`` tokens are never compressed.
     """
 
     machine: Machine
@@ -40,6 +41,7 @@ class Settings:
     seed: int = 0
     curves: Curves | None = None
     recompute: Recompute = "evicpress"
+    min_compress_tokens: int = MIN_COMPRESS_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,7 @@ def make_replay(trace: Trace, run: Run, settings: Settings, future: Future | Non
     replay = Replay(
         *(trace, policy, menu, machine, clock, curves), may_recompute, learns=machine.noise > 0.0, seed=settings.seed
     )
+    replay.min_compress_tokens = settings.min_compress_tokens
     if future is not None:
         future.follow(replay.tree)
     return replay

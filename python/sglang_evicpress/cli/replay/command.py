@@ -20,7 +20,8 @@ from sglang_evicpress.files import WholeFile, check_output
 from sglang_evicpress.policy import policy_info
 from sglang_evicpress.progress import Progress
 from sglang_evicpress.simulator.future import Future
-from sglang_evicpress.simulator.replay import NO_QUEUE, Outcome, Replay
+from sglang_evicpress.simulator.queue import NO_QUEUE
+from sglang_evicpress.simulator.replay import Outcome, Replay
 from sglang_evicpress.simulator.runs import Run, Settings, all_runs, make_replay
 from sglang_evicpress.traces import Reading, Trace, read_trace
 

@@ -67,6 +67,7 @@ def make_parser() -> Parser:
     add_value("--alpha", _alphas, "NUMBERS", "seconds full quality is worth; each makes a run of its own", "1.0")
     add_value("--half-life", _half_life, "SECONDS", "of a use of a node; auto, the default: learned", "auto")
     add_value("--forms", _forms, "FORMS", "on the menu; none: exact only; default %(default)s", DEFAULT_FORMS)
+    add_value("--min-compress-tokens", whole(1), "N", "never compress a shorter node; default %(default)s", "64")
     add_value("--slot-bytes", whole(1), "BYTES", "exact KV of one token; default %(default)s", "131072")
     add_value("--prefill", _prefill, "FIXED,PER_TOKEN,PER_PAIR", "s; default %(default)s", "0.01,3.5e-5,1.3e-9")
     add_value("--host-bandwidth", parse_rate, "RATE", "default %(default)s, behind 0.5 ms", "20GB/s")

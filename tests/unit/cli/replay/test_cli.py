@@ -27,7 +27,18 @@ REQUESTS = (
     Request(20.0, (1, 2), 20),
 )
 # A slot is a byte, a token takes 0.1 s to prefill, and 20 tokens fit.
-TRANSFER_COSTS = ("--slot-bytes", "1", "--prefill", "0,0.1,0", "--host-bandwidth", "20B/s", "--gpu", "20")
+TRANSFER_COSTS = (
+    "--min-compress-tokens",
+    "1",
+    "--slot-bytes",
+    "1",
+    "--prefill",
+    "0,0.1,0",
+    "--host-bandwidth",
+    "20B/s",
+    "--gpu",
+    "20",
+)
 
 
 @pytest.fixture
