@@ -119,6 +119,19 @@ def test_sieve_has_a_queue_on_each_tier() -> None:
     assert sequence.victims() == [2, 3]  # it came back before 3 came
 
 
+def test_sieve_starts_again_behind_the_newest_node() -> None:
+    """Else nodes that come one by one would be taken one by one, and what was ever used would stay for ever."""
+    sequence = Sequence("sieve")
+    sequence.come(1, 2)
+    sequence.use(1, 2)
+    sequence.come(3)
+    assert sequence.evict() == [3]
+    sequence.come(4)
+    assert sequence.evict() == [1]
+    sequence.come(5)
+    assert sequence.evict(3 * SIZE) == [2, 4, 5]
+
+
 # s3fifo
 
 
@@ -236,9 +249,8 @@ def _sieve(requests: list[int], capacity: int) -> list[int]:
                 marked.discard(queue[hand])
                 hand = (hand + 1) % len(queue)
             victims.append(queue.pop(hand))
-            hand = hand % len(queue) if hand < len(queue) else 0 if not queue else len(queue)
+            hand %= len(queue)  # after the newest the oldest, not what comes now
         queue.append(item)
-        hand %= len(queue)
     return victims
 
 

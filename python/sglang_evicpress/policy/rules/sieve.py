@@ -28,7 +28,8 @@ class SievePolicy(CascadePolicy):
 
     One queue in order of arrival and a hand that goes from the oldest node to the newest, then starts again. A node
     that was used since the hand last passed loses that mark and keeps its place; the first without one leaves, and
-    there the hand stops. Nodes that arrive are ahead of the hand.
+    there the hand stops. Nodes that arrive are ahead of the hand, but for one that has just taken the newest node: it
+    starts again.
 
     As a key: (lap in which the hand takes the node, tick of its arrival). A node is taken the next time the hand comes,
     or, if it was used, the time after that. The hand of a tier is the greatest key of what left it downwards. So a use
@@ -45,6 +46,7 @@ class SievePolicy(CascadePolicy):
     def __init__(self, menu: Menu) -> None:
         super().__init__(menu)
         self._hands = [(0, -1)] * len(Tier)  # (lap, tick) per tier
+        self._heads = [-1] * len(Tier)  # the tick of the newest arrival per tier
         self._places: dict[int, _Place] = {}
         self._newest = 0
 
@@ -63,12 +65,15 @@ class SievePolicy(CascadePolicy):
             place = self._arriving(candidate.tier, self._newest, 0, num_hits)
         elif num_hits > place.num_hits:
             place = self._arriving(candidate.tier, place.since, 1, num_hits)
+        self._heads[place.tier] = max(self._heads[place.tier], place.since)
         self._places[candidate.id] = place._replace(num_hits=num_hits)
 
     def left(self, candidate: Candidate, tier: int) -> None:
         place = self._places[candidate.id]
         if tier > candidate.tier:
-            self._hands[place.tier] = max(self._hands[place.tier], (place.lap, place.since))
+            is_head = place.since == self._heads[place.tier]
+            hand = (place.lap + 1, -1) if is_head else (place.lap, place.since)
+            self._hands[place.tier] = max(self._hands[place.tier], hand)
         if tier == DROPPED:
             del self._places[candidate.id]
 
