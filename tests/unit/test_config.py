@@ -22,7 +22,10 @@ def _file(folder: Path, content: object) -> str:
     return str(path)
 
 
-POLICIES = ("evicpress", "lru", "lfu", "slru", "tlru", "hpt", "gdsf", "adaptcache", "keydiff@0.5+lru", "impress@0.1")
+POLICIES = (
+    *("evicpress", "lru", "lfu", "slru", "tlru", "hpt", "gdsf", "s3fifo", "sieve", "adaptcache"),
+    *("keydiff@0.5+lru", "impress@0.1"),
+)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

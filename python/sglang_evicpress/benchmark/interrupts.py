@@ -28,10 +28,10 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def raising_interrupts() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does."""
+    """Let SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does, with their number."""
 
-    def interrupt(*_: object) -> NoReturn:
-        raise KeyboardInterrupt
+    def interrupt(signum: int, _: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt(signum)
 
     with _reacting(_ENDING, interrupt):
         yield

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sglang_evicpress import __version__
-from sglang_evicpress.cli.parser import INTERRUPTED, Parser, say
+from sglang_evicpress.cli.parser import Parser, interrupted_status, say
 
 _SERVE_EPILOG = """The same command goes on where an earlier one was stopped; it runs only what is missing.
 
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and give its exit status.
 
     0 is good, 1 that writing failed, fsck found something, contexts could not be profiled or a server of bench failed,
-    2 bad input, 130 Ctrl-C. ``--help`` and ``--version`` exit.
+    2 bad input, 130 Ctrl-C, 143 SIGTERM. ``--help`` and ``--version`` exit.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -97,9 +97,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return serve(args, shlex.join(["evicpress", *arguments]))
     except ValueError as error:
         return _fail(str(error), 2)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         say("interrupted")  # while reading the trace, or while writing
-        return INTERRUPTED
+        return interrupted_status(interrupt)
     except BrokenPipeError:  # such as `| head`: whoever read the table has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as a shell reports a process that SIGINT ended."""
 
+_NEGATIVE = re.compile(r"-(\.?[0-9]|inf|nan)", re.IGNORECASE)
+
+
+def interrupted_status(interrupt: KeyboardInterrupt) -> int:
+    """The same for the signal that the exception carries; without one it is Ctrl-C. 143 for SIGTERM."""
+    return 128 + int(interrupt.args[0]) if interrupt.args else INTERRUPTED
+
 
 class Parser(argparse.ArgumentParser):
     """Raises ValueError, one line that names the flag."""
+
+    _value_flags: frozenset[str] = frozenset()
+
+    def parse_values(self, argv: Sequence[str]) -> argparse.Namespace:
+        """As ``parse_args``, but what looks like a number below 0 is the value of the flag before it, not a flag."""
+        words: list[str] = []
+        for word in argv:
+            if words and words[-1] in self._value_flags and _NEGATIVE.match(word):
+                words[-1] += f"={word}"
+            else:
+                words.append(word)
+        return self.parse_args(words)
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message.removeprefix("argument "))
@@ -36,6 +56,7 @@ class Parser(argparse.ArgumentParser):
             except ValueError as error:
                 raise argparse.ArgumentTypeError(str(error)) from None
 
+        self._value_flags |= {flag}
         self.add_argument(flag, type=typed, metavar=metavar, help=help, default=default, required=required)
 
 

@@ -15,6 +15,8 @@ from sglang_evicpress.policy.rules.evicpress import EvicPressPolicy
 from sglang_evicpress.policy.rules.fixed import FixedFormPolicy, ImpressPolicy, impress_form
 from sglang_evicpress.policy.rules.gdsf import GdsfPolicy
 from sglang_evicpress.policy.rules.lru import BeladyPolicy, HptPolicy, LfuPolicy, LruPolicy, SlruPolicy
+from sglang_evicpress.policy.rules.s3fifo import S3FifoPolicy
+from sglang_evicpress.policy.rules.sieve import SievePolicy
 from sglang_evicpress.policy.rules.tlru import TlruPolicy
 
 
@@ -66,6 +68,8 @@ POLICIES: dict[str, PolicyInfo] = {
     "tlru": PolicyInfo(lambda inputs: TlruPolicy(inputs.menu)),
     "hpt": PolicyInfo(lambda inputs: HptPolicy(inputs.menu)),
     "gdsf": PolicyInfo(lambda inputs: GdsfPolicy(inputs.menu, inputs.costs)),
+    "s3fifo": PolicyInfo(lambda inputs: S3FifoPolicy(inputs.menu)),
+    "sieve": PolicyInfo(lambda inputs: SievePolicy(inputs.menu)),
     "adaptcache": PolicyInfo(_adaptcache, weighs_quality=True, has_mean_curve=True),
     "belady": PolicyInfo(_belady, sees_future=True),
 }

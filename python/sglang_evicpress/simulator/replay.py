@@ -10,14 +10,16 @@ from dataclasses import dataclass, field
 
 from sglang_evicpress.core import EXACT, Decision, NodeStats, Tier
 from sglang_evicpress.policy.cost_model import CostModel, CostSnapshot
+from sglang_evicpress.policy.load_or_recompute import Piece, num_worth_loading
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.planner import Planner
 from sglang_evicpress.policy.reuse_tracker import ReuseTracker
+from sglang_evicpress.simulator.queue import NO_QUEUE, Queue
 from sglang_evicpress.simulator.sensitivity import Sensitivities
 from sglang_evicpress.simulator.tree import Node, Tree
 from sglang_evicpress.traces import Request, Trace
 
-NO_QUEUE = math.inf
+MIN_COMPRESS_TOKENS = 64  # as a server has it unless told otherwise
 OBSERVE_EVERY = 4  # requests; learning from every one would take most of the time of a replay
 DRIFT = 0.25
 
@@ -27,9 +29,10 @@ class Outcome:
     """Result of one request. Seconds are simulated ones; ``hit_tokens`` by the tier they were on.
 
     ``service_s`` is loading and prefilling without waiting for others, ``ttft_s`` with it; ``recompute_s`` what
-    prefilling the whole prompt would have taken instead. ``quality`` is that of the cached prefix: the mean over its
-    tokens of the quality of the node they are in, 1 without a prefix. The regret is by how much the request was slower
-    than its recomputation, the predicted one by the costs the policy knew.
+    prefilling the whole prompt would have taken instead. ``quality`` is that of the whole cached prefix: the mean over
+    its tokens of the quality of the node they are in times that of its lineage, 1 without a prefix. The regret is by
+    how much the request was slower than its recomputation would have been behind the same queue, the predicted one by
+    the costs the policy knew.
     """
 
     arrival_s: float
@@ -68,6 +71,7 @@ class Replay:
 
     ``may_recompute``: a request loads only what is not predicted to be prefilled sooner; without it everything cached
     is loaded, as engines do today. ``learns``: the policy starts with ``machine.costs`` too but follows what it sees.
+    Nodes of less than ``min_compress_tokens`` tokens stay as they are.
     """
 
     trace: Trace
@@ -78,6 +82,7 @@ class Replay:
     may_recompute: bool = True
     learns: bool = False
     seed: int = 0
+    min_compress_tokens: int = MIN_COMPRESS_TOKENS
     moved_bytes: Counter[str] = field(default_factory=Counter)
     decisions: Counter[str] = field(default_factory=Counter)
 
@@ -87,7 +92,8 @@ class Replay:
         self.tree = Tree(self.trace.block_tokens)
         self.used = dict.fromkeys(self.menu.tiers, 0)
         self._random = random.Random(self.seed)
-        self._free_at = dict.fromkeys(self.menu.tiers, 0.0)
+        self.queue = Queue(self.machine.num_servers, self.menu.tiers)
+        self._lineage = 1.0  # of what the present request computes
         self._tick = 0
         self.reuse = ReuseTracker()
 
@@ -102,8 +108,9 @@ class Replay:
         self._grow_older(now)
         if path:
             self.reuse.observe_request(path[-1].id, now)
-        kept = self._worth_loading(path)
+        kept = self._worth_loading(path, now)
         outcome = self._time(request, path[:kept])
+        self._lineage = outcome.quality
         promoted = []
         for index, node in enumerate(path):
             self.reuse.use(node.id, now)
@@ -147,20 +154,22 @@ class Replay:
         self.planner.add(self._stats(lower))
         return upper
 
-    def _worth_loading(self, path: list[Node]) -> int:
-        """Number of nodes of the path taken from the cache: the rest is predicted to be prefilled sooner."""
-        if not self.may_recompute:
+    def _worth_loading(self, path: list[Node], now: float) -> int:
+        """Number of nodes of the path taken from the cache: the rest is predicted to be prefilled sooner, behind what
+        others load and while others wait."""
+        on_gpu = sum(node.tier == Tier.GPU for node in path)
+        if not self.may_recompute or on_gpu == len(path):
             return len(path)
-        best, best_s, total_s = len(path), 0.0, 0.0
-        for index in range(len(path) - 1, -1, -1):
-            node = path[index]
-            if node.tier == Tier.GPU:
-                break
-            saved = self.known.prefill.marginal_seconds(node.num_tokens, node.depth_tokens)
-            total_s += self.known.load_seconds(node.tier, node.num_bytes, node.form.codec) - saved
-            if total_s > best_s:
-                best, best_s = index, total_s
-        return best
+        pieces = [
+            Piece(node.num_tokens, node.depth_tokens, node.tier, node.num_bytes, node.form.codec)
+            for node in path[on_gpu:]
+        ]
+        slack_s = self.queue.wait_s(Tier.GPU, now)
+        waits: dict[Tier, float] = {tier: self.queue.wait_s(tier, now) for tier in self.menu.tiers if tier != Tier.GPU}
+        if Tier.HOST in waits:  # unlike on a server, its link works while a request waits for its turn
+            waits[Tier.HOST] = max(0.0, waits[Tier.HOST] - slack_s)
+        congestion = self.queue.congestion(now)
+        return on_gpu + num_worth_loading(pieces, self.known, waits=waits, slack_s=slack_s, congestion=congestion)
 
     def _time(self, request: Request, path: list[Node]) -> Outcome:
         arrival, costs = request.arrival_s, self.machine.costs
@@ -170,7 +179,7 @@ class Replay:
         for node in path:
             hits[node.tier] = hits.get(node.tier, 0) + node.num_tokens
             bytes_from[node.tier] = bytes_from.get(node.tier, 0) + node.num_bytes
-            loss += node.num_tokens * (1.0 - node.quality)
+            loss += node.num_tokens * (1.0 - node.lineage * node.quality)
             survivors += node.num_tokens * node.form.kept_fraction
         bytes_from.pop(Tier.GPU, None)
         cached = sum(hits.values())
@@ -181,7 +190,10 @@ class Replay:
         prefill_s, recompute_s = costs.prefill.seconds(*chunk) * noise, costs.prefill.seconds(*whole) * noise
         loads = {tier: costs.load_seconds(tier, size) * self._noise() for tier, size in bytes_from.items()}
         predicted_s = self.known.prefill.seconds(*chunk) - self.known.prefill.seconds(*whole)
-        predicted_s += sum(self.known.load_seconds(tier, size) for tier, size in bytes_from.items())
+        predicted_load_s = sum(
+            self.known.load_seconds(tier, size) + self.queue.wait_s(tier, arrival) for tier, size in bytes_from.items()
+        )
+        predicted_s += max(0.0, predicted_load_s - self.queue.wait_s(Tier.GPU, arrival))
         if self.learner is not None and self._tick % OBSERVE_EVERY == 0:
             self.learner.observe_prefill([chunk], prefill_s)
             for tier, size in bytes_from.items():
@@ -193,38 +205,23 @@ class Replay:
         for tier, size in bytes_from.items():
             self.moved_bytes[f"{tier.label} to gpu"] += size
         load_s = float(sum(loads.values()))
+        wait_s = self.queue.wait_s(Tier.GPU, arrival)
+        ttft_s = self.queue.serve(arrival, loads, prefill_s)
         return Outcome(
             arrival,
             request.num_tokens,
             hits,
             load_s,
             prefill_s,
-            self._queue(arrival, loads, prefill_s),
+            ttft_s,
             recompute_s,
-            max(0.0, load_s + prefill_s - recompute_s),
+            max(0.0, ttft_s - wait_s - recompute_s),
             max(0.0, predicted_s),
             1.0 - loss / cached if cached else 1.0,
         )
 
     def _noise(self) -> float:
         return math.exp(self._random.gauss(0.0, self.machine.noise)) if self.machine.noise else 1.0
-
-    def _queue(self, arrival: float, loads: Mapping[Tier, float], prefill_s: float) -> float:
-        """Seconds to the first token when each tier's link and the GPUs serve one after the other, in order of arrival.
-
-        Loading overlaps with the prefill of others; ``num_servers`` machines drain a queue that many times as fast.
-        """
-        servers = self.machine.num_servers
-        if servers == NO_QUEUE:
-            return sum(loads.values()) + prefill_s
-        ready = arrival
-        for tier, seconds in loads.items():
-            begin = max(arrival, self._free_at[tier])
-            self._free_at[tier] = begin + seconds / servers
-            ready = max(ready, begin + seconds)
-        free_at = self._free_at[Tier.GPU]
-        self._free_at[Tier.GPU] = max(free_at, arrival) + prefill_s / servers
-        return max(ready, free_at) + prefill_s - arrival
 
     def _grow_older(self, now: float) -> None:
         while self.reuse.is_behind(now):  # a server has many steps between two requests
@@ -236,10 +233,10 @@ class Replay:
     # ---- moves
 
     def _bring(self, node: Node, exact: bool) -> None:
-        """The node is on the GPU now: loaded, or recomputed, which makes it exact."""
+        """The node is on the GPU now: loaded, or recomputed, which makes it as exact as what it was computed on."""
         self.used[node.tier] -= node.num_bytes
         if exact:
-            node.form, node.quality = EXACT, 1.0
+            node.form, node.quality, node.lineage = EXACT, 1.0, self._lineage
             node.num_bytes = node.num_tokens * self.menu.slot_bytes
         elif node.tier != Tier.GPU and node.form.codec != "raw":
             node.num_bytes, node.form = self.menu.num_bytes(node.form, node.num_tokens), node.form.decoded
@@ -248,7 +245,7 @@ class Replay:
 
     def _insert(self, parent: Node, blocks: tuple[int, ...], now: float) -> Node:
         node = self.tree.add(parent, blocks)
-        node.curve = self.sensitivities.curve(blocks[0])
+        node.curve, node.lineage = self.sensitivities.curve(blocks[0]), self._lineage
         node.num_bytes = node.num_tokens * self.menu.slot_bytes
         siblings = 0 if parent is self.tree.root else len(parent.children)
         self.reuse.add(node.id, now, node.num_tokens, siblings)
@@ -292,8 +289,16 @@ class Replay:
             depth_tokens=node.depth_tokens,
             quality=1.0 - share * (1.0 - node.quality),
             curve=[1.0 - share * (1.0 - quality) for quality in node.curve],
-            allowed_forms=self.menu.smaller(node.form),
+            allowed_forms=self._allowed_forms(node),
             weight=node.weight,
             num_hits=node.num_hits,
             last_use=node.last_use,
         )
+
+    def _allowed_forms(self, node: Node) -> int:
+        """What can be made of the node where it is, as a server has it: anywhere but on the SSD, below the GPU only by
+        a policy that weighs quality."""
+        policy = self.planner.policy
+        is_open = node.tier == Tier.GPU or (node.tier == Tier.HOST and policy.weighs_quality)
+        is_long = node.num_tokens >= self.min_compress_tokens
+        return self.menu.smaller(node.form) if is_open and is_long and policy.compresses else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
@@ -12,7 +13,7 @@ from sglang_evicpress.policy.cost_model import CostSnapshot
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.quality_curves import Curves
 from sglang_evicpress.simulator.future import Future
-from sglang_evicpress.simulator.replay import Machine, Replay
+from sglang_evicpress.simulator.replay import MIN_COMPRESS_TOKENS, Machine, Replay
 from sglang_evicpress.simulator.sensitivity import Sensitivities
 from sglang_evicpress.traces import Trace
 
@@ -28,7 +29,7 @@ class Settings:
 
     ``machine`` has the tiers there are, the GPU always; if its costs are noisy, policies learn them. ``curves`` None
     draws a curve for each context from ``seed``. ``recompute`` says which policies may prefill again what would take
-    longer to load; engines today always load.
+    longer to load; engines today always load. Nodes of less than ``min_compress_tokens`` tokens are never compressed.
     """
 
     machine: Machine
@@ -37,6 +38,7 @@ class Settings:
     seed: int = 0
     curves: Curves | None = None
     recompute: Recompute = "evicpress"
+    min_compress_tokens: int = MIN_COMPRESS_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ def make_replay(trace: Trace, run: Run, settings: Settings, future: Future | Non
     replay = Replay(
         *(trace, policy, menu, machine, curves), may_recompute, learns=machine.noise > 0.0, seed=settings.seed
     )
+    replay.min_compress_tokens = settings.min_compress_tokens
     if future is not None:
         future.follow(replay.tree)
     return replay
@@ -110,4 +113,6 @@ def servers_at_load(trace: Trace, costs: CostSnapshot, load: float) -> float:
     if not span_s > 0.0:
         raise ValueError("all requests arrive at once: expected a number of servers, not a load")
     busy_s = sum(costs.prefill.seconds(max(request.num_tokens, 1), 0) for request in trace.requests)
-    return busy_s / span_s / load
+    if not math.isfinite(number := busy_s / span_s / load):
+        raise ValueError(f"a load of {load:g} takes endless servers: expected a larger share of the time")
+    return number

@@ -13,7 +13,8 @@ from sglang_evicpress.traces.base import shared_blocks
 @dataclass(slots=True, eq=False)
 class Node:
     """Consecutive blocks that are kept together. ``curve`` is the quality per form of the menu of its tokens alone,
-    ``quality`` that of the form it holds."""
+    ``quality`` that of the form it holds, ``lineage`` that of the prefix its KV was computed on: what was computed on
+    lossy KV is as lossy, whatever becomes of that, until it is computed anew."""
 
     id: int
     parent: Node | None
@@ -25,6 +26,7 @@ class Node:
     form: Form = EXACT
     num_bytes: int = 0
     quality: float = 1.0
+    lineage: float = 1.0
     curve: Sequence[float] = ()
     weight: float = 0.0
     num_hits: int = 0
@@ -71,6 +73,7 @@ class Tree:
         upper = self.add(parent, lower.blocks[:num_blocks])
         for name in ("tier", "form", "quality", "curve", "weight", "num_hits", "last_use"):
             setattr(upper, name, getattr(lower, name))
+        upper.lineage = lower.lineage
         lower.blocks = lower.blocks[num_blocks:]
         lower.num_tokens -= upper.num_tokens
         lower.depth_tokens += upper.num_tokens

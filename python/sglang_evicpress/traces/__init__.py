@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_evicpress.traces.base import Request, Trace
+from sglang_evicpress.traces.base import Reading, Request, Trace
 from sglang_evicpress.traces.reader import read_trace
 
-__all__ = ["Request", "Trace", "read_trace"]
+__all__ = ["Reading", "Request", "Trace", "read_trace"]

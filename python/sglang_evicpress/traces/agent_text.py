@@ -1,9 +1,9 @@
 """LMCache's agent traces: ``timestamp`` us, ``input`` and ``output`` as text, ``session_id``.
 
 There is no tokenizer here. **One token is taken to be 4 bytes of UTF-8**, about what English text and code
-come to; a block of 64 tokens is then 256 bytes, and a block's id is a hash of its bytes and of the id before
-it, so an equal id means an equal whole prefix, between sessions too. Counts of tokens are approximate, and
-reuse ends at a boundary of bytes where a server's ends at one of tokens.
+come to; a block of 64 tokens, unless read otherwise, is then 256 bytes, and a block's id is a hash of its bytes
+and of the id before it, so an equal id means an equal whole prefix, between sessions too. Counts of tokens are
+approximate, and reuse ends at a boundary of bytes where a server's ends at one of tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
-from sglang_evicpress.traces.base import Request, number, text
+from sglang_evicpress.traces.base import Reading, Request, text
+from sglang_evicpress.traces.times import Clock
 
 BYTES_PER_TOKEN = 4
 
@@ -23,17 +24,17 @@ class AgentText:
     relative = True
 
     def __init__(self) -> None:
-        self._origin_us: float | int | None = None
         self._shared: dict[int, int] = {}
+        self._clock = Clock("us", has_dates=True)
+
+    def read_as(self, reading: Reading) -> None:
+        self._clock.unit = reading.time_unit or self._clock.unit
+        self.block_tokens = reading.block_tokens or self.block_tokens
 
     def requests(self, record: Mapping[str, object]) -> Sequence[Request]:
-        now_us = number(record, "timestamp")
+        arrival_s = self._clock.seconds(record, "timestamp")
         prompt = text(record, "input").encode()
         answer = text(record, "output").encode()
-        if self._origin_us is None:
-            self._origin_us = now_us
-        # Microseconds since 1970 fill a float: subtract as integers first.
-        arrival_s = (now_us - self._origin_us) / 1_000_000
         return (Request(arrival_s, self._blocks(prompt), _tokens(prompt), _tokens(answer)),)
 
     def _blocks(self, prompt: bytes) -> tuple[int, ...]:

@@ -6,10 +6,9 @@ the hit of a prefix cache depends on.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 MAX_ID = 2**63 - 1
 
@@ -56,6 +55,15 @@ class Trace:
         return distinct * self.block_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a file does not say, or says otherwise: the unit of its timestamps (s, ms, us or ns), and the tokens of a
+    block. None: as its format has them."""
+
+    time_unit: str | None = None
+    block_tokens: int | None = None
+
+
 class Format(Protocol):
     """One file format: turns a line, already parsed, into requests. May remember earlier lines."""
 
@@ -67,6 +75,15 @@ class Format(Protocol):
 
     def requests(self, record: Mapping[str, object]) -> Sequence[Request]:
         """The requests of one line, in any order. ValueError says what is wrong with it, not where it is."""
+        ...
+
+
+@runtime_checkable
+class Adjustable(Protocol):
+    """A format that can be read in other units than its own."""
+
+    def read_as(self, reading: Reading) -> None:
+        """Before the first request. ValueError where the file says otherwise itself."""
         ...
 
 
@@ -97,14 +114,6 @@ def count(record: Mapping[str, object], key: str, least: int = 0) -> int:
     value = member(record, key)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_ID:
         raise ValueError(f"{key!r} is {value!r:.60}: expected an integer of at least {least}")
-    return value
-
-
-def number(record: Mapping[str, object], key: str) -> float | int:
-    """A finite number of at least 0, as it stands: a large integer keeps all its digits."""
-    value = member(record, key)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"{key!r} is {value!r:.60}: expected a finite number of at least 0")
     return value
 
 

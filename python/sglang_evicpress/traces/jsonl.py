@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sglang_evicpress.traces.base import Request, count, ids, member, number, text
+from sglang_evicpress.traces.base import Reading, Request, count, ids, member, text
+from sglang_evicpress.traces.times import Clock
 
 FORMAT = "evicpress-trace"
 VERSION = 1
@@ -29,9 +30,15 @@ class Jsonl:
         self.block_tokens = count(header, "block_tokens", least=1)
         self.name = text(header, "name") if "name" in header else None
         self._shared: dict[int, int] = {}
+        self._clock = Clock("s", has_dates=False)
+
+    def read_as(self, reading: Reading) -> None:
+        if reading.block_tokens not in (None, self.block_tokens):
+            raise ValueError(f"'block_tokens' is {self.block_tokens}: expected {reading.block_tokens}, as asked for")
+        self._clock.unit = reading.time_unit or self._clock.unit
 
     def requests(self, record: Mapping[str, object]) -> Sequence[Request]:
-        arrival_s = float(number(record, "t"))
+        arrival_s = self._clock.seconds(record, "t")
         num_tokens = count(record, "tokens")
         output_tokens = count(record, "out") if "out" in record else 0
         blocks = ids(record, "blocks")

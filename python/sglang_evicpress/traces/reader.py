@@ -11,7 +11,7 @@ from pathlib import Path
 import orjson
 
 from sglang_evicpress.traces.agent_text import AgentText
-from sglang_evicpress.traces.base import Format, Request, Trace
+from sglang_evicpress.traces.base import Adjustable, Format, Reading, Request, Trace
 from sglang_evicpress.traces.jsonl import Jsonl
 from sglang_evicpress.traces.lines import read_lines
 from sglang_evicpress.traces.mooncake import Mooncake
@@ -52,26 +52,37 @@ def read_trace(
     skip_bad: bool = False,
     limit: int | None = None,
     on_bad: Callable[[str], None] | None = None,
+    reading: Reading | None = None,
 ) -> Trace:
-    """Read ``source``: a file in one of the formats of ``READERS``, plain or .zst, or ``synthetic:KIND[:SEED]``.
+    """Read ``source``: a file in one of the formats of ``READERS``, plain, .zst or .gz, or ``synthetic:KIND[:SEED]``.
 
     The keys of the first line tell the format. A bad line is a ValueError that names file, line and fault;
     with ``skip_bad`` it is left out, counted in ``num_skipped``, and its message goes to ``on_bad``. A bad line
     of a WEKA file is a whole session. What spoils more than a line (an unknown format, a bad header, a file
-    that is missing, empty or cut off, no request at all) is a ValueError either way.
+    that is missing, empty, binary or cut off, a line without end, no request at all) is a ValueError either way.
 
     ``limit`` keeps the first requests in the order of the file, which is then read no further; in the order of
     arrival where a session's are on one line, and for synthetic traces.
+
+    ``reading`` gives other units than the format's; ValueError where the trace has units of its own.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit is {limit}: expected at least 1, or None for the whole trace")
     if source.startswith(PREFIX):
+        if reading is not None:
+            raise ValueError(f"{source} is made up in seconds and blocks of its own: expected a file to read otherwise")
         trace = synthetic_trace(source)
         return trace if limit is None else dataclasses.replace(trace, requests=trace.requests[:limit])
-    return _read_file(Path(source), skip_bad, limit, on_bad)
+    return _read_file(Path(source), skip_bad, limit, on_bad, reading)
 
 
-def _read_file(path: Path, skip_bad: bool, limit: int | None, on_bad: Callable[[str], None] | None) -> Trace:
+def _read_file(
+    path: Path,
+    skip_bad: bool,
+    limit: int | None,
+    on_bad: Callable[[str], None] | None,
+    reading: Reading | None,
+) -> Trace:
     format: Format | None = None
     requests: list[Request] = []
     is_empty, num_skipped = True, 0
@@ -85,7 +96,7 @@ def _read_file(path: Path, skip_bad: bool, limit: int | None, on_bad: Callable[[
             if format is None:
                 reader = _reader_of(record)
                 is_opening, has_header = True, reader.has_header
-                format = reader.open(record)
+                format = _opened(reader, record, reading)
                 is_opening = False
             found = () if has_header else format.requests(record)
         except ValueError as error:
@@ -113,6 +124,15 @@ def _read_file(path: Path, skip_bad: bool, limit: int | None, on_bad: Callable[[
         requests = [dataclasses.replace(request, arrival_s=request.arrival_s - start_s) for request in requests]
     name = format.name if isinstance(format, Jsonl) else None
     return Trace(name or path.name, format.block_tokens, tuple(requests), num_skipped)
+
+
+def _opened(reader: Reader, record: Mapping[str, object], reading: Reading | None) -> Format:
+    format = reader.open(record)
+    if reading is not None:
+        if not isinstance(format, Adjustable):
+            raise ValueError(f"{reader.about} has units of its own: expected neither a time unit nor a size of blocks")
+        format.read_as(reading)
+    return format
 
 
 def _parsed(line: bytes) -> dict[str, object]:

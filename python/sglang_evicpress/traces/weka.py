@@ -14,7 +14,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count as counter
 
-from sglang_evicpress.traces.base import Request, count, full_blocks, ids, member, number, text
+from sglang_evicpress.traces.base import Reading, Request, count, full_blocks, ids, member, text
+from sglang_evicpress.traces.times import Clock
 
 SCOPES = ("local", "global")
 
@@ -40,15 +41,22 @@ class Weka:
         self.block_tokens = 0
         self._fresh = counter()
         self._everywhere = _Ids(self._fresh)
+        self._clock = Clock("s", has_dates=False)
+        self._why = "as in the lines before"
+
+    def read_as(self, reading: Reading) -> None:
+        self._clock.unit = reading.time_unit or self._clock.unit
+        if reading.block_tokens is not None:
+            self.block_tokens, self._why = reading.block_tokens, "as asked for"
 
     def requests(self, record: Mapping[str, object]) -> Sequence[Request]:
         block_tokens = count(record, "block_size", least=1)
         if self.block_tokens and block_tokens != self.block_tokens:
-            raise ValueError(f"'block_size' is {block_tokens}: expected {self.block_tokens}, as in the lines before")
+            raise ValueError(f"'block_size' is {block_tokens}: expected {self.block_tokens}, {self._why}")
         scope = text(record, "hash_id_scope")
         if scope not in SCOPES:
             raise ValueError(f"'hash_id_scope' is {scope!r}: expected one of {', '.join(SCOPES)}")
-        flat = list(_flat(record, block_tokens))
+        flat = list(_flat(record, block_tokens, self._clock))
         # Only a session that is good as a whole takes numbers and sets the size.
         known = self._everywhere if scope == "global" else _Ids(self._fresh)
         self.block_tokens = block_tokens
@@ -58,7 +66,9 @@ class Weka:
         ]
 
 
-def _flat(session: Mapping[str, object], block_tokens: int) -> Iterator[tuple[float, list[int], int, int]]:
+def _flat(
+    session: Mapping[str, object], block_tokens: int, clock: Clock
+) -> Iterator[tuple[float, list[int], int, int]]:
     """(t, local ids of the full blocks, in, out) of every request, those of subagents at their place."""
     # A stack, not recursion: how deep subagents nest is the file's choice.
     stack = [(0.0, "", _entries(session))]
@@ -72,7 +82,7 @@ def _flat(session: Mapping[str, object], block_tokens: int) -> Iterator[tuple[fl
         if not isinstance(entry, dict):
             raise ValueError(f"{where} is {entry!r:.60}: expected an object")
         try:
-            arrival_s = start_s + number(entry, "t")
+            arrival_s = start_s + clock.seconds(entry, "t")
             if math.isinf(arrival_s):
                 raise ValueError(f"'t' is {entry['t']} after a start of {start_s}: expected a finite sum")
             if entry.get("type") == "subagent":

@@ -797,7 +797,9 @@ def test_decisions_are_journalled_with_what_they_rest_on(walk: Walk) -> None:
     assert walk.cache.inspector.read_journal(numbers[-1], 5)["entries"] == []
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "slru", "tlru", "hpt", "gdsf", "adaptcache", "knorm@0.5+lru"])
+@pytest.mark.parametrize(
+    "policy", ["lru", "lfu", "slru", "tlru", "hpt", "gdsf", "s3fifo", "sieve", "adaptcache", "knorm@0.5+lru"]
+)
 def test_every_policy_keeps_every_invariant(policy: str) -> None:
     Walk(3, 1, policy).run(80)
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import zstandard
 
-from sglang_evicpress.traces import read_trace
+from sglang_evicpress.traces import Reading, lines, read_trace
 
 MOONCAKE: dict[str, object] = {"timestamp": 0, "input_length": 1024, "output_length": 7, "hash_ids": [0, 1]}
+DATED: dict[str, object] = {**MOONCAKE, "timestamp": "2025-11-25"}
 WEKA_REQUEST: dict[str, object] = {"t": 0.0, "type": "n", "in": 128, "out": 5, "hash_ids": [1, 2]}
 WEKA: dict[str, object] = {"block_size": 64, "hash_id_scope": "local", "requests": [WEKA_REQUEST]}
 TEXT: dict[str, object] = {"timestamp": 1, "input": "a", "output": "b", "session_id": "s"}
@@ -30,6 +36,10 @@ def as_lines(*records: object) -> bytes:
     return b"".join((r if isinstance(r, bytes) else json.dumps(r).encode()) + b"\n" for r in records)
 
 
+BINARY = (
+    *(b"\x7fELF\x02\x01\x01\0", b"PAR1\x15\x04\0", b"{}\n" + b"\0" * 9, b"\n\xff\xd8\xff\xe0"),
+    *(as_lines(MOONCAKE).decode().encode("utf-16"), bz2.compress(as_lines(MOONCAKE)), bytes(range(128, 256)) * 99),
+)
 BAD: list[tuple[list[dict[str, object]], object, str]] = [
     # (good lines before, the bad one, what is said)
     ([MOONCAKE], b"{", "not JSON"),
@@ -39,7 +49,12 @@ BAD: list[tuple[list[dict[str, object]], object, str]] = [
     ([MOONCAKE], {}, "key 'timestamp' is missing: there are none"),
     *(([MOONCAKE], without(MOONCAKE, key), f"key '{key}' is missing") for key in MOONCAKE),
     ([MOONCAKE], {**MOONCAKE, "timestamp": -1}, "'timestamp' is -1: expected a finite number of at least 0"),
-    ([MOONCAKE], {**MOONCAKE, "timestamp": "0"}, "'timestamp' is '0'"),
+    *(
+        ([MOONCAKE], {**MOONCAKE, "timestamp": value}, f"'timestamp' is '{value}': .* or a date")
+        for value in ("soon", "", "-1", "inf", "nan", "1_000", "0x10", "2025-13-01", "9" * 31)
+    ),
+    ([MOONCAKE], {**MOONCAKE, "timestamp": "2025-11-25"}, "'timestamp' is '2025-11-25': expected a number, as in"),
+    ([DATED], MOONCAKE, "'timestamp' is 0: expected a date, as in the lines before"),
     ([MOONCAKE], {**MOONCAKE, "timestamp": True}, "'timestamp' is True"),
     ([MOONCAKE], {**MOONCAKE, "timestamp": None}, "'timestamp' is None"),
     ([MOONCAKE], json.dumps(MOONCAKE).replace(": 0,", ": 1e999,", 1).encode(), "not JSON"),
@@ -61,6 +76,7 @@ BAD: list[tuple[list[dict[str, object]], object, str]] = [
     ([WEKA], {**WEKA, "requests": None}, "'requests' is None: expected a list"),
     ([WEKA], {**WEKA, "requests": [7]}, r"requests\[0\] is 7: expected an object"),
     ([WEKA], weka(t=-0.5), r"requests\[1\]: 't' is -0.5"),
+    ([WEKA], weka(t="2025-11-25"), r"requests\[1\]: 't' is '2025-11-25': expected a finite number of at least 0$"),
     ([WEKA], weka(out=None), r"requests\[1\]: 'out' is None"),
     ([WEKA], weka(hash_ids=[1, 2, 3]), r"requests\[1\]: 'hash_ids' has 3 blocks of 64 tokens for a prompt of 128"),
     ([WEKA], weka(type="subagent"), r"requests\[1\]: key 'requests' is missing"),
@@ -143,6 +159,12 @@ def test_a_bad_first_line_is_skipped_too(tmp_path: Path, first: bytes) -> None:
         (zstandard.compress(as_lines(*[MOONCAKE] * 50))[:-1], "is cut off"),
         (zstandard.compress(as_lines(MOONCAKE)) + zstandard.compress(as_lines(MOONCAKE))[:6], "is cut off"),
         (zstandard.compress(as_lines(MOONCAKE)) + b"tail", "is damaged"),
+        (gzip.compress(as_lines(*[MOONCAKE] * 50))[:-1], "is cut off: its last gzip frame"),
+        (gzip.compress(as_lines(MOONCAKE)) + b"tail", "is damaged"),
+        (gzip.compress(as_lines(MOONCAKE))[:-8] + b"wrong sum", "is damaged"),
+        (gzip.compress(b""), "is empty"),
+        *((content, "is a binary file: expected text in UTF-8") for content in BINARY),
+        *((pack(content), "is a binary file") for content in BINARY for pack in (gzip.compress, zstandard.compress)),
     ],
 )
 def test_what_spoils_the_whole_file_is_not_skipped(tmp_path: Path, content: bytes, said: str, skip_bad: bool) -> None:
@@ -167,3 +189,52 @@ def test_missing_file_and_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="cannot be read: Not a directory"):
         read_trace(str(tmp_path / "file" / "below"))
+
+
+@pytest.mark.parametrize("skip_bad", [False, True])
+def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skip_bad: bool) -> None:
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 1 << 21)
+    path = tmp_path / "trace.jsonl"
+    for pack in (bytes, gzip.compress, zstandard.compress):
+        path.write_bytes(pack(as_lines(MOONCAKE) + b"x" * (1 << 22)))
+        with pytest.raises(
+            ValueError, match="trace.jsonl, line 2: no end within 2 MiB: expected one JSON object a line"
+        ):
+            read_trace(str(path), skip_bad=skip_bad)
+    path.write_bytes(as_lines(*[{**MOONCAKE, "text": "x" * (1 << 20)}] * 5))  # long lines that end are none
+    assert len(read_trace(str(path)).requests) == 5
+
+
+def test_a_packed_line_without_end_fills_no_memory(tmp_path: Path) -> None:
+    """4 GiB of one letter in a file of 4 MB, by a process that may take 1 GiB."""
+    path = tmp_path / "trace.jsonl.gz"
+    path.write_bytes(16 * gzip.compress(b"x" * (1 << 28)))
+    code = "import sys; from sglang_evicpress.traces import read_trace; read_trace(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)],
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30)),
+    )
+    assert "line 1: no end within 64 MiB" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ((WEKA,), "line 1: 'block_size' is 64: expected 128, as asked for"),
+        ((HEADER, OWN), "line 1: 'block_tokens' is 16: expected 128, as asked for"),
+    ],
+)
+def test_a_file_that_says_its_blocks_is_not_read_otherwise(
+    tmp_path: Path, record: tuple[dict[str, object], ...], said: str
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(as_lines(*record))
+    with pytest.raises(ValueError, match=said):
+        read_trace(str(path), reading=Reading(block_tokens=128))
+
+
+def test_a_made_up_trace_is_not_read_otherwise() -> None:
+    with pytest.raises(ValueError, match="synthetic:chat is made up in seconds and blocks of its own"):
+        read_trace("synthetic:chat", reading=Reading("ms"))

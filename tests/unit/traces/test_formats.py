@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import gzip
 import json
 import os
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from sglang_evicpress.traces import Request, Trace, read_trace
+from sglang_evicpress.traces import Reading, Request, Trace, read_trace
 
 MOONCAKE: tuple[dict[str, object], ...] = (
     {"timestamp": 3000, "input_length": 1024, "output_length": 7, "hash_ids": [0, 9]},
@@ -39,10 +40,10 @@ def lines(*records: object) -> bytes:
     return b"".join(json.dumps(record).encode() + b"\n" for record in records)
 
 
-def read(folder: Path, *records: object, limit: int | None = None) -> Trace:
+def read(folder: Path, *records: object, limit: int | None = None, reading: Reading | None = None) -> Trace:
     path = folder / "some.trace"
     path.write_bytes(lines(*records))
-    return read_trace(str(path), limit=limit)
+    return read_trace(str(path), limit=limit, reading=reading)
 
 
 def test_mooncake_keeps_full_blocks_in_the_order_of_arrival(tmp_path: Path) -> None:
@@ -235,3 +236,63 @@ def test_without_zstandard_the_error_says_what_to_install(tmp_path: Path, monkey
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ValueError, match="install the package zstandard"):
         read_trace(str(path))
+
+
+def arrivals(trace: Trace) -> list[float]:
+    return [request.arrival_s for request in trace.requests]
+
+
+@pytest.mark.parametrize(("unit", "scale"), [("s", 1), ("ms", 1e3), ("us", 1e6), ("ns", 1e9)])
+def test_timestamps_in_another_unit(tmp_path: Path, unit: str, scale: float) -> None:
+    reading = Reading(time_unit=unit)
+    expected = [0.0, 500 / scale, 1500 / scale]
+    assert arrivals(read(tmp_path, *MOONCAKE, reading=reading)) == pytest.approx(expected)
+    assert arrivals(read(tmp_path, text(7, "a"), text(507, "b"), text(1507, "c"), reading=reading)) == pytest.approx(
+        expected
+    )
+    weka = session(entry(500.0, [1]), {"t": 1000.0, "type": "subagent", "requests": [entry(500.0, [2])]})
+    assert arrivals(read(tmp_path, weka, reading=reading)) == pytest.approx(expected[1:])
+    header = {"format": "evicpress-trace", "version": 1, "block_tokens": 16}
+    own = [{"t": t, "tokens": 3, "blocks": []} for t in (500, 1500)]
+    assert arrivals(read(tmp_path, header, *own, reading=reading)) == pytest.approx(expected[1:])
+
+
+def test_nanoseconds_since_1970_keep_their_digits(tmp_path: Path) -> None:
+    start = 1_760_428_436_442_742_001
+    stamps = [start, start + 1, str(start + 100)]
+    records = [{**MOONCAKE[0], "timestamp": stamp} for stamp in stamps]
+    assert arrivals(read(tmp_path, *records, reading=Reading("ns"))) == [0.0, 1e-9, 1e-7]
+
+
+def test_timestamps_in_strings(tmp_path: Path) -> None:
+    records = [{**MOONCAKE[0], "timestamp": stamp} for stamp in ("3000", "3500.5", " 4e3 ")]
+    assert arrivals(read(tmp_path, *records)) == [0.0, 0.5005, 1.0]
+    assert arrivals(read(tmp_path, session({**entry(0.0, [1]), "t": "1.5"}))) == [1.5]
+
+
+def test_timestamps_that_are_dates(tmp_path: Path) -> None:
+    stamps = ("2025-11-25T07:14:00.25Z", "2025-11-25 07:14:01", "2025-11-25T08:14:01.5+01:00", "20251125T071402")
+    for record in (MOONCAKE[0], text(0, "a")):
+        records = [{**record, "timestamp": stamp} for stamp in stamps]
+        for reading in (None, Reading("ns")):  # a date has no unit
+            assert arrivals(read(tmp_path, *records, reading=reading)) == [0.0, 0.75, 1.25, 1.75]
+    assert arrivals(read(tmp_path, {**MOONCAKE[0], "timestamp": "1969-12-31"})) == [0.0]
+
+
+def test_blocks_of_another_size(tmp_path: Path) -> None:
+    record = {"timestamp": 0, "input_length": 1100, "output_length": 8, "hash_ids": list(range(18))}
+    trace = read(tmp_path, record, reading=Reading(block_tokens=64))
+    assert (trace.block_tokens, trace.requests[0].blocks) == (64, tuple(range(17)))
+    trace = read(tmp_path, text(0, "a" * 100), text(1, "a" * 128), reading=Reading(block_tokens=16))
+    assert [len(request.blocks) for request in trace.requests] == [1, 2]
+    assert trace.requests[0].blocks == trace.requests[1].blocks[:1]
+    assert read(tmp_path, session(entry(0.0, [1])), reading=Reading(block_tokens=64)).block_tokens == 64
+
+
+def test_gzip_is_read_as_plain(tmp_path: Path) -> None:
+    plain = read(tmp_path, *MOONCAKE)
+    path = tmp_path / "some.trace"
+    packed = gzip.compress(lines(*MOONCAKE[:1])) + gzip.compress(lines(*MOONCAKE[1:]))
+    for content in (packed, packed + b"\0" * 512):  # as tapes pad it
+        path.write_bytes(content)
+        assert read_trace(str(path)) == plain

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 
-from sglang_evicpress.cli.parser import INTERRUPTED, naming, say
+from sglang_evicpress.benchmark.interrupts import raising_interrupts, uninterrupted
+from sglang_evicpress.cli.parser import interrupted_status, naming, say
 from sglang_evicpress.cli.replay.flags import make_parser
 from sglang_evicpress.cli.replay.plot import check_plot, draw
 from sglang_evicpress.cli.replay.report import Result, lru_over, table
@@ -19,16 +20,31 @@ from sglang_evicpress.files import WholeFile, check_output
 from sglang_evicpress.policy import policy_info
 from sglang_evicpress.progress import Progress
 from sglang_evicpress.simulator.future import Future
-from sglang_evicpress.simulator.replay import NO_QUEUE, Outcome, Replay
+from sglang_evicpress.simulator.queue import NO_QUEUE
+from sglang_evicpress.simulator.replay import Outcome, Replay
 from sglang_evicpress.simulator.runs import Run, Settings, all_runs, make_replay
-from sglang_evicpress.traces import Trace, read_trace
+from sglang_evicpress.traces import Reading, Trace, read_trace
 
 
 def replay(argv: Sequence[str]) -> int:
-    """Replay, print, and write the files, all of them at the end; the exit status. Raises ValueError for bad input."""
-    args = make_parser().parse_args(argv)
+    """Replay, print, and write the files, all of them at the end; the exit status. Raises ValueError for bad input.
+
+    SIGTERM and SIGHUP do what Ctrl-C does."""
+    args = make_parser().parse_values(argv)
+    with raising_interrupts():
+        return _replay(args, argv)
+
+
+def _replay(args: argparse.Namespace, argv: Sequence[str]) -> int:
     outputs = _outputs(args)
-    trace = read_trace(args.trace, skip_bad=args.skip_bad, limit=args.limit, on_bad=say)
+    reading = Reading(args.time_unit, args.block_tokens)
+    trace = read_trace(
+        args.trace,
+        skip_bad=args.skip_bad,
+        limit=args.limit,
+        on_bad=say,
+        reading=None if reading == Reading() else reading,
+    )
     working_set_tokens = trace.working_set_tokens
     settings = make_settings(args, trace, working_set_tokens)
     command = shlex.join(["evicpress", "replay", *argv])
@@ -37,22 +53,23 @@ def replay(argv: Sequence[str]) -> int:
         about = header(args, settings, trace, working_set_tokens, command)
         print("\n".join(f"{name:<12}{text}" for name, text in about.items()), end="\n\n", flush=True)
         results: list[Result] = []
-        is_done = _run_all(args, trace, settings, results, files.get("requests"))
+        interrupt = _run_all(args, trace, settings, results, files.get("requests"))
         if results:
             print(table(results, queued=settings.machine.num_servers != NO_QUEUE), flush=True)
-        if not is_done:
+        if interrupt is not None:
             say(f"interrupted{'; no file was written' if outputs else ''}")
-            return INTERRUPTED
+            return interrupted_status(interrupt)
         if "jsonl" in files:
             shared = settings_record(args, settings, trace, working_set_tokens, command)
             for result in results:
                 files["jsonl"].write(
                     {**result.record(), "lru_over_this": lru_over(result, results), "settings": shared}
                 )
-        if "plot" in outputs:
-            draw(results, outputs["plot"], about["trace"])
-        for file in files.values():
-            file.commit()
+        with uninterrupted():  # all files or none
+            if "plot" in outputs:
+                draw(results, outputs["plot"], about["trace"])
+            for file in files.values():
+                file.commit()
     return 0
 
 
@@ -62,8 +79,8 @@ def _run_all(
     settings: Settings,
     results: list[Result],
     requests_file: WholeFile | None,
-) -> bool:
-    """Append a result per run, a partial one for a run that Ctrl-C ends; whether all were done."""
+) -> KeyboardInterrupt | None:
+    """Append a result per run, a partial one for a run that Ctrl-C ends, which is returned."""
     is_shown = sys.stderr.isatty() and not args.no_progress
     outcomes: list[Outcome] = []
     this: Replay | None = None
@@ -78,11 +95,11 @@ def _run_all(
                 outcomes.append(outcome)
             results.append(Result.of(run, this, outcomes, time.perf_counter() - begin))
             this = None
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         if this is not None and outcomes:
             results.append(Result.of(run, this, outcomes, time.perf_counter() - begin))
-        return False
-    return True
+        return interrupt
+    return None
 
 
 def _outcomes(replay: Replay, run: Run, is_shown: bool) -> Iterator[Outcome]:

@@ -14,6 +14,7 @@ from sglang_evicpress.policy import policy_info
 from sglang_evicpress.policy.cost_model import PrefillCost
 from sglang_evicpress.policy.quality_curves import Curves
 from sglang_evicpress.simulator.runs import Recompute
+from sglang_evicpress.traces.times import UNITS
 
 DEFAULT_FORMS = ",".join(
     (
@@ -24,13 +25,16 @@ DEFAULT_FORMS = ",".join(
 
 MOST_NOISE = 10.0
 MOST_ALPHA_S = 1e9
+MOST_PREFILL_S = 1e9
 """Beyond these sums of seconds and utilities leave the range of a float."""
 
 _EPILOG = """SIZE: 1% of the trace's working set; 30GB or 30GiB; 500000, 500ktok or 5Mtok tokens of exact KV.
 
-TRACE: a file of the Mooncake, WEKA or LMCache-agent kind or of our own, plain or .zst, or synthetic:KIND[:SEED].
+TRACE: a file of the Mooncake, WEKA or LMCache-agent kind or of our own, plain, .zst or .gz, or
+synthetic:KIND[:SEED]. Timestamps are numbers, also in strings, or dates in ISO 8601.
 
-Prints one row for each policy and alpha. Ctrl-C prints what is done so far and writes no file.
+Prints one row for each policy and alpha. Ctrl-C and SIGTERM print what is done so far and write no file. Exit status:
+0 done, 2 bad input, 130 Ctrl-C, 143 SIGTERM.
 
 example:
   evicpress replay conversation_trace.jsonl --policy evicpress,lru,keydiff@0.5+lru --gpu 1% --host 4% --ssd 20%
@@ -62,6 +66,7 @@ def make_parser() -> Parser:
     add_value("--ssd", Size.parse, "SIZE", "cache on SSD; 0, the default: none", "0")
     add_value("--alpha", _alphas, "NUMBERS", "seconds full quality is worth; each makes a run of its own", "1.0")
     add_value("--forms", _forms, "FORMS", "on the menu; none: exact only; default %(default)s", DEFAULT_FORMS)
+    add_value("--min-compress-tokens", whole(1), "N", "never compress a shorter node; default %(default)s", "64")
     add_value("--slot-bytes", whole(1), "BYTES", "exact KV of one token; default %(default)s", "131072")
     add_value("--prefill", _prefill, "FIXED,PER_TOKEN,PER_PAIR", "s; default %(default)s", "0.01,3.5e-5,1.3e-9")
     add_value("--host-bandwidth", parse_rate, "RATE", "default %(default)s, behind 0.5 ms", "20GB/s")
@@ -83,6 +88,10 @@ def make_parser() -> Parser:
     add_value("--seed", whole(0), "N", "of the quality curves drawn for each context; default %(default)s", "0")
     add_value(*("--curves", _curves, "FILE"), "JSON quality curves, the same for every context, instead of drawn ones")
     add_value("--limit", whole(1), "N", "only the first N requests")
+    add_value(
+        *("--time-unit", _time_unit, "UNIT", f"of the trace's timestamps: {', '.join(UNITS)}; left out: its format's")
+    )
+    add_value("--block-tokens", whole(1), "N", "tokens of a block of the trace; left out: as its format or file says")
     add("--skip-bad", action="store_true", help="leave bad lines out, and say which")
     add("--jsonl", metavar="FILE", help="write one object for each run")
     add("--requests", metavar="FILE", help="write one object for each request of each run")
@@ -121,16 +130,22 @@ def _noise(text: str) -> float:
     return _at_most(MOST_NOISE, text, "a number from 0 to 10, such as 0.1")
 
 
+def _time_unit(text: str) -> str:
+    if text not in UNITS:
+        raise ValueError(f"{text!r}: expected one of {', '.join(UNITS)}")
+    return text
+
+
 def _forms(text: str) -> tuple[Form, ...]:
     return () if text.strip() == "none" else tuple(dict.fromkeys(map(Form.parse_stored, text.split(","))))
 
 
 def _prefill(text: str) -> PrefillCost:
-    expected = "FIXED,PER_TOKEN,PER_PAIR in seconds of 0 or more, such as 0.01,3.5e-5,1.3e-9"
+    expected = "FIXED,PER_TOKEN,PER_PAIR in seconds of 0 or more, at most 1e9, such as 0.01,3.5e-5,1.3e-9"
     parts = text.split(",")
     if len(parts) != 3:
         raise ValueError(f"{text!r}: expected {expected}")
-    cost = PrefillCost(*(parse_number(part, expected) for part in parts))
+    cost = PrefillCost(*(_at_most(MOST_PREFILL_S, part, expected) for part in parts))
     if not cost.seconds(1, 0) > 0.0:
         raise ValueError(f"{text!r} takes no time at all: expected {expected}, not all 0")
     return cost

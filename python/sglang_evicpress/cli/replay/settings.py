@@ -13,7 +13,8 @@ from sglang_evicpress.cli.parser import naming
 from sglang_evicpress.cli.replay.units import Size, plain, show_bytes, three_digits
 from sglang_evicpress.core import Tier
 from sglang_evicpress.policy.cost_model import CostSnapshot, TransferCost
-from sglang_evicpress.simulator.replay import NO_QUEUE, Machine
+from sglang_evicpress.simulator.queue import NO_QUEUE
+from sglang_evicpress.simulator.replay import Machine
 from sglang_evicpress.simulator.runs import Settings, servers_at_load
 from sglang_evicpress.traces import Trace
 
@@ -36,7 +37,10 @@ def make_settings(args: argparse.Namespace, trace: Trace, working_set_tokens: in
             number = servers_at_load(trace, costs, number)
     curves = None if args.curves is None else args.curves[1]
     machine = Machine(capacity, costs, args.noise, number)
-    return Settings(machine, args.slot_bytes, args.forms, args.seed, curves, args.recompute)
+    return Settings(
+        *(machine, args.slot_bytes, args.forms, args.seed, curves, args.recompute),
+        min_compress_tokens=args.min_compress_tokens,
+    )
 
 
 def _capacity(tier: Tier, size: Size, working_set_tokens: int, slot_bytes: int) -> int:
@@ -100,6 +104,7 @@ def settings_record(
         "num_servers": None if machine.num_servers == NO_QUEUE else machine.num_servers,
         "noise": machine.noise,
         "forms": [str(form) for form in settings.forms],
+        "min_compress_tokens": settings.min_compress_tokens,
         "seed": settings.seed,
         "curves": None if args.curves is None else plain(args.curves[0]),
         "versions": dict(versions()),

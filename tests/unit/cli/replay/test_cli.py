@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from tests.unit.traces.written import write_trace
 
 from sglang_evicpress import __version__
 from sglang_evicpress.cli.main import main
+from sglang_evicpress.files import WholeFile
 from sglang_evicpress.simulator.replay import Outcome, Replay
 from sglang_evicpress.traces import Request, Trace
 
@@ -24,7 +27,18 @@ REQUESTS = (
     Request(20.0, (1, 2), 20),
 )
 # A slot is a byte, a token takes 0.1 s to prefill, and 20 tokens fit.
-TRANSFER_COSTS = ("--slot-bytes", "1", "--prefill", "0,0.1,0", "--host-bandwidth", "20B/s", "--gpu", "20")
+TRANSFER_COSTS = (
+    "--min-compress-tokens",
+    "1",
+    "--slot-bytes",
+    "1",
+    "--prefill",
+    "0,0.1,0",
+    "--host-bandwidth",
+    "20B/s",
+    "--gpu",
+    "20",
+)
 
 
 @pytest.fixture
@@ -216,6 +230,28 @@ BAD = [
     (("--gpu", "3 parsecs"), ("--gpu", "'3 parsecs'", "30GiB", "500ktok", "1%")),
     (("--gpu", "1%%"), ("--gpu", "'1%%'")),
     (("--gpu", "1e3"), ("--gpu", "'1e3'")),
+    *(
+        ((flag, value), (f"{flag}: {value!r}: expected ",))
+        for flag in ("--gpu", "--host", "--ssd")
+        for value in ("-1%", "-30GB", "-.5", "inf", "-inf", "inf%", "nan", "nan%", "-nan")
+    ),
+    *(
+        ((flag, value), (f"{flag}: {value!r}: expected ",))
+        for flag in ("--host-bandwidth", "--ssd-bandwidth", "--alpha", "--noise", "--servers")
+        for value in ("-1", "-1GB/s", "inf", "-inf", "nan")
+    ),
+    (("--servers", "load=inf"), ("--servers: 'load=inf': expected",)),
+    (("--servers", "load=1e-320"), ("--servers: a load of", "endless servers: expected a larger share")),
+    (("--prefill", "-1,0,0"), ("--prefill: '-1': expected",)),
+    (("--prefill", "nan,0,0"), ("--prefill: 'nan': expected",)),
+    (("--prefill", "0,inf,0"), ("--prefill: 'inf': expected",)),
+    (("--prefill", "1e308,1e308,0"), ("--prefill: '1e308': expected", "at most 1e9")),
+    (("--slot-bytes", "-1"), ("--slot-bytes: '-1': expected",)),
+    (("--limit", "-1"), ("--limit: '-1': expected",)),
+    (("--time-unit", "minutes"), ("--time-unit: 'minutes': expected one of s, ms, us, ns",)),
+    (("--block-tokens", "0"), ("--block-tokens: '0': expected a whole number of at least 1",)),
+    (("--block-tokens", "-512"), ("--block-tokens: '-512': expected",)),
+    (("--block-tokens", "64"), ("four.jsonl, line 1: 'block_tokens' is 10: expected 64",)),
     (("--gpu", "0.5"), ("--gpu", "working set of 40 tokens", "one token")),
     (("--host", "0.1%"), ("--host", "one token")),
     (("--ssd", "nan"), ("--ssd", "'nan'")),
@@ -357,6 +393,82 @@ def test_ctrl_c_before_the_first_request(
     printed = capsys.readouterr()
     assert printed.err == "evicpress: interrupted\n"
     assert "TTFT" not in printed.out
+
+
+@pytest.mark.parametrize(("sign", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_a_signal_leaves_no_file(tmp_path: Path, sign: signal.Signals, status: int) -> None:
+    (tmp_path / "out.jsonl").write_text("of yesterday\n", encoding="utf-8")
+    code = "import sys; from sglang_evicpress.cli.main import main; sys.exit(main())"
+    words = [
+        "replay",
+        "synthetic:chat",
+        "--policy",
+        ",".join(["evicpress"] + [f"keydiff@0.{n}+lru" for n in range(1, 99)]),
+    ]
+    words += [
+        "--gpu",
+        "1%",
+        "--host",
+        "4%",
+        "--jsonl",
+        "out.jsonl",
+        "--requests",
+        "requests.jsonl",
+        "--plot",
+        "out.svg",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *words],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: [signal.signal(each, signal.SIG_DFL) for each in (signal.SIGINT, signal.SIGHUP)],
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not _written(tmp_path) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(sign)
+        printed, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, said) == (status, "evicpress: interrupted; no file was written\n")
+    assert "PARTIAL: " in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+    assert (tmp_path / "out.jsonl").read_text(encoding="utf-8") == "of yesterday\n"
+
+
+def _written(folder: Path) -> bool:
+    """Some requests are in the file that is not there yet."""
+    return any(path.stat().st_size for path in folder.glob(".evicpress.*"))
+
+
+def test_all_files_are_there_or_none(trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal that comes between two of them waits until both are."""
+    commit = WholeFile.commit
+
+    def interrupted(self: WholeFile) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        commit(self)
+
+    monkeypatch.setattr(WholeFile, "commit", interrupted)
+    words = ("--jsonl", str(tmp_path / "a.jsonl"), "--requests", str(tmp_path / "b.jsonl"))
+    assert run(trace, "--policy", "lru", *TRANSFER_COSTS, *words) == 143
+    assert {path.name for path in tmp_path.iterdir()} == {"four.jsonl", "a.jsonl", "b.jsonl"}
+
+
+def test_a_trace_in_other_units(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.jsonl"
+    record = {"input_length": 64, "output_length": 1, "hash_ids": [0, 1, 2, 3]}
+    path.write_text("".join(json.dumps({"timestamp": str(at), **record}) + "\n" for at in (1, 2)), encoding="utf-8")
+    words = ("--gpu", "50%", "--policy", "lru", "--servers", "load=1", "--prefill", "0.5,0,0")
+    assert run(str(path), *words) == 2
+    assert "'hash_ids' has 4 blocks of 512 tokens for a prompt of 64 tokens" in capsys.readouterr().err
+    assert run(str(path), *words, "--block-tokens", "16", "--time-unit", "s") == 0
+    printed = capsys.readouterr().out
+    assert "2 requests, blocks of 16 tokens" in printed
+    assert "servers     1.00, busy 1 of the time" in printed  # half a second twice, within one
 
 
 def test_an_existing_file_is_replaced_at_the_end(trace: str, tmp_path: Path) -> None:

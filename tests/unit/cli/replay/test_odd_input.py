@@ -80,7 +80,5 @@ def test_what_leaves_the_range_of_a_float_is_bad_input(
     assert f"--{flag}: " in capsys.readouterr().err
 
 
-def test_endless_seconds_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_endless_seconds_are_printed() -> None:
     assert three_digits(math.inf) == "inf"
-    assert main(["replay", a_trace(tmp_path / "t.jsonl"), "--gpu", "50%", "--prefill", "1e308,1e308,0"]) == 0
-    assert "inf" in capsys.readouterr().out
