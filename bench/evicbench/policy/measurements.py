@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from evicbench.policy import rivals
+from evicbench.policy import evictors, rivals
 from evicbench.policy.exact_requests import measure_exact_requests
 from evicbench.policy.optimality import measure_optimality
 from evicbench.policy.speed import measure_speed
@@ -42,6 +42,7 @@ MEASUREMENTS = {
     "optimality": Measurement(measure_optimality, partial(measure_optimality, 40)),
     "speed": Measurement(measure_speed, unjudged(partial(measure_speed, 10_000, (1_000, 10_000)))),
     "simulator": Measurement(rivals.speed),
+    "evictors": Measurement(evictors.measure, partial(evictors.measure, ("miniswe",))),
     "exact-requests": Measurement(measure_exact_requests, unjudged(partial(measure_exact_requests, 12))),
 }
 for trace in ("mooncake", "miniswe", "weka"):
