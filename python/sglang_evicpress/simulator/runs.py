@@ -11,6 +11,7 @@ from sglang_evicpress.policy import make_planner, policy_info
 from sglang_evicpress.policy.cost_model import CostSnapshot
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.quality_curves import Curves
+from sglang_evicpress.policy.quality_target import QualityTarget
 from sglang_evicpress.policy.reuse import ReuseClock
 from sglang_evicpress.simulator.future import Future
 from sglang_evicpress.simulator.replay import Machine, Replay
@@ -29,7 +30,8 @@ class Settings:
 
     ``machine`` has the tiers there are, the GPU always; if its costs are noisy, policies learn them. ``half_life_s``
     None is learned; ``curves`` None draws a curve for each context from ``seed``. ``recompute`` says which policies may
-    prefill again what would take longer to load; engines today always load.
+    prefill again what would take longer to load; engines today always load. ``curve_error`` is by how much more quality
+    the policy's curves promise than there is.
     """
 
     machine: Machine
@@ -39,21 +41,28 @@ class Settings:
     seed: int = 0
     curves: Curves | None = None
     recompute: Recompute = "evicpress"
+    curve_error: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One policy at one alpha; None where the policy does not weigh quality."""
+    """One policy at one alpha, or at a ``quality`` for which alpha is tuned; both None where the policy does not weigh
+    quality."""
 
     policy: str
     alpha: float | None = None
+    quality: float | None = None
 
 
-def all_runs(policies: tuple[str, ...], alphas: tuple[float, ...]) -> tuple[Run, ...]:
-    """Each policy once, those that have an alpha once for each."""
+def all_runs(
+    policies: tuple[str, ...], alphas: tuple[float, ...], qualities: tuple[float, ...] = ()
+) -> tuple[Run, ...]:
+    """Each policy once, those that have an alpha once for each, and one whose alpha can be tuned for each quality."""
     runs = []
     for policy in policies:
-        runs += [Run(policy, alpha) for alpha in alphas] if policy_info(policy).weighs_quality else [Run(policy)]
+        info = policy_info(policy)
+        runs += [Run(policy, alpha) for alpha in alphas] if info.weighs_quality else [Run(policy)]
+        runs += [Run(policy, None, quality) for quality in qualities] if info.has_target else []
     return tuple(runs)
 
 
@@ -74,7 +83,8 @@ def make_replay(trace: Trace, run: Run, settings: Settings, future: Future | Non
     A run's menu holds the forms of the setting and those its own policy asks for. ValueError as ``make_planner``.
     """
     machine = settings.machine
-    menu = Menu((*settings.forms, *policy_info(run.policy).forms), tuple(machine.capacity), settings.slot_bytes)
+    forms = tuple(form for form in settings.forms if form.is_exact or run.quality != 1.0)
+    menu = Menu((*forms, *policy_info(run.policy).forms), tuple(machine.capacity), settings.slot_bytes)
     curves = (
         Sensitivities(menu.forms, settings.seed)
         if settings.curves is None
@@ -89,9 +99,15 @@ def make_replay(trace: Trace, run: Run, settings: Settings, future: Future | Non
         next_use=future,
     )
     clock = ReuseClock(settings.half_life_s)
+    target = None if run.quality is None else QualityTarget(run.quality)
     may_recompute = settings.recompute == "all" or settings.recompute == run.policy
     replay = Replay(
-        *(trace, policy, menu, machine, clock, curves), may_recompute, learns=machine.noise > 0.0, seed=settings.seed
+        *(trace, policy, menu, machine, clock, curves),
+        may_recompute,
+        learns=machine.noise > 0.0,
+        seed=settings.seed,
+        target=target,
+        curve_error=settings.curve_error,
     )
     if future is not None:
         future.follow(replay.tree)
