@@ -11,6 +11,7 @@ from sglang_evicpress.patches.tiers.prefetches import Prefetch
 from sglang_evicpress.patches.tree.node import servable_steps, start_of
 from sglang_evicpress.patches.tree.types import CostTerms, Node, QueuedRequest, WaitingTree
 from sglang_evicpress.policy.load_or_recompute import Piece
+from sglang_evicpress.policy.quality_target import NOTHING
 
 
 @dataclass(eq=False, repr=False)
@@ -65,6 +66,8 @@ class Recomputation:
             if begin >= num_cached:
                 unused.append((node, matched))
             begin += matched
+        if getattr(req, "evicpress_refused", NOTHING).num_tokens:
+            return "too_lossy", 0.0
         absent = [(node, matched) for node, matched in unused if node.value is None and node.kv.copies]
         if not absent:
             return ("came_meanwhile" if unused else "not_servable"), 0.0

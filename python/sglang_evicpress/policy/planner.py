@@ -14,6 +14,7 @@ from sglang_evicpress.policy.index import NodeIndex
 from sglang_evicpress.policy.plan import Plan
 from sglang_evicpress.policy.promotion import CLEARLY, Budget, plan_promotions
 from sglang_evicpress.policy.rewrites import plan_rewrites
+from sglang_evicpress.policy.rules.adaptcache import AdaptCachePolicy
 from sglang_evicpress.policy.rules.evicpress import EvicPressPolicy, checked_alpha
 
 FULL_SHARE = 1 / 16
@@ -50,6 +51,11 @@ class Planner:
     @property
     def name(self) -> str:
         return self.policy.name
+
+    @property
+    def alpha(self) -> float | None:
+        """Alpha that quality is weighed by, None where it is not."""
+        return self.policy.alpha if isinstance(self.policy, EvicPressPolicy | AdaptCachePolicy) else None
 
     @property
     def has_utility(self) -> bool:
