@@ -387,6 +387,9 @@ class EvicPressConfig:
         values = {} if config_file is None else _read_file(config_file)
         given = {"policy": policy, **flags, "host_gb": _number(flags.get("host_gb"))}
         values |= {name: value for name, value in given.items() if value is not None}
+        for name, other in (("quality", "alpha"), ("alpha", "quality")):
+            if flags.get(name) is not None and flags.get(other) is None:
+                values.pop(other, None)
         if "policy" not in values:
             raise ValueError("no kv policy is given: expected --kv-policy, or a policy config with the key 'policy'")
         if "quality_curves" in values:

@@ -57,6 +57,7 @@ def test_flags_are_taken() -> None:
 def test_a_file_may_give_every_field(tmp_path: Path) -> None:
     values = {
         "policy": "lru",
+        "quality": None,
         "alpha": 2,
         "half_life": 90,
         "forms": ["knorm@0.3"],

@@ -46,23 +46,21 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One policy at one alpha, or at a ``quality`` for which alpha is tuned; both None where the policy does not weigh
-    quality."""
+    """One policy at one alpha, or at a quality ``target`` for which alpha is tuned; both None where the policy does not
+    weigh quality."""
 
     policy: str
     alpha: float | None = None
-    quality: float | None = None
+    target: float | None = None
 
 
-def all_runs(
-    policies: tuple[str, ...], alphas: tuple[float, ...], qualities: tuple[float, ...] = ()
-) -> tuple[Run, ...]:
-    """Each policy once, those that have an alpha once for each, and one whose alpha can be tuned for each quality."""
+def all_runs(policies: tuple[str, ...], alphas: tuple[float, ...], targets: tuple[float, ...] = ()) -> tuple[Run, ...]:
+    """Each policy once, those that have an alpha once for each, and one whose alpha can be tuned for each target."""
     runs = []
     for policy in policies:
         info = policy_info(policy)
         runs += [Run(policy, alpha) for alpha in alphas] if info.weighs_quality else [Run(policy)]
-        runs += [Run(policy, None, quality) for quality in qualities] if info.has_target else []
+        runs += [Run(policy, None, target) for target in targets] if info.has_target else []
     return tuple(runs)
 
 
@@ -83,7 +81,7 @@ def make_replay(trace: Trace, run: Run, settings: Settings, future: Future | Non
     A run's menu holds the forms of the setting and those its own policy asks for. ValueError as ``make_planner``.
     """
     machine = settings.machine
-    forms = tuple(form for form in settings.forms if form.is_exact or run.quality != 1.0)
+    forms = tuple(form for form in settings.forms if form.is_exact or run.target != 1.0)
     menu = Menu((*forms, *policy_info(run.policy).forms), tuple(machine.capacity), settings.slot_bytes)
     curves = (
         Sensitivities(menu.forms, settings.seed)
@@ -99,7 +97,7 @@ def make_replay(trace: Trace, run: Run, settings: Settings, future: Future | Non
         next_use=future,
     )
     clock = ReuseClock(settings.half_life_s)
-    target = None if run.quality is None else QualityTarget(run.quality)
+    target = None if run.target is None else QualityTarget(run.target)
     may_recompute = settings.recompute == "all" or settings.recompute == run.policy
     replay = Replay(
         *(trace, policy, menu, machine, clock, curves),

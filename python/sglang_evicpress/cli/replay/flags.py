@@ -23,6 +23,7 @@ DEFAULT_FORMS = ",".join(
 )
 
 MOST_NOISE = 10.0
+DEFAULT_ALPHA_S = 1.0
 MOST_ALPHA_S = 1e9
 """Beyond these sums of seconds and utilities leave the range of a float."""
 
@@ -30,7 +31,7 @@ _EPILOG = """SIZE: 1% of the trace's working set; 30GB or 30GiB; 500000, 500ktok
 
 TRACE: a file of the Mooncake, WEKA or LMCache-agent kind or of our own, plain or .zst, or synthetic:KIND[:SEED].
 
-Prints one row for each policy and alpha. Ctrl-C prints what is done so far and writes no file.
+Prints one row for each policy and alpha or quality target. Ctrl-C prints what is done so far and writes no file.
 
 example:
   evicpress replay conversation_trace.jsonl --policy evicpress,lru,keydiff@0.5+lru --gpu 1% --host 4% --ssd 20%
@@ -60,7 +61,14 @@ def make_parser() -> Parser:
     add_value("--gpu", _gpu, "SIZE", "cache on the GPU, above 0", required=True)
     add_value("--host", Size.parse, "SIZE", "cache in host memory; 0, the default: none", "0")
     add_value("--ssd", Size.parse, "SIZE", "cache on SSD; 0, the default: none", "0")
-    add_value("--alpha", _alphas, "NUMBERS", "seconds full quality is worth; each makes a run of its own", "1.0")
+    add_value(
+        *("--alpha", _alphas, "NUMBERS"),
+        "seconds full quality is worth; each makes a run of its own; default 1, or none with --quality",
+    )
+    add_value(
+        *("--quality", _qualities, "NUMBERS"),
+        "mean quality of the tokens served, for which evicpress tunes alpha; each makes a run of its own",
+    )
     add_value("--half-life", _half_life, "SECONDS", "of a use of a node; auto, the default: learned", "auto")
     add_value("--forms", _forms, "FORMS", "on the menu; none: exact only; default %(default)s", DEFAULT_FORMS)
     add_value("--slot-bytes", whole(1), "BYTES", "exact KV of one token; default %(default)s", "131072")
@@ -109,6 +117,21 @@ def _gpu(text: str) -> Size:
 def _alphas(text: str) -> tuple[float, ...]:
     expected = "seconds of 0 or more, at most 1e9, or several separated by commas"
     return tuple(dict.fromkeys(_at_most(MOST_ALPHA_S, part, expected) for part in text.split(",")))
+
+
+def alphas_of(args: argparse.Namespace) -> tuple[float, ...]:
+    """The fixed alphas to run with."""
+    if args.alpha is None and args.quality is None:
+        return (DEFAULT_ALPHA_S,)
+    return args.alpha or ()
+
+
+def _qualities(text: str) -> tuple[float, ...]:
+    expected = "a quality above 0, at most 1, or several separated by commas, such as 0.97"
+    values = tuple(dict.fromkeys(parse_number(part, expected, is_above=True) for part in text.split(",")))
+    if max(values) > 1.0:
+        raise ValueError(f"{text!r}: expected {expected}")
+    return values
 
 
 def _at_most(most: float, text: str, expected: str) -> float:

@@ -75,6 +75,7 @@ def test_lru_by_hand(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
         "prefilled %": "76.5",
         "quality": "1.0000",
         "hit quality": "1.0000",
+        "served quality": "1.0000",
         "regret s": "0",
         "regret %": "0.00",
         "predicted s": "0",
