@@ -124,6 +124,12 @@ def test_a_load_becomes_servers(trace: str, tmp_path: Path) -> None:
     assert records(out)[0]["settings"]["num_servers"] == pytest.approx(0.85)  # type: ignore[index]
 
 
+def test_each_quality_is_a_run_of_evicpress(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(trace, "--policy", "evicpress,lru", "--quality", "0.9,1", *TRANSFER_COSTS) == 0
+    found = [(row["policy"], row["alpha"]) for row in rows(capsys.readouterr().out)]
+    assert found == [("evicpress", "for 0.9"), ("evicpress", "for 1"), ("lru", "-")]
+
+
 def test_each_alpha_is_a_run_of_those_that_have_one(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(trace, "--policy", "evicpress,lru,adaptcache", "--alpha", "0.5,4", *TRANSFER_COSTS) == 0
     found = [(row["policy"], row["alpha"]) for row in rows(capsys.readouterr().out)]
@@ -224,6 +230,8 @@ BAD = [
     (("--alpha", "x"), ("--alpha", "'x'")),
     (("--alpha", "1,-2"), ("--alpha", "'-2'", "0 or more")),
     (("--alpha", "inf"), ("--alpha", "'inf'")),
+    (("--quality", "0"), ("--quality", "'0'", "above 0")),
+    (("--quality", "0.9,1.1"), ("--quality", "'0.9,1.1'", "at most 1")),
     (("--half-life", "0"), ("--half-life", "'0'", "auto")),
     (("--forms", "keydiff"), ("--forms", "'keydiff'", "PRESS@KEPT")),
     (("--forms", "magic@0.5"), ("--forms", "magic", "snapkv")),
