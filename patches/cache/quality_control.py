@@ -53,13 +53,15 @@ class QualityControl:
         if self.target is None or req is None or is_shadow_name(req.extra_key):
             return len(steps)
         if self.target.quality == 1.0:
-            parts = [Share(matched, float(is_lossy(node))) for node, matched in steps]
-            affordable = sum(1 for _ in takewhile(lambda part: not part.lost, parts))
-        else:
-            parts = self.shares_of(steps)
-            affordable = self.target.num_affordable(parts)
-        refused = parts[affordable:]
-        req.evicpress_refused = _sum(refused) if refused else NOTHING
+            return sum(1 for _ in takewhile(lambda step: not is_lossy(step[0]), steps))
+        return self.target.num_affordable(self.shares_of(steps))
+
+    def note_match(self, req: QueuedRequest | None, steps: Steps) -> int:
+        """The same, for a request that is about to run: what it is refused is noted on it, and counted once it runs."""
+        affordable = self.num_affordable(req, steps)
+        if req is not None:
+            is_refused = affordable < len(steps)
+            req.evicpress_refused = _sum(self.shares_of(steps)[affordable:]) if is_refused else NOTHING
         return affordable
 
     def note_admitted(self, req: ServedRequest, path: Sequence[Node], _num_tokens: int) -> None:

@@ -186,7 +186,8 @@ class EvicPressCache(RadixCache):
         num_resident = 0
         if not self.disable:
             steps = self._steps(key)
-            steps = self.usable_steps(params.req, steps)
+            steps = steps[: servable_steps(steps, self.config.min_match_kept)]
+            steps = steps[: self.parts.quality_control.note_match(params.req, steps)]
             num_resident = sum(node.value is not None for node, _ in steps)
             num_ready = self.parts.tiers.prefetcher.ready_to_load(params.req, steps, num_resident)
             steps = steps[: num_resident + num_ready]  # the last pieces of a compression may be left out by that
