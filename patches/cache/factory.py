@@ -88,9 +88,9 @@ def build(context: Any) -> EvicPressCache:
         cache.parts.tree.adapters.attach(lambda lora_id: adapter_digest(manager, lora_id), lambda: manager.loras)
     cache.vocab_size = context.model_config.vocab_size
     logger.info(
-        "evicpress: policy %s, alpha %g, forms %s, page size %d",
+        "evicpress: policy %s, %s, forms %s, page size %d",
         config.policy,
-        config.alpha,
+        f"alpha {config.start_alpha:g}" if config.target_quality is None else f"quality {config.target_quality:g}",
         ",".join(map(str, config.forms)),
         params.page_size,
     )

@@ -15,6 +15,7 @@ from sglang_evicpress.patches.cache.moves import NodeMoves
 from sglang_evicpress.patches.cache.outside import Later, Outside, Pool
 from sglang_evicpress.patches.cache.policy_view import PolicyView
 from sglang_evicpress.patches.cache.prefix_views import PrefixViews
+from sglang_evicpress.patches.cache.quality_control import QualityControl
 from sglang_evicpress.patches.cache.recomputation import Recomputation
 from sglang_evicpress.patches.cache.served_kv import note_served_kv
 from sglang_evicpress.patches.cache.tier_parts import TierParts
@@ -140,6 +141,9 @@ class Parts:
         )
         self.background = BackgroundRequests(
             outside.tree, tree.terms, self.shadows, tiers.prefetches.by_request, background_requests
+        )
+        self.quality_control = QualityControl(
+            config.target_quality, nodes, tree.terms, tree.policy, tree.quality.shares_of
         )
         self.recomputation = Recomputation(
             outside.tree,
@@ -277,7 +281,13 @@ class Parts:
             tree.aside.clear, tree.ledger.clear, tree.policy.clear, tree.queries.clear, tree.queued_hits.clear
         )
         terms.advanced.subscribe(tree.queued_hits.grow_older, self.moves.retry_failed, tree.quality.refresh_default)
+        terms.advanced.subscribe(self.quality_control.follow_clock)
         terms.costs_changed.subscribe(tree.policy.refresh)
+        tree.quality.judged.subscribe(self.quality_control.note_judged)
         self.views.admitted.subscribe(
-            note_served_kv, tree.quality.note_question, tree.queued_hits.on_prefill, self.recomputation.count_admitted
+            note_served_kv,
+            tree.quality.note_question,
+            self.quality_control.note_admitted,
+            tree.queued_hits.on_prefill,
+            self.recomputation.count_admitted,
         )

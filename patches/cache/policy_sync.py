@@ -48,6 +48,7 @@ class PolicySync:
 
     def __post_init__(self) -> None:
         self.census = Census()
+        self.alpha = self.config.start_alpha
         self.planner: Planner
 
     def renew(self) -> None:
@@ -55,7 +56,7 @@ class PolicySync:
         config = self.config
         menu = replace(self.menu, tiers=self.tiers())  # the SSD comes and goes
         self.planner = make_planner(
-            config.policy, menu, alpha=config.alpha, costs=self.terms.weighed, mean_curve=self.mean_curve()
+            config.policy, menu, alpha=self.alpha, costs=self.terms.weighed, mean_curve=self.mean_curve()
         )
 
     def rebuild(self) -> None:
@@ -71,6 +72,12 @@ class PolicySync:
     def refresh(self, costs: CostSnapshot) -> None:
         """Plan by these costs from now on."""
         self.planner.refresh(costs)
+
+    def set_alpha(self, alpha: float) -> None:
+        """Weigh quality by this alpha from now on."""
+        self.alpha = alpha
+        self.planner.set_alpha(alpha)
+        self.mark_dirty()
 
     def add(self, nodes: Iterable[Node]) -> None:
         """Show the policy nodes of which other quality is expected now."""

@@ -112,10 +112,11 @@ class EvicPressCache(RadixCache):
         policy = tree.policy, tree.terms, parts.controller.journal
         inspection = TreeInspection(self, *reached, tiers.holds, *policy, hash_key or secrets.token_bytes(32))
         figures = tree.terms, tree.policy, tree.queue, self.prefill_times, tree.queued_hits, self, tree.ledger
-        counted = parts.controller, parts.recomputation.counts, tree.storage, tree.eviction_log.describe_evictions
+        counted = parts.controller, parts.quality_control, parts.recomputation.counts, tree.storage
+        evictions = tree.eviction_log.describe_evictions
         checked = tree.ledger, tree.policy, parts.view.stats_of, tree.aside
         integrity = Integrity(self, *checked, self, parts.shadows.shadow_nodes)
-        statistics = Statistics(config, *figures, *counted)
+        statistics = Statistics(config, *figures, *counted, evictions)
         shown = inspection, statistics.describe_stats, integrity.check_integrity, parts.admin
         requests = RequestsInspection(self, records, self.device)
         self.inspector = Inspector(*shown, requests, parts.shadows, tree.quality, parts.background.counts)
@@ -185,6 +186,7 @@ class EvicPressCache(RadixCache):
         num_resident = 0
         if not self.disable:
             steps = usable_steps(params.req, self._steps(key), self.config.min_match_kept)
+            steps = steps[: self.parts.quality_control.note_match(params.req, steps)]
             num_resident = sum(node.value is not None for node, _ in steps)
             num_ready = self.parts.tiers.prefetcher.ready_to_load(params.req, steps, num_resident)
             steps = steps[: num_resident + num_ready]  # the last pieces of a compression may be left out by that
@@ -226,7 +228,12 @@ class EvicPressCache(RadixCache):
 
     def steps_of_waiting(self, req: Any) -> list[tuple[Any, int]]:
         """Those of them that it would be served from."""
-        return usable_steps(req, self.known_of(req), self.config.min_match_kept)
+        return self.usable_steps(req, self.known_of(req))
+
+    def usable_steps(self, req: Any, steps: list[tuple[Any, int]]) -> list[tuple[Any, int]]:
+        """Those of the nodes of a known prefix that a request, or None, can be served from."""
+        steps = usable_steps(req, steps, self.config.min_match_kept)
+        return steps[: self.parts.quality_control.num_affordable(req, steps)]
 
     def _take(self, steps: list[tuple[Any, int]]) -> list[Any]:
         """Make the path that ``steps`` describe end at a node boundary, by a split, and note its use."""

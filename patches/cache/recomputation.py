@@ -12,6 +12,7 @@ from sglang_evicpress.patches.tree.exact_requests import first_lossy, is_exact_r
 from sglang_evicpress.patches.tree.node import start_of
 from sglang_evicpress.patches.tree.types import CostTerms, Node, QueuedRequest, WaitingTree
 from sglang_evicpress.policy.load_or_recompute import Piece
+from sglang_evicpress.policy.quality_target import NOTHING
 
 
 @dataclass(eq=False, repr=False)
@@ -66,6 +67,8 @@ class Recomputation:
             if begin >= num_cached:
                 unused.append((node, matched))
             begin += matched
+        if getattr(req, "evicpress_refused", NOTHING).num_tokens:
+            return "too_lossy", 0.0
         absent = [(node, matched) for node, matched in unused if node.value is None and node.kv.copies]
         if not absent and not unused and is_exact_request(req) and first_lossy(known):
             return "asked_exact", 0.0

@@ -57,6 +57,12 @@ class QueueFigures(Protocol):
     first_tokens: FirstTokens | None
 
 
+class QualityFigures(Protocol):
+    """Quality of what is served."""
+
+    def describe(self) -> dict[str, object]: ...
+
+
 class ControllerFigures(Protocol):
     """Decisions that were carried out."""
 
@@ -82,6 +88,7 @@ class Statistics:
     slots: CheckedTree
     held: Slots
     controller: ControllerFigures
+    quality: QualityFigures
     recomputed: Recomputed
     tiers: Tiers
     describe_evictions: Callable[[], dict[str, object]]
@@ -93,7 +100,8 @@ class Statistics:
         num_waiting = len(self.queued_hits)  # one for each user's request in the queue
         return {
             "policy": self.config.policy,
-            "alpha": self.config.alpha,
+            "alpha": self.policy.planner.alpha,
+            "quality": self.quality.describe(),
             "reuse": self.terms.reuse.describe(),
             "forms": [str(form) for form in self.policy.menu.forms[1:]],
             "host_gb": self.config.host_gb,

@@ -183,7 +183,6 @@ class TierParts:
             tree.queue.turns.wait_s,
             lambda: self.host_room.num_plans,
             self.checks.start,
-            config.min_match_kept,
             page_size,
         )
         self.promotion = Promotion(

@@ -18,11 +18,13 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import EXACT, Form
 from sglang_evicpress.introspect.arguments import PAGE_PROFILES, IntrospectionError
+from sglang_evicpress.patches.tree.changes import Signal
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
 from sglang_evicpress.patches.tree.node import NodeKV, first_outside, is_lossy, path_to, size_of, start_of, tokens_to
 from sglang_evicpress.patches.tree.types import LogicalTime, Node, Scheduler, ServedRequest
 from sglang_evicpress.policy import policy_info
 from sglang_evicpress.policy.quality_curves import Curves
+from sglang_evicpress.policy.quality_target import Share
 from sglang_evicpress.quality.catalog import Catalog
 from sglang_evicpress.quality.drift import DriftMonitor
 from sglang_evicpress.quality.profile import BLOCK_TOKENS, Profile, context_keys
@@ -114,7 +116,8 @@ class Ranks(Protocol):
 class Quality:
     """Profiles of contexts, and what nodes of the tree are worth by them. Everything here runs on the scheduler thread.
 
-    ``identify_profiles`` is to be called before the first request. ``changed`` is told of nodes of which more is known.
+    ``identify_profiles`` is to be called before the first request. ``changed`` is told of nodes of which more is known,
+    ``judged`` of answers that were scored.
     """
 
     tree: QualityTree
@@ -132,6 +135,7 @@ class Quality:
         self._prior = None if self.config.curves is None else Curves.from_json(self.config.curves)
         self._contexts: OrderedDict[bytes, tuple[array[int], str | None]] = OrderedDict()
         self._node_of_context: dict[bytes, int] = {}
+        self.judged = Signal[[Sequence[tuple[float, float]]]]()
         self._is_default_stale = False
         self._default_s = -DEFAULT_PAUSE_S
         self.forget_profiles()
@@ -205,6 +209,20 @@ class Quality:
         """Quality of a node's copy on a lower tier."""
         return 1.0 if copy.form.is_exact else self._quality_as(node, copy.form, copy.num_slots)
 
+    def shares_of(self, steps: Iterable[tuple[Node, int]]) -> list[Share]:
+        """Tokens of the steps of a path, from its beginning, and how many of them are lost. What was computed upon a
+        lossy prefix is no better than the mean of that."""
+        parts = list[Share]()
+        num_tokens, lost = 0, 0.0
+        for node, matched in steps:
+            quality = self.quality_of(node)
+            if node.kv.is_lossy_prefix and num_tokens:
+                quality = min(quality, 1.0 - lost / num_tokens)
+            parts.append(Share(matched, matched * (1.0 - quality)))
+            num_tokens += matched
+            lost += parts[-1].lost
+        return parts
+
     def _quality_as(self, node: Node, form: Form, num_slots: int) -> float:
         kept = min(form.kept_fraction, num_slots / len(node.key))  # a piece of a split may hold less
         return self.expectation_of(node).quality(replace(form, kept_fraction=kept)) if kept > 0.0 else 0.0
@@ -260,8 +278,11 @@ class Quality:
     def note_question(self, req: ServedRequest, path: list[Node], num_tokens: int) -> None:
         """A request runs on ``num_tokens`` that the tree had, spelled by ``path``."""
         if self.recorder is not None:
-            lossy = [self.quality_of(node) for node in path if is_lossy(node)]
-            req.evicpress_use = (num_tokens, min(lossy) if lossy else None)
+            predicted = None
+            if any(map(is_lossy, path)):
+                parts = self.shares_of([(node, len(node.key)) for node in path])
+                predicted = 1.0 - math.fsum(part.lost for part in parts) / sum(part.num_tokens for part in parts)
+            req.evicpress_use = (num_tokens, predicted)
 
     def record_answer(self, req: ServedRequest) -> None:
         """A request has its answer; nothing of it ever leaves this process but to the profiler beside it. What is more
@@ -342,6 +363,7 @@ class Quality:
         is_drifted = False
         for predicted, observed in pairs:
             is_drifted = self._watch.observe(key, predicted, observed)
+        self.judged(pairs)
         self.counts["observed"] += len(pairs)
         self.counts["drifted"] += is_drifted
         return {"is_drifted": is_drifted}

@@ -19,7 +19,6 @@ from sglang_evicpress.patches.tiers.host_checks import VERIFIED_S, is_verified
 from sglang_evicpress.patches.tiers.prefetches import Held, Prefetch, Worth
 from sglang_evicpress.patches.tiers.ssd_io import Lookup, Read, SsdReads
 from sglang_evicpress.patches.tiers.types import Steps, Tiers
-from sglang_evicpress.patches.tree.exact_requests import usable_steps
 from sglang_evicpress.patches.tree.types import Node, Request
 from sglang_evicpress.tiers.entry.copies import Copy, HostEntry, SsdEntry
 from sglang_evicpress.tiers.jobs import Job
@@ -60,6 +59,7 @@ class WaitingTree(Protocol):
 
     def key_of_waiting(self, req: Request) -> RadixKey: ...
     def _steps(self, key: RadixKey) -> Steps: ...
+    def usable_steps(self, req: Request, steps: Steps) -> Steps: ...
     def touch(self, node: Node) -> None: ...
 
 
@@ -80,7 +80,6 @@ class Prefetcher:
     wait_s: Callable[[int], float]
     num_host_plans: Callable[[], int]
     start_check: Callable[[HostEntry], Job]
-    min_match_kept: float
     page_size: int
 
     def begin(self, req: Request) -> None:
@@ -142,7 +141,7 @@ class Prefetcher:
             self.grafting.graft(prefetch.req, job)
         key = self.tree.key_of_waiting(prefetch.req)
         known = self.tree._steps(key)
-        steps = usable_steps(prefetch.req, known, self.min_match_kept)
+        steps = self.tree.usable_steps(prefetch.req, known)
         num_resident = sum(node.value is not None for node, _ in steps)
         self.reservations.pin(prefetch, [node for node, _ in steps[:num_resident]])
         pieces = self.terms.pieces(steps[num_resident:])

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 from sglang_evicpress.patches.tree.node import NodeKV, PrefixView
 from sglang_evicpress.policy.cost_model import CostSnapshot
+from sglang_evicpress.policy.quality_target import Share
 
 
 class Node(Protocol):
@@ -66,7 +67,7 @@ class Request(Protocol):
 
 class QueuedRequest(Request, Protocol):
     """A request that waits: what it would load, and whether it ran before. ``evicpress_not_loaded``: tokens that it
-    computes and could have loaded."""
+    computes and could have loaded; ``evicpress_refused``: what the quality target does not let it be served."""
 
     lora_id: str | None
     host_hit_length: int
@@ -74,12 +75,13 @@ class QueuedRequest(Request, Protocol):
     is_retracted: bool
     retracted_stain: bool
     evicpress_not_loaded: int
+    evicpress_refused: Share
 
 
 class ServedRequest(QueuedRequest, Protocol):
     """A request that runs or has its answer. ``evicpress`` is the prefix it took from the tree, ``evicpress_use`` how
-    many tokens that has, and its least quality where it is lossy. ``customized_info``: what SGLang hands on to whoever
-    sends the answer, a list for its tokens by name."""
+    many tokens that has, and their mean predicted quality where it is lossy. ``customized_info``: what SGLang hands on
+    to whoever sends the answer, a list for its tokens by name."""
 
     multimodal_inputs: object
     input_embeds: object

@@ -16,6 +16,10 @@ from sglang_evicpress.policy import SERVER_POLICY_NAMES, policy_info
 from sglang_evicpress.policy.quality_curves import Curves
 from sglang_evicpress.validation import checked, fields_of
 
+DEFAULT_QUALITY = 0.97
+FIXED_ALPHA_S = 1.0
+"""Alpha of a policy that weighs quality and has no target, where none is given."""
+
 MAX_WINDOW = 256  # what the attention score kernel takes
 DEFAULT_FORMS = tuple(
     map(
@@ -181,10 +185,21 @@ class EvicPressConfig:
         "compare with",
         shown="off, SGLang's own cache",
     )
-    alpha: float = _setting(
-        1.0,
+    quality: float | None = _setting(
+        None,
+        "a number above 0, at most 1",
+        "Mean quality that what is served from the cache is kept at, weighted by tokens; 1 serves exact KV only. Only "
+        "for the policy evicpress",
+        shown=f"{DEFAULT_QUALITY:g}, or none with --kv-alpha",
+        gt=0,
+        le=1,
+    )
+    alpha: float | None = _setting(
+        None,
         _AT_LEAST_0,
-        "Seconds that full answer quality is worth: higher keeps quality, lower keeps more prefixes",
+        "Seconds that full answer quality is worth, instead of --kv-quality: higher keeps quality, lower keeps more "
+        "prefixes",
+        shown="tuned so that --kv-quality holds",
         ge=0,
     )
     forms: Annotated[tuple[Form, ...], BeforeValidator(_forms)] = _setting(
@@ -285,6 +300,15 @@ class EvicPressConfig:
     )
 
     def __post_init__(self) -> None:
+        if self.quality is not None and self.alpha is not None:
+            raise ValueError(
+                f"quality is {self.quality:g} and alpha {self.alpha:g}: expected one of them, as alpha is tuned so "
+                "that quality holds"
+            )
+        if self.quality is not None and not policy_info(self.policy).has_target:
+            raise ValueError(
+                f"quality is {self.quality:g} with policy {self.policy!r}: expected evicpress, which alone can hold it"
+            )
         if self.ssd_key_file is not None and self.ssd_dir is None and not self.ssd_allow_dirs:
             raise ValueError(
                 f"ssd_key_file is {self.ssd_key_file!r} without ssd_dir and ssd_allow_dir: give one, or leave out "
@@ -301,6 +325,18 @@ class EvicPressConfig:
                 f"host_gb is 0 with ssd_dir {self.ssd_dir!r}: KV reaches the SSD through host memory, so expected at "
                 f"least {_MIN_GB}"
             )
+
+    @property
+    def target_quality(self) -> float | None:
+        """Quality that alpha is tuned for, None where it is fixed or means nothing."""
+        if self.alpha is not None or not policy_info(self.policy).has_target:
+            return None
+        return DEFAULT_QUALITY if self.quality is None else self.quality
+
+    @property
+    def start_alpha(self) -> float:
+        """Alpha to start with, and to stay with where there is no target."""
+        return FIXED_ALPHA_S if self.alpha is None else self.alpha
 
     @property
     def host_bytes(self) -> int:
@@ -329,6 +365,8 @@ class EvicPressConfig:
     def menu_forms(self) -> tuple[Form, ...]:
         """``forms``, without a tier below the GPU those without a codec, and what the policy brings along."""
         forms = [form for form in self.forms if self.has_tiers or form.codec == "raw"]
+        if self.quality == 1.0:
+            forms = [form for form in forms if form.is_exact]
         return tuple(dict.fromkeys((*forms, *policy_info(self.policy).forms)))
 
     @classmethod
@@ -341,6 +379,9 @@ class EvicPressConfig:
         values = {} if config_file is None else _read_file(config_file)
         given = {"policy": policy, **flags, "host_gb": _number(flags.get("host_gb"))}
         values |= {name: value for name, value in given.items() if value is not None}
+        for name, other in (("quality", "alpha"), ("alpha", "quality")):
+            if flags.get(name) is not None and flags.get(other) is None:
+                values.pop(other, None)
         if "policy" not in values:
             raise ValueError("no kv policy is given: expected --kv-policy, or a policy config with the key 'policy'")
         if "quality_curves" in values:

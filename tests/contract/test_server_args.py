@@ -274,6 +274,11 @@ WRONG = [
         "alpha is -1.0: expected a finite number of at least 0",
     ),
     (("--kv-policy", "evicpress", "--kv-alpha", "nan"), "alpha is nan"),
+    (
+        ("--kv-policy", "evicpress", "--kv-alpha", "2", "--kv-quality", "0.9"),
+        "quality is 0.9 and alpha 2: expected one",
+    ),
+    (("--kv-policy", "evicpress", "--kv-quality", "1.5"), "quality is 1.5: expected a number above 0, at most 1"),
     (("--kv-policy", "evicpress", "--kv-forms", "lz4@0.5"), "form 'lz4@0.5' is not known: expected"),
     (("--kv-policy", "evicpress", "--kv-policy-config", "/none.json"), "'/none.json' does not exist"),
     (("--kv-policy", "fifo"), "kv policy 'fifo' is not known: expected one of evicpress, lru"),

@@ -59,6 +59,7 @@ def test_flags_are_taken() -> None:
 def test_a_file_may_give_every_field(tmp_path: Path) -> None:
     values = {
         "policy": "lru",
+        "quality": None,
         "alpha": 2,
         "forms": ["knorm@0.3"],
         "min_compress_tokens": 128,
@@ -155,6 +156,50 @@ def test_only_policies_that_weigh_quality_profile_online(
     policy: str, online_profiling: bool | None, is_online: bool
 ) -> None:
     assert EvicPressConfig.from_flags(policy, online_profiling=online_profiling).profiles_online is is_online
+
+
+def test_alpha_is_tuned_for_a_quality_unless_it_is_given() -> None:
+    default, asked, fixed = (
+        EvicPressConfig.from_flags("evicpress", **flags) for flags in ({}, {"quality": 0.9}, {"alpha": 3})
+    )  # type: ignore[arg-type]
+    assert (default.target_quality, asked.target_quality, fixed.target_quality) == (0.97, 0.9, None)
+    assert (default.start_alpha, fixed.start_alpha) == (1.0, 3.0)
+    for policy in ("lru", "adaptcache"):
+        assert EvicPressConfig(policy).target_quality is None
+
+
+@pytest.mark.parametrize(
+    ("policy", "flags", "words"),
+    [
+        ("evicpress", {"quality": 0.9, "alpha": 2}, "quality is 0.9 and alpha 2: expected one of them"),
+        ("lru", {"quality": 0.9}, "quality is 0.9 with policy 'lru': expected evicpress"),
+        ("keydiff@0.5+lru", {"quality": 1}, "quality is 1 with policy 'keydiff@0.5+lru': expected evicpress"),
+        ("evicpress", {"quality": 0}, "quality is 0: expected a number above 0, at most 1"),
+        ("evicpress", {"quality": 1.1}, "quality is 1.1: expected a number above 0, at most 1"),
+        ("evicpress", {"quality": math.nan}, "quality is nan: expected a number above 0, at most 1"),
+    ],
+)
+def test_a_quality_that_cannot_be_held_is_refused(policy: str, flags: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        EvicPressConfig.from_flags(policy, **flags)  # type: ignore[arg-type]
+
+
+def test_a_quality_or_an_alpha_wins_over_the_other_in_a_file(tmp_path: Path) -> None:
+    alpha = _file(tmp_path, {"policy": "evicpress", "alpha": 3})
+    assert EvicPressConfig.from_flags(None, alpha, quality=0.9) == EvicPressConfig("evicpress", quality=0.9)
+    quality = _file(tmp_path, {"policy": "evicpress", "quality": 0.9})
+    assert EvicPressConfig.from_flags(None, quality, alpha=3) == EvicPressConfig("evicpress", alpha=3.0)
+    both = _file(tmp_path, {"policy": "evicpress", "quality": 0.9, "alpha": 3})
+    with pytest.raises(ValueError, match="expected one of them"):
+        EvicPressConfig.from_flags(None, both)
+
+
+def test_a_quality_of_1_leaves_the_forms_that_lose_nothing() -> None:
+    forms = (Form("knorm", 0.5), Form(codec="int8"), Form(codec="lossless"), EXACT)
+    config = EvicPressConfig("evicpress", quality=1.0, forms=forms, host_gb=1.0)
+    assert config.menu_forms == (Form(codec="lossless"), EXACT)
+    assert not config.profiles_online
+    assert EvicPressConfig("evicpress", quality=0.99, forms=forms, host_gb=1.0).menu_forms == forms
 
 
 def test_without_a_policy_there_is_nothing_to_configure(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from evicbench.policy import evictors, rivals
+from evicbench.policy import evictors, quality_target, rivals
 from evicbench.policy.exact_requests import measure_exact_requests
 from evicbench.policy.optimality import measure_optimality
 from evicbench.policy.speed import measure_speed
@@ -50,3 +50,11 @@ for trace in ("mooncake", "miniswe", "weka"):
         partial(rivals.headline, trace), unjudged(partial(rivals.headline, trace, 500))
     )
     MEASUREMENTS[f"mixes-{trace}"] = Measurement(partial(rivals.mixes, trace))
+for trace in ("miniswe", "mooncake", "weka"):
+    MEASUREMENTS[f"quality-target-{trace}"] = Measurement(
+        partial(quality_target.targets, (trace,)),
+        unjudged(partial(quality_target.targets, (trace,), quality_target.MIXES[-1:], limit=1000)),
+    )
+for trace in ("mooncake", "weka"):
+    MEASUREMENTS[f"quality-target-wrong-curves-{trace}"] = Measurement(partial(quality_target.wrong_curves, trace))
+MEASUREMENTS["quality-target-spliced"] = Measurement(quality_target.spliced)

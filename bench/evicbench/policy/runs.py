@@ -15,7 +15,7 @@ from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.simulator import runs
 from sglang_evicpress.simulator.replay import Machine
-from sglang_evicpress.simulator.runs import Settings, make_replay
+from sglang_evicpress.simulator.runs import Recompute, Settings, make_replay
 from sglang_evicpress.traces import Trace, read_trace
 
 TRACES = {
@@ -80,13 +80,20 @@ def load(name: str, limit: int | None) -> tuple[Trace, int]:
     return trace, trace.working_set_tokens
 
 
+def settings_of(
+    sizes: Sequence[float], working_set: int, forms: tuple[Form, ...] = FORMS, recompute: Recompute = "all"
+) -> Settings:
+    """The machine of every benchmark, with tiers of so many percent of the working set; 0: no such tier."""
+    capacity = {
+        tier: int(working_set * size / 100) * SLOT_BYTES for tier, size in zip(Tier, sizes, strict=False) if size > 0
+    }
+    return Settings(Machine(capacity, COSTS, NOISE), SLOT_BYTES, forms, recompute=recompute)
+
+
 def replay(run: Run) -> Result:
     trace, working_set = load(run.trace, run.limit)
-    sizes = {tier: size for tier, size in zip(Tier, run.sizes, strict=False) if size > 0}
-    capacity = {tier: int(working_set * size / 100) * SLOT_BYTES for tier, size in sizes.items()}
-    settings = Settings(
-        Machine(capacity, COSTS, NOISE), SLOT_BYTES, run.forms, recompute="all" if run.may_recompute else "none"
-    )
+    sizes = [tier for tier, size in zip(Tier, run.sizes, strict=False) if size > 0]
+    settings = settings_of(run.sizes, working_set, run.forms, "all" if run.may_recompute else "none")
     replayed = make_replay(trace, runs.Run(run.policy, run.alpha), settings)
     outcomes = list(replayed.run())
     tokens, total_s = sum(outcome.num_tokens for outcome in outcomes), sum(outcome.ttft_s for outcome in outcomes)

@@ -22,7 +22,10 @@ START_S = 300.0
 ADMIN_KEY = "the-testbeds-operator"
 """Of every server here that is not started without one: benchmarks look at prompts, and attach folders."""
 
-GUESSED = ("--kv-quality-curves", str(Path(__file__).with_name("guess.json")), "--kv-disable-online-profiling")
+GUESSED = (
+    *("--kv-quality-curves", str(Path(__file__).with_name("guess.json")), "--kv-disable-online-profiling"),
+    *("--kv-alpha", "1"),  # compresses from the first request on
+)
 """Flags for whoever wants the policy to compress without anything measured, and nothing to be measured meanwhile: every
 press is taken to keep a quality of 1 - (1 - kept)^3, the control ``random`` one of what it keeps."""
 

@@ -160,7 +160,8 @@ class Controller:
         elif option.tier is not None and option.form is not None:
             freed = self.ops.demote(node_id, option.tier, option.form, at_once=at_once)
             self.num_demoted[option.tier.label] += 1
-        self.journal.add(decision, self.now_s, self.value_of_hit, cause if option.is_drop else "")
+        cause = cause if option.is_drop else ""
+        self.journal.add(decision, self.now_s, self.value_of_hit, cause, self.planner.alpha)
         return freed
 
     def _skip(self, decision: Decision, error: Exception) -> None:

@@ -14,13 +14,15 @@ MOST_ABOUT = 200  # entries that one node's description has
 
 class Entry(NamedTuple):
     """``number`` counts from 1 without gaps. ``now_s`` is the logical time, equal on every rank; ``value_of_hit``
-    what one hit was worth then (``reuse``), the unit of the decision's weight and loss; ``cause``: of a drop, why."""
+    what one hit was worth then (``reuse``), the unit of the decision's weight and loss; ``cause``: of a drop, why.
+    ``alpha`` is what quality was weighed by then, None where it is not."""
 
     number: int
     now_s: float
     value_of_hit: float
     decision: Decision
     cause: str = ""
+    alpha: float | None = None
 
 
 class Journal:
@@ -40,12 +42,14 @@ class Journal:
         """That of the entry that is added next."""
         return self._num_added + 1
 
-    def add(self, decision: Decision, now_s: float, value_of_hit: float, cause: str = "") -> None:
+    def add(
+        self, decision: Decision, now_s: float, value_of_hit: float, cause: str = "", alpha: float | None = None
+    ) -> None:
         self._num_added += 1
         self.lost += decision.loss / value_of_hit
         if len(self._entries) == self._entries.maxlen:
             self._regrets.pop(self._entries[0].number, None)
-        self._entries.append(Entry(self._num_added, now_s, value_of_hit, decision, cause))
+        self._entries.append(Entry(self._num_added, now_s, value_of_hit, decision, cause, alpha))
 
     def regret(self, number: int | None, seconds: float) -> None:
         """Note that what the entry dropped was asked for again, and takes so long to recompute."""
@@ -95,6 +99,8 @@ class Journal:
             "loss": loss,
             "reason": f"{decision.option}: {verb} {abs(loss):.4g} over {decision.freed_bytes} bytes",
         }
+        if entry.alpha is not None:
+            described["alpha"] = entry.alpha
         if entry.cause:
             described |= {"cause": entry.cause, "regret_s": self._regrets.get(entry.number, 0.0)}
         return described

@@ -48,19 +48,22 @@ def _belady(inputs: Inputs) -> Policy:
 @dataclass(frozen=True, slots=True)
 class PolicyInfo:
     """A policy as registered. ``forms``: those it needs on the menu besides the configured ones. ``weighs_quality``: by
-    alpha and quality curves. ``has_mean_curve``: it goes by one curve for all nodes. ``sees_future``: for a simulator
-    only."""
+    alpha and quality curves. ``has_target``: a quality target may tune alpha. ``has_mean_curve``: it goes by one curve
+    for all nodes. ``sees_future``: for a simulator only."""
 
     make: Callable[[Inputs], Policy]
     forms: tuple[Form, ...] = ()
     weighs_quality: bool = False
+    has_target: bool = False
     has_mean_curve: bool = False
     sees_future: bool = False
 
 
 POLICIES: dict[str, PolicyInfo] = {
     "evicpress": PolicyInfo(
-        lambda inputs: EvicPressPolicy(inputs.menu, inputs.alpha, inputs.costs), weighs_quality=True
+        lambda inputs: EvicPressPolicy(inputs.menu, inputs.alpha, inputs.costs),
+        weighs_quality=True,
+        has_target=True,
     ),
     "lru": PolicyInfo(lambda inputs: LruPolicy(inputs.menu)),
     "lfu": PolicyInfo(lambda inputs: LfuPolicy(inputs.menu)),

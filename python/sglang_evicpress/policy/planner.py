@@ -14,7 +14,8 @@ from sglang_evicpress.policy.index import NodeIndex
 from sglang_evicpress.policy.plan import Plan
 from sglang_evicpress.policy.promotion import CLEARLY, Budget, plan_promotions
 from sglang_evicpress.policy.rewrites import plan_rewrites
-from sglang_evicpress.policy.rules.evicpress import EvicPressPolicy
+from sglang_evicpress.policy.rules.adaptcache import AdaptCachePolicy
+from sglang_evicpress.policy.rules.evicpress import EvicPressPolicy, checked_alpha
 
 FULL_SHARE = 1 / 16
 """Of a tier: with less of it free, nodes are rewritten in fewer bytes rather than soon dropped."""
@@ -50,6 +51,11 @@ class Planner:
     @property
     def name(self) -> str:
         return self.policy.name
+
+    @property
+    def alpha(self) -> float | None:
+        """Alpha that quality is weighed by, None where it is not."""
+        return self.policy.alpha if isinstance(self.policy, EvicPressPolicy | AdaptCachePolicy) else None
 
     @property
     def has_utility(self) -> bool:
@@ -99,6 +105,13 @@ class Planner:
         """Decide by these costs from now on. Every step is worked out anew: call it when they have really changed."""
         if isinstance(self.policy, CostReader):
             self.policy.read_costs(costs)
+            self.index.rebuild()
+
+    def set_alpha(self, alpha: float) -> None:
+        """Weigh quality by this alpha from now on: every step is worked out anew. Nothing for a policy that has no
+        utility. ValueError unless it is a finite number of at least 0."""
+        if isinstance(self.policy, EvicPressPolicy):
+            self.policy.alpha = checked_alpha(alpha)
             self.index.rebuild()
 
     def plan_promotions(self, room: Mapping[Tier, int], budget: Budget, held: Collection[int] = ()) -> list[Decision]:

@@ -13,6 +13,7 @@ from sglang_evicpress.policy.cost_model import CostModel, CostSnapshot
 from sglang_evicpress.policy.load_or_recompute import Piece, num_worth_loading
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.planner import Planner
+from sglang_evicpress.policy.quality_target import QualityTarget, Share
 from sglang_evicpress.policy.reuse_tracker import ReuseTracker
 from sglang_evicpress.simulator.queue import NO_QUEUE, Queue
 from sglang_evicpress.simulator.sensitivity import Sensitivities
@@ -22,6 +23,7 @@ from sglang_evicpress.traces import Request, Trace
 MIN_COMPRESS_TOKENS = 64  # as a server has it unless told otherwise
 OBSERVE_EVERY = 4  # requests; learning from every one would take most of the time of a replay
 DRIFT = 0.25
+JUDGE_EVERY = 8  # lossy hits, of which one is judged, as a server's profiler does
 
 
 @dataclass(slots=True)
@@ -72,6 +74,8 @@ class Replay:
     ``may_recompute``: a request loads only what is not predicted to be prefilled sooner; without it everything cached
     is loaded, as engines do today. ``learns``: the policy starts with ``machine.costs`` too but follows what it sees.
     Nodes of less than ``min_compress_tokens`` tokens stay as they are.
+    ``target`` tunes alpha, and refuses what is too lossy for it: that is prefilled. ``curve_error`` is by how much more
+    quality the policy's curves promise than there is; every eighth lossy hit tells ``target`` what it was worth.
     """
 
     trace: Trace
@@ -83,6 +87,8 @@ class Replay:
     learns: bool = False
     seed: int = 0
     min_compress_tokens: int = MIN_COMPRESS_TOKENS
+    target: QualityTarget | None = None
+    curve_error: float = 0.0
     moved_bytes: Counter[str] = field(default_factory=Counter)
     decisions: Counter[str] = field(default_factory=Counter)
 
@@ -96,6 +102,7 @@ class Replay:
         self._lineage = 1.0  # of what the present request computes
         self._tick = 0
         self.reuse = ReuseTracker()
+        self._num_lossy = 0
 
     def run(self) -> Iterator[Outcome]:
         for request in self.trace.requests:
@@ -109,6 +116,8 @@ class Replay:
         if path:
             self.reuse.observe_request(path[-1].id, now)
         kept = self._worth_loading(path, now)
+        if self.target is not None:
+            kept = self._affordable(path[:kept], self.target, now)
         outcome = self._time(request, path[:kept])
         self._lineage = outcome.quality
         promoted = []
@@ -171,6 +180,30 @@ class Replay:
         congestion = self.queue.congestion(now)
         return on_gpu + num_worth_loading(pieces, self.known, waits=waits, slack_s=slack_s, congestion=congestion)
 
+    def _affordable(self, path: list[Node], target: QualityTarget, now: float) -> int:
+        """Number of the path's nodes that the target lets be served; tells it of the hit, and the policy of alpha."""
+        parts = [Share(node.num_tokens, node.num_tokens * (1.0 - node.quality)) for node in path]
+        kept = target.num_affordable(parts)
+        served, refused = (
+            Share(sum(part.num_tokens for part in some), math.fsum(part.lost for part in some))
+            for some in (parts[:kept], parts[kept:])
+        )
+        target.note_hit(served, refused)
+        if served.lost:
+            self._num_lossy += 1
+            if self._num_lossy % JUDGE_EVERY == 1:
+                true_loss = math.fsum(node.num_tokens * (1.0 - self._true_quality(node)) for node in path[:kept])
+                target.note_judged(1.0 - served.lost / served.num_tokens, 1.0 - true_loss / served.num_tokens)
+        alpha = target.next_alpha(now, self.known.prefill, len(self.tree.nodes))
+        if alpha is not None:
+            self.planner.set_alpha(alpha)
+        return kept
+
+    def _true_quality(self, node: Node) -> float:
+        if node.form.is_exact or not self.curve_error:
+            return node.quality
+        return min(1.0, max(0.0, node.quality - self.curve_error))
+
     def _time(self, request: Request, path: list[Node]) -> Outcome:
         arrival, costs = request.arrival_s, self.machine.costs
         hits: dict[Tier, int] = {}
@@ -179,7 +212,7 @@ class Replay:
         for node in path:
             hits[node.tier] = hits.get(node.tier, 0) + node.num_tokens
             bytes_from[node.tier] = bytes_from.get(node.tier, 0) + node.num_bytes
-            loss += node.num_tokens * (1.0 - node.lineage * node.quality)
+            loss += node.num_tokens * (1.0 - node.lineage * self._true_quality(node))
             survivors += node.num_tokens * node.form.kept_fraction
         bytes_from.pop(Tier.GPU, None)
         cached = sum(hits.values())

@@ -12,6 +12,7 @@ from sglang_evicpress.policy import make_planner, policy_info
 from sglang_evicpress.policy.cost_model import CostSnapshot
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.quality_curves import Curves
+from sglang_evicpress.policy.quality_target import QualityTarget
 from sglang_evicpress.simulator.future import Future
 from sglang_evicpress.simulator.replay import MIN_COMPRESS_TOKENS, Machine, Replay
 from sglang_evicpress.simulator.sensitivity import Sensitivities
@@ -30,6 +31,7 @@ class Settings:
     ``machine`` has the tiers there are, the GPU always; if its costs are noisy, policies learn them. ``curves`` None
     draws a curve for each context from ``seed``. ``recompute`` says which policies may prefill again what would take
     longer to load; engines today always load. Nodes of less than ``min_compress_tokens`` tokens are never compressed.
+    ``curve_error`` is by how much more quality the policy's curves promise than there is.
     """
 
     machine: Machine
@@ -39,21 +41,26 @@ class Settings:
     curves: Curves | None = None
     recompute: Recompute = "evicpress"
     min_compress_tokens: int = MIN_COMPRESS_TOKENS
+    curve_error: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One policy at one alpha; None where the policy does not weigh quality."""
+    """One policy at one alpha, or at a quality ``target`` for which alpha is tuned; both None where the policy does not
+    weigh quality."""
 
     policy: str
     alpha: float | None = None
+    target: float | None = None
 
 
-def all_runs(policies: tuple[str, ...], alphas: tuple[float, ...]) -> tuple[Run, ...]:
-    """Each policy once, those that have an alpha once for each."""
+def all_runs(policies: tuple[str, ...], alphas: tuple[float, ...], targets: tuple[float, ...] = ()) -> tuple[Run, ...]:
+    """Each policy once, those that have an alpha once for each, and one whose alpha can be tuned for each target."""
     runs = []
     for policy in policies:
-        runs += [Run(policy, alpha) for alpha in alphas] if policy_info(policy).weighs_quality else [Run(policy)]
+        info = policy_info(policy)
+        runs += [Run(policy, alpha) for alpha in alphas] if info.weighs_quality else [Run(policy)]
+        runs += [Run(policy, None, target) for target in targets] if info.has_target else []
     return tuple(runs)
 
 
@@ -74,7 +81,8 @@ def make_replay(trace: Trace, run: Run, settings: Settings, future: Future | Non
     A run's menu holds the forms of the setting and those its own policy asks for. ValueError as ``make_planner``.
     """
     machine = settings.machine
-    menu = Menu((*settings.forms, *policy_info(run.policy).forms), tuple(machine.capacity), settings.slot_bytes)
+    forms = tuple(form for form in settings.forms if form.is_exact or run.target != 1.0)
+    menu = Menu((*forms, *policy_info(run.policy).forms), tuple(machine.capacity), settings.slot_bytes)
     curves = (
         Sensitivities(menu.forms, settings.seed)
         if settings.curves is None
@@ -88,11 +96,17 @@ def make_replay(trace: Trace, run: Run, settings: Settings, future: Future | Non
         mean_curve=offline_curve(curves) if policy_info(run.policy).has_mean_curve else None,
         next_use=future,
     )
+    target = None if run.target is None else QualityTarget(run.target)
     may_recompute = settings.recompute == "all" or settings.recompute == run.policy
     replay = Replay(
-        *(trace, policy, menu, machine, curves), may_recompute, learns=machine.noise > 0.0, seed=settings.seed
+        *(trace, policy, menu, machine, curves),
+        may_recompute,
+        learns=machine.noise > 0.0,
+        seed=settings.seed,
+        target=target,
+        curve_error=settings.curve_error,
+        min_compress_tokens=settings.min_compress_tokens,
     )
-    replay.min_compress_tokens = settings.min_compress_tokens
     if future is not None:
         future.follow(replay.tree)
     return replay

@@ -423,7 +423,9 @@ def test_a_lossy_hit_is_recorded_with_what_was_predicted() -> None:
     walk.answer([*tokens, 53], 7)
     walk.answer([*tokens[:256], 54], 7)
     recorder = walk.cache.quality.recorder
-    assert [query.predicted for query in recorder.queries_of(walk.key_of(tokens))] == [0.49, 0.49]
+    assert [query.predicted for query in recorder.queries_of(walk.key_of(tokens))] == pytest.approx(
+        [(256 * 1.0 + 64 * 0.49) / 320, (256 * 0.875 + 64 * 0.49) / 320]
+    )
     assert [query.predicted for query in recorder.queries_of(walk.key_of(tokens[:256]))] == [None, 0.875]
     assert recorder.context_of(walk.key_of(tokens)).num_lossy_hits == 2
 

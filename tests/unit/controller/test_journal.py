@@ -55,6 +55,16 @@ def test_losses_are_summed_in_hits_of_their_times_and_stay_when_entries_go() -> 
     assert journal.lost == pytest.approx(1.1)
 
 
+def test_an_entry_has_the_alpha_of_its_time() -> None:
+    journal = Journal()
+    for alpha in (None, 3.0, 0.5):
+        journal.add(decision(1), 0.0, 1.0, alpha=alpha)
+    entries = journal.read(0, 9)["entries"]
+    assert isinstance(entries, list)
+    assert [entry.get("alpha") for entry in entries] == [None, 3.0, 0.5]
+    assert "alpha" not in entries[0]
+
+
 def test_an_empty_journal_says_so() -> None:
     assert Journal().read(0, 5) == {"num_decisions": 0, "num_lost": 0, "last": 0, "next": None, "entries": []}
 

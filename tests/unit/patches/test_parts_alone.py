@@ -525,7 +525,6 @@ class Waiting(Loading):
             lambda num_ahead: 0.0,
             lambda: 0,
             HostChecks(self, self.removal.invalidate_entry).start,
-            0.9,
             1,
         )
 
@@ -534,6 +533,9 @@ class Waiting(Loading):
 
     def _steps(self, key: object) -> list[tuple[Node, int]]:
         return [(self.node, 4)]
+
+    def usable_steps(self, req: object, steps: list[tuple[Node, int]]) -> list[tuple[Node, int]]:
+        return steps
 
     def touch(self, node: Node) -> None:
         self.used += 1

@@ -20,7 +20,7 @@ from sglang_evicpress.simulator.runs import (
     servers_at_load,
 )
 from sglang_evicpress.simulator.sensitivity import Sensitivities
-from sglang_evicpress.traces import Request, Trace
+from sglang_evicpress.traces import Request, Trace, read_trace
 
 KNORM, SNAPKV = Form("knorm", 0.4), Form("snapkv", 0.4)
 COSTS = CostSnapshot(PrefillCost(1.0, 0.5, 0.0), {Tier.SSD: TransferCost(0.0, 1.0)}, {})
@@ -29,6 +29,42 @@ TRACE = Trace("two", 10, [Request(2.0, (1,), 10), Request(6.0, (2,), 12)])
 
 def test_alpha_makes_runs_only_where_it_is_used() -> None:
     assert all_runs(("lru", "evicpress"), (1.0, 2.0)) == (Run("lru"), Run("evicpress", 1.0), Run("evicpress", 2.0))
+
+
+def test_a_target_makes_runs_only_of_the_policy_that_can_hold_it() -> None:
+    expected = (Run("lru"), Run("adaptcache", 2.0), Run("evicpress", 2.0), Run("evicpress", target=0.95))
+    assert all_runs(("lru", "adaptcache", "evicpress"), (2.0,), (0.95,)) == expected
+
+
+@pytest.mark.parametrize("curve_error", [0.0, 0.05])
+def test_a_target_is_held_and_spent(curve_error: float) -> None:
+    trace = read_trace("synthetic:chat:3", limit=1500)
+    capacity = {
+        Tier.GPU: trace.working_set_tokens // 50,
+        Tier.HOST: trace.working_set_tokens // 20,
+    }
+    costs = CostSnapshot(PrefillCost(0.01, 1e-4, 0.0), {Tier.HOST: TransferCost(5e-4, 1e6)}, {})
+    settings = Settings(Machine(capacity, costs), 1, (KNORM, SNAPKV), curve_error=curve_error)
+
+    def served(run: Run) -> tuple[float, float]:
+        outcomes = list(make_replay(trace, run, settings).run())[400:]
+        cached = [sum(outcome.hit_tokens.values()) for outcome in outcomes]
+        lost = sum((1.0 - outcome.quality) * num for outcome, num in zip(outcomes, cached, strict=True))
+        return 1.0 - lost / sum(cached), sum(outcome.ttft_s for outcome in outcomes)
+
+    quality, ttft_s = served(Run("evicpress", target=0.95))
+    assert 0.945 <= quality < 0.985
+    assert served(Run("evicpress", 0.01))[0] < 0.9  # it could be worse
+    assert ttft_s < served(Run("evicpress", 1e4))[1]
+    assert served(Run("evicpress", target=0.95)) == (quality, ttft_s)
+
+
+def test_a_target_of_1_serves_nothing_lossy() -> None:
+    trace = read_trace("synthetic:chat:3", limit=300)
+    settings = Settings(Machine({Tier.GPU: trace.working_set_tokens // 20}, COSTS), 1, (KNORM,))
+    outcomes = list(make_replay(trace, Run("evicpress", target=1.0), settings).run())
+    assert {outcome.quality for outcome in outcomes} == {1.0}
+    assert any(outcome.quality < 1.0 for outcome in make_replay(trace, Run("evicpress", 1e-3), settings).run())
 
 
 def test_a_context_is_the_same_whatever_else_is_on_the_menu() -> None:

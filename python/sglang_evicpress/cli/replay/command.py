@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 from sglang_evicpress.benchmark.interrupts import raising_interrupts, uninterrupted
 from sglang_evicpress.cli.parser import interrupted_status, naming, say
-from sglang_evicpress.cli.replay.flags import make_parser
+from sglang_evicpress.cli.replay.flags import alphas_of, make_parser
 from sglang_evicpress.cli.replay.plot import check_plot, draw
 from sglang_evicpress.cli.replay.report import Result, lru_over, table
 from sglang_evicpress.cli.replay.settings import header, make_settings, settings_record
@@ -86,7 +86,7 @@ def _run_all(
     this: Replay | None = None
     try:
         future = Future(trace) if any(policy_info(name).sees_future for name in args.policy) else None
-        for run in all_runs(args.policy, args.alpha):
+        for run in all_runs(args.policy, alphas_of(args), args.quality or ()):
             this, outcomes, begin = make_replay(trace, run, settings, future), [], time.perf_counter()
             for outcome in _outcomes(this, run, is_shown):
                 if requests_file is not None:
@@ -104,7 +104,8 @@ def _run_all(
 
 def _outcomes(replay: Replay, run: Run, is_shown: bool) -> Iterator[Outcome]:
     with Progress(len(replay.trace.requests), "requests", is_shown=is_shown) as progress:
-        progress.name(run.policy if run.alpha is None else f"{run.policy} alpha {run.alpha:g}")
+        how = "" if run.alpha is None else f" alpha {run.alpha:g}"
+        progress.name(run.policy + (how if run.target is None else f" at quality {run.target:g}"))
         for outcome in replay.run():
             yield outcome
             progress.step()

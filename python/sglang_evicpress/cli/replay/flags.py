@@ -24,6 +24,7 @@ DEFAULT_FORMS = ",".join(
 )
 
 MOST_NOISE = 10.0
+DEFAULT_ALPHA_S = 1.0
 MOST_ALPHA_S = 1e9
 MOST_PREFILL_S = 1e9
 """Beyond these sums of seconds and utilities leave the range of a float."""
@@ -33,8 +34,8 @@ _EPILOG = """SIZE: 1% of the trace's working set; 30GB or 30GiB; 500000, 500ktok
 TRACE: a file of the Mooncake, WEKA or LMCache-agent kind or of our own, plain, .zst or .gz, or
 synthetic:KIND[:SEED]. Timestamps are numbers, also in strings, or dates in ISO 8601.
 
-Prints one row for each policy and alpha. Ctrl-C and SIGTERM print what is done so far and write no file. Exit status:
-0 done, 2 bad input, 130 Ctrl-C, 143 SIGTERM.
+Prints one row for each policy and alpha or quality target. Ctrl-C and SIGTERM print what is done so far and write no
+file. Exit status: 0 done, 2 bad input, 130 Ctrl-C, 143 SIGTERM.
 
 example:
   evicpress replay conversation_trace.jsonl --policy evicpress,lru,keydiff@0.5+lru --gpu 1% --host 4% --ssd 20%
@@ -64,7 +65,14 @@ def make_parser() -> Parser:
     add_value("--gpu", _gpu, "SIZE", "cache on the GPU, above 0", required=True)
     add_value("--host", Size.parse, "SIZE", "cache in host memory; 0, the default: none", "0")
     add_value("--ssd", Size.parse, "SIZE", "cache on SSD; 0, the default: none", "0")
-    add_value("--alpha", _alphas, "NUMBERS", "seconds full quality is worth; each makes a run of its own", "1.0")
+    add_value(
+        *("--alpha", _alphas, "NUMBERS"),
+        "seconds full quality is worth; each makes a run of its own; default 1, or none with --quality",
+    )
+    add_value(
+        *("--quality", _qualities, "NUMBERS"),
+        "mean quality of the tokens served, for which evicpress tunes alpha; each makes a run of its own",
+    )
     add_value("--forms", _forms, "FORMS", "on the menu; none: exact only; default %(default)s", DEFAULT_FORMS)
     add_value("--min-compress-tokens", whole(1), "N", "never compress a shorter node; default %(default)s", "64")
     add_value("--slot-bytes", whole(1), "BYTES", "exact KV of one token; default %(default)s", "131072")
@@ -117,6 +125,21 @@ def _gpu(text: str) -> Size:
 def _alphas(text: str) -> tuple[float, ...]:
     expected = "seconds of 0 or more, at most 1e9, or several separated by commas"
     return tuple(dict.fromkeys(_at_most(MOST_ALPHA_S, part, expected) for part in text.split(",")))
+
+
+def alphas_of(args: argparse.Namespace) -> tuple[float, ...]:
+    """The fixed alphas to run with."""
+    if args.alpha is None and args.quality is None:
+        return (DEFAULT_ALPHA_S,)
+    return args.alpha or ()
+
+
+def _qualities(text: str) -> tuple[float, ...]:
+    expected = "a quality above 0, at most 1, or several separated by commas, such as 0.97"
+    values = tuple(dict.fromkeys(parse_number(part, expected, is_above=True) for part in text.split(",")))
+    if max(values) > 1.0:
+        raise ValueError(f"{text!r}: expected {expected}")
+    return values
 
 
 def _at_most(most: float, text: str, expected: str) -> float:

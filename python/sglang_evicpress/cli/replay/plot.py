@@ -56,4 +56,5 @@ def draw(results: Sequence[Result], path: str, title: str) -> None:
 
 def _label(result: Result) -> str:
     label = result.policy if result.alpha is None else f"{result.policy} a={result.alpha:g}"
+    label += "" if result.target is None else f" q={result.target:g}"
     return f"{label} (partial)" if result.is_partial else label

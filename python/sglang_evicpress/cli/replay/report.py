@@ -33,12 +33,14 @@ class Result:
     ``ttft`` is time to first token, waiting included; ``alone`` the same were nobody else there. Shares are of all
     prompt tokens: ``hit_share`` by the tier they were found on, the rest prefilled. ``moved_bytes`` by direction, such
     as "host to gpu". ``quality`` is the mean over all requests, 1 for one without a cached prefix; ``hit_quality``
-    over those with one, None if there is none. Regret: seconds lost against prefilling instead of loading, as it
+    over those with one, ``served_quality`` over the tokens taken from the cache, None if there is none; ``target`` is
+    what that was to be. Regret: seconds lost against prefilling instead of loading, as it
     turned out and as the costs predicted; shares are of the sum of TTFT. ``wall_s`` is what the simulation took.
     """
 
     policy: str
     alpha: float | None
+    target: float | None
     num_requests: int
     num_expected: int
     num_tokens: int
@@ -50,6 +52,7 @@ class Result:
     decisions: Mapping[str, int]
     quality: float
     hit_quality: float | None
+    served_quality: float | None
     regret_s: float
     regret_share: float
     predicted_regret_s: float
@@ -73,6 +76,7 @@ class Result:
         return cls(
             policy=run.policy,
             alpha=run.alpha,
+            target=run.target,
             num_requests=len(outcomes),
             num_expected=len(replay.trace.requests),
             num_tokens=num_tokens,
@@ -84,6 +88,7 @@ class Result:
             decisions=dict(sorted(replay.decisions.items())),
             quality=sum(outcome.quality for outcome in outcomes) / len(outcomes),
             hit_quality=sum(of_hits) / len(of_hits) if of_hits else None,
+            served_quality=_served_quality(outcomes),
             regret_s=regret_s,
             regret_share=regret_s / total_s if total_s else 0.0,
             predicted_regret_s=predicted_s,
@@ -132,11 +137,25 @@ def table(results: Sequence[Result], queued: bool) -> str:
     return "\n".join([*aligned(cells), *notes])
 
 
+def _served_quality(outcomes: Sequence[Outcome]) -> float | None:
+    cached = [sum(outcome.hit_tokens.values()) for outcome in outcomes]
+    if not any(cached):
+        return None
+    pairs = zip(outcomes, cached, strict=True)
+    return math.fsum(outcome.quality * num_tokens for outcome, num_tokens in pairs) / sum(cached)
+
+
+def _alpha(result: Result) -> str:
+    if result.target is not None:
+        return f"for {result.target:g}"
+    return "-" if result.alpha is None else f"{result.alpha:g}"
+
+
 def _row(result: Result, results: Sequence[Result], queued: bool, directions: Sequence[str]) -> dict[str, str]:
     ratio = lru_over(result, results)
     row = {
         "policy": f"{result.policy} (partial)" if result.is_partial else result.policy,
-        "alpha": "-" if result.alpha is None else f"{result.alpha:g}",
+        "alpha": _alpha(result),
         "TTFT s": three_digits(result.ttft.mean_s),
         "p50": three_digits(result.ttft.p50_s),
         "p95": three_digits(result.ttft.p95_s),
@@ -151,6 +170,7 @@ def _row(result: Result, results: Sequence[Result], queued: bool, directions: Se
     row["prefilled %"] = f"{100.0 * result.prefilled_share:.1f}"
     row["quality"] = f"{result.quality:.4f}"
     row["hit quality"] = "-" if result.hit_quality is None else f"{result.hit_quality:.4f}"
+    row["served quality"] = "-" if result.served_quality is None else f"{result.served_quality:.4f}"
     row["regret s"] = three_digits(result.regret_s)
     row["regret %"] = f"{100.0 * result.regret_share:.2f}"
     row["predicted s"] = three_digits(result.predicted_regret_s)

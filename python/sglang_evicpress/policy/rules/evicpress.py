@@ -16,6 +16,13 @@ from sglang_evicpress.policy.hull import HullState, Point, first_points, next_on
 from sglang_evicpress.policy.menu import Menu
 
 
+def checked_alpha(alpha: float) -> float:
+    """``alpha``. Raises ValueError unless it is a finite number of at least 0."""
+    if not (math.isfinite(alpha) and alpha >= 0.0):
+        raise ValueError(f"alpha is {alpha!r}: expected a finite number, 0 or more")
+    return alpha
+
+
 class EvicPressPolicy:
     """EvicPress section 4.4 and appendix A: change whatever loses the least utility per byte it frees.
 
@@ -33,10 +40,8 @@ class EvicPressPolicy:
     rises_only: bool = True
 
     def __init__(self, menu: Menu, alpha: float, costs: CostSnapshot) -> None:
-        if not (math.isfinite(alpha) and alpha >= 0.0):
-            raise ValueError(f"alpha is {alpha!r}: expected a finite number, 0 or more")
         self.menu = menu
-        self.alpha = alpha
+        self.alpha = checked_alpha(alpha)
         self.compresses = len(menu.forms) > 1
         self.read_costs(costs)
 

@@ -89,6 +89,7 @@ def test_lru_by_hand(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
         "prefilled %": "76.5",
         "quality": "1.0000",
         "hit quality": "1.0000",
+        "served quality": "1.0000",
         "regret s": "0",
         "regret %": "0.00",
         "predicted s": "0",
@@ -135,6 +136,12 @@ def test_a_load_becomes_servers(trace: str, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     assert run(trace, "--policy", "lru", *TRANSFER_COSTS, "--servers", "load=0.5", "--jsonl", str(out)) == 0
     assert records(out)[0]["settings"]["num_servers"] == pytest.approx(0.85)  # type: ignore[index]
+
+
+def test_each_quality_is_a_run_of_evicpress(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(trace, "--policy", "evicpress,lru", "--quality", "0.9,1", *TRANSFER_COSTS) == 0
+    found = [(row["policy"], row["alpha"]) for row in rows(capsys.readouterr().out)]
+    assert found == [("evicpress", "for 0.9"), ("evicpress", "for 1"), ("lru", "-")]
 
 
 def test_each_alpha_is_a_run_of_those_that_have_one(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -258,6 +265,8 @@ BAD = [
     (("--alpha", "x"), ("--alpha", "'x'")),
     (("--alpha", "1,-2"), ("--alpha", "'-2'", "0 or more")),
     (("--alpha", "inf"), ("--alpha", "'inf'")),
+    (("--quality", "0"), ("--quality", "'0'", "above 0")),
+    (("--quality", "0.9,1.1"), ("--quality", "'0.9,1.1'", "at most 1")),
     (("--forms", "keydiff"), ("--forms", "'keydiff'", "PRESS@KEPT")),
     (("--forms", "magic@0.5"), ("--forms", "magic", "snapkv")),
     (("--slot-bytes", "0"), ("--slot-bytes", "'0'", "at least 1")),

@@ -1,0 +1,158 @@
+"""Alpha that holds a target: the mean quality of what is served from the cache, weighted by tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sglang_evicpress.policy.cost_model import PrefillCost
+
+START_FACTOR = 100.0
+"""Alpha to start with, over the seconds in which a usual prefix is prefilled: a loss of 0.01 then costs as much as
+prefilling it again, so that hardly anything is lossy."""
+
+_LEAST_FACTOR, _MOST_FACTOR = 1e-3, 1e4
+GAIN = 0.01  # of log alpha, for a usual hit that lost its whole allowance too much
+MOST_OVER = 30.0  # allowances of a usual hit that one hit may count as; without a bound a single long one decides
+REFUSED_SHARE = 0.7  # of a loss that was not served, for alpha: what is refused costs time and not quality
+MAX_CREDIT = 500  # usual hits whose unspent allowance is kept
+MEMORY = 500  # hits over which the figures shown are averaged
+_SIZE_MEMORY = 50  # hits, for the tokens of a usual one
+_SIZE_TOKENS = 4096.0  # of a usual one before any was seen
+
+PAUSE_S = 10.0
+PAUSE_S_PER_NODE = 1e-3
+WORTH_A_MOVE = 0.1
+"""Alpha moves no sooner after the last time, and by no less of its logarithm: each move looks at every node anew."""
+
+_JUDGED_MEMORY = 64  # answers
+_JUDGED_PRIOR = 8.0  # answers that lost what the target allows and were predicted right, to start with
+_LEAST_CORRECTION, _MOST_CORRECTION = 0.2, 10.0
+FRESH_S = 600.0
+"""Answers judged longer ago than this do not make anything count as better than predicted."""
+
+
+class Share(NamedTuple):
+    """A part of a prefix: its tokens, and how many of them are lost, each token counting 1 - quality."""
+
+    num_tokens: int = 0
+    lost: float = 0.0
+
+
+NOTHING = Share()
+
+
+class QualityTarget:
+    """An account of quality, and the alpha that balances it.
+
+    Each token served from the cache earns ``1 - quality``, each one served spends 1 minus its predicted quality, times
+    ``correction``, which is learned from judged answers. A node's loss counts by its tokens, so that a prefix is worth
+    the mean over its tokens, and so is the sum of all prefixes. What the account cannot pay for is not served
+    (``num_affordable``) but computed anew, which makes it exact: that holds the target at once, whatever lies in the
+    cache. Alpha follows with integral control of its logarithm: it rises where more would have been spent than is
+    earned, falls where less is, and so moves the work from recomputing to not compressing. It is a factor times the
+    seconds in which a usual prefix is prefilled, so that it follows other contexts and other machines at once.
+
+    Pure: all inputs are values that are equal on every rank, and so is every answer. With a quality of 1 nothing lossy
+    is ever affordable, and alpha stays. Raises ValueError for a quality outside (0, 1].
+    """
+
+    def __init__(self, quality: float) -> None:
+        if not 0.0 < quality <= 1.0:
+            raise ValueError(f"quality is {quality!r}: expected a number above 0, at most 1")
+        self.quality = quality
+        self.alpha: float | None = None
+        self.credit = 0.0
+        """Tokens that may be lost beyond what the next hits earn; below 0 where too many were."""
+        self._log_factor = math.log(START_FACTOR)
+        self._moved_s = -math.inf
+        self._usual_tokens, self._num_hits = _SIZE_TOKENS, 0
+        self._recent_tokens = self._recent_lost = 0.0
+        prior = _JUDGED_PRIOR * (1.0 - quality)
+        self._judged_predicted, self._judged_observed = prior, prior
+        self._judged_s = -math.inf
+        self._now_s = 0.0
+
+    # ---- what may be served
+
+    def num_affordable(self, parts: Sequence[Share]) -> int:
+        """Number of the first ``parts`` of a prefix, which follow each other, that may be served now."""
+        if all(part.lost <= 0.0 for part in parts):
+            return len(parts)
+        earned, correction = 1.0 - self.quality, self.correction
+        affordable, num_tokens, lost = 0, 0, 0.0
+        for number, part in enumerate(parts, start=1):
+            num_tokens += part.num_tokens
+            lost += correction * part.lost
+            if lost <= self.credit + earned * num_tokens if self.quality < 1.0 else lost <= 0.0:
+                affordable = number
+        return affordable
+
+    def note_hit(self, served: Share, refused: Share = NOTHING) -> None:
+        """A request runs on ``served`` tokens of the cache; ``refused`` is what could not be afforded besides."""
+        num_tokens = served.num_tokens + refused.num_tokens
+        if not num_tokens:
+            return
+        self._num_hits += 1
+        self._usual_tokens += (num_tokens - self._usual_tokens) / min(self._num_hits, _SIZE_MEMORY)
+        fade = 1.0 - 1.0 / MEMORY
+        self._recent_tokens = self._recent_tokens * fade + served.num_tokens
+        self._recent_lost = self._recent_lost * fade + served.lost
+        earned, correction = 1.0 - self.quality, self.correction
+        if not earned:
+            return
+        usual = earned * self._usual_tokens
+        self.credit += earned * served.num_tokens - correction * served.lost
+        self.credit = min(self.credit, MAX_CREDIT * usual)
+        over = correction * (served.lost + REFUSED_SHARE * refused.lost) - earned * num_tokens
+        self._log_factor += GAIN * min(max(over / usual, -1.0), MOST_OVER)
+        self._log_factor = min(max(self._log_factor, math.log(_LEAST_FACTOR)), math.log(_MOST_FACTOR))
+
+    # ---- what it was worth
+
+    @property
+    def correction(self) -> float:
+        """Loss observed over loss predicted, of judged answers: below 1 only where one was judged of late."""
+        ratio = self._judged_observed / self._judged_predicted if self._judged_predicted > 0.0 else 1.0
+        if ratio < 1.0 and self._now_s - self._judged_s > FRESH_S:
+            return 1.0
+        return min(max(ratio, _LEAST_CORRECTION), _MOST_CORRECTION)
+
+    def note_judged(self, predicted: float, observed: float) -> None:
+        """An answer upon a lossy prefix was judged. Raises ValueError for a quality that is not a finite number."""
+        if not math.isfinite(predicted - observed):
+            raise ValueError(f"quality was predicted {predicted!r} and observed {observed!r}: expected finite numbers")
+        fade = 1.0 - 1.0 / _JUDGED_MEMORY
+        self._judged_predicted = fade * self._judged_predicted + max(0.0, 1.0 - predicted)
+        self._judged_observed = fade * self._judged_observed + max(0.0, 1.0 - observed)
+        self._judged_s = self._now_s
+
+    @property
+    def predicted(self) -> float | None:
+        """Mean predicted quality of the tokens served of late, None before any were."""
+        return 1.0 - self._recent_lost / self._recent_tokens if self._recent_tokens else None
+
+    @property
+    def measured(self) -> float | None:
+        """The same, corrected by what judged answers were worth."""
+        predicted = self.predicted
+        return None if predicted is None else max(0.0, 1.0 - self.correction * (1.0 - predicted))
+
+    # ---- alpha
+
+    def next_alpha(self, now_s: float, prefill: PrefillCost, num_nodes: int = 0) -> float | None:
+        """Alpha to plan by from now on, or None to go on with the present one; the first call always has one.
+
+        ``now_s`` is the logical time, ``prefill`` the cost by which the policy decides; ``num_nodes`` there are to be
+        looked at anew.
+        """
+        self._now_s = now_s
+        if self.alpha is not None and now_s - self._moved_s < max(PAUSE_S, PAUSE_S_PER_NODE * num_nodes):
+            return None
+        seconds = prefill.marginal_seconds(max(1, round(self._usual_tokens)), 0)
+        alpha = math.exp(self._log_factor) * (seconds or 1.0)
+        if self.alpha is not None and abs(math.log(alpha / self.alpha)) < WORTH_A_MOVE:
+            return None
+        self.alpha, self._moved_s = alpha, now_s
+        return alpha

@@ -1,0 +1,155 @@
+"""The quality target of a server: what it refuses, what it spends, and the alpha that follows at the stamped clock.
+
+Over the real cache and pools, with the harness of the random walks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.contract.cache.test_radix_cache_model import CURVES, Request
+from tests.contract.profiling.test_profiling import ProfiledWalk
+from tests.contract.profiling.test_shadows import HALF
+
+from sglang_evicpress.core import Form
+from sglang_evicpress.patches.tree.namespaces import SHADOW_PREFIX
+from sglang_evicpress.policy.rules.evicpress import EvicPressPolicy
+
+pytestmark = pytest.mark.sglang
+
+
+def make_walk(quality: float | None = 0.97, **settings: object) -> ProfiledWalk:
+    return ProfiledWalk(curves=CURVES, alpha=None if quality else 0.3, quality=quality, **settings)
+
+
+def stats(walk: ProfiledWalk) -> dict[str, Any]:
+    described: dict[str, Any] = walk.cache.inspector.describe_stats()
+    return described
+
+
+def compressed(walk: ProfiledWalk, form: Form = HALF) -> list[int]:
+    """A context whose KV lies there in a form."""
+    tokens: list[int] = walk.random_tokens(256)
+    walk.answer(tokens)
+    for node in walk.parts(tokens):
+        walk.cache.parts.moves.compress(node.id, form)
+    return tokens
+
+
+def earn(walk: ProfiledWalk, num_hits: int) -> None:
+    """So many hits of 256 exact tokens."""
+    tokens = walk.random_tokens(256)
+    for index in range(num_hits + 1):
+        walk.answer([*tokens, index])
+
+
+def test_what_the_account_cannot_pay_for_is_computed_and_then_exact() -> None:
+    walk = make_walk()
+    tokens = compressed(walk)
+    assert [node.kv.form for node in walk.parts(tokens)] == [HALF]
+    walk.answer([*tokens, 1], 7)
+    assert [node.kv.form.is_exact for node in walk.parts(tokens)] == [True]
+    assert stats(walk)["quality"]["refused_tokens"] == 256
+    assert walk.cache.parts.recomputation.counts.computed["too_lossy"] == 256
+    walk.answer([*tokens, 2], 7)
+    assert stats(walk)["quality"]["refused_tokens"] == 256
+    assert stats(walk)["quality"]["predicted"] == 1.0
+    walk.check()
+
+
+def test_credit_is_spent_on_what_is_lossy() -> None:
+    """It loses 0.125 of its tokens where 0.03 is earned: five exact hits and its own pay for it."""
+    walk = make_walk()
+    tokens = compressed(walk)
+    earn(walk, 5)
+    walk.answer([*tokens, 1], 7)
+    quality = stats(walk)["quality"]
+    assert quality["refused_tokens"] == 0
+    assert quality["credit_tokens"] == pytest.approx(256 * (6 * 0.03 - 0.125))
+    assert quality["predicted"] == pytest.approx(1.0 - 0.125 / 6, abs=1e-3)
+    walk.answer([*tokens, 2], 7)
+    assert stats(walk)["quality"]["refused_tokens"] == 256
+
+
+def test_with_a_fixed_alpha_nothing_is_refused_or_tuned() -> None:
+    walk = make_walk(None)
+    tokens = compressed(walk)
+    for index in range(50):
+        walk.answer([*tokens, index])
+        walk.wait_s(20.0)
+    assert [node.kv.form for node in walk.parts(tokens)] == [HALF]
+    described = stats(walk)
+    assert described["alpha"] == 0.3
+    assert described["quality"]["target"] is None and described["quality"]["refused_tokens"] == 0
+
+
+def test_alpha_follows_at_the_stamped_clock() -> None:
+    walk = make_walk()
+    walk.wait_s(0.0)
+    start = stats(walk)["alpha"]
+    earn(walk, 100)
+    assert stats(walk)["alpha"] == start
+    walk.wait_s(20.0)
+    policy = walk.cache.policy.planner.policy
+    assert isinstance(policy, EvicPressPolicy)
+    assert stats(walk)["alpha"] == policy.alpha < start / 2
+    walk.check()
+    walk.flush_all()
+    assert stats(walk)["alpha"] == walk.cache.policy.planner.alpha == policy.alpha
+    assert walk.cache.policy.planner.policy is not policy
+
+
+def test_judged_answers_count() -> None:
+    walk = make_walk()
+    tokens = compressed(walk)
+    key = walk.key_of(tokens)
+    assert stats(walk)["quality"]["correction"] == 1.0
+    walk.cache.quality.note_observed(key, [(0.9, 0.7)] * 20)
+    assert stats(walk)["quality"]["correction"] > 2.0
+
+
+def test_what_was_computed_upon_a_lossy_prefix_is_no_better_than_that() -> None:
+    walk = make_walk(0.8)
+    tokens = walk.random_tokens(320)
+    walk.answer(tokens[:256])
+    walk.cache.parts.moves.compress(walk.parts(tokens)[0].id, HALF)
+    walk.answer(tokens)
+    upper, lower = walk.parts(tokens)
+    assert lower.kv.is_lossy_prefix and lower.kv.form.is_exact
+    parts = walk.cache.quality.shares_of([(upper, 256), (lower, 64)])
+    assert [(part.num_tokens, part.lost) for part in parts] == [(256, 256 * 0.125), (64, 64 * 0.125)]
+
+
+def test_a_shadow_is_never_refused() -> None:
+    walk = make_walk()
+    tokens = compressed(walk)
+    steps = [(node, len(node.key)) for node in walk.parts(tokens)]
+    user, shadow = (Request("r0", tokens, len(tokens), name) for name in (None, f"{SHADOW_PREFIX}1"))
+    control = walk.cache.parts.quality_control
+    assert (control.num_affordable(user, steps), control.num_affordable(None, steps)) == (0, 1)
+    assert control.num_affordable(shadow, steps) == 1
+
+
+def test_a_quality_of_1_serves_nothing_lossy() -> None:
+    """Not even what is lossy by a codec that a profile says loses nothing."""
+    walk = make_walk(1.0, forms=(HALF,))
+    assert walk.cache.policy.menu.forms[1:] == ()
+    tokens = walk.random_tokens(256)
+    walk.answer(tokens)
+    (node,) = walk.parts(tokens)
+    node.kv.form = Form(codec="int8")  # as a load of what an earlier server left
+    walk.cache.parts.tree.changes.changed(node)
+    earn(walk, 20)
+    walk.answer([*tokens, 1], 7)
+    assert stats(walk)["quality"]["refused_tokens"] == 256
+    assert [node.kv.form.is_exact for node in walk.parts(tokens)] == [True]
+
+
+def test_a_decision_is_in_the_journal_with_its_alpha() -> None:
+    walk = make_walk()
+    walk.wait_s(0.0)
+    for _ in range(12):
+        walk.answer(walk.random_tokens(256))
+    entries: Any = walk.cache.parts.controller.journal.read(0, 100)["entries"]
+    assert entries and {entry["alpha"] for entry in entries} == {stats(walk)["alpha"]}
