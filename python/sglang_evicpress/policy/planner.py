@@ -32,10 +32,15 @@ class CostReader(Protocol):
 class Planner:
     """Keeps an index of the nodes it is told of and, when a tier is short, plans what to do (EvicPress section 4.4).
 
-    Pure: it reads no clock, file, tensor or metric. What it plans depends only on the present statistics of the nodes,
-    never on the order or the number of the calls that brought them: the same nodes give the same plan in any process
-    and on any rank. Planning changes nothing; whoever carries a decision out tells the policy by ``add`` or
-    ``remove``, as for every other change.
+    Pure: it reads no clock, file, tensor or metric. The same calls give the same plans in any process and on any rank.
+    What it plans depends only on the present statistics of the nodes, never on the order or the number of the calls
+    that brought them, but for as long as it sweeps. Planning changes nothing; whoever carries a decision out tells the
+    policy by ``add`` or ``remove``, as for every other change.
+
+    What changes the steps of many nodes (``refresh``, ``reweigh``, ``begin_sweep``) takes no longer than for some of
+    them: the others are swept by ``advance``, which is to be called once a round. Until it has swept all of them, plans
+    are made of those that it has, the first by the order before the change, each with its present step: they may lose
+    a little more than they have to. Up to ``index.SMALL`` nodes are swept at once. See ``NodeIndex``.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -46,6 +51,8 @@ class Planner:
         self.touch = self.index.touch
         self.lock = self.index.lock
         self.reweigh = self.index.reweigh
+        self.begin_sweep = self.index.begin_sweep
+        self.advance = self.index.advance
 
     @property
     def name(self) -> str:
@@ -96,7 +103,8 @@ class Planner:
         return plan.decisions()
 
     def refresh(self, costs: CostSnapshot) -> None:
-        """Decide by these costs from now on. Every step is worked out anew: call it when they have really changed."""
+        """Decide by these costs from now on. Every step is to be worked out anew: call it when they have really
+        changed."""
         if isinstance(self.policy, CostReader):
             self.policy.read_costs(costs)
             self.index.rebuild()
