@@ -119,7 +119,7 @@ class TreeInspection:
         source = Option(node.kv.form, Tier.GPU, before * slot_bytes)
         option = Option(form, Tier.GPU, after * slot_bytes)
         freed_bytes = source.num_bytes - option.num_bytes
-        freed = self.execute(Decision(node_id, source, option, freed_bytes, node.kv.weight))
+        freed = self.execute(Decision(node_id, source, option, freed_bytes, self.terms.weigh(node.kv)))
         if node_id not in self.tree.nodes:
             raise IntrospectionError(507, f"node {node_id} was dropped: the device has no memory to compress it")
         self.holds.hold(node_id, hold_s)
@@ -157,7 +157,7 @@ class TreeInspection:
             "lineage": "lossy" if is_lossy(node) else "exact",
             "computed_on": "lossy" if kv.is_lossy_prefix else "exact",
             "lock_ref": node.lock_ref,
-            "weight": self.terms.clock.faded(kv.weight, self.terms.now_s),
+            "weight": self.terms.clock.faded(self.terms.weigh(kv), self.terms.now_s),
             "num_hits": kv.num_hits,
             "last_use": kv.last_use,
             "has_queries": self.operations.window_of(node) is not None,

@@ -31,6 +31,7 @@ from sglang_evicpress.patches.tiers.rounds import TierRounds
 from sglang_evicpress.patches.tiers.shutdown import TierShutdown
 from sglang_evicpress.patches.tiers.ssd_attachment import SsdAttachment
 from sglang_evicpress.patches.tiers.weights import Weights
+from sglang_evicpress.patches.tree.changes import Signal
 from sglang_evicpress.patches.tree.compressor import Compressor
 from sglang_evicpress.patches.tree.types import Node, Request
 
@@ -58,6 +59,7 @@ class Parts:
         )
         slot_bytes = compressor.slot_bytes
         tree = self.tree = TreeParts(nodes, allocator, page_size, config, compressor, identity, outside, later)
+        self.round_begun = Signal[[]]()
         tiers = self.tiers = TierParts(tree, nodes, allocator, page_size, config, compressor, outside, later)
         self.idle_promotion = IdlePromotion(
             tree.storage,
@@ -76,6 +78,7 @@ class Parts:
             tree.quality,
             tiers.gpu_ops,
             tiers.placement.lower_copies_of,
+            tree.terms.weigh,
         )
         self.moves = NodeMoves(
             nodes,
@@ -246,6 +249,7 @@ class Parts:
             self.ssd_attachment.close,
             costs=lambda: tree.terms.costs,
             join_loads=tiers.loads.join_all,
+            weigh=tree.terms.weigh,
             release_shadows=self.shadows.release_shadows,
             slot_bytes=slot_bytes,
         )
@@ -270,11 +274,18 @@ class Parts:
             tree.aside.forget,
             tiers.placement.forget,
             tree.queued_hits.forget,
+            tree.quality.forget,
             tree.queries.drop,
         )
         changes.flushed.subscribe(
-            tree.aside.clear, tree.ledger.clear, tree.policy.clear, tree.queries.clear, tree.queued_hits.clear
+            tree.aside.clear,
+            tree.ledger.clear,
+            tree.policy.clear,
+            tree.queries.clear,
+            tree.queued_hits.clear,
+            tree.quality.clear,
         )
+        self.round_begun.subscribe(tree.policy.advance, tree.quality.advance)
         terms.advanced.subscribe(tree.queued_hits.follow_clock, self.moves.retry_failed, tree.quality.refresh_default)
         terms.costs_changed.subscribe(tree.policy.refresh)
         self.views.admitted.subscribe(

@@ -4,33 +4,43 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import Decision, LowerCopy, NodeStats, Tier
 from sglang_evicpress.introspect.census import Census
-from sglang_evicpress.patches.tree.node import census_of
+from sglang_evicpress.patches.tree.node import NodeKV, census_of
 from sglang_evicpress.patches.tree.types import Node
 from sglang_evicpress.policy import make_planner
 from sglang_evicpress.policy.cost_model import CostSnapshot
+from sglang_evicpress.policy.index import SMALL
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.planner import Planner
 from sglang_evicpress.policy.promotion import Budget
 
 MOST_PLANNED = 512  # nodes that one plan in the background may be about, on average: some milliseconds
 
+SWEPT_PER_ROUND = 64
+"""Nodes of which a round works out the next step, of some 10 us each. No clock says how many: ranks sweep alike."""
 
-class WeighedCosts(Protocol):
-    """Costs, as the policy has them."""
+LOOKED_PER_ROUND, TOLD_PER_ROUND = 256, 16
+"""Nodes at which a round looks, and of these such as are shown to the policy again, of some 40 us each."""
+
+
+class Terms(Protocol):
+    """Costs, as the policy has them, and the present weights of nodes."""
 
     weighed: CostSnapshot
+
+    def weigh(self, kv: NodeKV) -> float: ...
 
 
 @dataclass(eq=False, repr=False)
 class PolicySync:
-    """Keeps ``planner``, which each flush makes anew, the one at the start too, and ``census``. ``tiers`` are those
+    """Keeps ``planner``, which each flush makes anew, the one at the start too, and ``census``. What changes the steps
+    of many nodes only begins to: each round's ``advance`` does some of it. ``tiers`` are those
     there are, ``mean_curve`` is what was measured; ``lower_copies_of``: what lower tiers have of nodes, by id;
     ``stats_of``: a node as the policy sees it; ``mark_dirty``: something may be planned now that could
     not be."""
@@ -38,9 +48,9 @@ class PolicySync:
     config: EvicPressConfig
     menu: Menu
     nodes: Mapping[int, Node]
-    terms: WeighedCosts
+    terms: Terms
     tiers: Callable[[], tuple[Tier, ...]]
-    mean_curve: Callable[[], tuple[float, ...]]
+    mean_curve: Callable[[], Sequence[float]]
     lower_copies_of: Callable[[], Mapping[int, Sequence[LowerCopy]]]
     stats_of: Callable[[Node], NodeStats]
     mark_dirty: Callable[[], None]
@@ -49,6 +59,8 @@ class PolicySync:
     def __post_init__(self) -> None:
         self.census = Census()
         self.planner: Planner
+        self._unseen: list[int] = []  # ids of nodes of which another quality may be expected now
+        self._tells_all = False
 
     def renew(self) -> None:
         """A policy that knows no node yet."""
@@ -57,6 +69,8 @@ class PolicySync:
         self.planner = make_planner(
             config.policy, menu, alpha=config.alpha, costs=self.terms.weighed, mean_curve=self.mean_curve()
         )
+        self.planner.index.weigh = lambda node_id: self.terms.weigh(self.nodes[node_id].kv)
+        self._unseen.clear()
 
     def rebuild(self) -> None:
         """A new policy that knows every node."""
@@ -72,16 +86,49 @@ class PolicySync:
         """Plan by these costs from now on."""
         self.planner.refresh(costs)
 
-    def add(self, nodes: Iterable[Node]) -> None:
-        """Show the policy nodes of which other quality is expected now."""
-        for node in nodes:
-            self.planner.add(self.stats_of(node))
+    def read_mean_curve(self) -> None:
+        """Plan by the present quality of all contexts that were profiled, where one curve counts for all nodes."""
+        self.planner.read_mean_curve(self.mean_curve())
+
+    def expect_anew(self, *, forms_changed: bool) -> None:
+        """Another quality is expected of nodes without a curve of their own, which all share one that has changed.
+        ``forms_changed``: other forms can be chosen for them as well."""
+        self.planner.index.rebuild()
+        self._tells_all |= forms_changed
+        self._unseen = list(self.nodes)
+        if len(self._unseen) <= SMALL:
+            self._look(SMALL, SMALL)
+
+    def advance(self) -> None:
+        """Some of what is still to be done at many nodes; called once a round, so that ranks do it alike."""
+        if self._unseen:
+            self._look(LOOKED_PER_ROUND, TOLD_PER_ROUND)
+        elif self.planner.advance(SWEPT_PER_ROUND) and not self.planner.index.is_sweeping:
+            self.mark_dirty()
+
+    def finish(self) -> None:
+        """All of it at once, for somebody who looks."""
+        self._look(len(self._unseen), len(self._unseen))
+        self.planner.index.finish()
+
+    def _look(self, num_looked: int, num_told: int) -> None:
+        """Show the policy the next nodes that hold what is valued otherwise now."""
+        for _ in range(min(num_looked, len(self._unseen))):
+            node = self.nodes.get(self._unseen.pop())
+            if node is None or node.kv.curve is not None:
+                continue
+            if self._tells_all or not node.kv.form.is_exact or node.kv.copies:
+                self.planner.add(self.stats_of(node))
+                num_told -= 1
+                if num_told <= 0:
+                    break
+        self._tells_all &= bool(self._unseen)
 
     # ---- what happens to nodes
 
     def on_node_changed(self, node: Node) -> None:
         self.census.put(node.id, census_of(node))
-        if not math.isfinite(node.kv.weight):  # no plan can be made with it
+        if not math.isfinite(self.terms.weigh(node.kv)):  # no plan can be made with it
             self.num_failed["note weight"] += 1
             node.kv.weight = 0.0
         self.planner.add(self.stats_of(node))
@@ -99,11 +146,11 @@ class PolicySync:
     def touch(self, node: Node) -> None:
         """The node was matched, or its hits have changed."""
         kv = node.kv
-        self.planner.touch(node.id, kv.weight, kv.num_hits, kv.last_use)
+        self.planner.touch(node.id, self.terms.weigh(kv), kv.num_hits, kv.last_use)
 
     def reweigh(self) -> None:
         """Every weight is another one."""
-        self.planner.reweigh({node.id: node.kv.weight for node in self.nodes.values()})
+        self.planner.begin_sweep()
 
     # ---- plans
 

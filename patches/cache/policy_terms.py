@@ -7,6 +7,7 @@ from collections.abc import Sized
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import Tier
 from sglang_evicpress.patches.tree.changes import Signal
+from sglang_evicpress.patches.tree.node import NodeKV
 from sglang_evicpress.policy.cost_model import CostModel, CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.reuse import ReuseClock
 
@@ -49,6 +50,13 @@ class PolicyTerms:
     def value_of_hit(self) -> float:
         """Worth of a hit now, in the units of the clock."""
         return self.clock.value_of_hit(self.now_s)
+
+    def weigh(self, kv: NodeKV) -> float:
+        """The weight of a node in the units of the clock, in which its record has it from now on."""
+        if kv.units != self.clock.units:
+            kv.weight = self.clock.in_present_units(kv.weight, kv.last_use_s, kv.units)
+            kv.units = self.clock.units
+        return kv.weight
 
     def observe_load(self, tier: Tier, num_bytes: int, seconds: float) -> None:
         """So many bytes were brought back from a tier; ranks learn of it by rank 0's next stamp."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -10,7 +10,7 @@ from sglang_evicpress.controller.controller import NOT_MEASURED
 from sglang_evicpress.core import DROP, Decision, LowerCopy, NodeStats, Option, Tier
 from sglang_evicpress.patches.tiers.placement import exact_tier_of, tier_of
 from sglang_evicpress.patches.tiers.types import GpuForms
-from sglang_evicpress.patches.tree.node import is_lossy, is_reserved, size_of, start_of
+from sglang_evicpress.patches.tree.node import NodeKV, is_lossy, is_reserved, size_of, start_of
 from sglang_evicpress.patches.tree.types import Node
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.planner import Planner
@@ -37,7 +37,7 @@ class PresentPolicy(Protocol):
 
 @dataclass(eq=False, repr=False)
 class PolicyView:
-    """``lower_copies_of``: what lower tiers have of nodes, by id."""
+    """``lower_copies_of``: what lower tiers have of nodes, by id; ``weigh``: the weight of a node now."""
 
     menu: Menu
     min_compress_tokens: int
@@ -45,6 +45,7 @@ class PolicyView:
     quality: NodeQuality
     pressed: GpuForms
     lower_copies_of: Mapping[int, Sequence[LowerCopy]]
+    weigh: Callable[[NodeKV], float]
 
     def __post_init__(self) -> None:
         self._blind = self.menu.everything  # the forms that can be made without queries
@@ -79,7 +80,7 @@ class PolicyView:
             quality=self.quality.quality_of(node),
             curve=expectation.vector,
             allowed_forms=allowed_forms,
-            weight=kv.weight,
+            weight=self.weigh(kv),
             num_hits=kv.num_hits,
             last_use=kv.last_use,
             sinks=self.pressed.sinks_of(num_tokens, start),

@@ -7,10 +7,11 @@ tree may have changed). Both pieces of a split node carry its queued hits, as th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from sglang_evicpress.patches.tree.node import NodeKV
 from sglang_evicpress.patches.tree.types import Node
 from sglang_evicpress.policy.reuse import ReuseClock
 
@@ -25,6 +26,7 @@ class ReuseTerms(Protocol):
     clock: ReuseClock
 
     def value_of_hit(self) -> float: ...
+    def weigh(self, kv: NodeKV) -> float: ...
 
 
 class WeightedNodes(Protocol):
@@ -49,8 +51,7 @@ class QueuedHits:
     """Hits of nodes: one queued hit per waiting request, empty or not, and those of requests that run. Nothing here
     depends on anything a rank has for itself."""
 
-    def __init__(self, nodes: Mapping[int, Node], terms: ReuseTerms, policy: WeightedNodes) -> None:
-        self._nodes = nodes
+    def __init__(self, terms: ReuseTerms, policy: WeightedNodes) -> None:
         self._terms = terms
         self._policy = policy
         self._hits_by_request: dict[int, QueuedHit] = {}  # by id() of the request, which the queued hit keeps alive
@@ -66,7 +67,7 @@ class QueuedHits:
     def hit(self, node: Node, value: float, num_hits: int = 1) -> None:
         """Add this to a node's weight and to its number of hits."""
         kv = node.kv
-        kv.weight = max(0.0, kv.weight + value)
+        kv.weight = max(0.0, self._terms.weigh(kv) + value)
         kv.num_hits += num_hits
         if num_hits > 0:
             kv.last_use_s = self._terms.now_s
@@ -134,13 +135,12 @@ class QueuedHits:
         node.kv.queued_hits = {}
 
     def follow_clock(self) -> None:
-        """Restate every weight where the clock takes another epoch or half-life."""
+        """Let the clock take another epoch or half-life where it is due: weights are restated when they are looked at,
+        and a sweep begins that looks at all."""
         clock = self._terms.clock
         if not clock.is_due(self._terms.now_s):
             return
         restate = clock.rebase(self._terms.now_s)
-        for node in self._nodes.values():
-            node.kv.weight = restate(node.kv.weight, node.kv.last_use_s)
         for queued_hit in self._hits_by_request.values():
             queued_hit.value = restate(queued_hit.value, queued_hit.made_s)
         self._policy.reweigh()

@@ -127,6 +127,7 @@ class EvicPressCache(RadixCache):
         hooks.attach(
             hooks.HookedCache(
                 advance=tree.terms.advance,
+                begin_round=parts.round_begun,
                 prefill_times=self.prefill_times,
                 queued_hits=tree.queued_hits,
                 rounds=parts.rounds,
@@ -155,9 +156,9 @@ class EvicPressCache(RadixCache):
         self.parts.ssd_attachment.flush()
         self.nodes.clear()
         self.shadows.clear_shadows()
+        self.changes.flushed()
         if self.scheduler is not None:  # the weights may be others
             self.quality.identify_profiles()
-        self.changes.flushed()
         self.root_node.kv = NodeKV()
 
     def know_model(self, model: ModelIdentity) -> None:
@@ -365,7 +366,8 @@ class EvicPressCache(RadixCache):
         node.parent, node.key, node.value, node.kv, node.hit_count = parent, key, value, kv, 1
         parent.children[key.child_key(self.page_size)] = self.nodes[node.id] = node
         num_siblings = 0 if parent is self.root_node else len(parent.children)
-        kv.weight = weight_of_new(self.terms.value_of_hit(), parent.kv.weight, num_siblings)
+        kv.weight = weight_of_new(self.terms.value_of_hit(), self.terms.weigh(parent.kv), num_siblings)
+        kv.units = self.terms.clock.units
         kv.is_shadow = is_shadow_name(key.extra_key)
         kv.is_text = parent.kv.is_text and first_outside(key.raw_token_ids(), self.vocab_size) is None
         return node

@@ -13,6 +13,7 @@ from sglang_evicpress.introspect.recomputed import Recomputed
 from sglang_evicpress.patches.cache.integrity import CheckedTree, PolicyInUse, in_flight
 from sglang_evicpress.patches.scheduler.queue_limit import FirstTokens
 from sglang_evicpress.patches.tiers.types import Slots, Tiers
+from sglang_evicpress.patches.tree.node import NodeKV
 from sglang_evicpress.policy.cost_model import CostModel, CostSnapshot, PrefillCost
 from sglang_evicpress.policy.reuse import ReuseClock
 from sglang_evicpress.policy.turns import Turns
@@ -47,6 +48,7 @@ class TermFigures(Protocol):
     recompute_weight: float
 
     def value_of_hit(self) -> float: ...
+    def weigh(self, kv: NodeKV) -> float: ...
 
 
 class QueueFigures(Protocol):

@@ -86,4 +86,4 @@ class TreeParts:
             self.menu.forms,
             self.changes.changed,
         )
-        self.queued_hits = QueuedHits(nodes, self.terms, self.policy)
+        self.queued_hits = QueuedHits(self.terms, self.policy)

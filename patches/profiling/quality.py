@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -22,6 +22,7 @@ from sglang_evicpress.patches.tree.namespaces import is_shadow_name
 from sglang_evicpress.patches.tree.node import NodeKV, first_outside, is_lossy, path_to, size_of, start_of, tokens_to
 from sglang_evicpress.patches.tree.types import LogicalTime, Node, Scheduler, ServedRequest
 from sglang_evicpress.policy import policy_info
+from sglang_evicpress.policy.index import SMALL
 from sglang_evicpress.policy.quality_curves import Curves
 from sglang_evicpress.quality.catalog import Catalog
 from sglang_evicpress.quality.drift import DriftMonitor
@@ -36,9 +37,11 @@ logger = logging.getLogger(__name__)
 MIN_CONTEXT_TOKENS = 256  # a shorter shared prefix is not worth a profile
 MAX_NODE_PROFILES = 16  # a node that many contexts share goes by its newest
 MAX_KNOWN_CONTEXTS = 64  # tokens of contexts that shadows were made of, to find their nodes by
-MAX_LOOKED_AT = 30_000  # nodes, for those of a profile that is shown
 MAX_NODES_SHOWN = 256
-DEFAULT_PAUSE_S = 10.0  # what unprofiled nodes are taken for changes no more often
+DEFAULT_PAUSE_S = 10.0  # what unprofiled nodes are taken for changes no more often,
+DEFAULT_PAUSE_S_PER_NODE = 1e-3  # nor than takes some hundredths of the time: each node costs some 10 us
+DEFAULT_TOLERANCE = 0.01  # nor by less
+LOOKED_PER_ROUND, HASHED_PER_ROUND = 128, 4  # nodes, when a context is looked for, and of these such as may be its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ class Expectation:
     ``known`` the mask of those of which something is. The mean over ``curves`` that know a form."""
 
     curves: tuple[Curves, ...]
-    vector: tuple[float, ...]
+    vector: Sequence[float]
     known: int
 
     @classmethod
@@ -95,11 +98,17 @@ class QualityTree(Protocol):
     def _steps(self, key: RadixKey) -> list[tuple[Node, int]]: ...
 
 
+class WeighingTime(LogicalTime, Protocol):
+    """Time, and what nodes weigh at it."""
+
+    def weigh(self, kv: NodeKV) -> float: ...
+
+
 class PolicyRefresh(Protocol):
     """Policy that is told of changed expectations."""
 
-    def rebuild(self) -> None: ...
-    def add(self, nodes: Iterable[Node]) -> None: ...
+    def read_mean_curve(self) -> None: ...
+    def expect_anew(self, *, forms_changed: bool) -> None: ...
 
 
 class Ranks(Protocol):
@@ -118,7 +127,7 @@ class Quality:
     """
 
     tree: QualityTree
-    time: LogicalTime
+    time: WeighingTime
     policy: PolicyRefresh
     mark_dirty: Callable[[], None]
     ranks: Ranks
@@ -132,13 +141,16 @@ class Quality:
         self._prior = None if self.config.curves is None else Curves.from_json(self.config.curves)
         self._contexts: OrderedDict[bytes, tuple[array[int], str | None]] = OrderedDict()
         self._node_of_context: dict[bytes, int] = {}
+        self._nodes_of_profile: defaultdict[bytes, dict[int, Node]] = defaultdict(dict)
+        self._sought: list[tuple[Profile, list[int]]] = []  # with the ids of nodes that may end its context
         self._is_default_stale = False
         self._default_s = -DEFAULT_PAUSE_S
         self.forget_profiles()
-        self.default_expectation = Expectation.of((self.catalog.default,), self.forms)
+        self._default_vector = [0.0] * len(self.forms)  # one object, to which all nodes without a curve refer
+        self._set_default(Expectation.of((self.catalog.default,), self.forms))
 
     @property
-    def mean_curve(self) -> tuple[float, ...]:
+    def mean_curve(self) -> Sequence[float]:
         """The quality of every form of the menu, over all contexts that were profiled."""
         return Expectation.of((self.catalog.mean,), self.forms).vector
 
@@ -167,6 +179,8 @@ class Quality:
             for profile in orjson.loads(self.ranks.as_first_rank(text)):
                 self.catalog.put(Profile.from_json(profile))
         self.renew_default()
+        self._nodes_of_profile.clear()
+        self._sought.clear()
         for node in self.tree.nodes.values():
             node.kv.profiles, node.kv.curve = {}, None
             self.changed(node)
@@ -178,19 +192,23 @@ class Quality:
         """Unprofiled nodes are taken for what the catalog says now."""
         self._is_default_stale = False
         self._default_s = self.time.now_s
-        before = self.default_expectation
-        now = self.default_expectation = Expectation.of((self.catalog.default,), self.forms)
+        before, now = self.default_expectation, Expectation.of((self.catalog.default,), self.forms)
         if policy_info(self.config.policy).has_mean_curve:  # it goes by one curve for all nodes
-            self.policy.rebuild()
-        elif (before.vector, before.known) != (now.vector, now.known):
-            self.policy.add(node for node in self.tree.nodes.values() if node.kv.curve is None)
-        else:
-            return
+            self.policy.read_mean_curve()
+        changes = (abs(new - old) for new, old in zip(now.vector, before.vector, strict=True))
+        if before.known != now.known or max(changes) > DEFAULT_TOLERANCE:
+            self._set_default(now)
+            self.policy.expect_anew(forms_changed=before.known != now.known)
         self.mark_dirty()
+
+    def _set_default(self, expectation: Expectation) -> None:
+        self._default_vector[:] = expectation.vector
+        self.default_expectation = replace(expectation, vector=self._default_vector)
 
     def refresh_default(self) -> None:
         """Called as the clock goes on."""
-        if self._is_default_stale and self.time.now_s - self._default_s >= DEFAULT_PAUSE_S:
+        pause_s = max(DEFAULT_PAUSE_S, DEFAULT_PAUSE_S_PER_NODE * len(self.tree.nodes))
+        if self._is_default_stale and self.time.now_s - self._default_s >= pause_s:
             self.renew_default()
 
     def expectation_of(self, node: Node) -> Expectation:
@@ -223,7 +241,10 @@ class Quality:
         if not lower.kv.profiles:
             return
         end = start_of(lower)
-        lower.kv.profiles = {key: length for key, length in lower.kv.profiles.items() if length > end}
+        for key, length in upper.kv.profiles.items():
+            self._nodes_of_profile[key][upper.id] = upper
+            if length <= end:
+                del lower.kv.profiles[key], self._nodes_of_profile[key][lower.id]
         self._expect_of(upper)
         self._expect_of(lower)
 
@@ -236,10 +257,28 @@ class Quality:
             known = node.kv.profiles
             known.pop(key, None)
             known[key] = profile.num_tokens
+            self._nodes_of_profile[key][node.id] = node
             while len(known) > MAX_NODE_PROFILES:
-                del known[next(iter(known))]
+                self._detach(node, next(iter(known)))
             self._expect_of(node)
             self.changed(node)
+
+    def _detach(self, node: Node, key: bytes) -> None:
+        del node.kv.profiles[key]
+        nodes = self._nodes_of_profile[key]
+        del nodes[node.id]
+        if not nodes:
+            del self._nodes_of_profile[key]
+
+    def forget(self, node: Node) -> None:
+        """The node is gone."""
+        for key in list(node.kv.profiles):
+            self._detach(node, key)
+
+    def clear(self) -> None:
+        """Every node is gone."""
+        self._nodes_of_profile.clear()
+        self._sought.clear()
 
     def _expect_of(self, node: Node) -> None:
         """By the contexts that make up most of the node."""
@@ -310,7 +349,7 @@ class Quality:
         weights = {}
         for key, node_id in self._node_of_context.items():
             node = self.tree.nodes.get(node_id)
-            weights[key] = 0.0 if node is None else max(node.kv.weight, 1e-300)
+            weights[key] = 0.0 if node is None else max(self.time.weigh(node.kv), 1e-300)
         job = self._watch.next_job(self.recorder, [key for key in weights if self._is_profiled(key)], weights)
         context = None if job is None else self.recorder.context_of(job.key)
         if job is None or context is None:
@@ -363,30 +402,51 @@ class Quality:
         context = self.recorder.context_of(profile.key) if self.recorder is not None else None
         if context is not None:
             self._watch.profiled(profile.key, num_lossy_hits=context.num_lossy_hits, asked=profile.query_set)
-        nodes = {node.id: node for node in self.tree.nodes.values() if profile.key in node.kv.profiles}
-        known = self._contexts.get(profile.key) or self._find_context(profile)
+        nodes = dict(self._nodes_of_profile.get(profile.key, {}))
+        known = self._contexts.get(profile.key)
         if known is not None:
             steps = self.tree._steps(RadixKey(*known).page_aligned(self.tree.page_size))
             if sum(matched for _, matched in steps) == len(known[0]):
                 nodes |= {node.id: node for node, _ in steps}
         self._attach(profile.key, nodes.values())
+        if known is None and not nodes:
+            num_nodes = len(self.tree.nodes)
+            self._sought.append((profile, list(reversed(self.tree.nodes))))
+            if num_nodes <= SMALL:
+                self._seek(num_nodes, num_nodes)
+                nodes = dict(self._nodes_of_profile.get(profile.key, {}))
         self.counts["profiled"] += 1
         self.mark_dirty()
         return {"identity": self.profile_identity.hex(), "profile": profile.to_json(), "num_nodes": len(nodes)}
 
-    def _find_context(self, profile: Profile) -> tuple[array[int], str | None] | None:
-        """Its tokens and namespace, where users' nodes spell it."""
+    def advance(self) -> None:
+        """Look on for contexts that were profiled; called once a round."""
+        if self._sought:
+            self._seek(LOOKED_PER_ROUND, HASHED_PER_ROUND)
+
+    def _seek(self, num_looked: int, num_hashed: int) -> None:
+        """Look for the end of the context that was profiled last among the next users' nodes."""
+        profile, left = self._sought[-1]
         end = profile.num_tokens
-        for node in self.tree.nodes.values():
+        for _ in range(min(num_looked, len(left))):
+            node = self.tree.nodes.get(left.pop())
+            if node is None or node.kv.is_shadow or not node.kv.is_text:
+                continue
             start = start_of(node)
-            if node.kv.is_shadow or not node.kv.is_text or not start < end <= start + len(node.key):
+            if not start < end <= start + len(node.key):
                 continue
             tokens = tokens_to(node)[:end]
-            if context_keys(self.profile_identity, node.key.extra_key, tokens, end - BLOCK_TOKENS)[-1:] == [
-                profile.key
-            ]:
-                return tokens, node.key.extra_key
-        return None
+            keys = context_keys(self.profile_identity, node.key.extra_key, tokens, end - BLOCK_TOKENS)
+            if keys[-1:] == [profile.key]:
+                self._attach(profile.key, path_to(node))
+                left.clear()
+                self.mark_dirty()
+                break
+            num_hashed -= 1
+            if num_hashed <= 0:
+                break
+        if not left:
+            self._sought.pop()
 
     def list_profiles(self, after: bytes = b"", limit: int = PAGE_PROFILES) -> dict[str, object]:
         forms = self.forms[1:]
@@ -434,8 +494,7 @@ class Quality:
             }
             for form, seen in profile.forms.items()
         }
-        looked_at = islice(self.tree.nodes.values(), MAX_LOOKED_AT)  # the oldest: contexts end in nodes that stay
-        nodes = [node.id for node in looked_at if key in node.kv.profiles][:MAX_NODES_SHOWN]
+        nodes = list(islice(self._nodes_of_profile.get(key, {}), MAX_NODES_SHOWN))
         return {**profile.to_json(), "curve": curve, "nodes": nodes}
 
     def _has_free_cycles(self) -> bool:

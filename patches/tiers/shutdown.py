@@ -9,7 +9,7 @@ from functools import partial
 
 from sglang_evicpress.core import Tier
 from sglang_evicpress.patches.tiers.types import Backups, Names, Rounds, Tiers
-from sglang_evicpress.patches.tree.node import iter_nodes, size_of, start_of
+from sglang_evicpress.patches.tree.node import NodeKV, iter_nodes, size_of, start_of
 from sglang_evicpress.patches.tree.types import Node
 from sglang_evicpress.policy.cost_model import CostSnapshot
 from sglang_evicpress.tiers.ssd.tier import SsdTier
@@ -32,6 +32,7 @@ class TierShutdown:
     _: KW_ONLY
     costs: Callable[[], CostSnapshot]
     join_loads: Callable[[], None]
+    weigh: Callable[[NodeKV], float]
     release_shadows: Callable[[], int]
     slot_bytes: int
 
@@ -61,7 +62,7 @@ class TierShutdown:
         """The most used first."""
         self.release_shadows()
         costs = self.costs()
-        for node in sorted(iter_nodes(self.root()), key=lambda node: -node.kv.weight):
+        for node in sorted(iter_nodes(self.root()), key=lambda node: -self.weigh(node.kv)):
             if node.id not in self.nodes or not self.names.may_reach_ssd(node):
                 continue
             load_s = costs.load_seconds(Tier.SSD, size_of(node) * self.slot_bytes)

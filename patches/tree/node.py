@@ -24,10 +24,10 @@ class NodeKV:
     ``slots``/``layout`` are None while the node is full: its slots are then ``node.value``. A compressed node shows
     holes (0) in ``node.value``. ``is_lossy_prefix``: its KV was computed on top of a lossy prefix, so it is lossy
     itself. ``origin`` is the node whose compression it comes from (the pieces of a split share it), None while it is
-    full. ``window`` is the key of the queries kept for it. ``weight`` is the expected reuse in the units of the cache's
-    clock, ``num_hits`` counts the requests that used the node or wait to; ``last_use`` is a logical tick and
-    ``last_use_s`` the logical time of the last hit, both equal on every rank. ``queued hits`` are those of waiting
-    requests, by number (queued_hits.py).
+    full. ``window`` is the key of the queries kept for it. ``weight`` is the expected reuse in some ``units`` of the
+    cache's clock (``PolicyTerms.weigh``), ``num_hits`` counts the requests that used the node or wait to; ``last_use``
+    is a logical tick and ``last_use_s`` the logical time of the last hit, both equal on every rank. ``queued hits``
+    are those of waiting requests, by number (queued_hits.py).
 
     ``copies`` are what lower tiers have of it; while it is not on the GPU (``node.value`` is None) the fields above say
     what its fastest copy is. ``version`` changes whenever its slots do; ``job`` copies them to the host now, and
@@ -49,6 +49,7 @@ class NodeKV:
     layout: SurvivorLayout | None = None
     is_lossy_prefix: bool = False
     weight: float = 1.0
+    units: int = 0
     num_hits: int = 1
     last_use_s: float = 0.0
     last_use: int = 0

@@ -148,6 +148,19 @@ class NodeIndex:
                 num_left -= self._sweep(tier, num_left)
         return max_nodes - num_left
 
+    def finish(self) -> None:
+        """End the sweep, and give also those nodes that have no entry, as they have no step, the weight they have now:
+        else they get it when a plan comes to them."""
+        self.advance(sum(self._num_aside))
+        for node_id in self.candidates:
+            self.look(node_id)
+
+    def look(self, node_id: int) -> Candidate:
+        """A node, with the weight it has now. KeyError for one that is not known."""
+        candidate = self.candidates[node_id]
+        self._reread(candidate)
+        return candidate
+
     def _set_aside(self, tier: int) -> None:
         """All entries of a tier are to be swept."""
         if self.heaps[tier]:
@@ -252,10 +265,8 @@ class NodeIndex:
 
     def parent(self, candidate: Candidate) -> Candidate | None:
         """None for a node below the root."""
-        parent = None if candidate.parent_id is None else self.candidates.get(candidate.parent_id)
-        if parent is not None:
-            self._reread(parent)
-        return parent
+        parent_id = candidate.parent_id
+        return None if parent_id is None or parent_id not in self.candidates else self.look(parent_id)
 
     def _requeue_parent(self, candidate: Candidate) -> None:
         if (parent := self.parent(candidate)) is not None:

@@ -327,7 +327,7 @@ class Plan:
         if self._forced_drops is None:
             standing = (copies.get(node_id, candidate) for node_id, candidate in candidates.items())
             self._forced_drops = ForcedDrops(standing, self.lower_copies_of or {})
-        drops = self._forced_drops.next(tier, lambda one: copies.get(one) or candidates[one])
+        drops = self._forced_drops.next(tier, lambda one: copies.get(one) or self.index.look(one))
         freed = sum(one.candidate.num_bytes for one in drops if one.candidate.tier == tier)
         for one in drops:
             copy = self._copy(one.candidate)

@@ -29,6 +29,15 @@ class CostReader(Protocol):
         ...
 
 
+@runtime_checkable
+class CurveReader(Protocol):
+    """A policy that goes by one quality curve for all nodes."""
+
+    def read_curve(self, curve: Sequence[float]) -> None:
+        """Take this curve instead of the one before; what steps lose is outdated."""
+        ...
+
+
 class Planner:
     """Keeps an index of the nodes it is told of and, when a tier is short, plans what to do (EvicPress section 4.4).
 
@@ -109,6 +118,12 @@ class Planner:
             self.policy.read_costs(costs)
             self.index.rebuild()
 
+    def read_mean_curve(self, curve: Sequence[float]) -> None:
+        """Expect this quality of every form of the menu from now on, whatever node it is; see ``refresh``."""
+        if isinstance(self.policy, CurveReader):
+            self.policy.read_curve(curve)
+            self.index.rebuild()
+
     def plan_promotions(self, room: Mapping[Tier, int], budget: Budget, held: Collection[int] = ()) -> list[Decision]:
         """Moves that raise the total utility; see ``promotion.plan_promotions``. None for a policy that has no
         utility."""
@@ -128,4 +143,4 @@ class Planner:
 
     def explain(self, node_id: int, value_of_hit: float = 1.0) -> dict[str, object]:
         """See ``explain.explain``. KeyError for a node that is not in the index."""
-        return explain(self.policy, self.index.candidates[node_id], value_of_hit)
+        return explain(self.policy, self.index.look(node_id), value_of_hit)

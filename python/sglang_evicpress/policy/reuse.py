@@ -33,6 +33,9 @@ class ReuseClock:
     2**((t - epoch_s) / half_life_s) to its node once, and no weight changes until the next hit.
     Weights can be compared with each other at any time; ``faded`` gives the number of hits they stand for.
 
+    With another epoch or half-life all weights are in other units: ``units`` counts those that there were, and
+    ``in_present_units`` restates a weight when it is next looked at.
+
     ``half_life_s`` is in seconds, above 0 (inf: plain counts); None lets it be learned. What is reused within seconds
     by agents is reused within minutes by people, and a half-life far from that either forgets what will come back or
     remembers what is dead; the learned one is ``HALF_LIFE_PER_GAP`` times the median time between two uses, weighted
@@ -50,6 +53,18 @@ class ReuseClock:
         self._wanted_s = self.half_life_s
         self._gaps: deque[tuple[float, int]] = deque(maxlen=_NUM_GAPS)
         self._num_observed = 0
+        self._restates: list[Restate] = []
+
+    @property
+    def units(self) -> int:
+        """Number of the units in which hits are counted now."""
+        return len(self._restates)
+
+    def in_present_units(self, weight: float, last_use_s: float, units: int) -> float:
+        """The weight of a node that was last used at ``last_use_s``, given in earlier units."""
+        for restate in self._restates[units:]:
+            weight = restate(weight, last_use_s)
+        return weight
 
     def value_of_hit(self, now_s: float) -> float:
         """Weight that a hit at ``now_s`` adds."""
@@ -70,7 +85,7 @@ class ReuseClock:
             self._wanted_s = min(max(wanted, _LEAST_S), _MOST_S)
 
     def is_due(self, now_s: float) -> bool:
-        """True if every weight should be restated: ``rebase`` says how."""
+        """True if every weight should be in other units: ``rebase`` says how to restate it."""
         ratio = self._wanted_s / self.half_life_s
         if ratio > _WORTH_A_CHANGE or ratio * _WORTH_A_CHANGE < 1.0:
             return True
@@ -84,9 +99,10 @@ class ReuseClock:
         old_epoch_s, old_half_life_s = self.epoch_s, self.half_life_s
         self.epoch_s, self.half_life_s = now_s, self._wanted_s
         new_half_life_s = self.half_life_s
-        if new_half_life_s == old_half_life_s:  # one factor for all: not even rounding reorders them
-            factor = float(2.0 ** ((old_epoch_s - now_s) / old_half_life_s))
-            return lambda weight, last_use_s: weight * factor
+        factor = float(2.0 ** ((old_epoch_s - now_s) / old_half_life_s))
+
+        def scale(weight: float, last_use_s: float) -> float:
+            return weight * factor  # for all: not even rounding reorders them
 
         def restate(weight: float, last_use_s: float) -> float:
             faded = (last_use_s - now_s) / new_half_life_s
@@ -95,7 +111,8 @@ class ReuseClock:
             exponent = faded - (last_use_s - old_epoch_s) / old_half_life_s
             return weight * float(2.0 ** min(exponent, _REBASE_EXPONENT))
 
-        return restate
+        self._restates.append(scale if new_half_life_s == old_half_life_s else restate)
+        return self._restates[-1]
 
 
 def weight_of_new(hit: float, parent_weight: float, num_children: int) -> float:

@@ -268,11 +268,11 @@ class Followed(World):
         )
         self.policy.renew()
         pressed = SimpleNamespace(window_of=lambda node: None, sinks_of=lambda num_tokens, start: 0)
-        self.view = PolicyView(menu, 1, self.policy, quality, pressed, copies)
+        self.view = PolicyView(menu, 1, self.policy, quality, pressed, copies, self.terms.weigh)
         self.changes.changed.subscribe(self.policy.on_node_changed)
         for node in self.nodes.values():
             self.changes.changed(node)
-        self.hits = QueuedHits(self.nodes, self.terms, self.policy)
+        self.hits = QueuedHits(self.terms, self.policy)
 
     def tick(self) -> None:
         """Something may be planned that could not be."""

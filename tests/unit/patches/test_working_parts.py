@@ -379,6 +379,7 @@ def closing(world: World, told: list[str]) -> TierShutdown:
         folders.close,
         costs=lambda: COSTS,
         join_loads=lambda: told.append("load"),
+        weigh=lambda kv: kv.weight,
         release_shadows=lambda: told.append("shadows"),
         slot_bytes=SLOT_BYTES,
     )

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from tests.unit.policy.nodes import each_policy, execute, make_node, random_forest
 
 from sglang_evicpress.core import Decision, Form, LowerCopy, NodeStats, Tier
-from sglang_evicpress.policy import Planner, index, make_planner, policy_info
+from sglang_evicpress.policy import index, make_planner, policy_info
 from sglang_evicpress.policy.base import Candidate, Step
 from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.menu import Menu
+from sglang_evicpress.policy.planner import Planner
 from sglang_evicpress.policy.rules.evicpress import EvicPressPolicy
 
 MENU = Menu((Form("keydiff", 0.5), Form("snapkv", 0.25), Form("knorm", 0.75, "int8")), (Tier.GPU, Tier.HOST, Tier.SSD))
