@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from array import array
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import EXACT, Form
 from sglang_evicpress.introspect.arguments import PAGE_PROFILES, IntrospectionError
+from sglang_evicpress.patches.profiling.profiled_nodes import ProfiledNodes
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
 from sglang_evicpress.patches.tree.node import NodeKV, first_outside, is_lossy, path_to, size_of, start_of, tokens_to
 from sglang_evicpress.patches.tree.types import LogicalTime, Node, Scheduler, ServedRequest
@@ -35,7 +36,6 @@ from sglang_evicpress.tiers.entry.identity import KEY_BYTES
 logger = logging.getLogger(__name__)
 
 MIN_CONTEXT_TOKENS = 256  # a shorter shared prefix is not worth a profile
-MAX_NODE_PROFILES = 16  # a node that many contexts share goes by its newest
 MAX_KNOWN_CONTEXTS = 64  # tokens of contexts that shadows were made of, to find their nodes by
 MAX_NODES_SHOWN = 256
 DEFAULT_PAUSE_S = 10.0  # what unprofiled nodes are taken for changes no more often,
@@ -141,7 +141,7 @@ class Quality:
         self._prior = None if self.config.curves is None else Curves.from_json(self.config.curves)
         self._contexts: OrderedDict[bytes, tuple[array[int], str | None]] = OrderedDict()
         self._node_of_context: dict[bytes, int] = {}
-        self._nodes_of_profile: defaultdict[bytes, dict[int, Node]] = defaultdict(dict)
+        self._profiled_nodes = ProfiledNodes()
         self._sought: list[tuple[Profile, list[int]]] = []  # with the ids of nodes that may end its context
         self._is_default_stale = False
         self._default_s = -DEFAULT_PAUSE_S
@@ -179,8 +179,7 @@ class Quality:
             for profile in orjson.loads(self.ranks.as_first_rank(text)):
                 self.catalog.put(Profile.from_json(profile))
         self.renew_default()
-        self._nodes_of_profile.clear()
-        self._sought.clear()
+        self.clear()
         for node in self.tree.nodes.values():
             node.kv.profiles, node.kv.curve = {}, None
             self.changed(node)
@@ -237,14 +236,10 @@ class Quality:
 
     def split_profiles(self, upper: Node, lower: Node) -> None:
         """Split the profiles of a node: those that end in the upper part are not the lower one's."""
-        upper.kv.profiles = dict(lower.kv.profiles)
         if not lower.kv.profiles:
+            upper.kv.profiles = {}
             return
-        end = start_of(lower)
-        for key, length in upper.kv.profiles.items():
-            self._nodes_of_profile[key][upper.id] = upper
-            if length <= end:
-                del lower.kv.profiles[key], self._nodes_of_profile[key][lower.id]
+        self._profiled_nodes.split(upper, lower, start_of(lower))
         self._expect_of(upper)
         self._expect_of(lower)
 
@@ -254,30 +249,17 @@ class Quality:
         if profile is None:
             return
         for node in path:
-            known = node.kv.profiles
-            known.pop(key, None)
-            known[key] = profile.num_tokens
-            self._nodes_of_profile[key][node.id] = node
-            while len(known) > MAX_NODE_PROFILES:
-                self._detach(node, next(iter(known)))
+            self._profiled_nodes.add(node, key, profile.num_tokens)
             self._expect_of(node)
             self.changed(node)
 
-    def _detach(self, node: Node, key: bytes) -> None:
-        del node.kv.profiles[key]
-        nodes = self._nodes_of_profile[key]
-        del nodes[node.id]
-        if not nodes:
-            del self._nodes_of_profile[key]
-
     def forget(self, node: Node) -> None:
         """The node is gone."""
-        for key in list(node.kv.profiles):
-            self._detach(node, key)
+        self._profiled_nodes.forget(node)
 
     def clear(self) -> None:
         """Every node is gone."""
-        self._nodes_of_profile.clear()
+        self._profiled_nodes.clear()
         self._sought.clear()
 
     def _expect_of(self, node: Node) -> None:
@@ -402,7 +384,7 @@ class Quality:
         context = self.recorder.context_of(profile.key) if self.recorder is not None else None
         if context is not None:
             self._watch.profiled(profile.key, num_lossy_hits=context.num_lossy_hits, asked=profile.query_set)
-        nodes = dict(self._nodes_of_profile.get(profile.key, {}))
+        nodes = self._profiled_nodes.of(profile.key)
         known = self._contexts.get(profile.key)
         if known is not None:
             steps = self.tree._steps(RadixKey(*known).page_aligned(self.tree.page_size))
@@ -414,7 +396,7 @@ class Quality:
             self._sought.append((profile, list(reversed(self.tree.nodes))))
             if num_nodes <= SMALL:
                 self._seek(num_nodes, num_nodes)
-                nodes = dict(self._nodes_of_profile.get(profile.key, {}))
+                nodes = self._profiled_nodes.of(profile.key)
         self.counts["profiled"] += 1
         self.mark_dirty()
         return {"identity": self.profile_identity.hex(), "profile": profile.to_json(), "num_nodes": len(nodes)}
@@ -494,7 +476,7 @@ class Quality:
             }
             for form, seen in profile.forms.items()
         }
-        nodes = list(islice(self._nodes_of_profile.get(key, {}), MAX_NODES_SHOWN))
+        nodes = list(islice(self._profiled_nodes.of(key), MAX_NODES_SHOWN))
         return {**profile.to_json(), "curve": curve, "nodes": nodes}
 
     def _has_free_cycles(self) -> bool:

@@ -20,6 +20,7 @@ from sglang_evicpress.traces import Request, Trace
 NO_QUEUE = math.inf
 OBSERVE_EVERY = 4  # requests; learning from every one would take most of the time of a replay
 DRIFT = 0.25
+SWEPT_PER_REQUEST = 1024  # nodes: a server takes some ten to twenty rounds for a request, each for 64
 
 
 @dataclass(slots=True)
@@ -97,6 +98,7 @@ class Replay:
 
     def serve(self, request: Request) -> Outcome:
         self._tick += 1
+        self.planner.advance(SWEPT_PER_REQUEST)
         now = request.arrival_s
         path = self._match(request)
         if path:
