@@ -64,7 +64,7 @@ class Parts:
         self.idle_promotion = IdlePromotion(
             tree.storage,
             allocator,
-            tree.policy.plan_promotions,
+            tree.policy,
             tiers.promotion,
             tiers.host_room.room,
             tiers.holds.node_ids,
@@ -113,6 +113,7 @@ class Parts:
             tiers.placement.lower_copies_of,
             tree.eviction_log,
             costs=lambda: tree.terms.costs,
+            bounded=tree.policy.bounded,
             mark_dirty=tree.background_clock.mark_dirty,
             num_running=outside.num_running,
             release_from_tail=tiers.prefetches.release_from_tail,
@@ -189,6 +190,7 @@ class Parts:
             config,
             costs=lambda: tree.terms.costs,
             num_slots_needed=lambda: tiers.prefetches.num_slots_needed,
+            mark_dirty=tree.background_clock.mark_dirty,
             slot_bytes=slot_bytes,
         )
         self.rounds = TierRounds(

@@ -18,9 +18,13 @@ from sglang_evicpress.policy.cost_model import CostSnapshot
 from sglang_evicpress.policy.index import SMALL
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.planner import Planner
-from sglang_evicpress.policy.promotion import Budget
+from sglang_evicpress.policy.promotion import Budget, PromotionSearch
 
-MOST_PLANNED = 512  # nodes that one plan in the background may be about, on average: some milliseconds
+MOST_PLANNED = 4
+"""Nodes that one plan in the background may be about, on average: planned and carried out, a millisecond or two."""
+
+MOST_PROMOTED = 16
+"""Nodes that one plan brings up, each of which may need another plan that makes room for it."""
 
 SWEPT_PER_ROUND = 64
 """Nodes of which a round works out the next step, of some 10 us each. No clock says how many: ranks sweep alike."""
@@ -61,6 +65,7 @@ class PolicySync:
         self.planner: Planner
         self._unseen: list[int] = []  # ids of nodes of which another quality may be expected now
         self._tells_all = False
+        self._search: PromotionSearch | None = None
 
     def renew(self) -> None:
         """A policy that knows no node yet."""
@@ -71,6 +76,7 @@ class PolicySync:
         )
         self.planner.index.weigh = lambda node_id: self.terms.weigh(self.nodes[node_id].kv)
         self._unseen.clear()
+        self._search = None
 
     def rebuild(self) -> None:
         """A new policy that knows every node."""
@@ -158,9 +164,19 @@ class PolicySync:
         """See ``Planner.plan``: of what lower tiers have already, and of drops."""
         return self.planner.plan(tier, num_bytes, lower_copies_of=self.lower_copies_of())
 
+    def look_for_promotions(self, held: Collection[int]) -> bool:
+        """Look at some nodes more; True when all were looked at, and a plan can be made."""
+        if self._search is None:
+            self._search = self.planner.search_promotions(MOST_PROMOTED)
+        return self._search is None or not self._search.look(LOOKED_PER_ROUND // 2, held)
+
     def plan_promotions(self, num_bytes: int, room: Mapping[Tier, int], held: Collection[int]) -> Sequence[Decision]:
-        """Decisions that bring nodes onto the GPU, or give them their exact KV there; not the nodes ``held``."""
-        decisions = self.planner.plan_promotions(room, Budget(num_bytes, 1.0), held)
+        """Decisions that bring nodes onto the GPU, or give them their exact KV there; not the nodes ``held``. Of those
+        that were found by ``look_for_promotions``."""
+        search, self._search = self._search, None
+        if search is None:
+            return []
+        decisions = search.plan(room, Budget(num_bytes, 1.0, MOST_PROMOTED), held)
         return [decision for decision in decisions if decision.is_promotion and decision.option.tier == Tier.GPU]
 
     def held_bytes(self, tier: Tier) -> int:
@@ -179,6 +195,6 @@ class PolicySync:
             described[str(form)] = {"nodes": num_nodes, "bytes": stored}
         return described
 
-    def bounded(self, tier: Tier, num_bytes: int) -> int:
-        """So many of the bytes as a plan about ``MOST_PLANNED`` nodes of common size frees."""
-        return min(num_bytes, MOST_PLANNED * self.held_bytes(tier) // max(1, self.num_nodes(tier)))
+    def bounded(self, tier: Tier, num_bytes: int, num_nodes: int = MOST_PLANNED) -> int:
+        """So many of the bytes as a plan about ``num_nodes`` of common size frees."""
+        return min(num_bytes, num_nodes * self.held_bytes(tier) // max(1, self.num_nodes(tier)))

@@ -14,7 +14,7 @@ _SLACK = 64
 SMALL = 256
 """Nodes, of which all are swept at once: as many as one looks at anyhow."""
 
-MOVES_PER_LOOK = 2
+MOVES_PER_LOOK = 1
 """Entries that each look for a first step sweeps, so that what it finds is the best of ever more nodes."""
 
 MOST_LOOKED = 256

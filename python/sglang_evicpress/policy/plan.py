@@ -13,7 +13,7 @@ from sglang_evicpress.policy.forced_drops import ForcedDrops
 from sglang_evicpress.policy.index import NodeIndex
 from sglang_evicpress.policy.rules.evicpress import EvicPressPolicy
 
-AHEAD, AHEAD_PER_STEP = 256, 4
+AHEAD, AHEAD_PER_STEP = 32, 4
 """Nodes that may not do what the index has them queued for, of which an urgent plan looks at so many, and so many more
 per step, for what they may do instead. That can lose far more: to be sure of the least it would have to look at all."""
 

@@ -12,7 +12,7 @@ from sglang_evicpress.policy.cost_model import CostSnapshot
 from sglang_evicpress.policy.explain import explain
 from sglang_evicpress.policy.index import NodeIndex
 from sglang_evicpress.policy.plan import Plan
-from sglang_evicpress.policy.promotion import CLEARLY, Budget, plan_promotions
+from sglang_evicpress.policy.promotion import CLEARLY, MAX_OPTIONS, Budget, PromotionSearch
 from sglang_evicpress.policy.rewrites import plan_rewrites
 from sglang_evicpress.policy.rules.evicpress import EvicPressPolicy
 
@@ -124,12 +124,20 @@ class Planner:
             self.policy.read_curve(curve)
             self.index.rebuild()
 
-    def plan_promotions(self, room: Mapping[Tier, int], budget: Budget, held: Collection[int] = ()) -> list[Decision]:
-        """Moves that raise the total utility; see ``promotion.plan_promotions``. None for a policy that has no
-        utility."""
+    def search_promotions(self, num_options: int = MAX_OPTIONS) -> PromotionSearch | None:
+        """A search, to be gone through some nodes at a time, for moves that raise the total utility. None for a policy
+        that has no utility."""
         if not isinstance(self.policy, EvicPressPolicy):
+            return None
+        return PromotionSearch(self.index, self.policy, num_options)
+
+    def plan_promotions(self, room: Mapping[Tier, int], budget: Budget, held: Collection[int] = ()) -> list[Decision]:
+        """Moves that raise the total utility; see ``PromotionSearch``, which this goes through at once."""
+        search = self.search_promotions(budget.num_options)
+        if search is None:
             return []
-        return plan_promotions(self.index, self.policy, room, budget, held)
+        search.look(len(self.index.candidates), held)
+        return search.plan(room, budget, held)
 
     def plan_rewrites(self, nodes: Iterable[NodeStats], tier: Tier, room: int) -> list[Decision]:
         """Smaller forms for these nodes of ``tier``, of which ``room`` bytes are free; see ``rewrites.plan_rewrites``.
