@@ -3,8 +3,11 @@
 A full collection looks at every object of the process: those of SGLang and torch, some 0.5 s, and those of the tree,
 some 100 ms at 20,000 nodes, wherever the scheduler happens to be. What is there when the scheduler is complete is
 frozen, as it stays; and full collections come in rounds in which nothing is to be done, or once in ``MOST_S``: cycles
-among old objects are few, but what holds them is never freed without. Young objects are collected as ever. All of this
-is a rank's own: nothing that is decided depends on it.
+among old objects are few, but what holds them is never freed without.
+
+Young objects are collected in every round. Python does so when 700 more were made than freed, whatever their age: where
+as many old nodes leave the tree as new ones come, that is seldom, and then there are tens of thousands of young ones,
+some 50 ms. All of this is a rank's own: nothing that is decided depends on it.
 """
 
 from __future__ import annotations
@@ -19,15 +22,16 @@ from sglang_evicpress.patches.tree.types import Scheduler
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 NEVER = 2**31 - 1
 IDLE_S = 1.0
-"""Without a request before a collection, and at least ``PAUSE_SHARE`` times what the last one took."""
+"""Without a request before a full collection."""
 
 PAUSE_SHARE = 50.0
-SMALL_STEPS = 3
-"""Collections of the youngest objects per one of those that were spared by these: Python's 10 take three times as long
-at once, and look at each object as often."""
+"""Of what the last one took, until the next."""
 
-LEAST_YOUNG = 30
-"""Collections of young objects since the last full one: as many objects as by Python's own thresholds."""
+ROUNDS_PER_SECOND_LOOK = 8
+"""Of rounds one looks again at the objects that the collections of the others spared."""
+
+LEAST_ROUNDS = 200
+"""Of requests, since the last full collection, before another."""
 
 MOST_S = 6 * 3600.0
 """Without a full collection on a server that is never idle."""
@@ -39,20 +43,24 @@ class FullCollections:
     def __init__(self) -> None:
         gc.collect()
         gc.freeze()
-        gc.set_threshold(gc.get_threshold()[0], SMALL_STEPS, NEVER)
+        young, middle, _ = gc.get_threshold()
+        gc.set_threshold(young, middle, NEVER)
+        self._num_rounds = 0
         self._busy_s = self._last_s = time.monotonic()
-        self._pause_s = IDLE_S
+        self._pause_s = 0.0
 
     def begin_round(self, *, is_idle: bool) -> None:
         """``is_idle``: no request runs or waits."""
         now_s = time.monotonic()
         if not is_idle:
+            self._num_rounds += 1
             self._busy_s = now_s
-        is_due = now_s - max(self._busy_s, self._last_s) >= self._pause_s and gc.get_count()[2] >= LEAST_YOUNG
-        if is_due or now_s - self._last_s >= MOST_S:
+            gc.collect(0 if self._num_rounds % ROUNDS_PER_SECOND_LOOK else 1)
+        is_free = now_s - self._busy_s >= IDLE_S and now_s - self._last_s >= self._pause_s
+        if self._num_rounds >= LEAST_ROUNDS and (is_free or now_s - self._last_s >= MOST_S):
             gc.collect()
-            self._last_s = time.monotonic()
-            self._pause_s = max(IDLE_S, PAUSE_SHARE * (self._last_s - now_s))
+            self._num_rounds, self._last_s = 0, time.monotonic()
+            self._pause_s = PAUSE_SHARE * (self._last_s - now_s)
 
 
 _collections: FullCollections | None = None

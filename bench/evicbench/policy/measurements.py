@@ -12,6 +12,7 @@ from functools import partial
 from evicbench.policy import rivals
 from evicbench.policy.optimality import measure_optimality
 from evicbench.policy.speed import measure_speed
+from evicbench.policy.stalls import measure_stalls
 from evicbench.pytest_runs import run_tests, together, verdict
 from evicbench.report import Line, Measurement, unjudged
 
@@ -39,7 +40,8 @@ def measure_tests(tests: Sequence[Promised] = TESTS) -> Iterator[Line]:
 MEASUREMENTS = {
     "tests": Measurement(measure_tests, partial(measure_tests, TESTS[:1])),
     "optimality": Measurement(measure_optimality, partial(measure_optimality, 40)),
-    "speed": Measurement(measure_speed, unjudged(partial(measure_speed, 10_000, (1_000, 10_000)))),
+    "speed": Measurement(measure_speed, unjudged(partial(measure_speed, (10_000,), (1_000, 10_000)))),
+    "stalls": Measurement(measure_stalls, unjudged(partial(measure_stalls, 1_000, 10.0))),
     "simulator": Measurement(rivals.speed),
 }
 for trace in ("mooncake", "miniswe", "weka"):

@@ -68,7 +68,7 @@ class Watch(PluginLog):
     """``with watched() as watch, Server(..., env=watch.env): ...``."""
 
     def calls(self, since: int = 0, until: int | None = None) -> dict[str, Calls]:
-        """By name, told in these lines; ``gc N`` is a collection of generation N outside of any call."""
+        """By name, told in these lines; ``gc N`` is a collection of generation N, in a call of ours or not."""
         found: defaultdict[str, Calls] = defaultdict(Calls)
         for line in self.lines(since)[: None if until is None else until - since]:
             for name, (buckets, max_s, max_wall_s) in line["calls"].items():
@@ -149,7 +149,7 @@ class Clock:
             self._gc_s = time.thread_time()
         else:
             seconds = time.thread_time() - self._gc_s
-            self.note(f"{'in ' if self._left_out else ''}gc {info['generation']}", seconds, seconds)
+            self.note(f"gc {info['generation']}", seconds, seconds)
 
 
 def load() -> None:
@@ -172,39 +172,6 @@ def _attach(scheduler: Any, tell: Tell) -> None:
         if hasattr(cache, name):
             setattr(cache, name, clock.timed(name, getattr(cache, name)))
     gc.callbacks.append(clock.note_collection)
-    import os, importlib
-    if os.environ.get("PROFILED"):
-        import cProfile, pstats
-        mod, _, path = os.environ["PROFILED"].partition(":")
-        cls, _, meth = path.partition(".")
-        owner = getattr(importlib.import_module(mod), cls)
-        orig = getattr(owner, meth)
-        worst = [0.005]
-        def prof(*a, **k):
-            c = cProfile.Profile()
-            t = time.thread_time()
-            c.enable()
-            try:
-                return orig(*a, **k)
-            finally:
-                c.disable()
-                t = time.thread_time() - t
-                if t > worst[0]:
-                    worst[0] = t
-                    with open("/tmp/prof.txt", "a") as f:
-                        print("=====", t, file=f)
-                        pstats.Stats(c, stream=f).sort_stats("tottime").print_stats(16)
-                        pstats.Stats(c, stream=f).sort_stats("cumtime").print_stats(30)
-        setattr(owner, meth, prof)
-    for item in filter(None, os.environ.get("OWN_CALLS_INNER", "").split(",")):
-        mod, _, path = item.partition(":")
-        cls, _, meth = path.partition(".")
-        owner = importlib.import_module(mod)
-        if meth:
-            owner = getattr(owner, cls)
-        else:
-            meth = cls
-        setattr(owner, meth, clock.timed("in " + path, getattr(owner, meth)))
 
 
 def _around(clock: Clock, hook: Callable[..., Any]) -> Callable[..., Any]:

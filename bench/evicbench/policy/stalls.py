@@ -102,10 +102,7 @@ def measure_stalls(num_nodes: int = NUM_NODES, load_s: float = LOAD_S) -> Iterat
 
 
 def lines(what: str, found: Mapping[str, Calls]) -> Iterator[Line]:
-    for name, calls in sorted(found.items(), key=lambda i: -i[1].max_s):  # DEBUG
-        if name.startswith("in "):
-            print(f"{name:50} n {calls.count} max {calls.max_s*1e3:.1f} p99.9 {calls.at(.999)*1e3:.2f} p99 {calls.at(.99)*1e3:.2f} p50 {calls.at(.5)*1e3:.2f} wall {calls.max_wall_s*1e3:.1f}")
-    ours = {name: calls for name, calls in found.items() if name[:3] not in ("gc ", "in ")}
+    ours = {name: calls for name, calls in found.items() if not name.startswith("gc ")}
     together = Calls()
     for calls in ours.values():
         together.add(calls)
@@ -129,7 +126,7 @@ def lines(what: str, found: Mapping[str, Calls]) -> Iterator[Line]:
     longest = max((calls.max_s for calls in collections.values()), default=0.0)
     named = ", ".join(f"{calls.count} of generation {name[3:]}" for name, calls in collections.items())
     yield Line(
-        f"{what}: the longest garbage collection beside them",
+        f"{what}: the longest garbage collection, in them or beside them",
         f"<= {MOST_S * 1e3:.0f} ms",
         f"{longest * 1e3:.1f} ms; {named or 'none'}",
         longest <= MOST_S,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 
 from sglang_evicpress.patches.scheduler import garbage
-from sglang_evicpress.patches.scheduler.garbage import IDLE_S, MOST_S, PAUSE_SHARE, FullCollections
+from sglang_evicpress.patches.scheduler.garbage import IDLE_S, LEAST_ROUNDS, MOST_S, PAUSE_SHARE, FullCollections
 
 
 class Cycle:
@@ -28,29 +29,38 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     gc.set_threshold(*thresholds)
 
 
-def old_cycle() -> weakref.ref[Cycle]:
-    """Garbage that only a full collection finds; the others have been made often enough since."""
+def served(collections: FullCollections, clock: SimpleNamespace) -> weakref.ref[Cycle]:
+    """Rounds of requests that leave garbage, which only a full collection finds."""
     cycle = Cycle()
-    gc.collect(0), gc.collect(1)  # it is old now
+    for _ in range(LEAST_ROUNDS):
+        clock.s += IDLE_S / 100
+        collections.begin_round(is_idle=False)
     ref = weakref.ref(cycle)
     del cycle
-    for _ in range(garbage.LEAST_YOUNG + 1):
-        gc.collect(1)
+    collections.begin_round(is_idle=False)
     assert ref() is not None
     return ref
 
 
 def test_old_garbage_is_collected_once_nothing_has_been_done_for_a_while(clock: SimpleNamespace) -> None:
-    collections, cycle = FullCollections(), old_cycle()
-    for _ in range(100):
-        clock.s += IDLE_S / 2
-        collections.begin_round(is_idle=False)
+    collections = FullCollections()
+    cycle = served(collections, clock)
     clock.s += IDLE_S / 2
     collections.begin_round(is_idle=True)
     assert cycle() is not None, "a request ran a moment ago"
     clock.s += IDLE_S
     collections.begin_round(is_idle=True)
     assert cycle() is None
+
+
+def test_young_garbage_is_collected_in_each_round(clock: SimpleNamespace) -> None:
+    """As many old objects may be freed meanwhile: then Python collects nothing."""
+    collections = FullCollections()
+    cycle = Cycle()
+    ref = weakref.ref(cycle)
+    del cycle
+    collections.begin_round(is_idle=False)
+    assert ref() is None
 
 
 def test_what_was_there_at_the_start_is_not_looked_at_again(clock: SimpleNamespace) -> None:
@@ -76,21 +86,38 @@ def test_a_collection_that_took_long_is_not_made_again_soon(
 ) -> None:
     collections, made = FullCollections(), list[float]()
 
-    def collect() -> None:
-        made.append(clock.s)
-        clock.s += 1.0
+    def collect(generation: int = 2) -> None:
+        if generation == 2:
+            made.append(clock.s)
+            clock.s += 1.0
 
-    freed = SimpleNamespace(collect=collect, get_count=lambda: (0, 0, 99))
-    monkeypatch.setattr(garbage, "gc", freed)
-    for _ in range(60):
-        clock.s += 1.0
-        collections.begin_round(is_idle=True)
-    assert made[0] == 1_000.0 + IDLE_S and made[1] - made[0] >= PAUSE_SHARE
-    assert len(made) == 2
+    monkeypatch.setattr(garbage, "gc", SimpleNamespace(collect=collect))
+    for _ in range(40):
+        for _ in range(LEAST_ROUNDS):
+            collections.begin_round(is_idle=False)
+        for _ in range(2):
+            clock.s += 1.0
+            collections.begin_round(is_idle=True)
+    assert len(made) > 1 and all(after - before >= PAUSE_SHARE for before, after in pairwise(made))
+
+
+def test_nothing_is_collected_again_where_nothing_was_done(clock: SimpleNamespace) -> None:
+    collections, full = FullCollections(), list[str]()
+    served(collections, clock)
+    note = lambda phase, info: full.append(phase) if info["generation"] == 2 else None  # noqa: E731
+    gc.callbacks.append(note)
+    try:
+        for _ in range(100):
+            clock.s += IDLE_S
+            collections.begin_round(is_idle=True)
+    finally:
+        gc.callbacks.remove(note)
+    assert full == ["start", "stop"]
 
 
 def test_a_server_that_is_never_idle_is_cleaned_as_well(clock: SimpleNamespace) -> None:
-    collections, cycle = FullCollections(), old_cycle()
+    collections = FullCollections()
+    cycle = served(collections, clock)
     clock.s += MOST_S
     collections.begin_round(is_idle=False)
     assert cycle() is None
