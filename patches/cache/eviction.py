@@ -22,7 +22,8 @@ MOST_ROUNDS = 4
 
 @dataclass(eq=False, repr=False)
 class Eviction:
-    """Frees slots by the policy's plans. ``lower_copies_of``: by node id, what lower tiers have of it.
+    """Frees slots by the policy's plans. ``lower_copies_of``: by node id, what lower tiers have of it;
+    ``bounded``: of so many bytes of a tier those of a few nodes.
 
     Where plans do not free enough, ``release_from_tail`` gives up what waiting requests keep, a step for each of them,
     ``release_shadows`` what profiling keeps, and ``return_aside`` lets plans be about nodes again whose moves failed.
@@ -36,6 +37,7 @@ class Eviction:
     log: Evictions
     _: KW_ONLY
     costs: Callable[[], CostSnapshot]
+    bounded: Callable[[Tier, int], int]
     mark_dirty: Callable[[], None]
     num_running: Callable[[], int]
     release_from_tail: Callable[[], Iterable[None]]
@@ -46,12 +48,13 @@ class Eviction:
 
     def evict(self, needed: int) -> int:
         """Free ``needed`` slots, however many are free: all that unlocked nodes hold if those are fewer, and at least
-        1/128 of the pool. Returns how many were freed.
+        1/128 of the pool, or what some nodes hold if that is less. Returns how many were freed.
 
         Without that headroom every decode step on a full pool would make a plan to free a single slot.
         """
         begin = time.perf_counter()
-        freed = self.free_slots(max(needed, self.allocator.size // 128), needed)
+        headroom = self.bounded(Tier.GPU, self.allocator.size // 128 * self.slot_bytes) // self.slot_bytes
+        freed = self.free_slots(max(needed, headroom), needed)
         freed += self._free_until(needed - freed)
         if freed < needed:  # what waiting requests hold keeps the nodes above it as well
             for _ in self.release_from_tail():

@@ -26,7 +26,7 @@ from sglang_evicpress.tiers.host.tier import HostTier
 MAX_VIOLATIONS = 100  # that are listed
 
 _INDEXED = (
-    *("num_tokens", "num_bytes", "depth_tokens", "quality", "allowed_forms", "weight"),
+    *("num_tokens", "num_bytes", "depth_tokens", "quality", "allowed_forms"),
     *("num_hits", "last_use", "sinks", "is_locked"),
 )
 
@@ -59,6 +59,8 @@ class PolicyInUse(Protocol):
     planner: Planner
     menu: Menu
     census: Census
+
+    def finish(self) -> None: ...
 
 
 class CheckedTiers(Protocol):
@@ -105,6 +107,7 @@ class Integrity:
 
     def check_integrity(self) -> dict[str, object]:
         """Every invariant that can be seen between two steps; lists each one that is broken."""
+        self.policy.finish()
         found = list(self._violations())
         return {"ok": not found, "violations": found[:MAX_VIOLATIONS], "num_nodes": len(self.tree.nodes)}
 

@@ -33,6 +33,7 @@ from sglang_evicpress.patches.tiers.rounds import TierRounds
 from sglang_evicpress.patches.tiers.shutdown import TierShutdown
 from sglang_evicpress.patches.tiers.ssd_attachment import SsdAttachment
 from sglang_evicpress.patches.tiers.weights import Weights
+from sglang_evicpress.patches.tree.changes import Signal
 from sglang_evicpress.patches.tree.compressor import Compressor
 from sglang_evicpress.patches.tree.types import Node, Request
 
@@ -60,11 +61,12 @@ class Parts:
         )
         slot_bytes = compressor.slot_bytes
         tree = self.tree = TreeParts(nodes, allocator, page_size, config, compressor, identity, outside, later)
+        self.round_begun = Signal[[]]()
         tiers = self.tiers = TierParts(tree, nodes, allocator, page_size, config, compressor, outside, later)
         self.idle_promotion = IdlePromotion(
             tree.storage,
             allocator,
-            tree.policy.plan_promotions,
+            tree.policy,
             tiers.promotion,
             tiers.host_room.room,
             tiers.holds.node_ids,
@@ -112,6 +114,7 @@ class Parts:
             tiers.placement.lower_copies_of,
             tree.eviction_log,
             costs=lambda: tree.terms.costs,
+            bounded=tree.policy.bounded,
             mark_dirty=tree.background_clock.mark_dirty,
             num_running=outside.num_running,
             release_from_tail=tiers.prefetches.release_from_tail,
@@ -191,6 +194,7 @@ class Parts:
             config,
             costs=lambda: tree.terms.costs,
             num_slots_needed=lambda: tiers.prefetches.num_slots_needed,
+            mark_dirty=tree.background_clock.mark_dirty,
             slot_bytes=slot_bytes,
         )
         self.rounds = TierRounds(
@@ -275,13 +279,20 @@ class Parts:
             tree.aside.forget,
             tiers.placement.forget,
             tree.queued_hits.forget,
+            tree.quality.forget,
             tree.queries.drop,
         )
         changes.flushed.subscribe(
-            tree.aside.clear, tree.ledger.clear, tree.policy.clear, tree.queries.clear, tree.queued_hits.clear
+            tree.aside.clear,
+            tree.ledger.clear,
+            tree.policy.clear,
+            tree.queries.clear,
+            tree.queued_hits.clear,
+            tree.quality.clear,
         )
         terms.advanced.subscribe(tree.queued_hits.grow_older, self.moves.retry_failed, tree.quality.refresh_default)
         terms.advanced.subscribe(self.quality_control.follow_clock)
+        self.round_begun.subscribe(tree.policy.advance, tree.quality.advance)
         terms.costs_changed.subscribe(tree.policy.refresh)
         tree.quality.judged.subscribe(self.quality_control.note_judged)
         self.views.admitted.subscribe(

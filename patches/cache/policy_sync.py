@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -15,14 +15,25 @@ from sglang_evicpress.patches.tree.node import census_of
 from sglang_evicpress.patches.tree.types import Node
 from sglang_evicpress.policy import make_planner
 from sglang_evicpress.policy.cost_model import CostSnapshot
+from sglang_evicpress.policy.index import SMALL
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.planner import Planner
-from sglang_evicpress.policy.promotion import Budget
+from sglang_evicpress.policy.promotion import Budget, PromotionSearch
 
-MOST_PLANNED = 512  # nodes that one plan in the background may be about, on average: some milliseconds
+MOST_PLANNED = 4
+"""Nodes that one plan in the background may be about, on average: planned and carried out, a millisecond or two."""
+
+MOST_PROMOTED = 16
+"""Nodes that one plan brings up, each of which may need another plan that makes room for it."""
+
+SWEPT_PER_ROUND = 64
+"""Nodes of which a round works out the next step, of some 10 us each. No clock says how many: ranks sweep alike."""
+
+LOOKED_PER_ROUND, TOLD_PER_ROUND = 256, 16
+"""Nodes at which a round looks, and of these such as are shown to the policy again, of some 40 us each."""
 
 
-class WeighedCosts(Protocol):
+class Terms(Protocol):
     """Costs, as the policy has them."""
 
     weighed: CostSnapshot
@@ -30,7 +41,8 @@ class WeighedCosts(Protocol):
 
 @dataclass(eq=False, repr=False)
 class PolicySync:
-    """Keeps ``planner``, which each flush makes anew, the one at the start too, and ``census``. ``tiers`` are those
+    """Keeps ``planner``, which each flush makes anew, the one at the start too, and ``census``. What changes the steps
+    of many nodes only begins to: each round's ``advance`` does some of it. ``tiers`` are those
     there are, ``mean_curve`` is what was measured; ``lower_copies_of``: what lower tiers have of nodes, by id;
     ``stats_of``: a node as the policy sees it; ``mark_dirty``: something may be planned now that could
     not be."""
@@ -38,9 +50,9 @@ class PolicySync:
     config: EvicPressConfig
     menu: Menu
     nodes: Mapping[int, Node]
-    terms: WeighedCosts
+    terms: Terms
     tiers: Callable[[], tuple[Tier, ...]]
-    mean_curve: Callable[[], tuple[float, ...]]
+    mean_curve: Callable[[], Sequence[float]]
     lower_copies_of: Callable[[], Mapping[int, Sequence[LowerCopy]]]
     stats_of: Callable[[Node], NodeStats]
     mark_dirty: Callable[[], None]
@@ -50,6 +62,9 @@ class PolicySync:
         self.census = Census()
         self.alpha = self.config.start_alpha
         self.planner: Planner
+        self._unseen: list[int] = []  # ids of nodes of which another quality may be expected now
+        self._tells_all = False
+        self._search: PromotionSearch | None = None
 
     def renew(self) -> None:
         """A policy that knows no node yet."""
@@ -58,6 +73,8 @@ class PolicySync:
         self.planner = make_planner(
             config.policy, menu, alpha=self.alpha, costs=self.terms.weighed, mean_curve=self.mean_curve()
         )
+        self._unseen.clear()
+        self._search = None
 
     def rebuild(self) -> None:
         """A new policy that knows every node."""
@@ -79,10 +96,43 @@ class PolicySync:
         self.planner.set_alpha(alpha)
         self.mark_dirty()
 
-    def add(self, nodes: Iterable[Node]) -> None:
-        """Show the policy nodes of which other quality is expected now."""
-        for node in nodes:
-            self.planner.add(self.stats_of(node))
+    def read_mean_curve(self) -> None:
+        """Plan by the present quality of all contexts that were profiled, where one curve counts for all nodes."""
+        self.planner.read_mean_curve(self.mean_curve())
+
+    def expect_anew(self, *, forms_changed: bool) -> None:
+        """Another quality is expected of nodes without a curve of their own, which all share one that has changed.
+        ``forms_changed``: other forms can be chosen for them as well."""
+        self.planner.index.rebuild()
+        self._tells_all |= forms_changed
+        self._unseen = list(self.nodes)
+        if len(self._unseen) <= SMALL:
+            self._look(SMALL, SMALL)
+
+    def advance(self) -> None:
+        """Some of what is still to be done at many nodes; called once a round, so that ranks do it alike."""
+        if self._unseen:
+            self._look(LOOKED_PER_ROUND, TOLD_PER_ROUND)
+        elif self.planner.advance(SWEPT_PER_ROUND) and not self.planner.index.is_sweeping:
+            self.mark_dirty()
+
+    def finish(self) -> None:
+        """All of it at once, for somebody who looks."""
+        self._look(len(self._unseen), len(self._unseen))
+        self.planner.index.finish()
+
+    def _look(self, num_looked: int, num_told: int) -> None:
+        """Show the policy the next nodes that hold what is valued otherwise now."""
+        for _ in range(min(num_looked, len(self._unseen))):
+            node = self.nodes.get(self._unseen.pop())
+            if node is None or node.kv.curve is not None:
+                continue
+            if self._tells_all or not node.kv.form.is_exact or node.kv.copies:
+                self.planner.add(self.stats_of(node))
+                num_told -= 1
+                if num_told <= 0:
+                    break
+        self._tells_all &= bool(self._unseen)
 
     # ---- what happens to nodes
 
@@ -108,19 +158,25 @@ class PolicySync:
         kv = node.kv
         self.planner.touch(node.id, kv.weight, kv.num_hits, kv.last_use)
 
-    def reweigh(self) -> None:
-        """Every weight is another one."""
-        self.planner.reweigh({node.id: node.kv.weight for node in self.nodes.values()})
-
     # ---- plans
 
     def plan_without_copies(self, tier: Tier, num_bytes: int) -> Sequence[Decision]:
         """See ``Planner.plan``: of what lower tiers have already, and of drops."""
         return self.planner.plan(tier, num_bytes, lower_copies_of=self.lower_copies_of())
 
+    def look_for_promotions(self, held: Collection[int]) -> bool:
+        """Look at some nodes more; True when all were looked at, and a plan can be made."""
+        if self._search is None:
+            self._search = self.planner.search_promotions(MOST_PROMOTED)
+        return self._search is None or not self._search.look(LOOKED_PER_ROUND // 2, held)
+
     def plan_promotions(self, num_bytes: int, room: Mapping[Tier, int], held: Collection[int]) -> Sequence[Decision]:
-        """Decisions that bring nodes onto the GPU, or give them their exact KV there; not the nodes ``held``."""
-        decisions = self.planner.plan_promotions(room, Budget(num_bytes, 1.0), held)
+        """Decisions that bring nodes onto the GPU, or give them their exact KV there; not the nodes ``held``. Of those
+        that were found by ``look_for_promotions``."""
+        search, self._search = self._search, None
+        if search is None:
+            return []
+        decisions = search.plan(room, Budget(num_bytes, 1.0, MOST_PROMOTED), held)
         return [decision for decision in decisions if decision.is_promotion and decision.option.tier == Tier.GPU]
 
     def held_bytes(self, tier: Tier) -> int:
@@ -139,6 +195,6 @@ class PolicySync:
             described[str(form)] = {"nodes": num_nodes, "bytes": stored}
         return described
 
-    def bounded(self, tier: Tier, num_bytes: int) -> int:
-        """So many of the bytes as a plan about ``MOST_PLANNED`` nodes of common size frees."""
-        return min(num_bytes, MOST_PLANNED * self.held_bytes(tier) // max(1, self.num_nodes(tier)))
+    def bounded(self, tier: Tier, num_bytes: int, num_nodes: int = MOST_PLANNED) -> int:
+        """So many of the bytes as a plan about ``num_nodes`` of common size frees."""
+        return min(num_bytes, num_nodes * self.held_bytes(tier) // max(1, self.num_nodes(tier)))

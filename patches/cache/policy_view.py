@@ -17,7 +17,7 @@ from sglang_evicpress.policy.planner import Planner
 from sglang_evicpress.press import get_press
 
 if TYPE_CHECKING:
-    from sglang_evicpress.patches.profiling.quality import Expectation
+    from sglang_evicpress.quality.expectation import Expectation
 
 
 class NodeQuality(Protocol):

@@ -128,6 +128,7 @@ class EvicPressCache(RadixCache):
         hooks.attach(
             hooks.HookedCache(
                 advance=tree.terms.advance,
+                begin_round=parts.round_begun,
                 prefill_times=self.prefill_times,
                 queued_hits=tree.queued_hits,
                 rounds=parts.rounds,
@@ -156,9 +157,9 @@ class EvicPressCache(RadixCache):
         self.parts.ssd_attachment.flush()
         self.nodes.clear()
         self.shadows.clear_shadows()
+        self.changes.flushed()
         if self.scheduler is not None:  # the weights may be others
             self.quality.identify_profiles()
-        self.changes.flushed()
         self.root_node.kv = NodeKV()
 
     def know_model(self, model: ModelIdentity) -> None:

@@ -16,17 +16,20 @@ import orjson
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_evicpress.config import EvicPressConfig
-from sglang_evicpress.core import EXACT, Form
+from sglang_evicpress.core import Form
 from sglang_evicpress.introspect.arguments import PAGE_PROFILES, IntrospectionError
+from sglang_evicpress.patches.profiling.profiled_nodes import ProfiledNodes
 from sglang_evicpress.patches.tree.changes import Signal
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
 from sglang_evicpress.patches.tree.node import NodeKV, first_outside, is_lossy, path_to, size_of, start_of, tokens_to
 from sglang_evicpress.patches.tree.types import LogicalTime, Node, Scheduler, ServedRequest
 from sglang_evicpress.policy import policy_info
+from sglang_evicpress.policy.index import SMALL
 from sglang_evicpress.policy.quality_curves import Curves
 from sglang_evicpress.policy.quality_target import Share
 from sglang_evicpress.quality.catalog import Catalog
 from sglang_evicpress.quality.drift import DriftMonitor
+from sglang_evicpress.quality.expectation import Expectation
 from sglang_evicpress.quality.profile import BLOCK_TOKENS, Profile, context_keys
 from sglang_evicpress.quality.recorder import Query, Recorder
 from sglang_evicpress.quality.store import ProfileStore, StoreError
@@ -36,29 +39,12 @@ from sglang_evicpress.tiers.entry.identity import KEY_BYTES
 logger = logging.getLogger(__name__)
 
 MIN_CONTEXT_TOKENS = 256  # a shorter shared prefix is not worth a profile
-MAX_NODE_PROFILES = 16  # a node that many contexts share goes by its newest
 MAX_KNOWN_CONTEXTS = 64  # tokens of contexts that shadows were made of, to find their nodes by
-MAX_LOOKED_AT = 30_000  # nodes, for those of a profile that is shown
 MAX_NODES_SHOWN = 256
-DEFAULT_PAUSE_S = 10.0  # what unprofiled nodes are taken for changes no more often
-
-
-@dataclass(frozen=True, slots=True)
-class Expectation:
-    """Expected quality of a node: ``vector`` that of every form of the menu, 0 where nothing is known of it,
-    ``known`` the mask of those of which something is. The mean over ``curves`` that know a form."""
-
-    curves: tuple[Curves, ...]
-    vector: tuple[float, ...]
-    known: int
-
-    @classmethod
-    def of(cls, curves: Sequence[Curves], forms: Sequence[Form]) -> Expectation:
-        known = sum(1 << index for index, form in enumerate(forms) if _is_known(curves, form))
-        return cls(tuple(curves), tuple(_mean(curves, form) for form in forms), known)
-
-    def quality(self, form: Form) -> float:
-        return _mean(self.curves, form)
+DEFAULT_PAUSE_S = 10.0  # what unprofiled nodes are taken for changes no more often,
+DEFAULT_PAUSE_S_PER_NODE = 1e-3  # nor than takes some hundredths of the time: each node costs some 10 us
+DEFAULT_TOLERANCE = 0.01  # nor by less
+LOOKED_PER_ROUND, HASHED_PER_ROUND = 128, 4  # nodes, when a context is looked for, and of these such as may be its end
 
 
 def _read_profiles(path: Path, identity: bytes) -> bytes:
@@ -69,18 +55,6 @@ def _read_profiles(path: Path, identity: bytes) -> bytes:
     except (StoreError, OSError, ValueError) as error:  # at start it could be used: see server_args.py
         logger.error("evicpress: no profile is read: %s", error)
         return b"[]"
-
-
-def _is_known(curves: Sequence[Curves], form: Form) -> bool:
-    is_stored_exactly = form.is_exact and form != EXACT  # which needs no measurement
-    return is_stored_exactly or any(each.knows(form) for each in curves)
-
-
-def _mean(curves: Sequence[Curves], form: Form) -> float:
-    if form.is_exact:
-        return 1.0
-    qualities = [each.quality(form) for each in curves if each.knows(form)]
-    return math.fsum(qualities) / len(qualities) if qualities else 0.0
 
 
 class QualityTree(Protocol):
@@ -100,8 +74,8 @@ class QualityTree(Protocol):
 class PolicyRefresh(Protocol):
     """Policy that is told of changed expectations."""
 
-    def rebuild(self) -> None: ...
-    def add(self, nodes: Iterable[Node]) -> None: ...
+    def read_mean_curve(self) -> None: ...
+    def expect_anew(self, *, forms_changed: bool) -> None: ...
 
 
 class Ranks(Protocol):
@@ -136,13 +110,16 @@ class Quality:
         self._contexts: OrderedDict[bytes, tuple[array[int], str | None]] = OrderedDict()
         self._node_of_context: dict[bytes, int] = {}
         self.judged = Signal[[Sequence[tuple[float, float]]]]()
+        self._profiled_nodes = ProfiledNodes()
+        self._sought: list[tuple[Profile, list[int]]] = []  # with the ids of nodes that may end its context
         self._is_default_stale = False
         self._default_s = -DEFAULT_PAUSE_S
         self.forget_profiles()
-        self.default_expectation = Expectation.of((self.catalog.default,), self.forms)
+        self._default_vector = [0.0] * len(self.forms)  # one object, to which all nodes without a curve refer
+        self._set_default(Expectation.of((self.catalog.default,), self.forms))
 
     @property
-    def mean_curve(self) -> tuple[float, ...]:
+    def mean_curve(self) -> Sequence[float]:
         """The quality of every form of the menu, over all contexts that were profiled."""
         return Expectation.of((self.catalog.mean,), self.forms).vector
 
@@ -171,6 +148,7 @@ class Quality:
             for profile in orjson.loads(self.ranks.as_first_rank(text)):
                 self.catalog.put(Profile.from_json(profile))
         self.renew_default()
+        self.clear()
         for node in self.tree.nodes.values():
             node.kv.profiles, node.kv.curve = {}, None
             self.changed(node)
@@ -182,19 +160,23 @@ class Quality:
         """Unprofiled nodes are taken for what the catalog says now."""
         self._is_default_stale = False
         self._default_s = self.time.now_s
-        before = self.default_expectation
-        now = self.default_expectation = Expectation.of((self.catalog.default,), self.forms)
+        before, now = self.default_expectation, Expectation.of((self.catalog.default,), self.forms)
         if policy_info(self.config.policy).has_mean_curve:  # it goes by one curve for all nodes
-            self.policy.rebuild()
-        elif (before.vector, before.known) != (now.vector, now.known):
-            self.policy.add(node for node in self.tree.nodes.values() if node.kv.curve is None)
-        else:
-            return
+            self.policy.read_mean_curve()
+        changes = (abs(new - old) for new, old in zip(now.vector, before.vector, strict=True))
+        if before.known != now.known or max(changes) > DEFAULT_TOLERANCE:
+            self._set_default(now)
+            self.policy.expect_anew(forms_changed=before.known != now.known)
         self.mark_dirty()
+
+    def _set_default(self, expectation: Expectation) -> None:
+        self._default_vector[:] = expectation.vector
+        self.default_expectation = replace(expectation, vector=self._default_vector)
 
     def refresh_default(self) -> None:
         """Called as the clock goes on."""
-        if self._is_default_stale and self.time.now_s - self._default_s >= DEFAULT_PAUSE_S:
+        pause_s = max(DEFAULT_PAUSE_S, DEFAULT_PAUSE_S_PER_NODE * len(self.tree.nodes))
+        if self._is_default_stale and self.time.now_s - self._default_s >= pause_s:
             self.renew_default()
 
     def expectation_of(self, node: Node) -> Expectation:
@@ -237,11 +219,10 @@ class Quality:
 
     def split_profiles(self, upper: Node, lower: Node) -> None:
         """Split the profiles of a node: those that end in the upper part are not the lower one's."""
-        upper.kv.profiles = dict(lower.kv.profiles)
         if not lower.kv.profiles:
+            upper.kv.profiles = {}
             return
-        end = start_of(lower)
-        lower.kv.profiles = {key: length for key, length in lower.kv.profiles.items() if length > end}
+        self._profiled_nodes.split(upper, lower, start_of(lower))
         self._expect_of(upper)
         self._expect_of(lower)
 
@@ -251,13 +232,18 @@ class Quality:
         if profile is None:
             return
         for node in path:
-            known = node.kv.profiles
-            known.pop(key, None)
-            known[key] = profile.num_tokens
-            while len(known) > MAX_NODE_PROFILES:
-                del known[next(iter(known))]
+            self._profiled_nodes.add(node, key, profile.num_tokens)
             self._expect_of(node)
             self.changed(node)
+
+    def forget(self, node: Node) -> None:
+        """The node is gone."""
+        self._profiled_nodes.forget(node)
+
+    def clear(self) -> None:
+        """Every node is gone."""
+        self._profiled_nodes.clear()
+        self._sought.clear()
 
     def _expect_of(self, node: Node) -> None:
         """By the contexts that make up most of the node."""
@@ -385,30 +371,51 @@ class Quality:
         context = self.recorder.context_of(profile.key) if self.recorder is not None else None
         if context is not None:
             self._watch.profiled(profile.key, num_lossy_hits=context.num_lossy_hits, asked=profile.query_set)
-        nodes = {node.id: node for node in self.tree.nodes.values() if profile.key in node.kv.profiles}
-        known = self._contexts.get(profile.key) or self._find_context(profile)
+        nodes = self._profiled_nodes.of(profile.key)
+        known = self._contexts.get(profile.key)
         if known is not None:
             steps = self.tree._steps(RadixKey(*known).page_aligned(self.tree.page_size))
             if sum(matched for _, matched in steps) == len(known[0]):
                 nodes |= {node.id: node for node, _ in steps}
         self._attach(profile.key, nodes.values())
+        if known is None and not nodes:
+            num_nodes = len(self.tree.nodes)
+            self._sought.append((profile, list(reversed(self.tree.nodes))))
+            if num_nodes <= SMALL:
+                self._seek(num_nodes, num_nodes)
+                nodes = self._profiled_nodes.of(profile.key)
         self.counts["profiled"] += 1
         self.mark_dirty()
         return {"identity": self.profile_identity.hex(), "profile": profile.to_json(), "num_nodes": len(nodes)}
 
-    def _find_context(self, profile: Profile) -> tuple[array[int], str | None] | None:
-        """Its tokens and namespace, where users' nodes spell it."""
+    def advance(self) -> None:
+        """Look on for contexts that were profiled; called once a round."""
+        if self._sought:
+            self._seek(LOOKED_PER_ROUND, HASHED_PER_ROUND)
+
+    def _seek(self, num_looked: int, num_hashed: int) -> None:
+        """Look for the end of the context that was profiled last among the next users' nodes."""
+        profile, left = self._sought[-1]
         end = profile.num_tokens
-        for node in self.tree.nodes.values():
+        for _ in range(min(num_looked, len(left))):
+            node = self.tree.nodes.get(left.pop())
+            if node is None or node.kv.is_shadow or not node.kv.is_text:
+                continue
             start = start_of(node)
-            if node.kv.is_shadow or not node.kv.is_text or not start < end <= start + len(node.key):
+            if not start < end <= start + len(node.key):
                 continue
             tokens = tokens_to(node)[:end]
-            if context_keys(self.profile_identity, node.key.extra_key, tokens, end - BLOCK_TOKENS)[-1:] == [
-                profile.key
-            ]:
-                return tokens, node.key.extra_key
-        return None
+            keys = context_keys(self.profile_identity, node.key.extra_key, tokens, end - BLOCK_TOKENS)
+            if keys[-1:] == [profile.key]:
+                self._attach(profile.key, path_to(node))
+                left.clear()
+                self.mark_dirty()
+                break
+            num_hashed -= 1
+            if num_hashed <= 0:
+                break
+        if not left:
+            self._sought.pop()
 
     def list_profiles(self, after: bytes = b"", limit: int = PAGE_PROFILES) -> dict[str, object]:
         forms = self.forms[1:]
@@ -456,8 +463,7 @@ class Quality:
             }
             for form, seen in profile.forms.items()
         }
-        looked_at = islice(self.tree.nodes.values(), MAX_LOOKED_AT)  # the oldest: contexts end in nodes that stay
-        nodes = [node.id for node in looked_at if key in node.kv.profiles][:MAX_NODES_SHOWN]
+        nodes = list(islice(self._profiled_nodes.of(key), MAX_NODES_SHOWN))
         return {**profile.to_json(), "curve": curve, "nodes": nodes}
 
     def _has_free_cycles(self) -> bool:

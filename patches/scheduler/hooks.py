@@ -155,9 +155,11 @@ class HookedGuests(Protocol):
 @dataclass(frozen=True, slots=True)
 class HookedCache:
     """The parts of the cache that the scheduler tells something. ``advance`` takes a stamp: its time, its costs and how
-    many requests a second of computing delays."""
+    many requests a second of computing delays. ``begin_round`` does some of what is to be
+    done at many nodes."""
 
     advance: Callable[[float, CostSnapshot, float], None]
+    begin_round: Callable[[], None]
     prefill_times: LearnedCosts
     queued_hits: WaitingHits
     rounds: HookedRounds
@@ -217,6 +219,7 @@ def _before_get_next_batch_to_run(scheduler: HookedScheduler) -> None:
     """BEFORE ``get_next_batch_to_run``."""
     if _cache is None:
         return
+    _cache.begin_round()
     _cache.decode_budgets.visit_budgets(scheduler)
     last, is_running = scheduler.last_batch, not scheduler.running_batch.is_empty()
     # What was just prefilled joins those that run later, and its token is sent after the next batch is launched.

@@ -33,6 +33,18 @@ LOW_SHARE, HIGH_SHARE = 1 / 32, 1 / 16  # of the pool: below the first, nodes ar
 HOST_LOW_SHARE, HOST_HIGH_SHARE = 1 / 16, 1 / 8  # the same of the host tier
 SSD_LOW_SHARE, SSD_HIGH_SHARE = 1 / 32, 1 / 16  # the same of the SSD tier
 
+MOST_NODES = 4
+"""Nodes that a call moves or begins to copy, after which it leaves the rest to the next one."""
+
+LOOKED_AHEAD = 16
+"""Nodes of which each call finds out what they are to be soon: more than are taken before the next one."""
+
+
+class Marking(Protocol):
+    """Tells of something that calls for plans."""
+
+    def __call__(self, *, at_once: bool = False) -> None: ...
+
 
 class SsdRoom(Protocol):
     """Room on the SSD."""
@@ -43,7 +55,8 @@ class SsdRoom(Protocol):
 
 @dataclass(eq=False, repr=False)
 class BackgroundDemotion:
-    """Keeps room free on every tier. ``num_slots_needed``: what the next requests will take."""
+    """Keeps room free on every tier. ``num_slots_needed``: what the next requests will take; ``mark_dirty``: there is
+    more to be done."""
 
     nodes: Mapping[int, Node]
     allocator: Allocator
@@ -61,26 +74,40 @@ class BackgroundDemotion:
     _: KW_ONLY
     costs: Callable[[], CostSnapshot]
     num_slots_needed: Callable[[], int]
+    mark_dirty: Marking
     slot_bytes: int
 
     def __post_init__(self) -> None:
         self._planned: Sequence[int] = ()  # self.nodes that the last look ahead would have leave the GPU
+        self._todo: list[Callable[[], int]] = []
 
     def keep_room(self) -> None:
-        """Make room that is short on any tier, the lowest first, and copy below what is next."""
-        self._keep_ssd_room()
-        self._keep_host_room()
-        self._keep_gpu_room()
+        """Make room that is short on any tier, the lowest first, and copy below what is next. What would take too long
+        together is left to the next calls."""
+        if not self._todo:
+            self._todo = [self._look_ahead_on_gpu, self._keep_gpu_room, self._look_ahead_on_host, self._keep_host_room]
+            self._keep_ssd_room()
+        num_nodes = 0
+        while self._todo and num_nodes < MOST_NODES:
+            num_nodes += self._todo.pop()()
+        if self._todo:
+            self.mark_dirty()
 
-    def _keep_gpu_room(self) -> None:
-        allocator, slot_bytes = self.allocator, self.slot_bytes
+    def _keep_gpu_room(self) -> int:
+        """Returns how many nodes a plan was about, as do the others."""
+        allocator = self.allocator
         free = allocator.available_size()
         needed = min(self.num_slots_needed(), int(MOST_NEEDED_SHARE * allocator.size))
-        if free < max(LOW_SHARE * allocator.size, needed):
-            wanted = min(max(int(HIGH_SHARE * allocator.size), needed) - free, self.ledger.evictable)
-            self.controller.free_bytes(
-                Tier.GPU, self.plans.bounded(Tier.GPU, wanted * slot_bytes), room=self.room.room()
-            )
+        if free >= max(LOW_SHARE * allocator.size, needed):
+            return 0
+        wanted = min(max(int(HIGH_SHARE * allocator.size), needed) - free, self.ledger.evictable)
+        num_nodes = self._release(Tier.GPU, wanted * self.slot_bytes)
+        if num_nodes:
+            self.mark_dirty(at_once=True)  # else a request would have to evict, all that it needs in one piece
+        return num_nodes
+
+    def _look_ahead_on_gpu(self) -> int:
+        allocator, slot_bytes = self.allocator, self.slot_bytes
         ahead = min(
             int(AHEAD_SHARE * allocator.size),
             int(REDUNDANT_SHARE[self.storage.ssd is not None] * self.storage.host.num_bytes) // slot_bytes,
@@ -88,8 +115,8 @@ class BackgroundDemotion:
         ahead = min(ahead - allocator.available_size(), self.ledger.evictable)
         if ahead <= 0:
             self._plan_to_leave([])
-            return
-        decisions = self._plan_ahead(Tier.GPU, ahead * slot_bytes)
+            return 0
+        decisions, num_begun = self._plan_ahead(Tier.GPU, ahead * slot_bytes, LOOKED_AHEAD), 0
         self._plan_to_leave([one.node_id for one in decisions if one.option.tier in (Tier.HOST, Tier.SSD)])
         for decision in decisions:
             node = self.nodes.get(decision.node_id)  # None: it had to make room on the host
@@ -97,9 +124,18 @@ class BackgroundDemotion:
                 continue
             if not self._prepare(node, decision.option):
                 break
+            num_begun += node.kv.job is not None
+            if num_begun >= MOST_NODES:
+                break
+        return num_begun
 
-    def _plan_ahead(self, tier: Tier, num_bytes: int) -> Sequence[Decision]:
-        return self.controller.planner.plan(tier, self.plans.bounded(tier, num_bytes), self.room.room())
+    def _release(self, tier: Tier, num_bytes: int) -> int:
+        plan = self._plan_ahead(tier, num_bytes, MOST_NODES)
+        self.controller.execute(plan)
+        return len(plan)
+
+    def _plan_ahead(self, tier: Tier, num_bytes: int, num_nodes: int) -> Sequence[Decision]:
+        return self.controller.planner.plan(tier, self.plans.bounded(tier, num_bytes, num_nodes), self.room.room())
 
     def _plan_to_leave(self, node_ids: list[int]) -> None:
         """These are to leave the GPU soon, the first first; what they have on the host is given up last."""
@@ -136,31 +172,44 @@ class BackgroundDemotion:
         if store is not None and store.used_bytes > (1 - SSD_LOW_SHARE) * store.capacity_bytes:
             self.ssd.make_ssd_room(int(SSD_HIGH_SHARE * store.capacity_bytes))
 
-    def _keep_host_room(self) -> None:
+    def _free_on_host(self) -> int:
+        taken = self.plans.held_bytes(Tier.HOST) + self.room.copying_bytes + self._prepared_bytes()
+        return self.storage.host.num_bytes - taken
+
+    def _keep_host_room(self) -> int:
         """Below the low watermark of free host memory nodes go on to the SSD, or are dropped, up to the high one, or to
-        what was missing last; what is next is written to the SSD ahead."""
-        host = self.storage.host
+        what was missing last."""
+        host, num_nodes = self.storage.host, 0
         self.host_forms.repack()
-        free = host.num_bytes - self.plans.held_bytes(Tier.HOST) - self.room.copying_bytes - self._prepared_bytes()
+        free = self._free_on_host()
         if free < HOST_LOW_SHARE * host.num_bytes or self.room.wanted_bytes:
             # Pieces of one entry free it only together, so what is counted as free may not be all that can be had.
             lacking = max(self.room.wanted_bytes - host.free_bytes, self.room.wanted_bytes // 4)
             wanted = max(int(HOST_HIGH_SHARE * host.num_bytes) - free, lacking)
-            self.controller.free_bytes(Tier.HOST, self.plans.bounded(Tier.HOST, wanted), room=self.room.room())
+            num_nodes = self._release(Tier.HOST, wanted)
         self.room.end_plan()
+        return num_nodes
+
+    def _look_ahead_on_host(self) -> int:
+        """What is next to leave the host is written to the SSD ahead."""
         if self.storage.ssd is None:
-            return
+            return 0
         share = HOST_AHEAD_SHARE if self.config.ssd_write_gb_per_day is None else AHEAD_SHARE
-        ahead = int(share * host.num_bytes) - free
+        ahead = int(share * self.storage.host.num_bytes) - self._free_on_host()
         if ahead <= 0:
-            return
-        for decision in self._plan_ahead(Tier.HOST, ahead):
+            return 0
+        num_begun = 0
+        for decision in self._plan_ahead(Tier.HOST, ahead, LOOKED_AHEAD):
             node = self.nodes.get(decision.node_id)
             if node is None or not self.names.may_reach_ssd(node):
                 continue  # it had to make room on the SSD, or never goes there
             is_move = decision.option.tier == Tier.SSD and node.value is None
             if is_move and not self._prepare_on_ssd(node, decision.option):
                 break
+            num_begun += node.kv.job is not None
+            if num_begun >= MOST_NODES:
+                break
+        return num_begun
 
     def _prepare_on_ssd(self, node: Node, option: Option) -> bool:
         """See that the SSD has a node that only the host has in the form in which it is to go there, or a smaller one:

@@ -16,12 +16,13 @@ class BackgroundClock:
         self.is_dirty = False
         self.busy_s = 0.0
         self._next_plan_s = 0.0
+        self._is_urgent = False
 
     def mark_dirty(self, *, at_once: bool = False) -> None:
         """Something has changed; ``at_once``: somebody waits for room."""
         self.is_dirty = True
         if at_once:
-            self._next_plan_s = 0.0
+            self._next_plan_s, self._is_urgent = 0.0, True
 
     def note_busy(self, now_s: float) -> None:
         """A request runs or waits."""
@@ -33,9 +34,11 @@ class BackgroundClock:
         due_s = self._next_plan_s + (MOST_DEFERRED_S if delays_token else 0.0)
         is_due = self.is_dirty and (is_idle or now_s >= due_s)
         if is_due:
-            self.is_dirty = False
+            self.is_dirty = self._is_urgent = False
         return is_due
 
     def end_plan(self, begin_s: float) -> None:
-        """Plans were made since ``begin_s``: the next ones wait until they take ``PLAN_SHARE`` of the time."""
-        self._next_plan_s = begin_s + (time.monotonic() - begin_s) / PLAN_SHARE
+        """Plans were made since ``begin_s``: the next ones wait until they take ``PLAN_SHARE`` of the time, unless
+        somebody waits for more room since."""
+        if not self._is_urgent:
+            self._next_plan_s = begin_s + (time.monotonic() - begin_s) / PLAN_SHARE

@@ -11,7 +11,7 @@ from sglang_evicpress.patches.tiers.types import Changes, EntryCopies, Plans, Re
 from sglang_evicpress.patches.tree.types import Node
 
 MOST_ROUNDS = 8  # of plans for one allocation, each for twice as much as the last
-MOST_GIVEN_UP = 512  # copies, for one allocation, and SSD entries between two ticks: some milliseconds
+MOST_GIVEN_UP = 64  # copies, for one allocation, and SSD entries between two ticks: some milliseconds
 MOST_COPIED_SHARE = 1 / 4  # of the host tier: bytes on their way at once
 
 

@@ -23,6 +23,7 @@ from sglang_evicpress.tiers.ssd.index import Ref
 from sglang_evicpress.tiers.ssd.space import Reservation
 from sglang_evicpress.tiers.ssd.tier import SsdTier
 
+MOST_DROPPED = 16  # nodes, on average, that one plan drops from the SSD: some milliseconds
 LEAST_HELD_SHARE = 1 / 2
 """Of an entry: where nodes hold less of it, it is given up."""
 
@@ -164,7 +165,7 @@ class SsdIo:
         lacking = ssd.lacking(num_bytes)
         if lacking and self._num_to_give_up > 0:
             former = self.plans.num_nodes(Tier.SSD)
-            self.free_slots(Tier.SSD, self.plans.bounded(Tier.SSD, lacking))
+            self.free_slots(Tier.SSD, self.plans.bounded(Tier.SSD, lacking, MOST_DROPPED))
             self._num_to_give_up -= max(1, former - self.plans.num_nodes(Tier.SSD))
         ssd.reclaim(writers)
 

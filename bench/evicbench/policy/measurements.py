@@ -13,6 +13,7 @@ from evicbench.policy import evictors, quality_target, rivals
 from evicbench.policy.exact_requests import measure_exact_requests
 from evicbench.policy.optimality import measure_optimality
 from evicbench.policy.speed import measure_speed
+from evicbench.policy.stalls import measure_stalls
 from evicbench.pytest_runs import run_tests, together, verdict
 from evicbench.report import Line, Measurement, unjudged
 
@@ -40,7 +41,8 @@ def measure_tests(tests: Sequence[Promised] = TESTS) -> Iterator[Line]:
 MEASUREMENTS = {
     "tests": Measurement(measure_tests, partial(measure_tests, TESTS[:1])),
     "optimality": Measurement(measure_optimality, partial(measure_optimality, 40)),
-    "speed": Measurement(measure_speed, unjudged(partial(measure_speed, 10_000, (1_000, 10_000)))),
+    "speed": Measurement(measure_speed, unjudged(partial(measure_speed, (10_000,), (1_000, 10_000)))),
+    "stalls": Measurement(measure_stalls, unjudged(partial(measure_stalls, 1_000, 10.0))),
     "simulator": Measurement(rivals.speed),
     "evictors": Measurement(evictors.measure, partial(evictors.measure, ("miniswe",))),
     "exact-requests": Measurement(measure_exact_requests, unjudged(partial(measure_exact_requests, 12))),

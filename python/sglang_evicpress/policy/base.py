@@ -182,8 +182,13 @@ class Watcher(Protocol):
 
 @runtime_checkable
 class Preparer(Protocol):
-    """A policy that can work out the steps of many nodes sooner than one by one."""
+    """A policy that keeps what it has worked out of a node's step in its memo, and can do so for many nodes sooner than
+    one by one."""
+
+    def forget_steps(self) -> None:
+        """What the memos of all nodes say is outdated."""
+        ...
 
     def prepare(self, candidates: Iterable[Candidate]) -> None:
-        """Fill the memo of every candidate."""
+        """Fill the memo of every candidate whose own says nothing that holds."""
         ...

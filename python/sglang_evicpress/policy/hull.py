@@ -48,11 +48,13 @@ class HullState:
     """The next edge of a node's hull, for as long as neither the node nor a cost changes.
 
     ``utility`` is that of what it holds; ``shrunk`` where the in-place part of the hull goes next. ``leave`` is the
-    best way off the tier when ``lowest_tier`` is the lowest tier it may move to.
+    best way off the tier when ``lowest_tier`` is the lowest tier it may move to. ``terms``: the number of those by
+    which it was made.
     """
 
     utility: float
     shrunk: Point | None
+    terms: int
     lowest_tier: int = -1
     leave: Step | None = None
     leave_utility: float = -math.inf

@@ -4,23 +4,45 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping
 
 from sglang_evicpress.core import NodeStats
 from sglang_evicpress.policy.base import DROPPED, Candidate, Entry, Policy, Preparer, Step, Watcher
 
 _SLACK = 64
 
+SMALL = 256
+"""Nodes, of which all are swept at once: as many as one looks at anyhow."""
+
+MOVES_PER_LOOK = 1
+"""Entries that each look for a first step sweeps, so that what it finds is the best of ever more nodes."""
+
+MOST_LOOKED = 256
+"""Nodes that were hit since they were queued, of which one look puts so many back; then the others are swept."""
+
+FIRST_SWEPT = 64
+"""Entries of a tier that are swept at once when a sweep begins."""
+
+PREPARED = 32
+"""Nodes from which on a policy is asked for many steps at a time."""
+
 
 class NodeIndex:
     """All nodes and one heap per tier. A heap entry never lies above its candidate's present key, so the first entry
-    that is up to date is the first step; outdated ones are dropped or put back when they come to the top."""
+    that is up to date is the first step; outdated ones are dropped or put back when they come to the top.
+
+    Where keys may have fallen without a word, as other costs make them, that does not hold: then all entries are set
+    aside and swept, those that came first before them. ``advance`` sweeps so many of them, each look for a first step
+    ``MOVES_PER_LOOK``; of what was not swept yet no step is found. No call takes longer than a number of nodes that
+    does not grow with the tree, but trees of ``SMALL`` nodes are swept at once.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self._watcher = policy if isinstance(policy, Watcher) else None
         self.candidates: dict[int, Candidate] = {}
         self.heaps: list[list[Entry]] = [[] for _ in range(DROPPED)]
+        self._aside: list[list[list[Entry]]] = [[] for _ in range(DROPPED)]  # per tier, a heap of heaps
+        self._num_aside = [0] * DROPPED
         self.num_bytes = [0] * DROPPED
         self.num_on = [0] * DROPPED
         self.locked_bytes = [0] * DROPPED
@@ -76,7 +98,7 @@ class NodeIndex:
         if is_used and self._watcher is not None:
             self._watcher.used(candidate)
         gains = candidate.queued is not None and candidate.queued[0] <= 0.0  # then more weight makes the key smaller
-        if falls or gains or not self.policy.rises_only:
+        if falls or gains or not self.policy.rises_only or self._aside[candidate.tier]:
             self.requeue(candidate)
 
     def lock(self, node_id: int, is_locked: bool) -> None:
@@ -88,40 +110,76 @@ class NodeIndex:
             if not is_locked:
                 self.requeue(candidate)
 
-    def reweigh(self, weights: Mapping[int, float]) -> None:
-        """Other weights for the nodes given, all at once."""
-        for node_id, weight in weights.items():
-            self.candidates[node_id].weight = weight
-        self._refill()
-
     def rebuild(self) -> None:
-        """Memos and heaps from scratch, after anything that changes many steps."""
-        for candidate in self.candidates.values():
-            candidate.memo = None
+        """Begin to work out every step anew, after anything that changes many: memos are outdated."""
         if isinstance(self.policy, Preparer):
-            self.policy.prepare(self.candidates.values())
-        self._refill()
+            self.policy.forget_steps()
+        self.begin_sweep()
 
-    def _refill(self) -> None:
-        """Heaps from scratch; memos that are there still hold."""
-        entries: list[list[Entry]] = [[] for _ in range(DROPPED)]
-        step = self.policy.step
-        for candidate in self.candidates.values():
-            candidate.queued = None
-            if not candidate.is_locked:
-                next_step = step(candidate)
-                if next_step is not None:
-                    candidate.queued = (next_step.key, candidate.last_use, candidate.id)
-                    entries[candidate.tier].append(candidate.queued)
-        for heap in entries:
-            heapq.heapify(heap)
-        self.heaps = entries
+    # ---- the sweep
+
+    def begin_sweep(self) -> None:
+        """Keys may be others than the entries say; what memos say still holds."""
+        is_small = len(self.candidates) <= SMALL
+        for tier in range(DROPPED):
+            self._set_aside(tier)
+            self._sweep(tier, self._num_aside[tier] if is_small else FIRST_SWEPT)
+
+    @property
+    def is_sweeping(self) -> bool:
+        """True until ``advance`` has come to the end of what was set aside."""
+        return any(self._aside)
+
+    def advance(self, max_nodes: int) -> int:
+        """Sweep so many entries, those first that came first before; returns how many there were."""
+        num_left = max_nodes
+        for tier in range(DROPPED):
+            while self._aside[tier] and num_left > 0:
+                num_left -= self._sweep(tier, num_left)
+        return max_nodes - num_left
+
+    def finish(self) -> None:
+        """End the sweep."""
+        self.advance(sum(self._num_aside))
+
+    def _set_aside(self, tier: int) -> None:
+        """All entries of a tier are to be swept."""
+        if self.heaps[tier]:
+            heapq.heappush(self._aside[tier], self.heaps[tier])  # heaps compare by their first entries
+            self._num_aside[tier] += len(self.heaps[tier])
+            self.heaps[tier] = []
+
+    def _sweep(self, tier: int, max_entries: int) -> int:
+        """Queue the nodes of the first entries that were set aside anew; returns how many entries that were."""
+        aside, batch, num_swept = self._aside[tier], list[Candidate](), 0
+        while aside and num_swept < max_entries:
+            entry = heapq.heappop(aside[0])
+            heapq.heapreplace(aside, aside[0]) if aside[0] else heapq.heappop(aside)
+            num_swept += 1
+            candidate = self.candidates.get(entry[2])
+            if candidate is not None and candidate.queued is entry:
+                candidate.queued = None
+                batch.append(candidate)
+        self._num_aside[tier] -= num_swept
+        if len(batch) >= PREPARED and isinstance(self.policy, Preparer):
+            self.policy.prepare(batch)
+        heap = self.heaps[tier]
+        for candidate in batch:
+            next_step = None if candidate.is_locked else self.policy.step(candidate)
+            if next_step is not None:
+                candidate.queued = (next_step.key, candidate.last_use, candidate.id)
+                heapq.heappush(heap, candidate.queued)
+        return num_swept
+
+    # ---- order
 
     def requeue(self, candidate: Candidate, anew: bool = False) -> None:
         """Bring the candidate's entry up to date if its step comes earlier than noted; ``anew``: whenever it
         differs."""
         if candidate.is_locked:
             return
+        tier = candidate.tier
+        anew = anew or bool(self._aside[tier])
         next_step = self.policy.step(candidate)
         if next_step is None:
             if anew:
@@ -130,15 +188,19 @@ class NodeIndex:
         entry = (next_step.key, candidate.last_use, candidate.id)
         if candidate.queued is None or (entry != candidate.queued if anew else entry < candidate.queued):
             candidate.queued = entry
-            heap = self.heaps[candidate.tier]
-            heapq.heappush(heap, entry)
-            if len(heap) > 2 * self.num_on[candidate.tier] + _SLACK:
-                self._compact(candidate.tier)
+            heapq.heappush(self.heaps[tier], entry)
+            self._tidy(tier)
 
     def first(self, tier: int) -> tuple[Candidate, Step] | None:
         """The unlocked node whose step on this tier comes first, and the step; its entry stays on top of the heap."""
-        heap = self.heaps[tier]
-        while heap:
+        heap, aside = self.heaps[tier], self._aside[tier]
+        if aside:
+            self._sweep(tier, MOVES_PER_LOOK)
+        looked: list[Entry] = []
+        while heap or aside:
+            if not heap:
+                self._sweep(tier, FIRST_SWEPT)
+                continue
             entry = heap[0]
             candidate = self.candidates.get(entry[2])
             if candidate is None or candidate.queued is not entry:
@@ -154,19 +216,33 @@ class NodeIndex:
                 return candidate, next_step
             candidate.queued = now
             heapq.heapreplace(heap, now)
+            looked.append(now)
+            if len(looked) == MOST_LOOKED:
+                self._keep_only(tier, looked)
+                heap = self.heaps[tier]
         return None
 
-    def _compact(self, tier: int) -> None:
-        candidates = self.candidates
-        heap = self.heaps[tier]
-        heap[:] = [
-            entry for entry in heap if (candidate := candidates.get(entry[2])) is not None and candidate.queued is entry
-        ]
-        heapq.heapify(heap)
+    def _keep_only(self, tier: int, entries: list[Entry]) -> None:
+        """Leave these in the heap and set the others aside, which may have been hit as well."""
+        self._set_aside(tier)
+        for key, last_use, node_id in entries:
+            candidate = self.candidates[node_id]
+            candidate.queued = (key, last_use, node_id)
+            self.heaps[tier].append(candidate.queued)
+        heapq.heapify(self.heaps[tier])
+
+    def _tidy(self, tier: int) -> None:
+        """Sweep a heap most entries of which are outdated, at the cost of whoever makes more of them."""
+        most = 2 * self.num_on[tier] + _SLACK
+        if len(self.heaps[tier]) > most:
+            self._set_aside(tier)
+        if self._num_aside[tier] > most:
+            self._sweep(tier, self._num_aside[tier] if most <= SMALL else 2 * MOVES_PER_LOOK)
 
     def parent(self, candidate: Candidate) -> Candidate | None:
         """None for a node below the root."""
-        return None if candidate.parent_id is None else self.candidates.get(candidate.parent_id)
+        parent_id = candidate.parent_id
+        return None if parent_id is None or parent_id not in self.candidates else self.candidates[parent_id]
 
     def _requeue_parent(self, candidate: Candidate) -> None:
         if (parent := self.parent(candidate)) is not None:

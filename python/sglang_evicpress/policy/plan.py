@@ -13,7 +13,7 @@ from sglang_evicpress.policy.forced_drops import ForcedDrops
 from sglang_evicpress.policy.index import NodeIndex
 from sglang_evicpress.policy.rules.evicpress import EvicPressPolicy
 
-AHEAD, AHEAD_PER_STEP = 256, 4
+AHEAD, AHEAD_PER_STEP = 32, 4
 """Nodes that may not do what the index has them queued for, of which an urgent plan looks at so many, and so many more
 per step, for what they may do instead. That can lose far more: to be sure of the least it would have to look at all."""
 
@@ -327,7 +327,7 @@ class Plan:
         if self._forced_drops is None:
             standing = (copies.get(node_id, candidate) for node_id, candidate in candidates.items())
             self._forced_drops = ForcedDrops(standing, self.lower_copies_of or {})
-        drops = self._forced_drops.next(tier, lambda one: copies.get(one) or candidates[one])
+        drops = self._forced_drops.next(tier, lambda one: copies.get(one) or self.index.candidates[one])
         freed = sum(one.candidate.num_bytes for one in drops if one.candidate.tier == tier)
         for one in drops:
             copy = self._copy(one.candidate)

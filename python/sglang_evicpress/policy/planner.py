@@ -12,7 +12,7 @@ from sglang_evicpress.policy.cost_model import CostSnapshot
 from sglang_evicpress.policy.explain import explain
 from sglang_evicpress.policy.index import NodeIndex
 from sglang_evicpress.policy.plan import Plan
-from sglang_evicpress.policy.promotion import CLEARLY, Budget, plan_promotions
+from sglang_evicpress.policy.promotion import CLEARLY, MAX_OPTIONS, Budget, PromotionSearch
 from sglang_evicpress.policy.rewrites import plan_rewrites
 from sglang_evicpress.policy.rules.adaptcache import AdaptCachePolicy
 from sglang_evicpress.policy.rules.evicpress import EvicPressPolicy, checked_alpha
@@ -30,13 +30,27 @@ class CostReader(Protocol):
         ...
 
 
+@runtime_checkable
+class CurveReader(Protocol):
+    """A policy that goes by one quality curve for all nodes."""
+
+    def read_curve(self, curve: Sequence[float]) -> None:
+        """Take this curve instead of the one before; what steps lose is outdated."""
+        ...
+
+
 class Planner:
     """Keeps an index of the nodes it is told of and, when a tier is short, plans what to do (EvicPress section 4.4).
 
-    Pure: it reads no clock, file, tensor or metric. What it plans depends only on the present statistics of the nodes,
-    never on the order or the number of the calls that brought them: the same nodes give the same plan in any process
-    and on any rank. Planning changes nothing; whoever carries a decision out tells the policy by ``add`` or
-    ``remove``, as for every other change.
+    Pure: it reads no clock, file, tensor or metric. The same calls give the same plans in any process and on any rank.
+    What it plans depends only on the present statistics of the nodes, never on the order or the number of the calls
+    that brought them, but for as long as it sweeps. Planning changes nothing; whoever carries a decision out tells the
+    policy by ``add`` or ``remove``, as for every other change.
+
+    What changes the steps of many nodes (``refresh``, ``set_alpha``, ``read_mean_curve``) takes no longer than for some
+    of them: the others are swept by ``advance``, which is to be called once a round. Until it has swept all of them,
+    plans are made of those that it has, the first by the order before the change, each with its present step: they may
+    lose a little more than they have to. Up to ``index.SMALL`` nodes are swept at once. See ``NodeIndex``.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -46,7 +60,7 @@ class Planner:
         self.remove = self.index.remove
         self.touch = self.index.touch
         self.lock = self.index.lock
-        self.reweigh = self.index.reweigh
+        self.advance = self.index.advance
 
     @property
     def name(self) -> str:
@@ -102,7 +116,8 @@ class Planner:
         return plan.decisions()
 
     def refresh(self, costs: CostSnapshot) -> None:
-        """Decide by these costs from now on. Every step is worked out anew: call it when they have really changed."""
+        """Decide by these costs from now on. Every step is to be worked out anew: call it when they have really
+        changed."""
         if isinstance(self.policy, CostReader):
             self.policy.read_costs(costs)
             self.index.rebuild()
@@ -114,12 +129,26 @@ class Planner:
             self.policy.alpha = checked_alpha(alpha)
             self.index.rebuild()
 
-    def plan_promotions(self, room: Mapping[Tier, int], budget: Budget, held: Collection[int] = ()) -> list[Decision]:
-        """Moves that raise the total utility; see ``promotion.plan_promotions``. None for a policy that has no
-        utility."""
+    def read_mean_curve(self, curve: Sequence[float]) -> None:
+        """Expect this quality of every form of the menu from now on, whatever node it is; see ``refresh``."""
+        if isinstance(self.policy, CurveReader):
+            self.policy.read_curve(curve)
+            self.index.rebuild()
+
+    def search_promotions(self, num_options: int = MAX_OPTIONS) -> PromotionSearch | None:
+        """A search, to be gone through some nodes at a time, for moves that raise the total utility. None for a policy
+        that has no utility."""
         if not isinstance(self.policy, EvicPressPolicy):
+            return None
+        return PromotionSearch(self.index, self.policy, num_options)
+
+    def plan_promotions(self, room: Mapping[Tier, int], budget: Budget, held: Collection[int] = ()) -> list[Decision]:
+        """Moves that raise the total utility; see ``PromotionSearch``, which this goes through at once."""
+        search = self.search_promotions(budget.num_options)
+        if search is None:
             return []
-        return plan_promotions(self.index, self.policy, room, budget, held)
+        search.look(len(self.index.candidates), held)
+        return search.plan(room, budget, held)
 
     def plan_rewrites(self, nodes: Iterable[NodeStats], tier: Tier, room: int) -> list[Decision]:
         """Smaller forms for these nodes of ``tier``, of which ``room`` bytes are free; see ``rewrites.plan_rewrites``.

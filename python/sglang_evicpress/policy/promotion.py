@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -47,24 +47,60 @@ class PromotionOption(NamedTuple):
     moved_bytes: int
 
 
-def plan_promotions(
-    index: NodeIndex, policy: EvicPressPolicy, room: Mapping[Tier, int], budget: Budget, held: Collection[int] = ()
-) -> list[Decision]:
-    """Decisions, in order of execution, that together raise the total utility; empty when nothing does (EvicPress
-    section 4.1: KV caches are re-arranged between tiers after re-profiling). The nodes ``held`` (ids) are not bettered;
-    they may make room for others.
+class PromotionSearch:
+    """Search for changes that together raise the total utility, some nodes at a time (EvicPress section 4.1: KV caches
+    are re-arranged between tiers after re-profiling).
 
     A node may be brought to the GPU; to the exact form where a lower tier has an exact copy of it (an exact form); or
-    to a form or tier that is worth more in fewer bytes, which happens when its curve or a cost has changed. By gain per
-    byte moved, within ``budget``. Where ``room`` does not suffice others make room if they lose less than is gained, at
-    most once per tier and call: calling again goes on from there. O(n) in the nodes: for an idle moment, not for
-    ``evict``.
+    to a form or tier that is worth more in fewer bytes, which happens when its curve or a cost has changed.
 
     Nothing comes to a tier, not even to free room, unless it gains more per byte than another node there would lose by
     its next step: it would be the next to leave. So what a plan has taken stays away until weights, curves or costs
-    have changed. ``room`` should leave out what is kept free for new nodes. The bytes of a node that is brought up
-    count as free where it was, an exact form takes the difference: room for both at a time is the caller's to find.
+    have changed.
     """
+
+    def __init__(self, index: NodeIndex, policy: EvicPressPolicy, num_options: int = MAX_OPTIONS) -> None:
+        self._index, self._policy, self._num_options = index, policy, num_options
+        self._left = list(reversed(index.candidates))
+        self._best: list[PromotionOption] = []
+
+    def look(self, max_nodes: int, held: Collection[int] = ()) -> bool:
+        """Look at so many nodes more, but for those ``held`` (ids); False when there is none left. What has changed
+        since a node was looked at is seen by the next search."""
+        looked = [self._left.pop() for _ in range(min(max_nodes, len(self._left)))]
+        self._best = heapq.nsmallest(self._num_options, (*self._best, *self._staying(looked, held)))
+        return bool(self._left)
+
+    def _staying(self, node_ids: Iterable[int], held: Collection[int]) -> list[PromotionOption]:
+        least = [_least_per_byte(self._index, tier) for tier in Tier]
+
+        def stays(option: PromotionOption) -> bool:
+            per_byte = next((key for node_id, key in least[option.tier] if node_id != option.node_id), 0.0)
+            return option.gain > per_byte * CLEARLY * option.added_bytes
+
+        return list(filter(stays, _options(self._index, self._policy, node_ids, held)))
+
+    def plan(self, room: Mapping[Tier, int], budget: Budget, held: Collection[int] = ()) -> list[Decision]:
+        """Decisions, in order of execution, about the best nodes found; empty when nothing is gained. Those ``held``
+        are not bettered; they may make room for others.
+
+        By gain per byte moved, within ``budget``. Where ``room`` does not suffice others make room if they lose less
+        than is gained, at most once per tier and call: to search again goes on from there. ``room`` should leave out
+        what is kept free for new nodes. The bytes of a node that is brought up count as free where it was, an exact
+        form takes the difference: room for both at a time is the caller's to find.
+        """
+        node_ids = dict.fromkeys(option.node_id for option in self._best)
+        options = heapq.nsmallest(budget.num_options, self._staying(node_ids, held))
+        return _decide(self._index, self._policy, options, room, budget)
+
+
+def _decide(
+    index: NodeIndex,
+    policy: EvicPressPolicy,
+    options: Iterable[PromotionOption],
+    room: Mapping[Tier, int],
+    budget: Budget,
+) -> list[Decision]:
     free = [room.get(tier, 0) for tier in Tier]
     left_bytes, left_s = budget.num_bytes, budget.seconds
     decided: list[Decision] = []
@@ -74,13 +110,7 @@ def plan_promotions(
         parent_id = index.candidates[node_id].parent_id
         return {node_id} if parent_id is None else {node_id, parent_id}
 
-    least = [_least_per_byte(index, tier) for tier in Tier]
-
-    def stays(option: PromotionOption) -> bool:
-        per_byte = next((key for node_id, key in least[option.tier] if node_id != option.node_id), 0.0)
-        return option.gain > per_byte * CLEARLY * option.added_bytes
-
-    for option in heapq.nsmallest(budget.num_options, filter(stays, _options(index, policy, held))):
+    for option in options:
         node_id, candidate = option.node_id, index.candidates[option.node_id]
         seconds = _seconds(policy, candidate, option)
         if option.moved_bytes > left_bytes or seconds > left_s or kin(node_id) & touched:
@@ -128,19 +158,15 @@ def _relief(index: NodeIndex, tier: Tier, missing: int, free: list[int]) -> list
     return [] if short > 0 else plan.decisions()
 
 
-def _options(index: NodeIndex, policy: EvicPressPolicy, held: Collection[int]) -> Iterator[PromotionOption]:
-    # No entry lies above the present key of its node, so that these are all that gain by their next step, and more.
-    gaining = {entry[2] for heap in index.heaps for entry in heap if entry[0] < 0.0}
-    for candidate in index.candidates.values():
-        tier, exact_on = candidate.tier, candidate.exact_on
-        if candidate.is_locked or candidate.id in held or not candidate.weight > 0.0:
+def _options(
+    index: NodeIndex, policy: EvicPressPolicy, node_ids: Iterable[int], held: Collection[int]
+) -> Iterator[PromotionOption]:
+    for node_id in node_ids:
+        candidate = index.candidates.get(node_id)
+        if candidate is None or candidate.is_locked or node_id in held or not candidate.weight > 0.0:
             continue
-        if (
-            candidate.id in gaining
-            and (step := policy.step(candidate)) is not None
-            and step.key < 0.0
-            and step.tier < DROPPED
-        ):
+        tier, exact_on, step = candidate.tier, candidate.exact_on, policy.step(candidate)
+        if step is not None and step.key < 0.0 and step.tier < DROPPED:
             added = step.num_bytes if step.tier != tier else 0
             form = step.form or candidate.form
             yield _option(policy, candidate, step.tier, form, step.num_bytes, step.quality, step.delay_s, added, added)

@@ -24,6 +24,7 @@ MIN_COMPRESS_TOKENS = 64  # as a server has it unless told otherwise
 OBSERVE_EVERY = 4  # requests; learning from every one would take most of the time of a replay
 DRIFT = 0.25
 JUDGE_EVERY = 8  # lossy hits, of which one is judged, as a server's profiler does
+SWEPT_PER_REQUEST = 1024  # nodes: a server takes some ten to twenty rounds for a request, each for 64
 
 
 @dataclass(slots=True)
@@ -110,6 +111,7 @@ class Replay:
 
     def serve(self, request: Request) -> Outcome:
         self._tick += 1
+        self.planner.advance(SWEPT_PER_REQUEST)
         now = request.arrival_s
         path = self._match(request)
         self._grow_older(now)

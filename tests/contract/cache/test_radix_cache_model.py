@@ -774,7 +774,7 @@ def test_check_integrity_sees_a_book_that_is_out_of_step(walk: Walk) -> None:
     served(walk, 80)
     (node,) = nodes_of(walk)
     record = walk.cache.policy.planner.index.candidates[node.id]
-    for name, wrong in (("num_bytes", 1), ("is_locked", True), ("weight", 9.0), ("parent_id", 77), ("tier", Tier.HOST)):
+    for name, wrong in (("num_bytes", 1), ("is_locked", True), ("parent_id", 77), ("tier", Tier.HOST)):
         right = getattr(record, name)
         setattr(record, name, wrong)
         assert any("policy's index" in text for text in walk.cache.inspector.check_integrity()["violations"]), name

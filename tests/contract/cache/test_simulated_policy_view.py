@@ -8,11 +8,11 @@ import pytest
 
 from sglang_evicpress.core import EXACT, Form, Tier
 from sglang_evicpress.patches.cache.policy_view import PolicyView
-from sglang_evicpress.patches.profiling.quality import Expectation
 from sglang_evicpress.patches.tiers import load_terms
 from sglang_evicpress.policy import POLICIES, PolicyInfo, policy_info
 from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.quality_curves import Curves
+from sglang_evicpress.quality.expectation import Expectation
 from sglang_evicpress.simulator import queue
 from sglang_evicpress.simulator.replay import MIN_COMPRESS_TOKENS, Machine
 from sglang_evicpress.simulator.runs import Run, Settings, make_replay

@@ -17,11 +17,11 @@ from tests.contract.tiers.test_tiers_model import HEADS, TierWalk, cached, nodes
 from sglang_evicpress.codec import get_codec
 from sglang_evicpress.core import EXACT, Form, Tier
 from sglang_evicpress.patches.cache.radix_cache import EvicPressCache
-from sglang_evicpress.patches.profiling.quality import Expectation
 from sglang_evicpress.patches.tiers import admin
 from sglang_evicpress.patches.tiers.placement import tier_of
 from sglang_evicpress.patches.tree.compressor import Compressor
 from sglang_evicpress.patches.tree.node import is_lossy, size_of, slots_of
+from sglang_evicpress.quality.expectation import Expectation
 from sglang_evicpress.tiers.host.allocator import GRANULE
 
 INT8, INT4, LOSSLESS = Form(codec="int8"), Form(codec="int4"), Form(codec="lossless")

@@ -17,6 +17,7 @@ import torch
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.controller.controller import NOT_MEASURED
 from sglang_evicpress.core import DROP, EXACT, Form, Tier
+from sglang_evicpress.patches.cache import policy_sync
 from sglang_evicpress.patches.cache.fill_replace import FillReplace
 from sglang_evicpress.patches.cache.policy_sync import PolicySync
 from sglang_evicpress.patches.cache.policy_terms import PolicyTerms
@@ -49,6 +50,7 @@ from sglang_evicpress.patches.tree.node import NodeKV, PrefixView
 from sglang_evicpress.patches.tree.node_queries import NodeQueries
 from sglang_evicpress.patches.tree.set_aside import ASIDE_S, SetAside
 from sglang_evicpress.patches.tree.slot_ledger import SlotLedger
+from sglang_evicpress.policy import index as policy_index
 from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.tiers.entry.copies import Copy, HostEntry, SsdEntry
@@ -251,7 +253,8 @@ class Followed(World):
 
     def __init__(self, num_nodes: int) -> None:
         super().__init__(num_nodes)
-        self.terms, self.num_failed, quality = PolicyTerms(TERMS, self.nodes, has_host=True), Counter(), Unmeasured()
+        self.terms, self.num_failed = PolicyTerms(TERMS, self.nodes, has_host=True), Counter()
+        quality = self.quality = Unmeasured()
         menu, copies = Menu(TERMS.menu_forms, (Tier.GPU, Tier.HOST), 16, 4), self.placement.lower_copies_of
         follow = lambda node: self.view.stats_of(node)  # noqa: E731
         self.policy = PolicySync(
@@ -302,6 +305,26 @@ def test_a_waiting_request_hits_what_it_will_use_until_it_goes() -> None:
     assert world.policy.planner.index.candidates[1].weight == before + 1.0
     world.hits.keep_only([])
     assert not len(world.hits) and world.nodes[1].kv.weight == before
+
+
+def test_what_is_expected_of_many_nodes_anew_is_told_some_nodes_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (policy_sync, policy_index):
+        monkeypatch.setattr(module, "SMALL", 0)
+    world = Followed(100)
+    candidates = world.policy.planner.index.candidates
+    world.nodes[7].kv.curve = object()  # its own
+    world.quality.known = 0b10
+    world.policy.expect_anew(forms_changed=True)
+    assert not any(candidate.allowed_forms for candidate in candidates.values())
+    told = []
+    while len(told) < 2 or told[-1] > told[-2]:
+        world.policy.advance()
+        told.append(sum(candidate.allowed_forms == 0b10 for candidate in candidates.values()))
+    assert told[0] == policy_sync.TOLD_PER_ROUND and told[-1] == 99
+    world.quality.known = 0
+    world.policy.expect_anew(forms_changed=True)
+    world.policy.finish()
+    assert not any(candidate.allowed_forms for node_id, candidate in candidates.items() if node_id != 7)
 
 
 def test_time_goes_on_by_stamps_and_costs_change_when_they_must() -> None:

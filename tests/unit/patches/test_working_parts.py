@@ -62,6 +62,7 @@ class Controller:
 def eviction(controller: Controller, **given: object) -> Eviction:
     terms = {
         "costs": lambda: COSTS,
+        "bounded": lambda tier, num_bytes: num_bytes,
         "mark_dirty": lambda: None,
         "num_running": lambda: 0,
         "release_from_tail": lambda: (),
@@ -189,7 +190,7 @@ def background(world: World, backup: object, form: Form, **planner: object) -> t
     ]
     controller = Controller(Pool(SLOTS // 8), 0)
     controller.planner = SimpleNamespace(plan=lambda tier, *_: decisions if tier == Tier.GPU else [], **planner)
-    plans = SimpleNamespace(held_bytes=lambda tier: 0, bounded=lambda tier, num_bytes: num_bytes)
+    plans = SimpleNamespace(held_bytes=lambda tier: 0, bounded=lambda tier, num_bytes, num_nodes: num_bytes)
     room = SimpleNamespace(copying_bytes=0, wanted_bytes=0, end_plan=lambda: None, room=dict)
     parts = world.nodes, controller.pool, SimpleNamespace(evictable=SLOTS), controller, world, world.adapters
     made = BackgroundDemotion(
@@ -203,6 +204,7 @@ def background(world: World, backup: object, form: Form, **planner: object) -> t
         SimpleNamespace(ssd_write_gb_per_day=None),
         costs=lambda: COSTS,
         num_slots_needed=lambda: 0,
+        mark_dirty=lambda *, at_once=False: None,
         slot_bytes=SLOT_BYTES,
     )
     return made, controller

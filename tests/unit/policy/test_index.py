@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -14,10 +13,9 @@ from tests.unit.policy.nodes import make_node
 
 from sglang_evicpress.core import Form, NodeStats, Tier
 from sglang_evicpress.policy import Planner, make_planner
-from sglang_evicpress.policy.base import DROPPED, Candidate
+from sglang_evicpress.policy.base import DROPPED
 from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.menu import Menu
-from sglang_evicpress.policy.rules.evicpress import EvicPressPolicy
 
 HALF = Form("keydiff", 0.5)
 MENU = Menu((HALF,), (Tier.GPU, Tier.HOST))
@@ -136,26 +134,16 @@ def test_a_hit_that_is_taken_back_counts_though_it_weighed_nothing() -> None:
     assert [decision.node_id for decision in planner.plan(Tier.GPU, 1)] == [1]
 
 
-class CountingPolicy(EvicPressPolicy):
-    prepared = 0
-
-    def prepare(self, candidates: Iterable[Candidate]) -> None:
-        super().prepare(candidates)
-        self.prepared += 1
-
-
 def test_other_weights_reorder_the_nodes_and_build_no_hull_anew() -> None:
     planner = make_planner("evicpress", MENU, alpha=1.0, costs=COSTS)
-    policy = CountingPolicy(MENU, 1.0, COSTS)
-    planner.policy = planner.index.policy = policy
     planner.add_all(make_node(node_id, menu=MENU, weight=float(node_id), last_use=node_id) for node_id in (1, 2, 3))
     memos = {node_id: candidate.memo for node_id, candidate in planner.index.candidates.items()}
-    planner.reweigh({1: 9.0, 2: 1.0, 3: 5.0})
+    for node_id, weight in {1: 9.0, 2: 1.0, 3: 5.0}.items():
+        planner.touch(node_id, weight, 1, node_id)
     assert planner.plan(Tier.GPU, 1)[0].node_id == 2
     assert all(candidate.memo is memos[candidate.id] for candidate in planner.index.candidates.values())
-    assert policy.prepared == 0
     planner.refresh(replace(COSTS, prefill=PrefillCost(0.0, 2e-4, 0.0)))
-    assert policy.prepared == 1
+    assert not any(candidate.memo is memos[candidate.id] for candidate in planner.index.candidates.values())
 
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf])

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.policy.nodes import execute, make_node
+from tests.unit.policy.nodes import execute, make_node, random_forest
 
 from sglang_evicpress.core import EXACT, Form, NodeStats, Tier
 from sglang_evicpress.policy import make_planner
@@ -192,3 +193,27 @@ def test_utility_rises_capacities_hold_and_tiers_stay_prefix_closed(data: st.Dat
         if decision.option.is_drop
     )
     assert total_utility(planner) + dropped == pytest.approx(before + gained, abs=1e-6)
+
+
+@given(seed=st.integers(0, 2**32), slice_nodes=st.integers(1, 50))
+def test_a_search_in_slices_finds_what_one_at_once_finds(seed: int, slice_nodes: int) -> None:
+    draw = random.Random(seed)
+    nodes = [replace(node, exact_on=None if node.form.is_exact else Tier.SSD) for node in random_forest(draw, MENU, 60)]
+    planner, room, budget = planner_of(*nodes), {Tier.GPU: 300, Tier.HOST: 50}, Budget(500, 1e9, 8)
+    search = planner.search_promotions(budget.num_options)
+    assert search is not None
+    num_looks = 1
+    while search.look(slice_nodes):
+        num_looks += 1
+    assert num_looks == -(-len(nodes) // slice_nodes)
+    assert search.plan(room, budget) == planner.plan_promotions(room, budget)
+
+
+def test_a_search_passes_over_what_has_gone_or_changed_since() -> None:
+    nodes = [make_node(i, menu=MENU, tier=Tier.HOST, weight=float(i)) for i in (1, 2, 3)]
+    planner = planner_of(*nodes)
+    search = planner.search_promotions()
+    assert search is not None and not search.look(3)
+    planner.remove(1)
+    planner.add(replace(nodes[1], tier=Tier.GPU))
+    assert [decision.node_id for decision in search.plan({Tier.GPU: 1000}, PLENTY)] == [3]

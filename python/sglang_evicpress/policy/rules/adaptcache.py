@@ -34,11 +34,17 @@ class AdaptCachePolicy(CascadePolicy):
         self.compresses = len(menu.forms) > 1
         if not (math.isfinite(alpha) and alpha >= 0.0):
             raise ValueError(f"alpha is {alpha!r}: expected a finite number, 0 or more")
-        if len(curve) != len(menu.forms) or not all(0.0 <= quality <= 1.0 for quality in curve):
-            raise ValueError(f"curve is {list(curve)}: expected {len(menu.forms)} qualities in [0, 1]")
         self.alpha = alpha
-        self._quality: dict[Form, float] = dict(zip(menu.forms, curve, strict=True))
+        self.read_curve(curve)
         self.read_costs(costs)
+
+    def read_curve(self, curve: Sequence[float]) -> None:
+        """Take another curve; the index must be rebuilt after it. ValueError unless it has a quality in [0, 1] for
+        every form."""
+        forms = self.menu.forms
+        if len(curve) != len(forms) or not all(0.0 <= quality <= 1.0 for quality in curve):
+            raise ValueError(f"curve is {list(curve)}: expected {len(forms)} qualities in [0, 1]")
+        self._quality: dict[Form, float] = dict(zip(forms, curve, strict=True))
 
     def read_costs(self, costs: CostSnapshot) -> None:
         """Take other costs; the index must be rebuilt after it."""

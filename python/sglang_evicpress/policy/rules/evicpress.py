@@ -43,6 +43,7 @@ class EvicPressPolicy:
         self.menu = menu
         self.alpha = checked_alpha(alpha)
         self.compresses = len(menu.forms) > 1
+        self._terms = 0  # their number: other costs, another alpha or other curves make others
         self.read_costs(costs)
 
     def read_costs(self, costs: CostSnapshot) -> None:
@@ -71,7 +72,7 @@ class EvicPressPolicy:
         self, candidate: Candidate, excluded_tiers: int = 0, lower_copies: Sequence[LowerCopy] | None = None
     ) -> Step | None:
         state = candidate.memo
-        if not isinstance(state, HullState):
+        if not isinstance(state, HullState) or state.terms != self._terms:
             state = candidate.memo = self._hull_state(candidate)
         lowest_tier, num_bytes = candidate.lowest_tier, candidate.num_bytes
         leave, leave_utility = None, -math.inf
@@ -122,11 +123,16 @@ class EvicPressPolicy:
                 steps.append(Step(candidate.weight * lost / held, tier, form, size, quality, delay_s, lost))
         return steps
 
+    def forget_steps(self) -> None:
+        self._terms += 1
+
     def prepare(self, candidates: Iterable[Candidate]) -> None:
         """Find the hull states of many candidates at once, as ``step`` would one by one."""
         by_place: defaultdict[tuple[int, int], list[Candidate]] = defaultdict(list)
         for candidate in candidates:
-            by_place[candidate.tier, candidate.lowest_tier].append(candidate)
+            state = candidate.memo
+            if not isinstance(state, HullState) or state.terms != self._terms:
+                by_place[candidate.tier, candidate.lowest_tier].append(candidate)
         for (tier, lowest_tier), group in by_place.items():
             self._prepare(tier, lowest_tier, group)
 
@@ -178,7 +184,7 @@ class EvicPressPolicy:
         for row, candidate in enumerate(group):
             index = int(first[row])
             shrunk = None if index < 0 else (int(sizes[row, index]), float(worth_here[row, index]), index)
-            state = candidate.memo = HullState(float(utility[row]), shrunk, lowest_tier)
+            state = candidate.memo = HullState(float(utility[row]), shrunk, self._terms, lowest_tier)
             state.leave, state.leave_utility = self._leave_at_once(candidate, lowest_tier, 0, candidate.lower_copies)
             for below, as_it_is, best_form, best_worth in exits:
                 delay_s = float(as_it_is[row])
@@ -205,8 +211,8 @@ class EvicPressPolicy:
     def _hull_state(self, candidate: Candidate) -> HullState:
         now = self.alpha * candidate.quality - self.delay_s(candidate)
         if not candidate.num_bytes:
-            return HullState(now, None)
-        return HullState(now, next_on_hull((candidate.num_bytes, now, -1), self.points(candidate)))
+            return HullState(now, None, self._terms)
+        return HullState(now, next_on_hull((candidate.num_bytes, now, -1), self.points(candidate)), self._terms)
 
     def points(self, candidate: Candidate) -> list[Point]:
         """Points of the forms the node can take in place, with fewer bytes than it holds."""
