@@ -106,6 +106,17 @@ def judge_cell(cell: Trial) -> list[Judged]:
     return results
 
 
+def fastest(results: Sequence[Judged], target: Judged) -> Judged | None:
+    """The fastest of the fixed alphas that have the quality of a target on its cell, None where none has."""
+    cell, quality = replace(target.trial, quality=None), target.trial.quality or 1.0
+    fixed = [
+        result
+        for result in results
+        if result.trial.alpha is not None and replace(result.trial, alpha=None) == cell and result.quality >= quality
+    ]
+    return min(fixed, key=lambda result: result.ttft_s, default=None)
+
+
 def targets(
     traces: tuple[str, ...],
     mixes: Sequence[tuple[float, ...]] = MIXES,
@@ -119,14 +130,8 @@ def targets(
     ratios, shorts = list[float](), list[float]()
     num_unreached = 0
     for result in (result for result in results if result.trial.quality is not None):
-        cell, quality = replace(result.trial, quality=None), result.trial.quality or 1.0
-        fixed = [
-            other
-            for other in results
-            if other.trial.alpha is not None and replace(other.trial, alpha=None) == cell and other.quality >= quality
-        ]
-        shorts.append(quality - result.quality)
-        best = min(fixed, key=lambda other: other.ttft_s, default=None)
+        shorts.append((result.trial.quality or 1.0) - result.quality)
+        best = fastest(results, result)
         if best is None:
             num_unreached += 1
         else:
