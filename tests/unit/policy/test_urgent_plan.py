@@ -71,7 +71,7 @@ def test_a_node_goes_only_where_a_copy_lies(name: str, lower_copies_of: dict[int
 
 
 def test_what_has_no_copy_shrinks_rather_than_going_below() -> None:
-    node = make_node(1, menu=MENU, curve=(1.0, 0.99, 0.0, 0.0), weight=5.0)
+    node = make_node(1, menu=MENU, curve=(1.0, 0.99, 0.0, 0.0), tokens=90, weight=5.0)
     assert _taken(_policy(node, menu=MENU), 40, {}) == [(1, "keydiff@0.5/gpu")]
     assert _taken(_policy(node, menu=MENU), 60, {}) == [(1, "drop")]
 

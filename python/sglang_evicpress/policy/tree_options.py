@@ -1,0 +1,136 @@
+"""A small tree as arrays: what every node is and could become, tier by tier."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_evicpress.core import Form, LowerCopy, Tier
+from sglang_evicpress.policy.base import DROPPED, Candidate, Step
+from sglang_evicpress.policy.rules.evicpress import EvicPressPolicy
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+Way = tuple[int, Form | None, int, float, float]
+"""(rank of a tier, form, bytes, quality, utility per use) a node may be, as ``EvicPressPolicy.exits`` gives it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeOptions:
+    """The ways of N nodes in R ranks, the tiers of the menu and then the drop, at most W in each.
+
+    ``candidates`` are in the order of their depth and there of their parent, so that the children of one parent are
+    neighbours and ``levels[d]`` is the first node of depth d; ``parents`` [N] are numbers in that order, -1 for none.
+    ``ranks`` [N] is where they are, and slot 0 there what they are. ``worth`` and ``room`` [N, R, W] are weighted
+    utility, -inf for none, and bytes, ever fewer in a rank and of ever less worth.
+    """
+
+    tiers: tuple[int, ...]
+    candidates: Sequence[Candidate]
+    ways: Sequence[Sequence[Sequence[Way]]]
+    parents: Ints
+    levels: Sequence[int]
+    ranks: Ints
+    worth: Floats
+    room: Floats
+
+    def slot(self, number: int, rank: int, num_bytes: int) -> int:
+        """The slot of what has the most worth of a node's ways in a rank that hold no more bytes."""
+        return next((slot for slot, way in enumerate(self.ways[number][rank]) if way[2] <= num_bytes), 0)
+
+    def step(self, weigher: EvicPressPolicy, number: int, rank: int, slot: int) -> Step:
+        """The change of a node to one of its ways; the key is that of no heap."""
+        tier, form, num_bytes, quality, worth = self.ways[number][rank][slot]
+        now = self.ways[number][self.ranks[number]][0][4]
+        return Step(0.0, tier, form, num_bytes, quality, weigher.alpha * quality - worth, now - worth)
+
+
+def tree_options(
+    candidates: Iterable[Candidate],
+    weigher: EvicPressPolicy,
+    tier: int,
+    lower_copies_of: Mapping[int, Sequence[LowerCopy]] | None = None,
+) -> TreeOptions | None:
+    """What these nodes may become in a plan that makes room on ``tier``; None where one is on a tier the menu lacks.
+
+    What is locked or on a faster tier stays as it is; in an urgent plan (``lower_copies_of``, see ``Plan``) also what
+    is on a slower one, nothing shrinks below the GPU, and what leaves the tier takes no room where it goes.
+    """
+    tiers = (*(int(one) for one in weigher.menu.tiers), DROPPED)
+    rank_of = {one: rank for rank, one in enumerate(tiers)}
+    nodes, parents, levels = _by_depth(candidates)
+    if any(candidate.tier not in rank_of for candidate in nodes):
+        return None
+    is_urgent = lower_copies_of is not None
+    alpha, forms, points, exits = weigher.alpha, weigher.menu.forms, weigher.points, weigher.exits
+    ways: list[list[list[Way]]] = []
+    cells: list[tuple[int, int, int]] = []
+    worths: list[float] = []
+    rooms: list[int] = []
+    for number, candidate in enumerate(nodes):
+        own_tier, curve, weight = candidate.tier, candidate.curve, candidate.weight
+        now = alpha * candidate.quality - weigher.delay_s(candidate)
+        found: list[list[Way]] = [[] for _ in tiers]
+        if not candidate.is_locked and (own_tier == tier or (own_tier > tier and not is_urgent)):
+            if own_tier == Tier.GPU or not is_urgent:
+                own = found[rank_of[own_tier]]
+                own += [(own_tier, forms[index], size, curve[index], worth) for size, worth, index in points(candidate)]
+            copies = None if lower_copies_of is None else lower_copies_of.get(candidate.id, ())
+            for way in exits(candidate, copies):
+                if way[0] > own_tier and way[0] in rank_of:
+                    found[rank_of[way[0]]].append(way)
+        for rank, unsorted in enumerate(found):
+            kept: list[Way] = []
+            takes_room = not is_urgent or tiers[rank] == own_tier
+            if tiers[rank] == own_tier:
+                kept.append((own_tier, candidate.form, candidate.num_bytes, candidate.quality, now))
+            unsorted.sort(key=_by_worth)
+            least = math.inf
+            for way in unsorted:
+                if way[2] < least:
+                    least = way[2]
+                    kept.append(way)
+                    if not takes_room:
+                        break
+            found[rank] = kept
+            for slot, way in enumerate(kept):
+                cells.append((number, rank, slot))
+                worths.append(weight * way[4])
+                rooms.append(way[2] if takes_room else 0)
+        ways.append(found)
+    shape = len(nodes), len(tiers), max((cell[2] + 1 for cell in cells), default=1)
+    worth, room = np.full(shape, -math.inf), np.zeros(shape)
+    at = tuple(np.array(cells, np.int64).reshape(-1, 3).T)
+    worth[at], room[at] = worths, rooms
+    ranks = np.array([rank_of[candidate.tier] for candidate in nodes], np.int64)
+    return TreeOptions(tiers, nodes, ways, parents, levels, ranks, worth, room)
+
+
+def _by_worth(way: Way) -> tuple[float, int]:
+    return -way[4], way[2]
+
+
+def _by_depth(candidates: Iterable[Candidate]) -> tuple[list[Candidate], Ints, list[int]]:
+    """The candidates, roots first, then their children; the numbers of their parents; where each depth begins, and the
+    end."""
+    known = {candidate.id: candidate for candidate in candidates}
+    children: dict[int | None, list[Candidate]] = {None: []}
+    for node_id in sorted(known):
+        parent_id = known[node_id].parent_id
+        children.setdefault(parent_id if parent_id in known else None, []).append(known[node_id])
+    nodes = children[None]
+    parents, levels = [-1] * len(nodes), [0]
+    while levels[-1] < len(nodes):
+        start, end = levels[-1], len(nodes)
+        levels.append(end)
+        for number in range(start, end):
+            below = children.get(nodes[number].id, ())
+            nodes += below
+            parents += [number] * len(below)
+    return nodes, np.array(parents, np.int64), levels
