@@ -33,8 +33,8 @@ plan finds free what this one frees too much, so that in a large cache nothing i
 loss would prefer small nodes, over many plans, to those that lose least per byte."""
 
 MIDDLING, LARGE_SHARE = 1024, 1 / 4
-"""Nodes in all up to which a plan is compared with a search of the whole tree even if the tree is not small, where it
-moves this share of them and so takes as long already."""
+"""Nodes in all up to which a plan that nobody waits for is compared with a search of the whole tree though that is not
+small, where it moves this share of them and so takes long already."""
 
 
 @dataclass(slots=True)
@@ -118,11 +118,14 @@ class Plan:
         worth more: with few nodes, of which each is much, the greedy can be far from the best (it lets a child leave
         first, and its parent can then no longer be dropped)."""
         num, weigher, candidates = len(self.index.candidates), self._weigher, self.index.candidates
-        is_small = num <= SMALL or (num <= MIDDLING and len(self.moves) >= LARGE_SHARE * num)
-        if weigher is None or not self.moves or not is_small:
+        is_long = self.lower_copies_of is None and num <= MIDDLING and len(self.moves) >= LARGE_SHARE * num
+        if weigher is None or not self.moves or not (num <= SMALL or is_long):
             return
         lost = sum(move.loss for move in self.moves.values())
-        if lost <= CLOSE * sum(self._worth_keeping(weigher, candidate) for candidate in candidates.values()):
+        worths = [self._worth_keeping(weigher, candidate) for candidate in candidates.values()]
+        if lost - sum(worth for worth in worths if worth < 0.0) <= CLOSE * sum(
+            worth for worth in worths if worth > 0.0
+        ):
             return
         options = tree_options(candidates.values(), weigher, tier, self.lower_copies_of)
         if options is None:
@@ -159,7 +162,7 @@ class Plan:
         """Utility of a node over that of dropping it."""
         prefill_s = weigher.costs.prefill.marginal_seconds(candidate.num_tokens, candidate.depth_tokens)
         kept = weigher.alpha * (candidate.quality - 1.0) - weigher.delay_s(candidate) + prefill_s
-        return max(0.0, candidate.weight * kept)
+        return candidate.weight * kept
 
     def _priced(self, weigher: EvicPressPolicy, copy: Candidate, step: Step) -> Step:
         """``step``, to a lower tier, or the same in the form of which the bytes pay there: each costs what that tier

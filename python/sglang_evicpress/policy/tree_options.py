@@ -28,7 +28,8 @@ class TreeOptions:
     ``candidates`` are in the order of their depth and there of their parent, so that the children of one parent are
     neighbours and ``levels[d]`` is the first node of depth d; ``parents`` [N] are numbers in that order, -1 for none.
     ``ranks`` [N] is where they are, and slot 0 there what they are. ``worth`` and ``room`` [N, R, W] are weighted
-    utility, -inf for none, and bytes, ever fewer in a rank and of ever less worth.
+    utility, -inf for none, and bytes, ever fewer in a rank and of ever less worth. What frees no bytes on the tier that
+    is short is worth no more than to stay: a gain alone is for ``plan_promotions``.
     """
 
     tiers: tuple[int, ...]
@@ -77,6 +78,7 @@ def tree_options(
         own_tier, curve, weight = candidate.tier, candidate.curve, candidate.weight
         now = alpha * candidate.quality - weigher.delay_s(candidate)
         found: list[list[Way]] = [[] for _ in tiers]
+        most = math.inf if own_tier == tier and candidate.num_bytes else now
         if not candidate.is_locked and (own_tier == tier or (own_tier > tier and not is_urgent)):
             if own_tier == Tier.GPU or not is_urgent:
                 own = found[rank_of[own_tier]]
@@ -101,7 +103,7 @@ def tree_options(
             found[rank] = kept
             for slot, way in enumerate(kept):
                 cells.append((number, rank, slot))
-                worths.append(weight * way[4])
+                worths.append(weight * min(way[4], most))
                 rooms.append(way[2] if takes_room else 0)
         ways.append(found)
     shape = len(nodes), len(tiers), max((cell[2] + 1 for cell in cells), default=1)

@@ -29,8 +29,13 @@ class Effort(NamedTuple):
     num_exchanges: int
 
 
-TINY, SMALL = 32, 128
-EFFORTS = (Effort(8, 6, 4, 40, 12), Effort(6, 6, 2, 40, 3), Effort(6, 10, 3, 200, 3))
+SMALL = 128
+EFFORTS = {
+    12: Effort(8, 6, 4, 24, 12),
+    32: Effort(6, 6, 3, 24, 6),
+    SMALL: Effort(6, 6, 2, 32, 3),
+    1024: Effort(6, 10, 3, 200, 3),
+}
 """For that many nodes at the most, and for more: a few milliseconds, and less for a node the more there are, for the
 greedy, which is where a search starts, is ever better."""
 
@@ -78,7 +83,7 @@ class TreeSearch:
         self._unit = np.where(self._is_priced, self.capacity, 1.0)
         num, self._levels = len(options.parents), options.levels
         self._numbers = np.arange(num)
-        self._effort = EFFORTS[(num > TINY) + (num > SMALL)]
+        self._effort = next(effort for most, effort in EFFORTS.items() if num <= most)
         flat = np.nonzero(np.isfinite(self.worth))
         self._owners, self._ranks, self._slots = flat
         self._worths, self._sizes = self.worth[flat], options.room[flat]
@@ -124,7 +129,8 @@ class TreeSearch:
                 break
         else:
             best = self._exchanged(best, found[0].prices, enough)
-        return self._kept(best) if best.value - given.value > CLOSE * (bound - dropped) / 2 else None
+        is_clear = best.value - given.value > CLOSE * (bound - dropped) / 2 or given.value < dropped <= best.value
+        return self._kept(best) if is_clear else None
 
     def _slope(self, found: Found) -> Floats:
         """How the bound changes with the prices, each times what its tier can hold."""
@@ -174,10 +180,12 @@ class TreeSearch:
         high = min((one for one in found if one.fits), key=lambda one: float(one.prices.sum()), default=None)
         least = found[0].prices * 0.0 if low is None else low.prices
         most = 4.0 * found[0].prices if high is None else high.prices
-        return least + (most - least) * (np.arange(1.0, num + 1.0) / (num + 1.0))[:, None]
+        prices: Floats = least + (most - least) * (np.arange(1.0, num + 1.0) / (num + 1.0))[:, None]
+        return prices
 
     def _as_it_is(self) -> Floats:
-        return self.options.worth[self._numbers, self.options.ranks, 0]
+        worth: Floats = self.options.worth[self._numbers, self.options.ranks, 0]
+        return worth
 
     def _first_prices(self, guess: Floats) -> Floats | None:
         """[K, R], half of them about the guess, half from what one byte is worth at the most down to a thousandth; None
@@ -191,9 +199,9 @@ class TreeSearch:
         half = self._effort.num_prices // 2
         factors = np.array([0.5 * 4.0 ** (step / (half - 1)) for step in range(half)])
         shares = np.array([10.0 ** (-3.0 * step / (half - 1)) for step in range(half)])
-        prices = np.concatenate((factors[:, None] * guess, np.repeat(dearest * shares[:, None], len(guess), axis=1)))
-        prices[:, ~np.isfinite(self.capacity)] = 0.0
-        return np.maximum(prices, np.where(np.isfinite(self.capacity), 1e-6 * dearest, 0.0))
+        prices: Floats = np.concatenate((np.outer(factors, guess), np.outer(dearest * shares, np.ones(len(guess)))))
+        prices = np.where(np.isfinite(self.capacity), np.maximum(prices, 1e-6 * dearest), 0.0)
+        return prices
 
     def _best_at(self, prices: Floats) -> list[Found]:
         """The best choice at each of some prices [K, R]."""
