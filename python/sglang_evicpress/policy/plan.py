@@ -15,7 +15,7 @@ from sglang_evicpress.policy.forced_drops import ForcedDrops
 from sglang_evicpress.policy.index import NodeIndex
 from sglang_evicpress.policy.rules.evicpress import EvicPressPolicy
 from sglang_evicpress.policy.tree_options import tree_options
-from sglang_evicpress.policy.tree_search import CLOSE, SMALL, Choice, TreeSearch
+from sglang_evicpress.policy.tree_search import CLOSE, MIDDLING, SMALL, Choice, TreeSearch
 
 AHEAD, AHEAD_PER_STEP = 256, 4
 """Nodes that may not do what the index has them queued for, of which an urgent plan looks at so many, and so many more
@@ -32,9 +32,9 @@ NOTABLE_SHARE = 1 / 16
 plan finds free what this one frees too much, so that in a large cache nothing is lost; always to look for the least
 loss would prefer small nodes, over many plans, to those that lose least per byte."""
 
-MIDDLING, LARGE_SHARE = 1024, 1 / 4
-"""Nodes in all up to which a plan that nobody waits for is compared with a search of the whole tree though that is not
-small, where it moves this share of them and so takes long already."""
+LARGE_SHARE = 1 / 4
+"""Of all nodes: a plan that nobody waits for and that moves so many takes long already, and is compared with a search of
+the whole tree even if that is not small."""
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ class Plan:
             num_bytes -= self._move(copy, step)
         return 0
 
-    def improve(self, tier: int, num_bytes: int) -> None:
+    def search(self, tier: int, num_bytes: int) -> None:
         """Plan anew, as a whole, what ``free`` has planned node by node, where the tree is small and that is clearly
         worth more: with few nodes, of which each is much, the greedy can be far from the best (it lets a child leave
         first, and its parent can then no longer be dropped)."""
@@ -123,30 +123,29 @@ class Plan:
             return
         lost = sum(move.loss for move in self.moves.values())
         worths = [self._worth_keeping(weigher, candidate) for candidate in candidates.values()]
-        if lost - sum(worth for worth in worths if worth < 0.0) <= CLOSE * sum(
-            worth for worth in worths if worth > 0.0
-        ):
+        lowest, highest = (sum(worth for worth in worths if worth * sign > 0.0) for sign in (-1.0, 1.0))
+        if lost - lowest <= CLOSE * highest:
             return
         options = tree_options(candidates.values(), weigher, tier, self.lower_copies_of)
         if options is None:
             return
         numbers = {candidate.id: number for number, candidate in enumerate(options.candidates)}
-        ranks, slots = options.ranks.copy(), np.zeros(len(numbers), np.int64)
+        places, slots = options.places.copy(), np.zeros(len(numbers), np.int64)
         for move in self.moves.values():
             number, step = numbers[move.copy.id], move.step
-            ranks[number] = rank = options.tiers.index(step.tier)
-            slots[number] = options.slot(number, rank, step.num_bytes)
-        now = float(options.worth[np.arange(len(numbers)), options.ranks, 0].sum())
+            places[number] = place = options.tiers.index(step.tier)
+            slots[number] = options.slot(number, place, step.num_bytes)
+        now = float(options.worth[np.arange(len(numbers)), options.places, 0].sum())
         capacity = [self._capacity(one, tier, num_bytes) for one in options.tiers[:-1]]
         keys = [self._keys[one] for one in options.tiers[:-1]]
-        better = TreeSearch(options, capacity).better(Choice(now - lost, ranks, slots), [*keys, 0.0])
+        better = TreeSearch(options, capacity).better(Choice(now - lost, places, slots), [*keys, 0.0])
         if better is None:
             return
         self.moves.clear()
         self._forced.clear()
-        for number, (rank, slot) in enumerate(zip(better.ranks.tolist(), better.slots.tolist(), strict=True)):
-            if rank != options.ranks[number] or slot != 0:
-                copy, step = options.candidates[number].copy(), options.step(weigher, number, rank, slot)
+        for number, (place, slot) in enumerate(zip(better.places.tolist(), better.slots.tolist(), strict=True)):
+            if place != options.places[number] or slot != 0:
+                copy, step = options.candidates[number].copy(), options.step(weigher, number, place, slot)
                 copy.form = copy.form if step.form is None else step.form
                 self.moves[copy.id] = Move(copy, step, step.loss * copy.weight, len(numbers) - number)
 

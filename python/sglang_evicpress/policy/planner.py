@@ -91,7 +91,7 @@ class Planner:
         plan = Plan(self.index, room or {}, lower_copies_of)
         try:
             if plan.free(int(tier), num_bytes) == 0:
-                plan.improve(int(tier), num_bytes)
+                plan.search(int(tier), num_bytes)
         finally:
             plan.close()
         return plan.decisions()

@@ -17,38 +17,38 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-Way = tuple[int, Form | None, int, float, float]
-"""(rank of a tier, form, bytes, quality, utility per use) a node may be, as ``EvicPressPolicy.exits`` gives it."""
+TreeOption = tuple[int, Form | None, int, float, float]
+"""(tier, form, bytes, quality, utility per use) a node may be, as ``EvicPressPolicy.exits`` gives it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TreeOptions:
-    """The ways of N nodes in R ranks, the tiers of the menu and then the drop, at most W in each.
+    """The options of N nodes in R places, the tiers of the menu and then the drop, at most W in each.
 
     ``candidates`` are in the order of their depth and there of their parent, so that the children of one parent are
     neighbours and ``levels[d]`` is the first node of depth d; ``parents`` [N] are numbers in that order, -1 for none.
-    ``ranks`` [N] is where they are, and slot 0 there what they are. ``worth`` and ``room`` [N, R, W] are weighted
-    utility, -inf for none, and bytes, ever fewer in a rank and of ever less worth. What frees no bytes on the tier that
-    is short is worth no more than to stay: a gain alone is for ``plan_promotions``.
+    ``places`` [N] is where they are, and slot 0 there what they are. ``worth`` and ``room`` [N, R, W] are weighted
+    utility, -inf for none, and bytes, ever fewer in a place and of ever less worth. What frees no bytes on the tier
+    that is short is worth no more than to stay: a gain alone is for ``plan_promotions``.
     """
 
     tiers: tuple[int, ...]
     candidates: Sequence[Candidate]
-    ways: Sequence[Sequence[Sequence[Way]]]
+    options: Sequence[Sequence[Sequence[TreeOption]]]
     parents: Ints
     levels: Sequence[int]
-    ranks: Ints
+    places: Ints
     worth: Floats
     room: Floats
 
-    def slot(self, number: int, rank: int, num_bytes: int) -> int:
-        """The slot of what has the most worth of a node's ways in a rank that hold no more bytes."""
-        return next((slot for slot, way in enumerate(self.ways[number][rank]) if way[2] <= num_bytes), 0)
+    def slot(self, number: int, place: int, num_bytes: int) -> int:
+        """The slot of what has the most worth of a node's options in a place that hold no more bytes."""
+        return next((slot for slot, option in enumerate(self.options[number][place]) if option[2] <= num_bytes), 0)
 
-    def step(self, weigher: EvicPressPolicy, number: int, rank: int, slot: int) -> Step:
-        """The change of a node to one of its ways; the key is that of no heap."""
-        tier, form, num_bytes, quality, worth = self.ways[number][rank][slot]
-        now = self.ways[number][self.ranks[number]][0][4]
+    def step(self, weigher: EvicPressPolicy, number: int, place: int, slot: int) -> Step:
+        """The change of a node to one of its options; the key is that of no heap."""
+        tier, form, num_bytes, quality, worth = self.options[number][place][slot]
+        now = self.options[number][self.places[number]][0][4]
         return Step(0.0, tier, form, num_bytes, quality, weigher.alpha * quality - worth, now - worth)
 
 
@@ -64,58 +64,58 @@ def tree_options(
     is on a slower one, nothing shrinks below the GPU, and what leaves the tier takes no room where it goes.
     """
     tiers = (*(int(one) for one in weigher.menu.tiers), DROPPED)
-    rank_of = {one: rank for rank, one in enumerate(tiers)}
+    place_of = {one: place for place, one in enumerate(tiers)}
     nodes, parents, levels = _by_depth(candidates)
-    if any(candidate.tier not in rank_of for candidate in nodes):
+    if any(candidate.tier not in place_of for candidate in nodes):
         return None
     is_urgent = lower_copies_of is not None
     alpha, forms, points, exits = weigher.alpha, weigher.menu.forms, weigher.points, weigher.exits
-    ways: list[list[list[Way]]] = []
+    options: list[list[list[TreeOption]]] = []
     cells: list[tuple[int, int, int]] = []
     worths: list[float] = []
     rooms: list[int] = []
     for number, candidate in enumerate(nodes):
         own_tier, curve, weight = candidate.tier, candidate.curve, candidate.weight
         now = alpha * candidate.quality - weigher.delay_s(candidate)
-        found: list[list[Way]] = [[] for _ in tiers]
+        found: list[list[TreeOption]] = [[] for _ in tiers]
         most = math.inf if own_tier == tier and candidate.num_bytes else now
         if not candidate.is_locked and (own_tier == tier or (own_tier > tier and not is_urgent)):
             if own_tier == Tier.GPU or not is_urgent:
-                own = found[rank_of[own_tier]]
+                own = found[place_of[own_tier]]
                 own += [(own_tier, forms[index], size, curve[index], worth) for size, worth, index in points(candidate)]
             copies = None if lower_copies_of is None else lower_copies_of.get(candidate.id, ())
-            for way in exits(candidate, copies):
-                if way[0] > own_tier and way[0] in rank_of:
-                    found[rank_of[way[0]]].append(way)
-        for rank, unsorted in enumerate(found):
-            kept: list[Way] = []
-            takes_room = not is_urgent or tiers[rank] == own_tier
-            if tiers[rank] == own_tier:
+            for option in exits(candidate, copies):
+                if option[0] > own_tier and option[0] in place_of:
+                    found[place_of[option[0]]].append(option)
+        for place, unsorted in enumerate(found):
+            kept: list[TreeOption] = []
+            takes_room = not is_urgent or tiers[place] == own_tier
+            if tiers[place] == own_tier:
                 kept.append((own_tier, candidate.form, candidate.num_bytes, candidate.quality, now))
             unsorted.sort(key=_by_worth)
             least = math.inf
-            for way in unsorted:
-                if way[2] < least:
-                    least = way[2]
-                    kept.append(way)
+            for option in unsorted:
+                if option[2] < least:
+                    least = option[2]
+                    kept.append(option)
                     if not takes_room:
                         break
-            found[rank] = kept
-            for slot, way in enumerate(kept):
-                cells.append((number, rank, slot))
-                worths.append(weight * min(way[4], most))
-                rooms.append(way[2] if takes_room else 0)
-        ways.append(found)
+            found[place] = kept
+            for slot, option in enumerate(kept):
+                cells.append((number, place, slot))
+                worths.append(weight * min(option[4], most))
+                rooms.append(option[2] if takes_room else 0)
+        options.append(found)
     shape = len(nodes), len(tiers), max((cell[2] + 1 for cell in cells), default=1)
     worth, room = np.full(shape, -math.inf), np.zeros(shape)
     at = tuple(np.array(cells, np.int64).reshape(-1, 3).T)
     worth[at], room[at] = worths, rooms
-    ranks = np.array([rank_of[candidate.tier] for candidate in nodes], np.int64)
-    return TreeOptions(tiers, nodes, ways, parents, levels, ranks, worth, room)
+    places = np.array([place_of[candidate.tier] for candidate in nodes], np.int64)
+    return TreeOptions(tiers, nodes, options, parents, levels, places, worth, room)
 
 
-def _by_worth(way: Way) -> tuple[float, int]:
-    return -way[4], way[2]
+def _by_worth(option: TreeOption) -> tuple[float, int]:
+    return -option[4], option[2]
 
 
 def _by_depth(candidates: Iterable[Candidate]) -> tuple[list[Candidate], Ints, list[int]]:

@@ -29,23 +29,23 @@ class Effort(NamedTuple):
     num_exchanges: int
 
 
-SMALL = 128
+SMALL, MIDDLING = 128, 1024
 EFFORTS = {
     12: Effort(8, 6, 4, 24, 12),
     32: Effort(6, 6, 3, 24, 6),
     SMALL: Effort(6, 6, 2, 32, 3),
-    1024: Effort(6, 10, 3, 200, 3),
+    MIDDLING: Effort(6, 10, 3, 200, 3),
 }
-"""For that many nodes at the most, and for more: a few milliseconds, and less for a node the more there are, for the
-greedy, which is where a search starts, is ever better."""
+"""By the nodes there are at the most: less for each the more there are, for then the greedy, which is where a search
+starts, is better. A few milliseconds up to ``SMALL``, tens up to ``MIDDLING``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An option per node, as rank and slot [N], and the sum of what they are worth."""
+    """An option per node, as place and slot [N], and the sum of what they are worth."""
 
     value: float
-    ranks: Ints
+    places: Ints
     slots: Ints
 
 
@@ -56,7 +56,7 @@ class Found:
     bound: float
     worth: float
     fits: bool
-    ranks: Ints
+    places: Ints
     slots: Ints
     prices: Floats
     used: Floats
@@ -75,9 +75,8 @@ class TreeSearch:
     def __init__(self, options: TreeOptions, capacity: Sequence[float]) -> None:
         self.options = options
         self.capacity = np.array([*capacity, math.inf])
-        self.worth = np.where(
-            options.room <= self.capacity[:, None], options.worth, -math.inf
-        )  # what alone is too large for the tier
+        fits_alone = options.room <= self.capacity[:, None]
+        self.worth = np.where(fits_alone, options.worth, -math.inf)
         self._is_priced = np.isfinite(self.capacity) & (self.capacity > 0.0)
         self._has_one_price = int(self._is_priced.sum()) == 1
         self._unit = np.where(self._is_priced, self.capacity, 1.0)
@@ -85,7 +84,7 @@ class TreeSearch:
         self._numbers = np.arange(num)
         self._effort = next(effort for most, effort in EFFORTS.items() if num <= most)
         flat = np.nonzero(np.isfinite(self.worth))
-        self._owners, self._ranks, self._slots = flat
+        self._owners, self._places, self._slots = flat
         self._worths, self._sizes = self.worth[flat], options.room[flat]
         roots = self._levels[1]
         below = options.parents[roots:]
@@ -122,7 +121,7 @@ class TreeSearch:
             gap = bound - given.value
             tried = self._between(found, len(tried)) if self._has_one_price else self._descent(found, gap, len(tried))
         best = given
-        for start in ((given.ranks, given.slots, guess), *self._starts(found, bound - given.value)):
+        for start in ((given.places, given.slots, guess), *self._starts(found, bound - given.value)):
             if (one := self._fitted(*start)) is not None and one.value > best.value:
                 best = one
             if best.value >= enough:
@@ -153,15 +152,15 @@ class TreeSearch:
         shares[0], shortest = 1.0, slopes[0]
         for _ in range(MAX_BUNDLE):
             number = int((edges * shortest).sum(axis=1).argmin())
-            way = slopes[number] - shortest
-            length = float((way * way).sum())
-            share = -float((shortest * way).sum()) / length if length > 0.0 else 0.0
+            edge = slopes[number] - shortest
+            length = float((edge * edge).sum())
+            share = -float((shortest * edge).sum()) / length if length > 0.0 else 0.0
             if share <= 1e-9:
                 break
             share = min(share, 1.0)
             shares *= 1.0 - share
             shares[number] += share
-            shortest = shortest + share * way
+            shortest = shortest + share * edge
         return near, shares, shortest
 
     def _descent(self, found: list[Found], gap: float, num: int) -> Floats:
@@ -184,7 +183,7 @@ class TreeSearch:
         return prices
 
     def _as_it_is(self) -> Floats:
-        worth: Floats = self.options.worth[self._numbers, self.options.ranks, 0]
+        worth: Floats = self.options.worth[self._numbers, self.options.places, 0]
         return worth
 
     def _first_prices(self, guess: Floats) -> Floats | None:
@@ -211,24 +210,24 @@ class TreeSearch:
         for start, end, firsts, heads, _ in reversed(self._by_level):
             least = np.maximum.accumulate(sums[start:end, :, ::-1], axis=2)[..., ::-1]
             sums[heads] += np.add.reduceat(least, firsts, axis=0)
-        ranks = np.empty(sums.shape[:2], np.int64)
+        places = np.empty(sums.shape[:2], np.int64)
         roots = self._levels[1]
-        ranks[:roots] = sums[:roots].argmax(axis=2)
+        places[:roots] = sums[:roots].argmax(axis=2)
         every = np.arange(sums.shape[2])
         for start, end, _, _, above in self._by_level:
-            is_open = every >= ranks[above][..., None]
-            ranks[start:end] = np.where(is_open, sums[start:end], -math.inf).argmax(axis=2)
+            is_open = every >= places[above][..., None]
+            places[start:end] = np.where(is_open, sums[start:end], -math.inf).argmax(axis=2)
         bounds = sums[:roots].max(axis=2).sum(axis=0)
         bounds += (prices * np.where(np.isfinite(self.capacity), self.capacity, 0.0)).sum(axis=1)
-        ranks = ranks.T
-        slots = np.take_along_axis(slots, ranks[..., None], 2)[..., 0]
-        worth = self.worth[self._numbers, ranks, slots].sum(axis=1)
-        num_bytes = self.options.room[self._numbers, ranks, slots]
-        used = (num_bytes[..., None] * (ranks[..., None] == every)).sum(axis=1)
+        places = places.T
+        slots = np.take_along_axis(slots, places[..., None], 2)[..., 0]
+        worth = self.worth[self._numbers, places, slots].sum(axis=1)
+        num_bytes = self.options.room[self._numbers, places, slots]
+        used = (num_bytes[..., None] * (places[..., None] == every)).sum(axis=1)
         fits = (used <= self.capacity).all(axis=1)
         return [
             Found(
-                float(bounds[row]), float(worth[row]), bool(fits[row]), ranks[row], slots[row], prices[row], used[row]
+                float(bounds[row]), float(worth[row]), bool(fits[row]), places[row], slots[row], prices[row], used[row]
             )
             for row in range(len(prices))
         ]
@@ -244,9 +243,9 @@ class TreeSearch:
         fitting = max((one for one in found if one.fits), key=lambda one: one.worth, default=found[0])
         seen: set[bytes] = set()
         for one in (fitting, *found):
-            key = one.ranks.tobytes() + one.slots.tobytes()
+            key = one.places.tobytes() + one.slots.tobytes()
             if key not in seen:
-                yield one.ranks, one.slots, one.prices
+                yield one.places, one.slots, one.prices
             seen.add(key)
             if len(seen) == self._effort.num_starts:
                 return
@@ -254,32 +253,32 @@ class TreeSearch:
     def _rounded(self, near: list[Found], shares: Floats) -> tuple[Ints, Ints]:
         """A choice with every tree as in one of those given, such that the bytes are those of the mean by the shares,
         as nearly as one tree after the other can, the largest first."""
-        num, num_ranks = len(self._numbers), len(self.capacity)
-        used = np.zeros((len(near), num, num_ranks))
+        num, num_places = len(self._numbers), len(self.capacity)
+        used = np.zeros((len(near), num, num_places))
         for number, one in enumerate(near):
-            num_bytes = self.options.room[self._numbers, one.ranks, one.slots]
-            cells = np.bincount(self._roots * num_ranks + one.ranks, weights=num_bytes, minlength=num * num_ranks)
-            used[number] = cells.reshape(num, num_ranks)
+            num_bytes = self.options.room[self._numbers, one.places, one.slots]
+            cells = np.bincount(self._roots * num_places + one.places, weights=num_bytes, minlength=num * num_places)
+            used[number] = cells.reshape(num, num_places)
         off = (used - (used * (shares / shares.sum())[:, None, None]).sum(axis=0)) / self._unit * self._is_priced
         largest = np.abs(off).max(axis=(0, 2))
-        chosen, sums = np.zeros(num, np.int64), np.zeros(num_ranks)
+        chosen, sums = np.zeros(num, np.int64), np.zeros(num_places)
         for tree in np.argsort(-largest, kind="stable")[: np.count_nonzero(largest)]:
-            ways = sums + off[:, tree]
-            chosen[tree] = way = int((ways * ways).sum(axis=1).argmin())
-            sums = ways[way]
+            sums_with = sums + off[:, tree]
+            chosen[tree] = number = int((sums_with * sums_with).sum(axis=1).argmin())
+            sums = sums_with[number]
         row = chosen[self._roots]
-        ranks, slots = np.array([one.ranks for one in near]), np.array([one.slots for one in near])
-        return ranks[row, self._numbers], slots[row, self._numbers]
+        places, slots = np.array([one.places for one in near]), np.array([one.slots for one in near])
+        return places[row, self._numbers], slots[row, self._numbers]
 
     def _exchanged(self, best: Choice, prices: Floats, enough: float) -> Choice:
         """What comes of giving one node more than there is room for, and what others lose by that, while it pays."""
         tries = self._effort.num_exchanges
         while tries > 0 and best.value < enough:
-            worth = self.worth[self._numbers, best.ranks, best.slots][self._owners]
-            held = self.options.room[self._numbers, best.ranks, best.slots][self._owners]
+            worth = self.worth[self._numbers, best.places, best.slots][self._owners]
+            held = self.options.room[self._numbers, best.places, best.slots][self._owners]
             gain = self._worths - worth
-            net = gain - prices[self._ranks] * self._sizes + prices[best.ranks][self._owners] * held
-            wanted = np.flatnonzero((gain > 0.0) & (self._ranks <= self._lowest(best.ranks)[self._owners]))
+            net = gain - prices[self._places] * self._sizes + prices[best.places][self._owners] * held
+            wanted = np.flatnonzero((gain > 0.0) & (self._places <= self._lowest(best.places)[self._owners]))
             if not len(wanted):
                 return best
             better = None
@@ -298,27 +297,27 @@ class TreeSearch:
 
     def _forced(self, choice: Choice, option: int, prices: Floats) -> tuple[Ints, Ints]:
         """The choice with one node in an option, and what is above it no lower than that."""
-        ranks, slots = choice.ranks.copy(), choice.slots.copy()
-        number, rank = int(self._owners[option]), int(self._ranks[option])
-        ranks[number], slots[number] = rank, self._slots[option]
-        while (number := int(self.options.parents[number])) >= 0 and ranks[number] > rank:
-            ranks[number] = rank
-            slots[number] = (self.worth[number, rank] - prices[rank] * self.options.room[number, rank]).argmax()
-        return ranks, slots
+        places, slots = choice.places.copy(), choice.slots.copy()
+        number, place = int(self._owners[option]), int(self._places[option])
+        places[number], slots[number] = place, self._slots[option]
+        while (number := int(self.options.parents[number])) >= 0 and places[number] > place:
+            places[number] = place
+            slots[number] = (self.worth[number, place] - prices[place] * self.options.room[number, place]).argmax()
+        return places, slots
 
-    def _fitted(self, ranks: Ints, slots: Ints, prices: Floats, fixed: int = -1) -> Choice | None:
+    def _fitted(self, places: Ints, slots: Ints, prices: Floats, fixed: int = -1) -> Choice | None:
         """A choice made to fit, one change of one node after the other, but for the node ``fixed``, and with what is
         left free used; None where it cannot be."""
-        ranks, slots = ranks.copy(), slots.copy()
-        owners, at, sizes = self._owners, self._ranks, self._sizes
-        worth, held = self.worth[self._numbers, ranks, slots], self.options.room[self._numbers, ranks, slots]
-        free = self.capacity - np.bincount(ranks, weights=held, minlength=len(self.capacity))
+        places, slots = places.copy(), slots.copy()
+        owners, at, sizes = self._owners, self._places, self._sizes
+        worth, held = self.worth[self._numbers, places, slots], self.options.room[self._numbers, places, slots]
+        free = self.capacity - np.bincount(places, weights=held, minlength=len(self.capacity))
         if not np.isfinite(worth).all():
             return None
         for _ in range(self._effort.num_steps):
-            above = np.where(self.options.parents >= 0, ranks[self.options.parents], 0)
-            below = self._lowest(ranks)
-            now, own = ranks[owners], held[owners]
+            above = np.where(self.options.parents >= 0, places[self.options.parents], 0)
+            below = self._lowest(places)
+            now, own = places[owners], held[owners]
             gain, is_there = self._worths - worth[owners], at == now
             added = sizes - own * is_there
             fits = (at >= above[owners]) & (at <= below[owners]) & (added <= np.maximum(free, 0.0)[at])
@@ -334,34 +333,34 @@ class TreeSearch:
                 break
             best = open_to[score.argmax()]
             node = owners[best]
-            free[ranks[node]] += held[node]
+            free[places[node]] += held[node]
             free[at[best]] -= sizes[best]
-            ranks[node], slots[node] = at[best], self._slots[best]
+            places[node], slots[node] = at[best], self._slots[best]
             worth[node], held[node] = self._worths[best], sizes[best]
-        return Choice(float(worth.sum()), ranks, slots) if (free >= 0.0).all() else None
+        return Choice(float(worth.sum()), places, slots) if (free >= 0.0).all() else None
 
-    def _lowest(self, ranks: Ints) -> Ints:
-        """The rank each node may go down to: that of its first child."""
-        lowest = np.full(len(ranks), len(self.capacity) - 1)
+    def _lowest(self, places: Ints) -> Ints:
+        """The place each node may go down to: that of its first child."""
+        lowest = np.full(len(places), len(self.capacity) - 1)
         if len(self._firsts):
-            lowest[self._heads] = np.minimum.reduceat(ranks[self._levels[1] :], self._firsts)
+            lowest[self._heads] = np.minimum.reduceat(places[self._levels[1] :], self._firsts)
         return lowest
 
     def _kept(self, choice: Choice) -> Choice:
         """The same, but that what loses nothing by it stays as it is."""
-        ranks, slots, value = choice.ranks.copy(), choice.slots.copy(), choice.value
-        held = self.options.room[self._numbers, ranks, slots]
-        free = self.capacity - np.bincount(ranks, weights=held, minlength=len(self.capacity))
+        places, slots, value = choice.places.copy(), choice.slots.copy(), choice.value
+        held = self.options.room[self._numbers, places, slots]
+        free = self.capacity - np.bincount(places, weights=held, minlength=len(self.capacity))
         parents, options = self.options.parents, self.options
-        for number, own in enumerate(options.ranks):
-            rank, slot = ranks[number], slots[number]
-            gain = self.worth[number, own, 0] - self.worth[number, rank, slot]
-            if (rank == own and slot == 0) or gain < 0.0 or (parents[number] >= 0 and ranks[parents[number]] > own):
+        for number, own in enumerate(options.places):
+            place, slot = places[number], slots[number]
+            gain = self.worth[number, own, 0] - self.worth[number, place, slot]
+            if (place == own and slot == 0) or gain < 0.0 or (parents[number] >= 0 and places[parents[number]] > own):
                 continue
-            freed, needed = options.room[number, rank, slot], options.room[number, own, 0]
-            if needed - (freed if rank == own else 0.0) <= free[own]:
-                free[rank] += freed
+            freed, needed = options.room[number, place, slot], options.room[number, own, 0]
+            if needed - (freed if place == own else 0.0) <= free[own]:
+                free[place] += freed
                 free[own] -= needed
-                ranks[number], slots[number] = own, 0
+                places[number], slots[number] = own, 0
                 value += float(gain)
-        return Choice(value, ranks, slots)
+        return Choice(value, places, slots)

@@ -88,7 +88,7 @@ def test_only_small_trees_and_long_plans_are_searched(monkeypatch: pytest.Monkey
     searched: list[int] = []
 
     def better(search: TreeSearch, given: Choice, prices: Sequence[float]) -> None:
-        searched.append(len(given.ranks))
+        searched.append(len(given.places))
 
     monkeypatch.setattr(TreeSearch, "better", better)
     nodes = [make_node(i, menu=PLAIN, weight=1.0 + i / 1000) for i in range(300)]
@@ -210,18 +210,22 @@ def _best(menu: Menu, nodes: Sequence[NodeStats], demand: int, room: Mapping[Tie
     assert options is not None
     capacity = [held[tier] + room.get(Tier(tier), 0) for tier in options.tiers[:-1]]
     capacity[0] = held[0] - demand
-    every = [[(rank, slot) for rank, ways in enumerate(node) for slot in range(len(ways))] for node in options.ways]
+    every = [
+        [(place, slot) for place, options in enumerate(node) for slot in range(len(options))]
+        for node in options.options
+    ]
     best = -math.inf
     for chosen in itertools.product(*every):
         if any(
-            parent >= 0 and chosen[parent][0] > rank for parent, (rank, _) in zip(options.parents, chosen, strict=True)
+            parent >= 0 and chosen[parent][0] > place
+            for parent, (place, _) in zip(options.parents, chosen, strict=True)
         ):
             continue
         room_taken = [0.0] * len(options.tiers)
-        for number, (rank, slot) in enumerate(chosen):
-            room_taken[rank] += options.room[number, rank, slot]
+        for number, (place, slot) in enumerate(chosen):
+            room_taken[place] += options.room[number, place, slot]
         if all(taken <= most for taken, most in zip(room_taken, capacity, strict=False)):
-            best = max(best, sum(options.worth[number, rank, slot] for number, (rank, slot) in enumerate(chosen)))
+            best = max(best, sum(options.worth[number, place, slot] for number, (place, slot) in enumerate(chosen)))
     return best - float(options.worth[:, -1, 0].sum())
 
 
@@ -253,15 +257,15 @@ def _options(nodes: Sequence[NodeStats], menu: Menu) -> TreeOptions:
 
 def test_options_of_a_node_are_its_form_here_those_below_and_the_drop() -> None:
     node = make_node(1, menu=MENU, curve=(1.0, 0.9, 0.95))
-    (found,) = _options([node], MENU).ways
-    assert [[(str(way[1]), way[2]) for way in ways] for ways in found] == [
+    (found,) = _options([node], MENU).options
+    assert [[(str(option[1]), option[2]) for option in options] for options in found] == [
         [("exact", 100), ("knorm@0.25", 25)],  # knorm is better in fewer bytes than keydiff
         [("exact", 100), ("knorm@0.25", 25)],
         [("knorm@0.25", 25)],  # the SSD takes 0.1 s for all of it
         [("None", 0)],
     ]
     locked = _options([replace(node, is_locked=True)], MENU)
-    assert [[len(ways) for ways in node] for node in locked.ways] == [[1, 0, 0, 0]]
+    assert [[len(options) for options in node] for node in locked.options] == [[1, 0, 0, 0]]
 
 
 def test_a_node_on_a_tier_that_is_not_on_the_menu_has_no_options() -> None:
@@ -276,18 +280,18 @@ def test_a_node_on_a_tier_that_is_not_on_the_menu_has_no_options() -> None:
 def test_what_a_search_finds_fits_is_closed_and_worth_what_it_says(seed: int, share: float) -> None:
     draw = random.Random(seed)
     options = _options(random_forest(draw, MENU, draw.randint(1, 40)), MENU)
-    numbers = np.arange(len(options.ranks))
-    held = [float(options.room[options.ranks == rank, rank, 0].sum()) for rank in range(3)]
+    numbers = np.arange(len(options.places))
+    held = [float(options.room[options.places == place, place, 0].sum()) for place in range(3)]
     capacity = [float(int(share * held[0])), held[1] + draw.randint(0, 100), held[2]]
     last = np.full(len(numbers), len(options.tiers) - 1)
     dropped = Choice(float(options.worth[:, -1, 0].sum()), last, np.zeros(len(numbers), np.int64))
     found = TreeSearch(options, capacity).better(dropped, [0.0] * 4)
     if found is None:
         return
-    assert found.value == pytest.approx(float(options.worth[numbers, found.ranks, found.slots].sum()))
+    assert found.value == pytest.approx(float(options.worth[numbers, found.places, found.slots].sum()))
     assert found.value > dropped.value
-    for rank in range(3):
-        taken = options.room[numbers, found.ranks, found.slots][found.ranks == rank].sum()
-        assert taken <= capacity[rank]
+    for place in range(3):
+        taken = options.room[numbers, found.places, found.slots][found.places == place].sum()
+        assert taken <= capacity[place]
     for number, parent in enumerate(options.parents):
-        assert parent < 0 or found.ranks[parent] <= found.ranks[number]
+        assert parent < 0 or found.places[parent] <= found.places[number]

@@ -314,7 +314,7 @@ def test_with_all_ready_it_is_the_plan_with_endless_room_where_forms_stay(name: 
     planner = _policy(*fixed, menu=EVERYTHING, name=name)
     ways = _ways(planner, {node.id: ON_HOST | ON_SSD for node in nodes})
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Plan, "improve", lambda *_: None)
+        patched.setattr(Plan, "search", lambda *_: None)
         assert planner.plan(Tier.GPU, demand, lower_copies_of=ways) == planner.plan(Tier.GPU, demand, ENDLESS)
 
 
