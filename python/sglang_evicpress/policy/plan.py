@@ -33,8 +33,8 @@ plan finds free what this one frees too much, so that in a large cache nothing i
 loss would prefer small nodes, over many plans, to those that lose least per byte."""
 
 LARGE_SHARE = 1 / 4
-"""Of all nodes: a plan that nobody waits for and that moves so many takes long already, and is compared with a search of
-the whole tree even if that is not small."""
+"""Of all nodes: a plan that nobody waits for and that moves so many takes long already: it is compared with a search
+of the whole tree even if that is not small."""
 
 
 @dataclass(slots=True)
