@@ -7,11 +7,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from sglang_evicpress.core import DROP, Decision, LowerCopy, Option, Tier
 from sglang_evicpress.policy.base import DROPPED, Candidate, Entry, Step, lower_bytes
 from sglang_evicpress.policy.forced_drops import ForcedDrops
 from sglang_evicpress.policy.index import NodeIndex
 from sglang_evicpress.policy.rules.evicpress import EvicPressPolicy
+from sglang_evicpress.policy.tree_options import tree_options
+from sglang_evicpress.policy.tree_search import CLOSE, MIDDLING, SMALL, Choice, TreeSearch
 
 AHEAD, AHEAD_PER_STEP = 32, 4
 """Nodes that may not do what the index has them queued for, of which an urgent plan looks at so many, and so many more
@@ -27,6 +31,10 @@ NOTABLE_SHARE = 1 / 16
 """What the last step may free too much, of the bytes that stay on the tier, before a better one is looked for. The next
 plan finds free what this one frees too much, so that in a large cache nothing is lost; always to look for the least
 loss would prefer small nodes, over many plans, to those that lose least per byte."""
+
+LARGE_SHARE = 1 / 4
+"""Of all nodes: a plan that nobody waits for and that moves so many takes long already: it is compared with a search
+of the whole tree even if that is not small."""
 
 
 @dataclass(slots=True)
@@ -63,6 +71,7 @@ class Plan:
         self.index = index
         self.lower_copies_of = lower_copies_of
         self.room = [room.get(tier, 0) for tier in Tier]
+        self._room_at_first = list(self.room)
         self.movable = [total - locked for total, locked in zip(index.num_bytes, index.locked_bytes, strict=True)]
         self.moves: dict[int, Move] = {}
         self._copies: dict[int, Candidate] = {}
@@ -72,6 +81,7 @@ class Plan:
         self._taken: list[list[Entry]] = [[] for _ in range(DROPPED)]
         self._prices: dict[int, float] = {}
         self._num_steps = self._num_ahead = 0
+        self._keys = [0.0] * DROPPED
         self._forced_drops: ForcedDrops | None = None
         self._forced: set[int] = set()
         self._weigher = index.policy if isinstance(index.policy, EvicPressPolicy) else None
@@ -88,6 +98,8 @@ class Plan:
                 num_bytes -= freed
                 continue
             copy, step = first
+            if math.isfinite(step.key):
+                self._keys[tier] = max(self._keys[tier], step.key)
             excess = copy.num_bytes - (step.num_bytes if step.tier == tier else 0) - num_bytes
             if self._weigher is not None and excess > notable:
                 copy, step = self._best_last(self._weigher, tier, num_bytes, copy, step)
@@ -100,6 +112,56 @@ class Plan:
                 continue
             num_bytes -= self._move(copy, step)
         return 0
+
+    def search(self, tier: int, num_bytes: int) -> None:
+        """Plan anew, as a whole, what ``free`` has planned node by node, where the tree is small and that is clearly
+        worth more: with few nodes, of which each is much, the greedy can be far from the best (it lets a child leave
+        first, and its parent can then no longer be dropped)."""
+        num, weigher, candidates = len(self.index.candidates), self._weigher, self.index.candidates
+        is_long = self.lower_copies_of is None and num <= MIDDLING and len(self.moves) >= LARGE_SHARE * num
+        if weigher is None or not self.moves or not (num <= SMALL or is_long):
+            return
+        lost = sum(move.loss for move in self.moves.values())
+        worths = [self._worth_keeping(weigher, candidate) for candidate in candidates.values()]
+        lowest, highest = (sum(worth for worth in worths if worth * sign > 0.0) for sign in (-1.0, 1.0))
+        if lost - lowest <= CLOSE * highest:
+            return
+        options = tree_options(candidates.values(), weigher, tier, self.lower_copies_of)
+        if options is None:
+            return
+        numbers = {candidate.id: number for number, candidate in enumerate(options.candidates)}
+        places, slots = options.places.copy(), np.zeros(len(numbers), np.int64)
+        for move in self.moves.values():
+            number, step = numbers[move.copy.id], move.step
+            places[number] = place = options.tiers.index(step.tier)
+            slots[number] = options.slot(number, place, step.num_bytes)
+        now = float(options.worth[np.arange(len(numbers)), options.places, 0].sum())
+        capacity = [self._capacity(one, tier, num_bytes) for one in options.tiers[:-1]]
+        keys = [self._keys[one] for one in options.tiers[:-1]]
+        better = TreeSearch(options, capacity).better(Choice(now - lost, places, slots), [*keys, 0.0])
+        if better is None:
+            return
+        self.moves.clear()
+        self._forced.clear()
+        for number, (place, slot) in enumerate(zip(better.places.tolist(), better.slots.tolist(), strict=True)):
+            if place != options.places[number] or slot != 0:
+                copy, step = options.candidates[number].copy(), options.step(weigher, number, place, slot)
+                copy.form = copy.form if step.form is None else step.form
+                self.moves[copy.id] = Move(copy, step, step.loss * copy.weight, len(numbers) - number)
+
+    def _capacity(self, tier: int, short: int, num_bytes: int) -> float:
+        """Bytes that a tier may hold after a plan that frees ``num_bytes`` on the tier ``short``."""
+        held = self.index.num_bytes
+        if tier < short or (self.lower_copies_of is not None and tier > short):
+            return math.inf
+        capacity = held[tier] + (-num_bytes if tier == short else self._room_at_first[tier])
+        return math.inf if capacity >= sum(held) else capacity
+
+    def _worth_keeping(self, weigher: EvicPressPolicy, candidate: Candidate) -> float:
+        """Utility of a node over that of dropping it."""
+        prefill_s = weigher.costs.prefill.marginal_seconds(candidate.num_tokens, candidate.depth_tokens)
+        kept = weigher.alpha * (candidate.quality - 1.0) - weigher.delay_s(candidate) + prefill_s
+        return candidate.weight * kept
 
     def _priced(self, weigher: EvicPressPolicy, copy: Candidate, step: Step) -> Step:
         """``step``, to a lower tier, or the same in the form of which the bytes pay there: each costs what that tier

@@ -110,7 +110,8 @@ class Planner:
         """
         plan = Plan(self.index, room or {}, lower_copies_of)
         try:
-            plan.free(int(tier), num_bytes)
+            if plan.free(int(tier), num_bytes) == 0:
+                plan.search(int(tier), num_bytes)
         finally:
             plan.close()
         return plan.decisions()

@@ -15,6 +15,7 @@ from sglang_evicpress.core import Decision, Form, NodeStats, Tier
 from sglang_evicpress.policy import Planner, make_planner
 from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.menu import Menu
+from sglang_evicpress.policy.plan import Plan
 from sglang_evicpress.policy.rules.evicpress import EvicPressPolicy
 
 FORMS = tuple(Form(press, kept) for press in ("keydiff", "snapkv") for kept in (0.75, 0.5, 0.25))
@@ -61,7 +62,8 @@ def _loss(planner: Planner, demand: int) -> float:
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 2**32), data=st.data())
 def test_more_capacity_never_lowers_total_utility(seed: int, data: st.DataObject) -> None:
-    """Exactly so, last steps included, on one tier of exact nodes without children: no step of them gains.
+    """Exactly so, last steps included, on one tier of exact nodes without children: no step of them gains. Of plans
+    node by node, that is: the search of small trees only ever loses less, by how much differs (``test_small_trees``).
 
     A parent that has shrunk under its child may gain by a drop once the child has gone, so that there more demand can
     do better than less; such gains are for ``plan_promotions``.
@@ -69,7 +71,9 @@ def test_more_capacity_never_lowers_total_utility(seed: int, data: st.DataObject
     nodes = _forest(MENU, seed, trees=False)
     planner, total = _policy(nodes), sum(node.num_bytes for node in nodes)
     demands = sorted(data.draw(st.lists(st.integers(0, total), min_size=2, max_size=12)))
-    losses = [_loss(planner, demand) for demand in demands]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Plan, "search", lambda *_: None)
+        losses = [_loss(planner, demand) for demand in demands]
     for less, more in itertools.pairwise(losses):
         assert less <= more + 1e-9
 

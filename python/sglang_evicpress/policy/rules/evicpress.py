@@ -227,21 +227,32 @@ class EvicPressPolicy:
         self, candidate: Candidate, lower_copies: Sequence[LowerCopy] | None = None
     ) -> list[tuple[int, Form | None, int, float, float]]:
         """Every (rank, form, bytes, quality, utility per use) the node could be below its tier, children aside."""
+        alpha, load_seconds = self.alpha, self.costs.load_seconds
         delay_s = self.costs.prefill.marginal_seconds(candidate.num_tokens, candidate.depth_tokens)
-        exits: list[tuple[int, Form | None, int, float, float]] = [(DROPPED, None, 0, 1.0, self.alpha - delay_s)]
-        if lower_copies is None:
-            states = [(candidate.form, lower_bytes(self.menu, candidate), candidate.quality)]
-            states += [
-                (self.menu.forms[index], size, candidate.curve[index])
-                for index, size in lower_forms(self.menu, candidate)
-            ]
-            lower_copies = [lower_copy for lower_copy in candidate.lower_copies if lower_copy.tier > candidate.tier]
-            lower_copies += [
-                LowerCopy(int(lower), *state) for lower in self.menu.tiers if lower > candidate.tier for state in states
-            ]
-        for tier, form, size, quality in lower_copies:
-            worth = self.alpha * quality - self.costs.load_seconds(Tier(tier), size, form.codec)
-            exits.append((tier, form, size, quality, worth))
+        exits: list[tuple[int, Form | None, int, float, float]] = [(DROPPED, None, 0, 1.0, alpha - delay_s)]
+        for tier, form, size, quality in candidate.lower_copies if lower_copies is None else lower_copies:
+            if lower_copies is not None or tier > candidate.tier:
+                worth = alpha * quality - load_seconds(Tier(tier), size, form.codec)
+                exits.append((tier, form, size, quality, worth))
+        if lower_copies is not None:
+            return exits
+        held, smaller = lower_bytes(self.menu, candidate), lower_forms(self.menu, candidate)
+        as_it_is, codec, curve, forms = (
+            alpha * candidate.quality,
+            candidate.form.codec,
+            candidate.curve,
+            self.menu.forms,
+        )
+        for lower in self.menu.tiers:
+            if lower <= candidate.tier:
+                continue
+            worth, tier = as_it_is - load_seconds(lower, held, codec), int(lower)
+            exits.append((tier, candidate.form, held, candidate.quality, worth))
+            transfer_costs = self._transfer_costs[lower]
+            for index, size in smaller:
+                fixed_s, per_byte_s = transfer_costs[index]
+                quality = curve[index]
+                exits.append((tier, forms[index], size, quality, alpha * quality - fixed_s - size * per_byte_s))
         return exits
 
     def _leave_at_once(
