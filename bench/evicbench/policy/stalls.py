@@ -1,4 +1,4 @@
-"""What our calls cost the scheduler thread of a real server with a tree of many nodes, under load."""
+"""Cost of our calls to the scheduler thread of a real server with a tree of many nodes, under load."""
 
 from __future__ import annotations
 
