@@ -25,7 +25,7 @@ IDLE_S = 1.0
 """Without a request before a full collection."""
 
 PAUSE_SHARE = 50.0
-"""Of what the last one took, until the next."""
+"""Of what the last one took, until the next; twice the pause before, where it has found nothing."""
 
 ROUNDS_PER_SECOND_LOOK = 8
 """Of rounds one looks again at the objects that the collections of the others spared."""
@@ -58,9 +58,10 @@ class FullCollections:
             gc.collect(0 if self._num_rounds % ROUNDS_PER_SECOND_LOOK else 1)
         is_free = now_s - self._busy_s >= IDLE_S and now_s - self._last_s >= self._pause_s
         if self._num_rounds >= LEAST_ROUNDS and (is_free or now_s - self._last_s >= MOST_S):
-            gc.collect()
+            num_found = gc.collect()
             self._num_rounds, self._last_s = 0, time.monotonic()
-            self._pause_s = PAUSE_SHARE * (self._last_s - now_s)
+            pause_s = max(PAUSE_SHARE * (self._last_s - now_s), 0.0 if num_found else 2.0 * self._pause_s)
+            self._pause_s = min(pause_s, MOST_S)
 
 
 _collections: FullCollections | None = None

@@ -80,31 +80,37 @@ class BackgroundDemotion:
     def __post_init__(self) -> None:
         self._planned: Sequence[int] = ()  # self.nodes that the last look ahead would have leave the GPU
         self._todo: list[Callable[[], int]] = []
+        self._is_gpus_turn = False
 
     def keep_room(self) -> None:
-        """Make room that is short on any tier, the lowest first, and copy below what is next. What would take too long
-        together is left to the next calls."""
-        if not self._todo:
-            self._todo = [self._look_ahead_on_gpu, self._keep_gpu_room, self._look_ahead_on_host, self._keep_host_room]
-            self._keep_ssd_room()
-        num_nodes = 0
-        while self._todo and num_nodes < MOST_NODES:
-            num_nodes += self._todo.pop()()
-        if self._todo:
-            self.mark_dirty()
+        """Make room that is short on any tier, and copy below what is next. A call does one of these, for a few nodes,
+        and leaves the rest to the next calls: every other one to the GPU, where requests wait for it."""
+        self._is_gpus_turn = not self._is_gpus_turn
+        num_released = self._keep_gpu_room() if self._is_gpus_turn else 0
+        if not num_released:
+            if not self._todo:
+                self._todo = [self._look_ahead_on_gpu, self._look_ahead_on_host, self._keep_host_room]
+                self._keep_ssd_room()
+            while self._todo and not self._todo.pop()():
+                pass
+        if self._is_gpus_turn and not num_released and not self._todo:
+            return
+        # Else a request would have to evict, all that it needs in one piece.
+        self.mark_dirty(at_once=self._slots_short() > 0)
 
-    def _keep_gpu_room(self) -> int:
-        """Returns how many nodes a plan was about, as do the others."""
+    def _slots_short(self) -> int:
+        """Slots to be released on the GPU."""
         allocator = self.allocator
         free = allocator.available_size()
         needed = min(self.num_slots_needed(), int(MOST_NEEDED_SHARE * allocator.size))
         if free >= max(LOW_SHARE * allocator.size, needed):
             return 0
-        wanted = min(max(int(HIGH_SHARE * allocator.size), needed) - free, self.ledger.evictable)
-        num_nodes = self._release(Tier.GPU, wanted * self.slot_bytes)
-        if num_nodes:
-            self.mark_dirty(at_once=True)  # else a request would have to evict, all that it needs in one piece
-        return num_nodes
+        return min(max(int(HIGH_SHARE * allocator.size), needed) - free, self.ledger.evictable)
+
+    def _keep_gpu_room(self) -> int:
+        """Returns how many nodes it was about, as do the others."""
+        num_slots = self._slots_short()
+        return self._release(Tier.GPU, num_slots * self.slot_bytes) if num_slots > 0 else 0
 
     def _look_ahead_on_gpu(self) -> int:
         allocator, slot_bytes = self.allocator, self.slot_bytes

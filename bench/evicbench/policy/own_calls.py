@@ -1,4 +1,4 @@
-"""Watch of what our own calls cost the scheduler thread of a real server, as a plugin that SGLang loads beside ours.
+"""Watch of our own calls on the scheduler thread of a real server, as a plugin that SGLang loads beside ours.
 
 Every hook of ours and every method of the cache that SGLang calls is timed by the thread's processor time, less what a
 hook around something of SGLang's spends in that. Nothing is replaced.
