@@ -19,6 +19,7 @@ from sglang_evicpress.policy.index import SMALL
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.planner import Planner
 from sglang_evicpress.policy.promotion import Budget, PromotionSearch
+from sglang_evicpress.policy.wait_cost import SEARCHED_FROM_S
 
 MOST_PLANNED = 4
 """Nodes that one plan in the background may be about, on average: planned and carried out, a millisecond or two."""
@@ -37,6 +38,8 @@ class Terms(Protocol):
     """Costs, as the policy has them."""
 
     weighed: CostSnapshot
+
+    def value_of_hit(self) -> float: ...
 
 
 @dataclass(eq=False, repr=False)
@@ -111,6 +114,7 @@ class PolicySync:
 
     def advance(self) -> None:
         """Some of what is still to be done at many nodes; called once a round, so that ranks do it alike."""
+        self.planner.least_loss = SEARCHED_FROM_S * self.terms.value_of_hit()
         if self._unseen:
             self._look(LOOKED_PER_ROUND, TOLD_PER_ROUND)
         elif self.planner.advance(SWEPT_PER_ROUND) and not self.planner.index.is_sweeping:

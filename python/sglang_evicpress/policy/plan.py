@@ -113,15 +113,17 @@ class Plan:
             num_bytes -= self._move(copy, step)
         return 0
 
-    def search(self, tier: int, num_bytes: int) -> None:
+    def search(self, tier: int, num_bytes: int, least_loss: float = 0.0) -> None:
         """Plan anew, as a whole, what ``free`` has planned node by node, where the tree is small and that is clearly
         worth more: with few nodes, of which each is much, the greedy can be far from the best (it lets a child leave
-        first, and its parent can then no longer be dropped)."""
+        first, and its parent can then no longer be dropped). Not where no more than ``least_loss`` is lost."""
         num, weigher, candidates = len(self.index.candidates), self._weigher, self.index.candidates
         is_long = self.lower_copies_of is None and num <= MIDDLING and len(self.moves) >= LARGE_SHARE * num
         if weigher is None or not self.moves or not (num <= SMALL or is_long):
             return
         lost = sum(move.loss for move in self.moves.values())
+        if least_loss > 0.0 and lost <= least_loss:
+            return
         worths = [self._worth_keeping(weigher, candidate) for candidate in candidates.values()]
         lowest, highest = (sum(worth for worth in worths if worth * sign > 0.0) for sign in (-1.0, 1.0))
         if lost - lowest <= CLOSE * highest:

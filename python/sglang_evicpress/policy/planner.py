@@ -55,6 +55,8 @@ class Planner:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
+        self.least_loss = 0.0
+        """Utility: of a plan that loses no more, a better one is not sought, which takes milliseconds."""
         self.index = NodeIndex(policy)
         self.add = self.index.add
         self.remove = self.index.remove
@@ -111,7 +113,7 @@ class Planner:
         plan = Plan(self.index, room or {}, lower_copies_of)
         try:
             if plan.free(int(tier), num_bytes) == 0:
-                plan.search(int(tier), num_bytes)
+                plan.search(int(tier), num_bytes, self.least_loss)
         finally:
             plan.close()
         return plan.decisions()

@@ -9,6 +9,10 @@ from sglang_evicpress.core import Decision, LowerCopy, Tier
 from sglang_evicpress.policy.cost_model import CostSnapshot
 from sglang_evicpress.policy.planner import Planner
 
+SEARCHED_FROM_S = 0.05
+"""Seconds of requests that a plan has to lose for a better one to be sought: a search takes a few milliseconds, and
+saves a tenth of the loss where it finds anything."""
+
 
 def seconds_lost(decisions: Sequence[Decision], planner: Planner, costs: CostSnapshot, value_of_hit: float) -> float:
     """Loss of a plan, in seconds of a request that runs now: the utility by which EvicPress weighs

@@ -15,6 +15,7 @@ from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.planner import Planner
 from sglang_evicpress.policy.quality_target import QualityTarget, Share
 from sglang_evicpress.policy.reuse_tracker import ReuseTracker
+from sglang_evicpress.policy.wait_cost import SEARCHED_FROM_S
 from sglang_evicpress.simulator.queue import NO_QUEUE, Queue
 from sglang_evicpress.simulator.sensitivity import Sensitivities
 from sglang_evicpress.simulator.tree import Node, Tree
@@ -259,6 +260,7 @@ class Replay:
         return math.exp(self._random.gauss(0.0, self.machine.noise)) if self.machine.noise else 1.0
 
     def _grow_older(self, now: float) -> None:
+        self.planner.least_loss = SEARCHED_FROM_S / self.reuse.model.horizon_s
         while self.reuse.is_behind(now):  # a server has many steps between two requests
             for node_id in self.reuse.advance(now):
                 node = self.tree.nodes[node_id]

@@ -57,6 +57,20 @@ def test_a_parent_leaves_with_its_child_where_the_child_alone_would_keep_it(monk
     assert _taken(_planner(nodes, PLAIN).plan(Tier.GPU, 150, {Tier.HOST: 50})) == [(3, "drop"), (2, "exact/host")]
 
 
+def test_where_little_is_lost_no_better_plan_is_sought() -> None:
+    nodes = [
+        make_node(1, menu=PLAIN, tokens=120, weight=0.5),
+        make_node(2, 1, menu=PLAIN, tokens=40, depth=120, weight=0.5),
+        make_node(3, menu=PLAIN, tokens=130, weight=3.0),
+    ]
+    planner = _planner(nodes, PLAIN)
+    searched = planner.plan(Tier.GPU, 150, {Tier.HOST: 50})
+    planner.least_loss = 10.0  # dropping the third loses 3.9
+    greedy = planner.plan(Tier.GPU, 150, {Tier.HOST: 50})
+    assert _taken(greedy) == [(3, "drop"), (2, "exact/host")] != _taken(searched)
+    assert sum(decision.loss for decision in searched) < sum(decision.loss for decision in greedy) < 10.0
+
+
 def test_also_in_haste_a_parent_leaves_with_its_child() -> None:
     nodes = [
         make_node(1, menu=PLAIN, tokens=120, weight=0.5),

@@ -55,7 +55,8 @@ def test_a_target_is_held_and_spent(curve_error: float) -> None:
     quality, ttft_s = served(Run("evicpress", target=0.95))
     assert 0.945 <= quality < 0.985
     assert served(Run("evicpress", 0.01))[0] < 0.9  # it could be worse
-    assert ttft_s < served(Run("evicpress", 1e4))[1]
+    most = 1.0 if not curve_error else 1.005  # what is judged worse than predicted leaves less to spend
+    assert ttft_s < most * served(Run("evicpress", 1e4))[1]
     assert served(Run("evicpress", target=0.95)) == (quality, ttft_s)
 
 
