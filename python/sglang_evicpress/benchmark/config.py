@@ -30,8 +30,8 @@ KINDS = (
     *("full-cache", "prefill-only", "lru", "hicache", "tiers-lru", "fixed", "adaptcache", "impress", "evicpress"),
     *CONTROLS,
 )
-"""What ``systems`` may name; ``fixed`` stands for every press with every kept fraction, ``evicpress`` for every alpha.
-"""
+"""What ``systems`` may name; ``fixed`` stands for every press with every kept fraction, ``evicpress`` for every alpha
+and quality target."""
 
 DEFAULT_TEMPLATE = "{context}\n\n{question}"
 DEFAULT_PRESSES: tuple[str, ...] = ("keydiff", "knorm", "snapkv")
@@ -40,7 +40,7 @@ DEFAULT_KEPT: tuple[float, ...] = (0.8, 0.6, 0.5, 0.4, 0.2)
 _OWN_FLAGS = (
     *("--model", "--model-path", "--host", "--port", "--max-total-tokens", "--enable-cache-report"),
     *("--disable-radix-cache", "--enable-hierarchical-cache", "--kv-policy", "--kv-policy-config"),
-    *("--kv-alpha", "--kv-forms", "--kv-profile-path", "--kv-host-gb", "--kv-ssd-dir", "--kv-ssd-gb"),
+    *("--kv-alpha", "--kv-quality", "--kv-forms", "--kv-profile-path", "--kv-host-gb", "--kv-ssd-dir", "--kv-ssd-gb"),
 )
 """Given by the benchmark to each system, so not to be given for all."""
 
@@ -52,6 +52,7 @@ _WHICH_RUNS = (
         "repetitions",
         "once",
         "alphas",
+        "qualities",
         "presses",
         "kept",
         "codecs",
@@ -328,6 +329,7 @@ class Config(_Settings):
     kv_bytes_per_token: Whole | None = Field(None, title=_WHOLE)
     ssd_bandwidth: Positive | None = Field(None, title="bytes/s above 0")
     alphas: Several[Number] = Field((1.0,), title="a list of numbers of at least 0", min_length=1)
+    qualities: Several[Annotated[Positive, Field(le=1.0)]] = Field((), title="a list of numbers above 0, at most 1")
     presses: Several[Annotated[str, _known(*PRESSES)]] = Field(
         DEFAULT_PRESSES, title=f"a list of {', '.join(PRESSES)}", min_length=1
     )

@@ -156,6 +156,9 @@ class _Shelf:
                 for alpha in self.config.alphas:
                     flags = ("--kv-alpha", f"{alpha:g}", *self.learned)
                     yield self.ours(f"evicpress a={alpha:g}", kind, kind, *flags, alpha=alpha)
+                for quality in self.config.qualities:
+                    flags = ("--kv-quality", f"{quality:g}", *self.learned)
+                    yield self.ours(f"evicpress q={quality:g}", kind, kind, *flags)
 
     def stock(self, name: str, *flags: str, is_whole: bool = False, env: Mapping[str, str] | None = None) -> System:
         pool = self.pool(is_whole)

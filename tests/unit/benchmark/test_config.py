@@ -111,6 +111,7 @@ def test_the_record_is_json_and_the_identity_leaves_out_which_systems_run(tmp_pa
         ({"systems": ["lru", "evict"]}, r"systems is \['lru', 'evict'\]: expected a list of full-cache"),
         ({"once": ["none"]}, r"once is \['none'\]: expected"),
         ({"alphas": [-1]}, r"alphas is \[-1\]: expected"),
+        ({"qualities": [1.5]}, r"qualities is \[1.5\]: expected a list of numbers above 0, at most 1"),
         ({"warm_up": "twice"}, "warm_up is 'twice': expected how often each context is asked about, a whole"),
         ({"arrivals": "uniform"}, "arrivals is 'uniform': expected poisson, gamma SHAPE .*, or trace FILE.csv"),
         ({"arrivals": "trace gone.csv"}, "arrivals is 'trace gone.csv': expected"),

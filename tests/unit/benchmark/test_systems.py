@@ -34,6 +34,7 @@ def make(folder: Path, **values: object) -> Config:
         "presses": ["keydiff", "snapkv"],
         "kept": [0.5, 0.2],
         "alphas": [0.1, 3],
+        "qualities": [0.97],
         "profiles": {"questions": 2, "forms": "keydiff@0.5,knorm@0.2"},
         **values,
     }
@@ -54,10 +55,11 @@ def test_every_kind_expands_in_the_order_of_the_config(tmp_path: Path) -> None:
     assert list(systems(make(tmp_path))) == [
         *("full-cache", "prefill-only", "lru", "tiers-lru"),
         *("keydiff@0.5+lru", "keydiff@0.2+lru", "snapkv@0.5+lru", "snapkv@0.2+lru"),
-        *("adaptcache", "impress@0.5", "evicpress a=0.1", "evicpress a=3"),
+        *("adaptcache", "impress@0.5", "evicpress a=0.1", "evicpress a=3", "evicpress q=0.97"),
         *("full-cache+attention", "prefill-only+attention", "lru+attention"),
     ]
-    assert list(systems(make(tmp_path, systems=["evicpress", "lru"]))) == ["evicpress a=0.1", "evicpress a=3", "lru"]
+    two = systems(make(tmp_path, systems=["evicpress", "lru"], qualities=[]))
+    assert list(two) == ["evicpress a=0.1", "evicpress a=3", "lru"]
 
 
 def test_stock_systems_have_no_flag_of_ours_and_every_plugin_but_ours(tmp_path: Path) -> None:
@@ -117,6 +119,8 @@ def test_policies_are_told_apart_and_only_those_that_weigh_choose_forms(tmp_path
     evicpress, fixed = found["evicpress a=0.1"], found["keydiff@0.2+lru"]
     assert (value(evicpress.flags, "--kv-alpha"), evicpress.alpha, fixed.alpha) == ("0.1", 0.1, None)
     assert (fixed.press, fixed.kept, evicpress.press, evicpress.kept) == ("keydiff", 0.2, None, None)
+    target = found["evicpress q=0.97"]
+    assert value(target.flags, "--kv-quality") == "0.97" and "--kv-alpha" not in target.flags
 
 
 def test_without_profiles_a_policy_makes_its_own_while_it_runs(tmp_path: Path) -> None:
