@@ -26,6 +26,7 @@ FORMS = tuple(Form(press, kept) for press, kept in itertools.product(("keydiff",
 MENU = Menu(FORMS[:-1], tuple(Tier)[:3], SLOT_BYTES)  # 8 forms and the exact one on 3 tiers: 27 options, and the drop
 NUM_DECISIONS = 4_000
 NUM_HITS = 20_000
+DECISIONS_PER_ROUND = 4
 SLICE_NODES = 64
 MOST_S = 10e-3
 """Of any call."""
@@ -134,6 +135,8 @@ def time_decisions(cache: Cache, host_share: float, number: int = NUM_DECISIONS)
         execute(planner, plan)
         took.append(time.thread_time() - start)
         moved += len(plan)
+        if len(took) % DECISIONS_PER_ROUND == 0:
+            gc.collect(0 if len(took) % (8 * DECISIONS_PER_ROUND) else 1)
     raise RuntimeError("unreachable: counting does not end")
 
 
@@ -204,8 +207,8 @@ def measure_speed(sizes: Sequence[int] = NUM_NODES, scaled: Sequence[int] = SIZE
     """Processor time of one core, so that other processes hardly count; decisions in the quietest of three rounds.
 
     Objects that live as long as the cache are frozen out of the garbage collector before measuring (gc.freeze), as a
-    server does after its start; collections of what comes later stay on and are in the figures, but full ones, which
-    a server makes when it is idle.
+    server does after its start. What comes later is collected between decisions, as a server does in each round, and
+    never all of it, as a server does when it is idle.
     """
     for num_nodes in sizes:
         yield from speed_of(num_nodes)
