@@ -12,6 +12,9 @@ from evicbench.report import Line
 
 QUALITY = 0.97
 RATIO = 1.5
+LEAST_SHARE = 0.8
+"""Of what an endless cache saves, on a trace on which even that is less than ``RATIO`` times as fast as lru."""
+
 MIXES = (
     (0.5, 2.0, 10.0),
     (1.0, 4.0, 20.0),
@@ -86,12 +89,13 @@ def headline(trace: str, limit: int | None = None) -> Iterator[Line]:
     share = (always.ttft_s - ours.ttft_s) / (always.ttft_s - ceiling.ttft_s)
     bound = f"an endless GPU cache {reach:.2f}x, so {share:.0%} of what any cache could save"
     stronger = f"an lru that recomputes where loading is slower {with_choice.ttft_s / ours.ttft_s:.2f}x"
-    yield Line(
-        f"{trace}: mean TTFT, lru over evicpress",
-        at_least,
-        f"{ratio:.2f}x ({always.ttft_s:.3f} s over {ours.ttft_s:.3f} s), {quality}; {stronger}; {bound}",
-        ratio >= RATIO and ours.quality_of_hits >= QUALITY,
-    )
+    told = f"{ratio:.2f}x ({always.ttft_s:.3f} s over {ours.ttft_s:.3f} s), {quality}; {stronger}; {bound}"
+    keeps_quality = ours.quality_of_hits >= QUALITY
+    if reach < RATIO:  # no cache could: two thirds of Mooncake's tokens are new
+        what, target = f"{trace}: of the time that an endless GPU cache saves beside lru", f">= {LEAST_SHARE:.0%}"
+        yield Line(what, f"{target} at quality >= {QUALITY}", told, share >= LEAST_SHARE and keeps_quality)
+    else:
+        yield Line(f"{trace}: mean TTFT, lru over evicpress", at_least, told, ratio >= RATIO and keeps_quality)
     best = {
         press: fixed_at(ours.quality_of_hits, [always, *(r for r in fixed if r.run.policy.startswith(press))])
         for press in ("keydiff", "snapkv", "knorm")
