@@ -83,8 +83,10 @@ class FakeCache:
     def wait(self, seconds: float) -> None:
         self.waits.append(seconds)
 
-    def begin_round(self, scheduler: Any) -> None:
-        self.expected.append("a round begins")
+    def begin_round(self, scheduler: Any = None) -> None:
+        """Of the cache, or, with a scheduler, of the requests in its background."""
+        if scheduler is not None:
+            self.expected.append("a round begins")
 
     def hide_waiting(self, scheduler: Any) -> None:
         self.expected.append("background requests are hidden in the round")
