@@ -85,12 +85,14 @@ def measure_quick() -> Iterator[Line]:
     for area in ("foundation", "policy", "tiers", "profiler", "bench", "decode", "kernels", "mend", "load"):
         start = time.monotonic()
         command = [sys.executable, "bench/show.py", area, "--quick"]
-        try:
-            run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=QUICK_S, check=False)
-        except subprocess.TimeoutExpired:
-            yield Line(f"show-{area} --quick", f"at most {QUICK_S} s", f"not done after {QUICK_S} s", False)
-            continue
-        said = (run.stdout.strip() or run.stderr.strip() or "nothing").splitlines()[-1]
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+            try:
+                stdout, stderr = run.communicate(timeout=QUICK_S)
+            except subprocess.TimeoutExpired:
+                run.terminate()  # it stops its servers, which are in sessions of their own
+                yield Line(f"show-{area} --quick", f"at most {QUICK_S} s", f"not done after {QUICK_S} s", False)
+                continue
+        said = (stdout.strip() or stderr.strip() or "nothing").splitlines()[-1]
         yield Line(
             f"show-{area} --quick",
             f"at most {QUICK_S} s, nothing missed",
