@@ -33,7 +33,7 @@ LOW_SHARE, HIGH_SHARE = 1 / 32, 1 / 16  # of the pool: below the first, nodes ar
 HOST_LOW_SHARE, HOST_HIGH_SHARE = 1 / 16, 1 / 8  # the same of the host tier
 SSD_LOW_SHARE, SSD_HIGH_SHARE = 1 / 32, 1 / 16  # the same of the SSD tier
 
-MOST_NODES = 4
+MOST_NODES = 8
 """Nodes that a call moves or begins to copy, after which it leaves the rest to the next one."""
 
 LOOKED_AHEAD = 16
@@ -141,7 +141,7 @@ class BackgroundDemotion:
         return len(plan)
 
     def _plan_ahead(self, tier: Tier, num_bytes: int, num_nodes: int) -> Sequence[Decision]:
-        return self.controller.planner.plan(tier, self.plans.bounded(tier, num_bytes, num_nodes), self.room.room())
+        return self.controller.planner.plan(tier, num_bytes, self.room.room(), most_nodes=num_nodes)
 
     def _plan_to_leave(self, node_ids: list[int]) -> None:
         """These are to leave the GPU soon, the first first; what they have on the host is given up last."""

@@ -86,11 +86,11 @@ class Plan:
         self._forced: set[int] = set()
         self._weigher = index.policy if isinstance(index.policy, EvicPressPolicy) else None
 
-    def free(self, tier: int, num_bytes: int) -> int:
-        """Plan to free ``num_bytes`` on a tier, no step taken once that is free; returns what is missing when
-        everything that may move has moved."""
+    def free(self, tier: int, num_bytes: int, most_nodes: float = math.inf) -> int:
+        """Plan to free ``num_bytes`` on a tier, no step taken once that is free or ``most_nodes`` move; returns what is
+        missing then, or when everything that may move has moved."""
         notable = NOTABLE_SHARE * max(0, self.index.num_bytes[tier] - num_bytes)
-        while num_bytes > 0:
+        while num_bytes > 0 and len(self.moves) < most_nodes:
             first = self._take_first(tier)
             if first is None:
                 if (freed := self._force_drops(tier)) is None:
@@ -111,7 +111,7 @@ class Plan:
                 self._queue(copy)
                 continue
             num_bytes -= self._move(copy, step)
-        return 0
+        return max(0, num_bytes)
 
     def search(self, tier: int, num_bytes: int, least_loss: float = 0.0) -> None:
         """Plan anew, as a whole, what ``free`` has planned node by node, where the tree is small and that is clearly

@@ -97,12 +97,14 @@ class Planner:
         room: Mapping[Tier, int] | None = None,
         *,
         lower_copies_of: Mapping[int, Sequence[LowerCopy]] | None = None,
+        most_nodes: int | None = None,
     ) -> list[Decision]:
         """Decisions, in order of execution, that free ``num_bytes`` on ``tier``, or all they can if that is less.
 
         ``room`` gives the free bytes of the tiers below; a tier that is not in it is full. Only unlocked nodes move,
         each at most once. A node leaves a tier only after all its children have. Without the step that freed the last
-        byte the plan would fall short. 0 bytes or less need nothing: an empty plan.
+        byte the plan would fall short. 0 bytes or less need nothing: an empty plan. With ``most_nodes`` it ends when so
+        many move, and then falls short.
 
         ``lower_copies_of`` makes the plan urgent, so that carrying it out waits for no byte to be written: a node
         leaves the tier only by a drop or to a tier that holds a copy of it, as which it goes on and which takes no room
@@ -112,7 +114,7 @@ class Planner:
         """
         plan = Plan(self.index, room or {}, lower_copies_of)
         try:
-            if plan.free(int(tier), num_bytes) == 0:
+            if plan.free(int(tier), num_bytes, math.inf if most_nodes is None else most_nodes) == 0:
                 plan.search(int(tier), num_bytes, self.least_loss)
         finally:
             plan.close()

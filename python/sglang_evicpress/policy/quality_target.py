@@ -21,7 +21,7 @@ MEMORY = 500  # hits over which the figures shown are averaged
 _SIZE_MEMORY = 50  # hits, for the tokens of a usual one
 _SIZE_TOKENS = 4096.0  # of a usual one before any was seen
 
-PAUSE_S = 10.0
+PAUSE_S = 2.0
 PAUSE_S_PER_NODE = 1e-3
 WORTH_A_MOVE = 0.1
 """Alpha moves no sooner after the last time, and by no less of its logarithm: each move looks at every node anew."""
