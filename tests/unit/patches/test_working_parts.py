@@ -189,8 +189,9 @@ def background(world: World, backup: object, form: Form, **planner: object) -> t
         SimpleNamespace(node_id=node_id, option=SimpleNamespace(tier=Tier.HOST, form=form)) for node_id in world.nodes
     ]
     controller = Controller(Pool(SLOTS // 8), 0)
-    controller.planner = SimpleNamespace(plan=lambda tier, *_, most_nodes: decisions if tier == Tier.GPU else [], **planner)
-    plans = SimpleNamespace(held_bytes=lambda tier: 0, bounded=lambda tier, num_bytes, num_nodes: num_bytes)
+    plan = lambda tier, *_, most_nodes: decisions if tier == Tier.GPU else []  # noqa: E731
+    controller.planner = SimpleNamespace(plan=plan, **planner)
+    plans = SimpleNamespace(held_bytes=lambda tier: 0)
     room = SimpleNamespace(copying_bytes=0, wanted_bytes=0, end_plan=lambda: None, room=dict)
     parts = world.nodes, controller.pool, SimpleNamespace(evictable=SLOTS), controller, world, world.adapters
     made = BackgroundDemotion(
