@@ -290,9 +290,9 @@ class Parts:
             tree.queued_hits.clear,
             tree.quality.clear,
         )
-        terms.advanced.subscribe(tree.queued_hits.grow_older, self.moves.retry_failed, tree.quality.refresh_default)
+        terms.advanced.subscribe(self.moves.retry_failed, tree.quality.refresh_default)
         terms.advanced.subscribe(self.quality_control.follow_clock)
-        self.round_begun.subscribe(tree.policy.advance, tree.quality.advance)
+        self.round_begun.subscribe(tree.queued_hits.grow_older, tree.policy.advance, tree.quality.advance)
         terms.costs_changed.subscribe(tree.policy.refresh)
         tree.quality.judged.subscribe(self.quality_control.note_judged)
         self.views.admitted.subscribe(

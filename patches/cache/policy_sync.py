@@ -77,6 +77,7 @@ class PolicySync:
             config.policy, menu, alpha=self.alpha, costs=self.terms.weighed, mean_curve=self.mean_curve()
         )
         self._unseen.clear()
+        self._tells_all = False
         self._search = None
 
     def rebuild(self) -> None:

@@ -65,11 +65,14 @@ class QualityControl:
         return affordable
 
     def note_admitted(self, req: ServedRequest, path: Sequence[Node], _num_tokens: int) -> None:
-        """A user's request runs upon ``path``."""
-        if self.target is not None:
+        """A user's request runs upon ``path``; what it computes is worth no more than that. One that was retracted and
+        runs again finds what it computed itself: that is no hit."""
+        served = _sum(self.shares_of([(node, len(node.key)) for node in path]))
+        req.evicpress_prefix_quality = 1.0 - served.lost / served.num_tokens if served.num_tokens else 1.0
+        if self.target is not None and not req.retracted_stain:
             refused = getattr(req, "evicpress_refused", NOTHING)
             self.refused_tokens += refused.num_tokens
-            self.target.note_hit(_sum(self.shares_of([(node, len(node.key)) for node in path])), refused)
+            self.target.note_hit(served, refused)
 
     def note_judged(self, pairs: Sequence[tuple[float, float]]) -> None:
         """Answers upon lossy prefixes were judged: (predicted, observed) qualities."""

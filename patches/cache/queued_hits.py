@@ -67,7 +67,8 @@ class QueuedHits:
 
     def add(self, node: Node, num_siblings: int) -> None:
         """A new node, its parent's child number ``num_siblings``; 0: it is below the root."""
-        self._reuse.add(node.id, self._terms.now_s, len(node.key), num_siblings)
+        is_users = not node.kv.is_shadow
+        self._reuse.add(node.id, self._terms.now_s, len(node.key), num_siblings, counts=is_users)
         node.kv.weight = self._weight_of(node)
 
     def use(self, node: Node) -> None:
@@ -96,7 +97,7 @@ class QueuedHits:
             queued_hit.nodes = {}
 
     def grow_older(self) -> None:
-        """Time has gone on: nodes that nobody used weigh something else now."""
+        """Called once a round: nodes that nobody has used for some time weigh something else now."""
         for node_id in self._reuse.advance(self._terms.now_s):
             self._reweigh(self._nodes[node_id])
 

@@ -370,8 +370,8 @@ class EvicPressCache(RadixCache):
         node = TreeNode(priority=priority)
         node.parent, node.key, node.value, node.kv, node.hit_count = parent, key, value, kv, 1
         parent.children[key.child_key(self.page_size)] = self.nodes[node.id] = node
-        self.queued_hits.add(node, 0 if parent is self.root_node else len(parent.children))
         kv.is_shadow = is_shadow_name(key.extra_key)
+        self.queued_hits.add(node, 0 if parent is self.root_node else len(parent.children))
         kv.is_text = parent.kv.is_text and first_outside(key.raw_token_ids(), self.vocab_size) is None
         return node
 
@@ -408,6 +408,8 @@ class EvicPressCache(RadixCache):
                 self.parts.tree.queries.keep(leaf, *PromptQueries.active.keep(req.rid, known))
                 self.changes.changed(leaf)
             beyond.append(leaf)
+        for node in beyond if view.is_lossy else ():
+            node.kv.prefix_quality = min(node.kv.prefix_quality, getattr(req, "evicpress_prefix_quality", 1.0))
         return beyond
 
     def cache_finished_req(self, req: Any, is_insert: bool = True) -> None:

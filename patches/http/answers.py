@@ -17,6 +17,7 @@ from http import HTTPStatus
 from typing import Protocol
 
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang_evicpress.quality.asked import KV_CACHE, KV_QUALITY, ServedKV, check_quality, served_kv
@@ -99,7 +100,9 @@ def with_quality(body: bytes, path: str) -> bytes:
     for holder in _holders(fields, path):
         params = holder.get("custom_params")
         check_quality(params)
-        if quality is not None and (params is None or isinstance(params, dict)):
+        if quality is not None:
+            if params is not None and not isinstance(params, dict):
+                raise ValueError(f"custom_params is {params!r:.100} beside {KV_QUALITY}: expected an object, or none")
             holder["custom_params"] = {**(params or {}), KV_QUALITY: quality}
     return json.dumps(fields).encode() if quality is not None else body
 
@@ -200,4 +203,4 @@ def add_middleware(app: Starlette) -> None:
     """Once for an app, before it serves."""
     known: list[object] = [each.cls for each in app.user_middleware]
     if RequestQuality not in known:
-        app.add_middleware(RequestQuality)
+        app.user_middleware.append(Middleware(RequestQuality))  # innermost: bodies are decompressed there

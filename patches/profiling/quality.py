@@ -198,8 +198,8 @@ class Quality:
         num_tokens, lost = 0, 0.0
         for node, matched in steps:
             quality = self.quality_of(node)
-            if node.kv.is_lossy_prefix and num_tokens:
-                quality = min(quality, 1.0 - lost / num_tokens)
+            if node.kv.is_lossy_prefix:
+                quality = min(quality, node.kv.prefix_quality, 1.0 - lost / num_tokens if num_tokens else 1.0)
             parts.append(Share(matched, matched * (1.0 - quality)))
             num_tokens += matched
             lost += parts[-1].lost

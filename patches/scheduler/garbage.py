@@ -33,7 +33,7 @@ ROUNDS_PER_SECOND_LOOK = 8
 LEAST_ROUNDS = 200
 """Of requests, since the last full collection, before another."""
 
-MOST_S = 6 * 3600.0
+MOST_S = 1800.0
 """Without a full collection on a server that is never idle."""
 
 

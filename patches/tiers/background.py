@@ -81,6 +81,7 @@ class BackgroundDemotion:
         self._planned: Sequence[int] = ()  # self.nodes that the last look ahead would have leave the GPU
         self._todo: list[Callable[[], int]] = []
         self._is_gpus_turn = False
+        self._has_done_any = False  # since the work was listed
 
     def keep_room(self) -> None:
         """Make room that is short on any tier, and copy below what is next. A call does one of these, for a few nodes,
@@ -91,12 +92,17 @@ class BackgroundDemotion:
             if not self._todo:
                 self._todo = [self._look_ahead_on_gpu, self._look_ahead_on_host, self._keep_host_room]
                 self._keep_ssd_room()
-            while self._todo and not self._todo.pop()():
+                self._has_done_any = False
+            while self._todo and not self._has_done(self._todo.pop()()):
                 pass
-        if self._is_gpus_turn and not num_released and not self._todo:
+        if self._is_gpus_turn and not num_released and not self._todo and not self._has_done_any:
             return
         # Else a request would have to evict, all that it needs in one piece.
         self.mark_dirty(at_once=self._slots_short() > 0)
+
+    def _has_done(self, num_nodes: int) -> bool:
+        self._has_done_any |= num_nodes > 0
+        return num_nodes > 0
 
     def _slots_short(self) -> int:
         """Slots to be released on the GPU."""

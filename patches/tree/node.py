@@ -23,10 +23,11 @@ class NodeKV:
 
     ``slots``/``layout`` are None while the node is full: its slots are then ``node.value``. A compressed node shows
     holes (0) in ``node.value``. ``is_lossy_prefix``: its KV was computed on top of a lossy prefix, so it is lossy
-    itself. ``origin`` is the node whose compression it comes from (the pieces of a split share it), None while it is
-    full. ``window`` is the key of the queries kept for it. ``weight`` is the expected
-    reuse in uses per second, ``num_hits`` counts the requests that used the node or wait to; ``last_use`` is a logical
-    tick, equal on every rank. ``queued hits`` are those of waiting requests, by number (queued_hits.py).
+    itself, and worth no more than ``prefix_quality``, the mean quality of that prefix then. ``origin`` is the node
+    whose compression it comes from (the pieces of a split share it), None while it is full. ``window`` is the key of
+    the queries kept for it. ``weight`` is the expected reuse in uses per second, ``num_hits`` counts requests that used
+    the node or wait to; ``last_use`` is a logical tick, equal on every rank. ``queued hits`` are those of waiting
+    requests, by number (queued_hits.py).
 
     ``copies`` are what lower tiers have of it; while it is not on the GPU (``node.value`` is None) the fields above say
     what its fastest copy is. ``version`` changes whenever its slots do; ``job`` copies them to the host now, and
@@ -47,6 +48,7 @@ class NodeKV:
     slots: torch.Tensor | None = None
     layout: SurvivorLayout | None = None
     is_lossy_prefix: bool = False
+    prefix_quality: float = 1.0
     weight: float = 1.0
     num_hits: int = 1
     last_use: int = 0

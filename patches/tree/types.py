@@ -80,13 +80,14 @@ class QueuedRequest(Request, Protocol):
 
 class ServedRequest(QueuedRequest, Protocol):
     """A request that runs or has its answer. ``evicpress`` is the prefix it took from the tree, ``evicpress_use`` how
-    many tokens that has, and their mean predicted quality where it is lossy. ``customized_info``: what SGLang hands on
-    to whoever sends the answer, a list for its tokens by name."""
+    many tokens that has, and their mean predicted quality where it is lossy, ``evicpress_prefix_quality`` that quality.
+    ``customized_info``: what SGLang hands on to whoever sends the answer, a list for its tokens by name."""
 
     multimodal_inputs: object
     input_embeds: object
     evicpress: PrefixView
     evicpress_use: tuple[int, float | None]
+    evicpress_prefix_quality: float
     customized_info: dict[str, list[object]] | None
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,10 +70,12 @@ _GAPS_S = tuple(BORDERS_S[_FIRST_GAP + _PER_GAP_CLASS * index] for index in rang
 @dataclass(slots=True)
 class History:
     """Uses of one node: how many, the last one, the mean of the last ``WINDOW`` gaps between them (the first of which
-    is a typical gap of all nodes) in seconds, its class, and the bucket of its age. ``entry`` is the tracker's."""
+    is a typical gap of all nodes) in seconds, its class, and the bucket of its age. ``counts``: it is counted in
+    what is learned of all. ``entry`` is the tracker's."""
 
     kind: int
     last_use_s: float
+    counts: bool = True
     num_uses: int = 1
     gap_sum_s: float = 0.0
     gap_s: float = _START_GAP_S
@@ -125,13 +127,13 @@ class ReuseModel:
         else:
             often = sum(history.num_uses >= least for least in USES)
             history.row = _ONCE + often * NUM_GAP_CLASSES + _gap_class(history.gap_s)
-        self._halves[history.row, 0] += 2
+        self._halves[history.row, 0] += 2 * history.counts
 
     def use(self, history: History, now_s: float) -> bool:
         """The node is used again. Returns True if rates should be learned anew."""
         gap_s = max(now_s - history.last_use_s, _LEAST_GAP_S)
         history.last_use_s = now_s
-        self._uses[history.row, history.age] += 1
+        self._uses[history.row, history.age] += history.counts
         history.num_uses += 1
         num_gaps = history.num_uses - 1
         if num_gaps > WINDOW:
@@ -149,14 +151,19 @@ class ReuseModel:
         """A request uses a prefix whose last token was last used ``gap_s`` ago: what a typical gap is."""
         self._gaps.append(max(gap_s, _LEAST_GAP_S))
 
+    def copy(self, history: History) -> History:
+        """History of a node that has been used as another was, and is counted besides from now on."""
+        self._halves[history.row, : history.age + 1] += 2 * history.counts
+        return replace(history)
+
     def grow(self, history: History) -> None:
         """The node has reached the next bucket of ages."""
         history.age += 1
-        self._halves[history.row, history.age] += 2
+        self._halves[history.row, history.age] += 2 * history.counts
 
     def end(self, history: History) -> None:
         """The node is gone: whether it would have been used, nobody will know."""
-        self._halves[history.row, history.age] -= 1
+        self._halves[history.row, history.age] -= history.counts
 
     def learn(self) -> None:
         """Work out the rates: about a millisecond."""

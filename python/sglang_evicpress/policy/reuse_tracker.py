@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from dataclasses import replace
 
 from sglang_evicpress.policy.reuse import BORDERS_S, NUM_AGES, History, ReuseModel, kind_of
 
 MOST_GROWN = 256
-"""Entries, at most, that one call of ``advance`` looks at; the others wait for the next."""
+"""Nodes, at most, that grow older in one call of ``advance``; the others do in the next."""
+
+MOST_LOOKED = 1024
+"""Entries, at most, of which a call finds out whether they still count."""
 
 MOST_REVISED = 16
-"""Nodes of which the rate is read anew in one call of ``advance``, after the model has learned."""
+"""Nodes, at most, of which a call reads the rate anew after the model has learned, and ids that it forgets."""
 
 
 class ReuseTracker:
@@ -39,15 +41,16 @@ class ReuseTracker:
         """Uses per second expected of the node. KeyError for a node that is not known."""
         return self.model.rate(self._histories[node_id])
 
-    def add(self, node_id: int, now_s: float, num_tokens: int, num_siblings: int) -> None:
-        """A node is used for the first time; ``num_siblings`` with itself, 0 below the root."""
-        history = History(kind_of(num_tokens, num_siblings), now_s)
+    def add(self, node_id: int, now_s: float, num_tokens: int, num_siblings: int, *, counts: bool = True) -> None:
+        """A node is used for the first time; ``num_siblings`` with itself, 0 below the root. ``counts``: it tells of
+        others like it."""
+        history = History(kind_of(num_tokens, num_siblings), now_s, counts)
         self.model.begin(history)
         self._take(node_id, history)
 
     def split(self, upper_id: int, lower_id: int) -> None:
         """A new upper node takes the first tokens of a lower one: both have been used alike."""
-        self._take(upper_id, replace(self._histories[lower_id]))
+        self._take(upper_id, self.model.copy(self._histories[lower_id]))
 
     def use(self, node_id: int, now_s: float) -> None:
         """A request uses the node."""
@@ -70,6 +73,7 @@ class ReuseTracker:
         self._histories.clear()
         self._due.clear()
         self._ring.clear()
+        self._num_to_revise = 0
 
     def describe(self) -> dict[str, object]:
         """JSON: uses seen, the typical seconds between two uses, and the seconds for which a weight is told."""
@@ -83,26 +87,27 @@ class ReuseTracker:
     def advance(self, now_s: float) -> list[int]:
         """Let nodes grow older; returns those whose rate may have changed, each once, a bounded number."""
         changed = dict[int, None]()
-        for _ in range(MOST_GROWN):
-            if not self._due or self._due[0][0] > now_s:
+        for _ in range(MOST_LOOKED):
+            if not self._due or self._due[0][0] > now_s or len(changed) == MOST_GROWN:
                 break
             _, entry, node_id = heapq.heappop(self._due)
             history = self._histories.get(node_id)
             if history is not None and history.entry == entry:
-                self.model.grow(history)
+                while history.age + 1 < NUM_AGES and history.last_use_s + BORDERS_S[history.age + 1] <= now_s:
+                    self.model.grow(history)
                 self._schedule(node_id, history)
                 changed[node_id] = None
         if self._has_to_learn:
             self._has_to_learn = False
             self.model.learn()
             self._num_to_revise = len(self._ring)
-        num = min(MOST_REVISED, self._num_to_revise, len(self._ring))
-        self._num_to_revise -= num
-        for _ in range(num):
+        for _ in range(min(MOST_REVISED, len(self._ring))):
             node_id = self._ring.popleft()
             if node_id in self._histories:
                 self._ring.append(node_id)
-                changed[node_id] = None
+                if self._num_to_revise:
+                    changed[node_id] = None
+            self._num_to_revise = max(0, self._num_to_revise - 1)
         return list(changed)
 
     def _take(self, node_id: int, history: History) -> None:

@@ -72,6 +72,19 @@ def test_credit_is_spent_on_what_is_lossy() -> None:
     assert stats(walk)["quality"]["refused_tokens"] == 256
 
 
+def test_what_was_computed_on_a_lossy_prefix_costs_what_that_was_worth_when_it_is_exact_again() -> None:
+    walk = make_walk()
+    tokens = compressed(walk)
+    earn(walk, 12)
+    walk.answer([*tokens, *[7] * 64], 7)  # served lossy, so that what it computes is lossy too
+    (first, *_), (*_, last) = walk.parts(tokens), walk.parts([*tokens, *[7] * 64])
+    assert first.kv.form == HALF and last.kv.is_lossy_prefix and last.kv.prefix_quality == pytest.approx(0.875)
+    walk.cache.parts.tiers.fill_replace.replace(first, walk.allocator.alloc(len(first.key)), False)
+    shares = walk.cache.quality.shares_of([(first, len(first.key)), (last, len(last.key))])
+    assert shares[0].lost == 0.0 and shares[1].lost == pytest.approx(0.125 * len(last.key))
+    walk.is_sound = False  # nobody computed what the first holds now
+
+
 def test_with_a_fixed_alpha_nothing_is_refused_or_tuned() -> None:
     walk = make_walk(None)
     tokens = compressed(walk)

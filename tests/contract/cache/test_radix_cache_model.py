@@ -176,6 +176,7 @@ class Walk:
         if len(self.waiting) > 6:
             return
         self.cache.terms.advance(self.count * 7.0, costs_of(PrefillCost(0.01, self.rng.choice([1e-4, 3e-4]), 0.0)))
+        self.cache.parts.round_begun()
         document = self.rng.choice(self.documents)
         tokens = document[: self.rng.randrange(1, len(document))] + [
             self.rng.randrange(50, 60) for _ in range(self.rng.randrange(1, 30))
@@ -693,8 +694,8 @@ def test_weights_fall_by_the_stamped_clock_which_never_goes_back(walk: Walk) -> 
     fresh = node.kv.weight
     walk.cache.terms.advance(5.0, cost)  # a stamp from the past
     assert walk.cache.terms.now_s == 0.0 and node.kv.weight == fresh
-    for _ in range(20):
-        walk.cache.terms.advance(1e6 + 100.0, cost)
+    walk.cache.terms.advance(1e6 + 100.0, cost)
+    walk.cache.parts.round_begun()
     old = node.kv.weight
     assert walk.cache.terms.now_s == 100.0 and old < fresh / 10.0 and hits_of(walk) == {60: (0, 1)}
     ran(walk, waiting(walk, [*first, 59]))
@@ -726,7 +727,7 @@ def test_gaps_are_those_between_bursts_not_within_them(walk: Walk) -> None:
         for request in burst:
             ran(walk, request)
         walk.cache.dec_lock_ref(node)
-    walk.cache.terms.advance(400.0, costs_of(cost))
+        walk.cache.parts.round_begun()
     assert model.typical_gap_s == 10.0
     assert walk.cache.inspector.describe_stats()["reuse"]["typical_gap_s"] == 10.0
 
@@ -737,6 +738,7 @@ def test_what_is_used_every_few_seconds_stays_and_what_was_used_once_goes(walk: 
     (kept,) = nodes_of(walk)
     for index in range(1, 40):
         walk.cache.terms.advance(3.0 * index, cost)
+        walk.cache.parts.round_begun()
         ran(walk, waiting(walk, [*often, 59]))
         if index % 10 == 0:
             once = served(walk, 60)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI, Request
+from fastapi.middleware.gzip import GZipMiddleware
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.testclient import TestClient
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -50,7 +51,7 @@ class App:
         self.bodies: list[Any] = []
         self.told: Told = [answer(0, served_kv(3, 4))]
         self.num_samples = 1
-        app = FastAPI()
+        app = self.app = FastAPI()
         for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/other"):
             app.post(path)(self.serve)
         answers.add_middleware(app)
@@ -136,6 +137,18 @@ def test_a_value_that_is_not_known_is_status_400_before_anything_is_streamed(
     said = response.json()
     sentence = (said["error"] if path == "/generate" else said)["message"]
     assert sentence == "kv_quality is 'best': expected 'exact'"
+
+
+def test_no_place_for_the_quality_is_status_400(app: App) -> None:
+    response = app.client.post("/v1/completions", json={"custom_params": [5], "kv_quality": "exact"})
+    assert response.status_code == 400 and app.bodies == []
+    assert response.json()["message"] == "custom_params is [5] beside kv_quality: expected an object, or none"
+
+
+def test_bodies_are_looked_at_behind_other_middleware(app: App) -> None:
+    """As one that decompresses them is."""
+    app.app.add_middleware(GZipMiddleware)
+    assert app.app.user_middleware[-1].cls is answers.RequestQuality
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

@@ -117,6 +117,7 @@ class TierWalk(Walk):
     def stamp(self, cost: PrefillCost) -> None:
         self.count += 1
         self.cache.terms.advance(self.count * 11.0, CostSnapshot(cost, policy_terms.START_LOADS, {}))
+        self.cache.parts.round_begun()
 
     def be_patient(self) -> None:
         """A store that could not write tries again at once."""

@@ -128,6 +128,62 @@ def test_a_call_does_a_bounded_number_of_nodes_and_the_next_goes_on() -> None:
     assert seen == set(range(3 * MOST_GROWN))
 
 
+def test_hundreds_of_uses_between_two_calls_leave_no_node_behind() -> None:
+    """As requests with long paths that come at once: outdated entries are not counted as nodes that grow older."""
+    tracker = ReuseTracker()
+    for node in range(600):
+        tracker.add(node, 0.0, 100, 0)
+    for index in range(1, 60):
+        now_s = 2.0 * index
+        for node in range(500):
+            tracker.use(node, now_s)
+        for _ in range(20):  # rounds until the next come
+            tracker.advance(now_s + 1.9)
+        assert not [entry for entry in tracker._due if entry[0] <= now_s + 1.9]
+    assert len(tracker._due) <= 2 * 600
+    assert tracker.rate(599) < tracker.rate(0) / 20.0
+
+
+def test_ids_of_nodes_that_are_gone_are_forgotten_without_any_use() -> None:
+    tracker = ReuseTracker()
+    for node in range(5_000):
+        tracker.add(node, float(node), 100, 0)
+        if node >= 50:
+            tracker.remove(node - 50)
+        tracker.advance(float(node))
+    assert len(tracker) == 50 and len(tracker._ring) < 100
+
+
+def test_a_piece_of_a_split_node_is_counted_as_a_node_that_came_as_far() -> None:
+    """Else the half that is used, of many nodes that part, would make their class look twice as likely to be."""
+    tracker = ReuseTracker()
+    for node in range(0, 2000, 2):
+        tracker.add(node, 0.0, 2000, 0)
+    advance(tracker, 10.0)
+    for node in range(0, 2000, 2):
+        tracker.split(node + 1, node)
+        tracker.use(node + 1, 10.0)
+        tracker.remove(node)
+    model = tracker.model
+    row, age = kind_of(2000, 0), History(0, 0.0).age
+    while BORDERS_S[age + 1] <= 10.0:
+        age += 1
+    assert model._uses[row, age] == 1000 and model._halves[row, age] == 3000
+
+
+def test_a_node_that_does_not_count_teaches_nothing() -> None:
+    tracker, alone = ReuseTracker(), ReuseTracker()
+    for each in (tracker, alone):
+        each.add(1, 0.0, 2000, 0)
+    for node in range(10, 60):
+        tracker.add(node, 0.0, 2000, 0, counts=False)
+    advance(tracker, 500.0)
+    advance(alone, 500.0)
+    tracker.remove(10)
+    tracker.use(11, 500.0)
+    assert (tracker.model._halves == alone.model._halves).all() and not tracker.model._uses.any()
+
+
 def test_entries_of_past_uses_do_not_pile_up() -> None:
     tracker = ReuseTracker()
     tracker.add(1, 0.0, 100, 0)
