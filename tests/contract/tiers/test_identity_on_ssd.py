@@ -181,7 +181,7 @@ def serve(walk: TierWalk, tokens: list[int], lora_id: str | None, salt: str = ""
     """A request with an adapter, as SGLang names its namespace; how many tokens were loaded for it."""
     wait = walk.wait
 
-    def wait_with_adapter(tokens: list[int], extra_key: str | None = None) -> object:
+    def wait_with_adapter(tokens: list[int], extra_key: str | None = None, **more: bool) -> object:
         expect = walk.cache.parts.admission.on_queued
 
         def expect_with_adapter(request: object) -> None:
@@ -190,7 +190,7 @@ def serve(walk: TierWalk, tokens: list[int], lora_id: str | None, salt: str = ""
 
         walk.cache.parts.admission.on_queued = expect_with_adapter
         try:
-            return wait(tokens, extra_key)
+            return wait(tokens, extra_key, **more)
         finally:
             del walk.cache.parts.admission.on_queued
 
