@@ -33,7 +33,8 @@ CHUNK_TOKENS = 1024
 def server_arguments(page_size: int) -> tuple[str, ...]:
     """Arguments of the server: all forms (snapkv's queries are kept only when it is named), and room."""
     return (
-        *("--kv-policy", "evicpress", "--kv-disable-online-profiling", "--kv-forms", ",".join(FORMS)),
+        *("--kv-policy", "evicpress", "--kv-alpha", "1", "--kv-disable-online-profiling"),
+        *("--kv-forms", ",".join(FORMS)),
         *("--max-total-tokens", "131072", "--chunked-prefill-size", str(CHUNK_TOKENS), "--skip-tokenizer-init"),
         *("--page-size", str(page_size)),
     )

@@ -64,7 +64,7 @@ class Subject:
 
     @property
     def policy(self) -> tuple[str, ...]:
-        return "--kv-policy", "evicpress", "--kv-disable-online-profiling", "--kv-forms", self.forms
+        return "--kv-policy", "evicpress", "--kv-alpha", "1", "--kv-disable-online-profiling", "--kv-forms", self.forms
 
 
 def subject_of(model: Model, chosen: Settings, made: Path) -> Subject:

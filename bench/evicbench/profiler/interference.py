@@ -49,7 +49,7 @@ PAUSES_S = {"with gaps": 1.0, "without gaps": 0.0}
 """Mean seconds between a client's requests."""
 
 _ARGUMENTS = (
-    *("--kv-policy", "evicpress", "--kv-forms", FORMS, "--max-total-tokens", str(POOL_TOKENS)),
+    *("--kv-policy", "evicpress", "--kv-alpha", "1", "--kv-forms", FORMS, "--max-total-tokens", str(POOL_TOKENS)),
     "--skip-tokenizer-init",
 )
 
