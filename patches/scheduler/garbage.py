@@ -5,9 +5,9 @@ some 100 ms at 20,000 nodes, wherever the scheduler happens to be. What is there
 frozen, as it stays; and full collections come in rounds in which nothing is to be done, or once in ``MOST_S``: cycles
 among old objects are few, but what holds them is never freed without.
 
-Young objects are collected in every round. Python does so when 700 more were made than freed, whatever their age: where
-as many old nodes leave the tree as new ones come, that is seldom, and then there are tens of thousands of young ones,
-some 50 ms. All of this is a rank's own: nothing that is decided depends on it.
+Young objects are collected every few rounds. Python does so when 700 more were made than freed, whatever their age:
+where as many old nodes leave the tree as new ones come, that is seldom, and then there are tens of thousands of young
+ones, some 50 ms. All of this is a rank's own: nothing that is decided depends on it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ IDLE_S = 1.0
 PAUSE_SHARE = 50.0
 """Of what the last one took, until the next; twice the pause before, where it has found nothing."""
 
-ROUNDS_PER_SECOND_LOOK = 8
-"""Of rounds one looks again at the objects that the collections of the others spared."""
+ROUNDS_PER_LOOK, LOOKS_PER_SECOND_LOOK = 16, 8
+"""Of rounds one looks at young objects, and of these one again at those that the others spared."""
 
 LEAST_ROUNDS = 200
 """Of requests, since the last full collection, before another."""
@@ -55,7 +55,8 @@ class FullCollections:
         if not is_idle:
             self._num_rounds += 1
             self._busy_s = now_s
-            gc.collect(0 if self._num_rounds % ROUNDS_PER_SECOND_LOOK else 1)
+            if self._num_rounds % ROUNDS_PER_LOOK == 0:
+                gc.collect(0 if self._num_rounds % (ROUNDS_PER_LOOK * LOOKS_PER_SECOND_LOOK) else 1)
         is_free = now_s - self._busy_s >= IDLE_S and now_s - self._last_s >= self._pause_s
         if self._num_rounds >= LEAST_ROUNDS and (is_free or now_s - self._last_s >= MOST_S):
             num_found = gc.collect()

@@ -101,7 +101,8 @@ class ReuseTracker:
             self._has_to_learn = False
             self.model.learn()
             self._num_to_revise = len(self._ring)
-        for _ in range(min(MOST_REVISED, len(self._ring))):
+        has_to_forget = len(self._ring) > len(self._histories) + MOST_REVISED
+        for _ in range(min(MOST_REVISED, len(self._ring)) if self._num_to_revise or has_to_forget else 0):
             node_id = self._ring.popleft()
             if node_id in self._histories:
                 self._ring.append(node_id)
