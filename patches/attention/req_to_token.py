@@ -139,6 +139,11 @@ def _around_write_cache_indices(
     cache = batch.tree_cache
     views = [cache.views.adopt(req) for req in batch.reqs]
     holes = [view.holes for view in views]
+    slots = [view.slots for view in views]
+    if not any(holes) and not table().has_holes(rows_cpu):  # the usual case, and a dozen small operations
+        lengths = prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, extend_lens, extend_lens_cpu
+        original(out_cache_loc, rows, rows_cpu, *lengths, slots, req_to_token_pool)
+        return
     holes_device = table().write(rows, rows_cpu, holes)
     holes_cpu = torch.tensor(holes, dtype=torch.int64)
     original(
@@ -151,7 +156,7 @@ def _around_write_cache_indices(
         seq_lens_cpu - holes_cpu,
         extend_lens,
         extend_lens_cpu,
-        [view.slots for view in views],
+        slots,
         req_to_token_pool,
     )
     # A stale tail between the physical and the logical length would look like a use after free to SGLang's debug

@@ -37,6 +37,9 @@ from sglang_evicpress.patches.tree.changes import Signal
 from sglang_evicpress.patches.tree.compressor import Compressor
 from sglang_evicpress.patches.tree.types import Node, Request
 
+MOST_PUT_OFF = 8
+"""Rounds for which a token waits, one after the other, of which one is not free of other work."""
+
 
 class Parts:
     """All of them, each made after those that it is given."""
@@ -62,6 +65,7 @@ class Parts:
         slot_bytes = compressor.slot_bytes
         tree = self.tree = TreeParts(nodes, allocator, page_size, config, compressor, identity, outside, later)
         self.round_begun = Signal[[]]()
+        self._num_put_off = 0
         tiers = self.tiers = TierParts(tree, nodes, allocator, page_size, config, compressor, outside, later)
         self.idle_promotion = IdlePromotion(
             tree.storage,
@@ -259,6 +263,12 @@ class Parts:
             slot_bytes=slot_bytes,
         )
         self._connect()
+
+    def begin_round(self, *, delays_token: bool) -> None:
+        """Some of what is to be done at many nodes; where a first token waits for this round, in a later one."""
+        self._num_put_off = self._num_put_off + 1 if delays_token else 0
+        if self._num_put_off % MOST_PUT_OFF == 0:
+            self.round_begun()
 
     def _connect(self) -> None:
         """Let each part know of what the others signal."""

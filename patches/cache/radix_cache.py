@@ -128,7 +128,7 @@ class EvicPressCache(RadixCache):
         hooks.attach(
             hooks.HookedCache(
                 advance=tree.terms.advance,
-                begin_round=parts.round_begun,
+                begin_round=parts.begin_round,
                 prefill_times=self.prefill_times,
                 queued_hits=tree.queued_hits,
                 rounds=parts.rounds,

@@ -143,6 +143,12 @@ class HookedBudgets(Protocol):
     def visit_budgets(self) -> Callable[..., None]: ...
 
 
+class BeginRound(Protocol):
+    """What is done before a batch is made; ``delays_token``: somebody would wait for it for a first token."""
+
+    def __call__(self, *, delays_token: bool) -> None: ...
+
+
 class HookedGuests(Protocol):
     """Requests that give way to users'."""
 
@@ -155,11 +161,11 @@ class HookedGuests(Protocol):
 @dataclass(frozen=True, slots=True)
 class HookedCache:
     """The parts of the cache that the scheduler tells something. ``advance`` takes a stamp: its time, its costs and how
-    many requests a second of computing delays. ``begin_round`` does some of what is to be
-    done at many nodes."""
+    many requests a second of computing delays. ``begin_round`` does some of what is to be done at many nodes, unless
+    that would delay a token."""
 
     advance: Callable[[float, CostSnapshot, float], None]
-    begin_round: Callable[[], None]
+    begin_round: BeginRound
     prefill_times: LearnedCosts
     queued_hits: WaitingHits
     rounds: HookedRounds
@@ -219,14 +225,13 @@ def _before_get_next_batch_to_run(scheduler: HookedScheduler) -> None:
     """BEFORE ``get_next_batch_to_run``."""
     if _cache is None:
         return
-    _cache.begin_round()
-    _cache.decode_budgets.visit_budgets(scheduler)
     last, is_running = scheduler.last_batch, not scheduler.running_batch.is_empty()
+    is_idle = last is None and not is_running and not scheduler.waiting_queue
     # What was just prefilled joins those that run later, and its token is sent after the next batch is launched.
-    _cache.rounds.tick(
-        is_idle=last is None and not is_running and not scheduler.waiting_queue,
-        delays_token=last.forward_mode.is_extend() if last is not None else not is_running,
-    )
+    delays_token = last.forward_mode.is_extend() if last is not None else not is_running
+    _cache.begin_round(delays_token=delays_token and not is_idle)
+    _cache.decode_budgets.visit_budgets(scheduler)
+    _cache.rounds.tick(is_idle=is_idle, delays_token=delays_token)
     _cache.background.begin_round(scheduler)
     if _cache.rounds.has_tiers and scheduler.running_batch.is_empty():
         # SGLang takes a pool without room for one more request as full until one ends. Nodes that are being loaded

@@ -83,7 +83,7 @@ class FakeCache:
     def wait(self, seconds: float) -> None:
         self.waits.append(seconds)
 
-    def begin_round(self, scheduler: Any = None) -> None:
+    def begin_round(self, scheduler: Any = None, *, delays_token: bool = False) -> None:
         """Of the cache, or, with a scheduler, of the requests in its background."""
         if scheduler is not None:
             self.expected.append("a round begins")
