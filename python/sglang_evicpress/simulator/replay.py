@@ -185,7 +185,7 @@ class Replay:
 
     def _affordable(self, path: list[Node], target: QualityTarget, now: float) -> int:
         """Number of the path's nodes that the target lets be served; tells it of the hit, and the policy of alpha."""
-        parts = [Share(node.num_tokens, node.num_tokens * (1.0 - node.quality)) for node in path]
+        parts = [Share(node.num_tokens, node.num_tokens * (1.0 - node.lineage * node.quality)) for node in path]
         kept = target.num_affordable(parts)
         served, refused = (
             Share(sum(part.num_tokens for part in some), math.fsum(part.lost for part in some))
@@ -195,7 +195,7 @@ class Replay:
         if served.lost:
             self._num_lossy += 1
             if self._num_lossy % JUDGE_EVERY == 1:
-                true_loss = math.fsum(node.num_tokens * (1.0 - self._true_quality(node)) for node in path[:kept])
+                true_loss = math.fsum(self._true_loss(node) for node in path[:kept])
                 target.note_judged(1.0 - served.lost / served.num_tokens, 1.0 - true_loss / served.num_tokens)
         alpha = target.next_alpha(now, self.known.prefill, len(self.tree.nodes))
         if alpha is not None:
@@ -207,6 +207,10 @@ class Replay:
             return node.quality
         return min(1.0, max(0.0, node.quality - self.curve_error))
 
+    def _true_loss(self, node: Node) -> float:
+        """Tokens of the node that are lost, by its form and by what it was computed upon."""
+        return node.num_tokens * (1.0 - node.lineage * self._true_quality(node))
+
     def _time(self, request: Request, path: list[Node]) -> Outcome:
         arrival, costs = request.arrival_s, self.machine.costs
         hits: dict[Tier, int] = {}
@@ -215,7 +219,7 @@ class Replay:
         for node in path:
             hits[node.tier] = hits.get(node.tier, 0) + node.num_tokens
             bytes_from[node.tier] = bytes_from.get(node.tier, 0) + node.num_bytes
-            loss += node.num_tokens * (1.0 - node.lineage * self._true_quality(node))
+            loss += self._true_loss(node)
             survivors += node.num_tokens * node.form.kept_fraction
         bytes_from.pop(Tier.GPU, None)
         cached = sum(hits.values())
