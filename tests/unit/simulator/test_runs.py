@@ -38,7 +38,7 @@ def test_a_target_makes_runs_only_of_the_policy_that_can_hold_it() -> None:
 
 @pytest.mark.parametrize("curve_error", [0.0, 0.05])
 def test_a_target_is_held_and_spent(curve_error: float) -> None:
-    trace = read_trace("synthetic:chat:3", limit=1500)
+    trace = read_trace("synthetic:chat:3", limit=2400)
     capacity = {
         Tier.GPU: trace.working_set_tokens // 50,
         Tier.HOST: trace.working_set_tokens // 20,
@@ -47,7 +47,7 @@ def test_a_target_is_held_and_spent(curve_error: float) -> None:
     settings = Settings(Machine(capacity, costs), 1, (KNORM, SNAPKV), curve_error=curve_error)
 
     def served(run: Run) -> tuple[float, float]:
-        outcomes = list(make_replay(trace, run, settings).run())[400:]
+        outcomes = list(make_replay(trace, run, settings).run())[600:]
         cached = [sum(outcome.hit_tokens.values()) for outcome in outcomes]
         lost = sum((1.0 - outcome.quality) * num for outcome, num in zip(outcomes, cached, strict=True))
         return 1.0 - lost / sum(cached), sum(outcome.ttft_s for outcome in outcomes)
