@@ -41,7 +41,7 @@ def overhead(pairs: int, seed: int = 0, most: float = OVERHEAD_BOUND) -> list[Li
     """Everything fits, nothing is compressed: half the prompts are new, half extend one that is cached."""
     rng = random.Random(seed)
     contexts = [[rng.randrange(6, 480) for _ in range(1000)] for _ in range(8)]
-    prompts, is_whole = [], True
+    prompts, is_untouched = [], True
     for index in range(pairs):
         fresh = [rng.randrange(6, 480) for _ in range(600)]
         prompts.append(fresh if index % 2 else contexts[index // 2 % len(contexts)] + fresh[:20])
@@ -57,7 +57,7 @@ def overhead(pairs: int, seed: int = 0, most: float = OVERHEAD_BOUND) -> list[Li
                     stream(server, context, 4)
             ratios = paired(servers, prompts[pairs * start // starts : pairs * (start + 1) // starts], 24)
             dropped = servers[1].get("/evicpress/stats")["decisions"]
-        is_whole = is_whole and not dropped["compressed"] and not dropped["dropped"]
+        is_untouched = is_untouched and not dropped["compressed"] and not dropped["dropped"]
         first += ratios[0]
         between += ratios[1]
     lines = []
@@ -68,7 +68,7 @@ def overhead(pairs: int, seed: int = 0, most: float = OVERHEAD_BOUND) -> list[Li
                 f"overhead, nothing compressed: {what}, evicpress / stock, same CPU attention, {pairs} pairs",
                 f"median <= {most}",
                 f"{median:.3f}",
-                median <= most and is_whole,
+                median <= most and is_untouched,
             )
         )
     return lines

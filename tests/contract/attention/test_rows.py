@@ -178,6 +178,8 @@ class TestExtend:
         Extend().run(put_rows, pool)
         Extend(holes=(0, 1, 0)).run(put_rows, pool)
         assert req_to_token.table().device.tolist() == [0, 0, 0, 0, 0, 1, 0, 0]
+        Extend(holes=(0, 0, 0)).run(put_rows, pool)
+        assert req_to_token.table().device.tolist() == [0] * 8
 
     def test_without_holes_the_writer_gets_the_lengths_as_they_are(self) -> None:
         req_to_token.attach(RequestHoles(8, "cpu"))

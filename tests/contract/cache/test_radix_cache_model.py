@@ -27,6 +27,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.patches.cache import policy_terms
+from sglang_evicpress.patches.cache.parts import MOST_PUT_OFF
 from sglang_evicpress.patches.cache.queued_hits import QUEUED_RATE
 from sglang_evicpress.patches.cache.radix_cache import EvicPressCache
 from sglang_evicpress.patches.scheduler.prefill_times import _chunks_of
@@ -730,6 +731,17 @@ def test_gaps_are_those_between_bursts_not_within_them(walk: Walk) -> None:
         walk.cache.parts.round_begun()
     assert model.typical_gap_s == 10.0
     assert walk.cache.inspector.describe_stats()["reuse"]["typical_gap_s"] == 10.0
+
+
+def test_work_at_many_nodes_is_put_off_while_a_token_waits_and_not_for_ever(walk: Walk) -> None:
+    parts, told = walk.cache.parts, list[str]()
+    parts.round_begun.subscribe(lambda: told.append("work"))
+    for _ in range(2 * MOST_PUT_OFF):
+        told.append("round")
+        parts.begin_round(delays_token=True)
+    assert told == 2 * [*MOST_PUT_OFF * ["round"], "work"]
+    parts.begin_round(delays_token=False)
+    assert told[-2:] == ["work", "work"]
 
 
 def test_what_is_used_every_few_seconds_stays_and_what_was_used_once_goes(walk: Walk) -> None:

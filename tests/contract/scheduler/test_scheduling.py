@@ -51,6 +51,7 @@ class FakeCache:
         self.num_waiting = 0
         self.has_work = False
         self.ticks: list[tuple[bool, bool]] = []
+        self.rounds_that_delay: list[bool] = []
         self.waits: list[float] = []
         self.passed_by: set[str] = set()
         self.holders: list[str] = []
@@ -87,6 +88,8 @@ class FakeCache:
         """Of the cache, or, with a scheduler, of the requests in its background."""
         if scheduler is not None:
             self.expected.append("a round begins")
+        else:
+            self.rounds_that_delay.append(delays_token)
 
     def hide_waiting(self, scheduler: Any) -> None:
         self.expected.append("background requests are hidden in the round")
@@ -281,6 +284,7 @@ def test_a_pool_is_not_taken_as_full_for_ever_while_nothing_runs(cache: FakeCach
     hooks._before_get_next_batch_to_run(scheduler)
     assert scheduler.running_batch.batch_is_full
     assert cache.ticks == [(True, True), (True, True), (False, False)]
+    assert cache.rounds_that_delay == [False, False, False], "nobody waits for an idle round"
 
 
 def test_a_server_is_not_idle_between_a_prefill_and_its_token(cache: FakeCache) -> None:
@@ -292,6 +296,7 @@ def test_a_server_is_not_idle_between_a_prefill_and_its_token(cache: FakeCache) 
     scheduler.last_batch, scheduler.running_batch, scheduler.waiting_queue = None, Batch(is_empty=True), ["waits"]
     hooks._before_get_next_batch_to_run(scheduler)
     assert cache.ticks == [(False, True), (False, False), (False, True)], "(is idle, plans would delay a first token)"
+    assert cache.rounds_that_delay == [True, False, True]
 
 
 def adder(*admitted: str) -> Any:
