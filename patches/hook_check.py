@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from sglang_evicpress import spawn
-from sglang_evicpress.patches.hook_points import HOOK_POINTS, SUPPORTED_SGLANG, HookPoint
+from sglang_evicpress.patches.hook_points import DEFAULT_SGLANG, SUPPORTED_SGLANG, HookPoint, Process, points_of
 
 _SUPPORTED = f"sglang-evicpress supports SGLang {', '.join(SUPPORTED_SGLANG)}"
-_WAY_OUT = f"install sglang=={SUPPORTED_SGLANG[-1]}, or start without --kv-policy"
+_WAY_OUT = f"install sglang=={DEFAULT_SGLANG}, or start without --kv-policy"
 
 
 def sglang_version() -> str:
@@ -31,13 +31,30 @@ def version_problem(version: str | None = None) -> str | None:
     return f"{_SUPPORTED} and found {version}: {_WAY_OUT}"
 
 
-def hook_point_problem(points: Iterable[HookPoint] = HOOK_POINTS) -> str | None:
-    """One sentence naming the first hook point that is missing or takes other parameters, else None."""
+def hook_point_problem(process: Process | None = None) -> str | None:
+    """One sentence naming the first hook point that is missing or takes other parameters, else None. ``process``: only
+    those used there."""
+    points = points_of(sglang_version())
+    return points_problem(point for point in points if process in (None, point.process))
+
+
+def points_problem(points: Iterable[HookPoint]) -> str | None:
+    """One sentence naming the first of these that is missing or takes other parameters, else None."""
     for point in points:
         difference = _difference(point)
         if difference is not None:
             return f"{_SUPPORTED} and found {sglang_version()}, in which {point.path} {difference}: {_WAY_OUT}"
     return None
+
+
+def behaviour_problem() -> str | None:
+    """One sentence naming what this release does unlike the one that we know, else None."""
+    from sglang_evicpress.patches.compat import probes  # it imports SGLang's scheduler
+
+    difference = probes.behaviour_problem()
+    return (
+        None if difference is None else f"{_SUPPORTED} and found {sglang_version()}, in which {difference}: {_WAY_OUT}"
+    )
 
 
 def check_applied(registry: Any) -> None:

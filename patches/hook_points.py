@@ -6,11 +6,14 @@ so that a rename upstream stops the server with one sentence rather than a wrong
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-SUPPORTED_SGLANG = ("0.5.15.post1",)
+SUPPORTED_SGLANG = ("0.5.15.post1", "0.5.17")
+DEFAULT_SGLANG = "0.5.15.post1"
+"""The release that the repository's own environment has."""
 
 Kind = Literal["seam", "hook", "read"]
 Process = Literal["scheduler", "frontend"]
@@ -23,16 +26,37 @@ class HookPoint:
     ``kind``: seam (a registration point made for plugins), hook (wrapped through HookRegistry) or read
     (called, overridden or read as it is). ``process``: where it is used; the main process checks all
     rows, so that a mismatch is known before a model is loaded. ``parameters`` None: the name must be there.
+    The row is of releases from ``since`` on and before ``until``; "" sets no limit.
     """
 
     path: str
     kind: Kind
     process: Process
     parameters: tuple[str, ...] | None
+    since: str = ""
+    until: str = ""
+
+
+def number_of(version: str) -> tuple[int, ...]:
+    """The first three numbers of a version, to compare by."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+
+
+def points_of(version: str) -> tuple[HookPoint, ...]:
+    """The rows of a release."""
+    number = number_of(version)
+    return tuple(
+        point
+        for point in HOOK_POINTS
+        if (not point.since or number >= number_of(point.since))
+        and (not point.until or number < number_of(point.until))
+    )
 
 
 _COMMON = "sglang.srt.mem_cache.common"
+_ALLOCATION = "sglang.srt.mem_cache.allocation"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+_FORWARD = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 _RADIX = "sglang.srt.mem_cache.radix_cache.RadixCache"
@@ -46,25 +70,48 @@ _BATCH = "sglang.srt.managers.schedule_batch"
 _ATTENTION = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend"
 
 
-def _point(kind: Kind, path: str, parameters: str | None = None, *, process: Process = "scheduler") -> HookPoint:
+def _point(
+    kind: Kind,
+    path: str,
+    parameters: str | None = None,
+    *,
+    process: Process = "scheduler",
+    since: str = "",
+    until: str = "",
+) -> HookPoint:
     """``parameters`` with a space between them; None: the name must be there."""
-    return HookPoint(path, kind, process, None if parameters is None else tuple(parameters.split()))
+    return HookPoint(path, kind, process, None if parameters is None else tuple(parameters.split()), since, until)
 
 
 _hook, _read, _seam = partial(_point, "hook"), partial(_point, "read"), partial(_point, "seam")
 
+
+def _allocation(module: str, *, since: str = "", until: str = "") -> tuple[HookPoint, ...]:
+    """The functions that give a batch its slots."""
+    of = partial(_hook, since=since, until=until)
+    return (
+        of(f"{module}.alloc_for_extend", "batch"),
+        of(
+            f"{module}.write_cache_indices",
+            "out_cache_loc req_pool_indices_tensor req_pool_indices_cpu prefix_lens_tensor prefix_lens_cpu "
+            "seq_lens_tensor seq_lens_cpu extend_lens_tensor extend_lens_cpu prefix_tensors req_to_token_pool",
+        ),
+        of(f"{module}.alloc_for_decode", "batch token_per_req"),
+    )
+
+
 HOOK_POINTS = (
     # rows: compact rows of req_to_token
-    _hook(f"{_COMMON}.alloc_for_extend", "batch"),
-    _hook(
-        f"{_COMMON}.write_cache_indices",
-        "out_cache_loc req_pool_indices_tensor req_pool_indices_cpu prefix_lens_tensor prefix_lens_cpu "
-        "seq_lens_tensor seq_lens_cpu extend_lens_tensor extend_lens_cpu prefix_tensors req_to_token_pool",
-    ),
-    _hook(f"{_COMMON}.alloc_for_decode", "batch token_per_req"),
+    *_allocation(_COMMON, until="0.5.16"),
+    *_allocation(_ALLOCATION, since="0.5.16"),
     # attention: the view of the batch, HOLES before CUDA-graph capture
-    _hook(f"{_RUNNER}.init_attention_backend", "self"),
-    _hook("sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", "batch model_runner"),
+    _hook(f"{_RUNNER}.init_attention_backends", "self"),
+    _hook(f"{_FORWARD}.init_new", "batch model_runner", until="0.5.16"),
+    _hook(
+        f"{_FORWARD}.init_new",
+        "batch model_runner capture_hidden_mode return_hidden_states_before_norm",
+        since="0.5.16",
+    ),
     _read(f"{_ATTENTION}.init_forward_metadata", "self forward_batch"),
     _read(f"{_ATTENTION}.init_forward_metadata_out_graph", "self forward_batch in_capture"),
     _read(f"{_ATTENTION}.init_forward_metadata_in_graph", "self forward_batch"),
@@ -112,7 +159,8 @@ HOOK_POINTS = (
     # the clock, the queue and the times of batches
     _hook("sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver._pull_raw_reqs", "self"),
     _hook(f"{_SCHEDULER}._add_request_to_queue", "self req is_retracted"),
-    _hook(f"{_SCHEDULER}.get_next_batch_to_run", "self"),
+    _hook(f"{_SCHEDULER}.get_next_batch_to_run", "self", until="0.5.16"),
+    _hook(f"{_SCHEDULER}.get_next_batch_to_run", "self running_batch last_batch", since="0.5.16"),
     _hook(f"{_SCHEDULER}.on_idle", "self"),
     _hook(f"{_ADDER}.add_one_req", "self req has_chunked_req truncation_align_size"),
     # budgets of running requests
@@ -171,7 +219,8 @@ HOOK_POINTS = (
     _read(f"{_RADIX}.match_prefix", "self params"),
     _read(f"{_RADIX}.insert", "self params"),
     _read(f"{_RADIX}.evict", "self params"),
-    _read(f"{_RADIX}.cache_finished_req", "self req is_insert"),
+    _read(f"{_RADIX}.cache_finished_req", "self req is_insert", until="0.5.16"),
+    _read(f"{_RADIX}.cache_finished_req", "self req is_insert kv_len_to_handle", since="0.5.16"),
     _read(f"{_RADIX}.cache_unfinished_req", "self req chunked"),
     _read(f"{_RADIX}.inc_lock_ref", "self node"),
     _read(f"{_RADIX}.dec_lock_ref", "self node params"),

@@ -12,8 +12,12 @@ from __future__ import annotations
 import functools
 
 from sglang_evicpress import spawn
-from sglang_evicpress.patches.hook_check import hook_point_problem, unapplied_problem, version_problem
-from sglang_evicpress.patches.hook_points import HOOK_POINTS
+from sglang_evicpress.patches.hook_check import (
+    behaviour_problem,
+    hook_point_problem,
+    unapplied_problem,
+    version_problem,
+)
 from sglang_evicpress.patches.unsupported import UnsupportedError
 
 ENVIRONMENT_FLAG = "SGLANG_EVICPRESS"  # "attention": our CPU attention on a server without kv policy
@@ -21,8 +25,7 @@ ENVIRONMENT_FLAG = "SGLANG_EVICPRESS"  # "attention": our CPU attention on a ser
 
 def install_scheduler() -> None:
     """Register every scheduler-side hook. Raises SystemExit when SGLang does not fit, before touching it."""
-    points = (point for point in HOOK_POINTS if point.process == "scheduler")
-    problem = version_problem() or hook_point_problem(points)
+    problem = version_problem() or hook_point_problem("scheduler") or behaviour_problem()
     if problem is not None:
         raise spawn.refusal(problem)
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -47,7 +50,7 @@ def install_attention() -> None:
 @functools.cache
 def install_frontend() -> None:
     """Install the HTTP side in the main process, once. Raises UnsupportedError when SGLang does not fit."""
-    problem = version_problem() or hook_point_problem()
+    problem = version_problem() or hook_point_problem() or behaviour_problem()
     if problem is not None:
         raise UnsupportedError(problem)
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType

@@ -1,6 +1,6 @@
 """CPU attention in the place of torch_native: computes only the new queries of a sequence, and reads compact rows.
 
-Touches ``ModelRunner.init_attention_backend``.
+Touches ``ModelRunner.init_attention_backends``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang_evicpress.cpu_attention import SequenceRows, batch_rows, paged_attention
 from sglang_evicpress.patches.attention.types import AttentionLayer, ForwardBatch, ModelRunner
 
-TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backend"
+TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends"
 
 
 class SdpaBackend(TorchNativeAttnBackend):
@@ -79,7 +79,7 @@ def replace_torch_native(model_runner: ModelRunner) -> None:
 
 
 def _replace_only(result: object, model_runner: ModelRunner, *args: object, **kwargs: object) -> None:
-    """AFTER ``ModelRunner.init_attention_backend`` of a server without kv policy."""
+    """AFTER ``ModelRunner.init_attention_backends`` of a server without kv policy."""
     replace_torch_native(model_runner)
 
 

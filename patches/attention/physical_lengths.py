@@ -1,7 +1,7 @@
 """Attention over compact rows: backends see a view of the batch whose KV lengths are physical; their kernels stay as
 they are.
 
-Touches ``ModelRunner.init_attention_backend``.
+Touches ``ModelRunner.init_attention_backends``.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def _show_views(backend: AttentionBackend, table: req_to_token.RequestHoles) -> 
         setattr(backend, name, wrap(getattr(backend, name)))
 
 
-def _after_init_attention_backend(result: object, model_runner: ModelRunner, *args: object, **kwargs: object) -> None:
-    """AFTER ``ModelRunner.init_attention_backend``: before CUDA graphs are captured, so that they see the table."""
+def _after_init_attention_backends(result: object, model_runner: ModelRunner, *args: object, **kwargs: object) -> None:
+    """AFTER ``ModelRunner.init_attention_backends``: before CUDA graphs are captured, so that they see the table."""
     if model_runner.is_draft_worker:
         return
     pool = model_runner.req_to_token_pool
@@ -90,4 +90,4 @@ def _after_init_attention_backend(result: object, model_runner: ModelRunner, *ar
 
 
 def install(registry: type[HookRegistry], hook_type: type[HookType]) -> None:
-    registry.register(TARGET, _after_init_attention_backend, hook_type.AFTER)
+    registry.register(TARGET, _after_init_attention_backends, hook_type.AFTER)

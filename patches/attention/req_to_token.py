@@ -1,7 +1,7 @@
 """Compact request rows: ``req_to_token`` holds physical slots, one integer per row holds its holes.
 
 SGLang keeps counting logically. Here, and only here, the logical lengths of a batch become physical ones while its row
-is written; ``HOLES[row]`` says by how much. Touches ``sglang.srt.mem_cache.common``.
+is written; ``HOLES[row]`` says by how much. Touches the functions that give a batch its slots.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang_evicpress.device import to_device
 from sglang_evicpress.patches.attention.prompt_queries import AnnouncedBatch, PromptQueries
 from sglang_evicpress.patches.attention.types import RowPool
+from sglang_evicpress.patches.compat.release import RELEASE
 from sglang_evicpress.patches.tree.node import PrefixView
 
 
@@ -181,7 +182,7 @@ def _around_alloc_for_decode(original: Callable[..., object], batch: DecodeBatch
         batch.seq_lens, batch.seq_lens_cpu = seq_lens, seq_lens_cpu
 
 
-def _after_init_new(result: object, cls: object, batch: AnnouncedBatch, model_runner: object) -> None:
+def _after_init_new(result: object, cls: object, batch: AnnouncedBatch, model_runner: object, **_: object) -> None:
     """AFTER ``ForwardBatch.init_new``: a ForwardBatch has no host copy of its rows; copies lose attributes."""
     if _table is not None:
         _table.begin_batch(batch.req_pool_indices_cpu)
@@ -190,10 +191,10 @@ def _after_init_new(result: object, cls: object, batch: AnnouncedBatch, model_ru
 
 
 def install(registry: type[HookRegistry], hook_type: type[HookType]) -> None:
-    common = "sglang.srt.mem_cache.common."
-    registry.register(common + "alloc_for_extend", _around_alloc_for_extend, hook_type.AROUND)
-    registry.register(common + "write_cache_indices", _around_write_cache_indices, hook_type.AROUND)
-    registry.register(common + "alloc_for_decode", _around_alloc_for_decode, hook_type.AROUND)
+    allocation = RELEASE.ALLOCATION + "."
+    registry.register(allocation + "alloc_for_extend", _around_alloc_for_extend, hook_type.AROUND)
+    registry.register(allocation + "write_cache_indices", _around_write_cache_indices, hook_type.AROUND)
+    registry.register(allocation + "alloc_for_decode", _around_alloc_for_decode, hook_type.AROUND)
     registry.register(
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", _after_init_new, hook_type.AFTER
     )

@@ -17,6 +17,7 @@ from sglang_evicpress import spawn
 from sglang_evicpress.config import AUTO, GB, EvicPressConfig
 from sglang_evicpress.introspect.keyed_hash import key_of
 from sglang_evicpress.patches.cache.radix_cache import EvicPressCache
+from sglang_evicpress.patches.compat.caches import cache_class
 from sglang_evicpress.patches.hook_check import check_applied
 from sglang_evicpress.patches.kv_flags import config_of
 from sglang_evicpress.patches.tree.compressor import Compressor
@@ -78,7 +79,7 @@ def build(context: Any) -> EvicPressCache:
     try:
         config = with_host_size(config, pool.size * compressor.slot_bytes)
         identity = model.of_model() if config.has_tiers else bytes(KEY_BYTES)
-        cache = EvicPressCache(params, config, compressor, identity, agreed(secrets.token_bytes(16), group), hash_key)
+        cache = cache_class()(params, config, compressor, identity, agreed(secrets.token_bytes(16), group), hash_key)
     except (StoreError, RuntimeError, ValueError) as error:
         raise spawn.refusal(str(error)) from error
     model.is_released = lambda: are_weights_released(cache.scheduler)

@@ -11,6 +11,7 @@ import torch
 from sglang_evicpress.core import NodeStats, Tier
 from sglang_evicpress.introspect.census import Census
 from sglang_evicpress.patches.attention.types import RowPool
+from sglang_evicpress.patches.compat.release import RELEASE
 from sglang_evicpress.patches.decode_budget.rows import PoolAllocator
 from sglang_evicpress.patches.decode_budget.state import BudgetedRequest
 from sglang_evicpress.patches.decode_budget.types import RunningBatch
@@ -36,7 +37,6 @@ class RunningScheduler(Protocol):
 
     last_batch: RunningBatch | None
     running_batch: RunningBatch | None
-    cur_batch: RunningBatch | None
     chunked_req: BudgetedRequest | None
 
 
@@ -75,15 +75,15 @@ def in_flight(scheduler: RunningScheduler | None, page_size: int) -> Iterator[tu
         return
     seen: set[int] = set()
     reqs: list[BudgetedRequest] = []
-    for batch in (scheduler.last_batch, scheduler.running_batch, scheduler.cur_batch):
+    for batch in (scheduler.last_batch, scheduler.running_batch, RELEASE.current_batch(scheduler)):
         reqs.extend(batch.reqs if batch is not None else [])
     if scheduler.chunked_req is not None:
         reqs.append(scheduler.chunked_req)
     for req in reqs:
-        if id(req) in seen or req.req_pool_idx is None or req.kv_committed_freed:
+        if id(req) in seen or not RELEASE.holds_kv(req):
             continue
         seen.add(id(req))
-        allocated = -(-req.kv_allocated_len // page_size) * page_size
+        allocated = -(-RELEASE.allocated_len(req) // page_size) * page_size
         yield req, allocated - req.cache_protected_len
 
 
@@ -152,7 +152,7 @@ class Integrity:
             num_in_flight += held
             holes = holes_of(req)
             row = self.tree.req_to_token_pool.req_to_token[req.req_pool_idx]
-            own = row[req.cache_protected_len - holes : req.kv_allocated_len - holes].to(torch.int64)
+            own = row[req.cache_protected_len - holes : RELEASE.allocated_len(req) - holes].to(torch.int64)
             owners.append((f"request {req.rid}", torch.unique(own // page) if page > 1 else own))
         free = allocator.available_size()
         if free + evictable + protected + num_in_flight != allocator.size:

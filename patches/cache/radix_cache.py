@@ -412,9 +412,9 @@ class EvicPressCache(RadixCache):
             node.kv.prefix_quality = min(node.kv.prefix_quality, getattr(req, "evicpress_prefix_quality", 1.0))
         return beyond
 
-    def cache_finished_req(self, req: Any, is_insert: bool = True) -> None:
+    def end_request(self, req: Any, num_tokens: int, *, is_insert: bool) -> None:
+        """The request ended or is to be computed anew: its own KV of ``num_tokens`` goes to the tree, or is freed."""
         is_insert = self.decode_budgets.note_end(req) and is_insert
-        num_tokens = req.pop_committed_kv_cache()
         if self.disable:
             self.token_to_kv_pool_allocator.free(self.req_to_token_pool.req_to_token[req.req_pool_idx, :num_tokens])
             return

@@ -9,7 +9,7 @@ from sglang_evicpress.patches.attention import physical_lengths, req_to_token
 from sglang_evicpress.patches.cache import factory
 from sglang_evicpress.patches.cache.radix_cache import EvicPressCache
 from sglang_evicpress.patches.decode_budget import admission
-from sglang_evicpress.patches.scheduler import garbage, hooks, paged_allocator, queries, queue_limit
+from sglang_evicpress.patches.scheduler import garbage, hooks, next_batch, paged_allocator, queries, queue_limit
 
 EVICT = "sglang.srt.mem_cache.common.evict_from_tree_cache"
 
@@ -29,6 +29,7 @@ def register(registry: Any, hook_type: Any) -> None:
     req_to_token.install(registry, hook_type)
     physical_lengths.install(registry, hook_type)
     queries.install(registry, hook_type)
+    next_batch.install(registry, hook_type)
     hooks.install(registry, hook_type)
     queue_limit.install(registry, hook_type)
     garbage.install(registry, hook_type)

@@ -15,6 +15,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_evicpress.decode_budget import schedule
 from sglang_evicpress.decode_budget.settings import DecodeSettings
+from sglang_evicpress.patches.compat.release import RELEASE
 from sglang_evicpress.patches.decode_budget import chunked_recompute
 from sglang_evicpress.patches.decode_budget.chunked_recompute import BudgetedAdder, BudgetedCache
 from sglang_evicpress.patches.decode_budget.state import BudgetedRequest, DecodeState, budget_of, num_physical
@@ -146,7 +147,7 @@ def _around_running_offset(original: Callable[..., object], adder: PrefillAdder,
         return original(adder, req)
     page, remaining = adder.page_size, num_remaining(req)
     peak = schedule.peak(state.settings, page)
-    own = -(-(req.kv_allocated_len - req.cache_protected_len) // page) * page
+    own = -(-(RELEASE.allocated_len(req) - req.cache_protected_len) // page) * page
     bound = max(0, peak - own)
     if not state.has_left_tree and num_physical(req) + remaining + page > peak:
         return bound  # what it shares is to be copied

@@ -14,6 +14,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_evicpress.decode_budget import schedule
+from sglang_evicpress.patches.compat.release import RELEASE
 from sglang_evicpress.patches.decode_budget.budgets import DecodeBudgets
 from sglang_evicpress.patches.decode_budget.state import DecodeState, budget_of, num_shared
 from sglang_evicpress.patches.decode_budget.types import PrefillAdder, RunningBatch, WaitingRequest
@@ -107,8 +108,7 @@ def _after_prepare_for_extend(_: None, batch: RunningBatch) -> None:
     for req in batch.reqs:
         state = budget_of(req)
         if state is not None and state.num_dropped > 0:
-            req.kv_committed_len -= state.num_dropped
-            req.kv_allocated_len -= state.num_dropped
+            RELEASE.shorten(req, state.num_dropped)
 
 
 def install(registry: type[HookRegistry], hook_type: type[HookType]) -> None:

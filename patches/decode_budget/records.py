@@ -9,6 +9,7 @@ import torch
 
 from sglang_evicpress.decode_budget.stats import PassRecord, Totals
 from sglang_evicpress.device import HostCopy
+from sglang_evicpress.patches.compat.release import RELEASE
 from sglang_evicpress.patches.decode_budget.state import BudgetedRequest, DecodeState, num_physical, positions_of_row
 from sglang_evicpress.patches.decode_budget.trace import DecodeTrace, TraceRoom
 
@@ -76,7 +77,7 @@ class BudgetRecords:
     def describe_request(self, req: BudgetedRequest, state: DecodeState) -> dict[str, object]:
         """All but its positions and its trace."""
         settings = state.settings
-        is_held = req.req_pool_idx is not None and not req.kv_committed_freed
+        is_held = RELEASE.holds_kv(req)
         num_slots = num_physical(req) if is_held else 0
         num_tokens = len(req.origin_input_ids) + len(req.output_ids)
         self.settle_copies(state)

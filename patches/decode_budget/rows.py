@@ -13,6 +13,7 @@ import torch
 from sglang_evicpress.device import to_device
 from sglang_evicpress.patches.attention import req_to_token
 from sglang_evicpress.patches.attention.types import RowPool
+from sglang_evicpress.patches.compat.release import RELEASE
 from sglang_evicpress.patches.decode_budget.state import BudgetedRequest, num_shared
 from sglang_evicpress.patches.scheduler.paged_allocator import PagedPool
 from sglang_evicpress.patches.tree.compressor import Compressor
@@ -73,8 +74,7 @@ def put_rows(
     rows_of_all[:, num_slots : num_slots + num_dropped].index_fill_(0, index, 0)
     for req in reqs:
         req.kv_budget.num_dropped += num_dropped
-        req.kv_committed_len -= num_dropped
-        req.kv_allocated_len -= num_dropped
+        RELEASE.shorten(req, num_dropped)
     req_to_token.table().add(row_indices(reqs), num_dropped, index)
 
 
@@ -89,8 +89,7 @@ def leave_tree(tree: DecodeTree, req: BudgetedRequest) -> None:
     state, holes = req.kv_budget, req.evicpress.holes
     state.num_dropped += holes
     state.has_left_tree = True
-    req.kv_committed_len -= holes
-    req.kv_allocated_len -= holes
+    RELEASE.shorten(req, holes)
     tree.dec_lock_ref(req.last_node)
     req.last_node = tree.root_node
     req.cache_protected_len = 0

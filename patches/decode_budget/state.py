@@ -1,7 +1,7 @@
 """State of a request with a decode-time budget, at ``req.kv_budget``, and its lengths.
 
 SGLang counts such a request logically. Physical are its row, its entry of the hole table and
-``kv_committed_len``/``kv_allocated_len``; of the tokens without a slot those in the prefix it took from the tree are
+the lengths that SGLang keeps of its KV; of the tokens without a slot those in the prefix it took from the tree are
 ``req.evicpress.holes``, all others ``num_dropped``, which is always whole pages.
 """
 
@@ -16,6 +16,7 @@ import torch
 from sglang_evicpress.decode_budget.settings import DecodeSettings
 from sglang_evicpress.decode_budget.stats import PassRecord, RequestStats
 from sglang_evicpress.device import HostCopy, to_device
+from sglang_evicpress.patches.compat.release import RELEASE
 from sglang_evicpress.patches.decode_budget.trace import DecodeTrace
 from sglang_evicpress.patches.tree.node import PrefixView, holes_of
 from sglang_evicpress.patches.tree.types import Request
@@ -57,9 +58,6 @@ class DecodeState:
 class BudgetedRequest(Request, Protocol):
     """A request as decode-time budgets see it; ``kv_budget`` is there where it has one."""
 
-    kv_allocated_len: int
-    kv_committed_len: int
-    kv_committed_freed: bool
     inflight_middle_chunks: int
     evicpress: PrefixView
     kv_budget: DecodeState
@@ -78,12 +76,12 @@ def view_between(req: Request, state: DecodeState) -> PrefixView:
 
 def num_physical(req: BudgetedRequest) -> int:
     """The slots of its row, the token in flight included."""
-    return req.kv_allocated_len - holes_of(req)
+    return RELEASE.allocated_len(req) - holes_of(req)
 
 
 def num_logical(req: BudgetedRequest) -> int:
     """The tokens that have, or had, a slot: those of ``num_physical`` and all holes."""
-    return req.kv_allocated_len + req.kv_budget.num_dropped
+    return RELEASE.allocated_len(req) + req.kv_budget.num_dropped
 
 
 def num_shared(req: BudgetedRequest) -> int:
@@ -93,12 +91,12 @@ def num_shared(req: BudgetedRequest) -> int:
 
 def holds_kv(req: BudgetedRequest) -> bool:
     """True if its slots are there and stay there: not finished, retracted or in between two chunks of its prompt."""
-    return req.req_pool_idx is not None and not req.kv_committed_freed and not req.finished()
+    return RELEASE.holds_kv(req) and not req.finished()
 
 
 def row_is_own(req: BudgetedRequest, state: DecodeState) -> bool:
     """True if all slots of its row are its own."""
-    return req.req_pool_idx is not None and not req.kv_committed_freed and state.has_left_tree
+    return RELEASE.holds_kv(req) and state.has_left_tree
 
 
 def positions_of_row(req: BudgetedRequest, state: DecodeState, device: torch.device | str) -> torch.Tensor | None:

@@ -74,8 +74,8 @@ def _after_init(_: None, scheduler: Scheduler, *__: object, **___: object) -> No
     _collections = FullCollections()
 
 
-def _before_get_next_batch_to_run(scheduler: Scheduler) -> None:
-    """BEFORE ``get_next_batch_to_run``."""
+def begin_round(scheduler: Scheduler) -> None:
+    """Before the next batch is made."""
     if _collections is not None:
         is_running = scheduler.last_batch is not None or not scheduler.running_batch.is_empty()
         _collections.begin_round(is_idle=not is_running and not scheduler.waiting_queue)
@@ -83,4 +83,3 @@ def _before_get_next_batch_to_run(scheduler: Scheduler) -> None:
 
 def install(registry: type[HookRegistry], hook_type: type[HookType]) -> None:
     registry.register(SCHEDULER + "__init__", _after_init, hook_type.AFTER)
-    registry.register(SCHEDULER + "get_next_batch_to_run", _before_get_next_batch_to_run, hook_type.BEFORE)

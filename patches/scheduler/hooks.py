@@ -221,8 +221,8 @@ def _after_add_request_to_queue(_: None, scheduler: Scheduler, req: QueuedReques
         _cache.admission.on_queued(req)
 
 
-def _before_get_next_batch_to_run(scheduler: HookedScheduler) -> None:
-    """BEFORE ``get_next_batch_to_run``."""
+def begin_round(scheduler: HookedScheduler) -> None:
+    """Before the next batch is made."""
     if _cache is None:
         return
     last, is_running = scheduler.last_batch, not scheduler.running_batch.is_empty()
@@ -245,8 +245,8 @@ def is_first_come_first_served(scheduler: HookedScheduler) -> bool:
     return scheduler.policy.policy == CacheAgnosticPolicy.FCFS and not scheduler.enable_priority_scheduling
 
 
-def _after_get_next_batch_to_run(batch: Batch | None, scheduler: HookedScheduler) -> None:
-    """AFTER ``get_next_batch_to_run``: whoever left the queue since without running was aborted."""
+def end_round(scheduler: HookedScheduler, batch: Batch | None) -> None:
+    """The next batch is made, None where there is none: whoever left the queue since without running was aborted."""
     if _cache is None:
         return
     _cache.admission.show_waiting(scheduler)
@@ -387,8 +387,6 @@ def install(registry: type[HookRegistry], hook_type: type[HookType]) -> None:
     registry.register(RECEIVER + "_pull_raw_reqs", _after_pull_raw_reqs, hook_type.AFTER)
     registry.register(SCHEDULER + "init_request_dispatcher", _after_init_request_dispatcher, hook_type.AFTER)
     registry.register(SCHEDULER + "_add_request_to_queue", _after_add_request_to_queue, hook_type.AFTER)
-    registry.register(SCHEDULER + "get_next_batch_to_run", _before_get_next_batch_to_run, hook_type.BEFORE)
-    registry.register(SCHEDULER + "get_next_batch_to_run", _after_get_next_batch_to_run, hook_type.AFTER)
     registry.register(SCHEDULER + "on_idle", _around_on_idle, hook_type.AROUND)
     registry.register(ADDER + "add_one_req", _around_add_one_req, hook_type.AROUND)
     registry.register(ADDER + "add_chunked_req", _around_add_chunked_req, hook_type.AROUND)

@@ -146,17 +146,22 @@ class LimitedScheduler(Protocol):
     ipc_channels: Channels
 
 
-def _around_get_next_batch_to_run(original: Callable[..., Batch | None], scheduler: LimitedScheduler) -> Batch | None:
-    """AROUND ``get_next_batch_to_run``: who waited before it and is in its batch was admitted."""
+def begin_round(scheduler: LimitedScheduler) -> Sequence[Request]:
+    """Before the next batch is made; the users' requests that wait for it."""
     cache = scheduler.tree_cache
-    before = cache.background.without_background(scheduler.waiting_queue)
     cache.queue.begin_round(cache.terms.now_s)
-    batch = original(scheduler)
-    waited = {id(req) for req in before}
-    admitted = [req for req in batch.reqs if id(req) in waited] if batch is not None and before else []
-    num_waiting = len(cache.background.without_background(scheduler.waiting_queue))
+    queue = scheduler.waiting_queue
+    return list(cache.background.without_background(queue)) if queue else ()
+
+
+def end_round(scheduler: LimitedScheduler, queued: Sequence[Request], batch: Batch | None) -> None:
+    """The next batch is made: who was ``queued`` before and is in it was admitted."""
+    cache = scheduler.tree_cache
+    waited = {id(req) for req in queued}
+    admitted = [req for req in batch.reqs if id(req) in waited] if batch is not None and waited else []
+    queue = scheduler.waiting_queue
+    num_waiting = len(cache.background.without_background(queue)) if queue else 0
     cache.queue.end_round(cache.terms.now_s, num_waiting, admitted)
-    return batch
 
 
 def _around_add_request_to_queue(
@@ -192,8 +197,7 @@ def _refuse(scheduler: LimitedScheduler, req: LimitedRequest, wait_s: float, lim
 
 
 def install(registry: type[HookRegistry], hook_type: type[HookType]) -> None:
-    """After ``scheduling``: hooks are applied in order, and this one hides what it refuses from those."""
-    registry.register(SCHEDULER + "get_next_batch_to_run", _around_get_next_batch_to_run, hook_type.AROUND)
+    """After ``hooks``: they are applied in order, and this one hides what it refuses from those."""
     registry.register(SCHEDULER + "_add_request_to_queue", _around_add_request_to_queue, hook_type.AROUND)
 
 

@@ -143,7 +143,6 @@ class Scheduler(Protocol):
     waiting_queue: list[Request]
     running_batch: Batch
     last_batch: Batch | None
-    cur_batch: Batch | None
     chunked_req: Request | None
     max_running_requests: int
     server_args: object

@@ -7,18 +7,20 @@ from typing import Any
 import pytest
 
 from sglang_evicpress.patches import hook_check, install
-from sglang_evicpress.patches.hook_points import HOOK_POINTS, SUPPORTED_SGLANG, HookPoint
+from sglang_evicpress.patches.hook_points import DEFAULT_SGLANG, SUPPORTED_SGLANG, HookPoint, points_of
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("point", HOOK_POINTS, ids=lambda point: point.path)
+@pytest.mark.parametrize("point", points_of(hook_check.sglang_version()), ids=lambda point: point.path)
 def test_sglang_has_the_hook_point(point: HookPoint) -> None:
-    assert hook_check.hook_point_problem([point]) is None
+    assert hook_check.points_problem([point]) is None
 
 
 def test_no_hook_point_is_listed_twice() -> None:
-    assert len({point.path for point in HOOK_POINTS}) == len(HOOK_POINTS)
+    for version in SUPPORTED_SGLANG:
+        paths = [point.path for point in points_of(version)]
+        assert len(set(paths)) == len(paths)
 
 
 def test_the_installed_release_is_supported() -> None:
@@ -32,8 +34,8 @@ def test_another_release_is_one_sentence_with_the_way_out(found: str) -> None:
     assert problem is not None
     for part in (
         f"found {found}:",
-        SUPPORTED_SGLANG[-1],
-        f"install sglang=={SUPPORTED_SGLANG[-1]}",
+        ", ".join(SUPPORTED_SGLANG),
+        f"install sglang=={DEFAULT_SGLANG}",
         "--kv-policy",
     ):
         assert part in problem
@@ -42,14 +44,14 @@ def test_another_release_is_one_sentence_with_the_way_out(found: str) -> None:
 @pytest.mark.parametrize(
     ("point", "difference"),
     [
-        (HookPoint("sglang.srt.mem_cache.common.alloc_for_rent", "hook", "scheduler", None), "is missing"),
+        (HookPoint("sglang.srt.mem_cache.common.evict_for_rent", "hook", "scheduler", None), "is missing"),
         (
             HookPoint("sglang.srt.mem_cache.uncommon.alloc_for_extend", "hook", "scheduler", None),
             "is missing",
         ),
         (
-            HookPoint("sglang.srt.mem_cache.common.alloc_for_decode", "hook", "scheduler", ("batch",)),
-            "takes (batch, token_per_req) instead of (batch)",
+            HookPoint("sglang.srt.mem_cache.common.evict_from_tree_cache", "hook", "scheduler", ("tree",)),
+            "takes (tree_cache, num_tokens) instead of (tree)",
         ),
     ],
 )
@@ -61,7 +63,7 @@ def test_a_changed_hook_point_stops_the_scheduler_before_anything_is_touched(
 
     before = {target: list(hooks) for target, hooks in HookRegistry._hooks.items()}
     backends = registered_radix_cache_backends()
-    monkeypatch.setattr(install, "HOOK_POINTS", (*HOOK_POINTS, point))
+    monkeypatch.setattr(hook_check, "points_of", lambda version: (*points_of(version), point))
     with pytest.raises(SystemExit) as stopped:
         install.install_scheduler()
     sentence = str(stopped.value.code)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from tests.contract.releases import FakeRequest
 
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.decode_budget import schedule, scores
@@ -216,7 +217,7 @@ def test_a_pass_over_a_row_with_a_compressed_prefix(
     lower = SimpleNamespace(parent=upper, key=[0] * 8, kv=NodeKV())
     settings = DecodeSettings(48, method, score, interval=4, protected_pages=("first", "newest"))  # type: ignore[arg-type]
     state = DecodeState(settings, RequestStats(), num_cached=48, in_tree=True, trace=DecodeTrace())
-    req = SimpleNamespace(
+    req = FakeRequest(
         kv_budget=state, req_pool_idx=3, evicpress=PrefixView(slots(28), 20, True, True), last_node=lower,
         cache_protected_len=48, kv_allocated_len=80, kv_committed_len=80, prefix_indices=slots(48),
     )  # fmt: skip

@@ -23,13 +23,14 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from tests.contract.releases import NO_BATCH, HasKV, end_request
 
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.patches.cache import policy_terms
 from sglang_evicpress.patches.cache.parts import MOST_PUT_OFF
 from sglang_evicpress.patches.cache.queued_hits import QUEUED_RATE
-from sglang_evicpress.patches.cache.radix_cache import EvicPressCache
+from sglang_evicpress.patches.compat.caches import cache_class
 from sglang_evicpress.patches.scheduler.prefill_times import _chunks_of
 from sglang_evicpress.patches.tree.compressor import Compressor
 from sglang_evicpress.patches.tree.node import holes_of, is_lossy, iter_nodes, num_slots, slots_of, start_of, tokens_to
@@ -60,7 +61,7 @@ def hash_of(extra_key: str | None) -> int:
 
 
 @dataclass
-class Request:
+class Request(HasKV):
     """Part of SGLang's Req that the cache touches."""
 
     rid: str
@@ -140,7 +141,7 @@ class Walk:
             self.allocator = PagedTokenToKVPoolAllocator(num_slots, page_size, self.dtype, "cpu", self.pool, False)
         params = CacheInitParams(False, self.rows, self.allocator, page_size)
         config = self.configured(policy, settings)
-        self.cache = EvicPressCache(params, config, Compressor(self.pool, page_size, config.sinks), self.identity)
+        self.cache = cache_class()(params, config, Compressor(self.pool, page_size, config.sinks), self.identity)
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.documents = [[self.rng.randrange(50) for _ in range(150)] for _ in range(3)]
@@ -164,7 +165,7 @@ class Walk:
         return SimpleNamespace(
             last_batch=batch,
             running_batch=None,
-            cur_batch=None,
+            **NO_BATCH,
             chunked_req=None,
             tokenizer=None,
             ipc_channels=channels,
@@ -299,7 +300,7 @@ class Walk:
 
     def end(self, request: Request, *, is_insert: bool = True) -> None:
         self.running.remove(request)
-        self.cache.cache_finished_req(request, is_insert=is_insert)
+        end_request(self.cache, request, is_insert=is_insert)
         self.rows.free_slots.append(request.req_pool_idx)
 
     def press(self) -> None:
@@ -580,7 +581,7 @@ def test_a_request_that_was_never_matched_hands_in_what_it_computed(walk: Walk, 
 def test_a_request_that_was_never_matched_ends(walk: Walk, is_insert: bool) -> None:
     request = unmatched(walk)
     walk.running.clear()
-    walk.cache.cache_finished_req(request, is_insert=is_insert)
+    end_request(walk.cache, request, is_insert=is_insert)
     assert sum(map(num_slots, nodes_of(walk))) == 20 * is_insert
 
 

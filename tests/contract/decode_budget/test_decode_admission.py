@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+from tests.contract.releases import FakeRequest
 
 from sglang_evicpress.decode_budget.settings import DecodeSettings
 from sglang_evicpress.decode_budget.stats import RequestStats
@@ -25,7 +26,7 @@ PAGE, SLOTS = 16, 512
 
 
 def request(num_tokens: int, max_new: int, budget: DecodeSettings | None = None, *, num_out: int = 0) -> Any:
-    return SimpleNamespace(
+    return FakeRequest(
         rid="r",
         full_untruncated_fill_ids=list(range(num_tokens)),
         origin_input_ids=list(range(num_tokens - num_out)),

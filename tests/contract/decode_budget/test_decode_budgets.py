@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from tests.contract.cache.test_radix_cache_model import CONTEXT, HEADS, LAYERS, ROWS, Request, Walk, path_hashes
+from tests.contract.releases import NO_BATCH, end_request
 
 from sglang_evicpress.decode_budget import schedule
 from sglang_evicpress.decode_budget.scores import score_rows
@@ -74,7 +75,7 @@ class BudgetWalk(Walk):
 
     def scheduler(self) -> SimpleNamespace:
         batch = SimpleNamespace(reqs=self.running, batch_is_full=False)
-        batches = {"last_batch": batch, "running_batch": batch, "cur_batch": None}
+        batches = {"last_batch": batch, "running_batch": batch, **NO_BATCH}
         return SimpleNamespace(
             **batches,
             chunked_req=None,
@@ -195,7 +196,7 @@ class BudgetWalk(Walk):
         if not ready:
             return
         request = self.rng.choice(ready)
-        self.cache.cache_finished_req(request, is_insert=False)
+        end_request(self.cache, request, is_insert=False)
         self.running.remove(request)
         self.rows.free_slots.append(request.req_pool_idx)
         request.req_pool_idx, request.kv_committed_freed, request.filled = None, False, 0

@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from tests.contract.cache.test_radix_cache_model import Request
 from tests.contract.profiling.test_shadows import ShadowWalk
+from tests.contract.releases import end_request
 
 from sglang_evicpress.patches.scheduler import hooks
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
@@ -43,7 +44,7 @@ class Batch:
     def release_req(self, index: int, num_left: int, server_args: object) -> None:
         """A retracted request begins anew, with what it has generated."""
         req = self.reqs[index]
-        self.server.cache.cache_finished_req(req, is_insert=False)
+        end_request(self.server.cache, req, is_insert=False)
         self.server.running.remove(req)
         self.server.rows.free_slots.append(req.req_pool_idx)
         req.req_pool_idx, req.kv_committed_freed, req.filled = None, False, 0
@@ -115,7 +116,7 @@ class Server(ShadowWalk):
     def round(self) -> Batch | None:
         stub = self.stub
         users_waited = [req for req in stub.waiting_queue if not is_shadow_name(req.extra_key)]
-        hooks._before_get_next_batch_to_run(stub)
+        hooks.begin_round(stub)
         last = stub.last_batch
         if last is not None and last.forward_mode.is_extend():
             stub.running_batch.reqs += [req for req in last.reqs if not req.finished()]
@@ -126,8 +127,8 @@ class Server(ShadowWalk):
             if len(stub.running_batch.reqs) < before:
                 stub.running_batch.batch_is_full = False
             batch = None if stub.running_batch.is_empty() else stub.running_batch
-        hooks._after_get_next_batch_to_run(batch, stub)
-        stub.cur_batch = batch
+        hooks.end_round(stub, batch)
+        stub.cur_batch = stub.cur_batch_for_debug = batch
         if batch is not None:
             self.index(batch, users_waited)
             self.run_batch(batch)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from tests.contract.cache.test_radix_cache_model import CURVES, FORMS, Request, costs_of, finished
 from tests.contract.profiling.test_shadows import HALF, ShadowWalk
+from tests.contract.releases import end_request
 
 from sglang_evicpress.core import Form
 from sglang_evicpress.introspect.arguments import IntrospectionError
@@ -392,7 +393,7 @@ def test_what_is_not_recorded(walk: ProfiledWalk) -> None:
     walk.prefill(request)
     walk.generate(request, 7)
     walk.running.remove(request)
-    walk.cache.cache_finished_req(request, is_insert=False)  # aborted
+    end_request(walk.cache, request, is_insert=False)  # aborted
     assert walk.cache.quality.counts["recorded"] == 1 and asked(walk, tokens) == [([52] * 10, [7])]
     walk.answer([*tokens, 55], 7, namespace="lora-a")
     assert asked(walk, tokens, "lora-a") == [([55], [7])]
@@ -463,7 +464,7 @@ def test_a_retracted_request_that_finds_its_own_answer_in_the_tree_is_asked_abou
     for token in answer:
         walk.generate(request, token)
     walk.running.remove(request)
-    walk.cache.cache_finished_req(request, is_insert=False)  # retracted
+    end_request(walk.cache, request, is_insert=False)  # retracted
     walk.rows.free_slots.append(request.req_pool_idx)
     walk.answer(tokens, *answer, 8)  # an equal one was faster
     request.req_pool_idx, request.kv_committed_freed = None, False

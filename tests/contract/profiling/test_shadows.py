@@ -27,6 +27,7 @@ from tests.contract.cache.test_radix_cache_model import (
     finished,
     path_hashes,
 )
+from tests.contract.releases import NO_BATCH
 from tests.contract.tiers.test_tiers_model import TierWalk, blocked
 
 from sglang_evicpress.codec import get_codec
@@ -56,7 +57,7 @@ class ShadowMoves:
         self.stub = SimpleNamespace(
             last_batch=None,
             running_batch=SimpleNamespace(reqs=self.running),
-            cur_batch=None,
+            **NO_BATCH,
             chunked_req=None,
             tokenizer=None,
             waiting_queue=self.waiting,

@@ -73,7 +73,10 @@ class FakeScheduler:
             return SimpleNamespace(reqs=admitted)
 
         self.tree_cache.terms.now_s += 0.2
-        return queue_limit._around_get_next_batch_to_run(make_batch or admit, self)
+        queued = queue_limit.begin_round(self)
+        batch = (make_batch or admit)(self)
+        queue_limit.end_round(self, queued, batch)
+        return batch
 
 
 def busy(max_queue_s: float | None, num_waiting: int) -> FakeScheduler:

@@ -247,15 +247,15 @@ def test_a_request_counts_once_it_is_in_the_queue_and_not_when_it_was_refused(ca
 
 def test_every_step_looks_who_has_left_the_queue(cache: FakeCache) -> None:
     scheduler = SimpleNamespace(waiting_queue=["a"])
-    hooks._after_get_next_batch_to_run(None, scheduler)
+    hooks.end_round(scheduler, None)
     assert scheduler.waiting_queue == ["a", "background"], "a background request that was hidden is there again"
     assert cache.expected == ["keep ['a']", "keep stages ['a']", "a round ends with None"]
 
 
 def test_what_guests_may_do_is_worked_out_before_a_batch_is_made_and_booked_after(cache: FakeCache) -> None:
     scheduler = SimpleNamespace(waiting_queue=[], running_batch=Batch(is_empty=False), last_batch=None)
-    hooks._before_get_next_batch_to_run(scheduler)
-    hooks._after_get_next_batch_to_run("a batch", scheduler)
+    hooks.begin_round(scheduler)
+    hooks.end_round(scheduler, "a batch")
     assert cache.visited == [scheduler]
     assert [text for text in cache.expected if "round" in text] == [
         "a round begins",
@@ -275,13 +275,13 @@ class Batch:
 
 def test_a_pool_is_not_taken_as_full_for_ever_while_nothing_runs(cache: FakeCache) -> None:
     scheduler = SimpleNamespace(waiting_queue=[], running_batch=Batch(is_empty=True), last_batch=None)
-    hooks._before_get_next_batch_to_run(scheduler)
+    hooks.begin_round(scheduler)
     assert scheduler.running_batch.batch_is_full, "without tiers SGLang's own accounting stands"
     cache.has_tiers = True
-    hooks._before_get_next_batch_to_run(scheduler)
+    hooks.begin_round(scheduler)
     assert not scheduler.running_batch.batch_is_full
     scheduler.running_batch = Batch(is_empty=False)
-    hooks._before_get_next_batch_to_run(scheduler)
+    hooks.begin_round(scheduler)
     assert scheduler.running_batch.batch_is_full
     assert cache.ticks == [(True, True), (True, True), (False, False)]
     assert cache.rounds_that_delay == [False, False, False], "nobody waits for an idle round"
@@ -290,11 +290,11 @@ def test_a_pool_is_not_taken_as_full_for_ever_while_nothing_runs(cache: FakeCach
 def test_a_server_is_not_idle_between_a_prefill_and_its_token(cache: FakeCache) -> None:
     prefill, decode = (SimpleNamespace(forward_mode=mode) for mode in (ForwardMode.EXTEND, ForwardMode.DECODE))
     scheduler = SimpleNamespace(waiting_queue=[], running_batch=Batch(is_empty=True), last_batch=prefill)
-    hooks._before_get_next_batch_to_run(scheduler)  # what was prefilled has not joined those that run
+    hooks.begin_round(scheduler)  # what was prefilled has not joined those that run
     scheduler.last_batch, scheduler.running_batch = decode, Batch(is_empty=False)
-    hooks._before_get_next_batch_to_run(scheduler)
+    hooks.begin_round(scheduler)
     scheduler.last_batch, scheduler.running_batch, scheduler.waiting_queue = None, Batch(is_empty=True), ["waits"]
-    hooks._before_get_next_batch_to_run(scheduler)
+    hooks.begin_round(scheduler)
     assert cache.ticks == [(False, True), (False, False), (False, True)], "(is idle, plans would delay a first token)"
     assert cache.rounds_that_delay == [True, False, True]
 
@@ -422,7 +422,7 @@ def test_an_idle_scheduler_does_not_sleep_while_threads_work_for_the_cache(cache
 
 def test_loads_begin_with_the_batch_of_their_round_and_are_waited_for_while_it_is_launched(cache: FakeCache) -> None:
     scheduler = SimpleNamespace(waiting_queue=[], device="cpu")
-    hooks._after_get_next_batch_to_run("batch", scheduler)
+    hooks.end_round(scheduler, "batch")
     assert cache.started == ["batch"]
     launched: list[object] = []
 

@@ -16,7 +16,7 @@ from tests.contract.tiers.test_tiers_model import HEADS, TierWalk, cached, nodes
 
 from sglang_evicpress.codec import get_codec
 from sglang_evicpress.core import EXACT, Form, Tier
-from sglang_evicpress.patches.cache.radix_cache import EvicPressCache
+from sglang_evicpress.patches.compat.caches import cache_class
 from sglang_evicpress.patches.tiers import admin
 from sglang_evicpress.patches.tiers.placement import tier_of
 from sglang_evicpress.patches.tree.compressor import Compressor
@@ -380,7 +380,7 @@ def test_lossless_is_refused_where_kv_is_not_bfloat16(
     params = CacheInitParams(False, walk.rows, walk.allocator, walk.page)
     config = walk.configured(policy, {"forms": forms})
     with pytest.raises(ValueError, match=r"form exact\+lossless cannot be stored, as KV is float32: expected --dtype"):
-        EvicPressCache(params, config, Compressor(walk.pool, walk.page, config.sinks), walk.identity)
+        cache_class()(params, config, Compressor(walk.pool, walk.page, config.sinks), walk.identity)
 
 
 def test_what_loses_nothing_needs_no_measurement() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.contract.releases import FakeRequest
 
 from sglang_evicpress.decode_budget.settings import DecodeSettings
 from sglang_evicpress.decode_budget.stats import PassRecord, RequestStats
@@ -24,7 +25,7 @@ def request(records: BudgetRecords, rid: str, *, num_slots: int = 6) -> Any:
     trace = DecodeTrace()
     state = DecodeState(DecodeSettings(128), RequestStats(), trace=trace, number=records.note_request())
     state.has_left_tree, state.num_dropped = True, 2
-    return SimpleNamespace(
+    return FakeRequest(
         rid=rid,
         kv_budget=state,
         kv_allocated_len=num_slots,

@@ -1,0 +1,36 @@
+"""What fakes of SGLang's objects have to say and do on every release that is supported."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from sglang_evicpress.patches.compat import sglang_0_5_15
+from sglang_evicpress.patches.compat.release import RELEASE
+
+NO_BATCH = {"cur_batch": None, "cur_batch_for_debug": None}
+"""Of a scheduler between two batches."""
+
+
+class HasKV:
+    """A fake request with the lengths of its KV; later releases look for these at ``req.kv``."""
+
+    req_pool_idx: int | None
+    kv_committed_freed: bool = False
+
+    @property
+    def kv(self) -> Any:
+        return None if self.kv_committed_freed or self.req_pool_idx is None else self
+
+
+class FakeRequest(HasKV, SimpleNamespace):
+    """A request of so many attributes."""
+
+
+def end_request(cache: Any, request: Any, *, is_insert: bool) -> None:
+    """End a request, or let it wait anew, as SGLang does."""
+    if RELEASE is sglang_0_5_15:
+        cache.cache_finished_req(request, is_insert=is_insert)
+    else:
+        cache.cache_finished_req(request, is_insert=is_insert, kv_len_to_handle=request.kv_allocated_len)
+        request.kv_committed_freed = True
