@@ -1,12 +1,20 @@
 # One line a contributor can run for each thing CI and README promise. `make setup` runs by itself where it is needed.
+# RELEASE=0.5.17 does it with another supported SGLang, in an environment of its own.
 PYTHON ?= python3
-PY := .venv/bin/python
+RELEASE ?=
+RELEASES := 0.5.15.post1 0.5.17
+VENV := .venv$(addprefix -,$(RELEASE))
+PY := $(VENV)/bin/python
 BENCH := PYTHONPATH=bench$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PY)
 UV = $(shell uv --version >/dev/null 2>&1 && echo uv || echo .tools/bin/uv)
 
 # SGLang picks its CPU engine by this variable; a machine with an NVIDIA driver keeps its GPU.
 ifeq ($(wildcard /dev/nvidiactl),)
 export SGLANG_USE_CPU_ENGINE ?= 1
+endif
+
+ifneq ($(filter-out $(RELEASES),$(RELEASE)),)
+$(error RELEASE is '$(RELEASE)': expected one of $(RELEASES), or nothing for the release of uv.lock's default groups)
 endif
 
 SHOWS := $(addprefix show-,foundation policy tiers profiler bench decode kernels mend load house codecs)
@@ -35,14 +43,18 @@ help:
 	@echo "make bench            the serving benchmark: every system side by side on the CPU testbed; goes on where it was stopped"
 	@echo "make bench-load       four settings up to twice saturation, three repetitions: hours; goes on where it was stopped"
 	@echo "make setup            only .venv, from uv.lock (uv is fetched when it is missing)"
+	@echo "make ... RELEASE=R    the same with SGLang R, one of $(RELEASES), in .venv-R"
 
-setup: .venv/.ready
+setup: $(VENV)/.ready
 
-.venv/.ready: pyproject.toml uv.lock
+$(VENV)/.ready: pyproject.toml uv.lock bench/evicbench/releases/cpu_shim.py
 	@$(UV) --version >/dev/null 2>&1 || { rm -rf .tools && $(PYTHON) -m venv .tools && .tools/bin/python -m pip install --quiet uv; } \
 	|| { rm -rf .tools && $(PYTHON) -m pip install --quiet --target .tools uv; } \
 	|| { echo "setup needs uv, and $(PYTHON) has no pip to fetch it with: install python3-venv or uv, then run make again" >&2; exit 1; }
-	$(UV) sync --locked --compile-bytecode $(if $(filter file,$(origin PYTHON)),,--python $(PYTHON))
+	UV_PROJECT_ENVIRONMENT=$(VENV) $(UV) sync --locked --compile-bytecode \
+		$(if $(RELEASE),--no-default-groups --group dev --group release-$(subst .,-,$(RELEASE))) \
+		$(if $(filter file,$(origin PYTHON)),,--python $(PYTHON))
+	$(PY) bench/evicbench/releases/cpu_shim.py
 	@touch $@
 
 test: setup
@@ -73,7 +85,7 @@ chaos: setup
 	$(PY) bench/show.py tiers --only chaos
 
 bench: setup
-	.venv/bin/evicpress bench serve --config bench/configs/cpu-testbed.yaml
+	$(VENV)/bin/evicpress bench serve --config bench/configs/cpu-testbed.yaml
 
 bench-load: setup
 	$(BENCH) -m evicbench.load

@@ -141,6 +141,13 @@ HOOK_POINTS = (
     # what answers say of the KV that was served
     _hook(f"{_TOKENIZER}.generate_request", "self obj request", process="frontend"),
     _read("sglang.srt.managers.io_struct.BatchTokenIDOutput.customized_info"),
+    # salts, where they are concatenated with extra keys
+    _hook(
+        "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase._compute_extra_key",
+        "self request",
+        process="frontend",
+        until="0.5.18",
+    ),
     # a request that would wait too long
     _hook(f"{_TOKENIZER}._handle_abort_finish_reason", "self out state is_stream", process="frontend"),
     # a refusal, said last

@@ -20,6 +20,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sglang_evicpress.patches.http import salts
 from sglang_evicpress.quality.asked import KV_CACHE, KV_QUALITY, ServedKV, check_quality, served_kv
 
 GENERATE_REQUEST = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
@@ -33,6 +34,7 @@ class Asked(Protocol):
     """SGLang's GenerateReqInput; the number of samples of each prompt is there once it is normalised."""
 
     parallel_sample_num: int
+    extra_key: str | list[str] | None
 
 
 @dataclass(slots=True)
@@ -67,6 +69,7 @@ async def around_generate_request(
     """AROUND ``TokenizerManager.generate_request``, an iterator of answers, or of lists of them: ``kv_cache`` comes as
     a list with one value for the first token, and only with that where answers are sent in pieces."""
     prompts, known = _served.get(), dict[object, ServedKV]()
+    salts.keep_apart(asked)
     async with aclosing(original(manager, asked, *args, **kwargs)) as answers:
         async for answer in answers:
             for index, part in enumerate(answer if isinstance(answer, list) else (answer,)):

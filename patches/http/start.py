@@ -12,7 +12,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang_evicpress.introspect.operation import MAX_BODY_BYTES
 from sglang_evicpress.patches import last_word
 from sglang_evicpress.patches.hook_check import register_once
-from sglang_evicpress.patches.http import answers
+from sglang_evicpress.patches.http import answers, salts
 from sglang_evicpress.patches.http.access import AccessRules
 from sglang_evicpress.patches.http.online_profiler import GeneratingServer, OnlineProfiler
 from sglang_evicpress.patches.http.profile_writer import ProfileFile
@@ -59,6 +59,7 @@ def install_frontend(registry: type[HookRegistry], hook_type: type[HookType]) ->
         (_SIGQUIT, _before_sigquit, hook_type.BEFORE),
         (_ENGINE, _before_engine_ends, hook_type.BEFORE),
         (answers.GENERATE_REQUEST, answers.around_generate_request, hook_type.AROUND),
+        (salts.COMPUTE_KEY, salts.around_compute_extra_key, hook_type.AROUND),
         (queue_limit.ABORTED, queue_limit.before_abort_is_told, hook_type.BEFORE),
         (last_word.LAUNCH_SUBPROCESSES, last_word.around_launch_subprocesses, hook_type.AROUND),
         (last_word.LAUNCH_SERVER, last_word.around_launch_server, hook_type.AROUND),
