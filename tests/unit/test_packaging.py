@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+
+from sglang_evicpress.patches.hook_points import SUPPORTED_SGLANG
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "sglang_evicpress"
@@ -132,6 +136,27 @@ def test_version_is_the_same_in_the_package_and_its_metadata() -> None:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert sglang_evicpress.__version__ == project["version"]
+
+
+def test_installing_it_changes_no_package_that_is_there(wheel: Path) -> None:
+    """Whatever SGLang and torch an environment has, they stay: the release is checked when a server starts."""
+    (metadata,) = (data.decode() for name, data in members(wheel).items() if name.endswith("/METADATA"))
+    wanted = [
+        Requirement(line.partition(":")[2]) for line in metadata.splitlines() if line.startswith("Requires-Dist:")
+    ]
+    wanted = [each for each in wanted if each.marker is None]  # extras are left out
+    assert {str(each) for each in wanted} >= {"sglang", "torch"}
+    changed = [str(each) for each in wanted if not each.specifier.contains(importlib.metadata.version(each.name))]
+    assert wanted and not changed
+
+
+def test_every_supported_release_has_its_group_and_its_lock() -> None:
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["dependency-groups"]
+    packages = tomllib.loads((ROOT / "uv.lock").read_text(encoding="utf-8"))["package"]
+    locked = {package["version"] for package in packages if package["name"] == "sglang"}
+    for version in SUPPORTED_SGLANG:
+        assert groups[f"release-{version.replace('.', '-')}"] == [f"sglang=={version}"]
+        assert version in locked
 
 
 def test_lock_and_pre_commit_name_the_same_ruff() -> None:
