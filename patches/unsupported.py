@@ -5,7 +5,7 @@ Each refusal is one sentence that names what was asked for, says why it cannot w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -276,13 +276,22 @@ def _refuse(subject: str, reasons: Iterable[tuple[object, str]]) -> None:
             raise UnsupportedError(f"{subject} {what}: {_WAY_OUT}")
 
 
+def attention_layers(model: Any) -> Iterator[Any]:
+    """The RadixAttention layers of a built model (torch module). SGLang's fallback to the code of transformers keeps
+    them beside the modules."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    for module in model.modules():
+        if isinstance(module, RadixAttention):
+            yield module
+        yield from getattr(module, "attention_instances", {}).values()
+
+
 def check_layers(model: Any) -> None:
     """Refuse a built model (torch module) whose attention needs token positions. Raises UnsupportedError."""
-    from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+    from sglang.srt.layers.radix_attention import AttentionType
 
-    for layer in model.modules():
-        if not isinstance(layer, RadixAttention):
-            continue
+    for layer in attention_layers(model):
         reasons = (
             (layer.sliding_window_size > 0, "has a sliding window"),
             (layer.use_irope, "has chunked local attention"),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
-from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.registry import get_radix_cache_factory, register_radix_cache_backend
 from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -22,7 +22,7 @@ from sglang_evicpress.patches.hook_check import check_applied
 from sglang_evicpress.patches.kv_flags import config_of
 from sglang_evicpress.patches.tree.compressor import Compressor
 from sglang_evicpress.patches.tree.model_identity import ModelIdentity, adapter_digest, agreed
-from sglang_evicpress.patches.unsupported import BACKEND_NAME, check_layers, check_model
+from sglang_evicpress.patches.unsupported import BACKEND_NAME, attention_layers, check_layers, check_model
 from sglang_evicpress.tiers.entry.identity import KEY_BYTES
 from sglang_evicpress.tiers.host.memory import auto_bytes, read_memory
 from sglang_evicpress.tiers.ssd.folder import StoreError
@@ -30,9 +30,11 @@ from sglang_evicpress.tiers.ssd.folder import StoreError
 logger = logging.getLogger(__name__)
 
 
-def attention_scale(model: torch.nn.Module) -> float | None:
-    """The factor its attention puts on q.k, None when no layer tells."""
-    return next((float(layer.scaling) for layer in model.modules() if isinstance(layer, RadixAttention)), None)
+def attention_scale(model: torch.nn.Module) -> Callable[[], float] | None:
+    """Reads the factor that its attention puts on q.k, which SGLang's fallback to transformers only learns in the first
+    pass; None when no layer tells."""
+    layer = next(attention_layers(model), None)
+    return None if layer is None else lambda: float(layer.scaling)
 
 
 def are_weights_released(scheduler: Any) -> bool:

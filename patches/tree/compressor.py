@@ -56,7 +56,14 @@ class Compressor:
     """Holds the pool and what ranks share. ``forward_stream`` is the scheduler's, once it has one (CUDA only)."""
 
     def __init__(
-        self, pool: Any, page_size: int, sinks: int, *, window: int = 32, scale: float | None = None, group: Any = None
+        self,
+        pool: Any,
+        page_size: int,
+        sinks: int,
+        *,
+        window: int = 32,
+        scale: Callable[[], float] | None = None,
+        group: Any = None,
     ) -> None:
         self.page_size = page_size
         self.sinks = sinks
@@ -69,7 +76,12 @@ class Compressor:
         # Not get_key_buffer: that one waits for layer transfers, which only attention may do.
         self.k_buffers = [pool._get_key_buffer(layer) for layer in layers]
         self.v_buffers = [pool._get_value_buffer(layer) for layer in layers]
-        self.scale = float(self.k_buffers[0].shape[-1]) ** -0.5 if scale is None else scale
+        self._scale = scale
+
+    @property
+    def scale(self) -> float:
+        """The attention's factor on q.k: asked for each time, since some models only learn it in their first pass."""
+        return float(self.k_buffers[0].shape[-1]) ** -0.5 if self._scale is None else self._scale()
 
     @property
     def is_cuda(self) -> bool:

@@ -329,3 +329,27 @@ def test_an_attention_layer_that_needs_positions_is_refused(options: dict[str, A
     other = RadixAttention(2, 8, 1.0, num_kv_heads=1, layer_id=7, **options)
     with pytest.raises(UnsupportedError, match=f"layer 7 {what}"):
         unsupported.check_layers(torch.nn.ModuleList([plain, other]))
+    fallback = torch.nn.Module()  # to transformers' own code: its layers are beside the modules
+    fallback.attention_instances = {0: plain}
+    unsupported.check_layers(fallback)
+    fallback.attention_instances[7] = other
+    with pytest.raises(UnsupportedError, match=f"layer 7 {what}"):
+        unsupported.check_layers(fallback)
+
+
+def test_the_scale_of_attention_is_the_one_that_a_model_has_by_now() -> None:
+    import torch
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    from sglang_evicpress.patches.cache.factory import attention_scale
+
+    layer = RadixAttention(2, 8, 1.0, num_kv_heads=1, layer_id=0)
+    fallback = torch.nn.Module()
+    fallback.attention_instances = {0: layer}
+    for model in (torch.nn.ModuleList([layer]), fallback):
+        layer.scaling = 1.0
+        scale = attention_scale(model)
+        assert scale is not None and scale() == 1.0
+        layer.scaling = 0.25  # as the fallback does in its first pass
+        assert scale() == 0.25
+    assert attention_scale(torch.nn.Module()) is None

@@ -7,10 +7,12 @@ are written down anew from the papers' formulas.
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,8 +20,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import max_pool1d
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 SNAPKV_WINDOW, SNAPKV_KERNEL = 32, 7
 SINKS = 4
@@ -57,24 +59,55 @@ class KV:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extension:
-    """One forward pass: ``kv`` of its tokens, ``queries`` [layers, q_heads, tokens, head_dim] (RoPE applied), and
-    ``logprobs`` [tokens, vocabulary] of what comes after each."""
+    """One forward pass: ``kv`` of its tokens, ``queries`` [layers, q_heads, tokens, head_dim] and ``logprobs``
+    [tokens, vocabulary] of what comes after each. In the queries are RoPE and, where the model's own scale of q.k is
+    another, the factor by which it becomes ``head_dim ** -0.5``."""
 
     kv: KV
     queries: Tensor
     logprobs: Tensor
 
 
-class Reference:
-    """A Llama of transformers: eager attention, fp32, one thread. Calls from several threads take turns."""
+_NUMBERS = itertools.count()
 
-    def __init__(self, model: Path | str) -> None:
+
+def _attend(
+    queries: list[Tensor],
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Attention of transformers' interface in plain steps, [1, heads, tokens, head_dim] each; notes the queries."""
+    heads, dim = query.shape[1], query.shape[-1]
+    scale = dim**-0.5 if scaling is None else scaling
+    queries.append(query[0] * (scale * dim**0.5))
+    key, value = (each.repeat_interleave(heads // each.shape[1], 1) for each in (key, value))
+    weights = (query @ key.transpose(-1, -2) * scale + attention_mask).softmax(-1)
+    return (weights @ value).transpose(1, 2).contiguous(), None
+
+
+class Reference:
+    """A text model of transformers: plain attention, fp32, one thread. Calls from several threads take turns.
+
+    ``sees_queries`` is False for models whose attention transformers does not let others replace (GPT-J): it is their
+    own then, and queries are zero.
+    """
+
+    def __init__(self, model: Path | str, *, sees_queries: bool = True) -> None:
         torch.set_num_threads(1)
-        self._model = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
         self._turn = threading.Lock()
-        self._projected: list[Tensor] = []
-        for layer in self._model.model.layers:
-            layer.self_attn.q_proj.register_forward_hook(lambda _, __, output: self._projected.append(output))
+        self._noted: list[Tensor] = []
+        self._sees_queries = sees_queries
+        attention = f"evicbench-{next(_NUMBERS)}" if sees_queries else "eager"
+        if sees_queries:
+            AttentionInterface.register(attention, partial(_attend, self._noted))
+            AttentionMaskInterface.register(attention, eager_mask)
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation=attention)
+        self._model = loaded.eval()
 
     @property
     def vocabulary_size(self) -> int:
@@ -93,27 +126,19 @@ class Reference:
                     cache.update(keys[None], values[None], layer)
             hidden = torch.ones(num_new, num_past + num_new, dtype=torch.bool).triu(num_past + 1)
             mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)
-            position_ids = torch.arange(start, start + num_new)[None]
-            self._projected.clear()
+            self._noted.clear()
             output = self._model(
                 input_ids=torch.tensor([list(token_ids)]),
                 past_key_values=cache,
-                position_ids=position_ids,
+                position_ids=torch.arange(start, start + num_new)[None],
                 attention_mask=mask[None, None],
             )
             kv = KV(
                 torch.stack([layer.keys[0, :, num_past:] for layer in cache.layers]),
                 torch.stack([layer.values[0, :, num_past:] for layer in cache.layers]),
             )
-            return Extension(kv, self._queries(position_ids), output.logits[0].log_softmax(-1))
-
-    def _queries(self, position_ids: Tensor) -> Tensor:
-        cos, sin = self._model.model.rotary_emb(self._projected[0], position_ids)
-        queries = []
-        for projected in self._projected:
-            q = projected.view(*projected.shape[:2], -1, cos.shape[-1]).transpose(1, 2)
-            queries.append(apply_rotary_pos_emb(q, q, cos, sin)[0][0])
-        return torch.stack(queries)
+            queries = torch.stack(self._noted) if self._sees_queries else torch.zeros_like(kv.keys)
+            return Extension(kv, queries, output.logits[0].log_softmax(-1))
 
 
 def press_scores(press: str, kv: KV, positions: Tensor, queries: Tensor, query_end: int) -> Tensor | None:
@@ -183,8 +208,8 @@ class Node:
 class Text:
     """A prompt with its answer and the KV that belongs to them on the server: exact, or computed on a lossy prefix.
 
-    ``queries`` [layers, q_heads, tokens, head_dim] are of the passes that computed the KV, ``prompt_end`` is the length
-    of the prompt.
+    ``queries`` [layers, q_heads, tokens, head_dim] are of the passes that computed the KV, scaled as in ``Extension``;
+    ``prompt_end`` is the length of the prompt.
     """
 
     token_ids: tuple[int, ...]

@@ -1,0 +1,37 @@
+"""A few model families on the real server: their answers over compressed and moved KV equal transformers."""
+
+from __future__ import annotations
+
+import pytest
+from evicbench.correctness.findings import TOLERANCE
+from evicbench.families.refusals import is_refused, last_line
+from evicbench.families.run import SEEN, measure
+from evicbench.families.table import FAMILIES, REFUSED
+
+pytestmark = [pytest.mark.e2e, pytest.mark.sglang, pytest.mark.slow]
+
+NUM_ANSWERS = 9
+CHOSEN = {"qwen3": 16, "phi": 1, "granite-fallback": 1}
+"""Name and page size: QK norm and a head_dim of its own; partial RoPE, bias and MHA; SGLang's fallback to transformers,
+with a scale of attention of its own. The others are run by ``python -m evicbench.families``."""
+
+
+def test_every_name_is_there_once() -> None:
+    names = [each.name for each in (*FAMILIES, *REFUSED)]
+    assert len(names) == len(set(names)) > 40
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_answers_of_a_family_equal_transformers(name: str) -> None:
+    (family,) = (each for each in FAMILIES if each.name == name)
+    outcome = measure(family, CHOSEN[name])
+    assert outcome.is_exact, str(outcome)
+    assert outcome.num_answers >= NUM_ANSWERS
+    assert outcome.worst <= TOLERANCE
+    assert outcome.least_control > SEEN
+
+
+def test_a_family_with_a_sliding_window_is_refused_in_one_sentence() -> None:
+    (refused,) = (each for each in REFUSED if each.name == "gemma3")
+    status, line = last_line(refused)
+    assert is_refused(refused, status, line), (status, line)
