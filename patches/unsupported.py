@@ -240,7 +240,7 @@ def _raise_unsupported(config: EvicPressConfig, row: Unsupported, value: Any) ->
 
 
 _WAY_OUT = "start without --kv-policy, or serve a text model whose layers all use full causal attention"
-_FULL_ATTENTION_TYPES = ("full_attention", "attention")
+_KNOWN_LAYERS = ("full_attention", "attention", "mlp", "moe")
 
 
 def check_model_config(model_config: Any) -> None:
@@ -250,8 +250,8 @@ def check_model_config(model_config: Any) -> None:
 
     text = model_config.hf_text_config
     architecture = model_config.hf_config.architectures[0]
-    layer_types = getattr(text, "layer_types", None) or ()
-    others = sorted(set(layer_types) - set(_FULL_ATTENTION_TYPES))
+    named = (getattr(text, name, None) or () for name in ("layer_types", "layers_block_type"))
+    others = sorted({layer for layers in named for layer in layers} - set(_KNOWN_LAYERS))
     reasons = (
         (model_config.attention_arch == AttentionArch.MLA, "keeps one latent KV for all heads (MLA)"),
         (model_config.is_hybrid_swa, "has sliding-window layers"),

@@ -237,6 +237,7 @@ def test_a_model_with_full_attention_passes(tmp_path: Path) -> None:
         ({"attention_chunk_size": 128}, "chunked local attention"),
         ({"is_hybrid_swa": True, "sliding_window": 128}, "sliding-window layers"),
         ({"attn_temperature_len": 1024}, "scales attention by position"),
+        ({"architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1"}, "falcon_h1 layers"),
         (
             {
                 "architectures": ["Qwen2ForCausalLM"],

@@ -193,7 +193,7 @@ REFUSED = (
     Refused("cohere2", "cohere2", "Cohere2ForCausalLM", "sliding", text(128, 2, 1, layer_types=_SLIDING)),
     Refused("deepseek-v2", "deepseek_v2", "DeepseekV2ForCausalLM", "(MLA)", text(128, 2, 2, v_head_dim=32, **_MLA)),
     Refused("qwen3-next", "qwen3_next", "Qwen3NextForCausalLM", "linear", text(128, 2, 1)),
-    Refused("falcon-h1", "falcon_h1", "FalconH1ForCausalLM", "linear", text(128, 2, 1)),
+    Refused("falcon-h1", "falcon_h1", "FalconH1ForCausalLM", "falcon_h1 layers", text(128, 2, 1)),
     Refused("llama4", "llama4_text", "Llama4ForCausalLM", "chunked", text(128, 2, 1, head_dim=64)),
     Refused("qwen2-vl", "qwen2_vl", "Qwen2VLForConditionalGeneration", "images"),
 )
