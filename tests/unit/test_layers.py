@@ -234,6 +234,7 @@ BENCH_FLOORS = (
     ("correctness", "demo", "house", "policy"),
     ("decode_budget", "gpu", "serving", "tiers"),
     ("codecs", "kernels_cpu", "load", "mend", "profiler"),
+    ("families",),
 )
 """Rooms of the benchmarks, the lowest floor first: a room imports itself and rooms of lower floors."""
 

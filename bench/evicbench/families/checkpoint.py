@@ -49,8 +49,10 @@ def write(family: Family, folder: Path) -> tuple[Path, Path]:
 
 def _draw(name: str, parameter: Tensor, generator: torch.Generator, is_tied: bool) -> None:
     """Spreads go by what the name says; of norms, and of all that has one dimension, the first values stay, with noise
-    about them."""
-    if parameter.dim() < 2 or _NORM.search(name):
+    about them. The bias of logits (Phi, GPT-J) is none: SGLang does not add it."""
+    if _HEAD.search(name) and name.endswith("bias"):
+        parameter.zero_()
+    elif parameter.dim() < 2 or _NORM.search(name):
         noise = torch.empty_like(parameter).normal_(0.0, NOISE, generator=generator)
         peak = PEAKY if _QK_NORM.search(name) and name.endswith("weight") else 1.0
         parameter.copy_(peak * (parameter + noise))
