@@ -1,15 +1,30 @@
-"""SGLang 0.5.17: ``req.kv`` is there while a request holds KV, and a round answers with a plan."""
+"""SGLang 0.5.17: ``req.kv`` is there while a request holds KV, and a round answers with a plan; else as before."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
+from sglang_evicpress.patches.compat.sglang_0_5_15 import KEY_FIELDS as KEY_FIELDS
+from sglang_evicpress.patches.compat.sglang_0_5_15 import loaded as loaded
+from sglang_evicpress.patches.compat.sglang_0_5_15 import match_result as match_result
+from sglang_evicpress.patches.compat.sglang_0_5_15 import prefix_len as prefix_len
+from sglang_evicpress.patches.compat.sglang_0_5_15 import protect as protect
+from sglang_evicpress.patches.compat.sglang_0_5_15 import protected_len as protected_len
+from sglang_evicpress.patches.compat.sglang_0_5_15 import relock as relock
+from sglang_evicpress.patches.compat.sglang_0_5_15 import row_of as row_of
+from sglang_evicpress.patches.compat.sglang_0_5_15 import set_prefix as set_prefix
+from sglang_evicpress.patches.compat.sglang_0_5_15 import tell_removed as tell_removed
+from sglang_evicpress.patches.compat.sglang_0_5_15 import tell_stored as tell_stored
 from sglang_evicpress.patches.tree.types import Batch
 
 ALLOCATION = "sglang.srt.mem_cache.allocation"
-EVICTS_SHORTFALL = True  # since 0.5.17
-KEY_FIELDS = frozenset({"token_ids", "extra_key", "is_bigram", "limit"})
-REQUEST_FIELDS = frozenset({"req_pool_idx", "cache_protected_len", "kv_committed_len", "kv"})
+EVICTS_SHORTFALL = True
+REQUEST_FIELDS = frozenset(
+    {
+        *("req_pool_idx", "cache_protected_len", "kv_committed_len", "kv"),
+        *("prefix_indices", "last_node", "best_match_node", "host_hit_length", "storage_hit_length"),
+    }
+)
 KV_FIELDS = frozenset({"kv_allocated_len"})
 
 
@@ -56,5 +71,5 @@ def batch_of(plan: NextBatchPlan) -> Batch | None:
     return plan.batch_to_run
 
 
-def current_batch(scheduler: SchedulerWithBatch) -> object:
+def current_batch(scheduler: SchedulerWithBatch) -> Any:
     return scheduler.cur_batch_for_debug

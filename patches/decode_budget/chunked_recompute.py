@@ -51,7 +51,7 @@ def add_first_chunk(
     """``add_one_req`` with the first piece alone. Another request with chunks to come is finished before."""
     page, size = adder.page_size, adder.token_to_kv_pool_allocator.size
     # The prefix is locked and, once it is over the budget, what survives of it is copied.
-    taken = len(req.prefix_indices) + -(-state.settings.tokens // page) * page
+    taken = RELEASE.prefix_len(req) + -(-state.settings.tokens // page) * page
     needs = None
     if adder.rem_chunk_tokens is None:
         needs = "--chunked-prefill-size"

@@ -27,6 +27,11 @@ class FakeRequest(HasKV, SimpleNamespace):
     """A request of so many attributes."""
 
 
+def checkpoint(cache: Any, request: Any, *, is_chunk: bool = False) -> None:
+    """Offer what a running request has computed to the tree, as SGLang does."""
+    cache.cache_unfinished_req(request, chunked=is_chunk)
+
+
 def end_request(cache: Any, request: Any, *, is_insert: bool) -> None:
     """End a request, or let it wait anew, as SGLang does."""
     if RELEASE is sglang_0_5_15:
