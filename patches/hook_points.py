@@ -60,6 +60,7 @@ _FORWARD = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 _RADIX = "sglang.srt.mem_cache.radix_cache.RadixCache"
+_BASE_CACHE = "sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache"
 _POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
 _KV_CACHE = "sglang.srt.mem_cache.memory_pool.KVCache"
 _ALLOCATOR = "sglang.srt.mem_cache.allocator"
@@ -111,7 +112,15 @@ HOOK_POINTS = (
         f"{_FORWARD}.init_new",
         "batch model_runner capture_hidden_mode return_hidden_states_before_norm",
         since="0.5.16",
+        until="0.5.22",
     ),
+    _hook(
+        f"{_FORWARD}.init_new",
+        "batch model_runner capture_hidden_mode return_hidden_states_before_norm extend_position_info "
+        "spec_mrope_positions kv_loc_plan write_cols",
+        since="0.5.22",
+    ),
+    _hook(f"{_ALLOCATION}._prefix_kv_indices", "batch req", since="0.5.22"),
     _read(f"{_ATTENTION}.init_forward_metadata", "self forward_batch"),
     _read(f"{_ATTENTION}.init_forward_metadata_out_graph", "self forward_batch in_capture"),
     _read(f"{_ATTENTION}.init_forward_metadata_in_graph", "self forward_batch"),
@@ -124,7 +133,9 @@ HOOK_POINTS = (
     _hook(
         f"{_SCHEDULER}.__init__",
         "self server_args port_args gpu_id tp_rank moe_ep_rank pp_rank attn_cp_rank moe_dp_rank dp_rank",
+        until="0.5.21",
     ),
+    _hook(f"{_SCHEDULER}.__init__", "self server_args port_args", since="0.5.21"),
     # a clean stop
     _hook(f"{_SCHEDULER}.run_event_loop", "self"),
     _read(f"{_SCHEDULER}.handle_shutdown", "self recv_req"),
@@ -176,7 +187,8 @@ HOOK_POINTS = (
     _hook(f"{_ADDER}._get_running_request_total_token_offset", "self req"),
     _hook(f"{_BATCH}.ScheduleBatch.prepare_for_extend", "self"),
     _read("sglang.srt.managers.schedule_policy.CLIP_MAX_NEW_TOKENS"),
-    _read(f"{_BATCH}.Req.set_finish_with_abort", "self error_msg"),
+    _read(f"{_BATCH}.Req.set_finish_with_abort", "self error_msg", until="0.5.19"),
+    _read(f"{_BATCH}.Req.set_finish_with_abort", "self error_msg status_code err_type", since="0.5.19"),
     _hook(f"{_COMMON}.evict_from_tree_cache", "tree_cache num_tokens"),
     _read("sglang.srt.managers.schedule_policy.AddReqResult.CONTINUE"),
     _read("sglang.srt.managers.schedule_policy.AddReqResult.NO_TOKEN"),
@@ -204,8 +216,10 @@ HOOK_POINTS = (
     _read("sglang.srt.lora.lora_manager.LoRAManager"),
     _seam("sglang.srt.managers.io_struct.hook_custom_types", "new_types"),
     # profiling: requests of our own, sending them back, and giving them up
-    _read(f"{_BATCH}.ScheduleBatch.release_req", "self idx remaing_req_count server_args"),
-    _read(f"{_BATCH}.ScheduleBatch.filter_batch", "self chunked_req_to_exclude keep_indices"),
+    _read(f"{_BATCH}.ScheduleBatch.release_req", "self idx remaing_req_count server_args", until="0.5.18"),
+    _read(f"{_BATCH}.ScheduleBatch.release_req", "self idx remaing_req_count offload_kv", since="0.5.18"),
+    _read(f"{_BATCH}.ScheduleBatch.filter_batch", "self chunked_req_to_exclude keep_indices", until="0.5.22"),
+    _read(f"{_BATCH}.ScheduleBatch.filter_batch", "self reqs_to_exclude keep_indices", since="0.5.22"),
     _read("sglang.srt.managers.io_struct.AbortReq"),
     _read(f"{_BATCH}.FINISH_ABORT"),
     _read("sglang.srt.managers.io_struct.GenerateReqInput", process="frontend"),
@@ -227,8 +241,14 @@ HOOK_POINTS = (
     _read(f"{_RADIX}.insert", "self params"),
     _read(f"{_RADIX}.evict", "self params"),
     _read(f"{_RADIX}.cache_finished_req", "self req is_insert", until="0.5.16"),
-    _read(f"{_RADIX}.cache_finished_req", "self req is_insert kv_len_to_handle", since="0.5.16"),
-    _read(f"{_RADIX}.cache_unfinished_req", "self req chunked"),
+    _read(f"{_RADIX}.cache_finished_req", "self req is_insert kv_len_to_handle", since="0.5.16", until="0.5.21"),
+    _read(f"{_RADIX}.cache_unfinished_req", "self req chunked", until="0.5.22"),
+    _read(f"{_RADIX}.checkpoint", "self req up_to", since="0.5.22"),
+    _read(f"{_BASE_CACHE}.claim_kv_row", "self req", since="0.5.22"),
+    _read(f"{_BASE_CACHE}.free_kv_row", "self kv ranges", since="0.5.22"),
+    _read(f"{_BASE_CACHE}.prefix_device_indices", "self req", since="0.5.22"),
+    _read(f"{_BASE_CACHE}.lock", "self node", since="0.5.22"),
+    _read(f"{_BASE_CACHE}.unlock", "self lock", since="0.5.22"),
     _read(f"{_RADIX}.inc_lock_ref", "self node"),
     _read(f"{_RADIX}.dec_lock_ref", "self node params"),
     _read(f"{_RADIX}._match_prefix_helper", "self node key"),
@@ -237,7 +257,7 @@ HOOK_POINTS = (
     _read(f"{_RADIX}._update_leaf_status", "self node"),
     _read("sglang.srt.mem_cache.radix_cache.TreeNode.__init__", "self id priority"),
     # loads, as the hierarchical cache has them
-    _read("sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache.init_load_back", "self params"),
+    _read(f"{_BASE_CACHE}.init_load_back", "self params"),
     _read(f"{_KV_CACHE}.register_layer_transfer_counter", "self layer_transfer_counter"),
     # the pool and its allocators
     _read(f"{_ALLOCATOR}.token.TokenToKVPoolAllocator.free", "self free_index"),

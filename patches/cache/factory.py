@@ -16,8 +16,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang_evicpress import spawn
 from sglang_evicpress.config import AUTO, GB, EvicPressConfig
 from sglang_evicpress.introspect.keyed_hash import key_of
+from sglang_evicpress.patches.cache.lifecycles import cache_class
 from sglang_evicpress.patches.cache.radix_cache import EvicPressCache
-from sglang_evicpress.patches.compat.caches import cache_class
 from sglang_evicpress.patches.hook_check import check_applied
 from sglang_evicpress.patches.kv_flags import config_of
 from sglang_evicpress.patches.tree.compressor import Compressor

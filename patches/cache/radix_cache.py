@@ -453,7 +453,7 @@ class EvicPressCache(RadixCache):
         tail = torch.cat([tail, own[len(key) - adopted :]])
         if PromptQueries.active is not None and not is_chunk:
             PromptQueries.active.forget(req.rid)
-        RELEASE.protect(req, len(key))
+        RELEASE.set_protected_len(req, len(key))
         RELEASE.set_prefix(req, torch.cat([prefix, tail]))
         req.evicpress = PrefixView(torch.cat([shared, tail]), holes, view.is_lossy, True)
 

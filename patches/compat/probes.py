@@ -1,4 +1,4 @@
-"""What signatures do not show of a release, tried out before anything is touched: it takes about a millisecond."""
+"""Behaviour of a release that signatures do not show, tried out before anything is touched, in about a millisecond."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import inspect
 import pkgutil
 from array import array
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from sglang_evicpress.patches.compat.release import RELEASE, Release
+if TYPE_CHECKING:
+    from sglang_evicpress.patches.compat.release import Release
 
+INSTALLED = "sglang_evicpress.patches.compat.release.RELEASE"  # its import imports SGLang's
 EVICT = "sglang.srt.mem_cache.common.evict_from_tree_cache"
 KEY = "sglang.srt.mem_cache.radix_cache.RadixKey"
 REQUEST = "sglang.srt.managers.schedule_batch.Req"
@@ -39,9 +42,10 @@ class _Tree:
         self.asked = getattr(params, "num_tokens", None)
 
 
-def behaviour_problem(release: Release = RELEASE) -> str | None:
+def behaviour_problem(release: Release | None = None) -> str | None:
     """What differs from the release that we know, as the end of a sentence; None where nothing does."""
-    return next(iter(_differences(release)), None)
+    known: Release = pkgutil.resolve_name(INSTALLED) if release is None else release
+    return next(iter(_differences(known)), None)
 
 
 def _differences(release: Release) -> Iterable[str]:

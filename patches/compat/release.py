@@ -1,4 +1,4 @@
-"""What releases of SGLang name or do differently, behind one interface; ``RELEASE`` is the one that is installed."""
+"""Names and deeds in which releases of SGLang differ, behind one interface; ``RELEASE`` is the installed one."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from sglang_evicpress.patches.tree.types import Batch
 class Release(Protocol):
     """One module of this folder for all releases that share these answers.
 
-    ``ALLOCATION`` is the module of the functions that give a batch its slots. ``EVICTS_SHORTFALL``: the tree is asked
+    ``ALLOCATION`` is the module of the functions that give a batch its slots, ``PREFIX_SLOTS`` of these
+    the one that reads a prefix, or "". ``EVICTS_SHORTFALL``: the tree is asked
     for what is short of the slots wanted; else for all of them, free ones included. ``KEY_FIELDS`` tell one key of the
     tree from another, ``REQUEST_FIELDS`` and ``KV_FIELDS`` are what we read of a request and of its ``kv``.
     """
 
     ALLOCATION: str
+    PREFIX_SLOTS: str
     EVICTS_SHORTFALL: bool
     KEY_FIELDS: frozenset[str]
     REQUEST_FIELDS: frozenset[str]
@@ -44,7 +46,7 @@ class Release(Protocol):
     def protected_len(self, req: Any) -> int:
         """Tokens at its start whose slots the tree owns."""
 
-    def protect(self, req: Any, num_tokens: int) -> None:
+    def set_protected_len(self, req: Any, num_tokens: int) -> None:
         """The tree owns the slots of so many tokens at its start."""
 
     # ---- its prefix
@@ -66,6 +68,15 @@ class Release(Protocol):
         """The request holds this node, and none of those that it held."""
 
     # ---- the scheduler, and events
+
+    def total_offset(self, adder: Any) -> int:
+        """Tokens of the pool that the batch which is made has taken, or may take."""
+
+    def set_total_offset(self, adder: Any, num_tokens: int) -> None:
+        """So many are taken."""
+
+    def send_back(self, scheduler: Any, index: int) -> None:
+        """One of those that run gives its slots back, to wait again."""
 
     def batch_of(self, plan: Any) -> Batch | None:
         """The batch that ``get_next_batch_to_run`` answers; None where there is nothing to run."""

@@ -10,6 +10,7 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 from sglang_evicpress.patches.tree.types import Batch
 
 ALLOCATION = "sglang.srt.mem_cache.common"
+PREFIX_SLOTS = ""
 EVICTS_SHORTFALL = False
 KEY_FIELDS = frozenset({"token_ids", "extra_key", "is_bigram", "limit"})
 REQUEST_FIELDS = frozenset(
@@ -37,6 +38,25 @@ class SchedulerWithBatch(Protocol):
     """SGLang's Scheduler."""
 
     cur_batch: object
+
+
+class Retracting(Protocol):
+    """SGLang's ScheduleBatch."""
+
+    def release_req(self, index: int, num_left: int, server_args: object) -> None: ...
+
+
+class RetractingScheduler(Protocol):
+    """SGLang's Scheduler, with those that run."""
+
+    running_batch: Retracting
+    server_args: object
+
+
+class Adder(Protocol):
+    """SGLang's PrefillAdder."""
+
+    rem_total_token_offset: int
 
 
 class Locking(Protocol):
@@ -74,7 +94,7 @@ def protected_len(req: RequestWithKV) -> int:
     return req.cache_protected_len
 
 
-def protect(req: RequestWithKV, num_tokens: int) -> None:
+def set_protected_len(req: RequestWithKV, num_tokens: int) -> None:
     req.cache_protected_len = num_tokens
 
 
@@ -105,6 +125,18 @@ def relock(tree: Locking, req: RequestWithKV, node: object) -> None:
         tree.dec_lock_ref(req.last_node)
     tree.inc_lock_ref(node)
     req.last_node = node
+
+
+def total_offset(adder: Adder) -> int:
+    return adder.rem_total_token_offset
+
+
+def set_total_offset(adder: Adder, num_tokens: int) -> None:
+    adder.rem_total_token_offset = num_tokens
+
+
+def send_back(scheduler: RetractingScheduler, index: int) -> None:
+    scheduler.running_batch.release_req(index, 0, scheduler.server_args)
 
 
 def batch_of(plan: Batch | None) -> Batch | None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from sglang_evicpress.patches.compat.sglang_0_5_15 import KEY_FIELDS as KEY_FIELDS
+from sglang_evicpress.patches.compat.sglang_0_5_15 import PREFIX_SLOTS as PREFIX_SLOTS
 from sglang_evicpress.patches.compat.sglang_0_5_15 import loaded as loaded
 from sglang_evicpress.patches.compat.sglang_0_5_15 import match_result as match_result
 from sglang_evicpress.patches.compat.sglang_0_5_15 import prefix_len as prefix_len
-from sglang_evicpress.patches.compat.sglang_0_5_15 import protect as protect
 from sglang_evicpress.patches.compat.sglang_0_5_15 import protected_len as protected_len
 from sglang_evicpress.patches.compat.sglang_0_5_15 import relock as relock
 from sglang_evicpress.patches.compat.sglang_0_5_15 import row_of as row_of
+from sglang_evicpress.patches.compat.sglang_0_5_15 import send_back as send_back
 from sglang_evicpress.patches.compat.sglang_0_5_15 import set_prefix as set_prefix
+from sglang_evicpress.patches.compat.sglang_0_5_15 import set_protected_len as set_protected_len
+from sglang_evicpress.patches.compat.sglang_0_5_15 import set_total_offset as set_total_offset
 from sglang_evicpress.patches.compat.sglang_0_5_15 import tell_removed as tell_removed
 from sglang_evicpress.patches.compat.sglang_0_5_15 import tell_stored as tell_stored
+from sglang_evicpress.patches.compat.sglang_0_5_15 import total_offset as total_offset
 from sglang_evicpress.patches.tree.types import Batch
 
 ALLOCATION = "sglang.srt.mem_cache.allocation"

@@ -15,6 +15,7 @@ from sglang_evicpress.patches.compat.sglang_0_5_17 import EVICTS_SHORTFALL as EV
 from sglang_evicpress.patches.compat.sglang_0_5_17 import batch_of as batch_of
 from sglang_evicpress.patches.compat.sglang_0_5_17 import current_batch as current_batch
 
+PREFIX_SLOTS = "_prefix_kv_indices"
 KEY_FIELDS = frozenset({"token_ids", "extra_key", "is_bigram", "limit", "cache_salt"})
 REQUEST_FIELDS = frozenset(
     {"kv", "prefix_len", "lock", "cache_salt", "last_node", "best_match_node", "host_hit_length", "storage_hit_length"}
@@ -39,6 +40,30 @@ class RequestWithKV(Protocol):
     prefix_indices: torch.Tensor
     lock: object
     last_node: object
+
+
+class Retracting(Protocol):
+    """SGLang's ScheduleBatch."""
+
+    def release_req(self, index: int, num_left: int, offload_kv: bool) -> None: ...
+
+
+class RetractingScheduler(Protocol):
+    """SGLang's Scheduler, with those that run."""
+
+    running_batch: Retracting
+
+
+class Budget(Protocol):
+    """SGLang's PrefillBudget."""
+
+    total_offset: int
+
+
+class Adder(Protocol):
+    """SGLang's PrefillAdder."""
+
+    memory_budget: Budget
 
 
 class Locking(Protocol):
@@ -82,7 +107,7 @@ def protected_len(req: RequestWithKV) -> int:
     return req.kv.cache_protected_len
 
 
-def protect(req: RequestWithKV, num_tokens: int) -> None:
+def set_protected_len(req: RequestWithKV, num_tokens: int) -> None:
     req.kv.cache_protected_len = num_tokens
 
 
@@ -116,6 +141,18 @@ def loaded(req: RequestWithKV, indices: torch.Tensor, last: object) -> tuple[int
 def relock(tree: Locking, req: RequestWithKV, node: object) -> None:
     tree.unlock(req.lock)
     req.lock, req.last_node = tree.lock(node), node
+
+
+def total_offset(adder: Adder) -> int:
+    return adder.memory_budget.total_offset
+
+
+def set_total_offset(adder: Adder, num_tokens: int) -> None:
+    adder.memory_budget.total_offset = num_tokens
+
+
+def send_back(scheduler: RetractingScheduler, index: int) -> None:
+    scheduler.running_batch.release_req(index, 0, False)
 
 
 def tell_stored(tree: Telling, node: object) -> None:

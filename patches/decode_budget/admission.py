@@ -118,10 +118,12 @@ def _around_add_one_req(
         )
     asked = len(req.full_untruncated_fill_ids) - RELEASE.prefix_len(req) + num_remaining(req) + adder.page_size
     needed = num_needed(adder, req, state)
-    before = adder.rem_total_token_offset
-    offset_shown = adder.rem_total_token_offset = before - (asked - needed)
+    before = RELEASE.total_offset(adder)
+    offset_shown = before - (asked - needed)
+    RELEASE.set_total_offset(adder, offset_shown)
     result = original(adder, req, *args, **kwargs)
-    adder.rem_total_token_offset = before if adder.rem_total_token_offset == offset_shown else before + needed
+    is_added = RELEASE.total_offset(adder) != offset_shown
+    RELEASE.set_total_offset(adder, before + needed if is_added else before)
     return result
 
 
@@ -132,10 +134,10 @@ def _around_add_chunked_req(original: Callable[..., object], adder: PrefillAdder
         return original(adder, req)
     if state.is_chunked:
         return chunked_recompute.add_next_chunk(lambda: original(adder, req), adder, req, state)
-    before = adder.rem_total_token_offset
+    before = RELEASE.total_offset(adder)
     needed = num_needed(adder, req, state)
     result = original(adder, req)
-    adder.rem_total_token_offset = before + needed
+    RELEASE.set_total_offset(adder, before + needed)
     return result
 
 

@@ -91,7 +91,7 @@ def leave_tree(tree: DecodeTree, req: BudgetedRequest) -> None:
     state.has_left_tree = True
     RELEASE.shorten(req, holes)
     RELEASE.relock(tree, req, tree.root_node)
-    RELEASE.protect(req, 0)
+    RELEASE.set_protected_len(req, 0)
     RELEASE.set_prefix(req, req.prefix_indices[:0])
     req.evicpress = PrefixView(req.prefix_indices, 0, True, True)
 

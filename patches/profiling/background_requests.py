@@ -177,7 +177,7 @@ class BackgroundRequests:
         batch, keep, retracted = scheduler.running_batch, [], []
         for index, req in enumerate(batch.reqs):
             if is_shadow_name(req.extra_key) and req.to_finish is None and not req.finished():
-                batch.release_req(index, 0, scheduler.server_args)
+                RELEASE.send_back(scheduler, index)
                 retracted.append(req)
             else:
                 keep.append(index)

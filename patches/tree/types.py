@@ -120,9 +120,6 @@ class Batch(Protocol):
     extend_lens: list[int]
 
     def is_empty(self) -> bool: ...
-    def release_req(self, index: int, num_left: int, server_args: object) -> None:
-        """Give back the slots of a request that is to wait again."""
-
     def filter_batch(self, *, keep_indices: list[int]) -> None: ...
 
 

@@ -1,11 +1,11 @@
-"""What fakes of SGLang's objects have to say and do on every release that is supported."""
+"""Fakes of SGLang's objects, as every supported release wants them."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_evicpress.patches.compat import sglang_0_5_15
+from sglang_evicpress.patches.compat import sglang_0_5_15, sglang_0_5_17
 from sglang_evicpress.patches.compat.release import RELEASE
 
 NO_BATCH = {"cur_batch": None, "cur_batch_for_debug": None}
@@ -20,7 +20,8 @@ class HasKV:
 
     @property
     def kv(self) -> Any:
-        return None if self.kv_committed_freed or self.req_pool_idx is None else self
+        is_gone = self.kv_committed_freed or self.req_pool_idx is None
+        return None if is_gone and RELEASE is sglang_0_5_17 else self
 
 
 class FakeRequest(HasKV, SimpleNamespace):

@@ -1,4 +1,4 @@
-"""What differs between releases: each has a module, and what signatures do not show is tried out at start."""
+"""Releases of SGLang: each has a module, and behaviour that signatures do not show is tried out at start."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from sglang.srt.mem_cache import common, radix_cache
 from tests.contract.releases import FakeRequest
 
 from sglang_evicpress.patches import hook_check, install
+from sglang_evicpress.patches.cache.lifecycles import cache_class
 from sglang_evicpress.patches.compat import probes, sglang_0_5_15, sglang_0_5_17
-from sglang_evicpress.patches.compat.caches import cache_class
 from sglang_evicpress.patches.compat.release import RELEASE, release_of
 from sglang_evicpress.patches.hook_points import SUPPORTED_SGLANG, points_of
 

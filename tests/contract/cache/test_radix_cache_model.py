@@ -28,9 +28,9 @@ from tests.contract.releases import NO_BATCH, HasKV, checkpoint, end_request
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.patches.cache import policy_terms
+from sglang_evicpress.patches.cache.lifecycles import cache_class
 from sglang_evicpress.patches.cache.parts import MOST_PUT_OFF
 from sglang_evicpress.patches.cache.queued_hits import QUEUED_RATE
-from sglang_evicpress.patches.compat.caches import cache_class
 from sglang_evicpress.patches.scheduler.prefill_times import _chunks_of
 from sglang_evicpress.patches.tree.compressor import Compressor
 from sglang_evicpress.patches.tree.node import holes_of, is_lossy, iter_nodes, num_slots, slots_of, start_of, tokens_to

@@ -59,6 +59,15 @@ class Adder:
         self.asked: list[tuple[int, int]] = []
 
     @property
+    def memory_budget(self) -> Adder:
+        """Where later releases have ``total_offset``."""
+        return self
+
+    total_offset = property(
+        lambda self: self.rem_total_token_offset, lambda self, value: setattr(self, "rem_total_token_offset", value)
+    )
+
+    @property
     def rem_total_tokens(self) -> int:
         return self.num_free - self.rem_total_token_offset
 
