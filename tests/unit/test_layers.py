@@ -103,7 +103,9 @@ TABLE = {
 
 Floors = tuple[tuple[str, ...], ...]
 FLOORS: Floors = (
-    ("tree", "hook_points", "unsupported", "kv_flags"),
+    ("hook_points",),
+    ("tree", "unsupported", "kv_flags"),
+    ("compat",),
     ("hook_check", "last_word", "attention", "tiers"),
     ("scheduler",),
     ("profiling", "decode_budget", "http"),
