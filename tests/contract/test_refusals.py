@@ -161,7 +161,7 @@ def test_each_flag_is_one_of_sglangs() -> None:
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     flags = {flag for action in parser._actions for flag in action.option_strings}
-    assert [row.flag for row in unsupported.UNSUPPORTED if row.flag not in flags] == []
+    assert [row.flag for row in unsupported.rows(unsupported.UNSUPPORTED) if row.flag not in flags] == []
 
 
 def test_each_row_has_a_conflict_here() -> None:
@@ -169,7 +169,9 @@ def test_each_row_has_a_conflict_here() -> None:
     assert [row.attribute for row in unsupported.UNSUPPORTED_ENVIRONMENT] == list(ENVIRONMENT_CONFLICTS)
 
 
-@pytest.mark.parametrize("row", unsupported.UNSUPPORTED_ENVIRONMENT, ids=lambda row: row.attribute)
+@pytest.mark.parametrize(
+    "row", unsupported.rows(unsupported.UNSUPPORTED_ENVIRONMENT), ids=lambda row: row.attribute
+)
 def test_each_environment_row_is_refused(
     server_args: Any, row: unsupported.Unsupported, monkeypatch: pytest.MonkeyPatch
 ) -> None:
