@@ -1,4 +1,4 @@
-"""Our flags on ServerArgs as each release makes it, behind one interface; ``ARGUMENTS`` is that of the installed one."""
+"""Our flags on ServerArgs as each release makes it, behind one interface; ``ARGUMENTS`` is of the installed one."""
 
 from __future__ import annotations
 
