@@ -91,7 +91,8 @@ def _reports(code: str, **environment: str) -> list[dict[str, Any]]:
 
 
 def _hooked_in(process: str) -> list[str]:
-    return sorted(point.path for point in points_of(sglang_version()) if point.kind == "hook" and point.process == process)
+    points = points_of(sglang_version())
+    return sorted(point.path for point in points if point.kind == "hook" and point.process == process)
 
 
 def test_the_main_process_hooks_nothing_without_the_flag_and_the_http_server_with_it() -> None:

@@ -58,7 +58,9 @@ def test_equal_concatenations_are_apart(namespace: Namespace) -> None:
 
 @namespaces
 @given(
-    pairs=st.lists(st.tuples(KEYS, KEYS), min_size=2, max_size=8, unique_by=lambda pair: tuple(each or None for each in pair))
+    pairs=st.lists(
+        st.tuples(KEYS, KEYS), min_size=2, max_size=8, unique_by=lambda pair: tuple(each or None for each in pair)
+    )
 )
 def test_no_two_pairs_share_a_name(namespace: Namespace, pairs: list[tuple[str | None, str | None]]) -> None:
     names = [namespace(*pair) for pair in pairs]
