@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-SUPPORTED_SGLANG = ("0.5.15.post1", "0.5.17")
+SUPPORTED_SGLANG = ("0.5.15.post1", "0.5.17", "0.5.23")
 DEFAULT_SGLANG = "0.5.15.post1"
 """The release that the repository's own environment has."""
 
@@ -42,15 +42,15 @@ def number_of(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
 
 
+def is_within(version: str, since: str, until: str) -> bool:
+    """True for a release from ``since`` on and before ``until``; "" sets no limit."""
+    number = number_of(version)
+    return (not since or number >= number_of(since)) and (not until or number < number_of(until))
+
+
 def points_of(version: str) -> tuple[HookPoint, ...]:
     """The rows of a release."""
-    number = number_of(version)
-    return tuple(
-        point
-        for point in HOOK_POINTS
-        if (not point.since or number >= number_of(point.since))
-        and (not point.until or number < number_of(point.until))
-    )
+    return tuple(point for point in HOOK_POINTS if is_within(version, point.since, point.until))
 
 
 _COMMON = "sglang.srt.mem_cache.common"
@@ -66,6 +66,7 @@ _KV_CACHE = "sglang.srt.mem_cache.memory_pool.KVCache"
 _ALLOCATOR = "sglang.srt.mem_cache.allocator"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_ARGUMENTS = "sglang.srt.server_args.ServerArgs"
 _ENGINE = "sglang.srt.entrypoints.engine.Engine"
 _BATCH = "sglang.srt.managers.schedule_batch"
 _ATTENTION = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend"
@@ -98,6 +99,23 @@ def _allocation(module: str, *, since: str = "", until: str = "") -> tuple[HookP
             "seq_lens_tensor seq_lens_cpu extend_lens_tensor extend_lens_cpu prefix_tensors req_to_token_pool",
         ),
         of(f"{module}.alloc_for_decode", "batch token_per_req"),
+    )
+
+
+def _struct_arguments(*, since: str) -> tuple[HookPoint, ...]:
+    """What ServerArgs is made and resolved with, where fields cannot be added to it."""
+    of = partial(_read, process="frontend", since=since)
+    return (
+        of(f"{_ARGUMENTS}.resolve_once", "self"),
+        of(f"{_ARGUMENTS}.add_cli_args", "parser"),
+        of(f"{_ARGUMENTS}.from_cli_args", "args"),
+        of("sglang.srt.arg_groups.arg_utils.add_cli_args_from_dataclass", "parser cls fields"),
+        of("sglang.srt.arg_groups.overrides.resolution_result", "server_args field default"),
+        of("sglang.srt.arg_groups.overrides.model_config_of"),
+        of("sglang.srt.plugins.load_plugins", ""),
+        of(f"{_ENGINE}.server_args_class"),
+        of("sglang.srt.managers.io_struct.GenerateReqInput.cache_salt"),
+        of("sglang.srt.managers.detokenizer_manager.run_detokenizer_process"),
     )
 
 
@@ -161,11 +179,21 @@ HOOK_POINTS = (
     ),
     # a request that would wait too long
     _hook(f"{_TOKENIZER}._handle_abort_finish_reason", "self out state is_stream", process="frontend"),
+    # the flags, where ServerArgs is a struct
+    *_struct_arguments(since="0.5.22"),
     # a refusal, said last
     _hook(
         f"{_ENGINE}._launch_subprocesses",
         "server_args init_tokenizer_manager_func run_scheduler_process_func run_detokenizer_process_func port_args",
         process="frontend",
+        until="0.5.22",
+    ),
+    _hook(
+        f"{_ENGINE}._launch_subprocesses",
+        "server_args init_tokenizer_manager_func run_scheduler_process_func run_detokenizer_process_func port_args "
+        "placement_group",
+        process="frontend",
+        since="0.5.22",
     ),
     _hook(
         "sglang.srt.entrypoints.http_server.launch_server",

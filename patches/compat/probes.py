@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 INSTALLED = "sglang_evicpress.patches.compat.release.RELEASE"  # its import imports SGLang's
 EVICT = "sglang.srt.mem_cache.common.evict_from_tree_cache"
+ALLOCATOR = "sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator"
+CACHE = "sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache"
 KEY = "sglang.srt.mem_cache.radix_cache.RadixKey"
 REQUEST = "sglang.srt.managers.schedule_batch.Req"
 SAMPLING_PARAMS = "sglang.srt.sampling.sampling_params.SamplingParams"
@@ -27,6 +29,10 @@ class _Allocator:
     def available_size(self) -> int:
         return 5
 
+    def evict_to_free_tokens(self, tree: _Tree, num_tokens: int) -> object:
+        """SGLang's own, which later releases evict by."""
+        return pkgutil.resolve_name(ALLOCATOR).evict_to_free_tokens(self, tree, num_tokens)
+
 
 class _Tree:
     """A cache that remembers how many slots it was to free."""
@@ -37,6 +43,13 @@ class _Tree:
 
     def is_chunk_cache(self) -> bool:
         return False
+
+    def supports_prefix_sharing(self) -> bool:
+        return True
+
+    def evict_for_alloc(self, params: object) -> object:
+        """SGLang's own, of later releases."""
+        return pkgutil.resolve_name(CACHE).evict_for_alloc(self, params)
 
     def evict(self, params: object) -> None:
         self.asked = getattr(params, "num_tokens", None)

@@ -40,3 +40,15 @@ def end_request(cache: Any, request: Any, *, is_insert: bool) -> None:
     else:
         cache.cache_finished_req(request, is_insert=is_insert, kv_len_to_handle=request.kv_allocated_len)
         request.kv_committed_freed = True
+
+
+def resolved_arguments(**values: Any) -> Any:
+    """A resolved ServerArgs of keywords, as ``sglang.Engine`` makes it; it loads plugins before."""
+    from sglang.srt import plugins
+    from sglang.srt.entrypoints.engine import Engine
+
+    plugins.load_plugins()
+    server_args: Any = Engine.server_args_class(**values)
+    if hasattr(server_args, "resolve_once"):
+        server_args.resolve_once()
+    return server_args

@@ -39,7 +39,7 @@ def launched(*refusals: str, policy: str | None = "lru", children: tuple[Any, ..
     """``Engine._launch_subprocesses`` with schedulers that end over ``refusals``, or die of something else."""
 
     def launch(cls: type, server_args: Any, *, port_args: None = None) -> None:
-        spawn.restore(SimpleNamespace, dict(server_args.__dict__))
+        spawn.restore(SimpleNamespace, (), vars(server_args).get("kv_refusal_file"))
         for child in children:
             child.start()
         for sentence in refusals:
