@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-SUPPORTED_SGLANG = ("0.5.15.post1", "0.5.17", "0.5.23")
+SUPPORTED_SGLANG = ("0.5.15.post1", "0.5.17")
 DEFAULT_SGLANG = "0.5.15.post1"
 """The release that the repository's own environment has."""
 

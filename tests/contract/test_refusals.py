@@ -169,9 +169,7 @@ def test_each_row_has_a_conflict_here() -> None:
     assert [row.attribute for row in unsupported.UNSUPPORTED_ENVIRONMENT] == list(ENVIRONMENT_CONFLICTS)
 
 
-@pytest.mark.parametrize(
-    "row", unsupported.rows(unsupported.UNSUPPORTED_ENVIRONMENT), ids=lambda row: row.attribute
-)
+@pytest.mark.parametrize("row", unsupported.rows(unsupported.UNSUPPORTED_ENVIRONMENT), ids=lambda row: row.attribute)
 def test_each_environment_row_is_refused(
     server_args: Any, row: unsupported.Unsupported, monkeypatch: pytest.MonkeyPatch
 ) -> None:

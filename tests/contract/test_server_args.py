@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
 from tests.contract.releases import resolved_arguments
 
 from sglang_evicpress import spawn

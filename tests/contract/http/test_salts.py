@@ -105,9 +105,7 @@ ONE_SALT_EACH = {
 def test_each_prompt_of_a_batch_has_the_name_of_its_pair(
     salt: str | list[str], extra_key: str | list[str] | None, pairs: list[tuple[str, str]], num_samples: int
 ) -> None:
-    asked = GenerateReqInput(
-        text=["x", "y"], cache_salt=salt, extra_key=extra_key, sampling_params={"n": num_samples}
-    )
+    asked = GenerateReqInput(text=["x", "y"], cache_salt=salt, extra_key=extra_key, sampling_params={"n": num_samples})
     salts.keep_apart(asked)
     asked.normalize_batch_and_arguments()
     parts = [asked[index] for index in range(2 * num_samples)]
