@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from sglang.srt.managers import schedule_batch
 from sglang.srt.mem_cache import common, radix_cache
-from tests.contract.releases import FakeRequest
 
 from sglang_evicpress.patches import hook_check, install
 from sglang_evicpress.patches.cache.lifecycles import cache_class
@@ -80,14 +79,15 @@ def test_another_behaviour_is_refused_in_one_sentence(
 
 @pytest.mark.parametrize("release", MODULES, ids=lambda release: release.__name__.rsplit(".", 1)[-1])
 def test_lengths_of_a_request(release: Any) -> None:
-    request = FakeRequest(req_pool_idx=3, kv_allocated_len=20, kv_committed_len=20, kv_committed_freed=False)
+    lengths = {"req_pool_idx": 3, "kv_allocated_len": 20, "kv_committed_len": 20, "kv_committed_freed": False}
+    request = SimpleNamespace(**lengths, kv=SimpleNamespace(kv_allocated_len=20))
     assert release.holds_kv(request) and release.allocated_len(request) == 20
     release.shorten(request, 8)
-    assert (request.kv_allocated_len, request.kv_committed_len) == (12, 12)
-    request.kv_committed_freed = True
+    assert (release.allocated_len(request), request.kv_committed_len) == (12, 12)
+    request.kv_committed_freed, request.kv = True, None
     assert not release.holds_kv(request)
 
 
-def test_a_request_without_a_row_holds_nothing() -> None:
-    for release in MODULES:
-        assert not release.holds_kv(FakeRequest(req_pool_idx=None, kv_allocated_len=0))
+@pytest.mark.parametrize("release", MODULES, ids=lambda release: release.__name__.rsplit(".", 1)[-1])
+def test_a_request_without_a_row_holds_nothing(release: Any) -> None:
+    assert not release.holds_kv(SimpleNamespace(req_pool_idx=None, kv=None, kv_allocated_len=0))
