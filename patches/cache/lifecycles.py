@@ -15,6 +15,7 @@ class CacheOf0515(EvicPressCache):
     """SGLang 0.5.15.post1: a request itself says how much of its KV is good."""
 
     def cache_finished_req(self, req: Any, is_insert: bool = True) -> None:
+        is_insert = self.decode_budgets.note_end(req) and is_insert  # first: from then on it holds no KV
         self.end_request(req, req.pop_committed_kv_cache(), is_insert=is_insert)
         _unlock_last(self, req)
 
@@ -26,6 +27,7 @@ class CacheOf0517(EvicPressCache):
     """SGLang 0.5.17: who ends a request says how much of its KV is good."""
 
     def cache_finished_req(self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
+        is_insert = self.decode_budgets.note_end(req) and is_insert
         self.end_request(req, kv_len_to_handle, is_insert=is_insert)
         _unlock_last(self, req)
 
@@ -60,7 +62,8 @@ class CacheOf0523(EvicPressCache):
     def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
         req, self._ending = self._ending, None
         if req is not None:
-            self.end_request(req, ranges[-1][1], is_insert=self._ending_is_kept)
+            is_insert = self.decode_budgets.note_end(req) and self._ending_is_kept
+            self.end_request(req, ranges[-1][1], is_insert=is_insert)
 
     def path_device_indices(self, node: Any) -> torch.Tensor:
         """Logical: a hole is slot 0."""

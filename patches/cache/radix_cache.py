@@ -413,7 +413,6 @@ class EvicPressCache(RadixCache):
 
     def end_request(self, req: Any, num_tokens: int, *, is_insert: bool) -> None:
         """The request ended or is to be computed anew: its own KV of ``num_tokens`` goes to the tree, or is freed."""
-        is_insert = self.decode_budgets.note_end(req) and is_insert
         if self.disable:
             self.token_to_kv_pool_allocator.free(self.req_to_token_pool.req_to_token[RELEASE.row_of(req), :num_tokens])
             return
