@@ -7,14 +7,16 @@ so that a rename upstream stops the server with one sentence rather than a wrong
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 SUPPORTED_SGLANG = ("0.5.15.post1", "0.5.17")
 DEFAULT_SGLANG = "0.5.15.post1"
 """The release that the repository's own environment has."""
 
+T = TypeVar("T")
 Kind = Literal["seam", "hook", "read"]
 Process = Literal["scheduler", "frontend"]
 
@@ -35,6 +37,16 @@ class HookPoint:
     parameters: tuple[str, ...] | None
     since: str = ""
     until: str = ""
+
+
+def of_release(version: str, choices: Mapping[str, T]) -> T:
+    """The last of ``choices``, by the release that they are from on, oldest first; the first where all are newer. A
+    version that is not supported gets the nearest: it is refused elsewhere."""
+    chosen = next(iter(choices.values()))
+    for since, choice in choices.items():
+        if number_of(version) >= number_of(since):
+            chosen = choice
+    return chosen
 
 
 def number_of(version: str) -> tuple[int, ...]:

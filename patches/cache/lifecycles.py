@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sglang_evicpress.patches.cache.radix_cache import EvicPressCache
-from sglang_evicpress.patches.hook_points import number_of
+from sglang_evicpress.patches.hook_points import of_release
 
 
 class CacheOf0515(EvicPressCache):
@@ -80,7 +80,5 @@ class CacheOf0523(EvicPressCache):
 
 def cache_class(version: str | None = None) -> type[EvicPressCache]:
     """The class for a version, by default the installed one."""
-    number = number_of(importlib.metadata.version("sglang") if version is None else version)
-    if number < number_of("0.5.16"):
-        return CacheOf0515
-    return CacheOf0517 if number < number_of("0.5.18") else CacheOf0523
+    choices: dict[str, type[EvicPressCache]] = {"0.5.15": CacheOf0515, "0.5.16": CacheOf0517, "0.5.18": CacheOf0523}
+    return of_release(importlib.metadata.version("sglang") if version is None else version, choices)

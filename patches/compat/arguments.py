@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from sglang_evicpress.patches.compat import arguments_0_5_15, arguments_0_5_23
-from sglang_evicpress.patches.hook_points import number_of
+from sglang_evicpress.patches.hook_points import of_release
 
 Resolution = Callable[[Any], None]
 AroundResolution = Callable[[Resolution, Any], None]
@@ -30,8 +30,9 @@ class Arguments(Protocol):
 
 
 def arguments_of(version: str) -> Arguments:
-    """The module for a version; for one that is not supported, which is refused elsewhere, the nearest."""
-    return arguments_0_5_15 if number_of(version) < number_of("0.5.18") else arguments_0_5_23
+    """The module for a version."""
+    choices: dict[str, Arguments] = {"0.5.15": arguments_0_5_15, "0.5.18": arguments_0_5_23}
+    return of_release(version, choices)
 
 
 ARGUMENTS = arguments_of(importlib.metadata.version("sglang"))

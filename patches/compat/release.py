@@ -9,17 +9,17 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 
 from sglang_evicpress.patches.compat import sglang_0_5_15, sglang_0_5_17, sglang_0_5_23
-from sglang_evicpress.patches.hook_points import number_of
+from sglang_evicpress.patches.hook_points import of_release
 from sglang_evicpress.patches.tree.types import Batch
 
 
 class Release(Protocol):
     """One module of this folder for all releases that share these answers.
 
-    ``ALLOCATION`` is the module of the functions that give a batch its slots, ``PREFIX_SLOTS`` of these
-    the one that reads a prefix, or "". ``EVICTS_SHORTFALL``: the tree is asked
-    for what is short of the slots wanted; else for all of them, free ones included. ``KEY_FIELDS`` tell one key of the
-    tree from another, ``REQUEST_FIELDS`` and ``KV_FIELDS`` are what we read of a request and of its ``kv``.
+    ``ALLOCATION`` is the module of the functions that give a batch its slots, ``PREFIX_SLOTS`` of these the one that
+    reads a prefix, or "". ``EVICTS_SHORTFALL``: the tree is asked for what is short of the slots wanted; else for all
+    of them, free ones included. ``KEY_FIELDS`` tell one key of the tree from another, ``REQUEST_FIELDS`` and
+    ``KV_FIELDS`` are what we read of a request and of its ``kv``.
     """
 
     ALLOCATION: str
@@ -92,11 +92,9 @@ class Release(Protocol):
 
 
 def release_of(version: str) -> Release:
-    """The module for a version; for one that is not supported, which is refused elsewhere, the nearest."""
-    number = number_of(version)
-    if number < number_of("0.5.16"):
-        return sglang_0_5_15
-    return sglang_0_5_17 if number < number_of("0.5.18") else sglang_0_5_23
+    """The module for a version."""
+    choices: dict[str, Release] = {"0.5.15": sglang_0_5_15, "0.5.16": sglang_0_5_17, "0.5.18": sglang_0_5_23}
+    return of_release(version, choices)
 
 
 RELEASE = release_of(importlib.metadata.version("sglang"))
