@@ -67,7 +67,10 @@ class Release(Protocol):
     def relock(self, tree: Any, req: Any, node: Any) -> None:
         """The request holds this node, and none of those that it held."""
 
-    # ---- the scheduler, and events
+    # ---- the scheduler, its ranks, and events
+
+    def ranks_of(self, runner: Any) -> tuple[int, int]:
+        """The rank of a model runner among those that share a model, and their number."""
 
     def total_offset(self, adder: Any) -> int:
         """Tokens of the pool that the batch which is made has taken, or may take."""

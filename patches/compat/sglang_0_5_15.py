@@ -53,6 +53,13 @@ class RetractingScheduler(Protocol):
     server_args: object
 
 
+class Ranked(Protocol):
+    """SGLang's ModelRunner."""
+
+    tp_rank: int
+    tp_size: int
+
+
 class Adder(Protocol):
     """SGLang's PrefillAdder."""
 
@@ -125,6 +132,10 @@ def relock(tree: Locking, req: RequestWithKV, node: object) -> None:
         tree.dec_lock_ref(req.last_node)
     tree.inc_lock_ref(node)
     req.last_node = node
+
+
+def ranks_of(runner: Ranked) -> tuple[int, int]:
+    return runner.tp_rank, runner.tp_size
 
 
 def total_offset(adder: Adder) -> int:

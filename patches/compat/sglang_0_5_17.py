@@ -45,6 +45,19 @@ class RequestWithKV(Protocol):
     kv_committed_len: int
 
 
+class ParallelState(Protocol):
+    """Ranks of a process."""
+
+    tp_rank: int
+    tp_size: int
+
+
+class Ranked(Protocol):
+    """SGLang's ModelRunner."""
+
+    ps: ParallelState
+
+
 class NextBatchPlan(Protocol):
     """SGLang's NextBatchPlan."""
 
@@ -69,6 +82,10 @@ def shorten(req: RequestWithKV, num_tokens: int) -> None:
     req.kv_committed_len -= num_tokens
     if req.kv is not None:
         req.kv.kv_allocated_len -= num_tokens
+
+
+def ranks_of(runner: Ranked) -> tuple[int, int]:
+    return runner.ps.tp_rank, runner.ps.tp_size
 
 
 def batch_of(plan: NextBatchPlan) -> Batch | None:

@@ -143,6 +143,13 @@ def relock(tree: Locking, req: RequestWithKV, node: object) -> None:
     req.lock, req.last_node = tree.lock(node), node
 
 
+def ranks_of(runner: object) -> tuple[int, int]:
+    from sglang.srt.runtime_context import get_parallel  # older releases lack it
+
+    ranks = get_parallel()
+    return ranks.tp_rank, ranks.tp_size
+
+
 def total_offset(adder: Adder) -> int:
     return adder.memory_budget.total_offset
 
