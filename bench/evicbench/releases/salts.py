@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,14 +33,14 @@ def _num_cached(server: Server, prompt: str, fields: dict[str, str]) -> int:
 def measure(seed: int = 0) -> Iterator[Line]:
     prompt = make_context("needle", 600, random.Random(f"salts-{seed}"))
     text = prompt.prompt(prompt.questions[0].text)
-    shown = ("--enable-cache-report",)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (*restart.arguments(Path(folder) / "ssd"), *shown)
+        flags = restart.arguments(Path(folder) / "ssd")
+        arguments = (*(flag for flag in flags if flag != "--skip-tokenizer-init"), "--enable-cache-report")
         with restart.Stoppable(*arguments) as server:
             first = [_num_cached(server, text, fields) for fields in NAMESPACES]
             again = [_num_cached(server, text, fields) for fields in NAMESPACES]
             restart.put_on_ssd(server)
-            server.end(15)
+            server.end(signal.SIGTERM)
         with restart.Stoppable(*arguments) as server:
             later = [_num_cached(server, text, fields) for fields in reversed(NAMESPACES[1:])]
             unknown = _num_cached(server, text, {"cache_salt": "bab"})
