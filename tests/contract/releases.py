@@ -8,6 +8,11 @@ from typing import Any
 from sglang_evicpress.patches.compat import sglang_0_5_15, sglang_0_5_17
 from sglang_evicpress.patches.compat.release import RELEASE
 
+ROW_KERNEL = (
+    "sglang.srt.mem_cache.triton_ops.common" if RELEASE is sglang_0_5_15 else "sglang.kernels.ops.memory.common"
+) + ".write_req_to_token_pool_triton"
+"""SGLang's kernel that writes rows."""
+
 NO_BATCH = {"cur_batch": None, "cur_batch_for_debug": None}
 """Of a scheduler between two batches."""
 
