@@ -134,7 +134,9 @@ def test_queries_that_take_too_much_memory_are_refused_with_the_way_out(monkeypa
         token_to_kv_pool=pool,
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(513, 8)),
         model_config=SimpleNamespace(num_attention_heads=4),
+        tp_rank=0,
         tp_size=1,
+        ps=SimpleNamespace(tp_rank=0, tp_size=1),  # later releases have them here
         dtype=torch.float32,
     )
     with pytest.raises(
