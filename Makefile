@@ -17,7 +17,7 @@ ifneq ($(filter-out $(RELEASES),$(RELEASE)),)
 $(error RELEASE is '$(RELEASE)': expected one of $(RELEASES), or nothing for the release of uv.lock's default groups)
 endif
 
-SHOWS := $(addprefix show-,foundation policy tiers profiler bench decode kernels mend load house codecs)
+SHOWS := $(addprefix show-,foundation policy tiers profiler bench decode kernels mend load house codecs releases)
 
 .PHONY: help setup test check contract drift dist demo $(SHOWS) chaos bench bench-load clean
 
@@ -39,6 +39,7 @@ help:
 	@echo "make show-load        a setting under load up to twice saturation, chaos there, the published grid; at most 40 minutes"
 	@echo "make show-house       measure the structure: sizes, types, names, prose, parts, and every other area at its quick size; 15 minutes"
 	@echo "make show-codecs      codecs: bytes, speed, loss, servers with bfloat16 KV beside a grid of fixed forms, simulation; at most 60 minutes"
+	@echo "make show-releases    every supported SGLang: exact, off is stock, salts, restart, budgets, storm; overhead; at most 75 minutes"
 	@echo "make show-... QUICK=1 the same in at most 2 minutes: smaller sizes, and what they cannot judge is not judged"
 	@echo "make chaos            the real server on host memory and an SSD that fail on purpose, 5 minutes and two starts"
 	@echo "make bench            the serving benchmark: every system side by side on the CPU testbed; goes on where it was stopped"

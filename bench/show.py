@@ -28,6 +28,7 @@ AREAS = {
     "load": "load",
     "house": "house",
     "codecs": "codecs",
+    "releases": "releases",
 }
 """Area -> its room of evicbench, whose module ``measurements`` lists what is measured."""
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from sglang_evicpress import spawn
+from sglang_evicpress.patches.compat import probes
 from sglang_evicpress.patches.hook_points import DEFAULT_SGLANG, SUPPORTED_SGLANG, HookPoint, Process, points_of
 
 _SUPPORTED = f"sglang-evicpress supports SGLang {', '.join(SUPPORTED_SGLANG)}"
@@ -49,8 +50,6 @@ def points_problem(points: Iterable[HookPoint]) -> str | None:
 
 def behaviour_problem() -> str | None:
     """One sentence naming what this release does unlike the one that we know, else None."""
-    from sglang_evicpress.patches.compat import probes  # it imports SGLang's scheduler
-
     difference = probes.behaviour_problem()
     return (
         None if difference is None else f"{_SUPPORTED} and found {sglang_version()}, in which {difference}: {_WAY_OUT}"

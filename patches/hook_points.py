@@ -7,14 +7,16 @@ so that a rename upstream stops the server with one sentence rather than a wrong
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 SUPPORTED_SGLANG = ("0.5.15.post1", "0.5.17")
 DEFAULT_SGLANG = "0.5.15.post1"
 """The release that the repository's own environment has."""
 
+T = TypeVar("T")
 Kind = Literal["seam", "hook", "read"]
 Process = Literal["scheduler", "frontend"]
 
@@ -37,20 +39,30 @@ class HookPoint:
     until: str = ""
 
 
+def of_release(version: str, choices: Mapping[str, T]) -> T:
+    """The last of ``choices``, by the release that they are from on, oldest first; the first where all are newer. A
+    version that is not supported gets the nearest: it is refused elsewhere."""
+    chosen = next(iter(choices.values()))
+    for since, choice in choices.items():
+        if number_of(version) >= number_of(since):
+            chosen = choice
+    return chosen
+
+
 def number_of(version: str) -> tuple[int, ...]:
     """The first three numbers of a version, to compare by."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
 
 
+def is_within(version: str, since: str, until: str) -> bool:
+    """True for a release from ``since`` on and before ``until``; "" sets no limit."""
+    number = number_of(version)
+    return (not since or number >= number_of(since)) and (not until or number < number_of(until))
+
+
 def points_of(version: str) -> tuple[HookPoint, ...]:
     """The rows of a release."""
-    number = number_of(version)
-    return tuple(
-        point
-        for point in HOOK_POINTS
-        if (not point.since or number >= number_of(point.since))
-        and (not point.until or number < number_of(point.until))
-    )
+    return tuple(point for point in HOOK_POINTS if is_within(version, point.since, point.until))
 
 
 _COMMON = "sglang.srt.mem_cache.common"
@@ -60,11 +72,13 @@ _FORWARD = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 _RADIX = "sglang.srt.mem_cache.radix_cache.RadixCache"
+_BASE_CACHE = "sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache"
 _POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
 _KV_CACHE = "sglang.srt.mem_cache.memory_pool.KVCache"
 _ALLOCATOR = "sglang.srt.mem_cache.allocator"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_ARGUMENTS = "sglang.srt.server_args.ServerArgs"
 _ENGINE = "sglang.srt.entrypoints.engine.Engine"
 _BATCH = "sglang.srt.managers.schedule_batch"
 _ATTENTION = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend"
@@ -100,6 +114,23 @@ def _allocation(module: str, *, since: str = "", until: str = "") -> tuple[HookP
     )
 
 
+def _struct_arguments(*, since: str) -> tuple[HookPoint, ...]:
+    """What ServerArgs is made and resolved with, where fields cannot be added to it."""
+    of = partial(_read, process="frontend", since=since)
+    return (
+        of(f"{_ARGUMENTS}.resolve_once", "self"),
+        of(f"{_ARGUMENTS}.add_cli_args", "parser"),
+        of(f"{_ARGUMENTS}.from_cli_args", "args"),
+        of("sglang.srt.arg_groups.arg_utils.add_cli_args_from_dataclass", "parser cls fields"),
+        of("sglang.srt.arg_groups.overrides.resolution_result", "server_args field default"),
+        of("sglang.srt.arg_groups.overrides.model_config_of"),
+        of("sglang.srt.plugins.load_plugins", ""),
+        of(f"{_ENGINE}.server_args_class"),
+        of("sglang.srt.managers.io_struct.GenerateReqInput.cache_salt"),
+        of("sglang.srt.managers.detokenizer_manager.run_detokenizer_process"),
+    )
+
+
 HOOK_POINTS = (
     # rows: compact rows of req_to_token
     *_allocation(_COMMON, until="0.5.16"),
@@ -111,7 +142,15 @@ HOOK_POINTS = (
         f"{_FORWARD}.init_new",
         "batch model_runner capture_hidden_mode return_hidden_states_before_norm",
         since="0.5.16",
+        until="0.5.22",
     ),
+    _hook(
+        f"{_FORWARD}.init_new",
+        "batch model_runner capture_hidden_mode return_hidden_states_before_norm extend_position_info "
+        "spec_mrope_positions kv_loc_plan write_cols",
+        since="0.5.22",
+    ),
+    _hook(f"{_ALLOCATION}._prefix_kv_indices", "batch req", since="0.5.22"),
     _read(f"{_ATTENTION}.init_forward_metadata", "self forward_batch"),
     _read(f"{_ATTENTION}.init_forward_metadata_out_graph", "self forward_batch in_capture"),
     _read(f"{_ATTENTION}.init_forward_metadata_in_graph", "self forward_batch"),
@@ -124,7 +163,9 @@ HOOK_POINTS = (
     _hook(
         f"{_SCHEDULER}.__init__",
         "self server_args port_args gpu_id tp_rank moe_ep_rank pp_rank attn_cp_rank moe_dp_rank dp_rank",
+        until="0.5.21",
     ),
+    _hook(f"{_SCHEDULER}.__init__", "self server_args port_args", since="0.5.21"),
     # a clean stop
     _hook(f"{_SCHEDULER}.run_event_loop", "self"),
     _read(f"{_SCHEDULER}.handle_shutdown", "self recv_req"),
@@ -150,11 +191,21 @@ HOOK_POINTS = (
     ),
     # a request that would wait too long
     _hook(f"{_TOKENIZER}._handle_abort_finish_reason", "self out state is_stream", process="frontend"),
+    # the flags, where ServerArgs is a struct
+    *_struct_arguments(since="0.5.22"),
     # a refusal, said last
     _hook(
         f"{_ENGINE}._launch_subprocesses",
         "server_args init_tokenizer_manager_func run_scheduler_process_func run_detokenizer_process_func port_args",
         process="frontend",
+        until="0.5.22",
+    ),
+    _hook(
+        f"{_ENGINE}._launch_subprocesses",
+        "server_args init_tokenizer_manager_func run_scheduler_process_func run_detokenizer_process_func port_args "
+        "placement_group",
+        process="frontend",
+        since="0.5.22",
     ),
     _hook(
         "sglang.srt.entrypoints.http_server.launch_server",
@@ -176,7 +227,8 @@ HOOK_POINTS = (
     _hook(f"{_ADDER}._get_running_request_total_token_offset", "self req"),
     _hook(f"{_BATCH}.ScheduleBatch.prepare_for_extend", "self"),
     _read("sglang.srt.managers.schedule_policy.CLIP_MAX_NEW_TOKENS"),
-    _read(f"{_BATCH}.Req.set_finish_with_abort", "self error_msg"),
+    _read(f"{_BATCH}.Req.set_finish_with_abort", "self error_msg", until="0.5.19"),
+    _read(f"{_BATCH}.Req.set_finish_with_abort", "self error_msg status_code err_type", since="0.5.19"),
     _hook(f"{_COMMON}.evict_from_tree_cache", "tree_cache num_tokens"),
     _read("sglang.srt.managers.schedule_policy.AddReqResult.CONTINUE"),
     _read("sglang.srt.managers.schedule_policy.AddReqResult.NO_TOKEN"),
@@ -204,8 +256,10 @@ HOOK_POINTS = (
     _read("sglang.srt.lora.lora_manager.LoRAManager"),
     _seam("sglang.srt.managers.io_struct.hook_custom_types", "new_types"),
     # profiling: requests of our own, sending them back, and giving them up
-    _read(f"{_BATCH}.ScheduleBatch.release_req", "self idx remaing_req_count server_args"),
-    _read(f"{_BATCH}.ScheduleBatch.filter_batch", "self chunked_req_to_exclude keep_indices"),
+    _read(f"{_BATCH}.ScheduleBatch.release_req", "self idx remaing_req_count server_args", until="0.5.18"),
+    _read(f"{_BATCH}.ScheduleBatch.release_req", "self idx remaing_req_count offload_kv", since="0.5.18"),
+    _read(f"{_BATCH}.ScheduleBatch.filter_batch", "self chunked_req_to_exclude keep_indices", until="0.5.22"),
+    _read(f"{_BATCH}.ScheduleBatch.filter_batch", "self reqs_to_exclude keep_indices", since="0.5.22"),
     _read("sglang.srt.managers.io_struct.AbortReq"),
     _read(f"{_BATCH}.FINISH_ABORT"),
     _read("sglang.srt.managers.io_struct.GenerateReqInput", process="frontend"),
@@ -227,8 +281,14 @@ HOOK_POINTS = (
     _read(f"{_RADIX}.insert", "self params"),
     _read(f"{_RADIX}.evict", "self params"),
     _read(f"{_RADIX}.cache_finished_req", "self req is_insert", until="0.5.16"),
-    _read(f"{_RADIX}.cache_finished_req", "self req is_insert kv_len_to_handle", since="0.5.16"),
-    _read(f"{_RADIX}.cache_unfinished_req", "self req chunked"),
+    _read(f"{_RADIX}.cache_finished_req", "self req is_insert kv_len_to_handle", since="0.5.16", until="0.5.21"),
+    _read(f"{_RADIX}.cache_unfinished_req", "self req chunked", until="0.5.22"),
+    _read(f"{_RADIX}.checkpoint", "self req up_to", since="0.5.22"),
+    _read(f"{_BASE_CACHE}.claim_kv_row", "self req", since="0.5.22"),
+    _read(f"{_BASE_CACHE}.free_kv_row", "self kv ranges", since="0.5.22"),
+    _read(f"{_BASE_CACHE}.prefix_device_indices", "self req", since="0.5.22"),
+    _read(f"{_BASE_CACHE}.lock", "self node", since="0.5.22"),
+    _read(f"{_BASE_CACHE}.unlock", "self lock", since="0.5.22"),
     _read(f"{_RADIX}.inc_lock_ref", "self node"),
     _read(f"{_RADIX}.dec_lock_ref", "self node params"),
     _read(f"{_RADIX}._match_prefix_helper", "self node key"),
@@ -237,7 +297,7 @@ HOOK_POINTS = (
     _read(f"{_RADIX}._update_leaf_status", "self node"),
     _read("sglang.srt.mem_cache.radix_cache.TreeNode.__init__", "self id priority"),
     # loads, as the hierarchical cache has them
-    _read("sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache.init_load_back", "self params"),
+    _read(f"{_BASE_CACHE}.init_load_back", "self params"),
     _read(f"{_KV_CACHE}.register_layer_transfer_counter", "self layer_transfer_counter"),
     # the pool and its allocators
     _read(f"{_ALLOCATOR}.token.TokenToKVPoolAllocator.free", "self free_index"),

@@ -38,7 +38,7 @@ def around_launch_subprocesses(original: Callable[..., Any], cls: Any, server_ar
     others = set(multiprocessing.active_children())
     with tempfile.TemporaryDirectory(prefix="evicpress-") as folder:
         refusal = Path(folder) / "refusal"
-        server_args.kv_refusal_file = str(refusal)
+        vars(server_args)["kv_refusal_file"] = str(refusal)  # it may be sealed
         try:
             return original(cls, server_args, *args, **kw)
         except RuntimeError:
@@ -47,7 +47,7 @@ def around_launch_subprocesses(original: Callable[..., Any], cls: Any, server_ar
             _end([child for child in multiprocessing.active_children() if child not in others])
             raise UnsupportedError(refusal.read_text(encoding="utf-8")) from None
         finally:
-            del server_args.kv_refusal_file
+            del vars(server_args)["kv_refusal_file"]
 
 
 def around_launch_server(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,26 +1,24 @@
-"""The kv flags, as real fields of SGLang's ServerArgs.
+"""The kv flags on SGLang's ServerArgs: what they refuse, and what they choose before SGLang does.
 
-ServerArgs derives its command line from its dataclass fields and drops every other attribute, so the fields
-are added to the class itself: class identity, pickling, ``--config``, Engine keywords, ``replace`` and
-``asdict`` keep working. Without ``--kv-policy`` a ServerArgs goes through SGLang's own code only.
+How a ServerArgs has them differs by release (``compat/arguments.py``). Without ``--kv-policy`` it goes through SGLang's
+own code only.
 """
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import functools
 import importlib.util
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from sglang_evicpress import spawn
 from sglang_evicpress.config import AUTO, EvicPressConfig, policy_in
-from sglang_evicpress.flags import FLAGS, Flag
 from sglang_evicpress.patches import install, last_word, unsupported
+from sglang_evicpress.patches.compat.arguments import ARGUMENTS
 from sglang_evicpress.patches.hook_check import version_problem
 from sglang_evicpress.patches.kv_flags import DEPENDENT_FLAGS, config_of
 from sglang_evicpress.quality.store import ProfileStore
@@ -35,61 +33,29 @@ def add_flags() -> None:
     """Add the kv flags to ServerArgs in this process, once. Without them a server stays as it is."""
     from sglang.srt.server_args import ServerArgs
 
-    if "kv_policy" not in ServerArgs.__dataclass_fields__:
-        names = _add_fields(ServerArgs)
-        _wrap_init(ServerArgs, names)
-        _wrap_post_init(ServerArgs)
-        _wrap_from_cli_args(ServerArgs)
+    if not hasattr(ServerArgs, "kv_policy"):
+        ARGUMENTS.add_flags(ServerArgs, _around_resolution, _told)
         _wrap_pickling(ServerArgs)
 
 
-def _add_fields(cls: Any) -> tuple[str, ...]:
-    from sglang.srt.arg_groups.arg_utils import Arg
-
-    def field_of(flag: Flag) -> tuple[str, Any, Any]:
-        return flag.name, Annotated[flag.kind | None, Arg(help=flag.help)], dataclasses.field(default=None)
-
-    extra = dataclasses.make_dataclass("KvFlags", map(field_of, FLAGS))
-    for field in dataclasses.fields(extra):
-        cls.__dataclass_fields__[field.name] = field
-        cls.__annotations__[field.name] = field.type
-        setattr(cls, field.name, field.default)
-    return tuple(field.name for field in dataclasses.fields(extra))
-
-
-def _wrap_init(cls: Any, names: tuple[str, ...]) -> None:
-    original = cls.__init__
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name in names:
-            setattr(self, name, kwargs.pop(name, None))
-        original(self, *args, **kwargs)
-
-    cls.__init__ = __init__
-
-
-def _wrap_post_init(cls: Any) -> None:
-    original = cls.__post_init__
-
-    @functools.wraps(original)
-    def __post_init__(self: Any) -> None:
-        if self.kv_policy is None and self.kv_policy_config is not None:
-            self.kv_policy = _policy_of_file(self.kv_policy_config)
-        if self.kv_policy is None:
-            _refuse_without_policy(self)
-            original(self)
-            return
-        config = _prepare(self)
-        original(self)
-        config = _without_refused_tiers(self, config)  # for what SGLang has chosen
-        unsupported.check(self, config)
-        if hasattr(self, "model_config"):  # absent for the placeholder models 'none' and 'dummy'
-            unsupported.check_model_config(self.model_config)
-        install.install_frontend()
-        logger.info("%s", config)
-
-    cls.__post_init__ = __post_init__
+def _around_resolution(original: Callable[[Any], None], server_args: Any) -> None:
+    """AROUND the resolution of a ServerArgs: what was given is checked before it, and what SGLang chose behind it."""
+    if server_args.kv_policy is None and server_args.kv_policy_config is not None:
+        server_args.kv_policy = _policy_of_file(server_args.kv_policy_config)
+    if server_args.kv_policy is None:
+        _refuse_without_policy(server_args)
+        original(server_args)
+        return
+    config = _prepare(server_args)
+    original(server_args)
+    chosen = ARGUMENTS.chosen(server_args)
+    config = _without_refused_tiers(server_args, chosen, config)
+    unsupported.check(chosen, config)
+    model_config = ARGUMENTS.model_config(server_args)
+    if model_config is not None:
+        unsupported.check_model_config(model_config)
+    install.install_frontend()
+    logger.info("%s", config)
 
 
 def _policy_of_file(config_file: str) -> str | None:
@@ -115,7 +81,7 @@ def _prepare(server_args: Any) -> EvicPressConfig:
         config = config_of(server_args)
     except ValueError as error:
         raise unsupported.UnsupportedError(str(error)) from None
-    config = _without_refused_tiers(server_args, config)
+    config = _without_refused_tiers(server_args, server_args, config)
     unsupported.check(server_args, config)
     _check_profiles(config)
     _check_ssd(config)
@@ -131,12 +97,13 @@ def _prepare(server_args: Any) -> EvicPressConfig:
     return config
 
 
-def _without_refused_tiers(server_args: Any, config: EvicPressConfig) -> EvicPressConfig:
-    """Take ``--kv-host-gb auto`` for 0 where there can be no tier, for all processes, and say so in the log."""
-    reason = unsupported.no_tiers_reason(server_args)
+def _without_refused_tiers(server_args: Any, chosen: Any, config: EvicPressConfig) -> EvicPressConfig:
+    """Take ``--kv-host-gb auto`` for 0 where there can be no tier by what is ``chosen``, for all processes, and say so
+    in the log."""
+    reason = unsupported.no_tiers_reason(chosen)
     if reason is None or config.host_gb != AUTO or config.ssd_dir is not None:
         return config
-    server_args.kv_host_gb = "0"
+    vars(server_args)["kv_host_gb"] = "0"  # a ServerArgs may be sealed by now
     logger.info("evicpress: --kv-host-gb auto is 0, no host tier, as one %s", reason)
     return replace(config, host_gb=0.0)
 
@@ -202,20 +169,15 @@ def _wrap_pickling(cls: Any) -> None:
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         if self.kv_policy is None:
             return original(self, protocol)
-        return spawn.restore, (type(self), dict(self.__dict__))
+        make, arguments, *state = original(self, protocol)
+        return spawn.restore, (make, arguments, vars(self).get("kv_refusal_file")), *state
 
     cls.__reduce_ex__ = __reduce_ex__
 
 
-def _wrap_from_cli_args(cls: Any) -> None:
+def _told(make: Callable[[], Any]) -> Any:
     """On the command line an error is one line and exit status 2, as argparse's own errors are."""
-    original = cls.from_cli_args.__func__
-
-    @functools.wraps(original)
-    def from_cli_args(cls: Any, args: argparse.Namespace) -> Any:
-        try:
-            return original(cls, args)
-        except unsupported.UnsupportedError as error:
-            last_word.say(error)
-
-    cls.from_cli_args = classmethod(from_cli_args)
+    try:
+        return make()
+    except unsupported.UnsupportedError as error:
+        last_word.say(error)

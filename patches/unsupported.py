@@ -5,6 +5,7 @@ Each refusal is one sentence that names what was asked for, says why it cannot w
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from sglang_evicpress.core import PRESSES
 from sglang_evicpress.decode_budget import schedule
 from sglang_evicpress.decode_budget.scores import SCORES
 from sglang_evicpress.decode_budget.settings import CLIENT_BUDGETS, DecodeSettings, parse_protected_pages
+from sglang_evicpress.patches.hook_points import is_within
 
 ATTENTION_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")
 BACKEND_NAME = "evicpress"
@@ -26,11 +28,13 @@ class UnsupportedError(ValueError):
 @dataclass(frozen=True, slots=True)
 class Unsupported:
     """One row: the ``attribute`` of ServerArgs (or of SGLang's ``envs``) whose value ``conflicts``, and the ``reason``
-    with the way out."""
+    with the way out. The row is of releases from ``since`` on and before ``until``; "" sets no limit."""
 
     attribute: str
     conflicts: Callable[[Any], bool]
     reason: str
+    since: str = ""
+    until: str = ""
 
     @property
     def flag(self) -> str:
@@ -46,19 +50,32 @@ def _more_than_one(value: int) -> bool:
     return value > 1
 
 
+def _given(value: object) -> bool:
+    return value is not None
+
+
 _ONE_SERVER_EACH = "start one server per replica, for example behind sglang-router"
+_NO_MESSAGES = f"the data-parallel controller does not pass on our messages, so {_ONE_SERVER_EACH}"
 _BACKENDS = f"only {', '.join(ATTENTION_BACKENDS)} are known to read compact rows, so choose one of them"
 _SPLITS_WORK = "it splits work over workers that do not see the compact rows, so leave it out"
 _READS_ROWS = "it reads KV slots by token position, which a compressed prefix does not keep, so leave it out"
+_OTHER_POLICY = "the kv policy decides what is evicted, so leave it out"
 _OTHER_CACHE = "it brings its own prefix cache, so leave out one of the two"
+_OTHER_SERVER = "a compressed prefix cannot be sent to another server, so serve prefill and decode together"
+_HTTP_ONLY = "the /evicpress routes are HTTP only, so serve over HTTP"
+_OTHER_KERNELS = "its kernels are not known to read compact rows, so leave it out"
 _LAYOUT = "only plain [slot, head, dim] pools can be compressed, so leave it out"
 
 UNSUPPORTED = (
     Unsupported("disable_radix_cache", bool, "a kv policy needs prefixes, so leave it out"),
     Unsupported("radix_cache_backend", _other_than(None, BACKEND_NAME), _OTHER_CACHE),
-    Unsupported("radix_eviction_policy", _other_than("lru"), "the kv policy decides what is evicted, so leave it out"),
+    Unsupported("radix_eviction_policy", _other_than("lru"), _OTHER_POLICY),
+    Unsupported("radix_eviction_policy_config", _given, _OTHER_POLICY, since="0.5.22"),
     Unsupported("enable_hierarchical_cache", bool, _OTHER_CACHE),
     Unsupported("enable_lmcache", bool, _OTHER_CACHE),
+    Unsupported("enable_flexkv", bool, _OTHER_CACHE, since="0.5.22"),
+    Unsupported("enable_unified_cache_external_linker", bool, _OTHER_CACHE, since="0.5.22"),
+    Unsupported("hicache_host_memory_mode", _other_than("cache"), _OTHER_CACHE, since="0.5.22"),
     Unsupported("enable_streaming_session", bool, _READS_ROWS),
     Unsupported("enable_session_radix_cache", bool, _READS_ROWS),
     Unsupported("strip_thinking_cache", bool, _READS_ROWS),
@@ -70,19 +87,17 @@ UNSUPPORTED = (
     Unsupported("dllm_algorithm", bool, _READS_ROWS),
     Unsupported("enable_hisparse", bool, _READS_ROWS),
     Unsupported("enable_mis", bool, _READS_ROWS),
-    Unsupported(
-        "disaggregation_mode",
-        _other_than("null"),
-        "a compressed prefix cannot be sent to another server, so serve prefill and decode together",
-    ),
+    Unsupported("disaggregation_mode", _other_than("null"), _OTHER_SERVER),
+    Unsupported("disaggregation_decode_retraction_backup", _other_than(None, "none"), _OTHER_SERVER, since="0.5.22"),
+    Unsupported("enable_pd_role_switch", bool, _OTHER_SERVER, since="0.5.22"),
     Unsupported("encoder_only", bool, "an encoder keeps no KV cache, so leave out --kv-policy"),
     Unsupported("pp_size", _more_than_one, "pipeline stages do not agree on slots yet, so use --tp-size instead"),
-    Unsupported(
-        "dp_size", _more_than_one, f"the data-parallel controller does not pass on our messages, so {_ONE_SERVER_EACH}"
-    ),
+    Unsupported("dp_size", _more_than_one, _NO_MESSAGES),
+    Unsupported("attn_dp_size", _more_than_one, _NO_MESSAGES, since="0.5.22"),
     Unsupported("attn_cp_size", _more_than_one, _SPLITS_WORK),
     Unsupported("dcp_size", _more_than_one, _SPLITS_WORK),
     Unsupported("enable_prefill_cp", bool, _SPLITS_WORK),
+    Unsupported("enable_kv_cache_sharding", bool, _SPLITS_WORK, since="0.5.22"),
     Unsupported("enable_two_batch_overlap", bool, _SPLITS_WORK),
     Unsupported("enable_pdmux", bool, _SPLITS_WORK),
     Unsupported(
@@ -90,14 +105,16 @@ UNSUPPORTED = (
         _more_than_one,
         f"its workers load no plugins and would lack the /evicpress routes, so use 1 or {_ONE_SERVER_EACH}",
     ),
-    Unsupported("grpc_mode", bool, "the /evicpress routes are HTTP only, so serve over HTTP"),
+    Unsupported("grpc_mode", bool, _HTTP_ONLY),
+    Unsupported("smg_grpc_mode", bool, _HTTP_ONLY, since="0.5.22"),
+    Unsupported("grpc_port", _given, _HTTP_ONLY, since="0.5.22"),
     Unsupported("use_ray", bool, "Ray workers load no plugins, so leave it out"),
     Unsupported("enable_unified_memory", bool, _LAYOUT),
     Unsupported("enable_page_major_kv_layout", bool, _LAYOUT),
     Unsupported("prefill_only_disable_kv_cache", bool, _LAYOUT),
     Unsupported(
         "kv_cache_dtype",
-        lambda value: str(value).startswith(("fp4", "fp8")),
+        lambda value: str(value).startswith(("fp4", "fp8", "mxfp8", "nvfp4")),
         "quantised KV cannot be scored and moved by slot yet, so use auto or bf16",
     ),
     Unsupported(
@@ -105,6 +122,8 @@ UNSUPPORTED = (
         lambda value: value is not None and value.split(":")[0] not in ("cpu", "cuda"),
         "only cpu and cuda are served, so use one of them",
     ),
+    Unsupported("enable_nvidia_megakernel", bool, _OTHER_KERNELS, since="0.5.22"),
+    Unsupported("enable_amd_monokernel", bool, _OTHER_KERNELS, since="0.5.22"),
     Unsupported("attention_backend", _other_than(None, *ATTENTION_BACKENDS), _BACKENDS),
     Unsupported("prefill_attention_backend", _other_than(None, *ATTENTION_BACKENDS), _BACKENDS),
     Unsupported("decode_attention_backend", _other_than(None, *ATTENTION_BACKENDS), _BACKENDS),
@@ -113,9 +132,21 @@ UNSUPPORTED = (
 UNSUPPORTED_ENVIRONMENT = (
     Unsupported("SGLANG_USE_HND_KVCACHE", bool, _LAYOUT),
     Unsupported("SGLANG_AITER_KV_CACHE_LAYOUT", _other_than("nhd"), _LAYOUT),
-    Unsupported("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", bool, _OTHER_CACHE),
-    Unsupported("SGLANG_ENABLE_UNIFIED_RADIX_TREE", bool, _OTHER_CACHE),
+    Unsupported("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", bool, _OTHER_CACHE, until="0.5.18"),
+    Unsupported("SGLANG_ENABLE_UNIFIED_RADIX_TREE", bool, _OTHER_CACHE, until="0.5.18"),
+    Unsupported(
+        "SGLANG_RUST_SERVER",
+        bool,
+        "it has no place for the /evicpress routes, so leave it out and serve with Python's HTTP server",
+        since="0.5.22",
+    ),
 )
+
+
+def rows(table: Iterable[Unsupported]) -> list[Unsupported]:
+    """Those of the installed release."""
+    version = importlib.metadata.version("sglang")
+    return [row for row in table if is_within(version, row.since, row.until)]
 
 
 def check(server_args: Any, config: EvicPressConfig) -> None:
@@ -133,9 +164,9 @@ def check(server_args: Any, config: EvicPressConfig) -> None:
             f"--kv-policy {config.policy} cannot be combined with --enable-deterministic-inference on flashinfer: "
             "SGLang keeps no prefixes then, so give --attention-backend triton or fa3"
         )
-    for row in UNSUPPORTED:
+    for row in rows(UNSUPPORTED):
         _raise_unsupported(config, row, getattr(server_args, row.attribute))
-    for row in UNSUPPORTED_ENVIRONMENT:
+    for row in rows(UNSUPPORTED_ENVIRONMENT):
         _raise_unsupported(config, row, getattr(envs, row.attribute).get())
     if prefill and decode and prefill != decode:
         raise UnsupportedError(

@@ -16,6 +16,7 @@ import torch
 from sglang_evicpress import spawn
 from sglang_evicpress.device import to_device
 from sglang_evicpress.patches.attention.types import AttentionLayer, ForwardBatch, ModelRunner
+from sglang_evicpress.patches.compat.release import RELEASE
 from sglang_evicpress.patches.kv_flags import config_of
 from sglang_evicpress.patches.unsupported import decode_settings
 
@@ -46,7 +47,7 @@ class QueryRing:
         if not settings.reads_queries:
             return
         pool, rows = model_runner.token_to_kv_pool, model_runner.req_to_token_pool.req_to_token.shape[0]
-        num_heads = model_runner.model_config.num_attention_heads // model_runner.tp_size
+        num_heads = model_runner.model_config.num_attention_heads // RELEASE.ranks_of(model_runner)[1]
         shape = (pool.layer_num, rows, settings.window, num_heads, pool.head_dim)
         dtype = model_runner.dtype
         num_bytes = torch.Size(shape).numel() * dtype.itemsize

@@ -80,6 +80,18 @@ class AdoptingCache(Protocol):
     views: AdoptedViews
 
 
+class PrefixCache(Protocol):
+    """The cache, which knows the slots of a request's prefix."""
+
+    def prefix_device_indices(self, req: object) -> torch.Tensor: ...
+
+
+class PrefixBatch(Protocol):
+    """A batch whose prefixes are read."""
+
+    tree_cache: PrefixCache
+
+
 class ExtendBatch(Protocol):
     """A batch whose prompts get their slots."""
 
@@ -119,6 +131,11 @@ def _around_alloc_for_extend(original: Callable[..., object], batch: ExtendBatch
         return original(batch)
     finally:
         _extending.pop()
+
+
+def _around_prefix_slots(original: Callable[..., object], batch: PrefixBatch, req: object) -> torch.Tensor:
+    """AROUND ``_prefix_kv_indices``, which reads the row of a request that has one by its logical length."""
+    return batch.tree_cache.prefix_device_indices(req)
 
 
 def _around_write_cache_indices(
@@ -194,6 +211,8 @@ def install(registry: type[HookRegistry], hook_type: type[HookType]) -> None:
     allocation = RELEASE.ALLOCATION + "."
     registry.register(allocation + "alloc_for_extend", _around_alloc_for_extend, hook_type.AROUND)
     registry.register(allocation + "write_cache_indices", _around_write_cache_indices, hook_type.AROUND)
+    if RELEASE.PREFIX_SLOTS:
+        registry.register(allocation + RELEASE.PREFIX_SLOTS, _around_prefix_slots, hook_type.AROUND)
     registry.register(allocation + "alloc_for_decode", _around_alloc_for_decode, hook_type.AROUND)
     registry.register(
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", _after_init_new, hook_type.AFTER

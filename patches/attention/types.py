@@ -81,6 +81,5 @@ class ModelRunner(Protocol):
     token_to_kv_pool: KVPool
     req_to_token_pool: RowPool
     attn_backend: AttentionBackend
-    tp_size: int
     dtype: torch.dtype
     is_draft_worker: bool

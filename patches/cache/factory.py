@@ -16,8 +16,9 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang_evicpress import spawn
 from sglang_evicpress.config import AUTO, GB, EvicPressConfig
 from sglang_evicpress.introspect.keyed_hash import key_of
+from sglang_evicpress.patches.cache.lifecycles import cache_class
 from sglang_evicpress.patches.cache.radix_cache import EvicPressCache
-from sglang_evicpress.patches.compat.caches import cache_class
+from sglang_evicpress.patches.compat.release import RELEASE
 from sglang_evicpress.patches.hook_check import check_applied
 from sglang_evicpress.patches.kv_flags import config_of
 from sglang_evicpress.patches.tree.compressor import Compressor
@@ -75,7 +76,7 @@ def build(context: Any) -> EvicPressCache:
     scale = attention_scale(context.tp_worker.model_runner.model)
     compressor = Compressor(pool, params.page_size, config.sinks, window=config.window, scale=scale, group=group)
     runner = context.tp_worker.model_runner
-    model = ModelIdentity(runner, context.model_config, pool, params.page_size, context.tp_size, group)
+    model = ModelIdentity(runner, context.model_config, pool, params.page_size, RELEASE.ranks_of(runner), group)
     admin_key = context.server_args.admin_api_key
     hash_key = key_of(admin_key) if admin_key else b""
     try:

@@ -84,7 +84,7 @@ def in_flight(scheduler: RunningScheduler | None, page_size: int) -> Iterator[tu
             continue
         seen.add(id(req))
         allocated = -(-RELEASE.allocated_len(req) // page_size) * page_size
-        yield req, allocated - req.cache_protected_len
+        yield req, allocated - RELEASE.protected_len(req)
 
 
 def num_running(scheduler: RunningScheduler | None) -> int:
@@ -151,8 +151,8 @@ class Integrity:
         for req, held in in_flight(self.tree.scheduler, page):
             num_in_flight += held
             holes = holes_of(req)
-            row = self.tree.req_to_token_pool.req_to_token[req.req_pool_idx]
-            own = row[req.cache_protected_len - holes : RELEASE.allocated_len(req) - holes].to(torch.int64)
+            row = self.tree.req_to_token_pool.req_to_token[RELEASE.row_of(req)]
+            own = row[RELEASE.protected_len(req) - holes : RELEASE.allocated_len(req) - holes].to(torch.int64)
             owners.append((f"request {req.rid}", torch.unique(own // page) if page > 1 else own))
         free = allocator.available_size()
         if free + evictable + protected + num_in_flight != allocator.size:

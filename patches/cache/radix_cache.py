@@ -36,6 +36,7 @@ from sglang_evicpress.patches.cache.integrity import Integrity, num_running
 from sglang_evicpress.patches.cache.outside import Outside
 from sglang_evicpress.patches.cache.parts import Parts
 from sglang_evicpress.patches.cache.statistics import Statistics
+from sglang_evicpress.patches.compat.release import RELEASE
 from sglang_evicpress.patches.decode_budget.budgets import DecodeBudgets
 from sglang_evicpress.patches.decode_budget.inspection import RequestsInspection
 from sglang_evicpress.patches.decode_budget.passes import DecodePasses
@@ -51,9 +52,9 @@ from sglang_evicpress.patches.tree.node import (
     NodeKV,
     PrefixView,
     first_outside,
+    holes_of,
     is_reserved,
     num_slots,
-    own_slots,
     servable_steps,
     steps_of,
     view_of_path,
@@ -85,8 +86,8 @@ class EvicPressCache(RadixCache):
             root_of=lambda: self.root_node,
             namespaces=lambda: (top.key.extra_key for top in self.root_node.children.values()),
             delete=self._delete_leaf,
-            tell_removed=lambda node: self._record_remove_event(node),
-            tell_stored=lambda node: self._record_store_event(node),
+            tell_removed=lambda node: RELEASE.tell_removed(self, node),
+            tell_stored=lambda node: RELEASE.tell_stored(self, node),
             num_running=lambda: num_running(self.scheduler),
             tree=self,
         )
@@ -198,21 +199,19 @@ class EvicPressCache(RadixCache):
         if params.req is not None:
             params.req.evicpress = view_of_path(resident, self.device)
             self.parts.tiers.holds.end(node.id for node in path)
-        if not path:
-            return self._empty_match_result
         device_node = resident[-1] if resident else self.root_node
         indices = [node.value for node in resident]
-        return MatchResult(
-            device_indices=torch.cat(indices) if indices else self._empty_match_result.device_indices,
-            last_device_node=device_node,
-            last_host_node=path[-1],
-            best_match_node=path[-1],
-            host_hit_length=sum(len(node.key) for node in path[num_resident:]),
+        return RELEASE.match_result(
+            torch.cat(indices) if indices else torch.empty(0, dtype=torch.int64, device=self.device),
+            params.req,
+            device_node,
+            path[-1] if path else self.root_node,
+            sum(len(node.key) for node in path[num_resident:]),
         )
 
-    def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, Any]:
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[Any, Any]:
         """Bring what ``match_prefix`` promised onto the GPU; see ``LoadBack.bring_back``."""
-        return self.parts.tiers.load_back.bring_back(params.req, params.best_match_node)
+        return RELEASE.loaded(params.req, *self.parts.tiers.load_back.bring_back(params.req, params.best_match_node))
 
     def _steps(self, key: RadixKey) -> list[tuple[Any, int]]:
         """The nodes that spell the longest known prefix of ``key`` with the tokens each matches; changes nothing."""
@@ -328,7 +327,7 @@ class EvicPressCache(RadixCache):
         key = params.key.page_aligned(self.page_size)
         value = torch.tensor(key.token_ids[: len(key)]) if params.value is None else params.value
         path = self._take(self._steps(key))
-        for node in () if params.chunked else path:
+        for node in () if getattr(params, "chunked", False) else path:
             self.queued_hits.use(node)
         num_known = sum(len(node.key) for node in path)
         num_resident = sum(len(node.key) for node in path if node.value is not None)
@@ -348,7 +347,7 @@ class EvicPressCache(RadixCache):
         node = self._attach_leaf(parent, key, value.clone(), kv, priority)
         self.ledger.add(len(key))
         if not kv.is_shadow:
-            self._record_store_event(node)
+            RELEASE.tell_stored(self, node)
         self.quality.find_profiles(node)
         self.changes.changed(node)
         return node
@@ -414,12 +413,11 @@ class EvicPressCache(RadixCache):
 
     def end_request(self, req: Any, num_tokens: int, *, is_insert: bool) -> None:
         """The request ended or is to be computed anew: its own KV of ``num_tokens`` goes to the tree, or is freed."""
-        is_insert = self.decode_budgets.note_end(req) and is_insert
         if self.disable:
-            self.token_to_kv_pool_allocator.free(self.req_to_token_pool.req_to_token[req.req_pool_idx, :num_tokens])
+            self.token_to_kv_pool_allocator.free(self.req_to_token_pool.req_to_token[RELEASE.row_of(req), :num_tokens])
             return
-        adopted = req.cache_protected_len
-        own = own_slots(req, self.req_to_token_pool.req_to_token, num_tokens)
+        adopted = RELEASE.protected_len(req)
+        own = self._own_slots(req, num_tokens)
         key = self._key_of((req.origin_input_ids + req.output_ids)[:num_tokens], req)
         if is_insert:
             self.quality.record_answer(req)
@@ -430,37 +428,39 @@ class EvicPressCache(RadixCache):
             self.ledger.free(own)
         if PromptQueries.active is not None:
             PromptQueries.active.forget(req.rid)
-        if req.last_node is not None:
-            self.dec_lock_ref(req.last_node)
         self.decode_budgets.end(req)
 
-    def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
-        if self.disable or self.decode_budgets.keeps_back(req, chunked=chunked):
+    def keep_running(self, req: Any, token_ids: Any, *, is_chunk: bool) -> None:
+        """The KV of ``token_ids``, all that a running request has, goes to the tree. ``is_chunk``: more of its prompt
+        is to be computed."""
+        if self.disable or self.decode_budgets.keeps_back(req, chunked=is_chunk):
             return
-        token_ids = req.get_fill_ids()
-        adopted, view = req.cache_protected_len, self.views.view_of(req)
+        adopted, view = RELEASE.protected_len(req), self.views.view_of(req)
         key = self._key_of(token_ids, req)
-        own = own_slots(req, self.req_to_token_pool.req_to_token, len(token_ids))
+        own = self._own_slots(req, len(token_ids))
         prefix = req.prefix_indices[:adopted]
         shared = view.slots[: adopted - view.holes]
         if len(key) <= adopted or self.parts.tiers.fill_replace.would_change_view(self._steps(key), adopted, view):
-            req.prefix_indices = torch.cat([prefix, own])
+            RELEASE.set_prefix(req, torch.cat([prefix, own]))
             req.evicpress = PrefixView(torch.cat([shared, own]), view.holes, view.is_lossy, True)
             return
         beyond = self._give(req, key, own[: len(key) - adopted], adopted)
         tail = torch.cat([node.value for node in beyond])  # all of them full: see would_change_view
         holes = view.holes
-        self.req_to_token_pool.write((req.req_pool_idx, slice(adopted - holes, len(key) - holes)), tail)
-        if req.last_node is not None:
-            self.dec_lock_ref(req.last_node)
-        self.inc_lock_ref(beyond[-1])
+        self.req_to_token_pool.write((RELEASE.row_of(req), slice(adopted - holes, len(key) - holes)), tail)
+        RELEASE.relock(self, req, beyond[-1])
         tail = torch.cat([tail, own[len(key) - adopted :]])
-        if PromptQueries.active is not None and not chunked:
+        if PromptQueries.active is not None and not is_chunk:
             PromptQueries.active.forget(req.rid)
-        req.cache_protected_len = len(key)
-        req.last_node = beyond[-1]
-        req.prefix_indices = torch.cat([prefix, tail])
+        RELEASE.set_protected_len(req, len(key))
+        RELEASE.set_prefix(req, torch.cat([prefix, tail]))
         req.evicpress = PrefixView(torch.cat([shared, tail]), holes, view.is_lossy, True)
+
+    def _own_slots(self, req: Any, num_tokens: int) -> torch.Tensor:
+        """Slots that a request computed itself: logical [protected, num_tokens) of its compact row."""
+        holes = holes_of(req)
+        row = self.req_to_token_pool.req_to_token[RELEASE.row_of(req)]
+        return row[RELEASE.protected_len(req) - holes : num_tokens - holes].to(torch.int64, copy=True)
 
     def _key_of(self, token_ids: Any, req: Any) -> RadixKey:
         """Key of a request's tokens that may go into the tree: of one in a shadow only the shadow."""

@@ -1,4 +1,4 @@
-"""What signatures do not show of a release, tried out before anything is touched: it takes about a millisecond."""
+"""Behaviour of a release that signatures do not show, tried out before anything is touched, in about a millisecond."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import inspect
 import pkgutil
 from array import array
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from sglang_evicpress.patches.compat.release import RELEASE, Release
+if TYPE_CHECKING:
+    from sglang_evicpress.patches.compat.release import Release
 
+INSTALLED = "sglang_evicpress.patches.compat.release.RELEASE"  # its import imports SGLang's
 EVICT = "sglang.srt.mem_cache.common.evict_from_tree_cache"
+ALLOCATOR = "sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator"
+CACHE = "sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache"
 KEY = "sglang.srt.mem_cache.radix_cache.RadixKey"
 REQUEST = "sglang.srt.managers.schedule_batch.Req"
 SAMPLING_PARAMS = "sglang.srt.sampling.sampling_params.SamplingParams"
@@ -24,6 +29,10 @@ class _Allocator:
     def available_size(self) -> int:
         return 5
 
+    def evict_to_free_tokens(self, tree: _Tree, num_tokens: int) -> object:
+        """SGLang's own, which later releases evict by."""
+        return pkgutil.resolve_name(ALLOCATOR).evict_to_free_tokens(self, tree, num_tokens)
+
 
 class _Tree:
     """A cache that remembers how many slots it was to free."""
@@ -35,13 +44,21 @@ class _Tree:
     def is_chunk_cache(self) -> bool:
         return False
 
+    def supports_prefix_sharing(self) -> bool:
+        return True
+
+    def evict_for_alloc(self, params: object) -> object:
+        """SGLang's own, of later releases."""
+        return pkgutil.resolve_name(CACHE).evict_for_alloc(self, params)
+
     def evict(self, params: object) -> None:
         self.asked = getattr(params, "num_tokens", None)
 
 
-def behaviour_problem(release: Release = RELEASE) -> str | None:
+def behaviour_problem(release: Release | None = None) -> str | None:
     """What differs from the release that we know, as the end of a sentence; None where nothing does."""
-    return next(iter(_differences(release)), None)
+    known: Release = pkgutil.resolve_name(INSTALLED) if release is None else release
+    return next(iter(_differences(known)), None)
 
 
 def _differences(release: Release) -> Iterable[str]:

@@ -1,28 +1,38 @@
-"""What releases of SGLang name or do differently, behind one interface; ``RELEASE`` is the one that is installed."""
+"""Names and deeds in which releases of SGLang differ, behind one interface; ``RELEASE`` is the installed one."""
 
 from __future__ import annotations
 
 import importlib.metadata
 from typing import Any, Protocol
 
-from sglang_evicpress.patches.compat import sglang_0_5_15, sglang_0_5_17
-from sglang_evicpress.patches.hook_points import number_of
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import MatchResult
+
+from sglang_evicpress.patches.compat import sglang_0_5_15, sglang_0_5_17, sglang_0_5_23
+from sglang_evicpress.patches.hook_points import of_release
 from sglang_evicpress.patches.tree.types import Batch
 
 
 class Release(Protocol):
     """One module of this folder for all releases that share these answers.
 
-    ``ALLOCATION`` is the module of the functions that give a batch its slots. ``EVICTS_SHORTFALL``: the tree is asked
-    for what is short of the slots wanted; else for all of them, free ones included. ``KEY_FIELDS`` tell one key of the
-    tree from another, ``REQUEST_FIELDS`` and ``KV_FIELDS`` are what we read of a request and of its ``kv``.
+    ``ALLOCATION`` is the module of the functions that give a batch its slots, ``PREFIX_SLOTS`` of these the one that
+    reads a prefix, or "". ``EVICTS_SHORTFALL``: the tree is asked for what is short of the slots wanted; else for all
+    of them, free ones included. ``KEY_FIELDS`` tell one key of the tree from another, ``REQUEST_FIELDS`` and
+    ``KV_FIELDS`` are what we read of a request and of its ``kv``.
     """
 
     ALLOCATION: str
+    PREFIX_SLOTS: str
     EVICTS_SHORTFALL: bool
     KEY_FIELDS: frozenset[str]
     REQUEST_FIELDS: frozenset[str]
     KV_FIELDS: frozenset[str]
+
+    # ---- the KV of a request
+
+    def row_of(self, req: Any) -> int | None:
+        """Its row of ``req_to_token``; None without one."""
 
     def holds_kv(self, req: Any) -> bool:
         """True if it has slots that it did not give back."""
@@ -33,16 +43,61 @@ class Release(Protocol):
     def shorten(self, req: Any, num_tokens: int) -> None:
         """So many of its tokens have no slot any more."""
 
+    def protected_len(self, req: Any) -> int:
+        """Tokens at its start whose slots the tree owns."""
+
+    def set_protected_len(self, req: Any, num_tokens: int) -> None:
+        """The tree owns the slots of so many tokens at its start."""
+
+    # ---- its prefix
+
+    def prefix_len(self, req: Any) -> int:
+        """Tokens that need not be computed for it."""
+
+    def set_prefix(self, req: Any, indices: torch.Tensor) -> None:
+        """Slots of the tokens that need not be computed; a hole is slot 0."""
+
+    def match_result(self, indices: torch.Tensor, req: Any, on_gpu: Any, last: Any, num_below: int) -> MatchResult:
+        """What the tree answers for a request, or for None: the slots of its prefix on the GPU, that prefix's last
+        node, the last node of all, and the tokens of those below the GPU."""
+
+    def loaded(self, req: Any, indices: torch.Tensor, last: Any) -> tuple[Any, Any]:
+        """What the tree answers when it has begun a load for a request."""
+
+    def relock(self, tree: Any, req: Any, node: Any) -> None:
+        """The request holds this node, and none of those that it held."""
+
+    # ---- the scheduler, its ranks, and events
+
+    def ranks_of(self, runner: Any) -> tuple[int, int]:
+        """The rank of a model runner among those that share a model, and their number."""
+
+    def total_offset(self, adder: Any) -> int:
+        """Tokens of the pool that the batch which is made has taken, or may take."""
+
+    def set_total_offset(self, adder: Any, num_tokens: int) -> None:
+        """So many are taken."""
+
+    def send_back(self, scheduler: Any, index: int) -> None:
+        """One of those that run gives its slots back, to wait again."""
+
     def batch_of(self, plan: Any) -> Batch | None:
         """The batch that ``get_next_batch_to_run`` answers; None where there is nothing to run."""
 
     def current_batch(self, scheduler: Any) -> Any:
         """The batch that runs now; None between two."""
 
+    def tell_stored(self, tree: Any, node: Any) -> None:
+        """A node's KV is on the GPU: to whoever listens to KV events."""
+
+    def tell_removed(self, tree: Any, node: Any) -> None:
+        """It is not any more."""
+
 
 def release_of(version: str) -> Release:
-    """The module for a version; for one that is not supported, which is refused elsewhere, the nearest."""
-    return sglang_0_5_15 if number_of(version) < number_of("0.5.16") else sglang_0_5_17
+    """The module for a version."""
+    choices: dict[str, Release] = {"0.5.15": sglang_0_5_15, "0.5.16": sglang_0_5_17, "0.5.18": sglang_0_5_23}
+    return of_release(version, choices)
 
 
 RELEASE = release_of(importlib.metadata.version("sglang"))

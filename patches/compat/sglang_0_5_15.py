@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 
 from sglang_evicpress.patches.tree.types import Batch
 
 ALLOCATION = "sglang.srt.mem_cache.common"
+PREFIX_SLOTS = ""
 EVICTS_SHORTFALL = False
 KEY_FIELDS = frozenset({"token_ids", "extra_key", "is_bigram", "limit"})
 REQUEST_FIELDS = frozenset(
-    {"req_pool_idx", "cache_protected_len", "kv_allocated_len", "kv_committed_len", "kv_committed_freed"}
+    {
+        *("req_pool_idx", "cache_protected_len", "kv_allocated_len", "kv_committed_len", "kv_committed_freed"),
+        *("prefix_indices", "last_node", "best_match_node", "host_hit_length", "storage_hit_length"),
+    }
 )
 KV_FIELDS: frozenset[str] = frozenset()
 
@@ -19,15 +26,62 @@ class RequestWithKV(Protocol):
     """SGLang's Req."""
 
     req_pool_idx: int | None
+    cache_protected_len: int
     kv_allocated_len: int
     kv_committed_len: int
     kv_committed_freed: bool
+    prefix_indices: torch.Tensor
+    last_node: object
 
 
 class SchedulerWithBatch(Protocol):
     """SGLang's Scheduler."""
 
     cur_batch: object
+
+
+class Retracting(Protocol):
+    """SGLang's ScheduleBatch."""
+
+    def release_req(self, index: int, num_left: int, server_args: object) -> None: ...
+
+
+class RetractingScheduler(Protocol):
+    """SGLang's Scheduler, with those that run."""
+
+    running_batch: Retracting
+    server_args: object
+
+
+class Ranked(Protocol):
+    """SGLang's ModelRunner."""
+
+    tp_rank: int
+    tp_size: int
+
+
+class Adder(Protocol):
+    """SGLang's PrefillAdder."""
+
+    rem_total_token_offset: int
+
+
+class Locking(Protocol):
+    """The tree, which counts who holds a node."""
+
+    def inc_lock_ref(self, node: object) -> object: ...
+    def dec_lock_ref(self, node: object) -> object: ...
+
+
+class Telling(Protocol):
+    """The tree, which tells of KV events."""
+
+    def _record_store_event(self, node: object) -> None: ...
+    def _record_remove_event(self, node: object) -> None: ...
+
+
+def row_of(req: RequestWithKV) -> int | None:
+    return req.req_pool_idx
 
 
 def holds_kv(req: RequestWithKV) -> bool:
@@ -43,9 +97,70 @@ def shorten(req: RequestWithKV, num_tokens: int) -> None:
     req.kv_allocated_len -= num_tokens
 
 
+def protected_len(req: RequestWithKV) -> int:
+    return req.cache_protected_len
+
+
+def set_protected_len(req: RequestWithKV, num_tokens: int) -> None:
+    req.cache_protected_len = num_tokens
+
+
+def prefix_len(req: RequestWithKV) -> int:
+    return len(req.prefix_indices)
+
+
+def set_prefix(req: RequestWithKV, indices: torch.Tensor) -> None:
+    req.prefix_indices = indices
+
+
+def match_result(indices: torch.Tensor, req: object, on_gpu: object, last: object, num_below: int) -> MatchResult:
+    return MatchResult(
+        device_indices=indices,
+        last_device_node=on_gpu,
+        last_host_node=last,
+        best_match_node=last,
+        host_hit_length=num_below,
+    )
+
+
+def loaded(req: object, indices: torch.Tensor, last: object) -> tuple[torch.Tensor, object]:
+    return indices, last
+
+
+def relock(tree: Locking, req: RequestWithKV, node: object) -> None:
+    if req.last_node is not None:
+        tree.dec_lock_ref(req.last_node)
+    tree.inc_lock_ref(node)
+    req.last_node = node
+
+
+def ranks_of(runner: Ranked) -> tuple[int, int]:
+    return runner.tp_rank, runner.tp_size
+
+
+def total_offset(adder: Adder) -> int:
+    return adder.rem_total_token_offset
+
+
+def set_total_offset(adder: Adder, num_tokens: int) -> None:
+    adder.rem_total_token_offset = num_tokens
+
+
+def send_back(scheduler: RetractingScheduler, index: int) -> None:
+    scheduler.running_batch.release_req(index, 0, scheduler.server_args)
+
+
 def batch_of(plan: Batch | None) -> Batch | None:
     return plan
 
 
-def current_batch(scheduler: SchedulerWithBatch) -> object:
+def current_batch(scheduler: SchedulerWithBatch) -> Any:
     return scheduler.cur_batch
+
+
+def tell_stored(tree: Telling, node: object) -> None:
+    tree._record_store_event(node)
+
+
+def tell_removed(tree: Telling, node: object) -> None:
+    tree._record_remove_event(node)

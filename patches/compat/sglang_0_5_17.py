@@ -1,15 +1,34 @@
-"""SGLang 0.5.17: ``req.kv`` is there while a request holds KV, and a round answers with a plan."""
+"""SGLang 0.5.17: ``req.kv`` is there while a request holds KV, and a round answers with a plan; else as before."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
+from sglang_evicpress.patches.compat.sglang_0_5_15 import KEY_FIELDS as KEY_FIELDS
+from sglang_evicpress.patches.compat.sglang_0_5_15 import PREFIX_SLOTS as PREFIX_SLOTS
+from sglang_evicpress.patches.compat.sglang_0_5_15 import loaded as loaded
+from sglang_evicpress.patches.compat.sglang_0_5_15 import match_result as match_result
+from sglang_evicpress.patches.compat.sglang_0_5_15 import prefix_len as prefix_len
+from sglang_evicpress.patches.compat.sglang_0_5_15 import protected_len as protected_len
+from sglang_evicpress.patches.compat.sglang_0_5_15 import relock as relock
+from sglang_evicpress.patches.compat.sglang_0_5_15 import row_of as row_of
+from sglang_evicpress.patches.compat.sglang_0_5_15 import send_back as send_back
+from sglang_evicpress.patches.compat.sglang_0_5_15 import set_prefix as set_prefix
+from sglang_evicpress.patches.compat.sglang_0_5_15 import set_protected_len as set_protected_len
+from sglang_evicpress.patches.compat.sglang_0_5_15 import set_total_offset as set_total_offset
+from sglang_evicpress.patches.compat.sglang_0_5_15 import tell_removed as tell_removed
+from sglang_evicpress.patches.compat.sglang_0_5_15 import tell_stored as tell_stored
+from sglang_evicpress.patches.compat.sglang_0_5_15 import total_offset as total_offset
 from sglang_evicpress.patches.tree.types import Batch
 
 ALLOCATION = "sglang.srt.mem_cache.allocation"
-EVICTS_SHORTFALL = True  # since 0.5.17
-KEY_FIELDS = frozenset({"token_ids", "extra_key", "is_bigram", "limit"})
-REQUEST_FIELDS = frozenset({"req_pool_idx", "cache_protected_len", "kv_committed_len", "kv"})
+EVICTS_SHORTFALL = True
+REQUEST_FIELDS = frozenset(
+    {
+        *("req_pool_idx", "cache_protected_len", "kv_committed_len", "kv"),
+        *("prefix_indices", "last_node", "best_match_node", "host_hit_length", "storage_hit_length"),
+    }
+)
 KV_FIELDS = frozenset({"kv_allocated_len"})
 
 
@@ -24,6 +43,19 @@ class RequestWithKV(Protocol):
 
     kv: KVInfo | None
     kv_committed_len: int
+
+
+class ParallelState(Protocol):
+    """Ranks of a process."""
+
+    tp_rank: int
+    tp_size: int
+
+
+class Ranked(Protocol):
+    """SGLang's ModelRunner."""
+
+    ps: ParallelState
 
 
 class NextBatchPlan(Protocol):
@@ -52,9 +84,13 @@ def shorten(req: RequestWithKV, num_tokens: int) -> None:
         req.kv.kv_allocated_len -= num_tokens
 
 
+def ranks_of(runner: Ranked) -> tuple[int, int]:
+    return runner.ps.tp_rank, runner.ps.tp_size
+
+
 def batch_of(plan: NextBatchPlan) -> Batch | None:
     return plan.batch_to_run
 
 
-def current_batch(scheduler: SchedulerWithBatch) -> object:
+def current_batch(scheduler: SchedulerWithBatch) -> Any:
     return scheduler.cur_batch_for_debug

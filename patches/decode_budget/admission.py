@@ -91,7 +91,7 @@ def num_needed(adder: PrefillAdder, req: WaitingRequest, state: DecodeState) -> 
     """Slots to keep for a request that waits, beyond those of its prefix in the tree. Never more than the pool has:
     what cannot come is not waited for."""
     page, settings = adder.page_size, state.settings
-    num_tokens, num_cached = len(req.full_untruncated_fill_ids), len(req.prefix_indices)
+    num_tokens, num_cached = len(req.full_untruncated_fill_ids), RELEASE.prefix_len(req)
     prefill = -(-(num_tokens - num_cached) // page) * page + page
     asked = num_tokens - num_cached + num_remaining(req) + page
     peak = schedule.peak(settings, page)
@@ -116,12 +116,14 @@ def _around_add_one_req(
         return chunked_recompute.add_first_chunk(
             lambda: original(adder, req, *args, **kwargs), adder, req, state, has_chunked_req
         )
-    asked = len(req.full_untruncated_fill_ids) - len(req.prefix_indices) + num_remaining(req) + adder.page_size
+    asked = len(req.full_untruncated_fill_ids) - RELEASE.prefix_len(req) + num_remaining(req) + adder.page_size
     needed = num_needed(adder, req, state)
-    before = adder.rem_total_token_offset
-    offset_shown = adder.rem_total_token_offset = before - (asked - needed)
+    before = RELEASE.total_offset(adder)
+    offset_shown = before - (asked - needed)
+    RELEASE.set_total_offset(adder, offset_shown)
     result = original(adder, req, *args, **kwargs)
-    adder.rem_total_token_offset = before if adder.rem_total_token_offset == offset_shown else before + needed
+    is_added = RELEASE.total_offset(adder) != offset_shown
+    RELEASE.set_total_offset(adder, before + needed if is_added else before)
     return result
 
 
@@ -132,10 +134,10 @@ def _around_add_chunked_req(original: Callable[..., object], adder: PrefillAdder
         return original(adder, req)
     if state.is_chunked:
         return chunked_recompute.add_next_chunk(lambda: original(adder, req), adder, req, state)
-    before = adder.rem_total_token_offset
+    before = RELEASE.total_offset(adder)
     needed = num_needed(adder, req, state)
     result = original(adder, req)
-    adder.rem_total_token_offset = before + needed
+    RELEASE.set_total_offset(adder, before + needed)
     return result
 
 
@@ -147,7 +149,7 @@ def _around_running_offset(original: Callable[..., object], adder: PrefillAdder,
         return original(adder, req)
     page, remaining = adder.page_size, num_remaining(req)
     peak = schedule.peak(state.settings, page)
-    own = -(-(RELEASE.allocated_len(req) - req.cache_protected_len) // page) * page
+    own = -(-(RELEASE.allocated_len(req) - RELEASE.protected_len(req)) // page) * page
     bound = max(0, peak - own)
     if not state.has_left_tree and num_physical(req) + remaining + page > peak:
         return bound  # what it shares is to be copied

@@ -20,6 +20,7 @@ from sglang_evicpress.decode_budget.schedule import is_due, is_near, is_over
 from sglang_evicpress.decode_budget.settings import DecodeSettings, client_settings, fields_of
 from sglang_evicpress.decode_budget.stats import RequestStats, Totals
 from sglang_evicpress.patches.attention.query_ring import STEPS_AHEAD, QueryRing
+from sglang_evicpress.patches.compat.release import RELEASE
 from sglang_evicpress.patches.decode_budget.metrics import BudgetMetrics
 from sglang_evicpress.patches.decode_budget.rows import DecodeTree, row_of, unshare
 from sglang_evicpress.patches.decode_budget.state import (
@@ -138,7 +139,7 @@ class DecodeBudgets:
         """True if a request that has its prompt computed is to drop anything now."""
         if not state.in_tree:  # with overlap the prefill is in flight, and its result comes after the next launch
             self.compressor.wait_for_forward(self.compressor.k_buffers[0])  # for the queries that its node keeps
-            self.tree.cache_unfinished_req(req)
+            self.tree.keep_running(req, req.get_fill_ids(), is_chunk=False)
         num_slots, page = num_physical(req), self.tree.page_size
         if state.is_first_visit and is_over(state.settings, num_slots, page):
             return True
@@ -192,10 +193,11 @@ class DecodeBudgets:
             unshare(self.tree, self.compressor, [req])
         slots = row_of(self.tree, req, num_physical(req))
         if not state.has_left_tree:  # there was no room to copy what it shares: another try after the next piece
-            req.prefix_indices = torch.cat([req.prefix_indices[: req.cache_protected_len], slots[num_shared(req) :]])
+            prefix = req.prefix_indices[: RELEASE.protected_len(req)]
+            RELEASE.set_prefix(req, torch.cat([prefix, slots[num_shared(req) :]]))
             req.evicpress = PrefixView(slots, req.evicpress.holes, req.evicpress.is_lossy, True)
             return
-        req.prefix_indices = torch.cat([slots.new_zeros(state.num_dropped), slots])
+        RELEASE.set_prefix(req, torch.cat([slots.new_zeros(state.num_dropped), slots]))
 
     # ---- requests that cannot go on
 

@@ -51,7 +51,7 @@ def add_first_chunk(
     """``add_one_req`` with the first piece alone. Another request with chunks to come is finished before."""
     page, size = adder.page_size, adder.token_to_kv_pool_allocator.size
     # The prefix is locked and, once it is over the budget, what survives of it is copied.
-    taken = len(req.prefix_indices) + -(-state.settings.tokens // page) * page
+    taken = RELEASE.prefix_len(req) + -(-state.settings.tokens // page) * page
     needs = None
     if adder.rem_chunk_tokens is None:
         needs = "--chunked-prefill-size"
@@ -90,16 +90,16 @@ def _add_chunk(
     if piece <= 0:
         return AddReqResult.NO_TOKEN
     state.is_chunked = True
-    chunk_tokens, before = adder.rem_chunk_tokens or 0, adder.rem_total_token_offset
+    chunk_tokens, before = adder.rem_chunk_tokens or 0, RELEASE.total_offset(adder)
     adder.rem_chunk_tokens = piece
-    adder.rem_total_token_offset = before - len(req.full_untruncated_fill_ids) - req.sampling_params.max_new_tokens
-    offset_shown = adder.rem_total_token_offset
+    offset_shown = before - len(req.full_untruncated_fill_ids) - req.sampling_params.max_new_tokens
+    RELEASE.set_total_offset(adder, offset_shown)
     result = call()
-    is_added = adder.rem_total_token_offset != offset_shown
+    is_added = RELEASE.total_offset(adder) != offset_shown
     used = piece - (adder.rem_chunk_tokens or 0)
     is_open = result is req or adder.new_chunked_req is req
     adder.rem_chunk_tokens = 0 if is_open else chunk_tokens - used  # a batch may hold chunks of one request only
-    adder.rem_total_token_offset = before + (used + 2 * adder.page_size if is_added else 0)
+    RELEASE.set_total_offset(adder, before + (used + 2 * adder.page_size if is_added else 0))
     return result
 
 

@@ -88,7 +88,7 @@ class BudgetRecords:
             "state": "ended" if has_ended else "running" if is_held else "waiting",
             "every": settings.interval,
             "protected_pages": list(settings.protected_pages),
-            "shares_prefix": is_held and not state.has_left_tree and req.cache_protected_len > 0,
+            "shares_prefix": is_held and not state.has_left_tree and RELEASE.protected_len(req) > 0,
             "retracted_at": list(state.retracted),
             **state.stats.to_json(settings, num_tokens, num_slots),
         }

@@ -36,13 +36,13 @@ class DecodeTree(Protocol):
 
     def make_room(self, num_tokens: int) -> None: ...
     def dec_lock_ref(self, node: Node) -> object: ...
-    def cache_unfinished_req(self, req: BudgetedRequest) -> None:
+    def keep_running(self, req: BudgetedRequest, token_ids: Sequence[int], *, is_chunk: bool) -> None:
         """Offer its prompt to the tree."""
 
 
 def row_indices(reqs: Sequence[BudgetedRequest]) -> list[int]:
     """The rows of requests that run."""
-    return [req.req_pool_idx for req in reqs if req.req_pool_idx is not None]
+    return [row for row in map(RELEASE.row_of, reqs) if row is not None]
 
 
 def rows_on_device(tree: DecodeTree, reqs: Sequence[BudgetedRequest]) -> torch.Tensor:
@@ -52,7 +52,7 @@ def rows_on_device(tree: DecodeTree, reqs: Sequence[BudgetedRequest]) -> torch.T
 
 def row_of(tree: DecodeTree, req: BudgetedRequest, num_slots: int) -> torch.Tensor:
     """int64 [n], a copy."""
-    row = tree.req_to_token_pool.req_to_token[req.req_pool_idx]
+    row = tree.req_to_token_pool.req_to_token[RELEASE.row_of(req)]
     return row[:num_slots].to(torch.int64, copy=True)
 
 
@@ -90,10 +90,9 @@ def leave_tree(tree: DecodeTree, req: BudgetedRequest) -> None:
     state.num_dropped += holes
     state.has_left_tree = True
     RELEASE.shorten(req, holes)
-    tree.dec_lock_ref(req.last_node)
-    req.last_node = tree.root_node
-    req.cache_protected_len = 0
-    req.prefix_indices = req.prefix_indices[:0]
+    RELEASE.relock(tree, req, tree.root_node)
+    RELEASE.set_protected_len(req, 0)
+    RELEASE.set_prefix(req, req.prefix_indices[:0])
     req.evicpress = PrefixView(req.prefix_indices, 0, True, True)
 
 
@@ -115,7 +114,7 @@ def unshare(tree: DecodeTree, compressor: Compressor, reqs: Sequence[BudgetedReq
             tree.token_to_kv_pool_allocator.free(own_slots)
             raise
         for req, slots in zip(reqs, written, strict=True):
-            row_table[req.req_pool_idx, : len(slots)] = slots
+            row_table[RELEASE.row_of(req), : len(slots)] = slots
     for req, held in zip(reqs, positions, strict=True):
         req.kv_budget.positions = held
         leave_tree(tree, req)

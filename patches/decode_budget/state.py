@@ -86,7 +86,7 @@ def num_logical(req: BudgetedRequest) -> int:
 
 def num_shared(req: BudgetedRequest) -> int:
     """The slots at the start of its row that the tree owns."""
-    return req.cache_protected_len - holes_of(req)
+    return RELEASE.protected_len(req) - holes_of(req)
 
 
 def holds_kv(req: BudgetedRequest) -> bool:

@@ -71,7 +71,6 @@ class PrefillAdder(Protocol):
 
     page_size: int
     token_to_kv_pool_allocator: Allocator
-    rem_total_token_offset: int
     rem_chunk_tokens: int | None
     new_chunked_req: object
 

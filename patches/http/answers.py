@@ -35,6 +35,7 @@ class Asked(Protocol):
 
     parallel_sample_num: int
     extra_key: str | list[str] | None
+    cache_salt: str | list[str] | None
 
 
 @dataclass(slots=True)

@@ -11,7 +11,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_evicpress.introspect.operation import MAX_BODY_BYTES
 from sglang_evicpress.patches import last_word
-from sglang_evicpress.patches.hook_check import register_once
+from sglang_evicpress.patches.hook_check import register_once, sglang_version
+from sglang_evicpress.patches.hook_points import points_of
 from sglang_evicpress.patches.http import answers, salts
 from sglang_evicpress.patches.http.access import AccessRules
 from sglang_evicpress.patches.http.online_profiler import GeneratingServer, OnlineProfiler
@@ -49,11 +50,12 @@ class Served(Protocol):
 def install_frontend(registry: type[HookRegistry], hook_type: type[HookType]) -> None:
     """Serve ``/evicpress/*`` from this process once its HTTP server starts, and stop cleanly after it. Idempotent.
 
-    Called from ``ServerArgs.__post_init__``, so after ``apply_hooks()`` ran, which skips every target that
+    Called when a ServerArgs is resolved, so after ``apply_hooks()`` ran, which skips every target that
     another plugin's hook marked as patched: these hooks are applied here, alone. It imports the HTTP server
     module, in processes that build ServerArgs; the scheduler gets them pickled.
     """
     hook_custom_types(EvicPressReqInput, EvicPressReqOutput)
+    known = {point.path for point in points_of(sglang_version())}  # others are not in this release
     for target, hook, kind in (
         (_HTTP_SERVER, _around_http_server, hook_type.AROUND),
         (_SIGQUIT, _before_sigquit, hook_type.BEFORE),
@@ -64,7 +66,7 @@ def install_frontend(registry: type[HookRegistry], hook_type: type[HookType]) ->
         (last_word.LAUNCH_SUBPROCESSES, last_word.around_launch_subprocesses, hook_type.AROUND),
         (last_word.LAUNCH_SERVER, last_word.around_launch_server, hook_type.AROUND),
     ):
-        if register_once(registry, target, hook, kind):
+        if target in known and register_once(registry, target, hook, kind):
             registry._apply_target(target, registry._hooks[target][-1:])
             registry._patched.add(target)
 

@@ -35,7 +35,7 @@ class ModelIdentity:
     model_config: Any
     pool: Any
     page_size: int
-    tp_size: int
+    ranks: tuple[int, int]
     group: Any = None
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ class ModelIdentity:
                 "kv_dtype": str(self.pool.dtype),
                 "layers": [self.pool.start_layer, self.pool.layer_num],
                 "page_size": self.page_size,
-                "rank": [self.runner.tp_rank, self.tp_size],
+                "rank": list(self.ranks),
             }
         )
 

@@ -101,12 +101,6 @@ def view_of_path(path: Sequence[Any], device: torch.device) -> PrefixView:
     return PrefixView(torch.cat(parts), holes, any(is_lossy(node) for node in path))
 
 
-def own_slots(req: Any, rows: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Slots that a request computed itself: logical [cache_protected_len, num_tokens) of its compact row."""
-    holes = holes_of(req)
-    return rows[req.req_pool_idx][req.cache_protected_len - holes : num_tokens - holes].to(torch.int64, copy=True)
-
-
 def holes_of(req: Any) -> int:
     """The holes in the prefix of a request; none in one that was never matched."""
     view = getattr(req, "evicpress", None)

@@ -56,11 +56,12 @@ class Request(Protocol):
     output_ids: Sequence[int]
     sampling_params: SamplingParams
     prefix_indices: torch.Tensor
-    cache_protected_len: int
     last_node: Node
-    req_pool_idx: int | None
     to_finish: object
     full_untruncated_fill_ids: Sequence[int]
+
+    def get_fill_ids(self) -> Sequence[int]:
+        """The tokens that are computed, or about to be."""
 
     def finished(self) -> bool: ...
 
@@ -119,9 +120,6 @@ class Batch(Protocol):
     extend_lens: list[int]
 
     def is_empty(self) -> bool: ...
-    def release_req(self, index: int, num_left: int, server_args: object) -> None:
-        """Give back the slots of a request that is to wait again."""
-
     def filter_batch(self, *, keep_indices: list[int]) -> None: ...
 
 

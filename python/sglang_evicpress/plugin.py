@@ -17,7 +17,7 @@ def load() -> None:
 
     server_args.add_flags()
     attention_only = os.environ.get(install.ENVIRONMENT_FLAG) == "attention"
-    if not (spawn.requested or attention_only):
+    if not spawn.serves_kv() or not (spawn.requested or attention_only):
         return
     try:
         install.install_scheduler() if spawn.requested else install.install_attention()

@@ -7,25 +7,37 @@ with a policy, never mix. Standard library only.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
 
+OTHER_PROCESSES = (
+    "run_detokenizer_process",
+    "run_multi_detokenizer_router_process",
+    "run_data_parallel_controller_process",
+)
+"""Functions that SGLang starts processes with, other than schedulers; from 0.5.22 on they load plugins."""
+
 requested = False
 refusal_file: str | None = None  # where this process says why it cannot serve; the main process reads it
 
 
-def restore(cls: type[T], state: dict[str, object]) -> T:
-    """Unpickle a ServerArgs that has a kv policy and note that this process was handed one."""
+def restore(make: Callable[..., T], arguments: tuple[object, ...], file: str | None) -> T:
+    """Unpickle a ServerArgs that has a kv policy, as it would be without us, and note that this process was handed one.
+    ``file``: where it may say why it cannot serve."""
     global requested, refusal_file
-    requested = True
-    file = state.get("kv_refusal_file")
-    refusal_file = None if file is None else str(file)
-    server_args = cls.__new__(cls)
-    server_args.__dict__.update(state)
-    return server_args
+    requested, refusal_file = True, file
+    return make(*arguments)
+
+
+def serves_kv() -> bool:
+    """False in a process that SGLang has started for other work: it may load plugins too, and has nothing to hook."""
+    target = getattr(multiprocessing.current_process(), "_target", None)
+    return getattr(target, "__name__", "") not in OTHER_PROCESSES
 
 
 def refusal(sentence: str) -> SystemExit:

@@ -1,4 +1,4 @@
-"""What differs between releases: each has a module, and what signatures do not show is tried out at start."""
+"""Releases of SGLang: each has a module, and behaviour that signatures do not show is tried out at start."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 from sglang.srt.managers import schedule_batch
 from sglang.srt.mem_cache import common, radix_cache
-from tests.contract.releases import FakeRequest
 
 from sglang_evicpress.patches import hook_check, install
+from sglang_evicpress.patches.cache.lifecycles import cache_class
 from sglang_evicpress.patches.compat import probes, sglang_0_5_15, sglang_0_5_17
-from sglang_evicpress.patches.compat.caches import cache_class
 from sglang_evicpress.patches.compat.release import RELEASE, release_of
 from sglang_evicpress.patches.hook_points import SUPPORTED_SGLANG, points_of
 
@@ -80,14 +79,15 @@ def test_another_behaviour_is_refused_in_one_sentence(
 
 @pytest.mark.parametrize("release", MODULES, ids=lambda release: release.__name__.rsplit(".", 1)[-1])
 def test_lengths_of_a_request(release: Any) -> None:
-    request = FakeRequest(req_pool_idx=3, kv_allocated_len=20, kv_committed_len=20, kv_committed_freed=False)
+    lengths = {"req_pool_idx": 3, "kv_allocated_len": 20, "kv_committed_len": 20, "kv_committed_freed": False}
+    request = SimpleNamespace(**lengths, kv=SimpleNamespace(kv_allocated_len=20))
     assert release.holds_kv(request) and release.allocated_len(request) == 20
     release.shorten(request, 8)
-    assert (request.kv_allocated_len, request.kv_committed_len) == (12, 12)
-    request.kv_committed_freed = True
+    assert (release.allocated_len(request), request.kv_committed_len) == (12, 12)
+    request.kv_committed_freed, request.kv = True, None
     assert not release.holds_kv(request)
 
 
-def test_a_request_without_a_row_holds_nothing() -> None:
-    for release in MODULES:
-        assert not release.holds_kv(FakeRequest(req_pool_idx=None, kv_allocated_len=0))
+@pytest.mark.parametrize("release", MODULES, ids=lambda release: release.__name__.rsplit(".", 1)[-1])
+def test_a_request_without_a_row_holds_nothing(release: Any) -> None:
+    assert not release.holds_kv(SimpleNamespace(req_pool_idx=None, kv=None, kv_allocated_len=0))

@@ -39,7 +39,7 @@ def launched(*refusals: str, policy: str | None = "lru", children: tuple[Any, ..
     """``Engine._launch_subprocesses`` with schedulers that end over ``refusals``, or die of something else."""
 
     def launch(cls: type, server_args: Any, *, port_args: None = None) -> None:
-        spawn.restore(SimpleNamespace, dict(server_args.__dict__))
+        spawn.restore(SimpleNamespace, (), vars(server_args).get("kv_refusal_file"))
         for child in children:
             child.start()
         for sentence in refusals:
@@ -134,7 +134,9 @@ def test_queries_that_take_too_much_memory_are_refused_with_the_way_out(monkeypa
         token_to_kv_pool=pool,
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(513, 8)),
         model_config=SimpleNamespace(num_attention_heads=4),
+        tp_rank=0,
         tp_size=1,
+        ps=SimpleNamespace(tp_rank=0, tp_size=1),  # later releases have them here
         dtype=torch.float32,
     )
     with pytest.raises(

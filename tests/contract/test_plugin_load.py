@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sglang_evicpress import plugin, spawn
 from sglang_evicpress.patches import install, server_args
-from sglang_evicpress.patches.hook_points import HOOK_POINTS
+from sglang_evicpress.patches.hook_check import sglang_version
+from sglang_evicpress.patches.hook_points import points_of
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -35,15 +38,16 @@ def report():
     from sglang.srt.mem_cache.registry import registered_radix_cache_backends
     from sglang.srt.plugins.hook_registry import HookRegistry
     from sglang_evicpress.patches import hook_check
-    from sglang_evicpress.patches.hook_points import HOOK_POINTS
+    from sglang_evicpress.patches.hook_points import points_of
 
+    points = points_of(hook_check.sglang_version())
     ours = {
         target
         for target, hooks in HookRegistry._hooks.items()
         for _, hook, _ in hooks
         if hook.__module__.startswith("sglang_evicpress")
     }
-    functions = {point.path: pkgutil.resolve_name(point.path) for point in HOOK_POINTS if point.parameters}
+    functions = {point.path: pkgutil.resolve_name(point.path) for point in points if point.parameters}
     methods = [value for value in vars(RadixCache).values() if callable(value)]
     print("REPORT", json.dumps({
         "ours": sorted(ours),
@@ -59,10 +63,10 @@ load_plugins()
 """
 AS_CHILD = "from sglang_evicpress import spawn\nspawn.requested = True\n"
 MAIN = """
-from sglang.srt.server_args import ServerArgs
-ServerArgs("dummy", device="cpu")
+from tests.contract.releases import resolved_arguments
+resolved_arguments(model_path="dummy", device="cpu")
 report()
-ServerArgs("dummy", device="cpu", kv_policy="lru")
+resolved_arguments(model_path="dummy", device="cpu", kv_policy="lru")
 report()
 """
 
@@ -87,7 +91,8 @@ def _reports(code: str, **environment: str) -> list[dict[str, Any]]:
 
 
 def _hooked_in(process: str) -> list[str]:
-    return sorted(point.path for point in HOOK_POINTS if point.kind == "hook" and point.process == process)
+    points = points_of(sglang_version())
+    return sorted(point.path for point in points if point.kind == "hook" and point.process == process)
 
 
 def test_the_main_process_hooks_nothing_without_the_flag_and_the_http_server_with_it() -> None:
@@ -130,6 +135,19 @@ def test_load_does_what_the_process_needs(
         monkeypatch.setenv(install.ENVIRONMENT_FLAG, flag)
     plugin.load()
     assert calls == called
+
+
+@pytest.mark.parametrize("name", spawn.OTHER_PROCESSES)
+def test_processes_without_kv_are_left_alone(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Later releases load plugins in the detokenizer too, which is handed the same ServerArgs."""
+    calls: list[str] = []
+    process = SimpleNamespace(_target=SimpleNamespace(__name__=name))
+    monkeypatch.setattr(multiprocessing, "current_process", lambda: process)
+    monkeypatch.setattr(spawn, "requested", True)
+    monkeypatch.setattr(server_args, "add_flags", lambda: calls.append("flags"))
+    monkeypatch.setattr(install, "install_scheduler", lambda: calls.append("hooks"))
+    plugin.load()
+    assert calls == ["flags"]
 
 
 def test_a_mistake_of_ours_ends_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
-"""The kv flags are real ServerArgs fields: command line, config file, keywords, pickle, replace, asdict."""
+"""The kv flags on ServerArgs: command line, config file, keywords of Engine, pickle, copies."""
 
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import json
 import pickle
@@ -12,12 +13,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.contract.releases import resolved_arguments
 
 from sglang_evicpress import spawn
 from sglang_evicpress.config import AUTO, EvicPressConfig
 from sglang_evicpress.core import Form
 from sglang_evicpress.flags import FLAGS, Flag
 from sglang_evicpress.patches import hook_check, install, kv_flags, server_args
+from sglang_evicpress.patches.compat import arguments_0_5_23
+from sglang_evicpress.patches.compat.arguments import ARGUMENTS
 from sglang_evicpress.patches.unsupported import UnsupportedError
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -58,9 +62,7 @@ def model(tmp_path: Path) -> str:
 
 
 def _make(model: str, **values: Any) -> Any:
-    from sglang.srt.server_args import ServerArgs
-
-    return ServerArgs(model_path=model, device="cpu", **values)
+    return resolved_arguments(model_path=model, device="cpu", **values)
 
 
 def _from_command_line(*argv: str) -> Any:
@@ -72,7 +74,7 @@ def _from_command_line(*argv: str) -> Any:
 def test_without_the_flag_nothing_changes(model: str, frontends: list[str]) -> None:
     args = _make(model)
     assert [getattr(args, name) for name in NAMES] == [None] * len(NAMES)
-    assert args.radix_cache_backend is None
+    assert ARGUMENTS.chosen(args).radix_cache_backend is None
     assert frontends == []
     assert pickle.loads(pickle.dumps(args)) == args
     assert not spawn.requested
@@ -90,7 +92,7 @@ def test_without_the_flag_nothing_changes(model: str, frontends: list[str]) -> N
 def test_a_grammar_backend_that_works_on_the_cpu_is_chosen_where_none_is_given(
     model: str, frontends: list[str], given: dict[str, Any], chosen: str
 ) -> None:
-    assert _make(model, **given).grammar_backend == chosen
+    assert ARGUMENTS.chosen(_make(model, **given)).grammar_backend == chosen
 
 
 def test_on_a_gpu_the_grammar_backend_is_left_to_sglang() -> None:
@@ -102,7 +104,7 @@ def test_a_process_is_told_where_to_say_why_it_refuses(
 ) -> None:
     monkeypatch.setattr(spawn, "refusal_file", None)
     args = _make(model, kv_policy="lru")
-    args.kv_refusal_file = str(tmp_path / "refusal")
+    vars(args)["kv_refusal_file"] = str(tmp_path / "refusal")
     pickle.loads(pickle.dumps(args))
     assert spawn.refusal("no: do").code == 2
     assert (tmp_path / "refusal").read_text() == "no: do"
@@ -110,7 +112,8 @@ def test_a_process_is_told_where_to_say_why_it_refuses(
 
 def test_the_flag_chooses_our_cache_and_an_attention_backend(model: str, frontends: list[str]) -> None:
     args = _make(model, kv_policy="evicpress")
-    assert (args.radix_cache_backend, args.attention_backend) == ("evicpress", "torch_native")
+    chosen = ARGUMENTS.chosen(args)
+    assert (chosen.radix_cache_backend, chosen.attention_backend) == ("evicpress", "torch_native")
     assert frontends == ["frontend"]
     assert kv_flags.config_of(args) == EvicPressConfig("evicpress")
 
@@ -132,7 +135,8 @@ def test_auto_is_no_host_tier_where_it_is_refused_and_one_line_says_so(
 
 
 def test_an_attention_backend_that_was_asked_for_is_kept(model: str) -> None:
-    assert _make(model, kv_policy="lru", attention_backend="triton").attention_backend == "triton"
+    args = _make(model, kv_policy="lru", attention_backend="triton")
+    assert ARGUMENTS.chosen(args).attention_backend == "triton"
 
 
 @pytest.mark.parametrize(("device", "backend"), [("cuda:0", "flashinfer"), ("cpu", "torch_native"), ("xpu", None)])
@@ -157,13 +161,16 @@ def test_each_process_is_told_by_the_arguments_it_is_handed(model: str) -> None:
     assert spawn.requested
 
 
-def test_fields_are_added_once(model: str) -> None:
+def test_flags_are_added_once() -> None:
     from sglang.srt.server_args import ServerArgs
 
-    init, post_init = ServerArgs.__init__, ServerArgs.__post_init__
+    before = dict(vars(ServerArgs))
     server_args.add_flags()
-    assert (ServerArgs.__init__, ServerArgs.__post_init__) == (init, post_init)
-    assert [field.name for field in dataclasses.fields(ServerArgs)][-len(NAMES) :] == list(NAMES)
+    assert dict(vars(ServerArgs)) == before
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    taken = [action.dest for action in parser._actions]
+    assert [taken.count(name) for name in NAMES] == [1] * len(NAMES)
 
 
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
@@ -256,6 +263,13 @@ def test_pickle_keeps_class_and_values(model: str) -> None:
     assert given == {"kv_policy": "evicpress", "kv_alpha": 2.0}
 
 
+def test_copies_know_the_flags(model: str) -> None:
+    args = _make(model, kv_policy="evicpress", kv_sinks=1)
+    again = copy.deepcopy(args)
+    assert (again.kv_policy, again.kv_alpha, again.kv_sinks) == ("evicpress", None, 1)
+
+
+@pytest.mark.skipif(ARGUMENTS is arguments_0_5_23, reason="ServerArgs of this SGLang is no dataclass")
 def test_replace_and_asdict_know_the_fields(model: str) -> None:
     args = _make(model, kv_policy="evicpress", kv_sinks=1)
     again = dataclasses.replace(args, kv_alpha=3.0)

@@ -103,7 +103,9 @@ TABLE = {
 
 Floors = tuple[tuple[str, ...], ...]
 FLOORS: Floors = (
-    ("tree", "hook_points", "unsupported", "kv_flags"),
+    ("hook_points",),
+    ("tree", "unsupported", "kv_flags"),
+    ("compat",),
     ("hook_check", "last_word", "attention", "tiers"),
     ("scheduler",),
     ("profiling", "decode_budget", "http"),
@@ -233,7 +235,7 @@ BENCH_FLOORS = (
     ("moves", "plugins", "pytest_runs", "streams", "stress"),
     ("correctness", "demo", "house", "policy"),
     ("decode_budget", "gpu", "serving", "tiers"),
-    ("codecs", "kernels_cpu", "load", "mend", "profiler"),
+    ("codecs", "kernels_cpu", "load", "mend", "profiler", "releases"),
     ("families",),
 )
 """Rooms of the benchmarks, the lowest floor first: a room imports itself and rooms of lower floors."""

@@ -22,7 +22,7 @@ from evicbench.plugins import PluginLog, Tell, plugin_folder, watch_scheduler
 
 NAME = "evicpress_own_calls"
 CACHE_CALLS = (
-    *("match_prefix", "init_load_back", "insert", "evict", "make_room", "cache_finished_req", "cache_unfinished_req"),
+    *("match_prefix", "init_load_back", "insert", "evict", "make_room", "end_request", "keep_running"),
     *("inc_lock_ref", "dec_lock_ref", "check_hicache_events", "reset"),
 )
 TOLD_EVERY_S = 1.0

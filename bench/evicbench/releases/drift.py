@@ -46,7 +46,11 @@ class Wheel:
     def _parse(self, module: str) -> dict[str, ast.stmt]:
         name = self._file_of(module)
         assert name is not None
-        return dict(_definitions(ast.parse(self._archive.read(name)).body))
+        found: dict[str, ast.stmt] = {}
+        for bound, statement in _definitions(ast.parse(self._archive.read(name)).body):
+            if not (isinstance(found.get(bound), ast.ClassDef) and isinstance(statement, ast.Assign)):
+                found[bound] = statement  # what a class is remade into has what the class has
+        return found
 
     def _within(self, module: str, names: Sequence[str]) -> ast.stmt | None:
         if not names:

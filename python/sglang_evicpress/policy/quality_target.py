@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from sglang_evicpress.policy.cost_model import PrefillCost
 
-START_FACTOR = 100.0
-"""Alpha to start with, over the seconds in which a usual prefix is prefilled: a loss of 0.01 then costs as much as
-prefilling it again, so that hardly anything is lossy."""
+START_FACTOR = 30.0
+"""Alpha to start with, over the seconds in which a usual prefix is prefilled: a loss of 0.033 then costs as much as
+prefilling it again, so that only what loses little is compressed at first."""
 
 _LEAST_FACTOR, _MOST_FACTOR = 1e-3, 1e4
 GAIN = 0.01  # of log alpha, for a usual hit that lost its whole allowance too much

@@ -21,6 +21,7 @@ SOURCES = {
         "    def __init__(self, params):\n        self.pool = params\n"
         "    @classmethod\n    def made(cls, batch): ...\n"
     ),
+    "sglang/made.py": "class Arguments:\n    def resolve(self): ...\nArguments = struct(vars(Arguments))\n",
     "sglang/base.py": "class Base:\n    async def match(self, key): ...\n",
 }
 
@@ -47,6 +48,7 @@ def test_rows_that_are_there(wheel: Path) -> None:
         row("sglang.cache.Cache.pool"),
         row("sglang.cache.Cache.made", "batch"),
         row("sglang.cache.Cache.match", "self key"),
+        row("sglang.made.Arguments.resolve", "self"),
     )
     assert list(drift.differences(drift.Wheel(wheel), rows)) == []
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import pkgutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,13 +29,15 @@ from sglang.srt.layers.attention.flashinfer_backend import (
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.triton_ops.common import write_req_to_token_pool_triton
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import build_replay_fb_view
+from tests.contract.releases import ROW_KERNEL
 
 from sglang_evicpress.patches.attention.physical_lengths import _show_views, physical_view
 from sglang_evicpress.patches.attention.req_to_token import RequestHoles
 from sglang_evicpress.patches.scheduler import paged_allocator
+
+write_req_to_token_pool_triton = pkgutil.resolve_name(ROW_KERNEL)
 
 pytestmark = [
     pytest.mark.sglang,

@@ -196,6 +196,10 @@ class Tree:
         self.counts[name] += count
         return slots(count)
 
+    def inc_lock_ref(self, node: Any) -> None:
+        """The root, which nobody holds."""
+        assert node is self.root_node
+
     def dec_lock_ref(self, node: Any) -> None:
         self.counts["unlocked"] += 1
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from tests.contract.cache.test_radix_cache_model import Request
+from tests.contract.releases import checkpoint
 from tests.contract.tiers.test_tiers_model import Opened, TierWalk, cached, nodes_of, some_tokens
 
 from sglang_evicpress.core import Form, Tier
@@ -93,12 +94,12 @@ def test_what_two_requests_compute_at_once(strict: TierWalk) -> None:
     first, second = strict.wait([*tokens, 58]), strict.wait([*tokens, 59])
     for request in (first, second):
         strict.until_ready(request)
-    strict.cache.cache_unfinished_req, given = lambda req, chunked=False: None, strict.cache.cache_unfinished_req
+    strict.cache.keep_running, given = lambda req, token_ids, *, is_chunk: None, strict.cache.keep_running
     strict.admit(first)
     strict.admit(second)
-    strict.cache.cache_unfinished_req = given
-    given(first)
-    given(second)
+    strict.cache.keep_running = given
+    checkpoint(strict.cache, first)
+    checkpoint(strict.cache, second)
 
 
 @pytest.mark.parametrize("is_insert", [True, False])

@@ -23,14 +23,14 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from tests.contract.releases import NO_BATCH, HasKV, end_request
+from tests.contract.releases import NO_BATCH, HasKV, checkpoint, end_request
 
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.patches.cache import policy_terms
+from sglang_evicpress.patches.cache.lifecycles import cache_class
 from sglang_evicpress.patches.cache.parts import MOST_PUT_OFF
 from sglang_evicpress.patches.cache.queued_hits import QUEUED_RATE
-from sglang_evicpress.patches.compat.caches import cache_class
 from sglang_evicpress.patches.scheduler.prefill_times import _chunks_of
 from sglang_evicpress.patches.tree.compressor import Compressor
 from sglang_evicpress.patches.tree.node import holes_of, is_lossy, iter_nodes, num_slots, slots_of, start_of, tokens_to
@@ -239,7 +239,7 @@ class Walk:
         request.kv_allocated_len = request.filled = upto
         request.frozen_view = self.view_of(request)
         self.verify(request)
-        self.cache.cache_unfinished_req(request)
+        checkpoint(self.cache, request)
         self.verify(request)
         return True
 
@@ -569,7 +569,7 @@ def test_a_request_that_was_never_matched_is_adopted_with_an_empty_prefix(walk: 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_request_that_was_never_matched_hands_in_what_it_computed(walk: Walk, chunked: bool) -> None:
     request = unmatched(walk)
-    walk.cache.cache_unfinished_req(request, chunked=chunked)
+    checkpoint(walk.cache, request, is_chunk=chunked)
     (node,) = nodes_of(walk)
     assert len(node.key) == request.cache_protected_len == 20 and node.lock_ref == 1
     walk.check()

@@ -36,6 +36,7 @@ def request(num_tokens: int, max_new: int, budget: DecodeSettings | None = None,
         kv_budget=None if budget is None else DecodeState(budget, RequestStats()),
         extra_key=None,
         retraction_count=0,
+        req_pool_idx=3,
         kv_allocated_len=0,
         cache_protected_len=0,
         evicpress=PrefixView(torch.empty(0, dtype=torch.int64)),
@@ -57,6 +58,15 @@ class Adder:
         give_up = SimpleNamespace(give_up=lambda req, why: self.given_up.append(why))
         self.tree_cache = SimpleNamespace(decode_budgets=give_up)
         self.asked: list[tuple[int, int]] = []
+
+    @property
+    def memory_budget(self) -> Adder:
+        """Where later releases have ``total_offset``."""
+        return self
+
+    total_offset = property(
+        lambda self: self.rem_total_token_offset, lambda self, value: setattr(self, "rem_total_token_offset", value)
+    )
 
     @property
     def rem_total_tokens(self) -> int:

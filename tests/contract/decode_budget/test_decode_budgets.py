@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from tests.contract.cache.test_radix_cache_model import CONTEXT, HEADS, LAYERS, ROWS, Request, Walk, path_hashes
-from tests.contract.releases import NO_BATCH, end_request
+from tests.contract.releases import NO_BATCH, checkpoint, end_request
 
 from sglang_evicpress.decode_budget import schedule
 from sglang_evicpress.decode_budget.scores import score_rows
@@ -128,7 +128,7 @@ class BudgetWalk(Walk):
         request.frozen_view = self.view_of(request)
         is_chunk = upto < len(request.tokens)
         if is_chunk or self.rng.random() < 0.5:  # else its first pass comes before its result
-            self.cache.cache_unfinished_req(request, chunked=is_chunk)
+            checkpoint(self.cache, request, is_chunk=is_chunk)
         self.verify(request)
         return True
 

@@ -16,7 +16,7 @@ from tests.contract.tiers.test_tiers_model import HEADS, TierWalk, cached, nodes
 
 from sglang_evicpress.codec import get_codec
 from sglang_evicpress.core import EXACT, Form, Tier
-from sglang_evicpress.patches.compat.caches import cache_class
+from sglang_evicpress.patches.cache.lifecycles import cache_class
 from sglang_evicpress.patches.tiers import admin
 from sglang_evicpress.patches.tiers.placement import tier_of
 from sglang_evicpress.patches.tree.compressor import Compressor

@@ -30,10 +30,10 @@ def make_model() -> torch.nn.Module:
 
 
 def identity_of(model: torch.nn.Module, rank: int = 0, page_size: int = 1) -> ModelIdentity:
-    runner = SimpleNamespace(model=model, tp_rank=rank)
+    runner = SimpleNamespace(model=model)
     config = SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: {"hidden_size": WIDTH}))
     pool = SimpleNamespace(dtype=torch.bfloat16, start_layer=0, layer_num=2)
-    return ModelIdentity(runner, config, pool, page_size, 1)
+    return ModelIdentity(runner, config, pool, page_size, (rank, 1))
 
 
 def one_byte(model: torch.nn.Module) -> None:

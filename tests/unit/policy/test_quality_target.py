@@ -36,10 +36,10 @@ def test_a_quality_that_cannot_be_held_is_refused(quality: float) -> None:
 
 
 def test_it_starts_near_exact() -> None:
-    """A loss of 0.01 costs as much as prefilling the prefix again."""
+    """A loss of 0.033 costs as much as prefilling the prefix again."""
     target = QualityTarget(0.97)
     target.note_hit(exact(2000))
-    assert target.next_alpha(0.0, PREFILL) == pytest.approx(100.0 * 2000 * 1e-4, rel=0.02)
+    assert target.next_alpha(0.0, PREFILL) == pytest.approx(30.0 * 2000 * 1e-4, rel=0.02)
 
 
 def test_unspent_credit_lowers_alpha_and_losses_raise_it() -> None:
@@ -213,7 +213,7 @@ def test_with_a_quality_of_1_nothing_lossy_is_affordable() -> None:
     for _ in range(100):
         target.note_hit(exact(), Share(1000, 1.0))
     assert target.num_affordable([exact(), Share(1000, 1e-9), exact()]) == 1
-    assert alpha_after(target) == pytest.approx(100.0 * 2000 * 1e-4)
+    assert alpha_after(target) == pytest.approx(30.0 * 2000 * 1e-4)
 
 
 def test_a_planner_weighs_by_the_alpha_that_it_is_told() -> None:

@@ -1,0 +1,53 @@
+"""Measurements of `make show-releases`: what holds on each release of SGLang that is supported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from evicbench.correctness import overhead
+from evicbench.paths import ROOT
+from evicbench.report import Line, Measurement, unjudged
+from sglang_evicpress.patches.hook_points import DEFAULT_SGLANG, SUPPORTED_SGLANG
+
+OTHERS = tuple(version for version in SUPPORTED_SGLANG if version != DEFAULT_SGLANG)
+
+
+def python_of(version: str) -> Path:
+    """The Python of a release's environment, which `make setup` has made."""
+    return ROOT / (".venv" if version == DEFAULT_SGLANG else f".venv-{version}") / "bin/python"
+
+
+def measure_release(version: str) -> Iterator[Line]:
+    """The lines of ``evicbench.releases.here``, run by the release's Python."""
+    python = python_of(version)
+    if version != DEFAULT_SGLANG:
+        made = subprocess.run(
+            ["make", "setup", f"RELEASE={version}"], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        if made.returncode:
+            yield Line(f"{version}: make setup", "an environment", made.stderr[-200:].strip(), False)
+            return
+    paths = (str(ROOT / "bench"), str(ROOT / "python"), os.environ.get("PYTHONPATH", ""))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    command = [str(python), "-m", "evicbench.releases.here"]
+    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        for line in run.stdout:
+            if line.startswith("{"):
+                yield Line(**json.loads(line))
+            else:
+                print(line, end="", flush=True)
+    if run.returncode:
+        yield Line(f"{version}: its lines", "measured to their end", f"status {run.returncode}", False)
+
+
+MEASUREMENTS = {
+    **{f"release-{version}": Measurement(partial(measure_release, version)) for version in OTHERS},
+    f"release-{DEFAULT_SGLANG}": Measurement(partial(measure_release, DEFAULT_SGLANG)),
+    "overhead": Measurement(partial(overhead.overhead, pairs=80), unjudged(partial(overhead.overhead, pairs=4))),
+}
