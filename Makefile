@@ -2,7 +2,7 @@
 # RELEASE=0.5.17 does it with another supported SGLang, in an environment of its own.
 PYTHON ?= python3
 RELEASE ?=
-RELEASES := 0.5.15.post1 0.5.17
+RELEASES := 0.5.15.post1 0.5.17 0.5.23
 VENV := .venv$(addprefix -,$(RELEASE))
 PY := $(VENV)/bin/python
 BENCH := PYTHONPATH=bench$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PY)

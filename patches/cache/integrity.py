@@ -233,7 +233,7 @@ class Integrity:
     def _sharing_violations(self, owners: list[tuple[str, torch.Tensor]]) -> Iterator[str]:
         allocator, page = self.tree.token_to_kv_pool_allocator, self.tree.page_size
         pages: dict[int, str] = {}
-        for index in torch.cat([allocator.free_pages, allocator.release_pages]).tolist():
+        for index in RELEASE.free_pages(allocator).tolist():
             if index in pages:
                 yield f"page {index} is free twice"
             pages[index] = "the free list"

@@ -9,6 +9,7 @@ import torch
 
 from sglang_evicpress.patches.cache.radix_cache import EvicPressCache
 from sglang_evicpress.patches.hook_points import of_release
+from sglang_evicpress.patches.tree.node import holes_of
 
 
 class CacheOf0515(EvicPressCache):
@@ -42,11 +43,13 @@ def _unlock_last(cache: EvicPressCache, req: Any) -> None:
 
 class CacheOf0523(EvicPressCache):
     """SGLang 0.5.23: a request checkpoints while it runs and once more when it ends, then gives back its row by
-    position, then unlocks. Its end begins with ``claim_kv_row``; positions are logical, so the row is given back
-    whole, where the first range of it is."""
+    position, then unlocks, then gives back what was computed beyond its end. Its end begins with ``claim_kv_row``;
+    positions are logical, so the row is given back whole, where the first range of it is."""
 
+    disable_finished_insert = False  # such a request does not checkpoint
     _ending: Any = None
     _ending_is_kept = False
+    _holes = 0
 
     def checkpoint(self, req: Any, *, up_to: int) -> None:
         if req is self._ending:
@@ -62,8 +65,13 @@ class CacheOf0523(EvicPressCache):
     def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
         req, self._ending = self._ending, None
         if req is not None:
+            self._holes = holes_of(req)
             is_insert = self.decode_budgets.note_end(req) and self._ending_is_kept
             self.end_request(req, ranges[-1][1], is_insert=is_insert)
+            return
+        row = self.req_to_token_pool.req_to_token[kv.req_pool_idx]
+        for begin, end in ranges:  # computed ahead, beyond the end of the same request
+            self.ledger.free(row[begin - self._holes : end - self._holes].to(torch.int64, copy=True))
 
     def path_device_indices(self, node: Any) -> torch.Tensor:
         """Logical: a hole is slot 0."""

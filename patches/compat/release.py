@@ -67,7 +67,7 @@ class Release(Protocol):
     def relock(self, tree: Any, req: Any, node: Any) -> None:
         """The request holds this node, and none of those that it held."""
 
-    # ---- the scheduler, its ranks, and events
+    # ---- the scheduler and its ranks
 
     def ranks_of(self, runner: Any) -> tuple[int, int]:
         """The rank of a model runner among those that share a model, and their number."""
@@ -86,6 +86,15 @@ class Release(Protocol):
 
     def current_batch(self, scheduler: Any) -> Any:
         """The batch that runs now; None between two."""
+
+    # ---- the pool's pages, and events
+
+    def free_pages(self, allocator: Any) -> torch.Tensor:
+        """Pages [n] that are free."""
+
+    def give_back_pages(self, allocator: Any, pages: torch.Tensor) -> None:
+        """Free pages [n], each once, of an allocator with more than one slot a page, and wait for nothing on the
+        device."""
 
     def tell_stored(self, tree: Any, node: Any) -> None:
         """A node's KV is on the GPU: to whoever listens to KV events."""

@@ -53,6 +53,18 @@ class RetractingScheduler(Protocol):
     server_args: object
 
 
+class Pages(Protocol):
+    """SGLang's PagedTokenToKVPoolAllocator."""
+
+    page_size: int
+    need_sort: bool
+    is_not_in_free_group: bool
+    free_pages: torch.Tensor
+    release_pages: torch.Tensor
+
+    def free(self, free_index: torch.Tensor) -> None: ...
+
+
 class Ranked(Protocol):
     """SGLang's ModelRunner."""
 
@@ -156,6 +168,19 @@ def batch_of(plan: Batch | None) -> Batch | None:
 
 def current_batch(scheduler: SchedulerWithBatch) -> Any:
     return scheduler.cur_batch
+
+
+def free_pages(allocator: Pages) -> torch.Tensor:
+    return torch.cat([allocator.free_pages, allocator.release_pages])
+
+
+def give_back_pages(allocator: Pages, pages: torch.Tensor) -> None:
+    if not allocator.is_not_in_free_group:
+        allocator.free(pages * allocator.page_size)
+    elif allocator.need_sort:
+        allocator.release_pages = torch.cat((pages, allocator.release_pages))
+    else:
+        allocator.free_pages = torch.cat((pages, allocator.free_pages))
 
 
 def tell_stored(tree: Telling, node: object) -> None:

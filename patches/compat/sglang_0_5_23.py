@@ -73,6 +73,13 @@ class Locking(Protocol):
     def unlock(self, lock: object) -> None: ...
 
 
+class Pages(Protocol):
+    """SGLang's PagedTokenToKVPoolAllocator."""
+
+    def get_all_free_pages(self) -> torch.Tensor: ...
+    def free_page_ids(self, page_ids: torch.Tensor) -> None: ...
+
+
 class Events(Protocol):
     """SGLang's KVCacheEventRecorder."""
 
@@ -160,6 +167,14 @@ def set_total_offset(adder: Adder, num_tokens: int) -> None:
 
 def send_back(scheduler: RetractingScheduler, index: int) -> None:
     scheduler.running_batch.release_req(index, 0, False)
+
+
+def free_pages(allocator: Pages) -> torch.Tensor:
+    return allocator.get_all_free_pages()
+
+
+def give_back_pages(allocator: Pages, pages: torch.Tensor) -> None:
+    allocator.free_page_ids(pages)
 
 
 def tell_stored(tree: Telling, node: object) -> None:

@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from sglang_evicpress.patches.compat.release import RELEASE
+
 TARGET = "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator."
 
 
@@ -21,9 +23,7 @@ class PagedPool(Protocol):
     device: str
     page_size: int
     need_sort: bool
-    is_not_in_free_group: bool
     free_pages: torch.Tensor
-    release_pages: torch.Tensor
 
     def free(self, slots: torch.Tensor) -> None: ...
     def merge_and_sort_free(self) -> None: ...
@@ -98,15 +98,12 @@ def free_whole_pages(allocator: PagedPool, *runs: torch.Tensor) -> None:
     if not non_empty:
         return
     page = allocator.page_size
-    if page == 1 or not allocator.is_not_in_free_group:
-        allocator.free(non_empty[0] if len(non_empty) == 1 else torch.cat(non_empty))
-        return
     firsts = [slots[::page] for slots in non_empty]
-    pages = (firsts[0] if len(firsts) == 1 else torch.cat(firsts)) // page
-    if allocator.need_sort:
-        allocator.release_pages = torch.cat((pages, allocator.release_pages))
+    all_firsts = firsts[0] if len(firsts) == 1 else torch.cat(firsts)
+    if page == 1:
+        allocator.free(all_firsts)
     else:
-        allocator.free_pages = torch.cat((pages, allocator.free_pages))
+        RELEASE.give_back_pages(allocator, all_firsts // page)
 
 
 def install(registry: type[HookRegistry], hook_type: type[HookType]) -> None:

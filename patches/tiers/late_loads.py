@@ -20,7 +20,6 @@ class FreePages(Protocol):
 
     page_size: int
     free_pages: torch.Tensor
-    release_pages: torch.Tensor
     clear: Callable[[], None]
 
 
@@ -64,5 +63,4 @@ class LateLoads:
         allocator = self._allocator
         taken = torch.unique(torch.cat(list(self._slots.values())) // allocator.page_size)
         allocator.free_pages = allocator.free_pages[~torch.isin(allocator.free_pages, taken)]
-        allocator.release_pages = allocator.release_pages[~torch.isin(allocator.release_pages, taken)]
         self._ledger.clear(self.num_slots)

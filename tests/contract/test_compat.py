@@ -11,12 +11,12 @@ from sglang.srt.mem_cache import common, radix_cache
 
 from sglang_evicpress.patches import hook_check, install
 from sglang_evicpress.patches.cache.lifecycles import cache_class
-from sglang_evicpress.patches.compat import probes, sglang_0_5_15, sglang_0_5_17
+from sglang_evicpress.patches.compat import probes, sglang_0_5_15, sglang_0_5_17, sglang_0_5_23
 from sglang_evicpress.patches.compat.release import RELEASE, release_of
 from sglang_evicpress.patches.hook_points import SUPPORTED_SGLANG, points_of
 
 pytestmark = pytest.mark.sglang
-MODULES = [sglang_0_5_15, sglang_0_5_17]
+MODULES = [sglang_0_5_15, sglang_0_5_17, sglang_0_5_23]
 
 
 def test_the_installed_release_does_as_it_is_known_to() -> None:
@@ -49,7 +49,7 @@ class ShortRequest(schedule_batch.Req):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        del self.cache_protected_len
+        del self.best_match_node
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ class ShortRequest(schedule_batch.Req):
             key_of_more_fields,
             "tells prefixes apart by (extra_key, is_bigram, limit, tenant, tok",
         ),
-        (schedule_batch, "Req", ShortRequest, "Req has no cache_protected_len"),
+        (schedule_batch, "Req", ShortRequest, "Req has no best_match_node"),
     ],
     ids=["shortfall", "salts", "requests"],
 )

@@ -47,7 +47,12 @@ def report():
         for _, hook, _ in hooks
         if hook.__module__.startswith("sglang_evicpress")
     }
-    functions = {point.path: pkgutil.resolve_name(point.path) for point in points if point.parameters}
+    others = HookRegistry._hooks.keys() - ours  # by plugins that SGLang itself depends on
+    functions = {
+        point.path: pkgutil.resolve_name(point.path)
+        for point in points
+        if point.parameters and point.path not in others
+    }
     methods = [value for value in vars(RadixCache).values() if callable(value)]
     print("REPORT", json.dumps({
         "ours": sorted(ours),
