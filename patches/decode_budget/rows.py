@@ -35,7 +35,6 @@ class DecodeTree(Protocol):
     token_to_kv_pool_allocator: PoolAllocator
 
     def make_room(self, num_tokens: int) -> None: ...
-    def dec_lock_ref(self, node: Node) -> object: ...
     def keep_running(self, req: BudgetedRequest, token_ids: Sequence[int], *, is_chunk: bool) -> None:
         """Offer its prompt to the tree."""
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_evicpress.patches.compat import sglang_0_5_15, sglang_0_5_17
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
+
+from sglang_evicpress.patches.compat import sglang_0_5_15, sglang_0_5_17, sglang_0_5_23
 from sglang_evicpress.patches.compat.release import RELEASE
 
 ROW_KERNEL = (
@@ -21,27 +24,86 @@ class HasKV:
     """A fake request with the lengths of its KV; later releases look for these at ``req.kv``."""
 
     req_pool_idx: int | None
+    prefix_indices: torch.Tensor
     kv_committed_freed: bool = False
+    lock: object = None
+    cache_salt: str | None = None
 
     @property
     def kv(self) -> Any:
         is_gone = self.kv_committed_freed or self.req_pool_idx is None
         return None if is_gone and RELEASE is sglang_0_5_17 else self
 
+    @property
+    def prefix_len(self) -> int:
+        return len(self.prefix_indices)
+
+    @prefix_len.setter
+    def prefix_len(self, num_tokens: int) -> None:
+        assert num_tokens == len(self.prefix_indices)
+
 
 class FakeRequest(HasKV, SimpleNamespace):
     """A request of so many attributes."""
 
 
+def matched_slots(cache: Any, match: Any) -> torch.Tensor:
+    """Slots of the prefix that was found on the GPU; a hole is slot 0."""
+    if RELEASE is sglang_0_5_23:
+        slots: torch.Tensor = cache.path_device_indices(match.last_device_node)
+        assert len(slots) == match.device_prefix_len
+    else:
+        slots = match.device_indices
+    return slots
+
+
+def lock(cache: Any, request: Any) -> None:
+    """Hold the last node of a request, as SGLang does before it runs."""
+    if RELEASE is sglang_0_5_23:
+        request.lock = cache.lock(request.last_node)
+    else:
+        cache.inc_lock_ref(request.last_node)
+
+
+def unlock(cache: Any, request: Any) -> None:
+    """Let go of it."""
+    if RELEASE is sglang_0_5_23:
+        cache.unlock(request.lock)
+        request.lock = None
+    else:
+        cache.dec_lock_ref(request.last_node)
+
+
+def load_back(cache: Any, request: Any, match: Any) -> int:
+    """Take what is below the GPU into the prefix of a request, which holds its last node then; returns how many tokens
+    are loaded."""
+    loaded, last = cache.init_load_back(InitLoadBackParams(match.best_match_node, match.host_hit_length, req=request))
+    if RELEASE is not sglang_0_5_23:
+        request.prefix_indices = torch.cat([request.prefix_indices, loaded])
+        loaded = len(loaded)
+    RELEASE.relock(cache, request, last)
+    return int(loaded)
+
+
 def checkpoint(cache: Any, request: Any, *, is_chunk: bool = False) -> None:
     """Offer what a running request has computed to the tree, as SGLang does."""
-    cache.cache_unfinished_req(request, chunked=is_chunk)
+    if RELEASE is sglang_0_5_23:
+        cache.checkpoint(request, up_to=len(request.get_fill_ids()))
+    else:
+        cache.cache_unfinished_req(request, chunked=is_chunk)
 
 
 def end_request(cache: Any, request: Any, *, is_insert: bool) -> None:
     """End a request, or let it wait anew, as SGLang does."""
     if RELEASE is sglang_0_5_15:
         cache.cache_finished_req(request, is_insert=is_insert)
+    elif RELEASE is sglang_0_5_23:
+        assert not cache.claim_kv_row(request)
+        if is_insert:
+            cache.checkpoint(request, up_to=request.kv_allocated_len)
+        cache.free_kv_row(request.kv, [(request.cache_protected_len, request.kv_allocated_len)])
+        unlock(cache, request)
+        request.kv_committed_freed = True
     else:
         cache.cache_finished_req(request, is_insert=is_insert, kv_len_to_handle=request.kv_allocated_len)
         request.kv_committed_freed = True

@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from tests.contract.releases import NO_BATCH, HasKV, checkpoint, end_request
+from tests.contract.releases import NO_BATCH, HasKV, checkpoint, end_request, lock, matched_slots, unlock
 
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import Form, Tier
@@ -94,8 +94,8 @@ class Request(HasKV):
         return array("q", self.tokens[self.prompt_len :])
 
     @property
-    def full_untruncated_fill_ids(self) -> list[int]:
-        return self.tokens
+    def full_untruncated_fill_ids(self) -> array[int]:
+        return array("q", self.tokens)
 
     @property
     def sampling_params(self) -> SimpleNamespace:
@@ -201,24 +201,24 @@ class Walk:
         request = self.waiting.pop(self.rng.randrange(len(self.waiting)))
         tokens = request.tokens
         self.look_up(request)
-        self.cache.inc_lock_ref(request.last_node)
+        lock(self.cache, request)
         upto = self.rng.choice([len(tokens), len(tokens), self.rng.randrange(1, len(tokens) + 1)])
         if not self.extend(request, upto):
-            self.cache.dec_lock_ref(request.last_node)
+            unlock(self.cache, request)
             self.waiting.append(request)  # its queued hit, if it was settled, is gone; it counts when it runs
             self.cache.parts.admission.on_queued(request)
 
     def match(self, tokens: list[int], extra_key: str | None = None) -> int:
         """Number of tokens that the GPU has of a context."""
         key = RadixKey(array("q", tokens), extra_key)
-        return len(self.cache.match_prefix(MatchPrefixParams(key=key)).device_indices)
+        return len(matched_slots(self.cache, self.cache.match_prefix(MatchPrefixParams(key=key))))
 
     def look_up(self, request: Request) -> MatchResult:
         """Match a request as SGLang does before it runs."""
         key = RadixKey(array("q", request.tokens), request.extra_key, limit=len(request.tokens) - 1)
         match = self.cache.match_prefix(MatchPrefixParams(key=key, req=request))
-        request.prefix_indices, request.last_node = match.device_indices, match.last_device_node
-        request.cache_protected_len = len(match.device_indices)
+        request.prefix_indices, request.last_node = matched_slots(self.cache, match), match.last_device_node
+        request.cache_protected_len = request.prefix_len
         return match
 
     def extend(self, request: Request, upto: int) -> bool:
@@ -426,7 +426,7 @@ def test_stats_tell_the_utility_lost_as_the_journal_does_where_the_policy_weighs
 def finished(walk: Walk, tokens: list[int], extra_key: str | None = None) -> None:
     request = Request("x", list(tokens), len(tokens), extra_key)
     walk.look_up(request)
-    walk.cache.inc_lock_ref(request.last_node)
+    lock(walk.cache, request)
     assert walk.extend(request, len(tokens))
     walk.end(request)
 
@@ -502,9 +502,9 @@ def test_what_an_upgraded_node_holds_again_leaves_the_nodes_below_it(walk: Walk)
     assert int(node.kv.layout.positions.min()) >= 20
     walk.check()
     request = Request("y", [*tokens, 59], 101, None)
-    match = walk.look_up(request)
+    walk.look_up(request)
     held = walk.pool.k_buffer[0][request.evicpress.slots][:, 0, 1].tolist()
-    assert len(match.device_indices) in (20, 100) and len(set(held)) == len(held)
+    assert request.prefix_len in (20, 100) and len(set(held)) == len(held)
 
 
 def test_kv_computed_on_a_lossy_prefix_is_marked_and_an_exact_copy_replaces_it(walk: Walk) -> None:

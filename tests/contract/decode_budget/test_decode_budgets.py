@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from tests.contract.cache.test_radix_cache_model import CONTEXT, HEADS, LAYERS, ROWS, Request, Walk, path_hashes
-from tests.contract.releases import NO_BATCH, checkpoint, end_request
+from tests.contract.releases import NO_BATCH, checkpoint, end_request, lock
 
 from sglang_evicpress.decode_budget import schedule
 from sglang_evicpress.decode_budget.scores import score_rows
@@ -326,7 +326,7 @@ def alike(page_size: int, method: str, score: str, num_requests: int) -> BudgetW
         walk.waiting.append(request)
         walk.cache.parts.admission.on_queued(request)
         walk.look_up(request)
-        walk.cache.inc_lock_ref(request.last_node)
+        lock(walk.cache, request)
         walk.waiting.remove(request)
         assert walk.extend(request, len(tokens))
     for _ in range(70):

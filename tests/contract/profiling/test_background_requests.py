@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from tests.contract.cache.test_radix_cache_model import Request
 from tests.contract.profiling.test_shadows import ShadowWalk
-from tests.contract.releases import end_request
+from tests.contract.releases import end_request, lock, matched_slots, unlock
 
 from sglang_evicpress.patches.scheduler import hooks
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
@@ -152,8 +152,8 @@ class Server(ShadowWalk):
                 break
             key = RadixKey(array("q", req.tokens), req.extra_key, limit=len(req.tokens) - 1)
             match = self.cache.match_prefix(MatchPrefixParams(key=key, req=req))
-            req.prefix_indices, req.last_node = match.device_indices, match.last_device_node
-            req.cache_protected_len = req.num_cached = len(match.device_indices)
+            req.prefix_indices, req.last_node = matched_slots(self.cache, match), match.last_device_node
+            req.cache_protected_len = req.num_cached = req.prefix_len
             result = hooks._around_add_one_req(self.add_one_req, adder, req)
             if result is not AddReqResult.CONTINUE:
                 running.batch_is_full = running.batch_is_full or result is AddReqResult.NO_TOKEN
@@ -167,9 +167,9 @@ class Server(ShadowWalk):
 
     def add_one_req(self, adder: SimpleNamespace, req: Request) -> AddReqResult:
         needed = len(req.tokens) - len(req.prefix_indices) + self.left[req.rid] + 1
-        self.cache.inc_lock_ref(req.last_node)
+        lock(self.cache, req)
         if needed + self.promised >= self.allocator.available_size() + self.cache.evictable_size():
-            self.cache.dec_lock_ref(req.last_node)
+            unlock(self.cache, req)
             return AddReqResult.NO_TOKEN
         self.promised += needed
         adder.can_run_list.append(req)

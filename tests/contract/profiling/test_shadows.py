@@ -27,7 +27,7 @@ from tests.contract.cache.test_radix_cache_model import (
     finished,
     path_hashes,
 )
-from tests.contract.releases import NO_BATCH
+from tests.contract.releases import NO_BATCH, lock
 from tests.contract.tiers.test_tiers_model import TierWalk, blocked
 
 from sglang_evicpress.codec import get_codec
@@ -113,8 +113,9 @@ class ShadowMoves:
 
     def prefill(self, request: Request, upto: int | None = None) -> None:
         self.waiting.remove(request)
-        request.num_cached = len(self.look_up(request).device_indices)
-        self.cache.inc_lock_ref(request.last_node)
+        self.look_up(request)
+        request.num_cached = request.prefix_len
+        lock(self.cache, request)
         assert self.extend(request, len(request.tokens) if upto is None else upto)
 
     def ask(self, name: str, tokens: list[int]) -> int | None:

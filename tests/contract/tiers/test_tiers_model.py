@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
 from tests.contract.cache.test_radix_cache_model import EXACT_EVERY, ROWS, Request, Walk, path_hashes
+from tests.contract.releases import load_back, lock, unlock
 
 from sglang_evicpress.config import GB, EvicPressConfig
 from sglang_evicpress.core import EXACT, Form, Tier
@@ -183,20 +183,14 @@ class TierWalk(Walk):
         cache = self.cache
         self.waiting.remove(request)
         match = self.look_up(request)
-        cache.inc_lock_ref(match.last_device_node)
+        lock(cache, request)
         num_loaded = 0
         if match.host_hit_length:
-            loaded, request.last_node = cache.init_load_back(
-                InitLoadBackParams(match.best_match_node, match.host_hit_length, req=request)
-            )
-            num_loaded = len(loaded)
+            num_loaded = load_back(cache, request, match)
             assert num_loaded in (0, match.host_hit_length)
-            request.prefix_indices = torch.cat([request.prefix_indices, loaded])
-        request.cache_protected_len = len(request.prefix_indices)
-        cache.inc_lock_ref(request.last_node)
-        cache.dec_lock_ref(match.last_device_node)
+        request.cache_protected_len = request.prefix_len
         if not self.extend(request, max(1, round(share * len(request.tokens)))):
-            cache.dec_lock_ref(request.last_node)
+            unlock(cache, request)
             self.waiting.append(request)
             cache.parts.admission.on_queued(request)
         cache.queued_hits.keep_only(self.waiting)
