@@ -56,6 +56,7 @@ def overhead(pairs: int, seed: int = 0, most: float = OVERHEAD_BOUND) -> list[Li
                 for context in contexts:
                     stream(server, context, 4)
             ratios = paired(servers, prompts[pairs * start // starts : pairs * (start + 1) // starts], 24)
+            core = servers[0].tree_core
             dropped = servers[1].get("/evicpress/stats")["decisions"]
         is_untouched = is_untouched and not dropped["compressed"] and not dropped["dropped"]
         first += ratios[0]
@@ -65,7 +66,8 @@ def overhead(pairs: int, seed: int = 0, most: float = OVERHEAD_BOUND) -> list[Li
         median = statistics.median(ratios)
         lines.append(
             Line(
-                f"overhead, nothing compressed: {what}, evicpress / stock, same CPU attention, {pairs} pairs",
+                f"overhead, nothing compressed: {what}, evicpress / stock, same CPU attention, {pairs} pairs"
+                f"{', stock on its Rust tree core' if core == 'rust' else ''}",
                 f"median <= {most}",
                 f"{median:.3f}",
                 median <= most and is_untouched,

@@ -107,6 +107,12 @@ class Results:
         return named.get("full-cache", named.get("full-cache+attention"))
 
     @property
+    def tree_cores(self) -> dict[str, str]:
+        """System -> the core of SGLang's radix tree that it ran on, of those with SGLang's own tree."""
+        cores = {run.system: run.header.get("tree_core") for run in self.runs}
+        return {system: core for system, core in cores.items() if core in ("python", "rust")}
+
+    @property
     def f1(self) -> str:
         """The token F1 that is known: with the full cache's answers or, where it did not run, with the true ones."""
         return "f1_truth" if self.full_cache is None else "f1_full_cache"

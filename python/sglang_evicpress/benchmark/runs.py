@@ -211,6 +211,7 @@ class Bench:
             "load_average": load_average,
             "commit": self._commit,
             "is_stock_checked": system.is_stock,
+            "tree_core": "evicpress" if system.has_policy else server.tree_core,
             "stats": after.get("stats"),
             "stats_before": before.get("stats"),
             "tiers": after.get("tiers"),

@@ -25,6 +25,7 @@ START_S = 900.0
 STOP_S = 15.0
 """What a server may take to stop by itself; ours gives what is on its way to the tiers 10 s."""
 
+_RUST_TREE_CORE = "sglang/srt/mem_cache/rust_tree_core/"
 _HIGHEST_PORT = 55_535  # SGLang takes the one 10000 above it too
 
 
@@ -127,6 +128,17 @@ class Server:
         if self._process is None:
             raise self.error("the server was not started")
         return self._process.pid
+
+    @property
+    def tree_core(self) -> str:
+        """``rust`` where a process of the server has SGLang's Rust tree core loaded, as only those have that use it;
+        else ``python``. Raises ServerError when none was started."""
+        first = psutil.Process(self.pid)
+        for process in (first, *first.children(recursive=True)):
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
+                if _RUST_TREE_CORE in Path(f"/proc/{process.pid}/maps").read_text():
+                    return "rust"
+        return "python"
 
     def is_alive(self) -> bool:
         return self._process is not None and self._process.poll() is None

@@ -96,6 +96,8 @@ def setting_lines(results: Results) -> Iterator[str]:
         f"{_told(environment.get('machine'))}, {_told(environment.get('num_cpus'))} CPUs; started "
         f"{_told(environment.get('started'))}"
     )
+    if cores := results.tree_cores:
+        yield f"SGLang's radix tree: {', '.join(f'{system} on its {core} core' for system, core in cores.items())}"
     command = environment.get("command")
     yield f"`{command if isinstance(command, str) else ' '.join(command or ['command unknown'])}`"
 

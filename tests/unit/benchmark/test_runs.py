@@ -147,13 +147,14 @@ def test_a_run_says_what_was_seen(tmp_path: Path) -> None:
         "ssd": {"knorm@0.5": {"nodes": 1, "tokens": 8, "slots": 4}},
     }
     assert header["check"] == {"ok": True, "violations": []}
-    assert header["is_stock_checked"] is False
+    assert (header["is_stock_checked"], header["tree_core"]) == (False, "evicpress")
     assert header["start_s"] > 0 and header["took_s"] > 0 and len(header["load_average"]) == 3
     nodes = orjson.loads((bench.out / "runs/tiers-lru/0-200.tree.json").read_bytes())
     assert [(node["tier"], node["num_tokens"]) for node in nodes] == [("gpu", 10), ("gpu", 5), ("ssd", 8)]
     assert not (bench.out / "runs/full-cache/0-200.tree.json").exists()
     header = of["full-cache"].header
-    assert header["is_stock_checked"] is True
+    assert (header["is_stock_checked"], header["tree_core"]) == (True, "python")
+    assert read_results(bench.out).tree_cores["full-cache"] == "python"
     assert [header[name] for name in ("stats", "stats_before", "tiers", "resident", "check")] == [None] * 5
     _, *lines = map(orjson.loads, (bench.out / "runs/full-cache/0-200.jsonl").read_bytes().splitlines())
     assert lines[0]["answer"] == f"to context {lines[0]['context']}\n\n{lines[0]['question']}"

@@ -80,6 +80,16 @@ def test_no_process_is_left_when_a_server_stops(tmp_path: Path) -> None:
     assert processes(mark) == []
 
 
+@pytest.mark.parametrize(("folder", "core"), [("rust_tree_core", "rust"), ("cpp_radix_tree", "python")])
+def test_the_core_of_the_radix_tree_is_the_one_that_is_loaded(tmp_path: Path, folder: str, core: str) -> None:
+    module = tmp_path / "sglang/srt/mem_cache" / folder / "mem_cache.so"
+    module.parent.mkdir(parents=True)
+    module.write_bytes(bytes(4096))
+    loads = f"import mmap; file = open({str(module)!r}); loaded = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)"
+    with make(tmp_path, f"{loads}\n{SERVER}") as server:
+        assert server.tree_core == core
+
+
 def test_a_server_is_asked(tmp_path: Path) -> None:
     with make(tmp_path, env={**os.environ, "SAID": "hello"}, folder=tmp_path) as server:
         assert server.get("/json") == {"a": 1}
