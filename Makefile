@@ -19,13 +19,14 @@ endif
 
 SHOWS := $(addprefix show-,foundation policy tiers profiler bench decode kernels mend load house codecs releases)
 
-.PHONY: help setup test check contract drift dist demo $(SHOWS) chaos bench bench-load clean
+.PHONY: help setup test check contract check-release drift dist demo $(SHOWS) chaos bench bench-load clean
 
 help:
 	@echo "make demo             LRU, LRU over host RAM and SSD, EvicPress, and a cache that holds everything, side by side; about 6 minutes"
 	@echo "make test             every test"
 	@echo "make check            ruff, ruff format, mypy"
 	@echo "make contract         only the tests of what we assume about SGLang"
+	@echo "make check-release    what CI asks of another release, RELEASE=R: the cache's contract tests, exact, off is stock, restart; 8 minutes"
 	@echo "make drift            rows of the hook table that SGLang's newest wheel, or VERSION's, does not have; seconds"
 	@echo "make dist             sdist and wheel in dist/, tried in a clean environment"
 	@echo "make show-foundation  measure every promise a machine without a GPU can, at most 30 minutes"
@@ -69,6 +70,9 @@ check: setup
 
 contract: setup
 	$(PY) -m pytest tests/contract
+
+check-release: setup
+	$(BENCH) -m evicbench.releases.here install contract exactness stock restart
 
 drift: setup
 	$(BENCH) -m evicbench.releases.drift $(VERSION)

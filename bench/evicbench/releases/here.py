@@ -102,18 +102,20 @@ MEASURES = {
 
 
 def main() -> int:
-    version = sglang_version()
+    """Status 1 where a line is not as it should be."""
+    version, is_ok = sglang_version(), True
     for name in sys.argv[1:] or MEASURES:
         begin = time.monotonic()
         try:
             lines = list(MEASURES[name]())
         except (RuntimeError, OSError) as error:  # a server that does not start
             lines = [Line(name, "measured to its end", f"{type(error).__name__}: {error}"[:300], False)]
+        is_ok = is_ok and all(line.ok is not False for line in lines)
         for line in lines:
             fields = asdict(line)
             print(json.dumps({**fields, "what": f"{version}: {line.what}"}), flush=True)
         print(f"    {version}, {name}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
-    return 0
+    return 0 if is_ok else 1
 
 
 if __name__ == "__main__":

@@ -37,12 +37,15 @@ def measure_release(version: str) -> Iterator[Line]:
     command = [str(python), "-m", "evicbench.releases.here"]
     with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
+        is_ok = True
         for line in run.stdout:
             if line.startswith("{"):
-                yield Line(**json.loads(line))
+                found = Line(**json.loads(line))
+                is_ok = is_ok and found.ok is not False
+                yield found
             else:
                 print(line, end="", flush=True)
-    if run.returncode:
+    if run.returncode and is_ok:
         yield Line(f"{version}: its lines", "measured to their end", f"status {run.returncode}", False)
 
 
