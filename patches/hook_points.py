@@ -13,7 +13,7 @@ from functools import partial
 from typing import Literal, TypeVar
 
 SUPPORTED_SGLANG = ("0.5.15.post1", "0.5.17", "0.5.23")
-DEFAULT_SGLANG = "0.5.15.post1"
+DEFAULT_SGLANG = "0.5.23"
 """The release that the repository's own environment has."""
 
 T = TypeVar("T")

@@ -1,7 +1,7 @@
 """Lines about the SGLang that runs this program: correctness at a size that fits 12 minutes, and salts.
 
-`python -m evicbench.releases.here` prints each as one line of JSON: `make show-releases` runs it in the environment of
-each release.
+`python -m evicbench.releases.here` prints each as one line of JSON, with its area, after one that says where it runs:
+`make show-releases` runs it in the environment of each release.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 
 from evicbench.correctness import exactness, stock, storm
@@ -28,6 +29,7 @@ from evicbench.releases import salts
 from evicbench.report import Line
 from evicbench.testbed.server import Server
 from evicbench.tiers import restart
+from sglang_evicpress.benchmark.environment import commit
 from sglang_evicpress.patches.hook_check import sglang_version
 
 FORMS = ("keydiff@0.5", "snapkv@0.5", "value_key_ratio@0.5")
@@ -101,9 +103,16 @@ MEASURES = {
 }
 
 
+def _where() -> str:
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    torch = metadata.version("torch").partition("+")[0]
+    return f"torch {torch}, Python {python}; {commit()}, {time.strftime('%Y-%m-%d', time.gmtime())}"
+
+
 def main() -> int:
     """Status 1 where a line is not as it should be."""
     version, is_ok = sglang_version(), True
+    print(json.dumps({"where": _where()}), flush=True)
     for name in sys.argv[1:] or MEASURES:
         begin = time.monotonic()
         try:
@@ -113,7 +122,7 @@ def main() -> int:
         is_ok = is_ok and all(line.ok is not False for line in lines)
         for line in lines:
             fields = asdict(line)
-            print(json.dumps({**fields, "what": f"{version}: {line.what}"}), flush=True)
+            print(json.dumps({**fields, "area": name, "what": f"{version}: {line.what}"}), flush=True)
         print(f"    {version}, {name}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
     return 0 if is_ok else 1
 

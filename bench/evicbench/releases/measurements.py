@@ -11,6 +11,7 @@ from pathlib import Path
 
 from evicbench.correctness import overhead
 from evicbench.paths import ROOT
+from evicbench.releases import table
 from evicbench.report import Line, Measurement, unjudged
 from sglang_evicpress.patches.hook_points import DEFAULT_SGLANG, SUPPORTED_SGLANG
 
@@ -37,16 +38,19 @@ def measure_release(version: str) -> Iterator[Line]:
     command = [str(python), "-m", "evicbench.releases.here"]
     with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
-        is_ok = True
+        where, found = "", dict[str, bool]()
         for line in run.stdout:
             if line.startswith("{"):
-                found = Line(**json.loads(line))
-                is_ok = is_ok and found.ok is not False
-                yield found
+                said = json.loads(line)
+                where = said.pop("where", where)
+                if area := said.pop("area", None):
+                    found[area] = found.get(area, True) and said["ok"]
+                    yield Line(**said)
             else:
                 print(line, end="", flush=True)
-    if run.returncode and is_ok:
+    if run.returncode and all(found.values()):
         yield Line(f"{version}: its lines", "measured to their end", f"status {run.returncode}", False)
+    table.write_row(ROOT / "README.md", version, table.row(version, found, where))
 
 
 MEASUREMENTS = {
