@@ -11,6 +11,7 @@ from sglang_evicpress.patches.tree.types import Batch
 
 ALLOCATION = "sglang.srt.mem_cache.common"
 PREFIX_SLOTS = ""
+BEAMS = ""
 EVICTS_SHORTFALL = False
 KEY_FIELDS = frozenset({"token_ids", "extra_key", "is_bigram", "limit"})
 REQUEST_FIELDS = frozenset(
