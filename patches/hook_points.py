@@ -297,6 +297,7 @@ HOOK_POINTS = (
     _read(f"{_RADIX}._split_node", "self key child split_len"),
     _read(f"{_RADIX}._delete_leaf", "self node"),
     _read(f"{_RADIX}._update_leaf_status", "self node"),
+    _read("sglang.srt.mem_cache.utils.compute_node_hash_values", "node page_size"),
     _read("sglang.srt.mem_cache.radix_cache.TreeNode.__init__", "self id priority"),
     # loads, as the hierarchical cache has them
     _read(f"{_BASE_CACHE}.init_load_back", "self params"),

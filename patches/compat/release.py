@@ -98,7 +98,7 @@ class Release(Protocol):
         device."""
 
     def tell_stored(self, tree: Any, node: Any) -> None:
-        """A node's KV is on the GPU: to whoever listens to KV events."""
+        """A node's KV is on the GPU: to whoever listens to KV events. A block is named by all that is before it."""
 
     def tell_removed(self, tree: Any, node: Any) -> None:
         """It is not any more."""
