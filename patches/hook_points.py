@@ -151,6 +151,7 @@ HOOK_POINTS = (
         since="0.5.22",
     ),
     _hook(f"{_ALLOCATION}._prefix_kv_indices", "batch req", since="0.5.22"),
+    _hook("sglang.srt.beam_search.coordinator.BeamCoordinator.validate_and_init", "self req recv_req", since="0.5.22"),
     _read(f"{_ATTENTION}.init_forward_metadata", "self forward_batch"),
     _read(f"{_ATTENTION}.init_forward_metadata_out_graph", "self forward_batch in_capture"),
     _read(f"{_ATTENTION}.init_forward_metadata_in_graph", "self forward_batch"),
@@ -287,6 +288,7 @@ HOOK_POINTS = (
     _read(f"{_BASE_CACHE}.claim_kv_row", "self req", since="0.5.22"),
     _read(f"{_BASE_CACHE}.free_kv_row", "self kv ranges", since="0.5.22"),
     _read(f"{_BASE_CACHE}.prefix_device_indices", "self req", since="0.5.22"),
+    _read(f"{_BASE_CACHE}.touch_prefix", "self key", since="0.5.22"),
     _read(f"{_BASE_CACHE}.lock", "self node", since="0.5.22"),
     _read(f"{_BASE_CACHE}.unlock", "self lock", since="0.5.22"),
     _read(f"{_RADIX}.inc_lock_ref", "self node"),
@@ -295,6 +297,7 @@ HOOK_POINTS = (
     _read(f"{_RADIX}._split_node", "self key child split_len"),
     _read(f"{_RADIX}._delete_leaf", "self node"),
     _read(f"{_RADIX}._update_leaf_status", "self node"),
+    _read("sglang.srt.mem_cache.utils.compute_node_hash_values", "node page_size"),
     _read("sglang.srt.mem_cache.radix_cache.TreeNode.__init__", "self id priority"),
     # loads, as the hierarchical cache has them
     _read(f"{_BASE_CACHE}.init_load_back", "self params"),

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from sglang_evicpress.patches.cache.radix_cache import EvicPressCache
+from sglang_evicpress.patches.compat.release import RELEASE
 from sglang_evicpress.patches.hook_points import of_release
-from sglang_evicpress.patches.tree.node import holes_of
+from sglang_evicpress.patches.tree.node import PrefixView, holes_of
 
 
 class CacheOf0515(EvicPressCache):
@@ -82,8 +83,20 @@ class CacheOf0523(EvicPressCache):
         return torch.cat(values[::-1]) if values else torch.empty(0, dtype=torch.int64, device=self.device)
 
     def prefix_device_indices(self, req: Any) -> torch.Tensor:
+        """Logical. Chunks of a request that may not be in the tree (``skip_radix_cache_insert``) do not checkpoint:
+        they are only in its row."""
+        known = len(req.prefix_indices)
+        if known < req.prefix_len:
+            view = self.views.view_of(req)
+            row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+            own = row[known - view.holes : req.prefix_len - view.holes].to(torch.int64, copy=True)
+            RELEASE.set_prefix(req, torch.cat([req.prefix_indices, own]))
+            req.evicpress = PrefixView(torch.cat([view.slots, own]), view.holes, view.is_lossy, True)
         indices: torch.Tensor = req.prefix_indices[: req.prefix_len]
         return indices
+
+    def touch_prefix(self, key: Any) -> None:
+        """SGLang tells what those in the queue will use, and would split nodes for it: ``queued_hits`` knows."""
 
 
 def cache_class(version: str | None = None) -> type[EvicPressCache]:

@@ -17,13 +17,14 @@ class Release(Protocol):
     """One module of this folder for all releases that share these answers.
 
     ``ALLOCATION`` is the module of the functions that give a batch its slots, ``PREFIX_SLOTS`` of these the one that
-    reads a prefix, or "". ``EVICTS_SHORTFALL``: the tree is asked for what is short of the slots wanted; else for all
-    of them, free ones included. ``KEY_FIELDS`` tell one key of the tree from another, ``REQUEST_FIELDS`` and
-    ``KV_FIELDS`` are what we read of a request and of its ``kv``.
+    reads a prefix, or "". ``BEAMS`` is the function that admits a beam search, or "". ``EVICTS_SHORTFALL``: the tree is
+    asked for what is short of the slots wanted; else for all of them, free ones included. ``KEY_FIELDS`` tell one key
+    of the tree from another, ``REQUEST_FIELDS`` and ``KV_FIELDS`` are what we read of a request and of its ``kv``.
     """
 
     ALLOCATION: str
     PREFIX_SLOTS: str
+    BEAMS: str
     EVICTS_SHORTFALL: bool
     KEY_FIELDS: frozenset[str]
     REQUEST_FIELDS: frozenset[str]
@@ -97,7 +98,7 @@ class Release(Protocol):
         device."""
 
     def tell_stored(self, tree: Any, node: Any) -> None:
-        """A node's KV is on the GPU: to whoever listens to KV events."""
+        """A node's KV is on the GPU: to whoever listens to KV events. A block is named by all that is before it."""
 
     def tell_removed(self, tree: Any, node: Any) -> None:
         """It is not any more."""

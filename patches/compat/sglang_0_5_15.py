@@ -7,10 +7,12 @@ from typing import Any, Protocol
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 
+from sglang_evicpress.patches.compat.event_hashes import HashedNode, hash_above
 from sglang_evicpress.patches.tree.types import Batch
 
 ALLOCATION = "sglang.srt.mem_cache.common"
 PREFIX_SLOTS = ""
+BEAMS = ""
 EVICTS_SHORTFALL = False
 KEY_FIELDS = frozenset({"token_ids", "extra_key", "is_bigram", "limit"})
 REQUEST_FIELDS = frozenset(
@@ -87,6 +89,9 @@ class Locking(Protocol):
 
 class Telling(Protocol):
     """The tree, which tells of KV events."""
+
+    enable_kv_cache_events: bool
+    page_size: int
 
     def _record_store_event(self, node: object) -> None: ...
     def _record_remove_event(self, node: object) -> None: ...
@@ -183,7 +188,9 @@ def give_back_pages(allocator: Pages, pages: torch.Tensor) -> None:
         allocator.free_pages = torch.cat((pages, allocator.free_pages))
 
 
-def tell_stored(tree: Telling, node: object) -> None:
+def tell_stored(tree: Telling, node: HashedNode) -> None:
+    if tree.enable_kv_cache_events:
+        hash_above(node, tree.page_size)
     tree._record_store_event(node)
 
 

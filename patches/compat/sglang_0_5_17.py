@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from sglang_evicpress.patches.compat.sglang_0_5_15 import BEAMS as BEAMS
 from sglang_evicpress.patches.compat.sglang_0_5_15 import KEY_FIELDS as KEY_FIELDS
 from sglang_evicpress.patches.compat.sglang_0_5_15 import PREFIX_SLOTS as PREFIX_SLOTS
 from sglang_evicpress.patches.compat.sglang_0_5_15 import free_pages as free_pages

@@ -10,12 +10,14 @@ from typing import Protocol
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 
+from sglang_evicpress.patches.compat.event_hashes import HashedNode, hash_above
 from sglang_evicpress.patches.compat.sglang_0_5_17 import ALLOCATION as ALLOCATION
 from sglang_evicpress.patches.compat.sglang_0_5_17 import EVICTS_SHORTFALL as EVICTS_SHORTFALL
 from sglang_evicpress.patches.compat.sglang_0_5_17 import batch_of as batch_of
 from sglang_evicpress.patches.compat.sglang_0_5_17 import current_batch as current_batch
 
 PREFIX_SLOTS = "_prefix_kv_indices"
+BEAMS = "sglang.srt.beam_search.coordinator.BeamCoordinator.validate_and_init"
 KEY_FIELDS = frozenset({"token_ids", "extra_key", "is_bigram", "limit", "cache_salt"})
 REQUEST_FIELDS = frozenset(
     {"kv", "prefix_len", "lock", "cache_salt", "last_node", "best_match_node", "host_hit_length", "storage_hit_length"}
@@ -82,6 +84,9 @@ class Pages(Protocol):
 
 class Events(Protocol):
     """SGLang's KVCacheEventRecorder."""
+
+    enabled: bool
+    page_size: int
 
     def record_store(self, node: object) -> None: ...
     def record_remove(self, node: object) -> None: ...
@@ -177,7 +182,9 @@ def give_back_pages(allocator: Pages, pages: torch.Tensor) -> None:
     allocator.free_page_ids(pages)
 
 
-def tell_stored(tree: Telling, node: object) -> None:
+def tell_stored(tree: Telling, node: HashedNode) -> None:
+    if tree.kv_events.enabled:
+        hash_above(node, tree.kv_events.page_size)
     tree.kv_events.record_store(node)
 
 

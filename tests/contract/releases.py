@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,10 @@ NO_BATCH = {"cur_batch": None, "cur_batch_for_debug": None}
 """Of a scheduler between two batches."""
 
 
+RELEASED = SimpleNamespace(req_pool_idx=None, cache_protected_len=0, kv_committed_len=0, kv_allocated_len=0)
+"""Of a request that gave its row back."""
+
+
 class HasKV:
     """A fake request with the lengths of its KV; later releases look for these at ``req.kv``."""
 
@@ -32,7 +37,9 @@ class HasKV:
     @property
     def kv(self) -> Any:
         is_gone = self.kv_committed_freed or self.req_pool_idx is None
-        return None if is_gone and RELEASE is sglang_0_5_17 else self
+        if is_gone and RELEASE is sglang_0_5_17:
+            return None
+        return RELEASED if self.kv_committed_freed and RELEASE is sglang_0_5_23 else self
 
     @property
     def prefix_len(self) -> int:
@@ -109,13 +116,35 @@ def end_request(cache: Any, request: Any, *, is_insert: bool) -> None:
         request.kv_committed_freed = True
 
 
+def tell_kv_events(cache: Any) -> None:
+    """Let a tree tell of KV events from now on, as a server with ``--kv-events-config`` does from its start."""
+    if RELEASE is sglang_0_5_23:
+        cache.kv_events.enabled = True
+    else:
+        cache.enable_kv_cache_events = True
+
+
+def only_rank() -> AbstractContextManager[object]:
+    """While it is open, this process is the only one of its model, where SGLang knows that of the process."""
+    if RELEASE is not sglang_0_5_23:
+        return nullcontext()
+    from sglang.srt.runtime_context import get_parallel
+
+    override: AbstractContextManager[object] = get_parallel().override(tp_rank=0, tp_size=1)
+    return override
+
+
 def resolved_arguments(**values: Any) -> Any:
     """A resolved ServerArgs of keywords, as ``sglang.Engine`` makes it; it loads plugins before."""
     from sglang.srt import plugins
     from sglang.srt.entrypoints.engine import Engine
 
     plugins.load_plugins()
-    server_args: Any = Engine.server_args_class(**values)
+    return resolved(Engine.server_args_class(**values))
+
+
+def resolved(server_args: Any) -> Any:
+    """The same ServerArgs, resolved: later releases do that at last, when they are about to use it."""
     if hasattr(server_args, "resolve_once"):
         server_args.resolve_once()
     return server_args

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.contract.releases import resolved_arguments
+from tests.contract.releases import resolved, resolved_arguments
 
 from sglang_evicpress import spawn
 from sglang_evicpress.config import AUTO, EvicPressConfig
@@ -365,7 +365,7 @@ def test_a_program_gets_an_exception(model: str) -> None:
 
 def test_other_errors_of_the_command_line_stay_as_they_are(model: str) -> None:
     with pytest.raises(ValueError, match="ssl"):
-        _from_command_line("--model-path", model, "--device", "cpu", "--ssl-keyfile", "only the key")
+        resolved(_from_command_line("--model-path", model, "--device", "cpu", "--ssl-keyfile", "only the key"))
 
 
 def test_a_model_that_cannot_be_served_is_refused(model: str, frontends: list[str]) -> None:

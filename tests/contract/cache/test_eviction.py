@@ -7,8 +7,10 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
+import torch
 from sglang.srt.managers import schedule_batch
 from sglang.srt.mem_cache import common
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -387,10 +389,14 @@ def test_sglang_evicts_the_shortfall_and_at_least_the_headroom(
 def test_the_hook_leaves_other_caches_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[EvictParams] = []
     evict_from_tree_cache = hooked(monkeypatch)
+    allocator = TokenToKVPoolAllocator(16, torch.float32, "cpu", None, False)
+    allocator.alloc(allocator.available_size() - 5)
     other = SimpleNamespace(
         is_chunk_cache=lambda: False,
-        token_to_kv_pool_allocator=SimpleNamespace(available_size=lambda: 5),
+        supports_prefix_sharing=lambda: True,  # later releases ask this, and for room of an allocation
+        token_to_kv_pool_allocator=allocator,
         evict=asked.append,
+        evict_for_alloc=asked.append,
     )
     evict_from_tree_cache(other, 8)
     assert [params.num_tokens for params in asked] == [3 if RELEASE.EVICTS_SHORTFALL else 8]

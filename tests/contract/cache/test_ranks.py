@@ -18,6 +18,7 @@ from tests.contract.profiling.test_profiling import GOOD, IDENTITY, ProfiledWalk
 from tests.contract.profiling.test_shadows import HALF, ShadowWalk
 
 from sglang_evicpress.core import Form
+from sglang_evicpress.patches.compat.release import RELEASE
 from sglang_evicpress.patches.tree import compressor
 from sglang_evicpress.quality.store import ProfileStore
 
@@ -104,10 +105,9 @@ def state_of(walk: ShadowWalk) -> tuple[object, ...]:
     """State that must not differ between ranks."""
     walk.check()
     nodes = [(str(node.kv.form), list(node.key.raw_token_ids()), node.lock_ref) for node in nodes_of(walk)]
-    free = torch.cat([walk.allocator.free_pages, walk.allocator.release_pages])
     return (
         nodes,
-        free.tolist(),
+        RELEASE.free_pages(walk.allocator).tolist(),
         walk.cache.evictable_size_,
         sorted(walk.cache.shadows.spaces),
         dict(walk.cache.shadows.counts),

@@ -13,6 +13,8 @@ from tests.contract.releases import FakeRequest
 
 from sglang_evicpress.decode_budget.settings import DecodeSettings
 from sglang_evicpress.decode_budget.stats import RequestStats
+from sglang_evicpress.patches.compat import sglang_0_5_23
+from sglang_evicpress.patches.compat.release import RELEASE
 from sglang_evicpress.patches.decode_budget import admission
 from sglang_evicpress.patches.decode_budget.budgets import DecodeBudgets
 from sglang_evicpress.patches.decode_budget.records import BudgetRecords
@@ -23,6 +25,10 @@ from sglang_evicpress.patches.tree.node import PrefixView
 pytestmark = pytest.mark.sglang
 
 PAGE, SLOTS = 16, 512
+
+OFFSETS: type = PrefillAdder  # it, or what has its offsets in later releases
+if RELEASE is sglang_0_5_23:
+    from sglang.srt.mem_cache.prefill_budget import PrefillBudget as OFFSETS
 
 
 def request(num_tokens: int, max_new: int, budget: DecodeSettings | None = None, *, num_out: int = 0) -> Any:
@@ -212,11 +218,18 @@ def test_a_next_piece_without_room_stays_open() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["rem_total_token_offset", "rem_chunk_tokens", "new_chunked_req", "tree_cache", "token_to_kv_pool_allocator"],
+    ("owner", "name"),
+    [
+        (OFFSETS, "total_offset" if RELEASE is sglang_0_5_23 else "rem_total_token_offset"),
+        (PrefillAdder, "rem_chunk_tokens"),
+        (PrefillAdder, "new_chunked_req"),
+        (PrefillAdder, "tree_cache"),
+        (PrefillAdder, "token_to_kv_pool_allocator"),
+        *([(PrefillAdder, "memory_budget")] if RELEASE is sglang_0_5_23 else []),
+    ],
 )
-def test_adders_of_sglang_keep_their_books_under_the_names_that_are_touched(name: str) -> None:
-    assert f"self.{name} = " in inspect.getsource(PrefillAdder.__init__)
+def test_adders_of_sglang_keep_their_books_under_the_names_that_are_touched(owner: type, name: str) -> None:
+    assert f"self.{name} = " in inspect.getsource(owner.__init__)
 
 
 # ---- what may be asked for

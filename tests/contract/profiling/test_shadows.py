@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from tests.contract.cache.test_radix_cache_model import (
     DIM,
@@ -27,7 +26,7 @@ from tests.contract.cache.test_radix_cache_model import (
     finished,
     path_hashes,
 )
-from tests.contract.releases import NO_BATCH, lock
+from tests.contract.releases import NO_BATCH, load_back, lock, tell_kv_events, unlock
 from tests.contract.tiers.test_tiers_model import TierWalk, blocked
 
 from sglang_evicpress.codec import get_codec
@@ -723,7 +722,7 @@ def test_a_flush_of_the_gpu_takes_all_shadows(walk: ShadowWalk) -> None:
 def test_shadows_are_no_kv_events(walk: ShadowWalk) -> None:
     """They name blocks by their tokens alone."""
     tokens = walk.served(64)
-    walk.cache.enable_kv_cache_events = True
+    tell_kv_events(walk.cache)
     shadow = walk.whole(tokens)
     walk.form(shadow)
     walk.ask(shadow.exact, [*tokens, 51])
@@ -849,9 +848,9 @@ def test_what_is_still_being_loaded_is_waited_for(tiered: Callable[[int, int], S
     request = walk.ready([*tokens, 51, 52])
     match = walk.look_up(request)
     (block,) = blocked(walk, "load")
-    params = InitLoadBackParams(match.best_match_node, match.host_hit_length, req=request)
-    loaded, _ = walk.cache.init_load_back(params)
-    assert len(loaded) == 64 and walk.tiers.loads
+    lock(walk.cache, request)
+    assert load_back(walk.cache, request, match) == 64 and walk.tiers.loads
+    unlock(walk.cache, request)
     assert walk.copy(tokens).num_present == 64
     walk.go_on(block)
     walk.leave()

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.contract.releases import FakeRequest
 
 from sglang_evicpress.patches.profiling.background_requests import BackgroundRequests
 from sglang_evicpress.patches.tiers.prefetches import Prefetch
@@ -78,7 +79,7 @@ class Cache:
 
 
 def request(extra_key: str | None = None, *, num_new: int = 20, is_running: bool = False) -> Any:
-    return SimpleNamespace(
+    return FakeRequest(
         extra_key=extra_key,
         origin_input_ids=range(NUM_CONTEXT + num_new),
         full_untruncated_fill_ids=range(NUM_CONTEXT + num_new),

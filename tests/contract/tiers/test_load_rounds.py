@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from tests.contract.releases import load_back, lock, unlock
 from tests.contract.tiers.test_tiers_model import Opened, TierWalk, blocked, cached
 
 from sglang_evicpress.core import Tier
@@ -25,13 +25,15 @@ def asked(walk: TierWalk, tokens: list[int]) -> Any:
 
 
 def matched(walk: TierWalk, request: Any) -> int:
-    """Do as SGLang's PrefillAdder until a request's load is begun; returns the tokens that are loaded."""
+    """Do as SGLang's PrefillAdder until a request's load is begun, for one that it then does not take; returns the
+    tokens that are loaded."""
     match = walk.look_up(request)
     if not match.host_hit_length:
         return 0
-    params = InitLoadBackParams(match.best_match_node, match.host_hit_length, req=request)
-    loaded, request.last_node = walk.cache.init_load_back(params)
-    return len(loaded)
+    lock(walk.cache, request)
+    num_loaded = load_back(walk.cache, request, match)
+    unlock(walk.cache, request)
+    return num_loaded
 
 
 def batch_of(*requests: Any, mode: ForwardMode = ForwardMode.EXTEND) -> Any:

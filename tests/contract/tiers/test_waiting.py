@@ -9,6 +9,7 @@ import pytest
 import torch
 from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from tests.contract.releases import FakeRequest
 from tests.contract.tiers.test_tiers_model import SLOTS, Opened, TierWalk, blocked, cached, sent
 
 from sglang_evicpress.core import Tier
@@ -274,8 +275,9 @@ def test_of_a_long_queue_only_the_head_is_looked_up(opened: Opened, policy: str,
     assert scheduler.waiting_queue == queue[1:]
 
 
-def request_of(tokens: list[int], num_cached: int = 0, extra_key: str | None = None) -> SimpleNamespace:
-    return SimpleNamespace(
+def request_of(tokens: list[int], num_cached: int = 0, extra_key: str | None = None) -> FakeRequest:
+    return FakeRequest(
+        req_pool_idx=None,
         origin_input_ids=tokens,
         prefix_indices=range(num_cached),
         host_hit_length=0,
@@ -322,7 +324,7 @@ def lacks_room(walk: TierWalk, request: object, chunk: int | None = None) -> boo
 
 def matched(node: object, num_tokens: int = 101) -> object:
     """A request of so many tokens, the first 100 of which are in a node below the GPU."""
-    return SimpleNamespace(
+    return FakeRequest(
         host_hit_length=100,
         best_match_node=node,
         last_node=node.parent,
