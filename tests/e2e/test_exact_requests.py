@@ -75,7 +75,7 @@ def test_usage_agrees_with_the_tree_before_and_after_exact_kv_replaces_the_lossy
     server: Server, lossy: Mapping[str, Any]
 ) -> None:
     num_tokens = len(DOCUMENT)
-    assert lossy["num_tokens"] == num_tokens + 1  # with the answer
+    assert lossy["num_tokens"] in (num_tokens, num_tokens + 1)  # with the answer, where SGLang computed its KV
     counts = {"exact_tokens": 0, "lossy_tokens": num_tokens}
     with_question = {"prompt": [*DOCUMENT, 5]}
     answer = usage(server, with_question)
