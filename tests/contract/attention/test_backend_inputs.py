@@ -35,6 +35,8 @@ from tests.contract.releases import ROW_KERNEL
 
 from sglang_evicpress.patches.attention.physical_lengths import _show_views, physical_view
 from sglang_evicpress.patches.attention.req_to_token import RequestHoles
+from sglang_evicpress.patches.compat import sglang_0_5_23
+from sglang_evicpress.patches.compat.release import RELEASE
 from sglang_evicpress.patches.scheduler import paged_allocator
 
 write_req_to_token_pool_triton = pkgutil.resolve_name(ROW_KERNEL)
@@ -147,12 +149,35 @@ class World:
             spec_info=None,
             cross_attention_custom_mask=None,
             global_num_tokens_cpu=None,
+            mamba_track_indices=None,
+            max_seq_len_host=None,
+            max_seq_len_override=None,
         )
         vars(batch).update(fields)
+        translator = translator_over(self)
+        if translator is not None:
+            translator.own_plan(batch).bind(batch, translator)
         return batch
 
     def see(self, requests: tuple[Request, ...], mode: ForwardMode) -> Any:
         return physical_view(self.batch(requests, mode), self.table)
+
+
+def translator_over(world: World, page_size: int = 1) -> Any:
+    """SGLang 0.5.23's own reader of rows, over a pool whose slots are what kernels read; None in older releases."""
+    if RELEASE is not sglang_0_5_23:
+        return None
+    from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
+
+    translator = KVIndexTranslator(
+        req_to_token=world.rows,
+        token_to_kv_pool_allocator=None,
+        token_to_kv_pool=None,
+        page_size=page_size,
+        device=world.device,
+    )
+    assert not translator.reads_are_translated
+    return translator
 
 
 def indptr(lengths: list[int]) -> list[int]:
@@ -182,6 +207,13 @@ def triton_backend_over(world: World) -> TritonAttnBackend:
         sliding_window_size=None,
         use_sliding_window_kv_pool=False,
         _translate_kv_loc=None,
+        kv_index_translator=translator_over(world),
+        is_draft_runner=False,
+        num_draft_tokens=None,
+        _verify_mask=None,
+        dllm_attention=None,
+        lean_total_programs=1,
+        lean_block_m=16,
         swa_v_head_dim=None,
         skip_prefill=True,
         dcp_size=1,
@@ -256,7 +288,9 @@ def replay_view(world: World, requests: tuple[Request, ...], bucket: int, fill: 
         seq_lens=lens.to(world.device),
         seq_lens_cpu=lens,
         encoder_lens=None,
+        mamba_track_indices=None,
     )
+    later = {"global_num_tokens_cpu": None} if RELEASE is sglang_0_5_23 else {}
     return build_replay_fb_view(
         forward_batch=batch,
         buffers=buffers,
@@ -266,6 +300,7 @@ def replay_view(world: World, requests: tuple[Request, ...], bucket: int, fill: 
         seq_len_fill_value=fill,
         capture_forward_mode=ForwardMode.DECODE,
         is_encoder_decoder=False,
+        **later,
     )
 
 
@@ -304,6 +339,8 @@ def flashinfer_backend_over(world: World) -> Any:
     zeros = {"dtype": torch.int32, "device": world.device}
     vars(backend).update(
         dispatch_reason=None,
+        kv_index_translator=translator_over(world),
+        prefill_uses_dequant_workspace=False,
         num_wrappers=1,
         kv_indptr=[torch.zeros(NUM_ROWS + 1, **zeros)],
         qo_indptr=[torch.zeros(NUM_ROWS + 1, **zeros)],
@@ -334,6 +371,7 @@ def flashinfer_backend_over(world: World) -> Any:
         "kv_last_page_len": backend.kv_last_page_len,
         "req_to_token": world.rows,
         "_swa_kv_pool": None,
+        "kv_index_translator": backend.kv_index_translator,
     }
     decode = object.__new__(FlashInferIndicesUpdaterDecode)
     vars(decode).update(common, update=decode.update_single_wrapper)
@@ -449,6 +487,9 @@ def flashattention_over(module: ModuleType, world: World, page_size: int) -> Any
         is_prefill_aware_swa=False,
         use_sliding_window_kv_pool=False,
         use_mla=False,
+        _unified_dense=False,
+        _unified_hooks=None,
+        kv_index_translator=translator_over(world, page_size),
         attn_cp_size=1,
         _get_scheduler_metadata=None,
         _sched_meta_buf=None,
@@ -534,7 +575,9 @@ class TestPhysicalView:
     def test_lengths_are_physical_and_the_batch_is_untouched(self, requests: tuple[Request, ...], device: str) -> None:
         world = World.of(requests, device)
         batch = world.batch(requests, ForwardMode.EXTEND)
+        plan = vars(batch).pop("kv_loc_plan", None)  # compared by identity, as no copy equals it
         before = copy.deepcopy(vars(batch))
+        batch.kv_loc_plan = before["kv_loc_plan"] = plan
         view = physical_view(batch, world.table)
         physical = [request.physical for request in requests]
         assert view.seq_lens.tolist() == view.seq_lens_cpu.tolist() == physical
@@ -749,7 +792,8 @@ def refuse(*args: Any) -> None:
 def test_the_names_that_are_set_by_hand_are_those_the_backends_have() -> None:
     """These tests build backends without their constructors, so a renamed attribute must not pass unseen."""
     source = triton_backend.__loader__.get_source(triton_backend.__name__)  # type: ignore[union-attr]
-    for name in ("req_to_token", "kv_indptr", "qo_indptr", "cuda_graph_kv_indices", "_translate_kv_loc"):
+    reader = "kv_index_translator" if RELEASE is sglang_0_5_23 else "_translate_kv_loc"
+    for name in ("req_to_token", "kv_indptr", "qo_indptr", "cuda_graph_kv_indices", reader):
         assert f"self.{name}" in source
     source = flashinfer_backend.__loader__.get_source(flashinfer_backend.__name__)  # type: ignore[union-attr]
     for name in ("prefill_wrappers_paged", "decode_cuda_graph_metadata", "use_paged", "kv_last_page_len"):
