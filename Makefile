@@ -26,7 +26,7 @@ help:
 	@echo "make test             every test"
 	@echo "make check            ruff, ruff format, mypy"
 	@echo "make contract         only the tests of what we assume about SGLang"
-	@echo "make check-release    what CI asks of another release, RELEASE=R: the cache's contract tests, exact, off is stock, restart; 8 minutes"
+	@echo "make check-release    what CI asks of another release, RELEASE=R: the cache's contract tests, exact, off is stock, salts through the SSD; 6 minutes"
 	@echo "make drift            rows of the hook table that SGLang's newest wheel, or VERSION's, does not have; seconds"
 	@echo "make dist             sdist and wheel in dist/, tried in a clean environment"
 	@echo "make show-foundation  measure every promise a machine without a GPU can, at most 30 minutes"
@@ -72,7 +72,7 @@ contract: setup
 	$(PY) -m pytest tests/contract
 
 check-release: setup
-	$(BENCH) -m evicbench.releases.here install contract exactness stock restart
+	$(BENCH) -m evicbench.releases.here install contract exactness stock salts
 
 drift: setup
 	$(BENCH) -m evicbench.releases.drift $(VERSION)
