@@ -248,6 +248,8 @@ HOOK_POINTS = (
             "check_weights",
         )
     ),
+    _hook(f"{_UPDATER}.begin_weight_update", "self recv_req", since="0.5.22"),
+    _hook(f"{_UPDATER}.end_weight_update", "self recv_req", since="0.5.22"),
     _read("sglang.srt.constants.GPU_MEMORY_ALL_TYPES"),
     _read("sglang.srt.constants.GPU_MEMORY_TYPE_KV_CACHE"),
     _read("sglang.srt.constants.GPU_MEMORY_TYPE_WEIGHTS"),

@@ -18,14 +18,16 @@ class Release(Protocol):
 
     ``ALLOCATION`` is the module of the functions that give a batch its slots, ``PREFIX_SLOTS`` of these the one that
     reads a prefix, or "". ``BEAMS`` is the function that admits a beam search, or "". ``EVICTS_SHORTFALL``: the tree is
-    asked for what is short of the slots wanted; else for all of them, free ones included. ``KEY_FIELDS`` tell one key
-    of the tree from another, ``REQUEST_FIELDS`` and ``KV_FIELDS`` are what we read of a request and of its ``kv``.
+    asked for what is short of the slots wanted; else for all of them, free ones included. ``UPDATE_SESSIONS``: weights
+    are written between two calls, and maybe not by SGLang. ``KEY_FIELDS`` tell one key of the tree from another,
+    ``REQUEST_FIELDS`` and ``KV_FIELDS`` are what we read of a request and of its ``kv``.
     """
 
     ALLOCATION: str
     PREFIX_SLOTS: str
     BEAMS: str
     EVICTS_SHORTFALL: bool
+    UPDATE_SESSIONS: bool
     KEY_FIELDS: frozenset[str]
     REQUEST_FIELDS: frozenset[str]
     KV_FIELDS: frozenset[str]

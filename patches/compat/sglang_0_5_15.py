@@ -14,6 +14,7 @@ ALLOCATION = "sglang.srt.mem_cache.common"
 PREFIX_SLOTS = ""
 BEAMS = ""
 EVICTS_SHORTFALL = False
+UPDATE_SESSIONS = False
 KEY_FIELDS = frozenset({"token_ids", "extra_key", "is_bigram", "limit"})
 REQUEST_FIELDS = frozenset(
     {

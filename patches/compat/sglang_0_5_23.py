@@ -18,6 +18,7 @@ from sglang_evicpress.patches.compat.sglang_0_5_17 import current_batch as curre
 
 PREFIX_SLOTS = "_prefix_kv_indices"
 BEAMS = "sglang.srt.beam_search.coordinator.BeamCoordinator.validate_and_init"
+UPDATE_SESSIONS = True
 KEY_FIELDS = frozenset({"token_ids", "extra_key", "is_bigram", "limit", "cache_salt"})
 REQUEST_FIELDS = frozenset(
     {"kv", "prefix_len", "lock", "cache_salt", "last_node", "best_match_node", "host_hit_length", "storage_hit_length"}

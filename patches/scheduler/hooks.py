@@ -338,7 +338,8 @@ def _before_process_batch_result(scheduler: object, batch: object, result: objec
 
 
 def _before_weights_change(updater: object, *_: object, **__: object) -> None:
-    """BEFORE any update of the weights, which may fail halfway, and flushes the cache only where it is asked to."""
+    """BEFORE any update of the weights, which may fail halfway, and flushes the cache only where it is asked to. A
+    session is one too: others may write the weights until it ends, and they are packed then."""
     if _cache is not None:
         _cache.weights.forget_weights()
 
@@ -396,6 +397,10 @@ def install(registry: type[HookRegistry], hook_type: type[HookType]) -> None:
     for source in ("disk", "distributed", "tensor", "ipc"):
         registry.register(f"{UPDATER}update_weights_from_{source}", _before_weights_change, hook_type.BEFORE)
         registry.register(f"{UPDATER}update_weights_from_{source}", _after_weights_change, hook_type.AFTER)
+    if RELEASE.UPDATE_SESSIONS:
+        registry.register(UPDATER + "begin_weight_update", _before_weights_change, hook_type.BEFORE)
+        registry.register(UPDATER + "end_weight_update", _before_weights_change, hook_type.BEFORE)
+        registry.register(UPDATER + "end_weight_update", _after_weights_change, hook_type.AFTER)
     registry.register(UPDATER + "release_memory_occupation", _before_release_memory, hook_type.BEFORE)
     registry.register(UPDATER + "resume_memory_occupation", _after_resume_memory, hook_type.AFTER)
     registry.register(UPDATER + "check_weights", _before_check_weights, hook_type.BEFORE)

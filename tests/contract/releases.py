@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,9 @@ ROW_KERNEL = (
 NO_BATCH = {"cur_batch": None, "cur_batch_for_debug": None}
 """Of a scheduler between two batches."""
 
+
+UPDATE_SOURCES = ("disk", "distributed", "tensor", "ipc")
+"""Of new weights."""
 
 RELEASED = SimpleNamespace(req_pool_idx=None, cache_protected_len=0, kv_committed_len=0, kv_allocated_len=0)
 """Of a request that gave its row back."""
@@ -122,6 +126,30 @@ def tell_kv_events(cache: Any) -> None:
         cache.kv_events.enabled = True
     else:
         cache.enable_kv_cache_events = True
+
+
+def updates_weights(update: Callable[[], Any]) -> dict[str, Any]:
+    """Attributes of SGLang's weight updater, in the midst of a session where there are any, and its model's workers:
+    whatever writes the weights is ``update``."""
+
+    def write(*_: object, **__: object) -> Any:
+        return update()
+
+    if RELEASE is not sglang_0_5_23:
+        return {"tp_worker": SimpleNamespace(**{f"update_weights_from_{source}": write for source in UPDATE_SOURCES})}
+    from sglang.srt.managers.scheduler_components.weight_updater import _WeightUpdateSession
+
+    names = ["load_weights_from_distributed", "begin_weight_update", "end_weight_update"]
+    names += [f"update_weights_from_{source}" for source in UPDATE_SOURCES if source != "distributed"]
+    written = SimpleNamespace(receive_weights_from_distributed=lambda **_: [], **dict.fromkeys(names, write))
+    runner = SimpleNamespace(weight_updater=written)
+    worker = SimpleNamespace(
+        model_runner=runner,
+        weight_update_runners=lambda: [("target", runner)],
+        deserialize_own_rank=lambda given: given,
+    )
+    scheduler = SimpleNamespace(record_weight_version_change=lambda **_: None)
+    return {"tp_worker": worker, "scheduler": scheduler, "_session": _WeightUpdateSession("all")}
 
 
 def only_rank() -> AbstractContextManager[object]:

@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from http import HTTPStatus
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,6 +58,7 @@ class FakeScheduler:
         sender = SimpleNamespace(send_output=lambda message, req: self.told.append(message))
         self.ipc_channels = SimpleNamespace(send_to_tokenizer=sender)
         self.disaggregation_mode = DisaggregationMode.NULL
+        self.processed_tokens_counter = 0
         self._set_or_validate_priority = self._prefetch_kvcache = lambda req: True
         self._abort_on_queued_limit = lambda req: False
 
@@ -220,15 +221,29 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     yield message.finished_reason
 
 
+class FakeManager:
+    """Part of SGLang's that its own methods need to tell of an abort."""
+
+    def __init__(self) -> None:
+        self.rid_to_state: dict[str, object] = {}
+        self.server_args = SimpleNamespace(enable_lora=False)
+        self.enable_lora = False
+        self.lora_registry = None
+
+    def __getattr__(self, name: str) -> Any:
+        """SGLang's own method, where there is nothing of ours."""
+        return MethodType(getattr(TokenizerManager, name), self)
+
+
 def serving(reason: dict[str, Any], *, has_limit: bool = True) -> TestClient:
     """The three ways in which SGLang answers: by exception, by a stream, by a stream whose first part it has read."""
     app = FastAPI()
-    manager = SimpleNamespace(rid_to_state={}, server_args=SimpleNamespace(enable_lora=False), lora_registry=None)
+    manager = FakeManager()
 
     async def finish(*, is_stream: bool) -> object:
         out = {"text": "", "meta_info": {"finish_reason": reason}}
-        state = SimpleNamespace(obj=SimpleNamespace(rid="late"))
-        return await TokenizerManager._handle_abort_finish_reason(manager, out, state, is_stream)  # type: ignore[arg-type]
+        state = SimpleNamespace(obj=SimpleNamespace(rid="late"), lora_released=False)
+        return await manager._handle_abort_finish_reason(out, state, is_stream)
 
     async def stream() -> AsyncIterator[str]:
         for part in range(3):

@@ -5,22 +5,25 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
+from contextlib import contextmanager
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt.managers import schedule_policy
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
-from sglang.srt.runtime_context import get_context
 from sglang.utils import TypeBasedDispatcher
+from tests.contract.releases import FakeRequest, updates_weights
 
+from sglang_evicpress.patches.compat.release import RELEASE
 from sglang_evicpress.patches.scheduler import hooks
 from sglang_evicpress.patches.scheduler.hooks import Stamp
 from sglang_evicpress.patches.scheduler.prefill_times import (
@@ -178,16 +181,29 @@ class Hooks:
 class Updater(SimpleNamespace):
     """Part of SGLang's that its own methods need on an idle server; it writes into ``told``."""
 
-    def __init__(self, told: list[str]) -> None:
-        super().__init__(offload_tags=set(), scheduler=None, draft_worker=None, metrics_collector=None)
+    def __init__(self, told: list[str], **values: Any) -> None:
+        given = {"scheduler": None, **values}
+        super().__init__(offload_tags=set(), draft_worker=None, metrics_collector=None, **given)
+        self.tp_cpu_group = None
         self.told = told
-        self.is_fully_idle = lambda: True
+        self.is_fully_idle = lambda **_: True
         self.memory_saver_adapter = SimpleNamespace(pause=lambda tag: told.append(f"pause {tag}"))
         self.flush_cache = lambda **_: told.append("flush") or True
-        self._observe_weight_load = lambda source: nullcontext()
 
-    def flush_cache_after_weight_update(self, request: Any) -> None:
-        SchedulerWeightUpdaterManager.flush_cache_after_weight_update(self, request)
+    def __getattr__(self, name: str) -> Any:
+        """SGLang's own method, where there is nothing of ours."""
+        return MethodType(getattr(SchedulerWeightUpdaterManager, name), self)
+
+
+class WeightsRequest(SimpleNamespace):
+    """A request to update the weights, of which SGLang hands on what is None here."""
+
+    torch_empty_cache = False
+    disable_draft_model = True
+    selector = "all"
+
+    def __getattr__(self, name: str) -> None:
+        """It was not given."""
 
 
 UPDATES = [name for name in dir(SchedulerWeightUpdaterManager) if name.startswith("update_weights")]
@@ -201,15 +217,27 @@ def test_the_cache_is_told_of_every_update_even_of_one_that_failed(
 ) -> None:
     assert len(UPDATES) == 4
     monkeypatch.setattr(torch.distributed, "barrier", lambda group: None)
-    updater = Updater(cache.told)
-    updater.tp_cpu_group = None
-    updater.tp_worker = SimpleNamespace(**{name: lambda request: cache.told.append("update") or (success, "message")})
-    request = SimpleNamespace(flush_cache=flush, torch_empty_cache=False, disable_draft_model=True)
-    Hooks().wrapped(name)(updater, request)
+    updater = Updater(cache.told, **updates_weights(lambda: cache.told.append("update") or (success, "message")))
+    Hooks().wrapped(name)(updater, WeightsRequest(flush_cache=flush))
     assert cache.told == ["forget", "update", *(["flush"] if flush and success else []), "changed"]
 
 
-def test_copies_end_before_the_memory_of_the_pool_goes(cache: FakeCache) -> None:
+@pytest.mark.skipif(not RELEASE.UPDATE_SESSIONS, reason="this SGLang has no sessions of updates")
+def test_a_session_of_updates_is_an_update_whoever_wrote_the_weights(
+    cache: FakeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be written past SGLang's updates meanwhile, and they are packed at its end."""
+    monkeypatch.setattr(torch.distributed, "barrier", lambda group: None)
+    values = updates_weights(lambda: cache.told.append("written"))
+    updater, hooked = Updater(cache.told, **{**values, "_session": None}), Hooks()
+    assert hooked.wrapped("begin_weight_update")(updater, WeightsRequest()).success
+    assert cache.told == ["forget", "written"]
+    assert hooked.wrapped("end_weight_update")(updater, WeightsRequest()).success
+    assert cache.told == ["forget", "written", "forget", "written", "changed"]
+
+
+def test_copies_end_before_the_memory_of_the_pool_goes(cache: FakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda: SimpleNamespace(synchronize=lambda: None))
     updater = Updater(cache.told)
     Hooks().wrapped("release_memory_occupation")(updater, SimpleNamespace(tags=["kv_cache"]))
     assert cache.told == ["copies end", "pause kv_cache", "flush"]
@@ -228,7 +256,6 @@ def test_a_check_of_the_weights_that_overwrites_them_is_an_update(
     cache: FakeCache, action: str, told: list[str]
 ) -> None:
     updater, request = Updater(cache.told), SimpleNamespace(action=action, allow_quant_error=False)
-    updater.tp_cpu_group = None
     updater.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(check_weights=lambda **_: None))
     hooks._before_check_weights(updater, request)
     hooks._after_check_weights(None, updater, request)
@@ -355,6 +382,8 @@ def test_what_those_behind_it_hold_makes_way_for_a_request(cache: FakeCache) -> 
 class Pool:
     """Free and evictable slots; whoever waits holds ``held`` of them until it lets go."""
 
+    page_size = 1
+
     def __init__(self, free: int, held: list[int]) -> None:
         self.free, self.held = free, held
 
@@ -367,21 +396,40 @@ class Pool:
     def supports_mamba(self) -> bool:
         return False
 
+    def __getattr__(self, name: str) -> Any:
+        """What SGLang does with any pool, where there is nothing of ours."""
+        return MethodType(getattr(BaseTokenToKVPoolAllocator, name), self)
+
     def release_from_tail(self, until: object = None) -> Iterator[None]:
         while self.held:
             self.free += self.held.pop()
             yield
 
 
-def chunked(num_tokens: int) -> Any:
-    req = SimpleNamespace(
-        full_untruncated_fill_ids=[0] * num_tokens,
-        prefix_indices=[],
-        sampling_params=SimpleNamespace(max_new_tokens=1),
-        retracted_stain=False,
-    )
-    req.set_extend_range = lambda begin, end: setattr(req, "extend_range", SimpleNamespace(length=end - begin))
-    return req
+class Chunked(FakeRequest):
+    """A request without a prefix, of which part is put into a batch: SGLang sets the range, later only its end."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(
+            full_untruncated_fill_ids=[0] * num_tokens,
+            prefix_indices=[],
+            output_ids=[],
+            req_pool_idx=1,
+            sampling_params=SimpleNamespace(max_new_tokens=1),
+            retracted_stain=False,
+        )
+
+    def set_extend_range(self, begin: int, end: int) -> None:
+        assert begin == 0
+        self.extend_end = end
+
+    @property
+    def extend_len(self) -> int:
+        return self.extend_end
+
+    @property
+    def extend_range(self) -> SimpleNamespace:
+        return SimpleNamespace(length=self.extend_end)
 
 
 @pytest.mark.parametrize(
@@ -397,13 +445,13 @@ def test_a_chunk_that_is_short_for_want_of_room_leaves_none_for_a_second_request
 ) -> None:
     pool = Pool(free, held=[30, 40, 50])
     monkeypatch.setattr(cache, "release_from_tail", pool.release_from_tail)
-    flags = SimpleNamespace(enable_dsa_prefill_context_parallel=False, enable_prefill_context_parallel=False)
-    monkeypatch.setattr(get_context(), "_server_args", flags)
+    for flag in ("is_dsa_prefill_cp_in_seq_split", "is_prefill_context_parallel_enabled"):  # of older releases
+        monkeypatch.setattr(schedule_policy, flag, lambda: False, raising=False)
     adder = PrefillAdder(1, pool, pool, None, 1.0, 4096, 512)  # type: ignore[arg-type]
-    req = chunked(1000)
+    req = Chunked(1000)
     assert hooks._around_add_chunked_req(PrefillAdder.add_chunked_req, adder, req) is req
-    assert (req.extend_range.length, adder.rem_chunk_tokens, len(pool.held)) == (length, 0, num_holders)
-    last = chunked(100)
+    assert (req.extend_len, adder.rem_chunk_tokens, len(pool.held)) == (length, 0, num_holders)
+    last = Chunked(100)
     adder = PrefillAdder(1, pool, pool, None, 1.0, 4096, 512)  # type: ignore[arg-type]
     pool.free = 900
     assert hooks._around_add_chunked_req(PrefillAdder.add_chunked_req, adder, last) is None
