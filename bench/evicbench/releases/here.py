@@ -37,8 +37,8 @@ CONTEXTS_PER_FORM = 4
 NUM_ASKS = NUM_PROMPTS = 30
 STORM_SECONDS = 180.0
 CONTRACT = (
-    *("tests/contract/test_hook_points.py", "tests/contract/test_compat.py", "tests/contract/http/test_salts.py"),
-    "tests/contract/cache",
+    *("tests/contract/test_hook_points.py", "tests/contract/test_compat.py", "tests/contract/test_server_args.py"),
+    *("tests/contract/cache", "tests/contract/scheduler", "tests/contract/attention", "tests/contract/http"),
 )
 OURS = "sglang-evicpress"
 
@@ -84,7 +84,7 @@ def measure_install() -> Iterator[Line]:
 
 
 def measure_contract() -> Iterator[Line]:
-    yield passed("hook rows, behaviour, salts and random walks of the cache", "all pass", *CONTRACT)
+    yield passed("contract: hook rows, flags, cache, scheduler, attention's inputs, routes", "all pass", *CONTRACT)
 
 
 def measure_storm() -> Iterator[Line]:

@@ -21,6 +21,8 @@ from sglang_evicpress.kernels.aot import Report
         (Counter(passed=3), True),
         (Counter(passed=3, failed=1), False),
         (Counter(passed=3, skipped=1), False),
+        (Counter(passed=3, other=1), True),
+        (Counter(other=1), False),
         (Counter(), False),
     ],
 )
@@ -33,9 +35,10 @@ def test_outcomes_are_those_of_pytest(tmp_path: Path) -> None:
     path.write_text(
         "import os, pytest\ndef test_a(): assert os.environ['TRITON_INTERPRET'] == '1'\n"
         "def test_b(): assert 0\ndef test_c(): pytest.skip('no')\n"
+        "def test_d(): pytest.skip('this SGLang has none of it')\n"
     )
     found = pytest_runs.run_tests(str(path), interpreted=True)
-    assert list(found.values()) == [Counter(passed=1, failed=1, skipped=1)]
+    assert list(found.values()) == [Counter(passed=1, failed=1, skipped=1, other=1)]
     assert pytest_runs.together(found, "") == found.popitem()[1]
 
 
