@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import random
 import signal
 import socket
 import subprocess
@@ -26,7 +27,9 @@ STOP_S = 15.0
 """What a server may take to stop by itself; ours gives what is on its way to the tiers 10 s."""
 
 _RUST_TREE_CORE = "sglang/srt/mem_cache/rust_tree_core/"
-_HIGHEST_PORT = 55_535  # SGLang takes the one 10000 above it too
+_PORTS = range(20_000, 22_768)
+"""Below those that Linux lends to connections: between the question and the server's start one of these may be taken.
+SGLang takes the one 10000 above it too, which is below them as well."""
 
 
 class ServerError(RuntimeError):
@@ -38,13 +41,14 @@ class NoAnswerInTime(ServerError):
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on at the moment."""
-    while True:
+    """A port of this machine that nobody listens on at the moment. Raises OSError where every one is taken."""
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
         with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port: int = probe.getsockname()[1]
-        if port <= _HIGHEST_PORT:
-            return port
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as a server does: not those that linger
+            with suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return port
+    raise OSError(f"no port of {_PORTS.start} to {_PORTS.stop - 1} is free")
 
 
 class Server:
