@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
 
 from sglang_evicpress.patches.compat import sglang_0_5_15, sglang_0_5_17, sglang_0_5_23
@@ -56,6 +57,18 @@ class HasKV:
 
 class FakeRequest(HasKV, SimpleNamespace):
     """A request of so many attributes."""
+
+
+class FakePages(SimpleNamespace):
+    """An allocator of whole pages, which are freed at once: attributes of it, and for all others SGLang's own
+    methods."""
+
+    def __init__(self, **values: Any) -> None:
+        settled = {"is_not_in_free_group": True, "free_group": None, "need_sort": False, "debug_mode": False}
+        super().__init__(**settled, **values)
+
+    def __getattr__(self, name: str) -> Any:
+        return MethodType(getattr(PagedTokenToKVPoolAllocator, name), self)
 
 
 def matched_slots(cache: Any, match: Any) -> torch.Tensor:

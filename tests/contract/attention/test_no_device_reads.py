@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from tests.contract.releases import FakeRequest
+from tests.contract.releases import FakePages, FakeRequest
 
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.decode_budget import schedule, scores
@@ -25,6 +25,8 @@ from sglang_evicpress.patches.attention.physical_lengths import physical_view
 from sglang_evicpress.patches.attention.prompt_queries import PromptQueries
 from sglang_evicpress.patches.attention.query_ring import QueryRing
 from sglang_evicpress.patches.attention.req_to_token import RequestHoles
+from sglang_evicpress.patches.compat import sglang_0_5_23
+from sglang_evicpress.patches.compat.release import RELEASE
 from sglang_evicpress.patches.decode_budget import passes
 from sglang_evicpress.patches.decode_budget.passes import DecodePasses
 from sglang_evicpress.patches.decode_budget.records import BudgetRecords
@@ -144,7 +146,7 @@ def test_windows_of_prompts() -> None:
 
 @pytest.mark.parametrize("count", [1, 4, 7])
 def test_pages_that_are_freed(count: int) -> None:
-    allocator = SimpleNamespace(page_size=PAGE, is_not_in_free_group=True, need_sort=False, free_pages=slots(3))
+    allocator = FakePages(page_size=PAGE, free_pages=slots(3))
     free_whole_pages(allocator, slots(count))
     assert len(allocator.free_pages) == 3 + -(-count // PAGE)
 
@@ -180,10 +182,8 @@ class Tree:
         self.req_to_token_pool = SimpleNamespace(
             req_to_token=torch.zeros(NUM_ROWS, CONTEXT, dtype=torch.int32, device=META)
         )
-        self.token_to_kv_pool_allocator = SimpleNamespace(
+        self.token_to_kv_pool_allocator = FakePages(
             page_size=page_size,
-            is_not_in_free_group=True,
-            need_sort=False,
             free_pages=slots(0),
             alloc=lambda count: self._count("taken", count),
             free=lambda freed: self._count("freed", len(freed)),
@@ -202,6 +202,14 @@ class Tree:
 
     def dec_lock_ref(self, node: Any) -> None:
         self.counts["unlocked"] += 1
+
+    def lock(self, node: Any) -> object:
+        """A later SGLang's; a node is its own receipt here."""
+        self.inc_lock_ref(node)
+        return node
+
+    def unlock(self, lock: Any) -> None:
+        self.dec_lock_ref(lock)
 
 
 @pytest.mark.parametrize("score", ["value_key_ratio", "keydiff", "h2o", "tova", "r_kv"])
@@ -222,13 +230,14 @@ def test_a_pass_over_a_row_with_a_compressed_prefix(
     settings = DecodeSettings(48, method, score, interval=4, protected_pages=("first", "newest"))  # type: ignore[arg-type]
     state = DecodeState(settings, RequestStats(), num_cached=48, in_tree=True, trace=DecodeTrace())
     req = FakeRequest(
-        kv_budget=state, req_pool_idx=3, evicpress=PrefixView(slots(28), 20, True, True), last_node=lower,
+        kv_budget=state, req_pool_idx=3, evicpress=PrefixView(slots(28), 20, True, True), last_node=lower, lock=lower,
         cache_protected_len=48, kv_allocated_len=80, kv_committed_len=80, prefix_indices=slots(48),
     )  # fmt: skip
     assert num_physical(req) == 60
     assert made.make_passes([req])
     kept = schedule.target(settings, 60, page_size)
     assert num_physical(req) == kept and state.has_left_tree and cache.counts["unlocked"] == 1
+    assert req.last_node is cache.root_node and (RELEASE is not sglang_0_5_23 or req.lock is cache.root_node)
     assert cache.counts["taken"] == -(-kept // page_size) * page_size
     state.is_first_visit = False
     req.kv_allocated_len += 2 * PAGE
