@@ -1,7 +1,7 @@
 """SGLang's own tests of its radix cache, on its cache and on ours with exact forms: a table of counts.
 
-`python -m evicbench.releases.own_tests FOLDER`, FOLDER being a checkout of SGLang at the release that is installed; wheels
-have no tests. Not part of CI, which has no checkout. Status 1 where ours fails what SGLang's passes.
+`python -m evicbench.releases.own_tests FOLDER`, FOLDER being a checkout of SGLang at the release that is installed;
+wheels have no tests. Not part of CI, which has no checkout. Status 1 where ours fails what SGLang's passes.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ PLUGIN = "evicbench.releases.exact_cache"
 def run(files: Sequence[Path], *, ours: bool) -> dict[str, str]:
     """Test -> "" where it passed, why it was skipped, or the last line of its failure. Raises RuntimeError where pytest
     did not run to its end."""
-    environment = {
-        name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"
-    }  # empty, it crashes
+    environment = dict(os.environ)
+    environment.pop("CUDA_VISIBLE_DEVICES", None)  # SGLang's helpers read it, and crash where it is empty
     environment["PYTHONPATH"] = os.pathsep.join((str(BENCH), str(ROOT / "python"), environment.get("PYTHONPATH", "")))
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
