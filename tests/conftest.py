@@ -43,3 +43,11 @@ def seed() -> None:
     random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+def pytest_unconfigure() -> None:
+    """sentencepiece 0.2.1, which SGLang 0.5.23 wants, crashes where pytest ends, as its types are gone before its
+    capsule is (google/sentencepiece, issue 1145): the capsule stays."""
+    capsule = getattr(sys.modules.get("swig_runtime_data4"), "type_pointer_capsule", None)
+    if capsule is not None:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(capsule))
