@@ -307,6 +307,8 @@ HOOK_POINTS = (
     # the pool and its allocators
     _read(f"{_ALLOCATOR}.token.TokenToKVPoolAllocator.free", "self free_index"),
     _read(f"{_ALLOCATOR}.paged.PagedTokenToKVPoolAllocator.free", "self free_index"),
+    _read(f"{_ALLOCATOR}.paged.PagedTokenToKVPoolAllocator.free_page_ids", "self page_ids", since="0.5.22"),
+    _read(f"{_ALLOCATOR}.paged.PagedTokenToKVPoolAllocator.get_all_free_pages", "self", since="0.5.22"),
     _hook(
         f"{_ALLOCATOR}.paged.PagedTokenToKVPoolAllocator.alloc_extend",
         "self prefix_lens prefix_lens_cpu seq_lens seq_lens_cpu last_loc extend_num_tokens num_new_pages",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import tempfile
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from transformers import AutoConfig
 
 from evicbench.families.run import arguments
 from evicbench.families.table import Refused
-from evicbench.testbed.server import START_S, Server
+from evicbench.testbed.server import Server
 
 STATUS = 2
 OPENING = "sglang: error: "
@@ -24,18 +23,8 @@ def last_line(refused: Refused) -> tuple[int, str]:
         config = AutoConfig.for_model(refused.model_type, **refused.settings).to_dict()
         config = {**config, "architectures": [refused.architecture]}
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        server = Server(*arguments(folder, 1, ("keydiff@0.5",)), model=folder)
-        ended = subprocess.run(
-            server.command,
-            env=server._env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=START_S,
-            check=False,
-        )
-        lines = ended.stdout.rstrip().splitlines()
-        return ended.returncode, lines[-1] if lines else ""
+        status, lines = Server(*arguments(folder, 1, ("keydiff@0.5",)), model=folder).run_to_end()
+        return status, lines[-1] if lines else ""
 
 
 def is_refused(refused: Refused, status: int, line: str) -> bool:

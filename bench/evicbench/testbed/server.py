@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -88,6 +89,21 @@ class Server(server.Server):
         super().__exit__(kind, error, trace)
         if error is None:
             shutil.rmtree(self._own_folder, ignore_errors=True)
+
+    def run_to_end(self) -> tuple[int, list[str]]:
+        """Exit status, and the lines that it printed, of a server that is to refuse what it was given. Raises
+        TimeoutExpired if it goes on to run."""
+        ended = subprocess.run(
+            self.command,
+            env=self._env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=START_S,
+            check=False,
+        )
+        shutil.rmtree(self._own_folder, ignore_errors=True)
+        return ended.returncode, ended.stdout.rstrip().splitlines()
 
     def generate(self, input_ids: list[int] | list[list[int]], max_new_tokens: int, **fields: Any) -> Any:
         """SGLang's own /generate, greedy, ignoring <eos>; further fields go into the request. Of a batch, a list."""
