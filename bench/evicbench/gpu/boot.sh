@@ -13,7 +13,7 @@ import torch, triton
 if sys.version_info[:2] != (3, 12):
     sys.exit(f"the packed wheels are for Python 3.12, this is {sys.version.split()[0]}")
 if not (torch.__version__.startswith("2.11.") and triton.__version__.startswith("3.6.")):
-    sys.exit(f"SGLang 0.5.15.post1 wants torch 2.11 and Triton 3.6, here are {torch.__version__} and {triton.__version__}")
+    sys.exit(f"SGLang 0.5.17 wants torch 2.11 and Triton 3.6, here are {torch.__version__} and {triton.__version__}")
 PYTHON
 ) || { echo "boot: ${_found##*$'\n'}" >&2; return 1; }
 

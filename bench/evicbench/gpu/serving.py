@@ -16,6 +16,7 @@ from sglang_evicpress.benchmark.server import free_port
 
 START_S = 400.0
 PREFILL_GRAPHS = 512  # tokens: questions run in graphs; long prefills compute long enough, and need not be captured
+MIN_TOKENS = 64  # a shorter node, such as that of a health check, may have nothing to give
 COMMON = (
     *("--skip-server-warmup", "--skip-tokenizer-init", "--log-level", "info", "--stream-interval", "1"),
     # xgrammar is not carried; compiling a kernel in the first forward may outrun the default watchdog
@@ -97,8 +98,8 @@ class Prompts:
 
 
 def compress_all(server: Server, form: str) -> int:
-    """Bring every node of the cache to a form; returns how many slots they hold then."""
+    """Bring every node of the cache to a form but short ones; returns how many slots all hold then."""
     for node in nodes_of(server):
-        if node["num_tokens"] > 1:
+        if node["num_tokens"] >= MIN_TOKENS:
             server.post(f"/evicpress/nodes/{node['id']}/compress", {"form": form})
     return sum(node["num_slots"] for node in nodes_of(server))

@@ -15,8 +15,11 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
+SGLANG = "0.5.17"
+"""The newest release that runs on torch 2.11."""
+
 WHEELS = (
-    *("sglang==0.5.15.post1", "sglang-kernel==0.4.4", "flashinfer-python==0.6.12", "apache-tvm-ffi==0.1.11"),
+    *(f"sglang=={SGLANG}", "sglang-kernel==0.4.5", "flashinfer-python==0.6.15.post1", "apache-tvm-ffi==0.1.11"),
     # 5.17 refuses to import beside this SGLang (23 model types clash), and 5.12.1 needs tokenizers <= 0.23.0
     *("transformers==5.12.1", "tokenizers==0.22.2", "compressed-tensors==0.20.0", "loguru==0.7.3", "gguf==0.19.0"),
     *("fastapi==0.165.0", "starlette==1.10.0", "uvicorn==0.54.0", "opentelemetry-api==1.45.2"),
@@ -54,6 +57,9 @@ flashinfer/data/csrc, whose templates are read even for compiled modules."""
 STUBS = {
     "IPython/__init__.py": "def get_ipython():\n    return None\n",
     "IPython/display.py": "def display(*args, **kwargs):\n    return None\n\n\nHTML = display\n",
+    # parsers of tool calls name its types; a server with `--grammar-backend none` makes none of them
+    "xgrammar/__init__.py": "from typing import Any\n\nStructuralTag = Any\nget_model_structural_tag = None\n",
+    "xgrammar/structural_tag.py": "from typing import Any\n\n\ndef __getattr__(name):\n    return Any\n",
     "soundfile.py": '"""Audio is not used; the real one without cffi breaks the AutoProcessor of transformers."""\n',
 }
 

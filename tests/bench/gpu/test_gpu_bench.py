@@ -48,7 +48,7 @@ def test_a_plugin_folder_is_a_distribution_with_an_entry_point() -> None:
 
 @pytest.mark.skipif(
     not hasattr(MultiPlatformOp, "dispatch_forward"),
-    reason="this SGLang chooses its operators elsewhere; the GPU machine is given 0.5.15.post1",
+    reason="this SGLang chooses its operators elsewhere; the GPU machine is given 0.5.17",
 )
 def test_native_takes_the_torch_code_of_every_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MultiPlatformOp, "dispatch_forward", MultiPlatformOp.dispatch_forward)  # put back afterwards
