@@ -17,6 +17,10 @@ ifneq ($(filter-out $(RELEASES),$(RELEASE)),)
 $(error RELEASE is '$(RELEASE)': expected one of $(RELEASES), or nothing for the release of uv.lock's default groups)
 endif
 
+# SGLang compiles a C++ hash when it first needs it. A server that is killed meanwhile leaves a lock behind, for which the
+# older releases wait without end: so each environment has its own folder, and locks go before anything runs.
+export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch-extensions
+
 SHOWS := $(addprefix show-,foundation policy tiers profiler bench decode kernels mend load house codecs releases)
 
 .PHONY: help setup test check contract check-release drift dist demo $(SHOWS) chaos bench bench-load clean
@@ -49,6 +53,7 @@ help:
 	@echo "make ... RELEASE=R    the same with SGLang R, one of $(RELEASES), in .venv-R"
 
 setup: $(VENV)/.ready
+	@rm -f $(TORCH_EXTENSIONS_DIR)/*/lock
 
 $(VENV)/.ready: pyproject.toml uv.lock bench/evicbench/releases/cpu_shim.py
 	@$(UV) --version >/dev/null 2>&1 || { rm -rf .tools && $(PYTHON) -m venv .tools && .tools/bin/python -m pip install --quiet uv; } \
