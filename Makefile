@@ -27,7 +27,7 @@ SHOWS := $(addprefix show-,foundation policy tiers profiler bench decode kernels
 
 help:
 	@echo "make demo             LRU, LRU over host RAM and SSD, EvicPress, and a cache that holds everything, side by side; about 6 minutes"
-	@echo "make test             every test"
+	@echo "make test             every test: two processes at first, then those of real servers one by one; REPORTS=DIR keeps JUnit files"
 	@echo "make check            ruff, ruff format, mypy"
 	@echo "make contract         only the tests of what we assume about SGLang"
 	@echo "make check-release    what CI asks of another release, RELEASE=R: the cache's contract tests, exact, off is stock, salts through the SSD; 6 minutes"
@@ -59,14 +59,15 @@ $(VENV)/.ready: pyproject.toml uv.lock bench/evicbench/releases/cpu_shim.py
 	@$(UV) --version >/dev/null 2>&1 || { rm -rf .tools && $(PYTHON) -m venv .tools && .tools/bin/python -m pip install --quiet uv; } \
 	|| { rm -rf .tools && $(PYTHON) -m pip install --quiet --target .tools uv; } \
 	|| { echo "setup needs uv, and $(PYTHON) has no pip to fetch it with: install python3-venv or uv, then run make again" >&2; exit 1; }
-	UV_PROJECT_ENVIRONMENT=$(VENV) $(UV) sync --locked --compile-bytecode \
-		$(if $(RELEASE),--no-default-groups --group dev --group release-$(subst .,-,$(RELEASE))) \
+	UV_PROJECT_ENVIRONMENT=$(VENV) $(UV) sync --locked \
+		$(if $(RELEASE),--no-default-groups --group dev --group release-$(subst .,-,$(RELEASE)),--compile-bytecode) \
 		$(if $(filter file,$(origin PYTHON)),,--python $(PYTHON))
 	$(PY) bench/evicbench/releases/cpu_shim.py
 	@touch $@
 
 test: setup
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist loadfile --ignore=tests/e2e $(REPORTS:%=--junitxml=%/parallel.xml)
+	$(PY) -m pytest tests/e2e $(REPORTS:%=--junitxml=%/servers.xml)
 
 check: setup
 	$(PY) -m ruff check
@@ -74,7 +75,7 @@ check: setup
 	$(PY) -m mypy
 
 contract: setup
-	$(PY) -m pytest tests/contract
+	$(PY) -m pytest -n 2 --dist loadfile tests/contract
 
 check-release: setup
 	$(BENCH) -m evicbench.releases.here install contract exactness stock salts

@@ -132,6 +132,9 @@ class Prefetches:
                 self._reservations.release(prefetch)
                 yield
 
+    def __len__(self) -> int:
+        return len(self.by_request)
+
     @property
     def num_waiting(self) -> int:
         """Requests for which something is on its way, or will be."""

@@ -84,7 +84,8 @@ def measure_install() -> Iterator[Line]:
 
 
 def measure_contract() -> Iterator[Line]:
-    yield passed("contract: hook rows, flags, cache, scheduler, attention's inputs, routes", "all pass", *CONTRACT)
+    what = "contract: hook rows, flags, cache, scheduler, attention's inputs, routes"
+    yield passed(what, "all pass", "-n", "2", "--dist", "loadfile", *CONTRACT)
 
 
 def measure_storm() -> Iterator[Line]:

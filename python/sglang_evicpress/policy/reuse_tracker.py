@@ -86,6 +86,10 @@ class ReuseTracker:
 
     def advance(self, now_s: float) -> list[int]:
         """Let nodes grow older; returns those whose rate may have changed, each once, a bounded number."""
+        has_to_forget = len(self._ring) > len(self._histories) + MOST_REVISED
+        is_due = bool(self._due) and self._due[0][0] <= now_s
+        if not (is_due or self._has_to_learn or self._num_to_revise or has_to_forget):
+            return []
         changed = dict[int, None]()
         for _ in range(MOST_LOOKED):
             if not self._due or self._due[0][0] > now_s or len(changed) == MOST_GROWN:
@@ -101,7 +105,6 @@ class ReuseTracker:
             self._has_to_learn = False
             self.model.learn()
             self._num_to_revise = len(self._ring)
-        has_to_forget = len(self._ring) > len(self._histories) + MOST_REVISED
         for _ in range(min(MOST_REVISED, len(self._ring)) if self._num_to_revise or has_to_forget else 0):
             node_id = self._ring.popleft()
             if node_id in self._histories:

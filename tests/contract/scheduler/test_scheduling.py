@@ -41,16 +41,25 @@ START = PrefillCost(0.0, 1.0, 0.0)
 SEEN = CostSnapshot(START, {}, {})
 
 
+class Several(SimpleNamespace):
+    """A part that holds ``count`` of something."""
+
+    def __len__(self) -> int:
+        return int(self.count)
+
+
 class FakeCache:
     def __init__(self) -> None:
         self.stamps: list[tuple[float, CostSnapshot, float]] = []
         self.congestion = SimpleNamespace(value=2.5)
         self.expected: list[str] = []
         self.prefill_times = SimpleNamespace(costs=SEEN)
-        self.queued_hits = SimpleNamespace(keep_only=lambda waiting: self.expected.append(f"keep {waiting}"))
+        self.queued_hits = Several(count=0, keep_only=lambda waiting: self.expected.append(f"keep {waiting}"))
         self.has_tiers = False
         self.started: list[object] = []
-        self.loads = SimpleNamespace(start=self.started.append)
+        self.loads = Several(count=0, start=self.started.append)
+        self.background_requests: list[str] = []
+        self.num_prefetches = 0
         self.num_waiting = 0
         self.has_work = False
         self.ticks: list[tuple[bool, bool]] = []
@@ -62,6 +71,9 @@ class FakeCache:
         self.decode_budgets = SimpleNamespace(visit_budgets=self.visited.append)
         self.told: list[str] = []
         self.background = self.rounds = self.prefetches = self.admission = self.weights = self
+
+    def __len__(self) -> int:
+        return self.num_prefetches
 
     def advance(self, stamp_s: float, costs: CostSnapshot, congestion: float) -> None:
         self.stamps.append((stamp_s, costs, congestion))
@@ -281,6 +293,7 @@ def test_every_step_looks_who_has_left_the_queue(cache: FakeCache) -> None:
 
 def test_what_guests_may_do_is_worked_out_before_a_batch_is_made_and_booked_after(cache: FakeCache) -> None:
     scheduler = SimpleNamespace(waiting_queue=[], running_batch=Batch(is_empty=False), last_batch=None)
+    cache.background_requests.append("background")
     hooks.begin_round(scheduler)
     hooks.end_round(scheduler, "a batch")
     assert cache.visited == [scheduler]
@@ -289,6 +302,20 @@ def test_what_guests_may_do_is_worked_out_before_a_batch_is_made_and_booked_afte
         "background requests are hidden in the round",
         "a round ends with a batch",
     ]
+
+
+def test_a_round_that_nobody_waits_in_takes_nobody_out_of_the_queue(cache: FakeCache) -> None:
+    scheduler = SimpleNamespace(waiting_queue=[], running_batch=Batch(is_empty=False), last_batch=None)
+    told: list[list[str]] = []
+    for known in (None, cache.queued_hits, "prefetches", "queue", "background"):
+        cache.queued_hits.count = int(known is cache.queued_hits)
+        cache.num_prefetches = int(known == "prefetches")
+        scheduler.waiting_queue = ["a"] if known == "queue" else []
+        cache.background_requests = ["background"] if known == "background" else []
+        cache.expected.clear()
+        hooks.begin_round(scheduler)
+        told.append([text for text in cache.expected if "hidden" in text])
+    assert [len(texts) for texts in told] == [0, 1, 1, 1, 1]
 
 
 class Batch:
@@ -470,6 +497,7 @@ def test_an_idle_scheduler_does_not_sleep_while_threads_work_for_the_cache(cache
 
 def test_loads_begin_with_the_batch_of_their_round_and_are_waited_for_while_it_is_launched(cache: FakeCache) -> None:
     scheduler = SimpleNamespace(waiting_queue=[], device="cpu")
+    cache.loads.count = 1
     hooks.end_round(scheduler, "batch")
     assert cache.started == ["batch"]
     launched: list[object] = []
@@ -480,13 +508,16 @@ def test_loads_begin_with_the_batch_of_their_round_and_are_waited_for_while_it_i
         yield
         launched.append("launched")
 
-    def run(batch: object, launch: Any, is_synchronous: bool, stalled: Any) -> Any:
+    def run(batch: object, launch: Any, is_synchronous: bool, stalled: Any = lambda: 0.0) -> Any:
         return launch(), is_synchronous, stalled()
 
     cache.loads.launching, cache.loads.stalled_s = launching, lambda: 0.25
     cache.prefill_times = SimpleNamespace(run=run)
     found = hooks._around_run_batch(lambda _, batch: launched.append(batch), scheduler, "batch")
     assert (launched, found) == (["launching batch", "batch", "launched"], (None, True, 0.25))
+    cache.loads.count = 0
+    found = hooks._around_run_batch(lambda _, batch: launched.append(batch), scheduler, "next")
+    assert (launched[3:], found) == (["next"], (None, True, 0.0)), "there is none to wait for"
 
 
 def test_every_way_into_the_queue_goes_by_the_hook() -> None:
