@@ -19,7 +19,7 @@ endif
 
 # SGLang compiles a C++ hash when it first needs it. A server that is killed meanwhile leaves a lock behind, for which the
 # older releases wait without end: so each environment has its own folder, and locks go before anything runs.
-export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch-extensions
+export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch-extensions
 
 SHOWS := $(addprefix show-,foundation policy tiers profiler bench decode kernels mend load house codecs releases)
 

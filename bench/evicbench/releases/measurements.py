@@ -36,6 +36,7 @@ def measure_release(version: str) -> Iterator[Line]:
             return
     paths = (str(ROOT / "bench"), str(ROOT / "python"), os.environ.get("PYTHONPATH", ""))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    env["TORCH_EXTENSIONS_DIR"] = str(python.parents[1] / "torch-extensions")  # as `make` does
     command = [str(python), "-m", "evicbench.releases.here"]
     with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
