@@ -101,6 +101,8 @@ def client_settings(
     ``MAX_SORTED_TOKENS`` (or the server's own) where each pass would sort it.
     """
     fields = fields_of(params)
+    if not fields and not default.tokens:  # the usual request, which does not wait for more
+        return None, False
     if fields and clients == "off":
         raise ValueError(
             f"{short_repr(next(iter(fields)))} is given, but this server was started with "
