@@ -37,8 +37,8 @@ from sglang_evicpress.patches.tree.changes import Signal
 from sglang_evicpress.patches.tree.compressor import Compressor
 from sglang_evicpress.patches.tree.types import Node, Request
 
-ROUNDS_PER_WORK, MOST_PUT_OFF = 2, 8
-"""Rounds to one with work at many nodes; and while a first token waits for each of them."""
+MOST_PUT_OFF = 8
+"""Rounds for which a token waits, one after the other, of which one is not free of other work."""
 
 
 class Parts:
@@ -265,11 +265,9 @@ class Parts:
         self._connect()
 
     def begin_round(self, *, delays_token: bool) -> None:
-        """Some of what is to be done at many nodes, in every second round, as looking for it takes time between tokens;
-        where a first token waits for this round, in a later one."""
-        self._num_put_off += 1
-        if self._num_put_off >= (MOST_PUT_OFF if delays_token else ROUNDS_PER_WORK):
-            self._num_put_off = 0
+        """Some of what is to be done at many nodes; where a first token waits for this round, in a later one."""
+        self._num_put_off = self._num_put_off + 1 if delays_token else 0
+        if self._num_put_off % MOST_PUT_OFF == 0:
             self.round_begun()
 
     def _connect(self) -> None:

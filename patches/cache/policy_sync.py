@@ -118,10 +118,8 @@ class PolicySync:
         self.planner.least_loss = SEARCHED_FROM_S * self.terms.value_of_hit()
         if self._unseen:
             self._look(LOOKED_PER_ROUND, TOLD_PER_ROUND)
-        elif self.planner.index.is_sweeping:
-            self.planner.advance(SWEPT_PER_ROUND)
-            if not self.planner.index.is_sweeping:
-                self.mark_dirty()
+        elif self.planner.advance(SWEPT_PER_ROUND) and not self.planner.index.is_sweeping:
+            self.mark_dirty()
 
     def finish(self) -> None:
         """All of it at once, for somebody who looks."""

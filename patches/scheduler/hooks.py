@@ -86,7 +86,6 @@ class LearnedCosts(Protocol):
 class WaitingHits(Protocol):
     """Hits that waiting requests are expected to be."""
 
-    def __len__(self) -> int: ...
     def keep_only(self, waiting: Collection[Request]) -> None: ...
 
 
@@ -104,7 +103,6 @@ class HookedRounds(Protocol):
 class HookedPrefetches(Protocol):
     """Prefetches of the requests that wait."""
 
-    def __len__(self) -> int: ...
     @property
     def congestion(self) -> Value: ...
     @property
@@ -156,8 +154,6 @@ class BeginRound(Protocol):
 class HookedGuests(Protocol):
     """Requests that give way to users'."""
 
-    @property
-    def background_requests(self) -> Collection[Request]: ...
     def begin_round(self, scheduler: Scheduler) -> None: ...
     def end_round(self, batch: Batch | None) -> None: ...
     def without_background(self, waiting: list[Request]) -> list[Request]: ...
@@ -199,12 +195,6 @@ class CheckReq(Protocol):
 _cache: HookedCache | None = None
 
 
-def _knows_anybody(cache: HookedCache, scheduler: Scheduler) -> bool:
-    """True if a request waits, or something is known of one that may have left the queue."""
-    known = cache.queued_hits or cache.prefetches or cache.background.background_requests
-    return bool(scheduler.waiting_queue or known)
-
-
 def attach(cache: HookedCache) -> None:
     """Make ``cache`` the one that is stamped for (a scheduler process has one)."""
     global _cache
@@ -244,14 +234,12 @@ def begin_round(scheduler: HookedScheduler) -> None:
     _cache.begin_round(delays_token=delays_token and not is_idle)
     _cache.decode_budgets.visit_budgets(scheduler)
     _cache.rounds.tick(is_idle=is_idle, delays_token=delays_token)
-    if _cache.background.background_requests:
-        _cache.background.begin_round(scheduler)
+    _cache.background.begin_round(scheduler)
     if _cache.rounds.has_tiers and scheduler.running_batch.is_empty():
         # SGLang takes a pool without room for one more request as full until one ends. Nodes that are being loaded
         # are locked with no request running, and they are done without one.
         scheduler.running_batch.batch_is_full = False
-    if _knows_anybody(_cache, scheduler):
-        _cache.admission.hide_waiting(scheduler)
+    _cache.admission.hide_waiting(scheduler)
 
 
 def is_first_come_first_served(scheduler: HookedScheduler) -> bool:
@@ -264,13 +252,11 @@ def end_round(scheduler: HookedScheduler, batch: Batch | None) -> None:
     if _cache is None:
         return
     _cache.admission.show_waiting(scheduler)
-    if _knows_anybody(_cache, scheduler):
-        waiting = _cache.background.without_background(scheduler.waiting_queue)
-        _cache.queued_hits.keep_only(waiting)
-        _cache.prefetches.keep_only(waiting)
+    waiting = _cache.background.without_background(scheduler.waiting_queue)
+    _cache.queued_hits.keep_only(waiting)
+    _cache.prefetches.keep_only(waiting)
     _cache.background.end_round(batch)
-    if _cache.loads:
-        _cache.loads.start(batch)
+    _cache.loads.start(batch)
     if batch is None and _cache.prefetches.num_waiting:
         _cache.rounds.wait(PREFETCH_POLL_S)  # a busy loop would hold up the threads that it waits for
 

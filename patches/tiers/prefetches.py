@@ -132,9 +132,6 @@ class Prefetches:
                 self._reservations.release(prefetch)
                 yield
 
-    def __len__(self) -> int:
-        return len(self.by_request)
-
     @property
     def num_waiting(self) -> int:
         """Requests for which something is on its way, or will be."""

@@ -41,8 +41,8 @@ START = PrefillCost(0.0, 1.0, 0.0)
 SEEN = CostSnapshot(START, {}, {})
 
 
-class Several(SimpleNamespace):
-    """A part that holds ``count`` of something."""
+class Loads(SimpleNamespace):
+    """``count`` of them."""
 
     def __len__(self) -> int:
         return int(self.count)
@@ -54,12 +54,10 @@ class FakeCache:
         self.congestion = SimpleNamespace(value=2.5)
         self.expected: list[str] = []
         self.prefill_times = SimpleNamespace(costs=SEEN)
-        self.queued_hits = Several(count=0, keep_only=lambda waiting: self.expected.append(f"keep {waiting}"))
+        self.queued_hits = SimpleNamespace(keep_only=lambda waiting: self.expected.append(f"keep {waiting}"))
         self.has_tiers = False
         self.started: list[object] = []
-        self.loads = Several(count=0, start=self.started.append)
-        self.background_requests: list[str] = []
-        self.num_prefetches = 0
+        self.loads = Loads(count=0, start=self.started.append)
         self.num_waiting = 0
         self.has_work = False
         self.ticks: list[tuple[bool, bool]] = []
@@ -71,9 +69,6 @@ class FakeCache:
         self.decode_budgets = SimpleNamespace(visit_budgets=self.visited.append)
         self.told: list[str] = []
         self.background = self.rounds = self.prefetches = self.admission = self.weights = self
-
-    def __len__(self) -> int:
-        return self.num_prefetches
 
     def advance(self, stamp_s: float, costs: CostSnapshot, congestion: float) -> None:
         self.stamps.append((stamp_s, costs, congestion))
@@ -293,7 +288,6 @@ def test_every_step_looks_who_has_left_the_queue(cache: FakeCache) -> None:
 
 def test_what_guests_may_do_is_worked_out_before_a_batch_is_made_and_booked_after(cache: FakeCache) -> None:
     scheduler = SimpleNamespace(waiting_queue=[], running_batch=Batch(is_empty=False), last_batch=None)
-    cache.background_requests.append("background")
     hooks.begin_round(scheduler)
     hooks.end_round(scheduler, "a batch")
     assert cache.visited == [scheduler]
@@ -302,20 +296,6 @@ def test_what_guests_may_do_is_worked_out_before_a_batch_is_made_and_booked_afte
         "background requests are hidden in the round",
         "a round ends with a batch",
     ]
-
-
-def test_a_round_that_nobody_waits_in_takes_nobody_out_of_the_queue(cache: FakeCache) -> None:
-    scheduler = SimpleNamespace(waiting_queue=[], running_batch=Batch(is_empty=False), last_batch=None)
-    told: list[list[str]] = []
-    for known in (None, cache.queued_hits, "prefetches", "queue", "background"):
-        cache.queued_hits.count = int(known is cache.queued_hits)
-        cache.num_prefetches = int(known == "prefetches")
-        scheduler.waiting_queue = ["a"] if known == "queue" else []
-        cache.background_requests = ["background"] if known == "background" else []
-        cache.expected.clear()
-        hooks.begin_round(scheduler)
-        told.append([text for text in cache.expected if "hidden" in text])
-    assert [len(texts) for texts in told] == [0, 1, 1, 1, 1]
 
 
 class Batch:
