@@ -7,7 +7,7 @@ from collections import Counter
 
 import torch
 
-from sglang_evicpress.patches.compat.release import RELEASE
+from sglang_evicpress.patches.compat.release import REQUEST_KV
 from sglang_evicpress.patches.decode_budget.state import budget_of, view_between
 from sglang_evicpress.patches.tree.changes import Signal
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
@@ -34,7 +34,7 @@ class PrefixViews:
 
     def adopt(self, req: ServedRequest) -> PrefixView:
         """The view a request's row is written from, now that it is scheduled; counts its hit, once."""
-        num_tokens, state = RELEASE.prefix_len(req), budget_of(req)
+        num_tokens, state = REQUEST_KV.prefix_len(req), budget_of(req)
         if state is not None and state.has_left_tree:
             return view_between(req, state)
         if num_tokens == 0:

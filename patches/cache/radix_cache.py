@@ -36,7 +36,7 @@ from sglang_evicpress.patches.cache.integrity import Integrity, num_running
 from sglang_evicpress.patches.cache.outside import Outside
 from sglang_evicpress.patches.cache.parts import Parts
 from sglang_evicpress.patches.cache.statistics import Statistics
-from sglang_evicpress.patches.compat.release import RELEASE
+from sglang_evicpress.patches.compat.release import RELEASE, REQUEST_KV
 from sglang_evicpress.patches.decode_budget.budgets import DecodeBudgets
 from sglang_evicpress.patches.decode_budget.inspection import RequestsInspection
 from sglang_evicpress.patches.decode_budget.passes import DecodePasses
@@ -201,7 +201,7 @@ class EvicPressCache(RadixCache):
             self.parts.tiers.holds.end(node.id for node in path)
         device_node = resident[-1] if resident else self.root_node
         indices = [node.value for node in resident]
-        return RELEASE.match_result(
+        return REQUEST_KV.match_result(
             torch.cat(indices) if indices else torch.empty(0, dtype=torch.int64, device=self.device),
             params.req,
             device_node,
@@ -211,7 +211,7 @@ class EvicPressCache(RadixCache):
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[Any, Any]:
         """Bring what ``match_prefix`` promised onto the GPU; see ``LoadBack.bring_back``."""
-        return RELEASE.loaded(params.req, *self.parts.tiers.load_back.bring_back(params.req, params.best_match_node))
+        return REQUEST_KV.loaded(params.req, *self.parts.tiers.load_back.bring_back(params.req, params.best_match_node))
 
     def _steps(self, key: RadixKey) -> list[tuple[Any, int]]:
         """The nodes that spell the longest known prefix of ``key`` with the tokens each matches; changes nothing."""
@@ -414,9 +414,11 @@ class EvicPressCache(RadixCache):
     def end_request(self, req: Any, num_tokens: int, *, is_insert: bool) -> None:
         """The request ended or is to be computed anew: its own KV of ``num_tokens`` goes to the tree, or is freed."""
         if self.disable:
-            self.token_to_kv_pool_allocator.free(self.req_to_token_pool.req_to_token[RELEASE.row_of(req), :num_tokens])
+            self.token_to_kv_pool_allocator.free(
+                self.req_to_token_pool.req_to_token[REQUEST_KV.row_of(req), :num_tokens]
+            )
             return
-        adopted = RELEASE.protected_len(req)
+        adopted = REQUEST_KV.protected_len(req)
         own = self._own_slots(req, num_tokens)
         key = self._key_of((req.origin_input_ids + req.output_ids)[:num_tokens], req)
         if is_insert:
@@ -435,32 +437,32 @@ class EvicPressCache(RadixCache):
         is to be computed."""
         if self.disable or self.decode_budgets.keeps_back(req, chunked=is_chunk):
             return
-        adopted, view = RELEASE.protected_len(req), self.views.view_of(req)
+        adopted, view = REQUEST_KV.protected_len(req), self.views.view_of(req)
         key = self._key_of(token_ids, req)
         own = self._own_slots(req, len(token_ids))
         prefix = req.prefix_indices[:adopted]
         shared = view.slots[: adopted - view.holes]
         if len(key) <= adopted or self.parts.tiers.fill_replace.would_change_view(self._steps(key), adopted, view):
-            RELEASE.set_prefix(req, torch.cat([prefix, own]))
+            REQUEST_KV.set_prefix(req, torch.cat([prefix, own]))
             req.evicpress = PrefixView(torch.cat([shared, own]), view.holes, view.is_lossy, True)
             return
         beyond = self._give(req, key, own[: len(key) - adopted], adopted)
         tail = torch.cat([node.value for node in beyond])  # all of them full: see would_change_view
         holes = view.holes
-        self.req_to_token_pool.write((RELEASE.row_of(req), slice(adopted - holes, len(key) - holes)), tail)
-        RELEASE.relock(self, req, beyond[-1])
+        self.req_to_token_pool.write((REQUEST_KV.row_of(req), slice(adopted - holes, len(key) - holes)), tail)
+        REQUEST_KV.relock(self, req, beyond[-1])
         tail = torch.cat([tail, own[len(key) - adopted :]])
         if PromptQueries.active is not None and not is_chunk:
             PromptQueries.active.forget(req.rid)
-        RELEASE.set_protected_len(req, len(key))
-        RELEASE.set_prefix(req, torch.cat([prefix, tail]))
+        REQUEST_KV.set_protected_len(req, len(key))
+        REQUEST_KV.set_prefix(req, torch.cat([prefix, tail]))
         req.evicpress = PrefixView(torch.cat([shared, tail]), holes, view.is_lossy, True)
 
     def _own_slots(self, req: Any, num_tokens: int) -> torch.Tensor:
         """Slots that a request computed itself: logical [protected, num_tokens) of its compact row."""
         holes = holes_of(req)
-        row = self.req_to_token_pool.req_to_token[RELEASE.row_of(req)]
-        return row[RELEASE.protected_len(req) - holes : num_tokens - holes].to(torch.int64, copy=True)
+        row = self.req_to_token_pool.req_to_token[REQUEST_KV.row_of(req)]
+        return row[REQUEST_KV.protected_len(req) - holes : num_tokens - holes].to(torch.int64, copy=True)
 
     def _key_of(self, token_ids: Any, req: Any) -> RadixKey:
         """Key of a request's tokens that may go into the tree: of one in a shadow only the shadow."""

@@ -20,7 +20,7 @@ from sglang_evicpress.decode_budget.schedule import is_due, is_near, is_over
 from sglang_evicpress.decode_budget.settings import DecodeSettings, client_settings, fields_of
 from sglang_evicpress.decode_budget.stats import RequestStats, Totals
 from sglang_evicpress.patches.attention.query_ring import STEPS_AHEAD, QueryRing
-from sglang_evicpress.patches.compat.release import RELEASE
+from sglang_evicpress.patches.compat.release import REQUEST_KV
 from sglang_evicpress.patches.decode_budget.metrics import BudgetMetrics
 from sglang_evicpress.patches.decode_budget.rows import DecodeTree, row_of, unshare
 from sglang_evicpress.patches.decode_budget.state import (
@@ -193,11 +193,11 @@ class DecodeBudgets:
             unshare(self.tree, self.compressor, [req])
         slots = row_of(self.tree, req, num_physical(req))
         if not state.has_left_tree:  # there was no room to copy what it shares: another try after the next piece
-            prefix = req.prefix_indices[: RELEASE.protected_len(req)]
-            RELEASE.set_prefix(req, torch.cat([prefix, slots[num_shared(req) :]]))
+            prefix = req.prefix_indices[: REQUEST_KV.protected_len(req)]
+            REQUEST_KV.set_prefix(req, torch.cat([prefix, slots[num_shared(req) :]]))
             req.evicpress = PrefixView(slots, req.evicpress.holes, req.evicpress.is_lossy, True)
             return
-        RELEASE.set_prefix(req, torch.cat([slots.new_zeros(state.num_dropped), slots]))
+        REQUEST_KV.set_prefix(req, torch.cat([slots.new_zeros(state.num_dropped), slots]))
 
     # ---- requests that cannot go on
 

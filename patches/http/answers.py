@@ -173,9 +173,10 @@ def _adding_usage(prompts: ServedPrompts, send: Send) -> Send:
                 head = message
                 return
         elif message["type"] == "http.response.body":
-            body, usage = message.get("body", b""), prompts.usage()
+            body = message.get("body", b"")
             is_whole = head is None or not message.get("more_body", False)
-            if usage is not None and is_whole and _USAGE in body:
+            usage = prompts.usage() if is_whole and _USAGE in body else None
+            if usage is not None:
                 body = body.replace(_USAGE, _USAGE + usage + b",", 1)
                 message = {**message, "body": body}
                 if head is not None:

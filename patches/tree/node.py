@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,6 +15,11 @@ from sglang_evicpress.introspect.census import Counted
 from sglang_evicpress.press import QueryWindow
 from sglang_evicpress.survivors import SurvivorLayout
 from sglang_evicpress.tiers.entry.copies import Copy
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    from sglang_evicpress.patches.tree.types import Node
 
 
 @dataclass(slots=True)
@@ -94,36 +99,38 @@ class PrefixView:
     is_counted: bool = False
 
 
-def view_of_path(path: Sequence[Any], device: torch.device) -> PrefixView:
+def view_of_path(path: Sequence[Node], device: torch.device) -> PrefixView:
     """The prefix that a request takes from the tree with these nodes."""
     parts = [slots_of(node) for node in path] or [torch.empty(0, dtype=torch.int64, device=device)]
     holes = sum(len(node.key) - num_slots(node) for node in path)
     return PrefixView(torch.cat(parts), holes, any(is_lossy(node) for node in path))
 
 
-def holes_of(req: Any) -> int:
+def holes_of(req: object) -> int:
     """The holes in the prefix of a request; none in one that was never matched."""
     view = getattr(req, "evicpress", None)
     return 0 if view is None else int(view.holes)
 
 
-def slots_of(node: Any) -> torch.Tensor:
+def slots_of(node: Node) -> torch.Tensor:
     """The physical slots of a node, in order, without holes."""
-    slots = node.kv.slots
-    return node.value if slots is None else slots
+    slots = node.value if node.kv.slots is None else node.kv.slots
+    if slots is None:
+        raise ValueError(f"node {node.id} is not on the GPU: it has no slots")
+    return slots
 
 
-def kv_of(node: Any, window: QueryWindow | None) -> NodeSlots:
+def kv_of(node: Node, window: QueryWindow | None) -> NodeSlots:
     """KV of a node that is on the GPU, with the queries kept for it."""
     return NodeSlots(slots_of(node), node.kv.layout, start_of(node), len(node.key), window)
 
 
-def num_slots(node: Any) -> int:
+def num_slots(node: Node) -> int:
     """The physical slots of a node: none while it is not on the GPU."""
     return 0 if node.value is None else size_of(node)
 
 
-def census_of(node: Any) -> Counted:
+def census_of(node: Node) -> Counted:
     """The node as it is counted in the totals of ``/evicpress/stats``."""
     kv, on_gpu = node.kv, num_slots(node)
     held = [(copy.tier, copy.form, copy.num_slots) for _, copy in sorted(kv.copies.items())]
@@ -132,23 +139,23 @@ def census_of(node: Any) -> Counted:
     return Counted(kv.form, len(node.key), on_gpu, bool(kv.is_shadow), tuple(held))
 
 
-def is_reserved(node: Any) -> bool:
+def is_reserved(node: Node) -> bool:
     """True if a node stays where it is with no request running on it: a shadow's, one of which a move has failed, or
     one below the GPU that a request waits for."""
     return bool(node.kv.is_shadow or node.kv.is_aside) or (node.value is None and node.kv.num_prefetches > 0)
 
 
-def size_of(node: Any) -> int:
+def size_of(node: Node) -> int:
     """The slots that what a node holds takes, wherever it is."""
     layout = node.kv.layout
     return len(node.key) if layout is None else layout.num_slots
 
 
-def has_child_on_gpu(node: Any) -> bool:
+def has_child_on_gpu(node: Node) -> bool:
     return any(child.value is not None for child in node.children.values())
 
 
-def is_lossy(node: Any) -> bool:
+def is_lossy(node: Node) -> bool:
     return not node.kv.form.is_exact or node.kv.is_lossy_prefix
 
 
@@ -156,13 +163,14 @@ MOST_SHORT = 1 / 64
 """Slots that pieces of another compression lack, of the tokens behind them, where these are served all the same."""
 
 
-def steps_of(root: Any, key: Any, page_size: int) -> list[tuple[Any, int]]:
+def steps_of(root: Node, key: RadixKey, page_size: int) -> list[tuple[Node, int]]:
     """The nodes that spell the longest known prefix of ``key``, a RadixKey, with the tokens each matches."""
     node, steps = root, []
     while len(key) > 0:
-        node = node.children.get(key.child_key(page_size))
-        if node is None:
+        child = node.children.get(key.child_key(page_size))
+        if child is None:
             break
+        node = child
         matched = node.key.match(key, page_size=page_size)
         steps.append((node, matched))
         if matched < len(node.key):
@@ -171,7 +179,7 @@ def steps_of(root: Any, key: Any, page_size: int) -> list[tuple[Any, int]]:
     return steps
 
 
-def servable_steps(steps: list[tuple[Any, int]], min_match_kept: float) -> int:
+def servable_steps(steps: list[tuple[Node, int]], min_match_kept: float) -> int:
     """Number of steps (node, matched tokens) of a path that a request can take from the tree.
 
     A match that ends inside a compressed node may be left with next to no slots (its survivors lie further back); then
@@ -195,7 +203,7 @@ def servable_steps(steps: list[tuple[Any, int]], min_match_kept: float) -> int:
     return servable
 
 
-def start_of(node: Any) -> int:
+def start_of(node: Node) -> int:
     """Absolute position of the node's first token: the logical length of the path above it."""
     start = 0
     while (node := node.parent) is not None:
@@ -203,7 +211,7 @@ def start_of(node: Any) -> int:
     return start
 
 
-def path_to(node: Any) -> list[Any]:
+def path_to(node: Node) -> list[Node]:
     """The nodes from below the root to ``node``."""
     path = []
     while node.parent is not None:
@@ -212,7 +220,7 @@ def path_to(node: Any) -> list[Any]:
     return path[::-1]
 
 
-def tokens_to(node: Any) -> array[int]:
+def tokens_to(node: Node) -> array[int]:
     """Tokens of the path down to the node and of itself."""
     tokens = array("q")
     for each in path_to(node):
@@ -228,7 +236,7 @@ def first_outside(tokens: Sequence[int], vocab_size: int) -> int | None:
     return int(((row < 0) | (row >= vocab_size)).argmax())
 
 
-def iter_nodes(root: Any) -> Iterator[Any]:
+def iter_nodes(root: Node) -> Iterator[Node]:
     """Every node below ``root``, parents first, in insertion order (the same on every rank)."""
     stack = list(reversed(root.children.values()))
     while stack:
