@@ -10,7 +10,8 @@ import torch
 from sglang_evicpress.patches.cache.radix_cache import EvicPressCache
 from sglang_evicpress.patches.compat.release import REQUEST_KV
 from sglang_evicpress.patches.hook_points import of_release
-from sglang_evicpress.patches.tree.node import PrefixView, holes_of
+from sglang_evicpress.patches.tree.node import holes_of
+from sglang_evicpress.patches.tree.node_kv import PrefixView
 
 
 class CacheOf0515(EvicPressCache):

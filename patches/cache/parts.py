@@ -84,6 +84,7 @@ class Parts:
             tree.quality,
             tiers.gpu_ops,
             tiers.placement.lower_copies_of,
+            lambda node: self.quality_control.least_predicted(node.key.extra_key),
         )
         self.moves = NodeMoves(
             nodes,
@@ -150,7 +151,7 @@ class Parts:
             outside.tree, tree.terms, self.shadows, tiers.prefetches.by_request, background_requests
         )
         self.quality_control = QualityControl(
-            config.target_quality, nodes, tree.terms, tree.policy, tree.quality.shares_of
+            config.target_quality, nodes, tree.terms, tree.policy, tree.quality.shares_of, tree.floors
         )
         self.recomputation = Recomputation(
             outside.tree,
@@ -306,9 +307,9 @@ class Parts:
         terms.costs_changed.subscribe(tree.policy.refresh)
         tree.quality.judged.subscribe(self.quality_control.note_judged)
         self.views.admitted.subscribe(
-            note_served_kv,
             tree.quality.note_question,
             self.quality_control.note_admitted,
+            note_served_kv,
             tree.queued_hits.on_prefill,
             self.recomputation.count_admitted,
         )

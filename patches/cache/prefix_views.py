@@ -11,7 +11,8 @@ from sglang_evicpress.patches.compat.release import REQUEST_KV
 from sglang_evicpress.patches.decode_budget.state import budget_of, view_between
 from sglang_evicpress.patches.tree.changes import Signal
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
-from sglang_evicpress.patches.tree.node import PrefixView, path_to, view_of_path
+from sglang_evicpress.patches.tree.node import path_to, view_of_path
+from sglang_evicpress.patches.tree.node_kv import PrefixView
 from sglang_evicpress.patches.tree.types import Node, ServedRequest
 
 logger = logging.getLogger(__name__)

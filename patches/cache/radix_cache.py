@@ -49,8 +49,6 @@ from sglang_evicpress.patches.tree.exact_requests import usable_steps
 from sglang_evicpress.patches.tree.model_identity import ModelIdentity
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
 from sglang_evicpress.patches.tree.node import (
-    NodeKV,
-    PrefixView,
     first_outside,
     holes_of,
     is_reserved,
@@ -59,6 +57,7 @@ from sglang_evicpress.patches.tree.node import (
     steps_of,
     view_of_path,
 )
+from sglang_evicpress.patches.tree.node_kv import NodeKV, PrefixView
 from sglang_evicpress.patches.unsupported import decode_settings
 from sglang_evicpress.tiers.entry.copies import Copy
 from sglang_evicpress.tiers.entry.identity import KEY_BYTES, MAX_TOKEN
@@ -383,18 +382,19 @@ class EvicPressCache(RadixCache):
         view = self.views.view_of(req)
         priority = getattr(req, "priority", 0) or 0
         path = self._take(self._steps(key))
-        beyond, parts, known = [], [], 0
-        for node in path:
+        beyond, parts, gains, known = [], [], list[float](), 0
+        for node, gain in zip(path, self._gains(req, path) if view.is_lossy else (0.0 for _ in path), strict=True):
             node.priority = max(node.priority, priority)
             begin, known = known, known + len(node.key)
             if begin >= adopted:
                 beyond.append(node)
                 parts.append(own[begin - adopted : known - adopted])
+                gains.append(gain)
         # From the end: what a node holds anew may take from those below it their copies, and with these all they are.
-        for node, node_slots in zip(beyond[::-1], parts[::-1], strict=True):
+        for node, node_slots, gain in zip(beyond[::-1], parts[::-1], gains[::-1], strict=True):
             if node.value is None:
                 self.parts.tiers.fill_replace.fill(node, node_slots, view.is_lossy)
-            elif self.parts.tiers.fill_replace.is_promotion(node, view):
+            elif self.parts.tiers.fill_replace.is_promotion(node, view, gain):
                 self.parts.tiers.fill_replace.replace(node, node_slots, view.is_lossy)
             else:
                 self.ledger.free(node_slots)
@@ -410,6 +410,12 @@ class EvicPressCache(RadixCache):
         for node in beyond if view.is_lossy else ():
             node.kv.prefix_quality = min(node.kv.prefix_quality, getattr(req, "evicpress_prefix_quality", 1.0))
         return beyond
+
+    def _gains(self, req: Any, path: list[Any]) -> list[float]:
+        """By how much the predicted quality of what a request computed upon a lossy prefix exceeds each node's."""
+        shares = self.quality.shares_of([(node, len(node.key)) for node in path])
+        own_loss = 1.0 - getattr(req, "evicpress_prefix_quality", 1.0)
+        return [share.lost / share.num_tokens - own_loss for share in shares]
 
     def end_request(self, req: Any, num_tokens: int, *, is_insert: bool) -> None:
         """The request ended or is to be computed anew: its own KV of ``num_tokens`` goes to the tree, or is freed."""

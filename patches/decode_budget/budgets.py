@@ -16,6 +16,7 @@ import torch
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
+from sglang_evicpress.asked_quality import asks_exact, check_quality
 from sglang_evicpress.decode_budget.schedule import is_due, is_near, is_over
 from sglang_evicpress.decode_budget.settings import DecodeSettings, client_settings, fields_of
 from sglang_evicpress.decode_budget.stats import RequestStats, Totals
@@ -35,9 +36,8 @@ from sglang_evicpress.patches.decode_budget.trace import DecodeTrace
 from sglang_evicpress.patches.decode_budget.types import ArrivingRequest, DecodeScheduler
 from sglang_evicpress.patches.tree.compressor import Compressor
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
-from sglang_evicpress.patches.tree.node import PrefixView
+from sglang_evicpress.patches.tree.node_kv import PrefixView
 from sglang_evicpress.patches.unsupported import check_decode
-from sglang_evicpress.quality.asked import asks_exact, check_quality
 
 
 class BudgetLog(Protocol):

@@ -17,7 +17,8 @@ from sglang_evicpress.patches.compat.release import REQUEST_KV
 from sglang_evicpress.patches.decode_budget.state import BudgetedRequest, num_shared
 from sglang_evicpress.patches.scheduler.paged_allocator import PagedPool
 from sglang_evicpress.patches.tree.compressor import Compressor
-from sglang_evicpress.patches.tree.node import PrefixView, path_to
+from sglang_evicpress.patches.tree.node import path_to
+from sglang_evicpress.patches.tree.node_kv import PrefixView
 from sglang_evicpress.patches.tree.types import Allocator, Node
 
 

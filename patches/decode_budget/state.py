@@ -18,7 +18,8 @@ from sglang_evicpress.decode_budget.stats import PassRecord, RequestStats
 from sglang_evicpress.device import HostCopy, to_device
 from sglang_evicpress.patches.compat.release import REQUEST_KV
 from sglang_evicpress.patches.decode_budget.trace import DecodeTrace
-from sglang_evicpress.patches.tree.node import PrefixView, holes_of
+from sglang_evicpress.patches.tree.node import holes_of
+from sglang_evicpress.patches.tree.node_kv import PrefixView
 from sglang_evicpress.patches.tree.types import Request
 
 

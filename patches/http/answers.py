@@ -20,8 +20,8 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sglang_evicpress.asked_quality import KV_CACHE, KV_QUALITY, ServedKV, check_quality, served_kv
 from sglang_evicpress.patches.http import salts
-from sglang_evicpress.quality.asked import KV_CACHE, KV_QUALITY, ServedKV, check_quality, served_kv
 
 GENERATE_REQUEST = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
 GENERATE_PATH = "/generate"
@@ -52,8 +52,9 @@ class ServedPrompts:
         prompts = [kv for index, kv in self.by_answer.items() if index % self.num_samples == 0]
         if not prompts:
             return None
-        exact, lossy = (sum(counts) for counts in zip(*(kv.values() for kv in prompts), strict=True))
-        return f'"{KV_CACHE}":{json.dumps(served_kv(exact, lossy), separators=(",", ":"))}'.encode()
+        exact, lossy = sum(kv["exact_tokens"] for kv in prompts), sum(kv["lossy_tokens"] for kv in prompts)
+        served = served_kv(exact, lossy, min(kv["min_quality"] for kv in prompts))
+        return f'"{KV_CACHE}":{json.dumps(served, separators=(",", ":"))}'.encode()
 
 
 _served: ContextVar[ServedPrompts | None] = ContextVar("evicpress_served", default=None)

@@ -76,13 +76,17 @@ def test_usage_agrees_with_the_tree_before_and_after_exact_kv_replaces_the_lossy
 ) -> None:
     num_tokens = len(DOCUMENT)
     assert lossy["num_tokens"] in (num_tokens, num_tokens + 1)  # with the answer, where SGLang computed its KV
-    counts = {"exact_tokens": 0, "lossy_tokens": num_tokens}
+    counts = {"exact_tokens": 0, "lossy_tokens": num_tokens, "min_quality": 0.9}
     with_question = {"prompt": [*DOCUMENT, 5]}
     answer = usage(server, with_question)
     assert answer["kv_cache"] == counts and answer["prompt_tokens_details"]["cached_tokens"] == num_tokens
-    assert usage(server, {**with_question, **EXACT})["kv_cache"] == {"exact_tokens": 0, "lossy_tokens": 0}
+    assert usage(server, {**with_question, **EXACT})["kv_cache"] == {
+        "exact_tokens": 0,
+        "lossy_tokens": 0,
+        "min_quality": 1.0,
+    }
     assert largest_node(server)["lineage"] == "exact"
-    counts = {"exact_tokens": num_tokens, "lossy_tokens": 0}
+    counts = {"exact_tokens": num_tokens, "lossy_tokens": 0, "min_quality": 1.0}
     assert usage(server, {**with_question, **EXACT})["kv_cache"] == counts
     sampling = {"custom_params": EXACT, "max_new_tokens": 60, "ignore_eos": True}
     info = server.generate([*DOCUMENT, 5], 60, sampling_params=sampling)["meta_info"]
@@ -119,8 +123,8 @@ def stream_usage(server: Server, body: Mapping[str, Any], path: str) -> dict[str
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
 def test_a_quality_that_is_not_known_is_refused(server: Server, path: str) -> None:
-    status, answer = server.request("POST", path, {"model": "default", "kv_quality": 0.9, "stream": True})
-    assert status == 400 and "kv_quality is 0.9: expected 'exact'" in json.dumps(answer)
+    status, answer = server.request("POST", path, {"model": "default", "kv_quality": 1.5, "stream": True})
+    assert status == 400 and "kv_quality is 1.5: expected 'exact', or a number above 0" in json.dumps(answer)
 
 
 def test_the_cache_is_whole_after_all_that(server: Server) -> None:

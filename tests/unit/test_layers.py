@@ -37,13 +37,14 @@ TABLE = {
     # Decisions: standard library and numpy.
     "core": Layer(),
     "policy": Layer(("core",), NUMPY),
+    "error_text": Layer(),
     # Settings, checked by pydantic.
+    "asked_quality": Layer(("error_text",)),
     "files": Layer((), ("orjson",)),
     "validation": Layer((), ("pydantic",)),
-    "config": Layer((*PURE, "files", "validation"), ("pydantic",)),
+    "config": Layer((*PURE, "asked_quality", "files", "validation"), ("pydantic",)),
     "flags": Layer(("config",)),
     # Small things of the standard library that many parts use.
-    "error_text": Layer(),
     "threads": Layer(("error_text",)),
     "quantiles": Layer((), NUMPY),
     "tables": Layer(),
@@ -85,7 +86,17 @@ TABLE = {
     "patches": Layer(
         (
             *SETTINGS,
-            *("codec", "controller", "cpu_attention", "decode_budget", "device", "error_text", "introspect", "kernels"),
+            *(
+                "asked_quality",
+                "codec",
+                "controller",
+                "cpu_attention",
+                "decode_budget",
+                "device",
+                "error_text",
+                "introspect",
+                "kernels",
+            ),
             *("press", "profiler", "quality", "spawn", "survivors", "threads", "tiers"),
         ),
         ("fastapi", "flashinfer", "numpy", "orjson", "prometheus_client", "sglang", "starlette", "torch", "zmq"),

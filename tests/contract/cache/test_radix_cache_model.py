@@ -82,6 +82,7 @@ class Request(HasKV):
     input_embeds: object = None
     customized_info: dict[str, list[object]] | None = None
     is_exact: bool = False
+    quality: float | None = None
     filled: int = 0
     frozen_view: list[set[tuple[int, int]]] = field(default_factory=list)
 
@@ -99,7 +100,8 @@ class Request(HasKV):
 
     @property
     def sampling_params(self) -> SimpleNamespace:
-        params = {"kv_quality": "exact"} if self.is_exact else None
+        asked = "exact" if self.is_exact else self.quality
+        params = None if asked is None else {"kv_quality": asked}
         return SimpleNamespace(top_k=1, max_new_tokens=9, custom_params=params)
 
     def finished(self) -> bool:
