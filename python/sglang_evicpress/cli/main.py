@@ -32,6 +32,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="measure how good answers stay on compressed KV, at a running server; show what was measured",
         add_help=False,
     )
+    commands.add_parser("plan", help="replay a trace on tiers of several sizes, to choose among them", add_help=False)
     commands.add_parser("doctor", help="what is missing on this machine; test a running server", add_help=False)
     commands.add_parser("top", help="what a server does now", add_help=False)
     commands.add_parser("tree", help="the radix tree of a server", add_help=False)
@@ -113,6 +114,10 @@ def _command(name: str) -> Callable[[Sequence[str]], int] | None:
             from sglang_evicpress.cli.replay.command import replay
 
             return replay
+        case "plan":
+            from sglang_evicpress.cli.replay.plan import plan
+
+            return plan
         case "profile":
             from sglang_evicpress.cli.profile.command import profile
 
