@@ -28,6 +28,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
+from sglang_evicpress.asked_retention import retention_s
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.patches.attention.prompt_queries import PromptQueries
 from sglang_evicpress.patches.cache.inspection import TreeInspection
@@ -53,6 +54,7 @@ from sglang_evicpress.patches.tree.node import (
     holes_of,
     is_reserved,
     num_slots,
+    path_to,
     servable_steps,
     steps_of,
     view_of_path,
@@ -407,6 +409,8 @@ class EvicPressCache(RadixCache):
                 self.parts.tree.queries.keep(leaf, *PromptQueries.active.keep(req.rid, known))
                 self.changes.changed(leaf)
             beyond.append(leaf)
+        if (seconds := retention_s(req.sampling_params.custom_params)) and (last := [*path, *beyond][-1:]):
+            self.queued_hits.retain(path_to(last[0]), seconds)
         for node in beyond if view.is_lossy else ():
             node.kv.prefix_quality = min(node.kv.prefix_quality, getattr(req, "evicpress_prefix_quality", 1.0))
         return beyond

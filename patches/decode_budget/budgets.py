@@ -17,6 +17,7 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_evicpress.asked_quality import asks_exact, check_quality
+from sglang_evicpress.asked_retention import check_retention
 from sglang_evicpress.decode_budget.schedule import is_due, is_near, is_over
 from sglang_evicpress.decode_budget.settings import DecodeSettings, client_settings, fields_of
 from sglang_evicpress.decode_budget.stats import RequestStats, Totals
@@ -82,6 +83,7 @@ class DecodeBudgets:
             return None, False
         params = req.sampling_params.custom_params
         check_quality(params)
+        check_retention(params)
         settings, wants_trace = client_settings(params, self.default, self.clients)
         if settings is not None and asks_exact(params):
             if "kv_decode_budget" in fields_of(params):

@@ -40,6 +40,7 @@ TABLE = {
     "error_text": Layer(),
     # Settings, checked by pydantic.
     "asked_quality": Layer(("error_text",)),
+    "asked_retention": Layer(("error_text",)),
     "files": Layer((), ("orjson",)),
     "validation": Layer((), ("pydantic",)),
     "config": Layer((*PURE, "asked_quality", "files", "validation"), ("pydantic",)),
@@ -87,7 +88,7 @@ TABLE = {
         (
             *SETTINGS,
             *(
-                "asked_quality",
+                *("asked_quality", "asked_retention"),
                 "codec",
                 "controller",
                 "cpu_attention",

@@ -253,3 +253,22 @@ def test_a_decision_is_in_the_journal_with_its_alpha() -> None:
         walk.answer(walk.random_tokens(256))
     entries: Any = walk.cache.parts.controller.journal.read(0, 100)["entries"]
     assert entries and {entry["alpha"] for entry in entries} == {stats(walk)["alpha"]}
+
+
+def test_what_a_request_asks_to_retain_weighs_more_until_its_time_is_over() -> None:
+    walk = make_walk(None)
+    walk.wait_s(0.0)  # from now on the clock counts
+    plain, retained = walk.random_tokens(128), walk.random_tokens(128)
+    walk.answer(plain, 7)
+    walk.answer(retained, 7, retention=30.0)
+    (first,), (second,) = walk.parts(plain), walk.parts(retained)
+    assert second.kv.weight - first.kv.weight == pytest.approx(1 / 30, rel=0.1)
+    num_retained = walk.cache.queued_hits.num_retained
+    walk.answer([*retained[:64], 9], 7)
+    _, lower = walk.parts(retained)
+    assert walk.cache.queued_hits.num_retained == num_retained + 1
+    walk.wait_s(31.0)
+    walk.cache.queued_hits.grow_older()
+    assert walk.cache.queued_hits.num_retained == 0
+    assert lower.kv.weight == pytest.approx(first.kv.weight, rel=0.5)
+    walk.check()

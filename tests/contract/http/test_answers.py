@@ -97,6 +97,19 @@ def test_the_field_moves_to_the_custom_params(app: App, path: str) -> None:
         assert app.bodies.pop() == {"prompt": "x", "custom_params": {**expected, "kv_quality": "exact"}}
 
 
+def test_both_fields_move(app: App) -> None:
+    asked = {"kv_quality": 0.9, "kv_retention_seconds": 60}
+    assert app.client.post("/v1/completions", json={"prompt": "x", **asked}).status_code == 200
+    assert app.bodies.pop() == {"prompt": "x", "custom_params": asked}
+
+
+def test_a_retention_that_is_not_known_is_refused(app: App) -> None:
+    response = app.client.post("/v1/completions", json={"prompt": "x", "kv_retention_seconds": -1})
+    assert response.status_code == 400
+    sentence = "kv_retention_seconds is -1: expected seconds above 0, at most 86400"
+    assert response.json()["message"] == sentence
+
+
 def test_for_generate_it_moves_into_every_sampling_params(app: App) -> None:
     params = {"custom_params": {"kv_quality": "exact"}}
     for given, expected in ((None, params), ({}, params), ([{"n": 1}, {}], [{"n": 1, **params}, params])):
@@ -109,13 +122,13 @@ def test_for_generate_it_moves_into_every_sampling_params(app: App) -> None:
     [b'{"prompt":  "kv_quality"}', b'{"kv_quality":  null, "a": 1.0}', b'["kv_quality" ]', b'{"custom_params": 5}'],
 )
 def test_other_bodies_pass_as_they_are(app: App, body: bytes) -> None:
-    assert answers.with_quality(body, "/v1/completions") is body
+    assert answers.with_fields(body, "/v1/completions") is body
     assert app.client.post("/v1/completions", content=body).status_code == 200
 
 
 def test_what_is_no_json_is_for_sglang_to_refuse() -> None:
     for body in (b'{"kv_quality": ', b'{"kv_quality": ' + b"[" * 100_000):
-        assert answers.with_quality(body, "/v1/completions") is body
+        assert answers.with_fields(body, "/v1/completions") is body
 
 
 @pytest.mark.parametrize("stream", [True, False])

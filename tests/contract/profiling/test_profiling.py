@@ -77,10 +77,11 @@ class ProfiledWalk(ShadowWalk):
         namespace: str | None = None,
         lora_id: str | None = None,
         quality: float | None = None,
+        retention: float | None = None,
     ) -> Request:
-        """A user's request from its arrival to its end; ``quality`` is what it asks for."""
+        """A user's request from its arrival to its end; ``quality`` and ``retention`` are what it asks for."""
         request = self.enqueue(namespace, tokens)
-        request.lora_id, request.quality = lora_id, quality
+        request.lora_id, request.quality, request.retention = lora_id, quality, retention
         self.prefill(request)
         for token in answer:
             self.generate(request, token)
