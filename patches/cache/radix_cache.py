@@ -29,6 +29,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
 from sglang_evicpress.config import EvicPressConfig
+from sglang_evicpress.patches.attention import group_rows
 from sglang_evicpress.patches.attention.prompt_queries import PromptQueries
 from sglang_evicpress.patches.cache.inspection import TreeInspection
 from sglang_evicpress.patches.cache.inspector import Inspector
@@ -50,7 +51,6 @@ from sglang_evicpress.patches.tree.model_identity import ModelIdentity
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
 from sglang_evicpress.patches.tree.node import (
     NodeKV,
-    PrefixView,
     first_outside,
     holes_of,
     is_reserved,
@@ -439,22 +439,22 @@ class EvicPressCache(RadixCache):
         key = self._key_of(token_ids, req)
         own = self._own_slots(req, len(token_ids))
         prefix = req.prefix_indices[:adopted]
-        shared = view.slots[: adopted - view.holes]
         if len(key) <= adopted or self.parts.tiers.fill_replace.would_change_view(self._steps(key), adopted, view):
             RELEASE.set_prefix(req, torch.cat([prefix, own]))
-            req.evicpress = PrefixView(torch.cat([shared, own]), view.holes, view.is_lossy, True)
+            req.evicpress = view.extended(own, adopted - view.holes)
             return
         beyond = self._give(req, key, own[: len(key) - adopted], adopted)
         tail = torch.cat([node.value for node in beyond])  # all of them full: see would_change_view
         holes = view.holes
         self.req_to_token_pool.write((RELEASE.row_of(req), slice(adopted - holes, len(key) - holes)), tail)
+        group_rows.note_written(RELEASE.row_of(req), adopted - holes)
         RELEASE.relock(self, req, beyond[-1])
         tail = torch.cat([tail, own[len(key) - adopted :]])
         if PromptQueries.active is not None and not is_chunk:
             PromptQueries.active.forget(req.rid)
         RELEASE.set_protected_len(req, len(key))
         RELEASE.set_prefix(req, torch.cat([prefix, tail]))
-        req.evicpress = PrefixView(torch.cat([shared, tail]), holes, view.is_lossy, True)
+        req.evicpress = view.extended(tail, adopted - holes)
 
     def _own_slots(self, req: Any, num_tokens: int) -> torch.Tensor:
         """Slots that a request computed itself: logical [protected, num_tokens) of its compact row."""

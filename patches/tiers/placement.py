@@ -42,7 +42,7 @@ class Placement:
     quality_of_copy: Callable[[Node, Copy], float]
     on_changed: Listener
     tell_stored: Listener
-    stored_bytes: Callable[[Form, int], int]
+    stored_bytes: Callable[[Form, float], int]
     slot_bytes: int
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ class Placement:
             LowerCopy(
                 int(tier),
                 copy.form,
-                self.stored_bytes(copy.form, copy.num_slots * slot_bytes),
+                self.stored_bytes(copy.form, copy.num_slots * slot_bytes * copy.filled),
                 self.quality_of_copy(node, copy),
             )
             for tier, copy in sorted(node.kv.copies.items())

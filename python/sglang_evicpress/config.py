@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonValue
 from pydantic.dataclasses import dataclass
 
-from sglang_evicpress.core import Form
+from sglang_evicpress.core import CODECS, PYRAMID, UNIFORM, Form
 from sglang_evicpress.files import read_json
 from sglang_evicpress.policy import SERVER_POLICY_NAMES, policy_info
 from sglang_evicpress.policy.quality_curves import Curves
+from sglang_evicpress.search.budget_file import BudgetFile, read_budget_file
 from sglang_evicpress.validation import checked, fields_of
 
 DEFAULT_QUALITY = 0.97
@@ -21,15 +24,12 @@ FIXED_ALPHA_S = 1.0
 """Alpha of a policy that weighs quality and has no target, where none is given."""
 
 MAX_WINDOW = 256  # what the attention score kernel takes
-DEFAULT_FORMS = tuple(
-    map(
-        Form.parse_stored,
-        (
-            *("keydiff@0.8", "keydiff@0.5", "keydiff@0.2"),
-            *("exact+int8", "exact+int4", "keydiff@0.8+int4", "keydiff@0.5+int4"),
-        ),
-    )
-)
+MAX_LAYER_COUNTS = 16
+DEFAULT_FORM_TEXTS = [
+    *("keydiff@0.8", "keydiff@0.5", "keydiff@0.2"),
+    *("exact+int8", "exact+int4", "keydiff@0.8+int4", "keydiff@0.5+int4"),
+]
+DEFAULT_FORMS = tuple(map(Form.parse_stored, DEFAULT_FORM_TEXTS))
 GB = 10**9  # as SGLang's --hicache-size counts
 _MIN_GB, _MAX_GB = 0.016, 1e9
 MIN_TIER_BYTES = round(_MIN_GB * GB)
@@ -206,9 +206,26 @@ class EvicPressConfig:
         DEFAULT_FORMS,
         "at least one form, such as keydiff@0.5 or exact, separated by commas or in a list",
         "Forms that --kv-policy may choose, separated by commas: PRESS@KEPT, that or exact with +CODEC (below the "
-        "GPU), or exact, which alone forbids compression",
+        "GPU), or exact, which alone forbids compression. PRESS@KEPT:BUDGET spreads the tokens kept over layers: "
+        "uniform, pyramid, or a budget file",
         min_length=1,
     )
+    layer_budget: _Path | None = _setting(
+        None,
+        _PATH,
+        "Budget file, as evicpress search writes it, by which --kv-forms without :BUDGET spread the tokens they keep "
+        "over layers",
+        shown="none, every layer keeps as many",
+    )
+    max_layer_counts: int = _setting(
+        4,
+        f"a whole number of at least 1, at most {MAX_LAYER_COUNTS}",
+        "Different numbers of tokens that layers of one node may keep, to which budgets over layers are rounded: "
+        "attention prepares each step once for each",
+        ge=1,
+        le=MAX_LAYER_COUNTS,
+    )
+    layer_shares: Mapping[str, tuple[float, ...]] = _setting({}, "shares by layer, of budgets by name")
     min_compress_tokens: int = _setting(
         64, "a whole number of at least 1", "Never compress a cached prefix part shorter than this", ge=1
     )
@@ -300,6 +317,10 @@ class EvicPressConfig:
     )
 
     def __post_init__(self) -> None:
+        for form in self.menu_forms:
+            if form.is_uneven and form.budget != PYRAMID and form.budget not in self.layer_shares:
+                known = ", ".join((UNIFORM, PYRAMID, *self.layer_shares))
+                raise ValueError(f"form {form} has the unknown budget {form.budget!r}: expected {known}")
         if self.quality is not None and self.alpha is not None:
             raise ValueError(
                 f"quality is {self.quality:g} and alpha {self.alpha:g}: expected one of them, as alpha is tuned so "
@@ -384,6 +405,7 @@ class EvicPressConfig:
                 values.pop(other, None)
         if "policy" not in values:
             raise ValueError("no kv policy is given: expected --kv-policy, or a policy config with the key 'policy'")
+        _read_budgets(values)
         if "quality_curves" in values:
             if values.get("curves") is not None:
                 raise ValueError("quality_curves and curves are both given: expected one of them, they say the same")
@@ -453,6 +475,47 @@ def _read_file(config_file: str) -> dict[str, object]:
         if name not in KEYS:
             raise ValueError(f"{where} has the unknown key {name!r}: expected keys among {', '.join(KEYS)}")
     return values
+
+
+def _read_budgets(values: dict[str, object]) -> None:
+    """Put names in place of the paths of budget files, and their shares under ``layer_shares``."""
+    if "layer_shares" in values:
+        raise ValueError("layer_shares is given: expected the path of a budget file, as layer_budget")
+    files: dict[str, tuple[float, ...]] = {}
+
+    def name_of(path: str) -> str:
+        file = read_budget_file(path)
+        name = budget_name(path, file)
+        files[name] = file.shares
+        return name
+
+    default, texts = values.get("layer_budget"), _texts(values.get("forms", DEFAULT_FORM_TEXTS))
+    default_name = name_of(default) if isinstance(default, str) and default.strip() else UNIFORM
+    if isinstance(texts, tuple):
+        values["forms"] = [_with_named_budget(text, default_name, name_of) for text in texts]
+    values["layer_shares"] = files
+
+
+def _with_named_budget(text: str, default_name: str, name_of: Callable[[str], str]) -> str:
+    """The text of a form with the name of a budget where it has the path of a file, or ``default_name`` for none."""
+    base, colon, budget = text.strip().partition(":")
+    if not colon:
+        press, plus, codec = base.partition("+")
+        is_given = default_name == UNIFORM or "@" not in press
+        return base if is_given else f"{press}:{default_name}{plus}{codec}"
+    path, plus, codec = budget.rpartition("+")
+    if not plus or codec not in CODECS:
+        path, plus, codec = budget, "", ""
+    if path == UNIFORM:
+        return f"{base}{plus}{codec}"
+    return f"{base}:{path if path == PYRAMID else name_of(path)}{plus}{codec}"
+
+
+def budget_name(path: str, file: BudgetFile) -> str:
+    """Name of a file's budget in forms: that of the file, and 8 hex digits of its shares, so that other shares have
+    another name."""
+    stem = re.sub(r"[^0-9A-Za-z_-]", "_", Path(path).stem)[:40]
+    return f"{stem}-{sha256(repr(file.shares).encode()).hexdigest()[:8]}"
 
 
 def _read_curves(path: object) -> object:

@@ -40,9 +40,9 @@ TABLE = {
     # Settings, checked by pydantic.
     "files": Layer((), ("orjson",)),
     "validation": Layer((), ("pydantic",)),
-    "config": Layer((*PURE, "files", "validation"), ("pydantic",)),
     # Budgets per layer: their arithmetic, their files, and the search for them.
-    "search": Layer(("files",), ("cmaes", "numpy", "orjson")),
+    "search": Layer((*PURE, "files"), ("cmaes", "numpy", "orjson")),
+    "config": Layer((*PURE, "files", "search", "validation"), ("pydantic",)),
     "flags": Layer(("config",)),
     # Small things of the standard library that many parts use.
     "error_text": Layer(),
@@ -88,7 +88,7 @@ TABLE = {
         (
             *SETTINGS,
             *("codec", "controller", "cpu_attention", "decode_budget", "device", "error_text", "introspect", "kernels"),
-            *("press", "profiler", "quality", "spawn", "survivors", "threads", "tiers"),
+            *("press", "profiler", "quality", "search", "spawn", "survivors", "threads", "tiers"),
         ),
         ("fastapi", "flashinfer", "numpy", "orjson", "prometheus_client", "sglang", "starlette", "torch", "zmq"),
     ),

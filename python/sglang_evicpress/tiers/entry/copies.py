@@ -73,10 +73,23 @@ class Copy:
         return self.form.is_exact and not self.is_lossy_prefix
 
     @property
+    def filled(self) -> float:
+        """Share of its slots, over all layers, that hold KV."""
+        return 1.0 if self.layout is None else self.layout.filled
+
+    @property
+    def mean_slots(self) -> float:
+        """Slots of which a layer has KV, on average."""
+        return self.num_slots if self.layout is None else self.layout.mean_slots
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the KV of its slots, as an entry of their own would have it."""
         shape = self.entry.header.shape
-        return int(shape.num_layers * shape.stored_bytes(self.num_slots, self.form.codec))
+        if self.layout is None or self.layout.filling is None:
+            return int(shape.num_layers * shape.stored_bytes(self.num_slots, self.form.codec))
+        counts = map(self.layout.count_of, range(shape.num_layers))
+        return int(sum(shape.stored_bytes(count, self.form.codec) for count in counts))
 
     def split(self, num_tokens: int) -> tuple[Copy, Copy]:
         """The copies of the node's first ``num_tokens`` tokens and of the rest."""
