@@ -48,8 +48,9 @@ class LayerGroupBackends:
             return None
         rows = GroupRows(groups, model_runner.req_to_token_pool.req_to_token)
         others: list[AttentionBackend | None] = [None] * groups.num_groups
+        make: Callable[[ModelRunner], AttentionBackend] = type(model_runner.attn_backend)
         for table in rows.tables:
-            others[table.group] = type(model_runner.attn_backend)(_with_rows(model_runner, table.rows))
+            others[table.group] = make(_with_rows(model_runner, table.rows))
         group_rows.attach(rows)
         return cls(model_runner.attn_backend, others, rows, pool.start_layer)
 

@@ -215,7 +215,7 @@ class Quality:
 
     def _quality_as(self, node: Node, form: Form, num_slots: float) -> float:
         if form.is_uneven:  # what whole numbers and pages leave of the mean is no loss
-            num_slots = math.ceil(num_slots / self.tree.page_size) * self._tree.page_size
+            num_slots = math.ceil(num_slots / self.tree.page_size) * self.tree.page_size
         kept = min(form.kept_fraction, num_slots / len(node.key))  # a piece of a split may hold less
         return self.expectation_of(node).quality(replace(form, kept_fraction=kept)) if kept > 0.0 else 0.0
 

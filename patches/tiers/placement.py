@@ -201,6 +201,7 @@ class Placement:
             num_slots=size_of(node),
             shape=self.storage.copier.shape,
             extents=extents,
+            layer_slots=() if kv.layout is None else kv.layout.layer_slots,
         )
 
     # ---- copies that can be given up
@@ -281,7 +282,7 @@ def _describe(kv: NodeKV, copy: Copy) -> None:
 def is_same_layout(left: SurvivorLayout, right: SurvivorLayout | None) -> bool:
     if right is None or left.num_slots != right.num_slots:
         return False
-    return left is right or torch.equal(left.positions, right.positions)
+    return left is right or torch.equal(left.positions, right.positions)  # EMPTY where a layer fills no slot
 
 
 def _taken(fragments: dict[Entry, None]) -> Iterator[Entry]:
@@ -296,4 +297,5 @@ def _same(kv: NodeKV, copy: Copy, num_held: int, form: Form) -> bool:
         and kv.is_lossy_prefix == copy.is_lossy_prefix
         and num_held == copy.num_slots
         and (kv.layout is None) == (copy.layout is None)
+        and (kv.layout is None or copy.layout is None or kv.layout.layer_slots == copy.layout.layer_slots)
     )

@@ -197,10 +197,11 @@ class Compressor:
         num_tokens: int,
         into: torch.Tensor,
         window: QueryWindow | None,
-        num_kept: Kept,
+        num_kept: Kept | None = None,
     ) -> Placed:
         """Result of ``compress`` for an exact prefix in the slots of ``parts`` [num_tokens in all], written to the
-        slots ``into`` [m] instead; ``parts`` keep what they hold. Raises as ``compress`` does."""
+        slots ``into`` [m] instead; ``parts`` keep what they hold. ``num_kept``: where layers keep different numbers,
+        else m. Raises as ``compress`` does."""
         if isinstance(num_kept, tuple):
             whole = NodeSlots(torch.cat(list(parts)), None, 0, num_tokens, window)
             self.wait_for_forward(whole.slots)
@@ -264,7 +265,9 @@ class Compressor:
             window=window,
             scale=self.scale,
         )
-        survivors = select(self._press(form), node, num_kept, self.sinks)[0].to(torch.int64)
+        survivors = positions[0, :, :0].to(torch.int64)  # a split may have left nothing of some layers
+        if num_kept:
+            survivors = select(self._press(form), node, num_kept, self.sinks)[0].to(torch.int64)
         heads = torch.arange(self.num_heads, device=keys.device)[None, :]
         return (keys[survivors.T, heads], values[survivors.T, heads]), positions[0].gather(1, survivors)
 
@@ -282,10 +285,10 @@ class Compressor:
         for group in range(self.groups.num_groups if layout.filling is not None else 1):
             layers = list(range(self.num_layers)) if layout.filling is None else self.groups.layers_of(group)
             survivors = torch.stack([layout.positions_of(layer) for layer in layers]) - start
-            place = slice(layout.num_slots)
+            into = slots[: layout.num_slots]
             if layout.filling is not None:
-                place = to_device(layout.filling.of_group(group), slots.device)
-            self._by_layers.copy_survivors(layers, slots, to_device(survivors, slots.device), slots[place])
+                into = slots[to_device(layout.filling.of_group(group), slots.device)]
+            self._by_layers.copy_survivors(layers, slots, to_device(survivors, slots.device), into)
 
     def copy_survivors(self, slots: torch.Tensor, survivors: torch.Tensor, into: torch.Tensor) -> None:
         """Bring what survives of every (layer, head) in ``slots`` (int [L, H, m], indices into them) into the slots

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Mapping
-from hashlib import sha256
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonValue
 from pydantic.dataclasses import dataclass
 
-from sglang_evicpress.core import CODECS, PYRAMID, UNIFORM, Form
+from sglang_evicpress.core import PYRAMID, UNIFORM, Form
 from sglang_evicpress.files import read_json
 from sglang_evicpress.policy import SERVER_POLICY_NAMES, policy_info
 from sglang_evicpress.policy.quality_curves import Curves
-from sglang_evicpress.search.budget_file import BudgetFile, read_budget_file
+from sglang_evicpress.search.form_budgets import name_budgets
 from sglang_evicpress.validation import checked, fields_of
 
 DEFAULT_QUALITY = 0.97
@@ -481,41 +479,9 @@ def _read_budgets(values: dict[str, object]) -> None:
     """Put names in place of the paths of budget files, and their shares under ``layer_shares``."""
     if "layer_shares" in values:
         raise ValueError("layer_shares is given: expected the path of a budget file, as layer_budget")
-    files: dict[str, tuple[float, ...]] = {}
-
-    def name_of(path: str) -> str:
-        file = read_budget_file(path)
-        name = budget_name(path, file)
-        files[name] = file.shares
-        return name
-
     default, texts = values.get("layer_budget"), _texts(values.get("forms", DEFAULT_FORM_TEXTS))
-    default_name = name_of(default) if isinstance(default, str) and default.strip() else UNIFORM
-    if isinstance(texts, tuple):
-        values["forms"] = [_with_named_budget(text, default_name, name_of) for text in texts]
-    values["layer_shares"] = files
-
-
-def _with_named_budget(text: str, default_name: str, name_of: Callable[[str], str]) -> str:
-    """The text of a form with the name of a budget where it has the path of a file, or ``default_name`` for none."""
-    base, colon, budget = text.strip().partition(":")
-    if not colon:
-        press, plus, codec = base.partition("+")
-        is_given = default_name == UNIFORM or "@" not in press
-        return base if is_given else f"{press}:{default_name}{plus}{codec}"
-    path, plus, codec = budget.rpartition("+")
-    if not plus or codec not in CODECS:
-        path, plus, codec = budget, "", ""
-    if path == UNIFORM:
-        return f"{base}{plus}{codec}"
-    return f"{base}:{path if path == PYRAMID else name_of(path)}{plus}{codec}"
-
-
-def budget_name(path: str, file: BudgetFile) -> str:
-    """Name of a file's budget in forms: that of the file, and 8 hex digits of its shares, so that other shares have
-    another name."""
-    stem = re.sub(r"[^0-9A-Za-z_-]", "_", Path(path).stem)[:40]
-    return f"{stem}-{sha256(repr(file.shares).encode()).hexdigest()[:8]}"
+    if isinstance(texts, tuple) and (default is None or (isinstance(default, str) and default.strip())):
+        values["forms"], values["layer_shares"] = name_budgets(texts, default)
 
 
 def _read_curves(path: object) -> object:

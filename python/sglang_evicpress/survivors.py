@@ -199,6 +199,13 @@ class SurvivorLayout:
         return self.num_slots if self.filling is None else self.filling.counts[self.filling.group_of[layer]]
 
     @property
+    def layer_slots(self) -> tuple[int, ...]:
+        """Slots that each layer fills; () where all fill all."""
+        if self.filling is None or all(count == self.num_slots for count in self.filling.counts):
+            return ()
+        return tuple(self.filling.counts[group] for group in self.filling.group_of)
+
+    @property
     def mean_slots(self) -> float:
         """Slots that a layer fills on average."""
         return self.num_slots if self.filling is None else self.filling.mean()

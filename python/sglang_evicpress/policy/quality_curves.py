@@ -85,11 +85,11 @@ class Curves:
     def from_json(cls, obj: object) -> Curves:
         """Read ``{PRESS: {KEPT: QUALITY, ...}, FORM: QUALITY, ...}``, as JSON gives it.
 
-        PRESS is one of the presses, perhaps with a budget, as ``snapkv:pyramid``, or ``default``, KEPT a number in (0, 1] written as a string, FORM one with a
-        codec, such as ``exact+int4`` or ``keydiff@0.5+int4``, QUALITY a number in [0, 1]. Keeping everything is
-        quality 1 whether the point is given or not. Quality need not rise with what is kept: measurements are noisy
-        and are taken as they are. Without ``default``, a press that is not given gets the lowest of the given curves
-        at every fraction.
+        PRESS is one of the presses, perhaps with a budget over layers, as ``snapkv:pyramid``, or ``default``, KEPT a
+        number in (0, 1] written as a string, FORM one with a codec, such as ``exact+int4`` or ``keydiff@0.5+int4``,
+        QUALITY a number in [0, 1]. Keeping everything is quality 1 whether the point is given or not. Quality need not
+        rise with what is kept: measurements are noisy and are taken as they are. Without ``default``, a press that is
+        not given gets the lowest of the given curves at every fraction.
 
         Raises ValueError naming the key or value and what is accepted.
         """
