@@ -426,9 +426,9 @@ FIELDS = {
     for key, given in fields_of(EvicPressConfig).items()
     for name, field in (fields_of(DecodeFlags) if key == "decode" else {key: given}).items()
 }
-"""Every setting by its key in the config file."""
+"""Every setting by its key in the config file, and ``layer_shares``, which are those of its budget files."""
 
-KEYS = (*FIELDS, "quality_curves")
+KEYS = (*(name for name in FIELDS if name != "layer_shares"), "quality_curves")
 
 
 def policy_in(config_file: str) -> str | None:
@@ -477,8 +477,6 @@ def _read_file(config_file: str) -> dict[str, object]:
 
 def _read_budgets(values: dict[str, object]) -> None:
     """Put names in place of the paths of budget files, and their shares under ``layer_shares``."""
-    if "layer_shares" in values:
-        raise ValueError("layer_shares is given: expected the path of a budget file, as layer_budget")
     default, texts = values.get("layer_budget"), _texts(values.get("forms", DEFAULT_FORM_TEXTS))
     if isinstance(texts, tuple) and (default is None or (isinstance(default, str) and default.strip())):
         values["forms"], values["layer_shares"] = name_budgets(texts, default)

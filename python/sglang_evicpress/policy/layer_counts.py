@@ -59,15 +59,15 @@ class LayerGroups:
             layers = sum(sizes[group] for group in is_open)
             for group in is_open:  # zero shares only: equally many
                 counts[group] = left * shares[group] / weight if weight else left / layers
-            above = {group for group in is_open if counts[group] > most}
-            beyond = above or {group for group in is_open if counts[group] < least}
-            for group in beyond:
-                counts[group] = Fraction(most if above else least)
+            bounded = {group: min(max(counts[group], Fraction(least)), Fraction(most)) for group in is_open}
+            excess = sum((bounded[group] - counts[group]) * sizes[group] for group in is_open)
+            # What bounds add to the sum, or take from it, tells which of them bind in the end.
+            fixed = {group for group in is_open if excess == 0 or (bounded[group] - counts[group]) * excess > 0}
+            for group in fixed:
+                counts[group] = bounded[group]
                 left -= counts[group] * sizes[group]
-            is_open -= beyond
+            is_open -= fixed
             left = max(left, Fraction(0))
-            if not beyond:
-                break
         return self._whole_numbers(counts, mean * len(self.group_of), most)
 
     def _whole_numbers(self, counts: list[Fraction], total: int, most: int) -> tuple[int, ...]:
