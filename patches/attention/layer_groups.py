@@ -2,7 +2,8 @@
 
 The backend that SGLang made serves every batch whose rows are the same in all layers, at no cost. For another batch
 each group of layers has a backend of the same class over its own rows, which plans with its own KV lengths; a layer is
-computed by that of its group.
+computed by that of its group. Such a batch is not replayed from a graph. Touches ``can_run_graph`` of the runners of
+graphs.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import copy
 from collections.abc import Callable, Sequence
 
 import torch
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_evicpress import spawn
 from sglang_evicpress.patches.attention import group_rows
@@ -20,6 +22,14 @@ from sglang_evicpress.patches.attention.request_holes import RequestHoles
 from sglang_evicpress.patches.attention.types import AttentionBackend, AttentionLayer, ForwardBatch, ModelRunner
 from sglang_evicpress.patches.kv_flags import config_of
 from sglang_evicpress.search.menu_budgets import layer_groups
+
+_EXECUTOR = "sglang.srt.model_executor"
+GRAPH_RUNNERS = (
+    f"{_EXECUTOR}.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner",
+    f"{_EXECUTOR}.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner",
+    f"{_EXECUTOR}.cpu_graph_runner.CPUGraphRunner",
+)
+"""Those that replay a batch from a graph."""
 
 
 class LayerGroupBackends:
@@ -78,6 +88,18 @@ class LayerGroupBackends:
             return of_layer(q, k, v, layer, *args, **kwargs)
 
         return attended
+
+
+def _after_can_run_graph(result: object, *args: object, **kwargs: object) -> bool | None:
+    """AFTER ``can_run_graph`` of the runners of graphs, for the batch that is about to run: a graph reads the rows of
+    one group only."""
+    rows = group_rows.active()
+    return False if rows is not None and rows.batch else None
+
+
+def install(registry: type[HookRegistry], hook_type: type[HookType]) -> None:
+    for runner in GRAPH_RUNNERS:
+        registry.register(f"{runner}.can_run_graph", _after_can_run_graph, hook_type.AFTER)
 
 
 def _with_rows(model_runner: ModelRunner, rows: torch.Tensor) -> ModelRunner:
