@@ -67,6 +67,7 @@ def points_of(version: str) -> tuple[HookPoint, ...]:
 
 _COMMON = "sglang.srt.mem_cache.common"
 _ALLOCATION = "sglang.srt.mem_cache.allocation"
+_EXECUTOR = "sglang.srt.model_executor"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _FORWARD = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -152,6 +153,10 @@ HOOK_POINTS = (
     ),
     _hook(f"{_ALLOCATION}._prefix_kv_indices", "batch req", since="0.5.22"),
     _hook("sglang.srt.beam_search.coordinator.BeamCoordinator.validate_and_init", "self req recv_req", since="0.5.22"),
+    # rows that differ between layers: those batches are not replayed from graphs
+    _hook(f"{_EXECUTOR}.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph", "self forward_batch"),
+    _hook(f"{_EXECUTOR}.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_run_graph", "self forward_batch"),
+    _hook(f"{_EXECUTOR}.cpu_graph_runner.CPUGraphRunner.can_run_graph", "self forward_batch"),
     _read(f"{_ATTENTION}.init_forward_metadata", "self forward_batch"),
     _read(f"{_ATTENTION}.init_forward_metadata_out_graph", "self forward_batch in_capture"),
     _read(f"{_ATTENTION}.init_forward_metadata_in_graph", "self forward_batch"),

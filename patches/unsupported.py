@@ -183,6 +183,7 @@ def check(server_args: Any, config: EvicPressConfig) -> None:
         raise UnsupportedError(f"--kv-host-gb {config.host_gb:g} {reason}")
     if reason is not None and config.ssd_dir is not None:
         raise UnsupportedError(f"--kv-ssd-dir {config.ssd_dir} {reason}")
+    _check_uneven(server_args, config)
     _check_decode(config, server_args.page_size)
     if SCORES[config.decode.score].needs_queries and server_args.tp_size > 1:
         raise UnsupportedError(
@@ -202,6 +203,24 @@ def check(server_args: Any, config: EvicPressConfig) -> None:
                 f"--kv-decode-score {config.decode.score} cannot be combined with --cuda-graph-backend-prefill full: a "
                 "full graph hides the queries that it goes by, so choose another score or graph backend"
             )
+
+
+def _check_uneven(server_args: Any, config: EvicPressConfig) -> None:
+    """Refuse what forms whose layers keep different numbers of tokens cannot be combined with."""
+    form = next((form for form in config.menu_forms if form.is_uneven), None)
+    if form is None:
+        return
+    uneven = f"--kv-forms {form}, by which layers keep different numbers of tokens, cannot be combined with"
+    if server_args.tp_size > 1:
+        raise UnsupportedError(
+            f"{uneven} --tp-size {server_args.tp_size}: that ranks place these alike has not been shown yet, so leave "
+            "out the budget over layers, or use --tp-size 1"
+        )
+    if config.decode.budget > 0:
+        raise UnsupportedError(
+            f"{uneven} --kv-decode-budget {config.decode.budget}: running requests drop the same slots in all layers, "
+            "so leave out one of the two"
+        )
 
 
 def no_tiers_reason(server_args: Any) -> str | None:

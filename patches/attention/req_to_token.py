@@ -12,60 +12,12 @@ from typing import Protocol
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_evicpress.device import to_device
+from sglang_evicpress.patches.attention import group_rows
 from sglang_evicpress.patches.attention.prompt_queries import AnnouncedBatch, PromptQueries
+from sglang_evicpress.patches.attention.request_holes import RequestHoles
 from sglang_evicpress.patches.attention.types import RowPool
 from sglang_evicpress.patches.compat.release import RELEASE
 from sglang_evicpress.patches.tree.node_kv import PrefixView
-
-
-class RequestHoles:
-    """Holes per request row: one tensor for kernels on the pool's device and its mirror for host-side planning.
-
-    ``device``: int64 [rows]; ``host``: int64 [rows] on the CPU. Both are written when a row is, on the scheduler thread
-    and its stream, i.e. under the same barrier that guards ``req_to_token`` itself.
-    """
-
-    def __init__(self, num_rows: int, device: torch.device | str) -> None:
-        self.device = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.host = self.device if self.device.device.type == "cpu" else torch.zeros(num_rows, dtype=torch.int64)
-        self._with_holes: set[int] = set()
-        self.batch: list[int] = []
-
-    def write(self, rows_device: torch.Tensor, rows_host: torch.Tensor, holes: Sequence[int]) -> torch.Tensor:
-        """Set the holes of these rows; returns them as a device tensor (copied without waiting for the device)."""
-        host = self.note(rows_host, holes)
-        if self.device is self.host:
-            return host
-        moved = to_device(host, self.device.device)
-        self.device[rows_device] = moved
-        return moved
-
-    def note(self, rows_host: torch.Tensor, holes: Sequence[int]) -> torch.Tensor:
-        """Set what the host knows of these rows; returns ``holes`` as a tensor."""
-        for row, count in zip(rows_host.tolist(), holes, strict=True):
-            if count:
-                self._with_holes.add(row)
-            else:
-                self._with_holes.discard(row)
-        values = torch.tensor(holes, dtype=torch.int64)
-        self.host[rows_host] = values
-        return values
-
-    def add(self, rows: Sequence[int], num_holes: int, rows_device: torch.Tensor) -> None:
-        """So many more tokens of each row have no slot; ``rows_device``: the same rows, int64 on the device."""
-        self._with_holes.update(rows)
-        self.host[torch.tensor(rows)] += num_holes
-        if self.device is not self.host:
-            self.device.index_add_(0, rows_device, torch.full_like(rows_device, num_holes))
-
-    def begin_batch(self, rows_host: torch.Tensor | None) -> None:
-        """Remember the holes of the batch that is about to run, in batch order."""
-        self.batch = [] if rows_host is None or not self._with_holes else self.host[rows_host].tolist()
-
-    def has_holes(self, rows_host: torch.Tensor) -> bool:
-        """True if any of these rows has holes. Asked in every step: an operation on tensors takes 20 microseconds."""
-        return bool(self._with_holes) and not self._with_holes.isdisjoint(rows_host.tolist())
 
 
 class AdoptedViews(Protocol):
@@ -158,6 +110,9 @@ def _around_write_cache_indices(
     views = [cache.views.adopt(req) for req in batch.reqs]
     holes = [view.holes for view in views]
     slots = [view.slots for view in views]
+    groups = group_rows.active()
+    if groups is not None:
+        groups.write(rows, rows_cpu, views)
     if not any(holes) and not table().has_holes(rows_cpu):  # the usual case, and a dozen small operations
         lengths = prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, extend_lens, extend_lens_cpu
         original(out_cache_loc, rows, rows_cpu, *lengths, slots, req_to_token_pool)
@@ -203,6 +158,9 @@ def _after_init_new(result: object, cls: object, batch: AnnouncedBatch, model_ru
     """AFTER ``ForwardBatch.init_new``: a ForwardBatch has no host copy of its rows; copies lose attributes."""
     if _table is not None:
         _table.begin_batch(batch.req_pool_indices_cpu)
+    groups = group_rows.active()
+    if groups is not None:
+        groups.begin_batch(batch.req_pool_indices_cpu)
     if PromptQueries.active is not None:
         PromptQueries.active.begin_batch(batch)
 

@@ -69,6 +69,7 @@ class AttentionBackend(Protocol):
 
     forward_extend: Callable[..., torch.Tensor]
     forward_decode: Callable[..., torch.Tensor]
+    init_forward_metadata: Callable[..., None]
     prefill_attention_backend_str: str
     decode_attention_backend_str: str
 
@@ -83,3 +84,4 @@ class ModelRunner(Protocol):
     attn_backend: AttentionBackend
     dtype: torch.dtype
     is_draft_worker: bool
+    kv_index_translator: RowPool

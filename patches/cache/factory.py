@@ -24,6 +24,7 @@ from sglang_evicpress.patches.kv_flags import config_of
 from sglang_evicpress.patches.tree.compressor import Compressor
 from sglang_evicpress.patches.tree.model_identity import ModelIdentity, adapter_digest, agreed
 from sglang_evicpress.patches.unsupported import BACKEND_NAME, attention_layers, check_layers, check_model
+from sglang_evicpress.search.menu_budgets import layer_groups
 from sglang_evicpress.tiers.entry.identity import KEY_BYTES
 from sglang_evicpress.tiers.host.memory import auto_bytes, read_memory
 from sglang_evicpress.tiers.ssd.folder import StoreError
@@ -74,7 +75,10 @@ def build(context: Any) -> EvicPressCache:
         raise spawn.refusal(str(error)) from None
     group = context.tp_group.cpu_group if context.tp_size > 1 else None
     scale = attention_scale(context.tp_worker.model_runner.model)
-    compressor = Compressor(pool, params.page_size, config.sinks, window=config.window, scale=scale, group=group)
+    layers = layer_groups(config.menu_forms, config.layer_shares, pool.layer_num, config.max_layer_counts)
+    compressor = Compressor(
+        pool, params.page_size, config.sinks, window=config.window, scale=scale, group=group, groups=layers
+    )
     runner = context.tp_worker.model_runner
     model = ModelIdentity(runner, context.model_config, pool, params.page_size, RELEASE.ranks_of(runner), group)
     admin_key = context.server_args.admin_api_key

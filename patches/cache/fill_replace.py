@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_evicpress.core import EXACT
-from sglang_evicpress.device import to_device
 from sglang_evicpress.patches.tiers.placement import tier_of
 from sglang_evicpress.patches.tiers.types import Changes, Copies, Removals, Slots
 from sglang_evicpress.patches.tree.changes import Listener
@@ -118,9 +117,7 @@ class FillReplace:
 
     def _fill_as(self, node: Node, layout: SurvivorLayout, value: torch.Tensor) -> None:
         """Give it what its copy, of this layout, has kept of its tokens, whose exact KV is in ``value``."""
-        survivors = to_device(layout.positions, value.device) - start_of(node)
-        self.compressor.wait_for_forward(value)
-        self.compressor.copy_survivors(value, survivors, value[: layout.num_slots])
+        self.compressor.copy_held(layout, start_of(node), value)
         self.ledger.free(value[layout.num_slots :])
         node.kv.is_leaving = False
         self.placement.place(node, node.kv.copies[tier_of(node)], value[: layout.num_slots])

@@ -17,6 +17,7 @@ from sglang_evicpress.patches.tree.node import kv_of, num_slots, slots_of, start
 from sglang_evicpress.patches.tree.types import Allocator, Node
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.press import QueryWindow, get_press
+from sglang_evicpress.survivors import SurvivorLayout
 
 if TYPE_CHECKING:
     from sglang_evicpress.patches.tree.compressor import Compressor
@@ -48,17 +49,30 @@ class GpuOps:
 
     def slots_in(self, node: Node, form: Form, start: int, current: Form | None = None) -> int | None:
         """Slots of a node once brought from the form ``current``, its own if None, to ``form``; None when it cannot be:
-        it is lossy by another press or keeps no more than that already, or the queries that the press needs are not
-        there."""
-        current = current or node.kv.form
+        it is lossy by another press or budget or keeps no more than that already, or the queries that the press needs
+        are not there. A node that holds what a split has left may already have fewer in some layers."""
+        kept = self.kept_in(node, form, start, current or node.kv.form, node.kv.layout)
+        return max(kept) if isinstance(kept, tuple) else kept
+
+    def kept_in(
+        self, node: Node, form: Form, start: int, current: Form, layout: SurvivorLayout | None
+    ) -> int | tuple[int, ...] | None:
+        """Tokens that each layer of a node keeps once brought from the form ``current`` to ``form``, where they differ
+        those of each group of layers; None as ``slots_in``. ``layout``: of what it is made of."""
         if form.press is None:
             return None
-        if current.press is not None and (current.press != form.press or current.kept_fraction <= form.kept_fraction):
+        if current.press is not None and (current.method != form.method or current.kept_fraction <= form.kept_fraction):
             return None
         if get_press(form.press).needs_queries and self.window_of(node) is None:
             return None
         num_tokens = len(node.key)
-        return self.menu.num_slots(form, num_tokens, self.sinks_of(num_tokens, start))
+        sinks = self.sinks_of(num_tokens, start)
+        if not form.is_uneven:
+            return self.menu.num_slots(form, num_tokens, sinks)
+        counts, layers = self.menu.layer_counts(form, num_tokens, sinks), self.menu.groups.group_of
+        if layout is None:
+            return counts
+        return tuple(min(count, layout.count_of(layers.index(group))) for group, count in enumerate(counts))
 
     def window_of(self, node: Node) -> QueryWindow | None:
         """The queries kept for a node, if any."""
@@ -69,13 +83,14 @@ class GpuOps:
         the device has no memory for the scores, the node goes, and all below it in the tree: room is needed now."""
         node = self.nodes[node_id]
         before = num_slots(node)
-        after = self.slots_in(node, form, start_of(node))
-        if node.lock_ref > 0 or node.value is None or after is None or after >= before:
+        kept = self.kept_in(node, form, start_of(node), node.kv.form, node.kv.layout)
+        after = max(kept) if isinstance(kept, tuple) else kept
+        if node.lock_ref > 0 or node.value is None or kept is None or after is None or after >= before:
             raise RuntimeError(f"evicpress: node {node_id} cannot be brought to {form}")
         slots = slots_of(node)
         kv = node.kv
         try:
-            layout, value = self.press.compress(form, kv_of(node, self.window_of(node)), after)
+            layout, value = self.press.compress(form, kv_of(node, self.window_of(node)), kept)
         except torch.OutOfMemoryError as error:  # perhaps between moving its KV and knowing where that is
             logger.warning("evicpress: node %d was dropped: no device memory to compress it: %s", node_id, error)
             free = self.allocator.available_size()

@@ -72,6 +72,8 @@ class TreeInspection:
             {"form": str(option.form or "drop"), "num_slots": option.num_bytes // self.policy.menu.slot_bytes}
             for option in self.options_of(node)
         ]
+        counts = None if layout is None else [layout.count_of(layer) for layer in range(layout.shape[0])]
+        described["layer_slots"] = counts
         described["hold_seconds_left"] = self.holds.left_s(node_id)
         described["decisions"] = self.journal.about(node_id)
         if positions:
@@ -187,7 +189,8 @@ def _start_of(node: Node, starts: dict[int, int]) -> int:
 
 def _numbers_of(layout: SurvivorLayout, node_id: int, layer: int | None) -> object:
     """Positions as nested arrays [layers, heads, slots], or [heads, slots] of one layer. Raises IntrospectionError 400
-    for a layer that is not there, or more numbers than one call may ask for, before any is read."""
+    for a layer that is not there, or more numbers than one call may ask for, before any is read. A slot that a layer
+    does not fill has position -1."""
     num_layers, num_heads, num_slots = layout.shape
     if layer is not None and layer >= num_layers:
         raise IntrospectionError(400, f"layer is {layer}: expected 0 to {num_layers - 1}")
@@ -197,5 +200,7 @@ def _numbers_of(layout: SurvivorLayout, node_id: int, layer: int | None) -> obje
         raise IntrospectionError(
             400, f"node {node_id} has {count} positions, and {PAGE_NUMBERS} are shown at once: {way_out}"
         )
-    positions = layout.positions if layer is None else layout.positions_of(layer)
+    if layer is not None and layout.filling is None:
+        return np.ascontiguousarray(layout.positions_of(layer).numpy())
+    positions = layout.positions if layer is None else layout.positions[layer]
     return np.ascontiguousarray(positions.numpy())

@@ -21,6 +21,7 @@ from sglang_evicpress.patches.tree.node import census_of, holes_of, iter_nodes, 
 from sglang_evicpress.patches.tree.types import Node
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.planner import Planner
+from sglang_evicpress.survivors import SurvivorLayout
 from sglang_evicpress.tiers.entry.copies import HostEntry, SsdEntry
 from sglang_evicpress.tiers.host.tier import HostTier
 
@@ -201,7 +202,7 @@ class Integrity:
             if node.kv.form.press is not None:
                 yield f"{name} is {node.kv.form} but has no survivors' positions"
             return
-        logical, positions = layout.logical, layout.positions
+        logical = layout.logical
         if layout.num_slots == 0:
             return
         if not bool((logical[1:] > logical[:-1]).all()) or int(logical[0]) < 0 or int(logical[-1]) >= len(node.key):
@@ -209,23 +210,36 @@ class Integrity:
         slots = node.kv.slots
         if node.value is None or slots is None or not torch.equal(node.value[logical.to(node.value.device)], slots):
             yield f"{name}: its slots are not where its layout says"
-        if not bool((positions[..., 1:] > positions[..., :-1]).all()):
-            yield f"{name}: survivors' positions are not ascending"
-        start = start_of(node)
-        page = self.tree.page_size
-        bound = (logical // page + 1) * page + start
-        if not bool((positions < bound).all()):
-            yield f"{name}: a survivor sits before its position"
+        yield from self._position_violations(node, layout)
+
+    def _position_violations(self, node: Node, layout: SurvivorLayout) -> Iterator[str]:
+        name, start, page = f"node {node.id}", start_of(node), self.tree.page_size
+        num_layers, _, num_slots = layout.shape
+        by_layer = [layout.positions_of(layer) for layer in range(num_layers)]
+        bounds = (layout.logical // page + 1) * page + start
+        for layer, positions in enumerate(by_layer):
+            places = torch.arange(num_slots) if layout.filling is None else layout.filling.of_layer(layer)
+            if positions.shape[1] != len(places) or not bool((places[1:] > places[:-1]).all()):
+                yield f"{name}: layer {layer} does not have a position for each slot that it fills"
+                return
+            if not bool((positions[:, 1:] > positions[:, :-1]).all()):
+                yield f"{name}: survivors' positions are not ascending"
+            if not bool((positions < bounds[places]).all()):
+                yield f"{name}: a survivor sits before its position"
         # After a split the lower part may hold, in some heads, survivors from above it; nobody else may hold those too.
-        overlaps = [(layer, head) for layer, head in ((positions[..., 0] < start).nonzero().tolist())]
+        overlaps = [
+            (layer, head)
+            for layer, positions in enumerate(by_layer)
+            for head in (positions[:, :1] < start).flatten().nonzero().flatten().tolist()
+        ]
         above, end = node.parent, start
         while overlaps and above is not self.tree.root_node:
             begin = end - len(above.key)
             for layer, head in overlaps:
-                held = positions[layer, head]
+                held = by_layer[layer][head]
                 held = held[(held >= begin) & (held < end)]
                 if above.kv.layout is not None:
-                    held = held[torch.isin(held, above.kv.layout.positions[layer, head])]
+                    held = held[torch.isin(held, above.kv.layout.positions_of(layer)[head])]
                 if len(held):
                     yield f"{name} holds position {int(held[0])} of layer {layer}, head {head}, as does node {above.id}"
             above, end = above.parent, begin

@@ -57,7 +57,7 @@ class PolicyView:
     def stats_of(self, node: Node, *, may_rewrite: bool = False) -> NodeStats:
         """The node as the policy sees it; ``may_rewrite``: what lies on the SSD may be read and written anew."""
         kv, start, num_tokens, tier = node.kv, start_of(node), len(node.key), tier_of(node)
-        num_bytes = size_of(node) * self.menu.slot_bytes
+        num_bytes, filled = size_of(node) * self.menu.slot_bytes, 1.0 if kv.layout is None else kv.layout.filled
         expectation, policy = self.quality.expectation_of(node), self.policy.planner.policy
         allowed_forms = 0
         # those that do not weigh quality compress on the GPU only, before anything goes down
@@ -79,7 +79,7 @@ class PolicyView:
             tier=tier,
             form=kv.form,
             num_tokens=num_tokens,
-            num_bytes=num_bytes if tier == Tier.GPU else self.menu.stored_bytes(kv.form, num_bytes),
+            num_bytes=num_bytes if tier == Tier.GPU else self.menu.stored_bytes(kv.form, num_bytes * filled),
             depth_tokens=start,
             quality=self.quality.quality_of(node),
             curve=expectation.vector,
@@ -91,6 +91,7 @@ class PolicyView:
             is_locked=node.lock_ref > 0 or is_reserved(node),
             exact_on=exact_tier_of(node),
             lower_copies=tuple(self.lower_copies_of.get(node.id, ())),
+            filled=filled,
         )
 
     def _at_least(self, curve: Sequence[float], quality: float) -> int:

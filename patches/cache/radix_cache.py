@@ -30,6 +30,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
 from sglang_evicpress.asked_retention import retention_s
 from sglang_evicpress.config import EvicPressConfig
+from sglang_evicpress.patches.attention import group_rows
 from sglang_evicpress.patches.attention.prompt_queries import PromptQueries
 from sglang_evicpress.patches.cache.inspection import TreeInspection
 from sglang_evicpress.patches.cache.inspector import Inspector
@@ -59,7 +60,7 @@ from sglang_evicpress.patches.tree.node import (
     steps_of,
     view_of_path,
 )
-from sglang_evicpress.patches.tree.node_kv import NodeKV, PrefixView
+from sglang_evicpress.patches.tree.node_kv import NodeKV
 from sglang_evicpress.patches.unsupported import decode_settings
 from sglang_evicpress.tiers.entry.copies import Copy
 from sglang_evicpress.tiers.entry.identity import KEY_BYTES, MAX_TOKEN
@@ -451,22 +452,22 @@ class EvicPressCache(RadixCache):
         key = self._key_of(token_ids, req)
         own = self._own_slots(req, len(token_ids))
         prefix = req.prefix_indices[:adopted]
-        shared = view.slots[: adopted - view.holes]
         if len(key) <= adopted or self.parts.tiers.fill_replace.would_change_view(self._steps(key), adopted, view):
             REQUEST_KV.set_prefix(req, torch.cat([prefix, own]))
-            req.evicpress = PrefixView(torch.cat([shared, own]), view.holes, view.is_lossy, True)
+            req.evicpress = view.extended(own, adopted - view.holes)
             return
         beyond = self._give(req, key, own[: len(key) - adopted], adopted)
         tail = torch.cat([node.value for node in beyond])  # all of them full: see would_change_view
         holes = view.holes
         self.req_to_token_pool.write((REQUEST_KV.row_of(req), slice(adopted - holes, len(key) - holes)), tail)
+        group_rows.note_written(REQUEST_KV.row_of(req), adopted - holes)
         REQUEST_KV.relock(self, req, beyond[-1])
         tail = torch.cat([tail, own[len(key) - adopted :]])
         if PromptQueries.active is not None and not is_chunk:
             PromptQueries.active.forget(req.rid)
         REQUEST_KV.set_protected_len(req, len(key))
         REQUEST_KV.set_prefix(req, torch.cat([prefix, tail]))
-        req.evicpress = PrefixView(torch.cat([shared, tail]), holes, view.is_lossy, True)
+        req.evicpress = view.extended(tail, adopted - holes)
 
     def _own_slots(self, req: Any, num_tokens: int) -> torch.Tensor:
         """Slots that a request computed itself: logical [protected, num_tokens) of its compact row."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from sglang_evicpress.patches.attention import physical_lengths, req_to_token
+from sglang_evicpress.patches.attention import layer_groups, physical_lengths, req_to_token
 from sglang_evicpress.patches.cache import factory
 from sglang_evicpress.patches.cache.radix_cache import EvicPressCache
 from sglang_evicpress.patches.compat.release import RELEASE
@@ -46,6 +46,7 @@ def register(registry: Any, hook_type: Any) -> None:
     paged_allocator.install(registry, hook_type)
     req_to_token.install(registry, hook_type)
     physical_lengths.install(registry, hook_type)
+    layer_groups.install(registry, hook_type)
     queries.install(registry, hook_type)
     next_batch.install(registry, hook_type)
     hooks.install(registry, hook_type)

@@ -169,7 +169,14 @@ class TierParts:
         self.checks = HostChecks(tree.storage, self.removal.invalidate_entry)
         self.load_terms = LoadTerms(lambda: tree.terms.costs, self.ssd_io, lambda: self.prefetches.num_ready)
         self.grafting = Grafting(
-            tree.storage, tree.adapters, self.ssd_io.look_up, self.load_terms, outside.tree, slot_bytes, page_size
+            tree.storage,
+            tree.adapters,
+            self.ssd_io.look_up,
+            self.load_terms,
+            outside.tree,
+            slot_bytes,
+            page_size,
+            compressor.groups.group_of,
         )
         self.prefetcher = Prefetcher(
             nodes,

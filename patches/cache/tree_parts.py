@@ -63,7 +63,7 @@ class TreeParts:
         forms = tuple(form for form in config.menu_forms if form.codec in ratios or form not in config.forms)
         make_copier = partial(compressor.payload_copier, dict.fromkeys(form.codec for form in forms))
         self.storage = Storage.open(config, make_copier, identity, is_cuda=compressor.is_cuda)
-        self.menu = Menu(forms, self.storage.tiers, slot_bytes, page_size, ratios)
+        self.menu = Menu(forms, self.storage.tiers, slot_bytes, page_size, ratios, compressor.groups)
         self.queue = QueueTimes(config.max_queue_s)
         self.terms = PolicyTerms(config, nodes, has_host=self.storage.has_host)
         self.policy = PolicySync(

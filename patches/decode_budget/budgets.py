@@ -91,6 +91,11 @@ class DecodeBudgets:
                     f"kv_quality is 'exact' and kv_decode_budget is {settings.tokens}, which drops KV: leave one out"
                 )
             return None, False  # the server's own budget is for requests that take any KV
+        if settings is not None and self.compressor.groups.num_groups > 1:
+            raise ValueError(
+                f"kv_decode_budget is {settings.tokens}, and this server's --kv-forms keep different numbers of tokens "
+                "in different layers, of which none can be dropped while a request runs: leave it out"
+            )
         if settings is not None:
             reads_queries = self.default.reads_queries
             check_decode(settings, self.tree.page_size, self.compressor.sinks, keeps_queries=reads_queries)

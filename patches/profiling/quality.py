@@ -21,7 +21,7 @@ from sglang_evicpress.introspect.arguments import PAGE_PROFILES, IntrospectionEr
 from sglang_evicpress.patches.profiling.profiled_nodes import ProfiledNodes
 from sglang_evicpress.patches.tree.changes import Signal
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
-from sglang_evicpress.patches.tree.node import first_outside, is_lossy, path_to, size_of, start_of, tokens_to
+from sglang_evicpress.patches.tree.node import first_outside, is_lossy, mean_size_of, path_to, start_of, tokens_to
 from sglang_evicpress.patches.tree.node_kv import NodeKV
 from sglang_evicpress.patches.tree.types import LogicalTime, Node, Scheduler, ServedRequest
 from sglang_evicpress.policy import policy_info
@@ -186,11 +186,11 @@ class Quality:
     def quality_of(self, node: Node) -> float:
         """Quality of a node's present form."""
         kv: NodeKV = node.kv
-        return 1.0 if kv.form.is_exact else self._quality_as(node, kv.form, size_of(node))
+        return 1.0 if kv.form.is_exact else self._quality_as(node, kv.form, mean_size_of(node))
 
     def quality_of_copy(self, node: Node, copy: Copy) -> float:
         """Quality of a node's copy on a lower tier."""
-        return 1.0 if copy.form.is_exact else self._quality_as(node, copy.form, copy.num_slots)
+        return 1.0 if copy.form.is_exact else self._quality_as(node, copy.form, copy.mean_slots)
 
     def shares_of(self, steps: Iterable[tuple[Node, int]]) -> list[Share]:
         """Tokens of the steps of a path, from its beginning, and how many of them are lost. What was computed upon a
@@ -206,7 +206,9 @@ class Quality:
             lost += parts[-1].lost
         return parts
 
-    def _quality_as(self, node: Node, form: Form, num_slots: int) -> float:
+    def _quality_as(self, node: Node, form: Form, num_slots: float) -> float:
+        if form.is_uneven:  # what whole numbers and pages leave of the mean is no loss
+            num_slots = math.ceil(num_slots / self.tree.page_size) * self.tree.page_size
         kept = min(form.kept_fraction, num_slots / len(node.key))  # a piece of a split may hold less
         return self.expectation_of(node).quality(replace(form, kept_fraction=kept)) if kept > 0.0 else 0.0
 

@@ -187,7 +187,9 @@ class Shadows:
                 f"shadow {space_id} cannot be brought to {form}: its press needs queries of the prompt, and none were "
                 "kept (they are when --kv-forms names the press)"
             )
-        num_kept = self.menu.num_slots(form, num_tokens, self.nodes.sinks_of(num_tokens, 0))
+        sinks = self.nodes.sinks_of(num_tokens, 0)
+        num_kept = self.menu.num_slots(form, num_tokens, sinks)
+        kept = self.menu.layer_counts(form, num_tokens, sinks) if form.is_uneven else num_kept
         last = path[-1]
         self.tree.inc_lock_ref(last)
         try:
@@ -201,9 +203,9 @@ class Shadows:
                 layout, value = None, slots
             else:
                 layout, value = self.compressor.copy_compressed(
-                    form=form, parts=_values(path), num_tokens=num_tokens, into=slots, window=window
+                    form=form, parts=_values(path), num_tokens=num_tokens, into=slots, window=window, num_kept=kept
                 )
-            self.compressor.recode(slots, form.codec)
+            self.compressor.recode(slots, form.codec, layout)
         name = space.forms[form] = self._name(str(form))
         self._space_of[name] = space
         self._add_shadow_node(name, space.tokens, slots, form=form, layout=layout, value=value)

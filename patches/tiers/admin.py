@@ -69,9 +69,10 @@ class TierAdmin:
             if node.lock_ref > 0:  # a request that waits keeps it where it is
                 raise NodeBusy(node_id)
             if node.kv.job is None and not node.kv.is_leaving:
-                raw_bytes = size_of(node) * self.menu.slot_bytes
+                slot_bytes, layout = size_of(node) * self.menu.slot_bytes, node.kv.layout
+                raw_bytes = slot_bytes * (1.0 if layout is None else layout.filled)
                 is_resident = node.value is not None
-                num_bytes = raw_bytes if is_resident else self.menu.stored_bytes(node.kv.form, raw_bytes)
+                num_bytes = slot_bytes if is_resident else self.menu.stored_bytes(node.kv.form, raw_bytes)
                 source = Option(node.kv.form, tier_of(node), num_bytes)
                 option = Option(form, Tier.HOST if is_resident else tier, self.menu.stored_bytes(form, raw_bytes))
                 self.execute([Decision(node_id, source, option, num_bytes, node.kv.weight)])

@@ -124,7 +124,8 @@ class Backup:
         return self.placement.has_same(node, Tier.HOST, form)
 
     def _num_bytes(self, node: Node, form: Form) -> int:
-        sizes = self.storage.copier.sizes(size_of(node), form.press is not None, form.codec)
+        layer_slots = () if node.kv.layout is None else node.kv.layout.layer_slots
+        sizes = self.storage.copier.sizes(size_of(node), form.press is not None, form.codec, layer_slots)
         return max(1, sum(sizes))  # all of it may be holes
 
 

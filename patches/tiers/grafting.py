@@ -16,6 +16,7 @@ from sglang_evicpress.patches.tree.types import Node, Request
 from sglang_evicpress.policy.load_or_recompute import Piece
 from sglang_evicpress.survivors import SurvivorLayout
 from sglang_evicpress.tiers.entry.copies import Copy
+from sglang_evicpress.tiers.entry.header import BadEntry
 from sglang_evicpress.tiers.entry.identity import PathHash, lookup_key_of, namespace_digest, token_bytes
 from sglang_evicpress.tiers.entry.payload import layout_of
 from sglang_evicpress.tiers.ssd.index import Ref
@@ -40,7 +41,8 @@ class GraftedTree(Protocol):
 
 @dataclass(eq=False, repr=False)
 class Grafting:
-    """Looks for entries that continue a path, and adds what was found."""
+    """Looks for entries that continue a path, and adds what was found. ``group_of`` [layers]: groups of layers that
+    fill the same slots of every node."""
 
     storage: Tiers
     names: Names
@@ -49,6 +51,7 @@ class Grafting:
     tree: GraftedTree
     slot_bytes: int
     page_size: int
+    group_of: tuple[int, ...] = ()
 
     def look_up(self, prefetch: Prefetch, key: RadixKey, steps: Steps) -> None:
         """Ask the SSD for entries that continue the path where the tree ends."""
@@ -104,7 +107,11 @@ class Grafting:
         layout = None
         if job.survivors is not None:
             numbers = torch.frombuffer(bytearray(job.survivors), dtype=torch.uint8)
-            layout = layout_of(numbers, header.shape, header.num_slots)
+            try:
+                layout = layout_of(numbers, header.shape, header.num_slots, header.layer_slots, self.group_of)
+            except BadEntry as error:
+                self.storage.errors[f"ssd_{error.reason}"] += 1
+                return
             if _repeats(path, layout):
                 return
         entry = ssd.hold(ref, header)
@@ -116,14 +123,14 @@ class Grafting:
 def _repeats(path: list[Node], layout: SurvivorLayout) -> bool:
     """True if survivors behind a path are of positions that the path holds itself in the same head: the entry is the
     lower part of a node that was split after it was compressed, and the path holds other KV now (see drop_overlaps)."""
-    positions = layout.positions
     for node in path:
         begin = start_of(node)
         if node.kv.layout is None:
-            if bool(((positions >= begin) & (positions < begin + len(node.key))).any()):
+            if layout.has_any(begin, begin + len(node.key)):
                 return True
             continue
-        for known, survivors in zip(node.kv.layout.positions.flatten(0, 1), positions.flatten(0, 1), strict=True):
-            if bool(torch.isin(survivors, known).any()):
+        for layer in range(layout.shape[0]):
+            known, survivors = node.kv.layout.positions_of(layer), layout.positions_of(layer)
+            if any(bool(torch.isin(*pair).any()) for pair in zip(survivors, known, strict=True)):
                 return True
     return False

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.patches.tiers.ssd_io import LEAST_HELD_SHARE
 from sglang_evicpress.patches.tiers.types import EntryCopies, GpuForms, HostMemory, Removals, Runs, SsdWrites, Tiers
@@ -25,6 +23,28 @@ if TYPE_CHECKING:
 
 RECENT_S = 1.0
 """A host entry that was verified so shortly before is not verified again before it is written anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """``num_slots`` of a copy, and how many of them each layer fills."""
+
+    num_slots: int
+    by_layer: tuple[int, ...]
+
+    @classmethod
+    def of_copy(cls, copy: Copy) -> _Kept:
+        num_layers = copy.entry.header.shape.num_layers
+        return cls(copy.num_slots, tuple(copy.rows_of(layer).num_rows for layer in range(num_layers)))
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_layer)
+
+    @property
+    def layer_slots(self) -> tuple[int, ...]:
+        """As an entry's header has it."""
+        return self.by_layer if any(count < self.num_slots for count in self.by_layer) else ()
 
 
 @dataclass(eq=False, repr=False)
@@ -63,14 +83,14 @@ class HostCompression:
             return False
         if not copy.form.can_take(form.codec):
             return False
-        num_kept = copy.num_slots
+        kept = _Kept.of_copy(copy)
         if form.pressed != copy.form.pressed:
-            num_kept = self.gpu.slots_in(node, form, start_of(node), copy.form) or num_kept
-            if num_kept >= copy.num_slots:
+            kept = self._kept_in(node, form, copy) or kept
+            if kept.total >= _Kept.of_copy(copy).total:
                 return False
         if node.lock_ref > 0 or is_reserved(node) or self._is_copied(node):
             return False
-        num_bytes = sum(self.storage.copier.sizes(num_kept, form.press is not None, form.codec))
+        num_bytes = self._num_bytes(form, kept)
         if is_for_ssd and not self.ssd.has_room_for(num_bytes):
             return False
         runs = self.room.host_room(num_bytes, keep=(node.id,), keeps_planned=keeps_planned)
@@ -82,8 +102,19 @@ class HostCompression:
             self.room.give_back(runs)
             return False
         with self.room.given_back_after_an_error(runs):
-            Compression(self, node, copy, form, num_kept, runs, leaves_for=leaves_for, is_for_ssd=is_for_ssd).start()
+            Compression(self, node, copy, form, kept, runs, leaves_for=leaves_for, is_for_ssd=is_for_ssd).start()
         return True
+
+    def _kept_in(self, node: Node, form: Form, copy: Copy) -> _Kept | None:
+        """What is kept of what the host has of a node in another form."""
+        kept = self.gpu.kept_in(node, form, start_of(node), copy.form, copy.layout)
+        if kept is None or isinstance(kept, int):
+            return None if kept is None else _Kept(kept, (kept,) * self.storage.copier.num_layers)
+        return _Kept(max(kept), tuple(kept[group] for group in self.press.groups.group_of))
+
+    def _num_bytes(self, form: Form, kept: _Kept) -> int:
+        sizes = self.storage.copier.sizes(kept.num_slots, form.press is not None, form.codec, kept.layer_slots)
+        return max(1, sum(sizes))  # all of it may be holes
 
     def repack(self) -> None:
         """Give pieces of host entries of which most is nobody's any more entries of their own: until then all of such
@@ -95,13 +126,13 @@ class HostCompression:
                 self._repack_piece(node, node.kv.copies[Tier.HOST])
 
     def _repack_piece(self, node: Node, copy: Copy) -> None:
-        num_bytes = max(1, sum(self.storage.copier.sizes(copy.num_slots, copy.layout is not None, copy.form.codec)))
-        runs = None if self._is_copied(node) else self.room.free_room(num_bytes)
+        kept = _Kept.of_copy(copy)
+        runs = None if self._is_copied(node) else self.room.free_room(self._num_bytes(copy.form, kept))
         if runs is None:
             self.placement.note_fragment(copy.entry)  # later
             return
         with self.room.given_back_after_an_error(runs):
-            Compression(self, node, copy, copy.form, copy.num_slots, runs, leaves_for=None).start()
+            Compression(self, node, copy, copy.form, kept, runs, leaves_for=None).start()
 
     def _is_copied(self, node: Node) -> bool:
         """True if something is done with it already, or too much with others."""
@@ -122,7 +153,7 @@ class Compression(Job):
         node: Node,
         copy: Copy,
         form: Form,
-        num_kept: int,
+        kept: _Kept,
         runs: Runs,
         *,
         leaves_for: Tier | None,
@@ -131,12 +162,13 @@ class Compression(Job):
         super().__init__()
         self.owner, self.node_id, self.copy, self.form, self.leaves_for = owner, node.id, copy, form, leaves_for
         self.is_for_ssd = is_for_ssd
-        self.start_token, self.num_tokens, self.num_kept = start_of(node), len(node.key), num_kept
+        self.start_token, self.num_tokens, self.kept = start_of(node), len(node.key), kept
         self.window = owner.gpu.window_of(node)
         self.after = owner.press.written_event()
         self.num_bytes = sum(run.num_bytes for run in runs)
         header = owner.placement.header_of(node)
-        header = replace(header, form=form, num_slots=num_kept, is_lossy_prefix=copy.is_lossy_prefix)
+        header = replace(header, form=form, num_slots=kept.num_slots, is_lossy_prefix=copy.is_lossy_prefix)
+        header = replace(header, layer_slots=kept.layer_slots)
         self.entry = HostEntry(header, runs)
         self.layout: SurvivorLayout | None = None
 
@@ -160,15 +192,15 @@ class Compression(Job):
         extents, positions, is_kept = [], [], self.form.pressed == copy.form.pressed
         with copier.stream(self.after) as stream:
             for layer in range(copier.num_layers):
-                header = source.header
+                header, rows = source.header, copy.rows_of(layer)
                 keys, values = copier.read_layer(
                     layer,
                     host.arena,
                     source.runs,
                     header.extents[layer],
-                    copy.begin,
-                    copy.num_slots,
-                    header.num_slots,
+                    rows.begin,
+                    rows.num_rows,
+                    rows.total,
                     header.form.codec,
                 )
                 pair = keys, values
@@ -181,7 +213,7 @@ class Compression(Job):
                         layout=copy.layout,
                         start=self.start_token,
                         num_tokens=self.num_tokens,
-                        num_kept=self.num_kept,
+                        num_kept=self.kept.by_layer[layer],
                         window=self.window,
                     )
                     positions.append(kept.cpu())
@@ -189,7 +221,7 @@ class Compression(Job):
                 offset += extents[-1].num_bytes
         self.layout = copy.layout
         if not is_kept:
-            self.layout = owner.press.layout_of(torch.stack(positions), self.start_token)
+            self.layout = owner.press.layout_of(positions, self.start_token)
         if self.layout is not None:
             extents.append(copier.write_layout(self.layout, host.arena, self.entry.runs, offset))
         self.entry.header = replace(self.entry.header, extents=tuple(extents))
@@ -231,7 +263,8 @@ class Compression(Job):
         copy = self.copy
         is_kept = self.form.pressed == copy.form.pressed
         origin = node.id if copy.origin is None and not is_kept else copy.origin
-        return Copy(Tier.HOST, self.form, self.entry, 0, self.num_kept, self.layout, copy.is_lossy_prefix, origin)
+        num_slots = self.kept.num_slots
+        return Copy(Tier.HOST, self.form, self.entry, 0, num_slots, self.layout, copy.is_lossy_prefix, origin)
 
     def _replace(self, node: Node, made: Copy) -> None:
         """The node has the smaller copy from now on."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_evicpress.device import to_device
 from sglang_evicpress.patches.tiers.types import Tiers
 from sglang_evicpress.patches.tree.types import Node
 from sglang_evicpress.tiers.entry.copies import Copy
@@ -27,6 +28,11 @@ class Part:
 
     copy: Copy
     slots: torch.Tensor
+
+    def slots_of(self, layer: int) -> torch.Tensor:
+        """The slots that a layer fills."""
+        filling = None if self.copy.layout is None else self.copy.layout.filling
+        return self.slots if filling is None else self.slots[to_device(filling.of_layer(layer), self.slots.device)]
 
 
 class Load(Job):
@@ -157,9 +163,8 @@ class Load(Job):
         for part in self.parts:
             entry = part.copy.entry
             header, codec = entry.header, entry.header.form.codec
-            copier.load_layer(
-                layer, part.slots, arena, entry.runs, header.extents[layer], part.copy.begin, header.num_slots, codec
-            )
+            slots, rows = part.slots_of(layer), part.copy.rows_of(layer)
+            copier.load_layer(layer, slots, arena, entry.runs, header.extents[layer], rows.begin, rows.total, codec)
         self._seconds[layer] = time.thread_time() - begin_s
         event: torch.cuda.Event | None = copier.finish_layer()
         self._events[layer] = event

@@ -43,7 +43,7 @@ class Placement:
     quality_of_copy: Callable[[Node, Copy], float]
     on_changed: Listener
     tell_stored: Listener
-    stored_bytes: Callable[[Form, int], int]
+    stored_bytes: Callable[[Form, float], int]
     slot_bytes: int
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class Placement:
             LowerCopy(
                 int(tier),
                 copy.form,
-                self.stored_bytes(copy.form, copy.num_slots * slot_bytes),
+                self.stored_bytes(copy.form, copy.num_slots * slot_bytes * copy.filled),
                 self.quality_of_copy(node, copy),
             )
             for tier, copy in sorted(node.kv.copies.items())
@@ -202,6 +202,7 @@ class Placement:
             num_slots=size_of(node),
             shape=self.storage.copier.shape,
             extents=extents,
+            layer_slots=() if kv.layout is None else kv.layout.layer_slots,
         )
 
     # ---- copies that can be given up
@@ -282,7 +283,7 @@ def _describe(kv: NodeKV, copy: Copy) -> None:
 def is_same_layout(left: SurvivorLayout, right: SurvivorLayout | None) -> bool:
     if right is None or left.num_slots != right.num_slots:
         return False
-    return left is right or torch.equal(left.positions, right.positions)
+    return left is right or torch.equal(left.positions, right.positions)  # EMPTY where a layer fills no slot
 
 
 def _taken(fragments: dict[Entry, None]) -> Iterator[Entry]:
@@ -297,4 +298,5 @@ def _same(kv: NodeKV, copy: Copy, num_held: int, form: Form) -> bool:
         and kv.is_lossy_prefix == copy.is_lossy_prefix
         and num_held == copy.num_slots
         and (kv.layout is None) == (copy.layout is None)
+        and (kv.layout is None or copy.layout is None or kv.layout.layer_slots == copy.layout.layer_slots)
     )

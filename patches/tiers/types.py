@@ -15,6 +15,7 @@ from sglang_evicpress.patches.tree.adapters import SsdScope
 from sglang_evicpress.patches.tree.types import Node
 from sglang_evicpress.policy.planner import Planner
 from sglang_evicpress.press import QueryWindow
+from sglang_evicpress.survivors import SurvivorLayout
 from sglang_evicpress.tiers.entry.copies import Copy, HostEntry, SsdEntry
 from sglang_evicpress.tiers.entry.header import Extent, Header
 from sglang_evicpress.tiers.entry.payload import PayloadCopier
@@ -237,6 +238,9 @@ class GpuForms(Protocol):
     """Forms that nodes can be brought to."""
 
     def slots_in(self, node: Node, form: Form, start: int, current: Form | None = None) -> int | None: ...
+    def kept_in(
+        self, node: Node, form: Form, start: int, current: Form, layout: SurvivorLayout | None
+    ) -> int | tuple[int, ...] | None: ...
     def window_of(self, node: Node) -> QueryWindow | None: ...
     def compress(self, node_id: int, form: Form) -> int: ...
     def sinks_of(self, num_tokens: int, start: int) -> int: ...

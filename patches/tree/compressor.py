@@ -20,8 +20,10 @@ from sglang_evicpress.error_text import code_path
 from sglang_evicpress.kernels.compact import compact
 from sglang_evicpress.kernels.group_codec import decode, encode
 from sglang_evicpress.kernels.select import select_survivors
+from sglang_evicpress.patches.tree.layer_press import LayerPress, layout_of_layers
 from sglang_evicpress.patches.tree.model_identity import agreed
 from sglang_evicpress.patches.tree.node_kv import NodeSlots
+from sglang_evicpress.policy.layer_counts import NO_BUDGETS, LayerGroups
 from sglang_evicpress.press import Press, PressInput, QueryWindow, get_press, select
 from sglang_evicpress.press.snapkv import SnapKV
 from sglang_evicpress.survivors import SurvivorLayout, place
@@ -32,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 Chosen: TypeAlias = tuple[PressInput, torch.Tensor, torch.Tensor]
 """A node, the survivors chosen of it, int32 [layers, heads, m], and the slots that hold them now [m]."""
+
+Kept: TypeAlias = int | tuple[int, ...]
+"""Tokens that every layer keeps, or, where that differs, a layer of each group."""
 
 Made = TypeVar("Made")
 
@@ -64,6 +69,7 @@ class Compressor:
         window: int = 32,
         scale: Callable[[], float] | None = None,
         group: Any = None,
+        groups: LayerGroups = NO_BUDGETS,
     ) -> None:
         self.page_size = page_size
         self.sinks = sinks
@@ -77,6 +83,8 @@ class Compressor:
         self.k_buffers = [pool._get_key_buffer(layer) for layer in layers]
         self.v_buffers = [pool._get_value_buffer(layer) for layer in layers]
         self._scale = scale
+        self.groups = groups
+        self._by_layers = LayerPress(self.k_buffers, self.v_buffers, groups, page_size, sinks)
 
     @property
     def scale(self) -> float:
@@ -130,8 +138,9 @@ class Compressor:
         """Bytes of one slot over all layers, keys and values, on this rank."""
         return sum(buffer[0].nbytes for buffer in (*self.k_buffers, *self.v_buffers))
 
-    def compress(self, form: Form, node: NodeSlots, num_kept: int) -> Placed:
-        """Keep ``num_kept`` entries of every (layer, head), moved to the first of its slots.
+    def compress(self, form: Form, node: NodeSlots, num_kept: Kept) -> Placed:
+        """Keep ``num_kept`` entries of every (layer, head), moved to the first of its slots, or, of layers that keep
+        fewer than others, to some of these (``survivors.place_groups``).
 
         Returns the layout and the node's logical value: int64 [num_tokens], those slots at their logical indices and
         holes (0) elsewhere. Waits for nothing on the device unless ranks must agree. Starts behind the forward pass
@@ -142,16 +151,20 @@ class Compressor:
         """
         if id(node.slots) in self._ahead:
             return _raised(self._ahead.pop(id(node.slots))[1])
+        if isinstance(num_kept, tuple):
+            self.wait_for_forward(node.slots)
+            return self._by_layers.compress(self._press(form), node, num_kept, self.scale)
         return self._placed(partial(self._choose, form, node, num_kept), num_kept)
 
     @contextmanager
-    def together(self, asked: Sequence[tuple[Form, NodeSlots, int]]) -> Iterator[None]:
+    def together(self, asked: Sequence[tuple[Form, NodeSlots, Kept]]) -> Iterator[None]:
         """Within this, ``compress`` of each of these (its arguments) gives what was made of all of them at the begin,
         when ranks agreed once for all. Each must come to that, unless it is given up. Nothing where there is one rank.
         """
         if self._group is not None and len(asked) > 1:
-            placed = self._placed_by_all([(partial(self._choose, *each), each[2]) for each in asked])
-            self._ahead = {id(node.slots): (node.slots, made) for (_, node, _), made in zip(asked, placed, strict=True)}
+            even = [(form, node, kept) for form, node, kept in asked if isinstance(kept, int)]
+            placed = self._placed_by_all([(partial(self._choose, *each), each[2]) for each in even])
+            self._ahead = {id(node.slots): (node.slots, made) for (_, node, _), made in zip(even, placed, strict=True)}
         try:
             yield
         finally:
@@ -184,9 +197,15 @@ class Compressor:
         num_tokens: int,
         into: torch.Tensor,
         window: QueryWindow | None,
+        num_kept: Kept | None = None,
     ) -> Placed:
         """Result of ``compress`` for an exact prefix in the slots of ``parts`` [num_tokens in all], written to the
-        slots ``into`` [m] instead; ``parts`` keep what they hold. Raises as ``compress`` does."""
+        slots ``into`` [m] instead; ``parts`` keep what they hold. ``num_kept``: where layers keep different numbers,
+        else m. Raises as ``compress`` does."""
+        if isinstance(num_kept, tuple):
+            whole = NodeSlots(torch.cat(list(parts)), None, 0, num_tokens, window)
+            self.wait_for_forward(whole.slots)
+            return self._by_layers.copy_compressed(self._press(form), whole, num_kept, self.scale, into)
 
         def choose() -> Chosen:
             slots = torch.cat(list(parts))
@@ -198,16 +217,19 @@ class Compressor:
 
         return self._placed(choose, len(into))
 
-    def recode(self, slots: torch.Tensor, codec: str) -> None:
-        """Let the slots [n] hold what is decoded of what they hold. Raises NotFiniteError for KV with NaN or Inf."""
+    def recode(self, slots: torch.Tensor, codec: str, survivors: SurvivorLayout | None) -> None:
+        """Let the slots [n], or those of them that a layer fills, hold what is decoded of what they hold. Raises
+        NotFiniteError for KV with NaN or Inf."""
         if not Form(codec=codec).has_lossy_codec:
             return
-        layout = layout_of(codec, len(slots), self.k_buffers[0][0].numel(), self.k_buffers[0].element_size())
-        stored = torch.empty((1, layout.num_bytes), dtype=torch.uint8, device=slots.device)
         flag = torch.zeros(1, dtype=torch.int32, device=slots.device)
-        for k_buffer, v_buffer in zip(self.k_buffers, self.v_buffers, strict=True):
-            encode([k_buffer], [v_buffer], slots, layout, stored, flag)
-            decode([k_buffer], [v_buffer], slots, layout, stored, 0)
+        filling = None if survivors is None else survivors.filling
+        for layer, (k_buffer, v_buffer) in enumerate(zip(self.k_buffers, self.v_buffers, strict=True)):
+            own = slots if filling is None else slots[to_device(filling.of_layer(layer), slots.device)]
+            layout = layout_of(codec, len(own), k_buffer[0].numel(), k_buffer.element_size())
+            stored = torch.empty((1, layout.num_bytes), dtype=torch.uint8, device=slots.device)
+            encode([k_buffer], [v_buffer], own, layout, stored, flag)
+            decode([k_buffer], [v_buffer], own, layout, stored, 0)
         if bool(flag.any()):
             raise NotFiniteError("rows hold NaN or Inf")
 
@@ -230,7 +252,7 @@ class Compressor:
         if layout is None:
             positions = (every.to(torch.int32) + start).expand(1, self.num_heads, -1)
         else:
-            positions = to_device(layout.positions[layer : layer + 1], keys.device)
+            positions = to_device(layout.positions_of(layer)[None], keys.device)
         if window is not None:
             window = replace(window, queries=window.queries[layer : layer + 1])
         node = PressInput(
@@ -243,14 +265,30 @@ class Compressor:
             window=window,
             scale=self.scale,
         )
-        survivors = select(self._press(form), node, num_kept, self.sinks)[0].to(torch.int64)
+        survivors = positions[0, :, :0].to(torch.int64)  # a split may have left nothing of some layers
+        if num_kept:
+            survivors = select(self._press(form), node, num_kept, self.sinks)[0].to(torch.int64)
         heads = torch.arange(self.num_heads, device=keys.device)[None, :]
         return (keys[survivors.T, heads], values[survivors.T, heads]), positions[0].gather(1, survivors)
 
-    def layout_of(self, positions: torch.Tensor, start: int) -> SurvivorLayout:
-        """The layout of survivors of ``positions``, int32 [layers, heads, m]; for one rank."""
-        logical = place(positions, start, self.page_size)
-        return SurvivorLayout(HostCopy(positions), HostCopy(logical), positions.shape[-1])
+    def layout_of(self, positions: Sequence[torch.Tensor], start: int) -> SurvivorLayout:
+        """The layout of survivors of ``positions``, int32 [heads, count] for each layer; for one rank."""
+        if len({each.shape[-1] for each in positions}) > 1:
+            return layout_of_layers(positions, self.groups, start, self.page_size)
+        stacked = torch.stack(list(positions))
+        logical = place(stacked, start, self.page_size)
+        return SurvivorLayout(HostCopy(stacked), HostCopy(logical), stacked.shape[-1])
+
+    def copy_held(self, layout: SurvivorLayout, start: int, slots: torch.Tensor) -> None:
+        """Bring what a layout keeps of a node, whose exact KV is in ``slots`` [tokens], into the first of them."""
+        self.wait_for_forward(slots)
+        for group in range(self.groups.num_groups if layout.filling is not None else 1):
+            layers = list(range(self.num_layers)) if layout.filling is None else self.groups.layers_of(group)
+            survivors = torch.stack([layout.positions_of(layer) for layer in layers]) - start
+            into = slots[: layout.num_slots]
+            if layout.filling is not None:
+                into = slots[to_device(layout.filling.of_group(group), slots.device)]
+            self._by_layers.copy_survivors(layers, slots, to_device(survivors, slots.device), into)
 
     def copy_survivors(self, slots: torch.Tensor, survivors: torch.Tensor, into: torch.Tensor) -> None:
         """Bring what survives of every (layer, head) in ``slots`` (int [L, H, m], indices into them) into the slots
@@ -272,6 +310,9 @@ class Compressor:
         layout, window = node.layout, node.window
         if layout is None:
             return None
+        if layout.filling is not None:
+            self.wait_for_forward(node.slots)
+            return self._by_layers.trim(self._press(form), node, layout, replaced, self.scale)
         overlaps = (layout.positions >= replaced[0]) & (layout.positions < replaced[1])
         most = int(self._most(overlaps.sum(-1).max()))
         if most == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -10,8 +11,9 @@ import numpy as np
 import torch
 
 from sglang_evicpress.core import Tier
+from sglang_evicpress.device import to_device
 from sglang_evicpress.introspect.census import Counted
-from sglang_evicpress.patches.tree.node_kv import NodeSlots, PrefixView
+from sglang_evicpress.patches.tree.node_kv import GroupSlots, NodeSlots, PrefixView
 from sglang_evicpress.patches.tree.types import Node
 from sglang_evicpress.press import QueryWindow
 
@@ -23,7 +25,26 @@ def view_of_path(path: Sequence[Node], device: torch.device) -> PrefixView:
     """The prefix that a request takes from the tree with these nodes."""
     parts = [slots_of(node) for node in path] or [torch.empty(0, dtype=torch.int64, device=device)]
     holes = sum(len(node.key) - num_slots(node) for node in path)
-    return PrefixView(torch.cat(parts), holes, any(is_lossy(node) for node in path))
+    slots = torch.cat(parts)
+    return PrefixView(slots, holes, any(is_lossy(node) for node in path), shared=_group_slots(path, parts, device))
+
+
+def _group_slots(path: Sequence[Node], parts: Sequence[torch.Tensor], device: torch.device) -> GroupSlots | None:
+    """What the layers of each group read of a path whose nodes hold ``parts``; None where all read all."""
+    fillings = [None if node.kv.layout is None else node.kv.layout.filling for node in path]
+    num_groups = next((len(filling.counts) for filling in fillings if filling is not None), 0)
+    if not num_groups:
+        return None
+    groups = tuple(
+        torch.cat(
+            [
+                part if filling is None else part[to_device(filling.of_group(group), device)]
+                for part, filling in zip(parts, fillings, strict=True)
+            ]
+        )
+        for group in range(num_groups)
+    )
+    return GroupSlots(sum(map(len, parts)), groups)
 
 
 def holes_of(req: object) -> int:
@@ -53,7 +74,7 @@ def num_slots(node: Node) -> int:
 def census_of(node: Node) -> Counted:
     """The node as it is counted in the totals of ``/evicpress/stats``."""
     kv, on_gpu = node.kv, num_slots(node)
-    held = [(copy.tier, copy.form, copy.num_slots) for _, copy in sorted(kv.copies.items())]
+    held = [(copy.tier, copy.form, math.ceil(copy.mean_slots)) for _, copy in sorted(kv.copies.items())]
     if node.value is not None:
         held.insert(0, (Tier.GPU, kv.form, on_gpu))
     return Counted(kv.form, len(node.key), on_gpu, bool(kv.is_shadow), tuple(held))
@@ -69,6 +90,12 @@ def size_of(node: Node) -> int:
     """The slots that what a node holds takes, wherever it is."""
     layout = node.kv.layout
     return len(node.key) if layout is None else layout.num_slots
+
+
+def mean_size_of(node: Node) -> float:
+    """The slots that a layer of a node fills on average, wherever it is."""
+    layout = node.kv.layout
+    return len(node.key) if layout is None else float(layout.mean_slots)
 
 
 def has_child_on_gpu(node: Node) -> bool:
@@ -108,16 +135,16 @@ def servable_steps(steps: list[tuple[Node, int]], min_match_kept: float) -> int:
     another compression left short, ``MOST_SHORT`` of what follows may be missing: a few tokens, to compute which all
     behind them would be computed anew.
     """
-    servable, origin, due, slots, short, behind = 0, None, 0.0, 0, 0.0, 0
+    servable, origin, due, slots, short, behind = 0, None, 0.0, 0.0, 0.0, 0
     for index, (node, matched) in enumerate(steps):
         kv = node.kv
         if kv.origin is None or kv.origin != origin:
             short += max(0.0, due - slots)
-            origin, due, slots = kv.origin, 0.0, 0
+            origin, due, slots = kv.origin, 0.0, 0.0
         behind += matched if short else 0
         if kv.layout is not None:
             due += min_match_kept * kv.form.kept_fraction * matched
-            slots += kv.layout.num_slots if matched == len(node.key) else kv.layout.slots_before(matched)
+            slots += kv.layout.mean_slots if matched == len(node.key) else kv.layout.mean_before(matched)
         if short <= MOST_SHORT * behind and (kv.layout is None or 0 < slots >= due):
             servable = index + 1
     return servable

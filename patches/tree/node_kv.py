@@ -79,12 +79,27 @@ class NodeSlots:
     window: QueryWindow | None
 
 
+@dataclass(frozen=True, slots=True)
+class GroupSlots:
+    """Slots of the first ``num_slots`` of a prefix that the layers of each group read: ``groups`` holds int64 [count]
+    for each group."""
+
+    num_slots: int
+    groups: tuple[torch.Tensor, ...]
+
+
 @dataclass(slots=True)
 class PrefixView:
     """The prefix a request took from the tree: its physical ``slots``, the ``holes`` among its logical tokens, and
-    whether any of it is lossy. ``is_counted``: the hit is in the nodes' statistics already."""
+    whether any of it is lossy. ``is_counted``: the hit is in the nodes' statistics already. ``shared`` is what layers
+    read of the tree where they do not all read the same; None where they do."""
 
     slots: torch.Tensor
     holes: int = 0
     is_lossy: bool = False
     is_counted: bool = False
+    shared: GroupSlots | None = None
+
+    def extended(self, own: torch.Tensor, num_tree: int) -> PrefixView:
+        """The same request's view with its first ``num_tree`` slots, and then slots ``own`` of one token each."""
+        return PrefixView(torch.cat([self.slots[:num_tree], own]), self.holes, self.is_lossy, True, self.shared)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonValue
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from sglang_evicpress.asked_quality import read_tenants
-from sglang_evicpress.core import Form
+from sglang_evicpress.core import PYRAMID, UNIFORM, Form
+from sglang_evicpress.decode_flags import STRICT, DecodeFlags, setting
 from sglang_evicpress.files import read_json
 from sglang_evicpress.policy import SERVER_POLICY_NAMES, policy_info
 from sglang_evicpress.policy.quality_curves import Curves
+from sglang_evicpress.search.form_budgets import name_budgets
 from sglang_evicpress.validation import checked, fields_of
 
 DEFAULT_QUALITY = 0.97
@@ -22,15 +24,12 @@ FIXED_ALPHA_S = 1.0
 """Alpha of a policy that weighs quality and has no target, where none is given."""
 
 MAX_WINDOW = 256  # what the attention score kernel takes
-DEFAULT_FORMS = tuple(
-    map(
-        Form.parse_stored,
-        (
-            *("keydiff@0.8", "keydiff@0.5", "keydiff@0.2"),
-            *("exact+int8", "exact+int4", "keydiff@0.8+int4", "keydiff@0.5+int4"),
-        ),
-    )
-)
+MAX_LAYER_COUNTS = 16
+DEFAULT_FORM_TEXTS = [
+    *("keydiff@0.8", "keydiff@0.5", "keydiff@0.2"),
+    *("exact+int8", "exact+int4", "keydiff@0.8+int4", "keydiff@0.5+int4"),
+]
+DEFAULT_FORMS = tuple(map(Form.parse_stored, DEFAULT_FORM_TEXTS))
 GB = 10**9  # as SGLang's --hicache-size counts
 _MIN_GB, _MAX_GB = 0.016, 1e9
 MIN_TIER_BYTES = round(_MIN_GB * GB)
@@ -112,68 +111,7 @@ def _host_size(size_gb: float | Literal["auto"]) -> float | Literal["auto"]:
     return size_gb
 
 
-def _setting(default: object, expected: str, text: str | None = None, **more: Any) -> Any:
-    """A field with what it ``expected``s and the help ``text`` of its flag; without a text it has a key only.
-
-    ``key`` is its key in the config file where that is not the field's name, ``flag`` its flag where that is not
-    ``--kv-KEY``, and ``shown`` how the help tells the default; the rest are limits that pydantic checks.
-    """
-    extra: dict[str, JsonValue] = {name: more.pop(name) for name in ("flag", "shown") if name in more}
-    key = more.pop("key", None)
-    return Field(default, title=expected, description=text, alias=key, json_schema_extra=extra, **more)
-
-
-_STRICT = ConfigDict(strict=True, allow_inf_nan=False, validate_by_name=True, validate_by_alias=True)
-
-
-@dataclass(frozen=True, slots=True, config=_STRICT)
-class DecodeFlags:
-    """Budgets of running requests, as flags and files give them; ``decode_budget.settings`` checks the values."""
-
-    budget: int = _setting(
-        0,
-        "a whole number",
-        "Tokens of KV that a running request keeps at most. A request may ask for another budget, or 0 for none: "
-        '"custom_params": {"kv_decode_budget": 1024}',
-        shown="all",
-        key="decode_budget",
-    )
-    method: str = _setting(
-        "paged",
-        "a string",
-        "How --kv-decode-budget is kept: paged frees whole pages, of at least 16 tokens; repack, holefill and compact "
-        "drop single tokens and move the rest together",
-        key="decode_method",
-    )
-    score: str = _setting(
-        "value_key_ratio",
-        "a string",
-        "What survives under --kv-decode-budget: value_key_ratio, knorm, keydiff, streaming, r_kv, or tova and h2o, "
-        "which keep the last queries of every request",
-        key="decode_score",
-    )
-    interval: int = _setting(
-        128,
-        "a whole number",
-        "Tokens that may come on top of --kv-decode-budget before repack, holefill and compact drop again",
-        key="decode_interval",
-    )
-    protected_pages: str = _setting(
-        "first,newest",
-        "a string",
-        "Pages that paged never frees: first (all with sinks), newest, first,newest or none",
-        key="decode_protected_pages",
-    )
-    client_budgets: str = _setting(
-        "trace",
-        "a string",
-        "Choice of budgets by requests, in their custom_params: off, on, or trace, which also lets them ask for the "
-        "trace of their passes",
-        key="decode_client_budgets",
-    )
-
-
-@dataclass(frozen=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, slots=True, config=STRICT)
 class EvicPressConfig:
     """The checked settings of one server: each field says what it is, what it accepts, and the help of its flag.
 
@@ -186,7 +124,7 @@ class EvicPressConfig:
     ``from_flags``, whose errors are one sentence.
     """
 
-    policy: Annotated[str, AfterValidator(_known_policy)] = _setting(
+    policy: Annotated[str, AfterValidator(_known_policy)] = setting(
         ...,
         "a string",
         "Decide by this policy what to compress or drop when the KV cache is full: "
@@ -194,7 +132,7 @@ class EvicPressConfig:
         "compare with",
         shown="off, SGLang's own cache",
     )
-    quality: float | None = _setting(
+    quality: float | None = setting(
         None,
         "a number above 0, at most 1",
         "Mean quality that what is served from the cache is kept at, weighted by tokens; 1 serves exact KV only. Only "
@@ -203,7 +141,7 @@ class EvicPressConfig:
         gt=0,
         le=1,
     )
-    alpha: float | None = _setting(
+    alpha: float | None = setting(
         None,
         _AT_LEAST_0,
         "Seconds that full answer quality is worth, instead of --kv-quality: higher keeps quality, lower keeps more "
@@ -211,20 +149,37 @@ class EvicPressConfig:
         shown="tuned so that --kv-quality holds",
         ge=0,
     )
-    forms: Annotated[tuple[Form, ...], BeforeValidator(_forms)] = _setting(
+    forms: Annotated[tuple[Form, ...], BeforeValidator(_forms)] = setting(
         DEFAULT_FORMS,
         "at least one form, such as keydiff@0.5 or exact, separated by commas or in a list",
         "Forms that --kv-policy may choose, separated by commas: PRESS@KEPT, that or exact with +CODEC (below the "
-        "GPU), or exact, which alone forbids compression",
+        "GPU), or exact, which alone forbids compression. PRESS@KEPT:BUDGET spreads the tokens kept over layers: "
+        "uniform, pyramid, or a budget file",
         min_length=1,
     )
-    min_compress_tokens: int = _setting(
+    layer_budget: _Path | None = setting(
+        None,
+        _PATH,
+        "Budget file, as evicpress search writes it, by which --kv-forms without :BUDGET spread the tokens they keep "
+        "over layers",
+        shown="none, every layer keeps as many",
+    )
+    max_layer_counts: int = setting(
+        4,
+        f"a whole number of at least 1, at most {MAX_LAYER_COUNTS}",
+        "Different numbers of tokens that layers of one node may keep, to which budgets over layers are rounded: "
+        "attention prepares each step once for each",
+        ge=1,
+        le=MAX_LAYER_COUNTS,
+    )
+    layer_shares: Mapping[str, tuple[float, ...]] = setting({}, "shares by layer, of budgets by name")
+    min_compress_tokens: int = setting(
         64, "a whole number of at least 1", "Never compress a cached prefix part shorter than this", ge=1
     )
-    sinks: int = _setting(4, "a whole number of at least 0", "First tokens of a prompt that are always kept", ge=0)
-    window: int = _setting(32, f"a whole number of at least 1, at most {MAX_WINDOW} queries", ge=1, le=MAX_WINDOW)
-    min_match_kept: float = _setting(0.5, "a number from 0 to 1", ge=0, le=1)
-    curves: Annotated[Mapping[str, object] | None, BeforeValidator(_curves)] = _setting(
+    sinks: int = setting(4, "a whole number of at least 0", "First tokens of a prompt that are always kept", ge=0)
+    window: int = setting(32, f"a whole number of at least 1, at most {MAX_WINDOW} queries", ge=1, le=MAX_WINDOW)
+    min_match_kept: float = setting(0.5, "a number from 0 to 1", ge=0, le=1)
+    curves: Annotated[Mapping[str, object] | None, BeforeValidator(_curves)] = setting(
         None,
         "a JSON object of quality curves",
         "JSON file with quality curves to go by while no context is profiled, such as "
@@ -232,25 +187,25 @@ class EvicPressConfig:
         shown="none, and nothing is compressed until then",
         flag="quality_curves",
     )
-    prefill_fixed_s: float = _setting(0.0, _AT_LEAST_0, ge=0)
-    prefill_per_token_s: float = _setting(1e-4, _AT_LEAST_0, ge=0)
-    prefill_per_pair_s: float = _setting(0.0, _AT_LEAST_0, ge=0)
-    host_gb: Annotated[float | Literal["auto"], AfterValidator(_host_size)] = _setting(
+    prefill_fixed_s: float = setting(0.0, _AT_LEAST_0, ge=0)
+    prefill_per_token_s: float = setting(1e-4, _AT_LEAST_0, ge=0)
+    prefill_per_pair_s: float = setting(0.0, _AT_LEAST_0, ge=0)
+    host_gb: Annotated[float | Literal["auto"], AfterValidator(_host_size)] = setting(
         AUTO,
         f"auto, 0 for no host tier, or {_TIER_GB}",
         "Host memory, in GB of 1e9 bytes, for the KV of prefixes that leave the GPU, or 0 for none. auto is half of "
         "what is free beyond 4 GB or a tenth of all memory, at most 4 times the KV pool, and 0 where no tier can be",
     )
-    ssd_dir: str | None = _setting(
+    ssd_dir: str | None = setting(
         None,
         "a string, the path of a folder",
         "Folder, on an SSD of this machine, for KV that leaves host memory; a later server with the same model finds "
         "it again. Needs --kv-ssd-gb",
     )
-    ssd_gb: float | None = _setting(
+    ssd_gb: float | None = setting(
         None, _TIER_GB, "GB of 1e9 bytes that may be used in --kv-ssd-dir", ge=_MIN_GB, le=_MAX_GB
     )
-    ssd_write_gb_per_day: float | None = _setting(
+    ssd_write_gb_per_day: float | None = setting(
         None,
         "a number of GB (1e9 bytes) above 0, up to 1e9",
         "GB of 1e9 bytes that may be written to --kv-ssd-dir in a day, to spare the SSD",
@@ -258,39 +213,39 @@ class EvicPressConfig:
         gt=0,
         le=_MAX_GB,
     )
-    ssd_fsync: Literal["none", "batch", "always"] = _setting(
+    ssd_fsync: Literal["none", "batch", "always"] = setting(
         "batch",
         "one of none, batch, always",
         "When what was written to --kv-ssd-dir survives a power failure: none leaves it to the system, batch makes it "
         "durable in the background within about 2 s, always before it counts as written",
     )
-    ssd_allow_dirs: Annotated[tuple[str, ...], BeforeValidator(_texts), AfterValidator(_absolute)] = _setting(
+    ssd_allow_dirs: Annotated[tuple[str, ...], BeforeValidator(_texts), AfterValidator(_absolute)] = setting(
         (),
         "absolute folders separated by commas, or a list of them",
         "Absolute folders, separated by commas, in which POST /evicpress/tiers/ssd may attach one",
         shown="none but the parent of --kv-ssd-dir",
         key="ssd_allow_dir",
     )
-    ssd_key_file: _Path | None = _setting(
+    ssd_key_file: _Path | None = setting(
         None,
         _PATH,
         "File of 32 to 4096 bytes, such as those of head -c 32 /dev/urandom, readable for its owner only: what is on "
         "the SSD is sealed with it, and what has no such seal is a miss",
     )
-    profile_path: _Path | None = _setting(
+    profile_path: _Path | None = setting(
         None,
         _PATH,
         "File that keeps the measured quality curves of contexts for later servers; made where it is missing",
         shown="none, they are forgotten with the server",
     )
-    drift_threshold: float = _setting(
+    drift_threshold: float = setting(
         0.3,
         "a number above 0, up to 1",
         "Measure a context anew when the predicted quality of its answers exceeds the observed one by this much",
         gt=0,
         le=1,
     )
-    online_profiling: bool = _setting(
+    online_profiling: bool = setting(
         True,
         "true or false",
         "Do not keep the last questions about each context in memory; nothing is measured online then",
@@ -298,7 +253,7 @@ class EvicPressConfig:
         flag="disable_online_profiling",
     )
     decode: DecodeFlags = Field(default_factory=DecodeFlags)
-    max_queue_s: float | None = _setting(
+    max_queue_s: float | None = setting(
         None,
         "finite seconds above 0",
         "Answer 503 with Retry-After at once to a request that may wait longer than this for its first token, by the "
@@ -308,7 +263,7 @@ class EvicPressConfig:
         gt=0,
     )
 
-    tenants: Annotated[Mapping[str, object] | None, BeforeValidator(_tenants)] = _setting(
+    tenants: Annotated[Mapping[str, object] | None, BeforeValidator(_tenants)] = setting(
         None,
         "a JSON object of tenants, or the path of its file",
         "JSON file of tenants by name, each with the cache_salt of its requests and the kv_quality that these do not "
@@ -316,6 +271,10 @@ class EvicPressConfig:
     )
 
     def __post_init__(self) -> None:
+        for form in self.menu_forms:
+            if form.is_uneven and form.budget != PYRAMID and form.budget not in self.layer_shares:
+                known = ", ".join((UNIFORM, PYRAMID, *self.layer_shares))
+                raise ValueError(f"form {form} has the unknown budget {form.budget!r}: expected {known}")
         if self.quality is not None and self.alpha is not None:
             raise ValueError(
                 f"quality is {self.quality:g} and alpha {self.alpha:g}: expected one of them, as alpha is tuned so "
@@ -400,6 +359,7 @@ class EvicPressConfig:
                 values.pop(other, None)
         if "policy" not in values:
             raise ValueError("no kv policy is given: expected --kv-policy, or a policy config with the key 'policy'")
+        _read_budgets(values)
         if "quality_curves" in values:
             if values.get("curves") is not None:
                 raise ValueError("quality_curves and curves are both given: expected one of them, they say the same")
@@ -422,9 +382,9 @@ FIELDS = {
     for key, given in fields_of(EvicPressConfig).items()
     for name, field in (fields_of(DecodeFlags) if key == "decode" else {key: given}).items()
 }
-"""Every setting by its key in the config file."""
+"""Every setting by its key in the config file, and ``layer_shares``, which are those of its budget files."""
 
-KEYS = (*FIELDS, "quality_curves")
+KEYS = (*(name for name in FIELDS if name != "layer_shares"), "quality_curves")
 
 
 def policy_in(config_file: str) -> str | None:
@@ -469,6 +429,13 @@ def _read_file(config_file: str) -> dict[str, object]:
         if name not in KEYS:
             raise ValueError(f"{where} has the unknown key {name!r}: expected keys among {', '.join(KEYS)}")
     return values
+
+
+def _read_budgets(values: dict[str, object]) -> None:
+    """Put names in place of the paths of budget files, and their shares under ``layer_shares``."""
+    default, texts = values.get("layer_budget"), _texts(values.get("forms", DEFAULT_FORM_TEXTS))
+    if isinstance(texts, tuple) and (default is None or (isinstance(default, str) and default.strip())):
+        values["forms"], values["layer_shares"] = name_budgets(texts, default)
 
 
 def _read_curves(path: object) -> object:

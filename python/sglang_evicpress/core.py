@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -47,17 +48,25 @@ CODECS: dict[str, CodecTraits] = {
 """Every codec by name; the module ``codec/NAME.py`` has it, with its default settings, as ``CODEC``."""
 
 
+UNIFORM, PYRAMID = "uniform", "pyramid"
+"""Budgets over layers that need no file: equally many tokens in every layer, or most in the lowest one."""
+
+_BUDGET = re.compile(r"[0-9A-Za-z_.-]{1,64}")
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Form:
     """Form of a node's bytes: the tokens a press keeps, stored by a codec.
 
-    ``kept_fraction`` is tokens kept / tokens, in (0, 1]; the exact form keeps them all and has no press.
-    Written ``exact``, ``keydiff@0.4``, ``exact+int8`` or ``keydiff@0.4+int8``.
+    ``kept_fraction`` is tokens kept / tokens, in (0, 1]; the exact form keeps them all and has no press. ``budget``
+    names how the tokens kept are spread over layers; ``kept_fraction`` is then their mean. Written ``exact``,
+    ``keydiff@0.4``, ``keydiff@0.4:pyramid``, ``exact+int8`` or ``keydiff@0.4:pyramid+int8``.
     """
 
     press: str | None = None
     kept_fraction: float = 1.0
     codec: str = "raw"
+    budget: str = UNIFORM
 
     @property
     def is_exact(self) -> bool:
@@ -71,7 +80,17 @@ class Form:
     @property
     def pressed(self) -> Form:
         """The same tokens, raw."""
-        return Form(self.press, self.kept_fraction)
+        return replace(self, codec="raw")
+
+    @property
+    def is_uneven(self) -> bool:
+        """True if layers may keep different numbers of tokens."""
+        return self.budget != UNIFORM
+
+    @property
+    def method(self) -> str | None:
+        """The press and its budget, as ``snapkv`` or ``snapkv:pyramid``; None for all tokens."""
+        return f"{self.press}:{self.budget}" if self.is_uneven else self.press
 
     def can_take(self, codec: str) -> bool:
         """True if what is in this form can be stored by ``codec`` and is then no more than it says: by its own, by one
@@ -90,16 +109,22 @@ class Form:
 
     def __str__(self) -> str:
         text = "exact" if self.press is None else f"{self.press}@{self.kept_fraction:g}"
+        text = f"{text}:{self.budget}" if self.is_uneven else text
         return text if self.codec == "raw" else f"{text}+{self.codec}"
 
     @classmethod
     def parse(cls, text: str) -> Form:
-        """Read ``exact`` or ``PRESS@KEPT``. Raises ValueError naming the text and what is accepted."""
-        accepted = f"'exact' or PRESS@KEPT with PRESS one of {', '.join(PRESSES)} and 0 < KEPT < 1, such as keydiff@0.5"
+        """Read ``exact``, ``PRESS@KEPT`` or ``PRESS@KEPT:BUDGET``. Raises ValueError naming the text and what is
+        accepted."""
+        accepted = (
+            f"'exact' or PRESS@KEPT with PRESS one of {', '.join(PRESSES)} and 0 < KEPT < 1, such as keydiff@0.5, "
+            "perhaps with :BUDGET, such as keydiff@0.5:pyramid"
+        )
         text = text.strip()
         if text == "exact":
             return EXACT
-        press, at, kept = text.partition("@")
+        base, colon, budget = text.partition(":")
+        press, at, kept = base.partition("@")
         if not at or press not in PRESSES:
             raise ValueError(f"form {text!r} is not known: expected {accepted}")
         try:
@@ -108,7 +133,9 @@ class Form:
             raise ValueError(f"form {text!r} has no number after '@': expected {accepted}") from None
         if not 0.0 < kept_fraction < 1.0:
             raise ValueError(f"form {text!r} keeps {kept}: expected {accepted}")
-        return cls(press, kept_fraction)
+        if colon and not _BUDGET.fullmatch(budget):
+            raise ValueError(f"form {text!r} has the budget {budget!r}: expected a name of letters, digits, _ . and -")
+        return cls(press, kept_fraction, budget=budget if colon else UNIFORM)
 
     @classmethod
     def parse_stored(cls, text: str) -> Form:
@@ -178,7 +205,7 @@ class NodeStats:
     ``weight`` is the expected reuse (``reuse``), ``num_hits`` the plain count; ``last_use`` a logical tick (never
     a clock), equal on every rank. ``sinks`` of its tokens survive any press. A locked node does not move.
     ``exact_on`` is a lower tier that holds the exact KV of a lossy node as well. ``lower_copies`` are all its copies on
-    lower tiers.
+    lower tiers. ``filled``: share of its slots, over all layers, that hold KV; below the GPU the others take nothing.
     """
 
     id: int
@@ -198,6 +225,7 @@ class NodeStats:
     is_locked: bool = False
     exact_on: Tier | None = None
     lower_copies: Sequence[LowerCopy] = ()
+    filled: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

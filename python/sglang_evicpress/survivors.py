@@ -4,6 +4,10 @@ Survivors differ per (layer, kv head) but their number does not: the j-th surviv
 j-th physical slot. That slot is shown at the logical index M_j = max over (layer, head) of the position of the j-th
 survivor. M is strictly increasing, so whoever takes the first p tokens of the node gets exactly the slots with M_j < p,
 and those hold positions < p in every layer and head.
+
+Where layers keep different numbers of tokens, the groups of layers that keep fewer leave slots empty: ``place_groups``
+puts each of their survivors into the first free slot that is shown at its position or later, so that M stays that of
+the fullest group but where another has a later survivor, and a split takes from every layer what is before it.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,50 +23,91 @@ import torch
 
 from sglang_evicpress.device import HostCopy
 
+EMPTY = -1
+"""Position in a slot that holds nothing in a layer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Filling:
+    """Slots of a node that hold KV, for each group of layers.
+
+    ``group_of`` [layers]: the group of each. ``places``: int64 [sum of ``counts``], indices of a node's slots,
+    ascending, those of one group behind the other's. ``counts``: slots that a layer of each group fills.
+    """
+
+    group_of: tuple[int, ...]
+    places: HostCopy
+    counts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, group_of: tuple[int, ...], places: Sequence[torch.Tensor]) -> Filling:
+        """That of the indices of each group, int64 [count] on one device."""
+        return cls(group_of, HostCopy(torch.cat(list(places))), tuple(len(each) for each in places))
+
+    def of_group(self, group: int) -> torch.Tensor:
+        """int64 [count]: indices of the slots that a group fills."""
+        begin = sum(self.counts[:group])
+        return self.places.read()[begin : begin + self.counts[group]]
+
+    def of_layer(self, layer: int) -> torch.Tensor:
+        """int64 [count]: indices of the slots that a layer fills."""
+        return self.of_group(self.group_of[layer])
+
+    def counts_before(self, cut: int) -> tuple[int, ...]:
+        """What each group fills of the first ``cut`` slots."""
+        return tuple(int(torch.searchsorted(self.of_group(group), cut)) for group in range(len(self.counts)))
+
+    def split(self, cut: int) -> tuple[Filling, Filling]:
+        """Those of the first ``cut`` slots, and of the others, counted from 0 again."""
+        before = self.counts_before(cut)
+        groups = [self.of_group(group) for group in range(len(self.counts))]
+        left = [places[:count].clone() for places, count in zip(groups, before, strict=True)]
+        right = [places[count:] - cut for places, count in zip(groups, before, strict=True)]
+        return Filling.of(self.group_of, left), Filling.of(self.group_of, right)
+
+    def mean(self, counts: Sequence[int] | None = None) -> float:
+        """Slots that a layer fills on average, or would with these ``counts`` of groups."""
+        counts = self.counts if counts is None else counts
+        return sum(counts[group] for group in self.group_of) / len(self.group_of)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PackedPositions:
-    """Positions as one bit for each token from ``low`` on: ``bits`` is uint8 [layers * heads, bytes]."""
+    """Positions as one bit for each token from ``low`` on: ``bits`` is uint8 [layers * heads, bytes], ``counts`` the
+    positions in a head of each layer."""
 
     bits: np.ndarray
     low: int
-    shape: tuple[int, int, int]
+    heads: int
+    counts: tuple[int, ...]
 
     @classmethod
-    def of(cls, positions: torch.Tensor) -> _PackedPositions | None:
-        """None where that would save less than half."""
-        layers, heads, num_slots = positions.shape
-        if not positions.numel() or positions.dtype != torch.int32:
+    def of(cls, layers: Sequence[torch.Tensor]) -> _PackedPositions | None:
+        """Those of ``layers``, int32 [heads, count] each. None where that would save less than half."""
+        heads, counts = layers[0].shape[0] if layers else 0, tuple(each.shape[1] for each in layers)
+        filled = [each for each in layers if each.numel()]
+        if not filled or any(each.dtype != torch.int32 for each in layers):
             return None
-        flat = positions.reshape(layers * heads, num_slots).numpy()
-        low = int(flat.min())
-        row_bytes = (int(flat.max()) - low) // 8 + 1
-        if 2 * row_bytes > flat.itemsize * num_slots:
+        low = min(int(each.min()) for each in filled)
+        row_bytes = (max(int(each.max()) for each in filled) - low) // 8 + 1
+        if 2 * row_bytes * len(counts) > 4 * sum(counts):
             return None
-        bits = np.empty((layers * heads, row_bytes), dtype=np.uint8)
-        for begin in range(0, len(flat), heads):  # a layer at a time: a bit takes a byte on the way
-            rows = flat[begin : begin + heads]
-            mask = np.zeros((len(rows), 8 * row_bytes), dtype=bool)
-            np.put_along_axis(mask, rows.astype(np.int64) - low, True, axis=1)
-            if int(mask.sum()) != rows.size:
+        bits = np.empty((len(counts) * heads, row_bytes), dtype=np.uint8)
+        for layer, positions in enumerate(layers):  # a layer at a time: a bit takes a byte on the way
+            mask = np.zeros((heads, 8 * row_bytes), dtype=bool)
+            np.put_along_axis(mask, positions.numpy().astype(np.int64) - low, True, axis=1)
+            if int(mask.sum()) != positions.numel():
                 return None  # a head holds a position twice
-            bits[begin : begin + heads] = np.packbits(mask, axis=1, bitorder="little")
-        return cls(bits, low, (layers, heads, num_slots))
+            bits[layer * heads : (layer + 1) * heads] = np.packbits(mask, axis=1, bitorder="little")
+        return cls(bits, low, heads, counts)
 
-    def of_layer(self, layer: int) -> _PackedPositions:
-        """Those of one layer, as the only one."""
-        _, heads, num_slots = self.shape
-        return _PackedPositions(self.bits[layer * heads : (layer + 1) * heads], self.low, (1, heads, num_slots))
-
-    def read(self) -> torch.Tensor:
-        """The positions, int32 [layers, heads, slots]."""
-        layers, heads, num_slots = self.shape
-        positions = np.empty((layers * heads, num_slots), dtype=np.int32)
-        begins = np.arange(heads)[:, None] * 8 * self.bits.shape[1] - self.low  # of the heads, in a layer's mask
-        for begin in range(0, len(positions), heads):
-            mask = np.unpackbits(self.bits[begin : begin + heads], axis=1, bitorder="little")
-            positions[begin : begin + heads] = np.flatnonzero(mask.view(bool)).reshape(heads, num_slots) - begins
-        return torch.from_numpy(positions.reshape(self.shape))
+    def read(self, layer: int) -> torch.Tensor:
+        """The positions of a layer, int32 [heads, count]."""
+        rows = self.bits[layer * self.heads : (layer + 1) * self.heads]
+        mask = np.unpackbits(rows, axis=1, bitorder="little")
+        begins = np.arange(self.heads)[:, None] * 8 * self.bits.shape[1] - self.low  # of the heads, in the mask
+        positions = np.flatnonzero(mask.view(bool)).reshape(self.heads, self.counts[layer]) - begins
+        return torch.from_numpy(positions.astype(np.int32))
 
     def has_any(self, begin: int, end: int) -> bool:
         """True if any head holds a position of [begin, end)."""
@@ -93,13 +139,27 @@ class SurvivorLayout:
 
     ``positions``: int32 [layers, kv_heads, m], absolute logical position held by slot j of each head, ascending in j.
     ``logical``: int64 [m], the node-relative logical index at which slot j is shown, strictly increasing. Positions
-    that are ``pack``ed take one bit per token and head, and are worked out anew each time.
+    that are ``pack``ed take one bit per token and head, and are worked out anew each time. ``filling`` says which slots
+    each layer fills, None where all fill all; positions of the others are EMPTY.
     """
 
-    __slots__ = ("__weakref__", "_counted", "_last_split", "_logical", "_packed", "_positions", "num_slots")
+    __slots__ = (
+        "__weakref__",
+        "_counted",
+        "_last_split",
+        "_logical",
+        "_packed",
+        "_positions",
+        "_shape",
+        "filling",
+        "num_slots",
+    )
 
-    def __init__(self, positions: HostCopy, logical: HostCopy, num_slots: int) -> None:
+    def __init__(self, positions: HostCopy, logical: HostCopy, num_slots: int, filling: Filling | None = None) -> None:
         self._positions: HostCopy | _PackedPositions = positions
+        layers, heads, _ = positions.shape
+        self._shape = layers, heads, num_slots
+        self.filling = filling
         self._packed: _PackedPositions | None = None
         self._logical = logical
         self._last_split: tuple[int, weakref.ref[SurvivorLayout], weakref.ref[SurvivorLayout]] | None = None
@@ -112,20 +172,48 @@ class SurvivorLayout:
 
     @property
     def positions(self) -> torch.Tensor:
-        return self._positions.read()
+        positions = self._positions
+        if isinstance(positions, HostCopy):
+            return positions.read()
+        opened = torch.full(self._shape, EMPTY, dtype=torch.int32)
+        for layer, layer_positions in enumerate(opened):
+            places = slice(None) if self.filling is None else self.filling.of_layer(layer)
+            layer_positions[:, places] = positions.read(layer)
+        return opened
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """[layers, kv_heads, m] of the positions, without reading them."""
-        layers, heads, num_slots = self._positions.shape
-        return layers, heads, num_slots
+        return self._shape
 
     def positions_of(self, layer: int) -> torch.Tensor:
-        """int32 [kv_heads, m]: the positions of one layer, without opening the others."""
+        """int32 [kv_heads, count]: the positions in the slots that a layer fills, without opening the others."""
         positions = self._positions
-        if isinstance(positions, HostCopy):
-            return positions.read()[layer]
-        return positions.of_layer(layer).read()[0]
+        if not isinstance(positions, HostCopy):
+            return positions.read(layer)
+        opened = positions.read()[layer]
+        return opened if self.filling is None else opened[:, self.filling.of_layer(layer)]
+
+    def count_of(self, layer: int) -> int:
+        """Slots that a layer fills."""
+        return self.num_slots if self.filling is None else self.filling.counts[self.filling.group_of[layer]]
+
+    @property
+    def layer_slots(self) -> tuple[int, ...]:
+        """Slots that each layer fills; () where all fill all."""
+        if self.filling is None or all(count == self.num_slots for count in self.filling.counts):
+            return ()
+        return tuple(self.filling.counts[group] for group in self.filling.group_of)
+
+    @property
+    def mean_slots(self) -> float:
+        """Slots that a layer fills on average."""
+        return self.num_slots if self.filling is None else self.filling.mean()
+
+    @property
+    def filled(self) -> float:
+        """Share of its slots, over all layers, that hold KV."""
+        return self.mean_slots / self.num_slots if self.filling is not None and self.num_slots else 1.0
 
     @property
     def logical(self) -> torch.Tensor:
@@ -139,7 +227,7 @@ class SurvivorLayout:
     def prepare_pack(self) -> None:
         """Do the work of ``pack``, on any thread."""
         if self._packed is None:
-            self._packed = _PackedPositions.of(self.positions)
+            self._packed = _PackedPositions.of([self.positions_of(layer) for layer in range(self._shape[0])])
             self._count()
 
     def pack(self) -> None:
@@ -161,6 +249,11 @@ class SurvivorLayout:
         """Number of slots for a request that matches the node's first ``num_tokens`` tokens."""
         return int(torch.searchsorted(self.logical, num_tokens))
 
+    def mean_before(self, num_tokens: int) -> float:
+        """Slots that such a request gets in a layer on average."""
+        cut = self.slots_before(num_tokens)
+        return cut if self.filling is None else self.filling.mean(self.filling.counts_before(cut))
+
     def split(self, num_tokens: int) -> tuple[SurvivorLayout, SurvivorLayout]:
         """The layouts of the first ``num_tokens`` tokens and of the rest (its logical indices start at 0 again).
 
@@ -172,9 +265,10 @@ class SurvivorLayout:
                 return left, right
         cut = self.slots_before(num_tokens)
         positions, logical = self.positions, self.logical
-        left = SurvivorLayout(HostCopy(positions[..., :cut].clone()), HostCopy(logical[:cut].clone()), cut)
+        above, below = (None, None) if self.filling is None else self.filling.split(cut)
+        left = SurvivorLayout(HostCopy(positions[..., :cut].clone()), HostCopy(logical[:cut].clone()), cut, above)
         right = SurvivorLayout(
-            HostCopy(positions[..., cut:].clone()), HostCopy(logical[cut:] - num_tokens), self.num_slots - cut
+            HostCopy(positions[..., cut:].clone()), HostCopy(logical[cut:] - num_tokens), self.num_slots - cut, below
         )
         self._last_split = num_tokens, weakref.ref(left), weakref.ref(right)
         return left, right
@@ -184,6 +278,7 @@ class SurvivorLayout:
         with _COUNTING:
             positions, packed = self._positions, self._packed
             num_open = 4 * positions.num_elements if isinstance(positions, HostCopy) else 0
+            num_open += 0 if self.filling is None else 8 * self.filling.places.num_elements
             counted = num_open + 8 * self.num_slots, 0 if packed is None else packed.bits.nbytes
             _CHANGES.append((counted[0] - self._counted[0], counted[1] - self._counted[1]))
             self._counted = counted
@@ -202,3 +297,32 @@ def place(positions: torch.Tensor, start: int, page_size: int) -> torch.Tensor:
     page = last.view(-1, page_size)[:, -1] // page_size
     offsets = torch.arange(page_size, device=last.device)
     return (page[:, None] * page_size + offsets).reshape(-1)
+
+
+def place_groups(last: Sequence[torch.Tensor], start: int, page_size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Slots of groups of layers that keep different numbers of tokens: the logical index of each of the m slots, int64
+    [m], node-relative and strictly increasing, and for each group the indices of the slots that it fills, int64
+    [count], ascending. m is what the fullest group keeps.
+
+    ``last``: int64 [count] for each group, the greatest position of each survivor over its layers and heads, absolute
+    and ascending; counts are whole pages, and pages stay whole. Every survivor is in a slot that is shown at its
+    position or later. From the last one on each takes the first slot that is free and shown late enough, and where
+    there is none the last that is free, which is shown later then. Waits for nothing on the device.
+    """
+    pages = [
+        (positions.view(-1, page_size)[:, -1] - start) // page_size for positions in map(torch.Tensor.contiguous, last)
+    ]
+    fullest = max(range(len(pages)), key=lambda group: len(pages[group]))
+    shown = pages[fullest].clone()
+    count, offsets = len(shown), torch.arange(page_size, device=shown.device)
+    places = []
+    for group, own in enumerate(pages):
+        index = torch.arange(len(own), device=shown.device)
+        slots = index
+        if group != fullest and len(own):
+            wanted = torch.searchsorted(shown, own).clamp_(max=count - 1).maximum(index)
+            # No later one may be taken twice: slot i is at most slot i + 1 less 1.
+            slots = (wanted - index).flip(0).cummin(0).values.flip(0) + index
+            shown[slots] = shown[slots].maximum(own)
+        places.append((slots[:, None] * page_size + offsets).reshape(-1))
+    return (shown[:, None] * page_size + offsets).reshape(-1), places

@@ -14,7 +14,8 @@ import pytest
 from tests.contract.releases import only_rank
 
 from sglang_evicpress import spawn
-from sglang_evicpress.config import DecodeFlags, EvicPressConfig
+from sglang_evicpress.config import EvicPressConfig
+from sglang_evicpress.decode_flags import DecodeFlags
 from sglang_evicpress.patches import last_word
 from sglang_evicpress.patches.attention import query_ring
 from sglang_evicpress.patches.cache import factory

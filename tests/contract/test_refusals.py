@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from sglang_evicpress.config import DecodeFlags, EvicPressConfig
+from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import Form
+from sglang_evicpress.decode_flags import DecodeFlags
 from sglang_evicpress.patches import unsupported
 from sglang_evicpress.patches.unsupported import UnsupportedError
 

@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from sglang_evicpress import config as config_module
-from sglang_evicpress.config import AUTO, DEFAULT_FORMS, DecodeFlags, EvicPressConfig, check_ssd_folder, policy_in
+from sglang_evicpress.config import AUTO, DEFAULT_FORMS, EvicPressConfig, check_ssd_folder, policy_in
 from sglang_evicpress.core import EXACT, Form
+from sglang_evicpress.decode_flags import DecodeFlags
+from sglang_evicpress.search.budget_file import BudgetFile, write_budget_file
+from sglang_evicpress.search.form_budgets import budget_name
 
 
 def _file(folder: Path, content: object) -> str:
@@ -57,11 +60,15 @@ def test_flags_are_taken() -> None:
 
 
 def test_a_file_may_give_every_field(tmp_path: Path) -> None:
+    budgets = BudgetFile.of([3, 1], 20)
+    write_budget_file(str(tmp_path / "found.json"), budgets)
     values = {
         "policy": "lru",
         "quality": None,
         "alpha": 2,
-        "forms": ["knorm@0.3"],
+        "forms": ["knorm@0.3:uniform"],
+        "layer_budget": str(tmp_path / "found.json"),
+        "max_layer_counts": 2,
         "min_compress_tokens": 128,
         "sinks": 8,
         "window": 16,
@@ -94,6 +101,7 @@ def test_a_file_may_give_every_field(tmp_path: Path) -> None:
     fields = {renamed.get(name, name): value for name, value in values.items()}
     decode = {name: fields.pop(f"decode_{name}") for name in DecodeFlags.__dataclass_fields__}
     fields |= {"forms": (Form("knorm", 0.3),), "ssd_allow_dirs": ("/mnt/a", "/mnt/b"), "decode": DecodeFlags(**decode)}  # type: ignore[arg-type]
+    fields["layer_shares"] = {budget_name("found.json", budgets): budgets.shares}
     config = EvicPressConfig(**fields)  # type: ignore[arg-type]
     assert EvicPressConfig.from_flags(None, path) == config
     assert EvicPressConfig.from_flags("hpt", path) == dataclasses.replace(config, policy="hpt")
@@ -339,7 +347,7 @@ def test_a_wrong_flag_is_one_sentence(flags: dict[str, object], parts: tuple[str
         ("{", ("is not JSON", "JSON object")),
         ("", ("is not JSON", "JSON object")),
         ([1], ("list", "expected an object")),
-        ({"alhpa": 1}, ("'alhpa'", "alpha, forms, min_compress_tokens")),
+        ({"alhpa": 1}, ("'alhpa'", "alpha, forms, layer_budget, max_layer_counts, min_compress_tokens")),
         ({"policy": 3}, ("policy", "3", "a string")),
         ({"max_queue_seconds": "10"}, ("max_queue_seconds", "'10'", "expected finite seconds")),
         ({"alpha": True}, ("alpha", "True", "number")),

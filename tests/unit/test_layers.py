@@ -43,7 +43,10 @@ TABLE = {
     "asked_retention": Layer(("error_text",)),
     "files": Layer((), ("orjson",)),
     "validation": Layer((), ("pydantic",)),
-    "config": Layer((*PURE, "asked_quality", "files", "validation"), ("pydantic",)),
+    # Budgets per layer: their arithmetic, their files, and the search for them.
+    "search": Layer((*PURE, "files"), ("cmaes", "numpy", "orjson")),
+    "decode_flags": Layer((), ("pydantic",)),
+    "config": Layer((*PURE, "asked_quality", "decode_flags", "files", "search", "validation"), ("pydantic",)),
     "flags": Layer(("config",)),
     # Small things of the standard library that many parts use.
     "threads": Layer(("error_text",)),
@@ -98,7 +101,7 @@ TABLE = {
                 "introspect",
                 "kernels",
             ),
-            *("press", "profiler", "quality", "spawn", "survivors", "threads", "tiers"),
+            *("press", "profiler", "quality", "search", "spawn", "survivors", "threads", "tiers"),
         ),
         ("fastapi", "flashinfer", "numpy", "orjson", "prometheus_client", "sglang", "starlette", "torch", "zmq"),
     ),

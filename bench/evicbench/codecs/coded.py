@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from evicbench.correctness.reference import KV, Node
 from sglang_evicpress.codec import get_codec
@@ -40,17 +41,18 @@ class Entry:
         return [extent.digest for extent in self.header.extents]
 
     def decoded(self) -> KV:
-        """The rows of its slots, in fp32, as its codec brings them back."""
+        """The rows of its slots, in fp32, as its codec brings them back; zeros behind those of a layer with fewer."""
         shape, num_slots, codec = self.header.shape, self.header.num_slots, get_codec(self.header.form.codec)
         pairs = []
-        for extent in self.header.extents[: shape.num_layers]:
+        for layer, extent in enumerate(self.header.extents[: shape.num_layers]):
+            count = self.header.slots_of(layer)
             stored = torch.frombuffer(bytearray(self.payload[extent.offset :][: extent.num_bytes]), dtype=torch.uint8)
-            rows = torch.empty(2, num_slots, shape.num_heads * shape.head_dim, dtype=getattr(torch, shape.dtype))
+            rows = torch.empty(2, count, shape.num_heads * shape.head_dim, dtype=getattr(torch, shape.dtype))
             if codec is None:
                 rows = stored.view(rows.dtype).view_as(rows)
             else:
-                codec.decode(stored, num_slots, 0, rows[0], rows[1])
-            pairs.append(rows.float())
+                codec.decode(stored, count, 0, rows[0], rows[1])
+            pairs.append(pad(rows.float(), (0, 0, 0, num_slots - count)))
         return _from_rows(torch.stack(pairs, 1), shape.num_heads)
 
 
@@ -69,25 +71,37 @@ def read_entry(folder: Path, node: Node) -> Entry | None:
 
 
 def positions_of(node: Node, kv: KV) -> Tensor:
-    """Absolute positions of what the node's slots hold, int64 [layers, kv_heads, slots]."""
+    """Absolute positions of what the node's slots hold, int64 [layers, kv_heads, slots]; of a layer that fills fewer
+    slots those of these, and then -1."""
     if node.positions is not None:
-        return node.positions
+        compact = torch.full_like(node.positions, -1)
+        for layer, positions in enumerate(node.positions):
+            held = positions[:, positions[0] >= 0]
+            compact[layer, :, : held.shape[1]] = held
+        return compact
     return kv.every_position()[..., node.start : node.start + len(node.token_ids)]
 
 
 def replaced(kv: KV, positions: Tensor, rows: KV) -> KV:
-    """``kv`` with other rows at ``positions``."""
-    index = positions[..., None].expand(*positions.shape, kv.keys.shape[-1])
-    return KV(kv.keys.scatter(2, index, rows.keys), kv.values.scatter(2, index, rows.values))
+    """``kv`` with other rows at ``positions``; where these are -1 there is no row."""
+    keys, values = kv.keys.clone(), kv.values.clone()
+    for layer, count in enumerate(_counts(positions)):
+        index = positions[layer, :, :count, None].expand(-1, -1, keys.shape[-1])
+        keys[layer].scatter_(1, index, rows.keys[layer, :, :count])
+        values[layer].scatter_(1, index, rows.values[layer, :, :count])
+    return KV(keys, values)
 
 
 def through(codec: str, rows: KV, dtype: torch.dtype = torch.float32, *, first: int = 0) -> KV:
-    """``rows`` encoded and decoded in ``dtype``, in groups from slot ``first`` on; what is before it stays raw."""
+    """``rows`` encoded and decoded in ``dtype``, in groups from slot ``first`` on; what is before it stays raw. Of a
+    layer that has fewer rows the first ones."""
     coder = get_codec(codec)
     assert coder is not None
     given = torch.stack([_rows(rows.keys), _rows(rows.values)]).to(dtype)
-    for keys, values in given.unbind(1):
-        chosen = keys[first:], values[first:]
+    for (keys, values), count in zip(given.unbind(1), _rows_of_layers(rows), strict=True):
+        if count <= first:
+            continue  # a split may have left nothing of some layers
+        chosen = keys[first:count], values[first:count]
         stored = torch.empty(coder.num_bytes(*chosen[0].shape, dtype), dtype=torch.uint8)
         coder.encode(*chosen, stored)
         coder.decode(stored, len(chosen[0]), 0, *chosen)
@@ -98,16 +112,31 @@ def settled(raw: KV, coded: KV, entry: Entry, noise: float = NOISE) -> tuple[KV,
     """``coded``, but what lies within ``noise`` of the edge between two codes as the server rounded it; how many values
     that were, and how many others the server has under another code."""
     theirs, codec = entry.decoded(), entry.header.form.codec
-    steps = _key_steps(raw.keys, codec), _value_steps(raw.values, codec)
-    pairs, num_ties, num_wrong = [], 0, 0
-    for which, step in zip(("keys", "values"), steps, strict=True):
-        before, mine, other = getattr(raw, which), getattr(coded, which), getattr(theirs, which)
-        differs = (mine - other).abs() > step / 2 + noise
-        is_tie = differs & ((mine - before).abs() >= step / 2 - noise) & ((other - before).abs() <= step / 2 + noise)
-        pairs.append(torch.where(is_tie, other, mine))
-        num_ties += int(is_tie.sum())
-        num_wrong += int((differs & ~is_tie).sum())
-    return KV(*pairs), num_ties, num_wrong
+    num_ties, num_wrong, result = 0, 0, KV(coded.keys.clone(), coded.values.clone())
+    for layer, count in enumerate(_rows_of_layers(raw)):
+        for which, steps_of in (("keys", _key_steps), ("values", _value_steps)) if count else ():
+            before, mine, other = (getattr(of, which)[layer : layer + 1, :, :count] for of in (raw, coded, theirs))
+            step = steps_of(before, codec)
+            differs = (mine - other).abs() > step / 2 + noise
+            is_near = (mine - before).abs() >= step / 2 - noise
+            is_tie = differs & is_near & ((other - before).abs() <= step / 2 + noise)
+            getattr(result, which)[layer, :, :count] = torch.where(is_tie, other, mine)[0]
+            num_ties += int(is_tie.sum())
+            num_wrong += int((differs & ~is_tie).sum())
+    return result, num_ties, num_wrong
+
+
+def _counts(positions: Tensor) -> list[int]:
+    """Rows of each layer, of positions [layers, kv_heads, slots] with -1 behind the last one."""
+    counts: list[int] = (positions[:, 0] >= 0).sum(-1).tolist()
+    return counts
+
+
+def _rows_of_layers(rows: KV) -> list[int]:
+    if rows.hidden is None:
+        return [rows.num_tokens] * len(rows.keys)
+    counts: list[int] = (~rows.hidden[:, 0]).sum(-1).tolist()
+    return counts
 
 
 def _key_steps(keys: Tensor, codec: str) -> Tensor:

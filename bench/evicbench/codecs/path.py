@@ -279,11 +279,11 @@ def partial_matches(case: CodedCase) -> None:
     case.ask(text, cached=end)
 
 
-def pressed_node(case: CodedCase) -> None:
+def pressed_node(case: CodedCase, form: str = PRESSED) -> None:
     """Fewer tokens of every head, then the codec; a part of it as well."""
     text = case.context(150, 300)
     (node,) = case.path(text.token_ids)
-    case.compress(text, node, PRESSED)
+    case.compress(text, node, form)
     text = case.down(text)
     case.ask_from("ssd", text, cached=len(node.token_ids), with_controls=True)
     case.push(text, "host")

@@ -223,7 +223,8 @@ class Case:
             dropped = sorted(set(range(cached)) - set(held[layer, head].tolist()))
             if dropped:
                 at = self._rng.choice(dropped)
-                nearest = (held[layer, head] - at).abs().argmin()
+                distance = (held[layer, head] - at).abs()
+                nearest = distance.masked_fill(held[layer, head] < 0, cached).argmin()
                 shifted[layer, head, nearest] = at
         return (
             off_by(kv.first(cached), cached),

@@ -32,19 +32,23 @@ PEAKY_VOCABULARY = 320
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KV:
-    """Keys and values of some tokens, fp32 [layers, kv_heads, tokens, head_dim] each; RoPE is in the keys."""
+    """Keys and values of some tokens, fp32 [layers, kv_heads, tokens, head_dim] each; RoPE is in the keys. ``hidden``:
+    bool [layers, kv_heads, tokens], what the layers do not have, None where they have all."""
 
     keys: Tensor
     values: Tensor
+    hidden: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
         return self.keys.shape[2]
 
     def gather(self, positions: Tensor) -> Self:
-        """Other tokens in every head: int64 [layers, kv_heads, m], counted from this KV's first token."""
-        index = positions[..., None].expand(*positions.shape, self.keys.shape[-1])
-        return type(self)(self.keys.gather(2, index), self.values.gather(2, index))
+        """Other tokens in every head: int64 [layers, kv_heads, m], counted from this KV's first token; -1 for none."""
+        hidden = positions < 0
+        index = positions.clamp(min=0)[..., None].expand(*positions.shape, self.keys.shape[-1])
+        keys, values = self.keys.gather(2, index), self.values.gather(2, index)
+        return type(self)(keys, values, hidden if bool(hidden.any()) else None)
 
     def first(self, num_tokens: int) -> Self:
         return type(self)(self.keys[:, :, :num_tokens], self.values[:, :, :num_tokens])
@@ -73,6 +77,7 @@ _NUMBERS = itertools.count()
 
 def _attend(
     queries: list[Tensor],
+    hidden: list[Tensor],
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -81,12 +86,17 @@ def _attend(
     scaling: float | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Attention of transformers' interface in plain steps, [1, heads, tokens, head_dim] each; notes the queries."""
+    """Attention of transformers' interface in plain steps, [1, heads, tokens, head_dim] each; notes the queries. A
+    layer does not see what is ``hidden`` of it, bool [kv_heads, past tokens] each, where that is not empty."""
     heads, dim = query.shape[1], query.shape[-1]
     scale = dim**-0.5 if scaling is None else scaling
     queries.append(query[0] * (scale * dim**0.5))
-    key, value = (each.repeat_interleave(heads // each.shape[1], 1) for each in (key, value))
-    weights = (query @ key.transpose(-1, -2) * scale + attention_mask).softmax(-1)
+    logits = query @ key.repeat_interleave(heads // key.shape[1], 1).transpose(-1, -2) * scale + attention_mask
+    if hidden:
+        of_layer = hidden[int(module.layer_idx)]  # type: ignore[arg-type]
+        of_heads = of_layer.repeat_interleave(heads // key.shape[1], 0)[None, :, None]
+        logits[..., : of_layer.shape[-1]].masked_fill_(of_heads, torch.finfo(torch.float32).min)
+    weights, value = logits.softmax(-1), value.repeat_interleave(heads // value.shape[1], 1)
     return (weights @ value).transpose(1, 2).contiguous(), None
 
 
@@ -101,10 +111,11 @@ class Reference:
         torch.set_num_threads(1)
         self._turn = threading.Lock()
         self._noted: list[Tensor] = []
+        self._hidden: list[Tensor] = []
         self._sees_queries = sees_queries
         attention = f"evicbench-{next(_NUMBERS)}" if sees_queries else "eager"
         if sees_queries:
-            AttentionInterface.register(attention, partial(_attend, self._noted))
+            AttentionInterface.register(attention, partial(_attend, self._noted, self._hidden))
             AttentionMaskInterface.register(attention, eager_mask)
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation=attention)
         self._model = loaded.eval()
@@ -127,6 +138,7 @@ class Reference:
             hidden = torch.ones(num_new, num_past + num_new, dtype=torch.bool).triu(num_past + 1)
             mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)
             self._noted.clear()
+            self._hidden[:] = [] if past is None or past.hidden is None else list(past.hidden)
             output = self._model(
                 input_ids=torch.tensor([list(token_ids)]),
                 past_key_values=cache,
@@ -222,13 +234,17 @@ class Text:
         return Text(self.token_ids[:num_tokens], self.kv.first(num_tokens), queries, min(self.prompt_end, num_tokens))
 
 
+def kept_fraction_of(form: str) -> float:
+    return float(form.partition("@")[2].partition("+")[0].partition(":")[0])
+
+
 def expected_match(path: list[Node], token_ids: Sequence[int], page_size: int) -> int:
     """Number of tokens of a prompt that the cache must give: whole pages, one left to compute, and of a compressed node
     at least half of what its form promises to keep of the part that matches (else the match ends above it). Pieces of
     one compression (the same origin, one below the other) count together."""
     limit = (len(token_ids) - 1) // page_size * page_size
     reached = given = 0  # tokens that match, and those of them that the cache must give
-    promised, kept, origin = 0.0, 0, None
+    promised, kept, origin = 0.0, 0.0, None
     for node in path:
         common = common_length(node.token_ids, token_ids[node.start : limit]) // page_size * page_size
         if common == 0:
@@ -236,13 +252,13 @@ def expected_match(path: list[Node], token_ids: Sequence[int], page_size: int) -
         if node.origin != origin or node.logical is None:
             if given < reached:
                 break
-            promised, kept, origin = 0.0, 0, node.origin
+            promised, kept, origin = 0.0, 0.0, node.origin
         reached += common
-        if node.logical is None:
+        if node.logical is None or node.positions is None:
             given = reached
         else:
-            kept += int((node.logical < common).sum())
-            promised += MIN_MATCH_KEPT * float(node.form.partition("@")[2].partition("+")[0]) * common
+            kept += float((node.positions >= 0)[:, 0, node.logical < common].sum(-1).float().mean())
+            promised += MIN_MATCH_KEPT * kept_fraction_of(node.form) * common
             if 0 < kept >= promised:
                 given = reached
         if common < len(node.token_ids):
@@ -269,36 +285,76 @@ def selection_problems(
     text: Text, before: Node, after: Node, page_size: int, query_end: int, *, tolerance: float = SCORE_TOLERANCE
 ) -> Iterator[str]:
     """Faults of the survivors of a node brought to another form, by the reference's own scores."""
-    press, _, kept_fraction = after.form.partition("@")
+    press = after.form.partition("@")[0]
     start, end = before.start, before.start + len(before.token_ids)
     held = text.kv.every_position()[..., start:end] if before.positions is None else before.positions
     now, logical = after.positions, after.logical
     if now is None or logical is None:
         yield "the node is still full"
         return
-    wanted = -(-len(before.token_ids) * round(float(kept_fraction) * 10) // 10)
-    wanted = min(held.shape[-1], -(-wanted // page_size) * page_size)
-    if now.shape != (*held.shape[:2], wanted) or after.num_slots != wanted:
+    wanted = -(-len(before.token_ids) * round(kept_fraction_of(after.form) * 10) // 10)
+    wanted = -(-wanted // page_size) * page_size
+    counts = (now >= 0).sum(-1)
+    if ":" in after.form:
+        yield from _count_problems(counts, (held >= 0).sum(-1), after.num_slots, wanted, page_size)
+    elif bool((counts != min(held.shape[-1], wanted)).any()) or after.num_slots != min(held.shape[-1], wanted):
         yield f"{tuple(now.shape)} positions and {after.num_slots} slots, expected {wanted}"
         return
-    if bool((now[..., 1:] <= now[..., :-1]).any()):
-        yield "positions are not ascending"
-    is_kept = torch.zeros((*held.shape[:2], text.kv.num_tokens), dtype=torch.bool).scatter(2, now, True).gather(2, held)
-    if bool((is_kept.sum(-1) != wanted).any()):
+    for each in (each[each >= 0] for each in now.flatten(0, 1)):
+        if bool((each[1:] <= each[:-1]).any()):
+            yield "positions are not ascending"
+    marked = torch.zeros((*held.shape[:2], text.kv.num_tokens + 1), dtype=torch.bool).scatter(
+        2, torch.where(now < 0, text.kv.num_tokens, now), True
+    )
+    is_kept = marked.gather(2, held.clamp(min=0)) & (held >= 0)
+    if bool((is_kept.sum(-1) != counts).any()):
         yield "positions that the node did not hold"
-    is_sink = held < SINKS
+    is_sink = (held >= 0) & (held < SINKS)
     if bool((is_sink & ~is_kept).any()):
         yield "a sink was dropped"
     if bool((now - start >= (logical // page_size + 1) * page_size).any()):
         yield "a slot is shown before its token"
-    scores = press_scores(press, text.kv.gather(held), held, text.queries, query_end)
+    scores = _scores_of_held(press, text, held, query_end)
     if scores is None:
         return
     worst_kept = scores.masked_fill(~is_kept | is_sink, torch.inf).amin(-1)
-    best_dropped = scores.masked_fill(is_kept, -torch.inf).amax(-1)
+    best_dropped = scores.masked_fill(is_kept | (held < 0), -torch.inf).amax(-1)
     excess = (best_dropped - worst_kept) / (tolerance * worst_kept.abs() + 1e-2 * tolerance)
     if bool((excess > 1.0).any()):
         yield f"a better token was dropped (score {float(best_dropped.max()):.6g}, kept {float(worst_kept.min()):.6g})"
+
+
+def _count_problems(counts: Tensor, held: Tensor, num_slots: int, mean: int, page_size: int) -> Iterator[str]:
+    """Faults of what layers keep, ``counts`` [layers, heads] of ``held``, where they keep different numbers and
+    ``mean`` on average."""
+    if bool((counts != counts[:, :1]).any()):
+        yield f"heads of a layer keep different numbers of tokens: {counts.tolist()}"
+    if num_slots != int(counts.max()):
+        yield f"{num_slots} slots for a layer with {int(counts.max())} tokens"
+    if bool((counts % page_size != 0).any()) or bool((counts > held).any()):
+        yield f"layers keep {counts[:, 0].tolist()} tokens of {held[:, 0].tolist()}: expected whole pages of them"
+    total, layers = int(counts[:, 0].sum()), len(counts)
+    is_piece = bool((held != held[:1]).any())  # of a node that was split, and holds less of some layers
+    least = max(page_size, SINKS) * layers
+    if not is_piece and not mean * layers - layers * page_size < total <= max(mean * layers, least):
+        yield f"layers keep {counts[:, 0].tolist()} tokens: expected {mean} on average"
+
+
+def _scores_of_held(press: str, text: Text, held: Tensor, query_end: int) -> Tensor | None:
+    """``press_scores`` of what each layer holds; 0 where a slot is empty."""
+    if bool((held >= 0).all()):
+        return press_scores(press, text.kv.gather(held), held, text.queries, query_end)
+    scores = torch.zeros(held.shape)
+    for layer, of_layer in enumerate(held):
+        filled = of_layer[0] >= 0
+        kv = KV(text.kv.keys[layer : layer + 1], text.kv.values[layer : layer + 1])
+        positions = of_layer[None, :, filled]
+        queries = text.queries[layer : layer + 1]
+        own = press_scores(press, kv.gather(positions), positions, queries, query_end)
+        if own is None:
+            return None
+        scores[layer][:, filled] = own[0]
+    return scores
 
 
 def common_length(left: Sequence[int], right: Sequence[int]) -> int:

@@ -111,7 +111,7 @@ def policy_info(name: str) -> PolicyInfo:
         if name.endswith("+lru"):
             form = Form.parse_stored(name.removesuffix("+lru"))
             if form != EXACT:
-                forms = tuple(dict.fromkeys((Form(form.press, form.kept_fraction), form)))
+                forms = tuple(dict.fromkeys((form.pressed, form)))
                 return PolicyInfo(lambda inputs: FixedFormPolicy(inputs.menu, form), forms)
         elif press == "impress" and at:
             important = float(number)

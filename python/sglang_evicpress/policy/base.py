@@ -42,6 +42,7 @@ class Candidate:
         "curve",
         "depth_tokens",
         "exact_on",
+        "filled",
         "form",
         "id",
         "is_locked",
@@ -83,6 +84,7 @@ class Candidate:
         self.is_locked: bool = node.is_locked
         self.exact_on: Tier | None = node.exact_on
         self.lower_copies: Sequence[LowerCopy] = node.lower_copies
+        self.filled: float = node.filled
         self.memo: object = None
 
     def copy(self) -> Candidate:
@@ -125,7 +127,9 @@ def lower_forms(menu: Menu, candidate: Candidate) -> list[tuple[int, int]]:
 def lower_bytes(menu: Menu, candidate: Candidate) -> int:
     """Bytes of the node, as it is, below the GPU."""
     num_bytes = candidate.num_bytes
-    return menu.stored_bytes(candidate.form, num_bytes) if candidate.tier == Tier.GPU else num_bytes
+    if candidate.tier != Tier.GPU:
+        return num_bytes
+    return menu.stored_bytes(candidate.form, num_bytes if candidate.filled == 1.0 else num_bytes * candidate.filled)
 
 
 def _smaller_than(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from sglang_evicpress.core import CODECS, EXACT, Form, Tier
+from sglang_evicpress.policy.layer_counts import NO_BUDGETS, LayerGroups
 
 MAX_REMEMBERED = 8192
 
@@ -19,8 +20,10 @@ class Menu:
     """``forms`` (the exact one first, whatever is given) on ``tiers`` (fastest first; the GPU always).
 
     ``slot_bytes`` is what one slot takes over all layers, ``page_size`` the slots of a page; ``codec_ratio`` gives
-    stored bytes over raw bytes of each codec below the GPU; on it every form is raw. Raises ValueError for a form whose
-    codec has no ratio, or sizes below 1.
+    stored bytes over raw bytes of each codec below the GPU; on it every form is raw. ``groups``: the layers that keep
+    equally many tokens, and the budgets by which forms spread them. On the GPU a slot is one of all layers, so that a
+    node takes as many as its fullest layer; below it takes what its layers keep. Raises ValueError for a form whose
+    codec has no ratio or whose budget is not one of the groups', or sizes below 1.
     """
 
     forms: tuple[Form, ...]
@@ -28,6 +31,7 @@ class Menu:
     slot_bytes: int = 1
     page_size: int = 1
     codec_ratio: Mapping[str, float] = field(default_factory=lambda: RATIOS)
+    groups: LayerGroups = NO_BUDGETS
     _sizes: Callable[[int, int, bool], tuple[int, ...]] = field(init=False, repr=False, compare=False)
     _smaller: Callable[[Form], int] = field(init=False, repr=False, compare=False)
     _of_codec: Mapping[str, int] = field(init=False, repr=False, compare=False)
@@ -39,6 +43,9 @@ class Menu:
         for form in self.forms:
             if form.codec not in self.codec_ratio:
                 raise ValueError(f"form {form} has no codec ratio: expected one of {', '.join(self.codec_ratio)}")
+            if form.is_uneven and form.budget not in self.groups.shares:
+                known = ", ".join(self.groups.shares) or "none"
+                raise ValueError(f"form {form} has no budget over layers: expected one of {known}")
         others = sorted(
             {form for form in self.forms if form != EXACT},
             key=lambda form: (-form.kept_fraction * self.codec_ratio[form.codec], form.press or "", form.codec),
@@ -57,18 +64,45 @@ class Menu:
         return (1 << len(self.forms)) - 1
 
     def num_slots(self, form: Form, num_tokens: int, sinks: int = 0) -> int:
-        """Slots a node of ``num_tokens`` holds in ``form``: ceil(kept * tokens), at least ``sinks``, in whole pages."""
+        """Slots a node of ``num_tokens`` holds in ``form``: ceil(kept * tokens), at least ``sinks``, in whole pages; of
+        a form with a budget over layers what its fullest layer keeps."""
+        if form.is_uneven:
+            return max(self.layer_counts(form, num_tokens, sinks))
+        return self._mean_slots(form, num_tokens, sinks)
+
+    def _mean_slots(self, form: Form, num_tokens: int, sinks: int) -> int:
         kept = max(1, sinks, math.ceil(num_tokens * form.kept_fraction - 1e-9))
         return min(num_tokens, -(-kept // self.page_size) * self.page_size)
 
+    def layer_counts(self, form: Form, num_tokens: int, sinks: int = 0) -> tuple[int, ...]:
+        """Tokens that a layer of each group keeps of a node, whole pages: on average those that every layer of the
+        uniform form keeps, as near as pages let."""
+        mean = self._mean_slots(form, num_tokens, sinks)
+        if not form.is_uneven:
+            return (mean,) * self.groups.num_groups
+        page = self.page_size
+        least, most = -(-max(1, sinks) // page), num_tokens // page
+        counts = self.groups.counts(form.budget, mean // page, min(least, most), most)
+        return tuple(count * page for count in counts)
+
+    def filled(self, form: Form, num_tokens: int, sinks: int = 0) -> float:
+        """Share of a node's slots, over all layers, that hold KV: as little as layers keep less than the fullest."""
+        if not form.is_uneven:
+            return 1.0
+        counts = self.layer_counts(form, num_tokens, sinks)
+        return self.groups.filled(counts)
+
     def num_bytes(self, form: Form, num_tokens: int, sinks: int = 0, tier: int = Tier.GPU) -> int:
         """Bytes of those slots on a tier: raw on the GPU, below it as the form's codec stores them."""
-        raw = self.num_slots(form, num_tokens, sinks) * self.slot_bytes
-        return raw if tier == Tier.GPU else self.stored_bytes(form, raw)
+        if form.is_uneven and tier != Tier.GPU:
+            raw = self.num_slots(form, num_tokens, sinks) * self.slot_bytes * self.filled(form, num_tokens, sinks)
+            return self.stored_bytes(form, raw)
+        raw_bytes = self.num_slots(form, num_tokens, sinks) * self.slot_bytes
+        return raw_bytes if tier == Tier.GPU else self.stored_bytes(form, raw_bytes)
 
-    def stored_bytes(self, form: Form, num_bytes: int) -> int:
-        """Bytes below the GPU of what takes ``num_bytes`` on it."""
-        return math.ceil(num_bytes * self.codec_ratio[form.codec])
+    def stored_bytes(self, form: Form, num_bytes: float) -> int:
+        """Bytes below the GPU of KV that takes ``num_bytes`` as it is."""
+        return math.ceil(num_bytes * self.codec_ratio[form.codec] - (1e-6 if isinstance(num_bytes, float) else 0))
 
     def of_codec(self, codec: str) -> int:
         """The ``allowed_forms`` mask of the forms with a codec."""
@@ -87,7 +121,7 @@ class Menu:
             return self.everything
         mask, ratio, is_fine = 0, self.codec_ratio, form.codec in CODECS and CODECS[form.codec].is_fine
         for index, other in enumerate(self.forms):
-            has_tokens = other.press == form.press or (form.press is None and is_fine)
+            has_tokens = other.method == form.method or (form.press is None and is_fine)
             is_coarser = is_fine and ratio[other.codec] < ratio.get(form.codec, 0.0)
             is_made = has_tokens and other.kept_fraction <= form.kept_fraction
             if other != form and is_made and (other.codec == form.codec or is_coarser):

@@ -24,7 +24,8 @@ _SHAPE = 'expected an object such as {"keydiff": {"0.8": 0.99, "0.5": 0.9}, "def
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """One curve per press; ``default`` serves the presses that have none. Without it nothing is known of those.
+    """One curve per press, and per press with a budget over layers, as ``snapkv:pyramid``; ``default`` serves those
+    that have none. Without it nothing is known of those.
     ``stored`` has the forms with a codec that were measured.
 
     Build it with ``from_json`` or ``prior``, which fill in ``default``, or with ``measured``, which does not. They
@@ -71,24 +72,24 @@ class Curves:
         points = {
             other.kept_fraction: quality
             for other, quality in self.stored.items()
-            if other.press is not None and (other.press, other.codec) == (form.press, form.codec)
+            if other.press is not None and (other.method, other.codec) == (form.method, form.codec)
         }
         return ((0.0, 0.0), *sorted(points.items())) if max(points, default=0.0) >= form.kept_fraction else None
 
     def _curve_of(self, form: Form) -> Curve | None:
-        if form.press is None:
+        if form.method is None:
             return None
-        return self.by_press.get(form.press, self.by_press.get(DEFAULT))
+        return self.by_press.get(form.method, self.by_press.get(DEFAULT))
 
     @classmethod
     def from_json(cls, obj: object) -> Curves:
         """Read ``{PRESS: {KEPT: QUALITY, ...}, FORM: QUALITY, ...}``, as JSON gives it.
 
-        PRESS is one of the presses or ``default``, KEPT a number in (0, 1] written as a string, FORM one with a
-        codec, such as ``exact+int4`` or ``keydiff@0.5+int4``, QUALITY a number in [0, 1]. Keeping everything is
-        quality 1 whether the point is given or not. Quality need not rise with what is kept: measurements are noisy
-        and are taken as they are. Without ``default``, a press that is not given gets the lowest of the given curves
-        at every fraction.
+        PRESS is one of the presses, perhaps with a budget over layers, as ``snapkv:pyramid``, or ``default``, KEPT a
+        number in (0, 1] written as a string, FORM one with a codec, such as ``exact+int4`` or ``keydiff@0.5+int4``,
+        QUALITY a number in [0, 1]. Keeping everything is quality 1 whether the point is given or not. Quality need not
+        rise with what is kept: measurements are noisy and are taken as they are. Without ``default``, a press that is
+        not given gets the lowest of the given curves at every fraction.
 
         Raises ValueError naming the key or value and what is accepted.
         """
@@ -99,7 +100,7 @@ class Curves:
         for name, points in obj.items():
             if isinstance(name, str) and "+" in name:
                 stored[_stored_form(name)] = _quality(points, f"quality curve of form {name!r}")
-            elif name in PRESSES or name == DEFAULT:
+            elif name in PRESSES or name == DEFAULT or _is_method(name):
                 by_press[name] = _curve(name, points, _number_in_text, " as a string, such as '0.5'")
             else:
                 raise ValueError(
@@ -119,8 +120,8 @@ class Curves:
         for form, quality in qualities.items():
             if form.press is not None and form.press not in PRESSES:
                 raise ValueError(f"quality curve of press {form.press!r}: expected one of {', '.join(PRESSES)}")
-            if form.press is not None and not form.has_lossy_codec:
-                points.setdefault(form.press, {})[form.kept_fraction] = quality
+            if form.method is not None and not form.has_lossy_codec:
+                points.setdefault(form.method, {})[form.kept_fraction] = quality
         by_press = {press: _curve(press, curve, _number, "") for press, curve in points.items()}
         stored = {
             form: _quality(quality, f"quality curve of form {form}")
@@ -140,6 +141,15 @@ class Curves:
         guess = tuple((index / 100, 1 - (1 - index / 100) ** 3) for index in range(101))
         codecs = {Form(codec="int8"): 0.999, Form(codec="int4"): 0.99, Form(codec="int2"): 0.8}
         return cls({DEFAULT: guess, "random": ((0.0, 0.0), (1.0, 1.0))}, codecs)
+
+
+def _is_method(name: object) -> bool:
+    """True for a press with a budget over layers."""
+    press, colon, budget = name.partition(":") if isinstance(name, str) else ("", "", "")
+    try:
+        return bool(colon) and Form.parse(f"{press}@0.5:{budget}").is_uneven
+    except ValueError:
+        return False
 
 
 def _stored_form(name: str) -> Form:

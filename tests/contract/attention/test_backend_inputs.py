@@ -34,7 +34,7 @@ from sglang.srt.model_executor.runner.decode_cuda_graph_runner import build_repl
 from tests.contract.releases import ROW_KERNEL
 
 from sglang_evicpress.patches.attention.physical_lengths import _show_views, physical_view
-from sglang_evicpress.patches.attention.req_to_token import RequestHoles
+from sglang_evicpress.patches.attention.request_holes import RequestHoles
 from sglang_evicpress.patches.compat import sglang_0_5_15, sglang_0_5_23
 from sglang_evicpress.patches.compat.release import RELEASE
 from sglang_evicpress.patches.scheduler import paged_allocator

@@ -24,7 +24,7 @@ from sglang_evicpress.patches.attention import req_to_token
 from sglang_evicpress.patches.attention.physical_lengths import physical_view
 from sglang_evicpress.patches.attention.prompt_queries import PromptQueries
 from sglang_evicpress.patches.attention.query_ring import QueryRing
-from sglang_evicpress.patches.attention.req_to_token import RequestHoles
+from sglang_evicpress.patches.attention.request_holes import RequestHoles
 from sglang_evicpress.patches.compat import sglang_0_5_23
 from sglang_evicpress.patches.compat.release import RELEASE
 from sglang_evicpress.patches.decode_budget import passes

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sglang_evicpress.patches.attention import req_to_token
-from sglang_evicpress.patches.attention.req_to_token import RequestHoles
+from sglang_evicpress.patches.attention.request_holes import RequestHoles
 from sglang_evicpress.patches.scheduler import paged_allocator
 
 META = torch.device("meta")  # stands for a GPU: reading a value from it raises, wherever that would wait

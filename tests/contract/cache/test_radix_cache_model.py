@@ -27,6 +27,8 @@ from tests.contract.releases import NO_BATCH, HasKV, checkpoint, end_request, lo
 
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import Form, Tier
+from sglang_evicpress.patches.attention import group_rows
+from sglang_evicpress.patches.attention.group_rows import GroupRows
 from sglang_evicpress.patches.cache import policy_terms
 from sglang_evicpress.patches.cache.lifecycles import cache_class
 from sglang_evicpress.patches.cache.parts import MOST_PUT_OFF
@@ -36,6 +38,7 @@ from sglang_evicpress.patches.tree.compressor import Compressor
 from sglang_evicpress.patches.tree.node import holes_of, is_lossy, iter_nodes, num_slots, slots_of, start_of, tokens_to
 from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost
 from sglang_evicpress.policy.quality_curves import Curves
+from sglang_evicpress.search.menu_budgets import layer_groups
 from sglang_evicpress.tiers.entry.identity import KEY_BYTES
 
 pytestmark = pytest.mark.sglang
@@ -117,6 +120,16 @@ class Request(HasKV):
         return self.kv_allocated_len
 
 
+def held_in(node: object, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The slots of a node that a layer fills [n], and the positions in them, int32 [heads, n]."""
+    layout, slots = node.kv.layout, slots_of(node)
+    if layout is None:
+        start = start_of(node)
+        return slots, torch.arange(start, start + len(slots), dtype=torch.int32).expand(HEADS, -1)
+    places = slice(None) if layout.filling is None else layout.filling.of_layer(layer)
+    return slots[places], layout.positions_of(layer)
+
+
 def costs_of(cost: PrefillCost) -> CostSnapshot:
     return CostSnapshot(cost, policy_terms.START_LOADS, {})
 
@@ -145,7 +158,11 @@ class Walk:
             self.allocator = PagedTokenToKVPoolAllocator(num_slots, page_size, self.dtype, "cpu", self.pool, False)
         params = CacheInitParams(False, self.rows, self.allocator, page_size)
         config = self.configured(policy, settings)
-        self.cache = cache_class()(params, config, Compressor(self.pool, page_size, config.sinks), self.identity)
+        groups = layer_groups(config.menu_forms, config.layer_shares, LAYERS, config.max_layer_counts)
+        compressor = Compressor(self.pool, page_size, config.sinks, groups=groups)
+        self.groups = GroupRows(groups, self.rows.req_to_token) if groups.num_groups > 1 else None
+        group_rows.attach(self.groups)
+        self.cache = cache_class()(params, config, compressor, self.identity)
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.documents = [[self.rng.randrange(50) for _ in range(150)] for _ in range(3)]
@@ -239,6 +256,9 @@ class Walk:
         row = self.rows.req_to_token[request.req_pool_idx]
         row[: len(view.slots)] = view.slots
         row[len(view.slots) : len(view.slots) + len(slots)] = slots
+        if self.groups is not None:
+            where = torch.tensor([request.req_pool_idx])
+            self.groups.write(where, where, [view])
         self.compute(request, begin, upto, slots)
         request.kv_allocated_len = request.filled = upto
         request.frozen_view = self.view_of(request)
@@ -320,11 +340,24 @@ class Walk:
 
     # ---- the oracle
 
+    def row_of(self, request: Request, layer: int) -> torch.Tensor:
+        """Slots that a layer reads for a request."""
+        row, length = request.req_pool_idx, request.kv_allocated_len - holes_of(request)
+        if self.groups is not None:
+            self.groups.begin_batch(torch.tensor([row]))
+            self.groups.bring_up_to_date([length])
+            for table in self.groups.tables if self.groups.batch else ():
+                if table.group == self.groups.groups.group_of[layer]:
+                    num_holes = int(table.holes.host[row])
+                    assert num_holes >= holes_of(request)
+                    return table.rows[row, : request.kv_allocated_len - num_holes].long()
+        return self.rows.req_to_token[row, :length].long()
+
     def view_of(self, request: Request) -> list[set[tuple[int, int]]]:
         """Per (layer, head) the (hash, position) of every entry the request would attend to."""
-        row = self.rows.req_to_token[request.req_pool_idx, : request.kv_allocated_len - holes_of(request)].long()
         entries = []
         for layer in range(LAYERS):
+            row = self.row_of(request, layer)
             keys = self.pool.k_buffer[layer][row]
             assert torch.equal(keys, self.pool.v_buffer[layer][row])
             for head in range(HEADS):
@@ -336,8 +369,8 @@ class Walk:
 
     def verify(self, request: Request) -> None:
         hashes = path_hashes(request.tokens[: request.kv_allocated_len], self.adapter_of(request.extra_key))
-        for entries in self.view_of(request):
-            assert len(entries) == request.kv_allocated_len - holes_of(request)
+        for index, entries in enumerate(self.view_of(request)):
+            assert len(entries) == len(self.row_of(request, index // HEADS))
             for value, position in entries:
                 assert position < len(hashes) and hashes[position] == value, "KV of another token path"
             begin = 0 if request.is_exact else request.cache_protected_len
@@ -365,12 +398,11 @@ class Walk:
                 continue
             tokens = tokens_to(node)
             hashes = torch.tensor(path_hashes(tokens, self.adapter_of(node.key.extra_key)), dtype=torch.float32)
-            every = torch.arange(start_of(node), len(tokens)).expand(LAYERS, HEADS, -1)
-            positions = every if node.kv.layout is None else node.kv.layout.positions.long()
             for layer in range(LAYERS):
+                slots, positions = held_in(node, layer)
                 for head in range(HEADS):
-                    keys = self.pool.k_buffer[layer][slots_of(node), head]
-                    at = positions[layer, head]
+                    keys = self.pool.k_buffer[layer][slots, head]
+                    at = positions[head].long()
                     assert torch.equal(keys[:, 1].long(), at) and torch.equal(keys[:, 0], hashes[at]), node.id
 
     def moves(self) -> dict[Callable[[], None], float]:
@@ -409,6 +441,25 @@ def walk() -> Walk:
 @pytest.mark.parametrize("seed", range(8))
 def test_random_walk_keeps_every_invariant(seed: int, page_size: int) -> None:
     walk = Walk(seed, page_size)
+    walk.run(150)
+    assert walk.cache.parts.controller.num_dropped > 0 and walk.num_pressed > 0
+
+
+SHARES = {"rising-0a1b2c3d": (0.5, 1.5)}
+UNEVEN_FORMS = (
+    *(Form(press, kept, budget="pyramid") for press in ("knorm", "random") for kept in (0.5, 0.2)),
+    *(Form("streaming", 0.5), Form("random", 0.4, budget="rising-0a1b2c3d")),
+)
+UNEVEN_CURVES = {**CURVES, "random:pyramid": {"0.5": 0.6}}
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("seed", range(8))
+def test_random_walk_over_layers_that_keep_different_numbers_keeps_every_invariant(seed: int, page_size: int) -> None:
+    """With an even seed the lower layer keeps most in every form; else none reads all slots of every node."""
+    forms = UNEVEN_FORMS[: -1 if seed % 2 == 0 else None]
+    walk = Walk(seed, page_size, forms=forms, curves=UNEVEN_CURVES, layer_shares=SHARES)
+    assert walk.groups is not None and len(walk.groups.tables) == 1 + seed % 2
     walk.run(150)
     assert walk.cache.parts.controller.num_dropped > 0 and walk.num_pressed > 0
 

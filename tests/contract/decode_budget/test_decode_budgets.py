@@ -22,7 +22,7 @@ from sglang_evicpress.decode_budget.scores import score_rows
 from sglang_evicpress.decode_budget.settings import METHODS, DecodeSettings
 from sglang_evicpress.introspect.arguments import IntrospectionError
 from sglang_evicpress.patches.attention import req_to_token
-from sglang_evicpress.patches.attention.req_to_token import RequestHoles
+from sglang_evicpress.patches.attention.request_holes import RequestHoles
 from sglang_evicpress.patches.decode_budget import inspection, passes
 from sglang_evicpress.patches.decode_budget.state import DecodeState, num_logical, num_physical, positions_of
 from sglang_evicpress.patches.scheduler.paged_allocator import free_whole_pages

@@ -16,7 +16,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.contract.cache.test_radix_cache_model import EXACT_EVERY, ROWS, Request, Walk, path_hashes
+from tests.contract.cache.test_radix_cache_model import (
+    EXACT_EVERY,
+    ROWS,
+    SHARES,
+    UNEVEN_CURVES,
+    UNEVEN_FORMS,
+    Request,
+    Walk,
+    held_in,
+    path_hashes,
+)
 from tests.contract.releases import load_back, lock, unlock
 
 from sglang_evicpress.config import GB, EvicPressConfig
@@ -26,7 +36,7 @@ from sglang_evicpress.patches.cache import policy_terms
 from sglang_evicpress.patches.tiers import load
 from sglang_evicpress.patches.tiers.placement import tier_of
 from sglang_evicpress.patches.tiers.storage import FAULTS_FLAG
-from sglang_evicpress.patches.tree.node import iter_nodes, num_slots, slots_of, start_of, tokens_to
+from sglang_evicpress.patches.tree.node import iter_nodes, num_slots, start_of, tokens_to
 from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost
 from sglang_evicpress.tiers.jobs import Job
 
@@ -330,17 +340,18 @@ class TierWalk(Walk):
         return torch.from_numpy(rows_of(hashes, positions)).to(self.dtype)
 
     def view_of(self, request: Request) -> list[set[tuple[int, int]]]:
-        row = self.rows.req_to_token[request.req_pool_idx, : request.kv_allocated_len - request.evicpress.holes]
-        rows = self.read(row)
-        values = rows[0].to(torch.int64).numpy()
-        hashes = sum(values[..., index] << 6 * index for index in range(4))
-        positions = values[..., 4] + (values[..., 5] << 6)
-        assert np.array_equal(bits(rows), bits(self.expected(hashes, positions))), "no row was ever computed so"
         views = []
-        for layer, head in np.ndindex(LAYERS, HEADS):
-            pairs = list(zip(hashes[layer, head].tolist(), positions[layer, head].tolist(), strict=True))
-            assert len(set(pairs)) == len(pairs), "an entry twice"
-            views.append(set(pairs))
+        for layer in range(LAYERS):
+            rows = self.read(self.row_of(request, layer))
+            values = rows[0].to(torch.int64).numpy()
+            hashes = sum(values[..., index] << 6 * index for index in range(4))
+            positions = values[..., 4] + (values[..., 5] << 6)
+            wanted = self.expected(hashes, positions)
+            assert np.array_equal(bits(rows[:, layer]), bits(wanted[:, layer])), "no row was ever computed so"
+            for head in range(HEADS):
+                pairs = list(zip(hashes[layer, head].tolist(), positions[layer, head].tolist(), strict=True))
+                assert len(set(pairs)) == len(pairs), "an entry twice"
+                views.append(set(pairs))
         return views
 
     def check_rows(self) -> None:
@@ -350,10 +361,11 @@ class TierWalk(Walk):
                 continue
             tokens = tokens_to(node)
             hashes = np.array(path_hashes(tokens, self.adapter_of(node.key.extra_key)))
-            layout, start = node.kv.layout, start_of(node)
-            positions = np.arange(start, len(tokens)) if layout is None else layout.positions.numpy().astype(np.int64)
-            found = self.read(slots_of(node))
-            assert np.array_equal(bits(found), bits(self.expected(hashes[positions], positions))), f"node {node.id}"
+            for layer in range(LAYERS):
+                slots, held = held_in(node, layer)
+                positions = np.broadcast_to(held.numpy().astype(np.int64), (LAYERS, HEADS, len(slots)))
+                found, wanted = self.read(slots), self.expected(hashes[positions], positions)
+                assert np.array_equal(bits(found[:, layer]), bits(wanted[:, layer])), f"node {node.id}, layer {layer}"
 
     def check(self) -> None:
         super().check()
@@ -430,6 +442,27 @@ def test_random_walk_keeps_every_row(
     walk = opened(seed, page_size, dtype=dtype, is_exact=is_exact, has_ssd=has_ssd)
     walk.cost = None
     walk.run(400)
+    assert walk.tree.storage.counts["released"] > 0
+
+
+@pytest.mark.parametrize(
+    ("seed", "page_size", "dtype", "has_ssd"),
+    [
+        (0, 1, torch.float32, True),
+        (1, 1, torch.bfloat16, True),
+        (2, 4, torch.float16, True),
+        (3, 16, torch.float32, True),
+        (4, 1, torch.float32, False),
+        (5, 4, torch.bfloat16, True),
+    ],
+)
+def test_random_walk_over_layers_that_keep_different_numbers_keeps_every_row(
+    opened: Opened, seed: int, page_size: int, dtype: torch.dtype, has_ssd: bool
+) -> None:
+    forms = UNEVEN_FORMS[: -1 if seed % 2 == 0 else None]
+    walk = opened(seed, page_size, dtype=dtype, has_ssd=has_ssd, forms=forms, curves=UNEVEN_CURVES, layer_shares=SHARES)
+    walk.cost = None
+    walk.run(300)
     assert walk.tree.storage.counts["released"] > 0
 
 

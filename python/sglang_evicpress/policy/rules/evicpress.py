@@ -147,6 +147,11 @@ class EvicPressPolicy:
         kept = [form.kept_fraction for form in forms]
         raw = sizes_of(kept, [menu.slot_bytes] * len(forms), menu.page_size, tokens, sinks)
         stored = np.ceil(raw * [menu.codec_ratio[form.codec] for form in forms])
+        for index, form in enumerate(forms):
+            if form.is_uneven:
+                nodes = [(candidate.num_tokens, candidate.sinks) for candidate in group]
+                raw[:, index] = [menu.sizes(*node)[index] for node in nodes]
+                stored[:, index] = [menu.sizes(*node, Tier.HOST)[index] for node in nodes]
         stored_whole = np.fromiter((lower_bytes(menu, candidate) for candidate in group), np.float64, num)
         is_allowed = (allowed_forms[:, None] >> np.arange(len(forms)) & 1).astype(bool)
         sizes, is_open = stored, is_allowed & (stored < stored_whole[:, None])

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from sglang_evicpress.core import EXACT, Form, LowerCopy, Tier
-from sglang_evicpress.policy.base import DROPPED, Candidate, Step
+from sglang_evicpress.policy.base import DROPPED, Candidate, Step, lower_bytes
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.rules.lru import CascadePolicy
 
@@ -34,7 +34,7 @@ class FixedFormPolicy(CascadePolicy):
             )
         self.name = f"{form}+lru" if name is None else name
         self.form = form
-        self._pressed = Form(form.press, form.kept_fraction)
+        self._pressed = form.pressed
         self._index = menu.forms.index(form)
 
     def key(self, candidate: Candidate) -> float:
@@ -50,7 +50,7 @@ class FixedFormPolicy(CascadePolicy):
                 return Step(0.0, candidate.tier, form, num_bytes, candidate.curve[self.menu.forms.index(form)])
         step = super().step(candidate, excluded_tiers, lower_copies)
         if step is not None and step.form is None and step.tier < DROPPED and self._is_coded(candidate):
-            num_bytes = self.menu.stored_bytes(self.form, candidate.num_bytes)
+            num_bytes = self.menu.stored_bytes(self.form, lower_bytes(self.menu, candidate))
             return step._replace(form=self.form, num_bytes=num_bytes, quality=candidate.curve[self._index])
         return step
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.survivors import SurvivorLayout
@@ -53,10 +53,19 @@ class SsdEntry:
     tried: bool = False
 
 
+class Rows(NamedTuple):
+    """``num_rows`` of a layer of an entry from ``begin`` on, of the ``total`` that the layer has."""
+
+    begin: int
+    num_rows: int
+    total: int
+
+
 @dataclass(slots=True, eq=False)
 class Copy:
     """Copy of a node on a tier: the slots [begin, begin + num_slots) of ``entry``, in ``form``. ``layout`` is that of
-    these slots, None for a full form; ``origin`` as that of a node."""
+    these slots, None for a full form; ``origin`` as that of a node. ``begins``: what each group of layers fills of the
+    slots before, () where that is all of them."""
 
     tier: Tier
     form: Form
@@ -66,6 +75,16 @@ class Copy:
     layout: SurvivorLayout | None
     is_lossy_prefix: bool
     origin: int | None
+    begins: tuple[int, ...] = ()
+
+    def rows_of(self, layer: int) -> Rows:
+        """Rows of a layer of its entry that are its own."""
+        header, filling = self.entry.header, None if self.layout is None else self.layout.filling
+        if filling is None:
+            return Rows(self.begin, self.num_slots, header.num_slots)
+        group = filling.group_of[layer]
+        begin = self.begins[group] if self.begins else self.begin
+        return Rows(begin, filling.counts[group], header.slots_of(layer))
 
     @property
     def is_exact(self) -> bool:
@@ -73,18 +92,34 @@ class Copy:
         return self.form.is_exact and not self.is_lossy_prefix
 
     @property
+    def filled(self) -> float:
+        """Share of its slots, over all layers, that hold KV."""
+        return 1.0 if self.layout is None else self.layout.filled
+
+    @property
+    def mean_slots(self) -> float:
+        """Slots of which a layer has KV, on average."""
+        return self.num_slots if self.layout is None else self.layout.mean_slots
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the KV of its slots, as an entry of their own would have it."""
         shape = self.entry.header.shape
-        return int(shape.num_layers * shape.stored_bytes(self.num_slots, self.form.codec))
+        if self.layout is None or self.layout.filling is None:
+            return int(shape.num_layers * shape.stored_bytes(self.num_slots, self.form.codec))
+        counts = map(self.layout.count_of, range(shape.num_layers))
+        return int(sum(shape.stored_bytes(count, self.form.codec) for count in counts))
 
     def split(self, num_tokens: int) -> tuple[Copy, Copy]:
         """The copies of the node's first ``num_tokens`` tokens and of the rest."""
-        above, below, cut = None, None, num_tokens
+        above, below, cut, begins = None, None, num_tokens, self.begins
         if self.layout is not None:
             above, below = self.layout.split(num_tokens)
             cut = above.num_slots
+            if above.filling is not None:
+                counts = above.filling.counts
+                begins = tuple(map(sum, zip(begins or (self.begin,) * len(counts), counts, strict=True)))
         return (
             replace(self, num_slots=cut, layout=above),
-            replace(self, begin=self.begin + cut, num_slots=self.num_slots - cut, layout=below),
+            replace(self, begin=self.begin + cut, num_slots=self.num_slots - cut, layout=below, begins=begins),
         )

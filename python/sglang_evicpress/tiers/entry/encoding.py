@@ -2,11 +2,13 @@
 
 A record is self-delimiting, little-endian and without padding::
 
-    magic, version, kind, length | fixed fields | extents | tokens | dtype, form | xxh3-128 of all before it
+    magic, version, kind, length | fixed fields | extents | tokens | dtype, form | slots by layer | xxh3-128 of all
+    before it
 
-The first 16 bytes mean the same in every version. A tombstone is a record of another kind: its body is one number.
-With a key the kind has one more bit, behind the form are the seals of the extents, and at the end is the seal of all
-before it: a record without a seal of the same key is intact, and another's.
+Slots by layer, a number for each, are there where the flag says so. The first 16 bytes mean the same in every version.
+A tombstone is a record of another kind: its body is one number. With a key the kind has one more bit, behind those are
+the seals of the extents, and at the end is the seal of all before it: a record without a seal of the same key is
+intact, and another's.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 from struct import Struct
 from typing import NamedTuple
 
+import numpy as np
 import xxhash
 
 from sglang_evicpress.tiers.entry.header import (
@@ -42,6 +45,7 @@ _PREFIX = Struct("<8sHHI")  # magic, version, kind, length of the whole record i
 _FIXED = Struct("<16s16s16s16sQQQQIIIIIIIBBH")
 _PEEKED = Struct("<16s32x16sQ8xQQI")
 _NUMBER = Struct("<Q")
+_IS_LOSSY_PREFIX, _HAS_LAYER_SLOTS = 1, 2  # of the flags
 
 
 class Peek(NamedTuple):
@@ -91,10 +95,11 @@ def encode(header: Header, key: Key | None = None) -> bytes:
         shape.page_size,
         len(dtype),
         len(form),
-        header.is_lossy_prefix,
+        _IS_LOSSY_PREFIX * header.is_lossy_prefix + _HAS_LAYER_SLOTS * bool(header.layer_slots),
     )
+    layer_slots = np.array(header.layer_slots, "<u4").tobytes()
     extents = ExtentTable.of(header.extents).packed
-    return _seal(_ENTRY, fixed + extents + header.tokens + dtype + form + header.seals, key)
+    return _seal(_ENTRY, fixed + extents + header.tokens + dtype + form + layer_slots + header.seals, key)
 
 
 def encode_tombstone(number: int, key: Key | None = None) -> bytes:
@@ -139,13 +144,14 @@ def decode(buffer: Buffer, offset: int = 0, key: Key | None = None) -> tuple[Hea
     tokens_at = extents_at + num_extents * EXTENT.size
     dtype_at = tokens_at + 4 * num_tokens
     form_at = dtype_at + dtype_bytes
-    seals_at = form_at + form_bytes
+    layer_slots_at = form_at + form_bytes
+    seals_at = layer_slots_at + (4 * num_layers if flags & _HAS_LAYER_SLOTS else 0)
     seals_bytes = 0 if key is None else SEAL_BYTES * num_extents
-    if seals_at + seals_bytes + tail_bytes != len(record) or flags > 1:
+    if seals_at + seals_bytes + tail_bytes != len(record) or flags > 3:
         raise BadEntry("header", "its parts do not add up to its length")
     try:
         dtype = str(record[dtype_at:form_at], "ascii")
-        form = parse_form(str(record[form_at:seals_at], "ascii"))
+        form = parse_form(str(record[form_at:layer_slots_at], "ascii"))
     except ValueError as error:
         raise BadEntry("header", str(error)) from None
     header = Header(
@@ -156,12 +162,13 @@ def decode(buffer: Buffer, offset: int = 0, key: Key | None = None) -> tuple[Hea
         start,
         bytes(record[tokens_at:dtype_at]),
         form,
-        bool(flags),
+        bool(flags & _IS_LOSSY_PREFIX),
         num_slots,
         Shape(num_layers, num_heads, head_dim, dtype, page_size),
         ExtentTable(bytes(record[extents_at:tokens_at])),
         payload_offset,
         bytes(record[seals_at : seals_at + seals_bytes]),
+        tuple(np.frombuffer(record[layer_slots_at:seals_at], "<u4").tolist()),
     )
     if problem := problem_of(header):
         raise BadEntry("header", problem)

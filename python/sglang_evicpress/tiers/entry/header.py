@@ -2,14 +2,16 @@
 
 An entry is one radix-tree node in one form. Its payload is, for each layer, K rows [num_slots, num_heads, head_dim]
 then V rows, or what a codec makes of both, and, where a press dropped tokens, positions int32 [num_layers, num_heads,
-num_slots] then logical int32 [num_slots]; it has no gaps.
+num_slots] then logical int32 [num_slots]; it has no gaps. Where layers keep different numbers of tokens, each has rows
+and positions, int32 [num_heads, count], of the slots that it fills, and behind logical is which those are: uint8
+[num_layers, (num_slots + 7) // 8], a bit for each slot, the lowest first.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from struct import Struct
 from struct import error as StructError
 from typing import TYPE_CHECKING, NamedTuple, overload
@@ -153,9 +155,23 @@ class Shape:
         """True if a codec stores such rows."""
         return codec == "raw" or can_store(codec, self.num_heads * self.head_dim, self.dtype)
 
-    def survivors_bytes(self, num_slots: int) -> int:
-        """Positions and logical indices of the tokens that a press kept."""
+    def survivors_bytes(self, num_slots: int, layer_slots: Sequence[int] = ()) -> int:
+        """Positions and logical indices of the tokens that a press kept, of a different number in each layer where
+        ``layer_slots`` says so."""
+        if layer_slots:
+            return 4 * (self.num_heads * sum(layer_slots) + num_slots) + self.num_layers * ((num_slots + 7) // 8)
         return 4 * num_slots * (self.num_layers * self.num_heads + 1)
+
+    def extent_sizes(
+        self, num_slots: int, codec: str, *, is_pressed: bool, layer_slots: Sequence[int] = ()
+    ) -> list[int]:
+        """Bytes of every extent: one of each layer, and of survivors."""
+        if layer_slots:
+            by_count = {count: self.stored_bytes(count, codec) for count in set(layer_slots)}
+            sizes = [by_count[count] for count in layer_slots]
+        else:
+            sizes = [self.stored_bytes(num_slots, codec)] * self.num_layers
+        return [*sizes, self.survivors_bytes(num_slots, layer_slots)] if is_pressed else sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +181,7 @@ class Header:
     ``parent_key`` and ``key`` are the path's hash at its start and at its end. ``is_lossy_prefix`` says that its KV
     was computed behind a lossy prefix. There is one extent per layer, and one more for a press's survivors;
     ``payload_offset`` is where the payload begins in whatever file holds it; ``seals`` are a key's, SEAL_BYTES for each
-    extent, nothing without a key.
+    extent, nothing without a key. ``layer_slots``: how many of the slots each layer fills, () where all fill all.
     """
 
     fingerprint: bytes
@@ -181,6 +197,7 @@ class Header:
     extents: Sequence[Extent]
     payload_offset: int = 0
     seals: bytes = b""
+    layer_slots: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "extents", ExtentTable.of(self.extents))
@@ -188,6 +205,10 @@ class Header:
     @property
     def num_tokens(self) -> int:
         return len(self.tokens) // 4
+
+    def slots_of(self, layer: int) -> int:
+        """Slots that a layer fills."""
+        return self.layer_slots[layer] if self.layer_slots else self.num_slots
 
     @property
     def payload_bytes(self) -> int:
@@ -229,14 +250,29 @@ def problem_of(header: Header) -> str | None:
         return f"codec {form.codec!r} is not known"
     if not shape.can_be_stored(form.codec):
         return f"codec {form.codec} stores no rows of {shape.num_heads} heads of {shape.head_dim} {shape.dtype}"
-    end, layer_bytes = 0, shape.stored_bytes(num_slots, form.codec)
-    for number, (offset, num_bytes, _) in enumerate(header.extents):
-        expected = layer_bytes if number < shape.num_layers else shape.survivors_bytes(num_slots)
+    if problem := _layer_slots_problem(header):
+        return problem
+    sizes = shape.extent_sizes(num_slots, form.codec, is_pressed=form.press is not None, layer_slots=header.layer_slots)
+    end = 0
+    for number, ((offset, num_bytes, _), expected) in enumerate(zip(header.extents, sizes, strict=True)):
         if offset != end or num_bytes != expected:
             return f"extent {number} is {num_bytes} bytes at {offset}: expected {expected} at {end}"
         end += num_bytes
     if not 0 <= header.payload_offset <= MAX_OFFSET - end:
         return f"{end} bytes at {header.payload_offset} end above {MAX_OFFSET}"
+    return None
+
+
+def _layer_slots_problem(header: Header) -> str | None:
+    counts, num_slots = header.layer_slots, header.num_slots
+    if not counts:
+        return None
+    if header.form.press is None:
+        return f"its layers fill {counts} slots, and form {header.form} has all tokens"
+    if len(counts) != header.shape.num_layers or not all(0 <= count <= num_slots for count in counts):
+        return f"its layers fill {counts} slots: expected {header.shape.num_layers} numbers from 0 to {num_slots}"
+    if any(count % header.shape.page_size for count in counts) or all(count == num_slots for count in counts):
+        return f"its layers fill {counts} of {num_slots} slots: expected whole pages, and one layer with fewer"
     return None
 
 
@@ -286,7 +322,8 @@ def check_extent(extent: Extent, chunks: Iterable[Buffer], seal: tuple[Key, byte
 def check_part(header: Header, number: int, chunks: Iterable[Buffer], seal: tuple[Key, bytes] | None = None) -> None:
     """``check_extent`` of that extent; and BadEntry("header") where a layer does not begin as its codec has it: to
     decode it could fail then, when it is too late for a miss."""
-    expected = stored_header(header.form.codec, header.num_slots) if number < header.shape.num_layers else b""
+    is_layer = number < header.shape.num_layers
+    expected = stored_header(header.form.codec, header.slots_of(number)) if is_layer else b""
     begin = bytearray()
     check_extent(header.extents[number], _watched(chunks, begin, len(expected)), seal)
     if begin != expected:
@@ -318,6 +355,7 @@ def ratios_of(shape: Shape, num_slots: int = 1024) -> dict[str, float]:
 def form_text(form: Form) -> str:
     """Text of a form like ``str(form)``, with every digit of the kept fraction."""
     text = "exact" if form.press is None else f"{form.press}@{float(form.kept_fraction)!r}"
+    text = f"{text}:{form.budget}" if form.is_uneven else text
     return text if form.codec == "raw" else f"{text}+{form.codec}"
 
 
@@ -325,7 +363,7 @@ def parse_form(text: str) -> Form:
     """The form with that ``form_text``, and no other. Raises ValueError."""
     base, _, codec = text.partition("+")
     form = Form.parse(base)
-    form = Form(form.press, form.kept_fraction, codec or "raw")
+    form = replace(form, codec=codec or "raw")
     if form_text(form) != text or not _CODEC.fullmatch(form.codec):
         raise ValueError(f"form {text!r} is not written the one way it can be")
     return form

@@ -16,8 +16,8 @@ from typing import TypeAlias
 import numpy as np
 import xxhash
 
-FORMAT_VERSION = 2
-"""2: layers may be what a codec makes of them."""
+FORMAT_VERSION = 3
+"""2: layers may be what a codec makes of them. 3: layers may have different numbers of slots."""
 KEY_BYTES = 16
 MAX_TOKEN = 2**32 - 1
 MAX_LOOKUP_KEY = 2**63 - 1

@@ -2,7 +2,7 @@
 
 A payload holds, for each layer in order, the K rows then the V rows of the entry's slots, contiguous, or what a codec
 makes of them; for a press one more extent: the survivors' positions, int32 [layers, heads, slots], then their logical
-indices, int32 [slots].
+indices, int32 [slots]. ``header.py`` says how it is where layers fill different numbers of slots.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from sglang_evicpress.codec.layout import BITS, LOSSLESS
-from sglang_evicpress.device import HostCopy
-from sglang_evicpress.survivors import SurvivorLayout
-from sglang_evicpress.tiers.entry.header import Extent, Shape, coder_of, extent_of
+from sglang_evicpress.device import HostCopy, to_device
+from sglang_evicpress.survivors import EMPTY, Filling, SurvivorLayout
+from sglang_evicpress.tiers.entry.header import BadEntry, Extent, Shape, coder_of, extent_of
 from sglang_evicpress.tiers.host.allocator import Run
 from sglang_evicpress.tiers.host.arena import Arena, read_pieces, write_pieces
 from sglang_evicpress.tiers.transfers import CudaStreams, Transfers
@@ -58,10 +58,9 @@ class PayloadCopier:
                 codec for codec in codecs if self._has_kernels(codec) and self.shape.can_be_stored(codec)
             )
 
-    def sizes(self, num_slots: int, is_pressed: bool, codec: str = "raw") -> list[int]:
+    def sizes(self, num_slots: int, is_pressed: bool, codec: str = "raw", layer_slots: Sequence[int] = ()) -> list[int]:
         """Bytes of every extent."""
-        sizes = [self.shape.stored_bytes(num_slots, codec)] * self.num_layers
-        return [*sizes, self.shape.survivors_bytes(num_slots)] if is_pressed else sizes
+        return self.shape.extent_sizes(num_slots, codec, is_pressed=is_pressed, layer_slots=layer_slots)
 
     def save(
         self,
@@ -75,9 +74,10 @@ class PayloadCopier:
         """Copy the KV of ``slots`` [n] into ``runs``; the extents carry the checksums of what is there now. Raises
         NotFiniteError for KV with NaN or Inf, which no codec stores, and DoesNotFitError as the codec does."""
         with self.stream(after):
-            if codec == "raw" or self._has_kernels(codec):
+            is_even = layout is None or layout.filling is None
+            if is_even and (codec == "raw" or self._has_kernels(codec)):
                 return self.begin_save(slots, layout, arena, runs, codec)()
-            rows = (self._rows_of(layer, slots) for layer in range(self.num_layers))
+            rows = (self._rows_of(layer, slots, layout) for layer in range(self.num_layers))
             return self._save_coded(rows, layout, arena, runs, codec)
 
     def is_in_place(self, codec: str) -> bool:
@@ -89,10 +89,11 @@ class PayloadCopier:
     ) -> Callable[[], tuple[Extent, ...]]:
         """Begin to copy the KV of ``slots`` [n] into ``runs`` in this thread's lane: what is queued there next may
         overwrite them. Returns what waits for it, on any thread, and returns the extents. What is to be encoded without
-        a kernel is only put aside now, on the pool's device."""
+        a kernel, or of which layers fill different slots, is only put aside now, on the pool's device."""
         transfers = self._transfers
-        if codec != "raw" and not self._has_kernels(codec):
-            aside = [self._rows_of(layer, slots) for layer in range(self.num_layers)]
+        is_uneven = layout is not None and layout.filling is not None
+        if is_uneven or (codec != "raw" and not self._has_kernels(codec)):
+            aside = [self._rows_of(layer, slots, layout) for layer in range(self.num_layers)]
             here = self.event(is_timed=False)
 
             def encode() -> tuple[Extent, ...]:
@@ -168,7 +169,12 @@ class PayloadCopier:
 
     def write_layout(self, layout: SurvivorLayout, arena: Arena, runs: Sequence[Run], offset: int) -> Extent:
         """Put the last extent of a lossy payload where it is to be."""
-        numbers = torch.cat([layout.positions.reshape(-1), layout.logical.to(torch.int32)]).view(torch.uint8)
+        parts = [layout.positions.reshape(-1), layout.logical.to(torch.int32)]
+        if layout.layer_slots:
+            parts[:1] = [layout.positions_of(layer).reshape(-1) for layer in range(self.num_layers)]
+        numbers = torch.cat(parts).view(torch.uint8)
+        if layout.layer_slots:
+            numbers = torch.cat([numbers, _filled_bits(layout)])
         write_pieces(arena.tensors(runs, offset, len(numbers)), numbers)
         return extent_of(offset, arena.buffers(runs, offset, len(numbers)))
 
@@ -230,7 +236,12 @@ class PayloadCopier:
         """True if kernels encode and decode it between the pool's device and the arena."""
         return self._transfers is not None and (codec in BITS or codec == LOSSLESS)
 
-    def _rows_of(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rows_of(
+        self, layer: int, slots: torch.Tensor, layout: SurvivorLayout | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of the slots that a layer fills."""
+        if layout is not None and layout.filling is not None:
+            slots = slots[to_device(layout.filling.of_layer(layer), slots.device)]
         keys, values = (buffer.index_select(0, slots) for buffer in self._buffers[layer])
         return keys, values
 
@@ -317,12 +328,60 @@ class _CudaStream:
             self._context.__exit__(*error)
 
 
-def layout_of(numbers: torch.Tensor, shape: Shape, num_slots: int) -> SurvivorLayout:
-    """The survivors that the bytes ``numbers`` (uint8) of a lossy entry's last extent describe."""
+def layout_of(
+    numbers: torch.Tensor,
+    shape: Shape,
+    num_slots: int,
+    layer_slots: Sequence[int] = (),
+    group_of: tuple[int, ...] = (),
+) -> SurvivorLayout:
+    """The survivors that the bytes ``numbers`` (uint8) of a lossy entry's last extent describe. ``layer_slots``: as in
+    its header. ``group_of`` [layers]: the groups of layers that fill the same slots on this server. Raises BadEntry
+    where they do not, or not as many as the header says."""
+    if layer_slots:
+        return _uneven_layout_of(numbers, shape, num_slots, layer_slots, group_of)
     values = numbers.contiguous().view(torch.int32)
     count = shape.num_layers * shape.num_heads * num_slots
     positions = values[:count].view(shape.num_layers, shape.num_heads, num_slots).clone()
     return SurvivorLayout(HostCopy(positions), HostCopy(values[count:].to(torch.int64)), num_slots)
+
+
+def _uneven_layout_of(
+    numbers: torch.Tensor, shape: Shape, num_slots: int, layer_slots: Sequence[int], group_of: tuple[int, ...]
+) -> SurvivorLayout:
+    bits_at = len(numbers) - shape.num_layers * ((num_slots + 7) // 8)
+    bits = numbers[bits_at:].numpy().reshape(shape.num_layers, -1)
+    filled = np.unpackbits(bits, axis=1, bitorder="little", count=num_slots)
+    counts = filled.sum(axis=1).tolist()
+    if counts != list(layer_slots):
+        raise BadEntry("header", f"its layers fill {counts} slots: expected {list(layer_slots)}")
+    if len(group_of) != shape.num_layers:
+        raise BadEntry("identity", "its layers fill different slots, and those of this server's forms the same")
+    places: list[torch.Tensor] = []
+    for group in range(max(group_of) + 1):
+        rows = filled[[layer for layer, each in enumerate(group_of) if each == group]]
+        if not (rows == rows[0]).all():
+            raise BadEntry("identity", "its layers fill different slots that fill the same ones in this server's forms")
+        places.append(torch.from_numpy(np.flatnonzero(rows[0])))
+    values = numbers[:bits_at].contiguous().view(torch.int32)
+    positions = torch.full((shape.num_layers, shape.num_heads, num_slots), EMPTY, dtype=torch.int32)
+    begin = 0
+    for layer, count in enumerate(counts):
+        end = begin + shape.num_heads * count
+        positions[layer][:, places[group_of[layer]]] = values[begin:end].view(shape.num_heads, count)
+        begin = end
+    logical = HostCopy(values[begin:].to(torch.int64))
+    return SurvivorLayout(HostCopy(positions), logical, num_slots, Filling.of(group_of, places))
+
+
+def _filled_bits(layout: SurvivorLayout) -> torch.Tensor:
+    """uint8 [layers * bytes]: a bit for each slot that a layer fills."""
+    num_layers, _, num_slots = layout.shape
+    filled = np.zeros((num_layers, num_slots), dtype=bool)
+    for layer, row in enumerate(filled):
+        if layout.filling is not None:
+            row[layout.filling.of_layer(layer).numpy()] = True
+    return torch.from_numpy(np.packbits(filled, axis=1, bitorder="little").reshape(-1))
 
 
 def _rows(buffer: torch.Tensor, arena: Arena, runs: Sequence[Run], offset: int, count: int) -> torch.Tensor:

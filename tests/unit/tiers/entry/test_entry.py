@@ -35,11 +35,12 @@ from sglang_evicpress.tiers.entry.header import (
     check_extent,
     check_identity,
     extent_of,
+    problem_of,
 )
 from sglang_evicpress.tiers.entry.identity import FORMAT_VERSION, lookup_key_of, token_bytes
 
 DIGEST = bytes(range(100, 116))
-# Byte offsets and formats of the fixed fields of format 2.
+# Byte offsets and formats of the fixed fields of format 3.
 FIELDS = {
     "kind": (10, "<H"),
     "length": (12, "<I"),
@@ -71,18 +72,21 @@ def make_header(
     start: int = 0,
     is_lossy_prefix: bool = False,
     payload_offset: int = 4096,
+    layer_slots: tuple[int, ...] = (),
 ) -> Header:
     """A header whose extents fit its form."""
     num_slots = len(tokens) if num_slots is None else num_slots
     extents: list[Extent] = []
     end = 0
     for layer in range(shape.num_layers + (form.press is not None)):
+        counts = layer_slots or (num_slots,) * shape.num_layers
         if layer == shape.num_layers:
-            num_bytes = 4 * num_slots * (shape.num_layers * shape.num_heads + 1)
+            num_bytes = 4 * (shape.num_heads * sum(counts) + num_slots)
+            num_bytes += shape.num_layers * -(-num_slots // 8) if layer_slots else 0
         elif form.codec == "raw":
-            num_bytes = 2 * num_slots * shape.num_heads * shape.head_dim * ITEM_BYTES[shape.dtype]
+            num_bytes = 2 * counts[layer] * shape.num_heads * shape.head_dim * ITEM_BYTES[shape.dtype]
         else:
-            num_bytes = shape.stored_bytes(num_slots, form.codec)
+            num_bytes = shape.stored_bytes(counts[layer], form.codec)
         extents.append(Extent(end, num_bytes, digests()))
         end += num_bytes
     return Header(
@@ -95,13 +99,16 @@ def make_header(
         shape,
         tuple(extents),
         payload_offset,
+        layer_slots=layer_slots,
     )
 
 
 EXACT_HEADER = make_header()
 LOSSY_HEADER = make_header(Form("keydiff", 0.4), num_slots=2, start=11, is_lossy_prefix=True)
 CODEC_HEADER = make_header(Form("knorm", 0.25, "int8"), num_slots=1)
-SAMPLES = [EXACT_HEADER, LOSSY_HEADER, CODEC_HEADER]
+UNEVEN_FORM = Form("snapkv", 0.5, "int4", "found-0a1b2c3d")
+UNEVEN_HEADER = make_header(UNEVEN_FORM, num_slots=2, layer_slots=(0, 2), is_lossy_prefix=True)
+SAMPLES = [EXACT_HEADER, LOSSY_HEADER, CODEC_HEADER, UNEVEN_HEADER]
 
 
 @st.composite
@@ -110,7 +117,8 @@ def forms(draw: st.DrawFn) -> Form:
     if draw(st.booleans()):
         return Form(codec=codec)
     kept = st.floats(0, 1, exclude_min=True, exclude_max=True) | st.sampled_from([0.1, 0.25, 0.4, 0.5])
-    return Form(draw(st.sampled_from(sorted(PRESSES))), draw(kept), codec)
+    budget = draw(st.sampled_from(["uniform", "pyramid", "found-0a1b2c3d"]))
+    return Form(draw(st.sampled_from(sorted(PRESSES))), draw(kept), codec, budget)
 
 
 @st.composite
@@ -130,11 +138,17 @@ def headers(draw: st.DrawFn) -> Header:
         heads, dtype = 8 * draw(st.integers(1, 2**12)), draw(st.sampled_from(["bfloat16", "float16", "float32"]))
         shape = replace(shape, num_heads=heads, dtype=dtype)
     num_slots = len(tokens) if form.press is None else page * draw(st.integers(0, len(tokens) // page))
+    layer_slots: tuple[int, ...] = ()
+    if form.is_uneven and num_slots:
+        counts = st.integers(0, num_slots // page).map(lambda pages: page * pages)
+        drawn = draw(st.lists(counts, min_size=shape.num_layers, max_size=shape.num_layers))
+        layer_slots = tuple(drawn) if min(drawn) < num_slots else ()
     header = make_header(
         form,
         shape,
         tuple(tokens),
         num_slots,
+        layer_slots=layer_slots,
         digests=lambda: draw(st.binary(min_size=16, max_size=16)),
         start=page * draw(st.integers(0, (2**31 - 1 - len(tokens)) // page)),
         is_lossy_prefix=draw(st.booleans()),
@@ -222,12 +236,12 @@ def test_a_form_keeps_every_digit(kept: float, codec: str) -> None:
     assert decode(encode(header))[0].form == header.form
 
 
-def test_records_of_format_2_do_not_change() -> None:
+def test_records_of_format_3_do_not_change() -> None:
     """They are on users' disks: whoever changes them raises FORMAT_VERSION."""
-    assert FORMAT_VERSION == 2
+    assert FORMAT_VERSION == 3
     records = [*map(encode, SAMPLES), encode_tombstone(2**40)]
-    assert records[0][:16] == MAGIC + pack("<HHI", 2, 1, len(records[0]))
-    assert sha256(b"".join(records)).hexdigest() == "a1a2c259355cca0ee362f72c397d4a1e52729302e5f7e6190e77d4a2c34d970c"
+    assert records[0][:16] == MAGIC + pack("<HHI", 3, 1, len(records[0]))
+    assert sha256(b"".join(records)).hexdigest() == "4364b727ba249c26ec8ecb868086f50811d7c41cb9a546574a0c54f77aa8f9a7"
 
 
 @pytest.mark.parametrize("read", [decode, peek])
@@ -244,8 +258,36 @@ def test_random_bytes_behind_a_true_beginning_are_no_record(kind: int, length: i
     assert reason_of(decode, sealed(record)) in ("length", "header")
 
 
+@pytest.mark.parametrize(
+    ("layer_slots", "problem"),
+    [
+        ((2, 2), "expected whole pages, and one layer with fewer"),
+        ((3, 2), "expected 2 numbers from 0 to 2"),
+        ((2,), "expected 2 numbers from 0 to 2"),
+        ((2, 1, 2), "expected 2 numbers from 0 to 2"),
+    ],
+)
+def test_slots_by_layer_that_cannot_be_are_refused(layer_slots: tuple[int, ...], problem: str) -> None:
+    assert problem in str(problem_of(replace(UNEVEN_HEADER, layer_slots=layer_slots)))
+
+
+def test_only_a_press_leaves_layers_different_slots() -> None:
+    assert "form exact has all tokens" in str(problem_of(replace(EXACT_HEADER, layer_slots=(3, 1))))
+
+
+def test_layers_with_different_slots_are_whole_pages() -> None:
+    shape = Shape(2, 2, 4, "bfloat16", 4)
+    header = make_header(Form("knorm", 0.5, budget="pyramid"), shape, tuple(range(16)), 8, layer_slots=(8, 4))
+    assert problem_of(header) is None
+    assert "whole pages" in str(problem_of(replace(header, layer_slots=(8, 3))))
+
+
 @pytest.mark.parametrize("read", [decode, peek])
-@pytest.mark.parametrize("record", [encode(LOSSY_HEADER), encode_tombstone(77)], ids=["entry", "tombstone"])
+@pytest.mark.parametrize(
+    "record",
+    [encode(LOSSY_HEADER), encode(UNEVEN_HEADER), encode_tombstone(77)],
+    ids=["entry", "uneven entry", "tombstone"],
+)
 def test_every_flipped_bit_is_seen(read: Callable[..., object], record: bytes) -> None:
     for bit in range(8 * len(record)):
         flipped = bytearray(record)
@@ -368,7 +410,7 @@ def test_a_scan_sees_no_number_above_63_bits(name: str, value: int) -> None:
     assert reason_of(peek, patched(encode(EXACT_HEADER), name, value)) == "header"
 
 
-@pytest.mark.parametrize("header", SAMPLES, ids=["exact", "lossy", "codec"])
+@pytest.mark.parametrize("header", SAMPLES, ids=["exact", "lossy", "codec", "uneven"])
 def test_extents_must_follow_one_another(header: Header) -> None:
     first, second, *rest = header.extents
     size = first.num_bytes

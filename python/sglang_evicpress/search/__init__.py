@@ -1,0 +1,1 @@
+"""Search for what a form should keep where: budgets per layer."""

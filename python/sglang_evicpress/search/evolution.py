@@ -1,0 +1,152 @@
+"""EvolKV: budgets per layer by evolution, one group of layers after the other (section 3.2, algorithm 1).
+
+The optimizer is CMA-ES of the package ``cmaes``, over budgets divided by the target, with sigma 0.3 and a population of
+``4 + floor(3 ln n_g)`` (section 4.1). A journal of what was evaluated makes a search resumable: the same seed asks for
+the same candidates, and what is in the journal is not evaluated again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import orjson
+from cmaes import CMA  # type: ignore[import-untyped]
+
+from sglang_evicpress.search.layer_budgets import Budgets, complete, uniform
+
+Score = Callable[[Budgets], float]
+"""How well a task is done with these budgets: f of the paper, higher is better."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchSettings:
+    """``target``: mean budget c; ``group_size``: layers searched together, n_g; ``efficiency_weight``: lambda;
+    ``smoothing``: gamma; ``iterations``: generations a group, M. Raises ValueError where one is out of range."""
+
+    target: int
+    group_size: int = 8
+    efficiency_weight: float = 0.3
+    smoothing: float = 0.2
+    sigma: float = 0.3
+    iterations: int = 10
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("target", 1), ("group_size", 2), ("iterations", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}: expected at least {least}")
+        if not 0.0 < self.smoothing <= 1.0:
+            raise ValueError(f"smoothing is {self.smoothing}: expected above 0 and at most 1")
+        if not self.efficiency_weight > 0.0 or not self.sigma > 0.0:
+            raise ValueError("efficiency_weight and sigma must be above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One evaluated candidate: the group it was for, all budgets, the task's score and the fitness (equation 1)."""
+
+    group: int
+    budgets: Budgets
+    score: float
+    fitness: float
+    is_best: bool
+
+
+def cache_score(budgets: Sequence[int], target: int, smoothing: float) -> float:
+    """CacheScore of equation 2: ``max(0, 1 - (k - c) / c)`` for a mean ``k`` above the target ``c``, and
+    ``1 - gamma * (1 - k / c)`` up to it."""
+    mean = sum(budgets) / len(budgets)
+    if mean > target:
+        return max(0.0, 1.0 - (mean - target) / target)
+    return 1.0 - smoothing * (1.0 - mean / target)
+
+
+def groups_of(num_layers: int, group_size: int) -> list[range]:
+    """Neighbouring layers, the lowest first (algorithm 1, line 2). The last group may be smaller; a single layer, which
+    CMA-ES cannot search, joins the group below."""
+    borders = [*range(0, num_layers, group_size), num_layers]
+    if len(borders) > 2 and borders[-1] - borders[-2] == 1:
+        del borders[-2]
+    return [range(begin, end) for begin, end in pairwise(borders)]
+
+
+def population_of(num_layers: int) -> int:
+    """Candidates a generation (section 4.1)."""
+    return 4 + math.floor(3 * math.log(num_layers))
+
+
+class Journal:
+    """Scores by budgets, each appended to a file of JSON lines as soon as it is known; a last line that was cut off is
+    evaluated anew. Raises ValueError for a file of another search."""
+
+    def __init__(self, path: Path | None, identity: dict[str, object]) -> None:
+        self._path = path
+        self._known: dict[Budgets, float] = {}
+        if path is None:
+            return
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        whole = [line for line in lines if line.endswith(b"\n")]
+        if whole and orjson.loads(whole[0]) != identity:
+            raise ValueError(f"{path} is the journal of another search: expected {identity}")
+        self._known = {tuple(line["budgets"]): line["score"] for line in map(orjson.loads, whole[1:])}
+        path.write_bytes(b"".join(whole) or orjson.dumps(identity) + b"\n")
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def score(self, budgets: Budgets, evaluate: Score) -> float:
+        """The score of these budgets, from the journal or evaluated now."""
+        if budgets not in self._known:
+            self._known[budgets] = evaluate(budgets)
+            if self._path is not None:
+                with self._path.open("ab") as file:
+                    file.write(orjson.dumps({"budgets": budgets, "score": self._known[budgets]}) + b"\n")
+        return self._known[budgets]
+
+
+def search(evaluate: Score, num_layers: int, settings: SearchSettings, path: Path | None = None) -> Iterator[Step]:
+    """Every candidate as it is evaluated; the budgets of the last one that ``is_best`` are the result, which
+    ``complete`` brings to the target. ``path``: the journal."""
+    target = settings.target
+    identity: dict[str, object] = {"search": "evolkv", "num_layers": num_layers, "target": target}
+    identity |= {"group_size": settings.group_size, "seed": settings.seed, "sigma": settings.sigma}
+    journal = Journal(path, identity | {"iterations": settings.iterations})
+    best, best_fitness = uniform(num_layers, target), -math.inf
+    for number, layers in enumerate(groups_of(num_layers, settings.group_size)):
+        optimizer = _optimizer(len(layers), settings, number)
+        for _ in range(settings.iterations):
+            told = list[tuple[np.ndarray, float]]()
+            for _ in range(optimizer.population_size):
+                asked = optimizer.ask()
+                group = [max(1, round(float(share) * target)) for share in asked]
+                budgets = (*best[: layers.start], *group, *best[layers.stop :])
+                score = journal.score(budgets, evaluate)
+                efficiency = cache_score(group, target, settings.smoothing)
+                fitness = score * (1.0 + settings.efficiency_weight * efficiency)
+                if is_best := fitness > best_fitness:
+                    best, best_fitness = budgets, fitness
+                told.append((asked, -fitness))
+                yield Step(number, budgets, score, fitness, is_best)
+            optimizer.tell(told)
+
+
+def found(steps: Sequence[Step], target: int) -> Budgets:
+    """The best budgets of a search, completed to the target."""
+    return complete([step for step in steps if step.is_best][-1].budgets, target)
+
+
+def _optimizer(num_layers: int, settings: SearchSettings, number: int) -> CMA:
+    """CMA-ES over the budgets of a group divided by the target, from the target on."""
+    bounds = np.tile([1.0 / settings.target, float(num_layers) * 2.0], (num_layers, 1))
+    return CMA(
+        mean=np.ones(num_layers),
+        sigma=settings.sigma,
+        bounds=bounds,
+        seed=settings.seed * 1000 + number,
+        population_size=population_of(num_layers),
+    )
