@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from sglang_evicpress.core import EXACT, Form, Tier
-from sglang_evicpress.device import to_device
 from sglang_evicpress.introspect.census import Counted
 from sglang_evicpress.press import QueryWindow
 from sglang_evicpress.survivors import SurvivorLayout
@@ -128,7 +127,7 @@ def _group_slots(path: Sequence[Any], parts: Sequence[torch.Tensor], device: tor
     groups = tuple(
         torch.cat(
             [
-                part if filling is None else part[to_device(filling.of_group(group), device)]
+                part if filling is None else part[filling.index_of(group, device)]
                 for part, filling in zip(parts, fillings, strict=True)
             ]
         )
