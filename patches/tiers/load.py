@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_evicpress.device import to_device
 from sglang_evicpress.patches.tiers.types import Tiers
 from sglang_evicpress.patches.tree.types import Node
 from sglang_evicpress.tiers.entry.copies import Copy
@@ -32,7 +31,9 @@ class Part:
     def slots_of(self, layer: int) -> torch.Tensor:
         """The slots that a layer fills."""
         filling = None if self.copy.layout is None else self.copy.layout.filling
-        return self.slots if filling is None else self.slots[to_device(filling.of_layer(layer), self.slots.device)]
+        if filling is None:
+            return self.slots
+        return self.slots[filling.index_of(filling.group_of[layer], self.slots.device)]
 
 
 class Load(Job):

@@ -225,7 +225,7 @@ class Compressor:
         flag = torch.zeros(1, dtype=torch.int32, device=slots.device)
         filling = None if survivors is None else survivors.filling
         for layer, (k_buffer, v_buffer) in enumerate(zip(self.k_buffers, self.v_buffers, strict=True)):
-            own = slots if filling is None else slots[to_device(filling.of_layer(layer), slots.device)]
+            own = slots if filling is None else slots[filling.index_of(filling.group_of[layer], slots.device)]
             layout = layout_of(codec, len(own), k_buffer[0].numel(), k_buffer.element_size())
             stored = torch.empty((1, layout.num_bytes), dtype=torch.uint8, device=slots.device)
             encode([k_buffer], [v_buffer], own, layout, stored, flag)
@@ -287,7 +287,7 @@ class Compressor:
             survivors = torch.stack([layout.positions_of(layer) for layer in layers]) - start
             into = slots[: layout.num_slots]
             if layout.filling is not None:
-                into = slots[to_device(layout.filling.of_group(group), slots.device)]
+                into = slots[layout.filling.index_of(group, slots.device)]
             self._by_layers.copy_survivors(layers, slots, to_device(survivors, slots.device), into)
 
     def copy_survivors(self, slots: torch.Tensor, survivors: torch.Tensor, into: torch.Tensor) -> None:

@@ -112,7 +112,7 @@ class LayerPress:
         else:
             positions = to_device(torch.stack([layout.positions_of(layer) for layer in layers]), device)
             if layout.filling is not None:
-                slots = slots[to_device(layout.filling.of_group(group), device)]
+                slots = slots[layout.filling.index_of(group, device)]
         window = node.window
         if window is not None and len(layers) < len(self._k_buffers):
             window = replace(window, queries=window.queries[to_device(torch.tensor(layers), device)])
@@ -185,5 +185,5 @@ def _layout(
     positions: torch.Tensor, logical: torch.Tensor, places: Sequence[torch.Tensor], groups: LayerGroups
 ) -> SurvivorLayout:
     is_even = all(len(place) == len(logical) for place in places)
-    filling = None if is_even else Filling.of(groups.group_of, places)
+    filling = None if is_even else Filling(groups.group_of, places)
     return SurvivorLayout(HostCopy(positions), HostCopy(logical), len(logical), filling)

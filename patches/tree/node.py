@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from sglang_evicpress.core import Tier
-from sglang_evicpress.device import to_device
 from sglang_evicpress.introspect.census import Counted
 from sglang_evicpress.patches.tree.node_kv import GroupSlots, NodeSlots, PrefixView
 from sglang_evicpress.patches.tree.types import Node
@@ -38,7 +37,7 @@ def _group_slots(path: Sequence[Node], parts: Sequence[torch.Tensor], device: to
     groups = tuple(
         torch.cat(
             [
-                part if filling is None else part[to_device(filling.of_group(group), device)]
+                part if filling is None else part[filling.index_of(group, device)]
                 for part, filling in zip(parts, fillings, strict=True)
             ]
         )

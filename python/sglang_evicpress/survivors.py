@@ -21,13 +21,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sglang_evicpress.device import HostCopy
+from sglang_evicpress.device import HostCopy, to_device
 
 EMPTY = -1
 """Position in a slot that holds nothing in a layer."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Filling:
     """Slots of a node that hold KV, for each group of layers.
 
@@ -35,14 +34,27 @@ class Filling:
     ascending, those of one group behind the other's. ``counts``: slots that a layer of each group fills.
     """
 
-    group_of: tuple[int, ...]
-    places: HostCopy
-    counts: tuple[int, ...]
+    __slots__ = ("_source", "counts", "group_of", "places")
 
-    @classmethod
-    def of(cls, group_of: tuple[int, ...], places: Sequence[torch.Tensor]) -> Filling:
-        """That of the indices of each group, int64 [count] on one device."""
-        return cls(group_of, HostCopy(torch.cat(list(places))), tuple(len(each) for each in places))
+    def __init__(self, group_of: tuple[int, ...], places: Sequence[torch.Tensor]) -> None:
+        """``places``: the indices of each group, int64 [count] on one device."""
+        joined = torch.cat(list(places))
+        self.group_of, self.counts = group_of, tuple(len(each) for each in places)
+        self.places = HostCopy(joined)
+        self._source = joined if joined.is_cuda else None  # until the copy is there: nobody waits for it
+
+    def index_of(self, group: int, device: torch.device | str) -> torch.Tensor:
+        """``of_group`` on a device. Waits for nothing there."""
+        self.settle()
+        if self._source is None:
+            return to_device(self.of_group(group), device)
+        begin = sum(self.counts[:group])
+        return self._source[begin : begin + self.counts[group]]
+
+    def settle(self) -> None:
+        """Give up the indices on the device once the host has them."""
+        if self._source is not None and self.places.has_arrived:
+            self._source = None
 
     def of_group(self, group: int) -> torch.Tensor:
         """int64 [count]: indices of the slots that a group fills."""
@@ -63,7 +75,7 @@ class Filling:
         groups = [self.of_group(group) for group in range(len(self.counts))]
         left = [places[:count].clone() for places, count in zip(groups, before, strict=True)]
         right = [places[count:] - cut for places, count in zip(groups, before, strict=True)]
-        return Filling.of(self.group_of, left), Filling.of(self.group_of, right)
+        return Filling(self.group_of, left), Filling(self.group_of, right)
 
     def mean(self, counts: Sequence[int] | None = None) -> float:
         """Slots that a layer fills on average, or would with these ``counts`` of groups."""
@@ -213,6 +225,8 @@ class SurvivorLayout:
     @property
     def filled(self) -> float:
         """Share of its slots, over all layers, that hold KV."""
+        if self.filling is not None:
+            self.filling.settle()
         return self.mean_slots / self.num_slots if self.filling is not None and self.num_slots else 1.0
 
     @property

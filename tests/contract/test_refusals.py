@@ -154,6 +154,21 @@ def test_scores_by_attention_are_refused_with_more_than_one_rank(server_args: An
     assert "choose another score, or use --tp-size 1" in sentence
 
 
+def test_uneven_layers_are_refused_with_more_than_one_rank_and_with_budgets_of_running_requests(
+    server_args: Any,
+) -> None:
+    form = Form("snapkv", 0.5, budget="pyramid")
+    uneven = EvicPressConfig("evicpress", forms=(form,))
+    unsupported.check(server_args, uneven)
+    dropping = EvicPressConfig("evicpress", forms=(form,), decode=DecodeFlags(256))
+    named = "--kv-forms snapkv@0.5:pyramid, by which layers keep different numbers of tokens, cannot be combined with"
+    sentence = _refuse(f"{named} --kv-decode-budget 256", server_args, dropping)
+    assert "leave out one of the two" in sentence
+    server_args.tp_size = 2
+    sentence = _refuse(f"{named} --tp-size 2", server_args, uneven)
+    assert "leave out the budget over layers, or use --tp-size 1" in sentence
+
+
 def test_each_flag_is_one_of_sglangs() -> None:
     import argparse
 

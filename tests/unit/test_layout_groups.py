@@ -33,7 +33,7 @@ def layout_of(groups: list[torch.Tensor], start: int, page_size: int) -> Survivo
     positions = torch.full((len(group_of), 2, len(logical)), EMPTY, dtype=torch.int32)
     for layer, group in enumerate(group_of):
         positions[layer][:, places[group]] = groups[group][layer - group_of.index(group)]
-    filling = Filling.of(group_of, places)
+    filling = Filling(group_of, places)
     return SurvivorLayout(HostCopy(positions), HostCopy(logical), len(logical), filling)
 
 

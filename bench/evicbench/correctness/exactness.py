@@ -8,7 +8,7 @@ has a namespace of its own (``extra_key``), so cases run side by side on one ser
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
@@ -163,10 +163,10 @@ def chunked_prefill(case: Case, form: str) -> None:
     case.ask(text, suffix=case.words(CHUNK_TOKENS + 100))
 
 
-def mixed_batch(case: Case) -> None:
+def mixed_batch(case: Case, forms: Sequence[str] = FORMS[1::4]) -> None:
     """One batch of compressed, exact, partly matching and unknown prefixes, and a second one with the next turns."""
     members: list[tuple[Case, Text]] = []
-    for index, form in enumerate((*FORMS[1::4], None, None, "", "")):
+    for index, form in enumerate((*forms, None, None, "", "")):
         member = case.member(str(index))
         if form == "":
             text = member.unknown()

@@ -15,12 +15,13 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from tests.contract.releases import FakePages, FakeRequest
 
-from sglang_evicpress.core import Form, Tier
+from sglang_evicpress.core import EXACT, Form, Tier
 from sglang_evicpress.decode_budget import schedule, scores
 from sglang_evicpress.decode_budget.settings import METHODS, DecodeSettings
 from sglang_evicpress.decode_budget.stats import RequestStats
 from sglang_evicpress.device import HostCopy, to_device
 from sglang_evicpress.patches.attention import req_to_token
+from sglang_evicpress.patches.attention.group_rows import GroupRows
 from sglang_evicpress.patches.attention.physical_lengths import physical_view
 from sglang_evicpress.patches.attention.prompt_queries import PromptQueries
 from sglang_evicpress.patches.attention.query_ring import QueryRing
@@ -34,11 +35,15 @@ from sglang_evicpress.patches.decode_budget.state import DecodeState, num_physic
 from sglang_evicpress.patches.decode_budget.trace import DecodeTrace
 from sglang_evicpress.patches.scheduler.paged_allocator import free_whole_pages
 from sglang_evicpress.patches.tiers.placement import Placement
+from sglang_evicpress.patches.tree import layer_press
 from sglang_evicpress.patches.tree.compressor import Compressor
-from sglang_evicpress.patches.tree.node_kv import NodeKV, PrefixView
+from sglang_evicpress.patches.tree.layer_press import LayerPress
+from sglang_evicpress.patches.tree.node import view_of_path
+from sglang_evicpress.patches.tree.node_kv import GroupSlots, NodeKV, NodeSlots, PrefixView
 from sglang_evicpress.patches.tree.slot_ledger import SlotLedger
-from sglang_evicpress.press import QueryWindow
-from sglang_evicpress.survivors import SurvivorLayout
+from sglang_evicpress.policy.layer_counts import LayerGroups
+from sglang_evicpress.press import QueryWindow, get_press
+from sglang_evicpress.survivors import Filling, SurvivorLayout
 from sglang_evicpress.tiers.entry.copies import Copy
 
 pytestmark = pytest.mark.sglang
@@ -108,6 +113,42 @@ def test_a_step_from_its_rows_to_its_plan(mode: ForwardMode, table: RequestHoles
     assert view.seq_lens_sum == 22
     if mode.is_extend():
         assert view.extend_prefix_lens.is_meta and view.extend_prefix_lens_cpu == [14, 4, 0, 0]
+
+
+def test_rows_that_differ_between_layers() -> None:
+    """Written with a prefix, and brought up to date by steps and by what was computed at once."""
+    groups = LayerGroups((0, 1), {"b": (2, 1)})
+    rows = GroupRows(groups, torch.zeros(NUM_ROWS, CONTEXT, dtype=torch.int32, device=META))
+    where = torch.tensor([3, 1])
+    views = [PrefixView(slots(20), 5, shared=GroupSlots(20, (slots(20), slots(8)))), PrefixView(slots(4))]
+    rows.write(where.to(META), where, views)
+    rows.begin_batch(where)
+    assert rows.batch == [3, 1]
+    assert rows.tables[0].holes.batch == [17, 0]
+    rows.bring_up_to_date([30, 10])
+    rows.bring_up_to_date([31, 11])
+    rows.note_written(3, 25)
+    rows.bring_up_to_date([32, 12])
+
+
+def test_compression_of_layers_to_different_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores, survivors and places stay on the device; what a request then takes is not waited for either."""
+    groups = LayerGroups((0, 1), {"b": (2, 1)})
+    buffers = [[torch.zeros(NUM_SLOTS, HEADS, DIM, device=META) for _ in range(LAYERS)] for _ in range(2)]
+    press = LayerPress(*buffers, groups, PAGE, 4)
+    monkeypatch.setattr(layer_press, "compact", lambda *_: None)  # launches a kernel
+    kernel = "sglang_evicpress.press.base.select_survivors"  # another one
+    monkeypatch.setattr(
+        kernel, lambda scores, count: torch.zeros(*scores.shape[:2], count, dtype=torch.int32, device=META)
+    )
+    made, value = press.compress(get_press("knorm"), NodeSlots(slots(64), None, 0, 64, None), (32, 8), 1.0)
+    assert made.num_slots == 32 and made.layer_slots == (32, 8) and value.is_meta
+    node = SimpleNamespace(
+        key=range(64), value=value, kv=SimpleNamespace(layout=made, slots=slots(32), form=EXACT, is_lossy_prefix=False)
+    )
+    monkeypatch.setattr(Filling, "index_of", lambda self, group, device: slots(self.counts[group]))
+    view = view_of_path([node], torch.device(META))
+    assert view.shared is not None and [len(each) for each in view.shared.groups] == [32, 8]
 
 
 def layer(index: int) -> Any:

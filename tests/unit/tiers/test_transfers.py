@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from sglang_evicpress.codec import DoesNotFitError, NotFiniteError, StoredFormError
 from sglang_evicpress.device import HostCopy
-from sglang_evicpress.survivors import SurvivorLayout
+from sglang_evicpress.survivors import EMPTY, Filling, SurvivorLayout
 from sglang_evicpress.tiers import transfers as transfers_module
 from sglang_evicpress.tiers.entry.payload import PayloadCopier
 from sglang_evicpress.tiers.host.allocator import Run
@@ -513,3 +513,37 @@ def test_a_cuda_device_encodes_and_decodes_as_the_cpu(rows_at_once: int, codec: 
     for expected, found in zip(there, here, strict=True):
         assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(found, expected, strict=True))
     arena.close()
+
+
+@pytest.mark.parametrize("codec", ["raw", "int4", "lossless"])
+@pytest.mark.parametrize("seed", range(4))
+def test_layers_that_fill_different_slots_are_saved_and_loaded_as_in_place(codec: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    draw, counts, group_of = random.Random(seed), (70, 33, 0), (0, 1, 2, 1)
+    there = [[torch.randn(150, 2, 32).bfloat16() for _ in group_of] for _ in range(2)]
+    here = [[buffer.clone() for buffer in buffers] for buffers in there]
+    device = Device(seed)
+    transfers = Transfers(*here, device, scratch_bytes=4 * 20 * here[0][0][0].nbytes)
+    copier, in_place = PayloadCopier(*here, 1, transfers=transfers), PayloadCopier(*there, 1)
+    places = [torch.tensor(sorted(draw.sample(range(70), count)), dtype=torch.int64) for count in counts]
+    positions = torch.full((4, 2, 70), EMPTY, dtype=torch.int32)
+    for layer, group in enumerate(group_of):
+        positions[layer][:, places[group]] = places[group].to(torch.int32)
+    layout = SurvivorLayout(HostCopy(positions), HostCopy(torch.arange(70)), 70, Filling(group_of, places))
+    slots = torch.tensor(draw.sample(range(150), 70))
+    sizes = copier.sizes(70, True, codec, layout.layer_slots)
+    arena, runs = arena_of(sum(sizes), draw, is_torn=True)
+    same, same_runs = arena_of(sum(sizes), draw, is_torn=False)
+    extents = copier.begin_save(slots, layout, arena, runs, codec)()
+    device.finish()
+    assert extents == copier.save(slots, layout, arena, runs, codec=codec)
+    assert extents == in_place.save(slots, layout, same, same_runs, codec=codec)
+    assert [extent.num_bytes for extent in extents] == sizes
+    assert payload(arena, runs, sum(sizes)) == payload(same, same_runs, sum(sizes))
+    target = torch.tensor(draw.sample(range(150), 70))
+    for layer, group in enumerate(group_of):
+        for each, its, its_runs in ((copier, arena, runs), (in_place, same, same_runs)):
+            own = target[places[group]]
+            each.load_layer(layer, own, its, its_runs, extents[layer], 0, counts[group], codec)
+    device.finish()
+    assert np.array_equal(bits(here), bits(there))

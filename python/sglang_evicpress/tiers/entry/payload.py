@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from sglang_evicpress.codec.layout import BITS, LOSSLESS
-from sglang_evicpress.device import HostCopy, to_device
+from sglang_evicpress.device import HostCopy
 from sglang_evicpress.survivors import EMPTY, Filling, SurvivorLayout
 from sglang_evicpress.tiers.entry.header import BadEntry, Extent, Shape, coder_of, extent_of
 from sglang_evicpress.tiers.host.allocator import Run
@@ -241,7 +241,7 @@ class PayloadCopier:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of the slots that a layer fills."""
         if layout is not None and layout.filling is not None:
-            slots = slots[to_device(layout.filling.of_layer(layer), slots.device)]
+            slots = slots[layout.filling.index_of(layout.filling.group_of[layer], slots.device)]
         keys, values = (buffer.index_select(0, slots) for buffer in self._buffers[layer])
         return keys, values
 
@@ -371,7 +371,7 @@ def _uneven_layout_of(
         positions[layer][:, places[group_of[layer]]] = values[begin:end].view(shape.num_heads, count)
         begin = end
     logical = HostCopy(values[begin:].to(torch.int64))
-    return SurvivorLayout(HostCopy(positions), logical, num_slots, Filling.of(group_of, places))
+    return SurvivorLayout(HostCopy(positions), logical, num_slots, Filling(group_of, places))
 
 
 def _filled_bits(layout: SurvivorLayout) -> torch.Tensor:

@@ -31,7 +31,7 @@ def layout_with(counts: tuple[int, ...], seed: int) -> SurvivorLayout:
             # each below the index at which its slot is shown
             drawn = sorted(rng.sample(range(TOKENS - num_slots), counts[group]))
             positions[layer, head, places[group]] = torch.tensor(drawn, dtype=torch.int32)
-    return SurvivorLayout(HostCopy(positions), HostCopy(logical), num_slots, Filling.of(GROUP_OF, places))
+    return SurvivorLayout(HostCopy(positions), HostCopy(logical), num_slots, Filling(GROUP_OF, places))
 
 
 class World:
