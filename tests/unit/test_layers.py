@@ -41,6 +41,8 @@ TABLE = {
     "files": Layer((), ("orjson",)),
     "validation": Layer((), ("pydantic",)),
     "config": Layer((*PURE, "files", "validation"), ("pydantic",)),
+    # Budgets per layer: their arithmetic, their files, and the search for them.
+    "search": Layer(("files",), ("cmaes", "numpy", "orjson")),
     "flags": Layer(("config",)),
     # Small things of the standard library that many parts use.
     "error_text": Layer(),
