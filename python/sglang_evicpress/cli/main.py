@@ -37,6 +37,11 @@ def make_parser() -> argparse.ArgumentParser:
     commands.add_parser("top", help="what a server does now", add_help=False)
     commands.add_parser("tree", help="the radix tree of a server", add_help=False)
     commands.add_parser("explain", help="what may become of a node of a server", add_help=False)
+    commands.add_parser(
+        "search",
+        help="search how many tokens each layer should keep, with a local model; expand what was found",
+        add_help=False,
+    )
     _add_bench(commands)
     fsck = commands.add_parser(
         "fsck",
@@ -130,6 +135,10 @@ def _command(name: str) -> Callable[[Sequence[str]], int] | None:
             from sglang_evicpress.cli.operator.top import top
 
             return top
+        case "search":
+            from sglang_evicpress.cli.search.command import search_budgets
+
+            return search_budgets
         case "tree" | "explain":
             from sglang_evicpress.cli.operator import tree
 
