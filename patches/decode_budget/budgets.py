@@ -90,8 +90,13 @@ class DecodeBudgets:
                 )
             return None, False  # the server's own budget is for requests that take any KV
         if settings is not None:
-            reads_queries = self.default.reads_queries
-            check_decode(settings, self.tree.page_size, self.compressor.sinks, keeps_queries=reads_queries)
+            check_decode(
+                settings,
+                self.tree.page_size,
+                self.compressor.sinks,
+                keeps_queries=self.default.reads_queries,
+                has_geometry=self.compressor.geometry is not None,
+            )
         return settings, wants_trace
 
     def begin(self, req: ArrivingRequest, settings: DecodeSettings, *, wants_trace: bool) -> None:

@@ -17,12 +17,14 @@ from sglang_evicpress.codec.layout import layout_of
 from sglang_evicpress.core import Form
 from sglang_evicpress.device import HostCopy, to_device
 from sglang_evicpress.error_text import code_path
+from sglang_evicpress.geometry.centres import QueryGeometry
 from sglang_evicpress.kernels.compact import compact
 from sglang_evicpress.kernels.group_codec import decode, encode
 from sglang_evicpress.kernels.select import select_survivors
 from sglang_evicpress.patches.tree.model_identity import agreed
 from sglang_evicpress.patches.tree.node import NodeSlots
 from sglang_evicpress.press import Press, PressInput, QueryWindow, get_press, select
+from sglang_evicpress.press.geometry import GeometryPress
 from sglang_evicpress.press.snapkv import SnapKV
 from sglang_evicpress.survivors import SurvivorLayout, place
 from sglang_evicpress.tiers.entry.header import Shape
@@ -64,6 +66,7 @@ class Compressor:
         window: int = 32,
         scale: Callable[[], float] | None = None,
         group: Any = None,
+        geometry: QueryGeometry | None = None,
     ) -> None:
         self.page_size = page_size
         self.sinks = sinks
@@ -77,6 +80,8 @@ class Compressor:
         self.k_buffers = [pool._get_key_buffer(layer) for layer in layers]
         self.v_buffers = [pool._get_value_buffer(layer) for layer in layers]
         self._scale = scale
+        self.geometry = None if geometry is None else geometry.to(self.k_buffers[0].device)
+        self._host_geometry = geometry  # for KV that is not in the pool
 
     @property
     def scale(self) -> float:
@@ -243,7 +248,9 @@ class Compressor:
             window=window,
             scale=self.scale,
         )
-        survivors = select(self._press(form), node, num_kept, self.sinks)[0].to(torch.int64)
+        survivors = select(self._press_of_layer(form, layer, keys.device), node, num_kept, self.sinks)[0].to(
+            torch.int64
+        )
         heads = torch.arange(self.num_heads, device=keys.device)[None, :]
         return (keys[survivors.T, heads], values[survivors.T, heads]), positions[0].gather(1, survivors)
 
@@ -282,7 +289,8 @@ class Compressor:
             given = self._input(node)
             self.wait_for_forward(node.slots)
             press = self._press(form)
-            if press.needs_queries and window is None:
+            is_blind = isinstance(press, GeometryPress) and press.geometry is None  # of a server that had one
+            if is_blind or (press.needs_queries and window is None):
                 press = get_press("keydiff")  # its queries had to make room; every press gives an order
             scores = press.score(given).nan_to_num()  # finite, so that overlaps really come last
             scores = scores.masked_fill(to_device(overlaps, node.slots.device), float("-inf"))
@@ -292,7 +300,17 @@ class Compressor:
 
     def _press(self, form: Form) -> Press:
         press = get_press(form.press or "")
+        if isinstance(press, GeometryPress):
+            return replace(press, geometry=self.geometry)
         return replace(press, window=self.window) if isinstance(press, SnapKV) else press
+
+    def _press_of_layer(self, form: Form, layer: int, device: torch.device) -> Press:
+        """The same for one layer alone, whose KV is on ``device``."""
+        press = self._press(form)
+        if isinstance(press, GeometryPress):
+            geometry = self.geometry if device == self.k_buffers[0].device else self._host_geometry
+            return replace(press, geometry=None if geometry is None else geometry.layer(layer))
+        return press
 
     def _compacted(self, node: PressInput, survivors: torch.Tensor) -> Chosen:
         compact(self.k_buffers, self.v_buffers, node.slots, survivors)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonValue
 from pydantic.dataclasses import dataclass
 
-from sglang_evicpress.core import Form
+from sglang_evicpress.core import PRESSES, Form
 from sglang_evicpress.files import read_json
 from sglang_evicpress.policy import SERVER_POLICY_NAMES, policy_info
 from sglang_evicpress.policy.quality_curves import Curves
@@ -139,8 +139,8 @@ class DecodeFlags:
     score: str = _setting(
         "value_key_ratio",
         "a string",
-        "What survives under --kv-decode-budget: value_key_ratio, knorm, keydiff, streaming, r_kv, or tova and h2o, "
-        "which keep the last queries of every request",
+        "What survives under --kv-decode-budget: value_key_ratio, knorm, keydiff, streaming, r_kv, geometry, which "
+        "needs --kv-geometry, or tova and h2o, which keep the last queries of every request",
         key="decode_score",
     )
     interval: int = _setting(
@@ -222,6 +222,11 @@ class EvicPressConfig:
         '{"keydiff": {"0.8": 0.99, "0.5": 0.9}}',
         shown="none, and nothing is compressed until then",
         flag="quality_curves",
+    )
+    geometry: _Path | None = _setting(
+        None,
+        _PATH,
+        "File that evicpress calibrate geometry made of this model, for the press and the decode score geometry",
     )
     prefill_fixed_s: float = _setting(0.0, _AT_LEAST_0, ge=0)
     prefill_per_token_s: float = _setting(1e-4, _AT_LEAST_0, ge=0)
@@ -309,6 +314,13 @@ class EvicPressConfig:
             raise ValueError(
                 f"quality is {self.quality:g} with policy {self.policy!r}: expected evicpress, which alone can hold it"
             )
+        if self.geometry is None:
+            for form in self.menu_forms:
+                if form.press is not None and PRESSES[form.press].needs_geometry:
+                    raise ValueError(
+                        f"form {form} is on the menu without geometry: give --kv-geometry FILE, which evicpress "
+                        "calibrate geometry makes of the model, or leave out the form"
+                    )
         if self.ssd_key_file is not None and self.ssd_dir is None and not self.ssd_allow_dirs:
             raise ValueError(
                 f"ssd_key_file is {self.ssd_key_file!r} without ssd_dir and ssd_allow_dir: give one, or leave out "

@@ -56,9 +56,11 @@ TABLE = {
     "kernels": Layer(("codec",), ("torch", "triton")),
     "device": Layer((), ("torch",)),
     "survivors": Layer(("core", "device"), ("numpy", "torch")),
-    "press": Layer(("core", "kernels", "survivors"), ("torch",)),
+    # What is calibrated of a model's queries; transformers runs the model.
+    "geometry": Layer(("files", "kernels"), ("safetensors", "torch", "transformers")),
+    "press": Layer(("core", "geometry", "kernels", "survivors"), ("torch",)),
     # Budgets of running requests: when, how much and which, for the patches to carry out.
-    "decode_budget": Layer(("error_text", "kernels", "press"), ("torch",)),
+    "decode_budget": Layer(("error_text", "geometry", "kernels", "press"), ("torch",)),
     "cpu_attention": Layer(("core", "kernels"), ("torch",)),
     # Where KV is kept below the GPU.
     "tiers": Layer(
@@ -85,8 +87,8 @@ TABLE = {
     "patches": Layer(
         (
             *SETTINGS,
-            *("codec", "controller", "cpu_attention", "decode_budget", "device", "error_text", "introspect", "kernels"),
-            *("press", "profiler", "quality", "spawn", "survivors", "threads", "tiers"),
+            *("codec", "controller", "cpu_attention", "decode_budget", "device", "error_text", "geometry"),
+            *("introspect", "kernels", "press", "profiler", "quality", "spawn", "survivors", "threads", "tiers"),
         ),
         ("fastapi", "flashinfer", "numpy", "orjson", "prometheus_client", "sglang", "starlette", "torch", "zmq"),
     ),
@@ -94,8 +96,8 @@ TABLE = {
     "cli": Layer(
         (
             *SETTINGS,
-            *("benchmark", "files", "profiler", "progress", "quality", "quantiles", "simulator", "tables", "tiers"),
-            "traces",
+            *("benchmark", "files", "geometry", "profiler", "progress", "quality", "quantiles", "simulator", "tables"),
+            *("tiers", "traces"),
         ),
         ("matplotlib", "numpy", "openai", "orjson", "pydantic"),
     ),
@@ -234,7 +236,7 @@ BENCH_FLOORS = (
     ("__init__", "paths", "report", "testbed"),
     ("moves", "plugins", "pytest_runs", "streams", "stress"),
     ("correctness", "demo", "house", "policy"),
-    ("decode_budget", "gpu", "serving", "tiers"),
+    ("decode_budget", "geometry", "gpu", "serving", "tiers"),
     ("codecs", "kernels_cpu", "load", "mend", "profiler", "releases"),
     ("families",),
 )
