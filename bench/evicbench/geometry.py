@@ -147,7 +147,7 @@ def table(found: Sequence[Asked]) -> list[str]:
         for name in names:
             cells = [f"{mean_f1(some, (name, kept)):.3f}" for kept in FRACTIONS]
             rows.append([f"{family}, {len(some)} questions", name, *cells])
-    return markdown(["questions", "press", *(f"{kept:g} kept" for kept in FRACTIONS)], rows, num_text=2)
+    return list(markdown(["questions", "press", *(f"{kept:g} kept" for kept in FRACTIONS)], rows, num_text=2))
 
 
 def compare(num_contexts: int = NUM_CONTEXTS) -> Iterator[Line]:

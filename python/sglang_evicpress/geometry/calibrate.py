@@ -24,6 +24,9 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _PROBED = (0, 1, 5, 64, 257)  # positions at which one token must have one key before RoPE
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _TOLERANCE_OF_HALVES = 0.05
+_OWN_ATTENTION = (
+    "has attention of its own, whose queries cannot be seen: expected a model of transformers' attention interface"
+)
 _NUMBERS = itertools.count()
 
 
@@ -50,8 +53,11 @@ class CalibratedModel:
         AttentionMaskInterface.register(attention, sdpa_mask)
         try:
             loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation=attention)
+        except KeyError:  # of a table of its own
+            raise ValueError(f"model {model!r} {_OWN_ATTENTION}") from None
         except (OSError, ValueError) as error:
-            raise ValueError(f"model {model!r} cannot be read ({error!s:.200}): expected a text model") from None
+            said = str(error).partition("\n")[0]
+            raise ValueError(f"model {model!r} cannot be read ({said:.200}): expected a text model") from None
         self._model: Any = loaded.eval().to(device)
         self._name = type(loaded).__name__
         self._device = torch.device(device)
@@ -96,14 +102,15 @@ class CalibratedModel:
         freq = found[0].inv_freq.detach().float()
         factor = float(getattr(found[0], "attention_scaling", 1.0))
         first = self._pass([self._probe], 0)[1]
-        wrong = 0
+        wrong_layers = []
         for is_interleaved in (False, True):
             rope = Rope(freq, first.shape[-1], is_interleaved, factor)
             wrong = self._first_wrong_layer(rope)
             if wrong is None:
                 return rope
+            wrong_layers.append(wrong)
         raise ValueError(
-            f"{self._name} has keys in layer {wrong} whose RoPE cannot be undone, as where a layer has none, or a norm "
+            f"{self._name} has keys in layer {max(wrong_layers)} whose RoPE cannot be undone, as where a layer has none, or a norm "
             "behind it: expected a model with RoPE as the last step"
         )
 
@@ -136,10 +143,7 @@ class CalibratedModel:
             self._model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
         layers = [self._seen.layers[index] for index in sorted(self._seen.layers)]
         if not layers or len(layers) != self._model.config.num_hidden_layers:
-            raise ValueError(
-                f"{self._name} has attention of its own, whose queries cannot be seen: expected a model of "
-                "transformers' attention interface"
-            )
+            raise ValueError(f"{self._name} {_OWN_ATTENTION}")
         queries, keys = (torch.stack(each).float() for each in zip(*layers, strict=True))
         return queries, keys
 
@@ -147,10 +151,11 @@ class CalibratedModel:
 def read_sequences(model: str, text: str, num_tokens: int, length: int, revision: str | None = None) -> list[list[int]]:
     """The first ``num_tokens`` tokens of a text in sequences of ``length`` at most, each behind the model's first token
     where it has one. Raises ValueError for a model without a tokenizer."""
+    folder = folder_of(model, revision)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder_of(model, revision))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model {model!r} has no tokenizer ({error!s:.200})") from None
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError):
+        raise ValueError(f"model {model!r} has no tokenizer: expected one in {str(folder)!r}") from None
     begin = [] if tokenizer.bos_token_id is None else [int(tokenizer.bos_token_id)]
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:num_tokens]
     return list(_parts(ids, length - len(begin), begin))

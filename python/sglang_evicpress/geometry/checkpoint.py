@@ -20,9 +20,9 @@ def folder_of(model: str, revision: str | None = None) -> Path:
         return Path(model)
     try:
         config = cached_file(model, "config.json", revision=revision, local_files_only=True)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError):
         raise ValueError(
-            f"model {model!r} has no folder here ({error!s:.200}): expected one with its weights"
+            f"model {model!r} has no folder here, nor one in the cache of the Hugging Face hub: expected its weights"
         ) from None
     if config is None:
         raise ValueError(f"model {model!r} has no config.json: expected a folder with its weights")

@@ -37,6 +37,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 HEAD_DIM = 64
 
 
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang asks the environment for that, once, when it is imported."""
+    from sglang.srt.layers.rotary_embedding import base
+
+    monkeypatch.setattr(base, "_is_cpu", True)
+
+
 @pytest.fixture
 def module(request: pytest.FixtureRequest) -> torch.nn.Module:
     """A model of SGLang's as far as RoPE goes."""

@@ -100,7 +100,7 @@ def test_further_families_are_taken(tmp_path: Path, name: str) -> None:
         ),
         ("gpt2", {}, "GPT2LMHeadModel has no RoPE that can be read"),
         ("opt", {}, "OPTForCausalLM has no RoPE that can be read"),
-        ("gpt-j", {}, "GPTJForCausalLM has no RoPE that can be read"),
+        ("gpt-j", {}, "has attention of its own, whose queries cannot be seen"),
         ("smollm3", {}, "SmolLM3ForCausalLM has keys in layer 1 whose RoPE cannot be undone"),
         ("hunyuan", {}, "HunYuanDenseV1ForCausalLM has keys in layer 0 whose RoPE cannot be undone"),
     ],
