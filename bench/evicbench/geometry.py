@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -29,6 +29,8 @@ from sglang_evicpress.profiler.scorers.reference import token_f1
 from sglang_evicpress.tables import markdown
 
 OTHERS = ("snapkv", "keydiff")
+NAMES = ("geometry", "lengths alone", *OTHERS)
+CALIBRATED_TOKENS = 64
 FRACTIONS = (0.8, 0.5, 0.35, 0.2, 0.1)
 NUM_TOKENS, NUM_CONTEXTS, NUM_QUESTIONS = 512, 12, 4
 LEAST_QUESTIONS = 300
@@ -48,14 +50,24 @@ class Asked:
 
 @cache
 def geometry() -> QueryGeometry:
-    """Of the testbed's model, by contexts that nobody is asked about: one of each family, 4,608 tokens."""
-    encode = load_vocabulary().encode
-    texts = [make_context(family, NUM_TOKENS, random.Random(f"calibrate {family}")) for family in FAMILIES]
-    return CalibratedModel(str(MODEL)).measure([encode(" ".join(text.tokens)) for text in texts])
+    """Of the testbed's model, by prompts with answers, as users would send them, about short contexts of each family
+    that nobody is asked about otherwise: 3,026 tokens."""
+    encode, texts = load_vocabulary().encode, []
+    for family in FAMILIES:
+        for number in range(2):
+            context = make_context(family, CALIBRATED_TOKENS, random.Random(f"calibrate {family} {number}"))
+            texts += [
+                encode(f"{context.prompt(question.text)} {question.answer}") for question in context.questions[:3]
+            ]
+    return CalibratedModel(str(MODEL)).measure(texts)
 
 
 def presses() -> dict[str, Press]:
-    return {"geometry": GeometryPress(geometry()), **{name: get_press(name) for name in OTHERS}}
+    """``lengths alone`` is geometry with centres of 0: no series of distances, and E|q_f| |k_f| by band."""
+    whole = geometry()
+    lengths = replace(whole, centres=torch.zeros_like(whole.centres))
+    calibrated = {"geometry": GeometryPress(whole), "lengths alone": GeometryPress(lengths)}
+    return {**calibrated, **{name: get_press(name) for name in OTHERS}}
 
 
 def as_node(kv: KV, queries: torch.Tensor) -> PressInput:
@@ -141,10 +153,10 @@ def mean_f1(found: Sequence[Asked], form: tuple[str, float]) -> float:
 
 def table(found: Sequence[Asked]) -> list[str]:
     """Mean F1 by press and kept fraction, of all questions and of each family."""
-    names, rows = ("geometry", *OTHERS), []
+    rows = []
     for family in ("all", *FAMILIES):
         some = [asked for asked in found if family in ("all", asked.family)]
-        for name in names:
+        for name in NAMES:
             cells = [f"{mean_f1(some, (name, kept)):.3f}" for kept in FRACTIONS]
             rows.append([f"{family}, {len(some)} questions", name, *cells])
     return list(markdown(["questions", "press", *(f"{kept:g} kept" for kept in FRACTIONS)], rows, num_text=2))
@@ -155,7 +167,7 @@ def compare(num_contexts: int = NUM_CONTEXTS) -> Iterator[Line]:
     no target: a model of 0.66 M parameters says nothing of large ones."""
     found = measure_all(num_contexts)
     out_file("budgets", "geometry.md").write_text("\n".join([*table(found), ""]), encoding="utf-8")
-    for other in OTHERS:
+    for other in NAMES[1:]:
         parts = []
         for kept in FRACTIONS:
             mean, low, high = interval(found, kept, other)

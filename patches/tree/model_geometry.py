@@ -84,8 +84,9 @@ def _tables(module: torch.nn.Module) -> Iterator[tuple[torch.Tensor, bool | None
     SGLang's own, or those that its fallback to the code of transformers computes, which do not tell the latter."""
     for each in module.modules():
         table, freq = getattr(each, "cos_sin_cache", None), getattr(each, "inv_freq", None)
+        factor = getattr(each, "attention_scaling", None)
         if isinstance(table, torch.Tensor):
             yield table, not each.is_neox_style
-        elif isinstance(freq, torch.Tensor) and hasattr(each, "attention_scaling"):
+        elif isinstance(freq, torch.Tensor) and isinstance(factor, float | int):
             angles = torch.arange(max(_POSITIONS) + 1)[:, None] * freq.detach().float().cpu()
-            yield torch.cat([angles.cos(), angles.sin()], -1) * float(each.attention_scaling), None
+            yield torch.cat([angles.cos(), angles.sin()], -1) * factor, None

@@ -83,9 +83,9 @@ class CalibratedModel:
             )
         if facts is None:
             raise ValueError("there is no text to calibrate on: expected some tokens")
-        means = ((each / num_tokens).float().cpu() for each in (sums, lengths))
+        centres, means = ((each / num_tokens).float().cpu() for each in (sums, lengths))
         rope = self.rope.to(torch.device("cpu"))
-        return QueryGeometry(facts, rope, *means, num_tokens, min(max_offset, self.max_positions))
+        return QueryGeometry(facts, rope, centres, means, num_tokens, min(max_offset, self.max_positions))
 
     def _read_rope(self) -> Rope:
         """The model's own frequencies, in the order of bands that undoes its RoPE in every layer."""
@@ -110,8 +110,8 @@ class CalibratedModel:
                 return rope
             wrong_layers.append(wrong)
         raise ValueError(
-            f"{self._name} has keys in layer {max(wrong_layers)} whose RoPE cannot be undone, as where a layer has none, or a norm "
-            "behind it: expected a model with RoPE as the last step"
+            f"{self._name} has keys in layer {max(wrong_layers)} whose RoPE cannot be undone, as where a layer has "
+            "none, or a norm behind it: expected a model with RoPE as the last step"
         )
 
     @property
