@@ -70,7 +70,7 @@ class CalibratedModel:
 
     def measure(self, sequences: Iterable[Sequence[int]], max_offset: int = MAX_OFFSET) -> QueryGeometry:
         """Geometry of the queries of all these tokens, each sequence from position 0 on; what lies farther ahead than
-        the model reads does not count. Raises ValueError without any token."""
+        the model reads does not count. Raises ValueError without any token, or for queries that are no numbers."""
         num_tokens, sums, lengths, facts = 0, Tensor(), Tensor(), None
         for sequence in sequences:
             queries, keys = self._pass(sequence)
@@ -85,7 +85,9 @@ class CalibratedModel:
             raise ValueError("there is no text to calibrate on: expected some tokens")
         centres, means = ((each / num_tokens).float().cpu() for each in (sums, lengths))
         rope = self.rope.to(torch.device("cpu"))
-        return QueryGeometry(facts, rope, centres, means, num_tokens, min(max_offset, self.max_positions))
+        geometry = QueryGeometry(facts, rope, centres, means, num_tokens, min(max_offset, self.max_positions))
+        geometry.check_values()
+        return geometry
 
     def _read_rope(self) -> Rope:
         """The model's own frequencies, in the order of bands that undoes its RoPE in every layer."""

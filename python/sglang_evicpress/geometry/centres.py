@@ -34,7 +34,8 @@ class QueryGeometry:
 
     ``centres``: fp32 [layers, heads, head_dim], E[q]; ``lengths``: fp32 [layers, heads, bands], E|q_f| of each band of
     ``rope``. ``model`` and ``num_tokens`` say of which model and from how many queries; ``max_offset`` how far ahead a
-    key may be asked for. Raises ValueError where shapes, the heads of a group or the values do not agree.
+    key may be asked for. Raises ValueError where shapes or the heads of a group do not agree; no value of a tensor is
+    looked at, but by ``check_values``.
     """
 
     model: ModelFacts
@@ -58,10 +59,16 @@ class QueryGeometry:
                 raise ValueError(
                     f"{name} are {values.dtype} {tuple(values.shape)}: expected torch.float32 {(*heads, size)}"
                 )
-            if not bool(values.isfinite().all()):
-                raise ValueError(f"{name} hold NaN or Inf: expected finite numbers")
         if self.num_tokens < 1 or self.max_offset < 1:
             raise ValueError(f"{self.num_tokens} tokens and max_offset {self.max_offset}: expected at least 1 of each")
+
+    def check_values(self) -> None:
+        """Raise ValueError where a value is no finite number, or a length below 0. Waits for the device."""
+        for name, values in (("centres", self.centres), ("lengths", self.lengths), ("inv_freq", self.rope.inv_freq)):
+            if not bool(values.isfinite().all()):
+                raise ValueError(f"{name} hold NaN or Inf: expected finite numbers")
+        if bool((self.lengths < 0).any()):
+            raise ValueError("lengths hold numbers below 0: expected lengths")
 
     @property
     def spread(self) -> Tensor:

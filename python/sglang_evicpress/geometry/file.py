@@ -65,4 +65,6 @@ def _of(about: Mapping[str, object], tensors: Mapping[str, Tensor]) -> QueryGeom
     if not isinstance(num_tokens, int) or not isinstance(max_offset, int) or not all(type(n) is int for n in counts):
         raise ValueError(f"it is about {about!r:.100}")
     rope = Rope(tensors["inv_freq"], facts.head_dim, about["is_interleaved"], factor)
-    return QueryGeometry(facts, rope, tensors["centres"], tensors["lengths"], num_tokens, max_offset)
+    geometry = QueryGeometry(facts, rope, tensors["centres"], tensors["lengths"], num_tokens, max_offset)
+    geometry.check_values()
+    return geometry

@@ -32,7 +32,7 @@ class GeometryPress:
         another model."""
         if self.geometry is None:
             raise ValueError(f"the geometry of queries is missing, by which geometry scores: {MISSING}")
-        last = torch.tensor([node.start + node.num_tokens - 1], device=node.slots.device)
+        last = torch.full((1,), node.start + node.num_tokens - 1, device=node.slots.device)
         return geometry_scores(self.geometry, node.k_buffers, node.slots.unsqueeze(0), last).squeeze(2)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,14 @@ import torch
 from safetensors.torch import save_file
 from tests.unit.geometry.made import make_geometry
 
+from sglang_evicpress.core import Form
 from sglang_evicpress.geometry import file
 from sglang_evicpress.geometry.centres import QueryGeometry
 from sglang_evicpress.geometry.checkpoint import digest_of
 from sglang_evicpress.geometry.rope import Rope
+from sglang_evicpress.patches.tree.compressor import Compressor
 from sglang_evicpress.patches.tree.model_geometry import ServedModel, geometry_of, rope_problem
+from sglang_evicpress.patches.tree.node import NodeSlots
 
 pytestmark = pytest.mark.sglang
 
@@ -121,6 +125,24 @@ def test_the_code_of_transformers_is_read_by_its_frequencies() -> None:
     module = torch.nn.ModuleList([LlamaRotaryEmbedding(config)])
     assert rope_problem(rope_of("default"), module) is None
     assert rope_problem(rope_of("llama3"), module) is not None
+
+
+def test_a_node_of_a_server_with_a_geometry_is_trimmed_by_one_without() -> None:
+    keys, values = torch.randn(2, 2, 128, 2, 16)
+    pool = SimpleNamespace(
+        start_layer=0,
+        layer_num=2,
+        _get_key_buffer=lambda layer: keys[layer],
+        _get_value_buffer=lambda layer: values[layer],
+    )
+    form, slots = Form("geometry", 0.5), torch.arange(1, 61)
+    with_one = Compressor(pool, 1, 4, geometry=make_geometry(2))
+    layout, _ = with_one.compress(form, NodeSlots(slots, None, 0, 60, None), 30)
+    num_overlaps = int(((layout.positions >= 10) & (layout.positions < 20)).sum(-1).max())
+    trimmed = Compressor(pool, 1, 4).trim(form, NodeSlots(slots[:30], layout, 0, 60, None), (10, 20))
+    assert trimmed is not None
+    left = trimmed[0].positions
+    assert left.shape[-1] == 30 - num_overlaps and not bool(((left >= 10) & (left < 20)).any())
 
 
 # ---- the file

@@ -11,9 +11,12 @@ import torch
 from tests.unit.geometry.made import make_geometry, make_rope
 from torch import Tensor
 
+from sglang_evicpress.decode_budget.scores import score
 from sglang_evicpress.geometry.centres import QueryGeometry
 from sglang_evicpress.geometry.rope import Rope
 from sglang_evicpress.geometry.score import geometry_scores
+from sglang_evicpress.press import PressInput
+from sglang_evicpress.press.geometry import GeometryPress
 
 ROPES = {
     "whole": make_rope(16),
@@ -169,13 +172,41 @@ def test_what_does_not_belong_together_is_no_geometry() -> None:
     for changes, words in (
         ({"centres": geometry.centres[:, :3]}, r"centres are torch.float32 \(3, 3, 16\)"),
         ({"lengths": geometry.lengths.double()}, "lengths are torch.float64"),
-        ({"lengths": geometry.lengths * torch.nan}, "lengths hold NaN or Inf"),
         ({"model": replace(geometry.model, num_kv_heads=3)}, "4 query heads for 3 KV heads"),
         ({"model": replace(geometry.model, head_dim=32)}, "RoPE of heads of 16: expected heads of 32"),
         ({"max_offset": 0}, "max_offset 0"),
     ):
         with pytest.raises(ValueError, match=words):
             replace(geometry, **changes)
+
+
+def test_values_that_are_no_lengths_are_told() -> None:
+    geometry = make_geometry()
+    geometry.check_values()
+    rope = Rope(geometry.rope.inv_freq * torch.inf, 16)
+    for changes, words in (
+        ({"centres": geometry.centres * torch.nan}, "centres hold NaN or Inf"),
+        ({"lengths": geometry.lengths * torch.nan}, "lengths hold NaN or Inf"),
+        ({"lengths": geometry.lengths - 100}, "lengths hold numbers below 0"),
+        ({"rope": rope}, "inv_freq hold NaN or Inf"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            replace(geometry, **changes).check_values()
+
+
+def test_no_value_is_read_from_the_device() -> None:
+    """On the meta device, which has none, reading one raises."""
+    meta = torch.device("meta")
+    geometry = make_geometry().to(meta)
+    keys = [torch.empty(30, 2, 16, device=meta)] * 3
+    node = PressInput(
+        keys, keys, torch.empty(20, dtype=torch.int64, device=meta),
+        torch.empty(3, 2, 20, dtype=torch.int32, device=meta), 5, 40, None, 0.25,
+    )  # fmt: skip
+    assert GeometryPress(geometry).score(node).shape == (3, 2, 20)
+    assert score("geometry", node, 8, geometry).shape == (3, 2, 20)
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        bool(geometry.centres.any())
 
 
 def test_every_part_that_scores_depend_on_changes_the_digest() -> None:
