@@ -163,8 +163,8 @@ def table(found: Sequence[Asked]) -> list[str]:
 
 
 def compare(num_contexts: int = NUM_CONTEXTS) -> Iterator[Line]:
-    """A line for each other press: differences at every kept fraction, with intervals. Which one is better is told, and
-    no target: a model of 0.66 M parameters says nothing of large ones."""
+    """A line for each other press: differences at every kept fraction, with intervals. Which one is better is told and
+    not judged: a model of 0.66 M parameters says nothing of large ones. ``num_contexts``: of each family."""
     found = measure_all(num_contexts)
     out_file("budgets", "geometry.md").write_text("\n".join([*table(found), ""]), encoding="utf-8")
     for other in NAMES[1:]:
@@ -174,8 +174,8 @@ def compare(num_contexts: int = NUM_CONTEXTS) -> Iterator[Line]:
             f1 = mean_f1(found, ("geometry", kept))
             parts.append(f"{kept:g} kept: {f1:.3f}, {mean:+.3f} [{low:+.3f}, {high:+.3f}]")
         yield Line(
-            f"geometry: F1, and less that of {other}, 95 % intervals, {len(found)} held-out questions",
-            f"at least {LEAST_QUESTIONS} questions, each on both presses",
+            f"geometry: token F1 and its difference to {other} [95 % interval], {len(found)} held-out questions",
+            f"at least {LEAST_QUESTIONS} questions, each asked over both",
             "; ".join(parts),
             len(found) >= LEAST_QUESTIONS if num_contexts >= NUM_CONTEXTS else None,
         )

@@ -43,10 +43,15 @@ HEAD_DIM = 64
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang asks the environment for that, once, when it is imported."""
+    """SGLang asks the environment for that, once, when it is imported; older releases ask for the server's arguments
+    as well."""
     from sglang.srt.layers.rotary_embedding import base
 
     monkeypatch.setattr(base, "_is_cpu", True)
+    plain = SimpleNamespace(rl_on_policy_target=None, deterministic=SimpleNamespace(rl_on_policy_target=None))
+    for name in ("get_exec", "get_global_server_args"):
+        if hasattr(base, name):
+            monkeypatch.setattr(base, name, lambda: plain)
 
 
 @pytest.fixture
