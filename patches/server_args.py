@@ -17,6 +17,7 @@ from typing import Any
 
 from sglang_evicpress import spawn
 from sglang_evicpress.config import AUTO, EvicPressConfig, policy_in
+from sglang_evicpress.geometry import file as geometry_file
 from sglang_evicpress.patches import install, last_word, unsupported
 from sglang_evicpress.patches.compat.arguments import ARGUMENTS
 from sglang_evicpress.patches.hook_check import version_problem
@@ -85,6 +86,7 @@ def _prepare(server_args: Any) -> EvicPressConfig:
     unsupported.check(server_args, config)
     _check_profiles(config)
     _check_ssd(config)
+    _check_geometry(config)
     server_args.radix_cache_backend = unsupported.BACKEND_NAME
     if server_args.attention_backend is None:
         is_deterministic = unsupported.is_deterministic(server_args)
@@ -125,6 +127,16 @@ def _check_profiles(config: EvicPressConfig) -> None:
         return
     try:
         ProfileStore(Path(config.profile_path), bytes(KEY_BYTES))
+    except ValueError as error:
+        raise unsupported.UnsupportedError(str(error)) from None
+
+
+def _check_geometry(config: EvicPressConfig) -> None:
+    """A file that is no geometry stops the start, before a model is loaded."""
+    if config.geometry is None:
+        return
+    try:
+        geometry_file.read(config.geometry)
     except ValueError as error:
         raise unsupported.UnsupportedError(str(error)) from None
 

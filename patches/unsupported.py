@@ -264,8 +264,11 @@ def decode_settings(config: EvicPressConfig) -> DecodeSettings:
     )
 
 
-def check_decode(settings: DecodeSettings, page_size: int, sinks: int, *, keeps_queries: bool) -> None:
+def check_decode(
+    settings: DecodeSettings, page_size: int, sinks: int, *, keeps_queries: bool, has_geometry: bool
+) -> None:
     """Raise ValueError, one sentence, for a budget that this server cannot keep."""
+    _check_geometry(settings, has_geometry=has_geometry)
     if settings.reads_queries and not keeps_queries:
         raise ValueError(
             f"kv_decode_score {settings.score!r} goes by queries of decode steps, which this server does not keep: "
@@ -274,11 +277,20 @@ def check_decode(settings: DecodeSettings, page_size: int, sinks: int, *, keeps_
     schedule.check(settings, page_size, sinks)
 
 
+def _check_geometry(settings: DecodeSettings, *, has_geometry: bool) -> None:
+    if settings.needs_geometry and not has_geometry:
+        raise ValueError(
+            f"kv_decode_score {settings.score!r} goes by the geometry of queries, which this server was not given: "
+            "start it with --kv-geometry FILE, which evicpress calibrate geometry makes, or choose another"
+        )
+
+
 def _check_decode(config: EvicPressConfig, page_size: int | None) -> None:
     try:
-        settings = decode_settings(config)
+        settings, has_geometry = decode_settings(config), config.geometry is not None
+        _check_geometry(settings, has_geometry=has_geometry)
         if settings.tokens > 0 and page_size is not None:  # else SGLang is yet to choose one: then it comes again
-            check_decode(settings, page_size, config.sinks, keeps_queries=True)
+            check_decode(settings, page_size, config.sinks, keeps_queries=True, has_geometry=has_geometry)
     except ValueError as error:
         raise UnsupportedError(str(error)) from None
 

@@ -15,6 +15,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_evicpress import spawn
 from sglang_evicpress.config import AUTO, GB, EvicPressConfig
+from sglang_evicpress.geometry.centres import QueryGeometry
 from sglang_evicpress.introspect.keyed_hash import key_of
 from sglang_evicpress.patches.cache.lifecycles import cache_class
 from sglang_evicpress.patches.cache.radix_cache import EvicPressCache
@@ -22,6 +23,7 @@ from sglang_evicpress.patches.compat.release import RELEASE
 from sglang_evicpress.patches.hook_check import check_applied
 from sglang_evicpress.patches.kv_flags import config_of
 from sglang_evicpress.patches.tree.compressor import Compressor
+from sglang_evicpress.patches.tree.model_geometry import ServedModel, geometry_of
 from sglang_evicpress.patches.tree.model_identity import ModelIdentity, adapter_digest, agreed
 from sglang_evicpress.patches.unsupported import BACKEND_NAME, attention_layers, check_layers, check_model
 from sglang_evicpress.search.menu_budgets import layer_groups
@@ -62,6 +64,28 @@ def with_host_size(config: EvicPressConfig, pool_bytes: int) -> EvicPressConfig:
     return replace(config, host_gb=num_bytes / GB)
 
 
+def _geometry(
+    path: str | None, model: torch.nn.Module, model_config: Any, pool: Any, ranks: tuple[int, int]
+) -> QueryGeometry | None:
+    """That of the file ``path``. A file of another model ends the start."""
+    if path is None:
+        return None
+    served = ServedModel(
+        module=model,
+        path=model_config.model_path,
+        revision=model_config.revision,
+        num_layers=pool.layer_num,
+        num_heads=model_config.num_attention_heads,
+        num_kv_heads=model_config.get_total_num_kv_heads(),
+        head_dim=pool.head_dim,
+        rank=ranks,
+    )
+    try:
+        return geometry_of(path, served)
+    except ValueError as error:
+        raise spawn.refusal(str(error)) from None
+
+
 def build(context: Any) -> EvicPressCache:
     """Factory for ``create_tree_cache``. Refuses to start on half-applied hooks or a model it cannot serve."""
     check_applied(HookRegistry)
@@ -76,11 +100,21 @@ def build(context: Any) -> EvicPressCache:
     group = context.tp_group.cpu_group if context.tp_size > 1 else None
     scale = attention_scale(context.tp_worker.model_runner.model)
     layers = layer_groups(config.menu_forms, config.layer_shares, pool.layer_num, config.max_layer_counts)
-    compressor = Compressor(
-        pool, params.page_size, config.sinks, window=config.window, scale=scale, group=group, groups=layers
-    )
     runner = context.tp_worker.model_runner
-    model = ModelIdentity(runner, context.model_config, pool, params.page_size, RELEASE.ranks_of(runner), group)
+    ranks = RELEASE.ranks_of(runner)
+    geometry = _geometry(config.geometry, runner.model, context.model_config, pool, ranks)
+    compressor = Compressor(
+        pool,
+        params.page_size,
+        config.sinks,
+        window=config.window,
+        scale=scale,
+        group=group,
+        groups=layers,
+        geometry=geometry,
+    )
+    calibrated = "" if geometry is None else geometry.digest
+    model = ModelIdentity(runner, context.model_config, pool, params.page_size, ranks, group, calibrated)
     admin_key = context.server_args.admin_api_key
     hash_key = key_of(admin_key) if admin_key else b""
     try:

@@ -97,8 +97,13 @@ class DecodeBudgets:
                 "in different layers, of which none can be dropped while a request runs: leave it out"
             )
         if settings is not None:
-            reads_queries = self.default.reads_queries
-            check_decode(settings, self.tree.page_size, self.compressor.sinks, keeps_queries=reads_queries)
+            check_decode(
+                settings,
+                self.tree.page_size,
+                self.compressor.sinks,
+                keeps_queries=self.default.reads_queries,
+                has_geometry=self.compressor.geometry is not None,
+            )
         return settings, wants_trace
 
     def begin(self, req: ArrivingRequest, settings: DecodeSettings, *, wants_trace: bool) -> None:

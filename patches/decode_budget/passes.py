@@ -306,7 +306,8 @@ class DecodePasses:
         queries = at = None
         if ring is not None and size > 0:
             queries, at = ring.windows_of(row_indices(reqs), size, [num_logical(req) for req in reqs])
-        return Rows(compressor.k_buffers, compressor.v_buffers, slots, positions, queries, at, compressor.scale)
+        buffers = compressor.k_buffers, compressor.v_buffers
+        return Rows(*buffers, slots, positions, queries, at, compressor.scale, compressor.geometry)
 
     def _num_queries(self, req: BudgetedRequest, state: DecodeState) -> int:
         """Number of its last queries that its score can use."""

@@ -18,7 +18,7 @@ from itertools import accumulate
 import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_evicpress.core import Form
+from sglang_evicpress.core import PRESSES, Form
 from sglang_evicpress.device import to_device
 from sglang_evicpress.introspect.arguments import IntrospectionError
 from sglang_evicpress.introspect.census import Census
@@ -31,6 +31,7 @@ from sglang_evicpress.patches.tree.node import first_outside, is_lossy, iter_nod
 from sglang_evicpress.patches.tree.types import LogicalTime, Node, Request
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.press import get_press
+from sglang_evicpress.press.geometry import MISSING
 from sglang_evicpress.quality.profile import BLOCK_TOKENS, context_keys
 from sglang_evicpress.survivors import SurvivorLayout
 
@@ -187,6 +188,8 @@ class Shadows:
                 f"shadow {space_id} cannot be brought to {form}: its press needs queries of the prompt, and none were "
                 "kept (they are when --kv-forms names the press)"
             )
+        if form.press is not None and PRESSES[form.press].needs_geometry and self.compressor.geometry is None:
+            raise ValueError(f"shadow {space_id} cannot be brought to {form}: {MISSING}")
         sinks = self.nodes.sinks_of(num_tokens, 0)
         num_kept = self.menu.num_slots(form, num_tokens, sinks)
         kept = self.menu.layer_counts(form, num_tokens, sinks) if form.is_uneven else num_kept

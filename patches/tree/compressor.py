@@ -17,15 +17,16 @@ from sglang_evicpress.codec.layout import layout_of
 from sglang_evicpress.core import Form
 from sglang_evicpress.device import HostCopy, to_device
 from sglang_evicpress.error_text import code_path
+from sglang_evicpress.geometry.centres import QueryGeometry
 from sglang_evicpress.kernels.compact import compact
 from sglang_evicpress.kernels.group_codec import decode, encode
 from sglang_evicpress.kernels.select import select_survivors
+from sglang_evicpress.patches.tree.form_presses import FormPresses
 from sglang_evicpress.patches.tree.layer_press import LayerPress, layout_of_layers
 from sglang_evicpress.patches.tree.model_identity import agreed
 from sglang_evicpress.patches.tree.node_kv import NodeSlots
 from sglang_evicpress.policy.layer_counts import NO_BUDGETS, LayerGroups
-from sglang_evicpress.press import Press, PressInput, QueryWindow, get_press, select
-from sglang_evicpress.press.snapkv import SnapKV
+from sglang_evicpress.press import PressInput, QueryWindow, select
 from sglang_evicpress.survivors import SurvivorLayout, place
 from sglang_evicpress.tiers.entry.header import Shape
 from sglang_evicpress.tiers.entry.payload import PayloadCopier
@@ -70,6 +71,7 @@ class Compressor:
         scale: Callable[[], float] | None = None,
         group: Any = None,
         groups: LayerGroups = NO_BUDGETS,
+        geometry: QueryGeometry | None = None,
     ) -> None:
         self.page_size = page_size
         self.sinks = sinks
@@ -85,6 +87,12 @@ class Compressor:
         self._scale = scale
         self.groups = groups
         self._by_layers = LayerPress(self.k_buffers, self.v_buffers, groups, page_size, sinks)
+        self._presses = FormPresses(window, geometry, self.k_buffers[0].device)
+
+    @property
+    def geometry(self) -> QueryGeometry | None:
+        """Geometry of the model's queries on the pool's device, where the server was given one."""
+        return self._presses.geometry
 
     @property
     def scale(self) -> float:
@@ -153,7 +161,7 @@ class Compressor:
             return _raised(self._ahead.pop(id(node.slots))[1])
         if isinstance(num_kept, tuple):
             self.wait_for_forward(node.slots)
-            return self._by_layers.compress(self._press(form), node, num_kept, self.scale)
+            return self._by_layers.compress(partial(self._presses.of, form), node, num_kept, self.scale)
         return self._placed(partial(self._choose, form, node, num_kept), num_kept)
 
     @contextmanager
@@ -173,7 +181,7 @@ class Compressor:
     def _choose(self, form: Form, node: NodeSlots, num_kept: int) -> Chosen:
         given = self._input(node)
         self.wait_for_forward(node.slots)
-        return self._compacted(given, select(self._press(form), given, num_kept, self.sinks))
+        return self._compacted(given, select(self._presses.of(form), given, num_kept, self.sinks))
 
     def copy(self, parts: Sequence[torch.Tensor], target: torch.Tensor) -> None:
         """Bring what the first slots of ``parts`` (each [n]) hold, exact KV, into the slots ``target`` [m] as well.
@@ -205,13 +213,13 @@ class Compressor:
         if isinstance(num_kept, tuple):
             whole = NodeSlots(torch.cat(list(parts)), None, 0, num_tokens, window)
             self.wait_for_forward(whole.slots)
-            return self._by_layers.copy_compressed(self._press(form), whole, num_kept, self.scale, into)
+            return self._by_layers.copy_compressed(partial(self._presses.of, form), whole, num_kept, self.scale, into)
 
         def choose() -> Chosen:
             slots = torch.cat(list(parts))
             node = self._input(NodeSlots(slots, None, 0, num_tokens, window))
             self.wait_for_forward(slots)
-            survivors = select(self._press(form), node, len(into), self.sinks)
+            survivors = select(self._presses.of(form), node, len(into), self.sinks)
             self.copy_survivors(slots, survivors, into)
             return node, survivors, into
 
@@ -267,7 +275,8 @@ class Compressor:
         )
         survivors = positions[0, :, :0].to(torch.int64)  # a split may have left nothing of some layers
         if num_kept:
-            survivors = select(self._press(form), node, num_kept, self.sinks)[0].to(torch.int64)
+            press = self._presses.of(form, [layer], keys.device)
+            survivors = select(press, node, num_kept, self.sinks)[0].to(torch.int64)
         heads = torch.arange(self.num_heads, device=keys.device)[None, :]
         return (keys[survivors.T, heads], values[survivors.T, heads]), positions[0].gather(1, survivors)
 
@@ -307,12 +316,12 @@ class Compressor:
         its overlaps, then its lowest scores. None when there are none; num_slots 0 when (whole pages of) nothing is
         left. Raises as ``compress`` does.
         """
-        layout, window = node.layout, node.window
+        layout = node.layout
         if layout is None:
             return None
         if layout.filling is not None:
             self.wait_for_forward(node.slots)
-            return self._by_layers.trim(self._press(form), node, layout, replaced, self.scale)
+            return self._by_layers.trim(partial(self._presses.sighted, form, node), node, layout, replaced, self.scale)
         overlaps = (layout.positions >= replaced[0]) & (layout.positions < replaced[1])
         most = int(self._most(overlaps.sum(-1).max()))
         if most == 0:
@@ -322,18 +331,12 @@ class Compressor:
         def choose() -> Chosen:
             given = self._input(node)
             self.wait_for_forward(node.slots)
-            press = self._press(form)
-            if press.needs_queries and window is None:
-                press = get_press("keydiff")  # its queries had to make room; every press gives an order
+            press = self._presses.sighted(form, node)
             scores = press.score(given).nan_to_num()  # finite, so that overlaps really come last
             scores = scores.masked_fill(to_device(overlaps, node.slots.device), float("-inf"))
             return self._compacted(given, select_survivors(scores, num_kept))
 
         return self._placed(choose, num_kept)
-
-    def _press(self, form: Form) -> Press:
-        press = get_press(form.press or "")
-        return replace(press, window=self.window) if isinstance(press, SnapKV) else press
 
     def _compacted(self, node: PressInput, survivors: torch.Tensor) -> Chosen:
         compact(self.k_buffers, self.v_buffers, node.slots, survivors)

@@ -3,7 +3,7 @@ then spread what each keeps over the node's slots."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,8 +13,11 @@ from sglang_evicpress.kernels.compact import compact
 from sglang_evicpress.kernels.select import select_survivors
 from sglang_evicpress.patches.tree.node_kv import NodeSlots
 from sglang_evicpress.policy.layer_counts import LayerGroups
-from sglang_evicpress.press import Press, PressInput, get_press, select
+from sglang_evicpress.press import Press, PressInput, select
 from sglang_evicpress.survivors import EMPTY, Filling, SurvivorLayout, place_groups
+
+PressOf = Callable[[Sequence[int]], Press]
+"""The press for some layers alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,24 +49,24 @@ class LayerPress:
         self._layers = [groups.layers_of(group) for group in range(groups.num_groups)]
 
     def compress(
-        self, press: Press, node: NodeSlots, counts: Sequence[int], scale: float
+        self, press_of: PressOf, node: NodeSlots, counts: Sequence[int], scale: float
     ) -> tuple[SurvivorLayout, torch.Tensor]:
         """Keep ``counts`` [groups] tokens, moved to the first of the node's slots, as many as the fullest group keeps.
-        Returns what ``Compressor.compress`` does."""
+        ``press_of`` layers scores them. Returns what ``Compressor.compress`` does."""
         kept = []
         for group, count in enumerate(counts):
             given = self._input(group, node, scale)
-            kept.append(self._kept(group, given, self._select(press, given, count)))
+            kept.append(self._kept(group, given, self._select(press_of(self._layers[group]), given, count)))
         return self._compacted(node, kept)
 
     def copy_compressed(
-        self, press: Press, node: NodeSlots, counts: Sequence[int], scale: float, into: torch.Tensor
+        self, press_of: PressOf, node: NodeSlots, counts: Sequence[int], scale: float, into: torch.Tensor
     ) -> tuple[SurvivorLayout, torch.Tensor]:
         """The same of a full node, written to the slots ``into`` [m]; those of the node keep what they hold."""
         kept = []
         for group, count in enumerate(counts):
             given = self._input(group, node, scale)
-            kept.append(self._kept(group, given, self._select(press, given, count)))
+            kept.append(self._kept(group, given, self._select(press_of(self._layers[group]), given, count)))
         logical, places = self._placed(node, kept)
         for each, place in zip(kept, places, strict=True):
             self.copy_survivors(each.layers, each.slots, each.survivors, into[place])
@@ -80,7 +83,7 @@ class LayerPress:
                 buffer[into[None, :], heads] = buffer[slots[chosen], heads]
 
     def trim(
-        self, press: Press, node: NodeSlots, layout: SurvivorLayout, replaced: tuple[int, int], scale: float
+        self, press_of: PressOf, node: NodeSlots, layout: SurvivorLayout, replaced: tuple[int, int], scale: float
     ) -> tuple[SurvivorLayout, torch.Tensor] | None:
         """See ``Compressor.trim``: every head of a group gives up as many entries as the one with most overlaps."""
         counts, overlaps = list[int](), list[torch.Tensor]()
@@ -91,14 +94,13 @@ class LayerPress:
             counts.append((held.shape[-1] - most) // self._page_size * self._page_size)
         if not any(bool(each.any()) for each in overlaps):
             return None
-        if press.needs_queries and node.window is None:
-            press = get_press("keydiff")  # its queries had to make room; every press gives an order
         kept = []
         for group, count in enumerate(counts):
             given = self._input(group, node, scale)
             scores = torch.zeros(given.positions.shape, device=given.positions.device)
             if len(given.slots):
-                scores = press.score(given).nan_to_num()  # finite, so that overlaps really come last
+                scores = press_of(self._layers[group]).score(given)
+            scores = scores.nan_to_num()  # finite, so that overlaps really come last
             scores = scores.masked_fill(to_device(overlaps[group], node.slots.device), float("-inf"))
             kept.append(self._kept(group, given, select_survivors(scores, count)))
         return self._compacted(node, kept)

@@ -28,7 +28,8 @@ class ModelIdentity:
     The weights are read at the first question and at the first one after ``forget_weights``. While they cannot be
     read, a random number stands for them, so that nothing is found that was kept under another identity, and nothing
     kept under this one is found later. The ranks of ``group`` (None: one rank) must ask in the same order; whether the
-    weights changed, they then see alike.
+    weights changed, they then see alike. ``geometry``: digest of what a press was given of the model's queries, if
+    anything.
     """
 
     runner: Any
@@ -37,6 +38,7 @@ class ModelIdentity:
     page_size: int
     ranks: tuple[int, int]
     group: Any = None
+    geometry: str = ""
 
     def __post_init__(self) -> None:
         self.is_released: Callable[[], bool] = lambda: False
@@ -72,6 +74,7 @@ class ModelIdentity:
                 "kv_dtype": str(self.pool.dtype),
                 "tokenizer": self._digest_of_tokenizer(tokenizer),
                 "forms": FORMS_VERSION,
+                **({"geometry": self.geometry} if self.geometry else {}),
             }
         )
         return agreed(identity, self.group)

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from sglang_evicpress.asked_quality import read_tenants
-from sglang_evicpress.core import PYRAMID, UNIFORM, Form
+from sglang_evicpress.core import PRESSES, PYRAMID, UNIFORM, Form
 from sglang_evicpress.decode_flags import STRICT, DecodeFlags, setting
 from sglang_evicpress.files import read_json
 from sglang_evicpress.policy import SERVER_POLICY_NAMES, policy_info
@@ -187,6 +187,11 @@ class EvicPressConfig:
         shown="none, and nothing is compressed until then",
         flag="quality_curves",
     )
+    geometry: _Path | None = setting(
+        None,
+        _PATH,
+        "File that evicpress calibrate geometry made of this model, for the press and the decode score geometry",
+    )
     prefill_fixed_s: float = setting(0.0, _AT_LEAST_0, ge=0)
     prefill_per_token_s: float = setting(1e-4, _AT_LEAST_0, ge=0)
     prefill_per_pair_s: float = setting(0.0, _AT_LEAST_0, ge=0)
@@ -284,6 +289,13 @@ class EvicPressConfig:
             raise ValueError(
                 f"quality is {self.quality:g} with policy {self.policy!r}: expected evicpress, which alone can hold it"
             )
+        if self.geometry is None:
+            for form in self.menu_forms:
+                if form.press is not None and PRESSES[form.press].needs_geometry:
+                    raise ValueError(
+                        f"form {form} is on the menu without geometry: give --kv-geometry FILE, which evicpress "
+                        "calibrate geometry makes of the model, or leave out the form"
+                    )
         if self.ssd_key_file is not None and self.ssd_dir is None and not self.ssd_allow_dirs:
             raise ValueError(
                 f"ssd_key_file is {self.ssd_key_file!r} without ssd_dir and ssd_allow_dir: give one, or leave out "

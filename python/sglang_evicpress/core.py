@@ -11,9 +11,11 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class PressTraits:
-    """A press as far as it is known without tensors. ``needs_queries``: it scores by the last queries of a prompt."""
+    """A press as far as it is known without tensors. ``needs_queries``: it scores by the last queries of a prompt;
+    ``needs_geometry``: by what was calibrated of the model's queries."""
 
     needs_queries: bool = False
+    needs_geometry: bool = False
 
 
 PRESSES: dict[str, PressTraits] = {
@@ -21,6 +23,7 @@ PRESSES: dict[str, PressTraits] = {
     "knorm": PressTraits(),
     "snapkv": PressTraits(needs_queries=True),
     "value_key_ratio": PressTraits(),
+    "geometry": PressTraits(needs_geometry=True),
     "streaming": PressTraits(),
     "random": PressTraits(),
 }

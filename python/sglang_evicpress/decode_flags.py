@@ -43,8 +43,8 @@ class DecodeFlags:
     score: str = setting(
         "value_key_ratio",
         "a string",
-        "What survives under --kv-decode-budget: value_key_ratio, knorm, keydiff, streaming, r_kv, or tova and h2o, "
-        "which keep the last queries of every request",
+        "What survives under --kv-decode-budget: value_key_ratio, knorm, keydiff, streaming, r_kv, geometry, which "
+        "needs --kv-geometry, or tova and h2o, which keep the last queries of every request",
         key="decode_score",
     )
     interval: int = setting(

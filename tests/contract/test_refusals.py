@@ -169,6 +169,14 @@ def test_uneven_layers_are_refused_with_more_than_one_rank_and_with_budgets_of_r
     assert "leave out the budget over layers, or use --tp-size 1" in sentence
 
 
+@pytest.mark.parametrize("tokens", [0, 256])
+def test_a_score_by_geometry_is_refused_without_a_file(server_args: Any, tokens: int) -> None:
+    decode = DecodeFlags(tokens, score="geometry")
+    text = "kv_decode_score 'geometry' goes by the geometry of queries, which this server was not given: start it with"
+    _refuse(text, server_args, EvicPressConfig("evicpress", decode=decode))
+    unsupported.check(server_args, EvicPressConfig("evicpress", decode=decode, geometry="/geometry"))
+
+
 def test_each_flag_is_one_of_sglangs() -> None:
     import argparse
 

@@ -316,6 +316,14 @@ WRONG = [
         "--kv-ssd-dir /tmp cannot be combined with --tp-size 2: ranks do not agree yet",
     ),
     (
+        ("--kv-policy", "evicpress", "--kv-forms", "geometry@0.5"),
+        "form geometry@0.5 is on the menu without geometry: give --kv-geometry FILE",
+    ),
+    (
+        ("--kv-policy", "evicpress", "--kv-forms", "geometry@0.5", "--kv-geometry", "/none"),
+        "geometry '/none' is no file: expected a file that evicpress calibrate geometry has written",
+    ),
+    (
         ("--kv-policy", "lru", "--disable-radix-cache"),
         "--kv-policy lru cannot be combined with --disable-radix-cache",
     ),

@@ -74,6 +74,7 @@ def test_a_file_may_give_every_field(tmp_path: Path) -> None:
         "window": 16,
         "min_match_kept": 0.25,
         "curves": {"knorm": {"0.3": 0.9}},
+        "geometry": "/models/geometry.safetensors",
         "prefill_fixed_s": 0.01,
         "prefill_per_token_s": 0.002,
         "prefill_per_pair_s": 1e-7,
@@ -333,6 +334,10 @@ def test_null_curves_are_the_prior(tmp_path: Path) -> None:
         ({"ssd_key_file": "", "ssd_allow_dir": "/kv"}, ("ssd_key_file is ''", "path of a file")),
         ({"ssd_key_file": "/key"}, ("'/key'", "without ssd_dir and ssd_allow_dir")),
         ({"ssd_fsync": "often"}, ("ssd_fsync", "'often'", "none, batch, always")),
+        ({"geometry": ""}, ("geometry is ''", "path of a file")),
+        ({"forms": "keydiff@0.5,geometry@0.5"}, ("form geometry@0.5", "--kv-geometry FILE", "leave out the form")),
+        ({"forms": "geometry@0.5+int4"}, ("form geometry@0.5+int4", "--kv-geometry FILE")),
+        ({"policy": "geometry@0.2+lru"}, ("form geometry@0.2", "--kv-geometry FILE")),
     ],
 )
 def test_a_wrong_flag_is_one_sentence(flags: dict[str, object], parts: tuple[str, ...]) -> None:

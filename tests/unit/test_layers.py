@@ -61,9 +61,11 @@ TABLE = {
     "kernels": Layer(("codec",), ("torch", "triton")),
     "device": Layer((), ("torch",)),
     "survivors": Layer(("core", "device"), ("numpy", "torch")),
-    "press": Layer(("core", "kernels", "survivors"), ("torch",)),
+    # What is calibrated of a model's queries; transformers runs the model.
+    "geometry": Layer(("files", "kernels"), ("safetensors", "torch", "transformers")),
+    "press": Layer(("core", "geometry", "kernels", "survivors"), ("torch",)),
     # Budgets of running requests: when, how much and which, for the patches to carry out.
-    "decode_budget": Layer(("error_text", "kernels", "press"), ("torch",)),
+    "decode_budget": Layer(("error_text", "geometry", "kernels", "press"), ("torch",)),
     "cpu_attention": Layer(("core", "kernels"), ("torch",)),
     # Where KV is kept below the GPU.
     "tiers": Layer(
@@ -98,6 +100,7 @@ TABLE = {
                 "decode_budget",
                 "device",
                 "error_text",
+                "geometry",
                 "introspect",
                 "kernels",
             ),
@@ -109,8 +112,8 @@ TABLE = {
     "cli": Layer(
         (
             *SETTINGS,
-            *("benchmark", "files", "press", "profiler", "progress", "quality", "quantiles", "search", "simulator"),
-            *("tables", "tiers", "traces"),
+            *("benchmark", "files", "geometry", "press", "profiler", "progress", "quality", "quantiles", "search"),
+            *("simulator", "tables", "tiers", "traces"),
         ),
         ("matplotlib", "numpy", "openai", "orjson", "pydantic"),
     ),
@@ -249,7 +252,7 @@ BENCH_FLOORS = (
     ("__init__", "paths", "report", "testbed"),
     ("moves", "plugins", "pytest_runs", "streams", "stress"),
     ("correctness", "demo", "house", "policy"),
-    ("decode_budget", "gpu", "serving", "tiers"),
+    ("decode_budget", "geometry", "gpu", "serving", "tiers"),
     ("budgets", "codecs", "kernels_cpu", "load", "mend", "profiler", "releases"),
     ("families",),
 )

@@ -154,7 +154,8 @@ class Reference:
 
 
 def press_scores(press: str, kv: KV, positions: Tensor, queries: Tensor, query_end: int) -> Tensor | None:
-    """Scores that a press must have given: fp32 [layers, kv_heads, m], the higher survives; None for random.
+    """Scores that a press must have given: fp32 [layers, kv_heads, m], the higher survives; None for random, and for
+    geometry, which goes by what was calibrated.
 
     ``kv``: what the node held, at absolute ``positions`` [layers, kv_heads, m]. ``queries``: of the whole prompt that
     wrote the node, or of more; the last ones before ``query_end`` (an absolute position) are the window.
@@ -172,7 +173,7 @@ def press_scores(press: str, kv: KV, positions: Tensor, queries: Tensor, query_e
             return positions.to(torch.float32)
         case "snapkv":
             return _snapkv_scores(kv.keys, positions, queries, query_end)
-        case "random":
+        case "random" | "geometry":
             return None
     raise ValueError(f"no formula for press {press!r}")
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from evicbench.decode_budget.requests import FAMILIES, Request, server_flags
+from evicbench.decode_budget.requests import FAMILIES, PLAIN_SCORES, Request, server_flags
 from evicbench.paths import out_file
 from evicbench.report import Line
 from evicbench.testbed.server import Server
@@ -94,7 +94,7 @@ def table(cells: Mapping[Cell, float]) -> str:
     """Token F1 in percent."""
     rows = [
         [str(page), method, score, *(f"{100 * cells[page, method, score, budget]:.0f}" for budget in BUDGETS)]
-        for page, method, score in itertools.product(PAGES, METHODS, SCORES)
+        for page, method, score in itertools.product(PAGES, METHODS, PLAIN_SCORES)
     ]
     return "\n".join([*markdown(["page", "method", "score", *map(str, BUDGETS)], rows, num_text=3), ""])
 
@@ -130,7 +130,7 @@ def line(
     num_same: int,
     num_questions: int,
 ) -> Line:
-    wanted = len(PAGES) * len(METHODS) * len(SCORES) * len(BUDGETS)
+    wanted = len(PAGES) * len(METHODS) * len(PLAIN_SCORES) * len(BUDGETS)
     small, large = BUDGETS[0], BUDGETS[-1]
     pairs = [
         (each[cell], each.get((cell[0], "holefill", *cell[2:])))
@@ -142,7 +142,7 @@ def line(
     best = {page: max((figure, cell) for cell, figure in cells.items() if cell[0] == page) for page in PAGES}
     return Line(
         f"accuracy: {num_questions} testbed questions and long generations behind a third of them, {len(METHODS)} "
-        f"methods x {len(SCORES)} scores x {len(BUDGETS)} budgets x pages of {', '.join(map(str, PAGES))}, real "
+        f"methods x {len(PLAIN_SCORES)} scores x {len(BUDGETS)} budgets x pages of {', '.join(map(str, PAGES))}, real "
         "servers; tables in bench/out/decode/accuracy.md",
         f"{wanted} cells; the full cache's answers at a budget of {WHOLE}, which is all; a budget costs something; "
         f"repack and holefill alike in {LEAST_EQUAL:.0%} of the cells",
@@ -178,7 +178,7 @@ def measure() -> Iterator[Line]:
             whole = answers(server, questions, Request((), MAX_NEW, WHOLE, "paged", interval=None))
             num_same += sum(one == other for one, other in zip(exact, whole, strict=True))
             exact_long = answers(server, firsts, None, LONG_NEW, goes_on=True)
-            for method, score, budget in itertools.product(METHODS, SCORES, BUDGETS):
+            for method, score, budget in itertools.product(METHODS, PLAIN_SCORES, BUDGETS):
                 cell = page, method, score, budget
                 given = answers(server, questions, Request((), MAX_NEW, budget, method, score, None))
                 cells[cell] = mean_f1(given, wanted)

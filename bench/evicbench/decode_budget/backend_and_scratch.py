@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from evicbench.decode_budget.requests import Request, ask_all, context_prompt, server_flags
+from evicbench.decode_budget.requests import PLAIN_SCORES, Request, ask_all, context_prompt, server_flags
 from evicbench.decode_budget.watch import watched
 from evicbench.report import Line
 from evicbench.testbed.server import Server
-from sglang_evicpress.decode_budget.scores import SCORES
 from sglang_evicpress.decode_budget.settings import METHODS
 
 LENGTHS = (1024, 2048, 4096)
@@ -116,7 +115,7 @@ def scratch() -> dict[tuple[str, str], list[int]]:
     return {
         (method, score): [peak_bytes(lambda row=row, m=method, s=score: row.drop(m, s)) for row in map(Row.of, LENGTHS)]
         for method in ("paged", "repack", "holefill")
-        for score in SCORES
+        for score in PLAIN_SCORES
     }
 
 
@@ -152,13 +151,13 @@ def backend_line() -> Line:
     draw = random.Random("walls")
     requests = [
         Request(context_prompt(draw, 100), 40, 96, method, score, 16)
-        for method, score in itertools.product(METHODS, SCORES)
+        for method, score in itertools.product(METHODS, PLAIN_SCORES)
     ]
     name, types, _ = backends([Request(context_prompt(draw, 100), 40)])
     with_name, with_types, num_rounds = backends(requests)
     return Line(
         f"walls: attention backend of a server that keeps queries for tova and answers by {len(METHODS)} methods with "
-        f"{len(SCORES)} scores",
+        f"{len(PLAIN_SCORES)} scores",
         "in every round the one that the server without a budget has, by name and by type",
         f"{with_name}, {' '.join(sorted(with_types))}, against {name}, {' '.join(sorted(types))}; {num_rounds} rounds "
         f"with a pass",

@@ -13,11 +13,10 @@ from typing import Any
 from evicbench.correctness.findings import TOLERANCE, Finding, judged
 from evicbench.correctness.reference import Reference, make_peaky_model
 from evicbench.decode_budget.generation import check_answer
-from evicbench.decode_budget.requests import Request, ask_all, prompt_for, server_flags, shown_of
+from evicbench.decode_budget.requests import PLAIN_SCORES, Request, ask_all, prompt_for, server_flags, shown_of
 from evicbench.report import Line
 from evicbench.stress import CHECKS
 from evicbench.testbed.server import MODEL, Server
-from sglang_evicpress.decode_budget.scores import SCORES
 from sglang_evicpress.decode_budget.settings import METHODS
 
 EVERY = (16, 24, 40)
@@ -62,7 +61,7 @@ def draw_requests(model: Path, page_size: int, seed: int) -> list[Request]:
     """All methods and scores take turns; every fourth prompt continues one that is in the tree."""
     draw = random.Random(f"identical {seed}")
     shared = prompt_for(model, draw, 160)
-    pairs = list(itertools.product(METHODS, SCORES))
+    pairs = list(itertools.product(METHODS, PLAIN_SCORES))
     draw.shuffle(pairs)
     requests = []
     for number, (method, score) in zip(range(NUM_PROMPTS), itertools.cycle(pairs), strict=False):

@@ -12,8 +12,12 @@ from typing import Any
 from evicbench.testbed.server import MODEL, Server
 from evicbench.testbed.tasks import MIN_CONTEXT_TOKENS, make_context
 from evicbench.testbed.vocabulary import load_vocabulary
+from sglang_evicpress.decode_budget.scores import SCORES
 
 WINDOW = 8
+PLAIN_SCORES = tuple(name for name, score in SCORES.items() if not score.needs_geometry)
+"""Scores that need nothing calibrated of the model."""
+
 FAMILIES = ("needle", "multikv", "record", "hop")
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sglang_evicpress import __version__
-from sglang_evicpress.cli.parser import Parser, interrupted_status, say
+from sglang_evicpress.cli.parser import Parser, interrupted_status, say, whole
 
 _SERVE_EPILOG = """The same command goes on where an earlier one was stopped; it runs only what is missing.
 
@@ -19,6 +19,18 @@ Exit status: 0 all is there, 1 a server failed, 2 bad input, 130 Ctrl-C.
 
 example:
   evicpress bench serve --config bench/configs/cpu-testbed.yaml --systems bound,lru,evicpress
+"""
+
+_GEOMETRY_EPILOG = """A few thousand tokens of a text like those that the server will read are enough.
+transformers runs the model: a folder, or a name in the local cache of the Hugging Face hub. The file is of this
+model alone: a server that serves another one refuses it.
+
+Exit status: 0 written, 1 it could not be written, 2 bad input, 130 Ctrl-C.
+
+example:
+  evicpress calibrate geometry --model-path MODEL --text book.txt --out geometry.safetensors
+  python -m sglang.launch_server --model-path MODEL --kv-policy evicpress --kv-forms geometry@0.5 \\
+    --kv-geometry geometry.safetensors
 """
 
 
@@ -43,6 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
         add_help=False,
     )
     _add_bench(commands)
+    _add_calibrate(commands)
     fsck = commands.add_parser(
         "fsck",
         help="check the entries in the folder of an SSD tier",
@@ -81,6 +94,30 @@ def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
     add("--fresh", action="store_true", help="put earlier runs in the folder aside, and begin anew")
 
 
+def _add_calibrate(commands: argparse._SubParsersAction[Parser]) -> None:
+    calibrate = commands.add_parser("calibrate", help="measure once what a press needs of a model", allow_abbrev=False)
+    kinds = calibrate.add_subparsers(dest="calibrate", metavar="WHAT", required=True)
+    geometry = kinds.add_parser(
+        "geometry",
+        help="the centres of a model's queries before RoPE, for --kv-geometry",
+        description="Measure where the queries of every head of a model lie before RoPE, for the press and the decode "
+        "score geometry.",
+        epilog=_GEOMETRY_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add, add_value = geometry.add_argument, geometry.add_value
+    add("--model-path", required=True, metavar="MODEL", help="what --model-path of the server is")
+    add("--revision", metavar="NAME", help="what --revision of the server is")
+    add("--text", required=True, metavar="FILE", help="text to read, UTF-8")
+    add("--out", required=True, metavar="FILE", help="the file to write")
+    add_value("--tokens", whole(1), "N", "read at most; default %(default)s", "4096")
+    add_value("--sequence-tokens", whole(16), "N", "in a sequence; default %(default)s", "1024")
+    far = "ahead of a key for which it may be asked for, as far as the model reads; default %(default)s"
+    add_value("--max-offset", whole(1), "N", f"tokens {far}", "65536")
+    add("--device", default="cpu", metavar="NAME", help="of torch; default %(default)s")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and give its exit status.
 
@@ -97,6 +134,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = make_parser().parse_args(arguments)
         if args.command == "fsck":
             return _fsck(args.folder, args.key_file, is_repair=args.repair)
+        if args.command == "calibrate":
+            from sglang_evicpress.cli.calibrate import calibrate_geometry
+
+            return calibrate_geometry(args)
         from sglang_evicpress.cli.bench import serve
 
         return serve(args, shlex.join(["evicpress", *arguments]))

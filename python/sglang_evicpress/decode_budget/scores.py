@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sglang_evicpress.geometry.centres import QueryGeometry
+from sglang_evicpress.geometry.score import geometry_scores
 from sglang_evicpress.kernels.redundancy import redundancy
 from sglang_evicpress.kernels.score import key_difference, key_norm, page_mean, value_key_ratio
 from sglang_evicpress.kernels.select import select_survivors
@@ -29,7 +31,8 @@ class Rows:
 
     ``k_buffers`` and ``v_buffers`` hold one pool tensor [num_slots, H, D] per layer; ``slots`` is int64 [R, n],
     ``positions`` int32 [L, H, R, n]: what each slot holds. ``queries`` [L, R, W, Hq, D] are the last of each row, after
-    RoPE, at ``query_positions`` int64 [R, W]; None without any. ``scale`` is the attention's factor on q.k.
+    RoPE, at ``query_positions`` int64 [R, W]; None without any. ``scale`` is the attention's factor on q.k,
+    ``geometry`` what was calibrated of the model's queries.
     """
 
     k_buffers: Sequence[Tensor]
@@ -39,20 +42,21 @@ class Rows:
     queries: Tensor | None
     query_positions: Tensor | None
     scale: float
+    geometry: QueryGeometry | None = None
 
     @classmethod
-    def of(cls, node: PressInput) -> Rows:
+    def of(cls, node: PressInput, geometry: QueryGeometry | None = None) -> Rows:
         """One row."""
         window = node.window
         queries = None if window is None else window.queries.unsqueeze(1)
         at = None if window is None else window.positions.unsqueeze(0)
         slots, positions = node.slots.unsqueeze(0), node.positions.unsqueeze(2)
-        return cls(node.k_buffers, node.v_buffers, slots, positions, queries, at, node.scale)
+        return cls(node.k_buffers, node.v_buffers, slots, positions, queries, at, node.scale, geometry)
 
 
-def score(name: str, node: PressInput, window: int) -> Tensor:
+def score(name: str, node: PressInput, window: int, geometry: QueryGeometry | None = None) -> Tensor:
     """fp32 [L, H, n]: ``score_rows`` of one row."""
-    return score_rows(name, Rows.of(node), window).squeeze(2)
+    return score_rows(name, Rows.of(node, geometry), window).squeeze(2)
 
 
 def score_rows(name: str, rows: Rows, window: int) -> Tensor:
@@ -60,7 +64,7 @@ def score_rows(name: str, rows: Rows, window: int) -> Tensor:
     goes first. The launches are as many for R rows as for one, and a row's scores do not depend on the others.
 
     ``window``: how many of the last queries and keys a score looks at. Raises ValueError for another name, and for a
-    window below 1 or rows without queries where the score needs them.
+    window below 1, or rows without queries or geometry, where the score needs them.
     """
     if name not in SCORES:
         raise ValueError(f"score {name!r} is not known: expected one of {', '.join(SCORES)}")
@@ -69,6 +73,8 @@ def score_rows(name: str, rows: Rows, window: int) -> Tensor:
         raise ValueError(f"the window of {name} is {window}: expected at least 1")
     if score.needs_queries and rows.queries is None:
         raise ValueError(f"the queries of {name} are missing: expected the last ones of each row")
+    if score.needs_geometry and rows.geometry is None:
+        raise ValueError(f"the geometry of queries of {name} is missing: expected that of the model")
     return score.compute(rows, window)
 
 
@@ -188,6 +194,14 @@ def _r_kv(rows: Rows, window: int) -> Tensor:
     return _newest_first(scores, rows, window)
 
 
+def _geometry(rows: Rows, window: int) -> Tensor:
+    """By the queries expected from the newest position of each row on, as the press of that name (after TriAttention,
+    arXiv 2604.04921)."""
+    assert rows.geometry is not None
+    last = rows.positions.amax((0, 1, 3)).to(torch.int64)
+    return geometry_scores(rows.geometry, rows.k_buffers, rows.slots, last)
+
+
 @dataclass(frozen=True, slots=True)
 class Score:
     """``compute`` gives fp32 [L, H, R, n] of rows and a window. ``sorts_rows``: each pass sorts the whole row."""
@@ -195,6 +209,7 @@ class Score:
     compute: Callable[[Rows, int], Tensor]
     reads_window: bool = False
     needs_queries: bool = False
+    needs_geometry: bool = False
     sorts_rows: bool = False
 
 
@@ -204,6 +219,7 @@ SCORES: dict[str, Score] = {
     # By the mean of each row, and by position, as the presses of these names.
     "keydiff": Score(lambda rows, window: key_difference(rows.k_buffers, rows.slots)),
     "streaming": Score(lambda rows, window: rows.positions.to(torch.float32)),
+    "geometry": Score(_geometry, needs_geometry=True),
     "r_kv": Score(_r_kv, reads_window=True, sorts_rows=True),
     # The last query alone (TOVA, arXiv 2401.06104, which averages over all heads of a layer, not of a group).
     "tova": Score(lambda rows, window: _attention(rows, 1), reads_window=True, needs_queries=True),

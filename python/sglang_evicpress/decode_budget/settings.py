@@ -71,6 +71,11 @@ class DecodeSettings:
         return SCORES[self.score].needs_queries
 
     @property
+    def needs_geometry(self) -> bool:
+        """True if the score goes by what was calibrated of the model's queries."""
+        return SCORES[self.score].needs_geometry
+
+    @property
     def sorts_rows(self) -> str | None:
         """The score or method that makes each pass sort the row, None for a cost linear in the row."""
         names = (SCORES[self.score].sorts_rows and self.score, self.method in _SORTING_METHODS and self.method)

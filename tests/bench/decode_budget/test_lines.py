@@ -9,9 +9,7 @@ import pytest
 import torch
 from evicbench.correctness.findings import Finding
 from evicbench.decode_budget import accuracy, backend_and_scratch, capacity, guide, identical, interference
-from evicbench.decode_budget.requests import Request, context_prompt, random_prompt
-
-from sglang_evicpress.decode_budget.scores import SCORES
+from evicbench.decode_budget.requests import PLAIN_SCORES, Request, context_prompt, random_prompt
 
 
 @pytest.mark.sglang
@@ -119,14 +117,14 @@ def test_every_ask_can_be_asked(setup: identical.Setup) -> None:
 
 
 def cells(figure: float = 0.5) -> dict[accuracy.Cell, float]:
-    grid = itertools.product(accuracy.PAGES, accuracy.METHODS, SCORES, accuracy.BUDGETS)
+    grid = itertools.product(accuracy.PAGES, accuracy.METHODS, PLAIN_SCORES, accuracy.BUDGETS)
     return {cell: figure if cell[3] == accuracy.BUDGETS[0] else 0.9 for cell in grid}
 
 
 def test_the_table_has_a_row_for_every_method_score_and_page() -> None:
     rows = accuracy.table(cells()).splitlines()
     assert "| 32 | holefill | h2o | 50 | 90 | 90 | 90 | 90 |" in rows
-    assert sum(row.startswith(("| 16 ", "| 32 ")) for row in rows) == 2 * len(accuracy.METHODS) * len(SCORES)
+    assert sum(row.startswith(("| 16 ", "| 32 ")) for row in rows) == 2 * len(accuracy.METHODS) * len(PLAIN_SCORES)
     both = accuracy.tables({16: 1.0, 32: 1.0}, cells(), cells(0.25)).splitlines()
     assert "| 32 | holefill | h2o | 25 | 90 | 90 | 90 | 90 |" in both[len(both) // 2 :]
 

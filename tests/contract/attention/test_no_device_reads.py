@@ -141,7 +141,9 @@ def test_compression_of_layers_to_different_numbers(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         kernel, lambda scores, count: torch.zeros(*scores.shape[:2], count, dtype=torch.int32, device=META)
     )
-    made, value = press.compress(get_press("knorm"), NodeSlots(slots(64), None, 0, 64, None), (32, 8), 1.0)
+    made, value = press.compress(
+        lambda layers: get_press("knorm"), NodeSlots(slots(64), None, 0, 64, None), (32, 8), 1.0
+    )
     assert made.num_slots == 32 and made.layer_slots == (32, 8) and value.is_meta
     node = SimpleNamespace(
         key=range(64), value=value, kv=SimpleNamespace(layout=made, slots=slots(32), form=EXACT, is_lossy_prefix=False)

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.contract.cache.test_radix_cache_model import CONTEXT, HEADS, LAYERS, ROWS, Request, Walk, path_hashes
+from tests.contract.cache.test_radix_cache_model import CONTEXT, DIM, HEADS, LAYERS, ROWS, Request, Walk, path_hashes
 from tests.contract.releases import NO_BATCH, checkpoint, end_request, lock
+from tests.unit.geometry.made import make_geometry, make_rope
 
 from sglang_evicpress.decode_budget import schedule
 from sglang_evicpress.decode_budget.scores import score_rows
@@ -30,7 +31,7 @@ from sglang_evicpress.patches.tree.node import is_lossy, slots_of, tokens_to
 
 pytestmark = pytest.mark.sglang
 
-SCORES = ("value_key_ratio", "knorm", "keydiff", "streaming", "r_kv")
+SCORES = ("value_key_ratio", "knorm", "keydiff", "streaming", "geometry", "r_kv")
 SINKS = 4
 STEPS_OF_A_PASS = (
     *("rows_on_device", "rows_of", "score_rows", "survivors", "hole_moves", "repack_positions", "holefill_positions"),
@@ -70,6 +71,7 @@ class BudgetWalk(Walk):
     def __init__(self, seed: int, page_size: int, *, score: str | None = None, **settings: Any) -> None:
         self.score = score
         super().__init__(seed, page_size, **settings)
+        self.cache.compressor.geometry = make_geometry(LAYERS, 2 * HEADS, HEADS, make_rope(DIM))
         self.kinds: dict[str, int] = {}
         self.defers = False
 

@@ -28,6 +28,7 @@ from tests.contract.cache.test_radix_cache_model import (
 )
 from tests.contract.releases import NO_BATCH, load_back, lock, tell_kv_events, unlock
 from tests.contract.tiers.test_tiers_model import TierWalk, blocked
+from tests.unit.geometry.made import make_geometry, make_rope
 
 from sglang_evicpress.codec import get_codec
 from sglang_evicpress.core import PRESSES, Form, Tier
@@ -361,6 +362,8 @@ def test_a_form_of_a_shadow_is_bit_for_bit_what_compressing_a_node_keeps(
 ) -> None:
     form = Form(press, kept)
     plain, shadowed = RichWalk(0, page_size, num_slots=1024), RichWalk(0, page_size, num_slots=1024)
+    for walk in (plain, shadowed):
+        walk.cache.compressor.geometry = make_geometry(LAYERS, 2 * HEADS, HEADS, make_rope(DIM))
     tokens = plain.random_tokens(128)
     finished(plain, tokens)
     node = plain.node(None, tokens)
@@ -421,6 +424,12 @@ def test_a_form_that_needs_queries_is_refused_without_them() -> None:
     shadow = walk.whole(tokens)
     assert shadow.num_present == 64
     refused(walk, "cannot be brought to snapkv@0.5: its press needs queries", walk.form, shadow, Form("snapkv", 0.5))
+
+
+def test_a_form_by_geometry_is_refused_without_one() -> None:
+    walk = RichWalk(0, 1, num_slots=1024)
+    shadow, form = walk.whole(walk.served(64)), Form("geometry", 0.5)
+    refused(walk, "cannot be brought to geometry@0.5: expected a server with --kv-geometry", walk.form, shadow, form)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.contract.cache.test_radix_cache_model import FORMS
 from tests.contract.tiers.test_tiers_model import SLOTS, Opened, TierWalk, blocked, cached, sent, some_tokens
+from tests.unit.geometry.made import make_geometry, make_rope
 
 from sglang_evicpress.core import EXACT, Form, Tier
 from sglang_evicpress.introspect.arguments import IntrospectionError
@@ -109,13 +110,15 @@ def test_a_compressed_copy_is_not_split_from_exact_kv(opened: Opened, page_size:
 def test_one_layer_at_a_time_keeps_what_all_at_once_do(opened: Opened) -> None:
     """With the queries of a window, which the walks do not capture."""
     pool = opened().pool
-    compressor = Compressor(pool, 1, 4, window=8)
+    num_layers, num_heads, dim = len(pool.k_buffer), *pool.k_buffer[0].shape[1:]
+    geometry = make_geometry(num_layers, 2 * num_heads, num_heads, make_rope(dim))
+    compressor = Compressor(pool, 1, 4, window=8, geometry=geometry)
     slots = torch.randperm(200)[:100]
     for buffer in (*pool.k_buffer, *pool.v_buffer):
         buffer.normal_()
     window = QueryWindow(torch.randn(len(pool.k_buffer), 8, 4, 16), torch.arange(96, 104))
     keys, values = ([buffer[slots].clone() for buffer in side] for side in (pool.k_buffer, pool.v_buffer))
-    for form in (Form("snapkv", 0.3), Form("keydiff", 0.3)):
+    for form in (Form("snapkv", 0.3), Form("keydiff", 0.3), Form("geometry", 0.3)):
         pieces = [
             compressor.kept_of_layer(
                 form=form,

@@ -73,6 +73,14 @@ def test_a_model_that_differs_anywhere_has_another_identity(change: Callable[[to
     assert ours.of_profiles(None) == same.of_profiles(None) != others.of_profiles(None)
 
 
+def test_another_geometry_has_other_profiles_but_the_same_kv() -> None:
+    model = make_model()
+    plain, one, other = identity_of(model), identity_of(model), identity_of(model)
+    one.geometry, other.geometry = "1" * 64, "2" * 64
+    assert len({each.of_profiles(None) for each in (plain, one, other)}) == 3
+    assert len({each.of_model() for each in (plain, one, other)}) == 1
+
+
 def test_another_rank_or_page_size_has_other_kv_but_the_same_profiles() -> None:
     model = make_model()
     ours, rank, pages = identity_of(model), identity_of(model, rank=1), identity_of(model, page_size=16)

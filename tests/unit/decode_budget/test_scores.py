@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.unit.geometry.made import make_geometry
+from tests.unit.geometry.test_score import expected_scores
 
 from sglang_evicpress.decode_budget.scores import SCORES, page_means, score, survivors, worst_pages
 from sglang_evicpress.press import PressInput, QueryWindow
 
 NUM_LAYERS, NUM_HEADS, GROUP, HEAD_DIM = 2, 2, 2, 16
 LENGTH, NUM_SLOTS, WINDOW = 90, 48, 8
+GEOMETRY = make_geometry(NUM_LAYERS, NUM_HEADS * GROUP, NUM_HEADS)
 
 
 def make_request(seed=0, num_queries=12, shuffled=True):
@@ -149,7 +152,8 @@ def test_scores_belong_to_the_tokens_and_not_to_where_they_lie(name):
         buffers[0], buffers[1], torch.arange(NUM_SLOTS), shuffled.positions.sort(-1).values, 0, LENGTH,
         shuffled.window, shuffled.scale,
     )  # fmt: skip
-    torch.testing.assert_close(score(name, shuffled, WINDOW).gather(-1, order), score(name, in_order, WINDOW))
+    scores = score(name, shuffled, WINDOW, GEOMETRY).gather(-1, order)
+    torch.testing.assert_close(scores, score(name, in_order, WINDOW, GEOMETRY))
 
 
 @pytest.mark.parametrize("name", SCORES)
@@ -159,7 +163,7 @@ def test_a_request_shorter_than_the_window_has_scores(name):
         whole.k_buffers, whole.v_buffers, whole.slots[:1], whole.positions[..., :1].contiguous(), 0, LENGTH,
         whole.window, whole.scale,
     )  # fmt: skip
-    scores = score(name, node, WINDOW)
+    scores = score(name, node, WINDOW, GEOMETRY)
     assert scores.shape == (NUM_LAYERS, NUM_HEADS, 1)
     assert bool(scores.isfinite().all())
 
@@ -168,6 +172,18 @@ def test_a_request_shorter_than_the_window_has_scores(name):
 def test_scores_by_attention_are_refused_without_queries(name):
     with pytest.raises(ValueError, match=f"the queries of {name} are missing: expected"):
         score(name, make_request(num_queries=0), WINDOW)
+
+
+def test_geometry_expects_queries_from_the_newest_position_on():
+    node = make_request(num_queries=0)
+    scores = score("geometry", node, WINDOW, GEOMETRY)
+    keys = torch.stack([buffer[node.slots] for buffer in node.k_buffers])
+    close(scores, expected_scores(GEOMETRY, keys.double(), node.positions, LENGTH - 1))
+
+
+def test_geometry_is_refused_where_nothing_was_calibrated():
+    with pytest.raises(ValueError, match="the geometry of queries of geometry is missing: expected that of the model"):
+        score("geometry", make_request(), WINDOW)
 
 
 def test_unknown_scores_and_empty_windows_are_refused():

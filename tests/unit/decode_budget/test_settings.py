@@ -68,7 +68,8 @@ def test_only_scores_by_attention_are_lost_without_queries():
         ),
         (
             {"kv_decode_score": "snapkv"},
-            "kv_decode_score is 'snapkv': expected value_key_ratio, knorm, keydiff, streaming, r_kv, tova or h2o",
+            "kv_decode_score is 'snapkv': expected value_key_ratio, knorm, keydiff, streaming, geometry, r_kv, tova or "
+            "h2o",
         ),
         ({"kv_decode_interval": 0}, "kv_decode_interval is 0: expected a whole number, at least 1"),
         (

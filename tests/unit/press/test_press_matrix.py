@@ -6,14 +6,17 @@ import dataclasses
 
 import pytest
 import torch
+from tests.unit.geometry.made import make_geometry
 
 from sglang_evicpress import core
 from sglang_evicpress.press import get_press, select
+from sglang_evicpress.press.geometry import GeometryPress
 from sglang_evicpress.press.random import Random
 from sglang_evicpress.press.snapkv import SnapKV
 
 ALL = {
     **{name: get_press(name) for name in core.PRESSES},
+    "geometry": GeometryPress(make_geometry()),
     "snapkv-avg": SnapKV(kernel_size=5, pooling="avg"),
     "snapkv-short": SnapKV(window=3, kernel_size=1),
     "random-7": Random(seed=7),
@@ -96,8 +99,8 @@ def test_a_press_leaves_the_node_as_it_was(press, case, make_node):
 
 
 def test_survivors_are_chosen_per_layer_and_head(make_node):
-    for name in ("keydiff", "knorm", "snapkv", "value_key_ratio", "random"):
-        kept = select(get_press(name), make_node(100), 60, SINKS)
+    for name in ("keydiff", "knorm", "snapkv", "value_key_ratio", "geometry", "random"):
+        kept = select(ALL[name], make_node(100), 60, SINKS)
         assert kept.flatten(0, 1).unique(dim=0).shape[0] == 6, name
 
 
@@ -108,6 +111,15 @@ def test_only_presses_that_need_queries_ask_for_them(press, make_node):
             press.score(node)
     else:
         assert torch.equal(press.score(node), press.score(make_node(50)))
+
+
+def test_only_the_press_that_needs_a_geometry_asks_for_it(make_node):
+    for name, traits in core.PRESSES.items():
+        if traits.needs_geometry:
+            with pytest.raises(ValueError, match="the geometry of queries is missing.*--kv-geometry FILE"):
+                get_press(name).score(make_node(50))
+        else:
+            assert get_press(name).score(make_node(50)).shape == (3, 2, 50)
 
 
 def test_fewer_slots_than_sinks_is_refused(press, make_node):
@@ -163,5 +175,6 @@ def test_registry_names_are_those_a_form_may_carry():
 
 
 def test_unknown_name_lists_those_there_are():
-    with pytest.raises(ValueError, match=r"'h2o'.*keydiff, knorm, snapkv, value_key_ratio, streaming, random"):
+    names = "keydiff, knorm, snapkv, value_key_ratio, geometry, streaming, random"
+    with pytest.raises(ValueError, match=rf"'h2o'.*{names}"):
         get_press("h2o")
