@@ -25,7 +25,7 @@ def server() -> Iterator[Server]:
     arguments = (
         *("--attention-backend", "triton", "--chunked-prefill-size", "64"),
         *("--kv-policy", "evicpress", *GUESSED, "--kv-min-compress-tokens", "16", "--max-total-tokens", "4096"),
-        *("--max-running-requests", "8"),
+        *("--max-running-requests", "8", "--kv-forms", "keydiff@0.5,keydiff@0.4:pyramid"),
     )
     with Server(*arguments, env={"TRITON_INTERPRET": "1"}) as server:
         yield server
@@ -92,15 +92,19 @@ def test_a_batch_over_compressed_partial_and_exact_prefixes_equals_transformers(
     page_size = server.get("/evicpress/stats")["page_size"]
     assert "attention over compact rows on TritonAttnBackend" in server.log_tail(10_000)
     compressed = [make_prompt("whole"), make_prompt("part", used=60)]
-    prompts = [*compressed, make_prompt("exact"), make_prompt("unknown", used=0)]
+    uneven = [make_prompt("uneven whole"), make_prompt("uneven part", used=60)]  # layers keep different numbers
+    prompts = [*compressed, *uneven, make_prompt("exact"), make_prompt("unknown", used=0)]
     paths: dict[str, list[Any]] = {}
-    for prompt in prompts[:3]:
+    for prompt in prompts[:-1]:
         server.generate(prompt.context, 1, extra_key=prompt.name)
-        for node in path_of(server, prompt.name) if prompt in compressed else []:
+        for node in path_of(server, prompt.name) if prompt in [*compressed, *uneven] else []:
             if node["num_tokens"] >= 2 * page_size:
-                server.post(f"/evicpress/nodes/{node['id']}/compress", {"form": "keydiff@0.5"})
+                form = "keydiff@0.5" if prompt in compressed else "keydiff@0.4:pyramid"
+                server.post(f"/evicpress/nodes/{node['id']}/compress", {"form": form})
         paths[prompt.name] = path_of(server, prompt.name)
     assert sum(node["positions"] is not None for prompt in compressed for node in paths[prompt.name]) >= 2
+    counts = [node["layer_slots"] for prompt in uneven for node in paths[prompt.name] if node["layer_slots"]]
+    assert len(counts) >= 2 and all(len(set(each)) == 3 for each in counts)
 
     answers = server.post(
         "/generate",
@@ -122,7 +126,7 @@ def test_a_batch_over_compressed_partial_and_exact_prefixes_equals_transformers(
         got = torch.tensor([entry[0] for entry in answer["meta_info"]["output_token_logprobs"]])
         chosen = torch.tensor(output)[:, None]
         assert (got - wanted.gather(1, chosen)[:, 0]).abs().max() < TOLERANCE, prompt.name
-        if prompt in compressed:  # control: over the whole cache the answer would be another
+        if prompt in [*compressed, *uneven]:  # control: over the whole cache the answer would be another
             assert positions.shape[2] < cached
             full = answer_logprobs(reference, kv.first(cached), cached, prompt, output)
             assert (got - full.gather(1, chosen)[:, 0]).abs().max() > 100 * TOLERANCE, prompt.name

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from evicbench.correctness import exactness, frees, overhead, readme, stock, storm
+from evicbench.correctness import exactness, frees, layer_groups, overhead, readme, stock, storm
 from evicbench.pytest_runs import passed
 from evicbench.report import Line, Measurement
 from evicbench.testbed.server import Server
@@ -58,6 +58,7 @@ def measure_overhead() -> Iterator[Line]:
 
 MEASUREMENTS = {
     "overhead": Measurement(measure_overhead),
+    "layer_groups": Measurement(layer_groups.measure),
     "exactness": Measurement(partial(exactness.measure_all, CONTEXTS_PER_CELL)),
     "peer": Measurement(measure_selections, measure_selections),
     "stock": Measurement(measure_stock),

@@ -348,6 +348,8 @@ def _scores_of_held(press: str, text: Text, held: Tensor, query_end: int) -> Ten
     scores = torch.zeros(held.shape)
     for layer, of_layer in enumerate(held):
         filled = of_layer[0] >= 0
+        if not bool(filled.any()):
+            continue  # a split has left nothing of it
         kv = KV(text.kv.keys[layer : layer + 1], text.kv.values[layer : layer + 1])
         positions = of_layer[None, :, filled]
         queries = text.queries[layer : layer + 1]

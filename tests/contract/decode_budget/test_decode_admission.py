@@ -21,6 +21,7 @@ from sglang_evicpress.patches.decode_budget.records import BudgetRecords
 from sglang_evicpress.patches.decode_budget.state import DecodeState
 from sglang_evicpress.patches.tree.namespaces import SHADOW_PREFIX
 from sglang_evicpress.patches.tree.node_kv import PrefixView
+from sglang_evicpress.policy.layer_counts import NO_BUDGETS, LayerGroups
 
 pytestmark = pytest.mark.sglang
 
@@ -235,9 +236,9 @@ def test_adders_of_sglang_keep_their_books_under_the_names_that_are_touched(owne
 # ---- what may be asked for
 
 
-def scheduler(default: DecodeSettings | None = None) -> Any:
+def scheduler(default: DecodeSettings | None = None, groups: LayerGroups = NO_BUDGETS) -> Any:
     """With a pool of 512 slots under a model of 4,096 tokens."""
-    tree, compressor = SimpleNamespace(page_size=PAGE), SimpleNamespace(sinks=4, geometry=None)
+    tree, compressor = SimpleNamespace(page_size=PAGE), SimpleNamespace(sinks=4, groups=groups, geometry=None)
     records = BudgetRecords("cpu")
     budgets = DecodeBudgets(tree, compressor, lambda reqs: False, records, default or DecodeSettings(), "on")
     cache = SimpleNamespace(decode_budgets=budgets)
@@ -249,9 +250,9 @@ def scheduler(default: DecodeSettings | None = None) -> Any:
     )
 
 
-def take(req: Any, params: Any, default: DecodeSettings | None = None) -> Any:
+def take(req: Any, params: Any, default: DecodeSettings | None = None, *, groups: LayerGroups = NO_BUDGETS) -> Any:
     """Take a request like SGLang: the answer is cut to what the pool has room for. Returns the scheduler."""
-    made = scheduler(default)
+    made = scheduler(default, groups)
     req.sampling_params.custom_params = params
 
     def original(_: Any, each: Any) -> None:
@@ -283,6 +284,16 @@ def test_an_exact_request_has_no_budget_and_may_not_ask_for_one() -> None:
         assert req.kv_budget is None and req.to_finish is None
     take(req, {**exact, "kv_decode_budget": 64})
     assert req.to_finish == "kv_quality is 'exact' and kv_decode_budget is 64, which drops KV: leave one out"
+
+
+def test_a_budget_is_refused_where_layers_keep_different_numbers_of_tokens() -> None:
+    uneven = LayerGroups((0, 1), {"pyramid": (2, 1)})
+    req = request(100, 1000)
+    take(req, {"kv_decode_budget": 64}, groups=uneven)
+    assert req.to_finish.startswith("kv_decode_budget is 64, and this server's --kv-forms keep different numbers")
+    req = request(100, 1000)
+    take(req, {"kv_decode_budget": 0}, groups=uneven)
+    assert req.to_finish is None and req.kv_budget is None
 
 
 def test_a_quality_that_is_not_known_is_refused() -> None:

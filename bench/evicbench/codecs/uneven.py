@@ -3,11 +3,25 @@ the same survivors, on the GPU's side, and through lower tiers, codecs and a res
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from evicbench.codecs.path import CodedCase, pressed_node, server_arguments
+from evicbench.codecs.path import (
+    CodedCase,
+    Setting,
+    Tally,
+    after_restart,
+    answers_line,
+    before_restart,
+    make_model,
+    play,
+    pressed_node,
+    server_arguments,
+)
 from evicbench.correctness.exactness import (
     CHUNK_TOKENS,
     Jobs,
@@ -17,9 +31,15 @@ from evicbench.correctness.exactness import (
     mixed_batch,
     one_compressed_node,
     partial_matches,
+    run_jobs,
     split_after_compression,
     two_compressed_nodes,
 )
+from evicbench.correctness.findings import Finding, sensitivity, summary
+from evicbench.correctness.reference import Reference
+from evicbench.report import Line
+from evicbench.tiers.inputs import scratch
+from evicbench.tiers.restart import Stoppable
 from sglang_evicpress.search.budget_file import BudgetFile, write_budget_file
 from sglang_evicpress.search.form_budgets import budget_name
 
@@ -28,6 +48,7 @@ FOUND = BudgetFile.of([6, 14, 14, 6], 10)
 
 PYRAMID = "snapkv@0.2:pyramid"
 CODED = "keydiff@0.2:pyramid"
+CODECS = ("int4", "int8")
 
 
 def found_form(press: str, kept: float) -> str:
@@ -83,3 +104,46 @@ def split_below(case: CodedCase, page_size: int, form: str = CODED) -> None:
 def below(page_size: int) -> dict[str, Callable[[CodedCase], None]]:
     """Plays for a server whose nodes go down and come up."""
     return {"node": partial(pressed_node, form=CODED), "split": partial(split_below, page_size=page_size)}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Findings of all cases of a server and of the next one on its SSD; ``violations`` and ``errors`` that they told,
+    and what was compared of entries."""
+
+    in_place: list[Finding]
+    below: list[Finding]
+    restarted: list[Finding]
+    violations: list[str]
+    errors: dict[str, int]
+    tally: Tally
+
+
+def run(folder: Path, model: Path, page_size: int) -> Outcome:
+    """All cases on one server, and what the next one on its folder finds."""
+    given = arguments(folder, page_size)
+    with Stoppable(*given, model=model) as server:
+        setting = Setting(server, Reference(model), folder / "ssd", page_size)
+        beside = run_jobs(server, setting.reference, page_size, in_place())
+        lower = [finding for codec in CODECS for finding in play(setting, below(page_size), codec)]
+        violations = list(server.post("/evicpress/check")["violations"])
+        errors = dict(server.get("/evicpress/tiers")["errors"])
+        played = [before_restart(CodedCase(f"restart, {codec}", setting, codec), CODED) for codec in CODECS]
+        server.end(signal.SIGTERM)
+    with Stoppable(*given, model=model) as server:
+        restarted = [finding for each in played for finding in after_restart(each, server)]
+        violations += server.post("/evicpress/check")["violations"]
+    return Outcome(beside, lower, restarted, violations, errors, setting.tally)
+
+
+def measure() -> Iterator[Line]:
+    for page_size in (1, 16):
+        where = f"(page size {page_size})"
+        with scratch(1 << 29) as folder, tempfile.TemporaryDirectory() as models:
+            outcome = run(folder, make_model(Path(models)), page_size)
+        yield summary(f"uneven layers: nodes, splits, turns, partial matches, a batch {where}", outcome.in_place)
+        yield sensitivity(f"uneven layers: controls of these answers {where}", outcome.in_place)
+        yield answers_line(f"uneven layers: through {', '.join(CODECS)}, host RAM and SSD {where}", outcome.below)
+        yield answers_line(f"uneven layers: restart on the SSD {where}", outcome.restarted)
+        faults = [*outcome.violations, *outcome.errors]
+        yield Line(f"uneven layers: integrity {where}", "no violation, no error", f"{faults or 'none'}", not faults)
