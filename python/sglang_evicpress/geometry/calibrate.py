@@ -71,23 +71,28 @@ class CalibratedModel:
     def measure(self, sequences: Iterable[Sequence[int]], max_offset: int = MAX_OFFSET) -> QueryGeometry:
         """Geometry of the queries of all these tokens, each sequence from position 0 on; what lies farther ahead than
         the model reads does not count. Raises ValueError without any token, or for queries that are no numbers."""
-        num_tokens, sums, lengths, facts = 0, Tensor(), Tensor(), None
+        num_tokens, totals = 0, list[tuple[Tensor, Tensor]]()
         for sequence in sequences:
-            queries, keys = self._pass(sequence)
-            pre = self.rope.undo(queries, torch.arange(len(sequence), device=self._device)[:, None])
-            own, long = pre.double().sum(1), self.rope.lengths(pre).double().sum(1)
-            sums, lengths = (own, long) if facts is None else (sums + own, lengths + long)
+            at = torch.arange(len(sequence), device=self._device)[:, None]
+            parts = [self._totals(queries, at) for queries, _ in self._pass(sequence)]
+            if totals:
+                parts = [(a + c, b + d) for (a, b), (c, d) in zip(totals, parts, strict=True)]
+            totals = parts
             num_tokens += len(sequence)
-            facts = ModelFacts(
-                self._name, len(queries), queries.shape[2], keys.shape[2], queries.shape[3], self._checkpoint
-            )
-        if facts is None:
+        if not totals:
             raise ValueError("there is no text to calibrate on: expected some tokens")
-        centres, means = ((each / num_tokens).float().cpu() for each in (sums, lengths))
+        centres, lengths = ((torch.stack(each) / num_tokens).float().cpu() for each in zip(*totals, strict=True))
         rope = self.rope.to(torch.device("cpu"))
-        geometry = QueryGeometry(facts, rope, centres, means, num_tokens, min(max_offset, self.max_positions))
+        num_layers, num_heads = centres.shape[:2]
+        facts = ModelFacts(self._name, num_layers, num_heads, self._num_kv_heads, rope.head_dim, self._checkpoint)
+        geometry = QueryGeometry(facts, rope, centres, lengths, num_tokens, min(max_offset, self.max_positions))
         geometry.check_values()
         return geometry
+
+    def _totals(self, queries: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums of queries [tokens, heads, head_dim] before RoPE, and of the lengths of their bands, in float64."""
+        pre = self.rope.undo(queries.float(), positions)
+        return pre.double().sum(0), self.rope.lengths(pre).double().sum(0)
 
     def _read_rope(self) -> Rope:
         """The model's own frequencies, in the order of bands that undoes its RoPE in every layer."""
@@ -103,10 +108,11 @@ class CalibratedModel:
             raise ValueError(f"{self._name} has {what}: expected a model whose layers share one RoPE")
         freq = found[0].inv_freq.detach().float()
         factor = float(getattr(found[0], "attention_scaling", 1.0))
-        first = self._pass([self._probe], 0)[1]
+        _, keys = self._pass([self._probe])[0]
+        self._num_kv_heads, head_dim = keys.shape[1:]
         wrong_layers = []
         for is_interleaved in (False, True):
-            rope = Rope(freq, first.shape[-1], is_interleaved, factor)
+            rope = Rope(freq, head_dim, is_interleaved, factor)
             wrong = self._first_wrong_layer(rope)
             if wrong is None:
                 return rope
@@ -123,21 +129,21 @@ class CalibratedModel:
     def _first_wrong_layer(self, rope: Rope) -> int | None:
         """Layer in which a token by itself, which sees nothing else, has other queries or keys before RoPE at another
         position; None without one."""
-        alone = [self._pass([self._probe], position) for position in _PROBED]
-        undone = [
-            [rope.undo(each, torch.tensor(position, device=self._device)) for each in heads]
-            for heads, position in zip(alone, _PROBED, strict=True)
-        ]
         tolerance = _TOLERANCE.get(self._model.dtype, _TOLERANCE_OF_HALVES)
-        for layer in range(len(alone[0][0])):
-            for pair in zip(*undone, strict=True):
-                first = pair[0][layer]
-                if any(float((each[layer] - first).norm() / first.norm()) > tolerance for each in pair[1:]):
+        passes = [self._pass([self._probe], position) for position in _PROBED]
+        for layer, at_positions in enumerate(zip(*passes, strict=True)):
+            for heads in zip(*at_positions, strict=True):
+                undone = [
+                    rope.undo(each.float(), torch.tensor(position, device=self._device))
+                    for each, position in zip(heads, _PROBED, strict=True)
+                ]
+                first = undone[0]
+                if not all(float((each - first).norm() / first.norm()) <= tolerance for each in undone[1:]):
                     return layer
         return None
 
-    def _pass(self, tokens: Sequence[int], start: int = 0) -> tuple[Tensor, Tensor]:
-        """Queries [layers, tokens, heads, head_dim] and keys of a sequence at positions from ``start`` on, fp32."""
+    def _pass(self, tokens: Sequence[int], start: int = 0) -> list[tuple[Tensor, Tensor]]:
+        """Queries and keys of every layer, [tokens, heads, head_dim], of a sequence at positions from ``start`` on."""
         self._seen.layers.clear()
         ids = torch.tensor([list(tokens)], device=self._device)
         positions = torch.arange(start, start + len(tokens), device=self._device)[None]
@@ -146,8 +152,7 @@ class CalibratedModel:
         layers = [self._seen.layers[index] for index in sorted(self._seen.layers)]
         if not layers or len(layers) != self._model.config.num_hidden_layers:
             raise ValueError(f"{self._name} {_OWN_ATTENTION}")
-        queries, keys = (torch.stack(each).float() for each in zip(*layers, strict=True))
-        return queries, keys
+        return layers
 
 
 def read_sequences(model: str, text: str, num_tokens: int, length: int, revision: str | None = None) -> list[list[int]]:
