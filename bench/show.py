@@ -29,6 +29,7 @@ AREAS = {
     "house": "house",
     "codecs": "codecs",
     "releases": "releases",
+    "operator": "operator",
 }
 """Area -> its room of evicbench, whose module ``measurements`` lists what is measured."""
 

@@ -80,13 +80,14 @@ TABLE = {
     ),
     # The only writer of state, and what is asked and shown of it.
     "controller": Layer((*PURE, "error_text")),
-    "introspect": Layer(("core", "error_text", "quality", "tiers"), ("orjson",)),
+    "introspect": Layer(("core", "error_text", "quality", "quantiles", "tiers"), ("orjson",)),
+    "dashboard": Layer(),
     # The only code that knows SGLang.
     "patches": Layer(
         (
             *SETTINGS,
-            *("codec", "controller", "cpu_attention", "decode_budget", "device", "error_text", "introspect", "kernels"),
-            *("press", "profiler", "quality", "spawn", "survivors", "threads", "tiers"),
+            *("codec", "controller", "cpu_attention", "dashboard", "decode_budget", "device", "error_text"),
+            *("introspect", "kernels", "press", "profiler", "quality", "spawn", "survivors", "threads", "tiers"),
         ),
         ("fastapi", "flashinfer", "numpy", "orjson", "prometheus_client", "sglang", "starlette", "torch", "zmq"),
     ),
@@ -235,7 +236,7 @@ BENCH_FLOORS = (
     ("moves", "plugins", "pytest_runs", "streams", "stress"),
     ("correctness", "demo", "house", "policy"),
     ("decode_budget", "gpu", "serving", "tiers"),
-    ("codecs", "kernels_cpu", "load", "mend", "profiler", "releases"),
+    ("codecs", "kernels_cpu", "load", "mend", "operator", "profiler", "releases"),
     ("families",),
 )
 """Rooms of the benchmarks, the lowest floor first: a room imports itself and rooms of lower floors."""
