@@ -70,10 +70,11 @@ class Browser:
         """``light`` or ``dark`` colours."""
         await self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
-    async def save_picture(self, path: Path) -> None:
-        """The whole page as a PNG."""
+    async def save_picture(self, path: Path, most_height: int = 100_000, scale: float = 1.0) -> None:
+        """The page as a PNG: as much of it from the top, at this scale."""
         metrics = (await self.call("Page.getLayoutMetrics"))["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": metrics["width"], "height": metrics["height"], "scale": 1}
+        height = min(metrics["height"], most_height)
+        clip = {"x": 0, "y": 0, "width": metrics["width"], "height": height, "scale": scale}
         shot = await self.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(base64.b64decode(shot["data"]))

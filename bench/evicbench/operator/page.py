@@ -14,6 +14,9 @@ from evicbench.report import Line
 from evicbench.testbed.server import ADMIN_KEY, Server
 
 NUM_BEFORE = 120
+PICTURE = 1180, 0.7
+"""Height of a picture, in pixels of the page, and its scale."""
+
 LARGE = 50_000
 MOST_DRAW_MS = 500.0
 LIVE = "document.getElementById('status').className === 'live' && state.stats && state.tiers && state.numNodes > 0"
@@ -90,7 +93,7 @@ async def _look(server: Server) -> list[Line]:
         for scheme in ("light", "dark"):
             await browser.set_scheme(scheme)
             await asyncio.sleep(0.5)
-            await browser.save_picture(OUT / "operator" / f"page-{scheme}.png")
+            await browser.save_picture(OUT / "operator" / f"page-{scheme}.png", *PICTURE)
         lines.append(await _large_line(browser))
         elsewhere = sorted({url for url in browser.requests if not url.startswith((server.url, "data:", "about:"))})
         asked = f"{len(browser.requests)} requests, elsewhere: {', '.join(elsewhere) or 'none'}"

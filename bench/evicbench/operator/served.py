@@ -12,7 +12,8 @@ from evicbench import testbed
 from evicbench.testbed.server import ADMIN_KEY, Server, greedy
 
 GUESSED_CURVES = str(Path(testbed.__file__).with_name("guess.json"))
-NUM_CONTEXTS, CONTEXT_TOKENS = 60, 400
+NUM_CONTEXTS, CONTEXT_TOKENS = 60, 480
+NUM_SHARED, SHARED_TOKENS = 5, 120
 
 
 @contextmanager
@@ -31,18 +32,25 @@ def watched_server(*more: str, admin_api_key: str | None = ADMIN_KEY) -> Iterato
 
 
 class Users:
-    """Questions about contexts, the first ones more often; every tenth has a budget for its answer."""
+    """Questions about contexts, the first ones more often, which begin alike in groups; every tenth has a budget."""
 
     def __init__(self, seed: int = 0) -> None:
         self._draw = random.Random(seed)
-        self._contexts = [[self._draw.randrange(6, 400) for _ in range(CONTEXT_TOKENS)] for _ in range(NUM_CONTEXTS)]
+        shared = [self._tokens(SHARED_TOKENS) for _ in range(NUM_SHARED)]
+        self._contexts = [
+            [*shared[number % NUM_SHARED], *self._tokens(CONTEXT_TOKENS // (1 + number % 3))]
+            for number in range(NUM_CONTEXTS)
+        ]
         self.num_asked = 0
+
+    def _tokens(self, number: int) -> list[int]:
+        return [self._draw.randrange(6, 400) for _ in range(number)]
 
     def ask(self, server: Server, num_requests: int) -> None:
         """So many requests, one after the other."""
         for _ in range(num_requests):
             context = self._contexts[int(NUM_CONTEXTS * self._draw.random() ** 2)]
-            question = [self._draw.randrange(6, 400) for _ in range(16)]
+            question = self._tokens(16)
             self.num_asked += 1
             has_budget = self.num_asked % 10 == 0
             body = greedy([*context, *question], 120 if has_budget else 4)
