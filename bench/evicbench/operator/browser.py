@@ -17,7 +17,10 @@ import aiohttp
 
 START_S, ANSWER_S = 30.0, 60.0
 SIZE = 1440, 1300
-_FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage")
+_FLAGS = (
+    *("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage"),
+    "--hide-scrollbars",
+)
 
 
 class Browser:

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-PREFIX = "evicpress:"
-"""Of every name, as SGLang puts ``sglang:`` before its own."""
+PREFIX = "sglang_evicpress_"
+"""Of every name. No colon, as SGLang has in its own: in OpenMetrics, for which Prometheus asks, that becomes an
+underscore, and in plain text it stays."""
 
 EVERY = "*"
 

@@ -55,14 +55,14 @@ def test_series_are_read_by_the_collector_of_sglangs_main_process(tmp_path: Path
     told = json.loads(done.stdout)
     first, second, third = told["rounds"]
     assert told["num_read"] == 3  # once a second at most
-    hit = f'evicpress:hit_tokens_total{{form="exact",{MODEL},tier="gpu",{RANK}}}'
+    hit = f'sglang_evicpress_hit_tokens_total{{form="exact",{MODEL},tier="gpu",{RANK}}}'
     assert f"{hit} 3.0" in first and f"{hit} 7.0" in second
     assert f"{hit} 9.0" in third  # a source that counts anew
-    exact = f'evicpress:stored_bytes{{form="exact",{MODEL},tier="gpu",{RANK}}}'
-    pressed = f'evicpress:stored_bytes{{form="keydiff@0.5",{MODEL},tier="gpu",{RANK}}}'
+    exact = f'sglang_evicpress_stored_bytes{{form="exact",{MODEL},tier="gpu",{RANK}}}'
+    pressed = f'sglang_evicpress_stored_bytes{{form="keydiff@0.5",{MODEL},tier="gpu",{RANK}}}'
     assert f"{exact} 5.0" in first and f"{exact} 0.0" in second and f"{pressed} 2.0" in second
-    assert f"evicpress:quality_target{{{MODEL},{RANK}}} 0.97" in first
-    assert not any(line.startswith("evicpress:quality_predicted") for line in first)
+    assert f"sglang_evicpress_quality_target{{{MODEL},{RANK}}} 0.97" in first
+    assert not any(line.startswith("sglang_evicpress_quality_predicted") for line in first)
 
 
 @pytest.mark.parametrize("has_reporter", [False, True])
