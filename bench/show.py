@@ -30,6 +30,7 @@ AREAS = {
     "budgets": "budgets",
     "codecs": "codecs",
     "releases": "releases",
+    "operator": "operator",
 }
 """Area -> its room of evicbench, whose module ``measurements`` lists what is measured."""
 

@@ -11,19 +11,28 @@ import numpy as np
 
 from sglang_evicpress.controller.journal import Journal
 from sglang_evicpress.core import Decision, Form, Option, Tier
-from sglang_evicpress.introspect.arguments import PAGE_DECISIONS, PAGE_NODES, PAGE_NUMBERS, IntrospectionError
+from sglang_evicpress.introspect.arguments import (
+    PAGE_DECISIONS,
+    PAGE_NODES,
+    PAGE_NUMBERS,
+    PAGE_OUTLINE,
+    IntrospectionError,
+)
 from sglang_evicpress.introspect.keyed_hash import keyed_hash
 from sglang_evicpress.introspect.operations import NodeBusy, UnknownNode
 from sglang_evicpress.patches.cache.integrity import CheckedTree, PolicyInUse
 from sglang_evicpress.patches.cache.statistics import TermFigures, described_cost
 from sglang_evicpress.patches.tiers.placement import tier_of
 from sglang_evicpress.patches.tiers.types import GpuForms, NodeHolds
-from sglang_evicpress.patches.tree.node import is_lossy, num_slots, start_of
+from sglang_evicpress.patches.tree.node import is_lossy, num_slots, size_of, start_of
 from sglang_evicpress.patches.tree.types import Allocator, Node
 from sglang_evicpress.survivors import SurvivorLayout
 
 MAX_CHILDREN = 256  # named in a node's description
 MAX_NAMESPACES = 1024  # whose hashes are kept
+
+OUTLINE_COLUMNS = ("id", "parent_id", "num_tokens", "num_slots", "tier", "form", "num_hits", "is_locked")
+_LABELS = {tier: tier.label for tier in Tier}
 
 
 @dataclass(eq=False, repr=False)
@@ -57,6 +66,26 @@ class TreeInspection:
             "page_size": self.tree.page_size,
             "num_nodes": len(ids),
             "nodes": nodes,
+            "next": page[-1] if page and page[-1] != ids[-1] else None,
+        }
+
+    def describe_outline(self, after: int = 0, limit: int = PAGE_OUTLINE) -> dict[str, object]:
+        ids = list(self.tree.nodes)
+        begin = bisect_right(ids, after)
+        page = ids[begin : begin + min(limit, PAGE_OUTLINE)]
+        root, forms = self.tree.root_node, dict[Form, str]()
+        rows = []
+        for node_id in page:
+            node = self.tree.nodes[node_id]
+            form = node.kv.form
+            text = forms.get(form) or forms.setdefault(form, str(form))
+            parent = None if node.parent is root else node.parent.id
+            sizes = len(node.key), size_of(node)
+            rows.append((node_id, parent, *sizes, _LABELS[tier_of(node)], text, node.kv.num_hits, node.lock_ref > 0))
+        return {
+            "columns": OUTLINE_COLUMNS,
+            "num_nodes": len(ids),
+            "nodes": rows,
             "next": page[-1] if page and page[-1] != ids[-1] else None,
         }
 

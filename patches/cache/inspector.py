@@ -43,6 +43,7 @@ class Inspector:
         self._profiles = profiles
         self._guest_counts = background_counts
         self.describe_tree = tree.describe_tree
+        self.describe_outline = tree.describe_outline
         self.describe_node = tree.describe_node
         self.describe_stats = describe_stats
         self.explain_node = tree.explain_node

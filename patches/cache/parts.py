@@ -8,7 +8,7 @@ import torch
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
 from sglang_evicpress.config import EvicPressConfig
-from sglang_evicpress.controller.controller import Controller
+from sglang_evicpress.controller.controller import ASKED, IDLE, Controller
 from sglang_evicpress.patches.cache.admission import Admission
 from sglang_evicpress.patches.cache.eviction import Eviction
 from sglang_evicpress.patches.cache.moves import NodeMoves
@@ -17,6 +17,7 @@ from sglang_evicpress.patches.cache.policy_view import PolicyView
 from sglang_evicpress.patches.cache.prefix_views import PrefixViews
 from sglang_evicpress.patches.cache.quality_control import QualityControl
 from sglang_evicpress.patches.cache.recomputation import Recomputation
+from sglang_evicpress.patches.cache.served_hits import ServedHits
 from sglang_evicpress.patches.cache.served_kv import note_served_kv
 from sglang_evicpress.patches.cache.tier_parts import TierParts
 from sglang_evicpress.patches.cache.tree_parts import TreeParts
@@ -74,7 +75,7 @@ class Parts:
             tiers.promotion,
             tiers.host_room.room,
             tiers.holds.node_ids,
-            lambda decisions: self.controller.execute(decisions),
+            lambda decisions: self.controller.execute(decisions, occasion=IDLE),
             slot_bytes,
         )
         self.view = PolicyView(
@@ -108,7 +109,7 @@ class Parts:
             self.view.plan_rewrites,
             tiers.host_room.room,
             tiers.holds.node_ids,
-            lambda decisions: self.controller.execute(decisions),
+            lambda decisions: self.controller.execute(decisions, occasion=IDLE),
         )
         self.controller = Controller(self.moves, tree.policy, tree.terms, tree.num_failed)
         self.eviction = Eviction(
@@ -165,6 +166,7 @@ class Parts:
             page_size=page_size,
             min_match_kept=config.min_match_kept,
         )
+        self.served = ServedHits(tree.terms)
         self.admission = Admission(
             outside.tree,
             tiers.prefetches,
@@ -242,7 +244,7 @@ class Parts:
             nodes,
             tree.storage,
             tiers.removal,
-            self.controller.execute,
+            lambda decisions: self.controller.execute(decisions, occasion=ASKED),
             tiers.holds,
             self.rounds,
             self.ssd_attachment,
@@ -312,4 +314,5 @@ class Parts:
             note_served_kv,
             tree.queued_hits.on_prefill,
             self.recomputation.count_admitted,
+            self.served.count_admitted,
         )

@@ -192,12 +192,12 @@ class PolicySync:
         return self.planner.index.num_on[tier]
 
     def forms_on(self, tier: Tier) -> dict[str, dict[str, int]]:
-        """Nodes and bytes that a tier holds, by form, copies of nodes on a faster tier too."""
+        """Nodes, tokens and bytes that a tier holds, by form, copies of nodes on a faster tier too."""
         slot_bytes, described = self.menu.slot_bytes, dict[str, dict[str, int]]()
-        for form, (num_nodes, num_slots) in self.census.held_on(tier).items():
+        for form, (num_nodes, num_tokens, num_slots) in self.census.held_on(tier).items():
             num_bytes = num_slots * slot_bytes
             stored = num_bytes if tier == Tier.GPU else self.menu.stored_bytes(form, num_bytes)
-            described[str(form)] = {"nodes": num_nodes, "bytes": stored}
+            described[str(form)] = {"nodes": num_nodes, "tokens": num_tokens, "bytes": stored}
         return described
 
     def bounded(self, tier: Tier, num_bytes: int, num_nodes: int = MOST_PLANNED) -> int:

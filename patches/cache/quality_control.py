@@ -101,6 +101,15 @@ class QualityControl:
         """Loss observed over loss predicted."""
         return self.correction.ratio(self.terms.now_s) if self.target is None else self.target.correction
 
+    def gains(self, req: ServedRequest, path: Sequence[Node], is_lossy: bool) -> list[float]:
+        """By how much the predicted quality of what a request computed exceeds that of each node of ``path``, where it
+        computed upon a lossy prefix; 0 for each where it did not."""
+        if not is_lossy:
+            return [0.0] * len(path)
+        own_loss = 1.0 - getattr(req, "evicpress_prefix_quality", 1.0)
+        shares = self.shares_of([(node, len(node.key)) for node in path])
+        return [share.lost / share.num_tokens - own_loss for share in shares]
+
     def note_admitted(self, req: ServedRequest, path: Sequence[Node], _num_tokens: int) -> None:
         """A user's request runs upon ``path``; what it computes is worth no more than that. One that was retracted and
         runs again finds what it computed itself: that is no hit."""

@@ -30,11 +30,13 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
 from sglang_evicpress.asked_retention import retention_s
 from sglang_evicpress.config import EvicPressConfig
+from sglang_evicpress.introspect.served import FirstTokenTimes
 from sglang_evicpress.patches.attention import group_rows
 from sglang_evicpress.patches.attention.prompt_queries import PromptQueries
 from sglang_evicpress.patches.cache.inspection import TreeInspection
 from sglang_evicpress.patches.cache.inspector import Inspector
 from sglang_evicpress.patches.cache.integrity import Integrity, num_running
+from sglang_evicpress.patches.cache.metrics import FigureReader, metrics_of
 from sglang_evicpress.patches.cache.outside import Outside
 from sglang_evicpress.patches.cache.parts import Parts
 from sglang_evicpress.patches.cache.statistics import Statistics
@@ -44,6 +46,7 @@ from sglang_evicpress.patches.decode_budget.inspection import RequestsInspection
 from sglang_evicpress.patches.decode_budget.passes import DecodePasses
 from sglang_evicpress.patches.decode_budget.records import BudgetRecords
 from sglang_evicpress.patches.scheduler import hooks
+from sglang_evicpress.patches.scheduler.first_tokens import FirstTokens
 from sglang_evicpress.patches.scheduler.prefill_times import PrefillTimes
 from sglang_evicpress.patches.tiers.placement import NOWHERE
 from sglang_evicpress.patches.tree.compressor import Compressor
@@ -101,6 +104,7 @@ class EvicPressCache(RadixCache):
         self.placement, self.shadows = tiers.placement, parts.shadows
         self.background, self.views = parts.background, parts.views
         self.prefill_times = PrefillTimes(tree.terms.cost_model)
+        self.first_token_times = FirstTokenTimes()
         self.scheduler: Any = None
         self.name_profiles: Callable[[Any], bytes] = lambda tokenizer: bytes(KEY_BYTES)
         self.vocab_size, self._tick = MAX_TOKEN + 1, 0  # the model's, where it is known
@@ -115,11 +119,12 @@ class EvicPressCache(RadixCache):
         policy = tree.policy, tree.terms, parts.controller.journal
         inspection = TreeInspection(self, *reached, tiers.holds, *policy, hash_key or secrets.token_bytes(32))
         figures = tree.terms, tree.policy, tree.queue, self.prefill_times, tree.queued_hits, self, tree.ledger
-        counted = parts.controller, parts.quality_control, parts.recomputation.counts, tree.storage
+        counted = parts.controller, parts.quality_control, parts.recomputation.counts
+        served = parts.served.counts, self.first_token_times, tree.storage
         evictions = tree.eviction_log.describe_evictions
         checked = tree.ledger, tree.policy, parts.view.stats_of, tree.aside
         integrity = Integrity(self, *checked, self, parts.shadows.shadow_nodes)
-        statistics = Statistics(config, *figures, *counted, evictions)
+        statistics = Statistics(config, *figures, *counted, *served, evictions)
         shown = inspection, statistics.describe_stats, integrity.check_integrity, parts.admin
         requests = RequestsInspection(self, records, self.device)
         self.inspector = Inspector(*shown, requests, parts.shadows, tree.quality, parts.background.counts)
@@ -128,6 +133,12 @@ class EvicPressCache(RadixCache):
         """Called once the scheduler is complete; compression then orders itself behind its forward stream."""
         self.scheduler = scheduler
         parts, tree, tiers = self.parts, self.parts.tree, self.parts.tiers
+        figures = FigureReader(
+            self.inspector.describe_stats,
+            parts.report.describe_tiers,
+            lambda: self.decode_budgets.describe(scheduler),
+            tree.quality.counts,
+        )
         hooks.attach(
             hooks.HookedCache(
                 advance=tree.terms.advance,
@@ -142,6 +153,8 @@ class EvicPressCache(RadixCache):
                 know_adapters=tree.adapters.know_adapters,
                 decode_budgets=self.decode_budgets,
                 background=parts.background,
+                first_tokens=FirstTokens(self.first_token_times),
+                metrics=metrics_of(scheduler, figures),
             )
         )
         channels = scheduler.ipc_channels
@@ -386,7 +399,7 @@ class EvicPressCache(RadixCache):
         priority = getattr(req, "priority", 0) or 0
         path = self._take(self._steps(key))
         beyond, parts, gains, known = [], [], list[float](), 0
-        for node, gain in zip(path, self._gains(req, path) if view.is_lossy else (0.0 for _ in path), strict=True):
+        for node, gain in zip(path, self.parts.quality_control.gains(req, path, view.is_lossy), strict=True):
             node.priority = max(node.priority, priority)
             begin, known = known, known + len(node.key)
             if begin >= adopted:
@@ -415,12 +428,6 @@ class EvicPressCache(RadixCache):
         for node in beyond if view.is_lossy else ():
             node.kv.prefix_quality = min(node.kv.prefix_quality, getattr(req, "evicpress_prefix_quality", 1.0))
         return beyond
-
-    def _gains(self, req: Any, path: list[Any]) -> list[float]:
-        """By how much the predicted quality of what a request computed upon a lossy prefix exceeds each node's."""
-        shares = self.quality.shares_of([(node, len(node.key)) for node in path])
-        own_loss = 1.0 - getattr(req, "evicpress_prefix_quality", 1.0)
-        return [share.lost / share.num_tokens - own_loss for share in shares]
 
     def end_request(self, req: Any, num_tokens: int, *, is_insert: bool) -> None:
         """The request ended or is to be computed anew: its own KV of ``num_tokens`` goes to the tree, or is freed."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.controller.journal import Journal
 from sglang_evicpress.introspect.recomputed import Recomputed
-from sglang_evicpress.patches.cache.integrity import CheckedTree, PolicyInUse, in_flight
+from sglang_evicpress.introspect.served import FirstTokenTimes, ServedTokens
+from sglang_evicpress.patches.cache.integrity import CheckedTree, PolicyInUse, in_flight, num_running
 from sglang_evicpress.patches.scheduler.queue_limit import FirstTokens
 from sglang_evicpress.patches.tiers.types import Slots, Tiers
 from sglang_evicpress.policy.cost_model import CostModel, CostSnapshot, PrefillCost
@@ -67,6 +68,7 @@ class ControllerFigures(Protocol):
     """Decisions that were carried out."""
 
     journal: Journal
+    num_decisions: Counter[tuple[str, str]]
     num_compressed: Counter[str]
     num_demoted: Counter[str]
     num_failed: Counter[str]
@@ -90,6 +92,8 @@ class Statistics:
     controller: ControllerFigures
     quality: QualityFigures
     recomputed: Recomputed
+    served: ServedTokens
+    first_token_times: FirstTokenTimes
     tiers: Tiers
     describe_evictions: Callable[[], dict[str, object]]
 
@@ -112,6 +116,7 @@ class Statistics:
                 "num_observations": self.prefill_times.num_observed,
                 "recompute_weight": round(self.terms.recompute_weight, 3),
             },
+            "running": {"requests": num_running(self.slots.scheduler)},
             "waiting": {"requests": num_waiting, "queued_hit_nodes": self.queued_hits.num_nodes},
             "queue": {
                 "expected_wait_s": self.queue.turns.wait_s(num_waiting),
@@ -137,9 +142,12 @@ class Statistics:
                 "dropped_tokens": controller.dropped_tokens,
                 "freed_slots": controller.freed_slots,
                 "failed": dict(controller.num_failed),
+                "by_reason": _nested(controller.num_decisions),
             },
             "admission": self.recomputed.describe(self.prefill_times.not_loaded_s),
             "drops": self.recomputed.describe_drops(),
+            "served": self.served.describe(),
+            "first_tokens": self.first_token_times.describe(),
             "evictions": self.describe_evictions(),
             "utility_lost_s": controller.journal.lost if self.policy.planner.has_utility else None,
             "threads": [thread.describe() for thread in self.threads()],
@@ -151,6 +159,14 @@ class Statistics:
             yield from workers.threads
         if self.tiers.ssd is not None:
             yield from self.tiers.ssd.store.threads
+
+
+def _nested(counts: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
+    """Counts by the first name, then by the second."""
+    nested = dict[str, dict[str, int]]()
+    for (kind, reason), count in sorted(counts.items()):
+        nested.setdefault(kind, {})[reason] = count
+    return nested
 
 
 def described_cost(cost: PrefillCost) -> dict[str, object]:

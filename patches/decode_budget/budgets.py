@@ -23,7 +23,6 @@ from sglang_evicpress.decode_budget.settings import DecodeSettings, client_setti
 from sglang_evicpress.decode_budget.stats import RequestStats, Totals
 from sglang_evicpress.patches.attention.query_ring import STEPS_AHEAD, QueryRing
 from sglang_evicpress.patches.compat.release import REQUEST_KV
-from sglang_evicpress.patches.decode_budget.metrics import BudgetMetrics
 from sglang_evicpress.patches.decode_budget.rows import DecodeTree, row_of, unshare
 from sglang_evicpress.patches.decode_budget.state import (
     BudgetedRequest,
@@ -64,7 +63,6 @@ class DecodeBudgets:
 
     def __post_init__(self) -> None:
         self.has_budgets = False  # until the first request comes with one
-        self._metrics: BudgetMetrics | None = None
         self._given_up: list[tuple[BudgetedRequest, str]] = []
 
     @property
@@ -138,7 +136,6 @@ class DecodeBudgets:
                     due.append(req)
         if due and self._visit(due):
             running.batch_is_full = False
-            self._publish(scheduler)
 
     def _reads_soon(self, req: BudgetedRequest, state: DecodeState, ring: QueryRing) -> bool:
         """True if a pass may read the query of the next step: it is at most so many steps away."""
@@ -227,18 +224,13 @@ class DecodeBudgets:
                 )
         self._given_up.clear()
 
-    def _publish(self, scheduler: DecodeScheduler) -> None:
-        """Bring the metrics up to date, on a server that has any."""
-        reporter = scheduler.metrics_reporter
-        if reporter is None or not reporter.current_scheduler_metrics_enabled:
-            return
-        if self._metrics is None:
-            self._metrics = BudgetMetrics(scheduler.server_args.served_model_name)
+    def describe(self, scheduler: DecodeScheduler) -> dict[str, object]:
+        """Counts of this server, and the slots that running requests with a budget hold and are granted."""
         held = granted = 0
-        for req in scheduler.running_batch.reqs:
+        for req in scheduler.running_batch.reqs if self.has_budgets else ():
             state = budget_of(req)
             if state is not None and holds_kv(req):
                 self.log.settle_copies(state, but_last=True)  # that of a pass just made would be waited for
                 held += num_physical(req)
                 granted += state.settings.tokens
-        self._metrics.publish(self.log.totals, held, granted)
+        return {"totals": self.log.totals.to_json(), "held_slots": held, "granted_slots": granted}

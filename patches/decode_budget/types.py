@@ -16,18 +16,6 @@ class RunningBatch(Protocol):
     batch_is_full: bool
 
 
-class MetricsReporter(Protocol):
-    """SGLang's own metrics."""
-
-    current_scheduler_metrics_enabled: bool
-
-
-class ServedModel(Protocol):
-    """SGLang's ServerArgs."""
-
-    served_model_name: str
-
-
 class DecodeScheduler(Protocol):
     """The scheduler, as far as budgets look at it."""
 
@@ -36,8 +24,6 @@ class DecodeScheduler(Protocol):
     last_batch: RunningBatch | None
     chunked_req: BudgetedRequest | None
     ipc_channels: Channels
-    metrics_reporter: MetricsReporter | None
-    server_args: ServedModel
 
 
 class Finish(Protocol):

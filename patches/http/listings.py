@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
@@ -18,17 +20,20 @@ Call = Callable[[str, Json], Awaitable[EvicPressReqOutput]]
 @dataclass(frozen=True, slots=True)
 class Listing:
     """``items``: the list in the answer. ``cursor``: the argument that continues behind ``next`` of the page before.
-    ``limit``: how many items a caller gets who does not say."""
+    ``limit``: how many items a caller gets who does not say. ``is_shared``: callers at about the same time get the
+    same answer."""
 
     items: str
     cursor: str
     limit: int
+    is_shared: bool = False
 
 
 MAX_ITEMS = 20_000  # in one answer over HTTP, whatever limit it is asked with; ``next`` leads to the others
 
 LISTINGS = {
     "tree": Listing("nodes", "after", MAX_ITEMS),
+    "outline": Listing("nodes", "after", MAX_ITEMS, is_shared=True),
     "journal": Listing("entries", "since", 100),
     "profiles": Listing("profiles", "after", 10_000),
 }
@@ -74,6 +79,35 @@ async def read_positions(call: Call, arguments: Json) -> tuple[int, bytes]:
         each["positions"] = None if shape is None else values[begin:end].reshape(shape)
         begin = end
     return 200, encode(answer)
+
+
+class SharedAnswers:
+    """Answers that several callers get, each as long as it has cost little: ``SHARE`` of the time at most is spent on
+    one that is asked for all the time. The last ``MOST`` are kept; one is made at a time."""
+
+    LEAST_S = 5.0
+    SHARE = 1 / 20
+    MOST = 8
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._turn = asyncio.Lock()
+        self._answers: dict[str, tuple[float, tuple[int, bytes]]] = {}
+
+    async def get(self, key: str, make: Callable[[], Awaitable[tuple[int, bytes]]]) -> tuple[int, bytes]:
+        """The answer by its key, made anew where it is old or was an error."""
+        async with self._turn:
+            begin_s = self._clock()
+            until_s, answer = self._answers.pop(key, (begin_s, (0, b"")))
+            if begin_s >= until_s:
+                answer = await make()
+                now_s = self._clock()
+                until_s = now_s + max(self.LEAST_S, (now_s - begin_s) / self.SHARE)
+            if answer[0] == 200:
+                self._answers[key] = until_s, answer
+                while len(self._answers) > self.MOST:
+                    del self._answers[next(iter(self._answers))]
+            return answer
 
 
 def _start_of(node: Mapping[str, int]) -> int:

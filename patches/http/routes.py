@@ -19,8 +19,17 @@ from sglang_evicpress.introspect.arguments import IntrospectionError, Json
 from sglang_evicpress.introspect.operation import MAX_CONTEXT_BYTES, Access, Operation
 from sglang_evicpress.introspect.operations import OPERATIONS, encode, read_object, read_question, shows_prompt
 from sglang_evicpress.patches.http.access import AccessRules, level_of
-from sglang_evicpress.patches.http.listings import LISTINGS, read_listing, read_positions, wants_positions
+from sglang_evicpress.patches.http.dashboard import PATHS, add_dashboard
+from sglang_evicpress.patches.http.events import EventHub
+from sglang_evicpress.patches.http.listings import (
+    LISTINGS,
+    SharedAnswers,
+    read_listing,
+    read_positions,
+    wants_positions,
+)
 from sglang_evicpress.patches.http.profile_writer import ProfileFile
+from sglang_evicpress.patches.http.replies import COME_BACK, json_response
 from sglang_evicpress.patches.scheduler.messages import EvicPressReqInput, EvicPressReqOutput
 from sglang_evicpress.threads import WatchedThread
 
@@ -28,8 +37,6 @@ logger = logging.getLogger(__name__)
 
 DEADLINE_S = 30.0
 BODY_DEADLINE_S = 10.0  # for the whole body: slower clients only keep a connection
-RETRY_AFTER_S = 1  # of a 503
-COME_BACK = f"ask again in {RETRY_AFTER_S} s"
 MAX_LONG_ANSWERS = 2  # put together at the same time
 MAX_QUEUED_CALLS = 64  # callers that may wait for the scheduler; more are told to come back
 TOKEN_BYTES = 8  # of one token id as JSON, with its comma
@@ -144,10 +151,13 @@ def add_routes(
     app.state.evicpress_rules = AccessRules() if rules is None else rules
     app.state.evicpress_context_bytes = max_context_bytes
     app.state.evicpress_threads = ()
+    app.state.evicpress_shared = SharedAnswers()
+    app.state.evicpress_events = EventHub(calls.call)
     if not is_new:
         return calls
     for route in routes():
         app.add_api_route(route.path, auth_level(level_of(route.access))(_endpoint(route)), methods=[route.method])
+    add_dashboard(app)
     methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
     for path in ("/evicpress", "/evicpress/{rest:path}"):  # last: a wrong path or method gets a reason too
         app.add_api_route(path, _unknown_path, methods=methods, include_in_schema=False)
@@ -159,11 +169,11 @@ def _endpoint(route: Operation) -> Callable[[Request], Awaitable[Response]]:
         try:
             return await _ask(request, route)
         except IntrospectionError as error:
-            return _response(error.status, encode(error.body))
+            return json_response(error.status, encode(error.body))
         except Exception as error:  # noqa: BLE001 - logged without its words, which may be a prompt
             logger.error("%s failed: %s", route.name, code_path(error))
             reason = f"{route.name} failed with {type(error).__name__}: {error}"
-            return _response(500, encode(IntrospectionError(500, reason).body))
+            return json_response(500, encode(IntrospectionError(500, reason).body))
 
     endpoint.__name__ = f"evicpress_{route.name}"
     return endpoint
@@ -189,17 +199,27 @@ async def _ask(request: Request, route: Operation) -> Response:
         rules.check(Access.PROMPT, request)
     if wants_positions(route.name, arguments):
         async with calls.long_answer():
-            return _response(*await read_positions(calls.call, arguments))
+            return json_response(*await read_positions(calls.call, arguments))
     if route.name in LISTINGS:
         async with calls.long_answer():
-            return _response(*await read_listing(calls.call, route.name, arguments))
+            return json_response(*await _read_listing(request, calls, route.name, arguments))
     response = await calls.call(route.name, arguments)
     payload = response.payload
     if response.status == 200 and route.name == "put_profile":
         await request.app.state.evicpress_profiles.keep(read_object(payload))
     if response.status == 200 and route.name == "stats":
         payload = _with_threads(payload, request.app.state.evicpress_threads)
-    return _response(response.status, payload)
+    return json_response(response.status, payload)
+
+
+async def _read_listing(request: Request, calls: SchedulerCalls, op: str, arguments: Json) -> tuple[int, bytes]:
+    def make() -> Awaitable[tuple[int, bytes]]:
+        return read_listing(calls.call, op, arguments)
+
+    if not LISTINGS[op].is_shared:
+        return await make()
+    shared: SharedAnswers = request.app.state.evicpress_shared
+    return await shared.get(f"{op} {sorted(arguments.items())}", make)
 
 
 def watch_threads(app: FastAPI, threads: tuple[WatchedThread, ...]) -> None:
@@ -234,11 +254,7 @@ async def _body(request: Request, max_bytes: int) -> bytes:
 
 async def _unknown_path(request: Request) -> Response:
     path = request.url.path
-    served = ", ".join(f"{route.method} {route.path}" for route in routes())
+    paths = (*(f"GET {path}" for path in PATHS), *(f"{route.method} {route.path}" for route in routes()))
+    served = ", ".join(paths)
     error = IntrospectionError(404, f"{request.method} {path} is not served: expected one of {served}")
-    return _response(error.status, encode(error.body))
-
-
-def _response(status: int, body: bytes) -> Response:
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else None
-    return Response(body, status_code=status, media_type="application/json", headers=headers)
+    return json_response(error.status, encode(error.body))

@@ -145,6 +145,21 @@ class HookedBudgets(Protocol):
     def visit_budgets(self) -> Callable[..., None]: ...
 
 
+class HookedFirstTokens(Protocol):
+    """Times of first tokens."""
+
+    @property
+    def enter(self) -> Callable[..., None]: ...
+    @property
+    def note(self) -> Callable[..., None]: ...
+
+
+class HookedMetrics(Protocol):
+    """Series that others read."""
+
+    def publish_when_due(self) -> None: ...
+
+
 class BeginRound(Protocol):
     """What is done before a batch is made; ``delays_token``: somebody would wait for it for a first token."""
 
@@ -164,7 +179,7 @@ class HookedGuests(Protocol):
 class HookedCache:
     """The parts of the cache that the scheduler tells something. ``advance`` takes a stamp: its time, its costs and how
     many requests a second of computing delays. ``begin_round`` does some of what is to be done at many nodes, unless
-    that would delay a token."""
+    that would delay a token. ``metrics`` None: nobody reads any."""
 
     advance: Callable[[float, CostSnapshot, float], None]
     begin_round: BeginRound
@@ -178,6 +193,8 @@ class HookedCache:
     know_adapters: Callable[[], None]
     decode_budgets: HookedBudgets
     background: HookedGuests
+    first_tokens: HookedFirstTokens
+    metrics: HookedMetrics | None
 
 
 class MemoryReq(Protocol):
@@ -220,6 +237,8 @@ def _after_add_request_to_queue(_: None, scheduler: Scheduler, req: QueuedReques
     """AFTER ``_add_request_to_queue``, which may also refuse the request."""
     queue = scheduler.waiting_queue
     if _cache is not None and queue and queue[-1] is req:
+        if not _cache.background.is_background(req):
+            _cache.first_tokens.enter(req)
         _cache.admission.on_queued(req)
 
 
@@ -235,6 +254,8 @@ def begin_round(scheduler: HookedScheduler) -> None:
     _cache.decode_budgets.visit_budgets(scheduler)
     _cache.rounds.tick(is_idle=is_idle, delays_token=delays_token)
     _cache.background.begin_round(scheduler)
+    if _cache.metrics is not None:
+        _cache.metrics.publish_when_due()
     if _cache.rounds.has_tiers and scheduler.running_batch.is_empty():
         # SGLang takes a pool without room for one more request as full until one ends. Nodes that are being loaded
         # are locked with no request running, and they are done without one.
@@ -340,6 +361,7 @@ def _before_process_batch_result(scheduler: object, batch: object, result: objec
     """BEFORE ``process_batch_result``."""
     if _cache is not None:
         _cache.prefill_times.finish(result)
+        _cache.first_tokens.note(batch)
 
 
 def _before_weights_change(updater: object, *_: object, **__: object) -> None:

@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Protocol
 
 from sglang_evicpress.config import EvicPressConfig
+from sglang_evicpress.controller.controller import AHEAD
 from sglang_evicpress.core import Decision, Option, Tier
 from sglang_evicpress.patches.tiers.types import (
     Backups,
@@ -143,7 +144,7 @@ class BackgroundDemotion:
 
     def _release(self, tier: Tier, num_bytes: int) -> int:
         plan = self._plan_ahead(tier, num_bytes, MOST_NODES)
-        self.controller.execute(plan)
+        self.controller.execute(plan, occasion=AHEAD)
         return len(plan)
 
     def _plan_ahead(self, tier: Tier, num_bytes: int, num_nodes: int) -> Sequence[Decision]:

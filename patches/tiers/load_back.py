@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from sglang_evicpress.core import Tier
+from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.patches.tiers.load import Load, Part
 from sglang_evicpress.patches.tiers.types import Tiers
 from sglang_evicpress.patches.tree.node import path_to, view_of_path
@@ -24,6 +24,7 @@ class LoadingRequest(Request, Protocol):
     storage_hit_length: int
     evicpress: PrefixView
     evicpress_without_room: bool
+    evicpress_loaded: dict[int, tuple[Tier, Form]]
 
 
 @dataclass(eq=False, repr=False)
@@ -72,8 +73,12 @@ class LoadBack:
         for node in wanted:
             node.kv.load = load
         from_ssd = self.from_ssd(req)  # by entry: the nodes may have been split since
-        taken = zip(wanted, copies, strict=True)
-        req.storage_hit_length = sum(len(node.key) for node, copy in taken if copy.entry in from_ssd)
+        tiers = [Tier.SSD if copy.entry in from_ssd else Tier.HOST for copy in copies]
+        req.storage_hit_length = sum(
+            len(node.key) for node, tier in zip(wanted, tiers, strict=True) if tier == Tier.SSD
+        )
+        found = zip(wanted, tiers, copies, strict=True)
+        req.evicpress_loaded = {node.id: (tier, copy.form) for node, tier, copy in found}
         self.storage.counts["loaded_tokens"] += sum(len(node.key) for node in wanted)
         self.storage.counts["loads"] += 1
         req.evicpress = view_of_path(path, slots.device)

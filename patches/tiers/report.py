@@ -31,12 +31,14 @@ class TierReport:
     def describe_tiers(self) -> dict[str, object]:
         """See ``InspectableTiers.describe_tiers``."""
         allocator, storage = self.allocator, self.storage
+        on_gpu = self.plans.forms_on(Tier.GPU)
         tiers: dict[str, object] = {
             "gpu": {
                 "capacity_bytes": allocator.size * self.slot_bytes,
                 "used_bytes": (allocator.size - allocator.available_size()) * self.slot_bytes,
                 "num_nodes": self.plans.num_nodes(Tier.GPU),
-                "forms": self.plans.forms_on(Tier.GPU),
+                "forms": on_gpu,
+                "compression": self._compression(on_gpu),
             }
         }
         errors = dict(storage.errors)
@@ -59,13 +61,14 @@ class TierReport:
 
     def _described_host(self) -> dict[str, object]:
         host = self.storage.host
-        extents = host.arena.extents
+        extents, forms = host.arena.extents, self.plans.forms_on(Tier.HOST)
         return {
             "capacity_bytes": host.num_bytes,
             "taken_bytes": extents.num_bytes,
             "used_bytes": extents.used_bytes,
             "num_nodes": self.plans.num_nodes(Tier.HOST),
-            "forms": self.plans.forms_on(Tier.HOST),
+            "forms": forms,
+            "compression": self._compression(forms),
             "num_entries": host.num_entries,
             "redundant_copies": self.num_redundant(),
             "copying_bytes": self.room.copying_bytes,
@@ -76,13 +79,14 @@ class TierReport:
         }
 
     def _described_ssd(self, ssd: SsdTier) -> dict[str, object]:
-        store = ssd.store
+        store, forms = ssd.store, self.plans.forms_on(Tier.SSD)
         return {
             "dir": ssd.folder,
             "capacity_bytes": store.capacity_bytes,
             "used_bytes": store.used_bytes,
             "num_nodes": self.plans.num_nodes(Tier.SSD),
-            "forms": self.plans.forms_on(Tier.SSD),
+            "forms": forms,
+            "compression": self._compression(forms),
             "num_entries": store.num_entries,
             "is_writable": store.is_writable,
             "read_bytes": store.read_bytes,
@@ -90,6 +94,12 @@ class TierReport:
             "wear": ssd.wear.describe(ssd.now_s),
             "load": self._described_load(Tier.SSD),
         }
+
+    def _compression(self, forms: Mapping[str, Mapping[str, int]]) -> float | None:
+        """Bytes of exact, raw KV of what is held in these forms, over the bytes that it takes."""
+        num_bytes = sum(form["bytes"] for form in forms.values())
+        num_tokens = sum(form["tokens"] for form in forms.values())
+        return num_tokens * self.slot_bytes / num_bytes if num_bytes else None
 
     def _described_load(self, tier: Tier) -> dict[str, object]:
         """Learned cost of loading from a tier."""

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from sglang_evicpress.controller.controller import BY_UTILITY
+from sglang_evicpress.controller.controller import BY_UTILITY, PRESSURE
 from sglang_evicpress.core import Decision, Form, Tier
 from sglang_evicpress.patches.tree.adapters import SsdScope
 from sglang_evicpress.patches.tree.types import Node
@@ -44,7 +44,14 @@ class Controlling(Protocol):
     @property
     def value_of_hit(self) -> float: ...
     def free_bytes(self, tier: Tier, num_bytes: int, *, room: Mapping[Tier, int] | None = None) -> int: ...
-    def execute(self, decisions: Iterable[Decision], cause: str = BY_UTILITY, *, at_once: bool = False) -> int: ...
+    def execute(
+        self,
+        decisions: Iterable[Decision],
+        cause: str = BY_UTILITY,
+        *,
+        at_once: bool = False,
+        occasion: str = PRESSURE,
+    ) -> int: ...
 
 
 class Tiers(Protocol):

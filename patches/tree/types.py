@@ -10,6 +10,7 @@ import torch
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.patches.tree.node_kv import NodeKV, PrefixView
 from sglang_evicpress.policy.cost_model import CostSnapshot
 from sglang_evicpress.policy.quality_target import Share
@@ -84,7 +85,8 @@ class QueuedRequest(Request, Protocol):
 class ServedRequest(QueuedRequest, Protocol):
     """A request that runs or has its answer. ``evicpress`` is the prefix it took from the tree, ``evicpress_use`` how
     many tokens that has, and their mean predicted quality where it is lossy, ``evicpress_prefix_quality`` that quality,
-    and ``evicpress_least_quality`` that of its worst node.
+    ``evicpress_least_quality`` that of its worst node, and ``evicpress_loaded`` the tier and form of each node that was
+    loaded for it, by id.
     ``customized_info``: what SGLang hands on to whoever sends the answer, a list for its tokens by name."""
 
     multimodal_inputs: object
@@ -93,6 +95,7 @@ class ServedRequest(QueuedRequest, Protocol):
     evicpress_use: tuple[int, float | None]
     evicpress_prefix_quality: float
     evicpress_least_quality: float
+    evicpress_loaded: dict[int, tuple[Tier, Form]]
     customized_info: dict[str, list[object]] | None
 
 

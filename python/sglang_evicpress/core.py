@@ -254,6 +254,15 @@ class Decision:
     is_forced: bool = False
 
     @property
+    def kind(self) -> str:
+        """``drop``, ``promote``, ``compress`` (smaller on the same tier) or ``demote``."""
+        if self.option.is_drop:
+            return "drop"
+        if self.is_promotion:
+            return "promote"
+        return "compress" if self.option.tier == self.source.tier else "demote"
+
+    @property
     def is_promotion(self) -> bool:
         """True if the node comes to a faster tier, or gets its exact form back."""
         source, option = self.source, self.option

@@ -19,6 +19,9 @@ BY_UTILITY, NO_COPY, NOT_MEASURED, FORCED = "best_by_utility", "no_copy_in_time"
 """Why a node is dropped: that lost least; nothing below had it, and there was no room or time to copy it; no form of it
 has a known quality, so that it could not shrink; what is above it had to go."""
 
+PRESSURE, AHEAD, IDLE, ASKED = "pressure", "ahead_of_need", "idle", "asked"
+"""Occasions on which a node moves or shrinks: its room is wanted now, or soon; the server is idle; somebody asked."""
+
 LOG_PAUSE_S = 10.0
 """Between two lines in the log about moves that failed."""
 
@@ -72,7 +75,9 @@ class Terms(Protocol):
 
 
 class Controller:
-    """The only one that compresses or drops because memory is short. ``num_failed`` counts moves by their errors."""
+    """The only one that compresses or drops because memory is short. ``num_failed`` counts moves by their errors,
+    ``num_decisions`` what was carried out, by kind and by reason: of a drop its cause, else its
+    occasion."""
 
     def __init__(self, ops: NodeOps, policy: PolicyInUse, terms: Terms, num_failed: Counter[str]) -> None:
         self.ops = ops
@@ -80,6 +85,7 @@ class Controller:
         self._terms = terms
         self.num_failed = num_failed
         self.journal = Journal()
+        self.num_decisions: Counter[tuple[str, str]] = Counter()
         self.num_compressed: Counter[str] = Counter()
         self.num_demoted: Counter[str] = Counter()
         self.num_dropped = 0
@@ -115,9 +121,16 @@ class Controller:
         cause = NO_COPY if lower_copies_of is not None else BY_UTILITY
         return self.execute(self.planner.plan(tier, num_bytes, room, lower_copies_of=lower_copies_of), cause)
 
-    def execute(self, decisions: Iterable[Decision], cause: str = BY_UTILITY, *, at_once: bool = False) -> int:
+    def execute(
+        self,
+        decisions: Iterable[Decision],
+        cause: str = BY_UTILITY,
+        *,
+        at_once: bool = False,
+        occasion: str = PRESSURE,
+    ) -> int:
         """Make the moves of a plan, which must be of the tree as it is; returns the slots freed at once. ``cause``: why
-        what is dropped is. ``at_once``: what leaves a tier leaves it now.
+        what is dropped is; ``occasion``: why the others move. ``at_once``: what leaves a tier leaves it now.
 
         A move that fails is skipped and counted, and its node is set aside, so that the next plan makes room of
         others. Not where there are other ranks: they have made the move, and to go on would be to go on with other
@@ -129,7 +142,7 @@ class Controller:
                 if decision.node_id not in self.planner.index.candidates:
                     continue  # a move before it made room below, which cost it
                 try:
-                    freed += self._execute(decision, cause, at_once)
+                    freed += self._execute(decision, cause, occasion, at_once)
                 except Exception as error:
                     if not is_alone:
                         raise
@@ -140,11 +153,11 @@ class Controller:
     def execute_asked(self, decision: Decision) -> int:
         """Make a move that somebody asked for, of a node that is set aside as well; returns the slots freed at once.
         What fails is raised: who asked is told."""
-        freed = self._execute(decision, BY_UTILITY, False)
+        freed = self._execute(decision, BY_UTILITY, ASKED, False)
         self.freed_slots += freed
         return freed
 
-    def _execute(self, decision: Decision, cause: str, at_once: bool) -> int:
+    def _execute(self, decision: Decision, cause: str, occasion: str, at_once: bool) -> int:
         option, node_id, freed = decision.option, decision.node_id, 0
         if option.is_drop:
             num_tokens = self.planner.index.candidates[node_id].num_tokens
@@ -161,15 +174,14 @@ class Controller:
             freed = self.ops.demote(node_id, option.tier, option.form, at_once=at_once)
             self.num_demoted[option.tier.label] += 1
         cause = cause if option.is_drop else ""
-        self.journal.add(decision, self.now_s, self.value_of_hit, cause, self.planner.alpha)
+        self.num_decisions[decision.kind, cause or occasion] += 1
+        self.journal.add(decision, self.now_s, self.value_of_hit, cause, self.planner.alpha, occasion)
         return freed
 
     def _skip(self, decision: Decision, error: Exception) -> None:
-        option = decision.option
-        move = "compress" if option.tier == decision.source.tier else "demote"
-        move = "drop" if option.is_drop else "promote" if decision.is_promotion else move
-        self.num_failed[f"{move} {type(error).__name__}"] += 1
+        self.num_failed[f"{decision.kind} {type(error).__name__}"] += 1
         self.ops.set_aside(decision.node_id)
         if self.now_s >= self._next_log_s:
             self._next_log_s = self.now_s + LOG_PAUSE_S
+            option = decision.option
             logger.error("evicpress: node %d could not become %s: %s", decision.node_id, option, code_path(error))

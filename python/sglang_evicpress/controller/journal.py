@@ -15,7 +15,8 @@ MOST_ABOUT = 200  # entries that one node's description has
 class Entry(NamedTuple):
     """``number`` counts from 1 without gaps. ``now_s`` is the logical time, equal on every rank; ``value_of_hit``
     what one hit was worth then (``reuse``), the unit of the decision's weight and loss; ``cause``: of a drop, why.
-    ``alpha`` is what quality was weighed by then, None where it is not."""
+    ``alpha`` is what quality was weighed by then, None where it is not. ``occasion``: why it was
+    decided then, "" if nobody said."""
 
     number: int
     now_s: float
@@ -23,6 +24,7 @@ class Entry(NamedTuple):
     decision: Decision
     cause: str = ""
     alpha: float | None = None
+    occasion: str = ""
 
 
 class Journal:
@@ -43,13 +45,19 @@ class Journal:
         return self._num_added + 1
 
     def add(
-        self, decision: Decision, now_s: float, value_of_hit: float, cause: str = "", alpha: float | None = None
+        self,
+        decision: Decision,
+        now_s: float,
+        value_of_hit: float,
+        cause: str = "",
+        alpha: float | None = None,
+        occasion: str = "",
     ) -> None:
         self._num_added += 1
         self.lost += decision.loss / value_of_hit
         if len(self._entries) == self._entries.maxlen:
             self._regrets.pop(self._entries[0].number, None)
-        self._entries.append(Entry(self._num_added, now_s, value_of_hit, decision, cause, alpha))
+        self._entries.append(Entry(self._num_added, now_s, value_of_hit, decision, cause, alpha, occasion))
 
     def regret(self, number: int | None, seconds: float) -> None:
         """Note that what the entry dropped was asked for again, and takes so long to recompute."""
@@ -86,6 +94,7 @@ class Journal:
             "number": entry.number,
             "time_s": entry.now_s,
             "node_id": decision.node_id,
+            "kind": decision.kind,
             "from": str(decision.source),
             "to": str(decision.option),
             "bytes_before": decision.source.num_bytes,
@@ -99,6 +108,8 @@ class Journal:
             "loss": loss,
             "reason": f"{decision.option}: {verb} {abs(loss):.4g} over {decision.freed_bytes} bytes",
         }
+        if entry.occasion:
+            described["occasion"] = entry.occasion
         if entry.alpha is not None:
             described["alpha"] = entry.alpha
         if entry.cause:

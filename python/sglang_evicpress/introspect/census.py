@@ -18,6 +18,7 @@ class _Totals:
 @dataclass(slots=True)
 class _Held:
     nodes: int = 0
+    tokens: int = 0
     slots: int = 0
 
 
@@ -72,9 +73,9 @@ class Census:
         """Nodes, tokens and slots by the name of the form."""
         return {str(form): asdict(totals) for form, totals in self._by_form.items()}
 
-    def held_on(self, tier: Tier) -> dict[Form, tuple[int, int]]:
-        """By form, how many nodes a tier holds in it, copies of those on a faster tier too, and their slots."""
-        return {form: (held.nodes, held.slots) for form, held in self._held.get(tier, {}).items()}
+    def held_on(self, tier: Tier) -> dict[Form, tuple[int, int, int]]:
+        """By form, how many nodes a tier holds in it, copies of those on a faster tier too, their tokens and slots."""
+        return {form: (held.nodes, held.tokens, held.slots) for form, held in self._held.get(tier, {}).items()}
 
     def differences(self, node_id: int, counted: Counted) -> Iterator[str]:
         """One sentence where the census has a node as something else than it is."""
@@ -92,6 +93,7 @@ class Census:
         for tier, form, num_slots in counted.held:
             held = self._held.setdefault(tier, {}).setdefault(form, _Held())
             held.nodes += sign
+            held.tokens += sign * counted.num_tokens
             held.slots += sign * num_slots
             if held.nodes == 0:
                 del self._held[tier][form]

@@ -18,7 +18,7 @@ import orjson
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.error_text import code_path, short_repr
 from sglang_evicpress.introspect import arguments as checked
-from sglang_evicpress.introspect.arguments import PAGE_NODES, IntrospectionError, Json
+from sglang_evicpress.introspect.arguments import PAGE_NODES, PAGE_OUTLINE, IntrospectionError, Json
 from sglang_evicpress.introspect.operation import Access, Arguments, Operation, Question, asks, by_name
 from sglang_evicpress.introspect.profile_operations import PROFILE_OPERATIONS
 
@@ -52,6 +52,10 @@ class InspectableTree(Protocol):
     def describe_tree(self, after: int = 0, limit: int = PAGE_NODES) -> Json:
         """Up to ``limit`` nodes, and never more than PAGE_NODES, with ids above ``after``, without their tokens and
         positions. ``next``: ``after`` of the following page, None at the end."""
+
+    def describe_outline(self, after: int = 0, limit: int = PAGE_OUTLINE) -> Json:
+        """Up to ``limit`` nodes, and never more than PAGE_OUTLINE, with ids above ``after``, each as a list of the
+        values that ``columns`` names. ``next``: ``after`` of the following page, None at the end."""
 
     def describe_node(
         self, node_id: int, *, positions: bool = False, tokens: bool = False, layer: int | None = None
@@ -153,6 +157,9 @@ def _write_limit(arguments: Arguments, name: str) -> float | None:
 
 OPERATIONS: dict[str, Operation] = by_name(
     Operation("tree", asks(InspectableTree.describe_tree, after=_INDEX, limit=_AMOUNT), "GET", "/evicpress/tree"),
+    Operation(
+        "outline", asks(InspectableTree.describe_outline, after=_INDEX, limit=_AMOUNT), "GET", "/evicpress/outline"
+    ),
     Operation(  # with tokens=true as Access.PROMPT
         "node",
         asks(

@@ -189,6 +189,8 @@ class Walk:
             **NO_BATCH,
             chunked_req=None,
             tokenizer=None,
+            metrics_reporter=None,
+            metrics_collector=None,
             ipc_channels=channels,
         )
 

@@ -82,8 +82,9 @@ class BudgetWalk(Walk):
             **batches,
             chunked_req=None,
             waiting_queue=[],
-            metrics_reporter=None,
             tokenizer=None,
+            metrics_reporter=None,
+            metrics_collector=None,
             ipc_channels=SimpleNamespace(recv_from_tokenizer=None, recv_from_rpc=None),
         )
 

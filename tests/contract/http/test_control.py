@@ -31,6 +31,7 @@ from sglang_evicpress.patches.http import routes
 from sglang_evicpress.patches.http import start as http_start
 from sglang_evicpress.patches.http.access import AccessRules
 from sglang_evicpress.patches.http.profile_writer import ProfileFile
+from sglang_evicpress.patches.http.replies import json_response
 from sglang_evicpress.patches.http.routes import MAX_QUEUED_CALLS, SchedulerCalls, add_routes
 from sglang_evicpress.patches.kv_flags import DEPENDENT_FLAGS
 from sglang_evicpress.patches.scheduler import queries, queue_limit, shutdown
@@ -285,7 +286,7 @@ def test_a_profile_that_cannot_be_saved_is_507(tmp_path: Path) -> None:
         ("POST", "/evicpress/tiers/ssd/detach", b"", 409, ("no SSD tier",)),
         ("GET", "/evicpress/tiers/ssd", b"", 404, ("POST /evicpress/tiers/ssd",)),
         ("GET", "/evicpress/forest", b"", 404, ("/evicpress/forest", "GET /evicpress/tree")),
-        ("GET", "/evicpress", b"", 404, ("GET /evicpress/tree",)),
+        ("POST", "/evicpress", b"", 404, ("GET /evicpress/tree",)),
         ("GET", "/evicpress/check", b"", 404, ("GET /evicpress/check", "POST /evicpress/check")),
         ("DELETE", "/evicpress/nodes/1", b"", 404, ("DELETE /evicpress/nodes/1",)),
     ],
@@ -591,7 +592,7 @@ def test_too_many_callers_are_told_when_to_come_back() -> None:
             await asyncio.wait_for(calls.call("stats", {}), 0.01)
 
     asyncio.run(scenario())
-    response = routes._response(503, b"{}")
+    response = json_response(503, b"{}")
     assert response.headers["retry-after"] == "1"
 
 

@@ -60,6 +60,8 @@ class ShadowMoves:
             **NO_BATCH,
             chunked_req=None,
             tokenizer=None,
+            metrics_reporter=None,
+            metrics_collector=None,
             waiting_queue=self.waiting,
             max_running_requests=ROWS - 2,
             ipc_channels=SimpleNamespace(send_to_tokenizer=sender, recv_from_tokenizer=None, recv_from_rpc=None),

@@ -68,6 +68,10 @@ class FakeCache:
         self.visited: list[object] = []
         self.decode_budgets = SimpleNamespace(visit_budgets=self.visited.append)
         self.told: list[str] = []
+        self.entered: list[str] = []
+        self.results: list[object] = []
+        self.first_tokens = SimpleNamespace(enter=self.entered.append, note=self.results.append)
+        self.metrics: Any = None
         self.background = self.rounds = self.prefetches = self.admission = self.weights = self
 
     def advance(self, stamp_s: float, costs: CostSnapshot, congestion: float) -> None:
@@ -276,7 +280,17 @@ def test_a_request_counts_once_it_is_in_the_queue_and_not_when_it_was_refused(ca
     hooks._after_add_request_to_queue(None, SimpleNamespace(waiting_queue=["a", "b"]), "b")
     hooks._after_add_request_to_queue(None, SimpleNamespace(waiting_queue=["a", "b"]), "refused", True)
     hooks._after_add_request_to_queue(None, SimpleNamespace(waiting_queue=[]), "refused")
-    assert cache.expected == ["b"]
+    assert cache.expected == cache.entered == ["b"]
+    hooks._after_add_request_to_queue(None, SimpleNamespace(waiting_queue=["background 1"]), "background 1")
+    assert cache.entered == ["b"], "only users wait for first tokens"
+
+
+def test_series_are_published_in_a_round_where_there_are_any(cache: FakeCache) -> None:
+    scheduler, published = SimpleNamespace(waiting_queue=[], running_batch=Batch(is_empty=True), last_batch=None), []
+    hooks.begin_round(scheduler)
+    cache.metrics = SimpleNamespace(publish_when_due=lambda: published.append("round"))
+    hooks.begin_round(scheduler)
+    assert published == ["round"]
 
 
 def test_every_step_looks_who_has_left_the_queue(cache: FakeCache) -> None:

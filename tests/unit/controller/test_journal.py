@@ -71,12 +71,14 @@ def test_an_empty_journal_says_so() -> None:
 
 def test_an_entry_shows_what_the_decision_rested_on_in_hits_of_its_time() -> None:
     journal = Journal()
-    journal.add(decision(7), 12.5, 2.0)
+    journal.add(decision(7), 12.5, 2.0, occasion="idle")
     (entry,) = journal.about(7)
     assert entry == {
         "number": 1,
         "time_s": 12.5,
         "node_id": 7,
+        "kind": "compress",
+        "occasion": "idle",
         "from": "exact/gpu",
         "to": "keydiff@0.4/gpu",
         "bytes_before": 100,

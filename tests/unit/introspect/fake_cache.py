@@ -25,6 +25,11 @@ class FakeCache:
     def describe_tree(self, after: int = 0, limit: int = 100) -> Json:
         return {"nodes": [{"id": node_id, "form": form} for node_id, form in self.forms.items()]}
 
+    def describe_outline(self, after: int = 0, limit: int = 500) -> Json:
+        page = [node_id for node_id in self.forms if node_id > after][:limit]
+        following = page[-1] if page and page[-1] != max(self.forms) else None
+        return {"columns": ["id", "form"], "nodes": [[one, self.forms[one]] for one in page], "next": following}
+
     def describe_node(
         self, node_id: int, *, positions: bool = False, tokens: bool = False, layer: int | None = None
     ) -> Json:

@@ -36,11 +36,11 @@ def test_totals_are_those_of_the_nodes_after_any_changes() -> None:
             if (found := [node for node in nodes.values() if node.form == form])
         }
         for tier in Tier:
-            copies = [copy for node in nodes.values() for copy in node.held if copy[0] == tier]
+            copies = [(node, copy) for node in nodes.values() for copy in node.held if copy[0] == tier]
             assert census.held_on(tier) == {
-                form: (len(slots), sum(slots))
+                form: (len(held), sum(node.num_tokens for node, _ in held), sum(copy[2] for _, copy in held))
                 for form in FORMS
-                if (slots := [num_slots for _, copied, num_slots in copies if copied == form])
+                if (held := [(node, copy) for node, copy in copies if copy[1] == form])
             }
 
 

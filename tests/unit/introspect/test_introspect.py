@@ -150,7 +150,12 @@ def test_an_ssd_is_attached_and_detached(arguments: Json, given: tuple[str, floa
 @pytest.mark.parametrize(
     ("op", "arguments", "status", "words"),
     [
-        ("melt", {}, 404, ("'melt'", "tree, node, stats", "check, evict, tiers, flush", "requests, open_shadow")),
+        (
+            "melt",
+            {},
+            404,
+            ("'melt'", "tree, outline, node", "check, evict, tiers, flush", "requests, open_shadow"),
+        ),
         ("open_shadow", {}, 400, ("token_ids is missing",)),
         ("tree", {"depth": "2"}, 400, ("'depth'", "accepted are after, limit")),
         ("check", {"repair": True}, 400, ("'repair'",)),

@@ -348,7 +348,7 @@ def test_flushing_the_gpu_gives_up_shadows_and_what_is_nowhere_else() -> None:
 
 def test_a_report_has_the_tiers_that_there_are() -> None:
     world = World(1)
-    forms = {"exact": {"nodes": 1, "bytes": 64}}
+    forms = {"exact": {"nodes": 1, "tokens": 8, "bytes": 64}}
     pool, plans = Pool(SLOTS - 4), SimpleNamespace(num_nodes=lambda tier: 1, forms_on=lambda tier: forms)
     figures = {"transfer_costs": lambda: COSTS.load, "num_prefetching": lambda: 2, "num_set_apart": lambda: 3}
     room = SimpleNamespace(copying_bytes=5)
@@ -356,7 +356,8 @@ def test_a_report_has_the_tiers_that_there_are() -> None:
     made = TierReport(pool, world, room, plans, **figures, slot_bytes=SLOT_BYTES)
     world.errors["host_checksum"] = 1
     told = made.describe_tiers()
-    assert told["tiers"]["gpu"] == {"capacity_bytes": SLOTS * 16, "used_bytes": 64, "num_nodes": 1, "forms": forms}
+    sizes = {"capacity_bytes": SLOTS * 16, "used_bytes": 64, "num_nodes": 1}
+    assert told["tiers"]["gpu"] == {**sizes, "forms": forms, "compression": 2.0}
     assert set(told["tiers"]) == {"gpu", "host"} and told["tiers"]["host"]["copying_bytes"] == 5
     assert told["errors"] == {"host_checksum": 1}
     assert told["tiers"]["host"]["taken_bytes"] == told["tiers"]["host"]["capacity_bytes"] == world.host.num_bytes

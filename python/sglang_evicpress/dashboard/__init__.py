@@ -1,0 +1,1 @@
+"""The page at ``/evicpress/``: one file, without anything from the network."""
