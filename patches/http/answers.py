@@ -9,6 +9,7 @@ answers, ``TokenizerManager.generate_request``, and put into ``meta_info`` there
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from contextvars import ContextVar
@@ -56,7 +57,8 @@ class ServedPrompts:
         if not prompts:
             return None
         exact, lossy = sum(kv["exact_tokens"] for kv in prompts), sum(kv["lossy_tokens"] for kv in prompts)
-        served = served_kv(exact, lossy, min(kv["min_quality"] for kv in prompts))
+        tiers = sum((Counter(kv["tiers"]) for kv in prompts), Counter[str]())
+        served = served_kv(exact, lossy, min(kv["min_quality"] for kv in prompts), tiers)
         return f'"{KV_CACHE}":{json.dumps(served, separators=(",", ":"))}'.encode()
 
 

@@ -47,16 +47,23 @@ KV_CACHE = "kv_cache"
 
 
 class ServedKV(TypedDict):
-    """Tokens of a prompt that came from the cache, and the least predicted quality of any node among them."""
+    """Tokens of a prompt that came from the cache, the least predicted quality of any node among them, and the tokens
+    by the tier that they were found on."""
 
     exact_tokens: int
     lossy_tokens: int
     min_quality: float
+    tiers: dict[str, int]
 
 
-def served_kv(num_exact: int, num_lossy: int, min_quality: float = 1.0) -> ServedKV:
-    """So many tokens of a prompt came from the cache."""
-    return {"exact_tokens": num_exact, "lossy_tokens": num_lossy, "min_quality": round(min_quality, 4)}
+def served_kv(
+    num_exact: int, num_lossy: int, min_quality: float = 1.0, tiers: Mapping[str, int] | None = None
+) -> ServedKV:
+    """So many tokens of a prompt came from the cache; ``tiers`` None: all of them from the GPU."""
+    num_cached = num_exact + num_lossy
+    found = {"gpu": num_cached} if tiers is None and num_cached else dict(tiers or {})
+    quality = round(min_quality, 4)
+    return {"exact_tokens": num_exact, "lossy_tokens": num_lossy, "min_quality": quality, "tiers": found}
 
 
 CACHE_SALT = "cache_salt"

@@ -7,6 +7,7 @@ import torch
 from tests.contract.cache.test_radix_cache_model import Request
 from tests.contract.tiers.test_tiers_model import HALF, TierWalk, blocked, cached, nodes_of, sent
 
+from sglang_evicpress.asked_quality import served_kv as served
 from sglang_evicpress.core import Tier
 from sglang_evicpress.patches.tree.node import is_lossy
 
@@ -159,6 +160,8 @@ def test_exact_kv_below_the_gpu_is_loaded_down_to_the_first_lossy_node(walk: Tie
     sent(walk, node, tier)
     request = walk.ready([*longer, 59], is_exact=True)
     assert walk.admit(request) == 100 and served_kv(request) == (100, 0)
+    assert request.customized_info is not None
+    assert request.customized_info["kv_cache"] == [served(100, 0, tiers={tier.label: 100})]
     walk.end(request)
     assert walk.cache.parts.recomputation.counts.computed["asked_exact"] == 8
 

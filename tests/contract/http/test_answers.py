@@ -166,7 +166,7 @@ def test_bodies_are_looked_at_behind_other_middleware(app: App) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_usage_says_what_was_served(app: App, path: str) -> None:
-    kv_cache = {"exact_tokens": 3, "lossy_tokens": 4, "min_quality": 1.0}
+    kv_cache = {"exact_tokens": 3, "lossy_tokens": 4, "min_quality": 1.0, "tiers": {"gpu": 7}}
     response = app.client.post(path, json={})
     assert response.json() == {"text": '"usage":{', "usage": {"kv_cache": kv_cache, "prompt_tokens": 9}}
     assert int(response.headers["content-length"]) == len(response.content)
@@ -192,7 +192,7 @@ def test_each_prompt_counts_once_however_many_answers_it_gets(app: App) -> None:
     for each in app.told[0]:
         del each["index"]
     usage = app.client.post("/v1/completions", json={}).json()["usage"]
-    assert usage["kv_cache"] == {"exact_tokens": 11, "lossy_tokens": 22, "min_quality": 0.75}
+    assert usage["kv_cache"] == {"exact_tokens": 11, "lossy_tokens": 22, "min_quality": 0.75, "tiers": {"gpu": 33}}
 
 
 def test_every_part_of_an_answer_says_it_also_where_only_the_first_has_it() -> None:
