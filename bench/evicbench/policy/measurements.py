@@ -40,7 +40,7 @@ def measure_tests(tests: Sequence[Promised] = TESTS) -> Iterator[Line]:
 
 MEASUREMENTS = {
     "tests": Measurement(measure_tests, partial(measure_tests, TESTS[:1])),
-    "optimality": Measurement(measure_optimality, partial(measure_optimality, 12, 2)),
+    "optimality": Measurement(measure_optimality, partial(measure_optimality, 4, 1)),
     "speed": Measurement(measure_speed, unjudged(partial(measure_speed, (10_000,), (1_000, 10_000)))),
     "stalls": Measurement(measure_stalls, unjudged(partial(measure_stalls, 1_000, 10.0))),
     "simulator": Measurement(rivals.speed),
