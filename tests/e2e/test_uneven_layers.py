@@ -19,7 +19,7 @@ def _bad(findings: list[Finding]) -> list[Finding]:
 def test_answers_equal_the_reference_in_place_below_the_gpu_and_after_a_restart(tmp_path: Path, page_size: int) -> None:
     outcome = uneven.run(tmp_path, path.make_model(tmp_path), page_size)
     assert (outcome.violations, outcome.errors) == ([], {})
-    for findings in (outcome.in_place, outcome.below, outcome.restarted):
+    for findings, least in ((outcome.in_place, 100), (outcome.below, 10), (outcome.restarted, 10)):
         assert not _bad(findings)
-        assert min(min(each.controls) for each in findings if each.controls) > 100 * TOLERANCE
+        assert min(min(each.controls) for each in findings if each.controls) > least * TOLERANCE
     assert outcome.tally.num_values > 0 and outcome.tally.num_wrong == 0
