@@ -72,7 +72,7 @@ TABLE = {
         ("core", "error_text", "policy", "tiers", "validation"), ("numpy", "orjson", "pydantic", "xxhash")
     ),
     "profiler": Layer(
-        ("core", "quality", "validation"),
+        ("core", "press", "quality", "search", "validation"),
         ("httpx", "numpy", "orjson", "pydantic", "safetensors", "tokenizers", "torch", "transformers"),
     ),
     # Systems side by side, as users meet them: real servers, which it only talks to.
@@ -96,8 +96,8 @@ TABLE = {
     "cli": Layer(
         (
             *SETTINGS,
-            *("benchmark", "files", "profiler", "progress", "quality", "quantiles", "simulator", "tables", "tiers"),
-            "traces",
+            *("benchmark", "files", "press", "profiler", "progress", "quality", "quantiles", "search", "simulator"),
+            *("tables", "tiers", "traces"),
         ),
         ("matplotlib", "numpy", "openai", "orjson", "pydantic"),
     ),
@@ -237,7 +237,7 @@ BENCH_FLOORS = (
     ("moves", "plugins", "pytest_runs", "streams", "stress"),
     ("correctness", "demo", "house", "policy"),
     ("decode_budget", "gpu", "serving", "tiers"),
-    ("codecs", "kernels_cpu", "load", "mend", "profiler", "releases"),
+    ("budgets", "codecs", "kernels_cpu", "load", "mend", "profiler", "releases"),
     ("families",),
 )
 """Rooms of the benchmarks, the lowest floor first: a room imports itself and rooms of lower floors."""

@@ -1,8 +1,8 @@
-"""From a context and its questions to tokens: the same that users' requests have, as the server itself makes them."""
+"""From a context and its questions to tokens: the same that users' requests have."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
 from typing import Literal, Self
@@ -49,19 +49,18 @@ class Template:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """``kind`` chat: one message of a user, in the chat template of the model; text: a prompt to be continued."""
+    """``tokenize`` gives the tokens of a whole prompt with that text, as users' requests have them."""
 
-    transport: Transport
-    kind: PromptKind
+    tokenize: Callable[[str], list[int]]
     template: Template
 
     def split(self, context: str, questions: Sequence[GivenQuestion]) -> tuple[list[int], list[Asked]]:
         """The tokens of the context, whole blocks that every prompt with it begins with, and the queries behind them.
 
-        Raises ContextTooShort, and EngineError when the server cannot make tokens.
+        Raises ContextTooShort, and what ``tokenize`` raises.
         """
-        prompts = [self._tokens(self.template.fill(context, question.text)) for question in questions]
-        shared = commonprefix([*prompts, self._tokens(self.template.fill(context, _PROBE))])
+        prompts = [self.tokenize(self.template.fill(context, question.text)) for question in questions]
+        shared = commonprefix([*prompts, self.tokenize(self.template.fill(context, _PROBE))])
         num_tokens = min(len(shared), *(len(prompt) - 1 for prompt in prompts))  # something is left to be asked
         num_tokens -= num_tokens % BLOCK_TOKENS
         if num_tokens < BLOCK_TOKENS:
@@ -70,10 +69,13 @@ class Prompts:
             Asked(prompt[num_tokens:], question.answer) for prompt, question in zip(prompts, questions, strict=True)
         ]
 
-    def _tokens(self, text: str) -> list[int]:
-        message = {"role": "user", "content": text}
-        body = {"messages": [message]} if self.kind == "chat" else {"prompt": text}
-        tokens = self.transport.ask("POST", "/tokenize", body).get("tokens")
-        if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
-            raise EngineError(f"POST /tokenize answered {tokens!r:.100} as tokens: expected a list of numbers")
-        return tokens
+
+def served_tokens(transport: Transport, kind: PromptKind, text: str) -> list[int]:
+    """Tokens of a prompt as the server makes them. ``kind`` chat: one message of a user, in the chat template of the
+    model; text: a prompt to be continued. Raises EngineError."""
+    message = {"role": "user", "content": text}
+    body = {"messages": [message]} if kind == "chat" else {"prompt": text}
+    tokens = transport.ask("POST", "/tokenize", body).get("tokens")
+    if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
+        raise EngineError(f"POST /tokenize answered {tokens!r:.100} as tokens: expected a list of numbers")
+    return tokens

@@ -23,7 +23,7 @@ from sglang_evicpress.core import Form
 from sglang_evicpress.files import check_output, write_whole
 from sglang_evicpress.profiler.contexts import GivenQuestion, read_contexts
 from sglang_evicpress.profiler.engine import EngineError
-from sglang_evicpress.profiler.prompts import PromptKind, Prompts, Template
+from sglang_evicpress.profiler.prompts import PromptKind, Prompts, Template, served_tokens
 from sglang_evicpress.profiler.scorers import SCORERS, get_scorer
 from sglang_evicpress.profiler.transport import Unreachable
 from sglang_evicpress.progress import Progress
@@ -151,7 +151,7 @@ def _prepare(args: argparse.Namespace) -> Run:
             make_folder(folder)
         make_questions = partial(kept_questions, folder, settings, make_questions, is_read=args.resume)
     identity, makeable = read_server(transport, args.forms)
-    prompts = Prompts(transport, args.prompt, args.template)
+    prompts = Prompts(partial(served_tokens, transport, args.prompt), args.template)
     asked = (contexts, args.forms, args.scorer, args.max_new_tokens, args.resume, make_questions)
     return Run(*asked, transport, prompts, identity, makeable)
 

@@ -1,0 +1,1 @@
+"""A local model in place of a server: questions about contexts whose KV is kept uneven."""
