@@ -32,6 +32,11 @@ def make_parser() -> argparse.ArgumentParser:
         help="measure how good answers stay on compressed KV, at a running server; show what was measured",
         add_help=False,
     )
+    commands.add_parser(
+        "search",
+        help="search how many tokens each layer should keep, with a local model; expand what was found",
+        add_help=False,
+    )
     _add_bench(commands)
     fsck = commands.add_parser(
         "fsck",
@@ -89,6 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from sglang_evicpress.cli.profile.command import profile
 
             return profile(arguments[1:])
+        if arguments[:1] == ["search"]:
+            from sglang_evicpress.cli.search.command import search_budgets
+
+            return search_budgets(arguments[1:])
         args = make_parser().parse_args(arguments)
         if args.command == "fsck":
             return _fsck(args.folder, args.key_file, is_repair=args.repair)

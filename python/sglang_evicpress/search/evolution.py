@@ -8,16 +8,20 @@ the same candidates, and what is in the journal is not evaluated again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import orjson
-from cmaes import CMA
 
 from sglang_evicpress.search.layer_budgets import Budgets, complete, uniform
+
+if TYPE_CHECKING:
+    from cmaes import CMA
 
 Score = Callable[[Budgets], float]
 """How well a task is done with these budgets: f of the paper, higher is better."""
@@ -26,7 +30,8 @@ Score = Callable[[Budgets], float]
 @dataclass(frozen=True, slots=True)
 class SearchSettings:
     """``target``: mean budget c; ``group_size``: layers searched together, n_g; ``efficiency_weight``: lambda;
-    ``smoothing``: gamma; ``iterations``: generations a group, M. Raises ValueError where one is out of range."""
+    ``smoothing``: gamma; ``iterations``: generations a group, M; ``least``: fewest tokens a layer keeps, such as the
+    sinks. Raises ValueError where one is out of range."""
 
     target: int
     group_size: int = 8
@@ -35,15 +40,19 @@ class SearchSettings:
     sigma: float = 0.3
     iterations: int = 10
     seed: int = 0
+    least: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("target", 1), ("group_size", 2), ("iterations", 1)):
+        for name, least in (("target", 1), ("group_size", 2), ("iterations", 1), ("least", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}: expected at least {least}")
         if not 0.0 < self.smoothing <= 1.0:
             raise ValueError(f"smoothing is {self.smoothing}: expected above 0 and at most 1")
-        if not self.efficiency_weight > 0.0 or not self.sigma > 0.0:
-            raise ValueError("efficiency_weight and sigma must be above 0")
+        for name, value in (("efficiency_weight", self.efficiency_weight), ("sigma", self.sigma)):
+            if not value > 0.0:
+                raise ValueError(f"{name} is {value}: expected above 0")
+        if self.target < self.least:
+            raise ValueError(f"target is {self.target}: expected at least {self.least}, which every layer keeps")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +93,22 @@ class Journal:
     """Scores by budgets, each appended to a file of JSON lines as soon as it is known; a last line that was cut off is
     evaluated anew. Raises ValueError for a file of another search."""
 
-    def __init__(self, path: Path | None, identity: dict[str, object]) -> None:
+    def __init__(self, path: Path | None, identity: Mapping[str, object]) -> None:
         self._path = path
         self._known: dict[Budgets, float] = {}
         if path is None:
             return
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         whole = [line for line in lines if line.endswith(b"\n")]
-        if whole and orjson.loads(whole[0]) != identity:
-            raise ValueError(f"{path} is the journal of another search: expected {identity}")
-        self._known = {tuple(line["budgets"]): line["score"] for line in map(orjson.loads, whole[1:])}
+        try:
+            header, *scores = map(orjson.loads, whole) if whole else (identity,)
+            self._known = {tuple(line["budgets"]): float(line["score"]) for line in scores}
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path} cannot be read ({error}): expected the journal of a search, or no file") from None
+        if not isinstance(header, dict):
+            raise ValueError(f"{path} begins with {header!r:.60}: expected the journal of a search, or no file")
+        if other := _difference(header, identity):
+            raise ValueError(f"{path} is the journal of another search ({other}): expected one of this, or no file")
         path.write_bytes(b"".join(whole) or orjson.dumps(identity) + b"\n")
 
     def __len__(self) -> int:
@@ -109,13 +124,24 @@ class Journal:
         return self._known[budgets]
 
 
-def search(evaluate: Score, num_layers: int, settings: SearchSettings, path: Path | None = None) -> Iterator[Step]:
+def num_steps(num_layers: int, settings: SearchSettings) -> int:
+    """Candidates that a search evaluates."""
+    groups = groups_of(num_layers, settings.group_size)
+    return settings.iterations * sum(population_of(len(group)) for group in groups)
+
+
+def search(
+    evaluate: Score,
+    num_layers: int,
+    settings: SearchSettings,
+    path: Path | None = None,
+    task: Mapping[str, object] | None = None,
+) -> Iterator[Step]:
     """Every candidate as it is evaluated; the budgets of the last one that ``is_best`` are the result, which
-    ``complete`` brings to the target. ``path``: the journal."""
+    ``complete`` brings to the target. ``path``: the journal, which holds for this ``task`` alone."""
     target = settings.target
-    identity: dict[str, object] = {"search": "evolkv", "num_layers": num_layers, "target": target}
-    identity |= {"group_size": settings.group_size, "seed": settings.seed, "sigma": settings.sigma}
-    journal = Journal(path, identity | {"iterations": settings.iterations})
+    identity: dict[str, object] = {"search": "evolkv", "num_layers": num_layers, **(task or {})}
+    journal = Journal(path, identity)
     best, best_fitness = uniform(num_layers, target), -math.inf
     for number, layers in enumerate(groups_of(num_layers, settings.group_size)):
         optimizer = _optimizer(len(layers), settings, number)
@@ -123,7 +149,7 @@ def search(evaluate: Score, num_layers: int, settings: SearchSettings, path: Pat
             told = list[tuple[np.ndarray, float]]()
             for _ in range(optimizer.population_size):
                 asked = optimizer.ask()
-                group = [max(1, round(float(share) * target)) for share in asked]
+                group = [max(settings.least, round(float(share) * target)) for share in asked]
                 budgets = (*best[: layers.start], *group, *best[layers.stop :])
                 score = journal.score(budgets, evaluate)
                 efficiency = cache_score(group, target, settings.smoothing)
@@ -140,9 +166,25 @@ def found(steps: Sequence[Step], target: int) -> Budgets:
     return complete([step for step in steps if step.is_best][-1].budgets, target)
 
 
+def check_optimizer() -> None:
+    """Raise ValueError where the package of the optimizer is not installed."""
+    if find_spec("cmaes") is None:
+        raise ValueError("the package cmaes is not installed: pip install 'sglang-evicpress[search]'")
+
+
+def _difference(known: Mapping[str, object], identity: Mapping[str, object]) -> str:
+    """The first thing in which a journal is of another search; empty if none."""
+    for name, value in identity.items():
+        if known.get(name) != value:
+            return f"{name} {known.get(name)!r:.60}, not {value!r:.60}"
+    return ""
+
+
 def _optimizer(num_layers: int, settings: SearchSettings, number: int) -> CMA:
     """CMA-ES over the budgets of a group divided by the target, from the target on."""
-    bounds = np.tile([1.0 / settings.target, float(num_layers) * 2.0], (num_layers, 1))
+    from cmaes import CMA
+
+    bounds = np.tile([settings.least / settings.target, float(num_layers) * 2.0], (num_layers, 1))
     return CMA(
         mean=np.ones(num_layers),
         sigma=settings.sigma,

@@ -13,6 +13,9 @@ from fractions import Fraction
 PYRAMID_BETA = 20
 """The top layer keeps ``1 / PYRAMID_BETA`` of the mean."""
 
+MAX_DENOMINATOR = 10**6
+"""Shares of a file are taken for the nearest fractions: the budgets they were made of, where their sum is less."""
+
 Budgets = tuple[int, ...]
 """Tokens kept by layer, the lowest layer first."""
 
@@ -30,7 +33,7 @@ def pyramid(num_layers: int, target: int) -> Budgets:
     return complete([max(1, round(2 * target - least - layer * step)) for layer in range(num_layers)], target)
 
 
-def complete(budgets: Sequence[int], target: int) -> Budgets:
+def complete(budgets: Sequence[int | Fraction], target: int) -> Budgets:
     """Budgets in the same proportions that are ``target`` on average: ``ceil(k + k / A * (T - A))`` with ``A`` their
     sum and ``T = target * L`` (EvolKV, section 3.2). The sum is at least ``T`` and less than ``T + L``. So are budgets
     that were found at one target expanded to another.
@@ -41,6 +44,11 @@ def complete(budgets: Sequence[int], target: int) -> Budgets:
         raise ValueError(f"budgets are {tuple(budgets)}: expected none below 0 and one above")
     total, wanted = sum(budgets), target * len(budgets)
     return tuple(math.ceil(Fraction(each * wanted, total)) for each in budgets)
+
+
+def expanded(shares: Sequence[float], target: int) -> Budgets:
+    """Tokens by layer of a budget file's shares at a target, completed. Raises ValueError as ``complete``."""
+    return complete([Fraction(share).limit_denominator(MAX_DENOMINATOR) for share in shares], target)
 
 
 def round_counts(budgets: Sequence[int], most_counts: int) -> Budgets:

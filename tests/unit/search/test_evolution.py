@@ -14,6 +14,7 @@ from sglang_evicpress.search.evolution import (
     cache_score,
     found,
     groups_of,
+    num_steps,
     population_of,
     search,
 )
@@ -88,9 +89,36 @@ def test_a_search_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
 
 def test_a_journal_of_another_search_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    next(search(nearness, 4, SearchSettings(100, group_size=2), path))
-    with pytest.raises(ValueError, match="another search"):
-        next(search(nearness, 4, SearchSettings(100, group_size=2, seed=1), path))
+    next(search(nearness, 4, SearchSettings(100, group_size=2), path, {"press": "snapkv"}))
+    with pytest.raises(ValueError, match=r"is the journal of another search \(press 'snapkv', not 'keydiff'\)"):
+        next(search(nearness, 4, SearchSettings(100, group_size=2), path, {"press": "keydiff"}))
+
+
+@pytest.mark.parametrize("content", ["no JSON\n", "[1]\n", "{}\n[1]\n", '{}\n{"budgets": [1]}\n'])
+def test_a_file_that_is_no_journal_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "journal"
+    path.write_text(content)
+    with pytest.raises(ValueError, match="expected the journal of a search, or no file"):
+        next(search(nearness, 4, SearchSettings(100, group_size=2), path))
+    assert path.read_text() == content
+
+
+def test_another_seed_uses_the_scores_that_are_there(tmp_path: Path) -> None:
+    path, settings = tmp_path / "journal", SearchSettings(100, group_size=2, seed=1)
+    list(search(nearness, 4, SearchSettings(100, group_size=2), path))
+    assert list(search(nearness, 4, settings, path)) == list(search(nearness, 4, settings))
+    assert not path.read_bytes().endswith(b"]}\n") and path.read_bytes().count(b"\n") > 100
+
+
+@pytest.mark.parametrize(("groups", "steps"), [((8,), 30), ((2, 2, 2, 2), 72), ((4, 4), 48)])
+def test_the_number_of_candidates_is_known_before(groups: tuple[int, ...], steps: int) -> None:
+    settings = SearchSettings(100, group_size=groups[0], iterations=3)
+    assert num_steps(8, settings) == steps == len(list(search(lambda _: 1.0, 8, settings)))
+
+
+def test_no_layer_keeps_fewer_than_the_least() -> None:
+    steps = list(search(lambda budgets: -float(sum(budgets)), 4, SearchSettings(10, iterations=40, least=4)))
+    assert min(min(step.budgets) for step in steps) == 4
 
 
 @pytest.mark.parametrize(
@@ -99,7 +127,9 @@ def test_a_journal_of_another_search_is_refused(tmp_path: Path) -> None:
         ({"target": 0}, "target is 0"),
         ({"target": 5, "group_size": 1}, "group_size is 1"),
         ({"target": 5, "smoothing": 0.0}, "smoothing is 0.0"),
-        ({"target": 5, "sigma": 0.0}, "sigma"),
+        ({"target": 5, "sigma": 0.0}, "sigma is 0.0"),
+        ({"target": 5, "efficiency_weight": -1.0}, "efficiency_weight is -1.0"),
+        ({"target": 3, "least": 4}, "target is 3: expected at least 4"),
     ],
 )
 def test_settings_out_of_range_are_refused(fields: dict[str, int | float], words: str) -> None:

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from sglang_evicpress.search.layer_budgets import complete, pyramid, round_counts, uniform
+from sglang_evicpress.search.budget_file import BudgetFile
+from sglang_evicpress.search.layer_budgets import complete, expanded, pyramid, round_counts, uniform
 
 
 def test_completion_gives_every_layer_its_share_rounded_up() -> None:
@@ -25,6 +26,15 @@ def test_completion_sums_to_the_target_or_a_little_more(seed: int) -> None:
 
 def test_equal_budgets_stay_equal_and_are_those_of_a_uniform_form() -> None:
     assert complete(uniform(32, 77), 128) == uniform(32, 128)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_shares_of_a_file_give_back_what_they_were_made_of(seed: int) -> None:
+    rng = random.Random(seed)
+    budgets, target = [rng.randint(0, 500) for _ in range(rng.randint(1, 40))] + [1], rng.randint(1, 2000)
+    shares = BudgetFile.of(budgets, target).shares
+    assert expanded(shares, target) == complete(budgets, target)
+    assert expanded(shares, 3 * target) == complete(budgets, 3 * target)
 
 
 @pytest.mark.parametrize("budgets", [[], [0, 0], [5, -1]])

@@ -12,8 +12,9 @@ from dataclasses import asdict
 
 from sglang_evicpress.benchmark.interrupts import raising_interrupts, uninterrupted
 from sglang_evicpress.cli.parser import interrupted_status, naming, say
+from sglang_evicpress.cli.pictures import check_picture
 from sglang_evicpress.cli.replay.flags import alphas_of, make_parser
-from sglang_evicpress.cli.replay.plot import check_plot, draw
+from sglang_evicpress.cli.replay.plot import draw
 from sglang_evicpress.cli.replay.report import Result, lru_over, table
 from sglang_evicpress.cli.replay.settings import header, make_settings, settings_record
 from sglang_evicpress.files import WholeFile, check_output
@@ -118,7 +119,7 @@ def _outputs(args: argparse.Namespace) -> dict[str, str]:
         if (path := getattr(args, name)) is not None:
             with naming(f"--{name}"):
                 if name == "plot":
-                    check_plot(path)
+                    check_picture(path)
                 check_output(path, taken)
             taken[f"--{name}"] = path
     return {flag.removeprefix("--"): path for flag, path in taken.items() if flag != "TRACE"}

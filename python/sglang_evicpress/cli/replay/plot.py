@@ -4,23 +4,11 @@ and only when something is drawn."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
+from sglang_evicpress.cli.pictures import write_picture
 from sglang_evicpress.cli.replay.report import Result
-from sglang_evicpress.files import WholeFile
 
-SUFFIXES = (".png", ".svg")
 MARKERS = "os^D"
-
-
-def check_plot(path: str) -> None:
-    """Check that ``draw`` can write ``path``; ValueError says why not, before anything is replayed."""
-    if Path(path).suffix.lower() not in SUFFIXES:
-        raise ValueError(f"{path!r}: expected a path that ends in {' or '.join(SUFFIXES)}")
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError:
-        raise ValueError(f"{path!r} needs matplotlib: pip install 'sglang-evicpress[plot]'") from None
 
 
 def draw(results: Sequence[Result], path: str, title: str) -> None:
@@ -49,9 +37,7 @@ def draw(results: Sequence[Result], path: str, title: str) -> None:
     bars.set(xlabel="prompt tokens, %", xlim=(0.0, 100.0))
     bars.invert_yaxis()
     bars.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=4)
-    with WholeFile(path) as file:
-        figure.savefig(file.stream, format=Path(path).suffix.lower().removeprefix("."))
-        file.commit()
+    write_picture(figure, path)
 
 
 def _label(result: Result) -> str:

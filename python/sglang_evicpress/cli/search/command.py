@@ -1,0 +1,257 @@
+"""``evicpress search``: from the arguments to a file of budgets per layer."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import get_args
+
+from sglang_evicpress.cli.parser import INTERRUPTED, Parser, naming, say, whole
+from sglang_evicpress.cli.pictures import check_picture
+from sglang_evicpress.cli.search.plot import draw
+from sglang_evicpress.cli.search.report import FOUND, Compared, gain, layers, table
+from sglang_evicpress.core import PRESSES
+from sglang_evicpress.files import check_output
+from sglang_evicpress.press import get_press
+from sglang_evicpress.profiler.contexts import GivenContext, read_contexts
+from sglang_evicpress.profiler.local.model import LocalModel
+from sglang_evicpress.profiler.local.objective import (
+    OBJECTIVES,
+    SINKS,
+    Objective,
+    Task,
+    TaskScore,
+    get_objective,
+    prepare,
+)
+from sglang_evicpress.profiler.measure import Asked
+from sglang_evicpress.profiler.prompts import PromptKind, Prompts, Template
+from sglang_evicpress.profiler.scorers import Scorer
+from sglang_evicpress.progress import Progress
+from sglang_evicpress.search.budget_file import BudgetFile, read_budget_file, write_budget_file
+from sglang_evicpress.search.evolution import SearchSettings, Step, check_optimizer, found, num_steps, search
+from sglang_evicpress.search.layer_budgets import Budgets, expanded, pyramid, uniform
+
+Split = tuple[list[int], list[Asked]]
+"""Tokens of a context, and its questions."""
+
+MAX_TARGET = 10_000_000
+MAX_NEW_TOKENS = 100_000
+MAX_BATCH = 1024
+
+_EPILOG = """FILE has one JSON object a line, as of evicpress profile; every context needs questions, and for the
+objectives task-... every question its answer:
+  {"context": TEXT, "questions": [{"question": TEXT, "answer": TEXT}, ...], "id": TEXT}
+
+Budgets are searched by EvolKV: CMA-ES over groups of neighbouring layers, the lowest first, for the best
+f * (1 + lambda * CacheScore); f is the mean score of all questions about contexts that a press has compressed to these
+budgets without seeing the questions. The result is completed to the target and written as shares of the mean, which a
+server expands to any number of tokens; evicpress search expand shows that. Every score goes to a journal at once: the
+same command goes on where it was stopped, and other seeds or more iterations use what is there.
+
+Exit status: 0 written, 2 bad input, 130 Ctrl-C.
+
+example:
+  evicpress search --model DIR --contexts questions.jsonl --held-out others.jsonl --target 128 --out budgets.json
+"""
+
+
+def search_budgets(argv: Sequence[str]) -> int:
+    """Run what stands behind ``evicpress search`` and give its exit status. Raises ValueError for bad input."""
+    if argv[:1] == ["expand"]:
+        return _expand(argv[1:])
+    args = _parser().parse_args(argv)
+    settings = _settings(args)
+    contexts, held_out = _read(args)
+    with naming("--model"):
+        model = LocalModel(Path(args.model), device=args.device)
+    split, others = _split(args, model, contexts), _split(args, model, held_out)
+    is_shown = sys.stderr.isatty() and not args.no_progress
+    journal = Path(args.journal or f"{args.out}.journal")
+    steps = list[Step]()
+    try:
+        objective = _objective(args, model, split, is_shown)
+        with Progress(num_steps(model.num_layers, settings), "candidates", is_shown=is_shown) as progress:
+            for step in search(objective, model.num_layers, settings, journal, _identity(args)):
+                steps.append(step)
+                progress.step()
+                best = [each for each in steps if each.is_best][-1]
+                progress.name(f"group {step.group + 1}, best {best.score:.4f}")
+        budgets = found(steps, settings.target)
+        rivals = {
+            "uniform": uniform(model.num_layers, settings.target),
+            "pyramid": pyramid(model.num_layers, settings.target),
+            FOUND: budgets,
+        }
+        _report(f"{args.objective.name}, questions of the search", rivals, objective)
+        if others:
+            _report(f"{args.objective.name}, held-out questions", rivals, _objective(args, model, others, is_shown))
+    except KeyboardInterrupt:
+        say(f"interrupted; the same command goes on: {journal} has what was scored, {args.out} was not written")
+        return INTERRUPTED
+    note = {
+        "model": Path(args.model).name,
+        "press": args.press,
+        "objective": args.objective.name,
+        "score": round(objective(budgets), 6),
+        "questions": sum(len(context.questions) for context in contexts),
+        "candidates": len(steps),
+        "group_size": settings.group_size,
+        "seed": settings.seed,
+    }
+    write_budget_file(args.out, BudgetFile.of(budgets, settings.target, note))
+    if args.plot:
+        title = f"{Path(args.model).name}, {args.press}, {settings.target} tokens a layer on average"
+        draw(rivals, steps, args.plot, title, args.objective.name)
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="evicpress search",
+        description="Search how many tokens each layer should keep, with a local model.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add, add_value = parser.add_argument, parser.add_value
+    add("--model", required=True, metavar="DIR", help="folder of a model of transformers")
+    add("--contexts", required=True, metavar="FILE", help="contexts with questions to search on, see below")
+    add("--held-out", metavar="FILE", help="others, on which the result is compared with uniform budgets and a pyramid")
+    add_value("--target", whole(1, MAX_TARGET), "N", "tokens that a layer keeps on average", required=True)
+    add("--out", required=True, metavar="FILE", help="the file of budgets to write")
+    add("--journal", metavar="FILE", help="scores so far; default: the file of --out with .journal behind it")
+    add("--plot", metavar="FILE", help="write a picture of the budgets and the search, PNG or SVG")
+    add("--press", choices=PRESSES, metavar="NAME", default="snapkv", help="default %(default)s")
+    add_value(
+        "--objective", get_objective, "NAME", f"f, one of {', '.join(OBJECTIVES)}; default %(default)s", "task-f1"
+    )
+    add_value("--group-size", whole(2, 1024), "N", "layers searched together; default %(default)s", "8")
+    add_value("--iterations", whole(1, 10_000), "N", "generations of each group; default %(default)s", "10")
+    add_value("--seed", whole(0), "N", "default %(default)s", "0")
+    add_value("--efficiency-weight", _positive, "X", "lambda, of CacheScore; default %(default)s", "0.3")
+    add_value("--smoothing", _positive, "X", "gamma, at most 1; default %(default)s", "0.2")
+    add_value("--sigma", _positive, "X", "first step of CMA-ES, in shares of the target; default %(default)s", "0.3")
+    kinds = "chat, the default: a user's message; text: a bare prompt"
+    add("--prompt", choices=get_args(PromptKind), metavar="KIND", default="chat", help=kinds)
+    sent = r"what users send; \n is a line break; default %(default)s"
+    add_value("--template", Template.parse, "TEXT", sent, r"{context}\n\n{question}")
+    add_value("--max-new-tokens", whole(1, MAX_NEW_TOKENS), "N", "of an answer; default %(default)s", "64")
+    add_value("--batch", whole(1, MAX_BATCH), "N", "contexts in one pass; default %(default)s", "1")
+    add("--device", metavar="NAME", default="cpu", help="of torch, such as cuda; default %(default)s")
+    add("--no-progress", action="store_true", help="no progress bar; there is none either where stderr is no terminal")
+    return parser
+
+
+def _settings(args: argparse.Namespace) -> SearchSettings:
+    check_optimizer()
+    return SearchSettings(
+        target=args.target,
+        group_size=args.group_size,
+        efficiency_weight=args.efficiency_weight,
+        smoothing=args.smoothing,
+        sigma=args.sigma,
+        iterations=args.iterations,
+        seed=args.seed,
+        least=SINKS,
+    )
+
+
+def _read(args: argparse.Namespace) -> tuple[list[GivenContext], list[GivenContext]]:
+    """Contexts to search on and held-out ones, once it is known that the outputs can be written. Raises ValueError."""
+    inputs = {"--contexts": args.contexts} | ({"--held-out": args.held_out} if args.held_out else {})
+    read = {flag: _with_questions(flag, path, args.objective) for flag, path in inputs.items()}
+    for name in ("out", "plot"):
+        if (path := getattr(args, name)) is not None:
+            with naming(f"--{name}"):
+                if name == "plot":
+                    check_picture(path)
+                check_output(path, inputs)
+            inputs[f"--{name}"] = path
+    return read["--contexts"], read.get("--held-out", [])
+
+
+def _with_questions(flag: str, path: str, scorer: Scorer) -> list[GivenContext]:
+    with naming(flag):
+        contexts = read_contexts(Path(path))
+        for context in contexts:
+            if not context.questions:
+                raise ValueError(f"{context.id!r:.60} has no questions: expected at least one")
+            if isinstance(scorer, TaskScore) and any(question.answer is None for question in context.questions):
+                raise ValueError(
+                    f"{context.id!r:.60} has a question without an answer: {scorer.name} expects one of each"
+                )
+    return contexts
+
+
+def _split(args: argparse.Namespace, model: LocalModel, contexts: Sequence[GivenContext]) -> list[Split]:
+    """Tokens of each context, and its questions. Raises ValueError for one that is too short."""
+    prompts, split = Prompts(partial(model.tokens, args.prompt), args.template), list[Split]()
+    for context in contexts:
+        with naming(f"context {context.id!r:.60}"):
+            split.append(prompts.split(context.text, context.questions))
+    return split
+
+
+def _objective(args: argparse.Namespace, model: LocalModel, split: Sequence[Split], is_shown: bool) -> Objective:
+    """Tasks that are prefilled, scored by the press and answered over exact KV."""
+    tasks = list[Task]()
+    with Progress(len(split), "contexts", is_shown=is_shown) as progress:
+        progress.name("prefill")
+        for task in prepare(model, get_press(args.press), split, args.max_new_tokens, batch=args.batch):
+            tasks.append(task)
+            progress.step()
+    return Objective(model, tasks, args.objective, args.max_new_tokens, batch=args.batch)
+
+
+def _identity(args: argparse.Namespace) -> dict[str, object]:
+    """All that a score of budgets depends on."""
+    template = args.template.fill("{context}", "{question}")
+    return {
+        "model": args.model,
+        "contexts": sha256(Path(args.contexts).read_bytes()).hexdigest()[:16],
+        "press": args.press,
+        "objective": args.objective.name,
+        "prompt": args.prompt,
+        "template": template,
+        "max_new_tokens": args.max_new_tokens,
+    }
+
+
+def _report(heading: str, rivals: Mapping[str, Budgets], objective: Objective) -> None:
+    compared = {name: Compared(budgets, objective.by_question(budgets)) for name, budgets in rivals.items()}
+    print(f"{heading}: {sum(len(task.asked) for task in objective.tasks)} about {len(objective.tasks)} contexts")
+    print("\n".join(table(compared, objective.exact)))
+    rival, mean, low, high = gain(compared)
+    interval = "too few contexts for an interval" if math.isinf(low) else f"95 % {low:+.4f} to {high:+.4f}"
+    print(f"{FOUND} - {rival}: {mean:+.4f} ({interval})\n", flush=True)
+
+
+def _expand(argv: Sequence[str]) -> int:
+    """``evicpress search expand``: tokens by layer at another target."""
+    parser = Parser(
+        prog="evicpress search expand",
+        description="Show what a file of budgets keeps in each layer at another target, in tokens.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("file", metavar="FILE", help="what evicpress search wrote")
+    parser.add_value("--target", whole(1, MAX_TARGET), "N", "tokens that a layer keeps on average", required=True)
+    args = parser.parse_args(argv)
+    budgets = expanded(read_budget_file(args.file).shares, args.target)
+    print(layers(budgets))
+    return 0
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0.0 < value < math.inf:
+        raise ValueError(f"{text!r}: expected a number above 0")
+    return value
