@@ -27,6 +27,7 @@ AREAS = {
     "mend": "mend",
     "load": "load",
     "house": "house",
+    "budgets": "budgets",
     "codecs": "codecs",
     "releases": "releases",
 }
