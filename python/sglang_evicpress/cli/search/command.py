@@ -35,7 +35,7 @@ from sglang_evicpress.profiler.scorers import Scorer
 from sglang_evicpress.progress import Progress
 from sglang_evicpress.search.budget_file import BudgetFile, read_budget_file, write_budget_file
 from sglang_evicpress.search.evolution import SearchSettings, Step, check_optimizer, found, num_steps, search
-from sglang_evicpress.search.layer_budgets import Budgets, expanded, pyramid, uniform
+from sglang_evicpress.search.layer_budgets import Budgets, expanded, pyramid, round_counts, uniform
 
 Split = tuple[list[int], list[Asked]]
 """Tokens of a context, and its questions."""
@@ -88,6 +88,8 @@ def search_budgets(argv: Sequence[str]) -> int:
             "pyramid": pyramid(model.num_layers, settings.target),
             FOUND: budgets,
         }
+        if (rounded := round_counts(budgets, args.max_layer_counts)) != budgets:
+            rivals[f"{FOUND}, {args.max_layer_counts} counts"] = rounded
         _report(f"{args.objective.name}, questions of the search", rivals, objective)
         if others:
             _report(f"{args.objective.name}, held-out questions", rivals, _objective(args, model, others, is_shown))
@@ -137,6 +139,8 @@ def _parser() -> Parser:
     add_value("--efficiency-weight", _positive, "X", "lambda, of CacheScore; default %(default)s", "0.3")
     add_value("--smoothing", _positive, "X", "gamma, at most 1; default %(default)s", "0.2")
     add_value("--sigma", _positive, "X", "first step of CMA-ES, in shares of the target; default %(default)s", "0.3")
+    counts = "show the result rounded to so many different numbers too, as a server keeps it; default %(default)s"
+    add_value("--max-layer-counts", whole(1, 1024), "N", counts, "4")
     kinds = "chat, the default: a user's message; text: a bare prompt"
     add("--prompt", choices=get_args(PromptKind), metavar="KIND", default="chat", help=kinds)
     sent = r"what users send; \n is a line break; default %(default)s"
