@@ -21,6 +21,7 @@ from sglang_evicpress.search.layer_budgets import Budgets, expanded, uniform
 
 FAMILIES = ("needle", "multikv", "redundant", "mapping", "hop", "record")
 NUM_GROUPS = 2
+ITERATIONS = 12
 NUM_CURVE_QUESTIONS = 2
 """Of each context, for its curve; the others are for what is searched or judged."""
 
@@ -41,11 +42,11 @@ def split(tasks: Sequence[Task]) -> tuple[list[Task], list[Task]]:
 
 
 def curves(tasks: Sequence[Task]) -> Curves:
-    """[contexts, targets]: mean score of each context with uniform budgets, over that at the largest target."""
+    """[contexts, targets], in [0, 1]: mean score of each context with uniform budgets, over the largest of them."""
     layers = testbed().num_layers
     scores = [objective_of(tasks).by_question(uniform(layers, target)) for target in TARGETS]
     means = np.array([[sum(row) / len(row) for row in some] for some in scores]).T
-    return means / np.maximum(means[:, -1:], 1e-6)
+    return means / np.maximum(means.max(1, keepdims=True), 1e-6)
 
 
 def nearest(points: Curves, centres: Curves) -> NDArray[np.int64]:
@@ -67,8 +68,8 @@ def of_group(tasks: Sequence[Task], own: NDArray[np.int64], group: int) -> list[
     return [task for task, each in zip(tasks, own, strict=True) if each == group]
 
 
-def searched(tasks: Sequence[Task], seed: int) -> Budgets:
-    return expanded(Search(TRANSFERRED, seed).run(tasks).shares, TRANSFERRED)
+def searched(tasks: Sequence[Task]) -> Budgets:
+    return expanded(Search(TRANSFERRED, iterations=ITERATIONS).run(tasks).shares, TRANSFERRED)
 
 
 def measure_clusters() -> Iterator[Line]:
@@ -76,10 +77,8 @@ def measure_clusters() -> Iterator[Line]:
     points = curves(asked)
     centres = grouped(points, NUM_GROUPS)
     own = nearest(points, centres)
-    common = searched(others, 0)
-    groups = [
-        searched([task for task, group in zip(others, own, strict=True) if group == k], 0) for k in range(len(centres))
-    ]
+    common = searched(others)
+    groups = [searched(of_group(others, own, k)) for k in range(NUM_GROUPS)]
     asked, others = split(tasks_of(VALIDATED_ON.contexts()))
     own = nearest(curves(asked), centres)
     kept, shown = list[Budgets](), list[str]()
@@ -88,15 +87,16 @@ def measure_clusters() -> Iterator[Line]:
         objective = objective_of(some)
         gain = Difference.of(objective.by_question(budgets), objective.by_question(common))
         kept.append(budgets if gain.low > 0.0 else common)
-        shown.append(f"group {k + 1} {'/'.join(map(str, budgets))} {gain}: {'kept' if gain.low > 0.0 else 'not kept'}")
+        verdict = "kept" if gain.low > 0.0 else "not kept"
+        shown.append(f"group {k + 1} ({len(some)} contexts) {'/'.join(map(str, budgets))} {gain}: {verdict}")
     asked, others = split(tasks_of(JUDGED_ON.contexts()))
     own = nearest(curves(asked), centres)
     mine, theirs = Scores(), Scores()
     for k, budgets in enumerate(kept):
         some = of_group(others, own, k)
         if some:
-            mine += objective_of(some).by_question(budgets)
-            theirs += objective_of(some).by_question(common)
+            theirs += (scores := objective_of(some).by_question(common))
+            mine += scores if budgets == common else objective_of(some).by_question(budgets)
     gain = Difference.of(mine, theirs)
     yield Line(
         f"budgets per cluster of traffic, {NUM_GROUPS} groups, {TRANSFERRED} tokens a layer: F1 beside one for all",

@@ -17,6 +17,7 @@ from evicbench.budgets.layers import (
     measure_search,
     measure_seeds,
 )
+from evicbench.budgets.windows import measure_windows
 from evicbench.pytest_runs import run_tests, together, verdict
 from evicbench.report import Line, Measure, Measurement, unjudged
 
@@ -52,6 +53,7 @@ MEASUREMENTS = {
     "seeds": _sized(measure_seeds, partial(measure_seeds, QUICK_CONTEXTS)),
     "search": _sized(measure_search, partial(measure_search, QUICK_CONTEXTS, 2)),
     "other-tasks": Measurement(one_thread(measure_other_tasks)),
+    "question-window": Measurement(one_thread(measure_windows)),
     "heads": Measurement(one_thread(measure_heads)),
     "clusters": Measurement(one_thread(measure_clusters)),
 }

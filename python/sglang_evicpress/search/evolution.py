@@ -100,9 +100,15 @@ class Journal:
             return
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         whole = [line for line in lines if line.endswith(b"\n")]
-        if whole and (other := _difference(orjson.loads(whole[0]), identity)):
+        try:
+            header, *scores = map(orjson.loads, whole) if whole else (identity,)
+            self._known = {tuple(line["budgets"]): float(line["score"]) for line in scores}
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path} cannot be read ({error}): expected the journal of a search, or no file") from None
+        if not isinstance(header, dict):
+            raise ValueError(f"{path} begins with {header!r:.60}: expected the journal of a search, or no file")
+        if other := _difference(header, identity):
             raise ValueError(f"{path} is the journal of another search ({other}): expected one of this, or no file")
-        self._known = {tuple(line["budgets"]): line["score"] for line in map(orjson.loads, whole[1:])}
         path.write_bytes(b"".join(whole) or orjson.dumps(identity) + b"\n")
 
     def __len__(self) -> int:

@@ -73,6 +73,17 @@ def test_a_layer_never_keeps_more_than_even_heads_would_and_every_head_its_safeg
     assert not len(dropped) or not len(others) or float(dropped.max()) <= float(others.min())
 
 
+@given(st.data())
+def test_no_other_split_of_the_slots_keeps_more_of_the_scores(data):
+    heads, n = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 12))
+    num_kept, seed = data.draw(st.integers(0, n)), data.draw(st.integers(0, 1000))
+    scores = torch.rand(heads, n, generator=torch.Generator().manual_seed(seed)) ** 4
+    kept_sum = float(scores[select_across_heads(scores, num_kept, 0.0)].sum())
+    assert kept_sum == pytest.approx(float(scores.flatten().topk(heads * num_kept).values.sum()), rel=1e-5)
+    even = scores.gather(1, select_by_layer(scores[None], [num_kept])[0].long())
+    assert kept_sum >= float(even.sum()) - 1e-5
+
+
 def best_of(scores: Tensor, count: int) -> Tensor:
     order = sorted(range(len(scores)), key=lambda i: (math.isnan(scores[i]), -float(scores[i].nan_to_num()), i))
     return torch.tensor(order[:count], dtype=torch.int64)

@@ -6,6 +6,8 @@ import itertools
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sglang_evicpress.search.evolution import (
     Budgets,
@@ -32,6 +34,15 @@ def test_the_cache_score_falls_on_both_sides_of_the_target_as_in_equation_2() ->
     assert cache_score([250, 250], 100, 0.2) == 0.0
     assert cache_score([100, 100], 100, 0.2) == 1.0
     assert cache_score([40, 60], 100, 0.2) == pytest.approx(0.9)
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=64), st.integers(1, 2000), st.floats(0.01, 1.0))
+def test_the_cache_score_is_in_0_to_1_and_largest_at_the_target(
+    budgets: list[int], target: int, smoothing: float
+) -> None:
+    score = cache_score(budgets, target, smoothing)
+    assert 0.0 <= score <= cache_score([target], target, smoothing) == 1.0
+    assert score == 1.0 or sum(budgets) != target * len(budgets)
 
 
 def test_groups_go_from_the_lowest_layers_up() -> None:
@@ -92,6 +103,15 @@ def test_a_journal_of_another_search_is_refused(tmp_path: Path) -> None:
     next(search(nearness, 4, SearchSettings(100, group_size=2), path, {"press": "snapkv"}))
     with pytest.raises(ValueError, match=r"is the journal of another search \(press 'snapkv', not 'keydiff'\)"):
         next(search(nearness, 4, SearchSettings(100, group_size=2), path, {"press": "keydiff"}))
+
+
+@pytest.mark.parametrize("content", ["no JSON\n", "[1]\n", "{}\n[1]\n", '{}\n{"budgets": [1]}\n'])
+def test_a_file_that_is_no_journal_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "journal"
+    path.write_text(content)
+    with pytest.raises(ValueError, match="expected the journal of a search, or no file"):
+        next(search(nearness, 4, SearchSettings(100, group_size=2), path))
+    assert path.read_text() == content
 
 
 def test_another_seed_uses_the_scores_that_are_there(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -35,7 +35,10 @@ from sglang_evicpress.profiler.scorers import Scorer
 from sglang_evicpress.progress import Progress
 from sglang_evicpress.search.budget_file import BudgetFile, read_budget_file, write_budget_file
 from sglang_evicpress.search.evolution import SearchSettings, Step, check_optimizer, found, num_steps, search
-from sglang_evicpress.search.layer_budgets import Budgets, expanded, pyramid, uniform
+from sglang_evicpress.search.layer_budgets import Budgets, expanded, pyramid, round_counts, uniform
+
+Split = tuple[list[int], list[Asked]]
+"""Tokens of a context, and its questions."""
 
 MAX_TARGET = 10_000_000
 MAX_NEW_TOKENS = 100_000
@@ -67,11 +70,12 @@ def search_budgets(argv: Sequence[str]) -> int:
     contexts, held_out = _read(args)
     with naming("--model"):
         model = LocalModel(Path(args.model), device=args.device)
+    split, others = _split(args, model, contexts), _split(args, model, held_out)
     is_shown = sys.stderr.isatty() and not args.no_progress
     journal = Path(args.journal or f"{args.out}.journal")
     steps = list[Step]()
     try:
-        objective = _objective(args, model, contexts, is_shown)
+        objective = _objective(args, model, split, is_shown)
         with Progress(num_steps(model.num_layers, settings), "candidates", is_shown=is_shown) as progress:
             for step in search(objective, model.num_layers, settings, journal, _identity(args)):
                 steps.append(step)
@@ -84,9 +88,11 @@ def search_budgets(argv: Sequence[str]) -> int:
             "pyramid": pyramid(model.num_layers, settings.target),
             FOUND: budgets,
         }
+        if (rounded := round_counts(budgets, args.max_layer_counts)) != budgets:
+            rivals[f"{FOUND}, {args.max_layer_counts} counts"] = rounded
         _report(f"{args.objective.name}, questions of the search", rivals, objective)
-        if held_out:
-            _report(f"{args.objective.name}, held-out questions", rivals, _objective(args, model, held_out, is_shown))
+        if others:
+            _report(f"{args.objective.name}, held-out questions", rivals, _objective(args, model, others, is_shown))
     except KeyboardInterrupt:
         say(f"interrupted; the same command goes on: {journal} has what was scored, {args.out} was not written")
         return INTERRUPTED
@@ -133,6 +139,8 @@ def _parser() -> Parser:
     add_value("--efficiency-weight", _positive, "X", "lambda, of CacheScore; default %(default)s", "0.3")
     add_value("--smoothing", _positive, "X", "gamma, at most 1; default %(default)s", "0.2")
     add_value("--sigma", _positive, "X", "first step of CMA-ES, in shares of the target; default %(default)s", "0.3")
+    counts = "show the result rounded to so many different numbers too, as a server keeps it; default %(default)s"
+    add_value("--max-layer-counts", whole(1, 1024), "N", counts, "4")
     kinds = "chat, the default: a user's message; text: a bare prompt"
     add("--prompt", choices=get_args(PromptKind), metavar="KIND", default="chat", help=kinds)
     sent = r"what users send; \n is a line break; default %(default)s"
@@ -185,19 +193,21 @@ def _with_questions(flag: str, path: str, scorer: Scorer) -> list[GivenContext]:
     return contexts
 
 
-def _objective(args: argparse.Namespace, model: LocalModel, contexts: list[GivenContext], is_shown: bool) -> Objective:
-    """The tasks made of contexts: prefilled, scored by the press and answered over exact KV. Raises ValueError."""
-    prompts = Prompts(partial(model.tokens, args.prompt), args.template)
+def _split(args: argparse.Namespace, model: LocalModel, contexts: Sequence[GivenContext]) -> list[Split]:
+    """Tokens of each context, and its questions. Raises ValueError for one that is too short."""
+    prompts, split = Prompts(partial(model.tokens, args.prompt), args.template), list[Split]()
+    for context in contexts:
+        with naming(f"context {context.id!r:.60}"):
+            split.append(prompts.split(context.text, context.questions))
+    return split
 
-    def split() -> Iterator[tuple[Sequence[int], Sequence[Asked]]]:
-        for context in contexts:
-            with naming(f"context {context.id!r:.60}"):
-                yield prompts.split(context.text, context.questions)
 
+def _objective(args: argparse.Namespace, model: LocalModel, split: Sequence[Split], is_shown: bool) -> Objective:
+    """Tasks that are prefilled, scored by the press and answered over exact KV."""
     tasks = list[Task]()
-    with Progress(len(contexts), "contexts", is_shown=is_shown) as progress:
+    with Progress(len(split), "contexts", is_shown=is_shown) as progress:
         progress.name("prefill")
-        for task in prepare(model, get_press(args.press), split(), args.max_new_tokens, batch=args.batch):
+        for task in prepare(model, get_press(args.press), split, args.max_new_tokens, batch=args.batch):
             tasks.append(task)
             progress.step()
     return Objective(model, tasks, args.objective, args.max_new_tokens, batch=args.batch)

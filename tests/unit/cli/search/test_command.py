@@ -34,14 +34,14 @@ def run(contexts: Path, *more: str) -> int:
 
 def test_budgets_are_found_and_written(contexts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = contexts.with_name("budgets.svg")
-    assert run(contexts, "--held-out", str(contexts), "--plot", str(picture)) == 0
+    assert run(contexts, "--held-out", str(contexts), "--plot", str(picture), "--max-layer-counts", "1") == 0
     file = read_budget_file(str(contexts.with_name("budgets.json")))
     assert (file.num_layers, file.target) == (3, 40)
     assert file.note["objective"] == "task-f1" and file.note["questions"] == 12 and file.note["candidates"] == 14
     shown = capsys.readouterr().out
     assert "task-f1, questions of the search: 12 about 6 contexts" in shown
     assert "task-f1, held-out questions: 12 about 6 contexts" in shown
-    assert shown.count("found - ") == 2 and "exact KV" in shown
+    assert shown.count("found - ") == 2 and "exact KV" in shown and "found, 1 counts" in shown
     assert b"<svg" in picture.read_bytes()
 
 
@@ -91,6 +91,10 @@ def test_bad_input_is_one_line(contexts: Path, capsys: pytest.CaptureFixture[str
     ("content", "words"),
     [
         ({"context": "code gola"}, "'line 1' has no questions: expected at least one"),
+        (
+            {"context": "code lema", "questions": [{"question": "code lema", "answer": "b5"}]},
+            "context 'line 1': its prompts share",
+        ),
         (
             {"context": "code gola", "questions": ["code gola"]},
             "has a question without an answer: task-f1 expects one of each",
