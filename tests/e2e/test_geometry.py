@@ -21,6 +21,8 @@ from evicbench.correctness.exactness import (
 )
 from evicbench.correctness.findings import TOLERANCE
 from evicbench.correctness.reference import KV, SINKS, Node, Reference, Text, make_peaky_model
+from evicbench.families import checkpoint
+from evicbench.families.table import FAMILIES
 from evicbench.testbed.server import MODEL, Server
 from tests.e2e.test_decode import PAGE, Request, answers, check_answer, prompt, serve
 from torch import Tensor
@@ -137,6 +139,24 @@ def test_answers_over_what_the_press_keeps_equal_the_reference(
     assert len(controls) == 2 and min(map(min, controls)) > 100 * TOLERANCE
     assert sum(finding.num_tokens > 0 for finding in findings) >= 10
     assert server.post("/evicpress/check")["violations"] == []
+
+
+@pytest.mark.parametrize(("name", "kind"), [("qwen2", (False, 32, 1.1386)), ("glm4", (True, 16, 1.0))])
+def test_yarn_and_partial_interleaved_rope_are_those_of_the_server(
+    name: str, kind: tuple[bool, int, float], tmp_path: Path
+) -> None:
+    family = next(each for each in FAMILIES if each.name == name)
+    model, _ = checkpoint.write(family, tmp_path / "model")
+    geometry = CalibratedModel(str(model)).measure([prompt(seed, 100) for seed in range(2)])
+    rope = geometry.rope
+    assert (rope.is_interleaved, rope.num_turning, round(rope.factor, 4)) == kind
+    file.write(str(tmp_path / "geometry"), geometry)
+    flags = ("--kv-forms", FORM, "--kv-geometry", str(tmp_path / "geometry"), "--max-total-tokens", "8192")
+    with serve(model, *flags, "--kv-policy", "evicpress", "--kv-alpha", "1") as server:
+        one = iter([(name, partial(one_compressed_node, form=FORM))])
+        findings = run_jobs(server, Reference(model), PAGE, one)
+    assert [finding for finding in findings if not finding.ok] == []
+    assert [finding.controls for finding in findings if finding.controls]
 
 
 def test_budgets_by_its_score_equal_the_reference(

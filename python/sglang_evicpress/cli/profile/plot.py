@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 
 from sglang_evicpress.core import PRESSES
 from sglang_evicpress.quality.profile import Profile
@@ -41,7 +42,19 @@ def plot(profile: Profile) -> list[str]:
     presses = dict.fromkeys(form.press or "" for form in profile.forms)
     keys = [f"{MARKS.get(press, '?')} {press}" for press in presses]
     lines += [" " * 7 + "+" + "-" * (width - 1), " " * 8 + "".join(axis).rstrip(), " " * 8 + "kept fraction"]
-    return [*lines, "  ".join(keys), "* several presses  = exact"]
+    return [*lines, *_wrapped(keys), "* several presses  = exact"]
+
+
+def _wrapped(words: list[str]) -> Iterator[str]:
+    """Lines of at most ``COLUMNS`` characters of words with two blanks between."""
+    line = ""
+    for word in words:
+        longer = f"{line}  {word}" if line else word
+        if len(longer) > COLUMNS:
+            yield line
+            longer = word
+        line = longer
+    yield line
 
 
 def about(profile: Profile) -> list[str]:
