@@ -172,6 +172,9 @@ HOOK_POINTS = (
         until="0.5.21",
     ),
     _hook(f"{_SCHEDULER}.__init__", "self server_args port_args", since="0.5.21"),
+    # series of ours, with SGLang's labels
+    _read("sglang.srt.observability.metrics_collector.SchedulerMetricsCollector"),
+    _read("sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter"),
     # a clean stop
     _hook(f"{_SCHEDULER}.run_event_loop", "self"),
     _read(f"{_SCHEDULER}.handle_shutdown", "self recv_req"),

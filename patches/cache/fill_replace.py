@@ -13,7 +13,15 @@ from sglang_evicpress.core import EXACT
 from sglang_evicpress.patches.tiers.placement import tier_of
 from sglang_evicpress.patches.tiers.types import Changes, Copies, Removals, Slots
 from sglang_evicpress.patches.tree.changes import Listener
-from sglang_evicpress.patches.tree.node import is_lossy, iter_nodes, kv_of, num_slots, servable_steps, slots_of, start_of
+from sglang_evicpress.patches.tree.node import (
+    is_lossy,
+    iter_nodes,
+    kv_of,
+    num_slots,
+    servable_steps,
+    slots_of,
+    start_of,
+)
 from sglang_evicpress.patches.tree.node_kv import PrefixView
 from sglang_evicpress.patches.tree.types import Node
 from sglang_evicpress.press import QueryWindow

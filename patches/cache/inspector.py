@@ -9,6 +9,8 @@ from sglang_evicpress.introspect.arguments import PAGE_PROFILES, Json
 from sglang_evicpress.introspect.operations import InspectableRequests, InspectableTiers, InspectableTree
 from sglang_evicpress.introspect.profile_operations import InspectableProfiles, InspectableShadows
 
+LISTS_OF_STATS = ("evictions", "threads")
+
 
 class ExpiringShadows(InspectableShadows, Protocol):
     """Shadows that go when nobody uses them."""
@@ -66,6 +68,17 @@ class Inspector:
         self.note_observed = profiles.note_observed
         self.note_failed = profiles.note_failed
 
+    def describe_news(self, since: int, limit: int, *, figures: bool = False, requests: int | None = None) -> Json:
+        """See ``Inspectable``."""
+        news: Json = {"decisions": self.read_journal(since, limit)}
+        if figures:
+            stats = self.describe_stats()
+            news["stats"] = {name: value for name, value in stats.items() if name not in LISTS_OF_STATS}
+            news["tiers"] = self.describe_tiers()
+        if requests is not None:
+            news["requests"] = _without_passes(self.describe_requests(None, positions=False, after=requests, limit=40))
+        return news
+
     def list_profiles(self, after: bytes = b"", limit: int = PAGE_PROFILES) -> Json:
         """See ``InspectableProfiles``; with the counts of shadows and of the requests in them."""
         listed = self._profiles.list_profiles(after, limit)
@@ -76,3 +89,9 @@ class Inspector:
         """See ``InspectableProfiles``."""
         self._shadows.expire_shadows()
         return self._profiles.next_profiling_job()
+
+
+def _without_passes(answer: Json) -> Json:
+    described = answer["requests"]
+    requests = [{**each, "last_passes": []} for each in described] if isinstance(described, list) else []
+    return {**answer, "requests": requests}

@@ -53,7 +53,16 @@ from sglang_evicpress.patches.tree.compressor import Compressor
 from sglang_evicpress.patches.tree.exact_requests import usable_steps
 from sglang_evicpress.patches.tree.model_identity import ModelIdentity
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
-from sglang_evicpress.patches.tree.node import first_outside, holes_of, is_reserved, num_slots, path_to, servable_steps, steps_of, view_of_path
+from sglang_evicpress.patches.tree.node import (
+    first_outside,
+    holes_of,
+    is_reserved,
+    num_slots,
+    path_to,
+    servable_steps,
+    steps_of,
+    view_of_path,
+)
 from sglang_evicpress.patches.tree.node_kv import NodeKV
 from sglang_evicpress.patches.unsupported import decode_settings
 from sglang_evicpress.tiers.entry.copies import Copy

@@ -20,13 +20,12 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 1.0
 MOST_LISTENERS = 32
-MOST_QUEUED = 32  # events of one listener, some ten seconds of them
+MOST_QUEUED = 10  # ticks that one listener may be behind
 MOST_DECISIONS = 50  # in a second; those before them are left out, as their numbers show
 FIRST_DECISIONS = 20  # that a listener begins with
 MOST_REQUESTS = 40
 
-FIGURES = {"stats": 2, "tiers": 2, "requests": 4}
-"""Operations whose answers are events, each every so many ticks."""
+FIGURES_EVERY, REQUESTS_EVERY = 2, 4  # ticks
 
 
 def is_stopping() -> bool:
@@ -41,11 +40,12 @@ class Listener:
 
     def __init__(self) -> None:
         self.is_left = False
-        self._events: asyncio.Queue[bytes] = asyncio.Queue(MOST_QUEUED)
+        self._queue: asyncio.Queue[bytes] = asyncio.Queue(MOST_QUEUED)
 
-    def put(self, event: bytes) -> None:
+    def put(self, events: bytes) -> None:
+        """Some events that are to be sent."""
         try:
-            self._events.put_nowait(event)
+            self._queue.put_nowait(events)
         except asyncio.QueueFull:
             self.is_left = True
 
@@ -53,7 +53,7 @@ class Listener:
         """Events as they are sent, until the listener is left or it is over."""
         while not (self.is_left or is_over()):
             try:
-                yield await asyncio.wait_for(self._events.get(), TICK_S)
+                yield await asyncio.wait_for(self._queue.get(), TICK_S)
             except TimeoutError:
                 continue
 
@@ -83,8 +83,8 @@ class EventHub:
         if self._reader is None or self._reader.done():
             self._latest.clear()
             self._reader = asyncio.get_running_loop().create_task(self._read())
-        for event in self._latest.values():
-            listener.put(event)
+        if self._latest:
+            listener.put(b"".join(self._latest.values()))
         return listener
 
     def leave(self, listener: Listener) -> None:
@@ -99,51 +99,53 @@ class EventHub:
             await asyncio.sleep(self._tick_s)
 
     async def tell(self, tick: int) -> None:
-        """Read what is due at a tick, and send it. What cannot be read is told as ``trouble``."""
+        """Ask what is due at a tick, in one question, and send it. What cannot be read is told as ``trouble``."""
         try:
-            await self._tell_decisions()
-            for name, every in FIGURES.items():
-                if tick % every == 0:
-                    await self._tell_figures(name)
+            if self._decisions < 0:
+                newest = _object(await self._ask({"since": 10**17, "limit": 1}), "decisions")
+                self._decisions = max(0, _integer(newest, "num_decisions") - FIRST_DECISIONS)
+            arguments: Json = {"since": self._decisions, "limit": MOST_DECISIONS, "figures": tick % FIGURES_EVERY == 0}
+            if tick % REQUESTS_EVERY == 0:
+                arguments["requests"] = max(0, self._num_requests - MOST_REQUESTS)
+            self._send(self._events_of(await self._ask(arguments)))
         except IntrospectionError as error:
-            self._send("trouble", encode(error.body))
+            self._send({"trouble": error.body})
         except OSError as error:  # the socket to the scheduler
             logger.info("evicpress: no event could be read: %s", error)
 
-    async def _tell_decisions(self) -> None:
-        if self._decisions < 0:
-            newest = await self._ask("journal", {"since": 10**17, "limit": 1})
-            self._decisions = max(0, _integer(newest, "num_decisions") - FIRST_DECISIONS)
-        response = await self._call("journal", {"since": self._decisions, "limit": MOST_DECISIONS})
-        answer = read_object(response.payload)
-        if response.status != 200 or not answer.get("entries"):
-            return
-        self._decisions = max(_integer(answer, "last"), _integer(answer, "num_decisions") - MOST_DECISIONS)
-        self._send("decisions", response.payload)
-
-    async def _tell_figures(self, name: str) -> None:
-        arguments: Json = {}
-        if name == "requests":
-            arguments = {"after": max(0, self._num_requests - MOST_REQUESTS), "limit": MOST_REQUESTS}
-        response = await self._call(name, arguments)
+    async def _ask(self, arguments: Json) -> Json:
+        """Raises IntrospectionError for an answer that is none."""
+        response = await self._call("news", arguments)
         if response.status != 200:
-            return
-        if name == "requests":
-            totals = read_object(response.payload).get("totals")
-            self._num_requests = int(totals["requests"]) if isinstance(totals, dict) else 0
-        self._send(name, response.payload)
+            raise IntrospectionError(response.status, f"the scheduler answered {response.status}: see its log")
+        return read_object(response.payload)
 
-    async def _ask(self, op: str, arguments: Json) -> Json:
-        return read_object((await self._call(op, arguments)).payload)
+    def _events_of(self, news: Json) -> dict[str, Json]:
+        """Bodies by the names of their events."""
+        decisions = _object(news, "decisions")
+        if decisions.get("entries"):
+            newest = _integer(decisions, "num_decisions")
+            self._decisions = max(_integer(decisions, "last"), newest - MOST_DECISIONS)
+        else:
+            del news["decisions"]
+        if "requests" in news:
+            self._num_requests = _integer(_object(_object(news, "requests"), "totals"), "requests")
+        return {name: _object(news, name) for name in news}
 
-    def _send(self, name: str, payload: bytes) -> None:
-        """``payload`` is JSON on one line."""
-        event = b"event: " + name.encode() + b"\ndata: " + payload + b"\n\n"
-        self._latest[name] = event
-        for listener in tuple(self._listeners):
-            listener.put(event)
+    def _send(self, bodies: dict[str, Json]) -> None:
+        """All events of a tick, in one piece."""
+        events = {name: b"event: %b\ndata: %b\n\n" % (name.encode(), encode(body)) for name, body in bodies.items()}
+        self._latest |= events
+        chunk = b"".join(events.values())
+        for listener in tuple(self._listeners) if chunk else ():
+            listener.put(chunk)
             if listener.is_left:
                 self._listeners.discard(listener)
+
+
+def _object(answer: Json, name: str) -> Json:
+    value = answer.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def _integer(answer: Json, name: str) -> int:

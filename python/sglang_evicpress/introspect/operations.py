@@ -127,6 +127,11 @@ class Inspectable(InspectableTree, InspectableTiers, InspectableRequests, Protoc
     def describe_stats(self) -> Json:
         """Counters and sizes of the whole cache."""
 
+    def describe_news(self, since: int, limit: int, *, figures: bool = False, requests: int | None = None) -> Json:
+        """Several answers in one call, for those who listen: ``decisions``, as ``read_journal`` gives them; with
+        ``figures`` also ``stats``, without their lists, and ``tiers``; with ``requests`` those with a budget whose
+        numbers are above it, without their passes."""
+
     def check_integrity(self) -> Json:
         """``{"ok": bool, "violations": [str, ...]}``; a broken invariant is a finding, not an exception."""
 
@@ -233,6 +238,10 @@ OPERATIONS: dict[str, Operation] = by_name(
     ),
     Operation("requests", _requests, "GET", "/evicpress/requests"),
     *PROFILE_OPERATIONS,
+    Operation(
+        "news",
+        asks(Inspectable.describe_news, ("since", _INDEX), ("limit", _AMOUNT), figures=checked.flag, requests=_INDEX),
+    ),
 )
 """Every operation by name; those with a path are served over HTTP."""
 

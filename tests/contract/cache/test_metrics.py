@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -10,6 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
+from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
 
 from sglang_evicpress.patches.cache.metrics import FigureReader, metrics_of
 
@@ -63,6 +67,14 @@ def test_series_are_read_by_the_collector_of_sglangs_main_process(tmp_path: Path
     assert f"{exact} 5.0" in first and f"{exact} 0.0" in second and f"{pressed} 2.0" in second
     assert f"sglang_evicpress_quality_target{{{MODEL},{RANK}}} 0.97" in first
     assert not any(line.startswith("sglang_evicpress_quality_predicted") for line in first)
+
+
+def test_the_scheduler_has_what_is_read_of_it() -> None:
+    assert "metrics_collector" in Scheduler.init_metrics_collector.__code__.co_names
+    assert "metrics_reporter" in Scheduler.init_metrics_reporter.__code__.co_names
+    assert "labels" in SchedulerMetricsCollector.__init__.__code__.co_names
+    reporter = inspect.getsource(SchedulerMetricsReporter)
+    assert "self.current_scheduler_metrics_enabled =" in reporter
 
 
 @pytest.mark.parametrize("has_reporter", [False, True])

@@ -20,7 +20,14 @@ from sglang_evicpress.introspect.arguments import IntrospectionError
 from sglang_evicpress.introspect.operations import Json, encode
 from sglang_evicpress.patches.http import events
 from sglang_evicpress.patches.http.access import AccessRules
-from sglang_evicpress.patches.http.events import MOST_DECISIONS, MOST_LISTENERS, MOST_QUEUED, EventHub, is_stopping
+from sglang_evicpress.patches.http.events import (
+    MOST_DECISIONS,
+    MOST_LISTENERS,
+    MOST_QUEUED,
+    MOST_REQUESTS,
+    EventHub,
+    is_stopping,
+)
 from sglang_evicpress.patches.http.listings import SharedAnswers
 from sglang_evicpress.patches.http.routes import add_routes
 from sglang_evicpress.patches.scheduler.messages import EvicPressReqOutput
@@ -81,27 +88,31 @@ def test_a_wrong_path_is_told_of_the_page() -> None:
 
 
 class Told:
-    """A scheduler with ``num_decisions`` so far; ``asked`` are the operations it was asked."""
+    """A scheduler with ``num_decisions`` so far; ``asked`` is what it was asked for."""
 
     def __init__(self, num_decisions: int = 0) -> None:
         self.num_decisions = num_decisions
-        self.asked: list[str] = []
+        self.asked: list[Json] = []
 
     async def call(self, op: str, arguments: Json) -> EvicPressReqOutput:
-        self.asked.append(op)
-        body: Json = {"op": op, "totals": {"requests": 3}}
-        if op == "journal":
-            since, limit = int(str(arguments["since"])), int(str(arguments["limit"]))
-            numbers = range(since + 1, min(self.num_decisions, since + limit) + 1)
-            last = numbers[-1] if numbers else self.num_decisions
-            entries = [{"number": number} for number in numbers]
-            body = {"num_decisions": self.num_decisions, "entries": entries, "last": last}
-        return EvicPressReqOutput(rid="", status=200, payload=encode(body))
+        assert op == "news"
+        self.asked.append(arguments)
+        since, limit = int(str(arguments["since"])), int(str(arguments["limit"]))
+        numbers = range(since + 1, min(self.num_decisions, since + limit) + 1)
+        last = numbers[-1] if numbers else self.num_decisions
+        entries = [{"number": number} for number in numbers]
+        news: Json = {"decisions": {"num_decisions": self.num_decisions, "entries": entries, "last": last}}
+        if arguments.get("figures"):
+            news |= {"stats": {"a": 1}, "tiers": {"b": 2}}
+        if "requests" in arguments:
+            news["requests"] = {"totals": {"requests": 90}}
+        return EvicPressReqOutput(rid="", status=200, payload=encode(news))
 
 
-def read(event: bytes) -> tuple[str, Any]:
-    name, data = re.fullmatch(rb"event: (\w+)\ndata: (.*)\n\n", event).groups()  # type: ignore[union-attr]
-    return name.decode(), json.loads(data)
+def read(chunk: bytes) -> list[tuple[str, Any]]:
+    """Names and bodies of the events of a chunk."""
+    found = re.findall(rb"event: (\w+)\ndata: (.*)\n\n", chunk)
+    return [(name.decode(), json.loads(data)) for name, data in found]
 
 
 def hub_of(server: Told) -> EventHub:
@@ -110,12 +121,13 @@ def hub_of(server: Told) -> EventHub:
 
 
 async def take(hub: EventHub, listener: events.Listener, number: int) -> list[tuple[str, Any]]:
-    """The next so many events, or those until the listener is left."""
-    taken = []
+    """Events of the next so many ticks, or of those until the listener is left."""
+    taken, ticks = list[tuple[str, Any]](), 0
     async with asyncio.timeout(10.0):
-        async for event in listener.events(hub.is_over):
-            taken.append(read(event))
-            if len(taken) == number:
+        async for chunk in listener.events(hub.is_over):
+            taken += read(chunk)
+            ticks += 1
+            if ticks == number:
                 break
     return taken
 
@@ -129,15 +141,19 @@ def test_one_reader_asks_for_all_who_listen() -> None:
         server = Told(num_decisions=30)
         hub = hub_of(server)
         listeners = [hub.join() for _ in range(10)]
-        seen = [await take(hub, listener, 4) for listener in listeners]
+        seen = [await take(hub, listener, 1) for listener in listeners]
         assert all(one == seen[0] for one in seen)
         assert [name for name, _ in seen[0]] == ["decisions", "stats", "tiers", "requests"]
         assert numbers_in(seen[0]) == list(range(11, 31))  # the last 20 to begin with
-        assert server.asked == ["journal", "journal", "stats", "tiers", "requests"]
-        await hub.tell(1)
-        assert server.asked[5:] == ["journal"]
-        await hub.tell(2)
-        assert server.asked[6:] == ["journal", "stats", "tiers"]
+        assert server.asked[1:] == [{"since": 10, "limit": MOST_DECISIONS, "figures": True, "requests": 0}]
+        for tick in (1, 2, 4):
+            await hub.tell(tick)
+        assert server.asked[2:] == [
+            {"since": 30, "limit": MOST_DECISIONS, "figures": False},
+            {"since": 30, "limit": MOST_DECISIONS, "figures": True},
+            {"since": 30, "limit": MOST_DECISIONS, "figures": True, "requests": 90 - MOST_REQUESTS},
+        ]
+        assert [name for name, _ in await take(hub, listeners[0], 2)] == 2 * ["stats", "tiers"] + ["requests"]
 
     asyncio.run(scenario())
 
@@ -147,7 +163,7 @@ def test_nobody_is_asked_once_nobody_listens() -> None:
         server = Told()
         hub = EventHub(server.call, lambda: False, tick_s=0.0)
         listener = hub.join()
-        await take(hub, listener, 3)
+        await take(hub, listener, 1)
         hub.leave(listener)
         for _ in range(20):
             await asyncio.sleep(0)
@@ -164,7 +180,7 @@ def test_decisions_come_once_and_of_too_many_the_newest() -> None:
         server = Told()
         hub = hub_of(server)
         listener = hub.join()
-        await take(hub, listener, 3)
+        await take(hub, listener, 1)
         for num_decisions in (5, 5, 1_000, 1_000, 1_000):
             server.num_decisions = num_decisions
             await hub.tell(1)
@@ -180,7 +196,7 @@ def test_a_slow_listener_is_left_and_the_others_go_on() -> None:
         slow, quick = hub.join(), hub.join()
         for _ in range(MOST_QUEUED):
             await hub.tell(2)
-            await take(hub, quick, 2)
+            await take(hub, quick, 1)
         assert hub.num_listeners == 1 and slow.is_left and not quick.is_left
         assert await take(hub, slow, 1) == []
 
@@ -202,8 +218,8 @@ def test_more_listeners_than_are_taken_are_told_to_come_back() -> None:
 def test_a_late_listener_begins_with_the_latest_figures() -> None:
     async def scenario() -> None:
         hub = hub_of(Told(num_decisions=1))
-        await take(hub, hub.join(), 4)
-        names = {name for name, _ in await take(hub, hub.join(), 4)}
+        await take(hub, hub.join(), 1)
+        names = {name for name, _ in await take(hub, hub.join(), 1)}
         assert names == {"decisions", "stats", "tiers", "requests"}
 
     asyncio.run(scenario())
@@ -213,7 +229,7 @@ def test_a_scheduler_that_does_not_answer_is_told_of_and_asked_again() -> None:
     class Mute(Told):
         async def call(self, op: str, arguments: Json) -> EvicPressReqOutput:
             if not self.asked:
-                self.asked.append(op)
+                self.asked.append(arguments)
                 raise IntrospectionError(504, "the scheduler did not answer")
             return await super().call(op, arguments)
 

@@ -43,6 +43,9 @@ class FakeCache:
     def describe_stats(self) -> Json:
         raise RuntimeError("the pool is on fire")
 
+    def describe_news(self, since: int, limit: int, *, figures: bool = False, requests: int | None = None) -> Json:
+        return {"decisions": self.read_journal(since, limit), "figures": figures, "requests": requests}
+
     def explain_node(self, node_id: int) -> Json:
         return {"id": self._known(node_id), "options": []}
 
