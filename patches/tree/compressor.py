@@ -87,12 +87,12 @@ class Compressor:
         self._scale = scale
         self.groups = groups
         self._by_layers = LayerPress(self.k_buffers, self.v_buffers, groups, page_size, sinks)
-        self._presses = FormPresses(window, geometry, self.k_buffers[0].device)
+        self.presses = FormPresses(window, geometry, self.k_buffers[0].device)
 
     @property
     def geometry(self) -> QueryGeometry | None:
         """Geometry of the model's queries on the pool's device, where the server was given one."""
-        return self._presses.geometry
+        return self.presses.geometry
 
     @property
     def scale(self) -> float:
@@ -161,7 +161,7 @@ class Compressor:
             return _raised(self._ahead.pop(id(node.slots))[1])
         if isinstance(num_kept, tuple):
             self.wait_for_forward(node.slots)
-            return self._by_layers.compress(partial(self._presses.of, form), node, num_kept, self.scale)
+            return self._by_layers.compress(partial(self.presses.of, form), node, num_kept, self.scale)
         return self._placed(partial(self._choose, form, node, num_kept), num_kept)
 
     @contextmanager
@@ -181,7 +181,7 @@ class Compressor:
     def _choose(self, form: Form, node: NodeSlots, num_kept: int) -> Chosen:
         given = self._input(node)
         self.wait_for_forward(node.slots)
-        return self._compacted(given, select(self._presses.of(form), given, num_kept, self.sinks))
+        return self._compacted(given, select(self.presses.of(form), given, num_kept, self.sinks))
 
     def copy(self, parts: Sequence[torch.Tensor], target: torch.Tensor) -> None:
         """Bring what the first slots of ``parts`` (each [n]) hold, exact KV, into the slots ``target`` [m] as well.
@@ -213,13 +213,13 @@ class Compressor:
         if isinstance(num_kept, tuple):
             whole = NodeSlots(torch.cat(list(parts)), None, 0, num_tokens, window)
             self.wait_for_forward(whole.slots)
-            return self._by_layers.copy_compressed(partial(self._presses.of, form), whole, num_kept, self.scale, into)
+            return self._by_layers.copy_compressed(partial(self.presses.of, form), whole, num_kept, self.scale, into)
 
         def choose() -> Chosen:
             slots = torch.cat(list(parts))
             node = self._input(NodeSlots(slots, None, 0, num_tokens, window))
             self.wait_for_forward(slots)
-            survivors = select(self._presses.of(form), node, len(into), self.sinks)
+            survivors = select(self.presses.of(form), node, len(into), self.sinks)
             self.copy_survivors(slots, survivors, into)
             return node, survivors, into
 
@@ -275,7 +275,7 @@ class Compressor:
         )
         survivors = positions[0, :, :0].to(torch.int64)  # a split may have left nothing of some layers
         if num_kept:
-            press = self._presses.of(form, [layer], keys.device)
+            press = self.presses.of(form, [layer], keys.device)
             survivors = select(press, node, num_kept, self.sinks)[0].to(torch.int64)
         heads = torch.arange(self.num_heads, device=keys.device)[None, :]
         return (keys[survivors.T, heads], values[survivors.T, heads]), positions[0].gather(1, survivors)
@@ -321,7 +321,7 @@ class Compressor:
             return None
         if layout.filling is not None:
             self.wait_for_forward(node.slots)
-            return self._by_layers.trim(partial(self._presses.sighted, form, node), node, layout, replaced, self.scale)
+            return self._by_layers.trim(partial(self.presses.sighted, form, node), node, layout, replaced, self.scale)
         overlaps = (layout.positions >= replaced[0]) & (layout.positions < replaced[1])
         most = int(self._most(overlaps.sum(-1).max()))
         if most == 0:
@@ -331,7 +331,7 @@ class Compressor:
         def choose() -> Chosen:
             given = self._input(node)
             self.wait_for_forward(node.slots)
-            press = self._presses.sighted(form, node)
+            press = self.presses.sighted(form, node)
             scores = press.score(given).nan_to_num()  # finite, so that overlaps really come last
             scores = scores.masked_fill(to_device(overlaps, node.slots.device), float("-inf"))
             return self._compacted(given, select_survivors(scores, num_kept))

@@ -71,7 +71,7 @@ class BudgetWalk(Walk):
     def __init__(self, seed: int, page_size: int, *, score: str | None = None, **settings: Any) -> None:
         self.score = score
         super().__init__(seed, page_size, **settings)
-        self.cache.compressor.geometry = make_geometry(LAYERS, 2 * HEADS, HEADS, make_rope(DIM))
+        self.cache.compressor.presses.geometry = make_geometry(LAYERS, 2 * HEADS, HEADS, make_rope(DIM))
         self.kinds: dict[str, int] = {}
         self.defers = False
 

@@ -365,7 +365,7 @@ def test_a_form_of_a_shadow_is_bit_for_bit_what_compressing_a_node_keeps(
     form = Form(press, kept)
     plain, shadowed = RichWalk(0, page_size, num_slots=1024), RichWalk(0, page_size, num_slots=1024)
     for walk in (plain, shadowed):
-        walk.cache.compressor.geometry = make_geometry(LAYERS, 2 * HEADS, HEADS, make_rope(DIM))
+        walk.cache.compressor.presses.geometry = make_geometry(LAYERS, 2 * HEADS, HEADS, make_rope(DIM))
     tokens = plain.random_tokens(128)
     finished(plain, tokens)
     node = plain.node(None, tokens)
