@@ -385,11 +385,13 @@ def test_a_form_of_a_shadow_is_bit_for_bit_what_compressing_a_node_keeps(
 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("press", ["knorm", "snapkv"])
+@pytest.mark.usefixtures("prompt_queries")
 def test_a_form_whose_layers_keep_different_numbers_is_what_compression_makes_of_users_kv(
     press: str, page_size: int
 ) -> None:
     form = Form(press, 0.4, budget="pyramid")
-    plain, shadowed = (RichWalk(0, page_size, num_slots=1024, forms=(form,)) for _ in range(2))
+    menu = (Form("knorm", 0.4, budget="pyramid"),)
+    plain, shadowed = (RichWalk(0, page_size, num_slots=1024, forms=menu) for _ in range(2))
     tokens = plain.random_tokens(128)
     finished(plain, tokens)
     node = plain.node(None, tokens)
