@@ -43,6 +43,8 @@ def decode_step_s(model: Path) -> float:
         for context in contexts:
             server.generate(context, 1)
         for node in server.get("/evicpress/tree")["nodes"]:
+            if node["num_tokens"] < CONTEXT // 2:
+                continue  # what two of them share
             server.post(f"/evicpress/nodes/{node['id']}/compress", {"form": str(FORM)})
         seconds = []
         for _ in range(ROUNDS):

@@ -42,7 +42,7 @@ def test_the_larger_part_of_a_lossy_context_outlives_a_split(walk: TierWalk, tie
 
 def piece(origin: int | None, num_tokens: int, num_slots: int) -> tuple[object, int]:
     """All of a node that keeps so many of its tokens, of a form that promises half of them."""
-    layout = None if origin is None else SimpleNamespace(num_slots=num_slots)
+    layout = None if origin is None else SimpleNamespace(num_slots=num_slots, mean_slots=num_slots)
     kv = SimpleNamespace(origin=origin, layout=layout, form=Form("random", 0.5))
     return SimpleNamespace(kv=kv, key=[0] * num_tokens), num_tokens
 

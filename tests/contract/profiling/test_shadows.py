@@ -24,6 +24,7 @@ from tests.contract.cache.test_radix_cache_model import (
     Request,
     Walk,
     finished,
+    held_in,
     path_hashes,
 )
 from tests.contract.releases import NO_BATCH, load_back, lock, tell_kv_events, unlock
@@ -384,6 +385,30 @@ def test_a_form_of_a_shadow_is_bit_for_bit_what_compressing_a_node_keeps(
     assert torch.equal(shadowed.kv_of(users), before), "users' KV was touched"
     parts = [part for part, _ in shadowed.cache._steps(RadixKey(array("q", tokens), shadow.exact))]
     assert torch.equal(torch.cat([shadowed.kv_of(part) for part in parts], dim=1), before), "the copy was touched"
+    assert shadowed.cache.inspector.check_integrity()["violations"] == []
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("press", ["knorm", "snapkv"])
+@pytest.mark.usefixtures("prompt_queries")
+def test_a_form_whose_layers_keep_different_numbers_is_what_compression_makes_of_users_kv(
+    press: str, page_size: int
+) -> None:
+    form = Form(press, 0.4, budget="pyramid")
+    menu = (Form("knorm", 0.4, budget="pyramid"),)
+    plain, shadowed = (RichWalk(0, page_size, num_slots=1024, forms=menu) for _ in range(2))
+    tokens = plain.random_tokens(128)
+    finished(plain, tokens)
+    node = plain.node(None, tokens)
+    plain.cache.parts.moves.compress(node.id, form)
+    finished(shadowed, tokens)
+    copy = shadowed.node(shadowed.form(shadowed.whole(tokens), form), tokens)
+    assert node.kv.layout.layer_slots and copy.kv.layout.layer_slots == node.kv.layout.layer_slots
+    assert torch.equal(copy.kv.layout.positions, node.kv.layout.positions)
+    assert torch.equal(copy.kv.layout.logical, node.kv.layout.logical)
+    for layer in range(LAYERS):
+        rows = [walk.pool.k_buffer[layer][held_in(each, layer)[0]] for walk, each in ((plain, node), (shadowed, copy))]
+        assert torch.equal(*rows)
     assert shadowed.cache.inspector.check_integrity()["violations"] == []
 
 
