@@ -21,7 +21,6 @@ from sglang_evicpress.search.layer_budgets import Budgets, expanded, uniform
 
 FAMILIES = ("needle", "multikv", "redundant", "mapping", "hop", "record")
 NUM_GROUPS = 2
-ITERATIONS = 12
 NUM_CURVE_QUESTIONS = 2
 """Of each context, for its curve; the others are for what is searched or judged."""
 
@@ -69,7 +68,7 @@ def of_group(tasks: Sequence[Task], own: NDArray[np.int64], group: int) -> list[
 
 
 def searched(tasks: Sequence[Task]) -> Budgets:
-    return expanded(Search(TRANSFERRED, iterations=ITERATIONS).run(tasks).shares, TRANSFERRED)
+    return expanded(Search(TRANSFERRED).run(tasks).shares, TRANSFERRED)
 
 
 def measure_clusters() -> Iterator[Line]:
