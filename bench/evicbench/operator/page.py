@@ -132,10 +132,12 @@ async def _key_lines(browser: Browser) -> list[Line]:
 
 
 async def _large_line(browser: Browser) -> Line:
+    begin_s = await browser.processor_seconds()
     drawn = await browser.evaluate(LARGE_TREE % LARGE)
+    took_ms = 1e3 * (await browser.processor_seconds() - begin_s)
     return Line(
-        f"the page lays out and draws {LARGE:,} nodes, small ones together",
+        f"the page makes, lays out and draws {LARGE:,} nodes, small ones together, processor time",
         f"<= {MOST_DRAW_MS:.0f} ms",
-        f"{drawn['took']:.0f} ms, {drawn['drawn']} shapes for {drawn['nodes']:,} nodes",
-        drawn["took"] <= MOST_DRAW_MS and drawn["nodes"] == LARGE,
+        f"{took_ms:.0f} ms (wall {drawn['took']:.0f}), {drawn['drawn']} shapes for {drawn['nodes']:,} nodes",
+        took_ms <= MOST_DRAW_MS and drawn["nodes"] == LARGE,
     )
