@@ -87,7 +87,7 @@ class SharedAnswers:
 
     LEAST_S = 5.0
     SHARE = 1 / 20
-    MOST = 8
+    MOST = 32
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -111,7 +111,7 @@ def test_importing_the_package_imports_nothing_else() -> None:
 
 def test_wheel_is_typed_and_licensed_and_registers_the_plugin(wheel: Path) -> None:
     held = members(wheel)
-    assert f"{PACKAGE}/py.typed" in held
+    assert {f"{PACKAGE}/{name}" for name in ("py.typed", "dashboard/page.html")} <= held.keys()
     (entry_points,) = (data.decode() for name, data in held.items() if name.endswith("/entry_points.txt"))
     assert entry_points.split("\n\n") == [
         "[console_scripts]\nevicpress = sglang_evicpress.cli.main:main",

@@ -36,7 +36,10 @@ OPERATORS = {
 """Operations that no client reaches: with an admin key they need it, without one a caller on the server's machine."""
 
 ROUTES = (
-    *(("GET", f"/evicpress/{name}") for name in ("tree", "stats", "journal", "tiers", "requests", "profiles")),
+    *(
+        ("GET", f"/evicpress/{name}")
+        for name in ("tree", "outline", "stats", "journal", "tiers", "requests", "profiles")
+    ),
     *(("GET", f"/evicpress/{name}") for name in ("nodes/ID", "explain/ID", "profiles/ID", "ID", "")),
     *(("POST", f"/evicpress/{name}") for name in ("check", "evict", "flush", "tiers/ssd", "tiers/ssd/detach")),
     *(("POST", f"/evicpress/{name}") for name in ("profiles", "shadows", "nodes/ID/compress", "nodes/ID/demote")),

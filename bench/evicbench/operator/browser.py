@@ -61,6 +61,11 @@ class Browser:
             await asyncio.sleep(0.2)
         return False
 
+    async def processor_seconds(self) -> float:
+        """Time that the thread of the page has worked."""
+        metrics = (await self.call("Performance.getMetrics"))["metrics"]
+        return next(float(each["value"]) for each in metrics if each["name"] == "TaskDuration")
+
     async def press(self, key: str) -> None:
         """A key, as the user presses it."""
         text = key if len(key) == 1 else {"Enter": "\r"}.get(key, "")
@@ -144,6 +149,7 @@ async def _address_of(process: asyncio.subprocess.Process) -> str:
 async def _load(browser: Browser, url: str, scheme: str) -> None:
     for domain in ("Page", "Runtime", "Network", "Log"):
         await browser.call(f"{domain}.enable")
+    await browser.call("Performance.enable", timeDomain="threadTicks")
     width, height = SIZE
     await browser.call(
         "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False

@@ -30,20 +30,17 @@ SHOWN = {
     "curves": "document.querySelectorAll('#profile .ring').length > 0",
     "budgets": "document.querySelectorAll('#requests tbody tr').length > 0",
 }
-LARGE_TREE = """(async () => {
+LARGE_TREE = """(() => {
   const rows = [];
   for (let id = 1; id <= %d; id += 1) {
     const random = (id * 2654435761 %% 4096) / 4096;
     const parent = id <= 200 ? null : 1 + Math.floor((id - 1) * random ** 2);
     rows.push([id, parent, 8 + id * 37 %% 300, 8, ["gpu", "host", "ssd"][id %% 3], "keydiff@0.5", 1, false]);
   }
-  const real = askAll;
-  askAll = async () => rows;
   const begin = performance.now();
-  await readTree();
+  takeTree(rows);
   document.getElementById("tree").getBoundingClientRect();
   const took = performance.now() - begin;
-  askAll = real;
   return {took, nodes: state.nodes.size, drawn: document.querySelectorAll("#tree [role=treeitem]").length};
 })()"""
 NAMELESS = """[...document.querySelectorAll("button, input, [tabindex='0']")].filter((each) =>
@@ -135,10 +132,12 @@ async def _key_lines(browser: Browser) -> list[Line]:
 
 
 async def _large_line(browser: Browser) -> Line:
+    begin_s = await browser.processor_seconds()
     drawn = await browser.evaluate(LARGE_TREE % LARGE)
+    took_ms = 1e3 * (await browser.processor_seconds() - begin_s)
     return Line(
-        f"the page lays out and draws {LARGE:,} nodes, small ones together",
+        f"the page makes, lays out and draws {LARGE:,} nodes, small ones together, processor time",
         f"<= {MOST_DRAW_MS:.0f} ms",
-        f"{drawn['took']:.0f} ms, {drawn['drawn']} shapes for {drawn['nodes']:,} nodes",
-        drawn["took"] <= MOST_DRAW_MS and drawn["nodes"] == LARGE,
+        f"{took_ms:.0f} ms (wall {drawn['took']:.0f}), {drawn['drawn']} shapes for {drawn['nodes']:,} nodes",
+        took_ms <= MOST_DRAW_MS and drawn["nodes"] == LARGE,
     )

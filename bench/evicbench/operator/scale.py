@@ -36,7 +36,7 @@ def _lines(num_nodes: int) -> Iterator[Line]:
         begin = time.monotonic()
         found, following = 0, 0
         while following is not None:
-            page = server.get(f"/evicpress/outline?after={following}")
+            page = server.get(f"/evicpress/outline?after={following}&limit=5000")
             found, following = found + len(page["nodes"]), page["next"]
         took_s = time.monotonic() - begin
         calls = server.get("/evicpress/stats")["calls"]["outline"]
