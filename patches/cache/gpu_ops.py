@@ -59,7 +59,7 @@ class GpuOps:
     ) -> int | tuple[int, ...] | None:
         """Tokens that each layer of a node keeps once brought from the form ``current`` to ``form``, where they differ
         those of each group of layers; None as ``slots_in``. ``layout``: of what it is made of."""
-        if form.press is None:
+        if form.press is None or (form.is_uneven and form.budget not in self.menu.groups.shares):
             return None
         if current.press is not None and (current.method != form.method or current.kept_fraction <= form.kept_fraction):
             return None

@@ -133,6 +133,7 @@ class TreeInspection:
             raise NodeBusy(node_id)
         if node.kv.is_shadow:
             raise NodeBusy(node_id, "it belongs to a shadow")
+        self.policy.menu.check_budget(form)
         form = replace(form, codec=node.kv.form.codec)  # what that has taken does not come back
         before, after = num_slots(node), self.operations.slots_in(node, form, start_of(node))
         if after is None:

@@ -173,6 +173,7 @@ class Shadows:
     def make_shadow_form(self, space_id: int, form: Form) -> dict[str, object]:
         """Keep of the exact copy what ``form`` keeps, in a namespace of its own."""
         space = self._space(space_id)
+        self.menu.check_budget(form)
         if form in space.forms:
             raise ValueError(f"shadow {space_id} has {form} already: drop it first")
         path, num_present = self._exact_part(RadixKey(space.tokens, space.exact))

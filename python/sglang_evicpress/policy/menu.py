@@ -43,9 +43,7 @@ class Menu:
         for form in self.forms:
             if form.codec not in self.codec_ratio:
                 raise ValueError(f"form {form} has no codec ratio: expected one of {', '.join(self.codec_ratio)}")
-            if form.is_uneven and form.budget not in self.groups.shares:
-                known = ", ".join(self.groups.shares) or "none"
-                raise ValueError(f"form {form} has no budget over layers: expected one of {known}")
+            self.check_budget(form)
         others = sorted(
             {form for form in self.forms if form != EXACT},
             key=lambda form: (-form.kept_fraction * self.codec_ratio[form.codec], form.press or "", form.codec),
@@ -58,6 +56,12 @@ class Menu:
         masks = {codec: sum(bit for other, bit in bits if other == codec) for codec, _ in bits}
         object.__setattr__(self, "_of_codec", masks)
 
+    def check_budget(self, form: Form) -> None:
+        """Raise ValueError for a form whose budget over layers is none of the menu's."""
+        if form.is_uneven and form.budget not in self.groups.shares:
+            known = ", ".join(self.groups.shares) or "none"
+            raise ValueError(f"form {form} has no budget over layers: expected one of {known}")
+
     @property
     def everything(self) -> int:
         """The ``allowed_forms`` mask of a node of which every form can be made."""
@@ -66,7 +70,7 @@ class Menu:
     def num_slots(self, form: Form, num_tokens: int, sinks: int = 0) -> int:
         """Slots a node of ``num_tokens`` holds in ``form``: ceil(kept * tokens), at least ``sinks``, in whole pages; of
         a form with a budget over layers what its fullest layer keeps."""
-        if form.is_uneven:
+        if form.budget in self.groups.shares:
             return max(self.layer_counts(form, num_tokens, sinks))
         return self._mean_slots(form, num_tokens, sinks)
 
@@ -78,7 +82,7 @@ class Menu:
         """Tokens that a layer of each group keeps of a node, whole pages: on average those that every layer of the
         uniform form keeps, as near as pages let."""
         mean = self._mean_slots(form, num_tokens, sinks)
-        if not form.is_uneven:
+        if form.budget not in self.groups.shares:  # also that of an earlier server, of which only its mean is known
             return (mean,) * self.groups.num_groups
         page = self.page_size
         least, most = -(-max(1, sinks) // page), num_tokens // page
@@ -87,7 +91,7 @@ class Menu:
 
     def filled(self, form: Form, num_tokens: int, sinks: int = 0) -> float:
         """Share of a node's slots, over all layers, that hold KV: as little as layers keep less than the fullest."""
-        if not form.is_uneven:
+        if form.budget not in self.groups.shares:
             return 1.0
         counts = self.layer_counts(form, num_tokens, sinks)
         return self.groups.filled(counts)

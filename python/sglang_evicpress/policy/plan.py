@@ -279,8 +279,9 @@ class Plan:
         order = self._num_steps if past is None or step.tier != tier else past.order
         self.moves[copy.id] = Move(copy, step, loss, order)
         if step.form is not None:
+            if step.form.pressed != copy.form.pressed:
+                copy.filled = self.index.policy.menu.filled(step.form, copy.num_tokens, copy.sinks)
             copy.form = step.form
-            copy.filled = self.index.policy.menu.filled(step.form, copy.num_tokens, copy.sinks)
             copy.allowed_forms &= self.index.policy.menu.smaller(step.form)
         copy.num_bytes, copy.quality = step.num_bytes, step.quality
         freed = before if step.tier != tier else before - step.num_bytes

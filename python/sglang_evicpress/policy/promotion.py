@@ -173,7 +173,7 @@ def _options(
         parent = index.parent(candidate)
         if tier > Tier.GPU and (parent is None or parent.tier == Tier.GPU):
             size = moved = candidate.num_bytes
-            if candidate.form.codec != "raw":
+            if candidate.form.codec != "raw" or candidate.form.is_uneven:
                 size = policy.menu.num_bytes(candidate.form, candidate.num_tokens, candidate.sinks)
             yield _option(
                 policy, candidate, Tier.GPU, candidate.form.decoded, size, candidate.quality, 0.0, size, moved

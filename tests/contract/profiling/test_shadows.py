@@ -412,6 +412,17 @@ def test_a_form_whose_layers_keep_different_numbers_is_what_compression_makes_of
     assert shadowed.cache.inspector.check_integrity()["violations"] == []
 
 
+def test_a_budget_that_the_menu_does_not_have_is_refused(walk: ShadowWalk) -> None:
+    form = Form("knorm", 0.4, budget="found-0a1b2c3d")
+    tokens = walk.served(128)
+    shadow = walk.whole(tokens)
+    says = "form knorm@0.4:found-0a1b2c3d has no budget over layers: expected one of none"
+    with pytest.raises(ValueError, match=says):
+        walk.cache.shadows.make_shadow_form(shadow.id, form)
+    with pytest.raises(ValueError, match=says):
+        walk.cache.inspector.compress_node(walk.node(None, tokens).id, form)
+
+
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("form", [Form(codec="int8"), Form(codec="int4"), Form("knorm", 0.5, "int4")], ids=str)
 def test_a_form_with_a_codec_holds_what_is_decoded_of_its_stored_bytes(form: Form, page_size: int) -> None:

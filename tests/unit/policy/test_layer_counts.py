@@ -104,6 +104,13 @@ def test_a_form_without_a_budget_of_the_menu_is_refused() -> None:
         menu("snapkv@0.4:pyramid", NO_BUDGETS)
 
 
+def test_a_form_of_an_earlier_server_counts_by_its_mean() -> None:
+    uneven, other = menu("snapkv@0.4:found", PAIRS), Form("snapkv", 0.4, "int4", "other-0a1b2c3d")
+    assert (uneven.num_slots(other, 1000), uneven.filled(other, 1000)) == (400, 1.0)
+    assert uneven.num_bytes(other, 1000, tier=Tier.HOST) == 400 * 400 * 5 // 16
+    assert uneven.smaller(other) == 0
+
+
 def test_a_smaller_form_has_the_same_budget() -> None:
     texts = ("snapkv@0.4", "snapkv@0.2", "snapkv@0.4:found", "snapkv@0.2:found", "snapkv@0.2:found+int4")
     forms = tuple(map(Form.parse_stored, texts))
