@@ -54,6 +54,7 @@ class TreeInspection:
 
     def __post_init__(self) -> None:
         self._shown_namespaces: dict[str, str] = {}
+        self._outlined: list[int] = []  # ids, as they were when an outline was begun
 
     def describe_tree(self, after: int = 0, limit: int = PAGE_NODES) -> dict[str, object]:
         ids = list(self.tree.nodes)  # in ascending order: ids are never reused
@@ -70,23 +71,24 @@ class TreeInspection:
         }
 
     def describe_outline(self, after: int = 0, limit: int = PAGE_OUTLINE) -> dict[str, object]:
-        ids = list(self.tree.nodes)
+        nodes, ids = self.tree.nodes, self._outlined
+        if not after or not ids or after >= ids[-1]:
+            ids = self._outlined = list(nodes)  # whoever comes later is behind: ids are never reused
         begin = bisect_right(ids, after)
         page = ids[begin : begin + min(limit, PAGE_OUTLINE)]
         root, forms = self.tree.root_node, dict[Form, str]()
         rows = []
-        for node_id in page:
-            node = self.tree.nodes[node_id]
+        for node in filter(None, map(nodes.get, page)):
             form = node.kv.form
             text = forms.get(form) or forms.setdefault(form, str(form))
             parent = None if node.parent is root else node.parent.id
             sizes = len(node.key), size_of(node)
-            rows.append((node_id, parent, *sizes, _LABELS[tier_of(node)], text, node.kv.num_hits, node.lock_ref > 0))
+            rows.append((node.id, parent, *sizes, _LABELS[tier_of(node)], text, node.kv.num_hits, node.lock_ref > 0))
         return {
             "columns": OUTLINE_COLUMNS,
-            "num_nodes": len(ids),
+            "num_nodes": len(nodes),
             "nodes": rows,
-            "next": page[-1] if page and page[-1] != ids[-1] else None,
+            "next": page[-1] if page and page[-1] < next(reversed(nodes), 0) else None,
         }
 
     def describe_node(

@@ -6,18 +6,25 @@ main process serves what is there as ``/metrics``.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from sglang_evicpress.error_text import code_path
 from sglang_evicpress.introspect.series import PREFIX, SERIES, Figures, Series
 
 if TYPE_CHECKING:
     from prometheus_client import Counter, Gauge
 
+logger = logging.getLogger(__name__)
+
 INTERVAL_S = 1.0
 """Between two publications at least."""
+
+PAUSE_S = 60.0
+"""After one that failed."""
 
 Labels = tuple[str, ...]
 
@@ -95,11 +102,16 @@ class Metrics:
                 self._series.append(_Gauges(series, gauge, labels))
 
     def publish_when_due(self) -> None:
-        """Once every ``INTERVAL_S``; else it costs a look at the clock."""
+        """Once every ``INTERVAL_S``; else it costs a look at the clock. Never raises: it runs in the scheduler loop."""
         now_s = self._clock()
-        if now_s >= self._next_s:
-            self._next_s = now_s + INTERVAL_S
+        if now_s < self._next_s:
+            return
+        self._next_s = now_s + INTERVAL_S
+        try:
             self.publish()
+        except Exception as error:  # noqa: BLE001 - a disk that is full: the series stand still, the server serves
+            self._next_s = now_s + PAUSE_S
+            logger.error("evicpress: no series are published for %g s: %r, at %s", PAUSE_S, error, code_path(error))
 
     def publish(self) -> None:
         """Bring every series up to date."""

@@ -93,10 +93,15 @@ class EventHub:
 
     async def _read(self) -> None:
         tick, self._decisions = 0, -1
-        while self._listeners and not self.is_over():
-            await self.tell(tick)
-            tick += 1
-            await asyncio.sleep(self._tick_s)
+        try:
+            while self._listeners and not self.is_over():
+                await self.tell(tick)
+                tick += 1
+                await asyncio.sleep(self._tick_s)
+        finally:  # nobody waits for events that never come: who comes back begins a reader
+            for listener in self._listeners:
+                listener.is_left = True
+            self._listeners.clear()
 
     async def tell(self, tick: int) -> None:
         """Ask what is due at a tick, in one question, and send it. What cannot be read is told as ``trouble``."""
@@ -135,7 +140,7 @@ class EventHub:
     def _send(self, bodies: dict[str, Json]) -> None:
         """All events of a tick, in one piece."""
         events = {name: b"event: %b\ndata: %b\n\n" % (name.encode(), encode(body)) for name, body in bodies.items()}
-        self._latest |= events
+        self._latest |= {name: event for name, event in events.items() if name != "trouble"}
         chunk = b"".join(events.values())
         for listener in tuple(self._listeners) if chunk else ():
             listener.put(chunk)

@@ -10,7 +10,7 @@ from sglang_evicpress.core import CODECS, Form, Tier
 from sglang_evicpress.error_text import short_repr
 
 PAGE_NODES = 100
-PAGE_OUTLINE = 250
+PAGE_OUTLINE = 200
 PAGE_DECISIONS = 200
 PAGE_PROFILES = 200
 PAGE_NUMBERS = 65_536

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.sglang
 
 PROGRAM = """
 import json
-from sglang_evicpress.patches.cache.metrics import INTERVAL_S, Metrics
+from sglang_evicpress.patches.cache.metrics import INTERVAL_S, PAUSE_S, Metrics
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 
 now_s, figures, num_read = 0.0, {}, 0
@@ -29,6 +29,8 @@ now_s, figures, num_read = 0.0, {}, 0
 def read():
     global num_read
     num_read += 1
+    if figures is None:
+        raise OSError("the disk is full")
     return figures
 
 def served():
@@ -47,6 +49,10 @@ for number, (hits, forms) in enumerate([(3, {"exact": 5}), (7, {"keydiff@0.5": 2
     metrics.publish_when_due()
     metrics.publish_when_due()
     rounds.append(served())
+figures, now_s = None, 100.0
+metrics.publish_when_due()  # fails, and is left alone for a while
+now_s += PAUSE_S / 2
+metrics.publish_when_due()
 print(json.dumps({"rounds": rounds, "num_read": num_read}))
 """
 MODEL, RANK = 'model_name="m"', 'tp_rank="0"'
@@ -58,7 +64,8 @@ def test_series_are_read_by_the_collector_of_sglangs_main_process(tmp_path: Path
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     first, second, third = told["rounds"]
-    assert told["num_read"] == 3  # once a second at most
+    assert told["num_read"] == 3 + 1  # once a second at most
+    assert "no series are published for 60 s: OSError('the disk is full')" in done.stderr
     hit = f'sglang_evicpress_hit_tokens_total{{form="exact",{MODEL},tier="gpu",{RANK}}}'
     assert f"{hit} 3.0" in first and f"{hit} 7.0" in second
     assert f"{hit} 9.0" in third  # a source that counts anew

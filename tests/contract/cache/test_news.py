@@ -52,6 +52,21 @@ def test_an_outline_is_read_in_pages(walked: Walk) -> None:
     assert parts == whole and len(whole) < PAGE_OUTLINE
 
 
+def test_an_outline_goes_on_over_nodes_that_go_and_come_meanwhile(walked: Walk) -> None:
+    whole = [row[0] for row in ask(walked, "outline")["nodes"]]
+    first = ask(walked, "outline", limit=3)
+    gone = [row[0] for row in first["nodes"]]
+    walked.step(40)
+    rows, after = first["nodes"], first["next"]
+    while after is not None:
+        page = ask(walked, "outline", after=after, limit=3)
+        rows, after = rows + page["nodes"], page["next"]
+    present = set(walked.cache.nodes)
+    seen = [row[0] for row in rows]
+    assert seen == sorted(set(seen)) and set(seen) - set(gone) == {one for one in present if one > gone[-1]}
+    assert max(seen) > max(whole), "new nodes are at the end"
+
+
 def test_news_are_what_is_asked_for(walked: Walk, monkeypatch: pytest.MonkeyPatch) -> None:
     news = ask(walked, "news", since=0, limit=5)
     assert news == {"decisions": ask(walked, "journal", since=0, limit=5)}

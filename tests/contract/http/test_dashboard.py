@@ -243,6 +243,21 @@ def test_a_scheduler_that_does_not_answer_is_told_of_and_asked_again() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_nobody_waits_for_a_reader_that_has_failed() -> None:
+    class Broken(Told):
+        async def call(self, op: str, arguments: Json) -> EvicPressReqOutput:
+            raise TypeError("not foreseen")
+
+    async def scenario() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+        hub = hub_of(Broken())
+        assert await take(hub, hub.join(), 1) == [] and hub.num_listeners == 0
+        assert await take(hub, hub.join(), 1) == [], "another reader was begun, and failed as well"
+
+    asyncio.run(scenario())
+
+
 def test_streams_end_when_the_server_is_told_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uvicorn waits for the last answer to end: an endless one would keep it for ever."""
 
@@ -288,7 +303,7 @@ def test_callers_at_about_the_same_time_share_one_answer(clock: SimpleNamespace)
         clock.now_s = 121.5
         assert await shared.get("all", make) == (200, b"2")
         assert await shared.get("others", make) == (200, b"3")
-        for name in range(20):
+        for name in range(40):
             await shared.get(str(name), make)
         assert len(shared._answers) == SharedAnswers.MOST
 
