@@ -79,7 +79,7 @@ def test_a_missing_value_is_named(tmp_path: Path, key: str) -> None:
 
 def test_no_shares_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path, {**WRITTEN, "num_layers": 0, "shares": []})
-    with pytest.raises(ValueError, match="shares has 0 numbers: expected one a layer, of 1 to 1024 layers"):
+    with pytest.raises(ValueError, match="shares has 0 numbers: expected one for each of 1 to 1024 layers"):
         read_budget_file(path)
 
 
