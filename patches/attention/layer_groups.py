@@ -9,6 +9,7 @@ graphs.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -22,6 +23,8 @@ from sglang_evicpress.patches.attention.request_holes import RequestHoles
 from sglang_evicpress.patches.attention.types import AttentionBackend, AttentionLayer, ForwardBatch, ModelRunner
 from sglang_evicpress.patches.kv_flags import config_of
 from sglang_evicpress.search.menu_budgets import layer_groups
+
+logger = logging.getLogger(__name__)
 
 _EXECUTOR = "sglang.srt.model_executor"
 GRAPH_RUNNERS = (
@@ -62,6 +65,9 @@ class LayerGroupBackends:
         for table in rows.tables:
             others[table.group] = make(_with_rows(model_runner, table.rows))
         group_rows.attach(rows)
+        megabytes = rows.tables[0].rows.nbytes / 1e6
+        logger.info("evicpress: %d groups of layers, %d of them with %.1f MB of rows", groups.num_groups,
+                    len(rows.tables), megabytes)  # fmt: skip
         return cls(model_runner.attn_backend, others, rows, pool.start_layer)
 
     def plan(self, forward_batch: ForwardBatch | None, table: RequestHoles) -> None:
