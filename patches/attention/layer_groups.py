@@ -54,7 +54,7 @@ class LayerGroupBackends:
         group_rows.attach(None)
         config, pool = config_of(model_runner.server_args), model_runner.token_to_kv_pool
         try:
-            groups = layer_groups(config.menu_forms, config.layer_shares, pool.layer_num, config.max_layer_counts)
+            groups = layer_groups(config.menu_forms, config.layers.shares, pool.layer_num, config.layers.max_counts)
         except ValueError as error:
             raise spawn.refusal(str(error)) from None
         if groups.num_groups == 1:

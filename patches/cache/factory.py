@@ -99,7 +99,7 @@ def build(context: Any) -> EvicPressCache:
         raise spawn.refusal(str(error)) from None
     group = context.tp_group.cpu_group if context.tp_size > 1 else None
     scale = attention_scale(context.tp_worker.model_runner.model)
-    layers = layer_groups(config.menu_forms, config.layer_shares, pool.layer_num, config.max_layer_counts)
+    layers = layer_groups(config.menu_forms, config.layers.shares, pool.layer_num, config.layers.max_counts)
     runner = context.tp_worker.model_runner
     ranks = RELEASE.ranks_of(runner)
     geometry = _geometry(config.geometry, runner.model, context.model_config, pool, ranks)

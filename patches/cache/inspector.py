@@ -66,7 +66,6 @@ class Inspector:
         self.show_profile = profiles.show_profile
         self.put_profile = profiles.put_profile
         self.note_observed = profiles.note_observed
-        self.note_failed = profiles.note_failed
 
     def describe_news(self, since: int, limit: int, *, figures: bool = False, requests: int | None = None) -> Json:
         """See ``Inspectable``."""
@@ -84,6 +83,10 @@ class Inspector:
         listed = self._profiles.list_profiles(after, limit)
         counts = {**self._profiles.counts, **self._shadows.counts, "background_requests": dict(self._guest_counts)}
         return {**listed, "counts": counts}
+
+    def note_failed(self, key: bytes) -> Json:
+        """See ``InspectableProfiles``."""
+        return self._profiles.note_failed(key)
 
     def next_profiling_job(self) -> Json:
         """See ``InspectableProfiles``."""

@@ -38,7 +38,7 @@ class PolicyTerms:
         self.reuse = ReuseTracker()
         self.now_s = 0.0
         self.costs = CostSnapshot(
-            PrefillCost(config.prefill_fixed_s, config.prefill_per_token_s, config.prefill_per_pair_s), START_LOADS, {}
+            PrefillCost(config.prefill.fixed_s, config.prefill.per_token_s, config.prefill.per_pair_s), START_LOADS, {}
         )
         self.cost_model = CostModel(self.costs)
         self._least_weight = self.recompute_weight = DROP_WEIGHT if has_host else 1.0

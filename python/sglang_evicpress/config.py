@@ -12,8 +12,17 @@ from pydantic.dataclasses import dataclass
 
 from sglang_evicpress.asked_quality import read_tenants
 from sglang_evicpress.core import PRESSES, PYRAMID, UNIFORM, Form
-from sglang_evicpress.decode_flags import STRICT, DecodeFlags, setting
 from sglang_evicpress.files import read_json
+from sglang_evicpress.flag_groups import (
+    AT_LEAST_0,
+    GROUPS,
+    STRICT,
+    DecodeFlags,
+    LayerFlags,
+    PrefillFlags,
+    file_path,
+    setting,
+)
 from sglang_evicpress.policy import SERVER_POLICY_NAMES, policy_info
 from sglang_evicpress.policy.quality_curves import Curves
 from sglang_evicpress.search.form_budgets import name_budgets
@@ -24,7 +33,6 @@ FIXED_ALPHA_S = 1.0
 """Alpha of a policy that weighs quality and has no target, where none is given."""
 
 MAX_WINDOW = 256  # what the attention score kernel takes
-MAX_LAYER_COUNTS = 16
 DEFAULT_FORM_TEXTS = [
     *("keydiff@0.8", "keydiff@0.5", "keydiff@0.2"),
     *("exact+int8", "exact+int4", "keydiff@0.8+int4", "keydiff@0.5+int4"),
@@ -36,7 +44,6 @@ MIN_TIER_BYTES = round(_MIN_GB * GB)
 AUTO: Literal["auto"] = "auto"
 _TIER_GB = f"a number of GB (1e9 bytes) from {_MIN_GB} to 1e9"
 _PATH = "the path of a file"
-_AT_LEAST_0 = "a finite number of at least 0"
 
 
 def _known_policy(name: str) -> str:
@@ -81,13 +88,7 @@ def _tenants(value: object) -> object:
     return value
 
 
-def _path(text: str) -> str:
-    if not text.strip() or "\0" in text:
-        raise ValueError("no file has this name")
-    return text
-
-
-_Path = Annotated[str, AfterValidator(_path)]
+_Path = Annotated[str, AfterValidator(file_path)]
 
 
 def _absolute(folders: tuple[str, ...]) -> tuple[str, ...]:
@@ -117,8 +118,8 @@ class EvicPressConfig:
 
     A match that ends inside a compressed node and would keep less than ``min_match_kept`` of what the node's form
     promises for those tokens falls back to the parent node. ``window`` is the number of last prompt queries a press
-    with queries looks at. The three ``prefill_`` figures, in seconds, are the cost of prefilling to start with, before
-    batches were observed. Flags and files name all settings, those of ``decode`` too, side by side.
+    with queries looks at. ``prefill`` is the cost of prefilling to start with, before batches were observed. Flags and
+    files name all settings, those of ``GROUPS`` too, side by side.
 
     Raises ValueError for a value out of its range. What depends on this machine (memory, the folder) is checked by
     ``from_flags``, whose errors are one sentence.
@@ -143,7 +144,7 @@ class EvicPressConfig:
     )
     alpha: float | None = setting(
         None,
-        _AT_LEAST_0,
+        AT_LEAST_0,
         "Seconds that full answer quality is worth, instead of --kv-quality: higher keeps quality, lower keeps more "
         "prefixes",
         shown="tuned so that --kv-quality holds",
@@ -157,22 +158,7 @@ class EvicPressConfig:
         "uniform, pyramid, or a budget file",
         min_length=1,
     )
-    layer_budget: _Path | None = setting(
-        None,
-        _PATH,
-        "Budget file, as evicpress search writes it, by which --kv-forms without :BUDGET spread the tokens they keep "
-        "over layers",
-        shown="none, every layer keeps as many",
-    )
-    max_layer_counts: int = setting(
-        4,
-        f"a whole number of at least 1, at most {MAX_LAYER_COUNTS}",
-        "Different numbers of tokens that layers of one node may keep, to which budgets over layers are rounded: "
-        "attention prepares each step once for each",
-        ge=1,
-        le=MAX_LAYER_COUNTS,
-    )
-    layer_shares: Mapping[str, tuple[float, ...]] = setting({}, "shares by layer, of budgets by name")
+    layers: LayerFlags = Field(default_factory=LayerFlags)
     min_compress_tokens: int = setting(
         64, "a whole number of at least 1", "Never compress a cached prefix part shorter than this", ge=1
     )
@@ -192,9 +178,7 @@ class EvicPressConfig:
         _PATH,
         "File that evicpress calibrate geometry made of this model, for the press and the decode score geometry",
     )
-    prefill_fixed_s: float = setting(0.0, _AT_LEAST_0, ge=0)
-    prefill_per_token_s: float = setting(1e-4, _AT_LEAST_0, ge=0)
-    prefill_per_pair_s: float = setting(0.0, _AT_LEAST_0, ge=0)
+    prefill: PrefillFlags = Field(default_factory=PrefillFlags)
     host_gb: Annotated[float | Literal["auto"], AfterValidator(_host_size)] = setting(
         AUTO,
         f"auto, 0 for no host tier, or {_TIER_GB}",
@@ -277,8 +261,8 @@ class EvicPressConfig:
 
     def __post_init__(self) -> None:
         for form in self.menu_forms:
-            if form.is_uneven and form.budget != PYRAMID and form.budget not in self.layer_shares:
-                known = ", ".join((UNIFORM, PYRAMID, *self.layer_shares))
+            if form.is_uneven and form.budget != PYRAMID and form.budget not in self.layers.shares:
+                known = ", ".join((UNIFORM, PYRAMID, *self.layers.shares))
                 raise ValueError(f"form {form} has the unknown budget {form.budget!r}: expected {known}")
         if self.quality is not None and self.alpha is not None:
             raise ValueError(
@@ -376,8 +360,8 @@ class EvicPressConfig:
             if values.get("curves") is not None:
                 raise ValueError("quality_curves and curves are both given: expected one of them, they say the same")
             values["curves"] = _read_curves(values.pop("quality_curves"))
-        decode = {name: values.pop(name) for name in fields_of(DecodeFlags) if name in values}
-        values["decode"] = checked(DecodeFlags, decode)
+        for name, group in GROUPS.items():
+            values[name] = checked(group, {key: values.pop(key) for key in fields_of(group) if key in values})
         config = checked(cls, values)
         memory_gb = _memory_bytes() / GB
         if config.host_gb != AUTO and config.host_gb > memory_gb:
@@ -392,7 +376,7 @@ class EvicPressConfig:
 FIELDS = {
     name: field
     for key, given in fields_of(EvicPressConfig).items()
-    for name, field in (fields_of(DecodeFlags) if key == "decode" else {key: given}).items()
+    for name, field in (fields_of(GROUPS[key]) if key in GROUPS else {key: given}).items()
 }
 """Every setting by its key in the config file, and ``layer_shares``, which are those of its budget files."""
 

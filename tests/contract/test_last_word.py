@@ -15,7 +15,7 @@ from tests.contract.releases import only_rank
 
 from sglang_evicpress import spawn
 from sglang_evicpress.config import EvicPressConfig
-from sglang_evicpress.decode_flags import DecodeFlags
+from sglang_evicpress.flag_groups import DecodeFlags
 from sglang_evicpress.patches import last_word
 from sglang_evicpress.patches.attention import query_ring
 from sglang_evicpress.patches.cache import factory

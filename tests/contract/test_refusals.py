@@ -10,7 +10,7 @@ import pytest
 
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import Form
-from sglang_evicpress.decode_flags import DecodeFlags
+from sglang_evicpress.flag_groups import DecodeFlags
 from sglang_evicpress.patches import unsupported
 from sglang_evicpress.patches.unsupported import UnsupportedError
 

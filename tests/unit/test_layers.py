@@ -45,8 +45,8 @@ TABLE = {
     "validation": Layer((), ("pydantic",)),
     # Budgets per layer: their arithmetic, their files, and the search for them.
     "search": Layer((*PURE, "files"), ("cmaes", "numpy", "orjson")),
-    "decode_flags": Layer((), ("pydantic",)),
-    "config": Layer((*PURE, "asked_quality", "decode_flags", "files", "search", "validation"), ("pydantic",)),
+    "flag_groups": Layer((), ("pydantic",)),
+    "config": Layer((*PURE, "asked_quality", "flag_groups", "files", "search", "validation"), ("pydantic",)),
     "flags": Layer(("config",)),
     # Small things of the standard library that many parts use.
     "threads": Layer(("error_text",)),

@@ -27,6 +27,7 @@ from tests.contract.releases import NO_BATCH, HasKV, checkpoint, end_request, lo
 
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.core import Form, Tier
+from sglang_evicpress.flag_groups import LayerFlags
 from sglang_evicpress.patches.attention import group_rows
 from sglang_evicpress.patches.attention.group_rows import GroupRows
 from sglang_evicpress.patches.cache import policy_terms
@@ -158,7 +159,7 @@ class Walk:
             self.allocator = PagedTokenToKVPoolAllocator(num_slots, page_size, self.dtype, "cpu", self.pool, False)
         params = CacheInitParams(False, self.rows, self.allocator, page_size)
         config = self.configured(policy, settings)
-        groups = layer_groups(config.menu_forms, config.layer_shares, LAYERS, config.max_layer_counts)
+        groups = layer_groups(config.menu_forms, config.layers.shares, LAYERS, config.layers.max_counts)
         compressor = Compressor(self.pool, page_size, config.sinks, groups=groups)
         self.groups = GroupRows(groups, self.rows.req_to_token) if groups.num_groups > 1 else None
         group_rows.attach(self.groups)
@@ -461,7 +462,7 @@ UNEVEN_CURVES = {**CURVES, "random:pyramid": {"0.5": 0.6}}
 def test_random_walk_over_layers_that_keep_different_numbers_keeps_every_invariant(seed: int, page_size: int) -> None:
     """With an even seed the lower layer keeps most in every form; else none reads all slots of every node."""
     forms = UNEVEN_FORMS[: -1 if seed % 2 == 0 else None]
-    walk = Walk(seed, page_size, forms=forms, curves=UNEVEN_CURVES, layer_shares=SHARES)
+    walk = Walk(seed, page_size, forms=forms, curves=UNEVEN_CURVES, layers=LayerFlags(shares=SHARES))
     assert walk.groups is not None and len(walk.groups.tables) == 1 + seed % 2
     walk.run(150)
     assert walk.cache.parts.controller.num_dropped > 0 and walk.num_uneven > 0

@@ -31,6 +31,7 @@ from tests.contract.releases import load_back, lock, unlock
 
 from sglang_evicpress.config import GB, EvicPressConfig
 from sglang_evicpress.core import EXACT, Form, Tier
+from sglang_evicpress.flag_groups import LayerFlags
 from sglang_evicpress.introspect.operations import IntrospectionError
 from sglang_evicpress.patches.cache import policy_terms
 from sglang_evicpress.patches.tiers import load
@@ -460,7 +461,15 @@ def test_random_walk_over_layers_that_keep_different_numbers_keeps_every_row(
     opened: Opened, seed: int, page_size: int, dtype: torch.dtype, has_ssd: bool
 ) -> None:
     forms = UNEVEN_FORMS[: -1 if seed % 2 == 0 else None]
-    walk = opened(seed, page_size, dtype=dtype, has_ssd=has_ssd, forms=forms, curves=UNEVEN_CURVES, layer_shares=SHARES)
+    walk = opened(
+        seed,
+        page_size,
+        dtype=dtype,
+        has_ssd=has_ssd,
+        forms=forms,
+        curves=UNEVEN_CURVES,
+        layers=LayerFlags(shares=SHARES),
+    )
     walk.cost = None
     walk.moves = lambda: {**TierWalk.moves(walk), walk.press: 20}  # by far most compressions are of such forms
     walk.run(300)

@@ -1,13 +1,17 @@
-"""Flags of budgets of running requests, and what every field of the configuration is made with."""
+"""Groups of settings within the configuration, and what every field of it is made with."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, JsonValue
+from pydantic import AfterValidator, ConfigDict, Field, JsonValue
 from pydantic.dataclasses import dataclass
 
 STRICT = ConfigDict(strict=True, allow_inf_nan=False, validate_by_name=True, validate_by_alias=True)
+
+AT_LEAST_0 = "a finite number of at least 0"
+MAX_LAYER_COUNTS = 16
 
 
 def setting(default: object, expected: str, text: str | None = None, **more: Any) -> Any:
@@ -66,3 +70,51 @@ class DecodeFlags:
         "trace of their passes",
         key="decode_client_budgets",
     )
+
+
+def file_path(text: str) -> str:
+    """The text, if a file can have this name; raises ValueError else."""
+    if not text.strip() or "\0" in text:
+        raise ValueError("no file has this name")
+    return text
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class LayerFlags:
+    """Budgets over layers, which the forms of the menu name. ``shares`` are those of budget files, by name."""
+
+    budget: Annotated[str, AfterValidator(file_path)] | None = setting(
+        None,
+        "the path of a file",
+        "Budget file, as evicpress search writes it, by which --kv-forms without :BUDGET spread the tokens they keep "
+        "over layers",
+        shown="none, every layer keeps as many",
+        key="layer_budget",
+    )
+    max_counts: int = setting(
+        4,
+        f"a whole number of at least 1, at most {MAX_LAYER_COUNTS}",
+        "Different numbers of tokens that layers of one node may keep, to which budgets over layers are rounded: "
+        "attention prepares each step once for each",
+        key="max_layer_counts",
+        ge=1,
+        le=MAX_LAYER_COUNTS,
+    )
+    shares: Mapping[str, tuple[float, ...]] = setting({}, "shares by layer, of budgets by name", key="layer_shares")
+
+
+@dataclass(frozen=True, slots=True, config=STRICT)
+class PrefillFlags:
+    """Cost of prefilling to start with, in seconds."""
+
+    fixed_s: float = setting(0.0, AT_LEAST_0, key="prefill_fixed_s", ge=0)
+    per_token_s: float = setting(1e-4, AT_LEAST_0, key="prefill_per_token_s", ge=0)
+    per_pair_s: float = setting(0.0, AT_LEAST_0, key="prefill_per_pair_s", ge=0)
+
+
+GROUPS: dict[str, type[DecodeFlags] | type[LayerFlags] | type[PrefillFlags]] = {
+    "layers": LayerFlags,
+    "prefill": PrefillFlags,
+    "decode": DecodeFlags,
+}
+"""By their field of the configuration. Files and flags name their settings beside the others."""
