@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import pkgutil
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,6 +19,13 @@ from sglang_evicpress.patches.hook_points import DEFAULT_SGLANG, SUPPORTED_SGLAN
 
 _SUPPORTED = f"sglang-evicpress supports SGLang {', '.join(SUPPORTED_SGLANG)}"
 _WAY_OUT = f"install sglang=={DEFAULT_SGLANG}, or start without --kv-policy"
+
+
+def main() -> int:
+    """Say in one line whether the installed SGLang is one that we can hook; status 1 where not."""
+    problem = version_problem() or hook_point_problem() or behaviour_problem()
+    print(problem or f"SGLang {sglang_version()}: all {len(points_of(sglang_version()))} are as we know them")
+    return int(problem is not None)
 
 
 def sglang_version() -> str:
@@ -115,3 +123,7 @@ def register_once(registry: Any, target: str, hook: Any, kind: Any) -> bool:
         return False
     registry.register(target, hook, kind)
     return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -16,7 +16,7 @@ from sglang_evicpress.device import to_device
 from sglang_evicpress.patches.attention.prompt_queries import AnnouncedBatch, PromptQueries
 from sglang_evicpress.patches.attention.types import RowPool
 from sglang_evicpress.patches.compat.release import RELEASE
-from sglang_evicpress.patches.tree.node import PrefixView
+from sglang_evicpress.patches.tree.node_kv import PrefixView
 
 
 class RequestHoles:

@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from sglang_evicpress.core import Tier
-from sglang_evicpress.patches.compat.release import RELEASE
+from sglang_evicpress.patches.compat.release import REQUEST_KV
 from sglang_evicpress.patches.tiers.prefetches import WINDOW, Prefetch
 from sglang_evicpress.patches.tree.exact_requests import computes_lossy, first_lossy, is_exact_request
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
@@ -154,7 +154,7 @@ class Admission:
         if id(req) not in self.prefetches.by_request:
             return self.background.should_defer(req) or self.is_being_computed(req)
         new_tokens = max(0, min(req.sampling_params.max_new_tokens, self.most_new_tokens) - len(req.output_ids))
-        num_to_run = len(req.full_untruncated_fill_ids) - RELEASE.prefix_len(req) + new_tokens + self.page_size
+        num_to_run = len(req.full_untruncated_fill_ids) - REQUEST_KV.prefix_len(req) + new_tokens + self.page_size
         self._num_to_run[id(req)] = num_to_run
         has_turn = not self.slots_ahead or self.slots_ahead + num_to_run < adder.rem_total_tokens
         is_prefetching = self.prefetcher.is_prefetching(req, has_turn=has_turn)
@@ -168,8 +168,8 @@ class Admission:
     def note_admitted(self, req: QueuedRequest) -> None:
         """SGLang has put the request into the batch that it makes."""
         if self.prefetches.by_request:
-            num_new = len(req.origin_input_ids) - RELEASE.prefix_len(req)
-            took_s = self.terms.costs.prefill.marginal_seconds(max(0, num_new), RELEASE.prefix_len(req))
+            num_new = len(req.origin_input_ids) - REQUEST_KV.prefix_len(req)
+            took_s = self.terms.costs.prefill.marginal_seconds(max(0, num_new), REQUEST_KV.prefix_len(req))
             self.computing[id(req)] = req, time.perf_counter() + COMPUTING_S + COMPUTING_TIMES * took_s
 
     def is_being_computed(self, req: QueuedRequest) -> bool:
@@ -180,7 +180,7 @@ class Admission:
         for key, (other, until_s) in list(self.computing.items()):
             if now > until_s or other.finished() or other.is_retracted:
                 del self.computing[key]
-        begin = RELEASE.prefix_len(req) + req.host_hit_length
+        begin = REQUEST_KV.prefix_len(req) + req.host_hit_length
         tokens = req.origin_input_ids
         end = begin + max(LEAST_SHARED, (len(tokens) - begin) // 2)
         missing = tokens[begin:end]
@@ -188,7 +188,9 @@ class Admission:
             return False
         for other, _ in self.computing.values():
             theirs = other.origin_input_ids
-            is_behind = RELEASE.protected_len(other) <= begin  # else the tree had it, and this request could not use it
+            is_behind = (
+                REQUEST_KV.protected_len(other) <= begin
+            )  # else the tree had it, and this request could not use it
             is_same = is_behind and other is not req and other.extra_key == req.extra_key
             if is_same and theirs[begin:end] == missing and theirs[:begin] == tokens[:begin]:
                 if is_exact_request(req) and not self._becomes_exact(req, other):
@@ -213,7 +215,7 @@ class Admission:
         copies = [node.kv.copies[Tier.HOST] for node in absent if Tier.HOST in node.kv.copies]
         if len(copies) < len(absent):  # since it was matched it had to make room for what else is read: match it anew
             return True
-        num_new = len(req.full_untruncated_fill_ids) - RELEASE.prefix_len(req) - req.host_hit_length
+        num_new = len(req.full_untruncated_fill_ids) - REQUEST_KV.prefix_len(req) - req.host_hit_length
         if adder.rem_chunk_tokens is not None:
             num_new = min(num_new, max(0, adder.rem_chunk_tokens))
         needed = sum(copy.num_slots for copy in copies) + num_new + self.page_size

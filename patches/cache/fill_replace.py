@@ -15,7 +15,6 @@ from sglang_evicpress.patches.tiers.placement import tier_of
 from sglang_evicpress.patches.tiers.types import Changes, Copies, Removals, Slots
 from sglang_evicpress.patches.tree.changes import Listener
 from sglang_evicpress.patches.tree.node import (
-    PrefixView,
     is_lossy,
     iter_nodes,
     kv_of,
@@ -24,6 +23,7 @@ from sglang_evicpress.patches.tree.node import (
     slots_of,
     start_of,
 )
+from sglang_evicpress.patches.tree.node_kv import PrefixView
 from sglang_evicpress.patches.tree.types import Node
 from sglang_evicpress.press import QueryWindow
 from sglang_evicpress.survivors import SurvivorLayout
@@ -51,12 +51,13 @@ class FillReplace:
     backup_parent: Listener
     tell_stored: Listener
 
-    def is_promotion(self, node: Node, view: PrefixView) -> bool:
-        """True if a request's own KV is worth more than what the node holds, and may take its place now."""
+    def is_promotion(self, node: Node, view: PrefixView, gain: float = 0.0) -> bool:
+        """True if a request's own KV is worth more than what the node holds, and may take its place now. ``gain``: by
+        so much its quality is predicted to be higher where both are lossy."""
         if node.lock_ref > 0 or self._keeps_form(node):
             return False
         is_servable = servable_steps([(node, len(node.key))], self.min_match_kept) == 1
-        return not is_servable or (is_lossy(node) and not view.is_lossy)
+        return not is_servable or (is_lossy(node) and (gain > 0.0 if view.is_lossy else True))
 
     def would_change_view(self, steps: Sequence[tuple[Node, int]], adopted: int, view: PrefixView) -> bool:
         """True if handing in the tokens of ``steps`` would put other KV under a running request than it has computed.
@@ -163,5 +164,6 @@ def _set_full(node: Node, value: torch.Tensor, is_lossy_prefix: bool) -> None:
     """Let the record of a node say that it holds one slot for each token."""
     kv, node.value = node.kv, value.clone()
     kv.form, kv.slots, kv.layout, kv.is_lossy_prefix, kv.origin = EXACT, None, None, is_lossy_prefix, None
+    kv.prefix_quality = 1.0
     kv.is_finite, kv.unfit_codec = True, None
     kv.version += 1

@@ -11,7 +11,7 @@ import torch
 from sglang_evicpress.core import NodeStats, Tier
 from sglang_evicpress.introspect.census import Census
 from sglang_evicpress.patches.attention.types import RowPool
-from sglang_evicpress.patches.compat.release import RELEASE
+from sglang_evicpress.patches.compat.release import RELEASE, REQUEST_KV
 from sglang_evicpress.patches.decode_budget.rows import PoolAllocator
 from sglang_evicpress.patches.decode_budget.state import BudgetedRequest
 from sglang_evicpress.patches.decode_budget.types import RunningBatch
@@ -80,11 +80,11 @@ def in_flight(scheduler: RunningScheduler | None, page_size: int) -> Iterator[tu
     if scheduler.chunked_req is not None:
         reqs.append(scheduler.chunked_req)
     for req in reqs:
-        if id(req) in seen or not RELEASE.holds_kv(req):
+        if id(req) in seen or not REQUEST_KV.holds_kv(req):
             continue
         seen.add(id(req))
-        allocated = -(-RELEASE.allocated_len(req) // page_size) * page_size
-        yield req, allocated - RELEASE.protected_len(req)
+        allocated = -(-REQUEST_KV.allocated_len(req) // page_size) * page_size
+        yield req, allocated - REQUEST_KV.protected_len(req)
 
 
 def num_running(scheduler: RunningScheduler | None) -> int:
@@ -151,8 +151,8 @@ class Integrity:
         for req, held in in_flight(self.tree.scheduler, page):
             num_in_flight += held
             holes = holes_of(req)
-            row = self.tree.req_to_token_pool.req_to_token[RELEASE.row_of(req)]
-            own = row[RELEASE.protected_len(req) - holes : RELEASE.allocated_len(req) - holes].to(torch.int64)
+            row = self.tree.req_to_token_pool.req_to_token[REQUEST_KV.row_of(req)]
+            own = row[REQUEST_KV.protected_len(req) - holes : REQUEST_KV.allocated_len(req) - holes].to(torch.int64)
             owners.append((f"request {req.rid}", torch.unique(own // page) if page > 1 else own))
         free = allocator.available_size()
         if free + evictable + protected + num_in_flight != allocator.size:

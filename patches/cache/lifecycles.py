@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from sglang_evicpress.patches.cache.radix_cache import EvicPressCache
-from sglang_evicpress.patches.compat.release import RELEASE
+from sglang_evicpress.patches.compat.release import REQUEST_KV
 from sglang_evicpress.patches.hook_points import of_release
-from sglang_evicpress.patches.tree.node import PrefixView, holes_of
+from sglang_evicpress.patches.tree.node import holes_of
+from sglang_evicpress.patches.tree.node_kv import PrefixView
 
 
 class CacheOf0515(EvicPressCache):
@@ -90,7 +91,7 @@ class CacheOf0523(EvicPressCache):
             view = self.views.view_of(req)
             row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
             own = row[known - view.holes : req.prefix_len - view.holes].to(torch.int64, copy=True)
-            RELEASE.set_prefix(req, torch.cat([req.prefix_indices, own]))
+            REQUEST_KV.set_prefix(req, torch.cat([req.prefix_indices, own]))
             req.evicpress = PrefixView(torch.cat([view.slots, own]), view.holes, view.is_lossy, True)
         indices: torch.Tensor = req.prefix_indices[: req.prefix_len]
         return indices

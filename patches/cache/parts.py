@@ -9,6 +9,7 @@ from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.controller.controller import ASKED, IDLE, Controller
+from sglang_evicpress.introspect.served import FirstTokenTimes
 from sglang_evicpress.patches.cache.admission import Admission
 from sglang_evicpress.patches.cache.eviction import Eviction
 from sglang_evicpress.patches.cache.moves import NodeMoves
@@ -23,6 +24,7 @@ from sglang_evicpress.patches.cache.tier_parts import TierParts
 from sglang_evicpress.patches.cache.tree_parts import TreeParts
 from sglang_evicpress.patches.profiling.background_requests import BackgroundRequests
 from sglang_evicpress.patches.profiling.shadows import Shadows
+from sglang_evicpress.patches.scheduler.first_tokens import FirstTokens
 from sglang_evicpress.patches.scheduler.hooks import is_first_come_first_served
 from sglang_evicpress.patches.scheduler.prefill_times import note_not_loaded
 from sglang_evicpress.patches.tiers.admin import TierAdmin
@@ -85,6 +87,7 @@ class Parts:
             tree.quality,
             tiers.gpu_ops,
             tiers.placement.lower_copies_of,
+            lambda node: self.quality_control.least_predicted(node.key.extra_key),
         )
         self.moves = NodeMoves(
             nodes,
@@ -151,7 +154,7 @@ class Parts:
             outside.tree, tree.terms, self.shadows, tiers.prefetches.by_request, background_requests
         )
         self.quality_control = QualityControl(
-            config.target_quality, nodes, tree.terms, tree.policy, tree.quality.shares_of
+            config.target_quality, nodes, tree.terms, tree.policy, tree.quality.shares_of, tree.floors
         )
         self.recomputation = Recomputation(
             outside.tree,
@@ -166,6 +169,7 @@ class Parts:
             min_match_kept=config.min_match_kept,
         )
         self.served = ServedHits(tree.terms)
+        self.first_tokens = FirstTokens(FirstTokenTimes())
         self.admission = Admission(
             outside.tree,
             tiers.prefetches,
@@ -308,9 +312,9 @@ class Parts:
         terms.costs_changed.subscribe(tree.policy.refresh)
         tree.quality.judged.subscribe(self.quality_control.note_judged)
         self.views.admitted.subscribe(
-            note_served_kv,
             tree.quality.note_question,
             self.quality_control.note_admitted,
+            note_served_kv,
             tree.queued_hits.on_prefill,
             self.recomputation.count_admitted,
             self.served.count_admitted,

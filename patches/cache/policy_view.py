@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -37,7 +37,8 @@ class PresentPolicy(Protocol):
 
 @dataclass(eq=False, repr=False)
 class PolicyView:
-    """``lower_copies_of``: what lower tiers have of nodes, by id."""
+    """``lower_copies_of``: what lower tiers have of nodes, by id; ``least_quality`` of a form of a node: none
+    below it is chosen; 1 is exact KV only."""
 
     menu: Menu
     min_compress_tokens: int
@@ -45,6 +46,7 @@ class PolicyView:
     quality: NodeQuality
     pressed: GpuForms
     lower_copies_of: Mapping[int, Sequence[LowerCopy]]
+    least_quality: Callable[[Node], float] = lambda node: 0.0
 
     def __post_init__(self) -> None:
         self._blind = self.menu.everything  # the forms that can be made without queries
@@ -68,6 +70,9 @@ class PolicyView:
                 allowed_forms &= self._blind
             if policy.weighs_quality:
                 allowed_forms &= expectation.known  # what nobody measured is not chosen
+                least = self.least_quality(node)
+                if least > 0.0:
+                    allowed_forms &= self._at_least(expectation.vector, least)
         return NodeStats(
             id=node.id,
             parent_id=None if node.parent.parent is None else node.parent.id,
@@ -87,6 +92,12 @@ class PolicyView:
             exact_on=exact_tier_of(node),
             lower_copies=tuple(self.lower_copies_of.get(node.id, ())),
         )
+
+    def _at_least(self, curve: Sequence[float], quality: float) -> int:
+        """The forms of such a quality, by their ``curve``; of 1 the exact ones."""
+        chosen = (quality < 1.0 and value >= quality for value in curve)
+        pairs = enumerate(zip(self.menu.forms, chosen, strict=True))
+        return sum(1 << index for index, (form, is_good) in pairs if is_good or form.is_exact)
 
     def plan_rewrites(self, nodes: Iterable[Node], room: int) -> Sequence[Decision]:
         """Decisions that bring nodes that only the SSD has to smaller forms there, of which ``room`` bytes are free."""

@@ -7,11 +7,12 @@ from collections import Counter
 
 import torch
 
-from sglang_evicpress.patches.compat.release import RELEASE
+from sglang_evicpress.patches.compat.release import REQUEST_KV
 from sglang_evicpress.patches.decode_budget.state import budget_of, view_between
 from sglang_evicpress.patches.tree.changes import Signal
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
-from sglang_evicpress.patches.tree.node import PrefixView, path_to, view_of_path
+from sglang_evicpress.patches.tree.node import path_to, view_of_path
+from sglang_evicpress.patches.tree.node_kv import PrefixView
 from sglang_evicpress.patches.tree.types import Node, ServedRequest
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class PrefixViews:
 
     def adopt(self, req: ServedRequest) -> PrefixView:
         """The view a request's row is written from, now that it is scheduled; counts its hit, once."""
-        num_tokens, state = RELEASE.prefix_len(req), budget_of(req)
+        num_tokens, state = REQUEST_KV.prefix_len(req), budget_of(req)
         if state is not None and state.has_left_tree:
             return view_between(req, state)
         if num_tokens == 0:

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Protocol
 
+from sglang_evicpress.config import DEFAULT_QUALITY
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
 from sglang_evicpress.patches.tree.node import is_lossy
 from sglang_evicpress.patches.tree.types import LogicalTime, Node, QueuedRequest, ServedRequest
 from sglang_evicpress.policy.cost_model import CostSnapshot
-from sglang_evicpress.policy.quality_target import NOTHING, QualityTarget, Share
+from sglang_evicpress.policy.quality_correction import QualityCorrection
+from sglang_evicpress.policy.quality_target import NOTHING, QualityTarget, Share, num_affordable
 
 Steps = Sequence[tuple[Node, int]]
 
@@ -31,53 +33,93 @@ class AlphaPolicy(Protocol):
     def set_alpha(self, alpha: float) -> None: ...
 
 
+class Floors(Protocol):
+    """The least quality that requests may be served."""
+
+    def of_request(self, req: QueuedRequest) -> float: ...
+    def of_namespace(self, extra_key: str | None) -> float: ...
+
+
 @dataclass(eq=False, repr=False)
 class QualityControl:
-    """Keeps ``target``, None where alpha is fixed; then nothing is refused and nothing tuned. ``shares_of``: tokens and
-    lost tokens of the steps of a path. Everything that enters is equal on every rank: hits in the order of admission,
-    profiles and judged answers as rank 0 hands them on, stamped time and costs."""
+    """Keeps ``target``, None where alpha is fixed; then nothing is tuned, and refused only what is below a floor.
+    ``shares_of``: tokens and lost tokens of the steps of a path. Everything that enters is equal on every rank: hits in
+    the order of admission, profiles and judged answers as rank 0 hands them on, stamped time and costs."""
 
     quality: float | None
     nodes: Sized
     terms: WeighedTerms
     policy: AlphaPolicy
     shares_of: Callable[[Steps], list[Share]]
+    floors: Floors
 
     def __post_init__(self) -> None:
         self.target = None if self.quality is None else QualityTarget(self.quality)
-        self.refused_tokens = 0
+        self.correction = QualityCorrection(1.0 - DEFAULT_QUALITY)  # for floors; the target has one of its own
+        self.refused_tokens = self.floored_tokens = 0
 
     def num_affordable(self, req: QueuedRequest | None, steps: Steps) -> int:
-        """Number of ``steps`` (node, matched tokens), the known prefix of a waiting request, that the target lets be
-        served to it. Shadows are for measuring: nothing of them is refused."""
+        """Number of ``steps`` (node, matched tokens), the known prefix of a waiting request, that the target and its
+        floor let be served to it. Shadows are for measuring: nothing of them is refused."""
+        above = self._num_above_floor(req, steps)
+        return self._num_in_target(req, steps[:above])
+
+    def note_match(self, req: QueuedRequest | None, steps: Steps) -> int:
+        """The same, for a request that is about to run: what it is refused is noted on it, and counted once it runs.
+        Alpha does not follow a floor, which is that of one request, or of one tenant."""
+        above = self._num_above_floor(req, steps)
+        affordable = self._num_in_target(req, steps[:above])
+        if req is not None:
+            is_refused = affordable < len(steps)
+            shares = self.shares_of(steps) if is_refused else []
+            req.evicpress_refused = _sum(shares[affordable:above]) if is_refused else NOTHING
+            req.evicpress_floored = sum(share.num_tokens for share in shares[above:])
+        return affordable
+
+    def least_predicted(self, extra_key: str | None) -> float:
+        """Predicted quality below which nothing in a namespace would be served; 0: everything is, 1: only exact KV."""
+        floor = self.floors.of_namespace(extra_key)
+        return floor if floor in (0.0, 1.0) else max(0.0, 1.0 - (1.0 - floor) / self._ratio)
+
+    def _num_in_target(self, req: QueuedRequest | None, steps: Steps) -> int:
         if self.target is None or req is None or is_shadow_name(req.extra_key):
             return len(steps)
         if self.target.quality == 1.0:
-            return sum(1 for _ in takewhile(lambda step: not is_lossy(step[0]), steps))
+            return _num_exact(steps)
         return self.target.num_affordable(self.shares_of(steps))
 
-    def note_match(self, req: QueuedRequest | None, steps: Steps) -> int:
-        """The same, for a request that is about to run: what it is refused is noted on it, and counted once it runs."""
-        affordable = self.num_affordable(req, steps)
-        if req is not None:
-            is_refused = affordable < len(steps)
-            req.evicpress_refused = _sum(self.shares_of(steps)[affordable:]) if is_refused else NOTHING
-        return affordable
+    def _num_above_floor(self, req: QueuedRequest | None, steps: Steps) -> int:
+        floor = 0.0 if req is None or is_shadow_name(req.extra_key) else self.floors.of_request(req)
+        if not floor:
+            return len(steps)
+        if floor == 1.0:
+            return _num_exact(steps)
+        return num_affordable(self.shares_of(steps), floor, self._ratio)
+
+    @property
+    def _ratio(self) -> float:
+        """Loss observed over loss predicted."""
+        return self.correction.ratio(self.terms.now_s) if self.target is None else self.target.correction
 
     def note_admitted(self, req: ServedRequest, path: Sequence[Node], _num_tokens: int) -> None:
         """A user's request runs upon ``path``; what it computes is worth no more than that. One that was retracted and
         runs again finds what it computed itself: that is no hit."""
-        served = _sum(self.shares_of([(node, len(node.key)) for node in path]))
+        shares = self.shares_of([(node, len(node.key)) for node in path])
+        served = _sum(shares)
+        req.evicpress_least_quality = min((1.0 - share.lost / share.num_tokens for share in shares), default=1.0)
         req.evicpress_prefix_quality = 1.0 - served.lost / served.num_tokens if served.num_tokens else 1.0
         if self.target is not None and not req.retracted_stain:
             refused = getattr(req, "evicpress_refused", NOTHING)
             self.refused_tokens += refused.num_tokens
             self.target.note_hit(served, refused)
+        if not req.retracted_stain:
+            self.floored_tokens += getattr(req, "evicpress_floored", 0)
 
     def note_judged(self, pairs: Sequence[tuple[float, float]]) -> None:
         """Answers upon lossy prefixes were judged: (predicted, observed) qualities."""
-        if self.target is not None:
-            for predicted, observed in pairs:
+        for predicted, observed in pairs:
+            self.correction.note_judged(predicted, observed, self.terms.now_s)
+            if self.target is not None:
                 self.target.note_judged(predicted, observed)
 
     def follow_clock(self) -> None:
@@ -97,7 +139,12 @@ class QualityControl:
             "correction": None if target is None else target.correction,
             "credit_tokens": None if target is None else target.credit,
             "refused_tokens": self.refused_tokens,
+            "below_floor_tokens": self.floored_tokens,
         }
+
+
+def _num_exact(steps: Steps) -> int:
+    return sum(1 for _ in takewhile(lambda step: not is_lossy(step[0]), steps))
 
 
 def _sum(parts: Sequence[Share]) -> Share:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from sglang_evicpress.patches.tree.types import Node
+from sglang_evicpress.policy.retention import Retention
 from sglang_evicpress.policy.reuse_tracker import ReuseTracker
 
 MAX_NODES = 256
@@ -53,6 +54,7 @@ class QueuedHits:
         self._terms = terms
         self._reuse = terms.reuse
         self._policy = policy
+        self._retention = Retention()
         self._hits_by_request: dict[int, QueuedHit] = {}  # by id() of the request, which the queued hit keeps alive
         self._num_made = 0
 
@@ -79,6 +81,7 @@ class QueuedHits:
     def split(self, upper: Node, lower: Node) -> None:
         """``upper`` was split off ``lower``, with its weight and hits."""
         self._reuse.split(upper.id, lower.id)
+        self._retention.split(upper.id, lower.id)
         upper.kv.queued_hits = {}
         for queued_hit in lower.kv.queued_hits.values():
             self._carry(queued_hit, upper)
@@ -86,6 +89,7 @@ class QueuedHits:
     def forget(self, node: Node) -> None:
         """The node is gone."""
         self._reuse.remove(node.id)
+        self._retention.remove(node.id)
         for queued_hit in node.kv.queued_hits.values():
             del queued_hit.nodes[node.id]
         node.kv.queued_hits = {}
@@ -93,6 +97,7 @@ class QueuedHits:
     def clear(self) -> None:
         """Every node is gone; the requests still wait."""
         self._reuse.clear()
+        self._retention.clear()
         for queued_hit in self._hits_by_request.values():
             queued_hit.nodes = {}
 
@@ -100,6 +105,19 @@ class QueuedHits:
         """Called once a round: nodes that nobody has used for some time weigh something else now."""
         for node_id in self._reuse.advance(self._terms.now_s):
             self._reweigh(self._nodes[node_id])
+        for node_id in self._retention.advance(self._terms.now_s):
+            self._reweigh(self._nodes[node_id])
+
+    def retain(self, path: Sequence[Node], seconds: float) -> None:
+        """A request asks for the nodes of its path to be kept for so long, if that is worth it."""
+        for node in path[:MAX_NODES]:
+            self._retention.hold(node.id, self._terms.now_s, seconds)
+            self._reweigh(node)
+
+    @property
+    def num_retained(self) -> int:
+        """Nodes that requests asked to retain."""
+        return len(self._retention)
 
     # ---- requests
 
@@ -161,4 +179,5 @@ class QueuedHits:
         self._policy.touch(node)
 
     def _weight_of(self, node: Node) -> float:
-        return self._reuse.rate(node.id) + QUEUED_RATE * len(node.kv.queued_hits)
+        queued = QUEUED_RATE * len(node.kv.queued_hits)
+        return self._reuse.rate(node.id) + queued + self._retention.rate(node.id)

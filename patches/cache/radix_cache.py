@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,23 +29,22 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
+from sglang_evicpress.asked_retention import retention_s
 from sglang_evicpress.config import EvicPressConfig
-from sglang_evicpress.introspect.served import FirstTokenTimes
 from sglang_evicpress.patches.attention.prompt_queries import PromptQueries
 from sglang_evicpress.patches.cache.inspection import TreeInspection
 from sglang_evicpress.patches.cache.inspector import Inspector
 from sglang_evicpress.patches.cache.integrity import Integrity, num_running
-from sglang_evicpress.patches.cache.metrics import FigureReader, metrics_of
+from sglang_evicpress.patches.cache.metrics import metrics_of
 from sglang_evicpress.patches.cache.outside import Outside
 from sglang_evicpress.patches.cache.parts import Parts
 from sglang_evicpress.patches.cache.statistics import Statistics
-from sglang_evicpress.patches.compat.release import RELEASE
+from sglang_evicpress.patches.compat.release import RELEASE, REQUEST_KV
 from sglang_evicpress.patches.decode_budget.budgets import DecodeBudgets
 from sglang_evicpress.patches.decode_budget.inspection import RequestsInspection
 from sglang_evicpress.patches.decode_budget.passes import DecodePasses
 from sglang_evicpress.patches.decode_budget.records import BudgetRecords
 from sglang_evicpress.patches.scheduler import hooks
-from sglang_evicpress.patches.scheduler.first_tokens import FirstTokens
 from sglang_evicpress.patches.scheduler.prefill_times import PrefillTimes
 from sglang_evicpress.patches.tiers.placement import NOWHERE
 from sglang_evicpress.patches.tree.compressor import Compressor
@@ -52,16 +52,16 @@ from sglang_evicpress.patches.tree.exact_requests import usable_steps
 from sglang_evicpress.patches.tree.model_identity import ModelIdentity
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
 from sglang_evicpress.patches.tree.node import (
-    NodeKV,
-    PrefixView,
     first_outside,
     holes_of,
     is_reserved,
     num_slots,
+    path_to,
     servable_steps,
     steps_of,
     view_of_path,
 )
+from sglang_evicpress.patches.tree.node_kv import NodeKV, PrefixView
 from sglang_evicpress.patches.unsupported import decode_settings
 from sglang_evicpress.tiers.entry.copies import Copy
 from sglang_evicpress.tiers.entry.identity import KEY_BYTES, MAX_TOKEN
@@ -102,7 +102,6 @@ class EvicPressCache(RadixCache):
         self.placement, self.shadows = tiers.placement, parts.shadows
         self.background, self.views = parts.background, parts.views
         self.prefill_times = PrefillTimes(tree.terms.cost_model)
-        self.first_token_times = FirstTokenTimes()
         self.scheduler: Any = None
         self.name_profiles: Callable[[Any], bytes] = lambda tokenizer: bytes(KEY_BYTES)
         self.vocab_size, self._tick = MAX_TOKEN + 1, 0  # the model's, where it is known
@@ -118,7 +117,7 @@ class EvicPressCache(RadixCache):
         inspection = TreeInspection(self, *reached, tiers.holds, *policy, hash_key or secrets.token_bytes(32))
         figures = tree.terms, tree.policy, tree.queue, self.prefill_times, tree.queued_hits, self, tree.ledger
         counted = parts.controller, parts.quality_control, parts.recomputation.counts
-        served = parts.served.counts, self.first_token_times, tree.storage
+        served = parts.served.counts, parts.first_tokens.times, tree.storage
         evictions = tree.eviction_log.describe_evictions
         checked = tree.ledger, tree.policy, parts.view.stats_of, tree.aside
         integrity = Integrity(self, *checked, self, parts.shadows.shadow_nodes)
@@ -131,12 +130,7 @@ class EvicPressCache(RadixCache):
         """Called once the scheduler is complete; compression then orders itself behind its forward stream."""
         self.scheduler = scheduler
         parts, tree, tiers = self.parts, self.parts.tree, self.parts.tiers
-        figures = FigureReader(
-            self.inspector.describe_stats,
-            parts.report.describe_tiers,
-            lambda: self.decode_budgets.describe(scheduler),
-            tree.quality.counts,
-        )
+        budgets = partial(self.decode_budgets.describe, scheduler)
         hooks.attach(
             hooks.HookedCache(
                 advance=tree.terms.advance,
@@ -151,8 +145,8 @@ class EvicPressCache(RadixCache):
                 know_adapters=tree.adapters.know_adapters,
                 decode_budgets=self.decode_budgets,
                 background=parts.background,
-                first_tokens=FirstTokens(self.first_token_times),
-                metrics=metrics_of(scheduler, figures),
+                first_tokens=parts.first_tokens,
+                metrics=metrics_of(scheduler, self.inspector, budgets, tree.quality.counts),
             )
         )
         channels = scheduler.ipc_channels
@@ -214,7 +208,7 @@ class EvicPressCache(RadixCache):
             self.parts.tiers.holds.end(node.id for node in path)
         device_node = resident[-1] if resident else self.root_node
         indices = [node.value for node in resident]
-        return RELEASE.match_result(
+        return REQUEST_KV.match_result(
             torch.cat(indices) if indices else torch.empty(0, dtype=torch.int64, device=self.device),
             params.req,
             device_node,
@@ -224,7 +218,7 @@ class EvicPressCache(RadixCache):
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[Any, Any]:
         """Bring what ``match_prefix`` promised onto the GPU; see ``LoadBack.bring_back``."""
-        return RELEASE.loaded(params.req, *self.parts.tiers.load_back.bring_back(params.req, params.best_match_node))
+        return REQUEST_KV.loaded(params.req, *self.parts.tiers.load_back.bring_back(params.req, params.best_match_node))
 
     def _steps(self, key: RadixKey) -> list[tuple[Any, int]]:
         """The nodes that spell the longest known prefix of ``key`` with the tokens each matches; changes nothing."""
@@ -396,18 +390,19 @@ class EvicPressCache(RadixCache):
         view = self.views.view_of(req)
         priority = getattr(req, "priority", 0) or 0
         path = self._take(self._steps(key))
-        beyond, parts, known = [], [], 0
-        for node in path:
+        beyond, parts, gains, known = [], [], list[float](), 0
+        for node, gain in zip(path, self._gains(req, path) if view.is_lossy else (0.0 for _ in path), strict=True):
             node.priority = max(node.priority, priority)
             begin, known = known, known + len(node.key)
             if begin >= adopted:
                 beyond.append(node)
                 parts.append(own[begin - adopted : known - adopted])
+                gains.append(gain)
         # From the end: what a node holds anew may take from those below it their copies, and with these all they are.
-        for node, node_slots in zip(beyond[::-1], parts[::-1], strict=True):
+        for node, node_slots, gain in zip(beyond[::-1], parts[::-1], gains[::-1], strict=True):
             if node.value is None:
                 self.parts.tiers.fill_replace.fill(node, node_slots, view.is_lossy)
-            elif self.parts.tiers.fill_replace.is_promotion(node, view):
+            elif self.parts.tiers.fill_replace.is_promotion(node, view, gain):
                 self.parts.tiers.fill_replace.replace(node, node_slots, view.is_lossy)
             else:
                 self.ledger.free(node_slots)
@@ -420,16 +415,26 @@ class EvicPressCache(RadixCache):
                 self.parts.tree.queries.keep(leaf, *PromptQueries.active.keep(req.rid, known))
                 self.changes.changed(leaf)
             beyond.append(leaf)
+        if (seconds := retention_s(req.sampling_params.custom_params)) and (last := [*path, *beyond][-1:]):
+            self.queued_hits.retain(path_to(last[0]), seconds)
         for node in beyond if view.is_lossy else ():
             node.kv.prefix_quality = min(node.kv.prefix_quality, getattr(req, "evicpress_prefix_quality", 1.0))
         return beyond
 
+    def _gains(self, req: Any, path: list[Any]) -> list[float]:
+        """By how much the predicted quality of what a request computed upon a lossy prefix exceeds each node's."""
+        shares = self.quality.shares_of([(node, len(node.key)) for node in path])
+        own_loss = 1.0 - getattr(req, "evicpress_prefix_quality", 1.0)
+        return [share.lost / share.num_tokens - own_loss for share in shares]
+
     def end_request(self, req: Any, num_tokens: int, *, is_insert: bool) -> None:
         """The request ended or is to be computed anew: its own KV of ``num_tokens`` goes to the tree, or is freed."""
         if self.disable:
-            self.token_to_kv_pool_allocator.free(self.req_to_token_pool.req_to_token[RELEASE.row_of(req), :num_tokens])
+            self.token_to_kv_pool_allocator.free(
+                self.req_to_token_pool.req_to_token[REQUEST_KV.row_of(req), :num_tokens]
+            )
             return
-        adopted = RELEASE.protected_len(req)
+        adopted = REQUEST_KV.protected_len(req)
         own = self._own_slots(req, num_tokens)
         key = self._key_of((req.origin_input_ids + req.output_ids)[:num_tokens], req)
         if is_insert:
@@ -448,32 +453,32 @@ class EvicPressCache(RadixCache):
         is to be computed."""
         if self.disable or self.decode_budgets.keeps_back(req, chunked=is_chunk):
             return
-        adopted, view = RELEASE.protected_len(req), self.views.view_of(req)
+        adopted, view = REQUEST_KV.protected_len(req), self.views.view_of(req)
         key = self._key_of(token_ids, req)
         own = self._own_slots(req, len(token_ids))
         prefix = req.prefix_indices[:adopted]
         shared = view.slots[: adopted - view.holes]
         if len(key) <= adopted or self.parts.tiers.fill_replace.would_change_view(self._steps(key), adopted, view):
-            RELEASE.set_prefix(req, torch.cat([prefix, own]))
+            REQUEST_KV.set_prefix(req, torch.cat([prefix, own]))
             req.evicpress = PrefixView(torch.cat([shared, own]), view.holes, view.is_lossy, True)
             return
         beyond = self._give(req, key, own[: len(key) - adopted], adopted)
         tail = torch.cat([node.value for node in beyond])  # all of them full: see would_change_view
         holes = view.holes
-        self.req_to_token_pool.write((RELEASE.row_of(req), slice(adopted - holes, len(key) - holes)), tail)
-        RELEASE.relock(self, req, beyond[-1])
+        self.req_to_token_pool.write((REQUEST_KV.row_of(req), slice(adopted - holes, len(key) - holes)), tail)
+        REQUEST_KV.relock(self, req, beyond[-1])
         tail = torch.cat([tail, own[len(key) - adopted :]])
         if PromptQueries.active is not None and not is_chunk:
             PromptQueries.active.forget(req.rid)
-        RELEASE.set_protected_len(req, len(key))
-        RELEASE.set_prefix(req, torch.cat([prefix, tail]))
+        REQUEST_KV.set_protected_len(req, len(key))
+        REQUEST_KV.set_prefix(req, torch.cat([prefix, tail]))
         req.evicpress = PrefixView(torch.cat([shared, tail]), holes, view.is_lossy, True)
 
     def _own_slots(self, req: Any, num_tokens: int) -> torch.Tensor:
         """Slots that a request computed itself: logical [protected, num_tokens) of its compact row."""
         holes = holes_of(req)
-        row = self.req_to_token_pool.req_to_token[RELEASE.row_of(req)]
-        return row[RELEASE.protected_len(req) - holes : num_tokens - holes].to(torch.int64, copy=True)
+        row = self.req_to_token_pool.req_to_token[REQUEST_KV.row_of(req)]
+        return row[REQUEST_KV.protected_len(req) - holes : num_tokens - holes].to(torch.int64, copy=True)
 
     def _key_of(self, token_ids: Any, req: Any) -> RadixKey:
         """Key of a request's tokens that may go into the tree: of one in a shadow only the shadow."""

@@ -69,6 +69,8 @@ class Recomputation:
             begin += matched
         if getattr(req, "evicpress_refused", NOTHING).num_tokens:
             return "too_lossy", 0.0
+        if getattr(req, "evicpress_floored", 0):
+            return "asked_quality", 0.0
         absent = [(node, matched) for node, matched in unused if node.value is None and node.kv.copies]
         if not absent and not unused and is_exact_request(req) and first_lossy(known):
             return "asked_exact", 0.0

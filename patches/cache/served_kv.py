@@ -1,4 +1,4 @@
-"""Exact and lossy tokens of the prompt that the cache served, on their way to the answer.
+"""Exact and lossy tokens of the prompt that the cache served, and their least quality, on their way to the answer.
 
 SGLang hands ``customized_info`` on with the tokens of an answer, a value for each; ours goes with the first token, and
 ``http/answers.py`` takes it from there.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sglang_evicpress.asked_quality import KV_CACHE, served_kv
 from sglang_evicpress.patches.tree.exact_requests import count_lossy
 from sglang_evicpress.patches.tree.types import Node, ServedRequest
-from sglang_evicpress.quality.asked import KV_CACHE, served_kv
 
 
 def note_served_kv(req: ServedRequest, path: Sequence[Node], num_cached: int) -> None:
@@ -19,4 +19,4 @@ def note_served_kv(req: ServedRequest, path: Sequence[Node], num_cached: int) ->
     if req.customized_info is None or KV_CACHE not in req.customized_info:
         num_lossy = min(count_lossy(path), num_cached)
         info = req.customized_info = req.customized_info or {}
-        info[KV_CACHE] = [served_kv(num_cached - num_lossy, num_lossy)]
+        info[KV_CACHE] = [served_kv(num_cached - num_lossy, num_lossy, req.evicpress_least_quality)]

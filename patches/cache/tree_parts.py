@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 
+from sglang_evicpress.asked_quality import read_tenants
 from sglang_evicpress.config import EvicPressConfig
 from sglang_evicpress.patches.cache.eviction_log import EvictionLog
 from sglang_evicpress.patches.cache.outside import Later, Outside, Pool
@@ -21,6 +22,7 @@ from sglang_evicpress.patches.tree.adapters import Adapters
 from sglang_evicpress.patches.tree.changes import NodeChanges
 from sglang_evicpress.patches.tree.compressor import Compressor
 from sglang_evicpress.patches.tree.node_queries import NodeQueries
+from sglang_evicpress.patches.tree.quality_floors import QualityFloors
 from sglang_evicpress.patches.tree.set_aside import SetAside
 from sglang_evicpress.patches.tree.slot_ledger import SlotLedger
 from sglang_evicpress.patches.tree.types import Node
@@ -86,4 +88,5 @@ class TreeParts:
             self.menu.forms,
             self.changes.changed,
         )
+        self.floors = QualityFloors(read_tenants(config.tenants or {}))
         self.queued_hits = QueuedHits(nodes, self.terms, self.policy)

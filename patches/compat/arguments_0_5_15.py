@@ -10,9 +10,12 @@ import argparse
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from sglang_evicpress.flags import FLAGS, Flag
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
 
 
 def flag_fields() -> type[Any]:
@@ -26,9 +29,9 @@ def flag_fields() -> type[Any]:
 
 
 def add_flags(
-    cls: Any,
-    around_resolution: Callable[[Callable[[Any], None], Any], None],
-    told: Callable[[Callable[[], Any]], Any],
+    cls: type[ServerArgs],
+    around_resolution: Callable[[Callable[[ServerArgs], None], ServerArgs], None],
+    told: Callable[[Callable[[], ServerArgs]], ServerArgs],
 ) -> None:
     for field in dataclasses.fields(flag_fields()):
         cls.__dataclass_fields__[field.name] = field
@@ -39,19 +42,19 @@ def add_flags(
     _wrap_from_cli_args(cls, told)
 
 
-def chosen(server_args: Any) -> Any:
+def chosen(server_args: ServerArgs) -> Any:
     return server_args
 
 
-def model_config(server_args: Any) -> Any:
+def model_config(server_args: ServerArgs) -> Any:
     return getattr(server_args, "model_config", None)
 
 
-def _wrap_init(cls: Any) -> None:
+def _wrap_init(cls: type[ServerArgs]) -> None:
     original = cls.__init__
 
     @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: ServerArgs, *args: Any, **kwargs: Any) -> None:
         for flag in FLAGS:
             setattr(self, flag.name, kwargs.pop(flag.name, None))
         original(self, *args, **kwargs)
@@ -59,21 +62,23 @@ def _wrap_init(cls: Any) -> None:
     cls.__init__ = __init__
 
 
-def _wrap_post_init(cls: Any, around_resolution: Callable[[Callable[[Any], None], Any], None]) -> None:
+def _wrap_post_init(
+    cls: type[ServerArgs], around_resolution: Callable[[Callable[[ServerArgs], None], ServerArgs], None]
+) -> None:
     original = cls.__post_init__
 
     @functools.wraps(original)
-    def __post_init__(self: Any) -> None:
+    def __post_init__(self: ServerArgs) -> None:
         around_resolution(original, self)
 
     cls.__post_init__ = __post_init__
 
 
-def _wrap_from_cli_args(cls: Any, told: Callable[[Callable[[], Any]], Any]) -> None:
+def _wrap_from_cli_args(cls: type[ServerArgs], told: Callable[[Callable[[], ServerArgs]], ServerArgs]) -> None:
     original = cls.from_cli_args.__func__
 
     @functools.wraps(original)
-    def from_cli_args(cls: Any, args: argparse.Namespace) -> Any:
+    def from_cli_args(cls: type[ServerArgs], args: argparse.Namespace) -> ServerArgs:
         return told(lambda: original(cls, args))
 
     cls.from_cli_args = classmethod(from_cli_args)

@@ -11,10 +11,13 @@ import argparse
 import functools
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_evicpress.flags import FLAGS
 from sglang_evicpress.patches.compat.arguments_0_5_15 import flag_fields
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
 
 ENGINE = "sglang.srt.entrypoints.engine"
 PLACEHOLDERS = ("none", "dummy")
@@ -26,7 +29,7 @@ class Chosen:
 
     __slots__ = ("_server_args",)
 
-    def __init__(self, server_args: Any) -> None:
+    def __init__(self, server_args: ServerArgs) -> None:
         self._server_args = server_args
 
     def __getattr__(self, name: str) -> Any:
@@ -36,9 +39,9 @@ class Chosen:
 
 
 def add_flags(
-    cls: Any,
-    around_resolution: Callable[[Callable[[Any], None], Any], None],
-    told: Callable[[Callable[[], Any]], Any],
+    cls: type[ServerArgs],
+    around_resolution: Callable[[Callable[[ServerArgs], None], ServerArgs], None],
+    told: Callable[[Callable[[], ServerArgs]], ServerArgs],
 ) -> None:
     for flag in FLAGS:
         setattr(cls, flag.name, None)
@@ -47,21 +50,23 @@ def add_flags(
     _wrap_engines()
 
 
-def chosen(server_args: Any) -> Any:
+def chosen(server_args: ServerArgs) -> Any:
     return Chosen(server_args)
 
 
-def model_config(server_args: Any) -> Any:
+def model_config(server_args: ServerArgs) -> Any:
     from sglang.srt.arg_groups.overrides import model_config_of
 
     return None if server_args.model_path.lower() in PLACEHOLDERS else model_config_of(server_args)
 
 
-def _wrap_resolution(cls: Any, around_resolution: Callable[[Callable[[Any], None], Any], None]) -> None:
+def _wrap_resolution(
+    cls: type[ServerArgs], around_resolution: Callable[[Callable[[ServerArgs], None], ServerArgs], None]
+) -> None:
     original = cls.resolve_once
 
     @functools.wraps(original)
-    def resolve_once(self: Any) -> None:
+    def resolve_once(self: ServerArgs) -> None:
         if getattr(self, "_resolution_finished", False) or getattr(self, "_resolution_failed", False):
             original(self)
             return
@@ -76,7 +81,7 @@ def _wrap_resolution(cls: Any, around_resolution: Callable[[Callable[[Any], None
     cls.resolve_once = resolve_once
 
 
-def _wrap_command_line(cls: Any, told: Callable[[Callable[[], Any]], Any]) -> None:
+def _wrap_command_line(cls: type[ServerArgs], told: Callable[[Callable[[], ServerArgs]], ServerArgs]) -> None:
     from sglang.srt.arg_groups.arg_utils import add_cli_args_from_dataclass
 
     add, make = cls.add_cli_args, cls.from_cli_args.__func__
@@ -87,14 +92,14 @@ def _wrap_command_line(cls: Any, told: Callable[[Callable[[], Any]], Any]) -> No
         add_cli_args_from_dataclass(parser, flag_fields())
 
     @functools.wraps(make)
-    def from_cli_args(cls: Any, args: argparse.Namespace) -> Any:
+    def from_cli_args(cls: type[ServerArgs], args: argparse.Namespace) -> ServerArgs:
         return told(lambda: _with_flags(make(cls, args), vars(args)))
 
     cls.add_cli_args = staticmethod(add_cli_args)
     cls.from_cli_args = classmethod(from_cli_args)
 
 
-def _with_flags(server_args: Any, given: Mapping[str, Any]) -> Any:
+def _with_flags(server_args: ServerArgs, given: Mapping[str, object]) -> ServerArgs:
     flags = {flag.name: given[flag.name] for flag in FLAGS if given.get(flag.name) is not None}
     for name, value in flags.items():
         setattr(server_args, name, value)
@@ -124,7 +129,7 @@ def _let_engines_take_flags() -> None:
         return
     make = engine.server_args_class
 
-    def server_args_class(**given: Any) -> Any:
+    def server_args_class(**given: object) -> ServerArgs:
         flags = {flag.name: given.pop(flag.name) for flag in FLAGS if flag.name in given}
         return _with_flags(make(**given), flags)
 

@@ -1,4 +1,5 @@
-"""Names and deeds in which releases of SGLang differ, behind one interface; ``RELEASE`` is the installed one."""
+"""Names and deeds in which releases of SGLang differ, behind two interfaces of the same modules. ``RELEASE`` and
+``REQUEST_KV`` are those of the installed one."""
 
 from __future__ import annotations
 
@@ -31,6 +32,45 @@ class Release(Protocol):
     KEY_FIELDS: frozenset[str]
     REQUEST_FIELDS: frozenset[str]
     KV_FIELDS: frozenset[str]
+
+    # ---- the scheduler and its ranks
+
+    def ranks_of(self, runner: Any) -> tuple[int, int]:
+        """The rank of a model runner among those that share a model, and their number."""
+
+    def total_offset(self, adder: Any) -> int:
+        """Tokens of the pool that the batch which is made has taken, or may take."""
+
+    def set_total_offset(self, adder: Any, num_tokens: int) -> None:
+        """So many are taken."""
+
+    def send_back(self, scheduler: Any, index: int) -> None:
+        """One of those that run gives its slots back, to wait again."""
+
+    def batch_of(self, plan: Any) -> Batch | None:
+        """The batch that ``get_next_batch_to_run`` answers; None where there is nothing to run."""
+
+    def current_batch(self, scheduler: Any) -> Any:
+        """The batch that runs now; None between two."""
+
+    # ---- the pool's pages, and events
+
+    def free_pages(self, allocator: Any) -> torch.Tensor:
+        """Pages [n] that are free."""
+
+    def give_back_pages(self, allocator: Any, pages: torch.Tensor) -> None:
+        """Free pages [n], each once, of an allocator with more than one slot a page, and wait for nothing on the
+        device."""
+
+    def tell_stored(self, tree: Any, node: Any) -> None:
+        """A node's KV is on the GPU: to whoever listens to KV events. A block is named by all that is before it."""
+
+    def tell_removed(self, tree: Any, node: Any) -> None:
+        """It is not any more."""
+
+
+class RequestKV(Protocol):
+    """The KV of a request, and its prefix: another part of the same modules."""
 
     # ---- the KV of a request
 
@@ -70,41 +110,6 @@ class Release(Protocol):
     def relock(self, tree: Any, req: Any, node: Any) -> None:
         """The request holds this node, and none of those that it held."""
 
-    # ---- the scheduler and its ranks
-
-    def ranks_of(self, runner: Any) -> tuple[int, int]:
-        """The rank of a model runner among those that share a model, and their number."""
-
-    def total_offset(self, adder: Any) -> int:
-        """Tokens of the pool that the batch which is made has taken, or may take."""
-
-    def set_total_offset(self, adder: Any, num_tokens: int) -> None:
-        """So many are taken."""
-
-    def send_back(self, scheduler: Any, index: int) -> None:
-        """One of those that run gives its slots back, to wait again."""
-
-    def batch_of(self, plan: Any) -> Batch | None:
-        """The batch that ``get_next_batch_to_run`` answers; None where there is nothing to run."""
-
-    def current_batch(self, scheduler: Any) -> Any:
-        """The batch that runs now; None between two."""
-
-    # ---- the pool's pages, and events
-
-    def free_pages(self, allocator: Any) -> torch.Tensor:
-        """Pages [n] that are free."""
-
-    def give_back_pages(self, allocator: Any, pages: torch.Tensor) -> None:
-        """Free pages [n], each once, of an allocator with more than one slot a page, and wait for nothing on the
-        device."""
-
-    def tell_stored(self, tree: Any, node: Any) -> None:
-        """A node's KV is on the GPU: to whoever listens to KV events. A block is named by all that is before it."""
-
-    def tell_removed(self, tree: Any, node: Any) -> None:
-        """It is not any more."""
-
 
 def release_of(version: str) -> Release:
     """The module for a version."""
@@ -112,4 +117,11 @@ def release_of(version: str) -> Release:
     return of_release(version, choices)
 
 
+def request_kv_of(version: str) -> RequestKV:
+    """The same module."""
+    choices: dict[str, RequestKV] = {"0.5.15": sglang_0_5_15, "0.5.16": sglang_0_5_17, "0.5.18": sglang_0_5_23}
+    return of_release(version, choices)
+
+
 RELEASE = release_of(importlib.metadata.version("sglang"))
+REQUEST_KV = request_kv_of(importlib.metadata.version("sglang"))

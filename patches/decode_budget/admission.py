@@ -15,7 +15,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_evicpress.decode_budget import schedule
 from sglang_evicpress.decode_budget.settings import DecodeSettings
-from sglang_evicpress.patches.compat.release import RELEASE
+from sglang_evicpress.patches.compat.release import RELEASE, REQUEST_KV
 from sglang_evicpress.patches.decode_budget import chunked_recompute
 from sglang_evicpress.patches.decode_budget.chunked_recompute import BudgetedAdder, BudgetedCache
 from sglang_evicpress.patches.decode_budget.state import BudgetedRequest, DecodeState, budget_of, num_physical
@@ -91,7 +91,7 @@ def num_needed(adder: PrefillAdder, req: WaitingRequest, state: DecodeState) -> 
     """Slots to keep for a request that waits, beyond those of its prefix in the tree. Never more than the pool has:
     what cannot come is not waited for."""
     page, settings = adder.page_size, state.settings
-    num_tokens, num_cached = len(req.full_untruncated_fill_ids), RELEASE.prefix_len(req)
+    num_tokens, num_cached = len(req.full_untruncated_fill_ids), REQUEST_KV.prefix_len(req)
     prefill = -(-(num_tokens - num_cached) // page) * page + page
     asked = num_tokens - num_cached + num_remaining(req) + page
     peak = schedule.peak(settings, page)
@@ -116,7 +116,7 @@ def _around_add_one_req(
         return chunked_recompute.add_first_chunk(
             lambda: original(adder, req, *args, **kwargs), adder, req, state, has_chunked_req
         )
-    asked = len(req.full_untruncated_fill_ids) - RELEASE.prefix_len(req) + num_remaining(req) + adder.page_size
+    asked = len(req.full_untruncated_fill_ids) - REQUEST_KV.prefix_len(req) + num_remaining(req) + adder.page_size
     needed = num_needed(adder, req, state)
     before = RELEASE.total_offset(adder)
     offset_shown = before - (asked - needed)
@@ -149,7 +149,7 @@ def _around_running_offset(original: Callable[..., object], adder: PrefillAdder,
         return original(adder, req)
     page, remaining = adder.page_size, num_remaining(req)
     peak = schedule.peak(state.settings, page)
-    own = -(-(RELEASE.allocated_len(req) - RELEASE.protected_len(req)) // page) * page
+    own = -(-(REQUEST_KV.allocated_len(req) - REQUEST_KV.protected_len(req)) // page) * page
     bound = max(0, peak - own)
     if not state.has_left_tree and num_physical(req) + remaining + page > peak:
         return bound  # what it shares is to be copied

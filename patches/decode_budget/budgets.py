@@ -16,11 +16,13 @@ import torch
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
+from sglang_evicpress.asked_quality import asks_exact, check_quality
+from sglang_evicpress.asked_retention import check_retention
 from sglang_evicpress.decode_budget.schedule import is_due, is_near, is_over
 from sglang_evicpress.decode_budget.settings import DecodeSettings, client_settings, fields_of
 from sglang_evicpress.decode_budget.stats import RequestStats, Totals
 from sglang_evicpress.patches.attention.query_ring import STEPS_AHEAD, QueryRing
-from sglang_evicpress.patches.compat.release import RELEASE
+from sglang_evicpress.patches.compat.release import REQUEST_KV
 from sglang_evicpress.patches.decode_budget.rows import DecodeTree, row_of, unshare
 from sglang_evicpress.patches.decode_budget.state import (
     BudgetedRequest,
@@ -34,9 +36,8 @@ from sglang_evicpress.patches.decode_budget.trace import DecodeTrace
 from sglang_evicpress.patches.decode_budget.types import ArrivingRequest, DecodeScheduler
 from sglang_evicpress.patches.tree.compressor import Compressor
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
-from sglang_evicpress.patches.tree.node import PrefixView
+from sglang_evicpress.patches.tree.node_kv import PrefixView
 from sglang_evicpress.patches.unsupported import check_decode
-from sglang_evicpress.quality.asked import asks_exact, check_quality
 
 
 class BudgetLog(Protocol):
@@ -80,6 +81,7 @@ class DecodeBudgets:
             return None, False
         params = req.sampling_params.custom_params
         check_quality(params)
+        check_retention(params)
         settings, wants_trace = client_settings(params, self.default, self.clients)
         if settings is not None and asks_exact(params):
             if "kv_decode_budget" in fields_of(params):
@@ -190,11 +192,11 @@ class DecodeBudgets:
             unshare(self.tree, self.compressor, [req])
         slots = row_of(self.tree, req, num_physical(req))
         if not state.has_left_tree:  # there was no room to copy what it shares: another try after the next piece
-            prefix = req.prefix_indices[: RELEASE.protected_len(req)]
-            RELEASE.set_prefix(req, torch.cat([prefix, slots[num_shared(req) :]]))
+            prefix = req.prefix_indices[: REQUEST_KV.protected_len(req)]
+            REQUEST_KV.set_prefix(req, torch.cat([prefix, slots[num_shared(req) :]]))
             req.evicpress = PrefixView(slots, req.evicpress.holes, req.evicpress.is_lossy, True)
             return
-        RELEASE.set_prefix(req, torch.cat([slots.new_zeros(state.num_dropped), slots]))
+        REQUEST_KV.set_prefix(req, torch.cat([slots.new_zeros(state.num_dropped), slots]))
 
     # ---- requests that cannot go on
 

@@ -14,7 +14,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_evicpress.decode_budget import schedule
-from sglang_evicpress.patches.compat.release import RELEASE
+from sglang_evicpress.patches.compat.release import RELEASE, REQUEST_KV
 from sglang_evicpress.patches.decode_budget.budgets import DecodeBudgets
 from sglang_evicpress.patches.decode_budget.state import DecodeState, budget_of, num_shared
 from sglang_evicpress.patches.decode_budget.types import PrefillAdder, RunningBatch, WaitingRequest
@@ -51,7 +51,7 @@ def add_first_chunk(
     """``add_one_req`` with the first piece alone. Another request with chunks to come is finished before."""
     page, size = adder.page_size, adder.token_to_kv_pool_allocator.size
     # The prefix is locked and, once it is over the budget, what survives of it is copied.
-    taken = RELEASE.prefix_len(req) + -(-state.settings.tokens // page) * page
+    taken = REQUEST_KV.prefix_len(req) + -(-state.settings.tokens // page) * page
     needs = None
     if adder.rem_chunk_tokens is None:
         needs = "--chunked-prefill-size"
@@ -108,7 +108,7 @@ def _after_prepare_for_extend(_: None, batch: RunningBatch) -> None:
     for req in batch.reqs:
         state = budget_of(req)
         if state is not None and state.num_dropped > 0:
-            RELEASE.shorten(req, state.num_dropped)
+            REQUEST_KV.shorten(req, state.num_dropped)
 
 
 def install(registry: type[HookRegistry], hook_type: type[HookType]) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from sglang_evicpress.decode_budget.stats import PassRecord, Totals
 from sglang_evicpress.device import HostCopy
-from sglang_evicpress.patches.compat.release import RELEASE
+from sglang_evicpress.patches.compat.release import REQUEST_KV
 from sglang_evicpress.patches.decode_budget.state import BudgetedRequest, DecodeState, num_physical, positions_of_row
 from sglang_evicpress.patches.decode_budget.trace import DecodeTrace, TraceRoom
 
@@ -77,7 +77,7 @@ class BudgetRecords:
     def describe_request(self, req: BudgetedRequest, state: DecodeState) -> dict[str, object]:
         """All but its positions and its trace."""
         settings = state.settings
-        is_held = RELEASE.holds_kv(req)
+        is_held = REQUEST_KV.holds_kv(req)
         num_slots = num_physical(req) if is_held else 0
         num_tokens = len(req.origin_input_ids) + len(req.output_ids)
         self.settle_copies(state)
@@ -88,7 +88,7 @@ class BudgetRecords:
             "state": "ended" if has_ended else "running" if is_held else "waiting",
             "every": settings.interval,
             "protected_pages": list(settings.protected_pages),
-            "shares_prefix": is_held and not state.has_left_tree and RELEASE.protected_len(req) > 0,
+            "shares_prefix": is_held and not state.has_left_tree and REQUEST_KV.protected_len(req) > 0,
             "retracted_at": list(state.retracted),
             **state.stats.to_json(settings, num_tokens, num_slots),
         }

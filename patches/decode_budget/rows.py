@@ -13,11 +13,12 @@ import torch
 from sglang_evicpress.device import to_device
 from sglang_evicpress.patches.attention import req_to_token
 from sglang_evicpress.patches.attention.types import RowPool
-from sglang_evicpress.patches.compat.release import RELEASE
+from sglang_evicpress.patches.compat.release import REQUEST_KV
 from sglang_evicpress.patches.decode_budget.state import BudgetedRequest, num_shared
 from sglang_evicpress.patches.scheduler.paged_allocator import PagedPool
 from sglang_evicpress.patches.tree.compressor import Compressor
-from sglang_evicpress.patches.tree.node import PrefixView, path_to
+from sglang_evicpress.patches.tree.node import path_to
+from sglang_evicpress.patches.tree.node_kv import PrefixView
 from sglang_evicpress.patches.tree.types import Allocator, Node
 
 
@@ -41,7 +42,7 @@ class DecodeTree(Protocol):
 
 def row_indices(reqs: Sequence[BudgetedRequest]) -> list[int]:
     """The rows of requests that run."""
-    return [row for row in map(RELEASE.row_of, reqs) if row is not None]
+    return [row for row in map(REQUEST_KV.row_of, reqs) if row is not None]
 
 
 def rows_on_device(tree: DecodeTree, reqs: Sequence[BudgetedRequest]) -> torch.Tensor:
@@ -51,7 +52,7 @@ def rows_on_device(tree: DecodeTree, reqs: Sequence[BudgetedRequest]) -> torch.T
 
 def row_of(tree: DecodeTree, req: BudgetedRequest, num_slots: int) -> torch.Tensor:
     """int64 [n], a copy."""
-    row = tree.req_to_token_pool.req_to_token[RELEASE.row_of(req)]
+    row = tree.req_to_token_pool.req_to_token[REQUEST_KV.row_of(req)]
     return row[:num_slots].to(torch.int64, copy=True)
 
 
@@ -73,7 +74,7 @@ def put_rows(
     rows_of_all[:, num_slots : num_slots + num_dropped].index_fill_(0, index, 0)
     for req in reqs:
         req.kv_budget.num_dropped += num_dropped
-        RELEASE.shorten(req, num_dropped)
+        REQUEST_KV.shorten(req, num_dropped)
     req_to_token.table().add(row_indices(reqs), num_dropped, index)
 
 
@@ -88,10 +89,10 @@ def leave_tree(tree: DecodeTree, req: BudgetedRequest) -> None:
     state, holes = req.kv_budget, req.evicpress.holes
     state.num_dropped += holes
     state.has_left_tree = True
-    RELEASE.shorten(req, holes)
-    RELEASE.relock(tree, req, tree.root_node)
-    RELEASE.set_protected_len(req, 0)
-    RELEASE.set_prefix(req, req.prefix_indices[:0])
+    REQUEST_KV.shorten(req, holes)
+    REQUEST_KV.relock(tree, req, tree.root_node)
+    REQUEST_KV.set_protected_len(req, 0)
+    REQUEST_KV.set_prefix(req, req.prefix_indices[:0])
     req.evicpress = PrefixView(req.prefix_indices, 0, True, True)
 
 
@@ -113,7 +114,7 @@ def unshare(tree: DecodeTree, compressor: Compressor, reqs: Sequence[BudgetedReq
             tree.token_to_kv_pool_allocator.free(own_slots)
             raise
         for req, slots in zip(reqs, written, strict=True):
-            row_table[RELEASE.row_of(req), : len(slots)] = slots
+            row_table[REQUEST_KV.row_of(req), : len(slots)] = slots
     for req, held in zip(reqs, positions, strict=True):
         req.kv_budget.positions = held
         leave_tree(tree, req)

@@ -16,9 +16,10 @@ import torch
 from sglang_evicpress.decode_budget.settings import DecodeSettings
 from sglang_evicpress.decode_budget.stats import PassRecord, RequestStats
 from sglang_evicpress.device import HostCopy, to_device
-from sglang_evicpress.patches.compat.release import RELEASE
+from sglang_evicpress.patches.compat.release import REQUEST_KV
 from sglang_evicpress.patches.decode_budget.trace import DecodeTrace
-from sglang_evicpress.patches.tree.node import PrefixView, holes_of
+from sglang_evicpress.patches.tree.node import holes_of
+from sglang_evicpress.patches.tree.node_kv import PrefixView
 from sglang_evicpress.patches.tree.types import Request
 
 
@@ -76,27 +77,27 @@ def view_between(req: Request, state: DecodeState) -> PrefixView:
 
 def num_physical(req: BudgetedRequest) -> int:
     """The slots of its row, the token in flight included."""
-    return RELEASE.allocated_len(req) - holes_of(req)
+    return REQUEST_KV.allocated_len(req) - holes_of(req)
 
 
 def num_logical(req: BudgetedRequest) -> int:
     """The tokens that have, or had, a slot: those of ``num_physical`` and all holes."""
-    return RELEASE.allocated_len(req) + req.kv_budget.num_dropped
+    return REQUEST_KV.allocated_len(req) + req.kv_budget.num_dropped
 
 
 def num_shared(req: BudgetedRequest) -> int:
     """The slots at the start of its row that the tree owns."""
-    return RELEASE.protected_len(req) - holes_of(req)
+    return REQUEST_KV.protected_len(req) - holes_of(req)
 
 
 def holds_kv(req: BudgetedRequest) -> bool:
     """True if its slots are there and stay there: not finished, retracted or in between two chunks of its prompt."""
-    return RELEASE.holds_kv(req) and not req.finished()
+    return REQUEST_KV.holds_kv(req) and not req.finished()
 
 
 def row_is_own(req: BudgetedRequest, state: DecodeState) -> bool:
     """True if all slots of its row are its own."""
-    return RELEASE.holds_kv(req) and state.has_left_tree
+    return REQUEST_KV.holds_kv(req) and state.has_left_tree
 
 
 def positions_of_row(req: BudgetedRequest, state: DecodeState, device: torch.device | str) -> torch.Tensor | None:

@@ -1,6 +1,6 @@
 """Quality that HTTP requests ask for, and what their answers say of the KV that was served.
 
-SGLang's routes drop fields that they do not know. ``RequestQuality`` around the app moves ``kv_quality`` from the top
+SGLang's routes drop fields that they do not know. ``RequestQuality`` around the app moves ``FIELDS`` from the top
 level of a body to ``custom_params``, which reach the scheduler, and refuses values that are not known. What the
 scheduler says with the first token of an answer (``cache/served_kv.py``) is met where SGLang's routes take their
 answers, ``TokenizerManager.generate_request``, and put into ``meta_info`` there; the middleware adds it to ``usage``.
@@ -20,11 +20,14 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sglang_evicpress.asked_quality import KV_CACHE, KV_QUALITY, ServedKV, check_quality, served_kv
+from sglang_evicpress.asked_retention import KV_RETENTION, check_retention
 from sglang_evicpress.patches.http import salts
-from sglang_evicpress.quality.asked import KV_CACHE, KV_QUALITY, ServedKV, check_quality, served_kv
 
 GENERATE_REQUEST = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
 GENERATE_PATH = "/generate"
+FIELDS = (KV_QUALITY, KV_RETENTION)
+"""Of the top level of a body."""
 OPENAI_PATHS = ("/v1/chat/completions", "/v1/completions")
 _USAGE = b'"usage":{'
 """Begin of the usage in an answer as SGLang writes it; within a string of JSON a backslash is before each quote."""
@@ -52,8 +55,9 @@ class ServedPrompts:
         prompts = [kv for index, kv in self.by_answer.items() if index % self.num_samples == 0]
         if not prompts:
             return None
-        exact, lossy = (sum(counts) for counts in zip(*(kv.values() for kv in prompts), strict=True))
-        return f'"{KV_CACHE}":{json.dumps(served_kv(exact, lossy), separators=(",", ":"))}'.encode()
+        exact, lossy = sum(kv["exact_tokens"] for kv in prompts), sum(kv["lossy_tokens"] for kv in prompts)
+        served = served_kv(exact, lossy, min(kv["min_quality"] for kv in prompts))
+        return f'"{KV_CACHE}":{json.dumps(served, separators=(",", ":"))}'.encode()
 
 
 _served: ContextVar[ServedPrompts | None] = ContextVar("evicpress_served", default=None)
@@ -86,12 +90,12 @@ async def around_generate_request(
             yield answer
 
 
-def with_quality(body: bytes, path: str) -> bytes:
-    """A request's JSON body with ``kv_quality``, where it has that, in the ``custom_params`` that SGLang hands on.
+def with_fields(body: bytes, path: str) -> bytes:
+    """A request's JSON body with our ``FIELDS``, where it has any, in the ``custom_params`` that SGLang hands on.
 
-    Raises ValueError, one sentence, for a quality that is not known; what is wrong besides is SGLang's to say.
+    Raises ValueError, one sentence, for a value that is not known; what is wrong besides is SGLang's to say.
     """
-    if f'"{KV_QUALITY}"'.encode() not in body:
+    if not any(f'"{name}"'.encode() in body for name in FIELDS):
         return body
     try:
         fields = json.loads(body)
@@ -99,16 +103,21 @@ def with_quality(body: bytes, path: str) -> bytes:
         return body
     if not isinstance(fields, dict):
         return body
-    quality = fields.pop(KV_QUALITY, None)
-    check_quality({KV_QUALITY: quality})
+    asked = {name: value for name in FIELDS if (value := fields.pop(name, None)) is not None}
+    _check(asked)
     for holder in _holders(fields, path):
         params = holder.get("custom_params")
-        check_quality(params)
-        if quality is not None:
+        _check(params)
+        if asked:
             if params is not None and not isinstance(params, dict):
-                raise ValueError(f"custom_params is {params!r:.100} beside {KV_QUALITY}: expected an object, or none")
-            holder["custom_params"] = {**(params or {}), KV_QUALITY: quality}
-    return json.dumps(fields).encode() if quality is not None else body
+                raise ValueError(f"custom_params is {params!r:.100} beside {min(asked)}: expected an object, or none")
+            holder["custom_params"] = {**(params or {}), **asked}
+    return json.dumps(fields).encode() if asked else body
+
+
+def _check(params: object) -> None:
+    check_quality(params)
+    check_retention(params)
 
 
 def _holders(fields: dict[str, object], path: str) -> Iterator[dict[str, object]]:
@@ -137,7 +146,7 @@ class RequestQuality:
         if messages[-1]["type"] == "http.request":
             body = b"".join(message.get("body", b"") for message in messages)
             try:
-                changed = with_quality(body, path)
+                changed = with_fields(body, path)
             except ValueError as error:
                 await _refuse(str(error), path, send)
                 return
@@ -173,9 +182,10 @@ def _adding_usage(prompts: ServedPrompts, send: Send) -> Send:
                 head = message
                 return
         elif message["type"] == "http.response.body":
-            body, usage = message.get("body", b""), prompts.usage()
+            body = message.get("body", b"")
             is_whole = head is None or not message.get("more_body", False)
-            if usage is not None and is_whole and _USAGE in body:
+            usage = prompts.usage() if is_whole and _USAGE in body else None
+            if usage is not None:
                 body = body.replace(_USAGE, _USAGE + usage + b",", 1)
                 message = {**message, "body": body}
                 if head is not None:

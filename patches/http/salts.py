@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-SALT_PREFIX = "evicpress/salt/"
+from sglang_evicpress.patches.tree.namespaces import SALT_PREFIX, salted_key
+
 COMPUTE_KEY = "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase._compute_extra_key"
 
 
@@ -37,7 +38,7 @@ class Keyed(Protocol):
 
 def salted_name(salt: str, extra_key: str) -> SaltedName:
     """Name of the namespace; no two pairs have the same."""
-    return SaltedName(f"{SALT_PREFIX}{len(salt)}/{salt}{extra_key}")
+    return SaltedName(salted_key(salt, extra_key))
 
 
 def around_compute_extra_key(original: Callable[..., str | None], serving: object, request: Salted) -> str | None:

@@ -10,7 +10,7 @@ from typing import Protocol
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-from sglang_evicpress.patches.compat.release import RELEASE
+from sglang_evicpress.patches.compat.release import RELEASE, REQUEST_KV
 from sglang_evicpress.patches.profiling.shadows import Space
 from sglang_evicpress.patches.tiers.prefetches import Prefetch
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
@@ -75,7 +75,7 @@ class BackgroundRequests:
         self.background_requests[:] = [
             req
             for req in self.background_requests
-            if id(req) in waiting or (RELEASE.row_of(req) is not None and not req.finished())
+            if id(req) in waiting or (REQUEST_KV.row_of(req) is not None and not req.finished())
         ]
         self._whole &= {id(req) for req in self.background_requests}
         self.shadows.release_retired()
@@ -118,7 +118,7 @@ class BackgroundRequests:
             return False
         if self._allowance <= 0:
             return True
-        depth = RELEASE.prefix_len(req)
+        depth = REQUEST_KV.prefix_len(req)
         num_new = len(req.full_untruncated_fill_ids) - depth
         self._allowance -= num_new
         self._budget_s -= self.terms.costs.prefill.marginal_seconds(num_new, depth)
@@ -168,7 +168,7 @@ class BackgroundRequests:
 
     def _give_up_running(self, scheduler: Scheduler, why: str) -> None:
         for req in self.background_requests:
-            if RELEASE.row_of(req) is not None and req.to_finish is None and not req.finished():
+            if REQUEST_KV.row_of(req) is not None and req.to_finish is None and not req.finished():
                 self._give_up(scheduler, req, why)
 
     def _retract(self, scheduler: Scheduler) -> None:

@@ -21,7 +21,8 @@ from sglang_evicpress.introspect.arguments import PAGE_PROFILES, IntrospectionEr
 from sglang_evicpress.patches.profiling.profiled_nodes import ProfiledNodes
 from sglang_evicpress.patches.tree.changes import Signal
 from sglang_evicpress.patches.tree.namespaces import is_shadow_name
-from sglang_evicpress.patches.tree.node import NodeKV, first_outside, is_lossy, path_to, size_of, start_of, tokens_to
+from sglang_evicpress.patches.tree.node import first_outside, is_lossy, path_to, size_of, start_of, tokens_to
+from sglang_evicpress.patches.tree.node_kv import NodeKV
 from sglang_evicpress.patches.tree.types import LogicalTime, Node, Scheduler, ServedRequest
 from sglang_evicpress.policy import policy_info
 from sglang_evicpress.policy.index import SMALL

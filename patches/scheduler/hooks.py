@@ -19,7 +19,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult, CacheAgnosticPolic
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.utils import TypeBasedDispatcher
 
-from sglang_evicpress.patches.compat.release import RELEASE
+from sglang_evicpress.patches.compat.release import RELEASE, REQUEST_KV
 from sglang_evicpress.patches.tree.types import Batch, QueuedRequest, Request, Scheduler
 from sglang_evicpress.policy.cost_model import CostSnapshot
 
@@ -311,7 +311,7 @@ def _around_add_chunked_req(original: Callable[..., object], adder: HookedAdder,
     want of room leaves some of the batch's share, and room may be found while others are looked at: the next request
     would be cut into chunks too, and SGLang knows of one such request only."""
     if _cache is not None and adder.rem_chunk_tokens is not None:
-        num_new = len(req.full_untruncated_fill_ids) - RELEASE.prefix_len(req)
+        num_new = len(req.full_untruncated_fill_ids) - REQUEST_KV.prefix_len(req)
         wanted = min(adder.rem_chunk_tokens, num_new)
         if adder.rem_total_tokens < wanted:
             for _ in _cache.prefetches.release_from_tail():

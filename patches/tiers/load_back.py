@@ -11,7 +11,8 @@ import torch
 from sglang_evicpress.core import Form, Tier
 from sglang_evicpress.patches.tiers.load import Load, Part
 from sglang_evicpress.patches.tiers.types import Tiers
-from sglang_evicpress.patches.tree.node import PrefixView, path_to, view_of_path
+from sglang_evicpress.patches.tree.node import path_to, view_of_path
+from sglang_evicpress.patches.tree.node_kv import PrefixView
 from sglang_evicpress.patches.tree.types import Allocator, Node, Request
 from sglang_evicpress.tiers.entry.copies import Copy, HostEntry
 

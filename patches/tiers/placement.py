@@ -18,7 +18,8 @@ from sglang_evicpress.patches.tiers.redundant import RedundantHostCopies, Redund
 from sglang_evicpress.patches.tiers.types import Names, Slots, Tiers
 from sglang_evicpress.patches.tree.adapters import SsdScope
 from sglang_evicpress.patches.tree.changes import Listener
-from sglang_evicpress.patches.tree.node import NodeKV, is_lossy, path_to, size_of, start_of
+from sglang_evicpress.patches.tree.node import is_lossy, path_to, size_of, start_of
+from sglang_evicpress.patches.tree.node_kv import NodeKV
 from sglang_evicpress.patches.tree.types import Node
 from sglang_evicpress.survivors import SurvivorLayout
 from sglang_evicpress.tiers.entry.copies import Copy, HostEntry, SsdEntry

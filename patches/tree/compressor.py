@@ -21,7 +21,7 @@ from sglang_evicpress.kernels.compact import compact
 from sglang_evicpress.kernels.group_codec import decode, encode
 from sglang_evicpress.kernels.select import select_survivors
 from sglang_evicpress.patches.tree.model_identity import agreed
-from sglang_evicpress.patches.tree.node import NodeSlots
+from sglang_evicpress.patches.tree.node_kv import NodeSlots
 from sglang_evicpress.press import Press, PressInput, QueryWindow, get_press, select
 from sglang_evicpress.press.snapkv import SnapKV
 from sglang_evicpress.survivors import SurvivorLayout, place

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import takewhile
 
+from sglang_evicpress.asked_quality import asks_exact
 from sglang_evicpress.patches.tree.node import is_lossy, servable_steps
 from sglang_evicpress.patches.tree.types import Node, Request
-from sglang_evicpress.quality.asked import asks_exact
 
 
 def is_exact_request(req: Request | None) -> bool:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_evicpress.core import Form, Tier
-from sglang_evicpress.patches.tree.node import NodeKV, PrefixView
+from sglang_evicpress.patches.tree.node_kv import NodeKV, PrefixView
 from sglang_evicpress.policy.cost_model import CostSnapshot
 from sglang_evicpress.policy.quality_target import Share
 
@@ -69,7 +69,8 @@ class Request(Protocol):
 
 class QueuedRequest(Request, Protocol):
     """A request that waits: what it would load, and whether it ran before. ``evicpress_not_loaded``: tokens that it
-    computes and could have loaded; ``evicpress_refused``: what the quality target does not let it be served."""
+    computes and could have loaded; ``evicpress_refused``: what the quality target does not let it be served;
+    ``evicpress_floored``: tokens that are below its floor."""
 
     lora_id: str | None
     host_hit_length: int
@@ -78,12 +79,14 @@ class QueuedRequest(Request, Protocol):
     retracted_stain: bool
     evicpress_not_loaded: int
     evicpress_refused: Share
+    evicpress_floored: int
 
 
 class ServedRequest(QueuedRequest, Protocol):
     """A request that runs or has its answer. ``evicpress`` is the prefix it took from the tree, ``evicpress_use`` how
     many tokens that has, and their mean predicted quality where it is lossy, ``evicpress_prefix_quality`` that quality,
-    ``evicpress_loaded`` the tier and form of each node that was loaded for it, by id.
+    ``evicpress_least_quality`` that of its worst node, and ``evicpress_loaded`` the tier and form of each node that was
+    loaded for it, by id.
     ``customized_info``: what SGLang hands on to whoever sends the answer, a list for its tokens by name."""
 
     multimodal_inputs: object
@@ -91,6 +94,7 @@ class ServedRequest(QueuedRequest, Protocol):
     evicpress: PrefixView
     evicpress_use: tuple[int, float | None]
     evicpress_prefix_quality: float
+    evicpress_least_quality: float
     evicpress_loaded: dict[int, tuple[Tier, Form]]
     customized_info: dict[str, list[object]] | None
 

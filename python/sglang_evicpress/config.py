@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonValue
 from pydantic.dataclasses import dataclass
 
+from sglang_evicpress.asked_quality import read_tenants
 from sglang_evicpress.core import Form
 from sglang_evicpress.files import read_json
 from sglang_evicpress.policy import SERVER_POLICY_NAMES, policy_info
@@ -70,6 +71,14 @@ def _forms(value: object) -> object:
 def _curves(value: object) -> object:
     if isinstance(value, dict):
         Curves.from_json(value)
+    return value
+
+
+def _tenants(value: object) -> object:
+    if isinstance(value, str):
+        value = read_json(value, f"tenants {value!r}", file="a JSON file of tenants", content="tenants")
+    if value is not None:
+        read_tenants(value)
     return value
 
 
@@ -297,6 +306,13 @@ class EvicPressConfig:
         shown="no limit",
         key="max_queue_seconds",
         gt=0,
+    )
+
+    tenants: Annotated[Mapping[str, object] | None, BeforeValidator(_tenants)] = _setting(
+        None,
+        "a JSON object of tenants, or the path of its file",
+        "JSON file of tenants by name, each with the cache_salt of its requests and the kv_quality that these do not "
+        'fall below, such as {"acme": {"cache_salt": "s-1", "kv_quality": 0.95}}',
     )
 
     def __post_init__(self) -> None:

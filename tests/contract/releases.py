@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
 
 from sglang_evicpress.patches.compat import sglang_0_5_15, sglang_0_5_17, sglang_0_5_23
-from sglang_evicpress.patches.compat.release import RELEASE
+from sglang_evicpress.patches.compat.release import RELEASE, REQUEST_KV
 
 ROW_KERNEL = (
     "sglang.srt.mem_cache.triton_ops.common" if RELEASE is sglang_0_5_15 else "sglang.kernels.ops.memory.common"
@@ -105,7 +105,7 @@ def load_back(cache: Any, request: Any, match: Any) -> int:
     if RELEASE is not sglang_0_5_23:
         request.prefix_indices = torch.cat([request.prefix_indices, loaded])
         loaded = len(loaded)
-    RELEASE.relock(cache, request, last)
+    REQUEST_KV.relock(cache, request, last)
     return int(loaded)
 
 

@@ -27,9 +27,14 @@ def stock() -> dict[Ids, Answer]:
     return answer_all(PROMPTS)
 
 
+SALT = "s-1"
+
+
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server(*server_arguments(), "--enable-cache-report") as running:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    tenants = tmp_path_factory.mktemp("tenants") / "tenants.json"
+    tenants.write_text(json.dumps({"acme": {"cache_salt": SALT, "kv_quality": 0.95}}))
+    with Server(*server_arguments(), "--enable-cache-report", "--kv-tenants", str(tenants)) as running:
         yield running
 
 
@@ -76,13 +81,19 @@ def test_usage_agrees_with_the_tree_before_and_after_exact_kv_replaces_the_lossy
 ) -> None:
     num_tokens = len(DOCUMENT)
     assert lossy["num_tokens"] in (num_tokens, num_tokens + 1)  # with the answer, where SGLang computed its KV
-    counts = {"exact_tokens": 0, "lossy_tokens": num_tokens}
     with_question = {"prompt": [*DOCUMENT, 5]}
     answer = usage(server, with_question)
+    quality = answer["kv_cache"].pop("min_quality")
+    assert 0.8 < quality < 1.0
+    counts = {"exact_tokens": 0, "lossy_tokens": num_tokens}
     assert answer["kv_cache"] == counts and answer["prompt_tokens_details"]["cached_tokens"] == num_tokens
-    assert usage(server, {**with_question, **EXACT})["kv_cache"] == {"exact_tokens": 0, "lossy_tokens": 0}
+    assert usage(server, {**with_question, **EXACT})["kv_cache"] == {
+        "exact_tokens": 0,
+        "lossy_tokens": 0,
+        "min_quality": 1.0,
+    }
     assert largest_node(server)["lineage"] == "exact"
-    counts = {"exact_tokens": num_tokens, "lossy_tokens": 0}
+    counts = {"exact_tokens": num_tokens, "lossy_tokens": 0, "min_quality": 1.0}
     assert usage(server, {**with_question, **EXACT})["kv_cache"] == counts
     sampling = {"custom_params": EXACT, "max_new_tokens": 60, "ignore_eos": True}
     info = server.generate([*DOCUMENT, 5], 60, sampling_params=sampling)["meta_info"]
@@ -119,8 +130,26 @@ def stream_usage(server: Server, body: Mapping[str, Any], path: str) -> dict[str
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
 def test_a_quality_that_is_not_known_is_refused(server: Server, path: str) -> None:
-    status, answer = server.request("POST", path, {"model": "default", "kv_quality": 0.9, "stream": True})
-    assert status == 400 and "kv_quality is 0.9: expected 'exact'" in json.dumps(answer)
+    status, answer = server.request("POST", path, {"model": "default", "kv_quality": 1.5, "stream": True})
+    assert status == 400 and "kv_quality is 1.5: expected 'exact', or a number above 0" in json.dumps(answer)
+
+
+def test_a_request_is_served_no_less_than_it_asks_for(server: Server, lossy: Mapping[str, Any]) -> None:
+    prompt = {"prompt": [*DOCUMENT, 5]}
+    quality = usage(server, prompt)["kv_cache"]["min_quality"]
+    assert usage(server, {**prompt, "kv_quality": quality - 0.01})["kv_cache"]["lossy_tokens"] == len(DOCUMENT)
+    assert usage(server, {**prompt, "kv_quality": quality + 0.01})["kv_cache"]["lossy_tokens"] == 0
+    again = usage(server, {**prompt, "kv_quality": quality + 0.01})["kv_cache"]
+    assert again == {"exact_tokens": len(DOCUMENT), "lossy_tokens": 0, "min_quality": 1.0}
+
+
+def test_a_tenant_is_served_no_less_than_its_floor(server: Server) -> None:
+    server.flush()
+    salted = {"prompt": [*DOCUMENT, 5], "cache_salt": SALT}
+    usage(server, salted)
+    compress_largest(server)
+    assert usage(server, salted)["kv_cache"]["lossy_tokens"] == 0
+    assert usage(server, salted)["kv_cache"]["exact_tokens"] == len(DOCUMENT)
 
 
 def test_the_cache_is_whole_after_all_that(server: Server) -> None:

@@ -37,13 +37,15 @@ TABLE = {
     # Decisions: standard library and numpy.
     "core": Layer(),
     "policy": Layer(("core",), NUMPY),
+    "error_text": Layer(),
     # Settings, checked by pydantic.
+    "asked_quality": Layer(("error_text",)),
+    "asked_retention": Layer(("error_text",)),
     "files": Layer((), ("orjson",)),
     "validation": Layer((), ("pydantic",)),
-    "config": Layer((*PURE, "files", "validation"), ("pydantic",)),
+    "config": Layer((*PURE, "asked_quality", "files", "validation"), ("pydantic",)),
     "flags": Layer(("config",)),
     # Small things of the standard library that many parts use.
-    "error_text": Layer(),
     "threads": Layer(("error_text",)),
     "quantiles": Layer((), NUMPY),
     "tables": Layer(),
@@ -86,8 +88,9 @@ TABLE = {
     "patches": Layer(
         (
             *SETTINGS,
-            *("codec", "controller", "cpu_attention", "dashboard", "decode_budget", "device", "error_text"),
-            *("introspect", "kernels", "press", "profiler", "quality", "spawn", "survivors", "threads", "tiers"),
+            *("asked_quality", "asked_retention", "codec", "controller", "cpu_attention", "dashboard", "decode_budget"),
+            *("device", "error_text", "introspect", "kernels", "press", "profiler", "quality", "spawn", "survivors"),
+            *("threads", "tiers"),
         ),
         ("fastapi", "flashinfer", "numpy", "orjson", "prometheus_client", "sglang", "starlette", "torch", "zmq"),
     ),

@@ -7,7 +7,7 @@ import io
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sglang_evicpress import __version__
@@ -32,6 +32,11 @@ def make_parser() -> argparse.ArgumentParser:
         help="measure how good answers stay on compressed KV, at a running server; show what was measured",
         add_help=False,
     )
+    commands.add_parser("plan", help="replay a trace on tiers of several sizes, to choose among them", add_help=False)
+    commands.add_parser("doctor", help="what is missing on this machine; test a running server", add_help=False)
+    commands.add_parser("top", help="what a server does now", add_help=False)
+    commands.add_parser("tree", help="the radix tree of a server", add_help=False)
+    commands.add_parser("explain", help="what may become of a node of a server", add_help=False)
     _add_bench(commands)
     fsck = commands.add_parser(
         "fsck",
@@ -74,21 +79,16 @@ def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and give its exit status.
 
-    0 is good, 1 that writing failed, fsck found something, contexts could not be profiled or a server of bench failed,
-    2 bad input, 130 Ctrl-C, 143 SIGTERM. ``--help`` and ``--version`` exit.
+    0 is good, 1 that writing failed, fsck or doctor found something, contexts could not be profiled or a server of
+    bench failed, 2 bad input, 130 Ctrl-C, 143 SIGTERM. ``--help`` and ``--version`` exit.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not fit the terminal's encoding
     try:
-        if arguments[:1] == ["replay"]:
-            from sglang_evicpress.cli.replay.command import replay
-
-            return replay(arguments[1:])
-        if arguments[:1] == ["profile"]:
-            from sglang_evicpress.cli.profile.command import profile
-
-            return profile(arguments[1:])
+        command = _command(arguments[0]) if arguments else None
+        if command is not None:
+            return command(arguments[1:])
         args = make_parser().parse_args(arguments)
         if args.command == "fsck":
             return _fsck(args.folder, args.key_file, is_repair=args.repair)
@@ -105,6 +105,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except OSError as error:
         return _fail(str(error), 1)
+
+
+def _command(name: str) -> Callable[[Sequence[str]], int] | None:
+    """The command that parses its own words, if it is one of those."""
+    match name:
+        case "replay":
+            from sglang_evicpress.cli.replay.command import replay
+
+            return replay
+        case "plan":
+            from sglang_evicpress.cli.replay.plan import plan
+
+            return plan
+        case "profile":
+            from sglang_evicpress.cli.profile.command import profile
+
+            return profile
+        case "doctor":
+            from sglang_evicpress.cli.operator.doctor import doctor
+
+            return doctor
+        case "top":
+            from sglang_evicpress.cli.operator.top import top
+
+            return top
+        case "tree" | "explain":
+            from sglang_evicpress.cli.operator import tree
+
+            return tree.tree if name == "tree" else tree.explain
+    return None
 
 
 def _fsck(folder: Path, key_file: str | None, *, is_repair: bool) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sglang_evicpress.policy.cost_model import PrefillCost
+from sglang_evicpress.policy.quality_correction import QualityCorrection
 
 START_FACTOR = 30.0
 """Alpha to start with, over the seconds in which a usual prefix is prefilled: a loss of 0.033 then costs as much as
@@ -26,12 +27,6 @@ PAUSE_S_PER_NODE = 1e-3
 WORTH_A_MOVE = 0.1
 """Alpha moves no sooner after the last time, and by no less of its logarithm: each move looks at every node anew."""
 
-_JUDGED_MEMORY = 64  # answers
-_JUDGED_PRIOR = 8.0  # answers that lost what the target allows and were predicted right, to start with
-_LEAST_CORRECTION, _MOST_CORRECTION = 0.2, 10.0
-FRESH_S = 600.0
-"""Answers judged longer ago than this do not make anything count as better than predicted."""
-
 
 class Share(NamedTuple):
     """A part of a prefix: its tokens, and how many of them are lost, each token counting 1 - quality."""
@@ -41,6 +36,20 @@ class Share(NamedTuple):
 
 
 NOTHING = Share()
+
+
+def num_affordable(parts: Sequence[Share], quality: float, correction: float, credit: float = 0.0) -> int:
+    """Number of the first ``parts`` of a prefix, which follow each other, whose mean quality is at least ``quality``
+    where ``credit`` tokens more may be lost. A predicted loss counts ``correction`` times."""
+    if all(part.lost <= 0.0 for part in parts):
+        return len(parts)
+    affordable, num_tokens, lost = 0, 0, 0.0
+    for number, part in enumerate(parts, start=1):
+        num_tokens += part.num_tokens
+        lost += correction * part.lost
+        if lost <= credit + (1.0 - quality) * num_tokens:
+            affordable = number
+    return affordable
 
 
 class QualityTarget:
@@ -69,25 +78,15 @@ class QualityTarget:
         self._moved_s = -math.inf
         self._usual_tokens, self._num_hits = _SIZE_TOKENS, 0
         self._recent_tokens = self._recent_lost = 0.0
-        prior = _JUDGED_PRIOR * (1.0 - quality)
-        self._judged_predicted, self._judged_observed = prior, prior
-        self._judged_s = -math.inf
+        self._correction = QualityCorrection(1.0 - quality)
         self._now_s = 0.0
 
     # ---- what may be served
 
     def num_affordable(self, parts: Sequence[Share]) -> int:
         """Number of the first ``parts`` of a prefix, which follow each other, that may be served now."""
-        if all(part.lost <= 0.0 for part in parts):
-            return len(parts)
-        earned, correction = 1.0 - self.quality, self.correction
-        affordable, num_tokens, lost = 0, 0, 0.0
-        for number, part in enumerate(parts, start=1):
-            num_tokens += part.num_tokens
-            lost += correction * part.lost
-            if lost <= self.credit + earned * num_tokens if self.quality < 1.0 else lost <= 0.0:
-                affordable = number
-        return affordable
+        credit = self.credit if self.quality < 1.0 else 0.0
+        return num_affordable(parts, self.quality, self.correction, credit)
 
     def note_hit(self, served: Share, refused: Share = NOTHING) -> None:
         """A request runs on ``served`` tokens of the cache; ``refused`` is what could not be afforded besides."""
@@ -114,19 +113,11 @@ class QualityTarget:
     @property
     def correction(self) -> float:
         """Loss observed over loss predicted, of judged answers: below 1 only where one was judged of late."""
-        ratio = self._judged_observed / self._judged_predicted if self._judged_predicted > 0.0 else 1.0
-        if ratio < 1.0 and self._now_s - self._judged_s > FRESH_S:
-            return 1.0
-        return min(max(ratio, _LEAST_CORRECTION), _MOST_CORRECTION)
+        return self._correction.ratio(self._now_s)
 
     def note_judged(self, predicted: float, observed: float) -> None:
         """An answer upon a lossy prefix was judged. Raises ValueError for a quality that is not a finite number."""
-        if not math.isfinite(predicted - observed):
-            raise ValueError(f"quality was predicted {predicted!r} and observed {observed!r}: expected finite numbers")
-        fade = 1.0 - 1.0 / _JUDGED_MEMORY
-        self._judged_predicted = fade * self._judged_predicted + max(0.0, 1.0 - predicted)
-        self._judged_observed = fade * self._judged_observed + max(0.0, 1.0 - observed)
-        self._judged_s = self._now_s
+        self._correction.note_judged(predicted, observed, self._now_s)
 
     @property
     def predicted(self) -> float | None:

@@ -35,7 +35,7 @@ from sglang_evicpress.patches.decode_budget.trace import DecodeTrace
 from sglang_evicpress.patches.scheduler.paged_allocator import free_whole_pages
 from sglang_evicpress.patches.tiers.placement import Placement
 from sglang_evicpress.patches.tree.compressor import Compressor
-from sglang_evicpress.patches.tree.node import NodeKV, PrefixView
+from sglang_evicpress.patches.tree.node_kv import NodeKV, PrefixView
 from sglang_evicpress.patches.tree.slot_ledger import SlotLedger
 from sglang_evicpress.press import QueryWindow
 from sglang_evicpress.survivors import SurvivorLayout

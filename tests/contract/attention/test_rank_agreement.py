@@ -13,7 +13,7 @@ import torch.distributed as dist
 from sglang_evicpress.core import Form
 from sglang_evicpress.patches.tree import compressor as module
 from sglang_evicpress.patches.tree.compressor import Compressor
-from sglang_evicpress.patches.tree.node import NodeSlots
+from sglang_evicpress.patches.tree.node_kv import NodeSlots
 
 NUM_TOKENS, NUM_KEPT = 96, 48
 

@@ -12,11 +12,13 @@ from tests.contract.cache.test_radix_cache_model import CURVES, Request
 from tests.contract.profiling.test_profiling import ProfiledWalk
 from tests.contract.profiling.test_shadows import HALF
 
-from sglang_evicpress.core import Form
-from sglang_evicpress.patches.tree.namespaces import SHADOW_PREFIX
+from sglang_evicpress.core import EXACT, Form
+from sglang_evicpress.patches.tree.namespaces import SHADOW_PREFIX, salted_key
 from sglang_evicpress.policy.rules.evicpress import EvicPressPolicy
 
 pytestmark = pytest.mark.sglang
+
+FIFTH = Form(HALF.press, 0.2)
 
 
 def make_walk(quality: float | None = 0.97, **settings: object) -> ProfiledWalk:
@@ -72,6 +74,91 @@ def test_credit_is_spent_on_what_is_lossy() -> None:
     assert stats(walk)["quality"]["refused_tokens"] == 256
 
 
+def served(request: Request) -> dict[str, Any]:
+    """What the answer says of the KV that was served."""
+    assert request.customized_info is not None
+    (kv,) = request.customized_info["kv_cache"]
+    assert isinstance(kv, dict)
+    return kv
+
+
+def test_a_request_is_served_what_is_good_enough_for_it() -> None:
+    """HALF is predicted to be worth 0.875."""
+    walk = make_walk(None)
+    tokens = compressed(walk)
+    assert served(walk.answer([*tokens, 1], 7, quality=0.8)) == {
+        "exact_tokens": 0,
+        "lossy_tokens": 256,
+        "min_quality": 0.875,
+    }
+    assert stats(walk)["quality"]["below_floor_tokens"] == 0
+    assert served(walk.answer([*tokens, 2], 7, quality=0.9)) == {
+        "exact_tokens": 0,
+        "lossy_tokens": 0,
+        "min_quality": 1.0,
+    }
+    assert stats(walk)["quality"]["below_floor_tokens"] == 256
+    assert walk.cache.parts.recomputation.counts.computed["asked_quality"] == 256
+    # What it computed has taken the place of the lossy KV.
+    assert served(walk.answer([*tokens, 3], 7, quality=0.9))["exact_tokens"] == 256
+    assert stats(walk)["quality"]["refused_tokens"] == 0
+    walk.check()
+
+
+def test_a_floor_holds_for_the_mean_of_the_prefix_and_ends_it_before_what_is_too_lossy() -> None:
+    walk = make_walk(None)
+    tokens = walk.random_tokens(256)
+    walk.answer(tokens[:128])
+    walk.answer(tokens)
+    walk.cache.parts.moves.compress(walk.parts(tokens)[1].id, HALF)
+    assert served(walk.answer([*tokens, 1], 7, quality=0.93))["lossy_tokens"] == 128  # 1 and 0.875 are 0.9375
+    assert served(walk.answer([*tokens, 2], 7, quality=0.95)) == {
+        "exact_tokens": 128,
+        "lossy_tokens": 0,
+        "min_quality": 1.0,
+    }
+
+
+def test_what_was_computed_upon_a_better_prefix_takes_the_place_of_worse_kv() -> None:
+    walk = make_walk(None)
+    tokens = walk.random_tokens(256)
+    walk.answer(tokens[:128])
+    walk.answer(tokens)
+    first, last = walk.parts(tokens)
+    walk.cache.parts.moves.compress(first.id, HALF)
+    walk.cache.parts.moves.compress(last.id, FIFTH)
+    request = walk.answer([*tokens, 1], 7, quality=0.87)
+    assert served(request)["lossy_tokens"] == 128 and request.evicpress.is_lossy
+    assert last.kv.form == EXACT and last.kv.is_lossy_prefix and last.kv.prefix_quality == pytest.approx(0.875)
+    assert served(walk.answer([*tokens, 2], 7, quality=0.87))["lossy_tokens"] >= 256
+    walk.check()
+
+
+def test_judged_answers_raise_what_is_asked_of_a_prediction() -> None:
+    walk = make_walk(None)
+    tokens = compressed(walk)
+    walk.cache.quality.note_observed(walk.key_of(tokens), [(0.9, 0.7)] * 20)  # three times the loss
+    assert served(walk.answer([*tokens, 1], 7, quality=0.8))["lossy_tokens"] == 0
+
+
+def test_a_tenant_is_served_and_stored_no_less_than_its_floor() -> None:
+    tenants = {"acme": {"cache_salt": "a/b", "kv_quality": 0.9}, "law": {"cache_salt": "c", "kv_quality": "exact"}}
+    walk = make_walk(None, tenants=tenants)
+    key, law = salted_key("a/b", "x"), salted_key("c", "")
+    for namespace in (key, law, None):
+        tokens = walk.random_tokens(256)
+        walk.answer(tokens, namespace=namespace)
+        (node,) = walk.parts(tokens, namespace)
+        stats_of = walk.cache.parts.view.stats_of(node)
+        forms = [
+            form for index, form in enumerate(walk.cache.parts.tree.menu.forms) if stats_of.allowed_forms >> index & 1
+        ]
+        assert (HALF in forms) == (namespace is None) and all(form.is_exact for form in forms if namespace == law)
+        walk.cache.parts.moves.compress(node.id, HALF)
+        request = walk.answer([*tokens, 1], 7, namespace=namespace, quality=0.5)
+        assert served(request)["lossy_tokens"] == (256 if namespace is None else 0)
+
+
 def test_what_was_computed_on_a_lossy_prefix_costs_what_that_was_worth_when_it_is_exact_again() -> None:
     walk = make_walk()
     tokens = compressed(walk)
@@ -125,7 +212,7 @@ def test_judged_answers_count() -> None:
 def test_what_was_computed_upon_a_lossy_prefix_is_no_better_than_that() -> None:
     walk = make_walk(0.8)
     tokens = walk.random_tokens(320)
-    walk.answer(tokens[:256])
+    walk.answer(tokens[:128])
     walk.cache.parts.moves.compress(walk.parts(tokens)[0].id, HALF)
     walk.answer(tokens)
     upper, lower = walk.parts(tokens)
@@ -166,3 +253,22 @@ def test_a_decision_is_in_the_journal_with_its_alpha() -> None:
         walk.answer(walk.random_tokens(256))
     entries: Any = walk.cache.parts.controller.journal.read(0, 100)["entries"]
     assert entries and {entry["alpha"] for entry in entries} == {stats(walk)["alpha"]}
+
+
+def test_what_a_request_asks_to_retain_weighs_more_until_its_time_is_over() -> None:
+    walk = make_walk(None)
+    walk.wait_s(0.0)  # from now on the clock counts
+    plain, retained = walk.random_tokens(128), walk.random_tokens(128)
+    walk.answer(plain, 7)
+    walk.answer(retained, 7, retention=30.0)
+    (first,), (second,) = walk.parts(plain), walk.parts(retained)
+    assert second.kv.weight - first.kv.weight == pytest.approx(1 / 30, rel=0.1)
+    num_retained = walk.cache.queued_hits.num_retained
+    walk.answer([*retained[:64], 9], 7)
+    _, lower = walk.parts(retained)
+    assert walk.cache.queued_hits.num_retained == num_retained + 1
+    walk.wait_s(31.0)
+    walk.cache.queued_hits.grow_older()
+    assert walk.cache.queued_hits.num_retained == 0
+    assert lower.kv.weight == pytest.approx(first.kv.weight, rel=0.5)
+    walk.check()

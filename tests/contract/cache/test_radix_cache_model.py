@@ -82,6 +82,8 @@ class Request(HasKV):
     input_embeds: object = None
     customized_info: dict[str, list[object]] | None = None
     is_exact: bool = False
+    quality: float | None = None
+    retention: float | None = None
     filled: int = 0
     frozen_view: list[set[tuple[int, int]]] = field(default_factory=list)
 
@@ -99,7 +101,9 @@ class Request(HasKV):
 
     @property
     def sampling_params(self) -> SimpleNamespace:
-        params = {"kv_quality": "exact"} if self.is_exact else None
+        asked = "exact" if self.is_exact else self.quality
+        fields = {"kv_quality": asked, "kv_retention_seconds": self.retention}
+        params = {name: value for name, value in fields.items() if value is not None} or None
         return SimpleNamespace(top_k=1, max_new_tokens=9, custom_params=params)
 
     def finished(self) -> bool:

@@ -20,7 +20,7 @@ from sglang_evicpress.patches.decode_budget.budgets import DecodeBudgets
 from sglang_evicpress.patches.decode_budget.records import BudgetRecords
 from sglang_evicpress.patches.decode_budget.state import DecodeState
 from sglang_evicpress.patches.tree.namespaces import SHADOW_PREFIX
-from sglang_evicpress.patches.tree.node import PrefixView
+from sglang_evicpress.patches.tree.node_kv import PrefixView
 
 pytestmark = pytest.mark.sglang
 
@@ -288,7 +288,7 @@ def test_an_exact_request_has_no_budget_and_may_not_ask_for_one() -> None:
 def test_a_quality_that_is_not_known_is_refused() -> None:
     req = request(100, 1000)
     take(req, {"kv_quality": "exakt"})
-    assert req.to_finish == "kv_quality is 'exakt': expected 'exact'"
+    assert req.to_finish == "kv_quality is 'exakt': expected 'exact', or a number above 0, at most 1"
 
 
 @pytest.mark.parametrize(("num_tokens", "budget"), [(100, 512), (300, 256), (16, 4096)])

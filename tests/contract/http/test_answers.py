@@ -17,8 +17,8 @@ from fastapi.testclient import TestClient
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 
+from sglang_evicpress.asked_quality import served_kv
 from sglang_evicpress.patches.http import answers
-from sglang_evicpress.quality.asked import served_kv
 
 pytestmark = pytest.mark.sglang
 
@@ -97,6 +97,19 @@ def test_the_field_moves_to_the_custom_params(app: App, path: str) -> None:
         assert app.bodies.pop() == {"prompt": "x", "custom_params": {**expected, "kv_quality": "exact"}}
 
 
+def test_both_fields_move(app: App) -> None:
+    asked = {"kv_quality": 0.9, "kv_retention_seconds": 60}
+    assert app.client.post("/v1/completions", json={"prompt": "x", **asked}).status_code == 200
+    assert app.bodies.pop() == {"prompt": "x", "custom_params": asked}
+
+
+def test_a_retention_that_is_not_known_is_refused(app: App) -> None:
+    response = app.client.post("/v1/completions", json={"prompt": "x", "kv_retention_seconds": -1})
+    assert response.status_code == 400
+    sentence = "kv_retention_seconds is -1: expected seconds above 0, at most 86400"
+    assert response.json()["message"] == sentence
+
+
 def test_for_generate_it_moves_into_every_sampling_params(app: App) -> None:
     params = {"custom_params": {"kv_quality": "exact"}}
     for given, expected in ((None, params), ({}, params), ([{"n": 1}, {}], [{"n": 1, **params}, params])):
@@ -109,13 +122,13 @@ def test_for_generate_it_moves_into_every_sampling_params(app: App) -> None:
     [b'{"prompt":  "kv_quality"}', b'{"kv_quality":  null, "a": 1.0}', b'["kv_quality" ]', b'{"custom_params": 5}'],
 )
 def test_other_bodies_pass_as_they_are(app: App, body: bytes) -> None:
-    assert answers.with_quality(body, "/v1/completions") is body
+    assert answers.with_fields(body, "/v1/completions") is body
     assert app.client.post("/v1/completions", content=body).status_code == 200
 
 
 def test_what_is_no_json_is_for_sglang_to_refuse() -> None:
     for body in (b'{"kv_quality": ', b'{"kv_quality": ' + b"[" * 100_000):
-        assert answers.with_quality(body, "/v1/completions") is body
+        assert answers.with_fields(body, "/v1/completions") is body
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -136,7 +149,7 @@ def test_a_value_that_is_not_known_is_status_400_before_anything_is_streamed(
     assert response.status_code == 400 and app.bodies == []
     said = response.json()
     sentence = (said["error"] if path == "/generate" else said)["message"]
-    assert sentence == "kv_quality is 'best': expected 'exact'"
+    assert sentence == "kv_quality is 'best': expected 'exact', or a number above 0, at most 1"
 
 
 def test_no_place_for_the_quality_is_status_400(app: App) -> None:
@@ -153,7 +166,7 @@ def test_bodies_are_looked_at_behind_other_middleware(app: App) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_usage_says_what_was_served(app: App, path: str) -> None:
-    kv_cache = {"exact_tokens": 3, "lossy_tokens": 4}
+    kv_cache = {"exact_tokens": 3, "lossy_tokens": 4, "min_quality": 1.0}
     response = app.client.post(path, json={})
     assert response.json() == {"text": '"usage":{', "usage": {"kv_cache": kv_cache, "prompt_tokens": 9}}
     assert int(response.headers["content-length"]) == len(response.content)
@@ -174,12 +187,12 @@ def test_other_routes_and_answers_of_which_nothing_is_known_are_left_alone(app: 
 def test_each_prompt_counts_once_however_many_answers_it_gets(app: App) -> None:
     app.num_samples = 2
     app.told = [
-        [answer(0, served_kv(1, 2)), answer(0, served_kv(9, 9), rid="b"), answer(0, served_kv(10, 20), rid="c")]
+        [answer(0, served_kv(1, 2)), answer(0, served_kv(9, 9), rid="b"), answer(0, served_kv(10, 20, 0.75), rid="c")]
     ]
     for each in app.told[0]:
         del each["index"]
     usage = app.client.post("/v1/completions", json={}).json()["usage"]
-    assert usage["kv_cache"] == {"exact_tokens": 11, "lossy_tokens": 22}
+    assert usage["kv_cache"] == {"exact_tokens": 11, "lossy_tokens": 22, "min_quality": 0.75}
 
 
 def test_every_part_of_an_answer_says_it_also_where_only_the_first_has_it() -> None:

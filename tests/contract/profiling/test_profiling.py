@@ -70,14 +70,23 @@ class ProfiledWalk(ShadowWalk):
         self.stamped_s = getattr(self, "stamped_s", 0.0) + seconds
         self.cache.terms.advance(self.stamped_s, costs_of(COST))
 
-    def answer(self, tokens: list[int], *answer: int, namespace: str | None = None, lora_id: str | None = None) -> None:
-        """A user's request from its arrival to its end."""
+    def answer(
+        self,
+        tokens: list[int],
+        *answer: int,
+        namespace: str | None = None,
+        lora_id: str | None = None,
+        quality: float | None = None,
+        retention: float | None = None,
+    ) -> Request:
+        """A user's request from its arrival to its end; ``quality`` and ``retention`` are what it asks for."""
         request = self.enqueue(namespace, tokens)
-        request.lora_id = lora_id
+        request.lora_id, request.quality, request.retention = lora_id, quality, retention
         self.prefill(request)
         for token in answer:
             self.generate(request, token)
         self.end(request)
+        return request
 
     def generate(self, request: Request, token: int) -> None:
         request.tokens.append(token)

@@ -17,7 +17,7 @@ from sglang_evicpress.patches.decode_budget.inspection import RequestsInspection
 from sglang_evicpress.patches.decode_budget.records import BudgetRecords
 from sglang_evicpress.patches.decode_budget.state import DecodeState
 from sglang_evicpress.patches.decode_budget.trace import DecodeTrace
-from sglang_evicpress.patches.tree.node import PrefixView
+from sglang_evicpress.patches.tree.node_kv import PrefixView
 
 
 def request(records: BudgetRecords, rid: str, *, num_slots: int = 6) -> Any:

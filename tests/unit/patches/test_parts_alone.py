@@ -46,7 +46,7 @@ from sglang_evicpress.patches.tiers.ssd_compression import SsdCompression
 from sglang_evicpress.patches.tiers.ssd_io import Lookup, Read
 from sglang_evicpress.patches.tree.adapters import Adapters
 from sglang_evicpress.patches.tree.changes import NodeChanges
-from sglang_evicpress.patches.tree.node import NodeKV, PrefixView
+from sglang_evicpress.patches.tree.node_kv import NodeKV, PrefixView
 from sglang_evicpress.patches.tree.node_queries import NodeQueries
 from sglang_evicpress.patches.tree.set_aside import ASIDE_S, SetAside
 from sglang_evicpress.patches.tree.slot_ledger import SlotLedger

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.policy.nodes import make_node
 
 from sglang_evicpress.core import EXACT, Form, Tier
-from sglang_evicpress.policy import make_planner, quality_target
+from sglang_evicpress.policy import make_planner, quality_correction, quality_target
 from sglang_evicpress.policy.cost_model import CostSnapshot, PrefillCost, TransferCost
 from sglang_evicpress.policy.menu import Menu
 from sglang_evicpress.policy.quality_target import QualityTarget, Share
@@ -197,9 +197,9 @@ def test_nothing_counts_as_better_than_predicted_once_no_answer_was_judged_for_l
     target.next_alpha(0.0, PREFILL)
     for _ in range(400):
         target.note_judged(0.8, 0.9)
-    target.next_alpha(quality_target.FRESH_S, PREFILL)
+    target.next_alpha(quality_correction.FRESH_S, PREFILL)
     assert target.correction == pytest.approx(0.5, rel=0.01)
-    target.next_alpha(quality_target.FRESH_S + 1.0, PREFILL)
+    target.next_alpha(quality_correction.FRESH_S + 1.0, PREFILL)
     assert target.correction == 1.0
 
 

@@ -1,0 +1,134 @@
+"""``evicpress tree``: the radix tree of a server in a terminal; ``evicpress explain``: the options of a node."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from sglang_evicpress.cli.operator.server import Json, Server, make_parser, megabytes, print_json
+from sglang_evicpress.cli.parser import naming, whole
+from sglang_evicpress.tables import aligned
+
+PAGE_NODES = 500
+_HEAD = ("node", "tokens", "slots", "tier", "form", "KV", "hits", "uses/s")
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Nodes that are shown: those of at most ``depth`` levels (0: all) and of at least ``least_tokens``."""
+
+    depth: int
+    least_tokens: int
+
+
+def tree(argv: Sequence[str]) -> int:
+    """Run ``evicpress tree`` and give its exit status. Raises ValueError."""
+    parser = make_parser("tree", "Show the radix tree of a server: every node with its tokens, tier and form.")
+    parser.add_value("--depth", whole(1), "N", "levels below the root that are shown (default: all)")
+    parser.add_value("--least-tokens", whole(0), "N", "leave out smaller nodes, counted in one line", "0")
+    args = parser.parse_args(argv)
+    nodes = list(all_nodes(Server.of(args)))
+    if args.json:
+        print_json(nodes)
+        return 0
+    print("\n".join(lines(nodes, Shown(args.depth or 0, args.least_tokens))))
+    return 0
+
+
+def all_nodes(server: Server) -> Iterator[Json]:
+    """Every node of the tree, read in pages."""
+    after: int | None = 0
+    while after is not None:
+        page = server.get(f"tree?after={after}&limit={PAGE_NODES}")
+        yield from page["nodes"]
+        after = page.get("next")
+
+
+def lines(nodes: Sequence[Json], shown: Shown) -> list[str]:
+    """The tree as lines of text, children below their parents, the largest first."""
+    if not nodes:
+        return ["the tree is empty"]
+    children = defaultdict[int | None, list[Json]](list)
+    known = {node["id"] for node in nodes}
+    for node in nodes:
+        parent = node["parent_id"]
+        children[parent if parent in known else None].append(node)
+    rows = [_HEAD, *_rows(children, None, "", 0, shown)]
+    num_tokens = sum(node["num_tokens"] for node in nodes)
+    return [*aligned(rows), "", f"{len(nodes)} nodes, {num_tokens} tokens"]
+
+
+def _rows(
+    children: Mapping[int | None, list[Json]], parent: int | None, indent: str, depth: int, shown: Shown
+) -> Iterator[tuple[str, ...]]:
+    below = sorted(children.get(parent, ()), key=lambda node: (-node["num_tokens"], node["id"]))
+    if shown.depth and depth == shown.depth:
+        if below:
+            yield _left_out(below, indent)
+        return
+    large = [node for node in below if node["num_tokens"] >= shown.least_tokens]
+    small = below[len(large) :]
+    for number, node in enumerate(large):
+        is_last = number == len(large) - 1 and not small
+        yield _row(node, f"{indent}{'└' if is_last else '├'} ")
+        yield from _rows(children, node["id"], f"{indent}{' ' if is_last else '│'} ", depth + 1, shown)
+    if small:
+        yield _left_out(small, indent)
+
+
+def _row(node: Json, indent: str) -> tuple[str, ...]:
+    return (
+        f"{indent}{node['id']}{' *' if node['lock_ref'] else ''}",
+        str(node["num_tokens"]),
+        str(node["num_slots"]),
+        node["tier"],
+        node["form"],
+        node["lineage"],
+        str(node["num_hits"]),
+        f"{node['weight']:.3g}",
+    )
+
+
+def _left_out(nodes: Sequence[Json], indent: str) -> tuple[str, ...]:
+    num_tokens = str(sum(node["num_tokens"] for node in nodes))
+    return (f"{indent}└ {len(nodes)} more", num_tokens, *[""] * (len(_HEAD) - 2))
+
+
+def explain(argv: Sequence[str]) -> int:
+    """Run ``evicpress explain`` and give its exit status. Raises ValueError."""
+    parser = make_parser("explain", "Show what may become of a node: every option with its bytes, quality and utility.")
+    parser.add_argument("node", metavar="NODE", help="its id, as `evicpress tree` shows it")
+    args = parser.parse_args(argv)
+    with naming("NODE"):
+        node_id = whole(0)(args.node)
+    answer = Server.of(args).get(f"explain/{node_id}")
+    if args.json:
+        print_json(answer)
+    else:
+        print("\n".join(options(answer)))
+    return 0
+
+
+def options(answer: Json) -> list[str]:
+    """The options of a node as lines of text."""
+    rows = [("option", "bytes", "quality", "delay", "utility", "lost per MB freed", "")]
+    for option in answer["options"]:
+        loss = option["drop_per_byte"]
+        rows.append(
+            (
+                option["option"],
+                megabytes(option["num_bytes"]),
+                f"{option['q']:.3f}",
+                f"{1e3 * option['d']:.2f} ms",
+                f"{option['U']:.4g}",
+                "" if loss is None else f"{1e6 * loss:.3g}",
+                option["role"],
+            )
+        )
+    head = (
+        f"node {answer['node_id']}: {answer['num_tokens']} tokens behind {answer['depth_tokens']}, "
+        f"{answer['weight']:.3g} uses/s, alpha {answer['alpha']:g}"
+    )
+    chosen = f"next: {answer['next']}" if answer.get("next") else "nothing is next"
+    return [head, f"{chosen}; {answer['why']}", "", *aligned(rows)]

@@ -1,0 +1,61 @@
+"""Nodes that requests asked to retain."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_evicpress.asked_retention import check_retention, retention_s
+from sglang_evicpress.policy import retention
+from sglang_evicpress.policy.retention import Retention
+
+
+def test_a_node_weighs_more_until_its_time_is_over() -> None:
+    held = Retention()
+    held.hold(1, 10.0, 50.0)
+    assert held.rate(1) == 0.02 and held.rate(2) == 0.0
+    assert held.advance(59.9) == [] and held.advance(60.0) == [1]
+    assert held.rate(1) == 0.0 and held.advance(100.0) == []
+
+
+def test_the_longer_of_two_wins() -> None:
+    held = Retention()
+    held.hold(1, 0.0, 100.0)
+    held.hold(1, 10.0, 20.0)
+    assert held.advance(99.0) == [] and held.rate(1) == 0.01
+    held.hold(1, 99.0, 10.0)
+    assert held.advance(100.0) == [] and held.rate(1) == 0.1 and held.advance(109.0) == [1]
+
+
+def test_the_piece_of_a_split_is_retained_as_long_and_what_is_gone_is_forgotten() -> None:
+    held = Retention()
+    held.hold(1, 0.0, 10.0)
+    held.split(2, 1)
+    held.split(3, 9)
+    held.remove(1)
+    assert held.rate(2) == 0.1 and held.rate(3) == 0.0 and held.advance(10.0) == [2]
+    held.hold(4, 0.0, 10.0)
+    held.clear()
+    assert len(held) == 0 and held.advance(99.0) == []
+
+
+def test_no_more_nodes_than_are_allowed_are_retained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "MOST_NODES", 2)
+    held = Retention()
+    for node_id in range(3):
+        held.hold(node_id, 0.0, 10.0)
+    assert len(held) == 2 and held.rate(2) == 0.0
+
+
+@pytest.mark.parametrize("value", [0, -1, 86_401, float("nan"), True, "60", [60]])
+def test_what_is_not_known_is_named_with_what_is_accepted(value: object) -> None:
+    params = {"kv_retention_seconds": value}
+    with pytest.raises(ValueError, match="^kv_retention_seconds is .*: expected seconds above 0, at most 86400$"):
+        check_retention(params)
+    assert retention_s(params) == 0.0
+
+
+@pytest.mark.parametrize("params", [None, {}, {"kv_retention_seconds": None}, 5])
+def test_nothing_is_asked_for_without_the_field(params: object) -> None:
+    check_retention(params)
+    assert retention_s(params) == 0.0
+    assert retention_s({"kv_retention_seconds": 60}) == 60.0
