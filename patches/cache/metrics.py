@@ -142,9 +142,24 @@ class FigureReader:
         }
 
 
-def metrics_of(scheduler: MeasuredScheduler, read: Callable[[], Figures]) -> Metrics | None:
-    """Metrics of a scheduler, None on a server, or a rank, that has none."""
+class Described(Protocol):
+    """What the endpoints answer."""
+
+    @property
+    def describe_stats(self) -> Callable[[], Mapping[str, object]]: ...
+    @property
+    def describe_tiers(self) -> Callable[[], Mapping[str, object]]: ...
+
+
+def metrics_of(
+    scheduler: MeasuredScheduler,
+    inspector: Described,
+    budgets: Callable[[], Mapping[str, object]],
+    profiler: Mapping[str, int],
+) -> Metrics | None:
+    """Metrics of a scheduler, None on a server, or a rank, that has none. See ``FigureReader``."""
     reporter, collector = scheduler.metrics_reporter, scheduler.metrics_collector
     if reporter is None or collector is None or not reporter.current_scheduler_metrics_enabled:
         return None
+    read = FigureReader(inspector.describe_stats, inspector.describe_tiers, budgets, profiler)
     return Metrics(collector.labels, read)

@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,13 +31,12 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
 from sglang_evicpress.asked_retention import retention_s
 from sglang_evicpress.config import EvicPressConfig
-from sglang_evicpress.introspect.served import FirstTokenTimes
 from sglang_evicpress.patches.attention import group_rows
 from sglang_evicpress.patches.attention.prompt_queries import PromptQueries
 from sglang_evicpress.patches.cache.inspection import TreeInspection
 from sglang_evicpress.patches.cache.inspector import Inspector
 from sglang_evicpress.patches.cache.integrity import Integrity, num_running
-from sglang_evicpress.patches.cache.metrics import FigureReader, metrics_of
+from sglang_evicpress.patches.cache.metrics import metrics_of
 from sglang_evicpress.patches.cache.outside import Outside
 from sglang_evicpress.patches.cache.parts import Parts
 from sglang_evicpress.patches.cache.statistics import Statistics
@@ -46,7 +46,6 @@ from sglang_evicpress.patches.decode_budget.inspection import RequestsInspection
 from sglang_evicpress.patches.decode_budget.passes import DecodePasses
 from sglang_evicpress.patches.decode_budget.records import BudgetRecords
 from sglang_evicpress.patches.scheduler import hooks
-from sglang_evicpress.patches.scheduler.first_tokens import FirstTokens
 from sglang_evicpress.patches.scheduler.prefill_times import PrefillTimes
 from sglang_evicpress.patches.tiers.placement import NOWHERE
 from sglang_evicpress.patches.tree.compressor import Compressor
@@ -104,7 +103,6 @@ class EvicPressCache(RadixCache):
         self.placement, self.shadows = tiers.placement, parts.shadows
         self.background, self.views = parts.background, parts.views
         self.prefill_times = PrefillTimes(tree.terms.cost_model)
-        self.first_token_times = FirstTokenTimes()
         self.scheduler: Any = None
         self.name_profiles: Callable[[Any], bytes] = lambda tokenizer: bytes(KEY_BYTES)
         self.vocab_size, self._tick = MAX_TOKEN + 1, 0  # the model's, where it is known
@@ -120,7 +118,7 @@ class EvicPressCache(RadixCache):
         inspection = TreeInspection(self, *reached, tiers.holds, *policy, hash_key or secrets.token_bytes(32))
         figures = tree.terms, tree.policy, tree.queue, self.prefill_times, tree.queued_hits, self, tree.ledger
         counted = parts.controller, parts.quality_control, parts.recomputation.counts
-        served = parts.served.counts, self.first_token_times, tree.storage
+        served = parts.served.counts, parts.first_tokens.times, tree.storage
         evictions = tree.eviction_log.describe_evictions
         checked = tree.ledger, tree.policy, parts.view.stats_of, tree.aside
         integrity = Integrity(self, *checked, self, parts.shadows.shadow_nodes)
@@ -133,12 +131,7 @@ class EvicPressCache(RadixCache):
         """Called once the scheduler is complete; compression then orders itself behind its forward stream."""
         self.scheduler = scheduler
         parts, tree, tiers = self.parts, self.parts.tree, self.parts.tiers
-        figures = FigureReader(
-            self.inspector.describe_stats,
-            parts.report.describe_tiers,
-            lambda: self.decode_budgets.describe(scheduler),
-            tree.quality.counts,
-        )
+        budgets = partial(self.decode_budgets.describe, scheduler)
         hooks.attach(
             hooks.HookedCache(
                 advance=tree.terms.advance,
@@ -153,8 +146,8 @@ class EvicPressCache(RadixCache):
                 know_adapters=tree.adapters.know_adapters,
                 decode_budgets=self.decode_budgets,
                 background=parts.background,
-                first_tokens=FirstTokens(self.first_token_times),
-                metrics=metrics_of(scheduler, figures),
+                first_tokens=parts.first_tokens,
+                metrics=metrics_of(scheduler, self.inspector, budgets, tree.quality.counts),
             )
         )
         channels = scheduler.ipc_channels

@@ -93,20 +93,9 @@ TABLE = {
     "patches": Layer(
         (
             *SETTINGS,
-            *(
-                *("asked_quality", "asked_retention"),
-                "codec",
-                "controller",
-                "cpu_attention",
-                "dashboard",
-                "decode_budget",
-                "device",
-                "error_text",
-                "geometry",
-                "introspect",
-                "kernels",
-            ),
-            *("press", "profiler", "quality", "search", "spawn", "survivors", "threads", "tiers"),
+            *("asked_quality", "asked_retention", "codec", "controller", "cpu_attention", "dashboard", "decode_budget"),
+            *("device", "error_text", "geometry", "introspect", "kernels", "press", "profiler", "quality", "search"),
+            *("spawn", "survivors", "threads", "tiers"),
         ),
         ("fastapi", "flashinfer", "numpy", "orjson", "prometheus_client", "sglang", "starlette", "torch", "zmq"),
     ),

@@ -88,7 +88,7 @@ def test_the_scheduler_has_what_is_read_of_it() -> None:
 def test_a_server_without_metrics_has_no_series(has_reporter: bool) -> None:
     reporter = SimpleNamespace(current_scheduler_metrics_enabled=False) if has_reporter else None
     scheduler = SimpleNamespace(metrics_reporter=reporter, metrics_collector=None)
-    assert metrics_of(scheduler, lambda: {}) is None
+    assert metrics_of(scheduler, SimpleNamespace(), dict, {}) is None
 
 
 def test_threads_are_read_by_their_names() -> None:
