@@ -38,7 +38,7 @@ OF_A_DROP: list[Part] = [
     lambda walk: (walk.tiers.removal, "drop"),
 ]
 OF_A_COMPRESSION: list[Part] = [
-    lambda walk: (walk.tiers.gpu_ops, "slots_in"),
+    lambda walk: (walk.tiers.gpu_ops, "kept_in"),
     lambda walk: (walk.cache.compressor, "compress"),
     lambda walk: (walk.cache.ledger, "free"),
     lambda walk: (walk.tiers.gpu_ops, "compress"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -458,14 +459,18 @@ UNEVEN_CURVES = {**CURVES, "random:pyramid": {"0.5": 0.6}}
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("seed", range(8))
-def test_random_walk_over_layers_that_keep_different_numbers_keeps_every_invariant(seed: int, page_size: int) -> None:
-    """With an even seed the lower layer keeps most in every form; else none reads all slots of every node."""
-    forms = UNEVEN_FORMS[: -1 if seed % 2 == 0 else None]
-    walk = Walk(seed, page_size, forms=forms, curves=UNEVEN_CURVES, layers=LayerFlags(shares=SHARES))
-    assert walk.groups is not None and len(walk.groups.tables) == 1 + seed % 2
-    walk.run(150)
-    assert walk.cache.parts.controller.num_dropped > 0 and walk.num_uneven > 0
+def test_random_walks_over_layers_that_keep_different_numbers_keep_every_invariant(page_size: int) -> None:
+    """With an even seed the lower layer keeps most in every form; else none reads all slots of every node. Not every
+    walk has a request that reads such a node."""
+    met = Counter[int]()
+    for seed in range(8):
+        forms = UNEVEN_FORMS[: -1 if seed % 2 == 0 else None]
+        walk = Walk(seed, page_size, forms=forms, curves=UNEVEN_CURVES, layers=LayerFlags(shares=SHARES))
+        assert walk.groups is not None and len(walk.groups.tables) == 1 + seed % 2
+        walk.run(150)
+        assert walk.cache.parts.controller.num_dropped > 0
+        met[seed % 2] += walk.num_uneven
+    assert met[0] > 0 and met[1] > 0
 
 
 def test_stats_tell_the_utility_lost_as_the_journal_does_where_the_policy_weighs_it() -> None:

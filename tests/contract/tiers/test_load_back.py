@@ -13,6 +13,7 @@ from sglang_evicpress.core import EXACT
 from sglang_evicpress.patches.tiers import load
 from sglang_evicpress.patches.tiers.load import Part
 from sglang_evicpress.patches.tiers.loads import Loads
+from sglang_evicpress.tiers.entry.copies import Rows
 
 NUM_LAYERS = 3
 
@@ -59,9 +60,8 @@ def load_of(log: list[str]) -> Any:
         has_host=True,
     )
     loads = Loads(storage, [], lambda: None, lambda *_: None, lambda _: log.append("unlock"), is_cuda=True)
-    return loads.add(
-        [Part(SimpleNamespace(entry=entry, begin=0, num_bytes=32), torch.arange(4))], SimpleNamespace(parent=None)
-    )
+    copy = SimpleNamespace(entry=entry, begin=0, num_bytes=32, layout=None, rows_of=lambda layer: Rows(0, 4, 4))
+    return loads.add([Part(copy, torch.arange(4))], SimpleNamespace(parent=None))
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,7 @@ from sglang_evicpress.patches.tiers import load as load_module
 from sglang_evicpress.patches.tiers.layer_gate import LayerGate
 from sglang_evicpress.patches.tiers.load import Load, Part
 from sglang_evicpress.patches.tiers.loads import Loads
+from sglang_evicpress.tiers.entry.copies import Rows
 from sglang_evicpress.tiers.entry.payload import PayloadCopier
 
 pytestmark = pytest.mark.sglang
@@ -143,7 +144,8 @@ class World:
             header=SimpleNamespace(extents=extents, num_slots=4, form=EXACT),
             take_check_seconds=lambda: check_s,
         )
-        part = Part(SimpleNamespace(entry=entry, begin=0, num_bytes=4), torch.arange(slot, slot + 4))  # type: ignore[arg-type]
+        copy = SimpleNamespace(entry=entry, begin=0, num_bytes=4, layout=None, rows_of=lambda layer: Rows(0, 4, 4))
+        part = Part(copy, torch.arange(slot, slot + 4))  # type: ignore[arg-type]
         return self.loads.add([part], SimpleNamespace(parent=None))
 
     def gate(self, *, is_cuda: bool = True) -> LayerGate:
