@@ -11,9 +11,9 @@ from evicbench.families.table import FAMILIES, REFUSED
 pytestmark = [pytest.mark.e2e, pytest.mark.sglang, pytest.mark.slow]
 
 NUM_ANSWERS = 9
-CHOSEN = {"qwen3": 16, "granite-fallback": 1}
-"""Name and page size: QK norm and a head_dim of its own; SGLang's fallback to transformers with an attention scale of
-its own. The others are run by ``python -m evicbench.families``."""
+CHOSEN = {"granite-fallback": 1}
+"""Name and page size: SGLang's fallback to transformers, with an attention scale of its own. The others are run by
+``python -m evicbench.families``."""
 
 
 def test_every_name_is_there_once() -> None:
