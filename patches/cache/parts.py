@@ -24,7 +24,7 @@ from sglang_evicpress.patches.cache.tier_parts import TierParts
 from sglang_evicpress.patches.cache.tree_parts import TreeParts
 from sglang_evicpress.patches.profiling.background_requests import BackgroundRequests
 from sglang_evicpress.patches.profiling.shadows import Shadows
-from sglang_evicpress.patches.scheduler.first_tokens import FirstTokens
+from sglang_evicpress.patches.scheduler.first_tokens import FirstTokenWatch
 from sglang_evicpress.patches.scheduler.hooks import is_first_come_first_served
 from sglang_evicpress.patches.scheduler.prefill_times import note_not_loaded
 from sglang_evicpress.patches.tiers.admin import TierAdmin
@@ -169,7 +169,7 @@ class Parts:
             min_match_kept=config.min_match_kept,
         )
         self.served = ServedHits(tree.terms)
-        self.first_tokens = FirstTokens(FirstTokenTimes())
+        self.first_tokens = FirstTokenWatch(FirstTokenTimes())
         self.admission = Admission(
             outside.tree,
             tiers.prefetches,

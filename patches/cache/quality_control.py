@@ -14,7 +14,7 @@ from sglang_evicpress.patches.tree.node import is_lossy
 from sglang_evicpress.patches.tree.types import LogicalTime, Node, QueuedRequest, ServedRequest
 from sglang_evicpress.policy.cost_model import CostSnapshot
 from sglang_evicpress.policy.quality_correction import QualityCorrection
-from sglang_evicpress.policy.quality_target import NOTHING, QualityTarget, Share, num_affordable
+from sglang_evicpress.policy.quality_target import NOTHING, QualityTarget, Share, num_above
 
 Steps = Sequence[tuple[Node, int]]
 
@@ -94,7 +94,7 @@ class QualityControl:
             return len(steps)
         if floor == 1.0:
             return _num_exact(steps)
-        return num_affordable(self.shares_of(steps), floor, self._ratio)
+        return num_above(self.shares_of(steps), floor, self._ratio)
 
     @property
     def _ratio(self) -> float:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from sglang_evicpress.asked_quality import KV_CACHE, served_kv
-from sglang_evicpress.core import Tier
+from sglang_evicpress.patches.cache.served_hits import found
 from sglang_evicpress.patches.tree.exact_requests import count_lossy
 from sglang_evicpress.patches.tree.types import Node, ServedRequest
 
@@ -21,17 +21,7 @@ def note_served_kv(req: ServedRequest, path: Sequence[Node], num_cached: int) ->
     if req.customized_info is None or KV_CACHE not in req.customized_info:
         num_lossy = min(count_lossy(path), num_cached)
         info = req.customized_info = req.customized_info or {}
-        tiers = _tiers(req, path, num_cached)
-        info[KV_CACHE] = [served_kv(num_cached - num_lossy, num_lossy, req.evicpress_least_quality, tiers)]
-
-
-def _tiers(req: ServedRequest, path: Sequence[Node], num_cached: int) -> Counter[str]:
-    """Cached tokens by the tier that they were found on."""
-    loaded, tiers, begin = getattr(req, "evicpress_loaded", {}), Counter[str](), 0
-    for node in path:
-        num_tokens = min(len(node.key), num_cached - begin)
-        if num_tokens > 0:
-            tier, _ = loaded.get(node.id, (Tier.GPU, None))
+        tiers = Counter[str]()
+        for tier, _, num_tokens in found(req, path, num_cached):
             tiers[tier.label] += num_tokens
-            begin += num_tokens
-    return tiers
+        info[KV_CACHE] = [served_kv(num_cached - num_lossy, num_lossy, req.evicpress_least_quality, tiers)]

@@ -29,7 +29,7 @@ class PrefilledBatch(Protocol):
 
 
 @dataclass(eq=False, repr=False)
-class FirstTokens:
+class FirstTokenWatch:
     """Feeds ``times`` with users' requests, each once: not again after it was retracted."""
 
     times: FirstTokenTimes

@@ -19,6 +19,7 @@ MOST_OVER = 30.0  # allowances of a usual hit that one hit may count as; without
 REFUSED_SHARE = 0.7  # of a loss that was not served, for alpha: what is refused costs time and not quality
 MAX_CREDIT = 500  # usual hits whose unspent allowance is kept
 MEMORY = 500  # hits over which the figures shown are averaged
+_ROUNDING = 1e-9  # of a mean quality
 _SIZE_MEMORY = 50  # hits, for the tokens of a usual one
 _SIZE_TOKENS = 4096.0  # of a usual one before any was seen
 
@@ -38,18 +39,17 @@ class Share(NamedTuple):
 NOTHING = Share()
 
 
-def num_affordable(parts: Sequence[Share], quality: float, correction: float, credit: float = 0.0) -> int:
-    """Number of the first ``parts`` of a prefix, which follow each other, whose mean quality is at least ``quality``
-    where ``credit`` tokens more may be lost. A predicted loss counts ``correction`` times."""
-    if all(part.lost <= 0.0 for part in parts):
-        return len(parts)
-    affordable, num_tokens, lost = 0, 0, 0.0
-    for number, part in enumerate(parts, start=1):
+def num_above(parts: Sequence[Share], quality: float, correction: float) -> int:
+    """Number of the first ``parts`` of a prefix, which follow each other, that may be served where the mean quality
+    must not fall below ``quality``. Nor does it after fewer of them, so what cannot be loaded may be left out. A
+    predicted loss counts ``correction`` times."""
+    num_tokens, lost = 0, 0.0
+    for number, part in enumerate(parts):
         num_tokens += part.num_tokens
         lost += correction * part.lost
-        if lost <= credit + (1.0 - quality) * num_tokens:
-            affordable = number
-    return affordable
+        if lost > (1.0 - quality + _ROUNDING) * num_tokens:
+            return number
+    return len(parts)
 
 
 class QualityTarget:
@@ -85,8 +85,16 @@ class QualityTarget:
 
     def num_affordable(self, parts: Sequence[Share]) -> int:
         """Number of the first ``parts`` of a prefix, which follow each other, that may be served now."""
-        credit = self.credit if self.quality < 1.0 else 0.0
-        return num_affordable(parts, self.quality, self.correction, credit)
+        if all(part.lost <= 0.0 for part in parts):
+            return len(parts)
+        credit, correction = self.credit if self.quality < 1.0 else 0.0, self.correction
+        affordable, num_tokens, lost = 0, 0, 0.0
+        for number, part in enumerate(parts, start=1):
+            num_tokens += part.num_tokens
+            lost += correction * part.lost
+            if lost <= credit + (1.0 - self.quality) * num_tokens:
+                affordable = number
+        return affordable
 
     def note_hit(self, served: Share, refused: Share = NOTHING) -> None:
         """A request runs on ``served`` tokens of the cache; ``refused`` is what could not be afforded besides."""

@@ -120,6 +120,19 @@ def test_a_floor_holds_for_the_mean_of_the_prefix_and_ends_it_before_what_is_too
     }
 
 
+def test_a_floor_holds_for_each_beginning_of_the_prefix_as_what_follows_may_not_be_loaded() -> None:
+    walk = make_walk(None)
+    tokens = walk.random_tokens(256)
+    walk.answer(tokens[:128])
+    walk.answer(tokens)
+    walk.cache.parts.moves.compress(walk.parts(tokens)[0].id, HALF)  # 0.875 and 1 are 0.9375
+    assert served(walk.answer([*tokens, 1], 7, quality=0.9)) == {
+        "exact_tokens": 0,
+        "lossy_tokens": 0,
+        "min_quality": 1.0,
+    }
+
+
 def test_what_was_computed_upon_a_better_prefix_takes_the_place_of_worse_kv() -> None:
     walk = make_walk(None)
     tokens = walk.random_tokens(256)

@@ -6,7 +6,7 @@ import pytest
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_evicpress.introspect.served import FirstTokenTimes
-from sglang_evicpress.patches.scheduler.first_tokens import FirstTokens
+from sglang_evicpress.patches.scheduler.first_tokens import FirstTokenWatch
 
 pytestmark = pytest.mark.sglang
 
@@ -17,7 +17,7 @@ def request(*, num_chunks: int = 0, was_retracted: bool = False) -> SimpleNamesp
 
 def test_a_request_counts_once_when_its_last_chunk_is_computed() -> None:
     clock = iter((10.0, 12.0, 15.0, 16.0))
-    first_tokens = FirstTokens(FirstTokenTimes(), lambda: next(clock))
+    first_tokens = FirstTokenWatch(FirstTokenTimes(), lambda: next(clock))
     req = request(num_chunks=1)
     first_tokens.enter(req)
     batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND, reqs=[req])
@@ -30,7 +30,7 @@ def test_a_request_counts_once_when_its_last_chunk_is_computed() -> None:
 
 
 def test_decoding_retracted_and_unseen_requests_do_not_count() -> None:
-    first_tokens = FirstTokens(FirstTokenTimes(), lambda: 1.0)
+    first_tokens = FirstTokenWatch(FirstTokenTimes(), lambda: 1.0)
     retracted, seen = request(was_retracted=True), request()
     first_tokens.enter(retracted)
     first_tokens.enter(seen)

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from sglang_evicpress.cli.operator.finding import Finding
 from sglang_evicpress.cli.operator.self_test import self_test
-from sglang_evicpress.cli.operator.server import Server, make_parser, megabytes, print_json
+from sglang_evicpress.cli.operator.server import Server, make_parser, print_json
+from sglang_evicpress.cli.replay.units import show_bytes
 from sglang_evicpress.config import check_ssd_folder
 from sglang_evicpress.tiers.host.memory import read_memory
 
@@ -90,7 +91,7 @@ def hook_points() -> Iterator[Finding]:
 def memory() -> Finding:
     """Memory for the host tier."""
     found = read_memory()
-    return Finding("memory", "ok", f"{megabytes(found.free)} of {megabytes(found.total)} free, by the cgroup's limit")
+    return Finding("memory", "ok", f"{show_bytes(found.free)} of {show_bytes(found.total)} free, by the cgroup's limit")
 
 
 def ssd(folder: str) -> Finding:
@@ -103,7 +104,7 @@ def ssd(folder: str) -> Finding:
     free = shutil.disk_usage(there).free
     if free < 2 * PROBE_BYTES:
         return Finding(
-            "SSD folder", "FAILED", f"{megabytes(free)} free in {there}", "make room, or take another folder"
+            "SSD folder", "FAILED", f"{show_bytes(free)} free in {there}", "make room, or take another folder"
         )
     data = os.urandom(1 << 20) * (PROBE_BYTES >> 20)
     with tempfile.TemporaryFile(dir=there) as file:
@@ -119,5 +120,5 @@ def ssd(folder: str) -> Finding:
         read_s = time.perf_counter() - begin_s
     if not is_same:
         return Finding("SSD folder", "FAILED", f"{there} gives back other bytes than were written")
-    speed = f"writes {megabytes(PROBE_BYTES / write_s)}/s, reads {megabytes(PROBE_BYTES / read_s)}/s"
-    return Finding("SSD folder", "ok", f"{there}: {megabytes(free)} free, {speed}")
+    speed = f"writes {show_bytes(PROBE_BYTES / write_s)}/s, reads {show_bytes(PROBE_BYTES / read_s)}/s"
+    return Finding("SSD folder", "ok", f"{there}: {show_bytes(free)} free, {speed}")

@@ -66,11 +66,3 @@ class Server:
 def print_json(answer: object) -> None:
     """An answer as indented JSON."""
     print(json.dumps(answer, indent=2, ensure_ascii=False))
-
-
-def megabytes(num_bytes: float) -> str:
-    """Bytes as text, in the unit that leaves at least one digit before the point."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes:.0f} B"

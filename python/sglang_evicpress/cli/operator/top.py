@@ -7,8 +7,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from sglang_evicpress.cli.operator.server import Json, Server, make_parser, megabytes, print_json
+from sglang_evicpress.cli.operator.server import Json, Server, make_parser, print_json
 from sglang_evicpress.cli.parser import whole
+from sglang_evicpress.cli.replay.units import show_bytes
 from sglang_evicpress.tables import aligned, number, share
 
 _CLEAR = "\x1b[H\x1b[2J"
@@ -93,16 +94,16 @@ def _tiers(tiers: Mapping[str, Json]) -> Iterator[tuple[str, ...]]:
     yield ("tier", "used", "of", "share", "nodes", "load", "forms")
     for name, tier in tiers.items():
         load = tier.get("load")
-        speed = "" if load is None else f"{megabytes(load['bytes_per_s'])}/s"
+        speed = "" if load is None else f"{show_bytes(load['bytes_per_s'])}/s"
         forms = sorted(tier["forms"].items(), key=lambda item: -item[1]["bytes"])
         yield (
             name,
-            megabytes(tier["used_bytes"]),
-            megabytes(tier["capacity_bytes"]),
+            show_bytes(tier["used_bytes"]),
+            show_bytes(tier["capacity_bytes"]),
             share(tier["used_bytes"] / max(1, tier["capacity_bytes"])),
             str(tier["num_nodes"]),
             speed,
-            ", ".join(f"{form} {megabytes(held['bytes'])}" for form, held in forms[:3]),
+            ", ".join(f"{form} {show_bytes(held['bytes'])}" for form, held in forms[:3]),
         )
 
 

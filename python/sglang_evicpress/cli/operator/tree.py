@@ -6,8 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from sglang_evicpress.cli.operator.server import Json, Server, make_parser, megabytes, print_json
+from sglang_evicpress.cli.operator.server import Json, Server, make_parser, print_json
 from sglang_evicpress.cli.parser import naming, whole
+from sglang_evicpress.cli.replay.units import show_bytes
 from sglang_evicpress.tables import aligned
 
 PAGE_NODES = 500
@@ -118,7 +119,7 @@ def options(answer: Json) -> list[str]:
         rows.append(
             (
                 option["option"],
-                megabytes(option["num_bytes"]),
+                show_bytes(option["num_bytes"]),
                 f"{option['q']:.3f}",
                 f"{1e3 * option['d']:.2f} ms",
                 f"{option['U']:.4g}",

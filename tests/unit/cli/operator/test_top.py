@@ -36,7 +36,7 @@ def test_the_first_look_has_totals() -> None:
     assert "requests 10, 60.0 % of prompt tokens from the cache" in text
     assert "moves: to keydiff@0.5 3, to host 7" in text
     assert "1.5 s  node 7: exact/gpu -> exact/host, loses little" in text
-    assert "gpu   6.0 MB  10.0 MB  60.0 %" in text
+    assert "gpu   6.00 MB  10.0 MB  60.0 %" in text
 
 
 def test_later_ones_have_rates_since_the_one_before() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_evicpress.cli.operator.server import Server, megabytes
 from sglang_evicpress.cli.operator.tree import Shown, all_nodes, lines, options
 
 ALL = Shown(depth=0, least_tokens=0)
@@ -81,10 +80,5 @@ def test_options_are_told_with_what_is_next_and_why() -> None:
     }
     head, chosen, _, _, held, drop = options(answer)
     assert head == "node 7: 300 tokens behind 0, 2 uses/s, alpha 1" and chosen == "next: drop; so"
-    assert held.split() == ["exact/gpu", "2.0", "MB", "1.000", "0.00", "ms", "2.5", "held"]
+    assert held.split() == ["exact/gpu", "2.00", "MB", "1.000", "0.00", "ms", "2.5", "held"]
     assert drop.split()[-2:] == ["1", "next"]
-
-
-def test_bytes_are_told_in_a_unit_that_fits() -> None:
-    assert [megabytes(size) for size in (12, 3_400, 5.6e6, 7.8e9)] == ["12 B", "3.4 kB", "5.6 MB", "7.8 GB"]
-    assert Server.get.__doc__
