@@ -148,6 +148,7 @@ class EvicPressCache(RadixCache):
                 background=parts.background,
                 first_tokens=parts.first_tokens,
                 metrics=metrics_of(scheduler, self.inspector, budgets, tree.quality.counts),
+                agreement=tree.storage.agreement,
             )
         )
         channels = scheduler.ipc_channels
