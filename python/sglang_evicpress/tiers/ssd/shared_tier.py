@@ -68,15 +68,18 @@ class SharedSsdTier(SsdTier):
         return self._held_bytes + self._writing_bytes
 
     def lacking(self, num_bytes: int) -> int:
-        capacity = int((1 - RECORDS_SHARE) * self.store.capacity_bytes)
-        return max(0, self.used_bytes + num_bytes + SLACK_BYTES - capacity)
+        return max(0, self.used_bytes + num_bytes + SLACK_BYTES - self._capacity_bytes)
+
+    @property
+    def _capacity_bytes(self) -> int:
+        return int((1 - RECORDS_SHARE) * self.store.capacity_bytes)
 
     def drop_unused(self, num_bytes: int, limit: int, workers: Workers) -> int:
         """Entries of earlier servers take no room that ranks count: see ``reserve``."""
         return 0
 
     def reserve(self, num_bytes: int, workers: Workers) -> Promise | None:
-        if self.lacking(num_bytes):
+        if self.used_bytes + num_bytes > self._capacity_bytes:
             return None
         super().drop_unused(super().lacking(num_bytes), MOST_DROPPED, workers)
         self._writing_bytes += num_bytes
