@@ -47,8 +47,10 @@ class Faults:
 
     @classmethod
     def parse(cls, text: str, rank: int = 0) -> Faults:
-        """Read ``seed=7,delay=0.02:0.05,eio=0.01``; each rank has faults of its own. Raises ValueError naming the part
-        and what is accepted."""
+        """Read ``seed=7,delay=0.02:0.05,eio=0.01``; each rank has faults of its own, also of other rates where these
+        are written one behind the other with | between. Raises ValueError naming the part and what is accepted."""
+        texts = text.split("|")
+        text = texts[rank % len(texts)]
         faults = cls()
         for part in filter(None, (part.strip() for part in text.split(","))):
             name, equals, value = part.partition("=")
