@@ -21,6 +21,7 @@ from sglang_evicpress.patches.compat.release import RELEASE
 from sglang_evicpress.patches.tiers import admin
 from sglang_evicpress.patches.tiers.placement import tier_of
 from sglang_evicpress.patches.tiers.storage import FAULTS_FLAG
+from sglang_evicpress.patches.tree.node import slots_of
 
 pytestmark = pytest.mark.sglang
 
@@ -64,6 +65,13 @@ class RankWalk(TierWalk):
             (chunk,) = self.cache.host.arena.buffers(entry.runs, at, 1)
             chunk[0] ^= 1
 
+    def step(self, steps: int) -> None:
+        moves = self.moves()
+        for _ in range(steps):
+            self.last = self.rng.choices(list(moves), list(moves.values()))[0]
+            self.last()
+            self.check()
+
     def spoil_ssd(self) -> None:
         own = self.tree.ranks.rank
         files = sorted((self.folder / f"rank-{own}").glob("segment-*"))
@@ -82,6 +90,7 @@ class RankWalk(TierWalk):
                 (node.id, str(node.kv.form), int(tier_of(node)), node.lock_ref, node.kv.num_hits, node.kv.version),
                 [(int(tier), str(copy.form), copy.num_slots, copy.begin) for tier, copy in node.kv.copies.items()],
                 None if node.kv.layout is None else node.kv.layout.logical.tolist(),
+                slots_of(node).tolist(),
             )
             for node in cache.nodes.values()
         ]
@@ -91,12 +100,11 @@ class RankWalk(TierWalk):
         return nodes, RELEASE.free_pages(self.allocator).tolist(), cache.evictable_size_, counts, dict(storage.counts)
 
     def check(self) -> None:
-        super().check()
         states = self.tree.ranks.gathered(self.state())
         self.num_compared += 1
-        if states[0] != states[1]:
-            for left, right in zip(states[0], states[1], strict=True):
-                assert left == right, f"after {self.num_compared} steps"
+        for left, right in zip(*states, strict=True):
+            assert left == right, f"after {self.num_compared} steps {self.last}"
+        super().check()
 
     def check_nothing_leaks(self) -> None:
         super().check_nothing_leaks()
@@ -110,7 +118,7 @@ def walked(rank: int, folder: str, seed: int, page_size: int) -> None:
     counts = walk.tree.storage.counts
     print(dict(counts), dict(walk.tree.storage.errors), dict(walk.cache.host.faults.counts), flush=True)
     assert sum(walk.tree.ranks.gathered(walk.cache.host.faults.counts.total())) > 0
-    assert counts["released"] > 0 and counts["written"] > 0 and counts["loads"] > 0
+    assert counts["released"] > 0 and counts["written"] > 0
     assert walk.num_compared > NUM_STEPS
     walk.close()
 
