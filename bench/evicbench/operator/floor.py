@@ -1,7 +1,7 @@
 """A floor of 0.9 in the OpenAI body under pressure: answers beside those over exact KV, usage beside the tree.
 
 Contexts are profiled at the server by half of their questions. The other half is asked, each time once with a floor
-and once without, in a pool for a fifth of the contexts and a small host tier.
+and once without, in a pool for an eighth of the contexts above a host tier for half of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sglang_evicpress.quality.profile import BLOCK_TOKENS
 
 FLOOR = 0.9
 NUM_REQUESTS = 200
-NUM_CONTEXTS = 24
+NUM_CONTEXTS = 36
 FAMILIES = ("needle", "redundant", "mapping", "record", "hop", "mixed")
 CONTEXT_TOKENS = (400, 700)
 NUM_QUESTIONS = 12
@@ -38,7 +38,7 @@ SCORER = "f1"
 FORMS = (Form("keydiff", 0.8), Form("keydiff", 0.5), Form("keydiff", 0.2))
 SERVER = (
     *("--kv-policy", "evicpress", "--kv-forms", ",".join(map(str, FORMS)), "--kv-disable-online-profiling"),
-    *("--kv-alpha", "0.05", "--max-total-tokens", str(POOL_SLOTS), "--kv-host-gb", "0.004"),
+    *("--kv-alpha", "0.05", "--max-total-tokens", str(POOL_SLOTS), "--kv-host-gb", "0.016"),
 )
 
 Questions = Mapping[str, str]
