@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from sglang_evicpress.cli.main import main
+from sglang_evicpress.cli.operator import doctor
+from sglang_evicpress.cli.operator.finding import Finding
 from sglang_evicpress.cli.operator.server import Server
 from sglang_evicpress.cli.output import print_json_line, print_result
 
@@ -78,7 +80,8 @@ def test_budgets_at_another_target(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_findings_of_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sglang_evicpress.cli.operator.doctor.hook_points", lambda: ())
-    monkeypatch.setattr("sglang_evicpress.cli.operator.doctor.plugin", lambda: ())
-    found = document(["doctor", "--ssd-dir", "relative"], capsys, status=1)
-    assert {each["what"]: each["state"] for each in found}["SSD folder"] == "FAILED"
+    monkeypatch.setattr(doctor, "hook_points", lambda: [Finding("hook points", "FAILED", "one is gone", "install")])
+    monkeypatch.setattr(doctor, "plugin", lambda: ())
+    *_, hook_points, memory = document(["doctor"], capsys, status=1)
+    assert hook_points == {"what": "hook points", "state": "FAILED", "found": "one is gone", "fix": "install"}
+    assert memory["what"] == "memory" and memory["state"] == "ok"
