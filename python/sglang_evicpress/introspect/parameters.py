@@ -7,7 +7,7 @@ from functools import partial
 
 from sglang_evicpress.core import CODECS, Tier
 from sglang_evicpress.introspect import arguments as checked
-from sglang_evicpress.introspect.arguments import MOST_SECONDS, Json
+from sglang_evicpress.introspect.arguments import FIRST_ITEMS, MOST_ITEMS, MOST_SECONDS, Json
 from sglang_evicpress.introspect.operation import Argument
 
 HOLD_S = 60.0
@@ -32,13 +32,10 @@ def _flag(name: str, text: str) -> Argument:
     return Argument(name, checked.flag, {"type": "boolean", "default": False}, text)
 
 
-def _limit(text: str, default: int | None = None) -> Argument:
-    schema = _integer(1) | ({} if default is None else {"default": default})
-    return Argument("limit", partial(_amount, default=default), schema, text)
-
-
-def _after(text: str) -> Argument:
-    return Argument("after", _index, _integer(0), text, other_name=CURSOR)
+def limit(of: str, default: int, most: int = MOST_ITEMS) -> Argument:
+    """Size of a page; ``default`` is that of an answer over HTTP."""
+    text = f"{of} at most, and {most:,} whatever it is: next leads to the others"
+    return Argument("limit", partial(_amount, default=default), {**_integer(1), "default": default}, text)
 
 
 def _tier(accepted: tuple[Tier, ...], text: str) -> Argument:
@@ -47,18 +44,18 @@ def _tier(accepted: tuple[Tier, ...], text: str) -> Argument:
 
 
 NODE_ID = Argument("node_id", _index, _integer(0), "id of a node, as the tree lists it", is_required=True)
-AFTER_NODE = _after("only nodes with ids above it")
-LIMIT_NODES = _limit("nodes at most")
+AFTER_NODE = Argument("after", _index, _integer(0), "only nodes with ids above it", other_name=CURSOR)
+LIMIT_NODES = limit("nodes", FIRST_ITEMS["tree"])
 POSITIONS = _flag("positions", "with the positions that survived")
 TOKENS = _flag("tokens", "with the token ids, which are a user's prompt: only with the admin key")
 LAYER = Argument("layer", _index, _integer(0), "positions of this layer only")
 SINCE = Argument(
     "since", partial(_index, default=0), _integer(0), "only decisions with numbers above it", False, CURSOR
 )
-LIMIT_DECISIONS = _limit("decisions at most", 100)
+LIMIT_DECISIONS = limit("decisions", FIRST_ITEMS["journal"])
 NEWS = (
     Argument("since", _index, _integer(0), "only decisions with numbers above it"),
-    _limit("decisions at most"),
+    LIMIT_DECISIONS,
     _flag("figures", "with stats and tiers"),
     Argument("requests", _index, _integer(0), "with requests whose numbers are above it"),
 )
@@ -81,8 +78,6 @@ WRITE_LIMIT = Argument(
     "write_gb_per_day", _write_limit, {"type": ["number", "null"], "exclusiveMinimum": 0}, "GB that a day may write"
 )
 RID = Argument("rid", checked.name, {"type": "string"}, "only the request with this id")
-OFFSET = Argument("offset", partial(_index, default=0), _integer(0), "positions from this one on, as one page")
-AFTER_REQUEST = Argument(
-    "after", partial(_index, default=0), _integer(0), "only requests with numbers above it", False, CURSOR
-)
-LIMIT_REQUESTS = _limit("requests at most", 100)
+OFFSET = Argument("offset", _index, _integer(0), "positions from this one on, as one page")
+AFTER_REQUEST = Argument("after", _index, _integer(0), "only requests with numbers above it", other_name=CURSOR)
+LIMIT_REQUESTS = limit("requests", 100, 100)

@@ -12,6 +12,7 @@ from sglang_evicpress.core import Form
 from sglang_evicpress.error_text import short_repr
 from sglang_evicpress.introspect import schemas
 from sglang_evicpress.introspect.arguments import (
+    FIRST_ITEMS,
     PAGE_PROFILES,
     IntrospectionError,
     Json,
@@ -31,7 +32,7 @@ from sglang_evicpress.introspect.operation import (
     Question,
     asks,
 )
-from sglang_evicpress.introspect.parameters import CURSOR
+from sglang_evicpress.introspect.parameters import CURSOR, limit
 from sglang_evicpress.quality.profile import Profile
 from sglang_evicpress.tiers.entry.identity import MAX_TOKEN
 
@@ -99,7 +100,7 @@ def _key(arguments: Arguments, name: str) -> bytes:
     value = arguments.get(name)
     if isinstance(value, str) and _HEX.fullmatch(value):
         return bytes.fromhex(value)
-    raise IntrospectionError(400, f"context {short_repr(value)} is no hash: expected 32 hex digits")
+    raise refused(arguments, name, "the hash of a context, 32 hex digits")
 
 
 def _profile(arguments: Arguments, name: str) -> Profile:
@@ -185,7 +186,7 @@ PROFILE_OPERATIONS = (
             InspectableProfiles.list_profiles,
             named=(
                 Argument("after", _key, _HASH, "only contexts whose hashes are above it", other_name=CURSOR),
-                Argument("limit", partial(integer, least=1), {"type": "integer", "minimum": 1}, "profiles at most"),
+                limit("profiles", FIRST_ITEMS["profiles"]),
             ),
         ),
         *("GET", "/evicpress/profiles"),
